@@ -1,0 +1,60 @@
+//! The only source of time for decisions.
+//!
+//! Decisions are made in microseconds since the Unix epoch: an integer that fits a double exactly
+//! (2^53 µs is the year 2255), so that Rust and Lua compute with the same numbers.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Tells the time, or what a test says is the time.
+#[derive(Clone, Debug)]
+pub struct Clock(Source);
+
+#[derive(Clone, Debug)]
+enum Source {
+    System { start: Instant, start_us: u64 },
+    Manual(Arc<AtomicU64>),
+}
+
+/// Moves a manual [`Clock`]. It may go backwards: a limiter has to live with that.
+#[derive(Clone, Debug)]
+pub struct Hands(Arc<AtomicU64>);
+
+impl Clock {
+    /// The wall clock as it stood at this call, going on without steps: who sets the machine's clock
+    /// neither refills nor freezes anybody's quota.
+    #[allow(clippy::disallowed_methods, reason = "this is the one place that reads the system's clock")]
+    pub fn system() -> Self {
+        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self(Source::System { start: Instant::now(), start_us: micros(since_epoch) })
+    }
+
+    /// A clock that stands still until its hands are moved.
+    pub fn manual(start_us: u64) -> (Self, Hands) {
+        let time = Arc::new(AtomicU64::new(start_us));
+        (Self(Source::Manual(Arc::clone(&time))), Hands(time))
+    }
+
+    /// Microseconds since the Unix epoch.
+    pub fn now_us(&self) -> u64 {
+        match &self.0 {
+            Source::System { start, start_us } => start_us.saturating_add(micros(start.elapsed())),
+            Source::Manual(time) => time.load(Ordering::Relaxed),
+        }
+    }
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
+impl Hands {
+    pub fn set_us(&self, now_us: u64) {
+        self.0.store(now_us, Ordering::Relaxed);
+    }
+
+    pub fn advance_us(&self, by_us: u64) {
+        self.0.fetch_add(by_us, Ordering::Relaxed);
+    }
+}

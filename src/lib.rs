@@ -1,0 +1,6 @@
+//! tidegate: a rate-limiting sidecar proxy with a stated and tested guarantee.
+//!
+//! Rooms, lowest floor first; a room may use what stands below it (`docs/ARCHITECTURE.md` has the tour).
+
+pub mod clock;
+pub mod limiter;

@@ -1,0 +1,35 @@
+-- fixed_window: the rule of fixed_window.rs over one string, `start:used`.
+--
+-- The window's start stands in the value, because expiry can't draw the edge: Redis keeps a key through the
+-- whole millisecond of its deadline.
+
+-- The state of a key at `time`, or at the start of its window if that is later; nil and perhaps an error if it
+-- isn't ours.
+local function window_read(key, time, per, offset)
+  local value = redis.pcall('GET', key)
+  local was, used = 0, 0
+  if value then
+    if type(value) == 'table' then return nil, value end
+    was, used = string.match(value, '^(%d+):(%d+)$')
+    was, used = tonumber(was), tonumber(used)
+    if not was or was > 9007199254740992 or used > 9007199254740992 then return nil end
+  end
+  local now = math.max(time, was)
+  local start = 0
+  if now >= offset then start = now - (now - offset) % per end
+  if start ~= was then used = 0 end
+  return { key = key, now = now, start = start, ends = start + per, used = used }
+end
+
+-- When used units come back: all at once.
+local function window_frees(window)
+  return window.ends
+end
+
+-- Takes `cost` units, at least 1; an error if Redis doesn't let us write, and then nothing was written.
+local function window_charge(window, cost)
+  window.used = window.used + cost
+  local value = string.format('%d:%d', window.start, window.used)
+  local reply = redis.pcall('SET', window.key, value, 'PXAT', integer(math.ceil(window.ends / 1000)))
+  if reply.err then return reply end
+end

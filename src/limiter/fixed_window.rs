@@ -1,0 +1,49 @@
+//! `fixed_window`: at most `requests` units per window of length `per`, aligned to the epoch plus `offset`.
+//!
+//! Rule: window number = floor((now − offset) / per); admit if used in this window + cost ≤ requests.
+//! Worst case: 2 × requests across an edge, half before and half after it.
+//! Retry: the next edge.
+//! Memory: one number and the window it belongs to.
+
+use super::Limit;
+
+#[derive(Clone, Debug)]
+pub(super) struct Window {
+    offset_us: u64,
+    start_us: u64,
+    used: u64,
+}
+
+impl Window {
+    pub(super) fn new(offset_us: u64) -> Self {
+        Self { offset_us, start_us: 0, used: 0 }
+    }
+
+    /// Units in the window that holds `now_us`.
+    pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
+        if self.start_us_at(limit, now_us) == self.start_us { self.used } else { 0 }
+    }
+
+    pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+        self.used = self.used(limit, now_us) + cost;
+        self.start_us = self.start_us_at(limit, now_us);
+    }
+
+    /// The window's start: the latest time that the state proves to have passed.
+    pub(super) fn newest_us(&self) -> u64 {
+        self.start_us
+    }
+
+    /// The end of the window that holds `now_us`.
+    pub(super) fn end_us(&self, limit: &Limit, now_us: u64) -> u64 {
+        match now_us.checked_sub(self.offset_us) {
+            Some(since) => now_us.saturating_add(limit.per_us - since % limit.per_us.max(1)),
+            None => self.offset_us,
+        }
+    }
+
+    /// The start of the window that holds `now_us`. Before the first offset there is a short one from 0.
+    fn start_us_at(&self, limit: &Limit, now_us: u64) -> u64 {
+        now_us.checked_sub(self.offset_us).map_or(0, |since| now_us - since % limit.per_us.max(1))
+    }
+}

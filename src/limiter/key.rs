@@ -1,0 +1,181 @@
+//! Whose quota is used: the identity of a counter, made of a policy's name and the key values.
+//!
+//! Values come from clients. They are framed by length before they are hashed, so no choice of bytes
+//! makes two different lists of values meet, and a value can be as long as a request allows without
+//! the key growing.
+
+use sha2::{Digest, Sha256};
+use smallvec::SmallVec;
+use std::fmt;
+
+/// A key part longer than this many bytes is kept as its hash. It is never cut.
+const MAX_PART_BYTES: usize = 64;
+
+/// One counter's owner.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Key {
+    id: u128,
+    framed: SmallVec<[u8; 96]>,
+}
+
+/// Collects the values of a [`Key`] in order.
+#[derive(Debug)]
+pub struct KeyBuilder {
+    framed: SmallVec<[u8; 96]>,
+}
+
+const ABSENT: u8 = 0;
+const WHOLE: u8 = 1;
+const HASHED: u8 = 2;
+
+impl KeyBuilder {
+    pub fn new(policy: &str) -> Self {
+        let mut builder = Self { framed: SmallVec::new() };
+        builder.present(policy.as_bytes());
+        builder
+    }
+
+    /// Adds one value. Absent and empty are the same, and differ from every value.
+    pub fn part(&mut self, value: Option<&[u8]>) {
+        match value {
+            None | Some([]) => self.framed.push(ABSENT),
+            Some(value) => self.present(value),
+        }
+    }
+
+    pub fn finish(self) -> Key {
+        let digest = Sha256::digest(&self.framed);
+        let id = digest.iter().take(16).fold(0u128, |id, byte| id << 8 | u128::from(*byte));
+        Key { id, framed: self.framed }
+    }
+
+    fn present(&mut self, value: &[u8]) {
+        match u8::try_from(value.len()) {
+            Ok(len) if value.len() <= MAX_PART_BYTES => {
+                self.framed.extend_from_slice(&[WHOLE, len]);
+                self.framed.extend_from_slice(value);
+            }
+            _ => {
+                self.framed.push(HASHED);
+                self.framed.extend_from_slice(&Sha256::digest(value));
+            }
+        }
+    }
+}
+
+impl Key {
+    /// 128 bits of SHA-256 over the framed values: the same in every process and version.
+    pub fn id(&self) -> u128 {
+        self.id
+    }
+
+    /// The policy's name and the values, for people: `policy/value/value`. Bytes that could be mistaken
+    /// for structure or harm a terminal are percent-escaped; an absent value is `-`, a hashed one `#` and hex.
+    pub fn readable(&self) -> String {
+        let mut text = String::with_capacity(self.framed.len());
+        let mut rest = self.framed.as_slice();
+        while let Some((kind, tail)) = rest.split_first() {
+            if !text.is_empty() {
+                text.push('/');
+            }
+            rest = match *kind {
+                WHOLE => {
+                    let (len, tail) = tail.split_first().unwrap_or((&0, &[]));
+                    let (value, tail) = tail.split_at_checked(usize::from(*len)).unwrap_or((tail, &[]));
+                    push_escaped(&mut text, value);
+                    tail
+                }
+                HASHED => {
+                    let (hash, tail) = tail.split_at_checked(32).unwrap_or((tail, &[]));
+                    text.push('#');
+                    for byte in hash.iter().take(8) {
+                        push_hex(&mut text, *byte);
+                    }
+                    tail
+                }
+                _ => {
+                    text.push('-');
+                    tail
+                }
+            };
+        }
+        text
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.readable())
+    }
+}
+
+fn push_escaped(text: &mut String, value: &[u8]) {
+    // A lone "-" is the sign of an absent value.
+    if value == b"-" {
+        text.push_str("%2D");
+        return;
+    }
+    for byte in value {
+        match *byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' | b'@' | b':' => {
+                text.push(char::from(*byte));
+            }
+            byte => {
+                text.push('%');
+                push_hex(text, byte);
+            }
+        }
+    }
+}
+
+fn push_hex(text: &mut String, byte: u8) {
+    const DIGITS: [char; 16] =
+        ['0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'A', 'B', 'C', 'D', 'E', 'F'];
+    for nibble in [byte >> 4, byte & 15] {
+        text.extend(DIGITS.get(usize::from(nibble)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(policy: &str, parts: &[Option<&str>]) -> Key {
+        let mut builder = KeyBuilder::new(policy);
+        for part in parts {
+            builder.part(part.map(str::as_bytes));
+        }
+        builder.finish()
+    }
+
+    #[test]
+    fn values_cannot_be_shifted_between_positions() {
+        assert_ne!(key("p", &[Some("a:b"), Some("c")]).id(), key("p", &[Some("a"), Some("b:c")]).id());
+        assert_ne!(key("p", &[Some("ab")]).id(), key("p", &[Some("a"), Some("b")]).id());
+        assert_ne!(key("p", &[Some("a/b")]).readable(), key("p", &[Some("a"), Some("b")]).readable());
+        assert_ne!(key("pa", &[]).id(), key("p", &[Some("a")]).id());
+    }
+
+    #[test]
+    fn absent_is_empty_and_nothing_else() {
+        assert_eq!(key("p", &[None]).id(), key("p", &[Some("")]).id());
+        assert_ne!(key("p", &[None]).id(), key("p", &[Some("-")]).id());
+        assert_ne!(key("p", &[None]).readable(), key("p", &[Some("-")]).readable());
+        assert_ne!(key("p", &[None, Some("x")]).id(), key("p", &[Some("x"), None]).id());
+    }
+
+    #[test]
+    fn long_values_are_hashed_and_never_cut() {
+        let long = "x".repeat(1 << 20);
+        let longer = format!("{long}y");
+        let (a, b) = (key("p", &[Some(&long)]), key("p", &[Some(&longer)]));
+        assert_ne!(a.id(), b.id());
+        assert!(a.readable().len() < 64, "{a}");
+    }
+
+    #[test]
+    fn readable_text_holds_no_control_and_no_brace() {
+        let text = key("p", &[Some("{x}\u{1b}[31m\n")]).readable();
+        assert_eq!(text, "p/%7Bx%7D%1B%5B31m%0A");
+    }
+}

@@ -1,0 +1,198 @@
+//! What a limit *is*: pure rules over (state, limit, cost, now).
+//!
+//! Nothing here knows a clock, a network, HTTP or a file format. Each algorithm is one file with its
+//! formula, worst case and memory per key in the top comment. A store (see [`crate::store`]) keeps the
+//! states, brings the time, and makes the decision over several limits atomic.
+//!
+//! Times are microseconds since the Unix epoch, on the store's clock. Everything that a rule says about
+//! the future is an absolute time, so that whoever asked can subtract *his* reading of that clock.
+
+mod fixed_window;
+mod key;
+mod sliding_log;
+
+pub use key::{Key, KeyBuilder};
+use smallvec::SmallVec;
+
+/// The largest `requests` and cost: integers up to here are exact in a double, which Lua computes with.
+pub const MAX_UNITS: u64 = 1 << 53;
+
+/// An amount per period, by an algorithm.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Limit {
+    /// Units that may be used in one period, 0..=[`MAX_UNITS`]. 0 refuses everything, for ever.
+    pub requests: u64,
+    /// The period, in microseconds, at least 1.
+    pub per_us: u64,
+    pub algorithm: Algorithm,
+}
+
+/// How the units of a [`Limit`] come back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Algorithm {
+    SlidingLog,
+    /// Windows start at `offset_us` (below `per_us`) after multiples of the period since the epoch.
+    FixedWindow {
+        offset_us: u64,
+    },
+}
+
+/// One limit asked for one key at one cost.
+#[derive(Clone, Copy, Debug)]
+pub struct Charge<'a> {
+    pub limit: &'a Limit,
+    pub key: &'a Key,
+    /// Units wanted, 0..=[`MAX_UNITS`].
+    pub cost: u64,
+    /// Charges of one policy share a number; within one question they stand side by side.
+    pub group: u32,
+    /// A shadow group is charged only if every enforced charge and its whole group admit,
+    /// and never changes what the others get.
+    pub shadow: bool,
+}
+
+/// Why, and until when, a limit refuses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// From this time on (µs, store's clock) the same cost fits, if nobody else takes it.
+    Until(u64),
+    /// The cost is above what the limit ever allows.
+    Never,
+}
+
+/// Where one limit stands once the decision is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// Units that a further request would still get now.
+    pub remaining: u64,
+    /// When `remaining` next grows (µs, store's clock); `None` if it is as large as it ever gets.
+    pub grows_at_us: Option<u64>,
+    /// `None`: this limit admits the charge (which says nothing about the others').
+    pub refusal: Option<Refusal>,
+}
+
+/// The answer to one question: all enforced charges were made, or none was.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Decision {
+    /// The store's clock as read for this decision.
+    pub now_us: u64,
+    /// Whether every enforced charge was admitted (and so was made).
+    pub admitted: bool,
+    /// One per charge, in the order asked. `None`: not known, because a refusal that the store gave
+    /// before was answered from memory. At least one enforced standing then says why.
+    pub standings: SmallVec<[Option<Standing>; 4]>,
+}
+
+impl Limit {
+    /// Everything that names a counter beside its key: a changed amount keeps the usage so far,
+    /// a changed algorithm or period starts a new counter.
+    pub fn identity(&self) -> (Algorithm, u64) {
+        (self.algorithm, self.per_us)
+    }
+
+    /// The state of a key that was never seen.
+    pub fn fresh(&self) -> State {
+        State(match self.algorithm {
+            Algorithm::SlidingLog => Kind::SlidingLog(sliding_log::Log::default()),
+            Algorithm::FixedWindow { offset_us } => Kind::FixedWindow(fixed_window::Window::new(offset_us)),
+        })
+    }
+}
+
+/// What a store keeps for one key of one limit.
+#[derive(Clone, Debug)]
+pub struct State(Kind);
+
+#[derive(Clone, Debug)]
+enum Kind {
+    SlidingLog(sliding_log::Log),
+    FixedWindow(fixed_window::Window),
+}
+
+impl State {
+    /// The state as it stands at `now_us`, or at the newest charge it has seen: a clock that steps back
+    /// never loosens. Looking changes nothing, so that a look at a time that the clock then takes back
+    /// forgets no charge.
+    pub fn at<'a>(&'a self, limit: &'a Limit, now_us: u64) -> View<'a> {
+        let now_us = now_us.max(self.newest_us());
+        let used = match &self.0 {
+            Kind::SlidingLog(log) => log.used(limit, now_us),
+            Kind::FixedWindow(window) => window.used(limit, now_us),
+        };
+        View { state: self, limit, now_us, used }
+    }
+
+    /// Takes `cost` units, at least 1, at the time that [`State::at`] would look at.
+    pub fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+        let now_us = now_us.max(self.newest_us());
+        match &mut self.0 {
+            Kind::SlidingLog(log) => log.charge(limit, cost, now_us),
+            Kind::FixedWindow(window) => window.charge(limit, cost, now_us),
+        }
+    }
+
+    /// When the state becomes indistinguishable from a fresh one.
+    pub fn expires_at_us(&self, limit: &Limit) -> u64 {
+        match &self.0 {
+            Kind::SlidingLog(log) => log.newest_us().saturating_add(limit.per_us),
+            Kind::FixedWindow(window) => window.end_us(limit, window.newest_us()),
+        }
+    }
+
+    /// Bytes held outside of the state itself.
+    pub fn heap_bytes(&self) -> usize {
+        match &self.0 {
+            Kind::SlidingLog(log) => log.heap_bytes(),
+            Kind::FixedWindow(_) => 0,
+        }
+    }
+
+    fn newest_us(&self) -> u64 {
+        match &self.0 {
+            Kind::SlidingLog(log) => log.newest_us(),
+            Kind::FixedWindow(window) => window.newest_us(),
+        }
+    }
+}
+
+/// A [`State`] under one limit at one time.
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a> {
+    state: &'a State,
+    limit: &'a Limit,
+    now_us: u64,
+    used: u64,
+}
+
+impl View<'_> {
+    /// Units in use. More than `requests` after a limit was lowered.
+    pub fn used(&self) -> u64 {
+        self.used
+    }
+
+    /// Whether `cost` units fit, and if not, until when they don't.
+    pub fn refusal(&self, cost: u64) -> Option<Refusal> {
+        if cost > self.limit.requests || self.limit.requests == 0 {
+            return Some(Refusal::Never);
+        }
+        let room = self.limit.requests - cost;
+        (self.used > room).then(|| Refusal::Until(self.at_most_at_us(room)))
+    }
+
+    /// How the limit looks from here, with the refusal that was found before anything was charged.
+    pub fn standing(&self, refusal: Option<Refusal>) -> Standing {
+        let grows_at_us = match (self.limit.requests.checked_sub(1), self.used.checked_sub(1)) {
+            (Some(below_limit), Some(below_now)) => Some(self.at_most_at_us(below_limit.min(below_now))),
+            _ => None,
+        };
+        Standing { remaining: self.limit.requests.saturating_sub(self.used), grows_at_us, refusal }
+    }
+
+    /// When, with nothing further charged, at most `units` of those in use still are.
+    fn at_most_at_us(&self, units: u64) -> u64 {
+        match &self.state.0 {
+            Kind::SlidingLog(log) => log.at_most_at_us(self.limit, self.now_us, units),
+            Kind::FixedWindow(window) => window.end_us(self.limit, self.now_us),
+        }
+    }
+}
