@@ -1,0 +1,86 @@
+//! What policies may know of a request.
+
+use super::path::Readings;
+use http::{HeaderMap, HeaderName, Method, header::COOKIE};
+use std::borrow::Cow;
+use std::net::IpAddr;
+
+/// A request as policies see it, borrowed from wherever it is.
+///
+/// The headers are those that will be forwarded (hop-by-hop fields already removed), so that a policy
+/// and the upstream read the same request.
+#[derive(Clone, Copy, Debug)]
+pub struct Facts<'a> {
+    pub method: &'a Method,
+    /// Lower case, without port and trailing dot.
+    pub host: &'a str,
+    pub paths: &'a Readings,
+    /// Without the question mark.
+    pub query: Option<&'a str>,
+    pub headers: &'a HeaderMap,
+    pub client_ip: IpAddr,
+}
+
+pub(super) fn header_values<'a>(
+    headers: &'a HeaderMap,
+    name: &HeaderName,
+) -> impl Iterator<Item = Cow<'a, [u8]>> {
+    headers.get_all(name).into_iter().map(|value| Cow::Borrowed(value.as_bytes()))
+}
+
+/// The values of a query parameter, decoded as forms are (`+` is a space).
+pub(super) fn query_values<'a>(query: Option<&'a str>, name: &str) -> impl Iterator<Item = Cow<'a, [u8]>> {
+    query
+        .unwrap_or_default()
+        .split('&')
+        .filter(|pair| !pair.is_empty())
+        .map(|pair| pair.split_once('=').unwrap_or((pair, "")))
+        .filter(move |(found, _)| *form_decoded(found) == *name.as_bytes())
+        .map(|(_, value)| form_decoded(value))
+}
+
+/// The values of a cookie over all `Cookie` lines (HTTP/2 may send one line per cookie).
+pub(super) fn cookie_values<'a>(headers: &'a HeaderMap, name: &str) -> impl Iterator<Item = Cow<'a, [u8]>> {
+    headers
+        .get_all(COOKIE)
+        .into_iter()
+        .flat_map(|line| line.as_bytes().split(|byte| *byte == b';'))
+        .filter_map(move |pair| {
+            let pair = pair.trim_ascii();
+            let (found, value) = pair.split_at_checked(name.len())?;
+            (found == name.as_bytes()).then_some(value)?.strip_prefix(b"=")
+        })
+        .map(Cow::Borrowed)
+}
+
+fn form_decoded(text: &str) -> Cow<'_, [u8]> {
+    if text.contains('+') {
+        let spaced = text.replace('+', " ");
+        return Cow::Owned(percent_encoding::percent_decode_str(&spaced).collect());
+    }
+    percent_encoding::percent_decode_str(text).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text<'a>(values: impl Iterator<Item = Cow<'a, [u8]>>) -> Vec<String> {
+        values.map(|value| String::from_utf8(value.into_owned()).unwrap()).collect()
+    }
+
+    #[test]
+    fn query_values_are_decoded_and_all_found() {
+        assert_eq!(text(query_values(Some("a=1&b=2&%61=x%20y+z&a"), "a")), ["1", "x y z", ""]);
+        assert_eq!(text(query_values(None, "a")), Vec::<String>::new());
+        assert_eq!(text(query_values(Some("&&"), "")), Vec::<String>::new());
+    }
+
+    #[test]
+    fn cookies_are_found_over_all_lines() {
+        let mut headers = HeaderMap::new();
+        headers.append(COOKIE, "id=1; idx=2;id=3".parse().unwrap());
+        headers.append(COOKIE, "id=4".parse().unwrap());
+        assert_eq!(text(cookie_values(&headers, "id")), ["1", "3", "4"]);
+    }
+}

@@ -1,0 +1,234 @@
+//! Whose quota a request uses: values taken from it, as the policy's key says.
+
+use super::{Facts, PathPattern, client, facts, path};
+use http::HeaderName;
+use smallvec::SmallVec;
+use std::borrow::Cow;
+use std::fmt;
+use std::net::IpAddr;
+
+/// Where one value of a key comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KeyPart {
+    ClientIp,
+    Header(HeaderName),
+    Query(Box<str>),
+    Cookie(Box<str>),
+    /// The captures of a pattern, one value each.
+    Path(PathPattern),
+    Method,
+    Host,
+    WholePath,
+    Const(Box<str>),
+}
+
+/// The parts of a policy's key, in order. Empty: one quota for everybody who matches.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KeyTemplate(Vec<KeyPart>);
+
+/// What to do when a part is absent or empty.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MissingKey {
+    /// All such requests share one quota.
+    Shared,
+    /// The policy does not apply.
+    Skip,
+    /// The request is refused.
+    Reject,
+}
+
+/// Why a request cannot be keyed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum KeyFault {
+    #[error("{0} occurs more than once")]
+    Repeated(String),
+    #[error("{0} is missing")]
+    Missing(String),
+}
+
+/// The values of one request, one per position; `None` where it has none.
+pub type KeyValues<'a> = SmallVec<[Option<Cow<'a, [u8]>>; 4]>;
+
+impl KeyPart {
+    /// Reads a part as written, e.g. `header:x-user-id`.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong with it.
+    pub fn parse(text: &str, settings: &path::Settings) -> Result<Self, String> {
+        let (kind, name) = text.split_once(':').unwrap_or((text, ""));
+        match (kind, name) {
+            ("client_ip", "") => Ok(Self::ClientIp),
+            ("method", "") => Ok(Self::Method),
+            ("host", "") => Ok(Self::Host),
+            ("path", "") => Ok(Self::WholePath),
+            ("header" | "query" | "cookie" | "const", "") => {
+                Err(format!("{kind} needs a name, as in \"{kind}:NAME\""))
+            }
+            ("header", name) => HeaderName::from_bytes(name.as_bytes())
+                .map(Self::Header)
+                .map_err(|error| format!("{name:?}: {error}")),
+            ("query", name) => Ok(Self::Query(name.into())),
+            ("cookie", name) => Ok(Self::Cookie(name.into())),
+            ("const", text) => Ok(Self::Const(text.into())),
+            ("path", pattern) => match PathPattern::parse(pattern, settings)? {
+                pattern if pattern.width() == 0 => {
+                    Err(format!("{pattern_text:?} captures nothing: write {{name}} for a segment to key by", pattern_text = name))
+                }
+                pattern => Ok(Self::Path(pattern)),
+            },
+            _ => Err("a key part is client_ip, header:NAME, query:NAME, cookie:NAME, path:PATTERN, method, host, path or const:TEXT".to_owned()),
+        }
+    }
+
+    /// Whether the client writes the value as it likes.
+    pub fn is_client_chosen(&self) -> bool {
+        !matches!(self, Self::ClientIp | Self::Method | Self::Const(_))
+    }
+
+    fn width(&self) -> usize {
+        match self {
+            Self::Path(pattern) => pattern.width(),
+            _ => 1,
+        }
+    }
+
+    fn push_values<'a>(
+        &'a self,
+        facts: &Facts<'a>,
+        client: &client::Settings,
+        values: &mut KeyValues<'a>,
+    ) -> Result<(), KeyFault> {
+        let value = match self {
+            Self::ClientIp => Some(Cow::Owned(client_text(facts.client_ip, client).into_bytes())),
+            Self::Header(name) => self.only(facts::header_values(facts.headers, name))?,
+            Self::Query(name) => self.only(facts::query_values(facts.query, name))?,
+            Self::Cookie(name) => self.only(facts::cookie_values(facts.headers, name))?,
+            Self::Method => Some(Cow::Borrowed(facts.method.as_str().as_bytes())),
+            Self::Host => Some(Cow::Borrowed(facts.host.as_bytes())),
+            Self::WholePath => facts.paths.iter().next().map(|path| Cow::Borrowed(path.as_bytes())),
+            Self::Const(text) => Some(Cow::Borrowed(text.as_bytes())),
+            Self::Path(pattern) => {
+                match facts.paths.iter().find_map(|path| pattern.captures(path)) {
+                    Some(found) => {
+                        values.extend(found.iter().map(|value| Some(Cow::Borrowed(value.as_bytes()))));
+                    }
+                    None => values.extend(std::iter::repeat_n(None, pattern.width())),
+                }
+                return Ok(());
+            }
+        };
+        values.push(value.filter(|value| !value.is_empty()));
+        Ok(())
+    }
+
+    /// Of several values the upstream might take another than we do.
+    fn only<'a>(
+        &self,
+        mut values: impl Iterator<Item = Cow<'a, [u8]>>,
+    ) -> Result<Option<Cow<'a, [u8]>>, KeyFault> {
+        let first = values.next();
+        if values.next().is_some() {
+            return Err(KeyFault::Repeated(self.to_string()));
+        }
+        Ok(first)
+    }
+}
+
+/// For people: `header x-user-id`.
+impl fmt::Display for KeyPart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ClientIp => f.write_str("client IP"),
+            Self::Header(name) => write!(f, "header {name}"),
+            Self::Query(name) => write!(f, "query parameter {name}"),
+            Self::Cookie(name) => write!(f, "cookie {name}"),
+            Self::Path(_) => f.write_str("path segment"),
+            Self::Method => f.write_str("method"),
+            Self::Host => f.write_str("host"),
+            Self::WholePath => f.write_str("path"),
+            Self::Const(text) => write!(f, "constant {text}"),
+        }
+    }
+}
+
+impl KeyTemplate {
+    pub fn new(parts: Vec<KeyPart>) -> Self {
+        Self(parts)
+    }
+
+    pub fn parts(&self) -> &[KeyPart] {
+        &self.0
+    }
+
+    /// Positions that an override counts: one per part, but one per capture of a `path:` part.
+    pub fn width(&self) -> usize {
+        self.0.iter().map(KeyPart::width).sum()
+    }
+
+    /// The values of one request.
+    ///
+    /// # Errors
+    /// [`KeyFault::Repeated`] if a value that must be one occurs more than once, and with
+    /// `missing = Reject` [`KeyFault::Missing`] for the first that is absent.
+    pub fn values<'a>(
+        &'a self,
+        facts: &Facts<'a>,
+        client: &client::Settings,
+        missing: MissingKey,
+    ) -> Result<KeyValues<'a>, KeyFault> {
+        let mut values = KeyValues::new();
+        for part in &self.0 {
+            let from = values.len();
+            part.push_values(facts, client, &mut values)?;
+            let is_missing = || values.iter().skip(from).any(Option::is_none);
+            if missing == MissingKey::Reject && is_missing() {
+                return Err(KeyFault::Missing(part.to_string()));
+            }
+        }
+        Ok(values)
+    }
+
+    /// A value of an override at a position, in the form that requests have there.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong with it.
+    pub fn canonical_value(
+        &self,
+        position: usize,
+        text: &str,
+        client: &client::Settings,
+    ) -> Result<Box<str>, String> {
+        let mut parts = self.0.iter().flat_map(|part| std::iter::repeat_n(part, part.width()));
+        match parts.nth(position) {
+            Some(KeyPart::ClientIp) => {
+                let address = text.split_once('/').map_or(text, |(address, _)| address);
+                let ip: IpAddr = address.parse().map_err(|error| {
+                    format!("{text:?} stands where the key has the client's address: {error}")
+                })?;
+                let canonical = client_text(ip.to_canonical(), client);
+                if text.contains('/') && text != canonical {
+                    return Err(format!(
+                        "clients are keyed as {canonical} (client.ipv4_prefix, client.ipv6_prefix)"
+                    ));
+                }
+                Ok(canonical.into())
+            }
+            Some(KeyPart::Host) => Ok(text.strip_suffix('.').unwrap_or(text).to_ascii_lowercase().into()),
+            _ => Ok(text.into()),
+        }
+    }
+}
+
+/// The client's network as text: the address alone if the prefix spans it.
+fn client_text(ip: IpAddr, settings: &client::Settings) -> String {
+    match ip {
+        IpAddr::V4(ip) if settings.ipv4_prefix >= 32 => ip.to_string(),
+        IpAddr::V6(ip) if settings.ipv6_prefix >= 128 => ip.to_string(),
+        IpAddr::V4(_) => network(ip, settings.ipv4_prefix),
+        IpAddr::V6(_) => network(ip, settings.ipv6_prefix),
+    }
+}
+
+fn network(ip: IpAddr, prefix: u8) -> String {
+    ipnet::IpNet::new(ip, prefix).map_or_else(|_| ip.to_string(), |net| net.trunc().to_string())
+}

@@ -1,0 +1,126 @@
+//! The conditions under which a policy applies.
+
+use super::{Facts, PathPattern, facts};
+use http::{HeaderName, Method};
+use ipnet::IpNet;
+use regex::Regex;
+
+/// Conditions: all of them must hold; within one, any alternative. An empty list is no condition.
+#[derive(Clone, Debug, Default)]
+pub struct Matcher {
+    pub methods: MethodSet,
+    pub hosts: Vec<HostPattern>,
+    pub paths: Vec<PathPattern>,
+    pub path_regex: Option<Regex>,
+    pub headers: Vec<Named<HeaderName>>,
+    pub query: Vec<Named<Box<str>>>,
+    pub cookies: Vec<Named<Box<str>>>,
+    pub client_ips: Vec<IpNet>,
+    /// Must *not* hold as a whole.
+    pub not: Option<Box<Matcher>>,
+}
+
+/// A condition on a named value.
+#[derive(Clone, Debug)]
+pub struct Named<N> {
+    pub name: N,
+    pub test: Test,
+}
+
+/// A condition on a value. With several values of one name, any may fulfil it.
+#[derive(Clone, Debug)]
+pub enum Test {
+    Is(Box<str>),
+    Regex(Regex),
+    /// Whether the name occurs at all.
+    Present(bool),
+}
+
+/// Methods, where `GET` also means `HEAD`; empty means all.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MethodSet(Vec<Method>);
+
+/// `example.com`, or `*.example.com` for every name below it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum HostPattern {
+    Exact(Box<str>),
+    /// The part after the star, with its dot.
+    Below(Box<str>),
+}
+
+impl Matcher {
+    /// Whether all conditions hold for one reading of the path.
+    pub fn matches(&self, facts: &Facts<'_>, path: &str) -> bool {
+        self.methods.contains(facts.method)
+            && any(&self.hosts, |host| host.matches(facts.host))
+            && any(&self.paths, |pattern| pattern.matches(path))
+            && self.path_regex.as_ref().is_none_or(|regex| regex.is_match(path))
+            && any(&self.client_ips, |net| net.contains(&facts.client_ip))
+            && self.headers.iter().all(|h| h.test.holds(facts::header_values(facts.headers, &h.name)))
+            && self.query.iter().all(|q| q.test.holds(facts::query_values(facts.query, &q.name)))
+            && self.cookies.iter().all(|c| c.test.holds(facts::cookie_values(facts.headers, &c.name)))
+            && self.not.as_ref().is_none_or(|not| !not.matches(facts, path))
+    }
+
+    /// The headers that these conditions read.
+    pub(super) fn header_names(&self) -> Vec<HeaderName> {
+        let mut names: Vec<_> = self.headers.iter().map(|header| header.name.clone()).collect();
+        if !self.cookies.is_empty() {
+            names.push(http::header::COOKIE);
+        }
+        names.extend(self.not.iter().flat_map(|not| not.header_names()));
+        names
+    }
+}
+
+fn any<T>(alternatives: &[T], holds: impl FnMut(&T) -> bool) -> bool {
+    alternatives.is_empty() || alternatives.iter().any(holds)
+}
+
+impl Test {
+    fn holds<V: AsRef<[u8]>>(&self, mut values: impl Iterator<Item = V>) -> bool {
+        match self {
+            Self::Is(wanted) => values.any(|value| value.as_ref() == wanted.as_bytes()),
+            Self::Regex(regex) => {
+                values.any(|value| regex.is_match(&String::from_utf8_lossy(value.as_ref())))
+            }
+            Self::Present(wanted) => values.next().is_some() == *wanted,
+        }
+    }
+}
+
+impl MethodSet {
+    pub fn new(methods: Vec<Method>) -> Self {
+        Self(methods)
+    }
+
+    pub fn contains(&self, method: &Method) -> bool {
+        any(&self.0, |listed| listed == method || (listed == Method::GET && method == Method::HEAD))
+    }
+}
+
+impl HostPattern {
+    /// Reads `name` or `*.name`, without a port.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong with it.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let text = text.strip_suffix('.').unwrap_or(text).to_ascii_lowercase();
+        let (below, name) = match text.strip_prefix("*.") {
+            Some(name) => (true, name),
+            None => (false, text.as_str()),
+        };
+        let address = name.starts_with('[') && name.ends_with(']') && !below;
+        if name.is_empty() || name.contains(['*', '/', '@']) || (name.contains(':') && !address) {
+            return Err("a host is a name or *.name, without port".to_owned());
+        }
+        Ok(if below { Self::Below(format!(".{name}").into()) } else { Self::Exact(name.into()) })
+    }
+
+    fn matches(&self, host: &str) -> bool {
+        match self {
+            Self::Exact(name) => **name == *host,
+            Self::Below(suffix) => host.len() > suffix.len() && host.ends_with(&**suffix),
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! How much a policy allows, to whom.
+
+use super::{Facts, KeyFault, KeyTemplate, KeyValues, MissingKey, client};
+use crate::limiter::{Key, KeyBuilder, Limit};
+use foldhash::HashMap;
+
+/// Whose quota a request uses, and how much there is of it.
+#[derive(Clone, Debug)]
+pub struct Quota {
+    pub key: KeyTemplate,
+    pub missing_key: MissingKey,
+    /// Units that one request takes.
+    pub cost: u64,
+    /// At least one.
+    pub limits: Vec<NamedLimit>,
+    pub overrides: Overrides,
+}
+
+/// A limit with its name in the rate-limit fields.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedLimit {
+    pub name: Box<str>,
+    /// What is counted, when it isn't requests.
+    pub unit: Option<Box<str>>,
+    pub limit: Limit,
+}
+
+/// Limits of their own for some keys. The first that fits replaces all limits of the policy.
+#[derive(Clone, Debug, Default)]
+pub struct Overrides {
+    list: Vec<Override>,
+    /// Those without a wildcard: thousands of them must not make a request slower.
+    exact: HashMap<u128, usize>,
+    /// Those with one, in order.
+    wild: Vec<usize>,
+}
+
+/// One entry of [`Overrides`].
+#[derive(Clone, Debug)]
+pub struct Override {
+    /// One per key position (see [`KeyTemplate::width`]); `None` matches any value.
+    pub values: Vec<Option<Box<str>>>,
+    pub limits: Vec<NamedLimit>,
+}
+
+impl Quota {
+    /// The key and limits that one request of policy `name` uses; `None` if the policy skips it.
+    ///
+    /// # Errors
+    /// A [`KeyFault`] for a request that cannot be keyed.
+    pub fn select<'t>(
+        &'t self,
+        name: &str,
+        facts: &Facts<'_>,
+        client: &client::Settings,
+    ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyFault> {
+        let values = self.key.values(facts, client, self.missing_key)?;
+        if self.missing_key == MissingKey::Skip && values.iter().any(Option::is_none) {
+            return Ok(None);
+        }
+        let limits = self.overrides.find(&values).unwrap_or(&self.limits);
+        Ok(Some((framed(name, &values), limits)))
+    }
+}
+
+impl Overrides {
+    pub fn new(list: Vec<Override>) -> Self {
+        let mut overrides = Self { list, exact: HashMap::default(), wild: Vec::new() };
+        for (at, entry) in overrides.list.iter().enumerate() {
+            match entry
+                .values
+                .iter()
+                .map(|value| value.as_deref().map(str::as_bytes))
+                .collect::<Option<Vec<_>>>()
+            {
+                Some(values) => {
+                    let id = framed("", &values.into_iter().map(|value| Some(value.into())).collect()).id();
+                    overrides.exact.entry(id).or_insert(at);
+                }
+                None => overrides.wild.push(at),
+            }
+        }
+        overrides
+    }
+
+    pub fn list(&self) -> &[Override] {
+        &self.list
+    }
+
+    fn find(&self, values: &KeyValues<'_>) -> Option<&[NamedLimit]> {
+        if self.list.is_empty() {
+            return None;
+        }
+        let exact = self.exact.get(&framed("", values).id()).copied();
+        let wild =
+            self.wild.iter().copied().find(|at| self.list.get(*at).is_some_and(|entry| entry.fits(values)));
+        let first = match (exact, wild) {
+            (Some(exact), Some(wild)) => exact.min(wild),
+            (one, other) => one.or(other)?,
+        };
+        self.list.get(first).map(|entry| entry.limits.as_slice())
+    }
+}
+
+impl Override {
+    fn fits(&self, values: &KeyValues<'_>) -> bool {
+        self.values.len() == values.len()
+            && self.values.iter().zip(values).all(|(wanted, value)| match (wanted, value) {
+                (None, _) => true,
+                (Some(wanted), Some(value)) => wanted.as_bytes() == &**value,
+                (Some(wanted), None) => wanted.is_empty(),
+            })
+    }
+}
+
+fn framed(name: &str, values: &KeyValues<'_>) -> Key {
+    let mut builder = KeyBuilder::new(name);
+    for value in values {
+        builder.part(value.as_deref());
+    }
+    builder.finish()
+}
