@@ -5,3 +5,4 @@
 pub mod clock;
 pub mod limiter;
 pub mod policy;
+pub mod store;

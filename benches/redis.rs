@@ -1,0 +1,202 @@
+//! Decisions per second through one worker's connection, beside redis-benchmark with the same script and
+//! arguments in the same run: the ratio says what the client leaves unused, whatever the machine.
+//!
+//! Run by `make bench`, or `cargo bench --bench redis`. Needs redis-server and redis-benchmark.
+
+#![allow(
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    reason = "a benchmark talks on stdout and stops at any error"
+)]
+
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit};
+use tidegate::store::redis::{Redis, RedisSettings, Script, Shared};
+
+const PREFIX: &str = "bench";
+const ROUND: Duration = Duration::from_secs(2);
+const KEYS: u32 = 10_000;
+
+fn main() {
+    let server = Server::start();
+    println!(
+        "{:<13} {:>6} {:>6} {:>10} {:>10} {:>6} {:>8} {:>8}",
+        "algorithm", "keys", "tasks", "checks/s", "RB -P 64", "ratio", "client", "server"
+    );
+    println!(
+        "{:<13} {:>6} {:>6} {:>10} {:>10} {:>6} {:>8} {:>8}",
+        "", "", "", "", "", "", "µs/check", "µs/check"
+    );
+    for (word, algorithm) in
+        [("sliding_log", Algorithm::SlidingLog), ("fixed_window", Algorithm::FixedWindow { offset_us: 0 })]
+    {
+        // A hot key is refused most of the time, the many are admitted.
+        let limit = Limit { requests: 1000, per_us: 1_000_000, algorithm };
+        for keys in [1, KEYS] {
+            let peer = peer_rate(&server, &limit, keys);
+            for tasks in [64, 256] {
+                let measured = worker_rate(&server, &limit, keys, tasks);
+                println!(
+                    "{word:<13} {keys:>6} {tasks:>6} {:>10.0} {peer:>10.0} {:>6.2} {:>8.2} {:>8.2}",
+                    measured.rate,
+                    measured.rate / peer,
+                    measured.client_us,
+                    measured.server_us
+                );
+            }
+        }
+    }
+}
+
+struct Measured {
+    rate: f64,
+    client_us: f64,
+    server_us: f64,
+}
+
+/// As the proxy does it: a current_thread runtime, one connection, many requests at once. The deny cache is left
+/// out: every check goes to Redis.
+fn worker_rate(server: &Server, limit: &Limit, keys: u32, tasks: u32) -> Measured {
+    server.flush();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let redis = Redis::start(&Shared::new(server.settings()));
+        redis.first_ready().await;
+        let (started, client, busy) = (Instant::now(), cpu(std::process::id()), cpu(server.child.id()));
+        let tasks: Vec<_> = (0..tasks)
+            .map(|n| tokio::spawn(work(redis.clone(), limit.clone(), keys, n, started + ROUND)))
+            .collect();
+        let mut checks = 0.0;
+        for task in tasks {
+            checks += f64::from(task.await.unwrap());
+        }
+        let took = started.elapsed().as_secs_f64();
+        let per_check = |from: f64, pid: u32| (cpu(pid) - from) * 1e6 / checks;
+        Measured {
+            rate: checks / took,
+            client_us: per_check(client, std::process::id()),
+            server_us: per_check(busy, server.child.id()),
+        }
+    })
+}
+
+async fn work(redis: Redis, limit: Limit, keys: u32, task: u32, end: Instant) -> u32 {
+    let mut checks = 0;
+    // Prime, so that tasks walk through the keys without meeting.
+    let mut next = task.wrapping_mul(7919);
+    loop {
+        let asked = tokio::time::Instant::now();
+        if asked.into_std() >= end {
+            return checks;
+        }
+        let owner = owner(next % keys);
+        let charge = Charge { limit: &limit, key: &owner, cost: 1, group: 0, shadow: false };
+        redis.decide(&[charge], asked).await.unwrap();
+        next = next.wrapping_add(104_729);
+        checks += 1;
+    }
+}
+
+fn owner(n: u32) -> Key {
+    let mut builder = KeyBuilder::new("api");
+    builder.part(Some(format!("{n:012}").as_bytes()));
+    builder.finish()
+}
+
+/// What redis-benchmark gets with 64 commands in flight on a connection.
+fn peer_rate(server: &Server, limit: &Limit, keys: u32) -> f64 {
+    server.flush();
+    let (script, owner) = (Script::new(PREFIX), owner(0));
+    let load = Command::new("redis-cli")
+        .args(["-p", &server.port.to_string(), "SCRIPT", "LOAD", Script::TEXT])
+        .stdout(Stdio::null())
+        .status();
+    assert!(load.unwrap().success());
+    let charge = Charge { limit, key: &owner, cost: 1, group: 0, shadow: false };
+    let command = script.decide(&[charge], None);
+    let mut args: Vec<String> = command
+        .args_iter()
+        .filter_map(|arg| match arg {
+            redis::Arg::Simple(bytes) => Some(String::from_utf8_lossy(bytes).into_owned()),
+            _ => None,
+        })
+        .collect();
+    if keys > 1 {
+        // redis-benchmark fills in twelve digits.
+        args.iter_mut().for_each(|arg| *arg = arg.replace("000000000000", "__rand_int__"));
+    }
+    let output = Command::new("redis-benchmark")
+        .args(["-p", &server.port.to_string(), "-P", "64", "-c", "4", "-n", "200000", "--csv"])
+        .args(["-r", &keys.to_string()])
+        .args(args)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let rate = text.lines().last().and_then(|line| line.split("\",\"").nth(1)?.parse().ok());
+    rate.unwrap_or_else(|| unreadable(&text))
+}
+
+#[allow(clippy::panic, reason = "a benchmark stops at any error")]
+fn unreadable(text: &str) -> f64 {
+    panic!("redis-benchmark says: {text}")
+}
+
+/// CPU seconds that a process has used, in and out of the kernel.
+fn cpu(pid: u32) -> f64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    // After the name, which may hold anything: utime and stime are the 12th and 13th.
+    let ticks = stat.rsplit(')').next().unwrap().split_whitespace().skip(11).take(2);
+    ticks.map(|ticks| ticks.parse::<f64>().unwrap()).sum::<f64>() / 100.0
+}
+
+struct Server {
+    child: Child,
+    port: u16,
+}
+
+impl Server {
+    fn start() -> Self {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let child = Command::new("redis-server")
+            .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
+            .stdout(Stdio::null())
+            .spawn();
+        let server = Self { child: child.unwrap(), port };
+        while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        server
+    }
+
+    fn flush(&self) {
+        let flushed = Command::new("redis-cli")
+            .args(["-p", &self.port.to_string(), "FLUSHALL"])
+            .stdout(Stdio::null())
+            .status();
+        assert!(flushed.unwrap().success());
+    }
+
+    fn settings(&self) -> RedisSettings {
+        RedisSettings {
+            host: "127.0.0.1".to_owned(),
+            port: self.port,
+            database: 0,
+            username: None,
+            password: None,
+            key_prefix: PREFIX.to_owned(),
+            timeout: Duration::from_secs(1),
+            connect_timeout: Duration::from_secs(1),
+            breaker_failures: 5,
+            probe_interval: Duration::from_millis(500),
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}

@@ -1,0 +1,355 @@
+//! Counters in this process, bounded by number and by bytes.
+//!
+//! Keys are spread over shards by their id, which is a cryptographic hash: a shard is a random sample of
+//! all keys, and nobody can aim at one. A question locks the shards of all its keys, in ascending order,
+//! so that it is one atomic step.
+//!
+//! When a bound is passed, expired keys go first, then those with the least of their quota used, so that
+//! nobody flushes his own exhausted key by inventing fresh ones. Within a shard that order is exact; with
+//! few keys there is only one shard.
+
+use crate::clock::Clock;
+use crate::limiter::{Algorithm, Charge, Decision, Limit, Refusal, Standing, State};
+use foldhash::fast::RandomState;
+use indexmap::IndexMap;
+use parking_lot::{Mutex, MutexGuard};
+use smallvec::SmallVec;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+/// Bounds of the memory store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemorySettings {
+    /// Counters kept, at least 1.
+    pub max_keys: usize,
+    /// Bytes that they may take together, the map's own share included (estimated).
+    pub max_bytes: usize,
+}
+
+/// Counters of this process.
+#[derive(Debug)]
+pub struct Memory {
+    clock: Clock,
+    settings: MemorySettings,
+    shards: Box<[Mutex<Shard>]>,
+    keys: AtomicUsize,
+    bytes: AtomicUsize,
+    evicted: AtomicU64,
+}
+
+/// Below this many keys the order of eviction is exact over the whole store.
+const KEYS_PER_SHARD: usize = 1 << 14;
+const MAX_SHARDS: usize = 64;
+
+/// Expired keys looked for with every question, so that memory comes back without pressure.
+const SWEPT_PER_CHARGE: usize = 2;
+
+/// Under pressure one part in so many of a shard goes at once, so that a flood pays for few scans.
+const EVICTED_SHARE: usize = 64;
+
+type Id = (u128, Algorithm, u64);
+
+#[derive(Debug, Default)]
+struct Shard {
+    counters: IndexMap<Id, Counter, RandomState>,
+    /// Where [`Shard::sweep`] goes on.
+    swept: usize,
+    /// The latest time that it decided at.
+    newest_us: u64,
+}
+
+#[derive(Debug)]
+struct Counter {
+    state: State,
+    expires_at_us: u64,
+    /// Share of the quota in use when it was last charged, in 1/65536.
+    fullness: u32,
+    bytes: usize,
+}
+
+impl Memory {
+    pub fn new(settings: MemorySettings, clock: Clock) -> Self {
+        let shards = (settings.max_keys / KEYS_PER_SHARD).next_power_of_two().clamp(1, MAX_SHARDS);
+        Self {
+            clock,
+            settings,
+            shards: (0..shards).map(|_| Mutex::default()).collect(),
+            keys: AtomicUsize::new(0),
+            bytes: AtomicUsize::new(0),
+            evicted: AtomicU64::new(0),
+        }
+    }
+
+    /// Decides all charges together, as [`super::Store::decide`] says.
+    pub fn decide(&self, charges: &[Charge<'_>]) -> Decision {
+        let mut locked = self.lock(charges);
+        let now_us = locked.advance(self.clock.now_us());
+
+        let refusals: SmallVec<[Option<Refusal>; 4]> = charges
+            .iter()
+            .map(|charge| match locked.counter(charge) {
+                Some(counter) => counter.state.at(charge.limit, now_us).refusal(charge.cost),
+                None => charge.limit.fresh().at(charge.limit, now_us).refusal(charge.cost),
+            })
+            .collect();
+        let refused = |shadow: bool, group: Option<u32>| {
+            charges.iter().zip(&refusals).any(|(charge, refusal)| {
+                refusal.is_some()
+                    && charge.shadow == shadow
+                    && group.is_none_or(|group| charge.group == group)
+            })
+        };
+        let admitted = !refused(false, None);
+
+        let standings = charges
+            .iter()
+            .zip(&refusals)
+            .map(|(charge, refusal)| {
+                let charged = admitted && !(charge.shadow && refused(true, Some(charge.group)));
+                Some(locked.settle(self, &Settled { charge, refusal: *refusal, charged, now_us }))
+            })
+            .collect();
+        for shard in &mut locked.0 {
+            shard.1.sweep(self, now_us, SWEPT_PER_CHARGE);
+        }
+        let pressed = locked.0.first().map(|(at, _)| *at);
+        drop(locked);
+        self.relieve(pressed.unwrap_or(0), now_us);
+        Decision { now_us, admitted, standings }
+    }
+
+    /// Counters held.
+    pub fn keys(&self) -> usize {
+        self.keys.load(Ordering::Relaxed)
+    }
+
+    /// Bytes held, estimated.
+    pub fn bytes(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Counters that were dropped while they still mattered.
+    pub fn evicted(&self) -> u64 {
+        self.evicted.load(Ordering::Relaxed)
+    }
+
+    fn lock(&self, charges: &[Charge<'_>]) -> Locked<'_> {
+        let mut places: SmallVec<[usize; 4]> = charges.iter().map(|charge| self.shard_of(charge)).collect();
+        places.sort_unstable();
+        places.dedup();
+        let shards = places.iter().filter_map(|at| Some((*at, self.shards.get(*at)?.lock()))).collect();
+        Locked(shards, self.shards.len())
+    }
+
+    fn shard_of(&self, charge: &Charge<'_>) -> usize {
+        shard_of(charge.key.id(), self.shards.len())
+    }
+
+    /// Makes room until both bounds hold, beginning with the shard that grew.
+    fn relieve(&self, first: usize, now_us: u64) {
+        for step in 0..self.shards.len() {
+            if !self.is_over() {
+                return;
+            }
+            let Some(shard) = self.shards.get((first + step) % self.shards.len()) else { return };
+            let mut shard = shard.lock();
+            shard.sweep(self, now_us, usize::MAX);
+            while self.is_over() && shard.evict_least_used(self) {}
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.keys() > self.settings.max_keys || self.bytes() > self.settings.max_bytes
+    }
+}
+
+fn shard_of(id: u128, shards: usize) -> usize {
+    // The low bits of a cryptographic hash; `shards` is a power of two.
+    usize::try_from(id & 0xffff).unwrap_or(0) & (shards - 1)
+}
+
+fn id_of(charge: &Charge<'_>) -> Id {
+    let (algorithm, per_us) = charge.limit.identity();
+    (charge.key.id(), algorithm, per_us)
+}
+
+/// The shards of one question, locked together.
+struct Locked<'a>(SmallVec<[(usize, MutexGuard<'a, Shard>); 4]>, usize);
+
+impl Locked<'_> {
+    /// Time never goes back: what expired once was perhaps forgotten, and may not come to matter again.
+    fn advance(&mut self, clock_us: u64) -> u64 {
+        let now_us = self.0.iter().map(|(_, shard)| shard.newest_us).fold(clock_us, u64::max);
+        for (_, shard) in &mut self.0 {
+            shard.newest_us = now_us;
+        }
+        now_us
+    }
+
+    fn shard(&mut self, charge: &Charge<'_>) -> Option<&mut Shard> {
+        let at = shard_of(charge.key.id(), self.1);
+        self.0.iter_mut().find(|(place, _)| *place == at).map(|(_, shard)| &mut **shard)
+    }
+
+    fn counter(&mut self, charge: &Charge<'_>) -> Option<&mut Counter> {
+        self.shard(charge)?.counters.get_mut(&id_of(charge))
+    }
+
+    /// Makes a charge, if it is to be made, and says where the limit then stands.
+    fn settle(&mut self, memory: &Memory, settled: &Settled<'_>) -> Standing {
+        let Settled { charge, refusal, charged, now_us } = *settled;
+        let limit = charge.limit;
+        let Some(shard) = self.shard(charge) else {
+            return limit.fresh().at(limit, now_us).standing(refusal);
+        };
+        if !charged || charge.cost == 0 {
+            return match shard.counters.get(&id_of(charge)) {
+                Some(counter) => counter.state.at(limit, now_us).standing(refusal),
+                None => limit.fresh().at(limit, now_us).standing(refusal),
+            };
+        }
+        let counter = shard.counters.entry(id_of(charge)).or_insert_with(|| {
+            memory.keys.fetch_add(1, Ordering::Relaxed);
+            memory.bytes.fetch_add(COUNTER_BYTES, Ordering::Relaxed);
+            Counter { state: limit.fresh(), expires_at_us: 0, fullness: 0, bytes: COUNTER_BYTES }
+        });
+        counter.state.charge(limit, charge.cost, now_us);
+        counter.expires_at_us = counter.state.expires_at_us(limit);
+        let bytes = COUNTER_BYTES + counter.state.heap_bytes();
+        if bytes != counter.bytes {
+            memory.bytes.fetch_add(bytes, Ordering::Relaxed);
+            memory.bytes.fetch_sub(std::mem::replace(&mut counter.bytes, bytes), Ordering::Relaxed);
+        }
+        let view = counter.state.at(limit, now_us);
+        counter.fullness = fullness(view.used(), limit);
+        view.standing(refusal)
+    }
+}
+
+/// One charge of a question that has been decided.
+struct Settled<'a> {
+    charge: &'a Charge<'a>,
+    refusal: Option<Refusal>,
+    /// Whether it is made.
+    charged: bool,
+    now_us: u64,
+}
+
+/// One counter in the map: its slot and its share of the hash index.
+const COUNTER_BYTES: usize = size_of::<Id>() + size_of::<Counter>() + 3 * size_of::<usize>();
+
+fn fullness(used: u64, limit: &Limit) -> u32 {
+    let share = u128::from(used) * 65_536 / u128::from(limit.requests.max(1));
+    u32::try_from(share).unwrap_or(u32::MAX)
+}
+
+impl Shard {
+    /// Looks at the next `most` counters and drops the expired ones.
+    fn sweep(&mut self, memory: &Memory, now_us: u64, most: usize) {
+        for _ in 0..most.min(self.counters.len()) {
+            if self.swept >= self.counters.len() {
+                self.swept = 0;
+            }
+            match self.counters.get_index(self.swept) {
+                Some((_, counter)) if counter.expires_at_us <= now_us => self.remove(memory, self.swept),
+                _ => self.swept += 1,
+            }
+        }
+    }
+
+    /// Drops the counters with the least of their quota used; of equals those that expire first.
+    /// `false` if there is none left.
+    fn evict_least_used(&mut self, memory: &Memory) -> bool {
+        let count = (self.counters.len() / EVICTED_SHARE).max(1);
+        let mut order: Vec<(u32, u64, Id)> = self
+            .counters
+            .iter()
+            .map(|(id, counter)| (counter.fullness, counter.expires_at_us, *id))
+            .collect();
+        if order.is_empty() {
+            return false;
+        }
+        let count = count.min(order.len());
+        order.select_nth_unstable_by_key(count - 1, |(fullness, expires_at_us, _)| {
+            (*fullness, *expires_at_us)
+        });
+        for (_, _, id) in order.iter().take(count) {
+            if let Some(at) = self.counters.get_index_of(id) {
+                self.remove(memory, at);
+                memory.evicted.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        true
+    }
+
+    fn remove(&mut self, memory: &Memory, at: usize) {
+        if let Some((_, counter)) = self.counters.swap_remove_index(at) {
+            memory.keys.fetch_sub(1, Ordering::Relaxed);
+            memory.bytes.fetch_sub(counter.bytes, Ordering::Relaxed);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::{Key, KeyBuilder};
+
+    const LIMIT: Limit = Limit { requests: 5, per_us: 60_000_000, algorithm: Algorithm::SlidingLog };
+
+    fn key(name: usize) -> Key {
+        let mut builder = KeyBuilder::new("p");
+        builder.part(Some(name.to_string().as_bytes()));
+        builder.finish()
+    }
+
+    fn ask(memory: &Memory, limit: &Limit, key: &Key) -> bool {
+        memory.decide(&[Charge { limit, key, cost: 1, group: 0, shadow: false }]).admitted
+    }
+
+    #[test]
+    fn nobody_flushes_an_exhausted_key_with_fresh_ones() {
+        let (clock, _) = Clock::manual(1_000_000);
+        let memory = Memory::new(MemorySettings { max_keys: 100, max_bytes: 1 << 30 }, clock);
+        let mine = key(0);
+        assert_eq!((0..6).filter(|_| ask(&memory, &LIMIT, &mine)).count(), 5);
+        for name in 1..5_000 {
+            ask(&memory, &LIMIT, &key(name));
+            assert!(memory.keys() <= 100);
+        }
+        assert!(!ask(&memory, &LIMIT, &mine));
+        assert_eq!(memory.evicted(), 4_900);
+    }
+
+    #[test]
+    fn expired_keys_go_first_and_bytes_are_bounded() {
+        let (clock, hands) = Clock::manual(1_000_000);
+        let memory =
+            Memory::new(MemorySettings { max_keys: 1000, max_bytes: 10 * COUNTER_BYTES + 1000 }, clock);
+        for name in 0..5 {
+            ask(&memory, &LIMIT, &key(name));
+        }
+        hands.advance_us(LIMIT.per_us);
+        for name in 5..1000 {
+            ask(&memory, &LIMIT, &key(name));
+            assert!(memory.bytes() <= 10 * COUNTER_BYTES + 1000);
+        }
+        assert!(memory.evicted() <= 990, "expired keys are not evictions");
+    }
+
+    #[test]
+    fn a_store_that_is_idle_for_its_old_keys_gives_their_memory_back() {
+        let (clock, hands) = Clock::manual(1_000_000);
+        let memory = Memory::new(MemorySettings { max_keys: 100_000, max_bytes: 1 << 30 }, clock);
+        for name in 0..1_000 {
+            ask(&memory, &LIMIT, &key(name));
+        }
+        hands.advance_us(LIMIT.per_us);
+        let one = key(0);
+        for _ in 0..8_000 {
+            ask(&memory, &LIMIT, &key(fastrand::usize(0..8)));
+        }
+        ask(&memory, &LIMIT, &one);
+        assert!(memory.keys() < 700, "{}", memory.keys());
+        assert_eq!(memory.evicted(), 0);
+    }
+}

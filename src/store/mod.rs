@@ -1,0 +1,67 @@
+//! Where counters live, and the one question that is asked of them.
+
+mod deny_cache;
+mod memory;
+pub mod redis;
+
+pub use memory::{Memory, MemorySettings};
+
+use crate::limiter::{Charge, Decision};
+use deny_cache::{DenyCache, Fit};
+use redis::Redis;
+use std::sync::Arc;
+use tokio::time::Instant;
+
+/// Decides charges; cheap to clone, one per worker.
+#[derive(Clone, Debug)]
+pub enum Store {
+    Memory(Arc<Memory>),
+    Redis { redis: Redis, refusals: Arc<DenyCache> },
+}
+
+/// The store gave no answer: the request has to be decided without it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the store gave no answer ({kind})")]
+pub struct Unavailable {
+    /// A stable word for logs and metrics.
+    pub kind: &'static str,
+    /// When it is worth asking again, in microseconds.
+    pub retry_after_us: u64,
+}
+
+impl Store {
+    /// A worker's store in Redis.
+    pub fn redis(redis: Redis) -> Self {
+        Self::Redis { redis, refusals: Arc::default() }
+    }
+
+    /// Decides all charges of one request together: either every enforced one is made, or none.
+    /// The charges name different counters: no two share key, algorithm and period.
+    ///
+    /// # Errors
+    /// [`Unavailable`] if the store is away; whether the charges were made is then unknown.
+    pub async fn decide(&self, charges: &[Charge<'_>]) -> Result<Decision, Unavailable> {
+        let (redis, refusals) = match self {
+            Self::Memory(memory) => return Ok(memory.decide(charges)),
+            Self::Redis { redis, refusals } => (redis, refusals),
+        };
+        let asked = Instant::now();
+        if let Some(refusal) = refusals.recall(charges, asked, Fit::Same) {
+            return Ok(refusal);
+        }
+        let answer = match redis.breaker_open() {
+            true => Err(redis.unavailable("breaker_open")),
+            false => redis.decide(charges, asked).await,
+        };
+        match answer {
+            Ok(decision) => {
+                if !decision.admitted {
+                    refusals.remember(charges, &decision, asked, Instant::now());
+                }
+                Ok(decision)
+            }
+            // Without Redis the longest known wait is better than none.
+            Err(unavailable) => refusals.recall(charges, Instant::now(), Fit::AtLeast).ok_or(unavailable),
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! What can go wrong with Redis, in stable words.
+
+use redis::{ErrorKind, RedisError, ServerErrorKind};
+
+/// Why Redis gave no answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Failure {
+    /// No answer within the deadline. What was asked may have happened.
+    Timeout,
+    /// Not connected, or the connection broke.
+    Connection,
+    /// Nobody listens at the address.
+    Refused,
+    /// The name does not resolve.
+    Dns,
+    /// A replica.
+    ReadOnly,
+    /// Still reading its data from disk.
+    Loading,
+    MasterDown,
+    ClusterDown,
+    /// Password or user are wrong, missing or not allowed to do this.
+    NoAuth,
+    OutOfMemory,
+    /// Redis can't persist or replicate and was told not to write then.
+    Misconfigured,
+    /// Another script runs for too long.
+    Busy,
+    /// A value under one of our keys that we didn't write: a fault of that key alone. Keys are counted from 1.
+    WrongType(usize),
+    /// An answer that makes no sense.
+    Reply,
+    /// The script was forgotten: healed, and an error only if that fails.
+    NoScript,
+    Other,
+}
+
+impl Failure {
+    /// Every [`Failure::word`], in alphabetical order.
+    pub(super) const WORDS: [&str; 16] = [
+        "busy",
+        "clusterdown",
+        "connection",
+        "dns",
+        "loading",
+        "masterdown",
+        "misconf",
+        "noauth",
+        "noscript",
+        "oom",
+        "other",
+        "readonly",
+        "refused",
+        "reply",
+        "timeout",
+        "wrongtype",
+    ];
+
+    /// The word in logs and metrics.
+    pub(super) fn word(self) -> &'static str {
+        match self {
+            Self::Timeout => "timeout",
+            Self::Connection => "connection",
+            Self::Refused => "refused",
+            Self::Dns => "dns",
+            Self::ReadOnly => "readonly",
+            Self::Loading => "loading",
+            Self::MasterDown => "masterdown",
+            Self::ClusterDown => "clusterdown",
+            Self::NoAuth => "noauth",
+            Self::OutOfMemory => "oom",
+            Self::Misconfigured => "misconf",
+            Self::Busy => "busy",
+            Self::WrongType(_) => "wrongtype",
+            Self::Reply => "reply",
+            Self::NoScript => "noscript",
+            Self::Other => "other",
+        }
+    }
+
+    /// Whether a new connection may help: the old one is dead, out of step or leads to the wrong server.
+    pub(super) fn ends_connection(self) -> bool {
+        matches!(
+            self,
+            Self::Connection | Self::ReadOnly | Self::Loading | Self::MasterDown | Self::NoAuth | Self::Reply
+        )
+    }
+}
+
+impl From<tokio::time::error::Elapsed> for Failure {
+    fn from(_: tokio::time::error::Elapsed) -> Self {
+        Self::Timeout
+    }
+}
+
+impl From<std::io::Error> for Failure {
+    fn from(error: std::io::Error) -> Self {
+        Self::from(&RedisError::from(error))
+    }
+}
+
+impl From<&RedisError> for Failure {
+    fn from(error: &RedisError) -> Self {
+        if error.is_connection_refusal() {
+            return Self::Refused;
+        }
+        match error.kind() {
+            ErrorKind::AuthenticationFailed => return Self::NoAuth,
+            ErrorKind::Parse | ErrorKind::UnexpectedReturnType => return Self::Reply,
+            ErrorKind::Io if error.is_timeout() => return Self::Timeout,
+            ErrorKind::Io => return Self::Connection,
+            ErrorKind::Server(ServerErrorKind::NoScript) => return Self::NoScript,
+            _ => {}
+        }
+        match error.code() {
+            Some("READONLY") => Self::ReadOnly,
+            Some("LOADING") => Self::Loading,
+            Some("MASTERDOWN") => Self::MasterDown,
+            Some("CLUSTERDOWN") => Self::ClusterDown,
+            Some("NOAUTH" | "WRONGPASS" | "NOPERM") => Self::NoAuth,
+            Some("OOM") => Self::OutOfMemory,
+            Some("MISCONF" | "NOREPLICAS") => Self::Misconfigured,
+            Some("BUSY") => Self::Busy,
+            Some("FOREIGN") => {
+                Self::WrongType(error.detail().and_then(|position| position.parse().ok()).unwrap_or(0))
+            }
+            _ => Self::Other,
+        }
+    }
+}

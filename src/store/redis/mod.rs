@@ -1,0 +1,170 @@
+//! Counters in Redis, shared by every replica.
+//!
+//! One script decides all limits of a request in one round trip, on the server's clock (`script`, `decide.lua`).
+//! Each worker has a connection and a task that keeps it (`link`); the breaker is the process's (`health`).
+
+mod failure;
+mod health;
+mod link;
+mod script;
+
+pub use script::Script;
+
+use super::Unavailable;
+use crate::limiter::{Charge, Decision};
+use failure::Failure;
+use health::Health;
+use link::{Context, Link, State};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+use tokio::time::{Instant, timeout, timeout_at};
+
+/// Which Redis, and how long to wait for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RedisSettings {
+    /// A name or an address, without brackets.
+    pub host: String,
+    pub port: u16,
+    pub database: i64,
+    pub username: Option<String>,
+    pub password: Option<Password>,
+    /// Separates the counters of services that share a Redis.
+    pub key_prefix: String,
+    /// One decision, all in.
+    pub timeout: Duration,
+    pub connect_timeout: Duration,
+    /// Consecutive failures after which Redis is not asked any more.
+    pub breaker_failures: u32,
+    /// How often a background PING then tries again.
+    pub probe_interval: Duration,
+}
+
+/// What the workers of one process share: settings, breaker, counters.
+#[derive(Clone, Debug)]
+pub struct Shared(Arc<Context>);
+
+/// One worker's handle: cheap to clone, to be used on the runtime that started it.
+#[derive(Clone, Debug)]
+pub struct Redis {
+    context: Arc<Context>,
+    link: Arc<Link>,
+}
+
+/// A secret that never shows itself in logs.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Password(String);
+
+impl Shared {
+    pub fn new(settings: RedisSettings) -> Self {
+        Self(Arc::new(Context {
+            script: Script::new(&settings.key_prefix),
+            health: Health::new(settings.breaker_failures),
+            eviction_checked: AtomicBool::new(false),
+            settings,
+        }))
+    }
+
+    /// Whether every worker has a connection and the breaker is closed.
+    pub fn is_up(&self) -> bool {
+        self.0.health.is_up()
+    }
+
+    /// Whether failures have stopped requests from asking Redis.
+    pub fn breaker_open(&self) -> bool {
+        self.0.health.is_open()
+    }
+
+    /// Failures since the start, each kind by its stable word.
+    pub fn errors(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        self.0.health.counts()
+    }
+}
+
+impl Redis {
+    /// Starts connecting, and stays connected until the last clone is dropped. Call it on the worker's runtime.
+    pub fn start(shared: &Shared) -> Self {
+        let context = Arc::clone(&shared.0);
+        Self { link: Arc::new(Link::start(Arc::clone(&context))), context }
+    }
+
+    /// Ends when this worker's first connection is ready, or `connect_timeout` has passed.
+    pub async fn first_ready(&self) {
+        drop(timeout(self.context.settings.connect_timeout, self.link.ready()).await);
+    }
+
+    /// Whether failures have stopped requests from asking Redis.
+    pub fn breaker_open(&self) -> bool {
+        self.context.health.is_open()
+    }
+
+    /// Asks Redis to decide, with an answer within `timeout` from `asked`. The charges name different counters.
+    ///
+    /// # Errors
+    /// [`Unavailable`] with the failure's word. After a timeout or a lost connection the charges may have been
+    /// made: too strict, never too lax.
+    pub async fn decide(&self, charges: &[Charge<'_>], asked: Instant) -> Result<Decision, Unavailable> {
+        let health = &self.context.health;
+        let state = self.link.state();
+        let live = match &*state {
+            State::Up(live) => live,
+            State::Down(failure) => {
+                health.failed(*failure);
+                return Err(self.unavailable(failure.word()));
+            }
+        };
+        let command = self.context.script.decide(charges, None);
+        let deadline = asked + self.context.settings.timeout;
+        let reply = timeout_at(deadline, live.run(&command)).await.unwrap_or_else(|late| Err(late.into()));
+        let failure = match reply {
+            Ok(reply) => match Script::decision(&reply, charges) {
+                Some(decision) => {
+                    health.answered();
+                    return Ok(decision);
+                }
+                None => Failure::Reply,
+            },
+            Err(failure) => failure,
+        };
+        match failure {
+            Failure::WrongType(position) => health.foreign(|| self.counter(charges, position)),
+            failure => {
+                health.failed(failure);
+                live.failed(failure);
+            }
+        }
+        Err(self.unavailable(failure.word()))
+    }
+
+    /// The store's answer when Redis gives none: it is asked again after the next probe at the earliest.
+    pub fn unavailable(&self, kind: &'static str) -> Unavailable {
+        let probe_us = self.context.settings.probe_interval.as_micros();
+        Unavailable { kind, retry_after_us: u64::try_from(probe_us).unwrap_or(u64::MAX) }
+    }
+
+    /// The key at a position, as the script counts them, without what would name its owner.
+    fn counter(&self, charges: &[Charge<'_>], position: usize) -> String {
+        let mut name = String::new();
+        if let Some(charge) = position.checked_sub(1).and_then(|position| charges.get(position)) {
+            self.context.script.push_counter(&mut name, charge);
+        }
+        name
+    }
+}
+
+impl Password {
+    pub fn new(text: String) -> Self {
+        Self(text)
+    }
+
+    pub fn expose(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Password {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}

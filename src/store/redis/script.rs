@@ -1,0 +1,259 @@
+//! The one script, what is sent to it and what its answers mean.
+
+use crate::limiter::{Algorithm, Charge, Decision, Refusal, Standing};
+use redis::{Cmd, RedisWrite, Value};
+use smallvec::SmallVec;
+
+/// Readable tails longer than this many bytes are left out of keys.
+const MAX_TAIL_BYTES: usize = 64;
+
+/// Arguments per charge (see `decide.lua`).
+const ARGS_PER_CHARGE: usize = 6;
+
+/// Times above this are not exact in a double, so they can't come from the script.
+const MAX_TIME_US: u64 = 1 << 53;
+
+/// The decision as a program for Redis, with the names under which it keeps state.
+///
+/// Its text depends on nothing: what varies goes into the arguments, so Redis caches one script, once.
+#[derive(Debug)]
+pub struct Script {
+    sha: String,
+    /// What all keys start with, up to and including the brace that opens the hash tag.
+    key_start: String,
+}
+
+impl Script {
+    /// Algorithms first, then what drives them: one chunk of Lua.
+    pub const TEXT: &str = concat!(
+        include_str!("../../limiter/sliding_log.lua"),
+        include_str!("../../limiter/fixed_window.lua"),
+        include_str!("decide.lua"),
+    );
+
+    pub fn new(key_prefix: &str) -> Self {
+        // A brace in the prefix would move the hash tag.
+        let prefix = key_prefix.replace('{', "%7B").replace('}', "%7D");
+        let sha = redis::Script::new(Self::TEXT).get_hash().to_owned();
+        Self { sha, key_start: format!("{prefix}:v1:{{") }
+    }
+
+    /// The name under which Redis knows the script.
+    pub fn sha(&self) -> &str {
+        &self.sha
+    }
+
+    /// What loads the script.
+    pub fn load(&self) -> Cmd {
+        let mut command = Cmd::new();
+        command.arg("SCRIPT").arg("LOAD").arg(Self::TEXT);
+        command
+    }
+
+    /// What asks for a decision. `time_us` stands in for the server's clock in tests.
+    pub fn decide(&self, charges: &[Charge<'_>], time_us: Option<u64>) -> Cmd {
+        let count = charges.len();
+        let mut command = Cmd::with_capacity(4 + count * (1 + ARGS_PER_CHARGE), 64 + count * 224);
+        let mut number = itoa::Buffer::new();
+        command.write_arg(b"EVALSHA");
+        command.write_arg(self.sha.as_bytes());
+        command.write_arg(number.format(count).as_bytes());
+        let mut key = String::with_capacity(192);
+        for charge in charges {
+            key.clear();
+            self.push_key(&mut key, charge);
+            command.write_arg(key.as_bytes());
+        }
+        command.write_arg(time_us.map_or("", |time_us| number.format(time_us)).as_bytes());
+        for charge in charges {
+            let (algorithm, offset_us) = match charge.limit.algorithm {
+                Algorithm::SlidingLog => (b"l", 0),
+                Algorithm::FixedWindow { offset_us } => (b"w", offset_us),
+            };
+            let group = if charge.shadow { u64::from(charge.group) + 1 } else { 0 };
+            command.write_arg(algorithm);
+            for value in [group, charge.cost, charge.limit.requests, charge.limit.per_us, offset_us] {
+                command.write_arg(number.format(value).as_bytes());
+            }
+        }
+        command
+    }
+
+    /// The Redis key of a charge's counter:
+    /// `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[:o<offset in µs>][:<key, for people>]`.
+    pub fn key(&self, charge: &Charge<'_>) -> String {
+        let mut key = String::new();
+        self.push_key(&mut key, charge);
+        key
+    }
+
+    /// Reads the answer to [`Script::decide`]. `None`: it isn't one.
+    pub fn decision(reply: &Value, charges: &[Charge<'_>]) -> Option<Decision> {
+        let Value::BulkString(text) = reply else { return None };
+        let mut numbers = std::str::from_utf8(text).ok()?.split(' ').map(|number| number.parse::<i64>().ok());
+        let now_us = time(numbers.next()??).filter(|now_us| *now_us > 0)?;
+        let (mut admitted, mut standings) = (true, SmallVec::new());
+        for charge in charges {
+            let standing = standing(charge, now_us, [numbers.next()??, numbers.next()??, numbers.next()??])?;
+            admitted &= charge.shadow || standing.refusal.is_none();
+            standings.push(Some(standing));
+        }
+        numbers.next().is_none().then_some(Decision { now_us, admitted, standings })
+    }
+
+    fn push_key(&self, key: &mut String, charge: &Charge<'_>) {
+        self.push_counter(key, charge);
+        let tail = charge.key.readable();
+        if tail.len() <= MAX_TAIL_BYTES {
+            key.push(':');
+            key.push_str(&tail);
+        }
+    }
+
+    /// The key without its readable tail: names the counter and shows nothing of its owner.
+    pub(super) fn push_counter(&self, key: &mut String, charge: &Charge<'_>) {
+        key.push_str(&self.key_start);
+        push_hex(key, charge.key.id());
+        let mut number = itoa::Buffer::new();
+        match charge.limit.algorithm {
+            Algorithm::SlidingLog => {
+                key.push_str("}:sliding_log:");
+                key.push_str(number.format(charge.limit.per_us));
+            }
+            Algorithm::FixedWindow { offset_us } => {
+                key.push_str("}:fixed_window:");
+                key.push_str(number.format(charge.limit.per_us));
+                if offset_us > 0 {
+                    key.push_str(":o");
+                    key.push_str(number.format(offset_us));
+                }
+            }
+        }
+    }
+}
+
+fn push_hex(text: &mut String, id: u128) {
+    for byte in id.to_be_bytes() {
+        text.extend(char::from_digit(u32::from(byte >> 4), 16));
+        text.extend(char::from_digit(u32::from(byte & 15), 16));
+    }
+}
+
+/// One charge's part of the reply. What can't be true is no answer: it must not be acted upon.
+fn standing(charge: &Charge<'_>, now_us: u64, [until, remaining, grows_at]: [i64; 3]) -> Option<Standing> {
+    let later = |number| time(number).filter(|time_us| *time_us > now_us);
+    let refusal = match until {
+        -1 => Some(Refusal::Never),
+        0 => None,
+        until => Some(Refusal::Until(later(until)?)),
+    };
+    let grows_at_us = match grows_at {
+        0 => None,
+        grows_at => Some(later(grows_at)?),
+    };
+    let remaining = u64::try_from(remaining).ok().filter(|remaining| *remaining <= charge.limit.requests)?;
+    let never = charge.cost > charge.limit.requests || charge.limit.requests == 0;
+    (never == (refusal == Some(Refusal::Never))).then_some(Standing { remaining, grows_at_us, refusal })
+}
+
+fn time(number: i64) -> Option<u64> {
+    u64::try_from(number).ok().filter(|time_us| *time_us <= MAX_TIME_US)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::{Key, KeyBuilder, Limit};
+
+    const LOG: Limit = Limit { requests: 5, per_us: 1_000_000, algorithm: Algorithm::SlidingLog };
+
+    fn key(policy: &str, value: &str) -> Key {
+        let mut builder = KeyBuilder::new(policy);
+        builder.part(Some(value.as_bytes()));
+        builder.finish()
+    }
+
+    fn charge<'a>(limit: &'a Limit, key: &'a Key) -> Charge<'a> {
+        Charge { limit, key, cost: 1, group: 0, shadow: false }
+    }
+
+    #[test]
+    fn keys_name_what_they_count() {
+        let daily = Limit { algorithm: Algorithm::FixedWindow { offset_us: 7 }, ..LOG };
+        let (short, long) = (key("api", "ann"), key("api", &"x".repeat(62)));
+        let script = Script::new("shop{a}");
+        let hash = format!("{:032x}", short.id());
+        assert_eq!(
+            script.key(&charge(&LOG, &short)),
+            format!("shop%7Ba%7D:v1:{{{hash}}}:sliding_log:1000000:api/ann")
+        );
+        assert_eq!(
+            script.key(&charge(&daily, &short)),
+            format!("shop%7Ba%7D:v1:{{{hash}}}:fixed_window:1000000:o7:api/ann")
+        );
+        let hash = format!("{:032x}", long.id());
+        assert_eq!(
+            script.key(&charge(&LOG, &long)),
+            format!("shop%7Ba%7D:v1:{{{hash}}}:sliding_log:1000000")
+        );
+    }
+
+    #[test]
+    fn the_command_is_what_decide_lua_reads() {
+        let key = key("api", "ann");
+        let shadow = Charge { group: 3, shadow: true, cost: 2, ..charge(&LOG, &key) };
+        let script = Script::new("t");
+        let command = script.decide(&[charge(&LOG, &key), shadow], None);
+        let args: Vec<_> = command
+            .args_iter()
+            .map(|arg| match arg {
+                redis::Arg::Simple(bytes) => String::from_utf8_lossy(bytes).into_owned(),
+                _ => panic!("no cursors here"),
+            })
+            .collect();
+        let name = script.key(&shadow);
+        let head = ["EVALSHA", script.sha(), "2", &name, &name, ""];
+        let rest = ["l", "0", "1", "5", "1000000", "0", "l", "4", "2", "5", "1000000", "0"];
+        assert_eq!(args, [head.as_slice(), &rest].concat());
+    }
+
+    #[test]
+    fn an_answer_that_cannot_be_true_is_none() {
+        let key = key("api", "ann");
+        let charges = [charge(&LOG, &key)];
+        let read = |reply: &str| Script::decision(&Value::BulkString(reply.into()), &charges);
+        let decision = read("1000 0 4 2000").unwrap();
+        assert!(decision.admitted);
+        assert_eq!(
+            decision.standings.as_slice(),
+            [Some(Standing { remaining: 4, grows_at_us: Some(2000), refusal: None })]
+        );
+        assert!(!read("1000 1500 0 1500").unwrap().admitted);
+        for lie in [
+            "",
+            "1000",
+            "1000 0 4",
+            "1000 0 4 ",
+            "1000 0 4 2000 0",
+            "1000  0 4 2000",
+            "1000.0 0 4 2000",
+            "1000 nan 4 2000",
+            "1e3 0 4 2000",
+            "0 0 4 2000",
+            "-1 0 4 2000",
+            "9223372036854775807 0 4 0",
+            "9223372036854775808 0 4 0",
+            "1000 1000 0 2000",
+            "1000 -2 0 2000",
+            "1000 -1 4 2000",
+            "1000 0 6 2000",
+            "1000 0 -1 2000",
+            "1000 0 4 999",
+        ] {
+            assert_eq!(read(lie), None, "{lie}");
+        }
+        for lie in [Value::Nil, Value::Okay, Value::Int(5), Value::Array(Vec::new())] {
+            assert_eq!(Script::decision(&lie, &charges), None, "{lie:?}");
+        }
+    }
+}
