@@ -3,6 +3,8 @@
 //! Rooms, lowest floor first; a room may use what stands below it (`docs/ARCHITECTURE.md` has the tour).
 
 pub mod clock;
+pub mod enforcer;
 pub mod limiter;
 pub mod policy;
 pub mod store;
+pub mod telemetry;

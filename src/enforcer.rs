@@ -1,0 +1,434 @@
+//! The centre: one question about a request, one verdict.
+//!
+//! Facts go in, the table says which limits apply, the store decides them, and what comes out says
+//! whether to forward, what to answer if not, and which limits to tell the client about.
+
+use crate::limiter::{Charge, Decision, Key, Refusal, Standing};
+use crate::policy::{Action, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy, PolicyTable, Reject};
+use crate::store::{Store, Unavailable};
+use arc_swap::ArcSwap;
+use smallvec::SmallVec;
+use std::sync::Arc;
+
+/// Decides requests by the policies that hold now; cheap to clone, one per worker.
+#[derive(Clone, Debug)]
+pub struct Enforcer {
+    table: Arc<ArcSwap<PolicyTable>>,
+    store: Store,
+}
+
+/// What is to become of a request. Borrows the table that decided it.
+#[derive(Debug)]
+pub struct Verdict<'t> {
+    pub outcome: Outcome<'t>,
+    /// Every enforced limit that applied, in the order of the policies; empty if none was decided.
+    pub limits: SmallVec<[Reported<'t>; 4]>,
+    /// The store's clock when it decided (µs since the epoch).
+    pub now_us: u64,
+    /// Decided without the store.
+    pub degraded: bool,
+    /// Shadow policies that would have refused.
+    pub shadow_rejected: SmallVec<[&'t str; 1]>,
+}
+
+#[derive(Debug)]
+pub enum Outcome<'t> {
+    Forward,
+    /// Over a limit: 429.
+    Limited(Limited<'t>),
+    /// A policy with `action = "deny"`: 403.
+    Denied {
+        policy: &'t str,
+        reject: Option<&'t Reject>,
+    },
+    /// The request cannot be keyed: 400.
+    BadKey {
+        policy: &'t str,
+        fault: KeyFault,
+    },
+    /// The store is away and a policy is `closed`: 503.
+    Unavailable {
+        policy: &'t str,
+        retry_after_us: u64,
+    },
+}
+
+/// A refusal by one or more limits.
+#[derive(Debug)]
+pub struct Limited<'t> {
+    /// The policy of the limit that stays closed longest.
+    pub policy: &'t str,
+    /// The field names of all limits that refused.
+    pub violated: SmallVec<[&'t str; 2]>,
+    /// Microseconds until the same request would be admitted; `None`: never.
+    pub retry_after_us: Option<u64>,
+    pub reject: Option<&'t Reject>,
+}
+
+/// One limit as it goes into the rate-limit fields.
+#[derive(Clone, Copy, Debug)]
+pub struct Reported<'t> {
+    pub limit: &'t NamedLimit,
+    pub standing: Standing,
+}
+
+impl Enforcer {
+    pub fn new(table: Arc<ArcSwap<PolicyTable>>, store: Store) -> Self {
+        Self { table, store }
+    }
+
+    /// The policies that hold now. A request keeps the table that it started with.
+    pub fn table(&self) -> Arc<PolicyTable> {
+        self.table.load_full()
+    }
+
+    /// Decides one request by `table`.
+    pub async fn decide<'t>(&self, table: &'t PolicyTable, facts: &Facts<'_>) -> Verdict<'t> {
+        let plan = match Plan::of(table, facts) {
+            Ok(plan) => plan,
+            Err(outcome) => return Verdict::of(outcome),
+        };
+        if plan.claims.is_empty() {
+            return Verdict::of(Outcome::Forward);
+        }
+        match self.store.decide(&plan.charges()).await {
+            Ok(decision) => plan.verdict(&decision),
+            Err(unavailable) => plan.degraded(&unavailable),
+        }
+    }
+}
+
+impl<'t> Verdict<'t> {
+    /// A verdict for which no limit was asked.
+    fn of(outcome: Outcome<'t>) -> Self {
+        Self {
+            outcome,
+            limits: SmallVec::new(),
+            now_us: 0,
+            degraded: false,
+            shadow_rejected: SmallVec::new(),
+        }
+    }
+}
+
+/// What one request asks of the store.
+struct Plan<'t> {
+    claims: SmallVec<[Claim<'t>; 4]>,
+}
+
+/// The limits of one matching policy, for the key that the request has there.
+struct Claim<'t> {
+    policy: &'t Policy,
+    key: Key,
+    limits: &'t [NamedLimit],
+    cost: u64,
+}
+
+impl<'t> Plan<'t> {
+    /// Walks the matching policies in order until one exempts or denies; limits met before it apply,
+    /// but a denied request charges nothing. A shadow policy stops nothing.
+    fn of(table: &'t PolicyTable, facts: &Facts<'_>) -> Result<Self, Outcome<'t>> {
+        let mut claims = SmallVec::new();
+        for policy in table.matching(facts) {
+            let quota = match &policy.action {
+                Action::Limit(quota) => quota,
+                Action::Allow if policy.shadow => continue,
+                Action::Deny if policy.shadow => continue,
+                Action::Allow => break,
+                Action::Deny => {
+                    return Err(Outcome::Denied { policy: &policy.name, reject: policy.reject.as_ref() });
+                }
+            };
+            match quota.select(&policy.name, facts, &table.client) {
+                Ok(Some((key, limits))) => {
+                    claims.push(Claim { policy, key, limits, cost: quota.cost });
+                }
+                Ok(None) => {}
+                Err(_) if policy.shadow => {}
+                Err(fault) => return Err(Outcome::BadKey { policy: &policy.name, fault }),
+            }
+        }
+        Ok(Self { claims })
+    }
+
+    fn charges(&self) -> SmallVec<[Charge<'_>; 4]> {
+        (0..)
+            .zip(&self.claims)
+            .flat_map(|(group, claim)| {
+                claim.limits.iter().map(move |named| Charge {
+                    limit: &named.limit,
+                    key: &claim.key,
+                    cost: claim.cost,
+                    group,
+                    shadow: claim.policy.shadow,
+                })
+            })
+            .collect()
+    }
+
+    /// Puts the answer, one standing per charge, back beside the policies that asked.
+    fn verdict(&self, decision: &Decision) -> Verdict<'t> {
+        let mut verdict = Verdict::of(Outcome::Forward);
+        verdict.now_us = decision.now_us;
+        let mut refusals = Refusals::default();
+        let mut standings = decision.standings.iter();
+        for claim in &self.claims {
+            for (limit, standing) in claim.limits.iter().zip(&mut standings) {
+                if claim.policy.shadow {
+                    let name = &*claim.policy.name;
+                    let refused = standing.is_some_and(|standing| standing.refusal.is_some());
+                    if refused && verdict.shadow_rejected.last() != Some(&name) {
+                        verdict.shadow_rejected.push(name);
+                    }
+                    continue;
+                }
+                let Some(standing) = *standing else { continue };
+                verdict.limits.push(Reported { limit, standing });
+                if let Some(refusal) = standing.refusal {
+                    refusals.add(claim.policy, limit, refusal);
+                }
+            }
+        }
+        if let Some(limited) = refusals.into_limited(decision.now_us) {
+            verdict.outcome = Outcome::Limited(limited);
+        }
+        verdict
+    }
+
+    /// The store gave no answer: one `closed` policy is enough to refuse.
+    fn degraded(&self, unavailable: &Unavailable) -> Verdict<'t> {
+        let closed = self
+            .claims
+            .iter()
+            .map(|claim| claim.policy)
+            .find(|policy| !policy.shadow && policy.on_store_failure == OnStoreFailure::Closed);
+        Verdict::of(match closed {
+            Some(policy) => {
+                Outcome::Unavailable { policy: &policy.name, retry_after_us: unavailable.retry_after_us }
+            }
+            None => Outcome::Forward,
+        })
+    }
+}
+
+/// Gathers refusals; the one that lasts longest speaks for all.
+#[derive(Default)]
+struct Refusals<'t> {
+    longest: Option<(&'t Policy, Refusal)>,
+    violated: SmallVec<[&'t str; 2]>,
+}
+
+impl<'t> Refusals<'t> {
+    fn add(&mut self, policy: &'t Policy, limit: &'t NamedLimit, refusal: Refusal) {
+        self.violated.push(&limit.name);
+        let longer = match (self.longest, refusal) {
+            (None, _) => true,
+            (Some((_, Refusal::Until(known))), Refusal::Until(new)) => new > known,
+            (Some((_, known)), Refusal::Never) => known != Refusal::Never,
+            (Some((_, Refusal::Never)), Refusal::Until(_)) => false,
+        };
+        if longer {
+            self.longest = Some((policy, refusal));
+        }
+    }
+
+    fn into_limited(self, now_us: u64) -> Option<Limited<'t>> {
+        let (policy, refusal) = self.longest?;
+        let retry_after_us = match refusal {
+            Refusal::Until(at_us) => Some(at_us.saturating_sub(now_us)),
+            Refusal::Never => None,
+        };
+        Some(Limited {
+            policy: &policy.name,
+            violated: self.violated,
+            retry_after_us,
+            reject: policy.reject.as_ref(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::{Clock, Hands};
+    use crate::limiter::{Algorithm, Limit};
+    use crate::policy::path::{EscapedSlashes, Readings, Settings};
+    use crate::policy::{
+        Fields, KeyPart, KeyTemplate, Matcher, MissingKey, Override, Overrides, Quota, client,
+    };
+    use crate::store::{Memory, MemorySettings};
+    use http::{HeaderMap, Method};
+
+    const PATH: Settings = Settings {
+        normalize: true,
+        merge_slashes: true,
+        escaped_slashes: EscapedSlashes::Both,
+        ignore_trailing_slash: true,
+        strip_parameters: true,
+        case_sensitive: true,
+    };
+
+    fn limit(name: &str, requests: u64) -> NamedLimit {
+        let limit = Limit { requests, per_us: 10_000_000, algorithm: Algorithm::SlidingLog };
+        NamedLimit { name: name.into(), unit: None, limit }
+    }
+
+    fn by_user(name: &str, requests: u64) -> Policy {
+        Policy {
+            name: name.into(),
+            priority: 0,
+            matcher: Matcher::default(),
+            action: Action::Limit(Quota {
+                key: KeyTemplate::new(vec![KeyPart::Header("x-user".parse().unwrap())]),
+                missing_key: MissingKey::Shared,
+                cost: 1,
+                limits: vec![limit(name, requests)],
+                overrides: Overrides::default(),
+            }),
+            shadow: false,
+            on_store_failure: OnStoreFailure::Open,
+            reject: None,
+        }
+    }
+
+    fn quota(policy: &mut Policy) -> &mut Quota {
+        match &mut policy.action {
+            Action::Limit(quota) => quota,
+            _ => panic!("not a limit"),
+        }
+    }
+
+    struct Bench {
+        enforcer: Enforcer,
+        hands: Hands,
+    }
+
+    impl Bench {
+        fn new(policies: Vec<Policy>) -> Self {
+            let client = client::Settings {
+                trusted_proxies: Vec::new(),
+                ip_header: "x-forwarded-for".parse().unwrap(),
+                ipv4_prefix: 32,
+                ipv6_prefix: 64,
+            };
+            let fields = Fields { standard: true, legacy: true, legacy_reset_epoch: false };
+            let table = PolicyTable::new(policies, PATH, client, fields);
+            let (clock, hands) = Clock::manual(1_700_000_000_000_000);
+            let memory = Memory::new(MemorySettings { max_keys: 1000, max_bytes: 1 << 20 }, clock);
+            let enforcer =
+                Enforcer::new(Arc::new(ArcSwap::from_pointee(table)), Store::Memory(Arc::new(memory)));
+            Self { enforcer, hands }
+        }
+
+        fn ask<T>(&self, users: &[&str], look: impl FnOnce(Verdict<'_>) -> T) -> T {
+            let mut headers = HeaderMap::new();
+            for user in users {
+                headers.append("x-user", user.parse().unwrap());
+            }
+            let paths = Readings::of("/", &PATH).unwrap();
+            let facts = Facts {
+                method: &Method::GET,
+                host: "h",
+                paths: &paths,
+                query: None,
+                headers: &headers,
+                client_ip: [127, 0, 0, 1].into(),
+            };
+            let table = self.enforcer.table();
+            let verdict = tokio::runtime::Builder::new_current_thread()
+                .build()
+                .unwrap()
+                .block_on(self.enforcer.decide(&table, &facts));
+            look(verdict)
+        }
+
+        fn passes(&self, user: &str) -> bool {
+            self.ask(&[user], |verdict| matches!(verdict.outcome, Outcome::Forward))
+        }
+    }
+
+    #[test]
+    fn trap_11_a_refused_request_charges_no_policy() {
+        let bench = Bench::new(vec![by_user("wide", 10), by_user("narrow", 2)]);
+        let passed = (0..5).filter(|_| bench.passes("ann")).count();
+        assert_eq!(passed, 2);
+        bench.ask(&["ann"], |verdict| {
+            let remaining: Vec<u64> = verdict.limits.iter().map(|l| l.standing.remaining).collect();
+            assert_eq!(remaining, [8, 0]);
+            let Outcome::Limited(limited) = verdict.outcome else { panic!("{:?}", verdict.outcome) };
+            assert_eq!((limited.policy, limited.violated.as_slice()), ("narrow", ["narrow"].as_slice()));
+            assert_eq!(limited.retry_after_us, Some(10_000_000));
+        });
+        bench.hands.advance_us(10_000_000);
+        assert!(bench.passes("ann"));
+    }
+
+    #[test]
+    fn trap_25_a_missing_key_is_no_way_round() {
+        let shared = Bench::new(vec![by_user("p", 1)]);
+        assert_eq!((shared.passes(""), shared.passes("")), (true, false));
+        assert!(shared.passes("ann"));
+
+        let mut reject = by_user("p", 1);
+        quota(&mut reject).missing_key = MissingKey::Reject;
+        Bench::new(vec![reject]).ask(&[], |verdict| {
+            let Outcome::BadKey { fault, .. } = verdict.outcome else { panic!("{:?}", verdict.outcome) };
+            assert_eq!(fault, KeyFault::Missing("header x-user".to_owned()));
+        });
+
+        let mut skip = by_user("p", 1);
+        quota(&mut skip).missing_key = MissingKey::Skip;
+        let skip = Bench::new(vec![skip]);
+        assert!(skip.passes("") && skip.passes(""));
+    }
+
+    #[test]
+    fn a_key_that_occurs_twice_is_refused() {
+        Bench::new(vec![by_user("p", 1)]).ask(&["ann", "bob"], |verdict| {
+            assert!(matches!(verdict.outcome, Outcome::BadKey { fault: KeyFault::Repeated(_), .. }));
+        });
+    }
+
+    #[test]
+    fn the_first_override_that_fits_replaces_all_limits() {
+        let mut policy = by_user("p", 1);
+        let entry = |value: Option<&str>, requests| Override {
+            values: vec![value.map(Into::into)],
+            limits: vec![limit("o", requests)],
+        };
+        quota(&mut policy).overrides =
+            Overrides::new(vec![entry(Some("ann"), 3), entry(None, 2), entry(Some("bob"), 9)]);
+        let bench = Bench::new(vec![policy]);
+        let passed = |user: &str| (0..12).filter(|_| bench.passes(user)).count();
+        assert_eq!((passed("ann"), passed("bob"), passed("eve")), (3, 2, 2));
+    }
+
+    #[test]
+    fn shadow_policies_are_measured_and_stop_nothing() {
+        let mut shadow = by_user("shadow", 1);
+        shadow.shadow = true;
+        let bench = Bench::new(vec![shadow, by_user("live", 3)]);
+        assert!(bench.passes("ann"));
+        bench.ask(&["ann"], |verdict| {
+            assert!(matches!(verdict.outcome, Outcome::Forward));
+            assert_eq!(verdict.shadow_rejected.as_slice(), ["shadow"]);
+            assert_eq!(verdict.limits.len(), 1, "shadow limits are not told to clients");
+        });
+        assert!(bench.passes("ann"));
+        assert!(!bench.passes("ann"));
+    }
+
+    #[test]
+    fn allow_stops_the_walk_and_deny_charges_nothing() {
+        let act = |action, priority| Policy { action, priority, ..by_user("act", 0) };
+        let exempt = Bench::new(vec![by_user("before", 2), act(Action::Allow, 0), by_user("after", 0)]);
+        assert_eq!((0..5).filter(|_| exempt.passes("ann")).count(), 2);
+
+        let denied = Bench::new(vec![by_user("before", 1), act(Action::Deny, 0)]);
+        for _ in 0..3 {
+            denied.ask(&["ann"], |verdict| {
+                assert!(matches!(verdict.outcome, Outcome::Denied { policy: "act", .. }))
+            });
+        }
+    }
+}
