@@ -6,5 +6,6 @@ pub mod clock;
 pub mod enforcer;
 pub mod limiter;
 pub mod policy;
+pub mod proxy;
 pub mod store;
 pub mod telemetry;

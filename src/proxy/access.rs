@@ -1,0 +1,76 @@
+//! The access log: one line per request, or per rejected request.
+//!
+//! Values that come from clients are fields, never text of the message: the formatter escapes them.
+
+use crate::telemetry::{Access, LogSettings};
+use http::{Method, StatusCode};
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+/// Writes what was decided about requests, as far as the owner wants to read it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AccessLog {
+    access: Access,
+    /// Share of the lines that is written, 0.0..=1.0.
+    sample: f64,
+}
+
+/// One request, once its response head is known.
+#[derive(Debug)]
+pub(super) struct Entry<'a> {
+    pub(super) method: &'a Method,
+    pub(super) host: &'a str,
+    /// As it came, without the query, which may hold secrets.
+    pub(super) path: &'a str,
+    pub(super) client_ip: IpAddr,
+    pub(super) status: StatusCode,
+    /// allowed, rejected, denied, degraded, malformed
+    pub(super) decision: &'static str,
+    /// The policy that refused, if one did.
+    pub(super) policy: Option<&'a str>,
+    pub(super) shadow_rejected: &'a [&'a str],
+}
+
+impl AccessLog {
+    pub(super) fn new(settings: &LogSettings) -> Self {
+        Self { access: settings.access, sample: settings.access_sample }
+    }
+
+    /// When a request began, if its time is going to be written.
+    pub(super) fn start(&self) -> Option<Instant> {
+        (self.access == Access::All).then(Instant::now)
+    }
+
+    pub(super) fn write(&self, entry: &Entry<'_>, started: Option<Instant>) {
+        let rejected = entry.decision != "allowed" || !entry.shadow_rejected.is_empty();
+        let wanted = match self.access {
+            Access::Off => false,
+            Access::Rejected => rejected,
+            Access::All => true,
+        };
+        if !wanted || (self.sample < 1.0 && fastrand::f64() >= self.sample) {
+            return;
+        }
+        tracing::info!(
+            target: "access",
+            method = entry.method.as_str(),
+            host = entry.host,
+            path = entry.path,
+            client_ip = %entry.client_ip,
+            status = entry.status.as_u16(),
+            decision = entry.decision,
+            policy = entry.policy,
+            shadow_rejected = shadow(entry.shadow_rejected),
+            head_ms = started.map(|at| millis(at.elapsed())),
+            "request"
+        );
+    }
+}
+
+fn shadow(names: &[&str]) -> Option<String> {
+    (!names.is_empty()).then(|| names.join(","))
+}
+
+fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1000.0
+}

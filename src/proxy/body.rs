@@ -1,0 +1,332 @@
+//! What flows: request bodies toward the upstream, response bodies toward the client.
+//!
+//! Both stream frame by frame without a buffer of their own. Both make sure that what was cut off
+//! never looks complete on the other side: an error in a body closes the connection that carries it.
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use std::cell::Cell;
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+use tokio::time::{Instant, timeout};
+
+use super::alarm::Alarm;
+use super::upstream::Lease;
+use super::watch::Active;
+
+/// An unwanted request body is read up to here so that its connection can be used again.
+const DISCARD_BYTES: u64 = 256 * 1024;
+const DISCARD_TIME: Duration = Duration::from_secs(1);
+
+/// Why a body broke off.
+#[derive(Debug, thiserror::Error)]
+pub enum BodyError {
+    /// The client sent nothing for `body_idle_timeout`.
+    #[error("the client stopped sending the request body")]
+    ClientTimeout,
+    /// More than `max_body_bytes`.
+    #[error("the request body is larger than allowed")]
+    TooLarge,
+    /// The client went away, or sent something that is no body.
+    #[error("the client broke off the request body: {0}")]
+    ClientGone(String),
+    /// The upstream sent nothing for `body_idle_timeout`.
+    #[error("the upstream stopped sending the response body")]
+    UpstreamTimeout,
+    /// The upstream closed before the end, or broke the protocol.
+    #[error("the upstream broke off the response body: {0}")]
+    Upstream(hyper::Error),
+}
+
+/// What a client may send as a request body.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BodyLimits {
+    /// No progress for this long is an error.
+    pub(super) idle: Duration,
+    /// `None`: any size.
+    pub(super) max_bytes: Option<u64>,
+}
+
+/// The body of a request as it comes from the client. Dropping it unread makes an HTTP/1 connection
+/// end with its response; see [`RequestBody::discard`].
+#[derive(Debug, Default)]
+pub struct RequestBody(Option<Box<Streaming>>);
+
+#[derive(Debug)]
+struct Streaming {
+    incoming: Incoming,
+    limits: BodyLimits,
+    received: u64,
+    /// Reading anything makes hyper ask the client for the body with `100 Continue`.
+    expects_continue: bool,
+    multiplexed: bool,
+    pending_since: Option<Instant>,
+    alarm: Alarm,
+    progress: Rc<Progress>,
+    active: Active,
+}
+
+/// How far a request body has come, for those who wait for what follows it.
+#[derive(Debug)]
+pub(super) struct Progress {
+    state: Cell<Sending>,
+    moved: Cell<Instant>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sending {
+    /// The upstream could have more, the client does not send.
+    AwaitsClient,
+    /// The next part is for the upstream to take.
+    Moving,
+    /// All of it has been handed over, or nobody wants the rest.
+    Over,
+    ClientTimeout,
+    TooLarge,
+    ClientGone,
+}
+
+impl RequestBody {
+    pub(super) fn new(
+        request: &http::request::Parts,
+        incoming: Incoming,
+        limits: BodyLimits,
+        active: &Active,
+    ) -> Self {
+        if incoming.is_end_stream() {
+            return Self(None);
+        }
+        let progress = Progress { state: Cell::new(Sending::Moving), moved: Cell::new(Instant::now()) };
+        Self(Some(Box::new(Streaming {
+            incoming,
+            limits,
+            received: 0,
+            expects_continue: request.headers.contains_key(http::header::EXPECT),
+            multiplexed: request.version == http::Version::HTTP_2,
+            pending_since: None,
+            alarm: Alarm::default(),
+            progress: Rc::new(progress),
+            active: active.clone(),
+        })))
+    }
+
+    /// No body at all: the only kind of request that can be sent twice.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// For a request that is answered without its body: reads and forgets a small rest in the
+    /// background, so that the connection can be used again. A client that waits for
+    /// `100 Continue` is not asked to send; an HTTP/2 stream simply ends.
+    pub fn discard(self) {
+        let Some(mut body) = self.0 else { return };
+        if body.expects_continue || body.multiplexed {
+            return;
+        }
+        body.limits.max_bytes = Some(body.received.saturating_add(DISCARD_BYTES));
+        tokio::task::spawn_local(timeout(DISCARD_TIME, async move {
+            while let Some(Ok(_)) = poll_fn(|cx| body.poll_frame(cx)).await {}
+        }));
+    }
+
+    /// Where the transfer stands; `None` for no body.
+    pub(super) fn progress(&self) -> Option<Rc<Progress>> {
+        self.0.as_ref().map(|body| Rc::clone(&body.progress))
+    }
+}
+
+impl Progress {
+    pub(super) fn state(&self) -> Sending {
+        self.state.get()
+    }
+
+    /// When the last part was handed over.
+    pub(super) fn moved(&self) -> Instant {
+        self.moved.get()
+    }
+}
+
+impl Streaming {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let Poll::Ready(frame) = Pin::new(&mut self.incoming).poll_frame(cx) else {
+            self.progress.state.set(Sending::AwaitsClient);
+            let due = *self.pending_since.get_or_insert_with(Instant::now) + self.limits.idle;
+            return self.alarm.poll(due, cx).map(|()| {
+                self.progress.state.set(Sending::ClientTimeout);
+                Some(Err(BodyError::ClientTimeout))
+            });
+        };
+        self.pending_since = None;
+        self.progress.moved.set(Instant::now());
+        self.progress.state.set(Sending::Moving);
+        Poll::Ready(match frame {
+            Some(Ok(frame)) => Some(self.count(frame)),
+            Some(Err(error)) => Some(Err(self.gone(error.to_string()))),
+            // hyper takes a stream that was reset with NO_ERROR for one that ended.
+            None if self.multiplexed && !self.incoming.is_end_stream() => {
+                Some(Err(self.gone("stream reset".to_owned())))
+            }
+            None => {
+                self.progress.state.set(Sending::Over);
+                None
+            }
+        })
+    }
+
+    fn count(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, BodyError> {
+        let bytes = frame.data_ref().map_or(0, Bytes::len);
+        self.received = self.received.saturating_add(u64::try_from(bytes).unwrap_or(u64::MAX));
+        if self.limits.max_bytes.is_some_and(|max| self.received > max) {
+            self.progress.state.set(Sending::TooLarge);
+            return Err(BodyError::TooLarge);
+        }
+        if frame.is_trailers() || self.incoming.is_end_stream() {
+            self.progress.state.set(Sending::Over);
+        }
+        Ok(frame)
+    }
+
+    fn gone(&self, why: String) -> BodyError {
+        self.progress.state.set(Sending::ClientGone);
+        BodyError::ClientGone(why)
+    }
+}
+
+impl Drop for Streaming {
+    fn drop(&mut self) {
+        match self.progress.state() {
+            Sending::Over => return,
+            Sending::AwaitsClient | Sending::Moving => self.progress.state.set(Sending::Over),
+            Sending::ClientTimeout | Sending::TooLarge | Sending::ClientGone => {}
+        }
+        // The rest of an HTTP/2 stream is in nobody's way.
+        if !self.multiplexed {
+            self.active.watch().set_unread();
+        }
+    }
+}
+
+impl Body for RequestBody {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        match &mut self.get_mut().0 {
+            Some(body) => body.poll_frame(cx),
+            None => Poll::Ready(None),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.as_ref().is_none_or(|body| body.incoming.is_end_stream())
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.0.as_ref().map_or_else(|| SizeHint::with_exact(0), |body| body.incoming.size_hint())
+    }
+}
+
+/// The body of a response.
+#[derive(Debug, Default)]
+pub enum ResponseBody {
+    #[default]
+    Empty,
+    /// Made here.
+    Full(Bytes),
+    /// Passed on from the upstream.
+    Upstream(UpstreamBody),
+}
+
+/// A response body as it comes from the upstream. At its end the connection goes back to the pool;
+/// dropped before, it closes the connection, and the upstream learns that nobody listens.
+#[derive(Debug)]
+pub struct UpstreamBody {
+    incoming: Incoming,
+    lease: Option<Lease>,
+    idle: Option<Duration>,
+    pending_since: Option<Instant>,
+}
+
+impl UpstreamBody {
+    pub(super) fn new(incoming: Incoming, lease: Lease, idle: Option<Duration>) -> Self {
+        Self { incoming, lease: Some(lease), idle, pending_since: None }
+    }
+
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let Poll::Ready(frame) = Pin::new(&mut self.incoming).poll_frame(cx) else {
+            return self.poll_overdue(cx).map(|()| {
+                self.lease = None;
+                Some(Err(BodyError::UpstreamTimeout))
+            });
+        };
+        self.pending_since = None;
+        Poll::Ready(match frame {
+            Some(Ok(frame)) => {
+                // hyper asks no further then.
+                if self.incoming.is_end_stream() {
+                    self.end();
+                }
+                Some(Ok(frame))
+            }
+            Some(Err(error)) => {
+                self.lease = None;
+                Some(Err(BodyError::Upstream(error)))
+            }
+            None => {
+                self.end();
+                None
+            }
+        })
+    }
+
+    fn poll_overdue(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let (Some(idle), Some(lease)) = (self.idle, &mut self.lease) else { return Poll::Pending };
+        lease.alarm().poll(*self.pending_since.get_or_insert_with(Instant::now) + idle, cx)
+    }
+
+    fn end(&mut self) {
+        if let Some(lease) = self.lease.take() {
+            lease.give_back();
+        }
+    }
+}
+
+impl Body for ResponseBody {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        match self.get_mut() {
+            Self::Empty => Poll::Ready(None),
+            Self::Full(bytes) if bytes.is_empty() => Poll::Ready(None),
+            Self::Full(bytes) => Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes))))),
+            Self::Upstream(body) => body.poll_frame(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Empty => true,
+            Self::Full(bytes) => bytes.is_empty(),
+            Self::Upstream(body) => body.incoming.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Empty => SizeHint::with_exact(0),
+            Self::Full(bytes) => SizeHint::with_exact(u64::try_from(bytes.len()).unwrap_or(u64::MAX)),
+            Self::Upstream(body) => body.incoming.size_hint(),
+        }
+    }
+}

@@ -1,0 +1,388 @@
+//! One client's connection: which protocol, which requests, and when it has to end.
+
+use bytes::Bytes;
+use http::{Request, Response, Version};
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use hyper::server::conn::{http1, http2};
+use hyper::service::{Service, service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use std::convert::Infallible;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWriteExt, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::time::{Instant, timeout};
+
+use super::ListenSettings;
+use super::alarm::Alarm;
+use super::body::{BodyError, BodyLimits, RequestBody, ResponseBody};
+use super::server::{Handler, Peer};
+use super::watch::{Active, Overdue, Patience, Watch, WatchedSocket};
+
+/// What an HTTP/2 client sends first.
+const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+const TOO_SLOW: &[u8] = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+/// The last words to a client must not wait for it.
+const LAST_WORDS_TIME: Duration = Duration::from_secs(3);
+
+/// Before an idle connection is closed in a shutdown: a request may have arrived that the runtime has
+/// not yet heard of.
+const LAST_LOOK: Duration = Duration::from_millis(5);
+
+/// hyper's parser takes this many fields from the stack; any other number costs an allocation.
+const CHEAP_MAX_HEADERS: usize = 100;
+/// Least room for an HTTP/1 connection's buffers, each way.
+const MIN_BUFFER_BYTES: usize = 64 * 1024;
+/// A stream's part of the answer that waits for the client's window.
+const H2_SEND_BUFFER_BYTES: usize = 64 * 1024;
+/// What a client may send before we read: per stream, and per connection.
+const H2_STREAM_WINDOW: u32 = 256 * 1024;
+const H2_CONNECTION_WINDOW: u32 = 1024 * 1024;
+/// Streams that a client opened and reset at once ("rapid reset").
+const H2_MAX_PENDING_RESETS: usize = 20;
+/// Streams that we reset because of the client's errors, before the connection ends.
+const H2_MAX_LOCAL_RESETS: usize = 256;
+/// A peer that vanished without a word is found by PINGs.
+const H2_PING_INTERVAL: Duration = Duration::from_secs(20);
+const H2_PING_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How connections are served; one per worker.
+#[derive(Clone, Debug)]
+pub(super) struct Protocols {
+    http1: http1::Builder,
+    settings: ListenSettings,
+}
+
+impl Protocols {
+    pub(super) fn new(settings: &ListenSettings) -> Self {
+        let mut http1 = http1::Builder::new();
+        http1.half_close(false).max_header_size(settings.max_header_bytes);
+        http1.max_buf_size(settings.max_header_bytes.saturating_add(1).max(MIN_BUFFER_BYTES));
+        if settings.max_headers != CHEAP_MAX_HEADERS {
+            http1.max_headers(settings.max_headers);
+        }
+        Self { http1, settings: settings.clone() }
+    }
+
+    pub(super) fn patience(&self) -> Patience {
+        Patience {
+            idle: self.settings.idle_timeout,
+            head: self.settings.header_timeout,
+            stalled: self.settings.body_idle_timeout,
+        }
+    }
+
+    fn body_limits(&self) -> BodyLimits {
+        BodyLimits { idle: self.settings.body_idle_timeout, max_bytes: self.settings.max_body_bytes }
+    }
+
+    fn http2(&self, watch: &Rc<Watch>) -> http2::Builder<StreamTasks> {
+        let mut http2 = http2::Builder::new(StreamTasks(Rc::clone(watch)));
+        http2
+            .timer(TokioTimer::new())
+            .max_concurrent_streams(self.settings.max_concurrent_streams)
+            .max_header_list_size(u32::try_from(self.settings.max_header_bytes).unwrap_or(u32::MAX))
+            .initial_stream_window_size(H2_STREAM_WINDOW)
+            .initial_connection_window_size(H2_CONNECTION_WINDOW)
+            .max_send_buf_size(H2_SEND_BUFFER_BYTES)
+            .max_pending_accept_reset_streams(H2_MAX_PENDING_RESETS)
+            .max_local_error_reset_streams(H2_MAX_LOCAL_RESETS)
+            .keep_alive_interval(H2_PING_INTERVAL)
+            .keep_alive_timeout(H2_PING_TIMEOUT);
+        http2
+    }
+}
+
+/// Serves one connection to its end.
+pub(super) async fn serve<H: Handler>(
+    socket: TcpStream,
+    peer: Arc<Peer>,
+    handler: Rc<H>,
+    protocols: Rc<Protocols>,
+    watch: Rc<Watch>,
+) {
+    let mut driver = Driver::new(Rc::clone(&watch));
+    let mut socket = WatchedSocket::new(socket, Rc::clone(&watch));
+    let mut first = Vec::with_capacity(PREFACE.len());
+    let sniffed = driver.drive(|cx, close| poll_sniff(&mut socket, &mut first, cx, close)).await;
+    socket.unread(&first);
+    let limits = protocols.body_limits();
+    let requests = service_fn(|request| answer(request, Arc::clone(&peer), &handler, limits, &watch));
+    match sniffed {
+        Ok(Sniffed::Http1) => serve_http1(socket, &protocols, driver, requests).await,
+        Ok(Sniffed::Http2) => {
+            watch.set_multiplexed();
+            serve_http2(socket, &protocols, driver, requests).await;
+        }
+        Ok(Sniffed::Nothing) => {}
+        Err(overdue) => part(socket, overdue).await,
+    }
+}
+
+async fn serve_http1<S, F>(socket: WatchedSocket, protocols: &Protocols, mut driver: Driver, requests: S)
+where
+    S: Service<Request<Incoming>, Response = Response<AnswerBody>, Error = Infallible, Future = F>,
+    F: Future<Output = Result<Response<AnswerBody>, Infallible>>,
+{
+    let mut connection = protocols.http1.serve_connection(TokioIo::new(socket), requests);
+    let end = driver.drive(|cx, close| {
+        if close {
+            Pin::new(&mut connection).graceful_shutdown();
+        }
+        Pin::new(&mut connection).poll(cx)
+    });
+    match end.await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => {
+            tracing::debug!(%error, "a client's connection ended");
+            if error.is_user() && driver.watch.ends_by_close() {
+                connection.into_parts().io.into_inner().abort();
+            }
+        }
+        Err(overdue) => part(connection.into_parts().io.into_inner(), overdue).await,
+    }
+}
+
+async fn serve_http2<S, F>(socket: WatchedSocket, protocols: &Protocols, mut driver: Driver, requests: S)
+where
+    S: Service<Request<Incoming>, Response = Response<AnswerBody>, Error = Infallible, Future = F>,
+    F: Future<Output = Result<Response<AnswerBody>, Infallible>> + 'static,
+{
+    let http2 = protocols.http2(&driver.watch);
+    let mut connection = http2.serve_connection(TokioIo::new(socket), requests);
+    let end = driver.drive(|cx, close| {
+        if close {
+            Pin::new(&mut connection).graceful_shutdown();
+        }
+        Pin::new(&mut connection).poll(cx)
+    });
+    match end.await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::debug!(%error, "a client's connection ended"),
+        Err(overdue) => tracing::debug!(?overdue, "cutting a client's connection"),
+    }
+}
+
+/// Hands one request to the handler, counted as active until its last body is gone.
+fn answer<H: Handler>(
+    request: Request<Incoming>,
+    peer: Arc<Peer>,
+    handler: &Rc<H>,
+    limits: BodyLimits,
+    watch: &Rc<Watch>,
+) -> impl Future<Output = Result<Response<AnswerBody>, Infallible>> + use<H> {
+    let active = watch.begin();
+    let (head, incoming) = request.into_parts();
+    if head.version == Version::HTTP_10 {
+        watch.set_ends_by_close();
+    }
+    let body = RequestBody::new(&head, incoming, limits, &active);
+    let answer = Rc::clone(handler).handle(Request::from_parts(head, body), peer);
+    async move {
+        let mut answer = pin!(answer);
+        let response = poll_fn(|cx| {
+            let answer = answer.as_mut().poll(cx);
+            if answer.is_pending() {
+                active.watch().set_awaited();
+            }
+            answer
+        });
+        let response = response.await;
+        Ok(response.map(|body| AnswerBody { body, active }))
+    }
+}
+
+/// The end of a connection that took too long.
+async fn part(mut socket: WatchedSocket, overdue: Overdue) {
+    tracing::debug!(?overdue, "cutting a client's connection");
+    if overdue != Overdue::SlowHead {
+        return socket.abort();
+    }
+    socket.forget_rest();
+    let said = timeout(LAST_WORDS_TIME, async {
+        socket.write_all(TOO_SLOW).await?;
+        socket.shutdown().await
+    });
+    if !matches!(said.await, Ok(Ok(()))) {
+        tracing::debug!("the client was not there to be told");
+    }
+}
+
+/// Polls a connection's work and ends it when its [`Watch`] says so.
+struct Driver {
+    watch: Rc<Watch>,
+    alarm: Alarm,
+    /// When to tell the work that it should end.
+    close_at: Option<Instant>,
+    told_to_close: bool,
+}
+
+impl Driver {
+    fn new(watch: Rc<Watch>) -> Self {
+        Self { watch, alarm: Alarm::default(), close_at: None, told_to_close: false }
+    }
+
+    /// `work` is called with `true` once, when it should come to an end in good order.
+    async fn drive<T>(
+        &mut self,
+        mut work: impl FnMut(&mut Context<'_>, bool) -> Poll<T>,
+    ) -> Result<T, Overdue> {
+        // Earlier work was told already: so must this be.
+        if std::mem::take(&mut self.told_to_close) {
+            self.close_at = Some(Instant::now());
+        }
+        poll_fn(|cx| {
+            self.watch.set_driver(cx.waker());
+            if self.watch.take_drain() && !self.told_to_close {
+                self.close_at = Some(Instant::now() + LAST_LOOK);
+            }
+            // An answer that is under way can still say that it is the last one.
+            if let Poll::Ready(end) = self.close_if_active(cx, &mut work) {
+                return Poll::Ready(Ok(end));
+            }
+            if let Poll::Ready(end) = work(cx, false) {
+                return Poll::Ready(Ok(end));
+            }
+            if let Poll::Ready(end) = self.close_if_active(cx, &mut work) {
+                return Poll::Ready(Ok(end));
+            }
+            while let Some((due, overdue)) = self.due() {
+                if self.alarm.poll(due, cx).is_pending() {
+                    return Poll::Pending;
+                }
+                if overdue != Overdue::Idle || self.told_to_close {
+                    return Poll::Ready(Err(overdue));
+                }
+                if let Poll::Ready(end) = self.close(cx, &mut work) {
+                    return Poll::Ready(Ok(end));
+                }
+            }
+            Poll::Pending
+        })
+        .await
+    }
+
+    fn due(&self) -> Option<(Instant, Overdue)> {
+        self.close_at.map(|at| (at, Overdue::Idle)).or_else(|| self.watch.due())
+    }
+
+    fn close_if_active<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        work: &mut impl FnMut(&mut Context<'_>, bool) -> Poll<T>,
+    ) -> Poll<T> {
+        if self.close_at.is_some() && self.watch.is_active() { self.close(cx, work) } else { Poll::Pending }
+    }
+
+    fn close<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        work: &mut impl FnMut(&mut Context<'_>, bool) -> Poll<T>,
+    ) -> Poll<T> {
+        self.close_at = None;
+        self.told_to_close = true;
+        self.watch.set_closing();
+        work(cx, true)
+    }
+}
+
+enum Sniffed {
+    Http1,
+    Http2,
+    /// The client left, or was asked to, before it said anything.
+    Nothing,
+}
+
+/// Reads until the first bytes cannot be, or are, the preface of HTTP/2; `close`: do not wait.
+fn poll_sniff(
+    socket: &mut WatchedSocket,
+    first: &mut Vec<u8>,
+    cx: &mut Context<'_>,
+    close: bool,
+) -> Poll<Sniffed> {
+    loop {
+        let mut bytes = [0; PREFACE.len()];
+        let room = bytes.get_mut(first.len()..).unwrap_or_default();
+        let mut into = ReadBuf::new(room);
+        match Pin::new(&mut *socket).poll_read(cx, &mut into) {
+            Poll::Pending if close && first.is_empty() => return Poll::Ready(Sniffed::Nothing),
+            Poll::Pending => return Poll::Pending,
+            Poll::Ready(Err(_)) => return Poll::Ready(Sniffed::Nothing),
+            Poll::Ready(Ok(())) if into.filled().is_empty() && first.is_empty() => {
+                return Poll::Ready(Sniffed::Nothing);
+            }
+            // hyper knows what to do with half a request.
+            Poll::Ready(Ok(())) if into.filled().is_empty() => return Poll::Ready(Sniffed::Http1),
+            Poll::Ready(Ok(())) => first.extend_from_slice(into.filled()),
+        }
+        if !PREFACE.starts_with(first) {
+            return Poll::Ready(Sniffed::Http1);
+        }
+        if first.len() == PREFACE.len() {
+            return Poll::Ready(Sniffed::Http2);
+        }
+    }
+}
+
+/// A response body that keeps its request active and tells whose turn it is.
+struct AnswerBody {
+    body: ResponseBody,
+    active: Active,
+}
+
+impl Body for AnswerBody {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let frame = Pin::new(&mut self.body).poll_frame(cx);
+        if frame.is_pending() {
+            self.active.watch().set_awaited();
+        }
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// Runs the streams of an HTTP/2 connection, each in its own task, and resets those whose client
+/// does not read: it can keep the connection busy while it grants a stream no window.
+#[derive(Clone, Debug)]
+struct StreamTasks(Rc<Watch>);
+
+impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTasks {
+    fn execute(&self, stream: F) {
+        let watch = Rc::clone(&self.0);
+        tokio::task::spawn_local(async move {
+            let (mut stream, mut alarm) = (Box::pin(stream), Alarm::default());
+            let mut stalled_since = None;
+            poll_fn(|cx| {
+                watch.take_awaited();
+                if stream.as_mut().poll(cx).is_ready() {
+                    return Poll::Ready(());
+                }
+                if watch.take_awaited() {
+                    stalled_since = None;
+                    return Poll::Pending;
+                }
+                let since = *stalled_since.get_or_insert_with(Instant::now);
+                alarm.poll(since + watch.stall_limit(), cx)
+            })
+            .await;
+        });
+    }
+}

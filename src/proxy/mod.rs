@@ -1,0 +1,104 @@
+//! The data path: everything between the client's socket and the upstream's.
+
+mod access;
+mod alarm;
+mod body;
+mod connection;
+mod fields;
+mod gate;
+mod headers;
+mod replies;
+mod server;
+mod service;
+#[cfg(test)]
+mod tests;
+mod upstream;
+mod watch;
+
+pub use body::{BodyError, RequestBody, ResponseBody, UpstreamBody};
+pub use server::{Handler, Load, Peer, Server, Stop};
+pub use service::Service;
+pub use upstream::{Fault, SetupError, Shared, Upstream, UpstreamError, UpstreamErrorKind};
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Where and how to listen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListenSettings {
+    pub address: SocketAddr,
+    /// Connections served at a time; further ones wait in the kernel's backlog.
+    pub max_connections: usize,
+    /// Worker threads, at least 1.
+    pub threads: usize,
+    /// From the first byte of a request to the end of its head.
+    pub header_timeout: Duration,
+    /// A connection without a request.
+    pub idle_timeout: Duration,
+    /// No progress on a request body, or on writing to a client that does not read.
+    pub body_idle_timeout: Duration,
+    pub max_header_bytes: usize,
+    pub max_headers: usize,
+    /// `None`: no limit.
+    pub max_body_bytes: Option<u64>,
+    /// Per HTTP/2 connection.
+    pub max_concurrent_streams: u32,
+}
+
+/// What to forward to, and how long to wait for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UpstreamSettings {
+    pub url: UpstreamUrl,
+    pub connect_timeout: Duration,
+    /// Until the response head, counted from the last byte sent. `None`: no limit.
+    pub response_timeout: Option<Duration>,
+    /// No progress on a response body. `None`: no limit.
+    pub body_idle_timeout: Option<Duration>,
+    pub pool_idle_timeout: Duration,
+    /// Idle connections kept, over all workers.
+    pub pool_max_idle: usize,
+    /// Forward the client's Host; otherwise the upstream's authority.
+    pub preserve_host: bool,
+    /// Connections at a time, over all workers.
+    pub max_connections: usize,
+    /// Requests waiting for one of them, over all workers; further ones are refused at once.
+    pub max_requests_waiting: usize,
+    /// Waiting for one of them.
+    pub queue_timeout: Duration,
+    /// Further tries to connect when no byte of a request was sent.
+    pub retry_connect: u32,
+    /// Once more for a bodiless idempotent request on a reused connection that died.
+    pub retry_idempotent: bool,
+    /// Trust anchors for https; `None`: the system's.
+    pub tls_ca: Option<PathBuf>,
+    /// The name asked for and verified; `None`: the host of the URL.
+    pub tls_server_name: Option<String>,
+}
+
+/// `http://host:port`, `https://host:port`: an authority, no path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UpstreamUrl {
+    pub tls: bool,
+    /// A name or an address, without brackets.
+    pub host: String,
+    pub port: u16,
+}
+
+impl UpstreamUrl {
+    /// Host and port as they stand in a `Host` field: the scheme's own port is left out.
+    pub fn authority(&self) -> String {
+        let host = if self.host.contains(':') { format!("[{}]", self.host) } else { self.host.clone() };
+        let usual = if self.tls { 443 } else { 80 };
+        if self.port == usual { host } else { format!("{host}:{}", self.port) }
+    }
+}
+
+/// How the end goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShutdownSettings {
+    /// Keep serving this long after SIGTERM.
+    pub delay: Duration,
+    /// Then let requests in flight finish this long.
+    pub grace: Duration,
+}

@@ -1,0 +1,459 @@
+//! The front door: accepts connections and spreads them over the workers, until told to stop.
+//!
+//! Each worker is a thread with a runtime of its own; a connection and all its requests stay on the
+//! thread that got it. The kernel's own spreading (`SO_REUSEPORT`) goes by a hash of addresses, which
+//! is unfair to the few, long-lived connections of an ingress: so one acceptor gives each connection
+//! to the worker that has the fewest.
+
+use http::{Request, Response};
+use socket2::{Domain, Protocol, SockAddr, Socket, TcpKeepalive, Type};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::future::Future;
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+use tokio::runtime::{Builder, LocalOptions};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
+use tokio::task::{JoinError, JoinSet};
+use tokio::time::{sleep, timeout};
+
+use super::body::{RequestBody, ResponseBody};
+use super::connection::{Protocols, serve};
+use super::headers::AddressText;
+use super::watch::Watch;
+use super::{ListenSettings, ShutdownSettings};
+
+/// Connections that the kernel completes before we accept them.
+const BACKLOG: i32 = 4096;
+/// Accepted connections that a worker has not yet taken.
+const HANDOFF_QUEUE: usize = 256;
+/// When the process has no file descriptors left, others have to close some first.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// A client that vanished in the middle of a quiet response is found after about this long.
+const KEEPALIVE: Duration = Duration::from_secs(60);
+/// Threads per worker for looking up names; a lookup may hang for long after we gave it up.
+const LOOKUP_THREADS: usize = 16;
+
+/// Answers requests.
+pub trait Handler: 'static {
+    /// Answers one request. The future is dropped when the client leaves.
+    fn handle(
+        self: Rc<Self>,
+        request: Request<RequestBody>,
+        peer: Arc<Peer>,
+    ) -> impl Future<Output = Response<ResponseBody>> + 'static;
+}
+
+/// The other end of a connection.
+#[derive(Debug)]
+pub struct Peer {
+    /// An IPv4 client of an IPv6 socket appears as IPv4.
+    pub addr: SocketAddr,
+    pub tls: bool,
+    /// The address as forwarding fields have it, printed once.
+    pub(super) text: AddressText,
+}
+
+impl Peer {
+    fn new(addr: SocketAddr) -> Self {
+        let addr = SocketAddr::new(addr.ip().to_canonical(), addr.port());
+        Self { addr, tls: false, text: AddressText::new(addr.ip()) }
+    }
+}
+
+/// What the server is asked to do; it only ever goes forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Stop {
+    Run,
+    /// Finish what is in flight, as [`ShutdownSettings`] say.
+    Drain,
+    /// End at once.
+    Now,
+}
+
+/// An address that is ours; nobody can connect until [`Server::run`].
+#[derive(Debug)]
+pub struct Server {
+    socket: Socket,
+    settings: ListenSettings,
+    load: Load,
+}
+
+/// How busy the server is.
+#[derive(Clone, Debug)]
+pub struct Load(Arc<Counters>);
+
+#[derive(Debug)]
+struct Counters {
+    live: Box<[AtomicUsize]>,
+    panics: AtomicU64,
+}
+
+impl Server {
+    /// Takes the address.
+    ///
+    /// # Errors
+    /// When the address is taken, not ours, or not allowed.
+    pub fn bind(settings: &ListenSettings) -> io::Result<Self> {
+        let socket = Socket::new(Domain::for_address(settings.address), Type::STREAM, Some(Protocol::TCP))?;
+        socket.set_reuse_address(true)?;
+        if settings.address.is_ipv6() {
+            // `[::]` means everybody, whatever the system's default.
+            socket.set_only_v6(false)?;
+        }
+        socket.set_nonblocking(true)?;
+        // Accepted sockets inherit it.
+        socket.set_tcp_keepalive(&TcpKeepalive::new().with_time(KEEPALIVE))?;
+        socket.bind(&SockAddr::from(settings.address))?;
+        let live = (0..settings.threads.max(1)).map(|_| AtomicUsize::new(0)).collect();
+        let load = Load(Arc::new(Counters { live, panics: AtomicU64::new(0) }));
+        Ok(Self { socket, settings: settings.clone(), load })
+    }
+
+    /// Where it listens: the port that the system chose if none was asked for.
+    ///
+    /// # Errors
+    /// When the socket has none, which no system is known to say of a bound socket.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.socket.local_addr()?.as_socket().ok_or_else(|| io::Error::other("not an IP socket"))
+    }
+
+    /// Lets clients connect; they wait in the kernel until they are accepted.
+    pub(super) fn listen(&self) -> io::Result<()> {
+        self.socket.listen(BACKLOG)
+    }
+
+    /// The live counts of connections, for metrics.
+    pub fn load(&self) -> Load {
+        self.load.clone()
+    }
+
+    /// Serves until `stop` says otherwise, or its sender is gone, which counts as [`Stop::Drain`].
+    /// `make_handler` runs once in each worker's runtime with the worker's index; when all handlers are
+    /// there clients can connect, and `on_listening` is called. Returns how many connections were cut
+    /// at the end.
+    ///
+    /// # Errors
+    /// When a worker cannot be started or dies.
+    pub async fn run<H, M, F>(
+        self,
+        make_handler: M,
+        shutdown: ShutdownSettings,
+        mut stop: watch::Receiver<Stop>,
+        on_listening: impl FnOnce(),
+    ) -> io::Result<usize>
+    where
+        H: Handler,
+        M: Fn(usize) -> F + Clone + Send + 'static,
+        F: Future<Output = Rc<H>> + 'static,
+    {
+        let (cut, cut_rx) = watch::channel(false);
+        let mut workers = Vec::new();
+        for index in 0..self.settings.threads.max(1) {
+            workers.push(Worker::start(
+                index,
+                &self.settings,
+                &self.load,
+                make_handler.clone(),
+                cut_rx.clone(),
+            )?);
+        }
+        let mut asked = stop.clone();
+        tokio::select! {
+            biased;
+            () = until(&mut asked, Stop::Drain) => return Ok(0),
+            ready = all_ready(&mut workers) => ready?,
+        }
+        self.listen()?;
+        on_listening();
+        let accepting = Acceptor::new(self.socket.into(), self.settings.max_connections, &workers)?;
+        let drain = async {
+            until(&mut asked, Stop::Drain).await;
+            sleep(shutdown.delay).await;
+        };
+        let failed = tokio::select! {
+            biased;
+            () = until(&mut stop, Stop::Now) => None,
+            () = drain => None,
+            error = accepting.run(self.load.clone()) => Some(error),
+        };
+        // The listener is closed. Workers see the end of their queues, and finish what they have.
+        let threads: Vec<_> = workers.into_iter().map(|worker| worker.thread).collect();
+        let mut ended =
+            tokio::task::spawn_blocking(|| threads.into_iter().map(JoinHandle::join).collect::<Vec<_>>());
+        let finished = tokio::select! {
+            biased;
+            () = until(&mut stop, Stop::Now) => None,
+            ended = timeout(shutdown.grace, &mut ended) => ended.ok(),
+        };
+        let counts = match finished {
+            Some(counts) => counts,
+            None => {
+                cut.send_replace(true);
+                ended.await
+            }
+        };
+        match failed {
+            Some(error) => Err(error),
+            None => counts?.into_iter().map(|count| count.map_err(|_panic| worker_died())).sum(),
+        }
+    }
+}
+
+/// Waits until the server is asked for `what`, or more.
+async fn until(stop: &mut watch::Receiver<Stop>, what: Stop) {
+    // Nobody left to say more: drain, but do not hurry.
+    if stop.wait_for(|asked| *asked >= what).await.is_err() && what > Stop::Drain {
+        std::future::pending().await
+    }
+}
+
+fn worker_died() -> io::Error {
+    io::Error::other("a worker thread died")
+}
+
+impl Load {
+    /// Connections that are open now.
+    pub fn connections(&self) -> usize {
+        self.0.live.iter().map(|live| live.load(Ordering::Relaxed)).sum()
+    }
+
+    /// Connections that ended in a panic; each is a bug.
+    pub fn panics(&self) -> u64 {
+        self.0.panics.load(Ordering::Relaxed)
+    }
+
+    fn of(&self, worker: usize) -> usize {
+        self.0.live.get(worker).map_or(usize::MAX, |live| live.load(Ordering::Relaxed))
+    }
+}
+
+/// A connection on its way to a worker, and counted until its end.
+struct Accepted {
+    socket: TcpStream,
+    peer: Arc<Peer>,
+    counted: Counted,
+}
+
+struct Counted {
+    load: Load,
+    worker: usize,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Counted {
+    fn new(load: &Load, worker: usize, permit: OwnedSemaphorePermit) -> Self {
+        if let Some(live) = load.0.live.get(worker) {
+            live.fetch_add(1, Ordering::Relaxed);
+        }
+        Self { load: load.clone(), worker, _permit: permit }
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        if let Some(live) = self.load.0.live.get(self.worker) {
+            live.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+struct Acceptor {
+    listener: tokio::net::TcpListener,
+    room: Arc<Semaphore>,
+    queues: Vec<mpsc::Sender<Accepted>>,
+    failing: bool,
+}
+
+impl Acceptor {
+    fn new(listener: TcpListener, max_connections: usize, workers: &[Worker]) -> io::Result<Self> {
+        Ok(Self {
+            listener: tokio::net::TcpListener::from_std(listener)?,
+            room: Arc::new(Semaphore::new(max_connections.clamp(1, Semaphore::MAX_PERMITS))),
+            queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
+            failing: false,
+        })
+    }
+
+    /// Returns when a worker is gone.
+    async fn run(mut self, load: Load) -> io::Error {
+        loop {
+            // Without room for it, a connection is better off in the kernel's backlog.
+            let Ok(permit) = Arc::clone(&self.room).acquire_owned().await else { return worker_died() };
+            let (socket, addr) = self.accept().await;
+            let Some((worker, queue)) =
+                self.queues.iter().enumerate().min_by_key(|(worker, _)| load.of(*worker))
+            else {
+                return worker_died();
+            };
+            let counted = Counted::new(&load, worker, permit);
+            if queue.send(Accepted { socket, peer: Arc::new(Peer::new(addr)), counted }).await.is_err() {
+                return worker_died();
+            }
+        }
+    }
+
+    /// The next connection. Errors never end it: they are a lack of resources, or a client's haste.
+    async fn accept(&mut self) -> (TcpStream, SocketAddr) {
+        loop {
+            match self.try_accept().await {
+                Ok(accepted) => {
+                    if std::mem::take(&mut self.failing) {
+                        tracing::info!("connections can be accepted again");
+                    }
+                    return accepted;
+                }
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                Err(error) => {
+                    if !std::mem::replace(&mut self.failing, true) {
+                        tracing::error!(%error, "connections cannot be accepted");
+                    }
+                    sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+    }
+
+    async fn try_accept(&self) -> io::Result<(TcpStream, SocketAddr)> {
+        let (socket, addr) = self.listener.accept().await?;
+        // The worker's runtime will watch over it, not this one.
+        Ok((socket.into_std()?, addr))
+    }
+}
+
+/// A thread that serves connections.
+struct Worker {
+    thread: JoinHandle<usize>,
+    queue: mpsc::Sender<Accepted>,
+    ready: oneshot::Receiver<io::Result<()>>,
+}
+
+impl Worker {
+    fn start<H, M, F>(
+        index: usize,
+        settings: &ListenSettings,
+        load: &Load,
+        make_handler: M,
+        cut: watch::Receiver<bool>,
+    ) -> io::Result<Self>
+    where
+        H: Handler,
+        M: Fn(usize) -> F + Send + 'static,
+        F: Future<Output = Rc<H>> + 'static,
+    {
+        let (queue, accepted) = mpsc::channel(HANDOFF_QUEUE);
+        let (tell_ready, ready) = oneshot::channel();
+        let (settings, load) = (settings.clone(), load.clone());
+        let thread =
+            std::thread::Builder::new().name(format!("tidegate-worker-{index}")).spawn(move || {
+                let runtime = match Builder::new_current_thread()
+                    .enable_all()
+                    .max_blocking_threads(LOOKUP_THREADS)
+                    .build_local(LocalOptions::default())
+                {
+                    Ok(runtime) => runtime,
+                    Err(error) => {
+                        drop(tell_ready.send(Err(error)));
+                        return 0;
+                    }
+                };
+                runtime.block_on(async {
+                    let handler = make_handler(index).await;
+                    drop(tell_ready.send(Ok(())));
+                    work(handler, Rc::new(Protocols::new(&settings)), accepted, cut, &load).await
+                })
+            })?;
+        Ok(Self { thread, queue, ready })
+    }
+}
+
+async fn all_ready(workers: &mut [Worker]) -> io::Result<()> {
+    for worker in workers {
+        (&mut worker.ready).await.unwrap_or_else(|_dropped| Err(worker_died()))?;
+    }
+    Ok(())
+}
+
+/// A worker's life. Returns how many connections were cut.
+async fn work<H: Handler>(
+    handler: Rc<H>,
+    protocols: Rc<Protocols>,
+    mut accepted: mpsc::Receiver<Accepted>,
+    mut cut: watch::Receiver<bool>,
+    load: &Load,
+) -> usize {
+    let mut connections = JoinSet::new();
+    let watches: Rc<RefCell<HashMap<u64, Rc<Watch>>>> = Rc::default();
+    let mut serial = 0;
+    loop {
+        tokio::select! {
+            next = accepted.recv() => {
+                let Some(next) = next else { break };
+                let watch = Watch::new(protocols.patience());
+                serial += 1;
+                watches.borrow_mut().insert(serial, Rc::clone(&watch));
+                let listed = Listed { watches: Rc::clone(&watches), serial };
+                let (handler, protocols) = (Rc::clone(&handler), Rc::clone(&protocols));
+                connections.spawn_local(async move {
+                    let _listed = listed;
+                    let Accepted { socket, peer, counted: _counted } = next;
+                    match enter(socket) {
+                        Ok(socket) => serve(socket, peer, handler, protocols, watch).await,
+                        Err(error) => tracing::debug!(%error, "a connection ended before it began"),
+                    }
+                });
+            }
+            Some(ended) = connections.join_next() => note_end(ended, load),
+            _ = cut.wait_for(|cut| *cut) => return unfinished(connections),
+        }
+    }
+    for watch in watches.borrow().values() {
+        watch.drain();
+    }
+    loop {
+        tokio::select! {
+            biased;
+            ended = connections.join_next() => match ended {
+                Some(ended) => note_end(ended, load),
+                None => return 0,
+            },
+            _ = cut.wait_for(|cut| *cut) => return unfinished(connections),
+        }
+    }
+}
+
+fn unfinished(mut connections: JoinSet<()>) -> usize {
+    while connections.try_join_next().is_some() {}
+    connections.len()
+}
+
+fn enter(socket: TcpStream) -> io::Result<tokio::net::TcpStream> {
+    let socket = tokio::net::TcpStream::from_std(socket)?;
+    socket.set_nodelay(true)?;
+    Ok(socket)
+}
+
+/// A panic ends its own connection only, but must not pass unseen.
+fn note_end(ended: Result<(), JoinError>, load: &Load) {
+    if let Err(error) = ended {
+        load.0.panics.fetch_add(1, Ordering::Relaxed);
+        tracing::error!(%error, "a connection ended in a panic");
+    }
+}
+
+/// Takes a connection off the list of those to be told of the end.
+struct Listed {
+    watches: Rc<RefCell<HashMap<u64, Rc<Watch>>>>,
+    serial: u64,
+}
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        self.watches.borrow_mut().remove(&self.serial);
+    }
+}

@@ -1,0 +1,211 @@
+//! One request, top to bottom. The order is the documentation.
+
+use super::access::{AccessLog, Entry};
+use super::gate::{self, Target};
+use super::headers::{self, Hop};
+use super::replies::{self, Local, Style};
+use super::server::{Handler, Peer};
+use super::upstream::{Upstream, UpstreamError, UpstreamErrorKind};
+use super::{ListenSettings, RequestBody, ResponseBody, fields};
+use crate::enforcer::{Enforcer, Outcome, Verdict};
+use crate::policy::client::Client;
+use crate::policy::path::Readings;
+use crate::policy::{Facts, PolicyTable};
+use crate::telemetry::LogSettings;
+use bytes::Bytes;
+use http::{Method, Request, Response, StatusCode, request};
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// Answers requests: asks the enforcer, then forwards or refuses. One per worker.
+#[derive(Debug)]
+pub struct Service {
+    enforcer: Enforcer,
+    upstream: Upstream,
+    max_body_bytes: Option<u64>,
+    access: AccessLog,
+}
+
+impl Service {
+    pub fn new(enforcer: Enforcer, upstream: Upstream, listen: &ListenSettings, log: &LogSettings) -> Self {
+        let (max_body_bytes, access) = (listen.max_body_bytes, AccessLog::new(log));
+        Self { enforcer, upstream, max_body_bytes, access }
+    }
+
+    async fn answer(&self, request: Request<RequestBody>, peer: &Peer) -> Response<ResponseBody> {
+        let started = self.access.start();
+        let (mut parts, body) = request.into_parts();
+        let style = Style::of(&parts);
+        let version_in = parts.version;
+        let table = self.enforcer.table();
+
+        // 1. Only what front and back read alike gets further.
+        let target = match gate::check(&mut parts, &|name| table.reads_header(name)) {
+            Ok(target) => target,
+            Err(fault) => {
+                tracing::debug!(%fault, peer = %peer.addr, "request refused at the gate");
+                return self.refuse(body, replies::gate_fault(fault, style));
+            }
+        };
+        if let (Some(most), Some(length)) = (self.max_body_bytes, target.content_length)
+            && length > most
+        {
+            return self.refuse(body, replies::local(Local::BodyTooLarge, style));
+        }
+
+        // 2. Who asks, for what, as policies see it.
+        let client = Client::identify(peer.addr.ip(), &parts.headers, &table.client);
+        if table.overhears(&client, &parts.headers) {
+            hint_at_trusted_proxies(peer, &table);
+        }
+        let paths = match Readings::of(target.path(), &table.path) {
+            Ok(paths) => paths,
+            Err(fault) => return self.refuse(body, replies::path_fault(fault, style)),
+        };
+
+        // 3. One question, one verdict.
+        let verdict = self.decide(&table, &parts, &target, &paths, client).await;
+        let log = Asked { method: parts.method.clone(), target, client, started };
+        if let Some(reply) = replies::refusal(&verdict, table.fields, style) {
+            self.log(&log, &verdict, reply.status());
+            return self.refuse(body, reply);
+        }
+
+        // 4. Forward, and say how much is left.
+        let hop = Hop {
+            peer: &peer.text,
+            client,
+            https: peer.tls,
+            version_in,
+            ip_header: &table.client.ip_header,
+            has_body: !body.is_empty(),
+            preserve_host: self.upstream.settings().preserve_host,
+            upstream_authority: self.upstream.authority(),
+        };
+        headers::forward_request(&mut parts, &log.target, &hop);
+        let mut response = match self.upstream.send(Request::from_parts(parts, body)).await {
+            Ok(response) => self.pass_on(response, version_in, style),
+            Err(error) => failed(&error, style),
+        };
+        fields::write(&verdict, table.fields, response.headers_mut());
+        self.log(&log, &verdict, response.status());
+        response
+    }
+
+    async fn decide<'t>(
+        &self,
+        table: &'t PolicyTable,
+        parts: &request::Parts,
+        target: &Target,
+        paths: &Readings,
+        client: Client,
+    ) -> Verdict<'t> {
+        let facts = Facts {
+            method: &parts.method,
+            host: target.host(),
+            paths,
+            query: target.query(),
+            headers: &parts.headers,
+            client_ip: client.ip,
+        };
+        self.enforcer.decide(table, &facts).await
+    }
+
+    fn pass_on(
+        &self,
+        response: Response<ResponseBody>,
+        version_in: http::Version,
+        style: Style,
+    ) -> Response<ResponseBody> {
+        let (mut parts, body) = response.into_parts();
+        match headers::forward_response(&mut parts, version_in) {
+            Ok(()) => Response::from_parts(parts, body),
+            Err(fault) => {
+                tracing::warn!(%fault, "upstream response refused");
+                replies::local(Local::Protocol, style).map(ResponseBody::Full)
+            }
+        }
+    }
+
+    /// Answers without the upstream; what the client still sends of its body is nobody's business.
+    fn refuse(&self, body: RequestBody, reply: Response<Bytes>) -> Response<ResponseBody> {
+        body.discard();
+        reply.map(ResponseBody::Full)
+    }
+
+    fn log(&self, asked: &Asked, verdict: &Verdict<'_>, status: StatusCode) {
+        let (decision, policy) = match &verdict.outcome {
+            Outcome::Forward if verdict.degraded => ("degraded", None),
+            Outcome::Forward => ("allowed", None),
+            Outcome::Limited(limited) => ("rejected", Some(limited.policy)),
+            Outcome::Denied { policy, .. } => ("denied", Some(*policy)),
+            Outcome::BadKey { policy, .. } => ("malformed", Some(*policy)),
+            Outcome::Unavailable { policy, .. } => ("degraded", Some(*policy)),
+        };
+        let entry = Entry {
+            method: &asked.method,
+            host: asked.target.host(),
+            path: asked.target.path(),
+            client_ip: asked.client.ip,
+            status,
+            decision,
+            policy,
+            shadow_rejected: &verdict.shadow_rejected,
+        };
+        self.access.write(&entry, asked.started);
+    }
+}
+
+impl Handler for Service {
+    async fn handle(
+        self: Rc<Self>,
+        request: Request<RequestBody>,
+        peer: Arc<Peer>,
+    ) -> Response<ResponseBody> {
+        self.answer(request, &peer).await
+    }
+}
+
+/// Once is enough: after that it would only fill the log.
+fn hint_at_trusted_proxies(peer: &Peer, table: &PolicyTable) {
+    static TOLD: std::sync::Once = std::sync::Once::new();
+    TOLD.call_once(|| {
+        tracing::warn!(
+            peer = %peer.addr.ip(),
+            header = %table.client.ip_header,
+            "a peer that isn't in client.trusted_proxies names a client; the client's address is taken to be \
+             the peer's. If the peer is your ingress, list its network there, or everybody shares one quota",
+        );
+    });
+}
+
+/// What the access log wants of a request that is given away.
+struct Asked {
+    method: Method,
+    target: Target,
+    client: Client,
+    started: Option<std::time::Instant>,
+}
+
+/// The answer when the upstream gave none.
+fn failed(error: &UpstreamError, style: Style) -> Response<ResponseBody> {
+    use UpstreamErrorKind as Kind;
+    match error.kind.fault() {
+        super::Fault::Client => tracing::debug!(%error, "request not forwarded"),
+        super::Fault::Upstream | super::Fault::Us => tracing::warn!(%error, "request not forwarded"),
+    }
+    let what = match error.kind {
+        Kind::ConnectRefused | Kind::ConnectFailed => Local::ConnectRefused,
+        Kind::ConnectTimeout => Local::ConnectTimeout,
+        Kind::Dns => Local::Dns,
+        Kind::Tls => Local::Tls,
+        Kind::QueueFull | Kind::QueueTimeout => Local::QueueFull,
+        Kind::ResponseTimeout => Local::ResponseTimeout,
+        Kind::Terminated => Local::Terminated,
+        Kind::Protocol => Local::Protocol,
+        Kind::RequestBodyTooLarge => Local::BodyTooLarge,
+        // A client that left reads no answer.
+        Kind::RequestBodyTimeout | Kind::ClientGone => Local::BodyTimeout,
+    };
+    replies::local(what, style).map(ResponseBody::Full)
+}

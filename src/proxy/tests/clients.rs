@@ -1,0 +1,210 @@
+//! The side of the client: protocols, deadlines, limits, workers.
+
+use super::support::*;
+use crate::proxy::*;
+use bytes::Bytes;
+use http::{Request, StatusCode};
+use http_body_util::{BodyExt, Full};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::io::AsyncWriteExt;
+
+fn hello(listen: &ListenSettings) -> Running {
+    Running::answering(listen, |_, worker| async move { text(StatusCode::OK, worker.to_string()) })
+}
+
+fn rejecting(listen: &ListenSettings) -> Running {
+    Running::answering(listen, |request, _| async move {
+        request.into_body().discard();
+        text(StatusCode::TOO_MANY_REQUESTS, "no")
+    })
+}
+
+#[tokio::test]
+async fn pipelined_requests_are_answered_in_order() {
+    let server = hello(&listen());
+    let mut client = server.connect().await;
+    client.send(&[GET, GET, GET].concat()).await;
+    for _ in 0..3 {
+        assert!(client.response().await.starts_with("HTTP/1.1 200"));
+    }
+}
+
+#[tokio::test]
+async fn half_a_preface_is_no_http2() {
+    let server = hello(&listen());
+    let mut client = server.connect().await;
+    client.send(b"PRI").await;
+    tokio::time::sleep(ms(5)).await;
+    assert!(client.ask(b"NT / HTTP/1.1\r\nhost: a\r\n\r\n").await.starts_with("HTTP/1.1 200"));
+}
+
+#[tokio::test]
+async fn http2_by_prior_knowledge() {
+    let server = rejecting(&listen());
+    let io = TokioIo::new(server.connect().await.0);
+    let (mut sender, connection) =
+        hyper::client::conn::http2::handshake(TokioExecutor::new(), io).await.unwrap();
+    tokio::spawn(connection);
+    for _ in 0..2 {
+        let body = Full::new(Bytes::from(vec![b'x'; 1_000_000]));
+        let request = Request::post("http://a/").body(body).unwrap();
+        let response = soon(sender.send_request(request)).await.unwrap();
+        assert_eq!(response.status(), 429);
+        assert_eq!(soon(response.into_body().collect()).await.unwrap().to_bytes(), "no");
+    }
+}
+
+#[tokio::test]
+async fn idle_connections_are_closed() {
+    let server = hello(&ListenSettings { idle_timeout: ms(100), ..listen() });
+    let mut silent = server.connect().await;
+    let mut used = server.connect().await;
+    assert!(used.ask(GET).await.starts_with("HTTP/1.1 200"));
+    assert_eq!(silent.rest().await, "");
+    assert_eq!(used.rest().await, "");
+    let io = TokioIo::new(server.connect().await.0);
+    let (_sender, connection) =
+        hyper::client::conn::http2::handshake::<_, _, Full<Bytes>>(TokioExecutor::new(), io).await.unwrap();
+    soon(connection).await.unwrap();
+    eventually(|| server.load.connections() == 0).await;
+}
+
+#[tokio::test]
+async fn a_slow_head_gets_408_however_steadily_it_drips() {
+    let server = hello(&ListenSettings { header_timeout: ms(150), ..listen() });
+    let mut client = server.connect().await;
+    assert!(client.ask(GET).await.starts_with("HTTP/1.1 200"));
+    let started = std::time::Instant::now();
+    while started.elapsed() < ms(120) {
+        client.send(b"G").await;
+        tokio::time::sleep(ms(10)).await;
+    }
+    assert!(client.rest().await.starts_with("HTTP/1.1 408 "));
+}
+
+#[tokio::test]
+async fn a_large_head_gets_431() {
+    let server = hello(&ListenSettings { max_header_bytes: 10_000, ..listen() });
+    let mut client = server.connect().await;
+    client.send(format!("GET / HTTP/1.1\r\nhost: a\r\nx: {}\r\n\r\n", "y".repeat(20_000)).as_bytes()).await;
+    assert!(client.rest().await.starts_with("HTTP/1.1 431 "));
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_read_is_cut() {
+    let settings = ListenSettings { body_idle_timeout: ms(150), ..listen() };
+    let server = Running::answering(&settings, |_, _| async { text(StatusCode::OK, vec![b'x'; 50_000_000]) });
+    let mut client = server.connect().await;
+    client.send(GET).await;
+    eventually(|| server.load.connections() == 1).await;
+    eventually(|| server.load.connections() == 0).await;
+}
+
+#[tokio::test]
+async fn an_http2_stream_without_window_is_reset() {
+    let (addr, _) = upstream(|mut client, n| async move {
+        client.head().await;
+        let length = if n == 0 { 10_000_000 } else { 2 };
+        client.send(format!("HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n").as_bytes()).await;
+        while n == 0 && client.0.write_all(&[b'x'; 10_000]).await.is_ok() {}
+        client.send(b"ok").await;
+        client.rest().await;
+    })
+    .await;
+    let settings = ListenSettings { body_idle_timeout: ms(150), ..listen() };
+    let server = Running::forwarding(&settings, upstream_at(addr));
+    let io = TokioIo::new(server.connect().await.0);
+    let mut client = hyper::client::conn::http2::Builder::new(TokioExecutor::new());
+    let (mut sender, connection) =
+        client.initial_stream_window_size(1000).handshake::<_, Full<Bytes>>(io).await.unwrap();
+    tokio::spawn(connection);
+    let request = || Request::get("http://a/").body(Full::default()).unwrap();
+    let unread = soon(sender.send_request(request())).await.unwrap();
+    tokio::time::sleep(ms(400)).await;
+    assert!(soon(unread.into_body().collect()).await.is_err(), "must have been reset");
+    let other = soon(sender.send_request(request())).await.unwrap();
+    assert_eq!(soon(other.into_body().collect()).await.unwrap().to_bytes(), "ok", "the others go on");
+}
+
+#[tokio::test]
+async fn a_rejected_upload_of_10_mb_receives_its_response() {
+    let server = rejecting(&listen());
+    let mut client = server.connect().await;
+    client.send(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 10000000\r\n\r\n").await;
+    let (mut reads, mut writes) = client.0.into_split();
+    let upload = tokio::spawn(async move {
+        for _ in 0..1000 {
+            if writes.write_all(&[b'x'; 10_000]).await.is_err() {
+                break;
+            }
+        }
+        writes
+    });
+    let mut head = [0; 12];
+    soon(tokio::io::AsyncReadExt::read_exact(&mut reads, &mut head)).await.unwrap();
+    assert_eq!(&head, b"HTTP/1.1 429");
+    drop(soon(upload).await.unwrap());
+}
+
+#[tokio::test]
+async fn a_small_rejected_upload_keeps_its_connection() {
+    let server = rejecting(&listen());
+    let mut client = server.connect().await;
+    let head = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 100000\r\n\r\n";
+    client.send(head).await;
+    assert!(client.response().await.starts_with("HTTP/1.1 429"));
+    client.send(&[b'x'; 100_000]).await;
+    assert!(client.ask(GET).await.starts_with("HTTP/1.1 429"));
+}
+
+#[tokio::test]
+async fn a_rejected_client_is_not_asked_to_continue() {
+    let server = rejecting(&listen());
+    let mut client = server.connect().await;
+    client.send(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\nexpect: 100-continue\r\n\r\n").await;
+    assert!(client.response().await.starts_with("HTTP/1.1 429"));
+}
+
+#[tokio::test]
+async fn connections_go_to_the_worker_that_has_fewest() {
+    let server = hello(&ListenSettings { threads: 2, ..listen() });
+    let mut clients = Vec::new();
+    let mut seen = Vec::new();
+    for _ in 0..4 {
+        let mut client = server.connect().await;
+        seen.push(client.ask(GET).await.chars().last().unwrap());
+        clients.push(client);
+    }
+    assert_eq!(seen, ['0', '1', '0', '1']);
+    clients.remove(1);
+    eventually(|| server.load.connections() == 3).await;
+    assert!(server.connect().await.ask(GET).await.ends_with('1'));
+}
+
+#[tokio::test]
+async fn connections_above_the_limit_wait_for_room() {
+    let server = hello(&ListenSettings { max_connections: 1, ..listen() });
+    let mut first = server.connect().await;
+    first.ask(GET).await;
+    let mut second = server.connect().await;
+    second.send(GET).await;
+    tokio::time::sleep(ms(50)).await;
+    assert_eq!(server.load.connections(), 1);
+    drop(first);
+    assert!(second.response().await.starts_with("HTTP/1.1 200"));
+}
+
+#[tokio::test]
+async fn a_panic_ends_one_connection() {
+    let server = Running::answering(&listen(), |request, _| async move {
+        assert_ne!(request.uri().path(), "/panic", "this panic is part of a test");
+        text(StatusCode::OK, "")
+    });
+    let mut other = server.connect().await;
+    other.ask(GET).await;
+    let mut client = server.connect().await;
+    client.send(b"GET /panic HTTP/1.1\r\nhost: a\r\n\r\n").await;
+    assert_eq!(client.rest().await, "");
+    assert!(other.ask(GET).await.starts_with("HTTP/1.1 200"));
+    eventually(|| server.load.panics() == 1 && server.load.connections() == 1).await;
+}

@@ -1,0 +1,115 @@
+//! The end: what is in flight finishes, what is idle closes, what takes too long is cut.
+
+use super::support::*;
+use crate::proxy::*;
+use bytes::Bytes;
+use http::{Request, StatusCode};
+use http_body_util::{BodyExt, Empty};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use std::rc::Rc;
+use std::sync::Arc;
+use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
+
+/// Every request waits for a permit.
+fn gated(listen: &ListenSettings, shutdown: ShutdownSettings) -> (Running, Arc<Semaphore>) {
+    struct Gated(Arc<Semaphore>);
+    impl Handler for Gated {
+        async fn handle(
+            self: Rc<Self>,
+            _: Request<RequestBody>,
+            _: Arc<Peer>,
+        ) -> http::Response<ResponseBody> {
+            self.0.acquire().await.unwrap().forget();
+            text(StatusCode::OK, "done")
+        }
+    }
+    let gate = Arc::new(Semaphore::new(0));
+    let shared = Arc::clone(&gate);
+    let server = Running::start(listen, shutdown, move |_| {
+        let gate = Arc::clone(&shared);
+        async move { Rc::new(Gated(gate)) }
+    });
+    (server, gate)
+}
+
+#[tokio::test]
+async fn draining_finishes_what_is_in_flight_and_closes_what_is_idle() {
+    let shutdown = ShutdownSettings { delay: ms(300), grace: ms(4000) };
+    let (mut server, gate) = gated(&ListenSettings { threads: 2, ..listen() }, shutdown);
+    let (mut silent, mut idle, mut busy) =
+        (server.connect().await, server.connect().await, server.connect().await);
+    gate.add_permits(1);
+    idle.ask(GET).await;
+    busy.send(GET).await;
+    let io = TokioIo::new(server.connect().await.0);
+    let (mut sender, h2) = hyper::client::conn::http2::handshake(TokioExecutor::new(), io).await.unwrap();
+    let h2 = tokio::spawn(h2);
+    let request = Request::get("http://a/").body(Empty::<Bytes>::new()).unwrap();
+    let stream = tokio::spawn(sender.send_request(request));
+    eventually(|| server.load.connections() == 4).await;
+
+    server.stop.send_replace(Stop::Drain);
+    let mut late = server.connect().await;
+    late.send(GET).await;
+    assert_eq!(silent.rest().await, "");
+    assert_eq!(idle.rest().await, "");
+    TcpStream::connect(server.addr).await.expect_err("nobody listens any more");
+    assert!(!server.ended.is_finished());
+    gate.add_permits(3);
+    for client in [&mut busy, &mut late] {
+        let answer = client.rest().await;
+        assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("connection: close"), "{answer}");
+    }
+    let response = soon(stream).await.unwrap().unwrap();
+    assert_eq!(soon(response.into_body().collect()).await.unwrap().to_bytes(), "done");
+    soon(h2).await.unwrap().unwrap();
+    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
+}
+
+#[tokio::test]
+async fn what_outlasts_the_grace_is_cut_and_counted() {
+    let (mut server, _gate) = gated(&listen(), ShutdownSettings { delay: ms(0), grace: ms(50) });
+    let mut clients = [server.connect().await, server.connect().await];
+    for client in &mut clients {
+        client.send(GET).await;
+    }
+    eventually(|| server.load.connections() == 2).await;
+    server.stop.send_replace(Stop::Drain);
+    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 2);
+    assert_eq!(clients[0].rest().await, "");
+    assert_eq!(server.load.connections(), 0);
+}
+
+#[tokio::test]
+async fn a_second_signal_ends_at_once() {
+    let minute = ms(60_000);
+    let (mut server, _gate) = gated(&listen(), ShutdownSettings { delay: minute, grace: minute });
+    let mut client = server.connect().await;
+    client.send(GET).await;
+    eventually(|| server.load.connections() == 1).await;
+    server.stop.send_replace(Stop::Drain);
+    tokio::time::sleep(ms(20)).await;
+    server.stop.send_replace(Stop::Now);
+    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 1);
+}
+
+#[tokio::test]
+async fn a_stop_before_the_handlers_are_ready_is_heard() {
+    struct Never;
+    impl Handler for Never {
+        async fn handle(
+            self: Rc<Self>,
+            _: Request<RequestBody>,
+            _: Arc<Peer>,
+        ) -> http::Response<ResponseBody> {
+            std::future::pending().await
+        }
+    }
+    let mut server = Running::start(&listen(), at_once(), |_| async {
+        tokio::time::sleep(ms(100)).await;
+        Rc::new(Never)
+    });
+    server.stop.send_replace(Stop::Drain);
+    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
+}

@@ -1,0 +1,252 @@
+//! Servers, clients and upstreams that do as told.
+
+use crate::proxy::*;
+use bytes::Bytes;
+use http::{Request, Response, StatusCode};
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+pub(super) const GET: &[u8] = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n";
+
+pub(super) fn ms(n: u64) -> Duration {
+    Duration::from_millis(n)
+}
+
+/// No test waits longer than this for what should happen.
+pub(super) async fn soon<F: Future>(what: F) -> F::Output {
+    timeout(Duration::from_secs(5), what).await.expect("took too long")
+}
+
+pub(super) async fn eventually(mut condition: impl FnMut() -> bool) {
+    soon(async {
+        while !condition() {
+            tokio::time::sleep(ms(2)).await;
+        }
+    })
+    .await;
+}
+
+pub(super) fn listen() -> ListenSettings {
+    ListenSettings {
+        address: "127.0.0.1:0".parse().unwrap(),
+        max_connections: 100,
+        threads: 1,
+        header_timeout: Duration::from_secs(5),
+        idle_timeout: Duration::from_secs(5),
+        body_idle_timeout: Duration::from_secs(5),
+        max_header_bytes: 64 * 1024,
+        max_headers: 100,
+        max_body_bytes: None,
+        max_concurrent_streams: 200,
+    }
+}
+
+pub(super) fn upstream_at(addr: SocketAddr) -> UpstreamSettings {
+    UpstreamSettings {
+        url: UpstreamUrl { tls: false, host: addr.ip().to_string(), port: addr.port() },
+        connect_timeout: Duration::from_secs(1),
+        response_timeout: Some(Duration::from_secs(5)),
+        body_idle_timeout: None,
+        pool_idle_timeout: Duration::from_secs(5),
+        pool_max_idle: 256,
+        preserve_host: true,
+        max_connections: 100,
+        max_requests_waiting: 100,
+        queue_timeout: Duration::from_secs(1),
+        retry_connect: 0,
+        retry_idempotent: true,
+        tls_ca: None,
+        tls_server_name: None,
+    }
+}
+
+/// A running server; dropping it ends it.
+pub(super) struct Running {
+    pub(super) addr: SocketAddr,
+    pub(super) load: Load,
+    pub(super) stop: watch::Sender<Stop>,
+    pub(super) ended: JoinHandle<std::io::Result<usize>>,
+}
+
+impl Running {
+    pub(super) fn start<H, M, F>(settings: &ListenSettings, shutdown: ShutdownSettings, handler: M) -> Self
+    where
+        H: Handler,
+        M: Fn(usize) -> F + Clone + Send + 'static,
+        F: Future<Output = Rc<H>> + 'static,
+    {
+        let server = Server::bind(settings).unwrap();
+        let (addr, load) = (server.local_addr().unwrap(), server.load());
+        let (stop, asked) = watch::channel(Stop::Run);
+        server.listen().unwrap();
+        let ended = tokio::spawn(server.run(handler, shutdown, asked, || {}));
+        Self { addr, load, stop, ended }
+    }
+
+    /// With a handler that is a function.
+    pub(super) fn answering<A, F>(settings: &ListenSettings, answer: A) -> Self
+    where
+        A: Fn(Request<RequestBody>, usize) -> F + Clone + Send + 'static,
+        F: Future<Output = Response<ResponseBody>> + 'static,
+    {
+        Self::start(settings, at_once(), move |worker| {
+            let answer = answer.clone();
+            async move { Rc::new(Answering { answer, worker }) }
+        })
+    }
+
+    /// Forwards everything; errors are answered with their name.
+    pub(super) fn forwarding(listen: &ListenSettings, upstream: UpstreamSettings) -> Self {
+        let shared = Shared::new(upstream, listen.threads).unwrap();
+        Self::start(listen, at_once(), move |_| {
+            let shared = Arc::clone(&shared);
+            async move { Rc::new(Forwarding(Upstream::new(shared))) }
+        })
+    }
+
+    pub(super) async fn connect(&self) -> Client {
+        Client(soon(TcpStream::connect(self.addr)).await.unwrap())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.stop.send_replace(Stop::Now);
+    }
+}
+
+pub(super) fn at_once() -> ShutdownSettings {
+    ShutdownSettings { delay: Duration::ZERO, grace: Duration::ZERO }
+}
+
+pub(super) fn text(status: StatusCode, text: impl Into<Bytes>) -> Response<ResponseBody> {
+    let mut response = Response::new(ResponseBody::Full(text.into()));
+    *response.status_mut() = status;
+    response
+}
+
+struct Answering<A> {
+    answer: A,
+    worker: usize,
+}
+
+impl<A, F> Handler for Answering<A>
+where
+    A: Fn(Request<RequestBody>, usize) -> F + 'static,
+    F: Future<Output = Response<ResponseBody>> + 'static,
+{
+    async fn handle(
+        self: Rc<Self>,
+        request: Request<RequestBody>,
+        _peer: Arc<Peer>,
+    ) -> Response<ResponseBody> {
+        (self.answer)(request, self.worker).await
+    }
+}
+
+struct Forwarding(Upstream);
+
+impl Handler for Forwarding {
+    async fn handle(
+        self: Rc<Self>,
+        request: Request<RequestBody>,
+        _peer: Arc<Peer>,
+    ) -> Response<ResponseBody> {
+        match self.0.send(request).await {
+            Ok(response) => response,
+            Err(error) => text(StatusCode::BAD_GATEWAY, error.kind.name()),
+        }
+    }
+}
+
+/// A client that writes bytes and reads what comes.
+pub(super) struct Client(pub(super) TcpStream);
+
+impl Client {
+    pub(super) async fn send(&mut self, bytes: &[u8]) {
+        soon(self.0.write_all(bytes)).await.unwrap();
+    }
+
+    /// One response with a content-length, head and body.
+    pub(super) async fn response(&mut self) -> String {
+        let mut got = Vec::new();
+        loop {
+            let byte = soon(self.0.read_u8()).await;
+            got.push(byte.unwrap_or_else(|_| panic!("ended after {:?}", String::from_utf8_lossy(&got))));
+            if got.ends_with(b"\r\n\r\n") {
+                break;
+            }
+        }
+        let mut text = String::from_utf8(got).unwrap();
+        let length = text
+            .lines()
+            .find_map(|line| line.strip_prefix("content-length: "))
+            .map_or(0, |n| n.parse().unwrap());
+        let mut body = vec![0; length];
+        soon(self.0.read_exact(&mut body)).await.unwrap();
+        text.push_str(std::str::from_utf8(&body).unwrap());
+        text
+    }
+
+    pub(super) async fn ask(&mut self, bytes: &[u8]) -> String {
+        self.send(bytes).await;
+        self.response().await
+    }
+
+    /// All until the end; a reset is an end, too.
+    pub(super) async fn rest(&mut self) -> String {
+        let mut got = Vec::new();
+        let mut chunk = vec![0; 16384];
+        while let Ok(n @ 1..) = soon(self.0.read(&mut chunk)).await {
+            got.extend_from_slice(&chunk[..n]);
+        }
+        String::from_utf8(got).unwrap()
+    }
+}
+
+/// An upstream: what it does with its n-th connection.
+pub(super) async fn upstream<F>(
+    serve: impl Fn(Client, usize) -> F + Send + 'static,
+) -> (SocketAddr, Arc<AtomicUsize>)
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    let accepted = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&accepted);
+    tokio::spawn(async move {
+        while let Ok((socket, _)) = listener.accept().await {
+            tokio::spawn(serve(Client(socket), counted.fetch_add(1, Ordering::SeqCst)));
+        }
+    });
+    (addr, accepted)
+}
+
+impl Client {
+    /// As an upstream: reads one request head; `None` at the end of the connection.
+    pub(super) async fn head(&mut self) -> Option<String> {
+        let mut got = Vec::new();
+        while !got.ends_with(b"\r\n\r\n") {
+            got.push(self.0.read_u8().await.ok()?);
+        }
+        Some(String::from_utf8(got).unwrap())
+    }
+
+    /// As an upstream: the same answer to every request without body.
+    pub(super) async fn serve(&mut self, answer: &[u8]) {
+        while self.head().await.is_some() {
+            if self.0.write_all(answer).await.is_err() {
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,444 @@
+//! The side of the upstream: reuse, retries, limits, deadlines, and ends that must not look complete.
+
+use super::support::*;
+use crate::proxy::*;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::{Notify, mpsc};
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+
+const OK: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
+
+fn post(framing: &str) -> Vec<u8> {
+    format!("POST / HTTP/1.1\r\nhost: a\r\n{framing}\r\n\r\n").into_bytes()
+}
+
+#[tokio::test]
+async fn connections_are_used_again() {
+    let (addr, connections) = upstream(|mut client, _| async move {
+        let chunked = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n";
+        for answer in [OK, b"HTTP/1.1 204 No Content\r\n\r\n", chunked, OK, OK] {
+            client.head().await;
+            client.send(answer).await;
+        }
+        client.rest().await;
+    })
+    .await;
+    let server = Running::forwarding(&listen(), upstream_at(addr));
+    let mut client = server.connect().await;
+    assert!(client.ask(GET).await.ends_with("ok"));
+    assert!(client.ask(GET).await.starts_with("HTTP/1.1 204"));
+    client.send(GET).await;
+    let mut all = String::new();
+    while !all.ends_with("0\r\n\r\n") {
+        all.push(soon(client.0.read_u8()).await.unwrap().into());
+    }
+    assert!(client.ask(GET).await.ends_with("ok"));
+    assert!(server.connect().await.ask(GET).await.ends_with("ok"));
+    assert_eq!(connections.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn idle_connections_are_closed_in_time() {
+    let (addr, connections) = upstream(|mut client, _| async move { client.serve(OK).await }).await;
+    let server =
+        Running::forwarding(&listen(), UpstreamSettings { pool_idle_timeout: ms(50), ..upstream_at(addr) });
+    let mut client = server.connect().await;
+    client.ask(GET).await;
+    tokio::time::sleep(ms(100)).await;
+    client.ask(GET).await;
+    assert_eq!(connections.load(Ordering::SeqCst), 2);
+}
+
+/// Answers once, then closes on the next request's arrival.
+async fn dies_at_the_second_request() -> std::net::SocketAddr {
+    upstream(|mut client, _| async move {
+        client.head().await;
+        client.send(OK).await;
+        client.head().await;
+    })
+    .await
+    .0
+}
+
+#[tokio::test]
+async fn a_reused_connection_that_dies_is_tried_once_more_if_that_does_no_harm() {
+    let server = Running::forwarding(&listen(), upstream_at(dies_at_the_second_request().await));
+    let mut client = server.connect().await;
+    for _ in 0..4 {
+        assert!(client.ask(GET).await.ends_with("ok"));
+    }
+    let settings =
+        UpstreamSettings { retry_idempotent: false, ..upstream_at(dies_at_the_second_request().await) };
+    let server = Running::forwarding(&listen(), settings);
+    let mut client = server.connect().await;
+    assert!(client.ask(GET).await.ends_with("ok"));
+    assert!(client.ask(GET).await.ends_with("terminated"));
+}
+
+#[tokio::test]
+async fn a_post_is_not_sent_twice() {
+    let server = Running::forwarding(&listen(), upstream_at(dies_at_the_second_request().await));
+    let mut client = server.connect().await;
+    assert!(client.ask(&post("content-length: 0")).await.ends_with("ok"));
+    assert!(client.ask(&post("content-length: 0")).await.ends_with("terminated"));
+}
+
+#[tokio::test]
+async fn a_new_connection_that_dies_is_not_tried_again() {
+    let (addr, connections) = upstream(|mut client, _| async move { drop(client.head().await) }).await;
+    let server = Running::forwarding(&listen(), upstream_at(addr));
+    assert!(server.connect().await.ask(GET).await.ends_with("terminated"));
+    assert_eq!(connections.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn refused_connections_and_unknown_names_are_told_apart() {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let server = Running::forwarding(&listen(), UpstreamSettings { retry_connect: 2, ..upstream_at(free) });
+    assert!(server.connect().await.ask(GET).await.ends_with("connect_refused"));
+    let url = UpstreamUrl { tls: false, host: "no such host".to_owned(), port: 80 };
+    let server = Running::forwarding(&listen(), UpstreamSettings { url, ..upstream_at(free) });
+    assert!(server.connect().await.ask(GET).await.ends_with("dns"));
+}
+
+#[tokio::test]
+async fn an_answer_that_is_not_http_is_a_protocol_error() {
+    for answer in [
+        &b"220 smtp.example.com\r\n\r\n"[..],
+        b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
+    ] {
+        let (addr, _) = upstream(move |mut client, _| async move { client.serve(answer).await }).await;
+        let server = Running::forwarding(&listen(), upstream_at(addr));
+        assert!(server.connect().await.ask(GET).await.ends_with("protocol"));
+    }
+}
+
+#[tokio::test]
+async fn an_early_answer_ends_the_upload() {
+    let closed = Arc::new(Notify::new());
+    let notify = Arc::clone(&closed);
+    let (addr, _) = upstream(move |mut client, _| {
+        let notify = Arc::clone(&notify);
+        async move {
+            client.head().await;
+            client.send(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 2\r\n\r\nno").await;
+            client.rest().await;
+            notify.notify_one();
+        }
+    })
+    .await;
+    let server = Running::forwarding(&listen(), upstream_at(addr));
+    let mut client = server.connect().await;
+    client.send(&post("content-length: 10000000")).await;
+    client.send(b"only a part").await;
+    assert!(client.response().await.starts_with("HTTP/1.1 401"));
+    soon(closed.notified()).await;
+    drop(client);
+    eventually(|| server.load.connections() == 0).await;
+}
+
+#[tokio::test]
+async fn a_truncated_answer_never_looks_complete() {
+    let cut: [&[u8]; 3] = [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\npart",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\npart\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n10\r\npart",
+    ];
+    for answer in cut {
+        let (addr, _) = upstream(move |mut client, _| async move {
+            client.head().await;
+            client.send(answer).await;
+        })
+        .await;
+        let server = Running::forwarding(&listen(), upstream_at(addr));
+        let mut client = server.connect().await;
+        client.send(GET).await;
+        let got = client.rest().await;
+        assert!(!got.ends_with("0\r\n\r\n") && got.len() < 150, "{got}");
+        // The end of the connection would be the end of the body.
+        let mut old = server.connect().await;
+        old.send(b"GET / HTTP/1.0\r\nhost: a\r\n\r\n").await;
+        soon(old.0.read_to_end(&mut Vec::new())).await.expect_err("must have been reset");
+    }
+}
+
+#[tokio::test]
+async fn a_silent_answer_is_cut() {
+    let (addr, _) = upstream(move |mut client, _| async move {
+        client.serve(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\npart").await;
+    })
+    .await;
+    let settings = UpstreamSettings { body_idle_timeout: Some(ms(100)), ..upstream_at(addr) };
+    let server = Running::forwarding(&listen(), settings);
+    let mut client = server.connect().await;
+    client.send(GET).await;
+    assert!(client.rest().await.ends_with("part"));
+}
+
+#[tokio::test]
+async fn a_slow_upload_is_no_slow_response() {
+    let (addr, _) = upstream(|mut client, _| async move {
+        client.head().await;
+        client.0.read_exact(&mut [0; 3]).await.unwrap();
+        if client.0.read_u8().await.unwrap() == b'!' {
+            client.send(OK).await;
+        }
+        client.rest().await;
+    })
+    .await;
+    let server = Running::forwarding(
+        &listen(),
+        UpstreamSettings { response_timeout: Some(ms(100)), ..upstream_at(addr) },
+    );
+    for (last, answer) in [(b"!", "ok"), (b"?", "response_timeout")] {
+        let mut client = server.connect().await;
+        client.send(&post("content-length: 4")).await;
+        for _ in 0..3 {
+            tokio::time::sleep(ms(60)).await;
+            client.send(b"x").await;
+        }
+        assert!(client.ask(last).await.ends_with(answer));
+    }
+}
+
+#[tokio::test]
+async fn an_upstream_that_does_not_read_is_a_slow_response() {
+    let (addr, _) = upstream(|client, _| async move {
+        let _unread = client;
+        std::future::pending::<()>().await;
+    })
+    .await;
+    let server = Running::forwarding(
+        &listen(),
+        UpstreamSettings { response_timeout: Some(ms(100)), ..upstream_at(addr) },
+    );
+    let client = server.connect().await;
+    let (mut reads, mut writes) = client.0.into_split();
+    tokio::spawn(async move {
+        writes.write_all(&post("content-length: 50000000")).await.unwrap();
+        while writes.write_all(&[b'x'; 65536]).await.is_ok() {}
+    });
+    let mut head = [0; 12];
+    soon(reads.read_exact(&mut head)).await.unwrap();
+    assert_eq!(&head, b"HTTP/1.1 502");
+}
+
+/// What an upstream gets of a chunked request that breaks off.
+async fn uploads(listen: ListenSettings, parts: &[&[u8]]) -> (Running, Client, mpsc::Receiver<String>) {
+    let (tell, told) = mpsc::channel(1);
+    let (addr, _) = upstream(move |mut client, _| {
+        let tell = tell.clone();
+        async move {
+            client.head().await;
+            tell.send(client.rest().await).await.unwrap();
+        }
+    })
+    .await;
+    let server = Running::forwarding(&listen, upstream_at(addr));
+    let mut client = server.connect().await;
+    client.send(&post("transfer-encoding: chunked")).await;
+    for part in parts {
+        client.send(part).await;
+        tokio::time::sleep(ms(5)).await;
+    }
+    (server, client, told)
+}
+
+#[tokio::test]
+async fn a_body_that_is_too_large_is_not_completed() {
+    let settings = ListenSettings { max_body_bytes: Some(6), ..listen() };
+    let (_server, mut client, mut upstream) =
+        uploads(settings, &[b"4\r\nabcd\r\n", b"4\r\nefgh\r\n0\r\n\r\n"]).await;
+    assert!(client.response().await.ends_with("request_body_too_large"));
+    assert_eq!(soon(upstream.recv()).await.unwrap(), "4\r\nabcd\r\n");
+}
+
+#[tokio::test]
+async fn a_body_that_stops_is_not_completed() {
+    let settings = ListenSettings { body_idle_timeout: ms(100), ..listen() };
+    let (_server, mut client, mut upstream) = uploads(settings, &[b"4\r\nabcd\r\n"]).await;
+    assert!(client.response().await.ends_with("request_body_timeout"));
+    assert_eq!(soon(upstream.recv()).await.unwrap(), "4\r\nabcd\r\n");
+}
+
+#[tokio::test]
+async fn a_body_whose_client_leaves_is_not_completed() {
+    let (_server, client, mut upstream) = uploads(listen(), &[b"4\r\nabcd\r\n"]).await;
+    drop(client);
+    assert_eq!(soon(upstream.recv()).await.unwrap(), "4\r\nabcd\r\n");
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_ends_its_upstream_request() {
+    let (tell, mut told) = mpsc::channel(2);
+    let (addr, _) = upstream(move |mut client, n| {
+        let tell = tell.clone();
+        async move {
+            client.head().await;
+            if n == 1 {
+                client.send(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\npart").await;
+            }
+            tell.send(client.rest().await).await.unwrap();
+        }
+    })
+    .await;
+    let server = Running::forwarding(&listen(), upstream_at(addr));
+    for _ in 0..2 {
+        let mut client = server.connect().await;
+        client.send(GET).await;
+        tokio::time::sleep(ms(30)).await;
+        drop(client);
+        soon(told.recv()).await.unwrap();
+    }
+}
+
+/// An upstream that answers one request per permit, and tells how many are connected.
+async fn slow(
+    gate: &Arc<tokio::sync::Semaphore>,
+) -> (std::net::SocketAddr, Arc<std::sync::atomic::AtomicUsize>) {
+    let gate = Arc::clone(gate);
+    upstream(move |mut client, _| {
+        let gate = Arc::clone(&gate);
+        async move {
+            while client.head().await.is_some() {
+                gate.acquire().await.unwrap().forget();
+                client.send(OK).await;
+            }
+        }
+    })
+    .await
+}
+
+#[tokio::test]
+async fn requests_wait_for_a_connection_but_not_for_ever_and_not_too_many() {
+    let gate = Arc::new(tokio::sync::Semaphore::new(0));
+    let (addr, connections) = slow(&gate).await;
+    let server = Running::forwarding(
+        &listen(),
+        UpstreamSettings {
+            max_connections: 1,
+            max_requests_waiting: 1,
+            queue_timeout: ms(400),
+            ..upstream_at(addr)
+        },
+    );
+    let (mut first, mut second, mut third) =
+        (server.connect().await, server.connect().await, server.connect().await);
+    first.send(GET).await;
+    eventually(|| connections.load(Ordering::SeqCst) == 1).await;
+    second.send(GET).await;
+    tokio::time::sleep(ms(30)).await;
+    assert!(third.ask(GET).await.ends_with("queue_full"));
+    assert!(second.response().await.ends_with("queue_timeout"));
+    second.send(GET).await;
+    tokio::time::sleep(ms(30)).await;
+    gate.add_permits(2);
+    assert!(first.response().await.ends_with("ok"));
+    assert!(second.response().await.ends_with("ok"));
+    assert_eq!(connections.load(Ordering::SeqCst), 1, "handed over, not opened anew");
+}
+
+#[tokio::test]
+async fn an_idle_connection_of_one_worker_makes_room_for_another_worker() {
+    let (addr, connections) = upstream(|mut client, _| async move { client.serve(OK).await }).await;
+    let server = Running::forwarding(
+        &ListenSettings { threads: 2, ..listen() },
+        UpstreamSettings { max_connections: 1, queue_timeout: ms(2000), ..upstream_at(addr) },
+    );
+    let (mut one, mut two) = (server.connect().await, server.connect().await);
+    for _ in 0..3 {
+        assert!(one.ask(GET).await.ends_with("ok"));
+        assert!(two.ask(GET).await.ends_with("ok"));
+    }
+    assert_eq!(connections.load(Ordering::SeqCst), 6);
+}
+
+#[tokio::test]
+async fn no_worker_starves_while_others_are_busy() {
+    let (addr, _) = upstream(|mut client, _| async move { client.serve(OK).await }).await;
+    let server = Running::forwarding(
+        &ListenSettings { threads: 2, ..listen() },
+        UpstreamSettings { max_connections: 2, queue_timeout: ms(3000), ..upstream_at(addr) },
+    );
+    let mut clients = Vec::new();
+    for _ in 0..16 {
+        clients.push(server.connect().await);
+    }
+    // The connections of worker 1 are the odd ones: one of them against eight of worker 0.
+    let tasks: Vec<_> = clients
+        .into_iter()
+        .enumerate()
+        .filter(|(n, _)| n % 2 == 0 || *n == 1)
+        .map(|(_, mut client)| {
+            tokio::spawn(async move {
+                for _ in 0..50 {
+                    assert!(client.ask(GET).await.ends_with("ok"));
+                }
+            })
+        })
+        .collect();
+    for task in tasks {
+        soon(task).await.unwrap();
+    }
+}
+
+#[test]
+fn https_that_cannot_work_is_found_at_start() {
+    let settings = |host: &str, ca: &str| UpstreamSettings {
+        url: UpstreamUrl { tls: true, host: host.to_owned(), port: 443 },
+        tls_ca: Some(ca.into()),
+        ..upstream_at("127.0.0.1:1".parse().unwrap())
+    };
+    let error = Shared::new(settings("a.example", "/no/such/file.pem"), 1).unwrap_err().to_string();
+    assert!(error.contains("upstream.tls.ca") && error.contains("/no/such/file.pem"), "{error}");
+    let empty = tempfile::NamedTempFile::new().unwrap();
+    let error =
+        Shared::new(settings("a.example", empty.path().to_str().unwrap()), 1).unwrap_err().to_string();
+    assert!(error.contains("no PEM certificate"), "{error}");
+}
+
+/// An upstream that speaks TLS as `orders.internal`.
+async fn tls_upstream() -> std::net::SocketAddr {
+    use tokio_rustls::rustls::{ServerConfig, crypto::aws_lc_rs, pki_types::*};
+    let certificate = CertificateDer::from_pem_slice(include_bytes!("tls/cert.pem")).unwrap();
+    let key = PrivateKeyDer::from_pem_slice(include_bytes!("tls/key.pem")).unwrap();
+    let config = ServerConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(vec![certificate], key)
+        .unwrap();
+    let acceptor = tokio_rustls::TlsAcceptor::from(Arc::new(config));
+    upstream(move |client, _| {
+        let acceptor = acceptor.clone();
+        async move {
+            let Ok(mut stream) = acceptor.accept(client.0).await else { return };
+            while let Ok(1..) = stream.read(&mut [0; 4096]).await {
+                stream.write_all(OK).await.unwrap();
+            }
+        }
+    })
+    .await
+    .0
+}
+
+#[tokio::test]
+async fn https_upstreams_are_verified() {
+    let addr = tls_upstream().await;
+    let ca = concat!(env!("CARGO_MANIFEST_DIR"), "/src/proxy/tests/tls/ca.pem");
+    for (name, answer) in [(Some("orders.internal"), "ok"), (Some("other.internal"), "tls"), (None, "tls")] {
+        let settings = UpstreamSettings {
+            url: UpstreamUrl { tls: true, host: "127.0.0.1".to_owned(), port: addr.port() },
+            tls_ca: Some(ca.into()),
+            tls_server_name: name.map(str::to_owned),
+            ..upstream_at(addr)
+        };
+        let server = Running::forwarding(&listen(), settings);
+        let mut client = server.connect().await;
+        for _ in 0..2 {
+            assert!(client.ask(GET).await.ends_with(answer), "{name:?}");
+        }
+    }
+}

@@ -1,0 +1,319 @@
+//! The upstream: one request in, one response out, whatever connections that takes.
+//!
+//! Every worker has an [`Upstream`] with connections of its own, so that a request never changes
+//! threads; what all workers may do together is counted in [`Shared`].
+
+mod connect;
+mod pool;
+
+use http::{HeaderValue, Method, Request, Response, StatusCode};
+use hyper::client::conn::TrySendError;
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+use tokio::time::Instant;
+
+use super::UpstreamSettings;
+use super::body::{Progress, RequestBody, ResponseBody, Sending, UpstreamBody};
+use pool::{Connection, Pool};
+
+pub use connect::SetupError;
+pub(super) use pool::Lease;
+pub use pool::Shared;
+
+/// Sends requests to the upstream over one worker's connections. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Upstream {
+    pool: Rc<Pool>,
+}
+
+/// A request that got no response, and whose fault it is.
+#[derive(Debug, thiserror::Error)]
+#[error("{kind}: {detail}")]
+pub struct UpstreamError {
+    pub kind: UpstreamErrorKind,
+    /// For logs; never for clients.
+    pub detail: String,
+}
+
+/// What went wrong. The upstream's fault unless said otherwise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum UpstreamErrorKind {
+    /// Nobody listens there.
+    ConnectRefused,
+    /// Connecting failed in another way.
+    ConnectFailed,
+    /// No connection within `connect_timeout`.
+    ConnectTimeout,
+    /// The name could not be resolved.
+    Dns,
+    /// No agreement on TLS, or a certificate that is not trusted.
+    Tls,
+    /// Ours: more than `max_requests_waiting` wait for a connection.
+    QueueFull,
+    /// Ours: no connection became free within `queue_timeout`.
+    QueueTimeout,
+    /// No response head within `response_timeout`.
+    ResponseTimeout,
+    /// The connection ended before the response head.
+    Terminated,
+    /// The answer is not HTTP.
+    Protocol,
+    /// The client's: it stopped sending the request body.
+    RequestBodyTimeout,
+    /// The client's: the request body is larger than allowed.
+    RequestBodyTooLarge,
+    /// The client's: it left in the middle of the request body.
+    ClientGone,
+}
+
+/// Who is to blame for an [`UpstreamError`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    Client,
+    Upstream,
+    /// A limit of ours.
+    Us,
+}
+
+impl Upstream {
+    /// One worker's connections; to be called inside the worker's runtime, where a task sweeps out
+    /// idle connections for as long as the upstream is in use.
+    pub fn new(shared: Arc<Shared>) -> Self {
+        Self { pool: Pool::new(shared) }
+    }
+
+    pub(super) fn settings(&self) -> &UpstreamSettings {
+        self.pool.settings()
+    }
+
+    /// The upstream's name in a `Host` field.
+    pub(super) fn authority(&self) -> &HeaderValue {
+        self.pool.authority()
+    }
+
+    /// Sends a request and waits for the head of its response; the body is still to come.
+    ///
+    /// The request has its URI in origin form and its final headers, `Host` included. Dropping the
+    /// future, or the response's body before its end, closes the connection.
+    ///
+    /// # Errors
+    /// When no response head came, see [`UpstreamErrorKind`].
+    pub async fn send(
+        &self,
+        mut request: Request<RequestBody>,
+    ) -> Result<Response<ResponseBody>, UpstreamError> {
+        let settings = self.pool.settings();
+        *request.version_mut() = http::Version::HTTP_11;
+        let mut may_repeat = settings.retry_idempotent && is_repeatable(&request);
+        let mut connects_left = settings.retry_connect;
+        let mut connection = self.pool.acquire(&mut connects_left).await?;
+        loop {
+            let reused = connection.is_reused();
+            let copy = (reused && may_repeat).then(|| copy_without_body(&request));
+            match self.exchange(connection, request).await {
+                Ok(response) => return Ok(response),
+                Err(Failure::Unsent(unsent, _)) if reused => {
+                    request = *unsent;
+                    connection = self.pool.acquire(&mut connects_left).await?;
+                }
+                Err(Failure::Unsent(unsent, _)) if connects_left > 0 => {
+                    connects_left -= 1;
+                    request = *unsent;
+                    connection = self.pool.acquire(&mut connects_left).await?;
+                }
+                Err(Failure::Sent(error))
+                    if error.kind == UpstreamErrorKind::Terminated && copy.is_some() =>
+                {
+                    tracing::debug!(%error, "asking once more on a new connection");
+                    may_repeat = false;
+                    request = copy.unwrap_or_default();
+                    connection = self.pool.acquire_new(&mut connects_left).await?;
+                }
+                Err(Failure::Unsent(_, error) | Failure::Sent(error)) => return Err(error),
+            }
+        }
+    }
+
+    async fn exchange(
+        &self,
+        mut connection: Box<Connection>,
+        request: Request<RequestBody>,
+    ) -> Result<Response<ResponseBody>, Failure> {
+        let progress = request.body().progress();
+        let answer = connection.sender.try_send_request(request);
+        let response = match self.in_time(&mut connection, answer, progress.as_deref()).await {
+            Some(Ok(response)) => response,
+            Some(Err(failed)) => return Err(Failure::new(failed, progress.as_deref())),
+            None => {
+                let detail = "no response head in time".to_owned();
+                return Err(Failure::Sent(UpstreamError {
+                    kind: UpstreamErrorKind::ResponseTimeout,
+                    detail,
+                }));
+            }
+        };
+        if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+            let detail = "switched protocols without being asked".to_owned();
+            return Err(Failure::Sent(UpstreamError { kind: UpstreamErrorKind::Protocol, detail }));
+        }
+        let lease = Lease::new(Rc::clone(&self.pool), connection);
+        Ok(response.map(|incoming| {
+            if http_body::Body::is_end_stream(&incoming) {
+                lease.give_back();
+                return ResponseBody::Empty;
+            }
+            ResponseBody::Upstream(UpstreamBody::new(incoming, lease, self.pool.settings().body_idle_timeout))
+        }))
+    }
+
+    /// Waits for `answer`, at most `response_timeout` after the last part of the request was handed
+    /// over; `None` then. While the client is the one who keeps the upstream waiting, its own
+    /// deadline is in force.
+    async fn in_time<T>(
+        &self,
+        connection: &mut Connection,
+        answer: impl Future<Output = T>,
+        progress: Option<&Progress>,
+    ) -> Option<T> {
+        let mut answer = pin!(answer);
+        let Some(limit) = self.pool.settings().response_timeout else { return Some(answer.await) };
+        let started = Instant::now();
+        poll_fn(|cx| {
+            if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
+                return Poll::Ready(Some(answer));
+            }
+            let since = match progress.map(|progress| (progress.state(), progress.moved())) {
+                Some((Sending::AwaitsClient, _)) => Instant::now(),
+                Some((_, moved)) => moved,
+                None => started,
+            };
+            connection.alarm.poll(since + limit, cx).map(|()| None)
+        })
+        .await
+    }
+}
+
+/// What became of a request that got no response.
+enum Failure {
+    /// No byte of it was written: it may go elsewhere.
+    Unsent(Box<Request<RequestBody>>, UpstreamError),
+    Sent(UpstreamError),
+}
+
+impl Failure {
+    fn new(mut failed: TrySendError<Request<RequestBody>>, progress: Option<&Progress>) -> Self {
+        let unsent = failed.take_message();
+        let error = failed.into_error();
+        let kind = match progress.map(Progress::state) {
+            Some(Sending::ClientTimeout) => UpstreamErrorKind::RequestBodyTimeout,
+            Some(Sending::TooLarge) => UpstreamErrorKind::RequestBodyTooLarge,
+            Some(Sending::ClientGone) => UpstreamErrorKind::ClientGone,
+            _ if error.is_parse() => UpstreamErrorKind::Protocol,
+            _ => UpstreamErrorKind::Terminated,
+        };
+        let error = UpstreamError { kind, detail: with_causes(&error) };
+        match unsent {
+            Some(request) => Self::Unsent(Box::new(request), error),
+            None => Self::Sent(error),
+        }
+    }
+}
+
+/// Sent twice it does what it does sent once (RFC 9110, 9.2.2), and there is no body that would be
+/// gone after the first time.
+fn is_repeatable(request: &Request<RequestBody>) -> bool {
+    let method = request.method();
+    request.body().is_empty() && (method.is_safe() || [Method::PUT, Method::DELETE].contains(method))
+}
+
+fn copy_without_body(request: &Request<RequestBody>) -> Request<RequestBody> {
+    let mut copy = Request::new(RequestBody::default());
+    *copy.method_mut() = request.method().clone();
+    *copy.uri_mut() = request.uri().clone();
+    *copy.headers_mut() = request.headers().clone();
+    copy
+}
+
+/// An error and what led to it, in one line.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        next = cause.source();
+    }
+    text
+}
+
+impl UpstreamErrorKind {
+    pub fn fault(self) -> Fault {
+        match self {
+            Self::QueueFull | Self::QueueTimeout => Fault::Us,
+            Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientGone => Fault::Client,
+            _ => Fault::Upstream,
+        }
+    }
+
+    /// The name in metrics and logs.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::ConnectRefused => "connect_refused",
+            Self::ConnectFailed => "connect_failed",
+            Self::ConnectTimeout => "connect_timeout",
+            Self::Dns => "dns",
+            Self::Tls => "tls",
+            Self::QueueFull => "queue_full",
+            Self::QueueTimeout => "queue_timeout",
+            Self::ResponseTimeout => "response_timeout",
+            Self::Terminated => "terminated",
+            Self::Protocol => "protocol",
+            Self::RequestBodyTimeout => "request_body_timeout",
+            Self::RequestBodyTooLarge => "request_body_too_large",
+            Self::ClientGone => "client_gone",
+        }
+    }
+}
+
+impl fmt::Display for UpstreamErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl UpstreamError {
+    fn queue_timeout(limit: Duration) -> Self {
+        let detail = format!("no upstream connection became free within {limit:?}");
+        Self { kind: UpstreamErrorKind::QueueTimeout, detail }
+    }
+
+    fn queue_full(limit: usize) -> Self {
+        let detail = format!("{limit} requests already wait for an upstream connection");
+        Self { kind: UpstreamErrorKind::QueueFull, detail }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{RequestBody, is_repeatable};
+    use http::Request;
+
+    #[test]
+    fn only_what_does_no_harm_twice_is_repeatable() {
+        let repeatable = |method| {
+            let request = Request::builder().method(method).body(RequestBody::default()).unwrap();
+            is_repeatable(&request)
+        };
+        for method in ["GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"] {
+            assert!(repeatable(method), "{method}");
+        }
+        for method in ["POST", "PATCH", "CONNECT", "PURGE", "get"] {
+            assert!(!repeatable(method), "{method}");
+        }
+    }
+}

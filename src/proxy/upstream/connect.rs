@@ -1,0 +1,197 @@
+//! New connections: name, address, socket, TLS.
+
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpStream, lookup_host};
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore, crypto::aws_lc_rs};
+
+use super::{UpstreamError, UpstreamErrorKind, with_causes};
+use crate::proxy::UpstreamSettings;
+
+/// Why https to the upstream cannot work; found at start.
+#[derive(Debug, thiserror::Error)]
+pub enum SetupError {
+    #[error("upstream.tls.ca: cannot read certificates from {}: {reason}", path.display())]
+    Ca { path: PathBuf, reason: String },
+    #[error("no trusted certificates on this system ({0}); name a file in upstream.tls.ca")]
+    NoSystemRoots(String),
+    #[error("{0:?} is no name that a certificate can be checked against; set upstream.tls.server_name")]
+    ServerName(String),
+    #[error("upstream.url: {0:?} cannot stand in a Host header")]
+    Host(String),
+    #[error("TLS cannot be set up: {0}")]
+    Tls(#[from] tokio_rustls::rustls::Error),
+}
+
+/// Makes connections to the one upstream there is.
+pub(super) struct Connector {
+    tls: Option<(TlsConnector, ServerName<'static>)>,
+}
+
+impl Connector {
+    pub(super) fn new(settings: &UpstreamSettings) -> Result<Self, SetupError> {
+        let tls = if settings.url.tls { Some((tls_client(settings)?, server_name(settings)?)) } else { None };
+        Ok(Self { tls })
+    }
+
+    /// One try, all in, within `connect_timeout`.
+    pub(super) async fn connect(&self, settings: &UpstreamSettings) -> Result<Stream, UpstreamError> {
+        let limit = settings.connect_timeout;
+        timeout(limit, self.connect_unlimited(settings)).await.unwrap_or_else(|_elapsed| {
+            let detail = format!("no connection within {limit:?}");
+            Err(UpstreamError { kind: UpstreamErrorKind::ConnectTimeout, detail })
+        })
+    }
+
+    async fn connect_unlimited(&self, settings: &UpstreamSettings) -> Result<Stream, UpstreamError> {
+        let socket = open_socket(&settings.url.host, settings.url.port).await?;
+        // Without it, small requests may wait for the acknowledgement of the last ones.
+        if let Err(error) = socket.set_nodelay(true) {
+            return Err(connect_error(&error));
+        }
+        let Some((connector, name)) = &self.tls else { return Ok(Stream::Plain(socket)) };
+        match connector.connect(name.clone(), socket).await {
+            Ok(stream) => Ok(Stream::Tls(Box::new(stream))),
+            Err(error) => Err(UpstreamError { kind: UpstreamErrorKind::Tls, detail: with_causes(&error) }),
+        }
+    }
+}
+
+/// The name is looked up each time: in a cluster addresses change.
+async fn open_socket(host: &str, port: u16) -> Result<TcpStream, UpstreamError> {
+    let dns = |why: String| UpstreamError { kind: UpstreamErrorKind::Dns, detail: format!("{host}: {why}") };
+    let addresses = lookup_host((host, port)).await.map_err(|error| dns(error.to_string()))?;
+    let mut failed = None;
+    for address in addresses {
+        match TcpStream::connect(address).await {
+            Ok(socket) => return Ok(socket),
+            Err(error) => failed = Some(connect_error(&error)),
+        }
+    }
+    Err(failed.unwrap_or_else(|| dns("no addresses".to_owned())))
+}
+
+fn connect_error(error: &io::Error) -> UpstreamError {
+    let kind = match error.kind() {
+        io::ErrorKind::ConnectionRefused => UpstreamErrorKind::ConnectRefused,
+        io::ErrorKind::TimedOut => UpstreamErrorKind::ConnectTimeout,
+        _ => UpstreamErrorKind::ConnectFailed,
+    };
+    UpstreamError { kind, detail: with_causes(error) }
+}
+
+fn tls_client(settings: &UpstreamSettings) -> Result<TlsConnector, SetupError> {
+    let roots = match &settings.tls_ca {
+        Some(path) => roots_from_file(path)?,
+        None => system_roots()?,
+    };
+    let mut config = ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
+        .with_safe_default_protocol_versions()?
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    Ok(TlsConnector::from(Arc::new(config)))
+}
+
+fn server_name(settings: &UpstreamSettings) -> Result<ServerName<'static>, SetupError> {
+    let name = settings.tls_server_name.as_ref().unwrap_or(&settings.url.host);
+    ServerName::try_from(name.clone()).map_err(|_invalid| SetupError::ServerName(name.clone()))
+}
+
+fn roots_from_file(path: &PathBuf) -> Result<RootCertStore, SetupError> {
+    let unreadable = |reason: String| SetupError::Ca { path: path.clone(), reason };
+    let mut roots = RootCertStore::empty();
+    for certificate in CertificateDer::pem_file_iter(path).map_err(|error| unreadable(error.to_string()))? {
+        let certificate = certificate.map_err(|error| unreadable(error.to_string()))?;
+        roots.add(certificate).map_err(|error| unreadable(error.to_string()))?;
+    }
+    if roots.is_empty() {
+        return Err(unreadable("there is no PEM certificate in it".to_owned()));
+    }
+    Ok(roots)
+}
+
+fn system_roots() -> Result<RootCertStore, SetupError> {
+    let found = rustls_native_certs::load_native_certs();
+    let mut roots = RootCertStore::empty();
+    // A system's bundle may hold what rustls does not accept; one bad apple is no reason to stop.
+    roots.add_parsable_certificates(found.certs);
+    if roots.is_empty() {
+        let reason = found.errors.first().map_or_else(|| "none found".to_owned(), ToString::to_string);
+        return Err(SetupError::NoSystemRoots(reason));
+    }
+    Ok(roots)
+}
+
+impl fmt::Debug for Connector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connector").field("tls", &self.tls.is_some()).finish()
+    }
+}
+
+/// A connection's bytes, in the clear or not.
+#[derive(Debug)]
+pub(super) enum Stream {
+    Plain(TcpStream),
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+impl AsyncRead for Stream {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Plain(socket) => Pin::new(socket).poll_read(cx, into),
+            Self::Tls(stream) => Pin::new(stream).poll_read(cx, into),
+        }
+    }
+}
+
+impl AsyncWrite for Stream {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Self::Plain(socket) => Pin::new(socket).poll_write(cx, bytes),
+            Self::Tls(stream) => Pin::new(stream).poll_write(cx, bytes),
+        }
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Self::Plain(socket) => Pin::new(socket).poll_write_vectored(cx, bytes),
+            Self::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, bytes),
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match self {
+            Self::Plain(socket) => socket.is_write_vectored(),
+            Self::Tls(stream) => stream.is_write_vectored(),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Plain(socket) => Pin::new(socket).poll_flush(cx),
+            Self::Tls(stream) => Pin::new(stream).poll_flush(cx),
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Plain(socket) => Pin::new(socket).poll_shutdown(cx),
+            Self::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
+        }
+    }
+}

@@ -1,0 +1,411 @@
+//! What a client's connection is doing, and how long it may go on with it.
+//!
+//! hyper has no limits in time but one, and that one cuts connections between requests too. So the
+//! connection's socket and its requests leave marks in a [`Watch`], and the task that drives the
+//! connection reads from it what is due next. Marks are cells in one thread: nothing on the way of
+//! a request touches a timer.
+
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker, ready};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::time::Instant;
+
+use super::alarm::Alarm;
+
+/// A closed connection's unread bytes are read and thrown away up to here, so that the kernel does
+/// not answer them with a reset that destroys our last response on its way.
+const LINGER_BYTES: usize = 1024 * 1024;
+const LINGER_TIME: Duration = Duration::from_secs(2);
+/// An HTTP/2 client without requests that was told to go away answers that, and goes.
+const LEAVE_TIME: Duration = Duration::from_secs(2);
+
+/// How long a client may take.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience {
+    /// Without a request.
+    pub(super) idle: Duration,
+    /// From the first byte of a request to the end of its head.
+    pub(super) head: Duration,
+    /// Without reading a byte of what we have to write.
+    pub(super) stalled: Duration,
+}
+
+/// Why a connection has to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Overdue {
+    /// No request for too long: close in good order.
+    Idle,
+    /// A request head that does not come to its end.
+    SlowHead,
+    /// A client that does not read, or does not leave.
+    Stalled,
+}
+
+#[derive(Debug)]
+pub(super) struct Watch {
+    patience: Patience,
+    phase: Cell<Phase>,
+    /// Requests whose handling, request body or response body is not over.
+    active: Cell<usize>,
+    blocked_since: Cell<Option<Instant>>,
+    closing_since: Cell<Option<Instant>>,
+    multiplexed: Cell<bool>,
+    unread: Cell<bool>,
+    /// The client takes the end of the connection for the end of a response.
+    ends_by_close: Cell<bool>,
+    /// In this turn, somebody waited for the handler or the upstream rather than for the client.
+    awaited: Cell<bool>,
+    drain: Cell<bool>,
+    /// The task that drives the connection.
+    driver: RefCell<Option<Waker>>,
+}
+
+/// What holds while no request is active.
+#[derive(Clone, Copy, Debug)]
+enum Phase {
+    Idle(Instant),
+    Head(Instant),
+}
+
+impl Watch {
+    pub(super) fn new(patience: Patience) -> Rc<Self> {
+        Rc::new(Self {
+            patience,
+            phase: Cell::new(Phase::Idle(Instant::now())),
+            active: Cell::new(0),
+            blocked_since: Cell::new(None),
+            closing_since: Cell::new(None),
+            multiplexed: Cell::new(false),
+            unread: Cell::new(false),
+            ends_by_close: Cell::new(false),
+            awaited: Cell::new(false),
+            drain: Cell::new(false),
+            driver: RefCell::new(None),
+        })
+    }
+
+    /// A request has arrived; it is active until all clones of the answer are gone.
+    pub(super) fn begin(self: &Rc<Self>) -> Active {
+        if self.active.get() == 0 {
+            self.unread.set(false);
+        }
+        self.active.set(self.active.get() + 1);
+        Active(Rc::clone(self))
+    }
+
+    /// Whether any request is active.
+    pub(super) fn is_active(&self) -> bool {
+        self.active.get() > 0
+    }
+
+    /// From here on bytes are frames: reading some does not mean that a request began.
+    pub(super) fn set_multiplexed(&self) {
+        self.multiplexed.set(true);
+        self.phase.set(Phase::Idle(Instant::now()));
+    }
+
+    /// The client has sent, or is sending, what nobody will read.
+    pub(super) fn set_unread(&self) {
+        self.unread.set(true);
+    }
+
+    /// The client speaks HTTP/1.0, where a response may end with the connection.
+    pub(super) fn set_ends_by_close(&self) {
+        self.ends_by_close.set(true);
+    }
+
+    pub(super) fn ends_by_close(&self) -> bool {
+        self.ends_by_close.get()
+    }
+
+    /// What the client gets next is not there yet.
+    pub(super) fn set_awaited(&self) {
+        self.awaited.set(true);
+    }
+
+    /// Whether [`Watch::set_awaited`] was called since the last look.
+    pub(super) fn take_awaited(&self) -> bool {
+        self.awaited.take()
+    }
+
+    /// Asks the connection to end as soon as what it is doing is done.
+    pub(super) fn drain(&self) {
+        self.drain.set(true);
+        self.wake_driver();
+    }
+
+    /// True once after [`Watch::drain`].
+    pub(super) fn take_drain(&self) -> bool {
+        self.drain.take()
+    }
+
+    /// The connection has been told to close.
+    pub(super) fn set_closing(&self) {
+        self.closing_since.set(Some(self.closing_since.get().unwrap_or_else(Instant::now)));
+    }
+
+    pub(super) fn set_driver(&self, waker: &Waker) {
+        let mut driver = self.driver.borrow_mut();
+        match &mut *driver {
+            Some(known) => known.clone_from(waker),
+            none => *none = Some(waker.clone()),
+        }
+    }
+
+    fn wake_driver(&self) {
+        if let Some(driver) = &*self.driver.borrow() {
+            driver.wake_by_ref();
+        }
+    }
+
+    /// How long a client may leave a write alone.
+    pub(super) fn stall_limit(&self) -> Duration {
+        self.patience.stalled
+    }
+
+    /// What is due next, if nothing happens before.
+    pub(super) fn due(&self) -> Option<(Instant, Overdue)> {
+        // While there is something to write, the connection is not idle, whatever its requests do.
+        if let Some(since) = self.blocked_since.get() {
+            return Some((since + self.patience.stalled, Overdue::Stalled));
+        }
+        match (self.active.get(), self.phase.get(), self.closing_since.get()) {
+            (0, Phase::Head(since), _) => Some((since + self.patience.head, Overdue::SlowHead)),
+            (0, Phase::Idle(since), None) => Some((since + self.patience.idle, Overdue::Idle)),
+            // Told to go away, with nothing left to read but that.
+            (0, Phase::Idle(since), Some(told)) => Some((told.max(since) + LEAVE_TIME, Overdue::Stalled)),
+            _ => None,
+        }
+    }
+
+    fn note_read(&self) {
+        if self.active.get() == 0 && !self.multiplexed.get() && matches!(self.phase.get(), Phase::Idle(_)) {
+            self.phase.set(Phase::Head(Instant::now()));
+        }
+    }
+
+    fn note_write<T>(&self, result: &Poll<io::Result<T>>) {
+        match result {
+            Poll::Pending if self.blocked_since.get().is_none() => {
+                self.blocked_since.set(Some(Instant::now()))
+            }
+            Poll::Pending => {}
+            Poll::Ready(_) => self.blocked_since.set(None),
+        }
+    }
+}
+
+/// Keeps a request counted as active.
+#[derive(Debug)]
+pub(super) struct Active(Rc<Watch>);
+
+impl Active {
+    pub(super) fn watch(&self) -> &Watch {
+        &self.0
+    }
+}
+
+impl Clone for Active {
+    fn clone(&self) -> Self {
+        self.0.begin()
+    }
+}
+
+impl Drop for Active {
+    fn drop(&mut self) {
+        let watch = &self.0;
+        watch.active.set(watch.active.get() - 1);
+        if watch.active.get() == 0 {
+            watch.phase.set(Phase::Idle(Instant::now()));
+            // Streams end in tasks of their own: the driver would not look at the clock again.
+            if watch.multiplexed.get() {
+                watch.wake_driver();
+            }
+        }
+    }
+}
+
+/// A client's socket that leaves its marks in a [`Watch`], gives back bytes that were looked at
+/// before the protocol was known, and lingers when it is shut down.
+#[derive(Debug)]
+pub(super) struct WatchedSocket {
+    socket: TcpStream,
+    watch: Rc<Watch>,
+    looked_at: Vec<u8>,
+    linger: Option<Linger>,
+}
+
+#[derive(Debug)]
+struct Linger {
+    left: usize,
+    until: Instant,
+    alarm: Alarm,
+}
+
+impl WatchedSocket {
+    pub(super) fn new(socket: TcpStream, watch: Rc<Watch>) -> Self {
+        Self { socket, watch, looked_at: Vec::new(), linger: None }
+    }
+
+    /// Puts bytes back that will be read again first.
+    pub(super) fn unread(&mut self, bytes: &[u8]) {
+        self.looked_at.splice(0..0, bytes.iter().copied());
+    }
+
+    /// Closes with a reset: what was sent so far cannot be taken for the whole, and what the client
+    /// has not fetched holds no memory.
+    pub(super) fn abort(self) {
+        if let Err(error) = self.socket.set_zero_linger() {
+            tracing::debug!(%error, "a connection could not be reset");
+        }
+    }
+
+    /// What the client still sends will not be read.
+    pub(super) fn forget_rest(&self) {
+        self.watch.set_unread();
+    }
+
+    /// Reads and forgets until the client closes, or has had enough of our time.
+    fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let linger = self.linger.get_or_insert_with(|| Linger {
+            left: LINGER_BYTES,
+            until: Instant::now() + LINGER_TIME,
+            alarm: Alarm::default(),
+        });
+        let mut scratch = [0; 8192];
+        loop {
+            let mut into = ReadBuf::new(&mut scratch);
+            match Pin::new(&mut self.socket).poll_read(cx, &mut into) {
+                Poll::Ready(Ok(())) if !into.filled().is_empty() => {
+                    self.watch.set_unread();
+                    linger.left = linger.left.saturating_sub(into.filled().len());
+                    if linger.left == 0 {
+                        return Poll::Ready(());
+                    }
+                }
+                Poll::Ready(_) => return Poll::Ready(()),
+                Poll::Pending if !self.watch.unread.get() => return Poll::Ready(()),
+                Poll::Pending => return linger.alarm.poll(linger.until, cx),
+            }
+        }
+    }
+}
+
+impl AsyncRead for WatchedSocket {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if !this.looked_at.is_empty() {
+            let n = this.looked_at.len().min(into.remaining());
+            into.put_slice(this.looked_at.drain(..n).as_slice());
+            return Poll::Ready(Ok(()));
+        }
+        let before = into.filled().len();
+        ready!(Pin::new(&mut this.socket).poll_read(cx, into))?;
+        if into.filled().len() > before {
+            this.watch.note_read();
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for WatchedSocket {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let result = Pin::new(&mut this.socket).poll_write(cx, bytes);
+        this.watch.note_write(&result);
+        result
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let result = Pin::new(&mut this.socket).poll_write_vectored(cx, bytes);
+        this.watch.note_write(&result);
+        result
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.socket.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().socket).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if this.linger.is_none() {
+            ready!(Pin::new(&mut this.socket).poll_shutdown(cx))?;
+        }
+        this.poll_linger(cx).map(Ok)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Overdue, Patience, Watch};
+    use std::task::Poll;
+    use std::time::Duration;
+    use tokio::time::{Instant, advance};
+
+    const PATIENCE: Patience = Patience {
+        idle: Duration::from_secs(75),
+        head: Duration::from_secs(10),
+        stalled: Duration::from_secs(30),
+    };
+
+    fn due_in(watch: &Watch) -> Option<(u64, Overdue)> {
+        watch.due().map(|(at, what)| ((at - Instant::now()).as_secs(), what))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_phase_has_its_own_deadline() {
+        let watch = Watch::new(PATIENCE);
+        assert_eq!(due_in(&watch), Some((75, Overdue::Idle)));
+        advance(Duration::from_secs(5)).await;
+        watch.note_read();
+        assert_eq!(due_in(&watch), Some((10, Overdue::SlowHead)));
+        advance(Duration::from_secs(4)).await;
+        watch.note_read();
+        assert_eq!(due_in(&watch), Some((6, Overdue::SlowHead)), "more bytes buy no more time");
+        let request = watch.begin();
+        assert_eq!(due_in(&watch), None);
+        let body = request.clone();
+        drop(request);
+        assert_eq!(due_in(&watch), None, "a body keeps its request active");
+        drop(body);
+        assert_eq!(due_in(&watch), Some((75, Overdue::Idle)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_does_not_read_is_found_in_any_phase() {
+        let watch = Watch::new(PATIENCE);
+        let request = watch.begin();
+        watch.note_write(&Poll::<std::io::Result<()>>::Pending);
+        advance(Duration::from_secs(10)).await;
+        watch.note_write(&Poll::<std::io::Result<()>>::Pending);
+        assert_eq!(due_in(&watch), Some((20, Overdue::Stalled)));
+        drop(request);
+        assert_eq!(due_in(&watch), Some((20, Overdue::Stalled)));
+        watch.note_write(&Poll::Ready(Ok(1)));
+        assert_eq!(due_in(&watch), Some((75, Overdue::Idle)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn frames_are_not_heads_and_goodbyes_end() {
+        let watch = Watch::new(PATIENCE);
+        watch.set_multiplexed();
+        watch.note_read();
+        assert_eq!(due_in(&watch), Some((75, Overdue::Idle)));
+        watch.set_closing();
+        assert_eq!(due_in(&watch), Some((2, Overdue::Stalled)));
+    }
+}
