@@ -3,9 +3,11 @@
 //! Rooms, lowest floor first; a room may use what stands below it (`docs/ARCHITECTURE.md` has the tour).
 
 pub mod clock;
+pub mod config;
 pub mod enforcer;
 pub mod limiter;
 pub mod policy;
 pub mod proxy;
+pub mod reload;
 pub mod store;
 pub mod telemetry;

@@ -1,0 +1,252 @@
+//! From values to settings: one short function for the settings of each room.
+
+use super::cursor::Cursor;
+use super::diagnostic::Diagnostic;
+use super::input::Input;
+use super::policies::{self, Scope};
+use super::{Config, FileSet, StoreSettings, Written, schema, values};
+use crate::limiter::Algorithm;
+use crate::policy::path::EscapedSlashes;
+use crate::policy::{Fields, MissingKey, OnStoreFailure, PolicyTable, client, path};
+use crate::proxy::{ListenSettings, ShutdownSettings, UpstreamSettings};
+use crate::store::MemorySettings;
+use crate::store::redis::{Password, RedisSettings};
+use crate::telemetry::{self, Access, Format, LogSettings};
+use http::HeaderName;
+use std::path::{Path, PathBuf};
+
+/// Everything but what only the end of a load knows.
+pub(super) struct Built {
+    listen: ListenSettings,
+    upstream: UpstreamSettings,
+    table: PolicyTable,
+    store: StoreSettings,
+    shutdown: ShutdownSettings,
+    log: LogSettings,
+    words: Vec<String>,
+}
+
+/// Builds all rooms' settings; `None` if a key without a default is absent or wrong.
+pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -> Option<Built> {
+    let (listen_at, defaults) = (top.table("listen"), top.table("defaults"));
+    let http = listen_at.table("http");
+    let listen = listen(&listen_at, &http);
+    let upstream = upstream(&top.table("upstream"), &http);
+    let store = store(input, &top.table("store"));
+    let shutdown = shutdown(&top.table("shutdown"));
+    let log = log(&top.table("log"));
+    let fields = fields(&top.table("response"));
+    let scope = Scope {
+        client: client(&top.table("client"))?,
+        path: path(&top.table("path"))?,
+        on_store_failure: defaults.word("on_store_failure", &ON_STORE_FAILURE)?,
+        algorithm: defaults.word("algorithm", &ALGORITHM)?,
+        missing_key: defaults.word("missing_key", &MISSING_KEY)?,
+    };
+    let sources = std::iter::once(top).chain(included);
+    let (policies, words) = policies::all(sources.flat_map(|source| source.tables("policy")), &scope);
+    let table = PolicyTable::new(policies, scope.path, scope.client, fields?);
+    Some(Built {
+        listen: listen?,
+        upstream: upstream?,
+        table,
+        store: store?,
+        shutdown: shutdown?,
+        log: log?,
+        words,
+    })
+}
+
+pub(super) fn complete(
+    (built, written): (Built, Written),
+    warnings: Vec<Diagnostic>,
+    files: FileSet,
+) -> Config {
+    let Built { listen, upstream, table, store, shutdown, log, words } = built;
+    Config { listen, upstream, table: table.into(), store, shutdown, log, words, warnings, files, written }
+}
+
+pub(super) const ON_STORE_FAILURE: [(&str, OnStoreFailure); 2] =
+    [("open", OnStoreFailure::Open), ("closed", OnStoreFailure::Closed)];
+
+pub(super) const MISSING_KEY: [(&str, MissingKey); 3] =
+    [("shared", MissingKey::Shared), ("skip", MissingKey::Skip), ("reject", MissingKey::Reject)];
+
+pub(super) const ALGORITHM: [(&str, Algorithm); 2] =
+    [("sliding_log", Algorithm::SlidingLog), ("fixed_window", Algorithm::FixedWindow { offset_us: 0 })];
+
+fn listen(at: &Cursor<'_>, http: &Cursor<'_>) -> Option<ListenSettings> {
+    Some(ListenSettings {
+        address: at.parsed("address", |text| {
+            text.parse()
+                .ok()
+                .ok_or_else(|| "expected an IP address and port such as \"0.0.0.0:8080\"".to_owned())
+        })?,
+        max_connections: at.whole("max_connections")?,
+        threads: match at.whole("threads")? {
+            // Knows CPU affinity and the cgroup's quota.
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            threads => threads,
+        },
+        header_timeout: http.duration("header_timeout")?,
+        idle_timeout: http.duration("idle_timeout")?,
+        body_idle_timeout: http.duration("body_idle_timeout")?,
+        max_header_bytes: http.size("max_header_bytes")?,
+        max_headers: http.whole("max_headers")?,
+        max_body_bytes: http.size("max_body_bytes").filter(|size| *size > 0),
+        max_concurrent_streams: http.whole("max_concurrent_streams")?,
+    })
+}
+
+fn upstream(at: &Cursor<'_>, http: &Cursor<'_>) -> Option<UpstreamSettings> {
+    let tls = at.table("tls");
+    Some(UpstreamSettings {
+        connect_timeout: at.duration("connect_timeout")?,
+        response_timeout: at.duration("response_timeout").filter(|time| !time.is_zero()),
+        body_idle_timeout: at.duration("body_idle_timeout").filter(|time| !time.is_zero()),
+        pool_idle_timeout: at.duration("pool_idle_timeout")?,
+        pool_max_idle: at.whole("pool_max_idle")?,
+        preserve_host: at.flag("preserve_host")?,
+        max_connections: at.whole("max_connections")?,
+        queue_timeout: at.duration("queue_timeout")?,
+        max_requests_waiting: http.whole("max_requests_waiting")?,
+        retry_connect: at.whole("retry_connect")?,
+        retry_idempotent: at.flag("retry_idempotent")?,
+        tls_ca: tls.parsed("ca", |text| present(text, "the path of a PEM file")).map(PathBuf::from),
+        tls_server_name: tls.parsed("server_name", |text| present(text, "a host name")),
+        // Last: without it, what is wrong with the others has been said by now.
+        url: at.parsed("url", values::upstream_url)?,
+    })
+}
+
+fn present(text: &str, what: &str) -> Result<String, String> {
+    if text.is_empty() { Err(format!("expected {what}")) } else { Ok(text.to_owned()) }
+}
+
+fn client(at: &Cursor<'_>) -> Option<client::Settings> {
+    Some(client::Settings {
+        trusted_proxies: at.list("trusted_proxies", values::network),
+        ip_header: at.parsed("ip_header", |text| {
+            HeaderName::from_bytes(text.as_bytes())
+                .ok()
+                .ok_or_else(|| "expected the name of a header".to_owned())
+        })?,
+        ipv4_prefix: at.whole("ipv4_prefix")?,
+        ipv6_prefix: at.whole("ipv6_prefix")?,
+    })
+}
+
+fn path(at: &Cursor<'_>) -> Option<path::Settings> {
+    let escaped_slashes = [
+        ("both", EscapedSlashes::Both),
+        ("reject", EscapedSlashes::Reject),
+        ("keep", EscapedSlashes::Keep),
+        ("decode", EscapedSlashes::Decode),
+    ];
+    Some(path::Settings {
+        normalize: at.flag("normalize")?,
+        merge_slashes: at.flag("merge_slashes")?,
+        escaped_slashes: at.word("escaped_slashes", &escaped_slashes)?,
+        ignore_trailing_slash: at.word("trailing_slash", &[("ignore", true), ("significant", false)])?,
+        strip_parameters: at.word("path_parameters", &[("strip", true), ("keep", false)])?,
+        case_sensitive: at.flag("case_sensitive")?,
+    })
+}
+
+fn fields(at: &Cursor<'_>) -> Option<Fields> {
+    let kinds = [
+        ("standard", (true, false)),
+        ("legacy", (false, true)),
+        ("both", (true, true)),
+        ("none", (false, false)),
+    ];
+    let (standard, legacy) = at.word("headers", &kinds)?;
+    let legacy_reset_epoch = at.word("legacy_reset", &[("delta", false), ("epoch", true)])?;
+    Some(Fields { standard, legacy, legacy_reset_epoch })
+}
+
+fn store(input: &Input, at: &Cursor<'_>) -> Option<StoreSettings> {
+    let use_redis = at.word("kind", &[("memory", false), ("redis", true)])?;
+    let memory_at = at.table("memory");
+    let memory =
+        MemorySettings { max_keys: memory_at.whole("max_keys")?, max_bytes: memory_at.size("max_bytes")? };
+    // Checked even when it isn't used.
+    let redis_at = at.table("redis");
+    let mut redis = redis(&redis_at)?;
+    if !use_redis {
+        return Some(StoreSettings::Memory(memory));
+    }
+    if let Some(password) = password(input, &redis_at) {
+        if redis.password.is_some() {
+            redis_at.fail("password_file", "store.redis.url holds a password too; expected one of them");
+        }
+        redis.password = Some(password);
+    }
+    if redis.key_prefix == schema::DEFAULT_KEY_PREFIX {
+        redis_at.warn(
+            "key_prefix",
+            "the default: services that share this Redis would share counters; give each a prefix of its own",
+        );
+    }
+    Some(StoreSettings::Redis(redis))
+}
+
+fn redis(at: &Cursor<'_>) -> Option<RedisSettings> {
+    let breaker = at.table("breaker");
+    at.word("topology", &[("standalone", ())])?;
+    let url = at.parsed("url", values::redis_url)?;
+    let username = at.text("username").filter(|name| !name.is_empty());
+    if username.is_some() && url.username.is_some() {
+        at.fail("username", "store.redis.url holds a user too; expected one of them");
+    }
+    Some(RedisSettings {
+        host: url.host,
+        port: url.port,
+        database: url.database,
+        username: username.or(url.username),
+        password: url.password,
+        key_prefix: at.parsed("key_prefix", key_prefix)?,
+        timeout: at.duration("timeout")?,
+        connect_timeout: at.duration("connect_timeout")?,
+        breaker_failures: breaker.whole("failures")?,
+        probe_interval: breaker.duration("probe_interval")?,
+    })
+}
+
+/// Braces would move the hash tag of all keys, and people have to read and type it.
+fn key_prefix(text: &str) -> Result<String, String> {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-:/".contains(&byte);
+    if (1..=64).contains(&text.len()) && text.bytes().all(fits) {
+        return Ok(text.to_owned());
+    }
+    Err("expected 1 to 64 letters, digits, \"_\", \".\", \"-\", \":\" or \"/\"".to_owned())
+}
+
+fn password(input: &Input, at: &Cursor<'_>) -> Option<Password> {
+    let path = at.text("password_file").filter(|path| !path.is_empty())?;
+    match input.read(Path::new(&path)) {
+        Ok(text) if text.trim_end().is_empty() => {
+            at.fail("password_file", "the file is empty; expected a password");
+            None
+        }
+        Ok(text) => Some(Password::new(text.trim_end().to_owned())),
+        Err(error) => {
+            at.fail("password_file", &format!("the file {error}"));
+            None
+        }
+    }
+}
+
+fn shutdown(at: &Cursor<'_>) -> Option<ShutdownSettings> {
+    Some(ShutdownSettings { delay: at.duration("delay")?, grace: at.duration("grace")? })
+}
+
+fn log(at: &Cursor<'_>) -> Option<LogSettings> {
+    let access = [("off", Access::Off), ("rejected", Access::Rejected), ("all", Access::All)];
+    Some(LogSettings {
+        format: at.word("format", &[("json", Format::Json), ("text", Format::Text)])?,
+        level: at.parsed("level", telemetry::Level::parse)?,
+        access: at.word("access", &access)?,
+        access_sample: at.fraction("access_sample")?,
+    })
+}

@@ -1,0 +1,125 @@
+//! The main file and what it includes.
+
+use super::FileSource;
+use super::cursor::{Cursor, Item};
+use super::diagnostic::Place;
+use super::input::Input;
+use super::schema;
+use figment::value::Dict;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+/// What a configuration was read from, and what it would look at again.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FileSet {
+    /// Files that were read, or should have been.
+    files: Vec<PathBuf>,
+    /// Globs of includes: a file that appears there belongs to the configuration.
+    globs: Vec<String>,
+}
+
+impl FileSet {
+    pub(super) fn add(&mut self, file: PathBuf) {
+        if !self.files.contains(&file) {
+            self.files.push(file);
+        }
+    }
+
+    /// All paths that matter now, the globs evaluated anew.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        let mut paths = self.files.clone();
+        for glob in &self.globs {
+            paths.extend(expand(glob).unwrap_or_default());
+        }
+        paths.sort();
+        paths.dedup();
+        paths
+    }
+}
+
+/// Reads the main file; an absent one is empty. Returns its number, unless it is no TOML.
+pub(super) fn read_main(input: &mut Input, source: &FileSource) -> Option<usize> {
+    match source {
+        FileSource::Path(path) => {
+            let name = path.display().to_string();
+            match input.read(path) {
+                Ok(text) => input.parse(name, text),
+                Err(error) => {
+                    input.error(Place::whole(&name, 0), String::new(), error);
+                    return None;
+                }
+            }
+        }
+        FileSource::Text { name, text } => input.parse(name.clone(), text.clone()),
+        FileSource::None => input.parse("configuration".to_owned(), String::new()),
+    }
+    .ok()
+}
+
+/// Reads all included files, in the order in which their policies count. Returns their numbers.
+pub(super) fn read_includes(
+    input: &mut Input,
+    main: usize,
+    values: &Dict,
+    source: &FileSource,
+) -> Vec<usize> {
+    let base = match source {
+        FileSource::Path(path) => path.parent().unwrap_or(Path::new("")),
+        FileSource::Text { .. } | FileSource::None => Path::new(""),
+    };
+    let mut found: Vec<(OsString, PathBuf, String)> = Vec::new();
+    // Only this key: what is wrong with others is said when everything is read.
+    let only_include: Dict =
+        values.iter().filter(|(key, _)| *key == "include").map(|(k, v)| (k.clone(), v.clone())).collect();
+    for item in Cursor::top(input, main, &schema::ROOT, &only_include).items("include") {
+        for path in included_by(input, &item, base) {
+            match input.read(&path) {
+                Ok(text) => found.push((path.file_name().unwrap_or_default().to_owned(), path, text)),
+                Err(error) => {
+                    item.fail::<()>(&format!("{} {error}", path.display()));
+                }
+            }
+        }
+    }
+    found.sort();
+    found.dedup();
+    // What could be said of half a file would mislead.
+    found
+        .into_iter()
+        .filter_map(|(_, path, text)| input.parse(path.display().to_string(), text).ok())
+        .collect()
+}
+
+fn included_by(input: &Input, item: &Item<'_>, base: &Path) -> Vec<PathBuf> {
+    let Some(text) = item.value.as_str() else {
+        item.fail::<()>("expected a path or a glob such as \"policies/*.toml\"");
+        return Vec::new();
+    };
+    if !text.contains(['*', '?', '[']) {
+        return vec![base.join(text)];
+    }
+    // The directory of the main file is no pattern, whatever characters it has.
+    let glob = match base.to_str() {
+        Some("") | None => text.to_owned(),
+        Some(_) if Path::new(text).is_absolute() => text.to_owned(),
+        Some(base) => format!("{}/{text}", glob::Pattern::escape(base)),
+    };
+    match expand(&glob) {
+        Ok(paths) => {
+            input.watch(|files| files.globs.push(glob));
+            paths
+        }
+        Err(error) => item.fail(&error).unwrap_or_default(),
+    }
+}
+
+/// Hidden names are left out: in a mounted ConfigMap they are the machinery behind the links.
+fn expand(glob: &str) -> Result<Vec<PathBuf>, String> {
+    let options = glob::MatchOptions {
+        case_sensitive: true,
+        require_literal_separator: true,
+        require_literal_leading_dot: true,
+    };
+    let paths = glob::glob_with(glob, options).map_err(|error| format!("not a glob: {}", error.msg))?;
+    paths.collect::<Result<_, _>>().map_err(|error| error.to_string())
+}

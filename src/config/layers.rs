@@ -1,0 +1,106 @@
+//! File, environment and flags, the later over the earlier, merged by figment.
+
+use super::input::Input;
+use super::schema::{self, Kind};
+use super::{Flags, values};
+use figment::value::{Dict, Map, Value};
+use figment::{Figment, Metadata, Profile, Provider, Source};
+use std::path::PathBuf;
+
+const PREFIX: &str = "TIDEGATE_";
+const SEPARATOR: &str = "__";
+
+/// The main file's values.
+struct File<'a>(&'a Dict);
+
+/// One value from the environment or from a flag.
+struct Override<'a> {
+    /// The variable or flag: what a message about the value names.
+    label: &'a str,
+    path: Vec<String>,
+    value: Value,
+}
+
+/// Merges all layers. Variables that mean nothing are reported and left out.
+pub(super) fn merge(input: &Input, file: &Dict, env: &[(String, String)], flags: &Flags) -> Figment {
+    let mut figment = Figment::new().merge(File(file));
+    for (name, text) in env {
+        if let Some(layer) = variable(input, name, text) {
+            figment = figment.merge(layer);
+        }
+    }
+    let flags =
+        [("--upstream", "upstream.url", &flags.upstream), ("--listen", "listen.address", &flags.listen)];
+    for (label, path, text) in flags {
+        if let Some(text) = text {
+            let path = path.split('.').map(str::to_owned).collect();
+            figment = figment.merge(Override { label, path, value: text.as_str().into() });
+        }
+    }
+    figment
+}
+
+/// Names without a double underscore are not ours: Kubernetes makes some for a Service called tidegate.
+fn variable<'a>(input: &Input, name: &'a str, text: &str) -> Option<Override<'a>> {
+    let rest = name.strip_prefix(PREFIX).filter(|rest| rest.contains(SEPARATOR))?;
+    let path: Vec<String> = rest.split(SEPARATOR).map(str::to_ascii_lowercase).collect();
+    let key = path.join(".");
+    if path.first().is_some_and(|first| first == "policy") {
+        input.error(
+            Input::override_place(name),
+            key,
+            "policies can't be set from the environment".to_owned(),
+        );
+        return None;
+    }
+    match schema::find_path(path.iter().map(String::as_str)) {
+        Some(schema::Key { kind: Kind::Table(_) | Kind::Tables(_), .. }) => {
+            input.error(Input::override_place(name), key, "is a table; set the keys in it".to_owned());
+            None
+        }
+        Some(found) => Some(Override { label: name, value: values::from_text(&found.kind, text), path }),
+        None => {
+            input.error(
+                Input::override_place(name),
+                key.clone(),
+                format!("unknown key{}", nearest_variable(&key)),
+            );
+            None
+        }
+    }
+}
+
+fn nearest_variable(key: &str) -> String {
+    let likeness = |path: &String| strsim::jaro_winkler(path, key);
+    let paths = schema::paths().into_iter();
+    let best = paths.max_by(|a, b| likeness(a).total_cmp(&likeness(b))).filter(|path| likeness(path) > 0.8);
+    best.map_or_else(String::new, |path| {
+        format!("; did you mean {PREFIX}{}?", path.replace('.', SEPARATOR).to_ascii_uppercase())
+    })
+}
+
+impl Provider for File<'_> {
+    fn metadata(&self) -> Metadata {
+        // The source tells this layer from the others, whose names are those of variables and flags.
+        Metadata::from("file", Source::File(PathBuf::new()))
+    }
+
+    fn data(&self) -> Result<Map<Profile, Dict>, figment::Error> {
+        Ok(Profile::Default.collect(self.0.clone()))
+    }
+}
+
+impl Provider for Override<'_> {
+    fn metadata(&self) -> Metadata {
+        Metadata::named(self.label.to_owned())
+    }
+
+    fn data(&self) -> Result<Map<Profile, Dict>, figment::Error> {
+        let nested = self
+            .path
+            .iter()
+            .rev()
+            .fold(self.value.clone(), |value, key| Value::from(Dict::from([(key.clone(), value)])));
+        Ok(Profile::Default.collect(nested.into_dict().unwrap_or_default()))
+    }
+}

@@ -1,0 +1,61 @@
+//! The conditions of a policy.
+
+use super::cursor::{Cursor, Item};
+use super::{schema, values};
+use crate::policy::path;
+use crate::policy::{HostPattern, Matcher, MethodSet, Named, PathPattern, Test};
+use http::{HeaderName, Method};
+
+pub(super) fn matcher(at: &Cursor<'_>, path: &path::Settings) -> Matcher {
+    Matcher {
+        methods: MethodSet::new(at.list("methods", method)),
+        hosts: at.list("hosts", HostPattern::parse),
+        paths: at.list("path", |text| PathPattern::parse(text, path)),
+        path_regex: at.parsed("path_regex", values::regex),
+        headers: named(at, "headers", header_name),
+        query: named(at, "query", any_name),
+        cookies: named(at, "cookies", any_name),
+        client_ips: at.list("client_ips", values::network),
+        not: at.optional_table("not").map(|not| Box::new(matcher(&not, path))),
+    }
+}
+
+/// Methods are case-sensitive: a lower-case one would never match what clients send.
+fn method(text: &str) -> Result<Method, String> {
+    match Method::from_bytes(text.as_bytes()) {
+        Ok(method) if !text.bytes().any(|byte| byte.is_ascii_lowercase()) => Ok(method),
+        _ => Err("expected a method in capitals such as \"GET\"".to_owned()),
+    }
+}
+
+pub(super) fn header_name(text: &str) -> Result<HeaderName, String> {
+    HeaderName::from_bytes(text.as_bytes()).ok().ok_or_else(|| format!("{text:?} is no name of a header"))
+}
+
+fn any_name(text: &str) -> Result<Box<str>, String> {
+    if text.is_empty() { Err("the name is empty".to_owned()) } else { Ok(text.into()) }
+}
+
+fn named<N>(at: &Cursor<'_>, key: &str, parse: impl Fn(&str) -> Result<N, String>) -> Vec<Named<N>> {
+    let condition = |(name, item): (&str, Item<'_>)| {
+        let test = test(&item);
+        match parse(name) {
+            Ok(name) => Some(Named { name, test: test? }),
+            Err(reason) => item.fail(&reason),
+        }
+    };
+    at.entries(key).into_iter().filter_map(condition).collect()
+}
+
+fn test(item: &Item<'_>) -> Option<Test> {
+    const EXPECTED: &str = "expected a text, { regex = \"…\" } or { present = true }";
+    if let Some(text) = item.value.as_str() {
+        return Some(Test::Is(text.into()));
+    }
+    let Some(table) = item.table(&schema::TEST) else { return item.fail(EXPECTED) };
+    match (table.has("regex"), table.has("present")) {
+        (true, false) => table.parsed("regex", values::regex).map(Test::Regex),
+        (false, true) => table.flag("present").map(Test::Present),
+        _ => item.fail(EXPECTED),
+    }
+}

@@ -1,0 +1,192 @@
+//! Configuration: text from a file, the environment and flags turned into every room's settings.
+//!
+//! An outer adapter: it knows all rooms, and none knows it. [`schema`] lists the keys, [`layers`] merges
+//! what was written, a [`cursor`] reads it and collects every error with its place, [`build`] and
+//! [`policies`] give it its meaning.
+
+mod build;
+mod cursor;
+mod diagnostic;
+mod document;
+mod files;
+mod input;
+mod layers;
+mod matches;
+mod policies;
+mod schema;
+#[cfg(test)]
+mod tests;
+mod values;
+mod words;
+
+pub use diagnostic::{Diagnostic, Place, Position, Report, Severity};
+pub use files::FileSet;
+
+use crate::policy::PolicyTable;
+use crate::proxy::{ListenSettings, ShutdownSettings, UpstreamSettings};
+use crate::store::MemorySettings;
+use crate::store::redis::RedisSettings;
+use crate::telemetry::LogSettings;
+use cursor::Cursor;
+use figment::Provider;
+use figment::value::{Dict, Value};
+use input::Input;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Where a configuration comes from. The caller captures it once, so that a reload reads the same.
+#[derive(Clone, Default)]
+pub struct Sources {
+    pub file: FileSource,
+    /// All variables; only those are read that begin with `TIDEGATE_` and hold a double underscore.
+    pub env: Vec<(String, String)>,
+    pub flags: Flags,
+}
+
+/// The file to read.
+#[derive(Clone, Default)]
+pub enum FileSource {
+    Path(PathBuf),
+    /// A text that isn't on disk. What it includes is looked for in the working directory.
+    Text {
+        name: String,
+        text: String,
+    },
+    #[default]
+    None,
+}
+
+/// Values given on the command line: they override all others.
+#[derive(Clone, Debug, Default)]
+pub struct Flags {
+    pub upstream: Option<String>,
+    pub listen: Option<String>,
+}
+
+/// Everything that was configured, checked.
+#[derive(Debug)]
+pub struct Config {
+    pub listen: ListenSettings,
+    pub upstream: UpstreamSettings,
+    pub table: Arc<PolicyTable>,
+    pub store: StoreSettings,
+    pub shutdown: ShutdownSettings,
+    pub log: LogSettings,
+    /// Each policy in words, in file order; those that are off too.
+    pub words: Vec<String>,
+    pub warnings: Vec<Diagnostic>,
+    /// What was read.
+    pub files: FileSet,
+    written: Written,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StoreSettings {
+    Memory(MemorySettings),
+    Redis(RedisSettings),
+}
+
+/// Settings that a reload does not change.
+#[derive(Clone, Debug)]
+pub struct Fixed {
+    written: Written,
+    store: StoreSettings,
+}
+
+/// The merged values. They may hold a password, so they don't show themselves.
+#[derive(Clone)]
+struct Written(Dict);
+
+impl fmt::Debug for Written {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}
+
+/// Variables may hold passwords, so they don't show themselves.
+impl fmt::Debug for Sources {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sources")
+            .field("file", &self.file)
+            .field("flags", &self.flags)
+            .finish_non_exhaustive()
+    }
+}
+
+/// So may the text.
+impl fmt::Debug for FileSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Path(path) => path.fmt(f),
+            Self::Text { name, .. } => name.fmt(f),
+            Self::None => f.write_str("None"),
+        }
+    }
+}
+
+/// Reads and checks a configuration.
+///
+/// # Errors
+/// A [`Report`] with everything that is wrong.
+pub fn load(sources: &Sources) -> Result<Config, Report> {
+    let mut input = Input::default();
+    let Some(main) = files::read_main(&mut input, &sources.file) else {
+        // What could be said of half a file would mislead.
+        return input.finish(None, build::complete);
+    };
+    let main_values =
+        input.documents().get(main).map(|document| document.values().clone()).unwrap_or_default();
+    let layers = layers::merge(&input, &main_values, &sources.env, &sources.flags);
+    let merged = layers.data().unwrap_or_default().remove(&figment::Profile::Default).unwrap_or_default();
+    input.set_layers(layers);
+    let included = files::read_includes(&mut input, main, &merged, &sources.file);
+    let built = {
+        let top = Cursor::top(&input, main, &schema::ROOT, &merged);
+        let included: Vec<Cursor<'_>> = included
+            .iter()
+            .filter_map(|at| Some((*at, input.documents().get(*at)?)))
+            .map(|(at, document)| Cursor::top(&input, at, &schema::INCLUDED, document.values()))
+            .collect();
+        build::config(&input, &top, &included)
+    };
+    input.finish(built.map(|built| (built, Written(merged))), build::complete)
+}
+
+impl Config {
+    /// What runs until the process ends.
+    pub fn fixed(&self) -> Fixed {
+        Fixed { written: self.written.clone(), store: self.store.clone() }
+    }
+}
+
+impl Fixed {
+    /// The keys whose values differ in a newer configuration, and that only a restart brings into effect.
+    pub fn changed_in(&self, newer: &Config) -> Vec<String> {
+        const LIVE: [&str; 5] = ["include", "client.", "path.", "defaults.", "response."];
+        let mut keys = schema::paths();
+        keys.retain(|path| !LIVE.iter().any(|live| path.starts_with(live)));
+        keys.retain(|path| self.written.value(path) != newer.written.value(path));
+        if !keys.iter().any(|path| path.starts_with("store.")) && self.store != newer.store {
+            keys.push("store.redis.password_file (what it holds)".to_owned());
+        }
+        keys
+    }
+}
+
+impl Written {
+    /// What holds for a key: its value, or its default.
+    fn value(&self, path: &str) -> Option<Value> {
+        let mut names = path.split('.');
+        let last = names.next_back()?;
+        let table = names.try_fold(&self.0, |table, name| table.get(name)?.as_dict());
+        table.and_then(|table| table.get(last).cloned()).or_else(|| {
+            match schema::find_path(path.split('.'))? {
+                schema::Key { kind, need: schema::Need::Default(text), .. } => {
+                    Some(values::from_text(kind, text))
+                }
+                _ => None,
+            }
+        })
+    }
+}

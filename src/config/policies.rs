@@ -1,0 +1,339 @@
+//! From `[[policy]]` tables to policies.
+
+use super::build::{ALGORITHM, MISSING_KEY, ON_STORE_FAILURE};
+use super::cursor::Cursor;
+use super::diagnostic::Place;
+use super::{matches, words};
+use crate::limiter::{Algorithm, Limit};
+use crate::policy::{
+    Action, KeyPart, KeyTemplate, MissingKey, NamedLimit, OnStoreFailure, Override, Overrides, Policy, Quota,
+    Reject, client, path,
+};
+use http::{HeaderName, HeaderValue, StatusCode, header};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Above this, a log of single entries is an expensive way to count.
+const LARGE_LOG: u64 = 100_000;
+
+/// What all policies share.
+pub(super) struct Scope {
+    pub client: client::Settings,
+    pub path: path::Settings,
+    pub on_store_failure: OnStoreFailure,
+    pub algorithm: Algorithm,
+    pub missing_key: MissingKey,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    Enforce,
+    Shadow,
+    Off,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Does {
+    Limit,
+    Allow,
+    Deny,
+}
+
+/// Builds all policies in file order, and says each in words. Those that are off are checked and left out.
+pub(super) fn all<'a>(tables: impl Iterator<Item = Cursor<'a>>, scope: &Scope) -> (Vec<Policy>, Vec<String>) {
+    let mut names = BTreeMap::new();
+    let (mut policies, mut sentences) = (Vec::new(), Vec::new());
+    let mut client_chosen = Vec::new();
+    for at in tables {
+        refuse_known_name(&at, &mut names);
+        let mode = at.word("mode", &MODE);
+        let Some(policy) = policy(&at, scope, mode == Some(Mode::Shadow)) else { continue };
+        sentences.push(words::sentence(&policy, &at, mode == Some(Mode::Off)));
+        if mode == Some(Mode::Off) {
+            continue;
+        }
+        if key_parts(&policy).iter().any(KeyPart::is_client_chosen) {
+            client_chosen.push(at);
+        }
+        policies.push(policy);
+    }
+    if !policies.iter().any(bounds_clients) {
+        for at in client_chosen {
+            at.warn("key", "clients choose these values and can make counters at will; put a policy with the key \"client_ip\" beside it");
+        }
+    }
+    (policies, sentences)
+}
+
+const MODE: [(&str, Mode); 3] = [("enforce", Mode::Enforce), ("shadow", Mode::Shadow), ("off", Mode::Off)];
+
+/// Names are unique over all files, also those of policies that are off or wrong.
+fn refuse_known_name(at: &Cursor<'_>, names: &mut BTreeMap<String, Place>) {
+    let Some(item) = at.item("name") else { return };
+    let Some(name) = item.value.as_str() else { return };
+    match names.get(name) {
+        Some(first) => {
+            item.fail::<()>(&format!("another policy has this name, at {first}; expected a unique one"));
+        }
+        None => {
+            names.insert(name.to_owned(), item.place());
+        }
+    }
+}
+
+fn key_parts(policy: &Policy) -> &[KeyPart] {
+    match &policy.action {
+        Action::Limit(quota) => quota.key.parts(),
+        Action::Allow | Action::Deny => &[],
+    }
+}
+
+/// Whether one client can't get round this policy by inventing values.
+fn bounds_clients(policy: &Policy) -> bool {
+    !policy.shadow
+        && key_parts(policy).contains(&KeyPart::ClientIp)
+        && !key_parts(policy).iter().any(KeyPart::is_client_chosen)
+}
+
+fn policy(at: &Cursor<'_>, scope: &Scope, shadow: bool) -> Option<Policy> {
+    let name = at.parsed("name", name);
+    let does = at.word("action", &[("limit", Does::Limit), ("allow", Does::Allow), ("deny", Does::Deny)])?;
+    let conditions = at.optional_table("match").map(|table| matches::matcher(&table, &scope.path));
+    let action = match does {
+        Does::Limit => quota(at, scope, name.as_deref().unwrap_or("policy")).map(Action::Limit),
+        Does::Allow => without_quota(at, "allow").map(|()| Action::Allow),
+        Does::Deny => without_quota(at, "deny").map(|()| Action::Deny),
+    };
+    let reject = at.optional_table("reject").and_then(|table| {
+        if does == Does::Allow {
+            at.fail("reject", "a policy with action = \"allow\" refuses nobody");
+        }
+        reject(&table, if does == Does::Deny { StatusCode::FORBIDDEN } else { StatusCode::TOO_MANY_REQUESTS })
+    });
+    Some(Policy {
+        priority: at.whole("priority")?,
+        matcher: conditions.unwrap_or_default(),
+        shadow,
+        on_store_failure: at.word("on_store_failure", &ON_STORE_FAILURE).unwrap_or(scope.on_store_failure),
+        reject,
+        // Last: what is wrong with the others has been said by now.
+        action: action?,
+        name: name?.into(),
+    })
+}
+
+/// `[A-Za-z0-9][A-Za-z0-9_.-]{0,62}`.
+fn name(text: &str) -> Result<String, String> {
+    let starts_well = text.starts_with(|c: char| c.is_ascii_alphanumeric());
+    if starts_well
+        && text.len() <= 63
+        && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
+    {
+        return Ok(text.to_owned());
+    }
+    Err("expected a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\"".to_owned())
+}
+
+fn without_quota(at: &Cursor<'_>, action: &str) -> Option<()> {
+    for key in ["key", "limit", "limits", "cost", "missing_key", "override"] {
+        if at.has(key) {
+            at.fail(key, &format!("a policy with action = \"{action}\" counts nothing"));
+        }
+    }
+    Some(())
+}
+
+fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
+    let parts = at.list("key", |text| KeyPart::parse(text, &scope.path));
+    // With a part left out, overrides could not be counted.
+    let is_whole = parts.len() == at.items("key").len();
+    let key = KeyTemplate::new(parts);
+    let cost = at.whole::<i64>("cost").and_then(|cost| u64::try_from(cost).ok());
+    let limits = limits(at, scope, name);
+    if cost == Some(0) {
+        at.warn("cost", "requests that take nothing are never limited");
+    }
+    let overrides = at.tables("override");
+    let overrides = overrides.iter().filter_map(|table| over(table, scope, name, is_whole.then_some(&key)));
+    let overrides = Overrides::new(overrides.collect());
+    if let (Some(cost), Some(limits)) = (cost, &limits) {
+        warn_of_impossible(at, cost, limits);
+    }
+    Some(Quota {
+        key,
+        missing_key: at.word("missing_key", &MISSING_KEY).unwrap_or(scope.missing_key),
+        cost: cost?,
+        limits: limits?,
+        overrides,
+    })
+}
+
+fn warn_of_impossible(at: &Cursor<'_>, cost: u64, limits: &[NamedLimit]) {
+    if let Some(limit) = limits.iter().find(|limit| limit.limit.requests > 0 && limit.limit.requests < cost) {
+        let requests = limit.limit.requests;
+        at.warn("cost", &format!("no request ever passes: it takes {cost} of at most {requests}"));
+    }
+}
+
+/// The limits of a policy or of an override, with distinct names and counters.
+fn limits(at: &Cursor<'_>, scope: &Scope, policy: &str) -> Option<Vec<NamedLimit>> {
+    let tables = match (at.has("limit"), at.has("limits")) {
+        (true, true) => {
+            at.fail("limits", "beside limit; expected one of them");
+            return None;
+        }
+        (false, false) => {
+            at.fail("limit", "missing; expected a limit such as { requests = 100, per = \"1m\" }");
+            return None;
+        }
+        (true, false) => at.optional_table("limit").into_iter().collect(),
+        (false, true) => at.tables("limits"),
+    };
+    if tables.is_empty()
+        && at.item("limits").is_some_and(|item| item.value.as_array().is_some_and(<[_]>::is_empty))
+    {
+        at.fail("limits", "expected at least one limit such as { requests = 100, per = \"1m\" }");
+    }
+    let mut limits: Vec<NamedLimit> = Vec::new();
+    let mut unnamed = 0_usize;
+    for table in &tables {
+        let name = table.parsed("name", name).unwrap_or_else(|| {
+            unnamed += 1;
+            if unnamed == 1 { policy.to_owned() } else { format!("{policy}-{unnamed}") }
+        });
+        let Some(limit) = limit(table, scope) else { continue };
+        if limits.iter().any(|other| *other.name == *name) {
+            table.fail(
+                "name",
+                &format!("another limit of this policy is called \"{name}\"; expected a unique name"),
+            );
+        }
+        if limits.iter().any(|other| other.limit.identity() == limit.identity()) {
+            table.fail("per", "another limit of this policy has the same period and algorithm: they would share one counter");
+        }
+        limits.push(NamedLimit { name: name.into(), unit: table.parsed("unit", unit), limit });
+    }
+    (limits.len() == tables.len() && !limits.is_empty()).then_some(limits)
+}
+
+fn unit(text: &str) -> Result<Box<str>, String> {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_-".contains(&byte);
+    if (1..=32).contains(&text.len()) && text.bytes().all(fits) {
+        return Ok(text.into());
+    }
+    Err("expected 1 to 32 letters, digits, \"_\" or \"-\"".to_owned())
+}
+
+fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
+    let requests = at.whole::<i64>("requests").and_then(|requests| u64::try_from(requests).ok());
+    let per = at.duration("per");
+    let written = at.word("algorithm", &ALGORITHM);
+    let offset = at.duration("offset");
+    if written.is_none() && at.has("algorithm") {
+        // What is right for an algorithm that nobody knows?
+        return None;
+    }
+    let algorithm = match written.unwrap_or(scope.algorithm) {
+        Algorithm::FixedWindow { .. } => {
+            Algorithm::FixedWindow { offset_us: micros(offset.unwrap_or_default()) }
+        }
+        Algorithm::SlidingLog => {
+            if at.has("offset") {
+                at.fail(
+                    "offset",
+                    "only windows have an offset; expected algorithm = \"fixed_window\" beside it",
+                );
+            }
+            Algorithm::SlidingLog
+        }
+    };
+    if let (Some(offset), Some(per)) = (offset, per)
+        && offset >= per
+    {
+        at.fail("offset", "expected less than per");
+    }
+    match requests {
+        Some(0) => at.warn("requests", "0 refuses everything"),
+        Some(requests) if requests > LARGE_LOG && algorithm == Algorithm::SlidingLog => at.warn(
+            "requests",
+            "sliding_log keeps one entry per request; \"fixed_window\" needs no more memory for a large limit",
+        ),
+        _ => {}
+    }
+    Some(Limit { requests: requests?, per_us: micros(per?), algorithm })
+}
+
+/// The schema bounds periods to some hundred days.
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+fn over(at: &Cursor<'_>, scope: &Scope, policy: &str, key: Option<&KeyTemplate>) -> Option<Override> {
+    let limits = limits(at, scope, policy);
+    if !at.has("key") {
+        at.fail("key", "missing; expected one value per position of the policy's key");
+        return None;
+    }
+    let items = at.items("key");
+    let key = key?;
+    if items.len() != key.width() {
+        let width = key.width();
+        at.fail(
+            "key",
+            &format!("{} values; expected {width}, as many as the policy's key has positions", items.len()),
+        );
+        return None;
+    }
+    let mut values = Vec::new();
+    for (position, item) in items.iter().enumerate() {
+        match item.value.as_str() {
+            Some("*") => values.push(None),
+            Some(text) => match key.canonical_value(position, text, &scope.client) {
+                Ok(value) => values.push(Some(value)),
+                Err(reason) => return item.fail(&reason),
+            },
+            None => return item.fail("expected a text; \"*\" is any value"),
+        }
+    }
+    Some(Override { values, limits: limits? })
+}
+
+fn reject(at: &Cursor<'_>, status: StatusCode) -> Option<Reject> {
+    let status = at.whole::<u16>("status").and_then(|code| StatusCode::from_u16(code).ok()).unwrap_or(status);
+    let headers = at.entries("headers").into_iter().filter_map(|(name, item)| {
+        let Some(text) = item.value.as_str() else { return item.fail("expected a text") };
+        match (reject_header(name), HeaderValue::from_str(text)) {
+            (Ok(name), Ok(value)) => Some((name, value)),
+            (Err(reason), _) => item.fail(&reason),
+            (_, Err(_)) => item.fail("expected a text that a header can hold"),
+        }
+    });
+    Some(Reject {
+        status,
+        headers: headers.collect(),
+        body: at.text("body")?.into(),
+        content_type: at.parsed("content_type", |text| match HeaderValue::from_str(text) {
+            Ok(value) if text.contains('/') => Ok(value),
+            _ => Err("expected a media type such as \"application/json\"".to_owned()),
+        })?,
+    })
+}
+
+/// Fields that frame or route a message are not the owner's to set.
+fn reject_header(text: &str) -> Result<HeaderName, String> {
+    const OURS: [HeaderName; 8] = [
+        header::CONNECTION,
+        header::CONTENT_LENGTH,
+        header::CONTENT_TYPE,
+        header::TE,
+        header::TRAILER,
+        header::TRANSFER_ENCODING,
+        header::UPGRADE,
+        header::RETRY_AFTER,
+    ];
+    match matches::header_name(text)? {
+        header::CONTENT_TYPE => Err("expected content_type beside headers instead".to_owned()),
+        name if OURS.contains(&name) => Err(format!("{name} is set by tidegate")),
+        name => Ok(name),
+    }
+}

@@ -1,0 +1,533 @@
+//! Every key that exists: where it stands, what it takes, what holds without it, what it is for.
+//!
+//! Unknown keys, defaults, ranges and the words "expected …" all come from here, so that none of them
+//! can differ from the others.
+
+use super::values::duration_words;
+use std::fmt;
+use std::time::Duration;
+
+/// One key of a table.
+#[derive(Debug)]
+pub(super) struct Key {
+    pub name: &'static str,
+    pub kind: Kind,
+    pub need: Need,
+    pub doc: &'static str,
+}
+
+/// What holds without the key.
+#[derive(Debug)]
+pub(super) enum Need {
+    Required,
+    Optional,
+    Default(&'static str),
+}
+
+/// What a key takes.
+#[derive(Debug)]
+pub(super) enum Kind {
+    Bool,
+    /// Both ends included.
+    Whole {
+        min: i64,
+        max: i64,
+    },
+    /// 0 to 1.
+    Fraction,
+    Duration {
+        min: Duration,
+        max: Duration,
+    },
+    /// Bytes.
+    Size {
+        min: u64,
+        max: u64,
+    },
+    Word(&'static [&'static str]),
+    /// A text, and which.
+    Text(&'static str),
+    /// A text that no message repeats.
+    Secret(&'static str),
+    /// A list of texts, or one.
+    Texts(&'static str),
+    Table(&'static [Key]),
+    Tables(&'static [Key]),
+    /// A table whose keys are names of the user's choice.
+    Names(&'static str),
+}
+
+use Kind::{Bool, Fraction, Names, Secret, Table, Tables, Text, Texts, Word};
+use Need::{Default, Optional, Required};
+
+/// Largest integer that a double holds exactly, which Redis computes with.
+const MAX_UNITS: i64 = 1 << 53;
+const DAY: Duration = Duration::from_secs(86_400);
+const MAX_PERIOD: Duration = Duration::from_secs(400 * 86_400);
+
+/// At least a millisecond: 0 is no way to switch this off.
+const POSITIVE: Kind = Kind::Duration { min: Duration::from_millis(1), max: DAY };
+const DURATION: Kind = Kind::Duration { min: Duration::ZERO, max: DAY };
+
+/// The main file.
+pub(super) static ROOT: [Key; 11] = [
+    key(
+        "include",
+        Texts("paths or globs such as \"policies/*.toml\""),
+        Default(""),
+        "More files with [[policy]] tables, relative to this file. This file's policies come first, then theirs by file name.",
+    ),
+    key("listen", Table(&LISTEN), Optional, "Where clients connect."),
+    key("upstream", Table(&UPSTREAM), Optional, "What requests are forwarded to."),
+    key("client", Table(&CLIENT), Optional, "Who is the client?"),
+    key(
+        "path",
+        Table(&PATH),
+        Optional,
+        "How a path is read for matching and keys. What is forwarded stays as it came.",
+    ),
+    key("store", Table(&STORE), Optional, "Where counters live."),
+    key("defaults", Table(&DEFAULTS), Optional, "What a policy does that doesn't say otherwise."),
+    key("response", Table(&RESPONSE), Optional, "What answers say about limits."),
+    key("shutdown", Table(&SHUTDOWN), Optional, "How the end goes."),
+    key("log", Table(&LOG), Optional, "What is logged, to stderr."),
+    key("policy", Tables(&POLICY), Optional, "The policies."),
+];
+
+/// An included file.
+pub(super) static INCLUDED: [Key; 1] = [key("policy", Tables(&POLICY), Optional, "The policies.")];
+
+static LISTEN: [Key; 4] = [
+    key(
+        "address",
+        Text("an IP address and port such as \"0.0.0.0:8080\""),
+        Default("0.0.0.0:8080"),
+        "IP address and port.",
+    ),
+    key(
+        "max_connections",
+        whole(1, 1_000_000),
+        Default("10000"),
+        "Connections served at a time; further ones wait in the kernel's backlog.",
+    ),
+    key("threads", whole(0, 1024), Default("0"), "Worker threads. 0: as many as the container may use."),
+    key("http", Table(&LISTEN_HTTP), Optional, "Bounds on what a client may send, and how slowly."),
+];
+
+static LISTEN_HTTP: [Key; 8] = [
+    key("header_timeout", POSITIVE, Default("10s"), "For a whole request head, from its first byte."),
+    key("idle_timeout", POSITIVE, Default("75s"), "A connection without a request."),
+    key(
+        "body_idle_timeout",
+        POSITIVE,
+        Default("30s"),
+        "No progress on a request body, or on writing to a client that does not read.",
+    ),
+    // hyper needs room for 8 KiB.
+    key("max_header_bytes", size(8 << 10, 16 << 20), Default("64KiB"), "Largest request head."),
+    key("max_headers", whole(1, 10_000), Default("100"), "Most header fields of a request."),
+    key("max_body_bytes", size(0, u64::MAX), Default("0"), "Largest request body. 0: no limit."),
+    key(
+        "max_concurrent_streams",
+        whole(1, 1_000_000),
+        Default("200"),
+        "Requests at a time on one HTTP/2 connection.",
+    ),
+    key(
+        "max_requests_waiting",
+        whole(0, 1_000_000),
+        Default("1024"),
+        "Requests that wait for an upstream connection, all together.",
+    ),
+];
+
+static UPSTREAM: [Key; 12] = [
+    key(
+        "url",
+        Text("\"http://host:port\" or \"https://host:port\""),
+        Required,
+        "The one key without a default.",
+    ),
+    key("connect_timeout", POSITIVE, Default("1s"), "For one try to connect, TLS included."),
+    key("response_timeout", DURATION, Default("60s"), "Until the response head. 0: no limit."),
+    key(
+        "body_idle_timeout",
+        DURATION,
+        Default("0"),
+        "No progress on a response body. 0: no limit, as event streams need.",
+    ),
+    key(
+        "pool_idle_timeout",
+        POSITIVE,
+        Default("90s"),
+        "How long an idle connection is kept. Below the keep-alive time of the app.",
+    ),
+    key("pool_max_idle", whole(0, 1_000_000), Default("256"), "Idle connections kept."),
+    key("preserve_host", Bool, Default("true"), "Forward the client's Host; otherwise that of the URL."),
+    key("max_connections", whole(1, 1_000_000), Default("1024"), "Connections at a time."),
+    key("queue_timeout", DURATION, Default("1s"), "Waiting for one of them."),
+    key("retry_connect", whole(0, 100), Default("1"), "Further tries to connect when no byte was sent."),
+    key(
+        "retry_idempotent",
+        Bool,
+        Default("true"),
+        "Once more, for a bodiless idempotent request on a reused connection that died.",
+    ),
+    key("tls", Table(&UPSTREAM_TLS), Optional, "For https."),
+];
+
+static UPSTREAM_TLS: [Key; 2] = [
+    key("ca", Text("the path of a PEM file"), Optional, "Trust anchors. Absent: the system's."),
+    key(
+        "server_name",
+        Text("a host name"),
+        Optional,
+        "The name that is verified. Absent: the host of the URL.",
+    ),
+];
+
+static CLIENT: [Key; 4] = [
+    key(
+        "trusted_proxies",
+        Texts("networks such as \"10.0.0.0/8\""),
+        Default(""),
+        "Peers whose forwarding header is believed, read from the right.",
+    ),
+    key(
+        "ip_header",
+        Text("the name of a header"),
+        Default("x-forwarded-for"),
+        "Or \"forwarded\", \"x-real-ip\", any other that holds one address.",
+    ),
+    key("ipv6_prefix", whole(0, 128), Default("64"), "IPv6 clients are told apart by this many bits."),
+    key("ipv4_prefix", whole(0, 32), Default("32"), "IPv4 clients are told apart by this many bits."),
+];
+
+static PATH: [Key; 6] = [
+    key("normalize", Bool, Default("true"), "Match on the normalized path. false: byte for byte as it came."),
+    key("merge_slashes", Bool, Default("true"), "// is /."),
+    key(
+        "escaped_slashes",
+        Word(&["both", "reject", "keep", "decode"]),
+        Default("both"),
+        "%2F and %5C: a policy matches if either reading does | 400 | part of the segment | separators.",
+    ),
+    key("trailing_slash", Word(&["ignore", "significant"]), Default("ignore"), "Whether /a/ is /a."),
+    key("path_parameters", Word(&["strip", "keep"]), Default("strip"), "Whether /a;x=1 is /a."),
+    key("case_sensitive", Bool, Default("true"), "false: /A is /a."),
+];
+
+static STORE: [Key; 3] = [
+    key(
+        "kind",
+        Word(&["memory", "redis"]),
+        Default("memory"),
+        "In this process only, or shared by all replicas.",
+    ),
+    key("memory", Table(&STORE_MEMORY), Optional, "Bounds of the counters in this process."),
+    key("redis", Table(&STORE_REDIS), Optional, "Which Redis, and how long to wait for it."),
+];
+
+static STORE_MEMORY: [Key; 2] = [
+    key("max_keys", whole(1, 1 << 32), Default("1000000"), "Most counters kept."),
+    key("max_bytes", size(1 << 10, 1 << 50), Default("256MiB"), "Most memory for them."),
+];
+
+static STORE_REDIS: [Key; 8] = [
+    key(
+        "topology",
+        Word(&["standalone"]),
+        Default("standalone"),
+        "One server, or whatever stands behind one address.",
+    ),
+    key(
+        "url",
+        Secret("\"redis://host:port/database\""),
+        Default("redis://127.0.0.1:6379/0"),
+        "May hold user and password; better is password_file.",
+    ),
+    key("username", Text("the name of an ACL user"), Default(""), "Empty: the default user."),
+    key(
+        "password_file",
+        Text("the path of a file that holds the password"),
+        Default(""),
+        "White space at its end is ignored. Empty: none.",
+    ),
+    key(
+        "key_prefix",
+        Text("1 to 64 letters, digits, \"_\", \".\", \"-\", \":\" or \"/\""),
+        Default(DEFAULT_KEY_PREFIX),
+        "One per service: it separates the counters of services that share a Redis.",
+    ),
+    key("timeout", POSITIVE, Default("50ms"), "For one decision, all in."),
+    key("connect_timeout", POSITIVE, Default("1s"), "For one try to connect."),
+    key("breaker", Table(&STORE_REDIS_BREAKER), Optional, "When to stop asking."),
+];
+
+pub(super) const DEFAULT_KEY_PREFIX: &str = "tidegate";
+
+static STORE_REDIS_BREAKER: [Key; 2] = [
+    key(
+        "failures",
+        whole(1, 1_000_000),
+        Default("5"),
+        "Consecutive failures after which Redis is not asked any more.",
+    ),
+    key("probe_interval", POSITIVE, Default("500ms"), "How often a background PING then tries again."),
+];
+
+static DEFAULTS: [Key; 3] = [
+    key(
+        "on_store_failure",
+        ON_STORE_FAILURE,
+        Default("open"),
+        "When the store gives no answer: forward, or answer 503.",
+    ),
+    key("algorithm", ALGORITHM, Default("sliding_log"), "How the units of a limit come back."),
+    key(
+        "missing_key",
+        MISSING_KEY,
+        Default("shared"),
+        "When a key part is absent: one quota for all such requests | the policy doesn't apply | 400.",
+    ),
+];
+
+const ON_STORE_FAILURE: Kind = Word(&["open", "closed"]);
+const ALGORITHM: Kind = Word(&["sliding_log", "fixed_window"]);
+const MISSING_KEY: Kind = Word(&["shared", "skip", "reject"]);
+
+static RESPONSE: [Key; 2] = [
+    key(
+        "headers",
+        Word(&["standard", "legacy", "both", "none"]),
+        Default("both"),
+        "RateLimit and RateLimit-Policy, X-RateLimit-*, both or none.",
+    ),
+    key(
+        "legacy_reset",
+        Word(&["delta", "epoch"]),
+        Default("delta"),
+        "X-RateLimit-Reset in seconds from now, or since 1970.",
+    ),
+];
+
+static SHUTDOWN: [Key; 2] = [
+    key("delay", DURATION, Default("0s"), "Keep serving this long after SIGTERM."),
+    key("grace", DURATION, Default("25s"), "Then let requests in flight finish this long."),
+];
+
+static LOG: [Key; 4] = [
+    key("format", Word(&["json", "text"]), Default("json"), "One JSON object per line, or text."),
+    key(
+        "level",
+        Text(
+            "\"error\", \"warn\", \"info\", \"debug\", \"trace\" or \"off\", perhaps with exceptions as in \"info,tidegate::proxy=debug\"",
+        ),
+        Default("info"),
+        "What is worth a line.",
+    ),
+    key("access", Word(&["off", "rejected", "all"]), Default("rejected"), "Which requests get a line."),
+    key("access_sample", Fraction, Default("1.0"), "The share of those that does."),
+];
+
+static POLICY: [Key; 13] = [
+    key(
+        "name",
+        Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
+        Required,
+        "Unique; appears in headers, logs and metrics.",
+    ),
+    key("priority", whole(i64::MIN, i64::MAX), Default("0"), "Higher first; file order among equals."),
+    key("match", Table(&MATCH), Optional, "Which requests. Absent: all."),
+    key(
+        "key",
+        Texts("key parts such as \"client_ip\" or \"header:x-user-id\""),
+        Default(""),
+        "Whose quota. Empty: one for everybody who matches.",
+    ),
+    key("limit", Table(&LIMIT), Optional, "How much."),
+    key("limits", Tables(&LIMIT), Optional, "The same, several."),
+    key(
+        "action",
+        Word(&["limit", "allow", "deny"]),
+        Default("limit"),
+        "Limit | exempt: no later policy applies | 403.",
+    ),
+    key(
+        "mode",
+        Word(&["enforce", "shadow", "off"]),
+        Default("enforce"),
+        "A shadow policy decides and counts, but stops nothing.",
+    ),
+    key("cost", whole(0, MAX_UNITS), Default("1"), "Units that one request takes."),
+    key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
+    key("on_store_failure", ON_STORE_FAILURE, Optional, "As in [defaults]."),
+    key("reject", Table(&REJECT), Optional, "Your own answer to refused clients."),
+    key(
+        "override",
+        Tables(&OVERRIDE),
+        Optional,
+        "Limits of their own for some keys; the first that matches replaces all limits of the policy.",
+    ),
+];
+
+static MATCH: [Key; 9] = [
+    key("methods", Texts("methods such as \"GET\""), Default(""), "GET also means HEAD."),
+    key("hosts", Texts("hosts such as \"example.com\" or \"*.example.com\""), Default(""), "Without port."),
+    key(
+        "path",
+        Texts("path patterns such as \"/api/**\""),
+        Default(""),
+        "{name} and * are one segment, ** at the end is any rest.",
+    ),
+    key("path_regex", Text("a regular expression"), Optional, "For what patterns can't say."),
+    key("headers", Names(TESTS), Optional, "Conditions on headers."),
+    key("query", Names(TESTS), Optional, "Conditions on query parameters."),
+    key("cookies", Names(TESTS), Optional, "Conditions on cookies."),
+    key("client_ips", Texts("networks such as \"10.0.0.0/8\""), Default(""), "Networks of clients."),
+    key("not", Table(&MATCH), Optional, "A whole match that must not hold."),
+];
+
+const TESTS: &str =
+    "a table such as { name = \"value\" }, { name = { regex = \"…\" } } or { name = { present = true } }";
+
+/// A condition that isn't just a text.
+pub(super) static TEST: [Key; 2] = [
+    key("regex", Text("a regular expression"), Optional, "The value contains a match."),
+    key("present", Bool, Optional, "Whether there is a value."),
+];
+
+static LIMIT: [Key; 6] = [
+    key("requests", whole(0, MAX_UNITS), Required, "Units per period. 0 refuses everything."),
+    key("per", Kind::Duration { min: Duration::from_millis(1), max: MAX_PERIOD }, Required, "The period."),
+    key("algorithm", ALGORITHM, Optional, "As in [defaults]."),
+    key(
+        "offset",
+        Kind::Duration { min: Duration::ZERO, max: MAX_PERIOD },
+        Optional,
+        "fixed_window only: windows start this much after multiples of per since 1970.",
+    ),
+    key(
+        "name",
+        Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
+        Optional,
+        "In the rate-limit fields. Absent: the policy's name.",
+    ),
+    key(
+        "unit",
+        Text("1 to 32 letters, digits, \"_\" or \"-\""),
+        Optional,
+        "What is counted, if it isn't requests.",
+    ),
+];
+
+static REJECT: [Key; 4] = [
+    key("status", whole(400, 599), Optional, "Absent: 429, for deny 403."),
+    key("body", Text("a text"), Default(""), "The body."),
+    key("content_type", Text("a media type"), Default("text/plain; charset=utf-8"), "Its type."),
+    key("headers", Names("a table such as { x-reason = \"quota\" }"), Optional, "More header fields."),
+];
+
+static OVERRIDE: [Key; 3] = [
+    key("key", Texts("one value per position of the policy's key"), Required, "\"*\" is any value."),
+    key("limit", Table(&LIMIT), Optional, "How much."),
+    key("limits", Tables(&LIMIT), Optional, "The same, several."),
+];
+
+const fn key(name: &'static str, kind: Kind, need: Need, doc: &'static str) -> Key {
+    Key { name, kind, need, doc }
+}
+
+const fn whole(min: i64, max: i64) -> Kind {
+    Kind::Whole { min, max }
+}
+
+const fn size(min: u64, max: u64) -> Kind {
+    Kind::Size { min, max }
+}
+
+/// The key called `name` in a table.
+pub(super) fn find(table: &'static [Key], name: &str) -> Option<&'static Key> {
+    table.iter().find(|key| key.name == name)
+}
+
+/// The key at a dotted path below the root; not inside policies.
+pub(super) fn find_path<'p>(path: impl IntoIterator<Item = &'p str>) -> Option<&'static Key> {
+    let mut table: &'static [Key] = &ROOT;
+    let mut found = None;
+    for name in path {
+        let key = find(table, name)?;
+        table = if let Table(inner) = &key.kind { inner } else { &[] };
+        found = Some(key);
+    }
+    found
+}
+
+/// What a user who wrote `name` into `table` might have meant.
+pub(super) fn advice(table: &'static [Key], name: &str) -> String {
+    let likeness = |key: &Key| strsim::jaro_winkler(key.name, &name.to_ascii_lowercase());
+    let best = table.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+    if let Some(key) = best.filter(|key| likeness(key) > 0.8) {
+        return format!("did you mean \"{}\"? ({})", key.name, key.doc);
+    }
+    if let Some(path) = paths().into_iter().find(|path| path.rsplit('.').next() == Some(name)) {
+        return format!("did you mean {path}?");
+    }
+    let known: Vec<&str> = table.iter().map(|key| key.name).collect();
+    format!("expected {}", any_of(&known))
+}
+
+/// The dotted paths of all keys outside of policies that take a value.
+pub(super) fn paths() -> Vec<String> {
+    fn collect(table: &'static [Key], above: &str, paths: &mut Vec<String>) {
+        for key in table {
+            match &key.kind {
+                Table(inner) => collect(inner, &format!("{above}{}.", key.name), paths),
+                Tables(_) => {}
+                _ => paths.push(format!("{above}{}", key.name)),
+            }
+        }
+    }
+    let mut paths = Vec::new();
+    collect(&ROOT, "", &mut paths);
+    paths
+}
+
+fn any_of(words: &[&str]) -> String {
+    let quoted: Vec<String> = words.iter().map(|word| format!("\"{word}\"")).collect();
+    match quoted.split_last() {
+        Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
+        _ => quoted.concat(),
+    }
+}
+
+/// What would be right: follows "expected".
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Bool => f.write_str("true or false"),
+            Kind::Whole { min: i64::MIN, max: i64::MAX } => f.write_str("a whole number"),
+            Kind::Whole { min, max } => write!(f, "a whole number from {min} to {max}"),
+            Fraction => f.write_str("a number from 0 to 1"),
+            Kind::Duration { min, max } => {
+                write!(f, "a duration such as \"250ms\", \"1s\", \"5m\"")?;
+                match min.is_zero() {
+                    true => write!(f, ", at most {}", duration_words(*max)),
+                    false => write!(f, ", from {} to {}", duration_words(*min), duration_words(*max)),
+                }
+            }
+            Kind::Size { min, max } => {
+                write!(f, "a size such as \"64KiB\", \"1MiB\"")?;
+                if *min > 0 {
+                    write!(f, ", at least {min} bytes")?;
+                }
+                if *max < u64::MAX { write!(f, ", at most {max} bytes") } else { Ok(()) }
+            }
+            Word(words) => f.write_str(&any_of(words)),
+            Text(what) | Secret(what) | Names(what) => f.write_str(what),
+            Texts(what) => write!(f, "a list of {what}"),
+            Table(_) => f.write_str("a table"),
+            Tables(_) => f.write_str("a list of tables"),
+        }
+    }
+}

@@ -1,0 +1,315 @@
+//! The fixtures, and what they can't say: environment, flags, includes that change.
+
+use super::*;
+use crate::policy::{Action, OnStoreFailure};
+use std::fmt::Write;
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/config/");
+
+fn text(text: &str) -> Sources {
+    Sources { file: FileSource::Text { name: "test.toml".into(), text: text.into() }, ..Sources::default() }
+}
+
+fn with_env(mut sources: Sources, env: &[(&str, &str)]) -> Sources {
+    sources.env = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+    sources
+}
+
+fn path(path: &Path) -> Sources {
+    Sources { file: FileSource::Path(path.to_owned()), ..Sources::default() }
+}
+
+const URL: &str = "upstream.url = \"http://127.0.0.1:3000\"\n";
+
+/// Compares what loading each file of a folder says with the text beside it.
+/// With UPDATE_FIXTURES=1 the texts are written anew: read the difference before you commit it.
+fn walk(folder: &str, expect_ok: bool) {
+    let mut wrong = Vec::new();
+    let mut count = 0;
+    let mut entries: Vec<_> =
+        fs::read_dir(format!("{FIXTURES}{folder}")).unwrap().map(|e| e.unwrap().path()).collect();
+    entries.sort();
+    for file in entries.iter().filter(|file| file.extension().is_some_and(|ext| ext == "toml")) {
+        count += 1;
+        let loaded = load(&path(file));
+        assert_eq!(loaded.is_ok(), expect_ok, "{}: {loaded:?}", file.display());
+        let said = match loaded {
+            Ok(config) => {
+                config.words.iter().map(|words| format!("{words}\n")).collect::<String>()
+                    + &config.warnings.iter().map(ToString::to_string).collect::<String>()
+            }
+            Err(report) => report.to_string(),
+        };
+        let said = said.replace(&format!("{FIXTURES}{folder}/"), "");
+        assert!(!said.contains("hunter2"), "{}: {said}", file.display());
+        let beside = file.with_extension("expected");
+        if std::env::var_os("UPDATE_FIXTURES").is_some() {
+            fs::write(&beside, &said).unwrap();
+        }
+        let expected = fs::read_to_string(&beside).unwrap_or_default();
+        if said != expected {
+            wrong.push(format!("{}\n--- expected\n{expected}--- said\n{said}", file.display()));
+        }
+    }
+    assert!(count > 3, "no fixtures in {folder}");
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn what_is_wrong_is_said_with_its_place() {
+    walk("invalid", false);
+}
+
+#[test]
+fn what_is_right_is_said_in_words() {
+    walk("valid", true);
+}
+
+#[test]
+fn every_default_is_right() {
+    let config = load(&text(URL)).unwrap();
+    assert_eq!(config.listen.address, "0.0.0.0:8080".parse().unwrap());
+    assert!(config.listen.threads >= 1);
+    assert_eq!(config.listen.max_header_bytes, 65_536);
+    assert_eq!(config.listen.max_body_bytes, None);
+    assert_eq!(config.upstream.connect_timeout, Duration::from_secs(1));
+    assert_eq!(config.upstream.body_idle_timeout, None);
+    assert_eq!(config.upstream.max_requests_waiting, 1024);
+    assert_eq!(
+        config.store,
+        StoreSettings::Memory(MemorySettings { max_keys: 1_000_000, max_bytes: 256 << 20 })
+    );
+    assert_eq!(config.table.client.ipv6_prefix, 64);
+    assert!(config.table.fields.standard && config.table.fields.legacy);
+    assert_eq!(config.shutdown.grace, Duration::from_secs(25));
+    assert!(config.warnings.is_empty());
+}
+
+#[test]
+fn the_example_names_every_key_with_its_default() {
+    let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("config.toml");
+    let config = load(&path(&example)).unwrap();
+    assert!(config.warnings.is_empty(), "{:?}", config.warnings);
+    assert!(config.table.policies().len() >= 6);
+    // Everything that is commented out, put in, changes nothing.
+    let written = fs::read_to_string(&example).unwrap();
+    let (settings, _) = written.split_once("\n[[policy]]").unwrap();
+    let is_key = |line: &&str| line.starts_with('#') && !line.starts_with("# ") && line.contains(" = ");
+    let mut all = String::new();
+    for line in settings.lines() {
+        let line = if is_key(&line) { line.trim_start_matches('#') } else { line };
+        writeln!(all, "{line}").unwrap();
+    }
+    let filled = load(&text(&all)).unwrap();
+    let fresh = load(&text(URL)).unwrap();
+    for path in schema::paths() {
+        let here = filled.written.value(&path);
+        let has_default = fresh.written.value(&path).is_some();
+        assert!(!has_default || here == fresh.written.value(&path), "{path} is not its default");
+        let name = path.rsplit('.').next().unwrap();
+        assert!(settings.contains(&format!("{name} = ")), "{path} is not in the example");
+    }
+}
+
+#[test]
+fn the_environment_overrides_the_file_and_flags_override_both() {
+    let mut sources = with_env(
+        text("[upstream]\nurl = \"http://file:1\"\nretry_connect = 2\nconnect_timeout = \"7s\"\n"),
+        &[
+            ("TIDEGATE_UPSTREAM__URL", "http://env:2"),
+            ("TIDEGATE_UPSTREAM__RETRY_CONNECT", "5"),
+            ("TIDEGATE_UPSTREAM__PRESERVE_HOST", "false"),
+            ("TIDEGATE_LISTEN__ADDRESS", "127.0.0.1:1"),
+            ("TIDEGATE_CLIENT__TRUSTED_PROXIES", "10.0.0.0/8, ::1"),
+            ("TIDEGATE_LOG__ACCESS_SAMPLE", "0.5"),
+            ("TIDEGATE_STORE__KIND", "redis"),
+            ("TIDEGATE_STORE__REDIS__URL", "redis://:pw@redis:6380/2"),
+            // A text that looks like a number stays a text.
+            ("TIDEGATE_STORE__REDIS__KEY_PREFIX", "1234"),
+        ],
+    );
+    let config = load(&sources).unwrap();
+    assert_eq!(config.upstream.url.host, "env");
+    assert_eq!((config.upstream.retry_connect, config.upstream.preserve_host), (5, false));
+    assert_eq!(config.upstream.connect_timeout, Duration::from_secs(7));
+    assert_eq!(config.listen.address.port(), 1);
+    assert_eq!(config.table.client.trusted_proxies.len(), 2);
+    assert!((config.log.access_sample - 0.5).abs() < 1e-9);
+    let StoreSettings::Redis(redis) = &config.store else { panic!("{:?}", config.store) };
+    assert_eq!((redis.port, redis.database, redis.key_prefix.as_str()), (6380, 2, "1234"));
+    assert!(!format!("{config:?}").contains("pw@"));
+
+    sources.flags = Flags { upstream: Some("http://flag:3".into()), listen: Some("[::1]:4".into()) };
+    let config = load(&sources).unwrap();
+    assert_eq!((config.upstream.url.host.as_str(), config.listen.address.port()), ("flag", 4));
+}
+
+#[test]
+fn variables_of_kubernetes_are_not_ours() {
+    let noise = [
+        ("TIDEGATE_PORT", "tcp://10.0.0.1:8080"),
+        ("TIDEGATE_SERVICE_HOST", "10.0.0.1"),
+        ("TIDEGATE_PORT_8080_TCP_ADDR", "10.0.0.1"),
+        ("OTHER__KEY", "1"),
+        ("PATH", "/bin"),
+    ];
+    load(&with_env(text(URL), &noise)).unwrap();
+}
+
+fn errors(sources: &Sources) -> String {
+    load(sources).unwrap_err().to_string()
+}
+
+#[test]
+fn what_is_wrong_in_the_environment_names_the_variable() {
+    let said = errors(&with_env(
+        text("[upstream]\nurl = 5\n"),
+        &[
+            ("TIDEGATE_LISTEN__ADRESS", "x"),
+            ("TIDEGATE_LISTEN__THREADS", "many"),
+            ("TIDEGATE_LISTEN__HTTP", "x"),
+            ("TIDEGATE_POLICY__0__NAME", "x"),
+            ("TIDEGATE_STORE__REDIS__PASSWORD", "hunter2"),
+            ("TIDEGATE_STORE__REDIS__URL", "redis://:hunter2@h:x"),
+            ("TIDEGATE_LOG__LEVEL", "\u{1b}[31m"),
+        ],
+    ));
+    for wanted in [
+        "error: test.toml:2:7: upstream.url: found 5; expected \"http",
+        "error: TIDEGATE_LISTEN__ADRESS: listen.adress: unknown key; did you mean TIDEGATE_LISTEN__ADDRESS?",
+        "error: TIDEGATE_LISTEN__THREADS: listen.threads: found \"many\"; expected a whole number from 0 to 1024",
+        "error: TIDEGATE_LISTEN__HTTP: listen.http: is a table",
+        "error: TIDEGATE_POLICY__0__NAME: policy.0.name: policies can't be set from the environment",
+        "error: TIDEGATE_STORE__REDIS__PASSWORD: store.redis.password: unknown key",
+        "error: TIDEGATE_STORE__REDIS__URL: store.redis.url: the port is a number",
+        "8 errors",
+    ] {
+        assert!(said.contains(wanted), "{wanted}\nis not in\n{said}");
+    }
+    assert!(!said.contains("hunter2") && !said.contains('\u{1b}'), "{said}");
+    let mut sources = text("");
+    sources.flags.upstream = Some("app".into());
+    assert!(errors(&sources).starts_with("error: --upstream: upstream.url: found \"app\"; expected"));
+}
+
+#[test]
+fn a_missing_file_is_an_error_and_no_file_is_none() {
+    let said = errors(&path(Path::new("/nonexistent/config.toml")));
+    assert!(said.starts_with("error: /nonexistent/config.toml: can't be read: "), "{said}");
+    let mut sources = Sources::default();
+    assert!(errors(&sources).starts_with("error: configuration: upstream.url: missing; expected"));
+    sources.flags.upstream = Some("http://app".into());
+    load(&sources).unwrap();
+}
+
+#[test]
+fn a_password_comes_from_its_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("password");
+    fs::write(&file, "hunter2\n").unwrap();
+    let settings = format!(
+        "{URL}[store]\nkind = \"redis\"\n[store.redis]\nkey_prefix = \"x\"\npassword_file = {:?}\n",
+        file.display().to_string()
+    );
+    let config = load(&text(&settings)).unwrap();
+    let StoreSettings::Redis(redis) = &config.store else { panic!("{:?}", config.store) };
+    assert_eq!(redis.password.as_ref().unwrap().expose(), "hunter2");
+    assert!(!format!("{config:?}").contains("hunter2"));
+    assert!(config.files.paths().contains(&file));
+
+    let twice = settings.replace("key_prefix", "url = \"redis://:hunter3@host\"\nkey_prefix");
+    assert!(errors(&text(&twice)).contains("holds a password too"));
+    fs::write(&file, " \n").unwrap();
+    assert!(errors(&text(&settings)).contains("the file is empty"));
+}
+
+#[test]
+fn included_policies_come_after_the_main_file_by_file_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let policy = |name: &str| format!("[[policy]]\nname = \"{name}\"\naction = \"deny\"\n");
+    // A folder whose name looks like a pattern is still a folder.
+    let base = folder.path().join("[x]");
+    for (file, name) in
+        [("z/1.toml", "third"), ("a/2.toml", "fourth"), ("a/0.toml", "second"), ("a/.hidden.toml", "never")]
+    {
+        let file = base.join(file);
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
+        fs::write(file, policy(name)).unwrap();
+    }
+    let main = base.join("config.toml");
+    fs::write(
+        &main,
+        format!(
+            "include = [\"z/1.toml\", \"a/*.toml\", \"a/0.toml\", \"none/*.toml\"]\n{URL}{}",
+            policy("first")
+        ),
+    )
+    .unwrap();
+    let config = load(&path(&main)).unwrap();
+    let names: Vec<&str> = config.table.policies().iter().map(|policy| &*policy.name).collect();
+    assert_eq!(names, ["first", "second", "third", "fourth"]);
+    assert_eq!(config.files.paths().len(), 4);
+    // A file that turns up later belongs to the set.
+    fs::write(base.join("a/9.toml"), policy("fifth")).unwrap();
+    assert_eq!(config.files.paths().len(), 5);
+}
+
+#[test]
+fn policies_inherit_defaults_and_override_them() {
+    let config = load(&text(&format!(
+        "{URL}[defaults]\non_store_failure = \"closed\"\nalgorithm = \"fixed_window\"\n\
+         [[policy]]\nname = \"a\"\nlimit = {{ requests = 1, per = \"1s\" }}\n\
+         [[policy]]\nname = \"b\"\non_store_failure = \"open\"\nlimits = [{{ requests = 1, per = \"1s\", algorithm = \"sliding_log\" }}, {{ requests = 1, per = \"2s\", name = \"x\" }}, {{ requests = 1, per = \"3s\" }}]\n"
+    )))
+    .unwrap();
+    let [a, b] = config.table.policies() else { panic!() };
+    assert_eq!((a.on_store_failure, b.on_store_failure), (OnStoreFailure::Closed, OnStoreFailure::Open));
+    let (Action::Limit(a), Action::Limit(b)) = (&a.action, &b.action) else { panic!() };
+    assert_eq!(a.limits[0].limit.algorithm, crate::limiter::Algorithm::FixedWindow { offset_us: 0 });
+    assert_eq!(b.limits[0].limit.algorithm, crate::limiter::Algorithm::SlidingLog);
+    let names: Vec<&str> = b.limits.iter().map(|limit| &*limit.name).collect();
+    assert_eq!(names, ["b", "x", "b-2"]);
+}
+
+#[test]
+fn settings_that_need_a_restart_are_named() {
+    let running = load(&text(URL)).unwrap().fixed();
+    let changed = |settings: &str| running.changed_in(&load(&text(&format!("{URL}{settings}"))).unwrap());
+    assert_eq!(changed("[client]\nipv6_prefix = 56\n[path]\nnormalize = false\n"), [""; 0]);
+    assert_eq!(changed("[listen]\naddress = \"0.0.0.0:8080\"\n"), [""; 0]);
+    assert_eq!(
+        changed("[listen]\naddress = \"0.0.0.0:81\"\n[log]\nlevel = \"warn\"\n"),
+        ["listen.address", "log.level"]
+    );
+}
+
+#[test]
+fn a_new_password_needs_a_restart_and_shows_nowhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("password");
+    let settings =
+        format!("{URL}[store]\nkind = \"redis\"\nredis.password_file = {:?}\n", file.display().to_string());
+    fs::write(&file, "hunter2").unwrap();
+    let running = load(&text(&settings)).unwrap().fixed();
+    fs::write(&file, "hunter3").unwrap();
+    let newer = load(&text(&settings)).unwrap();
+    assert_eq!(running.changed_in(&newer), ["store.redis.password_file (what it holds)"]);
+    let sources = with_env(text("x = \"hunter2\""), &[("TIDEGATE_STORE__REDIS__URL", "redis://:hunter2@h")]);
+    assert!(!format!("{running:?}{newer:?}{sources:?}").contains("hunter"));
+}
+
+#[test]
+fn absurd_nesting_is_an_error_like_others() {
+    let deep = 5_000;
+    for absurd in [
+        format!("x = {}{}\n", "[".repeat(deep), "]".repeat(deep)),
+        format!("x = {}1{}\n", "{a=".repeat(deep), "}".repeat(deep)),
+        format!("x{} = 1\n", ".a".repeat(deep)),
+        format!("[x{}]\n", ".a".repeat(deep)),
+    ] {
+        assert!(load(&text(&format!("{URL}{absurd}"))).is_err());
+    }
+}

@@ -1,0 +1,306 @@
+//! Texts that mean something: durations, sizes, addresses, URLs.
+
+use super::schema::Kind;
+use crate::proxy::UpstreamUrl;
+use crate::store::redis::Password;
+use figment::value::Value;
+use ipnet::IpNet;
+use percent_encoding::percent_decode_str;
+use regex::{Regex, RegexBuilder};
+use std::net::{IpAddr, Ipv6Addr};
+use std::time::Duration;
+
+/// Compiled size, in bytes: a pattern that needs more is not meant for a path or a header.
+const MAX_REGEX_BYTES: usize = 1 << 20;
+
+/// A text from the environment, a flag or the schema as a value of the kind that its key has.
+pub(super) fn from_text(kind: &Kind, text: &str) -> Value {
+    match kind {
+        Kind::Bool => text.parse::<bool>().map_or_else(|_| text.into(), Value::from),
+        Kind::Whole { .. } => text.parse::<i64>().map_or_else(|_| text.into(), Value::from),
+        Kind::Fraction => text.parse::<f64>().map_or_else(|_| text.into(), Value::from),
+        Kind::Texts(_) => Value::from(list(text)),
+        _ => text.into(),
+    }
+}
+
+/// `a, b` or `["a", "b"]`.
+fn list(text: &str) -> Vec<Value> {
+    let text = text.trim();
+    let inner = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
+    let items = inner.split(',').map(|item| item.trim().trim_matches(['"', '\'']));
+    items.filter(|item| !item.is_empty()).map(Value::from).collect()
+}
+
+/// `"250ms"`, `"1s"`, `"5m"`, `"1h"`, `"1d"`, `"0"`.
+pub(super) fn duration(text: &str) -> Option<Duration> {
+    let (number, unit) = split_unit(text)?;
+    let ms: u64 = match unit {
+        "ms" => 1,
+        "s" => 1000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        "d" => 86_400_000,
+        "" if number == 0 => 0,
+        _ => return None,
+    };
+    number.checked_mul(ms).map(Duration::from_millis)
+}
+
+/// `"512"`, `"64KiB"`, `"1MiB"`, `"2GiB"`, in bytes.
+pub(super) fn size(text: &str) -> Option<u64> {
+    let (number, unit) = split_unit(text)?;
+    let shift = match unit {
+        "" | "B" => 0,
+        "KiB" => 10,
+        "MiB" => 20,
+        "GiB" => 30,
+        _ => return None,
+    };
+    number.checked_mul(1 << shift)
+}
+
+fn split_unit(text: &str) -> Option<(u64, &str)> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at_checked(digits)?;
+    Some((number.parse().ok()?, unit))
+}
+
+/// A network, or one address.
+pub(super) fn network(text: &str) -> Result<IpNet, String> {
+    let net = text.parse::<IpNet>().or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
+    net.map(|net| net.trunc())
+        .ok()
+        .ok_or_else(|| "expected an address or a network such as \"10.0.0.0/8\"".to_owned())
+}
+
+pub(super) fn regex(text: &str) -> Result<Regex, String> {
+    RegexBuilder::new(text).size_limit(MAX_REGEX_BYTES).build().map_err(|error| match error {
+        regex::Error::CompiledTooBig(_) => "the regular expression is too large".to_owned(),
+        error => {
+            let text = error.to_string();
+            let reason = text.lines().last().unwrap_or_default();
+            format!("not a regular expression: {}", reason.trim_start_matches("error: "))
+        }
+    })
+}
+
+/// `http://host:port` or `https://host:port`.
+pub(super) fn upstream_url(text: &str) -> Result<UpstreamUrl, String> {
+    const EXPECTED: &str = "expected \"http://host:port\" or \"https://host:port\"";
+    let Some((scheme, rest)) =
+        text.split_once("://").or_else(|| text.split_once(':').filter(|s| s.0 == "unix"))
+    else {
+        return Err(EXPECTED.to_owned());
+    };
+    let tls = match scheme {
+        "http" => false,
+        "https" => true,
+        "h2c" | "unix" => return Err(format!("{scheme} is not supported in this version; {EXPECTED}")),
+        _ => return Err(EXPECTED.to_owned()),
+    };
+    if rest.contains('@') {
+        return Err(format!("a user or password is not supported here; {EXPECTED}"));
+    }
+    if rest.contains(['?', '#']) {
+        return Err(format!("a query or fragment is not supported here; {EXPECTED}"));
+    }
+    let authority = rest.strip_suffix('/').unwrap_or(rest);
+    if authority.contains('/') {
+        return Err(format!("a path is not supported here: paths are forwarded as they came; {EXPECTED}"));
+    }
+    let (host, port) = host_and_port(authority, if tls { 443 } else { 80 })?;
+    Ok(UpstreamUrl { tls, host, port })
+}
+
+/// What a `redis://` URL says.
+#[derive(Debug)]
+pub(super) struct RedisUrl {
+    pub host: String,
+    pub port: u16,
+    pub database: i64,
+    pub username: Option<String>,
+    pub password: Option<Password>,
+}
+
+/// `redis://[user]:[password]@host:port/database`. What is said of an error holds nothing of the text.
+pub(super) fn redis_url(text: &str) -> Result<RedisUrl, String> {
+    const EXPECTED: &str = "expected \"redis://host:port/database\"";
+    let rest = match text.split_once(':') {
+        Some(("redis", rest)) => rest.strip_prefix("//").ok_or(EXPECTED)?,
+        Some(("rediss" | "unix" | "redis+unix", _)) => {
+            return Err(format!("TLS and Unix sockets are not supported in this version; {EXPECTED}"));
+        }
+        _ => return Err(EXPECTED.to_owned()),
+    };
+    let (login, server) = rest.rsplit_once('@').map_or((None, rest), |(login, server)| (Some(login), server));
+    if server.contains(['?', '#']) {
+        return Err(format!("parameters are not supported here; {EXPECTED}"));
+    }
+    let (authority, database) = server.split_once('/').unwrap_or((server, ""));
+    let database = match database {
+        "" => 0,
+        number => number
+            .parse::<u16>()
+            .ok()
+            .ok_or_else(|| format!("after the slash stands the number of a database; {EXPECTED}"))?,
+    };
+    let (host, port) = host_and_port(authority, 6379)?;
+    let (username, password) = login.map_or(("", ""), |login| login.split_once(':').unwrap_or((login, "")));
+    Ok(RedisUrl {
+        host,
+        port,
+        database: i64::from(database),
+        username: decoded(username)?,
+        password: decoded(password)?.map(Password::new),
+    })
+}
+
+/// Percent-decoded; empty is none.
+fn decoded(text: &str) -> Result<Option<String>, String> {
+    let text = percent_decode_str(text).decode_utf8();
+    let text = text.ok().ok_or_else(|| "user and password are percent-encoded UTF-8".to_owned())?;
+    Ok(Some(text.into_owned()).filter(|text| !text.is_empty()))
+}
+
+/// A name, an IPv4 or a bracketed IPv6 address, and perhaps a port.
+fn host_and_port(authority: &str, default_port: u16) -> Result<(String, u16), String> {
+    let (host, port) = match authority.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+        Some((address, rest)) => {
+            address
+                .parse::<Ipv6Addr>()
+                .ok()
+                .ok_or_else(|| "between the brackets stands an IPv6 address".to_owned())?;
+            match rest {
+                "" => (address, None),
+                rest => (address, Some(rest.strip_prefix(':').ok_or("after the bracket stands a port")?)),
+            }
+        }
+        None => authority.split_once(':').map_or((authority, None), |(host, port)| (host, Some(port))),
+    };
+    let is_name = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    // What stands in brackets is an address by now.
+    let bracketed = authority.starts_with('[') && !host.starts_with('[');
+    if host.is_empty() || !(host.chars().all(is_name) || bracketed) {
+        return Err("the host is a name or an address (IPv6 in brackets)".to_owned());
+    }
+    let port = match port {
+        None => default_port,
+        Some(port) => port
+            .parse::<u16>()
+            .ok()
+            .filter(|number| *number > 0 && !port.starts_with('+'))
+            .ok_or("the port is a number from 1 to 65535")?,
+    };
+    Ok((host.to_owned(), port))
+}
+
+/// A duration in the largest unit that says it exactly.
+pub(super) fn duration_words(duration: Duration) -> String {
+    let ms = duration.as_millis();
+    let units = [("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1000)];
+    match units.iter().find(|(_, size)| ms > 0 && ms.is_multiple_of(*size)) {
+        Some((unit, size)) => format!("{}{unit}", ms / size),
+        None => format!("{ms}ms"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_have_one_number_and_one_unit() {
+        assert_eq!(duration("250ms"), Some(Duration::from_millis(250)));
+        assert_eq!(duration("1d"), Some(Duration::from_secs(86_400)));
+        assert_eq!(duration("0"), Some(Duration::ZERO));
+        for wrong in [
+            "",
+            "5",
+            "s",
+            "1.5s",
+            "-1s",
+            "1 s",
+            "1m30s",
+            "1S",
+            "99999999999999999999s",
+            "18446744073709551615d",
+        ] {
+            assert_eq!(duration(wrong), None, "{wrong}");
+        }
+        for text in ["250ms", "1s", "5m", "36h", "400d", "90s"] {
+            assert_eq!(duration_words(duration(text).unwrap()), text);
+        }
+    }
+
+    #[test]
+    fn sizes_are_in_binary_units() {
+        assert_eq!(size("64KiB"), Some(65_536));
+        assert_eq!(size("512"), Some(512));
+        for wrong in ["", "64KB", "KiB", "1.5MiB", "99999999999GiB"] {
+            assert_eq!(size(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn an_upstream_is_a_scheme_and_an_authority() {
+        let url = |tls, host: &str, port| Ok(UpstreamUrl { tls, host: host.to_owned(), port });
+        assert_eq!(upstream_url("http://app"), url(false, "app", 80));
+        assert_eq!(upstream_url("https://app.internal:8443/"), url(true, "app.internal", 8443));
+        assert_eq!(upstream_url("http://[::1]:3000"), url(false, "::1", 3000));
+        for (wrong, reason) in [
+            ("app:3000", "expected"),
+            ("ftp://app", "expected"),
+            ("unix:/run/app.sock", "not supported"),
+            ("h2c://app", "not supported"),
+            ("http://app/path", "path"),
+            ("http://app?x", "query"),
+            ("http://u:p@app", "user"),
+            ("http://", "host"),
+            ("http://:80", "host"),
+            ("http://a b", "host"),
+            ("http://::1", "host"),
+            ("http://[::1", "host"),
+            ("http://[app]", "IPv6"),
+            ("http://app:0", "port"),
+            ("http://app:", "port"),
+            ("http://app:+80", "port"),
+            ("http://app:65536", "port"),
+        ] {
+            let error = upstream_url(wrong).unwrap_err();
+            assert!(error.contains(reason), "{wrong}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_redis_url_may_hold_a_login() {
+        let url = redis_url("redis://ann:p%40s%2Fs@redis.internal:6380/3").unwrap();
+        assert_eq!((url.host.as_str(), url.port, url.database), ("redis.internal", 6380, 3));
+        assert_eq!(url.username.as_deref(), Some("ann"));
+        assert_eq!(url.password.unwrap().expose(), "p@s/s");
+        let url = redis_url("redis://:pw@[::1]").unwrap();
+        assert_eq!((url.host.as_str(), url.port, url.username), ("::1", 6379, None));
+        for (wrong, reason) in [
+            ("rediss://host", "TLS"),
+            ("unix:///run/redis.sock", "Unix"),
+            ("http://host", "expected"),
+            ("redis://host/x", "database"),
+            ("redis://host?protocol=3", "parameters"),
+            ("redis://:hunter2@host:port", "port"),
+            ("redis://:hunter2", "host"),
+            ("redis://:%ff@host", "UTF-8"),
+        ] {
+            let error = redis_url(wrong).unwrap_err();
+            assert!(error.contains(reason) && !error.contains("hunter2"), "{wrong}: {error}");
+        }
+    }
+
+    #[test]
+    fn lists_in_the_environment_are_separated_by_commas() {
+        let wanted = vec![Value::from("10.0.0.0/8"), Value::from("::1")];
+        for text in ["10.0.0.0/8,::1", "[\"10.0.0.0/8\", '::1']", " [10.0.0.0/8, ::1] "] {
+            assert_eq!(list(text), wanted, "{text}");
+        }
+        assert_eq!(list(""), Vec::new());
+    }
+}

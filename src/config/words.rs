@@ -1,0 +1,117 @@
+//! A policy in words, for people who want to know whether they wrote what they mean.
+
+use super::cursor::Cursor;
+use super::values::duration_words;
+use crate::limiter::{Algorithm, Limit};
+use crate::policy::{Action, NamedLimit, OnStoreFailure, Policy, Quota};
+use figment::value::Value;
+use std::time::Duration;
+
+/// One line. Conditions are said as they were written, which a compiled policy no longer knows.
+pub(super) fn sentence(policy: &Policy, written: &Cursor<'_>, off: bool) -> String {
+    let mode = match (off, policy.shadow) {
+        (true, _) => " (off)",
+        (_, true) => " (shadow)",
+        _ => "",
+    };
+    let requests = conditions(written.item("match").map(|item| item.value));
+    let does = match &policy.action {
+        Action::Allow => ": exempt, no later policy applies".to_owned(),
+        Action::Deny => ": refused".to_owned(),
+        Action::Limit(quota) => format!(", {}{}", self::quota(quota), when_away(policy.on_store_failure)),
+    };
+    let priority = match policy.priority {
+        0 => String::new(),
+        priority => format!("; priority {priority}"),
+    };
+    // What was written may hold anything.
+    format!("{}{mode}: {requests}{does}{priority}", policy.name)
+        .chars()
+        .map(|c| if c.is_control() { '\u{fffd}' } else { c })
+        .collect()
+}
+
+fn when_away(mode: OnStoreFailure) -> &'static str {
+    match mode {
+        OnStoreFailure::Open => "; store away: let through",
+        OnStoreFailure::Closed => "; store away: rejected",
+    }
+}
+
+fn quota(quota: &Quota) -> String {
+    let parts: Vec<String> = quota.key.parts().iter().map(ToString::to_string).collect();
+    let per = match parts.is_empty() {
+        true => "all together".to_owned(),
+        false => format!("per {}", parts.join(" and ")),
+    };
+    let cost = if quota.cost == 1 { String::new() } else { format!(", each counting {}", quota.cost) };
+    let overrides = quota.overrides.list().iter().map(|entry| {
+        let values = entry.values.iter().map(|value| value.as_deref().unwrap_or("*"));
+        format!("; for {}: {}", values.collect::<Vec<_>>().join(", "), limits(&entry.limits))
+    });
+    format!("{per}: {}{cost}{}", limits(&quota.limits), overrides.collect::<String>())
+}
+
+fn limits(limits: &[NamedLimit]) -> String {
+    let limits = limits.iter().map(|named| {
+        let Limit { requests, per_us, algorithm } = named.limit;
+        let unit = named.unit.as_deref().unwrap_or(if requests == 1 { "request" } else { "requests" });
+        let per = duration_words(Duration::from_micros(per_us));
+        match algorithm {
+            Algorithm::SlidingLog => format!("at most {requests} {unit} in any {per} window"),
+            Algorithm::FixedWindow { offset_us: 0 } => {
+                format!("at most {requests} {unit} in each {per} of the clock")
+            }
+            Algorithm::FixedWindow { offset_us } => {
+                let offset = duration_words(Duration::from_micros(offset_us));
+                format!("at most {requests} {unit} in each {per} of the clock, shifted by {offset}")
+            }
+        }
+    });
+    limits.collect::<Vec<_>>().join(" and ")
+}
+
+fn conditions(written: Option<&Value>) -> String {
+    let Some(table) = written.and_then(Value::as_dict).filter(|table| !table.is_empty()) else {
+        return "all requests".to_owned();
+    };
+    let mut words = Vec::new();
+    let start = ["methods", "hosts", "path"];
+    words.extend(start.iter().filter_map(|key| table.get(*key)).map(plain));
+    for (key, value) in table.iter().filter(|(key, _)| !start.contains(&key.as_str())) {
+        words.push(match (key.as_str(), value) {
+            ("path_regex", value) => format!("path like {}", plain(value)),
+            ("client_ips", value) => format!("from {}", plain(value)),
+            ("not", value) => format!("but not ({})", conditions(Some(value))),
+            (key, Value::Dict(_, entries)) => {
+                let what = match key {
+                    "headers" => "header",
+                    "cookies" => "cookie",
+                    _ => "query parameter",
+                };
+                let tests =
+                    entries.iter().map(|(name, test)| format!("with {what} {name}{}", self::test(test)));
+                tests.collect::<Vec<_>>().join(" and ")
+            }
+            (_, value) => plain(value),
+        });
+    }
+    words.join(" ")
+}
+
+fn test(test: &Value) -> String {
+    match (test.as_str(), test.find_ref("regex"), test.find_ref("present").and_then(Value::to_bool)) {
+        (Some(text), ..) => format!(" = \"{text}\""),
+        (_, Some(regex), _) => format!(" like {}", plain(regex)),
+        (_, _, Some(false)) => " absent".to_owned(),
+        _ => String::new(),
+    }
+}
+
+fn plain(value: &Value) -> String {
+    match value {
+        Value::String(_, text) => text.clone(),
+        Value::Array(_, items) => items.iter().map(plain).collect::<Vec<_>>().join(" or "),
+        _ => String::new(),
+    }
+}
