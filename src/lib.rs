@@ -2,6 +2,8 @@
 //!
 //! Rooms, lowest floor first; a room may use what stands below it (`docs/ARCHITECTURE.md` has the tour).
 
+pub mod app;
+pub mod cli;
 pub mod clock;
 pub mod config;
 pub mod enforcer;

@@ -1,1 +1,5 @@
-fn main() {}
+//! The binary: arguments in, exit code out. Everything else is in the library.
+
+fn main() -> std::process::ExitCode {
+    tidegate::cli::main()
+}

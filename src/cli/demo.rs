@@ -1,0 +1,102 @@
+//! `tidegate demo`: a sample upstream, the proxy and the memory store in one process, on a bare machine.
+
+use crate::app;
+use crate::config::{self, FileSource, Flags, Sources};
+use crate::telemetry;
+use bytes::Bytes;
+use http::{Request, Response, StatusCode};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
+use std::convert::Infallible;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// The same policies as in the file at the root of the project.
+const CONFIG: &str = include_str!("../../config.toml");
+
+#[allow(clippy::print_stdout, clippy::print_stderr, reason = "the demo talks to a person")]
+pub(super) fn run(listen: String, file: Option<PathBuf>) -> ExitCode {
+    let upstream = match start_upstream() {
+        Ok(address) => address,
+        Err(error) => {
+            eprintln!("error: the sample upstream cannot listen on 127.0.0.1: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let file = match file {
+        Some(path) => FileSource::Path(path),
+        None => FileSource::Text { name: "config.toml".into(), text: CONFIG.into() },
+    };
+    // No environment: a demo is the same everywhere.
+    let flags = Flags { upstream: Some(format!("http://{upstream}")), listen: Some(listen) };
+    let sources = Sources { file, env: Vec::new(), flags };
+    let config = match config::load(&sources) {
+        Ok(config) => config,
+        Err(report) => {
+            eprint!("{report}");
+            return ExitCode::FAILURE;
+        }
+    };
+    telemetry::init(&config.log);
+    app::main(config, sources, |proxy| println!("{}", invitation(proxy, upstream)))
+}
+
+fn invitation(proxy: SocketAddr, upstream: SocketAddr) -> String {
+    format!(
+        "tidegate demo: everything in this process, nothing else needed.\n\
+         \n  proxy            http://{proxy}\n  sample upstream  http://{upstream}\n  store            memory\n\
+         \nTry, in another terminal:\n\
+         \n  # 20 requests per 10 s and client: 200s, then 429\n\
+         \x20 for i in $(seq 25); do curl -s -o /dev/null -w '%{{http_code}} ' http://{proxy}/hello; done; echo\n\
+         \n  # what a refusal says\n\
+         \x20 curl -i http://{proxy}/hello\n\
+         \n  # 5 logins per minute and client\n\
+         \x20 for i in $(seq 7); do curl -s -o /dev/null -w '%{{http_code}} ' -X POST http://{proxy}/api/login; done; echo\n\
+         \n  # every user has a quota of his own; acme has more\n\
+         \x20 curl -i -H 'x-user-id: ann' http://{proxy}/api/orders\n\
+         \x20 curl -i -H 'x-user-id: acme' http://{proxy}/api/orders\n\
+         \n  # denied, and exempt\n\
+         \x20 curl -i http://{proxy}/internal/secret\n\
+         \x20 curl -i http://{proxy}/health\n\
+         \nCtrl-C ends it."
+    )
+}
+
+/// Starts an upstream that answers every request with what it saw of it.
+fn start_upstream() -> std::io::Result<SocketAddr> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    listener.set_nonblocking(true)?;
+    let address = listener.local_addr()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    std::thread::Builder::new().name("sample-upstream".into()).spawn(move || {
+        runtime.block_on(async move {
+            let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
+            loop {
+                // A failed accept is the client's trouble; the demo goes on.
+                let Ok((socket, _)) = listener.accept().await else { continue };
+                tokio::spawn(
+                    hyper::server::conn::http1::Builder::new()
+                        .serve_connection(TokioIo::new(socket), service_fn(answer)),
+                );
+            }
+        });
+    })?;
+    Ok(address)
+}
+
+#[allow(clippy::unused_async, reason = "service_fn wants a future")]
+async fn answer(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
+    let seen = serde_json::json!({
+        "hello": "from the sample upstream",
+        "method": request.method().as_str(),
+        "path": request.uri().path(),
+        "x-forwarded-for": request.headers().get("x-forwarded-for").and_then(|value| value.to_str().ok()),
+    });
+    let mut response = Response::new(Full::from(format!("{seen}\n")));
+    *response.status_mut() = StatusCode::OK;
+    response.headers_mut().insert("content-type", http::HeaderValue::from_static("application/json"));
+    Ok(response)
+}

@@ -1,0 +1,88 @@
+//! The command line: one file per command. Data goes to stdout, talk to stderr.
+
+mod check;
+mod demo;
+mod run;
+
+use crate::config::{FileSource, Flags, Sources};
+use clap::{Args, Parser, Subcommand};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// A rate-limiting sidecar proxy with a stated and tested guarantee.
+///
+/// Without a command, tidegate runs the proxy.
+#[derive(Parser, Debug)]
+#[command(name = "tidegate", version, args_conflicts_with_subcommands = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    run: RunFlags,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Run the proxy.
+    Run(RunFlags),
+    /// Run everything in one process: a sample upstream, the proxy, the memory store. Prints curl lines to try.
+    Demo {
+        /// Where the proxy listens.
+        #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8080")]
+        listen: String,
+        /// Policies of your own instead of the built-in ones.
+        #[arg(long, value_name = "FILE")]
+        config: Option<PathBuf>,
+    },
+    /// Validate a configuration and say what each policy means. Exits with 1 and all errors if it is wrong.
+    Check {
+        /// The file to check.
+        #[arg(value_name = "FILE", default_value = DEFAULT_CONFIG)]
+        file: PathBuf,
+    },
+}
+
+/// Flags override environment variables (`TIDEGATE_UPSTREAM__URL`), which override the file.
+#[derive(Args, Debug, Default)]
+struct RunFlags {
+    /// The configuration; `config.toml` here, if there is one, when left out.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// What to forward to, e.g. http://127.0.0.1:3000.
+    #[arg(long, value_name = "URL")]
+    upstream: Option<String>,
+    /// Where to listen, e.g. 0.0.0.0:8080.
+    #[arg(long, value_name = "ADDRESS")]
+    listen: Option<String>,
+}
+
+const DEFAULT_CONFIG: &str = "config.toml";
+
+/// Parses the arguments, runs the command and returns the process's exit code.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match cli.command.unwrap_or(Command::Run(cli.run)) {
+        Command::Run(flags) => run::run(flags.into_sources()),
+        Command::Demo { listen, config } => demo::run(listen, config),
+        Command::Check { file } => check::run(
+            &sources(FileSource::Path(file), Flags::default()),
+            &mut std::io::stdout(),
+            &mut std::io::stderr(),
+        ),
+    }
+}
+
+impl RunFlags {
+    fn into_sources(self) -> Sources {
+        let file = match self.config {
+            Some(path) => FileSource::Path(path),
+            None if Path::new(DEFAULT_CONFIG).exists() => FileSource::Path(DEFAULT_CONFIG.into()),
+            None => FileSource::None,
+        };
+        sources(file, Flags { upstream: self.upstream, listen: self.listen })
+    }
+}
+
+fn sources(file: FileSource, flags: Flags) -> Sources {
+    Sources { file, env: std::env::vars().collect(), flags }
+}
