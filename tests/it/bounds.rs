@@ -1,0 +1,116 @@
+//! What a stranger could make grow, and where it ends.
+
+use crate::support::SOON;
+use crate::support::client::{RawClient, answered, http2};
+use crate::support::proxy::Proxy;
+use crate::support::upstream::{RawUpstream, Upstream};
+use http_body_util::{BodyExt, Full};
+use hyper::Request;
+use std::time::{Duration, Instant};
+
+#[tokio::test]
+async fn connections_beyond_the_bound_wait_for_their_turn() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("[listen]\nmax_connections = 2", upstream.address).await;
+    let request = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
+    let mut first = RawClient::connect(proxy.address).await;
+    let mut second = RawClient::connect(proxy.address).await;
+    assert_eq!(first.send(request).await.reply().await.status, 200);
+    assert_eq!(second.send(request).await.reply().await.status, 200);
+    let mut third = RawClient::connect(proxy.address).await;
+    third.send(request).await;
+    assert!(!third.closes(Duration::from_millis(300)).await, "it waits, and is not turned away");
+    assert_eq!(upstream.seen().len(), 2, "it is not served yet");
+    drop(first);
+    assert_eq!(third.reply().await.status, 200);
+}
+
+#[tokio::test]
+async fn a_body_above_the_bound_is_a_413() {
+    let upstream = RawUpstream::answering("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
+    let proxy = Proxy::start("[listen.http]\nmax_body_bytes = '1KiB'", upstream.address).await;
+    assert_eq!(proxy.ask("POST", "/").body(vec![b'x'; 1_024]).status().await, 200);
+    let before = upstream.received().len();
+    let reply = proxy.ask("POST", "/").body(vec![b'x'; 1_025]).send().await;
+    assert_eq!((reply.status, reply.header("content-type")), (413, Some("application/problem+json")));
+    assert_eq!(upstream.received().len(), before, "its length said it all");
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n").await;
+    client.send(format!("400\r\n{}\r\n1\r\nx\r\n0\r\n\r\n", "x".repeat(1_024))).await;
+    assert_eq!(client.reply().await.status, 413, "without a length, once it is seen");
+    assert!(!upstream.received()[before..].ends_with(b"0\r\n\r\n"), "the upstream saw no whole request");
+    let mut h2 = http2(proxy.address).await;
+    let body = Full::from(vec![b'x'; 2_000]).boxed();
+    let request = Request::post("http://a/").body(body).unwrap();
+    assert_eq!(answered(h2.send_request(request)).await.status(), 413);
+}
+
+#[tokio::test]
+async fn a_body_that_stops_coming_is_not_waited_for() {
+    let upstream = RawUpstream::scripted(|_, mut socket| async move { socket.drain().await }).await;
+    let proxy = Proxy::start("[listen.http]\nbody_idle_timeout = '300ms'", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nshort").await;
+    let start = Instant::now();
+    let reply = client.reply_or_close().await;
+    assert!(start.elapsed() < SOON / 2, "{:?}", start.elapsed());
+    assert!(reply.is_none_or(|reply| matches!(reply.status, 400 | 408)), "the client's fault");
+    client.rest().await;
+}
+
+#[tokio::test]
+async fn a_body_that_comes_slowly_but_steadily_is_taken() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("[listen.http]\nbody_idle_timeout = '1s'", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 8\r\n\r\n").await;
+    for _ in 0..8 {
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        client.send("x").await;
+    }
+    assert_eq!(client.reply().await.json()["body_len"], 8);
+}
+
+#[tokio::test]
+async fn an_idle_connection_is_closed_after_its_time() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("[listen.http]\nidle_timeout = '300ms'", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    assert_eq!(client.reply().await.status, 200);
+    assert!(client.closes(SOON).await);
+}
+
+#[tokio::test]
+async fn a_short_head_timeout_does_not_cut_idle_connections() {
+    let upstream = Upstream::echo().await;
+    let config = "[listen.http]\nheader_timeout = '200ms'\nidle_timeout = '30s'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    for _ in 0..2 {
+        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        assert_eq!(client.reply().await.status, 200);
+        tokio::time::sleep(Duration::from_millis(600)).await;
+    }
+}
+
+#[tokio::test]
+async fn upstream_connections_are_bounded_and_waiting_for_one_is_too() {
+    let upstream = Upstream::serving(|_| std::future::pending()).await;
+    let config = "[listen]\nthreads = 1\n[upstream]\nmax_connections = 2\nqueue_timeout = '200ms'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let mut held = Vec::new();
+    for n in 1..=2 {
+        let mut client = RawClient::connect(proxy.address).await;
+        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        crate::support::eventually("the request to arrive", SOON, || {
+            (upstream.seen().len() == n).then_some(())
+        })
+        .await;
+        held.push(client);
+    }
+    let reply = proxy.get("/").await;
+    assert_eq!(reply.status, 503, "{reply:?}");
+    assert!(reply.header("proxy-status").unwrap().contains("error=connection_limit_reached"));
+    assert_eq!(upstream.connections(), 2);
+}

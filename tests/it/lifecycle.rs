@@ -1,0 +1,259 @@
+//! Start and end, and the commands around them.
+
+use crate::support::SOON;
+use crate::support::client::{Ask, RawClient};
+use crate::support::process::{Process, run, tidegate};
+use crate::support::proxy::Proxy;
+use crate::support::upstream::{Upstream, fed};
+use hyper::Response;
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use tokio::net::TcpStream;
+
+#[tokio::test]
+async fn sigterm_lets_requests_in_flight_finish_and_exits_with_0() {
+    let (feeder, body) = fed();
+    let body = Mutex::new(Some(body));
+    let upstream = Upstream::serving(move |_| {
+        let body = body.lock().unwrap().take().unwrap_or_default();
+        async { Response::new(body) }
+    })
+    .await;
+    let mut proxy = Proxy::start("", upstream.address).await;
+    let mut idle = RawClient::connect(proxy.address).await;
+    let mut busy = RawClient::connect(proxy.address).await;
+    busy.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    feeder.send("before").await;
+    busy.read_past(b"before").await;
+    idle.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    assert_eq!(idle.reply().await.status, 200);
+    proxy.sigterm();
+    assert!(idle.closes(SOON).await, "idle keep-alive connections are closed");
+    assert!(TcpStream::connect(proxy.address).await.is_err(), "nobody new is let in");
+    assert!(proxy.is_running(), "it waits for the request in flight");
+    feeder.send("after").await;
+    drop(feeder);
+    busy.read_past(b"after").await;
+    busy.read_past(b"0\r\n\r\n").await;
+    assert!(busy.closes(SOON).await);
+    assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
+}
+
+#[tokio::test]
+async fn sigterm_with_nothing_to_do_is_quick() {
+    let upstream = Upstream::echo().await;
+    let mut proxy = Proxy::start("", upstream.address).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    let start = Instant::now();
+    proxy.sigterm();
+    assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+}
+
+#[tokio::test]
+async fn sigterm_waits_no_longer_than_grace() {
+    let upstream = Upstream::serving(|_| std::future::pending()).await;
+    let mut proxy = Proxy::start("[shutdown]\ngrace = '200ms'", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    crate::support::eventually("the request to arrive", SOON, || upstream.seen().first().map(|_| ())).await;
+    proxy.sigterm();
+    proxy.ended(SOON).await;
+}
+
+#[tokio::test]
+async fn sigterm_keeps_serving_for_the_delay() {
+    let upstream = Upstream::echo().await;
+    let mut proxy = Proxy::start("[shutdown]\ndelay = '1s'", upstream.address).await;
+    let start = Instant::now();
+    proxy.sigterm();
+    while start.elapsed() < Duration::from_millis(700) {
+        let status = proxy.get("/").await.status;
+        assert_eq!(status, 200);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
+    assert!(start.elapsed() >= Duration::from_secs(1));
+}
+
+/// A file with several things wrong in it, and what has to be said about them.
+const BAD: &str = r#"
+[listen]
+adress = "127.0.0.1:0"
+max_connections = "many"
+
+[[policy]]
+name = "bad name!"
+limit = { requests = -1, per = "1 fortnight" }
+
+[[policy]]
+name = "twice"
+limit = { requests = 1, per = "1m" }
+
+[[policy]]
+name = "twice"
+match = { path = "no-slash" }
+limit = { requests = 1, per = "1m", algorithm = "sliding_lag" }
+"#;
+const SAID: [&str; 9] = [
+    "adress",
+    "address",
+    "max_connections",
+    "bad name!",
+    "-1",
+    "fortnight",
+    "twice",
+    "no-slash",
+    "sliding_log",
+];
+
+fn file(text: &str) -> (TempDir, PathBuf) {
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().join("config.toml");
+    fs::write(&path, text).unwrap();
+    (dir, path)
+}
+
+#[tokio::test]
+async fn a_bad_configuration_ends_the_start_with_1_and_all_errors() {
+    let (_dir, path) = file(BAD);
+    let listen = ["--listen", "127.0.0.1:0", "--upstream", "http://127.0.0.1:9"];
+    let ended = run(tidegate().arg("run").arg("--config").arg(&path).args(listen)).await;
+    assert_eq!(ended.status.code(), Some(1));
+    for said in SAID {
+        assert!(ended.stderr.contains(said), "{said:?} is not in {}", ended.stderr);
+    }
+}
+
+#[tokio::test]
+async fn check_tells_every_error_with_its_place() {
+    let (_dir, path) = file(BAD);
+    let ended = run(tidegate().arg("check").arg(&path)).await;
+    assert_eq!(ended.status.code(), Some(1));
+    for said in SAID {
+        assert!(ended.stderr.contains(said), "{said:?} is not in {}", ended.stderr);
+    }
+    for place in ["config.toml:3:1", "config.toml:4:", "config.toml:8:", "config.toml:17:"] {
+        assert!(ended.stderr.contains(place), "{place:?} is not in {}", ended.stderr);
+    }
+}
+
+#[tokio::test]
+async fn check_explains_a_good_file_in_words() {
+    let text = r#"
+[upstream]
+url = "http://127.0.0.1:9"
+[[policy]]
+name = "login"
+match = { methods = ["POST"], path = "/api/login" }
+key = ["client_ip"]
+limit = { requests = 5, per = "1m" }
+"#;
+    let (_dir, path) = file(text);
+    let ended = run(tidegate().arg("check").arg(&path)).await;
+    assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
+    for said in ["login", "POST", "/api/login", "5"] {
+        assert!(ended.stdout.contains(said), "{said:?} is not in {}", ended.stdout);
+    }
+}
+
+#[tokio::test]
+async fn check_accepts_the_configuration_of_this_repository() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/config.toml");
+    let ended = run(tidegate().args(["check", path])).await;
+    assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
+}
+
+#[tokio::test]
+async fn secrets_are_read_from_files_and_never_shown() {
+    let dir = TempDir::new().unwrap();
+    let secret = dir.path().join("password");
+    fs::write(&secret, "hunter2-in-a-file\n").unwrap();
+    let config = dir.path().join("config.toml");
+    let from_file = format!("url = \"redis://127.0.0.1:1/0\"\npassword_file = {secret:?}\n");
+    let in_url = "url = \"redis://u:hunter2-in-a-url@127.0.0.1:1/0\"\n".to_owned();
+    for redis in [from_file, in_url] {
+        let head = "[upstream]\nurl = \"http://127.0.0.1:9\"\n[store]\nkind = \"redis\"\n[store.redis]\n";
+        fs::write(&config, format!("{head}key_prefix = \"t\"\n{redis}")).unwrap();
+        let ended = run(tidegate().arg("check").arg(&config)).await;
+        assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
+        let said = ended.stdout + &ended.stderr;
+        assert!(!said.contains("hunter2"), "{said}");
+    }
+}
+
+#[tokio::test]
+async fn the_environment_overrides_the_file_and_flags_override_both() {
+    let upstream = Upstream::echo().await;
+    let nobody = "http://127.0.0.1:1";
+    let text = format!(
+        "[upstream]\nurl = \"{nobody}\"\nresponse_timeout = \"5s\"\n[response]\nheaders = \"none\"\n\
+        [[policy]]\nname = \"p\"\nlimit = {{ requests = 9, per = \"1h\" }}\n"
+    );
+    let builder = Proxy::builder().config(&text).upstream(upstream.address);
+    let builder = builder.env("TIDEGATE_RESPONSE__HEADERS", "standard").env("TIDEGATE_UPSTREAM__URL", nobody);
+    // What Kubernetes injects for a Service of this name is not ours.
+    let builder = builder.env("TIDEGATE_PORT", "tcp://10.0.0.1:80").env("TIDEGATE_SERVICE_HOST", "10.0.0.1");
+    let proxy = builder.start().await;
+    let reply = proxy.get("/").await;
+    assert_eq!(reply.status, 200, "the flag's upstream");
+    assert!(reply.header("ratelimit").is_some() && reply.header("x-ratelimit-limit").is_none());
+}
+
+#[tokio::test]
+async fn a_configuration_without_an_upstream_says_how_to_give_one() {
+    let (_dir, path) = file("");
+    let ended = run(tidegate().arg("run").arg("--config").arg(&path).args(["--listen", "127.0.0.1:0"])).await;
+    assert_eq!(ended.status.code(), Some(1));
+    assert!(ended.stderr.contains("upstream.url"), "{}", ended.stderr);
+}
+
+#[tokio::test]
+async fn an_address_that_is_taken_is_a_clear_error() {
+    let taken = Upstream::echo().await;
+    let (_dir, path) = file("");
+    let mut command = tidegate();
+    command.arg("run").arg("--config").arg(&path);
+    command.args(["--upstream", "http://127.0.0.1:9", "--listen", &taken.address.to_string()]);
+    let ended = run(&mut command).await;
+    assert_eq!(ended.status.code(), Some(1));
+    assert!(ended.stderr.contains(&taken.address.to_string()), "{}", ended.stderr);
+}
+
+#[tokio::test]
+async fn the_demo_prints_curl_lines_that_do_what_it_says() {
+    let mut command = tidegate();
+    command.args(["demo", "--listen", "127.0.0.1:0"]).current_dir(env!("CARGO_MANIFEST_DIR"));
+    let mut demo = Process::start(&mut command).unwrap();
+    demo.wait_for("a curl line", 0, SOON, |line| line.text.contains("curl ").then_some(())).await;
+    let mut limited = false;
+    for (address, path) in plain_gets(&demo.transcript()) {
+        let mut statuses = Vec::new();
+        for _ in 0..30 {
+            statuses.push(Ask::new(address.parse().unwrap(), "GET", &path).status().await);
+        }
+        let first_refusal = statuses.iter().position(|status| *status == 429);
+        limited |= statuses[0] == 200 && first_refusal.is_some();
+    }
+    assert!(limited, "no plain GET turns from 200 to 429 within 30 calls:\n{}", demo.transcript());
+    demo.signal("TERM");
+    assert_eq!(demo.ended(SOON).await.status.code(), Some(0));
+}
+
+/// Address and path of the curl lines that send nothing but a GET.
+fn plain_gets(text: &str) -> Vec<(String, String)> {
+    let curls = text.lines().filter_map(|line| Some(line.split_once("curl ")?.1));
+    let plain =
+        curls.filter(|line| ![" -X", "-H", "-d", "--data", "-T"].iter().any(|flag| line.contains(flag)));
+    plain
+        .filter_map(|line| {
+            let url = line.split(['\'', '"', ' ']).find_map(|word| word.strip_prefix("http://"))?;
+            let url = url.split([';', ')']).next()?;
+            let (address, path) = url.split_once('/').unwrap_or((url, ""));
+            Some((address.replace("localhost", "127.0.0.1"), format!("/{path}")))
+        })
+        .collect()
+}

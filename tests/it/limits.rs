@@ -1,0 +1,541 @@
+//! Limits as clients meet them: admitted, counted down, refused, told the truth.
+
+use crate::support::proxy::Proxy;
+use crate::support::upstream::{Upstream, full};
+use hyper::Response;
+use std::time::{Duration, Instant};
+use tidegate::clock::Clock;
+use tokio::time::sleep_until;
+
+const HOURLY: &str = r#"
+[[policy]]
+name = "api"
+match = { path = "/api/**" }
+key = ["header:x-user"]
+limit = { requests = 3, per = "1h" }
+"#;
+
+async fn proxy(config: &str) -> (Proxy, Upstream) {
+    let upstream = Upstream::echo().await;
+    (Proxy::start(config, upstream.address).await, upstream)
+}
+
+#[tokio::test]
+async fn remaining_counts_down_and_then_429_comes_with_the_truth() {
+    let (proxy, upstream) = proxy(HOURLY).await;
+    for left in [2, 1, 0] {
+        let reply = proxy.get("/api/x").await;
+        assert_eq!(reply.status, 200);
+        assert_eq!(reply.parameter("ratelimit-policy", "api", "q"), Some(3));
+        assert_eq!(reply.parameter("ratelimit-policy", "api", "w"), Some(3600));
+        assert_eq!(reply.parameter("ratelimit", "api", "r"), Some(left));
+        assert_eq!(reply.header("x-ratelimit-limit"), Some("3"));
+        assert_eq!(reply.header("x-ratelimit-remaining"), Some(left.to_string().as_str()));
+        assert!(reply.header("retry-after").is_none(), "nothing to wait for");
+    }
+    let reply = proxy.get("/api/x").await;
+    assert_eq!(reply.status, 429);
+    let retry_after: u64 = reply.header("retry-after").unwrap().parse().unwrap();
+    assert!((3_500..=3_600).contains(&retry_after), "{retry_after}");
+    assert_eq!(retry_after, reply.retry_after_us().div_ceil(1_000_000), "rounded up");
+    assert_eq!(reply.parameter("ratelimit", "api", "r"), Some(0));
+    assert!(reply.parameter("ratelimit", "api", "t").unwrap() <= retry_after);
+    assert_eq!(reply.header("x-ratelimit-remaining"), Some("0"));
+    assert_eq!(reply.header("x-ratelimit-reset").unwrap(), retry_after.to_string());
+    assert_eq!(reply.header("cache-control"), Some("no-store"));
+    assert_eq!(reply.header("content-type"), Some("application/problem+json"));
+    let problem = reply.json();
+    assert_eq!((&problem["status"], &problem["policy"]), (&429.into(), &"api".into()));
+    assert_eq!(problem["type"], "https://iana.org/assignments/http-problem-types#quota-exceeded");
+    for text in ["title", "detail"] {
+        assert!(problem[text].as_str().is_some_and(|text| !text.is_empty()), "{text} in {problem}");
+    }
+    assert_eq!(upstream.seen().len(), 3, "what was refused did not reach the upstream");
+}
+
+#[tokio::test]
+async fn other_paths_and_other_users_are_not_concerned() {
+    let (proxy, _upstream) = proxy(HOURLY).await;
+    assert_eq!(proxy.statuses("/api/x", 4).await, [200, 200, 200, 429]);
+    let other = proxy.get("/other").await;
+    assert_eq!(other.status, 200);
+    assert!(other.header("ratelimit").is_none() && other.header("x-ratelimit-limit").is_none());
+    assert_eq!(proxy.ask("GET", "/api/x").header("X-User", "u").status().await, 200);
+}
+
+#[tokio::test]
+async fn trap_10_whoever_waits_as_told_gets_in_and_nobody_before() {
+    let config = "[[policy]]\nname = 'p'\nlimit = { requests = 2, per = '1s' }";
+    let (proxy, _upstream) = proxy(config).await;
+    assert_eq!(proxy.statuses("/", 2).await, [200, 200]);
+    let sent = Instant::now();
+    let refused = proxy.get("/").await;
+    let received = Instant::now();
+    assert_eq!(refused.status, 429);
+    // The decision fell between sent and received, and so did the start of the wait.
+    let wait = Duration::from_micros(refused.retry_after_us());
+    loop {
+        let asked = Instant::now();
+        let status = proxy.get("/").await.status;
+        if Instant::now() < sent + wait {
+            assert_eq!(status, 429, "too early");
+        } else if asked >= received + wait {
+            assert_eq!(status, 200, "waited as told");
+            break;
+        } else if status == 200 {
+            break;
+        }
+        sleep_until((Instant::now() + Duration::from_millis(40)).into()).await;
+    }
+}
+
+#[tokio::test]
+async fn a_fixed_window_ends_at_its_edge_on_the_clock() {
+    let config = r#"
+[[policy]]
+name = "p"
+limit = { requests = 2, per = "2s", algorithm = "fixed_window" }
+"#;
+    let (proxy, _upstream) = proxy(config).await;
+    let clock = Clock::system();
+    let mut asked = 0;
+    let edge_us = loop {
+        asked += 1;
+        assert!(asked < 1_000, "nothing is refused");
+        let sent_us = clock.now_us();
+        let reply = proxy.get("/").await;
+        let received_us = clock.now_us();
+        let edge_us = (sent_us / 2_000_000 + 1) * 2_000_000;
+        if reply.status == 429 && received_us < edge_us {
+            let told_us = reply.retry_after_us();
+            assert!((edge_us - received_us..=edge_us - sent_us).contains(&told_us), "{told_us}");
+            break edge_us;
+        }
+    };
+    let wait = Duration::from_micros(edge_us.saturating_sub(clock.now_us()) + 2_000);
+    tokio::time::sleep(wait).await;
+    assert_eq!(proxy.get("/").await.status, 200, "after the edge");
+}
+
+#[tokio::test]
+async fn several_limits_are_all_told_and_the_tightest_binds() {
+    let (proxy, _upstream) = proxy(
+        r#"
+[[policy]]
+name = "p"
+limits = [
+  { requests = 9, per = "1m" },
+  { requests = 2, per = "1h" },
+  { requests = 5, per = "1d", name = "daily", unit = "tokens" },
+]
+"#,
+    )
+    .await;
+    let reply = proxy.get("/").await;
+    let left = ["p", "p-2", "daily"].map(|name| reply.parameter("ratelimit", name, "r"));
+    assert_eq!(left, [Some(8), Some(1), Some(4)]);
+    assert_eq!(reply.parameter("ratelimit-policy", "p-2", "w"), Some(3_600));
+    assert!(reply.header("ratelimit-policy").unwrap().contains("qu=\"tokens\""));
+    assert_eq!(reply.header("x-ratelimit-limit"), Some("2"), "the least r/q");
+    assert_eq!(proxy.statuses("/", 2).await, [200, 429]);
+}
+
+#[tokio::test]
+async fn an_override_replaces_the_limits_of_its_key() {
+    let (proxy, _upstream) = proxy(
+        r#"
+[[policy]]
+name = "p"
+key = ["header:x-tenant", "header:x-user"]
+limit = { requests = 1, per = "1h" }
+[[policy.override]]
+key = ["acme", "boss"]
+limit = { requests = 3, per = "1h" }
+[[policy.override]]
+key = ["acme", "*"]
+limit = { requests = 2, per = "1h" }
+"#,
+    )
+    .await;
+    for (tenant, user, quota) in [("acme", "boss", "3"), ("acme", "any", "2"), ("else", "boss", "1")] {
+        let ask = proxy.ask("GET", "/").header("x-tenant", tenant).header("x-user", user);
+        let reply = ask.send().await;
+        assert_eq!(reply.header("x-ratelimit-limit"), Some(quota), "{tenant} {user}");
+    }
+}
+
+#[tokio::test]
+async fn a_shadow_never_refuses_and_is_not_told() {
+    let (proxy, _upstream) = proxy(
+        r#"
+[[policy]]
+name = "candidate"
+mode = "shadow"
+limit = { requests = 1, per = "1h" }
+[[policy]]
+name = "live"
+limit = { requests = 4, per = "1h" }
+[[policy]]
+name = "ban"
+mode = "shadow"
+action = "deny"
+priority = 9
+[[policy]]
+name = "gone"
+mode = "off"
+action = "deny"
+"#,
+    )
+    .await;
+    for _ in 0..4 {
+        let reply = proxy.get("/").await;
+        assert_eq!(reply.status, 200);
+        assert!(!format!("{:?}", reply.headers).contains("candidate"), "{:?}", reply.headers);
+    }
+    assert_eq!(proxy.get("/").await.status, 429);
+}
+
+#[tokio::test]
+async fn priority_decides_between_allow_and_deny_and_limits_met_before_apply() {
+    let (proxy, upstream) = proxy(
+        r#"
+[[policy]]
+name = "everyone"
+limit = { requests = 1, per = "1h" }
+[[policy]]
+name = "health"
+priority = 10
+match = { path = "/health" }
+action = "allow"
+[[policy]]
+name = "internal"
+priority = 10
+match = { path = "/internal/**" }
+action = "deny"
+[[policy]]
+name = "beta"
+priority = 20
+match = { path = "/health", headers = { x-beta = "yes" } }
+limit = { requests = 1, per = "1h" }
+"#,
+    )
+    .await;
+    assert_eq!(proxy.statuses("/health", 5).await, [200; 5], "exempt");
+    let denied = proxy.get("/internal/x").await;
+    assert_eq!(denied.status, 403);
+    assert_eq!(denied.header("content-type"), Some("application/problem+json"));
+    assert_eq!(denied.json()["status"], 403);
+    assert!(denied.header("retry-after").is_none());
+    let beta = || proxy.ask("GET", "/health").header("x-beta", "yes").status();
+    assert_eq!([beta().await, beta().await], [200, 429], "met before the exemption");
+    assert_eq!(proxy.statuses("/x", 2).await, [200, 429], "neither used the others' quota");
+    assert!(upstream.seen().iter().all(|seen| !seen.target.contains("internal")));
+}
+
+#[tokio::test]
+async fn trap_25_a_missing_key_is_no_way_round() {
+    let (proxy, _upstream) = proxy(
+        r#"
+[[policy]]
+name = "shared"
+match = { path = "/shared" }
+key = ["header:x-user"]
+limit = { requests = 1, per = "1h" }
+[[policy]]
+name = "skip"
+match = { path = "/skip" }
+key = ["header:x-user"]
+missing_key = "skip"
+limit = { requests = 1, per = "1h" }
+[[policy]]
+name = "reject"
+match = { path = "/reject" }
+key = ["header:x-user"]
+missing_key = "reject"
+limit = { requests = 1, per = "1h" }
+"#,
+    )
+    .await;
+    assert_eq!(proxy.statuses("/shared", 2).await, [200, 429]);
+    assert_eq!(proxy.ask("GET", "/shared").header("x-user", "").status().await, 429, "empty is absent");
+    assert_eq!(proxy.statuses("/skip", 3).await, [200, 200, 200]);
+    assert_eq!(proxy.statuses("/reject", 1).await, [400]);
+    assert_eq!(proxy.ask("GET", "/reject").header("x-user", "u").status().await, 200);
+}
+
+#[tokio::test]
+async fn trap_11_what_one_policy_refuses_is_not_charged_to_another() {
+    let (proxy, _upstream) = proxy(
+        r#"
+[[policy]]
+name = "wide"
+limit = { requests = 3, per = "1h" }
+[[policy]]
+name = "narrow"
+key = ["header:x-user"]
+limit = { requests = 1, per = "1h" }
+"#,
+    )
+    .await;
+    let ask = |user: &'static str| proxy.ask("GET", "/").header("x-user", user).send();
+    assert_eq!(ask("noisy").await.status, 200);
+    for _ in 0..5 {
+        let refused = ask("noisy").await;
+        assert_eq!((refused.status, &refused.json()["policy"]), (429, &"narrow".into()));
+    }
+    assert_eq!([ask("b").await.status, ask("c").await.status, ask("d").await.status], [200, 200, 429]);
+}
+
+#[tokio::test]
+async fn trap_2_knocking_does_not_prolong_the_wait() {
+    let config = "[[policy]]\nname = 'p'\nlimit = { requests = 1, per = '1s' }";
+    let (proxy, _upstream) = proxy(config).await;
+    let start = Instant::now();
+    assert_eq!(proxy.get("/").await.status, 200);
+    while proxy.get("/").await.status == 429 {
+        assert!(start.elapsed() < Duration::from_secs(5), "still refused");
+    }
+}
+
+#[tokio::test]
+async fn trap_21_keys_neither_collide_nor_get_cut() {
+    let (proxy, _upstream) = proxy(
+        r#"
+[[policy]]
+name = "p"
+key = ["header:a", "header:b"]
+limit = { requests = 1, per = "1h" }
+"#,
+    )
+    .await;
+    let ask = |a: &str, b: &str| proxy.ask("GET", "/").header("a", a).header("b", b).status();
+    let long = "x".repeat(3_000);
+    let pairs = [
+        ("a:b", "c"),
+        ("a", "b:c"),
+        ("a/b", "c"),
+        ("{a}", "b"),
+        ("-", "b"),
+        ("", "b"),
+        (&format!("{long}1"), ""),
+        (&format!("{long}2"), ""),
+    ];
+    for (a, b) in pairs {
+        assert_eq!([ask(a, b).await, ask(a, b).await], [200, 429], "{a:.20} + {b:.20}");
+    }
+}
+
+#[tokio::test]
+async fn a_key_that_can_be_read_two_ways_is_a_bad_request() {
+    let (proxy, upstream) = proxy(
+        r#"
+[[policy]]
+name = "p"
+key = ["header:x-user", "query:tenant", "cookie:sid"]
+limit = { requests = 1000, per = "1h" }
+"#,
+    )
+    .await;
+    let header = proxy.ask("GET", "/").header("X-User", "a").header("x-user", "b").send().await;
+    assert_eq!(header.status, 400);
+    assert_eq!(header.header("content-type"), Some("application/problem+json"));
+    assert_eq!(proxy.get("/?tenant=a&tenant=b").await.status, 400);
+    assert_eq!(proxy.get("/?tenant=a&t%65nant=b").await.status, 400, "the same name, written otherwise");
+    assert_eq!(proxy.ask("GET", "/").header("cookie", "sid=1; sid=2").status().await, 400);
+    assert!(upstream.seen().is_empty());
+    assert_eq!(proxy.get("/?tenant=a&other=b&other=c").await.status, 200, "not a part of the key");
+}
+
+#[tokio::test]
+async fn a_refusal_speaks_plain_text_to_whom_that_is_better() {
+    let (proxy, _upstream) = proxy(HOURLY).await;
+    proxy.statuses("/api/x", 3).await;
+    let ask = |accept: &'static str| proxy.ask("GET", "/api/x").header("accept", accept).send();
+    let plain = ask("text/plain").await;
+    assert_eq!(plain.status, 429);
+    assert!(plain.header("content-type").unwrap().starts_with("text/plain"));
+    assert!(!plain.body.is_empty() && plain.body[0] != b'{');
+    for accept in
+        ["*/*", "application/json", "application/problem+json", "text/plain;q=0.1, application/json"]
+    {
+        assert!(ask(accept).await.header("content-type").unwrap().ends_with("json"), "{accept}");
+    }
+}
+
+#[tokio::test]
+async fn get_means_head_too_and_a_refused_head_has_no_body() {
+    let config =
+        "[[policy]]\nname = 'p'\nmatch = { methods = ['GET'] }\nlimit = { requests = 2, per = '1h' }";
+    let (proxy, _upstream) = proxy(config).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    assert_eq!(proxy.ask("HEAD", "/").status().await, 200);
+    let mut client = crate::support::client::RawClient::connect(proxy.address).await;
+    client.send("HEAD / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").await;
+    let refused = client.any_reply(true).await;
+    assert_eq!(refused.status, 429);
+    assert!(refused.header("retry-after").is_some());
+    assert!(client.rest().await.is_empty(), "nothing after the head");
+    assert_eq!(proxy.ask("POST", "/").status().await, 200, "not concerned");
+}
+
+#[tokio::test]
+async fn a_limit_of_none_refuses_for_ever_and_says_so() {
+    let (proxy, _upstream) = proxy(
+        r#"
+[[policy]]
+name = "closed"
+match = { path = "/closed" }
+limit = { requests = 0, per = "1h" }
+[[policy]]
+name = "dear"
+match = { path = "/dear" }
+cost = 3
+limit = { requests = 7, per = "1h" }
+"#,
+    )
+    .await;
+    let never = proxy.get("/closed").await;
+    assert_eq!(never.status, 429);
+    assert!(never.header("retry-after").is_none(), "there is nothing to wait for");
+    let left = |reply: &crate::support::client::Reply| reply.parameter("ratelimit", "dear", "r");
+    assert_eq!(left(&proxy.get("/dear").await), Some(4));
+    assert_eq!(left(&proxy.get("/dear").await), Some(1));
+    let refused = proxy.get("/dear").await;
+    assert_eq!((refused.status, left(&refused)), (429, Some(1)), "one is left, three are wanted");
+}
+
+#[tokio::test]
+async fn owners_can_word_their_refusal() {
+    let (proxy, _upstream) = proxy(
+        r#"
+[[policy]]
+name = "p"
+limit = { requests = 0, per = "1h" }
+reject = { status = 420, body = "calm down", content_type = "text/html", headers = { x-help = "/quota" } }
+"#,
+    )
+    .await;
+    let reply = proxy.get("/").await;
+    assert_eq!((reply.status, reply.text().as_str()), (420, "calm down"));
+    assert_eq!(reply.header("content-type"), Some("text/html"));
+    assert_eq!(reply.header("x-help"), Some("/quota"));
+}
+
+#[tokio::test]
+async fn the_fields_are_those_that_were_chosen() {
+    for (chosen, standard, legacy) in
+        [("standard", true, false), ("legacy", false, true), ("both", true, true), ("none", false, false)]
+    {
+        let config = format!("[response]\nheaders = \"{chosen}\"\n{HOURLY}");
+        let (proxy, _upstream) = proxy(&config).await;
+        let reply = proxy.get("/api/x").await;
+        assert_eq!(reply.header("ratelimit").is_some(), standard, "{chosen}");
+        assert_eq!(reply.header("ratelimit-policy").is_some(), standard, "{chosen}");
+        assert_eq!(reply.header("x-ratelimit-reset").is_some(), legacy, "{chosen}");
+    }
+    let (proxy, _upstream) = proxy(&format!("[response]\nlegacy_reset = \"epoch\"\n{HOURLY}")).await;
+    let reset: u64 = proxy.get("/api/x").await.header("x-ratelimit-reset").unwrap().parse().unwrap();
+    let now = Clock::system().now_us() / 1_000_000;
+    assert!((now..=now + 3_601).contains(&reset), "{reset} at {now}");
+}
+
+#[tokio::test]
+async fn an_upstreams_own_fields_stay() {
+    let upstream = Upstream::serving(|_| async {
+        let mut response = Response::new(full("ok"));
+        response.headers_mut().insert("ratelimit", "\"app\";r=1;t=5".parse().unwrap());
+        response.headers_mut().insert("ratelimit-policy", "\"app\";q=2;w=5".parse().unwrap());
+        response.headers_mut().insert("x-ratelimit-limit", "2".parse().unwrap());
+        response.headers_mut().insert("x-ratelimit-remaining", "1".parse().unwrap());
+        response.headers_mut().insert("x-ratelimit-reset", "5".parse().unwrap());
+        response
+    })
+    .await;
+    let proxy =
+        Proxy::start("[[policy]]\nname = 'p'\nlimit = { requests = 90, per = '1h' }", upstream.address).await;
+    let reply = proxy.get("/").await;
+    let all = |name: &str| -> String {
+        reply
+            .headers
+            .iter()
+            .filter(|(given, _)| given == name)
+            .map(|(_, value)| format!("{value},"))
+            .collect()
+    };
+    for item in ["\"app\";r=1;t=5", "\"p\";r=89"] {
+        assert!(all("ratelimit").contains(item), "{item} in {:?}", reply.headers);
+    }
+    assert!(all("ratelimit-policy").contains("\"app\";q=2;w=5"));
+    assert_eq!(reply.header("x-ratelimit-remaining"), Some("1"), "the stricter of the two");
+}
+
+/// One proxy, one policy for each condition; a policy that matches answers 403.
+#[tokio::test]
+async fn every_condition_matches_what_it_says() {
+    let conditions = [
+        r#"{ path = "/methods", methods = ["POST", "DELETE"] }"#,
+        r#"{ path = "/hosts", hosts = ["api.example", "*.wild.example"] }"#,
+        r#"{ path = ["/list/a", "/list/b"] }"#,
+        r#"{ path = "/one/{id}/*" }"#,
+        r#"{ path_regex = "^/re/[0-9]+$" }"#,
+        r#"{ path = "/headers", headers = { x-a = "1", x-b = { regex = "^v[0-9]$" }, x-c = { present = true } } }"#,
+        r#"{ path = "/absent", headers = { x-c = { present = false } } }"#,
+        r#"{ path = "/query", query = { q = "a b" } }"#,
+        r#"{ path = "/cookies", cookies = { tier = "free" } }"#,
+        r#"{ path = "/mine", client_ips = ["127.0.0.0/8"] }"#,
+        r#"{ path = "/theirs", client_ips = ["10.0.0.0/8"] }"#,
+        r#"{ path = "/not/**", not = { path = "/not/this" } }"#,
+    ];
+    let config: String = conditions
+        .iter()
+        .enumerate()
+        .map(|(number, condition)| {
+            format!("[[policy]]\nname = \"p{number}\"\nmatch = {condition}\naction = \"deny\"\n")
+        })
+        .collect();
+    let (proxy, _upstream) = proxy(&config).await;
+    let get = |target: &str| proxy.ask("GET", target);
+    let abc = |b: &str| get("/headers").header("x-a", "1").header("x-b", b).header("X-C", "");
+    let cases = [
+        (proxy.ask("POST", "/methods"), 403),
+        (get("/methods"), 200),
+        (get("/hosts").header("host", "api.example"), 403),
+        (get("/hosts").header("host", "API.example.:80"), 403),
+        (get("/hosts").header("host", "a.wild.example"), 403),
+        (get("/hosts").header("host", "wild.example"), 200),
+        (get("/hosts").header("host", "notapi.example"), 200),
+        (get("/list/a"), 403),
+        (get("/list/b"), 403),
+        (get("/list/c"), 200),
+        (get("/one/1/2"), 403),
+        (get("/one/1"), 200),
+        (get("/one/1/2/3"), 200),
+        (get("/re/42"), 403),
+        (get("/re/x"), 200),
+        (abc("v1"), 403),
+        (abc("w1"), 200),
+        (get("/headers").header("x-a", "1").header("x-b", "v1"), 200),
+        (get("/absent"), 403),
+        (get("/absent").header("x-c", "1"), 200),
+        (get("/query?q=a%20b"), 403),
+        (get("/query?q=a+b"), 403),
+        (get("/query?q=ab"), 200),
+        (get("/cookies").header("cookie", "x=1; tier=free"), 403),
+        (get("/cookies").header("cookie", "tier=paid"), 200),
+        (get("/mine"), 403),
+        (get("/theirs"), 200),
+        (get("/not/that"), 403),
+        (get("/not/this"), 200),
+    ];
+    for (ask, expected) in cases {
+        let asked = format!("{ask:?}");
+        assert_eq!(ask.status().await, expected, "{asked}");
+    }
+}
+
+#[tokio::test]
+async fn a_refused_grpc_call_gets_a_grpc_status() {
+    let (proxy, _upstream) = proxy("[[policy]]\nname = 'p'\nlimit = { requests = 0, per = '1h' }").await;
+    let reply = proxy.ask("POST", "/svc/Call").header("content-type", "application/grpc").send().await;
+    assert_eq!((reply.status, reply.header("grpc-status")), (200, Some("8")));
+}

@@ -1,0 +1,33 @@
+//! The integration tests, one binary: it links once, and its tests run side by side.
+//!
+//! `support/` holds the builders (the proxy as a process of its own, upstreams, clients), `model` the
+//! naive truth about limits. Every other file is one subject, and its tests read as sentences. A test
+//! named `trap_N_…` fails if the product falls into trap N of the list in `docs/CONTRIBUTING.md`.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::string_slice,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::large_futures,
+    unreachable_pub,
+    reason = "a test fails by panicking, and its helpers are tests too"
+)]
+
+mod support;
+
+mod model;
+
+mod bounds;
+mod gate;
+mod identity;
+mod lifecycle;
+mod limits;
+mod memory;
+mod paths;
+mod proxying;
+mod redis_faults;
+mod redis_store;
+mod reload;

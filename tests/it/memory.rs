@@ -1,0 +1,474 @@
+//! The memory store: agrees with the model at adversarial times, keeps the guarantee, stays bounded.
+
+use crate::model::Model;
+use proptest::prelude::*;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::thread;
+use tidegate::clock::{Clock, Hands};
+use tidegate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Limit, Refusal, Standing};
+use tidegate::store::{Memory, MemorySettings};
+
+const START_US: u64 = 1_800_000_000_000_123;
+const ROOMY: MemorySettings = MemorySettings { max_keys: 10_000, max_bytes: 64 << 20 };
+const LOG: Algorithm = Algorithm::SlidingLog;
+const HOUR_US: u64 = 3_600_000_000;
+
+/// A policy's name, whether it is a shadow, and its limits.
+type Policy = (&'static str, bool, &'static [(Algorithm, u64)]);
+
+/// Some policies as they meet in one process: several limits, shadows, short and long periods.
+const POLICIES: [Policy; 4] = [
+    ("log", false, &[(LOG, 1_000)]),
+    ("both", false, &[(LOG, 50_000), (Algorithm::FixedWindow { offset_us: 0 }, 10_000)]),
+    ("shadow", true, &[(LOG, 1_000), (Algorithm::FixedWindow { offset_us: 300 }, 700)]),
+    ("window", false, &[(Algorithm::FixedWindow { offset_us: 123 }, 700)]),
+];
+const USERS: usize = 2;
+
+#[derive(Clone, Debug)]
+enum Step {
+    Move(Move),
+    /// What one request asks: for each policy that matches it, a user and a cost.
+    Ask(Vec<(usize, usize, u64)>),
+    /// A reload: this policy's limits now allow so many requests.
+    Change(usize, u64),
+}
+
+#[derive(Clone, Debug)]
+enum Move {
+    Forward(u64),
+    Back(u64),
+    /// Next to a moment at which something comes back.
+    Edge {
+        which: prop::sample::Index,
+        by: i64,
+    },
+    Leap,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    prop::collection::vec(prop_oneof![5 => moves().prop_map(Step::Move), 12 => asks(), 1 => changes()], 1..60)
+}
+
+fn steps_without_changes() -> impl Strategy<Value = Vec<Step>> {
+    prop::collection::vec(prop_oneof![5 => moves().prop_map(Step::Move), 12 => asks()], 1..60)
+}
+
+fn moves() -> impl Strategy<Value = Move> {
+    prop_oneof![
+        3 => (0u64..1_500).prop_map(Move::Forward),
+        1 => (0u64..60_000).prop_map(Move::Forward),
+        1 => (1u64..2_500).prop_map(Move::Back),
+        6 => (any::<prop::sample::Index>(), -1i64..=1).prop_map(|(which, by)| Move::Edge { which, by }),
+        1 => Just(Move::Leap),
+    ]
+}
+
+fn asks() -> impl Strategy<Value = Step> {
+    let one = (0..USERS, prop_oneof![6 => Just(1u64), 4 => 0u64..8]);
+    prop::collection::btree_map(0..POLICIES.len(), one, 1..=POLICIES.len()).prop_map(|asked| {
+        Step::Ask(asked.into_iter().map(|(policy, (user, cost))| (policy, user, cost)).collect())
+    })
+}
+
+fn changes() -> impl Strategy<Value = Step> {
+    (0..POLICIES.len(), 0u64..7).prop_map(|(policy, requests)| Step::Change(policy, requests))
+}
+
+/// A memory store under a clock that the test moves, and the policies that ask it.
+struct World {
+    store: Memory,
+    clock: Clock,
+    hands: Hands,
+    limits: Vec<Vec<Limit>>,
+    keys: Vec<Vec<Key>>,
+}
+
+impl World {
+    fn new() -> Self {
+        let (clock, hands) = Clock::manual(START_US);
+        let limits = POLICIES.iter().map(|(_, _, limits)| {
+            limits.iter().map(|(algorithm, per_us)| limit(4, *per_us, *algorithm)).collect()
+        });
+        let keys =
+            POLICIES.iter().map(|(name, ..)| (0..USERS).map(|user| key(name, &user.to_string())).collect());
+        let store = Memory::new(ROOMY, clock.clone());
+        Self { store, hands, limits: limits.collect(), keys: keys.collect(), clock }
+    }
+
+    fn charges(&self, asked: &[(usize, usize, u64)]) -> Vec<Charge<'_>> {
+        asked
+            .iter()
+            .flat_map(|(policy, user, cost)| {
+                self.limits[*policy].iter().map(|limit| Charge {
+                    limit,
+                    key: &self.keys[*policy][*user],
+                    cost: *cost,
+                    group: *policy as u32,
+                    shadow: POLICIES[*policy].1,
+                })
+            })
+            .collect()
+    }
+
+    fn change(&mut self, policy: usize, requests: u64) {
+        for limit in &mut self.limits[policy] {
+            limit.requests = requests;
+        }
+    }
+
+    /// `edges_us` are the moments that [`Move::Edge`] chooses from.
+    fn step_time(&self, step: &Move, edges_us: &[u64]) {
+        let now_us = self.clock.now_us();
+        self.hands.set_us(match step {
+            Move::Forward(by_us) => now_us + by_us,
+            Move::Back(by_us) => now_us - by_us,
+            Move::Edge { which, by } if !edges_us.is_empty() => {
+                which.get(edges_us).saturating_add_signed(*by)
+            }
+            Move::Edge { .. } => now_us,
+            Move::Leap => now_us + 40 * HOUR_US,
+        });
+    }
+}
+
+fn limit(requests: u64, per_us: u64, algorithm: Algorithm) -> Limit {
+    Limit { requests, per_us, algorithm }
+}
+
+fn key(policy: &str, user: &str) -> Key {
+    let mut key = KeyBuilder::new(policy);
+    key.part(Some(user.as_bytes()));
+    key.finish()
+}
+
+fn config(cases: u32) -> ProptestConfig {
+    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
+}
+
+proptest! {
+    #![proptest_config(config(600))]
+
+    /// The store's clock is the newest time that it has read: it forgets what has expired, so a clock
+    /// that steps back must not take it to where that would still count.
+    #[test]
+    fn agrees_with_the_model(steps in steps()) {
+        let mut world = World::new();
+        let mut newest_us = 0;
+        let mut model = Model::default();
+        for step in &steps {
+            match step {
+                Step::Move(step) => world.step_time(step, &model.edges_us()),
+                Step::Change(policy, requests) => world.change(*policy, *requests),
+                Step::Ask(asked) => {
+                    let charges = world.charges(asked);
+                    newest_us = newest_us.max(world.clock.now_us());
+                    let expected = model.decide(newest_us, &charges);
+                    prop_assert_eq!(world.store.decide(&charges), expected, "asked {:?}", charges);
+                }
+            }
+        }
+    }
+
+    /// Judged by what was admitted and nothing else, so that model and store cannot be wrong together.
+    #[test]
+    fn trap_9_and_14_no_window_ever_holds_more_than_the_limit(steps in steps_without_changes()) {
+        let world = World::new();
+        let mut admitted: HashMap<(usize, usize), Vec<(u64, u64)>> = HashMap::new();
+        let mut edges = Vec::new();
+        for step in &steps {
+            match step {
+                Step::Move(step) => world.step_time(step, &edges),
+                Step::Ask(asked) => {
+                    let decision = world.store.decide(&world.charges(asked));
+                    for (policy, user, cost) in asked {
+                        if !decision.admitted || POLICIES[*policy].1 || *cost == 0 {
+                            continue;
+                        }
+                        let log = admitted.entry((*policy, *user)).or_default();
+                        let newest = log.last().map_or(0, |(at_us, _)| *at_us);
+                        log.push((decision.now_us.max(newest), *cost));
+                        edges.extend(POLICIES[*policy].2.iter().map(|(_, per_us)| decision.now_us + per_us));
+                    }
+                }
+                Step::Change(..) => {}
+            }
+        }
+        for ((policy, _), log) in &admitted {
+            for limit in &world.limits[*policy] {
+                prop_assert!(most_in_any_window(log, limit) <= limit.requests, "{limit:?} admitted {log:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn trap_2_and_11_a_rejected_request_leaves_no_trace(steps in steps_without_changes()) {
+        let (with, without) = (World::new(), World::new());
+        let mut edges = Vec::new();
+        for step in &steps {
+            match step {
+                Step::Move(step) => {
+                    with.step_time(step, &edges);
+                    without.hands.set_us(with.clock.now_us());
+                }
+                Step::Ask(asked) => {
+                    let decision = with.store.decide(&with.charges(asked));
+                    edges.extend(decision.standings.iter().flatten().filter_map(|standing| standing.grows_at_us));
+                    if decision.admitted {
+                        prop_assert_eq!(without.store.decide(&without.charges(asked)), decision);
+                    } else {
+                        // Looking takes nothing, but shows this store the time too.
+                        let looks = without.charges(asked).into_iter().map(|charge| Charge { cost: 0, ..charge });
+                        without.store.decide(&looks.collect::<Vec<_>>());
+                    }
+                }
+                Step::Change(..) => {}
+            }
+        }
+    }
+
+    #[test]
+    fn trap_10_retry_is_the_truth_to_the_microsecond(steps in steps()) {
+        let mut world = World::new();
+        let mut edges = Vec::new();
+        for step in &steps {
+            match step {
+                Step::Move(step) => world.step_time(step, &edges),
+                Step::Change(policy, requests) => world.change(*policy, *requests),
+                Step::Ask(asked) => {
+                    let charges = world.charges(asked);
+                    let decision = world.store.decide(&charges);
+                    edges.extend(decision.standings.iter().flatten().filter_map(|standing| standing.grows_at_us));
+                    let Some(until_us) = until_us(&charges, &decision) else { continue };
+                    world.hands.set_us(until_us - 1);
+                    prop_assert!(!world.store.decide(&charges).admitted, "admitted before {until_us}");
+                    world.hands.set_us(until_us);
+                    prop_assert!(world.store.decide(&charges).admitted, "still refused at {until_us}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn remaining_grows_when_it_is_said_to(steps in steps()) {
+        let mut world = World::new();
+        let mut edges = Vec::new();
+        for step in &steps {
+            match step {
+                Step::Move(step) => world.step_time(step, &edges),
+                Step::Change(policy, requests) => world.change(*policy, *requests),
+                Step::Ask(asked) => {
+                    let charges = world.charges(asked);
+                    let decision = world.store.decide(&charges);
+                    let grows = |(_, standing): &(_, &Standing)| standing.grows_at_us;
+                    let first = charges.iter().zip(decision.standings.iter().flatten()).filter(|it| grows(it).is_some()).min_by_key(grows);
+                    let Some((charge, standing)) = first else { continue };
+                    let grows_at_us = standing.grows_at_us.unwrap();
+                    edges.push(grows_at_us);
+                    let look = Charge { cost: 0, ..*charge };
+                    world.hands.set_us(grows_at_us - 1);
+                    prop_assert_eq!(world.store.decide(&[look]).standings[0].unwrap().remaining, standing.remaining);
+                    world.hands.set_us(grows_at_us);
+                    prop_assert!(world.store.decide(&[look]).standings[0].unwrap().remaining > standing.remaining);
+                }
+            }
+        }
+    }
+}
+
+/// When the whole request would be admitted, if it was refused and not for ever.
+fn until_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
+    let refusals =
+        charges.iter().zip(decision.standings.iter().flatten()).filter(|(charge, _)| !charge.shadow);
+    let mut latest_us = None;
+    for refusal in refusals.filter_map(|(_, standing)| standing.refusal) {
+        match refusal {
+            Refusal::Until(at_us) => latest_us = latest_us.max(Some(at_us)),
+            Refusal::Never => return None,
+        }
+    }
+    latest_us
+}
+
+/// The most units that one window held, `log` being admissions as (time, units) in order of time.
+fn most_in_any_window(log: &[(u64, u64)], limit: &Limit) -> u64 {
+    let held = |same_window: &dyn Fn(u64) -> bool| -> u64 {
+        log.iter().filter(|(at_us, _)| same_window(*at_us)).map(|(_, units)| units).sum()
+    };
+    let windows = log.iter().map(|(end_us, _)| match limit.algorithm {
+        Algorithm::SlidingLog => held(&|at_us| at_us <= *end_us && at_us > end_us - limit.per_us),
+        Algorithm::FixedWindow { offset_us } => {
+            let number = |at_us: u64| (at_us - offset_us) / limit.per_us;
+            held(&|at_us| number(at_us) == number(*end_us))
+        }
+    });
+    windows.max().unwrap_or(0)
+}
+
+/// One limit for many keys, in a store with given bounds.
+struct Crowd {
+    store: Memory,
+    hands: Hands,
+    limit: Limit,
+}
+
+impl Crowd {
+    fn new(settings: MemorySettings, requests: u64, per_us: u64) -> Self {
+        let (clock, hands) = Clock::manual(START_US);
+        Self { store: Memory::new(settings, clock), hands, limit: limit(requests, per_us, LOG) }
+    }
+
+    fn ask(&self, user: &str, cost: u64) -> Decision {
+        let key = key("crowd", user);
+        self.store.decide(&[Charge { limit: &self.limit, key: &key, cost, group: 0, shadow: false }])
+    }
+
+    /// Units that the store still knows this user to have spent; looking costs nothing.
+    fn used(&self, user: &str) -> u64 {
+        self.limit.requests - self.ask(user, 0).standings[0].unwrap().remaining
+    }
+}
+
+#[test]
+fn trap_26_keys_are_bounded_by_number() {
+    let crowd = Crowd::new(MemorySettings { max_keys: 100, ..ROOMY }, 5, HOUR_US);
+    for user in 0..2_000 {
+        assert!(crowd.ask(&user.to_string(), 1).admitted, "a full store still admits");
+    }
+    let kept = (0..2_000).filter(|user| crowd.used(&user.to_string()) > 0).count();
+    assert!((50..=100).contains(&kept), "{kept} keys are kept where 100 are allowed");
+}
+
+#[test]
+fn trap_26_keys_are_bounded_by_bytes() {
+    let max_bytes = 256 << 10;
+    let crowd = Crowd::new(MemorySettings { max_bytes, ..ROOMY }, 1_000, HOUR_US);
+    for user in 0..100 {
+        for _ in 0..400 {
+            crowd.hands.advance_us(1);
+            crowd.ask(&user.to_string(), 1);
+        }
+    }
+    // A sliding log keeps at least a time for each charge, 8 bytes.
+    let entries: u64 = (0..100).map(|user| crowd.used(&user.to_string())).sum();
+    assert!(entries * 8 <= max_bytes as u64, "{entries} log entries do not fit in {max_bytes} bytes");
+    assert!(entries > 1_000, "but some must be kept, not {entries}");
+}
+
+#[test]
+fn nobody_flushes_their_exhausted_key_by_inventing_fresh_ones() {
+    let crowd = Crowd::new(MemorySettings { max_keys: 64, ..ROOMY }, 5, HOUR_US);
+    crowd.ask("attacker", 5);
+    for user in 0..5_000 {
+        crowd.ask(&format!("invented-{user}"), 1);
+        if user % 500 == 0 {
+            assert!(!crowd.ask("attacker", 1).admitted, "free again after {user} invented keys");
+        }
+    }
+    assert_eq!(crowd.used("attacker"), 5);
+}
+
+#[test]
+fn a_long_log_is_not_flushed_by_fresh_keys_either() {
+    let crowd = Crowd::new(MemorySettings { max_bytes: 128 << 10, ..ROOMY }, 1_000, HOUR_US);
+    for _ in 0..1_000 {
+        crowd.hands.advance_us(1);
+        crowd.ask("attacker", 1);
+    }
+    for user in 0..5_000 {
+        crowd.ask(&format!("invented-{user}"), 1);
+    }
+    assert!(!crowd.ask("attacker", 1).admitted);
+}
+
+#[test]
+fn expired_keys_go_before_live_ones() {
+    let mut crowd = Crowd::new(MemorySettings { max_keys: 64, ..ROOMY }, 5, 1_000_000);
+    for user in 0..32 {
+        crowd.ask(&format!("old-{user}"), 5);
+    }
+    crowd.limit.per_us = HOUR_US;
+    for user in 0..32 {
+        crowd.ask(&format!("live-{user}"), 1);
+    }
+    crowd.hands.advance_us(2_000_000);
+    for user in 0..32 {
+        crowd.ask(&format!("new-{user}"), 2);
+    }
+    let live = (0..32).filter(|user| crowd.used(&format!("live-{user}")) == 1).count();
+    assert_eq!(live, 32, "live keys had to go while 32 expired ones were there");
+}
+
+#[test]
+fn trap_4_and_11_all_or_nothing_under_threads() {
+    let (clock, _hands) = Clock::manual(START_US);
+    let store = Arc::new(Memory::new(ROOMY, clock));
+    let (wide, narrow) = (limit(100, HOUR_US, LOG), limit(60, HOUR_US, LOG));
+    let threads: Vec<_> = (0..8)
+        .map(|thread| {
+            let (store, wide, narrow) = (Arc::clone(&store), wide.clone(), narrow.clone());
+            thread::spawn(move || {
+                let (a, b) = (key("wide", "a"), key("narrow", "b"));
+                let charge = |limit, key, group| Charge { limit, key, cost: 1, group, shadow: false };
+                let mut charges = [charge(&wide, &a, 0), charge(&narrow, &b, 1)];
+                // Half of the threads ask in the other order: locks taken in order of asking would deadlock.
+                if thread % 2 == 1 {
+                    charges.reverse();
+                }
+                (0..500).filter(|_| store.decide(&charges).admitted).count()
+            })
+        })
+        .collect();
+    let admitted: usize = threads.into_iter().map(|thread| thread.join().unwrap()).sum();
+    assert_eq!(admitted, 60, "exactly the narrow limit");
+    let key = key("wide", "a");
+    let look = Charge { limit: &wide, key: &key, cost: 0, group: 0, shadow: false };
+    assert_eq!(
+        store.decide(&[look]).standings[0].unwrap().remaining,
+        40,
+        "refused requests drained the wide limit"
+    );
+}
+
+#[test]
+fn trap_1_charges_in_the_same_microsecond_all_count() {
+    let crowd = Crowd::new(ROOMY, 5, 1_000);
+    let admitted = (0..50).filter(|_| crowd.ask("one", 1).admitted).count();
+    assert_eq!(admitted, 5);
+}
+
+#[test]
+fn trap_3_a_log_is_not_a_broken_bucket() {
+    let crowd = Crowd::new(ROOMY, 5, 1_000);
+    for period in 0..50 {
+        let admitted = (0..10).filter(|_| crowd.ask("one", 1).admitted).count();
+        assert_eq!(admitted, 5, "in period {period}");
+        crowd.hands.advance_us(1_000);
+    }
+}
+
+#[test]
+fn trap_12_cost_is_checked_before_it_is_added() {
+    let crowd = Crowd::new(ROOMY, 100, 1_000);
+    assert!(crowd.ask("one", 99).admitted);
+    assert!(!crowd.ask("one", 100).admitted);
+    assert_eq!(crowd.used("one"), 99);
+}
+
+#[test]
+fn trap_21_values_cannot_be_shifted_between_key_parts() {
+    let build = |parts: [&str; 2]| {
+        let mut key = KeyBuilder::new("pair");
+        parts.iter().for_each(|part| key.part(Some(part.as_bytes())));
+        key.finish()
+    };
+    let (clock, _hands) = Clock::manual(START_US);
+    let store = Memory::new(ROOMY, clock);
+    let limit = limit(1, HOUR_US, LOG);
+    let admitted =
+        |key: &Key| store.decide(&[Charge { limit: &limit, key, cost: 1, group: 0, shadow: false }]).admitted;
+    assert!(admitted(&build(["a:b", "c"])));
+    assert!(admitted(&build(["a", "b:c"])), "another client's key");
+    assert!(!admitted(&build(["a:b", "c"])));
+}

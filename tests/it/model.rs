@@ -1,0 +1,236 @@
+//! The naive model: SEMANTICS as plain Rust, slow and obviously right.
+//!
+//! It never forgets and never trims: per counter it keeps every unit that was ever charged, with its
+//! time, and answers each question by looking at all of them. The stores are judged against it.
+
+use std::collections::HashMap;
+use tidegate::limiter::{Algorithm, Charge, Decision, Limit, Refusal, Standing};
+
+#[derive(Debug, Default)]
+pub struct Model {
+    counters: HashMap<Identity, Vec<Spent>>,
+}
+
+/// What makes two charges use the same counter: the key, the algorithm with its offset, and the period.
+/// Never the amount: a changed limit keeps the usage so far.
+type Identity = (u128, Algorithm, u64);
+
+#[derive(Clone, Copy, Debug)]
+struct Spent {
+    at_us: u64,
+    units: u64,
+}
+
+impl Model {
+    /// Decides one request at the store's clock, all or nothing.
+    pub fn decide(&mut self, clock_us: u64, charges: &[Charge<'_>]) -> Decision {
+        let refusals: Vec<_> = charges.iter().map(|charge| self.refusal(clock_us, charge)).collect();
+        let admits = |wanted: &dyn Fn(&Charge<'_>) -> bool| {
+            charges.iter().zip(&refusals).all(|(charge, refusal)| !wanted(charge) || refusal.is_none())
+        };
+        let admitted = admits(&|charge| !charge.shadow);
+        for charge in charges {
+            if admitted && admits(&|other| other.group == charge.group) {
+                self.charge(clock_us, charge);
+            }
+        }
+        let standings = charges.iter().zip(refusals).map(|(charge, refusal)| Standing {
+            remaining: self.remaining_at(charge, self.now_us(clock_us, charge)),
+            grows_at_us: self.grows_at_us(clock_us, charge),
+            refusal,
+        });
+        Decision { now_us: clock_us, admitted, standings: standings.map(Some).collect() }
+    }
+
+    /// Every moment at which something comes back: where an off-by-one would show.
+    pub fn edges_us(&self) -> Vec<u64> {
+        let mut edges: Vec<_> = self
+            .counters
+            .iter()
+            .flat_map(|((_, algorithm, per_us), spent)| {
+                spent.iter().map(|spent| gone_at_us(*algorithm, *per_us, spent.at_us))
+            })
+            .collect();
+        edges.sort_unstable();
+        edges.dedup();
+        edges
+    }
+
+    fn refusal(&self, clock_us: u64, charge: &Charge<'_>) -> Option<Refusal> {
+        let limit = charge.limit;
+        if limit.requests == 0 || charge.cost > limit.requests {
+            return Some(Refusal::Never);
+        }
+        let now_us = self.now_us(clock_us, charge);
+        let fits_at = |at_us: u64| self.used_at(charge, at_us) + charge.cost <= limit.requests;
+        if fits_at(now_us) {
+            return None;
+        }
+        let until = self.moments_after(now_us, charge).into_iter().find(|at_us| fits_at(*at_us));
+        Some(Refusal::Until(until.expect("all that was spent comes back")))
+    }
+
+    fn grows_at_us(&self, clock_us: u64, charge: &Charge<'_>) -> Option<u64> {
+        let now_us = self.now_us(clock_us, charge);
+        let remaining = self.remaining_at(charge, now_us);
+        self.moments_after(now_us, charge)
+            .into_iter()
+            .find(|at_us| self.remaining_at(charge, *at_us) > remaining)
+    }
+
+    fn remaining_at(&self, charge: &Charge<'_>, at_us: u64) -> u64 {
+        charge.limit.requests.saturating_sub(self.used_at(charge, at_us))
+    }
+
+    /// The units that count at a time not before the newest of them.
+    fn used_at(&self, charge: &Charge<'_>, at_us: u64) -> u64 {
+        let Limit { per_us, algorithm, .. } = *charge.limit;
+        let counts = |spent: &&Spent| match algorithm {
+            // The window is (now − per, now]: an entry exactly one period old is out.
+            Algorithm::SlidingLog => spent.at_us + per_us > at_us,
+            Algorithm::FixedWindow { offset_us } => {
+                window(per_us, offset_us, spent.at_us) == window(per_us, offset_us, at_us)
+            }
+        };
+        self.spent(charge).iter().filter(counts).map(|spent| spent.units).sum()
+    }
+
+    fn moments_after(&self, now_us: u64, charge: &Charge<'_>) -> Vec<u64> {
+        let Limit { per_us, algorithm, .. } = *charge.limit;
+        let mut moments: Vec<_> = self
+            .spent(charge)
+            .iter()
+            .map(|spent| gone_at_us(algorithm, per_us, spent.at_us))
+            .filter(|at_us| *at_us > now_us)
+            .collect();
+        moments.sort_unstable();
+        moments
+    }
+
+    /// A clock that steps back never loosens: time stands at the newest that this key's state has seen,
+    /// which for a fixed window is its start.
+    fn now_us(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
+        let Limit { per_us, algorithm, .. } = *charge.limit;
+        let newest = self.spent(charge).iter().map(|spent| match algorithm {
+            Algorithm::SlidingLog => spent.at_us,
+            Algorithm::FixedWindow { offset_us } => {
+                window_start_us(per_us, offset_us, window(per_us, offset_us, spent.at_us))
+            }
+        });
+        newest.max().map_or(clock_us, |newest_us| newest_us.max(clock_us))
+    }
+
+    fn charge(&mut self, clock_us: u64, charge: &Charge<'_>) {
+        let at_us = self.now_us(clock_us, charge);
+        if charge.cost > 0 {
+            self.counters.entry(identity(charge)).or_default().push(Spent { at_us, units: charge.cost });
+        }
+    }
+
+    fn spent(&self, charge: &Charge<'_>) -> &[Spent] {
+        self.counters.get(&identity(charge)).map_or(&[], Vec::as_slice)
+    }
+}
+
+fn identity(charge: &Charge<'_>) -> Identity {
+    let (algorithm, per_us) = charge.limit.identity();
+    (charge.key.id(), algorithm, per_us)
+}
+
+fn gone_at_us(algorithm: Algorithm, per_us: u64, at_us: u64) -> u64 {
+    match algorithm {
+        Algorithm::SlidingLog => at_us + per_us,
+        Algorithm::FixedWindow { offset_us } => {
+            window_start_us(per_us, offset_us, window(per_us, offset_us, at_us) + 1)
+        }
+    }
+}
+
+/// The number of the window that holds `at_us`: floor((at − offset) / per).
+fn window(per_us: u64, offset_us: u64, at_us: u64) -> i128 {
+    (i128::from(at_us) - i128::from(offset_us)).div_euclid(i128::from(per_us))
+}
+
+fn window_start_us(per_us: u64, offset_us: u64, window: i128) -> u64 {
+    let start = window * i128::from(per_us) + i128::from(offset_us);
+    u64::try_from(start.max(0)).expect("tests stay below the year 500000")
+}
+
+/// The model itself, on sequences small enough to work out by hand.
+mod by_hand {
+    use super::*;
+    use tidegate::limiter::{Key, KeyBuilder};
+
+    const T: u64 = 1_800_000_000_000_000;
+
+    struct Bench {
+        model: Model,
+        key: Key,
+        limit: Limit,
+    }
+
+    impl Bench {
+        fn new(requests: u64, per_us: u64, algorithm: Algorithm) -> Self {
+            let key = KeyBuilder::new("p").finish();
+            Self { model: Model::default(), key, limit: Limit { requests, per_us, algorithm } }
+        }
+
+        fn ask(&mut self, at_us: u64, cost: u64) -> Standing {
+            let charge = Charge { limit: &self.limit, key: &self.key, cost, group: 0, shadow: false };
+            self.model.decide(at_us, &[charge]).standings[0].unwrap()
+        }
+    }
+
+    #[test]
+    fn a_log_frees_when_the_oldest_that_matters_leaves() {
+        let mut bench = Bench::new(3, 100, Algorithm::SlidingLog);
+        assert_eq!(bench.ask(T, 1), Standing { remaining: 2, grows_at_us: Some(T + 100), refusal: None });
+        assert_eq!(bench.ask(T + 10, 2).remaining, 0);
+        assert_eq!(bench.ask(T + 20, 1).refusal, Some(Refusal::Until(T + 100)));
+        assert_eq!(bench.ask(T + 20, 2).refusal, Some(Refusal::Until(T + 110)));
+        assert_eq!(bench.ask(T + 20, 4).refusal, Some(Refusal::Never));
+        assert_eq!(bench.ask(T + 99, 1).refusal, Some(Refusal::Until(T + 100)));
+        assert_eq!(bench.ask(T + 100, 1).refusal, None);
+    }
+
+    #[test]
+    fn a_fixed_window_frees_at_its_edge() {
+        let mut bench = Bench::new(2, 100, Algorithm::FixedWindow { offset_us: 30 });
+        assert_eq!(bench.ask(T + 129, 2).refusal, None);
+        assert_eq!(bench.ask(T + 129, 1).refusal, Some(Refusal::Until(T + 130)));
+        assert_eq!(bench.ask(T + 130, 2).refusal, None);
+        assert_eq!(bench.ask(T + 229, 1).refusal, Some(Refusal::Until(T + 230)));
+    }
+
+    #[test]
+    fn a_clock_that_steps_back_does_not_loosen() {
+        let mut log = Bench::new(1, 100, Algorithm::SlidingLog);
+        assert_eq!(log.ask(T, 1).refusal, None);
+        assert_eq!(log.ask(T - 1_000, 1).refusal, Some(Refusal::Until(T + 100)));
+        let mut window = Bench::new(1, 100, Algorithm::FixedWindow { offset_us: 0 });
+        assert_eq!(window.ask(T + 50, 1).refusal, None);
+        assert_eq!(window.ask(T - 1, 1).refusal, Some(Refusal::Until(T + 100)));
+    }
+
+    #[test]
+    fn a_lowered_limit_binds_and_a_raised_one_frees() {
+        let mut bench = Bench::new(4, 100, Algorithm::SlidingLog);
+        for at_us in [T, T + 1, T + 2, T + 3] {
+            bench.ask(at_us, 1);
+        }
+        bench.limit.requests = 2;
+        let standing = bench.ask(T + 4, 1);
+        assert_eq!(standing.refusal, Some(Refusal::Until(T + 102)));
+        assert_eq!((standing.remaining, standing.grows_at_us), (0, Some(T + 102)));
+        bench.limit.requests = 5;
+        assert_eq!(bench.ask(T + 4, 1).refusal, None);
+    }
+
+    #[test]
+    fn nothing_is_ever_allowed_by_a_limit_of_none() {
+        let mut bench = Bench::new(0, 100, Algorithm::SlidingLog);
+        let never = Standing { remaining: 0, grows_at_us: None, refusal: Some(Refusal::Never) };
+        assert_eq!(bench.ask(T, 1), never);
+        assert_eq!(bench.ask(T, 0), never);
+    }
+}

@@ -1,0 +1,523 @@
+//! What a proxy owes both sides: every byte, in order, as it comes, and the truth when it breaks.
+
+use crate::support::client::{ClientBody, RawClient, answered, http1, http2};
+use crate::support::nginx::Nginx;
+use crate::support::proxy::Proxy;
+use crate::support::upstream::{RawUpstream, Upstream, digest, echo, fed, full};
+use crate::support::{SOON, eventually, noise, sha256};
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Body, Frame, Incoming};
+use hyper::{Request, Response};
+use std::convert::Infallible;
+use std::net::{SocketAddr, TcpListener};
+use std::pin::Pin;
+use std::sync::Mutex;
+use std::task::{Context, Poll};
+use std::time::Duration;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::timeout;
+
+const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
+const BIG: usize = 100 << 20;
+
+/// Gives its value to the first request that asks.
+fn once<T>(value: T) -> impl Fn() -> T {
+    let value = Mutex::new(Some(value));
+    move || value.lock().unwrap().take().expect("one request only")
+}
+
+#[tokio::test]
+async fn a_response_streams_its_first_byte_before_its_last() {
+    let (feeder, body) = fed();
+    let body = once(body);
+    let upstream = Upstream::serving(move |_| {
+        let body = body();
+        async { Response::new(body) }
+    })
+    .await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    feeder.send("first").await;
+    client.read_past(b"first").await;
+    feeder.send("last").await;
+    drop(feeder);
+    client.read_past(b"last").await;
+    client.read_past(b"0\r\n\r\n").await;
+}
+
+#[tokio::test]
+async fn a_request_streams_its_first_byte_before_its_last() {
+    let (told, first_seen) = oneshot::channel();
+    let told = once(told);
+    let upstream = Upstream::serving(move |request: Request<Incoming>| {
+        let told = told();
+        async move {
+            let mut body = request.into_body();
+            let first = body.frame().await.unwrap().unwrap().into_data().unwrap();
+            told.send(first).unwrap();
+            let (rest, _) = digest(body).await;
+            Response::new(full(rest.to_string()))
+        }
+    })
+    .await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n").await;
+    assert_eq!(timeout(SOON, first_seen).await.unwrap().unwrap(), "first");
+    client.send("4\r\nlast\r\n0\r\n\r\n").await;
+    assert_eq!(client.reply().await.text(), "4");
+}
+
+#[tokio::test]
+async fn a_hundred_megabytes_come_down_from_nginx_unchanged() {
+    let nginx = Nginx::start().await;
+    let content = noise(BIG);
+    nginx.file("big", &content);
+    let proxy = Proxy::start("", nginx.address).await;
+    let (len, sha) = download(proxy.address, "/big").await;
+    assert_eq!((len, sha), (BIG as u64, sha256(&content)));
+}
+
+#[tokio::test]
+async fn a_hundred_megabytes_go_up_to_nginx_unchanged() {
+    let nginx = Nginx::start().await;
+    let proxy = Proxy::start("", nginx.address).await;
+    let content = Bytes::from(noise(BIG));
+    let request = Request::put("/up").header("host", "a").body(Full::new(content.clone()).boxed()).unwrap();
+    assert_eq!(answered(http1(proxy.address).await.send_request(request)).await.status(), 201);
+    assert_eq!(sha256(&nginx.uploaded("up")), sha256(&content));
+}
+
+#[tokio::test]
+async fn chunked_bodies_of_any_size_pass_both_ways_unchanged() {
+    let content = Bytes::from(noise(10 << 20));
+    let served = content.clone();
+    let upstream = Upstream::serving(move |request: Request<Incoming>| {
+        let served = served.clone();
+        async move {
+            if request.uri() == "/up" {
+                return echo(request).await;
+            }
+            let (feeder, body) = fed();
+            tokio::spawn(async move {
+                for piece in served.chunks(77_777) {
+                    feeder.send(Bytes::copy_from_slice(piece)).await;
+                }
+            });
+            Response::new(body)
+        }
+    })
+    .await;
+    let proxy = Proxy::start("", upstream.address).await;
+    assert_eq!(download(proxy.address, "/down").await, (10 << 20, sha256(&content)));
+    let (sender, body) = pieces();
+    let sending = content.clone();
+    tokio::spawn(async move {
+        for piece in sending.chunks(33_333) {
+            sender.send(Bytes::copy_from_slice(piece)).await.unwrap();
+        }
+    });
+    let request = Request::post("/up").header("host", "a").body(body).unwrap();
+    let answer = answered(http1(proxy.address).await.send_request(request)).await;
+    let told = answer.into_body().collect().await.unwrap().to_bytes();
+    assert!(String::from_utf8_lossy(&told).contains(&sha256(&content)));
+}
+
+/// Length and SHA-256 of what a GET brings.
+async fn download(address: SocketAddr, target: &str) -> (u64, String) {
+    let request = Request::get(target).header("host", "a").body(ClientBody::default()).unwrap();
+    let mut sender = http1(address).await;
+    let answer = answered(sender.send_request(request)).await;
+    assert_eq!(answer.status(), 200);
+    timeout(Duration::from_secs(60), digest(answer.into_body())).await.unwrap()
+}
+
+/// A request body of unknown length, fed through a channel.
+fn pieces() -> (mpsc::Sender<Bytes>, ClientBody) {
+    struct Pieces(mpsc::Receiver<Bytes>);
+    impl Body for Pieces {
+        type Data = Bytes;
+        type Error = Infallible;
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            context: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            self.0.poll_recv(context).map(|piece| piece.map(|piece| Ok(Frame::data(piece))))
+        }
+    }
+    let (sender, receiver) = mpsc::channel(1);
+    (sender, Pieces(receiver).boxed())
+}
+
+#[tokio::test]
+async fn hop_by_hop_headers_end_here_and_forwarding_ones_begin() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let ask = proxy.ask("GET", "/").header("Host", "shop.example");
+    let ask =
+        ask.header("Connection", "keep-alive, X-Hop").header("X-Hop", "1").header("Keep-Alive", "timeout=5");
+    let ask = ask.header("Proxy-Connection", "keep-alive").header("TE", "gzip").header("X-End", "kept");
+    let ask = ask.header("Proxy-Authorization", "Basic x").header("Via", "1.0 front");
+    assert_eq!(ask.status().await, 200);
+    let seen = upstream.last();
+    for name in ["x-hop", "keep-alive", "proxy-connection", "te", "upgrade", "transfer-encoding"] {
+        assert!(seen.all(name).is_empty(), "{name} in {seen:?}");
+    }
+    assert_eq!((seen.one("host"), seen.one("x-end")), ("shop.example", "kept"));
+    assert_eq!(seen.one("x-forwarded-for"), "127.0.0.1");
+    assert_eq!((seen.one("x-forwarded-proto"), seen.one("x-forwarded-host")), ("http", "shop.example"));
+    let via = seen.all("via").join(", ");
+    assert!(via.starts_with("1.0 front, 1.1 ") && via.contains("tidegate"), "{via}");
+}
+
+#[tokio::test]
+async fn forwarding_headers_are_continued_for_the_trusted_and_begun_anew_for_others() {
+    let upstream = Upstream::echo().await;
+    for (trusted, list, proto) in
+        [("127.0.0.0/8", "1.2.3.4, 127.0.0.1", "https"), ("10.0.0.0/8", "127.0.0.1", "http")]
+    {
+        let config = format!("[client]\ntrusted_proxies = ['{trusted}']");
+        let proxy = Proxy::start(&config, upstream.address).await;
+        let ask =
+            proxy.ask("GET", "/").header("X-Forwarded-For", "1.2.3.4").header("X-Forwarded-Proto", "https");
+        assert_eq!(ask.status().await, 200);
+        let seen = upstream.last();
+        assert_eq!(seen.all("x-forwarded-for").join(", "), list, "from {trusted}");
+        assert_eq!(seen.one("x-forwarded-proto"), proto, "from {trusted}");
+    }
+}
+
+#[tokio::test]
+async fn an_answers_hop_by_hop_headers_end_here_too() {
+    let answer = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: X-Hop, keep-alive\r\nX-Hop: 1\r\n\
+                  Keep-Alive: timeout=5\r\nSet-Cookie: a=1\r\nSet-Cookie: b=2\r\n\r\nok";
+    let upstream = RawUpstream::answering(answer).await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let reply = proxy.get("/").await;
+    assert_eq!((reply.status, reply.text().as_str()), (200, "ok"));
+    assert!(reply.header("x-hop").is_none() && reply.header("keep-alive").is_none());
+    assert!(reply.header("via").is_some_and(|via| via.contains("tidegate")));
+    let cookies: Vec<_> = reply.headers.iter().filter(|(name, _)| name == "set-cookie").collect();
+    assert_eq!(cookies.len(), 2, "separate lines stay separate");
+}
+
+#[tokio::test]
+async fn trailers_come_through_to_those_who_asked() {
+    let (feeder, body) = fed();
+    let body = once(body);
+    let upstream = Upstream::serving(move |_| {
+        let mut response = Response::new(body());
+        response.headers_mut().insert("trailer", "x-sum".parse().unwrap());
+        async { response }
+    })
+    .await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("GET / HTTP/1.1\r\nHost: a\r\nTE: trailers\r\nConnection: TE\r\n\r\n").await;
+    feeder.send("body").await;
+    feeder.trailers([("x-sum".parse().unwrap(), "42".parse().unwrap())].into_iter().collect()).await;
+    client.read_past(b"\r\n0\r\n").await;
+    let trailers = client.read_past(b"\r\n\r\n").await;
+    assert_eq!(String::from_utf8(trailers).unwrap().to_lowercase(), "x-sum: 42\r\n\r\n");
+}
+
+#[tokio::test]
+async fn an_upstream_that_is_not_there_is_a_502() {
+    // Bound and let go of: nobody listens.
+    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let proxy = Proxy::start("[[policy]]\nname = 'p'\nlimit = { requests = 9, per = '1h' }", nobody).await;
+    let reply = proxy.get("/").await;
+    assert_eq!((reply.status, reply.header("content-type")), (502, Some("application/problem+json")));
+    assert!(
+        reply.header("proxy-status").unwrap().contains("error=connection_refused"),
+        "{:?}",
+        reply.headers
+    );
+    assert_eq!(reply.json()["status"], 502);
+    assert!(!reply.text().contains(&nobody.port().to_string()), "no internals: {}", reply.text());
+}
+
+#[tokio::test]
+async fn an_upstream_that_does_not_answer_is_a_504() {
+    let upstream = RawUpstream::scripted(|_, mut socket| async move { socket.drain().await }).await;
+    let proxy = Proxy::start("[upstream]\nresponse_timeout = '200ms'", upstream.address).await;
+    let reply = proxy.get("/").await;
+    assert_eq!((reply.status, reply.json()["status"].as_u64()), (504, Some(504)));
+    assert!(reply.header("proxy-status").unwrap().contains("error=connection_read_timeout"));
+}
+
+#[tokio::test]
+async fn an_answer_that_is_no_http_is_a_502() {
+    for nonsense in
+        ["SSH-2.0-OpenSSH\r\n\r\n", "HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", ""]
+    {
+        let upstream = RawUpstream::scripted(move |_, mut socket| async move {
+            socket.request().await;
+            socket.send(nonsense.as_bytes()).await;
+        })
+        .await;
+        let proxy = Proxy::start("", upstream.address).await;
+        assert_eq!(proxy.ask("POST", "/").status().await, 502, "{nonsense:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_truncated_answer_never_looks_complete() {
+    for cut in [
+        "HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nshort",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nshort\r\n",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\na\r\nshort",
+    ] {
+        let upstream = RawUpstream::scripted(move |_, mut socket| async move {
+            socket.request().await;
+            socket.send(cut.as_bytes()).await;
+        })
+        .await;
+        let proxy = Proxy::start("", upstream.address).await;
+        let reply = proxy.get("/").await;
+        assert!(!reply.complete, "{cut:?} became {reply:?}");
+        let mut h2 = http2(proxy.address).await;
+        let request = Request::get("http://a/").body(ClientBody::default()).unwrap();
+        let answer = answered(h2.send_request(request)).await;
+        let body = timeout(SOON, answer.into_body().collect()).await.unwrap();
+        assert!(body.is_err(), "{cut:?} over HTTP/2");
+    }
+}
+
+#[tokio::test]
+async fn a_truncated_upload_never_looks_complete() {
+    let upstream = RawUpstream::scripted(|_, mut socket| async move { socket.drain().await }).await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let heads = ["Content-Length: 10\r\n\r\nshort", "Transfer-Encoding: chunked\r\n\r\n5\r\nshort\r\n"];
+    for (before, head) in heads.into_iter().enumerate() {
+        let mut client = RawClient::connect(proxy.address).await;
+        client.send(format!("POST / HTTP/1.1\r\nHost: a\r\n{head}")).await;
+        eventually("the upload to begin", SOON, || {
+            let received = String::from_utf8(upstream.received()).unwrap();
+            (received.matches("short").count() > before).then_some(())
+        })
+        .await;
+        drop(client);
+    }
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert!(!upstream.received().windows(5).any(|end| end == b"0\r\n\r\n"), "an end that nobody sent");
+}
+
+#[tokio::test]
+async fn http_1_0_clients_are_served() {
+    let (feeder, body) = fed();
+    let body = once(body);
+    let upstream = Upstream::serving(move |_| {
+        let body = body();
+        async { Response::new(body) }
+    })
+    .await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("GET / HTTP/1.0\r\nHost: a\r\n\r\n").await;
+    feeder.send("streamed").await;
+    drop(feeder);
+    let reply = client.reply().await;
+    assert_eq!((reply.status, reply.text().as_str()), (200, "streamed"));
+    assert!(reply.header("transfer-encoding").is_none(), "HTTP/1.0 knows no chunks");
+    assert!(client.rest().await.is_empty(), "and ends with the connection");
+}
+
+#[tokio::test]
+async fn http_2_clients_are_served_limited_and_forwarded_as_http_1() {
+    let upstream = Upstream::echo().await;
+    let config =
+        "[[policy]]\nname = 'p'\nmatch = { hosts = ['shop.example'] }\nlimit = { requests = 3, per = '1h' }";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let h2 = http2(proxy.address).await;
+    let mut statuses = Vec::new();
+    for _ in 0..4 {
+        let request = Request::post("http://shop.example/x?y").body(Full::from("body").boxed()).unwrap();
+        statuses.push(answered(h2.clone().send_request(request)).await.status().as_u16());
+    }
+    assert_eq!(statuses, [200, 200, 200, 429]);
+    let seen = upstream.last();
+    assert_eq!((seen.target.as_str(), seen.one("host")), ("/x?y", "shop.example"));
+    assert!(seen.one("via").starts_with("2"), "{seen:?}");
+}
+
+#[tokio::test]
+async fn http_2_streams_do_not_wait_for_each_other() {
+    let (feeder, body) = fed();
+    let body = once(body);
+    let upstream = Upstream::serving(move |request: Request<Incoming>| {
+        let slow = (request.uri() == "/slow").then(&body);
+        async { Response::new(slow.unwrap_or_else(|| full("quick"))) }
+    })
+    .await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let h2 = http2(proxy.address).await;
+    let get = |path: &str| Request::get(format!("http://a{path}")).body(ClientBody::default()).unwrap();
+    let slow = answered(h2.clone().send_request(get("/slow"))).await;
+    let quick = answered(h2.clone().send_request(get("/quick"))).await;
+    assert_eq!(quick.into_body().collect().await.unwrap().to_bytes(), "quick");
+    feeder.send("slow").await;
+    drop(feeder);
+    assert_eq!(slow.into_body().collect().await.unwrap().to_bytes(), "slow");
+}
+
+#[tokio::test]
+async fn a_refused_upload_is_not_asked_to_continue() {
+    let upstream = Upstream::echo().await;
+    let config = "[[policy]]\nname = 'p'\nlimit = { requests = 1, per = '1h' }";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let head = "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n";
+    let mut client = RawClient::connect(proxy.address).await;
+    assert_eq!(client.send(head).await.any_reply(false).await.status, 100);
+    assert_eq!(client.send("body").await.any_reply(false).await.status, 200);
+    assert!(upstream.last().all("expect").is_empty(), "answered here");
+    let mut refused = RawClient::connect(proxy.address).await;
+    assert_eq!(refused.send(head).await.any_reply(false).await.status, 429);
+}
+
+#[tokio::test]
+async fn a_refusal_reaches_a_client_that_is_still_uploading() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("[[policy]]\nname = 'p'\naction = 'deny'", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send(format!("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {}\r\n\r\n", 1 << 20)).await;
+    client.send(noise(256 << 10)).await;
+    assert_eq!(client.reply().await.status, 403);
+}
+
+#[tokio::test]
+async fn an_early_answer_ends_the_upload_and_not_the_proxy() {
+    let upstream = RawUpstream::scripted(|_, mut socket| async move {
+        while !socket.read().await {}
+        socket.send(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nearly").await;
+        socket.drain().await;
+    })
+    .await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n").await;
+    assert_eq!(client.reply().await.text(), "early");
+    assert!(client.closes(SOON).await, "the rest of the upload has no reader");
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_aborts_its_request_upstream() {
+    let (entered, mut enter) = mpsc::channel::<oneshot::Receiver<()>>(1);
+    let upstream = Upstream::serving(move |_| {
+        let entered = entered.clone();
+        async move {
+            // Held while the request lives, and dropped with it.
+            let (_alive, gone) = oneshot::channel::<()>();
+            entered.send(gone).await.unwrap();
+            std::future::pending().await
+        }
+    })
+    .await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let gone = timeout(SOON, enter.recv()).await.unwrap().unwrap();
+    drop(client);
+    assert!(timeout(SOON, gone).await.expect("the upstream still works for nobody").is_err());
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_in_the_middle_of_an_answer_aborts_it() {
+    let (feeder, body) = fed();
+    let body = once(body);
+    let upstream = Upstream::serving(move |_| {
+        let body = body();
+        async { Response::new(body) }
+    })
+    .await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    feeder.send("first").await;
+    client.read_past(b"first").await;
+    drop(client);
+    timeout(SOON, feeder.gone()).await.expect("the upstream still sends to nobody");
+}
+
+#[tokio::test]
+async fn a_slow_reader_slows_the_upstream_down() {
+    let (feeder, body) = fed();
+    let body = once(body);
+    let upstream = Upstream::serving(move |_| {
+        let body = body();
+        async { Response::new(body) }
+    })
+    .await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let piece = Bytes::from(vec![b'x'; 1 << 20]);
+    let mut taken = 0;
+    // Sockets and buffers on the way hold some megabytes; then nothing more must be taken.
+    while timeout(Duration::from_millis(500), feeder.send(piece.clone())).await.is_ok() {
+        taken += 1;
+        assert!(taken < 64, "{taken} MiB are held for a client that does not read");
+    }
+}
+
+#[tokio::test]
+async fn connections_are_used_again_on_both_sides() {
+    let upstream = RawUpstream::answering(OK).await;
+    let proxy = Proxy::start("[listen]\nthreads = 1", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    for _ in 0..10 {
+        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        assert_eq!(client.reply().await.text(), "ok");
+    }
+    assert_eq!(upstream.connections(), 1);
+}
+
+#[tokio::test]
+async fn pipelined_requests_are_answered_in_order() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    let requests: String = (0..5).map(|n| format!("GET /{n} HTTP/1.1\r\nHost: a\r\n\r\n")).collect();
+    client.send(requests).await;
+    for n in 0..5 {
+        assert_eq!(client.reply().await.json()["target"], format!("/{n}"));
+    }
+}
+
+#[tokio::test]
+async fn an_upstream_that_closes_idle_connections_is_asked_again() {
+    // Every connection answers once, lets the second request come, and closes on it.
+    let upstream = RawUpstream::scripted(|_, mut socket| async move {
+        socket.request().await;
+        socket.send(OK.as_bytes()).await;
+        socket.request().await;
+    })
+    .await;
+    let proxy = Proxy::start("[listen]\nthreads = 1", upstream.address).await;
+    assert_eq!(proxy.statuses("/", 6).await, [200; 6]);
+}
+
+#[tokio::test]
+async fn what_is_not_idempotent_is_never_sent_twice() {
+    let upstream = RawUpstream::scripted(|_, mut socket| async move {
+        socket.request().await;
+        socket.send(OK.as_bytes()).await;
+        socket.request().await;
+    })
+    .await;
+    let proxy = Proxy::start("[listen]\nthreads = 1", upstream.address).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    assert_eq!(proxy.ask("POST", "/once").body("x").status().await, 502);
+    let received = String::from_utf8(upstream.received()).unwrap();
+    assert_eq!(received.matches("POST /once").count(), 1, "{received}");
+}
+
+#[tokio::test]
+async fn the_upstreams_own_name_replaces_the_host_if_wanted() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("[upstream]\npreserve_host = false", upstream.address).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    assert_eq!(upstream.last().one("host"), upstream.address.to_string());
+}

@@ -1,0 +1,406 @@
+//! What becomes of decisions when Redis misbehaves: quick errors by kind, and recovery by itself.
+
+use crate::support::peer::{Relay, liar};
+use crate::support::redis::{Server, free_port, keys, ready, settings};
+use std::time::{Duration, Instant};
+use tidegate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Limit};
+use tidegate::store::redis::{Password, Redis, Script, Shared};
+use tidegate::store::{Store, Unavailable};
+use tokio::time::sleep;
+
+const LIMIT: Limit = Limit { requests: 1000, per_us: 60_000_000, algorithm: Algorithm::SlidingLog };
+
+/// What a loaded machine may add to a deadline.
+const SLACK: Duration = Duration::from_millis(100);
+
+/// What a call may take that doesn't ask Redis.
+const NOTHING: Duration = Duration::from_millis(20);
+
+const RECOVERY: Duration = Duration::from_secs(2);
+
+fn key(name: &str) -> Key {
+    KeyBuilder::new(name).finish()
+}
+
+async fn ask(store: &Store, name: &str) -> Result<Decision, Unavailable> {
+    let key = key(name);
+    store.decide(&[Charge { limit: &LIMIT, key: &key, cost: 1, group: 0, shadow: false }]).await
+}
+
+async fn store(server: &Server) -> (Shared, Store) {
+    let (shared, redis) = server.redis().await;
+    let store = Store::redis(redis);
+    ask(&store, "first").await.unwrap();
+    (shared, store)
+}
+
+fn count(shared: &Shared, kind: &str) -> u64 {
+    shared.errors().find(|(word, _)| *word == kind).unwrap().1
+}
+
+/// Asks until the breaker opens; every call ends in time. Returns the kinds met.
+async fn break_it(shared: &Shared, store: &Store, timeout: Duration) -> Vec<&'static str> {
+    let mut kinds = Vec::new();
+    for _ in 0..50 {
+        let asked = Instant::now();
+        let answer = ask(store, "k").await;
+        assert!(asked.elapsed() <= timeout + SLACK, "{:?}", asked.elapsed());
+        if let Err(unavailable) = answer {
+            kinds.push(unavailable.kind);
+        }
+        if shared.breaker_open() {
+            assert!(!shared.is_up());
+            return kinds;
+        }
+    }
+    panic!("the breaker does not open: {kinds:?}");
+}
+
+/// With the breaker open a call costs nothing.
+async fn costs_nothing(store: &Store) {
+    for _ in 0..20 {
+        let asked = Instant::now();
+        let answer = ask(store, "k").await;
+        assert!(answer.is_err() && asked.elapsed() < NOTHING, "{answer:?} after {:?}", asked.elapsed());
+    }
+}
+
+async fn recovers(shared: &Shared, store: &Store) {
+    let back = Instant::now();
+    while ask(store, "back").await.is_err() || !shared.is_up() {
+        assert!(back.elapsed() < RECOVERY, "no recovery");
+        sleep(Duration::from_millis(5)).await;
+    }
+    assert!(!shared.breaker_open());
+}
+
+#[tokio::test]
+async fn killed_and_restarted_empty() {
+    let mut server = Server::start();
+    let (shared, store) = store(&server).await;
+    server.kill();
+    let kinds = break_it(&shared, &store, Duration::ZERO).await;
+    assert!(kinds.iter().all(|kind| ["connection", "refused"].contains(kind)), "{kinds:?}");
+    costs_nothing(&store).await;
+    server.restart();
+    recovers(&shared, &store).await;
+    assert_eq!(ask(&store, "first").await.unwrap().standings[0].unwrap().remaining, 999);
+}
+
+#[tokio::test]
+async fn started_before_its_redis() {
+    let mut server = Server::start();
+    server.kill();
+    let (shared, redis) = server.redis().await;
+    let store = Store::redis(redis);
+    assert_eq!(ask(&store, "k").await.unwrap_err().kind, "refused");
+    server.restart();
+    recovers(&shared, &store).await;
+}
+
+#[tokio::test]
+async fn hung() {
+    let server = Server::start();
+    let (shared, store) = store(&server).await;
+    server.stop();
+    let kinds = break_it(&shared, &store, server.settings().timeout).await;
+    assert!(kinds.contains(&"timeout"), "{kinds:?}");
+    costs_nothing(&store).await;
+    server.resume();
+    recovers(&shared, &store).await;
+}
+
+#[tokio::test]
+async fn hung_under_many_callers_at_once() {
+    let server = Server::start();
+    let (shared, store) = store(&server).await;
+    server.stop();
+    let asked = Instant::now();
+    let calls: Vec<_> = (0..64)
+        .map(|_| {
+            let store = store.clone();
+            tokio::spawn(async move { ask(&store, "k").await.is_err() })
+        })
+        .collect();
+    for call in calls {
+        assert!(call.await.unwrap());
+    }
+    assert!(asked.elapsed() <= server.settings().timeout + SLACK);
+    assert!(shared.breaker_open());
+    server.resume();
+    recovers(&shared, &store).await;
+}
+
+#[tokio::test]
+async fn flushed_scripts_are_loaded_once_for_all_callers() {
+    let server = Server::start();
+    let (shared, store) = store(&server).await;
+    let loads = server.info("commandstats", "cmdstat_script|load").await;
+    for round in 1..=5 {
+        let _: () = server.command("SCRIPT FLUSH").await;
+        let calls: Vec<_> = (0..64)
+            .map(|n| {
+                let store = store.clone();
+                tokio::spawn(async move { ask(&store, &n.to_string()).await })
+            })
+            .collect();
+        for call in calls {
+            call.await.unwrap().unwrap();
+        }
+        assert_eq!(server.info("commandstats", "cmdstat_script|load").await, loads + round);
+    }
+    assert_eq!(shared.errors().map(|(_, count)| count).sum::<u64>(), 0);
+}
+
+#[tokio::test]
+async fn a_lost_connection_is_noticed_and_replaced_without_a_request() {
+    let server = Server::start();
+    let (shared, store) = store(&server).await;
+    let connections = server.info("stats", "total_connections_received").await;
+    let _: () = server.command("CLIENT KILL TYPE normal SKIPME yes").await;
+    let killed = Instant::now();
+    // The command and each look count as one more.
+    let mut looks = 2;
+    while server.info("stats", "total_connections_received").await <= connections + looks {
+        assert!(killed.elapsed() < RECOVERY);
+        looks += 1;
+        sleep(Duration::from_millis(5)).await;
+    }
+    sleep(SLACK).await;
+    ask(&store, "k").await.unwrap();
+    assert!(shared.is_up());
+}
+
+#[tokio::test]
+async fn out_of_memory() {
+    let server = Server::start();
+    let (shared, store) = store(&server).await;
+    let _: () = server.command("CONFIG SET maxmemory 100kb").await;
+    assert_eq!(break_it(&shared, &store, server.settings().timeout).await, ["oom"; 5]);
+    // Probes meet the same, so requests are spared until there is room.
+    sleep(3 * server.settings().probe_interval).await;
+    costs_nothing(&store).await;
+    let _: () = server.command("CONFIG SET maxmemory 0").await;
+    recovers(&shared, &store).await;
+}
+
+#[tokio::test]
+async fn half_a_request_is_never_charged_for_want_of_memory() {
+    let server = Server::start();
+    let (_shared, redis) = server.redis().await;
+    let daily = Limit { algorithm: Algorithm::FixedWindow { offset_us: 0 }, ..LIMIT };
+    let owner = key("k");
+    let charge = |limit| Charge { limit, key: &owner, cost: 1, group: 0, shadow: false };
+    let _: () = server.command("CONFIG SET maxmemory 100kb").await;
+    let answer = redis.decide(&[charge(&daily), charge(&LIMIT)], tokio::time::Instant::now()).await;
+    assert_eq!(answer.unwrap_err().kind, "oom");
+    assert!(keys(&server).await.iter().all(|key| key.ends_with("probe")));
+}
+
+#[tokio::test]
+async fn password_changed_at_run_time() {
+    let server = Server::start();
+    let (shared, store) = store(&server).await;
+    let mut admin = server.connection().await;
+    let set = |password: &str| {
+        let mut command = redis::cmd("CONFIG");
+        command.arg("SET").arg("requirepass").arg(password);
+        command
+    };
+    let _: () = set("secret").query_async(&mut admin).await.unwrap();
+    let _: i64 = redis::cmd("CLIENT")
+        .arg(&["KILL", "TYPE", "normal", "SKIPME", "yes"])
+        .query_async(&mut admin)
+        .await
+        .unwrap();
+    let kinds = break_it_when_down(&shared, &store).await;
+    assert!(kinds.contains(&"noauth"), "{kinds:?}");
+    let _: () = set("").query_async(&mut admin).await.unwrap();
+    recovers(&shared, &store).await;
+}
+
+/// The same as [`break_it`], for faults that show on the next connection.
+async fn break_it_when_down(shared: &Shared, store: &Store) -> Vec<&'static str> {
+    let down = Instant::now();
+    while count(shared, "noauth") < 2 {
+        assert!(down.elapsed() < RECOVERY);
+        sleep(Duration::from_millis(5)).await;
+    }
+    break_it(shared, store, Duration::ZERO).await
+}
+
+#[tokio::test]
+async fn passwords_right_and_wrong() {
+    let server = Server::with(&["--requirepass", "secret"]);
+    for (password, kind) in [("secret", None), ("wrong", Some("noauth"))] {
+        let password = Some(Password::new(password.to_owned()));
+        let (_shared, redis) = ready(tidegate::store::redis::RedisSettings {
+            password,
+            connect_timeout: Duration::from_millis(300),
+            ..server.settings()
+        })
+        .await;
+        assert_eq!(ask(&Store::redis(redis), "k").await.err().map(|unavailable| unavailable.kind), kind);
+    }
+}
+
+#[tokio::test]
+async fn a_foreign_value_under_a_key_harms_that_key_alone() {
+    let server = Server::start();
+    let (shared, store) = store(&server).await;
+    let daily = Limit { algorithm: Algorithm::FixedWindow { offset_us: 0 }, ..LIMIT };
+    let (bad, good) = (key("bad"), key("good"));
+    let charge = |limit, key| Charge { limit, key, cost: 1, group: 0, shadow: false };
+    let script = Script::new("t");
+    let (log, window) = (script.key(&charge(&LIMIT, &bad)), script.key(&charge(&daily, &bad)));
+    let mut planted = 0;
+    for (limit, plant) in [
+        (&LIMIT, format!("SET {log} x")),
+        (&LIMIT, format!("ZADD {log} 5 x")),
+        (&LIMIT, format!("ZADD {log} 5 1:x")),
+        (&LIMIT, format!("ZADD {log} inf 1")),
+        (&LIMIT, format!("ZADD {log} 5 -1")),
+        (&LIMIT, format!("ZADD {log} 5.5 0.5")),
+        (&daily, format!("SET {window} x")),
+        (&daily, format!("SET {window} 5:x")),
+        (&daily, format!("SADD {window} 5:5")),
+    ] {
+        let _: u64 = server.command(&format!("DEL {log} {window}")).await;
+        let _: redis::Value = server.command(&plant).await;
+        for _ in 0..8 {
+            let answer = store.decide(&[charge(&LIMIT, &good), charge(limit, &bad)]).await;
+            assert_eq!(answer.unwrap_err().kind, "wrongtype", "{plant}");
+            planted += 1;
+        }
+    }
+    assert_eq!(count(&shared, "wrongtype"), planted);
+    assert!(shared.is_up() && !shared.breaker_open());
+    let answer = store.decide(&[charge(&LIMIT, &good)]).await.unwrap();
+    assert_eq!(answer.standings[0].unwrap().remaining, 999, "no half of a request was charged");
+}
+
+#[tokio::test]
+async fn demoted_to_replica() {
+    let server = Server::start();
+    let (shared, store) = store(&server).await;
+    let _: () = server.command(&format!("REPLICAOF 127.0.0.1 {}", free_port())).await;
+    let kinds = break_it(&shared, &store, server.settings().timeout).await;
+    // A call under way on the connection that is given up loses it.
+    assert!(kinds.iter().all(|kind| ["readonly", "connection"].contains(kind)), "{kinds:?}");
+    assert!(kinds.contains(&"readonly"));
+    let _: () = server.command("REPLICAOF NO ONE").await;
+    recovers(&shared, &store).await;
+}
+
+#[tokio::test]
+async fn a_network_that_loses_answers() {
+    let server = Server::start();
+    let relay = Relay::to(server.port()).await;
+    let (shared, redis) = ready(settings(relay.port)).await;
+    let store = Store::redis(redis);
+    ask(&store, "k").await.unwrap();
+    relay.swallow();
+    let kinds = break_it(&shared, &store, server.settings().timeout).await;
+    assert!(kinds.contains(&"timeout"), "{kinds:?}");
+    costs_nothing(&store).await;
+    relay.pass();
+    recovers(&shared, &store).await;
+}
+
+#[tokio::test]
+async fn a_slow_network_is_waited_for_until_the_deadline_only() {
+    let server = Server::start();
+    let relay = Relay::to(server.port()).await;
+    let (shared, redis) = ready(settings(relay.port)).await;
+    let store = Store::redis(redis);
+    relay.delay(server.settings().timeout / 4);
+    ask(&store, "k").await.unwrap();
+    relay.delay(server.settings().timeout * 2);
+    let asked = Instant::now();
+    assert_eq!(ask(&store, "k").await.unwrap_err().kind, "timeout");
+    assert!(asked.elapsed() <= server.settings().timeout + SLACK);
+    relay.pass();
+    recovers(&shared, &store).await;
+    let answer = ask(&store, "k").await.unwrap();
+    assert_eq!(answer.standings[0].unwrap().remaining, 997, "a charge whose answer was late stands");
+}
+
+#[tokio::test]
+async fn a_connection_closed_by_the_other_side() {
+    let server = Server::start();
+    let relay = Relay::to(server.port()).await;
+    let (shared, redis) = ready(settings(relay.port)).await;
+    let store = Store::redis(redis);
+    ask(&store, "k").await.unwrap();
+    relay.hang_up();
+    assert_eq!(ask(&store, "k").await.unwrap_err().kind, "connection");
+    relay.pass();
+    recovers(&shared, &store).await;
+}
+
+#[tokio::test]
+async fn requests_that_leave_break_nothing() {
+    let server = Server::start();
+    let (shared, store) = store(&server).await;
+    for _ in 0..200 {
+        // Polled once, so that it is under way, and dropped.
+        tokio::select! {
+            biased;
+            _ = ask(&store, "left") => {}
+            () = tokio::task::yield_now() => {}
+        }
+    }
+    ask(&store, "k").await.unwrap();
+    assert_eq!(shared.errors().map(|(_, count)| count).sum::<u64>(), 0);
+}
+
+#[tokio::test]
+async fn answers_that_make_no_sense() {
+    let cases: &[(&'static [u8], &str)] = &[
+        (b"+OK\r\n", "reply"),
+        (b":5\r\n", "reply"),
+        (b"$-1\r\n", "reply"),
+        (b"*-1\r\n", "reply"),
+        (b"*0\r\n", "reply"),
+        (b"*4\r\n:1700000000000000\r\n:0\r\n:1\r\n:0\r\n", "reply"),
+        (b"*2\r\n:1\r\n-ERR no\r\n", "reply"),
+        (b"$0\r\n\r\n", "reply"),
+        (b"$16\r\n1700000000000000\r\n", "reply"),
+        (b"$22\r\n1700000000000000 0 1 x\r\n", "reply"),
+        (b"$24\r\n1700000000000000 0 -1 0 \r\n", "reply"),
+        (b"$24\r\n1700000000000000 nan 1 0\r\n", "reply"),
+        (b"$25\r\n1700000000000000 0 5000 0\r\n", "reply"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", "reply"),
+        (b"-LOADING Redis is loading the dataset in memory\r\n", "loading"),
+        (b"-MASTERDOWN Link with MASTER is down\r\n", "masterdown"),
+        (b"-CLUSTERDOWN Hash slot not served\r\n", "clusterdown"),
+        (b"-MISCONF can't persist\r\n", "misconf"),
+        (b"-BUSY a script runs\r\n", "busy"),
+        (b"-NOAUTH Authentication required.\r\n", "noauth"),
+        (b"-ERR something\r\n", "other"),
+        (b"-NOSCRIPT No matching script.\r\n", "timeout"),
+        (b"", "connection"),
+    ];
+    for &(answer, kind) in cases {
+        let (shared, redis) = ready(settings(liar(answer).await)).await;
+        let got = ask(&Store::redis(redis), "k").await;
+        let text = String::from_utf8_lossy(answer);
+        assert_eq!(got.unwrap_err().kind, kind, "{text}");
+        assert_eq!(count(&shared, kind), 1, "{text}");
+    }
+}
+
+#[tokio::test]
+async fn handles_end_their_connections() {
+    let server = Server::start();
+    let before = server.info("clients", "connected_clients").await;
+    for _ in 0..5 {
+        let (_shared, redis): (Shared, Redis) = server.redis().await;
+        drop(redis);
+    }
+    let dropped = Instant::now();
+    while server.info("clients", "connected_clients").await > before {
+        assert!(dropped.elapsed() < RECOVERY);
+        sleep(Duration::from_millis(5)).await;
+    }
+}

@@ -1,0 +1,378 @@
+//! The Lua against the Rust: the same sequence at the same times gets the same answers.
+
+use crate::support::redis::{Server, keys};
+use proptest::prelude::*;
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+use redis::aio::MultiplexedConnection;
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+use tidegate::limiter::{
+    Algorithm, Charge, Decision, Key, KeyBuilder, Limit, MAX_UNITS, Refusal, Standing, State,
+};
+use tidegate::store::Store;
+use tidegate::store::redis::{Redis, Script, Shared};
+
+/// A time in the year 2100: far enough ahead that no key expires while a test steps through it.
+const START_US: u64 = 4_102_444_800_000_000;
+
+fn key(policy: &str) -> Key {
+    KeyBuilder::new(policy).finish()
+}
+
+fn log(requests: u64, per_us: u64) -> Limit {
+    Limit { requests, per_us, algorithm: Algorithm::SlidingLog }
+}
+
+fn window(requests: u64, per_us: u64, offset_us: u64) -> Limit {
+    Limit { requests, per_us, algorithm: Algorithm::FixedWindow { offset_us } }
+}
+
+fn charge<'a>(limit: &'a Limit, key: &'a Key, cost: u64) -> Charge<'a> {
+    Charge { limit, key, cost, group: 0, shadow: false }
+}
+
+/// All or nothing over the rules in Rust, as plainly as it can be said: a state changes by a charge only.
+#[derive(Default)]
+struct Model {
+    states: HashMap<(u128, Algorithm, u64), State>,
+}
+
+impl Model {
+    fn decide(&mut self, charges: &[Charge<'_>], time_us: u64) -> Decision {
+        let mut asked: Vec<(State, Option<Refusal>)> = charges
+            .iter()
+            .map(|charge| {
+                let (algorithm, per_us) = charge.limit.identity();
+                let kept = self.states.get(&(charge.key.id(), algorithm, per_us));
+                let state = kept.cloned().unwrap_or_else(|| charge.limit.fresh());
+                let refusal = state.at(charge.limit, time_us).refusal(charge.cost);
+                (state, refusal)
+            })
+            .collect();
+        let refused = |group: Option<u32>| {
+            charges.iter().zip(&asked).any(|(charge, (_, refusal))| {
+                charge.shadow.then_some(charge.group) == group && refusal.is_some()
+            })
+        };
+        let admitted = !refused(None);
+        let charged: Vec<bool> = charges
+            .iter()
+            .map(|charge| charge.cost > 0 && admitted && !(charge.shadow && refused(Some(charge.group))))
+            .collect();
+        let mut standings = Vec::new();
+        for ((charge, (state, refusal)), charged) in charges.iter().zip(&mut asked).zip(charged) {
+            if charged {
+                state.charge(charge.limit, charge.cost, time_us);
+                let (algorithm, per_us) = charge.limit.identity();
+                self.states.insert((charge.key.id(), algorithm, per_us), state.clone());
+            }
+            standings.push(Some(state.at(charge.limit, time_us).standing(*refusal)));
+        }
+        Decision { now_us: time_us, admitted, standings: standings.into() }
+    }
+}
+
+async fn ask(connection: &mut MultiplexedConnection, charges: &[Charge<'_>], time_us: u64) -> Decision {
+    let command = Script::new("t").decide(charges, Some(time_us));
+    let reply = connection.send_packed_command(&command).await.unwrap();
+    Script::decision(&reply, charges).unwrap_or_else(|| panic!("{reply:?} for {charges:?}"))
+}
+
+async fn loaded(server: &Server) -> MultiplexedConnection {
+    let mut connection = server.connection().await;
+    connection.send_packed_command(&Script::new("t").load()).await.unwrap();
+    connection
+}
+
+/// One question: how the clock moves, and what is asked of which of a few counters.
+#[derive(Clone, Debug)]
+struct Step {
+    clock: Move,
+    asks: Vec<Ask>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Move {
+    Stay,
+    Forward(u64),
+    Back(u64),
+    /// To an edge of the period, and that many µs past it (or short of it).
+    Edge(i64),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Ask {
+    counter: usize,
+    cost: u64,
+    requests: u64,
+    group: u32,
+    shadow: bool,
+}
+
+const PER_US: u64 = 1_000;
+
+/// Counters by number: odd ones are windows, and each has a period of its own.
+fn limit_of(counter: usize, requests: u64) -> Limit {
+    match counter {
+        0 => log(requests, PER_US),
+        1 => window(requests, PER_US, 0),
+        2 => log(requests, 7),
+        3 => window(requests, PER_US, 333),
+        _ => log(requests, 86_400_000_000),
+    }
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let clock = prop_oneof![
+        3 => Just(Move::Stay),
+        3 => (1..20u64).prop_map(Move::Forward),
+        3 => (1..2 * PER_US).prop_map(Move::Forward),
+        1 => (1..200_000_000_000u64).prop_map(Move::Forward),
+        1 => (1..3 * PER_US).prop_map(Move::Back),
+        3 => (-1..=1i64).prop_map(Move::Edge),
+    ];
+    let cost = prop_oneof![
+        6 => Just(1u64), 2 => 2..5u64, 1 => Just(0u64), 1 => 5..12u64,
+        1 => Just(MAX_UNITS), 1 => MAX_UNITS - 3..MAX_UNITS, 1 => Just(MAX_UNITS / 2),
+    ];
+    let requests = prop_oneof![
+        6 => Just(5u64), 2 => 0..9u64, 1 => Just(MAX_UNITS), 1 => MAX_UNITS - 3..MAX_UNITS,
+    ];
+    let ask = (cost, requests, 0..2u32, prop::bool::weighted(0.3));
+    let asks = prop::collection::vec((0..2usize, ask), 1..6).prop_map(|asks| {
+        // Every counter at most once in a question.
+        let mut counter = 0;
+        let mut taken = Vec::new();
+        for (skip, (cost, requests, group, shadow)) in asks {
+            counter += skip;
+            if counter > 4 {
+                break;
+            }
+            taken.push(Ask { counter, cost, requests, group, shadow });
+            counter += 1;
+        }
+        taken
+    });
+    prop::collection::vec((clock, asks).prop_map(|(clock, asks)| Step { clock, asks }), 1..60)
+}
+
+async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) -> Result<(), TestCaseError> {
+    let _: () = redis::cmd("FLUSHALL").query_async(connection).await.unwrap();
+    let keys: Vec<Key> = (0..5).map(|n| key(&format!("k{n}"))).collect();
+    let (mut model, mut time_us) = (Model::default(), START_US);
+    for (n, step) in steps.iter().enumerate() {
+        time_us = match step.clock {
+            Move::Stay => time_us,
+            Move::Forward(us) => time_us + us,
+            Move::Back(us) => time_us - us,
+            Move::Edge(off) => (time_us - time_us % PER_US + PER_US).saturating_add_signed(off),
+        };
+        let limits: Vec<Limit> = step.asks.iter().map(|ask| limit_of(ask.counter, ask.requests)).collect();
+        let charges: Vec<Charge<'_>> = step
+            .asks
+            .iter()
+            .zip(&limits)
+            .map(|(ask, limit)| Charge {
+                limit,
+                key: &keys[ask.counter],
+                cost: ask.cost,
+                group: ask.group,
+                shadow: ask.shadow,
+            })
+            .collect();
+        let expected = model.decide(&charges, time_us);
+        let answer = ask(connection, &charges, time_us).await;
+        prop_assert_eq!(answer, expected, "step {} at {}", n, time_us);
+    }
+    Ok(())
+}
+
+fn differential(runner: &mut TestRunner) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let server = Server::start();
+    let connection = runtime.block_on(loaded(&server));
+    let checked =
+        runner.run(&steps(), |steps| runtime.block_on(same_answers(&mut connection.clone(), &steps)));
+    if let Err(failure) = checked {
+        panic!("{failure}");
+    }
+}
+
+#[test]
+fn lua_decides_as_rust_does() {
+    let config = Config { cases: 400, failure_persistence: None, ..Config::default() };
+    differential(&mut TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha)));
+}
+
+#[test]
+fn lua_decides_as_rust_does_at_random() {
+    let config = Config { cases: 200, failure_persistence: None, ..Config::default() };
+    differential(&mut TestRunner::new(config));
+}
+
+#[tokio::test]
+async fn sums_may_come_again_after_all_units_there_are() {
+    let server = Server::start();
+    let mut connection = loaded(&server).await;
+    let (owner, limit, mut model) = (key("most"), log(MAX_UNITS, 1_000), Model::default());
+    for n in 0..6 {
+        let asked = [charge(&limit, &owner, if n == 4 { 1 } else { MAX_UNITS })];
+        for time_us in [START_US + n * 1_000, START_US + n * 1_000 + 1] {
+            assert_eq!(ask(&mut connection, &asked, time_us).await, model.decide(&asked, time_us));
+        }
+    }
+}
+
+/// Long logs: trims in portions, and searches for the unit that must leave.
+#[tokio::test]
+async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
+    let server = Server::start();
+    let mut connection = loaded(&server).await;
+    let (key, mut model, mut time_us) = (key("long"), Model::default(), START_US);
+    let name = Script::new("t").key(&charge(&log(1, 1_000_000), &key, 1));
+    for round in 0..3u64 {
+        for n in 0..700u64 {
+            time_us += 3;
+            let limit = log(if n % 5 == 0 { 40 } else { 2_000 }, 1_000_000);
+            let asked = [charge(&limit, &key, [1, 1, 3, 7][usize::try_from(n % 4).unwrap()])];
+            let expected = model.decide(&asked, time_us);
+            assert_eq!(ask(&mut connection, &asked, time_us).await, expected, "round {round}, {n}");
+        }
+        // All but the last few leave at once.
+        time_us += 1_000_000 - 10;
+    }
+    let limit = log(2_000, 1_000_000);
+    let mut entries: u64 = redis::cmd("ZCARD").arg(&name).query_async(&mut connection).await.unwrap();
+    while entries > 20 {
+        time_us += 1;
+        let asked = [charge(&limit, &key, 1)];
+        assert_eq!(ask(&mut connection, &asked, time_us).await, model.decide(&asked, time_us));
+        let left: u64 = redis::cmd("ZCARD").arg(&name).query_async(&mut connection).await.unwrap();
+        assert!(left < entries && entries - left <= 64, "{entries} became {left}");
+        entries = left;
+    }
+}
+
+#[tokio::test]
+async fn a_clock_that_ran_ahead_for_one_key_ages_no_other() {
+    let server = Server::start();
+    let mut connection = loaded(&server).await;
+    let (limit, ahead, here) = (log(1, 1_000), key("ahead"), key("here"));
+    ask(&mut connection, &[charge(&limit, &here, 1)], START_US).await;
+    ask(&mut connection, &[charge(&limit, &ahead, 1)], START_US + 10_000).await;
+    let both = [charge(&limit, &ahead, 1), charge(&limit, &here, 1)];
+    let answer = ask(&mut connection, &both, START_US + 1).await;
+    let until = |answer: &Decision, n: usize| answer.standings[n].unwrap().refusal;
+    assert_eq!(until(&answer, 0), Some(Refusal::Until(START_US + 11_000)));
+    assert_eq!(until(&answer, 1), Some(Refusal::Until(START_US + 1_000)));
+}
+
+#[tokio::test]
+async fn keys_live_until_their_state_is_fresh_and_not_longer() {
+    let server = Server::start();
+    let (_shared, redis) = server.redis().await;
+    let (log, window, owner) = (log(5, 60_000_000), window(5, 60_000_000, 7_000_000), key("ttl"));
+    let charges = [charge(&log, &owner, 1), charge(&window, &owner, 1)];
+    let answer = redis.decide(&charges, tokio::time::Instant::now()).await.unwrap();
+    let script = Script::new("t");
+    for (charge, ends_us) in [
+        (&charges[0], answer.now_us + 60_000_000),
+        (&charges[1], answer.now_us - (answer.now_us - 7_000_000) % 60_000_000 + 60_000_000),
+    ] {
+        let expires_ms: u64 = server.command(&format!("PEXPIRETIME {}", script.key(charge))).await;
+        assert_eq!(expires_ms, ends_us.div_ceil(1000));
+    }
+}
+
+#[tokio::test]
+async fn a_refusal_leaves_no_trace_and_every_key_expires() {
+    let server = Server::start();
+    let mut connection = loaded(&server).await;
+    let (one, none, owner, other) = (log(1, 1_000_000), log(0, 1_000_000), key("a"), key("b"));
+    let asked = [charge(&one, &owner, 1), charge(&none, &other, 1)];
+    assert!(!ask(&mut connection, &asked, START_US).await.admitted);
+    assert_eq!(keys(&server).await, Vec::<String>::new());
+    assert!(ask(&mut connection, &asked[..1], START_US).await.admitted);
+    let before: u64 = server.command(&format!("PEXPIRETIME {}", keys(&server).await[0])).await;
+    assert!(!ask(&mut connection, &asked[..1], START_US + 500_000).await.admitted);
+    let after: u64 = server.command(&format!("PEXPIRETIME {}", keys(&server).await[0])).await;
+    assert_eq!((before, after), ((START_US + 1_000_000) / 1000, (START_US + 1_000_000) / 1000));
+}
+
+#[tokio::test]
+async fn there_is_one_script_whatever_is_asked() {
+    let server = Server::start();
+    let (_shared, redis) = server.redis().await;
+    let before = server.info("memory", "number_of_cached_scripts").await;
+    for n in 1..50 {
+        let (limit, owner) = (log(n, n * 1_000_000), key(&n.to_string()));
+        redis.decide(&[charge(&limit, &owner, n)], tokio::time::Instant::now()).await.unwrap();
+    }
+    assert_eq!(before, 1);
+    assert_eq!(server.info("memory", "number_of_cached_scripts").await, 1);
+}
+
+/// Real time, real contention: no window holds more than the limit, and what could be admitted was.
+#[tokio::test]
+async fn many_tasks_on_one_key_never_pass_the_limit_and_use_it_up() {
+    const LIMIT: u64 = 400;
+    const PER_US: u64 = 500_000;
+    const SECONDS: u64 = 3;
+    let server = Server::start();
+    let handles = [server.redis().await.1, server.redis().await.1];
+    let end = Instant::now() + Duration::from_secs(SECONDS);
+    let tasks: Vec<_> =
+        (0..64).map(|n| tokio::spawn(hammer(handles[n % 2].clone(), log(LIMIT, PER_US), end))).collect();
+    let mut times = Vec::new();
+    for task in tasks {
+        times.extend(task.await.unwrap());
+    }
+    times.sort_unstable();
+    let limit = usize::try_from(LIMIT).unwrap();
+    for (nth, first) in times.iter().enumerate() {
+        if let Some(beyond) = times.get(nth + limit) {
+            assert!(beyond - first >= PER_US, "{} units in {} µs", limit + 1, beyond - first);
+        }
+    }
+    let possible = LIMIT * (SECONDS * 1_000_000 / PER_US);
+    let admitted = u64::try_from(times.len()).unwrap();
+    assert!(admitted * 100 >= possible * 99, "{admitted} of {possible}");
+}
+
+/// Asks as fast as it can, and returns when it was admitted, on the store's clock.
+async fn hammer(redis: Redis, limit: Limit, end: Instant) -> Vec<u64> {
+    let (owner, mut admitted) = (key("hot"), Vec::new());
+    while Instant::now() < end {
+        let answer = redis.decide(&[charge(&limit, &owner, 1)], tokio::time::Instant::now()).await;
+        let answer = answer.expect("nothing fails here");
+        if answer.admitted {
+            admitted.push(answer.now_us);
+        }
+    }
+    admitted
+}
+
+#[tokio::test]
+async fn an_exhausted_key_is_refused_without_asking_redis() {
+    let mut server = Server::start();
+    let shared = Shared::new(server.settings());
+    let redis = Redis::start(&shared);
+    redis.first_ready().await;
+    let store = Store::redis(redis);
+    let (limit, owner) = (log(1, 10_000_000), key("spent"));
+    let asked = [charge(&limit, &owner, 1)];
+    assert!(store.decide(&asked).await.unwrap().admitted);
+    let refused = store.decide(&asked).await.unwrap();
+    let calls = server.info("commandstats", "cmdstat_evalsha").await;
+    let again = store.decide(&asked).await.unwrap();
+    assert_eq!(server.info("commandstats", "cmdstat_evalsha").await, calls);
+    let wait = |decision: &Decision| match decision.standings[0] {
+        Some(Standing { refusal: Some(Refusal::Until(until_us)), .. }) => until_us - decision.now_us,
+        standing => panic!("{standing:?}"),
+    };
+    assert!(!again.admitted && wait(&again) <= wait(&refused) && wait(&again) > 9_000_000);
+    server.kill();
+    assert!(!store.decide(&asked).await.unwrap().admitted, "known, whatever becomes of Redis");
+    let other = key("other");
+    assert!(store.decide(&[charge(&limit, &other, 1)]).await.is_err());
+}

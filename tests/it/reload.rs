@@ -1,0 +1,256 @@
+//! New policies without a restart: however the file changes, and whatever is in it.
+
+use crate::support::SOON;
+use crate::support::client::RawClient;
+use crate::support::proxy::{LogLine, Proxy};
+use crate::support::upstream::{Upstream, fed};
+use hyper::Response;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// The promise is 2 s; the rest is for a busy machine.
+const RELOADED_WITHIN: Duration = Duration::from_millis(2_500);
+
+fn policy(requests: u64) -> String {
+    format!("[[policy]]\nname = \"p\"\nlimit = {{ requests = {requests}, per = \"1h\" }}\n")
+}
+
+/// The limit that answers speak of; asking uses quota, or is refused.
+async fn limit(proxy: &Proxy) -> Option<u64> {
+    proxy.get("/").await.parameter("ratelimit-policy", "p", "q")
+}
+
+async fn takes_effect(proxy: &Proxy, requests: u64, what: &str) {
+    let changed = Instant::now();
+    while limit(proxy).await != Some(requests) {
+        assert!(
+            changed.elapsed() < RELOADED_WITHIN,
+            "{what}: limit {requests} does not hold. The proxy said:\n{}",
+            proxy.log()
+        );
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+fn is_complaint(line: &LogLine) -> bool {
+    line.is_level("WARN") || line.is_level("ERROR")
+}
+
+#[tokio::test]
+async fn an_edit_in_place_takes_effect() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
+    for requests in [2_000, 3_000, 4_000] {
+        proxy.write_config(&policy(requests));
+        takes_effect(&proxy, requests, "edited in place").await;
+    }
+}
+
+#[tokio::test]
+async fn a_file_renamed_over_it_takes_effect() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
+    for requests in [2_000, 3_000] {
+        let new = proxy.config_path().with_extension("new");
+        fs::write(&new, policy(requests)).unwrap();
+        fs::rename(&new, proxy.config_path()).unwrap();
+        takes_effect(&proxy, requests, "renamed over").await;
+    }
+}
+
+#[tokio::test]
+async fn an_edited_include_takes_effect() {
+    let dir = TempDir::new().unwrap();
+    let included = dir.path().join("policies");
+    fs::create_dir(&included).unwrap();
+    fs::write(included.join("a.toml"), policy(1_000)).unwrap();
+    fs::write(dir.path().join("config.toml"), "include = [\"policies/*.toml\"]\n").unwrap();
+    let upstream = Upstream::echo().await;
+    let builder = Proxy::builder().config_at(&dir.path().join("config.toml"));
+    let proxy = builder.upstream(upstream.address).start().await;
+    assert_eq!(limit(&proxy).await, Some(1_000));
+    fs::write(included.join("a.toml"), policy(2_000)).unwrap();
+    takes_effect(&proxy, 2_000, "an include edited").await;
+    fs::remove_file(included.join("a.toml")).unwrap();
+    fs::write(included.join("b.toml"), policy(3_000)).unwrap();
+    takes_effect(&proxy, 3_000, "another include in its place").await;
+}
+
+/// As the kubelet does it: a directory with the time in its name, `..data` pointing to it and switched by
+/// a rename, the file itself a link through `..data`, the old directory removed.
+struct ConfigMap {
+    dir: TempDir,
+}
+
+impl ConfigMap {
+    fn mounted(content: &str) -> Self {
+        let map = Self { dir: TempDir::new().unwrap() };
+        map.swap("..2026_11_20_10_00_00.1", content);
+        symlink("..data/config.toml", map.dir.path().join("config.toml")).unwrap();
+        map
+    }
+
+    fn swap(&self, stamp: &str, content: &str) {
+        let path = |name: &str| self.dir.path().join(name);
+        let old = fs::read_link(path("..data"));
+        fs::create_dir(path(stamp)).unwrap();
+        fs::write(path(stamp).join("config.toml"), content).unwrap();
+        symlink(stamp, path("..data_tmp")).unwrap();
+        fs::rename(path("..data_tmp"), path("..data")).unwrap();
+        if let Ok(old) = old {
+            fs::remove_dir_all(self.dir.path().join(old)).unwrap();
+        }
+    }
+
+    fn config(&self) -> impl AsRef<Path> {
+        self.dir.path().join("config.toml")
+    }
+}
+
+#[tokio::test]
+async fn a_config_map_takes_effect_at_every_one_of_three_swaps() {
+    let map = ConfigMap::mounted(&policy(1_000));
+    let upstream = Upstream::echo().await;
+    let builder = Proxy::builder().config_at(map.config().as_ref()).upstream(upstream.address);
+    let proxy = builder.start().await;
+    assert_eq!(limit(&proxy).await, Some(1_000));
+    for swap in 2..=4 {
+        map.swap(&format!("..2026_11_20_10_00_0{swap}.{swap}"), &policy(swap * 1_000));
+        takes_effect(&proxy, swap * 1_000, &format!("swap {}", swap - 1)).await;
+    }
+}
+
+#[tokio::test]
+async fn sighup_reads_again_at_once() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
+    proxy.write_config(&policy(2_000));
+    proxy.sighup();
+    takes_effect(&proxy, 2_000, "SIGHUP").await;
+}
+
+#[tokio::test]
+async fn a_bad_file_changes_nothing_and_is_told_until_a_good_one_comes() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
+    let bad = [
+        ("no TOML", "[[policy]\nname = \"p\"", ""),
+        ("an unknown key", "[[policy]]\nname = \"p\"\nlimitt = { requests = 1, per = \"1h\" }", "limitt"),
+        (
+            "a bad value",
+            "[[policy]]\nname = \"p\"\nlimit = { requests = 1, per = \"1 fortnight\" }",
+            "fortnight",
+        ),
+        ("a missing include", "include = [\"missing.toml\"]", "missing.toml"),
+    ];
+    for (what, text, told) in bad {
+        let mark = proxy.log_mark();
+        proxy.write_config(text);
+        let complaint = |line: &LogLine| is_complaint(line) && line.mentions(told);
+        proxy.wait_for_log(&format!("a complaint about {what}"), mark, SOON, complaint).await;
+        assert_eq!(limit(&proxy).await, Some(1_000), "{what} must change nothing");
+    }
+    proxy.write_config(&policy(2_000));
+    takes_effect(&proxy, 2_000, "a good file after bad ones").await;
+}
+
+#[tokio::test]
+async fn a_removed_file_changes_nothing() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
+    let mark = proxy.log_mark();
+    fs::remove_file(proxy.config_path()).unwrap();
+    proxy.wait_for_log("a complaint about the missing file", mark, SOON, is_complaint).await;
+    assert_eq!(limit(&proxy).await, Some(1_000));
+    proxy.write_config(&policy(2_000));
+    takes_effect(&proxy, 2_000, "the file is back").await;
+}
+
+/// What a writer has written so far may parse and mean something else.
+#[tokio::test]
+async fn a_half_written_file_is_not_a_configuration() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
+    let whole = format!("{}# {}\n", policy(2_000), "filler ".repeat(100));
+    // Every 40 ms a bit more, for over two seconds: never the same twice, 100 ms apart.
+    for end in (1..whole.len()).step_by(whole.len() / 60) {
+        proxy.write_config(&whole[..end]);
+        tokio::time::sleep(Duration::from_millis(40)).await;
+        if end < policy(2_000).len() {
+            assert_eq!(limit(&proxy).await, Some(1_000), "after {end} bytes");
+        }
+    }
+    proxy.write_config(&whole);
+    takes_effect(&proxy, 2_000, "written to its end").await;
+}
+
+#[tokio::test]
+async fn trap_15_usage_is_kept_a_raised_limit_frees_and_a_lowered_one_binds_at_once() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&policy(3), upstream.address).await;
+    assert_eq!(proxy.statuses("/", 4).await, [200, 200, 200, 429]);
+    // Raised: two more than are used. Polling for it is refused until then, and then uses one.
+    proxy.write_config(&policy(5));
+    takes_effect(&proxy, 5, "raised").await;
+    assert_eq!(proxy.statuses("/", 2).await, [200, 429], "three were used, one by looking");
+    proxy.write_config(&policy(2));
+    takes_effect(&proxy, 2, "lowered").await;
+    let refused = proxy.get("/").await;
+    assert_eq!((refused.status, refused.parameter("ratelimit", "p", "r")), (429, Some(0)));
+    proxy.write_config(&policy(6));
+    takes_effect(&proxy, 6, "raised again").await;
+    assert_eq!(proxy.get("/").await.status, 429, "five were used before, and one by looking");
+}
+
+#[tokio::test]
+async fn trap_15_counters_survive_a_reload_that_changes_something_else() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&policy(2), upstream.address).await;
+    assert_eq!(proxy.statuses("/", 3).await, [200, 200, 429]);
+    let extra = "[[policy]]\nname = \"new\"\nmatch = { path = \"/new\" }\naction = \"deny\"\n";
+    proxy.write_config(&format!("{extra}{}", policy(2)));
+    let changed = Instant::now();
+    while proxy.get("/new").await.status != 403 {
+        assert!(changed.elapsed() < RELOADED_WITHIN, "{}", proxy.log());
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(proxy.get("/").await.status, 429);
+}
+
+#[tokio::test]
+async fn a_request_in_flight_survives_a_reload() {
+    let (feeder, body) = fed();
+    let body = Mutex::new(Some(body));
+    let upstream = Upstream::serving(move |request| {
+        let slow = if request.uri() == "/slow" { body.lock().unwrap().take() } else { None };
+        async { Response::new(slow.unwrap_or_default()) }
+    })
+    .await;
+    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("GET /slow HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    feeder.send("before").await;
+    client.read_past(b"before").await;
+    proxy.write_config(&policy(2_000));
+    takes_effect(&proxy, 2_000, "while a request is in flight").await;
+    feeder.send("after").await;
+    drop(feeder);
+    client.read_past(b"after").await;
+    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    client.read_past(b"q=2000").await;
+}
+
+#[tokio::test]
+async fn what_needs_a_restart_is_said_so() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
+    let mark = proxy.log_mark();
+    proxy.write_config(&format!("[listen]\nmax_connections = 5\n{}", policy(2_000)));
+    takes_effect(&proxy, 2_000, "the policies beside it").await;
+    let told = |line: &LogLine| is_complaint(line) && line.mentions("restart");
+    proxy.wait_for_log("word that the listener needs a restart", mark, SOON, told).await;
+}

@@ -1,0 +1,333 @@
+//! Clients: exact bytes on a socket, one plain request, and hyper's over HTTP/1.1 and HTTP/2.
+
+use super::SOON;
+use bytes::Bytes;
+use http_body_util::combinators::BoxBody;
+use hyper::body::Incoming;
+use hyper::client::conn::{http1, http2};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use serde_json::Value;
+use std::convert::Infallible;
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+pub type ClientBody = BoxBody<Bytes, Infallible>;
+
+/// A connection to which exactly the bytes are sent that the test says.
+#[derive(Debug)]
+pub struct RawClient {
+    stream: TcpStream,
+    /// Read and not yet given out.
+    buffer: Vec<u8>,
+}
+
+/// One response as it came.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reply {
+    pub status: u16,
+    /// In order, names in lower case.
+    pub headers: Vec<(String, String)>,
+    pub body: Vec<u8>,
+    /// The body ended as its framing says, not by the connection breaking.
+    pub complete: bool,
+}
+
+/// One request on a connection of its own, sent as written: nothing is normalized.
+#[derive(Debug)]
+pub struct Ask {
+    address: SocketAddr,
+    method: String,
+    target: String,
+    headers: Vec<(String, String)>,
+    body: Vec<u8>,
+}
+
+impl RawClient {
+    pub async fn connect(address: SocketAddr) -> Self {
+        let stream = timeout(SOON, TcpStream::connect(address)).await.expect("connecting takes too long");
+        Self { stream: stream.unwrap_or_else(|error| panic!("{address}: {error}")), buffer: Vec::new() }
+    }
+
+    /// Sends these bytes. A peer that has closed already is found out by reading.
+    pub async fn send(&mut self, bytes: impl AsRef<[u8]>) -> &mut Self {
+        let sent = timeout(SOON, self.stream.write_all(bytes.as_ref())).await;
+        match sent.expect("the peer does not read") {
+            Ok(()) => {}
+            Err(error) => assert!(is_gone(&error), "{error}"),
+        }
+        self
+    }
+
+    /// The final response to a request other than HEAD; interim (1xx) ones are passed over.
+    pub async fn reply(&mut self) -> Reply {
+        loop {
+            let reply = self.any_reply(false).await;
+            if reply.status >= 200 {
+                return reply;
+            }
+        }
+    }
+
+    /// The next response, interim or not.
+    pub async fn any_reply(&mut self, to_head: bool) -> Reply {
+        let got = timeout(SOON, self.read_reply(to_head)).await;
+        got.unwrap_or_else(|_| panic!("no whole response in time, only {:?}", self.unread()))
+            .unwrap_or_else(|| panic!("closed without a whole head, after {:?}", self.unread()))
+    }
+
+    /// A response, or `None` if the connection closes without one.
+    pub async fn reply_or_close(&mut self) -> Option<Reply> {
+        let got = timeout(SOON, self.read_reply(false)).await;
+        got.unwrap_or_else(|_| panic!("neither answered nor closed, only {:?}", self.unread()))
+    }
+
+    /// Everything until the peer closes.
+    pub async fn rest(&mut self) -> Vec<u8> {
+        let closed = timeout(SOON, async { while self.fill().await {} }).await;
+        assert!(closed.is_ok(), "the peer does not close, after {:?}", self.unread());
+        std::mem::take(&mut self.buffer)
+    }
+
+    /// Waits until these bytes have come, and takes everything up to their end.
+    pub async fn read_past(&mut self, wanted: &[u8]) -> Vec<u8> {
+        let found = timeout(SOON, async {
+            loop {
+                if let Some(at) = find(&self.buffer, wanted) {
+                    return self.buffer.drain(..at + wanted.len()).collect();
+                }
+                assert!(self.fill().await, "closed before {wanted:?}, after {:?}", self.unread());
+            }
+        });
+        let found = found.await;
+        found.unwrap_or_else(|_| {
+            panic!("no {:?} in time, only {:?}", String::from_utf8_lossy(wanted), self.unread())
+        })
+    }
+
+    /// Whether the peer has closed within this time, with nothing more to read.
+    pub async fn closes(&mut self, within: Duration) -> bool {
+        self.buffer.is_empty() && timeout(within, self.fill()).await == Ok(false)
+    }
+
+    /// Whether something has been read that no one has taken yet.
+    pub fn reply_is_there(&self) -> bool {
+        !self.buffer.is_empty()
+    }
+
+    async fn read_reply(&mut self, to_head: bool) -> Option<Reply> {
+        let head_len = loop {
+            if let Some(at) = find(&self.buffer, b"\r\n\r\n") {
+                break at + 4;
+            }
+            if !self.fill().await {
+                return None;
+            }
+        };
+        let head: Vec<u8> = self.buffer.drain(..head_len).collect();
+        let mut reply = parse_head(&head);
+        let bodiless = to_head || reply.status < 200 || matches!(reply.status, 204 | 304);
+        reply.complete = bodiless || self.read_body(&mut reply).await;
+        Some(reply)
+    }
+
+    /// Whether the body is whole.
+    async fn read_body(&mut self, reply: &mut Reply) -> bool {
+        if reply.header("transfer-encoding").is_some_and(|value| value.contains("chunked")) {
+            return self.read_chunks(&mut reply.body).await;
+        }
+        let Some(len) = reply.header("content-length").map(|len| len.parse::<usize>().unwrap()) else {
+            while self.fill().await {}
+            reply.body = std::mem::take(&mut self.buffer);
+            return true;
+        };
+        while self.buffer.len() < len && self.fill().await {}
+        reply.body = self.buffer.drain(..len.min(self.buffer.len())).collect();
+        reply.body.len() == len
+    }
+
+    async fn read_chunks(&mut self, body: &mut Vec<u8>) -> bool {
+        loop {
+            let Some(line) = self.line().await else { return false };
+            let size = line.split(';').next().unwrap_or_default().trim();
+            let size = usize::from_str_radix(size, 16).unwrap_or_else(|_| panic!("chunk size {line:?}"));
+            if size == 0 {
+                // Trailers, up to the empty line.
+                while self.line().await.is_some_and(|line| !line.is_empty()) {}
+                return true;
+            }
+            while self.buffer.len() < size + 2 {
+                if !self.fill().await {
+                    body.append(&mut self.buffer);
+                    return false;
+                }
+            }
+            body.extend(self.buffer.drain(..size));
+            assert_eq!(self.buffer.drain(..2).collect::<Vec<_>>(), b"\r\n", "after a chunk");
+        }
+    }
+
+    async fn line(&mut self) -> Option<String> {
+        loop {
+            if let Some(at) = find(&self.buffer, b"\r\n") {
+                let line: Vec<u8> = self.buffer.drain(..at + 2).collect();
+                return Some(String::from_utf8_lossy(&line[..at]).into_owned());
+            }
+            if !self.fill().await {
+                return None;
+            }
+        }
+    }
+
+    /// Reads more; `false` when the peer has closed.
+    async fn fill(&mut self) -> bool {
+        // Into the heap: an array here would sit in every future that reads.
+        self.buffer.reserve(64 << 10);
+        match self.stream.read_buf(&mut self.buffer).await {
+            Ok(read) => read > 0,
+            Err(error) if is_gone(&error) => false,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn unread(&self) -> String {
+        String::from_utf8_lossy(&self.buffer[..self.buffer.len().min(400)]).into_owned()
+    }
+}
+
+impl Reply {
+    /// The value of a header that is there at most once.
+    pub fn header(&self, name: &str) -> Option<&str> {
+        let mut values = self.headers.iter().filter(|(given, _)| given == name);
+        let value = values.next().map(|(_, value)| value.as_str());
+        assert!(values.next().is_none(), "more than one {name} in {:?}", self.headers);
+        value
+    }
+
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.body).into_owned()
+    }
+
+    pub fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {:?}", self.text()))
+    }
+
+    /// A parameter of a named item of a structured list, as in `RateLimit: "api";r=3;t=10`.
+    pub fn parameter(&self, field: &str, item: &str, parameter: &str) -> Option<u64> {
+        let list = self.header(field)?;
+        let item = list.split(',').map(str::trim).find_map(|entry| {
+            entry.strip_prefix(&format!("\"{item}\"")).filter(|rest| rest.is_empty() || rest.starts_with(';'))
+        })?;
+        let value = item.split(';').find_map(|pair| pair.trim().strip_prefix(&format!("{parameter}=")))?;
+        Some(value.parse().unwrap_or_else(|_| panic!("{parameter} in {list:?}")))
+    }
+
+    /// `retry_after` of a problem body, in microseconds.
+    pub fn retry_after_us(&self) -> u64 {
+        let seconds = self.json()["retry_after"].as_f64();
+        (seconds.unwrap_or_else(|| panic!("no retry_after in {}", self.text())) * 1e6).round() as u64
+    }
+}
+
+impl Ask {
+    pub fn new(address: SocketAddr, method: &str, target: &str) -> Self {
+        let (method, target) = (method.to_owned(), target.to_owned());
+        Self { address, method, target, headers: Vec::new(), body: Vec::new() }
+    }
+
+    /// `Host` and `Content-Length` are added if not given.
+    pub fn header(mut self, name: &str, value: &str) -> Self {
+        self.headers.push((name.into(), value.into()));
+        self
+    }
+
+    pub fn body(mut self, body: impl Into<Vec<u8>>) -> Self {
+        self.body = body.into();
+        self
+    }
+
+    pub async fn send(self) -> Reply {
+        let mut client = RawClient::connect(self.address).await;
+        client.send(self.bytes()).await;
+        let to_head = self.method == "HEAD";
+        loop {
+            let reply = client.any_reply(to_head).await;
+            if reply.status >= 200 {
+                return reply;
+            }
+        }
+    }
+
+    pub async fn status(self) -> u16 {
+        self.send().await.status
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let given = |name: &str| self.headers.iter().any(|(given, _)| given.eq_ignore_ascii_case(name));
+        let mut head = format!("{} {} HTTP/1.1\r\n", self.method, self.target);
+        if !given("host") {
+            head += "Host: shop.example\r\n";
+        }
+        if !self.body.is_empty() && !given("content-length") {
+            head += &format!("Content-Length: {}\r\n", self.body.len());
+        }
+        for (name, value) in &self.headers {
+            head += &format!("{name}: {value}\r\n");
+        }
+        [head.as_bytes(), b"\r\n", &self.body].concat()
+    }
+}
+
+/// An HTTP/1.1 connection that streams, by hyper.
+pub async fn http1(address: SocketAddr) -> http1::SendRequest<ClientBody> {
+    let stream = TcpStream::connect(address).await.unwrap();
+    let (sender, connection) = http1::handshake(TokioIo::new(stream)).await.unwrap();
+    tokio::spawn(connection);
+    sender
+}
+
+/// A cleartext HTTP/2 connection with prior knowledge.
+pub async fn http2(address: SocketAddr) -> http2::SendRequest<ClientBody> {
+    let stream = TcpStream::connect(address).await.unwrap();
+    let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+    tokio::spawn(connection);
+    sender
+}
+
+/// Waits for an answer by hyper, with a deadline.
+pub async fn answered(
+    answer: impl Future<Output = hyper::Result<hyper::Response<Incoming>>>,
+) -> hyper::Response<Incoming> {
+    timeout(SOON, answer).await.expect("no answer in time").unwrap()
+}
+
+fn parse_head(head: &[u8]) -> Reply {
+    let head = String::from_utf8_lossy(head);
+    let mut lines = head.split("\r\n");
+    let status_line = lines.next().unwrap_or_default();
+    let status = status_line.split(' ').nth(1).and_then(|status| status.parse().ok());
+    let headers = lines.take_while(|line| !line.is_empty()).map(|line| {
+        let (name, value) = line.split_once(':').unwrap_or_else(|| panic!("header line {line:?}"));
+        (name.to_ascii_lowercase(), value.trim().to_owned())
+    });
+    Reply {
+        status: status.unwrap_or_else(|| panic!("status line {status_line:?}")),
+        headers: headers.collect(),
+        body: Vec::new(),
+        complete: false,
+    }
+}
+
+fn is_gone(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionAborted
+    )
+}
+
+fn find(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
+    bytes.windows(wanted.len()).position(|window| window == wanted)
+}

@@ -1,0 +1,72 @@
+//! A real server: nginx, serving files and taking uploads.
+
+use super::process::Process;
+use super::{SOON, eventually};
+use std::fs;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use tempfile::TempDir;
+use tokio::process::Command;
+
+/// A running nginx with a document root of its own; killed when dropped.
+#[derive(Debug)]
+pub struct Nginx {
+    pub address: SocketAddr,
+    root: PathBuf,
+    _process: Process,
+    _dir: TempDir,
+}
+
+impl Nginx {
+    pub async fn start() -> Self {
+        let dir = TempDir::new().unwrap();
+        let root = dir.path().join("root");
+        fs::create_dir(&root).unwrap();
+        fs::create_dir(dir.path().join("tmp")).unwrap();
+        // nginx cannot be told to take any free port, so it gets one that was free just now.
+        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let config = dir.path().join("nginx.conf");
+        fs::write(&config, configuration(address)).unwrap();
+        let mut command = Command::new("nginx");
+        command.arg("-p").arg(dir.path()).arg("-c").arg(&config).args(["-e", "stderr"]);
+        let process = Process::start(&mut command)
+            .unwrap_or_else(|error| panic!("cannot run nginx ({error}); install it: apt-get install nginx"));
+        eventually("nginx to accept connections", SOON, || {
+            assert!(!process.transcript().contains("[emerg]"), "nginx: {}", process.transcript());
+            TcpStream::connect(address).ok()
+        })
+        .await;
+        Self { address, root, _process: process, _dir: dir }
+    }
+
+    /// Serves a file at `/name`.
+    pub fn file(&self, name: &str, content: &[u8]) {
+        fs::write(self.root.join(name), content).unwrap();
+    }
+
+    /// What was uploaded with `PUT /name`.
+    pub fn uploaded(&self, name: &str) -> Vec<u8> {
+        fs::read(self.root.join(name)).unwrap()
+    }
+}
+
+/// One process, so that killing it leaves nothing behind. Uploads use the WebDAV module, which the
+/// Debian package has built in.
+fn configuration(address: SocketAddr) -> String {
+    let temp = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
+        .map(|kind| format!("{kind}_temp_path tmp/{kind};"))
+        .join(" ");
+    format!(
+        "daemon off; master_process off; pid nginx.pid; error_log stderr warn;
+         events {{ worker_connections 256; }}
+         http {{
+             access_log off; {temp}
+             server {{
+                 listen {address};
+                 root root;
+                 client_max_body_size 0;
+                 dav_methods PUT;
+             }}
+         }}"
+    )
+}

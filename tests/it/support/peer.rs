@@ -1,0 +1,123 @@
+//! Things that stand where a Redis should: a relay that misbehaves, and a server that lies.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpStream};
+
+/// Carries bytes between clients and a server, as long as the test's runtime lives.
+pub(crate) struct Relay {
+    pub(crate) port: u16,
+    mode: Arc<AtomicU64>,
+}
+
+const SWALLOW: u64 = u64::MAX;
+const HANG_UP: u64 = u64::MAX - 1;
+
+impl Relay {
+    pub(crate) async fn to(port: u16) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let relay = Self { port: listener.local_addr().unwrap().port(), mode: Arc::default() };
+        let mode = Arc::clone(&relay.mode);
+        tokio::spawn(async move {
+            loop {
+                let (client, _) = listener.accept().await.unwrap();
+                let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else { continue };
+                let ((from_client, to_client), (from_server, to_server)) =
+                    (client.into_split(), server.into_split());
+                tokio::spawn(carry(from_client, to_server, Arc::default()));
+                tokio::spawn(carry(from_server, to_client, Arc::clone(&mode)));
+            }
+        });
+        relay
+    }
+
+    pub(crate) fn pass(&self) {
+        self.mode.store(0, Ordering::Relaxed);
+    }
+
+    /// Answers arrive later by this much.
+    pub(crate) fn delay(&self, by: Duration) {
+        self.mode.store(u64::try_from(by.as_millis()).unwrap(), Ordering::Relaxed);
+    }
+
+    /// Answers never arrive.
+    pub(crate) fn swallow(&self) {
+        self.mode.store(SWALLOW, Ordering::Relaxed);
+    }
+
+    /// In place of the next answer the server's side is closed; the client's stays open.
+    pub(crate) fn hang_up(&self) {
+        self.mode.store(HANG_UP, Ordering::Relaxed);
+    }
+}
+
+async fn carry(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mode: Arc<AtomicU64>) {
+    let mut bytes = vec![0; 65_536];
+    while let Ok(count @ 1..) = from.read(&mut bytes).await {
+        match mode.load(Ordering::Relaxed) {
+            SWALLOW => continue,
+            HANG_UP => {
+                drop(to.shutdown().await);
+                // The other direction must not end by the drop of this one.
+                std::future::pending::<()>().await;
+            }
+            late_ms => tokio::time::sleep(Duration::from_millis(late_ms)).await,
+        }
+        if to.write_all(&bytes[..count]).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Starts a server that passes for a Redis until it was asked for one decision per connection; what it
+/// answers to the next is `answer`. Returns its port.
+pub(crate) async fn liar(answer: &'static [u8]) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        loop {
+            let (client, _) = listener.accept().await.unwrap();
+            tokio::spawn(lie(client, answer));
+        }
+    });
+    port
+}
+
+async fn lie(client: TcpStream, answer: &'static [u8]) {
+    const HONEST: &[u8] = b"$52\r\n1700000000000000 0 9007199254740991 1700000000001000\r\n";
+    let (from, mut to) = client.into_split();
+    let mut from = BufReader::new(from);
+    let mut decisions = 0;
+    while let Some(command) = read_command(&mut from).await {
+        let reply = match command.as_str() {
+            "EVALSHA" => {
+                decisions += 1;
+                if decisions == 1 { HONEST } else { answer }
+            }
+            _ => b"+OK\r\n",
+        };
+        if reply.is_empty() || to.write_all(reply).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Reads one command and returns its first word.
+async fn read_command(from: &mut BufReader<OwnedReadHalf>) -> Option<String> {
+    let mut line = String::new();
+    from.read_line(&mut line).await.ok()?;
+    let count: usize = line.trim_end().strip_prefix('*')?.parse().ok()?;
+    let mut first = None;
+    for _ in 0..count {
+        line.clear();
+        from.read_line(&mut line).await.ok()?;
+        let length: usize = line.trim_end().strip_prefix('$')?.parse().ok()?;
+        let mut word = vec![0; length + 2];
+        from.read_exact(&mut word).await.ok()?;
+        first.get_or_insert_with(|| String::from_utf8_lossy(&word[..length]).into_owned());
+    }
+    first
+}

@@ -1,0 +1,141 @@
+//! A child process whose output is kept, line by line.
+
+use super::SOON;
+use std::ffi::OsStr;
+use std::io;
+use std::process::{ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
+use tokio::process::{Child, Command};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, timeout};
+
+/// The binary under test.
+pub fn tidegate() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command.env_clear().env("RUST_BACKTRACE", "1");
+    command
+}
+
+/// A running child; killed when dropped.
+#[derive(Debug)]
+pub struct Process {
+    child: Child,
+    lines: Arc<Mutex<Vec<Line>>>,
+    readers: [JoinHandle<()>; 2],
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Line {
+    pub stderr: bool,
+    pub text: String,
+}
+
+/// How a child ended, and all that it said.
+#[derive(Debug)]
+pub struct Ended {
+    pub status: ExitStatus,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Process {
+    pub fn start(command: &mut Command) -> io::Result<Self> {
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+        let mut child = command.spawn()?;
+        let lines = Arc::default();
+        let stdout = child.stdout.take().expect("stdout is piped");
+        let stderr = child.stderr.take().expect("stderr is piped");
+        let readers = [keep(stdout, false, &lines), keep(stderr, true, &lines)];
+        Ok(Self { child, lines, readers })
+    }
+
+    /// All lines so far.
+    pub fn lines(&self) -> Vec<Line> {
+        self.lines.lock().unwrap().clone()
+    }
+
+    /// Everything said so far, for messages.
+    pub fn transcript(&self) -> String {
+        self.lines().iter().map(|line| format!("{}\n", line.text)).collect()
+    }
+
+    /// The first line from number `from` on in which `found` finds something.
+    pub async fn wait_for<T>(
+        &self,
+        what: &str,
+        from: usize,
+        within: Duration,
+        found: impl Fn(&Line) -> Option<T>,
+    ) -> T {
+        let deadline = Instant::now() + within;
+        loop {
+            // Asked before the lines are read: what a process says last is still looked at.
+            let ended = self.readers.iter().all(JoinHandle::is_finished);
+            if let Some(found) = self.lines().iter().skip(from).find_map(&found) {
+                return found;
+            }
+            let why = if ended { "it ended" } else { "the time is over" };
+            assert!(
+                !ended && Instant::now() < deadline,
+                "waited for {what}, but {why}. It said:\n{}",
+                self.transcript()
+            );
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Sends a signal, named as in `kill -TERM`.
+    pub fn signal(&self, name: &str) {
+        let pid = self.child.id().expect("the process has not ended").to_string();
+        let sent = std::process::Command::new("sh")
+            .args([OsStr::new("-c"), OsStr::new("kill -$1 $2"), OsStr::new("sh")])
+            .args([name, &pid])
+            .status();
+        assert!(sent.unwrap().success(), "kill -{name} {pid}");
+    }
+
+    pub async fn ended(&mut self, within: Duration) -> Ended {
+        let Ok(status) = timeout(within, self.child.wait()).await else {
+            panic!("did not end within {within:?}. It said:\n{}", self.transcript())
+        };
+        for reader in &mut self.readers {
+            timeout(SOON, reader).await.expect("a dead process closes its pipes").unwrap();
+        }
+        let text = |stderr| -> String {
+            self.lines()
+                .iter()
+                .filter(|line| line.stderr == stderr)
+                .map(|line| line.text.clone() + "\n")
+                .collect()
+        };
+        Ended { status: status.unwrap(), stdout: text(false), stderr: text(true) }
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+}
+
+/// Runs a command to its end.
+pub async fn run(command: &mut Command) -> Ended {
+    Process::start(command).unwrap().ended(SOON).await
+}
+
+fn keep(
+    pipe: impl AsyncRead + Unpin + Send + 'static,
+    stderr: bool,
+    lines: &Arc<Mutex<Vec<Line>>>,
+) -> JoinHandle<()> {
+    let lines = Arc::clone(lines);
+    tokio::spawn(async move {
+        let mut pipe = BufReader::new(pipe);
+        let mut text = Vec::new();
+        while pipe.read_until(b'\n', &mut text).await.is_ok_and(|read| read > 0) {
+            let line = String::from_utf8_lossy(&text).trim_end().to_owned();
+            lines.lock().unwrap().push(Line { stderr, text: line });
+            text.clear();
+        }
+    })
+}

@@ -1,0 +1,179 @@
+//! The proxy, as its users run it: the binary with a configuration file.
+
+use super::SOON;
+use super::client::{Ask, Reply};
+use super::process::{Ended, Process, tidegate};
+use serde_json::Value;
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tempfile::TempDir;
+
+/// A running proxy; killed when dropped.
+#[derive(Debug)]
+pub struct Proxy {
+    pub address: SocketAddr,
+    process: Process,
+    config: PathBuf,
+    _dir: TempDir,
+}
+
+#[derive(Debug)]
+pub struct ProxyBuilder {
+    config: String,
+    config_at: Option<PathBuf>,
+    upstream: String,
+    env: Vec<(String, String)>,
+}
+
+/// One line of the proxy's log.
+#[derive(Clone, Debug)]
+pub struct LogLine(Value);
+
+impl Proxy {
+    pub fn builder() -> ProxyBuilder {
+        ProxyBuilder {
+            config: String::new(),
+            config_at: None,
+            upstream: "http://127.0.0.1:9".into(),
+            env: Vec::new(),
+        }
+    }
+
+    /// In front of an upstream, with policies and otherwise defaults.
+    pub async fn start(config: &str, upstream: SocketAddr) -> Self {
+        Self::builder().config(config).upstream(upstream).start().await
+    }
+
+    pub fn ask(&self, method: &str, target: &str) -> Ask {
+        Ask::new(self.address, method, target)
+    }
+
+    pub async fn get(&self, target: &str) -> Reply {
+        self.ask("GET", target).send().await
+    }
+
+    /// The statuses of so many GETs, one after the other.
+    pub async fn statuses(&self, target: &str, times: usize) -> Vec<u16> {
+        let mut statuses = Vec::new();
+        for _ in 0..times {
+            statuses.push(self.get(target).await.status);
+        }
+        statuses
+    }
+
+    pub fn write_config(&self, text: &str) {
+        fs::write(&self.config, text).unwrap();
+    }
+
+    pub fn config_path(&self) -> &Path {
+        &self.config
+    }
+
+    /// How many lines have been logged: what comes now comes after.
+    pub fn log_mark(&self) -> usize {
+        self.process.lines().len()
+    }
+
+    /// The first line after the mark that `wanted` accepts.
+    pub async fn wait_for_log(
+        &self,
+        what: &str,
+        mark: usize,
+        within: Duration,
+        wanted: impl Fn(&LogLine) -> bool,
+    ) -> LogLine {
+        let found = |text: &str| serde_json::from_str(text).ok().map(LogLine).filter(|line| wanted(line));
+        self.process.wait_for(what, mark, within, |line| found(&line.text)).await
+    }
+
+    /// Everything logged so far, for messages.
+    pub fn log(&self) -> String {
+        self.process.transcript()
+    }
+
+    pub fn sigterm(&self) {
+        self.process.signal("TERM");
+    }
+
+    pub fn sighup(&self) {
+        self.process.signal("HUP");
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.process.is_running()
+    }
+
+    pub async fn ended(&mut self, within: Duration) -> Ended {
+        self.process.ended(within).await
+    }
+}
+
+impl ProxyBuilder {
+    /// The text of the configuration file.
+    pub fn config(mut self, text: &str) -> Self {
+        text.clone_into(&mut self.config);
+        self
+    }
+
+    /// Use the file that is there instead.
+    pub fn config_at(mut self, path: &Path) -> Self {
+        self.config_at = Some(path.to_owned());
+        self
+    }
+
+    pub fn upstream(mut self, address: SocketAddr) -> Self {
+        self.upstream = format!("http://{address}");
+        self
+    }
+
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.env.push((name.into(), value.into()));
+        self
+    }
+
+    /// Starts it and waits until it listens.
+    pub async fn start(self) -> Proxy {
+        let dir = TempDir::new().unwrap();
+        let config = self.config_at.unwrap_or_else(|| {
+            let path = dir.path().join("config.toml");
+            fs::write(&path, &self.config).unwrap();
+            path
+        });
+        let mut command = tidegate();
+        command.arg("run").arg("--config").arg(&config);
+        command.args(["--listen", "127.0.0.1:0", "--upstream", &self.upstream]);
+        command.envs(self.env);
+        let process = Process::start(&mut command).unwrap();
+        let listening = |text: &str| {
+            let line = LogLine(serde_json::from_str(text).ok()?);
+            line.says("listening").then(|| line.field("address").parse().unwrap())
+        };
+        let address = process.wait_for("the proxy to listen", 0, SOON, |line| listening(&line.text)).await;
+        Proxy { address, process, config, _dir: dir }
+    }
+}
+
+impl LogLine {
+    /// Whether the message is, or starts with, these words.
+    pub fn says(&self, words: &str) -> bool {
+        self.field("message").starts_with(words)
+    }
+
+    pub fn is_level(&self, level: &str) -> bool {
+        self.0["level"].as_str() == Some(level)
+    }
+
+    /// Whether these words are anywhere in the line.
+    pub fn mentions(&self, words: &str) -> bool {
+        self.0.to_string().contains(words)
+    }
+
+    /// A field as text, empty if it is not there.
+    pub fn field(&self, name: &str) -> String {
+        let value = self.0["fields"].get(name).or_else(|| self.0.get(name));
+        value
+            .map_or_else(String::new, |value| value.as_str().map_or_else(|| value.to_string(), str::to_owned))
+    }
+}

@@ -1,0 +1,186 @@
+//! A real redis-server per test: own process, own port, nothing kept.
+
+use redis::aio::MultiplexedConnection;
+use redis::{Cmd, FromRedisValue, Value};
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use tidegate::store::redis::{Redis, RedisSettings, Shared};
+
+/// A running server; killed on drop.
+pub(crate) struct Server {
+    child: Child,
+    port: u16,
+    directory: TempDir,
+    args: Vec<String>,
+}
+
+impl Server {
+    /// Starts a server on a free port and waits until it answers.
+    pub(crate) fn start() -> Self {
+        Self::with(&[])
+    }
+
+    /// The same with further arguments, e.g. `["--requirepass", "x"]`.
+    pub(crate) fn with(args: &[&str]) -> Self {
+        let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
+        // Somebody else may take the free port before the server does: then it ends, and another is tried.
+        for _ in 0..20 {
+            let (port, directory) = (free_port(), tempfile::tempdir().unwrap());
+            let child = spawn(port, &directory, &args);
+            let mut server = Self { child, port, directory, args: args.clone() };
+            if server.answers() {
+                return server;
+            }
+        }
+        panic!("redis-server does not start");
+    }
+
+    pub(crate) fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// As `kill -9`: nothing is saved, connections break.
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Starts a killed server again, empty, on the same port.
+    pub(crate) fn restart(&mut self) {
+        self.spawn_again();
+        assert!(self.answers(), "redis-server does not start again");
+    }
+
+    /// The same, without waiting until it answers.
+    pub(crate) fn spawn_again(&mut self) {
+        self.child = spawn(self.port, &self.directory, &self.args);
+    }
+
+    /// SIGSTOP: sockets stay open, nothing is answered.
+    pub(crate) fn stop(&self) {
+        self.signal("-STOP");
+    }
+
+    pub(crate) fn resume(&self) {
+        self.signal("-CONT");
+    }
+
+    /// A connection for looking and meddling.
+    pub(crate) async fn connection(&self) -> MultiplexedConnection {
+        let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
+        client.get_multiplexed_async_connection().await.unwrap()
+    }
+
+    /// Runs one command, e.g. `"CONFIG SET maxmemory 1"`, on a connection of its own.
+    pub(crate) async fn command<T: FromRedisValue>(&self, words: &str) -> T {
+        let mut command = Cmd::new();
+        for word in words.split(' ') {
+            command.arg(word);
+        }
+        command.query_async(&mut self.connection().await).await.unwrap()
+    }
+
+    /// One number of INFO, such as `("memory", "number_of_cached_scripts")`.
+    pub(crate) async fn info(&self, section: &str, name: &str) -> u64 {
+        let text: String = self.command(&format!("INFO {section}")).await;
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        let number = line.unwrap_or("0").split(|c: char| !c.is_ascii_digit()).find(|part| !part.is_empty());
+        number.unwrap().parse().unwrap()
+    }
+
+    pub(crate) fn settings(&self) -> RedisSettings {
+        settings(self.port)
+    }
+
+    /// A ready handle with settings fit for tests.
+    pub(crate) async fn redis(&self) -> (Shared, Redis) {
+        ready(self.settings()).await
+    }
+
+    fn signal(&self, signal: &str) {
+        let status = Command::new("kill").args([signal, &self.child.id().to_string()]).status().unwrap();
+        assert!(status.success());
+    }
+
+    fn answers(&mut self) -> bool {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while Instant::now() < deadline {
+            if self.child.try_wait().unwrap().is_some() {
+                return false;
+            }
+            if ping(self.port) {
+                return true;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        false
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+/// Settings fit for tests: deadlines that a busy machine can keep.
+pub(crate) fn settings(port: u16) -> RedisSettings {
+    RedisSettings {
+        host: "127.0.0.1".to_owned(),
+        port,
+        database: 0,
+        username: None,
+        password: None,
+        key_prefix: "t".to_owned(),
+        timeout: Duration::from_millis(200),
+        connect_timeout: Duration::from_secs(1),
+        breaker_failures: 5,
+        probe_interval: Duration::from_millis(100),
+    }
+}
+
+/// A handle whose first connection is ready.
+pub(crate) async fn ready(settings: RedisSettings) -> (Shared, Redis) {
+    let shared = Shared::new(settings);
+    let redis = Redis::start(&shared);
+    redis.first_ready().await;
+    (shared, redis)
+}
+
+/// All keys that a server holds.
+pub(crate) async fn keys(server: &Server) -> Vec<String> {
+    server.command("KEYS *").await
+}
+
+pub(crate) fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+fn ping(port: u16) -> bool {
+    let Ok(client) = redis::Client::open(("127.0.0.1", port)) else { return false };
+    let Ok(mut connection) = client.get_connection_with_timeout(Duration::from_millis(200)) else {
+        return false;
+    };
+    // One that asks for a password answers, too.
+    match redis::cmd("PING").query::<Value>(&mut connection) {
+        Ok(_) => true,
+        Err(error) => error.code() == Some("NOAUTH"),
+    }
+}
+
+fn spawn(port: u16, directory: &TempDir, args: &[String]) -> Child {
+    let child = Command::new("redis-server")
+        .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
+        .arg("--dir")
+        .arg(directory.path())
+        .args(args)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn();
+    child.unwrap_or_else(|error| {
+        panic!("these tests need redis-server 7 (Debian and Ubuntu: apt-get install redis-server): {error}")
+    })
+}

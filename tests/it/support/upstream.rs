@@ -1,0 +1,332 @@
+//! Upstreams in this process: hyper with a handler, and bare sockets with a script.
+
+use bytes::Bytes;
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Body, Frame, Incoming};
+use hyper::service::service_fn;
+use hyper::{HeaderMap, Request, Response};
+use hyper_util::rt::TokioIo;
+use serde_json::json;
+use sha2::{Digest, Sha256};
+use std::convert::Infallible;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio::task::{JoinHandle, JoinSet};
+
+pub type UpstreamBody = BoxBody<Bytes, io::Error>;
+pub type Answer = Response<UpstreamBody>;
+
+/// A hyper server; its connections end when it is dropped.
+#[derive(Debug)]
+pub struct Upstream {
+    pub address: SocketAddr,
+    seen: Arc<Mutex<Vec<Seen>>>,
+    connections: Arc<Mutex<usize>>,
+    task: JoinHandle<()>,
+}
+
+/// A request's head as it reached the upstream.
+#[derive(Clone, Debug)]
+pub struct Seen {
+    pub method: String,
+    pub target: String,
+    /// In order, names in lower case.
+    pub headers: Vec<(String, String)>,
+}
+
+impl Upstream {
+    /// Answers every request with what it got: see [`echo`].
+    pub async fn echo() -> Self {
+        Self::serving(echo).await
+    }
+
+    /// Answers by `handler`. A client that leaves drops the handler's future.
+    pub async fn serving<H, F>(handler: H) -> Self
+    where
+        H: Fn(Request<Incoming>) -> F + Send + Sync + 'static,
+        F: Future<Output = Answer> + Send + 'static,
+    {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (seen, connections) = (Arc::<Mutex<Vec<Seen>>>::default(), Arc::<Mutex<usize>>::default());
+        let (seeing, counting, handler) = (Arc::clone(&seen), Arc::clone(&connections), Arc::new(handler));
+        let task = tokio::spawn(async move {
+            let mut open = JoinSet::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                *counting.lock().unwrap() += 1;
+                let (seeing, handler) = (Arc::clone(&seeing), Arc::clone(&handler));
+                let service = service_fn(move |request: Request<Incoming>| {
+                    seeing.lock().unwrap().push(Seen::new(&request));
+                    let answer = handler(request);
+                    async move { Ok::<_, Infallible>(answer.await) }
+                });
+                let connection = hyper::server::conn::http1::Builder::new()
+                    .serve_connection(TokioIo::new(stream), service);
+                // A client that breaks off is none of this server's business.
+                open.spawn(async move { connection.await.is_ok() });
+            }
+        });
+        Self { address, seen, connections, task }
+    }
+
+    /// The requests so far.
+    pub fn seen(&self) -> Vec<Seen> {
+        self.seen.lock().unwrap().clone()
+    }
+
+    /// The last request.
+    pub fn last(&self) -> Seen {
+        self.seen().pop().expect("no request has reached the upstream")
+    }
+
+    /// Connections accepted so far.
+    pub fn connections(&self) -> usize {
+        *self.connections.lock().unwrap()
+    }
+}
+
+impl Drop for Upstream {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Seen {
+    fn new(request: &Request<Incoming>) -> Self {
+        let header = |(name, value): (&hyper::header::HeaderName, &hyper::header::HeaderValue)| {
+            (name.to_string(), String::from_utf8_lossy(value.as_bytes()).into_owned())
+        };
+        Self {
+            method: request.method().to_string(),
+            target: request.uri().to_string(),
+            headers: request.headers().iter().map(header).collect(),
+        }
+    }
+
+    /// All values of a header.
+    pub fn all(&self, name: &str) -> Vec<&str> {
+        self.headers.iter().filter(|(given, _)| given == name).map(|(_, value)| value.as_str()).collect()
+    }
+
+    /// The value of a header that is there exactly once.
+    pub fn one(&self, name: &str) -> &str {
+        match self.all(name)[..] {
+            [value] => value,
+            ref values => panic!("{name} is {values:?} in {self:?}"),
+        }
+    }
+}
+
+/// Reads the body to its end and answers with JSON: `method`, `target`, `headers` (pairs in order),
+/// `body_len`, `body_sha256`.
+pub async fn echo(request: Request<Incoming>) -> Answer {
+    let seen = Seen::new(&request);
+    let (len, sha256) = digest(request.into_body()).await;
+    let text = json!({
+        "method": seen.method, "target": seen.target, "headers": seen.headers,
+        "body_len": len, "body_sha256": sha256,
+    });
+    let mut answer = Response::new(full(text.to_string()));
+    answer.headers_mut().insert("content-type", "application/json".parse().unwrap());
+    answer
+}
+
+/// Length and SHA-256 of a body, without keeping it.
+pub async fn digest(mut body: Incoming) -> (u64, String) {
+    let (mut len, mut hasher) = (0, Sha256::new());
+    while let Some(Ok(frame)) = body.frame().await {
+        if let Some(data) = frame.data_ref() {
+            len += data.len() as u64;
+            hasher.update(data);
+        }
+    }
+    (len, super::hex(&hasher.finalize()))
+}
+
+/// A body that is there at once, with its length.
+pub fn full(bytes: impl Into<Bytes>) -> UpstreamBody {
+    Full::new(bytes.into()).map_err(|never| match never {}).boxed()
+}
+
+/// A body that the test feeds.
+pub fn fed() -> (Feeder, UpstreamBody) {
+    let (sender, receiver) = mpsc::channel(1);
+    (Feeder(sender), Fed(receiver).boxed())
+}
+
+/// Feeds a body; dropping it ends the body well.
+#[derive(Debug)]
+pub struct Feeder(mpsc::Sender<io::Result<Frame<Bytes>>>);
+
+impl Feeder {
+    /// Waits while the peer does not read; `false` if it has gone.
+    pub async fn send(&self, bytes: impl Into<Bytes>) -> bool {
+        self.0.send(Ok(Frame::data(bytes.into()))).await.is_ok()
+    }
+
+    pub async fn trailers(self, trailers: HeaderMap) {
+        self.0.send(Ok(Frame::trailers(trailers))).await.expect("the peer is there");
+    }
+
+    /// Breaks the body off.
+    pub async fn fail(self) {
+        self.0.send(Err(io::Error::other("broken off"))).await.expect("the peer is there");
+    }
+
+    /// Waits until nobody wants the body any more.
+    pub async fn gone(&self) {
+        self.0.closed().await;
+    }
+}
+
+struct Fed(mpsc::Receiver<io::Result<Frame<Bytes>>>);
+
+impl Body for Fed {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<io::Result<Frame<Bytes>>>> {
+        self.0.poll_recv(context)
+    }
+}
+
+/// A server of bare sockets that keeps every byte it gets.
+#[derive(Debug)]
+pub struct RawUpstream {
+    pub address: SocketAddr,
+    received: Received,
+    task: JoinHandle<()>,
+}
+
+/// What came, per connection.
+type Received = Arc<Mutex<Vec<Vec<u8>>>>;
+
+/// The upstream's end of one connection; dropping it closes.
+#[derive(Debug)]
+pub struct RawSocket {
+    stream: TcpStream,
+    received: Received,
+    number: usize,
+    /// Bytes of `received` already given out as requests.
+    taken: usize,
+}
+
+impl RawUpstream {
+    /// Answers every whole request with these bytes and leaves the connection open.
+    pub async fn answering(answer: impl AsRef<[u8]> + Send + Sync + 'static) -> Self {
+        let answer = Arc::new(answer);
+        Self::scripted(move |_, mut socket| {
+            let answer = Arc::clone(&answer);
+            async move {
+                while socket.request().await.is_some() {
+                    socket.send((*answer).as_ref()).await;
+                }
+            }
+        })
+        .await
+    }
+
+    /// Runs `script` with each connection and its number, from 0.
+    pub async fn scripted<S, F>(script: S) -> Self
+    where
+        S: Fn(usize, RawSocket) -> F + Send + 'static,
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let received = Received::default();
+        let receiving = Arc::clone(&received);
+        let task = tokio::spawn(async move {
+            let mut open = JoinSet::new();
+            for number in 0.. {
+                let Ok((stream, _)) = listener.accept().await else { break };
+                receiving.lock().unwrap().push(Vec::new());
+                let received = Arc::clone(&receiving);
+                open.spawn(script(number, RawSocket { stream, received, number, taken: 0 }));
+            }
+        });
+        Self { address, received, task }
+    }
+
+    /// All bytes so far, connection after connection.
+    pub fn received(&self) -> Vec<u8> {
+        self.received.lock().unwrap().concat()
+    }
+
+    pub fn connections(&self) -> usize {
+        self.received.lock().unwrap().len()
+    }
+}
+
+impl Drop for RawUpstream {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl RawSocket {
+    /// The next whole request, head and body as they came; `None` when the peer closes.
+    pub async fn request(&mut self) -> Option<Vec<u8>> {
+        loop {
+            let pending = self.received.lock().unwrap()[self.number][self.taken..].to_vec();
+            if let Some(len) = request_len(&pending) {
+                self.taken += len;
+                return Some(pending[..len].to_vec());
+            }
+            if !self.read().await {
+                return None;
+            }
+        }
+    }
+
+    /// Reads until the peer closes.
+    pub async fn drain(&mut self) {
+        while self.read().await {}
+    }
+
+    pub async fn send(&mut self, bytes: &[u8]) {
+        // A peer that has gone shows when reading.
+        self.stream.write_all(bytes).await.unwrap_or_default();
+    }
+
+    /// Reads some bytes; `false` when the peer has closed.
+    pub async fn read(&mut self) -> bool {
+        let mut chunk = Vec::with_capacity(16 << 10);
+        let read = self.stream.read_buf(&mut chunk).await.unwrap_or(0);
+        self.received.lock().unwrap()[self.number].append(&mut chunk);
+        read > 0
+    }
+}
+
+/// The length of the request that `bytes` begin with, if it is whole. Chunked bodies end at the first
+/// empty chunk: enough for what tests send.
+fn request_len(bytes: &[u8]) -> Option<usize> {
+    let text = String::from_utf8_lossy(bytes).to_ascii_lowercase();
+    let find = |wanted: &[u8], from: usize| {
+        bytes[from..]
+            .windows(wanted.len())
+            .position(|window| window == wanted)
+            .map(|at| from + at + wanted.len())
+    };
+    let head_len = find(b"\r\n\r\n", 0)?;
+    let field = |name: &str| {
+        let line =
+            text.split("\r\n").take_while(|line| !line.is_empty()).find_map(|line| line.strip_prefix(name));
+        line.map(|value| value.trim().to_owned())
+    };
+    if field("transfer-encoding:").is_some() {
+        return find(b"0\r\n\r\n", head_len);
+    }
+    let body_len = field("content-length:").map_or(0, |len| len.parse::<usize>().unwrap());
+    (bytes.len() >= head_len + body_len).then_some(head_len + body_len)
+}
