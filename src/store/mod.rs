@@ -49,9 +49,10 @@ impl Store {
         if let Some(refusal) = refusals.recall(charges, asked, Fit::Same) {
             return Ok(refusal);
         }
-        let answer = match redis.breaker_open() {
-            true => Err(redis.unavailable("breaker_open")),
-            false => redis.decide(charges, asked).await,
+        let answer = if redis.breaker_open() {
+            Err(redis.unavailable("breaker_open"))
+        } else {
+            redis.decide(charges, asked).await
         };
         match answer {
             Ok(decision) => {
@@ -60,7 +61,7 @@ impl Store {
                 }
                 Ok(decision)
             }
-            // Without Redis the longest known wait is better than none.
+            // Without Redis, a refusal whose end isn't known for this cost is better than none.
             Err(unavailable) => refusals.recall(charges, Instant::now(), Fit::AtLeast).ok_or(unavailable),
         }
     }

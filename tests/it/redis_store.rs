@@ -352,6 +352,36 @@ async fn hammer(redis: Redis, limit: Limit, end: Instant) -> Vec<u64> {
     admitted
 }
 
+/// Whoever waits as long as a refusal says is admitted, also when the deny cache said it.
+#[tokio::test]
+async fn a_refusal_tells_the_truth() {
+    const PER: Duration = Duration::from_millis(60);
+    let server = Server::start();
+    let store = Store::redis(server.redis().await.1);
+    for (name, limit) in [("log", log(3, 60_000)), ("window", window(3, 60_000, 0))] {
+        let owner = key(name);
+        for round in 0..20 {
+            let asked = [charge(&limit, &owner, 1)];
+            let mut refusals = 0;
+            // The first comes from Redis, the others from memory; the wait is the last one's.
+            let wait = loop {
+                let answer = store.decide(&asked).await.unwrap();
+                match answer.standings[0].unwrap().refusal {
+                    Some(Refusal::Until(until_us)) if refusals == 2 => break until_us - answer.now_us,
+                    Some(_) => refusals += 1,
+                    None => {}
+                }
+            };
+            let wait = Duration::from_micros(wait);
+            assert!(wait <= PER, "round {round}: {wait:?}");
+            // A thread's sleep is never short.
+            std::thread::sleep(wait);
+            let answer = store.decide(&asked).await.unwrap();
+            assert!(answer.admitted, "round {round}: {answer:?}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn an_exhausted_key_is_refused_without_asking_redis() {
     let mut server = Server::start();

@@ -128,3 +128,13 @@ impl From<&RedisError> for Failure {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_can_be_searched() {
+        assert!(Failure::WORDS.is_sorted());
+    }
+}

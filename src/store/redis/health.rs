@@ -26,6 +26,8 @@ struct State {
     links_down: u32,
     breaker_open: bool,
     down_since: Option<Instant>,
+    /// Redis was there at least once.
+    seen: bool,
     foreign_logged: Option<Instant>,
 }
 
@@ -46,7 +48,8 @@ impl Health {
     }
 
     pub(super) fn is_up(&self) -> bool {
-        self.state.lock().down_since.is_none()
+        let state = self.state.lock();
+        state.seen && state.down_since.is_none()
     }
 
     /// Failures so far, by word.
@@ -65,10 +68,13 @@ impl Health {
     /// Redis did not answer, or not usefully.
     pub(super) fn failed(&self, failure: Failure) {
         self.count(failure);
-        if self.consecutive.fetch_add(1, Ordering::Relaxed).saturating_add(1) >= self.threshold
-            && !self.open.swap(true, Ordering::Relaxed)
-        {
-            let mut state = self.state.lock();
+        let consecutive = self.consecutive.fetch_add(1, Ordering::Relaxed).saturating_add(1);
+        if consecutive < self.threshold || self.is_open() {
+            return;
+        }
+        // Opened and closed under the lock only, so that what is logged is what holds.
+        let mut state = self.state.lock();
+        if !self.open.swap(true, Ordering::Relaxed) {
             state.breaker_open = true;
             state.tell_change(failure);
         }
@@ -88,8 +94,9 @@ impl Health {
     /// A background probe was answered by a server that takes writes: requests may ask again.
     pub(super) fn probed(&self) {
         self.consecutive.store(0, Ordering::Relaxed);
+        let mut state = self.state.lock();
+        state.seen = true;
         if self.open.swap(false, Ordering::Relaxed) {
-            let mut state = self.state.lock();
             state.breaker_open = false;
             state.tell_change(Failure::Other);
         }
@@ -141,6 +148,8 @@ mod tests {
     #[test]
     fn only_consecutive_failures_open_the_breaker_and_only_a_probe_closes_it() {
         let health = Health::new(2);
+        assert!(!health.is_up(), "not seen yet");
+        health.probed();
         health.failed(Failure::Timeout);
         health.answered();
         health.failed(Failure::Timeout);
@@ -157,6 +166,7 @@ mod tests {
     #[test]
     fn foreign_values_never_open_the_breaker() {
         let health = Health::new(1);
+        health.probed();
         for _ in 0..10 {
             health.foreign(|| "key".to_owned());
         }
@@ -164,9 +174,50 @@ mod tests {
         assert!(health.counts().any(|count| count == ("wrongtype", 10)));
     }
 
+    #[derive(Clone, Default)]
+    struct Lines(std::sync::Arc<Mutex<Vec<u8>>>);
+
+    impl std::io::Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn changes_are_logged_and_failures_are_not() {
+        let lines = Lines::default();
+        let writer = lines.clone();
+        let subscriber =
+            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+        tracing::subscriber::with_default(subscriber, || {
+            let health = Health::new(5);
+            for _ in 0..1000 {
+                health.failed(Failure::OutOfMemory);
+                health.foreign(|| "key".to_owned());
+            }
+            health.link_lost(Failure::Connection);
+            for _ in 0..1000 {
+                health.failed(Failure::Connection);
+            }
+            health.link_restored();
+            health.probed();
+        });
+        let text = String::from_utf8(lines.0.lock().clone()).unwrap();
+        let said: Vec<&str> = text.lines().collect();
+        assert_eq!(said.len(), 3, "{text}");
+        assert!(said[0].contains("not ours"), "{text}");
+        assert!(said[1].contains("kind=\"connection\"") && said[2].contains("up again"), "{text}");
+    }
+
     #[test]
     fn it_is_up_when_every_link_is() {
         let health = Health::new(9);
+        health.probed();
         health.link_lost(Failure::Connection);
         health.link_lost(Failure::Connection);
         health.link_restored();

@@ -1,7 +1,7 @@
 //! Counters in Redis, shared by every replica.
 //!
 //! One script decides all limits of a request in one round trip, on the server's clock (`script`, `decide.lua`).
-//! Each worker has a connection and a task that keeps it (`link`); the breaker is the process's (`health`).
+//! It needs Redis 6.2 (SET with PXAT). Each worker has a connection and a task that keeps it (`link`); the breaker is the process's (`health`).
 
 mod failure;
 mod health;
@@ -66,7 +66,7 @@ impl Shared {
         }))
     }
 
-    /// Whether every worker has a connection and the breaker is closed.
+    /// Whether Redis was reached, no worker has lost its connection and the breaker is closed.
     pub fn is_up(&self) -> bool {
         self.0.health.is_up()
     }
