@@ -3,6 +3,10 @@
 //! Facts go in, the table says which limits apply, the store decides them, and what comes out says
 //! whether to forward, what to answer if not, and which limits to tell the client about.
 
+mod explain;
+
+pub use explain::{Explanation, Limits, Step};
+
 use crate::limiter::{Charge, Decision, Key, Refusal, Standing};
 use crate::policy::{Action, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy, PolicyTable, Reject};
 use crate::store::{Store, Unavailable};

@@ -2,7 +2,11 @@
 
 mod check;
 mod demo;
+mod explain;
+mod keys;
 mod run;
+mod standing;
+mod store;
 
 use crate::config::{FileSource, Flags, Sources};
 use clap::{Args, Parser, Subcommand};
@@ -40,6 +44,27 @@ enum Command {
         #[arg(value_name = "FILE", default_value = DEFAULT_CONFIG)]
         file: PathBuf,
     },
+    /// Tell which policies match a request, which keys and limits it would use, and where they stand.
+    Explain {
+        #[command(flatten)]
+        config: ConfigFlag,
+        #[command(flatten)]
+        asked: explain::Asked,
+    },
+    /// Look at the counters in Redis, and reset them.
+    Keys {
+        #[command(flatten)]
+        config: ConfigFlag,
+        #[command(subcommand)]
+        command: keys::Command,
+    },
+}
+
+#[derive(Args, Debug)]
+struct ConfigFlag {
+    /// The proxy's configuration.
+    #[arg(long, value_name = "FILE", default_value = DEFAULT_CONFIG, global = true)]
+    config: PathBuf,
 }
 
 /// Flags override environment variables (`TIDEGATE_UPSTREAM__URL`), which override the file.
@@ -64,11 +89,36 @@ pub fn main() -> ExitCode {
     match cli.command.unwrap_or(Command::Run(cli.run)) {
         Command::Run(flags) => run::run(flags.into_sources()),
         Command::Demo { listen, config } => demo::run(listen, config),
+        Command::Explain { config, asked } => print(explain::explain(&config.into_sources(), &asked)),
+        Command::Keys { config, command } => print(keys::run(&config.into_sources(), &command)),
         Command::Check { file } => check::run(
             &sources(FileSource::Path(file), Flags::default()),
             &mut std::io::stdout(),
             &mut std::io::stderr(),
         ),
+    }
+}
+
+impl ConfigFlag {
+    /// The proxy's own sources, but for the upstream, which plays no part.
+    fn into_sources(self) -> Sources {
+        let upstream = Some("http://127.0.0.1".to_owned());
+        sources(FileSource::Path(self.config), Flags { upstream, listen: None })
+    }
+}
+
+/// Data to stdout, trouble to stderr.
+#[allow(clippy::print_stdout, clippy::print_stderr, reason = "commands talk to people")]
+fn print(result: Result<String, String>) -> ExitCode {
+    match result {
+        Ok(text) => {
+            print!("{text}");
+            ExitCode::SUCCESS
+        }
+        Err(text) => {
+            eprint!("{text}");
+            ExitCode::FAILURE
+        }
     }
 }
 

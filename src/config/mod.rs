@@ -21,6 +21,7 @@ mod words;
 
 pub use diagnostic::{Diagnostic, Place, Position, Report, Severity};
 pub use files::FileSet;
+pub use values::duration_words;
 
 use crate::policy::PolicyTable;
 use crate::proxy::{ListenSettings, ShutdownSettings, UpstreamSettings};

@@ -196,7 +196,7 @@ fn host_and_port(authority: &str, default_port: u16) -> Result<(String, u16), St
 }
 
 /// A duration in the largest unit that says it exactly.
-pub(super) fn duration_words(duration: Duration) -> String {
+pub fn duration_words(duration: Duration) -> String {
     let ms = duration.as_millis();
     let units = [("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1000)];
     match units.iter().find(|(_, size)| ms > 0 && ms.is_multiple_of(*size)) {

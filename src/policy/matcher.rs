@@ -4,6 +4,7 @@ use super::{Facts, PathPattern, facts};
 use http::{HeaderName, Method};
 use ipnet::IpNet;
 use regex::Regex;
+use std::fmt;
 
 /// Conditions: all of them must hold; within one, any alternative. An empty list is no condition.
 #[derive(Clone, Debug, Default)]
@@ -36,6 +37,38 @@ pub enum Test {
     Present(bool),
 }
 
+/// A condition that a request does not fulfil.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unmet<'a> {
+    Method,
+    Host,
+    Path,
+    PathRegex,
+    ClientIp,
+    Header(&'a str),
+    Query(&'a str),
+    Cookie(&'a str),
+    /// What must not hold holds.
+    Not,
+}
+
+/// For people: `its path is another`.
+impl fmt::Display for Unmet<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Method => f.write_str("not for this method"),
+            Self::Host => f.write_str("not for this host"),
+            Self::Path => f.write_str("not for this path"),
+            Self::PathRegex => f.write_str("path_regex does not match"),
+            Self::ClientIp => f.write_str("not for this client address"),
+            Self::Header(name) => write!(f, "the condition on header {name} does not hold"),
+            Self::Query(name) => write!(f, "the condition on query parameter {name} does not hold"),
+            Self::Cookie(name) => write!(f, "the condition on cookie {name} does not hold"),
+            Self::Not => f.write_str("excepted by its `not`"),
+        }
+    }
+}
+
 /// Methods, where `GET` also means `HEAD`; empty means all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MethodSet(Vec<Method>);
@@ -51,15 +84,42 @@ pub enum HostPattern {
 impl Matcher {
     /// Whether all conditions hold for one reading of the path.
     pub fn matches(&self, facts: &Facts<'_>, path: &str) -> bool {
-        self.methods.contains(facts.method)
-            && any(&self.hosts, |host| host.matches(facts.host))
-            && any(&self.paths, |pattern| pattern.matches(path))
-            && self.path_regex.as_ref().is_none_or(|regex| regex.is_match(path))
-            && any(&self.client_ips, |net| net.contains(&facts.client_ip))
-            && self.headers.iter().all(|h| h.test.holds(facts::header_values(facts.headers, &h.name)))
-            && self.query.iter().all(|q| q.test.holds(facts::query_values(facts.query, &q.name)))
-            && self.cookies.iter().all(|c| c.test.holds(facts::cookie_values(facts.headers, &c.name)))
-            && self.not.as_ref().is_none_or(|not| !not.matches(facts, path))
+        self.first_unmet(facts, path).is_none()
+    }
+
+    /// The first condition that does not hold, cheapest first.
+    pub fn first_unmet(&self, facts: &Facts<'_>, path: &str) -> Option<Unmet<'_>> {
+        if !self.methods.contains(facts.method) {
+            return Some(Unmet::Method);
+        }
+        if !any(&self.hosts, |host| host.matches(facts.host)) {
+            return Some(Unmet::Host);
+        }
+        if !any(&self.paths, |pattern| pattern.matches(path)) {
+            return Some(Unmet::Path);
+        }
+        if self.path_regex.as_ref().is_some_and(|regex| !regex.is_match(path)) {
+            return Some(Unmet::PathRegex);
+        }
+        if !any(&self.client_ips, |net| net.contains(&facts.client_ip)) {
+            return Some(Unmet::ClientIp);
+        }
+        for header in &self.headers {
+            if !header.test.holds(facts::header_values(facts.headers, &header.name)) {
+                return Some(Unmet::Header(header.name.as_str()));
+            }
+        }
+        for parameter in &self.query {
+            if !parameter.test.holds(facts::query_values(facts.query, &parameter.name)) {
+                return Some(Unmet::Query(&parameter.name));
+            }
+        }
+        for cookie in &self.cookies {
+            if !cookie.test.holds(facts::cookie_values(facts.headers, &cookie.name)) {
+                return Some(Unmet::Cookie(&cookie.name));
+            }
+        }
+        self.not.as_ref().filter(|not| not.matches(facts, path)).map(|_| Unmet::Not)
     }
 
     /// The headers that these conditions read.

@@ -14,7 +14,7 @@ mod table;
 
 pub use facts::Facts;
 pub use key::{KeyFault, KeyPart, KeyTemplate, KeyValues, MissingKey};
-pub use matcher::{HostPattern, Matcher, MethodSet, Named, Test};
+pub use matcher::{HostPattern, Matcher, MethodSet, Named, Test, Unmet};
 pub use pattern::PathPattern;
 pub use quota::{NamedLimit, Override, Overrides, Quota};
 pub use table::{Fields, PolicyTable};

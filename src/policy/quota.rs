@@ -58,8 +58,40 @@ impl Quota {
         if self.missing_key == MissingKey::Skip && values.iter().any(Option::is_none) {
             return Ok(None);
         }
-        let limits = self.overrides.find(&values).unwrap_or(&self.limits);
-        Ok(Some((framed(name, &values), limits)))
+        Ok(Some(self.of(name, &values)))
+    }
+
+    /// The key and limits that belong to values given by hand, one per position; an empty text is an absent
+    /// value.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong with the values.
+    pub fn select_by_hand<'t>(
+        &'t self,
+        name: &str,
+        values: &[String],
+        client: &client::Settings,
+    ) -> Result<(Key, &'t [NamedLimit]), String> {
+        let width = self.key.width();
+        if values.len() != width {
+            let parts: Vec<String> = self.key.parts().iter().map(ToString::to_string).collect();
+            let parts = if parts.is_empty() { String::new() } else { format!(" ({})", parts.join(", ")) };
+            return Err(format!("the key of {name} has {width} values{parts}, not {}", values.len()));
+        }
+        let values: Vec<Box<str>> = values
+            .iter()
+            .enumerate()
+            .map(|(position, text)| match text.as_str() {
+                "" => Ok("".into()),
+                text => self.key.canonical_value(position, text, client),
+            })
+            .collect::<Result<_, _>>()?;
+        let values = values.iter().map(|text| Some(text.as_bytes().into()).filter(|_| !text.is_empty()));
+        Ok(self.of(name, &values.collect()))
+    }
+
+    fn of(&self, name: &str, values: &KeyValues<'_>) -> (Key, &[NamedLimit]) {
+        (framed(name, values), self.overrides.find(values).unwrap_or(&self.limits))
     }
 }
 

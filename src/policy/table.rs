@@ -1,6 +1,6 @@
 //! The compiled policies: built once, never changed, swapped as a whole.
 
-use super::{Action, Facts, HostPattern, KeyPart, Matcher, Policy, client, path, pattern::PathIndex};
+use super::{Action, Facts, HostPattern, KeyPart, Matcher, Policy, Unmet, client, path, pattern::PathIndex};
 use foldhash::{HashMap, HashSet};
 use http::HeaderName;
 use smallvec::SmallVec;
@@ -51,21 +51,12 @@ impl PolicyTable {
     }
 
     /// The policies whose conditions hold, in the order in which they apply.
-    ///
-    /// A path may have two readings. A policy that limits or denies applies if either matches; one that
-    /// exempts only if both do: an exemption must not be had by an ambiguous spelling.
     pub fn matching(&self, facts: &Facts<'_>) -> SmallVec<[&Policy; 8]> {
         self.index
             .candidates(facts)
             .iter()
             .filter_map(|at| self.policies.get(usize::try_from(*at).ok()?))
-            .filter(|policy| {
-                let mut paths = facts.paths.iter();
-                match policy.action {
-                    Action::Allow => paths.all(|path| policy.matcher.matches(facts, path)),
-                    Action::Limit(_) | Action::Deny => paths.any(|path| policy.matcher.matches(facts, path)),
-                }
-            })
+            .filter(|policy| policy.unmet(facts).is_none())
             .collect()
     }
 
@@ -79,6 +70,20 @@ impl PolicyTable {
     /// Such a header must mean the same to us and to the upstream.
     pub fn reads_header(&self, name: &HeaderName) -> bool {
         self.headers.contains(name)
+    }
+}
+
+impl Policy {
+    /// The first condition that does not hold; `None`: the policy applies.
+    ///
+    /// A path may have two readings. A policy that limits or denies applies if either matches; one that
+    /// exempts only if both do: an exemption must not be had by an ambiguous spelling.
+    pub fn unmet(&self, facts: &Facts<'_>) -> Option<Unmet<'_>> {
+        let mut unmet = facts.paths.iter().map(|path| self.matcher.first_unmet(facts, path));
+        match self.action {
+            Action::Allow => unmet.find(Option::is_some).flatten(),
+            Action::Limit(_) | Action::Deny => unmet.reduce(Option::and).flatten(),
+        }
     }
 }
 

@@ -27,7 +27,7 @@ pub(super) struct Target {
 
 /// Why a request is refused before anybody looks at it. The text is public.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum GateFault {
+pub enum GateFault {
     #[error("CONNECT is not supported")]
     Connect,
     #[error("a request needs a Host")]

@@ -7,6 +7,7 @@ mod connection;
 mod fields;
 mod gate;
 mod headers;
+mod inbound;
 mod replies;
 mod server;
 mod service;
@@ -16,6 +17,8 @@ mod upstream;
 mod watch;
 
 pub use body::{BodyError, RequestBody, ResponseBody, UpstreamBody};
+pub use gate::GateFault;
+pub use inbound::{Inbound, InboundFault};
 pub use server::{Handler, Load, Peer, Server, Stop};
 pub use service::Service;
 pub use upstream::{Fault, SetupError, Shared, Upstream, UpstreamError, UpstreamErrorKind};

@@ -5,6 +5,7 @@
 
 use super::fields;
 use super::gate::GateFault;
+use super::inbound::InboundFault;
 use crate::enforcer::{Limited, Outcome, Verdict};
 use crate::policy::path::PathFault;
 use crate::policy::{Fields, Reject};
@@ -107,8 +108,16 @@ pub(super) fn refusal(verdict: &Verdict<'_>, shown: Fields, style: Style) -> Opt
     Some(response)
 }
 
-/// The answer to a request that does not get past the gate. The connection closes after it.
-pub(super) fn gate_fault(fault: GateFault, style: Style) -> Response<Bytes> {
+/// The answer to a request that is refused before any policy sees it.
+pub(super) fn inbound_fault(fault: InboundFault, style: Style) -> Response<Bytes> {
+    match fault {
+        InboundFault::Gate(fault) => gate_fault(fault, style),
+        InboundFault::Path(fault) => path_fault(fault, style),
+    }
+}
+
+/// The connection closes after it.
+fn gate_fault(fault: GateFault, style: Style) -> Response<Bytes> {
     let problem = Problem::new(fault.status(), "http_request_error", sentence(&fault.to_string()));
     let mut response = problem.reply(style);
     close(&mut response, style);
@@ -119,8 +128,7 @@ pub(super) fn gate_fault(fault: GateFault, style: Style) -> Response<Bytes> {
     response
 }
 
-/// The answer to a path that cannot be matched safely.
-pub(super) fn path_fault(fault: PathFault, style: Style) -> Response<Bytes> {
+fn path_fault(fault: PathFault, style: Style) -> Response<Bytes> {
     Problem::new(StatusCode::BAD_REQUEST, "http_request_error", sentence(&fault.to_string())).reply(style)
 }
 

@@ -1,19 +1,17 @@
 //! One request, top to bottom. The order is the documentation.
 
 use super::access::{AccessLog, Entry};
-use super::gate::{self, Target};
 use super::headers::{self, Hop};
+use super::inbound::Inbound;
 use super::replies::{self, Local, Style};
 use super::server::{Handler, Peer};
 use super::upstream::{Upstream, UpstreamError, UpstreamErrorKind};
 use super::{ListenSettings, RequestBody, ResponseBody, fields};
 use crate::enforcer::{Enforcer, Outcome, Verdict};
-use crate::policy::client::Client;
-use crate::policy::path::Readings;
-use crate::policy::{Facts, PolicyTable};
+use crate::policy::PolicyTable;
 use crate::telemetry::LogSettings;
 use bytes::Bytes;
-use http::{Method, Request, Response, StatusCode, request};
+use http::{Method, Request, Response, StatusCode};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -40,41 +38,32 @@ impl Service {
         let table = self.enforcer.table();
 
         // 1. Only what front and back read alike gets further.
-        let target = match gate::check(&mut parts, &|name| table.reads_header(name)) {
-            Ok(target) => target,
+        let inbound = match Inbound::read(&mut parts, peer.addr.ip(), &table) {
+            Ok(inbound) => inbound,
             Err(fault) => {
                 tracing::debug!(%fault, peer = %peer.addr, "request refused at the gate");
-                return self.refuse(body, replies::gate_fault(fault, style));
+                return self.refuse(body, replies::inbound_fault(fault, style));
             }
         };
-        if let (Some(most), Some(length)) = (self.max_body_bytes, target.content_length)
-            && length > most
-        {
+        if self.max_body_bytes.is_some_and(|most| inbound.target.content_length > Some(most)) {
             return self.refuse(body, replies::local(Local::BodyTooLarge, style));
         }
-
-        // 2. Who asks, for what, as policies see it.
-        let client = Client::identify(peer.addr.ip(), &parts.headers, &table.client);
-        if table.overhears(&client, &parts.headers) {
+        if table.overhears(&inbound.client, &parts.headers) {
             hint_at_trusted_proxies(peer, &table);
         }
-        let paths = match Readings::of(target.path(), &table.path) {
-            Ok(paths) => paths,
-            Err(fault) => return self.refuse(body, replies::path_fault(fault, style)),
-        };
 
-        // 3. One question, one verdict.
-        let verdict = self.decide(&table, &parts, &target, &paths, client).await;
-        let log = Asked { method: parts.method.clone(), target, client, started };
+        // 2. One question, one verdict.
+        let verdict = self.enforcer.decide(&table, &inbound.facts(&parts)).await;
+        let asked = Asked { method: parts.method.clone(), inbound, started };
         if let Some(reply) = replies::refusal(&verdict, table.fields, style) {
-            self.log(&log, &verdict, reply.status());
+            self.log(&asked, &verdict, reply.status());
             return self.refuse(body, reply);
         }
 
-        // 4. Forward, and say how much is left.
+        // 3. Forward, and say how much is left.
         let hop = Hop {
             peer: &peer.text,
-            client,
+            client: asked.inbound.client,
             https: peer.tls,
             version_in,
             ip_header: &table.client.ip_header,
@@ -82,33 +71,14 @@ impl Service {
             preserve_host: self.upstream.settings().preserve_host,
             upstream_authority: self.upstream.authority(),
         };
-        headers::forward_request(&mut parts, &log.target, &hop);
+        headers::forward_request(&mut parts, &asked.inbound.target, &hop);
         let mut response = match self.upstream.send(Request::from_parts(parts, body)).await {
             Ok(response) => self.pass_on(response, version_in, style),
             Err(error) => failed(&error, style),
         };
         fields::write(&verdict, table.fields, response.headers_mut());
-        self.log(&log, &verdict, response.status());
+        self.log(&asked, &verdict, response.status());
         response
-    }
-
-    async fn decide<'t>(
-        &self,
-        table: &'t PolicyTable,
-        parts: &request::Parts,
-        target: &Target,
-        paths: &Readings,
-        client: Client,
-    ) -> Verdict<'t> {
-        let facts = Facts {
-            method: &parts.method,
-            host: target.host(),
-            paths,
-            query: target.query(),
-            headers: &parts.headers,
-            client_ip: client.ip,
-        };
-        self.enforcer.decide(table, &facts).await
     }
 
     fn pass_on(
@@ -144,9 +114,9 @@ impl Service {
         };
         let entry = Entry {
             method: &asked.method,
-            host: asked.target.host(),
-            path: asked.target.path(),
-            client_ip: asked.client.ip,
+            host: asked.inbound.target.host(),
+            path: asked.inbound.target.path(),
+            client_ip: asked.inbound.client.ip,
             status,
             decision,
             policy,
@@ -182,8 +152,7 @@ fn hint_at_trusted_proxies(peer: &Peer, table: &PolicyTable) {
 /// What the access log wants of a request that is given away.
 struct Asked {
     method: Method,
-    target: Target,
-    client: Client,
+    inbound: Inbound,
     started: Option<std::time::Instant>,
 }
 

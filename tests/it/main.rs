@@ -23,6 +23,7 @@ mod model;
 mod bounds;
 mod gate;
 mod identity;
+mod inspect;
 mod lifecycle;
 mod limits;
 mod memory;

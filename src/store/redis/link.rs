@@ -36,6 +36,9 @@ const QUEUE: usize = 1024;
 /// A dead peer is noticed by these when no request is there to notice it.
 const KEEPALIVE: Duration = Duration::from_secs(15);
 
+/// Whose counter proves that Redis takes our writes. No policy can have this name.
+pub(super) const PROBE: &str = "-probe";
+
 /// What all links of the process share.
 #[derive(Debug)]
 pub(super) struct Context {
@@ -75,7 +78,7 @@ pub(super) struct Live {
 
 /// Ends with its owner.
 #[derive(Debug)]
-struct Task(JoinHandle<()>);
+pub(super) struct Task(JoinHandle<()>);
 
 impl Link {
     /// Connects, and stays connected as long as the link lives.
@@ -214,7 +217,7 @@ async fn attend(context: &Context, state: &State, driver: &mut Task) -> Failure 
     }
 }
 
-async fn connect(context: &Context) -> Result<(Live, Task), Failure> {
+pub(super) async fn connect(context: &Context) -> Result<(Live, Task), Failure> {
     let settings = &context.settings;
     let Ok(addresses) = tokio::net::lookup_host((settings.host.as_str(), settings.port)).await else {
         return Err(Failure::Dns);
@@ -283,9 +286,8 @@ async fn prove(context: &Context, live: &Live) -> Result<(), Failure> {
     }
 }
 
-/// No policy can have this name.
 fn probe_key() -> Key {
-    KeyBuilder::new("-probe").finish()
+    KeyBuilder::new(PROBE).finish()
 }
 
 /// Once per process: a Redis that evicts forgets who has used what.

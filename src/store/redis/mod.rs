@@ -5,9 +5,11 @@
 
 mod failure;
 mod health;
+mod inspect;
 mod link;
 mod script;
 
+pub use inspect::{Counter, InspectError, Inspector};
 pub use script::Script;
 
 use super::Unavailable;

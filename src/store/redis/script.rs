@@ -1,6 +1,6 @@
 //! The one script, what is sent to it and what its answers mean.
 
-use crate::limiter::{Algorithm, Charge, Decision, Refusal, Standing};
+use crate::limiter::{Algorithm, Charge, Decision, Limit, Refusal, Standing};
 use redis::{Cmd, RedisWrite, Value};
 use smallvec::SmallVec;
 
@@ -52,12 +52,8 @@ impl Script {
 
     /// What asks for a decision. `time_us` stands in for the server's clock in tests.
     pub fn decide(&self, charges: &[Charge<'_>], time_us: Option<u64>) -> Cmd {
-        let count = charges.len();
-        let mut command = Cmd::with_capacity(4 + count * (1 + ARGS_PER_CHARGE), 64 + count * 224);
+        let mut command = self.call(charges.len());
         let mut number = itoa::Buffer::new();
-        command.write_arg(b"EVALSHA");
-        command.write_arg(self.sha.as_bytes());
-        command.write_arg(number.format(count).as_bytes());
         let mut key = String::with_capacity(192);
         for charge in charges {
             key.clear();
@@ -66,39 +62,87 @@ impl Script {
         }
         command.write_arg(time_us.map_or("", |time_us| number.format(time_us)).as_bytes());
         for charge in charges {
-            let (algorithm, offset_us) = match charge.limit.algorithm {
-                Algorithm::SlidingLog => (b"l", 0),
-                Algorithm::FixedWindow { offset_us } => (b"w", offset_us),
-            };
             let group = if charge.shadow { u64::from(charge.group) + 1 } else { 0 };
-            command.write_arg(algorithm);
-            for value in [group, charge.cost, charge.limit.requests, charge.limit.per_us, offset_us] {
-                command.write_arg(number.format(value).as_bytes());
-            }
+            push_args(&mut command, group, charge.cost, charge.limit);
         }
         command
     }
 
+    /// What asks how counters stand, by their names in Redis, and changes nothing.
+    pub(super) fn look(&self, counters: &[(&str, &Limit)]) -> Cmd {
+        let mut command = self.call(counters.len());
+        for (key, _) in counters {
+            command.write_arg(key.as_bytes());
+        }
+        command.write_arg(b"");
+        for (_, limit) in counters {
+            push_args(&mut command, 0, 0, limit);
+        }
+        command
+    }
+
+    fn call(&self, count: usize) -> Cmd {
+        let mut command = Cmd::with_capacity(4 + count * (1 + ARGS_PER_CHARGE), 64 + count * 224);
+        command.write_arg(b"EVALSHA");
+        command.write_arg(self.sha.as_bytes());
+        command.write_arg(itoa::Buffer::new().format(count).as_bytes());
+        command
+    }
+
+    /// Reads the answer to [`Script::look`]: the time, and how each counter stands. `None`: it isn't one.
+    pub(super) fn seen(reply: &Value, counters: &[(&str, &Limit)]) -> Option<(u64, Vec<Standing>)> {
+        let mut numbers = Numbers::of(reply)?;
+        let now_us = numbers.now_us()?;
+        let standings: Option<_> =
+            counters.iter().map(|(_, limit)| standing(limit, 0, now_us, numbers.three()?)).collect();
+        Some((now_us, standings?)).filter(|_| numbers.is_over())
+    }
+
     /// The Redis key of a charge's counter:
-    /// `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[:o<offset in µs>][:<key, for people>]`.
+    /// `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset in µs>][:<key, for people>]`.
     pub fn key(&self, charge: &Charge<'_>) -> String {
         let mut key = String::new();
         self.push_key(&mut key, charge);
         key
     }
 
+    /// What `SCAN` matches all our counters by, or those of a policy whose names are readable.
+    pub(super) fn pattern(&self, policy: Option<&str>) -> String {
+        // A policy's name holds nothing that a glob would take for more than itself; the prefix may.
+        let start = self.key_start.replace(['\\', '*', '?', '[', ']'], "?");
+        match policy {
+            None => format!("{start}*"),
+            // After the name comes a value, or nothing.
+            Some(policy) => format!("{start}*}}:*:{policy}*"),
+        }
+    }
+
+    /// Reads a counter's name back: its algorithm, period, and what is readable of its key. `None`: it is
+    /// not a counter of ours.
+    pub(super) fn parse(&self, key: &str) -> Option<(Algorithm, u64, Option<String>)> {
+        let rest = key.strip_prefix(&self.key_start)?.split_once("}:")?.1;
+        let mut words = rest.splitn(3, ':');
+        let (algorithm, period, readable) = (words.next()?, words.next()?, words.next());
+        let (per_us, offset_us) = period.split_once('+').unwrap_or((period, "0"));
+        let algorithm = match algorithm {
+            "sliding_log" => Algorithm::SlidingLog,
+            "fixed_window" => Algorithm::FixedWindow { offset_us: offset_us.parse().ok()? },
+            _ => return None,
+        };
+        Some((algorithm, per_us.parse().ok()?, readable.map(str::to_owned)))
+    }
+
     /// Reads the answer to [`Script::decide`]. `None`: it isn't one.
     pub fn decision(reply: &Value, charges: &[Charge<'_>]) -> Option<Decision> {
-        let Value::BulkString(text) = reply else { return None };
-        let mut numbers = std::str::from_utf8(text).ok()?.split(' ').map(|number| number.parse::<i64>().ok());
-        let now_us = time(numbers.next()??).filter(|now_us| *now_us > 0)?;
+        let mut numbers = Numbers::of(reply)?;
+        let now_us = numbers.now_us()?;
         let (mut admitted, mut standings) = (true, SmallVec::new());
         for charge in charges {
-            let standing = standing(charge, now_us, [numbers.next()??, numbers.next()??, numbers.next()??])?;
+            let standing = standing(charge.limit, charge.cost, now_us, numbers.three()?)?;
             admitted &= charge.shadow || standing.refusal.is_none();
             standings.push(Some(standing));
         }
-        numbers.next().is_none().then_some(Decision { now_us, admitted, standings })
+        Some(Decision { now_us, admitted, standings }).filter(|_| numbers.is_over())
     }
 
     fn push_key(&self, key: &mut String, charge: &Charge<'_>) {
@@ -124,11 +168,49 @@ impl Script {
                 key.push_str("}:fixed_window:");
                 key.push_str(number.format(charge.limit.per_us));
                 if offset_us > 0 {
-                    key.push_str(":o");
+                    key.push('+');
                     key.push_str(number.format(offset_us));
                 }
             }
         }
+    }
+}
+
+fn push_args(command: &mut Cmd, group: u64, cost: u64, limit: &Limit) {
+    let (algorithm, offset_us) = match limit.algorithm {
+        Algorithm::SlidingLog => (b"l", 0),
+        Algorithm::FixedWindow { offset_us } => (b"w", offset_us),
+    };
+    let mut number = itoa::Buffer::new();
+    command.write_arg(algorithm);
+    for value in [group, cost, limit.requests, limit.per_us, offset_us] {
+        command.write_arg(number.format(value).as_bytes());
+    }
+}
+
+/// The integers of a reply, in order.
+struct Numbers<'a>(std::str::Split<'a, char>);
+
+impl<'a> Numbers<'a> {
+    fn of(reply: &'a Value) -> Option<Self> {
+        let Value::BulkString(text) = reply else { return None };
+        Some(Self(std::str::from_utf8(text).ok()?.split(' ')))
+    }
+
+    fn now_us(&mut self) -> Option<u64> {
+        time(self.one()?).filter(|now_us| *now_us > 0)
+    }
+
+    fn three(&mut self) -> Option<[i64; 3]> {
+        Some([self.one()?, self.one()?, self.one()?])
+    }
+
+    fn one(&mut self) -> Option<i64> {
+        self.0.next()?.parse().ok()
+    }
+
+    fn is_over(&mut self) -> bool {
+        self.0.next().is_none()
     }
 }
 
@@ -140,7 +222,12 @@ fn push_hex(text: &mut String, id: u128) {
 }
 
 /// One charge's part of the reply. What can't be true is no answer: it must not be acted upon.
-fn standing(charge: &Charge<'_>, now_us: u64, [until, remaining, grows_at]: [i64; 3]) -> Option<Standing> {
+fn standing(
+    limit: &Limit,
+    cost: u64,
+    now_us: u64,
+    [until, remaining, grows_at]: [i64; 3],
+) -> Option<Standing> {
     let later = |number| time(number).filter(|time_us| *time_us > now_us);
     let refusal = match until {
         -1 => Some(Refusal::Never),
@@ -151,8 +238,8 @@ fn standing(charge: &Charge<'_>, now_us: u64, [until, remaining, grows_at]: [i64
         0 => None,
         grows_at => Some(later(grows_at)?),
     };
-    let remaining = u64::try_from(remaining).ok().filter(|remaining| *remaining <= charge.limit.requests)?;
-    let never = charge.cost > charge.limit.requests || charge.limit.requests == 0;
+    let remaining = u64::try_from(remaining).ok().filter(|remaining| *remaining <= limit.requests)?;
+    let never = cost > limit.requests || limit.requests == 0;
     (never == (refusal == Some(Refusal::Never))).then_some(Standing { remaining, grows_at_us, refusal })
 }
 

@@ -1,0 +1,94 @@
+//! Why a request gets what it gets: the walk of [`super::Plan`], told policy by policy, with nothing charged.
+
+use super::{Claim, Enforcer, Plan};
+use crate::limiter::{Key, Standing};
+use crate::policy::{Action, Facts, KeyFault, NamedLimit, Policy, PolicyTable, Unmet};
+use crate::store::Unavailable;
+
+/// What one policy does with a request.
+#[derive(Debug)]
+pub enum Step<'t> {
+    /// It does not apply.
+    Unmet(Unmet<'t>),
+    /// A policy before it has ended the walk.
+    NotReached,
+    Exempts,
+    Denies,
+    /// A part of its key is missing, and so it does not apply.
+    Skipped,
+    /// The request is refused: it cannot be keyed.
+    CannotKey(KeyFault),
+    Limits(Limits<'t>),
+}
+
+/// The limits that a request uses at one policy.
+#[derive(Debug)]
+pub struct Limits<'t> {
+    pub key: Key,
+    pub cost: u64,
+    pub limits: &'t [NamedLimit],
+    /// Where each limit stands now; empty if the store does not tell.
+    pub standings: Vec<Standing>,
+}
+
+/// What every policy does with a request, in the order in which they apply.
+#[derive(Debug)]
+pub struct Explanation<'t> {
+    pub steps: Vec<(&'t Policy, Step<'t>)>,
+    /// The store's clock (µs since the epoch), or why it does not tell where the limits stand.
+    pub store: Result<u64, Unavailable>,
+}
+
+impl Enforcer {
+    /// Explains what `table` does with a request. Reads the counters and changes none.
+    pub async fn explain<'t>(&self, table: &'t PolicyTable, facts: &Facts<'_>) -> Explanation<'t> {
+        let mut steps = walk(table, facts);
+        let claims = steps.iter().filter_map(|(policy, step)| match step {
+            Step::Limits(limits) => {
+                Some(Claim { policy, key: limits.key.clone(), limits: limits.limits, cost: 0 })
+            }
+            _ => None,
+        });
+        let plan = Plan { claims: claims.collect() };
+        let decision = match self.store.decide(&plan.charges()).await {
+            Ok(decision) => decision,
+            Err(unavailable) => return Explanation { steps, store: Err(unavailable) },
+        };
+        let mut standings = decision.standings.into_iter().flatten();
+        for (_, step) in &mut steps {
+            if let Step::Limits(limits) = step {
+                limits.standings = standings.by_ref().take(limits.limits.len()).collect();
+            }
+        }
+        Explanation { steps, store: Ok(decision.now_us) }
+    }
+}
+
+fn walk<'t>(table: &'t PolicyTable, facts: &Facts<'_>) -> Vec<(&'t Policy, Step<'t>)> {
+    let mut ended = false;
+    let told = table.policies().iter().map(|policy| {
+        let step = match policy.unmet(facts) {
+            _ if ended => Step::NotReached,
+            Some(unmet) => Step::Unmet(unmet),
+            None => apply(policy, table, facts),
+        };
+        ended |= !policy.shadow && matches!(step, Step::Exempts | Step::Denies | Step::CannotKey(_));
+        (policy, step)
+    });
+    told.collect()
+}
+
+fn apply<'t>(policy: &'t Policy, table: &'t PolicyTable, facts: &Facts<'_>) -> Step<'t> {
+    let quota = match &policy.action {
+        Action::Allow => return Step::Exempts,
+        Action::Deny => return Step::Denies,
+        Action::Limit(quota) => quota,
+    };
+    match quota.select(&policy.name, facts, &table.client) {
+        Ok(Some((key, limits))) => {
+            Step::Limits(Limits { key, cost: quota.cost, limits, standings: Vec::new() })
+        }
+        Ok(None) => Step::Skipped,
+        Err(fault) => Step::CannotKey(fault),
+    }
+}

@@ -1,0 +1,50 @@
+//! A request as policies see it: past the gate, with its client and the readings of its path.
+
+use super::gate::{self, GateFault, Target};
+use crate::policy::client::Client;
+use crate::policy::path::{PathFault, Readings};
+use crate::policy::{Facts, PolicyTable};
+use http::request;
+use std::net::IpAddr;
+
+/// What is known of a request before it is decided. Owns its texts, so that the head may go on changing.
+#[derive(Debug)]
+pub struct Inbound {
+    pub(super) target: Target,
+    pub(super) client: Client,
+    paths: Readings,
+}
+
+/// Why a request is refused before any policy sees it. The text is public.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum InboundFault {
+    #[error(transparent)]
+    Gate(#[from] GateFault),
+    #[error(transparent)]
+    Path(#[from] PathFault),
+}
+
+impl Inbound {
+    /// Lets a request through the gate, which changes its head, and reads what policies need.
+    ///
+    /// # Errors
+    /// An [`InboundFault`] for a request that we and the upstream might read differently.
+    pub fn read(parts: &mut request::Parts, peer: IpAddr, table: &PolicyTable) -> Result<Self, InboundFault> {
+        let target = gate::check(parts, &|name| table.reads_header(name))?;
+        let client = Client::identify(peer, &parts.headers, &table.client);
+        let paths = Readings::of(target.path(), &table.path)?;
+        Ok(Self { target, client, paths })
+    }
+
+    /// What policies may know; `parts` are those that were read.
+    pub fn facts<'a>(&'a self, parts: &'a request::Parts) -> Facts<'a> {
+        Facts {
+            method: &parts.method,
+            host: self.target.host(),
+            paths: &self.paths,
+            query: self.target.query(),
+            headers: &parts.headers,
+            client_ip: self.client.ip,
+        }
+    }
+}

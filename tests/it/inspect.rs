@@ -1,0 +1,183 @@
+//! The commands for people on call: `explain` and `keys`.
+
+use crate::support::process::{Ended, run, tidegate};
+use crate::support::proxy::Proxy;
+use crate::support::redis::Server;
+use crate::support::upstream::Upstream;
+use std::fs;
+use std::path::PathBuf;
+use tempfile::TempDir;
+
+const POLICIES: &str = r#"
+[[policy]]
+name = "health"
+match = { path = "/health" }
+action = "allow"
+
+[[policy]]
+name = "writes"
+match = { methods = ["POST"], path = "/api/**" }
+key = ["client_ip"]
+limit = { requests = 50, per = "1m" }
+
+[[policy]]
+name = "api"
+match = { path = "/api/**" }
+key = ["header:x-user-id", "path:/api/{service}/**"]
+limits = [
+  { requests = 3, per = "10m" },
+  { requests = 100, per = "1d", algorithm = "fixed_window", offset = "6h", name = "daily" },
+]
+[[policy.override]]
+key = ["acme", "*"]
+limit = { requests = 9, per = "10m" }
+
+[[policy]]
+name = "api-new"
+mode = "shadow"
+match = { path = "/api/**" }
+limit = { requests = 1, per = "10m" }
+"#;
+
+/// A configuration file in front of a Redis, and the commands that read it.
+struct Office {
+    dir: TempDir,
+    redis: Server,
+}
+
+impl Office {
+    fn open() -> Self {
+        let office = Self { dir: TempDir::new().unwrap(), redis: Server::start() };
+        fs::write(office.config(), office.text()).unwrap();
+        office
+    }
+
+    fn text(&self) -> String {
+        let port = self.redis.port();
+        format!(
+            "[store]\nkind = 'redis'\n[store.redis]\nurl = 'redis://127.0.0.1:{port}'\nkey_prefix = 'shop'\n\
+             {POLICIES}"
+        )
+    }
+
+    fn config(&self) -> PathBuf {
+        self.dir.path().join("config.toml")
+    }
+
+    async fn says(&self, words: &[&str]) -> Ended {
+        run(tidegate().args(words).arg("--config").arg(self.config())).await
+    }
+
+    async fn tells(&self, words: &[&str]) -> String {
+        let ended = self.says(words).await;
+        assert_eq!(ended.status.code(), Some(0), "{words:?}: {}", ended.stderr);
+        ended.stdout
+    }
+
+    /// Uses up what ann has at the pay service.
+    async fn busy(&self) -> (Proxy, Upstream) {
+        let upstream = Upstream::echo().await;
+        let proxy = Proxy::start(&self.text(), upstream.address).await;
+        for expected in [200, 200, 200, 429] {
+            assert_eq!(proxy.ask("GET", "/api/pay/1").header("x-user-id", "ann").status().await, expected);
+        }
+        (proxy, upstream)
+    }
+}
+
+#[tokio::test]
+async fn explain_tells_of_every_policy_why_it_applies_or_not() {
+    let office = Office::open();
+    let told = office
+        .tells(&["explain", "GET", "http://shop.example//api/./pay/1?x", "-H", "x-user-id: acme"])
+        .await;
+    for line in [
+        "health           not for this path",
+        "writes           not for this method",
+        "api              matches: key api/acme/pay, cost 1",
+        "9 per 10m, sliding_log           9 left",
+        "api-new          matches: key api-new, cost 1 (shadow)",
+        "Admitted.",
+    ] {
+        assert!(told.contains(line), "{line:?} is not in\n{told}");
+    }
+    assert!(!told.contains("daily"), "the override replaces all limits:\n{told}");
+
+    let told = office.tells(&["explain", "GET", "/health"]).await;
+    assert!(told.contains("matches: exempt") && told.contains("api              not reached"), "{told}");
+    let told = office.tells(&["explain", "POST", "/api/x", "--ip", "2001:db8::1:2:3:4"]).await;
+    assert!(told.contains("key writes/2001:db8::%2F64, cost 1"), "{told}");
+}
+
+#[tokio::test]
+async fn explain_and_keys_see_what_the_proxy_counted_and_change_nothing() {
+    let office = Office::open();
+    let _busy = office.busy().await;
+    for _ in 0..3 {
+        let told = office.tells(&["explain", "GET", "/api/pay/2", "-H", "X-User-Id: ann"]).await;
+        assert!(told.contains("3 per 10m, sliding_log           0 left, more in "), "{told}");
+        assert!(told.contains("97 left"), "{told}");
+        assert!(told.contains("Rejected by api: 429."), "{told}");
+        let shown = office.tells(&["keys", "show", "api", "ann", "pay"]).await;
+        assert!(shown.contains("0 left") && shown.contains("Rejected now."), "{shown}");
+    }
+    let listed = office.tells(&["keys", "list"]).await;
+    let lines: Vec<&str> = listed.lines().collect();
+    assert_eq!(lines.len(), 4, "a title, two limits, the shadow's; no probe:\n{listed}");
+    assert!(lines[1].contains("3  ") && lines[1].ends_with("api/ann/pay"), "{listed}");
+    let listed = office.tells(&["keys", "list", "--policy", "api"]).await;
+    assert_eq!(listed.lines().count(), 3, "api-new is another policy:\n{listed}");
+}
+
+#[tokio::test]
+async fn a_reset_is_felt_within_a_second() {
+    let office = Office::open();
+    let (proxy, _upstream) = office.busy().await;
+    let told = office.tells(&["keys", "reset", "api", "ann", "pay"]).await;
+    assert!(told.contains("2 of 2 counters"), "{told}");
+    // The proxy may know for up to a second that the key is exhausted.
+    let deadline = std::time::Instant::now() + std::time::Duration::from_millis(1500);
+    while proxy.ask("GET", "/api/pay/1").header("x-user-id", "ann").status().await != 200 {
+        assert!(std::time::Instant::now() < deadline, "still refused");
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test]
+async fn foreign_values_under_our_prefix_spoil_no_list() {
+    let office = Office::open();
+    let _busy = office.busy().await;
+    let hash = "00".repeat(16);
+    let _: u64 = office.redis.command(&format!("LPUSH shop:v1:{{{hash}}}:sliding_log:1000:api/x a")).await;
+    let _: String = office.redis.command(&format!("SET shop:v1:{{{hash}}}:tomorrow:1:api/y 1")).await;
+    let listed = office.tells(&["keys", "list", "--policy", "api"]).await;
+    assert_eq!(listed.lines().count(), 3, "{listed}");
+}
+
+#[tokio::test]
+async fn wrong_questions_get_answers_that_help() {
+    let mut office = Office::open();
+    for (words, help) in [
+        (
+            &["keys", "show", "api", "ann"][..],
+            "the key of api has 2 values (header x-user-id, path segment), not 1",
+        ),
+        (&["keys", "show", "apy"], "no policy is called \"apy\"; there are api, api-new, health, writes"),
+        (&["keys", "reset", "health"], "policy health has no limits"),
+        (&["keys", "show", "writes", "nobody"], "\"nobody\""),
+        (&["explain", "GET", "/x", "-H", "nonsense"], "\"nonsense\" is no header"),
+        (&["explain", "GET", "http://a/x", "-H", "Host: b"], "refused before any policy sees it"),
+    ] {
+        let ended = office.says(words).await;
+        assert_eq!(ended.status.code(), Some(1), "{words:?}");
+        assert!(ended.stderr.contains(help), "{words:?}: {}", ended.stderr);
+    }
+    office.redis.kill();
+    let ended = office.says(&["keys", "list"]).await;
+    assert_eq!(
+        (ended.status.code(), ended.stderr.as_str()),
+        (Some(1), "error: Redis gave no answer (refused)\n")
+    );
+    let told = office.tells(&["explain", "GET", "/api/pay/1"]).await;
+    assert!(told.contains("Where limits stand is not known: the store gave no answer (refused)."), "{told}");
+}
