@@ -9,7 +9,7 @@
 //! few keys there is only one shard.
 
 use crate::clock::Clock;
-use crate::limiter::{Algorithm, Charge, Decision, Limit, Refusal, Standing, State};
+use crate::limiter::{Algorithm, Charge, Decision, Limit, Refusal, State, View};
 use foldhash::fast::RandomState;
 use indexmap::IndexMap;
 use parking_lot::{Mutex, MutexGuard};
@@ -81,39 +81,38 @@ impl Memory {
 
     /// Decides all charges together, as [`super::Store::decide`] says.
     pub fn decide(&self, charges: &[Charge<'_>]) -> Decision {
-        let mut locked = self.lock(charges);
-        let now_us = locked.advance(self.clock.now_us());
+        let mut held = self.hold(charges);
+        let now_us = held.advance();
 
         let refusals: SmallVec<[Option<Refusal>; 4]> = charges
             .iter()
-            .map(|charge| match locked.counter(charge) {
-                Some(counter) => counter.state.at(charge.limit, now_us).refusal(charge.cost),
-                None => charge.limit.fresh().at(charge.limit, now_us).refusal(charge.cost),
-            })
+            .map(|charge| held.look(charge, now_us, |view| view.refusal(charge.cost)))
             .collect();
-        let refused = |shadow: bool, group: Option<u32>| {
-            charges.iter().zip(&refusals).any(|(charge, refusal)| {
-                refusal.is_some()
-                    && charge.shadow == shadow
-                    && group.is_none_or(|group| charge.group == group)
-            })
+        // Shadow groups have numbers; what is enforced has none.
+        let is_refused = |group: Option<u32>| {
+            charges
+                .iter()
+                .zip(&refusals)
+                .any(|(charge, refusal)| refusal.is_some() && charge.shadow.then_some(charge.group) == group)
         };
-        let admitted = !refused(false, None);
+        let admitted = !is_refused(None);
 
         let standings = charges
             .iter()
             .zip(&refusals)
             .map(|(charge, refusal)| {
-                let charged = admitted && !(charge.shadow && refused(true, Some(charge.group)));
-                Some(locked.settle(self, &Settled { charge, refusal: *refusal, charged, now_us }))
+                if admitted && charge.cost > 0 && !(charge.shadow && is_refused(Some(charge.group))) {
+                    held.charge(charge, now_us);
+                }
+                Some(held.look(charge, now_us, |view| view.standing(*refusal)))
             })
             .collect();
-        for shard in &mut locked.0 {
-            shard.1.sweep(self, now_us, SWEPT_PER_CHARGE);
+        for (_, shard) in &mut held.shards {
+            shard.sweep(self, now_us, SWEPT_PER_CHARGE);
         }
-        let pressed = locked.0.first().map(|(at, _)| *at);
-        drop(locked);
-        self.relieve(pressed.unwrap_or(0), now_us);
+        let grown = held.shards.first().map_or(0, |(place, _)| *place);
+        drop(held);
+        self.relieve(grown, now_us);
         Decision { now_us, admitted, standings }
     }
 
@@ -132,16 +131,18 @@ impl Memory {
         self.evicted.load(Ordering::Relaxed)
     }
 
-    fn lock(&self, charges: &[Charge<'_>]) -> Locked<'_> {
-        let mut places: SmallVec<[usize; 4]> = charges.iter().map(|charge| self.shard_of(charge)).collect();
+    /// In ascending order, so that two questions never wait for each other.
+    fn hold(&self, charges: &[Charge<'_>]) -> Held<'_> {
+        let mut places: SmallVec<[usize; 4]> = charges.iter().map(|charge| self.place_of(charge)).collect();
         places.sort_unstable();
         places.dedup();
         let shards = places.iter().filter_map(|at| Some((*at, self.shards.get(*at)?.lock()))).collect();
-        Locked(shards, self.shards.len())
+        Held { memory: self, shards }
     }
 
-    fn shard_of(&self, charge: &Charge<'_>) -> usize {
-        shard_of(charge.key.id(), self.shards.len())
+    /// By the low bits of a cryptographic hash; the number of shards is a power of two.
+    fn place_of(&self, charge: &Charge<'_>) -> usize {
+        usize::try_from(charge.key.id() & 0xffff).unwrap_or(0) & (self.shards.len() - 1)
     }
 
     /// Makes room until both bounds hold, beginning with the shard that grew.
@@ -162,76 +163,44 @@ impl Memory {
     }
 }
 
-fn shard_of(id: u128, shards: usize) -> usize {
-    // The low bits of a cryptographic hash; `shards` is a power of two.
-    usize::try_from(id & 0xffff).unwrap_or(0) & (shards - 1)
-}
-
 fn id_of(charge: &Charge<'_>) -> Id {
     let (algorithm, per_us) = charge.limit.identity();
     (charge.key.id(), algorithm, per_us)
 }
 
-/// The shards of one question, locked together.
-struct Locked<'a>(SmallVec<[(usize, MutexGuard<'a, Shard>); 4]>, usize);
+/// The shards of one question, locked together, each with its place.
+struct Held<'a> {
+    memory: &'a Memory,
+    shards: SmallVec<[(usize, MutexGuard<'a, Shard>); 4]>,
+}
 
-impl Locked<'_> {
+impl Held<'_> {
     /// Time never goes back: what expired once was perhaps forgotten, and may not come to matter again.
-    fn advance(&mut self, clock_us: u64) -> u64 {
-        let now_us = self.0.iter().map(|(_, shard)| shard.newest_us).fold(clock_us, u64::max);
-        for (_, shard) in &mut self.0 {
+    fn advance(&mut self) -> u64 {
+        let newest_us = self.shards.iter().map(|(_, shard)| shard.newest_us);
+        let now_us = newest_us.fold(self.memory.clock.now_us(), u64::max);
+        for (_, shard) in &mut self.shards {
             shard.newest_us = now_us;
         }
         now_us
     }
 
-    fn shard(&mut self, charge: &Charge<'_>) -> Option<&mut Shard> {
-        let at = shard_of(charge.key.id(), self.1);
-        self.0.iter_mut().find(|(place, _)| *place == at).map(|(_, shard)| &mut **shard)
-    }
-
-    fn counter(&mut self, charge: &Charge<'_>) -> Option<&mut Counter> {
-        self.shard(charge)?.counters.get_mut(&id_of(charge))
-    }
-
-    /// Makes a charge, if it is to be made, and says where the limit then stands.
-    fn settle(&mut self, memory: &Memory, settled: &Settled<'_>) -> Standing {
-        let Settled { charge, refusal, charged, now_us } = *settled;
-        let limit = charge.limit;
-        let Some(shard) = self.shard(charge) else {
-            return limit.fresh().at(limit, now_us).standing(refusal);
-        };
-        if !charged || charge.cost == 0 {
-            return match shard.counters.get(&id_of(charge)) {
-                Some(counter) => counter.state.at(limit, now_us).standing(refusal),
-                None => limit.fresh().at(limit, now_us).standing(refusal),
-            };
+    /// What `say` says of a charge's counter.
+    fn look<T>(&self, charge: &Charge<'_>, now_us: u64, say: impl FnOnce(View<'_>) -> T) -> T {
+        let place = self.memory.place_of(charge);
+        let shard = self.shards.iter().find(|(at, _)| *at == place);
+        match shard.and_then(|(_, shard)| shard.counters.get(&id_of(charge))) {
+            Some(counter) => say(counter.state.at(charge.limit, now_us)),
+            None => say(charge.limit.fresh().at(charge.limit, now_us)),
         }
-        let counter = shard.counters.entry(id_of(charge)).or_insert_with(|| {
-            memory.keys.fetch_add(1, Ordering::Relaxed);
-            memory.bytes.fetch_add(COUNTER_BYTES, Ordering::Relaxed);
-            Counter { state: limit.fresh(), expires_at_us: 0, fullness: 0, bytes: COUNTER_BYTES }
-        });
-        counter.state.charge(limit, charge.cost, now_us);
-        counter.expires_at_us = counter.state.expires_at_us(limit);
-        let bytes = COUNTER_BYTES + counter.state.heap_bytes();
-        if bytes != counter.bytes {
-            memory.bytes.fetch_add(bytes, Ordering::Relaxed);
-            memory.bytes.fetch_sub(std::mem::replace(&mut counter.bytes, bytes), Ordering::Relaxed);
-        }
-        let view = counter.state.at(limit, now_us);
-        counter.fullness = fullness(view.used(), limit);
-        view.standing(refusal)
     }
-}
 
-/// One charge of a question that has been decided.
-struct Settled<'a> {
-    charge: &'a Charge<'a>,
-    refusal: Option<Refusal>,
-    /// Whether it is made.
-    charged: bool,
-    now_us: u64,
+    fn charge(&mut self, charge: &Charge<'_>, now_us: u64) {
+        let place = self.memory.place_of(charge);
+        if let Some((_, shard)) = self.shards.iter_mut().find(|(at, _)| *at == place) {
+            shard.charge(self.memory, charge, now_us);
+        }
+    }
 }
 
 /// One counter in the map: its slot and its share of the hash index.
@@ -243,6 +212,23 @@ fn fullness(used: u64, limit: &Limit) -> u32 {
 }
 
 impl Shard {
+    fn charge(&mut self, memory: &Memory, charge: &Charge<'_>, now_us: u64) {
+        let limit = charge.limit;
+        let counter = self.counters.entry(id_of(charge)).or_insert_with(|| {
+            memory.keys.fetch_add(1, Ordering::Relaxed);
+            memory.bytes.fetch_add(COUNTER_BYTES, Ordering::Relaxed);
+            Counter { state: limit.fresh(), expires_at_us: 0, fullness: 0, bytes: COUNTER_BYTES }
+        });
+        counter.state.charge(limit, charge.cost, now_us);
+        counter.expires_at_us = counter.state.expires_at_us(limit);
+        counter.fullness = fullness(counter.state.at(limit, now_us).used(), limit);
+        let bytes = COUNTER_BYTES + counter.state.heap_bytes();
+        if bytes != counter.bytes {
+            memory.bytes.fetch_add(bytes, Ordering::Relaxed);
+            memory.bytes.fetch_sub(std::mem::replace(&mut counter.bytes, bytes), Ordering::Relaxed);
+        }
+    }
+
     /// Looks at the next `most` counters and drops the expired ones.
     fn sweep(&mut self, memory: &Memory, now_us: u64, most: usize) {
         for _ in 0..most.min(self.counters.len()) {
