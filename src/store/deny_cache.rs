@@ -26,13 +26,14 @@ const MAX_HALF: usize = 8192;
 #[derive(Debug)]
 pub struct DenyCache(Mutex<Halves>);
 
-/// How much a remembered refusal must fit an ask.
+/// How much of an ask must be known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fit {
-    /// The same cost: refusal and time are Redis' own.
-    Same,
-    /// The same or a larger cost: certainly refused, perhaps for longer than can be said.
-    AtLeast,
+    /// Every enforced limit was seen within a [`LOOK`], at the same cost: refusal and time are Redis' own. A limit
+    /// that was never seen might refuse for longer than the others, and the client would be told to come too early.
+    Whole,
+    /// One refusal of the same or a smaller cost: certainly refused, perhaps for longer than can be said.
+    Any,
 }
 
 /// Nothing is believed for longer than a second, so dropping the older half every second loses nothing
@@ -79,11 +80,16 @@ impl DenyCache {
         if halves.young.is_empty() && halves.old.is_empty() {
             return None;
         }
-        let seen: SmallVec<[Option<Seen>; 4]> = charges
-            .iter()
-            .map(|charge| halves.find(charge).filter(|seen| seen.applies(charge, now, fit)))
-            .collect();
+        let found: SmallVec<[Option<Seen>; 4]> = charges.iter().map(|charge| halves.find(charge)).collect();
         drop(halves);
+        let mut both = charges.iter().zip(&found);
+        let is_fresh = |seen: &Option<Seen>, charge| seen.is_some_and(|seen| seen.is_fresh(charge, now));
+        if fit == Fit::Whole && both.any(|(charge, seen)| !charge.shadow && !is_fresh(seen, charge)) {
+            return None;
+        }
+        let both = charges.iter().zip(found);
+        let seen: SmallVec<[Option<Seen>; 4]> =
+            both.map(|(charge, seen)| seen.filter(|seen| seen.applies(charge, now, fit))).collect();
         let refused = seen.iter().flatten().find(|seen| seen.standing.refusal.is_some())?;
         let standings = seen.iter().map(|seen| seen.map(|seen| seen.standing)).collect();
         Some(Decision { now_us: refused.store_time_us(now), admitted: false, standings })
@@ -104,7 +110,7 @@ impl DenyCache {
             let smaller = halves.find(charge).is_some_and(|seen| {
                 seen.standing.refusal.is_some()
                     && seen.cost < charge.cost
-                    && seen.applies(charge, received, Fit::AtLeast)
+                    && seen.applies(charge, received, Fit::Any)
             });
             if !smaller {
                 let seen = Seen { cost: charge.cost, standing, now_us: decision.now_us, sent, received };
@@ -147,11 +153,16 @@ impl Counter {
 }
 
 impl Seen {
+    /// Whether the charge was asked for within a look.
+    fn is_fresh(&self, charge: &Charge<'_>, now: Instant) -> bool {
+        charge.cost == self.cost && now.saturating_duration_since(self.sent) < LOOK
+    }
+
     /// Whether this is still worth saying about a charge.
     fn applies(&self, charge: &Charge<'_>, now: Instant, fit: Fit) -> bool {
         let age = now.saturating_duration_since(self.sent);
         let fits = match fit {
-            Fit::AtLeast if self.standing.refusal.is_some() => charge.cost >= self.cost,
+            Fit::Any if self.standing.refusal.is_some() => charge.cost >= self.cost,
             _ => charge.cost == self.cost,
         };
         let changes_at_us = match self.standing.refusal {
@@ -206,11 +217,11 @@ mod tests {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
         let charges = [charge(&LIMIT, &key)];
         cache.remember(&charges, &decision(&[refused(500_000)]), sent, sent + ms(40));
-        let answer = cache.recall(&charges, sent + ms(499), Fit::Same).unwrap();
+        let answer = cache.recall(&charges, sent + ms(499), Fit::Whole).unwrap();
         assert!(!answer.admitted);
         assert_eq!(answer.now_us, NOW_US + 459_000, "what is left to wait is counted from the answer");
         assert_eq!(answer.standings.as_slice(), [Some(refused(500_000))]);
-        assert_eq!(cache.recall(&charges, sent + ms(500), Fit::Same), None);
+        assert_eq!(cache.recall(&charges, sent + ms(500), Fit::Whole), None);
     }
 
     #[test]
@@ -218,8 +229,8 @@ mod tests {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
         let charges = [charge(&LIMIT, &key)];
         cache.remember(&charges, &decision(&[refused(9_000_000)]), sent, sent);
-        assert!(cache.recall(&charges, sent + ms(999), Fit::Same).is_some());
-        assert_eq!(cache.recall(&charges, sent + ms(1000), Fit::Same), None);
+        assert!(cache.recall(&charges, sent + ms(999), Fit::Whole).is_some());
+        assert_eq!(cache.recall(&charges, sent + ms(1000), Fit::Whole), None);
     }
 
     #[test]
@@ -229,18 +240,18 @@ mod tests {
         cache.remember(&[asked], &decision(&[refused(500_000)]), sent, sent);
         let raised = Limit { requests: 6, ..LIMIT };
         let knows = |charge, fit| cache.recall(&[charge], sent, fit).is_some();
-        assert!(knows(asked, Fit::Same));
+        assert!(knows(asked, Fit::Whole));
         for other in [
             Charge { cost: 1, ..asked },
             Charge { limit: &raised, ..asked },
             Charge { key: &b, ..asked },
             Charge { shadow: true, ..asked },
         ] {
-            assert!(!knows(other, Fit::Same) && !knows(other, Fit::AtLeast), "{other:?}");
+            assert!(!knows(other, Fit::Whole) && !knows(other, Fit::Any), "{other:?}");
         }
         let larger = Charge { cost: 3, ..asked };
-        assert!(!knows(larger, Fit::Same), "its time is not known");
-        assert!(knows(larger, Fit::AtLeast));
+        assert!(!knows(larger, Fit::Whole), "its time is not known");
+        assert!(knows(larger, Fit::Any));
     }
 
     #[test]
@@ -250,12 +261,18 @@ mod tests {
         let free = Standing { remaining: 3, grows_at_us: Some(NOW_US + 200_000), refusal: None };
         let asked = [charge(&LIMIT, &a), charge(&LIMIT, &b)];
         cache.remember(&asked, &decision(&[refused(500_000), free]), sent, sent);
-        let all = [asked[0], asked[1], charge(&LIMIT, &c)];
-        let answer = cache.recall(&all, sent + ms(100), Fit::Same).unwrap();
-        assert_eq!(answer.standings.as_slice(), [Some(refused(500_000)), Some(free), None]);
-        let answer = cache.recall(&all, sent + ms(200), Fit::Same).unwrap();
-        assert_eq!(answer.standings.as_slice(), [Some(refused(500_000)), None, None]);
-        assert_eq!(cache.recall(&all[1..], sent, Fit::Same), None, "a free limit refuses nobody");
+        let answer = cache.recall(&asked, sent + ms(100), Fit::Whole).unwrap();
+        assert_eq!(answer.standings.as_slice(), [Some(refused(500_000)), Some(free)]);
+        let answer = cache.recall(&asked, sent + ms(200), Fit::Whole).unwrap();
+        assert_eq!(answer.standings.as_slice(), [Some(refused(500_000)), None]);
+        assert_eq!(cache.recall(&asked[1..], sent, Fit::Whole), None, "a free limit refuses nobody");
+
+        let more = [asked[0], charge(&LIMIT, &c)];
+        assert_eq!(cache.recall(&more, sent, Fit::Whole), None, "it might refuse for longer");
+        let answer = cache.recall(&more, sent, Fit::Any).unwrap();
+        assert_eq!(answer.standings.as_slice(), [Some(refused(500_000)), None]);
+        let shadow = [asked[0], Charge { shadow: true, ..more[1] }];
+        assert!(cache.recall(&shadow, sent, Fit::Whole).is_some(), "shadows are not asked");
     }
 
     #[test]
@@ -265,7 +282,7 @@ mod tests {
         let large = Charge { cost: 4, ..small };
         cache.remember(&[small], &decision(&[refused(500_000)]), sent, sent);
         cache.remember(&[large], &decision(&[refused(700_000)]), sent, sent);
-        assert!(cache.recall(&[small], sent, Fit::Same).is_some());
+        assert!(cache.recall(&[small], sent, Fit::Whole).is_some());
     }
 
     #[test]
@@ -274,7 +291,7 @@ mod tests {
         let asked = Charge { cost: 6, ..charge(&LIMIT, &key) };
         let never = Standing { remaining: 5, grows_at_us: None, refusal: Some(Refusal::Never) };
         cache.remember(&[asked], &decision(&[never]), sent, sent);
-        assert_eq!(cache.recall(&[asked], sent, Fit::Same).unwrap().standings.as_slice(), [Some(never)]);
+        assert_eq!(cache.recall(&[asked], sent, Fit::Whole).unwrap().standings.as_slice(), [Some(never)]);
     }
 
     #[test]
@@ -288,6 +305,6 @@ mod tests {
         let later = start + 2 * LOOK;
         let last = [charge(&LIMIT, &keys[2 * MAX_HALF])];
         cache.remember(&last, &decision(&[refused(500_000)]), later, later);
-        assert!(cache.recall(&last, later, Fit::Same).is_some());
+        assert!(cache.recall(&last, later, Fit::Whole).is_some());
     }
 }

@@ -46,7 +46,7 @@ impl Store {
             Self::Redis { redis, refusals } => (redis, refusals),
         };
         let asked = Instant::now();
-        if let Some(refusal) = refusals.recall(charges, asked, Fit::Same) {
+        if let Some(refusal) = refusals.recall(charges, asked, Fit::Whole) {
             return Ok(refusal);
         }
         let answer = if redis.breaker_open() {
@@ -62,7 +62,7 @@ impl Store {
                 Ok(decision)
             }
             // Without Redis, a refusal whose end isn't known for this cost is better than none.
-            Err(unavailable) => refusals.recall(charges, Instant::now(), Fit::AtLeast).ok_or(unavailable),
+            Err(unavailable) => refusals.recall(charges, Instant::now(), Fit::Any).ok_or(unavailable),
         }
     }
 }

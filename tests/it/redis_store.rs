@@ -406,3 +406,25 @@ async fn an_exhausted_key_is_refused_without_asking_redis() {
     let other = key("other");
     assert!(store.decide(&[charge(&limit, &other, 1)]).await.is_err());
 }
+
+/// What one limit is known to say must not be told to a client whom another keeps out for longer.
+#[tokio::test]
+async fn the_wait_of_several_limits_is_the_longest_also_when_they_were_exhausted_apart() {
+    let server = Server::start();
+    let store = Store::redis(server.redis().await.1);
+    let (short, long) = (log(1, 2_000_000), log(1, 60_000_000));
+    let (one, other) = (key("one"), key("other"));
+    let asked = [charge(&short, &one, 1), charge(&long, &other, 1)];
+    for apart in [&asked[..1], &asked[1..]] {
+        assert!(store.decide(apart).await.unwrap().admitted);
+    }
+    assert!(!store.decide(&asked[..1]).await.unwrap().admitted);
+    for _ in 0..2 {
+        let answer = store.decide(&asked).await.unwrap();
+        let until_us = answer.standings.iter().flatten().filter_map(|standing| match standing.refusal {
+            Some(Refusal::Until(until_us)) => Some(until_us),
+            _ => None,
+        });
+        assert!(until_us.max().unwrap() - answer.now_us > 50_000_000, "{answer:?}");
+    }
+}
