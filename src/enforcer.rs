@@ -29,7 +29,7 @@ pub struct Verdict<'t> {
     pub limits: SmallVec<[Reported<'t>; 4]>,
     /// The store's clock when it decided (µs since the epoch).
     pub now_us: u64,
-    /// Decided without the store.
+    /// An enforced limit applied, and was decided without the store.
     pub degraded: bool,
     /// Shadow policies that would have refused.
     pub shadow_rejected: SmallVec<[&'t str; 1]>,
@@ -93,11 +93,12 @@ impl Enforcer {
             Err(outcome) => return Verdict::of(outcome),
         };
         if plan.claims.is_empty() {
-            return Verdict::of(Outcome::Forward);
+            return Verdict { shadow_rejected: plan.shadow_denied, ..Verdict::of(Outcome::Forward) };
         }
-        match self.store.decide(&plan.charges()).await {
-            Ok(decision) => plan.verdict(&decision),
-            Err(unavailable) => plan.degraded(&unavailable),
+        let answer = self.store.decide(&plan.charges()).await;
+        match answer {
+            Ok(decision) => plan.into_verdict(&decision),
+            Err(unavailable) => plan.into_degraded(&unavailable),
         }
     }
 }
@@ -118,6 +119,8 @@ impl<'t> Verdict<'t> {
 /// What one request asks of the store.
 struct Plan<'t> {
     claims: SmallVec<[Claim<'t>; 4]>,
+    /// Shadow policies that would have denied it.
+    shadow_denied: SmallVec<[&'t str; 1]>,
 }
 
 /// The limits of one matching policy, for the key that the request has there.
@@ -132,12 +135,15 @@ impl<'t> Plan<'t> {
     /// Walks the matching policies in order until one exempts or denies; limits met before it apply,
     /// but a denied request charges nothing. A shadow policy stops nothing.
     fn of(table: &'t PolicyTable, facts: &Facts<'_>) -> Result<Self, Outcome<'t>> {
-        let mut claims = SmallVec::new();
+        let (mut claims, mut shadow_denied) = (SmallVec::new(), SmallVec::new());
         for policy in table.matching(facts) {
             let quota = match &policy.action {
                 Action::Limit(quota) => quota,
                 Action::Allow if policy.shadow => continue,
-                Action::Deny if policy.shadow => continue,
+                Action::Deny if policy.shadow => {
+                    shadow_denied.push(&*policy.name);
+                    continue;
+                }
                 Action::Allow => break,
                 Action::Deny => {
                     return Err(Outcome::Denied { policy: &policy.name, reject: policy.reject.as_ref() });
@@ -152,7 +158,7 @@ impl<'t> Plan<'t> {
                 Err(fault) => return Err(Outcome::BadKey { policy: &policy.name, fault }),
             }
         }
-        Ok(Self { claims })
+        Ok(Self { claims, shadow_denied })
     }
 
     fn charges(&self) -> SmallVec<[Charge<'_>; 4]> {
@@ -171,9 +177,10 @@ impl<'t> Plan<'t> {
     }
 
     /// Puts the answer, one standing per charge, back beside the policies that asked.
-    fn verdict(&self, decision: &Decision) -> Verdict<'t> {
+    fn into_verdict(self, decision: &Decision) -> Verdict<'t> {
         let mut verdict = Verdict::of(Outcome::Forward);
         verdict.now_us = decision.now_us;
+        verdict.shadow_rejected = self.shadow_denied;
         let mut refusals = Refusals::default();
         let mut standings = decision.standings.iter();
         for claim in &self.claims {
@@ -200,18 +207,17 @@ impl<'t> Plan<'t> {
     }
 
     /// The store gave no answer: one `closed` policy is enough to refuse.
-    fn degraded(&self, unavailable: &Unavailable) -> Verdict<'t> {
-        let closed = self
-            .claims
-            .iter()
-            .map(|claim| claim.policy)
-            .find(|policy| !policy.shadow && policy.on_store_failure == OnStoreFailure::Closed);
-        Verdict::of(match closed {
+    fn into_degraded(self, unavailable: &Unavailable) -> Verdict<'t> {
+        let mut enforced =
+            self.claims.iter().map(|claim| claim.policy).filter(|policy| !policy.shadow).peekable();
+        let degraded = enforced.peek().is_some();
+        let outcome = match enforced.find(|policy| policy.on_store_failure == OnStoreFailure::Closed) {
             Some(policy) => {
                 Outcome::Unavailable { policy: &policy.name, retry_after_us: unavailable.retry_after_us }
             }
             None => Outcome::Forward,
-        })
+        };
+        Verdict { degraded, shadow_rejected: self.shadow_denied, ..Verdict::of(outcome) }
     }
 }
 
@@ -260,8 +266,10 @@ mod tests {
     use crate::policy::{
         Fields, KeyPart, KeyTemplate, Matcher, MissingKey, Override, Overrides, Quota, client,
     };
+    use crate::store::redis::{Redis, RedisSettings, Shared};
     use crate::store::{Memory, MemorySettings};
     use http::{HeaderMap, Method};
+    use std::time::Duration;
 
     const PATH: Settings = Settings {
         normalize: true,
@@ -270,6 +278,20 @@ mod tests {
         ignore_trailing_slash: true,
         strip_parameters: true,
         case_sensitive: true,
+    };
+
+    /// Nobody is asked before a connection is there.
+    const NOBODY: RedisSettings = RedisSettings {
+        host: String::new(),
+        port: 0,
+        database: 0,
+        username: None,
+        password: None,
+        key_prefix: String::new(),
+        timeout: Duration::from_millis(50),
+        connect_timeout: Duration::from_secs(1),
+        breaker_failures: 5,
+        probe_interval: Duration::from_millis(500),
     };
 
     fn limit(name: &str, requests: u64) -> NamedLimit {
@@ -305,6 +327,8 @@ mod tests {
     struct Bench {
         enforcer: Enforcer,
         hands: Hands,
+        /// Decide by a Redis that is not there instead.
+        away: bool,
     }
 
     impl Bench {
@@ -321,7 +345,7 @@ mod tests {
             let memory = Memory::new(MemorySettings { max_keys: 1000, max_bytes: 1 << 20 }, clock);
             let enforcer =
                 Enforcer::new(Arc::new(ArcSwap::from_pointee(table)), Store::Memory(Arc::new(memory)));
-            Self { enforcer, hands }
+            Self { enforcer, hands, away: false }
         }
 
         fn ask<T>(&self, users: &[&str], look: impl FnOnce(Verdict<'_>) -> T) -> T {
@@ -339,10 +363,14 @@ mod tests {
                 client_ip: [127, 0, 0, 1].into(),
             };
             let table = self.enforcer.table();
-            let verdict = tokio::runtime::Builder::new_current_thread()
-                .build()
-                .unwrap()
-                .block_on(self.enforcer.decide(&table, &facts));
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let verdict = runtime.block_on(async {
+                let mut enforcer = self.enforcer.clone();
+                if self.away {
+                    enforcer.store = Store::redis(Redis::start(&Shared::new(NOBODY)));
+                }
+                enforcer.decide(&table, &facts).await
+            });
             look(verdict)
         }
 
@@ -401,7 +429,7 @@ mod tests {
             limits: vec![limit("o", requests)],
         };
         quota(&mut policy).overrides =
-            Overrides::new(vec![entry(Some("ann"), 3), entry(None, 2), entry(Some("bob"), 9)]);
+            Overrides::new("p", vec![entry(Some("ann"), 3), entry(None, 2), entry(Some("bob"), 9)]);
         let bench = Bench::new(vec![policy]);
         let passed = |user: &str| (0..12).filter(|_| bench.passes(user)).count();
         assert_eq!((passed("ann"), passed("bob"), passed("eve")), (3, 2, 2));
@@ -420,6 +448,42 @@ mod tests {
         });
         assert!(bench.passes("ann"));
         assert!(!bench.passes("ann"));
+    }
+
+    #[test]
+    fn shadow_policies_that_would_deny_are_reported() {
+        let shadow = Policy { action: Action::Deny, shadow: true, ..by_user("shadow", 0) };
+        for others in [vec![], vec![by_user("live", 9)]] {
+            let bench = Bench::new([vec![shadow.clone()], others].concat());
+            bench.ask(&["ann"], |verdict| {
+                assert!(matches!(verdict.outcome, Outcome::Forward));
+                assert_eq!(verdict.shadow_rejected.as_slice(), ["shadow"]);
+            });
+        }
+    }
+
+    /// Nothing was ever connected when the question comes.
+    #[test]
+    fn what_is_decided_without_the_store_says_so() {
+        let modes = |modes: &[(OnStoreFailure, bool)]| {
+            let policies = modes.iter().enumerate().map(|(n, (on_store_failure, shadow))| Policy {
+                on_store_failure: *on_store_failure,
+                shadow: *shadow,
+                ..by_user(&n.to_string(), 1)
+            });
+            let mut bench = Bench::new(policies.collect());
+            bench.away = true;
+            bench.ask(&["ann"], |verdict| {
+                let passes = matches!(verdict.outcome, Outcome::Forward);
+                assert!(passes || matches!(verdict.outcome, Outcome::Unavailable { .. }));
+                (passes, verdict.degraded)
+            })
+        };
+        use OnStoreFailure::{Closed, Open};
+        assert_eq!(modes(&[(Open, false)]), (true, true));
+        assert_eq!(modes(&[(Open, false), (Closed, false)]), (false, true));
+        assert_eq!(modes(&[(Open, false), (Closed, true)]), (true, true));
+        assert_eq!(modes(&[(Closed, true)]), (true, false), "no limit was to be enforced");
     }
 
     #[test]
