@@ -14,6 +14,7 @@ use std::fs;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout};
 
 /// How often the files are read.
@@ -73,7 +74,16 @@ impl Reloader {
     /// `asked` completes when somebody wants a look now.
     async fn watch(mut self, mut asked: impl AsyncFnMut()) {
         loop {
-            let pause = self.look();
+            // On a thread of its own: disks may be slow and configurations large, and this one accepts connections.
+            let looked = spawn_blocking(move || {
+                let pause = self.look();
+                (self, pause)
+            });
+            let pause;
+            (self, pause) = match looked.await {
+                Ok(looked) => looked,
+                Err(error) => return tracing::error!(%error, "the configuration is no longer watched"),
+            };
             if timeout(pause, asked()).await.is_ok() {
                 tracing::info!("SIGHUP: looking for a new configuration");
             }

@@ -126,8 +126,9 @@ fn find<'c>(config: &'c Config, which: &Which) -> Result<(&'c Policy, u64, Key, 
     let Action::Limit(quota) = &policy.action else {
         return Err(format!("error: policy {} has no limits\n", policy.name));
     };
-    let (key, limits) =
-        quota.select_by_hand(&policy.name, &which.values, &config.table.client).map_err(sentence)?;
+    let (key, limits) = quota
+        .select_by_hand(&policy.name, &which.values, &config.table.client, &config.table.path)
+        .map_err(sentence)?;
     Ok((policy, quota.cost, key, limits))
 }
 

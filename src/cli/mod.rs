@@ -10,6 +10,7 @@ mod store;
 
 use crate::config::{FileSource, Flags, Sources};
 use clap::{Args, Parser, Subcommand};
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -134,5 +135,8 @@ impl RunFlags {
 }
 
 fn sources(file: FileSource, flags: Flags) -> Sources {
-    Sources { file, env: std::env::vars().collect(), flags }
+    // Anybody's variable may hold bytes that are no text. In one of ours, they become an error like others.
+    let text = |text: OsString| text.to_string_lossy().into_owned();
+    let env = std::env::vars_os().map(|(name, value)| (text(name), text(value))).collect();
+    Sources { file, env, flags }
 }

@@ -135,7 +135,7 @@ fn name(text: &str) -> Result<String, String> {
 }
 
 fn without_quota(at: &Cursor<'_>, action: &str) -> Option<()> {
-    for key in ["key", "limit", "limits", "cost", "missing_key", "override"] {
+    for key in ["key", "limit", "limits", "cost", "missing_key", "on_store_failure", "override"] {
         if at.has(key) {
             at.fail(key, &format!("a policy with action = \"{action}\" counts nothing"));
         }
@@ -155,7 +155,7 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
     }
     let overrides = at.tables("override");
     let overrides = overrides.iter().filter_map(|table| over(table, scope, name, is_whole.then_some(&key)));
-    let overrides = Overrides::new(overrides.collect());
+    let overrides = Overrides::new(name, overrides.collect());
     if let (Some(cost), Some(limits)) = (cost, &limits) {
         warn_of_impossible(at, cost, limits);
     }
@@ -288,7 +288,7 @@ fn over(at: &Cursor<'_>, scope: &Scope, policy: &str, key: Option<&KeyTemplate>)
     for (position, item) in items.iter().enumerate() {
         match item.value.as_str() {
             Some("*") => values.push(None),
-            Some(text) => match key.canonical_value(position, text, &scope.client) {
+            Some(text) => match key.canonical_value(position, text, &scope.client, &scope.path) {
                 Ok(value) => values.push(Some(value)),
                 Err(reason) => return item.fail(&reason),
             },

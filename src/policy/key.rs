@@ -197,6 +197,7 @@ impl KeyTemplate {
         position: usize,
         text: &str,
         client: &client::Settings,
+        path: &path::Settings,
     ) -> Result<Box<str>, String> {
         let mut parts = self.0.iter().flat_map(|part| std::iter::repeat_n(part, part.width()));
         match parts.nth(position) {
@@ -214,6 +215,10 @@ impl KeyTemplate {
                 Ok(canonical.into())
             }
             Some(KeyPart::Host) => Ok(text.strip_suffix('.').unwrap_or(text).to_ascii_lowercase().into()),
+            Some(KeyPart::Path(_)) => Ok(path::canonical_segment(text, path)),
+            Some(KeyPart::WholePath) => path::Readings::of(text, path)
+                .map_err(|fault| fault.to_string())
+                .and_then(|read| read.iter().next().map(Into::into).ok_or_else(String::new)),
             _ => Ok(text.into()),
         }
     }
@@ -231,4 +236,47 @@ fn client_text(ip: IpAddr, settings: &client::Settings) -> String {
 
 fn network(ip: IpAddr, prefix: u8) -> String {
     ipnet::IpNet::new(ip, prefix).map_or_else(|_| ip.to_string(), |net| net.trunc().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::{HeaderMap, Method};
+
+    const PATH: path::Settings = path::Settings {
+        normalize: true,
+        merge_slashes: true,
+        escaped_slashes: path::EscapedSlashes::Both,
+        ignore_trailing_slash: true,
+        strip_parameters: true,
+        case_sensitive: false,
+    };
+
+    #[test]
+    fn an_override_is_written_as_people_write_and_compared_as_requests_read() {
+        let client = client::Settings {
+            trusted_proxies: Vec::new(),
+            ip_header: "x-forwarded-for".parse().unwrap(),
+            ipv4_prefix: 24,
+            ipv6_prefix: 64,
+        };
+        let parts = ["client_ip", "host", "path:/{tenant}/**", "path"];
+        let parts = parts.iter().map(|text| KeyPart::parse(text, &PATH).unwrap());
+        let key = KeyTemplate::new(parts.collect());
+        let (headers, paths) = (HeaderMap::new(), path::Readings::of("/Caf%c3%a9/x/", &PATH).unwrap());
+        let facts = Facts {
+            method: &Method::GET,
+            host: "a.example",
+            paths: &paths,
+            query: None,
+            headers: &headers,
+            client_ip: [10, 1, 2, 3].into(),
+        };
+        let values = key.values(&facts, &client, MissingKey::Shared).unwrap();
+        for (position, written) in ["10.1.2.9", "A.example.", "café", "/café//x"].into_iter().enumerate() {
+            let canonical = key.canonical_value(position, written, &client, &PATH).unwrap();
+            assert_eq!(values[position].as_deref(), Some(canonical.as_bytes()), "{written}");
+        }
+        assert!(key.canonical_value(3, "no/slash", &client, &PATH).is_err());
+    }
 }

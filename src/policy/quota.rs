@@ -1,8 +1,9 @@
 //! How much a policy allows, to whom.
 
-use super::{Facts, KeyFault, KeyTemplate, KeyValues, MissingKey, client};
+use super::{Facts, KeyFault, KeyTemplate, KeyValues, MissingKey, client, path};
 use crate::limiter::{Key, KeyBuilder, Limit};
 use foldhash::HashMap;
+use std::fmt;
 
 /// Whose quota a request uses, and how much there is of it.
 #[derive(Clone, Debug)]
@@ -26,10 +27,10 @@ pub struct NamedLimit {
 }
 
 /// Limits of their own for some keys. The first that fits replaces all limits of the policy.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct Overrides {
     list: Vec<Override>,
-    /// Those without a wildcard: thousands of them must not make a request slower.
+    /// Those without a wildcard, by [`Key::id`]: thousands of them must not make a request slower.
     exact: HashMap<u128, usize>,
     /// Those with one, in order.
     wild: Vec<usize>,
@@ -71,6 +72,7 @@ impl Quota {
         name: &str,
         values: &[String],
         client: &client::Settings,
+        path: &path::Settings,
     ) -> Result<(Key, &'t [NamedLimit]), String> {
         let width = self.key.width();
         if values.len() != width {
@@ -83,7 +85,7 @@ impl Quota {
             .enumerate()
             .map(|(position, text)| match text.as_str() {
                 "" => Ok("".into()),
-                text => self.key.canonical_value(position, text, client),
+                text => self.key.canonical_value(position, text, client, path),
             })
             .collect::<Result<_, _>>()?;
         let values = values.iter().map(|text| Some(text.as_bytes().into()).filter(|_| !text.is_empty()));
@@ -91,12 +93,15 @@ impl Quota {
     }
 
     fn of(&self, name: &str, values: &KeyValues<'_>) -> (Key, &[NamedLimit]) {
-        (framed(name, values), self.overrides.find(values).unwrap_or(&self.limits))
+        let key = framed(name, values);
+        let limits = self.overrides.find(&key, values).unwrap_or(&self.limits);
+        (key, limits)
     }
 }
 
 impl Overrides {
-    pub fn new(list: Vec<Override>) -> Self {
+    /// Those of policy `name`.
+    pub fn new(name: &str, list: Vec<Override>) -> Self {
         let mut overrides = Self { list, exact: HashMap::default(), wild: Vec::new() };
         for (at, entry) in overrides.list.iter().enumerate() {
             match entry
@@ -106,7 +111,7 @@ impl Overrides {
                 .collect::<Option<Vec<_>>>()
             {
                 Some(values) => {
-                    let id = framed("", &values.into_iter().map(|value| Some(value.into())).collect()).id();
+                    let id = framed(name, &values.into_iter().map(|value| Some(value.into())).collect()).id();
                     overrides.exact.entry(id).or_insert(at);
                 }
                 None => overrides.wild.push(at),
@@ -119,11 +124,11 @@ impl Overrides {
         &self.list
     }
 
-    fn find(&self, values: &KeyValues<'_>) -> Option<&[NamedLimit]> {
+    fn find(&self, key: &Key, values: &KeyValues<'_>) -> Option<&[NamedLimit]> {
         if self.list.is_empty() {
             return None;
         }
-        let exact = self.exact.get(&framed("", values).id()).copied();
+        let exact = self.exact.get(&key.id()).copied();
         let wild =
             self.wild.iter().copied().find(|at| self.list.get(*at).is_some_and(|entry| entry.fits(values)));
         let first = match (exact, wild) {
@@ -131,6 +136,13 @@ impl Overrides {
             (one, other) => one.or(other)?,
         };
         self.list.get(first).map(|entry| entry.limits.as_slice())
+    }
+}
+
+/// What was written, and nothing of what is derived from it in no certain order: equal overrides read alike.
+impl fmt::Debug for Overrides {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.list.fmt(f)
     }
 }
 

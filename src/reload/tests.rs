@@ -170,6 +170,31 @@ async fn a_signal_makes_it_look_at_once() {
     watch.abort();
 }
 
+#[tokio::test]
+async fn a_slow_disk_holds_nobody_else_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("config.toml");
+    fs::write(&file, policies(&["a"])).unwrap();
+    let Running { reloader, .. } = Running::start(&file);
+    fs::remove_file(&file).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(&file).status().unwrap().success());
+    let (tell, told) = tokio::sync::oneshot::channel();
+    let (answer, answered) = std::sync::mpsc::channel();
+    let disk = std::thread::spawn(move || {
+        // Opens once somebody opens it for reading, who then waits until it is dropped.
+        let pipe = fs::OpenOptions::new().write(true).open(&file).unwrap();
+        tell.send(()).unwrap();
+        let on_time = answered.recv_timeout(Duration::from_secs(5)).is_ok();
+        drop(pipe);
+        on_time
+    });
+    let watch = tokio::spawn(reloader.watch(std::future::pending));
+    told.await.unwrap();
+    answer.send(()).unwrap();
+    assert!(disk.join().unwrap(), "the runtime stood still while a file was read");
+    watch.abort();
+}
+
 #[test]
 fn changes_are_named() {
     let load = |text: &str| {
@@ -180,7 +205,17 @@ fn changes_are_named() {
     let old = load(&policies_only(&[("a", "deny"), ("b", "deny"), ("c", "deny")]));
     let new = load(&policies_only(&[("b", "deny"), ("c", "allow"), ("d", "deny")]));
     assert_eq!(changes(old.table.policies(), new.table.policies()), "added d; removed a; changed c");
-    assert_eq!(changes(old.table.policies(), old.table.policies()), "the policies are the same");
+    // Maps without an order must not make a difference where there is none.
+    let keys: String = (0..50)
+        .map(|n| {
+            format!("[[policy.override]]\nkey = [\"{n}\"]\nlimit = {{ requests = {n}, per = \"1s\" }}\n")
+        })
+        .collect();
+    let many = format!(
+        "[[policy]]\nname = \"o\"\nkey = [\"host\"]\nlimit = {{ requests = 1, per = \"1s\" }}\n{keys}"
+    );
+    let same = changes(load(&many).table.policies(), load(&many).table.policies());
+    assert_eq!(same, "the policies are the same");
 }
 
 fn policies_only(policies: &[(&str, &str)]) -> String {

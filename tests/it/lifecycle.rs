@@ -6,7 +6,9 @@ use crate::support::process::{Process, run, tidegate};
 use crate::support::proxy::Proxy;
 use crate::support::upstream::{Upstream, fed};
 use hyper::Response;
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -139,6 +141,21 @@ async fn check_tells_every_error_with_its_place() {
     for place in ["config.toml:3:1", "config.toml:4:", "config.toml:8:", "config.toml:17:"] {
         assert!(ended.stderr.contains(place), "{place:?} is not in {}", ended.stderr);
     }
+}
+
+#[tokio::test]
+async fn variables_that_are_no_text_end_nothing_unless_they_are_ours() {
+    let (_dir, path) = file("[upstream]\nurl = \"http://127.0.0.1:9\"\n");
+    let odd = OsStr::from_bytes(b"\xff");
+    let ended = run(tidegate().arg("check").arg(&path).env("SOMEBODYS", odd)).await;
+    assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
+    let ended = run(tidegate().arg("check").arg(&path).env("TIDEGATE_LISTEN__ADDRESS", odd)).await;
+    assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
+    assert!(
+        ended.stderr.starts_with("error: TIDEGATE_LISTEN__ADDRESS: listen.address: "),
+        "{}",
+        ended.stderr
+    );
 }
 
 #[tokio::test]
