@@ -4,6 +4,7 @@ use super::{Claim, Enforcer, Plan};
 use crate::limiter::{Key, Standing};
 use crate::policy::{Action, Facts, KeyFault, NamedLimit, Policy, PolicyTable, Unmet};
 use crate::store::Unavailable;
+use smallvec::SmallVec;
 
 /// What one policy does with a request.
 #[derive(Debug)]
@@ -49,7 +50,7 @@ impl Enforcer {
             }
             _ => None,
         });
-        let plan = Plan { claims: claims.collect() };
+        let plan = Plan { claims: claims.collect(), shadow_denied: SmallVec::new() };
         let decision = match self.store.decide(&plan.charges()).await {
             Ok(decision) => decision,
             Err(unavailable) => return Explanation { steps, store: Err(unavailable) },

@@ -96,13 +96,12 @@ mod tests {
             log.charge(&limit, 2, now_us);
         }
         let full = (log.entries.len(), log.heap_bytes());
-        let mut now_us = MANY + limit.per_us;
-        assert_eq!(log.used(&limit, now_us), 0);
+        let idle_us = MANY + limit.per_us;
+        assert_eq!(log.used(&limit, idle_us), 0);
         for rounds in 1..=MANY / 64 {
-            log.charge(&limit, 1, now_us);
-            assert_eq!(log.used(&limit, now_us), rounds);
+            log.charge(&limit, 1, idle_us + rounds);
+            assert_eq!(log.used(&limit, idle_us + rounds), rounds);
             assert!(full.0 - log.entries.len() <= TRIM * usize::try_from(rounds).unwrap());
-            now_us += 1;
         }
         assert!(
             log.entries.len() < 300 && log.heap_bytes() < full.1 / 8,

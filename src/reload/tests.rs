@@ -179,7 +179,7 @@ async fn a_slow_disk_holds_nobody_else_up() {
     fs::remove_file(&file).unwrap();
     assert!(std::process::Command::new("mkfifo").arg(&file).status().unwrap().success());
     let (tell, told) = tokio::sync::oneshot::channel();
-    let (answer, answered) = std::sync::mpsc::channel();
+    let (answer, answered) = std::sync::mpsc::sync_channel(1);
     let disk = std::thread::spawn(move || {
         // Opens once somebody opens it for reading, who then waits until it is dropped.
         let pipe = fs::OpenOptions::new().write(true).open(&file).unwrap();
