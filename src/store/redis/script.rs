@@ -276,7 +276,7 @@ mod tests {
         );
         assert_eq!(
             script.key(&charge(&daily, &short)),
-            format!("shop%7Ba%7D:v1:{{{hash}}}:fixed_window:1000000:o7:api/ann")
+            format!("shop%7Ba%7D:v1:{{{hash}}}:fixed_window:1000000+7:api/ann")
         );
         let hash = format!("{:032x}", long.id());
         assert_eq!(
