@@ -12,7 +12,7 @@ use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWriteExt, ReadBuf};
 use tokio::net::TcpStream;
@@ -40,6 +40,9 @@ const CHEAP_MAX_HEADERS: usize = 100;
 const MIN_BUFFER_BYTES: usize = 64 * 1024;
 /// A stream's part of the answer that waits for the client's window.
 const H2_SEND_BUFFER_BYTES: usize = 64 * 1024;
+/// An answer is handed to HTTP/2 in parts of this size: that the next one is asked for shows that
+/// the client reads, even if it does so slowly.
+const H2_PART_BYTES: usize = 16 * 1024;
 /// What a client may send before we read: per stream, and per connection.
 const H2_STREAM_WINDOW: u32 = 256 * 1024;
 const H2_CONNECTION_WINDOW: u32 = 1024 * 1024;
@@ -181,6 +184,7 @@ fn answer<H: Handler>(
     if head.version == Version::HTTP_10 {
         watch.set_ends_by_close();
     }
+    let part = if head.version == Version::HTTP_2 { H2_PART_BYTES } else { usize::MAX };
     let body = RequestBody::new(&head, incoming, limits, &active);
     let answer = Rc::clone(handler).handle(Request::from_parts(head, body), peer);
     async move {
@@ -188,12 +192,12 @@ fn answer<H: Handler>(
         let response = poll_fn(|cx| {
             let answer = answer.as_mut().poll(cx);
             if answer.is_pending() {
-                active.watch().set_awaited();
+                active.watch().excuse();
             }
             answer
         });
         let response = response.await;
-        Ok(response.map(|body| AnswerBody { body, active }))
+        Ok(response.map(|body| AnswerBody { body, active, part, rest: Bytes::new() }))
     }
 }
 
@@ -333,6 +337,10 @@ fn poll_sniff(
 struct AnswerBody {
     body: ResponseBody,
     active: Active,
+    /// The most bytes in a frame.
+    part: usize,
+    /// Of the last frame, what is to follow.
+    rest: Bytes,
 }
 
 impl Body for AnswerBody {
@@ -343,19 +351,32 @@ impl Body for AnswerBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let frame = Pin::new(&mut self.body).poll_frame(cx);
-        if frame.is_pending() {
-            self.active.watch().set_awaited();
+        // hyper asks for more only when the client has room for it.
+        self.active.watch().excuse();
+        if self.rest.is_empty() {
+            match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) => self.rest = data,
+                    Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
+                },
+                end => return Poll::Ready(end),
+            }
         }
-        frame
+        let part = self.part.min(self.rest.len());
+        Poll::Ready(Some(Ok(Frame::data(self.rest.split_to(part)))))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.rest.is_empty() && self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        let (mut hint, rest) = (self.body.size_hint(), u64::try_from(self.rest.len()).unwrap_or(u64::MAX));
+        if let Some(upper) = hint.upper() {
+            hint.set_upper(upper.saturating_add(rest));
+        }
+        hint.set_lower(hint.lower().saturating_add(rest));
+        hint
     }
 }
 
@@ -371,11 +392,11 @@ impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTasks {
             let (mut stream, mut alarm) = (Box::pin(stream), Alarm::default());
             let mut stalled_since = None;
             poll_fn(|cx| {
-                watch.take_awaited();
+                watch.take_excused();
                 if stream.as_mut().poll(cx).is_ready() {
                     return Poll::Ready(());
                 }
-                if watch.take_awaited() {
+                if watch.take_excused() {
                     stalled_since = None;
                     return Poll::Pending;
                 }

@@ -58,8 +58,8 @@ pub(super) struct Watch {
     unread: Cell<bool>,
     /// The client takes the end of the connection for the end of a response.
     ends_by_close: Cell<bool>,
-    /// In this turn, somebody waited for the handler or the upstream rather than for the client.
-    awaited: Cell<bool>,
+    /// In this turn, the client did its part: see [`Watch::excuse`].
+    excused: Cell<bool>,
     drain: Cell<bool>,
     /// The task that drives the connection.
     driver: RefCell<Option<Waker>>,
@@ -83,7 +83,7 @@ impl Watch {
             multiplexed: Cell::new(false),
             unread: Cell::new(false),
             ends_by_close: Cell::new(false),
-            awaited: Cell::new(false),
+            excused: Cell::new(false),
             drain: Cell::new(false),
             driver: RefCell::new(None),
         })
@@ -123,14 +123,15 @@ impl Watch {
         self.ends_by_close.get()
     }
 
-    /// What the client gets next is not there yet.
-    pub(super) fn set_awaited(&self) {
-        self.awaited.set(true);
+    /// It is not the client that keeps its answer from going on: the next part is not there yet, or
+    /// the last one has just been taken.
+    pub(super) fn excuse(&self) {
+        self.excused.set(true);
     }
 
-    /// Whether [`Watch::set_awaited`] was called since the last look.
-    pub(super) fn take_awaited(&self) -> bool {
-        self.awaited.take()
+    /// Whether [`Watch::excuse`] was called since the last look.
+    pub(super) fn take_excused(&self) -> bool {
+        self.excused.take()
     }
 
     /// Asks the connection to end as soon as what it is doing is done.

@@ -208,3 +208,31 @@ async fn a_panic_ends_one_connection() {
     assert!(other.ask(GET).await.starts_with("HTTP/1.1 200"));
     eventually(|| server.load.panics() == 1 && server.load.connections() == 1).await;
 }
+
+/// An HTTP/2 client that takes a long response in small bites.
+#[tokio::test]
+async fn an_http2_client_that_reads_slowly_is_not_cut() {
+    const LENGTH: usize = 600_000;
+    let (addr, _) = upstream(|mut client, _| async move {
+        client.head().await;
+        client.send(format!("HTTP/1.1 200 OK\r\ncontent-length: {LENGTH}\r\n\r\n").as_bytes()).await;
+        client.0.write_all(&vec![b'x'; LENGTH]).await.unwrap();
+        client.rest().await;
+    })
+    .await;
+    let settings = ListenSettings { body_idle_timeout: ms(150), ..listen() };
+    let server = Running::forwarding(&settings, upstream_at(addr));
+    let io = TokioIo::new(server.connect().await.0);
+    let mut client = hyper::client::conn::http2::Builder::new(TokioExecutor::new());
+    let (mut sender, connection) =
+        client.initial_stream_window_size(16_384).handshake::<_, Full<Bytes>>(io).await.unwrap();
+    tokio::spawn(connection);
+    let request = Request::get("http://a/").body(Full::default()).unwrap();
+    let mut body = soon(sender.send_request(request)).await.unwrap().into_body();
+    let mut read = 0;
+    while let Some(frame) = soon(body.frame()).await {
+        read += frame.unwrap().into_data().unwrap().len();
+        tokio::time::sleep(ms(20)).await;
+    }
+    assert_eq!(read, LENGTH);
+}
