@@ -362,11 +362,14 @@ impl Worker {
                         return 0;
                     }
                 };
-                runtime.block_on(async {
+                let cut = runtime.block_on(async {
                     let handler = make_handler(index).await;
                     drop(tell_ready.send(Ok(())));
                     work(handler, Rc::new(Protocols::new(&settings)), accepted, cut, &load).await
-                })
+                });
+                // Dropping it would wait for lookups that nobody needs any more.
+                runtime.shutdown_background();
+                cut
             })?;
         Ok(Self { thread, queue, ready })
     }

@@ -113,3 +113,34 @@ async fn a_stop_before_the_handlers_are_ready_is_heard() {
     server.stop.send_replace(Stop::Drain);
     assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
 }
+
+#[tokio::test]
+async fn who_connected_before_the_end_is_served() {
+    let (mut server, gate) = gated(&listen(), ShutdownSettings { delay: ms(0), grace: ms(4000) });
+    gate.add_permits(6);
+    server.connect().await.ask(GET).await;
+    // Without an await between, the acceptor has no turn: these wait in the kernel.
+    let mut waiting: Vec<_> = (0..5).map(|_| std::net::TcpStream::connect(server.addr).unwrap()).collect();
+    for client in &mut waiting {
+        std::io::Write::write_all(client, GET).unwrap();
+    }
+    server.stop.send_replace(Stop::Drain);
+    for client in waiting {
+        client.set_nonblocking(true).unwrap();
+        let answer = Client(TcpStream::from_std(client).unwrap()).rest().await;
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer:?}");
+    }
+    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
+}
+
+#[tokio::test]
+async fn a_name_that_is_still_looked_up_holds_up_nobody() {
+    let mut server = Running::answering(&listen(), |_, _| async {
+        // Stands for a resolver that does not answer.
+        drop(tokio::task::spawn_blocking(|| std::thread::sleep(ms(60_000))));
+        text(StatusCode::OK, "")
+    });
+    server.connect().await.ask(GET).await;
+    server.stop.send_replace(Stop::Now);
+    soon(&mut server.ended).await.unwrap().unwrap();
+}
