@@ -46,11 +46,16 @@ pub(super) fn cookie_values<'a>(headers: &'a HeaderMap, name: &str) -> impl Iter
         .into_iter()
         .flat_map(|line| line.as_bytes().split(|byte| *byte == b';'))
         .filter_map(move |pair| {
-            let pair = pair.trim_ascii();
-            let (found, value) = pair.split_at_checked(name.len())?;
-            (found == name.as_bytes()).then_some(value)?.strip_prefix(b"=")
+            let mut halves = pair.splitn(2, |byte| *byte == b'=').map(<[u8]>::trim_ascii);
+            (halves.next()? == name.as_bytes()).then(|| halves.next().map(cookie_decoded))?
         })
-        .map(Cow::Borrowed)
+}
+
+/// Upstreams differ in whether they take off quotes and percent-encoding: a cookie that some of them
+/// read alike must not have a quota per spelling.
+fn cookie_decoded(value: &[u8]) -> Cow<'_, [u8]> {
+    let bare = value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")).unwrap_or(value);
+    percent_encoding::percent_decode(bare).into()
 }
 
 fn form_decoded(text: &str) -> Cow<'_, [u8]> {
@@ -82,5 +87,17 @@ mod tests {
         headers.append(COOKIE, "id=1; idx=2;id=3".parse().unwrap());
         headers.append(COOKIE, "id=4".parse().unwrap());
         assert_eq!(text(cookie_values(&headers, "id")), ["1", "3", "4"]);
+    }
+
+    #[test]
+    fn every_spelling_of_a_cookie_reads_alike() {
+        for spelling in ["id=a:b", "id=\"a:b\"", "id=a%3ab", "id=\"%61%3Ab\"", " id =  a:b ", "id\t=a:b"] {
+            let mut headers = HeaderMap::new();
+            headers.append(COOKIE, spelling.parse().unwrap());
+            assert_eq!(text(cookie_values(&headers, "id")), ["a:b"], "{spelling}");
+        }
+        let mut headers = HeaderMap::new();
+        headers.append(COOKIE, "id; ID=1; id=; id=\"".parse().unwrap());
+        assert_eq!(text(cookie_values(&headers, "id")), ["", "\""]);
     }
 }
