@@ -52,6 +52,9 @@ fn write_standard(verdict: &Verdict<'_>, headers: &mut HeaderMap) {
         Outcome::Limited(limited) => limited.retry_after_us.map(retry_after_s),
         _ => None,
     };
+    if headers.get(&RATELIMIT).is_some_and(is_dictionary) {
+        return;
+    }
     let mut policies = Vec::with_capacity(48 * verdict.limits.len());
     let mut standings = Vec::with_capacity(48 * verdict.limits.len());
     for reported in &verdict.limits {
@@ -64,6 +67,13 @@ fn write_standard(verdict: &Verdict<'_>, headers: &mut HeaderMap) {
             append_to_list(headers, name, value);
         }
     }
+}
+
+/// Whether an upstream's field is of the draft's versions up to 07, `limit=10, remaining=5, reset=3`: a
+/// Dictionary, which together with a List would be neither, so that clients would lose both.
+fn is_dictionary(value: &HeaderValue) -> bool {
+    let first = value.as_bytes().split(|byte| matches!(byte, b';' | b',' | b'"')).next();
+    first.is_some_and(|member| member.contains(&b'='))
 }
 
 /// `"login";q=5;w=60`
@@ -298,6 +308,19 @@ mod tests {
         let headers = written(&[stands(&login, 4, None)], BOTH, own);
         assert_eq!(headers["ratelimit"], "\"theirs\";r=1, \"login\";r=4");
         assert_eq!(headers["ratelimit-policy"], "\"theirs\";q=9, \"login\";q=5;w=60");
+    }
+
+    #[test]
+    fn an_upstreams_fields_of_an_older_draft_stay_as_they_are() {
+        let login = named("login", 5, 60_000_000);
+        let theirs =
+            fields(&[("ratelimit", "limit=10, remaining=5, reset=3"), ("ratelimit-policy", "10;w=60")]);
+        let standard = Fields { legacy: false, ..BOTH };
+        let headers = written(&[stands(&login, 4, Some(1_000_000))], standard, theirs.clone());
+        assert_eq!(headers, theirs);
+        let token = fields(&[("ratelimit", "theirs;r=5;t=3")]);
+        let headers = written(&[stands(&login, 4, Some(1_000_000))], standard, token);
+        assert_eq!(headers["ratelimit"], "theirs;r=5;t=3, \"login\";r=4;t=1");
     }
 
     #[test]
