@@ -7,7 +7,6 @@ use super::fields;
 use super::gate::GateFault;
 use super::inbound::InboundFault;
 use crate::enforcer::{Limited, Outcome, Verdict};
-use crate::policy::path::PathFault;
 use crate::policy::{Fields, Reject};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header, request};
@@ -53,6 +52,10 @@ pub(super) enum Local {
     BodyTooLarge,
     /// The request's body stopped coming.
     BodyTimeout,
+    /// The request's body is not framed as it should be.
+    BodyBroken,
+    /// The request has more headers than allowed.
+    TooManyHeaders,
 }
 
 impl Style {
@@ -108,28 +111,20 @@ pub(super) fn refusal(verdict: &Verdict<'_>, shown: Fields, style: Style) -> Opt
     Some(response)
 }
 
-/// The answer to a request that is refused before any policy sees it.
+/// The answer to a request that is refused before any policy sees it. The connection closes after it.
 pub(super) fn inbound_fault(fault: InboundFault, style: Style) -> Response<Bytes> {
-    match fault {
-        InboundFault::Gate(fault) => gate_fault(fault, style),
-        InboundFault::Path(fault) => path_fault(fault, style),
-    }
-}
-
-/// The connection closes after it.
-fn gate_fault(fault: GateFault, style: Style) -> Response<Bytes> {
-    let problem = Problem::new(fault.status(), "http_request_error", sentence(&fault.to_string()));
+    let status = match fault {
+        InboundFault::Gate(fault) => fault.status(),
+        InboundFault::Path(_) => StatusCode::BAD_REQUEST,
+    };
+    let problem = Problem::new(status, "http_request_error", sentence(&fault.to_string()));
     let mut response = problem.reply(style);
     close(&mut response, style);
-    if fault == GateFault::Connect {
+    if fault == InboundFault::Gate(GateFault::Connect) {
         let allowed = HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS, TRACE");
         response.headers_mut().insert(header::ALLOW, allowed);
     }
     response
-}
-
-fn path_fault(fault: PathFault, style: Style) -> Response<Bytes> {
-    Problem::new(StatusCode::BAD_REQUEST, "http_request_error", sentence(&fault.to_string())).reply(style)
 }
 
 /// The answer when forwarding failed.
@@ -141,7 +136,7 @@ pub(super) fn local(what: Local, style: Style) -> Response<Bytes> {
         problem.retry_after_us = Some(1_000_000);
     }
     let mut response = problem.reply(style);
-    if matches!(what, Local::BodyTooLarge | Local::BodyTimeout) {
+    if matches!(what, Local::BodyTooLarge | Local::BodyTimeout | Local::BodyBroken) {
         // The rest of the body stands between us and the next request.
         close(&mut response, style);
     }
@@ -187,6 +182,14 @@ impl Local {
             Self::BodyTimeout => {
                 (S::REQUEST_TIMEOUT, "http_request_error", "The request's body did not arrive in time.")
             }
+            Self::BodyBroken => {
+                (S::BAD_REQUEST, "http_request_error", "The request's body is not valid HTTP, or broke off.")
+            }
+            Self::TooManyHeaders => (
+                S::REQUEST_HEADER_FIELDS_TOO_LARGE,
+                "http_request_error",
+                "The request has more headers than allowed.",
+            ),
         }
     }
 }
@@ -475,6 +478,7 @@ fn thousandths(text: &str) -> Option<u16> {
 mod tests {
     use super::*;
     use crate::policy::KeyFault;
+    use crate::policy::path::PathFault;
     use proptest::prelude::*;
     use serde_json::{Value, json};
     use smallvec::{SmallVec, smallvec};
@@ -618,14 +622,15 @@ mod tests {
 
     #[test]
     fn a_fault_at_the_gate_closes_the_connection() {
-        let response = gate_fault(GateFault::HostMissing, JSON);
+        let response = inbound_fault(GateFault::HostMissing.into(), JSON);
         assert_eq!((response.status(), text(&response, "connection")), (StatusCode::BAD_REQUEST, "close"));
         assert_eq!(body(&response)["detail"], "A request needs a Host.");
         assert_eq!(body(&response)["type"], "about:blank");
-        assert!(text(&gate_fault(GateFault::Connect, JSON), "allow").contains("GET"));
-        let response = gate_fault(GateFault::Expect, Style { version: Version::HTTP_2, ..JSON });
+        assert!(text(&inbound_fault(GateFault::Connect.into(), JSON), "allow").contains("GET"));
+        let response = inbound_fault(GateFault::Expect.into(), Style { version: Version::HTTP_2, ..JSON });
         assert_eq!((response.status().as_u16(), text(&response, "connection")), (417, ""));
-        let response = path_fault(PathFault::Nul, TEXT);
+        let response = inbound_fault(PathFault::Nul.into(), TEXT);
+        assert_eq!(text(&response, "connection"), "close");
         assert_eq!(response.body(), "Bad Request\nThe path holds an escaped NUL.\n");
     }
 
@@ -642,12 +647,17 @@ mod tests {
             (Local::QueueFull, 503, "connection_limit_reached", "14"),
             (Local::BodyTooLarge, 413, "http_request_error", "8"),
             (Local::BodyTimeout, 408, "http_request_error", "4"),
+            (Local::BodyBroken, 400, "http_request_error", "3"),
+            (Local::TooManyHeaders, 431, "http_request_error", "3"),
         ] {
             let response = local(what, JSON);
             assert_eq!(response.status().as_u16(), status, "{what:?}");
             assert_eq!(text(&response, "proxy-status"), format!("tidegate; error={error}"));
             assert_eq!(body(&response)["status"], status);
-            assert_eq!(text(&response, "connection"), if matches!(status, 408 | 413) { "close" } else { "" });
+            assert_eq!(
+                text(&response, "connection"),
+                if matches!(status, 400 | 408 | 413) { "close" } else { "" }
+            );
             assert_eq!(text(&local(what, GRPC), "grpc-status"), grpc, "{what:?}");
         }
         assert_eq!(text(&local(Local::QueueFull, JSON), "retry-after"), "1");

@@ -11,7 +11,7 @@ use crate::enforcer::{Enforcer, Outcome, Verdict};
 use crate::policy::PolicyTable;
 use crate::telemetry::LogSettings;
 use bytes::Bytes;
-use http::{Method, Request, Response, StatusCode};
+use http::{HeaderMap, Method, Request, Response, StatusCode, header};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -20,14 +20,20 @@ use std::sync::Arc;
 pub struct Service {
     enforcer: Enforcer,
     upstream: Upstream,
+    max_headers: usize,
     max_body_bytes: Option<u64>,
     access: AccessLog,
 }
 
 impl Service {
     pub fn new(enforcer: Enforcer, upstream: Upstream, listen: &ListenSettings, log: &LogSettings) -> Self {
-        let (max_body_bytes, access) = (listen.max_body_bytes, AccessLog::new(log));
-        Self { enforcer, upstream, max_body_bytes, access }
+        Self {
+            enforcer,
+            upstream,
+            max_headers: listen.max_headers,
+            max_body_bytes: listen.max_body_bytes,
+            access: AccessLog::new(log),
+        }
     }
 
     async fn answer(&self, request: Request<RequestBody>, peer: &Peer) -> Response<ResponseBody> {
@@ -38,6 +44,9 @@ impl Service {
         let table = self.enforcer.table();
 
         // 1. Only what front and back read alike gets further.
+        if has_more_headers(&parts.headers, self.max_headers) {
+            return self.refuse(body, replies::local(Local::TooManyHeaders, style));
+        }
         let inbound = match Inbound::read(&mut parts, peer.addr.ip(), &table) {
             Ok(inbound) => inbound,
             Err(fault) => {
@@ -136,6 +145,12 @@ impl Handler for Service {
     }
 }
 
+/// hyper counts for HTTP/1 only. HTTP/2 clients may send a line per cookie; together these count as one.
+fn has_more_headers(headers: &HeaderMap, max: usize) -> bool {
+    let cookies = || headers.get_all(header::COOKIE).iter().count().saturating_sub(1);
+    headers.len() > max && headers.len() - cookies() > max
+}
+
 /// Once is enough: after that it would only fill the log.
 fn hint_at_trusted_proxies(peer: &Peer, table: &PolicyTable) {
     static TOLD: std::sync::Once = std::sync::Once::new();
@@ -173,8 +188,9 @@ fn failed(error: &UpstreamError, style: Style) -> Response<ResponseBody> {
         Kind::Terminated => Local::Terminated,
         Kind::Protocol => Local::Protocol,
         Kind::RequestBodyTooLarge => Local::BodyTooLarge,
-        // A client that left reads no answer.
-        Kind::RequestBodyTimeout | Kind::ClientGone => Local::BodyTimeout,
+        Kind::RequestBodyTimeout => Local::BodyTimeout,
+        // A client that left reads no answer; one that sent nonsense does.
+        Kind::ClientGone => Local::BodyBroken,
     };
     replies::local(what, style).map(ResponseBody::Full)
 }

@@ -46,6 +46,27 @@ async fn a_body_above_the_bound_is_a_413() {
 }
 
 #[tokio::test]
+async fn headers_above_the_bound_are_a_431() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("[listen.http]\nmax_headers = 10", upstream.address).await;
+    let request = |name: &'static str, count| {
+        let mut request = Request::get("http://a/").body(Full::default().boxed()).unwrap();
+        for _ in 0..count {
+            request.headers_mut().append(name, "y=1".parse().unwrap());
+        }
+        request
+    };
+    let mut h2 = http2(proxy.address).await;
+    for (name, count, status) in [("x", 10, 200), ("x", 11, 431), ("cookie", 30, 200)] {
+        assert_eq!(answered(h2.send_request(request(name, count))).await.status(), status, "{count} {name}");
+    }
+    let lines = "x: y\r\n".repeat(10);
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send(format!("GET / HTTP/1.1\r\nHost: a\r\n{lines}\r\n")).await;
+    assert_eq!(client.reply().await.status, 431);
+}
+
+#[tokio::test]
 async fn a_body_that_stops_coming_is_not_waited_for() {
     let upstream = RawUpstream::scripted(|_, mut socket| async move { socket.drain().await }).await;
     let proxy = Proxy::start("[listen.http]\nbody_idle_timeout = '300ms'", upstream.address).await;

@@ -442,3 +442,22 @@ async fn https_upstreams_are_verified() {
         }
     }
 }
+
+#[tokio::test]
+async fn bytes_behind_an_answer_are_nobodys_answer() {
+    let (addr, connections) = upstream(|mut client, n| async move {
+        client.head().await;
+        client.send(OK).await;
+        if n == 0 {
+            client.send(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil").await;
+        }
+        client.rest().await;
+    })
+    .await;
+    let server = Running::forwarding(&listen(), upstream_at(addr));
+    let mut client = server.connect().await;
+    assert!(client.ask(GET).await.ends_with("ok"));
+    tokio::time::sleep(ms(20)).await;
+    assert!(client.ask(GET).await.ends_with("ok"));
+    assert_eq!(connections.load(Ordering::SeqCst), 2);
+}
