@@ -461,3 +461,25 @@ async fn bytes_behind_an_answer_are_nobodys_answer() {
     assert!(client.ask(GET).await.ends_with("ok"));
     assert_eq!(connections.load(Ordering::SeqCst), 2);
 }
+
+#[tokio::test]
+async fn an_early_answer_is_passed_on_though_the_upload_breaks() {
+    let (addr, _) = upstream(|mut client, _| async move {
+        client.head().await;
+        client.send(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno").await;
+    })
+    .await;
+    let server = Running::forwarding(&listen(), upstream_at(addr));
+    let upload = [post("content-length: 3000000"), vec![b'x'; 3_000_000]].concat();
+    // Which of the two the proxy meets first is a matter of luck.
+    for _ in 0..30 {
+        let (mut reading, mut writing) = server.connect().await.0.into_split();
+        let upload = upload.clone();
+        // Given back, for its end would be the client's.
+        let sent = tokio::spawn(async move { (writing.write_all(&upload).await.is_ok(), writing) });
+        let mut answer = [0; 12];
+        soon(reading.read_exact(&mut answer)).await.unwrap();
+        assert_eq!(&answer, b"HTTP/1.1 413");
+        sent.abort();
+    }
+}

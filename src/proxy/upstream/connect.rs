@@ -5,7 +5,7 @@ use std::io;
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, lookup_host};
 use tokio::time::timeout;
@@ -59,9 +59,9 @@ impl Connector {
         if let Err(error) = socket.set_nodelay(true) {
             return Err(connect_error(&error));
         }
-        let Some((connector, name)) = &self.tls else { return Ok(Stream::Plain(socket)) };
+        let Some((connector, name)) = &self.tls else { return Ok(Stream::new(Io::Plain(socket))) };
         match connector.connect(name.clone(), socket).await {
-            Ok(stream) => Ok(Stream::Tls(Box::new(stream))),
+            Ok(stream) => Ok(Stream::new(Io::Tls(Box::new(stream)))),
             Err(error) => Err(UpstreamError { kind: UpstreamErrorKind::Tls, detail: with_causes(&error) }),
         }
     }
@@ -140,27 +140,69 @@ impl fmt::Debug for Connector {
 }
 
 /// A connection's bytes, in the clear or not.
+///
+/// An upstream may answer an upload early, e.g. with 413, and close: writing then fails while the answer
+/// waits to be read. So a broken write is passed over, and the reading side tells how it ended.
 #[derive(Debug)]
-pub(super) enum Stream {
+pub(super) struct Stream {
+    io: Io,
+    /// Writing has failed.
+    deaf: bool,
+}
+
+#[derive(Debug)]
+enum Io {
     Plain(TcpStream),
     Tls(Box<TlsStream<TcpStream>>),
 }
 
+impl Stream {
+    fn new(io: Io) -> Self {
+        Self { io, deaf: false }
+    }
+
+    fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Unpin)> {
+        match &mut self.io {
+            Io::Plain(socket) => Pin::new(socket),
+            Io::Tls(stream) => Pin::new(stream.as_mut()),
+        }
+    }
+
+    /// What a write came to; `unheard` if it broke.
+    fn written<T>(&mut self, result: Poll<io::Result<T>>, unheard: T) -> Poll<io::Result<T>> {
+        match result {
+            Poll::Ready(Err(error))
+                if matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) =>
+            {
+                self.deaf = true;
+                Poll::Ready(Ok(unheard))
+            }
+            result => result,
+        }
+    }
+}
+
 impl AsyncRead for Stream {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_read(cx, into),
-            Self::Tls(stream) => Pin::new(stream).poll_read(cx, into),
+        let this = self.get_mut();
+        let before = into.filled().len();
+        ready!(match &mut this.io {
+            Io::Plain(socket) => Pin::new(socket).poll_read(cx, into),
+            Io::Tls(stream) => Pin::new(stream).poll_read(cx, into),
+        })?;
+        if this.deaf && into.filled().len() == before {
+            // No end in good order: the failed write has used up the error that reading would have had.
+            return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
         }
+        Poll::Ready(Ok(()))
     }
 }
 
 impl AsyncWrite for Stream {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_write(cx, bytes),
-            Self::Tls(stream) => Pin::new(stream).poll_write(cx, bytes),
-        }
+        let this = self.get_mut();
+        let result = this.writer().poll_write(cx, bytes);
+        this.written(result, bytes.len())
     }
 
     fn poll_write_vectored(
@@ -168,30 +210,53 @@ impl AsyncWrite for Stream {
         cx: &mut Context<'_>,
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_write_vectored(cx, bytes),
-            Self::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, bytes),
-        }
+        let this = self.get_mut();
+        let result = this.writer().poll_write_vectored(cx, bytes);
+        this.written(result, bytes.iter().map(|slice| slice.len()).sum())
     }
 
     fn is_write_vectored(&self) -> bool {
-        match self {
-            Self::Plain(socket) => socket.is_write_vectored(),
-            Self::Tls(stream) => stream.is_write_vectored(),
+        match &self.io {
+            Io::Plain(socket) => socket.is_write_vectored(),
+            Io::Tls(stream) => stream.is_write_vectored(),
         }
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_flush(cx),
-            Self::Tls(stream) => Pin::new(stream).poll_flush(cx),
-        }
+        let this = self.get_mut();
+        let result = this.writer().poll_flush(cx);
+        this.written(result, ())
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_shutdown(cx),
-            Self::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
+        self.get_mut().writer().poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Io, Stream};
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::{TcpListener, TcpStream};
+
+    #[tokio::test]
+    async fn an_answer_outlives_the_upload_that_it_ended() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let ours = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (mut theirs, _) = listener.accept().await.unwrap();
+        let mut stream = Stream::new(Io::Plain(ours));
+        stream.write_all(b"never read").await.unwrap();
+        theirs.readable().await.unwrap();
+        theirs.write_all(b"no").await.unwrap();
+        // With bytes unread, the kernel resets.
+        drop(theirs);
+        while !stream.deaf {
+            stream.write_all(b"more").await.unwrap();
         }
+        let mut answer = [0; 2];
+        stream.read_exact(&mut answer).await.unwrap();
+        assert_eq!(&answer, b"no");
+        stream.read_u8().await.expect_err("cut off, not ended");
+        assert_eq!(stream.read(&mut answer).await.unwrap_err().kind(), std::io::ErrorKind::ConnectionReset);
     }
 }
