@@ -41,6 +41,11 @@ test-suite: test-tools test-docs
 		set -x; cargo test --locked --no-fail-fast --lib --bins --tests; \
 	fi
 
+.PHONY: prove
+prove: ## The shared limit for a minute: two proxies, one Redis, 64 clients; exact, and used up
+	$(call need,redis-server,on Debian: apt-get install redis-server)
+	TIDEGATE_TEST_SECONDS=60 cargo test --locked --test it shared_redis -- --nocapture
+
 .PHONY: lint
 lint: fmt clippy deny architecture ## Formatting, clippy, dependencies, and who may import whom
 

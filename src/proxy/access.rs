@@ -42,7 +42,8 @@ impl AccessLog {
     }
 
     pub(super) fn write(&self, entry: &Entry<'_>, started: Option<Instant>) {
-        let rejected = entry.decision != "allowed" || !entry.shadow_rejected.is_empty();
+        // By who refused, not by the decision: an outage must not write a line per request that it let through.
+        let rejected = entry.policy.is_some() || !entry.shadow_rejected.is_empty();
         let wanted = match self.access {
             Access::Off => false,
             Access::Rejected => rejected,

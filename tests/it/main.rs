@@ -12,6 +12,7 @@
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
     clippy::large_futures,
+    clippy::print_stdout,
     unreachable_pub,
     reason = "a test fails by panicking, and its helpers are tests too"
 )]
@@ -27,8 +28,10 @@ mod inspect;
 mod lifecycle;
 mod limits;
 mod memory;
+mod outage;
 mod paths;
 mod proxying;
 mod redis_faults;
 mod redis_store;
 mod reload;
+mod shared_redis;

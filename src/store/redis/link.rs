@@ -240,8 +240,8 @@ pub(super) async fn connect(context: &Context) -> Result<(Live, Task), Failure> 
         wanted: watch::Sender::new(0),
     };
     load(context, &live).await?;
-    check_eviction(context, &live).await;
     prove(context, &live).await?;
+    check_eviction(context, &live).await;
     Ok((live, driver))
 }
 
@@ -290,9 +290,9 @@ fn probe_key() -> Key {
     KeyBuilder::new(PROBE).finish()
 }
 
-/// Once per process: a Redis that evicts forgets who has used what.
+/// Once per process, and of a proven server only: a Redis that evicts forgets who has used what.
 async fn check_eviction(context: &Context, live: &Live) {
-    if context.eviction_checked.swap(true, Ordering::Relaxed) {
+    if context.eviction_checked.load(Ordering::Relaxed) {
         return;
     }
     let mut command = Cmd::new();
@@ -300,7 +300,7 @@ async fn check_eviction(context: &Context, live: &Live) {
     // An ACL may forbid the question.
     let Ok(reply) = failure_of(live.connection.clone().send_packed_command(&command).await) else { return };
     let Ok((_, policy)) = redis::from_redis_value::<(String, String)>(reply) else { return };
-    if policy != "noeviction" {
+    if !context.eviction_checked.swap(true, Ordering::Relaxed) && policy != "noeviction" {
         tracing::warn!(
             maxmemory_policy = policy,
             "Redis may evict counters, which admits more than the limits say: set maxmemory-policy noeviction"

@@ -86,6 +86,27 @@ pub(crate) async fn liar(answer: &'static [u8]) -> u16 {
     port
 }
 
+/// Starts a server that answers each command with the same bytes, or by closing if there are none. Returns its port.
+pub(crate) async fn babbler(answer: &'static [u8]) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        loop {
+            let (client, _) = listener.accept().await.unwrap();
+            tokio::spawn(async move {
+                let (from, mut to) = client.into_split();
+                let mut from = BufReader::new(from);
+                while read_command(&mut from).await.is_some() {
+                    if answer.is_empty() || to.write_all(answer).await.is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    port
+}
+
 async fn lie(client: TcpStream, answer: &'static [u8]) {
     const HONEST: &[u8] = b"$52\r\n1700000000000000 0 9007199254740991 1700000000001000\r\n";
     let (from, mut to) = client.into_split();

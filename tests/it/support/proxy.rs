@@ -88,6 +88,16 @@ impl Proxy {
         self.process.wait_for(what, mark, within, |line| found(&line.text)).await
     }
 
+    /// The log after the mark, so far.
+    pub fn log_since(&self, mark: usize) -> Vec<LogLine> {
+        let lines = self.process.lines();
+        lines
+            .iter()
+            .skip(mark)
+            .filter_map(|line| serde_json::from_str(&line.text).ok().map(LogLine))
+            .collect()
+    }
+
     /// Everything logged so far, for messages.
     pub fn log(&self) -> String {
         self.process.transcript()

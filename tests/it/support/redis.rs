@@ -53,6 +53,17 @@ impl Server {
         assert!(self.answers(), "redis-server does not start again");
     }
 
+    /// The same, and the test's other tasks go on meanwhile.
+    pub(crate) async fn restart_aside(&mut self) {
+        self.spawn_again();
+        let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while client.get_multiplexed_async_connection().await.is_err() {
+            assert!(Instant::now() < deadline, "redis-server does not start again");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
     /// The same, without waiting until it answers.
     pub(crate) fn spawn_again(&mut self) {
         self.child = spawn(self.port, &self.directory, &self.args);

@@ -1,0 +1,205 @@
+//! Several proxies, one Redis: a limit holds for all of them together, and is used up.
+//!
+//! Judged by what Redis itself saw: `MONITOR` shows every charge that the script writes, with the decision's
+//! time in it and Redis' own beside it. So no delay between a decision and its effect blurs the picture.
+
+use crate::support::SOON;
+use crate::support::client::RawClient;
+use crate::support::proxy::Proxy;
+use crate::support::redis::Server;
+use crate::support::upstream::Upstream;
+use std::net::SocketAddr;
+use std::time::Duration;
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::net::TcpStream;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout};
+
+const CLIENTS: usize = 64;
+const LIMIT: usize = 100;
+
+/// The run lasts this many periods of the limit.
+const PERIODS: u64 = 6;
+
+/// How long an impatient client waits before it knocks again. (The others wait as long as they are told.)
+const IMPATIENT: Duration = Duration::from_millis(20);
+
+/// One write that the script made: Redis' clock when it ran, and the arguments.
+#[derive(Debug)]
+struct Write {
+    at_us: u64,
+    words: Vec<String>,
+}
+
+/// What came of a run.
+struct Run {
+    per_us: u64,
+    /// Answers of 200 that the clients got.
+    admitted: usize,
+    /// The charges, in the order in which they were made.
+    charges: Vec<Write>,
+    /// Answers by Redis and by the proxies' own memory of refusals.
+    refused: usize,
+}
+
+impl Run {
+    /// The length is `TIDEGATE_TEST_SECONDS`, 6 unless set; the limit's period is a sixth of it.
+    async fn of(algorithm: &str, writes: &'static str) -> Self {
+        let seconds = std::env::var("TIDEGATE_TEST_SECONDS").map_or(6, |seconds| seconds.parse().unwrap());
+        let length = Duration::from_secs(seconds);
+        let per = length / u32::try_from(PERIODS).unwrap();
+        let (server, upstream) = (Server::start(), Upstream::echo().await);
+        let config = format!(
+            r#"
+store = {{ kind = "redis", redis = {{ url = "redis://127.0.0.1:{}/0", key_prefix = "shop", timeout = "5s" }} }}
+log = {{ access = "off" }}
+[[policy]]
+name = "hot"
+limit = {{ requests = {LIMIT}, per = "{}ms", algorithm = "{algorithm}" }}
+on_store_failure = "closed"
+"#,
+            server.port(),
+            per.as_millis(),
+        );
+        let proxies =
+            [Proxy::start(&config, upstream.address).await, Proxy::start(&config, upstream.address).await];
+        let monitor = Monitor::start(&server, writes).await;
+        let until = Instant::now() + length;
+        let clients: Vec<_> = (0..CLIENTS)
+            .map(|n| {
+                let patient = n % 4 < 2;
+                tokio::spawn(client(proxies[n % 2].address, patient, until))
+            })
+            .collect();
+        let (mut admitted, mut refused) = (0, 0);
+        for client in clients {
+            let (yes, no) = client.await.unwrap();
+            admitted += yes;
+            refused += no;
+        }
+        assert_eq!(upstream.seen().len(), admitted, "only what was admitted reached the upstream");
+        let charges = monitor.stop(&server).await;
+        assert_eq!(charges.len(), admitted, "every admitted request was charged, and nothing else");
+        Self { per_us: u64::try_from(per.as_micros()).unwrap(), admitted, charges, refused }
+    }
+
+    /// Of the charges with these times, those in the periods from `from_us` on, and how many there could be.
+    fn share(&self, times_us: &[u64], from_us: u64, periods: u64) -> (usize, usize) {
+        let until_us = from_us + periods * self.per_us;
+        let made = times_us.iter().filter(|at_us| (from_us..until_us).contains(*at_us)).count();
+        (made, LIMIT * usize::try_from(periods).unwrap())
+    }
+}
+
+/// At least 99 % of what could be admitted was.
+fn used_up((made, possible): (usize, usize), run: &Run) {
+    println!("{made} of {possible} admitted; {} of {} asks", run.admitted, run.admitted + run.refused);
+    assert!(made * 100 >= possible * 99, "only {made} of {possible}");
+    assert!(run.refused > CLIENTS, "the limit was hardly asked for: {} refusals", run.refused);
+}
+
+/// The clock that decided is Redis' own.
+fn decided_by_redis(decided_us: u64, write: &Write) {
+    assert!(decided_us.abs_diff(write.at_us) < 1_000_000, "decided at {decided_us}: {write:?}");
+}
+
+#[tokio::test]
+async fn a_sliding_log_shared_by_two_proxies_is_exact_and_used_up() {
+    let run = Run::of("sliding_log", "ZADD").await;
+    let times_us: Vec<u64> = run.charges.iter().map(|write| write.words[2].parse().unwrap()).collect();
+    for (decided_us, write) in times_us.iter().zip(&run.charges) {
+        decided_by_redis(*decided_us, write);
+        assert!(!write.words[3].contains(':'), "one entry, one unit: {write:?}");
+    }
+    assert!(times_us.is_sorted());
+    for (nth, first_us) in times_us.iter().enumerate() {
+        if let Some(beyond_us) = times_us.get(nth + LIMIT) {
+            let span_us = beyond_us - first_us;
+            assert!(span_us >= run.per_us, "{} requests within {span_us} µs", LIMIT + 1);
+        }
+    }
+    used_up(run.share(&times_us, times_us[0], PERIODS), &run);
+    let last = usize::try_from(PERIODS - 1).unwrap() * LIMIT;
+    let late_us = times_us.get(last).map(|at_us| at_us - times_us[0] - (PERIODS - 1) * run.per_us);
+    println!("the last window began {late_us:?} µs after the earliest moment");
+}
+
+#[tokio::test]
+async fn a_fixed_window_shared_by_two_proxies_is_exact_and_used_up() {
+    let run = Run::of("fixed_window", "SET").await;
+    let mut windows: Vec<(u64, usize)> = Vec::new();
+    for write in &run.charges {
+        let (start_us, used) = write.words[2].split_once(':').unwrap();
+        let (start_us, used): (u64, usize) = (start_us.parse().unwrap(), used.parse().unwrap());
+        assert_eq!(start_us % run.per_us, 0, "windows begin at multiples of their length");
+        assert!((start_us..start_us + run.per_us + 1000).contains(&write.at_us), "{write:?}");
+        match windows.last_mut() {
+            Some((last_us, count)) if *last_us == start_us => *count += 1,
+            _ => windows.push((start_us, 1)),
+        }
+        assert_eq!(windows.last().map(|(_, count)| *count), Some(used), "counted one by one: {write:?}");
+        assert!(used <= LIMIT, "{write:?}");
+    }
+    assert!(windows.is_sorted(), "no window comes twice");
+    // Whole ones only: the run began within the first, and ended within the last.
+    let starts_us: Vec<u64> =
+        run.charges.iter().map(|w| w.words[2].split(':').next().unwrap().parse().unwrap()).collect();
+    used_up(run.share(&starts_us, windows[1].0, PERIODS - 1), &run);
+}
+
+/// Asks again and again on one connection, and waits after a refusal: as long as it was told if it is patient.
+/// Returns how often it was admitted and refused.
+async fn client(address: SocketAddr, patient: bool, until: Instant) -> (usize, usize) {
+    let (mut client, mut admitted, mut refused) = (RawClient::connect(address).await, 0, 0);
+    while Instant::now() < until {
+        let reply = client.send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n").await.reply().await;
+        match reply.status {
+            200 => admitted += 1,
+            429 => {
+                refused += 1;
+                let told = Duration::from_micros(reply.retry_after_us());
+                sleep(if patient { told } else { IMPATIENT.min(told) }).await;
+            }
+            other => panic!("{other}: {}", reply.text()),
+        }
+    }
+    (admitted, refused)
+}
+
+/// Keeps one kind of write that scripts make.
+struct Monitor(JoinHandle<Vec<Write>>);
+
+impl Monitor {
+    const END: &str = "monitor-ends";
+
+    async fn start(server: &Server, writes: &'static str) -> Self {
+        let stream = TcpStream::connect(("127.0.0.1", server.port())).await.unwrap();
+        let mut stream = BufReader::new(stream);
+        stream.write_all(b"MONITOR\r\n").await.unwrap();
+        let mut line = String::new();
+        timeout(SOON, stream.read_line(&mut line)).await.unwrap().unwrap();
+        assert_eq!(line, "+OK\r\n");
+        Self(tokio::spawn(async move {
+            let (mut kept, mut lines) = (Vec::new(), stream.lines());
+            while let Some(line) = lines.next_line().await.unwrap() {
+                if line.contains(Self::END) {
+                    return kept;
+                }
+                // `+1700000000.123456 [0 lua] "ZADD" "key" …`; the prober's own key is none of ours.
+                let Some((stamp, command)) = line[1..].split_once(" [0 lua] ") else { continue };
+                let words: Vec<String> =
+                    command.split(' ').map(|word| word.trim_matches('"').to_owned()).collect();
+                if words[0] == writes && !words[1].ends_with("-probe") {
+                    kept.push(Write { at_us: stamp.replace('.', "").parse().unwrap(), words });
+                }
+            }
+            panic!("MONITOR ended by itself");
+        }))
+    }
+
+    /// What it kept, after everything that Redis did before this call.
+    async fn stop(self, server: &Server) -> Vec<Write> {
+        let _: String = server.command(&format!("ECHO {}", Self::END)).await;
+        timeout(SOON, self.0).await.expect("MONITOR shows what happened").unwrap()
+    }
+}
