@@ -261,7 +261,7 @@ impl<'t> Refusals<'t> {
 mod tests {
     use super::*;
     use crate::clock::{Clock, Hands};
-    use crate::limiter::{Algorithm, Limit};
+    use crate::limiter::{Algorithm, KeyBuilder, Limit};
     use crate::policy::path::{EscapedSlashes, Readings, Settings};
     use crate::policy::{
         Fields, KeyPart, KeyTemplate, Matcher, MissingKey, Override, Overrides, Quota, client,
@@ -393,6 +393,27 @@ mod tests {
         });
         bench.hands.advance_us(10_000_000);
         assert!(bench.passes("ann"));
+    }
+
+    #[test]
+    fn trap_20_without_the_store_nobody_is_told_to_be_over_a_limit() {
+        let outcome = |policies: &[Policy]| {
+            let key = KeyBuilder::new("p").finish();
+            let claim = |policy| Claim { policy, key: key.clone(), limits: &[], cost: 1 };
+            let plan =
+                Plan { claims: policies.iter().map(claim).collect(), shadow_denied: SmallVec::new() };
+            let verdict = plan.into_degraded(&Unavailable { kind: "timeout", retry_after_us: 7 });
+            assert!(verdict.degraded && verdict.limits.is_empty());
+            match verdict.outcome {
+                Outcome::Forward => None,
+                Outcome::Unavailable { policy, retry_after_us: 7 } => Some(policy.to_owned()),
+                other => panic!("{other:?}"),
+            }
+        };
+        let closed = |shadow| Policy { on_store_failure: OnStoreFailure::Closed, shadow, ..by_user("c", 1) };
+        assert_eq!(outcome(&[by_user("open", 1)]), None);
+        assert_eq!(outcome(&[by_user("open", 1), closed(false)]).as_deref(), Some("c"));
+        assert_eq!(outcome(&[by_user("open", 1), closed(true)]), None);
     }
 
     #[test]

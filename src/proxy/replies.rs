@@ -97,7 +97,7 @@ pub(super) fn refusal(verdict: &Verdict<'_>, shown: Fields, style: Style) -> Opt
             Problem { policy: Some(policy), ..problem }.reply(style)
         }
         Outcome::Unavailable { policy, retry_after_us } => {
-            let detail = format!("Policy \"{policy}\" cannot be decided at the moment; nothing was counted.");
+            let detail = format!("Policy \"{policy}\" cannot be decided at the moment.");
             Problem {
                 kind: REDUCED_CAPACITY,
                 policy: Some(policy),
