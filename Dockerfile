@@ -1,7 +1,10 @@
 # A static binary in an empty image: no shell, no package manager, no root.
 #
 #   docker build -t tidegate .
-#   docker run -v "$PWD/config.toml:/etc/tidegate/config.toml:ro" -p 8080:8080 tidegate
+#   docker run --network host -v "$PWD:/etc/tidegate:ro" tidegate
+#
+# The host's network, because config.toml names an app on loopback. The directory, because a file that is mounted by
+# itself stays the old one when an editor renames a new one over it.
 
 FROM rust:1.95-bookworm AS build
 

@@ -61,7 +61,13 @@ async fn run(
     let table = Arc::new(ArcSwap::from(Arc::clone(&config.table)));
     let reloader = tokio::task::spawn_local(Reloader::new(sources, &config, Arc::clone(&table)).run());
 
-    let shutdown = config.shutdown;
+    let (shutdown, workers, policies) =
+        (config.shutdown, config.listen.threads, config.table.policies().len());
+    let upstream_url = config.upstream.url.to_string();
+    let store = match &config.store {
+        StoreSettings::Memory(_) => "memory".to_owned(),
+        StoreSettings::Redis(redis) => format!("redis {}:{}", redis.host, redis.port),
+    };
     let config = Arc::new(config);
     let make_service = move |_worker| {
         let (config, stores) = (Arc::clone(&config), stores.clone());
@@ -73,7 +79,7 @@ async fn run(
         }
     };
     let listening = move || {
-        tracing::info!(%address, version = env!("CARGO_PKG_VERSION"), "listening");
+        tracing::info!(%address, upstream = upstream_url, store, policies, workers, version = env!("CARGO_PKG_VERSION"), "listening");
         on_listening(address);
     };
     let cut = server.run(make_service, shutdown, stop, listening).await?;
@@ -123,7 +129,10 @@ fn stop_on_signals() -> io::Result<watch::Receiver<Stop>> {
                 _ = term.recv() => "SIGTERM",
                 _ = interrupt.recv() => "SIGINT",
             };
-            tracing::info!(signal = name, "stopping: {ask:?}");
+            match ask {
+                Stop::Now => tracing::info!(signal = name, "stopping at once"),
+                _ => tracing::info!(signal = name, "stopping; requests in flight may finish"),
+            }
             tell.send_replace(ask);
         }
         // The sender stays: its end would ask for a drain.

@@ -23,6 +23,7 @@ pub use server::{Handler, Load, Peer, Server, Stop};
 pub use service::Service;
 pub use upstream::{Fault, SetupError, Shared, Upstream, UpstreamError, UpstreamErrorKind};
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -94,6 +95,12 @@ impl UpstreamUrl {
         let host = if self.host.contains(':') { format!("[{}]", self.host) } else { self.host.clone() };
         let usual = if self.tls { 443 } else { 80 };
         if self.port == usual { host } else { format!("{host}:{}", self.port) }
+    }
+}
+
+impl fmt::Display for UpstreamUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}://{}", if self.tls { "https" } else { "http" }, self.authority())
     }
 }
 

@@ -39,7 +39,7 @@ pub struct RedisSettings {
     pub connect_timeout: Duration,
     /// Consecutive failures after which Redis is not asked any more.
     pub breaker_failures: u32,
-    /// How often a background PING then tries again.
+    /// How often a probe in the background then tries again.
     pub probe_interval: Duration,
 }
 
