@@ -51,7 +51,7 @@ pub(super) fn read_main(input: &mut Input, source: &FileSource) -> Option<usize>
             }
         }
         FileSource::Text { name, text } => input.parse(name.clone(), text.clone()),
-        FileSource::None => input.parse("configuration".to_owned(), String::new()),
+        FileSource::None => input.parse("no configuration file".to_owned(), String::new()),
     }
     .ok()
 }

@@ -12,6 +12,8 @@ mod files;
 mod input;
 mod layers;
 mod matches;
+#[cfg(test)]
+mod page;
 mod policies;
 mod schema;
 #[cfg(test)]
@@ -154,6 +156,9 @@ pub fn load(sources: &Sources) -> Result<Config, Report> {
     input.finish(built.map(|built| (built, Written(merged))), build::complete)
 }
 
+/// What a reload brings into effect, beside the policies.
+const LIVE: [&str; 5] = ["include", "client.", "path.", "defaults.", "response."];
+
 impl Config {
     /// What runs until the process ends.
     pub fn fixed(&self) -> Fixed {
@@ -164,7 +169,6 @@ impl Config {
 impl Fixed {
     /// The keys whose values differ in a newer configuration, and that only a restart brings into effect.
     pub fn changed_in(&self, newer: &Config) -> Vec<String> {
-        const LIVE: [&str; 5] = ["include", "client.", "path.", "defaults.", "response."];
         let mut keys = schema::paths();
         keys.retain(|path| !LIVE.iter().any(|live| path.starts_with(live)));
         keys.retain(|path| self.written.value(path) != newer.written.value(path));

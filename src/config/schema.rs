@@ -13,6 +13,7 @@ pub(super) struct Key {
     pub name: &'static str,
     pub kind: Kind,
     pub need: Need,
+    /// Sentences for `docs/CONFIGURATION.md`; the first one goes into messages too.
     pub doc: &'static str,
 }
 
@@ -75,7 +76,7 @@ pub(super) static ROOT: [Key; 11] = [
         "include",
         Texts("paths or globs such as \"policies/*.toml\""),
         Default(""),
-        "More files with [[policy]] tables, relative to this file. This file's policies come first, then theirs by file name.",
+        "More files with [[policy]] tables, relative to this file. Nothing else may stand in them. This file's policies come first, then theirs by file name. A path that can't be read is an error.",
     ),
     key("listen", Table(&LISTEN), Optional, "Where clients connect."),
     key("upstream", Table(&UPSTREAM), Optional, "What requests are forwarded to."),
@@ -102,7 +103,7 @@ static LISTEN: [Key; 4] = [
         "address",
         Text("an IP address and port such as \"0.0.0.0:8080\""),
         Default("0.0.0.0:8080"),
-        "IP address and port.",
+        "IP address and port that clients connect to.",
     ),
     key(
         "max_connections",
@@ -110,23 +111,33 @@ static LISTEN: [Key; 4] = [
         Default("10000"),
         "Connections served at a time; further ones wait in the kernel's backlog.",
     ),
-    key("threads", whole(0, 1024), Default("0"), "Worker threads. 0: as many as the container may use."),
+    key(
+        "threads",
+        whole(0, 1024),
+        Default("0"),
+        "Worker threads. 0: as many as the container may use; a CPU limit counts.",
+    ),
     key("http", Table(&LISTEN_HTTP), Optional, "Bounds on what a client may send, and how slowly."),
 ];
 
 static LISTEN_HTTP: [Key; 8] = [
     key("header_timeout", POSITIVE, Default("10s"), "For a whole request head, from its first byte."),
-    key("idle_timeout", POSITIVE, Default("75s"), "A connection without a request."),
+    key("idle_timeout", POSITIVE, Default("75s"), "How long a connection may stay open without a request."),
     key(
         "body_idle_timeout",
         POSITIVE,
         Default("30s"),
-        "No progress on a request body, or on writing to a client that does not read.",
+        "How long a request body may make no progress, or a client not read its response.",
     ),
     // hyper needs room for 8 KiB.
-    key("max_header_bytes", size(8 << 10, 16 << 20), Default("64KiB"), "Largest request head."),
-    key("max_headers", whole(1, 10_000), Default("100"), "Most header fields of a request."),
-    key("max_body_bytes", size(0, u64::MAX), Default("0"), "Largest request body. 0: no limit."),
+    key("max_header_bytes", size(8 << 10, 16 << 20), Default("64KiB"), "Largest request head. Above: 431."),
+    key("max_headers", whole(1, 10_000), Default("100"), "Most header fields of a request; an HTTP/2 client's cookies count as one. Above: 431."),
+    key(
+        "max_body_bytes",
+        size(0, u64::MAX),
+        Default("0"),
+        "Largest request body. Above: 413. \"0\": no limit.",
+    ),
     key(
         "max_concurrent_streams",
         whole(1, 1_000_000),
@@ -137,7 +148,7 @@ static LISTEN_HTTP: [Key; 8] = [
         "max_requests_waiting",
         whole(0, 1_000_000),
         Default("1024"),
-        "Requests that wait for an upstream connection, all together.",
+        "Requests that wait for an upstream connection, all together. Further ones get 503 at once.",
     ),
 ];
 
@@ -146,38 +157,63 @@ static UPSTREAM: [Key; 12] = [
         "url",
         Text("\"http://host:port\" or \"https://host:port\""),
         Required,
-        "The one key without a default.",
+        "What to forward to, without a path. HTTP/1.1 is spoken to it.",
     ),
     key("connect_timeout", POSITIVE, Default("1s"), "For one try to connect, TLS included."),
-    key("response_timeout", DURATION, Default("60s"), "Until the response head. 0: no limit."),
+    key(
+        "response_timeout",
+        DURATION,
+        Default("60s"),
+        "From the last byte of the request to the head of the response. Passed: 504. \"0\": no limit.",
+    ),
     key(
         "body_idle_timeout",
         DURATION,
         Default("0"),
-        "No progress on a response body. 0: no limit, as event streams need.",
+        "How long a response body may make no progress. \"0\": no limit, as event streams and long polls need.",
     ),
     key(
         "pool_idle_timeout",
         POSITIVE,
         Default("90s"),
-        "How long an idle connection is kept. Below the keep-alive time of the app.",
+        "How long an idle connection is kept. Set it below the keep-alive time of your app (5 s in Node.js).",
     ),
-    key("pool_max_idle", whole(0, 1_000_000), Default("256"), "Idle connections kept."),
-    key("preserve_host", Bool, Default("true"), "Forward the client's Host; otherwise that of the URL."),
-    key("max_connections", whole(1, 1_000_000), Default("1024"), "Connections at a time."),
-    key("queue_timeout", DURATION, Default("1s"), "Waiting for one of them."),
-    key("retry_connect", whole(0, 100), Default("1"), "Further tries to connect when no byte was sent."),
+    key(
+        "pool_max_idle",
+        whole(0, 1_000_000),
+        Default("256"),
+        "Idle connections kept, over all workers. 0: none.",
+    ),
+    key(
+        "preserve_host",
+        Bool,
+        Default("true"),
+        "Forward the client's Host. false: send the host of the URL.",
+    ),
+    key(
+        "max_connections",
+        whole(1, 1_000_000),
+        Default("1024"),
+        "Connections to the upstream at a time, over all workers.",
+    ),
+    key("queue_timeout", DURATION, Default("1s"), "How long a request waits for one of them. Passed: 503."),
+    key(
+        "retry_connect",
+        whole(0, 100),
+        Default("1"),
+        "Further tries to connect when no byte of the request was sent.",
+    ),
     key(
         "retry_idempotent",
         Bool,
         Default("true"),
-        "Once more, for a bodiless idempotent request on a reused connection that died.",
+        "Send a request once more when a reused connection turns out to be dead. Only without a body and with an idempotent method.",
     ),
     key("tls", Table(&UPSTREAM_TLS), Optional, "For https."),
 ];
 
 static UPSTREAM_TLS: [Key; 2] = [
-    key("ca", Text("the path of a PEM file"), Optional, "Trust anchors. Absent: the system's."),
+    key("ca", Text("the path of a PEM file"), Optional, "Certificates to trust. Absent: the system's."),
     key(
         "server_name",
         Text("a host name"),
@@ -191,30 +227,55 @@ static CLIENT: [Key; 4] = [
         "trusted_proxies",
         Texts("networks such as \"10.0.0.0/8\""),
         Default(""),
-        "Peers whose forwarding header is believed, read from the right.",
+        "Proxies in front of tidegate, e.g. an ingress, whose forwarding header is believed.",
     ),
     key(
         "ip_header",
         Text("the name of a header"),
         Default("x-forwarded-for"),
-        "Or \"forwarded\", \"x-real-ip\", any other that holds one address.",
+        "That header. Or \"forwarded\", or any other that holds one address, such as \"x-real-ip\".",
     ),
-    key("ipv6_prefix", whole(0, 128), Default("64"), "IPv6 clients are told apart by this many bits."),
+    key(
+        "ipv6_prefix",
+        whole(0, 128),
+        Default("64"),
+        "IPv6 clients are told apart by this many bits. Whoever has one address of a /64 has all of them.",
+    ),
     key("ipv4_prefix", whole(0, 32), Default("32"), "IPv4 clients are told apart by this many bits."),
 ];
 
 static PATH: [Key; 6] = [
-    key("normalize", Bool, Default("true"), "Match on the normalized path. false: byte for byte as it came."),
+    key(
+        "normalize",
+        Bool,
+        Default("true"),
+        "Match on the normalized path: needless escapes decoded, . and .. resolved. false: byte for byte as it came, and the other keys here do nothing.",
+    ),
     key("merge_slashes", Bool, Default("true"), "// is /."),
     key(
         "escaped_slashes",
         Word(&["both", "reject", "keep", "decode"]),
         Default("both"),
-        "%2F and %5C: a policy matches if either reading does | 400 | part of the segment | separators.",
+        "How %2F, %5C and \\ are read. As separators and as part of the segment, and a policy matches if either does; such a request gets 400; part of the segment; separators.",
     ),
-    key("trailing_slash", Word(&["ignore", "significant"]), Default("ignore"), "Whether /a/ is /a."),
-    key("path_parameters", Word(&["strip", "keep"]), Default("strip"), "Whether /a;x=1 is /a."),
-    key("case_sensitive", Bool, Default("true"), "false: /A is /a."),
+    key(
+        "trailing_slash",
+        Word(&["ignore", "significant"]),
+        Default("ignore"),
+        "Whether /a/ is /a. \"ignore\": it is.",
+    ),
+    key(
+        "path_parameters",
+        Word(&["strip", "keep"]),
+        Default("strip"),
+        "Whether /a;x=1 is /a. \"strip\": it is.",
+    ),
+    key(
+        "case_sensitive",
+        Bool,
+        Default("true"),
+        "Whether /A and /a differ. Say false if your app thinks they don't.",
+    ),
 ];
 
 static STORE: [Key; 3] = [
@@ -222,7 +283,7 @@ static STORE: [Key; 3] = [
         "kind",
         Word(&["memory", "redis"]),
         Default("memory"),
-        "In this process only, or shared by all replicas.",
+        "In this process only and lost at its end, or shared by all replicas.",
     ),
     key("memory", Table(&STORE_MEMORY), Optional, "Bounds of the counters in this process."),
     key("redis", Table(&STORE_REDIS), Optional, "Which Redis, and how long to wait for it."),
@@ -230,7 +291,12 @@ static STORE: [Key; 3] = [
 
 static STORE_MEMORY: [Key; 2] = [
     key("max_keys", whole(1, 1 << 32), Default("1000000"), "Most counters kept."),
-    key("max_bytes", size(1 << 10, 1 << 50), Default("256MiB"), "Most memory for them."),
+    key(
+        "max_bytes",
+        size(1 << 10, 1 << 50),
+        Default("256MiB"),
+        "Most memory for them. Keep it well below the container's limit.",
+    ),
 ];
 
 static STORE_REDIS: [Key; 8] = [
@@ -244,23 +310,28 @@ static STORE_REDIS: [Key; 8] = [
         "url",
         Secret("\"redis://host:port/database\""),
         Default("redis://127.0.0.1:6379/0"),
-        "May hold user and password; better is password_file.",
+        "Where Redis is. May hold user and password; password_file is better.",
     ),
-    key("username", Text("the name of an ACL user"), Default(""), "Empty: the default user."),
+    key("username", Text("the name of an ACL user"), Default(""), "The ACL user. Empty: the default user."),
     key(
         "password_file",
         Text("the path of a file that holds the password"),
         Default(""),
-        "White space at its end is ignored. Empty: none.",
+        "Where the password is read from. White space at its end is ignored. Empty: none.",
     ),
     key(
         "key_prefix",
         Text("1 to 64 letters, digits, \"_\", \".\", \"-\", \":\" or \"/\""),
         Default(DEFAULT_KEY_PREFIX),
-        "One per service: it separates the counters of services that share a Redis.",
+        "How all keys begin. One per service: services with the same prefix and policy names share counters.",
     ),
-    key("timeout", POSITIVE, Default("50ms"), "For one decision, all in."),
-    key("connect_timeout", POSITIVE, Default("1s"), "For one try to connect."),
+    key("timeout", POSITIVE, Default("50ms"), "For one decision, all in. Passed: on_store_failure decides."),
+    key(
+        "connect_timeout",
+        POSITIVE,
+        Default("1s"),
+        "For one try to connect. The listener waits this long for the first connection at start.",
+    ),
     key("breaker", Table(&STORE_REDIS_BREAKER), Optional, "When to stop asking."),
 ];
 
@@ -271,9 +342,14 @@ static STORE_REDIS_BREAKER: [Key; 2] = [
         "failures",
         whole(1, 1_000_000),
         Default("5"),
-        "Consecutive failures after which Redis is not asked any more.",
+        "Failures in a row after which requests don't ask Redis any more.",
     ),
-    key("probe_interval", POSITIVE, Default("500ms"), "How often a background PING then tries again."),
+    key(
+        "probe_interval",
+        POSITIVE,
+        Default("500ms"),
+        "How often a probe in the background, never a user's request, then tries again.",
+    ),
 ];
 
 static DEFAULTS: [Key; 3] = [
@@ -281,14 +357,14 @@ static DEFAULTS: [Key; 3] = [
         "on_store_failure",
         ON_STORE_FAILURE,
         Default("open"),
-        "When the store gives no answer: forward, or answer 503.",
+        "When the store gives no answer: forward, or answer 503 with Retry-After.",
     ),
     key("algorithm", ALGORITHM, Default("sliding_log"), "How the units of a limit come back."),
     key(
         "missing_key",
         MISSING_KEY,
         Default("shared"),
-        "When a key part is absent: one quota for all such requests | the policy doesn't apply | 400.",
+        "When a key part is absent or empty: one quota for all such requests; the policy doesn't apply, so dropping a header gets round it; 400.",
     ),
 ];
 
@@ -301,13 +377,13 @@ static RESPONSE: [Key; 2] = [
         "headers",
         Word(&["standard", "legacy", "both", "none"]),
         Default("both"),
-        "RateLimit and RateLimit-Policy, X-RateLimit-*, both or none.",
+        "RateLimit and RateLimit-Policy with every limit that applied; X-RateLimit-* for the tightest; both; none.",
     ),
     key(
         "legacy_reset",
         Word(&["delta", "epoch"]),
         Default("delta"),
-        "X-RateLimit-Reset in seconds from now, or since 1970.",
+        "X-RateLimit-Reset: seconds from now, or since 1970.",
     ),
 ];
 
@@ -335,7 +411,7 @@ static POLICY: [Key; 13] = [
         "name",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
         Required,
-        "Unique; appears in headers, logs and metrics.",
+        "Unique. Appears in headers and logs, and is part of the counters' identity: renaming a policy starts new ones.",
     ),
     key("priority", whole(i64::MIN, i64::MAX), Default("0"), "Higher first; file order among equals."),
     key("match", Table(&MATCH), Optional, "Which requests. Absent: all."),
@@ -345,21 +421,31 @@ static POLICY: [Key; 13] = [
         Default(""),
         "Whose quota. Empty: one for everybody who matches.",
     ),
-    key("limit", Table(&LIMIT), Optional, "How much."),
+    key(
+        "limit",
+        Table(&LIMIT),
+        Optional,
+        "How much. A policy with action \"limit\" has this or limits, others neither.",
+    ),
     key("limits", Tables(&LIMIT), Optional, "The same, several."),
     key(
         "action",
         Word(&["limit", "allow", "deny"]),
         Default("limit"),
-        "Limit | exempt: no later policy applies | 403.",
+        "Limit; exempt, so that no later policy applies; refuse with 403, and nothing is counted.",
     ),
     key(
         "mode",
         Word(&["enforce", "shadow", "off"]),
         Default("enforce"),
-        "A shadow policy decides and counts, but stops nothing.",
+        "A shadow policy decides, counts (on counters of its own) and logs, but stops nothing. \"off\": as if it weren't there.",
     ),
-    key("cost", whole(0, MAX_UNITS), Default("1"), "Units that one request takes."),
+    key(
+        "cost",
+        whole(0, MAX_UNITS),
+        Default("1"),
+        "Units that one request takes from each limit. Above a limit's requests nothing ever passes.",
+    ),
     key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
     key("on_store_failure", ON_STORE_FAILURE, Optional, "As in [defaults]."),
     key("reject", Table(&REJECT), Optional, "Your own answer to refused clients."),
@@ -367,21 +453,36 @@ static POLICY: [Key; 13] = [
         "override",
         Tables(&OVERRIDE),
         Optional,
-        "Limits of their own for some keys; the first that matches replaces all limits of the policy.",
+        "Limits of their own for some keys. The first that matches replaces all limits of the policy.",
     ),
 ];
 
 static MATCH: [Key; 9] = [
     key("methods", Texts("methods such as \"GET\""), Default(""), "GET also means HEAD."),
-    key("hosts", Texts("hosts such as \"example.com\" or \"*.example.com\""), Default(""), "Without port."),
+    key(
+        "hosts",
+        Texts("hosts such as \"example.com\" or \"*.example.com\""),
+        Default(""),
+        "Without port. \"*.example.com\" is every name below it.",
+    ),
     key(
         "path",
         Texts("path patterns such as \"/api/**\""),
         Default(""),
         "{name} and * are one segment, ** at the end is any rest.",
     ),
-    key("path_regex", Text("a regular expression"), Optional, "For what patterns can't say."),
-    key("headers", Names(TESTS), Optional, "Conditions on headers."),
+    key(
+        "path_regex",
+        Text("a regular expression"),
+        Optional,
+        "For what patterns can't say. It need not match the whole path: use ^ and $.",
+    ),
+    key(
+        "headers",
+        Names(TESTS),
+        Optional,
+        "Conditions on headers. With several values of a name, any may fulfil one.",
+    ),
     key("query", Names(TESTS), Optional, "Conditions on query parameters."),
     key("cookies", Names(TESTS), Optional, "Conditions on cookies."),
     key("client_ips", Texts("networks such as \"10.0.0.0/8\""), Default(""), "Networks of clients."),
@@ -398,26 +499,31 @@ pub(super) static TEST: [Key; 2] = [
 ];
 
 static LIMIT: [Key; 6] = [
-    key("requests", whole(0, MAX_UNITS), Required, "Units per period. 0 refuses everything."),
+    key(
+        "requests",
+        whole(0, MAX_UNITS),
+        Required,
+        "Units per period. 0 refuses everything. Above 100,000 with sliding_log, check warns about the memory.",
+    ),
     key("per", Kind::Duration { min: Duration::from_millis(1), max: MAX_PERIOD }, Required, "The period."),
     key("algorithm", ALGORITHM, Optional, "As in [defaults]."),
     key(
         "offset",
         Kind::Duration { min: Duration::ZERO, max: MAX_PERIOD },
         Optional,
-        "fixed_window only: windows start this much after multiples of per since 1970.",
+        "fixed_window only: windows start this much after multiples of per since 1970, UTC. Less than per.",
     ),
     key(
         "name",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
         Optional,
-        "In the rate-limit fields. Absent: the policy's name.",
+        "How it is called in the rate-limit fields. Absent: the policy's name, with -2, -3 behind for further ones.",
     ),
     key(
         "unit",
         Text("1 to 32 letters, digits, \"_\" or \"-\""),
         Optional,
-        "What is counted, if it isn't requests.",
+        "What is counted, if it isn't requests: \"tokens\" becomes qu=\"tokens\".",
     ),
 ];
 
@@ -468,7 +574,9 @@ pub(super) fn advice(table: &'static [Key], name: &str) -> String {
     let likeness = |key: &Key| strsim::jaro_winkler(key.name, &name.to_ascii_lowercase());
     let best = table.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
     if let Some(key) = best.filter(|key| likeness(key) > 0.8) {
-        return format!("did you mean \"{}\"? ({})", key.name, key.doc);
+        // The first sentence says enough.
+        let gist = key.doc.split_once(". ").map_or(key.doc, |(first, _)| first).trim_end_matches('.');
+        return format!("did you mean \"{}\"? ({gist}.)", key.name);
     }
     if let Some(path) = paths().into_iter().find(|path| path.rsplit('.').next() == Some(name)) {
         return format!("did you mean {path}?");

@@ -200,7 +200,7 @@ fn a_missing_file_is_an_error_and_no_file_is_none() {
     let said = errors(&path(Path::new("/nonexistent/config.toml")));
     assert!(said.starts_with("error: /nonexistent/config.toml: can't be read: "), "{said}");
     let mut sources = Sources::default();
-    assert!(errors(&sources).starts_with("error: configuration: upstream.url: missing; expected"));
+    assert!(errors(&sources).starts_with("error: no configuration file: upstream.url: missing; expected"));
     sources.flags.upstream = Some("http://app".into());
     load(&sources).unwrap();
 }
