@@ -400,8 +400,7 @@ mod tests {
         let outcome = |policies: &[Policy]| {
             let key = KeyBuilder::new("p").finish();
             let claim = |policy| Claim { policy, key: key.clone(), limits: &[], cost: 1 };
-            let plan =
-                Plan { claims: policies.iter().map(claim).collect(), shadow_denied: SmallVec::new() };
+            let plan = Plan { claims: policies.iter().map(claim).collect(), shadow_denied: SmallVec::new() };
             let verdict = plan.into_degraded(&Unavailable { kind: "timeout", retry_after_us: 7 });
             assert!(verdict.degraded && verdict.limits.is_empty());
             match verdict.outcome {

@@ -131,7 +131,12 @@ static LISTEN_HTTP: [Key; 8] = [
     ),
     // hyper needs room for 8 KiB.
     key("max_header_bytes", size(8 << 10, 16 << 20), Default("64KiB"), "Largest request head. Above: 431."),
-    key("max_headers", whole(1, 10_000), Default("100"), "Most header fields of a request; an HTTP/2 client's cookies count as one. Above: 431."),
+    key(
+        "max_headers",
+        whole(1, 10_000),
+        Default("100"),
+        "Most header fields of a request; an HTTP/2 client's cookies count as one. Above: 431.",
+    ),
     key(
         "max_body_bytes",
         size(0, u64::MAX),
