@@ -20,7 +20,9 @@ pub(super) fn limit(limit: &Limit) -> String {
 pub(super) fn algorithm(algorithm: Algorithm) -> &'static str {
     match algorithm {
         Algorithm::SlidingLog => "sliding_log",
+        Algorithm::SlidingWindow { .. } => "sliding_window",
         Algorithm::FixedWindow { .. } => "fixed_window",
+        Algorithm::TokenBucket { .. } => "token_bucket",
     }
 }
 

@@ -72,8 +72,12 @@ pub(super) const ON_STORE_FAILURE: [(&str, OnStoreFailure); 2] =
 pub(super) const MISSING_KEY: [(&str, MissingKey); 3] =
     [("shared", MissingKey::Shared), ("skip", MissingKey::Skip), ("reject", MissingKey::Reject)];
 
-pub(super) const ALGORITHM: [(&str, Algorithm); 2] =
-    [("sliding_log", Algorithm::SlidingLog), ("fixed_window", Algorithm::FixedWindow { offset_us: 0 })];
+pub(super) const ALGORITHM: [(&str, Algorithm); 4] = [
+    ("sliding_log", Algorithm::SlidingLog),
+    ("sliding_window", Algorithm::SlidingWindow { buckets: 10 }),
+    ("fixed_window", Algorithm::FixedWindow { offset_us: 0 }),
+    ("token_bucket", Algorithm::TokenBucket { burst: 1 }),
+];
 
 fn listen(at: &Cursor<'_>, http: &Cursor<'_>) -> Option<ListenSettings> {
     Some(ListenSettings {

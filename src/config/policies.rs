@@ -4,7 +4,7 @@ use super::build::{ALGORITHM, MISSING_KEY, ON_STORE_FAILURE};
 use super::cursor::Cursor;
 use super::diagnostic::Place;
 use super::{matches, words};
-use crate::limiter::{Algorithm, Limit};
+use crate::limiter::{Algorithm, Limit, MAX_UNITS};
 use crate::policy::{
     Action, KeyPart, KeyTemplate, MissingKey, NamedLimit, OnStoreFailure, Override, Overrides, Policy, Quota,
     Reject, client, path,
@@ -169,9 +169,10 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
 }
 
 fn warn_of_impossible(at: &Cursor<'_>, cost: u64, limits: &[NamedLimit]) {
-    if let Some(limit) = limits.iter().find(|limit| limit.limit.requests > 0 && limit.limit.requests < cost) {
-        let requests = limit.limit.requests;
-        at.warn("cost", &format!("no request ever passes: it takes {cost} of at most {requests}"));
+    if let Some(limit) = limits.iter().find(|limit| limit.limit.requests > 0 && limit.limit.capacity() < cost)
+    {
+        let most = limit.limit.capacity();
+        at.warn("cost", &format!("no request ever passes: it takes {cost} of at most {most}"));
     }
 }
 
@@ -233,30 +234,49 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
         // What is right for an algorithm that nobody knows?
         return None;
     }
+    let number = |name: &str| at.whole::<i64>(name).and_then(|number| u64::try_from(number).ok());
+    let (buckets, burst) = (number("buckets"), number("burst"));
     let algorithm = match written.unwrap_or(scope.algorithm) {
+        Algorithm::SlidingLog => Algorithm::SlidingLog,
+        Algorithm::SlidingWindow { buckets: usual } => {
+            Algorithm::SlidingWindow { buckets: buckets.unwrap_or(usual) }
+        }
         Algorithm::FixedWindow { .. } => {
             Algorithm::FixedWindow { offset_us: micros(offset.unwrap_or_default()) }
         }
-        Algorithm::SlidingLog => {
-            if at.has("offset") {
-                at.fail(
-                    "offset",
-                    "only windows have an offset; expected algorithm = \"fixed_window\" beside it",
-                );
-            }
-            Algorithm::SlidingLog
+        Algorithm::TokenBucket { .. } => {
+            Algorithm::TokenBucket { burst: burst.or(requests).unwrap_or_default() }
         }
     };
+    for (key, of, right) in [
+        ("buckets", "sliding_window", matches!(algorithm, Algorithm::SlidingWindow { .. })),
+        ("offset", "fixed_window", matches!(algorithm, Algorithm::FixedWindow { .. })),
+        ("burst", "token_bucket", matches!(algorithm, Algorithm::TokenBucket { .. })),
+    ] {
+        if at.has(key) && !right {
+            at.fail(key, &format!("only for algorithm = \"{of}\", which is expected beside it"));
+        }
+    }
     if let (Some(offset), Some(per)) = (offset, per)
         && offset >= per
     {
         at.fail("offset", "expected less than per");
     }
+    if let (Algorithm::TokenBucket { burst }, Some(requests), Some(per)) = (algorithm, requests, per)
+        && u128::from(burst.max(requests)) * u128::from(micros(per)) > u128::from(MAX_UNITS)
+    {
+        let key = if burst > requests { "burst" } else { "requests" };
+        let most = MAX_UNITS / micros(per).max(1);
+        at.fail(
+            key,
+            &format!("too many to be counted exactly in a period this long; expected at most {most}"),
+        );
+    }
     match requests {
         Some(0) => at.warn("requests", "0 refuses everything"),
         Some(requests) if requests > LARGE_LOG && algorithm == Algorithm::SlidingLog => at.warn(
             "requests",
-            "sliding_log keeps one entry per request; \"fixed_window\" needs no more memory for a large limit",
+            "sliding_log keeps one entry per request; \"sliding_window\" needs no more memory for a large limit",
         ),
         _ => {}
     }

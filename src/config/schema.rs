@@ -374,7 +374,7 @@ static DEFAULTS: [Key; 3] = [
 ];
 
 const ON_STORE_FAILURE: Kind = Word(&["open", "closed"]);
-const ALGORITHM: Kind = Word(&["sliding_log", "fixed_window"]);
+const ALGORITHM: Kind = Word(&["sliding_log", "sliding_window", "fixed_window", "token_bucket"]);
 const MISSING_KEY: Kind = Word(&["shared", "skip", "reject"]);
 
 static RESPONSE: [Key; 2] = [
@@ -503,7 +503,7 @@ pub(super) static TEST: [Key; 2] = [
     key("present", Bool, Optional, "Whether there is a value."),
 ];
 
-static LIMIT: [Key; 6] = [
+static LIMIT: [Key; 8] = [
     key(
         "requests",
         whole(0, MAX_UNITS),
@@ -512,6 +512,18 @@ static LIMIT: [Key; 6] = [
     ),
     key("per", Kind::Duration { min: Duration::from_millis(1), max: MAX_PERIOD }, Required, "The period."),
     key("algorithm", ALGORITHM, Optional, "As in [defaults]."),
+    key(
+        "buckets",
+        whole(2, 100),
+        Optional,
+        "sliding_window only: sub-windows per period; 10 if absent. More are more exact and take more memory.",
+    ),
+    key(
+        "burst",
+        whole(1, MAX_UNITS),
+        Optional,
+        "token_bucket only: units that may be taken at once; `requests` if absent.",
+    ),
     key(
         "offset",
         Kind::Duration { min: Duration::ZERO, max: MAX_PERIOD },

@@ -59,6 +59,12 @@ fn limits(limits: &[NamedLimit]) -> String {
         let per = duration_words(Duration::from_micros(per_us));
         match algorithm {
             Algorithm::SlidingLog => format!("at most {requests} {unit} in any {per} window"),
+            Algorithm::SlidingWindow { buckets } => {
+                format!("at most {requests} {unit} in any {per} window, counted in {buckets} parts")
+            }
+            Algorithm::TokenBucket { burst } => {
+                format!("{requests} {unit} per {per} on average, at most {burst} at once")
+            }
             Algorithm::FixedWindow { offset_us: 0 } => {
                 format!("at most {requests} {unit} in each {per} of the clock")
             }

@@ -10,6 +10,8 @@
 mod fixed_window;
 mod key;
 mod sliding_log;
+mod sliding_window;
+mod token_bucket;
 
 pub use key::{Key, KeyBuilder};
 use smallvec::SmallVec;
@@ -18,7 +20,7 @@ use smallvec::SmallVec;
 pub const MAX_UNITS: u64 = 1 << 53;
 
 /// An amount per period, by an algorithm.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Limit {
     /// Units that may be used in one period, 0..=[`MAX_UNITS`]. 0 refuses everything, for ever.
     pub requests: u64,
@@ -27,13 +29,21 @@ pub struct Limit {
     pub algorithm: Algorithm,
 }
 
-/// How the units of a [`Limit`] come back.
+/// How the units of a [`Limit`] come back. The files of this room say what each promises.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Algorithm {
     SlidingLog,
+    /// With `buckets` sub-windows, 2..=100.
+    SlidingWindow {
+        buckets: u64,
+    },
     /// Windows start at `offset_us` (below `per_us`) after multiples of the period since the epoch.
     FixedWindow {
         offset_us: u64,
+    },
+    /// Up to `burst` units at once, at least 1; max(burst, requests) × per_us is at most [`MAX_UNITS`].
+    TokenBucket {
+        burst: u64,
     },
 }
 
@@ -87,14 +97,39 @@ impl Limit {
     /// Everything that names a counter beside its key: a changed amount keeps the usage so far,
     /// a changed algorithm or period starts a new counter.
     pub fn identity(&self) -> (Algorithm, u64) {
-        (self.algorithm, self.per_us)
+        let algorithm = match self.algorithm {
+            Algorithm::TokenBucket { .. } => Algorithm::TokenBucket { burst: 0 },
+            algorithm => algorithm,
+        };
+        (algorithm, self.per_us)
+    }
+
+    /// Units that can be in use at once, and so the largest cost that is ever admitted.
+    pub fn capacity(&self) -> u64 {
+        match self.algorithm {
+            _ if self.requests == 0 => 0,
+            Algorithm::TokenBucket { burst } => burst,
+            _ => self.requests,
+        }
+    }
+
+    /// The width of the sub-windows of [`Algorithm::SlidingWindow`], in microseconds; else the period.
+    pub fn sub_window_us(&self) -> u64 {
+        match self.algorithm {
+            Algorithm::SlidingWindow { buckets } => self.per_us.div_ceil(buckets.max(1)).max(1),
+            _ => self.per_us,
+        }
     }
 
     /// The state of a key that was never seen.
     pub fn fresh(&self) -> State {
         State(match self.algorithm {
             Algorithm::SlidingLog => Kind::SlidingLog(sliding_log::Log::default()),
+            Algorithm::SlidingWindow { .. } => {
+                Kind::SlidingWindow(sliding_window::Buckets::new(self.sub_window_us()))
+            }
             Algorithm::FixedWindow { offset_us } => Kind::FixedWindow(fixed_window::Window::new(offset_us)),
+            Algorithm::TokenBucket { .. } => Kind::TokenBucket(token_bucket::Bucket::default()),
         })
     }
 }
@@ -106,7 +141,9 @@ pub struct State(Kind);
 #[derive(Clone, Debug)]
 enum Kind {
     SlidingLog(sliding_log::Log),
+    SlidingWindow(sliding_window::Buckets),
     FixedWindow(fixed_window::Window),
+    TokenBucket(token_bucket::Bucket),
 }
 
 impl State {
@@ -117,6 +154,8 @@ impl State {
         let now_us = now_us.max(self.newest_us());
         let used = match &self.0 {
             Kind::SlidingLog(log) => log.used(limit, now_us),
+            Kind::SlidingWindow(buckets) => buckets.used(limit, now_us),
+            Kind::TokenBucket(bucket) => bucket.used(limit, now_us),
             Kind::FixedWindow(window) => window.used(limit, now_us),
         };
         View { state: self, limit, now_us, used }
@@ -127,6 +166,8 @@ impl State {
         let now_us = now_us.max(self.newest_us());
         match &mut self.0 {
             Kind::SlidingLog(log) => log.charge(limit, cost, now_us),
+            Kind::SlidingWindow(buckets) => buckets.charge(limit, cost, now_us),
+            Kind::TokenBucket(bucket) => bucket.charge(limit, cost, now_us),
             Kind::FixedWindow(window) => window.charge(limit, cost, now_us),
         }
     }
@@ -135,6 +176,8 @@ impl State {
     pub fn expires_at_us(&self, limit: &Limit) -> u64 {
         match &self.0 {
             Kind::SlidingLog(log) => log.newest_us().saturating_add(limit.per_us),
+            Kind::SlidingWindow(buckets) => buckets.expires_at_us(limit),
+            Kind::TokenBucket(bucket) => bucket.expires_at_us(limit),
             Kind::FixedWindow(window) => window.end_us(limit, window.newest_us()),
         }
     }
@@ -143,13 +186,16 @@ impl State {
     pub fn heap_bytes(&self) -> usize {
         match &self.0 {
             Kind::SlidingLog(log) => log.heap_bytes(),
-            Kind::FixedWindow(_) => 0,
+            Kind::SlidingWindow(buckets) => buckets.heap_bytes(),
+            Kind::FixedWindow(_) | Kind::TokenBucket(_) => 0,
         }
     }
 
     fn newest_us(&self) -> u64 {
         match &self.0 {
             Kind::SlidingLog(log) => log.newest_us(),
+            Kind::SlidingWindow(buckets) => buckets.newest_us(),
+            Kind::TokenBucket(bucket) => bucket.newest_us(),
             Kind::FixedWindow(window) => window.newest_us(),
         }
     }
@@ -172,26 +218,30 @@ impl View<'_> {
 
     /// Whether `cost` units fit, and if not, until when they don't.
     pub fn refusal(&self, cost: u64) -> Option<Refusal> {
-        if cost > self.limit.requests || self.limit.requests == 0 {
+        let capacity = self.limit.capacity();
+        if cost > capacity || capacity == 0 {
             return Some(Refusal::Never);
         }
-        let room = self.limit.requests - cost;
+        let room = capacity - cost;
         (self.used > room).then(|| Refusal::Until(self.at_most_at_us(room)))
     }
 
     /// How the limit looks from here, with the refusal that was found before anything was charged.
     pub fn standing(&self, refusal: Option<Refusal>) -> Standing {
-        let grows_at_us = match (self.limit.requests.checked_sub(1), self.used.checked_sub(1)) {
+        let capacity = self.limit.capacity();
+        let grows_at_us = match (capacity.checked_sub(1), self.used.checked_sub(1)) {
             (Some(below_limit), Some(below_now)) => Some(self.at_most_at_us(below_limit.min(below_now))),
             _ => None,
         };
-        Standing { remaining: self.limit.requests.saturating_sub(self.used), grows_at_us, refusal }
+        Standing { remaining: capacity.saturating_sub(self.used), grows_at_us, refusal }
     }
 
     /// When, with nothing further charged, at most `units` of those in use still are.
     fn at_most_at_us(&self, units: u64) -> u64 {
         match &self.state.0 {
             Kind::SlidingLog(log) => log.at_most_at_us(self.limit, self.now_us, units),
+            Kind::SlidingWindow(buckets) => buckets.at_most_at_us(self.limit, self.now_us, units),
+            Kind::TokenBucket(bucket) => bucket.at_most_at_us(self.limit, self.now_us, units),
             Kind::FixedWindow(window) => window.end_us(self.limit, self.now_us),
         }
     }

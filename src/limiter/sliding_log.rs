@@ -37,12 +37,17 @@ impl Log {
         self.sum().wrapping_sub(before)
     }
 
-    /// Adds an entry, and drops some that have left for good: time does not go back behind an entry.
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+        self.enter(limit, cost, now_us, now_us);
+    }
+
+    /// Adds an entry that stands at `at_us`, not before any other, and drops some that have left for good:
+    /// time does not go back behind an entry.
+    pub(super) fn enter(&mut self, limit: &Limit, cost: u64, now_us: u64, at_us: u64) {
         let sum = self.sum().wrapping_add(cost);
         match self.entries.back_mut() {
-            Some(newest) if newest.at_us == now_us => newest.sum = sum,
-            _ => self.entries.push_back(Entry { at_us: now_us, sum }),
+            Some(newest) if newest.at_us == at_us => newest.sum = sum,
+            _ => self.entries.push_back(Entry { at_us, sum }),
         }
         if let Some(last) = self.entries.drain(..self.left(limit, now_us).min(TRIM)).next_back() {
             self.dropped = last.sum;

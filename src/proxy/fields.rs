@@ -80,7 +80,7 @@ fn is_dictionary(value: &HeaderValue) -> bool {
 fn push_policy(out: &mut Vec<u8>, reported: &Reported<'_>) {
     let named = reported.limit;
     push_item(out, &named.name);
-    push_parameter(out, b";q=", named.limit.requests);
+    push_parameter(out, b";q=", named.limit.capacity());
     // Whole seconds only, so a window below one has no `w`; others are rounded up to promise no more.
     if named.limit.per_us >= SECOND_US {
         push_parameter(out, b";w=", named.limit.per_us.div_ceil(SECOND_US));
@@ -137,7 +137,7 @@ fn write_legacy(verdict: &Verdict<'_>, reset_as_epoch: bool, headers: &mut Heade
     };
     let from_us = if reset_as_epoch { 0 } else { verdict.now_us };
     let reset_s = reset_us.saturating_sub(from_us).div_ceil(SECOND_US);
-    headers.insert(&LEGACY_LIMIT, HeaderValue::from(tightest.limit.limit.requests));
+    headers.insert(&LEGACY_LIMIT, HeaderValue::from(tightest.limit.limit.capacity()));
     headers.insert(&LEGACY_REMAINING, HeaderValue::from(tightest.standing.remaining));
     headers.insert(&LEGACY_RESET, HeaderValue::from(reset_s));
 }
@@ -155,7 +155,7 @@ fn tighter(one: &Reported<'_>, two: &Reported<'_>) -> Ordering {
         Some(Refusal::Never) => Some((true, 0)),
     };
     let left = |of: &Reported<'_>, other: &Reported<'_>| {
-        u128::from(of.standing.remaining) * u128::from(other.limit.limit.requests.max(1))
+        u128::from(of.standing.remaining) * u128::from(other.limit.limit.capacity().max(1))
     };
     lasts(one).cmp(&lasts(two)).then_with(|| match lasts(one) {
         // r1/q1 against r2/q2 without a division; less left is tighter.

@@ -9,7 +9,7 @@
 //! once per second and key is cheap. The counter's identity and the limit's amount are in the key, so a reload
 //! that changes either forgets by itself.
 
-use crate::limiter::{Algorithm, Charge, Decision, Refusal, Standing};
+use crate::limiter::{Charge, Decision, Limit, Refusal, Standing};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::collections::HashMap;
@@ -50,9 +50,7 @@ type Map = HashMap<Counter, Seen, foldhash::fast::RandomState>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Counter {
     key: u128,
-    algorithm: Algorithm,
-    per_us: u64,
-    requests: u64,
+    limit: Limit,
 }
 
 /// What a refused request learnt about one of its limits.
@@ -147,8 +145,7 @@ impl Halves {
 
 impl Counter {
     fn of(charge: &Charge<'_>) -> Self {
-        let (algorithm, per_us) = charge.limit.identity();
-        Self { key: charge.key.id(), algorithm, per_us, requests: charge.limit.requests }
+        Self { key: charge.key.id(), limit: *charge.limit }
     }
 }
 
@@ -186,7 +183,7 @@ impl Seen {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::{Key, KeyBuilder, Limit};
+    use crate::limiter::{Algorithm, Key, KeyBuilder};
 
     const LIMIT: Limit = Limit { requests: 5, per_us: 10_000_000, algorithm: Algorithm::SlidingLog };
     const NOW_US: u64 = 1_700_000_000_000_000;

@@ -207,7 +207,7 @@ impl Held<'_> {
 const COUNTER_BYTES: usize = size_of::<Id>() + size_of::<Counter>() + 3 * size_of::<usize>();
 
 fn fullness(used: u64, limit: &Limit) -> u32 {
-    let share = u128::from(used) * 65_536 / u128::from(limit.requests.max(1));
+    let share = u128::from(used) * 65_536 / u128::from(limit.capacity().max(1));
     u32::try_from(share).unwrap_or(u32::MAX)
 }
 

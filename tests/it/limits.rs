@@ -90,6 +90,47 @@ async fn trap_10_whoever_waits_as_told_gets_in_and_nobody_before() {
 }
 
 #[tokio::test]
+async fn a_token_bucket_gives_its_burst_and_then_comes_back_evenly() {
+    let config = r#"
+[[policy]]
+name = "p"
+limit = { requests = 10, per = "5s", algorithm = "token_bucket", burst = 3 }
+"#;
+    let (proxy, _upstream) = proxy(config).await;
+    assert_eq!(proxy.statuses("/", 3).await, [200, 200, 200]);
+    let refused = proxy.get("/").await;
+    assert_eq!(refused.status, 429);
+    assert_eq!(refused.header("ratelimit-policy"), Some("\"p\";q=3;w=5"));
+    assert_eq!(refused.header("x-ratelimit-limit"), Some("3"));
+    let wait_us = refused.retry_after_us();
+    assert!(wait_us <= 500_000, "one unit is back after half a second: {wait_us}");
+    tokio::time::sleep(Duration::from_micros(wait_us + 2_000)).await;
+    assert_eq!(proxy.statuses("/", 2).await, [200, 429]);
+}
+
+#[tokio::test]
+async fn a_sliding_window_is_never_too_lax_and_tells_when_it_frees() {
+    let config = r#"
+[[policy]]
+name = "p"
+limit = { requests = 4, per = "1s", algorithm = "sliding_window", buckets = 5 }
+"#;
+    let (proxy, _upstream) = proxy(config).await;
+    let clock = Clock::system();
+    let first_us = clock.now_us();
+    assert_eq!(proxy.statuses("/", 4).await, [200; 4]);
+    let refused = proxy.get("/").await;
+    assert_eq!(refused.status, 429);
+    // The last instant of the oldest sub-window has to be a whole period old.
+    let sent_us = clock.now_us();
+    let wait_us = refused.retry_after_us();
+    assert!((sent_us + wait_us).saturating_sub(first_us) >= 1_000_000, "{wait_us}");
+    assert!(wait_us < 1_200_000, "{wait_us}");
+    tokio::time::sleep(Duration::from_micros(wait_us + 2_000)).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+}
+
+#[tokio::test]
 async fn a_fixed_window_ends_at_its_edge_on_the_clock() {
     let config = r#"
 [[policy]]

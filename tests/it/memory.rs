@@ -18,11 +18,21 @@ const HOUR_US: u64 = 3_600_000_000;
 type Policy = (&'static str, bool, &'static [(Algorithm, u64)]);
 
 /// Some policies as they meet in one process: several limits, shadows, short and long periods.
-const POLICIES: [Policy; 4] = [
+const POLICIES: [Policy; 6] = [
     ("log", false, &[(LOG, 1_000)]),
     ("both", false, &[(LOG, 50_000), (Algorithm::FixedWindow { offset_us: 0 }, 10_000)]),
     ("shadow", true, &[(LOG, 1_000), (Algorithm::FixedWindow { offset_us: 300 }, 700)]),
     ("window", false, &[(Algorithm::FixedWindow { offset_us: 123 }, 700)]),
+    (
+        "sub",
+        false,
+        &[(Algorithm::SlidingWindow { buckets: 10 }, 1_000), (Algorithm::SlidingWindow { buckets: 3 }, 700)],
+    ),
+    (
+        "bucket",
+        false,
+        &[(Algorithm::TokenBucket { burst: 6 }, 1_000), (Algorithm::TokenBucket { burst: 3 }, 70)],
+    ),
 ];
 const USERS: usize = 2;
 
@@ -197,7 +207,7 @@ proptest! {
         }
         for ((policy, _), log) in &admitted {
             for limit in &world.limits[*policy] {
-                prop_assert!(most_in_any_window(log, limit) <= limit.requests, "{limit:?} admitted {log:?}");
+                prop_assert!(most_in_any_window(log, limit) <= limit.capacity(), "{limit:?} admitted {log:?}");
             }
         }
     }
@@ -291,13 +301,25 @@ fn until_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
     latest_us
 }
 
-/// The most units that one window held, `log` being admissions as (time, units) in order of time.
+/// The most units that one window held, `log` being admissions as (time, units) in order of time. For a
+/// bucket, the most that were taken in any time beyond what that time pays back.
 fn most_in_any_window(log: &[(u64, u64)], limit: &Limit) -> u64 {
     let held = |same_window: &dyn Fn(u64) -> bool| -> u64 {
         log.iter().filter(|(at_us, _)| same_window(*at_us)).map(|(_, units)| units).sum()
     };
     let windows = log.iter().map(|(end_us, _)| match limit.algorithm {
-        Algorithm::SlidingLog => held(&|at_us| at_us <= *end_us && at_us > end_us - limit.per_us),
+        Algorithm::TokenBucket { .. } => {
+            let taken = |start_us: u64| held(&|at_us| (start_us..=*end_us).contains(&at_us));
+            let paid = |start_us: u64| limit.requests * (end_us - start_us) / limit.per_us;
+            log.iter()
+                .filter(|(start_us, _)| start_us <= end_us)
+                .map(|(start_us, _)| taken(*start_us).saturating_sub(paid(*start_us)))
+                .max()
+                .unwrap_or(0)
+        }
+        Algorithm::SlidingLog | Algorithm::SlidingWindow { .. } => {
+            held(&|at_us| at_us <= *end_us && at_us > end_us - limit.per_us)
+        }
         Algorithm::FixedWindow { offset_us } => {
             let number = |at_us: u64| (at_us - offset_us) / limit.per_us;
             held(&|at_us| number(at_us) == number(*end_us))

@@ -19,6 +19,8 @@ type Identity = (u128, Algorithm, u64);
 struct Spent {
     at_us: u64,
     units: u64,
+    /// What the limit paid back per period when this was spent.
+    rate: u64,
 }
 
 impl Model {
@@ -58,11 +60,11 @@ impl Model {
 
     fn refusal(&self, clock_us: u64, charge: &Charge<'_>) -> Option<Refusal> {
         let limit = charge.limit;
-        if limit.requests == 0 || charge.cost > limit.requests {
+        if limit.requests == 0 || charge.cost > limit.capacity() {
             return Some(Refusal::Never);
         }
         let now_us = self.now_us(clock_us, charge);
-        let fits_at = |at_us: u64| self.used_at(charge, at_us) + charge.cost <= limit.requests;
+        let fits_at = |at_us: u64| self.used_at(charge, at_us) + charge.cost <= limit.capacity();
         if fits_at(now_us) {
             return None;
         }
@@ -79,24 +81,40 @@ impl Model {
     }
 
     fn remaining_at(&self, charge: &Charge<'_>, at_us: u64) -> u64 {
-        charge.limit.requests.saturating_sub(self.used_at(charge, at_us))
+        charge.limit.capacity().saturating_sub(self.used_at(charge, at_us))
     }
 
     /// The units that count at a time not before the newest of them.
     fn used_at(&self, charge: &Charge<'_>, at_us: u64) -> u64 {
-        let Limit { per_us, algorithm, .. } = *charge.limit;
+        let Limit { requests, per_us, algorithm } = *charge.limit;
+        if let Algorithm::TokenBucket { .. } = algorithm {
+            return debt_at(self.spent(charge), at_us, requests, per_us).div_ceil(u128::from(per_us)) as u64;
+        }
         let counts = |spent: &&Spent| match algorithm {
             // The window is (now − per, now]: an entry exactly one period old is out.
             Algorithm::SlidingLog => spent.at_us + per_us > at_us,
             Algorithm::FixedWindow { offset_us } => {
                 window(per_us, offset_us, spent.at_us) == window(per_us, offset_us, at_us)
             }
+            // A sub-window counts whole while its last instant is in the window.
+            Algorithm::SlidingWindow { buckets } => {
+                last_of_sub_window_us(per_us, buckets, spent.at_us) + per_us > at_us
+            }
+            Algorithm::TokenBucket { .. } => unreachable!("reckoned above"),
         };
         self.spent(charge).iter().filter(counts).map(|spent| spent.units).sum()
     }
 
     fn moments_after(&self, now_us: u64, charge: &Charge<'_>) -> Vec<u64> {
-        let Limit { per_us, algorithm, .. } = *charge.limit;
+        let Limit { requests, per_us, algorithm } = *charge.limit;
+        if let Algorithm::TokenBucket { .. } = algorithm {
+            // A unit is back whenever the debt is a whole number of units.
+            let debt = debt_at(self.spent(charge), now_us, requests, per_us);
+            let units = (0..debt.div_ceil(u128::from(per_us))).rev();
+            let rate = self.spent(charge).last().map_or(requests, |last| last.rate.max(requests)).max(1);
+            let paid = units.map(|left| (debt - left * u128::from(per_us)).div_ceil(u128::from(rate)));
+            return paid.map(|after_us| now_us + after_us as u64).collect();
+        }
         let mut moments: Vec<_> = self
             .spent(charge)
             .iter()
@@ -112,7 +130,10 @@ impl Model {
     fn now_us(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
         let Limit { per_us, algorithm, .. } = *charge.limit;
         let newest = self.spent(charge).iter().map(|spent| match algorithm {
-            Algorithm::SlidingLog => spent.at_us,
+            Algorithm::SlidingLog | Algorithm::TokenBucket { .. } => spent.at_us,
+            Algorithm::SlidingWindow { buckets } => {
+                last_of_sub_window_us(per_us, buckets, spent.at_us) + 1 - per_us.div_ceil(buckets)
+            }
             Algorithm::FixedWindow { offset_us } => {
                 window_start_us(per_us, offset_us, window(per_us, offset_us, spent.at_us))
             }
@@ -123,7 +144,11 @@ impl Model {
     fn charge(&mut self, clock_us: u64, charge: &Charge<'_>) {
         let at_us = self.now_us(clock_us, charge);
         if charge.cost > 0 {
-            self.counters.entry(identity(charge)).or_default().push(Spent { at_us, units: charge.cost });
+            self.counters.entry(identity(charge)).or_default().push(Spent {
+                at_us,
+                units: charge.cost,
+                rate: charge.limit.requests,
+            });
         }
     }
 
@@ -139,11 +164,31 @@ fn identity(charge: &Charge<'_>) -> Identity {
 
 fn gone_at_us(algorithm: Algorithm, per_us: u64, at_us: u64) -> u64 {
     match algorithm {
-        Algorithm::SlidingLog => at_us + per_us,
+        // For a bucket only a moment worth looking at.
+        Algorithm::SlidingLog | Algorithm::TokenBucket { .. } => at_us + per_us,
+        Algorithm::SlidingWindow { buckets } => last_of_sub_window_us(per_us, buckets, at_us) + per_us,
         Algorithm::FixedWindow { offset_us } => {
             window_start_us(per_us, offset_us, window(per_us, offset_us, at_us) + 1)
         }
     }
+}
+
+/// The last instant of the sub-window that holds `at_us`.
+fn last_of_sub_window_us(per_us: u64, buckets: u64, at_us: u64) -> u64 {
+    let width_us = per_us.div_ceil(buckets);
+    (at_us / width_us + 1) * width_us - 1
+}
+
+/// What is owed at a time, in units of 1 / per: all that was spent, less what was paid back since.
+fn debt_at(spent: &[Spent], at_us: u64, rate: u64, per_us: u64) -> u128 {
+    let (mut debt, mut since_us, mut last_rate) = (0_u128, 0, rate);
+    for one in spent.iter().chain([&Spent { at_us, units: 0, rate }]) {
+        // What was taken at a faster rate is paid back at that.
+        let paid = u128::from(one.at_us.saturating_sub(since_us)) * u128::from(last_rate.max(one.rate));
+        debt = debt.saturating_sub(paid) + u128::from(one.units) * u128::from(per_us);
+        (since_us, last_rate) = (one.at_us, one.rate);
+    }
+    debt
 }
 
 /// The number of the window that holds `at_us`: floor((at − offset) / per).

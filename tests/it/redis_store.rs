@@ -27,6 +27,17 @@ fn window(requests: u64, per_us: u64, offset_us: u64) -> Limit {
     Limit { requests, per_us, algorithm: Algorithm::FixedWindow { offset_us } }
 }
 
+fn sub_windows(requests: u64, per_us: u64, buckets: u64) -> Limit {
+    Limit { requests, per_us, algorithm: Algorithm::SlidingWindow { buckets } }
+}
+
+/// As large as a bucket may be: max(burst, requests) × per fits 2^53.
+fn bucket(requests: u64, per_us: u64, burst: u64) -> Limit {
+    let most = MAX_UNITS / per_us;
+    let (requests, burst) = (requests.min(most), burst.clamp(1, most));
+    Limit { requests, per_us, algorithm: Algorithm::TokenBucket { burst } }
+}
+
 fn charge<'a>(limit: &'a Limit, key: &'a Key, cost: u64) -> Charge<'a> {
     Charge { limit, key, cost, group: 0, shadow: false }
 }
@@ -110,15 +121,21 @@ struct Ask {
 }
 
 const PER_US: u64 = 1_000;
+const COUNTERS: usize = 10;
 
-/// Counters by number: odd ones are windows, and each has a period of its own.
+/// Counters by number, each with a period of its own.
 fn limit_of(counter: usize, requests: u64) -> Limit {
     match counter {
         0 => log(requests, PER_US),
         1 => window(requests, PER_US, 0),
         2 => log(requests, 7),
         3 => window(requests, PER_US, 333),
-        _ => log(requests, 86_400_000_000),
+        4 => log(requests, 86_400_000_000),
+        5 => sub_windows(requests, PER_US, 10),
+        6 => sub_windows(requests, 7, 3),
+        7 => bucket(requests, PER_US, requests),
+        8 => bucket(requests, 7, 4),
+        _ => bucket(requests, 86_400_000_000, 3 * requests),
     }
 }
 
@@ -139,13 +156,13 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         6 => Just(5u64), 2 => 0..9u64, 1 => Just(MAX_UNITS), 1 => MAX_UNITS - 3..MAX_UNITS,
     ];
     let ask = (cost, requests, 0..2u32, prop::bool::weighted(0.3));
-    let asks = prop::collection::vec((0..2usize, ask), 1..6).prop_map(|asks| {
+    let asks = prop::collection::vec((0..4usize, ask), 1..6).prop_map(|asks| {
         // Every counter at most once in a question.
         let mut counter = 0;
         let mut taken = Vec::new();
         for (skip, (cost, requests, group, shadow)) in asks {
             counter += skip;
-            if counter > 4 {
+            if counter >= COUNTERS {
                 break;
             }
             taken.push(Ask { counter, cost, requests, group, shadow });
@@ -158,7 +175,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) -> Result<(), TestCaseError> {
     let _: () = redis::cmd("FLUSHALL").query_async(connection).await.unwrap();
-    let keys: Vec<Key> = (0..5).map(|n| key(&format!("k{n}"))).collect();
+    let keys: Vec<Key> = (0..COUNTERS).map(|n| key(&format!("k{n}"))).collect();
     let (mut model, mut time_us) = (Model::default(), START_US);
     for (n, step) in steps.iter().enumerate() {
         time_us = match step.clock {

@@ -3,8 +3,8 @@
 --
 -- KEYS     one per charge, all different
 -- ARGV[1]  the time in us, for tests; empty: the server's TIME
--- ARGV     then six per charge: algorithm ('l' sliding_log, 'w' fixed_window), group (0: enforced; charges with
---          the same other number are one shadow group), cost, requests, per in us, offset in us
+-- ARGV     then six per charge: algorithm (a letter), group (0: enforced; charges with
+--          the same other number are one shadow group), cost, capacity, per in us, and what the algorithm needs beside
 -- Reply    integers in one string, which costs half of what an array does: the time in us, then three per charge:
 --          refused until (us; 0: admitted, -1: never admitted), remaining units, when they next grow (us; 0: they
 --          are as many as they get)
@@ -19,10 +19,18 @@ else
   time = tonumber(time)
 end
 
+-- How each algorithm reads a key, says when units come back, and charges.
+local rules = {
+  l = { log_read, log_frees, log_charge },
+  s = { buckets_read, buckets_frees, buckets_charge },
+  w = { window_read, window_frees, window_charge },
+  t = { bucket_read, bucket_frees, bucket_charge },
+}
+
 -- When the units that remain become more, or 0. What was read is nil if it isn't ours.
-local function grows(frees, state, requests)
-  if state.used == 0 or requests == 0 then return 0 end
-  return frees(state, math.max(1, state.used - requests + 1))
+local function grows(frees, state, capacity)
+  if state.used == 0 or capacity == 0 then return 0 end
+  return frees(state, math.max(1, state.used - capacity + 1))
 end
 
 local function foreign(n)
@@ -32,9 +40,9 @@ end
 local asked, admitted, shadow_refused = {}, true, {}
 for n = 1, #KEYS do
   local arg = n * 6 - 4
-  local group, cost, requests = ARGV[arg + 1], tonumber(ARGV[arg + 2]), tonumber(ARGV[arg + 3])
-  local read, frees, charge = log_read, log_frees, log_charge
-  if ARGV[arg] == 'w' then read, frees, charge = window_read, window_frees, window_charge end
+  local group, cost, capacity = ARGV[arg + 1], tonumber(ARGV[arg + 2]), tonumber(ARGV[arg + 3])
+  local rule = rules[ARGV[arg]]
+  local read, frees, charge = rule[1], rule[2], rule[3]
   -- Each key has a time of its own: one that saw a clock run ahead must not age its neighbours.
   local state, err = read(KEYS[n], time, tonumber(ARGV[arg + 4]), tonumber(ARGV[arg + 5]))
   if not state then
@@ -42,18 +50,18 @@ for n = 1, #KEYS do
     return foreign(n)
   end
   local refused_until = 0
-  if cost > requests or requests == 0 then
+  if cost > capacity or capacity == 0 then
     refused_until = -1
-  elseif state.used > requests - cost then
-    refused_until = frees(state, state.used - (requests - cost))
+  elseif state.used > capacity - cost then
+    refused_until = frees(state, state.used - (capacity - cost))
   end
-  local grows_at = grows(frees, state, requests)
+  local grows_at = grows(frees, state, capacity)
   if not refused_until or not grows_at then return foreign(n) end
   if refused_until ~= 0 then
     if group == '0' then admitted = false else shadow_refused[group] = true end
   end
   asked[n] = {
-    state = state, group = group, cost = cost, requests = requests, charge = charge, frees = frees,
+    state = state, group = group, cost = cost, capacity = capacity, charge = charge, frees = frees,
     refused_until = refused_until, grows_at = grows_at,
   }
 end
@@ -65,9 +73,9 @@ for n = 1, #asked do
   if admitted and ask.cost > 0 and not shadow_refused[ask.group] then
     local err = ask.charge(state, ask.cost)
     if err then return err end
-    ask.grows_at = grows(ask.frees, state, ask.requests)
+    ask.grows_at = grows(ask.frees, state, ask.capacity)
   end
-  local remaining = math.max(0, ask.requests - state.used)
+  local remaining = math.max(0, ask.capacity - state.used)
   reply = reply .. string.format(' %d %d %d', ask.refused_until, remaining, ask.grows_at)
 end
 return reply

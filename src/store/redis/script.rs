@@ -1,6 +1,6 @@
 //! The one script, what is sent to it and what its answers mean.
 
-use crate::limiter::{Algorithm, Charge, Decision, Limit, Refusal, Standing};
+use crate::limiter::{Algorithm, Charge, Decision, Limit, MAX_UNITS, Refusal, Standing};
 use redis::{Cmd, RedisWrite, Value};
 use smallvec::SmallVec;
 
@@ -27,7 +27,9 @@ impl Script {
     /// Algorithms first, then what drives them: one chunk of Lua.
     pub const TEXT: &str = concat!(
         include_str!("../../limiter/sliding_log.lua"),
+        include_str!("../../limiter/sliding_window.lua"),
         include_str!("../../limiter/fixed_window.lua"),
+        include_str!("../../limiter/token_bucket.lua"),
         include_str!("decide.lua"),
     );
 
@@ -99,7 +101,7 @@ impl Script {
     }
 
     /// The Redis key of a charge's counter:
-    /// `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset in µs>][:<key, for people>]`.
+    /// `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset or buckets>][:<key, for people>]`.
     pub fn key(&self, charge: &Charge<'_>) -> String {
         let mut key = String::new();
         self.push_key(&mut key, charge);
@@ -123,10 +125,13 @@ impl Script {
         let rest = key.strip_prefix(&self.key_start)?.split_once("}:")?.1;
         let mut words = rest.splitn(3, ':');
         let (algorithm, period, readable) = (words.next()?, words.next()?, words.next());
-        let (per_us, offset_us) = period.split_once('+').unwrap_or((period, "0"));
+        let (per_us, variant) = period.split_once('+').unwrap_or((period, "0"));
+        let variant = variant.parse().ok()?;
         let algorithm = match algorithm {
             "sliding_log" => Algorithm::SlidingLog,
-            "fixed_window" => Algorithm::FixedWindow { offset_us: offset_us.parse().ok()? },
+            "sliding_window" => Algorithm::SlidingWindow { buckets: variant },
+            "fixed_window" => Algorithm::FixedWindow { offset_us: variant },
+            "token_bucket" => Algorithm::TokenBucket { burst: MAX_UNITS },
             _ => return None,
         };
         Some((algorithm, per_us.parse().ok()?, readable.map(str::to_owned)))
@@ -158,32 +163,33 @@ impl Script {
     pub(super) fn push_counter(&self, key: &mut String, charge: &Charge<'_>) {
         key.push_str(&self.key_start);
         push_hex(key, charge.key.id());
+        let (algorithm, per_us) = charge.limit.identity();
+        let (word, variant) = match algorithm {
+            Algorithm::SlidingLog => ("}:sliding_log:", 0),
+            Algorithm::SlidingWindow { buckets } => ("}:sliding_window:", buckets),
+            Algorithm::FixedWindow { offset_us } => ("}:fixed_window:", offset_us),
+            Algorithm::TokenBucket { .. } => ("}:token_bucket:", 0),
+        };
         let mut number = itoa::Buffer::new();
-        match charge.limit.algorithm {
-            Algorithm::SlidingLog => {
-                key.push_str("}:sliding_log:");
-                key.push_str(number.format(charge.limit.per_us));
-            }
-            Algorithm::FixedWindow { offset_us } => {
-                key.push_str("}:fixed_window:");
-                key.push_str(number.format(charge.limit.per_us));
-                if offset_us > 0 {
-                    key.push('+');
-                    key.push_str(number.format(offset_us));
-                }
-            }
+        key.push_str(word);
+        key.push_str(number.format(per_us));
+        if variant > 0 {
+            key.push('+');
+            key.push_str(number.format(variant));
         }
     }
 }
 
 fn push_args(command: &mut Cmd, group: u64, cost: u64, limit: &Limit) {
-    let (algorithm, offset_us) = match limit.algorithm {
+    let (algorithm, beside) = match limit.algorithm {
         Algorithm::SlidingLog => (b"l", 0),
+        Algorithm::SlidingWindow { .. } => (b"s", limit.sub_window_us()),
         Algorithm::FixedWindow { offset_us } => (b"w", offset_us),
+        Algorithm::TokenBucket { .. } => (b"t", limit.requests),
     };
     let mut number = itoa::Buffer::new();
     command.write_arg(algorithm);
-    for value in [group, cost, limit.requests, limit.per_us, offset_us] {
+    for value in [group, cost, limit.capacity(), limit.per_us, beside] {
         command.write_arg(number.format(value).as_bytes());
     }
 }
@@ -238,8 +244,8 @@ fn standing(
         0 => None,
         grows_at => Some(later(grows_at)?),
     };
-    let remaining = u64::try_from(remaining).ok().filter(|remaining| *remaining <= limit.requests)?;
-    let never = cost > limit.requests || limit.requests == 0;
+    let remaining = u64::try_from(remaining).ok().filter(|remaining| *remaining <= limit.capacity())?;
+    let never = cost > limit.capacity() || limit.capacity() == 0;
     (never == (refusal == Some(Refusal::Never))).then_some(Standing { remaining, grows_at_us, refusal })
 }
 
