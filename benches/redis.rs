@@ -66,7 +66,7 @@ fn worker_rate(server: &Server, limit: &Limit, keys: u32, tasks: u32) -> Measure
         redis.first_ready().await;
         let (started, client, busy) = (Instant::now(), cpu(std::process::id()), cpu(server.child.id()));
         let tasks: Vec<_> = (0..tasks)
-            .map(|n| tokio::spawn(work(redis.clone(), limit.clone(), keys, n, started + ROUND)))
+            .map(|n| tokio::spawn(work(redis.clone(), *limit, keys, n, started + ROUND)))
             .collect();
         let mut checks = 0.0;
         for task in tasks {
