@@ -65,9 +65,8 @@ fn worker_rate(server: &Server, limit: &Limit, keys: u32, tasks: u32) -> Measure
         let redis = Redis::start(&Shared::new(server.settings()));
         redis.first_ready().await;
         let (started, client, busy) = (Instant::now(), cpu(std::process::id()), cpu(server.child.id()));
-        let tasks: Vec<_> = (0..tasks)
-            .map(|n| tokio::spawn(work(redis.clone(), *limit, keys, n, started + ROUND)))
-            .collect();
+        let tasks: Vec<_> =
+            (0..tasks).map(|n| tokio::spawn(work(redis.clone(), *limit, keys, n, started + ROUND))).collect();
         let mut checks = 0.0;
         for task in tasks {
             checks += f64::from(task.await.unwrap());

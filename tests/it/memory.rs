@@ -429,7 +429,7 @@ fn trap_4_and_11_all_or_nothing_under_threads() {
     let (wide, narrow) = (limit(100, HOUR_US, LOG), limit(60, HOUR_US, LOG));
     let threads: Vec<_> = (0..8)
         .map(|thread| {
-            let (store, wide, narrow) = (Arc::clone(&store), wide.clone(), narrow.clone());
+            let (store, wide, narrow) = (Arc::clone(&store), wide, narrow);
             thread::spawn(move || {
                 let (a, b) = (key("wide", "a"), key("narrow", "b"));
                 let charge = |limit, key, group| Charge { limit, key, cost: 1, group, shadow: false };
