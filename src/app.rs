@@ -1,18 +1,21 @@
 //! The assembler: the only place that knows all rooms. Starts them, and ends them in order.
 
+use crate::admin::{self, View};
 use crate::clock::Clock;
 use crate::config::{Config, Sources, StoreSettings};
-use crate::enforcer::Enforcer;
-use crate::proxy::{self, Server, Service, SetupError, Stop, Upstream};
-use crate::reload::Reloader;
+use crate::enforcer::{Enforcer, Live};
+use crate::proxy::{self, Load, Server, Service, SetupError, Stop, Upstream, UpstreamErrorKind};
+use crate::reload::{self, Reloader};
 use crate::store::redis::{self, Redis};
 use crate::store::{Memory, Store};
-use arc_swap::ArcSwap;
+use crate::telemetry::metrics::{MemoryUse, Metrics, Observed, Phase};
+use parking_lot::Mutex;
 use std::io;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::runtime::{Builder, LocalOptions};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
@@ -22,14 +25,26 @@ use tokio::sync::watch;
 enum AppError {
     #[error("cannot listen on {address}: {cause}")]
     Listen { address: SocketAddr, cause: io::Error },
+    #[error(
+        "the admin port cannot listen on {address}: {cause}. Set another {key}, or a free port by \
+         \"127.0.0.1:0\" (environment: TIDEGATE_ADMIN__ADDRESS)"
+    )]
+    Admin { key: &'static str, address: SocketAddr, cause: io::Error },
     #[error("upstream: {0}")]
     Upstream(#[from] SetupError),
     #[error("{0}")]
     Io(#[from] io::Error),
 }
 
-/// Runs the proxy until it is told to stop. `on_listening` hears the address once clients can connect.
-pub fn main(config: Config, sources: Sources, on_listening: impl FnOnce(SocketAddr)) -> ExitCode {
+/// Where a running proxy is to be found.
+#[derive(Clone, Copy, Debug)]
+pub struct Addresses {
+    pub proxy: SocketAddr,
+    pub admin: SocketAddr,
+}
+
+/// Runs the proxy until it is told to stop. `on_listening` hears the addresses once clients can connect.
+pub fn main(config: Config, sources: Sources, on_listening: impl FnOnce(Addresses)) -> ExitCode {
     let ran = Builder::new_current_thread()
         .enable_all()
         .build_local(LocalOptions::default())
@@ -44,11 +59,7 @@ pub fn main(config: Config, sources: Sources, on_listening: impl FnOnce(SocketAd
     }
 }
 
-async fn run(
-    config: Config,
-    sources: Sources,
-    on_listening: impl FnOnce(SocketAddr),
-) -> Result<(), AppError> {
+async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Addresses)) -> Result<(), AppError> {
     let stop = stop_on_signals()?;
     for warning in &config.warnings {
         tracing::warn!("{}", warning.line());
@@ -58,8 +69,20 @@ async fn run(
     let address = server.local_addr()?;
     let upstream = proxy::Shared::new(config.upstream.clone(), config.listen.threads)?;
     let stores = Stores::new(&config.store);
-    let table = Arc::new(ArcSwap::from(Arc::clone(&config.table)));
-    let reloader = tokio::task::spawn_local(Reloader::new(sources, &config, Arc::clone(&table)).run());
+    let metrics = Metrics::new(config.listen.threads, UpstreamErrorKind::NAMES);
+    let live = Live::new(Arc::clone(&config.table), Arc::clone(&metrics));
+    let reloader = Reloader::new(sources, &config, live.clone());
+    let listening = Arc::new(AtomicBool::new(false));
+    let watched = Watched {
+        stop: stop.clone(),
+        listening: Arc::clone(&listening),
+        load: server.load(),
+        stores: stores.clone(),
+        reload: reloader.status(),
+    };
+    // Before the proxy: who asks why it does not start gets an answer.
+    let admin = start_admin(&config, Arc::clone(&metrics), watched).await?;
+    let reloader = tokio::task::spawn_local(reloader.run());
 
     let (shutdown, workers, policies) =
         (config.shutdown, config.listen.threads, config.table.policies().len());
@@ -69,23 +92,97 @@ async fn run(
         StoreSettings::Redis(redis) => format!("redis {}:{}", redis.host, redis.port),
     };
     let config = Arc::new(config);
-    let make_service = move |_worker| {
+    let make_service = move |worker| {
         let (config, stores) = (Arc::clone(&config), stores.clone());
-        let (table, upstream) = (Arc::clone(&table), Arc::clone(&upstream));
+        let (live, upstream) = (live.clone(), Arc::clone(&upstream));
+        let shard = metrics.shard(worker);
         async move {
-            let enforcer = Enforcer::new(table, stores.for_worker().await);
-            let service = Service::new(enforcer, Upstream::new(upstream), &config.listen, &config.log);
-            Rc::new(service)
+            let enforcer = Enforcer::new(live, stores.for_worker().await, Arc::clone(&shard));
+            let upstream = Upstream::new(upstream);
+            Rc::new(Service::new(enforcer, upstream, &config.listen, &config.log, shard))
         }
     };
-    let listening = move || {
+    let on_listening = move || {
+        listening.store(true, Ordering::Relaxed);
         tracing::info!(%address, upstream = upstream_url, store, policies, workers, version = env!("CARGO_PKG_VERSION"), "listening");
-        on_listening(address);
+        on_listening(Addresses { proxy: address, admin });
     };
-    let cut = server.run(make_service, shutdown, stop, listening).await?;
+    let cut = server.run(make_service, shutdown, stop, on_listening).await?;
     reloader.abort();
     tracing::info!(connections_cut = cut, "stopped");
     Ok(())
+}
+
+/// Takes the admin port's addresses and answers there until the process ends. Returns the first.
+async fn start_admin(
+    config: &Config,
+    metrics: Arc<Metrics>,
+    watched: Watched,
+) -> Result<SocketAddr, AppError> {
+    let settings = config.admin.clone();
+    let reload = Arc::clone(&watched.reload);
+    let view = View {
+        metrics,
+        observe: Arc::new(move || watched.observe()),
+        config: Arc::new(move || Arc::clone(&reload.lock().effective)),
+    };
+    let failed = |key, address| move |cause| AppError::Admin { key, address, cause };
+    if let Some(address) = settings.probes {
+        let probes = admin::Listener::probes(address, view.clone()).await;
+        let probes = probes.map_err(failed("admin.probes", address))?;
+        tracing::info!(address = %probes.local_addr()?, "probes listening");
+        tokio::task::spawn_local(probes.run());
+    }
+    let address = settings.address;
+    let admin = admin::Listener::admin(settings, view).await.map_err(failed("admin.address", address))?;
+    let address = admin.local_addr()?;
+    tracing::info!(%address, "admin listening");
+    tokio::task::spawn_local(admin.run());
+    Ok(address)
+}
+
+/// What the admin port tells of the other rooms.
+struct Watched {
+    stop: watch::Receiver<Stop>,
+    /// Clients can connect, or could.
+    listening: Arc<AtomicBool>,
+    load: Load,
+    stores: Stores,
+    reload: Arc<Mutex<reload::Status>>,
+}
+
+impl Watched {
+    fn observe(&self) -> Observed {
+        let (store_up, breaker_open, store_errors, memory) = match &self.stores {
+            Stores::Memory(memory) => {
+                let (keys, bytes, evictions) = (memory.keys(), memory.bytes(), memory.evicted());
+                (true, false, Vec::new(), Some(MemoryUse { keys, bytes, evictions }))
+            }
+            Stores::Redis(redis) => (redis.is_up(), redis.breaker_open(), redis.errors().collect(), None),
+        };
+        let reload = self.reload.lock();
+        Observed {
+            phase: self.phase(),
+            connections: self.load.connections(),
+            store_up,
+            breaker_open,
+            store_errors,
+            memory,
+            generation: reload.generation,
+            reloads_refused: reload.refused,
+            reload_errors: reload.last_error.clone(),
+        }
+    }
+
+    fn phase(&self) -> Phase {
+        if *self.stop.borrow() != Stop::Run {
+            Phase::Stopping
+        } else if self.listening.load(Ordering::Relaxed) {
+            Phase::Serving
+        } else {
+            Phase::Starting
+        }
+    }
 }
 
 /// What the workers' stores have in common.

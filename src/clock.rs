@@ -38,8 +38,15 @@ impl Clock {
 
     /// Microseconds since the Unix epoch.
     pub fn now_us(&self) -> u64 {
+        self.at_us(Instant::now())
+    }
+
+    /// The time at a moment that was looked up before: who needs the time twice asks the system once.
+    pub fn at_us(&self, moment: Instant) -> u64 {
         match &self.0 {
-            Source::System { start, start_us } => start_us.saturating_add(micros(start.elapsed())),
+            Source::System { start, start_us } => {
+                start_us.saturating_add(micros(moment.saturating_duration_since(*start)))
+            }
             Source::Manual(time) => time.load(Ordering::Relaxed),
         }
     }

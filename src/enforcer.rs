@@ -4,21 +4,25 @@
 //! whether to forward, what to answer if not, and which limits to tell the client about.
 
 mod explain;
+mod live;
 
-pub use explain::{Explanation, Limits, Step};
+pub use explain::{Explanation, Limits, Step, explain};
+pub use live::{Live, Rules};
 
 use crate::limiter::{Charge, Decision, Key, Refusal, Standing};
 use crate::policy::{Action, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy, PolicyTable, Reject};
 use crate::store::{Store, Unavailable};
-use arc_swap::ArcSwap;
+use crate::telemetry::metrics::{Decision as Did, Shard, Source};
 use smallvec::SmallVec;
 use std::sync::Arc;
+use tokio::time::Instant;
 
-/// Decides requests by the policies that hold now; cheap to clone, one per worker.
+/// Decides requests by the policies that hold now, and counts what they did; one per worker.
 #[derive(Clone, Debug)]
 pub struct Enforcer {
-    table: Arc<ArcSwap<PolicyTable>>,
+    live: Live,
     store: Store,
+    shard: Arc<Shard>,
 }
 
 /// What is to become of a request. Borrows the table that decided it.
@@ -29,6 +33,8 @@ pub struct Verdict<'t> {
     pub limits: SmallVec<[Reported<'t>; 4]>,
     /// The store's clock when it decided (µs since the epoch).
     pub now_us: u64,
+    /// When the store answered, or was found not to; `None`: it was not asked.
+    pub at: Option<Instant>,
     /// An enforced limit applied, and was decided without the store.
     pub degraded: bool,
     /// Shadow policies that would have refused.
@@ -77,29 +83,41 @@ pub struct Reported<'t> {
 }
 
 impl Enforcer {
-    pub fn new(table: Arc<ArcSwap<PolicyTable>>, store: Store) -> Self {
-        Self { table, store }
+    /// Counts with a worker's own shard.
+    pub fn new(live: Live, store: Store, shard: Arc<Shard>) -> Self {
+        Self { live, store, shard }
     }
 
-    /// The policies that hold now. A request keeps the table that it started with.
-    pub fn table(&self) -> Arc<PolicyTable> {
-        self.table.load_full()
+    /// The policies that hold now. A request keeps those that it started with.
+    pub fn rules(&self) -> Arc<Rules> {
+        self.live.rules()
     }
 
-    /// Decides one request by `table`.
-    pub async fn decide<'t>(&self, table: &'t PolicyTable, facts: &Facts<'_>) -> Verdict<'t> {
-        let plan = match Plan::of(table, facts) {
+    /// Decides one request, which arrived just now, by `rules`.
+    pub async fn decide<'t>(&self, rules: &'t Rules, facts: &Facts<'_>, arrived: Instant) -> Verdict<'t> {
+        let count = |at, did| rules.count(at, &self.shard, did);
+        let plan = match Plan::of(&rules.table, facts, count) {
             Ok(plan) => plan,
             Err(outcome) => return Verdict::of(outcome),
         };
         if plan.claims.is_empty() {
             return Verdict { shadow_rejected: plan.shadow_denied, ..Verdict::of(Outcome::Forward) };
         }
-        let answer = self.store.decide(&plan.charges()).await;
-        match answer {
-            Ok(decision) => plan.into_verdict(&decision),
-            Err(unavailable) => plan.into_degraded(&unavailable),
-        }
+        let answer = self.store.answer(&plan.charges(), arrived).await;
+        let (mut verdict, source) = match answer {
+            Ok((decision, source)) => {
+                plan.count(&decision, count);
+                (plan.into_verdict(&decision), source)
+            }
+            Err(unavailable) => {
+                plan.count_degraded(count);
+                (plan.into_degraded(&unavailable), Source::Degraded)
+            }
+        };
+        let at = Instant::now();
+        self.shard.decided(source, at.saturating_duration_since(arrived));
+        verdict.at = Some(at);
+        verdict
     }
 }
 
@@ -110,6 +128,7 @@ impl<'t> Verdict<'t> {
             outcome,
             limits: SmallVec::new(),
             now_us: 0,
+            at: None,
             degraded: false,
             shadow_rejected: SmallVec::new(),
         }
@@ -125,6 +144,8 @@ struct Plan<'t> {
 
 /// The limits of one matching policy, for the key that the request has there.
 struct Claim<'t> {
+    /// The policy's place in the table.
+    at: usize,
     policy: &'t Policy,
     key: Key,
     limits: &'t [NamedLimit],
@@ -133,29 +154,44 @@ struct Claim<'t> {
 
 impl<'t> Plan<'t> {
     /// Walks the matching policies in order until one exempts or denies; limits met before it apply,
-    /// but a denied request charges nothing. A shadow policy stops nothing.
-    fn of(table: &'t PolicyTable, facts: &Facts<'_>) -> Result<Self, Outcome<'t>> {
+    /// but a denied request charges nothing. A shadow policy stops nothing. `count` hears what the policies
+    /// without limits did.
+    fn of(
+        table: &'t PolicyTable,
+        facts: &Facts<'_>,
+        count: impl Fn(usize, Did),
+    ) -> Result<Self, Outcome<'t>> {
         let (mut claims, mut shadow_denied) = (SmallVec::new(), SmallVec::new());
-        for policy in table.matching(facts) {
+        for (at, policy) in table.matching(facts) {
             let quota = match &policy.action {
                 Action::Limit(quota) => quota,
-                Action::Allow if policy.shadow => continue,
+                Action::Allow => {
+                    count(at, Did::Exempt);
+                    if policy.shadow {
+                        continue;
+                    }
+                    break;
+                }
                 Action::Deny if policy.shadow => {
+                    count(at, Did::ShadowRejected);
                     shadow_denied.push(&*policy.name);
                     continue;
                 }
-                Action::Allow => break,
                 Action::Deny => {
+                    count(at, Did::Denied);
                     return Err(Outcome::Denied { policy: &policy.name, reject: policy.reject.as_ref() });
                 }
             };
             match quota.select(&policy.name, facts, &table.client) {
                 Ok(Some((key, limits))) => {
-                    claims.push(Claim { policy, key, limits, cost: quota.cost });
+                    claims.push(Claim { at, policy, key, limits, cost: quota.cost });
                 }
                 Ok(None) => {}
-                Err(_) if policy.shadow => {}
-                Err(fault) => return Err(Outcome::BadKey { policy: &policy.name, fault }),
+                Err(_) if policy.shadow => count(at, Did::ShadowRejected),
+                Err(fault) => {
+                    count(at, Did::Denied);
+                    return Err(Outcome::BadKey { policy: &policy.name, fault });
+                }
             }
         }
         Ok(Self { claims, shadow_denied })
@@ -219,6 +255,37 @@ impl<'t> Plan<'t> {
         };
         Verdict { degraded, shadow_rejected: self.shadow_denied, ..Verdict::of(outcome) }
     }
+
+    /// Counts what each policy did with a request that was decided; of one about whose limits the deny cache
+    /// knows nothing, that is nothing.
+    fn count(&self, decision: &Decision, count: impl Fn(usize, Did)) {
+        let mut standings = decision.standings.iter();
+        for claim in &self.claims {
+            let (mut refused, mut known) = (false, true);
+            for standing in standings.by_ref().take(claim.limits.len()) {
+                refused |= standing.is_some_and(|standing| standing.refusal.is_some());
+                known &= standing.is_some();
+            }
+            match (refused, claim.policy.shadow) {
+                (true, true) => count(claim.at, Did::ShadowRejected),
+                (true, false) => count(claim.at, Did::Rejected),
+                (false, _) if known => count(claim.at, Did::Allowed),
+                (false, _) => {}
+            }
+        }
+    }
+
+    /// The same without an answer.
+    fn count_degraded(&self, count: impl Fn(usize, Did)) {
+        for claim in &self.claims {
+            let did = match claim.policy.on_store_failure {
+                _ if claim.policy.shadow => Did::Degraded,
+                OnStoreFailure::Open => Did::DegradedOpen,
+                OnStoreFailure::Closed => Did::DegradedClosed,
+            };
+            count(claim.at, did);
+        }
+    }
 }
 
 /// Gathers refusals; the one that lasts longest speaks for all.
@@ -268,6 +335,7 @@ mod tests {
     };
     use crate::store::redis::{Redis, RedisSettings, Shared};
     use crate::store::{Memory, MemorySettings};
+    use crate::telemetry::metrics::Metrics;
     use http::{HeaderMap, Method};
     use std::time::Duration;
 
@@ -343,8 +411,9 @@ mod tests {
             let table = PolicyTable::new(policies, PATH, client, fields);
             let (clock, hands) = Clock::manual(1_700_000_000_000_000);
             let memory = Memory::new(MemorySettings { max_keys: 1000, max_bytes: 1 << 20 }, clock);
-            let enforcer =
-                Enforcer::new(Arc::new(ArcSwap::from_pointee(table)), Store::Memory(Arc::new(memory)));
+            let metrics = Metrics::new(1, &[]);
+            let live = Live::new(table.into(), Arc::clone(&metrics));
+            let enforcer = Enforcer::new(live, Store::Memory(Arc::new(memory)), metrics.shard(0));
             Self { enforcer, hands, away: false }
         }
 
@@ -362,14 +431,14 @@ mod tests {
                 headers: &headers,
                 client_ip: [127, 0, 0, 1].into(),
             };
-            let table = self.enforcer.table();
+            let rules = self.enforcer.rules();
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             let verdict = runtime.block_on(async {
                 let mut enforcer = self.enforcer.clone();
                 if self.away {
                     enforcer.store = Store::redis(Redis::start(&Shared::new(NOBODY)));
                 }
-                enforcer.decide(&table, &facts).await
+                enforcer.decide(&rules, &facts, Instant::now()).await
             });
             look(verdict)
         }
@@ -399,7 +468,7 @@ mod tests {
     fn trap_20_without_the_store_nobody_is_told_to_be_over_a_limit() {
         let outcome = |policies: &[Policy]| {
             let key = KeyBuilder::new("p").finish();
-            let claim = |policy| Claim { policy, key: key.clone(), limits: &[], cost: 1 };
+            let claim = |policy| Claim { at: 0, policy, key: key.clone(), limits: &[], cost: 1 };
             let plan = Plan { claims: policies.iter().map(claim).collect(), shadow_denied: SmallVec::new() };
             let verdict = plan.into_degraded(&Unavailable { kind: "timeout", retry_after_us: 7 });
             assert!(verdict.degraded && verdict.limits.is_empty());

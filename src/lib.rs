@@ -2,6 +2,7 @@
 //!
 //! Rooms, lowest floor first; a room may use what stands below it (`docs/ARCHITECTURE.md` has the tour).
 
+pub mod admin;
 pub mod app;
 pub mod cli;
 pub mod clock;

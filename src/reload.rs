@@ -5,8 +5,8 @@
 //! system, and watches fail on busy nodes. Reading a few small files twice a second costs nothing.
 
 use crate::config::{self, Config, Diagnostic, FileSet, Fixed, Report, Sources};
-use crate::policy::{Policy, PolicyTable};
-use arc_swap::ArcSwap;
+use crate::enforcer::Live;
+use crate::policy::Policy;
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -27,8 +27,12 @@ const SETTLED: Duration = Duration::from_millis(100);
 pub struct Status {
     /// Grows by one with every configuration that took effect; that of the start is 1.
     pub generation: u64,
+    /// Configurations that did not.
+    pub refused: u64,
     /// Why the newest files are not in effect, in lines; empty if they are.
     pub last_error: Vec<String>,
+    /// What is in effect, as JSON.
+    pub effective: Arc<str>,
 }
 
 /// Keeps a policy table up to date.
@@ -37,7 +41,7 @@ pub struct Reloader {
     sources: Sources,
     /// What the process started with and runs until its end.
     running: Fixed,
-    table: Arc<ArcSwap<PolicyTable>>,
+    live: Live,
     files: FileSet,
     settling: Settling<Fingerprint>,
     status: Arc<Mutex<Status>>,
@@ -47,12 +51,14 @@ pub struct Reloader {
 type Fingerprint = [u8; 32];
 
 impl Reloader {
-    /// `config` is what `sources` gave at the start; `table` is what requests are decided by.
-    pub fn new(sources: Sources, config: &Config, table: Arc<ArcSwap<PolicyTable>>) -> Self {
+    /// `config` is what `sources` gave at the start; `live` is what requests are decided by.
+    pub fn new(sources: Sources, config: &Config, live: Live) -> Self {
         let files = config.files.clone();
         let settling = Settling::new(fingerprint(&files));
-        let status = Arc::new(Mutex::new(Status { generation: 1, last_error: Vec::new() }));
-        Self { sources, running: config.fixed(), table, files, settling, status }
+        let running = config.fixed();
+        let effective = config.effective(&running).into();
+        let status = Status { generation: 1, refused: 0, last_error: Vec::new(), effective };
+        Self { sources, running, live, files, settling, status: Arc::new(Mutex::new(status)) }
     }
 
     /// How it goes, readable from anywhere.
@@ -118,13 +124,16 @@ impl Reloader {
     }
 
     fn accept(&self, config: Config) {
+        let effective = config.effective(&self.running).into();
+        let changes = changes(self.live.rules().table.policies(), config.table.policies());
+        self.live.publish(Arc::clone(&config.table));
         let generation = {
             let mut status = self.status.lock();
             status.generation += 1;
             status.last_error.clear();
+            status.effective = effective;
             status.generation
         };
-        let changes = changes(self.table.load().policies(), config.table.policies());
         tracing::info!(generation, policies = config.table.policies().len(), "new configuration: {changes}");
         for warning in &config.warnings {
             tracing::warn!("{}", warning.line());
@@ -132,7 +141,6 @@ impl Reloader {
         for setting in self.running.changed_in(&config) {
             tracing::warn!(setting, "changed in the configuration, but takes effect only after a restart");
         }
-        self.table.store(config.table);
     }
 
     fn refuse(&self, report: &Report) {
@@ -144,7 +152,9 @@ impl Reloader {
         for line in &lines {
             tracing::error!("{line}");
         }
-        self.status.lock().last_error = lines;
+        let mut status = self.status.lock();
+        status.refused += 1;
+        status.last_error = lines;
     }
 }
 

@@ -17,7 +17,7 @@ use std::path::Path;
 use walkdir::WalkDir;
 
 /// Lowest floor first: a room may use what stands before it.
-const ROOMS: [&str; 12] = [
+const ROOMS: [&str; 13] = [
     "clock",
     "telemetry",
     "limiter",
@@ -25,6 +25,7 @@ const ROOMS: [&str; 12] = [
     "store",
     "enforcer",
     "proxy",
+    "admin",
     "config",
     "reload",
     "app",
@@ -33,11 +34,16 @@ const ROOMS: [&str; 12] = [
 ];
 
 /// Rooms below that must not be used all the same.
-const NEVER: [(&str, &str, &str); 4] = [
+const NEVER: [(&str, &str, &str); 5] = [
     (
         "proxy",
         "store",
         "the proxy asks the enforcer one question and gets one verdict; it never sees counters",
+    ),
+    (
+        "admin",
+        "proxy",
+        "the admin port shows what the assembler hands it: a stuck data path must not take it along",
     ),
     (
         "limiter",
@@ -62,12 +68,17 @@ struct Place<'a> {
     file: &'a str,
 }
 
-const LIBRARIES: [Library; 7] = [
+const LIBRARIES: [Library; 8] = [
     Library {
         name: r"hyper|hyper_util|h2",
         // The demo brings a sample upstream of its own.
-        allowed: |place| place.room == "proxy" || place.file.starts_with("cli/demo"),
-        instead: "only the proxy speaks hyper: use the `http` vocabulary, or move this code into `proxy`",
+        allowed: |place| ["proxy", "admin"].contains(&place.room) || place.file.starts_with("cli/demo"),
+        instead: "only proxy and admin speak hyper: use the `http` vocabulary, or move this code into `proxy`",
+    },
+    Library {
+        name: "axum",
+        allowed: |place| place.room == "admin",
+        instead: "routes are the admin port's; on the data path there are none",
     },
     Library {
         name: "tokio|tokio_rustls",
@@ -262,8 +273,8 @@ mod the_checker_itself {
 
     #[test]
     fn complains_about_libraries_in_the_wrong_room() {
-        complains("enforcer.rs", "fn f(request: hyper::Request<()>) {}", "only the proxy speaks hyper");
-        complains("cli/explain.rs", "use hyper_util::rt::TokioIo;", "only the proxy speaks hyper");
+        complains("enforcer.rs", "fn f(request: hyper::Request<()>) {}", "only proxy and admin speak hyper");
+        complains("cli/explain.rs", "use hyper_util::rt::TokioIo;", "only proxy and admin speak hyper");
         complains("limiter/mod.rs", "use http::Method;", "a limit knows no HTTP");
         complains("policy/table.rs", "tokio::spawn(f());", "waits for nobody");
         complains("policy/table.rs", "use toml::Value;", "the file format");

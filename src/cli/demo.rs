@@ -1,6 +1,6 @@
 //! `tidegate demo`: a sample upstream, the proxy and the memory store in one process, on a bare machine.
 
-use crate::app;
+use crate::app::{self, Addresses};
 use crate::config::{self, FileSource, Flags, Sources};
 use crate::telemetry;
 use bytes::Bytes;
@@ -30,9 +30,10 @@ pub(super) fn run(listen: String, file: Option<PathBuf>) -> ExitCode {
         Some(path) => FileSource::Path(path),
         None => FileSource::Text { name: "config.toml".into(), text: CONFIG.into() },
     };
-    // No environment: a demo is the same everywhere.
+    // No environment: a demo is the same everywhere. But the admin port may be in use.
+    let env = vec![("TIDEGATE_ADMIN__ADDRESS".to_owned(), "127.0.0.1:0".to_owned())];
     let flags = Flags { upstream: Some(format!("http://{upstream}")), listen: Some(listen) };
-    let sources = Sources { file, env: Vec::new(), flags };
+    let sources = Sources { file, env, flags };
     let config = match config::load(&sources) {
         Ok(config) => config,
         Err(report) => {
@@ -41,13 +42,15 @@ pub(super) fn run(listen: String, file: Option<PathBuf>) -> ExitCode {
         }
     };
     telemetry::init(&config.log);
-    app::main(config, sources, |proxy| println!("{}", invitation(proxy, upstream)))
+    app::main(config, sources, |addresses| println!("{}", invitation(addresses, upstream)))
 }
 
-fn invitation(proxy: SocketAddr, upstream: SocketAddr) -> String {
+fn invitation(addresses: Addresses, upstream: SocketAddr) -> String {
+    let Addresses { proxy, admin } = addresses;
     format!(
         "tidegate demo: everything in this process, nothing else needed.\n\
-         \n  proxy            http://{proxy}\n  sample upstream  http://{upstream}\n  store            memory\n\
+         \n  proxy            http://{proxy}\n  sample upstream  http://{upstream}\n\
+         \x20 admin            http://{admin}\n  store            memory\n\
          \nTry, in another terminal:\n\
          \n  # 20 requests per 10 s and client: 200s, then 429\n\
          \x20 for i in $(seq 25); do curl -s -o /dev/null -w '%{{http_code}} ' http://{proxy}/hello; done; echo\n\
@@ -61,6 +64,8 @@ fn invitation(proxy: SocketAddr, upstream: SocketAddr) -> String {
          \n  # denied, and exempt\n\
          \x20 curl -i http://{proxy}/internal/secret\n\
          \x20 curl -i http://{proxy}/health\n\
+         \n  # what was counted\n\
+         \x20 curl -s http://{admin}/metrics\n\
          \nCtrl-C ends it."
     )
 }

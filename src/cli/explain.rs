@@ -3,12 +3,10 @@
 use super::standing;
 use super::store::open_store;
 use crate::config::{self, Config, Sources, StoreSettings};
-use crate::enforcer::{Enforcer, Explanation, Step};
+use crate::enforcer::{self, Explanation, Step};
 use crate::proxy::Inbound;
-use arc_swap::ArcSwap;
 use http::{HeaderName, HeaderValue, Request, Uri, request};
 use std::net::IpAddr;
-use std::sync::Arc;
 
 /// A request as it is told on the command line.
 #[derive(clap::Args, Debug)]
@@ -41,8 +39,7 @@ pub(super) fn explain(sources: &Sources, asked: &Asked) -> Result<String, String
         .map_err(|error| format!("error: {error}\n"))?;
     runtime.block_on(async {
         let store = open_store(&config.store).await;
-        let enforcer = Enforcer::new(Arc::new(ArcSwap::from(Arc::clone(&config.table))), store);
-        let explanation = enforcer.explain(&config.table, &inbound.facts(&parts)).await;
+        let explanation = enforcer::explain(&store, &config.table, &inbound.facts(&parts)).await;
         Ok(title + &tell(&config, &explanation))
     })
 }

@@ -3,6 +3,7 @@
 mod check;
 mod demo;
 mod explain;
+mod health;
 mod keys;
 mod run;
 mod standing;
@@ -52,6 +53,11 @@ enum Command {
         #[command(flatten)]
         asked: explain::Asked,
     },
+    /// Ask the proxy on this machine whether it lives. Exits with 0 if so, for HEALTHCHECK and exec probes.
+    Health {
+        #[command(flatten)]
+        config: ConfigFlag,
+    },
     /// Look at the counters in Redis, and reset them.
     Keys {
         #[command(flatten)]
@@ -91,6 +97,7 @@ pub fn main() -> ExitCode {
         Command::Run(flags) => run::run(flags.into_sources()),
         Command::Demo { listen, config } => demo::run(listen, config),
         Command::Explain { config, asked } => print(explain::explain(&config.into_sources(), &asked)),
+        Command::Health { config } => print(health::run(&config.into_sources())),
         Command::Keys { config, command } => print(keys::run(&config.into_sources(), &command)),
         Command::Check { file } => check::run(
             &sources(FileSource::Path(file), Flags::default()),

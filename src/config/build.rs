@@ -5,6 +5,7 @@ use super::diagnostic::Diagnostic;
 use super::input::Input;
 use super::policies::{self, Scope};
 use super::{Config, FileSet, StoreSettings, Written, schema, values};
+use crate::admin::{AdminSettings, Token};
 use crate::limiter::Algorithm;
 use crate::policy::path::EscapedSlashes;
 use crate::policy::{Fields, MissingKey, OnStoreFailure, PolicyTable, client, path};
@@ -13,6 +14,7 @@ use crate::store::MemorySettings;
 use crate::store::redis::{Password, RedisSettings};
 use crate::telemetry::{self, Access, Format, LogSettings};
 use http::HeaderName;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 /// Everything but what only the end of a load knows.
@@ -22,6 +24,7 @@ pub(super) struct Built {
     table: PolicyTable,
     store: StoreSettings,
     shutdown: ShutdownSettings,
+    admin: AdminSettings,
     log: LogSettings,
     words: Vec<String>,
 }
@@ -34,6 +37,7 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
     let upstream = upstream(&top.table("upstream"), &http);
     let store = store(input, &top.table("store"));
     let shutdown = shutdown(&top.table("shutdown"));
+    let admin = admin(input, &top.table("admin"));
     let log = log(&top.table("log"));
     let fields = fields(&top.table("response"));
     let scope = Scope {
@@ -52,6 +56,7 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
         table,
         store: store?,
         shutdown: shutdown?,
+        admin: admin?,
         log: log?,
         words,
     })
@@ -62,8 +67,9 @@ pub(super) fn complete(
     warnings: Vec<Diagnostic>,
     files: FileSet,
 ) -> Config {
-    let Built { listen, upstream, table, store, shutdown, log, words } = built;
-    Config { listen, upstream, table: table.into(), store, shutdown, log, words, warnings, files, written }
+    let Built { listen, upstream, table, store, shutdown, admin, log, words } = built;
+    let table = table.into();
+    Config { listen, upstream, table, store, shutdown, admin, log, words, warnings, files, written }
 }
 
 pub(super) const ON_STORE_FAILURE: [(&str, OnStoreFailure); 2] =
@@ -81,11 +87,7 @@ pub(super) const ALGORITHM: [(&str, Algorithm); 4] = [
 
 fn listen(at: &Cursor<'_>, http: &Cursor<'_>) -> Option<ListenSettings> {
     Some(ListenSettings {
-        address: at.parsed("address", |text| {
-            text.parse()
-                .ok()
-                .ok_or_else(|| "expected an IP address and port such as \"0.0.0.0:8080\"".to_owned())
-        })?,
+        address: at.parsed("address", |text| socket_address(text, "0.0.0.0:8080"))?,
         max_connections: at.whole("max_connections")?,
         threads: match at.whole("threads")? {
             // Knows CPU affinity and the cgroup's quota.
@@ -100,6 +102,10 @@ fn listen(at: &Cursor<'_>, http: &Cursor<'_>) -> Option<ListenSettings> {
         max_body_bytes: http.size("max_body_bytes").filter(|size| *size > 0),
         max_concurrent_streams: http.whole("max_concurrent_streams")?,
     })
+}
+
+fn socket_address(text: &str, example: &str) -> Result<SocketAddr, String> {
+    text.parse().ok().ok_or_else(|| format!("expected an IP address and port such as \"{example}\""))
 }
 
 fn upstream(at: &Cursor<'_>, http: &Cursor<'_>) -> Option<UpstreamSettings> {
@@ -180,7 +186,7 @@ fn store(input: &Input, at: &Cursor<'_>) -> Option<StoreSettings> {
     if !use_redis {
         return Some(StoreSettings::Memory(memory));
     }
-    if let Some(password) = password(input, &redis_at) {
+    if let Some(password) = secret(input, &redis_at, "password_file", "password").map(Password::new) {
         if redis.password.is_some() {
             redis_at.fail("password_file", "store.redis.url holds a password too; expected one of them");
         }
@@ -226,16 +232,17 @@ fn key_prefix(text: &str) -> Result<String, String> {
     Err("expected 1 to 64 letters, digits, \"_\", \".\", \"-\", \":\" or \"/\"".to_owned())
 }
 
-fn password(input: &Input, at: &Cursor<'_>) -> Option<Password> {
-    let path = at.text("password_file").filter(|path| !path.is_empty())?;
+/// What the file holds that a key names, if it names one.
+fn secret(input: &Input, at: &Cursor<'_>, key: &str, what: &str) -> Option<String> {
+    let path = at.text(key).filter(|path| !path.is_empty())?;
     match input.read(Path::new(&path)) {
         Ok(text) if text.trim_end().is_empty() => {
-            at.fail("password_file", "the file is empty; expected a password");
+            at.fail(key, &format!("the file is empty; expected a {what}"));
             None
         }
-        Ok(text) => Some(Password::new(text.trim_end().to_owned())),
+        Ok(text) => Some(text.trim_end().to_owned()),
         Err(error) => {
-            at.fail("password_file", &format!("the file {error}"));
+            at.fail(key, &format!("the file {error}"));
             None
         }
     }
@@ -243,6 +250,42 @@ fn password(input: &Input, at: &Cursor<'_>) -> Option<Password> {
 
 fn shutdown(at: &Cursor<'_>) -> Option<ShutdownSettings> {
     Some(ShutdownSettings { delay: at.duration("delay")?, grace: at.duration("grace")? })
+}
+
+pub(super) fn admin(input: &Input, at: &Cursor<'_>) -> Option<AdminSettings> {
+    let token = secret(input, at, "token_file", "token").map(Token::new);
+    let address = at.parsed("address", |text| match text.split_once(':') {
+        Some(("unix", _)) => {
+            Err("Unix sockets are not supported in this version; expected an IP address and \
+                                  port such as \"127.0.0.1:9090\""
+                .to_owned())
+        }
+        _ => socket_address(text, "127.0.0.1:9090"),
+    })?;
+    if !address.ip().is_loopback() && at.text("token_file").is_none_or(|path| path.is_empty()) {
+        at.fail(
+            "address",
+            "others than this machine can reach it; expected a loopback address such as \"127.0.0.1:9090\", or \
+             a bearer token in admin.token_file (admin.probes is for what kubelet and Prometheus need)",
+        );
+    }
+    let probes = at.parsed("probes", |text| match text {
+        "" => Ok(None),
+        text => socket_address(text, "0.0.0.0:9091").map(Some),
+    })?;
+    if probes.is_some_and(|probes| probes == address && probes.port() != 0) {
+        at.fail("probes", "that is admin.address; expected another port");
+    }
+    Some(AdminSettings { address, probes, token, allowed_hosts: at.list("allowed_hosts", host_name) })
+}
+
+/// As it is compared: in lower case.
+fn host_name(text: &str) -> Result<String, String> {
+    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    if text.is_empty() || !text.chars().all(fits) {
+        return Err("expected a host name without port such as \"admin.internal\"".to_owned());
+    }
+    Ok(text.to_ascii_lowercase())
 }
 
 fn log(at: &Cursor<'_>) -> Option<LogSettings> {

@@ -106,11 +106,11 @@ impl Input {
     ///
     /// # Errors
     /// A [`Report`] if there was any error.
-    pub(super) fn finish<T>(
+    pub(super) fn finish<T, C>(
         self,
         built: Option<T>,
-        complete: impl FnOnce(T, Vec<Diagnostic>, FileSet) -> super::Config,
-    ) -> Result<super::Config, Report> {
+        complete: impl FnOnce(T, Vec<Diagnostic>, FileSet) -> C,
+    ) -> Result<C, Report> {
         let failed = self.has_errors();
         let files = self.files.into_inner();
         let mut diagnostics = self.findings.into_inner();

@@ -8,6 +8,7 @@ mod build;
 mod cursor;
 mod diagnostic;
 mod document;
+mod effective;
 mod files;
 mod input;
 mod layers;
@@ -25,6 +26,7 @@ pub use diagnostic::{Diagnostic, Place, Position, Report, Severity};
 pub use files::FileSet;
 pub use values::duration_words;
 
+use crate::admin::AdminSettings;
 use crate::policy::PolicyTable;
 use crate::proxy::{ListenSettings, ShutdownSettings, UpstreamSettings};
 use crate::store::MemorySettings;
@@ -75,6 +77,7 @@ pub struct Config {
     pub table: Arc<PolicyTable>,
     pub store: StoreSettings,
     pub shutdown: ShutdownSettings,
+    pub admin: AdminSettings,
     pub log: LogSettings,
     /// Each policy in words, in file order; those that are off too.
     pub words: Vec<String>,
@@ -95,6 +98,7 @@ pub enum StoreSettings {
 pub struct Fixed {
     written: Written,
     store: StoreSettings,
+    admin: AdminSettings,
 }
 
 /// The merged values. They may hold a password, so they don't show themselves.
@@ -153,7 +157,35 @@ pub fn load(sources: &Sources) -> Result<Config, Report> {
             .collect();
         build::config(&input, &top, &included)
     };
-    input.finish(built.map(|built| (built, Written(merged))), build::complete)
+    let mut written = Written(merged);
+    for document in included.iter().filter_map(|at| input.documents().get(*at)) {
+        written.add_policies(document.values());
+    }
+    input.finish(built.map(|built| (built, written)), build::complete)
+}
+
+/// Reads the settings of the admin port alone: who asks a running proxy for its health must find it, whatever
+/// else has become of its configuration.
+///
+/// # Errors
+/// A [`Report`] if the main file is no TOML, or these settings are wrong.
+pub fn load_admin(sources: &Sources) -> Result<AdminSettings, Report> {
+    let mut input = Input::default();
+    let Some(main) = files::read_main(&mut input, &sources.file) else {
+        return input.finish(None, |admin, _, _| admin);
+    };
+    let main_values =
+        input.documents().get(main).map(|document| document.values().clone()).unwrap_or_default();
+    // What is wrong with others is not said here.
+    let ours = |name: &str| name == "admin";
+    let main_values = main_values.into_iter().filter(|(name, _)| ours(name)).collect();
+    let env: Vec<_> =
+        sources.env.iter().filter(|(name, _)| name.starts_with("TIDEGATE_ADMIN__")).cloned().collect();
+    let layers = layers::merge(&input, &main_values, &env, &Flags::default());
+    let merged = layers.data().unwrap_or_default().remove(&figment::Profile::Default).unwrap_or_default();
+    input.set_layers(layers);
+    let built = build::admin(&input, &Cursor::top(&input, main, &schema::ROOT, &merged).table("admin"));
+    input.finish(built, |admin, _, _| admin)
 }
 
 /// What a reload brings into effect, beside the policies.
@@ -162,7 +194,7 @@ const LIVE: [&str; 5] = ["include", "client.", "path.", "defaults.", "response."
 impl Config {
     /// What runs until the process ends.
     pub fn fixed(&self) -> Fixed {
-        Fixed { written: self.written.clone(), store: self.store.clone() }
+        Fixed { written: self.written.clone(), store: self.store.clone(), admin: self.admin.clone() }
     }
 }
 
@@ -170,16 +202,33 @@ impl Fixed {
     /// The keys whose values differ in a newer configuration, and that only a restart brings into effect.
     pub fn changed_in(&self, newer: &Config) -> Vec<String> {
         let mut keys = schema::paths();
-        keys.retain(|path| !LIVE.iter().any(|live| path.starts_with(live)));
+        keys.retain(|path| !is_live(path));
         keys.retain(|path| self.written.value(path) != newer.written.value(path));
         if !keys.iter().any(|path| path.starts_with("store.")) && self.store != newer.store {
             keys.push("store.redis.password_file (what it holds)".to_owned());
+        }
+        if !keys.iter().any(|path| path.starts_with("admin.")) && self.admin != newer.admin {
+            keys.push("admin.token_file (what it holds)".to_owned());
         }
         keys
     }
 }
 
+/// Whether a reload brings a key into effect.
+fn is_live(path: &str) -> bool {
+    ["include", "client.", "path.", "defaults.", "response."].iter().any(|live| path.starts_with(live))
+}
+
 impl Written {
+    /// Puts the policies of an included file behind those that are there.
+    fn add_policies(&mut self, included: &Dict) {
+        let Some(Value::Array(_, more)) = included.get("policy") else { return };
+        let all = self.0.entry("policy".to_owned()).or_insert_with(|| Vec::<Value>::new().into());
+        if let Value::Array(_, all) = all {
+            all.extend(more.iter().cloned());
+        }
+    }
+
     /// What holds for a key: its value, or its default.
     fn value(&self, path: &str) -> Option<Value> {
         let mut names = path.split('.');

@@ -71,7 +71,7 @@ const POSITIVE: Kind = Kind::Duration { min: Duration::from_millis(1), max: DAY 
 const DURATION: Kind = Kind::Duration { min: Duration::ZERO, max: DAY };
 
 /// The main file.
-pub(super) static ROOT: [Key; 11] = [
+pub(super) static ROOT: [Key; 12] = [
     key(
         "include",
         Texts("paths or globs such as \"policies/*.toml\""),
@@ -91,6 +91,7 @@ pub(super) static ROOT: [Key; 11] = [
     key("defaults", Table(&DEFAULTS), Optional, "What a policy does that doesn't say otherwise."),
     key("response", Table(&RESPONSE), Optional, "What answers say about limits."),
     key("shutdown", Table(&SHUTDOWN), Optional, "How the end goes."),
+    key("admin", Table(&ADMIN), Optional, "A port of its own: health, metrics, the configuration in effect."),
     key("log", Table(&LOG), Optional, "What is logged, to stderr."),
     key("policy", Tables(&POLICY), Optional, "The policies."),
 ];
@@ -395,6 +396,33 @@ static RESPONSE: [Key; 2] = [
 static SHUTDOWN: [Key; 2] = [
     key("delay", DURATION, Default("0s"), "Keep serving this long after SIGTERM."),
     key("grace", DURATION, Default("25s"), "Then let requests in flight finish this long."),
+];
+
+static ADMIN: [Key; 4] = [
+    key(
+        "address",
+        Text("an IP address and port such as \"127.0.0.1:9090\""),
+        Default("127.0.0.1:9090"),
+        "Never the clients' port. Not on loopback: token_file must be set.",
+    ),
+    key(
+        "probes",
+        Text("an IP address and port such as \"0.0.0.0:9091\""),
+        Default(""),
+        "A second port with /livez, /readyz and /metrics only, for kubelet and Prometheus. Empty: none.",
+    ),
+    key(
+        "token_file",
+        Text("the path of a file that holds the token"),
+        Default(""),
+        "Bearer token. With an address that is not on loopback it is asked for everything but health and metrics.",
+    ),
+    key(
+        "allowed_hosts",
+        Texts("host names such as \"admin.internal\""),
+        Default(""),
+        "Names in Host that are answered, besides localhost and addresses: other names may be DNS rebinding.",
+    ),
 ];
 
 static LOG: [Key; 4] = [

@@ -1,9 +1,9 @@
 //! Why a request gets what it gets: the walk of [`super::Plan`], told policy by policy, with nothing charged.
 
-use super::{Claim, Enforcer, Plan};
+use super::{Claim, Plan};
 use crate::limiter::{Key, Standing};
 use crate::policy::{Action, Facts, KeyFault, NamedLimit, Policy, PolicyTable, Unmet};
-use crate::store::Unavailable;
+use crate::store::{Store, Unavailable};
 use smallvec::SmallVec;
 
 /// What one policy does with a request.
@@ -40,29 +40,27 @@ pub struct Explanation<'t> {
     pub store: Result<u64, Unavailable>,
 }
 
-impl Enforcer {
-    /// Explains what `table` does with a request. Reads the counters and changes none.
-    pub async fn explain<'t>(&self, table: &'t PolicyTable, facts: &Facts<'_>) -> Explanation<'t> {
-        let mut steps = walk(table, facts);
-        let claims = steps.iter().filter_map(|(policy, step)| match step {
-            Step::Limits(limits) => {
-                Some(Claim { policy, key: limits.key.clone(), limits: limits.limits, cost: 0 })
-            }
-            _ => None,
-        });
-        let plan = Plan { claims: claims.collect(), shadow_denied: SmallVec::new() };
-        let decision = match self.store.decide(&plan.charges()).await {
-            Ok(decision) => decision,
-            Err(unavailable) => return Explanation { steps, store: Err(unavailable) },
-        };
-        let mut standings = decision.standings.into_iter().flatten();
-        for (_, step) in &mut steps {
-            if let Step::Limits(limits) = step {
-                limits.standings = standings.by_ref().take(limits.limits.len()).collect();
-            }
+/// Explains what `table` does with a request. Reads the counters and changes none.
+pub async fn explain<'t>(store: &Store, table: &'t PolicyTable, facts: &Facts<'_>) -> Explanation<'t> {
+    let mut steps = walk(table, facts);
+    let claims = steps.iter().enumerate().filter_map(|(at, (policy, step))| match step {
+        Step::Limits(limits) => {
+            Some(Claim { at, policy, key: limits.key.clone(), limits: limits.limits, cost: 0 })
         }
-        Explanation { steps, store: Ok(decision.now_us) }
+        _ => None,
+    });
+    let plan = Plan { claims: claims.collect(), shadow_denied: SmallVec::new() };
+    let decision = match store.decide(&plan.charges()).await {
+        Ok(decision) => decision,
+        Err(unavailable) => return Explanation { steps, store: Err(unavailable) },
+    };
+    let mut standings = decision.standings.into_iter().flatten();
+    for (_, step) in &mut steps {
+        if let Step::Limits(limits) = step {
+            limits.standings = standings.by_ref().take(limits.limits.len()).collect();
+        }
     }
+    Explanation { steps, store: Ok(decision.now_us) }
 }
 
 fn walk<'t>(table: &'t PolicyTable, facts: &Facts<'_>) -> Vec<(&'t Policy, Step<'t>)> {

@@ -50,13 +50,13 @@ impl PolicyTable {
         &self.policies
     }
 
-    /// The policies whose conditions hold, in the order in which they apply.
-    pub fn matching(&self, facts: &Facts<'_>) -> SmallVec<[&Policy; 8]> {
-        self.index
-            .candidates(facts)
-            .iter()
-            .filter_map(|at| self.policies.get(usize::try_from(*at).ok()?))
-            .filter(|policy| policy.unmet(facts).is_none())
+    /// The policies whose conditions hold, in the order in which they apply, each with its place in
+    /// [`PolicyTable::policies`].
+    pub fn matching(&self, facts: &Facts<'_>) -> SmallVec<[(usize, &Policy); 8]> {
+        let places = self.index.candidates(facts).into_iter().filter_map(|at| usize::try_from(at).ok());
+        places
+            .filter_map(|at| Some((at, self.policies.get(at)?)))
+            .filter(|(_, policy)| policy.unmet(facts).is_none())
             .collect()
     }
 
@@ -218,7 +218,7 @@ mod tests {
             headers: &headers,
             client_ip: [127, 0, 0, 1].into(),
         };
-        table.matching(&facts).iter().map(|policy| policy.name.to_string()).collect()
+        table.matching(&facts).iter().map(|(_, policy)| policy.name.to_string()).collect()
     }
 
     #[test]

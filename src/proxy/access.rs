@@ -5,7 +5,7 @@
 use crate::telemetry::{Access, LogSettings};
 use http::{Method, StatusCode};
 use std::net::IpAddr;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Writes what was decided about requests, as far as the owner wants to read it.
 #[derive(Clone, Copy, Debug)]
@@ -24,6 +24,8 @@ pub(super) struct Entry<'a> {
     pub(super) path: &'a str,
     pub(super) client_ip: IpAddr,
     pub(super) status: StatusCode,
+    /// From the request's arrival to the head of the response.
+    pub(super) head: Duration,
     /// allowed, rejected, denied, degraded, malformed
     pub(super) decision: &'static str,
     /// The policy that refused, if one did.
@@ -36,12 +38,7 @@ impl AccessLog {
         Self { access: settings.access, sample: settings.access_sample }
     }
 
-    /// When a request began, if its time is going to be written.
-    pub(super) fn start(&self) -> Option<Instant> {
-        (self.access == Access::All).then(Instant::now)
-    }
-
-    pub(super) fn write(&self, entry: &Entry<'_>, started: Option<Instant>) {
+    pub(super) fn write(&self, entry: &Entry<'_>) {
         // By who refused, not by the decision: an outage must not write a line per request that it let through.
         let rejected = entry.policy.is_some() || !entry.shadow_rejected.is_empty();
         let wanted = match self.access {
@@ -62,7 +59,7 @@ impl AccessLog {
             decision = entry.decision,
             policy = entry.policy,
             shadow_rejected = shadow(entry.shadow_rejected),
-            head_ms = started.map(|at| millis(at.elapsed())),
+            head_ms = millis(entry.head),
             "request"
         );
     }

@@ -217,8 +217,14 @@ mod tests {
         mut headers: HeaderMap,
     ) -> HeaderMap {
         let limits = limits.iter().copied().collect();
-        let verdict =
-            Verdict { outcome, limits, now_us: NOW_US, degraded: false, shadow_rejected: SmallVec::new() };
+        let verdict = Verdict {
+            outcome,
+            limits,
+            now_us: NOW_US,
+            at: None,
+            degraded: false,
+            shadow_rejected: SmallVec::new(),
+        };
         write(&verdict, fields, &mut headers);
         headers
     }

@@ -501,6 +501,7 @@ mod tests {
             outcome,
             limits: SmallVec::new(),
             now_us: 0,
+            at: None,
             degraded: false,
             shadow_rejected: SmallVec::new(),
         };
@@ -565,6 +566,7 @@ mod tests {
             outcome: limited(Some(42_000_000), None),
             limits: smallvec![reported],
             now_us: 0,
+            at: None,
             shadow_rejected: SmallVec::new(),
         };
         let response = refusal(&verdict, BOTH, JSON).unwrap();

@@ -10,12 +10,15 @@ use super::{ListenSettings, RequestBody, ResponseBody, fields};
 use crate::enforcer::{Enforcer, Outcome, Verdict};
 use crate::policy::PolicyTable;
 use crate::telemetry::LogSettings;
+use crate::telemetry::metrics::Shard;
 use bytes::Bytes;
 use http::{HeaderMap, Method, Request, Response, StatusCode, header};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::Instant;
 
-/// Answers requests: asks the enforcer, then forwards or refuses. One per worker.
+/// Answers requests: asks the enforcer, then forwards or refuses. One per worker, with its counts.
 #[derive(Debug)]
 pub struct Service {
     enforcer: Enforcer,
@@ -23,50 +26,61 @@ pub struct Service {
     max_headers: usize,
     max_body_bytes: Option<u64>,
     access: AccessLog,
+    shard: Arc<Shard>,
 }
 
 impl Service {
-    pub fn new(enforcer: Enforcer, upstream: Upstream, listen: &ListenSettings, log: &LogSettings) -> Self {
+    pub fn new(
+        enforcer: Enforcer,
+        upstream: Upstream,
+        listen: &ListenSettings,
+        log: &LogSettings,
+        shard: Arc<Shard>,
+    ) -> Self {
         Self {
             enforcer,
             upstream,
             max_headers: listen.max_headers,
             max_body_bytes: listen.max_body_bytes,
             access: AccessLog::new(log),
+            shard,
         }
     }
 
     async fn answer(&self, request: Request<RequestBody>, peer: &Peer) -> Response<ResponseBody> {
-        let started = self.access.start();
+        let arrived = Instant::now();
         let (mut parts, body) = request.into_parts();
         let style = Style::of(&parts);
         let version_in = parts.version;
-        let table = self.enforcer.table();
+        let rules = self.enforcer.rules();
+        let table = &*rules.table;
 
         // 1. Only what front and back read alike gets further.
         if has_more_headers(&parts.headers, self.max_headers) {
-            return self.refuse(body, replies::local(Local::TooManyHeaders, style));
+            return self.refuse(body, replies::local(Local::TooManyHeaders, style), arrived.elapsed());
         }
-        let inbound = match Inbound::read(&mut parts, peer.addr.ip(), &table) {
+        let inbound = match Inbound::read(&mut parts, peer.addr.ip(), table) {
             Ok(inbound) => inbound,
             Err(fault) => {
                 tracing::debug!(%fault, peer = %peer.addr, "request refused at the gate");
-                return self.refuse(body, replies::inbound_fault(fault, style));
+                return self.refuse(body, replies::inbound_fault(fault, style), arrived.elapsed());
             }
         };
         if self.max_body_bytes.is_some_and(|most| inbound.target.content_length > Some(most)) {
-            return self.refuse(body, replies::local(Local::BodyTooLarge, style));
+            return self.refuse(body, replies::local(Local::BodyTooLarge, style), arrived.elapsed());
         }
         if table.overhears(&inbound.client, &parts.headers) {
-            hint_at_trusted_proxies(peer, &table);
+            self.shard.forwarding_not_trusted();
+            hint_at_trusted_proxies(peer, table);
         }
 
         // 2. One question, one verdict.
-        let verdict = self.enforcer.decide(&table, &inbound.facts(&parts)).await;
-        let asked = Asked { method: parts.method.clone(), inbound, started };
+        let verdict = self.enforcer.decide(&rules, &inbound.facts(&parts), arrived).await;
+        let decided = verdict.at.unwrap_or(arrived);
+        let asked = Asked { method: parts.method.clone(), inbound, arrived };
         if let Some(reply) = replies::refusal(&verdict, table.fields, style) {
-            self.log(&asked, &verdict, reply.status());
-            return self.refuse(body, reply);
+            self.log(&asked, &verdict, reply.status(), decided);
+            return self.refuse(body, reply, decided - arrived);
         }
 
         // 3. Forward, and say how much is left.
@@ -81,12 +95,17 @@ impl Service {
             upstream_authority: self.upstream.authority(),
         };
         headers::forward_request(&mut parts, &asked.inbound.target, &hop);
-        let mut response = match self.upstream.send(Request::from_parts(parts, body)).await {
+        let mut response = match self.upstream.send(Request::from_parts(parts, body), decided).await {
             Ok(response) => self.pass_on(response, version_in, style),
-            Err(error) => failed(&error, style),
+            Err(error) => {
+                self.shard.upstream_error(error.kind as usize);
+                failed(&error, style)
+            }
         };
         fields::write(&verdict, table.fields, response.headers_mut());
-        self.log(&asked, &verdict, response.status());
+        let responded = Instant::now();
+        self.log(&asked, &verdict, response.status(), responded);
+        self.shard.responded(response.status().as_u16(), responded - arrived);
         response
     }
 
@@ -100,6 +119,7 @@ impl Service {
         match headers::forward_response(&mut parts, version_in) {
             Ok(()) => Response::from_parts(parts, body),
             Err(fault) => {
+                self.shard.upstream_error(UpstreamErrorKind::Protocol as usize);
                 tracing::warn!(%fault, "upstream response refused");
                 replies::local(Local::Protocol, style).map(ResponseBody::Full)
             }
@@ -107,12 +127,13 @@ impl Service {
     }
 
     /// Answers without the upstream; what the client still sends of its body is nobody's business.
-    fn refuse(&self, body: RequestBody, reply: Response<Bytes>) -> Response<ResponseBody> {
+    fn refuse(&self, body: RequestBody, reply: Response<Bytes>, took: Duration) -> Response<ResponseBody> {
         body.discard();
+        self.shard.responded(reply.status().as_u16(), took);
         reply.map(ResponseBody::Full)
     }
 
-    fn log(&self, asked: &Asked, verdict: &Verdict<'_>, status: StatusCode) {
+    fn log(&self, asked: &Asked, verdict: &Verdict<'_>, status: StatusCode, responded: Instant) {
         let (decision, policy) = match &verdict.outcome {
             Outcome::Forward if verdict.degraded => ("degraded", None),
             Outcome::Forward => ("allowed", None),
@@ -127,11 +148,12 @@ impl Service {
             path: asked.inbound.target.path(),
             client_ip: asked.inbound.client.ip,
             status,
+            head: responded - asked.arrived,
             decision,
             policy,
             shadow_rejected: &verdict.shadow_rejected,
         };
-        self.access.write(&entry, asked.started);
+        self.access.write(&entry);
     }
 }
 
@@ -168,7 +190,7 @@ fn hint_at_trusted_proxies(peer: &Peer, table: &PolicyTable) {
 struct Asked {
     method: Method,
     inbound: Inbound,
-    started: Option<std::time::Instant>,
+    arrived: Instant,
 }
 
 /// The answer when the upstream gave none.

@@ -98,24 +98,29 @@ impl Upstream {
 
     /// Sends a request and waits for the head of its response; the body is still to come.
     ///
-    /// The request has its URI in origin form and its final headers, `Host` included. Dropping the
-    /// future, or the response's body before its end, closes the connection.
+    /// The request has its URI in origin form and its final headers, `Host` included. `now` is when the
+    /// caller looked at the clock last. Dropping the future, or the response's body before its end, closes
+    /// the connection.
     ///
     /// # Errors
     /// When no response head came, see [`UpstreamErrorKind`].
     pub async fn send(
         &self,
         mut request: Request<RequestBody>,
+        now: Instant,
     ) -> Result<Response<ResponseBody>, UpstreamError> {
         let settings = self.pool.settings();
         *request.version_mut() = http::Version::HTTP_11;
         let mut may_repeat = settings.retry_idempotent && is_repeatable(&request);
         let mut connects_left = settings.retry_connect;
-        let mut connection = self.pool.acquire(&mut connects_left).await?;
+        let (mut connection, mut sent) = match self.pool.take_idle() {
+            Some(connection) => (connection, now),
+            None => (self.pool.acquire(&mut connects_left).await?, Instant::now()),
+        };
         loop {
             let reused = connection.is_reused();
             let copy = (reused && may_repeat).then(|| copy_without_body(&request));
-            match self.exchange(connection, request).await {
+            match self.exchange(connection, request, sent).await {
                 Ok(response) => return Ok(response),
                 Err(Failure::Unsent(unsent, _)) if reused => {
                     request = *unsent;
@@ -136,6 +141,7 @@ impl Upstream {
                 }
                 Err(Failure::Unsent(_, error) | Failure::Sent(error)) => return Err(error),
             }
+            sent = Instant::now();
         }
     }
 
@@ -143,10 +149,11 @@ impl Upstream {
         &self,
         mut connection: Box<Connection>,
         request: Request<RequestBody>,
+        sent: Instant,
     ) -> Result<Response<ResponseBody>, Failure> {
         let progress = request.body().progress();
         let answer = connection.sender.try_send_request(request);
-        let response = match self.in_time(&mut connection, answer, progress.as_deref()).await {
+        let response = match self.in_time(&mut connection, answer, progress.as_deref(), sent).await {
             Some(Ok(response)) => response,
             Some(Err(failed)) => return Err(Failure::new(failed, progress.as_deref())),
             None => {
@@ -172,17 +179,17 @@ impl Upstream {
     }
 
     /// Waits for `answer`, at most `response_timeout` after the last part of the request was handed
-    /// over; `None` then. While the client is the one who keeps the upstream waiting, its own
+    /// over, a bodiless one at `sent`; `None` then. While the client is the one who keeps the upstream waiting, its own
     /// deadline is in force.
     async fn in_time<T>(
         &self,
         connection: &mut Connection,
         answer: impl Future<Output = T>,
         progress: Option<&Progress>,
+        sent: Instant,
     ) -> Option<T> {
         let mut answer = pin!(answer);
         let Some(limit) = self.pool.settings().response_timeout else { return Some(answer.await) };
-        let started = Instant::now();
         poll_fn(|cx| {
             if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
                 return Poll::Ready(Some(answer));
@@ -190,7 +197,7 @@ impl Upstream {
             let since = match progress.map(|progress| (progress.state(), progress.moved())) {
                 Some((Sending::AwaitsClient, _)) => Instant::now(),
                 Some((_, moved)) => moved,
-                None => started,
+                None => sent,
             };
             connection.alarm.poll(since + limit, cx).map(|()| None)
         })
@@ -260,8 +267,25 @@ impl UpstreamErrorKind {
         }
     }
 
+    /// Every [`UpstreamErrorKind::name`], in the order of declaration.
+    pub const NAMES: &[&str] = &[
+        Self::ConnectRefused.name(),
+        Self::ConnectFailed.name(),
+        Self::ConnectTimeout.name(),
+        Self::Dns.name(),
+        Self::Tls.name(),
+        Self::QueueFull.name(),
+        Self::QueueTimeout.name(),
+        Self::ResponseTimeout.name(),
+        Self::Terminated.name(),
+        Self::Protocol.name(),
+        Self::RequestBodyTimeout.name(),
+        Self::RequestBodyTooLarge.name(),
+        Self::ClientGone.name(),
+    ];
+
     /// The name in metrics and logs.
-    pub fn name(self) -> &'static str {
+    pub const fn name(self) -> &'static str {
         match self {
             Self::ConnectRefused => "connect_refused",
             Self::ConnectFailed => "connect_failed",
@@ -300,8 +324,17 @@ impl UpstreamError {
 
 #[cfg(test)]
 mod tests {
-    use super::{RequestBody, is_repeatable};
+    use super::{RequestBody, UpstreamErrorKind, is_repeatable};
     use http::Request;
+
+    #[test]
+    fn names_stand_where_their_kinds_count() {
+        let last = UpstreamErrorKind::ClientGone;
+        assert_eq!(UpstreamErrorKind::NAMES.len(), last as usize + 1);
+        for kind in [UpstreamErrorKind::ConnectRefused, UpstreamErrorKind::ResponseTimeout, last] {
+            assert_eq!(UpstreamErrorKind::NAMES[kind as usize], kind.name());
+        }
+    }
 
     #[test]
     fn only_what_does_no_harm_twice_is_repeatable() {

@@ -15,6 +15,7 @@ use indexmap::IndexMap;
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Instant;
 
 /// Bounds of the memory store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,8 +82,13 @@ impl Memory {
 
     /// Decides all charges together, as [`super::Store::decide`] says.
     pub fn decide(&self, charges: &[Charge<'_>]) -> Decision {
+        self.decide_at(charges, Instant::now())
+    }
+
+    /// The same for who has just looked at the clock.
+    pub fn decide_at(&self, charges: &[Charge<'_>], asked: Instant) -> Decision {
         let mut held = self.hold(charges);
-        let now_us = held.advance();
+        let now_us = held.advance(asked);
 
         let refusals: SmallVec<[Option<Refusal>; 4]> = charges
             .iter()
@@ -176,9 +182,9 @@ struct Held<'a> {
 
 impl Held<'_> {
     /// Time never goes back: what expired once was perhaps forgotten, and may not come to matter again.
-    fn advance(&mut self) -> u64 {
+    fn advance(&mut self, asked: Instant) -> u64 {
         let newest_us = self.shards.iter().map(|(_, shard)| shard.newest_us);
-        let now_us = newest_us.fold(self.memory.clock.now_us(), u64::max);
+        let now_us = newest_us.fold(self.memory.clock.at_us(asked), u64::max);
         for (_, shard) in &mut self.shards {
             shard.newest_us = now_us;
         }

@@ -7,6 +7,7 @@ pub mod redis;
 pub use memory::{Memory, MemorySettings};
 
 use crate::limiter::{Charge, Decision};
+use crate::telemetry::metrics::Source;
 use deny_cache::{DenyCache, Fit};
 use redis::Redis;
 use std::sync::Arc;
@@ -41,13 +42,26 @@ impl Store {
     /// # Errors
     /// [`Unavailable`] if the store is away; whether the charges were made is then unknown.
     pub async fn decide(&self, charges: &[Charge<'_>]) -> Result<Decision, Unavailable> {
+        self.answer(charges, Instant::now()).await.map(|(decision, _)| decision)
+    }
+
+    /// The same for who has just looked at the clock and wants to know whose answer it is.
+    ///
+    /// # Errors
+    /// As [`Store::decide`].
+    pub async fn answer(
+        &self,
+        charges: &[Charge<'_>],
+        asked: Instant,
+    ) -> Result<(Decision, Source), Unavailable> {
         let (redis, refusals) = match self {
-            Self::Memory(memory) => return Ok(memory.decide(charges)),
+            Self::Memory(memory) => {
+                return Ok((memory.decide_at(charges, asked.into_std()), Source::Memory));
+            }
             Self::Redis { redis, refusals } => (redis, refusals),
         };
-        let asked = Instant::now();
         if let Some(refusal) = refusals.recall(charges, asked, Fit::Whole) {
-            return Ok(refusal);
+            return Ok((refusal, Source::DenyCache));
         }
         let answer = if redis.breaker_open() {
             Err(redis.unavailable("breaker_open"))
@@ -59,10 +73,13 @@ impl Store {
                 if !decision.admitted {
                     refusals.remember(charges, &decision, asked, Instant::now());
                 }
-                Ok(decision)
+                Ok((decision, Source::Redis))
             }
             // Without Redis, a refusal whose end isn't known for this cost is better than none.
-            Err(unavailable) => refusals.recall(charges, Instant::now(), Fit::Any).ok_or(unavailable),
+            Err(unavailable) => {
+                let refusal = refusals.recall(charges, Instant::now(), Fit::Any);
+                refusal.map(|refusal| (refusal, Source::DenyCache)).ok_or(unavailable)
+            }
         }
     }
 }

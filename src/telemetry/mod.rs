@@ -1,5 +1,6 @@
-//! What tidegate says about itself. So far: the log.
+//! What tidegate says about itself: the log, and the metrics.
 
 mod log;
+pub mod metrics;
 
 pub use log::{Access, Format, Level, LogSettings, init};

@@ -21,6 +21,7 @@ mod support;
 
 mod model;
 
+mod admin;
 mod bounds;
 mod gate;
 mod identity;

@@ -12,7 +12,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 pub(super) const GET: &[u8] = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n";
 
@@ -160,7 +160,7 @@ impl Handler for Forwarding {
         request: Request<RequestBody>,
         _peer: Arc<Peer>,
     ) -> Response<ResponseBody> {
-        match self.0.send(request).await {
+        match self.0.send(request, Instant::now()).await {
             Ok(response) => response,
             Err(error) => text(StatusCode::BAD_GATEWAY, error.kind.name()),
         }

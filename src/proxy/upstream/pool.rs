@@ -142,7 +142,8 @@ impl Pool {
         self.open(permit, retries).await
     }
 
-    fn take_idle(&self) -> Option<Box<Connection>> {
+    /// A connection that is there and used before.
+    pub(super) fn take_idle(&self) -> Option<Box<Connection>> {
         let mut idle = self.idle.borrow_mut();
         let max_age = self.settings().pool_idle_timeout;
         std::iter::from_fn(|| idle.pop_back()).find(|connection| connection.is_usable(max_age))

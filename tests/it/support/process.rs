@@ -15,6 +15,8 @@ use tokio::time::{Instant, timeout};
 pub fn tidegate() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     command.env_clear().env("RUST_BACKTRACE", "1");
+    // Many run side by side.
+    command.env("TIDEGATE_ADMIN__ADDRESS", "127.0.0.1:0");
     command
 }
 

@@ -71,6 +71,23 @@ impl Proxy {
         &self.config
     }
 
+    /// Where the admin port listens.
+    pub fn admin(&self) -> SocketAddr {
+        self.logged_address("admin listening").expect("the admin port listens before the proxy does")
+    }
+
+    /// Where the probes listen, if they do.
+    pub fn probes(&self) -> Option<SocketAddr> {
+        self.logged_address("probes listening")
+    }
+
+    fn logged_address(&self, message: &str) -> Option<SocketAddr> {
+        self.process.lines().iter().find_map(|line| {
+            let line = LogLine(serde_json::from_str(&line.text).ok()?);
+            line.says(message).then(|| line.field("address").parse().unwrap())
+        })
+    }
+
     /// How many lines have been logged: what comes now comes after.
     pub fn log_mark(&self) -> usize {
         self.process.lines().len()

@@ -1,0 +1,86 @@
+//! What is in effect, for people who look: every key with its value, and the policies as they were written.
+
+use super::schema::{self, Kind};
+use super::{Config, Fixed, is_live};
+use figment::value::Value;
+use serde_json::{Map, Value as Json};
+
+impl Config {
+    /// This configuration as JSON where a reload brought it into effect, and `running` everywhere else. Holds no
+    /// secret: not even a user's name in a URL.
+    pub fn effective(&self, running: &Fixed) -> String {
+        let mut top = Map::new();
+        for path in schema::paths() {
+            let written = if is_live(&path) { &self.written } else { &running.written };
+            let Some(value) = written.value(&path) else { continue };
+            let is_secret =
+                schema::find_path(path.split('.')).is_some_and(|key| matches!(key.kind, Kind::Secret(_)));
+            put(&mut top, &path, if is_secret { without_login(&value) } else { json(&value) });
+        }
+        top.insert("policy".into(), self.written.0.get("policy").map_or(Json::Array(Vec::new()), json));
+        Json::Object(top).to_string()
+    }
+}
+
+fn put(top: &mut Map<String, Json>, path: &str, value: Json) {
+    let Some((table, rest)) = path.split_once('.') else {
+        top.insert(path.to_owned(), value);
+        return;
+    };
+    let inner = top.entry(table).or_insert_with(|| Json::Object(Map::new()));
+    if let Json::Object(inner) = inner {
+        put(inner, rest, value);
+    }
+}
+
+fn json(value: &Value) -> Json {
+    serde_json::to_value(value).unwrap_or(Json::Null)
+}
+
+/// A URL without user and password; anything else shows nothing.
+fn without_login(url: &Value) -> Json {
+    let shown = url.as_str().and_then(|text| {
+        let (scheme, rest) = text.split_once("://")?;
+        let server = rest.rsplit_once('@').map_or(rest.to_owned(), |(_, server)| format!("***@{server}"));
+        Some(format!("{scheme}://{server}"))
+    });
+    shown.unwrap_or_else(|| "***".to_owned()).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{FileSource, Sources, load};
+    use super::*;
+
+    fn config(text: &str) -> Config {
+        let file = FileSource::Text { name: "t.toml".into(), text: text.into() };
+        load(&Sources { file, ..Sources::default() }).unwrap()
+    }
+
+    #[test]
+    fn what_a_restart_would_change_shows_what_runs() {
+        let start = config("upstream.url = \"http://a\"\nresponse.headers = \"none\"\n");
+        let newer = config(
+            "upstream.url = \"http://b\"\nresponse.headers = \"legacy\"\n[[policy]]\nname = \"p\"\naction = \"deny\"\n",
+        );
+        let shown: Json = serde_json::from_str(&newer.effective(&start.fixed())).unwrap();
+        assert_eq!(shown["upstream"]["url"], "http://a");
+        assert_eq!(shown["response"]["headers"], "legacy");
+        assert_eq!(shown["listen"]["http"]["max_headers"], 100);
+        assert_eq!(shown["policy"], serde_json::json!([{ "name": "p", "action": "deny" }]));
+    }
+
+    #[test]
+    fn secrets_are_hidden() {
+        for (url, shown) in [
+            ("redis://ann:hunter2@redis:6380/3", "redis://***@redis:6380/3"),
+            ("redis://redis:6380/3", "redis://redis:6380/3"),
+        ] {
+            let config = config(&format!("upstream.url = \"http://a\"\nstore.redis.url = \"{url}\"\n"));
+            let text = config.effective(&config.fixed());
+            let json: Json = serde_json::from_str(&text).unwrap();
+            assert_eq!(json["store"]["redis"]["url"], shown);
+            assert!(!text.contains("hunter2") && !text.contains("ann"), "{text}");
+        }
+    }
+}
