@@ -216,7 +216,7 @@ impl Fixed {
 
 /// Whether a reload brings a key into effect.
 fn is_live(path: &str) -> bool {
-    ["include", "client.", "path.", "defaults.", "response."].iter().any(|live| path.starts_with(live))
+    LIVE.iter().any(|live| path.starts_with(live))
 }
 
 impl Written {
