@@ -45,5 +45,8 @@ COPY --from=build /src/target/x86_64-unknown-linux-musl/release/tidegate /tidega
 # A number, so that Kubernetes can see that it isn't root.
 USER 65532:65532
 EXPOSE 8080
+# Where Kubernetes runs the image, its own probes are used instead.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=5s \
+  CMD ["/tidegate", "health", "--config", "/etc/tidegate/config.toml"]
 ENTRYPOINT ["/tidegate"]
 CMD ["run", "--config", "/etc/tidegate/config.toml"]
