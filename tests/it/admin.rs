@@ -228,7 +228,10 @@ async fn an_outage_of_redis_is_counted_and_said_and_readiness_holds() {
 
     redis.restart();
     until_store(&proxy, "up").await;
-    assert_eq!(proxy.statuses("/shut", 1).await, [200], "an empty Redis");
+    let decided = |metrics: &Metrics| metrics.value("tidegate_decision_seconds_count{source=\"redis\"}");
+    let before = decided(&Metrics::of(&proxy).await);
+    assert_eq!(proxy.statuses("/", 1).await, [200]);
+    assert_eq!(decided(&Metrics::of(&proxy).await) - before, 1.0, "Redis decides again");
 }
 
 async fn until_store(proxy: &Proxy, wanted: &str) {
