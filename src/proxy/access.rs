@@ -40,7 +40,8 @@ impl AccessLog {
 
     pub(super) fn write(&self, entry: &Entry<'_>) {
         // By who refused, not by the decision: an outage must not write a line per request that it let through.
-        let rejected = entry.policy.is_some() || !entry.shadow_rejected.is_empty();
+        let refused = entry.policy.is_some() || entry.decision == "malformed";
+        let rejected = refused || !entry.shadow_rejected.is_empty();
         let wanted = match self.access {
             Access::Off => false,
             Access::Rejected => rejected,

@@ -12,7 +12,7 @@ use crate::policy::PolicyTable;
 use crate::telemetry::LogSettings;
 use crate::telemetry::metrics::Shard;
 use bytes::Bytes;
-use http::{HeaderMap, Method, Request, Response, StatusCode, header};
+use http::{HeaderMap, Method, Request, Response, StatusCode, header, request};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -57,17 +57,20 @@ impl Service {
 
         // 1. Only what front and back read alike gets further.
         if has_more_headers(&parts.headers, self.max_headers) {
-            return self.refuse(body, replies::local(Local::TooManyHeaders, style), arrived.elapsed());
+            let reply = replies::local(Local::TooManyHeaders, style);
+            return self.turn_away(&parts, body, peer, reply, arrived);
         }
         let inbound = match Inbound::read(&mut parts, peer.addr.ip(), table) {
             Ok(inbound) => inbound,
             Err(fault) => {
                 tracing::debug!(%fault, peer = %peer.addr, "request refused at the gate");
-                return self.refuse(body, replies::inbound_fault(fault, style), arrived.elapsed());
+                let reply = replies::inbound_fault(fault, style);
+                return self.turn_away(&parts, body, peer, reply, arrived);
             }
         };
         if self.max_body_bytes.is_some_and(|most| inbound.target.content_length > Some(most)) {
-            return self.refuse(body, replies::local(Local::BodyTooLarge, style), arrived.elapsed());
+            let reply = replies::local(Local::BodyTooLarge, style);
+            return self.turn_away(&parts, body, peer, reply, arrived);
         }
         if table.overhears(&inbound.client, &parts.headers) {
             self.shard.forwarding_not_trusted();
@@ -76,7 +79,7 @@ impl Service {
 
         // 2. One question, one verdict.
         let verdict = self.enforcer.decide(&rules, &inbound.facts(&parts), arrived).await;
-        let decided = verdict.at.unwrap_or(arrived);
+        let decided = verdict.at.unwrap_or_else(Instant::now);
         let asked = Asked { method: parts.method.clone(), inbound, arrived };
         if let Some(reply) = replies::refusal(&verdict, table.fields, style) {
             self.log(&asked, &verdict, reply.status(), decided);
@@ -99,6 +102,7 @@ impl Service {
             Ok(response) => self.pass_on(response, version_in, style),
             Err(error) => {
                 self.shard.upstream_error(error.kind as usize);
+                self.upstream.tell(&error);
                 failed(&error, style)
             }
         };
@@ -124,6 +128,30 @@ impl Service {
                 replies::local(Local::Protocol, style).map(ResponseBody::Full)
             }
         }
+    }
+
+    /// Answers a request that no policy gets to see.
+    fn turn_away(
+        &self,
+        parts: &request::Parts,
+        body: RequestBody,
+        peer: &Peer,
+        reply: Response<Bytes>,
+        arrived: Instant,
+    ) -> Response<ResponseBody> {
+        let took = arrived.elapsed();
+        self.access.write(&Entry {
+            method: &parts.method,
+            host: parts.headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default(),
+            path: parts.uri.path(),
+            client_ip: peer.addr.ip(),
+            status: reply.status(),
+            head: took,
+            decision: "malformed",
+            policy: None,
+            shadow_rejected: &[],
+        });
+        self.refuse(body, reply, took)
     }
 
     /// Answers without the upstream; what the client still sends of its body is nobody's business.
@@ -196,10 +224,6 @@ struct Asked {
 /// The answer when the upstream gave none.
 fn failed(error: &UpstreamError, style: Style) -> Response<ResponseBody> {
     use UpstreamErrorKind as Kind;
-    match error.kind.fault() {
-        super::Fault::Client => tracing::debug!(%error, "request not forwarded"),
-        super::Fault::Upstream | super::Fault::Us => tracing::warn!(%error, "request not forwarded"),
-    }
     let what = match error.kind {
         Kind::ConnectRefused | Kind::ConnectFailed => Local::ConnectRefused,
         Kind::ConnectTimeout => Local::ConnectTimeout,

@@ -96,6 +96,19 @@ impl Upstream {
         self.pool.authority()
     }
 
+    /// Logs why a request was not forwarded: what clients do wrong in detail only, trouble of ours or of the
+    /// upstream now and then.
+    pub(super) fn tell(&self, error: &UpstreamError) {
+        let told = match error.kind.fault() {
+            Fault::Client => None,
+            Fault::Upstream | Fault::Us => self.pool.trouble().tell(std::time::Instant::now()),
+        };
+        match told {
+            Some(requests) => tracing::warn!(%error, requests, "requests are not forwarded"),
+            None => tracing::debug!(%error, "request not forwarded"),
+        }
+    }
+
     /// Sends a request and waits for the head of its response; the body is still to come.
     ///
     /// The request has its URI in origin form and its final headers, `Host` included. `now` is when the

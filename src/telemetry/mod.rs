@@ -2,5 +2,7 @@
 
 mod log;
 pub mod metrics;
+mod throttle;
 
 pub use log::{Access, Format, Level, LogSettings, init};
+pub use throttle::Throttle;

@@ -274,3 +274,22 @@ fn plain_gets(text: &str) -> Vec<(String, String)> {
         })
         .collect()
 }
+
+#[tokio::test]
+async fn an_upstream_that_is_away_does_not_flood_the_log() {
+    let proxy = Proxy::builder().start().await;
+    assert_eq!(proxy.statuses("/", 30).await, [502; 30]);
+    let lines = proxy.log();
+    let told: Vec<&str> = lines.lines().filter(|line| line.contains("requests are not forwarded")).collect();
+    assert_eq!(told.len(), 1, "{lines}");
+    assert!(told[0].contains("connect_refused"), "{}", told[0]);
+}
+
+#[tokio::test]
+async fn what_no_policy_could_see_is_in_the_access_log() {
+    let proxy = Proxy::builder().start().await;
+    assert_eq!(proxy.ask("GET", "/a%00b").status().await, 400);
+    let line = proxy.wait_for_log("an access line", 0, SOON, |line| line.says("request")).await;
+    assert_eq!((line.field("decision").as_str(), line.field("path").as_str()), ("malformed", "/a%00b"));
+    assert_eq!(line.field("status"), "400");
+}

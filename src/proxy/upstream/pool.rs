@@ -24,10 +24,13 @@ use super::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::UpstreamSettings;
 use crate::proxy::alarm::Alarm;
 use crate::proxy::body::RequestBody;
+use crate::telemetry::Throttle;
 
 /// Of the connections that become free, one in this many is closed for other workers' requests
 /// if some wait.
 const HANDOVERS_PER_CLOSE: u32 = 8;
+/// While the upstream is away, the log says so this often.
+const TROUBLE_PAUSE: Duration = Duration::from_secs(10);
 /// Idle connections are looked through this often at most.
 const SWEEP_INTERVAL: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(5));
 /// The head of a response; more is no answer.
@@ -47,6 +50,8 @@ pub struct Shared {
     waiting: AtomicUsize,
     /// Changes whenever a request begins to wait.
     wanted: watch::Sender<()>,
+    /// For the log, when no request gets through.
+    trouble: Throttle,
 }
 
 #[derive(Debug)]
@@ -93,6 +98,7 @@ impl Shared {
             open: Arc::new(Semaphore::new(settings.max_connections.min(Semaphore::MAX_PERMITS))),
             waiting: AtomicUsize::new(0),
             wanted: watch::Sender::new(()),
+            trouble: Throttle::new(TROUBLE_PAUSE),
             settings,
         }))
     }
@@ -116,6 +122,10 @@ impl Pool {
 
     pub(super) fn authority(&self) -> &HeaderValue {
         &self.shared.authority
+    }
+
+    pub(super) fn trouble(&self) -> &Throttle {
+        &self.shared.trouble
     }
 
     /// A connection, used before if there is one. `retries`: how often connecting may be tried again.
