@@ -9,12 +9,13 @@ mod live;
 pub use explain::{Explanation, Limits, Step, explain};
 pub use live::{Live, Rules};
 
-use crate::limiter::{Charge, Decision, Key, Refusal, Standing};
+use crate::limiter::{Algorithm, Charge, Decision, Key, Refusal, Standing};
 use crate::policy::{Action, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy, PolicyTable, Reject};
 use crate::store::{Store, Unavailable};
 use crate::telemetry::metrics::{Decision as Did, Shard, Source};
 use smallvec::SmallVec;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::time::Instant;
 
 /// Decides requests by the policies that hold now, and counts what they did; one per worker.
@@ -35,6 +36,8 @@ pub struct Verdict<'t> {
     pub now_us: u64,
     /// When the store answered, or was found not to; `None`: it was not asked.
     pub at: Option<Instant>,
+    /// How long the request is to be held before it is forwarded.
+    pub delay: Duration,
     /// An enforced limit applied, and was decided without the store.
     pub degraded: bool,
     /// Shadow policies that would have refused.
@@ -129,6 +132,7 @@ impl<'t> Verdict<'t> {
             limits: SmallVec::new(),
             now_us: 0,
             at: None,
+            delay: Duration::ZERO,
             degraded: false,
             shadow_rejected: SmallVec::new(),
         }
@@ -150,6 +154,14 @@ struct Claim<'t> {
     key: Key,
     limits: &'t [NamedLimit],
     cost: u64,
+}
+
+impl Claim<'_> {
+    /// Whether the policy is one of those for which requests are held.
+    fn holds(&self) -> bool {
+        let is_line = |named: &NamedLimit| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. });
+        self.limits.iter().any(is_line)
+    }
 }
 
 impl<'t> Plan<'t> {
@@ -216,6 +228,7 @@ impl<'t> Plan<'t> {
     fn into_verdict(self, decision: &Decision) -> Verdict<'t> {
         let mut verdict = Verdict::of(Outcome::Forward);
         verdict.now_us = decision.now_us;
+        verdict.delay = Duration::from_micros(decision.delay_us);
         verdict.shadow_rejected = self.shadow_denied;
         let mut refusals = Refusals::default();
         let mut standings = decision.standings.iter();
@@ -269,6 +282,7 @@ impl<'t> Plan<'t> {
             match (refused, claim.policy.shadow) {
                 (true, true) => count(claim.at, Did::ShadowRejected),
                 (true, false) => count(claim.at, Did::Rejected),
+                (false, false) if decision.delay_us > 0 && claim.holds() => count(claim.at, Did::Delayed),
                 (false, _) if known => count(claim.at, Did::Allowed),
                 (false, _) => {}
             }
@@ -328,7 +342,7 @@ impl<'t> Refusals<'t> {
 mod tests {
     use super::*;
     use crate::clock::{Clock, Hands};
-    use crate::limiter::{Algorithm, KeyBuilder, Limit};
+    use crate::limiter::{KeyBuilder, Limit};
     use crate::policy::path::{EscapedSlashes, Readings, Settings};
     use crate::policy::{
         Fields, KeyPart, KeyTemplate, Matcher, MissingKey, Override, Overrides, Quota, client,
@@ -337,7 +351,6 @@ mod tests {
     use crate::store::{Memory, MemorySettings};
     use crate::telemetry::metrics::Metrics;
     use http::{HeaderMap, Method};
-    use std::time::Duration;
 
     const PATH: Settings = Settings {
         normalize: true,

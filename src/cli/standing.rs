@@ -23,6 +23,7 @@ pub(super) fn algorithm(algorithm: Algorithm) -> &'static str {
         Algorithm::SlidingWindow { .. } => "sliding_window",
         Algorithm::FixedWindow { .. } => "fixed_window",
         Algorithm::TokenBucket { .. } => "token_bucket",
+        Algorithm::LeakyBucket { .. } => "leaky_bucket",
     }
 }
 

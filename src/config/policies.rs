@@ -236,6 +236,7 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
     }
     let number = |name: &str| at.whole::<i64>(name).and_then(|number| u64::try_from(number).ok());
     let (buckets, burst) = (number("buckets"), number("burst"));
+    let max_delay = at.duration("max_delay");
     let algorithm = match written.unwrap_or(scope.algorithm) {
         Algorithm::SlidingLog => Algorithm::SlidingLog,
         Algorithm::SlidingWindow { buckets: usual } => {
@@ -247,11 +248,15 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
         Algorithm::TokenBucket { .. } => {
             Algorithm::TokenBucket { burst: burst.or(requests).unwrap_or_default() }
         }
+        Algorithm::LeakyBucket { max_delay_us: usual } => {
+            Algorithm::LeakyBucket { max_delay_us: max_delay.map_or(usual, micros) }
+        }
     };
     for (key, of, right) in [
         ("buckets", "sliding_window", matches!(algorithm, Algorithm::SlidingWindow { .. })),
         ("offset", "fixed_window", matches!(algorithm, Algorithm::FixedWindow { .. })),
         ("burst", "token_bucket", matches!(algorithm, Algorithm::TokenBucket { .. })),
+        ("max_delay", "leaky_bucket", matches!(algorithm, Algorithm::LeakyBucket { .. })),
     ] {
         if at.has(key) && !right {
             at.fail(key, &format!("only for algorithm = \"{of}\", which is expected beside it"));
@@ -262,15 +267,8 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
     {
         at.fail("offset", "expected less than per");
     }
-    if let (Algorithm::TokenBucket { burst }, Some(requests), Some(per)) = (algorithm, requests, per)
-        && u128::from(burst.max(requests)) * u128::from(micros(per)) > u128::from(MAX_UNITS)
-    {
-        let key = if burst > requests { "burst" } else { "requests" };
-        let most = MAX_UNITS / micros(per).max(1);
-        at.fail(
-            key,
-            &format!("too many to be counted exactly in a period this long; expected at most {most}"),
-        );
+    if let (Some(requests), Some(per)) = (requests, per) {
+        refuse_inexact(at, algorithm, requests, micros(per));
     }
     match requests {
         Some(0) => at.warn("requests", "0 refuses everything"),
@@ -281,6 +279,23 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
         _ => {}
     }
     Some(Limit { requests: requests?, per_us: micros(per?), algorithm })
+}
+
+/// What a bucket counts in has to stay whole in a double.
+fn refuse_inexact(at: &Cursor<'_>, algorithm: Algorithm, requests: u64, per_us: u64) {
+    let (key, most) = match algorithm {
+        Algorithm::TokenBucket { burst } if burst > requests => ("burst", MAX_UNITS / per_us.max(1)),
+        Algorithm::TokenBucket { .. } => ("requests", MAX_UNITS / per_us.max(1)),
+        Algorithm::LeakyBucket { max_delay_us } => {
+            ("requests", (MAX_UNITS - per_us.min(MAX_UNITS)) / max_delay_us.max(1))
+        }
+        _ => return,
+    };
+    let burst = if let Algorithm::TokenBucket { burst } = algorithm { burst } else { 0 };
+    if burst.max(requests) > most {
+        let what = if burst > 0 { "a period" } else { "a max_delay" };
+        at.fail(key, &format!("too many to be counted exactly in {what} this long; expected at most {most}"));
+    }
 }
 
 /// The schema bounds periods to some hundred days.

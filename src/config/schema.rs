@@ -154,7 +154,7 @@ static LISTEN_HTTP: [Key; 8] = [
         "max_requests_waiting",
         whole(0, 1_000_000),
         Default("1024"),
-        "Requests that wait for an upstream connection, all together. Further ones get 503 at once.",
+        "Requests that leaky_bucket holds or that wait for an upstream connection, all together. Further ones get 503 at once.",
     ),
 ];
 
@@ -375,7 +375,8 @@ static DEFAULTS: [Key; 3] = [
 ];
 
 const ON_STORE_FAILURE: Kind = Word(&["open", "closed"]);
-const ALGORITHM: Kind = Word(&["sliding_log", "sliding_window", "fixed_window", "token_bucket"]);
+const ALGORITHM: Kind =
+    Word(&["sliding_log", "sliding_window", "fixed_window", "token_bucket", "leaky_bucket"]);
 const MISSING_KEY: Kind = Word(&["shared", "skip", "reject"]);
 
 static RESPONSE: [Key; 2] = [
@@ -531,7 +532,7 @@ pub(super) static TEST: [Key; 2] = [
     key("present", Bool, Optional, "Whether there is a value."),
 ];
 
-static LIMIT: [Key; 8] = [
+static LIMIT: [Key; 9] = [
     key(
         "requests",
         whole(0, MAX_UNITS),
@@ -551,6 +552,12 @@ static LIMIT: [Key; 8] = [
         whole(1, MAX_UNITS),
         Optional,
         "token_bucket only: units that may be taken at once; `requests` if absent.",
+    ),
+    key(
+        "max_delay",
+        DURATION,
+        Optional,
+        "leaky_bucket only: how long a request that comes too early is held at most; 1 s if absent. One that would wait longer is refused.",
     ),
     key(
         "offset",

@@ -65,6 +65,10 @@ fn limits(limits: &[NamedLimit]) -> String {
             Algorithm::TokenBucket { burst } => {
                 format!("{requests} {unit} per {per} on average, at most {burst} at once")
             }
+            Algorithm::LeakyBucket { max_delay_us } => {
+                let delay = duration_words(Duration::from_micros(max_delay_us));
+                format!("{requests} {unit} per {per} at an even rate, each held up to {delay} for it")
+            }
             Algorithm::FixedWindow { offset_us: 0 } => {
                 format!("at most {requests} {unit} in each {per} of the clock")
             }

@@ -9,6 +9,7 @@
 
 mod fixed_window;
 mod key;
+mod leaky_bucket;
 mod sliding_log;
 mod sliding_window;
 mod token_bucket;
@@ -44,6 +45,10 @@ pub enum Algorithm {
     /// Up to `burst` units at once, at least 1; max(burst, requests) × per_us is at most [`MAX_UNITS`].
     TokenBucket {
         burst: u64,
+    },
+    /// Holds a request for up to `max_delay_us`; max_delay_us × requests + per_us is at most [`MAX_UNITS`].
+    LeakyBucket {
+        max_delay_us: u64,
     },
 }
 
@@ -91,6 +96,8 @@ pub struct Decision {
     /// One per charge, in the order asked. `None`: not known, because a refusal that the store gave
     /// before was answered from memory. At least one enforced standing then says why.
     pub standings: SmallVec<[Option<Standing>; 4]>,
+    /// How long an admitted request has to be held: the longest that an enforced limit wants, for most 0.
+    pub delay_us: u64,
 }
 
 impl Limit {
@@ -99,6 +106,7 @@ impl Limit {
     pub fn identity(&self) -> (Algorithm, u64) {
         let algorithm = match self.algorithm {
             Algorithm::TokenBucket { .. } => Algorithm::TokenBucket { burst: 0 },
+            Algorithm::LeakyBucket { .. } => Algorithm::LeakyBucket { max_delay_us: 0 },
             algorithm => algorithm,
         };
         (algorithm, self.per_us)
@@ -109,7 +117,25 @@ impl Limit {
         match self.algorithm {
             _ if self.requests == 0 => 0,
             Algorithm::TokenBucket { burst } => burst,
+            Algorithm::LeakyBucket { max_delay_us } => {
+                let waiting =
+                    u128::from(max_delay_us) * u128::from(self.requests) / u128::from(self.per_us.max(1));
+                u64::try_from(waiting).unwrap_or(u64::MAX).saturating_add(1)
+            }
             _ => self.requests,
+        }
+    }
+
+    /// What the longest delay of [`Algorithm::LeakyBucket`] is worth beyond whole units, in units of 1 / per_us;
+    /// else 0.
+    pub fn slack(&self) -> u64 {
+        match self.algorithm {
+            Algorithm::LeakyBucket { max_delay_us } => {
+                let part =
+                    u128::from(max_delay_us) * u128::from(self.requests) % u128::from(self.per_us.max(1));
+                u64::try_from(part).unwrap_or_default()
+            }
+            _ => 0,
         }
     }
 
@@ -130,6 +156,7 @@ impl Limit {
             }
             Algorithm::FixedWindow { offset_us } => Kind::FixedWindow(fixed_window::Window::new(offset_us)),
             Algorithm::TokenBucket { .. } => Kind::TokenBucket(token_bucket::Bucket::default()),
+            Algorithm::LeakyBucket { .. } => Kind::LeakyBucket(leaky_bucket::Line::default()),
         })
     }
 }
@@ -144,6 +171,7 @@ enum Kind {
     SlidingWindow(sliding_window::Buckets),
     FixedWindow(fixed_window::Window),
     TokenBucket(token_bucket::Bucket),
+    LeakyBucket(leaky_bucket::Line),
 }
 
 impl State {
@@ -156,6 +184,7 @@ impl State {
             Kind::SlidingLog(log) => log.used(limit, now_us),
             Kind::SlidingWindow(buckets) => buckets.used(limit, now_us),
             Kind::TokenBucket(bucket) => bucket.used(limit, now_us),
+            Kind::LeakyBucket(line) => line.used(limit, now_us),
             Kind::FixedWindow(window) => window.used(limit, now_us),
         };
         View { state: self, limit, now_us, used }
@@ -168,6 +197,7 @@ impl State {
             Kind::SlidingLog(log) => log.charge(limit, cost, now_us),
             Kind::SlidingWindow(buckets) => buckets.charge(limit, cost, now_us),
             Kind::TokenBucket(bucket) => bucket.charge(limit, cost, now_us),
+            Kind::LeakyBucket(line) => line.charge(limit, cost, now_us),
             Kind::FixedWindow(window) => window.charge(limit, cost, now_us),
         }
     }
@@ -178,6 +208,7 @@ impl State {
             Kind::SlidingLog(log) => log.newest_us().saturating_add(limit.per_us),
             Kind::SlidingWindow(buckets) => buckets.expires_at_us(limit),
             Kind::TokenBucket(bucket) => bucket.expires_at_us(limit),
+            Kind::LeakyBucket(line) => line.expires_at_us(limit),
             Kind::FixedWindow(window) => window.end_us(limit, window.newest_us()),
         }
     }
@@ -187,7 +218,7 @@ impl State {
         match &self.0 {
             Kind::SlidingLog(log) => log.heap_bytes(),
             Kind::SlidingWindow(buckets) => buckets.heap_bytes(),
-            Kind::FixedWindow(_) | Kind::TokenBucket(_) => 0,
+            Kind::FixedWindow(_) | Kind::TokenBucket(_) | Kind::LeakyBucket(_) => 0,
         }
     }
 
@@ -196,6 +227,7 @@ impl State {
             Kind::SlidingLog(log) => log.newest_us(),
             Kind::SlidingWindow(buckets) => buckets.newest_us(),
             Kind::TokenBucket(bucket) => bucket.newest_us(),
+            Kind::LeakyBucket(line) => line.newest_us(),
             Kind::FixedWindow(window) => window.newest_us(),
         }
     }
@@ -236,12 +268,22 @@ impl View<'_> {
         Standing { remaining: capacity.saturating_sub(self.used), grows_at_us, refusal }
     }
 
+    /// How long the request that was charged last has to be held. A clock that stepped back makes nobody wait
+    /// for longer than the limit says: it is counted from the time that the state looks at.
+    pub fn delay_us(&self) -> u64 {
+        match &self.state.0 {
+            Kind::LeakyBucket(line) => line.delay_us(self.limit, self.now_us),
+            _ => 0,
+        }
+    }
+
     /// When, with nothing further charged, at most `units` of those in use still are.
     fn at_most_at_us(&self, units: u64) -> u64 {
         match &self.state.0 {
             Kind::SlidingLog(log) => log.at_most_at_us(self.limit, self.now_us, units),
             Kind::SlidingWindow(buckets) => buckets.at_most_at_us(self.limit, self.now_us, units),
             Kind::TokenBucket(bucket) => bucket.at_most_at_us(self.limit, self.now_us, units),
+            Kind::LeakyBucket(line) => line.at_most_at_us(self.limit, self.now_us, units),
             Kind::FixedWindow(window) => window.end_us(self.limit, self.now_us),
         }
     }

@@ -39,8 +39,12 @@ impl Bucket {
 
     /// When at most `units` are in debt.
     pub(super) fn at_most_at_us(&self, limit: &Limit, now_us: u64, units: u64) -> u64 {
-        let target = units.saturating_mul(limit.per_us);
-        let over = self.debt_at(limit, now_us).saturating_sub(target);
+        self.pays_down_at_us(limit, now_us, units.saturating_mul(limit.per_us))
+    }
+
+    /// When the debt is at most this, in units of 1 / per_us.
+    pub(super) fn pays_down_at_us(&self, limit: &Limit, now_us: u64, debt: u64) -> u64 {
+        let over = self.debt_at(limit, now_us).saturating_sub(debt);
         now_us.saturating_add(over.div_ceil(self.rate(limit)))
     }
 
@@ -48,7 +52,8 @@ impl Bucket {
         self.at_most_at_us(limit, self.at_us, 0)
     }
 
-    fn debt_at(&self, limit: &Limit, now_us: u64) -> u64 {
+    /// In units of 1 / per_us.
+    pub(super) fn debt_at(&self, limit: &Limit, now_us: u64) -> u64 {
         let paid = now_us.saturating_sub(self.at_us).saturating_mul(self.rate(limit));
         self.debt.saturating_sub(paid)
     }

@@ -184,6 +184,7 @@ mod tests {
     use crate::policy::NamedLimit;
     use proptest::prelude::*;
     use smallvec::{SmallVec, smallvec};
+    use std::time::Duration;
 
     const NOW_US: u64 = 1_700_000_000_500_000;
     const BOTH: Fields = Fields { standard: true, legacy: true, legacy_reset_epoch: false };
@@ -222,6 +223,7 @@ mod tests {
             limits,
             now_us: NOW_US,
             at: None,
+            delay: Duration::ZERO,
             degraded: false,
             shadow_rejected: SmallVec::new(),
         };

@@ -174,7 +174,7 @@ impl Local {
             Self::QueueFull => (
                 S::SERVICE_UNAVAILABLE,
                 "connection_limit_reached",
-                "No connection to the upstream became free in time.",
+                "Too many requests wait, or no connection to the upstream became free in time.",
             ),
             Self::BodyTooLarge => {
                 (S::PAYLOAD_TOO_LARGE, "http_request_error", "The request's body is larger than allowed.")
@@ -482,6 +482,7 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::{Value, json};
     use smallvec::{SmallVec, smallvec};
+    use std::time::Duration;
 
     const JSON: Style = Style { format: Format::Json, head: false, version: Version::HTTP_11 };
     const TEXT: Style = Style { format: Format::Text, ..JSON };
@@ -502,6 +503,7 @@ mod tests {
             limits: SmallVec::new(),
             now_us: 0,
             at: None,
+            delay: Duration::ZERO,
             degraded: false,
             shadow_rejected: SmallVec::new(),
         };
@@ -567,6 +569,7 @@ mod tests {
             limits: smallvec![reported],
             now_us: 0,
             at: None,
+            delay: Duration::ZERO,
             shadow_rejected: SmallVec::new(),
         };
         let response = refusal(&verdict, BOTH, JSON).unwrap();

@@ -86,7 +86,17 @@ impl Service {
             return self.refuse(body, reply, decided - arrived);
         }
 
-        // 3. Forward, and say how much is left.
+        // 3. Its turn comes; a client that leaves before ends this future, and his place in the line stays taken.
+        let ready = match self.upstream.hold(verdict.delay, decided).await {
+            Ok(ready) => ready,
+            Err(error) => {
+                body.discard();
+                let response = self.not_forwarded(&error, style);
+                return self.done(response, &asked, &verdict, table);
+            }
+        };
+
+        // 4. Forward, and say how much is left.
         let hop = Hop {
             peer: &peer.text,
             client: asked.inbound.client,
@@ -98,18 +108,31 @@ impl Service {
             upstream_authority: self.upstream.authority(),
         };
         headers::forward_request(&mut parts, &asked.inbound.target, &hop);
-        let mut response = match self.upstream.send(Request::from_parts(parts, body), decided).await {
+        let response = match self.upstream.send(Request::from_parts(parts, body), ready).await {
             Ok(response) => self.pass_on(response, version_in, style),
-            Err(error) => {
-                self.shard.upstream_error(error.kind as usize);
-                self.upstream.tell(&error);
-                failed(&error, style)
-            }
+            Err(error) => self.not_forwarded(&error, style),
         };
-        fields::write(&verdict, table.fields, response.headers_mut());
+        self.done(response, &asked, &verdict, table)
+    }
+
+    fn not_forwarded(&self, error: &UpstreamError, style: Style) -> Response<ResponseBody> {
+        self.shard.upstream_error(error.kind as usize);
+        self.upstream.tell(error);
+        failed(error, style)
+    }
+
+    /// Says how much is left, and writes down what became of an admitted request.
+    fn done(
+        &self,
+        mut response: Response<ResponseBody>,
+        asked: &Asked,
+        verdict: &Verdict<'_>,
+        table: &PolicyTable,
+    ) -> Response<ResponseBody> {
+        fields::write(verdict, table.fields, response.headers_mut());
         let responded = Instant::now();
-        self.log(&asked, &verdict, response.status(), responded);
-        self.shard.responded(response.status().as_u16(), responded - arrived);
+        self.log(asked, verdict, response.status(), responded);
+        self.shard.responded(response.status().as_u16(), responded - asked.arrived);
         response
     }
 
@@ -164,6 +187,7 @@ impl Service {
     fn log(&self, asked: &Asked, verdict: &Verdict<'_>, status: StatusCode, responded: Instant) {
         let (decision, policy) = match &verdict.outcome {
             Outcome::Forward if verdict.degraded => ("degraded", None),
+            Outcome::Forward if !verdict.delay.is_zero() => ("delayed", None),
             Outcome::Forward => ("allowed", None),
             Outcome::Limited(limited) => ("rejected", Some(limited.policy)),
             Outcome::Denied { policy, .. } => ("denied", Some(*policy)),

@@ -109,6 +109,18 @@ impl Upstream {
         }
     }
 
+    /// Waits for a `delay` after `since`, as one of all that wait for anything, and returns when that was over.
+    ///
+    /// # Errors
+    /// At once, when more than `max_requests_waiting` wait.
+    pub(super) async fn hold(&self, delay: Duration, since: Instant) -> Result<Instant, UpstreamError> {
+        if delay.is_zero() {
+            return Ok(since);
+        }
+        self.pool.hold_until(since + delay).await?;
+        Ok(Instant::now())
+    }
+
     /// Sends a request and waits for the head of its response; the body is still to come.
     ///
     /// The request has its URI in origin form and its final headers, `Host` included. `now` is when the

@@ -90,7 +90,7 @@ impl DenyCache {
             both.map(|(charge, seen)| seen.filter(|seen| seen.applies(charge, now, fit))).collect();
         let refused = seen.iter().flatten().find(|seen| seen.standing.refusal.is_some())?;
         let standings = seen.iter().map(|seen| seen.map(|seen| seen.standing)).collect();
-        Some(Decision { now_us: refused.store_time_us(now), admitted: false, standings })
+        Some(Decision { now_us: refused.store_time_us(now), admitted: false, standings, delay_us: 0 })
     }
 
     /// Remembers what a refusal says; anything else says nothing for later.
@@ -202,7 +202,8 @@ mod tests {
     }
 
     fn decision(standings: &[Standing]) -> Decision {
-        Decision { now_us: NOW_US, admitted: false, standings: standings.iter().copied().map(Some).collect() }
+        let standings = standings.iter().copied().map(Some).collect();
+        Decision { now_us: NOW_US, admitted: false, standings, delay_us: 0 }
     }
 
     fn ms(ms: u64) -> Duration {

@@ -103,12 +103,16 @@ impl Memory {
         };
         let admitted = !is_refused(None);
 
+        let mut delay_us = 0;
         let standings = charges
             .iter()
             .zip(&refusals)
             .map(|(charge, refusal)| {
                 if admitted && charge.cost > 0 && !(charge.shadow && is_refused(Some(charge.group))) {
                     held.charge(charge, now_us);
+                    if !charge.shadow {
+                        delay_us = held.look(charge, now_us, |view| view.delay_us()).max(delay_us);
+                    }
                 }
                 Some(held.look(charge, now_us, |view| view.standing(*refusal)))
             })
@@ -119,7 +123,7 @@ impl Memory {
         let grown = held.shards.first().map_or(0, |(place, _)| *place);
         drop(held);
         self.relieve(grown, now_us);
-        Decision { now_us, admitted, standings }
+        Decision { now_us, admitted, standings, delay_us }
     }
 
     /// Counters held.

@@ -31,6 +31,8 @@ pub struct Metrics {
 pub enum Decision {
     /// Its limits had room. A shadow policy's too.
     Allowed,
+    /// The same, of a policy with a `leaky_bucket`, and the request was held.
+    Delayed,
     Rejected,
     /// Refused whatever the quota: `action = "deny"`, or a request that cannot be keyed.
     Denied,
@@ -399,11 +401,12 @@ impl fmt::Debug for Shard {
 
 impl Tally {
     /// The values of the label `decision`, with their counts.
-    fn requests(&self) -> [(&'static str, u64); 6] {
+    fn requests(&self) -> [(&'static str, u64); 7] {
         use Decision as D;
         let degraded = [D::Degraded, D::DegradedOpen, D::DegradedClosed];
         [
             ("allowed", self.sum(D::Allowed)),
+            ("delayed", self.sum(D::Delayed)),
             ("rejected", self.sum(D::Rejected)),
             ("denied", self.sum(D::Denied)),
             ("exempt", self.sum(D::Exempt)),
@@ -426,7 +429,7 @@ impl Line {
 }
 
 impl Decision {
-    const COUNT: usize = 8;
+    const COUNT: usize = 9;
 }
 
 impl Source {

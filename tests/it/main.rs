@@ -28,6 +28,7 @@ mod identity;
 mod inspect;
 mod lifecycle;
 mod limits;
+mod line;
 mod memory;
 mod outage;
 mod paths;

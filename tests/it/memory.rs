@@ -18,7 +18,7 @@ const HOUR_US: u64 = 3_600_000_000;
 type Policy = (&'static str, bool, &'static [(Algorithm, u64)]);
 
 /// Some policies as they meet in one process: several limits, shadows, short and long periods.
-const POLICIES: [Policy; 6] = [
+const POLICIES: [Policy; 7] = [
     ("log", false, &[(LOG, 1_000)]),
     ("both", false, &[(LOG, 50_000), (Algorithm::FixedWindow { offset_us: 0 }, 10_000)]),
     ("shadow", true, &[(LOG, 1_000), (Algorithm::FixedWindow { offset_us: 300 }, 700)]),
@@ -32,6 +32,14 @@ const POLICIES: [Policy; 6] = [
         "bucket",
         false,
         &[(Algorithm::TokenBucket { burst: 6 }, 1_000), (Algorithm::TokenBucket { burst: 3 }, 70)],
+    ),
+    (
+        "line",
+        false,
+        &[
+            (Algorithm::LeakyBucket { max_delay_us: 1_100 }, 1_000),
+            (Algorithm::LeakyBucket { max_delay_us: 0 }, 7),
+        ],
     ),
 ];
 const USERS: usize = 2;
@@ -212,6 +220,35 @@ proptest! {
         }
     }
 
+    /// Whatever comes when: what was admitted leaves one unit per place, and nobody waits for too long.
+    #[test]
+    fn trap_27_a_line_lets_requests_out_evenly(
+        requests in 1u64..20, per_us in 1u64..3_000, max_delay_us in 0u64..5_000,
+        asks in prop::collection::vec((0u64..400, 1u64..4), 1..80),
+    ) {
+        let (clock, hands) = Clock::manual(START_US);
+        let store = Memory::new(ROOMY, clock.clone());
+        let (limit, key) = (limit(requests, per_us, Algorithm::LeakyBucket { max_delay_us }), key("line", ""));
+        let mut last_us = None;
+        for (after_us, cost) in asks {
+            hands.advance_us(after_us);
+            let charge = Charge { limit: &limit, key: &key, cost, group: 0, shadow: false };
+            let decision = store.decide(&[charge]);
+            if !decision.admitted {
+                prop_assert_eq!(decision.delay_us, 0);
+                continue;
+            }
+            prop_assert!(decision.delay_us <= max_delay_us);
+            let leaves_us = decision.now_us + decision.delay_us;
+            if let Some(last_us) = last_us {
+                // Whole microseconds: one place may be told up to one later, the next not.
+                let spaced_us = cost * per_us / requests;
+                prop_assert!(leaves_us >= last_us + spaced_us, "{last_us} and then {leaves_us}");
+            }
+            last_us = Some(leaves_us);
+        }
+    }
+
     #[test]
     fn trap_2_and_11_a_rejected_request_leaves_no_trace(steps in steps_without_changes()) {
         let (with, without) = (World::new(), World::new());
@@ -308,9 +345,10 @@ fn most_in_any_window(log: &[(u64, u64)], limit: &Limit) -> u64 {
         log.iter().filter(|(at_us, _)| same_window(*at_us)).map(|(_, units)| units).sum()
     };
     let windows = log.iter().map(|(end_us, _)| match limit.algorithm {
-        Algorithm::TokenBucket { .. } => {
+        // A line takes that at once, and lets it out one by one.
+        Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => {
             let taken = |start_us: u64| held(&|at_us| (start_us..=*end_us).contains(&at_us));
-            let paid = |start_us: u64| limit.requests * (end_us - start_us) / limit.per_us;
+            let paid = |start_us: u64| (limit.requests * (end_us - start_us) + limit.slack()) / limit.per_us;
             log.iter()
                 .filter(|(start_us, _)| start_us <= end_us)
                 .map(|(start_us, _)| taken(*start_us).saturating_sub(paid(*start_us)))
@@ -350,6 +388,25 @@ impl Crowd {
     fn used(&self, user: &str) -> u64 {
         self.limit.requests - self.ask(user, 0).standings[0].unwrap().remaining
     }
+}
+
+#[test]
+fn the_longest_delay_counts_and_a_shadow_holds_nobody() {
+    let (clock, _hands) = Clock::manual(START_US);
+    let store = Memory::new(ROOMY, clock);
+    let line = |requests, max_delay_us| limit(requests, 1_000_000, Algorithm::LeakyBucket { max_delay_us });
+    let (fast, slow, slowest) = (line(100, 50_000), line(10, 500_000), line(1, 9_000_000));
+    let keys = ["fast", "slow", "slowest"].map(|name| key(name, "a"));
+    let charge = |limit, key, group| Charge { limit, key, cost: 1, group, shadow: false };
+    let charges = [
+        charge(&fast, &keys[0], 0),
+        charge(&slow, &keys[1], 1),
+        Charge { shadow: true, ..charge(&slowest, &keys[2], 2) },
+    ];
+    let delays: Vec<u64> = (0..6).map(|_| store.decide(&charges).delay_us).collect();
+    assert_eq!(delays, [0, 100_000, 200_000, 300_000, 400_000, 500_000]);
+    let refused = store.decide(&charges);
+    assert!(!refused.admitted && refused.delay_us == 0);
 }
 
 #[test]

@@ -31,9 +31,13 @@ impl Model {
             charges.iter().zip(&refusals).all(|(charge, refusal)| !wanted(charge) || refusal.is_none())
         };
         let admitted = admits(&|charge| !charge.shadow);
+        let mut delay_us = 0;
         for charge in charges {
             if admitted && admits(&|other| other.group == charge.group) {
                 self.charge(clock_us, charge);
+                if !charge.shadow && charge.cost > 0 {
+                    delay_us = delay_us.max(self.delay_us(clock_us, charge));
+                }
             }
         }
         let standings = charges.iter().zip(refusals).map(|(charge, refusal)| Standing {
@@ -41,7 +45,7 @@ impl Model {
             grows_at_us: self.grows_at_us(clock_us, charge),
             refusal,
         });
-        Decision { now_us: clock_us, admitted, standings: standings.map(Some).collect() }
+        Decision { now_us: clock_us, admitted, standings: standings.map(Some).collect(), delay_us }
     }
 
     /// Every moment at which something comes back: where an off-by-one would show.
@@ -80,6 +84,14 @@ impl Model {
             .find(|at_us| self.remaining_at(charge, *at_us) > remaining)
     }
 
+    /// How long the request that was charged last waits: until the line before its last unit is gone.
+    fn delay_us(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
+        let Limit { requests, per_us, algorithm } = *charge.limit;
+        let Algorithm::LeakyBucket { .. } = algorithm else { return 0 };
+        let debt = debt_at(self.spent(charge), self.now_us(clock_us, charge), requests, per_us);
+        debt.saturating_sub(u128::from(per_us)).div_ceil(u128::from(requests)) as u64
+    }
+
     fn remaining_at(&self, charge: &Charge<'_>, at_us: u64) -> u64 {
         charge.limit.capacity().saturating_sub(self.used_at(charge, at_us))
     }
@@ -89,6 +101,15 @@ impl Model {
         let Limit { requests, per_us, algorithm } = *charge.limit;
         if let Algorithm::TokenBucket { .. } = algorithm {
             return debt_at(self.spent(charge), at_us, requests, per_us).div_ceil(u128::from(per_us)) as u64;
+        }
+        if let Algorithm::LeakyBucket { .. } = algorithm {
+            let debt = debt_at(self.spent(charge), at_us, requests, per_us);
+            // What does not leave room for one unit fewer: the line holds one and what may wait.
+            let most = u128::from(per_us) + waiting(charge.limit);
+            let free = |used: &u64| {
+                debt + u128::from(charge.limit.capacity().saturating_sub(*used) * per_us) <= most
+            };
+            return (0..=charge.limit.capacity()).find(free).unwrap_or(charge.limit.capacity() + 1);
         }
         let counts = |spent: &&Spent| match algorithm {
             // The window is (now − per, now]: an entry exactly one period old is out.
@@ -100,16 +121,17 @@ impl Model {
             Algorithm::SlidingWindow { buckets } => {
                 last_of_sub_window_us(per_us, buckets, spent.at_us) + per_us > at_us
             }
-            Algorithm::TokenBucket { .. } => unreachable!("reckoned above"),
+            Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => unreachable!("reckoned above"),
         };
         self.spent(charge).iter().filter(counts).map(|spent| spent.units).sum()
     }
 
     fn moments_after(&self, now_us: u64, charge: &Charge<'_>) -> Vec<u64> {
         let Limit { requests, per_us, algorithm } = *charge.limit;
-        if let Algorithm::TokenBucket { .. } = algorithm {
-            // A unit is back whenever the debt is a whole number of units.
-            let debt = debt_at(self.spent(charge), now_us, requests, per_us);
+        if let Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } = algorithm {
+            // A unit is back whenever the debt is a whole number of units above what can be owed for nothing.
+            let slack = waiting(charge.limit) % u128::from(per_us);
+            let debt = debt_at(self.spent(charge), now_us, requests, per_us).saturating_sub(slack);
             let units = (0..debt.div_ceil(u128::from(per_us))).rev();
             let rate = self.spent(charge).last().map_or(requests, |last| last.rate.max(requests)).max(1);
             let paid = units.map(|left| (debt - left * u128::from(per_us)).div_ceil(u128::from(rate)));
@@ -130,7 +152,9 @@ impl Model {
     fn now_us(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
         let Limit { per_us, algorithm, .. } = *charge.limit;
         let newest = self.spent(charge).iter().map(|spent| match algorithm {
-            Algorithm::SlidingLog | Algorithm::TokenBucket { .. } => spent.at_us,
+            Algorithm::SlidingLog | Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => {
+                spent.at_us
+            }
             Algorithm::SlidingWindow { buckets } => {
                 last_of_sub_window_us(per_us, buckets, spent.at_us) + 1 - per_us.div_ceil(buckets)
             }
@@ -165,7 +189,9 @@ fn identity(charge: &Charge<'_>) -> Identity {
 fn gone_at_us(algorithm: Algorithm, per_us: u64, at_us: u64) -> u64 {
     match algorithm {
         // For a bucket only a moment worth looking at.
-        Algorithm::SlidingLog | Algorithm::TokenBucket { .. } => at_us + per_us,
+        Algorithm::SlidingLog | Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => {
+            at_us + per_us
+        }
         Algorithm::SlidingWindow { buckets } => last_of_sub_window_us(per_us, buckets, at_us) + per_us,
         Algorithm::FixedWindow { offset_us } => {
             window_start_us(per_us, offset_us, window(per_us, offset_us, at_us) + 1)
@@ -177,6 +203,14 @@ fn gone_at_us(algorithm: Algorithm, per_us: u64, at_us: u64) -> u64 {
 fn last_of_sub_window_us(per_us: u64, buckets: u64, at_us: u64) -> u64 {
     let width_us = per_us.div_ceil(buckets);
     (at_us / width_us + 1) * width_us - 1
+}
+
+/// What may be owed beside a unit that goes at once, in units of 1 / per; for all but a leaky bucket nothing.
+fn waiting(limit: &Limit) -> u128 {
+    match limit.algorithm {
+        Algorithm::LeakyBucket { max_delay_us } => u128::from(max_delay_us) * u128::from(limit.requests),
+        _ => 0,
+    }
 }
 
 /// What is owed at a time, in units of 1 / per: all that was spent, less what was paid back since.
@@ -245,6 +279,27 @@ mod by_hand {
         assert_eq!(bench.ask(T + 129, 1).refusal, Some(Refusal::Until(T + 130)));
         assert_eq!(bench.ask(T + 130, 2).refusal, None);
         assert_eq!(bench.ask(T + 229, 1).refusal, Some(Refusal::Until(T + 230)));
+    }
+
+    #[test]
+    fn a_leaky_bucket_tells_each_when_to_go() {
+        // A place every 10, and none waits for more than 25.
+        let mut bench = Bench::new(10, 100, Algorithm::LeakyBucket { max_delay_us: 25 });
+        let mut ask = |at_us: u64, cost| {
+            let charge = Charge { limit: &bench.limit, key: &bench.key, cost, group: 0, shadow: false };
+            let decision = bench.model.decide(at_us, &[charge]);
+            let standing = decision.standings[0].unwrap();
+            (standing.refusal.ok_or(decision.delay_us), standing.remaining)
+        };
+        assert_eq!(ask(T, 1), (Err(0), 2));
+        assert_eq!(ask(T, 1), (Err(10), 1));
+        assert_eq!(ask(T, 1), (Err(20), 0));
+        assert_eq!(ask(T, 1), (Ok(Refusal::Until(T + 5)), 0));
+        assert_eq!(ask(T + 4, 1), (Ok(Refusal::Until(T + 5)), 0));
+        assert_eq!(ask(T + 5, 1), (Err(25), 0));
+        assert_eq!(ask(T + 40, 4), (Ok(Refusal::Never), 2));
+        // The line is empty at T + 40: this one has the places at 40, 50 and 60, and goes at the last.
+        assert_eq!(ask(T + 40, 3), (Err(20), 0));
     }
 
     #[test]

@@ -38,6 +38,12 @@ fn bucket(requests: u64, per_us: u64, burst: u64) -> Limit {
     Limit { requests, per_us, algorithm: Algorithm::TokenBucket { burst } }
 }
 
+/// As large as a line may be: max_delay × requests + per fits 2^53.
+fn line(requests: u64, per_us: u64, max_delay_us: u64) -> Limit {
+    let requests = requests.min((MAX_UNITS - per_us) / max_delay_us.max(1));
+    Limit { requests, per_us, algorithm: Algorithm::LeakyBucket { max_delay_us } }
+}
+
 fn charge<'a>(limit: &'a Limit, key: &'a Key, cost: u64) -> Charge<'a> {
     Charge { limit, key, cost, group: 0, shadow: false }
 }
@@ -70,16 +76,19 @@ impl Model {
             .iter()
             .map(|charge| charge.cost > 0 && admitted && !(charge.shadow && refused(Some(charge.group))))
             .collect();
-        let mut standings = Vec::new();
+        let (mut standings, mut delay_us) = (Vec::new(), 0);
         for ((charge, (state, refusal)), charged) in charges.iter().zip(&mut asked).zip(charged) {
             if charged {
                 state.charge(charge.limit, charge.cost, time_us);
+                if !charge.shadow {
+                    delay_us = state.at(charge.limit, time_us).delay_us().max(delay_us);
+                }
                 let (algorithm, per_us) = charge.limit.identity();
                 self.states.insert((charge.key.id(), algorithm, per_us), state.clone());
             }
             standings.push(Some(state.at(charge.limit, time_us).standing(*refusal)));
         }
-        Decision { now_us: time_us, admitted, standings: standings.into() }
+        Decision { now_us: time_us, admitted, standings: standings.into(), delay_us }
     }
 }
 
@@ -121,7 +130,7 @@ struct Ask {
 }
 
 const PER_US: u64 = 1_000;
-const COUNTERS: usize = 10;
+const COUNTERS: usize = 13;
 
 /// Counters by number, each with a period of its own.
 fn limit_of(counter: usize, requests: u64) -> Limit {
@@ -135,7 +144,10 @@ fn limit_of(counter: usize, requests: u64) -> Limit {
         6 => sub_windows(requests, 7, 3),
         7 => bucket(requests, PER_US, requests),
         8 => bucket(requests, 7, 4),
-        _ => bucket(requests, 86_400_000_000, 3 * requests),
+        9 => bucket(requests, 86_400_000_000, 3 * requests),
+        10 => line(requests, PER_US, 1_700),
+        11 => line(requests, 7, 0),
+        _ => line(requests, 86_400_000_000, 3_600_000_000),
     }
 }
 

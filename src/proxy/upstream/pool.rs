@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 use tokio::task::AbortHandle;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::connect::{Connector, SetupError};
 use super::{UpstreamError, UpstreamErrorKind};
@@ -48,6 +48,8 @@ pub struct Shared {
     open: Arc<Semaphore>,
     /// Requests that wait for one.
     waiting: AtomicUsize,
+    /// Requests that wait for their turn first.
+    held: AtomicUsize,
     /// Changes whenever a request begins to wait.
     wanted: watch::Sender<()>,
     /// For the log, when no request gets through.
@@ -97,10 +99,25 @@ impl Shared {
             max_idle_per_worker: settings.pool_max_idle.div_ceil(workers.max(1)),
             open: Arc::new(Semaphore::new(settings.max_connections.min(Semaphore::MAX_PERMITS))),
             waiting: AtomicUsize::new(0),
+            held: AtomicUsize::new(0),
             wanted: watch::Sender::new(()),
             trouble: Throttle::new(TROUBLE_PAUSE),
             settings,
         }))
+    }
+}
+
+impl Shared {
+    /// Counts one more in a queue, unless all queues together are full.
+    fn enter(&self, queue: &AtomicUsize) -> Result<(), UpstreamError> {
+        let limit = self.settings.max_requests_waiting;
+        queue.fetch_add(1, Ordering::SeqCst);
+        let all = self.waiting.load(Ordering::SeqCst) + self.held.load(Ordering::SeqCst);
+        if all > limit {
+            queue.fetch_sub(1, Ordering::SeqCst);
+            return Err(UpstreamError::queue_full(limit));
+        }
+        Ok(())
     }
 }
 
@@ -150,6 +167,13 @@ impl Pool {
             }
         };
         self.open(permit, retries).await
+    }
+
+    /// Waits until a request's turn has come. Ended early, it leaves nothing behind.
+    pub(super) async fn hold_until(&self, due: Instant) -> Result<(), UpstreamError> {
+        let _place = Held::take(&self.shared)?;
+        sleep_until(due).await;
+        Ok(())
     }
 
     /// A connection that is there and used before.
@@ -279,12 +303,24 @@ struct Place<'p>(&'p Pool);
 
 impl<'p> Place<'p> {
     fn take(pool: &'p Pool) -> Result<Self, UpstreamError> {
-        let limit = pool.settings().max_requests_waiting;
-        if pool.shared.waiting.fetch_add(1, Ordering::SeqCst) >= limit {
-            pool.shared.waiting.fetch_sub(1, Ordering::SeqCst);
-            return Err(UpstreamError::queue_full(limit));
-        }
+        pool.shared.enter(&pool.shared.waiting)?;
         Ok(Self(pool))
+    }
+}
+
+/// A place among the held.
+struct Held<'s>(&'s Shared);
+
+impl<'s> Held<'s> {
+    fn take(shared: &'s Shared) -> Result<Self, UpstreamError> {
+        shared.enter(&shared.held)?;
+        Ok(Self(shared))
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.held.fetch_sub(1, Ordering::SeqCst);
     }
 }
 

@@ -7,7 +7,7 @@
 --          the same other number are one shadow group), cost, capacity, per in us, and what the algorithm needs beside
 -- Reply    integers in one string, which costs half of what an array does: the time in us, then three per charge:
 --          refused until (us; 0: admitted, -1: never admitted), remaining units, when they next grow (us; 0: they
---          are as many as they get)
+--          are as many as they get). If the request has to be held, for how long (us) at the end
 -- Errors   `FOREIGN <n>`: the value of the n-th key is not ours. Whatever the error, nothing was written: all
 --          reading comes before the first write, and a server that accepts a script's first write accepts the rest.
 
@@ -25,6 +25,7 @@ local rules = {
   s = { buckets_read, buckets_frees, buckets_charge },
   w = { window_read, window_frees, window_charge },
   t = { bucket_read, bucket_frees, bucket_charge },
+  d = { line_read, line_frees, line_charge },
 }
 
 -- When the units that remain become more, or 0. What was read is nil if it isn't ours.
@@ -44,7 +45,8 @@ for n = 1, #KEYS do
   local rule = rules[ARGV[arg]]
   local read, frees, charge = rule[1], rule[2], rule[3]
   -- Each key has a time of its own: one that saw a clock run ahead must not age its neighbours.
-  local state, err = read(KEYS[n], time, tonumber(ARGV[arg + 4]), tonumber(ARGV[arg + 5]))
+  local beside = ARGV[arg + 5]
+  local state, err = read(KEYS[n], time, tonumber(ARGV[arg + 4]), tonumber(beside) or beside)
   if not state then
     if err and not string.find(err.err, 'WRONGTYPE', 1, true) then return err end
     return foreign(n)
@@ -66,7 +68,7 @@ for n = 1, #KEYS do
   }
 end
 
-local reply = integer(time)
+local reply, delay = integer(time), 0
 for n = 1, #asked do
   local ask = asked[n]
   local state = ask.state
@@ -74,8 +76,10 @@ for n = 1, #asked do
     local err = ask.charge(state, ask.cost)
     if err then return err end
     ask.grows_at = grows(ask.frees, state, ask.capacity)
+    if ask.group == '0' and state.delay then delay = math.max(delay, state.delay) end
   end
   local remaining = math.max(0, ask.capacity - state.used)
   reply = reply .. string.format(' %d %d %d', ask.refused_until, remaining, ask.grows_at)
 end
+if delay > 0 then reply = reply .. ' ' .. integer(delay) end
 return reply

@@ -30,6 +30,7 @@ impl Script {
         include_str!("../../limiter/sliding_window.lua"),
         include_str!("../../limiter/fixed_window.lua"),
         include_str!("../../limiter/token_bucket.lua"),
+        include_str!("../../limiter/leaky_bucket.lua"),
         include_str!("decide.lua"),
     );
 
@@ -65,7 +66,7 @@ impl Script {
         command.write_arg(time_us.map_or("", |time_us| number.format(time_us)).as_bytes());
         for charge in charges {
             let group = if charge.shadow { u64::from(charge.group) + 1 } else { 0 };
-            push_args(&mut command, group, charge.cost, charge.limit);
+            push_args(&mut command, group, charge.cost, charge.limit, charge.limit.requests);
         }
         command
     }
@@ -78,7 +79,8 @@ impl Script {
         }
         command.write_arg(b"");
         for (_, limit) in counters {
-            push_args(&mut command, 0, 0, limit);
+            // A debt is paid back as it was when it was charged.
+            push_args(&mut command, 0, 0, limit, 0);
         }
         command
     }
@@ -132,6 +134,8 @@ impl Script {
             "sliding_window" => Algorithm::SlidingWindow { buckets: variant },
             "fixed_window" => Algorithm::FixedWindow { offset_us: variant },
             "token_bucket" => Algorithm::TokenBucket { burst: MAX_UNITS },
+            // So much that its capacity is all units there are.
+            "leaky_bucket" => Algorithm::LeakyBucket { max_delay_us: per_us.parse().ok()? },
             _ => return None,
         };
         Some((algorithm, per_us.parse().ok()?, readable.map(str::to_owned)))
@@ -141,13 +145,19 @@ impl Script {
     pub fn decision(reply: &Value, charges: &[Charge<'_>]) -> Option<Decision> {
         let mut numbers = Numbers::of(reply)?;
         let now_us = numbers.now_us()?;
-        let (mut admitted, mut standings) = (true, SmallVec::new());
+        let (mut admitted, mut standings, mut longest_us) = (true, SmallVec::new(), 0);
         for charge in charges {
             let standing = standing(charge.limit, charge.cost, now_us, numbers.three()?)?;
             admitted &= charge.shadow || standing.refusal.is_none();
             standings.push(Some(standing));
+            if let (Algorithm::LeakyBucket { max_delay_us }, false) = (charge.limit.algorithm, charge.shadow)
+            {
+                longest_us = max_delay_us.max(longest_us);
+            }
         }
-        Some(Decision { now_us, admitted, standings }).filter(|_| numbers.is_over())
+        let delay_us = numbers.delay_us()?;
+        let may_be_held = delay_us == 0 || (admitted && delay_us <= longest_us);
+        (may_be_held && numbers.is_over()).then_some(Decision { now_us, admitted, standings, delay_us })
     }
 
     fn push_key(&self, key: &mut String, charge: &Charge<'_>) {
@@ -169,6 +179,7 @@ impl Script {
             Algorithm::SlidingWindow { buckets } => ("}:sliding_window:", buckets),
             Algorithm::FixedWindow { offset_us } => ("}:fixed_window:", offset_us),
             Algorithm::TokenBucket { .. } => ("}:token_bucket:", 0),
+            Algorithm::LeakyBucket { .. } => ("}:leaky_bucket:", 0),
         };
         let mut number = itoa::Buffer::new();
         key.push_str(word);
@@ -180,17 +191,23 @@ impl Script {
     }
 }
 
-fn push_args(command: &mut Cmd, group: u64, cost: u64, limit: &Limit) {
+/// `rate`: units that a bucket pays back per period, unless it was charged at a higher one.
+fn push_args(command: &mut Cmd, group: u64, cost: u64, limit: &Limit, rate: u64) {
     let (algorithm, beside) = match limit.algorithm {
         Algorithm::SlidingLog => (b"l", 0),
         Algorithm::SlidingWindow { .. } => (b"s", limit.sub_window_us()),
         Algorithm::FixedWindow { offset_us } => (b"w", offset_us),
-        Algorithm::TokenBucket { .. } => (b"t", limit.requests),
+        Algorithm::TokenBucket { .. } => (b"t", rate),
+        Algorithm::LeakyBucket { .. } => (b"d", rate),
     };
     let mut number = itoa::Buffer::new();
     command.write_arg(algorithm);
-    for value in [group, cost, limit.capacity(), limit.per_us, beside] {
+    for value in [group, cost, limit.capacity(), limit.per_us] {
         command.write_arg(number.format(value).as_bytes());
+    }
+    match limit.algorithm {
+        Algorithm::LeakyBucket { .. } => command.write_arg_fmt(format_args!("{beside}+{}", limit.slack())),
+        _ => command.write_arg(number.format(beside).as_bytes()),
     }
 }
 
@@ -205,6 +222,14 @@ impl<'a> Numbers<'a> {
 
     fn now_us(&mut self) -> Option<u64> {
         time(self.one()?).filter(|now_us| *now_us > 0)
+    }
+
+    /// The last one, said only if it isn't 0.
+    fn delay_us(&mut self) -> Option<u64> {
+        match self.0.next() {
+            None => Some(0),
+            Some(text) => time(text.parse().ok()?).filter(|delay_us| *delay_us > 0),
+        }
     }
 
     fn three(&mut self) -> Option<[i64; 3]> {
@@ -311,6 +336,30 @@ mod tests {
     }
 
     #[test]
+    fn a_delay_is_read_if_the_limit_may_want_it() {
+        let limit = Limit { algorithm: Algorithm::LeakyBucket { max_delay_us: 400_000 }, ..LOG };
+        let key = key("api", "ann");
+        let (line, log) = (charge(&limit, &key), charge(&LOG, &key));
+        let read = |reply: &str, charges: &[Charge<'_>]| {
+            Script::decision(&Value::BulkString(reply.into()), charges).map(|decision| decision.delay_us)
+        };
+        assert_eq!(read("1000 0 2 2000", &[line]), Some(0));
+        assert_eq!(read("1000 0 2 2000 400000", &[line]), Some(400_000));
+        assert_eq!(read("1000 0 2 2000 0 4 2000 1", &[line, log]), Some(1));
+        for lie in [
+            "1000 0 2 2000 400001",
+            "1000 0 2 2000 0",
+            "1000 0 2 2000 -1",
+            "1000 0 2 2000 5 5",
+            "1000 1500 0 1500 5",
+        ] {
+            assert_eq!(read(lie, &[line]), None, "{lie}");
+        }
+        let shadow = Charge { shadow: true, ..line };
+        assert_eq!(read("1000 0 2 2000 5", &[shadow]), None, "a shadow holds nobody");
+    }
+
+    #[test]
     fn an_answer_that_cannot_be_true_is_none() {
         let key = key("api", "ann");
         let charges = [charge(&LOG, &key)];
@@ -342,6 +391,7 @@ mod tests {
             "1000 0 6 2000",
             "1000 0 -1 2000",
             "1000 0 4 999",
+            "1000 0 4 2000 70",
         ] {
             assert_eq!(read(lie), None, "{lie}");
         }

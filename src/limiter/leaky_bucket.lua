@@ -1,0 +1,33 @@
+-- leaky_bucket: the rule of leaky_bucket.rs over the string of token_bucket.lua.
+--
+-- `slack` is what the longest delay is worth beyond whole units, in units of 1 / per: it can be owed and leaves all
+-- of the capacity free.
+
+local function line_use(line)
+  line.used = bucket_ceil(math.max(0, line.debt - line.slack), line.per)
+end
+
+-- The state of a key, as bucket_read; `beside` is `rate+slack`.
+local function line_read(key, time, per, beside)
+  local rate, slack = string.match(beside, '^(%d+)%+(%d+)$')
+  local line, err = bucket_read(key, time, per, tonumber(rate))
+  if not line then return nil, err end
+  line.slack = tonumber(slack)
+  line_use(line)
+  return line
+end
+
+-- When `need` units more of the capacity are free, 1 <= need <= used.
+local function line_frees(line, need)
+  local over = line.debt - (line.used - need) * line.per - line.slack
+  return line.now + bucket_ceil(over, line.pays)
+end
+
+-- Takes `cost` units, at least 1; an error if Redis doesn't let us write, and then nothing was written.
+local function line_charge(line, cost)
+  local err = bucket_charge(line, cost)
+  if err then return err end
+  line_use(line)
+  -- It may go when no more than one unit is owed.
+  line.delay = bucket_ceil(math.max(0, line.debt - line.per), line.pays)
+end
