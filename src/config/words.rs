@@ -67,7 +67,7 @@ fn limits(limits: &[NamedLimit]) -> String {
             }
             Algorithm::LeakyBucket { max_delay_us } => {
                 let delay = duration_words(Duration::from_micros(max_delay_us));
-                format!("{requests} {unit} per {per} at an even rate, each held up to {delay} for it")
+                format!("{requests} {unit} per {per} one by one, held up to {delay} for their turn")
             }
             Algorithm::FixedWindow { offset_us: 0 } => {
                 format!("at most {requests} {unit} in each {per} of the clock")

@@ -129,6 +129,24 @@ async fn explain_and_keys_see_what_the_proxy_counted_and_change_nothing() {
     assert_eq!(listed.lines().count(), 3, "api-new is another policy:\n{listed}");
 }
 
+/// At what a limit allows now, all of a bucket would have come back long ago.
+#[tokio::test]
+async fn what_is_listed_of_a_bucket_comes_back_as_it_was_charged() {
+    let office = Office::open();
+    let buckets = "[[policy]]\nname = 'b'\nmatch = { path = '/b' }\nlimits = [\
+        { requests = 9, per = '1h', algorithm = 'token_bucket' }, \
+        { requests = 9, per = '1h', algorithm = 'leaky_bucket', max_delay = '0s' }]";
+    fs::write(office.config(), format!("{}\n{buckets}", office.text())).unwrap();
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::builder().config_at(&office.config()).upstream(upstream.address).start().await;
+    assert_eq!(proxy.statuses("/b", 2).await, [200, 429]);
+    let listed = office.tells(&["keys", "list", "--policy", "b"]).await;
+    let counted: Vec<Vec<&str>> =
+        listed.lines().skip(1).map(|line| line.split_whitespace().take(4).collect()).collect();
+    assert_eq!(counted, [["1", "leaky_bucket", "per", "1h"], ["1", "token_bucket", "per", "1h"]], "{listed}");
+    assert!(listed.lines().skip(1).all(|line| line.contains(" 6 m ")), "a ninth of an hour:\n{listed}");
+}
+
 #[tokio::test]
 async fn a_reset_is_felt_within_a_second() {
     let office = Office::open();

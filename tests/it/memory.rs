@@ -222,7 +222,7 @@ proptest! {
 
     /// Whatever comes when: what was admitted leaves one unit per place, and nobody waits for too long.
     #[test]
-    fn trap_27_a_line_lets_requests_out_evenly(
+    fn a_line_lets_requests_out_evenly(
         requests in 1u64..20, per_us in 1u64..3_000, max_delay_us in 0u64..5_000,
         asks in prop::collection::vec((0u64..400, 1u64..4), 1..80),
     ) {

@@ -297,7 +297,7 @@ mod by_hand {
         assert_eq!(ask(T, 1), (Ok(Refusal::Until(T + 5)), 0));
         assert_eq!(ask(T + 4, 1), (Ok(Refusal::Until(T + 5)), 0));
         assert_eq!(ask(T + 5, 1), (Err(25), 0));
-        assert_eq!(ask(T + 40, 4), (Ok(Refusal::Never), 2));
+        assert_eq!(ask(T + 40, 4), (Ok(Refusal::Never), 3));
         // The line is empty at T + 40: this one has the places at 40, 50 and 60, and goes at the last.
         assert_eq!(ask(T + 40, 3), (Err(20), 0));
     }
