@@ -484,7 +484,7 @@ mod tests {
             let claim = |policy| Claim { at: 0, policy, key: key.clone(), limits: &[], cost: 1 };
             let plan = Plan { claims: policies.iter().map(claim).collect(), shadow_denied: SmallVec::new() };
             let verdict = plan.into_degraded(&Unavailable { kind: "timeout", retry_after_us: 7 });
-            assert!(verdict.degraded && verdict.limits.is_empty());
+            assert!(verdict.degraded && verdict.limits.is_empty() && verdict.delay.is_zero());
             match verdict.outcome {
                 Outcome::Forward => None,
                 Outcome::Unavailable { policy, retry_after_us: 7 } => Some(policy.to_owned()),

@@ -120,6 +120,27 @@ limit = { requests = 3, per = "1h" }
 "#;
 
 #[tokio::test]
+async fn who_was_held_counts_as_delayed() {
+    let upstream = Upstream::echo().await;
+    let line = "limit = { requests = 1, per = '1s', algorithm = 'leaky_bucket', max_delay = '5s' }";
+    let policies = format!(
+        "log.access = 'all'\n[[policy]]\nname = 'line'\n{line}\n\
+         [[policy]]\nname = 'shadow'\nmode = 'shadow'\nlimit = {{ requests = 1, per = '1h', algorithm = 'leaky_bucket', max_delay = '1h' }}\n\
+         [[policy]]\nname = 'other'\nlimit = {{ requests = 9, per = '1h' }}"
+    );
+    let proxy = Proxy::start(&policies, upstream.address).await;
+    let start = Instant::now();
+    let _ = tokio::join!(proxy.get("/"), proxy.get("/"), proxy.get("/"));
+    assert!(start.elapsed() < SOON, "the shadow holds nobody");
+    let metrics = Metrics::of(&proxy).await;
+    assert_eq!(metrics.policy("line"), [("allowed", 1.0), ("delayed", 2.0)]);
+    assert_eq!(metrics.policy("other"), [("allowed", 3.0)]);
+    let _ = proxy
+        .wait_for_log("the access log to say so", 0, SOON, |line| line.field("decision") == "delayed")
+        .await;
+}
+
+#[tokio::test]
 async fn what_was_counted_is_what_happened() {
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(EVERY_KIND, upstream.address).await;

@@ -301,11 +301,13 @@ async fn keys_live_until_their_state_is_fresh_and_not_longer() {
     let server = Server::start();
     let (_shared, redis) = server.redis().await;
     let (log, window, owner) = (log(5, 60_000_000), window(5, 60_000_000, 7_000_000), key("ttl"));
-    let charges = [charge(&log, &owner, 1), charge(&window, &owner, 1)];
+    let line = line(5, 60_000_000, 1_000_000);
+    let charges = [charge(&log, &owner, 1), charge(&window, &owner, 1), charge(&line, &owner, 1)];
     let answer = redis.decide(&charges, tokio::time::Instant::now()).await.unwrap();
     let script = Script::new("t");
     for (charge, ends_us) in [
         (&charges[0], answer.now_us + 60_000_000),
+        (&charges[2], answer.now_us + 12_000_000),
         (&charges[1], answer.now_us - (answer.now_us - 7_000_000) % 60_000_000 + 60_000_000),
     ] {
         let expires_ms: u64 = server.command(&format!("PEXPIRETIME {}", script.key(charge))).await;
@@ -387,7 +389,9 @@ async fn a_refusal_tells_the_truth() {
     const PER: Duration = Duration::from_millis(60);
     let server = Server::start();
     let store = Store::redis(server.redis().await.1);
-    for (name, limit) in [("log", log(3, 60_000)), ("window", window(3, 60_000, 0))] {
+    for (name, limit) in
+        [("log", log(3, 60_000)), ("window", window(3, 60_000, 0)), ("line", line(3, 60_000, 45_000))]
+    {
         let owner = key(name);
         for round in 0..20 {
             let asked = [charge(&limit, &owner, 1)];
