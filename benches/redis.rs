@@ -109,7 +109,7 @@ fn peer_rate(server: &Server, limit: &Limit, keys: u32) -> f64 {
     server.flush();
     let (script, owner) = (Script::new(PREFIX), owner(0));
     let load = Command::new("redis-cli")
-        .args(["-p", &server.port.to_string(), "SCRIPT", "LOAD", Script::TEXT])
+        .args(["-p", &server.port.to_string(), "SCRIPT", "LOAD", script.text()])
         .stdout(Stdio::null())
         .status();
     assert!(load.unwrap().success());

@@ -18,6 +18,7 @@ const MAX_TIME_US: u64 = 1 << 53;
 /// Its text depends on nothing: what varies goes into the arguments, so Redis caches one script, once.
 #[derive(Debug)]
 pub struct Script {
+    text: String,
     sha: String,
     /// What all keys start with, up to and including the brace that opens the hash tag.
     key_start: String,
@@ -25,7 +26,7 @@ pub struct Script {
 
 impl Script {
     /// Algorithms first, then what drives them: one chunk of Lua.
-    pub const TEXT: &str = concat!(
+    const SOURCE: &str = concat!(
         include_str!("../../limiter/sliding_log.lua"),
         include_str!("../../limiter/sliding_window.lua"),
         include_str!("../../limiter/fixed_window.lua"),
@@ -37,8 +38,14 @@ impl Script {
     pub fn new(key_prefix: &str) -> Self {
         // A brace in the prefix would move the hash tag.
         let prefix = key_prefix.replace('{', "%7B").replace('}', "%7D");
-        let sha = redis::Script::new(Self::TEXT).get_hash().to_owned();
-        Self { sha, key_start: format!("{prefix}:v1:{{") }
+        let text = without_comments(Self::SOURCE);
+        let sha = redis::Script::new(&text).get_hash().to_owned();
+        Self { text, sha, key_start: format!("{prefix}:v1:{{") }
+    }
+
+    /// What Redis is given: it depends on nothing.
+    pub fn text(&self) -> &str {
+        &self.text
     }
 
     /// The name under which Redis knows the script.
@@ -49,7 +56,7 @@ impl Script {
     /// What loads the script.
     pub fn load(&self) -> Cmd {
         let mut command = Cmd::new();
-        command.arg("SCRIPT").arg("LOAD").arg(Self::TEXT);
+        command.arg("SCRIPT").arg("LOAD").arg(&self.text);
         command
     }
 
@@ -192,6 +199,14 @@ impl Script {
 }
 
 /// `rate`: units that a bucket pays back per period, unless it was charged at a higher one.
+/// Comments are for us. And a server that has not let us in takes no argument above 16 KiB: it would break the
+/// connection instead of saying so.
+fn without_comments(source: &str) -> String {
+    let lines =
+        source.lines().map(str::trim_start).filter(|line| !line.is_empty() && !line.starts_with("--"));
+    lines.flat_map(|line| [line, "\n"]).collect()
+}
+
 fn push_args(command: &mut Cmd, group: u64, cost: u64, limit: &Limit, rate: u64) {
     let (algorithm, beside) = match limit.algorithm {
         Algorithm::SlidingLog => (b"l", 0),
@@ -293,6 +308,13 @@ mod tests {
 
     fn charge<'a>(limit: &'a Limit, key: &'a Key) -> Charge<'a> {
         Charge { limit, key, cost: 1, group: 0, shadow: false }
+    }
+
+    #[test]
+    fn the_text_is_short_enough_for_a_server_that_has_not_let_us_in() {
+        let script = Script::new("p");
+        assert!(script.text().len() < 16 * 1024, "{}", script.text().len());
+        assert!(!script.text().contains("--"), "a comment is left");
     }
 
     #[test]
