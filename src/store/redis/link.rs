@@ -239,7 +239,14 @@ pub(super) async fn connect(context: &Context) -> Result<(Live, Task), Failure> 
         loads: watch::Sender::new(0),
         wanted: watch::Sender::new(0),
     };
-    load(context, &live).await?;
+    // First a question about nothing. From those who have not logged in Redis reads ten arguments and 16 KiB at
+    // most, and says of more that the protocol is broken: nobody would learn that a password is missing.
+    let nothing = context.script.decide(&[], None);
+    match failure_of(live.connection.clone().send_packed_command(&nothing).await) {
+        Ok(_) => {}
+        Err(Failure::NoScript) => load(context, &live).await?,
+        Err(failure) => return Err(failure),
+    }
     prove(context, &live).await?;
     check_eviction(context, &live).await;
     Ok((live, driver))

@@ -72,7 +72,7 @@ async fn carry(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mode: Arc<Atomic
     }
 }
 
-/// Starts a server that passes for a Redis until it was asked for one decision per connection; what it
+/// Starts a server that passes for a Redis until a connection has been proven; what it
 /// answers to the next is `answer`. Returns its port.
 pub(crate) async fn liar(answer: &'static [u8]) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -116,7 +116,8 @@ async fn lie(client: TcpStream, answer: &'static [u8]) {
         let reply = match command.as_str() {
             "EVALSHA" => {
                 decisions += 1;
-                if decisions == 1 { HONEST } else { answer }
+                // The question about nothing, and the proof.
+                if decisions <= 2 { HONEST } else { answer }
             }
             _ => b"+OK\r\n",
         };
