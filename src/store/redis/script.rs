@@ -198,7 +198,6 @@ impl Script {
     }
 }
 
-/// `rate`: units that a bucket pays back per period, unless it was charged at a higher one.
 /// Comments are for us. And a server that has not let us in takes no argument above 16 KiB: it would break the
 /// connection instead of saying so.
 fn without_comments(source: &str) -> String {
@@ -207,6 +206,7 @@ fn without_comments(source: &str) -> String {
     lines.flat_map(|line| [line, "\n"]).collect()
 }
 
+/// `rate`: units that a bucket pays back per period, unless it was charged at a higher one.
 fn push_args(command: &mut Cmd, group: u64, cost: u64, limit: &Limit, rate: u64) {
     let (algorithm, beside) = match limit.algorithm {
         Algorithm::SlidingLog => (b"l", 0),
