@@ -196,7 +196,7 @@ impl<'t> Plan<'t> {
             };
             match quota.select(&policy.name, facts, &table.client) {
                 Ok(Some((key, limits))) => {
-                    claims.push(Claim { at, policy, key, limits, cost: quota.cost });
+                    claims.push(Claim { at, policy, key, limits, cost: quota.cost.of(facts) });
                 }
                 Ok(None) => {}
                 Err(_) if policy.shadow => count(at, Did::ShadowRejected),
@@ -345,7 +345,7 @@ mod tests {
     use crate::limiter::{KeyBuilder, Limit};
     use crate::policy::path::{EscapedSlashes, Readings, Settings};
     use crate::policy::{
-        Fields, KeyPart, KeyTemplate, Matcher, MissingKey, Override, Overrides, Quota, client,
+        Cost, Fields, KeyPart, KeyTemplate, Matcher, MissingKey, Override, Overrides, Quota, client,
     };
     use crate::store::redis::{Redis, RedisSettings, Shared};
     use crate::store::{Memory, MemorySettings};
@@ -388,7 +388,7 @@ mod tests {
             action: Action::Limit(Quota {
                 key: KeyTemplate::new(vec![KeyPart::Header("x-user".parse().unwrap())]),
                 missing_key: MissingKey::Shared,
-                cost: 1,
+                cost: Cost::Fixed(1),
                 limits: vec![limit(name, requests)],
                 overrides: Overrides::default(),
             }),

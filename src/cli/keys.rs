@@ -129,7 +129,7 @@ fn find<'c>(config: &'c Config, which: &Which) -> Result<(&'c Policy, u64, Key, 
     let (key, limits) = quota
         .select_by_hand(&policy.name, &which.values, &config.table.client, &config.table.path)
         .map_err(sentence)?;
-    Ok((policy, quota.cost, key, limits))
+    Ok((policy, quota.cost.least(), key, limits))
 }
 
 fn charges<'a>(key: &'a Key, limits: &'a [NamedLimit]) -> Vec<Charge<'a>> {

@@ -71,9 +71,10 @@ impl<'a> Cursor<'a> {
     /// The schema's range has to fit into `T`.
     pub(super) fn whole<T: TryFrom<i64>>(&self, name: &str) -> Option<T> {
         self.read(name, |kind, value| match (kind, value) {
-            (Kind::Whole { min, max }, Value::Num(_, Num::I64(number))) if (min..=max).contains(&number) => {
-                T::try_from(*number).ok().ok_or(Wrong::Unexpected)
-            }
+            (
+                Kind::Whole { min, max } | Kind::WholeOrTable { min, max, .. },
+                Value::Num(_, Num::I64(number)),
+            ) if (min..=max).contains(&number) => T::try_from(*number).ok().ok_or(Wrong::Unexpected),
             _ => Err(Wrong::Unexpected),
         })
     }
@@ -258,7 +259,7 @@ impl<'a> Cursor<'a> {
 
 fn table_of(kind: &Kind) -> &'static [Key] {
     match kind {
-        Kind::Table(table) | Kind::Tables(table) => table,
+        Kind::Table(table) | Kind::Tables(table) | Kind::WholeOrTable { table, .. } => table,
         _ => &[],
     }
 }

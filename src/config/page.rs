@@ -30,7 +30,7 @@ fn collect(path: &str, table: &'static [Key], tables: &mut Vec<(String, &'static
     }
     tables.push((path.to_owned(), table));
     for key in table {
-        if let Kind::Table(inner) | Kind::Tables(inner) = key.kind {
+        if let Kind::Table(inner) | Kind::Tables(inner) | Kind::WholeOrTable { table: inner, .. } = key.kind {
             collect(format!("{path}.{}", key.name).trim_start_matches('.'), inner, tables);
         }
     }
@@ -54,7 +54,10 @@ fn row(key: &Key) -> String {
     let default = match (&key.need, &key.kind) {
         (Need::Required, _) => "must be set".to_owned(),
         (Need::Default(""), Kind::Texts(_)) => "`[]`".to_owned(),
-        (Need::Default(text), Kind::Bool | Kind::Whole { .. } | Kind::Fraction) => format!("`{text}`"),
+        (
+            Need::Default(text),
+            Kind::Bool | Kind::Whole { .. } | Kind::WholeOrTable { .. } | Kind::Fraction,
+        ) => format!("`{text}`"),
         (Need::Default(text), _) => format!("`\"{text}\"`"),
         (Need::Optional, _) => "absent".to_owned(),
     };
@@ -66,6 +69,7 @@ fn takes(kind: &Kind) -> String {
     match kind {
         Kind::Whole { min: i64::MIN, .. } => "a whole number".to_owned(),
         Kind::Whole { min, max } => format!("{min} to {}", count(*max)),
+        Kind::WholeOrTable { min, max, .. } => format!("{min} to {}, or a table", count(*max)),
         Kind::Fraction => "0.0 to 1.0".to_owned(),
         Kind::Duration { min, max } => {
             format!(

@@ -6,8 +6,8 @@ use super::diagnostic::Place;
 use super::{matches, words};
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
 use crate::policy::{
-    Action, KeyPart, KeyTemplate, MissingKey, NamedLimit, OnStoreFailure, Override, Overrides, Policy, Quota,
-    Reject, client, path,
+    Action, Cost, HeaderCost, KeyPart, KeyTemplate, MissingKey, NamedLimit, OnStoreFailure, Override,
+    Overrides, Policy, Quota, Reject, client, path,
 };
 use http::{HeaderName, HeaderValue, StatusCode, header};
 use std::collections::BTreeMap;
@@ -148,16 +148,16 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
     // With a part left out, overrides could not be counted.
     let is_whole = parts.len() == at.items("key").len();
     let key = KeyTemplate::new(parts);
-    let cost = at.whole::<i64>("cost").and_then(|cost| u64::try_from(cost).ok());
+    let cost = cost(at);
     let limits = limits(at, scope, name);
-    if cost == Some(0) {
+    if cost.as_ref().is_some_and(|cost| cost.least() == 0) {
         at.warn("cost", "requests that take nothing are never limited");
     }
     let overrides = at.tables("override");
     let overrides = overrides.iter().filter_map(|table| over(table, scope, name, is_whole.then_some(&key)));
     let overrides = Overrides::new(name, overrides.collect());
-    if let (Some(cost), Some(limits)) = (cost, &limits) {
-        warn_of_impossible(at, cost, limits);
+    if let (Some(cost), Some(limits)) = (&cost, &limits) {
+        warn_of_impossible(at, cost.least(), limits);
     }
     Some(Quota {
         key,
@@ -166,6 +166,27 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
         limits: limits?,
         overrides,
     })
+}
+
+/// A number, or the header that says it.
+fn cost(at: &Cursor<'_>) -> Option<Cost> {
+    if at.item("cost").is_none_or(|item| item.value.as_dict().is_none()) {
+        return units(at, "cost").map(Cost::Fixed);
+    }
+    let table = at.optional_table("cost")?;
+    let name = table.parsed("header", matches::header_name);
+    let (default, min, max) = (units(&table, "default")?, units(&table, "min")?, units(&table, "max")?);
+    if min > max {
+        table.fail("min", &format!("more than max; expected at most {max}"));
+    } else if default < min {
+        table.warn("default", "less than min: without the header a request takes less than with any");
+    }
+    Some(Cost::Header(Box::new(HeaderCost { name: name?, default, min, max })))
+}
+
+/// The schema lets only what isn't negative through.
+fn units(at: &Cursor<'_>, name: &str) -> Option<u64> {
+    at.whole::<i64>(name).and_then(|units| u64::try_from(units).ok())
 }
 
 fn warn_of_impossible(at: &Cursor<'_>, cost: u64, limits: &[NamedLimit]) {
@@ -234,8 +255,7 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
         // What is right for an algorithm that nobody knows?
         return None;
     }
-    let number = |name: &str| at.whole::<i64>(name).and_then(|number| u64::try_from(number).ok());
-    let (buckets, burst) = (number("buckets"), number("burst"));
+    let (buckets, burst) = (units(at, "buckets"), units(at, "burst"));
     let max_delay = at.duration("max_delay");
     let algorithm = match written.unwrap_or(scope.algorithm) {
         Algorithm::SlidingLog => Algorithm::SlidingLog,

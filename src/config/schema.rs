@@ -34,6 +34,12 @@ pub(super) enum Kind {
         min: i64,
         max: i64,
     },
+    /// A number as above, or a table that says where it comes from.
+    WholeOrTable {
+        min: i64,
+        max: i64,
+        table: &'static [Key],
+    },
     /// 0 to 1.
     Fraction,
     Duration {
@@ -476,9 +482,9 @@ static POLICY: [Key; 13] = [
     ),
     key(
         "cost",
-        whole(0, MAX_UNITS),
+        Kind::WholeOrTable { min: 0, max: MAX_UNITS, table: &COST },
         Default("1"),
-        "Units that one request takes from each limit. Above a limit's requests nothing ever passes.",
+        "Units that one request takes from each limit, or the header that says so. Above a limit's requests nothing ever passes.",
     ),
     key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
     key("on_store_failure", ON_STORE_FAILURE, Optional, "As in [defaults]."),
@@ -488,6 +494,23 @@ static POLICY: [Key; 13] = [
         Tables(&OVERRIDE),
         Optional,
         "Limits of their own for some keys. The first that matches replaces all limits of the policy.",
+    ),
+];
+
+static COST: [Key; 4] = [
+    key(
+        "header",
+        Text("the name of a header"),
+        Required,
+        "Holds the units that the request takes, in digits.",
+    ),
+    key("default", whole(0, MAX_UNITS), Default("1"), "Units of a request without the header."),
+    key("min", whole(0, MAX_UNITS), Default("1"), "The fewest that the header may say."),
+    key(
+        "max",
+        whole(0, MAX_UNITS),
+        Default("100"),
+        "The most that it may say, and what a request takes whose header is anything else: empty, signed, a fraction, out of range, repeated.",
     ),
 ];
 
@@ -668,6 +691,12 @@ impl fmt::Display for Kind {
             Bool => f.write_str("true or false"),
             Kind::Whole { min: i64::MIN, max: i64::MAX } => f.write_str("a whole number"),
             Kind::Whole { min, max } => write!(f, "a whole number from {min} to {max}"),
+            Kind::WholeOrTable { min, max, .. } => {
+                write!(
+                    f,
+                    "a whole number from {min} to {max}, or a table such as {{ header = \"x-cost\", max = 100 }}"
+                )
+            }
             Fraction => f.write_str("a number from 0 to 1"),
             Kind::Duration { min, max } => {
                 write!(f, "a duration such as \"250ms\", \"1s\", \"5m\"")?;

@@ -17,7 +17,9 @@ const MAX_REGEX_BYTES: usize = 1 << 20;
 pub(super) fn from_text(kind: &Kind, text: &str) -> Value {
     match kind {
         Kind::Bool => text.parse::<bool>().map_or_else(|_| text.into(), Value::from),
-        Kind::Whole { .. } => text.parse::<i64>().map_or_else(|_| text.into(), Value::from),
+        Kind::Whole { .. } | Kind::WholeOrTable { .. } => {
+            text.parse::<i64>().map_or_else(|_| text.into(), Value::from)
+        }
         Kind::Fraction => text.parse::<f64>().map_or_else(|_| text.into(), Value::from),
         Kind::Texts(_) => Value::from(list(text)),
         _ => text.into(),

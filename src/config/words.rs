@@ -3,7 +3,7 @@
 use super::cursor::Cursor;
 use super::values::duration_words;
 use crate::limiter::{Algorithm, Limit};
-use crate::policy::{Action, NamedLimit, OnStoreFailure, Policy, Quota};
+use crate::policy::{Action, Cost, HeaderCost, NamedLimit, OnStoreFailure, Policy, Quota};
 use figment::value::Value;
 use std::time::Duration;
 
@@ -44,7 +44,14 @@ fn quota(quota: &Quota) -> String {
         true => "all together".to_owned(),
         false => format!("per {}", parts.join(" and ")),
     };
-    let cost = if quota.cost == 1 { String::new() } else { format!(", each counting {}", quota.cost) };
+    let cost = match &quota.cost {
+        Cost::Fixed(1) => String::new(),
+        Cost::Fixed(units) => format!(", each counting {units}"),
+        Cost::Header(cost) => {
+            let HeaderCost { name, default, min, max } = &**cost;
+            format!(", each counting what header {name} says from {min} to {max}, without it {default}")
+        }
+    };
     let overrides = quota.overrides.list().iter().map(|entry| {
         let values = entry.values.iter().map(|value| value.as_deref().unwrap_or("*"));
         format!("; for {}: {}", values.collect::<Vec<_>>().join(", "), limits(&entry.limits))

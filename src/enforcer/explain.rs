@@ -85,7 +85,7 @@ fn apply<'t>(policy: &'t Policy, table: &'t PolicyTable, facts: &Facts<'_>) -> S
     };
     match quota.select(&policy.name, facts, &table.client) {
         Ok(Some((key, limits))) => {
-            Step::Limits(Limits { key, cost: quota.cost, limits, standings: Vec::new() })
+            Step::Limits(Limits { key, cost: quota.cost.of(facts), limits, standings: Vec::new() })
         }
         Ok(None) => Step::Skipped,
         Err(fault) => Step::CannotKey(fault),

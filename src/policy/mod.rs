@@ -4,6 +4,7 @@
 //! works on borrowed [`Facts`], so that `check`, tests and fuzzing need no server.
 
 pub mod client;
+mod cost;
 mod facts;
 mod key;
 mod matcher;
@@ -12,6 +13,7 @@ mod pattern;
 mod quota;
 mod table;
 
+pub use cost::{Cost, HeaderCost};
 pub use facts::Facts;
 pub use key::{KeyFault, KeyPart, KeyTemplate, KeyValues, MissingKey};
 pub use matcher::{HostPattern, Matcher, MethodSet, Named, Test, Unmet};

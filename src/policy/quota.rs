@@ -1,6 +1,6 @@
 //! How much a policy allows, to whom.
 
-use super::{Facts, KeyFault, KeyTemplate, KeyValues, MissingKey, client, path};
+use super::{Cost, Facts, KeyFault, KeyTemplate, KeyValues, MissingKey, client, path};
 use crate::limiter::{Key, KeyBuilder, Limit};
 use foldhash::HashMap;
 use std::fmt;
@@ -10,8 +10,7 @@ use std::fmt;
 pub struct Quota {
     pub key: KeyTemplate,
     pub missing_key: MissingKey,
-    /// Units that one request takes.
-    pub cost: u64,
+    pub cost: Cost,
     /// At least one.
     pub limits: Vec<NamedLimit>,
     pub overrides: Overrides,

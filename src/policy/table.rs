@@ -1,6 +1,8 @@
 //! The compiled policies: built once, never changed, swapped as a whole.
 
-use super::{Action, Facts, HostPattern, KeyPart, Matcher, Policy, Unmet, client, path, pattern::PathIndex};
+use super::{
+    Action, Cost, Facts, HostPattern, KeyPart, Matcher, Policy, Unmet, client, path, pattern::PathIndex,
+};
 use foldhash::{HashMap, HashSet};
 use http::HeaderName;
 use smallvec::SmallVec;
@@ -66,7 +68,7 @@ impl PolicyTable {
         self.keys_by_client && !client.peer_trusted && headers.contains_key(&self.client.ip_header)
     }
 
-    /// Whether a header decides anything: it is part of a key or a match, or names the client.
+    /// Whether a header decides anything: it is part of a key, a match or a cost, or names the client.
     /// Such a header must mean the same to us and to the upstream.
     pub fn reads_header(&self, name: &HeaderName) -> bool {
         self.headers.contains(name)
@@ -94,6 +96,9 @@ fn is_keyed_by_client(policy: &Policy) -> bool {
 fn headers_read_by(policy: &Policy) -> Vec<HeaderName> {
     let mut names = policy.matcher.header_names();
     if let Action::Limit(quota) = &policy.action {
+        if let Cost::Header(cost) = &quota.cost {
+            names.push(cost.name.clone());
+        }
         names.extend(quota.key.parts().iter().filter_map(|part| match part {
             KeyPart::Header(name) => Some(name.clone()),
             KeyPart::Cookie(_) => Some(http::header::COOKIE),

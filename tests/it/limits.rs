@@ -445,6 +445,81 @@ limit = { requests = 7, per = "1h" }
     assert_eq!((refused.status, left(&refused)), (429, Some(1)), "one is left, three are wanted");
 }
 
+const PRICED: &str = r#"
+[[policy]]
+name = "priced"
+cost = { header = "x-cost", default = 2, min = 1, max = 10 }
+limit = { requests = 1000000, per = "1h" }
+"#;
+
+/// What a request with these fields is charged.
+async fn charged(proxy: &Proxy, fields: &[u8]) -> u64 {
+    let left = async |fields: &[u8]| {
+        let mut client = crate::support::client::RawClient::connect(proxy.address).await;
+        client.send([b"GET / HTTP/1.1\r\nHost: a\r\n", fields, b"\r\n"].concat()).await;
+        let reply = client.reply().await;
+        assert_eq!(reply.status, 200);
+        reply.parameter("ratelimit", "priced", "r").unwrap()
+    };
+    let before = left(b"X-Cost: 1\r\n").await;
+    before - left(fields).await
+}
+
+#[tokio::test]
+async fn a_cost_is_read_from_a_header_and_nonsense_pays_the_most() {
+    let (proxy, _upstream) = proxy(PRICED).await;
+    for (fields, cost) in [("", 2), ("X-Cost: 1\r\n", 1), ("x-cost:  7 \r\n", 7), ("X-Cost: 10\r\n", 10)] {
+        assert_eq!(charged(&proxy, fields.as_bytes()).await, cost, "{fields:?}");
+    }
+    let absurd = "1000000000000000000000000000000";
+    for value in [
+        "", "0", "-1", "11", "1.0", "+1", "1e30", absurd, "NaN", "nan", "inf", "-0", "0x1", "1,1", "1 1",
+        "\"",
+    ] {
+        assert_eq!(charged(&proxy, format!("X-Cost: {value}\r\n").as_bytes()).await, 10, "{value:?}");
+    }
+    assert_eq!(charged(&proxy, b"X-Cost: \xff\xfe\r\n").await, 10);
+    assert_eq!(charged(&proxy, b"X-Cost: 1\r\nX-Cost: 1\r\n").await, 10, "repeated");
+    for look_alike in ["X_Cost", "x.cost"] {
+        let reply = proxy.ask("GET", "/").header(look_alike, "1").send().await;
+        assert_eq!(reply.status, 400, "{look_alike}");
+    }
+    let dropped = proxy.ask("GET", "/").header("connection", "x-cost").header("x-cost", "9").send().await;
+    assert_eq!(dropped.status, 400, "the upstream would not see what was paid");
+}
+
+#[tokio::test]
+async fn trap_12_a_cost_that_does_not_fit_is_refused_whole() {
+    let (proxy, upstream) = proxy(
+        r#"
+[[policy]]
+name = "priced"
+cost = { header = "x-cost", max = 100 }
+limit = { requests = 10, per = "1h" }
+"#,
+    )
+    .await;
+    let ask = |cost: &'static str| proxy.ask("GET", "/").header("x-cost", cost).send();
+    assert_eq!(ask("9").await.parameter("ratelimit", "priced", "r"), Some(1));
+    let refused = ask("2").await;
+    assert_eq!((refused.status, refused.parameter("ratelimit", "priced", "r")), (429, Some(1)));
+    assert!(refused.header("retry-after").is_some());
+    for never in ["11", "100", "many"] {
+        let refused = ask(never).await;
+        assert_eq!(
+            (refused.status, refused.parameter("ratelimit", "priced", "r")),
+            (429, Some(1)),
+            "{never}"
+        );
+        assert!(refused.header("retry-after").is_none(), "{never}: there is nothing to wait for");
+        let problem = refused.json();
+        assert!(problem["detail"].as_str().unwrap().contains("more than the limit"), "{problem}");
+        assert!(problem.get("retry_after").is_none(), "{problem}");
+    }
+    assert_eq!(ask("1").await.status, 200);
+    assert_eq!(upstream.seen().len(), 2);
+}
+
 #[tokio::test]
 async fn owners_can_word_their_refusal() {
     let (proxy, _upstream) = proxy(
