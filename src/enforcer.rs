@@ -9,7 +9,7 @@ mod live;
 pub use explain::{Explanation, Limits, Step, explain};
 pub use live::{Live, Rules};
 
-use crate::limiter::{Algorithm, Charge, Decision, Key, Refusal, Standing};
+use crate::limiter::{Algorithm, Charge, Decision, Key, Limit, Refusal, Standing};
 use crate::policy::{Action, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy, PolicyTable, Reject};
 use crate::store::{Store, Unavailable};
 use crate::telemetry::metrics::{Decision as Did, Shard, Source};
@@ -75,6 +75,8 @@ pub struct Limited<'t> {
     pub violated: SmallVec<[&'t str; 2]>,
     /// Microseconds until the same request would be admitted; `None`: never.
     pub retry_after_us: Option<u64>,
+    /// A block that began earlier was met.
+    pub blocked: bool,
     pub reject: Option<&'t Reject>,
 }
 
@@ -106,7 +108,7 @@ impl Enforcer {
         if plan.claims.is_empty() {
             return Verdict { shadow_rejected: plan.shadow_denied, ..Verdict::of(Outcome::Forward) };
         }
-        let answer = self.store.answer(&plan.charges(), arrived).await;
+        let answer = self.store.answer(&plan.charges(1), arrived).await;
         let (mut verdict, source) = match answer {
             Ok((decision, source)) => {
                 plan.count(&decision, count);
@@ -153,6 +155,8 @@ struct Claim<'t> {
     policy: &'t Policy,
     key: Key,
     limits: &'t [NamedLimit],
+    /// Asked before the limits. A shadow policy has none: it blocks nobody.
+    block: Option<&'t Limit>,
     cost: u64,
 }
 
@@ -196,7 +200,8 @@ impl<'t> Plan<'t> {
             };
             match quota.select(&policy.name, facts, &table.client) {
                 Ok(Some((key, limits))) => {
-                    claims.push(Claim { at, policy, key, limits, cost: quota.cost.of(facts) });
+                    let block = quota.block.as_ref().filter(|_| !policy.shadow);
+                    claims.push(Claim { at, policy, key, limits, block, cost: quota.cost.of(facts) });
                 }
                 Ok(None) => {}
                 Err(_) if policy.shadow => count(at, Did::ShadowRejected),
@@ -209,14 +214,17 @@ impl<'t> Plan<'t> {
         Ok(Self { claims, shadow_denied })
     }
 
-    fn charges(&self) -> SmallVec<[Charge<'_>; 4]> {
+    /// `knock` is what a block is asked for: 1, also by a request that costs nothing, or 0 to look only.
+    fn charges(&self, knock: u64) -> SmallVec<[Charge<'_>; 4]> {
         (0..)
             .zip(&self.claims)
             .flat_map(|(group, claim)| {
-                claim.limits.iter().map(move |named| Charge {
-                    limit: &named.limit,
+                let block = claim.block.map(|block| (block, knock));
+                let limits = claim.limits.iter().map(|named| (&named.limit, claim.cost));
+                block.into_iter().chain(limits).map(move |(limit, cost)| Charge {
+                    limit,
                     key: &claim.key,
-                    cost: claim.cost,
+                    cost,
                     group,
                     shadow: claim.policy.shadow,
                 })
@@ -233,6 +241,9 @@ impl<'t> Plan<'t> {
         let mut refusals = Refusals::default();
         let mut standings = decision.standings.iter();
         for claim in &self.claims {
+            let block = claim.block.and_then(|_| *standings.next()?);
+            refusals.blocked |= block.is_some_and(|block| block.refusal.is_some());
+            let blocked_until_us = block.and_then(|block| block.grows_at_us);
             for (limit, standing) in claim.limits.iter().zip(&mut standings) {
                 if claim.policy.shadow {
                     let name = &*claim.policy.name;
@@ -242,7 +253,11 @@ impl<'t> Plan<'t> {
                     }
                     continue;
                 }
-                let Some(standing) = *standing else { continue };
+                let standing = match blocked_until_us {
+                    Some(until_us) => Some(shut(*standing, until_us)),
+                    None => *standing,
+                };
+                let Some(standing) = standing else { continue };
                 verdict.limits.push(Reported { limit, standing });
                 if let Some(refusal) = standing.refusal {
                     refusals.add(claim.policy, limit, refusal);
@@ -274,12 +289,15 @@ impl<'t> Plan<'t> {
     fn count(&self, decision: &Decision, count: impl Fn(usize, Did)) {
         let mut standings = decision.standings.iter();
         for claim in &self.claims {
+            let block = claim.block.and_then(|_| *standings.next()?);
+            let blocked = block.is_some_and(|block| block.refusal.is_some());
             let (mut refused, mut known) = (false, true);
             for standing in standings.by_ref().take(claim.limits.len()) {
                 refused |= standing.is_some_and(|standing| standing.refusal.is_some());
                 known &= standing.is_some();
             }
             match (refused, claim.policy.shadow) {
+                _ if blocked => count(claim.at, Did::Blocked),
                 (true, true) => count(claim.at, Did::ShadowRejected),
                 (true, false) => count(claim.at, Did::Rejected),
                 (false, false) if decision.delay_us > 0 && claim.holds() => count(claim.at, Did::Delayed),
@@ -302,11 +320,23 @@ impl<'t> Plan<'t> {
     }
 }
 
+/// How a limit stands towards clients while a block holds: it gives nothing before its end.
+fn shut(standing: Option<Standing>, until_us: u64) -> Standing {
+    let grows_at_us = standing.and_then(|standing| standing.grows_at_us).unwrap_or(0);
+    let refusal = match standing.and_then(|standing| standing.refusal) {
+        Some(Refusal::Never) => Refusal::Never,
+        Some(Refusal::Until(at_us)) => Refusal::Until(at_us.max(until_us)),
+        None => Refusal::Until(until_us),
+    };
+    Standing { remaining: 0, grows_at_us: Some(grows_at_us.max(until_us)), refusal: Some(refusal) }
+}
+
 /// Gathers refusals; the one that lasts longest speaks for all.
 #[derive(Default)]
 struct Refusals<'t> {
     longest: Option<(&'t Policy, Refusal)>,
     violated: SmallVec<[&'t str; 2]>,
+    blocked: bool,
 }
 
 impl<'t> Refusals<'t> {
@@ -333,6 +363,7 @@ impl<'t> Refusals<'t> {
             policy: &policy.name,
             violated: self.violated,
             retry_after_us,
+            blocked: self.blocked,
             reject: policy.reject.as_ref(),
         })
     }
@@ -390,6 +421,7 @@ mod tests {
                 missing_key: MissingKey::Shared,
                 cost: Cost::Fixed(1),
                 limits: vec![limit(name, requests)],
+                block: None,
                 overrides: Overrides::default(),
             }),
             shadow: false,
@@ -478,10 +510,37 @@ mod tests {
     }
 
     #[test]
+    fn a_block_shuts_its_own_policy_until_it_ends() {
+        let mut narrow = by_user("narrow", 1);
+        let block = Limit { requests: 1, per_us: 60_000_000, algorithm: Algorithm::Block };
+        quota(&mut narrow).block = Some(block);
+        let bench = Bench::new(vec![by_user("wide", 10), narrow.clone()]);
+        assert!(bench.passes("ann"));
+        for (blocked, waits_us) in [(false, 60_000_000), (true, 20_000_000)] {
+            bench.ask(&["ann"], |verdict| {
+                let Outcome::Limited(limited) = verdict.outcome else { panic!("{:?}", verdict.outcome) };
+                assert_eq!((limited.policy, limited.blocked), ("narrow", blocked));
+                assert_eq!(limited.violated.as_slice(), ["narrow"]);
+                assert_eq!(limited.retry_after_us, Some(waits_us));
+                let remaining: Vec<u64> = verdict.limits.iter().map(|l| l.standing.remaining).collect();
+                assert_eq!(remaining, if blocked { [10, 0] } else { [9, 0] });
+            });
+            assert!(bench.passes(&format!("other {blocked}")));
+            bench.hands.advance_us(40_000_000);
+        }
+        assert!(bench.passes("ann"));
+
+        let shadow = Bench::new(vec![Policy { shadow: true, ..narrow }]);
+        assert!(shadow.passes("ann") && shadow.passes("ann"));
+        shadow.hands.advance_us(10_000_000);
+        shadow.ask(&["ann"], |verdict| assert!(verdict.shadow_rejected.is_empty(), "it blocks nobody"));
+    }
+
+    #[test]
     fn trap_20_without_the_store_nobody_is_told_to_be_over_a_limit() {
         let outcome = |policies: &[Policy]| {
             let key = KeyBuilder::new("p").finish();
-            let claim = |policy| Claim { at: 0, policy, key: key.clone(), limits: &[], cost: 1 };
+            let claim = |policy| Claim { at: 0, policy, key: key.clone(), limits: &[], block: None, cost: 1 };
             let plan = Plan { claims: policies.iter().map(claim).collect(), shadow_denied: SmallVec::new() };
             let verdict = plan.into_degraded(&Unavailable { kind: "timeout", retry_after_us: 7 });
             assert!(verdict.degraded && verdict.limits.is_empty() && verdict.delay.is_zero());

@@ -84,6 +84,10 @@ fn tell(config: &Config, explanation: &Explanation<'_>) -> String {
         };
         text.push_str(&format!("  {:<16} {told}{shadow}\n", policy.name));
         if let Step::Limits(limits) = step {
+            if let Some((until_us, now_us)) = limits.blocked_until_us.zip(now_us) {
+                let left = standing::wait(until_us.saturating_sub(now_us));
+                text.push_str(&format!("  {:<16}   blocked for {left}\n", ""));
+            }
             for (at, named) in limits.limits.iter().enumerate() {
                 let standing = limits.standings.get(at).zip(now_us);
                 text.push_str(&format!("  {:<16}   {}\n", "", standing::line(named, standing)));
@@ -110,7 +114,8 @@ fn verdict(explanation: &Explanation<'_>, known: bool) -> String {
             Step::CannotKey(_) => return format!("Refused by {}: 400.\n", policy.name),
             Step::Limits(limits) => {
                 limited = true;
-                if limits.standings.iter().any(|standing| standing.remaining < limits.cost) {
+                let is_full = limits.standings.iter().any(|standing| standing.remaining < limits.cost);
+                if is_full || limits.blocked_until_us.is_some() {
                     full.push(&policy.name);
                 }
             }

@@ -3,8 +3,8 @@
 use super::standing::{self, wait};
 use super::store::open_store;
 use crate::config::{self, Config, Sources, StoreSettings, duration_words};
-use crate::limiter::{Charge, Key};
-use crate::policy::{Action, NamedLimit, Policy};
+use crate::limiter::{Algorithm, Charge, Key};
+use crate::policy::{Action, NamedLimit, Policy, Quota};
 use crate::store::redis::{Counter, Inspector, RedisSettings};
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -78,15 +78,21 @@ async fn list(redis: &RedisSettings, policy: Option<&str>, most: usize) -> Resul
 }
 
 async fn show(config: &Config, which: &Which) -> Result<String, String> {
-    let (policy, cost, key, limits) = find(config, which)?;
+    let (policy, quota, key, limits) = find(config, which)?;
     // Looking costs nothing, and is atomic like a decision.
-    let charges = charges(&key, limits);
+    let charges = charges(&key, quota, limits);
     let store = open_store(&config.store).await;
     let decision = store.decide(&charges).await.map_err(|error| format!("error: {error}\n"))?;
     let mut text = format!("{key}\n");
-    let mut full = false;
-    for (named, standing) in limits.iter().zip(decision.standings.iter().flatten()) {
-        full |= standing.remaining < cost;
+    let mut standings = decision.standings.iter().flatten();
+    let block = quota.block.and_then(|_| standings.next()?.grows_at_us);
+    let mut full = block.is_some();
+    if let Some(until_us) = block {
+        let left = standing::wait(until_us.saturating_sub(decision.now_us));
+        text.push_str(&format!("  blocked for {left}\n"));
+    }
+    for (named, standing) in limits.iter().zip(standings) {
+        full |= standing.remaining < quota.cost.least();
         text.push_str(&format!("  {}\n", standing::line(named, Some((standing, decision.now_us)))));
     }
     text.push_str(match (full, policy.shadow) {
@@ -98,10 +104,11 @@ async fn show(config: &Config, which: &Which) -> Result<String, String> {
 }
 
 async fn reset(config: &Config, redis: &RedisSettings, which: &Which) -> Result<String, String> {
-    let (.., key, limits) = find(config, which)?;
+    let (_, quota, key, limits) = find(config, which)?;
+    let charges = charges(&key, quota, limits);
     let inspector = connect(redis).await?;
-    let count = inspector.reset(&charges(&key, limits)).await.map_err(sentence)?;
-    Ok(format!("{key}: {count} of {} counters were in use, and are forgotten\n", limits.len()))
+    let count = inspector.reset(&charges).await.map_err(sentence)?;
+    Ok(format!("{key}: {count} of {} counters were in use, and are forgotten\n", charges.len()))
 }
 
 async fn connect(redis: &RedisSettings) -> Result<Inspector, String> {
@@ -112,7 +119,10 @@ fn sentence(error: impl std::fmt::Display) -> String {
     format!("error: {error}\n")
 }
 
-fn find<'c>(config: &'c Config, which: &Which) -> Result<(&'c Policy, u64, Key, &'c [NamedLimit]), String> {
+fn find<'c>(
+    config: &'c Config,
+    which: &Which,
+) -> Result<(&'c Policy, &'c Quota, Key, &'c [NamedLimit]), String> {
     let policies = config.table.policies();
     let Some(policy) = policies.iter().find(|policy| *policy.name == *which.policy) else {
         let names: BTreeSet<&str> = policies.iter().map(|policy| &*policy.name).collect();
@@ -129,14 +139,20 @@ fn find<'c>(config: &'c Config, which: &Which) -> Result<(&'c Policy, u64, Key, 
     let (key, limits) = quota
         .select_by_hand(&policy.name, &which.values, &config.table.client, &config.table.path)
         .map_err(sentence)?;
-    Ok((policy, quota.cost.least(), key, limits))
+    Ok((policy, quota, key, limits))
 }
 
-fn charges<'a>(key: &'a Key, limits: &'a [NamedLimit]) -> Vec<Charge<'a>> {
-    limits.iter().map(|named| Charge { limit: &named.limit, key, cost: 0, group: 0, shadow: false }).collect()
+/// What `quota` keeps for a key: the block first, if it has one.
+fn charges<'a>(key: &'a Key, quota: &'a Quota, limits: &'a [NamedLimit]) -> Vec<Charge<'a>> {
+    let limits = limits.iter().map(|named| &named.limit);
+    let kept = quota.block.iter().chain(limits);
+    kept.map(|limit| Charge { limit, key, cost: 0, group: 0, shadow: false }).collect()
 }
 
 fn counted_by(counter: &Counter) -> String {
+    if counter.algorithm == Algorithm::Block {
+        return standing::algorithm(counter.algorithm).to_owned();
+    }
     let per = duration_words(Duration::from_micros(counter.per_us));
     format!("{} per {per}", standing::algorithm(counter.algorithm))
 }

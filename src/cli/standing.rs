@@ -24,6 +24,7 @@ pub(super) fn algorithm(algorithm: Algorithm) -> &'static str {
         Algorithm::FixedWindow { .. } => "fixed_window",
         Algorithm::TokenBucket { .. } => "token_bucket",
         Algorithm::LeakyBucket { .. } => "leaky_bucket",
+        Algorithm::Block => "block",
     }
 }
 

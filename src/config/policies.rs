@@ -135,7 +135,8 @@ fn name(text: &str) -> Result<String, String> {
 }
 
 fn without_quota(at: &Cursor<'_>, action: &str) -> Option<()> {
-    for key in ["key", "limit", "limits", "cost", "missing_key", "on_store_failure", "override"] {
+    for key in ["key", "limit", "limits", "cost", "block_for", "missing_key", "on_store_failure", "override"]
+    {
         if at.has(key) {
             at.fail(key, &format!("a policy with action = \"{action}\" counts nothing"));
         }
@@ -159,8 +160,13 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
     if let (Some(cost), Some(limits)) = (&cost, &limits) {
         warn_of_impossible(at, cost.least(), limits);
     }
+    let block_for = at.duration("block_for");
+    if block_for.is_some() && at.word("mode", &MODE) == Some(Mode::Shadow) {
+        at.warn("block_for", "a shadow policy blocks nobody: what it measures are its limits alone");
+    }
     Some(Quota {
         key,
+        block: block_for.map(|time| Limit { requests: 1, per_us: micros(time), algorithm: Algorithm::Block }),
         missing_key: at.word("missing_key", &MISSING_KEY).unwrap_or(scope.missing_key),
         cost: cost?,
         limits: limits?,
@@ -258,7 +264,7 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
     let (buckets, burst) = (units(at, "buckets"), units(at, "burst"));
     let max_delay = at.duration("max_delay");
     let algorithm = match written.unwrap_or(scope.algorithm) {
-        Algorithm::SlidingLog => Algorithm::SlidingLog,
+        algorithm @ (Algorithm::SlidingLog | Algorithm::Block) => algorithm,
         Algorithm::SlidingWindow { buckets: usual } => {
             Algorithm::SlidingWindow { buckets: buckets.unwrap_or(usual) }
         }

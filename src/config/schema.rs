@@ -446,7 +446,7 @@ static LOG: [Key; 4] = [
     key("access_sample", Fraction, Default("1.0"), "The share of those that does."),
 ];
 
-static POLICY: [Key; 13] = [
+static POLICY: [Key; 14] = [
     key(
         "name",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
@@ -485,6 +485,12 @@ static POLICY: [Key; 13] = [
         Kind::WholeOrTable { min: 0, max: MAX_UNITS, table: &COST },
         Default("1"),
         "Units that one request takes from each limit, or the header that says so. Above a limit's requests nothing ever passes.",
+    ),
+    key(
+        "block_for",
+        Kind::Duration { min: Duration::from_millis(1), max: MAX_PERIOD },
+        Optional,
+        "Once a limit of this policy refuses a key, the policy refuses it this long. Knocking doesn't prolong it. A shadow policy blocks nobody.",
     ),
     key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
     key("on_store_failure", ON_STORE_FAILURE, Optional, "As in [defaults]."),

@@ -52,40 +52,44 @@ fn quota(quota: &Quota) -> String {
             format!(", each counting what header {name} says from {min} to {max}, without it {default}")
         }
     };
+    let block = quota.block.map_or_else(String::new, |block| format!("; {}", amount(&block, None)));
     let overrides = quota.overrides.list().iter().map(|entry| {
         let values = entry.values.iter().map(|value| value.as_deref().unwrap_or("*"));
         format!("; for {}: {}", values.collect::<Vec<_>>().join(", "), limits(&entry.limits))
     });
-    format!("{per}: {}{cost}{}", limits(&quota.limits), overrides.collect::<String>())
+    format!("{per}: {}{cost}{}{block}", limits(&quota.limits), overrides.collect::<String>())
 }
 
 fn limits(limits: &[NamedLimit]) -> String {
-    let limits = limits.iter().map(|named| {
-        let Limit { requests, per_us, algorithm } = named.limit;
-        let unit = named.unit.as_deref().unwrap_or(if requests == 1 { "request" } else { "requests" });
-        let per = duration_words(Duration::from_micros(per_us));
-        match algorithm {
-            Algorithm::SlidingLog => format!("at most {requests} {unit} in any {per} window"),
-            Algorithm::SlidingWindow { buckets } => {
-                format!("at most {requests} {unit} in any {per} window, counted in {buckets} parts")
-            }
-            Algorithm::TokenBucket { burst } => {
-                format!("{requests} {unit} per {per} on average, at most {burst} at once")
-            }
-            Algorithm::LeakyBucket { max_delay_us } => {
-                let delay = duration_words(Duration::from_micros(max_delay_us));
-                format!("{requests} {unit} per {per} one by one, held up to {delay} for their turn")
-            }
-            Algorithm::FixedWindow { offset_us: 0 } => {
-                format!("at most {requests} {unit} in each {per} of the clock")
-            }
-            Algorithm::FixedWindow { offset_us } => {
-                let offset = duration_words(Duration::from_micros(offset_us));
-                format!("at most {requests} {unit} in each {per} of the clock, shifted by {offset}")
-            }
-        }
-    });
+    let limits = limits.iter().map(|named| amount(&named.limit, named.unit.as_deref()));
     limits.collect::<Vec<_>>().join(" and ")
+}
+
+fn amount(limit: &Limit, unit: Option<&str>) -> String {
+    let Limit { requests, per_us, algorithm } = *limit;
+    let unit = unit.unwrap_or(if requests == 1 { "request" } else { "requests" });
+    let per = duration_words(Duration::from_micros(per_us));
+    match algorithm {
+        Algorithm::SlidingLog => format!("at most {requests} {unit} in any {per} window"),
+        Algorithm::SlidingWindow { buckets } => {
+            format!("at most {requests} {unit} in any {per} window, counted in {buckets} parts")
+        }
+        Algorithm::Block => format!("once over, blocked for {per}"),
+        Algorithm::TokenBucket { burst } => {
+            format!("{requests} {unit} per {per} on average, at most {burst} at once")
+        }
+        Algorithm::LeakyBucket { max_delay_us } => {
+            let delay = duration_words(Duration::from_micros(max_delay_us));
+            format!("{requests} {unit} per {per} one by one, held up to {delay} for their turn")
+        }
+        Algorithm::FixedWindow { offset_us: 0 } => {
+            format!("at most {requests} {unit} in each {per} of the clock")
+        }
+        Algorithm::FixedWindow { offset_us } => {
+            let offset = duration_words(Duration::from_micros(offset_us));
+            format!("at most {requests} {unit} in each {per} of the clock, shifted by {offset}")
+        }
+    }
 }
 
 fn conditions(written: Option<&Value>) -> String {

@@ -1,7 +1,7 @@
 //! Why a request gets what it gets: the walk of [`super::Plan`], told policy by policy, with nothing charged.
 
 use super::{Claim, Plan};
-use crate::limiter::{Key, Standing};
+use crate::limiter::{Key, Limit, Standing};
 use crate::policy::{Action, Facts, KeyFault, NamedLimit, Policy, PolicyTable, Unmet};
 use crate::store::{Store, Unavailable};
 use smallvec::SmallVec;
@@ -28,6 +28,9 @@ pub struct Limits<'t> {
     pub key: Key,
     pub cost: u64,
     pub limits: &'t [NamedLimit],
+    pub block: Option<&'t Limit>,
+    /// The end of the block that holds (µs, store's clock), if one does.
+    pub blocked_until_us: Option<u64>,
     /// Where each limit stands now; empty if the store does not tell.
     pub standings: Vec<Standing>,
 }
@@ -45,19 +48,22 @@ pub async fn explain<'t>(store: &Store, table: &'t PolicyTable, facts: &Facts<'_
     let mut steps = walk(table, facts);
     let claims = steps.iter().enumerate().filter_map(|(at, (policy, step))| match step {
         Step::Limits(limits) => {
-            Some(Claim { at, policy, key: limits.key.clone(), limits: limits.limits, cost: 0 })
+            let Limits { key, limits, block, .. } = limits;
+            Some(Claim { at, policy, key: key.clone(), limits, block: *block, cost: 0 })
         }
         _ => None,
     });
     let plan = Plan { claims: claims.collect(), shadow_denied: SmallVec::new() };
-    let decision = match store.decide(&plan.charges()).await {
+    let decision = match store.decide(&plan.charges(0)).await {
         Ok(decision) => decision,
         Err(unavailable) => return Explanation { steps, store: Err(unavailable) },
     };
-    let mut standings = decision.standings.into_iter().flatten();
+    let mut standings = decision.standings.into_iter();
     for (_, step) in &mut steps {
         if let Step::Limits(limits) = step {
-            limits.standings = standings.by_ref().take(limits.limits.len()).collect();
+            let block = limits.block.and_then(|_| standings.next().flatten());
+            limits.blocked_until_us = block.and_then(|block| block.grows_at_us);
+            limits.standings = standings.by_ref().take(limits.limits.len()).flatten().collect();
         }
     }
     Explanation { steps, store: Ok(decision.now_us) }
@@ -85,7 +91,9 @@ fn apply<'t>(policy: &'t Policy, table: &'t PolicyTable, facts: &Facts<'_>) -> S
     };
     match quota.select(&policy.name, facts, &table.client) {
         Ok(Some((key, limits))) => {
-            Step::Limits(Limits { key, cost: quota.cost.of(facts), limits, standings: Vec::new() })
+            let block = quota.block.as_ref().filter(|_| !policy.shadow);
+            let cost = quota.cost.of(facts);
+            Step::Limits(Limits { key, cost, limits, block, blocked_until_us: None, standings: Vec::new() })
         }
         Ok(None) => Step::Skipped,
         Err(fault) => Step::CannotKey(fault),

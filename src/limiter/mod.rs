@@ -7,6 +7,7 @@
 //! Times are microseconds since the Unix epoch, on the store's clock. Everything that a rule says about
 //! the future is an absolute time, so that whoever asked can subtract *his* reading of that clock.
 
+mod block;
 mod fixed_window;
 mod key;
 mod leaky_bucket;
@@ -50,6 +51,8 @@ pub enum Algorithm {
     LeakyBucket {
         max_delay_us: u64,
     },
+    /// No limit: the policy stays closed for `per_us` once one of its limits has refused. `requests` is 1.
+    Block,
 }
 
 /// One limit asked for one key at one cost.
@@ -64,6 +67,26 @@ pub struct Charge<'a> {
     /// A shadow group is charged only if every enforced charge and its whole group admit,
     /// and never changes what the others get.
     pub shadow: bool,
+}
+
+/// Whether the block at `at` begins: a limit of its own policy is full, and it doesn't hold already.
+/// `refusals` are those of all charges, found before anything was charged.
+pub fn begins_block(charges: &[Charge<'_>], refusals: &[Option<Refusal>], at: usize) -> bool {
+    let Some(block) = charges.get(at) else { return false };
+    let is_free = refusals.get(at).is_some_and(Option::is_none);
+    let mut limits = charges.iter().zip(refusals).skip(at + 1).take_while(|(charge, _)| block.guards(charge));
+    block.cost > 0 && is_free && limits.any(|(_, refusal)| matches!(refusal, Some(Refusal::Until(_))))
+}
+
+impl Charge<'_> {
+    pub fn is_block(&self) -> bool {
+        self.limit.algorithm == Algorithm::Block
+    }
+
+    /// Whether `other`, somewhere behind this block, is a limit of its policy.
+    pub fn guards(&self, other: &Self) -> bool {
+        (self.group, self.shadow) == (other.group, other.shadow)
+    }
 }
 
 /// Why, and until when, a limit refuses.
@@ -105,6 +128,8 @@ impl Limit {
     /// a changed algorithm or period starts a new counter.
     pub fn identity(&self) -> (Algorithm, u64) {
         let algorithm = match self.algorithm {
+            // A changed `block_for` ends no block.
+            Algorithm::Block => return (Algorithm::Block, 0),
             Algorithm::TokenBucket { .. } => Algorithm::TokenBucket { burst: 0 },
             Algorithm::LeakyBucket { .. } => Algorithm::LeakyBucket { max_delay_us: 0 },
             algorithm => algorithm,
@@ -157,6 +182,7 @@ impl Limit {
             Algorithm::FixedWindow { offset_us } => Kind::FixedWindow(fixed_window::Window::new(offset_us)),
             Algorithm::TokenBucket { .. } => Kind::TokenBucket(token_bucket::Bucket::default()),
             Algorithm::LeakyBucket { .. } => Kind::LeakyBucket(leaky_bucket::Line::default()),
+            Algorithm::Block => Kind::Block(block::Block::default()),
         })
     }
 }
@@ -172,6 +198,7 @@ enum Kind {
     FixedWindow(fixed_window::Window),
     TokenBucket(token_bucket::Bucket),
     LeakyBucket(leaky_bucket::Line),
+    Block(block::Block),
 }
 
 impl State {
@@ -186,6 +213,7 @@ impl State {
             Kind::TokenBucket(bucket) => bucket.used(limit, now_us),
             Kind::LeakyBucket(line) => line.used(limit, now_us),
             Kind::FixedWindow(window) => window.used(limit, now_us),
+            Kind::Block(block) => block.used(now_us),
         };
         View { state: self, limit, now_us, used }
     }
@@ -199,6 +227,7 @@ impl State {
             Kind::TokenBucket(bucket) => bucket.charge(limit, cost, now_us),
             Kind::LeakyBucket(line) => line.charge(limit, cost, now_us),
             Kind::FixedWindow(window) => window.charge(limit, cost, now_us),
+            Kind::Block(block) => block.until_us = now_us.saturating_add(limit.per_us),
         }
     }
 
@@ -210,6 +239,7 @@ impl State {
             Kind::TokenBucket(bucket) => bucket.expires_at_us(limit),
             Kind::LeakyBucket(line) => line.expires_at_us(limit),
             Kind::FixedWindow(window) => window.end_us(limit, window.newest_us()),
+            Kind::Block(block) => block.until_us,
         }
     }
 
@@ -218,7 +248,7 @@ impl State {
         match &self.0 {
             Kind::SlidingLog(log) => log.heap_bytes(),
             Kind::SlidingWindow(buckets) => buckets.heap_bytes(),
-            Kind::FixedWindow(_) | Kind::TokenBucket(_) | Kind::LeakyBucket(_) => 0,
+            Kind::FixedWindow(_) | Kind::TokenBucket(_) | Kind::LeakyBucket(_) | Kind::Block(_) => 0,
         }
     }
 
@@ -229,6 +259,7 @@ impl State {
             Kind::TokenBucket(bucket) => bucket.newest_us(),
             Kind::LeakyBucket(line) => line.newest_us(),
             Kind::FixedWindow(window) => window.newest_us(),
+            Kind::Block(_) => 0,
         }
     }
 }
@@ -285,6 +316,7 @@ impl View<'_> {
             Kind::TokenBucket(bucket) => bucket.at_most_at_us(self.limit, self.now_us, units),
             Kind::LeakyBucket(line) => line.at_most_at_us(self.limit, self.now_us, units),
             Kind::FixedWindow(window) => window.end_us(self.limit, self.now_us),
+            Kind::Block(block) => block.until_us,
         }
     }
 }

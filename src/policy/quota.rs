@@ -13,6 +13,10 @@ pub struct Quota {
     pub cost: Cost,
     /// At least one.
     pub limits: Vec<NamedLimit>,
+    /// How long a key stays closed once one of the limits has refused it ([`Algorithm::Block`]).
+    ///
+    /// [`Algorithm::Block`]: crate::limiter::Algorithm::Block
+    pub block: Option<Limit>,
     pub overrides: Overrides,
 }
 

@@ -26,7 +26,7 @@ pub(super) struct Entry<'a> {
     pub(super) status: StatusCode,
     /// From the request's arrival to the head of the response.
     pub(super) head: Duration,
-    /// allowed, rejected, denied, degraded, malformed
+    /// allowed, rejected, blocked, denied, degraded, malformed
     pub(super) decision: &'static str,
     /// The policy that refused, if one did.
     pub(super) policy: Option<&'a str>,

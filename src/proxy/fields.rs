@@ -283,6 +283,7 @@ mod tests {
             policy: "fast",
             violated: smallvec!["fast"],
             retry_after_us: Some(300_000),
+            blocked: false,
             reject: None,
         };
         let limits =

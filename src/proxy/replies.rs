@@ -515,6 +515,7 @@ mod tests {
             policy: "login",
             violated: smallvec!["login", "login-2"],
             retry_after_us,
+            blocked: false,
             reject,
         })
     }

@@ -189,6 +189,7 @@ impl Service {
             Outcome::Forward if verdict.degraded => ("degraded", None),
             Outcome::Forward if !verdict.delay.is_zero() => ("delayed", None),
             Outcome::Forward => ("allowed", None),
+            Outcome::Limited(limited) if limited.blocked => ("blocked", Some(limited.policy)),
             Outcome::Limited(limited) => ("rejected", Some(limited.policy)),
             Outcome::Denied { policy, .. } => ("denied", Some(*policy)),
             Outcome::BadKey { policy, .. } => ("malformed", Some(*policy)),

@@ -101,9 +101,13 @@ impl DenyCache {
         let mut halves = self.0.lock();
         halves.turn(received);
         for (charge, standing) in charges.iter().zip(&decision.standings) {
-            let Some(standing) = *standing else { continue };
+            let Some(mut standing) = *standing else { continue };
             if charge.shadow {
                 continue;
+            }
+            if charge.is_block() {
+                // One that has just begun refuses from now on.
+                standing.refusal = standing.grows_at_us.map(Refusal::Until);
             }
             let smaller = halves.find(charge).is_some_and(|seen| {
                 seen.standing.refusal.is_some()

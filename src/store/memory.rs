@@ -9,7 +9,7 @@
 //! few keys there is only one shard.
 
 use crate::clock::Clock;
-use crate::limiter::{Algorithm, Charge, Decision, Limit, Refusal, State, View};
+use crate::limiter::{Algorithm, Charge, Decision, Limit, Refusal, State, View, begins_block};
 use foldhash::fast::RandomState;
 use indexmap::IndexMap;
 use parking_lot::{Mutex, MutexGuard};
@@ -107,8 +107,15 @@ impl Memory {
         let standings = charges
             .iter()
             .zip(&refusals)
-            .map(|(charge, refusal)| {
-                if admitted && charge.cost > 0 && !(charge.shadow && is_refused(Some(charge.group))) {
+            .enumerate()
+            .map(|(at, (charge, refusal))| {
+                let takes = match charge.is_block() {
+                    true => begins_block(charges, &refusals, at),
+                    false => {
+                        admitted && charge.cost > 0 && !(charge.shadow && is_refused(Some(charge.group)))
+                    }
+                };
+                if takes {
                     held.charge(charge, now_us);
                     if !charge.shadow {
                         delay_us = held.look(charge, now_us, |view| view.delay_us()).max(delay_us);

@@ -34,6 +34,8 @@ pub enum Decision {
     /// The same, of a policy with a `leaky_bucket`, and the request was held.
     Delayed,
     Rejected,
+    /// By a block that an earlier refusal began.
+    Blocked,
     /// Refused whatever the quota: `action = "deny"`, or a request that cannot be keyed.
     Denied,
     Exempt,
@@ -114,7 +116,7 @@ pub struct Shard {
     untrusted_forwarding: Count,
 }
 
-/// One policy's counts, a line of memory per worker.
+/// One policy's counts, each worker's in cache lines of their own.
 #[derive(Debug)]
 pub struct Tally(Box<[Line]>);
 
@@ -401,13 +403,14 @@ impl fmt::Debug for Shard {
 
 impl Tally {
     /// The values of the label `decision`, with their counts.
-    fn requests(&self) -> [(&'static str, u64); 7] {
+    fn requests(&self) -> [(&'static str, u64); 8] {
         use Decision as D;
         let degraded = [D::Degraded, D::DegradedOpen, D::DegradedClosed];
         [
             ("allowed", self.sum(D::Allowed)),
             ("delayed", self.sum(D::Delayed)),
             ("rejected", self.sum(D::Rejected)),
+            ("blocked", self.sum(D::Blocked)),
             ("denied", self.sum(D::Denied)),
             ("exempt", self.sum(D::Exempt)),
             ("shadow_rejected", self.sum(D::ShadowRejected)),
@@ -429,7 +432,7 @@ impl Line {
 }
 
 impl Decision {
-    const COUNT: usize = 9;
+    const COUNT: usize = 10;
 }
 
 impl Source {

@@ -1,5 +1,6 @@
 //! Limits as clients meet them: admitted, counted down, refused, told the truth.
 
+use crate::support::SOON;
 use crate::support::proxy::Proxy;
 use crate::support::upstream::{Upstream, full};
 use hyper::Response;
@@ -518,6 +519,44 @@ limit = { requests = 10, per = "1h" }
     }
     assert_eq!(ask("1").await.status, 200);
     assert_eq!(upstream.seen().len(), 2);
+}
+
+#[tokio::test]
+async fn trap_2_a_block_outlasts_the_limit_and_knocking_does_not_prolong_it() {
+    let config = r#"
+[[policy]]
+name = "login"
+key = ["header:x-user"]
+limit = { requests = 1, per = "100ms" }
+block_for = "1s"
+"#;
+    let (proxy, upstream) = proxy(config).await;
+    let ask = || proxy.ask("GET", "/").header("x-user", "ann").send();
+    assert_eq!(ask().await.status, 200);
+    // A slow machine may find the limit free again.
+    let (begun, first) = loop {
+        let sent = Instant::now();
+        let reply = ask().await;
+        if reply.status == 429 {
+            break (sent, reply);
+        }
+    };
+    let seen = upstream.seen().len();
+    assert!(first.retry_after_us() > 900_000, "{}", first.retry_after_us());
+    assert_eq!(first.parameter("ratelimit", "login", "r"), Some(0));
+    assert_eq!(proxy.ask("GET", "/").header("x-user", "bob").status().await, 200, "another key");
+    let mark = proxy.log_mark();
+    assert_eq!(ask().await.status, 429);
+    proxy.wait_for_log("a blocked request", mark, SOON, |line| line.field("decision") == "blocked").await;
+    let freed = loop {
+        let reply = ask().await;
+        if reply.status == 200 {
+            break Instant::now();
+        }
+        assert!(begun.elapsed() < Duration::from_secs(5), "knocking keeps it shut");
+    };
+    assert!(freed - begun >= Duration::from_secs(1), "{:?}", freed - begun);
+    assert_eq!(upstream.seen().len(), seen + 2);
 }
 
 #[tokio::test]

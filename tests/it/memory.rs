@@ -18,7 +18,7 @@ const HOUR_US: u64 = 3_600_000_000;
 type Policy = (&'static str, bool, &'static [(Algorithm, u64)]);
 
 /// Some policies as they meet in one process: several limits, shadows, short and long periods.
-const POLICIES: [Policy; 7] = [
+const POLICIES: [Policy; 8] = [
     ("log", false, &[(LOG, 1_000)]),
     ("both", false, &[(LOG, 50_000), (Algorithm::FixedWindow { offset_us: 0 }, 10_000)]),
     ("shadow", true, &[(LOG, 1_000), (Algorithm::FixedWindow { offset_us: 300 }, 700)]),
@@ -41,7 +41,15 @@ const POLICIES: [Policy; 7] = [
             (Algorithm::LeakyBucket { max_delay_us: 0 }, 7),
         ],
     ),
+    // Longer than its limits, so that who comes too early begins no new one.
+    (
+        "blocks",
+        false,
+        &[(Algorithm::Block, 1_500), (LOG, 1_000), (Algorithm::FixedWindow { offset_us: 0 }, 900)],
+    ),
 ];
+/// The one whose refusals leave a trace.
+const BLOCKS: usize = 7;
 const USERS: usize = 2;
 
 #[derive(Clone, Debug)]
@@ -107,7 +115,8 @@ impl World {
     fn new() -> Self {
         let (clock, hands) = Clock::manual(START_US);
         let limits = POLICIES.iter().map(|(_, _, limits)| {
-            limits.iter().map(|(algorithm, per_us)| limit(4, *per_us, *algorithm)).collect()
+            let amount = |algorithm| if algorithm == Algorithm::Block { 1 } else { 4 };
+            limits.iter().map(|(algorithm, per_us)| limit(amount(*algorithm), *per_us, *algorithm)).collect()
         });
         let keys =
             POLICIES.iter().map(|(name, ..)| (0..USERS).map(|user| key(name, &user.to_string())).collect());
@@ -122,7 +131,7 @@ impl World {
                 self.limits[*policy].iter().map(|limit| Charge {
                     limit,
                     key: &self.keys[*policy][*user],
-                    cost: *cost,
+                    cost: if limit.algorithm == Algorithm::Block { 1 } else { *cost },
                     group: *policy as u32,
                     shadow: POLICIES[*policy].1,
                 })
@@ -132,7 +141,9 @@ impl World {
 
     fn change(&mut self, policy: usize, requests: u64) {
         for limit in &mut self.limits[policy] {
-            limit.requests = requests;
+            if limit.algorithm != Algorithm::Block {
+                limit.requests = requests;
+            }
         }
     }
 
@@ -214,7 +225,7 @@ proptest! {
             }
         }
         for ((policy, _), log) in &admitted {
-            for limit in &world.limits[*policy] {
+            for limit in world.limits[*policy].iter().filter(|limit| limit.algorithm != Algorithm::Block) {
                 prop_assert!(most_in_any_window(log, limit) <= limit.capacity(), "{limit:?} admitted {log:?}");
             }
         }
@@ -260,6 +271,8 @@ proptest! {
                     without.hands.set_us(with.clock.now_us());
                 }
                 Step::Ask(asked) => {
+                    let asked: Vec<_> = asked.iter().copied().filter(|(policy, ..)| *policy != BLOCKS).collect();
+                    let asked = asked.as_slice();
                     let decision = with.store.decide(&with.charges(asked));
                     edges.extend(decision.standings.iter().flatten().filter_map(|standing| standing.grows_at_us));
                     if decision.admitted {
@@ -329,7 +342,12 @@ fn until_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
     let refusals =
         charges.iter().zip(decision.standings.iter().flatten()).filter(|(charge, _)| !charge.shadow);
     let mut latest_us = None;
-    for refusal in refusals.filter_map(|(_, standing)| standing.refusal) {
+    for (charge, standing) in refusals {
+        if charge.limit.algorithm == Algorithm::Block {
+            // It may have begun with this refusal.
+            latest_us = latest_us.max(standing.grows_at_us);
+        }
+        let Some(refusal) = standing.refusal else { continue };
         match refusal {
             Refusal::Until(at_us) => latest_us = latest_us.max(Some(at_us)),
             Refusal::Never => return None,
@@ -355,6 +373,7 @@ fn most_in_any_window(log: &[(u64, u64)], limit: &Limit) -> u64 {
                 .max()
                 .unwrap_or(0)
         }
+        Algorithm::Block => 0,
         Algorithm::SlidingLog | Algorithm::SlidingWindow { .. } => {
             held(&|at_us| at_us <= *end_us && at_us > end_us - limit.per_us)
         }
@@ -533,6 +552,25 @@ fn trap_12_cost_is_checked_before_it_is_added() {
     assert!(crowd.ask("one", 99).admitted);
     assert!(!crowd.ask("one", 100).admitted);
     assert_eq!(crowd.used("one"), 99);
+}
+
+#[test]
+fn trap_2_knocking_prolongs_no_block_and_a_reload_ends_none() {
+    let (clock, hands) = Clock::manual(START_US);
+    let store = Memory::new(ROOMY, clock);
+    let (key, log, mut block) = (key("p", "ann"), limit(2, 1_000, LOG), limit(1, 5_000, Algorithm::Block));
+    let ask = |block: &Limit| {
+        let charge = |limit, cost| Charge { limit, key: &key, cost, group: 0, shadow: false };
+        store.decide(&[charge(block, 1), charge(&log, 1)]).admitted
+    };
+    assert_eq!([ask(&block), ask(&block), ask(&block)], [true, true, false]);
+    for after_us in [1, 1_000, 2_500, 4_999] {
+        hands.set_us(START_US + after_us);
+        block.per_us = 10_000 - after_us;
+        assert!(!ask(&block), "after {after_us} µs");
+    }
+    hands.set_us(START_US + 5_000);
+    assert_eq!([ask(&block), ask(&block)], [true, true], "nothing was charged meanwhile");
 }
 
 #[test]

@@ -21,6 +21,7 @@ struct Spent {
     units: u64,
     /// What the limit paid back per period when this was spent.
     rate: u64,
+    per_us: u64,
 }
 
 impl Model {
@@ -32,8 +33,20 @@ impl Model {
         };
         let admitted = admits(&|charge| !charge.shadow);
         let mut delay_us = 0;
-        for charge in charges {
-            if admitted && admits(&|other| other.group == charge.group) {
+        // The limits of its policy, not its own refusal, begin a block; what never fits begins none.
+        let is_over = |block: &Charge<'_>| {
+            charges.iter().zip(&refusals).any(|(charge, refusal)| {
+                charge.group == block.group
+                    && charge.limit.algorithm != Algorithm::Block
+                    && matches!(refusal, Some(Refusal::Until(_)))
+            })
+        };
+        for (charge, refusal) in charges.iter().zip(&refusals) {
+            let charged = match charge.limit.algorithm {
+                Algorithm::Block => refusal.is_none() && is_over(charge),
+                _ => admitted && admits(&|other| other.group == charge.group),
+            };
+            if charged {
                 self.charge(clock_us, charge);
                 if !charge.shadow && charge.cost > 0 {
                     delay_us = delay_us.max(self.delay_us(clock_us, charge));
@@ -54,7 +67,10 @@ impl Model {
             .counters
             .iter()
             .flat_map(|((_, algorithm, per_us), spent)| {
-                spent.iter().map(|spent| gone_at_us(*algorithm, *per_us, spent.at_us))
+                spent.iter().map(|spent| match algorithm {
+                    Algorithm::Block => spent.at_us + spent.per_us,
+                    _ => gone_at_us(*algorithm, *per_us, spent.at_us),
+                })
             })
             .collect();
         edges.sort_unstable();
@@ -121,6 +137,7 @@ impl Model {
             Algorithm::SlidingWindow { buckets } => {
                 last_of_sub_window_us(per_us, buckets, spent.at_us) + per_us > at_us
             }
+            Algorithm::Block => spent.at_us + spent.per_us > at_us,
             Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => unreachable!("reckoned above"),
         };
         self.spent(charge).iter().filter(counts).map(|spent| spent.units).sum()
@@ -140,7 +157,10 @@ impl Model {
         let mut moments: Vec<_> = self
             .spent(charge)
             .iter()
-            .map(|spent| gone_at_us(algorithm, per_us, spent.at_us))
+            .map(|spent| match algorithm {
+                Algorithm::Block => spent.at_us + spent.per_us,
+                _ => gone_at_us(algorithm, per_us, spent.at_us),
+            })
             .filter(|at_us| *at_us > now_us)
             .collect();
         moments.sort_unstable();
@@ -155,6 +175,8 @@ impl Model {
             Algorithm::SlidingLog | Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => {
                 spent.at_us
             }
+            // It holds until its end, wherever the clock goes.
+            Algorithm::Block => 0,
             Algorithm::SlidingWindow { buckets } => {
                 last_of_sub_window_us(per_us, buckets, spent.at_us) + 1 - per_us.div_ceil(buckets)
             }
@@ -172,6 +194,7 @@ impl Model {
                 at_us,
                 units: charge.cost,
                 rate: charge.limit.requests,
+                per_us: charge.limit.per_us,
             });
         }
     }
@@ -189,9 +212,10 @@ fn identity(charge: &Charge<'_>) -> Identity {
 fn gone_at_us(algorithm: Algorithm, per_us: u64, at_us: u64) -> u64 {
     match algorithm {
         // For a bucket only a moment worth looking at.
-        Algorithm::SlidingLog | Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => {
-            at_us + per_us
-        }
+        Algorithm::SlidingLog
+        | Algorithm::TokenBucket { .. }
+        | Algorithm::LeakyBucket { .. }
+        | Algorithm::Block => at_us + per_us,
         Algorithm::SlidingWindow { buckets } => last_of_sub_window_us(per_us, buckets, at_us) + per_us,
         Algorithm::FixedWindow { offset_us } => {
             window_start_us(per_us, offset_us, window(per_us, offset_us, at_us) + 1)
@@ -216,7 +240,7 @@ fn waiting(limit: &Limit) -> u128 {
 /// What is owed at a time, in units of 1 / per: all that was spent, less what was paid back since.
 fn debt_at(spent: &[Spent], at_us: u64, rate: u64, per_us: u64) -> u128 {
     let (mut debt, mut since_us, mut last_rate) = (0_u128, 0, rate);
-    for one in spent.iter().chain([&Spent { at_us, units: 0, rate }]) {
+    for one in spent.iter().chain([&Spent { at_us, units: 0, rate, per_us }]) {
         // What was taken at a faster rate is paid back at that.
         let paid = u128::from(one.at_us.saturating_sub(since_us)) * u128::from(last_rate.max(one.rate));
         debt = debt.saturating_sub(paid) + u128::from(one.units) * u128::from(per_us);
@@ -324,6 +348,29 @@ mod by_hand {
         assert_eq!((standing.remaining, standing.grows_at_us), (0, Some(T + 102)));
         bench.limit.requests = 5;
         assert_eq!(bench.ask(T + 4, 1).refusal, None);
+    }
+
+    #[test]
+    fn a_block_begins_with_a_refusal_and_is_not_prolonged() {
+        let key = KeyBuilder::new("p").finish();
+        let limits = [(1, 500, Algorithm::Block), (2, 100, Algorithm::SlidingLog)];
+        let limits = limits.map(|(requests, per_us, algorithm)| Limit { requests, per_us, algorithm });
+        let mut model = Model::default();
+        let mut ask = |at_us, cost| {
+            let charge = |limit, cost| Charge { limit, key: &key, cost, group: 0, shadow: false };
+            model.decide(at_us, &[charge(&limits[0], 1), charge(&limits[1], cost)])
+        };
+        assert!(ask(T, 2).admitted);
+        assert_eq!(ask(T, 3).standings[0].unwrap().grows_at_us, None, "never is no reason");
+        let begins = ask(T + 10, 1);
+        let closed = |refusal| Standing { remaining: 0, grows_at_us: Some(T + 510), refusal };
+        assert_eq!(begins.standings[0], Some(closed(None)));
+        let until = Some(Refusal::Until(T + 510));
+        for at_us in [T + 11, T + 200, T + 509] {
+            let knock = ask(at_us, 1);
+            assert_eq!((knock.admitted, knock.standings[0]), (false, Some(closed(until))));
+        }
+        assert!(ask(T + 510, 1).admitted);
     }
 
     #[test]

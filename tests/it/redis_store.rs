@@ -74,7 +74,17 @@ impl Model {
         let admitted = !refused(None);
         let charged: Vec<bool> = charges
             .iter()
-            .map(|charge| charge.cost > 0 && admitted && !(charge.shadow && refused(Some(charge.group))))
+            .enumerate()
+            .map(|(at, charge)| match charge.limit.algorithm {
+                Algorithm::Block => {
+                    let of_policy =
+                        |(other, _): &(&Charge<'_>, _)| !other.shadow && other.group == charge.group;
+                    let mut limits = charges.iter().zip(&asked).skip(at + 1).take_while(of_policy);
+                    let is_over = limits.any(|(_, (_, refusal))| matches!(refusal, Some(Refusal::Until(_))));
+                    charge.cost > 0 && asked[at].1.is_none() && is_over
+                }
+                _ => charge.cost > 0 && admitted && !(charge.shadow && refused(Some(charge.group))),
+            })
             .collect();
         let (mut standings, mut delay_us) = (Vec::new(), 0);
         for ((charge, (state, refusal)), charged) in charges.iter().zip(&mut asked).zip(charged) {
@@ -130,12 +140,14 @@ struct Ask {
 }
 
 const PER_US: u64 = 1_000;
-const COUNTERS: usize = 13;
+const COUNTERS: usize = 14;
 
 /// Counters by number, each with a period of its own.
 fn limit_of(counter: usize, requests: u64) -> Limit {
     match counter {
-        0 => log(requests, PER_US),
+        // First, as it stands before the limits of its policy.
+        0 => Limit { requests: 1, per_us: 1 + requests % 3_000, algorithm: Algorithm::Block },
+        13 => log(requests, PER_US),
         1 => window(requests, PER_US, 0),
         2 => log(requests, 7),
         3 => window(requests, PER_US, 333),
@@ -167,7 +179,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let requests = prop_oneof![
         6 => Just(5u64), 2 => 0..9u64, 1 => Just(MAX_UNITS), 1 => MAX_UNITS - 3..MAX_UNITS,
     ];
-    let ask = (cost, requests, 0..2u32, prop::bool::weighted(0.3));
+    let ask = (cost, requests, prop_oneof![3 => Just(0u32), 1 => Just(1u32)], prop::bool::weighted(0.3));
     let asks = prop::collection::vec((0..4usize, ask), 1..6).prop_map(|asks| {
         // Every counter at most once in a question.
         let mut counter = 0;
@@ -177,6 +189,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             if counter >= COUNTERS {
                 break;
             }
+            let is_block = counter == 0;
+            let (cost, shadow) = if is_block { (cost.min(1), false) } else { (cost, shadow) };
             taken.push(Ask { counter, cost, requests, group, shadow });
             counter += 1;
         }
@@ -459,5 +473,65 @@ async fn the_wait_of_several_limits_is_the_longest_also_when_they_were_exhausted
             _ => None,
         });
         assert!(until_us.max().unwrap() - answer.now_us > 50_000_000, "{answer:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
+    let server = Server::start();
+    let (_shared, redis) = server.redis().await;
+    let (owner, one) = (key("p"), log(1, 60_000_000));
+    let block = |per_us| Limit { requests: 1, per_us, algorithm: Algorithm::Block };
+    let (short, long) = (block(90_000_000), block(900_000_000));
+    let charges = |block| [charge(block, &owner, 1), charge(&one, &owner, 1)];
+    let decide = async |block| redis.decide(&charges(block), tokio::time::Instant::now()).await.unwrap();
+    assert!(decide(&short).await.admitted);
+    // Beside the connection's own probe.
+    let kept = async || -> Vec<String> {
+        keys(&server).await.into_iter().filter(|name| name.ends_with(":p")).collect()
+    };
+    assert_eq!(kept().await.len(), 1, "nobody is blocked");
+    let begins = decide(&short).await;
+    let ends_us = begins.now_us + 90_000_000;
+    let name = Script::new("t").key(&charge(&short, &owner, 1));
+    let tag = |name: &str| name[name.find('{').unwrap()..=name.find('}').unwrap()].to_owned();
+    let kept = kept().await;
+    assert!(kept.len() == 2 && kept.contains(&name), "{kept:?}");
+    assert_eq!(tag(&kept[0]), tag(&kept[1]));
+    // A longer block_for after a reload is the same block, and knocking leaves it as it is.
+    assert_eq!(decide(&long).await.standings[0].unwrap().refusal, Some(Refusal::Until(ends_us)));
+    let expires_ms: u64 = server.command(&format!("PEXPIRETIME {name}")).await;
+    assert_eq!(expires_ms, ends_us.div_ceil(1000));
+}
+
+#[tokio::test]
+async fn a_block_that_is_remembered_says_how_long_it_lasts() {
+    let server = Server::start();
+    let (_shared, redis) = server.redis().await;
+    let store = Store::redis(redis);
+    let (owner, one) = (key("p"), log(1, 100_000));
+    let block = Limit { requests: 1, per_us: 60_000_000, algorithm: Algorithm::Block };
+    let charges = [charge(&block, &owner, 1), charge(&one, &owner, 1)];
+    while store.decide(&charges).await.unwrap().admitted {}
+    let again = store.decide(&charges).await.unwrap();
+    let standing = again.standings[0].unwrap();
+    assert!(!again.admitted && standing.refusal.is_some(), "{standing:?}");
+    assert_eq!(standing.refusal, standing.grows_at_us.map(Refusal::Until));
+}
+
+#[tokio::test]
+async fn a_foreign_value_in_place_of_a_block_is_not_believed() {
+    let server = Server::start();
+    let mut connection = loaded(&server).await;
+    let (owner, one) = (key("p"), log(1, 1_000));
+    let block = Limit { requests: 1, per_us: 1_000, algorithm: Algorithm::Block };
+    let charges = [charge(&block, &owner, 1), charge(&one, &owner, 1)];
+    let script = Script::new("t");
+    let name = script.key(&charges[0]);
+    for foreign in ["", "x", "-1", "1e3", "99999999999999999999", "1:2"] {
+        let _: () = redis::cmd("SET").arg(&name).arg(foreign).query_async(&mut connection).await.unwrap();
+        let reply = connection.send_packed_command(&script.decide(&charges, Some(START_US))).await;
+        assert!(format!("{reply:?}").contains("FOREIGN"), "{foreign:?}: {reply:?}");
+        assert_eq!(keys(&server).await, std::slice::from_ref(&name), "nothing is written");
     }
 }

@@ -254,3 +254,27 @@ async fn what_needs_a_restart_is_said_so() {
     let told = |line: &LogLine| is_complaint(line) && line.mentions("restart");
     proxy.wait_for_log("word that the listener needs a restart", mark, SOON, told).await;
 }
+
+#[tokio::test]
+async fn a_reload_that_changes_block_for_ends_no_block() {
+    let policy = |requests: u64, block: &str| {
+        format!("[[policy]]\nname = \"p\"\nlimit = {{ requests = {requests}, per = \"1ms\" }}\n{block}")
+    };
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&policy(0, "block_for = \"1h\""), upstream.address).await;
+    assert_eq!(proxy.get("/").await.status, 429, "never is no reason for a block");
+    proxy.write_config(&policy(1, "block_for = \"1h\""));
+    takes_effect(&proxy, 1, "one a millisecond").await;
+    while proxy.statuses("/", 8).await.ends_with(&[200]) {}
+    for (requests, block) in [(2_000, "block_for = \"1m\""), (3_000, "block_for = \"2h\"")] {
+        proxy.write_config(&policy(requests, block));
+        takes_effect(&proxy, requests, "blocked, with another block_for").await;
+        let reply = proxy.get("/").await;
+        assert_eq!(reply.status, 429, "{block}");
+        let left_us = reply.retry_after_us();
+        assert!((3_000_000_000..=3_600_000_000).contains(&left_us), "{left_us}");
+    }
+    proxy.write_config(&policy(4_000, ""));
+    takes_effect(&proxy, 4_000, "without a block").await;
+    assert_eq!(proxy.get("/").await.status, 200);
+}

@@ -3,7 +3,8 @@
 --
 -- KEYS     one per charge, all different
 -- ARGV[1]  the time in us, for tests; empty: the server's TIME
--- ARGV     then six per charge: algorithm (a letter), group (0: enforced; charges with
+-- ARGV     then six per charge: algorithm (a letter; b: a block, whose `beside` is the number of charges behind it
+--          that are its policy's), group (0: enforced; charges with
 --          the same other number are one shadow group), cost, capacity, per in us, and what the algorithm needs beside
 -- Reply    integers in one string, which costs half of what an array does: the time in us, then three per charge:
 --          refused until (us; 0: admitted, -1: never admitted), remaining units, when they next grow (us; 0: they
@@ -26,6 +27,7 @@ local rules = {
   w = { window_read, window_frees, window_charge },
   t = { bucket_read, bucket_frees, bucket_charge },
   d = { line_read, line_frees, line_charge },
+  b = { block_read, block_frees, block_charge },
 }
 
 -- When the units that remain become more, or 0. What was read is nil if it isn't ours.
@@ -65,14 +67,28 @@ for n = 1, #KEYS do
   asked[n] = {
     state = state, group = group, cost = cost, capacity = capacity, charge = charge, frees = frees,
     refused_until = refused_until, grows_at = grows_at,
+    guards = ARGV[arg] == 'b' and tonumber(ARGV[arg + 5]),
   }
+end
+
+-- A block begins when one of the limits it guards is full, and is the only thing that a refusal writes. While it
+-- holds it isn't prolonged.
+local function takes(n)
+  local ask = asked[n]
+  if ask.cost == 0 then return false end
+  if not ask.guards then return admitted and not shadow_refused[ask.group] end
+  if ask.refused_until ~= 0 then return false end
+  for m = n + 1, n + ask.guards do
+    if asked[m].refused_until > 0 then return true end
+  end
+  return false
 end
 
 local reply, delay = integer(time), 0
 for n = 1, #asked do
   local ask = asked[n]
   local state = ask.state
-  if admitted and ask.cost > 0 and not shadow_refused[ask.group] then
+  if takes(n) then
     local err = ask.charge(state, ask.cost)
     if err then return err end
     ask.grows_at = grows(ask.frees, state, ask.capacity)

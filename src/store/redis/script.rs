@@ -32,6 +32,7 @@ impl Script {
         include_str!("../../limiter/fixed_window.lua"),
         include_str!("../../limiter/token_bucket.lua"),
         include_str!("../../limiter/leaky_bucket.lua"),
+        include_str!("../../limiter/block.lua"),
         include_str!("decide.lua"),
     );
 
@@ -71,9 +72,14 @@ impl Script {
             command.write_arg(key.as_bytes());
         }
         command.write_arg(time_us.map_or("", |time_us| number.format(time_us)).as_bytes());
-        for charge in charges {
+        for (at, charge) in charges.iter().enumerate() {
             let group = if charge.shadow { u64::from(charge.group) + 1 } else { 0 };
-            push_args(&mut command, group, charge.cost, charge.limit, charge.limit.requests);
+            let behind = || charges.iter().skip(at + 1).take_while(|other| charge.guards(other)).count();
+            let beside = match charge.is_block() {
+                true => u64::try_from(behind()).unwrap_or(0),
+                false => charge.limit.requests,
+            };
+            push_args(&mut command, group, charge.cost, charge.limit, beside);
         }
         command
     }
@@ -143,6 +149,7 @@ impl Script {
             "token_bucket" => Algorithm::TokenBucket { burst: MAX_UNITS },
             // So much that its capacity is all units there are.
             "leaky_bucket" => Algorithm::LeakyBucket { max_delay_us: per_us.parse().ok()? },
+            "block" => Algorithm::Block,
             _ => return None,
         };
         Some((algorithm, per_us.parse().ok()?, readable.map(str::to_owned)))
@@ -187,6 +194,7 @@ impl Script {
             Algorithm::FixedWindow { offset_us } => ("}:fixed_window:", offset_us),
             Algorithm::TokenBucket { .. } => ("}:token_bucket:", 0),
             Algorithm::LeakyBucket { .. } => ("}:leaky_bucket:", 0),
+            Algorithm::Block => ("}:block:", 0),
         };
         let mut number = itoa::Buffer::new();
         key.push_str(word);
@@ -206,14 +214,16 @@ fn without_comments(source: &str) -> String {
     lines.flat_map(|line| [line, "\n"]).collect()
 }
 
-/// `rate`: units that a bucket pays back per period, unless it was charged at a higher one.
-fn push_args(command: &mut Cmd, group: u64, cost: u64, limit: &Limit, rate: u64) {
+/// `beside`: of a bucket, units that it pays back per period, unless it was charged at a higher rate; of a block,
+/// how many charges of its policy follow.
+fn push_args(command: &mut Cmd, group: u64, cost: u64, limit: &Limit, beside: u64) {
     let (algorithm, beside) = match limit.algorithm {
         Algorithm::SlidingLog => (b"l", 0),
         Algorithm::SlidingWindow { .. } => (b"s", limit.sub_window_us()),
         Algorithm::FixedWindow { offset_us } => (b"w", offset_us),
-        Algorithm::TokenBucket { .. } => (b"t", rate),
-        Algorithm::LeakyBucket { .. } => (b"d", rate),
+        Algorithm::TokenBucket { .. } => (b"t", beside),
+        Algorithm::LeakyBucket { .. } => (b"d", beside),
+        Algorithm::Block => (b"b", beside),
     };
     let mut number = itoa::Buffer::new();
     command.write_arg(algorithm);
