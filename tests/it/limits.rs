@@ -546,7 +546,9 @@ block_for = "1s"
     assert_eq!(first.parameter("ratelimit", "login", "r"), Some(0));
     assert_eq!(proxy.ask("GET", "/").header("x-user", "bob").status().await, 200, "another key");
     let mark = proxy.log_mark();
-    assert_eq!(ask().await.status, 429);
+    let knock = ask().await;
+    assert_eq!(knock.status, 429);
+    assert!(knock.retry_after_us() < first.retry_after_us(), "knocking prolongs it");
     proxy.wait_for_log("a blocked request", mark, SOON, |line| line.field("decision") == "blocked").await;
     let freed = loop {
         let reply = ask().await;
