@@ -1,0 +1,304 @@
+use super::*;
+use proptest::prelude::*;
+
+fn head(method: &str, uri: &str, version: Version, fields: &[(&str, &str)]) -> request::Parts {
+    let mut builder = http::Request::builder().method(method).uri(uri).version(version);
+    for (name, value) in fields {
+        builder = builder.header(*name, *value);
+    }
+    builder.body(()).unwrap().into_parts().0
+}
+
+fn reads(name: &HeaderName) -> bool {
+    name.as_str() == "x-user-id"
+}
+
+fn pass(mut parts: request::Parts) -> (request::Parts, Target) {
+    let target = check(&mut parts, &reads).unwrap();
+    (parts, target)
+}
+
+fn fault(mut parts: request::Parts) -> GateFault {
+    check(&mut parts, &reads).unwrap_err()
+}
+
+/// A GET of `/` with a good Host and these fields besides.
+fn get(fields: &[(&str, &str)]) -> request::Parts {
+    let fields: Vec<_> = [("host", "a.example")].iter().chain(fields).copied().collect();
+    head("GET", "/", Version::HTTP_11, &fields)
+}
+
+#[test]
+fn the_path_and_query_stay_as_they_came() {
+    let raw = "//a/%2e%2E/./b;x=1?q=%zz&&u=/../";
+    let (parts, target) = pass(head("GET", raw, Version::HTTP_11, &[("host", "h")]));
+    assert_eq!(parts.uri.to_string(), raw);
+    assert_eq!((target.path(), target.query()), ("//a/%2e%2E/./b;x=1", Some("q=%zz&&u=/../")));
+}
+
+#[test]
+fn the_host_for_policies_is_normalized_and_the_authority_is_not() {
+    for (sent, host) in [
+        ("a.example", "a.example"),
+        ("A.Example.:8080", "a.example"),
+        ("a.example.", "a.example"),
+        ("a.example:", "a.example"),
+        ("127.0.0.1:80", "127.0.0.1"),
+        ("[::0001]:80", "[::1]"),
+        ("my_service-1", "my_service-1"),
+    ] {
+        let (parts, target) = pass(head("GET", "/", Version::HTTP_11, &[("host", sent)]));
+        assert_eq!(target.host(), host, "{sent}");
+        assert_eq!(target.authority().unwrap(), sent);
+        assert_eq!(parts.headers["host"], sent);
+    }
+}
+
+#[test]
+fn a_bad_host_is_refused() {
+    for host in [
+        "",
+        "u@h",
+        "u:p@h",
+        "a b",
+        "a,b",
+        "h:x",
+        "h:0",
+        "h:65536",
+        "h:1:2",
+        "[::1",
+        "::1",
+        "[::1]x",
+        "[x]",
+        "[fe80::1%25eth0]",
+        ".a",
+        "a..b",
+        ".",
+        "a/b",
+        "a%2eb",
+        "a\\b",
+        "h:+80",
+    ] {
+        let got = fault(head("GET", "/", Version::HTTP_11, &[("host", host)]));
+        assert_eq!(got, GateFault::HostInvalid, "{host}");
+    }
+    assert_eq!(fault(head("GET", "/", Version::HTTP_11, &[])), GateFault::HostMissing);
+    assert_eq!(fault(head("GET", "http://h/", Version::HTTP_11, &[])), GateFault::HostMissing);
+    assert_eq!(fault(get(&[("host", "a.example")])), GateFault::HostRepeated);
+}
+
+#[test]
+fn http_1_0_needs_no_host() {
+    let (parts, target) = pass(head("GET", "/", Version::HTTP_10, &[("expect", "x")]));
+    assert_eq!((target.host(), target.authority()), ("", None));
+    assert_eq!(parts.version, Version::HTTP_11);
+    assert!(parts.headers.is_empty());
+}
+
+#[test]
+fn an_absolute_target_must_agree_with_the_host() {
+    for (uri, host) in [
+        ("http://a.example/x?y", "A.EXAMPLE"),
+        ("http://a.example:80/x?y", "a.example"),
+        ("https://a.example/x?y", "a.example:443"),
+        ("HTTP://[::1]/x?y", "[0::1]:80"),
+    ] {
+        let (parts, _) = pass(head("GET", uri, Version::HTTP_11, &[("host", host)]));
+        assert_eq!(parts.uri.to_string(), "/x?y");
+    }
+    for (uri, host) in [
+        ("http://a.example/", "b.example"),
+        ("http://a.example/", "a.example:443"),
+        ("https://a.example/", "a.example:80"),
+    ] {
+        let got = fault(head("GET", uri, Version::HTTP_11, &[("host", host)]));
+        assert_eq!(got, GateFault::HostMismatch, "{uri} {host}");
+    }
+    let got = fault(head("GET", "http://u@a.example/", Version::HTTP_11, &[("host", "a.example")]));
+    assert_eq!(got, GateFault::HostInvalid);
+}
+
+#[test]
+fn http_2_gets_its_host_from_the_authority() {
+    let (parts, target) = pass(head("GET", "http://A.example:8080/x", Version::HTTP_2, &[]));
+    assert_eq!(parts.headers["host"], "A.example:8080");
+    assert_eq!(target.host(), "a.example");
+    assert_eq!((parts.uri.to_string().as_str(), parts.version), ("/x", Version::HTTP_11));
+    let got = fault(head("GET", "http://a.example/", Version::HTTP_2, &[("host", "b.example")]));
+    assert_eq!(got, GateFault::HostMismatch);
+}
+
+#[test]
+fn odd_targets_are_refused() {
+    for (method, uri) in
+        [("GET", "foo"), ("GET", "a.example:80"), ("GET", "*"), ("POST", "*"), ("GET", "ftp://a.example/")]
+    {
+        let got = fault(head(method, uri, Version::HTTP_11, &[("host", "a.example")]));
+        assert_eq!(got, GateFault::Target, "{method} {uri}");
+    }
+    let (parts, target) = pass(head("OPTIONS", "*", Version::HTTP_11, &[("host", "h")]));
+    assert_eq!((parts.uri.to_string().as_str(), target.path()), ("*", "/"));
+    let (parts, target) = pass(head("GET", "http://h?x=1", Version::HTTP_11, &[("host", "h")]));
+    assert_eq!((parts.uri.to_string().as_str(), target.path()), ("/?x=1", "/"));
+    let got = fault(head("CONNECT", "a.example:80", Version::HTTP_11, &[("host", "a.example:80")]));
+    assert_eq!(got.status(), StatusCode::METHOD_NOT_ALLOWED);
+}
+
+#[test]
+fn a_transfer_coding_is_one_chunked_or_nothing() {
+    let (parts, target) = pass(get(&[("transfer-encoding", "Chunked")]));
+    assert!(parts.headers.contains_key("transfer-encoding"));
+    assert_eq!(target.content_length, None);
+    for fields in [
+        &[("transfer-encoding", "gzip, chunked")][..],
+        &[("transfer-encoding", "chunked, chunked")],
+        &[("transfer-encoding", "identity")],
+        &[("transfer-encoding", "\"chunked\"")],
+        &[("transfer-encoding", "chunked"), ("transfer-encoding", "chunked")],
+        &[("transfer-encoding", "identity"), ("transfer-encoding", "chunked")],
+    ] {
+        assert_eq!(fault(get(fields)).status(), StatusCode::NOT_IMPLEMENTED, "{fields:?}");
+    }
+}
+
+#[test]
+fn a_length_is_one_number_and_alone() {
+    let (parts, target) = pass(get(&[("content-length", "12")]));
+    assert_eq!((parts.headers["content-length"].as_bytes(), target.content_length), (&b"12"[..], Some(12)));
+    for fields in [
+        &[("content-length", "1, 1")][..],
+        &[("content-length", "+1")],
+        &[("content-length", "")],
+        &[("content-length", "0x1")],
+        &[("content-length", "18446744073709551616")],
+        &[("content-length", "1"), ("content-length", "1")],
+        &[("content-length", "1"), ("transfer-encoding", "chunked")],
+    ] {
+        assert_eq!(fault(get(fields)), GateFault::ContentLength, "{fields:?}");
+    }
+}
+
+#[test]
+fn names_that_imitate_protected_ones_are_refused() {
+    for name in [
+        "x_user_id",
+        "x-user_id",
+        "x.user.id",
+        "x_forwarded_for",
+        "X_Forwarded_Whatever",
+        "content_length",
+        "transfer_encoding",
+        "authorization",
+        "x_real_ip",
+    ] {
+        let parts = get(&[(name, "1")]);
+        if name == "authorization" {
+            pass(parts);
+        } else {
+            assert_eq!(fault(parts), GateFault::LookAlike, "{name}");
+        }
+    }
+    let (parts, _) = pass(get(&[("my_own_name", "1")]));
+    assert_eq!(parts.headers["my_own_name"], "1");
+}
+
+#[test]
+fn connection_cannot_take_protected_fields_away() {
+    for name in ["X-User-Id", "host", "Authorization", "cookie", "x-forwarded-for", "via", "content-length"] {
+        assert_eq!(fault(get(&[("connection", name)])), GateFault::ConnectionNames, "{name}");
+        let list = format!("close,, {name} ,x");
+        assert_eq!(fault(get(&[("connection", "x"), ("connection", &list)])), GateFault::ConnectionNames);
+    }
+}
+
+#[test]
+fn hop_by_hop_fields_go() {
+    let (parts, _) = pass(get(&[
+        ("connection", "close, X-Gone"),
+        ("connection", "keep-alive, upgrade, http2-settings, b@d"),
+        ("x-gone", "1"),
+        ("x-gone", "2"),
+        ("keep-alive", "timeout=5"),
+        ("proxy-connection", "keep-alive"),
+        ("proxy-authorization", "basic x"),
+        ("te", "gzip"),
+        ("upgrade", "h2c"),
+        ("http2-settings", "AAA"),
+        ("accept", "a/b"),
+    ]));
+    let left: Vec<_> = parts.headers.keys().map(HeaderName::as_str).collect();
+    assert_eq!(left, ["host", "accept"]);
+}
+
+#[test]
+fn te_keeps_trailers_only() {
+    let (parts, _) = pass(get(&[("te", "gzip;q=0.5, Trailers"), ("connection", "TE")]));
+    assert_eq!(
+        (&parts.headers["te"], &parts.headers["connection"]),
+        (&"trailers".parse().unwrap(), &"te".parse().unwrap())
+    );
+}
+
+#[test]
+fn an_expectation_is_removed() {
+    let (parts, _) = pass(get(&[("expect", "100-Continue")]));
+    assert!(!parts.headers.contains_key("expect"));
+    assert_eq!(fault(get(&[("expect", "magic")])).status(), StatusCode::EXPECTATION_FAILED);
+    assert_eq!(fault(get(&[("expect", "100-continue"), ("expect", "x")])), GateFault::Expect);
+}
+
+#[test]
+fn trailers_may_not_announce_what_decides() {
+    pass(get(&[("trailer", "grpc-status, X-Checksum")]));
+    for name in
+        ["content-length", "Host", "x-user-id", "x_user_id", "te", "a b", "trailer", "cookie", "x, via"]
+    {
+        assert_eq!(fault(get(&[("trailer", name)])), GateFault::Trailer, "{name}");
+    }
+}
+
+#[test]
+fn trace_has_no_body() {
+    let trace = |fields: &[(&str, &str)]| head("TRACE", "/", Version::HTTP_11, fields);
+    pass(trace(&[("host", "h"), ("content-length", "0")]));
+    assert_eq!(fault(trace(&[("host", "h"), ("content-length", "1")])), GateFault::TraceBody);
+    assert_eq!(fault(trace(&[("host", "h"), ("transfer-encoding", "chunked")])), GateFault::TraceBody);
+}
+
+proptest! {
+    #[test]
+    fn whatever_passes_has_one_reading(
+        fields in prop::collection::vec((
+            prop_oneof![
+                "[!-~]{1,12}",
+                prop::sample::select(vec![
+                    "host", "connection", "te", "trailer", "expect", "content-length", "transfer-encoding",
+                ]).prop_map(str::to_owned),
+            ],
+            prop_oneof![
+                prop::collection::vec(any::<u8>(), 0..24),
+                "[a-z0-9:.,\\[\\]-]{0,12}".prop_map(String::into_bytes),
+            ],
+        ), 0..8),
+        uri in prop_oneof!["/[!-~]{0,12}", "[!-~]{1,16}", "http://[a-z@:\\[\\].]{1,8}[!-~]{0,8}"],
+        options in any::<bool>(),
+    ) {
+        let Ok(uri) = uri.parse::<Uri>() else { return Ok(()) };
+        let mut parts = head(if options { "OPTIONS" } else { "GET" }, "/", Version::HTTP_11, &[]);
+        parts.uri = uri;
+        for (name, value) in fields {
+            if let (Ok(name), Ok(value)) =
+                (HeaderName::from_bytes(name.as_bytes()), HeaderValue::from_bytes(&value))
+            {
+                parts.headers.append(name, value);
+            }
+        }
+        if let Ok(target) = check(&mut parts, &reads) {
+            prop_assert_eq!(parts.headers.get_all("host").iter().count(), 1);
+            prop_assert!(parts.headers.get_all("content-length").iter().count() <= 1);
+            prop_assert!(!target.host().is_empty());
+            prop_assert!(target.path().starts_with('/'));
+            prop_assert!(parts.uri.authority().is_none() && !parts.headers.contains_key("expect"));
+        }
+    }
+}

@@ -1,0 +1,300 @@
+use super::*;
+use http_body::Frame;
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use tokio::io::AsyncReadExt;
+
+const UPSTREAM: HeaderValue = HeaderValue::from_static("127.0.0.1:3000");
+const PEER: &str = "192.0.2.1";
+
+fn hop(peer: &str, client: Option<&str>) -> Hop<'static> {
+    // Leaked, for tests to be short.
+    let peer: &AddressText = Box::leak(Box::new(AddressText::new(peer.parse().unwrap())));
+    static UPSTREAM_AUTHORITY: HeaderValue = UPSTREAM;
+    static IP_HEADER: HeaderName = HeaderName::from_static("x-client-ip");
+    Hop {
+        peer,
+        client: Client {
+            ip: client.map_or(peer.ip, |client| client.parse().unwrap()),
+            peer_trusted: client.is_some(),
+        },
+        https: true,
+        version_in: Version::HTTP_11,
+        ip_header: &IP_HEADER,
+        has_body: false,
+        preserve_host: true,
+        upstream_authority: &UPSTREAM_AUTHORITY,
+    }
+}
+
+fn forwarded(hop: &Hop<'_>, fields: &[(&str, &str)]) -> HeaderMap {
+    let mut builder = http::Request::builder().uri("/").version(hop.version_in);
+    for (name, value) in fields {
+        builder = builder.header(*name, *value);
+    }
+    let mut parts = builder.body(()).unwrap().into_parts().0;
+    let target = gate::check(&mut parts, &|_| false).unwrap();
+    forward_request(&mut parts, &target, hop);
+    parts.headers
+}
+
+/// Every field with its lines.
+fn listed(headers: &HeaderMap) -> BTreeMap<&str, Vec<&str>> {
+    let mut map = BTreeMap::<_, Vec<_>>::new();
+    for (name, value) in headers {
+        map.entry(name.as_str()).or_default().push(value.to_str().unwrap());
+    }
+    map
+}
+
+#[test]
+fn a_strangers_claims_are_replaced() {
+    let headers = forwarded(
+        &hop(PEER, None),
+        &[
+            ("host", "a.example:8443"),
+            ("x-forwarded-for", "10.0.0.1"),
+            ("x-forwarded-for", "10.0.0.2"),
+            ("x-forwarded-proto", "gopher"),
+            ("x-forwarded-host", "evil"),
+            ("x-forwarded-port", "1"),
+            ("forwarded", "for=10.0.0.1"),
+            ("x-real-ip", "10.0.0.1"),
+            ("x-client-ip", "10.0.0.1"),
+            ("via", "1.0 fred"),
+        ],
+    );
+    let expected = [
+        ("forwarded", "for=192.0.2.1;host=\"a.example:8443\";proto=https"),
+        ("host", "a.example:8443"),
+        ("via", "1.0 fred, 1.1 tidegate"),
+        ("x-client-ip", PEER),
+        ("x-forwarded-for", PEER),
+        ("x-forwarded-host", "a.example:8443"),
+        ("x-forwarded-proto", "https"),
+        ("x-real-ip", PEER),
+    ];
+    assert_eq!(listed(&headers), expected.map(|(name, value)| (name, vec![value])).into());
+}
+
+#[test]
+fn a_trusted_proxys_words_are_continued() {
+    let headers = forwarded(
+        &hop("2001:db8::1", Some("10.0.0.2")),
+        &[
+            ("host", "a.example"),
+            ("x-forwarded-for", "10.0.0.1"),
+            ("x-forwarded-for", "10.0.0.2"),
+            ("x-forwarded-proto", "http"),
+            ("x-forwarded-host", "front.example"),
+            ("forwarded", "for=10.0.0.2"),
+            ("x-real-ip", "10.0.0.2"),
+        ],
+    );
+    assert_eq!(headers["x-forwarded-for"], "10.0.0.1, 10.0.0.2, 2001:db8::1");
+    assert_eq!(headers["x-forwarded-proto"], "http");
+    assert_eq!(headers["x-forwarded-host"], "front.example");
+    assert_eq!(headers["forwarded"], "for=10.0.0.2, for=\"[2001:db8::1]\";host=\"a.example\";proto=https");
+    assert_eq!(headers["x-real-ip"], "10.0.0.2");
+}
+
+#[test]
+fn the_field_that_a_trusted_proxy_left_out_starts_with_the_client() {
+    let headers = forwarded(
+        &hop("::ffff:192.0.2.1", Some("2001:db8::2")),
+        &[("host", "a.example"), ("x-forwarded-for", "2001:db8::2")],
+    );
+    assert_eq!(headers["x-forwarded-for"], "2001:db8::2, 192.0.2.1");
+    assert_eq!(headers["forwarded"], "for=\"[2001:db8::2]\", for=192.0.2.1;host=\"a.example\";proto=https");
+    let headers = forwarded(
+        &hop(PEER, Some("2001:db8::2")),
+        &[("host", "a.example"), ("forwarded", "for=\"[2001:db8::2]\"")],
+    );
+    assert_eq!(headers["x-forwarded-for"], "2001:db8::2, 192.0.2.1");
+}
+
+#[test]
+fn the_host_is_the_clients_or_the_upstreams() {
+    let fields = [("host", "a.example")];
+    assert_eq!(forwarded(&hop(PEER, None), &fields)["host"], "a.example");
+    let headers = forwarded(&Hop { preserve_host: false, ..hop(PEER, None) }, &fields);
+    assert_eq!((&headers["host"], &headers["x-forwarded-host"]), (&UPSTREAM, &"a.example".parse().unwrap()));
+    let headers = forwarded(&Hop { version_in: Version::HTTP_10, ..hop(PEER, None) }, &[]);
+    assert_eq!((&headers["host"], &headers["via"]), (&UPSTREAM, &"1.0 tidegate".parse().unwrap()));
+    assert!(!headers.contains_key("x-forwarded-host"));
+    assert_eq!(headers["forwarded"], "for=192.0.2.1;proto=https");
+}
+
+#[test]
+fn cookies_that_http_2_split_are_one_line() {
+    let fields = [("host", "h"), ("cookie", "a=1"), ("cookie", "b=2; c=3")];
+    let headers = forwarded(&Hop { version_in: Version::HTTP_2, ..hop(PEER, None) }, &fields);
+    assert_eq!(listed(&headers)["cookie"], ["a=1; b=2; c=3"]);
+    assert_eq!(headers["via"], "2 tidegate");
+}
+
+#[test]
+fn a_body_without_a_length_is_chunked_whatever_the_method() {
+    let with_body = Hop { has_body: true, ..hop(PEER, None) };
+    assert_eq!(forwarded(&with_body, &[("host", "h")])["transfer-encoding"], "chunked");
+    let headers = forwarded(&with_body, &[("host", "h"), ("content-length", "3")]);
+    assert!(!headers.contains_key("transfer-encoding"));
+    assert!(!forwarded(&hop(PEER, None), &[("host", "h")]).contains_key("transfer-encoding"));
+}
+
+/// A body that doesn't tell its length, as one that is passed through.
+struct Streamed(Option<Bytes>);
+
+impl http_body::Body for Streamed {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        Poll::Ready(self.0.take().map(|data| Ok(Frame::data(data))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.is_none()
+    }
+}
+
+/// What hyper makes of a request on its way to the upstream.
+async fn on_the_wire(method: &str, body: Option<&'static str>, fields: &[(&str, &str)]) -> String {
+    let mut builder = http::Request::builder().method(method).uri("/p?q").header("host", "h");
+    for (name, value) in fields {
+        builder = builder.header(*name, *value);
+    }
+    let mut parts = builder.body(()).unwrap().into_parts().0;
+    let target = gate::check(&mut parts, &|_| false).unwrap();
+    forward_request(&mut parts, &target, &Hop { has_body: body.is_some(), ..hop(PEER, None) });
+    let request = http::Request::from_parts(parts, Streamed(body.map(Bytes::from)));
+    let (ours, mut upstream) = tokio::io::duplex(4096);
+    let (mut sender, connection) =
+        hyper::client::conn::http1::handshake(hyper_util::rt::TokioIo::new(ours)).await.unwrap();
+    let connection = tokio::spawn(connection);
+    let response = tokio::spawn(async move { sender.send_request(request).await.map(drop) });
+    let mut sent = vec![0; 4096];
+    let count = upstream.read(&mut sent).await.unwrap();
+    drop(upstream);
+    response.await.unwrap().unwrap_err();
+    connection.await.unwrap().unwrap();
+    sent.truncate(count);
+    String::from_utf8(sent).unwrap()
+}
+
+#[tokio::test]
+async fn the_upstream_sees_one_framing() {
+    for (method, body, fields, framing, end) in [
+        ("GET", None, &[][..], None, "\r\n\r\n"),
+        ("POST", None, &[], None, "\r\n\r\n"),
+        ("POST", None, &[("content-length", "0")], Some("content-length: 0"), "\r\n\r\n"),
+        ("POST", Some("abc"), &[("content-length", "3")], Some("content-length: 3"), "\r\n\r\nabc"),
+        (
+            "POST",
+            Some("abc"),
+            &[("transfer-encoding", "chunked")],
+            Some("transfer-encoding: chunked"),
+            "3\r\nabc\r\n0\r\n\r\n",
+        ),
+        ("GET", Some("abc"), &[], Some("transfer-encoding: chunked"), "3\r\nabc\r\n0\r\n\r\n"),
+    ] {
+        let sent = on_the_wire(method, body, fields).await;
+        assert!(sent.starts_with(&format!("{method} /p?q HTTP/1.1\r\nhost: h\r\n")), "{sent}");
+        assert!(sent.ends_with(end), "{sent}");
+        let lines: Vec<_> = sent
+            .lines()
+            .filter(|line| line.starts_with("content-length") || line.starts_with("transfer-encoding"))
+            .collect();
+        assert_eq!(lines, framing.into_iter().collect::<Vec<_>>(), "{sent}");
+    }
+}
+
+fn answered(version: Version, fields: &[(&str, &str)]) -> Result<response::Parts, ResponseFault> {
+    let mut builder = http::Response::builder().version(version);
+    for (name, value) in fields {
+        builder = builder.header(*name, *value);
+    }
+    let mut parts = builder.body(()).unwrap().into_parts().0;
+    forward_response(&mut parts, Version::HTTP_11).map(|()| parts)
+}
+
+#[test]
+fn a_response_loses_what_belongs_to_the_upstreams_connection() {
+    let parts = answered(
+        Version::HTTP_10,
+        &[
+            ("connection", "close, x-gone, content-type"),
+            ("x-gone", "1"),
+            ("keep-alive", "timeout=5"),
+            ("proxy-authenticate", "basic"),
+            ("upgrade", "h2c"),
+            ("content-type", "a/b"),
+            ("trailer", "x-sum"),
+            ("content-length", "3"),
+        ],
+    )
+    .unwrap();
+    let expected = [
+        ("content-length", vec!["3"]),
+        ("content-type", vec!["a/b"]),
+        ("trailer", vec!["x-sum"]),
+        ("via", vec!["1.0 tidegate"]),
+    ];
+    assert_eq!(listed(&parts.headers), expected.into());
+    assert_eq!(parts.version, Version::HTTP_11);
+}
+
+#[test]
+fn a_response_has_one_framing() {
+    let fields = |fields: &[(&str, &str)]| answered(Version::HTTP_11, fields).map(|parts| parts.headers);
+    let headers = fields(&[("transfer-encoding", "chunked"), ("content-length", "3")]).unwrap();
+    assert!(!headers.contains_key("content-length") && !headers.contains_key("transfer-encoding"));
+    let headers = fields(&[("content-length", "3"), ("content-length", "3")]).unwrap();
+    assert_eq!(listed(&headers)["content-length"], ["3"]);
+    assert_eq!(fields(&[("content-length", "3, 3")]).unwrap()["content-length"], "3");
+    for coding in ["gzip, chunked", "gzip", "identity"] {
+        assert_eq!(fields(&[("transfer-encoding", coding)]), Err(ResponseFault::TransferEncoding));
+    }
+}
+
+#[test]
+fn an_unasked_switch_of_protocols_is_a_fault() {
+    let mut parts = http::Response::builder().status(101).body(()).unwrap().into_parts().0;
+    assert_eq!(forward_response(&mut parts, Version::HTTP_11), Err(ResponseFault::Switched));
+}
+
+proptest! {
+    #[test]
+    fn joining_never_loses_a_line(
+        lines in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 0..6),
+        peer in any::<[u8; 16]>(),
+    ) {
+        let mut headers = HeaderMap::new();
+        for line in lines {
+            if let Ok(line) = HeaderValue::from_bytes(&line) {
+                headers.append(&X_FORWARDED_FOR, line);
+            }
+        }
+        let before: Vec<_> = headers.get_all(&X_FORWARDED_FOR).iter().cloned().collect();
+        let peer = IpAddr::from(peer);
+        let hop = Hop {
+            peer: &AddressText::new(peer),
+            client: Client { ip: peer, peer_trusted: true },
+            ..hop(PEER, None)
+        };
+        append_forwarded_for(&mut headers, &hop);
+        let after: Vec<_> = headers.get_all(&X_FORWARDED_FOR).iter().collect();
+        prop_assert_eq!(after.len(), 1);
+        let text = after[0].as_bytes();
+        prop_assert!(text.ends_with(peer.to_canonical().to_string().as_bytes()));
+        for line in before.iter().map(HeaderValue::as_bytes).filter(|line| !line.trim_ascii().is_empty()) {
+            prop_assert!(text.windows(line.len()).any(|part| part == line));
+        }
+    }
+}
