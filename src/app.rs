@@ -187,13 +187,13 @@ impl Watched {
 
 /// What the workers' stores have in common.
 #[derive(Clone)]
-enum Stores {
+pub(crate) enum Stores {
     Memory(Arc<Memory>),
     Redis(redis::Shared),
 }
 
 impl Stores {
-    fn new(settings: &StoreSettings) -> Self {
+    pub(crate) fn new(settings: &StoreSettings) -> Self {
         match settings {
             StoreSettings::Memory(settings) => {
                 Self::Memory(Arc::new(Memory::new(*settings, Clock::system())))
@@ -204,7 +204,7 @@ impl Stores {
 
     /// One worker's store, on the worker's runtime. Redis gets `connect_timeout` to be there; without it
     /// the worker starts degraded.
-    async fn for_worker(&self) -> Store {
+    pub(crate) async fn for_worker(&self) -> Store {
         match self {
             Self::Memory(memory) => Store::Memory(Arc::clone(memory)),
             Self::Redis(shared) => {

@@ -1,8 +1,7 @@
 //! `tidegate demo`: a sample upstream, the proxy and the memory store in one process, on a bare machine.
 
-use crate::app::{self, Addresses};
-use crate::config::{self, FileSource, Flags, Sources};
-use crate::telemetry;
+use crate::app::Addresses;
+use crate::config::{FileSource, Flags, Sources};
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::Full;
@@ -34,15 +33,7 @@ pub(super) fn run(listen: String, file: Option<PathBuf>) -> ExitCode {
     let env = vec![("TIDEGATE_ADMIN__ADDRESS".to_owned(), "127.0.0.1:0".to_owned())];
     let flags = Flags { upstream: Some(format!("http://{upstream}")), listen: Some(listen) };
     let sources = Sources { file, env, flags };
-    let config = match config::load(&sources) {
-        Ok(config) => config,
-        Err(report) => {
-            eprint!("{report}");
-            return ExitCode::FAILURE;
-        }
-    };
-    telemetry::init(&config.log);
-    app::main(config, sources, |addresses| println!("{}", invitation(addresses, upstream)))
+    super::run::run(sources, |addresses| println!("{}", invitation(addresses, upstream)))
 }
 
 fn invitation(addresses: Addresses, upstream: SocketAddr) -> String {

@@ -1,7 +1,7 @@
 //! `tidegate explain`: what would happen to this request, and why?
 
 use super::standing;
-use super::store::open_store;
+use crate::app::Stores;
 use crate::config::{self, Config, Sources, StoreSettings};
 use crate::enforcer::{self, Explanation, Step};
 use crate::proxy::Inbound;
@@ -38,7 +38,7 @@ pub(super) fn explain(sources: &Sources, asked: &Asked) -> Result<String, String
         .build()
         .map_err(|error| format!("error: {error}\n"))?;
     runtime.block_on(async {
-        let store = open_store(&config.store).await;
+        let store = Stores::new(&config.store).for_worker().await;
         let explanation = enforcer::explain(&store, &config.table, &inbound.facts(&parts)).await;
         Ok(title + &tell(&config, &explanation))
     })

@@ -1,7 +1,7 @@
 //! `tidegate keys`: the counters in Redis, for people on call.
 
 use super::standing::{self, wait};
-use super::store::open_store;
+use crate::app::Stores;
 use crate::config::{self, Config, Sources, StoreSettings, duration_words};
 use crate::limiter::{Algorithm, Charge, Key};
 use crate::policy::{Action, NamedLimit, Policy, Quota};
@@ -81,7 +81,7 @@ async fn show(config: &Config, which: &Which) -> Result<String, String> {
     let (policy, quota, key, limits) = find(config, which)?;
     // Looking costs nothing, and is atomic like a decision.
     let charges = charges(&key, quota, limits);
-    let store = open_store(&config.store).await;
+    let store = Stores::new(&config.store).for_worker().await;
     let decision = store.decide(&charges).await.map_err(|error| format!("error: {error}\n"))?;
     let mut text = format!("{key}\n");
     let mut standings = decision.standings.iter().flatten();

@@ -7,7 +7,6 @@ mod health;
 mod keys;
 mod run;
 mod standing;
-mod store;
 
 use crate::config::{FileSource, Flags, Sources};
 use clap::{Args, Parser, Subcommand};
@@ -94,7 +93,7 @@ const DEFAULT_CONFIG: &str = "config.toml";
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
     match cli.command.unwrap_or(Command::Run(cli.run)) {
-        Command::Run(flags) => run::run(flags.into_sources()),
+        Command::Run(flags) => run::run(flags.into_sources(), |_| {}),
         Command::Demo { listen, config } => demo::run(listen, config),
         Command::Explain { config, asked } => print(explain::explain(&config.into_sources(), &asked)),
         Command::Health { config } => print(health::run(&config.into_sources())),

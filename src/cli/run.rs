@@ -1,12 +1,13 @@
 //! `tidegate run`: the proxy.
 
-use crate::app;
+use crate::app::{self, Addresses};
 use crate::config::{self, Sources};
 use crate::telemetry;
 use std::process::ExitCode;
 
+/// Runs the proxy as `sources` say, until it is told to stop. `on_listening` hears where, once clients can connect.
 #[allow(clippy::print_stderr, reason = "until the log is set up, stderr is all there is")]
-pub(super) fn run(sources: Sources) -> ExitCode {
+pub(super) fn run(sources: Sources, on_listening: impl FnOnce(Addresses)) -> ExitCode {
     let config = match config::load(&sources) {
         Ok(config) => config,
         Err(report) => {
@@ -15,5 +16,5 @@ pub(super) fn run(sources: Sources) -> ExitCode {
         }
     };
     telemetry::init(&config.log);
-    app::main(config, sources, |_| {})
+    app::main(config, sources, on_listening)
 }

@@ -1,7 +1,7 @@
 use super::*;
 use crate::clock::{Clock, Hands};
 use crate::limiter::{KeyBuilder, Limit};
-use crate::policy::path::{EscapedSlashes, Readings, Settings};
+use crate::policy::path::{Readings, Settings};
 use crate::policy::{
     Cost, Fields, KeyPart, KeyTemplate, Matcher, MissingKey, Override, Overrides, Quota, client,
 };
@@ -10,14 +10,7 @@ use crate::store::{Memory, MemorySettings};
 use crate::telemetry::metrics::Metrics;
 use http::{HeaderMap, Method};
 
-const PATH: Settings = Settings {
-    normalize: true,
-    merge_slashes: true,
-    escaped_slashes: EscapedSlashes::Both,
-    ignore_trailing_slash: true,
-    strip_parameters: true,
-    case_sensitive: true,
-};
+const PATH: Settings = Settings::USUAL;
 
 /// Nobody is asked before a connection is there.
 const NOBODY: RedisSettings = RedisSettings {

@@ -57,17 +57,10 @@ fn whole(value: &[u8]) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::path::{EscapedSlashes, Readings, Settings};
+    use crate::policy::path::{Readings, Settings};
     use http::{HeaderMap, HeaderValue, Method};
 
-    const PATH: Settings = Settings {
-        normalize: true,
-        merge_slashes: true,
-        escaped_slashes: EscapedSlashes::Both,
-        ignore_trailing_slash: true,
-        strip_parameters: true,
-        case_sensitive: true,
-    };
+    const PATH: Settings = Settings::USUAL;
 
     fn cost_of(values: &[&[u8]]) -> u64 {
         let mut headers = HeaderMap::new();

@@ -243,14 +243,7 @@ mod tests {
     use super::*;
     use http::{HeaderMap, Method};
 
-    const PATH: path::Settings = path::Settings {
-        normalize: true,
-        merge_slashes: true,
-        escaped_slashes: path::EscapedSlashes::Both,
-        ignore_trailing_slash: true,
-        strip_parameters: true,
-        case_sensitive: false,
-    };
+    const PATH: path::Settings = path::Settings { case_sensitive: false, ..path::Settings::USUAL };
 
     #[test]
     fn an_override_is_written_as_people_write_and_compared_as_requests_read() {

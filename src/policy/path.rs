@@ -18,6 +18,19 @@ pub struct Settings {
     pub case_sensitive: bool,
 }
 
+#[cfg(test)]
+impl Settings {
+    /// The defaults of the configuration.
+    pub(crate) const USUAL: Self = Self {
+        normalize: true,
+        merge_slashes: true,
+        escaped_slashes: EscapedSlashes::Both,
+        ignore_trailing_slash: true,
+        strip_parameters: true,
+        case_sensitive: true,
+    };
+}
+
 /// What `%2F`, `%5C` and `\` in a path are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EscapedSlashes {
@@ -216,14 +229,7 @@ fn push_escape(out: &mut String, byte: u8) {
 mod tests {
     use super::*;
 
-    const USUAL: Settings = Settings {
-        normalize: true,
-        merge_slashes: true,
-        escaped_slashes: EscapedSlashes::Both,
-        ignore_trailing_slash: true,
-        strip_parameters: true,
-        case_sensitive: true,
-    };
+    const USUAL: Settings = Settings::USUAL;
 
     fn read(path: &str, settings: Settings) -> Vec<String> {
         Readings::of(path, &settings).unwrap().iter().map(str::to_owned).collect()

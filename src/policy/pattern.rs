@@ -193,17 +193,10 @@ impl PathIndex {
 
 #[cfg(test)]
 mod tests {
-    use super::super::path::{EscapedSlashes, Settings};
+    use super::super::path::Settings;
     use super::*;
 
-    const USUAL: Settings = Settings {
-        normalize: true,
-        merge_slashes: true,
-        escaped_slashes: EscapedSlashes::Both,
-        ignore_trailing_slash: true,
-        strip_parameters: true,
-        case_sensitive: true,
-    };
+    const USUAL: Settings = Settings::USUAL;
 
     fn pattern(text: &str) -> PathPattern {
         PathPattern::parse(text, &USUAL).unwrap()

@@ -170,19 +170,12 @@ impl Candidates {
 
 #[cfg(test)]
 mod tests {
-    use super::super::path::{EscapedSlashes, Readings};
+    use super::super::path::Readings;
     use super::super::{MethodSet, Named, OnStoreFailure, PathPattern, Test};
     use super::*;
     use http::{HeaderMap, Method};
 
-    const PATH: path::Settings = path::Settings {
-        normalize: true,
-        merge_slashes: true,
-        escaped_slashes: EscapedSlashes::Both,
-        ignore_trailing_slash: true,
-        strip_parameters: true,
-        case_sensitive: true,
-    };
+    const PATH: path::Settings = path::Settings::USUAL;
 
     fn policy(name: &str, action: Action, paths: &[&str]) -> Policy {
         let paths = paths.iter().map(|text| PathPattern::parse(text, &PATH).unwrap()).collect();

@@ -321,6 +321,28 @@ mod tests {
     }
 
     #[test]
+    fn trap_5_no_clock_of_ours_decides() {
+        let (script, key) = (Script::new("p"), key("p", "x"));
+        let args: Vec<Vec<u8>> = script
+            .decide(&[charge(&LOG, &key)], None)
+            .args_iter()
+            .map(|arg| match arg {
+                redis::Arg::Simple(arg) => arg.to_vec(),
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        let [_evalsha, _sha, keys, _key, time, rest @ ..] = args.as_slice() else { panic!("{args:?}") };
+        assert_eq!(
+            (keys.as_slice(), time.as_slice()),
+            (&b"1"[..], &b""[..]),
+            "Redis is to ask its own clock"
+        );
+        let rest: Vec<&str> = rest.iter().map(|arg| std::str::from_utf8(arg).unwrap()).collect();
+        assert_eq!(rest, ["l", "0", "1", "5", "1000000", "0"], "nothing here tells a time");
+        assert!(script.text().contains("redis.call('TIME')"));
+    }
+
+    #[test]
     fn the_text_is_short_enough_for_a_server_that_has_not_let_us_in() {
         let script = Script::new("p");
         assert!(script.text().len() < 16 * 1024, "{}", script.text().len());
