@@ -91,7 +91,7 @@ async fn work(redis: Redis, limit: Limit, keys: u32, task: u32, end: Instant) ->
             return checks;
         }
         let owner = owner(next % keys);
-        let charge = Charge { limit: &limit, key: &owner, cost: 1, group: 0, shadow: false };
+        let charge = Charge::new(&limit, &owner, 1);
         redis.decide(&[charge], asked).await.unwrap();
         next = next.wrapping_add(104_729);
         checks += 1;
@@ -108,12 +108,12 @@ fn owner(n: u32) -> Key {
 fn peer_rate(server: &Server, limit: &Limit, keys: u32) -> f64 {
     server.flush();
     let (script, owner) = (Script::new(PREFIX), owner(0));
+    let charge = Charge::new(limit, &owner, 1);
     let load = Command::new("redis-cli")
-        .args(["-p", &server.port.to_string(), "SCRIPT", "LOAD", script.text()])
+        .args(["-p", &server.port.to_string(), "SCRIPT", "LOAD", script.text(&[charge])])
         .stdout(Stdio::null())
         .status();
     assert!(load.unwrap().success());
-    let charge = Charge { limit, key: &owner, cost: 1, group: 0, shadow: false };
     let command = script.decide(&[charge], None);
     let mut args: Vec<String> = command
         .args_iter()

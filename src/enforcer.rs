@@ -4,10 +4,14 @@
 //! whether to forward, what to answer if not, and which limits to tell the client about.
 
 mod explain;
+mod keeper;
 mod live;
 
 pub use explain::{Explanation, Limits, Step, explain};
+pub use keeper::Hold;
 pub use live::{Live, Rules};
+
+use keeper::{Keeper, Place};
 
 use crate::limiter::{Algorithm, Charge, Decision, Key, Limit, Refusal, Standing};
 use crate::policy::{Action, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy, PolicyTable, Reject};
@@ -24,6 +28,7 @@ pub struct Enforcer {
     live: Live,
     store: Store,
     shard: Arc<Shard>,
+    keeper: Keeper,
 }
 
 /// What is to become of a request. Borrows the table that decided it.
@@ -40,6 +45,8 @@ pub struct Verdict<'t> {
     pub delay: Duration,
     /// An enforced limit applied, and was decided without the store.
     pub degraded: bool,
+    /// What the request keeps until it has ended wholly.
+    pub hold: Option<Hold>,
     /// Shadow policies that would have refused.
     pub shadow_rejected: SmallVec<[&'t str; 1]>,
 }
@@ -73,11 +80,20 @@ pub struct Limited<'t> {
     pub policy: &'t str,
     /// The field names of all limits that refused.
     pub violated: SmallVec<[&'t str; 2]>,
-    /// Microseconds until the same request would be admitted; `None`: never.
-    pub retry_after_us: Option<u64>,
+    pub retry: Retry,
     /// A block that began earlier was met.
     pub blocked: bool,
     pub reject: Option<&'t Reject>,
+}
+
+/// When the same request would be admitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Retry {
+    /// After so many microseconds.
+    After(u64),
+    Never,
+    /// When others have ended, and nobody knows when that is.
+    Unknown,
 }
 
 /// One limit as it goes into the rate-limit fields.
@@ -90,7 +106,7 @@ pub struct Reported<'t> {
 impl Enforcer {
     /// Counts with a worker's own shard.
     pub fn new(live: Live, store: Store, shard: Arc<Shard>) -> Self {
-        Self { live, store, shard }
+        Self { live, keeper: Keeper::new(store.clone()), store, shard }
     }
 
     /// The policies that hold now. A request keeps those that it started with.
@@ -108,13 +124,19 @@ impl Enforcer {
         if plan.claims.is_empty() {
             return Verdict { shadow_rejected: plan.shadow_denied, ..Verdict::of(Outcome::Forward) };
         }
-        let answer = self.store.answer(&plan.charges(1), arrived).await;
+        // Before the store is asked: who leaves meanwhile gives back what he may have got.
+        let hold = plan.hold(&self.keeper);
+        let charges = plan.charges(1, hold.as_ref().map_or(0, Hold::slot));
+        let answer = self.store.answer(&charges, arrived).await;
         let (mut verdict, source) = match answer {
             Ok((decision, source)) => {
+                let hold = hold.and_then(|hold| plan.held(hold, &charges, &decision));
+                drop(charges);
                 plan.count(&decision, count);
-                (plan.into_verdict(&decision), source)
+                (Verdict { hold, ..plan.into_verdict(&decision) }, source)
             }
             Err(unavailable) => {
+                drop(charges);
                 plan.count_degraded(count);
                 (plan.into_degraded(&unavailable), Source::Degraded)
             }
@@ -123,6 +145,11 @@ impl Enforcer {
         self.shard.decided(source, at.saturating_duration_since(arrived));
         verdict.at = Some(at);
         verdict
+    }
+
+    /// Waits, but not for long, until the store knows of all requests that have ended.
+    pub async fn finish(&self) {
+        self.keeper.flush().await;
     }
 }
 
@@ -136,6 +163,7 @@ impl<'t> Verdict<'t> {
             at: None,
             delay: Duration::ZERO,
             degraded: false,
+            hold: None,
             shadow_rejected: SmallVec::new(),
         }
     }
@@ -158,6 +186,7 @@ struct Claim<'t> {
     /// Asked before the limits. A shadow policy has none: it blocks nobody.
     block: Option<&'t Limit>,
     cost: u64,
+    counts_rejected: bool,
 }
 
 impl Claim<'_> {
@@ -201,7 +230,9 @@ impl<'t> Plan<'t> {
             match quota.select(&policy.name, facts, &table.client) {
                 Ok(Some((key, limits))) => {
                     let block = quota.block.as_ref().filter(|_| !policy.shadow);
-                    claims.push(Claim { at, policy, key, limits, block, cost: quota.cost.of(facts) });
+                    let cost = quota.cost.of(facts);
+                    let counts_rejected = quota.count_rejected;
+                    claims.push(Claim { at, policy, key, limits, block, cost, counts_rejected });
                 }
                 Ok(None) => {}
                 Err(_) if policy.shadow => count(at, Did::ShadowRejected),
@@ -214,22 +245,59 @@ impl<'t> Plan<'t> {
         Ok(Self { claims, shadow_denied })
     }
 
-    /// `knock` is what a block is asked for: 1, also by a request that costs nothing, or 0 to look only.
-    fn charges(&self, knock: u64) -> SmallVec<[Charge<'_>; 4]> {
+    /// `knock` is what a block or a slot is asked for: 1, also by a request that costs nothing, or 0 to look only. `slot` is the
+    /// one that the request takes.
+    fn charges(&self, knock: u64, slot: u128) -> SmallVec<[Charge<'_>; 4]> {
         (0..)
             .zip(&self.claims)
             .flat_map(|(group, claim)| {
                 let block = claim.block.map(|block| (block, knock));
-                let limits = claim.limits.iter().map(|named| (&named.limit, claim.cost));
+                // A request takes one slot, whatever it costs.
+                let cost = |limit| if is_concurrency(limit) { knock } else { claim.cost };
+                let limits = claim.limits.iter().map(move |named| (&named.limit, cost(&named.limit)));
                 block.into_iter().chain(limits).map(move |(limit, cost)| Charge {
-                    limit,
-                    key: &claim.key,
-                    cost,
                     group,
                     shadow: claim.policy.shadow,
+                    counts_rejected: claim.counts_rejected,
+                    slot,
+                    ..Charge::new(limit, &claim.key, cost)
                 })
             })
             .collect()
+    }
+
+    /// Holds a slot for each limit that wants one.
+    fn hold(&self, keeper: &Keeper) -> Option<Hold> {
+        let places = self.claims.iter().flat_map(|claim| {
+            let limits = claim.limits.iter().filter(|named| is_concurrency(&named.limit));
+            limits.map(|named| (named.limit, claim.key.clone()))
+        });
+        let places: SmallVec<[Place; 1]> = places.collect();
+        (!places.is_empty()).then(|| keeper.hold(places))
+    }
+
+    /// What is left of a hold once the store has decided.
+    fn held(&self, hold: Hold, charges: &[Charge<'_>], decision: &Decision) -> Option<Hold> {
+        let is_refused =
+            |standing: &Option<Standing>| standing.is_none_or(|standing| standing.refusal.is_some());
+        let refuses = |asked: &Charge<'_>| {
+            let mut of_policy =
+                charges.iter().zip(&decision.standings).filter(|(charge, _)| asked.is_of_policy_of(charge));
+            of_policy.any(|(_, standing)| is_refused(standing))
+        };
+        let mut longest_us = None;
+        let taken = charges.iter().filter(|charge| decision.admitted && !refuses(charge));
+        let taken: SmallVec<[&Charge<'_>; 1]> = taken.filter(|charge| is_concurrency(charge.limit)).collect();
+        for charge in taken.iter().filter(|charge| !charge.shadow) {
+            if let Algorithm::Concurrency { max_duration_us: most_us @ 1.. } = charge.limit.algorithm {
+                longest_us = Some(longest_us.map_or(most_us, |longest_us: u64| longest_us.min(most_us)));
+            }
+        }
+        let mut hold = hold.taken_at(|(limit, key)| {
+            taken.iter().any(|charge| *charge.limit == *limit && charge.key.id() == key.id())
+        })?;
+        hold.end_at(longest_us.map(|us| Instant::now() + Duration::from_micros(us)));
+        Some(hold)
     }
 
     /// Puts the answer, one standing per charge, back beside the policies that asked.
@@ -320,13 +388,17 @@ impl<'t> Plan<'t> {
     }
 }
 
+fn is_concurrency(limit: &Limit) -> bool {
+    matches!(limit.algorithm, Algorithm::Concurrency { .. })
+}
+
 /// How a limit stands towards clients while a block holds: it gives nothing before its end.
 fn shut(standing: Option<Standing>, until_us: u64) -> Standing {
     let grows_at_us = standing.and_then(|standing| standing.grows_at_us).unwrap_or(0);
     let refusal = match standing.and_then(|standing| standing.refusal) {
         Some(Refusal::Never) => Refusal::Never,
         Some(Refusal::Until(at_us)) => Refusal::Until(at_us.max(until_us)),
-        None => Refusal::Until(until_us),
+        Some(Refusal::Unknown) | None => Refusal::Until(until_us),
     };
     Standing { remaining: 0, grows_at_us: Some(grows_at_us.max(until_us)), refusal: Some(refusal) }
 }
@@ -342,27 +414,22 @@ struct Refusals<'t> {
 impl<'t> Refusals<'t> {
     fn add(&mut self, policy: &'t Policy, limit: &'t NamedLimit, refusal: Refusal) {
         self.violated.push(&limit.name);
-        let longer = match (self.longest, refusal) {
-            (None, _) => true,
-            (Some((_, Refusal::Until(known))), Refusal::Until(new)) => new > known,
-            (Some((_, known)), Refusal::Never) => known != Refusal::Never,
-            (Some((_, Refusal::Never)), Refusal::Until(_)) => false,
-        };
-        if longer {
+        if self.longest.is_none_or(|(_, longest)| refusal > longest) {
             self.longest = Some((policy, refusal));
         }
     }
 
     fn into_limited(self, now_us: u64) -> Option<Limited<'t>> {
         let (policy, refusal) = self.longest?;
-        let retry_after_us = match refusal {
-            Refusal::Until(at_us) => Some(at_us.saturating_sub(now_us)),
-            Refusal::Never => None,
+        let retry = match refusal {
+            Refusal::Until(at_us) => Retry::After(at_us.saturating_sub(now_us)),
+            Refusal::Never => Retry::Never,
+            Refusal::Unknown => Retry::Unknown,
         };
         Some(Limited {
             policy: &policy.name,
             violated: self.violated,
-            retry_after_us,
+            retry,
             blocked: self.blocked,
             reject: policy.reject.as_ref(),
         })

@@ -13,6 +13,9 @@ pub(super) fn line(named: &NamedLimit, standing: Option<(&Standing, u64)>) -> St
 
 /// `5 per 1m, sliding_log`.
 pub(super) fn limit(limit: &Limit) -> String {
+    if let Algorithm::Concurrency { .. } = limit.algorithm {
+        return format!("{} at a time, concurrency", limit.requests);
+    }
     let per = duration_words(Duration::from_micros(limit.per_us));
     format!("{} per {per}, {}", limit.requests, algorithm(limit.algorithm))
 }
@@ -24,6 +27,7 @@ pub(super) fn algorithm(algorithm: Algorithm) -> &'static str {
         Algorithm::FixedWindow { .. } => "fixed_window",
         Algorithm::TokenBucket { .. } => "token_bucket",
         Algorithm::LeakyBucket { .. } => "leaky_bucket",
+        Algorithm::Concurrency { .. } => "concurrency",
         Algorithm::Block => "block",
     }
 }

@@ -78,12 +78,13 @@ pub(super) const ON_STORE_FAILURE: [(&str, OnStoreFailure); 2] =
 pub(super) const MISSING_KEY: [(&str, MissingKey); 3] =
     [("shared", MissingKey::Shared), ("skip", MissingKey::Skip), ("reject", MissingKey::Reject)];
 
-pub(super) const ALGORITHM: [(&str, Algorithm); 5] = [
+pub(super) const ALGORITHM: [(&str, Algorithm); 6] = [
     ("sliding_log", Algorithm::SlidingLog),
     ("sliding_window", Algorithm::SlidingWindow { buckets: 10 }),
     ("fixed_window", Algorithm::FixedWindow { offset_us: 0 }),
     ("token_bucket", Algorithm::TokenBucket { burst: 1 }),
     ("leaky_bucket", Algorithm::LeakyBucket { max_delay_us: 1_000_000 }),
+    ("concurrency", Algorithm::Concurrency { max_duration_us: 0 }),
 ];
 
 fn listen(at: &Cursor<'_>, http: &Cursor<'_>) -> Option<ListenSettings> {

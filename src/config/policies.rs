@@ -16,6 +16,9 @@ use std::time::Duration;
 /// Above this, a log of single entries is an expensive way to count.
 const LARGE_LOG: u64 = 100_000;
 
+/// How long a slot is kept for a sidecar that doesn't renew it.
+const LEASE_TTL: Duration = Duration::from_secs(10);
+
 /// What all policies share.
 pub(super) struct Scope {
     pub client: client::Settings,
@@ -168,6 +171,7 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
         key,
         block: block_for.map(|time| Limit { requests: 1, per_us: micros(time), algorithm: Algorithm::Block }),
         missing_key: at.word("missing_key", &MISSING_KEY).unwrap_or(scope.missing_key),
+        count_rejected: false,
         cost: cost?,
         limits: limits?,
         overrides,
@@ -254,7 +258,7 @@ fn unit(text: &str) -> Result<Box<str>, String> {
 
 fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
     let requests = at.whole::<i64>("requests").and_then(|requests| u64::try_from(requests).ok());
-    let per = at.duration("per");
+    let (per, lease_ttl) = (at.duration("per"), at.duration("lease_ttl"));
     let written = at.word("algorithm", &ALGORITHM);
     let offset = at.duration("offset");
     if written.is_none() && at.has("algorithm") {
@@ -262,7 +266,7 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
         return None;
     }
     let (buckets, burst) = (units(at, "buckets"), units(at, "burst"));
-    let max_delay = at.duration("max_delay");
+    let (max_delay, max_duration) = (at.duration("max_delay"), at.duration("max_duration"));
     let algorithm = match written.unwrap_or(scope.algorithm) {
         algorithm @ (Algorithm::SlidingLog | Algorithm::Block) => algorithm,
         Algorithm::SlidingWindow { buckets: usual } => {
@@ -277,17 +281,36 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
         Algorithm::LeakyBucket { max_delay_us: usual } => {
             Algorithm::LeakyBucket { max_delay_us: max_delay.map_or(usual, micros) }
         }
+        Algorithm::Concurrency { .. } => {
+            Algorithm::Concurrency { max_duration_us: micros(max_duration.unwrap_or_default()) }
+        }
     };
+    let counts_slots = matches!(algorithm, Algorithm::Concurrency { .. });
     for (key, of, right) in [
         ("buckets", "sliding_window", matches!(algorithm, Algorithm::SlidingWindow { .. })),
         ("offset", "fixed_window", matches!(algorithm, Algorithm::FixedWindow { .. })),
         ("burst", "token_bucket", matches!(algorithm, Algorithm::TokenBucket { .. })),
         ("max_delay", "leaky_bucket", matches!(algorithm, Algorithm::LeakyBucket { .. })),
+        ("lease_ttl", "concurrency", counts_slots),
+        ("max_duration", "concurrency", counts_slots),
     ] {
         if at.has(key) && !right {
             at.fail(key, &format!("only for algorithm = \"{of}\", which is expected beside it"));
         }
     }
+    let per = match (counts_slots, at.has("per")) {
+        (true, is_written) => {
+            if is_written {
+                at.fail("per", "not for algorithm = \"concurrency\", which counts requests in flight");
+            }
+            Some(lease_ttl.unwrap_or(LEASE_TTL))
+        }
+        (false, true) => per,
+        (false, false) => {
+            at.fail("per", "missing; expected a duration such as \"1m\"");
+            None
+        }
+    };
     if let (Some(offset), Some(per)) = (offset, per)
         && offset >= per
     {

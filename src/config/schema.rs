@@ -382,7 +382,7 @@ static DEFAULTS: [Key; 3] = [
 
 const ON_STORE_FAILURE: Kind = Word(&["open", "closed"]);
 const ALGORITHM: Kind =
-    Word(&["sliding_log", "sliding_window", "fixed_window", "token_bucket", "leaky_bucket"]);
+    Word(&["sliding_log", "sliding_window", "fixed_window", "token_bucket", "leaky_bucket", "concurrency"]);
 const MISSING_KEY: Kind = Word(&["shared", "skip", "reject"]);
 
 static RESPONSE: [Key; 2] = [
@@ -561,14 +561,19 @@ pub(super) static TEST: [Key; 2] = [
     key("present", Bool, Optional, "Whether there is a value."),
 ];
 
-static LIMIT: [Key; 9] = [
+static LIMIT: [Key; 11] = [
     key(
         "requests",
         whole(0, MAX_UNITS),
         Required,
-        "Units per period. 0 refuses everything. Above 100,000 with sliding_log, check warns about the memory.",
+        "Units per period, or requests in flight. 0 refuses everything. Above 100,000 with sliding_log, check warns about the memory.",
     ),
-    key("per", Kind::Duration { min: Duration::from_millis(1), max: MAX_PERIOD }, Required, "The period."),
+    key(
+        "per",
+        Kind::Duration { min: Duration::from_millis(1), max: MAX_PERIOD },
+        Optional,
+        "The period. Required, but for concurrency, which has none.",
+    ),
     key("algorithm", ALGORITHM, Optional, "As in [defaults]."),
     key(
         "buckets",
@@ -593,6 +598,18 @@ static LIMIT: [Key; 9] = [
         Kind::Duration { min: Duration::ZERO, max: MAX_PERIOD },
         Optional,
         "fixed_window only: windows start this much after multiples of per since 1970, UTC. Less than per.",
+    ),
+    key(
+        "lease_ttl",
+        Kind::Duration { min: Duration::from_secs(1), max: Duration::from_secs(3600) },
+        Optional,
+        "concurrency only: how long a crashed sidecar's slots are kept; 10 s if absent. Living ones renew theirs at a third of it.",
+    ),
+    key(
+        "max_duration",
+        DURATION,
+        Optional,
+        "concurrency only: a request that is still in flight after this is ended: with 504, or broken off. Absent or 0: never.",
     ),
     key(
         "name",

@@ -74,6 +74,13 @@ fn amount(limit: &Limit, unit: Option<&str>) -> String {
         Algorithm::SlidingWindow { buckets } => {
             format!("at most {requests} {unit} in any {per} window, counted in {buckets} parts")
         }
+        Algorithm::Concurrency { max_duration_us } => {
+            let most = match max_duration_us {
+                0 => String::new(),
+                us => format!(", each for at most {}", duration_words(Duration::from_micros(us))),
+            };
+            format!("at most {requests} {unit} at a time{most}")
+        }
         Algorithm::Block => format!("once over, blocked for {per}"),
         Algorithm::TokenBucket { burst } => {
             format!("{requests} {unit} per {per} on average, at most {burst} at once")

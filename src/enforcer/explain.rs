@@ -49,12 +49,20 @@ pub async fn explain<'t>(store: &Store, table: &'t PolicyTable, facts: &Facts<'_
     let claims = steps.iter().enumerate().filter_map(|(at, (policy, step))| match step {
         Step::Limits(limits) => {
             let Limits { key, limits, block, .. } = limits;
-            Some(Claim { at, policy, key: key.clone(), limits, block: *block, cost: 0 })
+            Some(Claim {
+                at,
+                policy,
+                key: key.clone(),
+                limits,
+                block: *block,
+                cost: 0,
+                counts_rejected: false,
+            })
         }
         _ => None,
     });
     let plan = Plan { claims: claims.collect(), shadow_denied: SmallVec::new() };
-    let decision = match store.decide(&plan.charges(0)).await {
+    let decision = match store.decide(&plan.charges(0, 0)).await {
         Ok(decision) => decision,
         Err(unavailable) => return Explanation { steps, store: Err(unavailable) },
     };

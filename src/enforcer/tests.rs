@@ -37,6 +37,7 @@ fn by_user(name: &str, requests: u64) -> Policy {
         priority: 0,
         matcher: Matcher::default(),
         action: Action::Limit(Quota {
+            count_rejected: false,
             key: KeyTemplate::new(vec![KeyPart::Header("x-user".parse().unwrap())]),
             missing_key: MissingKey::Shared,
             cost: Cost::Fixed(1),
@@ -123,7 +124,7 @@ fn trap_11_a_refused_request_charges_no_policy() {
         assert_eq!(remaining, [8, 0]);
         let Outcome::Limited(limited) = verdict.outcome else { panic!("{:?}", verdict.outcome) };
         assert_eq!((limited.policy, limited.violated.as_slice()), ("narrow", ["narrow"].as_slice()));
-        assert_eq!(limited.retry_after_us, Some(10_000_000));
+        assert_eq!(limited.retry, Retry::After(10_000_000));
     });
     bench.hands.advance_us(10_000_000);
     assert!(bench.passes("ann"));
@@ -141,7 +142,7 @@ fn a_block_shuts_its_own_policy_until_it_ends() {
             let Outcome::Limited(limited) = verdict.outcome else { panic!("{:?}", verdict.outcome) };
             assert_eq!((limited.policy, limited.blocked), ("narrow", blocked));
             assert_eq!(limited.violated.as_slice(), ["narrow"]);
-            assert_eq!(limited.retry_after_us, Some(waits_us));
+            assert_eq!(limited.retry, Retry::After(waits_us));
             let remaining: Vec<u64> = verdict.limits.iter().map(|l| l.standing.remaining).collect();
             assert_eq!(remaining, if blocked { [10, 0] } else { [9, 0] });
         });
@@ -160,7 +161,15 @@ fn a_block_shuts_its_own_policy_until_it_ends() {
 fn trap_20_without_the_store_nobody_is_told_to_be_over_a_limit() {
     let outcome = |policies: &[Policy]| {
         let key = KeyBuilder::new("p").finish();
-        let claim = |policy| Claim { at: 0, policy, key: key.clone(), limits: &[], block: None, cost: 1 };
+        let claim = |policy| Claim {
+            at: 0,
+            policy,
+            key: key.clone(),
+            limits: &[],
+            block: None,
+            cost: 1,
+            counts_rejected: false,
+        };
         let plan = Plan { claims: policies.iter().map(claim).collect(), shadow_denied: SmallVec::new() };
         let verdict = plan.into_degraded(&Unavailable { kind: "timeout", retry_after_us: 7 });
         assert!(verdict.degraded && verdict.limits.is_empty() && verdict.delay.is_zero());

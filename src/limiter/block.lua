@@ -22,3 +22,5 @@ local function block_charge(block)
   local reply = redis.pcall('SET', block.key, integer(block.ends), 'PXAT', integer(math.ceil(block.ends / 1000)))
   if reply.err then return reply end
 end
+
+rules.b = { read = block_read, frees = block_frees, charge = block_charge, blocks = true }

@@ -33,3 +33,16 @@ local function window_charge(window, cost)
   local reply = redis.pcall('SET', window.key, value, 'PXAT', integer(math.ceil(window.ends / 1000)))
   if reply.err then return reply end
 end
+
+-- Takes as many of `cost` units as the capacity has left.
+local function window_press(window, cost, capacity)
+  return window_charge(window, math.min(cost, math.max(0, capacity - window.used)))
+end
+
+-- Gives back up to `units` that were taken at `at`, if that window still holds.
+local function window_credit(window, units, at)
+  if at < window.start or window.used == 0 then return end
+  return window_charge(window, -math.min(units, window.used))
+end
+
+rules.w = { read = window_read, frees = window_frees, charge = window_charge, press = window_press, credit = window_credit }

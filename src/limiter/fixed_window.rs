@@ -25,8 +25,23 @@ impl Window {
     }
 
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
-        self.used = self.used(limit, now_us) + cost;
+        self.used = self.used(limit, now_us).saturating_add(cost);
         self.start_us = self.start_us_at(limit, now_us);
+    }
+
+    /// As [`super::Effect::Press`] says.
+    pub(super) fn press(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+        let used = self.used(limit, now_us);
+        let room = limit.capacity().saturating_sub(used);
+        self.charge(limit, cost.min(room), now_us);
+    }
+
+    /// Gives back units that were taken at `at_us`, if that window still holds.
+    pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
+        if self.start_us_at(limit, at_us) == self.start_us && self.start_us_at(limit, now_us) == self.start_us
+        {
+            self.used = self.used.saturating_sub(units);
+        }
     }
 
     /// The window's start: the latest time that the state proves to have passed.

@@ -31,3 +31,5 @@ local function line_charge(line, cost)
   -- It may go when no more than one unit is owed.
   line.delay = bucket_ceil(math.max(0, line.debt - line.per), line.pays)
 end
+
+rules.d = { read = line_read, frees = line_frees, charge = line_charge }

@@ -8,6 +8,7 @@
 //! the future is an absolute time, so that whoever asked can subtract *his* reading of that clock.
 
 mod block;
+mod concurrency;
 mod fixed_window;
 mod key;
 mod leaky_bucket;
@@ -26,7 +27,7 @@ pub const MAX_UNITS: u64 = 1 << 53;
 pub struct Limit {
     /// Units that may be used in one period, 0..=[`MAX_UNITS`]. 0 refuses everything, for ever.
     pub requests: u64,
-    /// The period, in microseconds, at least 1.
+    /// The period, in microseconds, at least 1; of [`Algorithm::Concurrency`] how long a slot is kept unless renewed.
     pub per_us: u64,
     pub algorithm: Algorithm,
 }
@@ -51,6 +52,10 @@ pub enum Algorithm {
     LeakyBucket {
         max_delay_us: u64,
     },
+    /// At most `requests` at a time. A request is ended after `max_duration_us`; 0: never.
+    Concurrency {
+        max_duration_us: u64,
+    },
     /// No limit: the policy stays closed for `per_us` once one of its limits has refused. `requests` is 1.
     Block,
 }
@@ -67,31 +72,90 @@ pub struct Charge<'a> {
     /// A shadow group is charged only if every enforced charge and its whole group admit,
     /// and never changes what the others get.
     pub shadow: bool,
+    /// Its policy counts what it refuses: [`Effect::Press`].
+    pub counts_rejected: bool,
+    /// What it really costs will be said later: [`Amendment::Credit`].
+    pub settles: bool,
+    /// The slot that a charge of [`Algorithm::Concurrency`] takes: unique among all replicas.
+    pub slot: u128,
 }
 
-/// Whether the block at `at` begins: a limit of its own policy is full, and it doesn't hold already.
-/// `refusals` are those of all charges, found before anything was charged.
-pub fn begins_block(charges: &[Charge<'_>], refusals: &[Option<Refusal>], at: usize) -> bool {
-    let Some(block) = charges.get(at) else { return false };
-    let is_free = refusals.get(at).is_some_and(Option::is_none);
-    let mut limits = charges.iter().zip(refusals).skip(at + 1).take_while(|(charge, _)| block.guards(charge));
-    block.cost > 0 && is_free && limits.any(|(_, refusal)| matches!(refusal, Some(Refusal::Until(_))))
+/// What a decision does to a charge's counter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    Nothing,
+    /// The units are taken.
+    Charge,
+    /// The units are taken as far as the capacity goes, though they were refused: what is in use ends at
+    /// max(before, min(capacity, before + cost)), the newest units kept.
+    Press,
 }
 
-impl Charge<'_> {
+/// What the decision does to the counter of the charge at `at`; `refusals` are those of all charges, found before
+/// anything was changed.
+pub fn effect(charges: &[Charge<'_>], refusals: &[Option<Refusal>], at: usize) -> Effect {
+    let Some(charge) = charges.get(at).filter(|charge| charge.cost > 0) else { return Effect::Nothing };
+    let refuses = |group: Option<u32>| {
+        charges.iter().zip(refusals).any(|(other, refusal)| refusal.is_some() && other.stands_in() == group)
+    };
+    if charge.is_block() {
+        // It begins when a limit of its own policy is full, and doesn't hold already.
+        let is_free = refusals.get(at).is_some_and(Option::is_none);
+        let is_full = charges.iter().zip(refusals).any(|(other, refusal)| {
+            let is_limit = charge.is_of_policy_of(other) && !other.is_block();
+            is_limit && matches!(refusal, Some(Refusal::Until(_) | Refusal::Unknown))
+        });
+        return if is_free && is_full { Effect::Charge } else { Effect::Nothing };
+    }
+    let admitted = !refuses(None);
+    if admitted && !(charge.shadow && refuses(charge.stands_in())) {
+        return Effect::Charge;
+    }
+    let mut own = charges.iter().zip(refusals).filter(|(other, _)| charge.is_of_policy_of(other));
+    let counts = charge.counts_rejected && (admitted || !charge.shadow);
+    if counts && own.any(|(_, refusal)| refusal.is_some()) { Effect::Press } else { Effect::Nothing }
+}
+
+impl<'a> Charge<'a> {
+    /// An enforced charge of the first policy.
+    pub fn new(limit: &'a Limit, key: &'a Key, cost: u64) -> Self {
+        Self { limit, key, cost, group: 0, shadow: false, counts_rejected: false, settles: false, slot: 0 }
+    }
+
     pub fn is_block(&self) -> bool {
         self.limit.algorithm == Algorithm::Block
     }
 
-    /// Whether `other`, somewhere behind this block, is a limit of its policy.
-    pub fn guards(&self, other: &Self) -> bool {
+    /// Whether both belong to one policy.
+    pub fn is_of_policy_of(&self, other: &Self) -> bool {
         (self.group, self.shadow) == (other.group, other.shadow)
+    }
+
+    /// Shadow groups have numbers; what is enforced stands together.
+    fn stands_in(&self) -> Option<u32> {
+        self.shadow.then_some(self.group)
     }
 }
 
-/// Why, and until when, a limit refuses.
+/// What becomes known of a request after it was decided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Amendment {
+    /// It took so many units more: they are charged now, whether they fit or not.
+    Charge(u64),
+    /// It took fewer than the charge made at `at_us`: so many units go back, as far as they still count.
+    Credit { units: u64, at_us: u64 },
+    /// It is still in flight: its slot is kept for another lease, or taken again.
+    Renew { slot: u128 },
+    /// It has ended.
+    Release { slot: u128 },
+}
+
+/// Why, and until when, a limit refuses.
+/// In the order of how long it is sure to last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Refusal {
+    /// Until a request in flight ends, and nobody knows when.
+    Unknown,
     /// From this time on (µs, store's clock) the same cost fits, if nobody else takes it.
     Until(u64),
     /// The cost is above what the limit ever allows.
@@ -132,6 +196,8 @@ impl Limit {
             Algorithm::Block => return (Algorithm::Block, 0),
             Algorithm::TokenBucket { .. } => Algorithm::TokenBucket { burst: 0 },
             Algorithm::LeakyBucket { .. } => Algorithm::LeakyBucket { max_delay_us: 0 },
+            // Nor does a changed `lease_ttl` forget who is in flight.
+            Algorithm::Concurrency { .. } => return (Algorithm::Concurrency { max_duration_us: 0 }, 0),
             algorithm => algorithm,
         };
         (algorithm, self.per_us)
@@ -182,6 +248,7 @@ impl Limit {
             Algorithm::FixedWindow { offset_us } => Kind::FixedWindow(fixed_window::Window::new(offset_us)),
             Algorithm::TokenBucket { .. } => Kind::TokenBucket(token_bucket::Bucket::default()),
             Algorithm::LeakyBucket { .. } => Kind::LeakyBucket(leaky_bucket::Line::default()),
+            Algorithm::Concurrency { .. } => Kind::Concurrency(concurrency::Slots::default()),
             Algorithm::Block => Kind::Block(block::Block::default()),
         })
     }
@@ -198,6 +265,7 @@ enum Kind {
     FixedWindow(fixed_window::Window),
     TokenBucket(token_bucket::Bucket),
     LeakyBucket(leaky_bucket::Line),
+    Concurrency(concurrency::Slots),
     Block(block::Block),
 }
 
@@ -213,13 +281,59 @@ impl State {
             Kind::TokenBucket(bucket) => bucket.used(limit, now_us),
             Kind::LeakyBucket(line) => line.used(limit, now_us),
             Kind::FixedWindow(window) => window.used(limit, now_us),
+            Kind::Concurrency(slots) => slots.used(now_us),
             Kind::Block(block) => block.used(now_us),
         };
         View { state: self, limit, now_us, used }
     }
 
-    /// Takes `cost` units, at least 1, at the time that [`State::at`] would look at.
-    pub fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+    /// Takes the units of a charge, at least 1, at the time that [`State::at`] would look at.
+    pub fn charge(&mut self, charge: &Charge<'_>, now_us: u64) {
+        if let Kind::Concurrency(slots) = &mut self.0 {
+            return slots.hold(charge.slot, now_us.saturating_add(charge.limit.per_us), now_us);
+        }
+        self.take(charge.limit, charge.cost, now_us);
+    }
+
+    /// Takes as much of a refused charge as [`Effect::Press`] says.
+    pub fn press(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+        let now_us = now_us.max(self.newest_us());
+        match &mut self.0 {
+            Kind::FixedWindow(window) => window.press(limit, cost, now_us),
+            Kind::SlidingLog(_) | Kind::SlidingWindow(_) | Kind::TokenBucket(_) | Kind::LeakyBucket(_) => {}
+            // Slots are not spent, and a block counts nothing.
+            Kind::Concurrency(_) | Kind::Block(_) => {}
+        }
+    }
+
+    /// Puts right what was charged before.
+    pub fn amend(&mut self, limit: &Limit, amendment: Amendment, now_us: u64) {
+        match amendment {
+            Amendment::Charge(units) => self.take(limit, units, now_us),
+            Amendment::Credit { units, at_us } => self.credit(limit, units, at_us, now_us),
+            Amendment::Renew { slot } => {
+                if let Kind::Concurrency(slots) = &mut self.0 {
+                    slots.hold(slot, now_us.saturating_add(limit.per_us), now_us);
+                }
+            }
+            Amendment::Release { slot } => {
+                if let Kind::Concurrency(slots) = &mut self.0 {
+                    slots.release(slot);
+                }
+            }
+        }
+    }
+
+    fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
+        let now_us = now_us.max(self.newest_us());
+        match &mut self.0 {
+            Kind::FixedWindow(window) => window.credit(limit, units, at_us, now_us),
+            Kind::SlidingLog(_) | Kind::SlidingWindow(_) | Kind::TokenBucket(_) | Kind::LeakyBucket(_) => {}
+            Kind::Concurrency(_) | Kind::Block(_) => {}
+        }
+    }
+
+    fn take(&mut self, limit: &Limit, cost: u64, now_us: u64) {
         let now_us = now_us.max(self.newest_us());
         match &mut self.0 {
             Kind::SlidingLog(log) => log.charge(limit, cost, now_us),
@@ -228,6 +342,8 @@ impl State {
             Kind::LeakyBucket(line) => line.charge(limit, cost, now_us),
             Kind::FixedWindow(window) => window.charge(limit, cost, now_us),
             Kind::Block(block) => block.until_us = now_us.saturating_add(limit.per_us),
+            // Taken by their ids.
+            Kind::Concurrency(_) => {}
         }
     }
 
@@ -239,6 +355,7 @@ impl State {
             Kind::TokenBucket(bucket) => bucket.expires_at_us(limit),
             Kind::LeakyBucket(line) => line.expires_at_us(limit),
             Kind::FixedWindow(window) => window.end_us(limit, window.newest_us()),
+            Kind::Concurrency(slots) => slots.expires_at_us(),
             Kind::Block(block) => block.until_us,
         }
     }
@@ -248,6 +365,7 @@ impl State {
         match &self.0 {
             Kind::SlidingLog(log) => log.heap_bytes(),
             Kind::SlidingWindow(buckets) => buckets.heap_bytes(),
+            Kind::Concurrency(slots) => slots.heap_bytes(),
             Kind::FixedWindow(_) | Kind::TokenBucket(_) | Kind::LeakyBucket(_) | Kind::Block(_) => 0,
         }
     }
@@ -259,7 +377,7 @@ impl State {
             Kind::TokenBucket(bucket) => bucket.newest_us(),
             Kind::LeakyBucket(line) => line.newest_us(),
             Kind::FixedWindow(window) => window.newest_us(),
-            Kind::Block(_) => 0,
+            Kind::Concurrency(_) | Kind::Block(_) => 0,
         }
     }
 }
@@ -286,14 +404,14 @@ impl View<'_> {
             return Some(Refusal::Never);
         }
         let room = capacity - cost;
-        (self.used > room).then(|| Refusal::Until(self.at_most_at_us(room)))
+        (self.used > room).then(|| self.at_most_at_us(room).map_or(Refusal::Unknown, Refusal::Until))
     }
 
     /// How the limit looks from here, with the refusal that was found before anything was charged.
     pub fn standing(&self, refusal: Option<Refusal>) -> Standing {
         let capacity = self.limit.capacity();
         let grows_at_us = match (capacity.checked_sub(1), self.used.checked_sub(1)) {
-            (Some(below_limit), Some(below_now)) => Some(self.at_most_at_us(below_limit.min(below_now))),
+            (Some(below_limit), Some(below_now)) => self.at_most_at_us(below_limit.min(below_now)),
             _ => None,
         };
         Standing { remaining: capacity.saturating_sub(self.used), grows_at_us, refusal }
@@ -308,15 +426,16 @@ impl View<'_> {
         }
     }
 
-    /// When, with nothing further charged, at most `units` of those in use still are.
-    fn at_most_at_us(&self, units: u64) -> u64 {
-        match &self.state.0 {
+    /// When, with nothing further charged, at most `units` of those in use still are; `None`: nobody knows.
+    fn at_most_at_us(&self, units: u64) -> Option<u64> {
+        Some(match &self.state.0 {
             Kind::SlidingLog(log) => log.at_most_at_us(self.limit, self.now_us, units),
             Kind::SlidingWindow(buckets) => buckets.at_most_at_us(self.limit, self.now_us, units),
             Kind::TokenBucket(bucket) => bucket.at_most_at_us(self.limit, self.now_us, units),
             Kind::LeakyBucket(line) => line.at_most_at_us(self.limit, self.now_us, units),
             Kind::FixedWindow(window) => window.end_us(self.limit, self.now_us),
             Kind::Block(block) => block.until_us,
-        }
+            Kind::Concurrency(_) => return None,
+        })
     }
 }

@@ -13,11 +13,6 @@
 local LOG_WRAP = 9007199254740992
 local LOG_TRIM = 64
 
--- A number as Redis reads it: exact to 2^53, and quicker than what redis.call makes of a number.
-local function integer(value)
-  return string.format('%d', value)
-end
-
 -- What a reply of one member and its score says, or nil if it was not written by us.
 local function log_entry(reply)
   local member, at = reply[1], tonumber(reply[2])
@@ -116,3 +111,5 @@ local function log_charge(log, cost)
   if not log.oldest or log.oldest.at == log.now then log.oldest = log.newest end
   log.used = log.used + cost
 end
+
+rules.l = { read = log_read, frees = log_frees, charge = log_charge }

@@ -54,3 +54,5 @@ local function buckets_charge(state, cost)
   if reply.err then return reply end
   state.first, state.from, state.units, state.used = first, 1, kept, state.used + cost
 end
+
+rules.s = { read = buckets_read, frees = buckets_frees, charge = buckets_charge }

@@ -40,3 +40,5 @@ local function bucket_charge(bucket, cost)
   local reply = redis.pcall('SET', bucket.key, value, 'PXAT', expires)
   if reply.err then return reply end
 end
+
+rules.t = { read = bucket_read, frees = bucket_frees, charge = bucket_charge }

@@ -17,6 +17,10 @@ pub struct Quota {
     ///
     /// [`Algorithm::Block`]: crate::limiter::Algorithm::Block
     pub block: Option<Limit>,
+    /// What the policy refuses uses its limits too ([`Effect::Press`]).
+    ///
+    /// [`Effect::Press`]: crate::limiter::Effect::Press
+    pub count_rejected: bool,
     pub overrides: Overrides,
 }
 

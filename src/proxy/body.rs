@@ -17,6 +17,7 @@ use tokio::time::{Instant, timeout};
 use super::alarm::Alarm;
 use super::upstream::Lease;
 use super::watch::Active;
+use crate::enforcer::Hold;
 
 /// An unwanted request body is read up to here so that its connection can be used again.
 const DISCARD_BYTES: u64 = 256 * 1024;
@@ -37,6 +38,9 @@ pub enum BodyError {
     /// The upstream sent nothing for `body_idle_timeout`.
     #[error("the upstream stopped sending the response body")]
     UpstreamTimeout,
+    /// The request took longer than a limit allows.
+    #[error("the request took longer than allowed")]
+    Overlong,
     /// The upstream closed before the end, or broke the protocol.
     #[error("the upstream broke off the response body: {0}")]
     Upstream(hyper::Error),
@@ -252,19 +256,26 @@ pub struct UpstreamBody {
     lease: Option<Lease>,
     idle: Option<Duration>,
     pending_since: Option<Instant>,
+    hold: Option<Box<Hold>>,
 }
 
 impl UpstreamBody {
     pub(super) fn new(incoming: Incoming, lease: Lease, idle: Option<Duration>) -> Self {
-        Self { incoming, lease: Some(lease), idle, pending_since: None }
+        Self { incoming, lease: Some(lease), idle, pending_since: None, hold: None }
+    }
+
+    /// Keeps what the request holds until the end of the body, and ends the body when that has to end.
+    pub(super) fn keep(&mut self, hold: Option<Hold>) {
+        self.hold = hold.map(Box::new);
     }
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let ends_at = self.hold.as_ref().and_then(|hold| hold.ends_at());
+        if ends_at.is_some_and(|ends_at| ends_at <= Instant::now()) {
+            return Poll::Ready(Some(Err(self.broken(BodyError::Overlong))));
+        }
         let Poll::Ready(frame) = Pin::new(&mut self.incoming).poll_frame(cx) else {
-            return self.poll_overdue(cx).map(|()| {
-                self.lease = None;
-                Some(Err(BodyError::UpstreamTimeout))
-            });
+            return self.poll_overdue(ends_at, cx).map(|error| Some(Err(self.broken(error))));
         };
         self.pending_since = None;
         Poll::Ready(match frame {
@@ -275,10 +286,7 @@ impl UpstreamBody {
                 }
                 Some(Ok(frame))
             }
-            Some(Err(error)) => {
-                self.lease = None;
-                Some(Err(BodyError::Upstream(error)))
-            }
+            Some(Err(error)) => Some(Err(self.broken(BodyError::Upstream(error)))),
             None => {
                 self.end();
                 None
@@ -286,12 +294,28 @@ impl UpstreamBody {
         })
     }
 
-    fn poll_overdue(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let (Some(idle), Some(lease)) = (self.idle, &mut self.lease) else { return Poll::Pending };
-        lease.alarm().poll(*self.pending_since.get_or_insert_with(Instant::now) + idle, cx)
+    /// Ready when the upstream is silent for too long, or the request has to end.
+    fn poll_overdue(&mut self, ends_at: Option<Instant>, cx: &mut Context<'_>) -> Poll<BodyError> {
+        let idle_at = match self.idle {
+            Some(idle) => Some(*self.pending_since.get_or_insert_with(Instant::now) + idle),
+            None => None,
+        };
+        let Some(due) = idle_at.into_iter().chain(ends_at).min() else { return Poll::Pending };
+        let Some(lease) = &mut self.lease else { return Poll::Pending };
+        lease.alarm().poll(due, cx).map(|()| match ends_at == Some(due) {
+            true => BodyError::Overlong,
+            false => BodyError::UpstreamTimeout,
+        })
+    }
+
+    fn broken(&mut self, error: BodyError) -> BodyError {
+        self.lease = None;
+        self.hold = None;
+        error
     }
 
     fn end(&mut self) {
+        self.hold = None;
         if let Some(lease) = self.lease.take() {
             lease.give_back();
         }

@@ -5,11 +5,11 @@
 //! the tightest limit. An upstream's own fields are never loosened or removed.
 
 use super::headers::append_to_list;
-use crate::enforcer::{Outcome, Reported, Verdict};
-use crate::limiter::Refusal;
+use crate::enforcer::{Outcome, Reported, Retry, Verdict};
+use crate::limiter::{Algorithm, Refusal};
 use crate::policy::Fields;
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, header};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use std::cmp::Ordering;
 
 static RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
@@ -36,20 +36,26 @@ pub(super) fn write(verdict: &Verdict<'_>, fields: Fields, headers: &mut HeaderM
     }
 }
 
-/// Sets `Retry-After`: whole seconds, rounded up, at least 1.
-pub(super) fn write_retry_after(retry_after_us: u64, headers: &mut HeaderMap) {
-    headers.insert(header::RETRY_AFTER, HeaderValue::from(retry_after_s(retry_after_us)));
+/// What `Retry-After` says for a wait of so many microseconds.
+fn retry_after_s(retry_after_us: u64) -> u64 {
+    retry_after_us.div_ceil(SECOND_US).max(1)
 }
 
-/// What `Retry-After` says for a wait of so many microseconds.
-pub(super) fn retry_after_s(retry_after_us: u64) -> u64 {
-    retry_after_us.div_ceil(SECOND_US).max(1)
+impl Retry {
+    /// What `Retry-After` says: of what nobody knows, that it may be soon.
+    pub(super) fn header_s(self) -> Option<u64> {
+        match self {
+            Self::After(us) => Some(retry_after_s(us)),
+            Self::Unknown => Some(1),
+            Self::Never => None,
+        }
+    }
 }
 
 fn write_standard(verdict: &Verdict<'_>, headers: &mut HeaderMap) {
     // No later than Retry-After: a client that waits that long is admitted.
     let latest_s = match &verdict.outcome {
-        Outcome::Limited(limited) => limited.retry_after_us.map(retry_after_s),
+        Outcome::Limited(limited) => limited.retry.header_s(),
         _ => None,
     };
     if headers.get(&RATELIMIT).is_some_and(is_dictionary) {
@@ -82,7 +88,8 @@ fn push_policy(out: &mut Vec<u8>, reported: &Reported<'_>) {
     push_item(out, &named.name);
     push_parameter(out, b";q=", named.limit.capacity());
     // Whole seconds only, so a window below one has no `w`; others are rounded up to promise no more.
-    if named.limit.per_us >= SECOND_US {
+    let has_window = !matches!(named.limit.algorithm, Algorithm::Concurrency { .. });
+    if has_window && named.limit.per_us >= SECOND_US {
         push_parameter(out, b";w=", named.limit.per_us.div_ceil(SECOND_US));
     }
     if let Some(unit) = &named.unit {
@@ -133,6 +140,8 @@ fn write_legacy(verdict: &Verdict<'_>, reset_as_epoch: bool, headers: &mut Heade
     }
     let reset_us = match tightest.standing.refusal {
         Some(Refusal::Until(at_us)) => at_us,
+        // As Retry-After says.
+        Some(Refusal::Unknown) => verdict.now_us.saturating_add(SECOND_US),
         _ => tightest.standing.grows_at_us.unwrap_or(verdict.now_us),
     };
     let from_us = if reset_as_epoch { 0 } else { verdict.now_us };
@@ -149,11 +158,7 @@ fn tightest<'a, 't>(limits: &'a [Reported<'t>]) -> Option<&'a Reported<'t>> {
 }
 
 fn tighter(one: &Reported<'_>, two: &Reported<'_>) -> Ordering {
-    let lasts = |reported: &Reported<'_>| match reported.standing.refusal {
-        None => None,
-        Some(Refusal::Until(at_us)) => Some((false, at_us)),
-        Some(Refusal::Never) => Some((true, 0)),
-    };
+    let lasts = |reported: &Reported<'_>| reported.standing.refusal;
     let left = |of: &Reported<'_>, other: &Reported<'_>| {
         u128::from(of.standing.remaining) * u128::from(other.limit.limit.capacity().max(1))
     };
@@ -180,7 +185,7 @@ fn upstream_is_as_tight(headers: &HeaderMap, remaining: u64) -> bool {
 mod tests {
     use super::*;
     use crate::enforcer::Limited;
-    use crate::limiter::{Algorithm, Limit, Standing};
+    use crate::limiter::{Limit, Standing};
     use crate::policy::NamedLimit;
     use proptest::prelude::*;
     use smallvec::{SmallVec, smallvec};
@@ -202,7 +207,7 @@ mod tests {
     fn refuses(limit: &NamedLimit, remaining: u64, refusal: Refusal) -> Reported<'_> {
         let grows_at_us = match refusal {
             Refusal::Until(at_us) => Some(at_us),
-            Refusal::Never => None,
+            Refusal::Never | Refusal::Unknown => None,
         };
         Reported { limit, standing: Standing { remaining, grows_at_us, refusal: Some(refusal) } }
     }
@@ -219,6 +224,7 @@ mod tests {
     ) -> HeaderMap {
         let limits = limits.iter().copied().collect();
         let verdict = Verdict {
+            hold: None,
             outcome,
             limits,
             now_us: NOW_US,
@@ -282,7 +288,7 @@ mod tests {
         let limited = Limited {
             policy: "fast",
             violated: smallvec!["fast"],
-            retry_after_us: Some(300_000),
+            retry: Retry::After(300_000),
             blocked: false,
             reject: None,
         };

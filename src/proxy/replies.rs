@@ -6,7 +6,7 @@
 use super::fields;
 use super::gate::GateFault;
 use super::inbound::InboundFault;
-use crate::enforcer::{Limited, Outcome, Verdict};
+use crate::enforcer::{Limited, Outcome, Retry, Verdict};
 use crate::policy::{Fields, Reject};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header, request};
@@ -46,6 +46,8 @@ pub(super) enum Local {
     /// The upstream's response made no sense.
     Protocol,
     ResponseTimeout,
+    /// A limit's `max_duration` is over.
+    Overlong,
     /// No upstream connection became free in time, or too many requests wait for one.
     QueueFull,
     /// The request's body is larger than allowed.
@@ -101,7 +103,7 @@ pub(super) fn refusal(verdict: &Verdict<'_>, shown: Fields, style: Style) -> Opt
             Problem {
                 kind: REDUCED_CAPACITY,
                 policy: Some(policy),
-                retry_after_us: Some(*retry_after_us),
+                retry: Some(Retry::After(*retry_after_us)),
                 ..Problem::new(StatusCode::SERVICE_UNAVAILABLE, "proxy_internal_error", detail)
             }
             .reply(style)
@@ -133,7 +135,7 @@ pub(super) fn local(what: Local, style: Style) -> Response<Bytes> {
     let mut problem = Problem::new(status, error, detail.to_owned());
     if what == Local::QueueFull {
         problem.kind = REDUCED_CAPACITY;
-        problem.retry_after_us = Some(1_000_000);
+        problem.retry = Some(Retry::After(1_000_000));
     }
     let mut response = problem.reply(style);
     if matches!(what, Local::BodyTooLarge | Local::BodyTimeout | Local::BodyBroken) {
@@ -171,6 +173,11 @@ impl Local {
             Self::ResponseTimeout => {
                 (S::GATEWAY_TIMEOUT, "connection_read_timeout", "The upstream did not respond in time.")
             }
+            Self::Overlong => (
+                S::GATEWAY_TIMEOUT,
+                "http_response_timeout",
+                "The request took longer than its policy allows.",
+            ),
             Self::QueueFull => (
                 S::SERVICE_UNAVAILABLE,
                 "connection_limit_reached",
@@ -196,12 +203,12 @@ impl Local {
 
 fn limited_reply(limited: &Limited<'_>, style: Style) -> Response<Bytes> {
     let policy = limited.policy;
-    let detail = match limited.retry_after_us {
-        Some(us) => {
-            let seconds = fields::retry_after_s(us);
-            format!("Over the limit of policy \"{policy}\". Try again in {seconds} s.")
+    let detail = match (limited.retry, limited.retry.header_s()) {
+        (Retry::Unknown, _) => {
+            format!("As many requests as policy \"{policy}\" allows at a time are in flight.")
         }
-        None => format!(
+        (_, Some(seconds)) => format!("Over the limit of policy \"{policy}\". Try again in {seconds} s."),
+        (_, None) => format!(
             "Policy \"{policy}\" never allows this request: it asks for more than the limit. Trying again will not help."
         ),
     };
@@ -211,11 +218,11 @@ fn limited_reply(limited: &Limited<'_>, style: Style) -> Response<Bytes> {
         grpc_status: 8,
         policy: Some(policy),
         violated: &limited.violated,
-        retry_after_us: limited.retry_after_us,
+        retry: Some(limited.retry),
         ..Problem::new(StatusCode::TOO_MANY_REQUESTS, "http_request_error", detail)
     }
     .reply_with(limited.reject, style);
-    if limited.retry_after_us.is_none() {
+    if limited.retry == Retry::Never {
         // Not even the owner's: there is no time at which this request would be admitted.
         response.headers_mut().remove(header::RETRY_AFTER);
     }
@@ -232,7 +239,7 @@ struct Problem<'a> {
     grpc_status: u8,
     policy: Option<&'a str>,
     violated: &'a [&'a str],
-    retry_after_us: Option<u64>,
+    retry: Option<Retry>,
 }
 
 impl<'a> Problem<'a> {
@@ -246,7 +253,7 @@ impl<'a> Problem<'a> {
             grpc_status: grpc_status(status),
             policy: None,
             violated: &[],
-            retry_after_us: None,
+            retry: None,
         }
     }
 
@@ -276,8 +283,8 @@ impl<'a> Problem<'a> {
             headers.append(name, value.clone());
         }
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
-        if let Some(retry_after_us) = self.retry_after_us {
-            fields::write_retry_after(retry_after_us, headers);
+        if let Some(seconds) = self.retry.and_then(Retry::header_s) {
+            headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
         if let Ok(status) = HeaderValue::try_from(format!("tidegate; error={}", self.error)) {
             headers.insert(&PROXY_STATUS, status);
@@ -318,7 +325,7 @@ impl<'a> Problem<'a> {
         if !self.violated.is_empty() {
             out.push(']');
         }
-        if let Some(retry_after_us) = self.retry_after_us {
+        if let Some(Retry::After(retry_after_us)) = self.retry {
             out.push_str(",\"retry_after\":");
             push_seconds(&mut out, retry_after_us);
         }

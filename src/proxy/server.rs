@@ -47,6 +47,11 @@ pub trait Handler: 'static {
         request: Request<RequestBody>,
         peer: Arc<Peer>,
     ) -> impl Future<Output = Response<ResponseBody>> + 'static;
+
+    /// What has to be said when no request is left. The worker ends after it.
+    fn finish(&self) -> impl Future<Output = ()> {
+        std::future::ready(())
+    }
 }
 
 /// The other end of a connection.
@@ -365,7 +370,12 @@ impl Worker {
                 let cut = runtime.block_on(async {
                     let handler = make_handler(index).await;
                     drop(tell_ready.send(Ok(())));
-                    work(handler, Rc::new(Protocols::new(&settings)), accepted, cut, &load).await
+                    let protocols = Rc::new(Protocols::new(&settings));
+                    let cut = work(Rc::clone(&handler), protocols, accepted, cut, &load).await;
+                    // Connections that were cut let go of their requests.
+                    tokio::task::yield_now().await;
+                    handler.finish().await;
+                    cut
                 });
                 // Dropping it would wait for lookups that nobody needs any more.
                 runtime.shutdown_background();

@@ -7,7 +7,7 @@ use super::replies::{self, Local, Style};
 use super::server::{Handler, Peer};
 use super::upstream::{Upstream, UpstreamError, UpstreamErrorKind};
 use super::{ListenSettings, RequestBody, ResponseBody, fields};
-use crate::enforcer::{Enforcer, Outcome, Verdict};
+use crate::enforcer::{Enforcer, Hold, Outcome, Verdict};
 use crate::policy::PolicyTable;
 use crate::telemetry::LogSettings;
 use crate::telemetry::metrics::Shard;
@@ -16,7 +16,7 @@ use http::{HeaderMap, Method, Request, Response, StatusCode, header, request};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 /// Answers requests: asks the enforcer, then forwards or refuses. One per worker, with its counts.
 #[derive(Debug)]
@@ -78,13 +78,17 @@ impl Service {
         }
 
         // 2. One question, one verdict.
-        let verdict = self.enforcer.decide(&rules, &inbound.facts(&parts), arrived).await;
+        let mut verdict = self.enforcer.decide(&rules, &inbound.facts(&parts), arrived).await;
         let decided = verdict.at.unwrap_or_else(Instant::now);
         let asked = Asked { method: parts.method.clone(), inbound, arrived };
         if let Some(reply) = replies::refusal(&verdict, table.fields, style) {
             self.log(&asked, &verdict, reply.status(), decided);
             return self.refuse(body, reply, decided - arrived);
         }
+
+        // What it holds is given back when its response has ended, or this future is dropped.
+        let hold = verdict.hold.take();
+        let ends_at = hold.as_ref().and_then(Hold::ends_at);
 
         // 3. Its turn comes; a client that leaves before ends this future, and his place in the line stays taken.
         let ready = match self.upstream.hold(verdict.delay, decided).await {
@@ -108,10 +112,15 @@ impl Service {
             upstream_authority: self.upstream.authority(),
         };
         headers::forward_request(&mut parts, &asked.inbound.target, &hop);
-        let response = match self.upstream.send(Request::from_parts(parts, body), ready).await {
-            Ok(response) => self.pass_on(response, version_in, style),
-            Err(error) => self.not_forwarded(&error, style),
+        let send = self.upstream.send(Request::from_parts(parts, body), ready);
+        let mut response = match before(ends_at, send).await {
+            Some(Ok(response)) => self.pass_on(response, version_in, style),
+            Some(Err(error)) => self.not_forwarded(&error, style),
+            None => replies::local(Local::Overlong, style).map(ResponseBody::Full),
         };
+        if let ResponseBody::Upstream(body) = response.body_mut() {
+            body.keep(hold);
+        }
         self.done(response, &asked, &verdict, table)
     }
 
@@ -217,6 +226,18 @@ impl Handler for Service {
         peer: Arc<Peer>,
     ) -> Response<ResponseBody> {
         self.answer(request, &peer).await
+    }
+
+    async fn finish(&self) {
+        self.enforcer.finish().await;
+    }
+}
+
+/// What comes of `future` if it comes before `ends_at`.
+async fn before<T>(ends_at: Option<Instant>, future: impl Future<Output = T>) -> Option<T> {
+    match ends_at {
+        None => Some(future.await),
+        Some(ends_at) => timeout_at(ends_at, future).await.ok(),
     }
 }
 

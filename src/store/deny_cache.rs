@@ -9,7 +9,7 @@
 //! once per second and key is cheap. The counter's identity and the limit's amount are in the key, so a reload
 //! that changes either forgets by itself.
 
-use crate::limiter::{Charge, Decision, Limit, Refusal, Standing};
+use crate::limiter::{Algorithm, Charge, Decision, Limit, Refusal, Standing};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::collections::HashMap;
@@ -82,7 +82,7 @@ impl DenyCache {
         drop(halves);
         let mut both = charges.iter().zip(&found);
         let is_fresh = |seen: &Option<Seen>, charge| seen.is_some_and(|seen| seen.is_fresh(charge, now));
-        if fit == Fit::Whole && both.any(|(charge, seen)| !charge.shadow && !is_fresh(seen, charge)) {
+        if fit == Fit::Whole && both.any(|(charge, seen)| must_be_known(charge) && !is_fresh(seen, charge)) {
             return None;
         }
         let both = charges.iter().zip(found);
@@ -102,7 +102,7 @@ impl DenyCache {
         halves.turn(received);
         for (charge, standing) in charges.iter().zip(&decision.standings) {
             let Some(mut standing) = *standing else { continue };
-            if charge.shadow {
+            if charge.shadow || !can_be_known(charge) {
                 continue;
             }
             if charge.is_block() {
@@ -122,9 +122,22 @@ impl DenyCache {
     }
 }
 
+/// Whether a refusal of this lasts as long as it was said: slots and estimates are given back early, and where a
+/// refusal is counted Redis has to be told of every one.
+fn can_be_known(charge: &Charge<'_>) -> bool {
+    let is_counted = matches!(charge.limit.algorithm, Algorithm::Concurrency { .. });
+    !(is_counted || charge.counts_rejected || charge.settles)
+}
+
+/// Whether an answer from memory needs this to be known. A limit of slots says nothing about when to come back.
+fn must_be_known(charge: &Charge<'_>) -> bool {
+    let is_counted = matches!(charge.limit.algorithm, Algorithm::Concurrency { .. });
+    !charge.shadow && (!is_counted || charge.counts_rejected)
+}
+
 impl Halves {
     fn find(&self, charge: &Charge<'_>) -> Option<Seen> {
-        if charge.shadow {
+        if charge.shadow || !can_be_known(charge) {
             return None;
         }
         let counter = Counter::of(charge);
@@ -167,7 +180,7 @@ impl Seen {
             _ => charge.cost == self.cost,
         };
         let changes_at_us = match self.standing.refusal {
-            Some(Refusal::Never) => None,
+            Some(Refusal::Never | Refusal::Unknown) => None,
             Some(Refusal::Until(until_us)) => Some(until_us),
             None => self.standing.grows_at_us,
         };
@@ -197,7 +210,7 @@ mod tests {
     }
 
     fn charge<'a>(limit: &'a Limit, key: &'a Key) -> Charge<'a> {
-        Charge { limit, key, cost: 2, group: 0, shadow: false }
+        Charge::new(limit, key, 2)
     }
 
     fn refused(after_us: u64) -> Standing {

@@ -8,8 +8,9 @@
 //! nobody flushes his own exhausted key by inventing fresh ones. Within a shard that order is exact; with
 //! few keys there is only one shard.
 
+use super::Late;
 use crate::clock::Clock;
-use crate::limiter::{Algorithm, Charge, Decision, Limit, Refusal, State, View, begins_block};
+use crate::limiter::{Algorithm, Charge, Decision, Effect, Limit, Refusal, State, View, effect};
 use foldhash::fast::RandomState;
 use indexmap::IndexMap;
 use parking_lot::{Mutex, MutexGuard};
@@ -94,14 +95,8 @@ impl Memory {
             .iter()
             .map(|charge| held.look(charge, now_us, |view| view.refusal(charge.cost)))
             .collect();
-        // Shadow groups have numbers; what is enforced has none.
-        let is_refused = |group: Option<u32>| {
-            charges
-                .iter()
-                .zip(&refusals)
-                .any(|(charge, refusal)| refusal.is_some() && charge.shadow.then_some(charge.group) == group)
-        };
-        let admitted = !is_refused(None);
+        let admitted =
+            charges.iter().zip(&refusals).all(|(charge, refusal)| charge.shadow || refusal.is_none());
 
         let mut delay_us = 0;
         let standings = charges
@@ -109,28 +104,47 @@ impl Memory {
             .zip(&refusals)
             .enumerate()
             .map(|(at, (charge, refusal))| {
-                let takes = match charge.is_block() {
-                    true => begins_block(charges, &refusals, at),
-                    false => {
-                        admitted && charge.cost > 0 && !(charge.shadow && is_refused(Some(charge.group)))
+                let mut refusal = *refusal;
+                match effect(charges, &refusals, at) {
+                    Effect::Nothing => {}
+                    Effect::Charge => {
+                        held.change(charge, now_us, |state| state.charge(charge, now_us));
+                        if !charge.shadow {
+                            delay_us = held.look(charge, now_us, |view| view.delay_us()).max(delay_us);
+                        }
                     }
-                };
-                if takes {
-                    held.charge(charge, now_us);
-                    if !charge.shadow {
-                        delay_us = held.look(charge, now_us, |view| view.delay_us()).max(delay_us);
+                    Effect::Press => {
+                        held.change(charge, now_us, |state| state.press(charge.limit, charge.cost, now_us));
+                        // Its own knock is in the way of the next.
+                        refusal = held.look(charge, now_us, |view| view.refusal(charge.cost));
                     }
                 }
-                Some(held.look(charge, now_us, |view| view.standing(*refusal)))
+                Some(held.look(charge, now_us, |view| view.standing(refusal)))
             })
             .collect();
         for (_, shard) in &mut held.shards {
             shard.sweep(self, now_us, SWEPT_PER_CHARGE);
         }
+        self.release(held, now_us);
+        Decision { now_us, admitted, standings, delay_us }
+    }
+
+    /// Puts charges right, as [`super::Store::amend`] says.
+    pub fn amend(&self, late: &[Late<'_>]) {
+        for late in late {
+            let charge = Charge::new(late.limit, late.key, 0);
+            let mut held = self.hold(&[charge]);
+            let now_us = held.advance(Instant::now());
+            held.change(&charge, now_us, |state| state.amend(late.limit, late.amendment, now_us));
+            self.release(held, now_us);
+        }
+    }
+
+    /// Lets go of shards that may have grown.
+    fn release(&self, held: Held<'_>, now_us: u64) {
         let grown = held.shards.first().map_or(0, |(place, _)| *place);
         drop(held);
         self.relieve(grown, now_us);
-        Decision { now_us, admitted, standings, delay_us }
     }
 
     /// Counters held.
@@ -212,10 +226,10 @@ impl Held<'_> {
         }
     }
 
-    fn charge(&mut self, charge: &Charge<'_>, now_us: u64) {
+    fn change(&mut self, charge: &Charge<'_>, now_us: u64, change: impl FnOnce(&mut State)) {
         let place = self.memory.place_of(charge);
         if let Some((_, shard)) = self.shards.iter_mut().find(|(at, _)| *at == place) {
-            shard.charge(self.memory, charge, now_us);
+            shard.change(self.memory, charge, now_us, change);
         }
     }
 }
@@ -229,14 +243,14 @@ fn fullness(used: u64, limit: &Limit) -> u32 {
 }
 
 impl Shard {
-    fn charge(&mut self, memory: &Memory, charge: &Charge<'_>, now_us: u64) {
+    fn change(&mut self, memory: &Memory, charge: &Charge<'_>, now_us: u64, change: impl FnOnce(&mut State)) {
         let limit = charge.limit;
         let counter = self.counters.entry(id_of(charge)).or_insert_with(|| {
             memory.keys.fetch_add(1, Ordering::Relaxed);
             memory.bytes.fetch_add(COUNTER_BYTES, Ordering::Relaxed);
             Counter { state: limit.fresh(), expires_at_us: 0, fullness: 0, bytes: COUNTER_BYTES }
         });
-        counter.state.charge(limit, charge.cost, now_us);
+        change(&mut counter.state);
         counter.expires_at_us = counter.state.expires_at_us(limit);
         counter.fullness = fullness(counter.state.at(limit, now_us).used(), limit);
         let bytes = COUNTER_BYTES + counter.state.heap_bytes();
@@ -306,7 +320,7 @@ mod tests {
     }
 
     fn ask(memory: &Memory, limit: &Limit, key: &Key) -> bool {
-        memory.decide(&[Charge { limit, key, cost: 1, group: 0, shadow: false }]).admitted
+        memory.decide(&[Charge::new(limit, key, 1)]).admitted
     }
 
     #[test]

@@ -6,7 +6,7 @@ pub mod redis;
 
 pub use memory::{Memory, MemorySettings};
 
-use crate::limiter::{Charge, Decision};
+use crate::limiter::{Amendment, Charge, Decision, Key, Limit};
 use crate::telemetry::metrics::Source;
 use deny_cache::{DenyCache, Fit};
 use redis::Redis;
@@ -18,6 +18,14 @@ use tokio::time::Instant;
 pub enum Store {
     Memory(Arc<Memory>),
     Redis { redis: Redis, refusals: Arc<DenyCache> },
+}
+
+/// What became known of a charge after its request was decided.
+#[derive(Clone, Copy, Debug)]
+pub struct Late<'a> {
+    pub limit: &'a Limit,
+    pub key: &'a Key,
+    pub amendment: Amendment,
 }
 
 /// The store gave no answer: the request has to be decided without it.
@@ -80,6 +88,21 @@ impl Store {
                 let refusal = refusals.recall(charges, Instant::now(), Fit::Any);
                 refusal.map(|refusal| (refusal, Source::DenyCache)).ok_or(unavailable)
             }
+        }
+    }
+
+    /// Puts charges right that were made before, one by one. Several of one counter are made in their order.
+    ///
+    /// # Errors
+    /// [`Unavailable`] if the store is away; whether it was done is then unknown.
+    pub async fn amend(&self, late: &[Late<'_>]) -> Result<(), Unavailable> {
+        match self {
+            Self::Memory(memory) => {
+                memory.amend(late);
+                Ok(())
+            }
+            Self::Redis { redis, .. } if redis.breaker_open() => Err(redis.unavailable("breaker_open")),
+            Self::Redis { redis, .. } => redis.amend(late, Instant::now()).await,
         }
     }
 }

@@ -128,12 +128,13 @@ impl World {
         asked
             .iter()
             .flat_map(|(policy, user, cost)| {
-                self.limits[*policy].iter().map(|limit| Charge {
-                    limit,
-                    key: &self.keys[*policy][*user],
-                    cost: if limit.algorithm == Algorithm::Block { 1 } else { *cost },
-                    group: *policy as u32,
-                    shadow: POLICIES[*policy].1,
+                self.limits[*policy].iter().map(|limit| {
+                    let cost = if limit.algorithm == Algorithm::Block { 1 } else { *cost };
+                    Charge {
+                        group: *policy as u32,
+                        shadow: POLICIES[*policy].1,
+                        ..Charge::new(limit, &self.keys[*policy][*user], cost)
+                    }
                 })
             })
             .collect()
@@ -243,7 +244,7 @@ proptest! {
         let mut last_us = None;
         for (after_us, cost) in asks {
             hands.advance_us(after_us);
-            let charge = Charge { limit: &limit, key: &key, cost, group: 0, shadow: false };
+            let charge = Charge::new(&limit, &key, cost);
             let decision = store.decide(&[charge]);
             if !decision.admitted {
                 prop_assert_eq!(decision.delay_us, 0);
@@ -350,7 +351,7 @@ fn until_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
         let Some(refusal) = standing.refusal else { continue };
         match refusal {
             Refusal::Until(at_us) => latest_us = latest_us.max(Some(at_us)),
-            Refusal::Never => return None,
+            Refusal::Never | Refusal::Unknown => return None,
         }
     }
     latest_us
@@ -373,7 +374,7 @@ fn most_in_any_window(log: &[(u64, u64)], limit: &Limit) -> u64 {
                 .max()
                 .unwrap_or(0)
         }
-        Algorithm::Block => 0,
+        Algorithm::Block | Algorithm::Concurrency { .. } => 0,
         Algorithm::SlidingLog | Algorithm::SlidingWindow { .. } => {
             held(&|at_us| at_us <= *end_us && at_us > end_us - limit.per_us)
         }
@@ -400,7 +401,7 @@ impl Crowd {
 
     fn ask(&self, user: &str, cost: u64) -> Decision {
         let key = key("crowd", user);
-        self.store.decide(&[Charge { limit: &self.limit, key: &key, cost, group: 0, shadow: false }])
+        self.store.decide(&[Charge::new(&self.limit, &key, cost)])
     }
 
     /// Units that the store still knows this user to have spent; looking costs nothing.
@@ -416,7 +417,7 @@ fn the_longest_delay_counts_and_a_shadow_holds_nobody() {
     let line = |requests, max_delay_us| limit(requests, 1_000_000, Algorithm::LeakyBucket { max_delay_us });
     let (fast, slow, slowest) = (line(100, 50_000), line(10, 500_000), line(1, 9_000_000));
     let keys = ["fast", "slow", "slowest"].map(|name| key(name, "a"));
-    let charge = |limit, key, group| Charge { limit, key, cost: 1, group, shadow: false };
+    let charge = |limit, key, group| Charge { group, ..Charge::new(limit, key, 1) };
     let charges = [
         charge(&fast, &keys[0], 0),
         charge(&slow, &keys[1], 1),
@@ -508,7 +509,7 @@ fn trap_4_and_11_all_or_nothing_under_threads() {
             let (store, wide, narrow) = (Arc::clone(&store), wide, narrow);
             thread::spawn(move || {
                 let (a, b) = (key("wide", "a"), key("narrow", "b"));
-                let charge = |limit, key, group| Charge { limit, key, cost: 1, group, shadow: false };
+                let charge = |limit, key, group| Charge { group, ..Charge::new(limit, key, 1) };
                 let mut charges = [charge(&wide, &a, 0), charge(&narrow, &b, 1)];
                 // Half of the threads ask in the other order: locks taken in order of asking would deadlock.
                 if thread % 2 == 1 {
@@ -521,7 +522,7 @@ fn trap_4_and_11_all_or_nothing_under_threads() {
     let admitted: usize = threads.into_iter().map(|thread| thread.join().unwrap()).sum();
     assert_eq!(admitted, 60, "exactly the narrow limit");
     let key = key("wide", "a");
-    let look = Charge { limit: &wide, key: &key, cost: 0, group: 0, shadow: false };
+    let look = Charge::new(&wide, &key, 0);
     assert_eq!(
         store.decide(&[look]).standings[0].unwrap().remaining,
         40,
@@ -560,7 +561,7 @@ fn trap_2_knocking_prolongs_no_block_and_a_reload_ends_none() {
     let store = Memory::new(ROOMY, clock);
     let (key, log, mut block) = (key("p", "ann"), limit(2, 1_000, LOG), limit(1, 5_000, Algorithm::Block));
     let ask = |block: &Limit| {
-        let charge = |limit, cost| Charge { limit, key: &key, cost, group: 0, shadow: false };
+        let charge = |limit, cost| Charge::new(limit, &key, cost);
         store.decide(&[charge(block, 1), charge(&log, 1)]).admitted
     };
     assert_eq!([ask(&block), ask(&block), ask(&block)], [true, true, false]);
@@ -583,8 +584,7 @@ fn trap_21_values_cannot_be_shifted_between_key_parts() {
     let (clock, _hands) = Clock::manual(START_US);
     let store = Memory::new(ROOMY, clock);
     let limit = limit(1, HOUR_US, LOG);
-    let admitted =
-        |key: &Key| store.decide(&[Charge { limit: &limit, key, cost: 1, group: 0, shadow: false }]).admitted;
+    let admitted = |key: &Key| store.decide(&[Charge::new(&limit, key, 1)]).admitted;
     assert!(admitted(&build(["a:b", "c"])));
     assert!(admitted(&build(["a", "b:c"])), "another client's key");
     assert!(!admitted(&build(["a:b", "c"])));

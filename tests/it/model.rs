@@ -68,7 +68,7 @@ impl Model {
             .iter()
             .flat_map(|((_, algorithm, per_us), spent)| {
                 spent.iter().map(|spent| match algorithm {
-                    Algorithm::Block => spent.at_us + spent.per_us,
+                    Algorithm::Block | Algorithm::Concurrency { .. } => spent.at_us + spent.per_us,
                     _ => gone_at_us(*algorithm, *per_us, spent.at_us),
                 })
             })
@@ -88,11 +88,17 @@ impl Model {
         if fits_at(now_us) {
             return None;
         }
+        if let Algorithm::Concurrency { .. } = limit.algorithm {
+            return Some(Refusal::Unknown);
+        }
         let until = self.moments_after(now_us, charge).into_iter().find(|at_us| fits_at(*at_us));
         Some(Refusal::Until(until.expect("all that was spent comes back")))
     }
 
     fn grows_at_us(&self, clock_us: u64, charge: &Charge<'_>) -> Option<u64> {
+        if let Algorithm::Concurrency { .. } = charge.limit.algorithm {
+            return None;
+        }
         let now_us = self.now_us(clock_us, charge);
         let remaining = self.remaining_at(charge, now_us);
         self.moments_after(now_us, charge)
@@ -137,7 +143,7 @@ impl Model {
             Algorithm::SlidingWindow { buckets } => {
                 last_of_sub_window_us(per_us, buckets, spent.at_us) + per_us > at_us
             }
-            Algorithm::Block => spent.at_us + spent.per_us > at_us,
+            Algorithm::Block | Algorithm::Concurrency { .. } => spent.at_us + spent.per_us > at_us,
             Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => unreachable!("reckoned above"),
         };
         self.spent(charge).iter().filter(counts).map(|spent| spent.units).sum()
@@ -158,7 +164,7 @@ impl Model {
             .spent(charge)
             .iter()
             .map(|spent| match algorithm {
-                Algorithm::Block => spent.at_us + spent.per_us,
+                Algorithm::Block | Algorithm::Concurrency { .. } => spent.at_us + spent.per_us,
                 _ => gone_at_us(algorithm, per_us, spent.at_us),
             })
             .filter(|at_us| *at_us > now_us)
@@ -176,7 +182,7 @@ impl Model {
                 spent.at_us
             }
             // It holds until its end, wherever the clock goes.
-            Algorithm::Block => 0,
+            Algorithm::Block | Algorithm::Concurrency { .. } => 0,
             Algorithm::SlidingWindow { buckets } => {
                 last_of_sub_window_us(per_us, buckets, spent.at_us) + 1 - per_us.div_ceil(buckets)
             }
@@ -215,6 +221,7 @@ fn gone_at_us(algorithm: Algorithm, per_us: u64, at_us: u64) -> u64 {
         Algorithm::SlidingLog
         | Algorithm::TokenBucket { .. }
         | Algorithm::LeakyBucket { .. }
+        | Algorithm::Concurrency { .. }
         | Algorithm::Block => at_us + per_us,
         Algorithm::SlidingWindow { buckets } => last_of_sub_window_us(per_us, buckets, at_us) + per_us,
         Algorithm::FixedWindow { offset_us } => {
@@ -279,7 +286,7 @@ mod by_hand {
         }
 
         fn ask(&mut self, at_us: u64, cost: u64) -> Standing {
-            let charge = Charge { limit: &self.limit, key: &self.key, cost, group: 0, shadow: false };
+            let charge = Charge::new(&self.limit, &self.key, cost);
             self.model.decide(at_us, &[charge]).standings[0].unwrap()
         }
     }
@@ -310,7 +317,7 @@ mod by_hand {
         // A place every 10, and none waits for more than 25.
         let mut bench = Bench::new(10, 100, Algorithm::LeakyBucket { max_delay_us: 25 });
         let mut ask = |at_us: u64, cost| {
-            let charge = Charge { limit: &bench.limit, key: &bench.key, cost, group: 0, shadow: false };
+            let charge = Charge::new(&bench.limit, &bench.key, cost);
             let decision = bench.model.decide(at_us, &[charge]);
             let standing = decision.standings[0].unwrap();
             (standing.refusal.ok_or(decision.delay_us), standing.remaining)
@@ -357,7 +364,7 @@ mod by_hand {
         let limits = limits.map(|(requests, per_us, algorithm)| Limit { requests, per_us, algorithm });
         let mut model = Model::default();
         let mut ask = |at_us, cost| {
-            let charge = |limit, cost| Charge { limit, key: &key, cost, group: 0, shadow: false };
+            let charge = |limit, cost| Charge::new(limit, &key, cost);
             model.decide(at_us, &[charge(&limits[0], 1), charge(&limits[1], cost)])
         };
         assert!(ask(T, 2).admitted);

@@ -5,9 +5,10 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use redis::aio::MultiplexedConnection;
 use std::collections::HashMap;
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
-    Algorithm, Charge, Decision, Key, KeyBuilder, Limit, MAX_UNITS, Refusal, Standing, State,
+    Algorithm, Charge, Decision, Effect, Key, KeyBuilder, Limit, MAX_UNITS, Refusal, Standing, State, effect,
 };
 use tidegate::store::Store;
 use tidegate::store::redis::{Redis, Script, Shared};
@@ -45,7 +46,7 @@ fn line(requests: u64, per_us: u64, max_delay_us: u64) -> Limit {
 }
 
 fn charge<'a>(limit: &'a Limit, key: &'a Key, cost: u64) -> Charge<'a> {
-    Charge { limit, key, cost, group: 0, shadow: false }
+    Charge::new(limit, key, cost)
 }
 
 /// All or nothing over the rules in Rust, as plainly as it can be said: a state changes by a charge only.
@@ -66,36 +67,26 @@ impl Model {
                 (state, refusal)
             })
             .collect();
-        let refused = |group: Option<u32>| {
-            charges.iter().zip(&asked).any(|(charge, (_, refusal))| {
-                charge.shadow.then_some(charge.group) == group && refusal.is_some()
-            })
-        };
-        let admitted = !refused(None);
-        let charged: Vec<bool> = charges
-            .iter()
-            .enumerate()
-            .map(|(at, charge)| match charge.limit.algorithm {
-                Algorithm::Block => {
-                    let of_policy =
-                        |(other, _): &(&Charge<'_>, _)| !other.shadow && other.group == charge.group;
-                    let mut limits = charges.iter().zip(&asked).skip(at + 1).take_while(of_policy);
-                    let is_over = limits.any(|(_, (_, refusal))| matches!(refusal, Some(Refusal::Until(_))));
-                    charge.cost > 0 && asked[at].1.is_none() && is_over
-                }
-                _ => charge.cost > 0 && admitted && !(charge.shadow && refused(Some(charge.group))),
-            })
-            .collect();
+        let refusals: Vec<_> = asked.iter().map(|(_, refusal)| *refusal).collect();
+        let admitted =
+            charges.iter().zip(&refusals).all(|(charge, refusal)| charge.shadow || refusal.is_none());
         let (mut standings, mut delay_us) = (Vec::new(), 0);
-        for ((charge, (state, refusal)), charged) in charges.iter().zip(&mut asked).zip(charged) {
-            if charged {
-                state.charge(charge.limit, charge.cost, time_us);
-                if !charge.shadow {
-                    delay_us = state.at(charge.limit, time_us).delay_us().max(delay_us);
+        for (at, (charge, (state, refusal))) in charges.iter().zip(&mut asked).enumerate() {
+            match effect(charges, &refusals, at) {
+                Effect::Nothing => {}
+                Effect::Charge => {
+                    state.charge(charge, time_us);
+                    if !charge.shadow {
+                        delay_us = state.at(charge.limit, time_us).delay_us().max(delay_us);
+                    }
                 }
-                let (algorithm, per_us) = charge.limit.identity();
-                self.states.insert((charge.key.id(), algorithm, per_us), state.clone());
+                Effect::Press => {
+                    state.press(charge.limit, charge.cost, time_us);
+                    *refusal = state.at(charge.limit, time_us).refusal(charge.cost);
+                }
             }
+            let (algorithm, per_us) = charge.limit.identity();
+            self.states.insert((charge.key.id(), algorithm, per_us), state.clone());
             standings.push(Some(state.at(charge.limit, time_us).standing(*refusal)));
         }
         Decision { now_us: time_us, admitted, standings: standings.into(), delay_us }
@@ -103,15 +94,21 @@ impl Model {
 }
 
 async fn ask(connection: &mut MultiplexedConnection, charges: &[Charge<'_>], time_us: u64) -> Decision {
-    let command = Script::new("t").decide(charges, Some(time_us));
-    let reply = connection.send_packed_command(&command).await.unwrap();
+    let reply = run(connection, &SCRIPT.decide(charges, Some(time_us))).await;
     Script::decision(&reply, charges).unwrap_or_else(|| panic!("{reply:?} for {charges:?}"))
 }
 
-async fn loaded(server: &Server) -> MultiplexedConnection {
-    let mut connection = server.connection().await;
-    connection.send_packed_command(&Script::new("t").load()).await.unwrap();
-    connection
+static SCRIPT: LazyLock<Script> = LazyLock::new(|| Script::new("t"));
+
+/// Runs a program, loaded if need be.
+async fn run(connection: &mut MultiplexedConnection, command: &redis::Cmd) -> redis::Value {
+    match connection.send_packed_command(command).await {
+        Ok(redis::Value::ServerError(error)) if error.code() == "NOSCRIPT" => {}
+        reply => return reply.unwrap(),
+    }
+    let loads = SCRIPT.load();
+    connection.send_packed_commands(&loads, 0, loads.len()).await.unwrap();
+    connection.send_packed_command(command).await.unwrap()
 }
 
 /// One question: how the clock moves, and what is asked of which of a few counters.
@@ -216,11 +213,9 @@ async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) ->
             .iter()
             .zip(&limits)
             .map(|(ask, limit)| Charge {
-                limit,
-                key: &keys[ask.counter],
-                cost: ask.cost,
                 group: ask.group,
                 shadow: ask.shadow,
+                ..Charge::new(limit, &keys[ask.counter], ask.cost)
             })
             .collect();
         let expected = model.decide(&charges, time_us);
@@ -233,7 +228,7 @@ async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) ->
 fn differential(runner: &mut TestRunner) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let server = Server::start();
-    let connection = runtime.block_on(loaded(&server));
+    let connection = runtime.block_on(server.connection());
     let checked =
         runner.run(&steps(), |steps| runtime.block_on(same_answers(&mut connection.clone(), &steps)));
     if let Err(failure) = checked {
@@ -256,7 +251,7 @@ fn lua_decides_as_rust_does_at_random() {
 #[tokio::test]
 async fn sums_may_come_again_after_all_units_there_are() {
     let server = Server::start();
-    let mut connection = loaded(&server).await;
+    let mut connection = server.connection().await;
     let (owner, limit, mut model) = (key("most"), log(MAX_UNITS, 1_000), Model::default());
     for n in 0..6 {
         let asked = [charge(&limit, &owner, if n == 4 { 1 } else { MAX_UNITS })];
@@ -270,7 +265,7 @@ async fn sums_may_come_again_after_all_units_there_are() {
 #[tokio::test]
 async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
     let server = Server::start();
-    let mut connection = loaded(&server).await;
+    let mut connection = server.connection().await;
     let (key, mut model, mut time_us) = (key("long"), Model::default(), START_US);
     let name = Script::new("t").key(&charge(&log(1, 1_000_000), &key, 1));
     for round in 0..3u64 {
@@ -299,7 +294,7 @@ async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
 #[tokio::test]
 async fn a_clock_that_ran_ahead_for_one_key_ages_no_other() {
     let server = Server::start();
-    let mut connection = loaded(&server).await;
+    let mut connection = server.connection().await;
     let (limit, ahead, here) = (log(1, 1_000), key("ahead"), key("here"));
     ask(&mut connection, &[charge(&limit, &here, 1)], START_US).await;
     ask(&mut connection, &[charge(&limit, &ahead, 1)], START_US + 10_000).await;
@@ -332,7 +327,7 @@ async fn keys_live_until_their_state_is_fresh_and_not_longer() {
 #[tokio::test]
 async fn a_refusal_leaves_no_trace_and_every_key_expires() {
     let server = Server::start();
-    let mut connection = loaded(&server).await;
+    let mut connection = server.connection().await;
     let (one, none, owner, other) = (log(1, 1_000_000), log(0, 1_000_000), key("a"), key("b"));
     let asked = [charge(&one, &owner, 1), charge(&none, &other, 1)];
     assert!(!ask(&mut connection, &asked, START_US).await.admitted);
@@ -345,16 +340,16 @@ async fn a_refusal_leaves_no_trace_and_every_key_expires() {
 }
 
 #[tokio::test]
-async fn there_is_one_script_whatever_is_asked() {
+async fn there_is_one_program_per_set_of_algorithms_whatever_is_asked() {
     let server = Server::start();
     let (_shared, redis) = server.redis().await;
-    let before = server.info("memory", "number_of_cached_scripts").await;
+    // What asks for nothing, and what proves the connection.
+    assert_eq!(server.info("memory", "number_of_cached_scripts").await, 2);
     for n in 1..50 {
         let (limit, owner) = (log(n, n * 1_000_000), key(&n.to_string()));
         redis.decide(&[charge(&limit, &owner, n)], tokio::time::Instant::now()).await.unwrap();
     }
-    assert_eq!(before, 1);
-    assert_eq!(server.info("memory", "number_of_cached_scripts").await, 1);
+    assert_eq!(server.info("memory", "number_of_cached_scripts").await, 3);
 }
 
 /// Real time, real contention: no window holds more than the limit, and what could be admitted was.
@@ -522,15 +517,17 @@ async fn a_block_that_is_remembered_says_how_long_it_lasts() {
 #[tokio::test]
 async fn a_foreign_value_in_place_of_a_block_is_not_believed() {
     let server = Server::start();
-    let mut connection = loaded(&server).await;
+    let mut connection = server.connection().await;
     let (owner, one) = (key("p"), log(1, 1_000));
     let block = Limit { requests: 1, per_us: 1_000, algorithm: Algorithm::Block };
     let charges = [charge(&block, &owner, 1), charge(&one, &owner, 1)];
-    let script = Script::new("t");
-    let name = script.key(&charges[0]);
+    ask(&mut connection, &charges, START_US).await;
+    let _: () = server.command("FLUSHDB").await;
+    ask(&mut connection, &charges, START_US).await;
+    let name = SCRIPT.key(&charges[0]);
     for foreign in ["", "x", "-1", "1e3", "99999999999999999999", "1:2"] {
         let _: () = redis::cmd("SET").arg(&name).arg(foreign).query_async(&mut connection).await.unwrap();
-        let reply = connection.send_packed_command(&script.decide(&charges, Some(START_US))).await;
+        let reply = connection.send_packed_command(&SCRIPT.decide(&charges, Some(START_US))).await;
         assert!(format!("{reply:?}").contains("FOREIGN"), "{foreign:?}: {reply:?}");
         assert_eq!(keys(&server).await, std::slice::from_ref(&name), "nothing is written");
     }

@@ -21,6 +21,7 @@ fn style(fields: &[(&str, &str)]) -> Style {
 
 fn refused(outcome: Outcome<'_>, style: Style) -> Response<Bytes> {
     let verdict = Verdict {
+        hold: None,
         outcome,
         limits: SmallVec::new(),
         now_us: 0,
@@ -32,11 +33,11 @@ fn refused(outcome: Outcome<'_>, style: Style) -> Response<Bytes> {
     refusal(&verdict, BOTH, style).unwrap()
 }
 
-fn limited(retry_after_us: Option<u64>, reject: Option<&Reject>) -> Outcome<'_> {
+fn limited(retry: Retry, reject: Option<&Reject>) -> Outcome<'_> {
     Outcome::Limited(Limited {
         policy: "login",
         violated: smallvec!["login", "login-2"],
-        retry_after_us,
+        retry,
         blocked: false,
         reject,
     })
@@ -52,7 +53,7 @@ fn text<'r>(response: &'r Response<Bytes>, name: &str) -> &'r str {
 
 #[test]
 fn over_a_limit_is_429_with_everything_a_client_needs() {
-    let response = refused(limited(Some(41_000_001), None), JSON);
+    let response = refused(limited(Retry::After(41_000_001), None), JSON);
     assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
     assert_eq!(text(&response, "content-type"), "application/problem+json");
     assert_eq!(text(&response, "retry-after"), "42");
@@ -71,7 +72,7 @@ fn over_a_limit_is_429_with_everything_a_client_needs() {
 
 #[test]
 fn a_request_that_never_fits_is_told_so() {
-    let response = refused(limited(None, None), JSON);
+    let response = refused(limited(Retry::Never, None), JSON);
     assert_eq!(text(&response, "retry-after"), "");
     let body = body(&response);
     assert!(body.get("retry_after").is_none());
@@ -86,8 +87,9 @@ fn rate_limit_fields_come_with_a_refusal() {
     let standing = Standing { remaining: 0, grows_at_us: Some(7), refusal: Some(Refusal::Until(42_000_000)) };
     let reported = crate::enforcer::Reported { limit: &limit, standing };
     let verdict = Verdict {
+        hold: None,
         degraded: false,
-        outcome: limited(Some(42_000_000), None),
+        outcome: limited(Retry::After(42_000_000), None),
         limits: smallvec![reported],
         now_us: 0,
         at: None,
@@ -130,12 +132,12 @@ fn an_owners_words_replace_ours_but_not_the_facts() {
             (header::RETRY_AFTER, HeaderValue::from_static("0")),
         ],
     };
-    let response = refused(limited(Some(2_000_000), Some(&reject)), TEXT);
+    let response = refused(limited(Retry::After(2_000_000), Some(&reject)), TEXT);
     assert_eq!((response.status(), &response.body()[..]), (StatusCode::IM_A_TEAPOT, &b"<p>later"[..]));
     let told = ["content-type", "x-a", "cache-control", "retry-after"].map(|name| text(&response, name));
     assert_eq!(told, ["text/html", "1", "no-store", "2"]);
     assert_eq!(response.headers().get_all("retry-after").iter().count(), 1);
-    let never = refused(limited(None, Some(&reject)), JSON);
+    let never = refused(limited(Retry::Never, Some(&reject)), JSON);
     assert!(!never.headers().contains_key("retry-after"));
     let denied = refused(Outcome::Denied { policy: "p", reject: Some(&reject) }, JSON);
     assert_eq!(text(&denied, "retry-after"), "0");
@@ -189,7 +191,7 @@ fn upstream_trouble_has_its_status_and_error() {
 
 #[test]
 fn grpc_gets_a_status_in_headers_only() {
-    let response = refused(limited(Some(2_000_000), None), GRPC);
+    let response = refused(limited(Retry::After(2_000_000), None), GRPC);
     assert_eq!((response.status(), response.body().len()), (StatusCode::OK, 0));
     let told = ["content-type", "grpc-status", "grpc-message", "retry-after", "cache-control"];
     assert_eq!(
@@ -205,8 +207,8 @@ fn grpc_gets_a_status_in_headers_only() {
 
 #[test]
 fn head_gets_the_headers_of_the_body_it_does_not_get() {
-    let get = refused(limited(Some(1), None), JSON);
-    let head = refused(limited(Some(1), None), Style { head: true, ..JSON });
+    let get = refused(limited(Retry::After(1), None), JSON);
+    let head = refused(limited(Retry::After(1), None), Style { head: true, ..JSON });
     assert_eq!(head.headers(), get.headers());
     assert!(head.body().is_empty() && !get.body().is_empty());
 }

@@ -63,7 +63,7 @@ pub(super) enum State {
     Up(Live),
 }
 
-/// A connection to a server that ran the script and let it write.
+/// A connection to a server that ran a program and let it write.
 #[derive(Debug)]
 pub(super) struct Live {
     connection: MultiplexedConnection,
@@ -71,7 +71,7 @@ pub(super) struct Live {
     timeouts: AtomicU32,
     given_up: OnceLock<Failure>,
     gave_up: Notify,
-    /// Times that the script was loaded again, and how many somebody waits for.
+    /// Times that the programs were loaded again, and how many somebody waits for.
     loads: watch::Sender<u64>,
     wanted: watch::Sender<u64>,
 }
@@ -101,7 +101,7 @@ impl Link {
 }
 
 impl Live {
-    /// Runs the script, and loads it again if Redis has forgotten it. The caller sets the deadline.
+    /// Runs a program, and loads all again if Redis does not have it. The caller sets the deadline.
     pub(super) async fn run(&self, command: &Cmd) -> Result<Value, Failure> {
         loop {
             let loads = *self.loads.borrow();
@@ -127,8 +127,8 @@ impl Live {
         }
     }
 
-    /// Waits until the script was loaded more often than `loads` times. The supervisor loads it once for
-    /// everybody who found it missing since.
+    /// Waits until the programs were loaded more often than `loads` times. The supervisor loads them once for
+    /// everybody who found one missing since.
     async fn reloaded(&self, loads: u64) {
         self.wanted.send_if_modified(|wanted| {
             let more = *wanted <= loads;
@@ -242,18 +242,31 @@ pub(super) async fn connect(context: &Context) -> Result<(Live, Task), Failure> 
     // First a question about nothing. From those who have not logged in Redis reads ten arguments and 16 KiB at
     // most, and says of more that the protocol is broken: nobody would learn that a password is missing.
     let nothing = context.script.decide(&[], None);
-    match failure_of(live.connection.clone().send_packed_command(&nothing).await) {
-        Ok(_) => {}
-        Err(Failure::NoScript) => load(context, &live).await?,
-        Err(failure) => return Err(failure),
-    }
+    loaded(context, &live, &nothing).await?;
     prove(context, &live).await?;
     check_eviction(context, &live).await;
     Ok((live, driver))
 }
 
+/// Runs a program without the supervisor's help: it is the supervisor who asks.
+async fn loaded(context: &Context, live: &Live, command: &Cmd) -> Result<Value, Failure> {
+    let run = async || failure_of(live.connection.clone().send_packed_command(command).await);
+    match run().await {
+        Err(Failure::NoScript) => {
+            load(context, live).await?;
+            run().await
+        }
+        answer => answer,
+    }
+}
+
 async fn load(context: &Context, live: &Live) -> Result<(), Failure> {
-    failure_of(live.connection.clone().send_packed_command(&context.script.load()).await).map(drop)
+    let loads = context.script.load();
+    let replies = live.connection.clone().send_packed_commands(&loads, 0, loads.len()).await;
+    for reply in replies.map_err(|error| Failure::from(&error))? {
+        failure_of(Ok(reply))?;
+    }
+    Ok(())
 }
 
 fn tune(stream: &TcpStream, settings: &RedisSettings) -> std::io::Result<()> {
@@ -283,10 +296,9 @@ async fn prove(context: &Context, live: &Live) -> Result<(), Failure> {
     let limit =
         Limit { requests: MAX_UNITS, per_us: 1000, algorithm: Algorithm::FixedWindow { offset_us: 0 } };
     let key = probe_key();
-    let charges = [Charge { limit: &limit, key: &key, cost: 1, group: 0, shadow: false }];
+    let charges = [Charge::new(&limit, &key, 1)];
     let command = context.script.decide(&charges, None);
-    let call = async { failure_of(live.connection.clone().send_packed_command(&command).await) };
-    let reply = timeout(context.settings.timeout, call).await??;
+    let reply = timeout(context.settings.timeout, loaded(context, live, &command)).await??;
     match Script::decision(&reply, &charges) {
         Some(decision) if decision.admitted => Ok(()),
         _ => Err(Failure::Reply),

@@ -12,7 +12,7 @@ mod script;
 pub use inspect::{Counter, InspectError, Inspector};
 pub use script::Script;
 
-use super::Unavailable;
+use super::{Late, Unavailable};
 use crate::limiter::{Charge, Decision};
 use failure::Failure;
 use health::Health;
@@ -22,6 +22,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 use tokio::time::{Instant, timeout, timeout_at};
+
+/// Late amendments sent at a time: a few hundred microseconds of the server's time.
+const LATE_PER_CALL: usize = 64;
 
 /// Which Redis, and how long to wait for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -137,6 +140,28 @@ impl Redis {
             }
         }
         Err(self.unavailable(failure.word()))
+    }
+
+    /// Puts charges right, with an answer within `timeout` from `asked` per call of [`LATE_PER_CALL`].
+    ///
+    /// # Errors
+    /// As [`Redis::decide`].
+    pub async fn amend(&self, late: &[Late<'_>], asked: Instant) -> Result<(), Unavailable> {
+        let health = &self.context.health;
+        let state = self.link.state();
+        let State::Up(live) = &*state else { return Err(self.unavailable("connection")) };
+        for late in late.chunks(LATE_PER_CALL) {
+            let command = self.context.script.amend(late, None);
+            let deadline = asked + self.context.settings.timeout;
+            let reply =
+                timeout_at(deadline, live.run(&command)).await.unwrap_or_else(|late| Err(late.into()));
+            if let Err(failure) = reply {
+                health.failed(failure);
+                live.failed(failure);
+                return Err(self.unavailable(failure.word()));
+            }
+        }
+        Ok(())
     }
 
     /// The store's answer when Redis gives none: it is asked again after the next probe at the earliest.

@@ -1,8 +1,12 @@
-//! The one script, what is sent to it and what its answers mean.
+//! The programs in Redis, what is sent to them and what their answers mean.
 
-use crate::limiter::{Algorithm, Charge, Decision, Limit, MAX_UNITS, Refusal, Standing};
+use crate::limiter::{
+    Algorithm, Amendment, Charge, Decision, KeyBuilder, Limit, MAX_UNITS, Refusal, Standing,
+};
+use crate::store::Late;
 use redis::{Cmd, RedisWrite, Value};
 use smallvec::SmallVec;
+use std::sync::OnceLock;
 
 /// Readable tails longer than this many bytes are left out of keys.
 const MAX_TAIL_BYTES: usize = 64;
@@ -13,95 +17,142 @@ const ARGS_PER_CHARGE: usize = 6;
 /// Times above this are not exact in a double, so they can't come from the script.
 const MAX_TIME_US: u64 = 1 << 53;
 
-/// The decision as a program for Redis, with the names under which it keeps state.
+/// The programs for Redis, with the names under which they keep state.
 ///
-/// Its text depends on nothing: what varies goes into the arguments, so Redis caches one script, once.
+/// There is one per set of algorithms and purpose, made when it is first wanted: what is not asked for costs nothing
+/// there. Their texts depend on nothing else; what varies goes into the arguments, so Redis caches few.
 #[derive(Debug)]
 pub struct Script {
-    text: String,
-    sha: String,
+    programs: [OnceLock<Program>; PROGRAMS],
     /// What all keys start with, up to and including the brace that opens the hash tag.
     key_start: String,
 }
 
-impl Script {
-    /// Algorithms first, then what drives them: one chunk of Lua.
-    const SOURCE: &str = concat!(
-        include_str!("../../limiter/sliding_log.lua"),
-        include_str!("../../limiter/sliding_window.lua"),
-        include_str!("../../limiter/fixed_window.lua"),
-        include_str!("../../limiter/token_bucket.lua"),
-        include_str!("../../limiter/leaky_bucket.lua"),
-        include_str!("../../limiter/block.lua"),
-        include_str!("decide.lua"),
-    );
+/// A text, and the hash by which Redis calls it.
+#[derive(Debug)]
+struct Program {
+    text: String,
+    sha: String,
+}
 
+/// Each algorithm's file, by the bit that stands for it. A leaky bucket is made of a token bucket.
+const FILES: [&str; 7] = [
+    include_str!("../../limiter/sliding_log.lua"),
+    include_str!("../../limiter/sliding_window.lua"),
+    include_str!("../../limiter/fixed_window.lua"),
+    include_str!("../../limiter/token_bucket.lua"),
+    include_str!("../../limiter/leaky_bucket.lua"),
+    include_str!("../../limiter/concurrency.lua"),
+    include_str!("../../limiter/block.lua"),
+];
+
+/// Stands beside the bits of the algorithms.
+const AMENDS: usize = 1 << FILES.len();
+const PROGRAMS: usize = AMENDS << 1;
+
+fn bits(algorithm: Algorithm) -> usize {
+    match algorithm {
+        Algorithm::SlidingLog => 1,
+        Algorithm::SlidingWindow { .. } => 1 << 1,
+        Algorithm::FixedWindow { .. } => 1 << 2,
+        Algorithm::TokenBucket { .. } => 1 << 3,
+        Algorithm::LeakyBucket { .. } => 1 << 3 | 1 << 4,
+        Algorithm::Concurrency { .. } => 1 << 5,
+        Algorithm::Block => 1 << 6,
+    }
+}
+
+impl Program {
+    fn new(bits: usize) -> Self {
+        let algorithms =
+            FILES.iter().enumerate().filter(|(bit, _)| bits >> bit & 1 == 1).map(|(_, text)| *text);
+        let last = if bits & AMENDS == 0 { include_str!("decide.lua") } else { include_str!("amend.lua") };
+        let files = [include_str!("start.lua")].into_iter().chain(algorithms).chain([last]);
+        let text = files.map(without_comments).collect::<String>();
+        let sha = redis::Script::new(&text).get_hash().to_owned();
+        Self { text, sha }
+    }
+}
+
+impl Script {
     pub fn new(key_prefix: &str) -> Self {
         // A brace in the prefix would move the hash tag.
         let prefix = key_prefix.replace('{', "%7B").replace('}', "%7D");
-        let text = without_comments(Self::SOURCE);
-        let sha = redis::Script::new(&text).get_hash().to_owned();
-        Self { text, sha, key_start: format!("{prefix}:v1:{{") }
+        Self { programs: [const { OnceLock::new() }; PROGRAMS], key_start: format!("{prefix}:v1:{{") }
     }
 
-    /// What Redis is given: it depends on nothing.
-    pub fn text(&self) -> &str {
-        &self.text
+    /// What Redis is given to decide these charges.
+    pub fn text(&self, charges: &[Charge<'_>]) -> &str {
+        self.program(bits_of(charges)).map_or("", |program| &program.text)
     }
 
-    /// The name under which Redis knows the script.
-    pub fn sha(&self) -> &str {
-        &self.sha
-    }
-
-    /// What loads the script.
-    pub fn load(&self) -> Cmd {
-        let mut command = Cmd::new();
-        command.arg("SCRIPT").arg("LOAD").arg(&self.text);
-        command
+    /// What loads all programs that were wanted so far.
+    pub fn load(&self) -> redis::Pipeline {
+        let mut pipeline = redis::pipe();
+        for program in self.programs.iter().filter_map(OnceLock::get) {
+            pipeline.cmd("SCRIPT").arg("LOAD").arg(&program.text);
+        }
+        pipeline
     }
 
     /// What asks for a decision. `time_us` stands in for the server's clock in tests.
     pub fn decide(&self, charges: &[Charge<'_>], time_us: Option<u64>) -> Cmd {
-        let mut command = self.call(charges.len());
-        let mut number = itoa::Buffer::new();
+        let mut command = self.call(bits_of(charges), charges.len());
         let mut key = String::with_capacity(192);
         for charge in charges {
             key.clear();
             self.push_key(&mut key, charge);
             command.write_arg(key.as_bytes());
         }
-        command.write_arg(time_us.map_or("", |time_us| number.format(time_us)).as_bytes());
-        for (at, charge) in charges.iter().enumerate() {
-            let group = if charge.shadow { u64::from(charge.group) + 1 } else { 0 };
-            let behind = || charges.iter().skip(at + 1).take_while(|other| charge.guards(other)).count();
-            let beside = match charge.is_block() {
-                true => u64::try_from(behind()).unwrap_or(0),
-                false => charge.limit.requests,
-            };
-            push_args(&mut command, group, charge.cost, charge.limit, beside);
+        push_time(&mut command, time_us);
+        for charge in charges {
+            push_args(&mut command, charge, charge.limit.requests);
+        }
+        command
+    }
+
+    /// What puts charges right.
+    pub fn amend(&self, late: &[Late<'_>], time_us: Option<u64>) -> Cmd {
+        let algorithms = late.iter().fold(AMENDS, |bits_of, late| bits_of | bits(late.limit.algorithm));
+        let mut command = self.call(algorithms, late.len());
+        let mut key = String::with_capacity(192);
+        for late in late {
+            key.clear();
+            self.push_key(&mut key, &Charge::new(late.limit, late.key, 0));
+            command.write_arg(key.as_bytes());
+        }
+        push_time(&mut command, time_us);
+        for late in late {
+            push_amendment(&mut command, late);
         }
         command
     }
 
     /// What asks how counters stand, by their names in Redis, and changes nothing.
     pub(super) fn look(&self, counters: &[(&str, &Limit)]) -> Cmd {
-        let mut command = self.call(counters.len());
+        let nobody = KeyBuilder::new("").finish();
+        let charges: Vec<_> = counters.iter().map(|(_, limit)| Charge::new(limit, &nobody, 0)).collect();
+        let mut command = self.call(bits_of(&charges), counters.len());
         for (key, _) in counters {
             command.write_arg(key.as_bytes());
         }
-        command.write_arg(b"");
-        for (_, limit) in counters {
+        push_time(&mut command, None);
+        for charge in &charges {
             // A debt is paid back as it was when it was charged.
-            push_args(&mut command, 0, 0, limit, 0);
+            push_args(&mut command, charge, 0);
         }
         command
     }
 
-    fn call(&self, count: usize) -> Cmd {
+    fn program(&self, bits: usize) -> Option<&Program> {
+        self.programs.get(bits).map(|program| program.get_or_init(|| Program::new(bits)))
+    }
+
+    fn call(&self, algorithms: usize, count: usize) -> Cmd {
         let mut command = Cmd::with_capacity(4 + count * (1 + ARGS_PER_CHARGE), 64 + count * 224);
         command.write_arg(b"EVALSHA");
-        command.write_arg(self.sha.as_bytes());
+        let sha = self.program(algorithms).map_or("", |program| &program.sha);
+        command.write_arg(sha.as_bytes());
         command.write_arg(itoa::Buffer::new().format(count).as_bytes());
         command
     }
@@ -149,6 +200,7 @@ impl Script {
             "token_bucket" => Algorithm::TokenBucket { burst: MAX_UNITS },
             // So much that its capacity is all units there are.
             "leaky_bucket" => Algorithm::LeakyBucket { max_delay_us: per_us.parse().ok()? },
+            "concurrency" => Algorithm::Concurrency { max_duration_us: 0 },
             "block" => Algorithm::Block,
             _ => return None,
         };
@@ -194,6 +246,7 @@ impl Script {
             Algorithm::FixedWindow { offset_us } => ("}:fixed_window:", offset_us),
             Algorithm::TokenBucket { .. } => ("}:token_bucket:", 0),
             Algorithm::LeakyBucket { .. } => ("}:leaky_bucket:", 0),
+            Algorithm::Concurrency { .. } => ("}:concurrency:", 0),
             Algorithm::Block => ("}:block:", 0),
         };
         let mut number = itoa::Buffer::new();
@@ -214,26 +267,79 @@ fn without_comments(source: &str) -> String {
     lines.flat_map(|line| [line, "\n"]).collect()
 }
 
-/// `beside`: of a bucket, units that it pays back per period, unless it was charged at a higher rate; of a block,
-/// how many charges of its policy follow.
-fn push_args(command: &mut Cmd, group: u64, cost: u64, limit: &Limit, beside: u64) {
-    let (algorithm, beside) = match limit.algorithm {
-        Algorithm::SlidingLog => (b"l", 0),
-        Algorithm::SlidingWindow { .. } => (b"s", limit.sub_window_us()),
-        Algorithm::FixedWindow { offset_us } => (b"w", offset_us),
-        Algorithm::TokenBucket { .. } => (b"t", beside),
-        Algorithm::LeakyBucket { .. } => (b"d", beside),
-        Algorithm::Block => (b"b", beside),
-    };
+fn bits_of(charges: &[Charge<'_>]) -> usize {
+    charges.iter().fold(0, |bits_of, charge| bits_of | bits(charge.limit.algorithm))
+}
+
+fn push_time(command: &mut Cmd, time_us: Option<u64>) {
     let mut number = itoa::Buffer::new();
-    command.write_arg(algorithm);
-    for value in [group, cost, limit.capacity(), limit.per_us] {
+    command.write_arg(time_us.map_or("", |time_us| number.format(time_us)).as_bytes());
+}
+
+fn push_args(command: &mut Cmd, charge: &Charge<'_>, rate: u64) {
+    let wants = [(charge.shadow, 1), (charge.counts_rejected, 2), (charge.settles, 4)];
+    let wants: u64 = wants.iter().filter(|(is_wanted, _)| *is_wanted).map(|(_, bit)| bit).sum();
+    command.write_arg(letter(charge.limit));
+    let mut number = itoa::Buffer::new();
+    let whose = u64::from(charge.group) * 8 + wants;
+    for value in [whose, charge.cost, charge.limit.capacity(), charge.limit.per_us] {
         command.write_arg(number.format(value).as_bytes());
     }
+    push_beside(command, charge.limit, rate, charge.slot);
+}
+
+fn push_amendment(command: &mut Cmd, late: &Late<'_>) {
+    let mut number = itoa::Buffer::new();
+    command.write_arg(letter(late.limit));
+    command.write_arg(number.format(late.limit.per_us).as_bytes());
+    push_beside(command, late.limit, late.limit.requests, 0);
+    let (word, units, at_us) = match late.amendment {
+        Amendment::Charge(units) => ("charge", units, 0),
+        Amendment::Credit { units, at_us } => ("credit", units, at_us),
+        Amendment::Renew { slot } | Amendment::Release { slot } => {
+            let renews = matches!(late.amendment, Amendment::Renew { .. });
+            command.write_arg(if renews { b"renew" } else { b"release" });
+            push_slot(command, slot);
+            command.write_arg(b"0");
+            return;
+        }
+    };
+    command.write_arg(word.as_bytes());
+    command.write_arg(number.format(units).as_bytes());
+    command.write_arg(number.format(at_us).as_bytes());
+}
+
+fn letter(limit: &Limit) -> &'static [u8] {
     match limit.algorithm {
-        Algorithm::LeakyBucket { .. } => command.write_arg_fmt(format_args!("{beside}+{}", limit.slack())),
-        _ => command.write_arg(number.format(beside).as_bytes()),
+        Algorithm::SlidingLog => b"l",
+        Algorithm::SlidingWindow { .. } => b"s",
+        Algorithm::FixedWindow { .. } => b"w",
+        Algorithm::TokenBucket { .. } => b"t",
+        Algorithm::LeakyBucket { .. } => b"d",
+        Algorithm::Concurrency { .. } => b"c",
+        Algorithm::Block => b"b",
     }
+}
+
+/// `rate`: units that a bucket pays back per period, unless it was charged at a higher rate.
+fn push_beside(command: &mut Cmd, limit: &Limit, rate: u64, slot: u128) {
+    let mut number = itoa::Buffer::new();
+    let beside = match limit.algorithm {
+        Algorithm::LeakyBucket { .. } => {
+            return command.write_arg_fmt(format_args!("{rate}+{}", limit.slack()));
+        }
+        Algorithm::Concurrency { .. } => return push_slot(command, slot),
+        Algorithm::SlidingWindow { .. } => limit.sub_window_us(),
+        Algorithm::FixedWindow { offset_us } => offset_us,
+        Algorithm::TokenBucket { .. } => rate,
+        Algorithm::SlidingLog | Algorithm::Block => 0,
+    };
+    command.write_arg(number.format(beside).as_bytes());
+}
+
+/// With a sign that no number has.
+fn push_slot(command: &mut Cmd, slot: u128) {
+    command.write_arg_fmt(format_args!("{:x}:{:x}", slot >> 64, slot & u128::from(u64::MAX)));
 }
 
 /// The integers of a reply, in order.
@@ -286,6 +392,7 @@ fn standing(
 ) -> Option<Standing> {
     let later = |number| time(number).filter(|time_us| *time_us > now_us);
     let refusal = match until {
+        -2 if matches!(limit.algorithm, Algorithm::Concurrency { .. }) => Some(Refusal::Unknown),
         -1 => Some(Refusal::Never),
         0 => None,
         until => Some(Refusal::Until(later(until)?)),
@@ -317,7 +424,7 @@ mod tests {
     }
 
     fn charge<'a>(limit: &'a Limit, key: &'a Key) -> Charge<'a> {
-        Charge { limit, key, cost: 1, group: 0, shadow: false }
+        Charge::new(limit, key, 1)
     }
 
     #[test]
@@ -339,14 +446,16 @@ mod tests {
         );
         let rest: Vec<&str> = rest.iter().map(|arg| std::str::from_utf8(arg).unwrap()).collect();
         assert_eq!(rest, ["l", "0", "1", "5", "1000000", "0"], "nothing here tells a time");
-        assert!(script.text().contains("redis.call('TIME')"));
+        assert!(script.text(&[]).contains("redis.call('TIME')"));
     }
 
     #[test]
     fn the_text_is_short_enough_for_a_server_that_has_not_let_us_in() {
-        let script = Script::new("p");
-        assert!(script.text().len() < 16 * 1024, "{}", script.text().len());
-        assert!(!script.text().contains("--"), "a comment is left");
+        for bits in [AMENDS - 1, PROGRAMS - 1] {
+            let text = Program::new(bits).text;
+            assert!(text.len() < 16 * 1024, "{}", text.len());
+            assert!(!text.contains("--"), "a comment is left");
+        }
     }
 
     #[test]
@@ -384,8 +493,9 @@ mod tests {
             })
             .collect();
         let name = script.key(&shadow);
-        let head = ["EVALSHA", script.sha(), "2", &name, &name, ""];
-        let rest = ["l", "0", "1", "5", "1000000", "0", "l", "4", "2", "5", "1000000", "0"];
+        let sha = &script.program(bits(Algorithm::SlidingLog)).unwrap().sha;
+        let head = ["EVALSHA", sha, "2", &name, &name, ""];
+        let rest = ["l", "0", "1", "5", "1000000", "0", "l", "25", "2", "5", "1000000", "0"];
         assert_eq!(args, [head.as_slice(), &rest].concat());
     }
 

@@ -1,0 +1,213 @@
+//! Keeps the slots that requests in flight have taken, and gives them back.
+//!
+//! A slot is a lease in the store (see `limiter/concurrency.rs`). It is renewed at a third of its time for as long as
+//! its [`Hold`] lives, and given back when that is dropped, whatever the reason: the response has ended, the client
+//! has left, or nobody knows whether the store has heard the question. What fails is not tried again: a slot that was
+//! not given back ends by itself, and the next renewal takes back one that has lapsed.
+
+use crate::limiter::{Amendment, Key, Limit};
+use crate::store::{Late, Store};
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+use std::collections::hash_map::RandomState;
+use std::collections::{BTreeSet, HashMap};
+use std::hash::BuildHasher;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep_until, timeout};
+
+/// A worker's keeper; cheap to clone.
+#[derive(Clone, Debug)]
+pub(super) struct Keeper(Arc<Shared>);
+
+/// The slots of one request; dropped, they are given back.
+#[derive(Debug)]
+pub struct Hold {
+    keeper: Keeper,
+    slot: u128,
+    /// When the request has to be ended.
+    ends_at: Option<Instant>,
+}
+
+/// A counter of slots.
+pub(super) type Place = (Limit, Key);
+
+#[derive(Debug)]
+struct Shared {
+    store: Store,
+    /// Distinguishes this keeper from all others of the fleet.
+    instance: u64,
+    serial: AtomicU64,
+    slots: Mutex<Slots>,
+    /// There is something to do earlier than was known.
+    changed: Notify,
+    /// What was to be said has been said.
+    told: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Slots {
+    held: HashMap<u128, SmallVec<[Place; 1]>, foldhash::fast::RandomState>,
+    /// When to renew which.
+    due: BTreeSet<(Instant, u128)>,
+    leaving: Vec<(u128, Place)>,
+    /// Whether a task looks after them.
+    is_attended: bool,
+    /// Whether it is just telling the store.
+    is_telling: bool,
+}
+
+impl Keeper {
+    pub(super) fn new(store: Store) -> Self {
+        Self(Arc::new(Shared {
+            store,
+            instance: RandomState::new().hash_one(()),
+            serial: AtomicU64::new(0),
+            slots: Mutex::default(),
+            changed: Notify::new(),
+            told: Notify::new(),
+        }))
+    }
+
+    /// Begins to hold a slot at each of the places, which it is about to take there.
+    pub(super) fn hold(&self, places: SmallVec<[Place; 1]>) -> Hold {
+        let slot =
+            u128::from(self.0.instance) << 64 | u128::from(self.0.serial.fetch_add(1, Ordering::Relaxed));
+        let mut slots = self.0.slots.lock();
+        if let Some(due) = due(&places, Instant::now()) {
+            slots.due.insert((due, slot));
+        }
+        slots.held.insert(slot, places);
+        self.attend(&mut slots);
+        Hold { keeper: self.clone(), slot, ends_at: None }
+    }
+
+    /// Waits until what was given back so far has been told to the store, but not for long.
+    pub(super) async fn flush(&self) {
+        let told = async {
+            loop {
+                let told = self.0.told.notified();
+                if self.0.slots.lock().is_all_told() {
+                    return;
+                }
+                told.await;
+            }
+        };
+        drop(timeout(FLUSH, told).await);
+    }
+
+    fn attend(&self, slots: &mut Slots) {
+        if std::mem::replace(&mut slots.is_attended, true) {
+            self.0.changed.notify_one();
+        } else {
+            tokio::spawn(attend(self.clone()));
+        }
+    }
+}
+
+/// The longest that an ending process waits for its slots to be given back.
+const FLUSH: Duration = Duration::from_secs(1);
+
+impl Hold {
+    /// The slot's id at all its places.
+    pub(super) fn slot(&self) -> u128 {
+        self.slot
+    }
+
+    /// Forgets the places where the slot was certainly not taken. `None` if that is everywhere.
+    pub(super) fn taken_at(self, is_taken: impl Fn(&Place) -> bool) -> Option<Self> {
+        let mut slots = self.keeper.0.slots.lock();
+        let places = slots.held.get_mut(&self.slot)?;
+        places.retain(|place| is_taken(place));
+        let is_held = !places.is_empty();
+        drop(slots);
+        is_held.then_some(self)
+    }
+
+    pub(super) fn end_at(&mut self, ends_at: Option<Instant>) {
+        self.ends_at = ends_at;
+    }
+
+    /// When the request has to be ended, if ever.
+    pub fn ends_at(&self) -> Option<Instant> {
+        self.ends_at
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        let mut slots = self.keeper.0.slots.lock();
+        let Some(places) = slots.held.remove(&self.slot) else { return };
+        // It stays among the due ones until its time: they are asked who is still held.
+        if let Store::Memory(memory) = &self.keeper.0.store {
+            drop(slots);
+            let amendment = Amendment::Release { slot: self.slot };
+            for (limit, key) in &places {
+                memory.amend(&[Late { limit, key, amendment }]);
+            }
+        } else if !places.is_empty() {
+            slots.leaving.extend(places.into_iter().map(|place| (self.slot, place)));
+            self.keeper.attend(&mut slots);
+        }
+    }
+}
+
+/// When to renew what is held at places since `now`.
+fn due(places: &[Place], now: Instant) -> Option<Instant> {
+    let shortest_us = places.iter().map(|(limit, _)| limit.per_us).min()?;
+    Some(now + Duration::from_micros(shortest_us) / 3)
+}
+
+/// Renews and gives back until there is nothing left to keep.
+async fn attend(keeper: Keeper) {
+    let shared = &*keeper.0;
+    loop {
+        let (late, next) = {
+            let mut slots = shared.slots.lock();
+            let late = slots.late(Instant::now());
+            let next = slots.due.first().map(|(due, _)| *due);
+            slots.is_telling = !late.is_empty();
+            slots.is_attended = slots.is_telling || next.is_some();
+            (late, next)
+        };
+        if !late.is_empty() {
+            let late: Vec<_> = late
+                .iter()
+                .map(|((limit, key), amendment)| Late { limit, key, amendment: *amendment })
+                .collect();
+            if let Err(unavailable) = shared.store.amend(&late).await {
+                tracing::debug!(%unavailable, slots = late.len(), "slots were not renewed or given back");
+            }
+            continue;
+        }
+        shared.told.notify_waiters();
+        let Some(next) = next else { return };
+        tokio::select! {
+            () = sleep_until(next) => {}
+            () = shared.changed.notified() => {}
+        }
+    }
+}
+
+impl Slots {
+    fn is_all_told(&self) -> bool {
+        self.leaving.is_empty() && !self.is_telling
+    }
+
+    /// What the store has to be told at `now`.
+    fn late(&mut self, now: Instant) -> Vec<(Place, Amendment)> {
+        let leaving = self.leaving.drain(..);
+        let mut late: Vec<_> = leaving.map(|(slot, place)| (place, Amendment::Release { slot })).collect();
+        while let Some(&(at, slot)) = self.due.first().filter(|(at, _)| *at <= now) {
+            self.due.remove(&(at, slot));
+            let Some(places) = self.held.get(&slot) else { continue };
+            if let Some(next) = due(places, now) {
+                self.due.insert((next, slot));
+            }
+            late.extend(places.iter().map(|place| (place.clone(), Amendment::Renew { slot })));
+        }
+        late
+    }
+}

@@ -1,0 +1,35 @@
+-- concurrency: the rule of concurrency.rs over one ZSET: a member per slot, its score the time in us at which it ends.
+
+-- The state of a key at `time`; nil and perhaps an error if it isn't ours.
+local function slots_read(key, time, per, slot)
+  local used = redis.pcall('ZCOUNT', key, integer(time + 1), '+inf')
+  if type(used) == 'table' then return nil, used end
+  return { key = key, now = time, per = per, used = used, slot = slot }
+end
+
+-- When a request ends nobody knows.
+local function slots_frees()
+  return 0
+end
+
+-- Holds the slot for a lease, one that was lost as well; an error if Redis doesn't let us write, and then nothing was
+-- written.
+local function slots_renew(slots, slot)
+  local reply = redis.pcall('ZADD', slots.key, integer(slots.now + slots.per), slot)
+  if type(reply) == 'table' then return reply end
+  redis.call('ZREMRANGEBYSCORE', slots.key, '-inf', integer(slots.now))
+  -- Another lease may be longer, if a reload has made ours shorter.
+  local last = redis.call('ZRANGE', slots.key, '-1', '-1', 'WITHSCORES')
+  redis.call('PEXPIREAT', slots.key, integer(math.ceil(last[2] / 1000)))
+end
+
+local function slots_charge(slots)
+  slots.used = slots.used + 1
+  return slots_renew(slots, slots.slot)
+end
+
+local function slots_release(slots, slot)
+  redis.call('ZREM', slots.key, slot)
+end
+
+rules.c = { read = slots_read, frees = slots_frees, charge = slots_charge, renew = slots_renew, release = slots_release }
