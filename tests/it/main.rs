@@ -23,6 +23,7 @@ mod model;
 
 mod admin;
 mod bounds;
+mod concurrency;
 mod gate;
 mod identity;
 mod inspect;

@@ -523,8 +523,6 @@ async fn a_foreign_value_in_place_of_a_block_is_not_believed() {
     let charges = [charge(&block, &owner, 1), charge(&one, &owner, 1)];
     ask(&mut connection, &charges, START_US).await;
     let _: () = server.command("FLUSHDB").await;
-    let _: () = server.command("FLUSHDB").await;
-    ask(&mut connection, &charges, START_US).await;
     let name = SCRIPT.key(&charges[0]);
     for foreign in ["", "x", "-1", "1e3", "99999999999999999999", "1:2"] {
         let _: () = redis::cmd("SET").arg(&name).arg(foreign).query_async(&mut connection).await.unwrap();
