@@ -28,7 +28,7 @@ end
 
 -- Takes `cost` units, at least 1; an error if Redis doesn't let us write, and then nothing was written.
 local function window_charge(window, cost)
-  window.used = window.used + cost
+  window.used = math.min(9007199254740992, window.used + cost)
   local value = string.format('%d:%d', window.start, window.used)
   local reply = redis.pcall('SET', window.key, value, 'PXAT', integer(math.ceil(window.ends / 1000)))
   if reply.err then return reply end
@@ -41,7 +41,7 @@ end
 
 -- Gives back up to `units` that were taken at `at`, if that window still holds.
 local function window_credit(window, units, at)
-  if at < window.start or window.used == 0 then return end
+  if at < window.start or at >= window.ends or window.used == 0 then return end
   return window_charge(window, -math.min(units, window.used))
 end
 

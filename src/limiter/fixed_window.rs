@@ -5,7 +5,7 @@
 //! Retry: the next edge.
 //! Memory: one number and the window it belongs to.
 
-use super::Limit;
+use super::{Limit, MAX_UNITS};
 
 #[derive(Clone, Debug)]
 pub(super) struct Window {
@@ -25,7 +25,7 @@ impl Window {
     }
 
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
-        self.used = self.used(limit, now_us).saturating_add(cost);
+        self.used = self.used(limit, now_us).saturating_add(cost).min(MAX_UNITS);
         self.start_us = self.start_us_at(limit, now_us);
     }
 

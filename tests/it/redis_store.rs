@@ -8,10 +8,11 @@ use std::collections::HashMap;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
-    Algorithm, Charge, Decision, Effect, Key, KeyBuilder, Limit, MAX_UNITS, Refusal, Standing, State, effect,
+    Algorithm, Amendment, Charge, Decision, Effect, Key, KeyBuilder, Limit, MAX_UNITS, Refusal, Standing,
+    State, effect,
 };
-use tidegate::store::Store;
 use tidegate::store::redis::{Redis, Script, Shared};
+use tidegate::store::{Late, Store};
 
 /// A time in the year 2100: far enough ahead that no key expires while a test steps through it.
 const START_US: u64 = 4_102_444_800_000_000;
@@ -40,6 +41,10 @@ fn bucket(requests: u64, per_us: u64, burst: u64) -> Limit {
 }
 
 /// As large as a line may be: max_delay × requests + per fits 2^53.
+fn slots(requests: u64, lease_us: u64) -> Limit {
+    Limit { requests, per_us: lease_us, algorithm: Algorithm::Concurrency { max_duration_us: 0 } }
+}
+
 fn line(requests: u64, per_us: u64, max_delay_us: u64) -> Limit {
     let requests = requests.min((MAX_UNITS - per_us) / max_delay_us.max(1));
     Limit { requests, per_us, algorithm: Algorithm::LeakyBucket { max_delay_us } }
@@ -91,6 +96,14 @@ impl Model {
         }
         Decision { now_us: time_us, admitted, standings: standings.into(), delay_us }
     }
+
+    fn amend(&mut self, late: &[Late<'_>], time_us: u64) {
+        for late in late {
+            let (algorithm, per_us) = late.limit.identity();
+            let state = self.states.entry((late.key.id(), algorithm, per_us));
+            state.or_insert_with(|| late.limit.fresh()).amend(late.limit, late.amendment, time_us);
+        }
+    }
 }
 
 async fn ask(connection: &mut MultiplexedConnection, charges: &[Charge<'_>], time_us: u64) -> Decision {
@@ -116,6 +129,18 @@ async fn run(connection: &mut MultiplexedConnection, command: &redis::Cmd) -> re
 struct Step {
     clock: Move,
     asks: Vec<Ask>,
+    /// Which policies count what they refuse: bits by group, enforced and shadow.
+    counting: u8,
+    late: Vec<(usize, Change)>,
+}
+
+/// What is found out afterwards of what was charged so many steps ago.
+#[derive(Clone, Copy, Debug)]
+enum Change {
+    More(u64),
+    Less { units: u64, steps: usize },
+    Renew(u128),
+    Release(u128),
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -134,10 +159,11 @@ struct Ask {
     requests: u64,
     group: u32,
     shadow: bool,
+    settles: bool,
 }
 
 const PER_US: u64 = 1_000;
-const COUNTERS: usize = 14;
+const COUNTERS: usize = 16;
 
 /// Counters by number, each with a period of its own.
 fn limit_of(counter: usize, requests: u64) -> Limit {
@@ -145,6 +171,8 @@ fn limit_of(counter: usize, requests: u64) -> Limit {
         // First, as it stands before the limits of its policy.
         0 => Limit { requests: 1, per_us: 1 + requests % 3_000, algorithm: Algorithm::Block },
         13 => log(requests, PER_US),
+        14 => slots(requests, PER_US),
+        15 => slots(requests, 7),
         1 => window(requests, PER_US, 0),
         2 => log(requests, 7),
         3 => window(requests, PER_US, 333),
@@ -159,6 +187,9 @@ fn limit_of(counter: usize, requests: u64) -> Limit {
         _ => line(requests, 86_400_000_000, 3_600_000_000),
     }
 }
+
+/// A slot is numbered by the step that takes it, and may be named before.
+const SLOTS: u128 = 20;
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let clock = prop_oneof![
@@ -176,30 +207,48 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let requests = prop_oneof![
         6 => Just(5u64), 2 => 0..9u64, 1 => Just(MAX_UNITS), 1 => MAX_UNITS - 3..MAX_UNITS,
     ];
-    let ask = (cost, requests, prop_oneof![3 => Just(0u32), 1 => Just(1u32)], prop::bool::weighted(0.3));
+    let ask = (
+        cost,
+        requests,
+        prop_oneof![3 => Just(0u32), 1 => Just(1u32)],
+        prop::bool::weighted(0.3),
+        any::<bool>(),
+    );
     let asks = prop::collection::vec((0..4usize, ask), 1..6).prop_map(|asks| {
         // Every counter at most once in a question.
         let mut counter = 0;
         let mut taken = Vec::new();
-        for (skip, (cost, requests, group, shadow)) in asks {
+        for (skip, (cost, requests, group, shadow, settles)) in asks {
             counter += skip;
             if counter >= COUNTERS {
                 break;
             }
-            let is_block = counter == 0;
-            let (cost, shadow) = if is_block { (cost.min(1), false) } else { (cost, shadow) };
-            taken.push(Ask { counter, cost, requests, group, shadow });
+            let (cost, shadow) = match counter {
+                0 => (cost.min(1), false),
+                14.. => (cost.min(1), shadow),
+                _ => (cost, shadow),
+            };
+            taken.push(Ask { counter, cost, requests, group, shadow, settles });
             counter += 1;
         }
         taken
     });
-    prop::collection::vec((clock, asks).prop_map(|(clock, asks)| Step { clock, asks }), 1..60)
+    let units = prop_oneof![3 => 1..4u64, 1 => 4..20u64, 1 => 20..200u64];
+    let change = prop_oneof![
+        1 => units.clone().prop_map(Change::More),
+        2 => (units, 0..6usize).prop_map(|(units, steps)| Change::Less { units, steps }),
+    ];
+    let slot = prop_oneof![(0..SLOTS).prop_map(Change::Renew), (0..SLOTS).prop_map(Change::Release)];
+    let late = prop_oneof![2 => (prop_oneof![Just(1usize), Just(3usize)], change), 1 => (14..COUNTERS, slot)];
+    let step = (clock, asks, any::<u8>(), prop::collection::vec(late, 0..3));
+    let step = step.prop_map(|(clock, asks, counting, late)| Step { clock, asks, counting, late });
+    prop::collection::vec(step, 1..60)
 }
 
 async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) -> Result<(), TestCaseError> {
     let _: () = redis::cmd("FLUSHALL").query_async(connection).await.unwrap();
     let keys: Vec<Key> = (0..COUNTERS).map(|n| key(&format!("k{n}"))).collect();
-    let (mut model, mut time_us) = (Model::default(), START_US);
+    let (mut model, mut time_us, mut times_us) = (Model::default(), START_US, Vec::new());
     for (n, step) in steps.iter().enumerate() {
         time_us = match step.clock {
             Move::Stay => time_us,
@@ -215,12 +264,34 @@ async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) ->
             .map(|(ask, limit)| Charge {
                 group: ask.group,
                 shadow: ask.shadow,
+                settles: ask.settles,
+                counts_rejected: step.counting >> (2 * ask.group + u32::from(ask.shadow)) & 1 == 1,
+                slot: n as u128,
                 ..Charge::new(limit, &keys[ask.counter], ask.cost)
             })
             .collect();
         let expected = model.decide(&charges, time_us);
         let answer = ask(connection, &charges, time_us).await;
         prop_assert_eq!(answer, expected, "step {} at {}", n, time_us);
+
+        times_us.push(time_us);
+        let limits: Vec<Limit> = step.late.iter().map(|(counter, _)| limit_of(*counter, 5)).collect();
+        let late = step.late.iter().zip(&limits).map(|((counter, change), limit)| {
+            let amendment = match *change {
+                Change::More(units) => Amendment::Charge(units),
+                Change::Less { units, steps } => {
+                    Amendment::Credit { units, at_us: times_us[times_us.len().saturating_sub(steps + 1)] }
+                }
+                Change::Renew(slot) => Amendment::Renew { slot },
+                Change::Release(slot) => Amendment::Release { slot },
+            };
+            Late { limit, key: &keys[*counter], amendment }
+        });
+        let late: Vec<_> = late.collect();
+        if !late.is_empty() {
+            model.amend(&late, time_us);
+            run(connection, &SCRIPT.amend(&late, Some(time_us))).await;
+        }
     }
     Ok(())
 }
