@@ -15,6 +15,7 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
 use super::alarm::Alarm;
+use super::tunnel::Tunnel;
 use super::upstream::Lease;
 use super::watch::Active;
 use crate::enforcer::Hold;
@@ -246,6 +247,8 @@ pub enum ResponseBody {
     Full(Bytes),
     /// Passed on from the upstream.
     Upstream(UpstreamBody),
+    /// None: what follows the head is another protocol.
+    Tunnel(Box<Tunnel>),
 }
 
 /// A response body as it comes from the upstream. At its end the connection goes back to the pool;
@@ -322,6 +325,19 @@ impl UpstreamBody {
     }
 }
 
+impl ResponseBody {
+    /// Takes out what follows a head that switches protocols.
+    pub(super) fn take_tunnel(&mut self) -> Option<Box<Tunnel>> {
+        match std::mem::take(self) {
+            Self::Tunnel(tunnel) => Some(tunnel),
+            body => {
+                *self = body;
+                None
+            }
+        }
+    }
+}
+
 impl Body for ResponseBody {
     type Data = Bytes;
     type Error = BodyError;
@@ -331,7 +347,7 @@ impl Body for ResponseBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         match self.get_mut() {
-            Self::Empty => Poll::Ready(None),
+            Self::Empty | Self::Tunnel(_) => Poll::Ready(None),
             Self::Full(bytes) if bytes.is_empty() => Poll::Ready(None),
             Self::Full(bytes) => Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes))))),
             Self::Upstream(body) => body.poll_frame(cx),
@@ -340,7 +356,7 @@ impl Body for ResponseBody {
 
     fn is_end_stream(&self) -> bool {
         match self {
-            Self::Empty => true,
+            Self::Empty | Self::Tunnel(_) => true,
             Self::Full(bytes) => bytes.is_empty(),
             Self::Upstream(body) => body.incoming.is_end_stream(),
         }
@@ -348,7 +364,7 @@ impl Body for ResponseBody {
 
     fn size_hint(&self) -> SizeHint {
         match self {
-            Self::Empty => SizeHint::with_exact(0),
+            Self::Empty | Self::Tunnel(_) => SizeHint::with_exact(0),
             Self::Full(bytes) => SizeHint::with_exact(u64::try_from(bytes.len()).unwrap_or(u64::MAX)),
             Self::Upstream(body) => body.incoming.size_hint(),
         }

@@ -1,11 +1,14 @@
 //! One client's connection: which protocol, which requests, and when it has to end.
 
+mod handover;
+
 use bytes::Bytes;
 use http::{Request, Response, Version};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::server::conn::{http1, http2};
 use hyper::service::{Service, service_fn};
+use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use std::convert::Infallible;
 use std::future::{Future, poll_fn};
@@ -14,7 +17,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncWriteExt, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 
@@ -23,6 +26,7 @@ use super::alarm::Alarm;
 use super::body::{BodyError, BodyLimits, RequestBody, ResponseBody};
 use super::server::{Handler, Peer};
 use super::watch::{Active, Overdue, Patience, Watch, WatchedSocket};
+use handover::{Handover, Switched};
 
 /// What an HTTP/2 client sends first.
 const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -84,10 +88,12 @@ impl Protocols {
         BodyLimits { idle: self.settings.body_idle_timeout, max_bytes: self.settings.max_body_bytes }
     }
 
-    fn http2(&self, watch: &Rc<Watch>) -> http2::Builder<StreamTasks> {
-        let mut http2 = http2::Builder::new(StreamTasks(Rc::clone(watch)));
+    fn http2(&self, watch: &Rc<Watch>, handover: &Rc<Handover>) -> http2::Builder<StreamTasks> {
+        let tasks = StreamTasks { watch: Rc::clone(watch), handover: Rc::clone(handover) };
+        let mut http2 = http2::Builder::new(tasks);
         http2
             .timer(TokioTimer::new())
+            .enable_connect_protocol()
             .max_concurrent_streams(self.settings.max_concurrent_streams)
             .max_header_list_size(u32::try_from(self.settings.max_header_bytes).unwrap_or(u32::MAX))
             .initial_stream_window_size(H2_STREAM_WINDOW)
@@ -115,20 +121,27 @@ pub(super) async fn serve<H: Handler>(
     let sniffed = driver.drive(|cx, close| poll_sniff(&mut socket, &mut first, cx, close)).await;
     socket.unread(&first);
     let limits = protocols.body_limits();
-    let requests = service_fn(|request| answer(request, Arc::clone(&peer), &handler, limits, &watch));
+    let handover = Rc::<Handover>::default();
+    let requests =
+        service_fn(|request| answer(request, Arc::clone(&peer), &handler, limits, &watch, &handover));
     match sniffed {
-        Ok(Sniffed::Http1) => serve_http1(socket, &protocols, driver, requests).await,
+        Ok(Sniffed::Http1) => serve_http1(socket, &protocols, driver, requests, &handover).await,
         Ok(Sniffed::Http2) => {
             watch.set_multiplexed();
-            serve_http2(socket, &protocols, driver, requests).await;
+            serve_http2(socket, &protocols, driver, requests, &handover).await;
         }
         Ok(Sniffed::Nothing) => {}
         Err(overdue) => part(socket, overdue).await,
     }
 }
 
-async fn serve_http1<S, F>(socket: WatchedSocket, protocols: &Protocols, mut driver: Driver, requests: S)
-where
+async fn serve_http1<S, F>(
+    socket: WatchedSocket,
+    protocols: &Protocols,
+    mut driver: Driver,
+    requests: S,
+    handover: &Handover,
+) where
     S: Service<Request<Incoming>, Response = Response<AnswerBody>, Error = Infallible, Future = F>,
     F: Future<Output = Result<Response<AnswerBody>, Infallible>>,
 {
@@ -140,7 +153,20 @@ where
         Pin::new(&mut connection).poll(cx)
     });
     match end.await {
-        Ok(Ok(())) => {}
+        Ok(Ok(())) => {
+            let parts = connection.into_parts();
+            let mut socket = parts.io.into_inner();
+            match handover.take() {
+                // Without its head, a tunnel's bytes would be taken for an answer.
+                Some(switched) if driver.watch.is_caught_up() => {
+                    socket.unread(&parts.read_buf);
+                    switched.serve_http1(socket, protocols.settings.body_idle_timeout).await;
+                }
+                // hyper leaves the end to us once a client has spoken of an upgrade.
+                None if handover.was_offered() => say_goodbye(&mut socket).await,
+                _ => {}
+            }
+        }
         Ok(Err(error)) => {
             tracing::debug!(%error, "a client's connection ended");
             if error.is_user() && driver.watch.ends_by_close() {
@@ -151,12 +177,17 @@ where
     }
 }
 
-async fn serve_http2<S, F>(socket: WatchedSocket, protocols: &Protocols, mut driver: Driver, requests: S)
-where
+async fn serve_http2<S, F>(
+    socket: WatchedSocket,
+    protocols: &Protocols,
+    mut driver: Driver,
+    requests: S,
+    handover: &Rc<Handover>,
+) where
     S: Service<Request<Incoming>, Response = Response<AnswerBody>, Error = Infallible, Future = F>,
     F: Future<Output = Result<Response<AnswerBody>, Infallible>> + 'static,
 {
-    let http2 = protocols.http2(&driver.watch);
+    let http2 = protocols.http2(&driver.watch, handover);
     let mut connection = http2.serve_connection(TokioIo::new(socket), requests);
     let end = driver.drive(|cx, close| {
         if close {
@@ -178,9 +209,15 @@ fn answer<H: Handler>(
     handler: &Rc<H>,
     limits: BodyLimits,
     watch: &Rc<Watch>,
+    handover: &Rc<Handover>,
 ) -> impl Future<Output = Result<Response<AnswerBody>, Infallible>> + use<H> {
     let active = watch.begin();
-    let (head, incoming) = request.into_parts();
+    let (mut head, incoming) = request.into_parts();
+    let upgrade = head.extensions.remove::<OnUpgrade>();
+    if upgrade.is_some() {
+        handover.set_offered();
+    }
+    let handover = Rc::clone(handover);
     if head.version == Version::HTTP_10 {
         watch.set_ends_by_close();
     }
@@ -196,7 +233,10 @@ fn answer<H: Handler>(
             }
             answer
         });
-        let response = response.await;
+        let mut response = response.await;
+        if let (Some(tunnel), Some(client)) = (response.body_mut().take_tunnel(), upgrade) {
+            handover.put(Switched::new(tunnel, client, active.clone()));
+        }
         Ok(response.map(|body| AnswerBody { body, active, part, rest: Bytes::new() }))
     }
 }
@@ -213,6 +253,13 @@ async fn part(mut socket: WatchedSocket, overdue: Overdue) {
         socket.shutdown().await
     });
     if !matches!(said.await, Ok(Ok(()))) {
+        tracing::debug!("the client was not there to be told");
+    }
+}
+
+/// Ends a connection in good order.
+async fn say_goodbye(socket: &mut (impl AsyncWrite + Unpin)) {
+    if !matches!(timeout(LAST_WORDS_TIME, socket.shutdown()).await, Ok(Ok(()))) {
         tracing::debug!("the client was not there to be told");
     }
 }
@@ -382,18 +429,30 @@ impl Body for AnswerBody {
 
 /// Runs the streams of an HTTP/2 connection, each in its own task, and resets those whose client
 /// does not read: it can keep the connection busy while it grants a stream no window.
+///
+/// What a stream itself wants to be run is the sending half of its tunnel.
 #[derive(Clone, Debug)]
-struct StreamTasks(Rc<Watch>);
+struct StreamTasks {
+    watch: Rc<Watch>,
+    handover: Rc<Handover>,
+}
 
 impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTasks {
     fn execute(&self, stream: F) {
-        let watch = Rc::clone(&self.0);
+        let (watch, handover) = (Rc::clone(&self.watch), Rc::clone(&self.handover));
+        if let Some(switched) = handover.take() {
+            tokio::task::spawn_local(switched.serve_http2(stream, watch.stall_limit()));
+            return;
+        }
         tokio::task::spawn_local(async move {
             let (mut stream, mut alarm) = (Box::pin(stream), Alarm::default());
             let mut stalled_since = None;
             poll_fn(|cx| {
                 watch.take_excused();
-                if stream.as_mut().poll(cx).is_ready() {
+                let done = stream.as_mut().poll(cx);
+                // Not taken up: the client left at the last moment.
+                drop(handover.take());
+                if done.is_ready() {
                     return Poll::Ready(());
                 }
                 if watch.take_excused() {

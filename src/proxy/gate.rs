@@ -9,6 +9,7 @@
 //! Framing on the way out is hyper's: it keeps the `Content-Length` or `Transfer-Encoding: chunked` that
 //! stays in the map. With both in a request it has dropped the length and closes the connection after.
 
+use super::upgrade::{self, Wanted};
 use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, Version, header, request};
 use smallvec::SmallVec;
@@ -23,6 +24,8 @@ pub(super) struct Target {
     path_and_query: PathAndQuery,
     /// The body's length in bytes as declared; `None` if it is chunked, framed by HTTP/2, or absent.
     pub(super) content_length: Option<u64>,
+    /// What the upstream may answer with a `101`.
+    pub(super) wanted: Option<Wanted>,
 }
 
 /// Why a request is refused before anybody looks at it. The text is public.
@@ -30,6 +33,8 @@ pub(super) struct Target {
 pub enum GateFault {
     #[error("CONNECT is not supported")]
     Connect,
+    #[error("the only protocol supported with CONNECT is \"websocket\"")]
+    ConnectProtocol,
     #[error("a request needs a Host")]
     HostMissing,
     #[error("a request must have one Host only")]
@@ -67,9 +72,8 @@ pub(super) fn check(
     parts: &mut request::Parts,
     reads_header: &dyn Fn(&HeaderName) -> bool,
 ) -> Result<Target, GateFault> {
-    if parts.method == Method::CONNECT {
-        return Err(GateFault::Connect);
-    }
+    let websocket_key =
+        if parts.method == Method::CONNECT { Some(upgrade::get_from_connect(parts)?) } else { None };
     let seen = Seen::read(&parts.headers, reads_header)?;
     if parts.method == Method::TRACE && (seen.chunked || seen.content_length.is_some_and(|len| len > 0)) {
         return Err(GateFault::TraceBody);
@@ -91,13 +95,10 @@ pub(super) fn check(
     for name in &seen.strip {
         parts.headers.remove(name);
     }
-    if seen.te_trailers {
-        // Said anew for our own connection, which has to be told so (RFC 9110, 10.1.4).
-        parts.headers.insert(header::TE, HeaderValue::from_static("trailers"));
-        parts.headers.insert(header::CONNECTION, HeaderValue::from_static("te"));
-    }
+    let content_length = seen.content_length;
+    let wanted = say_anew(parts, seen, websocket_key);
     parts.version = Version::HTTP_11;
-    Ok(Target { authority, host, path_and_query, content_length: seen.content_length })
+    Ok(Target { authority, host, path_and_query, content_length, wanted })
 }
 
 impl Target {
@@ -136,7 +137,7 @@ impl GateFault {
     pub(super) fn status(self) -> StatusCode {
         match self {
             Self::Connect => StatusCode::METHOD_NOT_ALLOWED,
-            Self::TransferEncoding => StatusCode::NOT_IMPLEMENTED,
+            Self::TransferEncoding | Self::ConnectProtocol => StatusCode::NOT_IMPLEMENTED,
             Self::Expect => StatusCode::EXPECTATION_FAILED,
             _ => StatusCode::BAD_REQUEST,
         }
@@ -182,6 +183,9 @@ struct Seen {
     content_length: Option<u64>,
     te_trailers: bool,
     unknown_expectation: bool,
+    /// `Upgrade`, as it came; it holds only if `Connection` names it.
+    upgrade: SmallVec<[HeaderValue; 1]>,
+    names_upgrade: bool,
     strip: SmallVec<[HeaderName; 6]>,
 }
 
@@ -209,12 +213,14 @@ impl Seen {
                         if is_protected(&field, reads_header) {
                             return Err(GateFault::ConnectionNames);
                         }
+                        seen.names_upgrade |= field == header::UPGRADE;
                         seen.strip.push(field);
                     }
                 }
                 header::TE => {
                     seen.te_trailers |= elements(value).any(|item| item.eq_ignore_ascii_case(b"trailers"));
                 }
+                header::UPGRADE => seen.upgrade.push(value.clone()),
                 header::TRAILER => check_trailer_names(value, reads_header)?,
                 header::EXPECT => {
                     let known = value.as_bytes().eq_ignore_ascii_case(b"100-continue");
@@ -232,6 +238,40 @@ impl Seen {
         }
         Ok(seen)
     }
+}
+
+/// Says for our own connection what a request wants from it: that takes being named in `Connection`
+/// (RFC 9110, 7.8 and 10.1.4).
+///
+/// A request with a body is not upgraded: the new protocol begins where the body ends, and not everybody
+/// agrees on where that is. Nor is one by HTTP/1.0, which knows no upgrades.
+fn say_anew(parts: &mut request::Parts, seen: Seen, websocket_key: Option<HeaderValue>) -> Option<Wanted> {
+    let headers = &mut parts.headers;
+    if seen.te_trailers {
+        headers.insert(header::TE, HeaderValue::from_static("trailers"));
+    }
+    let has_body = seen.chunked || seen.content_length.is_some_and(|length| length > 0);
+    let is_http11 = parts.version == Version::HTTP_11;
+    let wanted = if let Some(key) = websocket_key {
+        headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
+        headers.insert(header::SEC_WEBSOCKET_KEY, key.clone());
+        Some(Wanted::WebSocket(key))
+    } else if is_http11 && seen.names_upgrade && !has_body && upgrade::may_pass(&seen.upgrade) {
+        for line in seen.upgrade {
+            headers.append(header::UPGRADE, line);
+        }
+        Some(Wanted::Upgrade)
+    } else {
+        None
+    };
+    let named = match (seen.te_trailers, &wanted) {
+        (true, Some(_)) => "te, upgrade",
+        (true, None) => "te",
+        (false, Some(_)) => "upgrade",
+        (false, None) => return wanted,
+    };
+    headers.insert(header::CONNECTION, HeaderValue::from_static(named));
+    wanted
 }
 
 /// Fields that decide who a request is from, where it goes or how long it is.

@@ -2,6 +2,7 @@
 //! whom. Connection-bound fields of requests are gone by then (see [`super::gate`]).
 
 use super::gate::{self, Target};
+use super::upgrade::{self, Wanted};
 use crate::policy::client::Client;
 use bytes::Bytes;
 use http::header::Entry;
@@ -43,6 +44,10 @@ pub(super) enum ResponseFault {
     TransferEncoding,
     #[error("the upstream switched protocols unasked")]
     Switched,
+    #[error("the upstream opened a WebSocket without the proof that it knows what that is")]
+    NotProven,
+    #[error("the upstream answered a WebSocket's handshake with success, and opened none")]
+    NotSwitched,
 }
 
 impl AddressText {
@@ -90,7 +95,8 @@ pub(super) fn forward_request(parts: &mut request::Parts, target: &Target, hop: 
     }
 }
 
-/// Makes an upstream's response into the one for a client that asked by `version_in`.
+/// Makes an upstream's response into the one for a client that asked by `version_in`, and `wanted` more than
+/// an answer.
 ///
 /// hyper frames it: by the `Content-Length` that stays, or chunked; and it speaks HTTP/1.0 with clients
 /// that do.
@@ -100,10 +106,10 @@ pub(super) fn forward_request(parts: &mut request::Parts, target: &Target, hop: 
 pub(super) fn forward_response(
     parts: &mut response::Parts,
     version_in: Version,
+    wanted: Option<&Wanted>,
 ) -> Result<(), ResponseFault> {
-    if parts.status == StatusCode::SWITCHING_PROTOCOLS {
-        return Err(ResponseFault::Switched);
-    }
+    check_switch(parts, wanted)?;
+    let upgrade = upgrade_to_tell(parts, version_in);
     let headers = &mut parts.headers;
     let mut strip: SmallVec<[HeaderName; 4]> = SmallVec::new();
     let mut lengths = 0_usize;
@@ -134,8 +140,45 @@ pub(super) fn forward_response(
         single_length(headers);
     }
     append_to_list(headers, &header::VIA, via(parts.version));
+    for line in upgrade {
+        headers.append(header::UPGRADE, line);
+        headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+    }
+    if parts.status == StatusCode::SWITCHING_PROTOCOLS {
+        // Whatever it says of a body: what follows is the other protocol.
+        headers.remove(header::CONTENT_LENGTH);
+        if let Some(Wanted::WebSocket(_)) = wanted {
+            headers.remove(header::SEC_WEBSOCKET_ACCEPT);
+            parts.status = StatusCode::OK;
+        }
+    }
     parts.version = if version_in == Version::HTTP_2 { Version::HTTP_2 } else { Version::HTTP_11 };
     Ok(())
+}
+
+/// Whether a response switches protocols exactly if that is an answer to what was `wanted`. That the protocol is
+/// one of those asked for has been checked when the connection was given up for it.
+fn check_switch(parts: &response::Parts, wanted: Option<&Wanted>) -> Result<(), ResponseFault> {
+    let switched = parts.status == StatusCode::SWITCHING_PROTOCOLS;
+    match wanted {
+        None if switched => Err(ResponseFault::Switched),
+        Some(Wanted::WebSocket(key)) if switched && !upgrade::accepts(key, &parts.headers) => {
+            Err(ResponseFault::NotProven)
+        }
+        // To a CONNECT, any success would mean that the tunnel is open.
+        Some(Wanted::WebSocket(_)) if parts.status.is_success() => Err(ResponseFault::NotSwitched),
+        _ => Ok(()),
+    }
+}
+
+/// The `Upgrade` of a response that means the client: the protocol switched to, or required.
+fn upgrade_to_tell(parts: &response::Parts, version_in: Version) -> SmallVec<[HeaderValue; 1]> {
+    let told = matches!(parts.status, StatusCode::SWITCHING_PROTOCOLS | StatusCode::UPGRADE_REQUIRED);
+    if version_in != Version::HTTP_11 || !told {
+        return SmallVec::new();
+    }
+    let list: SmallVec<_> = parts.headers.get_all(header::UPGRADE).iter().cloned().collect();
+    if upgrade::may_pass(&list) { list } else { SmallVec::new() }
 }
 
 /// Adds `item` to a field that is a comma-separated list, in one line.

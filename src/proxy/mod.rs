@@ -13,6 +13,8 @@ mod server;
 mod service;
 #[cfg(test)]
 mod tests;
+mod tunnel;
+mod upgrade;
 mod upstream;
 mod watch;
 
@@ -21,6 +23,7 @@ pub use gate::GateFault;
 pub use inbound::{Inbound, InboundFault};
 pub use server::{Handler, Load, Peer, Server, Stop};
 pub use service::Service;
+pub use tunnel::Tunnel;
 pub use upstream::{Fault, SetupError, Shared, Upstream, UpstreamError, UpstreamErrorKind};
 
 use std::fmt;

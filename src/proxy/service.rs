@@ -5,6 +5,7 @@ use super::headers::{self, Hop};
 use super::inbound::Inbound;
 use super::replies::{self, Local, Style};
 use super::server::{Handler, Peer};
+use super::upgrade::Wanted;
 use super::upstream::{Upstream, UpstreamError, UpstreamErrorKind};
 use super::{ListenSettings, RequestBody, ResponseBody, fields};
 use crate::enforcer::{Enforcer, Hold, Outcome, Verdict};
@@ -113,13 +114,16 @@ impl Service {
         };
         headers::forward_request(&mut parts, &asked.inbound.target, &hop);
         let send = self.upstream.send(Request::from_parts(parts, body), ready);
+        let wanted = asked.inbound.target.wanted.as_ref();
         let mut response = match before(ends_at, send).await {
-            Some(Ok(response)) => self.pass_on(response, version_in, style),
+            Some(Ok(response)) => self.pass_on(response, version_in, wanted, style),
             Some(Err(error)) => self.not_forwarded(&error, style),
             None => replies::local(Local::Overlong, style).map(ResponseBody::Full),
         };
-        if let ResponseBody::Upstream(body) = response.body_mut() {
-            body.keep(hold);
+        match response.body_mut() {
+            ResponseBody::Upstream(body) => body.keep(hold),
+            ResponseBody::Tunnel(tunnel) => tunnel.keep(hold),
+            ResponseBody::Empty | ResponseBody::Full(_) => {}
         }
         self.done(response, &asked, &verdict, table)
     }
@@ -149,10 +153,11 @@ impl Service {
         &self,
         response: Response<ResponseBody>,
         version_in: http::Version,
+        wanted: Option<&Wanted>,
         style: Style,
     ) -> Response<ResponseBody> {
         let (mut parts, body) = response.into_parts();
-        match headers::forward_response(&mut parts, version_in) {
+        match headers::forward_response(&mut parts, version_in, wanted) {
             Ok(()) => Response::from_parts(parts, body),
             Err(fault) => {
                 self.shard.upstream_error(UpstreamErrorKind::Protocol as usize);

@@ -6,8 +6,10 @@
 mod connect;
 mod pool;
 
-use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http::{HeaderValue, Method, Request, Response, StatusCode, header};
+use hyper::body::Incoming;
 use hyper::client::conn::TrySendError;
+use smallvec::SmallVec;
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -19,6 +21,8 @@ use tokio::time::Instant;
 
 use super::UpstreamSettings;
 use super::body::{Progress, RequestBody, ResponseBody, Sending, UpstreamBody};
+use super::tunnel::Tunnel;
+use super::upgrade;
 use pool::{Connection, Pool};
 
 pub use connect::SetupError;
@@ -177,6 +181,7 @@ impl Upstream {
         sent: Instant,
     ) -> Result<Response<ResponseBody>, Failure> {
         let progress = request.body().progress();
+        let offered: SmallVec<[_; 1]> = request.headers().get_all(header::UPGRADE).iter().cloned().collect();
         let answer = connection.sender.try_send_request(request);
         let response = match self.in_time(&mut connection, answer, progress.as_deref(), sent).await {
             Some(Ok(response)) => response,
@@ -190,8 +195,7 @@ impl Upstream {
             }
         };
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-            let detail = "switched protocols without being asked".to_owned();
-            return Err(Failure::Sent(UpstreamError { kind: UpstreamErrorKind::Protocol, detail }));
+            return self.switch(response, connection, &offered).await.map_err(Failure::Sent);
         }
         let lease = Lease::new(Rc::clone(&self.pool), connection);
         Ok(response.map(|incoming| {
@@ -201,6 +205,28 @@ impl Upstream {
             }
             ResponseBody::Upstream(UpstreamBody::new(incoming, lease, self.pool.settings().body_idle_timeout))
         }))
+    }
+
+    /// Takes a connection out of the pool for the protocol that the upstream switched to. It counts as open until it
+    /// is closed.
+    async fn switch(
+        &self,
+        mut response: Response<Incoming>,
+        connection: Box<Connection>,
+        offered: &[HeaderValue],
+    ) -> Result<Response<ResponseBody>, UpstreamError> {
+        if !upgrade::grants(offered, response.headers()) {
+            let detail = "switched to a protocol that was not asked for".to_owned();
+            return Err(UpstreamError { kind: UpstreamErrorKind::Protocol, detail });
+        }
+        let upgraded = hyper::upgrade::on(&mut response).await.map_err(|error| UpstreamError {
+            kind: UpstreamErrorKind::Terminated,
+            detail: with_causes(&error),
+        })?;
+        // Only now: dropping it would end the task that gives the socket away.
+        drop(connection);
+        let tunnel = Tunnel::new(upgraded, self.pool.settings().body_idle_timeout);
+        Ok(response.map(|_empty| ResponseBody::Tunnel(Box::new(tunnel))))
     }
 
     /// Waits for `answer`, at most `response_timeout` after the last part of the request was handed

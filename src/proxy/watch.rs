@@ -164,6 +164,11 @@ impl Watch {
         }
     }
 
+    /// Whether all that was written has been taken.
+    pub(super) fn is_caught_up(&self) -> bool {
+        self.blocked_since.get().is_none()
+    }
+
     /// How long a client may leave a write alone.
     pub(super) fn stall_limit(&self) -> Duration {
         self.patience.stalled
@@ -238,6 +243,8 @@ pub(super) struct WatchedSocket {
     socket: TcpStream,
     watch: Rc<Watch>,
     looked_at: Vec<u8>,
+    /// The end of what we write is not the end of what we read.
+    one_way: bool,
     linger: Option<Linger>,
 }
 
@@ -250,7 +257,7 @@ struct Linger {
 
 impl WatchedSocket {
     pub(super) fn new(socket: TcpStream, watch: Rc<Watch>) -> Self {
-        Self { socket, watch, looked_at: Vec::new(), linger: None }
+        Self { socket, watch, looked_at: Vec::new(), one_way: false, linger: None }
     }
 
     /// Puts bytes back that will be read again first.
@@ -264,6 +271,11 @@ impl WatchedSocket {
         if let Err(error) = self.socket.set_zero_linger() {
             tracing::debug!(%error, "a connection could not be reset");
         }
+    }
+
+    /// Whether a shutdown ends writing only, and lets the client go on.
+    pub(super) fn set_one_way(&mut self, one_way: bool) {
+        self.one_way = one_way;
     }
 
     /// What the client still sends will not be read.
@@ -345,6 +357,9 @@ impl AsyncWrite for WatchedSocket {
         let this = self.get_mut();
         if this.linger.is_none() {
             ready!(Pin::new(&mut this.socket).poll_shutdown(cx))?;
+        }
+        if this.one_way {
+            return Poll::Ready(Ok(()));
         }
         this.poll_linger(cx).map(Ok)
     }

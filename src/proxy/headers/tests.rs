@@ -221,7 +221,7 @@ fn answered(version: Version, fields: &[(&str, &str)]) -> Result<response::Parts
         builder = builder.header(*name, *value);
     }
     let mut parts = builder.body(()).unwrap().into_parts().0;
-    forward_response(&mut parts, Version::HTTP_11).map(|()| parts)
+    forward_response(&mut parts, Version::HTTP_11, None).map(|()| parts)
 }
 
 #[test]
@@ -266,7 +266,7 @@ fn a_response_has_one_framing() {
 #[test]
 fn an_unasked_switch_of_protocols_is_a_fault() {
     let mut parts = http::Response::builder().status(101).body(()).unwrap().into_parts().0;
-    assert_eq!(forward_response(&mut parts, Version::HTTP_11), Err(ResponseFault::Switched));
+    assert_eq!(forward_response(&mut parts, Version::HTTP_11, None), Err(ResponseFault::Switched));
 }
 
 proptest! {

@@ -3,4 +3,5 @@
 mod clients;
 mod shutdown;
 mod support;
+mod tunnels;
 mod upstreams;

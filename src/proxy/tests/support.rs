@@ -105,8 +105,16 @@ impl Running {
 
     /// Forwards everything; errors are answered with their name.
     pub(super) fn forwarding(listen: &ListenSettings, upstream: UpstreamSettings) -> Self {
+        Self::forwarding_until(listen, upstream, at_once())
+    }
+
+    pub(super) fn forwarding_until(
+        listen: &ListenSettings,
+        upstream: UpstreamSettings,
+        shutdown: ShutdownSettings,
+    ) -> Self {
         let shared = Shared::new(upstream, listen.threads).unwrap();
-        Self::start(listen, at_once(), move |_| {
+        Self::start(listen, shutdown, move |_| {
             let shared = Arc::clone(&shared);
             async move { Rc::new(Forwarding(Upstream::new(shared))) }
         })

@@ -5,8 +5,10 @@ use crate::proxy::*;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 use tokio::sync::{Notify, mpsc};
 use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::server::TlsStream;
 
 const OK: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
 
@@ -400,7 +402,12 @@ fn https_that_cannot_work_is_found_at_start() {
 }
 
 /// An upstream that speaks TLS as `orders.internal`.
-async fn tls_upstream() -> std::net::SocketAddr {
+pub(super) async fn tls_upstream<F>(
+    serve: impl Fn(TlsStream<TcpStream>) -> F + Send + Sync + 'static,
+) -> std::net::SocketAddr
+where
+    F: Future<Output = ()> + Send + 'static,
+{
     use tokio_rustls::rustls::{ServerConfig, crypto::aws_lc_rs, pki_types::*};
     let certificate = CertificateDer::from_pem_slice(include_bytes!("tls/cert.pem")).unwrap();
     let key = PrivateKeyDer::from_pem_slice(include_bytes!("tls/key.pem")).unwrap();
@@ -411,12 +418,12 @@ async fn tls_upstream() -> std::net::SocketAddr {
         .with_single_cert(vec![certificate], key)
         .unwrap();
     let acceptor = tokio_rustls::TlsAcceptor::from(Arc::new(config));
+    let serve = Arc::new(serve);
     upstream(move |client, _| {
-        let acceptor = acceptor.clone();
+        let (acceptor, serve) = (acceptor.clone(), Arc::clone(&serve));
         async move {
-            let Ok(mut stream) = acceptor.accept(client.0).await else { return };
-            while let Ok(1..) = stream.read(&mut [0; 4096]).await {
-                stream.write_all(OK).await.unwrap();
+            if let Ok(stream) = acceptor.accept(client.0).await {
+                serve(stream).await;
             }
         }
     })
@@ -424,18 +431,25 @@ async fn tls_upstream() -> std::net::SocketAddr {
     .0
 }
 
+pub(super) fn tls_settings(addr: std::net::SocketAddr, name: Option<&str>) -> UpstreamSettings {
+    UpstreamSettings {
+        url: UpstreamUrl { tls: true, host: "127.0.0.1".to_owned(), port: addr.port() },
+        tls_ca: Some(concat!(env!("CARGO_MANIFEST_DIR"), "/src/proxy/tests/tls/ca.pem").into()),
+        tls_server_name: name.map(str::to_owned),
+        ..upstream_at(addr)
+    }
+}
+
 #[tokio::test]
 async fn https_upstreams_are_verified() {
-    let addr = tls_upstream().await;
-    let ca = concat!(env!("CARGO_MANIFEST_DIR"), "/src/proxy/tests/tls/ca.pem");
+    let addr = tls_upstream(|mut stream| async move {
+        while let Ok(1..) = stream.read(&mut [0; 4096]).await {
+            stream.write_all(OK).await.unwrap();
+        }
+    })
+    .await;
     for (name, answer) in [(Some("orders.internal"), "ok"), (Some("other.internal"), "tls"), (None, "tls")] {
-        let settings = UpstreamSettings {
-            url: UpstreamUrl { tls: true, host: "127.0.0.1".to_owned(), port: addr.port() },
-            tls_ca: Some(ca.into()),
-            tls_server_name: name.map(str::to_owned),
-            ..upstream_at(addr)
-        };
-        let server = Running::forwarding(&listen(), settings);
+        let server = Running::forwarding(&listen(), tls_settings(addr, name));
         let mut client = server.connect().await;
         for _ in 0..2 {
             assert!(client.ask(GET).await.ends_with(answer), "{name:?}");

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, lookup_host};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
@@ -142,12 +143,17 @@ impl fmt::Debug for Connector {
 /// A connection's bytes, in the clear or not.
 ///
 /// An upstream may answer an upload early, e.g. with 413, and close: writing then fails while the answer
-/// waits to be read. So a broken write is passed over, and the reading side tells how it ended.
+/// waits to be read. So a broken write is passed over, and the reading side tells how it ended,
+/// unless it has said so before: in a tunnel, writing may go on after that.
 #[derive(Debug)]
 pub(super) struct Stream {
     io: Io,
     /// Writing has failed.
     deaf: bool,
+    /// Reading has come to an end in good order.
+    ended: bool,
+    /// Free when the socket is closed, not when somebody wants it closed.
+    _permit: Option<OwnedSemaphorePermit>,
 }
 
 #[derive(Debug)]
@@ -158,7 +164,12 @@ enum Io {
 
 impl Stream {
     fn new(io: Io) -> Self {
-        Self { io, deaf: false }
+        Self { io, deaf: false, ended: false, _permit: None }
+    }
+
+    /// Holds `permit` as long as the connection is open.
+    pub(super) fn counted(self, permit: OwnedSemaphorePermit) -> Self {
+        Self { _permit: Some(permit), ..self }
     }
 
     fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Unpin)> {
@@ -172,7 +183,8 @@ impl Stream {
     fn written<T>(&mut self, result: Poll<io::Result<T>>, unheard: T) -> Poll<io::Result<T>> {
         match result {
             Poll::Ready(Err(error))
-                if matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) =>
+                if !self.ended
+                    && matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) =>
             {
                 self.deaf = true;
                 Poll::Ready(Ok(unheard))
@@ -194,6 +206,7 @@ impl AsyncRead for Stream {
             // No end in good order: the failed write has used up the error that reading would have had.
             return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
         }
+        this.ended |= into.filled().len() == before && into.remaining() > 0;
         Poll::Ready(Ok(()))
     }
 }

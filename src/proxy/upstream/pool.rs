@@ -223,7 +223,7 @@ impl Pool {
     ) -> Result<Box<Connection>, UpstreamError> {
         let stream = loop {
             match self.shared.connector.connect(self.settings()).await {
-                Ok(stream) => break stream,
+                Ok(stream) => break stream.counted(permit),
                 Err(error) if *retries > 0 => {
                     *retries -= 1;
                     tracing::debug!(%error, "connecting to the upstream once more");
@@ -240,9 +240,7 @@ impl Pool {
                 detail: error.to_string(),
             })?;
         let task = tokio::task::spawn_local(async move {
-            // The permit is free when the socket is closed, not when somebody wants it closed.
-            let _permit = permit;
-            if let Err(error) = connection.await {
+            if let Err(error) = connection.with_upgrades().await {
                 tracing::debug!(%error, "an upstream connection ended");
             }
         });
