@@ -38,3 +38,4 @@ mod redis_faults;
 mod redis_store;
 mod reload;
 mod shared_redis;
+mod upgrades;

@@ -294,6 +294,11 @@ impl RawSocket {
         while self.read().await {}
     }
 
+    /// The socket itself: what is read from it is not remembered.
+    pub fn stream(&mut self) -> &mut TcpStream {
+        &mut self.stream
+    }
+
     pub async fn send(&mut self, bytes: &[u8]) {
         // A peer that has gone shows when reading.
         self.stream.write_all(bytes).await.unwrap_or_default();
