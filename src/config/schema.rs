@@ -134,7 +134,7 @@ static LISTEN_HTTP: [Key; 8] = [
         "body_idle_timeout",
         POSITIVE,
         Default("30s"),
-        "How long a request body may make no progress, or a client not read its response.",
+        "How long a request body may make no progress, or a client not read its response or what comes through a tunnel.",
     ),
     // hyper needs room for 8 KiB.
     key("max_header_bytes", size(8 << 10, 16 << 20), Default("64KiB"), "Largest request head. Above: 431."),
@@ -182,7 +182,7 @@ static UPSTREAM: [Key; 12] = [
         "body_idle_timeout",
         DURATION,
         Default("0"),
-        "How long a response body may make no progress. \"0\": no limit, as event streams and long polls need.",
+        "How long a response body may make no progress, or a tunnel (WebSocket) neither way. \"0\": no limit, as event streams and long polls need.",
     ),
     key(
         "pool_idle_timeout",
@@ -206,7 +206,7 @@ static UPSTREAM: [Key; 12] = [
         "max_connections",
         whole(1, 1_000_000),
         Default("1024"),
-        "Connections to the upstream at a time, over all workers.",
+        "Connections to the upstream at a time, over all workers; open WebSockets count.",
     ),
     key("queue_timeout", DURATION, Default("1s"), "How long a request waits for one of them. Passed: 503."),
     key(

@@ -6,6 +6,7 @@ use bytes::Bytes;
 use http::{Request, Response, Version};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
+use hyper::server::conn::http1::Parts;
 use hyper::server::conn::{http1, http2};
 use hyper::service::{Service, service_fn};
 use hyper::upgrade::OnUpgrade;
@@ -154,12 +155,13 @@ async fn serve_http1<S, F>(
     });
     match end.await {
         Ok(Ok(())) => {
-            let parts = connection.into_parts();
-            let mut socket = parts.io.into_inner();
+            let Parts { io, read_buf, .. } = connection.into_parts();
+            let mut socket = io.into_inner();
+            socket.unread(&read_buf);
+            drop(read_buf);
             match handover.take() {
                 // Without its head, a tunnel's bytes would be taken for an answer.
                 Some(switched) if driver.watch.is_caught_up() => {
-                    socket.unread(&parts.read_buf);
                     switched.serve_http1(socket, protocols.settings.body_idle_timeout).await;
                 }
                 // hyper leaves the end to us once a client has spoken of an upgrade.

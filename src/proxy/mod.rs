@@ -43,7 +43,8 @@ pub struct ListenSettings {
     pub header_timeout: Duration,
     /// A connection without a request.
     pub idle_timeout: Duration,
-    /// No progress on a request body, or on writing to a client that does not read.
+    /// No progress on a request body, or on writing to a client that does not read; in a tunnel that the upstream has
+    /// ended, a client that pauses.
     pub body_idle_timeout: Duration,
     pub max_header_bytes: usize,
     pub max_headers: usize,
@@ -60,7 +61,7 @@ pub struct UpstreamSettings {
     pub connect_timeout: Duration,
     /// Until the response head, counted from the last byte sent. `None`: no limit.
     pub response_timeout: Option<Duration>,
-    /// No progress on a response body. `None`: no limit.
+    /// No progress on a response body, or in a tunnel either way. `None`: no limit.
     pub body_idle_timeout: Option<Duration>,
     pub pool_idle_timeout: Duration,
     /// Idle connections kept, over all workers.

@@ -159,7 +159,10 @@ impl Flow {
                     ready!(Pin::new(&mut *sink).poll_shutdown(cx)).map_err(Broken::Sink)?;
                     (self.stage, self.moved) = (Stage::Over, true);
                 }
-                Stage::Over => return Poll::Ready(Ok(())),
+                Stage::Over => {
+                    self.lags = false;
+                    return Poll::Ready(Ok(()));
+                }
             }
             if self.stage == Stage::Open && self.poll_part(source, sink, cx)?.is_pending() {
                 // Also how a receiver that is gone can be noticed while there is nothing for it.

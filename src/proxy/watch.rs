@@ -315,6 +315,9 @@ impl AsyncRead for WatchedSocket {
         if !this.looked_at.is_empty() {
             let n = this.looked_at.len().min(into.remaining());
             into.put_slice(this.looked_at.drain(..n).as_slice());
+            if this.looked_at.is_empty() {
+                this.looked_at = Vec::new();
+            }
             return Poll::Ready(Ok(()));
         }
         let before = into.filled().len();

@@ -12,6 +12,7 @@ use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
 
 /// The handshake of RFC 6455, 1.3, and what proves that it was understood.
@@ -260,27 +261,46 @@ async fn a_silent_websocket_on_http2_stays_and_others_go_on_beside_it() {
 }
 
 #[tokio::test]
-async fn a_client_that_resets_its_stream_is_told_to_a_silent_upstream() {
-    let (told, mut gone) = tokio::sync::mpsc::channel(1);
+async fn a_client_that_resets_its_stream_ends_the_tunnel_to_a_silent_upstream() {
+    let upstream = RawUpstream::scripted(|_, mut socket| async move {
+        let Some(head) = socket.request().await else { return };
+        socket.send(switch(&proof_for(&head)).as_bytes()).await;
+        // It takes the client's end for half of one, and keeps its own side open.
+        socket.drain().await;
+        std::future::pending().await
+    })
+    .await;
+    let config = "[upstream]\nmax_connections = 1\nqueue_timeout = '10s'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let mut sender = settled(&proxy).await;
+    for _ in 0..2 {
+        drop(opened(connect(&mut sender, "websocket").await).await);
+    }
+}
+
+#[tokio::test]
+async fn an_upstream_may_end_first_on_http2_too() {
+    let (told, mut counted) = mpsc::channel(1);
     let upstream = RawUpstream::scripted(move |_, mut socket| {
         let told = told.clone();
         async move {
-            let head = socket.request().await.unwrap();
+            let Some(head) = socket.request().await else { return };
             socket.send(switch(&proof_for(&head)).as_bytes()).await;
-            socket.drain().await;
-            // Its own side stays open: only a close from the proxy, not a half-close, lets this fail.
-            while socket.stream().write_all(b"x").await.is_ok() {
-                sleep(Duration::from_millis(5)).await;
-            }
-            told.send(()).await.unwrap();
+            let socket = socket.stream();
+            socket.shutdown().await.unwrap();
+            let mut rest = Vec::new();
+            socket.read_to_end(&mut rest).await.unwrap();
+            told.send(rest.len()).await.unwrap();
         }
     })
     .await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut sender = settled(&proxy).await;
-    drop(opened(connect(&mut sender, "websocket").await).await);
-    timeout(SOON, gone.recv()).await.expect("the tunnel must end").unwrap();
-    assert!(sender.is_ready(), "the connection goes on");
+    let mut socket = opened(connect(&mut sender, "websocket").await).await;
+    assert_eq!(timeout(SOON, socket.read(&mut [0; 10])).await.unwrap().unwrap(), 0);
+    socket.write_all(&vec![b'x'; 1 << 20]).await.unwrap();
+    socket.shutdown().await.unwrap();
+    assert_eq!(timeout(SOON, counted.recv()).await.unwrap(), Some(1 << 20));
 }
 
 #[tokio::test]

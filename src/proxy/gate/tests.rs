@@ -240,6 +240,73 @@ fn te_keeps_trailers_only() {
 }
 
 #[test]
+fn an_upgrade_is_asked_for_with_all_its_lines_and_nothing_beside() {
+    let (parts, target) = pass(get(&[
+        ("connection", "X-Gone, UPGRADE"),
+        ("x-gone", "1"),
+        ("upgrade", "websocket, Other/2"),
+        ("upgrade", "more"),
+        ("http2-settings", "AAA"),
+        ("content-length", "0"),
+    ]));
+    assert_eq!(target.wanted, Some(Wanted::Upgrade));
+    let lines: Vec<_> = parts.headers.get_all("upgrade").iter().collect();
+    assert_eq!(lines, ["websocket, Other/2", "more"]);
+    assert_eq!(parts.headers["connection"], "upgrade");
+    assert!(!parts.headers.contains_key("x-gone") && !parts.headers.contains_key("http2-settings"));
+    let (parts, _) = pass(get(&[("connection", "te, upgrade"), ("te", "trailers"), ("upgrade", "a")]));
+    assert_eq!(
+        (&parts.headers["te"], &parts.headers["connection"]),
+        (&"trailers".parse().unwrap(), &"te, upgrade".parse().unwrap())
+    );
+}
+
+#[test]
+fn what_must_not_be_upgraded_is_a_plain_request() {
+    let asking = [("connection", "upgrade"), ("upgrade", "websocket")];
+    for more in [("content-length", "1"), ("transfer-encoding", "chunked"), ("upgrade", "h2c")] {
+        let (parts, target) = pass(get(&[asking[0], asking[1], more]));
+        assert_eq!((target.wanted, parts.headers.get("upgrade")), (None, None), "{more:?}");
+        assert!(!parts.headers.contains_key("connection"));
+    }
+    for version in [Version::HTTP_10, Version::HTTP_2] {
+        let fields = [("host", "h"), asking[0], asking[1]];
+        let (parts, target) = pass(head("GET", "http://h/", version, &fields));
+        assert_eq!((target.wanted, parts.headers.get("upgrade")), (None, None), "{version:?}");
+    }
+}
+
+#[test]
+fn an_extended_connect_is_a_handshake() {
+    let connect = |protocol: Option<&'static str>, version, fields: &[(&str, &str)]| {
+        let mut parts = head("CONNECT", "https://a.example:8443/chat?x", version, fields);
+        if let Some(name) = protocol {
+            parts.extensions.insert(hyper::ext::Protocol::from_static(name));
+        }
+        parts
+    };
+    let fields = [("sec-websocket-key", "theirs"), ("sec-websocket-version", "13")];
+    let (parts, target) = pass(connect(Some("WebSocket"), Version::HTTP_2, &fields));
+    assert_eq!((&parts.method, parts.uri.to_string().as_str()), (&Method::GET, "/chat?x"));
+    assert_eq!((target.host(), parts.version), ("a.example", Version::HTTP_11));
+    let key = parts.headers.get_all("sec-websocket-key").iter().collect::<Vec<_>>();
+    assert_eq!(target.wanted, Some(Wanted::WebSocket(key[0].clone())));
+    assert_eq!((key.len(), key[0].len()), (1, 24));
+    assert_eq!(
+        (&parts.headers["upgrade"], &parts.headers["connection"]),
+        (&"websocket".parse().unwrap(), &"upgrade".parse().unwrap())
+    );
+    assert_eq!(parts.headers["sec-websocket-version"], "13");
+
+    assert_eq!(
+        fault(connect(Some("connect-udp"), Version::HTTP_2, &[])).status(),
+        StatusCode::NOT_IMPLEMENTED
+    );
+    assert_eq!(fault(connect(None, Version::HTTP_2, &[])), GateFault::Connect);
+    assert_eq!(fault(connect(Some("websocket"), Version::HTTP_11, &[("host", "a")])), GateFault::Connect);
+}
+
+#[test]
 fn an_expectation_is_removed() {
     let (parts, _) = pass(get(&[("expect", "100-Continue")]));
     assert!(!parts.headers.contains_key("expect"));

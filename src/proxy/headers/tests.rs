@@ -264,6 +264,37 @@ fn a_response_has_one_framing() {
 }
 
 #[test]
+fn a_granted_upgrade_is_told_to_the_client() {
+    let switched = |wanted: &Wanted, version_in, fields: &[(&str, &str)]| {
+        let mut builder = http::Response::builder().status(101).version(Version::HTTP_11);
+        for (name, value) in [("connection", "Upgrade, x-gone"), ("x-gone", "1"), ("upgrade", "websocket")] {
+            builder = builder.header(name, value);
+        }
+        for (name, value) in fields {
+            builder = builder.header(*name, *value);
+        }
+        let mut parts = builder.body(()).unwrap().into_parts().0;
+        forward_response(&mut parts, version_in, Some(wanted)).map(|()| parts)
+    };
+    let body = [("content-length", "5"), ("sec-websocket-protocol", "chat")];
+    let parts = switched(&Wanted::Upgrade, Version::HTTP_11, &body).unwrap();
+    let expected = [
+        ("connection", vec!["upgrade"]),
+        ("sec-websocket-protocol", vec!["chat"]),
+        ("upgrade", vec!["websocket"]),
+        ("via", vec!["1.1 tidegate"]),
+    ];
+    assert_eq!((listed(&parts.headers), parts.status), (expected.into(), StatusCode::SWITCHING_PROTOCOLS));
+
+    let wanted = Wanted::WebSocket(HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ=="));
+    let proof = ("sec-websocket-accept", "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=");
+    let parts = switched(&wanted, Version::HTTP_2, &[proof, body[1]]).unwrap();
+    let expected = [("sec-websocket-protocol", vec!["chat"]), ("via", vec!["1.1 tidegate"])];
+    assert_eq!((listed(&parts.headers), parts.status), (expected.into(), StatusCode::OK));
+    assert_eq!(switched(&wanted, Version::HTTP_2, &body).unwrap_err(), ResponseFault::NotProven);
+}
+
+#[test]
 fn an_unasked_switch_of_protocols_is_a_fault() {
     let mut parts = http::Response::builder().status(101).body(()).unwrap().into_parts().0;
     assert_eq!(forward_response(&mut parts, Version::HTTP_11, None), Err(ResponseFault::Switched));

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, mpsc};
 use tokio::time::{sleep, timeout};
 
 const ASK: &[u8] = b"GET /chat HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: echo/1\r\n\r\n";
@@ -91,7 +91,7 @@ async fn megabytes_pass_both_ways_at_once_unchanged() {
 #[tokio::test]
 async fn megabytes_pass_through_tls_and_end_in_good_order() {
     let addr = tls_upstream(|mut stream| async move {
-        stream.read(&mut [0; 4096]).await.unwrap();
+        assert!(stream.read(&mut [0; 4096]).await.unwrap() > 0);
         stream.write_all(SWITCH).await.unwrap();
         let (mut reads, mut writes) = tokio::io::split(stream);
         // An end without a goodbye would be an error here.
@@ -132,29 +132,51 @@ async fn either_side_may_end_first_and_still_listen() {
     client.shutdown().await.unwrap();
     assert_eq!(read(&mut client, 9).await, b"heard all");
     ends(&mut client).await;
+}
 
-    let heard = Arc::new(Notify::new());
-    let notify = Arc::clone(&heard);
+/// Ends its own side at once, and counts what comes after a while.
+async fn ends_first_and_counts(pause: Duration) -> (SocketAddr, mpsc::Receiver<usize>) {
+    let (told, counted) = mpsc::channel(1);
     let (addr, _) = switching(move |mut socket| {
-        let notify = Arc::clone(&notify);
+        let told = told.clone();
         async move {
             socket.write_all(b"bye").await.unwrap();
             socket.shutdown().await.unwrap();
-            let mut rest = String::new();
-            socket.read_to_string(&mut rest).await.unwrap();
-            assert_eq!(rest, "one more");
-            notify.notify_one();
+            sleep(pause).await;
+            let mut rest = Vec::new();
+            socket.read_to_end(&mut rest).await.unwrap();
+            told.send(rest.len()).await.unwrap();
         }
     })
     .await;
+    (addr, counted)
+}
+
+#[tokio::test]
+async fn an_upstream_may_end_first_and_still_listen_to_every_byte() {
+    let (addr, mut counted) = ends_first_and_counts(ms(0)).await;
     let server = Running::forwarding(&listen(), upstream_at(addr));
-    let mut client = server.upgraded().await;
-    assert_eq!(read(&mut client, 3).await, b"bye");
-    ends(&mut client).await;
-    client.write_all(b"one more").await.unwrap();
-    client.shutdown().await.unwrap();
-    soon(heard.notified()).await;
+    let (mut reads, mut writes) = server.upgraded().await.into_split();
+    // More than anybody's buffers hold, so that some is on its way when the end is passed on.
+    writes.write_all(&vec![b'x'; 16 << 20]).await.unwrap();
+    let mut got = String::new();
+    soon(reads.read_to_string(&mut got)).await.unwrap();
+    assert_eq!(got, "bye");
+    writes.write_all(b"one more").await.unwrap();
+    drop(writes);
+    assert_eq!(soon(counted.recv()).await, Some((16 << 20) + 8));
     eventually(|| server.load.connections() == 0).await;
+}
+
+#[tokio::test]
+async fn a_client_is_not_cut_for_a_slow_upstream() {
+    let (addr, mut counted) = ends_first_and_counts(ms(400)).await;
+    let settings = ListenSettings { body_idle_timeout: ms(100), ..listen() };
+    let server = Running::forwarding(&settings, upstream_at(addr));
+    let (_reads, mut writes) = server.upgraded().await.into_split();
+    writes.write_all(&vec![b'x'; 16 << 20]).await.unwrap();
+    drop(writes);
+    assert_eq!(soon(counted.recv()).await, Some(16 << 20));
 }
 
 #[tokio::test]
