@@ -16,6 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
 use super::alarm::Alarm;
+use crate::enforcer::Hold;
 
 /// The most that waits in each direction.
 const PART_BYTES: usize = 16 * 1024;
@@ -26,6 +27,7 @@ pub struct Tunnel {
     upstream: TokioIo<Upgraded>,
     /// Nothing moves in either direction for this long: the end. `None`: no limit.
     idle: Option<Duration>,
+    hold: Option<Hold>,
     up: Flow,
     down: Flow,
     moved: Instant,
@@ -49,6 +51,9 @@ pub(super) enum Over {
     /// Nothing moved for too long.
     #[error("nothing moved")]
     Idle,
+    /// The request took longer than a limit allows.
+    #[error("it took longer than allowed")]
+    Overlong,
     /// The client does not read, or does not come to an end after the upstream has.
     #[error("the client does not read, or does not end")]
     Stalled,
@@ -59,12 +64,18 @@ impl Tunnel {
         Self {
             upstream: TokioIo::new(upstream),
             idle,
+            hold: None,
             up: Flow::default(),
             down: Flow::default(),
             moved: Instant::now(),
             owing_since: None,
             alarm: Alarm::default(),
         }
+    }
+
+    /// Keeps what the request holds until the end of the tunnel, and ends the tunnel when that has to end.
+    pub(super) fn keep(&mut self, hold: Option<Hold>) {
+        self.hold = hold;
     }
 
     /// Passes bytes on. A side that ends its own direction is still sent the other.
@@ -104,7 +115,8 @@ impl Tunnel {
         self.owing_since = owes.then(|| self.owing_since.unwrap_or_else(Instant::now));
         let stalled = self.owing_since.map(|since| (since + patience, Over::Stalled));
         let idle = self.idle.map(|idle| (self.moved + idle, Over::Idle));
-        match stalled.into_iter().chain(idle).min_by_key(|(due, _)| *due) {
+        let overlong = self.hold.as_ref().and_then(Hold::ends_at).map(|at| (at, Over::Overlong));
+        match [stalled, idle, overlong].into_iter().flatten().min_by_key(|(due, _)| *due) {
             Some((due, over)) => self.alarm.poll(due, cx).map(|()| over),
             None => Poll::Pending,
         }

@@ -279,6 +279,71 @@ async fn a_client_that_resets_its_stream_ends_the_tunnel_to_a_silent_upstream() 
 }
 
 #[tokio::test]
+async fn the_last_words_of_an_upstream_that_dies_arrive_on_http2_too() {
+    let upstream = RawUpstream::scripted(|_, mut socket| async move {
+        let Some(head) = socket.request().await else { return };
+        socket.send(switch(&proof_for(&head)).as_bytes()).await;
+        socket.read().await;
+        socket.send(b"last words").await;
+        // With bytes unread, the kernel resets.
+        socket.stream().readable().await.unwrap();
+    })
+    .await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut sender = settled(&proxy).await;
+    let mut socket = opened(connect(&mut sender, "websocket").await).await;
+    socket.write_all(b"a").await.unwrap();
+    let mut got = vec![0; 10];
+    timeout(SOON, socket.read_exact(&mut got)).await.unwrap().unwrap();
+    assert_eq!(got, b"last words");
+    socket.write_all(b"b").await.unwrap();
+    let end = timeout(SOON, socket.read(&mut [0; 10])).await.unwrap();
+    assert!(matches!(end, Ok(0)), "an end in good order, not {end:?}");
+}
+
+/// One slot, and none of it for longer than asked for.
+fn one_at_a_time(max_duration: &str) -> String {
+    format!(
+        "[[policy]]\nname = 'slots'\nmatch = {{ path = '/chat' }}\n\
+         limit = {{ requests = 1, algorithm = 'concurrency', max_duration = '{max_duration}' }}"
+    )
+}
+
+#[tokio::test]
+async fn a_tunnel_keeps_its_slot_until_it_ends() {
+    let upstream = websockets().await;
+    let proxy = Proxy::start(&one_at_a_time("0"), upstream.address).await;
+    let (client, reply) = shake(&proxy).await;
+    assert_eq!(reply.status, 101);
+    let mut sender = settled(&proxy).await;
+    assert_eq!(connect(&mut sender, "websocket").await.status(), 429);
+    drop(client);
+    let free = async {
+        loop {
+            let response = connect(&mut sender, "websocket").await;
+            if response.status() != 429 {
+                return response;
+            }
+        }
+    };
+    let socket = opened(timeout(SOON, free).await.expect("a free slot")).await;
+    assert_eq!(shake(&proxy).await.1.status, 429);
+    drop(socket);
+    timeout(SOON, async { while shake(&proxy).await.1.status == 429 {} }).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_tunnel_that_takes_longer_than_its_slot_lasts_is_ended() {
+    let upstream = websockets().await;
+    let proxy = Proxy::start(&one_at_a_time("300ms"), upstream.address).await;
+    let (mut client, reply) = shake(&proxy).await;
+    assert_eq!(reply.status, 101);
+    client.send("still open").await.read_past(b"still open").await;
+    assert!(client.closes(SOON).await);
+    timeout(SOON, async { while shake(&proxy).await.1.status == 429 {} }).await.unwrap();
+}
+
+#[tokio::test]
 async fn an_upstream_may_end_first_on_http2_too() {
     let (told, mut counted) = mpsc::channel(1);
     let upstream = RawUpstream::scripted(move |_, mut socket| {

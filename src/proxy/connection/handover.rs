@@ -65,7 +65,7 @@ impl Switched {
         match over {
             Over::Done | Over::ClientGone(_) => {}
             Over::Stalled => socket.abort(),
-            Over::UpstreamGone(_) | Over::Idle => {
+            Over::UpstreamGone(_) | Over::Idle | Over::Overlong => {
                 socket.set_one_way(false);
                 socket.forget_rest();
                 say_goodbye(&mut socket).await;
@@ -79,10 +79,10 @@ impl Switched {
             Ok(upgraded) => TokioIo::new(upgraded),
             Err(error) => return tracing::debug!(%error, "a stream ended before its tunnel began"),
         };
-        let mut stream = TunnelStream { io, sending: Some(Box::pin(sending)), ended: false };
+        let mut stream = TunnelStream { io, sending: Some(Box::pin(sending)) };
         let over = self.tunnel.run(&mut stream, patience).await;
         tracing::debug!(%over, "a tunnel ended");
-        if matches!(over, Over::UpstreamGone(_) | Over::Idle) {
+        if matches!(over, Over::UpstreamGone(_) | Over::Idle | Over::Overlong) {
             say_goodbye(&mut stream).await;
         }
         drop(self.active);
@@ -95,16 +95,13 @@ struct TunnelStream<S> {
     io: TokioIo<Upgraded>,
     /// `None`: over.
     sending: Option<Pin<Box<S>>>,
-    /// We have nothing more to send.
-    ended: bool,
 }
 
 impl<S: Future<Output = ()>> TunnelStream<S> {
-    fn send(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+    fn send(&mut self, cx: &mut Context<'_>) {
         if self.sending.as_mut().is_some_and(|sending| sending.as_mut().poll(cx).is_ready()) {
             self.sending = None;
         }
-        if self.sending.is_none() && !self.ended { Err(io::ErrorKind::BrokenPipe.into()) } else { Ok(()) }
     }
 }
 
@@ -118,24 +115,23 @@ impl<S: Future<Output = ()>> AsyncWrite for TunnelStream<S> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let written = Pin::new(&mut this.io).poll_write(cx, bytes);
-        this.send(cx)?;
+        this.send(cx);
         written
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        this.send(cx)?;
+        this.send(cx);
         Pin::new(&mut this.io).poll_flush(cx)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        this.ended = true;
         // Closes the way to the sending half, which then ends, which is what this waits for.
         if let Poll::Ready(done) = Pin::new(&mut this.io).poll_shutdown(cx) {
             return Poll::Ready(done);
         }
-        this.send(cx)?;
+        this.send(cx);
         Pin::new(&mut this.io).poll_shutdown(cx)
     }
 }

@@ -134,16 +134,17 @@ async fn either_side_may_end_first_and_still_listen() {
     ends(&mut client).await;
 }
 
-/// Ends its own side at once, and counts what comes after a while.
+/// Ends its own side in the middle of what it gets, and counts all of that after a while.
 async fn ends_first_and_counts(pause: Duration) -> (SocketAddr, mpsc::Receiver<usize>) {
     let (told, counted) = mpsc::channel(1);
     let (addr, _) = switching(move |mut socket| {
         let told = told.clone();
         async move {
+            let mut rest = vec![0; 1 << 20];
+            socket.read_exact(&mut rest).await.unwrap();
             socket.write_all(b"bye").await.unwrap();
             socket.shutdown().await.unwrap();
             sleep(pause).await;
-            let mut rest = Vec::new();
             socket.read_to_end(&mut rest).await.unwrap();
             told.send(rest.len()).await.unwrap();
         }
