@@ -328,12 +328,10 @@ impl UpstreamBody {
 impl ResponseBody {
     /// Takes out what follows a head that switches protocols.
     pub(super) fn take_tunnel(&mut self) -> Option<Box<Tunnel>> {
+        let Self::Tunnel(_) = self else { return None };
         match std::mem::take(self) {
             Self::Tunnel(tunnel) => Some(tunnel),
-            body => {
-                *self = body;
-                None
-            }
+            _ => None,
         }
     }
 }

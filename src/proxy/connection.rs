@@ -162,7 +162,8 @@ async fn serve_http1<S, F>(
             match handover.take() {
                 // Without its head, a tunnel's bytes would be taken for an answer.
                 Some(switched) if driver.watch.is_caught_up() => {
-                    switched.serve_http1(socket, protocols.settings.body_idle_timeout).await;
+                    // Boxed, or every connection would have room for it.
+                    Box::pin(switched.serve_http1(socket, protocols.settings.body_idle_timeout)).await;
                 }
                 // hyper leaves the end to us once a client has spoken of an upgrade.
                 None if handover.was_offered() => say_goodbye(&mut socket).await,

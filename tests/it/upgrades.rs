@@ -279,7 +279,7 @@ async fn a_client_that_resets_its_stream_ends_the_tunnel_to_a_silent_upstream() 
 }
 
 #[tokio::test]
-async fn the_last_words_of_an_upstream_that_dies_arrive_on_http2_too() {
+async fn an_upstream_that_dies_ends_the_stream_after_its_last_words() {
     let upstream = RawUpstream::scripted(|_, mut socket| async move {
         let Some(head) = socket.request().await else { return };
         socket.send(switch(&proof_for(&head)).as_bytes()).await;
