@@ -21,10 +21,10 @@ local function slots_renew(slots, slot)
   -- Another lease may be longer, if a reload has made ours shorter.
   local last = redis.call('ZRANGE', slots.key, '-1', '-1', 'WITHSCORES')
   redis.call('PEXPIREAT', slots.key, integer(math.ceil(last[2] / 1000)))
+  slots.used = redis.call('ZCARD', slots.key)
 end
 
 local function slots_charge(slots)
-  slots.used = slots.used + 1
   return slots_renew(slots, slots.slot)
 end
 
