@@ -6,11 +6,12 @@ use super::diagnostic::Place;
 use super::{matches, words};
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
 use crate::policy::{
-    Action, Cost, HeaderCost, KeyPart, KeyTemplate, MissingKey, NamedLimit, OnStoreFailure, Override,
-    Overrides, Policy, Quota, Reject, client, path,
+    Action, Actual, Cost, EstimateCost, HeaderCost, KeyPart, KeyTemplate, MissingKey, NamedLimit,
+    OnStoreFailure, Override, Overrides, Policy, Quota, Reject, client, path,
 };
 use http::{HeaderName, HeaderValue, StatusCode, header};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Above this, a log of single entries is an expensive way to count.
@@ -178,12 +179,15 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
     })
 }
 
-/// A number, or the header that says it.
+/// A number, or what says it: a header of the request, or the response.
 fn cost(at: &Cursor<'_>) -> Option<Cost> {
     if at.item("cost").is_none_or(|item| item.value.as_dict().is_none()) {
         return units(at, "cost").map(Cost::Fixed);
     }
     let table = at.optional_table("cost")?;
+    if table.has("estimate") || table.has("actual") {
+        return estimate(&table);
+    }
     let name = table.parsed("header", matches::header_name);
     let (default, min, max) = (units(&table, "default")?, units(&table, "min")?, units(&table, "max")?);
     if min > max {
@@ -192,6 +196,16 @@ fn cost(at: &Cursor<'_>) -> Option<Cost> {
         table.warn("default", "less than min: without the header a request takes less than with any");
     }
     Some(Cost::Header(Box::new(HeaderCost { name: name?, default, min, max })))
+}
+
+fn estimate(at: &Cursor<'_>) -> Option<Cost> {
+    for key in ["header", "default", "min", "max"] {
+        if at.has(key) {
+            at.fail(key, "beside an estimate; expected either header, or estimate and actual");
+        }
+    }
+    let (estimate, actual) = (units(at, "estimate"), at.parsed("actual", Actual::parse));
+    Some(Cost::Estimate(Arc::new(EstimateCost { estimate: estimate?, actual: actual? })))
 }
 
 /// The schema lets only what isn't negative through.

@@ -484,7 +484,7 @@ static POLICY: [Key; 14] = [
         "cost",
         Kind::WholeOrTable { min: 0, max: MAX_UNITS, table: &COST },
         Default("1"),
-        "Units that one request takes from each limit, or the header that says so. Above a limit's requests nothing ever passes.",
+        "Units that one request takes from each limit, or where it is said: in a header of the request, or in the response. Above a limit's requests nothing ever passes.",
     ),
     key(
         "block_for",
@@ -503,12 +503,12 @@ static POLICY: [Key; 14] = [
     ),
 ];
 
-static COST: [Key; 4] = [
+static COST: [Key; 6] = [
     key(
         "header",
         Text("the name of a header"),
         Required,
-        "Holds the units that the request takes, in digits.",
+        "Holds the units that the request takes, in digits. A cost has either this, or estimate and actual.",
     ),
     key("default", whole(0, MAX_UNITS), Default("1"), "Units of a request without the header."),
     key("min", whole(0, MAX_UNITS), Default("1"), "The fewest that the header may say."),
@@ -517,6 +517,18 @@ static COST: [Key; 4] = [
         whole(0, MAX_UNITS),
         Default("100"),
         "The most that it may say, and what a request takes whose header is anything else: empty, signed, a fraction, out of range, repeated.",
+    ),
+    key(
+        "estimate",
+        whole(1, MAX_UNITS),
+        Required,
+        "Units that a request takes until its response says what it took, and for good if the response doesn't.",
+    ),
+    key(
+        "actual",
+        Text("\"response_header:NAME\" or \"response_json:/POINTER\""),
+        Required,
+        "Where the response says it: a header (or trailer), or a number in a JSON body, given by a JSON pointer such as /usage/total_tokens.",
     ),
 ];
 

@@ -3,7 +3,7 @@
 use super::cursor::Cursor;
 use super::values::duration_words;
 use crate::limiter::{Algorithm, Limit};
-use crate::policy::{Action, Cost, HeaderCost, NamedLimit, OnStoreFailure, Policy, Quota};
+use crate::policy::{Action, Cost, EstimateCost, HeaderCost, NamedLimit, OnStoreFailure, Policy, Quota};
 use figment::value::Value;
 use std::time::Duration;
 
@@ -50,6 +50,10 @@ fn quota(quota: &Quota) -> String {
         Cost::Header(cost) => {
             let HeaderCost { name, default, min, max } = &**cost;
             format!(", each counting what header {name} says from {min} to {max}, without it {default}")
+        }
+        Cost::Estimate(cost) => {
+            let EstimateCost { estimate, actual } = &**cost;
+            format!(", each counting what the response says (its {actual}), until then {estimate}")
         }
     };
     let block = quota.block.map_or_else(String::new, |block| format!("; {}", amount(&block, None)));

@@ -13,7 +13,7 @@ mod pattern;
 mod quota;
 mod table;
 
-pub use cost::{Cost, HeaderCost};
+pub use cost::{Actual, Cost, EstimateCost, HeaderCost, Pointer, Token, whole};
 pub use facts::Facts;
 pub use key::{KeyFault, KeyPart, KeyTemplate, KeyValues, MissingKey};
 pub use matcher::{HostPattern, Matcher, MethodSet, Named, Test, Unmet};
