@@ -3,10 +3,12 @@
 //! Facts go in, the table says which limits apply, the store decides them, and what comes out says
 //! whether to forward, what to answer if not, and which limits to tell the client about.
 
+mod estimate;
 mod explain;
 mod keeper;
 mod live;
 
+pub use estimate::Estimate;
 pub use explain::{Explanation, Limits, Step, explain};
 pub use keeper::Hold;
 pub use live::{Live, Rules};
@@ -14,7 +16,9 @@ pub use live::{Live, Rules};
 use keeper::{Keeper, Place};
 
 use crate::limiter::{Algorithm, Charge, Decision, Key, Limit, Refusal, Standing};
-use crate::policy::{Action, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy, PolicyTable, Reject};
+use crate::policy::{
+    Action, EstimateCost, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy, PolicyTable, Reject,
+};
 use crate::store::{Store, Unavailable};
 use crate::telemetry::metrics::{Decision as Did, Shard, Source};
 use smallvec::SmallVec;
@@ -47,6 +51,8 @@ pub struct Verdict<'t> {
     pub degraded: bool,
     /// What the request keeps until it has ended wholly.
     pub hold: Option<Hold>,
+    /// What its response is to settle.
+    pub estimates: Vec<Estimate>,
     /// Shadow policies that would have refused.
     pub shadow_rejected: SmallVec<[&'t str; 1]>,
 }
@@ -133,7 +139,8 @@ impl Enforcer {
                 let hold = hold.and_then(|hold| plan.held(hold, &charges, &decision));
                 drop(charges);
                 plan.count(&decision, count);
-                (Verdict { hold, ..plan.into_verdict(&decision) }, source)
+                let estimates = plan.estimates(&decision, &self.keeper);
+                (Verdict { hold, estimates, ..plan.into_verdict(&decision) }, source)
             }
             Err(unavailable) => {
                 drop(charges);
@@ -164,6 +171,7 @@ impl<'t> Verdict<'t> {
             delay: Duration::ZERO,
             degraded: false,
             hold: None,
+            estimates: Vec::new(),
             shadow_rejected: SmallVec::new(),
         }
     }
@@ -186,6 +194,8 @@ struct Claim<'t> {
     /// Asked before the limits. A shadow policy has none: it blocks nobody.
     block: Option<&'t Limit>,
     cost: u64,
+    /// The cost is one until the response has told it.
+    estimate: Option<&'t Arc<EstimateCost>>,
     counts_rejected: bool,
 }
 
@@ -230,9 +240,9 @@ impl<'t> Plan<'t> {
             match quota.select(&policy.name, facts, &table.client) {
                 Ok(Some((key, limits))) => {
                     let block = quota.block.as_ref().filter(|_| !policy.shadow);
-                    let cost = quota.cost.of(facts);
+                    let (cost, estimate) = (quota.cost.of(facts), quota.cost.estimate());
                     let counts_rejected = quota.count_rejected;
-                    claims.push(Claim { at, policy, key, limits, block, cost, counts_rejected });
+                    claims.push(Claim { at, policy, key, limits, block, cost, estimate, counts_rejected });
                 }
                 Ok(None) => {}
                 Err(_) if policy.shadow => count(at, Did::ShadowRejected),
@@ -259,6 +269,7 @@ impl<'t> Plan<'t> {
                     group,
                     shadow: claim.policy.shadow,
                     counts_rejected: claim.counts_rejected,
+                    settles: claim.estimate.is_some(),
                     slot,
                     ..Charge::new(limit, &claim.key, cost)
                 })
@@ -298,6 +309,26 @@ impl<'t> Plan<'t> {
         })?;
         hold.end_at(longest_us.map(|us| Instant::now() + Duration::from_micros(us)));
         Some(hold)
+    }
+
+    /// What was charged by estimate. A shadow policy that refused has charged nothing.
+    fn estimates(&self, decision: &Decision, keeper: &Keeper) -> Vec<Estimate> {
+        let (mut estimates, mut standings) = (Vec::new(), decision.standings.iter());
+        for claim in self.claims.iter().filter(|_| decision.admitted) {
+            let charges = claim.limits.len() + usize::from(claim.block.is_some());
+            let refused = standings
+                .by_ref()
+                .take(charges)
+                .filter(|standing| standing.is_none_or(|standing| standing.refusal.is_some()));
+            // All of them are to be passed by.
+            let is_charged = refused.count() == 0;
+            if let Some(cost) = claim.estimate.filter(|_| is_charged) {
+                let limits = claim.limits.iter().filter(|named| !is_concurrency(&named.limit));
+                let places = limits.map(|named| (named.limit, claim.key.clone())).collect();
+                estimates.push(Estimate::new(Arc::clone(cost), places, decision.now_us, keeper.clone()));
+            }
+        }
+        estimates
     }
 
     /// Puts the answer, one standing per charge, back beside the policies that asked.

@@ -158,6 +158,11 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
     if cost.as_ref().is_some_and(|cost| cost.least() == 0) {
         at.warn("cost", "requests that take nothing are never limited");
     }
+    if let (Some(Cost::Estimate(_)), Some(limits)) = (&cost, &limits)
+        && limits.iter().all(takes_slots)
+    {
+        at.fail("cost", "nothing is ever settled: of concurrency a request takes one, whatever it costs; expected another limit too");
+    }
     let overrides = at.tables("override");
     let overrides = overrides.iter().filter_map(|table| over(table, scope, name, is_whole.then_some(&key)));
     let overrides = Overrides::new(name, overrides.collect());
@@ -213,9 +218,14 @@ fn units(at: &Cursor<'_>, name: &str) -> Option<u64> {
     at.whole::<i64>(name).and_then(|units| u64::try_from(units).ok())
 }
 
+/// Of these a request takes one, whatever it costs.
+fn takes_slots(named: &NamedLimit) -> bool {
+    matches!(named.limit.algorithm, Algorithm::Concurrency { .. })
+}
+
 fn warn_of_impossible(at: &Cursor<'_>, cost: u64, limits: &[NamedLimit]) {
-    if let Some(limit) = limits.iter().find(|limit| limit.limit.requests > 0 && limit.limit.capacity() < cost)
-    {
+    let mut limits = limits.iter().filter(|named| !takes_slots(named));
+    if let Some(limit) = limits.find(|limit| limit.limit.requests > 0 && limit.limit.capacity() < cost) {
         let most = limit.limit.capacity();
         at.warn("cost", &format!("no request ever passes: it takes {cost} of at most {most}"));
     }

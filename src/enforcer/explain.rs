@@ -56,6 +56,7 @@ pub async fn explain<'t>(store: &Store, table: &'t PolicyTable, facts: &Facts<'_
                 limits,
                 block: *block,
                 cost: 0,
+                estimate: None,
                 counts_rejected: false,
             })
         }

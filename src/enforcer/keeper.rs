@@ -1,4 +1,5 @@
-//! Keeps the slots that requests in flight have taken, and gives them back.
+//! Keeps the slots that requests in flight have taken, and gives them back. What else is known late goes to the store
+//! the same way.
 //!
 //! A slot is a lease in the store (see `limiter/concurrency.rs`). It is renewed at a third of its time for as long as
 //! its [`Hold`] lives, and given back when that is dropped, whatever the reason: the response has ended, the client
@@ -52,7 +53,8 @@ struct Slots {
     held: HashMap<u128, SmallVec<[Place; 1]>, foldhash::fast::RandomState>,
     /// When to renew which.
     due: BTreeSet<(Instant, u128)>,
-    leaving: Vec<(u128, Place)>,
+    /// What the store is to be told next.
+    late: Vec<(Place, Amendment)>,
     /// Whether a task looks after them.
     is_attended: bool,
     /// Whether it is just telling the store.
@@ -84,7 +86,7 @@ impl Keeper {
         Hold { keeper: self.clone(), slot, ends_at: None }
     }
 
-    /// Waits until what was given back so far has been told to the store, but not for long.
+    /// Waits until what is known so far has been told to the store, but not for long.
     pub(super) async fn flush(&self) {
         let told = async {
             loop {
@@ -98,6 +100,21 @@ impl Keeper {
         drop(timeout(FLUSH, told).await);
     }
 
+    /// Tells the store, memory at once and Redis soon.
+    pub(super) fn tell(&self, late: impl IntoIterator<Item = (Place, Amendment)>) {
+        if let Store::Memory(memory) = &self.0.store {
+            for ((limit, key), amendment) in late {
+                memory.amend(&[Late { limit: &limit, key: &key, amendment }]);
+            }
+            return;
+        }
+        let mut slots = self.0.slots.lock();
+        slots.late.extend(late);
+        if !slots.late.is_empty() {
+            self.attend(&mut slots);
+        }
+    }
+
     fn attend(&self, slots: &mut Slots) {
         if std::mem::replace(&mut slots.is_attended, true) {
             self.0.changed.notify_one();
@@ -107,7 +124,7 @@ impl Keeper {
     }
 }
 
-/// The longest that an ending process waits for its slots to be given back.
+/// The longest that an ending process waits for what it still has to tell.
 const FLUSH: Duration = Duration::from_secs(1);
 
 impl Hold {
@@ -138,19 +155,10 @@ impl Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        let mut slots = self.keeper.0.slots.lock();
-        let Some(places) = slots.held.remove(&self.slot) else { return };
         // It stays among the due ones until its time: they are asked who is still held.
-        if let Store::Memory(memory) = &self.keeper.0.store {
-            drop(slots);
-            let amendment = Amendment::Release { slot: self.slot };
-            for (limit, key) in &places {
-                memory.amend(&[Late { limit, key, amendment }]);
-            }
-        } else if !places.is_empty() {
-            slots.leaving.extend(places.into_iter().map(|place| (self.slot, place)));
-            self.keeper.attend(&mut slots);
-        }
+        let places = self.keeper.0.slots.lock().held.remove(&self.slot).unwrap_or_default();
+        let amendment = Amendment::Release { slot: self.slot };
+        self.keeper.tell(places.into_iter().map(|place| (place, amendment)));
     }
 }
 
@@ -178,7 +186,7 @@ async fn attend(keeper: Keeper) {
                 .map(|((limit, key), amendment)| Late { limit, key, amendment: *amendment })
                 .collect();
             if let Err(unavailable) = shared.store.amend(&late).await {
-                tracing::debug!(%unavailable, slots = late.len(), "slots were not renewed or given back");
+                tracing::debug!(%unavailable, count = late.len(), "slots or settlements were not told");
             }
             continue;
         }
@@ -193,13 +201,12 @@ async fn attend(keeper: Keeper) {
 
 impl Slots {
     fn is_all_told(&self) -> bool {
-        self.leaving.is_empty() && !self.is_telling
+        self.late.is_empty() && !self.is_telling
     }
 
     /// What the store has to be told at `now`.
     fn late(&mut self, now: Instant) -> Vec<(Place, Amendment)> {
-        let leaving = self.leaving.drain(..);
-        let mut late: Vec<_> = leaving.map(|(slot, place)| (place, Amendment::Release { slot })).collect();
+        let mut late = std::mem::take(&mut self.late);
         while let Some(&(at, slot)) = self.due.first().filter(|(at, _)| *at <= now) {
             self.due.remove(&(at, slot));
             let Some(places) = self.held.get(&slot) else { continue };

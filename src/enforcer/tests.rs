@@ -3,7 +3,8 @@ use crate::clock::{Clock, Hands};
 use crate::limiter::{KeyBuilder, Limit};
 use crate::policy::path::{Readings, Settings};
 use crate::policy::{
-    Cost, Fields, KeyPart, KeyTemplate, Matcher, MissingKey, Override, Overrides, Quota, client,
+    Actual, Cost, EstimateCost, Fields, KeyPart, KeyTemplate, Matcher, MissingKey, Override, Overrides,
+    Quota, client,
 };
 use crate::store::redis::{Redis, RedisSettings, Shared};
 use crate::store::{Memory, MemorySettings};
@@ -168,6 +169,7 @@ fn trap_20_without_the_store_nobody_is_told_to_be_over_a_limit() {
             limits: &[],
             block: None,
             cost: 1,
+            estimate: None,
             counts_rejected: false,
         };
         let plan = Plan { claims: policies.iter().map(claim).collect(), shadow_denied: SmallVec::new() };
@@ -288,4 +290,59 @@ fn allow_stops_the_walk_and_deny_charges_nothing() {
             assert!(matches!(verdict.outcome, Outcome::Denied { policy: "act", .. }))
         });
     }
+}
+
+/// Reserves 4.
+fn by_estimate(name: &str, requests: u64) -> Policy {
+    let mut policy = by_user(name, requests);
+    let actual = Actual::parse("response_header:x-units").unwrap();
+    quota(&mut policy).cost = Cost::Estimate(Arc::new(EstimateCost { estimate: 4, actual }));
+    quota(&mut policy).limits[0].limit.algorithm = Algorithm::FixedWindow { offset_us: 0 };
+    policy
+}
+
+#[test]
+fn an_estimate_is_settled_up_and_down_or_stands() {
+    let bench = Bench::new(vec![by_estimate("p", 20)]);
+    let remaining_after = |settle: &dyn Fn(Estimate)| {
+        bench.ask(&["ann"], |mut verdict| {
+            verdict.estimates.drain(..).for_each(settle);
+            verdict.limits[0].standing.remaining
+        })
+    };
+    assert_eq!(remaining_after(&|estimate| estimate.settle(7)), 16);
+    assert_eq!(remaining_after(&|estimate| estimate.settle(1)), 20 - 7 - 4);
+    assert_eq!(remaining_after(&|estimate| estimate.settle(4)), 20 - 8 - 4);
+    assert_eq!(remaining_after(&drop), 20 - 12 - 4);
+    assert_eq!(remaining_after(&|estimate| estimate.settle(1 << 53)), 20 - 16 - 4);
+    assert!(!bench.passes("ann"));
+    assert!(bench.passes("bob"));
+    bench.hands.advance_us(10_000_000);
+    assert!(bench.passes("ann"));
+}
+
+#[test]
+fn only_what_was_charged_by_estimate_is_to_be_settled() {
+    let shadow = |requests| Policy { shadow: true, ..by_estimate("shadow", requests) };
+    let estimates = |policies: Vec<Policy>, away| {
+        let bench = Bench { away, ..Bench::new(policies) };
+        bench.ask(&["ann"], |verdict| verdict.estimates.len())
+    };
+    assert_eq!(estimates(vec![by_estimate("p", 4), by_user("q", 1), shadow(4)], false), 2);
+    assert_eq!(estimates(vec![by_user("q", 1)], false), 0);
+    assert_eq!(estimates(vec![by_estimate("p", 4), by_user("q", 0), shadow(4)], false), 0, "refused");
+    assert_eq!(estimates(vec![shadow(3), by_estimate("p", 4)], false), 1, "the shadow charges nothing");
+    assert_eq!(estimates(vec![by_estimate("p", 4)], true), 0, "decided without the store");
+}
+
+#[test]
+fn a_shadow_policy_settles_its_own_counter() {
+    let bench = Bench::new(vec![Policy { shadow: true, ..by_estimate("p", 8) }]);
+    let ask = |actual| {
+        bench.ask(&["ann"], |mut verdict| {
+            verdict.estimates.drain(..).for_each(|estimate| estimate.settle(actual));
+            verdict.shadow_rejected.len()
+        })
+    };
+    assert_eq!([ask(0), ask(0), ask(0), ask(5), ask(0)], [0, 0, 0, 0, 1]);
 }

@@ -75,6 +75,14 @@ impl Cost {
         }
     }
 
+    /// What is to be settled later, if it is that kind of cost.
+    pub fn estimate(&self) -> Option<&Arc<EstimateCost>> {
+        match self {
+            Self::Estimate(cost) => Some(cost),
+            Self::Fixed(_) | Self::Header(_) => None,
+        }
+    }
+
     /// The fewest units that any request takes.
     pub fn least(&self) -> u64 {
         match self {

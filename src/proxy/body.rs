@@ -15,6 +15,7 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
 use super::alarm::Alarm;
+use super::meter::Bill;
 use super::tunnel::Tunnel;
 use super::upstream::Lease;
 use super::watch::Active;
@@ -260,16 +261,22 @@ pub struct UpstreamBody {
     idle: Option<Duration>,
     pending_since: Option<Instant>,
     hold: Option<Box<Hold>>,
+    bill: Option<Box<Bill>>,
 }
 
 impl UpstreamBody {
     pub(super) fn new(incoming: Incoming, lease: Lease, idle: Option<Duration>) -> Self {
-        Self { incoming, lease: Some(lease), idle, pending_since: None, hold: None }
+        Self { incoming, lease: Some(lease), idle, pending_since: None, hold: None, bill: None }
     }
 
     /// Keeps what the request holds until the end of the body, and ends the body when that has to end.
     pub(super) fn keep(&mut self, hold: Option<Hold>) {
         self.hold = hold.map(Box::new);
+    }
+
+    /// Reads the body for what is to be settled by its end. Broken off or dropped, it settles nothing.
+    pub(super) fn meter(&mut self, bill: Option<Box<Bill>>) {
+        self.bill = bill;
     }
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
@@ -283,8 +290,11 @@ impl UpstreamBody {
         self.pending_since = None;
         Poll::Ready(match frame {
             Some(Ok(frame)) => {
+                if let Some(bill) = &mut self.bill {
+                    bill.read(&frame);
+                }
                 // hyper asks no further then.
-                if self.incoming.is_end_stream() {
+                if frame.is_trailers() || self.incoming.is_end_stream() {
                     self.end();
                 }
                 Some(Ok(frame))
@@ -314,10 +324,14 @@ impl UpstreamBody {
     fn broken(&mut self, error: BodyError) -> BodyError {
         self.lease = None;
         self.hold = None;
+        self.bill = None;
         error
     }
 
     fn end(&mut self) {
+        if let Some(bill) = self.bill.take() {
+            bill.settle();
+        }
         self.hold = None;
         if let Some(lease) = self.lease.take() {
             lease.give_back();

@@ -225,6 +225,7 @@ mod tests {
         let limits = limits.iter().copied().collect();
         let verdict = Verdict {
             hold: None,
+            estimates: Vec::new(),
             outcome,
             limits,
             now_us: NOW_US,

@@ -8,6 +8,7 @@ mod fields;
 mod gate;
 mod headers;
 mod inbound;
+mod meter;
 mod replies;
 mod server;
 mod service;

@@ -3,12 +3,13 @@
 use super::access::{AccessLog, Entry};
 use super::headers::{self, Hop};
 use super::inbound::Inbound;
+use super::meter::Bill;
 use super::replies::{self, Local, Style};
 use super::server::{Handler, Peer};
 use super::upgrade::Wanted;
 use super::upstream::{Upstream, UpstreamError, UpstreamErrorKind};
 use super::{ListenSettings, RequestBody, ResponseBody, fields};
-use crate::enforcer::{Enforcer, Hold, Outcome, Verdict};
+use crate::enforcer::{Enforcer, Estimate, Hold, Outcome, Verdict};
 use crate::policy::PolicyTable;
 use crate::telemetry::LogSettings;
 use crate::telemetry::metrics::Shard;
@@ -89,6 +90,7 @@ impl Service {
 
         // What it holds is given back when its response has ended, or this future is dropped.
         let hold = verdict.hold.take();
+        let estimates = std::mem::take(&mut verdict.estimates);
         let ends_at = hold.as_ref().and_then(Hold::ends_at);
 
         // 3. Its turn comes; a client that leaves before ends this future, and his place in the line stays taken.
@@ -96,7 +98,7 @@ impl Service {
             Ok(ready) => ready,
             Err(error) => {
                 body.discard();
-                let response = self.not_forwarded(&error, style);
+                let response = self.not_forwarded(&error, estimates, style);
                 return self.done(response, &asked, &verdict, table);
             }
         };
@@ -116,8 +118,8 @@ impl Service {
         let send = self.upstream.send(Request::from_parts(parts, body), ready);
         let wanted = asked.inbound.target.wanted.as_ref();
         let mut response = match before(ends_at, send).await {
-            Some(Ok(response)) => self.pass_on(response, version_in, wanted, style),
-            Some(Err(error)) => self.not_forwarded(&error, style),
+            Some(Ok(response)) => self.pass_on(response, estimates, version_in, wanted, style),
+            Some(Err(error)) => self.not_forwarded(&error, estimates, style),
             None => replies::local(Local::Overlong, style).map(ResponseBody::Full),
         };
         match response.body_mut() {
@@ -128,7 +130,15 @@ impl Service {
         self.done(response, &asked, &verdict, table)
     }
 
-    fn not_forwarded(&self, error: &UpstreamError, style: Style) -> Response<ResponseBody> {
+    fn not_forwarded(
+        &self,
+        error: &UpstreamError,
+        estimates: Vec<Estimate>,
+        style: Style,
+    ) -> Response<ResponseBody> {
+        if error.kind.is_unsent() {
+            estimates.into_iter().for_each(|estimate| estimate.settle(0));
+        }
         self.shard.upstream_error(error.kind as usize);
         self.upstream.tell(error);
         failed(error, style)
@@ -152,13 +162,20 @@ impl Service {
     fn pass_on(
         &self,
         response: Response<ResponseBody>,
+        estimates: Vec<Estimate>,
         version_in: http::Version,
         wanted: Option<&Wanted>,
         style: Style,
     ) -> Response<ResponseBody> {
-        let (mut parts, body) = response.into_parts();
+        let (mut parts, mut body) = response.into_parts();
         match headers::forward_response(&mut parts, version_in, wanted) {
-            Ok(()) => Response::from_parts(parts, body),
+            Ok(()) => {
+                let bill = Bill::open(estimates, &parts);
+                if let ResponseBody::Upstream(body) = &mut body {
+                    body.meter(bill);
+                }
+                Response::from_parts(parts, body)
+            }
             Err(fault) => {
                 self.shard.upstream_error(UpstreamErrorKind::Protocol as usize);
                 tracing::warn!(%fault, "upstream response refused");

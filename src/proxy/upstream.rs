@@ -166,7 +166,8 @@ impl Upstream {
                     tracing::debug!(%error, "asking once more on a new connection");
                     may_repeat = false;
                     request = copy.unwrap_or_default();
-                    connection = self.pool.acquire_new(&mut connects_left).await?;
+                    // The first connection may have taken it to the upstream: that tells more than why there is no other.
+                    connection = self.pool.acquire_new(&mut connects_left).await.map_err(|_other| error)?;
                 }
                 Err(Failure::Unsent(_, error) | Failure::Sent(error)) => return Err(error),
             }
@@ -315,6 +316,16 @@ impl UpstreamErrorKind {
             Self::QueueFull | Self::QueueTimeout => Fault::Us,
             Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientGone => Fault::Client,
             _ => Fault::Upstream,
+        }
+    }
+
+    /// Whether the upstream got nothing of the request: there was no connection for it.
+    pub fn is_unsent(self) -> bool {
+        match self {
+            Self::ConnectRefused | Self::ConnectFailed | Self::ConnectTimeout | Self::Dns | Self::Tls => true,
+            Self::QueueFull | Self::QueueTimeout => true,
+            Self::ResponseTimeout | Self::Terminated | Self::Protocol => false,
+            Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientGone => false,
         }
     }
 

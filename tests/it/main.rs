@@ -37,5 +37,6 @@ mod proxying;
 mod redis_faults;
 mod redis_store;
 mod reload;
+mod settling;
 mod shared_redis;
 mod upgrades;

@@ -22,6 +22,7 @@ fn style(fields: &[(&str, &str)]) -> Style {
 fn refused(outcome: Outcome<'_>, style: Style) -> Response<Bytes> {
     let verdict = Verdict {
         hold: None,
+        estimates: Vec::new(),
         outcome,
         limits: SmallVec::new(),
         now_us: 0,
@@ -88,6 +89,7 @@ fn rate_limit_fields_come_with_a_refusal() {
     let reported = crate::enforcer::Reported { limit: &limit, standing };
     let verdict = Verdict {
         hold: None,
+        estimates: Vec::new(),
         degraded: false,
         outcome: limited(Retry::After(42_000_000), None),
         limits: smallvec![reported],

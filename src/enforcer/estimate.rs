@@ -1,0 +1,45 @@
+//! Puts right what was charged before anybody knew the cost.
+
+use super::keeper::{Keeper, Place};
+use crate::limiter::Amendment;
+use crate::policy::EstimateCost;
+use smallvec::SmallVec;
+use std::sync::Arc;
+
+/// What one policy has charged by estimate. Dropped, the estimate stands.
+#[derive(Debug)]
+pub struct Estimate {
+    cost: Arc<EstimateCost>,
+    places: SmallVec<[Place; 1]>,
+    /// When it was charged (µs, store's clock).
+    at_us: u64,
+    keeper: Keeper,
+}
+
+impl Estimate {
+    pub(super) fn new(
+        cost: Arc<EstimateCost>,
+        places: SmallVec<[Place; 1]>,
+        at_us: u64,
+        keeper: Keeper,
+    ) -> Self {
+        Self { cost, places, at_us, keeper }
+    }
+
+    /// Where the actual cost is said.
+    pub fn cost(&self) -> &Arc<EstimateCost> {
+        &self.cost
+    }
+
+    /// The request took so many units: charges what is missing, or gives back what was too much. The store hears of
+    /// it soon.
+    pub fn settle(self, actual: u64) {
+        let estimate = self.cost.estimate;
+        let amendment = match actual.checked_sub(estimate) {
+            Some(0) => return,
+            Some(units) => Amendment::Charge(units),
+            None => Amendment::Credit { units: estimate.saturating_sub(actual), at_us: self.at_us },
+        };
+        self.keeper.tell(self.places.into_iter().map(|place| (place, amendment)));
+    }
+}
