@@ -300,7 +300,9 @@ impl State {
         let now_us = now_us.max(self.newest_us());
         match &mut self.0 {
             Kind::FixedWindow(window) => window.press(limit, cost, now_us),
-            Kind::SlidingLog(_) | Kind::SlidingWindow(_) | Kind::TokenBucket(_) | Kind::LeakyBucket(_) => {}
+            Kind::SlidingLog(log) => log.press(limit, cost, now_us),
+            Kind::SlidingWindow(buckets) => buckets.press(limit, cost, now_us),
+            Kind::TokenBucket(_) | Kind::LeakyBucket(_) => {}
             // Slots are not spent, and a block counts nothing.
             Kind::Concurrency(_) | Kind::Block(_) => {}
         }
@@ -328,7 +330,9 @@ impl State {
         let now_us = now_us.max(self.newest_us());
         match &mut self.0 {
             Kind::FixedWindow(window) => window.credit(limit, units, at_us, now_us),
-            Kind::SlidingLog(_) | Kind::SlidingWindow(_) | Kind::TokenBucket(_) | Kind::LeakyBucket(_) => {}
+            Kind::SlidingLog(log) => log.credit(limit, units, at_us, now_us),
+            Kind::SlidingWindow(buckets) => buckets.credit(limit, units, at_us, now_us),
+            Kind::TokenBucket(_) | Kind::LeakyBucket(_) => {}
             Kind::Concurrency(_) | Kind::Block(_) => {}
         }
     }

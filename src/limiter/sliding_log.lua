@@ -1,115 +1,285 @@
 -- sliding_log: the rule of sliding_log.rs over one ZSET.
 --
--- An entry's score is its time in us. Its member is `sum`, or `sum:units` if it carries other than one unit,
--- where `sum` is the running total of all units ever charged to this log, modulo 2^53, the entry included.
---   * Units in use = newest sum - oldest living sum + oldest living units. No counting, no sum kept beside that
---     a trim would have to mend, so what has left may stay in the set for a while and changes nothing.
---   * The sum makes members unique. It is exact at any mix of costs, also when a reload changes the cost, and
---     a log of single units pays nothing for it. As at most 2^53 units live at once, the wrap is never ambiguous.
+-- An element's score is its time in us. Its member is one charge, in text, or a bundle of older ones.
+--   * A charge is `sum`, or `sum:units` if it carries other than one unit, where `sum` is the running total of all
+--     units ever charged to this log, modulo 2^53, the charge included. Units in use = newest sum - oldest living sum
+--     + oldest living units. No counting, no sum kept beside that a trim would have to mend, so what has left may
+--     stay in the set for a while and changes nothing. The sum makes members unique, and is exact at any mix of
+--     costs. As at most 2^53 units live at once, the wrap is never ambiguous.
+--   * `sum:units:kept` in the newest element: only the newest `kept` units count, however young the others are.
 --   * Charges in the same microsecond share one entry, so the order of scores is the order of charges.
--- A check reads two entries, a charge adds one and drops at most LOG_TRIM that have left: O(log n) each.
--- Memory: about 20 bytes per charge up to 128 of them, about 110 above.
+--   * Above LOG_SMALL elements, LOG_BUNDLE charges at a time become one: `>IaIb`, the sum at its end and all of its
+--     units (7 bytes each), and per charge its age in us at the time of the last (the score; `a` bytes) and the
+--     bundle's units up to it (`b` bytes), big-endian. That is about 6 bytes per charge, not 100.
+-- A check reads two or three elements, a charge adds one and drops at most LOG_TRIM: O(log n) each.
 
 local LOG_WRAP = 9007199254740992
 local LOG_TRIM = 64
+local LOG_SMALL = 128
+local LOG_BUNDLE = 64
+local LOG_AMEND = 1000
 
--- What a reply of one member and its score says, or nil if it was not written by us.
-local function log_entry(reply)
-  local member, at = reply[1], tonumber(reply[2])
-  local sum, units = tonumber(member), 1
+-- What the n-th value and the next of a reply, a member and its score, say, or nil if they were not written by us:
+-- the time and the sum of the last charge in it, and the units of all.
+local function log_element(reply, n)
+  local member, at = reply[n], tonumber(reply[n + 1])
+  if not (at and at > 0 and at < LOG_WRAP and at % 1 == 0) then return nil end
+  local sum, units, kept = tonumber(member), 1, nil
+  local count, width, format = 1, nil, nil
   if not sum then
-    sum, units = string.match(member or '', '^(%d+):(%d+)$')
-    sum, units = tonumber(sum), tonumber(units)
-  end
-  if not (sum and at and sum >= 0 and sum < LOG_WRAP and units >= 1 and units <= LOG_WRAP) then return nil end
-  if not (at > 0 and at < LOG_WRAP and at % 1 == 0 and sum % 1 == 0) then return nil end
-  return { member = member, at = at, sum = sum, units = units }
-end
-
--- Units from the start of entry `a` to the end of entry `b`.
-local function log_units(a, b)
-  local between = b.sum - a.sum
-  if between < 0 then between = between + LOG_WRAP end
-  return between + a.units
-end
-
--- The state of a key at `time`, or at its newest entry if that is later; nil and perhaps an error if it isn't ours.
-local function log_read(key, time, per)
-  local reply = redis.pcall('ZRANGE', key, '-1', '-1', 'WITHSCORES')
-  if reply.err then return nil, reply end
-  local now, left, used, stale, oldest, newest = time, time - per, 0, 0, nil, nil
-  if reply[1] then
-    newest = log_entry(reply)
-    if not newest then return nil end
-    if newest.at > now then now, left = newest.at, newest.at - per end
-    local first = log_entry(redis.call('ZRANGE', key, '0', '0', 'WITHSCORES'))
-    if not first then return nil end
-    if first.at > left then
-      oldest = first
-    elseif newest.at > left then
-      oldest = log_entry(redis.call('ZRANGEBYSCORE', key, integer(left + 1), '+inf', 'WITHSCORES', 'LIMIT', '0', '1'))
-      if not oldest then return nil end
-      stale = log_units(first, oldest) - oldest.units
+    local kind, _, ages, _, totals = string.byte(member, 1, 5)
+    if kind == 62 and #member > 19 then
+      -- The digits of `a` and `b`.
+      width, format = ages + totals - 96, string.sub(member, 1, 5)
+      count = (#member - 19) / width
+      if ages < 49 or ages > 56 or totals < 49 or totals > 56 or count % 1 ~= 0 then return nil end
+      sum, units = struct.unpack('>I7I7', member, 6)
     else
-      stale = log_units(first, newest)
+      sum, units, kept = string.match(member, '^(%d+):(%d+):?(%d*)$')
+      sum, units, kept = tonumber(sum), tonumber(units), tonumber(kept)
     end
-    if oldest then used = log_units(oldest, newest) end
   end
-  return {
-    key = key, per = per, now = now, left = left,
-    used = used, oldest = oldest, newest = newest,
-    -- At least as many units as entries that have left.
-    stale = stale,
-  }
+  if not (sum and sum >= 0 and sum < LOG_WRAP and sum % 1 == 0 and units <= LOG_WRAP) then return nil end
+  return { member = member, at = at, sum = sum, units = units, kept = kept, count = count, width = width, format = format }
 end
 
--- When the oldest `need` of the units in use, 1 <= need <= used, have left; nil if an entry isn't ours.
-local function log_frees(log, need)
-  local oldest, newest = log.oldest, log.newest
-  if need <= oldest.units then return oldest.at + log.per end
-  if need > log.used - newest.units then return newest.at + log.per end
-  -- A search by rank. `high` always suffices: an entry has at least one unit. In a log of single units
-  -- the first guess ends it.
-  local low = log.stale > 0 and redis.call('ZCOUNT', log.key, '-inf', integer(log.left)) or 0
-  local high = math.min(low + need, redis.call('ZCARD', log.key)) - 1
-  local guess, entry, found = high - 1, nil, nil
+local function log_at(key, rank)
+  rank = integer(rank)
+  return log_element(redis.call('ZRANGE', key, rank, rank, 'WITHSCORES'), 1)
+end
+
+-- How many of the units in use stand up to the end of an element; 0 or less: none of its own.
+local function log_upto(log, element)
+  return log.used - (log.newest.sum - element.sum) % LOG_WRAP
+end
+
+-- The time of an element's first charge that is later than `time` and ends beyond its first `units` units, if need be
+-- the last, and the element's units before it.
+local function log_first(element, time, units)
+  local low, high, found, before = 1, element.count, element.at, 0
   while low < high do
-    entry = log_entry(redis.call('ZRANGE', log.key, guess, guess, 'WITHSCORES'))
-    if not entry then return nil end
-    if log_units(oldest, entry) >= need then
-      high, found = guess, entry
+    local middle = math.floor((low + high) / 2)
+    local age, upto = struct.unpack(element.format, element.member, 20 + (middle - 1) * element.width)
+    if element.at - age > time and upto > units then
+      high, found = middle, element.at - age
     else
+      low, before = middle + 1, upto
+    end
+  end
+  return found, before
+end
+
+-- The element with the `need`-th of the units in use, 1 <= need <= used, and how many of its units stand before that;
+-- nil if an element isn't ours.
+local function log_seek(log, need)
+  local oldest, newest = log.oldest, log.newest
+  local upto = log_upto(log, oldest)
+  if need <= upto then return oldest, oldest.units - (upto - need) - 1 end
+  if need > log.used - newest.units then return newest, newest.units - (log.used - need) - 1 end
+  -- A search by rank: an element has at least one unit. In a log of single units the first guess ends it.
+  local low = log.first ~= oldest and redis.call('ZRANK', log.key, oldest.member) or 0
+  local high = math.min(low + need - upto, redis.call('ZCARD', log.key) - 1)
+  local guess = math.min(low + math.ceil((need - upto) / oldest.units), high)
+  while low <= high do
+    local element = log_at(log.key, guess)
+    if not element then return nil end
+    upto = log_upto(log, element)
+    if upto < need then
       low = guess + 1
+    elseif upto - element.units >= need then
+      high = guess - 1
+    else
+      return element, element.units - (upto - need) - 1
     end
     guess = math.floor((low + high) / 2)
   end
-  found = found or log_entry(redis.call('ZRANGE', log.key, high, high, 'WITHSCORES'))
-  return found and found.at + log.per
 end
 
--- Takes `cost` units, at least 1; an error if Redis doesn't let us write, and then nothing was written.
-local function log_charge(log, cost)
-  local last = log.newest
-  local merged = last and last.at == log.now
-  local sum = last and last.sum or 0
+-- The state of a key at `time`, or at its newest charge if that is later; nil and perhaps an error if it isn't ours.
+-- `first` is the first element, `oldest` the first that counts, and `at` the time of the oldest unit in use.
+local function log_read(key, time, per)
+  local reply = redis.pcall('ZRANGE', key, '-1', '-1', 'WITHSCORES')
+  if reply.err then return nil, reply end
+  local log = { key = key, per = per, now = time, left = time - per, used = 0 }
+  if not reply[1] then return log end
+  local newest = log_element(reply, 1)
+  if not newest or newest.format then return nil end
+  if newest.at > time then log.now, log.left = newest.at, newest.at - per end
+  local first = log_at(key, 0)
+  if not first then return nil end
+  if first.at == newest.at then first = newest end
+  log.newest, log.first = newest, first
+  if newest.at <= log.left then return log end
+  local oldest = first
+  if first.at <= log.left then
+    reply = redis.call('ZRANGEBYSCORE', key, integer(log.left + 1), '+inf', 'WITHSCORES', 'LIMIT', '0', '1')
+    oldest = log_element(reply, 1)
+    if not oldest then return nil end
+    if oldest.at == newest.at then oldest = newest end
+  end
+  local at, gone = log_first(oldest, log.left, 0)
   -- In this order no number passes 2^53.
-  if cost >= LOG_WRAP - sum then sum = cost - (LOG_WRAP - sum) else sum = sum + cost end
-  local units = merged and last.units + cost or cost
-  local member = units == 1 and integer(sum) or string.format('%d:%d', sum, units)
+  local behind, living = (newest.sum - oldest.sum) % LOG_WRAP, oldest.units - gone
+  log.oldest, log.at, log.used = oldest, at, behind + living
+  if newest.kept and newest.kept - behind < living then
+    log.used, log.cut = newest.kept, true
+    local element, before = log_seek(log, 1)
+    if not element then return nil end
+    log.oldest, log.at = element, log_first(element, 0, before)
+  end
+  return log
+end
+
+-- When the oldest `need` of the units in use, 1 <= need <= used, have left; nil if an element isn't ours.
+local function log_frees(log, need)
+  if need == 1 then return log.at + log.per end
+  local element, before = log_seek(log, need)
+  return element and log_first(element, 0, before) + log.per
+end
+
+local function log_member(sum, units, kept)
+  if kept then return string.format('%d:%d:%d', sum, units, kept) end
+  if units == 1 then return integer(sum) end
+  return string.format('%d:%d', sum, units)
+end
+
+-- The charges made at `times`; `upto[n]` of their units are those up to the n-th, and `sum` is the sum after the last.
+local function log_bundle(sum, times, upto)
+  local last, bytes, parts = times[#times], {}, {}
+  for n, number in ipairs({ last - times[1], upto[#upto] }) do
+    bytes[n] = 1
+    while number >= 256 do number, bytes[n] = number / 256, bytes[n] + 1 end
+  end
+  local format = '>I' .. bytes[1] .. 'I' .. bytes[2]
+  for n = 1, #times do parts[n] = struct.pack(format, last - times[n], upto[n]) end
+  return format .. struct.pack('>I7I7', sum, upto[#upto]) .. table.concat(parts)
+end
+
+-- Bundles the charges next to the newest, once enough of them stand alone.
+local function log_pack(log)
+  if not log.oldest.format and redis.call('ZCARD', log.key) <= LOG_SMALL then return end
+  local from = integer(-1 - LOG_BUNDLE)
+  local last = log_at(log.key, from)
+  if not last or last.format then return end
+  local reply = redis.call('ZRANGE', log.key, from, '-2', 'WITHSCORES')
+  local times, upto, total = {}, {}, 0
+  for n = 1, LOG_BUNDLE do
+    last = log_element(reply, 2 * n - 1)
+    if not last or last.format then return end
+    total = total + last.units
+    times[n], upto[n] = last.at, total
+  end
+  if total > LOG_WRAP then return end
+  redis.call('ZREMRANGEBYRANK', log.key, from, '-2')
+  redis.call('ZADD', log.key, integer(last.at), log_bundle(last.sum, times, upto))
+end
+
+-- Takes `cost` units, at least 1; of these and all before, the newest `most` count on. An error if Redis doesn't let us
+-- write, and then nothing was written.
+local function log_take(log, cost, most)
+  local last, oldest, at = log.newest, log.oldest, log.at
+  local used = math.min(log.used + cost, most)
+  local pushed = cost - (used - log.used)
+  if pushed == log.used then
+    oldest = nil
+  elseif pushed > 0 then
+    local element, before = log_seek(log, pushed + 1)
+    -- What isn't ours is found at the next look: reading is over.
+    if element then oldest, at = element, log_first(element, 0, before) end
+  end
+  local replaced = last and (last.at == log.now or last.units == 0)
+  local sum = ((last and last.sum or 0) + (cost - LOG_WRAP)) % LOG_WRAP
+  local units = math.min(replaced and last.units + cost or cost, LOG_WRAP)
+  local member = log_member(sum, units, (log.cut or pushed > 0) and used or nil)
   local reply = redis.pcall('ZADD', log.key, integer(log.now), member)
   if type(reply) == 'table' and reply.err then return reply end
-  if merged then redis.call('ZREM', log.key, last.member) end
-  if log.stale > LOG_TRIM then
-    -- None, if the new entry took the place of the only one: after 2^53 units sums come again.
-    local count = math.min(LOG_TRIM, redis.call('ZCOUNT', log.key, '-inf', integer(log.left)))
-    if count > 0 then redis.call('ZREMRANGEBYRANK', log.key, '0', integer(count - 1)) end
-  elseif log.stale > 0 then
-    redis.call('ZREMRANGEBYSCORE', log.key, '-inf', integer(log.left))
+  log.newest = { member = member, at = log.now, sum = sum, units = units, count = 1 }
+  if replaced then
+    if last.member ~= member then redis.call('ZREM', log.key, last.member) end
+    if oldest == last then oldest = nil end
+    if log.first == last then log.first = nil end
+  end
+  if not oldest then oldest, at = log.newest, log.now end
+  log.oldest, log.at, log.used = oldest, at, used
+  if log.first and log.first ~= oldest then
+    if (oldest.sum - log.first.sum) % LOG_WRAP + log.first.units - oldest.units <= LOG_TRIM then
+      -- No fewer units than elements.
+      redis.call('ZREMRANGEBYSCORE', log.key, '-inf', '(' .. integer(oldest.at))
+    else
+      local count = math.min(LOG_TRIM, redis.call('ZRANK', log.key, oldest.member))
+      if count > 0 then redis.call('ZREMRANGEBYRANK', log.key, '0', integer(count - 1)) end
+    end
   end
   redis.call('PEXPIREAT', log.key, integer(math.ceil((log.now + log.per) / 1000)))
-  log.newest = { member = member, at = log.now, sum = sum, units = units }
-  if not log.oldest or log.oldest.at == log.now then log.oldest = log.newest end
-  log.used = log.used + cost
+  -- To look at each charge would cost more.
+  if last and math.floor(sum / 32) ~= math.floor(last.sum / 32) then log_pack(log) end
 end
 
-rules.l = { read = log_read, frees = log_frees, charge = log_charge }
+-- Takes `cost` units, at least 1.
+local function log_charge(log, cost)
+  return log_take(log, cost, LOG_WRAP)
+end
+
+-- Takes `cost` units of one who was refused, in place of the oldest where they don't fit.
+local function log_press(log, cost, capacity)
+  cost = math.min(cost, capacity)
+  if cost > 0 then return log_take(log, cost, math.max(log.used, math.min(capacity, log.used + cost))) end
+end
+
+-- Takes up to `units` units off the charge made at `at`, if it counts and no more than LOG_AMEND came after it: their
+-- sums change. The state isn't to be used any more. Errors as above.
+local function log_credit(log, units, at)
+  local element, rank, later, behind, counted = log.newest, -1, {}, 0, log.used
+  if counted == 0 or at <= log.left or at > element.at then return end
+  while true do
+    local before = log_at(log.key, rank - 1)
+    if not before or before.at < at then break end
+    later[#later + 1] = element
+    behind, counted = behind + element.count, counted - element.units
+    if behind > LOG_AMEND or counted <= 0 then return end
+    element, rank = before, rank - 1
+  end
+  local times, upto, found = { element.at }, { element.units }, nil
+  for n = 1, element.count do
+    if element.format then
+      local age, total = struct.unpack(element.format, element.member, 20 + (n - 1) * element.width)
+      times[n], upto[n] = element.at - age, total
+    end
+    if times[n] == at then found = n end
+  end
+  if not found or behind + element.count - found > LOG_AMEND then return end
+  local before = upto[found - 1] or 0
+  units = math.min(units, upto[found] - before, counted - (element.units - upto[found]))
+  if units <= 0 then return end
+  local empty = upto[found] - before == units and rank < -1
+  for n = found, #upto do upto[n] = upto[n] - units end
+  if empty then
+    table.remove(times, found)
+    table.remove(upto, found)
+  end
+  local removed, added = { element.member }, {}
+  local function add(time, member)
+    added[#added + 1] = integer(time)
+    added[#added + 1] = member
+  end
+  local kept = log.cut and log.used - units or nil
+  local sum = (element.sum - units) % LOG_WRAP
+  if #times > 0 then
+    add(times[#times], element.format and log_bundle(sum, times, upto) or log_member(sum, upto[1], rank == -1 and kept or nil))
+  end
+  for n, one in ipairs(later) do
+    sum = (one.sum - units) % LOG_WRAP
+    removed[#removed + 1] = one.member
+    if one.format then
+      add(one.at, one.format .. struct.pack('>I7I7', sum, one.units) .. string.sub(one.member, 20))
+    else
+      add(one.at, log_member(sum, one.units, n == 1 and kept or nil))
+    end
+  end
+  local reply = redis.pcall('ZREM', log.key, unpack(removed))
+  if type(reply) == 'table' and reply.err then return reply end
+  redis.call('ZADD', log.key, unpack(added))
+  redis.call('PEXPIREAT', log.key, integer(math.ceil((log.newest.at + log.per) / 1000)))
+end
+
+rules.l = { read = log_read, frees = log_frees, charge = log_charge, press = log_press, credit = log_credit }

@@ -4,19 +4,24 @@
 //! Worst case: exact; a client that spent everything at once waits one whole period.
 //! Retry: when the oldest entries that must leave for this cost to fit have left.
 //! Memory: 16 bytes per charge that still counts (charges in the same microsecond share one entry).
-//! Time: a look is a binary search; a charge adds one entry and drops at most [`TRIM`] that have left.
+//! Time: a look is a binary search; a charge adds one entry and drops at most [`TRIM`] that have left; a credit
+//! changes at most [`AMEND`] that came after.
 
-use super::Limit;
+use super::{Limit, MAX_UNITS};
 use std::collections::VecDeque;
 
 /// Entries that one charge drops at most: a long log that was idle must not stop the store at once.
 const TRIM: usize = 64;
 
-/// Both times and sums grow from entry to entry.
+/// Entries behind a charge that is credited at most: their sums change. Redis has the same bound.
+const AMEND: usize = 1000;
+
+/// Times grow from entry to entry, and so do sums; only the newest may carry nothing, after a credit.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Log {
     entries: VecDeque<Entry>,
-    /// Units of all entries that were dropped.
+    /// The sum before the first unit of these that counts: units of all entries that were dropped, and of the
+    /// first what was pushed out.
     dropped: u64,
 }
 
@@ -32,21 +37,43 @@ impl Log {
     /// Units in the window that ends at `now_us`.
     pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
         let left = self.left(limit, now_us);
-        let before =
-            left.checked_sub(1).and_then(|last| self.entries.get(last)).map_or(self.dropped, |e| e.sum);
-        self.sum().wrapping_sub(before)
+        self.sum().wrapping_sub(self.before(left))
     }
 
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
         self.enter(limit, cost, now_us, now_us);
     }
 
+    /// Takes `cost` units of one who was refused, in place of the oldest where they don't fit.
+    pub(super) fn press(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+        self.press_in(limit, cost, now_us, now_us);
+    }
+
+    /// Takes up to `units` off the charge made at `at_us`, if it still counts and no more than [`AMEND`] came after it.
+    pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
+        let nth = self.entries.partition_point(|entry| entry.at_us < at_us);
+        let Some(entry) = self.entries.get(nth).copied() else { return };
+        let behind = self.entries.len() - nth - 1;
+        if entry.at_us != at_us || at_us.saturating_add(limit.per_us) <= now_us || behind > AMEND {
+            return;
+        }
+        let carried = entry.sum.wrapping_sub(self.before(nth));
+        for entry in self.entries.range_mut(nth..) {
+            entry.sum = entry.sum.wrapping_sub(units.min(carried));
+        }
+        if units >= carried && behind > 0 {
+            self.entries.remove(nth);
+        }
+    }
+
     /// Adds an entry that stands at `at_us`, not before any other, and drops some that have left for good:
     /// time does not go back behind an entry.
     pub(super) fn enter(&mut self, limit: &Limit, cost: u64, now_us: u64, at_us: u64) {
         let sum = self.sum().wrapping_add(cost);
+        let last = self.entries.len().saturating_sub(1);
+        let before = self.before(last);
         match self.entries.back_mut() {
-            Some(newest) if newest.at_us == at_us => newest.sum = sum,
+            Some(newest) if newest.at_us == at_us || newest.sum == before => *newest = Entry { at_us, sum },
             _ => self.entries.push_back(Entry { at_us, sum }),
         }
         if let Some(last) = self.entries.drain(..self.left(limit, now_us).min(TRIM)).next_back() {
@@ -54,6 +81,27 @@ impl Log {
         }
         if self.entries.len().max(TRIM) < self.entries.capacity() / 4 {
             self.entries.shrink_to(self.entries.len() * 2);
+        }
+        self.keep(limit, now_us, MAX_UNITS);
+    }
+
+    /// [`Log::press`] with an entry that stands at `at_us`.
+    pub(super) fn press_in(&mut self, limit: &Limit, cost: u64, now_us: u64, at_us: u64) {
+        let (used, capacity) = (self.used(limit, now_us), limit.capacity());
+        let cost = cost.min(capacity);
+        if cost > 0 {
+            self.enter(limit, cost, now_us, at_us);
+            self.keep(limit, now_us, used.max(capacity.min(used.saturating_add(cost))));
+        }
+    }
+
+    /// Lets no more than the newest `most` units, at least 1, count.
+    fn keep(&mut self, limit: &Limit, now_us: u64, most: u64) {
+        if self.used(limit, now_us) > most {
+            let sum = self.sum();
+            let gone = self.entries.partition_point(|entry| sum.wrapping_sub(entry.sum) >= most);
+            self.entries.drain(..gone);
+            self.dropped = sum.wrapping_sub(most);
         }
     }
 
@@ -80,6 +128,11 @@ impl Log {
             Some(oldest) if oldest.at_us.saturating_add(limit.per_us) > now_us => 0,
             _ => self.entries.partition_point(|entry| entry.at_us.saturating_add(limit.per_us) <= now_us),
         }
+    }
+
+    /// The sum before the `nth` entry.
+    fn before(&self, nth: usize) -> u64 {
+        nth.checked_sub(1).and_then(|last| self.entries.get(last)).map_or(self.dropped, |last| last.sum)
     }
 
     fn sum(&self) -> u64 {
@@ -113,5 +166,106 @@ mod tests {
             "{:?} from {full:?}",
             log.heap_bytes()
         );
+    }
+
+    /// Every charge with the units that it has left, oldest first; nothing is ever forgotten.
+    #[derive(Default)]
+    struct Naive(Vec<(u64, u64)>);
+
+    impl Naive {
+        fn living(&self, limit: &Limit, now_us: u64) -> impl Iterator<Item = &(u64, u64)> {
+            self.0.iter().filter(move |(at_us, _)| at_us + limit.per_us > now_us)
+        }
+
+        fn used(&self, limit: &Limit, now_us: u64) -> u64 {
+            self.living(limit, now_us).map(|(_, units)| units).sum()
+        }
+
+        fn at_most_at_us(&self, limit: &Limit, now_us: u64, most: u64) -> u64 {
+            let leave = self.living(limit, now_us).map(|(at_us, _)| at_us + limit.per_us);
+            let mut moments = [now_us].into_iter().chain(leave);
+            moments.find(|moment_us| self.used(limit, *moment_us) <= most).unwrap()
+        }
+
+        fn press(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+            self.0.retain(|(at_us, _)| at_us + limit.per_us > now_us);
+            let (before, cost) = (self.used(limit, now_us), cost.min(limit.requests));
+            self.0.push((now_us, cost));
+            let most = before.max(limit.requests.min(before + cost));
+            while self.used(limit, now_us) > most {
+                let oldest = self.0.iter_mut().find(|(_, units)| *units > 0).unwrap();
+                oldest.1 -= 1;
+            }
+        }
+
+        fn credit(&mut self, units: u64, at_us: u64) {
+            for _ in 0..units {
+                if let Some(charge) = self.0.iter_mut().find(|(at, units)| *at == at_us && *units > 0) {
+                    charge.1 -= 1;
+                }
+            }
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn what_is_pressed_charged_late_and_credited_is_as_if_each_unit_were_kept_apart(
+            requests in 1..30u64,
+            ops in proptest::collection::vec((0..4u8, 0..40u64, 1..12u64, 0..8usize), 1..120),
+        ) {
+            let limit = Limit { requests, per_us: 200, algorithm: Algorithm::SlidingLog };
+            let (mut log, mut naive, mut now_us, mut times) = (Log::default(), Naive::default(), 1_000, vec![0]);
+            for (what, after_us, units, back) in ops {
+                now_us += after_us;
+                match what {
+                    0 => {
+                        log.press(&limit, units, now_us);
+                        naive.press(&limit, units, now_us);
+                    }
+                    1 => {
+                        let at_us = times[times.len().saturating_sub(back + 1)];
+                        log.credit(&limit, units, at_us, now_us);
+                        naive.credit(units, at_us);
+                    }
+                    // Whether it fits or not: what is settled is not asked.
+                    _ => {
+                        log.charge(&limit, units, now_us);
+                        naive.0.push((now_us, units));
+                        times.push(now_us);
+                    }
+                }
+                let used = naive.used(&limit, now_us);
+                proptest::prop_assert_eq!(log.used(&limit, now_us), used);
+                for most in 0..used {
+                    let expected = naive.at_most_at_us(&limit, now_us, most);
+                    proptest::prop_assert_eq!(log.at_most_at_us(&limit, now_us, most), expected);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_is_given_back_once_too_many_came_after() {
+        let limit = Limit { requests: MAX_UNITS, per_us: 1_000_000, algorithm: Algorithm::SlidingLog };
+        let mut log = Log::default();
+        log.charge(&limit, 9, 1);
+        for now_us in 2..=1_001 {
+            log.charge(&limit, 1, now_us);
+        }
+        log.credit(&limit, 4, 1, 1_001);
+        assert_eq!(log.used(&limit, 1_001), 1_005);
+        log.charge(&limit, 1, 1_002);
+        log.credit(&limit, 4, 1, 1_002);
+        assert_eq!(log.used(&limit, 1_002), 1_006);
+    }
+
+    #[test]
+    fn a_debt_beyond_all_units_there_are_counts_as_that_many() {
+        let limit = Limit { requests: 1, per_us: 1_000, algorithm: Algorithm::SlidingLog };
+        let mut log = Log::default();
+        log.charge(&limit, MAX_UNITS, 1);
+        log.charge(&limit, 7, 2);
+        assert_eq!(log.used(&limit, 2), MAX_UNITS);
+        assert_eq!(log.used(&limit, 1_001), 7);
     }
 }

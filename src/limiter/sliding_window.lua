@@ -38,21 +38,55 @@ local function buckets_frees(state, need)
   return (state.first + n) * state.width - 1 + state.per
 end
 
--- Takes `cost` units, at least 1; an error if Redis doesn't let us write, and then nothing was written.
-local function buckets_charge(state, cost)
-  local this = math.floor(state.now / state.width)
-  local kept = {}
-  for n = state.from, #state.units do kept[#kept + 1] = state.units[n] end
-  local first = #kept > 0 and state.first + state.from - 1 or this
-  for n = #kept + 1, this - first + 1 do kept[n] = 0 end
-  kept[#kept] = kept[#kept] + cost
+-- Writes what was read; an error if Redis doesn't let us, and then nothing was written.
+local function buckets_write(state)
   local texts = {}
-  for n = 1, #kept do texts[n] = string.format('%.0f', kept[n]) end
-  local value = string.format('%.0f:', first) .. table.concat(texts, ',')
-  local expires = math.ceil(((this + 1) * state.width - 1 + state.per) / 1000)
+  for n, units in ipairs(state.units) do texts[n] = string.format('%.0f', units) end
+  local value = string.format('%.0f:', state.first) .. table.concat(texts, ',')
+  local expires = math.ceil(((state.first + #texts) * state.width - 1 + state.per) / 1000)
   local reply = redis.pcall('SET', state.key, value, 'PXAT', expires)
   if reply.err then return reply end
-  state.first, state.from, state.units, state.used = first, 1, kept, state.used + cost
 end
 
-rules.s = { read = buckets_read, frees = buckets_frees, charge = buckets_charge }
+-- Takes `cost` units, at least 1; of these and all before, the newest `most` count on. Errors as above.
+local function buckets_take(state, cost, most)
+  local this = math.floor(state.now / state.width)
+  local units = {}
+  for n = state.from, #state.units do units[#units + 1] = state.units[n] end
+  state.first, state.from, state.units = #units > 0 and state.first + state.from - 1 or this, 1, units
+  for n = #units + 1, this - state.first + 1 do units[n] = 0 end
+  -- No number passes 2^53: what is pushed out goes first, and it is never more than was in use.
+  local used = math.min(state.used + cost, most)
+  local pushed, n = cost - (used - state.used), 1
+  while pushed > 0 do
+    local gone = math.min(pushed, units[n])
+    units[n], pushed, n = units[n] - gone, pushed - gone, n + 1
+  end
+  units[#units] = units[#units] + cost
+  state.used = used
+  return buckets_write(state)
+end
+
+-- Takes `cost` units, at least 1.
+local function buckets_charge(state, cost)
+  return buckets_take(state, cost, 9007199254740992)
+end
+
+-- Takes `cost` units of one who was refused, in place of the oldest where they don't fit.
+local function buckets_press(state, cost, capacity)
+  cost = math.min(cost, capacity)
+  if cost > 0 then return buckets_take(state, cost, math.max(state.used, math.min(capacity, state.used + cost))) end
+end
+
+-- Takes up to `units` units off the sub-window of `at`, if it still counts.
+local function buckets_credit(state, units, at)
+  local n = math.floor(at / state.width) - state.first + 1
+  if n < state.from or n > #state.units then return end
+  units = math.min(units, state.units[n])
+  state.units[n], state.used = state.units[n] - units, state.used - units
+  return buckets_write(state)
+end
+
+rules.s = {
+  read = buckets_read, frees = buckets_frees, charge = buckets_charge, press = buckets_press, credit = buckets_credit,
+}

@@ -28,8 +28,17 @@ impl Buckets {
     }
 
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
-        let last_us = (now_us - now_us % self.width_us).saturating_add(self.width_us - 1);
-        self.log.enter(limit, cost, now_us, last_us);
+        self.log.enter(limit, cost, now_us, self.last_us(now_us));
+    }
+
+    /// Takes `cost` units of one who was refused, in place of the oldest where they don't fit.
+    pub(super) fn press(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+        self.log.press_in(limit, cost, now_us, self.last_us(now_us));
+    }
+
+    /// Takes up to `units` off the sub-window of `at_us`, if it still counts.
+    pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
+        self.log.credit(limit, units, self.last_us(at_us), now_us);
     }
 
     /// The newest sub-window's start: the latest time that the state proves to have passed.
@@ -47,5 +56,10 @@ impl Buckets {
 
     pub(super) fn heap_bytes(&self) -> usize {
         self.log.heap_bytes()
+    }
+
+    /// The last instant of the sub-window of `at_us`.
+    fn last_us(&self, at_us: u64) -> u64 {
+        (at_us - at_us % self.width_us).saturating_add(self.width_us - 1)
     }
 }

@@ -362,6 +362,90 @@ async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
     }
 }
 
+/// What a policy with `count_rejected` and costs that are settled later does to one counter.
+async fn same_ends(
+    connection: &mut MultiplexedConnection,
+    limit: &Limit,
+    steps: &[(u8, u64, u64, usize)],
+) -> Result<(), TestCaseError> {
+    let _: () = redis::cmd("FLUSHALL").query_async(connection).await.unwrap();
+    let (owner, mut model, mut time_us, mut times) = (key("k"), Model::default(), START_US, vec![START_US]);
+    for (n, (what, after_us, units, back)) in steps.iter().enumerate() {
+        time_us += after_us;
+        let asked = [Charge { counts_rejected: true, ..charge(limit, &owner, *units) }];
+        let at_us = times[times.len().saturating_sub(back + 1)];
+        let amendment = match what {
+            0 => Some(Amendment::Credit { units: *units, at_us }),
+            1 => Some(Amendment::Charge(*units)),
+            _ => None,
+        };
+        let look = [charge(limit, &owner, 0)];
+        let asked = if let Some(amendment) = amendment {
+            run(connection, &SCRIPT.amend(&[Late { limit, key: &owner, amendment }], Some(time_us))).await;
+            let (algorithm, per_us) = limit.identity();
+            let state = model.states.entry((owner.id(), algorithm, per_us)).or_insert_with(|| limit.fresh());
+            state.amend(limit, amendment, time_us);
+            &look
+        } else {
+            times.push(time_us);
+            &asked
+        };
+        let expected = model.decide(asked, time_us);
+        prop_assert_eq!(ask(connection, asked, time_us).await, expected, "step {} at {}", n, time_us);
+    }
+    Ok(())
+}
+
+#[test]
+fn lua_counts_the_rejected_and_settles_costs_as_rust_does() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let server = Server::start();
+    let connection = runtime.block_on(server.connection());
+    // Up to a few hundred charges live at once: some are bundled.
+    let limits = [log(5, PER_US), log(90, PER_US), log(600, PER_US), sub_windows(40, PER_US, 10)];
+    let units = prop_oneof![6 => Just(1u64), 2 => 2..6u64, 1 => 6..700u64];
+    let step = (0..9u8, prop_oneof![8 => 0..5u64, 1 => 0..500u64], units, 0..40usize);
+    let cases = (0..limits.len(), prop::collection::vec(step, 1..600));
+    let config = Config { cases: 60, failure_persistence: None, ..Config::default() };
+    let checked = TestRunner::new(config).run(&cases, |(limit, steps)| {
+        runtime.block_on(same_ends(&mut connection.clone(), &limits[limit], &steps))
+    });
+    if let Err(failure) = checked {
+        panic!("{failure}");
+    }
+}
+
+#[tokio::test]
+async fn a_small_log_is_one_entry_per_charge_and_a_large_one_is_small() {
+    let server = Server::start();
+    let mut connection = server.connection().await;
+    let (limit, owner) = (log(10_000, 60_000_000), key("k"));
+    let asked = [charge(&limit, &owner, 1)];
+    let name = Script::new("t").key(&asked[0]);
+    for n in 1..=10_000 {
+        assert!(ask(&mut connection, &asked, START_US + n * 1_000).await.admitted);
+        let (bytes, entries): (u64, u64) = match n {
+            128 | 1_000 | 10_000 => redis::pipe()
+                .cmd("MEMORY")
+                .arg("USAGE")
+                .arg(&name)
+                .arg("SAMPLES")
+                .arg(0)
+                .cmd("ZCARD")
+                .arg(&name)
+                .query_async(&mut connection)
+                .await
+                .unwrap(),
+            _ => continue,
+        };
+        match n {
+            128 => assert!(entries == 128 && bytes < 128 * 25, "{entries} entries, {bytes} bytes"),
+            1_000 => assert!(bytes < 1_000 * 20, "{bytes} bytes"),
+            _ => assert!(bytes < 10_000 * 8, "{bytes} bytes"),
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_clock_that_ran_ahead_for_one_key_ages_no_other() {
     let server = Server::start();

@@ -450,11 +450,11 @@ mod tests {
     }
 
     #[test]
-    fn the_text_is_short_enough_for_a_server_that_has_not_let_us_in() {
+    fn the_first_text_is_short_enough_for_a_server_that_has_not_let_us_in() {
+        let first = Program::new(bits_of(&[])).text;
+        assert!(first.len() < 16 * 1024, "{}", first.len());
         for bits in [AMENDS - 1, PROGRAMS - 1] {
-            let text = Program::new(bits).text;
-            assert!(text.len() < 16 * 1024, "{}", text.len());
-            assert!(!text.contains("--"), "a comment is left");
+            assert!(!Program::new(bits).text.contains("--"), "a comment is left");
         }
     }
 
