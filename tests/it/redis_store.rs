@@ -401,11 +401,12 @@ fn lua_counts_the_rejected_and_settles_costs_as_rust_does() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let server = Server::start();
     let connection = runtime.block_on(server.connection());
-    // Up to a few hundred charges live at once: some are bundled.
-    let limits = [log(5, PER_US), log(90, PER_US), log(600, PER_US), sub_windows(40, PER_US, 10)];
-    let units = prop_oneof![6 => Just(1u64), 2 => 2..6u64, 1 => 6..700u64];
-    let step = (0..9u8, prop_oneof![8 => 0..5u64, 1 => 0..500u64], units, 0..40usize);
-    let cases = (0..limits.len(), prop::collection::vec(step, 1..600));
+    // With the long period up to some hundred charges live at once: some are bundled.
+    let limits =
+        [log(5, PER_US), log(300, 20 * PER_US), log(2_000, 20 * PER_US), sub_windows(40, PER_US, 10)];
+    let units = prop_oneof![18 => Just(1u64), 4 => 2..6u64, 1 => 6..90u64];
+    let step = (0..9u8, prop_oneof![1 => Just(0u64), 9 => 1..5u64, 1 => 0..500u64], units, 0..400usize);
+    let cases = (0..limits.len(), prop::collection::vec(step, 1..700));
     let config = Config { cases: 60, failure_persistence: None, ..Config::default() };
     let checked = TestRunner::new(config).run(&cases, |(limit, steps)| {
         runtime.block_on(same_ends(&mut connection.clone(), &limits[limit], &steps))
