@@ -6,7 +6,8 @@
 --     + oldest living units. No counting, no sum kept beside that a trim would have to mend, so what has left may
 --     stay in the set for a while and changes nothing. The sum makes members unique, and is exact at any mix of
 --     costs. As at most 2^53 units live at once, the wrap is never ambiguous.
---   * `sum:units:kept` in the newest element: only the newest `kept` units count, however young the others are.
+--   * `sum:units:kept` in the newest element: only the newest `kept` units count, however young the others are, which
+--     stay until they are trimmed. (Only a limit of about 2^53 units could be deceived by them as to the wrap.)
 --   * Charges in the same microsecond share one entry, so the order of scores is the order of charges.
 --   * Above LOG_SMALL elements, LOG_BUNDLE charges at a time become one: `>IaIb`, the sum at its end and all of its
 --     units (7 bytes each), and per charge its age in us at the time of the last (the score; `a` bytes) and the
@@ -40,7 +41,9 @@ local function log_element(reply, n)
     end
   end
   if not (sum and sum >= 0 and sum < LOG_WRAP and sum % 1 == 0 and units <= LOG_WRAP) then return nil end
-  return { member = member, at = at, sum = sum, units = units, kept = kept, count = count, width = width, format = format }
+  return {
+    member = member, at = at, sum = sum, units = units, kept = kept, count = count, width = width, format = format,
+  }
 end
 
 local function log_at(key, rank)
@@ -265,7 +268,8 @@ local function log_credit(log, units, at)
   local kept = log.cut and log.used - units or nil
   local sum = (element.sum - units) % LOG_WRAP
   if #times > 0 then
-    add(times[#times], element.format and log_bundle(sum, times, upto) or log_member(sum, upto[1], rank == -1 and kept or nil))
+    local single = not element.format and log_member(sum, upto[1], rank == -1 and kept or nil)
+    add(times[#times], single or log_bundle(sum, times, upto))
   end
   for n, one in ipairs(later) do
     sum = (one.sum - units) % LOG_WRAP
