@@ -82,7 +82,7 @@ pub(super) const ALGORITHM: [(&str, Algorithm); 6] = [
     ("sliding_log", Algorithm::SlidingLog),
     ("sliding_window", Algorithm::SlidingWindow { buckets: 10 }),
     ("fixed_window", Algorithm::FixedWindow { offset_us: 0 }),
-    ("token_bucket", Algorithm::TokenBucket { burst: 1 }),
+    ("token_bucket", Algorithm::TokenBucket { burst: 1, warm_up_us: 0 }),
     ("leaky_bucket", Algorithm::LeakyBucket { max_delay_us: 1_000_000 }),
     ("concurrency", Algorithm::Concurrency { max_duration_us: 0 }),
 ];

@@ -139,8 +139,17 @@ fn name(text: &str) -> Result<String, String> {
 }
 
 fn without_quota(at: &Cursor<'_>, action: &str) -> Option<()> {
-    for key in ["key", "limit", "limits", "cost", "block_for", "missing_key", "on_store_failure", "override"]
-    {
+    for key in [
+        "key",
+        "limit",
+        "limits",
+        "cost",
+        "block_for",
+        "count_rejected",
+        "missing_key",
+        "on_store_failure",
+        "override",
+    ] {
         if at.has(key) {
             at.fail(key, &format!("a policy with action = \"{action}\" counts nothing"));
         }
@@ -169,6 +178,18 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
     if let (Some(cost), Some(limits)) = (&cost, &limits) {
         warn_of_impossible(at, cost.least(), limits);
     }
+    let all_limits =
+        || limits.iter().flatten().chain(overrides.list().iter().flat_map(|entry| &entry.limits));
+    if let Some(cost) = &cost {
+        refuse_too_much_for_cold(at, cost.most(), all_limits());
+    }
+    let count_rejected = at.flag("count_rejected");
+    if count_rejected == Some(true) && all_limits().any(takes_slots) {
+        at.fail(
+            "count_rejected",
+            "who is refused is not in flight: algorithm = \"concurrency\" can't count it",
+        );
+    }
     let block_for = at.duration("block_for");
     if block_for.is_some() && at.word("mode", &MODE) == Some(Mode::Shadow) {
         at.warn("block_for", "a shadow policy blocks nobody: what it measures are its limits alone");
@@ -177,7 +198,7 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
         key,
         block: block_for.map(|time| Limit { requests: 1, per_us: micros(time), algorithm: Algorithm::Block }),
         missing_key: at.word("missing_key", &MISSING_KEY).unwrap_or(scope.missing_key),
-        count_rejected: false,
+        count_rejected: count_rejected?,
         cost: cost?,
         limits: limits?,
         overrides,
@@ -216,6 +237,20 @@ fn estimate(at: &Cursor<'_>) -> Option<Cost> {
 /// The schema lets only what isn't negative through.
 fn units(at: &Cursor<'_>, name: &str) -> Option<u64> {
     at.whole::<i64>(name).and_then(|units| u64::try_from(units).ok())
+}
+
+/// Who only ever asks for more than a cold bucket holds would never warm it up.
+fn refuse_too_much_for_cold<'a>(
+    at: &Cursor<'_>,
+    cost: u64,
+    mut limits: impl Iterator<Item = &'a NamedLimit>,
+) {
+    let is_too_small =
+        |limit: &Limit| limit.capacity() > limit.cold_capacity() && limit.cold_capacity() < cost;
+    if let Some(limit) = limits.find(|limit| is_too_small(&limit.limit)) {
+        let most = limit.limit.cold_capacity();
+        at.fail("cost", &format!("up to {cost}, but before its warm_up the limit \"{}\" has {most} at once, a third of burst; expected at most {most}", limit.name));
+    }
 }
 
 /// Of these a request takes one, whatever it costs.
@@ -300,7 +335,8 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
             Algorithm::FixedWindow { offset_us: micros(offset.unwrap_or_default()) }
         }
         Algorithm::TokenBucket { .. } => {
-            Algorithm::TokenBucket { burst: burst.or(requests).unwrap_or_default() }
+            let warm_up_us = at.duration("warm_up").map_or(0, micros);
+            Algorithm::TokenBucket { burst: burst.or(requests).unwrap_or_default(), warm_up_us }
         }
         Algorithm::LeakyBucket { max_delay_us: usual } => {
             Algorithm::LeakyBucket { max_delay_us: max_delay.map_or(usual, micros) }
@@ -314,6 +350,7 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
         ("buckets", "sliding_window", matches!(algorithm, Algorithm::SlidingWindow { .. })),
         ("offset", "fixed_window", matches!(algorithm, Algorithm::FixedWindow { .. })),
         ("burst", "token_bucket", matches!(algorithm, Algorithm::TokenBucket { .. })),
+        ("warm_up", "token_bucket", matches!(algorithm, Algorithm::TokenBucket { .. })),
         ("max_delay", "leaky_bucket", matches!(algorithm, Algorithm::LeakyBucket { .. })),
         ("lease_ttl", "concurrency", counts_slots),
         ("max_duration", "concurrency", counts_slots),
@@ -357,14 +394,14 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
 /// What a bucket counts in has to stay whole in a double.
 fn refuse_inexact(at: &Cursor<'_>, algorithm: Algorithm, requests: u64, per_us: u64) {
     let (key, most) = match algorithm {
-        Algorithm::TokenBucket { burst } if burst > requests => ("burst", MAX_UNITS / per_us.max(1)),
+        Algorithm::TokenBucket { burst, .. } if burst > requests => ("burst", MAX_UNITS / per_us.max(1)),
         Algorithm::TokenBucket { .. } => ("requests", MAX_UNITS / per_us.max(1)),
         Algorithm::LeakyBucket { max_delay_us } => {
             ("requests", (MAX_UNITS - per_us.min(MAX_UNITS)) / max_delay_us.max(1))
         }
         _ => return,
     };
-    let burst = if let Algorithm::TokenBucket { burst } = algorithm { burst } else { 0 };
+    let burst = if let Algorithm::TokenBucket { burst, .. } = algorithm { burst } else { 0 };
     if burst.max(requests) > most {
         let what = if burst > 0 { "a period" } else { "a max_delay" };
         at.fail(key, &format!("too many to be counted exactly in {what} this long; expected at most {most}"));

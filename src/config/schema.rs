@@ -70,6 +70,7 @@ use Need::{Default, Optional, Required};
 /// Largest integer that a double holds exactly, which Redis computes with.
 const MAX_UNITS: i64 = 1 << 53;
 const DAY: Duration = Duration::from_secs(86_400);
+const MAX_WARM_UP: Duration = Duration::from_micros(crate::limiter::MAX_WARM_UP_US);
 const MAX_PERIOD: Duration = Duration::from_secs(400 * 86_400);
 
 /// At least a millisecond: 0 is no way to switch this off.
@@ -446,7 +447,7 @@ static LOG: [Key; 4] = [
     key("access_sample", Fraction, Default("1.0"), "The share of those that does."),
 ];
 
-static POLICY: [Key; 14] = [
+static POLICY: [Key; 15] = [
     key(
         "name",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
@@ -491,6 +492,12 @@ static POLICY: [Key; 14] = [
         Kind::Duration { min: Duration::from_millis(1), max: MAX_PERIOD },
         Optional,
         "Once a limit of this policy refuses a key, the policy refuses it this long. Knocking doesn't prolong it. A shadow policy blocks nobody.",
+    ),
+    key(
+        "count_rejected",
+        Bool,
+        Default("false"),
+        "What this policy refuses uses its quota too, up to all of it: who goes on knocking stays out. Not with concurrency.",
     ),
     key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
     key("on_store_failure", ON_STORE_FAILURE, Optional, "As in [defaults]."),
@@ -573,7 +580,7 @@ pub(super) static TEST: [Key; 2] = [
     key("present", Bool, Optional, "Whether there is a value."),
 ];
 
-static LIMIT: [Key; 11] = [
+static LIMIT: [Key; 12] = [
     key(
         "requests",
         whole(0, MAX_UNITS),
@@ -598,6 +605,12 @@ static LIMIT: [Key; 11] = [
         whole(1, MAX_UNITS),
         Optional,
         "token_bucket only: units that may be taken at once; `requests` if absent.",
+    ),
+    key(
+        "warm_up",
+        Kind::Duration { min: Duration::from_millis(1), max: MAX_WARM_UP },
+        Optional,
+        "token_bucket only: who took nothing for so long has a third of burst at once and comes by a third of the rate; both grow to the full in as long again. A cost may not be above that third.",
     ),
     key(
         "max_delay",

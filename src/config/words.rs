@@ -61,7 +61,8 @@ fn quota(quota: &Quota) -> String {
         let values = entry.values.iter().map(|value| value.as_deref().unwrap_or("*"));
         format!("; for {}: {}", values.collect::<Vec<_>>().join(", "), limits(&entry.limits))
     });
-    format!("{per}: {}{cost}{}{block}", limits(&quota.limits), overrides.collect::<String>())
+    let rejected = if quota.count_rejected { "; what is refused counts too" } else { "" };
+    format!("{per}: {}{cost}{}{block}{rejected}", limits(&quota.limits), overrides.collect::<String>())
 }
 
 fn limits(limits: &[NamedLimit]) -> String {
@@ -86,8 +87,14 @@ fn amount(limit: &Limit, unit: Option<&str>) -> String {
             format!("at most {requests} {unit} at a time{most}")
         }
         Algorithm::Block => format!("once over, blocked for {per}"),
-        Algorithm::TokenBucket { burst } => {
+        Algorithm::TokenBucket { burst, warm_up_us: 0 } => {
             format!("{requests} {unit} per {per} on average, at most {burst} at once")
+        }
+        Algorithm::TokenBucket { burst, warm_up_us } => {
+            let (cold, warm_up) = (limit.cold_capacity(), duration_words(Duration::from_micros(warm_up_us)));
+            format!(
+                "{requests} {unit} per {per} on average, at most {burst} at once; after {warm_up} without any, from {cold} at once and a third of the rate, growing for {warm_up}"
+            )
         }
         Algorithm::LeakyBucket { max_delay_us } => {
             let delay = duration_words(Duration::from_micros(max_delay_us));

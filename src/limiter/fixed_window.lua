@@ -26,23 +26,28 @@ local function window_frees(window)
   return window.ends
 end
 
--- Takes `cost` units, at least 1; an error if Redis doesn't let us write, and then nothing was written.
-local function window_charge(window, cost)
-  window.used = math.min(9007199254740992, window.used + cost)
+-- Makes so many used; an error if Redis doesn't let us write, and then nothing was written.
+local function window_use(window, used)
+  window.used = math.min(9007199254740992, used)
   local value = string.format('%d:%d', window.start, window.used)
   local reply = redis.pcall('SET', window.key, value, 'PXAT', integer(math.ceil(window.ends / 1000)))
   if reply.err then return reply end
 end
 
--- Takes as many of `cost` units as the capacity has left.
-local function window_press(window, cost, capacity)
-  return window_charge(window, math.min(cost, math.max(0, capacity - window.used)))
+-- Takes `cost` units, at least 1; an error as window_use.
+local function window_charge(window, cost)
+  return window_use(window, window.used + cost)
 end
 
--- Gives back up to `units` that were taken at `at`, if that window still holds.
+-- Takes what there is, up to `cost`; an error as window_use.
+local function window_press(window, cost, capacity)
+  if window.used < capacity then return window_use(window, math.min(capacity, window.used + cost)) end
+end
+
+-- Gives back `units` charged at `at`, if that was in this window; an error as window_use.
 local function window_credit(window, units, at)
-  if at < window.start or at >= window.ends or window.used == 0 then return end
-  return window_charge(window, -math.min(units, window.used))
+  if window.used == 0 or at < window.start or at >= window.ends then return end
+  return window_use(window, math.max(0, window.used - units))
 end
 
 rules.w = { read = window_read, frees = window_frees, charge = window_charge, press = window_press, credit = window_credit }

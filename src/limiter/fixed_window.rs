@@ -31,9 +31,10 @@ impl Window {
 
     /// As [`super::Effect::Press`] says.
     pub(super) fn press(&mut self, limit: &Limit, cost: u64, now_us: u64) {
-        let used = self.used(limit, now_us);
-        let room = limit.capacity().saturating_sub(used);
-        self.charge(limit, cost.min(room), now_us);
+        let room = limit.capacity().saturating_sub(self.used(limit, now_us));
+        if room > 0 {
+            self.charge(limit, cost.min(room), now_us);
+        }
     }
 
     /// Gives back units that were taken at `at_us`, if that window still holds.
@@ -60,5 +61,35 @@ impl Window {
     /// The start of the window that holds `now_us`. Before the first offset there is a short one from 0.
     fn start_us_at(&self, limit: &Limit, now_us: u64) -> u64 {
         now_us.checked_sub(self.offset_us).map_or(0, |since| now_us - since % limit.per_us.max(1))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Algorithm;
+    use super::*;
+
+    #[test]
+    fn what_was_not_used_comes_back_while_the_window_lasts_and_a_refusal_takes_what_there_is() {
+        let limit = Limit { requests: 10, per_us: 100, algorithm: Algorithm::FixedWindow { offset_us: 30 } };
+        let mut window = Window::new(30);
+        window.charge(&limit, 6, 1_031);
+        window.credit(&limit, 2, 1_031, 1_129);
+        assert_eq!(window.used(&limit, 1_129), 4);
+        window.press(&limit, 3, 1_129);
+        assert_eq!(window.used(&limit, 1_129), 7);
+        window.press(&limit, 9, 1_129);
+        assert_eq!(window.used(&limit, 1_129), 10);
+        // Settled: more than there is.
+        window.charge(&limit, 5, 1_129);
+        window.press(&limit, 1, 1_129);
+        assert_eq!(window.used(&limit, 1_129), 15);
+        window.credit(&limit, 2, 1_031, 1_130);
+        assert_eq!(window.used(&limit, 1_130), 0);
+        window.charge(&limit, 3, 1_130);
+        window.credit(&limit, 2, 1_129, 1_140);
+        assert_eq!(window.used(&limit, 1_140), 3, "what was charged in the last window");
+        window.charge(&limit, MAX_UNITS, 1_140);
+        assert_eq!(window.used(&limit, 1_140), MAX_UNITS);
     }
 }

@@ -19,17 +19,30 @@ end
 
 -- When `need` units more of the capacity are free, 1 <= need <= used.
 local function line_frees(line, need)
-  local over = line.debt - (line.used - need) * line.per - line.slack
-  return line.now + bucket_ceil(over, line.pays)
+  return bucket_paid(line, (line.used - need) * line.per + line.slack)
 end
 
--- Takes `cost` units, at least 1; an error if Redis doesn't let us write, and then nothing was written.
+-- Takes `cost` units, at least 1; an error as bucket_owe.
 local function line_charge(line, cost)
   local err = bucket_charge(line, cost)
   if err then return err end
   line_use(line)
   -- It may go when no more than one unit is owed.
-  line.delay = bucket_ceil(math.max(0, line.debt - line.per), line.pays)
+  line.delay = bucket_paid(line, line.per) - line.now
 end
 
-rules.d = { read = line_read, frees = line_frees, charge = line_charge }
+-- Takes what room there is, up to `cost`; an error as bucket_owe.
+local function line_press(line, cost, capacity)
+  local err = bucket_press(line, cost, capacity)
+  line_use(line)
+  return err
+end
+
+-- Gives back what still counts of `units` charged at `at`; an error as bucket_owe.
+local function line_credit(line, units, at)
+  local err = bucket_credit(line, units, at)
+  line_use(line)
+  return err
+end
+
+rules.d = { read = line_read, frees = line_frees, charge = line_charge, press = line_press, credit = line_credit }

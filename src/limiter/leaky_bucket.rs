@@ -8,7 +8,7 @@
 //! Worst case: none leaves early. Who leaves the line while he waits keeps his place: too strict, never lax. After
 //! the rate was raised, those already in line leave when they were told, beside the newcomers.
 //! Retry: when the line has become short enough for this cost, rounded up to the microsecond.
-//! Memory: three numbers.
+//! Memory: three numbers; with costs that are settled later as `token_bucket`.
 
 use super::Limit;
 use super::token_bucket::Bucket;
@@ -22,8 +22,22 @@ impl Line {
         self.0.debt_at(limit, now_us).saturating_sub(limit.slack()).div_ceil(limit.per_us)
     }
 
-    pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
-        self.0.charge(limit, cost, now_us);
+    pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
+        self.0.charge(limit, cost, now_us, settles);
+    }
+
+    /// Takes what room there is, up to `cost`. Nobody stands there: it only keeps newcomers out.
+    pub(super) fn press(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
+        self.0.press(limit, cost, now_us, settles);
+    }
+
+    /// Gives places back, as [`Bucket::credit`] says. Those in line keep their turns, beside which newcomers may go.
+    pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
+        self.0.credit(limit, units, at_us, now_us);
+    }
+
+    pub(super) fn heap_bytes(&self) -> usize {
+        self.0.heap_bytes()
     }
 
     /// How long whoever came last has to be held.

@@ -22,6 +22,12 @@ use smallvec::SmallVec;
 /// The largest `requests` and cost: integers up to here are exact in a double, which Lua computes with.
 pub const MAX_UNITS: u64 = 1 << 53;
 
+/// The last time that a rule tells, for the same reason: in the year 2255.
+const LAST_US: u64 = 1 << 53;
+
+/// The longest warm-up, a day: it is reckoned exactly up to some weeks.
+pub const MAX_WARM_UP_US: u64 = 86_400_000_000;
+
 /// An amount per period, by an algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Limit {
@@ -45,8 +51,10 @@ pub enum Algorithm {
         offset_us: u64,
     },
     /// Up to `burst` units at once, at least 1; max(burst, requests) × per_us is at most [`MAX_UNITS`].
+    /// It is cold when it was not charged for `warm_up_us`, at most [`MAX_WARM_UP_US`]; 0: never.
     TokenBucket {
         burst: u64,
+        warm_up_us: u64,
     },
     /// Holds a request for up to `max_delay_us`; max_delay_us × requests + per_us is at most [`MAX_UNITS`].
     LeakyBucket {
@@ -194,7 +202,7 @@ impl Limit {
         let algorithm = match self.algorithm {
             // A changed `block_for` ends no block.
             Algorithm::Block => return (Algorithm::Block, 0),
-            Algorithm::TokenBucket { .. } => Algorithm::TokenBucket { burst: 0 },
+            Algorithm::TokenBucket { .. } => Algorithm::TokenBucket { burst: 0, warm_up_us: 0 },
             Algorithm::LeakyBucket { .. } => Algorithm::LeakyBucket { max_delay_us: 0 },
             // Nor does a changed `lease_ttl` forget who is in flight.
             Algorithm::Concurrency { .. } => return (Algorithm::Concurrency { max_duration_us: 0 }, 0),
@@ -207,13 +215,22 @@ impl Limit {
     pub fn capacity(&self) -> u64 {
         match self.algorithm {
             _ if self.requests == 0 => 0,
-            Algorithm::TokenBucket { burst } => burst,
+            Algorithm::TokenBucket { burst, .. } => burst,
             Algorithm::LeakyBucket { max_delay_us } => {
                 let waiting =
                     u128::from(max_delay_us) * u128::from(self.requests) / u128::from(self.per_us.max(1));
                 u64::try_from(waiting).unwrap_or(u64::MAX).saturating_add(1)
             }
             _ => self.requests,
+        }
+    }
+
+    /// The largest cost that is sure to be admitted once nothing is in use: the capacity, unless that is still to
+    /// warm up.
+    pub fn cold_capacity(&self) -> u64 {
+        match self.algorithm {
+            Algorithm::TokenBucket { burst, warm_up_us } if warm_up_us > 0 => (burst / 3).max(1).min(burst),
+            _ => self.capacity(),
         }
     }
 
@@ -292,17 +309,19 @@ impl State {
         if let Kind::Concurrency(slots) = &mut self.0 {
             return slots.hold(charge.slot, now_us.saturating_add(charge.limit.per_us), now_us);
         }
-        self.take(charge.limit, charge.cost, now_us);
+        self.take(charge.limit, charge.cost, now_us, charge.settles);
     }
 
     /// Takes as much of a refused charge as [`Effect::Press`] says.
-    pub fn press(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+    pub fn press(&mut self, charge: &Charge<'_>, now_us: u64) {
         let now_us = now_us.max(self.newest_us());
+        let Charge { limit, cost, settles, .. } = *charge;
         match &mut self.0 {
             Kind::FixedWindow(window) => window.press(limit, cost, now_us),
             Kind::SlidingLog(log) => log.press(limit, cost, now_us),
             Kind::SlidingWindow(buckets) => buckets.press(limit, cost, now_us),
-            Kind::TokenBucket(_) | Kind::LeakyBucket(_) => {}
+            Kind::TokenBucket(bucket) => bucket.press(limit, cost, now_us, settles),
+            Kind::LeakyBucket(line) => line.press(limit, cost, now_us, settles),
             // Slots are not spent, and a block counts nothing.
             Kind::Concurrency(_) | Kind::Block(_) => {}
         }
@@ -311,7 +330,7 @@ impl State {
     /// Puts right what was charged before.
     pub fn amend(&mut self, limit: &Limit, amendment: Amendment, now_us: u64) {
         match amendment {
-            Amendment::Charge(units) => self.take(limit, units, now_us),
+            Amendment::Charge(units) => self.take(limit, units, now_us, true),
             Amendment::Credit { units, at_us } => self.credit(limit, units, at_us, now_us),
             Amendment::Renew { slot } => {
                 if let Kind::Concurrency(slots) = &mut self.0 {
@@ -332,18 +351,20 @@ impl State {
             Kind::FixedWindow(window) => window.credit(limit, units, at_us, now_us),
             Kind::SlidingLog(log) => log.credit(limit, units, at_us, now_us),
             Kind::SlidingWindow(buckets) => buckets.credit(limit, units, at_us, now_us),
-            Kind::TokenBucket(_) | Kind::LeakyBucket(_) => {}
+            Kind::TokenBucket(bucket) => bucket.credit(limit, units, at_us, now_us),
+            Kind::LeakyBucket(line) => line.credit(limit, units, at_us, now_us),
             Kind::Concurrency(_) | Kind::Block(_) => {}
         }
     }
 
-    fn take(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+    /// `settles`: some of it may be given back.
+    fn take(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
         let now_us = now_us.max(self.newest_us());
         match &mut self.0 {
             Kind::SlidingLog(log) => log.charge(limit, cost, now_us),
             Kind::SlidingWindow(buckets) => buckets.charge(limit, cost, now_us),
-            Kind::TokenBucket(bucket) => bucket.charge(limit, cost, now_us),
-            Kind::LeakyBucket(line) => line.charge(limit, cost, now_us),
+            Kind::TokenBucket(bucket) => bucket.charge(limit, cost, now_us, settles),
+            Kind::LeakyBucket(line) => line.charge(limit, cost, now_us, settles),
             Kind::FixedWindow(window) => window.charge(limit, cost, now_us),
             Kind::Block(block) => block.until_us = now_us.saturating_add(limit.per_us),
             // Taken by their ids.
@@ -370,7 +391,9 @@ impl State {
             Kind::SlidingLog(log) => log.heap_bytes(),
             Kind::SlidingWindow(buckets) => buckets.heap_bytes(),
             Kind::Concurrency(slots) => slots.heap_bytes(),
-            Kind::FixedWindow(_) | Kind::TokenBucket(_) | Kind::LeakyBucket(_) | Kind::Block(_) => 0,
+            Kind::TokenBucket(bucket) => bucket.heap_bytes(),
+            Kind::LeakyBucket(line) => line.heap_bytes(),
+            Kind::FixedWindow(_) | Kind::Block(_) => 0,
         }
     }
 
@@ -435,7 +458,7 @@ impl View<'_> {
         Some(match &self.state.0 {
             Kind::SlidingLog(log) => log.at_most_at_us(self.limit, self.now_us, units),
             Kind::SlidingWindow(buckets) => buckets.at_most_at_us(self.limit, self.now_us, units),
-            Kind::TokenBucket(bucket) => bucket.at_most_at_us(self.limit, self.now_us, units),
+            Kind::TokenBucket(bucket) => return bucket.at_most_at_us(self.limit, self.now_us, units),
             Kind::LeakyBucket(line) => line.at_most_at_us(self.limit, self.now_us, units),
             Kind::FixedWindow(window) => window.end_us(self.limit, self.now_us),
             Kind::Block(block) => block.until_us,

@@ -1,44 +1,201 @@
--- token_bucket: the rule of token_bucket.rs over one string, `time:debt:rate`, the debt in units of 1 / per.
+-- token_bucket: the rule of token_bucket.rs over one string, the debt in units of 1 / per:
+--   time:debt:rate
+--   time:debt:rate:start               with a warm-up: when the last one began
+--   time:debt:rate:start:debt:u,u,…    with costs that are settled later: what is charged since `start`, when the
+--                                      debt was so large, in 64ths of the period
 --
 -- Products and quotients are exact: nothing that counts passes 2^53, and fmod, unlike Lua's %, does not round.
+
+local LAST = 9007199254740992
 
 local function bucket_ceil(a, b)
   local rest = math.fmod(a, b)
   return (a - rest) / b + (rest > 0 and 1 or 0)
 end
 
+-- Microseconds at the full rate in which as much flows in as in so many of a warm-up, in steps of `width`.
+local function bucket_worth(since, width)
+  local over = math.max(0, since - 100 * width)
+  since = since - over
+  local steps = math.floor(since / width)
+  local whole = width * steps * (99 + steps)
+  return over + math.floor((whole + (since - width * steps) * (100 + 2 * steps)) / 300)
+end
+
+-- The shortest time that is worth so much.
+local function bucket_lasts(worth, width)
+  local rest = worth - bucket_worth(100 * width, width)
+  if rest >= 0 then return 100 * width + rest end
+  worth = 300 * worth
+  local steps = math.floor((math.sqrt(9801 + math.floor(4 * worth / width)) - 99) / 2)
+  return width * steps + math.ceil((worth - width * steps * (99 + steps)) / (100 + 2 * steps))
+end
+
+-- What the capacity lacks can't be taken.
+local function bucket_use(bucket)
+  bucket.owed = math.max(bucket.debt, bucket.least)
+  bucket.used = bucket_ceil(bucket.owed, bucket.per)
+end
+
 -- The state of a key at `time`, or at its last charge if that is later; nil and perhaps an error if it isn't ours.
 -- The limit pays back `rate` units per `per`; the bucket, what it paid back when it was charged, if that is more.
-local function bucket_read(key, time, per, rate)
+-- `beside` is the rate, or with a warm-up `rate+warm_up+units that a cold bucket lacks`.
+local function bucket_read(key, time, per, beside)
   local value = redis.pcall('GET', key)
-  local at, debt, was = 0, 0, 0
+  local at, debt, was, rest = 0, 0, 0, ''
   if value then
     if type(value) == 'table' then return nil, value end
-    at, debt, was = string.match(value, '^(%d+):(%d+):(%d+)$')
+    at, debt, was, rest = string.match(value, '^(%d+):(%d+):(%d+)([%d:,]*)$')
     at, debt, was = tonumber(at), tonumber(debt), tonumber(was)
-    if not at or math.max(at, debt, was) > 9007199254740992 then return nil end
+    if not at or math.max(at, debt, was) > LAST then return nil end
   end
-  local now, pays = math.max(time, at), math.max(rate, was, 1)
+  local rate, warm, lacks = tonumber(beside), nil, 0
+  if not rate then
+    rate, warm, lacks = string.match(beside, '^(%d+)%+(%d+)%+(%d+)$')
+    rate, warm, lacks = tonumber(rate), tonumber(warm), tonumber(lacks)
+  end
+  local now = math.max(time, at)
+  local bucket = {
+    key = key, now = now, per = per, rate = rate, pays = math.max(rate, was, 1),
+    at = at, kept = debt, was = was, rest = rest, warm = warm, lacks = lacks, start = 0,
+  }
+  local paying = now - at
+  if warm then
+    local start = tonumber(string.match(rest, '^:(%d+)$')) or 0
+    local width = math.ceil(warm / 100)
+    bucket.start, bucket.width, bucket.cold = start, width, at == 0 and 0 or at + warm
+    bucket.worth = bucket_worth(now - start, width)
+    paying = bucket.worth - bucket_worth(at - start, width)
+    if now < bucket.cold then
+      lacks = lacks - math.floor(lacks * math.min(100, math.floor((now - start) / width)) / 100)
+    end
+  end
   -- A product above 2^53 may be rounded, but stays above every debt.
-  debt = math.max(0, debt - (now - at) * pays)
-  return { key = key, now = now, per = per, rate = rate, pays = pays, debt = debt, used = bucket_ceil(debt, per) }
+  bucket.debt = math.max(0, debt - paying * bucket.pays)
+  bucket.least = lacks * per
+  bucket_use(bucket)
+  return bucket
 end
 
--- When the debt is `need` units less, 1 <= need <= used.
+-- When the debt is at most this.
+local function bucket_paid(bucket, debt)
+  local wait = bucket_ceil(math.max(0, bucket.debt - debt), bucket.pays)
+  local at = bucket.now + wait
+  if bucket.warm and wait > 0 then
+    at = bucket.start + bucket_lasts(bucket.worth + wait, bucket.width)
+  end
+  return math.min(LAST, at)
+end
+
+-- When `need` units less are in use, 1 <= need <= used; 0 if only charges can warm the bucket up for that.
 local function bucket_frees(bucket, need)
-  local over = bucket.debt - (bucket.used - need) * bucket.per
-  return bucket.now + bucket_ceil(over, bucket.pays)
+  local units = bucket.used - need
+  local at = bucket_paid(bucket, units * bucket.per)
+  local lacks = bucket.lacks
+  if units >= lacks then return at end
+  at = math.max(at, bucket.start + math.ceil((lacks - units) * 100 / lacks) * bucket.width)
+  return at < bucket.cold and at or 0
 end
 
--- Takes `cost` units, at least 1; an error if Redis doesn't let us write, and then nothing was written.
-local function bucket_charge(bucket, cost)
-  bucket.debt = bucket.debt + cost * bucket.per
-  bucket.used = bucket_ceil(bucket.debt, bucket.per)
-  bucket.pays = bucket.rate
-  local value = string.format('%.0f:%.0f:%.0f', bucket.now, bucket.debt, bucket.rate)
-  local expires = math.ceil((bucket.now + bucket_ceil(bucket.debt, bucket.rate)) / 1000)
-  local reply = redis.pcall('SET', bucket.key, value, 'PXAT', expires)
+local function bucket_write(bucket)
+  local expires = math.max(bucket_paid(bucket, 0), bucket.cold or 0)
+  local value = string.format('%.0f:%.0f:%.0f%s', bucket.at, bucket.kept, bucket.was, bucket.rest)
+  local reply = redis.pcall('SET', bucket.key, value, 'PXAT', integer(math.ceil(expires / 1000)))
   if reply.err then return reply end
 end
 
-rules.t = { read = bucket_read, frees = bucket_frees, charge = bucket_charge }
+-- What was charged lately, if that is known at this rate.
+local function bucket_past(bucket)
+  local start, debt, list = string.match(bucket.rest, '^:(%d+):(%d+):([%d,]+)$')
+  start = tonumber(start)
+  if not start or start > bucket.now or bucket.was ~= bucket.rate then return nil end
+  local past = { start = start, debt = tonumber(debt), width = math.ceil(bucket.per / 64) }
+  for units in string.gmatch(list, '%d+') do past[#past + 1] = tonumber(units) end
+  return past
+end
+
+local function bucket_keep(bucket, past)
+  local texts = {}
+  for n = 1, #past do texts[n] = string.format('%.0f', past[n]) end
+  bucket.rest = string.format(':%.0f:%.0f:', past.start, past.debt) .. table.concat(texts, ',')
+end
+
+-- A debt after it was paid for so long, and charged.
+local function bucket_pass(bucket, debt, time, units)
+  return math.min(LAST, math.max(0, debt - time * bucket.rate) + units * bucket.per)
+end
+
+local function bucket_remember(bucket, units)
+  local past = bucket.owed > 0 and bucket_past(bucket)
+    or { start = bucket.now, debt = bucket.owed, width = math.ceil(bucket.per / 64) }
+  local place = math.floor((bucket.now - past.start) / past.width) + 1
+  while place > 64 do
+    local parts = past[1] and 1 or place - 64
+    past.debt = bucket_pass(bucket, past.debt, parts * past.width, table.remove(past, 1) or 0)
+    past.start, place = past.start + parts * past.width, place - parts
+  end
+  for n = #past + 1, place do past[n] = 0 end
+  past[#past] = math.min(LAST, past[#past] + units)
+  bucket_keep(bucket, past)
+end
+
+-- Makes the debt so large, by `units` or less; an error if Redis doesn't let us write, and then nothing was written.
+local function bucket_owe(bucket, debt, units)
+  if bucket.warm then
+    if bucket.now >= bucket.cold then bucket.start, bucket.worth = bucket.now, 0 end
+    bucket.cold, bucket.rest = bucket.now + bucket.warm, string.format(':%.0f', bucket.start)
+  elseif bucket.settles then
+    bucket_remember(bucket, units)
+  else
+    bucket.rest = ''
+  end
+  debt = math.min(LAST, debt)
+  bucket.at, bucket.kept, bucket.was, bucket.pays = bucket.now, debt, bucket.rate, math.max(1, bucket.rate)
+  bucket.debt = debt
+  bucket_use(bucket)
+  return bucket_write(bucket)
+end
+
+-- Takes `cost` units, at least 1; an error as bucket_owe.
+local function bucket_charge(bucket, cost)
+  return bucket_owe(bucket, bucket.owed + cost * bucket.per, cost)
+end
+
+-- Takes what there is, up to `cost`; an error as bucket_owe.
+local function bucket_press(bucket, cost, capacity)
+  local most = capacity * bucket.per + (bucket.slack or 0)
+  local debt = math.min(most, bucket.owed + cost * bucket.per)
+  if debt > bucket.owed then
+    return bucket_owe(bucket, debt, bucket_ceil(debt - bucket.owed, bucket.per))
+  end
+end
+
+-- Gives back what still counts of `units` charged at `at`; an error as bucket_owe.
+local function bucket_credit(bucket, units, at)
+  if bucket.debt == 0 then return end
+  local past = bucket_past(bucket)
+  local n = past and at >= past.start and math.floor((at - past.start) / past.width) + 1
+  local left
+  if n and past[n] then
+    past[n] = math.max(0, past[n] - units)
+    bucket_keep(bucket, past)
+    local from = past.start
+    left = past.debt
+    for m = 1, #past do
+      left = bucket_pass(bucket, left, math.min(past.width, bucket.now - from), past[m])
+      from = from + past.width
+    end
+    left = bucket_pass(bucket, left, math.max(0, bucket.now - from), 0)
+  else
+    local still = math.max(0, units * bucket.per - math.max(0, bucket.now - at) * bucket.pays)
+    left = math.max(0, bucket.debt - still)
+  end
+  local back = math.max(0, bucket.debt - left)
+  bucket.kept, bucket.debt = bucket.kept - back, bucket.debt - back
+  bucket_use(bucket)
+  return bucket_write(bucket)
+end
+
+rules.t = {
+  read = bucket_read, frees = bucket_frees, charge = bucket_charge, press = bucket_press, credit = bucket_credit,
+}

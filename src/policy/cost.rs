@@ -83,6 +83,15 @@ impl Cost {
         }
     }
 
+    /// The most units that any request takes.
+    pub fn most(&self) -> u64 {
+        match self {
+            Self::Fixed(units) => *units,
+            Self::Header(cost) => cost.default.max(cost.max),
+            Self::Estimate(cost) => cost.estimate,
+        }
+    }
+
     /// The fewest units that any request takes.
     pub fn least(&self) -> u64 {
         match self {

@@ -114,7 +114,7 @@ impl Memory {
                         }
                     }
                     Effect::Press => {
-                        held.change(charge, now_us, |state| state.press(charge.limit, charge.cost, now_us));
+                        held.change(charge, now_us, |state| state.press(charge, now_us));
                         // Its own knock is in the way of the next.
                         refusal = held.look(charge, now_us, |view| view.refusal(charge.cost));
                     }

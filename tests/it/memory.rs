@@ -18,7 +18,7 @@ const HOUR_US: u64 = 3_600_000_000;
 type Policy = (&'static str, bool, &'static [(Algorithm, u64)]);
 
 /// Some policies as they meet in one process: several limits, shadows, short and long periods.
-const POLICIES: [Policy; 8] = [
+const POLICIES: [Policy; 9] = [
     ("log", false, &[(LOG, 1_000)]),
     ("both", false, &[(LOG, 50_000), (Algorithm::FixedWindow { offset_us: 0 }, 10_000)]),
     ("shadow", true, &[(LOG, 1_000), (Algorithm::FixedWindow { offset_us: 300 }, 700)]),
@@ -31,7 +31,10 @@ const POLICIES: [Policy; 8] = [
     (
         "bucket",
         false,
-        &[(Algorithm::TokenBucket { burst: 6 }, 1_000), (Algorithm::TokenBucket { burst: 3 }, 70)],
+        &[
+            (Algorithm::TokenBucket { burst: 6, warm_up_us: 0 }, 1_000),
+            (Algorithm::TokenBucket { burst: 3, warm_up_us: 0 }, 70),
+        ],
     ),
     (
         "line",
@@ -41,6 +44,8 @@ const POLICIES: [Policy; 8] = [
             (Algorithm::LeakyBucket { max_delay_us: 0 }, 7),
         ],
     ),
+    // Cold, it has room for every cost that is asked.
+    ("warm", false, &[(Algorithm::TokenBucket { burst: 24, warm_up_us: 800 }, 90)]),
     // Longer than its limits, so that who comes too early begins no new one.
     (
         "blocks",
@@ -49,7 +54,7 @@ const POLICIES: [Policy; 8] = [
     ),
 ];
 /// The one whose refusals leave a trace.
-const BLOCKS: usize = 7;
+const BLOCKS: usize = 8;
 const USERS: usize = 2;
 
 #[derive(Clone, Debug)]

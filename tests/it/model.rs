@@ -22,6 +22,7 @@ struct Spent {
     /// What the limit paid back per period when this was spent.
     rate: u64,
     per_us: u64,
+    warm_up_us: u64,
 }
 
 impl Model {
@@ -68,6 +69,7 @@ impl Model {
             .iter()
             .flat_map(|((_, algorithm, per_us), spent)| {
                 spent.iter().map(|spent| match algorithm {
+                    _ if spent.warm_up_us > 0 => spent.at_us + spent.warm_up_us,
                     Algorithm::Block | Algorithm::Concurrency { .. } => spent.at_us + spent.per_us,
                     _ => gone_at_us(*algorithm, *per_us, spent.at_us),
                 })
@@ -121,6 +123,10 @@ impl Model {
     /// The units that count at a time not before the newest of them.
     fn used_at(&self, charge: &Charge<'_>, at_us: u64) -> u64 {
         let Limit { requests, per_us, algorithm } = *charge.limit;
+        if let Algorithm::TokenBucket { warm_up_us: 1.., .. } = algorithm {
+            let owed = owed_while_warming_up(self.spent(charge), at_us, charge.limit);
+            return owed.div_ceil(u128::from(per_us)) as u64;
+        }
         if let Algorithm::TokenBucket { .. } = algorithm {
             return debt_at(self.spent(charge), at_us, requests, per_us).div_ceil(u128::from(per_us)) as u64;
         }
@@ -151,6 +157,9 @@ impl Model {
 
     fn moments_after(&self, now_us: u64, charge: &Charge<'_>) -> Vec<u64> {
         let Limit { requests, per_us, algorithm } = *charge.limit;
+        if let Algorithm::TokenBucket { warm_up_us: 1.., .. } = algorithm {
+            return self.moments_while_warming_up(now_us, charge);
+        }
         if let Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } = algorithm {
             // A unit is back whenever the debt is a whole number of units above what can be owed for nothing.
             let slack = waiting(charge.limit) % u128::from(per_us);
@@ -169,6 +178,29 @@ impl Model {
             })
             .filter(|at_us| *at_us > now_us)
             .collect();
+        moments.sort_unstable();
+        moments
+    }
+
+    /// Units only come back until the bucket turns cold, and again from then on.
+    fn moments_while_warming_up(&self, now_us: u64, charge: &Charge<'_>) -> Vec<u64> {
+        let drained_us = now_us + charge.limit.capacity() * charge.limit.per_us + 1_000;
+        let cold_us = self.spent(charge).last().map_or(now_us, |last| last.at_us + last.warm_up_us);
+        let cold_us = cold_us.clamp(now_us, drained_us);
+        let mut moments = Vec::new();
+        for units in 0..self.used_at(charge, now_us) {
+            for (from_us, to_us) in [(now_us, cold_us), (cold_us, drained_us)] {
+                let is_back = |at_us: u64| self.used_at(charge, at_us) <= units;
+                let (mut low_us, mut high_us) = (from_us, to_us);
+                while low_us < high_us {
+                    let middle_us = (low_us + high_us) / 2;
+                    if is_back(middle_us) { high_us = middle_us } else { low_us = middle_us + 1 }
+                }
+                if low_us < to_us {
+                    moments.push(low_us);
+                }
+            }
+        }
         moments.sort_unstable();
         moments
     }
@@ -201,6 +233,10 @@ impl Model {
                 units: charge.cost,
                 rate: charge.limit.requests,
                 per_us: charge.limit.per_us,
+                warm_up_us: match charge.limit.algorithm {
+                    Algorithm::TokenBucket { warm_up_us, .. } => warm_up_us,
+                    _ => 0,
+                },
             });
         }
     }
@@ -247,11 +283,39 @@ fn waiting(limit: &Limit) -> u128 {
 /// What is owed at a time, in units of 1 / per: all that was spent, less what was paid back since.
 fn debt_at(spent: &[Spent], at_us: u64, rate: u64, per_us: u64) -> u128 {
     let (mut debt, mut since_us, mut last_rate) = (0_u128, 0, rate);
-    for one in spent.iter().chain([&Spent { at_us, units: 0, rate, per_us }]) {
+    for one in spent.iter().chain([&Spent { at_us, units: 0, rate, per_us, warm_up_us: 0 }]) {
         // What was taken at a faster rate is paid back at that.
         let paid = u128::from(one.at_us.saturating_sub(since_us)) * u128::from(last_rate.max(one.rate));
         debt = debt.saturating_sub(paid) + u128::from(one.units) * u128::from(per_us);
         (since_us, last_rate) = (one.at_us, one.rate);
+    }
+    debt
+}
+
+/// The same for a bucket that warms up, or what its capacity lacks if that is more.
+fn owed_while_warming_up(spent: &[Spent], at_us: u64, limit: &Limit) -> u128 {
+    let Algorithm::TokenBucket { burst, warm_up_us } = limit.algorithm else { return 0 };
+    let width_us = warm_up_us.div_ceil(100);
+    let lacks = burst - (burst / 3).max(1);
+    // What flowed in from the start of a warm-up on: the n-th step at (100 + 2n) / 300 of the rate.
+    let worth_us = |since_us: u64| {
+        let step_us = |n: u64| since_us.saturating_sub(n * width_us).min(width_us) * (100 + 2 * n);
+        // Once it is over, a third of it is lost, less what the steps are short of a line.
+        let steps = if since_us < 100 * width_us { (0..100).map(step_us).sum() } else { 19_900 * width_us };
+        steps / 300 + since_us.saturating_sub(100 * width_us)
+    };
+    let (mut debt, mut start_us, mut last): (u128, u64, Option<&Spent>) = (0, 0, None);
+    for one in spent.iter().chain([&Spent { at_us, units: 0, rate: limit.requests, per_us: 0, warm_up_us }]) {
+        if let Some(last) = last {
+            let worth_us = worth_us(one.at_us - start_us) - worth_us(last.at_us - start_us);
+            debt = debt.saturating_sub(u128::from(worth_us * last.rate.max(one.rate)));
+        }
+        if last.is_none_or(|last| one.at_us >= last.at_us + warm_up_us) {
+            start_us = one.at_us;
+        }
+        let lacking = lacks - lacks * ((one.at_us - start_us) / width_us).min(100) / 100;
+        debt = debt.max(u128::from(lacking * limit.per_us)) + u128::from(one.units * limit.per_us);
+        last = Some(one);
     }
     debt
 }

@@ -8,8 +8,8 @@ use std::collections::HashMap;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
-    Algorithm, Amendment, Charge, Decision, Effect, Key, KeyBuilder, Limit, MAX_UNITS, Refusal, Standing,
-    State, effect,
+    Algorithm, Amendment, Charge, Decision, Effect, Key, KeyBuilder, Limit, MAX_UNITS, MAX_WARM_UP_US,
+    Refusal, Standing, State, effect,
 };
 use tidegate::store::redis::{Redis, Script, Shared};
 use tidegate::store::{Late, Store};
@@ -35,9 +35,14 @@ fn sub_windows(requests: u64, per_us: u64, buckets: u64) -> Limit {
 
 /// As large as a bucket may be: max(burst, requests) × per fits 2^53.
 fn bucket(requests: u64, per_us: u64, burst: u64) -> Limit {
+    warming(requests, per_us, burst, 0)
+}
+
+/// A third of it at first.
+fn warming(requests: u64, per_us: u64, burst: u64, warm_up_us: u64) -> Limit {
     let most = MAX_UNITS / per_us;
     let (requests, burst) = (requests.min(most), burst.clamp(1, most));
-    Limit { requests, per_us, algorithm: Algorithm::TokenBucket { burst } }
+    Limit { requests, per_us, algorithm: Algorithm::TokenBucket { burst, warm_up_us } }
 }
 
 /// As large as a line may be: max_delay × requests + per fits 2^53.
@@ -86,7 +91,7 @@ impl Model {
                     }
                 }
                 Effect::Press => {
-                    state.press(charge.limit, charge.cost, time_us);
+                    state.press(charge, time_us);
                     *refusal = state.at(charge.limit, time_us).refusal(charge.cost);
                 }
             }
@@ -163,7 +168,7 @@ struct Ask {
 }
 
 const PER_US: u64 = 1_000;
-const COUNTERS: usize = 16;
+const COUNTERS: usize = 20;
 
 /// Counters by number, each with a period of its own.
 fn limit_of(counter: usize, requests: u64) -> Limit {
@@ -184,7 +189,13 @@ fn limit_of(counter: usize, requests: u64) -> Limit {
         9 => bucket(requests, 86_400_000_000, 3 * requests),
         10 => line(requests, PER_US, 1_700),
         11 => line(requests, 7, 0),
-        _ => line(requests, 86_400_000_000, 3_600_000_000),
+        12 => line(requests, 86_400_000_000, 3_600_000_000),
+        // Some reloads add and remove the warm-up.
+        16 => warming(requests, PER_US, 9, if requests % 4 == 3 { 0 } else { 1_700 }),
+        17 => warming(requests, 7, 30, 250),
+        18 => warming(requests, 86_400_000_000, 3 * requests, MAX_WARM_UP_US),
+        // What is charged is owed for many periods.
+        _ => bucket(requests, PER_US, 60),
     }
 }
 
@@ -225,7 +236,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             }
             let (cost, shadow) = match counter {
                 0 => (cost.min(1), false),
-                14.. => (cost.min(1), shadow),
+                14..=15 => (cost.min(1), shadow),
                 _ => (cost, shadow),
             };
             taken.push(Ask { counter, cost, requests, group, shadow, settles });
@@ -239,7 +250,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         2 => (units, 0..6usize).prop_map(|(units, steps)| Change::Less { units, steps }),
     ];
     let slot = prop_oneof![(0..SLOTS).prop_map(Change::Renew), (0..SLOTS).prop_map(Change::Release)];
-    let late = prop_oneof![2 => (prop::sample::select(vec![1usize, 2, 3, 4, 5, 6, 13]), change), 1 => (14..COUNTERS, slot)];
+    let settled = prop_oneof![1..14usize, 16..COUNTERS];
+    let late = prop_oneof![3 => (settled, change), 1 => (14..16usize, slot)];
     let step = (clock, asks, any::<u8>(), prop::collection::vec(late, 0..3));
     let step = step.prop_map(|(clock, asks, counting, late)| Step { clock, asks, counting, late });
     prop::collection::vec(step, 1..60)

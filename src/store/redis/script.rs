@@ -197,7 +197,7 @@ impl Script {
             "sliding_log" => Algorithm::SlidingLog,
             "sliding_window" => Algorithm::SlidingWindow { buckets: variant },
             "fixed_window" => Algorithm::FixedWindow { offset_us: variant },
-            "token_bucket" => Algorithm::TokenBucket { burst: MAX_UNITS },
+            "token_bucket" => Algorithm::TokenBucket { burst: MAX_UNITS, warm_up_us: 0 },
             // So much that its capacity is all units there are.
             "leaky_bucket" => Algorithm::LeakyBucket { max_delay_us: per_us.parse().ok()? },
             "concurrency" => Algorithm::Concurrency { max_duration_us: 0 },
@@ -331,6 +331,10 @@ fn push_beside(command: &mut Cmd, limit: &Limit, rate: u64, slot: u128) {
         Algorithm::Concurrency { .. } => return push_slot(command, slot),
         Algorithm::SlidingWindow { .. } => limit.sub_window_us(),
         Algorithm::FixedWindow { offset_us } => offset_us,
+        Algorithm::TokenBucket { burst, warm_up_us } if warm_up_us > 0 => {
+            let lacks = burst - limit.cold_capacity();
+            return command.write_arg_fmt(format_args!("{rate}+{warm_up_us}+{lacks}"));
+        }
         Algorithm::TokenBucket { .. } => rate,
         Algorithm::SlidingLog | Algorithm::Block => 0,
     };
@@ -392,7 +396,9 @@ fn standing(
 ) -> Option<Standing> {
     let later = |number| time(number).filter(|time_us| *time_us > now_us);
     let refusal = match until {
-        -2 if matches!(limit.algorithm, Algorithm::Concurrency { .. }) => Some(Refusal::Unknown),
+        -2 if matches!(limit.algorithm, Algorithm::Concurrency { .. } | Algorithm::TokenBucket { .. }) => {
+            Some(Refusal::Unknown)
+        }
         -1 => Some(Refusal::Never),
         0 => None,
         until => Some(Refusal::Until(later(until)?)),
