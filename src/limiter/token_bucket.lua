@@ -33,8 +33,27 @@ end
 
 -- What the capacity lacks can't be taken.
 local function bucket_use(bucket)
-  bucket.owed = math.max(bucket.debt, bucket.least)
+  bucket.owed = math.max(bucket.debt, bucket.least or 0)
   bucket.used = bucket_ceil(bucket.owed, bucket.per)
+end
+
+-- What bucket_read says of a bucket with a warm-up.
+local function bucket_warms(key, now, per, beside, at, debt, was, rest)
+  local rate, warm, lacks = string.match(beside, '^(%d+)%+(%d+)%+(%d+)$')
+  rate, warm, lacks = tonumber(rate), tonumber(warm), tonumber(lacks)
+  local start, width = tonumber(string.match(rest, '^:(%d+)$')) or 0, math.ceil(warm / 100)
+  local bucket = {
+    key = key, now = now, per = per, rate = rate, pays = math.max(rate, was, 1), at = at, kept = debt, was = was,
+    rest = rest, warm = warm, lacks = lacks, start = start, width = width, cold = at == 0 and 0 or at + warm,
+    worth = bucket_worth(now - start, width),
+  }
+  bucket.debt = math.max(0, debt - (bucket.worth - bucket_worth(at - start, width)) * bucket.pays)
+  if now < bucket.cold then
+    lacks = lacks - math.floor(lacks * math.min(100, math.floor((now - start) / width)) / 100)
+  end
+  bucket.least = lacks * per
+  bucket_use(bucket)
+  return bucket
 end
 
 -- The state of a key at `time`, or at its last charge if that is later; nil and perhaps an error if it isn't ours.
@@ -49,32 +68,15 @@ local function bucket_read(key, time, per, beside)
     at, debt, was = tonumber(at), tonumber(debt), tonumber(was)
     if not at or math.max(at, debt, was) > LAST then return nil end
   end
-  local rate, warm, lacks = tonumber(beside), nil, 0
-  if not rate then
-    rate, warm, lacks = string.match(beside, '^(%d+)%+(%d+)%+(%d+)$')
-    rate, warm, lacks = tonumber(rate), tonumber(warm), tonumber(lacks)
-  end
-  local now = math.max(time, at)
-  local bucket = {
-    key = key, now = now, per = per, rate = rate, pays = math.max(rate, was, 1),
-    at = at, kept = debt, was = was, rest = rest, warm = warm, lacks = lacks, start = 0,
-  }
-  local paying = now - at
-  if warm then
-    local start = tonumber(string.match(rest, '^:(%d+)$')) or 0
-    local width = math.ceil(warm / 100)
-    bucket.start, bucket.width, bucket.cold = start, width, at == 0 and 0 or at + warm
-    bucket.worth = bucket_worth(now - start, width)
-    paying = bucket.worth - bucket_worth(at - start, width)
-    if now < bucket.cold then
-      lacks = lacks - math.floor(lacks * math.min(100, math.floor((now - start) / width)) / 100)
-    end
-  end
+  local now, rate = math.max(time, at), tonumber(beside)
+  if not rate then return bucket_warms(key, now, per, beside, at, debt, was, rest) end
+  local pays = math.max(rate, was, 1)
   -- A product above 2^53 may be rounded, but stays above every debt.
-  bucket.debt = math.max(0, debt - paying * bucket.pays)
-  bucket.least = lacks * per
-  bucket_use(bucket)
-  return bucket
+  local owed = math.max(0, debt - (now - at) * pays)
+  return {
+    key = key, now = now, per = per, rate = rate, pays = pays, at = at, kept = debt, was = was, rest = rest,
+    debt = owed, owed = owed, used = bucket_ceil(owed, per), settles = false,
+  }
 end
 
 -- When the debt is at most this.
@@ -91,8 +93,8 @@ end
 local function bucket_frees(bucket, need)
   local units = bucket.used - need
   local at = bucket_paid(bucket, units * bucket.per)
+  if not bucket.warm or units >= bucket.lacks then return at end
   local lacks = bucket.lacks
-  if units >= lacks then return at end
   at = math.max(at, bucket.start + math.ceil((lacks - units) * 100 / lacks) * bucket.width)
   return at < bucket.cold and at or 0
 end
