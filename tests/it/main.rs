@@ -40,3 +40,4 @@ mod reload;
 mod settling;
 mod shared_redis;
 mod upgrades;
+mod truth;

@@ -4,6 +4,7 @@
 //! says what it waited for.
 
 pub mod client;
+pub mod judge;
 pub mod nginx;
 pub mod peer;
 pub mod process;

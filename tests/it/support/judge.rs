@@ -1,0 +1,177 @@
+//! Either store, at a time that the test says, and limits drawn by lot.
+
+use super::redis::Server;
+use fastrand::Rng;
+use redis::aio::MultiplexedConnection;
+use std::fmt;
+use tidegate::clock::{Clock, Hands};
+use tidegate::limiter::{Algorithm, Charge, Decision, Limit, MAX_UNITS, Refusal};
+use tidegate::store::redis::Script;
+use tidegate::store::{Memory, MemorySettings};
+use tokio::runtime::{Builder, Runtime};
+
+/// In the year 2100: far enough ahead that no key of Redis expires while a test steps through time.
+pub const START_US: u64 = 4_102_444_800_000_000;
+
+pub const DAY_US: u64 = 86_400_000_000;
+/// The longest period that `check` lets through.
+pub const MAX_PER_US: u64 = 400 * DAY_US;
+
+const ROOMY: MemorySettings = MemorySettings { max_keys: 10_000, max_bytes: 256 << 20 };
+
+/// A store that decides when it is told to. Fields are dropped in order: the connection before its runtime.
+pub enum Judge {
+    Memory { store: Memory, hands: Hands },
+    Redis { connection: MultiplexedConnection, runtime: Runtime, script: Script, _server: Server },
+}
+
+impl Judge {
+    pub fn memory() -> Self {
+        let (clock, hands) = Clock::manual(START_US);
+        Self::Memory { store: Memory::new(ROOMY, clock), hands }
+    }
+
+    /// A server of its own, ended when this is dropped.
+    pub fn redis() -> Self {
+        let (server, script) = (Server::start(), Script::new("t"));
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        let connection = runtime.block_on(async {
+            let mut connection = server.connection().await;
+            connection.send_packed_command(&script.load()).await.unwrap();
+            connection
+        });
+        Self::Redis { connection, runtime, script, _server: server }
+    }
+
+    pub fn both() -> [Self; 2] {
+        [Self::memory(), Self::redis()]
+    }
+
+    /// Forgets all counters, and that any time has passed.
+    pub fn forget(&mut self) {
+        match self {
+            Self::Memory { .. } => *self = Self::memory(),
+            Self::Redis { .. } => self.command::<()>(redis::cmd("FLUSHALL")),
+        }
+    }
+
+    /// All that stands in the charges, decided at a time.
+    pub fn decide(&mut self, charges: &[Charge<'_>], at_us: u64) -> Decision {
+        match self {
+            Self::Memory { store, hands } => {
+                hands.set_us(at_us);
+                store.decide(charges)
+            }
+            Self::Redis { connection, runtime, script, .. } => {
+                let command = script.decide(charges, Some(at_us));
+                let reply = runtime.block_on(connection.send_packed_command(&command)).unwrap();
+                Script::decision(&reply, charges).unwrap_or_else(|| panic!("{reply:?} for {charges:?}"))
+            }
+        }
+    }
+
+    /// Bytes that the one counter takes that is kept, its share of the table included.
+    pub fn bytes(&mut self, charge: &Charge<'_>) -> u64 {
+        match self {
+            Self::Memory { store, .. } => store.bytes() as u64,
+            Self::Redis { script, .. } => {
+                let key = script.key(charge);
+                self.command(redis::cmd("MEMORY").arg("USAGE").arg(key).arg("SAMPLES").arg(0).clone())
+            }
+        }
+    }
+
+    /// When Redis forgets a charge's counter, in ms since the epoch.
+    pub fn expires_ms(&mut self, charge: &Charge<'_>) -> u64 {
+        let Self::Redis { script, .. } = self else { panic!("memory keeps no such time") };
+        let key = script.key(charge);
+        self.command(redis::cmd("PEXPIRETIME").arg(key).clone())
+    }
+
+    fn command<T: redis::FromRedisValue>(&mut self, command: redis::Cmd) -> T {
+        let Self::Redis { connection, runtime, .. } = self else { panic!("only Redis takes commands") };
+        runtime.block_on(command.query_async(connection)).unwrap()
+    }
+}
+
+impl fmt::Debug for Judge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Memory { .. } => "memory",
+            Self::Redis { .. } => "Redis",
+        })
+    }
+}
+
+/// When the whole question would be admitted, if it was refused and not for ever: what a client is told.
+pub fn until_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
+    if decision.admitted {
+        return None;
+    }
+    let mut latest_us = None;
+    for (charge, standing) in charges.iter().zip(decision.standings.iter().flatten()) {
+        if charge.shadow {
+            continue;
+        }
+        match standing.refusal {
+            Some(Refusal::Never) => return None,
+            Some(Refusal::Until(at_us)) => latest_us = latest_us.max(Some(at_us)),
+            None => {}
+        }
+        if charge.is_block() {
+            // It may have begun with this refusal.
+            latest_us = latest_us.max(standing.grows_at_us);
+        }
+    }
+    latest_us
+}
+
+/// Draws a limit.
+pub type Draw = fn(&mut Rng) -> Limit;
+
+/// Every algorithm, with any values that `check` lets through. A new one is a line here.
+pub const EVERY_ALGORITHM: [(&str, Draw); 5] = [
+    ("sliding_log", |rng| limit(rng, Algorithm::SlidingLog)),
+    ("sliding_window", |rng| {
+        let buckets = rng.u64(2..=100);
+        limit(rng, Algorithm::SlidingWindow { buckets })
+    }),
+    ("fixed_window", |rng| {
+        let limit = limit(rng, Algorithm::SlidingLog);
+        let offset_us = if rng.bool() { 0 } else { rng.u64(..limit.per_us) };
+        Limit { algorithm: Algorithm::FixedWindow { offset_us }, ..limit }
+    }),
+    ("token_bucket", |rng| {
+        let limit = limit(rng, Algorithm::SlidingLog);
+        let most = MAX_UNITS / limit.per_us;
+        let burst = rng.u64(1..=3 * limit.requests).min(most);
+        Limit { requests: limit.requests.min(most), algorithm: Algorithm::TokenBucket { burst }, ..limit }
+    }),
+    ("leaky_bucket", |rng| {
+        let limit = limit(rng, Algorithm::SlidingLog);
+        let longest_us = (3 * limit.per_us).min(DAY_US).min((MAX_UNITS - limit.per_us) / limit.requests);
+        let max_delay_us = if rng.u8(..4) == 0 { 0 } else { rng.u64(..=longest_us) };
+        Limit { algorithm: Algorithm::LeakyBucket { max_delay_us }, ..limit }
+    }),
+];
+
+fn limit(rng: &mut Rng, algorithm: Algorithm) -> Limit {
+    let per_us = match rng.u8(..8) {
+        0 => 1_000,
+        1 => MAX_PER_US,
+        _ => any_time_us(rng),
+    };
+    let magnitude = rng.u32(0..=4);
+    Limit { requests: rng.u64(1..=10_u64.pow(magnitude)), per_us, algorithm }
+}
+
+/// From a millisecond to some months, of any order of magnitude.
+pub fn any_time_us(rng: &mut Rng) -> u64 {
+    let magnitude = rng.u32(4..=13);
+    rng.u64(1_000..10_u64.pow(magnitude))
+}
+
+/// A seed for a test that draws, or the one of a run that failed: `TIDEGATE_TEST_SEED=n`.
+pub fn seed() -> u64 {
+    std::env::var("TIDEGATE_TEST_SEED").map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap())
+}
