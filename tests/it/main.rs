@@ -33,6 +33,7 @@ mod line;
 mod memory;
 mod outage;
 mod paths;
+mod promises;
 mod proxying;
 mod redis_faults;
 mod redis_store;

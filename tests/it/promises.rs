@@ -1,0 +1,232 @@
+//! What each algorithm promises, judged by what was admitted and by nothing else, on both stores: random and
+//! adversarial schedules (bursts at edges, waits of exactly `retry`, a clock that steps back), under limits that are
+//! changed midway.
+
+use crate::support::judge::{EVERY_ALGORITHM, Judge, START_US, seed, until_us};
+use fastrand::Rng;
+use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
+
+/// Schedules per algorithm. Redis answers as the memory store does; it is asked to show that it is held to the same.
+const SCHEDULES: [usize; 2] = [1_000, 100];
+const STEPS: usize = 80;
+
+/// One request that was admitted.
+#[derive(Clone, Copy, Debug)]
+struct Admitted {
+    /// On the store's clock, which doesn't step back.
+    at_us: u64,
+    cost: u64,
+    delay_us: u64,
+    /// As it was then.
+    limit: Limit,
+    /// How often it had been changed.
+    version: u32,
+}
+
+/// One client who makes the most of one limit.
+struct Schedule<'a> {
+    judge: &'a mut Judge,
+    rng: &'a mut Rng,
+    limit: Limit,
+    version: u32,
+    clock_us: u64,
+    told_us: Option<u64>,
+    admitted: Vec<Admitted>,
+}
+
+impl Schedule<'_> {
+    fn step(&mut self, key: &Key) {
+        if self.rng.u8(..20) == 0 {
+            self.limit = changed(self.limit, self.rng);
+            self.version += 1;
+        }
+        self.clock_us = self.next_us();
+        // A burst: as much as fits, then something that doesn't.
+        for _ in 0..self.rng.usize(1..=6) {
+            let most = self.limit.capacity();
+            let cost = if self.rng.bool() { 1 } else { self.rng.u64(1..=most) };
+            self.ask(key, cost);
+        }
+    }
+
+    fn next_us(&mut self) -> u64 {
+        let (now_us, per_us) = (self.clock_us, self.limit.per_us);
+        let near = |at_us: u64, rng: &mut Rng| at_us + rng.u64(0..3) - 1;
+        match self.rng.u8(..10) {
+            0..3 => self.told_us.unwrap_or(now_us),
+            3 => near(self.told_us.unwrap_or(now_us), self.rng),
+            4 => near((now_us / per_us + 1) * per_us, self.rng),
+            5 => near((now_us / self.limit.sub_window_us() + 1) * self.limit.sub_window_us(), self.rng),
+            6 => now_us + self.rng.u64(..=2 * (per_us / self.limit.requests)),
+            7 => now_us + self.rng.u64(..per_us),
+            8 => now_us.saturating_sub(self.rng.u64(..per_us)).max(START_US),
+            _ => now_us,
+        }
+    }
+
+    fn ask(&mut self, key: &Key, cost: u64) {
+        let charge = Charge { limit: &self.limit, key, cost, group: 0, shadow: false };
+        let decision = self.judge.decide(&[charge], self.clock_us);
+        self.told_us = until_us(&[charge], &decision).or(self.told_us);
+        if decision.admitted {
+            let newest_us = self.admitted.last().map_or(0, |last| last.at_us);
+            self.admitted.push(Admitted {
+                at_us: decision.now_us.max(newest_us),
+                cost,
+                delay_us: decision.delay_us,
+                limit: self.limit,
+                version: self.version,
+            });
+            assert!(is_kept(&self.admitted), "{:?}", self.admitted);
+        }
+    }
+}
+
+/// Another amount, and whatever else doesn't begin a new counter.
+fn changed(limit: Limit, rng: &mut Rng) -> Limit {
+    let requests = match rng.bool() {
+        true => limit.requests * rng.u64(1..=3),
+        false => limit.requests.div_ceil(rng.u64(1..=3)),
+    };
+    match limit.algorithm {
+        Algorithm::TokenBucket { .. } => {
+            let most = MAX_UNITS / limit.per_us;
+            let burst = rng.u64(1..=3 * requests).min(most);
+            Limit { requests: requests.min(most), algorithm: Algorithm::TokenBucket { burst }, ..limit }
+        }
+        Algorithm::LeakyBucket { max_delay_us } => {
+            let max_delay_us = rng.u64(..=max_delay_us);
+            let most = (MAX_UNITS - limit.per_us) / max_delay_us.max(1);
+            Limit {
+                requests: requests.min(most),
+                algorithm: Algorithm::LeakyBucket { max_delay_us },
+                ..limit
+            }
+        }
+        _ => Limit { requests, ..limit },
+    }
+}
+
+/// Whether the promise holds at the newest admission. `docs/ALGORITHMS.md` states it in the same words.
+fn is_kept(admitted: &[Admitted]) -> bool {
+    let Some((newest, before)) = admitted.split_last() else { return true };
+    let Limit { requests, per_us, algorithm } = newest.limit;
+    let units_while = |holds: &dyn Fn(u64) -> bool| -> u64 {
+        admitted.iter().rev().take_while(|one| holds(one.at_us)).map(|one| one.cost).sum()
+    };
+    match algorithm {
+        Algorithm::SlidingLog | Algorithm::SlidingWindow { .. } => {
+            units_while(&|at_us| at_us + per_us > newest.at_us) <= requests
+        }
+        Algorithm::FixedWindow { offset_us } => {
+            let number = |at_us: u64| (at_us - offset_us) / per_us;
+            units_while(&|at_us| number(at_us) == number(newest.at_us)) <= requests
+        }
+        Algorithm::TokenBucket { burst } => flows(admitted, u128::from(burst) * u128::from(per_us)),
+        Algorithm::LeakyBucket { max_delay_us } => {
+            let waits = u128::from(max_delay_us) * u128::from(requests);
+            newest.delay_us <= max_delay_us
+                && flows(admitted, u128::from(per_us) + waits)
+                && before.last().is_none_or(|last| leaves_after(last, newest))
+        }
+        Algorithm::Block => unreachable!("no limit"),
+    }
+}
+
+/// Whether up to the newest no time saw more than `most` and what flows in meanwhile, both in units of 1 / per.
+/// After a change that is at most what the faster of the rates brings.
+fn flows(admitted: &[Admitted], most: u128) -> bool {
+    let newest = admitted.last().expect("one was admitted");
+    let (mut units, mut rate) = (0, 0);
+    admitted.iter().rev().all(|one| {
+        units += u128::from(one.cost);
+        rate = rate.max(one.limit.requests);
+        let flown = u128::from(rate) * u128::from(newest.at_us - one.at_us);
+        units * u128::from(newest.limit.per_us) <= most + flown
+    })
+}
+
+/// Whether a request leaves as many places behind the one before as it costs. Whole microseconds: one may be told
+/// up to one later, the next not. After a change those in line keep their turns.
+fn leaves_after(last: &Admitted, next: &Admitted) -> bool {
+    let apart_us = next.cost * next.limit.per_us / next.limit.requests;
+    last.version != next.version || next.at_us + next.delay_us >= last.at_us + last.delay_us + apart_us
+}
+
+fn keeps_its_promise(algorithm: &str) {
+    let seed = seed();
+    let (_, draw) = EVERY_ALGORITHM.iter().find(|(name, _)| *name == algorithm).expect("an algorithm");
+    for (mut judge, schedules) in Judge::both().into_iter().zip(SCHEDULES) {
+        let mut rng = Rng::with_seed(seed);
+        for number in 0..schedules {
+            judge.forget();
+            let (limit, key) = (draw(&mut rng), KeyBuilder::new("p").finish());
+            let clock_us = START_US + rng.u64(..limit.per_us);
+            let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                let (judge, rng) = (&mut judge, &mut rng);
+                let mut schedule =
+                    Schedule { judge, rng, limit, version: 0, clock_us, told_us: None, admitted: Vec::new() };
+                (0..STEPS).for_each(|_| schedule.step(&key));
+                schedule.admitted.len()
+            }));
+            let admitted = run.unwrap_or(0);
+            assert!(admitted > 0, "TIDEGATE_TEST_SEED={seed}, schedule {number} in {judge:?}: {limit:?}");
+        }
+    }
+}
+
+macro_rules! promise {
+    ($($name:ident: $algorithm:literal)*) => { $(
+        #[test]
+        fn $name() {
+            keeps_its_promise($algorithm);
+        }
+    )* };
+}
+
+promise! {
+    trap_14_sliding_log_never_more_in_any_window: "sliding_log"
+    trap_9_sliding_window_never_more_in_any_window: "sliding_window"
+    fixed_window_never_more_in_a_window_of_the_clock: "fixed_window"
+    token_bucket_never_more_than_its_burst_and_what_flows_in: "token_bucket"
+    leaky_bucket_lets_requests_out_one_place_apart: "leaky_bucket"
+}
+
+/// Who always takes what he can gets the whole limit in any stretch as long as the period and a sub-window, and so
+/// at least `buckets` / (`buckets` + 1) of it in the long run, wherever in their sub-windows his first requests fell.
+#[test]
+fn a_sliding_window_is_too_strict_by_at_most_a_sub_window() {
+    let seed = seed();
+    let mut rng = Rng::with_seed(seed);
+    let mut judge = Judge::memory();
+    for number in 0..200 {
+        judge.forget();
+        let (_, draw) = EVERY_ALGORITHM[1];
+        let (limit, key) = (draw(&mut rng), KeyBuilder::new("p").finish());
+        let Algorithm::SlidingWindow { buckets } = limit.algorithm else { panic!("{limit:?}") };
+        let limit = Limit { requests: limit.requests.min(300), ..limit };
+        let charge = Charge { limit: &limit, key: &key, cost: 1, group: 0, shadow: false };
+        let begin_us = START_US + rng.u64(..limit.per_us);
+        let (mut now_us, mut times) = (begin_us, Vec::new());
+        // The first period is taken unevenly, the others as soon as it is possible.
+        while now_us < begin_us + 12 * limit.per_us {
+            let decision = judge.decide(&[charge], now_us);
+            match until_us(&[charge], &decision) {
+                Some(until_us) => now_us = until_us,
+                None => times.push(now_us),
+            }
+            if now_us < begin_us + limit.per_us {
+                now_us += rng.u64(..=2 * limit.per_us / limit.requests);
+            }
+        }
+        let saturated: Vec<u64> = times.into_iter().filter(|at| *at >= begin_us + limit.per_us).collect();
+        let stretch_us = limit.per_us + limit.sub_window_us() - 1;
+        let many = usize::try_from(limit.requests).unwrap();
+        let what = format!("TIDEGATE_TEST_SEED={seed}, run {number}: {limit:?}");
+        for (first, beyond) in saturated.iter().zip(&saturated[many.min(saturated.len())..]) {
+            assert!(beyond - first <= stretch_us, "{what}: the same unit is back after {}", beyond - first);
+        }
+        let got = saturated.len() as u64 * (buckets + 1);
+        assert!(got >= limit.requests * 10 * buckets, "{what}: {got}");
+    }
+}
