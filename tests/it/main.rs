@@ -41,4 +41,5 @@ mod reload;
 mod settling;
 mod shared_redis;
 mod upgrades;
+mod traps;
 mod truth;

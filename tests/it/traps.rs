@@ -1,0 +1,292 @@
+//! The traps of `docs/CONTRIBUTING.md` that any algorithm can fall into: each for every algorithm, in both stores.
+//! Those about one algorithm or one room stand beside it.
+
+use crate::support::judge::{EVERY_ALGORITHM, Judge, START_US, any_time_us, seed, until_us};
+use fastrand::Rng;
+use tidegate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Limit, MAX_UNITS, Standing};
+
+/// One key of one limit in one store, whose clock goes on when it is told to.
+struct Desk<'a> {
+    judge: &'a mut Judge,
+    limit: Limit,
+    key: Key,
+    now_us: u64,
+}
+
+impl Desk<'_> {
+    fn ask(&mut self, cost: u64) -> Decision {
+        let charge = Charge { limit: &self.limit, key: &self.key, cost, group: 0, shadow: false };
+        self.judge.decide(&[charge], self.now_us)
+    }
+
+    fn admits(&mut self, cost: u64) -> bool {
+        self.ask(cost).admitted
+    }
+
+    fn standing(&mut self) -> Standing {
+        self.ask(0).standings[0].unwrap()
+    }
+
+    fn remaining(&mut self) -> u64 {
+        self.standing().remaining
+    }
+
+    /// When a refused cost would be admitted.
+    fn until_us(&mut self, cost: u64) -> Option<u64> {
+        let decision = self.ask(cost);
+        let charge = Charge { limit: &self.limit, key: &self.key, cost, group: 0, shadow: false };
+        until_us(&[charge], &decision)
+    }
+}
+
+/// A test for every algorithm, with a few hundred limits each.
+fn everywhere(test: impl Fn(&mut Desk<'_>, &mut Rng)) {
+    let seed = seed();
+    for mut judge in Judge::both() {
+        let mut rng = Rng::with_seed(seed);
+        for (name, draw) in EVERY_ALGORITHM {
+            for number in 0..100 {
+                judge.forget();
+                let (limit, key) = (draw(&mut rng), KeyBuilder::new("p").finish());
+                let now_us = START_US + rng.u64(..limit.per_us);
+                let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                    test(&mut Desk { judge: &mut judge, limit, key, now_us }, &mut rng);
+                }));
+                assert!(
+                    run.is_ok(),
+                    "TIDEGATE_TEST_SEED={seed}: {name} in {judge:?}, number {number}: {limit:?}"
+                );
+            }
+        }
+    }
+}
+
+/// A cost that is admitted, and leaves something to ask for.
+fn part(most: u64, rng: &mut Rng) -> u64 {
+    rng.u64(1..=most.div_ceil(2))
+}
+
+#[test]
+fn trap_1_requests_in_the_same_microsecond_all_count() {
+    everywhere(|desk, _| {
+        let capacity = desk.limit.capacity();
+        desk.ask(capacity.saturating_sub(4));
+        let admitted = (0..10).filter(|_| desk.admits(1)).count() as u64;
+        assert_eq!(admitted, capacity.min(4));
+    });
+}
+
+#[test]
+fn trap_2_the_refused_are_not_counted() {
+    everywhere(|desk, rng| {
+        let capacity = desk.limit.capacity();
+        desk.ask(capacity);
+        let Some(until_us) = desk.until_us(capacity) else { panic!("all is taken") };
+        for _ in 0..5 {
+            desk.now_us += rng.u64(..until_us - desk.now_us);
+            assert_eq!(desk.until_us(capacity), Some(until_us), "knocking prolongs the wait");
+        }
+        desk.now_us = until_us;
+        assert!(desk.admits(capacity));
+    });
+}
+
+/// In steady use, so that nothing expires as a whole: what leaves has to make room by itself.
+#[test]
+fn trap_3_what_has_left_counts_no_more() {
+    everywhere(|desk, _| {
+        let Limit { requests, per_us, .. } = desk.limit;
+        let cost = (requests / 8).min(desk.limit.capacity());
+        for round in 0..40 {
+            assert!(desk.admits(cost), "an eighth of the limit, twice a period, in round {round}");
+            desk.now_us += per_us / 2;
+        }
+    });
+}
+
+#[test]
+fn trap_6_and_7_a_key_expires_when_it_is_as_if_never_seen_and_not_later() {
+    let (mut judge, seed) = (Judge::redis(), seed());
+    let mut rng = Rng::with_seed(seed);
+    for (name, draw) in EVERY_ALGORITHM {
+        for _ in 0..100 {
+            judge.forget();
+            let (limit, key) = (draw(&mut rng), KeyBuilder::new("p").finish());
+            let mut state = limit.fresh();
+            let mut at_us = START_US + rng.u64(..limit.per_us);
+            // A lifetime has to be set by every charge, not only by the first.
+            for _ in 0..4 {
+                at_us += rng.u64(..limit.per_us);
+                let charge = |cost| Charge { limit: &limit, key: &key, cost, group: 0, shadow: false };
+                let cost = part(limit.capacity(), &mut rng);
+                if judge.decide(&[charge(cost)], at_us).admitted {
+                    state.charge(&limit, cost, at_us);
+                }
+                let ends_ms = state.expires_at_us(&limit).div_ceil(1_000);
+                assert_eq!(judge.expires_ms(&charge(cost)), ends_ms, "{name}, seed {seed}: {limit:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn trap_11_a_limit_is_not_charged_when_another_refuses() {
+    everywhere(|desk, rng| {
+        let one = Limit { requests: 1, per_us: any_time_us(rng), algorithm: Algorithm::SlidingLog };
+        let (other, cost) = (KeyBuilder::new("other").finish(), part(desk.limit.capacity(), rng));
+        desk.judge
+            .decide(&[Charge { limit: &one, key: &other, cost: 1, group: 0, shadow: false }], desk.now_us);
+        desk.ask(cost);
+        let (before, key, limit) = (desk.standing(), desk.key.clone(), desk.limit);
+        let charge = |limit, key| Charge { limit, key, cost: 1, group: 0, shadow: false };
+        for both in
+            [[charge(&limit, &key), charge(&one, &other)], [charge(&one, &other), charge(&limit, &key)]]
+        {
+            assert!(!desk.judge.decide(&both, desk.now_us).admitted);
+        }
+        assert_eq!(desk.standing(), before);
+    });
+}
+
+#[test]
+fn trap_12_a_cost_is_checked_before_it_is_added() {
+    everywhere(|desk, _| {
+        let capacity = desk.limit.capacity();
+        assert!(!desk.admits(capacity + 1), "more than there ever is");
+        assert!(desk.admits(capacity), "all there is");
+        assert_eq!((desk.admits(1), desk.remaining()), (false, 0));
+    });
+    everywhere(|desk, _| {
+        desk.ask(1);
+        let (left, capacity) = (desk.remaining(), desk.limit.capacity());
+        if left < capacity {
+            assert_eq!((desk.admits(left + 1), desk.remaining()), (false, left), "one more than is left");
+        }
+    });
+}
+
+/// The largest amounts at large times: one unit more or less has to show.
+#[test]
+fn trap_13_lua_counts_to_2_to_the_53_without_losing_one() {
+    let of_a_log = [
+        Algorithm::SlidingLog,
+        Algorithm::SlidingWindow { buckets: 10 },
+        Algorithm::FixedWindow { offset_us: 0 },
+    ];
+    let most = |algorithm| Limit { requests: MAX_UNITS, per_us: 1_000_000, algorithm };
+    let mut limits = of_a_log.map(most).to_vec();
+    let bucket = Algorithm::TokenBucket { burst: MAX_UNITS / 1_000 };
+    let line = Algorithm::LeakyBucket { max_delay_us: 999 };
+    limits.extend([bucket, line].map(|algorithm| Limit {
+        requests: MAX_UNITS / 1_000,
+        per_us: 1_000,
+        algorithm,
+    }));
+    for mut judge in Judge::both() {
+        for limit in &limits {
+            judge.forget();
+            let (key, capacity) = (KeyBuilder::new("p").finish(), limit.capacity());
+            let mut desk = Desk { judge: &mut judge, limit: *limit, key, now_us: 9_000_000_000_000_001 };
+            for (cost, left) in [(1, capacity - 1), (capacity - 4, 3), (2, 1)] {
+                assert!(desk.admits(cost), "{limit:?}");
+                assert_eq!(desk.remaining(), left, "{limit:?}");
+            }
+            assert!(!desk.admits(2) && desk.admits(1) && !desk.admits(1), "{limit:?}");
+            let until_us = desk.until_us(1).unwrap();
+            desk.now_us = until_us - 1;
+            assert!(!desk.admits(1), "{limit:?}");
+            desk.now_us = until_us;
+            assert!(desk.admits(1), "{limit:?}");
+        }
+    }
+}
+
+/// The window is (now − per, now]: what is exactly one period old is out, and a microsecond before it is in.
+#[test]
+fn trap_14_a_charge_leaves_when_it_is_exactly_one_period_old() {
+    let log = Limit { requests: 3, per_us: 1_000, algorithm: Algorithm::SlidingLog };
+    let buckets = Limit { algorithm: Algorithm::SlidingWindow { buckets: 10 }, ..log };
+    let window = Limit { algorithm: Algorithm::FixedWindow { offset_us: 0 }, ..log };
+    for mut judge in Judge::both() {
+        // The last instant of a sub-window of 100 µs, and the edge of a window, stand for what is in it.
+        for (limit, leaves_us) in [(log, 1_042), (buckets, 1_099), (window, 1_000)] {
+            judge.forget();
+            let key = KeyBuilder::new("p").finish();
+            let mut desk = Desk { judge: &mut judge, limit, key, now_us: START_US + 42 };
+            assert!(desk.admits(3));
+            desk.now_us = START_US + leaves_us - 1;
+            assert!(!desk.admits(1), "{limit:?}");
+            desk.now_us = START_US + leaves_us;
+            assert!(desk.admits(3), "{limit:?}");
+        }
+    }
+}
+
+/// What is used stays used whatever the amount is changed to, and nobody is kept out longer than he was told.
+#[test]
+fn trap_15_a_changed_amount_frees_or_binds_at_once_and_keeps_what_was_used() {
+    everywhere(|desk, rng| {
+        let (before, capacity) = (desk.limit, desk.limit.capacity());
+        let cost = part(capacity, rng);
+        assert!(desk.admits(cost));
+        let left = desk.remaining();
+        let raised = with_room(before, capacity + 7);
+        let grown = raised.capacity() - capacity;
+        desk.limit = raised;
+        assert_eq!(desk.remaining(), left + grown, "raised: neither frozen nor refilled");
+        desk.limit = before;
+        assert_eq!(desk.remaining(), left, "back: usage is kept");
+        desk.limit = with_room(before, (capacity - left).max(1));
+        if desk.limit.capacity() == capacity - left {
+            let until_us = desk.until_us(1).expect("lowered: binds at once");
+            desk.now_us = until_us;
+            assert!(desk.admits(1), "lowered: but not for ever");
+        }
+    });
+}
+
+/// A bucket that was filled under a slow rate empties at the new one as soon as that is faster.
+#[test]
+fn trap_15_a_raised_rate_pays_back_old_debts() {
+    everywhere(|desk, _| {
+        let (before, capacity) = (desk.limit, desk.limit.capacity());
+        let requests = 2 * before.requests;
+        let algorithm = match before.algorithm {
+            Algorithm::TokenBucket { .. } if requests <= MAX_UNITS / before.per_us => before.algorithm,
+            Algorithm::LeakyBucket { max_delay_us } => {
+                Algorithm::LeakyBucket { max_delay_us: max_delay_us / 2 }
+            }
+            _ => return,
+        };
+        desk.ask(capacity);
+        let slow_us = desk.until_us(capacity).unwrap() - desk.now_us;
+        desk.limit = Limit { requests, algorithm, ..before };
+        let most = desk.limit.capacity().min(capacity);
+        let until_us = desk.until_us(most).unwrap();
+        assert!(until_us - desk.now_us <= slow_us / 2 + 1, "{} of {slow_us}", until_us - desk.now_us);
+        desk.now_us = until_us;
+        assert!(desk.admits(most));
+    });
+}
+
+/// The same limit with another capacity, as near to it as it can be.
+fn with_room(limit: Limit, capacity: u64) -> Limit {
+    let Limit { requests, per_us, .. } = limit;
+    match limit.algorithm {
+        Algorithm::TokenBucket { .. } => {
+            let burst = capacity.min(MAX_UNITS / per_us);
+            Limit { algorithm: Algorithm::TokenBucket { burst }, ..limit }
+        }
+        Algorithm::LeakyBucket { max_delay_us } => {
+            // As much beyond whole units as before.
+            let grown_us = (capacity * per_us).abs_diff(limit.capacity() * per_us) / requests;
+            let longest_us = (MAX_UNITS - per_us) / requests;
+            let max_delay_us = match capacity >= limit.capacity() {
+                true => (max_delay_us + grown_us).min(longest_us),
+                false => max_delay_us - grown_us.min(max_delay_us),
+            };
+            Limit { algorithm: Algorithm::LeakyBucket { max_delay_us }, ..limit }
+        }
+        _ => Limit { requests: capacity, ..limit },
+    }
+}
