@@ -21,6 +21,7 @@ mod support;
 
 mod model;
 
+mod absurd;
 mod admin;
 mod bounds;
 mod concurrency;

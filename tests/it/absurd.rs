@@ -1,0 +1,206 @@
+//! The ends of what can be written: every option beside every algorithm, limits of 0 and 2^53, periods of 1 ms and
+//! 400 days, costs that are none. Defined, and the same in both stores.
+
+use crate::support::SOON;
+use crate::support::proxy::Proxy;
+use crate::support::redis::{Server, keys};
+use crate::support::upstream::Upstream;
+use std::time::{Duration, Instant};
+use tidegate::config::{FileSource, Sources, load};
+
+/// What stands in a limit without options, and the options that are its own.
+const ALGORITHMS: [(&str, &[&str]); 5] = [
+    ("sliding_log", &[]),
+    ("sliding_window", &["buckets = 5"]),
+    ("fixed_window", &["offset = \"1ms\""]),
+    ("token_bucket", &["burst = 3"]),
+    ("leaky_bucket", &["max_delay = \"1ms\""]),
+];
+
+/// What a policy may say beside its limit, whatever the algorithm.
+const BESIDE: [&str; 8] = [
+    "",
+    "cost = 2",
+    "cost = { header = \"x-cost\" }",
+    "block_for = \"1m\"",
+    "mode = \"shadow\"",
+    "missing_key = \"reject\"",
+    "on_store_failure = \"closed\"",
+    "override = [{ key = [\"ann\"], limit = { requests = 9, per = \"2s\" } }]",
+];
+
+/// What `check` says of one policy: what is wrong, or nothing.
+fn complaints(limit: &str, beside: &str) -> Option<String> {
+    let text = format!(
+        "upstream.url = \"http://127.0.0.1:3000\"\n[[policy]]\nname = \"p\"\nkey = [\"header:x-user\"]\n\
+         limit = {{ {limit} }}\n{beside}\n"
+    );
+    let file = FileSource::Text { name: "test.toml".into(), text };
+    load(&Sources { file, ..Sources::default() }).err().map(|report| report.to_string())
+}
+
+#[test]
+fn an_option_of_another_algorithm_is_refused_and_the_reason_names_its_own() {
+    for (algorithm, _) in ALGORITHMS {
+        for (owner, options) in ALGORITHMS {
+            for option in options {
+                let limit = format!("requests = 5, per = \"1s\", algorithm = \"{algorithm}\", {option}");
+                let said = complaints(&limit, "");
+                if owner == algorithm {
+                    assert_eq!(said, None, "{limit}");
+                    continue;
+                }
+                let (key, _) = option.split_once(' ').unwrap();
+                let said = said.unwrap_or_else(|| panic!("{limit} is let through"));
+                let reason = format!("policy[0].limit.{key}: only for algorithm = \"{owner}\"");
+                assert!(said.contains(&reason) && said.ends_with("1 error\n"), "{limit}: {said}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_algorithm_goes_with_whatever_a_policy_says_beside_it() {
+    for (algorithm, options) in ALGORITHMS {
+        for beside in BESIDE {
+            let options: String = options.iter().map(|option| format!(", {option}")).collect();
+            let limit = format!("requests = 5, per = \"1s\", algorithm = \"{algorithm}\"{options}");
+            assert_eq!(complaints(&limit, beside), None, "{limit} beside {beside}");
+        }
+    }
+}
+
+/// 2^53 units, and one more; 400 days, and one more. What a bucket cannot count exactly is refused with the most that
+/// it can.
+#[test]
+fn the_largest_limits_are_defined_for_every_algorithm() {
+    const MOST: u64 = 1 << 53;
+    for (algorithm, _) in ALGORITHMS {
+        let said = |requests: u64, per: &str| {
+            complaints(&format!("requests = {requests}, per = \"{per}\", algorithm = \"{algorithm}\""), "")
+        };
+        for (requests, per, reason) in [
+            (MOST + 1, "1s", "from 0 to 9007199254740992"),
+            (1, "0ms", "from 1ms to 400d"),
+            (1, "401d", "from 1ms to 400d"),
+            (1, "9600h1ms", "expected a duration"),
+        ] {
+            let said = said(requests, per).unwrap_or_default();
+            assert!(said.contains(reason), "{algorithm}, {requests} per {per}: {said}");
+        }
+        // A token bucket counts in parts of 1 / per, a leaky bucket in what its longest delay is worth.
+        let (most_short, most_long) = match algorithm {
+            "token_bucket" => (MOST / 1_000, MOST / (400 * 86_400_000_000)),
+            "leaky_bucket" => ((MOST - 1_000) / 1_000_000, (MOST - 400 * 86_400_000_000) / 1_000_000),
+            _ => (MOST, MOST),
+        };
+        for (most, per) in [(most_short, "1ms"), (most_long, "400d")] {
+            for requests in [0, 1, most] {
+                assert_eq!(said(requests, per), None, "{algorithm}, {requests} per {per}");
+            }
+            if most < MOST {
+                let said = said(most + 1, per).unwrap();
+                assert!(said.contains(&format!("expected at most {most}")), "{algorithm} per {per}: {said}");
+            }
+        }
+    }
+}
+
+/// One policy per algorithm and end, told apart by path.
+fn extremes() -> String {
+    let policy = |path: &str, algorithm: &str, limit: &str, beside: &str| {
+        let held = if algorithm == "leaky_bucket" { ", max_delay = \"0s\"" } else { "" };
+        format!(
+            "[[policy]]\nname = \"{path}-{algorithm}\"\nmatch = {{ path = \"/{path}/{algorithm}\" }}\n\
+             limit = {{ {limit}, algorithm = \"{algorithm}\"{held} }}\n{beside}\n"
+        )
+    };
+    let each = |(algorithm, _): &(&str, _)| {
+        [
+            policy("none", algorithm, "requests = 0, per = \"1s\"", ""),
+            policy("short", algorithm, "requests = 1, per = \"1ms\"", ""),
+            policy("long", algorithm, "requests = 1, per = \"400d\"", ""),
+        ]
+        .concat()
+    };
+    let most = |(algorithm, _): &(&str, _)| {
+        let cost = "cost = { header = \"x-cost\", max = 9007199254740992 }";
+        policy("most", algorithm, "requests = 9007199254740992, per = \"400d\"", cost)
+    };
+    ALGORITHMS.iter().map(each).chain(ALGORITHMS.iter().take(3).map(most)).collect()
+}
+
+async fn the_ends_are_defined(proxy: &Proxy) {
+    for (algorithm, _) in ALGORITHMS {
+        let never = proxy.get(&format!("/none/{algorithm}")).await;
+        assert_eq!((never.status, never.header("retry-after")), (429, None), "{algorithm}");
+        assert!(never.json().get("retry_after").is_none(), "{algorithm}");
+
+        let target = format!("/long/{algorithm}");
+        assert_eq!(proxy.get(&target).await.status, 200, "{algorithm}");
+        let refused = proxy.get(&target).await;
+        assert_eq!(refused.status, 429, "{algorithm}");
+        let (told_s, longest_s) = (refused.retry_after_us() / 1_000_000, 440 * 86_400);
+        assert!(told_s <= longest_s, "{algorithm}: {told_s}");
+        if algorithm != "fixed_window" {
+            assert!(told_s >= 400 * 86_400 - 60, "{algorithm}: {told_s}");
+        }
+
+        // One each millisecond: who asks without end gets in again and again, at most once in each.
+        let (start, target) = (Instant::now(), format!("/short/{algorithm}"));
+        let mut admitted = 0;
+        while admitted < 20 {
+            let reply = proxy.get(&target).await;
+            admitted += u64::from(reply.status == 200);
+            assert!(reply.status == 200 || reply.retry_after_us() <= 1_500, "{algorithm}");
+            assert!(start.elapsed() < Duration::from_secs(20), "{algorithm}: shut for ever");
+        }
+        assert!(start.elapsed() >= Duration::from_millis(17), "{algorithm}: {:?}", start.elapsed());
+    }
+    for (algorithm, _) in &ALGORITHMS[..3] {
+        let ask = |cost: &'static str| {
+            proxy.ask("GET", &format!("/most/{algorithm}")).header("x-cost", cost).send()
+        };
+        let left = async |cost| ask(cost).await.parameter("ratelimit", &format!("most-{algorithm}"), "r");
+        assert_eq!(left("9007199254740990").await, Some(2), "{algorithm}");
+        for nonsense in ["-1", "NaN", "1e30", "1000000000000000000000000000000", "9007199254740993", ""] {
+            let refused = ask(nonsense).await;
+            assert_eq!(refused.status, 429, "{algorithm}: {nonsense:?} is the most");
+            assert!(refused.header("retry-after").is_some(), "{algorithm}: all there is will be free");
+        }
+        let twice =
+            proxy.ask("GET", &format!("/most/{algorithm}")).header("x-cost", "1").header("x-cost", "1");
+        assert_eq!(twice.status().await, 429, "{algorithm}: repeated");
+        assert_eq!(left("1").await, Some(1), "{algorithm}: none of these was charged");
+        assert_eq!(proxy.get(&format!("/most/{algorithm}")).await.status, 200, "{algorithm}: absent is one");
+        assert_eq!(ask("1").await.status, 429, "{algorithm}");
+    }
+}
+
+#[tokio::test]
+async fn the_ends_are_defined_in_memory() {
+    let upstream = Upstream::echo().await;
+    the_ends_are_defined(&Proxy::start(&extremes(), upstream.address).await).await;
+}
+
+/// Redis forgets keys at whole milliseconds: a period of one of them must neither be cut short nor leave keys behind.
+#[tokio::test]
+async fn the_ends_are_defined_in_redis() {
+    let server = Server::start();
+    let upstream = Upstream::echo().await;
+    let store = format!(
+        "[store]\nkind = 'redis'\nredis.url = 'redis://127.0.0.1:{}/0'\nredis.timeout = '5s'\nredis.key_prefix = 'x'\n",
+        server.port()
+    );
+    let proxy = Proxy::start(&(store + &extremes()), upstream.address).await;
+    the_ends_are_defined(&proxy).await;
+    let deadline = Instant::now() + SOON;
+    let left = loop {
+        let left: Vec<String> = keys(&server).await;
+        if left.iter().all(|key| !key.contains(":short-")) {
+            break left;
+        }
+        assert!(Instant::now() < deadline, "what counted for a millisecond is still there: {left:?}");
+    };
+    assert!(left.iter().any(|key| key.contains("sliding_log:34560000000000:long-")), "{left:?}");
+}
