@@ -25,6 +25,7 @@ mod absurd;
 mod admin;
 mod bounds;
 mod concurrency;
+mod footprint;
 mod gate;
 mod identity;
 mod inspect;
