@@ -72,6 +72,10 @@ deny:
 architecture:
 	cargo test --locked --test architecture
 
+.PHONY: pictures
+pictures: ## Draws the pictures of docs/ALGORITHMS.md anew; look at them before you commit
+	UPDATE_FIXTURES=1 cargo test --locked --test it pictures::
+
 .PHONY: bench
 bench: ## Decisions per second against a Redis of its own, beside redis-benchmark
 	$(call need,redis-server,on Debian: apt-get install redis-server)

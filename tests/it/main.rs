@@ -35,6 +35,7 @@ mod line;
 mod memory;
 mod outage;
 mod paths;
+mod pictures;
 mod promises;
 mod proxying;
 mod redis_faults;
