@@ -77,7 +77,8 @@ pictures: ## Draws the pictures of docs/ALGORITHMS.md anew; look at them before 
 	UPDATE_FIXTURES=1 cargo test --locked --test it pictures::
 
 .PHONY: bench
-bench: ## Decisions per second against a Redis of its own, beside redis-benchmark
+bench: ## What a decision and a key cost, then decisions per second beside redis-benchmark; a Redis of its own
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	$(call need,redis-benchmark,on Debian: apt-get install redis-tools)
+	cargo bench --locked --bench costs
 	cargo bench --locked --bench redis

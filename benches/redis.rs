@@ -9,13 +9,14 @@
     reason = "a benchmark talks on stdout and stops at any error"
 )]
 
-use std::net::TcpListener;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit};
-use tidegate::store::redis::{Redis, RedisSettings, Script, Shared};
+mod support;
 
-const PREFIX: &str = "bench";
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use support::{PREFIX, Server};
+use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit};
+use tidegate::store::redis::{Redis, Script, Shared};
+
 const ROUND: Duration = Duration::from_secs(2);
 const KEYS: u32 = 10_000;
 
@@ -64,7 +65,7 @@ fn worker_rate(server: &Server, limit: &Limit, keys: u32, tasks: u32) -> Measure
     runtime.block_on(async {
         let redis = Redis::start(&Shared::new(server.settings()));
         redis.first_ready().await;
-        let (started, client, busy) = (Instant::now(), cpu(std::process::id()), cpu(server.child.id()));
+        let (started, client, busy) = (Instant::now(), cpu(std::process::id()), cpu(server.pid()));
         let tasks: Vec<_> =
             (0..tasks).map(|n| tokio::spawn(work(redis.clone(), *limit, keys, n, started + ROUND))).collect();
         let mut checks = 0.0;
@@ -76,7 +77,7 @@ fn worker_rate(server: &Server, limit: &Limit, keys: u32, tasks: u32) -> Measure
         Measured {
             rate: checks / took,
             client_us: per_check(client, std::process::id()),
-            server_us: per_check(busy, server.child.id()),
+            server_us: per_check(busy, server.pid()),
         }
     })
 }
@@ -110,7 +111,7 @@ fn peer_rate(server: &Server, limit: &Limit, keys: u32) -> f64 {
     let (script, owner) = (Script::new(PREFIX), owner(0));
     let charge = Charge::new(limit, &owner, 1);
     let load = Command::new("redis-cli")
-        .args(["-p", &server.port.to_string(), "SCRIPT", "LOAD", script.text(&[charge])])
+        .args(["-p", &server.port().to_string(), "SCRIPT", "LOAD", script.text(&[charge])])
         .stdout(Stdio::null())
         .status();
     assert!(load.unwrap().success());
@@ -127,7 +128,7 @@ fn peer_rate(server: &Server, limit: &Limit, keys: u32) -> f64 {
         args.iter_mut().for_each(|arg| *arg = arg.replace("000000000000", "__rand_int__"));
     }
     let output = Command::new("redis-benchmark")
-        .args(["-p", &server.port.to_string(), "-P", "64", "-c", "4", "-n", "200000", "--csv"])
+        .args(["-p", &server.port().to_string(), "-P", "64", "-c", "4", "-n", "200000", "--csv"])
         .args(["-r", &keys.to_string()])
         .args(args)
         .output()
@@ -148,54 +149,4 @@ fn cpu(pid: u32) -> f64 {
     // After the name, which may hold anything: utime and stime are the 12th and 13th.
     let ticks = stat.rsplit(')').next().unwrap().split_whitespace().skip(11).take(2);
     ticks.map(|ticks| ticks.parse::<f64>().unwrap()).sum::<f64>() / 100.0
-}
-
-struct Server {
-    child: Child,
-    port: u16,
-}
-
-impl Server {
-    fn start() -> Self {
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let child = Command::new("redis-server")
-            .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
-            .stdout(Stdio::null())
-            .spawn();
-        let server = Self { child: child.unwrap(), port };
-        while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        server
-    }
-
-    fn flush(&self) {
-        let flushed = Command::new("redis-cli")
-            .args(["-p", &self.port.to_string(), "FLUSHALL"])
-            .stdout(Stdio::null())
-            .status();
-        assert!(flushed.unwrap().success());
-    }
-
-    fn settings(&self) -> RedisSettings {
-        RedisSettings {
-            host: "127.0.0.1".to_owned(),
-            port: self.port,
-            database: 0,
-            username: None,
-            password: None,
-            key_prefix: PREFIX.to_owned(),
-            timeout: Duration::from_secs(1),
-            connect_timeout: Duration::from_secs(1),
-            breaker_failures: 5,
-            probe_interval: Duration::from_millis(500),
-        }
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        drop(self.child.kill());
-        drop(self.child.wait());
-    }
 }

@@ -1,0 +1,75 @@
+//! A Redis for benchmarks.
+
+#![allow(dead_code, reason = "not every benchmark uses all of it")]
+
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+use tidegate::store::redis::RedisSettings;
+
+pub(crate) const PREFIX: &str = "bench";
+
+/// A server of the benchmark's own; killed on drop.
+pub(crate) struct Server {
+    child: Child,
+    port: u16,
+}
+
+impl Server {
+    pub(crate) fn start() -> Self {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let child = Command::new("redis-server")
+            .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
+            .stdout(Stdio::null())
+            .spawn();
+        let server = Self { child: child.unwrap(), port };
+        while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        server
+    }
+
+    pub(crate) fn port(&self) -> u16 {
+        self.port
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Forgets everything.
+    pub(crate) fn flush(&self) {
+        let flushed = Command::new("redis-cli")
+            .args(["-p", &self.port.to_string(), "FLUSHALL"])
+            .stdout(Stdio::null())
+            .status();
+        assert!(flushed.unwrap().success());
+    }
+
+    /// A connection without the product between.
+    pub(crate) fn connection(&self) -> redis::Connection {
+        redis::Client::open(("127.0.0.1", self.port)).unwrap().get_connection().unwrap()
+    }
+
+    pub(crate) fn settings(&self) -> RedisSettings {
+        RedisSettings {
+            host: "127.0.0.1".to_owned(),
+            port: self.port,
+            database: 0,
+            username: None,
+            password: None,
+            key_prefix: PREFIX.to_owned(),
+            timeout: Duration::from_secs(1),
+            connect_timeout: Duration::from_secs(1),
+            breaker_failures: 5,
+            probe_interval: Duration::from_millis(500),
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
