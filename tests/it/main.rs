@@ -36,6 +36,7 @@ mod memory;
 mod outage;
 mod paths;
 mod pictures;
+mod practice;
 mod promises;
 mod proxying;
 mod redis_faults;
