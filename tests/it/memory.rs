@@ -543,16 +543,6 @@ fn trap_1_charges_in_the_same_microsecond_all_count() {
 }
 
 #[test]
-fn trap_3_a_log_is_not_a_broken_bucket() {
-    let crowd = Crowd::new(ROOMY, 5, 1_000);
-    for period in 0..50 {
-        let admitted = (0..10).filter(|_| crowd.ask("one", 1).admitted).count();
-        assert_eq!(admitted, 5, "in period {period}");
-        crowd.hands.advance_us(1_000);
-    }
-}
-
-#[test]
 fn trap_12_cost_is_checked_before_it_is_added() {
     let crowd = Crowd::new(ROOMY, 100, 1_000);
     assert!(crowd.ask("one", 99).admitted);

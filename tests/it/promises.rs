@@ -185,7 +185,7 @@ macro_rules! promise {
 }
 
 promise! {
-    trap_14_sliding_log_never_more_in_any_window: "sliding_log"
+    sliding_log_never_more_in_any_window: "sliding_log"
     trap_9_sliding_window_never_more_in_any_window: "sliding_window"
     fixed_window_never_more_in_a_window_of_the_clock: "fixed_window"
     token_bucket_never_more_than_its_burst_and_what_flows_in: "token_bucket"
