@@ -1,6 +1,7 @@
 //! What one decision costs, and one full key: for each algorithm the server's time in the script, the memory store's
-//! time, and the bytes in both. One key at a time, as full as said; the least of some rounds, so that what else the
-//! machine does shows as little as it can.
+//! time, and the bytes in both. Keys are filled evenly over their period, by times that are given: the script's question
+//! for the time, a fraction of a microsecond, is left out. The least of some rounds, so that what else the machine does
+//! shows as little as it can.
 //!
 //! Run by `make bench`, or `cargo bench --bench costs`. Needs redis-server and redis-cli.
 
@@ -20,8 +21,9 @@ use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit};
 use tidegate::store::redis::Script;
 use tidegate::store::{Memory, MemorySettings};
 
-/// So long that nothing comes back while it is measured.
 const HOUR_US: u64 = 3_600_000_000;
+/// An hour of the year 2100: no key expires while it is measured.
+const START_US: u64 = 4_102_444_800_000_000;
 const ROUNDS: usize = 5;
 const ROOMY: MemorySettings = MemorySettings { max_keys: 1000, max_bytes: 1 << 30 };
 
@@ -90,6 +92,11 @@ fn owners(limit: &Limit) -> Vec<Key> {
     names.map(owner).collect()
 }
 
+/// When the n-th of so many requests comes.
+fn time_us(n: u64, limit: &Limit) -> u64 {
+    START_US + n.min(limit.requests) * (HOUR_US - 1) / limit.requests
+}
+
 fn charge<'a>(limit: &'a Limit, key: &'a Key) -> Charge<'a> {
     Charge { limit, key, cost: 1, group: 0, shadow: false }
 }
@@ -100,22 +107,22 @@ fn in_redis(server: &Server, limit: &Limit) -> Cost {
     let mut connection = server.connection();
     let (script, owners) = (Script::new(PREFIX), owners(limit));
     let _: Value = script.load().query(&mut connection).unwrap();
-    let mut ask = |times: u64| {
+    let mut ask = |from: u64| {
         let _: Value = redis::cmd("CONFIG").arg("RESETSTAT").query(&mut connection).unwrap();
         for owner in &owners {
-            for _ in 0..times / 50 {
+            for start in (from..from + limit.requests / 2).step_by(50) {
                 let mut pipe = redis::pipe();
-                for _ in 0..50 {
-                    pipe.add_command(script.decide(&[charge(limit, owner)], None));
+                for n in start..start + 50 {
+                    pipe.add_command(script.decide(&[charge(limit, owner)], Some(time_us(n, limit))));
                 }
                 let _: Vec<Value> = pipe.query(&mut connection).unwrap();
             }
         }
         spent_us(&mut connection)
     };
-    ask(limit.requests / 2);
+    ask(0);
     let admitted_us = ask(limit.requests / 2);
-    let refused_us = ask(limit.requests / 2);
+    let refused_us = ask(limit.requests);
     let bytes = owners.first().map(|owner| {
         let name = script.key(&charge(limit, owner));
         redis::cmd("MEMORY").arg("USAGE").arg(name).arg("SAMPLES").arg(0).query(&mut connection).unwrap()
@@ -133,16 +140,19 @@ fn spent_us(connection: &mut Connection) -> f64 {
 
 /// The same without a way to go.
 fn in_memory(limit: &Limit) -> Cost {
-    let (store, owners) = (Memory::new(ROOMY, Clock::system()), owners(limit));
-    let ask = |times: u64| {
+    let (clock, hands) = Clock::manual(START_US);
+    let (store, owners) = (Memory::new(ROOMY, clock), owners(limit));
+    let ask = |from: u64| {
         let start = Instant::now();
-        for owner in &owners {
-            (0..times).for_each(|_| drop(store.decide(&[charge(limit, owner)])));
+        // The clock of this store does not go back.
+        for n in from..from + limit.requests / 2 {
+            hands.set_us(time_us(n, limit));
+            owners.iter().for_each(|owner| drop(store.decide(&[charge(limit, owner)])));
         }
-        start.elapsed().as_secs_f64() * 1e6 / (times * owners.len() as u64) as f64
+        start.elapsed().as_secs_f64() * 1e6 / (limit.requests / 2 * owners.len() as u64) as f64
     };
-    ask(limit.requests / 2);
+    ask(0);
     let admitted_us = ask(limit.requests / 2);
-    let refused_us = ask(limit.requests / 2);
+    let refused_us = ask(limit.requests);
     Cost { admitted_us, refused_us, bytes: (store.bytes() / owners.len()) as u64 }
 }

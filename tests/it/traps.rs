@@ -2,6 +2,7 @@
 //! Those about one algorithm or one room stand beside it.
 
 use crate::support::judge::{EVERY_ALGORITHM, Judge, START_US, any_time_us, seed, until_us};
+use crate::support::redis::Server;
 use fastrand::Rng;
 use tidegate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Limit, MAX_UNITS, Standing};
 
@@ -126,6 +127,35 @@ fn trap_6_and_7_a_key_expires_when_it_is_as_if_never_seen_and_not_later() {
                 assert_eq!(judge.expires_ms(&charge(cost)), ends_ms, "{name}, seed {seed}: {limit:?}");
             }
         }
+    }
+}
+
+/// By the server's own clock: a key that expires a moment too early lets a second request into the same millisecond.
+#[tokio::test]
+async fn trap_6_a_period_of_one_millisecond_holds() {
+    let server = Server::start();
+    let (_shared, redis) = server.redis().await;
+    for algorithm in [
+        Algorithm::SlidingLog,
+        Algorithm::SlidingWindow { buckets: 10 },
+        Algorithm::FixedWindow { offset_us: 0 },
+        Algorithm::TokenBucket { burst: 1 },
+        Algorithm::LeakyBucket { max_delay_us: 0 },
+    ] {
+        let (limit, key) = (Limit { requests: 1, per_us: 1_000, algorithm }, KeyBuilder::new("p").finish());
+        let charge = Charge { limit: &limit, key: &key, cost: 1, group: 0, shadow: false };
+        let mut admitted = Vec::new();
+        while admitted.len() < 50 {
+            let decision = redis.decide(&[charge], tokio::time::Instant::now()).await.unwrap();
+            if decision.admitted {
+                admitted.push(decision.now_us);
+            }
+        }
+        let apart = |pair: &[u64]| match algorithm {
+            Algorithm::FixedWindow { .. } => pair[1] / 1_000 > pair[0] / 1_000,
+            _ => pair[1] - pair[0] >= 1_000,
+        };
+        assert!(admitted.windows(2).all(apart), "{algorithm:?}: {admitted:?}");
     }
 }
 
