@@ -1,5 +1,5 @@
 //! What one decision costs, and one full key: for each algorithm the server's time in the script, the memory store's
-//! time, and the bytes in both. Keys are filled evenly over their period, by times that are given: the script's question
+//! time, and the bytes in both. Logs and windows are filled evenly over their period, by times that are given: the script's question
 //! for the time, a fraction of a microsecond, is left out. The least of some rounds, so that what else the machine does
 //! shows as little as it can.
 //!
@@ -92,9 +92,12 @@ fn owners(limit: &Limit) -> Vec<Key> {
     names.map(owner).collect()
 }
 
-/// When the n-th of so many requests comes.
+/// When the n-th request comes. A bucket is filled at once: at an even pace it never would be.
 fn time_us(n: u64, limit: &Limit) -> u64 {
-    START_US + n.min(limit.requests) * (HOUR_US - 1) / limit.requests
+    match limit.algorithm {
+        Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => START_US,
+        _ => START_US + n.min(limit.requests) * (HOUR_US - 1) / limit.requests,
+    }
 }
 
 fn charge<'a>(limit: &'a Limit, key: &'a Key) -> Charge<'a> {
