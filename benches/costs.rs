@@ -31,12 +31,13 @@ const ROOMY: MemorySettings = MemorySettings { max_keys: 1000, max_bytes: 1 << 3
 type ForLimit = fn(u64) -> Algorithm;
 
 /// With bucket and line as large as the limit.
-const ALGORITHMS: [(&str, ForLimit); 5] = [
+const ALGORITHMS: [(&str, ForLimit); 6] = [
     ("sliding_log", |_| Algorithm::SlidingLog),
     ("sliding_window", |_| Algorithm::SlidingWindow { buckets: 10 }),
     ("fixed_window", |_| Algorithm::FixedWindow { offset_us: 0 }),
     ("token_bucket", |requests| Algorithm::TokenBucket { burst: requests }),
     ("leaky_bucket", |_| Algorithm::LeakyBucket { max_delay_us: HOUR_US }),
+    ("concurrency", |_| Algorithm::Concurrency { max_duration_us: 0 }),
 ];
 
 fn main() {
@@ -100,8 +101,9 @@ fn time_us(n: u64, limit: &Limit) -> u64 {
     }
 }
 
-fn charge<'a>(limit: &'a Limit, key: &'a Key) -> Charge<'a> {
-    Charge { limit, key, cost: 1, group: 0, shadow: false }
+/// The n-th request, which has a slot of its own.
+fn charge<'a>(limit: &'a Limit, key: &'a Key, n: u64) -> Charge<'a> {
+    Charge { slot: u128::from(n) + 1, ..Charge::new(limit, key, 1) }
 }
 
 /// From half full to full, then as often refused.
@@ -109,14 +111,15 @@ fn in_redis(server: &Server, limit: &Limit) -> Cost {
     server.flush();
     let mut connection = server.connection();
     let (script, owners) = (Script::new(PREFIX), owners(limit));
-    let _: Value = script.load().query(&mut connection).unwrap();
+    let program = owners.iter().map(|owner| script.text(&[charge(limit, owner, 0)])).next();
+    let _: Value = redis::cmd("SCRIPT").arg("LOAD").arg(program.unwrap()).query(&mut connection).unwrap();
     let mut ask = |from: u64| {
         let _: Value = redis::cmd("CONFIG").arg("RESETSTAT").query(&mut connection).unwrap();
         for owner in &owners {
             for start in (from..from + limit.requests / 2).step_by(50) {
                 let mut pipe = redis::pipe();
                 for n in start..start + 50 {
-                    pipe.add_command(script.decide(&[charge(limit, owner)], Some(time_us(n, limit))));
+                    pipe.add_command(script.decide(&[charge(limit, owner, n)], Some(time_us(n, limit))));
                 }
                 let _: Vec<Value> = pipe.query(&mut connection).unwrap();
             }
@@ -127,7 +130,7 @@ fn in_redis(server: &Server, limit: &Limit) -> Cost {
     let admitted_us = ask(limit.requests / 2);
     let refused_us = ask(limit.requests);
     let bytes = owners.first().map(|owner| {
-        let name = script.key(&charge(limit, owner));
+        let name = script.key(&charge(limit, owner, 0));
         redis::cmd("MEMORY").arg("USAGE").arg(name).arg("SAMPLES").arg(0).query(&mut connection).unwrap()
     });
     Cost { admitted_us, refused_us, bytes: bytes.unwrap() }
@@ -150,7 +153,7 @@ fn in_memory(limit: &Limit) -> Cost {
         // The clock of this store does not go back.
         for n in from..from + limit.requests / 2 {
             hands.set_us(time_us(n, limit));
-            owners.iter().for_each(|owner| drop(store.decide(&[charge(limit, owner)])));
+            owners.iter().for_each(|owner| drop(store.decide(&[charge(limit, owner, n)])));
         }
         start.elapsed().as_secs_f64() * 1e6 / (limit.requests / 2 * owners.len() as u64) as f64
     };

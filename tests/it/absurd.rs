@@ -8,14 +8,26 @@ use crate::support::upstream::Upstream;
 use std::time::{Duration, Instant};
 use tidegate::config::{FileSource, Sources, load};
 
-/// What stands in a limit without options, and the options that are its own.
-const ALGORITHMS: [(&str, &[&str]); 5] = [
+/// Each with the options that are its own. `concurrency` has no period.
+const ALGORITHMS: [(&str, &[&str]); 6] = [
     ("sliding_log", &[]),
     ("sliding_window", &["buckets = 5"]),
     ("fixed_window", &["offset = \"1ms\""]),
     ("token_bucket", &["burst = 3"]),
     ("leaky_bucket", &["max_delay = \"1ms\""]),
+    ("concurrency", &["lease_ttl = \"5s\"", "max_duration = \"1m\""]),
 ];
+
+/// A limit of an algorithm with something beside it.
+fn limit(algorithm: &str, beside: &str) -> String {
+    let per = if algorithm == "concurrency" { "" } else { "per = \"1s\", " };
+    format!("requests = 5, {per}algorithm = \"{algorithm}\"{beside}")
+}
+
+/// Those that count in time.
+fn periodic() -> impl Iterator<Item = &'static str> {
+    ALGORITHMS.iter().map(|(algorithm, _)| *algorithm).filter(|algorithm| *algorithm != "concurrency")
+}
 
 /// What a policy may say beside its limit, whatever the algorithm.
 const BESIDE: [&str; 8] = [
@@ -44,7 +56,7 @@ fn an_option_of_another_algorithm_is_refused_and_the_reason_names_its_own() {
     for (algorithm, _) in ALGORITHMS {
         for (owner, options) in ALGORITHMS {
             for option in options {
-                let limit = format!("requests = 5, per = \"1s\", algorithm = \"{algorithm}\", {option}");
+                let limit = limit(algorithm, &format!(", {option}"));
                 let said = complaints(&limit, "");
                 if owner == algorithm {
                     assert_eq!(said, None, "{limit}");
@@ -57,6 +69,10 @@ fn an_option_of_another_algorithm_is_refused_and_the_reason_names_its_own() {
             }
         }
     }
+    let said = complaints(&limit("concurrency", ", per = \"1s\""), "").unwrap();
+    assert!(said.contains("per: not for algorithm = \"concurrency\""), "{said}");
+    let said = complaints("requests = 5", "").unwrap();
+    assert!(said.contains("per: missing"), "{said}");
 }
 
 #[test]
@@ -64,7 +80,7 @@ fn every_algorithm_goes_with_whatever_a_policy_says_beside_it() {
     for (algorithm, options) in ALGORITHMS {
         for beside in BESIDE {
             let options: String = options.iter().map(|option| format!(", {option}")).collect();
-            let limit = format!("requests = 5, per = \"1s\", algorithm = \"{algorithm}\"{options}");
+            let limit = limit(algorithm, &options);
             assert_eq!(complaints(&limit, beside), None, "{limit} beside {beside}");
         }
     }
@@ -75,7 +91,7 @@ fn every_algorithm_goes_with_whatever_a_policy_says_beside_it() {
 #[test]
 fn the_largest_limits_are_defined_for_every_algorithm() {
     const MOST: u64 = 1 << 53;
-    for (algorithm, _) in ALGORITHMS {
+    for algorithm in periodic() {
         let said = |requests: u64, per: &str| {
             complaints(&format!("requests = {requests}, per = \"{per}\", algorithm = \"{algorithm}\""), "")
         };
@@ -115,7 +131,7 @@ fn extremes() -> String {
              limit = {{ {limit}, algorithm = \"{algorithm}\"{held} }}\n{beside}\n"
         )
     };
-    let each = |(algorithm, _): &(&str, _)| {
+    let each = |algorithm: &str| {
         [
             policy("none", algorithm, "requests = 0, per = \"1s\"", ""),
             policy("short", algorithm, "requests = 1, per = \"1ms\"", ""),
@@ -123,15 +139,15 @@ fn extremes() -> String {
         ]
         .concat()
     };
-    let most = |(algorithm, _): &(&str, _)| {
+    let most = |algorithm: &str| {
         let cost = "cost = { header = \"x-cost\", max = 9007199254740992 }";
         policy("most", algorithm, "requests = 9007199254740992, per = \"400d\"", cost)
     };
-    ALGORITHMS.iter().map(each).chain(ALGORITHMS.iter().take(3).map(most)).collect()
+    periodic().map(each).chain(periodic().take(3).map(most)).collect()
 }
 
 async fn the_ends_are_defined(proxy: &Proxy) {
-    for (algorithm, _) in ALGORITHMS {
+    for algorithm in periodic() {
         let never = proxy.get(&format!("/none/{algorithm}")).await;
         assert_eq!((never.status, never.header("retry-after")), (429, None), "{algorithm}");
         assert!(never.json().get("retry_after").is_none(), "{algorithm}");
@@ -157,7 +173,7 @@ async fn the_ends_are_defined(proxy: &Proxy) {
         }
         assert!(start.elapsed() >= Duration::from_millis(17), "{algorithm}: {:?}", start.elapsed());
     }
-    for (algorithm, _) in &ALGORITHMS[..3] {
+    for algorithm in periodic().take(3) {
         let ask = |cost: &'static str| {
             proxy.ask("GET", &format!("/most/{algorithm}")).header("x-cost", cost).send()
         };

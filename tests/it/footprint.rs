@@ -8,12 +8,13 @@ const MINUTE_US: u64 = 60_000_000;
 const SMALL_BYTES: u64 = 512;
 
 /// Each with whether its size is to be constant. A new algorithm is a line here.
-const EACH: [(&str, Algorithm, bool); 5] = [
+const EACH: [(&str, Algorithm, bool); 6] = [
     ("sliding_log", Algorithm::SlidingLog, false),
     ("sliding_window", Algorithm::SlidingWindow { buckets: 10 }, true),
     ("fixed_window", Algorithm::FixedWindow { offset_us: 0 }, true),
     ("token_bucket", Algorithm::TokenBucket { burst: 10_000 }, true),
     ("leaky_bucket", Algorithm::LeakyBucket { max_delay_us: MINUTE_US }, true),
+    ("concurrency", Algorithm::Concurrency { max_duration_us: 0 }, false),
 ];
 
 /// Fills a limit by single requests at even distances, and says how many bytes its key then takes.
@@ -22,10 +23,11 @@ fn full(judge: &mut Judge, limit: &Limit, cost: u64, times: u64) -> u64 {
     let mut key = KeyBuilder::new("api");
     key.part(Some(b"user-0123456789"));
     let key = key.finish();
-    let charge = Charge { limit, key: &key, cost, group: 0, shadow: false };
+    let charge = Charge::new(limit, &key, cost);
     // So that it is full at the end of a window of the clock, and of a sub-window.
     let start_us = START_US / limit.per_us * limit.per_us;
     for n in 0..times {
+        let charge = Charge { slot: u128::from(n) + 1, ..charge };
         let decision = judge.decide(&[charge], start_us + n * (limit.per_us - 1) / times);
         assert!(decision.admitted, "{limit:?}, {n}: {decision:?}");
     }
@@ -33,7 +35,7 @@ fn full(judge: &mut Judge, limit: &Limit, cost: u64, times: u64) -> u64 {
 }
 
 #[test]
-fn a_key_is_small_whatever_its_limit_unless_it_is_a_log() {
+fn a_key_is_small_whatever_its_limit_unless_it_lists_requests() {
     let [mut memory, mut redis] = Judge::both();
     println!("{:<16}{:>8}{:>8}{:>8}", "", "limit", "memory", "Redis");
     for (name, algorithm, is_small) in EACH {

@@ -5,7 +5,7 @@ use crate::support::judge::{Judge, START_US};
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
-use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, Amendment, Charge, KeyBuilder, Limit};
 
 /// The demand, in ms: so many requests, from, to. The first two stand on both sides of a whole second; what follows
 /// is half as much again as the limit; then a pause, a burst, and less than the limit.
@@ -34,7 +34,7 @@ struct Picture {
 /// A line of the lower half, by number of units.
 type Curve = fn(&Run) -> Vec<(u64, u64)>;
 
-const PICTURES: [Picture; 5] = [
+const PICTURES: [Picture; 6] = [
     Picture {
         name: "sliding_log",
         options: "",
@@ -91,13 +91,26 @@ const PICTURES: [Picture; 5] = [
         most: 15,
         curves: &[("held, waiting for their turn", Run::held)],
     },
+    Picture {
+        name: "concurrency",
+        options: "",
+        algorithm: Algorithm::Concurrency { max_duration_us: 0 },
+        passes: "admitted",
+        below: "requests in flight, 800 ms each",
+        bound: (20, "the limit: 20 at a time"),
+        most: 25,
+        curves: &[("in flight", Run::held)],
+    },
 ];
+
+/// How long the app of a request takes, where that matters.
+const TAKES_US: u64 = 800_000;
 
 /// What became of the demand; times in µs from the start.
 #[derive(Default)]
 struct Run {
     asked: Vec<u64>,
-    /// When each admitted request came, and when it left.
+    /// When each admitted request came, and when it left: the line, or the app.
     passed: Vec<(u64, u64)>,
     /// Units in use and units left, at each moment of a fine grid.
     seen: Vec<(u64, u64, u64)>,
@@ -105,19 +118,30 @@ struct Run {
 
 impl Run {
     fn of(algorithm: Algorithm) -> Self {
-        let limit = Limit { requests: 20, per_us: SECOND_US, algorithm };
+        let has_slots = matches!(algorithm, Algorithm::Concurrency { .. });
+        let limit = Limit { requests: 20, per_us: 10 * SECOND_US, algorithm };
+        let limit = if has_slots { limit } else { Limit { per_us: SECOND_US, ..limit } };
         let (mut judge, mut run, key) = (Judge::memory(), Self::default(), KeyBuilder::new("p").finish());
-        let charge = |cost| Charge { limit: &limit, key: &key, cost, group: 0, shadow: false };
+        let charge = |cost| Charge::new(&limit, &key, cost);
         let arrivals = DEMAND.iter().flat_map(|(count, from_ms, to_ms)| {
             (0..*count).map(move |n| from_ms * 1_000 + n * (to_ms - from_ms) * 1_000 / count)
         });
         let mut arrivals = arrivals.peekable();
+        let mut ended = 0;
         for now_us in (0..SPAN_MS * 1_000).step_by(10_000) {
             while let Some(at_us) = arrivals.next_if(|at_us| *at_us <= now_us) {
+                while let Some((_, left_us)) = run.passed.get(ended).filter(|one| has_slots && one.1 <= at_us)
+                {
+                    let slot = ended as u128;
+                    judge.amend(&limit, &key, Amendment::Release { slot }, START_US + left_us);
+                    ended += 1;
+                }
                 run.asked.push(at_us);
-                let decision = judge.decide(&[charge(1)], START_US + at_us);
+                let slot = run.passed.len() as u128;
+                let decision = judge.decide(&[Charge { slot, ..charge(1) }], START_US + at_us);
                 if decision.admitted {
-                    run.passed.push((at_us, at_us + decision.delay_us));
+                    let stays_us = if has_slots { TAKES_US } else { decision.delay_us };
+                    run.passed.push((at_us, at_us + stays_us));
                 }
             }
             let left = judge.decide(&[charge(0)], START_US + now_us).standings[0].unwrap().remaining;
@@ -174,7 +198,8 @@ impl Picture {
             self.name,
             WIDTH - 1,
         );
-        let words = format!("requests = 20, per = \"1s\", algorithm = \"{}\"{}", self.name, self.options);
+        let per = if self.name == "concurrency" { "" } else { "per = \"1s\", " };
+        let words = format!("requests = 20, {per}algorithm = \"{}\"{}", self.name, self.options);
         let tally = format!("{} asked, {} {}", run.asked.len(), run.passed.len(), self.passes);
         let words = words.replace('"', "&quot;");
         text(&mut svg, (20, 32), "title", self.name);
@@ -183,7 +208,8 @@ impl Picture {
 
         upper.frame(&mut svg, &format!("requests per {BIN_MS} ms"), 10);
         upper.bars(&mut svg, "asked", 8, &run.asked);
-        let leaves: Vec<u64> = run.passed.iter().map(|(_, left_us)| *left_us).collect();
+        let goes = |(came_us, left_us): &(u64, u64)| if self.passes == "leave" { *left_us } else { *came_us };
+        let leaves: Vec<u64> = run.passed.iter().map(goes).collect();
         upper.bars(&mut svg, "passed", 4, &leaves);
         legend(&mut svg, upper.top - 10, &[("asked", "asked"), ("passed", self.passes)]);
 

@@ -4,7 +4,7 @@
 
 use crate::support::judge::{EVERY_ALGORITHM, Judge, START_US, seed, until_us};
 use fastrand::Rng;
-use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
+use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
 
 /// Schedules per algorithm. Redis answers as the memory store does; it is asked to show that it is held to the same.
 const SCHEDULES: [usize; 2] = [1_000, 100];
@@ -65,7 +65,7 @@ impl Schedule<'_> {
     }
 
     fn ask(&mut self, key: &Key, cost: u64) {
-        let charge = Charge { limit: &self.limit, key, cost, group: 0, shadow: false };
+        let charge = Charge::new(&self.limit, key, cost);
         let decision = self.judge.decide(&[charge], self.clock_us);
         self.told_us = until_us(&[charge], &decision).or(self.told_us);
         if decision.admitted {
@@ -129,7 +129,7 @@ fn is_kept(admitted: &[Admitted]) -> bool {
                 && flows(admitted, u128::from(per_us) + waits)
                 && before.last().is_none_or(|last| leaves_after(last, newest))
         }
-        Algorithm::Block => unreachable!("no limit"),
+        Algorithm::Concurrency { .. } | Algorithm::Block => unreachable!("nothing comes back with time"),
     }
 }
 
@@ -192,6 +192,59 @@ promise! {
     leaky_bucket_lets_requests_out_one_place_apart: "leaky_bucket"
 }
 
+/// Requests come, end, and vanish with their sidecar; who lives renews in time, and the limit is changed meanwhile.
+#[test]
+fn concurrency_never_more_in_flight_and_no_slot_is_lost() {
+    let seed = seed();
+    for (mut judge, schedules) in Judge::both().into_iter().zip([200, 20]) {
+        let mut rng = Rng::with_seed(seed);
+        for number in 0..schedules {
+            judge.forget();
+            let key = KeyBuilder::new("p").finish();
+            let algorithm = Algorithm::Concurrency { max_duration_us: 0 };
+            let mut limit = Limit { requests: rng.u64(1..=8), per_us: rng.u64(1_000..100_000), algorithm };
+            let (mut now_us, mut slot) = (START_US, 0);
+            // Each slot with the end of its lease; those that live, and those whose sidecar has crashed.
+            let (mut alive, mut lost) = (Vec::<(u128, u64)>::new(), Vec::<u64>::new());
+            for step in 0..200 {
+                now_us += rng.u64(..limit.per_us / 3);
+                for (slot, ends_us) in &mut alive {
+                    judge.amend(&limit, &key, Amendment::Renew { slot: *slot }, now_us);
+                    *ends_us = now_us + limit.per_us;
+                }
+                lost.retain(|ends_us| *ends_us > now_us);
+                match rng.u8(..8) {
+                    0 if !alive.is_empty() => {
+                        lost.push(alive.swap_remove(rng.usize(..alive.len())).1);
+                    }
+                    1..3 if !alive.is_empty() => {
+                        let (slot, _) = alive.swap_remove(rng.usize(..alive.len()));
+                        judge.amend(&limit, &key, Amendment::Release { slot }, now_us);
+                    }
+                    3 => limit.requests = rng.u64(1..=8),
+                    _ => {}
+                }
+                slot += 1;
+                let charge = Charge { slot, ..Charge::new(&limit, &key, 1) };
+                let free = ((alive.len() + lost.len()) as u64) < limit.requests;
+                let admitted = judge.decide(&[charge], now_us).admitted;
+                assert_eq!(
+                    admitted,
+                    free,
+                    "TIDEGATE_TEST_SEED={seed}, schedule {number}, step {step} in {judge:?}: \
+                     {} in flight, {} lost, of {}",
+                    alive.len(),
+                    lost.len(),
+                    limit.requests
+                );
+                if admitted {
+                    alive.push((slot, now_us + limit.per_us));
+                }
+            }
+        }
+    }
+}
+
 /// Who always takes what he can gets the whole limit in any stretch as long as the period and a sub-window, and so
 /// at least `buckets` / (`buckets` + 1) of it in the long run, wherever in their sub-windows his first requests fell.
 #[test]
@@ -205,7 +258,7 @@ fn a_sliding_window_is_too_strict_by_at_most_a_sub_window() {
         let (limit, key) = (draw(&mut rng), KeyBuilder::new("p").finish());
         let Algorithm::SlidingWindow { buckets } = limit.algorithm else { panic!("{limit:?}") };
         let limit = Limit { requests: limit.requests.min(300), ..limit };
-        let charge = Charge { limit: &limit, key: &key, cost: 1, group: 0, shadow: false };
+        let charge = Charge::new(&limit, &key, 1);
         let begin_us = START_US + rng.u64(..limit.per_us);
         let (mut now_us, mut times) = (begin_us, Vec::new());
         // The first period is taken unevenly, the others as soon as it is possible.

@@ -4,7 +4,9 @@
 use crate::support::judge::{EVERY_ALGORITHM, Judge, START_US, any_time_us, seed, until_us};
 use crate::support::redis::Server;
 use fastrand::Rng;
-use tidegate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Limit, MAX_UNITS, Standing};
+use tidegate::limiter::{
+    Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Limit, MAX_UNITS, Standing,
+};
 
 /// One key of one limit in one store, whose clock goes on when it is told to.
 struct Desk<'a> {
@@ -16,7 +18,7 @@ struct Desk<'a> {
 
 impl Desk<'_> {
     fn ask(&mut self, cost: u64) -> Decision {
-        let charge = Charge { limit: &self.limit, key: &self.key, cost, group: 0, shadow: false };
+        let charge = Charge::new(&self.limit, &self.key, cost);
         self.judge.decide(&[charge], self.now_us)
     }
 
@@ -35,7 +37,7 @@ impl Desk<'_> {
     /// When a refused cost would be admitted.
     fn until_us(&mut self, cost: u64) -> Option<u64> {
         let decision = self.ask(cost);
-        let charge = Charge { limit: &self.limit, key: &self.key, cost, group: 0, shadow: false };
+        let charge = Charge::new(&self.limit, &self.key, cost);
         until_us(&[charge], &decision)
     }
 }
@@ -118,10 +120,10 @@ fn trap_6_and_7_a_key_expires_when_it_is_as_if_never_seen_and_not_later() {
             // A lifetime has to be set by every charge, not only by the first.
             for _ in 0..4 {
                 at_us += rng.u64(..limit.per_us);
-                let charge = |cost| Charge { limit: &limit, key: &key, cost, group: 0, shadow: false };
+                let charge = |cost| Charge::new(&limit, &key, cost);
                 let cost = part(limit.capacity(), &mut rng);
                 if judge.decide(&[charge(cost)], at_us).admitted {
-                    state.charge(&limit, cost, at_us);
+                    state.charge(&charge(cost), at_us);
                 }
                 let ends_ms = state.expires_at_us(&limit).div_ceil(1_000);
                 assert_eq!(judge.expires_ms(&charge(cost)), ends_ms, "{name}, seed {seed}: {limit:?}");
@@ -143,7 +145,7 @@ async fn trap_6_a_period_of_one_millisecond_holds() {
         Algorithm::LeakyBucket { max_delay_us: 0 },
     ] {
         let (limit, key) = (Limit { requests: 1, per_us: 1_000, algorithm }, KeyBuilder::new("p").finish());
-        let charge = Charge { limit: &limit, key: &key, cost: 1, group: 0, shadow: false };
+        let charge = Charge::new(&limit, &key, 1);
         let mut admitted = Vec::new();
         while admitted.len() < 50 {
             let decision = redis.decide(&[charge], tokio::time::Instant::now()).await.unwrap();
@@ -164,11 +166,10 @@ fn trap_11_a_limit_is_not_charged_when_another_refuses() {
     everywhere(|desk, rng| {
         let one = Limit { requests: 1, per_us: any_time_us(rng), algorithm: Algorithm::SlidingLog };
         let (other, cost) = (KeyBuilder::new("other").finish(), part(desk.limit.capacity(), rng));
-        desk.judge
-            .decide(&[Charge { limit: &one, key: &other, cost: 1, group: 0, shadow: false }], desk.now_us);
+        desk.judge.decide(&[Charge::new(&one, &other, 1)], desk.now_us);
         desk.ask(cost);
         let (before, key, limit) = (desk.standing(), desk.key.clone(), desk.limit);
-        let charge = |limit, key| Charge { limit, key, cost: 1, group: 0, shadow: false };
+        let charge = |limit, key| Charge::new(limit, key, 1);
         for both in
             [[charge(&limit, &key), charge(&one, &other)], [charge(&one, &other), charge(&limit, &key)]]
         {
@@ -249,6 +250,29 @@ fn trap_14_a_charge_leaves_when_it_is_exactly_one_period_old() {
             desk.now_us = START_US + leaves_us;
             assert!(desk.admits(3), "{limit:?}");
         }
+    }
+}
+
+/// Without a lease a slot would be lost with its holder; without renewal a long stream would lose its own.
+#[test]
+fn trap_16_a_crashed_holders_slot_comes_back_and_a_renewed_one_stays() {
+    const LEASE_US: u64 = 10_000_000;
+    let algorithm = Algorithm::Concurrency { max_duration_us: 0 };
+    let (limit, key) = (Limit { requests: 2, per_us: LEASE_US, algorithm }, KeyBuilder::new("p").finish());
+    for mut judge in Judge::both() {
+        let take = |judge: &mut Judge, slot, at_us| {
+            judge.decide(&[Charge { slot, ..Charge::new(&limit, &key, 1) }], START_US + at_us).admitted
+        };
+        assert!(take(&mut judge, 1, 0) && take(&mut judge, 2, 0));
+        // The first is renewed all the time, the second has crashed.
+        for at_us in [LEASE_US / 3, LEASE_US * 2 / 3, LEASE_US - 1] {
+            judge.amend(&limit, &key, Amendment::Renew { slot: 1 }, START_US + at_us);
+            assert!(!take(&mut judge, 3, at_us), "both slots are taken in {judge:?} after {at_us}");
+        }
+        assert!(take(&mut judge, 4, LEASE_US), "the crashed one's is free in {judge:?}");
+        assert!(!take(&mut judge, 5, LEASE_US), "the renewed one's is not in {judge:?}");
+        judge.amend(&limit, &key, Amendment::Release { slot: 1 }, START_US + LEASE_US + 1);
+        assert!(take(&mut judge, 6, LEASE_US + 1), "given back in {judge:?}");
     }
 }
 

@@ -48,7 +48,7 @@ impl Case {
     /// When it would be admitted, if it wasn't, and the decision.
     fn ask(&self, judge: &mut Judge, at_us: u64, cost: u64) -> (Option<u64>, Decision) {
         let key = key();
-        let charge = |limit| Charge { limit, key: &key, cost, group: 0, shadow: false };
+        let charge = |limit| Charge::new(limit, &key, cost);
         let charges: Vec<_> = self.limits.iter().map(charge).map(as_asked).collect();
         let decision = judge.decide(&charges, at_us);
         (until_us(&charges, &decision), decision)

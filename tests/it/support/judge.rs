@@ -3,11 +3,12 @@
 use super::redis::Server;
 use fastrand::Rng;
 use redis::aio::MultiplexedConnection;
+use redis::{Cmd, Value};
 use std::fmt;
 use tidegate::clock::{Clock, Hands};
-use tidegate::limiter::{Algorithm, Charge, Decision, Limit, MAX_UNITS, Refusal};
+use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Key, Limit, MAX_UNITS, Refusal};
 use tidegate::store::redis::Script;
-use tidegate::store::{Memory, MemorySettings};
+use tidegate::store::{Late, Memory, MemorySettings};
 use tokio::runtime::{Builder, Runtime};
 
 /// In the year 2100: far enough ahead that no key of Redis expires while a test steps through time.
@@ -19,10 +20,18 @@ pub const MAX_PER_US: u64 = 400 * DAY_US;
 
 const ROOMY: MemorySettings = MemorySettings { max_keys: 10_000, max_bytes: 256 << 20 };
 
-/// A store that decides when it is told to. Fields are dropped in order: the connection before its runtime.
+/// A store that decides when it is told to.
 pub enum Judge {
     Memory { store: Memory, hands: Hands },
-    Redis { connection: MultiplexedConnection, runtime: Runtime, script: Script, _server: Server },
+    Redis(Box<There>),
+}
+
+/// Fields are dropped in order: the connection before its runtime.
+pub struct There {
+    connection: MultiplexedConnection,
+    runtime: Runtime,
+    script: Script,
+    _server: Server,
 }
 
 impl Judge {
@@ -33,14 +42,10 @@ impl Judge {
 
     /// A server of its own, ended when this is dropped.
     pub fn redis() -> Self {
-        let (server, script) = (Server::start(), Script::new("t"));
+        let server = Server::start();
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
-        let connection = runtime.block_on(async {
-            let mut connection = server.connection().await;
-            connection.send_packed_command(&script.load()).await.unwrap();
-            connection
-        });
-        Self::Redis { connection, runtime, script, _server: server }
+        let connection = runtime.block_on(server.patient_connection());
+        Self::Redis(Box::new(There { connection, runtime, script: Script::new("t"), _server: server }))
     }
 
     pub fn both() -> [Self; 2] {
@@ -51,7 +56,7 @@ impl Judge {
     pub fn forget(&mut self) {
         match self {
             Self::Memory { .. } => *self = Self::memory(),
-            Self::Redis { .. } => self.command::<()>(redis::cmd("FLUSHALL")),
+            Self::Redis(_) => self.command::<()>(redis::cmd("FLUSHALL")),
         }
     }
 
@@ -62,10 +67,24 @@ impl Judge {
                 hands.set_us(at_us);
                 store.decide(charges)
             }
-            Self::Redis { connection, runtime, script, .. } => {
-                let command = script.decide(charges, Some(at_us));
-                let reply = runtime.block_on(connection.send_packed_command(&command)).unwrap();
+            Self::Redis(there) => {
+                let reply = there.run(|script| script.decide(charges, Some(at_us)));
                 Script::decision(&reply, charges).unwrap_or_else(|| panic!("{reply:?} for {charges:?}"))
+            }
+        }
+    }
+
+    /// Puts one counter right, at a time.
+    pub fn amend(&mut self, limit: &Limit, key: &Key, amendment: Amendment, at_us: u64) {
+        let late = [Late { limit, key, amendment }];
+        match self {
+            Self::Memory { store, hands } => {
+                hands.set_us(at_us);
+                store.amend(&late);
+            }
+            Self::Redis(there) => {
+                let reply = there.run(|script| script.amend(&late, Some(at_us)));
+                assert_eq!(reply, Value::Int(1), "{late:?}");
             }
         }
     }
@@ -74,8 +93,8 @@ impl Judge {
     pub fn bytes(&mut self, charge: &Charge<'_>) -> u64 {
         match self {
             Self::Memory { store, .. } => store.bytes() as u64,
-            Self::Redis { script, .. } => {
-                let key = script.key(charge);
+            Self::Redis(there) => {
+                let key = there.script.key(charge);
                 self.command(redis::cmd("MEMORY").arg("USAGE").arg(key).arg("SAMPLES").arg(0).clone())
             }
         }
@@ -83,14 +102,30 @@ impl Judge {
 
     /// When Redis forgets a charge's counter, in ms since the epoch.
     pub fn expires_ms(&mut self, charge: &Charge<'_>) -> u64 {
-        let Self::Redis { script, .. } = self else { panic!("memory keeps no such time") };
-        let key = script.key(charge);
+        let Self::Redis(there) = self else { panic!("memory keeps no such time") };
+        let key = there.script.key(charge);
         self.command(redis::cmd("PEXPIRETIME").arg(key).clone())
     }
 
-    fn command<T: redis::FromRedisValue>(&mut self, command: redis::Cmd) -> T {
-        let Self::Redis { connection, runtime, .. } = self else { panic!("only Redis takes commands") };
-        runtime.block_on(command.query_async(connection)).unwrap()
+    fn command<T: redis::FromRedisValue>(&mut self, command: Cmd) -> T {
+        let Self::Redis(there) = self else { panic!("only Redis takes commands") };
+        there.runtime.block_on(command.query_async(&mut there.connection)).unwrap()
+    }
+}
+
+impl There {
+    /// Runs a program, loaded if need be.
+    fn run(&mut self, ask: impl Fn(&Script) -> Cmd) -> Value {
+        let (connection, command) = (&mut self.connection, ask(&self.script));
+        self.runtime.block_on(async {
+            match connection.send_packed_command(&command).await {
+                Ok(Value::ServerError(error)) if error.code() == "NOSCRIPT" => {}
+                reply => return reply.unwrap(),
+            }
+            let loads = self.script.load();
+            connection.send_packed_commands(&loads, 0, loads.len()).await.unwrap();
+            connection.send_packed_command(&command).await.unwrap()
+        })
     }
 }
 
@@ -98,7 +133,7 @@ impl fmt::Debug for Judge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Memory { .. } => "memory",
-            Self::Redis { .. } => "Redis",
+            Self::Redis(_) => "Redis",
         })
     }
 }
@@ -114,7 +149,7 @@ pub fn until_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
             continue;
         }
         match standing.refusal {
-            Some(Refusal::Never) => return None,
+            Some(Refusal::Never | Refusal::Unknown) => return None,
             Some(Refusal::Until(at_us)) => latest_us = latest_us.max(Some(at_us)),
             None => {}
         }
@@ -129,7 +164,7 @@ pub fn until_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
 /// Draws a limit.
 pub type Draw = fn(&mut Rng) -> Limit;
 
-/// Every algorithm, with any values that `check` lets through. A new one is a line here.
+/// Every algorithm whose units come back with time, with any values that `check` lets through. A new one is a line here.
 pub const EVERY_ALGORITHM: [(&str, Draw); 5] = [
     ("sliding_log", |rng| limit(rng, Algorithm::SlidingLog)),
     ("sliding_window", |rng| {
