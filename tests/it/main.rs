@@ -44,6 +44,6 @@ mod redis_store;
 mod reload;
 mod settling;
 mod shared_redis;
-mod upgrades;
 mod traps;
 mod truth;
+mod upgrades;
