@@ -66,7 +66,7 @@ async fn other_paths_and_other_users_are_not_concerned() {
 
 #[tokio::test]
 async fn trap_10_whoever_waits_as_told_gets_in_and_nobody_before() {
-    let config = "[[policy]]\nname = 'p'\nlimit = { requests = 2, per = '1s' }";
+    let config = "[[policy]]\nname = 'p'\nlimit = { requests = 2, per = '3s' }";
     let (proxy, _upstream) = proxy(config).await;
     assert_eq!(proxy.get("/").await.status, 200);
     // So that the end of the wait is not a whole period away.
