@@ -35,7 +35,7 @@ const ALGORITHMS: [(&str, ForLimit); 6] = [
     ("sliding_log", |_| Algorithm::SlidingLog),
     ("sliding_window", |_| Algorithm::SlidingWindow { buckets: 10 }),
     ("fixed_window", |_| Algorithm::FixedWindow { offset_us: 0 }),
-    ("token_bucket", |requests| Algorithm::TokenBucket { burst: requests }),
+    ("token_bucket", |requests| Algorithm::TokenBucket { burst: requests, warm_up_us: 0 }),
     ("leaky_bucket", |_| Algorithm::LeakyBucket { max_delay_us: HOUR_US }),
     ("concurrency", |_| Algorithm::Concurrency { max_duration_us: 0 }),
 ];

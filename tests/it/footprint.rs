@@ -12,7 +12,7 @@ const EACH: [(&str, Algorithm, bool); 6] = [
     ("sliding_log", Algorithm::SlidingLog, false),
     ("sliding_window", Algorithm::SlidingWindow { buckets: 10 }, true),
     ("fixed_window", Algorithm::FixedWindow { offset_us: 0 }, true),
-    ("token_bucket", Algorithm::TokenBucket { burst: 10_000 }, true),
+    ("token_bucket", Algorithm::TokenBucket { burst: 10_000, warm_up_us: 0 }, true),
     ("leaky_bucket", Algorithm::LeakyBucket { max_delay_us: MINUTE_US }, true),
     ("concurrency", Algorithm::Concurrency { max_duration_us: 0 }, false),
 ];
@@ -55,7 +55,7 @@ fn a_key_is_small_at_the_largest_limits_too() {
     let windows =
         windows.map(|algorithm| (Limit { requests: MAX_UNITS, per_us: DAY_US, algorithm }, MAX_UNITS / 11));
     let most = MAX_UNITS / MINUTE_US;
-    let bucket = Algorithm::TokenBucket { burst: most };
+    let bucket = Algorithm::TokenBucket { burst: most, warm_up_us: 0 };
     // A longest delay that holds as many as this.
     let line = Algorithm::LeakyBucket { max_delay_us: MINUTE_US - 1_000_000 };
     let buckets = [bucket, line].map(|algorithm| {

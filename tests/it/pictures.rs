@@ -74,7 +74,7 @@ const PICTURES: [Picture; 6] = [
     Picture {
         name: "token_bucket",
         options: ", burst = 10",
-        algorithm: Algorithm::TokenBucket { burst: 10 },
+        algorithm: Algorithm::TokenBucket { burst: 10, warm_up_us: 0 },
         passes: "admitted",
         below: "units, seen from each moment",
         bound: (30, "never more: burst + 20 in any second"),

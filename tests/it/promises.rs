@@ -89,10 +89,11 @@ fn changed(limit: Limit, rng: &mut Rng) -> Limit {
         false => limit.requests.div_ceil(rng.u64(1..=3)),
     };
     match limit.algorithm {
-        Algorithm::TokenBucket { .. } => {
+        Algorithm::TokenBucket { warm_up_us, .. } => {
             let most = MAX_UNITS / limit.per_us;
             let burst = rng.u64(1..=3 * requests).min(most);
-            Limit { requests: requests.min(most), algorithm: Algorithm::TokenBucket { burst }, ..limit }
+            let algorithm = Algorithm::TokenBucket { burst, warm_up_us };
+            Limit { requests: requests.min(most), algorithm, ..limit }
         }
         Algorithm::LeakyBucket { max_delay_us } => {
             let max_delay_us = rng.u64(..=max_delay_us);
@@ -122,7 +123,7 @@ fn is_kept(admitted: &[Admitted]) -> bool {
             let number = |at_us: u64| (at_us - offset_us) / per_us;
             units_while(&|at_us| number(at_us) == number(newest.at_us)) <= requests
         }
-        Algorithm::TokenBucket { burst } => flows(admitted, u128::from(burst) * u128::from(per_us)),
+        Algorithm::TokenBucket { burst, .. } => flows(admitted, u128::from(burst) * u128::from(per_us)),
         Algorithm::LeakyBucket { max_delay_us } => {
             let waits = u128::from(max_delay_us) * u128::from(requests);
             newest.delay_us <= max_delay_us

@@ -141,7 +141,7 @@ async fn trap_6_a_period_of_one_millisecond_holds() {
         Algorithm::SlidingLog,
         Algorithm::SlidingWindow { buckets: 10 },
         Algorithm::FixedWindow { offset_us: 0 },
-        Algorithm::TokenBucket { burst: 1 },
+        Algorithm::TokenBucket { burst: 1, warm_up_us: 0 },
         Algorithm::LeakyBucket { max_delay_us: 0 },
     ] {
         let (limit, key) = (Limit { requests: 1, per_us: 1_000, algorithm }, KeyBuilder::new("p").finish());
@@ -206,7 +206,7 @@ fn trap_13_lua_counts_to_2_to_the_53_without_losing_one() {
     ];
     let most = |algorithm| Limit { requests: MAX_UNITS, per_us: 1_000_000, algorithm };
     let mut limits = of_a_log.map(most).to_vec();
-    let bucket = Algorithm::TokenBucket { burst: MAX_UNITS / 1_000 };
+    let bucket = Algorithm::TokenBucket { burst: MAX_UNITS / 1_000, warm_up_us: 0 };
     let line = Algorithm::LeakyBucket { max_delay_us: 999 };
     limits.extend([bucket, line].map(|algorithm| Limit {
         requests: MAX_UNITS / 1_000,
@@ -327,9 +327,9 @@ fn trap_15_a_raised_rate_pays_back_old_debts() {
 fn with_room(limit: Limit, capacity: u64) -> Limit {
     let Limit { requests, per_us, .. } = limit;
     match limit.algorithm {
-        Algorithm::TokenBucket { .. } => {
+        Algorithm::TokenBucket { warm_up_us, .. } => {
             let burst = capacity.min(MAX_UNITS / per_us);
-            Limit { algorithm: Algorithm::TokenBucket { burst }, ..limit }
+            Limit { algorithm: Algorithm::TokenBucket { burst, warm_up_us }, ..limit }
         }
         Algorithm::LeakyBucket { max_delay_us } => {
             // As much beyond whole units as before.

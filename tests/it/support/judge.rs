@@ -180,7 +180,11 @@ pub const EVERY_ALGORITHM: [(&str, Draw); 5] = [
         let limit = limit(rng, Algorithm::SlidingLog);
         let most = MAX_UNITS / limit.per_us;
         let burst = rng.u64(1..=3 * limit.requests).min(most);
-        Limit { requests: limit.requests.min(most), algorithm: Algorithm::TokenBucket { burst }, ..limit }
+        Limit {
+            requests: limit.requests.min(most),
+            algorithm: Algorithm::TokenBucket { burst, warm_up_us: 0 },
+            ..limit
+        }
     }),
     ("leaky_bucket", |rng| {
         let limit = limit(rng, Algorithm::SlidingLog);
