@@ -31,11 +31,13 @@ const ROOMY: MemorySettings = MemorySettings { max_keys: 1000, max_bytes: 1 << 3
 type ForLimit = fn(u64) -> Algorithm;
 
 /// With bucket and line as large as the limit.
-const ALGORITHMS: [(&str, ForLimit); 6] = [
+const ALGORITHMS: [(&str, ForLimit); 7] = [
     ("sliding_log", |_| Algorithm::SlidingLog),
     ("sliding_window", |_| Algorithm::SlidingWindow { buckets: 10 }),
     ("fixed_window", |_| Algorithm::FixedWindow { offset_us: 0 }),
     ("token_bucket", |requests| Algorithm::TokenBucket { burst: requests, warm_up_us: 0 }),
+    // Cold, it holds as many as the others.
+    ("with warm_up", |requests| Algorithm::TokenBucket { burst: 3 * requests, warm_up_us: HOUR_US }),
     ("leaky_bucket", |_| Algorithm::LeakyBucket { max_delay_us: HOUR_US }),
     ("concurrency", |_| Algorithm::Concurrency { max_duration_us: 0 }),
 ];

@@ -8,11 +8,12 @@ const MINUTE_US: u64 = 60_000_000;
 const SMALL_BYTES: u64 = 512;
 
 /// Each with whether its size is to be constant. A new algorithm is a line here.
-const EACH: [(&str, Algorithm, bool); 6] = [
+const EACH: [(&str, Algorithm, bool); 7] = [
     ("sliding_log", Algorithm::SlidingLog, false),
     ("sliding_window", Algorithm::SlidingWindow { buckets: 10 }, true),
     ("fixed_window", Algorithm::FixedWindow { offset_us: 0 }, true),
     ("token_bucket", Algorithm::TokenBucket { burst: 10_000, warm_up_us: 0 }, true),
+    ("with warm_up", Algorithm::TokenBucket { burst: 10_000, warm_up_us: MINUTE_US / 6 }, true),
     ("leaky_bucket", Algorithm::LeakyBucket { max_delay_us: MINUTE_US }, true),
     ("concurrency", Algorithm::Concurrency { max_duration_us: 0 }, false),
 ];
@@ -58,7 +59,8 @@ fn a_key_is_small_at_the_largest_limits_too() {
     let bucket = Algorithm::TokenBucket { burst: most, warm_up_us: 0 };
     // A longest delay that holds as many as this.
     let line = Algorithm::LeakyBucket { max_delay_us: MINUTE_US - 1_000_000 };
-    let buckets = [bucket, line].map(|algorithm| {
+    let warming = Algorithm::TokenBucket { burst: most, warm_up_us: MINUTE_US / 6 };
+    let buckets = [bucket, warming, line].map(|algorithm| {
         let limit = Limit { requests: most, per_us: MINUTE_US, algorithm };
         (limit, limit.capacity() / 11)
     });

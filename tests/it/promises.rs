@@ -2,9 +2,9 @@
 //! adversarial schedules (bursts at edges, waits of exactly `retry`, a clock that steps back), under limits that are
 //! changed midway.
 
-use crate::support::judge::{EVERY_ALGORITHM, Judge, START_US, seed, until_us};
+use crate::support::judge::{Judge, START_US, any_time_us, draw, seed, until_us};
 use fastrand::Rng;
-use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
+use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit, MAX_UNITS, MAX_WARM_UP_US};
 
 /// Schedules per algorithm. Redis answers as the memory store does; it is asked to show that it is held to the same.
 const SCHEDULES: [usize; 2] = [1_000, 100];
@@ -92,6 +92,12 @@ fn changed(limit: Limit, rng: &mut Rng) -> Limit {
         Algorithm::TokenBucket { warm_up_us, .. } => {
             let most = MAX_UNITS / limit.per_us;
             let burst = rng.u64(1..=3 * requests).min(most);
+            // A reload may add it, and remove it.
+            let warm_up_us = match rng.u8(..6) {
+                0 => 0,
+                1 => any_time_us(rng).min(MAX_WARM_UP_US),
+                _ => warm_up_us,
+            };
             let algorithm = Algorithm::TokenBucket { burst, warm_up_us };
             Limit { requests: requests.min(most), algorithm, ..limit }
         }
@@ -123,7 +129,9 @@ fn is_kept(admitted: &[Admitted]) -> bool {
             let number = |at_us: u64| (at_us - offset_us) / per_us;
             units_while(&|at_us| number(at_us) == number(newest.at_us)) <= requests
         }
-        Algorithm::TokenBucket { burst, .. } => flows(admitted, u128::from(burst) * u128::from(per_us)),
+        Algorithm::TokenBucket { burst, warm_up_us } => {
+            flows(admitted, u128::from(burst) * u128::from(per_us)) && (warm_up_us == 0 || warms_up(admitted))
+        }
         Algorithm::LeakyBucket { max_delay_us } => {
             let waits = u128::from(max_delay_us) * u128::from(requests);
             newest.delay_us <= max_delay_us
@@ -147,6 +155,33 @@ fn flows(admitted: &[Admitted], most: u128) -> bool {
     })
 }
 
+/// Whether what was taken since a cold start is no more than a third of the burst and what flows in meanwhile, by a rate
+/// that grows evenly from a third. Judged until a change.
+fn warms_up(admitted: &[Admitted]) -> bool {
+    let newest = admitted.last().expect("one was admitted");
+    let Limit { requests, per_us, .. } = newest.limit;
+    let Algorithm::TokenBucket { warm_up_us, .. } = newest.limit.algorithm else {
+        unreachable!("it warms up")
+    };
+    let mut units = 0;
+    for (n, one) in admitted.iter().enumerate().rev() {
+        if one.version != newest.version {
+            return true;
+        }
+        units += u128::from(one.cost);
+        let before = n.checked_sub(1).map(|before| admitted[before].at_us);
+        if before.is_none_or(|before_us| before_us + warm_up_us <= one.at_us) {
+            let (since, all) = (u128::from(newest.at_us - one.at_us), u128::from(warm_up_us));
+            // The rate's integral, in microseconds at the full rate, rounded up.
+            let warming = since.min(all);
+            let worth = (warming * (all + warming)).div_ceil(3 * all) + (since - warming);
+            let most = u128::from(newest.limit.cold_capacity()) * u128::from(per_us);
+            return units * u128::from(per_us) <= most + worth * u128::from(requests);
+        }
+    }
+    true
+}
+
 /// Whether a request leaves as many places behind the one before as it costs. Whole microseconds: one may be told
 /// up to one later, the next not. After a change those in line keep their turns.
 fn leaves_after(last: &Admitted, next: &Admitted) -> bool {
@@ -156,12 +191,11 @@ fn leaves_after(last: &Admitted, next: &Admitted) -> bool {
 
 fn keeps_its_promise(algorithm: &str) {
     let seed = seed();
-    let (_, draw) = EVERY_ALGORITHM.iter().find(|(name, _)| *name == algorithm).expect("an algorithm");
     for (mut judge, schedules) in Judge::both().into_iter().zip(SCHEDULES) {
         let mut rng = Rng::with_seed(seed);
         for number in 0..schedules {
             judge.forget();
-            let (limit, key) = (draw(&mut rng), KeyBuilder::new("p").finish());
+            let (limit, key) = (draw(algorithm, &mut rng), KeyBuilder::new("p").finish());
             let clock_us = START_US + rng.u64(..limit.per_us);
             let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 let (judge, rng) = (&mut judge, &mut rng);
@@ -190,6 +224,7 @@ promise! {
     trap_9_sliding_window_never_more_in_any_window: "sliding_window"
     fixed_window_never_more_in_a_window_of_the_clock: "fixed_window"
     token_bucket_never_more_than_its_burst_and_what_flows_in: "token_bucket"
+    a_cold_bucket_gives_a_third_and_what_flows_in_while_it_warms_up: "warm_up"
     leaky_bucket_lets_requests_out_one_place_apart: "leaky_bucket"
 }
 
@@ -255,8 +290,7 @@ fn a_sliding_window_is_too_strict_by_at_most_a_sub_window() {
     let mut judge = Judge::memory();
     for number in 0..200 {
         judge.forget();
-        let (_, draw) = EVERY_ALGORITHM[1];
-        let (limit, key) = (draw(&mut rng), KeyBuilder::new("p").finish());
+        let (limit, key) = (draw("sliding_window", &mut rng), KeyBuilder::new("p").finish());
         let Algorithm::SlidingWindow { buckets } = limit.algorithm else { panic!("{limit:?}") };
         let limit = Limit { requests: limit.requests.min(300), ..limit };
         let charge = Charge::new(&limit, &key, 1);

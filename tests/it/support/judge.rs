@@ -6,7 +6,9 @@ use redis::aio::MultiplexedConnection;
 use redis::{Cmd, Value};
 use std::fmt;
 use tidegate::clock::{Clock, Hands};
-use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Key, Limit, MAX_UNITS, Refusal};
+use tidegate::limiter::{
+    Algorithm, Amendment, Charge, Decision, Key, Limit, MAX_UNITS, MAX_WARM_UP_US, Refusal,
+};
 use tidegate::store::redis::Script;
 use tidegate::store::{Late, Memory, MemorySettings};
 use tokio::runtime::{Builder, Runtime};
@@ -164,8 +166,9 @@ pub fn until_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
 /// Draws a limit.
 pub type Draw = fn(&mut Rng) -> Limit;
 
-/// Every algorithm whose units come back with time, with any values that `check` lets through. A new one is a line here.
-pub const EVERY_ALGORITHM: [(&str, Draw); 5] = [
+/// Every algorithm whose units come back with time, with any values that `check` lets through; one that begins cold
+/// is an algorithm of its own here. A new one is a line.
+pub const EVERY_ALGORITHM: [(&str, Draw); 6] = [
     ("sliding_log", |rng| limit(rng, Algorithm::SlidingLog)),
     ("sliding_window", |rng| {
         let buckets = rng.u64(2..=100);
@@ -176,15 +179,10 @@ pub const EVERY_ALGORITHM: [(&str, Draw); 5] = [
         let offset_us = if rng.bool() { 0 } else { rng.u64(..limit.per_us) };
         Limit { algorithm: Algorithm::FixedWindow { offset_us }, ..limit }
     }),
-    ("token_bucket", |rng| {
-        let limit = limit(rng, Algorithm::SlidingLog);
-        let most = MAX_UNITS / limit.per_us;
-        let burst = rng.u64(1..=3 * limit.requests).min(most);
-        Limit {
-            requests: limit.requests.min(most),
-            algorithm: Algorithm::TokenBucket { burst, warm_up_us: 0 },
-            ..limit
-        }
+    ("token_bucket", |rng| token_bucket(rng, 0)),
+    ("warm_up", |rng| {
+        let warm_up_us = if rng.u8(..8) == 0 { MAX_WARM_UP_US } else { any_time_us(rng).min(MAX_WARM_UP_US) };
+        token_bucket(rng, warm_up_us)
     }),
     ("leaky_bucket", |rng| {
         let limit = limit(rng, Algorithm::SlidingLog);
@@ -193,6 +191,19 @@ pub const EVERY_ALGORITHM: [(&str, Draw); 5] = [
         Limit { algorithm: Algorithm::LeakyBucket { max_delay_us }, ..limit }
     }),
 ];
+
+/// The limit of one of [`EVERY_ALGORITHM`], by its name.
+pub fn draw(name: &str, rng: &mut Rng) -> Limit {
+    EVERY_ALGORITHM.iter().find(|(of, _)| *of == name).expect("an algorithm").1(rng)
+}
+
+fn token_bucket(rng: &mut Rng, warm_up_us: u64) -> Limit {
+    let limit = limit(rng, Algorithm::SlidingLog);
+    let most = MAX_UNITS / limit.per_us;
+    let burst = rng.u64(1..=3 * limit.requests).min(most);
+    let algorithm = Algorithm::TokenBucket { burst, warm_up_us };
+    Limit { requests: limit.requests.min(most), algorithm, ..limit }
+}
 
 fn limit(rng: &mut Rng, algorithm: Algorithm) -> Limit {
     let per_us = match rng.u8(..8) {
