@@ -2,7 +2,7 @@
 
 use super::keeper::{Keeper, Place};
 use crate::limiter::Amendment;
-use crate::policy::EstimateCost;
+use crate::policy::{Actual, EstimateCost};
 use smallvec::SmallVec;
 use std::sync::Arc;
 
@@ -29,6 +29,16 @@ impl Estimate {
     /// Where the actual cost is said.
     pub fn cost(&self) -> &Arc<EstimateCost> {
         &self.cost
+    }
+
+    /// Whether the response's body says it.
+    pub fn reads_body(&self) -> bool {
+        matches!(self.cost.actual, Actual::Json(_))
+    }
+
+    /// The estimate, which stands until it is settled.
+    pub fn units(&self) -> u64 {
+        self.cost.estimate
     }
 
     /// The request took so many units: charges what is missing, or gives back what was too much. The store hears of

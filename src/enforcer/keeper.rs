@@ -48,9 +48,17 @@ struct Shared {
     told: Notify,
 }
 
+/// One request's slot.
+#[derive(Debug)]
+struct Held {
+    places: SmallVec<[Place; 1]>,
+    /// When it is to be renewed.
+    due: Instant,
+}
+
 #[derive(Debug, Default)]
 struct Slots {
-    held: HashMap<u128, SmallVec<[Place; 1]>, foldhash::fast::RandomState>,
+    held: HashMap<u128, Held, foldhash::fast::RandomState>,
     /// When to renew which.
     due: BTreeSet<(Instant, u128)>,
     /// What the store is to be told next.
@@ -78,11 +86,9 @@ impl Keeper {
         let slot =
             u128::from(self.0.instance) << 64 | u128::from(self.0.serial.fetch_add(1, Ordering::Relaxed));
         let mut slots = self.0.slots.lock();
-        if let Some(due) = due(&places, Instant::now()) {
-            slots.due.insert((due, slot));
+        if slots.hold(slot, places, Instant::now()) {
+            self.attend(&mut slots);
         }
-        slots.held.insert(slot, places);
-        self.attend(&mut slots);
         Hold { keeper: self.clone(), slot, ends_at: None }
     }
 
@@ -136,7 +142,7 @@ impl Hold {
     /// Forgets the places where the slot was certainly not taken. `None` if that is everywhere.
     pub(super) fn taken_at(self, is_taken: impl Fn(&Place) -> bool) -> Option<Self> {
         let mut slots = self.keeper.0.slots.lock();
-        let places = slots.held.get_mut(&self.slot)?;
+        let Held { places, .. } = slots.held.get_mut(&self.slot)?;
         places.retain(|place| is_taken(place));
         let is_held = !places.is_empty();
         drop(slots);
@@ -155,17 +161,16 @@ impl Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        // It stays among the due ones until its time: they are asked who is still held.
-        let places = self.keeper.0.slots.lock().held.remove(&self.slot).unwrap_or_default();
+        let Some(places) = self.keeper.0.slots.lock().forget(self.slot) else { return };
         let amendment = Amendment::Release { slot: self.slot };
         self.keeper.tell(places.into_iter().map(|place| (place, amendment)));
     }
 }
 
 /// When to renew what is held at places since `now`.
-fn due(places: &[Place], now: Instant) -> Option<Instant> {
-    let shortest_us = places.iter().map(|(limit, _)| limit.per_us).min()?;
-    Some(now + Duration::from_micros(shortest_us) / 3)
+fn due(places: &[Place], now: Instant) -> Instant {
+    let shortest_us = places.iter().map(|(limit, _)| limit.per_us).min().unwrap_or_default();
+    now + Duration::from_micros(shortest_us) / 3
 }
 
 /// Renews and gives back until there is nothing left to keep.
@@ -204,16 +209,29 @@ impl Slots {
         self.late.is_empty() && !self.is_telling
     }
 
+    /// Whether it is the next to be renewed.
+    fn hold(&mut self, slot: u128, places: SmallVec<[Place; 1]>, now: Instant) -> bool {
+        let due = due(&places, now);
+        self.due.insert((due, slot));
+        self.held.insert(slot, Held { places, due });
+        self.due.first() == Some(&(due, slot))
+    }
+
+    fn forget(&mut self, slot: u128) -> Option<SmallVec<[Place; 1]>> {
+        let Held { places, due } = self.held.remove(&slot)?;
+        self.due.remove(&(due, slot));
+        Some(places)
+    }
+
     /// What the store has to be told at `now`.
     fn late(&mut self, now: Instant) -> Vec<(Place, Amendment)> {
         let mut late = std::mem::take(&mut self.late);
         while let Some(&(at, slot)) = self.due.first().filter(|(at, _)| *at <= now) {
             self.due.remove(&(at, slot));
-            let Some(places) = self.held.get(&slot) else { continue };
-            if let Some(next) = due(places, now) {
-                self.due.insert((next, slot));
-            }
-            late.extend(places.iter().map(|place| (place.clone(), Amendment::Renew { slot })));
+            let Some(held) = self.held.get_mut(&slot) else { continue };
+            held.due = due(&held.places, now);
+            self.due.insert((held.due, slot));
+            late.extend(held.places.iter().map(|place| (place.clone(), Amendment::Renew { slot })));
         }
         late
     }

@@ -18,7 +18,7 @@ local LOG_WRAP = 9007199254740992
 local LOG_TRIM = 64
 local LOG_SMALL = 128
 local LOG_BUNDLE = 64
-local LOG_AMEND = 1000
+local LOG_AMEND = 250
 
 -- What the n-th value and the next of a reply, a member and its score, say, or nil if they were not written by us:
 -- the time and the sum of the last charge in it, and the units of all.

@@ -210,7 +210,9 @@ impl Seen {
                 }
                 header::CONNECTION => {
                     for field in nominated(value) {
-                        if is_protected(&field, reads_header) {
+                        // These two are said anew, so that naming them takes nothing away.
+                        let is_said_anew = matches!(field, header::UPGRADE | header::TE);
+                        if !is_said_anew && is_protected(&field, reads_header) {
                             return Err(GateFault::ConnectionNames);
                         }
                         seen.names_upgrade |= field == header::UPGRADE;
@@ -260,7 +262,7 @@ fn say_anew(parts: &mut request::Parts, seen: Seen, websocket_key: Option<Header
         for line in seen.upgrade {
             headers.append(header::UPGRADE, line);
         }
-        Some(Wanted::Upgrade)
+        Some(Wanted::Upgrade { websocket_key: headers.get(header::SEC_WEBSOCKET_KEY).cloned() })
     } else {
         None
     };

@@ -95,6 +95,14 @@ pub(super) fn forward_request(parts: &mut request::Parts, target: &Target, hop: 
     }
 }
 
+/// Asks for a body that can be read on its way, and for all of it: a client that could choose otherwise would choose
+/// whether its cost is settled.
+pub(super) fn ask_for_plain_body(headers: &mut HeaderMap) {
+    headers.insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+    headers.remove(header::RANGE);
+    headers.remove(header::IF_RANGE);
+}
+
 /// Makes an upstream's response into the one for a client that asked by `version_in`, and `wanted` more than
 /// an answer.
 ///
@@ -162,6 +170,11 @@ fn check_switch(parts: &response::Parts, wanted: Option<&Wanted>) -> Result<(), 
     let switched = parts.status == StatusCode::SWITCHING_PROTOCOLS;
     match wanted {
         None if switched => Err(ResponseFault::Switched),
+        // Who doesn't know WebSockets was talked into saying so, and would go on with HTTP.
+        Some(Wanted::Upgrade { websocket_key }) if switched && upgrade::is_websocket(&parts.headers) => {
+            let is_proven = websocket_key.as_ref().is_some_and(|key| upgrade::accepts(key, &parts.headers));
+            if is_proven { Ok(()) } else { Err(ResponseFault::NotProven) }
+        }
         Some(Wanted::WebSocket(key)) if switched && !upgrade::accepts(key, &parts.headers) => {
             Err(ResponseFault::NotProven)
         }

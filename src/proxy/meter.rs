@@ -14,7 +14,8 @@ use http_body::Frame;
 use scan::Scan;
 use std::sync::Arc;
 
-/// What is still to be settled when the response has said it; dropped before, the estimates stand.
+/// What is still to be settled when the response has said it. Dropped before, the estimates stand, unless it has been
+/// said already that they were too small: leaving early saves nothing.
 #[derive(Debug)]
 pub(super) struct Bill(Vec<(Meter, Estimate)>);
 
@@ -45,9 +46,19 @@ impl Bill {
     }
 
     /// The body has come to its proper end.
-    pub(super) fn settle(self) {
-        for (meter, estimate) in self.0 {
+    pub(super) fn settle(mut self) {
+        for (meter, estimate) in self.0.drain(..) {
             if let Some(units) = meter.end() {
+                estimate.settle(units);
+            }
+        }
+    }
+}
+
+impl Drop for Bill {
+    fn drop(&mut self) {
+        for (meter, estimate) in self.0.drain(..) {
+            if let Some(units) = meter.so_far().filter(|units| *units > estimate.units()) {
                 estimate.settle(units);
             }
         }
@@ -96,6 +107,15 @@ impl Meter {
     fn trailers(&mut self, fields: &HeaderMap) {
         if let (State::Trailers, Actual::Header(name)) = (&self.state, &self.cost.actual) {
             self.state = State::Known(field(fields, name));
+        }
+    }
+
+    /// What has been said for certain, whatever may follow.
+    fn so_far(&self) -> Option<u64> {
+        match &self.state {
+            State::Known(units) => *units,
+            State::Body(reader) => reader.last,
+            State::Trailers => None,
         }
     }
 

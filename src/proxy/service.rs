@@ -94,11 +94,14 @@ impl Service {
         let ends_at = hold.as_ref().and_then(Hold::ends_at);
 
         // 3. Its turn comes; a client that leaves before ends this future, and his place in the line stays taken.
-        let ready = match self.upstream.hold(verdict.delay, decided).await {
-            Ok(ready) => ready,
-            Err(error) => {
+        let ready = match before(ends_at, self.upstream.hold(verdict.delay, decided)).await {
+            Some(Ok(ready)) => ready,
+            not_ready => {
                 body.discard();
-                let response = self.not_forwarded(&error, estimates, style);
+                let response = match not_ready {
+                    Some(Err(error)) => self.not_forwarded(&error, estimates, style),
+                    _ => replies::local(Local::Overlong, style).map(ResponseBody::Full),
+                };
                 return self.done(response, &asked, &verdict, table);
             }
         };
@@ -115,6 +118,9 @@ impl Service {
             upstream_authority: self.upstream.authority(),
         };
         headers::forward_request(&mut parts, &asked.inbound.target, &hop);
+        if estimates.iter().any(Estimate::reads_body) {
+            headers::ask_for_plain_body(&mut parts.headers);
+        }
         let send = self.upstream.send(Request::from_parts(parts, body), ready);
         let wanted = asked.inbound.target.wanted.as_ref();
         let mut response = match before(ends_at, send).await {
@@ -259,6 +265,8 @@ impl Handler for Service {
 async fn before<T>(ends_at: Option<Instant>, future: impl Future<Output = T>) -> Option<T> {
     match ends_at {
         None => Some(future.await),
+        // What is late already is not even begun.
+        Some(ends_at) if ends_at <= Instant::now() => None,
         Some(ends_at) => timeout_at(ends_at, future).await.ok(),
     }
 }

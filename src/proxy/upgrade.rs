@@ -10,14 +10,16 @@ use sha1_smol::Sha1;
 
 /// Names under which HTTP itself goes on, in the clear or not.
 const HTTP_AGAIN: [&[u8]; 4] = [b"h2c", b"h2", b"http", b"tls"];
+/// How further such names begin: SPDY and drafts of HTTP/2.
+const HTTP_KIN: [&[u8]; 2] = [b"spdy", b"h2c-"];
 /// What a server joins to the key to show that it knows WebSockets (RFC 6455, 4.2.2).
 const WEBSOCKET_GUID: &[u8] = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
 
 /// What a request asks for beside an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Wanted {
-    /// The protocols of its `Upgrade` fields (RFC 9110, 7.8).
-    Upgrade,
+    /// The protocols of its `Upgrade` fields (RFC 9110, 7.8); the key, if one of them may be a WebSocket's.
+    Upgrade { websocket_key: Option<HeaderValue> },
     /// A WebSocket on an HTTP/2 stream (RFC 8441). Upstreams get an HTTP/1.1 handshake with this key.
     WebSocket(HeaderValue),
 }
@@ -53,6 +55,12 @@ pub(super) fn get_from_connect(parts: &mut request::Parts) -> Result<HeaderValue
     Ok(HeaderValue::try_from(base64(&nonce)).expect("base64 is made of visible signs"))
 }
 
+/// Whether a response switches to a WebSocket.
+pub(super) fn is_websocket(response: &HeaderMap) -> bool {
+    let mut chosen = response.get_all(header::UPGRADE).iter().flat_map(elements);
+    chosen.any(|protocol| protocol.eq_ignore_ascii_case(b"websocket"))
+}
+
 /// Whether a response proves that a WebSocket was opened for `key`.
 pub(super) fn accepts(key: &HeaderValue, response: &HeaderMap) -> bool {
     let mut proofs = response.get_all(header::SEC_WEBSOCKET_ACCEPT).iter();
@@ -79,7 +87,8 @@ fn is_protocol(text: &[u8]) -> bool {
 
 fn is_http(protocol: &[u8]) -> bool {
     let name = protocol.split(|byte| *byte == b'/').next().unwrap_or_default();
-    HTTP_AGAIN.iter().any(|known| name.eq_ignore_ascii_case(known))
+    let begins = |kin: &[u8]| name.get(..kin.len()).is_some_and(|start| start.eq_ignore_ascii_case(kin));
+    HTTP_AGAIN.iter().any(|known| name.eq_ignore_ascii_case(known)) || HTTP_KIN.iter().any(|kin| begins(kin))
 }
 
 fn base64(bytes: &[u8]) -> String {
@@ -115,13 +124,15 @@ mod tests {
 
     #[test]
     fn what_would_go_on_as_http_does_not_pass() {
-        for passes in ["websocket", "WebSocket", "a/1, b/2", "tcp", "SPDY/3.1", "x\ny/2", ", x,", "h2cc"] {
+        for passes in ["websocket", "WebSocket", "a/1, b/2", "tcp", "x\ny/2", ", x,", "h2cc"] {
             assert!(may_pass(&list(passes)), "{passes}");
         }
         for stays in [
             "",
             ",",
             "h2c",
+            "h2c-14",
+            "SPDY/3.1",
             "H2C",
             "websocket, h2c",
             "websocket\nh2c",

@@ -102,7 +102,7 @@ impl Store {
                 Ok(())
             }
             Self::Redis { redis, .. } if redis.breaker_open() => Err(redis.unavailable("breaker_open")),
-            Self::Redis { redis, .. } => redis.amend(late, Instant::now()).await,
+            Self::Redis { redis, .. } => redis.amend(late).await,
         }
     }
 }

@@ -3,9 +3,9 @@
 use crate::support::peer::{Relay, liar};
 use crate::support::redis::{Server, free_port, keys, ready, settings};
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Limit};
 use tidegate::store::redis::{Password, Redis, Script, Shared};
-use tidegate::store::{Store, Unavailable};
+use tidegate::store::{Late, Store, Unavailable};
 use tokio::time::sleep;
 
 const LIMIT: Limit = Limit { requests: 1000, per_us: 60_000_000, algorithm: Algorithm::SlidingLog };
@@ -311,6 +311,24 @@ async fn a_network_that_loses_answers() {
     costs_nothing(&store).await;
     relay.pass();
     recovers(&shared, &store).await;
+}
+
+/// More than fits one call, and each call as late as a whole deadline allows.
+#[tokio::test]
+async fn what_is_put_right_reaches_a_slow_redis_to_the_last() {
+    let server = Server::start();
+    let relay = Relay::to(server.port()).await;
+    let (_shared, redis) = ready(settings(relay.port)).await;
+    let store = Store::redis(redis);
+    let limit = Limit { algorithm: Algorithm::FixedWindow { offset_us: 0 }, per_us: 86_400_000_000, ..LIMIT };
+    let owner = key("late");
+    store.decide(&[Charge::new(&limit, &owner, 1)]).await.unwrap();
+    relay.delay(server.settings().timeout / 4);
+    let late = vec![Late { limit: &limit, key: &owner, amendment: Amendment::Charge(1) }; 300];
+    store.amend(&late).await.unwrap();
+    let value: String =
+        server.command(&format!("GET {}", Script::new("t").key(&Charge::new(&limit, &owner, 1)))).await;
+    assert!(value.ends_with(":301"), "{value}");
 }
 
 #[tokio::test]

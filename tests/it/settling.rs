@@ -294,3 +294,24 @@ async fn a_proxy_that_ends_settles_first() {
     scene.proxy = Proxy::start(&config, scene.upstream.address).await;
     scene.comes_to("body", 3).await;
 }
+
+#[tokio::test]
+async fn a_client_does_not_choose_whether_its_cost_is_settled() {
+    let mut scene = Scene::in_memory().await;
+    let asked = scene.proxy.ask("GET", "/body/300").header("accept-encoding", "gzip, br");
+    asked.header("range", "bytes=0-").header("if-range", "x").send().await;
+    let seen = scene.upstream.last();
+    assert_eq!(seen.one("accept-encoding"), "identity");
+    assert!(seen.all("range").is_empty() && seen.all("if-range").is_empty());
+    scene.comes_to("body", 300).await;
+
+    // Nor does leaving once the bill has been read.
+    let told = "data: {\"usage\":{\"total_tokens\":400}}\n\n";
+    let mut leaver = RawClient::connect(scene.proxy.address).await;
+    leaver.send("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let feeder = scene.feeder().await;
+    assert!(feeder.send(told).await);
+    leaver.read_past(told.as_bytes()).await;
+    drop(leaver);
+    scene.comes_to("body", 700).await;
+}

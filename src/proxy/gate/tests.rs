@@ -249,7 +249,7 @@ fn an_upgrade_is_asked_for_with_all_its_lines_and_nothing_beside() {
         ("http2-settings", "AAA"),
         ("content-length", "0"),
     ]));
-    assert_eq!(target.wanted, Some(Wanted::Upgrade));
+    assert_eq!(target.wanted, Some(Wanted::Upgrade { websocket_key: None }));
     let lines: Vec<_> = parts.headers.get_all("upgrade").iter().collect();
     assert_eq!(lines, ["websocket, Other/2", "more"]);
     assert_eq!(parts.headers["connection"], "upgrade");
@@ -259,6 +259,15 @@ fn an_upgrade_is_asked_for_with_all_its_lines_and_nothing_beside() {
         (&parts.headers["te"], &parts.headers["connection"]),
         (&"trailers".parse().unwrap(), &"te, upgrade".parse().unwrap())
     );
+}
+
+#[test]
+fn a_policy_that_reads_upgrade_hinders_none() {
+    let reads = |name: &HeaderName| *name == header::UPGRADE || *name == header::TE;
+    let mut parts = get(&[("connection", "te, upgrade"), ("te", "trailers"), ("upgrade", "websocket")]);
+    let target = check(&mut parts, &reads).unwrap();
+    assert!(target.wanted.is_some());
+    assert_eq!(parts.headers["upgrade"], "websocket");
 }
 
 #[test]

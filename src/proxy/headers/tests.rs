@@ -277,17 +277,27 @@ fn a_granted_upgrade_is_told_to_the_client() {
         forward_response(&mut parts, version_in, Some(wanted)).map(|()| parts)
     };
     let body = [("content-length", "5"), ("sec-websocket-protocol", "chat")];
-    let parts = switched(&Wanted::Upgrade, Version::HTTP_11, &body).unwrap();
+    let key = HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ==");
+    let proof = ("sec-websocket-accept", "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=");
+    let asked = |websocket_key| Wanted::Upgrade { websocket_key };
+    let fields = [proof, body[0], body[1]];
+    let parts = switched(&asked(Some(key.clone())), Version::HTTP_11, &fields).unwrap();
     let expected = [
         ("connection", vec!["upgrade"]),
+        ("sec-websocket-accept", vec![proof.1]),
         ("sec-websocket-protocol", vec!["chat"]),
         ("upgrade", vec!["websocket"]),
         ("via", vec!["1.1 tidegate"]),
     ];
     assert_eq!((listed(&parts.headers), parts.status), (expected.into(), StatusCode::SWITCHING_PROTOCOLS));
 
-    let wanted = Wanted::WebSocket(HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ=="));
-    let proof = ("sec-websocket-accept", "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=");
+    // Who can't prove it doesn't know what a WebSocket is.
+    for (key, fields) in [(Some(key.clone()), &body[..]), (None, &fields)] {
+        let refused = switched(&asked(key), Version::HTTP_11, fields).unwrap_err();
+        assert_eq!(refused, ResponseFault::NotProven);
+    }
+
+    let wanted = Wanted::WebSocket(key);
     let parts = switched(&wanted, Version::HTTP_2, &[proof, body[1]]).unwrap();
     let expected = [("sec-websocket-protocol", vec!["chat"]), ("via", vec!["1.1 tidegate"])];
     assert_eq!((listed(&parts.headers), parts.status), (expected.into(), StatusCode::OK));

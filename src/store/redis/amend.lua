@@ -5,17 +5,18 @@
 -- ARGV     then six per amendment: algorithm (its letter), per in us, what the algorithm needs beside, what to do
 --          (charge: further units, whether they fit or not; credit: units that were charged at a time are given back;
 --          renew, release: a slot), the units or the slot, and the time in us
--- Reply    1. A key that isn't ours is left as it is.
+-- Reply    1, or an error if one failed; the others were made. A key that isn't ours is left as it is.
 
+local failed
 for n = 1, #KEYS do
   local arg = n * 6 - 4
   local rule, beside, what = rules[ARGV[arg]], ARGV[arg + 2], ARGV[arg + 3]
   local state, err = rule.read(KEYS[n], time, tonumber(ARGV[arg + 1]), tonumber(beside) or beside)
-  if err and not string.find(err.err, 'WRONGTYPE', 1, true) then return err end
+  if err and string.find(err.err, 'WRONGTYPE', 1, true) then err = nil end
   if state and rule[what] then
     state.settles = true
     err = rule[what](state, tonumber(ARGV[arg + 4]) or ARGV[arg + 4], tonumber(ARGV[arg + 5]))
-    if err then return err end
   end
+  failed = err or failed
 end
-return 1
+return failed or 1

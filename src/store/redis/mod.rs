@@ -13,7 +13,7 @@ pub use inspect::{Counter, InspectError, Inspector};
 pub use script::Script;
 
 use super::{Late, Unavailable};
-use crate::limiter::{Charge, Decision};
+use crate::limiter::{Algorithm, Amendment, Charge, Decision};
 use failure::Failure;
 use health::Health;
 use link::{Context, Link, State};
@@ -25,6 +25,11 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 /// Late amendments sent at a time: a few hundred microseconds of the server's time.
 const LATE_PER_CALL: usize = 64;
+
+/// Whether an amendment takes Redis as long as a dozen others: many charges change with it.
+fn is_long(late: &Late<'_>) -> bool {
+    late.limit.algorithm == Algorithm::SlidingLog && matches!(late.amendment, Amendment::Credit { .. })
+}
 
 /// Which Redis, and how long to wait for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -142,26 +147,28 @@ impl Redis {
         Err(self.unavailable(failure.word()))
     }
 
-    /// Puts charges right, with an answer within `timeout` from `asked` per call of [`LATE_PER_CALL`].
+    /// Puts charges right, in calls that each take Redis no longer than decisions do, and have `timeout` for their
+    /// answer. One that fails doesn't keep the others from being made.
     ///
     /// # Errors
-    /// As [`Redis::decide`].
-    pub async fn amend(&self, late: &[Late<'_>], asked: Instant) -> Result<(), Unavailable> {
+    /// As [`Redis::decide`], of the last call that failed.
+    pub async fn amend(&self, late: &[Late<'_>]) -> Result<(), Unavailable> {
         let health = &self.context.health;
-        let state = self.link.state();
-        let State::Up(live) = &*state else { return Err(self.unavailable("connection")) };
-        for late in late.chunks(LATE_PER_CALL) {
+        let mut failed = Ok(());
+        for late in
+            late.chunk_by(|one, next| !is_long(one) && !is_long(next)).flat_map(|of| of.chunks(LATE_PER_CALL))
+        {
+            let state = self.link.state();
+            let State::Up(live) = &*state else { return Err(self.unavailable("connection")) };
             let command = self.context.script.amend(late, None);
-            let deadline = asked + self.context.settings.timeout;
-            let reply =
-                timeout_at(deadline, live.run(&command)).await.unwrap_or_else(|late| Err(late.into()));
-            if let Err(failure) = reply {
+            let reply = timeout(self.context.settings.timeout, live.run(&command)).await;
+            if let Err(failure) = reply.unwrap_or_else(|late| Err(late.into())) {
                 health.failed(failure);
                 live.failed(failure);
-                return Err(self.unavailable(failure.word()));
+                failed = Err(self.unavailable(failure.word()));
             }
         }
-        Ok(())
+        failed
     }
 
     /// The store's answer when Redis gives none: it is asked again after the next probe at the earliest.
