@@ -13,7 +13,8 @@ const ALGORITHMS: [(&str, &[&str]); 6] = [
     ("sliding_log", &[]),
     ("sliding_window", &["buckets = 5"]),
     ("fixed_window", &["offset = \"1ms\""]),
-    ("token_bucket", &["burst = 3"]),
+    // Cold, it holds the most that a header may say.
+    ("token_bucket", &["burst = 300", "warm_up = \"10s\""]),
     ("leaky_bucket", &["max_delay = \"1ms\""]),
     ("concurrency", &["lease_ttl = \"5s\"", "max_duration = \"1m\""]),
 ];
@@ -29,16 +30,25 @@ fn periodic() -> impl Iterator<Item = &'static str> {
     ALGORITHMS.iter().map(|(algorithm, _)| *algorithm).filter(|algorithm| *algorithm != "concurrency")
 }
 
-/// What a policy may say beside its limit, whatever the algorithm.
-const BESIDE: [&str; 8] = [
+/// What a policy may say beside its limit.
+const BESIDE: [&str; 11] = [
     "",
     "cost = 2",
     "cost = { header = \"x-cost\" }",
+    "cost = { estimate = 2, actual = \"response_header:x-units\" }",
+    "cost = { estimate = 2, actual = \"response_json:/units\" }",
     "block_for = \"1m\"",
+    "count_rejected = true",
     "mode = \"shadow\"",
     "missing_key = \"reject\"",
     "on_store_failure = \"closed\"",
     "override = [{ key = [\"ann\"], limit = { requests = 9, per = \"2s\" } }]",
+];
+
+/// What goes with every algorithm but one, and why not with that.
+const REFUSED: [(&str, &str, &str); 2] = [
+    ("concurrency", "count_rejected", "policy[0].count_rejected: who is refused is not in flight"),
+    ("concurrency", "cost = { estimate", "policy[0].cost: nothing is ever settled"),
 ];
 
 /// What `check` says of one policy: what is wrong, or nothing.
@@ -75,14 +85,44 @@ fn an_option_of_another_algorithm_is_refused_and_the_reason_names_its_own() {
     assert!(said.contains("per: missing"), "{said}");
 }
 
+/// Each setting by itself, and each two together.
 #[test]
-fn every_algorithm_goes_with_whatever_a_policy_says_beside_it() {
+fn every_algorithm_goes_with_whatever_a_policy_says_beside_it_or_the_reason_is_told() {
+    let key = |beside: &str| beside.split(' ').next().unwrap().to_owned();
     for (algorithm, options) in ALGORITHMS {
-        for beside in BESIDE {
-            let options: String = options.iter().map(|option| format!(", {option}")).collect();
-            let limit = limit(algorithm, &options);
-            assert_eq!(complaints(&limit, beside), None, "{limit} beside {beside}");
+        let options: String = options.iter().map(|option| format!(", {option}")).collect();
+        let limit = limit(algorithm, &options);
+        for (n, one) in BESIDE.iter().enumerate() {
+            for other in BESIDE[n + 1..].iter().filter(|other| key(other) != key(one)) {
+                let reasons = REFUSED.iter().filter(|(of, beside, _)| {
+                    *of == algorithm && (one.starts_with(beside) || other.starts_with(beside))
+                });
+                let reasons: Vec<&str> = reasons.map(|(.., reason)| *reason).collect();
+                let said = complaints(&limit, &format!("{one}\n{other}")).unwrap_or_default();
+                let both = format!("{limit} beside {one:?} and {other:?}: {said}");
+                assert!(reasons.iter().all(|reason| said.contains(reason)), "{both}");
+                let ends = ["", "1 error\n", "2 errors\n"];
+                assert!(
+                    said.ends_with(ends[reasons.len()]) && said.is_empty() == reasons.is_empty(),
+                    "{both}"
+                );
+            }
         }
+    }
+}
+
+/// Who only ever asks for more than a cold bucket holds would never warm it up.
+#[test]
+fn a_cost_above_what_a_cold_bucket_holds_is_refused() {
+    let limit = limit("token_bucket", ", burst = 9, warm_up = \"10s\"");
+    for beside in [
+        "cost = 4",
+        "cost = { header = \"x-cost\", max = 4 }",
+        "cost = { estimate = 4, actual = \"response_json:/a\" }",
+    ] {
+        let said = complaints(&limit, beside).unwrap_or_default();
+        assert!(said.contains("a third of burst; expected at most 3"), "{beside}: {said}");
+        assert_eq!(complaints(&limit, &beside.replace('4', "3")), None, "{beside}");
     }
 }
 

@@ -4,8 +4,9 @@ use crate::support::judge::{DAY_US, Judge, START_US};
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit, MAX_UNITS};
 
 const MINUTE_US: u64 = 60_000_000;
-/// What a key of constant size may take in Redis, name and all.
+/// What a key of constant size may take, name and all; and one whose costs are settled, so that it remembers more.
 const SMALL_BYTES: u64 = 512;
+const SETTLED_BYTES: u64 = 1_024;
 
 /// Each with whether its size is to be constant. A new algorithm is a line here.
 const EACH: [(&str, Algorithm, bool); 7] = [
@@ -18,13 +19,13 @@ const EACH: [(&str, Algorithm, bool); 7] = [
     ("concurrency", Algorithm::Concurrency { max_duration_us: 0 }, false),
 ];
 
-/// Fills a limit by single requests at even distances, and says how many bytes its key then takes.
-fn full(judge: &mut Judge, limit: &Limit, cost: u64, times: u64) -> u64 {
+/// Fills a limit by requests at even distances, which may be settled later, and says how many bytes its key then takes.
+fn full(judge: &mut Judge, limit: &Limit, cost: u64, times: u64, settles: bool) -> u64 {
     judge.forget();
     let mut key = KeyBuilder::new("api");
     key.part(Some(b"user-0123456789"));
     let key = key.finish();
-    let charge = Charge::new(limit, &key, cost);
+    let charge = Charge { settles, ..Charge::new(limit, &key, cost) };
     // So that it is full at the end of a window of the clock, and of a sub-window.
     let start_us = START_US / limit.per_us * limit.per_us;
     for n in 0..times {
@@ -42,9 +43,15 @@ fn a_key_is_small_whatever_its_limit_unless_it_lists_requests() {
     for (name, algorithm, is_small) in EACH {
         for requests in [100, 10_000] {
             let limit = Limit { requests, per_us: MINUTE_US, algorithm };
-            let bytes = [&mut memory, &mut redis].map(|judge| full(judge, &limit, 1, requests));
-            println!("{name:<16}{requests:>8}{:>8}{:>8}", bytes[0], bytes[1]);
-            assert!(!is_small || bytes.iter().all(|bytes| *bytes < SMALL_BYTES), "{name}: {bytes:?}");
+            for (settles, most) in [(false, SMALL_BYTES), (true, SETTLED_BYTES)] {
+                if settles && !is_small {
+                    continue; // It remembers each charge as it is.
+                }
+                let bytes = [&mut memory, &mut redis].map(|judge| full(judge, &limit, 1, requests, settles));
+                let what = if settles { "settled" } else { "" };
+                println!("{name:<16}{requests:>8}{:>8}{:>8} {what}", bytes[0], bytes[1]);
+                assert!(!is_small || bytes.iter().all(|bytes| *bytes < most), "{name} {what}: {bytes:?}");
+            }
         }
     }
 }
@@ -66,7 +73,7 @@ fn a_key_is_small_at_the_largest_limits_too() {
     });
     for mut judge in Judge::both() {
         for (limit, cost) in windows.iter().chain(&buckets) {
-            let bytes = full(&mut judge, limit, *cost, 11);
+            let bytes = full(&mut judge, limit, *cost, 11, false);
             assert!(bytes < SMALL_BYTES, "{bytes} bytes in {judge:?}: {limit:?}");
         }
     }

@@ -23,6 +23,7 @@ mod model;
 
 mod absurd;
 mod admin;
+mod amends;
 mod bounds;
 mod concurrency;
 mod footprint;

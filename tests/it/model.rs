@@ -4,7 +4,7 @@
 //! time, and answers each question by looking at all of them. The stores are judged against it.
 
 use std::collections::HashMap;
-use tidegate::limiter::{Algorithm, Charge, Decision, Limit, Refusal, Standing};
+use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Limit, Refusal, Standing};
 
 #[derive(Debug, Default)]
 pub struct Model {
@@ -42,7 +42,8 @@ impl Model {
                     && matches!(refusal, Some(Refusal::Until(_)))
             })
         };
-        for (charge, refusal) in charges.iter().zip(&refusals) {
+        let mut told = refusals.clone();
+        for (n, (charge, refusal)) in charges.iter().zip(&refusals).enumerate() {
             let charged = match charge.limit.algorithm {
                 Algorithm::Block => refusal.is_none() && is_over(charge),
                 _ => admitted && admits(&|other| other.group == charge.group),
@@ -52,14 +53,45 @@ impl Model {
                 if !charge.shadow && charge.cost > 0 {
                     delay_us = delay_us.max(self.delay_us(clock_us, charge));
                 }
+            } else if charge.counts_rejected
+                && (admitted || !charge.shadow)
+                && !admits(&|other| other.is_of_policy_of(charge))
+            {
+                // A knock is in the way of the next.
+                self.press(clock_us, charge);
+                told[n] = self.refusal(clock_us, charge);
             }
         }
-        let standings = charges.iter().zip(refusals).map(|(charge, refusal)| Standing {
+        let standings = charges.iter().zip(told).map(|(charge, refusal)| Standing {
             remaining: self.remaining_at(charge, self.now_us(clock_us, charge)),
             grows_at_us: self.grows_at_us(clock_us, charge),
             refusal,
         });
         Decision { now_us: clock_us, admitted, standings: standings.map(Some).collect(), delay_us }
+    }
+
+    /// Puts right what was charged before. What is given back is taken off what was charged at that time, or in its
+    /// sub-window or window, as far as that still counts; of buckets there is no such thing.
+    pub fn amend(&mut self, clock_us: u64, charge: &Charge<'_>, amendment: Amendment) {
+        let (units, charged_us) = match amendment {
+            Amendment::Charge(units) => return self.charge(clock_us, &Charge { cost: units, ..*charge }),
+            Amendment::Credit { units, at_us } => (units, at_us),
+            Amendment::Renew { .. } | Amendment::Release { .. } => unreachable!("slots are no units"),
+        };
+        let (Limit { per_us, algorithm, .. }, now_us) = (*charge.limit, self.now_us(clock_us, charge));
+        let stands_at = |at_us: u64| match algorithm {
+            Algorithm::SlidingLog => i128::from(at_us),
+            Algorithm::SlidingWindow { buckets } => i128::from(last_of_sub_window_us(per_us, buckets, at_us)),
+            Algorithm::FixedWindow { offset_us } => window(per_us, offset_us, at_us),
+            _ => unreachable!("from a debt nothing can be told apart"),
+        };
+        let there = |spent: &Spent| stands_at(spent.at_us) == stands_at(charged_us);
+        self.take_off(charge, units, |spent| there(spent) && counts(charge.limit, spent, now_us));
+    }
+
+    /// Units that a further request would still get.
+    pub fn remaining(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
+        self.remaining_at(charge, self.now_us(clock_us, charge))
     }
 
     /// Every moment at which something comes back: where an off-by-one would show.
@@ -139,20 +171,8 @@ impl Model {
             };
             return (0..=charge.limit.capacity()).find(free).unwrap_or(charge.limit.capacity() + 1);
         }
-        let counts = |spent: &&Spent| match algorithm {
-            // The window is (now − per, now]: an entry exactly one period old is out.
-            Algorithm::SlidingLog => spent.at_us + per_us > at_us,
-            Algorithm::FixedWindow { offset_us } => {
-                window(per_us, offset_us, spent.at_us) == window(per_us, offset_us, at_us)
-            }
-            // A sub-window counts whole while its last instant is in the window.
-            Algorithm::SlidingWindow { buckets } => {
-                last_of_sub_window_us(per_us, buckets, spent.at_us) + per_us > at_us
-            }
-            Algorithm::Block | Algorithm::Concurrency { .. } => spent.at_us + spent.per_us > at_us,
-            Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => unreachable!("reckoned above"),
-        };
-        self.spent(charge).iter().filter(counts).map(|spent| spent.units).sum()
+        let spent = self.spent(charge).iter().filter(|spent| counts(charge.limit, spent, at_us));
+        spent.map(|spent| spent.units).sum()
     }
 
     fn moments_after(&self, now_us: u64, charge: &Charge<'_>) -> Vec<u64> {
@@ -241,6 +261,37 @@ impl Model {
         }
     }
 
+    /// Takes what was refused, as far as the capacity goes: in a window of the clock what there is; otherwise all of it,
+    /// in place of the oldest units that count.
+    fn press(&mut self, clock_us: u64, charge: &Charge<'_>) {
+        let now_us = self.now_us(clock_us, charge);
+        let (before, capacity) = (self.used_at(charge, now_us), charge.limit.capacity());
+        let cost = charge.cost.min(capacity);
+        let most = before.max(capacity.min(before + cost));
+        match charge.limit.algorithm {
+            Algorithm::FixedWindow { .. } => {
+                self.charge(clock_us, &Charge { cost: most - before, ..*charge })
+            }
+            Algorithm::SlidingLog | Algorithm::SlidingWindow { .. } => {
+                self.charge(clock_us, &Charge { cost, ..*charge });
+                let beyond = self.used_at(charge, now_us) - most;
+                self.take_off(charge, beyond, |spent| counts(charge.limit, spent, now_us));
+            }
+            Algorithm::Block => {}
+            _ => unreachable!("parts of a unit are not kept here"),
+        }
+    }
+
+    /// Takes units off the oldest of those that are wanted.
+    fn take_off(&mut self, charge: &Charge<'_>, units: u64, wanted: impl Fn(&Spent) -> bool) {
+        let spent = self.counters.entry(identity(charge)).or_default();
+        for _ in 0..units {
+            if let Some(oldest) = spent.iter_mut().find(|spent| spent.units > 0 && wanted(spent)) {
+                oldest.units -= 1;
+            }
+        }
+    }
+
     fn spent(&self, charge: &Charge<'_>) -> &[Spent] {
         self.counters.get(&identity(charge)).map_or(&[], Vec::as_slice)
     }
@@ -249,6 +300,26 @@ impl Model {
 fn identity(charge: &Charge<'_>) -> Identity {
     let (algorithm, per_us) = charge.limit.identity();
     (charge.key.id(), algorithm, per_us)
+}
+
+/// Whether what was spent still counts, where it does so as a whole.
+fn counts(limit: &Limit, spent: &Spent, at_us: u64) -> bool {
+    let per_us = limit.per_us;
+    match limit.algorithm {
+        // The window is (now − per, now]: an entry exactly one period old is out.
+        Algorithm::SlidingLog => spent.at_us + per_us > at_us,
+        Algorithm::FixedWindow { offset_us } => {
+            window(per_us, offset_us, spent.at_us) == window(per_us, offset_us, at_us)
+        }
+        // A sub-window counts whole while its last instant is in the window.
+        Algorithm::SlidingWindow { buckets } => {
+            last_of_sub_window_us(per_us, buckets, spent.at_us) + per_us > at_us
+        }
+        Algorithm::Block | Algorithm::Concurrency { .. } => spent.at_us + spent.per_us > at_us,
+        Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => {
+            unreachable!("reckoned from its debt")
+        }
+    }
 }
 
 fn gone_at_us(algorithm: Algorithm, per_us: u64, at_us: u64) -> u64 {
@@ -442,6 +513,44 @@ mod by_hand {
             assert_eq!((knock.admitted, knock.standings[0]), (false, Some(closed(until))));
         }
         assert!(ask(T + 510, 1).admitted);
+    }
+
+    #[test]
+    fn a_refusal_that_counts_pushes_the_oldest_out() {
+        let key = KeyBuilder::new("p").finish();
+        let mut model = Model::default();
+        let limit = |algorithm| Limit { requests: 3, per_us: 100, algorithm };
+        let mut knock = |limit: &Limit, at_us, cost| {
+            let charge = Charge { counts_rejected: true, ..Charge::new(limit, &key, cost) };
+            let standing = model.decide(at_us, &[charge]).standings[0].unwrap();
+            (standing.remaining, standing.refusal)
+        };
+        let log = limit(Algorithm::SlidingLog);
+        assert_eq!(knock(&log, T, 1), (2, None));
+        assert_eq!(knock(&log, T + 10, 1), (1, None));
+        // Now one of T, one of T + 10 and two of T + 20 would be in use: that of T is not any more.
+        assert_eq!(knock(&log, T + 20, 2), (0, Some(Refusal::Until(T + 120))));
+        assert_eq!(knock(&log, T + 30, 9), (0, Some(Refusal::Never)));
+        assert_eq!(knock(&log, T + 129, 1), (0, Some(Refusal::Until(T + 130))));
+        let window = limit(Algorithm::FixedWindow { offset_us: 0 });
+        assert_eq!(knock(&window, T, 2), (1, None));
+        assert_eq!(knock(&window, T, 2), (0, Some(Refusal::Until(T + 100))));
+    }
+
+    #[test]
+    fn what_is_given_back_is_what_was_charged_then() {
+        let mut bench = Bench::new(9, 100, Algorithm::SlidingWindow { buckets: 10 });
+        bench.ask(T + 1, 3);
+        bench.ask(T + 2, 2);
+        bench.ask(T + 11, 4);
+        let charge = Charge::new(&bench.limit, &bench.key, 0);
+        let mut back = |units, at_us, now_us| {
+            bench.model.amend(now_us, &charge, Amendment::Credit { units, at_us });
+            bench.model.remaining(now_us, &charge)
+        };
+        assert_eq!(back(4, T + 9, T + 20), 4, "those of its sub-window");
+        assert_eq!(back(4, T + 9, T + 20), 5, "and no others");
+        assert_eq!(back(1, T + 11, T + 119), 9, "it has left");
     }
 
     #[test]

@@ -18,8 +18,8 @@ const SECOND_US: u64 = 1_000_000;
 /// One algorithm and what is to be seen of it.
 struct Picture {
     name: &'static str,
-    /// The options, as they are written.
-    options: &'static str,
+    /// What stands beside `requests`, as it is written.
+    written: &'static str,
     algorithm: Algorithm,
     /// What the blue bars are.
     passes: &'static str,
@@ -34,10 +34,10 @@ struct Picture {
 /// A line of the lower half, by number of units.
 type Curve = fn(&Run) -> Vec<(u64, u64)>;
 
-const PICTURES: [Picture; 6] = [
+const PICTURES: [Picture; 7] = [
     Picture {
         name: "sliding_log",
-        options: "",
+        written: r#"per = "1s", algorithm = "sliding_log""#,
         algorithm: Algorithm::SlidingLog,
         passes: "admitted",
         below: "units, seen from each moment",
@@ -47,7 +47,7 @@ const PICTURES: [Picture; 6] = [
     },
     Picture {
         name: "sliding_window",
-        options: ", buckets = 10",
+        written: r#"per = "1s", algorithm = "sliding_window", buckets = 10"#,
         algorithm: Algorithm::SlidingWindow { buckets: 10 },
         passes: "admitted",
         below: "units, seen from each moment",
@@ -60,7 +60,7 @@ const PICTURES: [Picture; 6] = [
     },
     Picture {
         name: "fixed_window",
-        options: "",
+        written: r#"per = "1s", algorithm = "fixed_window""#,
         algorithm: Algorithm::FixedWindow { offset_us: 0 },
         passes: "admitted",
         below: "units, seen from each moment",
@@ -73,7 +73,7 @@ const PICTURES: [Picture; 6] = [
     },
     Picture {
         name: "token_bucket",
-        options: ", burst = 10",
+        written: r#"per = "1s", algorithm = "token_bucket", burst = 10"#,
         algorithm: Algorithm::TokenBucket { burst: 10, warm_up_us: 0 },
         passes: "admitted",
         below: "units, seen from each moment",
@@ -82,8 +82,18 @@ const PICTURES: [Picture; 6] = [
         curves: &[("admitted in the last second", Run::last_second), ("left in the bucket", Run::left)],
     },
     Picture {
+        name: "warm_up",
+        written: r#"per = "1s", algorithm = "token_bucket", burst = 10, warm_up = "1s""#,
+        algorithm: Algorithm::TokenBucket { burst: 10, warm_up_us: SECOND_US },
+        passes: "admitted",
+        below: "units, seen from each moment",
+        bound: (30, "never more: burst + 20 in any second"),
+        most: 42,
+        curves: &[("admitted in the last second", Run::last_second), ("left in the bucket", Run::left)],
+    },
+    Picture {
         name: "leaky_bucket",
-        options: ", max_delay = \"500ms\"",
+        written: r#"per = "1s", algorithm = "leaky_bucket", max_delay = "500ms""#,
         algorithm: Algorithm::LeakyBucket { max_delay_us: 500_000 },
         passes: "leave",
         below: "requests in line",
@@ -93,7 +103,7 @@ const PICTURES: [Picture; 6] = [
     },
     Picture {
         name: "concurrency",
-        options: "",
+        written: r#"algorithm = "concurrency""#,
         algorithm: Algorithm::Concurrency { max_duration_us: 0 },
         passes: "admitted",
         below: "requests in flight, 800 ms each",
@@ -198,8 +208,7 @@ impl Picture {
             self.name,
             WIDTH - 1,
         );
-        let per = if self.name == "concurrency" { "" } else { "per = \"1s\", " };
-        let words = format!("requests = 20, {per}algorithm = \"{}\"{}", self.name, self.options);
+        let words = format!("requests = 20, {}", self.written);
         let tally = format!("{} asked, {} {}", run.asked.len(), run.passed.len(), self.passes);
         let words = words.replace('"', "&quot;");
         text(&mut svg, (20, 32), "title", self.name);
