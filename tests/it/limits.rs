@@ -1,7 +1,9 @@
 //! Limits as clients meet them: admitted, counted down, refused, told the truth.
 
 use crate::support::SOON;
+use crate::support::client::Ask;
 use crate::support::proxy::Proxy;
+use crate::support::redis::Server;
 use crate::support::upstream::{Upstream, full};
 use hyper::Response;
 use std::time::{Duration, Instant};
@@ -562,6 +564,153 @@ block_for = "1s"
     };
     assert!(freed - begun >= Duration::from_secs(1), "{:?}", freed - begun);
     assert_eq!(upstream.seen().len(), seen + 2);
+}
+
+/// A proxy with counters in memory, then one with counters in Redis.
+async fn in_each_store(policies: &str) -> [(Proxy, Upstream, Option<Server>); 2] {
+    let server = Server::start();
+    let config = format!("{}\n{policies}", server.as_store());
+    let ((here, app), (there, other)) = (proxy(policies).await, proxy(&config).await);
+    [(here, app, None), (there, other, Some(server))]
+}
+
+#[tokio::test]
+async fn trap_2_the_other_way_round_who_knocks_stays_out_where_the_rejected_count() {
+    let config = r#"
+[[policy]]
+name = "p"
+limit = { requests = 1, per = "1s" }
+count_rejected = true
+"#;
+    for (proxy, upstream, _server) in in_each_store(config).await {
+        let mut last = Instant::now();
+        assert_eq!(proxy.get("/").await.status, 200);
+        let (start, mut told_us) = (last, 0);
+        while start.elapsed() < Duration::from_millis(1_500) {
+            let sent = Instant::now();
+            let reply = proxy.get("/").await;
+            if reply.status == 200 {
+                assert!(last.elapsed() >= Duration::from_secs(1), "a knocker gets in");
+            } else {
+                told_us = reply.retry_after_us();
+                assert_eq!(told_us, 1_000_000, "a whole period from this knock on");
+                assert_eq!(reply.header("retry-after"), Some("1"));
+                assert_eq!(reply.parameter("ratelimit", "p", "r"), Some(0));
+                assert_eq!(reply.header("x-ratelimit-remaining"), Some("0"));
+                assert!(reply.parameter("ratelimit", "p", "t").is_some_and(|seconds| seconds <= 1));
+            }
+            last = sent;
+        }
+        let seen = upstream.seen().len();
+        sleep_until((Instant::now() + Duration::from_micros(told_us + 2_000)).into()).await;
+        assert_eq!(proxy.get("/").await.status, 200, "waited as told");
+        assert_eq!(upstream.seen().len(), seen + 1, "knocks don't reach the app");
+    }
+}
+
+/// All limits of the policy that refuses count, also those that had room; those of other policies don't.
+#[tokio::test]
+async fn the_rejected_count_in_all_limits_of_their_policy_and_in_no_other() {
+    let config = r#"
+[[policy]]
+name = "p"
+limits = [{ requests = 1, per = "1m" }, { requests = 5, per = "1d", algorithm = "token_bucket" }]
+count_rejected = true
+[[policy]]
+name = "other"
+limit = { requests = 9, per = "1d" }
+"#;
+    for (proxy, _upstream, _server) in in_each_store(config).await {
+        let mut seen = Vec::new();
+        for _ in 0..6 {
+            let reply = proxy.get("/").await;
+            let left = ["p", "p-2", "other"].map(|name| reply.parameter("ratelimit", name, "r").unwrap());
+            let told_us = if reply.status == 429 { reply.retry_after_us() } else { 0 };
+            if reply.status == 429 {
+                assert!(!reply.json()["violated-policies"].to_string().contains("other"), "{}", reply.text());
+            }
+            seen.push((reply.status, left, told_us / 60_000_000));
+        }
+        // The last two find the second limit full: a fifth of a day each.
+        assert_eq!(
+            seen,
+            [
+                (200, [0, 4, 8], 0),
+                (429, [0, 3, 8], 1),
+                (429, [0, 2, 8], 1),
+                (429, [0, 1, 8], 1),
+                (429, [0, 0, 8], 287),
+                (429, [0, 0, 8], 288),
+            ]
+        );
+    }
+}
+
+/// The wait is the longer of the block's and that of the limits, which go on counting while it holds.
+#[tokio::test]
+async fn the_rejected_count_beside_a_block_too() {
+    let config = r#"
+[[policy]]
+name = "p"
+limit = { requests = 1, per = "800ms" }
+count_rejected = true
+block_for = "2s"
+"#;
+    for (proxy, _upstream, _server) in in_each_store(config).await {
+        // A slow machine may find the limit free again.
+        let start = Instant::now();
+        let mut told_us = loop {
+            let reply = proxy.get("/").await;
+            if reply.status == 429 {
+                break reply.retry_after_us();
+            }
+            assert!(start.elapsed() < SOON, "nothing is refused");
+        };
+        assert_eq!(told_us, 2_000_000, "the block has begun");
+        while told_us > 800_000 {
+            let reply = proxy.get("/").await;
+            assert_eq!(reply.status, 429);
+            let next_us = reply.retry_after_us();
+            assert!(next_us < told_us && next_us >= 800_000, "{next_us} after {told_us}");
+            told_us = next_us;
+        }
+        let refused = proxy.get("/").await;
+        assert_eq!((refused.status, refused.retry_after_us()), (429, 800_000), "from this knock on");
+        sleep_until((Instant::now() + Duration::from_millis(802)).into()).await;
+        assert_eq!(proxy.get("/").await.status, 200, "waited as told");
+    }
+}
+
+/// A shadow policy counts what it would have refused, and nobody is told or stopped.
+#[tokio::test]
+async fn a_shadow_counts_what_it_would_have_refused() {
+    let config = r#"
+[[policy]]
+name = "candidate"
+mode = "shadow"
+limit = { requests = 1, per = "500ms" }
+count_rejected = true
+"#;
+    for (proxy, _upstream, _server) in in_each_store(config).await {
+        let (start, mut asked, mut longest) = (Instant::now(), 0, Duration::ZERO);
+        let mut last = start;
+        while start.elapsed() < Duration::from_millis(1_200) {
+            let reply = proxy.get("/").await;
+            assert_eq!((reply.status, reply.header("ratelimit")), (200, None));
+            asked += 1;
+            longest = longest.max(last.elapsed());
+            last = Instant::now();
+        }
+        let page = Ask::new(proxy.admin(), "GET", "/metrics").header("host", "localhost").send().await.text();
+        let count = |decision: &str| {
+            let series = format!("tidegate_requests_total{{policy=\"candidate\",decision=\"{decision}\"}} ");
+            page.lines().find_map(|line| line.strip_prefix(&series)).unwrap().parse::<u64>().unwrap()
+        };
+        if longest < Duration::from_millis(400) {
+            assert_eq!((count("allowed"), count("shadow_rejected")), (1, asked - 1));
+        }
+        assert_eq!(count("allowed") + count("shadow_rejected"), asked);
+    }
 }
 
 #[tokio::test]

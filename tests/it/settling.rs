@@ -12,19 +12,27 @@ use std::time::Duration;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio::time::{sleep, timeout};
 
-/// A request reserves 100 of 1000.
+/// A request reserves 100 of 1000. The period is so long that nothing comes back by itself.
 const POLICIES: &str = r#"
 [[policy]]
 name = "body"
 match = { path = "/body/**" }
-limit = { requests = 1000, per = "100d", unit = "tokens", algorithm = "fixed_window" }
+limit = { requests = 1000, per = "100d", unit = "tokens" }
 cost = { estimate = 100, actual = "response_json:/usage/total_tokens" }
 [[policy]]
 name = "head"
 match = { path = "/head/**" }
-limit = { requests = 1000, per = "100d", algorithm = "fixed_window" }
+limit = { requests = 1000, per = "100d" }
 cost = { estimate = 100, actual = "response_header:x-units" }
 "#;
+
+/// Each gives back in its own way.
+const ALGORITHMS: [&str; 4] = ["fixed_window", "sliding_log", "sliding_window", "token_bucket"];
+
+/// Every algorithm in both stores.
+fn everywhere() -> impl Iterator<Item = (&'static str, bool)> {
+    ALGORITHMS.into_iter().flat_map(|algorithm| [(algorithm, false), (algorithm, true)])
+}
 const ALL: u64 = 1000;
 const ESTIMATE: u64 = 100;
 
@@ -33,6 +41,7 @@ struct Scene {
     proxy: Proxy,
     upstream: Upstream,
     feeders: Receiver<Feeder>,
+    config: String,
     _redis: Option<Server>,
 }
 
@@ -41,17 +50,15 @@ impl Scene {
         let (send, feeders) = channel(1);
         let upstream = Upstream::serving(move |request| answer(request, send.clone())).await;
         let proxy = Proxy::start(config, upstream.address).await;
-        Self { proxy, upstream, feeders, _redis: redis }
+        Self { proxy, upstream, feeders, config: config.to_owned(), _redis: redis }
     }
 
-    async fn in_memory() -> Self {
-        Self::with(POLICIES, None).await
-    }
-
-    async fn in_redis() -> Self {
-        let server = Server::start();
-        let config = format!("{}\n{POLICIES}", redis_store(&server));
-        Self::with(&config, Some(server)).await
+    /// One of [`everywhere`].
+    async fn at((algorithm, in_redis): (&str, bool)) -> Self {
+        let server = in_redis.then(Server::start);
+        let store = server.as_ref().map(Server::as_store).unwrap_or_default();
+        let config = format!("{store}\ndefaults = {{ algorithm = '{algorithm}' }}\n{POLICIES}");
+        Self::with(&config, server).await
     }
 
     /// Whose feeder it is that comes next.
@@ -78,17 +85,11 @@ impl Scene {
         let came = came.await;
         assert!(
             came.is_ok(),
-            "{used} of {policy} were never used, at last {seen:?} were left: {}",
+            "{used} of {policy} were never used, at last {seen:?} were left: {}\n{}",
+            self.config,
             self.proxy.log()
         );
     }
-}
-
-fn redis_store(server: &Server) -> String {
-    let port = server.port();
-    format!(
-        "store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{port}/0', timeout = '5s', key_prefix = 'settle' }} }}"
-    )
 }
 
 async fn answer(request: Request<Incoming>, feeders: Sender<Feeder>) -> Answer {
@@ -128,7 +129,8 @@ async fn answer(request: Request<Incoming>, feeders: Sender<Feeder>) -> Answer {
 
 #[tokio::test]
 async fn json_settles_up_and_down() {
-    for scene in [Scene::in_memory().await, Scene::in_redis().await] {
+    for place in everywhere() {
+        let scene = Scene::at(place).await;
         let first = scene.proxy.get("/body/12").await;
         assert_eq!(
             first.parameter("ratelimit", "body", "r"),
@@ -146,7 +148,8 @@ async fn json_settles_up_and_down() {
 
 #[tokio::test]
 async fn a_header_settles_up_and_down_whatever_the_method() {
-    for scene in [Scene::in_memory().await, Scene::in_redis().await] {
+    for place in everywhere() {
+        let scene = Scene::at(place).await;
         scene.proxy.get("/head/12").await;
         assert_eq!(scene.proxy.ask("HEAD", "/head/150").status().await, 200);
         scene.comes_to("head", 162).await;
@@ -155,7 +158,8 @@ async fn a_header_settles_up_and_down_whatever_the_method() {
 
 #[tokio::test]
 async fn events_settle_by_the_last_that_tells_and_pass_at_once() {
-    for mut scene in [Scene::in_memory().await, Scene::in_redis().await] {
+    for place in everywhere() {
+        let mut scene = Scene::at(place).await;
         let mut client = RawClient::connect(scene.proxy.address).await;
         client.send("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n").await;
         let feeder = scene.feeder().await;
@@ -178,7 +182,8 @@ async fn events_settle_by_the_last_that_tells_and_pass_at_once() {
 
 #[tokio::test]
 async fn a_trailer_settles() {
-    for mut scene in [Scene::in_memory().await, Scene::in_redis().await] {
+    for place in everywhere() {
+        let mut scene = Scene::at(place).await;
         let reply = tokio::spawn(
             scene.proxy.ask("GET", "/head/fed").header("TE", "trailers").header("Connection", "TE").send(),
         );
@@ -192,7 +197,8 @@ async fn a_trailer_settles() {
 
 #[tokio::test]
 async fn a_response_that_does_not_say_leaves_the_estimate() {
-    for scene in [Scene::in_memory().await, Scene::in_redis().await] {
+    for place in everywhere() {
+        let scene = Scene::at(place).await;
         for path in ["/body/none", "/body/html", "/body/gzip", "/body/cut", "/body/-3"] {
             assert_eq!(scene.proxy.get(path).await.status, 200);
         }
@@ -207,7 +213,7 @@ async fn a_response_that_does_not_say_leaves_the_estimate() {
 
 #[tokio::test]
 async fn what_broke_off_leaves_the_estimate() {
-    let mut scene = Scene::in_memory().await;
+    let mut scene = Scene::at(("sliding_log", false)).await;
     let told = "data: {\"usage\":{\"total_tokens\":7}}\n\n";
 
     let mut leaver = RawClient::connect(scene.proxy.address).await;
@@ -229,7 +235,8 @@ async fn what_broke_off_leaves_the_estimate() {
 
 #[tokio::test]
 async fn a_debt_makes_later_requests_wait() {
-    for scene in [Scene::in_memory().await, Scene::in_redis().await] {
+    for place in everywhere() {
+        let scene = Scene::at(place).await;
         scene.proxy.get("/body/5000").await;
         let refused = timeout(SOON, async {
             loop {
@@ -247,7 +254,8 @@ async fn a_debt_makes_later_requests_wait() {
 
 #[tokio::test]
 async fn what_goes_back_is_felt_by_who_was_refused() {
-    for mut scene in [Scene::in_memory().await, Scene::in_redis().await] {
+    for place in everywhere() {
+        let mut scene = Scene::at(place).await;
         let mut slow = Vec::new();
         for _ in 0..10 {
             let reply = tokio::spawn(scene.proxy.ask("GET", "/body/fed").send());
@@ -282,7 +290,7 @@ async fn a_request_that_never_reached_the_upstream_took_nothing() {
 #[tokio::test]
 async fn a_proxy_that_ends_settles_first() {
     let server = Server::start();
-    let config = format!("{}\n{POLICIES}", redis_store(&server));
+    let config = format!("{}\n{POLICIES}", server.as_store());
     let mut scene = Scene::with(&config, Some(server)).await;
     let reply = tokio::spawn(scene.proxy.ask("GET", "/body/fed").send());
     let feeder = scene.feeder().await;

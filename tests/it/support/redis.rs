@@ -41,6 +41,14 @@ impl Server {
         self.port
     }
 
+    /// The setting of a proxy that counts here; patient, so that a busy machine is no outage.
+    pub(crate) fn as_store(&self) -> String {
+        let port = self.port;
+        format!(
+            "store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{port}/0', timeout = '5s', key_prefix = 'test' }} }}"
+        )
+    }
+
     /// As `kill -9`: nothing is saved, connections break.
     pub(crate) fn kill(&mut self) {
         self.child.kill().unwrap();
