@@ -497,7 +497,7 @@ static POLICY: [Key; 15] = [
         "count_rejected",
         Bool,
         Default("false"),
-        "What this policy refuses uses its quota too, up to all of it: who goes on knocking stays out. Not with concurrency.",
+        "true: a request that this policy refuses uses its quota like an admitted one (never more than there is), so who goes on knocking stays out. Not with concurrency.",
     ),
     key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
     key("on_store_failure", ON_STORE_FAILURE, Optional, "As in [defaults]."),
@@ -529,7 +529,7 @@ static COST: [Key; 6] = [
         "estimate",
         whole(1, MAX_UNITS),
         Required,
-        "Units that a request takes until its response says what it took, and for good if the response doesn't.",
+        "Units that a request takes when it comes. When its response says what it really took, the difference is charged or given back; if it doesn't say, the estimate stands.",
     ),
     key(
         "actual",
@@ -610,7 +610,7 @@ static LIMIT: [Key; 12] = [
         "warm_up",
         Kind::Duration { min: Duration::from_millis(1), max: MAX_WARM_UP },
         Optional,
-        "token_bucket only: who took nothing for so long has a third of burst at once and comes by a third of the rate; both grow to the full in as long again. A cost may not be above that third.",
+        "token_bucket only: for apps that are slow after a pause. A bucket that nobody took from for this long allows a third of burst at once and a third of the rate; both grow to the full in as long again. A cost may not be above that third.",
     ),
     key(
         "max_delay",

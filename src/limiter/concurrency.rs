@@ -6,7 +6,7 @@
 //! Worst case: never more than `requests` in flight, as long as the store is there to be told: a sidecar that can't
 //! reach it for a whole `lease_ttl` loses its slots, and its requests go on beside those that take them.
 //! Retry: unknown, as nobody knows when a request ends.
-//! Memory: an id and a time per request in flight, here about 56 bytes, in Redis about 50 up to 128, then about 130.
+//! Memory: an id and a time per request in flight, here 64 to 80 bytes, in Redis about 20 up to 128, then about 105.
 //! Cost: in Redis O(log n) each for taking, renewing and giving back.
 
 use indexmap::IndexMap;

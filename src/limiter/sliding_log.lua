@@ -11,7 +11,7 @@
 --   * Charges in the same microsecond share one entry, so the order of scores is the order of charges.
 --   * Above LOG_SMALL elements, LOG_BUNDLE charges at a time become one: `>IaIb`, the sum at its end and all of its
 --     units (7 bytes each), and per charge its age in us at the time of the last (the score; `a` bytes) and the
---     bundle's units up to it (`b` bytes), big-endian. That is about 6 bytes per charge, not 100.
+--     bundle's units up to it (`b` bytes), big-endian. That is 5 to 8 bytes per charge, not 100.
 -- A check reads two or three elements, a charge adds one and drops at most LOG_TRIM: O(log n) each.
 
 local LOG_WRAP = 9007199254740992
