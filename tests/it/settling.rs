@@ -305,7 +305,7 @@ async fn a_proxy_that_ends_settles_first() {
 
 #[tokio::test]
 async fn a_client_does_not_choose_whether_its_cost_is_settled() {
-    let mut scene = Scene::in_memory().await;
+    let mut scene = Scene::at(("sliding_log", false)).await;
     let asked = scene.proxy.ask("GET", "/body/300").header("accept-encoding", "gzip, br");
     asked.header("range", "bytes=0-").header("if-range", "x").send().await;
     let seen = scene.upstream.last();
