@@ -115,6 +115,7 @@ macro_rules! each {
         }
     )* };
 }
+
 /// A test per algorithm, and one of several limits together: the wait is the longest of all, that of the block included.
 macro_rules! truth {
     ($($module:ident: $counts:literal)*) => { $(
