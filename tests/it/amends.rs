@@ -27,10 +27,10 @@ fn key() -> Key {
     KeyBuilder::new("p").finish()
 }
 
-/// Two policies, one of them a shadow, each of up to two limits that differ.
+/// Three policies, one of them a shadow, with limits that differ.
 fn policies(rng: &mut Rng) -> Vec<(u32, Limit)> {
     let mut limits = Vec::<(u32, Limit)>::new();
-    for group in [0, 0, 1, 1] {
+    for group in [0, 0, 1, 2, 2] {
         let algorithm = match rng.u8(..3) {
             0 => Algorithm::SlidingLog,
             1 => Algorithm::SlidingWindow { buckets: rng.u64(2..6) },
@@ -48,7 +48,7 @@ fn policies(rng: &mut Rng) -> Vec<(u32, Limit)> {
 fn what_is_refused_and_counted_and_settled_is_as_if_each_unit_were_kept_apart() {
     drawn(SEQUENCES, |judge, rng| {
         let (mut model, key, policies) = (Model::default(), key(), policies(rng));
-        let (counting, mut now_us, mut times) = (rng.u8(..4), START_US, vec![START_US]);
+        let (counting, mut now_us, mut times) = (rng.u8(..8), START_US, vec![START_US]);
         for step in 0..STEPS {
             now_us = match (rng.u8(..4), model.edges_us().into_iter().find(|at_us| *at_us > now_us)) {
                 (0, Some(edge_us)) => now_us.max(edge_us + rng.u64(..3) - 1),
@@ -68,7 +68,7 @@ fn what_is_refused_and_counted_and_settled_is_as_if_each_unit_were_kept_apart() 
             let cost = if rng.u8(..6) == 0 { rng.u64(..15) } else { rng.u64(1..4) };
             let charges = policies.iter().map(|(group, limit)| Charge {
                 group: *group,
-                shadow: *group == 1,
+                shadow: *group == 2,
                 counts_rejected: counting >> group & 1 == 1,
                 settles: true,
                 ..Charge::new(limit, &key, cost)

@@ -619,6 +619,7 @@ count_rejected = true
 [[policy]]
 name = "other"
 limit = { requests = 9, per = "1d" }
+count_rejected = true
 "#;
     for (proxy, _upstream, _server) in in_each_store(config).await {
         let mut seen = Vec::new();
