@@ -160,6 +160,10 @@ impl Watched {
             }
             Stores::Redis(redis) => (redis.is_up(), redis.breaker_open(), redis.errors().collect(), None),
         };
+        let instances = match &self.stores {
+            Stores::Memory(_) => None,
+            Stores::Redis(redis) => Some(redis.instances()),
+        };
         let reload = self.reload.lock();
         Observed {
             phase: self.phase(),
@@ -167,6 +171,7 @@ impl Watched {
             store_up,
             breaker_open,
             store_errors,
+            instances,
             memory,
             generation: reload.generation,
             reloads_refused: reload.refused,
@@ -208,7 +213,7 @@ impl Stores {
         match self {
             Self::Memory(memory) => Store::Memory(Arc::clone(memory)),
             Self::Redis(shared) => {
-                let redis = Redis::start(shared);
+                let redis = Redis::start(shared).join();
                 redis.first_ready().await;
                 Store::redis(redis)
             }

@@ -135,17 +135,29 @@ impl Enforcer {
         let charges = plan.charges(1, hold.as_ref().map_or(0, Hold::slot));
         let answer = self.store.answer(&charges, arrived).await;
         let (mut verdict, source) = match answer {
+            // Refused beside the store: it does not know all yet.
+            Ok((decision, Source::Degraded)) => {
+                drop(charges);
+                plan.count_degraded(Some(&decision), count);
+                (Verdict { degraded: true, ..plan.into_verdict(&decision) }, Source::Degraded)
+            }
             Ok((decision, source)) => {
                 let hold = hold.and_then(|hold| plan.held(hold, &charges, &decision));
                 drop(charges);
                 plan.count(&decision, count);
-                let estimates = plan.estimates(&decision, &self.keeper);
+                let estimates = plan.estimates(&decision, decision.now_us, &self.keeper);
                 (Verdict { hold, estimates, ..plan.into_verdict(&decision) }, source)
             }
             Err(unavailable) => {
+                let alone = plan.goes_on().then(|| self.store.decide_alone(&charges)).flatten();
+                let hold = hold.and_then(|hold| plan.held(hold, &charges, alone.as_ref()?));
                 drop(charges);
-                plan.count_degraded(count);
-                (plan.into_degraded(&unavailable), Source::Degraded)
+                plan.count_degraded(alone.as_ref(), count);
+                // Where it is written back it has another time: further units are charged, and none given back.
+                let estimates = |alone| plan.estimates(alone, 0, &self.keeper);
+                let estimates = alone.as_ref().map(estimates).unwrap_or_default();
+                let verdict = plan.into_degraded(&unavailable, alone.as_ref());
+                (Verdict { hold, estimates, ..verdict }, Source::Degraded)
             }
         };
         let at = Instant::now();
@@ -154,9 +166,10 @@ impl Enforcer {
         verdict
     }
 
-    /// Waits, but not for long, until the store knows of all requests that have ended.
+    /// Waits, but not for long, until the store knows of all requests that have ended, and that this process ends.
     pub async fn finish(&self) {
         self.keeper.flush().await;
+        self.store.leave().await;
     }
 }
 
@@ -271,6 +284,7 @@ impl<'t> Plan<'t> {
                     counts_rejected: claim.counts_rejected,
                     settles: claim.estimate.is_some(),
                     slot,
+                    local: claim.policy.on_store_failure == OnStoreFailure::Local,
                     ..Charge::new(limit, &claim.key, cost)
                 })
             })
@@ -311,8 +325,8 @@ impl<'t> Plan<'t> {
         Some(hold)
     }
 
-    /// What was charged by estimate. A shadow policy that refused has charged nothing.
-    fn estimates(&self, decision: &Decision, keeper: &Keeper) -> Vec<Estimate> {
+    /// What was charged by estimate at `at_us` (store's clock). A shadow policy that refused has charged nothing.
+    fn estimates(&self, decision: &Decision, at_us: u64, keeper: &Keeper) -> Vec<Estimate> {
         let (mut estimates, mut standings) = (Vec::new(), decision.standings.iter());
         for claim in self.claims.iter().filter(|_| decision.admitted) {
             let charges = claim.limits.len() + usize::from(claim.block.is_some());
@@ -325,7 +339,7 @@ impl<'t> Plan<'t> {
             if let Some(cost) = claim.estimate.filter(|_| is_charged) {
                 let limits = claim.limits.iter().filter(|named| !is_concurrency(&named.limit));
                 let places = limits.map(|named| (named.limit, claim.key.clone())).collect();
-                estimates.push(Estimate::new(Arc::clone(cost), places, decision.now_us, keeper.clone()));
+                estimates.push(Estimate::new(Arc::clone(cost), places, at_us, keeper.clone()));
             }
         }
         estimates
@@ -369,18 +383,37 @@ impl<'t> Plan<'t> {
         verdict
     }
 
-    /// The store gave no answer: one `closed` policy is enough to refuse.
-    fn into_degraded(self, unavailable: &Unavailable) -> Verdict<'t> {
-        let mut enforced =
-            self.claims.iter().map(|claim| claim.policy).filter(|policy| !policy.shadow).peekable();
-        let degraded = enforced.peek().is_some();
-        let outcome = match enforced.find(|policy| policy.on_store_failure == OnStoreFailure::Closed) {
-            Some(policy) => {
-                Outcome::Unavailable { policy: &policy.name, retry_after_us: unavailable.retry_after_us }
+    /// The enforced policies, in order.
+    fn enforced(&self) -> impl Iterator<Item = &'t Policy> {
+        self.claims.iter().map(|claim| claim.policy).filter(|policy| !policy.shadow)
+    }
+
+    /// The first that refuses whatever it limits while the store is away.
+    fn closed(&self) -> Option<&'t Policy> {
+        self.enforced().find(|policy| policy.on_store_failure == OnStoreFailure::Closed)
+    }
+
+    /// Whether it is worth deciding without the store.
+    fn goes_on(&self) -> bool {
+        let mut enforced = self.enforced();
+        self.closed().is_none() && enforced.any(|policy| policy.on_store_failure == OnStoreFailure::Local)
+    }
+
+    /// The store gave no answer: one `closed` policy is enough to refuse, else those that go on without it have
+    /// decided `alone`.
+    fn into_degraded(self, unavailable: &Unavailable, alone: Option<&Decision>) -> Verdict<'t> {
+        let degraded = self.enforced().next().is_some();
+        if let Some(policy) = self.closed() {
+            let outcome =
+                Outcome::Unavailable { policy: &policy.name, retry_after_us: unavailable.retry_after_us };
+            return Verdict { degraded, shadow_rejected: self.shadow_denied, ..Verdict::of(outcome) };
+        }
+        match alone {
+            Some(decision) => Verdict { degraded, ..self.into_verdict(decision) },
+            None => {
+                Verdict { degraded, shadow_rejected: self.shadow_denied, ..Verdict::of(Outcome::Forward) }
             }
-            None => Outcome::Forward,
-        };
-        Verdict { degraded, shadow_rejected: self.shadow_denied, ..Verdict::of(outcome) }
+        }
     }
 
     /// Counts what each policy did with a request that was decided; of one about whose limits the deny cache
@@ -406,13 +439,22 @@ impl<'t> Plan<'t> {
         }
     }
 
-    /// The same without an answer.
-    fn count_degraded(&self, count: impl Fn(usize, Did)) {
+    /// The same without an answer; `alone` is what was decided without it.
+    fn count_degraded(&self, alone: Option<&Decision>, count: impl Fn(usize, Did)) {
+        let mut standings = alone.map(|decision| decision.standings.iter());
         for claim in &self.claims {
+            let charges = claim.limits.len() + usize::from(claim.block.is_some());
+            let own = standings.iter_mut().flat_map(|standings| standings.by_ref().take(charges));
+            // All of them are to be passed by.
+            let refused = own.flatten().filter(|standing| standing.refusal.is_some()).count() > 0;
             let did = match claim.policy.on_store_failure {
                 _ if claim.policy.shadow => Did::Degraded,
                 OnStoreFailure::Open => Did::DegradedOpen,
                 OnStoreFailure::Closed => Did::DegradedClosed,
+                // Another policy is closed: nothing was decided.
+                OnStoreFailure::Local if alone.is_none() => Did::Degraded,
+                OnStoreFailure::Local if refused => Did::DegradedLocalRejected,
+                OnStoreFailure::Local => Did::DegradedLocalAllowed,
             };
             count(claim.at, did);
         }

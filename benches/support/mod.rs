@@ -59,6 +59,7 @@ impl Server {
             username: None,
             password: None,
             key_prefix: PREFIX.to_owned(),
+            instances: 1,
             timeout: Duration::from_secs(1),
             connect_timeout: Duration::from_secs(1),
             breaker_failures: 5,

@@ -72,8 +72,8 @@ pub(super) fn complete(
     Config { listen, upstream, table, store, shutdown, admin, log, words, warnings, files, written }
 }
 
-pub(super) const ON_STORE_FAILURE: [(&str, OnStoreFailure); 2] =
-    [("open", OnStoreFailure::Open), ("closed", OnStoreFailure::Closed)];
+pub(super) const ON_STORE_FAILURE: [(&str, OnStoreFailure); 3] =
+    [("open", OnStoreFailure::Open), ("closed", OnStoreFailure::Closed), ("local", OnStoreFailure::Local)];
 
 pub(super) const MISSING_KEY: [(&str, MissingKey); 3] =
     [("shared", MissingKey::Shared), ("skip", MissingKey::Skip), ("reject", MissingKey::Reject)];
@@ -218,6 +218,7 @@ fn redis(at: &Cursor<'_>) -> Option<RedisSettings> {
         username: username.or(url.username),
         password: url.password,
         key_prefix: at.parsed("key_prefix", key_prefix)?,
+        instances: at.whole("instances")?,
         timeout: at.duration("timeout")?,
         connect_timeout: at.duration("connect_timeout")?,
         breaker_failures: breaker.whole("failures")?,

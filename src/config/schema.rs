@@ -312,7 +312,7 @@ static STORE_MEMORY: [Key; 2] = [
     ),
 ];
 
-static STORE_REDIS: [Key; 8] = [
+static STORE_REDIS: [Key; 9] = [
     key(
         "topology",
         Word(&["standalone"]),
@@ -337,6 +337,12 @@ static STORE_REDIS: [Key; 8] = [
         Text("1 to 64 letters, digits, \"_\", \".\", \"-\", \":\" or \"/\""),
         Default(DEFAULT_KEY_PREFIX),
         "How all keys begin. One per service: services with the same prefix and policy names share counters.",
+    ),
+    key(
+        "instances",
+        whole(1, 100_000),
+        Default("1"),
+        "How many instances share the limits while Redis is away, for on_store_failure = \"local\", until they have been counted.",
     ),
     key("timeout", POSITIVE, Default("50ms"), "For one decision, all in. Passed: on_store_failure decides."),
     key(
@@ -370,7 +376,7 @@ static DEFAULTS: [Key; 3] = [
         "on_store_failure",
         ON_STORE_FAILURE,
         Default("open"),
-        "When the store gives no answer: forward, or answer 503 with Retry-After.",
+        "When the store gives no answer: forward; answer 503 with Retry-After; or go on in this process, with its share of the limits.",
     ),
     key("algorithm", ALGORITHM, Default("sliding_log"), "How the units of a limit come back."),
     key(
@@ -381,7 +387,7 @@ static DEFAULTS: [Key; 3] = [
     ),
 ];
 
-const ON_STORE_FAILURE: Kind = Word(&["open", "closed"]);
+const ON_STORE_FAILURE: Kind = Word(&["open", "closed", "local"]);
 const ALGORITHM: Kind =
     Word(&["sliding_log", "sliding_window", "fixed_window", "token_bucket", "leaky_bucket", "concurrency"]);
 const MISSING_KEY: Kind = Word(&["shared", "skip", "reject"]);

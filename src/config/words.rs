@@ -35,6 +35,7 @@ fn when_away(mode: OnStoreFailure) -> &'static str {
     match mode {
         OnStoreFailure::Open => "; store away: let through",
         OnStoreFailure::Closed => "; store away: rejected",
+        OnStoreFailure::Local => "; store away: limited by this instance's share",
     }
 }
 

@@ -21,6 +21,7 @@ const NOBODY: RedisSettings = RedisSettings {
     username: None,
     password: None,
     key_prefix: String::new(),
+    instances: 1,
     timeout: Duration::from_millis(50),
     connect_timeout: Duration::from_secs(1),
     breaker_failures: 5,
@@ -173,7 +174,7 @@ fn trap_20_without_the_store_nobody_is_told_to_be_over_a_limit() {
             counts_rejected: false,
         };
         let plan = Plan { claims: policies.iter().map(claim).collect(), shadow_denied: SmallVec::new() };
-        let verdict = plan.into_degraded(&Unavailable { kind: "timeout", retry_after_us: 7 });
+        let verdict = plan.into_degraded(&Unavailable { kind: "timeout", retry_after_us: 7 }, None);
         assert!(verdict.degraded && verdict.limits.is_empty() && verdict.delay.is_zero());
         match verdict.outcome {
             Outcome::Forward => None,

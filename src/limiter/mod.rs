@@ -86,6 +86,8 @@ pub struct Charge<'a> {
     pub settles: bool,
     /// The slot that a charge of [`Algorithm::Concurrency`] takes: unique among all replicas.
     pub slot: u128,
+    /// Its policy goes on in this process while the store is away.
+    pub local: bool,
 }
 
 /// What a decision does to a charge's counter.
@@ -127,7 +129,17 @@ pub fn effect(charges: &[Charge<'_>], refusals: &[Option<Refusal>], at: usize) -
 impl<'a> Charge<'a> {
     /// An enforced charge of the first policy.
     pub fn new(limit: &'a Limit, key: &'a Key, cost: u64) -> Self {
-        Self { limit, key, cost, group: 0, shadow: false, counts_rejected: false, settles: false, slot: 0 }
+        Self {
+            limit,
+            key,
+            cost,
+            group: 0,
+            shadow: false,
+            counts_rejected: false,
+            settles: false,
+            slot: 0,
+            local: false,
+        }
     }
 
     pub fn is_block(&self) -> bool {
@@ -150,6 +162,9 @@ impl<'a> Charge<'a> {
 pub enum Amendment {
     /// It took so many units more: they are charged now, whether they fit or not.
     Charge(u64),
+    /// So many units were taken `age_us` ago, and nobody has told yet. They are charged at that age, but not before
+    /// the newest charge: a state has no room in between.
+    Back { units: u64, age_us: u64 },
     /// It took fewer than the charge made at `at_us`: so many units go back, as far as they still count.
     Credit { units: u64, at_us: u64 },
     /// It is still in flight: its slot is kept for another lease, or taken again.
@@ -331,6 +346,9 @@ impl State {
     pub fn amend(&mut self, limit: &Limit, amendment: Amendment, now_us: u64) {
         match amendment {
             Amendment::Charge(units) => self.take(limit, units, now_us, true),
+            Amendment::Back { units, age_us } => {
+                self.take(limit, units, now_us.saturating_sub(age_us), true);
+            }
             Amendment::Credit { units, at_us } => self.credit(limit, units, at_us, now_us),
             Amendment::Renew { slot } => {
                 if let Kind::Concurrency(slots) = &mut self.0 {

@@ -55,6 +55,8 @@ pub enum Action {
 pub enum OnStoreFailure {
     Open,
     Closed,
+    /// This process goes on with its share of the limits.
+    Local,
 }
 
 /// An owner's own words to refused clients.

@@ -10,7 +10,7 @@
 
 use super::Late;
 use crate::clock::Clock;
-use crate::limiter::{Algorithm, Charge, Decision, Effect, Limit, Refusal, State, View, effect};
+use crate::limiter::{Algorithm, Charge, Decision, Effect, Key, Limit, Refusal, State, View, effect};
 use foldhash::fast::RandomState;
 use indexmap::IndexMap;
 use parking_lot::{Mutex, MutexGuard};
@@ -48,7 +48,8 @@ const SWEPT_PER_CHARGE: usize = 2;
 /// Under pressure one part in so many of a shard goes at once, so that a flood pays for few scans.
 const EVICTED_SHARE: usize = 64;
 
-type Id = (u128, Algorithm, u64);
+/// What names a counter: its key, and [`Limit::identity`].
+pub(super) type Id = (u128, Algorithm, u64);
 
 #[derive(Debug, Default)]
 struct Shard {
@@ -132,12 +133,39 @@ impl Memory {
     /// Puts charges right, as [`super::Store::amend`] says.
     pub fn amend(&self, late: &[Late<'_>]) {
         for late in late {
-            let charge = Charge::new(late.limit, late.key, 0);
-            let mut held = self.hold(&[charge]);
-            let now_us = held.advance(Instant::now());
-            held.change(&charge, now_us, |state| state.amend(late.limit, late.amendment, now_us));
-            self.release(held, now_us);
+            self.put_right(late, |_, _| true);
         }
+    }
+
+    /// The same of one counter, if that is here.
+    pub(super) fn amend_kept(&self, late: &Late<'_>) -> bool {
+        self.put_right(late, |held, charge| held.keeps(charge))
+    }
+
+    /// Whether a counter is here.
+    pub(super) fn keeps(&self, limit: &Limit, key: &Key) -> bool {
+        let charge = Charge::new(limit, key, 0);
+        self.hold(&[charge]).keeps(&charge)
+    }
+
+    /// Forgets a counter, and begins it anew with an amendment.
+    pub(super) fn begin(&self, late: &Late<'_>) {
+        self.put_right(late, |held, charge| {
+            held.forget(charge);
+            true
+        });
+    }
+
+    fn put_right(&self, late: &Late<'_>, prepare: impl FnOnce(&mut Held<'_>, &Charge<'_>) -> bool) -> bool {
+        let charge = Charge::new(late.limit, late.key, 0);
+        let mut held = self.hold(&[charge]);
+        let now_us = held.advance(Instant::now());
+        let wanted = prepare(&mut held, &charge);
+        if wanted {
+            held.change(&charge, now_us, |state| state.amend(late.limit, late.amendment, now_us));
+        }
+        self.release(held, now_us);
+        wanted
     }
 
     /// Lets go of shards that may have grown.
@@ -195,8 +223,12 @@ impl Memory {
 }
 
 fn id_of(charge: &Charge<'_>) -> Id {
-    let (algorithm, per_us) = charge.limit.identity();
-    (charge.key.id(), algorithm, per_us)
+    id(charge.limit, charge.key)
+}
+
+pub(super) fn id(limit: &Limit, key: &Key) -> Id {
+    let (algorithm, per_us) = limit.identity();
+    (key.id(), algorithm, per_us)
 }
 
 /// The shards of one question, locked together, each with its place.
@@ -227,10 +259,28 @@ impl Held<'_> {
     }
 
     fn change(&mut self, charge: &Charge<'_>, now_us: u64, change: impl FnOnce(&mut State)) {
-        let place = self.memory.place_of(charge);
-        if let Some((_, shard)) = self.shards.iter_mut().find(|(at, _)| *at == place) {
-            shard.change(self.memory, charge, now_us, change);
+        let memory = self.memory;
+        if let Some(shard) = self.shard(charge) {
+            shard.change(memory, charge, now_us, change);
         }
+    }
+
+    fn keeps(&mut self, charge: &Charge<'_>) -> bool {
+        self.shard(charge).is_some_and(|shard| shard.counters.contains_key(&id_of(charge)))
+    }
+
+    fn forget(&mut self, charge: &Charge<'_>) {
+        let memory = self.memory;
+        if let Some(shard) = self.shard(charge)
+            && let Some(at) = shard.counters.get_index_of(&id_of(charge))
+        {
+            shard.remove(memory, at);
+        }
+    }
+
+    fn shard(&mut self, charge: &Charge<'_>) -> Option<&mut Shard> {
+        let place = self.memory.place_of(charge);
+        self.shards.iter_mut().find(|(at, _)| *at == place).map(|(_, shard)| &mut **shard)
     }
 }
 
@@ -309,7 +359,7 @@ impl Shard {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::{Key, KeyBuilder};
+    use crate::limiter::KeyBuilder;
 
     const LIMIT: Limit = Limit { requests: 5, per_us: 60_000_000, algorithm: Algorithm::SlidingLog };
 

@@ -1,9 +1,11 @@
 //! Where counters live, and the one question that is asked of them.
 
 mod deny_cache;
+mod local;
 mod memory;
 pub mod redis;
 
+pub use local::{Local, Share};
 pub use memory::{Memory, MemorySettings};
 
 use crate::limiter::{Amendment, Charge, Decision, Key, Limit};
@@ -56,7 +58,7 @@ impl Store {
     /// The same for who has just looked at the clock and wants to know whose answer it is.
     ///
     /// # Errors
-    /// As [`Store::decide`].
+    /// As [`Store::decide`]. What of it can be decided without the store is decided by [`Store::decide_alone`].
     pub async fn answer(
         &self,
         charges: &[Charge<'_>],
@@ -71,6 +73,13 @@ impl Store {
         if let Some(refusal) = refusals.recall(charges, asked, Fit::Whole) {
             return Ok((refusal, Source::DenyCache));
         }
+        let local = redis.local();
+        if local.is_away()
+            && redis.is_reachable()
+            && let Some(refusal) = local.gate(charges, asked.into_std()).filter(|gate| !gate.admitted)
+        {
+            return Ok((refusal, Source::Degraded));
+        }
         let answer = if redis.breaker_open() {
             Err(redis.unavailable("breaker_open"))
         } else {
@@ -78,6 +87,7 @@ impl Store {
         };
         match answer {
             Ok(decision) => {
+                local.remember(charges, &decision, asked.into_std());
                 if !decision.admitted {
                     refusals.remember(charges, &decision, asked, Instant::now());
                 }
@@ -91,6 +101,23 @@ impl Store {
         }
     }
 
+    /// Decides what is `local` of charges that the store gave no answer about, by this instance's share. The others
+    /// have no standing and stop nothing. `None`: the store is always there.
+    pub fn decide_alone(&self, charges: &[Charge<'_>]) -> Option<Decision> {
+        let Self::Redis { redis, .. } = self else { return None };
+        if !redis.is_reachable() {
+            redis.local().fail();
+        }
+        Some(redis.local().decide(charges, std::time::Instant::now()))
+    }
+
+    /// Waits, but not for long, until the store knows all that this process has to say, and that it ends.
+    pub async fn leave(&self) {
+        if let Self::Redis { redis, .. } = self {
+            redis.leave().await;
+        }
+    }
+
     /// Puts charges right that were made before, one by one. Several of one counter are made in their order.
     ///
     /// # Errors
@@ -101,8 +128,17 @@ impl Store {
                 memory.amend(late);
                 Ok(())
             }
-            Self::Redis { redis, .. } if redis.breaker_open() => Err(redis.unavailable("breaker_open")),
-            Self::Redis { redis, .. } => redis.amend(late).await,
+            Self::Redis { redis, .. } => {
+                redis.local().amend(late);
+                let told = match redis.breaker_open() {
+                    true => Err(redis.unavailable("breaker_open")),
+                    false => redis.amend(late).await,
+                };
+                if told.is_err() {
+                    redis.local().amend_later(late);
+                }
+                told
+            }
         }
     }
 }

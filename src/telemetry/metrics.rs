@@ -47,6 +47,10 @@ pub enum Decision {
     DegradedOpen,
     /// The same, of one that refused.
     DegradedClosed,
+    /// The same, of one whose share of its limits had room.
+    DegradedLocalAllowed,
+    /// The same, of one whose share was used up.
+    DegradedLocalRejected,
 }
 
 /// Who answered the question about a request's limits.
@@ -68,6 +72,8 @@ pub struct Observed {
     pub breaker_open: bool,
     /// Failures of the store so far, by kind.
     pub store_errors: Vec<(&'static str, u64)>,
+    /// Instances that share the limits, if they are counted.
+    pub instances: Option<u32>,
     /// Of the memory store, if that is used.
     pub memory: Option<MemoryUse>,
     /// Grows by one with every configuration that took effect, from 1.
@@ -243,9 +249,12 @@ impl Metrics {
             "Requests that an enforced policy decided without the store, by its on_store_failure.",
         );
         for (policy, tally) in tallies.iter() {
-            for (outcome, decision) in
-                [("open", Decision::DegradedOpen), ("closed", Decision::DegradedClosed)]
-            {
+            for (outcome, decision) in [
+                ("open", Decision::DegradedOpen),
+                ("closed", Decision::DegradedClosed),
+                ("local_allowed", Decision::DegradedLocalAllowed),
+                ("local_rejected", Decision::DegradedLocalRejected),
+            ] {
                 degraded.sample(&[("policy", policy), ("outcome", outcome)], tally.sum(decision));
             }
         }
@@ -315,6 +324,14 @@ fn write_store(page: &mut Page, observed: &Observed) {
     let mut errors = page.family(Kind::Counter, "tidegate_store_errors", "Failures of the store by kind.");
     for (kind, count) in &observed.store_errors {
         errors.sample(&[("kind", kind)], *count);
+    }
+    if let Some(instances) = observed.instances {
+        page.family(
+            Kind::Gauge,
+            "tidegate_instances",
+            "Instances that share this one's limits, as last seen in Redis; before that store.redis.instances.",
+        )
+        .sample(&[], instances.into());
     }
     let Some(memory) = observed.memory else { return };
     page.family(Kind::Gauge, "tidegate_store_memory_keys", "Counters in the memory store.")
@@ -405,7 +422,13 @@ impl Tally {
     /// The values of the label `decision`, with their counts.
     fn requests(&self) -> [(&'static str, u64); 8] {
         use Decision as D;
-        let degraded = [D::Degraded, D::DegradedOpen, D::DegradedClosed];
+        let degraded = [
+            D::Degraded,
+            D::DegradedOpen,
+            D::DegradedClosed,
+            D::DegradedLocalAllowed,
+            D::DegradedLocalRejected,
+        ];
         [
             ("allowed", self.sum(D::Allowed)),
             ("delayed", self.sum(D::Delayed)),
@@ -432,7 +455,7 @@ impl Line {
 }
 
 impl Decision {
-    const COUNT: usize = 10;
+    const COUNT: usize = 12;
 }
 
 impl Source {

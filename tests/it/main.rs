@@ -33,6 +33,7 @@ mod inspect;
 mod lifecycle;
 mod limits;
 mod line;
+mod local;
 mod memory;
 mod outage;
 mod paths;

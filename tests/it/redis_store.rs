@@ -143,6 +143,7 @@ struct Step {
 #[derive(Clone, Copy, Debug)]
 enum Change {
     More(u64),
+    Back { units: u64, age_us: u64 },
     Less { units: u64, steps: usize },
     Renew(u128),
     Release(u128),
@@ -247,6 +248,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let units = prop_oneof![3 => 1..4u64, 1 => 4..20u64, 1 => 20..200u64];
     let change = prop_oneof![
         1 => units.clone().prop_map(Change::More),
+        1 => (units.clone(), prop_oneof![0..3 * PER_US, 0..200_000_000_000u64])
+            .prop_map(|(units, age_us)| Change::Back { units, age_us }),
         2 => (units, 0..6usize).prop_map(|(units, steps)| Change::Less { units, steps }),
     ];
     let slot = prop_oneof![(0..SLOTS).prop_map(Change::Renew), (0..SLOTS).prop_map(Change::Release)];
@@ -291,6 +294,7 @@ async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) ->
         let late = step.late.iter().zip(&limits).map(|((counter, change), limit)| {
             let amendment = match *change {
                 Change::More(units) => Amendment::Charge(units),
+                Change::Back { units, age_us } => Amendment::Back { units, age_us },
                 Change::Less { units, steps } => {
                     Amendment::Credit { units, at_us: times_us[times_us.len().saturating_sub(steps + 1)] }
                 }

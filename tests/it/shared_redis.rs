@@ -192,11 +192,12 @@ impl Monitor {
                 if line.contains(Self::END) {
                     return kept;
                 }
-                // `+1700000000.123456 [0 lua] "ZADD" "key" …`; the prober's own key is none of ours.
+                // `+1700000000.123456 [0 lua] "ZADD" "key" …`; probes and instances are none of ours.
                 let Some((stamp, command)) = line[1..].split_once(" [0 lua] ") else { continue };
                 let words: Vec<String> =
                     command.split(' ').map(|word| word.trim_matches('"').to_owned()).collect();
-                if words[0] == writes && !words[1].ends_with("-probe") {
+                let is_counter = !words[1].ends_with("-probe") && !words[1].ends_with(":instances");
+                if words[0] == writes && is_counter {
                     kept.push(Write { at_us: stamp.replace('.', "").parse().unwrap(), words });
                 }
             }

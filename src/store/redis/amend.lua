@@ -4,14 +4,15 @@
 -- ARGV[1]  as for a decision
 -- ARGV     then six per amendment: algorithm (its letter), per in us, what the algorithm needs beside, what to do
 --          (charge: further units, whether they fit or not; credit: units that were charged at a time are given back;
---          renew, release: a slot), the units or the slot, and the time in us
+--          renew, release: a slot), the units or the slot, and the time in us (charge: how long ago)
 -- Reply    1, or an error if one failed; the others were made. A key that isn't ours is left as it is.
 
 local failed
 for n = 1, #KEYS do
   local arg = n * 6 - 4
   local rule, beside, what = rules[ARGV[arg]], ARGV[arg + 2], ARGV[arg + 3]
-  local state, err = rule.read(KEYS[n], time, tonumber(ARGV[arg + 1]), tonumber(beside) or beside)
+  local at = what == 'charge' and math.max(0, time - tonumber(ARGV[arg + 5])) or time
+  local state, err = rule.read(KEYS[n], at, tonumber(ARGV[arg + 1]), tonumber(beside) or beside)
   if err and string.find(err.err, 'WRONGTYPE', 1, true) then err = nil end
   if state and rule[what] then
     state.settles = true

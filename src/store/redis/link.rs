@@ -9,6 +9,7 @@ use super::failure::Failure;
 use super::health::Health;
 use super::script::Script;
 use crate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
+use crate::store::Local;
 use arc_swap::ArcSwap;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Cmd, RedisConnectionInfo, RedisResult, Value};
@@ -47,6 +48,9 @@ pub(super) struct Context {
     pub(super) health: Health,
     /// Whether the eviction policy has been looked at.
     pub(super) eviction_checked: AtomicBool,
+    pub(super) local: Local,
+    /// Whether somebody speaks for the process.
+    pub(super) is_counted: AtomicBool,
 }
 
 /// A worker's way to Redis.
@@ -78,7 +82,7 @@ pub(super) struct Live {
 
 /// Ends with its owner.
 #[derive(Debug)]
-pub(super) struct Task(JoinHandle<()>);
+pub(super) struct Task(pub(super) JoinHandle<()>);
 
 impl Link {
     /// Connects, and stays connected as long as the link lives.

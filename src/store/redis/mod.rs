@@ -4,6 +4,7 @@
 //! It needs Redis 6.2 (SET with PXAT). Each worker has a connection and a task that keeps it (`link`); the breaker is the process's (`health`).
 
 mod failure;
+mod fleet;
 mod health;
 mod inspect;
 mod link;
@@ -12,14 +13,15 @@ mod script;
 pub use inspect::{Counter, InspectError, Inspector};
 pub use script::Script;
 
-use super::{Late, Unavailable};
+use super::{Late, Local, Unavailable};
+use crate::clock::Clock;
 use crate::limiter::{Algorithm, Amendment, Charge, Decision};
 use failure::Failure;
 use health::Health;
-use link::{Context, Link, State};
+use link::{Context, Link, State, Task};
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::time::{Instant, timeout, timeout_at};
 
@@ -42,6 +44,8 @@ pub struct RedisSettings {
     pub password: Option<Password>,
     /// Separates the counters of services that share a Redis.
     pub key_prefix: String,
+    /// How many instances share the limits, at least 1, until they have been counted.
+    pub instances: u32,
     /// One decision, all in.
     pub timeout: Duration,
     pub connect_timeout: Duration,
@@ -60,6 +64,8 @@ pub struct Shared(Arc<Context>);
 pub struct Redis {
     context: Arc<Context>,
     link: Arc<Link>,
+    /// Of the one that speaks for the process.
+    beating: Option<Arc<Task>>,
 }
 
 /// A secret that never shows itself in logs.
@@ -72,6 +78,8 @@ impl Shared {
             script: Script::new(&settings.key_prefix),
             health: Health::new(settings.breaker_failures),
             eviction_checked: AtomicBool::new(false),
+            local: Local::new(settings.instances, Clock::system()),
+            is_counted: AtomicBool::new(false),
             settings,
         }))
     }
@@ -86,6 +94,11 @@ impl Shared {
         self.0.health.is_open()
     }
 
+    /// Instances that share the limits, as last seen.
+    pub fn instances(&self) -> u32 {
+        self.0.local.share().live()
+    }
+
     /// Failures since the start, each kind by its stable word.
     pub fn errors(&self) -> impl Iterator<Item = (&'static str, u64)> {
         self.0.health.counts()
@@ -96,7 +109,34 @@ impl Redis {
     /// Starts connecting, and stays connected until the last clone is dropped. Call it on the worker's runtime.
     pub fn start(shared: &Shared) -> Self {
         let context = Arc::clone(&shared.0);
-        Self { link: Arc::new(Link::start(Arc::clone(&context))), context }
+        Self { link: Arc::new(Link::start(Arc::clone(&context))), context, beating: None }
+    }
+
+    /// Makes the process known to the others that share its limits, and keeps it in their count until
+    /// [`Redis::leave`]: the first handle does that for all.
+    #[must_use]
+    pub fn join(self) -> Self {
+        let is_first = !self.context.is_counted.swap(true, Ordering::Relaxed);
+        let beating = is_first.then(|| Arc::new(Task(tokio::spawn(fleet::attend(self.clone())))));
+        Self { beating, ..self }
+    }
+
+    /// Takes the process out of the count, if this is the handle that keeps it there.
+    pub async fn leave(&self) {
+        if let Some(beating) = &self.beating {
+            beating.0.abort();
+            fleet::leave(self).await;
+        }
+    }
+
+    /// What goes on while Redis is away.
+    pub fn local(&self) -> &Local {
+        &self.context.local
+    }
+
+    /// Whether a question would be sent at all.
+    pub fn is_reachable(&self) -> bool {
+        !self.breaker_open() && matches!(&*self.link.state(), State::Up(_))
     }
 
     /// Ends when this worker's first connection is ready, or `connect_timeout` has passed.

@@ -174,6 +174,11 @@ impl Script {
         key
     }
 
+    /// The set in which instances make themselves known.
+    pub(super) fn instances_key(&self) -> String {
+        format!("{}instances", self.key_start.trim_end_matches('{'))
+    }
+
     /// What `SCAN` matches all our counters by, or those of a policy whose names are readable.
     pub(super) fn pattern(&self, policy: Option<&str>) -> String {
         // A policy's name holds nothing that a glob would take for more than itself; the prefix may.
@@ -295,6 +300,7 @@ fn push_amendment(command: &mut Cmd, late: &Late<'_>) {
     push_beside(command, late.limit, late.limit.requests, 0);
     let (word, units, at_us) = match late.amendment {
         Amendment::Charge(units) => ("charge", units, 0),
+        Amendment::Back { units, age_us } => ("charge", units, age_us),
         Amendment::Credit { units, at_us } => ("credit", units, at_us),
         Amendment::Renew { slot } | Amendment::Release { slot } => {
             let renews = matches!(late.amendment, Amendment::Renew { .. });

@@ -161,6 +161,7 @@ pub(crate) fn settings(port: u16) -> RedisSettings {
         username: None,
         password: None,
         key_prefix: "t".to_owned(),
+        instances: 1,
         timeout: Duration::from_millis(200),
         connect_timeout: Duration::from_secs(1),
         breaker_failures: 5,
@@ -176,9 +177,10 @@ pub(crate) async fn ready(settings: RedisSettings) -> (Shared, Redis) {
     (shared, redis)
 }
 
-/// All keys that a server holds.
+/// All keys that a server holds, but for the set of the instances.
 pub(crate) async fn keys(server: &Server) -> Vec<String> {
-    server.command("KEYS *").await
+    let keys: Vec<String> = server.command("KEYS *").await;
+    keys.into_iter().filter(|key| !key.ends_with(":v1:instances")).collect()
 }
 
 pub(crate) fn free_port() -> u16 {

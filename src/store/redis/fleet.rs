@@ -1,0 +1,262 @@
+//! How many instances share the limits, and when all of them know of an outage's end.
+//!
+//! Every process is in one sorted set per prefix while it lives. A background task of one of its workers keeps it
+//! there, counts the others, and writes back what was admitted while Redis was away (see [`crate::store::Local`]).
+//! It says that the process lives only when nothing is left to write back, so who is heard of after an outage has
+//! told all.
+
+use super::Redis;
+use super::failure::Failure;
+use crate::store::{Late, Share};
+use redis::{Cmd, Value};
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher;
+use std::sync::LazyLock;
+use std::time::Duration;
+use tokio::time::{Instant, sleep, timeout};
+
+/// How often an instance makes itself known.
+const BEAT: Duration = Duration::from_secs(1);
+
+/// The same while an outage ends, and the least time between two rounds.
+const QUICK: Duration = Duration::from_millis(100);
+
+/// After so much silence an instance is counted no more.
+const KEPT: Duration = Duration::from_secs(5);
+
+/// How long those are waited for who were there before: after an outage, or a loss of data, all are silent.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// What an ending process has left to write back in.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+const SCRIPT: &str = include_str!("fleet.lua");
+
+/// This process among all others.
+static ID: LazyLock<String> = LazyLock::new(|| {
+    let [high, low] = [0, 1].map(|half| RandomState::new().hash_one(half));
+    format!("{high:016x}{low:016x}")
+});
+
+/// What an instance does with the set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Does {
+    Beat,
+    Look,
+}
+
+/// What the set says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Seen {
+    now_us: u64,
+    live: u32,
+    place: u32,
+    heard: u32,
+}
+
+/// What is believed of the fleet.
+#[derive(Debug)]
+struct Count {
+    share: Share,
+    /// Since when fewer have been seen.
+    fewer_since: Option<Instant>,
+    /// Redis answers, but does not count.
+    is_refused: bool,
+}
+
+/// Where an outage's end is.
+#[derive(Clone, Copy, Debug)]
+struct Recovery {
+    /// When Redis answered again: by our clock, and by its own if it said that.
+    began: Instant,
+    began_us: Option<u64>,
+}
+
+/// Speaks for the process for as long as it is polled.
+pub(super) async fn attend(redis: Redis) {
+    let local = redis.local();
+    let mut count = Count { share: local.share(), fewer_since: None, is_refused: false };
+    let mut recovery = None;
+    loop {
+        recovery = round(&redis, &mut count, recovery).await.unwrap_or_default();
+        sleep(jittered(QUICK)).await;
+        if recovery.is_none() && !local.is_away() && !local.owes() {
+            tokio::select! {
+                () = sleep(jittered(BEAT).saturating_sub(QUICK)) => {}
+                () = local.changed() => {}
+            }
+        }
+    }
+}
+
+/// Writes back, makes the process known, and ends an outage that is over. Returns where that is, if it isn't yet.
+async fn round(
+    redis: &Redis,
+    count: &mut Count,
+    recovery: Option<Recovery>,
+) -> Result<Option<Recovery>, Failure> {
+    let local = redis.local();
+    let has_failed = local.has_failed();
+    // Other workers may still be without a connection.
+    let is_up = redis.context.health.is_up();
+    let recovery = recovery.filter(|_| !has_failed && is_up);
+    if !redis.is_reachable() {
+        local.fail();
+        return Ok(None);
+    }
+    write_back(redis).await?;
+    let since_us = recovery.and_then(|recovery| recovery.began_us);
+    let seen = match ask(redis, Does::Beat, since_us).await {
+        Ok(seen) => {
+            local.set_share(count.hear(seen, Instant::now()));
+            count.is_refused = false;
+            Some(seen)
+        }
+        Err(failure) if is_silent(failure) => {
+            local.fail();
+            return Err(failure);
+        }
+        // It answers, but not this: nobody can be waited for.
+        Err(failure) => {
+            if !std::mem::replace(&mut count.is_refused, true) {
+                tracing::warn!(kind = failure.word(), "Redis does not let the instances be counted");
+            }
+            None
+        }
+    };
+    if !local.is_away() || !is_up {
+        return Ok(None);
+    }
+    let began = || Recovery { began: Instant::now(), began_us: seen.map(|seen| seen.now_us) };
+    let recovery = recovery.unwrap_or_else(began);
+    let all_heard = seen.is_some_and(|seen| seen.heard >= count.share.live());
+    if all_heard || recovery.began.elapsed() >= PATIENCE {
+        local.end();
+        return Ok(None);
+    }
+    Ok(Some(recovery))
+}
+
+/// Takes the process out of the set, once nothing is left to write back.
+pub(super) async fn leave(redis: &Redis) {
+    let written = timeout(LAST_WORDS, write_back(redis)).await;
+    if let Err(failure) = written.unwrap_or_else(|late| Err(late.into())) {
+        tracing::warn!(kind = failure.word(), "what was admitted without Redis was not written back");
+    }
+    let mut command = redis::cmd("ZREM");
+    command.arg(redis.context.script.instances_key()).arg(&*ID);
+    drop(run(redis, &command).await);
+}
+
+/// Tells Redis all that was admitted without it. What fails is told again: perhaps twice, never not at all.
+async fn write_back(redis: &Redis) -> Result<(), Failure> {
+    let local = redis.local();
+    if !local.owes() {
+        return Ok(());
+    }
+    // What a server that hangs is told it hears when it goes on, every time.
+    if let Err(failure) = ask(redis, Does::Look, None).await
+        && is_silent(failure)
+    {
+        return Err(failure);
+    }
+    while local.owes() {
+        let owed = local.owed();
+        let amendments = local.amendments(&owed);
+        let late: Vec<_> = amendments
+            .iter()
+            .map(|(limit, key, amendment)| Late { limit, key, amendment: *amendment })
+            .collect();
+        if redis.amend(&late).await.is_err() {
+            local.unpaid(owed);
+            return Err(Failure::Timeout);
+        }
+        local.paid();
+    }
+    Ok(())
+}
+
+async fn ask(redis: &Redis, does: Does, since_us: Option<u64>) -> Result<Seen, Failure> {
+    let mut command = redis::cmd("EVAL");
+    command.arg(SCRIPT).arg(1).arg(redis.context.script.instances_key()).arg(&*ID);
+    command.arg(if does == Does::Beat { "beat" } else { "look" });
+    command.arg(u64::try_from(KEPT.as_micros()).unwrap_or(u64::MAX));
+    command.arg(since_us.map_or_else(String::new, |since_us| since_us.to_string()));
+    Seen::of(&run(redis, &command).await?).ok_or(Failure::Reply)
+}
+
+async fn run(redis: &Redis, command: &Cmd) -> Result<Value, Failure> {
+    let state = redis.link.state();
+    let super::State::Up(live) = &*state else { return Err(Failure::Connection) };
+    let within = redis.context.settings.connect_timeout;
+    let reply = timeout(within, live.run(command)).await.unwrap_or_else(|late| Err(late.into()));
+    if let Err(failure) = reply {
+        redis.context.health.count(failure);
+        live.failed(failure);
+    }
+    reply
+}
+
+/// Whether nobody answered.
+fn is_silent(failure: Failure) -> bool {
+    matches!(failure, Failure::Timeout | Failure::Connection) || failure.ends_connection()
+}
+
+/// So that instances that were started together don't ask together.
+fn jittered(pause: Duration) -> Duration {
+    pause.mul_f64(0.75 + fastrand::f64() / 2.0)
+}
+
+impl Count {
+    /// Hears what was seen at `now`. More are believed at once; fewer when it has been said for a while.
+    fn hear(&mut self, seen: Seen, now: Instant) -> Share {
+        let is_fewer = seen.live < self.share.live();
+        if is_fewer && now.duration_since(*self.fewer_since.get_or_insert(now)) < PATIENCE {
+            return self.share;
+        }
+        self.fewer_since = None;
+        self.share = Share::seen(seen.live, seen.place);
+        self.share
+    }
+}
+
+impl Seen {
+    /// Reads a reply; `None`: it isn't one.
+    fn of(reply: &Value) -> Option<Self> {
+        let Value::Array(numbers) = reply else { return None };
+        let [Value::Int(now_us), Value::Int(live), Value::Int(place), Value::Int(heard)] = numbers.as_slice()
+        else {
+            return None;
+        };
+        let small = |number: &i64| u32::try_from(*number).ok();
+        Some(Self {
+            now_us: u64::try_from(*now_us).ok()?,
+            live: small(live)?,
+            place: small(place)?,
+            heard: small(heard)?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seen(live: u32, place: u32) -> Seen {
+        Seen { now_us: 1, live, place, heard: 1 }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn more_are_believed_at_once_and_fewer_when_it_lasts() {
+        let mut count = Count { share: Share::assumed(3), fewer_since: None, is_refused: false };
+        let start = Instant::now();
+        assert_eq!(count.hear(seen(1, 0), start), Share::assumed(3), "others may not have come yet");
+        assert_eq!(count.hear(seen(4, 2), start + BEAT), Share::seen(4, 2));
+        assert_eq!(count.hear(seen(2, 1), start + 2 * BEAT), Share::seen(4, 2));
+        assert_eq!(count.hear(seen(4, 3), start + 3 * BEAT), Share::seen(4, 3), "only late");
+        for beat in 4..7 {
+            assert_eq!(count.hear(seen(2, 1), start + beat * BEAT), Share::seen(4, 3));
+        }
+        assert_eq!(count.hear(seen(2, 1), start + 7 * BEAT), Share::seen(2, 1));
+    }
+}

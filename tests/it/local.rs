@@ -1,0 +1,305 @@
+//! `on_store_failure = "local"`: a fleet of proxies goes on without its Redis, and comes back to it.
+
+use crate::support::SOON;
+use crate::support::client::{Ask, RawClient};
+use crate::support::proxy::{Proxy, ProxyBuilder};
+use crate::support::redis::{Server, free_port};
+use crate::support::upstream::Upstream;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tokio::task::JoinHandle;
+use tokio::time::sleep;
+
+const LIMIT: usize = 30;
+const PER: Duration = Duration::from_secs(1);
+const CLIENTS: usize = 9;
+
+/// How long the instances may take to see who has come or gone: those that are gone are waited for.
+const COUNTED: Duration = Duration::from_secs(20);
+
+fn builder(redis_port: u16, policies: &str) -> ProxyBuilder {
+    Proxy::builder().config(&format!(
+        r#"
+store = {{ kind = "redis", redis = {{ url = "redis://127.0.0.1:{redis_port}/0", key_prefix = "shop", instances = 4, timeout = "200ms" }} }}
+listen = {{ threads = 2 }}
+log = {{ access = "off" }}
+defaults = {{ on_store_failure = "local" }}
+{policies}
+"#
+    ))
+}
+
+async fn start(redis_port: u16, policies: &str, upstream: SocketAddr) -> Proxy {
+    builder(redis_port, policies).upstream(upstream).start().await
+}
+
+/// One number of the metrics page; 0 if it is not there.
+async fn metric(proxy: &Proxy, series: &str) -> f64 {
+    let page = Ask::new(proxy.admin(), "GET", "/metrics").header("Host", "localhost").send().await.text();
+    let value = page.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+    value.map_or(0.0, |value| value.parse().unwrap())
+}
+
+/// Waits until a proxy counts so many instances.
+async fn counts(proxy: &Proxy, instances: f64) {
+    let deadline = Instant::now() + COUNTED;
+    loop {
+        let seen = metric(proxy, "tidegate_instances").await;
+        if seen == instances {
+            return;
+        }
+        assert!(Instant::now() < deadline, "counts {seen} instances, not {instances}: {}", proxy.log());
+        sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// A request that was admitted: between these two it was decided.
+#[derive(Clone, Copy, Debug)]
+struct Admitted {
+    sent: Instant,
+    answered: Instant,
+}
+
+/// Clients of all proxies that ask all the time.
+struct Load {
+    admitted: Arc<Mutex<Vec<Admitted>>>,
+    stop: Arc<AtomicBool>,
+    clients: Vec<JoinHandle<usize>>,
+}
+
+impl Load {
+    fn start(proxies: &[Proxy]) -> Self {
+        let (admitted, stop): (Arc<Mutex<Vec<Admitted>>>, Arc<AtomicBool>) = Default::default();
+        let client = |n: usize| {
+            let (admitted, stop) = (Arc::clone(&admitted), Arc::clone(&stop));
+            tokio::spawn(knock(proxies[n % proxies.len()].address, admitted, stop))
+        };
+        let clients = (0..CLIENTS).map(client).collect();
+        Self { admitted, stop, clients }
+    }
+
+    /// Lets so much time pass, and fails if a client met what it should not.
+    async fn goes_on(&self, time: Duration) {
+        let until = Instant::now() + time;
+        while Instant::now() < until {
+            assert!(!self.clients.iter().any(JoinHandle::is_finished), "a client gave up");
+            sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    async fn end(self) -> (Vec<Admitted>, usize) {
+        self.stop.store(true, Ordering::Relaxed);
+        let mut refused = 0;
+        for client in self.clients {
+            refused += client.await.unwrap();
+        }
+        let mut admitted = self.admitted.lock().unwrap().clone();
+        admitted.sort_by_key(|admitted| admitted.sent);
+        (admitted, refused)
+    }
+}
+
+async fn knock(address: SocketAddr, all: Arc<Mutex<Vec<Admitted>>>, stop: Arc<AtomicBool>) -> usize {
+    let (mut client, mut refused) = (RawClient::connect(address).await, 0);
+    while !stop.load(Ordering::Relaxed) {
+        let sent = Instant::now();
+        let reply = client.send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n").await.reply().await;
+        match reply.status {
+            200 => all.lock().unwrap().push(Admitted { sent, answered: Instant::now() }),
+            429 => {
+                assert!(reply.header("retry-after").is_some(), "{reply:?}");
+                refused += 1;
+            }
+            other => panic!("{other}: {}", reply.text()),
+        }
+        sleep(Duration::from_millis(5)).await;
+    }
+    refused
+}
+
+/// The most that were certainly admitted within one period.
+fn fullest(admitted: &[Admitted]) -> usize {
+    let within = |first: &Admitted| {
+        let inside = |one: &&Admitted| one.sent >= first.sent && one.answered < first.sent + PER;
+        admitted.iter().filter(inside).count()
+    };
+    admitted.iter().map(within).max().unwrap_or(0)
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    /// It goes on with all that it knew, and perhaps with what it was told meanwhile.
+    Stopped,
+    /// It starts again and knows nothing.
+    Killed,
+}
+
+/// Three proxies, asked hard before, in and after an outage. It lasts a half of `TIDEGATE_TEST_SECONDS`, else 3 s.
+async fn outage(fault: Fault) {
+    let seconds = std::env::var("TIDEGATE_TEST_SECONDS").map_or(6, |seconds| seconds.parse().unwrap());
+    let length = Duration::from_secs(seconds) / 2;
+    let (mut server, upstream) = (Server::start(), Upstream::echo().await);
+    let policy = format!("[[policy]]\nname = \"hot\"\nlimit = {{ requests = {LIMIT}, per = \"1s\" }}");
+    let mut proxies = Vec::new();
+    for _ in 0..3 {
+        proxies.push(start(server.port(), &policy, upstream.address).await);
+    }
+    for proxy in &proxies {
+        counts(proxy, 3.0).await;
+    }
+    let load = Load::start(&proxies);
+    load.goes_on(2 * PER).await;
+    match fault {
+        Fault::Stopped => server.stop(),
+        Fault::Killed => server.kill(),
+    }
+    let began = Instant::now();
+    load.goes_on(length).await;
+    match fault {
+        Fault::Stopped => server.resume(),
+        Fault::Killed => server.restart_aside().await,
+    }
+    let healed = Instant::now();
+    let mut degraded = 0.0;
+    for proxy in &proxies {
+        degraded += metric(proxy, "tidegate_degraded_total{policy=\"hot\",outcome=\"local_allowed\"}").await;
+    }
+    load.goes_on(5 * PER).await;
+    let (admitted, refused) = load.end().await;
+
+    let count = |from: Instant, to: Instant| {
+        admitted.iter().filter(|one| one.sent >= from && one.answered < to).count()
+    };
+    let since: Vec<Admitted> = admitted.iter().copied().filter(|one| one.sent >= began).collect();
+    let windows = length.as_secs_f64() / PER.as_secs_f64();
+    let after: Vec<usize> = (0..4u32).map(|n| count(healed + PER * n, healed + PER * (n + 1))).collect();
+    println!(
+        "{fault:?} for {length:?}: {} admitted in it ({} by themselves), at most {} in a window of the limit of {LIMIT}, \
+         {} across its begin; in the seconds after it {after:?}; {refused} refused",
+        count(began, healed),
+        degraded,
+        fullest(&since),
+        fullest(&admitted),
+    );
+    assert!(refused > 100, "{refused}: the limit was hardly asked for");
+    assert!(fullest(&since) <= LIMIT, "from the fault on, also across its end: {}", fullest(&since));
+    assert!(fullest(&admitted) <= 2 * LIMIT, "across its begin: {}", fullest(&admitted));
+    let in_outage = count(began, healed);
+    assert!(in_outage as f64 >= (windows - 1.5) * LIMIT as f64 * 0.8, "they hardly went on: {in_outage}");
+    assert!(after.iter().skip(1).all(|count| *count >= LIMIT / 2), "Redis decides again: {after:?}");
+    for proxy in &proxies {
+        assert_eq!(metric(proxy, "tidegate_store_up").await, 1.0);
+    }
+}
+
+#[tokio::test]
+async fn three_proxies_keep_the_limit_while_redis_hangs_and_after() {
+    outage(Fault::Stopped).await;
+}
+
+#[tokio::test]
+async fn three_proxies_keep_the_limit_while_redis_is_gone_and_after_it_came_back_empty() {
+    outage(Fault::Killed).await;
+}
+
+#[tokio::test]
+async fn instances_are_counted_and_those_that_end_or_die_are_not() {
+    let (server, upstream) = (Server::start(), Upstream::echo().await);
+    let policy = "[[policy]]\nname = \"p\"\nlimit = { requests = 10, per = \"1h\" }";
+    let mut proxies = Vec::new();
+    for _ in 0..3 {
+        proxies.push(start(server.port(), policy, upstream.address).await);
+    }
+    counts(&proxies[0], 3.0).await;
+    let members: usize = server.command("ZCARD shop:v1:instances").await;
+    assert_eq!(members, 3);
+
+    let mut ends = proxies.pop().unwrap();
+    ends.sigterm();
+    assert!(ends.ended(SOON).await.status.success());
+    let members: usize = server.command("ZCARD shop:v1:instances").await;
+    assert_eq!(members, 2, "who ends in order is out at once");
+    counts(&proxies[0], 2.0).await;
+
+    drop(proxies.pop());
+    counts(&proxies[0], 1.0).await;
+    drop(proxies);
+    let gone = || async { server.command::<usize>("EXISTS shop:v1:instances").await == 0 };
+    let deadline = Instant::now() + COUNTED;
+    while !gone().await {
+        assert!(Instant::now() < deadline, "the set outlives everybody");
+        sleep(Duration::from_millis(20)).await;
+    }
+}
+
+const MIXED: &str = r#"
+[[policy]]
+name = "local"
+match = { path = ["/local", "/both"] }
+limit = { requests = 22, per = "1h" }
+
+[[policy]]
+name = "open"
+match = { path = ["/open", "/both"] }
+limit = { requests = 1, per = "1h" }
+on_store_failure = "open"
+
+[[policy]]
+name = "closed"
+match = { path = "/closed" }
+limit = { requests = 10, per = "1h" }
+on_store_failure = "closed"
+
+[[policy]]
+name = "beside"
+match = { path = "/closed" }
+limit = { requests = 10, per = "1h" }
+"#;
+
+#[tokio::test]
+async fn without_redis_from_the_start_the_configured_number_shares() {
+    let upstream = Upstream::echo().await;
+    let proxy = start(free_port(), MIXED, upstream.address).await;
+    // A part of 22 for one of four whose place nobody knows.
+    let statuses = proxy.statuses("/local", 3).await;
+    assert_eq!(statuses, [200; 3]);
+    assert_eq!(proxy.statuses("/both", 3).await, [200, 200, 429], "what is open stops nothing");
+    let refused = proxy.get("/local").await;
+    assert_eq!(refused.status, 429);
+    assert_eq!(refused.json()["policy"], "local");
+    assert!((3_590_000_000..=3_600_000_000).contains(&refused.retry_after_us()), "{}", refused.text());
+    assert_eq!(refused.parameter("ratelimit", "local", "r"), Some(0));
+    assert_eq!(proxy.statuses("/open", 3).await, [200; 3]);
+    assert_eq!(proxy.get("/closed").await.status, 503, "one closed decides");
+    let outcome = async |policy: &str, outcome: &str| {
+        metric(&proxy, &format!("tidegate_degraded_total{{policy=\"{policy}\",outcome=\"{outcome}\"}}")).await
+    };
+    assert_eq!(outcome("local", "local_allowed").await, 5.0);
+    assert_eq!(outcome("local", "local_rejected").await, 2.0);
+    assert_eq!(outcome("open", "open").await, 6.0);
+    assert_eq!(outcome("closed", "closed").await, 1.0);
+    assert_eq!(outcome("beside", "local_allowed").await, 0.0, "nothing was charged");
+    assert_eq!(metric(&proxy, "tidegate_requests_total{policy=\"local\",decision=\"degraded\"}").await, 7.0);
+    assert_eq!(metric(&proxy, "tidegate_instances").await, 4.0);
+}
+
+#[tokio::test]
+async fn what_was_used_stays_used_in_an_outage_and_what_was_used_in_it_after() {
+    let (server, upstream) = (Server::start(), Upstream::echo().await);
+    let proxy = start(server.port(), MIXED, upstream.address).await;
+    counts(&proxy, 1.0).await;
+    assert_eq!(proxy.statuses("/local", 20).await, [200; 20]);
+    server.stop();
+    assert_eq!(proxy.statuses("/local", 4).await, [200, 200, 429, 429], "no fresh quota");
+    server.resume();
+    let by_redis = "tidegate_decision_seconds_count{source=\"redis\"}";
+    let deadline = Instant::now() + COUNTED;
+    while metric(&proxy, by_redis).await < 25.0 {
+        assert_eq!(proxy.get("/local").await.status, 429, "no second quota");
+        assert!(Instant::now() < deadline, "Redis does not decide again: {}", proxy.log());
+        // Longer than a refusal is remembered.
+        sleep(Duration::from_millis(300)).await;
+    }
+}
