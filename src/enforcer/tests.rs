@@ -280,6 +280,38 @@ fn what_is_decided_without_the_store_says_so() {
 }
 
 #[test]
+fn one_that_goes_on_alone_refuses_and_one_that_is_closed_decides() {
+    let ask = |policies: &[(OnStoreFailure, u64, bool)]| {
+        let policies = policies.iter().enumerate().map(|(n, (on_store_failure, requests, shadow))| Policy {
+            on_store_failure: *on_store_failure,
+            shadow: *shadow,
+            ..by_user(&n.to_string(), *requests)
+        });
+        let bench = Bench { away: true, ..Bench::new(policies.collect()) };
+        bench.ask(&["ann"], |verdict| {
+            assert!(verdict.degraded);
+            let status = match verdict.outcome {
+                Outcome::Forward => 200,
+                Outcome::Limited(limited) => {
+                    assert_eq!(limited.violated.as_slice(), ["1"]);
+                    429
+                }
+                Outcome::Unavailable { .. } => 503,
+                other => panic!("{other:?}"),
+            };
+            let names = verdict.limits.iter().map(|reported| reported.limit.name.to_string());
+            (status, names.collect::<Vec<_>>().concat())
+        })
+    };
+    use OnStoreFailure::{Closed, Local, Open};
+    let told = |status, names: &str| (status, names.to_owned());
+    assert_eq!(ask(&[(Open, 0, false), (Local, 1, false), (Local, 0, true)]), told(200, "1"));
+    assert_eq!(ask(&[(Local, 1, false), (Local, 0, false), (Open, 1, false)]), told(429, "01"));
+    assert_eq!(ask(&[(Local, 1, false), (Local, 0, false), (Closed, 1, true)]), told(429, "01"));
+    assert_eq!(ask(&[(Local, 1, false), (Local, 0, false), (Closed, 1, false)]), told(503, ""));
+}
+
+#[test]
 fn allow_stops_the_walk_and_deny_charges_nothing() {
     let act = |action, priority| Policy { action, priority, ..by_user("act", 0) };
     let exempt = Bench::new(vec![by_user("before", 2), act(Action::Allow, 0), by_user("after", 0)]);
