@@ -205,7 +205,7 @@ fn limited_reply(limited: &Limited<'_>, style: Style) -> Response<Bytes> {
     let policy = limited.policy;
     let detail = match (limited.retry, limited.retry.header_s()) {
         (Retry::Unknown, _) => {
-            format!("Policy \"{policy}\" has no room for this request now. Nobody knows when it will.")
+            format!("Policy \"{policy}\" has no room for this request now, and nobody can tell when it will.")
         }
         (_, Some(seconds)) => format!("Over the limit of policy \"{policy}\". Try again in {seconds} s."),
         (_, None) => format!(

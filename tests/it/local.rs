@@ -234,6 +234,18 @@ async fn instances_are_counted_and_those_that_end_or_die_are_not() {
     }
 }
 
+#[tokio::test]
+async fn whoever_may_not_be_counted_still_has_his_requests_decided() {
+    let (server, upstream) = (Server::start(), Upstream::echo().await);
+    let _: () = server.command("ACL SETUSER default -eval").await;
+    let mut proxy = start(server.port(), MIXED, upstream.address).await;
+    let warning = "Redis does not let the instances be counted";
+    proxy.wait_for_log("a warning", 0, SOON, |line| line.is_level("WARN") && line.says(warning)).await;
+    assert_eq!(proxy.statuses("/local", 22).await, [200; 22], "not a share only");
+    assert_eq!(metric(&proxy, "tidegate_store_up").await, 1.0);
+    assert!(proxy.is_running() && !proxy.log().contains("Redis is down"), "{}", proxy.log());
+}
+
 const MIXED: &str = r#"
 [[policy]]
 name = "local"

@@ -74,6 +74,8 @@ struct Recovery {
 
 /// Speaks for the process for as long as it is polled.
 pub(super) async fn attend(redis: Redis) {
+    // That no connection is there yet is no outage.
+    redis.first_ready().await;
     let local = redis.local();
     let mut count = Count { share: local.share(), fewer_since: None, is_refused: false };
     let mut recovery = None;
@@ -192,14 +194,17 @@ async fn run(redis: &Redis, command: &Cmd) -> Result<Value, Failure> {
     let reply = timeout(within, live.run(command)).await.unwrap_or_else(|late| Err(late.into()));
     if let Err(failure) = reply {
         redis.context.health.count(failure);
-        live.failed(failure);
+        // Whom Redis does not let count it may well let decide.
+        if is_silent(failure) {
+            live.failed(failure);
+        }
     }
     reply
 }
 
 /// Whether nobody answered.
 fn is_silent(failure: Failure) -> bool {
-    matches!(failure, Failure::Timeout | Failure::Connection) || failure.ends_connection()
+    matches!(failure, Failure::Timeout | Failure::Connection)
 }
 
 /// So that instances that were started together don't ask together.

@@ -2,6 +2,7 @@
 //!
 //! One script decides all limits of a request in one round trip, on the server's clock (`script`, `decide.lua`).
 //! It needs Redis 6.2 (SET with PXAT). Each worker has a connection and a task that keeps it (`link`); the breaker is the process's (`health`).
+//! One of the workers counts the instances, and writes back what was admitted while Redis was away (`fleet`).
 
 mod failure;
 mod fleet;
