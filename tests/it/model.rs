@@ -75,6 +75,9 @@ impl Model {
     pub fn amend(&mut self, clock_us: u64, charge: &Charge<'_>, amendment: Amendment) {
         let (units, charged_us) = match amendment {
             Amendment::Charge(units) => return self.charge(clock_us, &Charge { cost: units, ..*charge }),
+            Amendment::Back { units, age_us } => {
+                return self.charge(clock_us - age_us, &Charge { cost: units, ..*charge });
+            }
             Amendment::Credit { units, at_us } => (units, at_us),
             Amendment::Renew { .. } | Amendment::Release { .. } => unreachable!("slots are no units"),
         };
