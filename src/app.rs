@@ -89,7 +89,7 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     let upstream_url = config.upstream.url.to_string();
     let store = match &config.store {
         StoreSettings::Memory(_) => "memory".to_owned(),
-        StoreSettings::Redis(redis) => format!("redis {}:{}", redis.host, redis.port),
+        StoreSettings::Redis(redis) => format!("redis {redis}"),
     };
     let config = Arc::new(config);
     let make_service = move |worker| {
@@ -203,7 +203,7 @@ impl Stores {
             StoreSettings::Memory(settings) => {
                 Self::Memory(Arc::new(Memory::new(*settings, Clock::system())))
             }
-            StoreSettings::Redis(settings) => Self::Redis(redis::Shared::new(settings.clone())),
+            StoreSettings::Redis(settings) => Self::Redis(redis::Shared::new((**settings).clone())),
         }
     }
 

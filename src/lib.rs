@@ -14,3 +14,4 @@ pub mod proxy;
 pub mod reload;
 pub mod store;
 pub mod telemetry;
+pub mod tls;

@@ -17,9 +17,10 @@ use std::path::Path;
 use walkdir::WalkDir;
 
 /// Lowest floor first: a room may use what stands before it.
-const ROOMS: [&str; 13] = [
+const ROOMS: [&str; 14] = [
     "clock",
     "telemetry",
+    "tls",
     "limiter",
     "policy",
     "store",

@@ -5,7 +5,7 @@
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
-use tidegate::store::redis::RedisSettings;
+use tidegate::store::redis::{Address, Login, RedisSettings, Topology};
 
 pub(crate) const PREFIX: &str = "bench";
 
@@ -53,11 +53,11 @@ impl Server {
 
     pub(crate) fn settings(&self) -> RedisSettings {
         RedisSettings {
-            host: "127.0.0.1".to_owned(),
-            port: self.port,
+            topology: Topology::Standalone,
+            servers: vec![Address::Tcp { host: "127.0.0.1".to_owned(), port: self.port }],
             database: 0,
-            username: None,
-            password: None,
+            login: Login::default(),
+            tls: None,
             key_prefix: PREFIX.to_owned(),
             instances: 1,
             timeout: Duration::from_secs(1),

@@ -4,14 +4,13 @@ use super::cursor::Cursor;
 use super::diagnostic::Diagnostic;
 use super::input::Input;
 use super::policies::{self, Scope};
-use super::{Config, FileSet, StoreSettings, Written, schema, values};
+use super::{Config, FileSet, StoreSettings, Written, redis, values};
 use crate::admin::{AdminSettings, Token};
 use crate::limiter::Algorithm;
 use crate::policy::path::EscapedSlashes;
 use crate::policy::{Fields, MissingKey, OnStoreFailure, PolicyTable, client, path};
 use crate::proxy::{ListenSettings, ShutdownSettings, UpstreamSettings};
 use crate::store::MemorySettings;
-use crate::store::redis::{Password, RedisSettings};
 use crate::telemetry::{self, Access, Format, LogSettings};
 use http::HeaderName;
 use std::net::SocketAddr;
@@ -131,7 +130,7 @@ fn upstream(at: &Cursor<'_>, http: &Cursor<'_>) -> Option<UpstreamSettings> {
     })
 }
 
-fn present(text: &str, what: &str) -> Result<String, String> {
+pub(super) fn present(text: &str, what: &str) -> Result<String, String> {
     if text.is_empty() { Err(format!("expected {what}")) } else { Ok(text.to_owned()) }
 }
 
@@ -183,60 +182,12 @@ fn store(input: &Input, at: &Cursor<'_>) -> Option<StoreSettings> {
     let memory =
         MemorySettings { max_keys: memory_at.whole("max_keys")?, max_bytes: memory_at.size("max_bytes")? };
     // Checked even when it isn't used.
-    let redis_at = at.table("redis");
-    let mut redis = redis(&redis_at)?;
-    if !use_redis {
-        return Some(StoreSettings::Memory(memory));
-    }
-    if let Some(password) = secret(input, &redis_at, "password_file", "password").map(Password::new) {
-        if redis.password.is_some() {
-            redis_at.fail("password_file", "store.redis.url holds a password too; expected one of them");
-        }
-        redis.password = Some(password);
-    }
-    if redis.key_prefix == schema::DEFAULT_KEY_PREFIX {
-        redis_at.warn(
-            "key_prefix",
-            "the default: services that share this Redis would share counters; give each a prefix of its own",
-        );
-    }
-    Some(StoreSettings::Redis(redis))
-}
-
-fn redis(at: &Cursor<'_>) -> Option<RedisSettings> {
-    let breaker = at.table("breaker");
-    at.word("topology", &[("standalone", ())])?;
-    let url = at.parsed("url", values::redis_url)?;
-    let username = at.text("username").filter(|name| !name.is_empty());
-    if username.is_some() && url.username.is_some() {
-        at.fail("username", "store.redis.url holds a user too; expected one of them");
-    }
-    Some(RedisSettings {
-        host: url.host,
-        port: url.port,
-        database: url.database,
-        username: username.or(url.username),
-        password: url.password,
-        key_prefix: at.parsed("key_prefix", key_prefix)?,
-        instances: at.whole("instances")?,
-        timeout: at.duration("timeout")?,
-        connect_timeout: at.duration("connect_timeout")?,
-        breaker_failures: breaker.whole("failures")?,
-        probe_interval: breaker.duration("probe_interval")?,
-    })
-}
-
-/// Braces would move the hash tag of all keys, and people have to read and type it.
-fn key_prefix(text: &str) -> Result<String, String> {
-    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-:/".contains(&byte);
-    if (1..=64).contains(&text.len()) && text.bytes().all(fits) {
-        return Ok(text.to_owned());
-    }
-    Err("expected 1 to 64 letters, digits, \"_\", \".\", \"-\", \":\" or \"/\"".to_owned())
+    let redis = redis::settings(input, &at.table("redis"), use_redis)?;
+    Some(if use_redis { StoreSettings::Redis(Box::new(redis)) } else { StoreSettings::Memory(memory) })
 }
 
 /// What the file holds that a key names, if it names one.
-fn secret(input: &Input, at: &Cursor<'_>, key: &str, what: &str) -> Option<String> {
+pub(super) fn secret(input: &Input, at: &Cursor<'_>, key: &str, what: &str) -> Option<String> {
     let path = at.text(key).filter(|path| !path.is_empty())?;
     match input.read(Path::new(&path)) {
         Ok(text) if text.trim_end().is_empty() => {

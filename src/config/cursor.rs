@@ -60,7 +60,7 @@ impl<'a> Cursor<'a> {
     /// always has a value, and only where the schema says otherwise `None` is absent or wrong.
     pub(super) fn item(&self, name: &str) -> Option<Item<'a>> {
         let value = self.values?.get(name)?;
-        let secret = self.key(name).is_some_and(|key| matches!(key.kind, Kind::Secret(_)));
+        let secret = self.key(name).is_some_and(|key| matches!(key.kind, Kind::Secret(_) | Kind::Secrets(_)));
         Some(Item { input: self.input, document: self.document, value, path: self.path.key(name), secret })
     }
 
@@ -138,7 +138,7 @@ impl<'a> Cursor<'a> {
     pub(super) fn items(&self, name: &str) -> Vec<Item<'a>> {
         match self.item(name) {
             None => Vec::new(),
-            Some(Item { value: Value::Array(_, values), path, .. }) => values
+            Some(Item { value: Value::Array(_, values), path, secret, .. }) => values
                 .iter()
                 .enumerate()
                 .map(|(at, value)| Item {
@@ -146,7 +146,7 @@ impl<'a> Cursor<'a> {
                     document: self.document,
                     value,
                     path: path.index(at),
-                    secret: false,
+                    secret,
                 })
                 .collect(),
             Some(item) if item.value.as_str().is_some() => vec![item],

@@ -13,9 +13,12 @@ impl Config {
         for path in schema::paths() {
             let written = if is_live(&path) { &self.written } else { &running.written };
             let Some(value) = written.value(&path) else { continue };
-            let is_secret =
-                schema::find_path(path.split('.')).is_some_and(|key| matches!(key.kind, Kind::Secret(_)));
-            put(&mut top, &path, if is_secret { without_login(&value) } else { json(&value) });
+            let shown = match (schema::find_path(path.split('.')).map(|key| &key.kind), &value) {
+                (Some(Kind::Secrets(_)), Value::Array(_, urls)) => urls.iter().map(without_login).collect(),
+                (Some(Kind::Secret(_) | Kind::Secrets(_)), url) => without_login(url),
+                _ => json(&value),
+            };
+            put(&mut top, &path, shown);
         }
         top.insert("policy".into(), self.written.0.get("policy").map_or(Json::Array(Vec::new()), json));
         Json::Object(top).to_string()
@@ -41,7 +44,12 @@ fn json(value: &Value) -> Json {
 fn without_login(url: &Value) -> Json {
     let shown = url.as_str().and_then(|text| {
         let (scheme, rest) = text.split_once("://")?;
-        let server = rest.rsplit_once('@').map_or(rest.to_owned(), |(_, server)| format!("***@{server}"));
+        let server = match (scheme.ends_with("unix"), rest.split_once('?'), rest.rsplit_once('@')) {
+            // A socket's parameters may hold both.
+            (true, Some((path, _)), _) => format!("{path}?***"),
+            (false, _, Some((_, server))) => format!("***@{server}"),
+            _ => rest.to_owned(),
+        };
         Some(format!("{scheme}://{server}"))
     });
     shown.unwrap_or_else(|| "***".to_owned()).into()
@@ -75,6 +83,8 @@ mod tests {
         for (url, shown) in [
             ("redis://ann:hunter2@redis:6380/3", "redis://***@redis:6380/3"),
             ("redis://redis:6380/3", "redis://redis:6380/3"),
+            ("unix:///run/redis.sock?user=ann&pass=hunter2@", "unix:///run/redis.sock?***"),
+            ("unix:///run/redis.sock", "unix:///run/redis.sock"),
         ] {
             let config = config(&format!("upstream.url = \"http://a\"\nstore.redis.url = \"{url}\"\n"));
             let text = config.effective(&config.fixed());
@@ -82,5 +92,11 @@ mod tests {
             assert_eq!(json["store"]["redis"]["url"], shown);
             assert!(!text.contains("hunter2") && !text.contains("ann"), "{text}");
         }
+        let config = config(
+            "upstream.url = \"http://a\"\nstore.redis.topology = \"cluster\"\n\
+             store.redis.urls = [\"redis://ann:hunter2@a\", \"redis://ann:hunter2@b:1\"]\n",
+        );
+        let json: Json = serde_json::from_str(&config.effective(&config.fixed())).unwrap();
+        assert_eq!(json["store"]["redis"]["urls"], serde_json::json!(["redis://***@a", "redis://***@b:1"]));
     }
 }

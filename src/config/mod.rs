@@ -16,6 +16,7 @@ mod matches;
 #[cfg(test)]
 mod page;
 mod policies;
+mod redis;
 mod schema;
 #[cfg(test)]
 mod tests;
@@ -90,7 +91,7 @@ pub struct Config {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StoreSettings {
     Memory(MemorySettings),
-    Redis(RedisSettings),
+    Redis(Box<RedisSettings>),
 }
 
 /// Settings that a reload does not change.
@@ -205,7 +206,7 @@ impl Fixed {
         keys.retain(|path| !is_live(path));
         keys.retain(|path| self.written.value(path) != newer.written.value(path));
         if !keys.iter().any(|path| path.starts_with("store.")) && self.store != newer.store {
-            keys.push("store.redis.password_file (what it holds)".to_owned());
+            keys.push("store.redis (what a file holds that it names)".to_owned());
         }
         if !keys.iter().any(|path| path.starts_with("admin.")) && self.admin != newer.admin {
             keys.push("admin.token_file (what it holds)".to_owned());

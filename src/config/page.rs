@@ -53,7 +53,7 @@ fn with_table(page: &str, path: &str, table: &[Key]) -> String {
 fn row(key: &Key) -> String {
     let default = match (&key.need, &key.kind) {
         (Need::Required, _) => "must be set".to_owned(),
-        (Need::Default(""), Kind::Texts(_)) => "`[]`".to_owned(),
+        (Need::Default(""), Kind::Texts(_) | Kind::Secrets(_)) => "`[]`".to_owned(),
         (
             Need::Default(text),
             Kind::Bool | Kind::Whole { .. } | Kind::WholeOrTable { .. } | Kind::Fraction,

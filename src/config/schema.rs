@@ -58,13 +58,15 @@ pub(super) enum Kind {
     Secret(&'static str),
     /// A list of texts, or one.
     Texts(&'static str),
+    /// The same, of texts that no message repeats.
+    Secrets(&'static str),
     Table(&'static [Key]),
     Tables(&'static [Key]),
     /// A table whose keys are names of the user's choice.
     Names(&'static str),
 }
 
-use Kind::{Bool, Fraction, Names, Secret, Table, Tables, Text, Texts, Word};
+use Kind::{Bool, Fraction, Names, Secret, Secrets, Table, Tables, Text, Texts, Word};
 use Need::{Default, Optional, Required};
 
 /// Largest integer that a double holds exactly, which Redis computes with.
@@ -312,18 +314,42 @@ static STORE_MEMORY: [Key; 2] = [
     ),
 ];
 
-static STORE_REDIS: [Key; 9] = [
+static STORE_REDIS: [Key; 17] = [
     key(
         "topology",
-        Word(&["standalone"]),
+        Word(&["standalone", "sentinel", "cluster"]),
         Default("standalone"),
-        "One server, or whatever stands behind one address.",
+        "One server, or whatever stands behind one address; a master that sentinels know; a Redis Cluster.",
     ),
     key(
         "url",
-        Secret("\"redis://host:port/database\""),
-        Default("redis://127.0.0.1:6379/0"),
-        "Where Redis is. May hold user and password; password_file is better.",
+        Secret("\"redis://host:port/database\", \"rediss://…\" for TLS, or \"unix:///path\""),
+        Default(DEFAULT_REDIS_URL),
+        "Where Redis is, if it is one server. May hold user and password; password_file is better.",
+    ),
+    key(
+        "urls",
+        Secrets("URLs such as \"redis://host:port\""),
+        Default(""),
+        "With \"sentinel\": the sentinels; a database stands behind the slash. With \"cluster\": some nodes, which name the others.",
+    ),
+    key(
+        "sentinel_master",
+        Text("the name of a master"),
+        Default("mymaster"),
+        "What the sentinels call the master.",
+    ),
+    key(
+        "sentinel_username",
+        Text("the name of an ACL user"),
+        Default(""),
+        "The ACL user at the sentinels. Empty: the default user.",
+    ),
+    key(
+        "sentinel_password_file",
+        Text("the path of a file that holds the password"),
+        Default(""),
+        "Where the password for the sentinels is read from. Empty: none.",
     ),
     key("username", Text("the name of an ACL user"), Default(""), "The ACL user. Empty: the default user."),
     key(
@@ -331,6 +357,25 @@ static STORE_REDIS: [Key; 9] = [
         Text("the path of a file that holds the password"),
         Default(""),
         "Where the password is read from. White space at its end is ignored. Empty: none.",
+    ),
+    key(
+        "ca",
+        Text("the path of a PEM file"),
+        Default(""),
+        "With rediss://: the certificates that are trusted. Empty: those of the system.",
+    ),
+    key(
+        "cert",
+        Text("the path of a PEM file"),
+        Default(""),
+        "With rediss://: our certificate, for servers that ask for one, its chain behind it. Needs key.",
+    ),
+    key("key", Text("the path of a PEM file"), Default(""), "The private key of cert."),
+    key(
+        "server_name",
+        Text("a host name"),
+        Default(""),
+        "With rediss://: the name that certificates are checked against. Empty: the host that is connected to, which sentinels and nodes of a cluster often give as an address.",
     ),
     key(
         "key_prefix",
@@ -354,6 +399,7 @@ static STORE_REDIS: [Key; 9] = [
     key("breaker", Table(&STORE_REDIS_BREAKER), Optional, "When to stop asking."),
 ];
 
+pub(super) const DEFAULT_REDIS_URL: &str = "redis://127.0.0.1:6379/0";
 pub(super) const DEFAULT_KEY_PREFIX: &str = "tidegate";
 
 static STORE_REDIS_BREAKER: [Key; 2] = [
@@ -768,7 +814,7 @@ impl fmt::Display for Kind {
             }
             Word(words) => f.write_str(&any_of(words)),
             Text(what) | Secret(what) | Names(what) => f.write_str(what),
-            Texts(what) => write!(f, "a list of {what}"),
+            Texts(what) | Secrets(what) => write!(f, "a list of {what}"),
             Table(_) => f.write_str("a table"),
             Tables(_) => f.write_str("a list of tables"),
         }

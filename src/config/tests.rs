@@ -139,7 +139,8 @@ fn the_environment_overrides_the_file_and_flags_override_both() {
     assert_eq!(config.table.client.trusted_proxies.len(), 2);
     assert!((config.log.access_sample - 0.5).abs() < 1e-9);
     let StoreSettings::Redis(redis) = &config.store else { panic!("{:?}", config.store) };
-    assert_eq!((redis.port, redis.database, redis.key_prefix.as_str()), (6380, 2, "1234"));
+    assert_eq!((redis.database, redis.key_prefix.as_str()), (2, "1234"));
+    assert!(redis.servers[0].to_string().ends_with(":6380"));
     assert!(!format!("{config:?}").contains("pw@"));
 
     sources.flags = Flags { upstream: Some("http://flag:3".into()), listen: Some("[::1]:4".into()) };
@@ -216,7 +217,7 @@ fn a_password_comes_from_its_file() {
     );
     let config = load(&text(&settings)).unwrap();
     let StoreSettings::Redis(redis) = &config.store else { panic!("{:?}", config.store) };
-    assert_eq!(redis.password.as_ref().unwrap().expose(), "hunter2");
+    assert_eq!(redis.login.password.as_ref().unwrap().expose(), "hunter2");
     assert!(!format!("{config:?}").contains("hunter2"));
     assert!(config.files.paths().contains(&file));
 
@@ -296,7 +297,7 @@ fn a_new_password_needs_a_restart_and_shows_nowhere() {
     let running = load(&text(&settings)).unwrap().fixed();
     fs::write(&file, "hunter3").unwrap();
     let newer = load(&text(&settings)).unwrap();
-    assert_eq!(running.changed_in(&newer), ["store.redis.password_file (what it holds)"]);
+    assert_eq!(running.changed_in(&newer), ["store.redis (what a file holds that it names)"]);
     let sources = with_env(text("x = \"hunter2\""), &[("TIDEGATE_STORE__REDIS__URL", "redis://:hunter2@h")]);
     assert!(!format!("{running:?}{newer:?}{sources:?}").contains("hunter"));
 }

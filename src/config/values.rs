@@ -2,7 +2,7 @@
 
 use super::schema::Kind;
 use crate::proxy::UpstreamUrl;
-use crate::store::redis::Password;
+use crate::store::redis::{Address, Login, Password};
 use figment::value::Value;
 use ipnet::IpNet;
 use percent_encoding::percent_decode_str;
@@ -21,7 +21,7 @@ pub(super) fn from_text(kind: &Kind, text: &str) -> Value {
             text.parse::<i64>().map_or_else(|_| text.into(), Value::from)
         }
         Kind::Fraction => text.parse::<f64>().map_or_else(|_| text.into(), Value::from),
-        Kind::Texts(_) => Value::from(list(text)),
+        Kind::Texts(_) | Kind::Secrets(_) => Value::from(list(text)),
         _ => text.into(),
     }
 }
@@ -115,47 +115,60 @@ pub(super) fn upstream_url(text: &str) -> Result<UpstreamUrl, String> {
     Ok(UpstreamUrl { tls, host, port })
 }
 
-/// What a `redis://` URL says.
-#[derive(Debug)]
+/// What the URL of a server says.
+#[derive(Debug, PartialEq, Eq)]
 pub(super) struct RedisUrl {
-    pub host: String,
-    pub port: u16,
+    pub tls: bool,
+    pub address: Address,
     pub database: i64,
-    pub username: Option<String>,
-    pub password: Option<Password>,
+    pub login: Login,
 }
 
-/// `redis://[user]:[password]@host:port/database`. What is said of an error holds nothing of the text.
+/// `redis://[user]:[password]@host:port/database`, `rediss://` for TLS, or `unix:///path?db=0&user=..&pass=..`. What is
+/// said of an error holds nothing of the text.
 pub(super) fn redis_url(text: &str) -> Result<RedisUrl, String> {
-    const EXPECTED: &str = "expected \"redis://host:port/database\"";
-    let rest = match text.split_once(':') {
-        Some(("redis", rest)) => rest.strip_prefix("//").ok_or(EXPECTED)?,
-        Some(("rediss" | "unix" | "redis+unix", _)) => {
-            return Err(format!("TLS and Unix sockets are not supported in this version; {EXPECTED}"));
-        }
+    const EXPECTED: &str =
+        "expected \"redis://host:port/database\", \"rediss://…\" for TLS, or \"unix:///path\"";
+    let (tls, rest) = match text.split_once(':') {
+        Some(("redis", rest)) => (false, rest.strip_prefix("//").ok_or(EXPECTED)?),
+        Some(("rediss", rest)) => (true, rest.strip_prefix("//").ok_or(EXPECTED)?),
+        Some(("unix" | "redis+unix", rest)) => return unix_url(rest.strip_prefix("//").ok_or(EXPECTED)?),
         _ => return Err(EXPECTED.to_owned()),
     };
     let (login, server) = rest.rsplit_once('@').map_or((None, rest), |(login, server)| (Some(login), server));
     if server.contains(['?', '#']) {
         return Err(format!("parameters are not supported here; {EXPECTED}"));
     }
-    let (authority, database) = server.split_once('/').unwrap_or((server, ""));
-    let database = match database {
-        "" => 0,
-        number => number
-            .parse::<u16>()
-            .ok()
-            .ok_or_else(|| format!("after the slash stands the number of a database; {EXPECTED}"))?,
-    };
+    let (authority, number) = server.split_once('/').unwrap_or((server, ""));
+    let database = database(number)
+        .ok_or_else(|| format!("after the slash stands the number of a database; {EXPECTED}"))?;
     let (host, port) = host_and_port(authority, 6379)?;
     let (username, password) = login.map_or(("", ""), |login| login.split_once(':').unwrap_or((login, "")));
-    Ok(RedisUrl {
-        host,
-        port,
-        database: i64::from(database),
-        username: decoded(username)?,
-        password: decoded(password)?.map(Password::new),
-    })
+    let login = Login { username: decoded(username)?, password: decoded(password)?.map(Password::new) };
+    Ok(RedisUrl { tls, address: Address::Tcp { host, port }, database, login })
+}
+
+/// What stands behind `unix://`.
+fn unix_url(text: &str) -> Result<RedisUrl, String> {
+    const EXPECTED: &str =
+        "expected \"unix:///path\", perhaps with \"?db=0&user=name&pass=password\" behind it";
+    let (path, parameters) = text.split_once('?').unwrap_or((text, ""));
+    let path = decoded(path)?.filter(|path| path.starts_with('/')).ok_or(EXPECTED)?;
+    let (mut login, mut number) = (Login::default(), 0);
+    for parameter in parameters.split('&').filter(|parameter| !parameter.is_empty()) {
+        match parameter.split_once('=') {
+            Some(("db", text)) => number = database(text).ok_or("db is the number of a database")?,
+            Some(("user", name)) => login.username = decoded(name)?,
+            Some(("pass", password)) => login.password = decoded(password)?.map(Password::new),
+            _ => return Err(EXPECTED.to_owned()),
+        }
+    }
+    Ok(RedisUrl { tls: false, address: Address::Unix(path.into()), database: number, login })
+}
+
+/// Nothing is 0.
+fn database(text: &str) -> Option<i64> {
+    if text.is_empty() { Some(0) } else { text.parse::<u16>().ok().map(i64::from) }
 }
 
 /// Percent-decoded; empty is none.
@@ -276,21 +289,30 @@ mod tests {
 
     #[test]
     fn a_redis_url_may_hold_a_login() {
+        let tcp = |host: &str, port| Address::Tcp { host: host.to_owned(), port };
         let url = redis_url("redis://ann:p%40s%2Fs@redis.internal:6380/3").unwrap();
-        assert_eq!((url.host.as_str(), url.port, url.database), ("redis.internal", 6380, 3));
-        assert_eq!(url.username.as_deref(), Some("ann"));
-        assert_eq!(url.password.unwrap().expose(), "p@s/s");
-        let url = redis_url("redis://:pw@[::1]").unwrap();
-        assert_eq!((url.host.as_str(), url.port, url.username), ("::1", 6379, None));
+        assert_eq!((url.address, url.database, url.tls), (tcp("redis.internal", 6380), 3, false));
+        assert_eq!(url.login.username.as_deref(), Some("ann"));
+        assert_eq!(url.login.password.unwrap().expose(), "p@s/s");
+        let url = redis_url("rediss://:pw@[::1]").unwrap();
+        assert_eq!((url.address, url.login.username, url.tls), (tcp("::1", 6379), None, true));
+        let url = redis_url("unix:///run/redis.sock?db=2&user=ann&pass=p%26w").unwrap();
+        assert_eq!((url.address, url.database), (Address::Unix("/run/redis.sock".into()), 2));
+        assert_eq!(url.login.password.unwrap().expose(), "p&w");
+        assert_eq!(redis_url("redis+unix:///a%20b").unwrap().address, Address::Unix("/a b".into()));
         for (wrong, reason) in [
-            ("rediss://host", "TLS"),
-            ("unix:///run/redis.sock", "Unix"),
             ("http://host", "expected"),
+            ("redis:host", "expected"),
             ("redis://host/x", "database"),
             ("redis://host?protocol=3", "parameters"),
+            ("rediss://host/#insecure", "parameters"),
             ("redis://:hunter2@host:port", "port"),
             ("redis://:hunter2", "host"),
             ("redis://:%ff@host", "UTF-8"),
+            ("unix:/run/redis.sock", "expected"),
+            ("unix://run/redis.sock", "expected"),
+            ("unix:///run/redis.sock?db=x", "db"),
+            ("unix:///run/redis.sock?pass=hunter2&dbs=1", "expected"),
         ] {
             let error = redis_url(wrong).unwrap_err();
             assert!(error.contains(reason) && !error.contains("hunter2"), "{wrong}: {error}");

@@ -6,7 +6,7 @@ use crate::policy::{
     Actual, Cost, EstimateCost, Fields, KeyPart, KeyTemplate, Matcher, MissingKey, Override, Overrides,
     Quota, client,
 };
-use crate::store::redis::{Redis, RedisSettings, Shared};
+use crate::store::redis::{Login, Redis, RedisSettings, Shared, Topology};
 use crate::store::{Memory, MemorySettings};
 use crate::telemetry::metrics::Metrics;
 use http::{HeaderMap, Method};
@@ -15,11 +15,11 @@ const PATH: Settings = Settings::USUAL;
 
 /// Nobody is asked before a connection is there.
 const NOBODY: RedisSettings = RedisSettings {
-    host: String::new(),
-    port: 0,
+    topology: Topology::Standalone,
+    servers: Vec::new(),
     database: 0,
-    username: None,
-    password: None,
+    login: Login { username: None, password: None },
+    tls: None,
     key_prefix: String::new(),
     instances: 1,
     timeout: Duration::from_millis(50),

@@ -196,6 +196,18 @@ pub struct Standing {
     pub refusal: Option<Refusal>,
 }
 
+impl Standing {
+    /// The same, told by another clock: the one that said `to_us` when this one said `from_us`.
+    pub fn on_clock(self, from_us: u64, to_us: u64) -> Self {
+        let told = |at_us: u64| to_us.saturating_add(at_us.saturating_sub(from_us));
+        let refusal = match self.refusal {
+            Some(Refusal::Until(until_us)) => Some(Refusal::Until(told(until_us))),
+            refusal => refusal,
+        };
+        Self { grows_at_us: self.grows_at_us.map(told), refusal, ..self }
+    }
+}
+
 /// The answer to one question: all enforced charges were made, or none was.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Decision {

@@ -88,7 +88,8 @@ impl Store {
         match answer {
             Ok(decision) => {
                 local.remember(charges, &decision, asked.into_std());
-                if !decision.admitted {
+                // A reservation that another slot's refusal undoes is no reason to refuse for longer.
+                if !decision.admitted && !redis.is_split(charges) {
                     refusals.remember(charges, &decision, asked, Instant::now());
                 }
                 Ok((decision, Source::Redis))

@@ -192,10 +192,8 @@ async fn wrong_questions_get_answers_that_help() {
     }
     office.redis.kill();
     let ended = office.says(&["keys", "list"]).await;
-    assert_eq!(
-        (ended.status.code(), ended.stderr.as_str()),
-        (Some(1), "error: Redis gave no answer (refused)\n")
-    );
+    assert_eq!(ended.status.code(), Some(1));
+    assert!(ended.stderr.starts_with("error: Redis gave no answer (refused): "), "{}", ended.stderr);
     let told = office.tells(&["explain", "GET", "/api/pay/1"]).await;
     assert!(told.contains("Where limits stand is not known: the store gave no answer (refused)."), "{told}");
 }

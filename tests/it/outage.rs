@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 use tokio::task::{JoinHandle, JoinSet};
 
 /// `store.redis.timeout`: long enough that what waits for it stands out on a busy machine.
-const TIMEOUT: Duration = Duration::from_millis(200);
+pub(crate) const TIMEOUT: Duration = Duration::from_millis(200);
 
 /// What a busy machine may add to a deadline.
-const SLACK: Duration = Duration::from_millis(100);
+pub(crate) const SLACK: Duration = Duration::from_millis(100);
 
 /// How long faults last that last.
 const OUTAGE: Duration = Duration::from_secs(1);
@@ -33,7 +33,7 @@ const CONTROLS: usize = 2;
 /// Between two requests of one connection.
 const PAUSE: Duration = Duration::from_millis(20);
 
-const POLICIES: &str = r#"
+pub(crate) const POLICIES: &str = r#"
 [[policy]]
 name = "open"
 match = { path = "/open" }
@@ -47,13 +47,13 @@ on_store_failure = "closed"
 "#;
 
 /// A proxy with two workers in front of an upstream.
-struct Rig {
-    proxy: Proxy,
-    upstream: Upstream,
+pub(crate) struct Rig {
+    pub(crate) proxy: Proxy,
+    pub(crate) upstream: Upstream,
 }
 
 /// Clients that ask all the time.
-struct Load {
+pub(crate) struct Load {
     asked: Arc<Mutex<Vec<Asked>>>,
     stop: Arc<AtomicBool>,
     clients: Vec<JoinHandle<()>>,
@@ -62,7 +62,7 @@ struct Load {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+pub(crate) enum Way {
     Open,
     Closed,
     /// No policy applies.
@@ -71,24 +71,29 @@ enum Way {
 
 /// One request and its answer.
 #[derive(Clone, Copy, Debug)]
-struct Asked {
-    way: Way,
-    sent: Instant,
-    took: Duration,
-    status: u16,
+pub(crate) struct Asked {
+    pub(crate) way: Way,
+    pub(crate) sent: Instant,
+    pub(crate) took: Duration,
+    pub(crate) status: u16,
     /// It carries rate-limit fields, so it was decided.
-    decided: bool,
+    pub(crate) decided: bool,
 }
 
 impl Rig {
     async fn new(redis_port: u16, policies: &str) -> Self {
+        Self::over(&format!("url = \"redis://127.0.0.1:{redis_port}/0\""), policies).await
+    }
+
+    /// With lines that say where Redis is.
+    pub(crate) async fn over(redis: &str, policies: &str) -> Self {
         let upstream = Upstream::echo().await;
-        let proxy = builder(redis_port, "1s", policies).upstream(upstream.address).start().await;
+        let proxy = builder_over(redis, "1s", policies).upstream(upstream.address).start().await;
         Self { proxy, upstream }
     }
 
     /// Starts the load and waits until all of it is decided by Redis.
-    async fn load(&self) -> Load {
+    pub(crate) async fn load(&self) -> Load {
         let load = Load {
             asked: Arc::default(),
             stop: Arc::default(),
@@ -165,7 +170,7 @@ impl Rig {
 
 impl Load {
     /// Waits until requests sent from `since` on have been decided by Redis for a while, on all connections.
-    async fn is_decided_since(&self, since: Instant) {
+    pub(crate) async fn is_decided_since(&self, since: Instant) {
         let wanted = 4 * CONNECTIONS;
         self.eventually("requests to be decided by Redis", |asked| {
             let mut newest = asked.iter().rev().filter(|asked| asked.way != Way::Past).take(wanted);
@@ -193,7 +198,7 @@ impl Load {
     }
 
     /// All that was asked. Fails if a client met what it should not.
-    async fn end(&self) -> Vec<Asked> {
+    pub(crate) async fn end(&self) -> Vec<Asked> {
         self.stop.store(true, Ordering::Relaxed);
         eventually("the clients to end", SOON, || {
             self.clients.iter().all(JoinHandle::is_finished).then_some(())
@@ -261,13 +266,18 @@ fn median(asked: &[Asked]) -> Duration {
 }
 
 fn builder(redis_port: u16, connect_timeout: &str, policies: &str) -> ProxyBuilder {
+    builder_over(&format!("url = \"redis://127.0.0.1:{redis_port}/0\""), connect_timeout, policies)
+}
+
+/// With lines that say where Redis is.
+fn builder_over(redis: &str, connect_timeout: &str, policies: &str) -> ProxyBuilder {
     let config = format!(
         r#"
 listen = {{ threads = 2 }}
 [store]
 kind = "redis"
 [store.redis]
-url = "redis://127.0.0.1:{redis_port}/0"
+{redis}
 key_prefix = "shop"
 timeout = "{}ms"
 connect_timeout = "{connect_timeout}"

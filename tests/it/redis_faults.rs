@@ -4,7 +4,7 @@ use crate::support::peer::{Relay, liar};
 use crate::support::redis::{Server, free_port, keys, ready, settings};
 use std::time::{Duration, Instant};
 use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Limit};
-use tidegate::store::redis::{Password, Redis, Script, Shared};
+use tidegate::store::redis::{Login, Password, Redis, Script, Shared};
 use tidegate::store::{Late, Store, Unavailable};
 use tokio::time::sleep;
 
@@ -237,7 +237,7 @@ async fn passwords_right_and_wrong() {
     for (password, kind) in [("secret", None), ("wrong", Some("noauth"))] {
         let password = Some(Password::new(password.to_owned()));
         let (_shared, redis) = ready(tidegate::store::redis::RedisSettings {
-            password,
+            login: Login { password, ..Login::default() },
             connect_timeout: Duration::from_millis(300),
             ..server.settings()
         })

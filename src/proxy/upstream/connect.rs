@@ -12,12 +12,12 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use tokio_rustls::rustls::pki_types::pem::PemObject;
-use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
-use tokio_rustls::rustls::{ClientConfig, RootCertStore, crypto::aws_lc_rs};
+use tokio_rustls::rustls::RootCertStore;
+use tokio_rustls::rustls::pki_types::ServerName;
 
 use super::{UpstreamError, UpstreamErrorKind, with_causes};
 use crate::proxy::UpstreamSettings;
+use crate::tls;
 
 /// Why https to the upstream cannot work; found at start.
 #[derive(Debug, thiserror::Error)]
@@ -94,12 +94,9 @@ fn connect_error(error: &io::Error) -> UpstreamError {
 fn tls_client(settings: &UpstreamSettings) -> Result<TlsConnector, SetupError> {
     let roots = match &settings.tls_ca {
         Some(path) => roots_from_file(path)?,
-        None => system_roots()?,
+        None => tls::system_roots().map_err(SetupError::NoSystemRoots)?,
     };
-    let mut config = ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
-        .with_safe_default_protocol_versions()?
-        .with_root_certificates(roots)
-        .with_no_client_auth();
+    let mut config = tls::client(roots, None)?;
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(TlsConnector::from(Arc::new(config)))
 }
@@ -111,27 +108,8 @@ fn server_name(settings: &UpstreamSettings) -> Result<ServerName<'static>, Setup
 
 fn roots_from_file(path: &PathBuf) -> Result<RootCertStore, SetupError> {
     let unreadable = |reason: String| SetupError::Ca { path: path.clone(), reason };
-    let mut roots = RootCertStore::empty();
-    for certificate in CertificateDer::pem_file_iter(path).map_err(|error| unreadable(error.to_string()))? {
-        let certificate = certificate.map_err(|error| unreadable(error.to_string()))?;
-        roots.add(certificate).map_err(|error| unreadable(error.to_string()))?;
-    }
-    if roots.is_empty() {
-        return Err(unreadable("there is no PEM certificate in it".to_owned()));
-    }
-    Ok(roots)
-}
-
-fn system_roots() -> Result<RootCertStore, SetupError> {
-    let found = rustls_native_certs::load_native_certs();
-    let mut roots = RootCertStore::empty();
-    // A system's bundle may hold what rustls does not accept; one bad apple is no reason to stop.
-    roots.add_parsable_certificates(found.certs);
-    if roots.is_empty() {
-        let reason = found.errors.first().map_or_else(|| "none found".to_owned(), ToString::to_string);
-        return Err(SetupError::NoSystemRoots(reason));
-    }
-    Ok(roots)
+    let pem = std::fs::read(path).map_err(|error| unreadable(error.to_string()))?;
+    tls::roots(&pem).map_err(unreadable)
 }
 
 impl fmt::Debug for Connector {

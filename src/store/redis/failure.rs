@@ -1,6 +1,10 @@
 //! What can go wrong with Redis, in stable words.
 
 use redis::{ErrorKind, RedisError, ServerErrorKind};
+use std::error::Error;
+use std::io;
+use std::sync::Arc;
+use tokio_rustls::rustls;
 
 /// Why Redis gave no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,6 +17,8 @@ pub(super) enum Failure {
     Refused,
     /// The name does not resolve.
     Dns,
+    /// One side does not accept the other's certificate, or does not speak TLS.
+    Tls,
     /// A replica.
     ReadOnly,
     /// Still reading its data from disk.
@@ -35,9 +41,46 @@ pub(super) enum Failure {
     Other,
 }
 
+/// Why there is no connection: the word for machines, and what the other side or the system said, for people.
+#[derive(Debug)]
+pub(super) struct Trouble {
+    pub(super) failure: Failure,
+    pub(super) why: String,
+}
+
+impl Trouble {
+    pub(super) fn new(failure: Failure, why: impl Into<String>) -> Self {
+        Self { failure, why: why.into() }
+    }
+}
+
+impl From<Failure> for Trouble {
+    fn from(failure: Failure) -> Self {
+        Self::new(failure, failure.word())
+    }
+}
+
+impl From<tokio::time::error::Elapsed> for Trouble {
+    fn from(_: tokio::time::error::Elapsed) -> Self {
+        Self::new(Failure::Timeout, "no answer in time")
+    }
+}
+
+impl From<io::Error> for Trouble {
+    fn from(error: io::Error) -> Self {
+        Self::from(RedisError::from(error))
+    }
+}
+
+impl From<RedisError> for Trouble {
+    fn from(error: RedisError) -> Self {
+        Self::new(Failure::from(&error), error.to_string())
+    }
+}
+
 impl Failure {
     /// Every [`Failure::word`], in alphabetical order.
-    pub(super) const WORDS: [&str; 16] = [
+    pub(super) const WORDS: [&str; 17] = [
         "busy",
         "clusterdown",
         "connection",
@@ -53,6 +96,7 @@ impl Failure {
         "refused",
         "reply",
         "timeout",
+        "tls",
         "wrongtype",
     ];
 
@@ -63,6 +107,7 @@ impl Failure {
             Self::Connection => "connection",
             Self::Refused => "refused",
             Self::Dns => "dns",
+            Self::Tls => "tls",
             Self::ReadOnly => "readonly",
             Self::Loading => "loading",
             Self::MasterDown => "masterdown",
@@ -107,6 +152,7 @@ impl From<&RedisError> for Failure {
         match error.kind() {
             ErrorKind::AuthenticationFailed => return Self::NoAuth,
             ErrorKind::Parse | ErrorKind::UnexpectedReturnType => return Self::Reply,
+            ErrorKind::Io if is_tls(error) => return Self::Tls,
             ErrorKind::Io if error.is_timeout() => return Self::Timeout,
             ErrorKind::Io => return Self::Connection,
             ErrorKind::Server(ServerErrorKind::NoScript) => return Self::NoScript,
@@ -127,6 +173,24 @@ impl From<&RedisError> for Failure {
             _ => Self::Other,
         }
     }
+}
+
+/// What rustls has to say comes wrapped into an error of input and output.
+fn is_tls(error: &RedisError) -> bool {
+    let mut cause: Option<&(dyn Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        let inner = match error.downcast_ref::<io::Error>().or_else(|| {
+            error.downcast_ref::<Arc<dyn Error + Send + Sync>>().and_then(|error| error.downcast_ref())
+        }) {
+            Some(error) => error.get_ref().map(|inner| inner as &(dyn Error + 'static)),
+            None => None,
+        };
+        if inner.is_some_and(|inner| inner.is::<rustls::Error>()) {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
 }
 
 #[cfg(test)]

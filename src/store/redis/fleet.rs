@@ -5,8 +5,9 @@
 //! It says that the process lives only when nothing is left to write back, so who is heard of after an outage has
 //! told all.
 
-use super::Redis;
+use super::cluster::slot_of_name;
 use super::failure::Failure;
+use super::{Redis, Way};
 use crate::store::{Late, Share};
 use redis::{Cmd, Value};
 use std::collections::hash_map::RandomState;
@@ -188,9 +189,16 @@ async fn ask(redis: &Redis, does: Does, since_us: Option<u64>) -> Result<Seen, F
 }
 
 async fn run(redis: &Redis, command: &Cmd) -> Result<Value, Failure> {
-    let state = redis.link.state();
-    let super::State::Up(live) = &*state else { return Err(Failure::Connection) };
     let within = redis.context.settings.connect_timeout;
+    let link = match &redis.way {
+        Way::One(link) => link,
+        Way::Cluster(cluster) => {
+            let slot = slot_of_name(&redis.context.script.instances_key());
+            return cluster.call(slot, command, Instant::now() + within).await;
+        }
+    };
+    let state = link.state();
+    let super::State::Up(live) = &*state else { return Err(Failure::Connection) };
     let reply = timeout(within, live.run(command)).await.unwrap_or_else(|late| Err(late.into()));
     if let Err(failure) = reply {
         redis.context.health.count(failure);

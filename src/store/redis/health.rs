@@ -1,6 +1,6 @@
 //! Whether Redis can be asked: the breaker, the counters of failures, and one log line per change.
 
-use super::failure::Failure;
+use super::failure::{Failure, Trouble};
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -76,7 +76,7 @@ impl Health {
         let mut state = self.state.lock();
         if !self.open.swap(true, Ordering::Relaxed) {
             state.breaker_open = true;
-            state.tell_change(failure);
+            state.tell_change(&failure.into());
         }
     }
 
@@ -98,7 +98,7 @@ impl Health {
         state.seen = true;
         if self.open.swap(false, Ordering::Relaxed) {
             state.breaker_open = false;
-            state.tell_change(Failure::Other);
+            state.tell_change(&Failure::Other.into());
         }
     }
 
@@ -110,26 +110,27 @@ impl Health {
         }
     }
 
-    pub(super) fn link_lost(&self, failure: Failure) {
+    pub(super) fn link_lost(&self, trouble: &Trouble) {
         let mut state = self.state.lock();
         state.links_down += 1;
-        state.tell_change(failure);
+        state.tell_change(trouble);
     }
 
     pub(super) fn link_restored(&self) {
         let mut state = self.state.lock();
         state.links_down = state.links_down.saturating_sub(1);
-        state.tell_change(Failure::Other);
+        state.tell_change(&Failure::Other.into());
     }
 }
 
 impl State {
-    fn tell_change(&mut self, failure: Failure) {
+    fn tell_change(&mut self, trouble: &Trouble) {
         let down = self.links_down > 0 || self.breaker_open;
         match (down, self.down_since) {
             (true, None) => {
                 self.down_since = Some(Instant::now());
-                tracing::warn!(kind = failure.word(), "Redis is down: policies decide by on_store_failure");
+                let (kind, reason) = (trouble.failure.word(), &trouble.why);
+                tracing::warn!(kind, reason, "Redis is down: policies decide by on_store_failure");
             }
             (false, Some(since)) => {
                 self.down_since = None;
@@ -200,7 +201,7 @@ mod tests {
                 health.failed(Failure::OutOfMemory);
                 health.foreign(|| "key".to_owned());
             }
-            health.link_lost(Failure::Connection);
+            health.link_lost(&Failure::Connection.into());
             for _ in 0..1000 {
                 health.failed(Failure::Connection);
             }
@@ -218,8 +219,8 @@ mod tests {
     fn it_is_up_when_every_link_is() {
         let health = Health::new(9);
         health.probed();
-        health.link_lost(Failure::Connection);
-        health.link_lost(Failure::Connection);
+        health.link_lost(&Failure::Connection.into());
+        health.link_lost(&Failure::Connection.into());
         health.link_restored();
         assert!(!health.is_up());
         health.link_restored();

@@ -4,21 +4,21 @@
 //! redis-rs' own `ConnectionManager` was not taken: it makes callers wait through its retries, and stays on a
 //! hung server and on a demoted master for ever.
 
-use super::RedisSettings;
-use super::failure::Failure;
+use super::connect::{self, Address, Task};
+use super::failure::{Failure, Trouble};
 use super::health::Health;
 use super::script::Script;
+use super::sentinel::Sentinels;
+use super::{RedisSettings, Topology};
 use crate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
 use crate::store::Local;
 use arc_swap::ArcSwap;
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Cmd, RedisConnectionInfo, RedisResult, Value};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use redis::{Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-use tokio::net::TcpStream;
 use tokio::sync::{Notify, watch};
-use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 
 /// Pause between attempts to connect: doubled up to the largest, and jittered down to half.
@@ -30,12 +30,6 @@ const SETTLED: Duration = Duration::from_secs(1);
 
 /// Consecutive timeouts after which a connection is given up: the server may hang, or be another by now.
 const MAX_TIMEOUTS: u32 = 3;
-
-/// Commands that wait to be written.
-const QUEUE: usize = 1024;
-
-/// A dead peer is noticed by these when no request is there to notice it.
-const KEEPALIVE: Duration = Duration::from_secs(15);
 
 /// Whose counter proves that Redis takes our writes. No policy can have this name.
 pub(super) const PROBE: &str = "-probe";
@@ -58,7 +52,21 @@ pub(super) struct Context {
 pub(super) struct Link {
     state: Arc<ArcSwap<State>>,
     ready: watch::Receiver<bool>,
-    _supervisor: Task,
+    context: Arc<Context>,
+    /// The health counts it as down.
+    lost: Arc<AtomicBool>,
+    supervisor: Task,
+}
+
+/// Whom a link leads to.
+#[derive(Debug)]
+pub(super) struct Target {
+    /// `None`: the master of whom the sentinels know.
+    address: Option<Address>,
+    /// The counter that proves that the server takes our writes.
+    probe: Key,
+    /// Sentinels asked so far: each time another is the first.
+    asked: AtomicUsize,
 }
 
 #[derive(Debug)]
@@ -80,17 +88,64 @@ pub(super) struct Live {
     wanted: watch::Sender<u64>,
 }
 
-/// Ends with its owner.
-#[derive(Debug)]
-pub(super) struct Task(pub(super) JoinHandle<()>);
+impl Target {
+    /// The one server that writes go to.
+    pub(super) fn of(settings: &RedisSettings) -> Self {
+        let is_known = settings.topology == Topology::Standalone;
+        let address = settings.servers.first().filter(|_| is_known).cloned();
+        Self {
+            address,
+            probe: KeyBuilder::new(PROBE).finish(),
+            asked: AtomicUsize::new(fastrand::usize(..1024)),
+        }
+    }
+
+    /// A server of several, which proves itself on a counter that is its own.
+    pub(super) fn node(address: Address, probe: Key) -> Self {
+        Self { address: Some(address), probe, asked: AtomicUsize::new(0) }
+    }
+
+    /// Where to connect to now.
+    async fn locate(&self, settings: &RedisSettings) -> Result<Address, Trouble> {
+        match (&self.address, &settings.topology) {
+            (Some(address), _) => Ok(address.clone()),
+            (None, Topology::Sentinel { master, login }) => {
+                let first = self.asked.fetch_add(1, Ordering::Relaxed);
+                Sentinels { settings, master, login }.master(first).await
+            }
+            (None, _) => Err(Trouble::new(Failure::Dns, "no address is known")),
+        }
+    }
+
+    /// Ends when the server at an address is no longer the one.
+    async fn moved(&self, settings: &RedisSettings, from: &Address) {
+        match &settings.topology {
+            Topology::Sentinel { master, login } => {
+                let first = self.asked.load(Ordering::Relaxed);
+                Sentinels { settings, master, login }.moved(from, first).await;
+            }
+            _ => std::future::pending().await,
+        }
+    }
+}
 
 impl Link {
     /// Connects, and stays connected as long as the link lives.
-    pub(super) fn start(context: Arc<Context>) -> Self {
+    pub(super) fn start(context: Arc<Context>, target: Target) -> Self {
         let state = Arc::new(ArcSwap::from_pointee(State::Down(Failure::Connection)));
         let (set_ready, ready) = watch::channel(false);
-        let supervisor = supervise(context, Arc::clone(&state), set_ready);
-        Self { state, ready, _supervisor: Task(tokio::spawn(supervisor)) }
+        let lost = Arc::default();
+        let supervisor =
+            supervise(Arc::clone(&context), target, Arc::clone(&state), Arc::clone(&lost), set_ready);
+        Self { state, ready, context, lost, supervisor: Task(tokio::spawn(supervisor)) }
+    }
+
+    /// Ends: nobody is missing this server any more.
+    pub(super) fn retire(&self) {
+        self.supervisor.0.abort();
+        if self.lost.swap(false, Ordering::Relaxed) {
+            self.context.health.link_restored();
+        }
     }
 
     pub(super) fn state(&self) -> Arc<State> {
@@ -107,10 +162,21 @@ impl Link {
 impl Live {
     /// Runs a program, and loads all again if Redis does not have it. The caller sets the deadline.
     pub(super) async fn run(&self, command: &Cmd) -> Result<Value, Failure> {
+        self.answer(command, false).await.map_err(|error| Failure::from(&error))
+    }
+
+    /// The same, with the whole error. `asking`: a node that is just taking over the key's slot shall answer.
+    pub(super) async fn answer(&self, command: &Cmd, asking: bool) -> RedisResult<Value> {
         loop {
             let loads = *self.loads.borrow();
-            match failure_of(self.connection.clone().send_packed_command(command).await) {
-                Err(Failure::NoScript) => self.reloaded(loads).await,
+            let answer = match asking {
+                false => self.send(command).await,
+                true => self.send_asking(command).await,
+            };
+            match answer {
+                Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
+                    self.reloaded(loads).await;
+                }
                 answer => {
                     if self.timeouts.load(Ordering::Relaxed) != 0 {
                         self.timeouts.store(0, Ordering::Relaxed);
@@ -121,14 +187,37 @@ impl Live {
         }
     }
 
+    async fn send(&self, command: &Cmd) -> RedisResult<Value> {
+        match self.connection.clone().send_packed_command(command).await? {
+            Value::ServerError(error) => Err(error.into()),
+            value => Ok(value),
+        }
+    }
+
+    async fn send_asking(&self, command: &Cmd) -> RedisResult<Value> {
+        let mut both = redis::pipe();
+        both.cmd("ASKING").add_command(command.clone());
+        let replies = self.connection.clone().send_packed_commands(&both, 1, 1).await?;
+        match replies.into_iter().next() {
+            Some(Value::ServerError(error)) => Err(error.into()),
+            Some(value) => Ok(value),
+            None => Err(RedisError::from((ErrorKind::UnexpectedReturnType, "no reply"))),
+        }
+    }
+
     /// Notes a failed call; the connection is replaced if that may help.
     pub(super) fn failed(&self, failure: Failure) {
         let hangs = failure == Failure::Timeout
             && self.timeouts.fetch_add(1, Ordering::Relaxed).saturating_add(1) >= MAX_TIMEOUTS;
         if hangs || failure.ends_connection() {
-            self.given_up.get_or_init(|| failure);
-            self.gave_up.notify_one();
+            self.give_up(failure);
         }
+    }
+
+    /// Has the connection replaced.
+    pub(super) fn give_up(&self, failure: Failure) {
+        self.given_up.get_or_init(|| failure);
+        self.gave_up.notify_one();
     }
 
     /// Waits until the programs were loaded more often than `loads` times. The supervisor loads them once for
@@ -152,37 +241,42 @@ impl Live {
     }
 }
 
-impl Drop for Task {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
-
-async fn supervise(context: Arc<Context>, state: Arc<ArcSwap<State>>, ready: watch::Sender<bool>) {
+async fn supervise(
+    context: Arc<Context>,
+    target: Target,
+    state: Arc<ArcSwap<State>>,
+    lost: Arc<AtomicBool>,
+    ready: watch::Sender<bool>,
+) {
     let health = &context.health;
-    let (mut lost, mut pause) = (false, FIRST_PAUSE);
+    let mut pause = FIRST_PAUSE;
     loop {
         let started = Instant::now();
-        let connected = timeout(context.settings.connect_timeout, connect(&context)).await;
-        let failure = match connected.unwrap_or_else(|late| Err(late.into())) {
-            Ok((live, mut driver)) => {
+        let connected = timeout(context.settings.connect_timeout, connect(&context, &target)).await;
+        let trouble = match connected.unwrap_or_else(|late| Err(late.into())) {
+            Ok((live, address, mut driver)) => {
                 let up = Arc::new(State::Up(live));
                 state.store(Arc::clone(&up));
-                if std::mem::take(&mut lost) {
+                if lost.swap(false, Ordering::Relaxed) {
                     health.link_restored();
                 }
                 health.probed();
                 ready.send_replace(true);
-                attend(&context, &up, &mut driver).await
+                tokio::select! {
+                    failure = attend(&context, &target, &up, &mut driver) => failure.into(),
+                    () = target.moved(&context.settings, &address) => {
+                        Trouble::new(Failure::ReadOnly, format!("{address} is no longer the master"))
+                    }
+                }
             }
-            Err(failure) => {
-                health.count(failure);
-                failure
+            Err(trouble) => {
+                health.count(trouble.failure);
+                trouble
             }
         };
-        state.store(Arc::new(State::Down(failure)));
-        if !std::mem::replace(&mut lost, true) {
-            health.link_lost(failure);
+        state.store(Arc::new(State::Down(trouble.failure)));
+        if !lost.swap(true, Ordering::Relaxed) {
+            health.link_lost(&trouble);
         }
         pause = if started.elapsed() >= SETTLED { FIRST_PAUSE } else { (pause * 2).min(LARGEST_PAUSE) };
         sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
@@ -190,7 +284,7 @@ async fn supervise(context: Arc<Context>, state: Arc<ArcSwap<State>>, ready: wat
 }
 
 /// Serves a live connection until it has to be replaced, and says why.
-async fn attend(context: &Context, state: &State, driver: &mut Task) -> Failure {
+async fn attend(context: &Context, target: &Target, state: &State, driver: &mut Task) -> Failure {
     let State::Up(live) = state else { return Failure::Connection };
     loop {
         tokio::select! {
@@ -200,7 +294,7 @@ async fn attend(context: &Context, state: &State, driver: &mut Task) -> Failure 
             }
             number = live.load_wanted() => {
                 let loaded = timeout(context.settings.timeout, load(context, live)).await;
-                match loaded.unwrap_or_else(|late| Err(late.into())) {
+                match loaded.map_err(Failure::from).and_then(|done| done.map_err(|error| Failure::from(&error))) {
                     Ok(()) => drop(live.loads.send_replace(number)),
                     Err(failure) => return failure,
                 }
@@ -209,11 +303,11 @@ async fn attend(context: &Context, state: &State, driver: &mut Task) -> Failure 
                 if !context.health.is_open() {
                     continue;
                 }
-                match prove(context, live).await {
+                match prove(context, target, live).await {
                     Ok(()) => context.health.probed(),
-                    Err(failure) => {
-                        context.health.count(failure);
-                        live.failed(failure);
+                    Err(trouble) => {
+                        context.health.count(trouble.failure);
+                        live.failed(trouble.failure);
                     }
                 }
             }
@@ -221,20 +315,10 @@ async fn attend(context: &Context, state: &State, driver: &mut Task) -> Failure 
     }
 }
 
-pub(super) async fn connect(context: &Context) -> Result<(Live, Task), Failure> {
-    let settings = &context.settings;
-    let Ok(addresses) = tokio::net::lookup_host((settings.host.as_str(), settings.port)).await else {
-        return Err(Failure::Dns);
-    };
-    let addresses: Vec<_> = addresses.collect();
-    let stream = TcpStream::connect(addresses.as_slice()).await?;
-    tune(&stream, settings)?;
-    // Deadlines are ours: per decision and all in.
-    let config = AsyncConnectionConfig::new().set_response_timeout(None).set_pipeline_buffer_size(QUEUE);
-    let (connection, driver) = MultiplexedConnection::new_with_config(&identity(settings), stream, config)
-        .await
-        .map_err(|error| Failure::from(&error))?;
-    let driver = Task(tokio::spawn(driver));
+/// Connects to a target and has it prove itself. The caller sets the deadline.
+pub(super) async fn connect(context: &Context, target: &Target) -> Result<(Live, Address, Task), Trouble> {
+    let address = target.locate(&context.settings).await?;
+    let (connection, driver) = connect::open(&address, context.settings.how()).await?;
     let live = Live {
         connection,
         timeouts: AtomicU32::new(0),
@@ -247,70 +331,50 @@ pub(super) async fn connect(context: &Context) -> Result<(Live, Task), Failure> 
     // most, and says of more that the protocol is broken: nobody would learn that a password is missing.
     let nothing = context.script.decide(&[], None);
     loaded(context, &live, &nothing).await?;
-    prove(context, &live).await?;
+    prove(context, target, &live).await?;
     check_eviction(context, &live).await;
-    Ok((live, driver))
+    Ok((live, address, driver))
 }
 
-/// Runs a program without the supervisor's help: it is the supervisor who asks.
-async fn loaded(context: &Context, live: &Live, command: &Cmd) -> Result<Value, Failure> {
-    let run = async || failure_of(live.connection.clone().send_packed_command(command).await);
-    match run().await {
-        Err(Failure::NoScript) => {
+/// Runs a program without the supervisor's help: it is the supervisor who asks, or there is none.
+pub(super) async fn loaded(context: &Context, live: &Live, command: &Cmd) -> RedisResult<Value> {
+    match live.send(command).await {
+        Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
             load(context, live).await?;
-            run().await
+            live.send(command).await
         }
         answer => answer,
     }
 }
 
-async fn load(context: &Context, live: &Live) -> Result<(), Failure> {
+async fn load(context: &Context, live: &Live) -> RedisResult<()> {
     let loads = context.script.load();
-    let replies = live.connection.clone().send_packed_commands(&loads, 0, loads.len()).await;
-    for reply in replies.map_err(|error| Failure::from(&error))? {
-        failure_of(Ok(reply))?;
+    for reply in live.connection.clone().send_packed_commands(&loads, 0, loads.len()).await? {
+        if let Value::ServerError(error) = reply {
+            return Err(error.into());
+        }
     }
     Ok(())
-}
-
-fn tune(stream: &TcpStream, settings: &RedisSettings) -> std::io::Result<()> {
-    stream.set_nodelay(true)?;
-    let socket = socket2::SockRef::from(stream);
-    let keepalive = socket2::TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE / 3);
-    socket.set_tcp_keepalive(&keepalive)?;
-    #[cfg(target_os = "linux")]
-    socket.set_tcp_user_timeout(Some(settings.connect_timeout.max(SETTLED)))?;
-    Ok(())
-}
-
-fn identity(settings: &RedisSettings) -> RedisConnectionInfo {
-    let mut identity = RedisConnectionInfo::default().set_db(settings.database);
-    if let Some(username) = &settings.username {
-        identity = identity.set_username(username);
-    }
-    if let Some(password) = &settings.password {
-        identity = identity.set_password(password.expose());
-    }
-    identity
 }
 
 /// Asks for a decision as requests do, within their deadline, on a counter of our own that lives a millisecond:
 /// whoever answers has the script, a clock and memory, and takes our writes.
-async fn prove(context: &Context, live: &Live) -> Result<(), Failure> {
+async fn prove(context: &Context, target: &Target, live: &Live) -> Result<(), Trouble> {
     let limit =
         Limit { requests: MAX_UNITS, per_us: 1000, algorithm: Algorithm::FixedWindow { offset_us: 0 } };
-    let key = probe_key();
-    let charges = [Charge::new(&limit, &key, 1)];
+    let charges = [Charge::new(&limit, &target.probe, 1)];
     let command = context.script.decide(&charges, None);
-    let reply = timeout(context.settings.timeout, loaded(context, live, &command)).await??;
+    let reply = match timeout(context.settings.timeout, loaded(context, live, &command)).await? {
+        // The slot has moved since: this node knows its place, and the map of slots is being renewed.
+        Err(error) if context.settings.topology == Topology::Cluster && error.redirect_node().is_some() => {
+            return Ok(());
+        }
+        reply => reply?,
+    };
     match Script::decision(&reply, &charges) {
         Some(decision) if decision.admitted => Ok(()),
-        _ => Err(Failure::Reply),
+        _ => Err(Trouble::new(Failure::Reply, "the answer makes no sense")),
     }
-}
-
-fn probe_key() -> Key {
-    KeyBuilder::new(PROBE).finish()
 }
 
 /// Once per process, and of a proven server only: a Redis that evicts forgets who has used what.
@@ -321,20 +385,12 @@ async fn check_eviction(context: &Context, live: &Live) {
     let mut command = Cmd::new();
     command.arg("CONFIG").arg("GET").arg("maxmemory-policy");
     // An ACL may forbid the question.
-    let Ok(reply) = failure_of(live.connection.clone().send_packed_command(&command).await) else { return };
+    let Ok(reply) = live.send(&command).await else { return };
     let Ok((_, policy)) = redis::from_redis_value::<(String, String)>(reply) else { return };
     if !context.eviction_checked.swap(true, Ordering::Relaxed) && policy != "noeviction" {
         tracing::warn!(
             maxmemory_policy = policy,
             "Redis may evict counters, which admits more than the limits say: set maxmemory-policy noeviction"
         );
-    }
-}
-
-fn failure_of(reply: RedisResult<Value>) -> Result<Value, Failure> {
-    match reply {
-        Ok(Value::ServerError(error)) => Err(Failure::from(&error.into())),
-        Ok(value) => Ok(value),
-        Err(error) => Err(Failure::from(&error)),
     }
 }

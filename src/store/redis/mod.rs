@@ -1,25 +1,33 @@
 //! Counters in Redis, shared by every replica.
 //!
 //! One script decides all limits of a request in one round trip, on the server's clock (`script`, `decide.lua`).
-//! It needs Redis 6.2 (SET with PXAT). Each worker has a connection and a task that keeps it (`link`); the breaker is the process's (`health`).
+//! It needs Redis 6.2 (SET with PXAT). Each worker has a connection and a task that keeps it (`link`), opened by
+//! `connect` at the address that is given, that the sentinels name (`sentinel`), or that a cluster's map of slots
+//! does (`cluster`); the breaker is the process's (`health`).
 //! One of the workers counts the instances, and writes back what was admitted while Redis was away (`fleet`).
 
+mod cluster;
+mod connect;
 mod failure;
 mod fleet;
 mod health;
 mod inspect;
 mod link;
 mod script;
+mod sentinel;
 
+pub use connect::{Address, Login, Tls};
 pub use inspect::{Counter, InspectError, Inspector};
 pub use script::Script;
 
 use super::{Late, Local, Unavailable};
 use crate::clock::Clock;
 use crate::limiter::{Algorithm, Amendment, Charge, Decision};
+use cluster::Cluster;
+use connect::{How, Task};
 use failure::Failure;
 use health::Health;
-use link::{Context, Link, State, Task};
+use link::{Context, Link, State, Target};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,15 +42,23 @@ fn is_long(late: &Late<'_>) -> bool {
     late.limit.algorithm == Algorithm::SlidingLog && matches!(late.amendment, Amendment::Credit { .. })
 }
 
+/// Amendments as they are sent together, in order.
+fn calls<'l, 'a>(late: &'l [Late<'a>]) -> impl Iterator<Item = &'l [Late<'a>]> {
+    let alike = late.chunk_by(|one, next| !is_long(one) && !is_long(next));
+    alike.flat_map(|late| late.chunks(LATE_PER_CALL))
+}
+
 /// Which Redis, and how long to wait for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RedisSettings {
-    /// A name or an address, without brackets.
-    pub host: String,
-    pub port: u16,
+    pub topology: Topology,
+    /// The server; the sentinels; some nodes of the cluster.
+    pub servers: Vec<Address>,
     pub database: i64,
-    pub username: Option<String>,
-    pub password: Option<Password>,
+    /// For the servers that hold counters.
+    pub login: Login,
+    /// `None`: in the clear.
+    pub tls: Option<Tls>,
     /// Separates the counters of services that share a Redis.
     pub key_prefix: String,
     /// How many instances share the limits, at least 1, until they have been counted.
@@ -56,6 +72,19 @@ pub struct RedisSettings {
     pub probe_interval: Duration,
 }
 
+/// What stands at the addresses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Topology {
+    /// One server, or whatever stands behind one address.
+    Standalone,
+    /// Sentinels that know the master of this name.
+    Sentinel {
+        master: String,
+        login: Login,
+    },
+    Cluster,
+}
+
 /// What the workers of one process share: settings, breaker, counters.
 #[derive(Clone, Debug)]
 pub struct Shared(Arc<Context>);
@@ -64,9 +93,23 @@ pub struct Shared(Arc<Context>);
 #[derive(Clone, Debug)]
 pub struct Redis {
     context: Arc<Context>,
-    link: Arc<Link>,
+    way: Way,
     /// Of the one that speaks for the process.
     beating: Option<Arc<Task>>,
+}
+
+/// How a worker reaches the server that holds a key.
+#[derive(Clone, Debug)]
+enum Way {
+    One(Arc<Link>),
+    Cluster(Arc<Cluster>),
+}
+
+impl RedisSettings {
+    fn how(&self) -> How<'_> {
+        let Self { login, database, tls, connect_timeout, .. } = self;
+        How { login, database: *database, tls: tls.as_ref(), connect_timeout: *connect_timeout }
+    }
 }
 
 /// A secret that never shows itself in logs.
@@ -110,7 +153,14 @@ impl Redis {
     /// Starts connecting, and stays connected until the last clone is dropped. Call it on the worker's runtime.
     pub fn start(shared: &Shared) -> Self {
         let context = Arc::clone(&shared.0);
-        Self { link: Arc::new(Link::start(Arc::clone(&context))), context, beating: None }
+        let way = match context.settings.topology {
+            Topology::Cluster => Way::Cluster(Arc::new(Cluster::start(Arc::clone(&context)))),
+            _ => {
+                let target = Target::of(&context.settings);
+                Way::One(Arc::new(Link::start(Arc::clone(&context), target)))
+            }
+        };
+        Self { way, context, beating: None }
     }
 
     /// Makes the process known to the others that share its limits, and keeps it in their count until
@@ -137,12 +187,23 @@ impl Redis {
 
     /// Whether a question would be sent at all.
     pub fn is_reachable(&self) -> bool {
-        !self.breaker_open() && matches!(&*self.link.state(), State::Up(_))
+        let is_up = match &self.way {
+            Way::One(link) => matches!(&*link.state(), State::Up(_)),
+            // Each question finds out for itself whether its node is there.
+            Way::Cluster(_) => true,
+        };
+        is_up && !self.breaker_open()
     }
 
     /// Ends when this worker's first connection is ready, or `connect_timeout` has passed.
     pub async fn first_ready(&self) {
-        drop(timeout(self.context.settings.connect_timeout, self.link.ready()).await);
+        let ready = async {
+            match &self.way {
+                Way::One(link) => link.ready().await,
+                Way::Cluster(cluster) => cluster.ready().await,
+            }
+        };
+        drop(timeout(self.context.settings.connect_timeout, ready).await);
     }
 
     /// Whether failures have stopped requests from asking Redis.
@@ -156,8 +217,16 @@ impl Redis {
     /// [`Unavailable`] with the failure's word. After a timeout or a lost connection the charges may have been
     /// made: too strict, never too lax.
     pub async fn decide(&self, charges: &[Charge<'_>], asked: Instant) -> Result<Decision, Unavailable> {
+        let deadline = asked + self.context.settings.timeout;
+        let link = match &self.way {
+            Way::One(link) => link,
+            Way::Cluster(cluster) => {
+                let answer = cluster.decide(charges, deadline).await;
+                return answer.map_err(|failure| self.unavailable(failure.word()));
+            }
+        };
         let health = &self.context.health;
-        let state = self.link.state();
+        let state = link.state();
         let live = match &*state {
             State::Up(live) => live,
             State::Down(failure) => {
@@ -166,7 +235,6 @@ impl Redis {
             }
         };
         let command = self.context.script.decide(charges, None);
-        let deadline = asked + self.context.settings.timeout;
         let reply = timeout_at(deadline, live.run(&command)).await.unwrap_or_else(|late| Err(late.into()));
         let failure = match reply {
             Ok(reply) => match Script::decision(&reply, charges) {
@@ -179,7 +247,9 @@ impl Redis {
             Err(failure) => failure,
         };
         match failure {
-            Failure::WrongType(position) => health.foreign(|| self.counter(charges, position)),
+            Failure::WrongType(position) => {
+                health.foreign(|| self.context.script.counter_at(charges, position))
+            }
             failure => {
                 health.failed(failure);
                 live.failed(failure);
@@ -194,12 +264,16 @@ impl Redis {
     /// # Errors
     /// As [`Redis::decide`], of the last call that failed.
     pub async fn amend(&self, late: &[Late<'_>]) -> Result<(), Unavailable> {
+        let link = match &self.way {
+            Way::One(link) => link,
+            Way::Cluster(cluster) => {
+                return cluster.amend(late).await.map_err(|failure| self.unavailable(failure.word()));
+            }
+        };
         let health = &self.context.health;
         let mut failed = Ok(());
-        for late in
-            late.chunk_by(|one, next| !is_long(one) && !is_long(next)).flat_map(|of| of.chunks(LATE_PER_CALL))
-        {
-            let state = self.link.state();
+        for late in calls(late) {
+            let state = link.state();
             let State::Up(live) = &*state else { return Err(self.unavailable("connection")) };
             let command = self.context.script.amend(late, None);
             let reply = timeout(self.context.settings.timeout, live.run(&command)).await;
@@ -212,19 +286,28 @@ impl Redis {
         failed
     }
 
+    /// Whether the charges are asked of several servers, each of which knows its part only.
+    pub fn is_split(&self, charges: &[Charge<'_>]) -> bool {
+        matches!(self.way, Way::Cluster(_)) && cluster::is_split(charges)
+    }
+
     /// The store's answer when Redis gives none: it is asked again after the next probe at the earliest.
     pub fn unavailable(&self, kind: &'static str) -> Unavailable {
         let probe_us = self.context.settings.probe_interval.as_micros();
         Unavailable { kind, retry_after_us: u64::try_from(probe_us).unwrap_or(u64::MAX) }
     }
+}
 
-    /// The key at a position, as the script counts them, without what would name its owner.
-    fn counter(&self, charges: &[Charge<'_>], position: usize) -> String {
-        let mut name = String::new();
-        if let Some(charge) = position.checked_sub(1).and_then(|position| charges.get(position)) {
-            self.context.script.push_counter(&mut name, charge);
+/// Where, for people: the addresses, and what stands there if it isn't one server.
+impl fmt::Display for RedisSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.topology {
+            Topology::Standalone => {}
+            Topology::Sentinel { master, .. } => write!(f, "{master} by sentinels ")?,
+            Topology::Cluster => f.write_str("cluster ")?,
         }
-        name
+        let addresses: Vec<String> = self.servers.iter().map(ToString::to_string).collect();
+        f.write_str(&addresses.join(", "))
     }
 }
 

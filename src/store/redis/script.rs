@@ -240,8 +240,17 @@ impl Script {
         }
     }
 
+    /// The key at a position, as the script counts them, without what would name its owner.
+    pub(super) fn counter_at(&self, charges: &[Charge<'_>], position: usize) -> String {
+        let mut name = String::new();
+        if let Some(charge) = position.checked_sub(1).and_then(|position| charges.get(position)) {
+            self.push_counter(&mut name, charge);
+        }
+        name
+    }
+
     /// The key without its readable tail: names the counter and shows nothing of its owner.
-    pub(super) fn push_counter(&self, key: &mut String, charge: &Charge<'_>) {
+    fn push_counter(&self, key: &mut String, charge: &Charge<'_>) {
         key.push_str(&self.key_start);
         push_hex(key, charge.key.id());
         let (algorithm, per_us) = charge.limit.identity();
@@ -386,7 +395,7 @@ impl<'a> Numbers<'a> {
     }
 }
 
-fn push_hex(text: &mut String, id: u128) {
+pub(super) fn push_hex(text: &mut String, id: u128) {
     for byte in id.to_be_bytes() {
         text.extend(char::from_digit(u32::from(byte >> 4), 16));
         text.extend(char::from_digit(u32::from(byte & 15), 16));

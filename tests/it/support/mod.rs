@@ -4,12 +4,15 @@
 //! says what it waited for.
 
 pub mod client;
+pub mod cluster;
 pub mod judge;
 pub mod nginx;
 pub mod peer;
 pub mod process;
 pub mod proxy;
 pub mod redis;
+pub mod sentinel;
+pub mod tls;
 pub mod upstream;
 
 use std::fmt::Write as _;

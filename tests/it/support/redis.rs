@@ -6,7 +6,7 @@ use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
-use tidegate::store::redis::{Redis, RedisSettings, Shared};
+use tidegate::store::redis::{Address, Login, Redis, RedisSettings, Shared, Topology};
 
 /// A running server; killed on drop.
 pub(crate) struct Server {
@@ -155,11 +155,11 @@ impl Drop for Server {
 /// Settings fit for tests: deadlines that a busy machine can keep.
 pub(crate) fn settings(port: u16) -> RedisSettings {
     RedisSettings {
-        host: "127.0.0.1".to_owned(),
-        port,
+        topology: Topology::Standalone,
+        servers: vec![tcp(port)],
         database: 0,
-        username: None,
-        password: None,
+        login: Login::default(),
+        tls: None,
         key_prefix: "t".to_owned(),
         instances: 1,
         timeout: Duration::from_millis(200),
@@ -167,6 +167,11 @@ pub(crate) fn settings(port: u16) -> RedisSettings {
         breaker_failures: 5,
         probe_interval: Duration::from_millis(100),
     }
+}
+
+/// A port of this machine.
+pub(crate) fn tcp(port: u16) -> Address {
+    Address::Tcp { host: "127.0.0.1".to_owned(), port }
 }
 
 /// A handle whose first connection is ready.
@@ -187,7 +192,7 @@ pub(crate) fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-fn ping(port: u16) -> bool {
+pub(crate) fn ping(port: u16) -> bool {
     let Ok(client) = redis::Client::open(("127.0.0.1", port)) else { return false };
     let Ok(mut connection) = client.get_connection_with_timeout(Duration::from_millis(200)) else {
         return false;

@@ -1,0 +1,480 @@
+//! One worker's way to a Redis Cluster: a link to each master, and the map that says which slot is whose.
+//!
+//! redis-rs' own `ClusterConnection` was not taken: it repeats and waits by rules of its own while a request has a
+//! deadline, keeps no connection that has proven itself, and speaks TLS its own way. What is needed beside
+//! [`Link`] is little: the map, two redirections, and one task that renews the map.
+//!
+//! Charges of several slots are asked at once, one call per slot. If any enforced one is refused, what the other slots
+//! have charged is given back: too strict for a moment, never too lax.
+
+mod map;
+
+use super::calls;
+use super::connect::{self, Address, Task};
+use super::failure::{Failure, Trouble};
+use super::link::{Context, Link, Live, State, Target};
+use super::script::Script;
+use crate::limiter::{Algorithm, Amendment, Charge, Decision, Effect, Key, Limit, effect};
+use crate::store::Late;
+use futures_util::future::join_all;
+use map::{Map, Node, Range, slot_of};
+use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
+use smallvec::SmallVec;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+
+pub(super) use map::slot_of_name;
+
+/// The map is renewed this often, if nothing asks for it before.
+const RENEWAL: Duration = Duration::from_secs(5);
+
+/// Pause between two renewals that are asked for: doubled up to the largest while nothing new comes of it.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LARGEST_PAUSE: Duration = Duration::from_millis(500);
+
+/// Redirections followed for one question: more mean that the nodes don't agree.
+const HOPS: u32 = 8;
+
+/// Pause before a question is repeated whose keys are just being moved.
+const MOVING: Duration = Duration::from_millis(2);
+
+#[derive(Debug)]
+pub(super) struct Cluster {
+    nodes: Nodes,
+    _keeper: Task,
+}
+
+/// How a node is found and asked.
+#[derive(Clone, Debug)]
+struct Nodes {
+    context: Arc<Context>,
+    map: watch::Receiver<Arc<Map>>,
+    /// Somebody has met what the map doesn't say.
+    stale: Arc<Notify>,
+}
+
+/// The charges of one question that are kept in one slot.
+struct Part<'a> {
+    slot: u16,
+    charges: SmallVec<[Charge<'a>; 4]>,
+    /// Where they stand in the question.
+    places: SmallVec<[usize; 4]>,
+}
+
+/// Whether charges are in several slots.
+pub(super) fn is_split(charges: &[Charge<'_>]) -> bool {
+    let mut keys = charges.iter().map(|charge| charge.key);
+    keys.next().is_some_and(|first| keys.any(|key| key.id() != first.id() && slot_of(key) != slot_of(first)))
+}
+
+impl Cluster {
+    /// Learns who is there, connects to all masters, and stays connected as long as the value lives.
+    pub(super) fn start(context: Arc<Context>) -> Self {
+        let (publish, map) = watch::channel(Arc::default());
+        let stale = Arc::new(Notify::new());
+        let keeper = keep(Arc::clone(&context), publish, Arc::clone(&stale));
+        Self { nodes: Nodes { context, map, stale }, _keeper: Task(tokio::spawn(keeper)) }
+    }
+
+    /// Waits for the first proven connection to every master.
+    pub(super) async fn ready(&self) {
+        let mut map = self.nodes.map.clone();
+        let nodes = match map.wait_for(|map| !map.nodes.is_empty()).await {
+            Ok(map) => map.nodes.clone(),
+            // The keeper is gone, and with it the runtime: nothing to wait for.
+            Err(_) => return,
+        };
+        join_all(nodes.iter().map(|node| node.link.ready())).await;
+    }
+
+    /// Decides charges, in whatever slots they are.
+    ///
+    /// # Errors
+    /// When a slot gave no answer, and none that answered refuses. What the others have charged stands then: the
+    /// request is decided without the store, and policies that were reached shall not be passed by for that.
+    pub(super) async fn decide(
+        &self,
+        charges: &[Charge<'_>],
+        deadline: Instant,
+    ) -> Result<Decision, Failure> {
+        if !is_split(charges) {
+            let slot = charges.first().map_or(0, |charge| slot_of(charge.key));
+            return self.nodes.ask(slot, charges, deadline).await;
+        }
+        let parts = parts(charges);
+        let answers =
+            join_all(parts.iter().map(|part| self.nodes.ask(part.slot, &part.charges, deadline))).await;
+        let decision = together(charges.len(), &parts, &answers);
+        if decision.as_ref().is_ok_and(|decision| !decision.admitted) {
+            for (part, answer) in parts.iter().zip(&answers) {
+                if let Ok(answer) = answer {
+                    self.give_back(part, answer);
+                }
+            }
+        }
+        decision
+    }
+
+    /// Puts charges right. Those of one counter stay in order.
+    ///
+    /// # Errors
+    /// When one was not put right; the others were.
+    pub(super) async fn amend(&self, late: &[Late<'_>]) -> Result<(), Failure> {
+        let mut slots: SmallVec<[(u16, Vec<Late<'_>>); 4]> = SmallVec::new();
+        for late in late {
+            let slot = slot_of(late.key);
+            match slots.iter_mut().find(|(other, _)| *other == slot) {
+                Some((_, all)) => all.push(*late),
+                None => slots.push((slot, vec![*late])),
+            }
+        }
+        let slots = slots.iter().map(|(slot, late)| async move {
+            let mut failed = Ok(());
+            for late in calls(late) {
+                let command = self.nodes.context.script.amend(late, None);
+                let deadline = Instant::now() + self.nodes.context.settings.timeout;
+                failed = self.nodes.call(*slot, &command, deadline).await.map(drop).and(failed);
+            }
+            failed
+        });
+        join_all(slots).await.into_iter().collect()
+    }
+
+    /// Runs one program on whichever node holds a slot.
+    ///
+    /// # Errors
+    /// As [`Cluster::decide`]; it is counted.
+    pub(super) async fn call(&self, slot: u16, command: &Cmd, deadline: Instant) -> Result<Value, Failure> {
+        self.nodes.call(slot, command, deadline).await
+    }
+
+    /// The links to all masters that are known.
+    pub(super) fn masters(&self) -> Vec<Arc<Link>> {
+        self.nodes.map.borrow().nodes.iter().map(|node| Arc::clone(&node.link)).collect()
+    }
+
+    /// Gives back what one slot has charged. If that fails, it stands.
+    fn give_back(&self, part: &Part<'_>, decision: &Decision) {
+        let refusals: SmallVec<[_; 4]> = decision
+            .standings
+            .iter()
+            .map(|standing| standing.and_then(|standing| standing.refusal))
+            .collect();
+        let made = part.charges.iter().enumerate().filter(|(at, charge)| {
+            // A block begins because its own policy refuses.
+            !charge.is_block() && effect(&part.charges, &refusals, *at) == Effect::Charge
+        });
+        let back = made.map(|(_, charge)| {
+            let amendment = match charge.limit.algorithm {
+                Algorithm::Concurrency { .. } => Amendment::Release { slot: charge.slot },
+                _ => Amendment::Credit { units: charge.cost, at_us: decision.now_us },
+            };
+            (*charge.limit, charge.key.clone(), amendment)
+        });
+        let back: Vec<(Limit, Key, Amendment)> = back.collect();
+        if back.is_empty() {
+            return;
+        }
+        let (slot, nodes) = (part.slot, self.nodes.clone());
+        // Nobody waits for it: the client has its answer, and may be gone.
+        tokio::spawn(async move {
+            let late = back.iter().map(|(limit, key, amendment)| Late { limit, key, amendment: *amendment });
+            let late: SmallVec<[_; 4]> = late.collect();
+            let command = nodes.context.script.amend(&late, None);
+            let deadline = Instant::now() + nodes.context.settings.timeout;
+            drop(nodes.call(slot, &command, deadline).await);
+        });
+    }
+}
+
+impl Nodes {
+    /// Runs one program on whichever node holds a slot.
+    ///
+    /// # Errors
+    /// At once if that node is away; else within the deadline. It is counted.
+    async fn call(&self, slot: u16, command: &Cmd, deadline: Instant) -> Result<Value, Failure> {
+        let mut hop: Option<(Address, bool)> = None;
+        let mut hops = 0;
+        while hops < HOPS {
+            let node = match &hop {
+                None => self.map.borrow().of_slot(slot).cloned(),
+                Some((address, _)) => Some(self.newcomer(address, deadline).await?),
+            };
+            let Some(node) = node else { break };
+            let state = node.link.state();
+            let live = match &*state {
+                State::Up(live) => live,
+                State::Down(failure) => {
+                    self.stale.notify_one();
+                    return Err(self.counted(*failure));
+                }
+            };
+            let asking = hop.as_ref().is_some_and(|(_, asking)| *asking);
+            let error = match timeout_at(deadline, live.answer(command, asking)).await {
+                Ok(Ok(value)) => {
+                    node.answered();
+                    return Ok(value);
+                }
+                Ok(Err(error)) => error,
+                Err(late) => return Err(self.failed(&node, live, late.into())),
+            };
+            match redirection(&error, &node.address) {
+                Some(Redirection::To(address, asking)) => {
+                    if !asking {
+                        self.stale.notify_one();
+                    }
+                    hop = Some((address, asking));
+                    hops += 1;
+                }
+                Some(Redirection::Again) if Instant::now() + MOVING < deadline => sleep(MOVING).await,
+                Some(Redirection::Again) => return Err(self.counted(Failure::Timeout)),
+                None => return Err(self.failed(&node, live, Failure::from(&error))),
+            }
+        }
+        self.stale.notify_one();
+        Err(self.counted(Failure::ClusterDown))
+    }
+
+    async fn ask(&self, slot: u16, charges: &[Charge<'_>], deadline: Instant) -> Result<Decision, Failure> {
+        let script = &self.context.script;
+        match self.call(slot, &script.decide(charges, None), deadline).await {
+            Ok(reply) => Script::decision(&reply, charges).ok_or_else(|| self.counted(Failure::Reply)),
+            Err(Failure::WrongType(position)) => {
+                self.context.health.foreign(|| script.counter_at(charges, position));
+                Err(Failure::WrongType(position))
+            }
+            Err(failure) => Err(failure),
+        }
+    }
+
+    /// The node at an address that another has named. One that isn't known yet is waited for: it is the map that is
+    /// late.
+    async fn newcomer(&self, address: &Address, deadline: Instant) -> Result<Arc<Node>, Failure> {
+        if let Some(node) = self.map.borrow().at(address) {
+            return Ok(Arc::clone(node));
+        }
+        self.stale.notify_one();
+        let mut map = self.map.clone();
+        let known = async {
+            let node = map.wait_for(|map| map.at(address).is_some()).await.ok()?.at(address).cloned()?;
+            node.link.ready().await;
+            Some(node)
+        };
+        match timeout_at(deadline, known).await {
+            Ok(Some(node)) => Ok(node),
+            Ok(None) | Err(_) => Err(self.counted(Failure::ClusterDown)),
+        }
+    }
+
+    /// Notes that a node gave no useful answer.
+    fn failed(&self, node: &Node, live: &Live, failure: Failure) -> Failure {
+        if matches!(failure, Failure::WrongType(_)) {
+            // One key's fault; it is counted where it is told.
+            return failure;
+        }
+        if failure == Failure::ClusterDown || failure.ends_connection() {
+            self.stale.notify_one();
+        }
+        live.failed(failure);
+        let failures = node.failures.fetch_add(1, Ordering::Relaxed).saturating_add(1);
+        if failures >= self.context.settings.breaker_failures {
+            node.failures.store(0, Ordering::Relaxed);
+            live.give_up(failure);
+        }
+        self.counted(failure)
+    }
+
+    fn counted(&self, failure: Failure) -> Failure {
+        self.context.health.count(failure);
+        failure
+    }
+}
+
+impl Node {
+    fn answered(&self) {
+        if self.failures.load(Ordering::Relaxed) != 0 {
+            self.failures.store(0, Ordering::Relaxed);
+        }
+    }
+}
+
+enum Redirection {
+    /// Another node has the slot; `true`: is just getting it.
+    To(Address, bool),
+    /// The keys are partly here and partly there.
+    Again,
+}
+
+fn redirection(error: &RedisError, from: &Address) -> Option<Redirection> {
+    let asking = match error.kind() {
+        ErrorKind::Server(ServerErrorKind::Moved) => false,
+        ErrorKind::Server(ServerErrorKind::Ask) => true,
+        ErrorKind::Server(ServerErrorKind::TryAgain) => return Some(Redirection::Again),
+        _ => return None,
+    };
+    match Address::parse(error.redirect_node()?.0)? {
+        Address::Tcp { host, port } => Some(Redirection::To(map::named(host, port, from), asking)),
+        Address::Unix(_) => None,
+    }
+}
+
+/// The charges by their slots. Each says that it may be given back.
+fn parts<'a>(charges: &[Charge<'a>]) -> SmallVec<[Part<'a>; 4]> {
+    let mut parts: SmallVec<[Part<'a>; 4]> = SmallVec::new();
+    for (place, charge) in charges.iter().enumerate() {
+        let slot = slot_of(charge.key);
+        let charge = Charge { settles: true, ..*charge };
+        match parts.iter_mut().find(|part| part.slot == slot) {
+            Some(part) => {
+                part.charges.push(charge);
+                part.places.push(place);
+            }
+            None => parts.push(Part {
+                slot,
+                charges: SmallVec::from_iter([charge]),
+                places: SmallVec::from_iter([place]),
+            }),
+        }
+    }
+    parts
+}
+
+/// What the answers of several slots come to, on one clock: that of the first that answered.
+fn together(
+    count: usize,
+    parts: &[Part<'_>],
+    answers: &[Result<Decision, Failure>],
+) -> Result<Decision, Failure> {
+    let mut whole: Option<Decision> = None;
+    let mut away = None;
+    for (part, answer) in parts.iter().zip(answers) {
+        let answer = match answer {
+            Ok(answer) => answer,
+            Err(failure) => {
+                // Shadow policies stop nobody, not even by being away.
+                if !part.charges.iter().all(|charge| charge.shadow) {
+                    away.get_or_insert(*failure);
+                }
+                continue;
+            }
+        };
+        let whole = whole.get_or_insert_with(|| Decision {
+            now_us: answer.now_us,
+            admitted: true,
+            standings: SmallVec::from_elem(None, count),
+            delay_us: 0,
+        });
+        whole.admitted &= answer.admitted;
+        whole.delay_us = whole.delay_us.max(answer.delay_us);
+        for (place, standing) in part.places.iter().zip(&answer.standings) {
+            if let Some(into) = whole.standings.get_mut(*place) {
+                *into = standing.map(|standing| standing.on_clock(answer.now_us, whole.now_us));
+            }
+        }
+    }
+    match (whole, away) {
+        // Whatever the others would have said.
+        (Some(whole), _) if !whole.admitted => Ok(Decision { delay_us: 0, ..whole }),
+        (_, Some(failure)) => Err(failure),
+        (Some(whole), None) => Ok(whole),
+        (None, None) => Err(Failure::ClusterDown),
+    }
+}
+
+/// Renews the map when somebody finds it stale, and now and then.
+async fn keep(context: Arc<Context>, publish: watch::Sender<Arc<Map>>, stale: Arc<Notify>) {
+    let health = &context.health;
+    let (mut known, mut lost, mut pause): (Vec<Range>, _, _) = (Vec::new(), false, FIRST_PAUSE);
+    loop {
+        let before = publish.borrow().clone();
+        match ranges(&context, &before).await {
+            Ok(ranges) if ranges.is_empty() => health.count(Failure::ClusterDown),
+            Ok(ranges) => {
+                if std::mem::take(&mut lost) {
+                    health.link_restored();
+                }
+                if ranges != known {
+                    publish.send_replace(Arc::new(renewed(&context, &before, &ranges)));
+                    (known, pause) = (ranges, FIRST_PAUSE);
+                }
+            }
+            Err(trouble) => {
+                health.count(trouble.failure);
+                // Whoever knows nodes knows it from their links.
+                if known.is_empty() && !std::mem::replace(&mut lost, true) {
+                    health.link_lost(&trouble);
+                }
+            }
+        }
+        sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+        pause = (pause * 2).min(LARGEST_PAUSE);
+        if !known.is_empty() && timeout(RENEWAL, stale.notified()).await.is_err() {
+            pause = FIRST_PAUSE;
+        }
+    }
+}
+
+/// A map in which nodes that stay keep their connections.
+fn renewed(context: &Arc<Context>, before: &Map, ranges: &[Range]) -> Map {
+    let mut nodes: Vec<Arc<Node>> = Vec::new();
+    for (_, _, address) in ranges {
+        if nodes.iter().any(|node| node.address == *address) {
+            continue;
+        }
+        let node = before.at(address).cloned().unwrap_or_else(|| {
+            let target = Target::node(address.clone(), map::probe(ranges, address));
+            let link = Arc::new(Link::start(Arc::clone(context), target));
+            Arc::new(Node { address: address.clone(), link, failures: AtomicU32::new(0) })
+        });
+        nodes.push(node);
+    }
+    for gone in before.nodes.iter().filter(|node| !nodes.iter().any(|other| Arc::ptr_eq(other, node))) {
+        gone.link.retire();
+    }
+    Map::new(nodes, ranges)
+}
+
+/// Asks for the map: first those who are connected, one after the other, then whoever was configured.
+async fn ranges(context: &Context, map: &Map) -> Result<Vec<Range>, Trouble> {
+    let settings = &context.settings;
+    let mut command = Cmd::new();
+    command.arg("CLUSTER").arg("SLOTS");
+    let mut nodes = map.nodes.clone();
+    fastrand::shuffle(&mut nodes);
+    for node in nodes {
+        if let State::Up(live) = &*node.link.state()
+            && let Ok(Ok(reply)) = timeout(settings.timeout, live.answer(&command, false)).await
+            && let Some(ranges) = map::ranges(&reply, &node.address)
+        {
+            return Ok(sorted(ranges));
+        }
+    }
+    let mut trouble = Trouble::new(Failure::Dns, "no address is known");
+    let each = settings.connect_timeout / 2;
+    for address in &settings.servers {
+        let asked = timeout(each, ask_stranger(context, address, &command)).await;
+        match asked.unwrap_or_else(|late| Err(late.into())) {
+            Ok(ranges) => return Ok(sorted(ranges)),
+            Err(error) => trouble = Trouble::new(error.failure, format!("{address}: {}", error.why)),
+        }
+    }
+    Err(trouble)
+}
+
+async fn ask_stranger(context: &Context, address: &Address, command: &Cmd) -> Result<Vec<Range>, Trouble> {
+    let (mut connection, _driver) = connect::open(address, context.settings.how()).await?;
+    let reply = match connection.send_packed_command(command).await? {
+        Value::ServerError(error) => return Err(RedisError::from(error).into()),
+        reply => reply,
+    };
+    map::ranges(&reply, address).ok_or_else(|| Trouble::new(Failure::Reply, "the answer makes no sense"))
+}
+
+/// So that two answers that say the same are the same.
+fn sorted(mut ranges: Vec<Range>) -> Vec<Range> {
+    ranges.sort_unstable_by_key(|(first, last, _)| (*first, *last));
+    ranges
+}

@@ -1,0 +1,177 @@
+//! One connection to one server: name, address, socket, TLS, login.
+
+use super::Password;
+use super::failure::{Failure, Trouble};
+use redis::aio::MultiplexedConnection;
+use redis::{AsyncConnectionConfig, RedisConnectionInfo};
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::rustls::ClientConfig;
+use tokio_rustls::rustls::pki_types::ServerName;
+
+/// Commands that wait to be written.
+const QUEUE: usize = 1024;
+
+/// A dead peer is noticed by these when no request is there to notice it.
+const KEEPALIVE: Duration = Duration::from_secs(15);
+
+/// What was sent has to be acknowledged within `connect_timeout`, or this if that is less.
+const LEAST_USER_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Where a server listens.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Address {
+    /// A name or an address, without brackets.
+    Tcp {
+        host: String,
+        port: u16,
+    },
+    Unix(PathBuf),
+}
+
+/// An ACL user; without a name the default one.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Login {
+    pub username: Option<String>,
+    pub password: Option<Password>,
+}
+
+/// How TLS is spoken: whom we trust and who we are.
+#[derive(Clone)]
+pub struct Tls {
+    client: Arc<ClientConfig>,
+    server_name: Option<ServerName<'static>>,
+    /// Stands for the texts that it was made of.
+    digest: [u8; 32],
+}
+
+/// How every server of a deployment is spoken to.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct How<'a> {
+    pub(super) login: &'a Login,
+    pub(super) database: i64,
+    pub(super) tls: Option<&'a Tls>,
+    /// Of one try; who calls sets the deadline of all.
+    pub(super) connect_timeout: Duration,
+}
+
+/// Ends with its owner.
+#[derive(Debug)]
+pub(super) struct Task(pub(super) JoinHandle<()>);
+
+/// Opens a connection, logged in and in its database, and the task that drives it.
+pub(super) async fn open(address: &Address, how: How<'_>) -> Result<(MultiplexedConnection, Task), Trouble> {
+    match address {
+        Address::Unix(path) => start(UnixStream::connect(path).await?, how).await,
+        Address::Tcp { host, port } => {
+            let addresses = tokio::net::lookup_host((host.as_str(), *port)).await;
+            let addresses: Vec<_> =
+                addresses.map_err(|error| Trouble::new(Failure::Dns, format!("{host}: {error}")))?.collect();
+            let socket = TcpStream::connect(addresses.as_slice()).await?;
+            tune(&socket, how.connect_timeout)?;
+            match how.tls {
+                None => start(socket, how).await,
+                Some(tls) => {
+                    let connector = TlsConnector::from(Arc::clone(&tls.client));
+                    let handshake = connector.connect(tls.name_of(host)?, socket);
+                    // Before all time is over: who does not speak TLS may wait for more in silence.
+                    let silent = |_| Trouble::new(Failure::Timeout, "no answer to a TLS handshake");
+                    start(timeout(how.connect_timeout / 2, handshake).await.map_err(silent)??, how).await
+                }
+            }
+        }
+    }
+}
+
+async fn start(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    how: How<'_>,
+) -> Result<(MultiplexedConnection, Task), Trouble> {
+    let mut identity = RedisConnectionInfo::default().set_db(how.database);
+    if let Some(username) = &how.login.username {
+        identity = identity.set_username(username);
+    }
+    if let Some(password) = &how.login.password {
+        identity = identity.set_password(password.expose());
+    }
+    // Deadlines are ours: per decision and all in.
+    let config = AsyncConnectionConfig::new().set_response_timeout(None).set_pipeline_buffer_size(QUEUE);
+    let (connection, driver) = MultiplexedConnection::new_with_config(&identity, stream, config).await?;
+    Ok((connection, Task(tokio::spawn(driver))))
+}
+
+fn tune(socket: &TcpStream, connect_timeout: Duration) -> std::io::Result<()> {
+    socket.set_nodelay(true)?;
+    let socket = socket2::SockRef::from(socket);
+    let keepalive = socket2::TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE / 3);
+    socket.set_tcp_keepalive(&keepalive)?;
+    #[cfg(target_os = "linux")]
+    socket.set_tcp_user_timeout(Some(connect_timeout.max(LEAST_USER_TIMEOUT)))?;
+    Ok(())
+}
+
+impl Address {
+    /// What another server calls an address: `host:port`, IPv6 with or without brackets.
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        let (host, port) = text.rsplit_once(':')?;
+        let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+        Some(Self::Tcp { host: host.to_owned(), port: port.parse().ok()? })
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
+            Self::Tcp { host, port } => write!(f, "{host}:{port}"),
+            Self::Unix(path) => path.display().fmt(f),
+        }
+    }
+}
+
+impl Tls {
+    /// Certificates are checked against `server_name` if there is one, else against each server's address.
+    /// `digest` differs whenever the others do.
+    pub fn new(client: ClientConfig, server_name: Option<ServerName<'static>>, digest: [u8; 32]) -> Self {
+        Self { client: Arc::new(client), server_name, digest }
+    }
+
+    fn name_of(&self, host: &str) -> Result<ServerName<'static>, Trouble> {
+        if let Some(name) = &self.server_name {
+            return Ok(name.clone());
+        }
+        ServerName::try_from(host.to_owned()).map_err(|_invalid| {
+            Trouble::new(
+                Failure::Tls,
+                format!("{host:?} is no name that a certificate can be checked against"),
+            )
+        })
+    }
+}
+
+impl PartialEq for Tls {
+    fn eq(&self, other: &Self) -> bool {
+        self.digest == other.digest
+    }
+}
+
+impl Eq for Tls {}
+
+impl fmt::Debug for Tls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tls").field("server_name", &self.server_name).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}

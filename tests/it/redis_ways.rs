@@ -1,0 +1,191 @@
+//! The ways to one server: TLS, users, databases, sockets. Whoever can't get in is told why.
+
+use crate::support::SOON;
+use crate::support::client::Ask;
+use crate::support::process::{run, tidegate};
+use crate::support::proxy::Proxy;
+use crate::support::redis::{Server, free_port};
+use crate::support::tls::Authority;
+use crate::support::upstream::Upstream;
+use redis::Value;
+use std::collections::HashMap;
+use std::fs;
+use tempfile::TempDir;
+
+const POLICY: &str = "[[policy]]\nname = 'p'\nlimit = { requests = 2, per = '1h' }\n";
+
+/// A proxy with these lines in `[store.redis]`.
+async fn proxy(settings: &str, policies: &str) -> (Proxy, Upstream) {
+    let upstream = Upstream::echo().await;
+    let text = config(settings, policies);
+    (Proxy::builder().config(&text).upstream(upstream.address).start().await, upstream)
+}
+
+fn config(settings: &str, policies: &str) -> String {
+    format!(
+        "listen = {{ threads = 1 }}\n[store]\nkind = 'redis'\n[store.redis]\nkey_prefix = 'orders'\n\
+         timeout = '1s'\nconnect_timeout = '2s'\n{settings}\n{policies}"
+    )
+}
+
+/// Whether Redis decides: the third request is one too many.
+async fn counts(settings: &str) {
+    let (proxy, _upstream) = proxy(settings, POLICY).await;
+    assert_eq!(proxy.statuses("/", 3).await, [200, 200, 429], "{settings}\n{}", proxy.log());
+}
+
+/// Whether the proxy says so if it can't get in, and why.
+async fn is_kept_out(settings: &str, kind: &str, reason: &str) {
+    let (proxy, _upstream) = proxy(settings, POLICY).await;
+    let down = proxy.wait_for_log("a word about it", 0, SOON, |line| line.says("Redis is down")).await;
+    assert_eq!(down.field("kind"), kind, "{settings}\n{}", proxy.log());
+    assert!(down.field("reason").contains(reason), "{settings}: {}", down.field("reason"));
+    assert_eq!(proxy.statuses("/", 3).await, [200; 3], "{settings}: the policy is open");
+    let metrics = Ask::new(proxy.admin(), "GET", "/metrics").header("Host", "localhost").send().await.text();
+    let counted = |line: &str| {
+        line.strip_prefix(&format!("tidegate_store_errors_total{{kind=\"{kind}\"}} "))
+            .is_some_and(|n| n != "0")
+    };
+    assert!(metrics.lines().any(counted), "{settings}\n{metrics}");
+}
+
+/// A server that speaks TLS on a second port.
+fn tls_server(authority: &Authority, clients: &str) -> (Server, u16) {
+    let port = free_port();
+    authority.sign("server", "127.0.0.1");
+    let (cert, key, ca) =
+        (authority.text("server.pem"), authority.text("server.key"), authority.text("ca.pem"));
+    let server = Server::with(&[
+        "--tls-port",
+        &port.to_string(),
+        "--tls-cert-file",
+        &cert,
+        "--tls-key-file",
+        &key,
+        "--tls-ca-cert-file",
+        &ca,
+        "--tls-auth-clients",
+        clients,
+    ]);
+    (server, port)
+}
+
+#[tokio::test]
+async fn tls_with_a_ca_of_our_own() {
+    let authority = Authority::new();
+    let (server, port) = tls_server(&authority, "no");
+    let ca = authority.text("ca.pem");
+    counts(&format!("url = 'rediss://127.0.0.1:{port}/3'\nca = '{ca}'")).await;
+    let keyspace: String = server.command("INFO keyspace").await;
+    assert!(keyspace.contains("db3:"), "{keyspace}");
+
+    let stranger = Authority::new();
+    let wrong = format!("url = 'rediss://127.0.0.1:{port}'\nca = '{}'", stranger.text("ca.pem"));
+    is_kept_out(&wrong, "tls", "invalid peer certificate").await;
+    let other_name = format!("url = 'rediss://localhost:{port}'\nca = '{ca}'");
+    is_kept_out(&other_name, "tls", "not valid for name").await;
+    // In database 0, where nothing is yet.
+    counts(&format!("{other_name}\nserver_name = '127.0.0.1'")).await;
+    let plain = format!("url = 'rediss://127.0.0.1:{}'\nca = '{ca}'", server.port());
+    is_kept_out(&plain, "timeout", "TLS").await;
+}
+
+#[tokio::test]
+async fn tls_with_a_certificate_of_our_own() {
+    let authority = Authority::new();
+    let (_server, port) = tls_server(&authority, "yes");
+    authority.sign("client", "sidecar");
+    let url = format!("url = 'rediss://127.0.0.1:{port}'\nca = '{}'", authority.text("ca.pem"));
+    let with = |cert: String, key: String| format!("{url}\ncert = '{cert}'\nkey = '{key}'");
+    counts(&with(authority.text("client.pem"), authority.text("client.key"))).await;
+    is_kept_out(&url, "tls", "ertificate").await;
+    let stranger = Authority::new();
+    stranger.sign("client", "sidecar");
+    is_kept_out(&with(stranger.text("client.pem"), stranger.text("client.key")), "tls", "").await;
+}
+
+#[tokio::test]
+async fn a_unix_socket_and_a_database() {
+    let folder = TempDir::new().unwrap();
+    let socket = folder.path().join("redis.sock");
+    let server = Server::with(&["--unixsocket", socket.to_str().unwrap()]);
+    counts(&format!("url = 'unix://{}?db=2'", socket.display())).await;
+    let keyspace: String = server.command("INFO keyspace").await;
+    assert!(keyspace.contains("db2:") && !keyspace.contains("db0:"), "{keyspace}");
+    is_kept_out(&format!("url = 'unix://{}/none.sock'", folder.path().display()), "refused", "").await;
+    is_kept_out(&format!("url = 'redis://127.0.0.1:{}/99'", server.port()), "other", "DB index").await;
+}
+
+/// All kinds of counters, and all that is done to them.
+const EVERYTHING: &str = r#"
+[[policy]]
+name = "many"
+block_for = "1m"
+limits = [
+  { requests = 2, per = "1m" },
+  { requests = 9, per = "1h", algorithm = "sliding_window" },
+  { requests = 9, per = "1d", algorithm = "fixed_window" },
+  { requests = 9, per = "1s", algorithm = "token_bucket" },
+  { requests = 9, per = "1s", algorithm = "leaky_bucket" },
+]
+[[policy]]
+name = "slots"
+limit = { requests = 5, algorithm = "concurrency" }
+"#;
+
+/// The rule as the page gives it, for a command line.
+fn rule() -> Vec<String> {
+    let page = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/OPERATIONS.md")).unwrap();
+    let line = page.lines().find(|line| line.starts_with("ACL SETUSER tidegate ")).unwrap();
+    line.split(' ').map(|word| word.replace("PASSWORD", "s3cret")).collect()
+}
+
+#[tokio::test]
+async fn the_acl_rule_of_the_page_is_enough_and_gives_no_more() {
+    let server = Server::start();
+    let mut admin = server.connection().await;
+    let rule = rule();
+    let _: () = redis::cmd(&rule[0]).arg(&rule[1..]).query_async(&mut admin).await.unwrap();
+    let folder = TempDir::new().unwrap();
+    let password = folder.path().join("password");
+    fs::write(&password, "s3cret\n").unwrap();
+    let login = format!(
+        "url = 'redis://127.0.0.1:{}'\nusername = 'tidegate'\npassword_file = '{}'",
+        server.port(),
+        password.display()
+    );
+    let (proxy, _upstream) = proxy(&login, EVERYTHING).await;
+    assert_eq!(proxy.statuses("/", 4).await, [200, 200, 429, 429], "{}", proxy.log());
+    let file = folder.path().join("config.toml");
+    fs::write(&file, config(&login, EVERYTHING)).unwrap();
+    for words in [&["list"][..], &["show", "many"], &["reset", "many"]] {
+        let mut command = tidegate();
+        command.args(["keys", words[0], "--config"]).arg(&file).args(&words[1..]);
+        let ended = run(&mut command).await;
+        assert!(ended.status.success() && ended.stdout.contains("many"), "{words:?}: {ended:?}");
+    }
+    let denied: Vec<HashMap<String, Value>> =
+        redis::cmd("ACL").arg("LOG").query_async(&mut admin).await.unwrap();
+    let denied: Vec<_> = denied.iter().map(|entry| entry["object"].clone()).collect();
+    assert_eq!(denied, [Value::BulkString(b"config|get".into())]);
+
+    for forbidden in ["FLUSHALL", "KEYS *", "GET other", "CONFIG SET maxmemory 1", "SHUTDOWN", "ACL LIST"] {
+        let user: redis::RedisResult<Value> = as_user(&server, forbidden).await;
+        assert_eq!(user.unwrap_err().code(), Some("NOPERM"), "{forbidden}");
+    }
+
+    fs::write(&password, "wrong").unwrap();
+    is_kept_out(&login, "noauth", "Password authentication failed").await;
+    is_kept_out(&format!("url = 'redis://tidegate@127.0.0.1:{}'", server.port()), "noauth", "").await;
+    let _: () = server.command("ACL SETUSER tidegate -evalsha").await;
+    fs::write(&password, "s3cret").unwrap();
+    is_kept_out(&login, "noauth", "NOPERM").await;
+}
+
+async fn as_user(server: &Server, words: &str) -> redis::RedisResult<Value> {
+    let client = redis::Client::open(format!("redis://tidegate:s3cret@127.0.0.1:{}", server.port())).unwrap();
+    let mut words = words.split(' ');
+    let mut command = redis::cmd(words.next().unwrap());
+    command.arg(words.collect::<Vec<_>>());
+    command.query_async(&mut client.get_multiplexed_async_connection().await.unwrap()).await
+}

@@ -1,0 +1,171 @@
+//! A Redis Cluster of real servers.
+
+use super::SOON;
+use super::redis::{Server, free_port, settings, tcp};
+use redis::aio::MultiplexedConnection;
+use redis::{FromRedisValue, cmd};
+use std::time::{Duration, Instant};
+use tidegate::limiter::Key;
+use tidegate::store::redis::{RedisSettings, Topology};
+use tokio::time::sleep;
+
+const SLOTS: u16 = 16_384;
+
+pub struct Cluster {
+    pub nodes: Vec<Server>,
+}
+
+impl Cluster {
+    /// Three masters with a third of the slots each. They serve what they have if one is away.
+    pub async fn start() -> Self {
+        let cluster = Self { nodes: (0..3).map(|_| node()).collect() };
+        for (at, node) in cluster.nodes.iter().enumerate() {
+            let first = SLOTS / 3 * at as u16;
+            let last = if at == 2 { SLOTS - 1 } else { SLOTS / 3 * (at as u16 + 1) - 1 };
+            let _: () = node.command(&format!("CLUSTER SET-CONFIG-EPOCH {}", at + 1)).await;
+            let _: () = node.command(&format!("CLUSTER ADDSLOTSRANGE {first} {last}")).await;
+        }
+        for other in &cluster.nodes[1..] {
+            meet(&cluster.nodes[0], other).await;
+        }
+        cluster.agree().await;
+        cluster
+    }
+
+    /// Waits until all nodes think that all is well, and see the same slots.
+    pub async fn agree(&self) {
+        let deadline = Instant::now() + SOON;
+        loop {
+            let mut views = Vec::new();
+            for node in &self.nodes {
+                let info: String = node.command("CLUSTER INFO").await;
+                let slots: redis::Value = node.command("CLUSTER SLOTS").await;
+                let text = format!("{slots:?}");
+                views
+                    .push((info.contains("cluster_state:ok") && info.contains("assigned:16384"), text.len()));
+            }
+            if views.iter().all(|view| view.0 && *view == views[0]) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "the nodes do not agree");
+            sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    pub fn settings(&self) -> RedisSettings {
+        RedisSettings {
+            topology: Topology::Cluster,
+            servers: self.nodes.iter().take(2).map(|node| tcp(node.port())).collect(),
+            ..settings(0)
+        }
+    }
+
+    /// The same for a configuration file.
+    pub fn lines(&self) -> String {
+        let urls: Vec<_> =
+            self.nodes.iter().take(2).map(|one| format!("\"redis://127.0.0.1:{}\"", one.port())).collect();
+        format!("topology = \"cluster\"\nurls = [{}]", urls.join(", "))
+    }
+
+    /// Gives a slot and what is in it to another node. `meanwhile` runs when half of it is there.
+    pub async fn move_slot(&self, slot: u16, from: usize, to: usize, meanwhile: impl AsyncFnOnce()) {
+        let (from, to) = (&self.nodes[from], &self.nodes[to]);
+        let (old, new): (String, String) =
+            (from.command("CLUSTER MYID").await, to.command("CLUSTER MYID").await);
+        let _: () = to.command(&format!("CLUSTER SETSLOT {slot} IMPORTING {old}")).await;
+        let _: () = from.command(&format!("CLUSTER SETSLOT {slot} MIGRATING {new}")).await;
+        let mut meanwhile = Some(meanwhile);
+        let mut source = from.connection().await;
+        loop {
+            let keys: Vec<String> = from.command(&format!("CLUSTER GETKEYSINSLOT {slot} 1")).await;
+            let Some(key) = keys.first() else { break };
+            let mut migrate = cmd("MIGRATE");
+            migrate.arg("127.0.0.1").arg(to.port()).arg(key).arg(0).arg(5000);
+            migrate.exec_async(&mut source).await.unwrap();
+            if let Some(meanwhile) = meanwhile.take() {
+                meanwhile().await;
+            }
+        }
+        if let Some(meanwhile) = meanwhile {
+            meanwhile().await;
+        }
+        for node in [to, from].into_iter().chain(&self.nodes) {
+            let _: () = node.command(&format!("CLUSTER SETSLOT {slot} NODE {new}")).await;
+        }
+    }
+
+    /// What a command says on every node.
+    pub async fn each<T: FromRedisValue>(&self, words: &str) -> Vec<T> {
+        let mut answers = Vec::new();
+        for node in &self.nodes {
+            answers.push(node.command(words).await);
+        }
+        answers
+    }
+
+    /// A further node without slots that follows one of the masters.
+    pub async fn replica_of(&mut self, master: usize) -> usize {
+        let replica = node();
+        meet(&self.nodes[0], &replica).await;
+        let id: String = self.nodes[master].command("CLUSTER MYID").await;
+        let deadline = Instant::now() + SOON;
+        let mut connection = replica.connection().await;
+        let follow = async |connection: &mut MultiplexedConnection| {
+            cmd("CLUSTER").arg("REPLICATE").arg(&id).exec_async(connection).await
+        };
+        while follow(&mut connection).await.is_err() {
+            assert!(Instant::now() < deadline, "the replica does not hear of its master");
+            sleep(Duration::from_millis(20)).await;
+        }
+        self.nodes.push(replica);
+        let at = self.nodes.len() - 1;
+        while !self.nodes[at].command::<String>("INFO replication").await.contains("master_link_status:up") {
+            assert!(Instant::now() < deadline, "the replica does not follow");
+            sleep(Duration::from_millis(20)).await;
+        }
+        // It needs the others' votes.
+        self.agree().await;
+        at
+    }
+}
+
+/// The slot of what is kept for a key.
+pub fn slot_of(key: &Key) -> u16 {
+    redis_slot(&format!("{:032x}", key.id()))
+}
+
+/// The node that has it at the start.
+pub fn node_of(key: &Key) -> usize {
+    usize::from(slot_of(key) / (SLOTS / 3)).min(2)
+}
+
+fn redis_slot(tag: &str) -> u16 {
+    let crc = tag.bytes().fold(0_u16, |crc, byte| {
+        (0..8).fold(crc ^ (u16::from(byte) << 8), |crc, _| {
+            if crc & 0x8000 == 0 { crc << 1 } else { (crc << 1) ^ 0x1021 }
+        })
+    });
+    crc % SLOTS
+}
+
+fn node() -> Server {
+    Server::with(&[
+        "--cluster-enabled",
+        "yes",
+        "--cluster-port",
+        &free_port().to_string(),
+        "--cluster-node-timeout",
+        "1000",
+        "--cluster-require-full-coverage",
+        "no",
+        "--repl-diskless-sync-delay",
+        "0",
+    ])
+}
+
+async fn meet(one: &Server, other: &Server) {
+    let mut connection = other.connection().await;
+    let (_, bus): (String, u16) =
+        cmd("CONFIG").arg("GET").arg("cluster-port").query_async(&mut connection).await.unwrap();
+    let _: () = one.command(&format!("CLUSTER MEET 127.0.0.1 {} {bus}", other.port())).await;
+}
