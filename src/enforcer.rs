@@ -210,6 +210,7 @@ struct Claim<'t> {
     /// The cost is one until the response has told it.
     estimate: Option<&'t Arc<EstimateCost>>,
     counts_rejected: bool,
+    shards: u16,
 }
 
 impl Claim<'_> {
@@ -254,8 +255,18 @@ impl<'t> Plan<'t> {
                 Ok(Some((key, limits))) => {
                     let block = quota.block.as_ref().filter(|_| !policy.shadow);
                     let (cost, estimate) = (quota.cost.of(facts), quota.cost.estimate());
-                    let counts_rejected = quota.count_rejected;
-                    claims.push(Claim { at, policy, key, limits, block, cost, estimate, counts_rejected });
+                    let (counts_rejected, shards) = (quota.count_rejected, quota.shards);
+                    claims.push(Claim {
+                        at,
+                        policy,
+                        key,
+                        limits,
+                        block,
+                        cost,
+                        estimate,
+                        counts_rejected,
+                        shards,
+                    });
                 }
                 Ok(None) => {}
                 Err(_) if policy.shadow => count(at, Did::ShadowRejected),
@@ -285,6 +296,7 @@ impl<'t> Plan<'t> {
                     settles: claim.estimate.is_some(),
                     slot,
                     local: claim.policy.on_store_failure == OnStoreFailure::Local,
+                    shards: claim.shards,
                     ..Charge::new(limit, &claim.key, cost)
                 })
             })

@@ -146,7 +146,7 @@ fn find<'c>(
 fn charges<'a>(key: &'a Key, quota: &'a Quota, limits: &'a [NamedLimit]) -> Vec<Charge<'a>> {
     let limits = limits.iter().map(|named| &named.limit);
     let kept = quota.block.iter().chain(limits);
-    kept.map(|limit| Charge::new(limit, key, 0)).collect()
+    kept.map(|limit| Charge { shards: quota.shards, ..Charge::new(limit, key, 0) }).collect()
 }
 
 fn counted_by(counter: &Counter) -> String {

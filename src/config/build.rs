@@ -11,6 +11,7 @@ use crate::policy::path::EscapedSlashes;
 use crate::policy::{Fields, MissingKey, OnStoreFailure, PolicyTable, client, path};
 use crate::proxy::{ListenSettings, ShutdownSettings, UpstreamSettings};
 use crate::store::MemorySettings;
+use crate::store::redis::Topology;
 use crate::telemetry::{self, Access, Format, LogSettings};
 use http::HeaderName;
 use std::net::SocketAddr;
@@ -39,7 +40,13 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
     let admin = admin(input, &top.table("admin"));
     let log = log(&top.table("log"));
     let fields = fields(&top.table("response"));
+    let is_cluster = |store: &StoreSettings| match store {
+        StoreSettings::Redis(redis) => redis.topology == Topology::Cluster,
+        StoreSettings::Memory(_) => false,
+    };
     let scope = Scope {
+        // What is wrong with the store is said by now.
+        has_cluster: store.as_ref().is_none_or(is_cluster),
         client: client(&top.table("client"))?,
         path: path(&top.table("path"))?,
         on_store_failure: defaults.word("on_store_failure", &ON_STORE_FAILURE)?,

@@ -22,6 +22,8 @@ const LEASE_TTL: Duration = Duration::from_secs(10);
 
 /// What all policies share.
 pub(super) struct Scope {
+    /// Counters are in a Redis Cluster.
+    pub has_cluster: bool,
     pub client: client::Settings,
     pub path: path::Settings,
     pub on_store_failure: OnStoreFailure,
@@ -190,6 +192,10 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
             "who is refused is not in flight: algorithm = \"concurrency\" can't count it",
         );
     }
+    let shards = at.whole("shards").unwrap_or(1);
+    if shards > 1 {
+        check_shards(at, scope, shards, cost.as_ref(), all_limits());
+    }
     let block_for = at.duration("block_for");
     if block_for.is_some() && at.word("mode", &MODE) == Some(Mode::Shadow) {
         at.warn("block_for", "a shadow policy blocks nobody: what it measures are its limits alone");
@@ -199,10 +205,70 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
         block: block_for.map(|time| Limit { requests: 1, per_us: micros(time), algorithm: Algorithm::Block }),
         missing_key: at.word("missing_key", &MISSING_KEY).unwrap_or(scope.missing_key),
         count_rejected: count_rejected?,
+        shards,
         cost: cost?,
         limits: limits?,
         overrides,
     })
+}
+
+/// Spread limits are decided by whichever counter is asked: what needs to know all of them can't be.
+fn check_shards<'a>(
+    at: &Cursor<'_>,
+    scope: &Scope,
+    shards: u16,
+    cost: Option<&Cost>,
+    limits: impl Iterator<Item = &'a NamedLimit> + Clone,
+) {
+    if !scope.has_cluster {
+        at.warn("shards", "without a Redis Cluster it has no effect: there is one counter per key");
+    }
+    if at.word("mode", &MODE) == Some(Mode::Shadow) {
+        at.warn("shards", "a shadow policy asks one shard only: it seems to refuse more than it would");
+    }
+    let least = |limit: &Limit| match limit.algorithm {
+        Algorithm::TokenBucket { burst, .. } => limit.requests.min(burst),
+        _ => limit.requests,
+    };
+    if let Some(few) = limits.clone().find(|named| least(&named.limit) < u64::from(shards)) {
+        let most = least(&few.limit);
+        at.fail(
+            "shards",
+            &format!("each needs a unit, and the limit \"{}\" has {most}; expected at most {most}", few.name),
+        );
+    } else if let Some(few) =
+        limits.clone().find(|named| least(&named.limit) / u64::from(shards) < cost.map_or(0, Cost::most))
+    {
+        at.warn(
+            "shards",
+            &format!(
+                "a request may take more than one shard of the limit \"{}\" has: such a one never passes",
+                few.name
+            ),
+        );
+    }
+    for (algorithm, is_used) in [
+        ("concurrency", limits.clone().any(takes_slots)),
+        (
+            "leaky_bucket",
+            limits.clone().any(|named| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. })),
+        ),
+    ] {
+        if is_used {
+            at.fail(
+                "shards",
+                &format!("algorithm = \"{algorithm}\" can't be spread; expected another, or no shards"),
+            );
+        }
+    }
+    for key in ["block_for", "count_rejected"] {
+        if at.has(key) && at.item(key).is_some_and(|item| item.value.to_bool() != Some(false)) {
+            at.fail(key, "needs one counter that knows of every refusal; expected no shards beside it");
+        }
+    }
+    if cost.is_some_and(|cost| cost.estimate().is_some()) {
+        at.fail("shards", "an estimate is settled on one counter; expected no shards beside it");
+    }
 }
 
 /// A number, or what says it: a header of the request, or the response.

@@ -499,7 +499,7 @@ static LOG: [Key; 4] = [
     key("access_sample", Fraction, Default("1.0"), "The share of those that does."),
 ];
 
-static POLICY: [Key; 15] = [
+static POLICY: [Key; 16] = [
     key(
         "name",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
@@ -550,6 +550,12 @@ static POLICY: [Key; 15] = [
         Bool,
         Default("false"),
         "true: a request that this policy refuses uses its quota like an admitted one (never more than there is), so who goes on knocking stays out. Not with concurrency.",
+    ),
+    key(
+        "shards",
+        whole(1, 64),
+        Default("1"),
+        "Redis Cluster only: spreads one very hot key over so many counters, each with its part of the limit. A refusal asks all of them.",
     ),
     key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
     key("on_store_failure", ON_STORE_FAILURE, Optional, "As in [defaults]."),

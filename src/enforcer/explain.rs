@@ -58,6 +58,7 @@ pub async fn explain<'t>(store: &Store, table: &'t PolicyTable, facts: &Facts<'_
                 cost: 0,
                 estimate: None,
                 counts_rejected: false,
+                shards: if let Action::Limit(quota) = &policy.action { quota.shards } else { 1 },
             })
         }
         _ => None,

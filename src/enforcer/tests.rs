@@ -40,6 +40,7 @@ fn by_user(name: &str, requests: u64) -> Policy {
         matcher: Matcher::default(),
         action: Action::Limit(Quota {
             count_rejected: false,
+            shards: 1,
             key: KeyTemplate::new(vec![KeyPart::Header("x-user".parse().unwrap())]),
             missing_key: MissingKey::Shared,
             cost: Cost::Fixed(1),
@@ -172,6 +173,7 @@ fn trap_20_without_the_store_nobody_is_told_to_be_over_a_limit() {
             cost: 1,
             estimate: None,
             counts_rejected: false,
+            shards: 1,
         };
         let plan = Plan { claims: policies.iter().map(claim).collect(), shadow_denied: SmallVec::new() };
         let verdict = plan.into_degraded(&Unavailable { kind: "timeout", retry_after_us: 7 }, None);

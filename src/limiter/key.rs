@@ -27,6 +27,7 @@ pub struct KeyBuilder {
 const ABSENT: u8 = 0;
 const WHOLE: u8 = 1;
 const HASHED: u8 = 2;
+const SHARD: u8 = 3;
 
 impl KeyBuilder {
     pub fn new(policy: &str) -> Self {
@@ -44,9 +45,7 @@ impl KeyBuilder {
     }
 
     pub fn finish(self) -> Key {
-        let digest = Sha256::digest(&self.framed);
-        let id = digest.iter().take(16).fold(0u128, |id, byte| id << 8 | u128::from(*byte));
-        Key { id, framed: self.framed }
+        Key::of(self.framed)
     }
 
     fn present(&mut self, value: &[u8]) {
@@ -64,13 +63,28 @@ impl KeyBuilder {
 }
 
 impl Key {
+    fn of(framed: SmallVec<[u8; 96]>) -> Self {
+        let digest = Sha256::digest(&framed);
+        let id = digest.iter().take(16).fold(0u128, |id, byte| id << 8 | u128::from(*byte));
+        Self { id, framed }
+    }
+
+    /// One of the counters that an owner's quota is spread over.
+    pub fn shard(&self, number: u16) -> Self {
+        let mut framed = self.framed.clone();
+        framed.push(SHARD);
+        framed.extend_from_slice(&number.to_be_bytes());
+        Self::of(framed)
+    }
+
     /// 128 bits of SHA-256 over the framed values: the same in every process and version.
     pub fn id(&self) -> u128 {
         self.id
     }
 
     /// The policy's name and the values, for people: `policy/value/value`. Bytes that could be mistaken
-    /// for structure or harm a terminal are percent-escaped; an absent value is `-`, a hashed one `#` and hex.
+    /// for structure or harm a terminal are percent-escaped; an absent value is `-`, a hashed one `#` and hex, a shard
+    /// `+` and its number.
     pub fn readable(&self) -> String {
         let mut text = String::with_capacity(self.framed.len());
         let mut rest = self.framed.as_slice();
@@ -91,6 +105,13 @@ impl Key {
                     for byte in hash.iter().take(8) {
                         push_hex(&mut text, *byte);
                     }
+                    tail
+                }
+                SHARD => {
+                    let (number, tail) = tail.split_at_checked(2).unwrap_or((tail, &[]));
+                    let number = number.iter().fold(0, |number, byte| number << 8 | u16::from(*byte));
+                    text.push('+');
+                    text.push_str(&number.to_string());
                     tail
                 }
                 _ => {

@@ -12,6 +12,7 @@ mod concurrency;
 mod fixed_window;
 mod key;
 mod leaky_bucket;
+mod shards;
 mod sliding_log;
 mod sliding_window;
 mod token_bucket;
@@ -88,6 +89,8 @@ pub struct Charge<'a> {
     pub slot: u128,
     /// Its policy goes on in this process while the store is away.
     pub local: bool,
+    /// How many counters of a cluster share the limit ([`Limit::shard`]); elsewhere it is one whatever this says.
+    pub shards: u16,
 }
 
 /// What a decision does to a charge's counter.
@@ -139,6 +142,7 @@ impl<'a> Charge<'a> {
             settles: false,
             slot: 0,
             local: false,
+            shards: 1,
         }
     }
 

@@ -21,6 +21,8 @@ pub struct Quota {
     ///
     /// [`Effect::Press`]: crate::limiter::Effect::Press
     pub count_rejected: bool,
+    /// Over how many counters of a cluster each key is spread; 1: it isn't.
+    pub shards: u16,
     pub overrides: Overrides,
 }
 

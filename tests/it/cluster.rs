@@ -10,7 +10,7 @@ use crate::support::upstream::Upstream;
 use std::fs;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Limit};
-use tidegate::store::redis::{RedisSettings, Shared, Topology};
+use tidegate::store::redis::{Inspector, RedisSettings, Shared, Topology};
 use tidegate::store::{Store, Unavailable};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
@@ -139,6 +139,87 @@ async fn what_is_refused_in_one_slot_is_given_back_in_the_others() {
     assert!(!store.decide(&charges).await.unwrap().admitted);
     eventually("the slot to come free", SOON, async || left(&store, &SLOTS, &free).await == 3).await;
     assert_eq!(errors(&shared), 0);
+}
+
+#[tokio::test]
+async fn every_algorithm_gives_back() {
+    let cluster = Cluster::start().await;
+    let (_shared, store) = store(&cluster).await;
+    let nothing = Limit { requests: 0, ..DAILY };
+    let (full, owner) = (key_on(0, "full"), key_on(1, "owner"));
+    let all = [
+        Algorithm::SlidingLog,
+        Algorithm::SlidingWindow { buckets: 10 },
+        Algorithm::FixedWindow { offset_us: 0 },
+        Algorithm::TokenBucket { burst: 1000, warm_up_us: 0 },
+    ];
+    for algorithm in all {
+        let limit = Limit { algorithm, ..DAILY };
+        // Whatever stands in the counter before.
+        for spent in [0, 10] {
+            if spent > 0 {
+                assert!(store.decide(&[Charge::new(&limit, &owner, spent)]).await.unwrap().admitted);
+            }
+            let charges =
+                [Charge::new(&nothing, &full, 1), Charge { group: 1, ..Charge::new(&limit, &owner, 7) }];
+            assert!(!store.decide(&charges).await.unwrap().admitted);
+            eventually(&format!("{algorithm:?} to give back"), SOON, async || {
+                left(&store, &limit, &owner).await == 1000 - spent
+            })
+            .await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn shards_admit_as_much_as_the_whole_and_no_more() {
+    let cluster = Cluster::start().await;
+    let policies = "[[policy]]\nname = 'hot'\nshards = 7\non_store_failure = 'closed'\n\
+                    limit = { requests = 100, per = '1h' }\n\
+                    [[policy]]\nname = 'beside'\nmatch = { path = '/beside' }\nshards = 2\n\
+                    limit = { requests = 4, per = '1h' }\n";
+    let rig = Rig::over(&cluster.lines(), policies).await;
+    // Two that are spread, found together: of the second less is there than anywhere of the first.
+    for _ in 0..8 {
+        rig.proxy.get("/beside").await;
+    }
+    let mut passed = 4;
+    let mut last = None;
+    for _ in 0..110 {
+        let reply = rig.proxy.get("/").await;
+        let remaining = reply.parameter("ratelimit", "hot", "r").unwrap();
+        assert!(remaining <= 100 - passed, "{remaining} are said to be left after {passed}");
+        assert!([200, 429].contains(&reply.status), "{reply:?}");
+        passed += u64::from(reply.status == 200);
+        last = Some(reply);
+    }
+    assert_eq!(passed, 100);
+    let last = last.unwrap();
+    assert_eq!(last.status, 429);
+    let wait = last.json()["retry_after"].as_f64().unwrap();
+    assert!((3500.0..=3600.0).contains(&wait), "the first to free counts: {wait}");
+    let mut used = 0;
+    for node in &cluster.nodes {
+        let keys: Vec<String> = node.command("KEYS *:hot/*").await;
+        used += usize::from(!keys.is_empty());
+    }
+    assert!(used > 1, "the key is on {used} of the nodes");
+}
+
+#[tokio::test]
+async fn shards_are_looked_at_and_reset_as_one() {
+    let cluster = Cluster::start().await;
+    let (_shared, store) = store(&cluster).await;
+    let owner = key("hot");
+    let charge = |cost| Charge { shards: 5, ..Charge::new(&DAILY, &owner, cost) };
+    for _ in 0..10 {
+        assert!(store.decide(&[charge(1)]).await.unwrap().admitted);
+    }
+    let whole = async || store.decide(&[charge(0)]).await.unwrap().standings[0].unwrap().remaining;
+    assert_eq!(whole().await, 990);
+    let inspector = Inspector::connect(cluster.settings()).await.unwrap();
+    assert!(inspector.reset(&[charge(0)]).await.unwrap() >= 1);
+    assert_eq!(whole().await, 1000);
 }
 
 #[tokio::test]

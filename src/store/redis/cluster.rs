@@ -8,13 +8,14 @@
 //! have charged is given back: too strict for a moment, never too lax.
 
 mod map;
+mod shards;
 
 use super::calls;
 use super::connect::{self, Address, Task};
 use super::failure::{Failure, Trouble};
 use super::link::{Context, Link, Live, State, Target};
 use super::script::Script;
-use crate::limiter::{Algorithm, Amendment, Charge, Decision, Effect, Key, Limit, effect};
+use crate::limiter::{Algorithm, Amendment, Charge, Decision, Effect, Key, Limit, Standing, effect};
 use crate::store::Late;
 use futures_util::future::join_all;
 use map::{Map, Node, Range, slot_of};
@@ -64,8 +65,17 @@ struct Part<'a> {
     places: SmallVec<[usize; 4]>,
 }
 
-/// Whether charges are in several slots.
+/// Whether one counter does not know all: charges are in several slots, or spread over shards.
 pub(super) fn is_split(charges: &[Charge<'_>]) -> bool {
+    is_spread(charges) || are_apart(charges)
+}
+
+fn is_spread(charges: &[Charge<'_>]) -> bool {
+    charges.iter().any(|charge| charge.shards > 1)
+}
+
+/// Whether charges are in several slots.
+fn are_apart(charges: &[Charge<'_>]) -> bool {
     let mut keys = charges.iter().map(|charge| charge.key);
     keys.next().is_some_and(|first| keys.any(|key| key.id() != first.id() && slot_of(key) != slot_of(first)))
 }
@@ -100,7 +110,15 @@ impl Cluster {
         charges: &[Charge<'_>],
         deadline: Instant,
     ) -> Result<Decision, Failure> {
-        if !is_split(charges) {
+        match is_spread(charges) {
+            true => self.decide_over_shards(charges, deadline).await,
+            false => self.decide_whole(charges, deadline).await,
+        }
+    }
+
+    /// Decides charges as they stand, each on the counter of its key.
+    async fn decide_whole(&self, charges: &[Charge<'_>], deadline: Instant) -> Result<Decision, Failure> {
+        if !are_apart(charges) {
             let slot = charges.first().map_or(0, |charge| slot_of(charge.key));
             return self.nodes.ask(slot, charges, deadline).await;
         }
@@ -477,4 +495,52 @@ async fn ask_stranger(context: &Context, address: &Address, command: &Cmd) -> Re
 fn sorted(mut ranges: Vec<Range>) -> Vec<Range> {
     ranges.sort_unstable_by_key(|(first, last, _)| (*first, *last));
     ranges
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::{KeyBuilder, Refusal, Standing};
+
+    const LIMIT: Limit = Limit { requests: 9, per_us: 1_000_000, algorithm: Algorithm::SlidingLog };
+
+    fn decision(now_us: u64, until_us: Option<u64>) -> Decision {
+        let refusal = until_us.map(Refusal::Until);
+        let standing = Standing { remaining: 3, grows_at_us: Some(now_us + 500), refusal };
+        Decision {
+            now_us,
+            admitted: until_us.is_none(),
+            standings: SmallVec::from_iter([Some(standing)]),
+            delay_us: 0,
+        }
+    }
+
+    fn merged(shadow: bool, answers: [Result<Decision, Failure>; 2]) -> Result<Decision, Failure> {
+        // In slots of their own.
+        let (one, other) = (KeyBuilder::new("one").finish(), KeyBuilder::new("other").finish());
+        let charges =
+            [Charge::new(&LIMIT, &one, 1), Charge { group: 1, shadow, ..Charge::new(&LIMIT, &other, 1) }];
+        assert!(is_split(&charges) && parts(&charges).len() == 2);
+        together(2, &parts(&charges), &answers)
+    }
+
+    #[test]
+    fn several_clocks_become_one() {
+        let whole = merged(false, [Ok(decision(1_000_000, None)), Ok(decision(5_000, Some(7_000)))]).unwrap();
+        assert_eq!((whole.now_us, whole.admitted), (1_000_000, false));
+        let other = whole.standings[1].unwrap();
+        assert_eq!(other.refusal, Some(Refusal::Until(1_002_000)));
+        assert_eq!(other.grows_at_us, Some(1_000_500));
+    }
+
+    #[test]
+    fn a_slot_that_is_away_degrades_who_needs_it_and_nobody_who_is_refused_anyhow() {
+        let away = || Err(Failure::Timeout);
+        assert_eq!(merged(false, [Ok(decision(1000, None)), away()]).unwrap_err(), Failure::Timeout);
+        let refused = merged(false, [away(), Ok(decision(1000, Some(2000)))]).unwrap();
+        assert!(!refused.admitted && refused.standings[0].is_none());
+        let without_shadow = merged(true, [Ok(decision(1000, None)), away()]).unwrap();
+        assert!(without_shadow.admitted && without_shadow.standings[1].is_none());
+        assert_eq!(merged(true, [away(), Ok(decision(1000, None))]).unwrap_err(), Failure::Timeout);
+    }
 }

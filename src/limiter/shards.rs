@@ -1,0 +1,36 @@
+//! One hot key spread over several counters, so that several servers share its load.
+//!
+//! The limits of the shards sum to exactly the whole, so however requests are spread they never pass it. A request asks
+//! one shard after the other until one admits it, so what is left in any is not lost.
+
+use super::{Algorithm, Limit};
+
+impl Limit {
+    /// The limit of one of `of` shards, `number` below it. They sum to the whole; none is 0 if the whole is at
+    /// least `of`.
+    pub fn shard(&self, number: u16, of: u16) -> Self {
+        let (number, of) = (u64::from(number), u64::from(of.max(1)));
+        let part = |whole: u64| whole / of + u64::from(number < whole % of);
+        let mut algorithm = self.algorithm;
+        if let Algorithm::TokenBucket { burst, .. } = &mut algorithm {
+            *burst = part(*burst);
+        }
+        Self { requests: part(self.requests), algorithm, ..*self }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shards_sum_to_the_whole_and_none_is_empty() {
+        for (requests, of) in [(1, 1), (7, 3), (64, 64), (100, 7), (super::super::MAX_UNITS, 64)] {
+            let whole = Limit { requests, per_us: 1000, algorithm: Algorithm::SlidingLog };
+            let shards: Vec<u64> = (0..of).map(|number| whole.shard(number, of).requests).collect();
+            assert_eq!(shards.iter().sum::<u64>(), requests);
+            assert!(shards.iter().all(|shard| *shard >= 1), "{shards:?}");
+            assert!(shards[0] - shards[shards.len() - 1] <= 1, "{shards:?}");
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Policies whose keys are spread over several counters: one is asked after the other until one admits.
+
+use super::{Charge, Cluster, Decision, Failure, Instant, Standing};
+use crate::limiter::{Key, Limit, Refusal};
+use smallvec::SmallVec;
+
+/// Where a policy's search stands.
+struct Search {
+    policy: (u32, bool),
+    shards: u16,
+    /// The shard that is asked now.
+    at: u16,
+    /// Asked before.
+    tried: u16,
+}
+
+impl Cluster {
+    /// Decides charges some of which are spread. Where several shards refuse, the earliest end counts; what remains is
+    /// at least what the answer says.
+    pub(super) async fn decide_over_shards(
+        &self,
+        charges: &[Charge<'_>],
+        deadline: Instant,
+    ) -> Result<Decision, Failure> {
+        if charges.iter().all(|charge| charge.cost == 0) {
+            return self.look_at_shards(charges, deadline).await;
+        }
+        let mut searches = searches(charges);
+        let mut earlier: SmallVec<[Option<Standing>; 4]> = SmallVec::from_elem(None, charges.len());
+        loop {
+            let shard = |charge: &Charge<'_>| {
+                let search = searches.iter().find(|search| search.policy == (charge.group, charge.shadow));
+                search.map(|search| (search.at, search.shards))
+            };
+            let parts: SmallVec<[(Key, Limit); 4]> =
+                charges.iter().map(|charge| part(charge, shard(charge))).collect();
+            let asked: SmallVec<[Charge<'_>; 4]> = charges
+                .iter()
+                .zip(&parts)
+                .map(|(charge, (key, limit))| Charge { key, limit, ..*charge })
+                .collect();
+            let mut decision = self.decide_whole(&asked, deadline).await?;
+            let refusing = |search: &Search| {
+                let mut own = charges.iter().zip(&decision.standings);
+                own.any(|(charge, standing)| {
+                    (charge.group, charge.shadow) == search.policy
+                        && standing.is_some_and(|standing| standing.refusal.is_some())
+                })
+            };
+            // Another shard may admit it, but only if nobody else refuses.
+            let is_spread = |charge: &Charge<'_>| charge.shards > 1;
+            let others_refuse = charges.iter().zip(&decision.standings).any(|(charge, standing)| {
+                !charge.shadow
+                    && !is_spread(charge)
+                    && standing.is_some_and(|standing| standing.refusal.is_some())
+            });
+            let mut stuck = decision.admitted || others_refuse;
+            let mut next: SmallVec<[&mut Search; 2]> =
+                searches.iter_mut().filter(|search| !search.policy.1 && refusing(search)).collect();
+            stuck |= next.is_empty();
+            for search in &mut next {
+                search.tried += 1;
+                search.at = (search.at + 1) % search.shards;
+                stuck |= search.tried >= search.shards;
+            }
+            for (earlier, standing) in earlier.iter_mut().zip(&mut decision.standings) {
+                *standing = either(*earlier, *standing);
+                if !stuck {
+                    *earlier = standing.filter(|standing| standing.refusal.is_some());
+                }
+            }
+            if stuck {
+                return Ok(decision);
+            }
+        }
+    }
+
+    /// Where spread charges stand as a whole.
+    async fn look_at_shards(&self, charges: &[Charge<'_>], deadline: Instant) -> Result<Decision, Failure> {
+        let all = charges.iter().enumerate().flat_map(|(place, charge)| {
+            let shards = charge.shards.max(1);
+            (0..shards).map(move |at| (place, part(charge, Some((at, shards)).filter(|_| shards > 1))))
+        });
+        let all: Vec<(usize, (Key, Limit))> = all.collect();
+        let asked = all
+            .iter()
+            .filter_map(|(place, (key, limit))| Some(Charge { key, limit, ..*charges.get(*place)? }));
+        let asked: Vec<Charge<'_>> = asked.collect();
+        let parts = self.decide_whole(&asked, deadline).await?;
+        let mut whole = Decision { standings: SmallVec::from_elem(None, charges.len()), ..parts.clone() };
+        for ((place, _), standing) in all.iter().zip(parts.standings) {
+            if let (Some(sum), Some(standing)) = (whole.standings.get_mut(*place), standing) {
+                let remaining = sum.map_or(0, |sum: Standing| sum.remaining) + standing.remaining;
+                *sum = either(*sum, Some(standing)).map(|either| Standing { remaining, ..either });
+            }
+        }
+        Ok(whole)
+    }
+}
+
+/// A search for each policy that is spread, each from a shard of its own choice.
+fn searches(charges: &[Charge<'_>]) -> SmallVec<[Search; 2]> {
+    let mut searches: SmallVec<[Search; 2]> = SmallVec::new();
+    for charge in charges.iter().filter(|charge| charge.shards > 1) {
+        let policy = (charge.group, charge.shadow);
+        if !searches.iter().any(|search| search.policy == policy) {
+            let (shards, at) = (charge.shards, fastrand::u16(..charge.shards));
+            searches.push(Search { policy, shards, at, tried: 0 });
+        }
+    }
+    searches
+}
+
+/// The counter of one shard, and its share.
+fn part(charge: &Charge<'_>, shard: Option<(u16, u16)>) -> (Key, Limit) {
+    match shard {
+        Some((at, of)) => (charge.key.shard(at), charge.limit.shard(at, of)),
+        None => (charge.key.clone(), *charge.limit),
+    }
+}
+
+/// What is known of a limit from two of its shards: what either has, whenever either frees.
+fn either(one: Option<Standing>, other: Option<Standing>) -> Option<Standing> {
+    let (Some(one), Some(other)) = (one, other) else { return other.or(one) };
+    let earlier = |a: Option<u64>, b: Option<u64>| a.zip(b).map_or(a.or(b), |(a, b)| Some(a.min(b)));
+    let refusal = match (one.refusal, other.refusal) {
+        (Some(Refusal::Until(one)), Some(Refusal::Until(other))) => Some(Refusal::Until(one.min(other))),
+        // A share may be too small for what a larger one admits.
+        (Some(Refusal::Never), refusal) | (refusal, Some(Refusal::Never)) => refusal,
+        (one, other) => one.and(other),
+    };
+    Some(Standing {
+        remaining: one.remaining.max(other.remaining),
+        grows_at_us: earlier(one.grows_at_us, other.grows_at_us),
+        refusal,
+    })
+}
