@@ -139,15 +139,9 @@ async fn a_master_that_is_none_any_more_is_left_though_it_answers() {
     assert_eq!(remaining(&store).await, Ok(999));
     let other = Server::start();
     for sentinel in &watched.sentinels {
-        let client = redis::Client::open(("127.0.0.1", sentinel.port)).unwrap();
-        let mut sentinel = client.get_multiplexed_async_connection().await.unwrap();
-        let mut command = async |words: &str| {
-            let mut command = redis::cmd("SENTINEL");
-            command.arg(words.split(' ').collect::<Vec<_>>());
-            let _: () = command.query_async(&mut sentinel).await.unwrap();
-        };
-        command(&format!("REMOVE {MASTER}")).await;
-        command(&format!("MONITOR {MASTER} 127.0.0.1 {} 2", other.port())).await;
+        let _: () = sentinel.command(&format!("SENTINEL REMOVE {MASTER}")).await;
+        let other = format!("SENTINEL MONITOR {MASTER} 127.0.0.1 {} 2", other.port());
+        let _: () = sentinel.command(&other).await;
     }
     let moved = Instant::now();
     while !keys(&other).await.iter().any(|key| key.ends_with(":k")) {

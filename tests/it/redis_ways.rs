@@ -2,15 +2,20 @@
 
 use crate::support::SOON;
 use crate::support::client::Ask;
+use crate::support::cluster::Cluster;
 use crate::support::process::{run, tidegate};
 use crate::support::proxy::Proxy;
-use crate::support::redis::{Server, free_port};
+use crate::support::redis::{Server, free_port, ready};
+use crate::support::sentinel::{MASTER, Watched};
 use crate::support::tls::Authority;
 use crate::support::upstream::Upstream;
 use redis::Value;
 use std::collections::HashMap;
 use std::fs;
 use tempfile::TempDir;
+use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
+use tidegate::store::redis::{Login, Password, RedisSettings, Topology};
+use tidegate::store::{Store, Unavailable};
 
 const POLICY: &str = "[[policy]]\nname = 'p'\nlimit = { requests = 2, per = '1h' }\n";
 
@@ -133,19 +138,59 @@ name = "slots"
 limit = { requests = 5, algorithm = "concurrency" }
 "#;
 
-/// The rule as the page gives it, for a command line.
-fn rule() -> Vec<String> {
+/// The rule as the page gives it for a user.
+fn rule(user: &str) -> String {
     let page = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/OPERATIONS.md")).unwrap();
-    let line = page.lines().find(|line| line.starts_with("ACL SETUSER tidegate ")).unwrap();
-    line.split(' ').map(|word| word.replace("PASSWORD", "s3cret")).collect()
+    let line = page.lines().find(|line| line.starts_with(&format!("ACL SETUSER {user} "))).unwrap();
+    line.replace("PASSWORD", "s3cret")
+}
+
+fn login(user: &str) -> Login {
+    Login { username: Some(user.to_owned()), password: Some(Password::new("s3cret".to_owned())) }
+}
+
+/// One decision by a handle with these settings.
+async fn decides(settings: RedisSettings) -> Result<bool, Unavailable> {
+    let settings = RedisSettings { key_prefix: "orders".to_owned(), ..settings };
+    let (_shared, redis) = ready(settings).await;
+    let limit = Limit { requests: 10, per_us: 60_000_000, algorithm: Algorithm::SlidingLog };
+    let keys: Vec<_> = (0..16).map(|number| KeyBuilder::new(&format!("p{number}")).finish()).collect();
+    let charges: Vec<_> = keys.iter().map(|key| Charge::new(&limit, key, 1)).collect();
+    Store::redis(redis).decide(&charges).await.map(|decision| decision.admitted)
+}
+
+#[tokio::test]
+async fn the_acl_rules_are_enough_for_a_cluster_and_for_sentinels() {
+    let cluster = Cluster::start().await;
+    let with = |settings: RedisSettings| RedisSettings { login: login("tidegate"), ..settings };
+    assert_eq!(decides(with(cluster.settings())).await.unwrap_err().kind, "clusterdown");
+    let _: Vec<()> = cluster.each(&rule("tidegate")).await;
+    assert_eq!(decides(with(cluster.settings())).await, Ok(true));
+
+    let watched = Watched::start(0).await;
+    let with = |settings: RedisSettings| RedisSettings {
+        topology: Topology::Sentinel { master: MASTER.to_owned(), login: login("tidegate-watch") },
+        login: login("tidegate"),
+        ..settings
+    };
+    assert_eq!(decides(with(watched.settings())).await.unwrap_err().kind, "noauth");
+    for sentinel in &watched.sentinels {
+        let _: () = sentinel.command(&rule("tidegate-watch")).await;
+    }
+    assert_eq!(
+        decides(with(watched.settings())).await.unwrap_err().kind,
+        "noauth",
+        "the master's is missing"
+    );
+    let _: () = watched.servers[0].command(&rule("tidegate")).await;
+    assert_eq!(decides(with(watched.settings())).await, Ok(true));
 }
 
 #[tokio::test]
 async fn the_acl_rule_of_the_page_is_enough_and_gives_no_more() {
     let server = Server::start();
     let mut admin = server.connection().await;
-    let rule = rule();
-    let _: () = redis::cmd(&rule[0]).arg(&rule[1..]).query_async(&mut admin).await.unwrap();
+    let _: () = server.command(&rule("tidegate")).await;
     let folder = TempDir::new().unwrap();
     let password = folder.path().join("password");
     fs::write(&password, "s3cret\n").unwrap();

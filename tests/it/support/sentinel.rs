@@ -2,6 +2,7 @@
 
 use super::redis::{Server, free_port, ping, settings, tcp};
 use super::{SOON, eventually};
+use redis::FromRedisValue;
 use std::fs;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -136,6 +137,15 @@ impl Sentinel {
             }
         }
         panic!("no sentinel starts");
+    }
+
+    /// Runs one command, on a connection of its own.
+    pub async fn command<T: FromRedisValue>(&self, words: &str) -> T {
+        let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
+        let mut words = words.split(' ');
+        let mut command = redis::cmd(words.next().unwrap());
+        command.arg(words.collect::<Vec<_>>());
+        command.query_async(&mut client.get_multiplexed_async_connection().await.unwrap()).await.unwrap()
     }
 
     pub fn kill(&mut self) {
