@@ -537,3 +537,20 @@ async fn the_commands_find_counters_on_every_node() {
     assert!(reset.contains("1 of 1"), "{reset}");
     assert!(says(&["keys", "show", "user", &users[1]]).await.contains("100000 left"));
 }
+
+#[tokio::test]
+async fn handles_end_their_connections() {
+    let cluster = Cluster::start().await;
+    let open = async || {
+        let mut open = 0;
+        for node in &cluster.nodes {
+            open += node.info("clients", "connected_clients").await;
+        }
+        open
+    };
+    let before = open().await;
+    for _ in 0..3 {
+        drop(store(&cluster).await);
+    }
+    eventually("all connections to end", SOON, async || open().await <= before).await;
+}

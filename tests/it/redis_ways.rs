@@ -224,7 +224,7 @@ async fn the_acl_rule_of_the_page_is_enough_and_gives_no_more() {
     is_kept_out(&format!("url = 'redis://tidegate@127.0.0.1:{}'", server.port()), "noauth", "").await;
     let _: () = server.command("ACL SETUSER tidegate -evalsha").await;
     fs::write(&password, "s3cret").unwrap();
-    is_kept_out(&login, "noauth", "NOPERM").await;
+    is_kept_out(&login, "noauth", "no permissions").await;
 }
 
 async fn as_user(server: &Server, words: &str) -> redis::RedisResult<Value> {

@@ -39,6 +39,9 @@ const LARGEST_PAUSE: Duration = Duration::from_millis(500);
 /// Redirections followed for one question: more mean that the nodes don't agree.
 const HOPS: u32 = 8;
 
+/// So long a node that has not been connected to yet is waited for, as far as a deadline allows; then it is away.
+const NEWCOMER: Duration = Duration::from_secs(1);
+
 /// Pause before a question is repeated whose keys are just being moved.
 const MOVING: Duration = Duration::from_millis(2);
 
@@ -225,6 +228,11 @@ impl Nodes {
             let state = node.link.state();
             let live = match &*state {
                 State::Up(live) => live,
+                State::Down(_)
+                    if node.is_connecting() && timeout_at(deadline, node.link.ready()).await.is_ok() =>
+                {
+                    continue;
+                }
                 State::Down(failure) => {
                     self.stale.notify_one();
                     return Err(self.counted(*failure));
@@ -312,6 +320,11 @@ impl Nodes {
 }
 
 impl Node {
+    /// Whether it was heard of just now. Slots that move to it shall cost nobody an answer.
+    fn is_connecting(&self) -> bool {
+        !self.link.was_ready() && self.since.elapsed() < NEWCOMER
+    }
+
     fn answered(&self) {
         if self.failures.load(Ordering::Relaxed) != 0 {
             self.failures.store(0, Ordering::Relaxed);
@@ -339,7 +352,9 @@ fn redirection(error: &RedisError, from: &Address) -> Option<Redirection> {
     }
 }
 
-/// The charges by their slots. Each says that it may be given back.
+/// The charges by their slots; each says that it may be given back. Those that will be settled come first: the answer's
+/// clock is theirs, which tells their time later. (Of two such policies in different slots only one's estimate is
+/// sure to be given back.)
 fn parts<'a>(charges: &[Charge<'a>]) -> SmallVec<[Part<'a>; 4]> {
     let mut parts: SmallVec<[Part<'a>; 4]> = SmallVec::new();
     for (place, charge) in charges.iter().enumerate() {
@@ -357,6 +372,8 @@ fn parts<'a>(charges: &[Charge<'a>]) -> SmallVec<[Part<'a>; 4]> {
             }),
         }
     }
+    let settles = |place: &usize| charges.get(*place).is_some_and(|charge| charge.settles);
+    parts.sort_by_key(|part| !part.places.iter().any(settles));
     parts
 }
 
@@ -445,12 +462,18 @@ fn renewed(context: &Arc<Context>, before: &Map, ranges: &[Range]) -> Map {
         let node = before.at(address).cloned().unwrap_or_else(|| {
             let target = Target::node(address.clone(), map::probe(ranges, address));
             let link = Arc::new(Link::start(Arc::clone(context), target));
-            Arc::new(Node { address: address.clone(), link, failures: AtomicU32::new(0) })
+            let failures = AtomicU32::new(0);
+            Arc::new(Node { address: address.clone(), link, failures, since: Instant::now() })
         });
         nodes.push(node);
     }
     for gone in before.nodes.iter().filter(|node| !nodes.iter().any(|other| Arc::ptr_eq(other, node))) {
-        gone.link.retire();
+        let (gone, patience) = (Arc::clone(gone), context.settings.timeout);
+        // What is on the way is still answered, if only with where to go.
+        tokio::spawn(async move {
+            sleep(patience).await;
+            gone.link.retire();
+        });
     }
     Map::new(nodes, ranges)
 }

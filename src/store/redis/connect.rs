@@ -95,10 +95,12 @@ async fn start(
     how: How<'_>,
 ) -> Result<(MultiplexedConnection, Task), Trouble> {
     let mut identity = RedisConnectionInfo::default().set_db(how.database);
-    if let Some(username) = &how.login.username {
-        identity = identity.set_username(username);
+    let Login { username, password } = how.login;
+    if let Some(username) = username {
+        // Without any password redis-rs would not log in at all, and be the default user.
+        identity = identity.set_username(username).set_password("");
     }
-    if let Some(password) = &how.login.password {
+    if let Some(password) = password {
         identity = identity.set_password(password.expose());
     }
     // Deadlines are ours: per decision and all in.

@@ -140,6 +140,11 @@ impl Link {
         Self { state, ready, context, lost, supervisor: Task(tokio::spawn(supervisor)) }
     }
 
+    /// Whether there was a proven connection at any time.
+    pub(super) fn was_ready(&self) -> bool {
+        *self.ready.borrow()
+    }
+
     /// Ends: nobody is missing this server any more.
     pub(super) fn retire(&self) {
         self.supervisor.0.abort();

@@ -7,6 +7,7 @@ use crate::store::redis::script::push_hex;
 use redis::Value;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
+use tokio::time::Instant;
 
 /// How many there are in every cluster.
 const SLOTS: u16 = 16_384;
@@ -21,6 +22,8 @@ pub(super) struct Node {
     pub(super) link: Arc<Link>,
     /// Failures in a row, after which its connection has to prove itself anew: it is this node's breaker.
     pub(super) failures: AtomicU32,
+    /// When it was first heard of.
+    pub(super) since: Instant,
 }
 
 #[derive(Debug, Default)]
