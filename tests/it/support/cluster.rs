@@ -56,6 +56,9 @@ impl Cluster {
         RedisSettings {
             topology: Topology::Cluster,
             servers: self.nodes.iter().take(2).map(|node| tcp(node.port())).collect(),
+            // Four servers and the test share the machine with other tests.
+            timeout: Duration::from_secs(1),
+            connect_timeout: Duration::from_secs(3),
             ..settings(0)
         }
     }

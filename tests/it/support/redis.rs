@@ -1,7 +1,7 @@
 //! A real redis-server per test: own process, own port, nothing kept.
 
 use redis::aio::MultiplexedConnection;
-use redis::{Cmd, FromRedisValue, Value};
+use redis::{AsyncConnectionConfig, Cmd, FromRedisValue, Value};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -89,7 +89,10 @@ impl Server {
     /// A connection for looking and meddling.
     pub(crate) async fn connection(&self) -> MultiplexedConnection {
         let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
-        client.get_multiplexed_async_connection().await.unwrap()
+        let patient = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(Duration::from_secs(5)))
+            .set_response_timeout(Some(Duration::from_secs(5)));
+        client.get_multiplexed_async_connection_with_config(&patient).await.unwrap()
     }
 
     /// The same, for thousands of questions on a busy machine: no answer is late.
