@@ -172,6 +172,11 @@ impl Cluster {
         self.nodes.call(slot, command, deadline).await
     }
 
+    /// Whether any master would be asked.
+    pub(super) fn is_reachable(&self) -> bool {
+        self.masters().iter().any(|master| matches!(&*master.state(), State::Up(_)))
+    }
+
     /// The links to all masters that are known.
     pub(super) fn masters(&self) -> Vec<Arc<Link>> {
         self.nodes.map.borrow().nodes.iter().map(|node| Arc::clone(&node.link)).collect()

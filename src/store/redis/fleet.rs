@@ -189,16 +189,18 @@ async fn ask(redis: &Redis, does: Does, since_us: Option<u64>) -> Result<Seen, F
 }
 
 async fn run(redis: &Redis, command: &Cmd) -> Result<Value, Failure> {
-    let within = redis.context.settings.connect_timeout;
     let link = match &redis.way {
         Way::One(link) => link,
         Way::Cluster(cluster) => {
             let slot = slot_of_name(&redis.context.script.instances_key());
-            return cluster.call(slot, command, Instant::now() + within).await;
+            return cluster
+                .call(slot, command, Instant::now() + redis.context.settings.connect_timeout)
+                .await;
         }
     };
     let state = link.state();
     let super::State::Up(live) = &*state else { return Err(Failure::Connection) };
+    let within = redis.context.settings.connect_timeout;
     let reply = timeout(within, live.run(command)).await.unwrap_or_else(|late| Err(late.into()));
     if let Err(failure) = reply {
         redis.context.health.count(failure);

@@ -187,12 +187,11 @@ impl Redis {
 
     /// Whether a question would be sent at all.
     pub fn is_reachable(&self) -> bool {
-        let is_up = match &self.way {
-            Way::One(link) => matches!(&*link.state(), State::Up(_)),
-            // Each question finds out for itself whether its node is there.
-            Way::Cluster(_) => true,
-        };
-        is_up && !self.breaker_open()
+        !self.breaker_open()
+            && match &self.way {
+                Way::One(link) => matches!(&*link.state(), State::Up(_)),
+                Way::Cluster(cluster) => cluster.is_reachable(),
+            }
     }
 
     /// Ends when this worker's first connection is ready, or `connect_timeout` has passed.
