@@ -14,7 +14,8 @@ mod support;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use support::{PREFIX, Server};
-use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, Lease, Limit};
+use tidegate::store::Store;
 use tidegate::store::redis::{Redis, Script, Shared};
 
 const ROUND: Duration = Duration::from_secs(2);
@@ -47,6 +48,71 @@ fn main() {
                     measured.server_us
                 );
             }
+        }
+    }
+    leased(&server);
+}
+
+/// A hot key that is never exhausted, through the whole store.
+fn leased(server: &Server) {
+    let algorithm = Algorithm::SlidingWindow { buckets: 10 };
+    let limit = Limit { requests: 1_000_000_000, per_us: 1_000_000, algorithm };
+    let peer = peer_rate(server, &limit, 1);
+    println!();
+    println!(
+        "{:<13} {:>6} {:>6} {:>10} {:>10} {:>6} {:>14}",
+        "leased key", "size", "tasks", "checks/s", "RB -P 64", "ratio", "calls per 100"
+    );
+    for size in [None, Some(50), Some(1000)] {
+        server.flush();
+        let before = calls(server);
+        let lease = Lease { size, ttl_us: 100_000 };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let rate = runtime.block_on(async {
+            let redis = Redis::start(&Shared::new(server.settings()));
+            redis.first_ready().await;
+            let (store, started) = (Store::redis(redis), Instant::now());
+            let end = started + ROUND;
+            let tasks: Vec<_> =
+                (0..64).map(|_| tokio::spawn(work_leased(store.clone(), limit, lease, end))).collect();
+            let mut checks = 0.0;
+            for task in tasks {
+                checks += f64::from(task.await.unwrap());
+            }
+            checks / started.elapsed().as_secs_f64()
+        });
+        let calls = f64::from(calls(server) - before);
+        let size = size.map_or_else(|| "auto".to_owned(), |size| size.to_string());
+        println!(
+            "{:<13} {size:>6} {:>6} {rate:>10.0} {peer:>10.0} {:>6.2} {:>14.3}",
+            "",
+            64,
+            rate / peer,
+            calls * 100.0 / (rate * ROUND.as_secs_f64())
+        );
+    }
+}
+
+/// Calls of programs so far.
+fn calls(server: &Server) -> u32 {
+    let text: String = redis::cmd("INFO").arg("commandstats").query(&mut server.connection()).unwrap();
+    let calls = text.split("cmdstat_evalsha:calls=").nth(1).and_then(|rest| rest.split(',').next());
+    calls.map_or(0, |calls| calls.parse().unwrap())
+}
+
+async fn work_leased(store: Store, limit: Limit, lease: Lease, end: Instant) -> u32 {
+    let (mut checks, owner) = (0, owner(0));
+    loop {
+        let asked = tokio::time::Instant::now();
+        if asked.into_std() >= end {
+            return checks;
+        }
+        let charge = Charge { lease: Some(lease), ..Charge::new(&limit, &owner, 1) };
+        store.answer(&[charge], asked).await.unwrap();
+        checks += 1;
+        // A request that waits for nothing still lets others in between.
+        if checks % 64 == 0 {
+            tokio::task::yield_now().await;
         }
     }
 }

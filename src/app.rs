@@ -7,7 +7,7 @@ use crate::enforcer::{Enforcer, Live};
 use crate::proxy::{self, Load, Server, Service, SetupError, Stop, Upstream, UpstreamErrorKind};
 use crate::reload::{self, Reloader};
 use crate::store::redis::{self, Redis};
-use crate::store::{Memory, Store};
+use crate::store::{Leases, Memory, Store};
 use crate::telemetry::metrics::{MemoryUse, Metrics, Observed, Phase};
 use parking_lot::Mutex;
 use std::io;
@@ -158,11 +158,11 @@ impl Watched {
                 let (keys, bytes, evictions) = (memory.keys(), memory.bytes(), memory.evicted());
                 (true, false, Vec::new(), Some(MemoryUse { keys, bytes, evictions }))
             }
-            Stores::Redis(redis) => (redis.is_up(), redis.breaker_open(), redis.errors().collect(), None),
+            Stores::Redis(redis, _) => (redis.is_up(), redis.breaker_open(), redis.errors().collect(), None),
         };
         let instances = match &self.stores {
             Stores::Memory(_) => None,
-            Stores::Redis(redis) => Some(redis.instances()),
+            Stores::Redis(redis, _) => Some(redis.instances()),
         };
         let reload = self.reload.lock();
         Observed {
@@ -194,7 +194,7 @@ impl Watched {
 #[derive(Clone)]
 pub(crate) enum Stores {
     Memory(Arc<Memory>),
-    Redis(redis::Shared),
+    Redis(redis::Shared, Arc<Leases>),
 }
 
 impl Stores {
@@ -203,7 +203,9 @@ impl Stores {
             StoreSettings::Memory(settings) => {
                 Self::Memory(Arc::new(Memory::new(*settings, Clock::system())))
             }
-            StoreSettings::Redis(settings) => Self::Redis(redis::Shared::new((**settings).clone())),
+            StoreSettings::Redis(settings) => {
+                Self::Redis(redis::Shared::new((**settings).clone()), Arc::default())
+            }
         }
     }
 
@@ -212,10 +214,10 @@ impl Stores {
     pub(crate) async fn for_worker(&self) -> Store {
         match self {
             Self::Memory(memory) => Store::Memory(Arc::clone(memory)),
-            Self::Redis(shared) => {
+            Self::Redis(shared, leases) => {
                 let redis = Redis::start(shared).join();
                 redis.first_ready().await;
-                Store::redis(redis)
+                Store::redis(redis).sharing(leases)
             }
         }
     }

@@ -15,7 +15,7 @@ pub use live::{Live, Rules};
 
 use keeper::{Keeper, Place};
 
-use crate::limiter::{Algorithm, Charge, Decision, Key, Limit, Refusal, Standing};
+use crate::limiter::{Algorithm, Charge, Decision, Key, Lease, Limit, Refusal, Standing};
 use crate::policy::{
     Action, EstimateCost, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy, PolicyTable, Reject,
 };
@@ -211,6 +211,7 @@ struct Claim<'t> {
     estimate: Option<&'t Arc<EstimateCost>>,
     counts_rejected: bool,
     shards: u16,
+    lease: Option<Lease>,
 }
 
 impl Claim<'_> {
@@ -256,6 +257,7 @@ impl<'t> Plan<'t> {
                     let block = quota.block.as_ref().filter(|_| !policy.shadow);
                     let (cost, estimate) = (quota.cost.of(facts), quota.cost.estimate());
                     let (counts_rejected, shards) = (quota.count_rejected, quota.shards);
+                    let lease = quota.lease;
                     claims.push(Claim {
                         at,
                         policy,
@@ -266,6 +268,7 @@ impl<'t> Plan<'t> {
                         estimate,
                         counts_rejected,
                         shards,
+                        lease,
                     });
                 }
                 Ok(None) => {}
@@ -297,6 +300,7 @@ impl<'t> Plan<'t> {
                     slot,
                     local: claim.policy.on_store_failure == OnStoreFailure::Local,
                     shards: claim.shards,
+                    lease: claim.lease,
                     ..Charge::new(limit, &claim.key, cost)
                 })
             })

@@ -52,6 +52,7 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
         on_store_failure: defaults.word("on_store_failure", &ON_STORE_FAILURE)?,
         algorithm: defaults.word("algorithm", &ALGORITHM)?,
         missing_key: defaults.word("missing_key", &MISSING_KEY)?,
+        counts_in_memory: !matches!(store, Some(StoreSettings::Redis(_))),
     };
     let sources = std::iter::once(top).chain(included);
     let (policies, words) = policies::all(sources.flat_map(|source| source.tables("policy")), &scope);

@@ -259,7 +259,10 @@ impl<'a> Cursor<'a> {
 
 fn table_of(kind: &Kind) -> &'static [Key] {
     match kind {
-        Kind::Table(table) | Kind::Tables(table) | Kind::WholeOrTable { table, .. } => table,
+        Kind::Table(table)
+        | Kind::Tables(table)
+        | Kind::WholeOrTable { table, .. }
+        | Kind::WordOrTable { table, .. } => table,
         _ => &[],
     }
 }

@@ -12,6 +12,7 @@ mod effective;
 mod files;
 mod input;
 mod layers;
+mod leases;
 mod matches;
 #[cfg(test)]
 mod page;

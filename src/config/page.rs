@@ -30,7 +30,11 @@ fn collect(path: &str, table: &'static [Key], tables: &mut Vec<(String, &'static
     }
     tables.push((path.to_owned(), table));
     for key in table {
-        if let Kind::Table(inner) | Kind::Tables(inner) | Kind::WholeOrTable { table: inner, .. } = key.kind {
+        if let Kind::Table(inner)
+        | Kind::Tables(inner)
+        | Kind::WholeOrTable { table: inner, .. }
+        | Kind::WordOrTable { table: inner, .. } = key.kind
+        {
             collect(format!("{path}.{}", key.name).trim_start_matches('.'), inner, tables);
         }
     }
@@ -70,6 +74,7 @@ fn takes(kind: &Kind) -> String {
         Kind::Whole { min: i64::MIN, .. } => "a whole number".to_owned(),
         Kind::Whole { min, max } => format!("{min} to {}", count(*max)),
         Kind::WholeOrTable { min, max, .. } => format!("{min} to {}, or a table", count(*max)),
+        Kind::WordOrTable { word, .. } => format!("`\"{word}\"`, or a table"),
         Kind::Fraction => "0.0 to 1.0".to_owned(),
         Kind::Duration { min, max } => {
             format!(

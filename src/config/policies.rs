@@ -3,7 +3,7 @@
 use super::build::{ALGORITHM, MISSING_KEY, ON_STORE_FAILURE};
 use super::cursor::Cursor;
 use super::diagnostic::Place;
-use super::{matches, words};
+use super::{leases, matches, words};
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
 use crate::policy::{
     Action, Actual, Cost, EstimateCost, HeaderCost, KeyPart, KeyTemplate, MissingKey, NamedLimit,
@@ -29,6 +29,7 @@ pub(super) struct Scope {
     pub on_store_failure: OnStoreFailure,
     pub algorithm: Algorithm,
     pub missing_key: MissingKey,
+    pub counts_in_memory: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -106,7 +107,9 @@ fn policy(at: &Cursor<'_>, scope: &Scope, shadow: bool) -> Option<Policy> {
     let does = at.word("action", &[("limit", Does::Limit), ("allow", Does::Allow), ("deny", Does::Deny)])?;
     let conditions = at.optional_table("match").map(|table| matches::matcher(&table, &scope.path));
     let action = match does {
-        Does::Limit => quota(at, scope, name.as_deref().unwrap_or("policy")).map(Action::Limit),
+        Does::Limit => {
+            quota(at, scope, name.as_deref().unwrap_or("policy")).map(|quota| Action::Limit(Box::new(quota)))
+        }
         Does::Allow => without_quota(at, "allow").map(|()| Action::Allow),
         Does::Deny => without_quota(at, "deny").map(|()| Action::Deny),
     };
@@ -148,6 +151,7 @@ fn without_quota(at: &Cursor<'_>, action: &str) -> Option<()> {
         "cost",
         "block_for",
         "count_rejected",
+        "lease",
         "missing_key",
         "on_store_failure",
         "override",
@@ -200,8 +204,9 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
     if block_for.is_some() && at.word("mode", &MODE) == Some(Mode::Shadow) {
         at.warn("block_for", "a shadow policy blocks nobody: what it measures are its limits alone");
     }
-    Some(Quota {
+    let quota = Quota {
         key,
+        lease: None,
         block: block_for.map(|time| Limit { requests: 1, per_us: micros(time), algorithm: Algorithm::Block }),
         missing_key: at.word("missing_key", &MISSING_KEY).unwrap_or(scope.missing_key),
         count_rejected: count_rejected?,
@@ -209,7 +214,9 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
         cost: cost?,
         limits: limits?,
         overrides,
-    })
+    };
+    let is_shadow = at.word("mode", &MODE) == Some(Mode::Shadow);
+    Some(Quota { lease: leases::lease(at, &quota, is_shadow, scope.counts_in_memory), ..quota })
 }
 
 /// Spread limits are decided by whichever counter is asked: what needs to know all of them can't be.
@@ -265,6 +272,9 @@ fn check_shards<'a>(
         if at.has(key) && at.item(key).is_some_and(|item| item.value.to_bool() != Some(false)) {
             at.fail(key, "needs one counter that knows of every refusal; expected no shards beside it");
         }
+    }
+    if at.has("lease") {
+        at.fail("lease", "units are lent by one counter; expected no shards beside it");
     }
     if cost.is_some_and(|cost| cost.estimate().is_some()) {
         at.fail("shards", "an estimate is settled on one counter; expected no shards beside it");

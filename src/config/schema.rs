@@ -40,6 +40,11 @@ pub(super) enum Kind {
         max: i64,
         table: &'static [Key],
     },
+    /// A word, or a table that says more.
+    WordOrTable {
+        word: &'static str,
+        table: &'static [Key],
+    },
     /// 0 to 1.
     Fraction,
     Duration {
@@ -499,7 +504,7 @@ static LOG: [Key; 4] = [
     key("access_sample", Fraction, Default("1.0"), "The share of those that does."),
 ];
 
-static POLICY: [Key; 16] = [
+static POLICY: [Key; 17] = [
     key(
         "name",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
@@ -557,6 +562,12 @@ static POLICY: [Key; 16] = [
         Default("1"),
         "Redis Cluster only: spreads one very hot key over so many counters, each with its part of the limit. A refusal asks all of them.",
     ),
+    key(
+        "lease",
+        Kind::WordOrTable { word: "auto", table: &LEASE },
+        Optional,
+        "Takes units from Redis in advance, and hands them out without asking it. \"auto\": as many as the rate of requests suggests. Not with leaky_bucket, concurrency, warm_up, block_for, count_rejected or an estimate.",
+    ),
     key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
     key("on_store_failure", ON_STORE_FAILURE, Optional, "As in [defaults]."),
     key("reject", Table(&REJECT), Optional, "Your own answer to refused clients."),
@@ -594,6 +605,16 @@ static COST: [Key; 6] = [
         Text("\"response_header:NAME\" or \"response_json:/POINTER\""),
         Required,
         "Where the response says it: a header (or trailer), or a number in a JSON body, given by a JSON pointer such as /usage/total_tokens.",
+    ),
+];
+
+static LEASE: [Key; 2] = [
+    key("size", whole(1, 1_000_000), Required, "Units in hand at most, per key and proxy."),
+    key(
+        "ttl",
+        Kind::Duration { min: Duration::from_millis(1), max: MAX_PERIOD },
+        Default("100ms"),
+        "How long they are kept, at most half of the policy's shortest period. Unused ones are given back then.",
     ),
 ];
 
@@ -802,6 +823,9 @@ impl fmt::Display for Kind {
                     f,
                     "a whole number from {min} to {max}, or a table such as {{ header = \"x-cost\", max = 100 }}"
                 )
+            }
+            Kind::WordOrTable { word, .. } => {
+                write!(f, "\"{word}\", or a table such as {{ size = 50, ttl = \"100ms\" }}")
             }
             Fraction => f.write_str("a number from 0 to 1"),
             Kind::Duration { min, max } => {

@@ -63,7 +63,12 @@ fn quota(quota: &Quota) -> String {
         format!("; for {}: {}", values.collect::<Vec<_>>().join(", "), limits(&entry.limits))
     });
     let rejected = if quota.count_rejected { "; what is refused counts too" } else { "" };
-    format!("{per}: {}{cost}{}{block}{rejected}", limits(&quota.limits), overrides.collect::<String>())
+    let lease = quota.lease.map_or_else(String::new, |lease| {
+        let size = lease.size.map_or_else(|| "as many as needed".to_owned(), |size| format!("up to {size}"));
+        let ttl = duration_words(Duration::from_micros(lease.ttl_us));
+        format!("; {size} taken in advance for {ttl}")
+    });
+    format!("{per}: {}{cost}{}{block}{rejected}{lease}", limits(&quota.limits), overrides.collect::<String>())
 }
 
 fn limits(limits: &[NamedLimit]) -> String {

@@ -59,6 +59,7 @@ pub async fn explain<'t>(store: &Store, table: &'t PolicyTable, facts: &Facts<'_
                 estimate: None,
                 counts_rejected: false,
                 shards: if let Action::Limit(quota) = &policy.action { quota.shards } else { 1 },
+                lease: None,
             })
         }
         _ => None,

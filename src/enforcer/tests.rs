@@ -38,16 +38,17 @@ fn by_user(name: &str, requests: u64) -> Policy {
         name: name.into(),
         priority: 0,
         matcher: Matcher::default(),
-        action: Action::Limit(Quota {
+        action: Action::Limit(Box::new(Quota {
             count_rejected: false,
             shards: 1,
+            lease: None,
             key: KeyTemplate::new(vec![KeyPart::Header("x-user".parse().unwrap())]),
             missing_key: MissingKey::Shared,
             cost: Cost::Fixed(1),
             limits: vec![limit(name, requests)],
             block: None,
             overrides: Overrides::default(),
-        }),
+        })),
         shadow: false,
         on_store_failure: OnStoreFailure::Open,
         reject: None,
@@ -174,6 +175,7 @@ fn trap_20_without_the_store_nobody_is_told_to_be_over_a_limit() {
             estimate: None,
             counts_rejected: false,
             shards: 1,
+            lease: None,
         };
         let plan = Plan { claims: policies.iter().map(claim).collect(), shadow_denied: SmallVec::new() };
         let verdict = plan.into_degraded(&Unavailable { kind: "timeout", retry_after_us: 7 }, None);

@@ -50,4 +50,12 @@ local function window_credit(window, units, at)
   return window_use(window, math.max(0, window.used - units))
 end
 
-rules.w = { read = window_read, frees = window_frees, charge = window_charge, press = window_press, credit = window_credit }
+-- What is lent dies at the edge.
+local function window_lends(window, last)
+  return math.min(last, window.ends - 1)
+end
+
+rules.w = {
+  read = window_read, frees = window_frees, charge = window_charge, press = window_press, credit = window_credit,
+  lends = window_lends, lend = window_charge,
+}

@@ -91,6 +91,37 @@ pub struct Charge<'a> {
     pub local: bool,
     /// How many counters of a cluster share the limit ([`Limit::shard`]); elsewhere it is one whatever this says.
     pub shards: u16,
+    /// How its policy takes units in advance, if it does; the same for all charges of a group.
+    pub lease: Option<Lease>,
+    /// So many units are wanted in advance, if the request is admitted; 0: none. The same for all charges of a group.
+    pub wanted: u64,
+}
+
+/// How units are taken in advance, to be handed out without asking the store.
+///
+/// Units that are lent count from the moment of the grant on, and as if used at the last moment at which they may be:
+/// whenever they are handed out in between, no limit is passed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Lease {
+    /// Units in hand at most, at least 1; `None`: as the rate of requests suggests, and never more than one in
+    /// [`AUTO_SHARE`] of those that are free.
+    pub size: Option<u64>,
+    /// How long they may be handed out, in microseconds, at least 1 and at most half of the policy's shortest period.
+    pub ttl_us: u64,
+}
+
+/// What one process takes of the free units at a time, if its size is its own choice: near the limit nothing is lent,
+/// and who asks is decided exactly.
+pub const AUTO_SHARE: u64 = 4;
+
+/// Units lent of all limits of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grant {
+    pub group: u32,
+    /// At least 1.
+    pub units: u64,
+    /// The last microsecond (store's clock) at which they may be handed out, and at which they count.
+    pub until_us: u64,
 }
 
 /// What a decision does to a charge's counter.
@@ -129,6 +160,27 @@ pub fn effect(charges: &[Charge<'_>], refusals: &[Option<Refusal>], at: usize) -
     if counts && own.any(|(_, refusal)| refusal.is_some()) { Effect::Press } else { Effect::Nothing }
 }
 
+/// What is lent beside a request that was admitted, once its own units were taken. `lends` is [`View::lends`] for a
+/// charge's counter.
+pub fn grants(
+    charges: &[Charge<'_>],
+    now_us: u64,
+    lends: impl Fn(&Charge<'_>, u64) -> Option<(u64, u64)>,
+) -> SmallVec<[Grant; 1]> {
+    let of_policy = charges.chunk_by(|one, other| one.is_of_policy_of(other));
+    let grant = |charges: &[Charge<'_>]| {
+        let (first, lease) = charges.first().and_then(|first| Some((first, first.lease?)))?;
+        let share = if lease.size.is_none() { AUTO_SHARE } else { 1 };
+        let (mut units, mut until_us) = (first.wanted, now_us.saturating_add(lease.ttl_us.saturating_sub(1)));
+        for charge in charges.iter().filter(|_| first.wanted > 0) {
+            let (free, ends_us) = lends(charge, until_us)?;
+            (units, until_us) = (units.min(free / share), ends_us);
+        }
+        (units > 0).then_some(Grant { group: first.group, units, until_us })
+    };
+    of_policy.filter_map(grant).collect()
+}
+
 impl<'a> Charge<'a> {
     /// An enforced charge of the first policy.
     pub fn new(limit: &'a Limit, key: &'a Key, cost: u64) -> Self {
@@ -143,6 +195,8 @@ impl<'a> Charge<'a> {
             slot: 0,
             local: false,
             shards: 1,
+            lease: None,
+            wanted: 0,
         }
     }
 
@@ -224,6 +278,8 @@ pub struct Decision {
     pub standings: SmallVec<[Option<Standing>; 4]>,
     /// How long an admitted request has to be held: the longest that an enforced limit wants, for most 0.
     pub delay_us: u64,
+    /// What was lent beside.
+    pub grants: SmallVec<[Grant; 1]>,
 }
 
 impl Limit {
@@ -343,6 +399,18 @@ impl State {
         self.take(charge.limit, charge.cost, now_us, charge.settles);
     }
 
+    /// Takes units, at least 1, that will be used until `until_us`, as [`grants`] says.
+    pub fn lend(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
+        match &mut self.0 {
+            Kind::SlidingLog(log) => log.lend(limit, units, now_us, now_us, until_us),
+            Kind::SlidingWindow(buckets) => buckets.lend(limit, units, now_us, until_us),
+            Kind::FixedWindow(window) => window.charge(limit, units, now_us),
+            Kind::TokenBucket(bucket) => bucket.lend(limit, units, now_us, until_us),
+            // These lend nothing.
+            Kind::LeakyBucket(_) | Kind::Concurrency(_) | Kind::Block(_) => {}
+        }
+    }
+
     /// Takes as much of a refused charge as [`Effect::Press`] says.
     pub fn press(&mut self, charge: &Charge<'_>, now_us: u64) {
         let now_us = now_us.max(self.newest_us());
@@ -409,7 +477,7 @@ impl State {
     /// When the state becomes indistinguishable from a fresh one.
     pub fn expires_at_us(&self, limit: &Limit) -> u64 {
         match &self.0 {
-            Kind::SlidingLog(log) => log.newest_us().saturating_add(limit.per_us),
+            Kind::SlidingLog(log) => log.last_us().saturating_add(limit.per_us),
             Kind::SlidingWindow(buckets) => buckets.expires_at_us(limit),
             Kind::TokenBucket(bucket) => bucket.expires_at_us(limit),
             Kind::LeakyBucket(line) => line.expires_at_us(limit),
@@ -466,6 +534,19 @@ impl View<'_> {
         }
         let room = capacity - cost;
         (self.used > room).then(|| self.at_most_at_us(room).map_or(Refusal::Unknown, Refusal::Until))
+    }
+
+    /// How many units can be lent until a time, and until when at most; `None`: none can. `now_us` is the store's clock:
+    /// while it stands behind the state, because it stepped back, nobody knows how long it is until then.
+    pub fn lends(&self, now_us: u64, until_us: u64) -> Option<(u64, u64)> {
+        let until_us = match &self.state.0 {
+            Kind::FixedWindow(window) => until_us.min(window.end_us(self.limit, now_us).saturating_sub(1)),
+            Kind::SlidingLog(log) if log.last_us() <= until_us => until_us,
+            Kind::SlidingWindow(buckets) if buckets.starts_by(until_us) => until_us,
+            Kind::TokenBucket(bucket) if bucket.lends(self.limit, now_us, until_us) => until_us,
+            _ => return None,
+        };
+        (self.now_us == now_us).then_some((self.limit.capacity().saturating_sub(self.used), until_us))
     }
 
     /// How the limit looks from here, with the refusal that was found before anything was charged.

@@ -8,6 +8,8 @@
 --     costs. As at most 2^53 units live at once, the wrap is never ambiguous.
 --   * `sum:units:kept` in the newest element: only the newest `kept` units count, however young the others are, which
 --     stay until they are trimmed. (Only a limit of about 2^53 units could be deceived by them as to the wrap.)
+--   * `sum:units:kept:lead` in the newest element, `kept` empty if all count: it was lent and stands so far (us) ahead
+--     of the time that is proven to have passed. What is charged until that time has come stands with it.
 --   * Charges in the same microsecond share one entry, so the order of scores is the order of charges.
 --   * Above LOG_SMALL elements, LOG_BUNDLE charges at a time become one: `>IaIb`, the sum at its end and all of its
 --     units (7 bytes each), and per charge its age in us at the time of the last (the score; `a` bytes) and the
@@ -25,7 +27,7 @@ local LOG_AMEND = 250
 local function log_element(reply, n)
   local member, at = reply[n], tonumber(reply[n + 1])
   if not (at and at > 0 and at < LOG_WRAP and at % 1 == 0) then return nil end
-  local sum, units, kept = tonumber(member), 1, nil
+  local sum, units, kept, lead = tonumber(member), 1, nil, nil
   local count, width, format = 1, nil, nil
   if not sum then
     local kind, _, ages, _, totals = string.byte(member, 1, 5)
@@ -36,13 +38,14 @@ local function log_element(reply, n)
       if ages < 49 or ages > 56 or totals < 49 or totals > 56 or count % 1 ~= 0 then return nil end
       sum, units = struct.unpack('>I7I7', member, 6)
     else
-      sum, units, kept = string.match(member, '^(%d+):(%d+):?(%d*)$')
-      sum, units, kept = tonumber(sum), tonumber(units), tonumber(kept)
+      sum, units, kept, lead = string.match(member, '^(%d+):(%d+):?(%d*):?(%d*)$')
+      sum, units, kept, lead = tonumber(sum), tonumber(units), tonumber(kept), tonumber(lead)
     end
   end
   if not (sum and sum >= 0 and sum < LOG_WRAP and sum % 1 == 0 and units <= LOG_WRAP) then return nil end
   return {
-    member = member, at = at, sum = sum, units = units, kept = kept, count = count, width = width, format = format,
+    member = member, at = at, sum = sum, units = units, kept = kept, lead = lead or 0, count = count, width = width,
+    format = format,
   }
 end
 
@@ -107,7 +110,8 @@ local function log_read(key, time, per)
   if not reply[1] then return log end
   local newest = log_element(reply, 1)
   if not newest or newest.format then return nil end
-  if newest.at > time then log.now, log.left = newest.at, newest.at - per end
+  local proven = newest.at - newest.lead
+  if proven > time then log.now, log.left = proven, proven - per end
   local first = log_at(key, 0)
   if not first then return nil end
   if first.at == newest.at then first = newest end
@@ -140,7 +144,8 @@ local function log_frees(log, need)
   return element and log_first(element, 0, before) + log.per
 end
 
-local function log_member(sum, units, kept)
+local function log_member(sum, units, kept, lead)
+  if lead > 0 then return string.format('%d:%d:%s:%d', sum, units, kept and integer(kept) or '', lead) end
   if kept then return string.format('%d:%d:%d', sum, units, kept) end
   if units == 1 then return integer(sum) end
   return string.format('%d:%d', sum, units)
@@ -177,9 +182,9 @@ local function log_pack(log)
   redis.call('ZADD', log.key, integer(last.at), log_bundle(last.sum, times, upto))
 end
 
--- Takes `cost` units, at least 1; of these and all before, the newest `most` count on. An error if Redis doesn't let us
--- write, and then nothing was written.
-local function log_take(log, cost, most)
+-- Takes `cost` units, at least 1, that stand at a time, now if there is none; of these and all before, the newest `most`
+-- count on. An error if Redis doesn't let us write, and then nothing was written.
+local function log_take(log, cost, most, stands)
   local last, oldest, at = log.newest, log.oldest, log.at
   local used = math.min(log.used + cost, most)
   local pushed = cost - (used - log.used)
@@ -190,19 +195,21 @@ local function log_take(log, cost, most)
     -- What isn't ours is found at the next look: reading is over.
     if element then oldest, at = element, log_first(element, 0, before) end
   end
-  local replaced = last and (last.at == log.now or last.units == 0)
+  stands = math.max(stands or log.now, last and last.at or 0)
+  local lead = stands - log.now
+  local replaced = last and (last.at == stands or last.units == 0)
   local sum = ((last and last.sum or 0) + (cost - LOG_WRAP)) % LOG_WRAP
   local units = math.min(replaced and last.units + cost or cost, LOG_WRAP)
-  local member = log_member(sum, units, (log.cut or pushed > 0) and used or nil)
-  local reply = redis.pcall('ZADD', log.key, integer(log.now), member)
+  local member = log_member(sum, units, (log.cut or pushed > 0) and used or nil, lead)
+  local reply = redis.pcall('ZADD', log.key, integer(stands), member)
   if type(reply) == 'table' and reply.err then return reply end
-  log.newest = { member = member, at = log.now, sum = sum, units = units, count = 1 }
+  log.newest = { member = member, at = stands, sum = sum, units = units, lead = lead, count = 1 }
   if replaced then
     if last.member ~= member then redis.call('ZREM', log.key, last.member) end
     if oldest == last then oldest = nil end
     if log.first == last then log.first = nil end
   end
-  if not oldest then oldest, at = log.newest, log.now end
+  if not oldest then oldest, at = log.newest, stands end
   log.oldest, log.at, log.used = oldest, at, used
   if log.first and log.first ~= oldest then
     if (oldest.sum - log.first.sum) % LOG_WRAP + log.first.units - oldest.units <= LOG_TRIM then
@@ -213,7 +220,7 @@ local function log_take(log, cost, most)
       if count > 0 then redis.call('ZREMRANGEBYRANK', log.key, '0', integer(count - 1)) end
     end
   end
-  redis.call('PEXPIREAT', log.key, integer(math.ceil((log.now + log.per) / 1000)))
+  redis.call('PEXPIREAT', log.key, integer(math.ceil((stands + log.per) / 1000)))
   -- To look at each charge would cost more.
   if last and math.floor(sum / 32) ~= math.floor(last.sum / 32) then log_pack(log) end
 end
@@ -268,7 +275,9 @@ local function log_credit(log, units, at)
   local kept = log.cut and log.used - units or nil
   local sum = (element.sum - units) % LOG_WRAP
   if #times > 0 then
-    local single = not element.format and log_member(sum, upto[1], rank == -1 and kept or nil)
+    local is_newest = rank == -1
+    local single = not element.format
+      and log_member(sum, upto[1], is_newest and kept or nil, is_newest and element.lead or 0)
     add(times[#times], single or log_bundle(sum, times, upto))
   end
   for n, one in ipairs(later) do
@@ -277,7 +286,7 @@ local function log_credit(log, units, at)
     if one.format then
       add(one.at, one.format .. struct.pack('>I7I7', sum, one.units) .. string.sub(one.member, 20))
     else
-      add(one.at, log_member(sum, one.units, n == 1 and kept or nil))
+      add(one.at, log_member(sum, one.units, n == 1 and kept or nil, n == 1 and one.lead or 0))
     end
   end
   local reply = redis.pcall('ZREM', log.key, unpack(removed))
@@ -286,4 +295,15 @@ local function log_credit(log, units, at)
   redis.call('PEXPIREAT', log.key, integer(math.ceil((log.newest.at + log.per) / 1000)))
 end
 
-rules.l = { read = log_read, frees = log_frees, charge = log_charge, press = log_press, credit = log_credit }
+local function log_lends(log, last)
+  return (not log.newest or log.newest.at <= last) and last
+end
+
+local function log_lend(log, units, last)
+  return log_take(log, units, LOG_WRAP, last)
+end
+
+rules.l = {
+  read = log_read, frees = log_frees, charge = log_charge, press = log_press, credit = log_credit,
+  lends = log_lends, lend = log_lend,
+}

@@ -23,6 +23,9 @@ pub(super) struct Log {
     /// The sum before the first unit of these that counts: units of all entries that were dropped, and of the
     /// first what was pushed out.
     dropped: u64,
+    /// How far the newest entry stands ahead of the time that is proven to have passed: it was lent, or came while
+    /// such a one was the newest.
+    lead_us: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -42,6 +45,12 @@ impl Log {
 
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
         self.enter(limit, cost, now_us, now_us);
+    }
+
+    /// Takes units that stand at `until_us`, while a charge would stand at `at_us`.
+    pub(super) fn lend(&mut self, limit: &Limit, units: u64, now_us: u64, at_us: u64, until_us: u64) {
+        self.enter(limit, units, now_us, until_us);
+        self.lead_us = self.last_us().saturating_sub(at_us);
     }
 
     /// Takes `cost` units of one who was refused, in place of the oldest where they don't fit.
@@ -66,9 +75,11 @@ impl Log {
         }
     }
 
-    /// Adds an entry that stands at `at_us`, not before any other, and drops some that have left for good:
-    /// time does not go back behind an entry.
+    /// Adds an entry that stands at `at_us`, or with the newest if that stands later, and drops some that have left for
+    /// good: time does not go back behind an entry.
     pub(super) fn enter(&mut self, limit: &Limit, cost: u64, now_us: u64, at_us: u64) {
+        self.lead_us = self.last_us().saturating_sub(at_us);
+        let at_us = at_us.max(self.last_us());
         let sum = self.sum().wrapping_add(cost);
         let last = self.entries.len().saturating_sub(1);
         let before = self.before(last);
@@ -105,7 +116,13 @@ impl Log {
         }
     }
 
+    /// The latest time that the entries prove to have passed.
     pub(super) fn newest_us(&self) -> u64 {
+        self.last_us().saturating_sub(self.lead_us)
+    }
+
+    /// Where the newest entry stands.
+    pub(super) fn last_us(&self) -> u64 {
         self.entries.back().map_or(0, |newest| newest.at_us)
     }
 

@@ -1,17 +1,18 @@
--- sliding_window: the rule of sliding_window.rs over one string, `first:u,u,…`.
+-- sliding_window: the rule of sliding_window.rs over one string, `first:u,u,…` or `first:u,u,…;lead`.
 --
 -- `first` is the number of the oldest sub-window kept, its start divided by the width; the units of it and of each
--- that follows stand behind, up to the newest that was charged.
+-- that follows stand behind, up to the newest that was charged. `lead` is how many sub-windows that one stands ahead of
+-- the newest that is proven to have begun: it was lent. What is charged until it has begun stands with it.
 
 -- The state of a key at `time`, or at the start of its newest sub-window if that is later; nil and perhaps an error
 -- if it isn't ours.
 local function buckets_read(key, time, per, width)
-  local state = { key = key, per = per, width = width, now = time, used = 0, first = 0, from = 1, units = {} }
+  local state = { key = key, per = per, width = width, now = time, used = 0, first = 0, from = 1, units = {}, lead = 0 }
   local value = redis.pcall('GET', key)
   if not value then return state end
   if type(value) == 'table' then return nil, value end
-  local first, list = string.match(value, '^(%d+):([%d,]+)$')
-  first = tonumber(first)
+  local first, list, lead = string.match(value, '^(%d+):([%d,]+);?(%d*)$')
+  first, lead = tonumber(first), tonumber(lead) or 0
   if not first then return nil end
   local units, count = state.units, 0
   for number in string.gmatch(list, '%d+') do
@@ -19,7 +20,7 @@ local function buckets_read(key, time, per, width)
     units[count] = tonumber(number)
   end
   if (first + count) * width > 9007199254740992 then return nil end
-  state.first, state.now = first, math.max(time, (first + count - 1) * width)
+  state.first, state.lead, state.now = first, lead, math.max(time, (first + count - 1 - lead) * width)
   -- Whole sub-windows leave.
   local from = 1
   while from <= count and (first + from) * width - 1 + per <= state.now do from = from + 1 end
@@ -43,14 +44,19 @@ local function buckets_write(state)
   local texts = {}
   for n, units in ipairs(state.units) do texts[n] = string.format('%.0f', units) end
   local value = string.format('%.0f:', state.first) .. table.concat(texts, ',')
+  if state.lead > 0 then value = value .. ';' .. integer(state.lead) end
   local expires = math.ceil(((state.first + #texts) * state.width - 1 + state.per) / 1000)
   local reply = redis.pcall('SET', state.key, value, 'PXAT', expires)
   if reply.err then return reply end
 end
 
--- Takes `cost` units, at least 1; of these and all before, the newest `most` count on. Errors as above.
-local function buckets_take(state, cost, most)
-  local this = math.floor(state.now / state.width)
+-- Takes `cost` units, at least 1, in the sub-window of a time, of now if there is none; of these and all before, the
+-- newest `most` count on. Errors as above.
+local function buckets_take(state, cost, most, stands)
+  local now = math.floor(state.now / state.width)
+  local newest = #state.units > 0 and state.first + #state.units - 1 or 0
+  local this = math.max(math.floor((stands or state.now) / state.width), newest)
+  state.lead = this - now
   local units = {}
   for n = state.from, #state.units do units[#units + 1] = state.units[n] end
   state.first, state.from, state.units = #units > 0 and state.first + state.from - 1 or this, 1, units
@@ -87,6 +93,15 @@ local function buckets_credit(state, units, at)
   return buckets_write(state)
 end
 
+local function buckets_lends(state, last)
+  return state.first + #state.units - 1 <= math.floor(last / state.width) and last
+end
+
+local function buckets_lend(state, units, last)
+  return buckets_take(state, units, 9007199254740992, last)
+end
+
 rules.s = {
   read = buckets_read, frees = buckets_frees, charge = buckets_charge, press = buckets_press, credit = buckets_credit,
+  lends = buckets_lends, lend = buckets_lend,
 }

@@ -31,6 +31,16 @@ impl Buckets {
         self.log.enter(limit, cost, now_us, self.last_us(now_us));
     }
 
+    /// Takes units that stand in a later sub-window, or in this.
+    pub(super) fn lend(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
+        self.log.lend(limit, units, now_us, self.last_us(now_us), self.last_us(until_us));
+    }
+
+    /// Whether the newest sub-window has begun at a time.
+    pub(super) fn starts_by(&self, at_us: u64) -> bool {
+        self.log.last_us() <= self.last_us(at_us)
+    }
+
     /// Takes `cost` units of one who was refused, in place of the oldest where they don't fit.
     pub(super) fn press(&mut self, limit: &Limit, cost: u64, now_us: u64) {
         self.log.press_in(limit, cost, now_us, self.last_us(now_us));
@@ -41,7 +51,7 @@ impl Buckets {
         self.log.credit(limit, units, self.last_us(at_us), now_us);
     }
 
-    /// The newest sub-window's start: the latest time that the state proves to have passed.
+    /// The start of the newest sub-window that is proven to have begun.
     pub(super) fn newest_us(&self) -> u64 {
         (self.log.newest_us() + 1).saturating_sub(self.width_us)
     }
@@ -51,7 +61,7 @@ impl Buckets {
     }
 
     pub(super) fn expires_at_us(&self, limit: &Limit) -> u64 {
-        self.log.newest_us().saturating_add(limit.per_us)
+        self.log.last_us().saturating_add(limit.per_us)
     }
 
     pub(super) fn heap_bytes(&self) -> usize {

@@ -8,7 +8,7 @@
 //! frees at once, and a debt is never owed longer than was said when it was made.
 //! Worst case: burst + requests × t / per units in any time t.
 //! Retry: when enough of the debt is paid back for this cost to fit, rounded up to the microsecond.
-//! Memory: three numbers; one more with `warm_up`; with costs that are settled later up to 66 more.
+//! Memory: three numbers; one more with `warm_up`; with costs that are settled later up to 66 more; two per lease.
 //!
 //! `warm_up`: a bucket that was not charged for so long, or never, is cold. It holds a third of `burst` (at least a
 //! unit) and fills at a third of the rate; both grow evenly from the first charge on ([`Ramp`]). What its capacity
@@ -16,6 +16,7 @@
 //! start on no more than a third of burst, and what flows in meanwhile, is taken.
 
 use super::{Algorithm, LAST_US, Limit, MAX_UNITS};
+use std::borrow::Cow;
 use std::collections::VecDeque;
 
 #[derive(Clone, Debug, Default)]
@@ -30,36 +31,82 @@ pub(super) struct Bucket {
     start_us: u64,
     /// What was charged lately, where some of it may come back.
     past: Option<Box<Past>>,
+    /// What is lent.
+    lent: Option<Box<Lent>>,
 }
+
+/// Units that are absent from the bucket until their lease ends, and then become a debt made at that moment. In the
+/// order of their ends.
+#[derive(Clone, Debug)]
+struct Lent(VecDeque<(u64, u64)>);
+
+/// Leases that one bucket bears at a time: every look passes them.
+const MAX_LENT: usize = 64;
 
 impl Bucket {
     /// Whole units in debt at `now_us`: a part of one cannot be taken again.
     pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
-        self.owed(limit, now_us).div_ceil(limit.per_us)
+        let bucket = self.settled(limit, now_us);
+        bucket.owed(limit, now_us).div_ceil(limit.per_us).saturating_add(bucket.lent_units())
     }
 
     /// With `settles`, remembers what [`Bucket::credit`] has to know later.
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
+        self.settle(limit, now_us);
+        self.take(limit, cost, now_us, settles);
+    }
+
+    fn take(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
         let debt = self.owed(limit, now_us).saturating_add(cost.saturating_mul(limit.per_us));
         self.owe(limit, debt, cost, now_us, settles);
     }
 
     /// Takes what there is, up to `cost`.
     pub(super) fn press(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
-        let owed = self.owed(limit, now_us);
-        let most = limit.capacity().saturating_mul(limit.per_us).saturating_add(limit.slack());
+        let mut bucket = self.settled(limit, now_us).into_owned();
+        let owed = bucket.owed(limit, now_us);
+        let room = limit.capacity().saturating_sub(bucket.lent_units());
+        let most = room.saturating_mul(limit.per_us).saturating_add(limit.slack());
         let debt = owed.saturating_add(cost.saturating_mul(limit.per_us)).min(most);
         if debt > owed {
-            self.owe(limit, debt, (debt - owed).div_ceil(limit.per_us), now_us, settles);
+            bucket.owe(limit, debt, (debt - owed).div_ceil(limit.per_us), now_us, settles);
+            *self = bucket;
+        }
+    }
+
+    /// Whether units can be lent until a time.
+    pub(super) fn lends(&self, limit: &Limit, now_us: u64, until_us: u64) -> bool {
+        let bucket = self.settled(limit, now_us);
+        let is_in_order = |lent: &Lent| {
+            lent.0.len() < MAX_LENT && lent.0.back().is_none_or(|(last_us, _)| *last_us <= until_us)
+        };
+        Ramp::of(limit).is_none() && bucket.lent.as_deref().is_none_or(is_in_order)
+    }
+
+    /// Takes units that are absent until a time.
+    pub(super) fn lend(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
+        self.settle(limit, now_us);
+        let lent = &mut self.lent.get_or_insert_with(|| Box::new(Lent(VecDeque::new()))).0;
+        match lent.back_mut() {
+            Some((last_us, lent)) if *last_us == until_us => *lent += units,
+            _ => lent.push_back((until_us, units)),
         }
     }
 
     /// Gives back what still counts of `units` charged at `at_us`: never more than what the debt would be less by,
     /// had they not been charged. It is no charge: a bucket stays as cold as it is.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
+        let mut bucket = self.settled(limit, now_us).into_owned();
+        if bucket.take_back(units, at_us) || bucket.lower(limit, units, at_us, now_us) {
+            *self = bucket;
+        }
+    }
+
+    /// Takes units off a debt. `false` if there is none.
+    fn lower(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) -> bool {
         let debt = self.debt_at(limit, now_us);
         if debt == 0 {
-            return;
+            return false;
         }
         // Perhaps all that was paid since was paid for it.
         let paid = now_us.saturating_sub(at_us).saturating_mul(self.rate(limit));
@@ -68,6 +115,7 @@ impl Bucket {
         let left =
             past.and_then(|past| past.debt_without(limit, units, at_us, now_us)).unwrap_or_else(without);
         self.debt -= debt.saturating_sub(left);
+        true
     }
 
     pub(super) fn newest_us(&self) -> u64 {
@@ -75,11 +123,29 @@ impl Bucket {
     }
 
     pub(super) fn heap_bytes(&self) -> usize {
-        self.past.as_ref().map_or(0, |past| size_of::<Past>() + past.units.capacity() * size_of::<u64>())
+        let past = |past: &Past| size_of::<Past>() + past.units.capacity() * size_of::<u64>();
+        let lent = |lent: &Lent| size_of::<Lent>() + lent.0.capacity() * size_of::<(u64, u64)>();
+        self.past.as_deref().map_or(0, past) + self.lent.as_deref().map_or(0, lent)
     }
 
     /// When at most `units` are in debt; `None` if only charges can warm the bucket up for that.
     pub(super) fn at_most_at_us(&self, limit: &Limit, now_us: u64, units: u64) -> Option<u64> {
+        let (mut bucket, mut now_us) = (self.settled(limit, now_us), now_us);
+        while let Some((until_us, lent)) = bucket.first_lent() {
+            if let Some(units) = units.checked_sub(bucket.lent_units()) {
+                let at_us = bucket.owes_at_most_at_us(limit, now_us, units)?;
+                if at_us <= until_us {
+                    return Some(at_us);
+                }
+            }
+            bucket.to_mut().end_lease(limit, until_us, lent);
+            now_us = until_us;
+        }
+        bucket.owes_at_most_at_us(limit, now_us, units)
+    }
+
+    /// The same of the debt alone.
+    fn owes_at_most_at_us(&self, limit: &Limit, now_us: u64, units: u64) -> Option<u64> {
         let paid_at_us = self.pays_down_at_us(limit, now_us, units.saturating_mul(limit.per_us));
         match Ramp::of(limit) {
             Some(ramp) if ramp.lacks > units => {
@@ -105,8 +171,53 @@ impl Bucket {
 
     /// When all is paid, and the bucket cold again.
     pub(super) fn expires_at_us(&self, limit: &Limit) -> u64 {
-        let cold_at_us = Ramp::of(limit).map_or(0, |ramp| self.cold_at_us(&ramp));
-        self.pays_down_at_us(limit, self.at_us, 0).max(cold_at_us)
+        let bucket = self.settled(limit, u64::MAX);
+        let cold_at_us = Ramp::of(limit).map_or(0, |ramp| bucket.cold_at_us(&ramp));
+        bucket.pays_down_at_us(limit, bucket.at_us, 0).max(cold_at_us)
+    }
+
+    /// With the leases that have ended before a time made debts.
+    fn settled(&self, limit: &Limit, now_us: u64) -> Cow<'_, Self> {
+        let mut bucket = Cow::Borrowed(self);
+        while let Some((until_us, units)) = bucket.first_lent().filter(|(until_us, _)| *until_us < now_us) {
+            bucket.to_mut().end_lease(limit, until_us, units);
+        }
+        bucket
+    }
+
+    fn settle(&mut self, limit: &Limit, now_us: u64) {
+        if let Cow::Owned(bucket) = self.settled(limit, now_us) {
+            *self = bucket;
+        }
+    }
+
+    fn end_lease(&mut self, limit: &Limit, until_us: u64, units: u64) {
+        self.lent = self.lent.take().filter(|lent| lent.0.len() > 1);
+        if let Some(lent) = &mut self.lent {
+            lent.0.pop_front();
+        }
+        self.take(limit, units, until_us, false);
+    }
+
+    /// Gives back what was lent until `at_us`; `false` if that isn't lent any more.
+    fn take_back(&mut self, units: u64, at_us: u64) -> bool {
+        let Some(lent) = &mut self.lent else { return false };
+        let Some(nth) = lent.0.iter().position(|(until_us, _)| *until_us == at_us) else { return false };
+        if let Some((_, left)) = lent.0.get_mut(nth) {
+            *left = left.saturating_sub(units);
+        }
+        lent.0.retain(|(_, left)| *left > 0);
+        self.lent = self.lent.take().filter(|lent| !lent.0.is_empty());
+        true
+    }
+
+    /// The lease that ends first: when, and how many units.
+    fn first_lent(&self) -> Option<(u64, u64)> {
+        self.lent.as_deref().and_then(|lent| lent.0.front().copied())
+    }
+
+    fn lent_units(&self) -> u64 {
+        self.lent.as_deref().map_or(0, |lent| lent.0.iter().map(|(_, units)| units).sum())
     }
 
     /// In units of 1 / per_us.
@@ -144,7 +255,8 @@ impl Bucket {
             past.add(limit, units, now_us);
             past
         });
-        *self = Self { at_us: now_us, debt: debt.min(MAX_UNITS), rate: limit.requests, start_us, past };
+        let (debt, lent) = (debt.min(MAX_UNITS), self.lent.take());
+        *self = Self { at_us: now_us, debt, rate: limit.requests, start_us, past, lent };
     }
 
     fn rate(&self, limit: &Limit) -> u64 {

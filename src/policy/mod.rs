@@ -43,7 +43,7 @@ pub struct Policy {
 /// What a policy does with a request that it matches.
 #[derive(Clone, Debug)]
 pub enum Action {
-    Limit(Quota),
+    Limit(Box<Quota>),
     /// Exempt: no later policy applies.
     Allow,
     /// Refused, whatever the quota.

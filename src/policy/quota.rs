@@ -1,7 +1,7 @@
 //! How much a policy allows, to whom.
 
 use super::{Cost, Facts, KeyFault, KeyTemplate, KeyValues, MissingKey, client, path};
-use crate::limiter::{Key, KeyBuilder, Limit};
+use crate::limiter::{Key, KeyBuilder, Lease, Limit};
 use foldhash::HashMap;
 use std::fmt;
 
@@ -23,6 +23,8 @@ pub struct Quota {
     pub count_rejected: bool,
     /// Over how many counters of a cluster each key is spread; 1: it isn't.
     pub shards: u16,
+    /// How it takes units in advance, if it does.
+    pub lease: Option<Lease>,
     pub overrides: Overrides,
 }
 

@@ -90,7 +90,13 @@ impl DenyCache {
             both.map(|(charge, seen)| seen.filter(|seen| seen.applies(charge, now, fit))).collect();
         let refused = seen.iter().flatten().find(|seen| seen.standing.refusal.is_some())?;
         let standings = seen.iter().map(|seen| seen.map(|seen| seen.standing)).collect();
-        Some(Decision { now_us: refused.store_time_us(now), admitted: false, standings, delay_us: 0 })
+        Some(Decision {
+            now_us: refused.store_time_us(now),
+            admitted: false,
+            standings,
+            delay_us: 0,
+            grants: SmallVec::new(),
+        })
     }
 
     /// Remembers what a refusal says; anything else says nothing for later.
@@ -122,11 +128,11 @@ impl DenyCache {
     }
 }
 
-/// Whether a refusal of this lasts as long as it was said: slots and estimates are given back early, and where a
-/// refusal is counted Redis has to be told of every one.
+/// Whether a refusal of this lasts as long as it was said: slots, estimates and leases are given back early, and where
+/// a refusal is counted Redis has to be told of every one.
 fn can_be_known(charge: &Charge<'_>) -> bool {
     let is_counted = matches!(charge.limit.algorithm, Algorithm::Concurrency { .. });
-    !(is_counted || charge.counts_rejected || charge.settles)
+    !(is_counted || charge.counts_rejected || charge.settles || charge.lease.is_some())
 }
 
 /// Whether an answer from memory needs this to be known. A limit of slots says nothing about when to come back.
@@ -220,7 +226,7 @@ mod tests {
 
     fn decision(standings: &[Standing]) -> Decision {
         let standings = standings.iter().copied().map(Some).collect();
-        Decision { now_us: NOW_US, admitted: false, standings, delay_us: 0 }
+        Decision { now_us: NOW_US, admitted: false, standings, delay_us: 0, grants: SmallVec::new() }
     }
 
     fn ms(ms: u64) -> Duration {

@@ -10,7 +10,9 @@
 
 use super::Late;
 use crate::clock::Clock;
-use crate::limiter::{Algorithm, Charge, Decision, Effect, Key, Limit, Refusal, State, View, effect};
+use crate::limiter::{
+    Algorithm, Charge, Decision, Effect, Grant, Key, Limit, Refusal, State, View, effect, grants,
+};
 use foldhash::fast::RandomState;
 use indexmap::IndexMap;
 use parking_lot::{Mutex, MutexGuard};
@@ -123,11 +125,12 @@ impl Memory {
                 Some(held.look(charge, now_us, |view| view.standing(refusal)))
             })
             .collect();
+        let grants = if admitted { held.lend(charges, now_us) } else { SmallVec::new() };
         for (_, shard) in &mut held.shards {
             shard.sweep(self, now_us, SWEPT_PER_CHARGE);
         }
         self.release(held, now_us);
-        Decision { now_us, admitted, standings, delay_us }
+        Decision { now_us, admitted, standings, delay_us, grants }
     }
 
     /// Puts charges right, as [`super::Store::amend`] says.
@@ -256,6 +259,20 @@ impl Held<'_> {
             Some(counter) => say(counter.state.at(charge.limit, now_us)),
             None => say(charge.limit.fresh().at(charge.limit, now_us)),
         }
+    }
+
+    /// Lends what is wanted beside, as far as it is free.
+    fn lend(&mut self, charges: &[Charge<'_>], now_us: u64) -> SmallVec<[Grant; 1]> {
+        let lends =
+            |charge: &Charge<'_>, until_us| self.look(charge, now_us, |view| view.lends(now_us, until_us));
+        let grants = grants(charges, now_us, lends);
+        for grant in &grants {
+            for charge in charges.iter().filter(|charge| charge.group == grant.group) {
+                let Grant { units, until_us, .. } = *grant;
+                self.change(charge, now_us, |state| state.lend(charge.limit, units, now_us, until_us));
+            }
+        }
+        grants
     }
 
     fn change(&mut self, charge: &Charge<'_>, now_us: u64, change: impl FnOnce(&mut State)) {

@@ -1,10 +1,12 @@
 //! Where counters live, and the one question that is asked of them.
 
 mod deny_cache;
+mod leases;
 mod local;
 mod memory;
 pub mod redis;
 
+pub use leases::Leases;
 pub use local::{Local, Share};
 pub use memory::{Memory, MemorySettings};
 
@@ -12,6 +14,7 @@ use crate::limiter::{Amendment, Charge, Decision, Key, Limit};
 use crate::telemetry::metrics::Source;
 use deny_cache::{DenyCache, Fit};
 use redis::Redis;
+use std::borrow::Cow;
 use std::sync::Arc;
 use tokio::time::Instant;
 
@@ -19,7 +22,14 @@ use tokio::time::Instant;
 #[derive(Clone, Debug)]
 pub enum Store {
     Memory(Arc<Memory>),
-    Redis { redis: Redis, refusals: Arc<DenyCache> },
+    Redis { redis: Redis, refusals: Arc<DenyCache>, leases: Arc<Leases> },
+}
+
+/// What decides by asking Redis.
+#[derive(Clone, Copy, Debug)]
+struct Ask<'s> {
+    redis: &'s Redis,
+    refusals: &'s DenyCache,
 }
 
 /// What became known of a charge after its request was decided.
@@ -41,9 +51,19 @@ pub struct Unavailable {
 }
 
 impl Store {
-    /// A worker's store in Redis.
+    /// A worker's store in Redis, with leases of its own.
     pub fn redis(redis: Redis) -> Self {
-        Self::Redis { redis, refusals: Arc::default() }
+        Self::Redis { redis, refusals: Arc::default(), leases: Arc::default() }
+    }
+
+    /// The same with the leases of its process.
+    pub fn sharing(self, shared: &Arc<Leases>) -> Self {
+        match self {
+            Self::Redis { redis, refusals, .. } => {
+                Self::Redis { redis, refusals, leases: Arc::clone(shared) }
+            }
+            store @ Self::Memory(_) => store,
+        }
     }
 
     /// Decides all charges of one request together: either every enforced one is made, or none.
@@ -64,42 +84,17 @@ impl Store {
         charges: &[Charge<'_>],
         asked: Instant,
     ) -> Result<(Decision, Source), Unavailable> {
-        let (redis, refusals) = match self {
+        let (redis, refusals, leases) = match self {
             Self::Memory(memory) => {
                 return Ok((memory.decide_at(charges, asked.into_std()), Source::Memory));
             }
-            Self::Redis { redis, refusals } => (redis, refusals),
+            Self::Redis { redis, refusals, leases } => (redis, refusals, leases),
         };
-        if let Some(refusal) = refusals.recall(charges, asked, Fit::Whole) {
-            return Ok((refusal, Source::DenyCache));
+        let ask = Ask { redis, refusals };
+        if charges.iter().any(|charge| charge.lease.is_some()) {
+            return leases.answer(ask, charges, asked).await;
         }
-        let local = redis.local();
-        if local.is_away()
-            && redis.is_reachable()
-            && let Some(refusal) = local.gate(charges, asked.into_std()).filter(|gate| !gate.admitted)
-        {
-            return Ok((refusal, Source::Degraded));
-        }
-        let answer = if redis.breaker_open() {
-            Err(redis.unavailable("breaker_open"))
-        } else {
-            redis.decide(charges, asked).await
-        };
-        match answer {
-            Ok(decision) => {
-                local.remember(charges, &decision, asked.into_std());
-                // A reservation that another slot's refusal undoes is no reason to refuse for longer.
-                if !decision.admitted && !redis.is_split(charges) {
-                    refusals.remember(charges, &decision, asked, Instant::now());
-                }
-                Ok((decision, Source::Redis))
-            }
-            // Without Redis, a refusal whose end isn't known for this cost is better than none.
-            Err(unavailable) => {
-                let refusal = refusals.recall(charges, Instant::now(), Fit::Any);
-                refusal.map(|refusal| (refusal, Source::DenyCache)).ok_or(unavailable)
-            }
-        }
+        ask.decide(charges, asked).await
     }
 
     /// Decides what is `local` of charges that the store gave no answer about, by this instance's share. The others
@@ -114,7 +109,8 @@ impl Store {
 
     /// Waits, but not for long, until the store knows all that this process has to say, and that it ends.
     pub async fn leave(&self) {
-        if let Self::Redis { redis, .. } = self {
+        if let Self::Redis { redis, leases, .. } = self {
+            leases.finish(redis).await;
             redis.leave().await;
         }
     }
@@ -142,4 +138,54 @@ impl Store {
             }
         }
     }
+}
+
+impl Ask<'_> {
+    async fn decide(self, charges: &[Charge<'_>], asked: Instant) -> Result<(Decision, Source), Unavailable> {
+        let Self { redis, refusals } = self;
+        if let Some(refusal) = refusals.recall(charges, asked, Fit::Whole) {
+            return Ok((refusal, Source::DenyCache));
+        }
+        let local = redis.local();
+        if local.is_away()
+            && redis.is_reachable()
+            && let Some(refusal) = local.gate(charges, asked.into_std()).filter(|gate| !gate.admitted)
+        {
+            return Ok((refusal, Source::Degraded));
+        }
+        let answer = if redis.breaker_open() {
+            Err(redis.unavailable("breaker_open"))
+        } else {
+            redis.decide(charges, asked).await
+        };
+        match answer {
+            Ok(decision) => {
+                local.remember(charges, &with_lent(charges, &decision), asked.into_std());
+                // A reservation that another slot's refusal undoes is no reason to refuse for longer.
+                if !decision.admitted && !redis.is_split(charges) {
+                    refusals.remember(charges, &decision, asked, Instant::now());
+                }
+                Ok((decision, Source::Redis))
+            }
+            // Without Redis, a refusal whose end isn't known for this cost is better than none.
+            Err(unavailable) => {
+                let refusal = refusals.recall(charges, Instant::now(), Fit::Any);
+                refusal.map(|refusal| (refusal, Source::DenyCache)).ok_or(unavailable)
+            }
+        }
+    }
+}
+
+/// What the store will say next: units are counted where they are lent.
+fn with_lent<'d>(charges: &[Charge<'_>], decision: &'d Decision) -> Cow<'d, Decision> {
+    let mut decision = Cow::Borrowed(decision);
+    for grant in decision.grants.clone() {
+        let standings = charges.iter().zip(&mut decision.to_mut().standings);
+        for (_, standing) in standings.filter(|(charge, _)| charge.group == grant.group) {
+            if let Some(standing) = standing {
+                standing.remaining = standing.remaining.saturating_sub(grant.units);
+            }
+        }
+    }
+    decision
 }

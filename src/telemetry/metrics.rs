@@ -59,6 +59,8 @@ pub enum Source {
     Redis,
     Memory,
     DenyCache,
+    /// What was taken from the store in advance.
+    Lease,
     /// Nobody: the policies' `on_store_failure` did.
     Degraded,
 }
@@ -459,13 +461,14 @@ impl Decision {
 }
 
 impl Source {
-    const ALL: [Self; 4] = [Self::Redis, Self::Memory, Self::DenyCache, Self::Degraded];
+    const ALL: [Self; 5] = [Self::Redis, Self::Memory, Self::DenyCache, Self::Lease, Self::Degraded];
 
     fn word(self) -> &'static str {
         match self {
             Self::Redis => "redis",
             Self::Memory => "memory",
             Self::DenyCache => "deny_cache",
+            Self::Lease => "lease",
             Self::Degraded => "degraded",
         }
     }

@@ -32,6 +32,7 @@ mod footprint;
 mod gate;
 mod identity;
 mod inspect;
+mod leases;
 mod lifecycle;
 mod limits;
 mod line;

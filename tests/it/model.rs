@@ -67,7 +67,13 @@ impl Model {
             grows_at_us: self.grows_at_us(clock_us, charge),
             refusal,
         });
-        Decision { now_us: clock_us, admitted, standings: standings.map(Some).collect(), delay_us }
+        Decision {
+            now_us: clock_us,
+            admitted,
+            standings: standings.map(Some).collect(),
+            delay_us,
+            grants: <_>::default(),
+        }
     }
 
     /// Puts right what was charged before. What is given back is taken off what was charged at that time, or in its

@@ -4,12 +4,13 @@ use crate::support::redis::{Server, keys};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use redis::aio::MultiplexedConnection;
+use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
-    Algorithm, Amendment, Charge, Decision, Effect, Key, KeyBuilder, Limit, MAX_UNITS, MAX_WARM_UP_US,
-    Refusal, Standing, State, effect,
+    Algorithm, Amendment, Charge, Decision, Effect, Grant, Key, KeyBuilder, Lease, Limit, MAX_UNITS,
+    MAX_WARM_UP_US, Refusal, Standing, State, effect, grants,
 };
 use tidegate::store::redis::{Redis, Script, Shared};
 use tidegate::store::{Late, Store};
@@ -99,7 +100,23 @@ impl Model {
             self.states.insert((charge.key.id(), algorithm, per_us), state.clone());
             standings.push(Some(state.at(charge.limit, time_us).standing(*refusal)));
         }
-        Decision { now_us: time_us, admitted, standings: standings.into(), delay_us }
+        let grants = if admitted { self.lend(charges, time_us) } else { <_>::default() };
+        Decision { now_us: time_us, admitted, standings: standings.into(), delay_us, grants }
+    }
+
+    fn lend(&mut self, charges: &[Charge<'_>], time_us: u64) -> SmallVec<[Grant; 1]> {
+        let id =
+            |charge: &Charge<'_>| (charge.key.id(), charge.limit.identity().0, charge.limit.identity().1);
+        let grants = grants(charges, time_us, |charge, until_us| {
+            self.states[&id(charge)].at(charge.limit, time_us).lends(time_us, until_us)
+        });
+        for grant in &grants {
+            for charge in charges.iter().filter(|charge| charge.group == grant.group && !charge.shadow) {
+                let state = self.states.get_mut(&id(charge)).unwrap();
+                state.lend(charge.limit, grant.units, time_us, grant.until_us);
+            }
+        }
+        grants
     }
 
     fn amend(&mut self, late: &[Late<'_>], time_us: u64) {
@@ -136,6 +153,8 @@ struct Step {
     asks: Vec<Ask>,
     /// Which policies count what they refuse: bits by group, enforced and shadow.
     counting: u8,
+    /// What the first policy wants to be lent.
+    lease: Option<(Lease, u64)>,
     late: Vec<(usize, Change)>,
 }
 
@@ -143,8 +162,19 @@ struct Step {
 #[derive(Clone, Copy, Debug)]
 enum Change {
     More(u64),
-    Back { units: u64, age_us: u64 },
-    Less { units: u64, steps: usize },
+    Back {
+        units: u64,
+        age_us: u64,
+    },
+    Less {
+        units: u64,
+        steps: usize,
+    },
+    /// Of what was lent.
+    Unused {
+        units: u64,
+        steps: usize,
+    },
     Renew(u128),
     Release(u128),
 }
@@ -200,6 +230,9 @@ fn limit_of(counter: usize, requests: u64) -> Limit {
     }
 }
 
+/// Counters that lend.
+const LENDING: [usize; 10] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13];
+
 /// A slot is numbered by the step that takes it.
 const SLOTS: u128 = 20;
 
@@ -250,20 +283,38 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => units.clone().prop_map(Change::More),
         1 => (units.clone(), prop_oneof![0..3 * PER_US, 0..200_000_000_000u64])
             .prop_map(|(units, age_us)| Change::Back { units, age_us }),
-        2 => (units, 0..6usize).prop_map(|(units, steps)| Change::Less { units, steps }),
+        2 => (units.clone(), 0..6usize).prop_map(|(units, steps)| Change::Less { units, steps }),
+        2 => (units, 0..6usize).prop_map(|(units, steps)| Change::Unused { units, steps }),
     ];
     let slot = prop_oneof![(0..SLOTS).prop_map(Change::Renew), (0..SLOTS).prop_map(Change::Release)];
     let settled = prop_oneof![1..14usize, 16..COUNTERS];
-    let late = prop_oneof![3 => (settled, change), 1 => (14..16usize, slot)];
-    let step = (clock, asks, any::<u8>(), prop::collection::vec(late, 0..3));
-    let step = step.prop_map(|(clock, asks, counting, late)| Step { clock, asks, counting, late });
+    let lending = prop::sample::select(LENDING.to_vec());
+    let late = prop_oneof![
+        3 => (settled, change.clone()), 2 => (lending, change), 1 => (14..16usize, slot)
+    ];
+    let lease = (prop_oneof![Just(None), Just(Some(1u64))], 1..PER_US / 2, 1..8u64);
+    let lease = lease.prop_map(|(size, ttl_us, wanted)| (Lease { size, ttl_us }, wanted));
+    let step =
+        (clock, asks, any::<u8>(), prop::option::weighted(0.3, lease), prop::collection::vec(late, 0..3));
+    let step = step.prop_map(|(clock, mut asks, counting, lease, late)| {
+        if lease.is_some() {
+            // What one policy is lent, all its counters lend, and they stand side by side.
+            for ask in &mut asks {
+                ask.group = u32::from(!LENDING.contains(&ask.counter));
+                ask.shadow &= ask.group == 1;
+            }
+            asks.sort_by_key(|ask| (ask.group, ask.shadow));
+        }
+        Step { clock, asks, counting, lease, late }
+    });
     prop::collection::vec(step, 1..60)
 }
 
 async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) -> Result<(), TestCaseError> {
     let _: () = redis::cmd("FLUSHALL").query_async(connection).await.unwrap();
     let keys: Vec<Key> = (0..COUNTERS).map(|n| key(&format!("k{n}"))).collect();
-    let (mut model, mut time_us, mut times_us) = (Model::default(), START_US, Vec::new());
+    let (mut model, mut time_us, mut times_us, mut lent_us) =
+        (Model::default(), START_US, Vec::new(), vec![0]);
     for (n, step) in steps.iter().enumerate() {
         time_us = match step.clock {
             Move::Stay => time_us,
@@ -282,10 +333,13 @@ async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) ->
                 settles: ask.settles,
                 counts_rejected: step.counting >> (2 * ask.group + u32::from(ask.shadow)) & 1 == 1,
                 slot: n as u128,
+                lease: step.lease.filter(|_| ask.group == 0).map(|(lease, _)| lease),
+                wanted: step.lease.filter(|_| ask.group == 0).map_or(0, |(_, wanted)| wanted),
                 ..Charge::new(limit, &keys[ask.counter], ask.cost)
             })
             .collect();
         let expected = model.decide(&charges, time_us);
+        lent_us.extend(expected.grants.iter().map(|grant| grant.until_us));
         let answer = ask(connection, &charges, time_us).await;
         prop_assert_eq!(answer, expected, "step {} at {}", n, time_us);
 
@@ -297,6 +351,9 @@ async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) ->
                 Change::Back { units, age_us } => Amendment::Back { units, age_us },
                 Change::Less { units, steps } => {
                     Amendment::Credit { units, at_us: times_us[times_us.len().saturating_sub(steps + 1)] }
+                }
+                Change::Unused { units, steps } => {
+                    Amendment::Credit { units, at_us: lent_us[lent_us.len().saturating_sub(steps + 1)] }
                 }
                 // Nobody takes a slot that he holds.
                 Change::Renew(slot) => Amendment::Renew { slot: slot.min(n as u128) },
@@ -379,7 +436,7 @@ async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
     }
 }
 
-/// What a policy with `count_rejected` and costs that are settled later does to one counter.
+/// What policies with `count_rejected`, costs that are settled later and leases do to one counter.
 async fn same_ends(
     connection: &mut MultiplexedConnection,
     limit: &Limit,
@@ -389,7 +446,9 @@ async fn same_ends(
     let (owner, mut model, mut time_us, mut times) = (key("k"), Model::default(), START_US, vec![START_US]);
     for (n, (what, after_us, units, back)) in steps.iter().enumerate() {
         time_us += after_us;
-        let asked = [Charge { counts_rejected: true, ..charge(limit, &owner, *units) }];
+        let lease = (*what == 7).then_some(Lease { size: Some(1), ttl_us: 1 + units * 7 });
+        let asked =
+            [Charge { counts_rejected: true, lease, wanted: *units, ..charge(limit, &owner, *units) }];
         let at_us = times[times.len().saturating_sub(back + 1)];
         let amendment = match what {
             0 => Some(Amendment::Credit { units: *units, at_us }),
@@ -407,6 +466,7 @@ async fn same_ends(
             &asked
         };
         let expected = model.decide(asked, time_us);
+        times.extend(expected.grants.iter().map(|grant| grant.until_us));
         prop_assert_eq!(ask(connection, asked, time_us).await, expected, "step {} at {}", n, time_us);
     }
     Ok(())

@@ -215,6 +215,7 @@ fn slots_in_flight_count_and_are_told_only_while_they_are_held() {
         admitted: true,
         standings: [Some(standing)].into_iter().collect(),
         delay_us: 0,
+        grants: SmallVec::new(),
     };
     local.remember(&charge(1), &admitted, Instant::now());
     let ask = |slot| local.decide(&charge(slot), Instant::now()).admitted;

@@ -364,7 +364,8 @@ fn parts<'a>(charges: &[Charge<'a>]) -> SmallVec<[Part<'a>; 4]> {
     let mut parts: SmallVec<[Part<'a>; 4]> = SmallVec::new();
     for (place, charge) in charges.iter().enumerate() {
         let slot = slot_of(charge.key);
-        let charge = Charge { settles: true, ..*charge };
+        // What one slot lends, another's refusal could not take back.
+        let charge = Charge { settles: true, wanted: 0, ..*charge };
         match parts.iter_mut().find(|part| part.slot == slot) {
             Some(part) => {
                 part.charges.push(charge);
@@ -406,6 +407,7 @@ fn together(
             admitted: true,
             standings: SmallVec::from_elem(None, count),
             delay_us: 0,
+            grants: SmallVec::new(),
         });
         whole.admitted &= answer.admitted;
         whole.delay_us = whole.delay_us.max(answer.delay_us);
@@ -540,6 +542,7 @@ mod tests {
             admitted: until_us.is_none(),
             standings: SmallVec::from_iter([Some(standing)]),
             delay_us: 0,
+            grants: SmallVec::new(),
         }
     }
 

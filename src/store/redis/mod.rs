@@ -210,6 +210,11 @@ impl Redis {
         self.context.health.is_open()
     }
 
+    /// The longest that a decision takes.
+    pub fn timeout(&self) -> Duration {
+        self.context.settings.timeout
+    }
+
     /// Asks Redis to decide, with an answer within `timeout` from `asked`. The charges name different counters.
     ///
     /// # Errors

@@ -1,7 +1,8 @@
 //! The programs in Redis, what is sent to them and what their answers mean.
 
 use crate::limiter::{
-    Algorithm, Amendment, Charge, Decision, KeyBuilder, Limit, MAX_UNITS, Refusal, Standing,
+    AUTO_SHARE, Algorithm, Amendment, Charge, Decision, Grant, KeyBuilder, Lease, Limit, MAX_UNITS, Refusal,
+    Standing,
 };
 use crate::store::Late;
 use redis::{Cmd, RedisWrite, Value};
@@ -226,9 +227,22 @@ impl Script {
                 longest_us = max_delay_us.max(longest_us);
             }
         }
+        let mut grants = SmallVec::new();
+        for charges in charges.chunk_by(|one, other| one.is_of_policy_of(other)) {
+            if let Some(charge) = charges.first().filter(|charge| charge.lease.is_some() && charge.wanted > 0)
+            {
+                grants.extend(grant(charge, now_us, [numbers.one()?, numbers.one()?])?);
+            }
+        }
         let delay_us = numbers.delay_us()?;
         let may_be_held = delay_us == 0 || (admitted && delay_us <= longest_us);
-        (may_be_held && numbers.is_over()).then_some(Decision { now_us, admitted, standings, delay_us })
+        (may_be_held && numbers.is_over()).then_some(Decision {
+            now_us,
+            admitted,
+            standings,
+            delay_us,
+            grants,
+        })
     }
 
     fn push_key(&self, key: &mut String, charge: &Charge<'_>) {
@@ -296,7 +310,16 @@ fn push_args(command: &mut Cmd, charge: &Charge<'_>, rate: u64) {
     command.write_arg(letter(charge.limit));
     let mut number = itoa::Buffer::new();
     let whose = u64::from(charge.group) * 8 + wants;
-    for value in [whose, charge.cost, charge.limit.capacity(), charge.limit.per_us] {
+    command.write_arg(number.format(whose).as_bytes());
+    match charge.lease.filter(|_| charge.wanted > 0) {
+        None => command.write_arg(number.format(charge.cost).as_bytes()),
+        Some(Lease { size, ttl_us }) => {
+            let share = if size.is_none() { AUTO_SHARE } else { 1 };
+            let Charge { cost, wanted, .. } = charge;
+            command.write_arg_fmt(format_args!("{cost}+{wanted}+{ttl_us}+{share}"));
+        }
+    }
+    for value in [charge.limit.capacity(), charge.limit.per_us] {
         command.write_arg(number.format(value).as_bytes());
     }
     push_beside(command, charge.limit, rate, charge.slot);
@@ -425,6 +448,17 @@ fn standing(
     let remaining = u64::try_from(remaining).ok().filter(|remaining| *remaining <= limit.capacity())?;
     let never = cost > limit.capacity() || limit.capacity() == 0;
     (never == (refusal == Some(Refusal::Never))).then_some(Standing { remaining, grows_at_us, refusal })
+}
+
+/// What was lent, if anything; `None`: that can't be true.
+fn grant(charge: &Charge<'_>, now_us: u64, [units, until]: [i64; 2]) -> Option<Option<Grant>> {
+    let (units, until_us) = (u64::try_from(units).ok()?, time(until)?);
+    if units == 0 {
+        return Some(None);
+    }
+    let lasts_us = (until_us + 1).checked_sub(now_us)?;
+    let may_be = units <= charge.wanted && (1..=charge.lease?.ttl_us).contains(&lasts_us);
+    may_be.then_some(Some(Grant { group: charge.group, units, until_us }))
 }
 
 fn time(number: i64) -> Option<u64> {

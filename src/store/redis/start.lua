@@ -4,8 +4,11 @@
 --   charge(state, cost)           takes units, at least 1
 --   press(state, cost, capacity)  takes them as far as the capacity goes, though they were refused
 --   credit(state, units, at)      gives back some of the units that were charged at `at`
+--   lends(state, last)            the last moment at which what is lent now may be used, `last` or earlier; nil or
+--                                 false: nothing is lent
+--   lend(state, units, last)      takes units, at least 1, that are used by then
 --   renew, release(state, slot)   of slots
--- The last five leave state.used right and return an error if Redis doesn't let us write; then nothing was written.
+-- What changes a state leaves state.used right and return an error if Redis doesn't let us write; then nothing was written.
 
 local rules = {}
 

@@ -1,0 +1,387 @@
+//! What is in hand: units that the store has lent, by policy and key. Pure: whoever asks brings the time.
+//!
+//! Nothing is handed out after the end of its lease, which counts from the moment at which the question was sent: then
+//! the store's own end can't come earlier. What is left over goes back.
+
+use crate::limiter::{Amendment, Charge, Decision, Key, Lease, Limit, Standing};
+use crate::store::Late;
+use parking_lot::{Mutex, MutexGuard};
+use smallvec::SmallVec;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Notify;
+use tokio::sync::futures::OwnedNotified;
+use tokio::time::Instant;
+
+/// Parts of the book, each with a lock.
+const SHARDS: usize = 16;
+
+/// Keys in one part: about 4 MiB in all. What strangers make up beyond them is asked of the store one by one.
+const MAX_KEYS: usize = 512;
+
+/// Our clock may run slower than the store's by one part in so many.
+const DRIFT: u32 = 256;
+
+/// Units in hand at most, if the size is our own choice.
+const MOST: u64 = 1000;
+
+/// So many units in the time of a lease make a key worth one.
+const FEW: u64 = 4;
+
+/// What one process has been lent.
+#[derive(Debug, Default)]
+pub(super) struct Book {
+    shards: [Mutex<Shard>; SHARDS],
+    /// What was not used, on its way back.
+    returns: Mutex<Vec<Return>>,
+}
+
+#[derive(Debug, Default)]
+struct Shard {
+    keys: HashMap<u128, Entry, foldhash::fast::RandomState>,
+    /// Nothing is lent any more.
+    is_closed: bool,
+}
+
+/// What a policy has for one key.
+#[derive(Debug)]
+struct Entry {
+    key: Key,
+    /// Those for which it was lent: others are another policy's, or another configuration's.
+    limits: SmallVec<[Limit; 2]>,
+    /// In the order of their ends.
+    lots: SmallVec<[Lot; 2]>,
+    /// One is asking for more; he tells those who wait.
+    asking: Option<Arc<Notify>>,
+    /// Who asked last got nothing.
+    is_dry: bool,
+    seen: Option<Seen>,
+    pace: Pace,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Lot {
+    /// Units.
+    left: u64,
+    /// The end by the store's clock (µs), and by ours.
+    until_us: u64,
+    ends: Instant,
+}
+
+/// The store's last answer for the key.
+#[derive(Debug)]
+struct Seen {
+    now_us: u64,
+    received: Instant,
+    /// One per limit.
+    standings: SmallVec<[Standing; 2]>,
+    /// Units handed out since.
+    handed: u64,
+}
+
+/// How many units are asked for, in this and in the last stretch as long as a lease.
+#[derive(Clone, Copy, Debug)]
+struct Pace {
+    since: Instant,
+    now: u64,
+    before: u64,
+}
+
+/// What was lent and not used.
+#[derive(Clone, Debug)]
+pub(super) struct Return {
+    key: Key,
+    limits: SmallVec<[Limit; 2]>,
+    units: u64,
+    at_us: u64,
+}
+
+/// Units handed out to one request.
+#[derive(Debug)]
+pub(super) struct Permit {
+    key: u128,
+    pub units: u64,
+    until_us: u64,
+    /// The request has to be decided by then.
+    pub ends: Instant,
+    /// The store's clock now, at the earliest.
+    pub now_us: u64,
+    /// How the limits stand, at the least.
+    pub standings: SmallVec<[Standing; 2]>,
+}
+
+/// What to do for a request.
+#[derive(Debug)]
+pub(super) enum Taken {
+    /// Go on, and if units are wanted, ask the store for so many meanwhile.
+    Permit { permit: Permit, wanted: u64 },
+    /// Ask the store, and if units are wanted, for so many in advance.
+    Ask { wanted: u64 },
+    /// Somebody asks just now: look again when he has got something.
+    Wait(OwnedNotified),
+}
+
+/// What whoever looks can do if there is nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Else {
+    Wait,
+    Ask,
+    /// The store is not to be asked.
+    Nothing,
+}
+
+impl Book {
+    /// Hands out what the charges of one policy take, all with a lease and of the same cost. Who is told to ask for units
+    /// says when he is done: [`Book::asked`].
+    pub(super) fn take(&self, charges: &[Charge<'_>], now: Instant, or: Else) -> Taken {
+        let Some((charge, lease)) = charges.first().and_then(|charge| Some((charge, charge.lease?))) else {
+            return Taken::Ask { wanted: 0 };
+        };
+        let mut shard = self.shard(charge.key.id());
+        if charge.cost == 0 || shard.is_closed {
+            return Taken::Ask { wanted: 0 };
+        }
+        let Some(entry) = self.entry(&mut shard, charges, charge, now) else {
+            return Taken::Ask { wanted: 0 };
+        };
+        entry.pace.count(charge.cost, now, &lease);
+        entry.end_lots(now, self);
+        let in_hand = entry.lots.iter().map(|lot| lot.left).sum();
+        let wanted =
+            if entry.asking.is_some() || or == Else::Nothing { 0 } else { entry.wants(&lease, in_hand) };
+        let is_asked = entry.asking.is_some();
+        if wanted > 0 {
+            entry.asking = Some(Arc::default());
+        }
+        if let Some(permit) = entry.hand_out(charge, now) {
+            return Taken::Permit { permit, wanted };
+        }
+        match &entry.asking {
+            Some(asking) if is_asked && or == Else::Wait && !entry.is_dry => {
+                Taken::Wait(Arc::clone(asking).notified_owned())
+            }
+            _ => Taken::Ask { wanted },
+        }
+    }
+
+    /// The store has answered the question of one policy, sent at `sent`, that wanted units.
+    pub(super) fn lent(
+        &self,
+        charges: &[Charge<'_>],
+        standings: &[Option<Standing>],
+        decision: &Decision,
+        (sent, received): (Instant, Instant),
+    ) {
+        let Some(charge) = charges.first() else { return };
+        let grant = decision.grants.iter().find(|grant| grant.group == charge.group && decision.admitted);
+        let lasts_us = grant.map_or(0, |grant| (grant.until_us + 1).saturating_sub(decision.now_us));
+        let lasts = Duration::from_micros(lasts_us);
+        let lot = grant.map(|grant| Lot {
+            left: grant.units,
+            until_us: grant.until_us,
+            ends: sent + lasts.saturating_sub(lasts / DRIFT),
+        });
+        let mut shard = self.shard(charge.key.id());
+        let is_closed = shard.is_closed;
+        let entry = shard.keys.get_mut(&charge.key.id()).filter(|entry| entry.is_of(charges) && !is_closed);
+        let Some(entry) = entry else {
+            let limits = charges.iter().map(|charge| *charge.limit).collect();
+            self.returns.lock().extend(lot.map(|lot| lot.back(charge.key, limits)));
+            return;
+        };
+        entry.is_dry = lot.is_none();
+        if let Some(lot) = lot {
+            let at = entry.lots.partition_point(|other| other.ends <= lot.ends);
+            entry.lots.insert(at, lot);
+            let standings = standings.iter().copied().flatten().collect();
+            entry.seen = Some(Seen { now_us: decision.now_us, received, standings, handed: 0 });
+        }
+    }
+
+    /// Whoever asked for a key is done, whatever came of it.
+    pub(super) fn asked(&self, key: u128) {
+        let asking = self.shard(key).keys.get_mut(&key).and_then(|entry| entry.asking.take());
+        if let Some(asking) = asking {
+            asking.notify_waiters();
+        }
+    }
+
+    /// The request that got it was not admitted.
+    pub(super) fn put_back(&self, permit: &Permit) {
+        let mut shard = self.shard(permit.key);
+        let Some(entry) = shard.keys.get_mut(&permit.key) else { return };
+        if let Some(seen) = &mut entry.seen {
+            seen.handed = seen.handed.saturating_sub(permit.units);
+        }
+        match entry.lots.iter_mut().find(|lot| lot.until_us == permit.until_us) {
+            Some(lot) => lot.left += permit.units,
+            None => {
+                let lot = Lot { left: permit.units, until_us: permit.until_us, ends: permit.ends };
+                let back = lot.back(&entry.key, entry.limits.clone());
+                drop(shard);
+                self.returns.lock().push(back);
+            }
+        }
+    }
+
+    /// What has to go back to the store at `now`, and when there will be more, if ever.
+    pub(super) fn due(&self, now: Instant) -> (Vec<Return>, Option<Instant>) {
+        let mut next: Option<Instant> = None;
+        for shard in &self.shards {
+            let mut shard = shard.lock();
+            for entry in shard.keys.values_mut().filter(|entry| !entry.lots.is_empty()) {
+                entry.end_lots(now, self);
+                let ends = entry.lots.first().map(|lot| lot.ends);
+                next = next.into_iter().chain(ends).min();
+            }
+        }
+        (std::mem::take(&mut *self.returns.lock()), next)
+    }
+
+    /// Ends all leases: everything goes back, and nothing is lent any more.
+    pub(super) fn close(&self) -> Vec<Return> {
+        for shard in &self.shards {
+            let mut shard = shard.lock();
+            shard.is_closed = true;
+            for entry in shard.keys.values_mut() {
+                entry.end_all(self);
+            }
+        }
+        std::mem::take(&mut *self.returns.lock())
+    }
+
+    /// By the low bits of a cryptographic hash.
+    fn shard(&self, key: u128) -> MutexGuard<'_, Shard> {
+        let [first, ..] = &self.shards;
+        let at = usize::try_from(key & 0xffff).unwrap_or(0) % SHARDS;
+        self.shards.get(at).unwrap_or(first).lock()
+    }
+
+    /// The entry of a policy and key as it is now configured; `None`: there is no room for another.
+    fn entry<'s>(
+        &self,
+        shard: &'s mut Shard,
+        charges: &[Charge<'_>],
+        charge: &Charge<'_>,
+        now: Instant,
+    ) -> Option<&'s mut Entry> {
+        let id = charge.key.id();
+        if shard.keys.len() >= MAX_KEYS && !shard.keys.contains_key(&id) {
+            let ttl = |entry: &Entry| now.saturating_duration_since(entry.pace.since);
+            shard.keys.retain(|_, entry| entry.is_used() || ttl(entry) < IDLE);
+            if shard.keys.len() >= MAX_KEYS {
+                return None;
+            }
+        }
+        let entry = shard.keys.entry(id).or_insert_with(|| Entry::new(charges, charge.key, now));
+        if !entry.is_of(charges) {
+            entry.end_all(self);
+            // Who is asking for the old one tells those who wait.
+            let asking = entry.asking.take();
+            *entry = Entry { asking, ..Entry::new(charges, charge.key, now) };
+        }
+        Some(entry)
+    }
+}
+
+/// A key that was not asked for so long makes room for another.
+const IDLE: Duration = Duration::from_secs(1);
+
+impl Entry {
+    fn new(charges: &[Charge<'_>], key: &Key, now: Instant) -> Self {
+        Self {
+            key: key.clone(),
+            limits: charges.iter().map(|charge| *charge.limit).collect(),
+            lots: SmallVec::new(),
+            asking: None,
+            is_dry: false,
+            seen: None,
+            pace: Pace { since: now, now: 0, before: 0 },
+        }
+    }
+
+    fn is_of(&self, charges: &[Charge<'_>]) -> bool {
+        self.limits.iter().eq(charges.iter().map(|charge| charge.limit))
+    }
+
+    fn is_used(&self) -> bool {
+        !self.lots.is_empty() || self.asking.is_some()
+    }
+
+    /// How many units to ask for, with so many in hand: early, since requests go on meanwhile.
+    fn wants(&self, lease: &Lease, in_hand: u64) -> u64 {
+        let size = lease.size.unwrap_or_else(|| match self.pace.now.max(self.pace.before) {
+            0..FEW => 0,
+            units => units.min(MOST),
+        });
+        // When the store has nothing to lend, what is in hand is used up first.
+        if in_hand <= size / 4 && !(self.is_dry && in_hand > 0) { size - in_hand } else { 0 }
+    }
+
+    fn hand_out(&mut self, charge: &Charge<'_>, now: Instant) -> Option<Permit> {
+        let units = charge.cost;
+        let lot = self.lots.iter_mut().find(|lot| lot.left >= units)?;
+        let seen = self.seen.as_mut()?;
+        lot.left -= units;
+        seen.handed = seen.handed.saturating_add(units);
+        let now_us = seen.now_us.saturating_add(micros(now.saturating_duration_since(seen.received)));
+        let standing = |standing: &Standing| Standing {
+            remaining: standing.remaining.saturating_sub(seen.handed),
+            grows_at_us: standing.grows_at_us.map(|at_us| at_us.max(now_us)),
+            refusal: None,
+        };
+        Some(Permit {
+            key: charge.key.id(),
+            units,
+            until_us: lot.until_us,
+            ends: lot.ends,
+            now_us,
+            standings: seen.standings.iter().map(standing).collect(),
+        })
+    }
+
+    /// Ends the leases whose time has come.
+    fn end_lots(&mut self, now: Instant, book: &Book) {
+        while let Some(lot) = self.lots.first().copied().filter(|lot| lot.ends <= now) {
+            self.lots.remove(0);
+            if lot.left > 0 {
+                book.returns.lock().push(lot.back(&self.key, self.limits.clone()));
+            }
+        }
+    }
+
+    fn end_all(&mut self, book: &Book) {
+        let left = self.lots.drain(..).filter(|lot| lot.left > 0);
+        book.returns.lock().extend(left.map(|lot| lot.back(&self.key, self.limits.clone())));
+    }
+}
+
+impl Lot {
+    fn back(self, key: &Key, limits: SmallVec<[Limit; 2]>) -> Return {
+        Return { key: key.clone(), limits, units: self.left, at_us: self.until_us }
+    }
+}
+
+impl Pace {
+    fn count(&mut self, units: u64, now: Instant, lease: &Lease) {
+        let ttl = Duration::from_micros(lease.ttl_us);
+        let since = now.saturating_duration_since(self.since);
+        if since >= ttl {
+            let before = if since < 2 * ttl { self.now } else { 0 };
+            *self = Self { since: now, now: 0, before };
+        }
+        self.now = self.now.saturating_add(units);
+    }
+}
+
+impl Return {
+    pub(super) fn late(&self) -> impl Iterator<Item = Late<'_>> {
+        let amendment = Amendment::Credit { units: self.units, at_us: self.at_us };
+        self.limits.iter().map(move |limit| Late { limit, key: &self.key, amendment })
+    }
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,174 @@
+//! Leases: proxies that take units in advance, one Redis, and a judge at the upstream.
+
+use crate::support::SOON;
+use crate::support::client::{Ask, RawClient};
+use crate::support::proxy::Proxy;
+use crate::support::redis::Server;
+use crate::support::upstream::{Upstream, echo};
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::time::{Instant, sleep};
+
+async fn proxy(server: &Server, upstream: &Upstream, policy: &str) -> Proxy {
+    let config = format!(
+        r#"
+store = {{ kind = "redis", redis = {{ url = "redis://127.0.0.1:{}/0", key_prefix = "shop", timeout = "2s" }} }}
+log = {{ access = "off" }}
+[[policy]]
+name = "hot"
+on_store_failure = "closed"
+{policy}
+"#,
+        server.port(),
+    );
+    Proxy::start(&config, upstream.address).await
+}
+
+/// Calls of our programs so far.
+async fn calls(server: &Server) -> u64 {
+    server.info("commandstats", "cmdstat_evalsha").await
+}
+
+#[tokio::test]
+async fn a_hot_key_asks_redis_less_than_once_in_a_hundred_requests() {
+    let (server, upstream) = (Server::start(), Upstream::echo().await);
+    let policy = r#"
+limit = { requests = 100000, per = "1h", algorithm = "sliding_window" }
+lease = { size = 500, ttl = "10m" }
+"#;
+    let proxy = proxy(&server, &upstream, policy).await;
+    let before = calls(&server).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    for nth in 1..=2_000_u64 {
+        let reply = client.send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n").await.reply().await;
+        assert_eq!(reply.status, 200, "{}", reply.text());
+        let remaining: u64 = reply.header("x-ratelimit-remaining").unwrap().parse().unwrap();
+        assert!((98_000 - 500..=100_000 - nth).contains(&remaining), "{remaining} after {nth}");
+    }
+    let asked = calls(&server).await - before;
+    assert!(asked < 20, "{asked} calls for 2,000 requests");
+    let metrics = Ask::new(proxy.admin(), "GET", "/metrics").header("Host", "localhost").send().await.text();
+    let from_lease = "tidegate_decision_seconds_count{source=\"lease\"} 19";
+    assert!(metrics.contains(from_lease), "{metrics}");
+}
+
+#[tokio::test]
+async fn what_was_not_used_is_given_back_when_the_process_ends() {
+    let (server, upstream) = (Server::start(), Upstream::echo().await);
+    let policy = "limit = { requests = 10, per = \"1h\" }\nlease = { size = 50, ttl = \"30m\" }";
+    let mut first = proxy(&server, &upstream, policy).await;
+    let second = proxy(&server, &upstream, policy).await;
+    assert_eq!(first.statuses("/", 3).await, [200; 3]);
+    assert_eq!(second.statuses("/", 2).await, [429; 2], "the rest is lent");
+    first.sigterm();
+    first.ended(SOON).await;
+    assert_eq!(second.statuses("/", 9).await, [200, 200, 200, 200, 200, 200, 200, 429, 429]);
+}
+
+#[tokio::test]
+async fn what_was_not_used_is_given_back_when_the_lease_ends() {
+    let (server, upstream) = (Server::start(), Upstream::echo().await);
+    let lent = "limit = { requests = 10, per = \"1h\" }\nlease = { size = 50, ttl = \"1s\" }";
+    let alone = "limit = { requests = 10, per = \"1h\" }";
+    let (first, second) = (proxy(&server, &upstream, lent).await, proxy(&server, &upstream, alone).await);
+    assert_eq!(first.statuses("/", 3).await, [200; 3]);
+    let deadline = Instant::now() + SOON;
+    while second.get("/").await.status != 200 {
+        assert!(Instant::now() < deadline, "nothing was given back");
+        // A refusal is remembered for a second where nothing is lent.
+        sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(second.statuses("/", 8).await, [200, 200, 200, 200, 200, 200, 429, 429]);
+}
+
+#[tokio::test]
+async fn what_is_in_hand_is_used_while_redis_is_away() {
+    let (mut server, upstream) = (Server::start(), Upstream::echo().await);
+    let policy = "limit = { requests = 1000, per = \"1h\" }\nlease = { size = 40, ttl = \"30m\" }";
+    let proxy = proxy(&server, &upstream, policy).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    server.kill();
+    let statuses = proxy.statuses("/", 45).await;
+    assert_eq!(statuses.iter().filter(|status| **status == 200).count(), 40, "{statuses:?}");
+    assert_eq!(statuses[40..], [503; 5]);
+}
+
+#[tokio::test]
+async fn a_policy_beside_is_charged_and_a_refusal_by_it_gives_the_unit_back() {
+    let (server, upstream) = (Server::start(), Upstream::echo().await);
+    let policy = r#"
+limit = { requests = 30, per = "1h" }
+lease = { size = 40, ttl = "30m" }
+[[policy]]
+name = "narrow"
+match = { path = "/narrow" }
+limit = { requests = 3, per = "1h" }
+"#;
+    let proxy = proxy(&server, &upstream, policy).await;
+    assert_eq!(proxy.statuses("/narrow", 8).await, [200, 200, 200, 429, 429, 429, 429, 429]);
+    let statuses = proxy.statuses("/", 29).await;
+    assert_eq!(statuses.iter().filter(|status| **status == 200).count(), 27, "{statuses:?}");
+}
+
+/// What reached the upstream: when its client had sent it, and when it was there.
+type Arrivals = Arc<Mutex<Vec<(Instant, Instant)>>>;
+
+const LIMIT: usize = 200;
+const PER: Duration = Duration::from_secs(1);
+
+#[tokio::test]
+async fn three_proxies_keep_the_limit_while_one_is_killed() {
+    let (server, start, arrivals) = (Server::start(), Instant::now(), Arrivals::default());
+    let seen = Arc::clone(&arrivals);
+    let upstream = Upstream::serving(move |request| {
+        let sent_us = request.headers()["x-sent-us"].to_str().unwrap().parse().unwrap();
+        seen.lock().unwrap().push((start + Duration::from_micros(sent_us), Instant::now()));
+        echo(request)
+    });
+    let upstream = upstream.await;
+    let policy = format!(
+        "limit = {{ requests = {LIMIT}, per = \"{}ms\" }}\nlease = {{ size = 20, ttl = \"100ms\" }}",
+        PER.as_millis()
+    );
+    let mut proxies = Vec::new();
+    for _ in 0..3 {
+        proxies.push(proxy(&server, &upstream, &policy).await);
+    }
+    let length = 4 * PER;
+    let until = Instant::now() + length;
+    let mut clients: Vec<Vec<_>> = Vec::new();
+    for proxy in &proxies {
+        clients.push((0..6).map(|_| tokio::spawn(client(proxy.address, start, until))).collect());
+    }
+    sleep(length / 3).await;
+    for client in clients.remove(0) {
+        client.abort();
+    }
+    drop(proxies.remove(0));
+    for client in clients.into_iter().flatten() {
+        client.await.unwrap();
+    }
+    let mut arrivals = arrivals.lock().unwrap().clone();
+    arrivals.sort_by_key(|(_, arrived)| *arrived);
+    for (nth, (_, last)) in arrivals.iter().enumerate() {
+        // Each was decided after it was sent and before it arrived: these all within less than a period.
+        let within = arrivals[..=nth].iter().filter(|(sent, _)| *sent + PER > *last).count();
+        assert!(within <= LIMIT, "{within} requests in a period that ends after {:?}", *last - start);
+    }
+    println!("{} admitted", arrivals.len());
+    assert!(arrivals.len() > 2 * LIMIT, "only {} were admitted in {length:?}", arrivals.len());
+}
+
+async fn client(address: SocketAddr, start: Instant, until: Instant) {
+    let mut client = RawClient::connect(address).await;
+    while Instant::now() < until {
+        let sent_us = start.elapsed().as_micros();
+        let request = format!("GET / HTTP/1.1\r\nHost: shop.example\r\nX-Sent-Us: {sent_us}\r\n\r\n");
+        let reply = client.send(request).await.reply().await;
+        if reply.status != 200 {
+            assert_eq!(reply.status, 429, "{}", reply.text());
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
