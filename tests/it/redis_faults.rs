@@ -337,6 +337,8 @@ async fn a_slow_network_is_waited_for_until_the_deadline_only() {
     let relay = Relay::to(server.port()).await;
     let (shared, redis) = ready(settings(relay.port)).await;
     let store = Store::redis(redis);
+    // Its program is loaded.
+    ask(&store, "first").await.unwrap();
     relay.delay(server.settings().timeout / 4);
     ask(&store, "k").await.unwrap();
     relay.delay(server.settings().timeout * 2);
