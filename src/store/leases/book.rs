@@ -385,3 +385,105 @@ impl Return {
 fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::{Algorithm, Grant, KeyBuilder};
+
+    const LIMIT: Limit = Limit { requests: 1000, per_us: 1_000_000, algorithm: Algorithm::SlidingLog };
+
+    fn key(name: usize) -> Key {
+        let mut builder = KeyBuilder::new("p");
+        builder.part(Some(name.to_string().as_bytes()));
+        builder.finish()
+    }
+
+    fn charge<'c>(limit: &'c Limit, key: &'c Key, size: Option<u64>) -> Charge<'c> {
+        Charge { lease: Some(Lease { size, ttl_us: 100_000 }), ..Charge::new(limit, key, 1) }
+    }
+
+    /// As the store answers who asks for a lease.
+    fn answer(units: u64) -> Decision {
+        let standing = Standing { remaining: 999, grows_at_us: None, refusal: None };
+        let grant = Grant { group: 0, units, until_us: 5_100_000 };
+        Decision {
+            now_us: 5_000_000,
+            admitted: true,
+            standings: SmallVec::from_elem(Some(standing), 1),
+            delay_us: 0,
+            grants: SmallVec::from_elem(grant, usize::from(units > 0)),
+        }
+    }
+
+    fn lend(book: &Book, charge: Charge<'_>, units: u64, now: Instant) {
+        let answer = answer(units);
+        book.lent(&[charge], &answer.standings, &answer, (now, now));
+        book.asked(charge.key.id());
+    }
+
+    #[test]
+    fn trap_26_keys_are_bounded_and_idle_ones_make_room() {
+        let (book, start) = (Book::default(), Instant::now());
+        let most = SHARDS * MAX_KEYS;
+        let keys = || book.shards.iter().map(|shard| shard.lock().keys.len()).sum::<usize>();
+        for name in 0..2 * most {
+            book.take(&[charge(&LIMIT, &key(name), None)], start, Else::Wait);
+        }
+        assert_eq!(keys(), most);
+        let late = key(2 * most);
+        book.take(&[charge(&LIMIT, &late, None)], start + IDLE, Else::Wait);
+        assert!(keys() <= most - MAX_KEYS + 1);
+    }
+
+    #[test]
+    fn a_cold_key_takes_nothing_in_advance_and_a_hot_one_what_it_needs() {
+        let (book, key, start) = (Book::default(), key(0), Instant::now());
+        for nth in 1..=10 {
+            let taken = book.take(&[charge(&LIMIT, &key, None)], start, Else::Ask);
+            let Taken::Ask { wanted } = taken else { panic!("{taken:?}") };
+            assert_eq!(wanted, if nth < FEW { 0 } else { nth }, "{nth}");
+            book.asked(key.id());
+        }
+    }
+
+    #[test]
+    fn others_wait_for_who_asks_unless_he_got_nothing_and_go_on_with_what_is_left() {
+        let (book, key, now) = (Book::default(), key(0), Instant::now());
+        let ask = charge(&LIMIT, &key, Some(8));
+        let take = || book.take(&[ask], now, Else::Wait);
+        assert!(matches!(take(), Taken::Ask { wanted: 8 }));
+        assert!(matches!(take(), Taken::Wait(_)));
+        lend(&book, ask, 3, now);
+        assert!(matches!(take(), Taken::Permit { wanted: 0, .. }));
+        assert!(matches!(take(), Taken::Permit { wanted: 6, .. }), "a quarter is left");
+        assert!(matches!(take(), Taken::Permit { wanted: 0, .. }), "somebody asks already");
+        assert!(matches!(take(), Taken::Wait(_)));
+        lend(&book, ask, 0, now);
+        assert!(matches!(take(), Taken::Ask { wanted: 8 }));
+        assert!(matches!(take(), Taken::Ask { wanted: 0 }), "near the limit each asks for himself");
+    }
+
+    #[test]
+    fn nothing_is_handed_out_after_the_end_or_under_other_limits_and_all_goes_back() {
+        let (book, key, now) = (Book::default(), key(0), Instant::now());
+        let ask = charge(&LIMIT, &key, Some(8));
+        let back =
+            |returns: Vec<Return>| returns.iter().map(|one| (one.units, one.at_us)).collect::<Vec<_>>();
+        lend(&book, ask, 8, now);
+        assert_eq!(back(book.due(now).0), [(8, 5_100_000)], "it did not ask");
+
+        book.take(&[ask], now, Else::Ask);
+        lend(&book, ask, 8, now);
+        assert!(matches!(book.take(&[ask], now, Else::Ask), Taken::Permit { .. }));
+        let end = now + Duration::from_micros(100_001);
+        assert!(matches!(book.take(&[ask], end - Duration::from_micros(391), Else::Ask), Taken::Ask { .. }));
+        assert_eq!(back(book.due(now).0), [(7, 5_100_000)]);
+
+        lend(&book, ask, 8, now);
+        let raised = Limit { requests: 2000, ..LIMIT };
+        assert!(matches!(book.take(&[charge(&raised, &key, Some(8))], now, Else::Ask), Taken::Ask { .. }));
+        assert_eq!(back(book.due(now).0), [(8, 5_100_000)]);
+        assert_eq!(book.due(now).1, None);
+    }
+}

@@ -61,6 +61,8 @@ impl Leases {
         asked: Instant,
     ) -> Result<(Decision, Source), Unavailable> {
         let deadline = asked + ask.redis.timeout();
+        // Then there is still time to ask.
+        let patience = asked + ask.redis.timeout() / 2;
         let mut or = if ask.redis.breaker_open() { Else::Nothing } else { Else::Wait };
         let mut now = asked;
         loop {
@@ -70,9 +72,9 @@ impl Leases {
                 Ok(rest) => rest,
                 Err(told) => {
                     drop(hand);
-                    // Whoever asks has no more time than we.
-                    drop(timeout_at(deadline, told).await);
-                    (or, now) = (Else::Ask, Instant::now());
+                    drop(timeout_at(patience, told).await);
+                    now = Instant::now();
+                    or = if now < patience { Else::Wait } else { Else::Ask };
                     continue;
                 }
             };
