@@ -477,7 +477,7 @@ mod tests {
         lend(&book, ask, 8, now);
         assert!(matches!(book.take(&[ask], now, Else::Ask), Taken::Permit { .. }));
         let end = now + Duration::from_micros(100_001);
-        assert!(matches!(book.take(&[ask], end - Duration::from_micros(391), Else::Ask), Taken::Ask { .. }));
+        assert!(matches!(book.take(&[ask], end - Duration::from_micros(390), Else::Ask), Taken::Ask { .. }));
         assert_eq!(back(book.due(now).0), [(7, 5_100_000)]);
 
         lend(&book, ask, 8, now);

@@ -81,7 +81,10 @@ impl Leases {
             if rest.is_empty() {
                 return Ok((hand.decision(charges, None), Source::Lease));
             }
-            let others: SmallVec<[Charge<'_>; 4]> = rest.iter().map(|(_, charge)| *charge).collect();
+            let mut others: SmallVec<[Charge<'_>; 4]> = rest.iter().map(|(_, charge)| *charge).collect();
+            if ask.redis.is_split(&others) {
+                hand.fetch_aside(&mut others);
+            }
             let (decision, source) = ask.decide(&others, asked).await?;
             hand.lent(&others, &decision, asked);
             return Ok((hand.decision(charges, Some((&rest, decision))), source));
@@ -107,9 +110,9 @@ impl Leases {
     }
 
     /// Asks for more while the rest is handed out.
-    fn fetch(self: &Arc<Self>, redis: &Redis, policy: &[Charge<'_>], wanted: u64) {
+    fn fetch(asking: Asking, redis: &Redis, policy: &[Charge<'_>], wanted: u64) {
         let Some(Charge { key, lease, local, .. }) = policy.first() else { return };
-        let (asking, key, redis) = (self.asking(key.id()), (*key).clone(), redis.clone());
+        let (key, redis) = ((*key).clone(), redis.clone());
         let (lease, local) = (*lease, *local);
         let limits: SmallVec<[Limit; 2]> = policy.iter().map(|charge| *charge.limit).collect();
         tokio::spawn(async move {
@@ -175,7 +178,7 @@ impl Hand<'_> {
                     Taken::Permit { permit, wanted } => {
                         self.permits.push((first, permit));
                         if wanted > 0 {
-                            self.leases.fetch(self.redis, policy, wanted);
+                            Leases::fetch(self.leases.asking(key.id()), self.redis, policy, wanted);
                         }
                         continue;
                     }
@@ -202,6 +205,18 @@ impl Hand<'_> {
             rest.sort_unstable_by_key(|(at, _)| *at);
         }
         Ok(rest)
+    }
+
+    /// Policies that are decided on several servers of a cluster, each with a clock of its own, ask for leases apart.
+    fn fetch_aside(&mut self, charges: &mut [Charge<'_>]) {
+        for policy in charges.chunk_by_mut(Charge::is_of_policy_of) {
+            let wanted = policy.first().map_or(0, |charge| charge.wanted);
+            policy.iter_mut().for_each(|charge| charge.wanted = 0);
+            let key = policy.first().map(|charge| charge.key.id());
+            if let Some(at) = self.asking.iter().position(|asking| Some(asking.key) == key) {
+                Leases::fetch(self.asking.remove(at), self.redis, policy, wanted);
+            }
+        }
     }
 
     /// Enters into the book what the store has lent.
