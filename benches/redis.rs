@@ -1,17 +1,20 @@
 //! Decisions per second through one worker's connection, beside redis-benchmark with the same script and
-//! arguments in the same run: the ratio says what the client leaves unused, whatever the machine.
+//! arguments in the same run: the ratio says what the client leaves unused or saves, whatever the machine.
 //!
 //! Run by `make bench`, or `cargo bench --bench redis`. Needs redis-server and redis-benchmark.
+//! docs/PERFORMANCE.md says how to read it.
 
 #![allow(
     clippy::print_stdout,
     clippy::unwrap_used,
+    clippy::indexing_slicing,
     reason = "a benchmark talks on stdout and stops at any error"
 )]
 
 mod support;
 
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use support::{PREFIX, Server};
 use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, Lease, Limit};
@@ -24,31 +27,30 @@ const KEYS: u32 = 10_000;
 fn main() {
     let server = Server::start();
     println!(
-        "{:<13} {:>6} {:>6} {:>10} {:>10} {:>6} {:>8} {:>8}",
-        "algorithm", "keys", "tasks", "checks/s", "RB -P 64", "ratio", "client", "server"
+        "{:<14} {:>9} {:>6} {:>10} {:>10} {:>6} {:>8} {:>8} {:>8}",
+        "algorithm", "keys", "tasks", "checks/s", "RB -P 64", "ratio", "client", "server", "checks"
     );
-    println!(
-        "{:<13} {:>6} {:>6} {:>10} {:>10} {:>6} {:>8} {:>8}",
-        "", "", "", "", "", "", "µs/check", "µs/check"
-    );
-    for (word, algorithm) in
-        [("sliding_log", Algorithm::SlidingLog), ("fixed_window", Algorithm::FixedWindow { offset_us: 0 })]
-    {
+    println!("{:>67} {:>8} {:>8}", "µs/check", "µs/check", "per call");
+    let sub_windows = Algorithm::SlidingWindow { buckets: 10 };
+    for (word, algorithm) in [
+        ("sliding_log", Algorithm::SlidingLog),
+        ("sliding_window", sub_windows),
+        ("fixed_window", Algorithm::FixedWindow { offset_us: 0 }),
+        ("token_bucket", Algorithm::TokenBucket { burst: 1000, warm_up_us: 0 }),
+    ] {
         // A hot key is refused most of the time, the many are admitted.
         let limit = Limit { requests: 1000, per_us: 1_000_000, algorithm };
         for keys in [1, KEYS] {
             let peer = peer_rate(&server, &limit, keys);
-            for tasks in [64, 256] {
-                let measured = worker_rate(&server, &limit, keys, tasks);
-                println!(
-                    "{word:<13} {keys:>6} {tasks:>6} {:>10.0} {peer:>10.0} {:>6.2} {:>8.2} {:>8.2}",
-                    measured.rate,
-                    measured.rate / peer,
-                    measured.client_us,
-                    measured.server_us
-                );
+            let name = if keys == 1 { "hot" } else { "10,000" };
+            for tasks in [1, 64, 256] {
+                row(word, name, tasks, peer, &worker_rate(&server, &limit, keys, tasks, Way::Redis));
             }
         }
+        // Spent for the whole of the round: answered by the deny cache.
+        let limit = Limit { requests: 100, per_us: 60_000_000, ..limit };
+        let peer = peer_rate(&server, &limit, 1);
+        row(word, "exhausted", 64, peer, &worker_rate(&server, &limit, 1, 64, Way::Store));
     }
     leased(&server);
 }
@@ -117,23 +119,49 @@ async fn work_leased(store: Store, limit: Limit, lease: Lease, end: Instant) -> 
     }
 }
 
+fn row(word: &str, keys: &str, tasks: u32, peer: f64, measured: &Measured) {
+    println!(
+        "{word:<14} {keys:>9} {tasks:>6} {:>10.0} {peer:>10.0} {:>6.2} {:>8.2} {:>8.2} {:>8.1}",
+        measured.rate,
+        measured.rate / peer,
+        measured.client_us,
+        measured.server_us,
+        measured.per_call
+    );
+}
+
 struct Measured {
     rate: f64,
     client_us: f64,
     server_us: f64,
+    /// Checks that one call has answered.
+    per_call: f64,
 }
 
-/// As the proxy does it: a current_thread runtime, one connection, many requests at once. The deny cache is left
-/// out: every check goes to Redis.
-fn worker_rate(server: &Server, limit: &Limit, keys: u32, tasks: u32) -> Measured {
+/// With the deny cache in front, or without: then every check goes to Redis.
+#[derive(Clone, Copy)]
+enum Way {
+    Redis,
+    Store,
+}
+
+/// As the proxy does it: a current_thread runtime, one connection, many requests at once.
+fn worker_rate(server: &Server, limit: &Limit, keys: u32, tasks: u32, way: Way) -> Measured {
     server.flush();
+    let owners: Arc<[Key]> = (0..keys).map(owner).collect();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let redis = Redis::start(&Shared::new(server.settings()));
         redis.first_ready().await;
+        let calls = server.calls();
         let (started, client, busy) = (Instant::now(), cpu(std::process::id()), cpu(server.pid()));
-        let tasks: Vec<_> =
-            (0..tasks).map(|n| tokio::spawn(work(redis.clone(), *limit, keys, n, started + ROUND))).collect();
+        let store = Store::redis(redis.clone());
+        let way = || match way {
+            Way::Redis => (redis.clone(), None),
+            Way::Store => (redis.clone(), Some(store.clone())),
+        };
+        let work = |n| work(way(), *limit, Arc::clone(&owners), n, started + ROUND);
+        let tasks: Vec<_> = (0..tasks).map(|n| tokio::spawn(work(n))).collect();
         let mut checks = 0.0;
         for task in tasks {
             checks += f64::from(task.await.unwrap());
@@ -144,22 +172,32 @@ fn worker_rate(server: &Server, limit: &Limit, keys: u32, tasks: u32) -> Measure
             rate: checks / took,
             client_us: per_check(client, std::process::id()),
             server_us: per_check(busy, server.pid()),
+            per_call: checks / (server.calls() - calls),
         }
     })
 }
 
-async fn work(redis: Redis, limit: Limit, keys: u32, task: u32, end: Instant) -> u32 {
-    let mut checks = 0;
-    // Prime, so that tasks walk through the keys without meeting.
-    let mut next = task.wrapping_mul(7919);
+async fn work(
+    (redis, store): (Redis, Option<Store>),
+    limit: Limit,
+    owners: Arc<[Key]>,
+    task: u32,
+    end: Instant,
+) -> u32 {
+    let (mut checks, mut next) = (0, usize::try_from(task).unwrap().wrapping_mul(7919));
     loop {
         let asked = tokio::time::Instant::now();
         if asked.into_std() >= end {
             return checks;
         }
-        let owner = owner(next % keys);
-        let charge = Charge::new(&limit, &owner, 1);
-        redis.decide(&[charge], asked).await.unwrap();
+        let charges = [Charge::new(&limit, &owners[next % owners.len()], 1)];
+        match &store {
+            None => drop(redis.decide(&charges, asked).await.unwrap()),
+            Some(store) => drop(store.answer(&charges, asked).await.unwrap()),
+        }
+        // Who is answered from memory would never let the others run.
+        tokio::task::consume_budget().await;
+        // Prime, so that tasks walk through the keys without meeting.
         next = next.wrapping_add(104_729);
         checks += 1;
     }

@@ -46,6 +46,14 @@ impl Server {
         assert!(flushed.unwrap().success());
     }
 
+    /// Programs run so far.
+    pub(crate) fn calls(&self) -> f64 {
+        let mut connection = self.connection();
+        let text: String = redis::cmd("INFO").arg("commandstats").query(&mut connection).unwrap();
+        let calls = text.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:calls="));
+        calls.and_then(|rest| rest.split(',').next()?.parse().ok()).unwrap_or(0.0)
+    }
+
     /// A connection without the product between.
     pub(crate) fn connection(&self) -> redis::Connection {
         redis::Client::open(("127.0.0.1", self.port)).unwrap().get_connection().unwrap()

@@ -2,11 +2,11 @@
 
 -- The state of a key at `time`; nil and perhaps an error if it isn't ours.
 local function block_read(key, time, per)
-  local value = redis.pcall('GET', key)
+  local value = try('GET', key)
   local ends = 0
   if value then
     if type(value) == 'table' then return nil, value end
-    ends = tonumber(string.match(value, '^%d+$'))
+    ends = tonumber(match(value, '^%d+$'))
     if not ends or ends > 9007199254740992 then return nil end
   end
   return { key = key, now = time, per = per, ends = ends, used = ends > time and 1 or 0 }
@@ -19,7 +19,7 @@ end
 -- Begins; an error if Redis doesn't let us write, and then nothing was written.
 local function block_charge(block)
   block.ends, block.used = block.now + block.per, 1
-  local reply = redis.pcall('SET', block.key, integer(block.ends), 'PXAT', integer(math.ceil(block.ends / 1000)))
+  local reply = try('SET', block.key, integer(block.ends), 'PXAT', integer(math.ceil(block.ends / 1000)))
   if reply.err then return reply end
 end
 

@@ -87,23 +87,29 @@ impl Key {
     /// `+` and its number.
     pub fn readable(&self) -> String {
         let mut text = String::with_capacity(self.framed.len());
-        let mut rest = self.framed.as_slice();
+        self.push_readable(&mut text);
+        text
+    }
+
+    /// Adds [`Key::readable`] to a text.
+    pub fn push_readable(&self, text: &mut String) {
+        let (start, mut rest) = (text.len(), self.framed.as_slice());
         while let Some((kind, tail)) = rest.split_first() {
-            if !text.is_empty() {
+            if text.len() > start {
                 text.push('/');
             }
             rest = match *kind {
                 WHOLE => {
                     let (len, tail) = tail.split_first().unwrap_or((&0, &[]));
                     let (value, tail) = tail.split_at_checked(usize::from(*len)).unwrap_or((tail, &[]));
-                    push_escaped(&mut text, value);
+                    push_escaped(text, value);
                     tail
                 }
                 HASHED => {
                     let (hash, tail) = tail.split_at_checked(32).unwrap_or((tail, &[]));
                     text.push('#');
                     for byte in hash.iter().take(8) {
-                        push_hex(&mut text, *byte);
+                        push_hex(text, *byte);
                     }
                     tail
                 }
@@ -120,7 +126,6 @@ impl Key {
                 }
             };
         }
-        text
     }
 }
 
@@ -136,17 +141,21 @@ fn push_escaped(text: &mut String, value: &[u8]) {
         text.push_str("%2D");
         return;
     }
-    for byte in value {
-        match *byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' | b'@' | b':' => {
-                text.push(char::from(*byte));
-            }
-            byte => {
-                text.push('%');
-                push_hex(text, byte);
-            }
-        }
+    let mut rest = value;
+    while !rest.is_empty() {
+        let plain = rest.iter().position(|byte| !is_plain(*byte)).unwrap_or(rest.len());
+        let (run, tail) = rest.split_at(plain);
+        text.push_str(std::str::from_utf8(run).unwrap_or_default());
+        rest = tail.split_first().map_or(&[], |(byte, tail)| {
+            text.push('%');
+            push_hex(text, *byte);
+            tail
+        });
     }
+}
+
+fn is_plain(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.' | b'~' | b'@' | b':')
 }
 
 fn push_hex(text: &mut String, byte: u8) {

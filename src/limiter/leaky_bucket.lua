@@ -4,12 +4,12 @@
 -- of the capacity free.
 
 local function line_use(line)
-  line.used = bucket_ceil(math.max(0, line.debt - line.slack), line.per)
+  line.used = bucket_ceil(max(0, line.debt - line.slack), line.per)
 end
 
 -- The state of a key, as bucket_read; `beside` is `rate+slack`.
 local function line_read(key, time, per, beside)
-  local rate, slack = string.match(beside, '^(%d+)%+(%d+)$')
+  local rate, slack = match(beside, '^(%d+)%+(%d+)$')
   local line, err = bucket_read(key, time, per, tonumber(rate))
   if not line then return nil, err end
   line.slack = tonumber(slack)
@@ -31,6 +31,9 @@ local function line_charge(line, cost)
   line.delay = bucket_paid(line, line.per) - line.now
 end
 
+rules.d = { read = line_read, frees = line_frees, charge = line_charge }
+
+-- only for counting
 -- Takes what room there is, up to `cost`; an error as bucket_owe.
 local function line_press(line, cost, capacity)
   local err = bucket_press(line, cost, capacity)
@@ -38,6 +41,10 @@ local function line_press(line, cost, capacity)
   return err
 end
 
+rules.d.press = line_press
+-- end
+
+-- only for amending
 -- Gives back what still counts of `units` charged at `at`; an error as bucket_owe.
 local function line_credit(line, units, at)
   local err = bucket_credit(line, units, at)
@@ -45,4 +52,5 @@ local function line_credit(line, units, at)
   return err
 end
 
-rules.d = { read = line_read, frees = line_frees, charge = line_charge, press = line_press, credit = line_credit }
+rules.d.credit = line_credit
+-- end

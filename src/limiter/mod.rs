@@ -200,6 +200,11 @@ impl<'a> Charge<'a> {
         }
     }
 
+    /// How units are taken in advance with this charge, if any are wanted.
+    pub fn wanted_lease(&self) -> Option<Lease> {
+        self.lease.filter(|_| self.wanted > 0)
+    }
+
     pub fn is_block(&self) -> bool {
         self.limit.algorithm == Algorithm::Block
     }

@@ -22,36 +22,39 @@ local LOG_SMALL = 128
 local LOG_BUNDLE = 64
 local LOG_AMEND = 250
 
+-- What an element says that is no single unit: a charge of more, or a bundle.
+local function log_other(member, at)
+  local kind, _, ages, _, totals = string.byte(member, 1, 5)
+  if kind == 62 and #member > 19 then
+    -- The digits of `a` and `b`.
+    local width = ages + totals - 96
+    local count = (#member - 19) / width
+    if ages < 49 or ages > 56 or totals < 49 or totals > 56 or count % 1 ~= 0 then return nil end
+    local sum, units = struct.unpack('>I7I7', member, 6)
+    if sum >= LOG_WRAP or units > LOG_WRAP then return nil end
+    local format = string.sub(member, 1, 5)
+    return { member = member, at = at, sum = sum, units = units, count = count, width = width, format = format }
+  end
+  local sum, units, kept, lead = match(member, '^(%d+):(%d+):?(%d*):?(%d*)$')
+  sum, units = tonumber(sum), tonumber(units)
+  if not sum or sum >= LOG_WRAP or units > LOG_WRAP then return nil end
+  return { member = member, at = at, sum = sum, units = units, kept = tonumber(kept), lead = tonumber(lead) }
+end
+
 -- What the n-th value and the next of a reply, a member and its score, say, or nil if they were not written by us:
--- the time and the sum of the last charge in it, and the units of all.
+-- the time and the sum of the last charge in it, and the units of all. `count` is a bundle's alone.
 local function log_element(reply, n)
   local member, at = reply[n], tonumber(reply[n + 1])
   if not (at and at > 0 and at < LOG_WRAP and at % 1 == 0) then return nil end
-  local sum, units, kept, lead = tonumber(member), 1, nil, nil
-  local count, width, format = 1, nil, nil
-  if not sum then
-    local kind, _, ages, _, totals = string.byte(member, 1, 5)
-    if kind == 62 and #member > 19 then
-      -- The digits of `a` and `b`.
-      width, format = ages + totals - 96, string.sub(member, 1, 5)
-      count = (#member - 19) / width
-      if ages < 49 or ages > 56 or totals < 49 or totals > 56 or count % 1 ~= 0 then return nil end
-      sum, units = struct.unpack('>I7I7', member, 6)
-    else
-      sum, units, kept, lead = string.match(member, '^(%d+):(%d+):?(%d*):?(%d*)$')
-      sum, units, kept, lead = tonumber(sum), tonumber(units), tonumber(kept), tonumber(lead)
-    end
-  end
-  if not (sum and sum >= 0 and sum < LOG_WRAP and sum % 1 == 0 and units <= LOG_WRAP) then return nil end
-  return {
-    member = member, at = at, sum = sum, units = units, kept = kept, lead = lead or 0, count = count, width = width,
-    format = format,
-  }
+  local sum = tonumber(member)
+  if not sum then return log_other(member, at) end
+  if sum < 0 or sum >= LOG_WRAP or sum % 1 ~= 0 then return nil end
+  return { member = member, at = at, sum = sum, units = 1 }
 end
 
 local function log_at(key, rank)
   rank = integer(rank)
-  return log_element(redis.call('ZRANGE', key, rank, rank, 'WITHSCORES'), 1)
+  return log_element(call('ZRANGE', key, rank, rank, 'WITHSCORES'), 1)
 end
 
 -- How many of the units in use stand up to the end of an element; 0 or less: none of its own.
@@ -62,7 +65,7 @@ end
 -- The time of an element's first charge that is later than `time` and ends beyond its first `units` units, if need be
 -- the last, and the element's units before it.
 local function log_first(element, time, units)
-  local low, high, found, before = 1, element.count, element.at, 0
+  local low, high, found, before = 1, element.count or 1, element.at, 0
   while low < high do
     local middle = math.floor((low + high) / 2)
     local age, upto = struct.unpack(element.format, element.member, 20 + (middle - 1) * element.width)
@@ -83,9 +86,9 @@ local function log_seek(log, need)
   if need <= upto then return oldest, oldest.units - (upto - need) - 1 end
   if need > log.used - newest.units then return newest, newest.units - (log.used - need) - 1 end
   -- A search by rank: an element has at least one unit. In a log of single units the first guess ends it.
-  local low = log.first ~= oldest and redis.call('ZRANK', log.key, oldest.member) or 0
-  local high = math.min(low + need - upto, redis.call('ZCARD', log.key) - 1)
-  local guess = math.min(low + math.ceil((need - upto) / oldest.units), high)
+  local low = log.first ~= oldest and call('ZRANK', log.key, oldest.member) or 0
+  local high = min(low + need - upto, call('ZCARD', log.key) - 1)
+  local guess = min(low + math.ceil((need - upto) / oldest.units), high)
   while low <= high do
     local element = log_at(log.key, guess)
     if not element then return nil end
@@ -104,30 +107,39 @@ end
 -- The state of a key at `time`, or at its newest charge if that is later; nil and perhaps an error if it isn't ours.
 -- `first` is the first element, `oldest` the first that counts, and `at` the time of the oldest unit in use.
 local function log_read(key, time, per)
-  local reply = redis.pcall('ZRANGE', key, '-1', '-1', 'WITHSCORES')
+  local reply = try('ZRANGE', key, '-1', '-1', 'WITHSCORES')
   if reply.err then return nil, reply end
-  local log = { key = key, per = per, now = time, left = time - per, used = 0 }
-  if not reply[1] then return log end
+  if not reply[1] then return { key = key, per = per, now = time, left = time - per, used = 0 } end
   local newest = log_element(reply, 1)
   if not newest or newest.format then return nil end
-  local proven = newest.at - newest.lead
-  if proven > time then log.now, log.left = proven, proven - per end
-  local first = log_at(key, 0)
+  local now = max(time, newest.at - (newest.lead or 0))
+  local left = now - per
+  reply = call('ZRANGE', key, '0', '1', 'WITHSCORES')
+  local first = log_element(reply, 1)
   if not first then return nil end
   if first.at == newest.at then first = newest end
-  log.newest, log.first = newest, first
-  if newest.at <= log.left then return log end
+  if newest.at <= left then
+    return { key = key, per = per, now = now, left = left, used = 0, newest = newest, first = first }
+  end
   local oldest = first
-  if first.at <= log.left then
-    reply = redis.call('ZRANGEBYSCORE', key, integer(log.left + 1), '+inf', 'WITHSCORES', 'LIMIT', '0', '1')
-    oldest = log_element(reply, 1)
+  if first.at <= left then
+    -- Mostly charges leave one by one.
+    oldest = log_element(reply, 3)
+    if oldest and oldest.at <= left then
+      reply = call('ZRANGEBYSCORE', key, integer(left + 1), '+inf', 'WITHSCORES', 'LIMIT', '0', '1')
+      oldest = log_element(reply, 1)
+    end
     if not oldest then return nil end
     if oldest.at == newest.at then oldest = newest end
   end
-  local at, gone = log_first(oldest, log.left, 0)
+  local at, gone = oldest.at, 0
+  if oldest.format then at, gone = log_first(oldest, left, 0) end
   -- In this order no number passes 2^53.
   local behind, living = (newest.sum - oldest.sum) % LOG_WRAP, oldest.units - gone
-  log.oldest, log.at, log.used = oldest, at, behind + living
+  local log = {
+    key = key, per = per, now = now, left = left, used = behind + living,
+    newest = newest, first = first, oldest = oldest, at = at,
+  }
   if newest.kept and newest.kept - behind < living then
     log.used, log.cut = newest.kept, true
     local element, before = log_seek(log, 1)
@@ -145,10 +157,10 @@ local function log_frees(log, need)
 end
 
 local function log_member(sum, units, kept, lead)
-  if lead > 0 then return string.format('%d:%d:%s:%d', sum, units, kept and integer(kept) or '', lead) end
-  if kept then return string.format('%d:%d:%d', sum, units, kept) end
+  if lead > 0 then return format('%d:%d:%s:%d', sum, units, kept and integer(kept) or '', lead) end
+  if kept then return format('%d:%d:%d', sum, units, kept) end
   if units == 1 then return integer(sum) end
-  return string.format('%d:%d', sum, units)
+  return format('%d:%d', sum, units)
 end
 
 -- The charges made at `times`; `upto[n]` of their units are those up to the n-th, and `sum` is the sum after the last.
@@ -165,11 +177,11 @@ end
 
 -- Bundles the charges next to the newest, once enough of them stand alone.
 local function log_pack(log)
-  if not log.oldest.format and redis.call('ZCARD', log.key) <= LOG_SMALL then return end
+  if not log.oldest.format and call('ZCARD', log.key) <= LOG_SMALL then return end
   local from = integer(-1 - LOG_BUNDLE)
   local last = log_at(log.key, from)
   if not last or last.format then return end
-  local reply = redis.call('ZRANGE', log.key, from, '-2', 'WITHSCORES')
+  local reply = call('ZRANGE', log.key, from, '-2', 'WITHSCORES')
   local times, upto, total = {}, {}, 0
   for n = 1, LOG_BUNDLE do
     last = log_element(reply, 2 * n - 1)
@@ -178,16 +190,18 @@ local function log_pack(log)
     times[n], upto[n] = last.at, total
   end
   if total > LOG_WRAP then return end
-  redis.call('ZREMRANGEBYRANK', log.key, from, '-2')
-  redis.call('ZADD', log.key, integer(last.at), log_bundle(last.sum, times, upto))
+  call('ZREMRANGEBYRANK', log.key, from, '-2')
+  call('ZADD', log.key, integer(last.at), log_bundle(last.sum, times, upto))
 end
 
 -- Takes `cost` units, at least 1, that stand at a time, now if there is none; of these and all before, the newest `most`
 -- count on. An error if Redis doesn't let us write, and then nothing was written.
 local function log_take(log, cost, most, stands)
-  local last, oldest, at = log.newest, log.oldest, log.at
-  local used = math.min(log.used + cost, most)
-  local pushed = cost - (used - log.used)
+  local key, now, last, first, oldest, at = log.key, log.now, log.newest, log.first, log.oldest, log.at
+  local used, sum, units, kept = min(log.used + cost, most), cost, cost, nil
+  local pushed, replaced = cost - (used - log.used), false
+  stands = stands or now
+  if pushed > 0 or log.cut then kept = used end
   if pushed == log.used then
     oldest = nil
   elseif pushed > 0 then
@@ -195,32 +209,36 @@ local function log_take(log, cost, most, stands)
     -- What isn't ours is found at the next look: reading is over.
     if element then oldest, at = element, log_first(element, 0, before) end
   end
-  stands = math.max(stands or log.now, last and last.at or 0)
-  local lead = stands - log.now
-  local replaced = last and (last.at == stands or last.units == 0)
-  local sum = ((last and last.sum or 0) + (cost - LOG_WRAP)) % LOG_WRAP
-  local units = math.min(replaced and last.units + cost or cost, LOG_WRAP)
-  local member = log_member(sum, units, (log.cut or pushed > 0) and used or nil, lead)
-  local reply = redis.pcall('ZADD', log.key, integer(stands), member)
-  if type(reply) == 'table' and reply.err then return reply end
-  log.newest = { member = member, at = stands, sum = sum, units = units, lead = lead, count = 1 }
-  if replaced then
-    if last.member ~= member then redis.call('ZREM', log.key, last.member) end
-    if oldest == last then oldest = nil end
-    if log.first == last then log.first = nil end
+  if last then
+    stands = max(stands, last.at)
+    sum = (last.sum + (cost - LOG_WRAP)) % LOG_WRAP
+    replaced = last.at == stands or last.units == 0
+    if replaced then units = min(last.units + cost, LOG_WRAP) end
+  else
+    sum = sum % LOG_WRAP
   end
-  if not oldest then oldest, at = log.newest, stands end
-  log.oldest, log.at, log.used = oldest, at, used
-  if log.first and log.first ~= oldest then
-    if (oldest.sum - log.first.sum) % LOG_WRAP + log.first.units - oldest.units <= LOG_TRIM then
+  local lead = stands - now
+  local member = log_member(sum, units, kept, lead)
+  local reply = try('ZADD', key, integer(stands), member)
+  if type(reply) == 'table' then return reply end
+  local newest = { member = member, at = stands, sum = sum, units = units, lead = lead }
+  if replaced then
+    if last.member ~= member then call('ZREM', key, last.member) end
+    if oldest == last then oldest = nil end
+    if first == last then first = nil end
+  end
+  if not oldest then oldest, at = newest, stands end
+  log.newest, log.oldest, log.at, log.used = newest, oldest, at, used
+  if first and first ~= oldest then
+    if (oldest.sum - first.sum) % LOG_WRAP + first.units - oldest.units <= LOG_TRIM then
       -- No fewer units than elements.
-      redis.call('ZREMRANGEBYSCORE', log.key, '-inf', '(' .. integer(oldest.at))
+      call('ZREMRANGEBYSCORE', key, '-inf', '(' .. integer(oldest.at))
     else
-      local count = math.min(LOG_TRIM, redis.call('ZRANK', log.key, oldest.member))
-      if count > 0 then redis.call('ZREMRANGEBYRANK', log.key, '0', integer(count - 1)) end
+      local count = min(LOG_TRIM, call('ZRANK', key, oldest.member))
+      if count > 0 then call('ZREMRANGEBYRANK', key, '0', integer(count - 1)) end
     end
   end
-  redis.call('PEXPIREAT', log.key, integer(math.ceil((stands + log.per) / 1000)))
+  call('PEXPIREAT', key, integer(math.ceil((stands + log.per) / 1000)))
   -- To look at each charge would cost more.
   if last and math.floor(sum / 32) ~= math.floor(last.sum / 32) then log_pack(log) end
 end
@@ -230,12 +248,19 @@ local function log_charge(log, cost)
   return log_take(log, cost, LOG_WRAP)
 end
 
+rules.l = { adds = true, read = log_read, frees = log_frees, charge = log_charge }
+
+-- only for counting
 -- Takes `cost` units of one who was refused, in place of the oldest where they don't fit.
 local function log_press(log, cost, capacity)
-  cost = math.min(cost, capacity)
-  if cost > 0 then return log_take(log, cost, math.max(log.used, math.min(capacity, log.used + cost))) end
+  cost = min(cost, capacity)
+  if cost > 0 then return log_take(log, cost, max(log.used, min(capacity, log.used + cost))) end
 end
 
+rules.l.press = log_press
+-- end
+
+-- only for amending
 -- Takes up to `units` units off the charge made at `at`, if it counts and no more than LOG_AMEND came after it: their
 -- sums change. The state isn't to be used any more. Errors as above.
 local function log_credit(log, units, at)
@@ -245,21 +270,22 @@ local function log_credit(log, units, at)
     local before = log_at(log.key, rank - 1)
     if not before or before.at < at then break end
     later[#later + 1] = element
-    behind, counted = behind + element.count, counted - element.units
+    behind, counted = behind + (element.count or 1), counted - element.units
     if behind > LOG_AMEND or counted <= 0 then return end
     element, rank = before, rank - 1
   end
   local times, upto, found = { element.at }, { element.units }, nil
-  for n = 1, element.count do
+  local count = element.count or 1
+  for n = 1, count do
     if element.format then
       local age, total = struct.unpack(element.format, element.member, 20 + (n - 1) * element.width)
       times[n], upto[n] = element.at - age, total
     end
     if times[n] == at then found = n end
   end
-  if not found or behind + element.count - found > LOG_AMEND then return end
+  if not found or behind + count - found > LOG_AMEND then return end
   local before = upto[found - 1] or 0
-  units = math.min(units, upto[found] - before, counted - (element.units - upto[found]))
+  units = min(units, upto[found] - before, counted - (element.units - upto[found]))
   if units <= 0 then return end
   local empty = upto[found] - before == units and rank < -1
   for n = found, #upto do upto[n] = upto[n] - units end
@@ -289,12 +315,16 @@ local function log_credit(log, units, at)
       add(one.at, log_member(sum, one.units, n == 1 and kept or nil, n == 1 and one.lead or 0))
     end
   end
-  local reply = redis.pcall('ZREM', log.key, unpack(removed))
+  local reply = try('ZREM', log.key, unpack(removed))
   if type(reply) == 'table' and reply.err then return reply end
-  redis.call('ZADD', log.key, unpack(added))
-  redis.call('PEXPIREAT', log.key, integer(math.ceil((log.newest.at + log.per) / 1000)))
+  call('ZADD', log.key, unpack(added))
+  call('PEXPIREAT', log.key, integer(math.ceil((log.newest.at + log.per) / 1000)))
 end
 
+rules.l.credit = log_credit
+-- end
+
+-- only for lending
 local function log_lends(log, last)
   return (not log.newest or log.newest.at <= last) and last
 end
@@ -303,7 +333,5 @@ local function log_lend(log, units, last)
   return log_take(log, units, LOG_WRAP, last)
 end
 
-rules.l = {
-  read = log_read, frees = log_frees, charge = log_charge, press = log_press, credit = log_credit,
-  lends = log_lends, lend = log_lend,
-}
+rules.l.lends, rules.l.lend = log_lends, log_lend
+-- end

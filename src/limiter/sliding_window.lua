@@ -8,10 +8,10 @@
 -- if it isn't ours.
 local function buckets_read(key, time, per, width)
   local state = { key = key, per = per, width = width, now = time, used = 0, first = 0, from = 1, units = {}, lead = 0 }
-  local value = redis.pcall('GET', key)
+  local value = try('GET', key)
   if not value then return state end
   if type(value) == 'table' then return nil, value end
-  local first, list, lead = string.match(value, '^(%d+):([%d,]+);?(%d*)$')
+  local first, list, lead = match(value, '^(%d+):([%d,]+);?(%d*)$')
   first, lead = tonumber(first), tonumber(lead) or 0
   if not first then return nil end
   local units, count = state.units, 0
@@ -20,7 +20,7 @@ local function buckets_read(key, time, per, width)
     units[count] = tonumber(number)
   end
   if (first + count) * width > 9007199254740992 then return nil end
-  state.first, state.lead, state.now = first, lead, math.max(time, (first + count - 1 - lead) * width)
+  state.first, state.lead, state.now = first, lead, max(time, (first + count - 1 - lead) * width)
   -- Whole sub-windows leave.
   local from = 1
   while from <= count and (first + from) * width - 1 + per <= state.now do from = from + 1 end
@@ -42,11 +42,11 @@ end
 -- Writes what was read; an error if Redis doesn't let us, and then nothing was written.
 local function buckets_write(state)
   local texts = {}
-  for n, units in ipairs(state.units) do texts[n] = string.format('%.0f', units) end
-  local value = string.format('%.0f:', state.first) .. table.concat(texts, ',')
+  for n, units in ipairs(state.units) do texts[n] = format('%.0f', units) end
+  local value = format('%.0f:', state.first) .. table.concat(texts, ',')
   if state.lead > 0 then value = value .. ';' .. integer(state.lead) end
   local expires = math.ceil(((state.first + #texts) * state.width - 1 + state.per) / 1000)
-  local reply = redis.pcall('SET', state.key, value, 'PXAT', expires)
+  local reply = try('SET', state.key, value, 'PXAT', expires)
   if reply.err then return reply end
 end
 
@@ -55,17 +55,17 @@ end
 local function buckets_take(state, cost, most, stands)
   local now = math.floor(state.now / state.width)
   local newest = #state.units > 0 and state.first + #state.units - 1 or 0
-  local this = math.max(math.floor((stands or state.now) / state.width), newest)
+  local this = max(math.floor((stands or state.now) / state.width), newest)
   state.lead = this - now
   local units = {}
   for n = state.from, #state.units do units[#units + 1] = state.units[n] end
   state.first, state.from, state.units = #units > 0 and state.first + state.from - 1 or this, 1, units
   for n = #units + 1, this - state.first + 1 do units[n] = 0 end
   -- No number passes 2^53: what is pushed out goes first, and it is never more than was in use.
-  local used = math.min(state.used + cost, most)
+  local used = min(state.used + cost, most)
   local pushed, n = cost - (used - state.used), 1
   while pushed > 0 do
-    local gone = math.min(pushed, units[n])
+    local gone = min(pushed, units[n])
     units[n], pushed, n = units[n] - gone, pushed - gone, n + 1
   end
   units[#units] = units[#units] + cost
@@ -78,21 +78,32 @@ local function buckets_charge(state, cost)
   return buckets_take(state, cost, 9007199254740992)
 end
 
+rules.s = { adds = true, read = buckets_read, frees = buckets_frees, charge = buckets_charge }
+
+-- only for counting
 -- Takes `cost` units of one who was refused, in place of the oldest where they don't fit.
 local function buckets_press(state, cost, capacity)
-  cost = math.min(cost, capacity)
-  if cost > 0 then return buckets_take(state, cost, math.max(state.used, math.min(capacity, state.used + cost))) end
+  cost = min(cost, capacity)
+  if cost > 0 then return buckets_take(state, cost, max(state.used, min(capacity, state.used + cost))) end
 end
 
+rules.s.press = buckets_press
+-- end
+
+-- only for amending
 -- Takes up to `units` units off the sub-window of `at`, if it still counts.
 local function buckets_credit(state, units, at)
   local n = math.floor(at / state.width) - state.first + 1
   if n < state.from or n > #state.units then return end
-  units = math.min(units, state.units[n])
+  units = min(units, state.units[n])
   state.units[n], state.used = state.units[n] - units, state.used - units
   return buckets_write(state)
 end
 
+rules.s.credit = buckets_credit
+-- end
+
+-- only for lending
 local function buckets_lends(state, last)
   return state.first + #state.units - 1 <= math.floor(last / state.width) and last
 end
@@ -101,7 +112,5 @@ local function buckets_lend(state, units, last)
   return buckets_take(state, units, 9007199254740992, last)
 end
 
-rules.s = {
-  read = buckets_read, frees = buckets_frees, charge = buckets_charge, press = buckets_press, credit = buckets_credit,
-  lends = buckets_lends, lend = buckets_lend,
-}
+rules.s.lends, rules.s.lend = buckets_lends, buckets_lend
+-- end

@@ -17,7 +17,7 @@ end
 
 -- Microseconds at the full rate in which as much flows in as in so many of a warm-up, in steps of `width`.
 local function bucket_worth(since, width)
-  local over = math.max(0, since - 100 * width)
+  local over = max(0, since - 100 * width)
   since = since - over
   local steps = math.floor(since / width)
   local whole = width * steps * (99 + steps)
@@ -35,23 +35,23 @@ end
 
 -- What the capacity lacks can't be taken, nor what is lent.
 local function bucket_use(bucket)
-  bucket.owed = math.max(bucket.debt, bucket.least or 0)
+  bucket.owed = max(bucket.debt, bucket.least or 0)
   bucket.used = bucket_ceil(bucket.owed, bucket.per) + bucket.absent
 end
 
 -- What bucket_at says of a bucket with a warm-up.
 local function bucket_warms(key, now, per, beside, at, debt, was, rest)
-  local rate, warm, lacks = string.match(beside, '^(%d+)%+(%d+)%+(%d+)$')
+  local rate, warm, lacks = match(beside, '^(%d+)%+(%d+)%+(%d+)$')
   rate, warm, lacks = tonumber(rate), tonumber(warm), tonumber(lacks)
-  local start, width = tonumber(string.match(rest, '^:(%d+)$')) or 0, math.ceil(warm / 100)
+  local start, width = tonumber(match(rest, '^:(%d+)$')) or 0, math.ceil(warm / 100)
   local bucket = {
-    key = key, now = now, per = per, rate = rate, pays = math.max(rate, was, 1), at = at, kept = debt, was = was,
+    key = key, now = now, per = per, rate = rate, pays = max(rate, was, 1), at = at, kept = debt, was = was,
     rest = rest, warm = warm, lacks = lacks, start = start, width = width, cold = at == 0 and 0 or at + warm,
     worth = bucket_worth(now - start, width), absent = 0, lent = {}, beside = beside,
   }
-  bucket.debt = math.max(0, debt - (bucket.worth - bucket_worth(at - start, width)) * bucket.pays)
+  bucket.debt = max(0, debt - (bucket.worth - bucket_worth(at - start, width)) * bucket.pays)
   if now < bucket.cold then
-    lacks = lacks - math.floor(lacks * math.min(100, math.floor((now - start) / width)) / 100)
+    lacks = lacks - math.floor(lacks * min(100, math.floor((now - start) / width)) / 100)
   end
   bucket.least = lacks * per
   bucket_use(bucket)
@@ -62,9 +62,9 @@ end
 local function bucket_at(key, now, per, beside, at, debt, was, rest)
   local rate = tonumber(beside)
   if not rate then return bucket_warms(key, now, per, beside, at, debt, was, rest) end
-  local pays = math.max(rate, was, 1)
+  local pays = max(rate, was, 1)
   -- A product above 2^53 may be rounded, but stays above every debt.
-  local owed = math.max(0, debt - (now - at) * pays)
+  local owed = max(0, debt - (now - at) * pays)
   return {
     key = key, now = now, per = per, rate = rate, pays = pays, at = at, kept = debt, was = was, rest = rest,
     debt = owed, owed = owed, used = bucket_ceil(owed, per), settles = false, absent = 0, lent = {}, beside = beside,
@@ -73,7 +73,7 @@ end
 
 -- What was charged lately, if that is known at this rate.
 local function bucket_past(bucket)
-  local start, debt, list = string.match(bucket.rest, '^:(%d+):(%d+):([%d,]+)$')
+  local start, debt, list = match(bucket.rest, '^:(%d+):(%d+):([%d,]+)$')
   start = tonumber(start)
   if not start or start > bucket.now or bucket.was ~= bucket.rate then return nil end
   local past = { start = start, debt = tonumber(debt), width = math.ceil(bucket.per / 64) }
@@ -83,13 +83,13 @@ end
 
 local function bucket_keep(bucket, past)
   local texts = {}
-  for n = 1, #past do texts[n] = string.format('%.0f', past[n]) end
-  bucket.rest = string.format(':%.0f:%.0f:', past.start, past.debt) .. table.concat(texts, ',')
+  for n = 1, #past do texts[n] = format('%.0f', past[n]) end
+  bucket.rest = format(':%.0f:%.0f:', past.start, past.debt) .. table.concat(texts, ',')
 end
 
 -- A debt after it was paid for so long, and charged.
 local function bucket_pass(bucket, debt, time, units)
-  return math.min(LAST, math.max(0, debt - time * bucket.rate) + units * bucket.per)
+  return min(LAST, max(0, debt - time * bucket.rate) + units * bucket.per)
 end
 
 local function bucket_remember(bucket, units)
@@ -102,7 +102,7 @@ local function bucket_remember(bucket, units)
     past.start, place = past.start + parts * past.width, place - parts
   end
   for n = #past + 1, place do past[n] = 0 end
-  past[#past] = math.min(LAST, past[#past] + units)
+  past[#past] = min(LAST, past[#past] + units)
   bucket_keep(bucket, past)
 end
 
@@ -110,14 +110,14 @@ end
 local function bucket_enter(bucket, debt, units)
   if bucket.warm then
     if bucket.now >= bucket.cold then bucket.start, bucket.worth = bucket.now, 0 end
-    bucket.cold, bucket.rest = bucket.now + bucket.warm, string.format(':%.0f', bucket.start)
+    bucket.cold, bucket.rest = bucket.now + bucket.warm, format(':%.0f', bucket.start)
   elseif bucket.settles then
     bucket_remember(bucket, units)
   else
     bucket.rest = ''
   end
-  debt = math.min(LAST, debt)
-  bucket.at, bucket.kept, bucket.was, bucket.pays = bucket.now, debt, bucket.rate, math.max(1, bucket.rate)
+  debt = min(LAST, debt)
+  bucket.at, bucket.kept, bucket.was, bucket.pays = bucket.now, debt, bucket.rate, max(1, bucket.rate)
   bucket.debt = debt
   bucket_use(bucket)
 end
@@ -136,13 +136,13 @@ end
 -- The limit pays back `rate` units per `per`; the bucket, what it paid back when it was charged, if that is more.
 -- `beside` is the rate, or with a warm-up `rate+warm_up+units that a cold bucket lacks`.
 local function bucket_read(key, time, per, beside)
-  local value = redis.pcall('GET', key)
+  local value = try('GET', key)
   if not value then return bucket_at(key, time, per, beside, 0, 0, 0, '') end
   if type(value) == 'table' then return nil, value end
-  local at, debt, was, rest, lent = string.match(value, '^(%d+):(%d+):(%d+)([%d:,]*);?([%d:,]*)$')
+  local at, debt, was, rest, lent = match(value, '^(%d+):(%d+):(%d+)([%d:,]*);?([%d:,]*)$')
   at, debt, was = tonumber(at), tonumber(debt), tonumber(was)
-  if not at or math.max(at, debt, was) > LAST then return nil end
-  local now = math.max(time, at)
+  if not at or max(at, debt, was) > LAST then return nil end
+  local now = max(time, at)
   if lent == '' then return bucket_at(key, now, per, beside, at, debt, was, rest) end
   local bucket = { key = key, per = per, beside = beside, at = at, kept = debt, was = was, rest = rest, lent = {}, absent = 0 }
   for last, units in string.gmatch(lent, '(%d+):(%d+)') do
@@ -159,12 +159,12 @@ end
 
 -- When the debt is at most this.
 local function bucket_paid(bucket, debt)
-  local wait = bucket_ceil(math.max(0, bucket.debt - debt), bucket.pays)
+  local wait = bucket_ceil(max(0, bucket.debt - debt), bucket.pays)
   local at = bucket.now + wait
   if bucket.warm and wait > 0 then
     at = bucket.start + bucket_lasts(bucket.worth + wait, bucket.width)
   end
-  return math.min(LAST, at)
+  return min(LAST, at)
 end
 
 -- When at most `units` are in debt; 0 if only charges can warm the bucket up for that.
@@ -172,7 +172,7 @@ local function bucket_owes(bucket, units)
   local at = bucket_paid(bucket, units * bucket.per)
   if not bucket.warm or units >= bucket.lacks then return at end
   local lacks = bucket.lacks
-  at = math.max(at, bucket.start + math.ceil((lacks - units) * 100 / lacks) * bucket.width)
+  at = max(at, bucket.start + math.ceil((lacks - units) * 100 / lacks) * bucket.width)
   return at < bucket.cold and at or 0
 end
 
@@ -190,14 +190,14 @@ local function bucket_frees(bucket, need)
 end
 
 local function bucket_write(bucket)
-  local value = string.format('%.0f:%.0f:%.0f%s', bucket.at, bucket.kept, bucket.was, bucket.rest)
+  local value = format('%.0f:%.0f:%.0f%s', bucket.at, bucket.kept, bucket.was, bucket.rest)
   local last = bucket
   for n, one in ipairs(bucket.lent) do
-    value = value .. (n == 1 and ';' or ',') .. string.format('%.0f:%.0f', one[1], one[2])
+    value = value .. (n == 1 and ';' or ',') .. format('%.0f:%.0f', one[1], one[2])
     last = bucket_end(last)
   end
-  local expires = math.max(bucket_paid(last, 0), last.cold or 0)
-  local reply = redis.pcall('SET', bucket.key, value, 'PXAT', integer(math.ceil(expires / 1000)))
+  local expires = max(bucket_paid(last, 0), last.cold or 0)
+  local reply = try('SET', bucket.key, value, 'PXAT', integer(math.ceil(expires / 1000)))
   if reply.err then return reply end
 end
 
@@ -212,20 +212,27 @@ local function bucket_charge(bucket, cost)
   return bucket_owe(bucket, bucket.owed + cost * bucket.per, cost)
 end
 
+rules.t = { adds = true, read = bucket_read, frees = bucket_frees, charge = bucket_charge }
+
+-- only for counting
 -- Takes what there is, up to `cost`; an error as bucket_owe.
 local function bucket_press(bucket, cost, capacity)
-  local most = math.max(0, capacity - bucket.absent) * bucket.per + (bucket.slack or 0)
-  local debt = math.min(most, bucket.owed + cost * bucket.per)
+  local most = max(0, capacity - bucket.absent) * bucket.per + (bucket.slack or 0)
+  local debt = min(most, bucket.owed + cost * bucket.per)
   if debt > bucket.owed then
     return bucket_owe(bucket, debt, bucket_ceil(debt - bucket.owed, bucket.per))
   end
 end
 
+rules.t.press = bucket_press
+-- end
+
+-- only for amending
 -- Gives back what still counts of `units` charged at `at`; an error as bucket_owe.
 local function bucket_credit(bucket, units, at)
   for n, one in ipairs(bucket.lent) do
     if one[1] == at then
-      local back = math.min(units, one[2])
+      local back = min(units, one[2])
       one[2], bucket.absent, bucket.used = one[2] - back, bucket.absent - back, bucket.used - back
       if one[2] == 0 then table.remove(bucket.lent, n) end
       return bucket_write(bucket)
@@ -236,25 +243,29 @@ local function bucket_credit(bucket, units, at)
   local n = past and at >= past.start and math.floor((at - past.start) / past.width) + 1
   local left
   if n and past[n] then
-    past[n] = math.max(0, past[n] - units)
+    past[n] = max(0, past[n] - units)
     bucket_keep(bucket, past)
     local from = past.start
     left = past.debt
     for m = 1, #past do
-      left = bucket_pass(bucket, left, math.min(past.width, bucket.now - from), past[m])
+      left = bucket_pass(bucket, left, min(past.width, bucket.now - from), past[m])
       from = from + past.width
     end
-    left = bucket_pass(bucket, left, math.max(0, bucket.now - from), 0)
+    left = bucket_pass(bucket, left, max(0, bucket.now - from), 0)
   else
-    local still = math.max(0, units * bucket.per - math.max(0, bucket.now - at) * bucket.pays)
-    left = math.max(0, bucket.debt - still)
+    local still = max(0, units * bucket.per - max(0, bucket.now - at) * bucket.pays)
+    left = max(0, bucket.debt - still)
   end
-  local back = math.max(0, bucket.debt - left)
+  local back = max(0, bucket.debt - left)
   bucket.kept, bucket.debt = bucket.kept - back, bucket.debt - back
   bucket_use(bucket)
   return bucket_write(bucket)
 end
 
+rules.t.credit = bucket_credit
+-- end
+
+-- only for lending
 local function bucket_lends(bucket, last)
   local newest = bucket.lent[#bucket.lent]
   return not bucket.warm and #bucket.lent < 64 and not (newest and newest[1] > last) and last
@@ -272,7 +283,5 @@ local function bucket_lend(bucket, units, last)
   return bucket_write(bucket)
 end
 
-rules.t = {
-  read = bucket_read, frees = bucket_frees, charge = bucket_charge, press = bucket_press, credit = bucket_credit,
-  lends = bucket_lends, lend = bucket_lend,
-}
+rules.t.lends, rules.t.lend = bucket_lends, bucket_lend
+-- end

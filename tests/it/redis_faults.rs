@@ -285,6 +285,127 @@ async fn a_foreign_value_under_a_key_harms_that_key_alone() {
     assert_eq!(answer.standings[0].unwrap().remaining, 999, "no half of a request was charged");
 }
 
+/// Asks for one unit of each key, all at once and so in few calls.
+async fn together(redis: &Redis, names: &[String]) -> Vec<Result<Decision, Unavailable>> {
+    let calls = names.iter().map(|name| {
+        let (redis, key) = (redis.clone(), key(name));
+        tokio::spawn(async move {
+            redis.decide(&[Charge::new(&LIMIT, &key, 1)], tokio::time::Instant::now()).await
+        })
+    });
+    let mut answers = Vec::new();
+    for call in calls.collect::<Vec<_>>() {
+        answers.push(call.await.unwrap());
+    }
+    answers
+}
+
+#[tokio::test]
+async fn a_foreign_value_harms_no_question_of_the_same_call() {
+    let server = Server::start();
+    let (shared, redis) = server.redis().await;
+    assert!(together(&redis, &["first".to_owned()]).await.iter().all(Result::is_ok));
+    let bad = Script::new("t").key(&Charge::new(&LIMIT, &key("bad"), 1));
+    let names: Vec<String> =
+        (0..60).map(|n| if n % 3 == 0 { "bad".to_owned() } else { n.to_string() }).collect();
+    for plant in [format!("SET {bad} x"), format!("ZADD {bad} 5 1:x")] {
+        let _: u64 = server.command(&format!("DEL {bad}")).await;
+        let _: redis::Value = server.command(&plant).await;
+        let before = server.info("commandstats", "cmdstat_evalsha").await;
+        let answers = together(&redis, &names).await;
+        let calls = server.info("commandstats", "cmdstat_evalsha").await - before;
+        assert!(calls <= 2, "{calls} calls");
+        for (name, answer) in names.iter().zip(answers) {
+            match answer {
+                Ok(decision) => assert!(decision.admitted && name != "bad"),
+                Err(unavailable) => assert_eq!((unavailable.kind, name.as_str()), ("wrongtype", "bad")),
+            }
+        }
+    }
+    assert_eq!(count(&shared, "wrongtype"), 40);
+    assert!(shared.is_up() && !shared.breaker_open());
+}
+
+#[tokio::test]
+async fn want_of_memory_harms_only_those_of_a_call_who_would_write() {
+    let server = Server::start();
+    let (_shared, redis) = server.redis().await;
+    let spent = key("spent");
+    let all = Charge::new(&LIMIT, &spent, LIMIT.requests);
+    assert!(redis.decide(&[all], tokio::time::Instant::now()).await.unwrap().admitted);
+    let _: () = server.command("CONFIG SET maxmemory 100kb").await;
+    let names: Vec<String> =
+        (0..30).map(|n| if n % 2 == 0 { "spent".to_owned() } else { n.to_string() }).collect();
+    for (name, answer) in names.iter().zip(together(&redis, &names).await) {
+        match answer {
+            Ok(decision) => assert!(!decision.admitted && name == "spent"),
+            Err(unavailable) => {
+                assert!(unavailable.kind == "oom" && name != "spent", "{name}: {unavailable}")
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn equal_questions_share_a_call_and_the_units_that_are_left() {
+    let server = Server::start();
+    let (_shared, redis) = server.redis().await;
+    let few = key("k");
+    let nearly_all = Charge::new(&LIMIT, &few, LIMIT.requests - 10);
+    assert!(redis.decide(&[nearly_all], tokio::time::Instant::now()).await.unwrap().admitted);
+    let before = server.info("commandstats", "cmdstat_evalsha").await;
+    let answers = together(&redis, &vec!["k".to_owned(); 200]).await;
+    assert_eq!(server.info("commandstats", "cmdstat_evalsha").await, before + 1);
+    let remaining = answers.iter().map(|answer| {
+        let decision = answer.as_ref().unwrap();
+        (decision.admitted, decision.standings[0].unwrap().remaining)
+    });
+    let expected = (0..200).map(|n| (n < 10, 9_u64.saturating_sub(n)));
+    assert!(remaining.eq(expected), "{answers:?}");
+}
+
+#[tokio::test]
+async fn who_leaves_before_his_question_is_sent_is_not_charged() {
+    let server = Server::start();
+    let (_shared, store) = store(&server).await;
+    for _ in 0..20 {
+        // Polled once, and dropped before anybody else runs.
+        tokio::select! {
+            biased;
+            _ = ask(&store, "left") => {}
+            () = std::future::ready(()) => {}
+        }
+    }
+    let answer = ask(&store, "left").await.unwrap();
+    assert_eq!(answer.standings[0].unwrap().remaining, LIMIT.requests - 1);
+}
+
+/// Each answer takes two fifths of the deadline, one after the other. The third question must not wait for the first
+/// answer before it is sent.
+#[tokio::test]
+async fn a_call_that_takes_long_makes_room_for_the_next() {
+    let server = Server::start();
+    let relay = Relay::to(server.port()).await;
+    let (_shared, redis) = ready(settings(relay.port)).await;
+    let store = Store::redis(redis);
+    ask(&store, "k").await.unwrap();
+    let before = server.info("commandstats", "cmdstat_evalsha").await;
+    relay.delay(server.settings().timeout * 2 / 5);
+    let mut calls = Vec::new();
+    for n in 1..=3 {
+        let store = store.clone();
+        calls.push(tokio::spawn(async move { ask(&store, "k").await }));
+        let asked = Instant::now();
+        while server.info("commandstats", "cmdstat_evalsha").await < before + n {
+            assert!(asked.elapsed() < server.settings().timeout / 5, "question {n} is not sent");
+            sleep(Duration::from_millis(1)).await;
+        }
+    }
+    for call in calls {
+        call.await.unwrap().unwrap();
+    }
+}
+
 #[tokio::test]
 async fn demoted_to_replica() {
     let server = Server::start();

@@ -12,7 +12,7 @@ use tidegate::limiter::{
     Algorithm, Amendment, Charge, Decision, Effect, Grant, Key, KeyBuilder, Lease, Limit, MAX_UNITS,
     MAX_WARM_UP_US, Refusal, Standing, State, effect, grants,
 };
-use tidegate::store::redis::{Redis, Script, Shared};
+use tidegate::store::redis::{Batch, Redis, Script, Shared};
 use tidegate::store::{Late, Store};
 
 /// A time in the year 2100: far enough ahead that no key expires while a test steps through it.
@@ -198,6 +198,24 @@ struct Ask {
     settles: bool,
 }
 
+impl Move {
+    fn from(self, time_us: u64) -> u64 {
+        match self {
+            Self::Stay => time_us,
+            Self::Forward(us) => time_us + us,
+            Self::Back(us) => time_us - us,
+            Self::Edge(off) => (time_us - time_us % PER_US + PER_US).saturating_add_signed(off),
+        }
+    }
+}
+
+impl Ask {
+    fn charge<'a>(&self, limit: &'a Limit, keys: &'a [Key]) -> Charge<'a> {
+        let Self { group, shadow, settles, .. } = *self;
+        Charge { group, shadow, settles, ..Charge::new(limit, &keys[self.counter], self.cost) }
+    }
+}
+
 const PER_US: u64 = 1_000;
 const COUNTERS: usize = 20;
 
@@ -292,10 +310,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let late = prop_oneof![
         3 => (settled, change.clone()), 2 => (lending, change), 1 => (14..16usize, slot)
     ];
-    let lease = (prop_oneof![Just(None), Just(Some(1u64))], 1..PER_US / 2, 1..8u64);
-    let lease = lease.prop_map(|(size, ttl_us, wanted)| (Lease { size, ttl_us }, wanted));
-    let step =
-        (clock, asks, any::<u8>(), prop::option::weighted(0.3, lease), prop::collection::vec(late, 0..3));
+    let lease = prop::option::weighted(0.3, leases());
+    let step = (clock, asks, any::<u8>(), lease, prop::collection::vec(late, 0..3));
     let step = step.prop_map(|(clock, mut asks, counting, lease, late)| {
         if lease.is_some() {
             // What one policy is lent, all its counters lend, and they stand side by side.
@@ -316,26 +332,18 @@ async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) ->
     let (mut model, mut time_us, mut times_us, mut lent_us) =
         (Model::default(), START_US, Vec::new(), vec![0]);
     for (n, step) in steps.iter().enumerate() {
-        time_us = match step.clock {
-            Move::Stay => time_us,
-            Move::Forward(us) => time_us + us,
-            Move::Back(us) => time_us - us,
-            Move::Edge(off) => (time_us - time_us % PER_US + PER_US).saturating_add_signed(off),
-        };
+        time_us = step.clock.from(time_us);
         let limits: Vec<Limit> = step.asks.iter().map(|ask| limit_of(ask.counter, ask.requests)).collect();
         let charges: Vec<Charge<'_>> = step
             .asks
             .iter()
             .zip(&limits)
             .map(|(ask, limit)| Charge {
-                group: ask.group,
-                shadow: ask.shadow,
-                settles: ask.settles,
                 counts_rejected: step.counting >> (2 * ask.group + u32::from(ask.shadow)) & 1 == 1,
                 slot: n as u128,
                 lease: step.lease.filter(|_| ask.group == 0).map(|(lease, _)| lease),
                 wanted: step.lease.filter(|_| ask.group == 0).map_or(0, |(_, wanted)| wanted),
-                ..Charge::new(limit, &keys[ask.counter], ask.cost)
+                ..ask.charge(limit, &keys)
             })
             .collect();
         let expected = model.decide(&charges, time_us);
@@ -391,6 +399,117 @@ fn lua_decides_as_rust_does() {
 fn lua_decides_as_rust_does_at_random() {
     let config = Config { cases: 200, failure_persistence: None, ..Config::default() };
     differential(&mut TestRunner::new(config));
+}
+
+fn leases() -> impl Strategy<Value = (Lease, u64)> {
+    let lease = (prop_oneof![Just(None), Just(Some(1u64))], 1..PER_US / 2, 1..8u64);
+    lease.prop_map(|(size, ttl_us, wanted)| (Lease { size, ttl_us }, wanted))
+}
+
+/// Questions that are asked at one time.
+#[derive(Clone, Debug)]
+struct Round {
+    clock: Move,
+    questions: Vec<Vec<Ask>>,
+    counting: u8,
+    lease: Option<(Lease, u64)>,
+}
+
+impl Round {
+    /// What the first policy of a question wants in advance: one in three does, where its counters can lend together.
+    fn lease(&self, question: usize) -> Option<(Lease, u64)> {
+        let asks = self.questions.get(question)?;
+        let lends = |ask: &Ask| ask.group > 0 || (LENDING.contains(&ask.counter) && !ask.shadow);
+        let may = asks.iter().all(lends) && asks.is_sorted_by_key(|ask| ask.group);
+        self.lease.filter(|_| question.is_multiple_of(3) && may)
+    }
+}
+
+fn rounds() -> impl Strategy<Value = Vec<Round>> {
+    // Of counters at which equal questions meet, few costs.
+    let counter = prop::sample::select(vec![1usize, 2, 4, 5, 7, 9, 13]);
+    let requests = prop_oneof![6 => Just(5u64), 1 => 0..9u64, 1 => Just(MAX_UNITS)];
+    let single = (counter, prop_oneof![6 => Just(1u64), 1 => Just(2u64), 1 => Just(MAX_UNITS / 3)], requests);
+    let single = single.prop_map(|(counter, cost, requests)| {
+        vec![Ask { counter, cost, requests, group: 0, shadow: false, settles: false }]
+    });
+    let several = (single, 1..9usize).prop_map(|(question, times)| vec![question; times]);
+    let mixed = steps().prop_map(|steps| steps.into_iter().take(2).map(|step| step.asks).collect());
+    let questions = prop::collection::vec(prop_oneof![3 => several, 1 => mixed], 1..6);
+    let clock = prop_oneof![
+        Just(Move::Stay),
+        (1..20u64).prop_map(Move::Forward),
+        (1..2 * PER_US).prop_map(Move::Forward),
+        (1..3 * PER_US).prop_map(Move::Back),
+        (-1..=1i64).prop_map(Move::Edge),
+    ];
+    let lease = prop::option::of(leases());
+    let round = (clock, questions, any::<u8>(), lease).prop_map(|(clock, questions, counting, lease)| {
+        Round { clock, questions: questions.into_iter().flatten().collect(), counting, lease }
+    });
+    prop::collection::vec(round, 1..20)
+}
+
+async fn same_answers_together(
+    connection: &mut MultiplexedConnection,
+    rounds: &[Round],
+) -> Result<(), TestCaseError> {
+    let _: () = redis::cmd("FLUSHALL").query_async(connection).await.unwrap();
+    let keys: Vec<Key> = (0..COUNTERS).map(|n| key(&format!("k{n}"))).collect();
+    let (mut model, mut time_us, mut slot) = (Model::default(), START_US, 0);
+    for (n, round) in rounds.iter().enumerate() {
+        time_us = round.clock.from(time_us);
+        let limits = round
+            .questions
+            .iter()
+            .map(|asks| asks.iter().map(|ask| limit_of(ask.counter, ask.requests)).collect::<Vec<Limit>>());
+        let limits: Vec<_> = limits.collect();
+        let questions = round.questions.iter().zip(&limits).enumerate().map(|(at, (asks, limits))| {
+            slot += 1;
+            let (lease, wanted) = round.lease(at).unzip();
+            let charges = asks.iter().zip(limits).map(|(ask, limit)| Charge {
+                counts_rejected: asks.len() > 1 && round.counting >> ask.group & 1 == 1,
+                slot,
+                lease: lease.filter(|_| ask.group == 0),
+                wanted: wanted.filter(|_| ask.group == 0).unwrap_or(0),
+                ..ask.charge(limit, &keys)
+            });
+            charges.collect::<Vec<_>>()
+        });
+        let questions: Vec<_> = questions.collect();
+        let expected: Vec<_> = questions.iter().map(|charges| model.decide(charges, time_us)).collect();
+
+        let mut batch = Batch::default();
+        let (mut asked, mut times) = (Vec::new(), Vec::new());
+        for charges in &questions {
+            let number = batch.add(&SCRIPT, charges);
+            times.resize(batch.len(), 0);
+            asked.push((number, times[number]));
+            times[number] += 1;
+        }
+        let reply = run(connection, &batch.command(&SCRIPT, &times, Some(time_us))).await;
+        let answers = batch.answers(reply, &times).unwrap();
+        for (at, ((charges, (number, nth)), expected)) in
+            questions.iter().zip(asked).zip(expected).enumerate()
+        {
+            let answer = answers.of(number, nth).unwrap().decision(charges);
+            prop_assert_eq!(answer, Ok(expected), "round {}, question {} at {}", n, at, time_us);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_batch_answers_as_if_one_question_came_after_the_other() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let server = Server::start();
+    let connection = runtime.block_on(server.connection());
+    let config = Config { cases: 400, failure_persistence: None, ..Config::default() };
+    let checked = TestRunner::new(config)
+        .run(&rounds(), |rounds| runtime.block_on(same_answers_together(&mut connection.clone(), &rounds)));
+    if let Err(failure) = checked {
+        panic!("{failure}");
+    }
 }
 
 #[tokio::test]

@@ -8,7 +8,7 @@ use tokio_rustls::rustls;
 
 /// Why Redis gave no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Failure {
+pub enum Failure {
     /// No answer within the deadline. What was asked may have happened.
     Timeout,
     /// Not connected, or the connection broke.
@@ -132,6 +132,32 @@ impl Failure {
     }
 }
 
+impl Failure {
+    /// What the text of an error means that a program has caught. Redis 6 puts the place in the program before it.
+    pub(super) fn of_text(text: &str) -> Self {
+        let text = text.rsplit_once(": -").map_or(text, |(_, text)| text).trim();
+        let (code, detail) = text.split_once(' ').unwrap_or((text, ""));
+        Self::of_code(Some(code), Some(detail))
+    }
+
+    fn of_code(code: Option<&str>, detail: Option<&str>) -> Self {
+        match code {
+            Some("READONLY") => Self::ReadOnly,
+            Some("LOADING") => Self::Loading,
+            Some("MASTERDOWN") => Self::MasterDown,
+            Some("CLUSTERDOWN") => Self::ClusterDown,
+            Some("NOAUTH" | "WRONGPASS" | "NOPERM") => Self::NoAuth,
+            Some("OOM") => Self::OutOfMemory,
+            Some("MISCONF" | "NOREPLICAS") => Self::Misconfigured,
+            Some("BUSY") => Self::Busy,
+            Some("FOREIGN") => {
+                Self::WrongType(detail.and_then(|position| position.parse().ok()).unwrap_or(0))
+            }
+            _ => Self::Other,
+        }
+    }
+}
+
 impl From<tokio::time::error::Elapsed> for Failure {
     fn from(_: tokio::time::error::Elapsed) -> Self {
         Self::Timeout
@@ -158,20 +184,7 @@ impl From<&RedisError> for Failure {
             ErrorKind::Server(ServerErrorKind::NoScript) => return Self::NoScript,
             _ => {}
         }
-        match error.code() {
-            Some("READONLY") => Self::ReadOnly,
-            Some("LOADING") => Self::Loading,
-            Some("MASTERDOWN") => Self::MasterDown,
-            Some("CLUSTERDOWN") => Self::ClusterDown,
-            Some("NOAUTH" | "WRONGPASS" | "NOPERM") => Self::NoAuth,
-            Some("OOM") => Self::OutOfMemory,
-            Some("MISCONF" | "NOREPLICAS") => Self::Misconfigured,
-            Some("BUSY") => Self::Busy,
-            Some("FOREIGN") => {
-                Self::WrongType(error.detail().and_then(|position| position.parse().ok()).unwrap_or(0))
-            }
-            _ => Self::Other,
-        }
+        Self::of_code(error.code(), error.detail())
     }
 }
 

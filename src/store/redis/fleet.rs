@@ -190,7 +190,7 @@ async fn ask(redis: &Redis, does: Does, since_us: Option<u64>) -> Result<Seen, F
 
 async fn run(redis: &Redis, command: &Cmd) -> Result<Value, Failure> {
     let link = match &redis.way {
-        Way::One(link) => link,
+        Way::One(link, _) => link,
         Way::Cluster(cluster) => {
             let slot = slot_of_name(&redis.context.script.instances_key());
             return cluster

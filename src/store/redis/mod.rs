@@ -6,6 +6,7 @@
 //! does (`cluster`); the breaker is the process's (`health`).
 //! One of the workers counts the instances, and writes back what was admitted while Redis was away (`fleet`).
 
+mod batch;
 mod cluster;
 mod connect;
 mod failure;
@@ -13,10 +14,13 @@ mod fleet;
 mod health;
 mod inspect;
 mod link;
+mod queue;
 mod script;
 mod sentinel;
 
+pub use batch::{Answer, Answers, Batch};
 pub use connect::{Address, Login, Tls};
+pub use failure::Failure;
 pub use inspect::{Counter, InspectError, Inspector};
 pub use script::Script;
 
@@ -25,14 +29,14 @@ use crate::clock::Clock;
 use crate::limiter::{Algorithm, Amendment, Charge, Decision};
 use cluster::Cluster;
 use connect::{How, Task};
-use failure::Failure;
 use health::Health;
 use link::{Context, Link, State, Target};
+use queue::Queue;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout};
 
 /// Late amendments sent at a time: a few hundred microseconds of the server's time.
 const LATE_PER_CALL: usize = 64;
@@ -101,7 +105,8 @@ pub struct Redis {
 /// How a worker reaches the server that holds a key.
 #[derive(Clone, Debug)]
 enum Way {
-    One(Arc<Link>),
+    /// All questions are in the queue for the link.
+    One(Arc<Link>, Arc<Queue>),
     Cluster(Arc<Cluster>),
 }
 
@@ -157,7 +162,9 @@ impl Redis {
             Topology::Cluster => Way::Cluster(Arc::new(Cluster::start(Arc::clone(&context)))),
             _ => {
                 let target = Target::of(&context.settings);
-                Way::One(Arc::new(Link::start(Arc::clone(&context), target)))
+                let link = Arc::new(Link::start(Arc::clone(&context), target));
+                let queue = Queue::new(Arc::clone(&context), Arc::clone(&link));
+                Way::One(link, Arc::new(queue))
             }
         };
         Self { way, context, beating: None }
@@ -189,7 +196,7 @@ impl Redis {
     pub fn is_reachable(&self) -> bool {
         !self.breaker_open()
             && match &self.way {
-                Way::One(link) => matches!(&*link.state(), State::Up(_)),
+                Way::One(link, _) => matches!(&*link.state(), State::Up(_)),
                 Way::Cluster(cluster) => cluster.is_reachable(),
             }
     }
@@ -198,7 +205,7 @@ impl Redis {
     pub async fn first_ready(&self) {
         let ready = async {
             match &self.way {
-                Way::One(link) => link.ready().await,
+                Way::One(link, _) => link.ready().await,
                 Way::Cluster(cluster) => cluster.ready().await,
             }
         };
@@ -222,42 +229,26 @@ impl Redis {
     /// made: too strict, never too lax.
     pub async fn decide(&self, charges: &[Charge<'_>], asked: Instant) -> Result<Decision, Unavailable> {
         let deadline = asked + self.context.settings.timeout;
-        let link = match &self.way {
-            Way::One(link) => link,
+        let queue = match &self.way {
+            Way::One(_, queue) => queue,
             Way::Cluster(cluster) => {
                 let answer = cluster.decide(charges, deadline).await;
                 return answer.map_err(|failure| self.unavailable(failure.word()));
             }
         };
         let health = &self.context.health;
-        let state = link.state();
-        let live = match &*state {
-            State::Up(live) => live,
-            State::Down(failure) => {
-                health.failed(*failure);
-                return Err(self.unavailable(failure.word()));
+        let failure = match queue.ask(charges, deadline).await {
+            Ok(decision) => {
+                health.answered();
+                return Ok(decision);
             }
-        };
-        let command = self.context.script.decide(charges, None);
-        let reply = timeout_at(deadline, live.run(&command)).await.unwrap_or_else(|late| Err(late.into()));
-        let failure = match reply {
-            Ok(reply) => match Script::decision(&reply, charges) {
-                Some(decision) => {
-                    health.answered();
-                    return Ok(decision);
-                }
-                None => Failure::Reply,
-            },
             Err(failure) => failure,
         };
         match failure {
             Failure::WrongType(position) => {
-                health.foreign(|| self.context.script.counter_at(charges, position))
+                health.foreign(|| self.context.script.counter_at(charges, position));
             }
-            failure => {
-                health.failed(failure);
-                live.failed(failure);
-            }
+            failure => health.failed(failure),
         }
         Err(self.unavailable(failure.word()))
     }
@@ -269,7 +260,7 @@ impl Redis {
     /// As [`Redis::decide`], of the last call that failed.
     pub async fn amend(&self, late: &[Late<'_>]) -> Result<(), Unavailable> {
         let link = match &self.way {
-            Way::One(link) => link,
+            Way::One(link, _) => link,
             Way::Cluster(cluster) => {
                 return cluster.amend(late).await.map_err(|failure| self.unavailable(failure.word()));
             }

@@ -8,25 +8,25 @@
 --                                 false: nothing is lent
 --   lend(state, units, last)      takes units, at least 1, that are used by then
 --   renew, release(state, slot)   of slots
--- What changes a state leaves state.used right and return an error if Redis doesn't let us write; then nothing was written.
+--   adds                          whether charges at the same time are as one charge of all their units
+-- What changes a state leaves state.used right and returns an error if Redis doesn't let us write; then nothing was
+-- written.
+-- Every function here is made anew by each call, so the texts hold only those that the program needs: what stands
+-- between `-- only for <purpose>` and `-- end` is left out of the others.
 
 local rules = {}
-
-local time = ARGV[1]
-if time == '' then
-  time = redis.call('TIME')
-  time = time[1] * 1000000 + time[2]
-else
-  time = tonumber(time)
-end
+local call, try = redis.call, redis.pcall
+local format, match, max, min = string.format, string.match, math.max, math.min
 
 -- A number as Redis reads it: exact to 2^53, and quicker than what redis.call makes of a number.
 local function integer(value)
-  return string.format('%d', value)
+  return format('%d', value)
 end
 
--- What to answer when the n-th key can't be read.
-local function unreadable(n, err)
-  if err and not string.find(err.err, 'WRONGTYPE', 1, true) then return err end
-  return { err = 'FOREIGN ' .. n }
+local time = ARGV[1]
+if time == '' then
+  time = call('TIME')
+  time = time[1] * 1000000 + time[2]
+else
+  time = tonumber(time)
 end
