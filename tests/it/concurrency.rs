@@ -14,7 +14,7 @@ use tokio::time::{sleep, timeout};
 const TWO: &str = r#"
 [[policy]]
 name = "slots"
-match = { path = "/work/**" }
+match = { path = "/jobs/**" }
 limit = { requests = 2, algorithm = "concurrency", lease_ttl = "1s" }
 "#;
 const LEASE: Duration = Duration::from_secs(1);
@@ -31,7 +31,7 @@ impl Work {
         let started = Arc::clone(&feeders);
         let upstream = Upstream::serving(move |request| {
             let (feeder, body) = fed();
-            // What is asked for under /work/quick has ended already.
+            // What is asked for under /jobs/quick has ended already.
             if !request.uri().path().ends_with("quick") {
                 started.lock().unwrap().push_back(feeder);
             }
@@ -57,14 +57,14 @@ impl Work {
 /// A request whose response has begun, and goes on.
 async fn begin(proxy: &Proxy) -> RawClient {
     let mut client = RawClient::connect(proxy.address).await;
-    client.send("GET /work/ HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    client.send("GET /jobs/ HTTP/1.1\r\nHost: a\r\n\r\n").await;
     let head = client.read_past(b"\r\n\r\n").await;
     assert!(head.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&head));
     client
 }
 
 async fn quick(proxy: &Proxy) -> Reply {
-    proxy.get("/work/quick").await
+    proxy.get("/jobs/quick").await
 }
 
 /// How long until a request gets in.
@@ -148,7 +148,7 @@ async fn who_leaves_before_redis_has_answered_leaves_no_slot_taken() {
     server.stop();
     for _ in 0..2 {
         let mut client = RawClient::connect(proxy.address).await;
-        client.send("GET /work/ HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        client.send("GET /jobs/ HTTP/1.1\r\nHost: a\r\n\r\n").await;
         // The question is on its way when nothing more is read of the request.
         sleep(Duration::from_millis(50)).await;
     }
