@@ -131,11 +131,11 @@ impl Local {
     pub fn decide(&self, charges: &[Charge<'_>], asked: Instant) -> Decision {
         let share = self.share();
         for charge in charges.iter().filter(|charge| is_local(charge)) {
-            if let Some(answer) = self.answers.take(charge) {
+            self.answers.take(charge, |answer| {
                 let limit = share.limit(charge.limit);
                 let amendment = answer.units_used(share, &limit, self.clock.at_us(asked));
                 self.memory.begin(&Late { limit: &limit, key: charge.key, amendment });
-            }
+            });
         }
         let decision = self.decide_share(charges, share, asked);
         if decision.admitted {

@@ -51,12 +51,16 @@ impl Answers {
         }
     }
 
-    /// The last answer, once: what is decided by it is newer.
-    pub(super) fn take(&self, charge: &Charge<'_>) -> Option<Answer> {
+    /// Hands the last answer to `begin`, once: what is decided by it is newer. Whoever asks for it meanwhile waits: what
+    /// he charges must not be forgotten by a counter that begins after it.
+    pub(super) fn take(&self, charge: &Charge<'_>, begin: impl FnOnce(Answer)) {
         let id = id(charge.limit, charge.key);
-        let mut halves = self.part(charge)?.lock();
+        let Some(part) = self.part(charge) else { return };
+        let mut halves = part.lock();
         let old = halves.old.remove(&id);
-        halves.young.remove(&id).or(old)
+        if let Some(answer) = halves.young.remove(&id).or(old) {
+            begin(answer);
+        }
     }
 
     fn part(&self, charge: &Charge<'_>) -> Option<&Mutex<Halves>> {

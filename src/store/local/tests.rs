@@ -2,6 +2,8 @@ use super::*;
 use crate::clock::Hands;
 use crate::limiter::KeyBuilder;
 use std::collections::BTreeSet;
+use std::sync::Barrier;
+use std::thread;
 
 const T0: u64 = 1_700_000_000_000_000;
 const PER_US: u64 = 10_000_000;
@@ -355,4 +357,34 @@ fn answers_that_may_lack_a_debt_are_not_believed() {
     fleet.pass(PER_US);
     assert!(fleet.ask_redis(0));
     assert_eq!(fleet.exhaust_alone(), 19, "and now it is");
+}
+
+#[test]
+fn workers_that_begin_an_outage_at_the_same_time_pass_no_share() {
+    let algorithm = Algorithm::FixedWindow { offset_us: 0 };
+    let limit = Limit { requests: LIMIT, per_us: PER_US, algorithm };
+    let key = KeyBuilder::new("p").finish();
+    let charge = Charge { local: true, ..Charge::new(&limit, &key, 1) };
+    let standing = Standing { remaining: 2, grows_at_us: Some(T0 + PER_US), refusal: None };
+    let answer = Decision {
+        now_us: T0,
+        admitted: true,
+        standings: SmallVec::from_elem(Some(standing), 1),
+        delay_us: 0,
+        grants: SmallVec::new(),
+    };
+    for round in 0..10_000 {
+        let local = Local::new(1, Clock::manual(T0).0);
+        local.remember(&[charge], &answer, Instant::now());
+        let both = Barrier::new(2);
+        let ask = || {
+            both.wait();
+            (0..4).filter(|_| local.decide(&[charge], Instant::now()).admitted).count()
+        };
+        let admitted = thread::scope(|scope| {
+            let other = scope.spawn(ask);
+            ask() + other.join().unwrap()
+        });
+        assert_eq!(admitted, 2, "in round {round}");
+    }
 }
