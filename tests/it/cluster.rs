@@ -563,3 +563,37 @@ async fn handles_end_their_connections() {
     }
     eventually("all connections to end", SOON, async || open().await <= before).await;
 }
+
+#[tokio::test]
+async fn who_leaves_while_slots_are_asked_takes_nothing_from_others() {
+    let cluster = Cluster::start().await;
+    let (_shared, store) = store(&cluster).await;
+    let nothing = Limit { requests: 0, ..DAILY };
+    let (full, free) = (key_on(0, "full"), key_on(1, "free"));
+    for _ in 0..10 {
+        let charges = [Charge::new(&nothing, &full, 1), Charge { group: 1, ..Charge::new(&DAILY, &free, 1) }];
+        tokio::select! {
+            biased;
+            _ = store.decide(&charges) => panic!("nobody is so quick"),
+            () = tokio::task::yield_now() => {}
+        }
+    }
+    // This is asked behind them.
+    eventually("all to be given back", SOON, async || left(&store, &DAILY, &free).await == 1000).await;
+}
+
+#[tokio::test]
+async fn who_looks_for_a_shard_with_room_is_not_in_his_own_way() {
+    let cluster = Cluster::start().await;
+    let (_shared, store) = store(&cluster).await;
+    let (sixteen, one) = (Limit { requests: 16, ..DAILY }, Limit { requests: 1, ..DAILY });
+    for round in 0..8 {
+        let (hot, own) = (key(&format!("hot-{round}")), key(&format!("own-{round}")));
+        let spread = Charge { group: 1, shards: 16, ..Charge::new(&sixteen, &hot, 1) };
+        for _ in 0..15 {
+            assert!(store.decide(&[spread]).await.unwrap().admitted);
+        }
+        let decision = store.decide(&[Charge::new(&one, &own, 1), spread]).await.unwrap();
+        assert!(decision.admitted, "{decision:?}");
+    }
+}

@@ -24,7 +24,8 @@ use smallvec::SmallVec;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, oneshot, watch};
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 pub(super) use map::slot_of_name;
@@ -61,11 +62,48 @@ struct Nodes {
 }
 
 /// The charges of one question that are kept in one slot.
-struct Part<'a> {
+struct Part {
     slot: u16,
-    charges: SmallVec<[Charge<'a>; 4]>,
+    charges: SmallVec<[Owned; 2]>,
     /// Where they stand in the question.
     places: SmallVec<[usize; 4]>,
+}
+
+/// A charge that outlives who asks for it.
+struct Owned {
+    limit: Limit,
+    key: Key,
+    cost: u64,
+    group: u32,
+    shadow: bool,
+    counts_rejected: bool,
+    slot: u128,
+}
+
+impl Part {
+    fn charges(&self) -> SmallVec<[Charge<'_>; 4]> {
+        self.charges.iter().map(Owned::charge).collect()
+    }
+}
+
+impl Owned {
+    fn of(charge: &Charge<'_>) -> Self {
+        let Charge { limit, key, cost, group, shadow, counts_rejected, slot, .. } = *charge;
+        Self { limit: *limit, key: key.clone(), cost, group, shadow, counts_rejected, slot }
+    }
+
+    /// It says that it may be given back. It comes without a lease: what one slot lends, another's refusal could not take
+    /// back.
+    fn charge(&self) -> Charge<'_> {
+        Charge {
+            group: self.group,
+            shadow: self.shadow,
+            counts_rejected: self.counts_rejected,
+            settles: true,
+            slot: self.slot,
+            ..Charge::new(&self.limit, &self.key, self.cost)
+        }
+    }
 }
 
 /// Whether one counter does not know all: charges are in several slots, or spread over shards.
@@ -115,28 +153,26 @@ impl Cluster {
     ) -> Result<Decision, Failure> {
         match is_spread(charges) {
             true => self.decide_over_shards(charges, deadline).await,
-            false => self.decide_whole(charges, deadline).await,
+            false => self.decide_whole(charges, deadline).await.map(|(decision, _)| decision),
         }
     }
 
-    /// Decides charges as they stand, each on the counter of its key.
-    async fn decide_whole(&self, charges: &[Charge<'_>], deadline: Instant) -> Result<Decision, Failure> {
+    /// Decides charges as they stand, each on the counter of its key. When the task ends what was refused is given back.
+    async fn decide_whole(
+        &self,
+        charges: &[Charge<'_>],
+        deadline: Instant,
+    ) -> Result<(Decision, Option<JoinHandle<()>>), Failure> {
         if !are_apart(charges) {
             let slot = charges.first().map_or(0, |charge| slot_of(charge.key));
-            return self.nodes.ask(slot, charges, deadline).await;
+            return Ok((self.nodes.ask(slot, charges, deadline).await?, None));
         }
-        let parts = parts(charges);
-        let answers =
-            join_all(parts.iter().map(|part| self.nodes.ask(part.slot, &part.charges, deadline))).await;
-        let decision = together(charges.len(), &parts, &answers);
-        if decision.as_ref().is_ok_and(|decision| !decision.admitted) {
-            for (part, answer) in parts.iter().zip(&answers) {
-                if let Ok(answer) = answer {
-                    self.give_back(part, answer);
-                }
-            }
-        }
-        decision
+        let (tell, told) = oneshot::channel();
+        // By itself: who leaves meanwhile would leave behind what one slot has charged and another refuses.
+        let task = self.nodes.clone().reserve(parts(charges), charges.len(), deadline, tell);
+        let task = tokio::spawn(task);
+        // It is always told, but when the runtime ends.
+        Ok((told.await.unwrap_or(Err(Failure::Connection))?, Some(task)))
     }
 
     /// Puts charges right. Those of one counter stay in order.
@@ -180,39 +216,6 @@ impl Cluster {
     /// The links to all masters that are known.
     pub(super) fn masters(&self) -> Vec<Arc<Link>> {
         self.nodes.map.borrow().nodes.iter().map(|node| Arc::clone(&node.link)).collect()
-    }
-
-    /// Gives back what one slot has charged. If that fails, it stands.
-    fn give_back(&self, part: &Part<'_>, decision: &Decision) {
-        let refusals: SmallVec<[_; 4]> = decision
-            .standings
-            .iter()
-            .map(|standing| standing.and_then(|standing| standing.refusal))
-            .collect();
-        let made = part.charges.iter().enumerate().filter(|(at, charge)| {
-            // A block begins because its own policy refuses.
-            !charge.is_block() && effect(&part.charges, &refusals, *at) == Effect::Charge
-        });
-        let back = made.map(|(_, charge)| {
-            let amendment = match charge.limit.algorithm {
-                Algorithm::Concurrency { .. } => Amendment::Release { slot: charge.slot },
-                _ => Amendment::Credit { units: charge.cost, at_us: decision.now_us },
-            };
-            (*charge.limit, charge.key.clone(), amendment)
-        });
-        let back: Vec<(Limit, Key, Amendment)> = back.collect();
-        if back.is_empty() {
-            return;
-        }
-        let (slot, nodes) = (part.slot, self.nodes.clone());
-        // Nobody waits for it: the client has its answer, and may be gone.
-        tokio::spawn(async move {
-            let late = back.iter().map(|(limit, key, amendment)| Late { limit, key, amendment: *amendment });
-            let late: SmallVec<[_; 4]> = late.collect();
-            let command = nodes.context.script.amend(&late, None);
-            let deadline = Instant::now() + nodes.context.settings.timeout;
-            drop(nodes.call(slot, &command, deadline).await);
-        });
     }
 }
 
@@ -267,6 +270,54 @@ impl Nodes {
         }
         self.stale.notify_one();
         Err(self.counted(Failure::ClusterDown))
+    }
+
+    /// Asks all slots at once, and tells what that comes to. If one refuses, the others are given back what they took.
+    async fn reserve(
+        self,
+        parts: SmallVec<[Part; 4]>,
+        count: usize,
+        deadline: Instant,
+        tell: oneshot::Sender<Result<Decision, Failure>>,
+    ) {
+        let ask = async |part: &Part| self.ask(part.slot, &part.charges(), deadline).await;
+        let answers = join_all(parts.iter().map(ask)).await;
+        let decision = together(count, &parts, &answers);
+        let is_refused = decision.as_ref().is_ok_and(|decision| !decision.admitted);
+        // Perhaps nobody is there any more.
+        drop(tell.send(decision));
+        if is_refused {
+            let made =
+                parts.iter().zip(&answers).filter_map(|(part, answer)| Some((part, answer.as_ref().ok()?)));
+            join_all(made.map(|(part, answer)| self.give_back(part, answer))).await;
+        }
+    }
+
+    /// Gives back what one slot has charged. If that fails, it stands.
+    async fn give_back(&self, part: &Part, decision: &Decision) {
+        let refusals: SmallVec<[_; 4]> = decision
+            .standings
+            .iter()
+            .map(|standing| standing.and_then(|standing| standing.refusal))
+            .collect();
+        let charges = part.charges();
+        let made = charges.iter().enumerate().filter(|(at, charge)| {
+            // A block begins because its own policy refuses.
+            !charge.is_block() && effect(&charges, &refusals, *at) == Effect::Charge
+        });
+        let late = made.map(|(_, charge)| {
+            let amendment = match charge.limit.algorithm {
+                Algorithm::Concurrency { .. } => Amendment::Release { slot: charge.slot },
+                _ => Amendment::Credit { units: charge.cost, at_us: decision.now_us },
+            };
+            Late { limit: charge.limit, key: charge.key, amendment }
+        });
+        let late: SmallVec<[Late<'_>; 4]> = late.collect();
+        if !late.is_empty() {
+            let command = self.context.script.amend(&late, None);
+            let deadline = Instant::now() + self.context.settings.timeout;
+            drop(self.call(part.slot, &command, deadline).await);
+        }
     }
 
     async fn ask(&self, slot: u16, charges: &[Charge<'_>], deadline: Instant) -> Result<Decision, Failure> {
@@ -357,15 +408,12 @@ fn redirection(error: &RedisError, from: &Address) -> Option<Redirection> {
     }
 }
 
-/// The charges by their slots; each says that it may be given back. Those that will be settled come first: the answer's
-/// clock is theirs, which tells their time later. (Of two such policies in different slots only one's estimate is
-/// sure to be given back.)
-fn parts<'a>(charges: &[Charge<'a>]) -> SmallVec<[Part<'a>; 4]> {
-    let mut parts: SmallVec<[Part<'a>; 4]> = SmallVec::new();
+/// The charges by their slots. Those that will be settled come first: the answer's clock is theirs, which tells their
+/// time later. (Of two such policies in different slots only one's estimate is sure to be given back.)
+fn parts(charges: &[Charge<'_>]) -> SmallVec<[Part; 4]> {
+    let mut parts: SmallVec<[Part; 4]> = SmallVec::new();
     for (place, charge) in charges.iter().enumerate() {
-        let slot = slot_of(charge.key);
-        // What one slot lends, another's refusal could not take back.
-        let charge = Charge { settles: true, wanted: 0, ..*charge };
+        let (slot, charge) = (slot_of(charge.key), Owned::of(charge));
         match parts.iter_mut().find(|part| part.slot == slot) {
             Some(part) => {
                 part.charges.push(charge);
@@ -386,7 +434,7 @@ fn parts<'a>(charges: &[Charge<'a>]) -> SmallVec<[Part<'a>; 4]> {
 /// What the answers of several slots come to, on one clock: that of the first that answered.
 fn together(
     count: usize,
-    parts: &[Part<'_>],
+    parts: &[Part],
     answers: &[Result<Decision, Failure>],
 ) -> Result<Decision, Failure> {
     let mut whole: Option<Decision> = None;

@@ -3,6 +3,7 @@
 use super::{Charge, Cluster, Decision, Failure, Instant, Standing};
 use crate::limiter::{Key, Limit, Refusal};
 use smallvec::SmallVec;
+use tokio::time::timeout_at;
 
 /// Where a policy's search stands.
 struct Search {
@@ -39,7 +40,7 @@ impl Cluster {
                 .zip(&parts)
                 .map(|(charge, (key, limit))| Charge { key, limit, ..*charge })
                 .collect();
-            let mut decision = self.decide_whole(&asked, deadline).await?;
+            let (mut decision, giving_back) = self.decide_whole(&asked, deadline).await?;
             let refusing = |search: &Search| {
                 let mut own = charges.iter().zip(&decision.standings);
                 own.any(|(charge, standing)| {
@@ -72,6 +73,10 @@ impl Cluster {
             if stuck {
                 return Ok(decision);
             }
+            // What this try has taken from others must not refuse the next.
+            if let Some(giving_back) = giving_back {
+                drop(timeout_at(deadline, giving_back).await);
+            }
         }
     }
 
@@ -86,7 +91,7 @@ impl Cluster {
             .iter()
             .filter_map(|(place, (key, limit))| Some(Charge { key, limit, ..*charges.get(*place)? }));
         let asked: Vec<Charge<'_>> = asked.collect();
-        let parts = self.decide_whole(&asked, deadline).await?;
+        let (parts, _) = self.decide_whole(&asked, deadline).await?;
         let mut whole = Decision { standings: SmallVec::from_elem(None, charges.len()), ..parts.clone() };
         for ((place, _), standing) in all.iter().zip(parts.standings) {
             if let (Some(sum), Some(standing)) = (whole.standings.get_mut(*place), standing) {
