@@ -142,17 +142,27 @@ impl Store {
 
 impl Ask<'_> {
     async fn decide(self, charges: &[Charge<'_>], asked: Instant) -> Result<(Decision, Source), Unavailable> {
+        match self.refusal(charges, asked) {
+            Some(refusal) => Ok(refusal),
+            None => self.redis(charges, asked).await,
+        }
+    }
+
+    /// A refusal for which Redis need not be asked: it is known, or this instance's share is used up while an outage ends.
+    fn refusal(self, charges: &[Charge<'_>], asked: Instant) -> Option<(Decision, Source)> {
+        if let Some(refusal) = self.refusals.recall(charges, asked, Fit::Whole) {
+            return Some((refusal, Source::DenyCache));
+        }
+        let local = self.redis.local();
+        if !local.is_away() || !self.redis.is_reachable() {
+            return None;
+        }
+        let gate = local.gate(charges, asked.into_std()).filter(|gate| !gate.admitted)?;
+        Some((gate, Source::Degraded))
+    }
+
+    async fn redis(self, charges: &[Charge<'_>], asked: Instant) -> Result<(Decision, Source), Unavailable> {
         let Self { redis, refusals } = self;
-        if let Some(refusal) = refusals.recall(charges, asked, Fit::Whole) {
-            return Ok((refusal, Source::DenyCache));
-        }
-        let local = redis.local();
-        if local.is_away()
-            && redis.is_reachable()
-            && let Some(refusal) = local.gate(charges, asked.into_std()).filter(|gate| !gate.admitted)
-        {
-            return Ok((refusal, Source::Degraded));
-        }
         let answer = if redis.breaker_open() {
             Err(redis.unavailable("breaker_open"))
         } else {
@@ -160,7 +170,7 @@ impl Ask<'_> {
         };
         match answer {
             Ok(decision) => {
-                local.remember(charges, &with_lent(charges, &decision), asked.into_std());
+                redis.local().remember(charges, &with_lent(charges, &decision), asked.into_std());
                 // A reservation that another slot's refusal undoes is no reason to refuse for longer.
                 if !decision.admitted && !redis.is_split(charges) {
                     refusals.remember(charges, &decision, asked, Instant::now());

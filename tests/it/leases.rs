@@ -6,8 +6,11 @@ use crate::support::proxy::Proxy;
 use crate::support::redis::Server;
 use crate::support::upstream::{Upstream, echo};
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Lease, Limit};
+use tidegate::store::Store;
 use tokio::time::{Instant, sleep};
 
 async fn proxy(server: &Server, upstream: &Upstream, policy: &str) -> Proxy {
@@ -171,4 +174,29 @@ async fn client(address: SocketAddr, start: Instant, until: Instant) {
             sleep(Duration::from_millis(5)).await;
         }
     }
+}
+
+#[tokio::test]
+async fn what_is_lent_for_one_who_leaves_is_for_others() {
+    let server = Server::start();
+    let (_shared, redis) = server.redis().await;
+    let store = Store::redis(redis);
+    let limit = Limit { requests: 1000, per_us: 3_600_000_000, algorithm: Algorithm::SlidingLog };
+    let (key, lease) = (KeyBuilder::new("hot").finish(), Lease { size: Some(50), ttl_us: 600_000_000 });
+    let charge = Charge::new(&limit, &key, 1);
+    for _ in 0..10 {
+        let charges = [Charge { lease: Some(lease), ..charge }];
+        let mut asking = pin!(store.decide(&charges));
+        for _ in 0..4 {
+            tokio::select! {
+                biased;
+                _ = &mut asking => break,
+                () = tokio::task::yield_now() => {}
+            }
+        }
+    }
+    // This is asked behind them.
+    let look = store.decide(&[Charge { cost: 0, ..charge }]).await.unwrap();
+    let left = look.standings[0].unwrap().remaining;
+    assert!(left >= 1000 - 50 - 10, "{left}");
 }

@@ -2,6 +2,7 @@
 
 use crate::support::SOON;
 use crate::support::client::{Ask, RawClient};
+use crate::support::peer::Relay;
 use crate::support::proxy::{Proxy, ProxyBuilder};
 use crate::support::redis::{Server, free_port};
 use crate::support::upstream::Upstream;
@@ -314,4 +315,28 @@ async fn what_was_used_stays_used_in_an_outage_and_what_was_used_in_it_after() {
         // Longer than a refusal is remembered.
         sleep(Duration::from_millis(300)).await;
     }
+}
+
+#[tokio::test]
+async fn nothing_is_lent_while_others_have_not_written_back() {
+    let (mut server, upstream) = (Server::start(), Upstream::echo().await);
+    let relay = Relay::to(server.port()).await;
+    let policy = "[[policy]]\nname = \"hot\"\nlimit = { requests = 200, per = \"1h\" }\n\
+                  lease = { size = 50, ttl = \"10s\" }";
+    let first = start(server.port(), policy, upstream.address).await;
+    let last = start(relay.port, policy, upstream.address).await;
+    counts(&first, 2.0).await;
+    counts(&last, 2.0).await;
+    server.kill();
+    let admitted = |statuses: Vec<u16>| statuses.iter().filter(|status| **status == 200).count();
+    let mut sum = admitted(last.statuses("/", 110).await) + admitted(first.statuses("/", 1).await);
+    assert_eq!(sum, 101, "a share, and one");
+    // One of them finds Redis again, the other does not yet.
+    relay.swallow();
+    server.restart_aside().await;
+    let until = Instant::now() + 2 * PER;
+    while Instant::now() < until {
+        sum += admitted(first.statuses("/", 10).await);
+    }
+    assert!(sum <= 200, "{sum} of 200");
 }

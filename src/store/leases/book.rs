@@ -127,7 +127,7 @@ pub(super) enum Taken {
 pub(super) enum Else {
     Wait,
     Ask,
-    /// The store is not to be asked.
+    /// The store is not to be asked for more.
     Nothing,
 }
 

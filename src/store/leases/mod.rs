@@ -1,8 +1,9 @@
 //! Leases: Redis out of the hot path (see ALGORITHMS.md). Units are taken in advance beside an ordinary decision, and
 //! handed out here until they end.
 //!
-//! When little is left, more is asked for in the background. When nothing is left, one asks and the others wait for what
-//! he gets; if that is nothing, all others ask, each for himself: near the limit everybody is decided exactly.
+//! When little is left, more is asked for in the background. When nothing is left, one asks for himself and for more, and
+//! the others wait for that; if it is nothing, all others ask, each for himself: near the limit everybody is decided
+//! exactly.
 
 mod book;
 #[cfg(test)]
@@ -63,7 +64,9 @@ impl Leases {
         let deadline = asked + ask.redis.timeout();
         // Then there is still time to ask.
         let patience = asked + ask.redis.timeout() / 2;
-        let mut or = if ask.redis.breaker_open() { Else::Nothing } else { Else::Wait };
+        // While an outage ends Redis would lend what others have admitted without it and not yet written back.
+        let lends = !ask.redis.breaker_open() && !ask.redis.local().is_away();
+        let mut or = if lends { Else::Wait } else { Else::Nothing };
         let mut now = asked;
         loop {
             let mut hand =
@@ -82,11 +85,13 @@ impl Leases {
                 return Ok((hand.decision(charges, None), Source::Lease));
             }
             let mut others: SmallVec<[Charge<'_>; 4]> = rest.iter().map(|(_, charge)| *charge).collect();
-            if ask.redis.is_split(&others) {
-                hand.fetch_aside(&mut others);
-            }
-            let (decision, source) = ask.decide(&others, asked).await?;
-            hand.lent(&others, &decision, asked);
+            let (decision, source) = match ask.refusal(&others, asked) {
+                Some(refusal) => refusal,
+                None => {
+                    hand.fetch(&mut others);
+                    ask.redis(&others, asked).await?
+                }
+            };
             return Ok((hand.decision(charges, Some((&rest, decision))), source));
         }
     }
@@ -207,8 +212,9 @@ impl Hand<'_> {
         Ok(rest)
     }
 
-    /// Policies that are decided on several servers of a cluster, each with a clock of its own, ask for leases apart.
-    fn fetch_aside(&mut self, charges: &mut [Charge<'_>]) {
+    /// Asks for leases apart: who asks first may leave, or be refused by another policy or server, and what is lent is
+    /// for all. On one connection both questions go in one call.
+    fn fetch(&mut self, charges: &mut [Charge<'_>]) {
         for policy in charges.chunk_by_mut(Charge::is_of_policy_of) {
             let wanted = policy.first().map_or(0, |charge| charge.wanted);
             policy.iter_mut().for_each(|charge| charge.wanted = 0);
@@ -216,22 +222,6 @@ impl Hand<'_> {
             if let Some(at) = self.asking.iter().position(|asking| Some(asking.key) == key) {
                 Leases::fetch(self.asking.remove(at), self.redis, policy, wanted);
             }
-        }
-    }
-
-    /// Enters into the book what the store has lent.
-    fn lent(&self, charges: &[Charge<'_>], decision: &Decision, sent: Instant) {
-        let received = Instant::now();
-        let mut standings = decision.standings.as_slice();
-        for policy in charges.chunk_by(Charge::is_of_policy_of) {
-            let (own, others) = standings.split_at_checked(policy.len()).unwrap_or((standings, &[]));
-            standings = others;
-            if policy.first().is_some_and(|charge| charge.wanted > 0) {
-                self.leases.book.lent(policy, own, decision, (sent, received));
-            }
-        }
-        if !decision.grants.is_empty() {
-            self.leases.attend(self.redis);
         }
     }
 
