@@ -233,6 +233,14 @@ fn check_shards<'a>(
     if at.word("mode", &MODE) == Some(Mode::Shadow) {
         at.warn("shards", "a shadow policy asks one shard only: it seems to refuse more than it would");
     }
+    let when_away = at.word("on_store_failure", &ON_STORE_FAILURE).unwrap_or(scope.on_store_failure);
+    if scope.has_cluster && when_away == OnStoreFailure::Local {
+        let expected = "expected on_store_failure = \"open\" or \"closed\" beside it";
+        at.fail(
+            "shards",
+            &format!("what is admitted without Redis is written back to one counter; {expected}"),
+        );
+    }
     let least = |limit: &Limit| match limit.algorithm {
         Algorithm::TokenBucket { burst, .. } => limit.requests.min(burst),
         _ => limit.requests,
