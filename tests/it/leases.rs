@@ -200,3 +200,45 @@ async fn what_is_lent_for_one_who_leaves_is_for_others() {
     let left = look.standings[0].unwrap().remaining;
     assert!(left >= 1000 - 50 - 10, "{left}");
 }
+
+#[tokio::test]
+async fn what_was_lent_under_other_limits_comes_back_at_once() {
+    let server = Server::start();
+    let (_shared, redis) = server.redis().await;
+    let store = Store::redis(redis);
+    let lease = Some(Lease { size: Some(50), ttl_us: 600_000_000 });
+    let limit = Limit { requests: 1000, per_us: 3_600_000_000, algorithm: Algorithm::SlidingLog };
+    let (raised, key) = (Limit { requests: 2000, ..limit }, KeyBuilder::new("hot").finish());
+    for limit in [&limit, &raised] {
+        let charge = Charge { lease, ..Charge::new(limit, &key, 1) };
+        assert!(store.decide(&[charge]).await.unwrap().admitted);
+        let deadline = Instant::now() + SOON;
+        let look = Charge::new(limit, &key, 0);
+        // Two requests at most, and one lease.
+        while store.decide(&[look]).await.unwrap().standings[0].unwrap().remaining < limit.requests - 52 {
+            assert!(Instant::now() < deadline, "the lease of before is still out");
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_short_lease_does_not_wait_for_the_end_of_a_long_one() {
+    let server = Server::start();
+    let (_shared, redis) = server.redis().await;
+    let store = Store::redis(redis);
+    let limit = Limit { requests: 1000, per_us: 3_600_000_000, algorithm: Algorithm::SlidingLog };
+    for (name, ttl_us) in [("long", 600_000_000), ("short", 100_000)] {
+        let key = KeyBuilder::new(name).finish();
+        let charge = Charge::new(&limit, &key, 1);
+        let lease = Some(Lease { size: Some(50), ttl_us });
+        assert!(store.decide(&[Charge { lease, ..charge }]).await.unwrap().admitted);
+        let deadline = Instant::now() + SOON;
+        let look = [Charge { cost: 0, ..charge }];
+        let left = async || store.decide(&look).await.unwrap().standings[0].unwrap().remaining;
+        while if name == "long" { left().await == 999 } else { left().await < 999 } {
+            assert!(Instant::now() < deadline, "{name}: {} are left", left().await);
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+}

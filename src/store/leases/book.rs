@@ -35,6 +35,8 @@ pub(super) struct Book {
     shards: [Mutex<Shard>; SHARDS],
     /// What was not used, on its way back.
     returns: Mutex<Vec<Return>>,
+    /// There may be something to give back earlier than was known.
+    changed: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -188,12 +190,13 @@ impl Book {
         let Some(entry) = entry else {
             let limits = charges.iter().map(|charge| *charge.limit).collect();
             self.returns.lock().extend(lot.map(|lot| lot.back(charge.key, limits)));
-            return;
+            return self.changed.notify_one();
         };
         entry.is_dry = lot.is_none();
         if let Some(lot) = lot {
             let at = entry.lots.partition_point(|other| other.ends <= lot.ends);
             entry.lots.insert(at, lot);
+            self.changed.notify_one();
             let standings = standings.iter().copied().flatten().collect();
             entry.seen = Some(Seen { now_us: decision.now_us, received, standings, handed: 0 });
         }
@@ -221,8 +224,14 @@ impl Book {
                 let back = lot.back(&entry.key, entry.limits.clone());
                 drop(shard);
                 self.returns.lock().push(back);
+                self.changed.notify_one();
             }
         }
+    }
+
+    /// Ends when [`Book::due`] may say something new.
+    pub(super) async fn changed(&self) {
+        self.changed.notified().await;
     }
 
     /// What has to go back to the store at `now`, and when there will be more, if ever.
@@ -277,6 +286,7 @@ impl Book {
         let entry = shard.keys.entry(id).or_insert_with(|| Entry::new(charges, charge.key, now));
         if !entry.is_of(charges) {
             entry.end_all(self);
+            self.changed.notify_one();
             // Who is asking for the old one tells those who wait.
             let asking = entry.asking.take();
             *entry = Entry { asking, ..Entry::new(charges, charge.key, now) };

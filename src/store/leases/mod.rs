@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::time::{Instant, sleep_until, timeout, timeout_at};
+use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 
 /// How often at most the book is looked through for what has ended.
 const LOOK: Duration = Duration::from_millis(10);
@@ -144,8 +144,12 @@ impl Leases {
 async fn attend(leases: Arc<Leases>, redis: Redis) {
     while let Some((returns, next)) = leases.due() {
         give_back(&redis, returns).await;
-        let soon = Instant::now() + LOOK;
-        sleep_until(next.map_or(soon, |next| next.max(soon))).await;
+        sleep(LOOK).await;
+        let Some(next) = next else { continue };
+        tokio::select! {
+            () = sleep_until(next) => {}
+            () = leases.book.changed() => {}
+        }
     }
 }
 
