@@ -52,6 +52,13 @@ impl Clock {
     }
 }
 
+/// Seconds since the Unix epoch by the wall clock as it stands now, steps and all: for dates that others have set, such
+/// as a token's end. Never for quotas.
+#[allow(clippy::disallowed_methods, reason = "this is the one place that reads the system's clock")]
+pub fn unix_s() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
+}
+
 fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }

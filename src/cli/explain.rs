@@ -40,7 +40,10 @@ pub(super) fn explain(sources: &Sources, asked: &Asked) -> Result<String, String
     runtime.block_on(async {
         let store = Stores::new(&config.store).for_worker().await;
         let explanation = enforcer::explain(&store, &config.table, &inbound.facts(&parts)).await;
-        Ok(title + &tell(&config, &explanation))
+        let token = inbound
+            .token_fault()
+            .map_or_else(String::new, |fault| format!("The request's token says nothing: {fault}.\n"));
+        Ok(title + &tell(&config, &explanation) + &token)
     })
 }
 

@@ -3,12 +3,12 @@
 use super::cursor::Cursor;
 use super::diagnostic::Diagnostic;
 use super::input::Input;
-use super::policies::{self, Scope};
-use super::{Config, FileSet, StoreSettings, Written, redis, values};
+use super::policies::{self, Claims, Scope};
+use super::{Config, FileSet, StoreSettings, Written, matches, redis, values};
 use crate::admin::{AdminSettings, Token};
 use crate::limiter::Algorithm;
 use crate::policy::path::EscapedSlashes;
-use crate::policy::{Fields, MissingKey, OnStoreFailure, PolicyTable, client, path};
+use crate::policy::{Fields, MissingKey, OnStoreFailure, PolicyTable, client, jwt, path};
 use crate::proxy::{ListenSettings, ShutdownSettings, UpstreamSettings};
 use crate::store::MemorySettings;
 use crate::store::redis::Topology;
@@ -44,19 +44,28 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
         StoreSettings::Redis(redis) => redis.topology == Topology::Cluster,
         StoreSettings::Memory(_) => false,
     };
+    let client_at = top.table("client");
+    let tokens_at = client_at.table("jwt");
+    let claims = claims(&tokens_at);
+    let tokens = claims.and_then(|claims| tokens(input, &tokens_at, claims));
     let scope = Scope {
         // What is wrong with the store is said by now.
         has_cluster: store.as_ref().is_none_or(is_cluster),
-        client: client(&top.table("client"))?,
+        client: client(&client_at)?,
         path: path(&top.table("path"))?,
         on_store_failure: defaults.word("on_store_failure", &ON_STORE_FAILURE)?,
         algorithm: defaults.word("algorithm", &ALGORITHM)?,
         missing_key: defaults.word("missing_key", &MISSING_KEY)?,
         counts_in_memory: !matches!(store, Some(StoreSettings::Redis(_))),
+        claims,
     };
     let sources = std::iter::once(top).chain(included);
     let (policies, words) = policies::all(sources.flat_map(|source| source.tables("policy")), &scope);
     let table = PolicyTable::new(policies, scope.path, scope.client, fields?);
+    let table = match tokens {
+        Some(tokens) => table.with_tokens(tokens),
+        None => table,
+    };
     Some(Built {
         listen: listen?,
         upstream: upstream?,
@@ -153,6 +162,56 @@ fn client(at: &Cursor<'_>) -> Option<client::Settings> {
         ipv4_prefix: at.whole("ipv4_prefix")?,
         ipv6_prefix: at.whole("ipv6_prefix")?,
     })
+}
+
+const KEY_FILES: [&str; 2] = ["keys_file", "secret_file"];
+
+fn is_given(at: &Cursor<'_>, key: &str) -> bool {
+    at.text(key).is_some_and(|path| !path.is_empty())
+}
+
+/// Whose word a claim is; `None`: nobody's, as no key is given.
+fn claims(at: &Cursor<'_>) -> Option<Claims> {
+    match at.flag("verify") {
+        Some(false) => Some(Claims::Unverified),
+        _ if KEY_FILES.iter().any(|key| is_given(at, key)) => Some(Claims::Signed),
+        _ => None,
+    }
+}
+
+/// Whom to believe what a token says; what is doubtful about the keys is told.
+fn tokens(input: &Input, at: &Cursor<'_>, claims: Claims) -> Option<jwt::Settings> {
+    let header = at.parsed("header", matches::header_name)?;
+    if claims == Claims::Unverified {
+        at.warn("verify", "unverified JWT: claims are believed whoever wrote the token");
+        for key in KEY_FILES.into_iter().filter(|key| is_given(at, key)) {
+            at.warn(key, "not used, as verify = false");
+        }
+        return Some(jwt::Settings { header, trust: jwt::Trust::Anybody });
+    }
+    let (key, (keys, doubts)) = match KEY_FILES.map(|key| is_given(at, key)) {
+        [true, true] => {
+            at.fail("secret_file", "beside keys_file; expected one of them");
+            return None;
+        }
+        [true, false] => {
+            let text = secret(input, at, "keys_file", "JWK set")?;
+            match jwt::Keys::jwks(&text) {
+                Ok(read) => ("keys_file", read),
+                Err(reason) => {
+                    at.fail("keys_file", &reason);
+                    return None;
+                }
+            }
+        }
+        [false, _] => {
+            ("secret_file", jwt::Keys::secret(secret(input, at, "secret_file", "secret")?.as_bytes()))
+        }
+    };
+    for doubt in doubts {
+        at.warn(key, &doubt);
+    }
+    Some(jwt::Settings { header, trust: jwt::Trust::Keys(keys) })
 }
 
 fn path(at: &Cursor<'_>) -> Option<path::Settings> {

@@ -2,23 +2,34 @@
 
 use super::cursor::{Cursor, Item};
 use super::{schema, values};
+use crate::policy::jwt::ClaimName;
 use crate::policy::path;
 use crate::policy::{HostPattern, Matcher, MethodSet, Named, PathPattern, Test};
+use figment::value::{Num, Value};
 use http::{HeaderName, Method};
 
-pub(super) fn matcher(at: &Cursor<'_>, path: &path::Settings) -> Matcher {
+/// `tokens`: whether any are believed.
+pub(super) fn matcher(at: &Cursor<'_>, path: &path::Settings, tokens: bool) -> Matcher {
+    if at.has("jwt") && !tokens {
+        at.fail("jwt", NO_TOKENS);
+    }
     Matcher {
         methods: MethodSet::new(at.list("methods", method)),
         hosts: at.list("hosts", HostPattern::parse),
         paths: at.list("path", |text| PathPattern::parse(text, path)),
         path_regex: at.parsed("path_regex", values::regex),
-        headers: named(at, "headers", header_name),
-        query: named(at, "query", any_name),
-        cookies: named(at, "cookies", any_name),
+        headers: named(at, "headers", header_name, test),
+        query: named(at, "query", any_name, test),
+        cookies: named(at, "cookies", any_name, test),
         client_ips: at.list("client_ips", values::network),
-        not: at.optional_table("not").map(|not| Box::new(matcher(&not, path))),
+        claims: named(at, "jwt", ClaimName::parse, claim_test),
+        not: at.optional_table("not").map(|not| Box::new(matcher(&not, path, tokens))),
     }
 }
+
+/// What is wrong with asking for a claim when nobody's is believed.
+pub(super) const NO_TOKENS: &str =
+    "nobody's tokens are believed; expected [client.jwt] with keys_file or secret_file";
 
 /// Methods are case-sensitive: a lower-case one would never match what clients send.
 fn method(text: &str) -> Result<Method, String> {
@@ -36,7 +47,12 @@ fn any_name(text: &str) -> Result<Box<str>, String> {
     if text.is_empty() { Err("the name is empty".to_owned()) } else { Ok(text.into()) }
 }
 
-fn named<N>(at: &Cursor<'_>, key: &str, parse: impl Fn(&str) -> Result<N, String>) -> Vec<Named<N>> {
+fn named<N>(
+    at: &Cursor<'_>,
+    key: &str,
+    parse: impl Fn(&str) -> Result<N, String>,
+    test: fn(&Item<'_>) -> Option<Test>,
+) -> Vec<Named<N>> {
     let condition = |(name, item): (&str, Item<'_>)| {
         let test = test(&item);
         match parse(name) {
@@ -45,6 +61,15 @@ fn named<N>(at: &Cursor<'_>, key: &str, parse: impl Fn(&str) -> Result<N, String
         }
     };
     at.entries(key).into_iter().filter_map(condition).collect()
+}
+
+/// Claims may be `true` or `7`.
+fn claim_test(item: &Item<'_>) -> Option<Test> {
+    match item.value {
+        Value::Bool(_, flag) => Some(Test::Is(flag.to_string().into())),
+        Value::Num(_, Num::I64(number)) => Some(Test::Is(number.to_string().into())),
+        _ => test(item),
+    }
 }
 
 fn test(item: &Item<'_>) -> Option<Test> {

@@ -30,6 +30,22 @@ pub(super) struct Scope {
     pub algorithm: Algorithm,
     pub missing_key: MissingKey,
     pub counts_in_memory: bool,
+    /// Whose word a claim is, if it is anybody's.
+    pub claims: Option<Claims>,
+}
+
+/// Whether tokens are verified.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Claims {
+    Signed,
+    Unverified,
+}
+
+impl Scope {
+    fn is_client_chosen(&self, part: &KeyPart) -> bool {
+        let is_claim = matches!(part, KeyPart::Claim(_));
+        part.is_client_chosen() || (is_claim && self.claims == Some(Claims::Unverified))
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -59,12 +75,12 @@ pub(super) fn all<'a>(tables: impl Iterator<Item = Cursor<'a>>, scope: &Scope) -
         if mode == Some(Mode::Off) {
             continue;
         }
-        if key_parts(&policy).iter().any(KeyPart::is_client_chosen) {
+        if key_parts(&policy).iter().any(|part| scope.is_client_chosen(part)) {
             client_chosen.push(at);
         }
         policies.push(policy);
     }
-    if !policies.iter().any(bounds_clients) {
+    if !policies.iter().any(|policy| bounds_clients(policy, scope)) {
         for at in client_chosen {
             at.warn("key", "clients choose these values and can make counters at will; put a policy with the key \"client_ip\" beside it");
         }
@@ -96,16 +112,17 @@ fn key_parts(policy: &Policy) -> &[KeyPart] {
 }
 
 /// Whether one client can't get round this policy by inventing values.
-fn bounds_clients(policy: &Policy) -> bool {
+fn bounds_clients(policy: &Policy, scope: &Scope) -> bool {
     !policy.shadow
         && key_parts(policy).contains(&KeyPart::ClientIp)
-        && !key_parts(policy).iter().any(KeyPart::is_client_chosen)
+        && !key_parts(policy).iter().any(|part| scope.is_client_chosen(part))
 }
 
 fn policy(at: &Cursor<'_>, scope: &Scope, shadow: bool) -> Option<Policy> {
     let name = at.parsed("name", name);
     let does = at.word("action", &[("limit", Does::Limit), ("allow", Does::Allow), ("deny", Does::Deny)])?;
-    let conditions = at.optional_table("match").map(|table| matches::matcher(&table, &scope.path));
+    let conditions =
+        at.optional_table("match").map(|table| matches::matcher(&table, &scope.path, scope.claims.is_some()));
     let action = match does {
         Does::Limit => {
             quota(at, scope, name.as_deref().unwrap_or("policy")).map(|quota| Action::Limit(Box::new(quota)))
@@ -164,7 +181,10 @@ fn without_quota(at: &Cursor<'_>, action: &str) -> Option<()> {
 }
 
 fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
-    let parts = at.list("key", |text| KeyPart::parse(text, &scope.path));
+    let parts = at.list("key", |text| match KeyPart::parse(text, &scope.path)? {
+        KeyPart::Claim(_) if scope.claims.is_none() => Err(matches::NO_TOKENS.to_owned()),
+        part => Ok(part),
+    });
     // With a part left out, overrides could not be counted.
     let is_whole = parts.len() == at.items("key").len();
     let key = KeyTemplate::new(parts);

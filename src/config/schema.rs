@@ -242,7 +242,7 @@ static UPSTREAM_TLS: [Key; 2] = [
     ),
 ];
 
-static CLIENT: [Key; 4] = [
+static CLIENT: [Key; 5] = [
     key(
         "trusted_proxies",
         Texts("networks such as \"10.0.0.0/8\""),
@@ -262,6 +262,34 @@ static CLIENT: [Key; 4] = [
         "IPv6 clients are told apart by this many bits. Whoever has one address of a /64 has all of them.",
     ),
     key("ipv4_prefix", whole(0, 32), Default("32"), "IPv4 clients are told apart by this many bits."),
+    key("jwt", Table(&CLIENT_JWT), Optional, "Whose tokens are believed, for jwt in keys and matches."),
+];
+
+static CLIENT_JWT: [Key; 4] = [
+    key(
+        "keys_file",
+        Text("the path of a JWK set"),
+        Default(""),
+        "Keys that tokens are verified by, as JSON (RFC 7517). Read again when it changes.",
+    ),
+    key(
+        "secret_file",
+        Text("the path of a file that holds the secret"),
+        Default(""),
+        "Instead of keys: the secret of HS256, HS384 and HS512. White space at its end is ignored. Read again when it changes.",
+    ),
+    key(
+        "header",
+        Text("the name of a header"),
+        Default("authorization"),
+        "Where the token is. In authorization it stands behind \"Bearer\", in others that isn't needed.",
+    ),
+    key(
+        "verify",
+        Bool,
+        Default("true"),
+        "false: claims are believed whoever wrote the token. Only where something before tidegate has verified it.",
+    ),
 ];
 
 static PATH: [Key; 6] = [
@@ -618,7 +646,7 @@ static LEASE: [Key; 2] = [
     ),
 ];
 
-static MATCH: [Key; 9] = [
+static MATCH: [Key; 10] = [
     key("methods", Texts("methods such as \"GET\""), Default(""), "GET also means HEAD."),
     key(
         "hosts",
@@ -647,6 +675,12 @@ static MATCH: [Key; 9] = [
     key("query", Names(TESTS), Optional, "Conditions on query parameters."),
     key("cookies", Names(TESTS), Optional, "Conditions on cookies."),
     key("client_ips", Texts("networks such as \"10.0.0.0/8\""), Default(""), "Networks of clients."),
+    key(
+        "jwt",
+        Names(TESTS),
+        Optional,
+        "Conditions on claims of the request's token: a name, or a JSON pointer such as \"/realm_access/roles\". Of a list, any element may fulfil one. Needs [client.jwt].",
+    ),
     key("not", Table(&MATCH), Optional, "A whole match that must not hold."),
 ];
 

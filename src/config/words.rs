@@ -4,7 +4,7 @@ use super::cursor::Cursor;
 use super::values::duration_words;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{Action, Cost, EstimateCost, HeaderCost, NamedLimit, OnStoreFailure, Policy, Quota};
-use figment::value::Value;
+use figment::value::{Num, Value};
 use std::time::Duration;
 
 /// One line. Conditions are said as they were written, which a compiled policy no longer knows.
@@ -132,6 +132,7 @@ fn conditions(written: Option<&Value>) -> String {
                 let what = match key {
                     "headers" => "header",
                     "cookies" => "cookie",
+                    "jwt" => "claim",
                     _ => "query parameter",
                 };
                 let tests =
@@ -149,6 +150,7 @@ fn test(test: &Value) -> String {
         (Some(text), ..) => format!(" = \"{text}\""),
         (_, Some(regex), _) => format!(" like {}", plain(regex)),
         (_, _, Some(false)) => " absent".to_owned(),
+        _ if test.as_dict().is_none() => format!(" = {}", plain(test)),
         _ => String::new(),
     }
 }
@@ -156,6 +158,8 @@ fn test(test: &Value) -> String {
 fn plain(value: &Value) -> String {
     match value {
         Value::String(_, text) => text.clone(),
+        Value::Bool(_, flag) => flag.to_string(),
+        Value::Num(_, Num::I64(number)) => number.to_string(),
         Value::Array(_, items) => items.iter().map(plain).collect::<Vec<_>>().join(" or "),
         _ => String::new(),
     }

@@ -100,6 +100,7 @@ impl Bench {
             query: None,
             headers: &headers,
             client_ip: [127, 0, 0, 1].into(),
+            token: crate::policy::jwt::Token::none(),
         };
         let rules = self.enforcer.rules();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

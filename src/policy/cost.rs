@@ -198,6 +198,7 @@ mod tests {
             query: None,
             headers: &headers,
             client_ip: [127, 0, 0, 1].into(),
+            token: crate::policy::jwt::Token::none(),
         };
         let cost = HeaderCost { name: "x-cost".parse().unwrap(), default: 2, min: 3, max: 100 };
         Cost::Header(Box::new(cost)).of(&facts)

@@ -1,5 +1,6 @@
 //! What policies may know of a request.
 
+use super::jwt::Token;
 use super::path::Readings;
 use http::{HeaderMap, HeaderName, Method, header::COOKIE};
 use std::borrow::Cow;
@@ -19,6 +20,8 @@ pub struct Facts<'a> {
     pub query: Option<&'a str>,
     pub headers: &'a HeaderMap,
     pub client_ip: IpAddr,
+    /// Read when a policy asks for a claim.
+    pub token: &'a Token,
 }
 
 pub(super) fn header_values<'a>(

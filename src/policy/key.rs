@@ -1,5 +1,6 @@
 //! Whose quota a request uses: values taken from it, as the policy's key says.
 
+use super::jwt::ClaimName;
 use super::{Facts, PathPattern, client, facts, path};
 use http::HeaderName;
 use smallvec::SmallVec;
@@ -14,6 +15,8 @@ pub enum KeyPart {
     Header(HeaderName),
     Query(Box<str>),
     Cookie(Box<str>),
+    /// Of the token that a request carries (see [`super::jwt`]).
+    Claim(ClaimName),
     /// The captures of a pattern, one value each.
     Path(PathPattern),
     Method,
@@ -61,7 +64,7 @@ impl KeyPart {
             ("method", "") => Ok(Self::Method),
             ("host", "") => Ok(Self::Host),
             ("path", "") => Ok(Self::WholePath),
-            ("header" | "query" | "cookie" | "const", "") => {
+            ("header" | "query" | "cookie" | "jwt" | "const", "") => {
                 Err(format!("{kind} needs a name, as in \"{kind}:NAME\""))
             }
             ("header", name) => HeaderName::from_bytes(name.as_bytes())
@@ -69,6 +72,7 @@ impl KeyPart {
                 .map_err(|error| format!("{name:?}: {error}")),
             ("query", name) => Ok(Self::Query(name.into())),
             ("cookie", name) => Ok(Self::Cookie(name.into())),
+            ("jwt", name) => ClaimName::parse(name).map(Self::Claim),
             ("const", text) => Ok(Self::Const(text.into())),
             ("path", pattern) => match PathPattern::parse(pattern, settings)? {
                 pattern if pattern.width() == 0 => {
@@ -76,13 +80,13 @@ impl KeyPart {
                 }
                 pattern => Ok(Self::Path(pattern)),
             },
-            _ => Err("a key part is client_ip, header:NAME, query:NAME, cookie:NAME, path:PATTERN, method, host, path or const:TEXT".to_owned()),
+            _ => Err("a key part is client_ip, header:NAME, query:NAME, cookie:NAME, jwt:CLAIM, path:PATTERN, method, host, path or const:TEXT".to_owned()),
         }
     }
 
-    /// Whether the client writes the value as it likes.
+    /// Whether the client writes the value as it likes. A claim is the word of who signed the token.
     pub fn is_client_chosen(&self) -> bool {
-        !matches!(self, Self::ClientIp | Self::Method | Self::Const(_))
+        !matches!(self, Self::ClientIp | Self::Method | Self::Const(_) | Self::Claim(_))
     }
 
     fn width(&self) -> usize {
@@ -103,6 +107,7 @@ impl KeyPart {
             Self::Header(name) => self.only(facts::header_values(facts.headers, name))?,
             Self::Query(name) => self.only(facts::query_values(facts.query, name))?,
             Self::Cookie(name) => self.only(facts::cookie_values(facts.headers, name))?,
+            Self::Claim(name) => facts.token.claim(facts.headers, name).only().map(Cow::Borrowed),
             Self::Method => Some(Cow::Borrowed(facts.method.as_str().as_bytes())),
             Self::Host => Some(Cow::Borrowed(facts.host.as_bytes())),
             Self::WholePath => facts.paths.iter().next().map(|path| Cow::Borrowed(path.as_bytes())),
@@ -142,6 +147,7 @@ impl fmt::Display for KeyPart {
             Self::Header(name) => write!(f, "header {name}"),
             Self::Query(name) => write!(f, "query parameter {name}"),
             Self::Cookie(name) => write!(f, "cookie {name}"),
+            Self::Claim(name) => write!(f, "claim {name}"),
             Self::Path(_) => f.write_str("path segment"),
             Self::Method => f.write_str("method"),
             Self::Host => f.write_str("host"),
@@ -264,6 +270,7 @@ mod tests {
             query: None,
             headers: &headers,
             client_ip: [10, 1, 2, 3].into(),
+            token: crate::policy::jwt::Token::none(),
         };
         let values = key.values(&facts, &client, MissingKey::Shared).unwrap();
         for (position, written) in ["10.1.2.9", "A.example.", "café", "/café//x"].into_iter().enumerate() {

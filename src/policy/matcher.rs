@@ -1,5 +1,6 @@
 //! The conditions under which a policy applies.
 
+use super::jwt::{Claim, ClaimName};
 use super::{Facts, PathPattern, facts};
 use http::{HeaderName, Method};
 use ipnet::IpNet;
@@ -17,6 +18,7 @@ pub struct Matcher {
     pub query: Vec<Named<Box<str>>>,
     pub cookies: Vec<Named<Box<str>>>,
     pub client_ips: Vec<IpNet>,
+    pub claims: Vec<Named<ClaimName>>,
     /// Must *not* hold as a whole.
     pub not: Option<Box<Matcher>>,
 }
@@ -48,6 +50,7 @@ pub enum Unmet<'a> {
     Header(&'a str),
     Query(&'a str),
     Cookie(&'a str),
+    Claim(&'a str),
     /// What must not hold holds.
     Not,
 }
@@ -64,6 +67,7 @@ impl fmt::Display for Unmet<'_> {
             Self::Header(name) => write!(f, "the condition on header {name} does not hold"),
             Self::Query(name) => write!(f, "the condition on query parameter {name} does not hold"),
             Self::Cookie(name) => write!(f, "the condition on cookie {name} does not hold"),
+            Self::Claim(name) => write!(f, "the condition on claim {name} does not hold"),
             Self::Not => f.write_str("excepted by its `not`"),
         }
     }
@@ -119,6 +123,12 @@ impl Matcher {
                 return Some(Unmet::Cookie(&cookie.name));
             }
         }
+        // Last: it may take a signature to be verified.
+        for claim in &self.claims {
+            if !claim.test.holds_for(facts.token.claim(facts.headers, &claim.name)) {
+                return Some(Unmet::Claim(claim.name.as_ref()));
+            }
+        }
         self.not.as_ref().filter(|not| not.matches(facts, path)).map(|_| Unmet::Not)
     }
 
@@ -129,6 +139,13 @@ impl Matcher {
             names.push(http::header::COOKIE);
         }
         names.extend(self.not.iter().flat_map(|not| not.header_names()));
+        names
+    }
+
+    /// The claims that these conditions ask for.
+    pub(super) fn claim_names(&self) -> Vec<ClaimName> {
+        let mut names: Vec<_> = self.claims.iter().map(|claim| claim.name.clone()).collect();
+        names.extend(self.not.iter().flat_map(|not| not.claim_names()));
         names
     }
 }
@@ -145,6 +162,14 @@ impl Test {
                 values.any(|value| regex.is_match(&String::from_utf8_lossy(value.as_ref())))
             }
             Self::Present(wanted) => values.next().is_some() == *wanted,
+        }
+    }
+
+    /// Of a list, any element may fulfil it.
+    fn holds_for(&self, claim: &Claim) -> bool {
+        match self {
+            Self::Present(wanted) => claim.is_present() == *wanted,
+            Self::Is(_) | Self::Regex(_) => self.holds(claim.texts()),
         }
     }
 }

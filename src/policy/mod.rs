@@ -6,6 +6,7 @@
 pub mod client;
 mod cost;
 mod facts;
+pub mod jwt;
 mod key;
 mod matcher;
 pub mod path;

@@ -1,11 +1,12 @@
 //! The compiled policies: built once, never changed, swapped as a whole.
 
 use super::{
-    Action, Cost, Facts, HostPattern, KeyPart, Matcher, Policy, Unmet, client, path, pattern::PathIndex,
+    Action, Cost, Facts, HostPattern, KeyPart, Matcher, Policy, Unmet, client, jwt, path, pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
 use http::HeaderName;
 use smallvec::SmallVec;
+use std::sync::Arc;
 
 /// The compiled, immutable policies with what is needed to read a request for them.
 #[derive(Debug)]
@@ -18,6 +19,7 @@ pub struct PolicyTable {
     index: Index,
     headers: HashSet<HeaderName>,
     keys_by_client: bool,
+    tokens: Option<Arc<jwt::Reader>>,
 }
 
 /// Which rate-limit fields answers carry.
@@ -44,7 +46,28 @@ impl PolicyTable {
         let mut headers: HashSet<HeaderName> = policies.iter().flat_map(headers_read_by).collect();
         headers.insert(client.ip_header.clone());
         let keys_by_client = policies.iter().any(is_keyed_by_client);
-        Self { path, client, fields, policies, index, headers, keys_by_client }
+        Self { path, client, fields, policies, index, headers, keys_by_client, tokens: None }
+    }
+
+    /// The same table, with tokens believed as `settings` say. Without, no token says anything.
+    #[must_use]
+    pub fn with_tokens(mut self, settings: jwt::Settings) -> Self {
+        let mut claims: Vec<jwt::ClaimName> = Vec::new();
+        for claim in self.policies.iter().flat_map(claims_asked_by) {
+            if !claims.contains(&claim) {
+                claims.push(claim);
+            }
+        }
+        if !claims.is_empty() {
+            self.headers.insert(settings.header.clone());
+            self.tokens = Some(Arc::new(jwt::Reader::new(settings, claims)));
+        }
+        self
+    }
+
+    /// What reads tokens, if any policy asks for a claim.
+    pub fn tokens(&self) -> Option<&Arc<jwt::Reader>> {
+        self.tokens.as_ref()
     }
 
     /// In the order in which they apply.
@@ -102,6 +125,17 @@ fn headers_read_by(policy: &Policy) -> Vec<HeaderName> {
         names.extend(quota.key.parts().iter().filter_map(|part| match part {
             KeyPart::Header(name) => Some(name.clone()),
             KeyPart::Cookie(_) => Some(http::header::COOKIE),
+            _ => None,
+        }));
+    }
+    names
+}
+
+fn claims_asked_by(policy: &Policy) -> Vec<jwt::ClaimName> {
+    let mut names = policy.matcher.claim_names();
+    if let Action::Limit(quota) = &policy.action {
+        names.extend(quota.key.parts().iter().filter_map(|part| match part {
+            KeyPart::Claim(name) => Some(name.clone()),
             _ => None,
         }));
     }
@@ -215,6 +249,7 @@ mod tests {
             query: None,
             headers: &headers,
             client_ip: [127, 0, 0, 1].into(),
+            token: crate::policy::jwt::Token::none(),
         };
         table.matching(&facts).iter().map(|(_, policy)| policy.name.to_string()).collect()
     }

@@ -1,7 +1,9 @@
 //! A request as policies see it: past the gate, with its client and the readings of its path.
 
 use super::gate::{self, GateFault, Target};
+use crate::clock;
 use crate::policy::client::Client;
+use crate::policy::jwt::{Token, TokenFault};
 use crate::policy::path::{PathFault, Readings};
 use crate::policy::{Facts, PolicyTable};
 use http::request;
@@ -13,6 +15,7 @@ pub struct Inbound {
     pub(super) target: Target,
     pub(super) client: Client,
     paths: Readings,
+    token: Token,
 }
 
 /// Why a request is refused before any policy sees it. The text is public.
@@ -22,6 +25,8 @@ pub enum InboundFault {
     Gate(#[from] GateFault),
     #[error(transparent)]
     Path(#[from] PathFault),
+    #[error("the header of the token occurs more than once")]
+    TokenRepeated,
 }
 
 impl Inbound {
@@ -33,7 +38,13 @@ impl Inbound {
         let target = gate::check(parts, &|name| table.reads_header(name))?;
         let client = Client::identify(peer, &parts.headers, &table.client);
         let paths = Readings::of(target.path(), &table.path)?;
-        Ok(Self { target, client, paths })
+        let token = match table.tokens() {
+            // A second one could hide the first from a policy, and not from the upstream.
+            Some(reader) if reader.is_ambiguous(&parts.headers) => return Err(InboundFault::TokenRepeated),
+            Some(reader) => Token::new(Some(reader), clock::unix_s()),
+            None => Token::default(),
+        };
+        Ok(Self { target, client, paths, token })
     }
 
     /// What policies may know; `parts` are those that were read.
@@ -45,6 +56,12 @@ impl Inbound {
             query: self.target.query(),
             headers: &parts.headers,
             client_ip: self.client.ip,
+            token: &self.token,
         }
+    }
+
+    /// Why the request's token was not believed, if a policy asked.
+    pub fn token_fault(&self) -> Option<TokenFault> {
+        self.token.fault()
     }
 }

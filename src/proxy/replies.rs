@@ -117,7 +117,7 @@ pub(super) fn refusal(verdict: &Verdict<'_>, shown: Fields, style: Style) -> Opt
 pub(super) fn inbound_fault(fault: InboundFault, style: Style) -> Response<Bytes> {
     let status = match fault {
         InboundFault::Gate(fault) => fault.status(),
-        InboundFault::Path(_) => StatusCode::BAD_REQUEST,
+        InboundFault::Path(_) | InboundFault::TokenRepeated => StatusCode::BAD_REQUEST,
     };
     let problem = Problem::new(status, "http_request_error", sentence(&fault.to_string()));
     let mut response = problem.reply(style);

@@ -82,6 +82,10 @@ impl Service {
         // 2. One question, one verdict.
         let mut verdict = self.enforcer.decide(&rules, &inbound.facts(&parts), arrived).await;
         let decided = verdict.at.unwrap_or_else(Instant::now);
+        if let Some(fault) = inbound.token_fault() {
+            self.shard.token_refused();
+            tracing::debug!(%fault, peer = %peer.addr, "a request's token is not believed");
+        }
         let asked = Asked { method: parts.method.clone(), inbound, arrived };
         if let Some(reply) = replies::refusal(&verdict, table.fields, style) {
             self.log(&asked, &verdict, reply.status(), decided);

@@ -122,6 +122,7 @@ pub struct Shard {
     /// In the order of [`Metrics::upstream_errors`].
     upstream_errors: Box<[Count]>,
     untrusted_forwarding: Count,
+    tokens_refused: Count,
 }
 
 /// One policy's counts, each worker's in cache lines of their own.
@@ -303,6 +304,12 @@ impl Metrics {
             "Requests with a forwarding header from a peer outside client.trusted_proxies, while a policy keys by client_ip.",
         )
         .sample(&[], self.untrusted_forwarding());
+        page.family(
+            Kind::Counter,
+            "tidegate_tokens_refused",
+            "Requests with a token that was not believed, though a policy asked for a claim.",
+        )
+        .sample(&[], self.sum(|shard| &shard.tokens_refused));
     }
 
     fn sum(&self, count: impl Fn(&Shard) -> &Count) -> u64 {
@@ -375,6 +382,7 @@ impl Shard {
             codes: std::array::from_fn(|_| Count::default()),
             upstream_errors: (0..upstream_errors).map(|_| Count::default()).collect(),
             untrusted_forwarding: Count::default(),
+            tokens_refused: Count::default(),
         }
     }
 
@@ -410,6 +418,11 @@ impl Shard {
     /// A forwarding header was not believed, while clients have quotas of their own.
     pub fn forwarding_not_trusted(&self) {
         self.untrusted_forwarding.add(1);
+    }
+
+    /// A policy asked for a claim, and the request's token was not believed.
+    pub fn token_refused(&self) {
+        self.tokens_refused.add(1);
     }
 }
 

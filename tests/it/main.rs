@@ -50,6 +50,7 @@ mod redis_ways;
 mod reload;
 mod settling;
 mod shared_redis;
+mod tokens;
 mod traps;
 mod truth;
 mod upgrades;

@@ -32,6 +32,7 @@ fn what_workers_count_alone_is_added_up() {
             shard.policy(&tallies[0], Decision::Allowed);
             shard.upstream_error(1);
             shard.forwarding_not_trusted();
+            shard.token_refused();
         }
         shard.policy(&tallies[1], Decision::DegradedClosed);
         shard.policy(&tallies[1], Decision::Degraded);
@@ -46,6 +47,7 @@ fn what_workers_count_alone_is_added_up() {
         "tidegate_degraded_total{policy=\"b\",outcome=\"open\"} 0",
         "tidegate_upstream_errors_total{kind=\"tls\"} 6",
         "tidegate_untrusted_forwarding_total 6",
+        "tidegate_tokens_refused_total 6",
         "tidegate_connections_active 3",
         "tidegate_instances 3",
         "tidegate_store_errors_total{kind=\"timeout\"} 2",

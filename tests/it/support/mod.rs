@@ -13,6 +13,7 @@ pub mod proxy;
 pub mod redis;
 pub mod sentinel;
 pub mod tls;
+pub mod tokens;
 pub mod upstream;
 
 use std::fmt::Write as _;
@@ -31,6 +32,11 @@ pub async fn eventually<T>(what: &str, within: Duration, mut found: impl FnMut()
         assert!(Instant::now() < deadline, "waited {within:?} for {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
+}
+
+/// Seconds since the Unix epoch.
+pub fn unix_s() -> u64 {
+    tidegate::clock::unix_s()
 }
 
 /// `len` bytes that look random and are the same every time.
