@@ -3,7 +3,8 @@
 use http::header::FORWARDED;
 use http::{HeaderMap, HeaderName};
 use ipnet::IpNet;
-use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::borrow::Cow;
+use std::net::{IpAddr, Ipv6Addr};
 
 /// Whom to believe, and how coarse an identity an address is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,72 +33,157 @@ impl Settings {
     }
 }
 
+/// Elements that are looked at: a request that came through more proxies came through none of ours.
+const MOST_HOPS: usize = 100;
+
 impl Client {
     /// Finds the client behind `peer`: walking from the right, the first address that we do not trust.
-    /// What stands left of it, or of something unreadable, is hearsay.
+    /// What stands left of it, or of something unreadable, is hearsay: then the last hop that was read counts.
+    /// Empty elements are none (RFC 9110, 5.6.1.2).
     pub fn identify(peer: IpAddr, headers: &HeaderMap, settings: &Settings) -> Self {
         let peer = peer.to_canonical();
         if !settings.trusts(peer) {
             return Self { ip: peer, peer_trusted: false };
         }
+        let is_forwarded = settings.ip_header == FORWARDED;
+        let lines = headers.get_all(&settings.ip_header).iter().rev();
         let mut ip = peer;
-        'lines: for line in headers.get_all(&settings.ip_header).iter().rev() {
-            let Ok(line) = line.to_str() else { break };
-            for element in elements(line, ',') {
-                let text =
-                    if settings.ip_header == FORWARDED { forwarded_for(element) } else { Some(element) };
-                let Some(hop) = text.and_then(parse_address) else { break 'lines };
-                ip = hop;
-                if !settings.trusts(ip) {
-                    break 'lines;
-                }
+        for element in lines.flat_map(|line| elements(line.as_bytes(), b',')).take(MOST_HOPS) {
+            let element = element.trim_ascii();
+            if element.is_empty() {
+                continue;
+            }
+            // One element at a time: what a stranger wrote into a line must not spoil what a proxy appended to it.
+            let hop = if is_forwarded { forwarded_for(element) } else { listed(element) };
+            let Some(hop) = hop else { break };
+            ip = hop;
+            if !settings.trusts(ip) {
+                break;
             }
         }
         Self { ip, peer_trusted: true }
     }
 }
 
-/// The `for` of one element of `Forwarded` (RFC 7239 §4).
-fn forwarded_for(element: &str) -> Option<&str> {
-    elements(element, ';').find_map(|pair| {
-        let (name, value) = pair.trim().split_once('=')?;
-        name.trim().eq_ignore_ascii_case("for").then(|| value.trim())
-    })
+/// An element of `X-Forwarded-For`, for which there is no grammar: an address, IPv6 perhaps in brackets, perhaps with a
+/// port, perhaps all of it in double quotes.
+fn listed(element: &[u8]) -> Option<IpAddr> {
+    let text = str::from_utf8(element).ok()?;
+    let text = text.strip_prefix('"').and_then(|text| text.strip_suffix('"')).unwrap_or(text);
+    match without_zone(text).parse::<Ipv6Addr>() {
+        Ok(ip) => Some(IpAddr::V6(ip).to_canonical()),
+        Err(_) => node(text),
+    }
 }
 
-/// `a`, `a:port`, `[v6]`, `[v6]:port`, bare v6, each perhaps in double quotes.
-fn parse_address(text: &str) -> Option<IpAddr> {
-    let text = text.trim();
-    let text = text.strip_prefix('"').and_then(|text| text.strip_suffix('"')).unwrap_or(text);
-    let ip = text
-        .parse::<IpAddr>()
-        .or_else(|_| text.parse::<SocketAddr>().map(|address| address.ip()))
-        .ok()
-        .or_else(|| text.strip_prefix('[')?.strip_suffix(']')?.parse::<Ipv6Addr>().ok().map(IpAddr::V6))?;
-    Some(ip.to_canonical())
+/// The `for` of one element of `Forwarded`: pairs in any order, names in any case, none twice (RFC 7239, 4).
+/// `unknown` and names that hide somebody (6.2, 6.3) are no addresses.
+fn forwarded_for(element: &[u8]) -> Option<IpAddr> {
+    let mut found = None;
+    for pair in elements(element, b';').map(<[u8]>::trim_ascii).filter(|pair| !pair.is_empty()) {
+        let (name, value) = str::from_utf8(pair).ok()?.split_once('=')?;
+        if name.eq_ignore_ascii_case("for") && found.replace(unquoted(value)?).is_some() {
+            return None;
+        }
+    }
+    node(&found?)
+}
+
+/// A value without its quotes and escapes (RFC 9110, 5.6.4). Unquoted ones may hold what should be quoted: an address
+/// with a port is often seen so.
+fn unquoted(value: &str) -> Option<Cow<'_, str>> {
+    let Some(rest) = value.strip_prefix('"') else {
+        return (!value.contains(['"', '\\'])).then_some(Cow::Borrowed(value));
+    };
+    let inner = rest.strip_suffix('"')?;
+    if !inner.contains(['"', '\\']) {
+        return Some(Cow::Borrowed(inner));
+    }
+    let (mut text, mut signs) = (String::with_capacity(inner.len()), inner.chars());
+    while let Some(sign) = signs.next() {
+        text.push(match sign {
+            '\\' => signs.next()?,
+            '"' => return None,
+            plain => plain,
+        });
+    }
+    Some(Cow::Owned(text))
+}
+
+/// `a`, `a:port`, `[v6]`, `[v6]:port` (RFC 7239, 6): IPv6 only in brackets, as its last group and a port look alike.
+fn node(text: &str) -> Option<IpAddr> {
+    let (ip, rest) = match text.strip_prefix('[') {
+        Some(rest) => {
+            let (ip, rest) = rest.split_once(']')?;
+            (IpAddr::V6(without_zone(ip).parse().ok()?), rest)
+        }
+        None => {
+            let end = text.find(':').unwrap_or(text.len());
+            let (ip, rest) = text.split_at_checked(end)?;
+            // Octal, or a slip? Rust's parser takes no leading zeros.
+            (IpAddr::V4(ip.parse().ok()?), rest)
+        }
+    };
+    let is_port = match rest.strip_prefix(':') {
+        Some(hidden) if hidden.starts_with('_') => {
+            hidden.len() > 1 && hidden.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
+        }
+        Some(digits) => {
+            digits.len() <= 5 && digits.bytes().all(|b| b.is_ascii_digit()) && digits.parse::<u16>().is_ok()
+        }
+        None => rest.is_empty(),
+    };
+    is_port.then(|| ip.to_canonical())
+}
+
+/// An address is the same whichever of our neighbour's interfaces it was seen on (RFC 6874).
+fn without_zone(text: &str) -> &str {
+    match text.split_once('%') {
+        Some((ip, zone)) if !zone.is_empty() && zone.bytes().all(|b| b.is_ascii_graphic()) => ip,
+        _ => text,
+    }
 }
 
 /// What stands between separators outside of double quotes, from the right: a quote that a stranger
 /// left open on the left cannot swallow what a trusted proxy appended.
-fn elements(text: &str, separator: char) -> impl Iterator<Item = &str> {
-    let mut quoted = false;
-    text.rsplit(move |c| {
-        quoted ^= c == '"';
-        c == separator && !quoted
+fn elements(text: &[u8], separator: u8) -> impl Iterator<Item = &[u8]> {
+    let mut rest = Some(text);
+    std::iter::from_fn(move || {
+        let text = rest?;
+        let mut quoted = false;
+        for (at, byte) in text.iter().enumerate().rev() {
+            quoted ^= *byte == b'"' && !is_escaped(text, at);
+            if *byte == separator && !quoted {
+                rest = text.get(..at);
+                return text.get(at + 1..);
+            }
+        }
+        rest = None;
+        Some(text)
     })
+}
+
+/// Whether an odd number of backslashes stands before a place.
+fn is_escaped(text: &[u8], at: usize) -> bool {
+    let before = text.get(..at).unwrap_or_default();
+    before.iter().rev().take_while(|byte| **byte == b'\\').count() % 2 == 1
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn client(header: &str, lines: &[&str], peer: &str) -> String {
-        let settings = Settings {
+    fn settings(header: &str) -> Settings {
+        Settings {
             trusted_proxies: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/8".parse().unwrap()],
             ip_header: header.parse().unwrap(),
             ipv4_prefix: 32,
             ipv6_prefix: 64,
-        };
+        }
+    }
+
+    fn client(header: &str, lines: &[&str], peer: &str) -> String {
+        let settings = settings(header);
         let mut headers = HeaderMap::new();
         for line in lines {
             headers.append(&settings.ip_header, line.parse().unwrap());
@@ -117,26 +203,114 @@ mod tests {
         assert_eq!(client(xff, &["10.0.0.5"], "10.0.0.1"), "10.0.0.5");
     }
 
+    /// All that may stand in a header, from a proxy at 10.0.0.1, and who the client is then.
     #[test]
-    fn what_is_left_of_something_unreadable_is_hearsay() {
-        let xff = "x-forwarded-for";
-        assert_eq!(client(xff, &["1.1.1.1, unknown"], "10.0.0.1"), "10.0.0.1");
-        assert_eq!(client(xff, &["1.1.1.1, "], "10.0.0.1"), "10.0.0.1");
-        assert_eq!(client(xff, &["1.1.1.1, x, 10.0.0.2"], "10.0.0.1"), "10.0.0.2");
-        assert_eq!(client("forwarded", &["for=1.1.1.1, for=_hidden"], "10.0.0.1"), "10.0.0.1");
+    fn addresses_are_read_in_all_their_written_forms() {
+        let nobody = "10.0.0.1";
+        let table: [(&str, &[&str], &str); 72] = [
+            // Forms of an address, where there is no grammar.
+            ("x-forwarded-for", &["1.1.1.1:443"], "1.1.1.1"),
+            ("x-forwarded-for", &["\"1.1.1.1:443\""], "1.1.1.1"),
+            ("x-forwarded-for", &["[2001:db8::1]:443"], "2001:db8::1"),
+            ("x-forwarded-for", &["[2001:DB8:0:0::0001]"], "2001:db8::1"),
+            ("x-forwarded-for", &["2001:db8::1"], "2001:db8::1"),
+            ("x-forwarded-for", &["\"2001:db8::1\""], "2001:db8::1"),
+            ("x-forwarded-for", &["::ffff:1.1.1.1"], "1.1.1.1"),
+            ("x-forwarded-for", &["[::ffff:101:101]:80"], "1.1.1.1"),
+            ("x-forwarded-for", &["1.1.1.1, ::ffff:10.0.0.9"], "1.1.1.1"),
+            ("x-forwarded-for", &["fe80::1%eth0"], "fe80::1"),
+            ("x-forwarded-for", &["[fe80::1%25eth0]:80"], "fe80::1"),
+            ("x-forwarded-for", &["\t 1.1.1.1\t,10.0.0.2 "], "1.1.1.1"),
+            // What is no address hides whoever stands behind it.
+            ("x-forwarded-for", &["1.1.1.1, unknown"], nobody),
+            ("x-forwarded-for", &["1.1.1.1, x, 10.0.0.2"], "10.0.0.2"),
+            ("x-forwarded-for", &["1.1.1.1", "x, 10.0.0.2"], "10.0.0.2"),
+            ("x-forwarded-for", &["01.1.1.1"], nobody),
+            ("x-forwarded-for", &["1.1.1.010"], nobody),
+            ("x-forwarded-for", &["1.1.1"], nobody),
+            ("x-forwarded-for", &["0x1.1.1.1"], nobody),
+            ("x-forwarded-for", &["16843009"], nobody),
+            ("x-forwarded-for", &["256.1.1.1"], nobody),
+            ("x-forwarded-for", &["1.1.1.1:"], nobody),
+            ("x-forwarded-for", &["1.1.1.1:65536"], nobody),
+            ("x-forwarded-for", &["1.1.1.1:+80"], nobody),
+            ("x-forwarded-for", &["1.1.1.1:000080"], nobody),
+            ("x-forwarded-for", &["1.1.1.1 2.2.2.2"], nobody),
+            ("x-forwarded-for", &["1.1.1.1/32"], nobody),
+            ("x-forwarded-for", &["[1.1.1.1]"], nobody),
+            ("x-forwarded-for", &["[2001:db8::1"], nobody),
+            ("x-forwarded-for", &["[2001:db8::1]x"], nobody),
+            ("x-forwarded-for", &["2001:db8:::1"], nobody),
+            ("x-forwarded-for", &["fe80::1%"], nobody),
+            ("x-forwarded-for", &["unix:"], nobody),
+            ("x-forwarded-for", &["localhost"], nobody),
+            // Lists: several lines are one, and empty elements are none.
+            ("x-forwarded-for", &["6.6.6.6", "1.1.1.1, 10.0.0.2"], "1.1.1.1"),
+            ("x-forwarded-for", &["1.1.1.1,"], "1.1.1.1"),
+            ("x-forwarded-for", &["1.1.1.1, , ,10.0.0.2,\t"], "1.1.1.1"),
+            ("x-forwarded-for", &["1.1.1.1", ""], "1.1.1.1"),
+            ("x-forwarded-for", &[""], nobody),
+            ("x-forwarded-for", &[" , ,"], nobody),
+            ("x-forwarded-for", &["\"6.6.6.6, 1.1.1.1"], "1.1.1.1"),
+            // Forwarded.
+            ("forwarded", &["for=1.1.1.1"], "1.1.1.1"),
+            ("forwarded", &["For=\"1.1.1.1\""], "1.1.1.1"),
+            ("forwarded", &["FOR=\"1.1.1.1:4711\""], "1.1.1.1"),
+            ("forwarded", &["for=1.1.1.1:4711"], "1.1.1.1"),
+            ("forwarded", &["for=\"1.1.1.1:_port.1-x\""], "1.1.1.1"),
+            ("forwarded", &["for=\"[2001:db8::1]\""], "2001:db8::1"),
+            ("forwarded", &["for=\"[2001:db8::1]:4711\""], "2001:db8::1"),
+            ("forwarded", &["for=[2001:db8::1]"], "2001:db8::1"),
+            ("forwarded", &["for=\"\\1.\\1.1.1\""], "1.1.1.1"),
+            ("forwarded", &["proto=https;by=_x;host=\"a:1\";for=1.1.1.1"], "1.1.1.1"),
+            ("forwarded", &["for=1.1.1.1; proto=http ;; by=x;"], "1.1.1.1"),
+            ("forwarded", &["for=6.6.6.6, for=1.1.1.1, for=10.0.0.2"], "1.1.1.1"),
+            ("forwarded", &["for=6.6.6.6", "for=1.1.1.1,,for=10.0.0.2,"], "1.1.1.1"),
+            (
+                "forwarded",
+                &[r#"for=6.6.6.6;by=x, For="[2001:db8::1]:47";proto=http;host="a,b;c""#],
+                "2001:db8::1",
+            ),
+            ("forwarded", &[r#"for=1.1.1.1;host="a\",for=6.6.6.6""#], "1.1.1.1"),
+            ("forwarded", &[r#"for=1.1.1.1;host="a\\", for=10.0.0.2"#], "1.1.1.1"),
+            ("forwarded", &[r#"for="6.6.6.6, for=1.1.1.1"#], "1.1.1.1"),
+            ("forwarded", &["for=6.6.6.6, for=unknown"], nobody),
+            ("forwarded", &["for=6.6.6.6, for=_hidden"], nobody),
+            ("forwarded", &["for=6.6.6.6, for=\"_hidden:80\""], nobody),
+            ("forwarded", &["for=6.6.6.6, proto=https"], nobody),
+            ("forwarded", &["for=6.6.6.6;for=1.1.1.1"], nobody),
+            ("forwarded", &["for = 1.1.1.1"], nobody),
+            ("forwarded", &["for=\"2001:db8::1\""], nobody),
+            ("forwarded", &["for=\"1.1.1.1"], nobody),
+            ("forwarded", &["for=1.1.1.1\""], nobody),
+            ("forwarded", &["for=\"1.1\"1.1"], nobody),
+            ("forwarded", &["for=1.1.1.1;proto"], nobody),
+            ("forwarded", &["1.1.1.1"], nobody),
+            // Other names hold one address, or a list of them.
+            ("x-real-ip", &["1.1.1.1"], "1.1.1.1"),
+            ("cf-connecting-ip", &["2001:db8::1"], "2001:db8::1"),
+        ];
+        for (header, lines, expected) in table {
+            assert_eq!(client(header, lines, "10.0.0.1"), expected, "{header}: {lines:?}");
+        }
+        assert_eq!(client("x-forwarded-for", &["2001:db8::1"], "fd00::1"), "2001:db8::1");
+        assert_eq!(client("x-forwarded-for", &["1.1.1.1"], "::ffff:10.0.0.1"), "1.1.1.1");
     }
 
     #[test]
-    fn addresses_are_read_in_all_their_written_forms() {
-        let xff = "x-forwarded-for";
-        assert_eq!(client(xff, &["1.1.1.1:443"], "10.0.0.1"), "1.1.1.1");
-        assert_eq!(client(xff, &["[2001:db8::1]:443"], "10.0.0.1"), "2001:db8::1");
-        assert_eq!(client(xff, &["[2001:db8::1]"], "10.0.0.1"), "2001:db8::1");
-        assert_eq!(client(xff, &["2001:db8::1"], "fd00::1"), "2001:db8::1");
-        assert_eq!(client(xff, &["::ffff:1.1.1.1"], "::ffff:10.0.0.1"), "1.1.1.1");
-        let forwarded = r#"for=6.6.6.6;by=x, For="[2001:db8::1]:47";proto=http;host="a,b;c""#;
-        assert_eq!(client("forwarded", &[forwarded], "10.0.0.1"), "2001:db8::1");
-        assert_eq!(client("x-real-ip", &["1.1.1.1"], "10.0.0.1"), "1.1.1.1");
-        assert_eq!(client("forwarded", &[r#"for="6.6.6.6, for=1.1.1.1"#], "10.0.0.1"), "1.1.1.1");
+    fn what_a_stranger_wrote_does_not_spoil_what_a_proxy_appended() {
+        let settings = settings("x-forwarded-for");
+        let mut headers = HeaderMap::new();
+        let line = http::HeaderValue::from_bytes(b"\xff\xfe, 1.1.1.1, 10.0.0.2").unwrap();
+        headers.append(&settings.ip_header, line);
+        let client = Client::identify("10.0.0.1".parse().unwrap(), &headers, &settings);
+        assert_eq!(client.ip.to_string(), "1.1.1.1");
+    }
+
+    #[test]
+    fn so_many_hops_are_looked_at_and_no_more() {
+        let hops = |count: usize| format!("1.1.1.1{}", ", 10.0.0.2".repeat(count));
+        assert_eq!(client("x-forwarded-for", &[&hops(MOST_HOPS - 1)], "10.0.0.1"), "1.1.1.1");
+        assert_eq!(client("x-forwarded-for", &[&hops(MOST_HOPS)], "10.0.0.1"), "10.0.0.2");
     }
 }

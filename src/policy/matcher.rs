@@ -142,6 +142,11 @@ impl Matcher {
         names
     }
 
+    /// Whether they ask for the client's address.
+    pub(super) fn asks_for_client(&self) -> bool {
+        !self.client_ips.is_empty() || self.not.as_ref().is_some_and(|not| not.asks_for_client())
+    }
+
     /// The claims that these conditions ask for.
     pub(super) fn claim_names(&self) -> Vec<ClaimName> {
         let mut names: Vec<_> = self.claims.iter().map(|claim| claim.name.clone()).collect();

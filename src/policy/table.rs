@@ -18,7 +18,7 @@ pub struct PolicyTable {
     policies: Vec<Policy>,
     index: Index,
     headers: HashSet<HeaderName>,
-    keys_by_client: bool,
+    asks_for_client: bool,
     tokens: Option<Arc<jwt::Reader>>,
 }
 
@@ -45,8 +45,8 @@ impl PolicyTable {
         let index = Index::of(&policies);
         let mut headers: HashSet<HeaderName> = policies.iter().flat_map(headers_read_by).collect();
         headers.insert(client.ip_header.clone());
-        let keys_by_client = policies.iter().any(is_keyed_by_client);
-        Self { path, client, fields, policies, index, headers, keys_by_client, tokens: None }
+        let asks_for_client = policies.iter().any(asks_for_client);
+        Self { path, client, fields, policies, index, headers, asks_for_client, tokens: None }
     }
 
     /// The same table, with tokens believed as `settings` say. Without, no token says anything.
@@ -85,10 +85,16 @@ impl PolicyTable {
             .collect()
     }
 
-    /// Whether a request tells of a client behind its peer, but the peer is not trusted, while clients have
-    /// quotas of their own: behind an ingress, everybody would share the ingress's quota.
+    /// Whether a request tells of a client behind its peer, but the peer is not trusted, while a policy tells
+    /// clients apart: behind an ingress, everybody would share the ingress's quota.
     pub fn overhears(&self, client: &client::Client, headers: &http::HeaderMap) -> bool {
-        self.keys_by_client && !client.peer_trusted && headers.contains_key(&self.client.ip_header)
+        let tells = |name: &HeaderName| headers.contains_key(name);
+        let is_told = || {
+            tells(&self.client.ip_header)
+                || tells(&http::header::FORWARDED)
+                || headers.contains_key("x-forwarded-for")
+        };
+        self.asks_for_client && !client.peer_trusted && is_told()
     }
 
     /// Whether a header decides anything: it is part of a key, a match or a cost, or names the client.
@@ -112,8 +118,9 @@ impl Policy {
     }
 }
 
-fn is_keyed_by_client(policy: &Policy) -> bool {
+fn asks_for_client(policy: &Policy) -> bool {
     matches!(&policy.action, Action::Limit(quota) if quota.key.parts().contains(&KeyPart::ClientIp))
+        || policy.matcher.asks_for_client()
 }
 
 fn headers_read_by(policy: &Policy) -> Vec<HeaderName> {

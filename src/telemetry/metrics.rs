@@ -301,7 +301,7 @@ impl Metrics {
         page.family(
             Kind::Counter,
             "tidegate_untrusted_forwarding",
-            "Requests with a forwarding header from a peer outside client.trusted_proxies, while a policy keys by client_ip.",
+            "Requests with a forwarding header from a peer outside client.trusted_proxies, while a policy asks for the client's address.",
         )
         .sample(&[], self.untrusted_forwarding());
         page.family(
