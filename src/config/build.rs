@@ -8,7 +8,7 @@ use super::{Config, FileSet, StoreSettings, Written, matches, redis, values};
 use crate::admin::{AdminSettings, Token};
 use crate::limiter::Algorithm;
 use crate::policy::path::EscapedSlashes;
-use crate::policy::{Fields, MissingKey, OnStoreFailure, PolicyTable, client, jwt, path};
+use crate::policy::{Cors, Fields, MissingKey, OnStoreFailure, PolicyTable, client, jwt, path};
 use crate::proxy::{ListenSettings, ShutdownSettings, UpstreamSettings};
 use crate::store::MemorySettings;
 use crate::store::redis::Topology;
@@ -39,7 +39,8 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
     let shutdown = shutdown(&top.table("shutdown"));
     let admin = admin(input, &top.table("admin"));
     let log = log(&top.table("log"));
-    let fields = fields(&top.table("response"));
+    let response = top.table("response");
+    let (fields, cors) = (fields(&response), cors(&response.table("cors")));
     let is_cluster = |store: &StoreSettings| match store {
         StoreSettings::Redis(redis) => redis.topology == Topology::Cluster,
         StoreSettings::Memory(_) => false,
@@ -61,7 +62,7 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
     };
     let sources = std::iter::once(top).chain(included);
     let (policies, words) = policies::all(sources.flat_map(|source| source.tables("policy")), &scope);
-    let table = PolicyTable::new(policies, scope.path, scope.client, fields?);
+    let table = PolicyTable::new(policies, scope.path, scope.client, fields?).with_cors(cors);
     let table = match tokens {
         Some(tokens) => table.with_tokens(tokens),
         None => table,
@@ -241,6 +242,14 @@ fn fields(at: &Cursor<'_>) -> Option<Fields> {
     let (standard, legacy) = at.word("headers", &kinds)?;
     let legacy_reset_epoch = at.word("legacy_reset", &[("delta", false), ("epoch", true)])?;
     Some(Fields { standard, legacy, legacy_reset_epoch })
+}
+
+fn cors(at: &Cursor<'_>) -> Cors {
+    let cors = Cors::new(at.list("allow_origins", Cors::origin));
+    if cors.is_any() && at.items("allow_origins").len() > 1 {
+        at.fail("allow_origins", "\"*\" is any origin; expected nothing beside it");
+    }
+    cors
 }
 
 fn store(input: &Input, at: &Cursor<'_>) -> Option<StoreSettings> {

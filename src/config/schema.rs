@@ -471,7 +471,14 @@ const ALGORITHM: Kind =
     Word(&["sliding_log", "sliding_window", "fixed_window", "token_bucket", "leaky_bucket", "concurrency"]);
 const MISSING_KEY: Kind = Word(&["shared", "skip", "reject"]);
 
-static RESPONSE: [Key; 2] = [
+static RESPONSE_CORS: [Key; 1] = [key(
+    "allow_origins",
+    Texts("origins such as \"https://app.example.com\", or \"*\""),
+    Default(""),
+    "Whose scripts may read tidegate's own answers in a browser, such as a 429 and its Retry-After. What your app answers stays as it is.",
+)];
+
+static RESPONSE: [Key; 3] = [
     key(
         "headers",
         Word(&["standard", "legacy", "both", "none"]),
@@ -484,6 +491,7 @@ static RESPONSE: [Key; 2] = [
         Default("delta"),
         "X-RateLimit-Reset: seconds from now, or since 1970.",
     ),
+    key("cors", Table(&RESPONSE_CORS), Optional, "Whose scripts may read answers in a browser."),
 ];
 
 static SHUTDOWN: [Key; 2] = [

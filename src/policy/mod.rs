@@ -4,6 +4,7 @@
 //! works on borrowed [`Facts`], so that `check`, tests and fuzzing need no server.
 
 pub mod client;
+mod cors;
 mod cost;
 mod facts;
 pub mod jwt;
@@ -14,6 +15,7 @@ mod pattern;
 mod quota;
 mod table;
 
+pub use cors::Cors;
 pub use cost::{Actual, Cost, EstimateCost, HeaderCost, Pointer, Token, whole};
 pub use facts::Facts;
 pub use key::{KeyFault, KeyPart, KeyTemplate, KeyValues, MissingKey};

@@ -1,7 +1,8 @@
 //! The compiled policies: built once, never changed, swapped as a whole.
 
 use super::{
-    Action, Cost, Facts, HostPattern, KeyPart, Matcher, Policy, Unmet, client, jwt, path, pattern::PathIndex,
+    Action, Cors, Cost, Facts, HostPattern, KeyPart, Matcher, Policy, Unmet, client, jwt, path,
+    pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
 use http::HeaderName;
@@ -14,6 +15,8 @@ pub struct PolicyTable {
     pub path: path::Settings,
     pub client: client::Settings,
     pub fields: Fields,
+    /// Nobody, unless said otherwise.
+    pub cors: Cors,
     /// In the order in which they apply.
     policies: Vec<Policy>,
     index: Index,
@@ -46,7 +49,17 @@ impl PolicyTable {
         let mut headers: HashSet<HeaderName> = policies.iter().flat_map(headers_read_by).collect();
         headers.insert(client.ip_header.clone());
         let asks_for_client = policies.iter().any(asks_for_client);
-        Self { path, client, fields, policies, index, headers, asks_for_client, tokens: None }
+        Self {
+            path,
+            client,
+            fields,
+            cors: Cors::default(),
+            policies,
+            index,
+            headers,
+            asks_for_client,
+            tokens: None,
+        }
     }
 
     /// The same table, with tokens believed as `settings` say. Without, no token says anything.
@@ -62,6 +75,13 @@ impl PolicyTable {
             self.headers.insert(settings.header.clone());
             self.tokens = Some(Arc::new(jwt::Reader::new(settings, claims)));
         }
+        self
+    }
+
+    /// The same table, with answers of ours that scripts of these origins may read.
+    #[must_use]
+    pub fn with_cors(mut self, cors: Cors) -> Self {
+        self.cors = cors;
         self
     }
 

@@ -7,7 +7,7 @@ use super::fields;
 use super::gate::GateFault;
 use super::inbound::InboundFault;
 use crate::enforcer::{Limited, Outcome, Retry, Verdict};
-use crate::policy::{Fields, Reject};
+use crate::policy::{Cors, Fields, Reject};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header, request};
 
@@ -21,10 +21,20 @@ const REDUCED_CAPACITY: &str = "https://iana.org/assignments/http-problem-types#
 
 /// How a client wants to be answered. Read it before the request is given away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Style {
+pub(super) struct Style<'t> {
     format: Format,
     head: bool,
     version: Version,
+    cors: Reader<'t>,
+}
+
+/// The script in a browser that may want to read an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reader<'t> {
+    /// Nobody set up which may: no answer speaks of it.
+    Unknown,
+    Refused,
+    Allowed(&'t HeaderValue),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,9 +70,9 @@ pub(super) enum Local {
     TooManyHeaders,
 }
 
-impl Style {
+impl<'t> Style<'t> {
     /// Reads a request's head as it came, before the gate.
-    pub(super) fn of(parts: &request::Parts) -> Self {
+    pub(super) fn of(parts: &request::Parts, cors: &'t Cors) -> Self {
         let grpc = parts
             .headers
             .get(header::CONTENT_TYPE)
@@ -72,12 +82,17 @@ impl Style {
             false if prefers_text(&parts.headers) => Format::Text,
             false => Format::Json,
         };
-        Self { format, head: parts.method == Method::HEAD, version: parts.version }
+        let cors = match cors.allowed(&parts.headers) {
+            _ if cors.is_empty() => Reader::Unknown,
+            Some(origin) => Reader::Allowed(origin),
+            None => Reader::Refused,
+        };
+        Self { format, head: parts.method == Method::HEAD, version: parts.version, cors }
     }
 }
 
 /// The answer to a request that a verdict refuses, rate-limit fields included; `None` if it is to be forwarded.
-pub(super) fn refusal(verdict: &Verdict<'_>, shown: Fields, style: Style) -> Option<Response<Bytes>> {
+pub(super) fn refusal(verdict: &Verdict<'_>, shown: Fields, style: Style<'_>) -> Option<Response<Bytes>> {
     let mut response = match &verdict.outcome {
         Outcome::Forward => return None,
         Outcome::Limited(limited) => limited_reply(limited, style),
@@ -114,7 +129,7 @@ pub(super) fn refusal(verdict: &Verdict<'_>, shown: Fields, style: Style) -> Opt
 }
 
 /// The answer to a request that is refused before any policy sees it. The connection closes after it.
-pub(super) fn inbound_fault(fault: InboundFault, style: Style) -> Response<Bytes> {
+pub(super) fn inbound_fault(fault: InboundFault, style: Style<'_>) -> Response<Bytes> {
     let status = match fault {
         InboundFault::Gate(fault) => fault.status(),
         InboundFault::Path(_) | InboundFault::TokenRepeated => StatusCode::BAD_REQUEST,
@@ -130,7 +145,7 @@ pub(super) fn inbound_fault(fault: InboundFault, style: Style) -> Response<Bytes
 }
 
 /// The answer when forwarding failed.
-pub(super) fn local(what: Local, style: Style) -> Response<Bytes> {
+pub(super) fn local(what: Local, style: Style<'_>) -> Response<Bytes> {
     let (status, error, detail) = what.told();
     let mut problem = Problem::new(status, error, detail.to_owned());
     if what == Local::QueueFull {
@@ -201,7 +216,7 @@ impl Local {
     }
 }
 
-fn limited_reply(limited: &Limited<'_>, style: Style) -> Response<Bytes> {
+fn limited_reply(limited: &Limited<'_>, style: Style<'_>) -> Response<Bytes> {
     let policy = limited.policy;
     let detail = match (limited.retry, limited.retry.header_s()) {
         (Retry::Unknown, _) => {
@@ -227,6 +242,27 @@ fn limited_reply(limited: &Limited<'_>, style: Style) -> Response<Bytes> {
         response.headers_mut().remove(header::RETRY_AFTER);
     }
     response
+}
+
+impl Reader<'_> {
+    fn write(self, headers: &mut HeaderMap) {
+        const EXPOSED: HeaderValue = HeaderValue::from_static(
+            "Retry-After, RateLimit, RateLimit-Policy, X-RateLimit-Limit, X-RateLimit-Remaining, X-RateLimit-Reset, \
+             Proxy-Status, Grpc-Status, Grpc-Message",
+        );
+        // An owner who says it in a policy's own headers knows better.
+        if self == Self::Unknown || headers.contains_key(header::ACCESS_CONTROL_ALLOW_ORIGIN) {
+            return;
+        }
+        headers.append(header::VARY, HeaderValue::from_static("Origin"));
+        let Self::Allowed(origin) = self else { return };
+        headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin.clone());
+        headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, EXPOSED);
+        if origin != "*" {
+            // Scripts that send cookies could not read the answer otherwise; with "*" browsers forbid it.
+            headers.insert(header::ACCESS_CONTROL_ALLOW_CREDENTIALS, HeaderValue::from_static("true"));
+        }
+    }
 }
 
 struct Problem<'a> {
@@ -257,12 +293,12 @@ impl<'a> Problem<'a> {
         }
     }
 
-    fn reply(&self, style: Style) -> Response<Bytes> {
+    fn reply(&self, style: Style<'_>) -> Response<Bytes> {
         self.reply_with(None, style)
     }
 
     /// Makes the response, in the policy owner's words if there are any.
-    fn reply_with(&self, reject: Option<&Reject>, style: Style) -> Response<Bytes> {
+    fn reply_with(&self, reject: Option<&Reject>, style: Style<'_>) -> Response<Bytes> {
         let mut response = match (style.format, reject) {
             (Format::Grpc, _) => self.grpc(),
             (_, Some(reject)) => {
@@ -289,6 +325,7 @@ impl<'a> Problem<'a> {
         if let Ok(status) = HeaderValue::try_from(format!("tidegate; error={}", self.error)) {
             headers.insert(&PROXY_STATUS, status);
         }
+        style.cors.write(headers);
         response
     }
 
@@ -334,7 +371,7 @@ impl<'a> Problem<'a> {
     }
 }
 
-fn with_body(status: StatusCode, kind: HeaderValue, body: Bytes, style: Style) -> Response<Bytes> {
+fn with_body(status: StatusCode, kind: HeaderValue, body: Bytes, style: Style<'_>) -> Response<Bytes> {
     let mut response = Response::new(Bytes::new());
     *response.status_mut() = status;
     let may_have_body = !matches!(status, StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED);
@@ -351,7 +388,7 @@ fn with_body(status: StatusCode, kind: HeaderValue, body: Bytes, style: Style) -
 }
 
 /// HTTP/2 has no `Connection`; there the stream ends and the connection may live.
-fn close(response: &mut Response<Bytes>, style: Style) {
+fn close(response: &mut Response<Bytes>, style: Style<'_>) {
     if style.version != Version::HTTP_2 {
         response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     }

@@ -52,10 +52,10 @@ impl Service {
     async fn answer(&self, request: Request<RequestBody>, peer: &Peer) -> Response<ResponseBody> {
         let arrived = Instant::now();
         let (mut parts, body) = request.into_parts();
-        let style = Style::of(&parts);
         let version_in = parts.version;
         let rules = self.enforcer.rules();
         let table = &*rules.table;
+        let style = Style::of(&parts, &table.cors);
 
         // 1. Only what front and back read alike gets further.
         if has_more_headers(&parts.headers, self.max_headers) {
@@ -144,7 +144,7 @@ impl Service {
         &self,
         error: &UpstreamError,
         estimates: Vec<Estimate>,
-        style: Style,
+        style: Style<'_>,
     ) -> Response<ResponseBody> {
         if error.kind.is_unsent() {
             estimates.into_iter().for_each(|estimate| estimate.settle(0));
@@ -175,7 +175,7 @@ impl Service {
         estimates: Vec<Estimate>,
         version_in: http::Version,
         wanted: Option<&Wanted>,
-        style: Style,
+        style: Style<'_>,
     ) -> Response<ResponseBody> {
         let (mut parts, mut body) = response.into_parts();
         match headers::forward_response(&mut parts, version_in, wanted) {
@@ -302,7 +302,7 @@ struct Asked {
 }
 
 /// The answer when the upstream gave none.
-fn failed(error: &UpstreamError, style: Style) -> Response<ResponseBody> {
+fn failed(error: &UpstreamError, style: Style<'_>) -> Response<ResponseBody> {
     use UpstreamErrorKind as Kind;
     let what = match error.kind {
         Kind::ConnectRefused | Kind::ConnectFailed => Local::ConnectRefused,

@@ -27,6 +27,7 @@ mod amends;
 mod bounds;
 mod cluster;
 mod concurrency;
+mod cors;
 mod failover;
 mod footprint;
 mod gate;

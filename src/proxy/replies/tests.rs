@@ -6,20 +6,22 @@ use serde_json::{Value, json};
 use smallvec::{SmallVec, smallvec};
 use std::time::Duration;
 
-const JSON: Style = Style { format: Format::Json, head: false, version: Version::HTTP_11 };
-const TEXT: Style = Style { format: Format::Text, ..JSON };
-const GRPC: Style = Style { format: Format::Grpc, ..JSON };
+const JSON: Style<'_> =
+    Style { format: Format::Json, head: false, version: Version::HTTP_11, cors: Reader::Unknown };
+const TEXT: Style<'_> = Style { format: Format::Text, ..JSON };
+const GRPC: Style<'_> = Style { format: Format::Grpc, ..JSON };
 const BOTH: Fields = Fields { standard: true, legacy: true, legacy_reset_epoch: false };
 
-fn style(fields: &[(&str, &str)]) -> Style {
+fn style(fields: &[(&str, &str)]) -> Style<'static> {
+    static NOBODY: std::sync::LazyLock<Cors> = std::sync::LazyLock::new(Cors::default);
     let mut builder = http::Request::get("/");
     for (name, value) in fields {
         builder = builder.header(*name, *value);
     }
-    Style::of(&builder.body(()).unwrap().into_parts().0)
+    Style::of(&builder.body(()).unwrap().into_parts().0, &NOBODY)
 }
 
-fn refused(outcome: Outcome<'_>, style: Style) -> Response<Bytes> {
+fn refused(outcome: Outcome<'_>, style: Style<'_>) -> Response<Bytes> {
     let verdict = Verdict {
         hold: None,
         estimates: Vec::new(),

@@ -1,0 +1,110 @@
+//! Whose scripts may read our own answers in a browser (Fetch standard, "CORS protocol").
+
+use http::{HeaderMap, HeaderValue, header};
+
+/// Origins that may read the answers that we make ourselves; what upstreams answer is theirs to say.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Cors(Vec<HeaderValue>);
+
+impl Cors {
+    /// As [`Cors::origin`] has read them.
+    pub fn new(origins: Vec<HeaderValue>) -> Self {
+        Self(origins)
+    }
+
+    /// Reads `*` or an origin as browsers write it: scheme, host and a port that isn't the scheme's own.
+    ///
+    /// # Errors
+    /// What is wrong, in words that follow "found …;".
+    pub fn origin(text: &str) -> Result<HeaderValue, String> {
+        const EXPECTED: &str =
+            "expected \"*\", or an origin as browsers send it such as \"https://app.example.com\"";
+        let fits = |text: &str, more: &[u8]| {
+            !text.is_empty()
+                && text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || more.contains(&b))
+        };
+        let why = match text.split_once("://") {
+            _ if text == "*" => None,
+            None => Some("a scheme is missing"),
+            Some(_) if text.contains('*') => Some("a wildcard stands alone"),
+            Some(_) if text.ends_with('/') => Some("without a slash at its end"),
+            Some(_) if text.bytes().any(|byte| byte.is_ascii_uppercase()) => Some("in lower case"),
+            Some((scheme, place)) => {
+                let (host, port) = match place.rsplit_once(':') {
+                    Some((host, port)) if !port.ends_with(']') => (host, Some(port)),
+                    _ => (place, None),
+                };
+                let is_own = matches!((scheme, port), ("http", Some("80")) | ("https", Some("443")));
+                let is_port =
+                    port.is_none_or(|port| port.parse::<u16>().is_ok_and(|n| n > 0 && n.to_string() == port));
+                match () {
+                    () if is_own => Some("without the port that is the scheme's own"),
+                    () if fits(scheme, b"+.-") && fits(host, b".-_[]:") && is_port => None,
+                    () => Some("a scheme, a host and perhaps a port, and nothing else"),
+                }
+            }
+        };
+        let value = HeaderValue::from_str(text).map_err(|_invalid| EXPECTED.to_owned());
+        why.map_or(value, |why| Err(format!("{EXPECTED}: {why}")))
+    }
+
+    /// Whether any origin may.
+    pub fn is_any(&self) -> bool {
+        self.0.iter().any(|origin| origin == "*")
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// What to tell a request's origin, if it may read our answer.
+    pub fn allowed(&self, headers: &HeaderMap) -> Option<&HeaderValue> {
+        let asking = headers.get(header::ORIGIN)?;
+        self.0.iter().find(|origin| *origin == asking || *origin == "*")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Cors;
+
+    #[test]
+    fn an_origin_is_written_as_browsers_write_it() {
+        for right in [
+            "*",
+            "https://app.example.com",
+            "http://localhost:3000",
+            "https://a.example:8443",
+            "http://[::1]",
+            "http://[::1]:3000",
+            "capacitor://localhost",
+            "chrome-extension://abcdef",
+            "http://a_b.example",
+        ] {
+            assert_eq!(Cors::origin(right).unwrap(), right);
+        }
+        for (wrong, why) in [
+            ("", "scheme"),
+            ("null", "scheme"),
+            ("app.example.com", "scheme"),
+            ("https://*.example.com", "wildcard"),
+            ("https://a.example/", "slash"),
+            ("https://a.example/x", "nothing else"),
+            ("https://A.example", "lower"),
+            ("https://a.example:443", "own"),
+            ("http://a.example:80", "own"),
+            ("https://a.example:0443", "nothing else"),
+            ("https://a.example:", "nothing else"),
+            ("https://a.example:99999", "nothing else"),
+            ("https://", "slash"),
+            ("https://u@a.example", "nothing else"),
+            ("https://a b", "nothing else"),
+            ("https://a, https://b", "nothing else"),
+            ("https://é.example", "nothing else"),
+            ("https://a.example\r\n", "nothing else"),
+        ] {
+            let error = Cors::origin(wrong).unwrap_err();
+            assert!(error.contains(why), "{wrong}: {error}");
+        }
+    }
+}
