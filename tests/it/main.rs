@@ -31,6 +31,7 @@ mod cors;
 mod failover;
 mod footprint;
 mod gate;
+mod gate_corpus;
 mod identity;
 mod inspect;
 mod leases;

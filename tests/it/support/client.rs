@@ -85,6 +85,29 @@ impl RawClient {
         got.unwrap_or_else(|_| panic!("neither answered nor closed, only {:?}", self.unread()))
     }
 
+    /// Reads HTTP/2 frames until one says what became of stream 1 (HEADERS, RST_STREAM, GOAWAY), or the peer closes;
+    /// `false` if neither happens.
+    pub async fn answered_on_stream_1(&mut self) -> bool {
+        let answered = timeout(SOON, async {
+            loop {
+                while self.buffer.len() >= 9 {
+                    let size = self.buffer[..3].iter().fold(0, |size, byte| size << 8 | usize::from(*byte));
+                    if self.buffer.len() < 9 + size {
+                        break;
+                    }
+                    let frame: Vec<u8> = self.buffer.drain(..9 + size).collect();
+                    if matches!((frame[3], frame[8]), (1 | 3, 1) | (7, _)) {
+                        return;
+                    }
+                }
+                if !self.fill().await {
+                    return;
+                }
+            }
+        });
+        answered.await.is_ok()
+    }
+
     /// Everything until the peer closes.
     pub async fn rest(&mut self) -> Vec<u8> {
         let closed = timeout(SOON, async { while self.fill().await {} }).await;
