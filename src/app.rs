@@ -4,11 +4,15 @@ use crate::admin::{self, View};
 use crate::clock::Clock;
 use crate::config::{Config, Sources, StoreSettings};
 use crate::enforcer::{Enforcer, Live};
-use crate::proxy::{self, Load, Server, Service, SetupError, Stop, Upstream, UpstreamErrorKind};
+use crate::proxy::{
+    self, ListenAddress, Load, ProxyHeaderFault, Server, Service, SetupError, Stop, TlsFault, Upstream,
+    UpstreamErrorKind,
+};
 use crate::reload::{self, Reloader};
 use crate::store::redis::{self, Redis};
 use crate::store::{Leases, Memory, Store};
-use crate::telemetry::metrics::{MemoryUse, Metrics, Observed, Phase};
+use crate::telemetry::metrics::{Kinds, MemoryUse, Metrics, Observed, Phase};
+use crate::tls;
 use parking_lot::Mutex;
 use std::io;
 use std::net::SocketAddr;
@@ -24,7 +28,7 @@ use tokio::sync::watch;
 #[derive(Debug, thiserror::Error)]
 enum AppError {
     #[error("cannot listen on {address}: {cause}")]
-    Listen { address: SocketAddr, cause: io::Error },
+    Listen { address: ListenAddress, cause: io::Error },
     #[error(
         "the admin port cannot listen on {address}: {cause}. Set another {key}, or a free port by \
          \"127.0.0.1:0\" (environment: TIDEGATE_ADMIN__ADDRESS)"
@@ -37,9 +41,9 @@ enum AppError {
 }
 
 /// Where a running proxy is to be found.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Addresses {
-    pub proxy: SocketAddr,
+    pub proxy: ListenAddress,
     pub admin: SocketAddr,
 }
 
@@ -64,14 +68,20 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     for warning in &config.warnings {
         tracing::warn!("{}", warning.line());
     }
-    let server = Server::bind(&config.listen)
-        .map_err(|cause| AppError::Listen { address: config.listen.address, cause })?;
-    let address = server.local_addr()?;
+    let tls = tls::Current::new(config.tls.clone().into());
+    let server = Server::bind(&config.listen, Arc::clone(&tls))
+        .map_err(|cause| AppError::Listen { address: config.listen.address.clone(), cause })?;
+    let address = server.address()?;
     let upstream = proxy::Shared::new(config.upstream.clone(), config.listen.threads)?;
     let stores = Stores::new(&config.store);
-    let metrics = Metrics::new(config.listen.threads, UpstreamErrorKind::NAMES);
+    let kinds = Kinds {
+        upstream_errors: UpstreamErrorKind::NAMES,
+        tls_faults: TlsFault::NAMES,
+        proxy_header_faults: ProxyHeaderFault::NAMES,
+    };
+    let metrics = Metrics::new(config.listen.threads, kinds);
     let live = Live::new(Arc::clone(&config.table), Arc::clone(&metrics));
-    let reloader = Reloader::new(sources, &config, live.clone());
+    let reloader = Reloader::new(sources, &config, live.clone(), Arc::clone(&tls));
     let listening = Arc::new(AtomicBool::new(false));
     let watched = Watched {
         stop: stop.clone(),
@@ -79,6 +89,7 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
         load: server.load(),
         stores: stores.clone(),
         reload: reloader.status(),
+        tls,
     };
     // Before the proxy: who asks why it does not start gets an answer.
     let admin = start_admin(&config, Arc::clone(&metrics), watched).await?;
@@ -91,6 +102,7 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
         StoreSettings::Memory(_) => "memory".to_owned(),
         StoreSettings::Redis(redis) => format!("redis {redis}"),
     };
+    let config_tls = config.tls.is_some();
     let config = Arc::new(config);
     let make_service = move |worker| {
         let (config, stores) = (Arc::clone(&config), stores.clone());
@@ -104,7 +116,8 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     };
     let on_listening = move || {
         listening.store(true, Ordering::Relaxed);
-        tracing::info!(%address, upstream = upstream_url, store, policies, workers, version = env!("CARGO_PKG_VERSION"), "listening");
+        let tls = config_tls;
+        tracing::info!(%address, tls, upstream = upstream_url, store, policies, workers, version = env!("CARGO_PKG_VERSION"), "listening");
         on_listening(Addresses { proxy: address, admin });
     };
     let cut = server.run(make_service, shutdown, stop, on_listening).await?;
@@ -149,6 +162,7 @@ struct Watched {
     load: Load,
     stores: Stores,
     reload: Arc<Mutex<reload::Status>>,
+    tls: tls::Current,
 }
 
 impl Watched {
@@ -176,6 +190,7 @@ impl Watched {
             generation: reload.generation,
             reloads_refused: reload.refused,
             reload_errors: reload.last_error.clone(),
+            certificates: self.tls.load().as_ref().map(|tls| tls.expiries().to_vec()).unwrap_or_default(),
         }
     }
 

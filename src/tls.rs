@@ -1,4 +1,10 @@
-//! TLS towards others: whom we trust, and who we are. One provider for the whole crate.
+//! TLS on both sides: whom we trust, and who we are. One provider for the whole crate.
+
+mod certificate;
+mod server;
+
+pub use certificate::{Certificate, Subject};
+pub use server::{ClientAuth, Current, IdentityError, ServerIdentity, ServerTls};
 
 use std::sync::Arc;
 use tokio_rustls::rustls::crypto::aws_lc_rs;
@@ -68,5 +74,14 @@ pub fn certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, String> 
 /// # Errors
 /// Words that show nothing of the text.
 pub fn private_key(pem: &[u8]) -> Result<PrivateKeyDer<'static>, String> {
-    PrivateKeyDer::from_pem_slice(pem).map_err(|_hidden| "there is no PEM private key in it".to_owned())
+    PrivateKeyDer::from_pem_slice(pem).map_err(|_hidden| {
+        // In both ways of writing it: PKCS #8, and the older one with a field above the key.
+        let is_encrypted = pem.windows(9).any(|part| part == b"ENCRYPTED");
+        let problem = if is_encrypted {
+            "the private key is encrypted; expected one without a passphrase"
+        } else {
+            "there is no PEM private key in it"
+        };
+        problem.to_owned()
+    })
 }

@@ -2,6 +2,7 @@
 
 use crate::app::Addresses;
 use crate::config::{FileSource, Flags, Sources};
+use crate::proxy::ListenAddress;
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::Full;
@@ -38,23 +39,27 @@ pub(super) fn run(listen: String, file: Option<PathBuf>) -> ExitCode {
 
 fn invitation(addresses: Addresses, upstream: SocketAddr) -> String {
     let Addresses { proxy, admin } = addresses;
+    let proxy = match proxy {
+        ListenAddress::Ip(address) => format!("http://{address}"),
+        ListenAddress::Unix(path) => format!("--unix-socket {} http://localhost", path.display()),
+    };
     format!(
         "tidegate demo: everything in this process, nothing else needed.\n\
-         \n  proxy            http://{proxy}\n  sample upstream  http://{upstream}\n\
+         \n  proxy            {proxy}\n  sample upstream  http://{upstream}\n\
          \x20 admin            http://{admin}\n  store            memory\n\
          \nTry, in another terminal:\n\
          \n  # 20 requests per 10 s and client: 200s, then 429\n\
-         \x20 for i in $(seq 25); do curl -s -o /dev/null -w '%{{http_code}} ' http://{proxy}/hello; done; echo\n\
+         \x20 for i in $(seq 25); do curl -s -o /dev/null -w '%{{http_code}} ' {proxy}/hello; done; echo\n\
          \n  # what a refusal says\n\
-         \x20 curl -i http://{proxy}/hello\n\
+         \x20 curl -i {proxy}/hello\n\
          \n  # 5 logins per minute and client\n\
-         \x20 for i in $(seq 7); do curl -s -o /dev/null -w '%{{http_code}} ' -X POST http://{proxy}/api/login; done; echo\n\
+         \x20 for i in $(seq 7); do curl -s -o /dev/null -w '%{{http_code}} ' -X POST {proxy}/api/login; done; echo\n\
          \n  # every user has a quota of his own; acme has more\n\
-         \x20 curl -i -H 'x-user-id: ann' http://{proxy}/api/orders\n\
-         \x20 curl -i -H 'x-user-id: acme' http://{proxy}/api/orders\n\
+         \x20 curl -i -H 'x-user-id: ann' {proxy}/api/orders\n\
+         \x20 curl -i -H 'x-user-id: acme' {proxy}/api/orders\n\
          \n  # denied, and exempt\n\
-         \x20 curl -i http://{proxy}/internal/secret\n\
-         \x20 curl -i http://{proxy}/health\n\
+         \x20 curl -i {proxy}/internal/secret\n\
+         \x20 curl -i {proxy}/health\n\
          \n  # what was counted\n\
          \x20 curl -s http://{admin}/metrics\n\
          \nCtrl-C ends it."

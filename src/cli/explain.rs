@@ -5,6 +5,7 @@ use crate::app::Stores;
 use crate::config::{self, Config, Sources, StoreSettings};
 use crate::enforcer::{self, Explanation, Step};
 use crate::proxy::Inbound;
+use crate::tls::Subject;
 use http::{HeaderName, HeaderValue, Request, Uri, request};
 use std::net::IpAddr;
 
@@ -21,6 +22,12 @@ pub(super) struct Asked {
     /// Who holds the other end of the socket.
     #[arg(long, default_value = "127.0.0.1")]
     ip: IpAddr,
+    /// The alternative name in the client's certificate.
+    #[arg(long, value_name = "NAME")]
+    client_cert_san: Option<String>,
+    /// The common name in the client's certificate.
+    #[arg(long, value_name = "NAME")]
+    client_cert_cn: Option<String>,
 }
 
 /// Tells which policies match, which keys and limits the request would use, and where they stand.
@@ -30,6 +37,8 @@ pub(super) struct Asked {
 pub(super) fn explain(sources: &Sources, asked: &Asked) -> Result<String, String> {
     let config = config::load(sources).map_err(|report| report.to_string())?;
     let mut parts = head(asked)?;
+    let text = |text: &Option<String>| text.as_deref().map(Into::into);
+    let certificate = Subject { san: text(&asked.client_cert_san), cn: text(&asked.client_cert_cn) };
     let title = format!("{} {} from {}\n\n", asked.method, asked.url.escape_debug(), asked.ip);
     let inbound = Inbound::read(&mut parts, asked.ip, &config.table)
         .map_err(|fault| format!("{title}The request is refused before any policy sees it: {fault}.\n"))?;
@@ -39,7 +48,8 @@ pub(super) fn explain(sources: &Sources, asked: &Asked) -> Result<String, String
         .map_err(|error| format!("error: {error}\n"))?;
     runtime.block_on(async {
         let store = Stores::new(&config.store).for_worker().await;
-        let explanation = enforcer::explain(&store, &config.table, &inbound.facts(&parts)).await;
+        let explanation =
+            enforcer::explain(&store, &config.table, &inbound.facts(&parts, Some(&certificate))).await;
         let token = inbound
             .token_fault()
             .map_or_else(String::new, |fault| format!("The request's token says nothing: {fault}.\n"));

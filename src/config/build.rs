@@ -4,7 +4,7 @@ use super::cursor::Cursor;
 use super::diagnostic::Diagnostic;
 use super::input::Input;
 use super::policies::{self, Claims, Scope};
-use super::{Config, FileSet, StoreSettings, Written, matches, redis, values};
+use super::{Config, FileSet, StoreSettings, Written, matches, redis, tls, values};
 use crate::admin::{AdminSettings, Token};
 use crate::limiter::Algorithm;
 use crate::policy::path::EscapedSlashes;
@@ -13,13 +13,17 @@ use crate::proxy::{ListenSettings, ShutdownSettings, UpstreamSettings};
 use crate::store::MemorySettings;
 use crate::store::redis::Topology;
 use crate::telemetry::{self, Access, Format, LogSettings};
+use crate::tls::ServerTls;
 use http::HeaderName;
+use ipnet::IpNet;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Everything but what only the end of a load knows.
 pub(super) struct Built {
     listen: ListenSettings,
+    tls: Option<ServerTls>,
     upstream: UpstreamSettings,
     table: PolicyTable,
     store: StoreSettings,
@@ -34,6 +38,8 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
     let (listen_at, defaults) = (top.table("listen"), top.table("defaults"));
     let http = listen_at.table("http");
     let listen = listen(&listen_at, &http);
+    let tls_at = listen_at.optional_table("tls");
+    let tls = tls_at.as_ref().map(|at| tls::server(input, at));
     let upstream = upstream(&top.table("upstream"), &http);
     let store = store(input, &top.table("store"));
     let shutdown = shutdown(&top.table("shutdown"));
@@ -57,6 +63,7 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
         on_store_failure: defaults.word("on_store_failure", &ON_STORE_FAILURE)?,
         algorithm: defaults.word("algorithm", &ALGORITHM)?,
         missing_key: defaults.word("missing_key", &MISSING_KEY)?,
+        asks_for_certificates: tls_at.as_ref().is_some_and(tls::asks_clients),
         counts_in_memory: !matches!(store, Some(StoreSettings::Redis(_))),
         claims,
     };
@@ -69,6 +76,10 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
     };
     Some(Built {
         listen: listen?,
+        tls: match tls {
+            Some(tls) => Some(tls?),
+            None => None,
+        },
         upstream: upstream?,
         table,
         store: store?,
@@ -84,9 +95,9 @@ pub(super) fn complete(
     warnings: Vec<Diagnostic>,
     files: FileSet,
 ) -> Config {
-    let Built { listen, upstream, table, store, shutdown, admin, log, words } = built;
-    let table = table.into();
-    Config { listen, upstream, table, store, shutdown, admin, log, words, warnings, files, written }
+    let Built { listen, tls, upstream, table, store, shutdown, admin, log, words } = built;
+    let (table, tls) = (table.into(), tls.map(Arc::new));
+    Config { listen, tls, upstream, table, store, shutdown, admin, log, words, warnings, files, written }
 }
 
 pub(super) const ON_STORE_FAILURE: [(&str, OnStoreFailure); 3] =
@@ -106,7 +117,8 @@ pub(super) const ALGORITHM: [(&str, Algorithm); 6] = [
 
 fn listen(at: &Cursor<'_>, http: &Cursor<'_>) -> Option<ListenSettings> {
     Some(ListenSettings {
-        address: at.parsed("address", |text| socket_address(text, "0.0.0.0:8080"))?,
+        address: at.parsed("address", values::listen_address)?,
+        proxy_protocol_from: proxy_protocol_from(at)?,
         max_connections: at.whole("max_connections")?,
         threads: match at.whole("threads")? {
             // Knows CPU affinity and the cgroup's quota.
@@ -121,6 +133,26 @@ fn listen(at: &Cursor<'_>, http: &Cursor<'_>) -> Option<ListenSettings> {
         max_body_bytes: http.size("max_body_bytes").filter(|size| *size > 0),
         max_concurrent_streams: http.whole("max_concurrent_streams")?,
     })
+}
+
+/// `None` inside: the protocol is off.
+fn proxy_protocol_from(at: &Cursor<'_>) -> Option<Option<Vec<IpNet>>> {
+    let is_required = at.word("proxy_protocol", &[("off", false), ("require", true)])?;
+    let from = at.list("proxy_protocol_from", values::network);
+    if is_required && at.items("proxy_protocol_from").is_empty() {
+        at.fail(
+            "proxy_protocol",
+            "nobody may speak it; expected the networks of your load balancers in proxy_protocol_from, or \
+             [\"0.0.0.0/0\", \"::/0\"] if nobody else can connect",
+        );
+    }
+    if !is_required && !from.is_empty() {
+        at.warn(
+            "proxy_protocol_from",
+            "nobody is asked for it; expected proxy_protocol = \"require\" beside it",
+        );
+    }
+    Some(is_required.then_some(from))
 }
 
 fn socket_address(text: &str, example: &str) -> Result<SocketAddr, String> {

@@ -49,6 +49,12 @@ impl Input {
         std::fs::read_to_string(path).map_err(|error| format!("can't be read: {error}"))
     }
 
+    /// The same, of a file that need not be text throughout.
+    pub(super) fn read_bytes(&self, path: &Path) -> Result<Vec<u8>, String> {
+        self.watch(|files| files.add(path.to_owned()));
+        std::fs::read(path).map_err(|error| format!("can't be read: {error}"))
+    }
+
     pub(super) fn watch(&self, add: impl FnOnce(&mut FileSet)) {
         add(&mut self.files.borrow_mut());
     }

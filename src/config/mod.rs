@@ -21,6 +21,7 @@ mod redis;
 mod schema;
 #[cfg(test)]
 mod tests;
+mod tls;
 mod values;
 mod words;
 
@@ -34,6 +35,7 @@ use crate::proxy::{ListenSettings, ShutdownSettings, UpstreamSettings};
 use crate::store::MemorySettings;
 use crate::store::redis::RedisSettings;
 use crate::telemetry::LogSettings;
+use crate::tls::ServerTls;
 use cursor::Cursor;
 use figment::Provider;
 use figment::value::{Dict, Value};
@@ -75,6 +77,8 @@ pub struct Flags {
 #[derive(Debug)]
 pub struct Config {
     pub listen: ListenSettings,
+    /// `None`: cleartext.
+    pub tls: Option<Arc<ServerTls>>,
     pub upstream: UpstreamSettings,
     pub table: Arc<PolicyTable>,
     pub store: StoreSettings,
@@ -191,7 +195,7 @@ pub fn load_admin(sources: &Sources) -> Result<AdminSettings, Report> {
 }
 
 /// What a reload brings into effect, beside the policies.
-const LIVE: [&str; 5] = ["include", "client.", "path.", "defaults.", "response."];
+const LIVE: [&str; 6] = ["include", "listen.tls.", "client.", "path.", "defaults.", "response."];
 
 impl Config {
     /// What runs until the process ends.

@@ -29,6 +29,8 @@ pub(super) struct Scope {
     pub on_store_failure: OnStoreFailure,
     pub algorithm: Algorithm,
     pub missing_key: MissingKey,
+    /// Whether clients are asked for certificates.
+    pub asks_for_certificates: bool,
     pub counts_in_memory: bool,
     /// Whose word a claim is, if it is anybody's.
     pub claims: Option<Claims>,
@@ -74,6 +76,9 @@ pub(super) fn all<'a>(tables: impl Iterator<Item = Cursor<'a>>, scope: &Scope) -
         sentences.push(words::sentence(&policy, &at, mode == Some(Mode::Off)));
         if mode == Some(Mode::Off) {
             continue;
+        }
+        if !scope.asks_for_certificates && key_parts(&policy).iter().any(KeyPart::is_of_certificate) {
+            at.warn("key", "clients are not asked for certificates, so this part is always missing; expected listen.tls.client_auth = \"optional\" or \"require\"");
         }
         if key_parts(&policy).iter().any(|part| scope.is_client_chosen(part)) {
             client_chosen.push(at);

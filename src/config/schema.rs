@@ -113,12 +113,24 @@ pub(super) static ROOT: [Key; 12] = [
 /// An included file.
 pub(super) static INCLUDED: [Key; 1] = [key("policy", Tables(&POLICY), Optional, "The policies.")];
 
-static LISTEN: [Key; 4] = [
+static LISTEN: [Key; 7] = [
     key(
         "address",
-        Text("an IP address and port such as \"0.0.0.0:8080\""),
+        Text("an IP address and port such as \"0.0.0.0:8080\", or \"unix:/path\""),
         Default("0.0.0.0:8080"),
-        "IP address and port that clients connect to.",
+        "IP address and port that clients connect to, or a Unix socket, whose clients count as 127.0.0.1.",
+    ),
+    key(
+        "proxy_protocol",
+        Word(&["off", "require"]),
+        Default("off"),
+        "Whether every connection begins with a PROXY header, version 1 or 2, that says who the client is. \"require\": without one, or with a wrong one, it is closed.",
+    ),
+    key(
+        "proxy_protocol_from",
+        Texts("networks such as \"10.0.0.0/8\""),
+        Default(""),
+        "The load balancers that send it. Connections from all others are closed.",
     ),
     key(
         "max_connections",
@@ -132,8 +144,49 @@ static LISTEN: [Key; 4] = [
         Default("0"),
         "Worker threads. 0: as many as the container may use; a CPU limit counts.",
     ),
+    key("tls", Table(&LISTEN_TLS), Optional, "TLS with clients."),
     key("http", Table(&LISTEN_HTTP), Optional, "Bounds on what a client may send, and how slowly."),
 ];
+
+static LISTEN_TLS: [Key; 5] = [
+    key(
+        "cert",
+        PEM,
+        Required,
+        "The certificate that clients see, with its chain behind it. For clients that name no host, or one that no other certificate has.",
+    ),
+    key("key", PEM, Required, "Its private key, without a passphrase."),
+    key(
+        "client_ca",
+        PEM,
+        Optional,
+        "Certificates that have to stand behind those of clients. Needed unless client_auth is \"none\".",
+    ),
+    key(
+        "client_auth",
+        Word(&["none", "optional", "require"]),
+        Default("none"),
+        "Whether clients are asked for a certificate. \"optional\": it may be missing, but not be wrong. Who fails doesn't get past the handshake.",
+    ),
+    key(
+        "certificates",
+        Tables(&LISTEN_TLS_CERTIFICATES),
+        Optional,
+        "More certificates, chosen by the host that a client names (SNI).",
+    ),
+];
+
+static LISTEN_TLS_CERTIFICATES: [Key; 2] = [
+    key(
+        "cert",
+        PEM,
+        Required,
+        "A certificate and its chain. It is for the DNS names in it; *.example.com covers one label.",
+    ),
+    key("key", PEM, Required, "Its private key."),
+];
+
+const PEM: Kind = Text("the path of a PEM file");
 
 static LISTEN_HTTP: [Key; 8] = [
     key("header_timeout", POSITIVE, Default("10s"), "For a whole request head, from its first byte."),
@@ -233,7 +286,7 @@ static UPSTREAM: [Key; 12] = [
 ];
 
 static UPSTREAM_TLS: [Key; 2] = [
-    key("ca", Text("the path of a PEM file"), Optional, "Certificates to trust. Absent: the system's."),
+    key("ca", PEM, Optional, "Certificates to trust. Absent: the system's."),
     key(
         "server_name",
         Text("a host name"),
@@ -835,7 +888,7 @@ pub(super) fn paths() -> Vec<String> {
         for key in table {
             match &key.kind {
                 Table(inner) => collect(inner, &format!("{above}{}.", key.name), paths),
-                Tables(_) => {}
+                Tables(_) if above.is_empty() => {}
                 _ => paths.push(format!("{above}{}", key.name)),
             }
         }

@@ -1,7 +1,7 @@
 //! Texts that mean something: durations, sizes, addresses, URLs.
 
 use super::schema::Kind;
-use crate::proxy::UpstreamUrl;
+use crate::proxy::{ListenAddress, UpstreamUrl};
 use crate::store::redis::{Address, Login, Password};
 use figment::value::Value;
 use ipnet::IpNet;
@@ -66,6 +66,27 @@ fn split_unit(text: &str) -> Option<(u64, &str)> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at_checked(digits)?;
     Some((number.parse().ok()?, unit))
+}
+
+/// Longest path of a Unix socket that the system takes.
+const MAX_SOCKET_PATH_BYTES: usize = 107;
+
+/// `address:port`, or `unix:/path`.
+pub(super) fn listen_address(text: &str) -> Result<ListenAddress, String> {
+    const EXPECTED: &str =
+        "expected an IP address and port such as \"0.0.0.0:8080\", or \"unix:/run/tidegate.sock\"";
+    let Some(rest) = text.strip_prefix("unix:") else {
+        return text.parse().map(ListenAddress::Ip).ok().ok_or_else(|| EXPECTED.to_owned());
+    };
+    // `unix:///path` is the same as a URL.
+    let path = rest.strip_prefix("//").unwrap_or(rest);
+    if !path.starts_with('/') || path.ends_with('/') || path.contains('\0') {
+        return Err(format!("a socket's path begins with a slash and names a file; {EXPECTED}"));
+    }
+    if path.len() > MAX_SOCKET_PATH_BYTES {
+        return Err(format!("a socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes; {EXPECTED}"));
+    }
+    Ok(ListenAddress::Unix(path.into()))
 }
 
 /// A network, or one address.
@@ -284,6 +305,23 @@ mod tests {
         ] {
             let error = upstream_url(wrong).unwrap_err();
             assert!(error.contains(reason), "{wrong}: {error}");
+        }
+    }
+
+    #[test]
+    fn clients_connect_to_a_port_or_a_file() {
+        let shown = |text: &str| listen_address(text).map(|address| address.to_string());
+        for (written, read) in [
+            ("[::]:80", "[::]:80"),
+            ("unix:/run/t.sock", "unix:/run/t.sock"),
+            ("unix:///run/t.sock", "unix:/run/t.sock"),
+        ] {
+            assert_eq!(shown(written).as_deref(), Ok(read));
+        }
+        let long = format!("unix:/{}", "x".repeat(107));
+        for wrong in ["8080", "localhost:80", "unix:", "unix:run/t.sock", "unix://run/t", "unix:/run/", &long]
+        {
+            assert!(shown(wrong).unwrap_err().contains("expected an IP"), "{wrong}");
         }
     }
 

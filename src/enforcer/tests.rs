@@ -8,7 +8,7 @@ use crate::policy::{
 };
 use crate::store::redis::{Login, Redis, RedisSettings, Shared, Topology};
 use crate::store::{Memory, MemorySettings};
-use crate::telemetry::metrics::Metrics;
+use crate::telemetry::metrics::{Kinds, Metrics};
 use http::{HeaderMap, Method};
 
 const PATH: Settings = Settings::USUAL;
@@ -81,7 +81,7 @@ impl Bench {
         let table = PolicyTable::new(policies, PATH, client, fields);
         let (clock, hands) = Clock::manual(1_700_000_000_000_000);
         let memory = Memory::new(MemorySettings { max_keys: 1000, max_bytes: 1 << 20 }, clock);
-        let metrics = Metrics::new(1, &[]);
+        let metrics = Metrics::new(1, Kinds::default());
         let live = Live::new(table.into(), Arc::clone(&metrics));
         let enforcer = Enforcer::new(live, Store::Memory(Arc::new(memory)), metrics.shard(0));
         Self { enforcer, hands, away: false }
@@ -101,6 +101,7 @@ impl Bench {
             headers: &headers,
             client_ip: [127, 0, 0, 1].into(),
             token: crate::policy::jwt::Token::none(),
+            client_cert: None,
         };
         let rules = self.enforcer.rules();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

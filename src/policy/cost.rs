@@ -199,6 +199,7 @@ mod tests {
             headers: &headers,
             client_ip: [127, 0, 0, 1].into(),
             token: crate::policy::jwt::Token::none(),
+            client_cert: None,
         };
         let cost = HeaderCost { name: "x-cost".parse().unwrap(), default: 2, min: 3, max: 100 };
         Cost::Header(Box::new(cost)).of(&facts)

@@ -2,6 +2,7 @@
 
 use super::jwt::Token;
 use super::path::Readings;
+use crate::tls::Subject;
 use http::{HeaderMap, HeaderName, Method, header::COOKIE};
 use std::borrow::Cow;
 use std::net::IpAddr;
@@ -22,6 +23,8 @@ pub struct Facts<'a> {
     pub client_ip: IpAddr,
     /// Read when a policy asks for a claim.
     pub token: &'a Token,
+    /// Whom the client's certificate is about, if it has shown one.
+    pub client_cert: Option<&'a Subject>,
 }
 
 pub(super) fn header_values<'a>(

@@ -23,6 +23,10 @@ pub enum KeyPart {
     Host,
     WholePath,
     Const(Box<str>),
+    /// The alternative name in the client's certificate.
+    ClientCertSan,
+    /// The common name in the client's certificate.
+    ClientCertCn,
 }
 
 /// The parts of a policy's key, in order. Empty: one quota for everybody who matches.
@@ -64,6 +68,8 @@ impl KeyPart {
             ("method", "") => Ok(Self::Method),
             ("host", "") => Ok(Self::Host),
             ("path", "") => Ok(Self::WholePath),
+            ("client_cert", "san") => Ok(Self::ClientCertSan),
+            ("client_cert", "cn") => Ok(Self::ClientCertCn),
             ("header" | "query" | "cookie" | "jwt" | "const", "") => {
                 Err(format!("{kind} needs a name, as in \"{kind}:NAME\""))
             }
@@ -80,13 +86,26 @@ impl KeyPart {
                 }
                 pattern => Ok(Self::Path(pattern)),
             },
-            _ => Err("a key part is client_ip, header:NAME, query:NAME, cookie:NAME, jwt:CLAIM, path:PATTERN, method, host, path or const:TEXT".to_owned()),
+            _ => Err("a key part is client_ip, header:NAME, query:NAME, cookie:NAME, jwt:CLAIM, path:PATTERN, method, host, path, client_cert:san, client_cert:cn or const:TEXT".to_owned()),
         }
     }
 
     /// Whether the client writes the value as it likes. A claim is the word of who signed the token.
     pub fn is_client_chosen(&self) -> bool {
-        !matches!(self, Self::ClientIp | Self::Method | Self::Const(_) | Self::Claim(_))
+        !matches!(
+            self,
+            Self::ClientIp
+                | Self::Method
+                | Self::Const(_)
+                | Self::Claim(_)
+                | Self::ClientCertSan
+                | Self::ClientCertCn
+        )
+    }
+
+    /// Whether the value comes from the client's certificate.
+    pub fn is_of_certificate(&self) -> bool {
+        matches!(self, Self::ClientCertSan | Self::ClientCertCn)
     }
 
     fn width(&self) -> usize {
@@ -112,6 +131,8 @@ impl KeyPart {
             Self::Host => Some(Cow::Borrowed(facts.host.as_bytes())),
             Self::WholePath => facts.paths.iter().next().map(|path| Cow::Borrowed(path.as_bytes())),
             Self::Const(text) => Some(Cow::Borrowed(text.as_bytes())),
+            Self::ClientCertSan => facts.client_cert.and_then(|cert| text(cert.san.as_deref())),
+            Self::ClientCertCn => facts.client_cert.and_then(|cert| text(cert.cn.as_deref())),
             Self::Path(pattern) => {
                 match facts.paths.iter().find_map(|path| pattern.captures(path)) {
                     Some(found) => {
@@ -139,6 +160,10 @@ impl KeyPart {
     }
 }
 
+fn text(text: Option<&str>) -> Option<Cow<'_, [u8]>> {
+    text.map(|text| Cow::Borrowed(text.as_bytes()))
+}
+
 /// For people: `header x-user-id`.
 impl fmt::Display for KeyPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -153,6 +178,8 @@ impl fmt::Display for KeyPart {
             Self::Host => f.write_str("host"),
             Self::WholePath => f.write_str("path"),
             Self::Const(text) => write!(f, "constant {text}"),
+            Self::ClientCertSan => f.write_str("client certificate's name"),
+            Self::ClientCertCn => f.write_str("client certificate's CN"),
         }
     }
 }
@@ -271,6 +298,7 @@ mod tests {
             headers: &headers,
             client_ip: [10, 1, 2, 3].into(),
             token: crate::policy::jwt::Token::none(),
+            client_cert: None,
         };
         let values = key.values(&facts, &client, MissingKey::Shared).unwrap();
         for (position, written) in ["10.1.2.9", "A.example.", "café", "/café//x"].into_iter().enumerate() {

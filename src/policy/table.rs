@@ -277,6 +277,7 @@ mod tests {
             headers: &headers,
             client_ip: [127, 0, 0, 1].into(),
             token: crate::policy::jwt::Token::none(),
+            client_cert: None,
         };
         table.matching(&facts).iter().map(|(_, policy)| policy.name.to_string()).collect()
     }

@@ -19,12 +19,12 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
-use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 
 use super::ListenSettings;
 use super::alarm::Alarm;
 use super::body::{BodyError, BodyLimits, RequestBody, ResponseBody};
+use super::entrance::Entered;
 use super::server::{Handler, Peer};
 use super::watch::{Active, Overdue, Patience, Watch, WatchedSocket};
 use handover::{Handover, Switched};
@@ -38,6 +38,8 @@ const LAST_WORDS_TIME: Duration = Duration::from_secs(3);
 /// Before an idle connection is closed in a shutdown: a request may have arrived that the runtime has
 /// not yet heard of.
 const LAST_LOOK: Duration = Duration::from_millis(5);
+/// The same, if the shutdown began while the client was still on its way in: its request may be a round trip away.
+const FIRST_LOOK: Duration = Duration::from_secs(1);
 
 /// hyper's parser takes this many fields from the stack; any other number costs an allocation.
 const CHEAP_MAX_HEADERS: usize = 100;
@@ -110,12 +112,14 @@ impl Protocols {
 
 /// Serves one connection to its end.
 pub(super) async fn serve<H: Handler>(
-    socket: TcpStream,
-    peer: Arc<Peer>,
+    entered: Entered,
     handler: Rc<H>,
     protocols: Rc<Protocols>,
     watch: Rc<Watch>,
 ) {
+    let Entered { socket, peer, http2 } = entered;
+    let peer = Arc::new(peer);
+    watch.set_entered();
     let mut driver = Driver::new(Rc::clone(&watch));
     let mut socket = WatchedSocket::new(socket, Rc::clone(&watch));
     let mut first = Vec::with_capacity(PREFACE.len());
@@ -125,13 +129,20 @@ pub(super) async fn serve<H: Handler>(
     let handover = Rc::<Handover>::default();
     let requests =
         service_fn(|request| answer(request, Arc::clone(&peer), &handler, limits, &watch, &handover));
+    let sniffed = sniffed.map(|sniffed| match (sniffed, http2) {
+        // What was agreed on holds, whatever the client goes on with.
+        (Sniffed::Http2, Some(false)) => Sniffed::Http1,
+        (Sniffed::Http1, Some(true)) => Sniffed::Http2,
+        (sniffed, _) => sniffed,
+    });
     match sniffed {
         Ok(Sniffed::Http1) => serve_http1(socket, &protocols, driver, requests, &handover).await,
         Ok(Sniffed::Http2) => {
             watch.set_multiplexed();
             serve_http2(socket, &protocols, driver, requests, &handover).await;
         }
-        Ok(Sniffed::Nothing) => {}
+        // To a TLS client, an end that nobody announced is a broken connection.
+        Ok(Sniffed::Nothing) => say_goodbye(&mut socket).await,
         Err(overdue) => part(socket, overdue).await,
     }
 }
@@ -274,11 +285,13 @@ struct Driver {
     /// When to tell the work that it should end.
     close_at: Option<Instant>,
     told_to_close: bool,
+    last_look: Duration,
 }
 
 impl Driver {
     fn new(watch: Rc<Watch>) -> Self {
-        Self { watch, alarm: Alarm::default(), close_at: None, told_to_close: false }
+        let last_look = if watch.is_to_drain() { FIRST_LOOK } else { LAST_LOOK };
+        Self { watch, alarm: Alarm::default(), close_at: None, told_to_close: false, last_look }
     }
 
     /// `work` is called with `true` once, when it should come to an end in good order.
@@ -293,7 +306,7 @@ impl Driver {
         poll_fn(|cx| {
             self.watch.set_driver(cx.waker());
             if self.watch.take_drain() && !self.told_to_close {
-                self.close_at = Some(Instant::now() + LAST_LOOK);
+                self.close_at = Some(Instant::now() + self.last_look);
             }
             // An answer that is under way can still say that it is the last one.
             if let Poll::Ready(end) = self.close_if_active(cx, &mut work) {

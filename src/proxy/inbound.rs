@@ -6,6 +6,7 @@ use crate::policy::client::Client;
 use crate::policy::jwt::{Token, TokenFault};
 use crate::policy::path::{PathFault, Readings};
 use crate::policy::{Facts, PolicyTable};
+use crate::tls::Subject;
 use http::request;
 use std::net::IpAddr;
 
@@ -47,8 +48,8 @@ impl Inbound {
         Ok(Self { target, client, paths, token })
     }
 
-    /// What policies may know; `parts` are those that were read.
-    pub fn facts<'a>(&'a self, parts: &'a request::Parts) -> Facts<'a> {
+    /// What policies may know; `parts` are those that were read, `client_cert` is what the peer has shown.
+    pub fn facts<'a>(&'a self, parts: &'a request::Parts, client_cert: Option<&'a Subject>) -> Facts<'a> {
         Facts {
             method: &parts.method,
             host: self.target.host(),
@@ -57,6 +58,7 @@ impl Inbound {
             headers: &parts.headers,
             client_ip: self.client.ip,
             token: &self.token,
+            client_cert,
         }
     }
 

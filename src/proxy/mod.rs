@@ -4,38 +4,46 @@ mod access;
 mod alarm;
 mod body;
 mod connection;
+mod entrance;
 mod fields;
 mod gate;
 mod headers;
 mod inbound;
+mod listener;
 mod meter;
 mod replies;
 mod server;
 mod service;
 #[cfg(test)]
 mod tests;
+mod transport;
 mod tunnel;
 mod upgrade;
 mod upstream;
 mod watch;
 
 pub use body::{BodyError, RequestBody, ResponseBody, UpstreamBody};
+pub use entrance::{EntryFault, ProxyHeaderFault, TlsFault};
 pub use gate::GateFault;
 pub use inbound::{Inbound, InboundFault};
+pub use listener::ListenAddress;
 pub use server::{Handler, Load, Peer, Server, Stop};
 pub use service::Service;
 pub use tunnel::Tunnel;
 pub use upstream::{Fault, SetupError, Shared, Upstream, UpstreamError, UpstreamErrorKind};
 
+use ipnet::IpNet;
 use std::fmt;
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 /// Where and how to listen.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ListenSettings {
-    pub address: SocketAddr,
+    pub address: ListenAddress,
+    /// Who has to begin every connection with a PROXY header; nobody else may connect. `None`: connections begin
+    /// without.
+    pub proxy_protocol_from: Option<Vec<IpNet>>,
     /// Connections served at a time; further ones wait in the kernel's backlog.
     pub max_connections: usize,
     /// Worker threads, at least 1.

@@ -6,12 +6,11 @@
 //! to the worker that has the fewest.
 
 use http::{Request, Response};
-use socket2::{Domain, Protocol, SockAddr, Socket, TcpKeepalive, Type};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::future::Future;
 use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -24,18 +23,18 @@ use tokio::time::{sleep, timeout};
 
 use super::body::{RequestBody, ResponseBody};
 use super::connection::{Protocols, serve};
+use super::entrance::{Entrance, EntryFault};
 use super::headers::AddressText;
+use super::listener::{Accepting, ListenAddress, Listener, NewSocket};
+use super::transport::RawSocket;
 use super::watch::Watch;
 use super::{ListenSettings, ShutdownSettings};
+use crate::tls::{self, Subject};
 
-/// Connections that the kernel completes before we accept them.
-const BACKLOG: i32 = 4096;
 /// Accepted connections that a worker has not yet taken.
 const HANDOFF_QUEUE: usize = 256;
 /// When the process has no file descriptors left, others have to close some first.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// A client that vanished is found after half as long again, also in the middle of a quiet response: it may hold a slot.
-const KEEPALIVE: Duration = Duration::from_secs(60);
 /// Threads per worker for looking up names; a lookup may hang for long after we gave it up.
 const LOOKUP_THREADS: usize = 16;
 
@@ -48,6 +47,9 @@ pub trait Handler: 'static {
         peer: Arc<Peer>,
     ) -> impl Future<Output = Response<ResponseBody>> + 'static;
 
+    /// A connection ended before its first request.
+    fn not_entered(&self, _fault: EntryFault) {}
+
     /// What has to be said when no request is left. The worker ends after it.
     fn finish(&self) -> impl Future<Output = ()> {
         std::future::ready(())
@@ -57,17 +59,20 @@ pub trait Handler: 'static {
 /// The other end of a connection.
 #[derive(Debug)]
 pub struct Peer {
-    /// An IPv4 client of an IPv6 socket appears as IPv4.
+    /// An IPv4 client of an IPv6 socket appears as IPv4, one of a Unix socket as 127.0.0.1. What a PROXY header says
+    /// takes the place of the socket's own.
     pub addr: SocketAddr,
     pub tls: bool,
+    /// Whom the certificate is about that the client has shown.
+    pub certificate: Option<Subject>,
     /// The address as forwarding fields have it, printed once.
     pub(super) text: AddressText,
 }
 
 impl Peer {
-    fn new(addr: SocketAddr) -> Self {
+    pub(super) fn new(addr: SocketAddr) -> Self {
         let addr = SocketAddr::new(addr.ip().to_canonical(), addr.port());
-        Self { addr, tls: false, text: AddressText::new(addr.ip()) }
+        Self { addr, tls: false, certificate: None, text: AddressText::new(addr.ip()) }
     }
 }
 
@@ -84,8 +89,9 @@ pub enum Stop {
 /// An address that is ours; nobody can connect until [`Server::run`].
 #[derive(Debug)]
 pub struct Server {
-    socket: Socket,
+    listener: Listener,
     settings: ListenSettings,
+    tls: tls::Current,
     load: Load,
 }
 
@@ -100,40 +106,28 @@ struct Counters {
 }
 
 impl Server {
-    /// Takes the address.
+    /// Takes the address. `tls` may change while it runs.
     ///
     /// # Errors
     /// When the address is taken, not ours, or not allowed.
-    pub fn bind(settings: &ListenSettings) -> io::Result<Self> {
-        let socket = Socket::new(Domain::for_address(settings.address), Type::STREAM, Some(Protocol::TCP))?;
-        socket.set_reuse_address(true)?;
-        if settings.address.is_ipv6() {
-            // `[::]` means everybody, whatever the system's default.
-            socket.set_only_v6(false)?;
-        }
-        socket.set_nonblocking(true)?;
-        // Accepted sockets inherit it.
-        let keepalive = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE / 6).with_retries(3);
-        socket.set_tcp_keepalive(&keepalive)?;
-        #[cfg(target_os = "linux")]
-        socket.set_tcp_user_timeout(Some(KEEPALIVE * 3 / 2))?;
-        socket.bind(&SockAddr::from(settings.address))?;
+    pub fn bind(settings: &ListenSettings, tls: tls::Current) -> io::Result<Self> {
+        let listener = Listener::bind(&settings.address)?;
         let live = (0..settings.threads.max(1)).map(|_| AtomicUsize::new(0)).collect();
         let load = Load(Arc::new(Counters { live, panics: AtomicU64::new(0) }));
-        Ok(Self { socket, settings: settings.clone(), load })
+        Ok(Self { listener, settings: settings.clone(), tls, load })
     }
 
     /// Where it listens: the port that the system chose if none was asked for.
     ///
     /// # Errors
     /// When the socket has none, which no system is known to say of a bound socket.
-    pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.socket.local_addr()?.as_socket().ok_or_else(|| io::Error::other("not an IP socket"))
+    pub fn address(&self) -> io::Result<ListenAddress> {
+        self.listener.address()
     }
 
     /// Lets clients connect; they wait in the kernel until they are accepted.
     pub(super) fn listen(&self) -> io::Result<()> {
-        self.socket.listen(BACKLOG)
+        self.listener.listen()
     }
 
     /// The live counts of connections, for metrics.
@@ -166,6 +160,7 @@ impl Server {
             workers.push(Worker::start(
                 index,
                 &self.settings,
+                &self.tls,
                 &self.load,
                 make_handler.clone(),
                 cut_rx.clone(),
@@ -179,7 +174,7 @@ impl Server {
         }
         self.listen()?;
         on_listening();
-        let accepting = Acceptor::new(self.socket.into(), self.settings.max_connections, &workers)?;
+        let accepting = Acceptor::new(self.listener, self.settings.max_connections, &workers)?;
         let drain = async {
             until(&mut asked, Stop::Drain).await;
             sleep(shutdown.delay).await;
@@ -243,8 +238,8 @@ impl Load {
 
 /// A connection on its way to a worker, and counted until its end.
 struct Accepted {
-    socket: TcpStream,
-    peer: Arc<Peer>,
+    socket: NewSocket,
+    addr: SocketAddr,
     counted: Counted,
 }
 
@@ -272,16 +267,16 @@ impl Drop for Counted {
 }
 
 struct Acceptor {
-    listener: tokio::net::TcpListener,
+    listener: Accepting,
     room: Arc<Semaphore>,
     queues: Vec<mpsc::Sender<Accepted>>,
     failing: bool,
 }
 
 impl Acceptor {
-    fn new(listener: TcpListener, max_connections: usize, workers: &[Worker]) -> io::Result<Self> {
+    fn new(listener: Listener, max_connections: usize, workers: &[Worker]) -> io::Result<Self> {
         Ok(Self {
-            listener: tokio::net::TcpListener::from_std(listener)?,
+            listener: listener.into_accepting()?,
             room: Arc::new(Semaphore::new(max_connections.clamp(1, Semaphore::MAX_PERMITS))),
             queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
             failing: false,
@@ -300,16 +295,16 @@ impl Acceptor {
                 return worker_died();
             };
             let counted = Counted::new(&load, worker, permit);
-            if queue.send(Accepted { socket, peer: Arc::new(Peer::new(addr)), counted }).await.is_err() {
+            if queue.send(Accepted { socket, addr, counted }).await.is_err() {
                 return worker_died();
             }
         }
     }
 
     /// The next connection. Errors never end it: they are a lack of resources, or a client's haste.
-    async fn accept(&mut self) -> (TcpStream, SocketAddr) {
+    async fn accept(&mut self) -> (NewSocket, SocketAddr) {
         loop {
-            match self.try_accept().await {
+            match self.listener.accept().await {
                 Ok(accepted) => {
                     if std::mem::take(&mut self.failing) {
                         tracing::info!("connections can be accepted again");
@@ -326,12 +321,6 @@ impl Acceptor {
             }
         }
     }
-
-    async fn try_accept(&self) -> io::Result<(TcpStream, SocketAddr)> {
-        let (socket, addr) = self.listener.accept().await?;
-        // The worker's runtime will watch over it, not this one.
-        Ok((socket.into_std()?, addr))
-    }
 }
 
 /// A thread that serves connections.
@@ -345,6 +334,7 @@ impl Worker {
     fn start<H, M, F>(
         index: usize,
         settings: &ListenSettings,
+        tls: &tls::Current,
         load: &Load,
         make_handler: M,
         cut: watch::Receiver<bool>,
@@ -357,6 +347,7 @@ impl Worker {
         let (queue, accepted) = mpsc::channel(HANDOFF_QUEUE);
         let (tell_ready, ready) = oneshot::channel();
         let (settings, load) = (settings.clone(), load.clone());
+        let entrance = Entrance::new(&settings, tls);
         let thread =
             std::thread::Builder::new().name(format!("tidegate-worker-{index}")).spawn(move || {
                 let runtime = match Builder::new_current_thread()
@@ -374,7 +365,8 @@ impl Worker {
                     let handler = make_handler(index).await;
                     drop(tell_ready.send(Ok(())));
                     let protocols = Rc::new(Protocols::new(&settings));
-                    let cut = work(Rc::clone(&handler), protocols, accepted, cut, &load).await;
+                    let cut =
+                        work(Rc::clone(&handler), entrance.into(), protocols, accepted, cut, &load).await;
                     // Connections that were cut let go of their requests.
                     tokio::task::yield_now().await;
                     handler.finish().await;
@@ -398,6 +390,7 @@ async fn all_ready(workers: &mut [Worker]) -> io::Result<()> {
 /// A worker's life. Returns how many connections were cut.
 async fn work<H: Handler>(
     handler: Rc<H>,
+    entrance: Rc<Entrance>,
     protocols: Rc<Protocols>,
     mut accepted: mpsc::Receiver<Accepted>,
     mut cut: watch::Receiver<bool>,
@@ -415,12 +408,22 @@ async fn work<H: Handler>(
                 watches.borrow_mut().insert(serial, Rc::clone(&watch));
                 let listed = Listed { watches: Rc::clone(&watches), serial };
                 let (handler, protocols) = (Rc::clone(&handler), Rc::clone(&protocols));
+                let entrance = Rc::clone(&entrance);
                 connections.spawn_local(async move {
                     let _listed = listed;
-                    let Accepted { socket, peer, counted: _counted } = next;
-                    match enter(socket) {
-                        Ok(socket) => serve(socket, peer, handler, protocols, watch).await,
-                        Err(error) => tracing::debug!(%error, "a connection ended before it began"),
+                    let Accepted { socket, addr, counted: _counted } = next;
+                    let socket = match socket.adopt() {
+                        Ok(socket) => RawSocket::new(socket, Rc::clone(&watch)),
+                        Err(error) => return tracing::debug!(%error, "a connection ended before it began"),
+                    };
+                    match entrance.enter(socket, addr).await {
+                        Ok(entered) => serve(entered, handler, protocols, watch).await,
+                        Err(turned_away) => {
+                            if let Some(fault) = turned_away.fault {
+                                handler.not_entered(fault);
+                            }
+                            Box::pin(turned_away.part()).await;
+                        }
                     }
                 });
             }
@@ -446,12 +449,6 @@ async fn work<H: Handler>(
 fn unfinished(mut connections: JoinSet<()>) -> usize {
     while connections.try_join_next().is_some() {}
     connections.len()
-}
-
-fn enter(socket: TcpStream) -> io::Result<tokio::net::TcpStream> {
-    let socket = tokio::net::TcpStream::from_std(socket)?;
-    socket.set_nodelay(true)?;
-    Ok(socket)
 }
 
 /// A panic ends its own connection only, but must not pass unseen.

@@ -1,6 +1,7 @@
 //! One request, top to bottom. The order is the documentation.
 
 use super::access::{AccessLog, Entry};
+use super::entrance::EntryFault;
 use super::headers::{self, Hop};
 use super::inbound::Inbound;
 use super::meter::Bill;
@@ -80,7 +81,8 @@ impl Service {
         }
 
         // 2. One question, one verdict.
-        let mut verdict = self.enforcer.decide(&rules, &inbound.facts(&parts), arrived).await;
+        let mut verdict =
+            self.enforcer.decide(&rules, &inbound.facts(&parts, peer.certificate.as_ref()), arrived).await;
         let decided = verdict.at.unwrap_or_else(Instant::now);
         if let Some(fault) = inbound.token_fault() {
             self.shard.token_refused();
@@ -258,6 +260,13 @@ impl Handler for Service {
         peer: Arc<Peer>,
     ) -> Response<ResponseBody> {
         self.answer(request, &peer).await
+    }
+
+    fn not_entered(&self, fault: EntryFault) {
+        match fault {
+            EntryFault::ProxyHeader(fault) => self.shard.proxy_header_fault(fault as usize),
+            EntryFault::Tls(fault) => self.shard.tls_fault(fault as usize),
+        }
     }
 
     async fn finish(&self) {

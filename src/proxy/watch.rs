@@ -12,10 +12,10 @@ use std::rc::Rc;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
 use tokio::time::Instant;
 
 use super::alarm::Alarm;
+use super::transport::{Transport, give};
 
 /// A closed connection's unread bytes are read and thrown away up to here, so that the kernel does
 /// not answer them with a reset that destroys our last response on its way.
@@ -103,6 +103,11 @@ impl Watch {
         self.active.get() > 0
     }
 
+    /// From here on the client may send a request.
+    pub(super) fn set_entered(&self) {
+        self.phase.set(Phase::Idle(Instant::now()));
+    }
+
     /// From here on bytes are frames: reading some does not mean that a request began.
     pub(super) fn set_multiplexed(&self) {
         self.multiplexed.set(true);
@@ -138,6 +143,11 @@ impl Watch {
     pub(super) fn drain(&self) {
         self.drain.set(true);
         self.wake_driver();
+    }
+
+    /// Whether [`Watch::drain`] was called, and nobody has taken notice of it.
+    pub(super) fn is_to_drain(&self) -> bool {
+        self.drain.get()
     }
 
     /// True once after [`Watch::drain`].
@@ -195,7 +205,7 @@ impl Watch {
         }
     }
 
-    fn note_write<T>(&self, result: &Poll<io::Result<T>>) {
+    pub(super) fn note_write<T>(&self, result: &Poll<io::Result<T>>) {
         match result {
             Poll::Pending if self.blocked_since.get().is_none() => {
                 self.blocked_since.set(Some(Instant::now()))
@@ -236,11 +246,11 @@ impl Drop for Active {
     }
 }
 
-/// A client's socket that leaves its marks in a [`Watch`], gives back bytes that were looked at
-/// before the protocol was known, and lingers when it is shut down.
+/// A client's socket, or what TLS makes of it, that leaves its marks in a [`Watch`], gives back bytes that were
+/// looked at before the protocol was known, and lingers when it is shut down.
 #[derive(Debug)]
 pub(super) struct WatchedSocket {
-    socket: TcpStream,
+    transport: Transport,
     watch: Rc<Watch>,
     looked_at: Vec<u8>,
     /// The end of what we write is not the end of what we read.
@@ -256,8 +266,8 @@ struct Linger {
 }
 
 impl WatchedSocket {
-    pub(super) fn new(socket: TcpStream, watch: Rc<Watch>) -> Self {
-        Self { socket, watch, looked_at: Vec::new(), one_way: false, linger: None }
+    pub(super) fn new(transport: Transport, watch: Rc<Watch>) -> Self {
+        Self { transport, watch, looked_at: Vec::new(), one_way: false, linger: None }
     }
 
     /// Puts bytes back that will be read again first.
@@ -267,8 +277,8 @@ impl WatchedSocket {
 
     /// Closes with a reset: what was sent so far cannot be taken for the whole, and what the client
     /// has not fetched holds no memory.
-    pub(super) fn abort(self) {
-        if let Err(error) = self.socket.set_zero_linger() {
+    pub(super) fn abort(mut self) {
+        if let Err(error) = self.transport.raw().set_abort() {
             tracing::debug!(%error, "a connection could not be reset");
         }
     }
@@ -293,7 +303,7 @@ impl WatchedSocket {
         let mut scratch = [0; 8192];
         loop {
             let mut into = ReadBuf::new(&mut scratch);
-            match Pin::new(&mut self.socket).poll_read(cx, &mut into) {
+            match Pin::new(self.transport.raw()).poll_read(cx, &mut into) {
                 Poll::Ready(Ok(())) if !into.filled().is_empty() => {
                     self.watch.set_unread();
                     linger.left = linger.left.saturating_sub(into.filled().len());
@@ -313,15 +323,11 @@ impl AsyncRead for WatchedSocket {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if !this.looked_at.is_empty() {
-            let n = this.looked_at.len().min(into.remaining());
-            into.put_slice(this.looked_at.drain(..n).as_slice());
-            if this.looked_at.is_empty() {
-                this.looked_at = Vec::new();
-            }
+            give(&mut this.looked_at, into);
             return Poll::Ready(Ok(()));
         }
         let before = into.filled().len();
-        ready!(Pin::new(&mut this.socket).poll_read(cx, into))?;
+        ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
         if into.filled().len() > before {
             this.watch.note_read();
         }
@@ -331,10 +337,7 @@ impl AsyncRead for WatchedSocket {
 
 impl AsyncWrite for WatchedSocket {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        let this = self.get_mut();
-        let result = Pin::new(&mut this.socket).poll_write(cx, bytes);
-        this.watch.note_write(&result);
-        result
+        Pin::new(&mut self.get_mut().transport).poll_write(cx, bytes)
     }
 
     fn poll_write_vectored(
@@ -342,24 +345,21 @@ impl AsyncWrite for WatchedSocket {
         cx: &mut Context<'_>,
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let this = self.get_mut();
-        let result = Pin::new(&mut this.socket).poll_write_vectored(cx, bytes);
-        this.watch.note_write(&result);
-        result
+        Pin::new(&mut self.get_mut().transport).poll_write_vectored(cx, bytes)
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.socket.is_write_vectored()
+        self.transport.is_write_vectored()
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().socket).poll_flush(cx)
+        Pin::new(&mut self.get_mut().transport).poll_flush(cx)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if this.linger.is_none() {
-            ready!(Pin::new(&mut this.socket).poll_shutdown(cx))?;
+            ready!(Pin::new(&mut this.transport).poll_shutdown(cx))?;
         }
         if this.one_way {
             return Poll::Ready(Ok(()));

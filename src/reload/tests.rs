@@ -1,6 +1,6 @@
 use super::*;
 use crate::config::FileSource;
-use crate::telemetry::metrics::Metrics;
+use crate::telemetry::metrics::{Kinds, Metrics};
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
@@ -62,8 +62,8 @@ impl Running {
     fn start(file: &Path) -> Self {
         let sources = Sources { file: FileSource::Path(file.to_owned()), ..Sources::default() };
         let config = config::load(&sources).unwrap();
-        let live = Live::new(Arc::clone(&config.table), Metrics::new(0, &[]));
-        Self { reloader: Reloader::new(sources, &config, live.clone()), live }
+        let live = Live::new(Arc::clone(&config.table), Metrics::new(0, Kinds::default()));
+        Self { reloader: Reloader::new(sources, &config, live.clone(), Arc::default()), live }
     }
 
     /// Lets the reloader look until this much time has passed.

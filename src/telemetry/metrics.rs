@@ -23,7 +23,18 @@ pub struct Metrics {
     /// By policy name. A policy that is gone keeps its place: counters that vanish and come back lower would
     /// be taken for a restart. What is ever in here was once configured.
     tallies: Mutex<BTreeMap<Box<str>, Arc<Tally>>>,
-    upstream_errors: &'static [&'static str],
+    kinds: Kinds,
+}
+
+/// The kinds of what is counted by kind.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Kinds {
+    /// Of [`Shard::upstream_error`].
+    pub upstream_errors: &'static [&'static str],
+    /// Of [`Shard::tls_fault`].
+    pub tls_faults: &'static [&'static str],
+    /// Of [`Shard::proxy_header_fault`].
+    pub proxy_header_faults: &'static [&'static str],
 }
 
 /// What one policy did with one request.
@@ -84,6 +95,8 @@ pub struct Observed {
     pub reloads_refused: u64,
     /// Why the newest files are not in effect; empty if they are.
     pub reload_errors: Vec<String>,
+    /// Where each certificate that clients see comes from, and when it ends: seconds since the Unix epoch.
+    pub certificates: Vec<(String, u64)>,
 }
 
 /// Where the process is in its life.
@@ -119,8 +132,10 @@ pub struct Shard {
     requests: Histogram,
     /// By status, from [`FIRST_CODE`] on.
     codes: [Count; CODES],
-    /// In the order of [`Metrics::upstream_errors`].
+    /// In the order of [`Kinds`].
     upstream_errors: Box<[Count]>,
+    tls_faults: Box<[Count]>,
+    proxy_header_faults: Box<[Count]>,
     untrusted_forwarding: Count,
     tokens_refused: Count,
 }
@@ -193,15 +208,15 @@ const FIRST_CODE: u16 = 100;
 const CODES: usize = 900;
 
 impl Metrics {
-    /// For so many workers; `upstream_errors` are the kinds that [`Shard::upstream_error`] counts.
-    pub fn new(workers: usize, upstream_errors: &'static [&'static str]) -> Arc<Self> {
-        let shards = (0..workers).map(|worker| Arc::new(Shard::new(worker, upstream_errors.len())));
-        Arc::new(Self { shards: shards.collect(), tallies: Mutex::default(), upstream_errors })
+    /// For so many workers.
+    pub fn new(workers: usize, kinds: Kinds) -> Arc<Self> {
+        let shards = (0..workers).map(|worker| Arc::new(Shard::new(worker, kinds)));
+        Arc::new(Self { shards: shards.collect(), tallies: Mutex::default(), kinds })
     }
 
     /// What a worker counts with. Nobody sees the counts of one that [`Metrics::new`] was not told of.
     pub fn shard(&self, worker: usize) -> Arc<Shard> {
-        let unseen = || Arc::new(Shard::new(worker, self.upstream_errors.len()));
+        let unseen = || Arc::new(Shard::new(worker, self.kinds));
         self.shards.get(worker).map_or_else(unseen, Arc::clone)
     }
 
@@ -293,11 +308,27 @@ impl Metrics {
             "tidegate_upstream_errors",
             "Requests that got no response from the upstream, by kind.",
         );
-        for (at, kind) in self.upstream_errors.iter().enumerate() {
+        for (at, kind) in self.kinds.upstream_errors.iter().enumerate() {
             errors.sample(&[("kind", kind)], self.sum_opt(|shard| shard.upstream_errors.get(at)));
         }
         page.family(Kind::Gauge, "tidegate_connections_active", "Client connections that are open.")
             .sample(&[], observed.connections as u64);
+        let mut faults = page.family(
+            Kind::Counter,
+            "tidegate_tls_handshake_errors",
+            "Client connections that ended in their TLS handshake, by kind.",
+        );
+        for (at, kind) in self.kinds.tls_faults.iter().enumerate() {
+            faults.sample(&[("kind", kind)], self.sum_opt(|shard| shard.tls_faults.get(at)));
+        }
+        let mut faults = page.family(
+            Kind::Counter,
+            "tidegate_proxy_protocol_errors",
+            "Client connections that were closed for their PROXY header, by kind.",
+        );
+        for (at, kind) in self.kinds.proxy_header_faults.iter().enumerate() {
+            faults.sample(&[("kind", kind)], self.sum_opt(|shard| shard.proxy_header_faults.get(at)));
+        }
         page.family(
             Kind::Counter,
             "tidegate_untrusted_forwarding",
@@ -356,6 +387,14 @@ fn write_store(page: &mut Page, observed: &Observed) {
 }
 
 fn write_process(page: &mut Page, observed: &Observed) {
+    let mut expiry = page.family(
+        Kind::Gauge,
+        "tidegate_certificate_expiry_seconds",
+        "When a certificate that clients see ends, or the first of its chain: seconds since 1970.",
+    );
+    for (file, at) in &observed.certificates {
+        expiry.sample(&[("file", file)], *at);
+    }
     let mut reloads = page.family(
         Kind::Counter,
         "tidegate_config_reloads",
@@ -374,13 +413,16 @@ fn write_process(page: &mut Page, observed: &Observed) {
 }
 
 impl Shard {
-    fn new(worker: usize, upstream_errors: usize) -> Self {
+    fn new(worker: usize, kinds: Kinds) -> Self {
+        let counts = |kinds: &[&str]| kinds.iter().map(|_| Count::default()).collect();
         Self {
             worker,
             decisions: std::array::from_fn(|_| Histogram::new(&DECISION_BOUNDS)),
             requests: Histogram::new(&REQUEST_BOUNDS),
             codes: std::array::from_fn(|_| Count::default()),
-            upstream_errors: (0..upstream_errors).map(|_| Count::default()).collect(),
+            upstream_errors: counts(kinds.upstream_errors),
+            tls_faults: counts(kinds.tls_faults),
+            proxy_header_faults: counts(kinds.proxy_header_faults),
             untrusted_forwarding: Count::default(),
             tokens_refused: Count::default(),
         }
@@ -408,7 +450,21 @@ impl Shard {
         self.requests.observe(time);
     }
 
-    /// The upstream gave no response; `kind` is a place in the list that [`Metrics::new`] got.
+    /// A client's connection ended in its TLS handshake; `kind` is a place in [`Kinds::tls_faults`].
+    pub fn tls_fault(&self, kind: usize) {
+        if let Some(count) = self.tls_faults.get(kind) {
+            count.add(1);
+        }
+    }
+
+    /// A client's connection was closed for its PROXY header; `kind` is a place in [`Kinds::proxy_header_faults`].
+    pub fn proxy_header_fault(&self, kind: usize) {
+        if let Some(count) = self.proxy_header_faults.get(kind) {
+            count.add(1);
+        }
+    }
+
+    /// The upstream gave no response; `kind` is a place in [`Kinds::upstream_errors`].
     pub fn upstream_error(&self, kind: usize) {
         if let Some(count) = self.upstream_errors.get(kind) {
             count.add(1);

@@ -47,7 +47,11 @@ fn switch(proof: &str) -> String {
 
 fn proof_for(head: &[u8]) -> String {
     let head = String::from_utf8_lossy(head);
-    let key = head.lines().find_map(|line| line.strip_prefix("sec-websocket-key: ")).unwrap();
+    proof_of(head.lines().find_map(|line| line.strip_prefix("sec-websocket-key: ")).unwrap())
+}
+
+/// What proves that a key was understood.
+pub fn proof_of(key: &str) -> String {
     let hash = sha1_smol::Sha1::from(format!("{key}258EAFA5-E914-47DA-95CA-C5AB0DC85B11")).digest().bytes();
     base64(&hash)
 }

@@ -36,7 +36,8 @@ pub(super) async fn eventually(mut condition: impl FnMut() -> bool) {
 
 pub(super) fn listen() -> ListenSettings {
     ListenSettings {
-        address: "127.0.0.1:0".parse().unwrap(),
+        address: ListenAddress::Ip("127.0.0.1:0".parse().unwrap()),
+        proxy_protocol_from: None,
         max_connections: 100,
         threads: 1,
         header_timeout: Duration::from_secs(5),
@@ -83,8 +84,11 @@ impl Running {
         M: Fn(usize) -> F + Clone + Send + 'static,
         F: Future<Output = Rc<H>> + 'static,
     {
-        let server = Server::bind(settings).unwrap();
-        let (addr, load) = (server.local_addr().unwrap(), server.load());
+        let server = Server::bind(settings, Arc::default()).unwrap();
+        let ListenAddress::Ip(addr) = server.address().unwrap() else {
+            panic!("an IP address was asked for")
+        };
+        let load = server.load();
         let (stop, asked) = watch::channel(Stop::Run);
         server.listen().unwrap();
         let ended = tokio::spawn(server.run(handler, shutdown, asked, || {}));

@@ -1,6 +1,10 @@
 use super::*;
 
-const ERRORS: &[&str] = &["dns", "tls"];
+const KINDS: Kinds = Kinds {
+    upstream_errors: &["dns", "tls"],
+    tls_faults: &["closed", "invalid"],
+    proxy_header_faults: &["absent"],
+};
 
 fn observed() -> Observed {
     Observed {
@@ -14,6 +18,7 @@ fn observed() -> Observed {
         generation: 4,
         reloads_refused: 2,
         reload_errors: Vec::new(),
+        certificates: vec![("a.crt".to_owned(), 1_800_000_000)],
     }
 }
 
@@ -24,13 +29,15 @@ fn has(page: &str, line: &str) {
 
 #[test]
 fn what_workers_count_alone_is_added_up() {
-    let metrics = Metrics::new(3, ERRORS);
+    let metrics = Metrics::new(3, KINDS);
     let tallies = metrics.tallies(["a", "b"].into_iter());
     for worker in 0..3 {
         let shard = metrics.shard(worker);
         for _ in 0..=worker {
             shard.policy(&tallies[0], Decision::Allowed);
             shard.upstream_error(1);
+            shard.tls_fault(0);
+            shard.proxy_header_fault(0);
             shard.forwarding_not_trusted();
             shard.token_refused();
         }
@@ -46,6 +53,10 @@ fn what_workers_count_alone_is_added_up() {
         "tidegate_degraded_total{policy=\"b\",outcome=\"closed\"} 3",
         "tidegate_degraded_total{policy=\"b\",outcome=\"open\"} 0",
         "tidegate_upstream_errors_total{kind=\"tls\"} 6",
+        "tidegate_tls_handshake_errors_total{kind=\"closed\"} 6",
+        "tidegate_tls_handshake_errors_total{kind=\"invalid\"} 0",
+        "tidegate_proxy_protocol_errors_total{kind=\"absent\"} 6",
+        "tidegate_certificate_expiry_seconds{file=\"a.crt\"} 1800000000",
         "tidegate_untrusted_forwarding_total 6",
         "tidegate_tokens_refused_total 6",
         "tidegate_connections_active 3",
@@ -63,7 +74,7 @@ fn what_workers_count_alone_is_added_up() {
 
 #[test]
 fn counters_outlive_the_table_that_named_them() {
-    let metrics = Metrics::new(1, ERRORS);
+    let metrics = Metrics::new(1, KINDS);
     let shard = metrics.shard(0);
     shard.policy(&metrics.tallies(["a", "gone"].into_iter())[1], Decision::Rejected);
     let again = metrics.tallies(["new", "a"].into_iter());
@@ -76,7 +87,7 @@ fn counters_outlive_the_table_that_named_them() {
 
 #[test]
 fn buckets_hold_what_is_at_most_their_end() {
-    let metrics = Metrics::new(2, ERRORS);
+    let metrics = Metrics::new(2, KINDS);
     let times = [0, 2_000, 2_001, 50_000_000, 3_000_000_000].map(Duration::from_nanos);
     for (at, time) in times.into_iter().enumerate() {
         metrics.shard(at % 2).decided(Source::Memory, time);
@@ -108,7 +119,7 @@ fn bounds_ascend_and_are_written_as_they_are() {
 
 #[test]
 fn only_codes_that_occurred_have_a_line() {
-    let metrics = Metrics::new(1, ERRORS);
+    let metrics = Metrics::new(1, KINDS);
     let shard = metrics.shard(0);
     for code in [100, 200, 200, 999] {
         shard.responded(code, Duration::ZERO);
@@ -128,7 +139,7 @@ fn a_label_cannot_end_before_its_time() {
 
 #[test]
 fn the_two_formats_differ_in_the_names_of_counters_and_the_end() {
-    let metrics = Metrics::new(1, ERRORS);
+    let metrics = Metrics::new(1, KINDS);
     let classic = metrics.page(&observed(), Format::accepted("text/plain"));
     let open = metrics.page(
         &observed(),

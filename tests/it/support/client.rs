@@ -8,10 +8,11 @@ use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use serde_json::Value;
 use std::convert::Infallible;
+use std::fmt::Debug;
 use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
@@ -20,10 +21,15 @@ pub type ClientBody = BoxBody<Bytes, Infallible>;
 /// A connection to which exactly the bytes are sent that the test says.
 #[derive(Debug)]
 pub struct RawClient {
-    stream: TcpStream,
+    stream: Box<dyn Wire>,
     /// Read and not yet given out.
     buffer: Vec<u8>,
 }
+
+/// What bytes go over.
+pub trait Wire: AsyncRead + AsyncWrite + Unpin + Send + Debug {}
+
+impl<T: AsyncRead + AsyncWrite + Unpin + Send + Debug> Wire for T {}
 
 /// One response as it came.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,7 +55,12 @@ pub struct Ask {
 impl RawClient {
     pub async fn connect(address: SocketAddr) -> Self {
         let stream = timeout(SOON, TcpStream::connect(address)).await.expect("connecting takes too long");
-        Self { stream: stream.unwrap_or_else(|error| panic!("{address}: {error}")), buffer: Vec::new() }
+        Self::over(stream.unwrap_or_else(|error| panic!("{address}: {error}")))
+    }
+
+    /// Over a connection that is there, TLS for instance.
+    pub fn over(stream: impl Wire + 'static) -> Self {
+        Self { stream: Box::new(stream), buffer: Vec::new() }
     }
 
     /// Sends these bytes. A peer that has closed already is found out by reading.
@@ -314,7 +325,11 @@ pub async fn http1(address: SocketAddr) -> http1::SendRequest<ClientBody> {
 
 /// A cleartext HTTP/2 connection with prior knowledge.
 pub async fn http2(address: SocketAddr) -> http2::SendRequest<ClientBody> {
-    let stream = TcpStream::connect(address).await.unwrap();
+    http2_over(TcpStream::connect(address).await.unwrap()).await
+}
+
+/// HTTP/2 over a connection that is there.
+pub async fn http2_over(stream: impl Wire + 'static) -> http2::SendRequest<ClientBody> {
     let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
     tokio::spawn(connection);
     sender

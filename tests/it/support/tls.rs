@@ -1,9 +1,22 @@
-//! Certificates, made anew for each test.
+//! Certificates, made anew for each test, and clients that speak TLS.
 
+use super::SOON;
+use super::client::{RawClient, Wire};
 use rcgen::{BasicConstraints, CertificateParams, DistinguishedName, DnType, IsCa, Issuer, KeyPair};
 use std::fs;
-use std::path::PathBuf;
+use std::io;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use tempfile::TempDir;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_rustls::rustls::crypto::aws_lc_rs;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore, SupportedProtocolVersion, version};
 
 /// Somebody who signs certificates, with a folder for them.
 pub struct Authority {
@@ -23,8 +36,12 @@ impl Authority {
 
     /// Makes `<file>.pem` and `<file>.key`: a certificate for a name or an address.
     pub fn sign(&self, file: &str, name: &str) {
+        self.sign_as(file, named(name, vec![name.to_owned()]));
+    }
+
+    /// The same, of a certificate that says this.
+    pub fn sign_as(&self, file: &str, params: CertificateParams) {
         let key = KeyPair::generate().unwrap();
-        let params = named(name, vec![name.to_owned()]);
         fs::write(self.path(&format!("{file}.pem")), params.signed_by(&key, &self.issuer).unwrap().pem())
             .unwrap();
         fs::write(self.path(&format!("{file}.key")), key.serialize_pem()).unwrap();
@@ -41,8 +58,83 @@ impl Authority {
     }
 }
 
+/// A client that trusts an authority.
+#[derive(Clone)]
+pub struct TlsClient(ClientConfig);
+
+impl TlsClient {
+    pub fn new(trusted: &Authority) -> Self {
+        Self::speaking(trusted, &[&version::TLS13, &version::TLS12], None)
+    }
+
+    /// With a certificate of its own, that somebody else may have signed.
+    pub fn with_certificate(trusted: &Authority, signer: &Authority, file: &str) -> Self {
+        Self::speaking(trusted, &[&version::TLS13, &version::TLS12], Some((signer, file)))
+    }
+
+    pub fn speaking(
+        trusted: &Authority,
+        versions: &[&'static SupportedProtocolVersion],
+        certificate: Option<(&Authority, &str)>,
+    ) -> Self {
+        Self::build(&trusted.path("ca.pem"), versions, certificate)
+    }
+
+    /// One that trusts all that are in a file.
+    pub fn trusting_file(roots: &Path) -> Self {
+        Self::build(roots, &[&version::TLS13, &version::TLS12], None)
+    }
+
+    fn build(
+        trusted: &Path,
+        versions: &[&'static SupportedProtocolVersion],
+        certificate: Option<(&Authority, &str)>,
+    ) -> Self {
+        let mut roots = RootCertStore::empty();
+        for root in CertificateDer::pem_file_iter(trusted).unwrap() {
+            roots.add(root.unwrap()).unwrap();
+        }
+        let config = ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
+            .with_protocol_versions(versions)
+            .unwrap()
+            .with_root_certificates(roots);
+        Self(match certificate {
+            None => config.with_no_client_auth(),
+            Some((signer, file)) => {
+                let chain = CertificateDer::from_pem_file(signer.path(&format!("{file}.pem"))).unwrap();
+                let key = PrivateKeyDer::from_pem_file(signer.path(&format!("{file}.key"))).unwrap();
+                config.with_client_auth_cert(vec![chain], key).unwrap()
+            }
+        })
+    }
+
+    /// What it offers by ALPN, best first.
+    pub fn offering(mut self, protocols: &[&str]) -> Self {
+        self.0.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
+        self
+    }
+
+    /// Connects to the server of this name, or of this address, which is not told to the server.
+    pub async fn connect(&self, address: SocketAddr, name: &str) -> io::Result<TlsStream<TcpStream>> {
+        let socket = TcpStream::connect(address).await?;
+        self.wrap(socket, name).await
+    }
+
+    /// The same, on a connection that is there.
+    pub async fn wrap<S: Wire>(&self, socket: S, name: &str) -> io::Result<TlsStream<S>> {
+        let name = ServerName::try_from(name.to_owned()).unwrap();
+        let connector = TlsConnector::from(Arc::new(self.0.clone()));
+        timeout(SOON, connector.connect(name, socket)).await.expect("no handshake in time")
+    }
+
+    /// A connection to the server of this name, for HTTP/1.1.
+    pub async fn http1(&self, address: SocketAddr, name: &str) -> RawClient {
+        RawClient::over(self.connect(address, name).await.unwrap_or_else(|error| panic!("{name}: {error}")))
+    }
+}
+
 /// Whoever signs and whoever is signed for must not share a name.
-fn named(name: &str, valid_for: Vec<String>) -> CertificateParams {
+pub fn named(name: &str, valid_for: Vec<String>) -> CertificateParams {
     let mut params = CertificateParams::new(valid_for).unwrap();
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, name);

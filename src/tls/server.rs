@@ -1,0 +1,203 @@
+//! TLS towards clients: which certificates we show, and which of theirs we ask for.
+
+use super::certificate::Certificate;
+use super::{certificates, private_key};
+use arc_swap::ArcSwapOption;
+use sha2::{Digest, Sha256};
+use std::fmt;
+use std::sync::Arc;
+use tokio_rustls::rustls::crypto::aws_lc_rs::{self, Ticketer};
+use tokio_rustls::rustls::server::{ClientHello, NoClientAuth, ResolvesServerCert, WebPkiClientVerifier};
+use tokio_rustls::rustls::sign::CertifiedKey;
+use tokio_rustls::rustls::{Error, ServerConfig};
+
+/// What clients are asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClientAuth {
+    /// Nothing.
+    None,
+    /// A certificate, which may be missing but not be wrong.
+    Optional,
+    /// A certificate.
+    Require,
+}
+
+/// What holds for new connections, replaced by a reload. `None`: cleartext.
+pub type Current = Arc<ArcSwapOption<ServerTls>>;
+
+/// A certificate that we show, with its chain and its key.
+#[derive(Clone)]
+pub struct ServerIdentity {
+    key: Arc<CertifiedKey>,
+    /// The certificate itself; what stands behind it in the chain is for clients.
+    pub certificate: Certificate,
+    /// The earliest end in the chain, in seconds since the Unix epoch.
+    pub expiry: u64,
+    digest: [u8; 32],
+}
+
+/// How TLS is spoken with clients: one set of certificates, and one memory of sessions.
+pub struct ServerTls {
+    config: Arc<ServerConfig>,
+    /// Where each certificate came from, and when it ends.
+    expiries: Vec<(String, u64)>,
+    /// Stands for all that it was made of.
+    digest: [u8; 32],
+}
+
+/// What is wrong with a certificate and its key.
+#[derive(Debug, thiserror::Error)]
+pub enum IdentityError {
+    #[error("{0}")]
+    Certificate(String),
+    #[error("{0}")]
+    Key(String),
+}
+
+impl ServerIdentity {
+    /// A chain, our own certificate first, and the key that belongs to it; both PEM.
+    ///
+    /// # Errors
+    /// An [`IdentityError`] in words that show nothing of the key.
+    pub fn read(chain_pem: &[u8], key_pem: &[u8]) -> Result<Self, IdentityError> {
+        let chain = certificates(chain_pem).map_err(IdentityError::Certificate)?;
+        let mut read = chain.iter().map(|der| Certificate::read(der));
+        let certificate = match read.next() {
+            Some(first) => first.map_err(IdentityError::Certificate)?,
+            None => return Err(IdentityError::Certificate("there is no certificate in it".to_owned())),
+        };
+        let expiry = read.filter_map(|issuer| Some(issuer.ok()?.valid.1)).fold(certificate.valid.1, u64::min);
+        let key = private_key(key_pem).map_err(IdentityError::Key)?;
+        let key =
+            CertifiedKey::from_der(chain, key, &aws_lc_rs::default_provider()).map_err(
+                |error| match error {
+                    Error::InconsistentKeys(_) => {
+                        IdentityError::Key("the key is not that of the certificate".to_owned())
+                    }
+                    error => IdentityError::Key(format!("the key can't be used: {error}")),
+                },
+            )?;
+        let digest = digest([chain_pem, key_pem]);
+        Ok(Self { key: Arc::new(key), certificate, expiry, digest })
+    }
+
+    fn is_for(&self, name: &str) -> bool {
+        self.certificate.dns_names.iter().any(|own| **own == *name)
+    }
+
+    /// Whether a wildcard covers the name: it stands for one label.
+    fn covers(&self, name: &str) -> bool {
+        let Some((_, parent)) = name.split_once('.') else { return false };
+        self.certificate.dns_names.iter().any(|own| own.strip_prefix("*.") == Some(parent))
+    }
+
+    fn suits(&self, hello: &ClientHello<'_>) -> bool {
+        self.key.key.choose_scheme(hello.signature_schemes()).is_some()
+    }
+}
+
+/// Keys show nothing of themselves.
+impl fmt::Debug for ServerIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServerIdentity").field("certificate", &self.certificate).finish_non_exhaustive()
+    }
+}
+
+impl ServerTls {
+    /// `identities`: where each comes from, and what it is; the first is for clients that name no other.
+    /// `client_ca`: PEM; needed unless `auth` is [`ClientAuth::None`].
+    ///
+    /// # Errors
+    /// Words that say what is wrong with `client_ca`.
+    pub fn new(
+        identities: Vec<(String, ServerIdentity)>,
+        client_ca: Option<&[u8]>,
+        auth: ClientAuth,
+    ) -> Result<Self, String> {
+        let mut hash = Sha256::new();
+        for (_, identity) in &identities {
+            hash.update(identity.digest);
+        }
+        hash.update([auth as u8]);
+        hash.update(digest([client_ca.unwrap_or_default()]));
+        let expiries = identities.iter().map(|(name, identity)| (name.clone(), identity.expiry)).collect();
+        let shown = Arc::new(Shown(identities.into_iter().map(|(_, identity)| identity).collect()));
+        let config = config(shown, client_ca, auth)?;
+        Ok(Self { config: Arc::new(config), expiries, digest: hash.finalize().into() })
+    }
+
+    /// For the handshakes of new connections.
+    pub fn config(&self) -> Arc<ServerConfig> {
+        Arc::clone(&self.config)
+    }
+
+    /// Where each certificate came from, and when the first of its chain ends: seconds since the Unix epoch.
+    pub fn expiries(&self) -> &[(String, u64)] {
+        &self.expiries
+    }
+}
+
+impl PartialEq for ServerTls {
+    fn eq(&self, other: &Self) -> bool {
+        self.digest == other.digest
+    }
+}
+
+impl fmt::Debug for ServerTls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServerTls").field("expiries", &self.expiries).finish_non_exhaustive()
+    }
+}
+
+/// Each has its own key for tickets: a session that was begun under other rules is not resumed under these, as a
+/// resumption does not look at certificates again.
+fn config(shown: Arc<Shown>, client_ca: Option<&[u8]>, auth: ClientAuth) -> Result<ServerConfig, String> {
+    let provider = Arc::new(aws_lc_rs::default_provider());
+    let verifier = match (auth, client_ca) {
+        (ClientAuth::None, _) => Arc::new(NoClientAuth),
+        (_, None) => return Err("there is no CA to check clients' certificates against".to_owned()),
+        (auth, Some(pem)) => {
+            let builder =
+                WebPkiClientVerifier::builder_with_provider(super::roots(pem)?.into(), Arc::clone(&provider));
+            let builder =
+                if auth == ClientAuth::Optional { builder.allow_unauthenticated() } else { builder };
+            builder.build().map_err(|error| error.to_string())?
+        }
+    };
+    let builder = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map_err(|error| error.to_string())?;
+    let mut config = builder.with_client_cert_verifier(verifier).with_cert_resolver(shown);
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    // Kept by clients: a memory of ours would have to be bounded, and so be forgotten under load.
+    config.ticketer = Ticketer::new().map_err(|error| error.to_string())?;
+    Ok(config)
+}
+
+/// What we show to whom.
+#[derive(Debug)]
+struct Shown(Vec<ServerIdentity>);
+
+impl ResolvesServerCert for Shown {
+    /// The first whose name is asked for, before one by wildcard, before the first of all. Among several for one name,
+    /// one whose kind of key the client knows.
+    fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        let name = hello.server_name().map(str::to_ascii_lowercase).unwrap_or_default();
+        let name = name.strip_suffix('.').unwrap_or(&name);
+        let of =
+            |is: fn(&ServerIdentity, &str) -> bool| self.0.iter().filter(move |identity| is(identity, name));
+        let named = of(ServerIdentity::is_for).chain(of(ServerIdentity::covers));
+        let usual = || named.clone().next().or(self.0.first());
+        let chosen = named.clone().find(|identity| identity.suits(&hello)).or_else(usual);
+        chosen.map(|identity| Arc::clone(&identity.key))
+    }
+}
+
+/// Of several texts, so that nothing moves from one to the next unseen.
+fn digest<'t>(texts: impl IntoIterator<Item = &'t [u8]>) -> [u8; 32] {
+    let mut hash = Sha256::new();
+    for text in texts {
+        hash.update(Sha256::digest(text));
+    }
+    hash.finalize().into()
+}

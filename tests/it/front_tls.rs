@@ -1,0 +1,638 @@
+//! TLS with clients: who is shown what, who gets in, and what changes while it runs.
+
+use crate::support::client::{Ask, ClientBody, RawClient, answered, http2_over};
+use crate::support::proxy::Proxy;
+use crate::support::tls::{Authority, TlsClient, named};
+use crate::support::upstream::{RawUpstream, Upstream, fed};
+use crate::support::{SOON, eventually, noise};
+use hyper::ext::Protocol;
+use hyper::{Request, Response};
+use hyper_util::rt::TokioIo;
+use rcgen::{CertificateParams, SanType, date_time_ymd};
+use std::fs;
+use std::net::SocketAddr;
+use std::os::unix::fs::symlink;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio_rustls::rustls::{HandshakeKind, version};
+
+const GET: &str = "GET / HTTP/1.1\r\nHost: a.example\r\n\r\n";
+
+/// `[listen.tls]` with the certificate called `a`.
+fn with_a(ca: &Authority, more: &str) -> String {
+    format!("[listen.tls]\ncert = {:?}\nkey = {:?}\n{more}\n", ca.text("a.pem"), ca.text("a.key"))
+}
+
+/// An authority that has signed `a`, for a.example.
+fn authority() -> Authority {
+    let ca = Authority::new();
+    ca.sign("a", "a.example");
+    ca
+}
+
+async fn metrics(proxy: &Proxy) -> String {
+    Ask::new(proxy.admin(), "GET", "/metrics").header("Host", "localhost").send().await.text()
+}
+
+/// The failed handshakes of a kind.
+async fn failed(proxy: &Proxy, kind: &str) -> u64 {
+    let series = format!("tidegate_tls_handshake_errors_total{{kind=\"{kind}\"}} ");
+    let page = metrics(proxy).await;
+    page.lines().find_map(|line| line.strip_prefix(&series)).unwrap().parse().unwrap()
+}
+
+/// Waits until so many handshakes of a kind have failed.
+async fn until_failed(proxy: &Proxy, kind: &str, times: u64) {
+    let deadline = std::time::Instant::now() + SOON;
+    while failed(proxy, kind).await != times {
+        assert!(std::time::Instant::now() < deadline, "{kind}: {}", metrics(proxy).await);
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Waits until so many connections are open.
+async fn until_open(proxy: &Proxy, connections: usize) {
+    let wanted = format!("tidegate_connections_active {connections}");
+    let deadline = std::time::Instant::now() + SOON;
+    while !metrics(proxy).await.lines().any(|line| line == wanted) {
+        assert!(std::time::Instant::now() < deadline, "{wanted}: {}", metrics(proxy).await);
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+fn request(path: &str) -> Request<ClientBody> {
+    Request::get(format!("https://a.example{path}")).body(ClientBody::default()).unwrap()
+}
+
+#[tokio::test]
+async fn http1_and_http2_are_spoken_as_client_and_server_agree() {
+    let ca = authority();
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&with_a(&ca, ""), upstream.address).await;
+    for versions in [[&version::TLS13], [&version::TLS12]] {
+        let client = TlsClient::speaking(&ca, &versions, None);
+        for offered in [vec![], vec!["http/1.1"]] {
+            let mut http1 = client.clone().offering(&offered).http1(proxy.address, "a.example").await;
+            for _ in 0..2 {
+                assert_eq!(http1.send(GET).await.reply().await.status, 200);
+            }
+            let seen = upstream.last();
+            assert_eq!(seen.one("x-forwarded-proto"), "https");
+            assert_eq!(seen.one("forwarded"), "for=127.0.0.1;host=\"a.example\";proto=https");
+            assert_eq!(seen.one("via"), "1.1 tidegate");
+        }
+        let h2 =
+            client.clone().offering(&["h2", "http/1.1"]).connect(proxy.address, "a.example").await.unwrap();
+        assert_eq!(h2.get_ref().1.alpn_protocol(), Some(b"h2".as_slice()));
+        let mut h2 = http2_over(h2).await;
+        assert_eq!(answered(h2.send_request(request("/"))).await.status(), 200);
+        assert_eq!(
+            (upstream.last().one("x-forwarded-proto"), upstream.last().one("via")),
+            ("https", "2 tidegate")
+        );
+    }
+    // What was agreed on holds, whatever the client goes on with.
+    let mut h2 = TlsClient::new(&ca).offering(&["h2"]).connect(proxy.address, "a.example").await.unwrap();
+    h2.write_all(GET.as_bytes()).await.unwrap();
+    let mut said = Vec::new();
+    let ended = tokio::time::timeout(SOON, h2.read_to_end(&mut said)).await;
+    assert!(ended.is_ok() && !String::from_utf8_lossy(&said).contains("HTTP/1.1"), "{ended:?} {said:?}");
+    let strange = TlsClient::new(&ca).offering(&["spdy/3"]).connect(proxy.address, "a.example").await;
+    assert!(strange.unwrap_err().to_string().contains("NoApplicationProtocol"));
+    until_failed(&proxy, "no_protocol", 1).await;
+}
+
+#[tokio::test]
+async fn the_name_that_a_client_asks_for_chooses_the_certificate() {
+    let ca = authority();
+    for (file, name) in [("b", "b.example"), ("wild", "*.wild.example"), ("ip", "127.0.0.1")] {
+        ca.sign(file, name);
+    }
+    let more = ["wild", "b"].map(|file| {
+        format!(
+            "[[listen.tls.certificates]]\ncert = {:?}\nkey = {:?}\n",
+            ca.text(&format!("{file}.pem")),
+            ca.text(&format!("{file}.key"))
+        )
+    });
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&with_a(&ca, &more.concat()), upstream.address).await;
+    // The client verifies that the certificate is for the name.
+    for name in ["a.example", "b.example", "B.Example", "c.wild.example"] {
+        let mut client = TlsClient::new(&ca).http1(proxy.address, name).await;
+        assert_eq!(client.send(GET).await.reply().await.status, 200, "{name}");
+    }
+    for name in ["x.c.wild.example", "wild.example", "other.test"] {
+        let error = TlsClient::new(&ca).connect(proxy.address, name).await.unwrap_err().to_string();
+        assert!(error.contains("a.example"), "{name} gets the first: {error}");
+    }
+    until_failed(&proxy, "refused", 3).await;
+    // Who asks for an address names nobody.
+    let error = TlsClient::new(&ca).connect(proxy.address, "127.0.0.1").await.unwrap_err().to_string();
+    assert!(error.contains("a.example"), "{error}");
+    let config = with_a(&ca, &more.concat()).replace(&ca.text("a."), &ca.text("ip."));
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let mut client = TlsClient::new(&ca).http1(proxy.address, "127.0.0.1").await;
+    assert_eq!(client.send(GET).await.reply().await.status, 200);
+}
+
+/// A certificate for `cn` with these alternative names.
+fn client_certificate(cn: &str, names: Vec<SanType>) -> CertificateParams {
+    let mut params = named(cn, Vec::new());
+    params.subject_alt_names = names;
+    params
+}
+
+#[tokio::test]
+async fn clients_certificates_are_checked_and_name_whose_quota_it_is() {
+    let (ca, other) = (authority(), Authority::new());
+    let uri = |uri: &str| SanType::URI(uri.try_into().unwrap());
+    ca.sign_as("ann", client_certificate("Ann", vec![uri("spiffe://mesh/ann")]));
+    ca.sign_as("bob", client_certificate("Ann", vec![uri("spiffe://mesh/bob")]));
+    ca.sign_as("nameless", client_certificate("", Vec::new()));
+    other.sign_as("eve", client_certificate("Ann", vec![uri("spiffe://mesh/ann")]));
+    let policies = "[[policy]]\nname = 'san'\nmatch = { path = '/san' }\nkey = ['client_cert:san']\nlimit = { requests = 1, per = '1h' }\nmissing_key = 'reject'\n\
+                    [[policy]]\nname = 'cn'\nmatch = { path = '/cn' }\nkey = ['client_cert:cn']\nlimit = { requests = 1, per = '1h' }\n";
+    let config = |auth: &str| {
+        with_a(&ca, &format!("client_ca = {:?}\nclient_auth = '{auth}'\n{policies}", ca.text("ca.pem")))
+    };
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&config("optional"), upstream.address).await;
+    let with = |signer, file| TlsClient::with_certificate(&ca, signer, file);
+    async fn ask(client: TlsClient, address: SocketAddr, path: &str) -> u16 {
+        let mut client = client.http1(address, "a.example").await;
+        client.send(format!("GET {path} HTTP/1.1\r\nHost: a.example\r\n\r\n")).await.reply().await.status
+    }
+    assert_eq!(ask(with(&ca, "ann"), proxy.address, "/san").await, 200);
+    assert_eq!(ask(with(&ca, "ann"), proxy.address, "/san").await, 429);
+    assert_eq!(ask(with(&ca, "bob"), proxy.address, "/san").await, 200);
+    assert_eq!(ask(with(&ca, "ann"), proxy.address, "/cn").await, 200);
+    assert_eq!(ask(with(&ca, "bob"), proxy.address, "/cn").await, 429, "the same CN");
+    assert_eq!(ask(TlsClient::new(&ca), proxy.address, "/cn").await, 200, "nobody is somebody, too");
+    assert_eq!(ask(with(&ca, "nameless"), proxy.address, "/cn").await, 429, "and the same nobody");
+    assert_eq!(ask(TlsClient::new(&ca), proxy.address, "/san").await, 400);
+    let explained =
+        crate::support::process::run(
+            crate::support::process::tidegate()
+                .args(["explain", "--config"])
+                .arg(proxy.config_path())
+                .args(["GET", "/san", "--client-cert-san", "spiffe://mesh/ann"]),
+        )
+        .await;
+    assert!(explained.stdout.contains("key san/spiffe:%2F%2Fmesh%2Fann"), "{explained:?}");
+
+    refuses(&proxy, &with(&other, "eve"), "bad_certificate").await;
+    let strict = Proxy::start(&config("require"), upstream.address).await;
+    assert_eq!(ask(with(&ca, "ann"), strict.address, "/san").await, 200);
+    refuses(&strict, &TlsClient::new(&ca), "no_certificate").await;
+    refuses(&strict, &with(&other, "eve"), "bad_certificate").await;
+}
+
+/// The client is turned away, told why, and counted.
+async fn refuses(proxy: &Proxy, client: &TlsClient, kind: &str) {
+    let before = failed(proxy, kind).await;
+    // By TLS 1.3 the client has done its part before the server judges.
+    let told = match client.connect(proxy.address, "a.example").await {
+        Ok(mut stream) => {
+            stream.write_all(GET.as_bytes()).await.unwrap_or_default();
+            stream.read_to_end(&mut Vec::new()).await.unwrap_err()
+        }
+        Err(error) => error,
+    };
+    assert!(told.to_string().contains("alert"), "{told}");
+    until_failed(proxy, kind, before + 1).await;
+}
+
+#[tokio::test]
+async fn handshakes_that_fail_end_in_time_and_are_counted_by_kind() {
+    let ca = authority();
+    let config = with_a(&ca, "[listen.http]\nheader_timeout = '300ms'\n");
+    let proxy = Proxy::start(&config, "127.0.0.1:9".parse().unwrap()).await;
+    let mark = proxy.log_mark();
+    // Who only looks whether somebody listens does no wrong.
+    drop(RawClient::connect(proxy.address).await);
+    let mut plain = RawClient::connect(proxy.address).await;
+    plain.send(GET).await;
+    assert!(!String::from_utf8_lossy(&plain.rest().await).contains("HTTP/"));
+    until_failed(&proxy, "invalid", 1).await;
+    let mut silent = RawClient::connect(proxy.address).await;
+    let mut slow = RawClient::connect(proxy.address).await;
+    slow.send(b"\x16\x03\x01\x02\x00\x01").await;
+    assert_eq!((silent.rest().await, slow.rest().await), (vec![], vec![]));
+    until_failed(&proxy, "timeout", 2).await;
+    RawClient::connect(proxy.address).await.send(b"\x16\x03\x01\x02\x00\x01").await;
+    until_failed(&proxy, "closed", 1).await;
+    assert!(proxy.log_since(mark).is_empty(), "{}", proxy.log());
+    let expiry = metrics(&proxy).await;
+    assert!(
+        expiry.contains(&format!("tidegate_certificate_expiry_seconds{{file=\"{}\"}} ", ca.text("a.pem"))),
+        "{expiry}"
+    );
+}
+
+/// Whether new connections are shown a certificate that the authority signed.
+async fn shows(proxy: &Proxy, ca: &Authority) -> bool {
+    TlsClient::new(ca).connect(proxy.address, "a.example").await.is_ok()
+}
+
+async fn until_shown(proxy: &Proxy, ca: &Authority) {
+    let deadline = std::time::Instant::now() + Duration::from_secs(5);
+    while !shows(proxy, ca).await {
+        assert!(std::time::Instant::now() < deadline, "{}", proxy.log());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test]
+async fn new_certificates_are_taken_when_both_halves_are_there() {
+    let (ca, newer, newest) = (authority(), authority(), authority());
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&with_a(&ca, ""), upstream.address).await;
+    let mut old = TlsClient::new(&ca).http1(proxy.address, "a.example").await;
+    assert_eq!(old.send(GET).await.reply().await.status, 200);
+    let mark = proxy.log_mark();
+    fs::copy(newer.path("a.pem"), ca.path("a.pem")).unwrap();
+    proxy.wait_for_log("an error", mark, SOON, |line| line.says("the new configuration is wrong")).await;
+    let said = proxy
+        .wait_for_log("why", mark, SOON, |line| {
+            line.says("") && format!("{line:?}").contains("listen.tls.key")
+        })
+        .await;
+    assert!(format!("{said:?}").contains("the key is not that of the certificate"), "{said:?}");
+    assert!(shows(&proxy, &ca).await && !shows(&proxy, &newer).await);
+    fs::copy(newer.path("a.key"), ca.path("a.key")).unwrap();
+    until_shown(&proxy, &newer).await;
+    assert_eq!(old.send(GET).await.reply().await.status, 200, "who is in stays in");
+
+    // A rename over each of them, and a signal.
+    for half in ["key", "pem"] {
+        fs::copy(newest.path(&format!("a.{half}")), ca.path("next")).unwrap();
+        fs::rename(ca.path("next"), ca.path(&format!("a.{half}"))).unwrap();
+    }
+    proxy.sighup();
+    until_shown(&proxy, &newest).await;
+}
+
+#[tokio::test]
+async fn a_secret_swapped_under_load_fails_nobody() {
+    let (one, two) = (authority(), authority());
+    let mount = tempfile::tempdir().unwrap();
+    let at = |name: &str| mount.path().join(name);
+    for (version, ca) in [("..one", &one), ("..two", &two)] {
+        fs::create_dir(at(version)).unwrap();
+        for file in ["a.pem", "a.key"] {
+            fs::copy(ca.path(file), at(version).join(file)).unwrap();
+        }
+    }
+    symlink("..one", at("..data")).unwrap();
+    for file in ["a.pem", "a.key"] {
+        symlink(format!("..data/{file}"), at(file)).unwrap();
+    }
+    let config = format!("[listen.tls]\ncert = {:?}\nkey = {:?}\n", at("a.pem"), at("a.key"));
+    let upstream = Upstream::echo().await;
+    let proxy = Arc::new(Proxy::start(&config, upstream.address).await);
+    // Trusts both.
+    let mut both = fs::read_to_string(one.path("ca.pem")).unwrap();
+    both += &fs::read_to_string(two.path("ca.pem")).unwrap();
+    fs::write(one.path("both.pem"), both).unwrap();
+    let client = TlsClient::trusting_file(&one.path("both.pem"));
+    let (stop, served) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+    let load: Vec<_> = (0..4)
+        .map(|_| {
+            let (proxy, client, stop, served) =
+                (Arc::clone(&proxy), client.clone(), Arc::clone(&stop), Arc::clone(&served));
+            tokio::spawn(async move {
+                while !stop.load(Ordering::Relaxed) {
+                    let mut client = client.http1(proxy.address, "a.example").await;
+                    for _ in 0..3 {
+                        assert_eq!(client.send(GET).await.reply().await.status, 200);
+                        served.fetch_add(1, Ordering::Relaxed);
+                    }
+                }
+            })
+        })
+        .collect();
+    eventually("some requests", SOON, || (served.load(Ordering::Relaxed) > 20).then_some(())).await;
+    symlink("..two", at("..data_tmp")).unwrap();
+    fs::rename(at("..data_tmp"), at("..data")).unwrap();
+    until_shown(&proxy, &two).await;
+    let so_far = served.load(Ordering::Relaxed);
+    eventually("some more", SOON, || (served.load(Ordering::Relaxed) > so_far + 20).then_some(())).await;
+    stop.store(true, Ordering::Relaxed);
+    for client in load {
+        client.await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn no_session_outlives_the_authority_that_let_it_in() {
+    let (ca, other) = (authority(), authority());
+    ca.sign_as("ann", client_certificate("Ann", Vec::new()));
+    fs::copy(ca.path("ca.pem"), ca.path("clients.pem")).unwrap();
+    let config = with_a(&ca, &format!("client_ca = {:?}\nclient_auth = 'require'\n", ca.text("clients.pem")));
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&config, upstream.address).await;
+    for versions in [[&version::TLS13], [&version::TLS12]] {
+        fs::copy(ca.path("ca.pem"), ca.path("clients.pem")).unwrap();
+        let client = TlsClient::speaking(&ca, &versions, Some((&ca, "ann")));
+        let kind = async || {
+            let mut stream =
+                client.connect(proxy.address, "a.example").await.map_err(|error| error.to_string())?;
+            stream.write_all(GET.as_bytes()).await.unwrap_or_default();
+            // What is read holds the tickets, too.
+            let mut head = [0; 12];
+            stream.read_exact(&mut head).await.map_err(|error| error.to_string())?;
+            Ok::<_, String>(stream.get_ref().1.handshake_kind().unwrap())
+        };
+        let deadline = std::time::Instant::now() + SOON;
+        while kind().await != Ok(HandshakeKind::Resumed) {
+            assert!(std::time::Instant::now() < deadline, "{}", proxy.log());
+        }
+        // A policy that changes ends no session.
+        let mark = proxy.log_mark();
+        proxy.write_config(&format!(
+            "{config}[[policy]]\nname = 'p{mark}'\nmatch.path = '/p'\naction = 'deny'\n"
+        ));
+        proxy.wait_for_log("a reload", mark, SOON, |line| line.says("new configuration")).await;
+        assert_eq!(kind().await, Ok(HandshakeKind::Resumed));
+        // Another authority does.
+        let mark = proxy.log_mark();
+        fs::copy(other.path("ca.pem"), ca.path("clients.pem")).unwrap();
+        proxy.wait_for_log("a reload", mark, SOON, |line| line.says("new certificates")).await;
+        let refused = kind().await.unwrap_err();
+        assert!(refused.contains("alert"), "{refused}");
+    }
+}
+
+#[tokio::test]
+async fn no_session_is_resumed_with_a_certificate_that_is_over() {
+    let ca = authority();
+    let mut brief = client_certificate("Ann", Vec::new());
+    brief.not_after = date_time_ymd(1970, 1, 1) + Duration::from_secs(tidegate::clock::unix_s() + 3);
+    ca.sign_as("ann", brief);
+    let config = with_a(&ca, &format!("client_ca = {:?}\nclient_auth = 'require'\n", ca.text("ca.pem")));
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let client = TlsClient::with_certificate(&ca, &ca, "ann");
+    let (mut is_resumed, deadline) = (false, std::time::Instant::now() + SOON);
+    loop {
+        assert!(std::time::Instant::now() < deadline, "it is still let in");
+        let mut stream = client.connect(proxy.address, "a.example").await.unwrap();
+        stream.write_all(GET.as_bytes()).await.unwrap_or_default();
+        if stream.read_exact(&mut [0; 12]).await.is_err() {
+            break;
+        }
+        is_resumed = stream.get_ref().1.handshake_kind() == Some(HandshakeKind::Resumed);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(is_resumed, "until then, it was");
+    until_failed(&proxy, "bad_certificate", 1).await;
+}
+
+#[tokio::test]
+async fn tls_begins_and_ends_while_it_runs() {
+    let ca = authority();
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut plain = RawClient::connect(proxy.address).await;
+    assert_eq!(plain.send(GET).await.reply().await.status, 200);
+    proxy.write_config(&with_a(&ca, ""));
+    until_shown(&proxy, &ca).await;
+    assert_eq!(plain.send(GET).await.reply().await.status, 200, "who is in stays in");
+    let mark = proxy.log_mark();
+    proxy.write_config("");
+    proxy.wait_for_log("a warning", mark, SOON, |line| line.says("no listen.tls any more")).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+}
+
+/// An upstream that grants an upgrade and sends back what comes.
+async fn echoing() -> RawUpstream {
+    RawUpstream::scripted(|_, mut socket| async move {
+        let Some(head) = socket.request().await else { return };
+        let head = String::from_utf8_lossy(&head).into_owned();
+        let key = head.lines().find_map(|line| line.strip_prefix("sec-websocket-key: "));
+        let proof = key.map(crate::upgrades::proof_of).unwrap_or_default();
+        let switch = format!("HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: {proof}\r\n\r\n");
+        socket.send(switch.as_bytes()).await;
+        let (mut reads, mut writes) = socket.stream().split();
+        tokio::io::copy(&mut reads, &mut writes).await.unwrap_or_default();
+        writes.shutdown().await.unwrap_or_default();
+    })
+    .await
+}
+
+#[tokio::test]
+async fn tunnels_carry_every_byte_over_tls() {
+    let ca = authority();
+    let upstream = echoing().await;
+    let proxy = Proxy::start(&with_a(&ca, ""), upstream.address).await;
+    let bytes = noise(300_000);
+    let shake = "GET /chat HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n";
+    let mut stream = TlsClient::new(&ca).connect(proxy.address, "a.example").await.unwrap();
+    // In one piece with the handshake: what TLS has read ahead must not be lost.
+    stream.write_all(&[shake.as_bytes(), &bytes[..100]].concat()).await.unwrap();
+    let (mut reads, mut writes) = tokio::io::split(stream);
+    let sent = bytes.clone();
+    let sending = tokio::spawn(async move {
+        writes.write_all(&sent[100..]).await.unwrap();
+        // The end of one way is not the end of the other.
+        writes.shutdown().await.unwrap();
+    });
+    let mut got = Vec::new();
+    tokio::time::timeout(SOON, reads.read_to_end(&mut got)).await.unwrap().expect("closed in good order");
+    sending.await.unwrap();
+    let text = got.windows(4).position(|four| four == b"\r\n\r\n").unwrap();
+    assert!(got.starts_with(b"HTTP/1.1 101") && got[text + 4..] == bytes);
+
+    let h2 = TlsClient::new(&ca).offering(&["h2"]).connect(proxy.address, "a.example").await.unwrap();
+    let mut h2 = http2_over(h2).await;
+    let mut connect = Request::connect("https://a.example/chat")
+        .header("sec-websocket-version", "13")
+        .body(ClientBody::default())
+        .unwrap();
+    connect.extensions_mut().insert(Protocol::from_static("websocket"));
+    let response = answered(h2.send_request(connect)).await;
+    assert_eq!(response.status(), 200);
+    let mut tunnel = TokioIo::new(hyper::upgrade::on(response).await.unwrap());
+    tunnel.write_all(&bytes[..50_000]).await.unwrap();
+    let mut echoed = vec![0; 50_000];
+    tokio::time::timeout(SOON, tunnel.read_exact(&mut echoed)).await.unwrap().unwrap();
+    assert!(echoed == bytes[..50_000]);
+}
+
+#[tokio::test]
+async fn a_drain_ends_tls_connections_in_good_order() {
+    let ca = authority();
+    let (feeder, body) = fed();
+    let body = std::sync::Mutex::new(Some(body));
+    let upstream = Upstream::serving(move |request| {
+        let body = if request.uri().path() == "/slow" { body.lock().unwrap().take() } else { None };
+        async { Response::new(body.unwrap_or_default()) }
+    })
+    .await;
+    let mut proxy = Proxy::start(&with_a(&ca, ""), upstream.address).await;
+    let client = TlsClient::new(&ca);
+    let mut idle = client.http1(proxy.address, "a.example").await;
+    assert_eq!(idle.send(GET).await.reply().await.status, 200);
+    let mut fresh = client.http1(proxy.address, "a.example").await;
+    let stream = client.clone().offering(&["h2"]).connect(proxy.address, "a.example").await.unwrap();
+    let (mut h2, connection) =
+        hyper::client::conn::http2::handshake(hyper_util::rt::TokioExecutor::new(), TokioIo::new(stream))
+            .await
+            .unwrap();
+    let connection = tokio::spawn(connection);
+    let slow = answered(h2.send_request(request("/slow"))).await;
+    // A client on its way in when the end begins.
+    let socket = TcpStream::connect(proxy.address).await.unwrap();
+    until_open(&proxy, 4).await;
+    proxy.sigterm();
+    // `rest` fails without a close_notify.
+    assert_eq!((idle.rest().await, fresh.rest().await), (vec![], vec![]));
+    let mut late = RawClient::over(client.wrap(socket, "a.example").await.unwrap());
+    let reply = late.send(GET).await.reply().await;
+    assert_eq!((reply.status, reply.header("connection")), (200, Some("close")));
+    assert!(late.rest().await.is_empty());
+    assert!(proxy.is_running(), "it waits for the stream");
+    feeder.send("the rest").await;
+    drop(feeder);
+    let whole = http_body_util::BodyExt::collect(slow.into_body()).await.unwrap().to_bytes();
+    assert_eq!(whole, "the rest");
+    tokio::time::timeout(SOON, connection).await.unwrap().unwrap().expect("told to go away");
+    assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
+}
+
+#[tokio::test]
+async fn a_truncated_upload_never_looks_complete() {
+    let ca = authority();
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&with_a(&ca, ""), upstream.address).await;
+    let raw = RawUpstream::answering("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
+    let chunked = Proxy::start(&with_a(&ca, ""), raw.address).await;
+    for orderly in [true, false] {
+        let mut stream = TlsClient::new(&ca).connect(chunked.address, "a.example").await.unwrap();
+        let head = "POST / HTTP/1.1\r\nHost: a.example\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n";
+        stream.write_all(head.as_bytes()).await.unwrap();
+        let seen = raw.connections();
+        eventually("the beginning to arrive", SOON, || {
+            String::from_utf8_lossy(&raw.received()).contains("hello").then_some(())
+        })
+        .await;
+        if orderly {
+            stream.shutdown().await.unwrap();
+        }
+        drop(stream);
+        until_open(&chunked, 0).await;
+        assert!(!String::from_utf8_lossy(&raw.received()).contains("\r\n0\r\n"), "{orderly} {seen}");
+    }
+    let mut client = TlsClient::new(&ca).http1(proxy.address, "a.example").await;
+    let body = noise(200_000);
+    client
+        .send(
+            [
+                format!("PUT / HTTP/1.1\r\nHost: a.example\r\nContent-Length: {}\r\n\r\n", body.len())
+                    .as_bytes(),
+                &body,
+            ]
+            .concat(),
+        )
+        .await;
+    assert_eq!(client.reply().await.json()["body_sha256"], crate::support::sha256(&body));
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_read_is_cut_and_a_slow_one_is_not() {
+    let ca = authority();
+    let upstream =
+        Upstream::serving(|_| async { Response::new(crate::support::upstream::full(vec![b'x'; 20 << 20])) })
+            .await;
+    let config = with_a(&ca, "[listen.http]\nbody_idle_timeout = '700ms'\n");
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let mut deaf = TlsClient::new(&ca).connect(proxy.address, "a.example").await.unwrap();
+    deaf.write_all(GET.as_bytes()).await.unwrap();
+    let mut slow = TlsClient::new(&ca).connect(proxy.address, "a.example").await.unwrap();
+    slow.write_all(GET.as_bytes()).await.unwrap();
+    let active = async || metrics(&proxy).await.lines().any(|line| line == "tidegate_connections_active 1");
+    let deadline = std::time::Instant::now() + SOON;
+    let mut some = vec![0; 256 << 10];
+    let mut read = 0;
+    while !active().await {
+        assert!(std::time::Instant::now() < deadline, "the deaf client is still there");
+        read += slow.read(&mut some).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    while read < 20 << 20 {
+        match slow.read(&mut some).await.unwrap() {
+            0 => panic!("cut after {read}"),
+            n => read += n,
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_is_wrong_with_certificates_is_said_at_start() {
+    let ca = authority();
+    ca.sign("b", "b.example");
+    let mut over = named("a.example", vec!["a.example".to_owned()]);
+    over.not_after = date_time_ymd(2020, 1, 1);
+    ca.sign_as("over", over);
+    fs::write(ca.path("empty"), "").unwrap();
+    fs::write(
+        ca.path("locked"),
+        "-----BEGIN ENCRYPTED PRIVATE KEY-----\nAAAA\n-----END ENCRYPTED PRIVATE KEY-----\n",
+    )
+    .unwrap();
+    let check = async |cert: &str, key: &str, more: &str| {
+        let (cert, key) = (ca.text(cert), ca.text(key));
+        let text = format!("upstream.url = 'http://a'\n[listen.tls]\ncert = {cert:?}\nkey = {key:?}\n{more}");
+        fs::write(ca.path("config.toml"), text).unwrap();
+        let ended = crate::support::process::run(
+            crate::support::process::tidegate().arg("check").arg(ca.path("config.toml")),
+        )
+        .await;
+        (ended.status.code(), ended.stderr)
+    };
+    let ca_file = format!("client_ca = {:?}\n", ca.text("ca.pem"));
+    for (cert, key, more, code, said) in [
+        ("a.pem", "a.key", "", 0, ""),
+        ("a.pem", "b.key", "", 1, "listen.tls.key: in the file: the key is not that of the certificate"),
+        ("none", "a.key", "", 1, "listen.tls.cert: the file can't be read: No such file"),
+        ("empty", "a.key", "", 1, "listen.tls.cert: in the file: there is no PEM certificate in it"),
+        ("a.pem", "a.pem", "", 1, "listen.tls.key: in the file: there is no PEM private key in it"),
+        ("a.pem", "locked", "", 1, "listen.tls.key: in the file: the private key is encrypted"),
+        ("over.pem", "over.key", "", 0, "warning: "),
+        (
+            "a.pem",
+            "a.key",
+            "client_auth = 'require'\n",
+            1,
+            "listen.tls.client_auth: certificates are checked against nothing",
+        ),
+        (
+            "a.pem",
+            "a.key",
+            "client_auth = 'optional'\nclient_ca = 'none'\n",
+            1,
+            "listen.tls.client_ca: the file can't be read",
+        ),
+        ("a.pem", "a.key", &ca_file, 0, "listen.tls.client_ca: clients are asked for no certificate"),
+        (
+            "a.pem",
+            "a.key",
+            "[[policy]]\nname = 'p'\nkey = ['client_cert:cn']\nlimit = { requests = 1, per = '1s' }\n",
+            0,
+            "clients are not asked for certificates",
+        ),
+        ("a.pem", "a.key", "certificates = [{ cert = 'x' }]\n", 1, "listen.tls.certificates[0].key: missing"),
+    ] {
+        let (ended, stderr) = check(cert, key, more).await;
+        assert_eq!(ended, Some(code), "{said}: {stderr}");
+        assert!(
+            stderr.contains(said) && (code == 1 || !said.is_empty() || stderr.is_empty()),
+            "{said}: {stderr}"
+        );
+    }
+    assert!(check("over.pem", "over.key", "").await.1.contains("expired"));
+}
