@@ -87,6 +87,7 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
         stop: stop.clone(),
         listening: Arc::clone(&listening),
         load: server.load(),
+        max_connections: config.listen.max_connections,
         stores: stores.clone(),
         reload: reloader.status(),
         tls,
@@ -160,6 +161,7 @@ struct Watched {
     /// Clients can connect, or could.
     listening: Arc<AtomicBool>,
     load: Load,
+    max_connections: usize,
     stores: Stores,
     reload: Arc<Mutex<reload::Status>>,
     tls: tls::Current,
@@ -182,6 +184,8 @@ impl Watched {
         Observed {
             phase: self.phase(),
             connections: self.load.connections(),
+            connections_max: self.max_connections,
+            connections_full: self.load.full(),
             store_up,
             breaker_open,
             store_errors,

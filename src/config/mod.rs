@@ -17,6 +17,8 @@ mod matches;
 #[cfg(test)]
 mod page;
 mod policies;
+#[cfg(any(test, fuzzing))]
+pub mod properties;
 mod redis;
 mod schema;
 #[cfg(test)]

@@ -12,6 +12,8 @@ mod key;
 mod matcher;
 pub mod path;
 mod pattern;
+#[cfg(any(test, fuzzing))]
+pub mod properties;
 mod quota;
 mod table;
 

@@ -3,7 +3,7 @@
 //! Values that come from clients are fields, never text of the message: the formatter escapes them.
 
 use crate::telemetry::{Access, LogSettings};
-use http::{Method, StatusCode};
+use http::StatusCode;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -18,7 +18,8 @@ pub(super) struct AccessLog {
 /// One request, once its response head is known.
 #[derive(Debug)]
 pub(super) struct Entry<'a> {
-    pub(super) method: &'a Method,
+    /// Empty, as host and path, if the head could not be read.
+    pub(super) method: &'a str,
     pub(super) host: &'a str,
     /// As it came, without the query, which may hold secrets.
     pub(super) path: &'a str,
@@ -52,7 +53,7 @@ impl AccessLog {
         }
         tracing::info!(
             target: "access",
-            method = entry.method.as_str(),
+            method = entry.method,
             host = entry.host,
             path = entry.path,
             client_ip = %entry.client_ip,

@@ -20,6 +20,7 @@ use super::tunnel::Tunnel;
 use super::upstream::Lease;
 use super::watch::Active;
 use crate::enforcer::Hold;
+use crate::telemetry::metrics::Closed;
 
 /// An unwanted request body is read up to here so that its connection can be used again.
 const DISCARD_BYTES: u64 = 256 * 1024;
@@ -163,6 +164,7 @@ impl Streaming {
             let due = *self.pending_since.get_or_insert_with(Instant::now) + self.limits.idle;
             return self.alarm.poll(due, cx).map(|()| {
                 self.progress.state.set(Sending::ClientTimeout);
+                self.active.watch().count(Closed::BodyTimeout);
                 Some(Err(BodyError::ClientTimeout))
             });
         };

@@ -3,7 +3,7 @@
 mod handover;
 
 use bytes::Bytes;
-use http::{Request, Response, Version};
+use http::{Request, Response, StatusCode, Version};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::server::conn::http1::Parts;
@@ -12,6 +12,7 @@ use hyper::service::{Service, service_fn};
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use std::convert::Infallible;
+use std::error::Error as _;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
@@ -27,6 +28,7 @@ use super::body::{BodyError, BodyLimits, RequestBody, ResponseBody};
 use super::entrance::Entered;
 use super::server::{Handler, Peer};
 use super::watch::{Active, Overdue, Patience, Watch, WatchedSocket};
+use crate::telemetry::metrics::Closed;
 use handover::{Handover, Switched};
 
 /// What an HTTP/2 client sends first.
@@ -135,24 +137,27 @@ pub(super) async fn serve<H: Handler>(
         (Sniffed::Http1, Some(true)) => Sniffed::Http2,
         (sniffed, _) => sniffed,
     });
+    let unread = |status| handler.unread(status, &peer);
     match sniffed {
-        Ok(Sniffed::Http1) => serve_http1(socket, &protocols, driver, requests, &handover).await,
+        Ok(Sniffed::Http1) => serve_http1(socket, &protocols, driver, requests, &handover, unread).await,
         Ok(Sniffed::Http2) => {
             watch.set_multiplexed();
             serve_http2(socket, &protocols, driver, requests, &handover).await;
         }
         // To a TLS client, an end that nobody announced is a broken connection.
         Ok(Sniffed::Nothing) => say_goodbye(&mut socket).await,
-        Err(overdue) => part(socket, overdue).await,
+        Err(overdue) => part(socket, overdue, &watch, unread).await,
     }
 }
 
+/// `unread` is told the status when what came could not be read as a request.
 async fn serve_http1<S, F>(
     socket: WatchedSocket,
     protocols: &Protocols,
     mut driver: Driver,
     requests: S,
     handover: &Handover,
+    unread: impl Fn(StatusCode),
 ) where
     S: Service<Request<Incoming>, Response = Response<AnswerBody>, Error = Infallible, Future = F>,
     F: Future<Output = Result<Response<AnswerBody>, Infallible>>,
@@ -183,11 +188,28 @@ async fn serve_http1<S, F>(
         }
         Ok(Err(error)) => {
             tracing::debug!(%error, "a client's connection ended");
+            if let Some(status) = status_of(&error) {
+                driver.watch.count(Closed::Protocol);
+                unread(status);
+            }
             if error.is_user() && driver.watch.ends_by_close() {
                 connection.into_parts().io.into_inner().abort();
             }
         }
-        Err(overdue) => part(connection.into_parts().io.into_inner(), overdue).await,
+        Err(overdue) => {
+            part(connection.into_parts().io.into_inner(), overdue, &driver.watch, unread).await;
+        }
+    }
+}
+
+/// What hyper has answered to something that is no HTTP/1 request; `None`: nothing.
+fn status_of(error: &hyper::Error) -> Option<StatusCode> {
+    match () {
+        () if !error.is_parse() || error.is_parse_version_h2() => None,
+        () if !error.is_parse_too_large() => Some(StatusCode::BAD_REQUEST),
+        // The two kinds of it differ in nothing but words.
+        () if error.to_string().starts_with("URI") => Some(StatusCode::URI_TOO_LONG),
+        () => Some(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE),
     }
 }
 
@@ -211,8 +233,29 @@ async fn serve_http2<S, F>(
     });
     match end.await {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => tracing::debug!(%error, "a client's connection ended"),
-        Err(overdue) => tracing::debug!(?overdue, "cutting a client's connection"),
+        Ok(Err(error)) => {
+            tracing::debug!(%error, "a client's connection ended");
+            if let Some(reason) = offence(&error, &driver.watch) {
+                driver.watch.count(reason);
+            }
+        }
+        Err(overdue) => {
+            tracing::debug!(?overdue, "cutting a client's connection");
+            driver.watch.count(Closed::SlowRead);
+        }
+    }
+}
+
+/// Why an HTTP/2 connection had to end; `None`: it is not what the client did.
+fn offence(error: &hyper::Error, watch: &Watch) -> Option<Closed> {
+    if watch.budget().is_exhausted() {
+        return Some(Closed::Flood);
+    }
+    let error = error.source()?.downcast_ref::<h2::Error>().filter(|error| error.is_library())?;
+    match error.reason()? {
+        h2::Reason::NO_ERROR => None,
+        h2::Reason::ENHANCE_YOUR_CALM => Some(Closed::Flood),
+        _ => Some(Closed::Protocol),
     }
 }
 
@@ -235,32 +278,44 @@ fn answer<H: Handler>(
     if head.version == Version::HTTP_10 {
         watch.set_ends_by_close();
     }
-    let part = if head.version == Version::HTTP_2 { H2_PART_BYTES } else { usize::MAX };
+    let multiplexed = head.version == Version::HTTP_2;
+    let part = if multiplexed { H2_PART_BYTES } else { usize::MAX };
     let body = RequestBody::new(&head, incoming, limits, &active);
+    let mut turn = Turn { active, arrived: multiplexed.then(Instant::now), over: false };
     let answer = Rc::clone(handler).handle(Request::from_parts(head, body), peer);
     async move {
         let mut answer = pin!(answer);
         let response = poll_fn(|cx| {
             let answer = answer.as_mut().poll(cx);
             if answer.is_pending() {
-                active.watch().excuse();
+                turn.active.watch().excuse();
             }
             answer
         });
         let mut response = response.await;
+        turn.active.watch().budget().earn();
         if let (Some(tunnel), Some(client)) = (response.body_mut().take_tunnel(), upgrade) {
-            handover.put(Switched::new(tunnel, client, active.clone()));
+            handover.put(Switched::new(tunnel, client, turn.active.clone()));
         }
-        Ok(response.map(|body| AnswerBody { body, active, part, rest: Bytes::new() }))
+        Ok(response.map(|body| {
+            turn.over = body.is_end_stream();
+            AnswerBody { body, turn, part, rest: Bytes::new() }
+        }))
     }
 }
 
 /// The end of a connection that took too long.
-async fn part(mut socket: WatchedSocket, overdue: Overdue) {
+async fn part(mut socket: WatchedSocket, overdue: Overdue, watch: &Watch, unread: impl Fn(StatusCode)) {
     tracing::debug!(?overdue, "cutting a client's connection");
-    if overdue != Overdue::SlowHead {
-        return socket.abort();
+    match overdue {
+        Overdue::SlowHead => watch.count(Closed::HeaderTimeout),
+        Overdue::Stalled => {
+            watch.count(Closed::SlowRead);
+            return socket.abort();
+        }
+        Overdue::Idle => return socket.abort(),
     }
+    unread(StatusCode::REQUEST_TIMEOUT);
     socket.forget_rest();
     let said = timeout(LAST_WORDS_TIME, async {
         socket.write_all(TOO_SLOW).await?;
@@ -324,6 +379,9 @@ impl Driver {
                 }
                 if overdue != Overdue::Idle || self.told_to_close {
                     return Poll::Ready(Err(overdue));
+                }
+                if self.close_at.is_none() {
+                    self.watch.count(Closed::Idle);
                 }
                 if let Poll::Ready(end) = self.close(cx, &mut work) {
                     return Poll::Ready(Ok(end));
@@ -396,10 +454,26 @@ fn poll_sniff(
     }
 }
 
+/// A request's turn, from its arrival to the end of its answer.
+struct Turn {
+    active: Active,
+    /// Of HTTP/2 only, where a client can give up one request and go on with others.
+    arrived: Option<Instant>,
+    over: bool,
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        if let Some(arrived) = self.arrived.filter(|_| !self.over) {
+            self.active.watch().budget().given_up(arrived.elapsed());
+        }
+    }
+}
+
 /// A response body that keeps its request active and tells whose turn it is.
 struct AnswerBody {
     body: ResponseBody,
-    active: Active,
+    turn: Turn,
     /// The most bytes in a frame.
     part: usize,
     /// Of the last frame, what is to follow.
@@ -415,18 +489,27 @@ impl Body for AnswerBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         // hyper asks for more only when the client has room for it.
-        self.active.watch().excuse();
+        self.turn.active.watch().excuse();
         if self.rest.is_empty() {
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(data) => self.rest = data,
-                    Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
+                    Err(trailers) => {
+                        self.turn.over = true;
+                        return Poll::Ready(Some(Ok(trailers)));
+                    }
                 },
-                end => return Poll::Ready(end),
+                end => {
+                    self.turn.over = true;
+                    return Poll::Ready(end);
+                }
             }
         }
+        self.turn.active.watch().budget().earn();
         let part = self.part.min(self.rest.len());
-        Poll::Ready(Some(Ok(Frame::data(self.rest.split_to(part)))))
+        let part = self.rest.split_to(part);
+        self.turn.over = self.is_end_stream();
+        Poll::Ready(Some(Ok(Frame::data(part))))
     }
 
     fn is_end_stream(&self) -> bool {
@@ -476,7 +559,7 @@ impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTasks {
                     return Poll::Pending;
                 }
                 let since = *stalled_since.get_or_insert_with(Instant::now);
-                alarm.poll(since + watch.stall_limit(), cx)
+                alarm.poll(since + watch.stall_limit(), cx).map(|()| watch.count(Closed::SlowRead))
             })
             .await;
         });

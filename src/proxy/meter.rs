@@ -11,7 +11,7 @@ use crate::policy::{Actual, EstimateCost, Pointer, whole};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, StatusCode, header, response};
 use http_body::Frame;
-use scan::Scan;
+pub(super) use scan::Scan;
 use std::sync::Arc;
 
 /// What is still to be settled when the response has said it. Dropped before, the estimates stand, unless it has been

@@ -6,11 +6,14 @@ mod body;
 mod connection;
 mod entrance;
 mod fields;
+mod flood;
 mod gate;
 mod headers;
 mod inbound;
 mod listener;
 mod meter;
+#[cfg(any(test, fuzzing))]
+pub mod properties;
 mod replies;
 mod server;
 mod service;

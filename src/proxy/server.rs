@@ -5,7 +5,7 @@
 //! is unfair to the few, long-lived connections of an ingress: so one acceptor gives each connection
 //! to the worker that has the fewest.
 
-use http::{Request, Response};
+use http::{Request, Response, StatusCode};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::future::Future;
@@ -29,6 +29,7 @@ use super::listener::{Accepting, ListenAddress, Listener, NewSocket};
 use super::transport::RawSocket;
 use super::watch::Watch;
 use super::{ListenSettings, ShutdownSettings};
+use crate::telemetry::metrics::Shard;
 use crate::tls::{self, Subject};
 
 /// Accepted connections that a worker has not yet taken.
@@ -49,6 +50,14 @@ pub trait Handler: 'static {
 
     /// A connection ended before its first request.
     fn not_entered(&self, _fault: EntryFault) {}
+
+    /// A head that could not be read to its end was answered with this.
+    fn unread(&self, _status: StatusCode, _peer: &Peer) {}
+
+    /// Where this worker counts.
+    fn counts(&self) -> Option<Arc<Shard>> {
+        None
+    }
 
     /// What has to be said when no request is left. The worker ends after it.
     fn finish(&self) -> impl Future<Output = ()> {
@@ -103,6 +112,7 @@ pub struct Load(Arc<Counters>);
 struct Counters {
     live: Box<[AtomicUsize]>,
     panics: AtomicU64,
+    full: AtomicU64,
 }
 
 impl Server {
@@ -113,7 +123,7 @@ impl Server {
     pub fn bind(settings: &ListenSettings, tls: tls::Current) -> io::Result<Self> {
         let listener = Listener::bind(&settings.address)?;
         let live = (0..settings.threads.max(1)).map(|_| AtomicUsize::new(0)).collect();
-        let load = Load(Arc::new(Counters { live, panics: AtomicU64::new(0) }));
+        let load = Load(Arc::new(Counters { live, panics: AtomicU64::new(0), full: AtomicU64::new(0) }));
         Ok(Self { listener, settings: settings.clone(), tls, load })
     }
 
@@ -231,6 +241,11 @@ impl Load {
         self.0.panics.load(Ordering::Relaxed)
     }
 
+    /// How often `max_connections` were open, and new ones had to wait.
+    pub fn full(&self) -> u64 {
+        self.0.full.load(Ordering::Relaxed)
+    }
+
     fn of(&self, worker: usize) -> usize {
         self.0.live.get(worker).map_or(usize::MAX, |live| live.load(Ordering::Relaxed))
     }
@@ -286,8 +301,7 @@ impl Acceptor {
     /// Returns when a worker is gone.
     async fn run(mut self, load: Load) -> io::Error {
         loop {
-            // Without room for it, a connection is better off in the kernel's backlog.
-            let Ok(permit) = Arc::clone(&self.room).acquire_owned().await else { return worker_died() };
+            let Some(permit) = self.room(&load).await else { return worker_died() };
             let (socket, addr) = self.accept().await;
             let Some((worker, queue)) =
                 self.queues.iter().enumerate().min_by_key(|(worker, _)| load.of(*worker))
@@ -299,6 +313,15 @@ impl Acceptor {
                 return worker_died();
             }
         }
+    }
+
+    /// Without room for it, a connection is better off in the kernel's backlog.
+    async fn room(&self, load: &Load) -> Option<OwnedSemaphorePermit> {
+        if let Ok(permit) = Arc::clone(&self.room).try_acquire_owned() {
+            return Some(permit);
+        }
+        load.0.full.fetch_add(1, Ordering::Relaxed);
+        Arc::clone(&self.room).acquire_owned().await.ok()
     }
 
     /// The next connection. Errors never end it: they are a lack of resources, or a client's haste.
@@ -403,7 +426,7 @@ async fn work<H: Handler>(
         tokio::select! {
             next = accepted.recv() => {
                 let Some(next) = next else { break };
-                let watch = Watch::new(protocols.patience());
+                let watch = Watch::new(protocols.patience(), handler.counts());
                 serial += 1;
                 watches.borrow_mut().insert(serial, Rc::clone(&watch));
                 let listed = Listed { watches: Rc::clone(&watches), serial };

@@ -207,7 +207,7 @@ impl Service {
     ) -> Response<ResponseBody> {
         let took = arrived.elapsed();
         self.access.write(&Entry {
-            method: &parts.method,
+            method: parts.method.as_str(),
             host: parts.headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default(),
             path: parts.uri.path(),
             client_ip: peer.addr.ip(),
@@ -239,7 +239,7 @@ impl Service {
             Outcome::Unavailable { policy, .. } => ("degraded", Some(*policy)),
         };
         let entry = Entry {
-            method: &asked.method,
+            method: asked.method.as_str(),
             host: asked.inbound.target.host(),
             path: asked.inbound.target.path(),
             client_ip: asked.inbound.client.ip,
@@ -267,6 +267,25 @@ impl Handler for Service {
             EntryFault::ProxyHeader(fault) => self.shard.proxy_header_fault(fault as usize),
             EntryFault::Tls(fault) => self.shard.tls_fault(fault as usize),
         }
+    }
+
+    fn unread(&self, status: StatusCode, peer: &Peer) {
+        self.shard.answered(status.as_u16());
+        self.access.write(&Entry {
+            method: "",
+            host: "",
+            path: "",
+            client_ip: peer.addr.ip(),
+            status,
+            head: Duration::ZERO,
+            decision: "malformed",
+            policy: None,
+            shadow_rejected: &[],
+        });
+    }
+
+    fn counts(&self) -> Option<Arc<Shard>> {
+        Some(Arc::clone(&self.shard))
     }
 
     async fn finish(&self) {

@@ -9,13 +9,16 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
 use super::alarm::Alarm;
+use super::flood::{Budget, Frames};
 use super::transport::{Transport, give};
+use crate::telemetry::metrics::{Closed, Shard};
 
 /// A closed connection's unread bytes are read and thrown away up to here, so that the kernel does
 /// not answer them with a reset that destroys our last response on its way.
@@ -61,6 +64,8 @@ pub(super) struct Watch {
     /// In this turn, the client did its part: see [`Watch::excuse`].
     excused: Cell<bool>,
     drain: Cell<bool>,
+    budget: Budget,
+    counts: Option<Arc<Shard>>,
     /// The task that drives the connection.
     driver: RefCell<Option<Waker>>,
 }
@@ -73,10 +78,12 @@ enum Phase {
 }
 
 impl Watch {
-    pub(super) fn new(patience: Patience) -> Rc<Self> {
+    /// `counts`: where it is counted what had to end.
+    pub(super) fn new(patience: Patience, counts: Option<Arc<Shard>>) -> Rc<Self> {
+        let now = Instant::now();
         Rc::new(Self {
             patience,
-            phase: Cell::new(Phase::Idle(Instant::now())),
+            phase: Cell::new(Phase::Idle(now)),
             active: Cell::new(0),
             blocked_since: Cell::new(None),
             closing_since: Cell::new(None),
@@ -85,6 +92,8 @@ impl Watch {
             ends_by_close: Cell::new(false),
             excused: Cell::new(false),
             drain: Cell::new(false),
+            budget: Budget::new(now),
+            counts,
             driver: RefCell::new(None),
         })
     }
@@ -137,6 +146,18 @@ impl Watch {
     /// Whether [`Watch::excuse`] was called since the last look.
     pub(super) fn take_excused(&self) -> bool {
         self.excused.take()
+    }
+
+    /// What an HTTP/2 client may still waste.
+    pub(super) fn budget(&self) -> &Budget {
+        &self.budget
+    }
+
+    /// Counts the end of the connection, or of a stream, that the client did not choose.
+    pub(super) fn count(&self, reason: Closed) {
+        if let Some(counts) = &self.counts {
+            counts.closed(reason);
+        }
     }
 
     /// Asks the connection to end as soon as what it is doing is done.
@@ -253,6 +274,7 @@ pub(super) struct WatchedSocket {
     transport: Transport,
     watch: Rc<Watch>,
     looked_at: Vec<u8>,
+    frames: Frames,
     /// The end of what we write is not the end of what we read.
     one_way: bool,
     linger: Option<Linger>,
@@ -267,7 +289,7 @@ struct Linger {
 
 impl WatchedSocket {
     pub(super) fn new(transport: Transport, watch: Rc<Watch>) -> Self {
-        Self { transport, watch, looked_at: Vec::new(), one_way: false, linger: None }
+        Self { transport, watch, looked_at: Vec::new(), frames: Frames::default(), one_way: false, linger: None }
     }
 
     /// Puts bytes back that will be read again first.
@@ -328,8 +350,16 @@ impl AsyncRead for WatchedSocket {
         }
         let before = into.filled().len();
         ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
-        if into.filled().len() > before {
+        let come = into.filled().get(before..).unwrap_or_default();
+        if !come.is_empty() {
             this.watch.note_read();
+        }
+        if this.watch.multiplexed.get() {
+            let wasted = this.frames.wasted(come);
+            this.watch.budget.spend(wasted);
+            if this.watch.budget.is_exhausted() {
+                return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
+            }
         }
         Poll::Ready(Ok(()))
     }
@@ -387,7 +417,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn each_phase_has_its_own_deadline() {
-        let watch = Watch::new(PATIENCE);
+        let watch = Watch::new(PATIENCE, None);
         assert_eq!(due_in(&watch), Some((75, Overdue::Idle)));
         advance(Duration::from_secs(5)).await;
         watch.note_read();
@@ -406,7 +436,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_client_that_does_not_read_is_found_in_any_phase() {
-        let watch = Watch::new(PATIENCE);
+        let watch = Watch::new(PATIENCE, None);
         let request = watch.begin();
         watch.note_write(&Poll::<std::io::Result<()>>::Pending);
         advance(Duration::from_secs(10)).await;
@@ -420,7 +450,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn frames_are_not_heads_and_goodbyes_end() {
-        let watch = Watch::new(PATIENCE);
+        let watch = Watch::new(PATIENCE, None);
         watch.set_multiplexed();
         watch.note_read();
         assert_eq!(due_in(&watch), Some((75, Overdue::Idle)));

@@ -51,8 +51,10 @@ impl Level {
             .to_owned())
     }
 
+    /// h2 warns of each PING that it did not ask for: a client could fill the log. Who wants to read that says
+    /// `h2=warn`.
     fn filter(&self) -> EnvFilter {
-        EnvFilter::builder().parse_lossy(&self.0)
+        EnvFilter::builder().parse_lossy(format!("h2=error,{}", self.0))
     }
 }
 

@@ -76,11 +76,34 @@ pub enum Source {
     Degraded,
 }
 
+/// Why we ended a client's connection, or one of its streams, before the client did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Closed {
+    /// No request for `idle_timeout`.
+    Idle,
+    /// A request's head that did not come to its end within `header_timeout`.
+    HeaderTimeout,
+    /// A request's body of which nothing came for `body_idle_timeout`.
+    BodyTimeout,
+    /// A client that left what we sent alone for `body_idle_timeout`, or did not leave when told to.
+    SlowRead,
+    /// More frames, or requests given up at once, than anybody needs.
+    Flood,
+    /// What came is not HTTP.
+    Protocol,
+    /// A tunnel in which nothing moved for `upstream.body_idle_timeout`.
+    TunnelIdle,
+}
+
 /// What is not counted but looked at when somebody asks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Observed {
     pub phase: Phase,
     pub connections: usize,
+    /// How many there may be.
+    pub connections_max: usize,
+    /// How often there were so many, and new ones had to wait.
+    pub connections_full: u64,
     pub store_up: bool,
     pub breaker_open: bool,
     /// Failures of the store so far, by kind.
@@ -136,6 +159,7 @@ pub struct Shard {
     upstream_errors: Box<[Count]>,
     tls_faults: Box<[Count]>,
     proxy_header_faults: Box<[Count]>,
+    closed: [Count; Closed::ALL.len()],
     untrusted_forwarding: Count,
     tokens_refused: Count,
 }
@@ -329,6 +353,23 @@ impl Metrics {
         for (at, kind) in self.kinds.proxy_header_faults.iter().enumerate() {
             faults.sample(&[("kind", kind)], self.sum_opt(|shard| shard.proxy_header_faults.get(at)));
         }
+        page.family(Kind::Gauge, "tidegate_connections_max", "listen.max_connections.")
+            .sample(&[], observed.connections_max as u64);
+        page.family(
+            Kind::Counter,
+            "tidegate_connections_full",
+            "Times that listen.max_connections were open, and new ones had to wait.",
+        )
+        .sample(&[], observed.connections_full);
+        let mut closed = page.family(
+            Kind::Counter,
+            "tidegate_connections_closed",
+            "Connections, and streams of HTTP/2, that we ended before the client did, by reason.",
+        );
+        for reason in Closed::ALL {
+            let count = self.sum_opt(|shard| shard.closed.get(reason as usize));
+            closed.sample(&[("reason", reason.word())], count);
+        }
         page.family(
             Kind::Counter,
             "tidegate_untrusted_forwarding",
@@ -423,6 +464,7 @@ impl Shard {
             upstream_errors: counts(kinds.upstream_errors),
             tls_faults: counts(kinds.tls_faults),
             proxy_header_faults: counts(kinds.proxy_header_faults),
+            closed: std::array::from_fn(|_| Count::default()),
             untrusted_forwarding: Count::default(),
             tokens_refused: Count::default(),
         }
@@ -444,10 +486,15 @@ impl Shard {
 
     /// A response's head was ready after this time.
     pub fn responded(&self, code: u16, time: Duration) {
+        self.answered(code);
+        self.requests.observe(time);
+    }
+
+    /// Something was answered that could not be read as a request.
+    pub fn answered(&self, code: u16) {
         if let Some(count) = self.codes.get(usize::from(code.saturating_sub(FIRST_CODE))) {
             count.add(1);
         }
-        self.requests.observe(time);
     }
 
     /// A client's connection ended in its TLS handshake; `kind` is a place in [`Kinds::tls_faults`].
@@ -467,6 +514,13 @@ impl Shard {
     /// The upstream gave no response; `kind` is a place in [`Kinds::upstream_errors`].
     pub fn upstream_error(&self, kind: usize) {
         if let Some(count) = self.upstream_errors.get(kind) {
+            count.add(1);
+        }
+    }
+
+    /// A client's connection, or a stream of it, had to end.
+    pub fn closed(&self, reason: Closed) {
+        if let Some(count) = self.closed.get(reason as usize) {
             count.add(1);
         }
     }
@@ -527,6 +581,30 @@ impl Line {
 
 impl Decision {
     const COUNT: usize = 12;
+}
+
+impl Closed {
+    const ALL: [Self; 7] = [
+        Self::Idle,
+        Self::HeaderTimeout,
+        Self::BodyTimeout,
+        Self::SlowRead,
+        Self::Flood,
+        Self::Protocol,
+        Self::TunnelIdle,
+    ];
+
+    fn word(self) -> &'static str {
+        match self {
+            Self::Idle => "idle_timeout",
+            Self::HeaderTimeout => "header_timeout",
+            Self::BodyTimeout => "body_timeout",
+            Self::SlowRead => "slow_read",
+            Self::Flood => "flood",
+            Self::Protocol => "protocol",
+            Self::TunnelIdle => "tunnel_idle",
+        }
+    }
 }
 
 impl Source {

@@ -14,7 +14,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::say_goodbye;
 use crate::proxy::tunnel::{Over, Tunnel};
-use crate::proxy::watch::{Active, WatchedSocket};
+use crate::proxy::watch::{Active, Watch, WatchedSocket};
+use crate::telemetry::metrics::Closed;
 
 /// Where a request leaves a tunnel for whoever gets the client's bytes from hyper.
 #[derive(Debug, Default)]
@@ -61,7 +62,7 @@ impl Switched {
     pub(super) async fn serve_http1(mut self, mut socket: WatchedSocket, patience: Duration) {
         socket.set_one_way(true);
         let over = self.tunnel.run(&mut socket, patience).await;
-        tracing::debug!(%over, "a tunnel ended");
+        note_end(&over, self.active.watch());
         match over {
             Over::Done | Over::ClientGone(_) => {}
             Over::Stalled => socket.abort(),
@@ -79,13 +80,21 @@ impl Switched {
             Ok(upgraded) => TokioIo::new(upgraded),
             Err(error) => return tracing::debug!(%error, "a stream ended before its tunnel began"),
         };
-        let mut stream = TunnelStream { io, sending: Some(Box::pin(sending)) };
+        let mut stream = TunnelStream { io, sending: Some(Box::pin(sending)), active: self.active };
         let over = self.tunnel.run(&mut stream, patience).await;
-        tracing::debug!(%over, "a tunnel ended");
+        note_end(&over, stream.active.watch());
         if matches!(over, Over::UpstreamGone(_) | Over::Idle | Over::Overlong) {
             say_goodbye(&mut stream).await;
         }
-        drop(self.active);
+    }
+}
+
+fn note_end(over: &Over, watch: &Watch) {
+    tracing::debug!(%over, "a tunnel ended");
+    match over {
+        Over::Stalled => watch.count(Closed::SlowRead),
+        Over::Idle => watch.count(Closed::TunnelIdle),
+        Over::Done | Over::ClientGone(_) | Over::UpstreamGone(_) | Over::Overlong => {}
     }
 }
 
@@ -95,6 +104,7 @@ struct TunnelStream<S> {
     io: TokioIo<Upgraded>,
     /// `None`: over.
     sending: Option<Pin<Box<S>>>,
+    active: Active,
 }
 
 impl<S: Future<Output = ()>> TunnelStream<S> {
@@ -115,6 +125,9 @@ impl<S: Future<Output = ()>> AsyncWrite for TunnelStream<S> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let written = Pin::new(&mut this.io).poll_write(cx, bytes);
+        if written.is_ready() {
+            this.active.watch().budget().earn();
+        }
         this.send(cx);
         written
     }

@@ -17,7 +17,7 @@ const MAX_ESCAPE_BYTES: usize = 6;
 
 /// Where it is in one document. Memory is bounded by the pointer's length.
 #[derive(Debug, Default)]
-pub(super) struct Scan {
+pub(in crate::proxy) struct Scan {
     next: Next,
     depth: usize,
     /// A bit per open container, the innermost lowest: it is an object.
@@ -63,7 +63,7 @@ enum Role {
 
 impl Scan {
     /// Takes the next bytes of the document.
-    pub(super) fn read(&mut self, mut bytes: &[u8], pointer: &Pointer) {
+    pub(in crate::proxy) fn read(&mut self, mut bytes: &[u8], pointer: &Pointer) {
         while let Some((&byte, rest)) = bytes.split_first() {
             bytes = match self.next {
                 Next::Broken => return,
@@ -83,7 +83,7 @@ impl Scan {
     }
 
     /// Ends the document: the number if it was complete and had one. What follows is the next document.
-    pub(super) fn finish(&mut self) -> Option<u64> {
+    pub(in crate::proxy) fn finish(&mut self) -> Option<u64> {
         let ended = std::mem::take(self);
         ended.found.filter(|_| ended.next == Next::Nothing)
     }

@@ -10,6 +10,8 @@ fn observed() -> Observed {
     Observed {
         phase: Phase::Serving,
         connections: 3,
+        connections_max: 10,
+        connections_full: 6,
         store_up: true,
         breaker_open: false,
         store_errors: vec![("timeout", 2)],
@@ -38,6 +40,7 @@ fn what_workers_count_alone_is_added_up() {
             shard.upstream_error(1);
             shard.tls_fault(0);
             shard.proxy_header_fault(0);
+            shard.closed(Closed::Flood);
             shard.forwarding_not_trusted();
             shard.token_refused();
         }
@@ -60,6 +63,10 @@ fn what_workers_count_alone_is_added_up() {
         "tidegate_untrusted_forwarding_total 6",
         "tidegate_tokens_refused_total 6",
         "tidegate_connections_active 3",
+        "tidegate_connections_max 10",
+        "tidegate_connections_full_total 6",
+        "tidegate_connections_closed_total{reason=\"flood\"} 6",
+        "tidegate_connections_closed_total{reason=\"protocol\"} 0",
         "tidegate_instances 3",
         "tidegate_store_errors_total{kind=\"timeout\"} 2",
         "tidegate_store_memory_evictions_total 1",

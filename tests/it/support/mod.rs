@@ -5,6 +5,7 @@
 
 pub mod client;
 pub mod cluster;
+pub mod frames;
 pub mod judge;
 pub mod nginx;
 pub mod peer;

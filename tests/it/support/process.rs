@@ -89,6 +89,14 @@ impl Process {
     }
 
     /// Sends a signal, named as in `kill -TERM`.
+    /// The memory that it has, in KiB, as the system counts it.
+    pub fn rss_kib(&self) -> u64 {
+        let pid = self.child.id().expect("the process has not ended");
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let value = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.strip_suffix(" kB"));
+        value.expect("Linux says so").trim().parse().unwrap()
+    }
+
     pub fn signal(&self, name: &str) {
         let pid = self.child.id().expect("the process has not ended").to_string();
         let sent = std::process::Command::new("sh")

@@ -128,6 +128,10 @@ impl Proxy {
         self.process.signal("HUP");
     }
 
+    pub fn rss_kib(&self) -> u64 {
+        self.process.rss_kib()
+    }
+
     pub fn is_running(&mut self) -> bool {
         self.process.is_running()
     }

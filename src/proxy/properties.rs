@@ -1,0 +1,182 @@
+//! What holds for any bytes at all. The suite draws some at random, `fuzz/` looks for the others.
+
+use super::flood::Frames;
+use super::gate;
+use super::headers::{self, AddressText, Hop};
+use super::inbound::Inbound;
+use super::meter::Scan;
+use crate::policy::{Pointer, PolicyTable};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version, header};
+use std::net::IpAddr;
+
+/// Fields that an upstream must not get, or no more than once.
+const BOUND_TO_A_CONNECTION: [&str; 7] =
+    ["connection", "keep-alive", "proxy-connection", "upgrade", "te", "http2-settings", "expect"];
+
+/// A request that passes the gate and is made into the upstream's can be read in one way only. `bytes` are lines:
+/// method and target, then fields; the first byte chooses version and peer.
+pub fn forwarded(bytes: &[u8], table: &PolicyTable) {
+    let Some((choice, rest)) = bytes.split_first() else { return };
+    let Some(mut parts) = head(*choice, rest) else { return };
+    let (version_in, before) = (parts.version, parts.headers.clone());
+    let peer = if choice & 4 == 0 { IpAddr::from([10, 0, 0, 1]) } else { IpAddr::from([203, 0, 113, 7]) };
+    let Ok(inbound) = Inbound::read(&mut parts, peer, table) else { return };
+    let wants_upgrade = inbound.target.wanted.is_some();
+    let has_body = choice & 8 != 0;
+    let hop = Hop {
+        peer: &AddressText::new(peer),
+        client: inbound.client,
+        https: false,
+        version_in,
+        ip_header: &table.client.ip_header,
+        has_body,
+        preserve_host: choice & 16 != 0,
+        upstream_authority: &HeaderValue::from_static("upstream:80"),
+    };
+    headers::forward_request(&mut parts, &inbound.target, &hop);
+    let fields = &parts.headers;
+    assert!(only(fields, "host") && fields.contains_key(header::HOST) || version_in == Version::HTTP_10);
+    assert!(
+        parts.uri.authority().is_none() && parts.uri.to_string().starts_with(['/', '*']),
+        "{}",
+        parts.uri
+    );
+    assert_eq!(parts.version, Version::HTTP_11);
+    assert!(only(fields, "content-length") && only(fields, "transfer-encoding"));
+    assert!(!(fields.contains_key(header::CONTENT_LENGTH) && fields.contains_key(header::TRANSFER_ENCODING)));
+    if let Some(length) = fields.get(header::CONTENT_LENGTH) {
+        assert!(length.as_bytes().iter().all(u8::is_ascii_digit), "{length:?}");
+    }
+    if let Some(coding) = fields.get(header::TRANSFER_ENCODING) {
+        assert!(coding.as_bytes().eq_ignore_ascii_case(b"chunked"), "{coding:?}");
+    }
+    for name in BOUND_TO_A_CONNECTION {
+        let said_anew = name == "te" || wants_upgrade && matches!(name, "connection" | "upgrade");
+        assert!(!fields.contains_key(name) || said_anew, "{name} in {fields:?}");
+    }
+    for nominated in before.get_all(header::CONNECTION).iter().flat_map(gate::nominated) {
+        let ours = fields
+            .get_all(&nominated)
+            .iter()
+            .all(|value| !before.get_all(&nominated).iter().any(|was| was == value));
+        assert!(ours || wants_upgrade || is_ours(&nominated), "{nominated} in {fields:?}");
+    }
+    assert!(only(fields, "x-forwarded-for") && only(fields, "forwarded"));
+    let chain = fields.get("x-forwarded-for").map(HeaderValue::as_bytes).unwrap_or_default();
+    assert!(chain.ends_with(peer.to_string().as_bytes()), "{fields:?}");
+    if peer == IpAddr::from([203, 0, 113, 7]) {
+        assert_eq!(
+            (inbound.client.ip, chain),
+            (peer, peer.to_string().as_bytes()),
+            "a stranger says nothing of others"
+        );
+    }
+}
+
+fn only(fields: &HeaderMap, name: &str) -> bool {
+    fields.get_all(name).iter().count() <= 1
+}
+
+/// What we write ourselves may be what was there.
+fn is_ours(name: &HeaderName) -> bool {
+    matches!(*name, header::HOST | header::TE | header::VIA | header::FORWARDED | header::TRANSFER_ENCODING)
+        || name.as_str().starts_with("x-forwarded-")
+}
+
+fn head(choice: u8, bytes: &[u8]) -> Option<http::request::Parts> {
+    let mut lines = bytes.split(|byte| *byte == b'\n');
+    let first = lines.next()?;
+    let space = first.iter().position(|byte| *byte == b' ')?;
+    let (method, target) = first.split_at_checked(space)?;
+    let mut parts = Request::new(()).into_parts().0;
+    parts.method = Method::from_bytes(method).ok()?;
+    parts.uri = Uri::try_from(target.get(1..)?).ok()?;
+    parts.version = match choice & 3 {
+        0 => Version::HTTP_10,
+        1 => Version::HTTP_2,
+        _ => Version::HTTP_11,
+    };
+    for line in lines {
+        let colon = line.iter().position(|byte| *byte == b':')?;
+        let (name, value) = line.split_at_checked(colon)?;
+        let name = HeaderName::from_bytes(name).ok()?;
+        parts.headers.append(name, HeaderValue::from_bytes(value.get(1..)?.trim_ascii()).ok()?);
+    }
+    Some(parts)
+}
+
+/// A number in JSON is found as a parser of the whole finds it, however the bytes are cut. The first byte chooses
+/// where to cut.
+pub fn number(bytes: &[u8]) {
+    let Some((step, document)) = bytes.split_first() else { return };
+    let pointers = ["/usage/total_tokens", "/a", "/0", "/a/0", "/0/b"];
+    for text in pointers {
+        let Ok(pointer) = Pointer::parse(text) else { return };
+        let mut scan = Scan::default();
+        document.chunks(usize::from(*step).max(1)).for_each(|part| scan.read(part, &pointer));
+        let found = scan.finish();
+        if let Ok(whole) = serde_json::from_slice::<serde_json::Value>(document) {
+            let expected = whole.pointer(text).and_then(serde_json::Value::as_u64);
+            assert_eq!(found, expected.filter(|units| *units <= crate::limiter::MAX_UNITS), "{text}");
+        }
+        scan.read(document, &pointer);
+        assert_eq!(found, scan.finish(), "{text}, in one piece");
+    }
+}
+
+/// Frames are found where they are, however the bytes are cut.
+pub fn frames(bytes: &[u8]) {
+    let Some((step, bytes)) = bytes.split_first() else { return };
+    let mut whole = Frames::default();
+    let expected = whole.wasted(bytes);
+    let mut parts = Frames::default();
+    let found: u32 = bytes.chunks(usize::from(*step).max(1)).map(|part| parts.wasted(part)).sum();
+    assert_eq!(found, expected);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::{Fields, client, path};
+    use proptest::prelude::*;
+
+    fn table() -> PolicyTable {
+        let client = client::Settings {
+            trusted_proxies: vec!["10.0.0.0/8".parse().unwrap()],
+            ip_header: HeaderName::from_static("x-forwarded-for"),
+            ipv4_prefix: 32,
+            ipv6_prefix: 64,
+        };
+        let fields = Fields { standard: true, legacy: true, legacy_reset_epoch: false };
+        PolicyTable::new(Vec::new(), path::Settings::USUAL, client, fields)
+    }
+
+    const NAMES: &str = "(host|connection|te|trailer|expect|content-length|transfer-encoding|upgrade|forwarded|\
+                         x-forwarded-for|x_forwarded_for|keep-alive|x-user-id|[!-~]{1,6})";
+    const VALUES: &str = "(a|a\\.b:80|close|chunked|gzip, chunked|[0-9]{1,3}|\\+1|1, 1|x-user-id|te|websocket|\
+                          host, upgrade|trailers|100-continue|10\\.0\\.0\\.2|for=1\\.1\\.1\\.1|[ -~]{0,9})";
+
+    proptest! {
+        #[test]
+        fn any_head(
+            choice in any::<u8>(),
+            line in "(GET|POST|OPTIONS|TRACE|CONNECT|x) (/[!-~]{0,9}|\\*|http://(a|u@a|\\[::1\\])(:80)?/x|a:80|[!-~]{1,9})",
+            fields in prop::collection::vec((NAMES, VALUES), 0..7),
+            host in any::<bool>(),
+        ) {
+            let fields: String = fields.iter().map(|(name, value)| format!("\n{name}: {value}")).collect();
+            let host = if host { "\nhost: a" } else { "" };
+            forwarded(&[&[choice], format!("{line}{host}{fields}").as_bytes()].concat(), &table());
+        }
+
+        #[test]
+        fn any_number(step in any::<u8>(), document in r#"([\[\]{},:0-9eE."\\-]|"a":|"usage":|"total_tokens":|\{"a":|[0-9]{1,20}| |\\u0061|true|null){0,16}"#) {
+            number(&[&[step], document.as_bytes()].concat());
+        }
+
+        #[test]
+        fn any_frames(bytes in prop::collection::vec(prop_oneof![0..3_u8, any::<u8>()], 0..200)) {
+            frames(&bytes);
+        }
+    }
+}
