@@ -41,6 +41,27 @@ test-suite: test-tools test-docs
 		set -x; cargo test --locked --no-fail-fast --lib --bins --tests; \
 	fi
 
+# What libFuzzer needs from the compiler is in stable Rust: no nightly, no cargo-fuzz (which works here too).
+FUZZ_SECONDS ?= 10
+FUZZ_TARGETS := $(basename $(notdir $(wildcard fuzz/fuzz_targets/*.rs)))
+FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+  -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
+  -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=4
+
+.PHONY: fuzz
+fuzz: ## Each target of fuzz/ for FUZZ_SECONDS (10); finds go to fuzz/artifacts
+	$(call need,c++,on Debian: apt-get install build-essential)
+	@host=$$(rustc -vV | sed -n 's/^host: //p'); built=$${CARGO_TARGET_DIR:-target}/fuzz; \
+	RUSTFLAGS="$(FUZZ_FLAGS)" cargo build --locked --release --manifest-path fuzz/Cargo.toml \
+	  --target "$$host" --target-dir "$$built"; \
+	for target in $(FUZZ_TARGETS); do \
+	  mkdir -p fuzz/corpus/$$target fuzz/artifacts/$$target; \
+	  echo "fuzz $$target for $(FUZZ_SECONDS) s"; \
+	  "$$built/$$host/release/$$target" -max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=1024 -max_len=4096 \
+	    -print_final_stats=0 -verbosity=0 -artifact_prefix=fuzz/artifacts/$$target/ \
+	    fuzz/corpus/$$target fuzz/seeds/$$target || exit; \
+	done
+
 .PHONY: prove
 prove: ## For a minute each: a limit shared by two proxies is exact and used up; three keep it without Redis
 	$(call need,redis-server,on Debian: apt-get install redis-server)

@@ -1,0 +1,4 @@
+//! `X-Forwarded-For` and `Forwarded`.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tidegate::policy::properties::client(bytes));

@@ -1,0 +1,22 @@
+//! The request gate and what is forwarded.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use std::sync::{Arc, LazyLock};
+use tidegate::policy::PolicyTable;
+
+const POLICIES: &str = "
+[client]
+trusted_proxies = ['10.0.0.0/8']
+[[policy]]
+name = 'p'
+match = { headers = { x-tier = 'gold' } }
+key = ['client_ip', 'header:x-user-id', 'cookie:c', 'host']
+limit = { requests = 1, per = '1s' }
+cost = { header = 'x-cost' }
+";
+
+static TABLE: LazyLock<Arc<PolicyTable>> =
+    LazyLock::new(|| tidegate::config::properties::read(POLICIES).expect("it is right").table);
+
+fuzz_target!(|bytes: &[u8]| tidegate::proxy::properties::forwarded(bytes, &TABLE));

@@ -1,0 +1,4 @@
+//! The framing of keys.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tidegate::policy::properties::key(bytes));

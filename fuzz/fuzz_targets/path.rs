@@ -1,0 +1,4 @@
+//! Paths, against a naive reader.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tidegate::policy::properties::path(bytes));
