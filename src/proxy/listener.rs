@@ -178,6 +178,28 @@ impl Accepting {
     }
 }
 
+impl Accepting {
+    /// Hands over those that the kernel has completed by now, until `take` wants no more; then nobody can connect.
+    pub(super) fn take_rest(self, mut take: impl FnMut(NewSocket, SocketAddr) -> bool) {
+        match self {
+            Self::Tcp(listener) => {
+                let Ok(listener) = listener.into_std() else { return };
+                while let Ok((socket, addr)) = listener.accept()
+                    && socket.set_nonblocking(true).is_ok()
+                    && take(NewSocket::Tcp(socket), addr)
+                {}
+            }
+            Self::Unix { listener, _file } => {
+                let Ok(listener) = listener.into_std() else { return };
+                while let Ok((socket, _nameless)) = listener.accept()
+                    && socket.set_nonblocking(true).is_ok()
+                    && take(NewSocket::Unix(socket), LOCAL_PEER)
+                {}
+            }
+        }
+    }
+}
+
 impl NewSocket {
     /// For the runtime that this is called in.
     pub(super) fn adopt(self) -> io::Result<Stream> {

@@ -184,7 +184,7 @@ impl Server {
         }
         self.listen()?;
         on_listening();
-        let accepting = Acceptor::new(self.listener, self.settings.max_connections, &workers)?;
+        let mut accepting = Acceptor::new(self.listener, self.settings.max_connections, &workers)?;
         let drain = async {
             until(&mut asked, Stop::Drain).await;
             sleep(shutdown.delay).await;
@@ -193,8 +193,9 @@ impl Server {
             biased;
             () = until(&mut stop, Stop::Now) => None,
             () = drain => None,
-            error = accepting.run(self.load.clone()) => Some(error),
+            error = accepting.run(&self.load) => Some(error),
         };
+        accepting.take_rest(&self.load);
         // The listener is closed. Workers see the end of their queues, and finish what they have.
         let threads: Vec<_> = workers.into_iter().map(|worker| worker.thread).collect();
         let mut ended =
@@ -299,20 +300,28 @@ impl Acceptor {
     }
 
     /// Returns when a worker is gone.
-    async fn run(mut self, load: Load) -> io::Error {
+    async fn run(&mut self, load: &Load) -> io::Error {
         loop {
-            let Some(permit) = self.room(&load).await else { return worker_died() };
+            let Some(permit) = self.room(load).await else { return worker_died() };
             let (socket, addr) = self.accept().await;
-            let Some((worker, queue)) =
-                self.queues.iter().enumerate().min_by_key(|(worker, _)| load.of(*worker))
-            else {
-                return worker_died();
-            };
-            let counted = Counted::new(&load, worker, permit);
+            let Some((worker, queue)) = idlest(&self.queues, load) else { return worker_died() };
+            let counted = Counted::new(load, worker, permit);
             if queue.send(Accepted { socket, addr, counted }).await.is_err() {
                 return worker_died();
             }
         }
+    }
+
+    /// Takes what the kernel has completed by now, as far as there is room, and closes the listener. These clients
+    /// may have sent a request, and closing would answer it with a reset.
+    fn take_rest(self, load: &Load) {
+        let Self { listener, room, queues, .. } = self;
+        listener.take_rest(|socket, addr| {
+            let Ok(permit) = Arc::clone(&room).try_acquire_owned() else { return false };
+            let Some((worker, queue)) = idlest(&queues, load) else { return false };
+            let counted = Counted::new(load, worker, permit);
+            queue.try_send(Accepted { socket, addr, counted }).is_ok()
+        });
     }
 
     /// Without room for it, a connection is better off in the kernel's backlog.
@@ -344,6 +353,14 @@ impl Acceptor {
             }
         }
     }
+}
+
+/// The worker with the fewest connections.
+fn idlest<'q>(
+    queues: &'q [mpsc::Sender<Accepted>],
+    load: &Load,
+) -> Option<(usize, &'q mpsc::Sender<Accepted>)> {
+    queues.iter().enumerate().min_by_key(|(worker, _)| load.of(*worker))
 }
 
 /// A thread that serves connections.
