@@ -6,8 +6,8 @@ use crate::limiter::KeyBuilder;
 use http::{HeaderMap, HeaderValue};
 use std::net::IpAddr;
 
-/// A path is read as a naive reader reads it, for all settings (which the first byte chooses) that merge slashes;
-/// and readings are in a spelling of their own.
+/// The first readings of a path are what a naive reader reads, for all settings (which the first byte chooses) that
+/// merge slashes; there are four at most, and they are in a spelling of their own.
 pub fn path(bytes: &[u8]) {
     let Some((choice, path)) = bytes.split_first() else { return };
     let Ok(path) = std::str::from_utf8(path) else { return };
@@ -43,12 +43,16 @@ pub fn path(bytes: &[u8]) {
     expected.dedup();
     let found: Vec<_> = readings.iter().map(|reading| (decoded(reading), reading.ends_with('/'))).collect();
     if path != "*" {
-        assert_eq!(found, expected, "{path} with {settings:?}");
+        assert!(found.starts_with(&expected), "{path} with {settings:?}: {found:?} instead of {expected:?}");
+        assert!(found.len() <= 4, "{path}: {found:?}");
     }
     for reading in readings.iter() {
         assert!(reading.bytes().all(|byte| byte.is_ascii_graphic()), "{reading}");
         let again = Readings::of(reading, &Settings { escaped_slashes: EscapedSlashes::Keep, ..settings });
-        assert!(again.is_ok_and(|again| again.iter().eq([reading])), "{reading} with {settings:?}");
+        assert!(
+            again.is_ok_and(|again| again.iter().any(|same| same == reading)),
+            "{reading} with {settings:?}"
+        );
     }
 }
 
