@@ -289,7 +289,14 @@ struct Linger {
 
 impl WatchedSocket {
     pub(super) fn new(transport: Transport, watch: Rc<Watch>) -> Self {
-        Self { transport, watch, looked_at: Vec::new(), frames: Frames::default(), one_way: false, linger: None }
+        Self {
+            transport,
+            watch,
+            looked_at: Vec::new(),
+            frames: Frames::default(),
+            one_way: false,
+            linger: None,
+        }
     }
 
     /// Puts bytes back that will be read again first.
