@@ -98,8 +98,9 @@ pictures: ## Draws the pictures of docs/ALGORITHMS.md anew; look at them before 
 	UPDATE_FIXTURES=1 cargo test --locked --test it pictures::
 
 .PHONY: bench
-bench: ## What a decision and a key cost, then decisions per second beside redis-benchmark; a Redis of its own
+bench: ## What finding a policy, a decision and a key cost, then decisions per second beside redis-benchmark; a Redis of its own
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	$(call need,redis-benchmark,on Debian: apt-get install redis-tools)
+	cargo bench --locked --bench matching
 	cargo bench --locked --bench costs
 	cargo bench --locked --bench redis

@@ -1,7 +1,7 @@
 //! The compiled policies: built once, never changed, swapped as a whole.
 
 use super::{
-    Action, Cors, Cost, Facts, HostPattern, KeyPart, Matcher, Policy, Unmet, client, jwt, path,
+    Action, Cors, Cost, Facts, HostPattern, KeyPart, Matcher, Policy, Test, Unmet, client, jwt, path,
     pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
@@ -169,11 +169,13 @@ fn claims_asked_by(policy: &Policy) -> Vec<jwt::ClaimName> {
     names
 }
 
-/// Finds the few policies that can match, by host and path; what they say beyond that is checked after.
+/// Finds the few policies that can match, by path and by a host or a header's value; what they say beyond that is
+/// checked after.
 #[derive(Debug, Default)]
 struct Index {
     by_host: HashMap<Box<str>, Candidates>,
-    any_host: Candidates,
+    by_header: HashMap<HeaderName, HashMap<Box<[u8]>, Candidates>>,
+    others: Candidates,
 }
 
 #[derive(Debug, Default)]
@@ -182,31 +184,57 @@ struct Candidates {
     any_path: Vec<u32>,
 }
 
+/// What a condition asks to be so and not otherwise.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Exact<'p> {
+    Host(&'p str),
+    Header(&'p HeaderName, &'p str),
+}
+
 impl Index {
+    /// Each policy is found by that of its exact conditions which the fewest policies share: thousands may differ in
+    /// a header and have their host in common, or the other way round.
     fn of(policies: &[Policy]) -> Self {
+        let mut sharing: HashMap<Exact<'_>, usize> = HashMap::default();
+        for exact in policies.iter().flat_map(|policy| exact_conditions(&policy.matcher)).flatten() {
+            *sharing.entry(exact).or_default() += 1;
+        }
+        let most = |alternatives: &Vec<Exact<'_>>| {
+            alternatives.iter().map(|exact| sharing.get(exact).copied()).max()
+        };
         let mut index = Self::default();
         for (id, policy) in (0..).zip(policies) {
-            let matcher = &policy.matcher;
-            let exact = matcher.hosts.iter().map(|host| match host {
-                HostPattern::Exact(name) => Some(name),
-                HostPattern::Below(_) => None,
-            });
-            match exact.collect::<Option<Vec<_>>>() {
-                Some(names) if !names.is_empty() => {
-                    for name in names {
-                        index.by_host.entry(name.clone()).or_default().insert(matcher, id);
+            let conditions = exact_conditions(&policy.matcher);
+            match conditions.into_iter().min_by_key(most) {
+                Some(alternatives) => {
+                    for exact in alternatives {
+                        index.at(exact).insert(&policy.matcher, id);
                     }
                 }
-                _ => index.any_host.insert(matcher, id),
+                None => index.others.insert(&policy.matcher, id),
             }
         }
         index
     }
 
+    fn at(&mut self, exact: Exact<'_>) -> &mut Candidates {
+        match exact {
+            Exact::Host(name) => self.by_host.entry(name.into()).or_default(),
+            Exact::Header(name, value) => {
+                let by_value = self.by_header.entry(name.clone()).or_default();
+                by_value.entry(value.as_bytes().into()).or_default()
+            }
+        }
+    }
+
     /// Ids in ascending order, each once.
     fn candidates(&self, facts: &Facts<'_>) -> SmallVec<[u32; 16]> {
         let mut found = SmallVec::new();
-        for candidates in [self.by_host.get(facts.host), Some(&self.any_host)].into_iter().flatten() {
+        let by_header = self.by_header.iter().flat_map(|(name, by_value)| {
+            facts.headers.get_all(name).into_iter().filter_map(|value| by_value.get(value.as_bytes()))
+        });
+        let by_host = self.by_host.get(facts.host);
+        for candidates in by_host.into_iter().chain(by_header).chain([&self.others]) {
             found.extend_from_slice(&candidates.any_path);
             for path in facts.paths.iter() {
                 candidates.by_path.find(path, &mut found);
@@ -216,6 +244,21 @@ impl Index {
         found.dedup();
         found
     }
+}
+
+/// For each condition by which a policy can be found the values that fulfil it: a request that has none of them is none
+/// of the policy's.
+fn exact_conditions(matcher: &Matcher) -> Vec<Vec<Exact<'_>>> {
+    let hosts = matcher.hosts.iter().map(|host| match host {
+        HostPattern::Exact(name) => Some(Exact::Host(name)),
+        HostPattern::Below(_) => None,
+    });
+    let hosts: Option<Vec<_>> = hosts.collect();
+    let headers = matcher.headers.iter().filter_map(|header| match &header.test {
+        Test::Is(value) => Some(vec![Exact::Header(&header.name, value)]),
+        Test::Regex(_) | Test::Present(_) => None,
+    });
+    hosts.filter(|hosts| !hosts.is_empty()).into_iter().chain(headers).collect()
 }
 
 impl Candidates {
@@ -232,7 +275,7 @@ impl Candidates {
 #[cfg(test)]
 mod tests {
     use super::super::path::Readings;
-    use super::super::{MethodSet, Named, OnStoreFailure, PathPattern, Test};
+    use super::super::{MethodSet, Named, OnStoreFailure, PathPattern};
     use super::*;
     use http::{HeaderMap, Method};
 
@@ -266,20 +309,21 @@ mod tests {
         )
     }
 
+    fn facts<'a>(host: &'a str, paths: &'a Readings, headers: &'a HeaderMap) -> Facts<'a> {
+        let client_ip = [127, 0, 0, 1].into();
+        let token = super::super::jwt::Token::none();
+        let client_cert = None;
+        Facts { method: &Method::HEAD, host, paths, query: None, headers, client_ip, token, client_cert }
+    }
+
     fn names(table: &PolicyTable, host: &str, path: &str) -> Vec<String> {
-        let paths = Readings::of(path, &PATH).unwrap();
-        let headers = HeaderMap::new();
-        let facts = Facts {
-            method: &Method::HEAD,
-            host,
-            paths: &paths,
-            query: None,
-            headers: &headers,
-            client_ip: [127, 0, 0, 1].into(),
-            token: crate::policy::jwt::Token::none(),
-            client_cert: None,
-        };
-        table.matching(&facts).iter().map(|(_, policy)| policy.name.to_string()).collect()
+        let (paths, headers) = (Readings::of(path, &PATH).unwrap(), HeaderMap::new());
+        let matching = table.matching(&facts(host, &paths, &headers));
+        matching.iter().map(|(_, policy)| policy.name.to_string()).collect()
+    }
+
+    fn is(name: &'static str, value: &str) -> Named<HeaderName> {
+        Named { name: HeaderName::from_static(name), test: Test::Is(value.into()) }
     }
 
     #[test]
@@ -305,6 +349,63 @@ mod tests {
         assert_eq!(names(&table, "x.y.example.com", "/"), ["below"]);
         assert_eq!(names(&table, "example.com", "/"), Vec::<String>::new());
         assert_eq!(names(&table, "badexample.com", "/"), Vec::<String>::new());
+    }
+
+    #[test]
+    fn the_index_finds_what_trying_each_policy_finds() {
+        let hosts = [vec![], vec!["a"], vec!["a", "b"], vec!["a", "*.b"]];
+        let present = Named { name: HeaderName::from_static("x"), test: Test::Present(true) };
+        let headers = [
+            vec![],
+            vec![present.clone()],
+            vec![is("x", "1")],
+            vec![is("x", "2"), present],
+            vec![is("x", "1"), is("y", "1")],
+        ];
+        let mut policies = Vec::new();
+        for (hosts, headers) in hosts.iter().flat_map(|hosts| headers.iter().map(move |all| (hosts, all))) {
+            for paths in [&[][..], &["/p"], &["/q/**", "/p"]] {
+                let mut policy = policy(&policies.len().to_string(), Action::Deny, paths);
+                policy.matcher.hosts = hosts.iter().map(|host| HostPattern::parse(host).unwrap()).collect();
+                policy.matcher.headers = headers.clone();
+                policies.push(policy);
+            }
+        }
+        let table = table(policies);
+        let lines: [&[(&str, &str)]; 5] =
+            [&[], &[("x", "1")], &[("x", "2"), ("x", "1")], &[("x", "1"), ("y", "1")], &[("y", "1")]];
+        for (host, path, lines) in ["a", "b", "c.b", "c"].into_iter().flat_map(|host| {
+            ["/p", "/q/r", "/"].into_iter().flat_map(move |path| lines.map(|lines| (host, path, lines)))
+        }) {
+            let (paths, mut headers) = (Readings::of(path, &PATH).unwrap(), HeaderMap::new());
+            for (name, value) in lines {
+                headers.append(HeaderName::from_static(name), value.parse().unwrap());
+            }
+            let facts = facts(host, &paths, &headers);
+            let found: Vec<usize> = table.matching(&facts).iter().map(|(at, _)| *at).collect();
+            let each = table.policies().iter().enumerate();
+            let tried: Vec<usize> =
+                each.filter(|(_, policy)| policy.unmet(&facts).is_none()).map(|(at, _)| at).collect();
+            assert_eq!(found, tried, "{host} {path} {lines:?}");
+        }
+    }
+
+    #[test]
+    fn a_policy_is_found_by_what_it_shares_with_the_fewest() {
+        let with = |host: &str, tenant: &str| {
+            let mut policy = policy(&format!("{host}{tenant}"), Action::Deny, &[]);
+            policy.matcher.hosts = vec![HostPattern::parse(host).unwrap()];
+            policy.matcher.headers = vec![is("x", tenant)];
+            policy
+        };
+        let headers: HeaderMap = [(HeaderName::from_static("x"), "1".parse().unwrap())].into_iter().collect();
+        let paths = Readings::of("/", &PATH).unwrap();
+        for policies in
+            [["1", "2", "3"].map(|tenant| with("a", tenant)), ["a", "b", "c"].map(|host| with(host, "1"))]
+        {
+            let table = table(policies.to_vec());
+            assert_eq!(table.index.candidates(&facts("a", &paths, &headers)).to_vec(), [0]);
+        }
     }
 
     #[test]
