@@ -142,7 +142,8 @@ pub(super) async fn serve<H: Handler>(
         Ok(Sniffed::Http1) => serve_http1(socket, &protocols, driver, requests, &handover, unread).await,
         Ok(Sniffed::Http2) => {
             watch.set_multiplexed();
-            serve_http2(socket, &protocols, driver, requests, &handover).await;
+            // Boxed, or every connection would have room for it.
+            Box::pin(serve_http2(socket, &protocols, driver, requests, &handover)).await;
         }
         // To a TLS client, an end that nobody announced is a broken connection.
         Ok(Sniffed::Nothing) => say_goodbye(&mut socket).await,
@@ -150,15 +151,52 @@ pub(super) async fn serve<H: Handler>(
     }
 }
 
+/// Serves HTTP/1 to the end of the connection. hyper and its buffers, some 20 KiB, are there only while the client has
+/// something to ask: most of its life a connection waits.
+///
 /// `unread` is told the status when what came could not be read as a request.
 async fn serve_http1<S, F>(
-    socket: WatchedSocket,
+    mut socket: WatchedSocket,
     protocols: &Protocols,
     mut driver: Driver,
-    requests: S,
+    mut requests: S,
     handover: &Handover,
     unread: impl Fn(StatusCode),
 ) where
+    S: Service<Request<Incoming>, Response = Response<AnswerBody>, Error = Infallible, Future = F>,
+    F: Future<Output = Result<Response<AnswerBody>, Infallible>>,
+{
+    loop {
+        driver.watch.set_awake(true);
+        let awake =
+            Box::pin(serve_requests(socket, protocols, &mut driver, requests, handover, &unread)).await;
+        driver.watch.set_awake(false);
+        match awake {
+            Some(resting) => (socket, requests) = resting,
+            None => return,
+        }
+        let goes_on = driver.drive(|cx, close| match socket.poll_begin(cx) {
+            Poll::Pending if close => Poll::Ready(false),
+            begun => begun,
+        });
+        match goes_on.await {
+            Ok(true) => {}
+            Ok(false) => return say_goodbye(&mut socket).await,
+            Err(overdue) => return part(socket, overdue, &driver.watch, unread).await,
+        }
+    }
+}
+
+/// Serves HTTP/1 until the connection ends, or is given back because it can rest.
+async fn serve_requests<S, F>(
+    socket: WatchedSocket,
+    protocols: &Protocols,
+    driver: &mut Driver,
+    requests: S,
+    handover: &Handover,
+    unread: &impl Fn(StatusCode),
+) -> Option<(WatchedSocket, S)>
+where
     S: Service<Request<Incoming>, Response = Response<AnswerBody>, Error = Infallible, Future = F>,
     F: Future<Output = Result<Response<AnswerBody>, Infallible>>,
 {
@@ -196,10 +234,17 @@ async fn serve_http1<S, F>(
                 connection.into_parts().io.into_inner().abort();
             }
         }
+        Err(Overdue::Resting) => {
+            let Parts { io, read_buf, service, .. } = connection.into_parts();
+            let mut socket = io.into_inner();
+            socket.unread(&read_buf);
+            return Some((socket, service));
+        }
         Err(overdue) => {
             part(connection.into_parts().io.into_inner(), overdue, &driver.watch, unread).await;
         }
     }
+    None
 }
 
 /// What hyper has answered to something that is no HTTP/1 request; `None`: nothing.
@@ -282,9 +327,11 @@ fn answer<H: Handler>(
     let part = if multiplexed { H2_PART_BYTES } else { usize::MAX };
     let body = RequestBody::new(&head, incoming, limits, &active);
     let mut turn = Turn { active, arrived: multiplexed.then(Instant::now), over: false };
-    let answer = Rc::clone(handler).handle(Request::from_parts(head, body), peer);
+    let handler = Rc::clone(handler);
     async move {
-        let mut answer = pin!(answer);
+        // Made where it stays. It has room for everything that a request may come to need, and made before it would be
+        // here twice, in every connection, and be copied twice with every request.
+        let mut answer = pin!(handler.handle(Request::from_parts(head, body), peer));
         let response = poll_fn(|cx| {
             let answer = answer.as_mut().poll(cx);
             if answer.is_pending() {
@@ -313,7 +360,8 @@ async fn part(mut socket: WatchedSocket, overdue: Overdue, watch: &Watch, unread
             watch.count(Closed::SlowRead);
             return socket.abort();
         }
-        Overdue::Idle => return socket.abort(),
+        // Who rests is not parted from.
+        Overdue::Idle | Overdue::Resting => return socket.abort(),
     }
     unread(StatusCode::REQUEST_TIMEOUT);
     socket.forget_rest();

@@ -16,6 +16,7 @@ use crate::telemetry::LogSettings;
 use crate::telemetry::metrics::Shard;
 use bytes::Bytes;
 use http::{HeaderMap, Method, Request, Response, StatusCode, header, request};
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -83,7 +84,7 @@ impl Service {
         // 2. One question, one verdict.
         let mut verdict =
             self.enforcer.decide(&rules, &inbound.facts(&parts, peer.certificate.as_ref()), arrived).await;
-        let decided = verdict.at.unwrap_or_else(Instant::now);
+        let decided = verdict.at.unwrap_or(arrived);
         if let Some(fault) = inbound.token_fault() {
             self.shard.token_refused();
             tracing::debug!(%fault, peer = %peer.addr, "a request's token is not believed");
@@ -100,7 +101,8 @@ impl Service {
         let ends_at = hold.as_ref().and_then(Hold::ends_at);
 
         // 3. Its turn comes; a client that leaves before ends this future, and his place in the line stays taken.
-        let ready = match before(ends_at, self.upstream.hold(verdict.delay, decided)).await {
+        let turn = pin!(self.upstream.hold(verdict.delay, decided));
+        let ready = match before(ends_at, turn).await {
             Some(Ok(ready)) => ready,
             not_ready => {
                 body.discard();
@@ -127,7 +129,7 @@ impl Service {
         if estimates.iter().any(Estimate::reads_body) {
             headers::ask_for_plain_body(&mut parts.headers);
         }
-        let send = self.upstream.send(Request::from_parts(parts, body), ready);
+        let send = pin!(self.upstream.send(Request::from_parts(parts, body), ready));
         let wanted = asked.inbound.target.wanted.as_ref();
         let mut response = match before(ends_at, send).await {
             Some(Ok(response)) => self.pass_on(response, estimates, version_in, wanted, style),
@@ -294,7 +296,9 @@ impl Handler for Service {
 }
 
 /// What comes of `future` if it comes before `ends_at`.
-async fn before<T>(ends_at: Option<Instant>, future: impl Future<Output = T>) -> Option<T> {
+///
+/// Taken where it stays: as a value it would take its room three times, once per way through here.
+async fn before<F: Future>(ends_at: Option<Instant>, future: Pin<&mut F>) -> Option<F::Output> {
     match ends_at {
         None => Some(future.await),
         // What is late already is not even begun.
@@ -347,4 +351,19 @@ fn failed(error: &UpstreamError, style: Style<'_>) -> Response<ResponseBody> {
         Kind::ClientGone => Local::BodyBroken,
     };
     replies::local(what, style).map(ResponseBody::Full)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Handler, Service};
+
+    /// Each connection keeps room for a request, and each request moves through it.
+    #[test]
+    fn a_request_takes_little_room() {
+        fn room<A, B, C, F>(_handle: impl FnOnce(A, B, C) -> F) -> usize {
+            size_of::<F>()
+        }
+        let bytes = room(<Service as Handler>::handle);
+        assert!(bytes <= 4_608, "{bytes}: is something rare awaited without a box?");
+    }
 }

@@ -92,7 +92,8 @@ impl Store {
         };
         let ask = Ask { redis, refusals };
         if charges.iter().any(|charge| charge.lease.is_some()) {
-            return leases.answer(ask, charges, asked).await;
+            // Boxed, or every request would have room for both ways.
+            return Box::pin(leases.answer(ask, charges, asked)).await;
         }
         ask.decide(charges, asked).await
     }

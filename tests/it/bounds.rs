@@ -102,6 +102,28 @@ async fn an_idle_connection_is_closed_after_its_time() {
     assert!(client.closes(SOON).await);
 }
 
+/// The first ones take what resting connections have given back, so that only the others are counted.
+#[tokio::test]
+async fn a_connection_without_a_request_takes_little() {
+    const ROUND: u64 = 100;
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("[listen]\nthreads = 1", upstream.address).await;
+    let mut clients = Vec::new();
+    let mut after_first = None;
+    for _ in 0..6 {
+        for _ in 0..ROUND {
+            let mut client = RawClient::connect(proxy.address).await;
+            client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+            assert_eq!(client.reply().await.status, 200);
+            clients.push(client);
+        }
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        after_first.get_or_insert_with(|| proxy.rss_kib());
+    }
+    let each_kib = proxy.rss_kib().saturating_sub(after_first.unwrap()) / (5 * ROUND);
+    assert!(each_kib < 12, "{each_kib} KiB per idle connection");
+}
+
 #[tokio::test]
 async fn a_short_head_timeout_does_not_cut_idle_connections() {
     let upstream = Upstream::echo().await;

@@ -83,6 +83,27 @@ async fn a_slow_head_gets_408_however_steadily_it_drips() {
 }
 
 #[tokio::test]
+async fn a_connection_that_has_rested_goes_on() {
+    let server = hello(&ListenSettings { header_timeout: ms(400), ..listen() });
+    let (mut client, mut slow) = (server.connect().await, server.connect().await);
+    for rest in [0, 250, 250] {
+        tokio::time::sleep(ms(rest)).await;
+        assert!(client.ask(GET).await.starts_with("HTTP/1.1 200"));
+    }
+    // What came too early is not lost in the rest.
+    let (begin, end) = GET.split_at(7);
+    assert!(client.ask(&[GET, begin].concat()).await.starts_with("HTTP/1.1 200"));
+    tokio::time::sleep(ms(250)).await;
+    assert!(client.ask(end).await.starts_with("HTTP/1.1 200"));
+    assert!(slow.ask(GET).await.starts_with("HTTP/1.1 200"));
+    tokio::time::sleep(ms(250)).await;
+    slow.send(begin).await;
+    assert!(slow.rest().await.starts_with("HTTP/1.1 408 "), "a head has its time, whenever it begins");
+    drop(client);
+    eventually(|| server.load.connections() == 0).await;
+}
+
+#[tokio::test]
 async fn a_large_head_gets_431() {
     let server = hello(&ListenSettings { max_header_bytes: 10_000, ..listen() });
     let mut client = server.connect().await;

@@ -6,6 +6,7 @@
 //! request waiting in its own worker, except that every few times it is closed for the one that
 //! waits longest anywhere: a worker without connections must not starve beside a busy one.
 
+use futures_util::future::LocalBoxFuture;
 use http::HeaderValue;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
@@ -146,27 +147,33 @@ impl Pool {
     }
 
     /// A connection, used before if there is one. `retries`: how often connecting may be tried again.
-    pub(super) async fn acquire(&self, retries: &mut u32) -> Result<Box<Connection>, UpstreamError> {
-        match self.take_idle() {
-            Some(connection) => Ok(connection),
-            None => match self.slot().await? {
-                Slot::Connection(connection) => Ok(connection),
-                Slot::Permit(permit) => self.open(permit, retries).await,
-            },
-        }
+    ///
+    /// Boxed, as is [`Pool::acquire_new`]: few requests connect, and all would have room for it.
+    pub(super) fn acquire<'p>(&'p self, retries: &'p mut u32) -> Acquire<'p> {
+        Box::pin(async move {
+            match self.take_idle() {
+                Some(connection) => Ok(connection),
+                None => match self.slot().await? {
+                    Slot::Connection(connection) => Ok(connection),
+                    Slot::Permit(permit) => self.open(permit, retries).await,
+                },
+            }
+        })
     }
 
     /// A connection that was never used.
-    pub(super) async fn acquire_new(&self, retries: &mut u32) -> Result<Box<Connection>, UpstreamError> {
-        let permit = match Arc::clone(&self.shared.open).try_acquire_owned() {
-            Ok(permit) => permit,
-            Err(_none_left) => {
-                // Swapping one of our idle connections for a new one needs nobody else's.
-                drop(self.idle.borrow_mut().pop_front());
-                self.queue(None).await?
-            }
-        };
-        self.open(permit, retries).await
+    pub(super) fn acquire_new<'p>(&'p self, retries: &'p mut u32) -> Acquire<'p> {
+        Box::pin(async move {
+            let permit = match Arc::clone(&self.shared.open).try_acquire_owned() {
+                Ok(permit) => permit,
+                Err(_none_left) => {
+                    // Swapping one of our idle connections for a new one needs nobody else's.
+                    drop(self.idle.borrow_mut().pop_front());
+                    self.queue(None).await?
+                }
+            };
+            self.open(permit, retries).await
+        })
     }
 
     /// Waits until a request's turn has come. Ended early, it leaves nothing behind.
@@ -290,6 +297,9 @@ impl Pool {
         idle.drain(..wanted);
     }
 }
+
+/// A connection that is being waited for or opened.
+type Acquire<'p> = LocalBoxFuture<'p, Result<Box<Connection>, UpstreamError>>;
 
 enum Slot {
     Connection(Box<Connection>),

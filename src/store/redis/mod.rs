@@ -232,7 +232,8 @@ impl Redis {
         let queue = match &self.way {
             Way::One(_, queue) => queue,
             Way::Cluster(cluster) => {
-                let answer = cluster.decide(charges, deadline).await;
+                // Boxed, or every request would have room for it, whatever it asks.
+                let answer = Box::pin(cluster.decide(charges, deadline)).await;
                 return answer.map_err(|failure| self.unavailable(failure.word()));
             }
         };
