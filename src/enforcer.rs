@@ -192,7 +192,8 @@ impl<'t> Verdict<'t> {
 
 /// What one request asks of the store.
 struct Plan<'t> {
-    claims: SmallVec<[Claim<'t>; 4]>,
+    /// With room for few: it is moved with every request, and a claim is large.
+    claims: SmallVec<[Claim<'t>; 2]>,
     /// Shadow policies that would have denied it.
     shadow_denied: SmallVec<[&'t str; 1]>,
 }

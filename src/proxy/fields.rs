@@ -61,15 +61,20 @@ fn write_standard(verdict: &Verdict<'_>, headers: &mut HeaderMap) {
     if headers.get(&RATELIMIT).is_some_and(is_dictionary) {
         return;
     }
-    let mut policies = Vec::with_capacity(48 * verdict.limits.len());
-    let mut standings = Vec::with_capacity(48 * verdict.limits.len());
-    for reported in &verdict.limits {
-        push_policy(&mut policies, reported);
-        push_standing(&mut standings, reported, verdict.now_us, latest_s);
+    // Both in one buffer, which is two allocations instead of four.
+    let mut text = Vec::with_capacity(96 * verdict.limits.len());
+    for (nth, reported) in verdict.limits.iter().enumerate() {
+        push_policy(&mut text, nth, reported);
     }
+    let policies = text.len();
+    for (nth, reported) in verdict.limits.iter().enumerate() {
+        push_standing(&mut text, nth, reported, verdict.now_us, latest_s);
+    }
+    let mut standings = Bytes::from(text);
+    let policies = standings.split_to(policies);
     for (name, text) in [(&RATELIMIT_POLICY, policies), (&RATELIMIT, standings)] {
         // Only visible ASCII was pushed.
-        if let Ok(value) = HeaderValue::from_maybe_shared(Bytes::from(text)) {
+        if let Ok(value) = HeaderValue::from_maybe_shared(text) {
             append_to_list(headers, name, value);
         }
     }
@@ -83,9 +88,9 @@ fn is_dictionary(value: &HeaderValue) -> bool {
 }
 
 /// `"login";q=5;w=60`
-fn push_policy(out: &mut Vec<u8>, reported: &Reported<'_>) {
+fn push_policy(out: &mut Vec<u8>, nth: usize, reported: &Reported<'_>) {
     let named = reported.limit;
-    push_item(out, &named.name);
+    push_item(out, nth, &named.name);
     push_parameter(out, b";q=", named.limit.capacity());
     // Whole seconds only, so a window below one has no `w`; others are rounded up to promise no more.
     let has_window = !matches!(named.limit.algorithm, Algorithm::Concurrency { .. });
@@ -99,8 +104,8 @@ fn push_policy(out: &mut Vec<u8>, reported: &Reported<'_>) {
 }
 
 /// `"login";r=0;t=42`
-fn push_standing(out: &mut Vec<u8>, reported: &Reported<'_>, now_us: u64, latest_s: Option<u64>) {
-    push_item(out, &reported.limit.name);
+fn push_standing(out: &mut Vec<u8>, nth: usize, reported: &Reported<'_>, now_us: u64, latest_s: Option<u64>) {
+    push_item(out, nth, &reported.limit.name);
     push_parameter(out, b";r=", reported.standing.remaining);
     if let Some(grows_at_us) = reported.standing.grows_at_us {
         let wait_s = grows_at_us.saturating_sub(now_us).div_ceil(SECOND_US);
@@ -108,8 +113,8 @@ fn push_standing(out: &mut Vec<u8>, reported: &Reported<'_>, now_us: u64, latest
     }
 }
 
-fn push_item(out: &mut Vec<u8>, name: &str) {
-    if !out.is_empty() {
+fn push_item(out: &mut Vec<u8>, nth: usize, name: &str) {
+    if nth > 0 {
         out.extend_from_slice(b", ");
     }
     push_string(out, name);

@@ -145,7 +145,7 @@ pub(super) fn forward_response(
         headers.remove(name);
     }
     if lengths > 0 && codings == 0 {
-        single_length(headers);
+        single_length(headers, lengths);
     }
     append_to_list(headers, &header::VIA, via(parts.version));
     for line in upgrade {
@@ -221,11 +221,9 @@ fn join<'v>(lines: impl Iterator<Item = &'v HeaderValue>, separator: &[u8]) -> H
 
 /// HTTP/2 may split cookies over lines; HTTP/1.1 has one line (RFC 9113, 8.2.3).
 fn join_cookies(headers: &mut HeaderMap) {
-    if let Entry::Occupied(mut lines) = headers.entry(header::COOKIE)
-        && lines.iter().nth(1).is_some()
-    {
-        let joined = join(lines.iter(), b"; ");
-        lines.insert(joined);
+    if headers.get_all(header::COOKIE).iter().nth(1).is_some() {
+        let joined = join(headers.get_all(header::COOKIE).iter(), b"; ");
+        headers.insert(header::COOKIE, joined);
     }
 }
 
@@ -241,37 +239,32 @@ fn drop_claims(headers: &mut HeaderMap, hop: &Hop<'_>) {
         headers.remove(name);
     }
     for name in [&X_REAL_IP, hop.ip_header] {
-        if let Entry::Occupied(mut lines) = headers.entry(name) {
-            lines.insert(hop.peer.printed.clone());
+        // Mostly it isn't there, and an entry would first make room for it.
+        if headers.contains_key(name) {
+            headers.insert(name, hop.peer.printed.clone());
         }
     }
 }
 
 fn append_forwarded_for(headers: &mut HeaderMap, hop: &Hop<'_>) {
     // If the peer told us by another field who the client is, an upstream that reads this one should know.
-    if let (false, Some(client)) = (headers.contains_key(&X_FORWARDED_FOR), behind(hop)) {
+    if let Some(client) = behind(hop)
+        && !headers.contains_key(&X_FORWARDED_FOR)
+    {
         headers.insert(&X_FORWARDED_FOR, printed(client));
     }
     append_to_list(headers, &X_FORWARDED_FOR, hop.peer.printed.clone());
 }
 
 fn append_forwarded(headers: &mut HeaderMap, target: &Target, hop: &Hop<'_>, proto: &str) {
-    let mut text = String::with_capacity(128);
-    if let (false, Some(client)) = (headers.contains_key(header::FORWARDED), behind(hop)) {
-        text.push_str(&node(client));
-        text.push_str(", ");
-    }
-    text.push_str(&hop.peer.node);
-    if let Some(authority) = target.authority().and_then(|authority| authority.to_str().ok()) {
-        // Quoted for the colon and the brackets; a valid authority holds nothing to escape.
-        text.push_str(";host=\"");
-        text.push_str(authority);
-        text.push('"');
-    }
-    text.push_str(";proto=");
-    text.push_str(proto);
-    let element = HeaderValue::from_maybe_shared(Bytes::from(text)).expect("made of visible signs only");
-    append_to_list(headers, &header::FORWARDED, element);
+    let client = behind(hop).filter(|_| !headers.contains_key(header::FORWARDED)).map(node);
+    let (client, comma) = client.as_deref().map_or(("", ""), |client| (client, ", "));
+    let authority = target.authority().and_then(|authority| authority.to_str().ok());
+    // Quoted for the colon and the brackets; a valid authority holds nothing to escape.
+    let [host, authority, quote] = authority.map_or([""; 3], |authority| [";host=\"", authority, "\""]);
+    let element = [client, comma, &hop.peer.node, host, authority, quote, ";proto=", proto].concat();
+    let element = HeaderValue::from_maybe_shared(Bytes::from(element));
+    append_to_list(headers, &header::FORWARDED, element.expect("made of visible signs only"));
 }
 
 /// The client, if a trusted peer stands before it.
@@ -309,8 +302,11 @@ fn is_essential(name: &HeaderName) -> bool {
 }
 
 /// hyper has checked that all lengths agree (also as a list in one line), but would not write several.
-fn single_length(headers: &mut HeaderMap) {
+fn single_length(headers: &mut HeaderMap, lines: usize) {
     let Some(first) = headers.get(header::CONTENT_LENGTH) else { return };
+    if lines == 1 && !first.as_bytes().contains(&b',') {
+        return;
+    }
     let number = gate::elements(first).next().and_then(|digits| HeaderValue::from_bytes(digits).ok());
     if let Some(number) = number {
         headers.insert(header::CONTENT_LENGTH, number);
