@@ -472,7 +472,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn who_is_awake_may_rest_soon() {
-        let watch = Watch::new(PATIENCE);
+        let watch = Watch::new(PATIENCE, None);
         watch.set_awake(true);
         assert_eq!(watch.due(), Some((Instant::now() + AWAKE_TIME, Overdue::Resting)));
         let request = watch.begin();
@@ -480,7 +480,7 @@ mod tests {
         drop(request);
         watch.set_closing();
         assert_eq!(due_in(&watch), Some((2, Overdue::Stalled)), "who leaves needs no rest");
-        let hasty = Watch::new(Patience { idle: AWAKE_TIME, ..PATIENCE });
+        let hasty = Watch::new(Patience { idle: AWAKE_TIME, ..PATIENCE }, None);
         hasty.set_awake(true);
         assert_eq!(hasty.due(), Some((Instant::now() + AWAKE_TIME, Overdue::Idle)));
     }
