@@ -10,7 +10,8 @@ use std::net::IpAddr;
 /// merge slashes; there are four at most, and they are in a spelling of their own.
 pub fn path(bytes: &[u8]) {
     let Some((choice, path)) = bytes.split_first() else { return };
-    let Ok(path) = std::str::from_utf8(path) else { return };
+    // No parser of requests lets a bare NUL through.
+    let Some(path) = std::str::from_utf8(path).ok().filter(|path| !path.contains('\0')) else { return };
     let flag = |bit: u8| choice >> bit & 1 == 1;
     let settings = Settings {
         normalize: true,

@@ -436,6 +436,8 @@ fn origin_form(method: &Method, uri: &Uri) -> Result<PathAndQuery, GateFault> {
     let path_and_query = uri.path_and_query().filter(|_| known_form).ok_or(GateFault::Target)?;
     let text = path_and_query.as_str();
     match text.as_bytes().first() {
+        // Of `http://host#x` this one says "/" and is written as nothing at all.
+        Some(b'/') if text == "/" => Ok(PathAndQuery::from_static("/")),
         Some(b'/') => Ok(path_and_query.clone()),
         Some(b'*') if text == "*" && *method == Method::OPTIONS => Ok(path_and_query.clone()),
         // http://host?query

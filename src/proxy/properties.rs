@@ -51,7 +51,11 @@ pub fn forwarded(bytes: &[u8], table: &PolicyTable) {
         assert!(coding.as_bytes().eq_ignore_ascii_case(b"chunked"), "{coding:?}");
     }
     for name in BOUND_TO_A_CONNECTION {
-        let said_anew = name == "te" || wants_upgrade && matches!(name, "connection" | "upgrade");
+        let said_anew = match name {
+            "te" => true,
+            "connection" => wants_upgrade || fields.contains_key(header::TE),
+            _ => wants_upgrade && name == "upgrade",
+        };
         assert!(!fields.contains_key(name) || said_anew, "{name} in {fields:?}");
     }
     for nominated in before.get_all(header::CONNECTION).iter().flat_map(gate::nominated) {

@@ -37,6 +37,16 @@ fn the_path_and_query_stay_as_they_came() {
 }
 
 #[test]
+fn a_target_is_never_empty() {
+    for (sent, forwarded) in [("http://h", "/"), ("http://h#x", "/"), ("http://h?q#x", "/?q"), ("/#x", "/")] {
+        for version in [Version::HTTP_10, Version::HTTP_11] {
+            let (parts, _) = pass(head("GET", sent, version, &[("host", "h")]));
+            assert_eq!(parts.uri.to_string(), forwarded, "{sent}");
+        }
+    }
+}
+
+#[test]
 fn the_host_for_policies_is_normalized_and_the_authority_is_not() {
     for (sent, host) in [
         ("a.example", "a.example"),
