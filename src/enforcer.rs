@@ -112,7 +112,7 @@ pub struct Reported<'t> {
 impl Enforcer {
     /// Counts with a worker's own shard.
     pub fn new(live: Live, store: Store, shard: Arc<Shard>) -> Self {
-        Self { live, keeper: Keeper::new(store.clone()), store, shard }
+        Self { live, keeper: Keeper::new(store.clone(), Arc::clone(&shard)), store, shard }
     }
 
     /// The policies that hold now. A request keeps those that it started with.

@@ -8,6 +8,7 @@
 
 use crate::limiter::{Amendment, Key, Limit};
 use crate::store::{Late, Store};
+use crate::telemetry::metrics::Shard;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::collections::hash_map::RandomState;
@@ -38,6 +39,7 @@ pub(super) type Place = (Limit, Key);
 #[derive(Debug)]
 struct Shared {
     store: Store,
+    counts: Arc<Shard>,
     /// Distinguishes this keeper from all others of the fleet.
     instance: u64,
     serial: AtomicU64,
@@ -70,9 +72,11 @@ struct Slots {
 }
 
 impl Keeper {
-    pub(super) fn new(store: Store) -> Self {
+    /// Counts what is lost with the worker's own shard.
+    pub(super) fn new(store: Store, counts: Arc<Shard>) -> Self {
         Self(Arc::new(Shared {
             store,
+            counts,
             instance: RandomState::new().hash_one(()),
             serial: AtomicU64::new(0),
             slots: Mutex::default(),
@@ -190,8 +194,14 @@ async fn attend(keeper: Keeper) {
                 .iter()
                 .map(|((limit, key), amendment)| Late { limit, key, amendment: *amendment })
                 .collect();
-            if let Err(unavailable) = shared.store.amend(&late).await {
-                tracing::debug!(%unavailable, count = late.len(), "slots or settlements were not told");
+            if let Err(untold) = shared.store.amend(&late).await {
+                tracing::debug!(why = %untold, "slots or settlements were not told");
+                let lost = untold
+                    .places
+                    .iter()
+                    .filter_map(|place| late.get(*place))
+                    .filter(|late| is_settlement(late));
+                shared.counts.settlements_lost(lost.count());
             }
             continue;
         }
@@ -202,6 +212,11 @@ async fn attend(keeper: Keeper) {
             () = shared.changed.notified() => {}
         }
     }
+}
+
+/// Whether it is what an estimate turned out to be, and no slot.
+fn is_settlement(late: &Late<'_>) -> bool {
+    matches!(late.amendment, Amendment::Charge(_) | Amendment::Credit { .. })
 }
 
 impl Slots {

@@ -3,7 +3,7 @@
 //! While a sliding log or a window is full, room can only shrink until the time of the refusal has come. So a
 //! refusal is the answer to any ask of at least that cost until then, counted from the moment of *sending*:
 //! never longer than Redis would say. All or nothing does the rest: if one enforced limit refuses, none is
-//! charged. At most [`LOOK`] each, so that what people reset by hand is felt soon.
+//! charged. At most [`LOOK`] each, so that what people reset by hand is felt soon; with leases [`LEASED_LOOK`].
 //!
 //! One per worker, not per process: a lock that nobody else wants costs nothing, and a second worker that asks
 //! once per second and key is cheap. The counter's identity and the limit's amount are in the key, so a reload
@@ -18,6 +18,10 @@ use tokio::time::Instant;
 
 /// The longest that a refusal is believed.
 const LOOK: Duration = Duration::from_secs(1);
+
+/// The same of a policy with leases, or `ttl` if that is shorter: what others give back unused may come at any time, and
+/// is told up to `ttl` late. Long enough to keep an exhausted key from asking Redis with every request.
+const LEASED_LOOK: Duration = Duration::from_millis(20);
 
 /// Counters remembered in each half; about 1 MiB per half. When they are full, Redis is asked.
 const MAX_HALF: usize = 8192;
@@ -128,11 +132,16 @@ impl DenyCache {
     }
 }
 
-/// Whether a refusal of this lasts as long as it was said: slots, estimates and leases are given back early, and where
-/// a refusal is counted Redis has to be told of every one.
+/// Whether a refusal of this lasts as long as it was said: slots and estimates are given back early, and where a refusal
+/// is counted Redis has to be told of every one.
 fn can_be_known(charge: &Charge<'_>) -> bool {
     let is_counted = matches!(charge.limit.algorithm, Algorithm::Concurrency { .. });
-    !(is_counted || charge.counts_rejected || charge.settles || charge.lease.is_some())
+    !(is_counted || charge.counts_rejected || charge.settles)
+}
+
+/// How long an answer about a charge is believed.
+fn look(charge: &Charge<'_>) -> Duration {
+    charge.lease.map_or(LOOK, |lease| LEASED_LOOK.min(Duration::from_micros(lease.ttl_us)))
 }
 
 /// Whether an answer from memory needs this to be known. A limit of slots says nothing about when to come back.
@@ -175,7 +184,7 @@ impl Counter {
 impl Seen {
     /// Whether the charge was asked for within a look.
     fn is_fresh(&self, charge: &Charge<'_>, now: Instant) -> bool {
-        charge.cost == self.cost && now.saturating_duration_since(self.sent) < LOOK
+        charge.cost == self.cost && now.saturating_duration_since(self.sent) < look(charge)
     }
 
     /// Whether this is still worth saying about a charge.
@@ -193,7 +202,7 @@ impl Seen {
         // Measured from sending: by then the store's clock had not passed `now_us`.
         let changed = changes_at_us
             .is_some_and(|at_us| age >= Duration::from_micros(at_us.saturating_sub(self.now_us)));
-        fits && age < LOOK && !changed
+        fits && age < look(charge) && !changed
     }
 
     /// The store's clock at `now`, at the earliest: whoever waits by it waits long enough.
@@ -206,7 +215,7 @@ impl Seen {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::{Algorithm, Key, KeyBuilder};
+    use crate::limiter::{Algorithm, Key, KeyBuilder, Lease};
 
     const LIMIT: Limit = Limit { requests: 5, per_us: 10_000_000, algorithm: Algorithm::SlidingLog };
     const NOW_US: u64 = 1_700_000_000_000_000;
@@ -252,6 +261,22 @@ mod tests {
         cache.remember(&charges, &decision(&[refused(9_000_000)]), sent, sent);
         assert!(cache.recall(&charges, sent + ms(999), Fit::Whole).is_some());
         assert_eq!(cache.recall(&charges, sent + ms(1000), Fit::Whole), None);
+    }
+
+    #[test]
+    fn what_leases_may_give_back_is_refused_for_a_moment_only() {
+        let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
+        let until = |ttl_us, after_us| {
+            let lease = Some(Lease { size: None, ttl_us });
+            let asked = [Charge { lease, ..charge(&LIMIT, &key) }];
+            cache.remember(&asked, &decision(&[refused(after_us)]), sent, sent);
+            let ends = (0..2000).find(|n| cache.recall(&asked, sent + ms(*n), Fit::Whole).is_none());
+            assert_eq!(cache.recall(&asked, sent + ms(ends.unwrap()), Fit::Any), None);
+            ends
+        };
+        assert_eq!(until(100_000, 9_000_000), Some(20));
+        assert_eq!(until(5_000, 9_000_000), Some(5));
+        assert_eq!(until(100_000, 3_000), Some(3), "who waits as long as he was told gets in");
     }
 
     #[test]

@@ -189,17 +189,15 @@ impl Local {
         }
     }
 
-    /// Notes what Redis could not be told: further units for what was admitted here.
-    pub fn amend_later(&self, late: &[Late<'_>]) {
-        for late in late {
-            if let Amendment::Charge(units) = late.amendment
-                && self.memory.keeps(late.limit, late.key)
-            {
-                let charge = Charge::new(late.limit, late.key, units);
-                self.debts.lock().note(&charge, self.clock.now_us());
-                self.owes.store(true, Ordering::Relaxed);
-            }
+    /// Notes what Redis could not be told, if it is further units for what was admitted here. Whether it is.
+    pub fn amend_later(&self, late: &Late<'_>) -> bool {
+        let Amendment::Charge(units) = late.amendment else { return false };
+        let is_ours = self.memory.keeps(late.limit, late.key);
+        if is_ours {
+            self.debts.lock().note(&Charge::new(late.limit, late.key, units), self.clock.now_us());
+            self.owes.store(true, Ordering::Relaxed);
         }
+        is_ours
     }
 
     /// Whether something is still to be written back.

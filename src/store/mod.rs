@@ -50,6 +50,15 @@ pub struct Unavailable {
     pub retry_after_us: u64,
 }
 
+/// What the store was not told, as far as is known.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{why}, {} untold", places.len())]
+pub struct Untold {
+    pub why: Unavailable,
+    /// Which of those that were to be told, in order, each once.
+    pub places: Vec<usize>,
+}
+
 impl Store {
     /// A worker's store in Redis, with leases of its own.
     pub fn redis(redis: Redis) -> Self {
@@ -119,8 +128,8 @@ impl Store {
     /// Puts charges right that were made before, one by one. Several of one counter are made in their order.
     ///
     /// # Errors
-    /// [`Unavailable`] if the store is away; whether it was done is then unknown.
-    pub async fn amend(&self, late: &[Late<'_>]) -> Result<(), Unavailable> {
+    /// [`Untold`] if the store is away: what is lost. Whether it was done is then unknown.
+    pub async fn amend(&self, late: &[Late<'_>]) -> Result<(), Untold> {
         match self {
             Self::Memory(memory) => {
                 memory.amend(late);
@@ -129,13 +138,21 @@ impl Store {
             Self::Redis { redis, .. } => {
                 redis.local().amend(late);
                 let told = match redis.breaker_open() {
-                    true => Err(redis.unavailable("breaker_open")),
+                    true => Err(Untold {
+                        why: redis.unavailable("breaker_open"),
+                        places: (0..late.len()).collect(),
+                    }),
                     false => redis.amend(late).await,
                 };
-                if told.is_err() {
-                    redis.local().amend_later(late);
+                let is_lost =
+                    |place: &usize| late.get(*place).is_some_and(|late| !redis.local().amend_later(late));
+                match told {
+                    Err(mut untold) => {
+                        untold.places.retain(is_lost);
+                        if untold.places.is_empty() { Ok(()) } else { Err(untold) }
+                    }
+                    Ok(()) => Ok(()),
                 }
-                told
             }
         }
     }

@@ -162,6 +162,7 @@ pub struct Shard {
     closed: [Count; Closed::ALL.len()],
     untrusted_forwarding: Count,
     tokens_refused: Count,
+    settlements_lost: Count,
 }
 
 /// One policy's counts, each worker's in cache lines of their own.
@@ -269,6 +270,12 @@ impl Metrics {
         self.write_policies(&mut page);
         self.write_traffic(&mut page, observed);
         write_store(&mut page, observed);
+        page.family(
+            Kind::Counter,
+            "tidegate_settlements_lost",
+            "Costs known from the response that the store was not told of, as far as is known: the estimate stands.",
+        )
+        .sample(&[], self.sum(|shard| &shard.settlements_lost));
         write_process(&mut page, observed);
         page.finish()
     }
@@ -467,6 +474,7 @@ impl Shard {
             closed: std::array::from_fn(|_| Count::default()),
             untrusted_forwarding: Count::default(),
             tokens_refused: Count::default(),
+            settlements_lost: Count::default(),
         }
     }
 
@@ -533,6 +541,11 @@ impl Shard {
     /// A policy asked for a claim, and the request's token was not believed.
     pub fn token_refused(&self) {
         self.tokens_refused.add(1);
+    }
+
+    /// So many times the store was not told what a request took.
+    pub fn settlements_lost(&self, times: usize) {
+        self.settlements_lost.add(u64::try_from(times).unwrap_or(u64::MAX));
     }
 }
 

@@ -28,6 +28,9 @@ on_store_failure = "closed"
     Proxy::start(&config, upstream.address).await
 }
 
+/// How long a refusal is remembered where units are lent.
+const REMEMBERED: Duration = Duration::from_millis(20);
+
 /// Calls of our programs so far.
 async fn calls(server: &Server) -> u64 {
     server.info("commandstats", "cmdstat_evalsha").await
@@ -57,6 +60,55 @@ lease = { size = 500, ttl = "10m" }
 }
 
 #[tokio::test]
+async fn an_exhausted_key_asks_redis_now_and_then_only() {
+    let (server, upstream) = (Server::start(), Upstream::echo().await);
+    let policy = "limit = { requests = 20, per = \"1h\" }\nlease = { size = 5, ttl = \"100ms\" }";
+    let proxy = proxy(&server, &upstream, policy).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    let (before, began, mut passed) = (calls(&server).await, Instant::now(), 0);
+    for _ in 0..1_000 {
+        let reply = client.send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n").await.reply().await;
+        passed += usize::from(reply.status == 200);
+        assert!(reply.status == 200 || reply.retry_after_us() > 3_500_000_000, "{reply:?}");
+    }
+    // Each moment one question, and one for the instances each second.
+    let moments = began.elapsed().div_duration_f64(REMEMBERED) as u64;
+    let asked = calls(&server).await - before;
+    assert_eq!(passed, 20);
+    assert!(asked <= 20 + moments + moments / 50, "{asked} calls in {moments} moments");
+}
+
+#[tokio::test]
+async fn what_redis_does_not_let_us_charge_is_not_lent() {
+    let server = Server::start();
+    let (_shared, redis) = server.redis().await;
+    let key = KeyBuilder::new("p").finish();
+    let lends = [
+        Algorithm::SlidingLog,
+        Algorithm::SlidingWindow { buckets: 10 },
+        Algorithm::FixedWindow { offset_us: 0 },
+        Algorithm::TokenBucket { burst: 100, warm_up_us: 0 },
+    ];
+    let limits = lends.map(|algorithm| Limit { requests: 100, per_us: 60_000_000, algorithm });
+    // More is asked for in the background by a question that costs nothing.
+    let lend = async |limit: &Limit| {
+        let lease = Some(Lease { size: Some(5), ttl_us: 1_000_000 });
+        let charge = Charge { lease, wanted: 5, ..Charge::new(limit, &key, 0) };
+        redis.decide(&[charge], Instant::now()).await
+    };
+    let _: () = server.command("CONFIG SET maxmemory 100kb").await;
+    for limit in &limits {
+        assert_eq!(lend(limit).await.unwrap_err().kind, "oom", "{limit:?}");
+    }
+    let _: () = server.command("CONFIG SET maxmemory 0").await;
+    for limit in &limits {
+        assert_eq!(lend(limit).await.unwrap().grants.first().map(|grant| grant.units), Some(5), "{limit:?}");
+    }
+    let _: () = server.command("REPLICAOF 127.0.0.1 1").await;
+    assert_eq!(lend(&limits[0]).await.unwrap_err().kind, "readonly");
+}
+
+#[tokio::test]
 async fn what_was_not_used_is_given_back_when_the_process_ends() {
     let (server, upstream) = (Server::start(), Upstream::echo().await);
     let policy = "limit = { requests = 10, per = \"1h\" }\nlease = { size = 50, ttl = \"30m\" }";
@@ -66,6 +118,8 @@ async fn what_was_not_used_is_given_back_when_the_process_ends() {
     assert_eq!(second.statuses("/", 2).await, [429; 2], "the rest is lent");
     first.sigterm();
     first.ended(SOON).await;
+    // A refusal is remembered for a moment.
+    sleep(REMEMBERED).await;
     assert_eq!(second.statuses("/", 9).await, [200, 200, 200, 200, 200, 200, 200, 429, 429]);
 }
 

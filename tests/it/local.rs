@@ -1,7 +1,7 @@
 //! `on_store_failure = "local"`: a fleet of proxies goes on without its Redis, and comes back to it.
 
 use crate::support::SOON;
-use crate::support::client::{Ask, RawClient};
+use crate::support::client::RawClient;
 use crate::support::peer::Relay;
 use crate::support::proxy::{Proxy, ProxyBuilder};
 use crate::support::redis::{Server, free_port};
@@ -36,18 +36,11 @@ async fn start(redis_port: u16, policies: &str, upstream: SocketAddr) -> Proxy {
     builder(redis_port, policies).upstream(upstream).start().await
 }
 
-/// One number of the metrics page; 0 if it is not there.
-async fn metric(proxy: &Proxy, series: &str) -> f64 {
-    let page = Ask::new(proxy.admin(), "GET", "/metrics").header("Host", "localhost").send().await.text();
-    let value = page.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
-    value.map_or(0.0, |value| value.parse().unwrap())
-}
-
 /// Waits until a proxy counts so many instances.
 async fn counts(proxy: &Proxy, instances: f64) {
     let deadline = Instant::now() + COUNTED;
     loop {
-        let seen = metric(proxy, "tidegate_instances").await;
+        let seen = proxy.metric("tidegate_instances").await;
         if seen == instances {
             return;
         }
@@ -165,7 +158,7 @@ async fn outage(fault: Fault) {
     let healed = Instant::now();
     let mut degraded = 0.0;
     for proxy in &proxies {
-        degraded += metric(proxy, "tidegate_degraded_total{policy=\"hot\",outcome=\"local_allowed\"}").await;
+        degraded += proxy.metric("tidegate_degraded_total{policy=\"hot\",outcome=\"local_allowed\"}").await;
     }
     load.goes_on(5 * PER).await;
     let (admitted, refused) = load.end().await;
@@ -191,7 +184,7 @@ async fn outage(fault: Fault) {
     assert!(in_outage as f64 >= (windows - 1.5) * LIMIT as f64 * 0.8, "they hardly went on: {in_outage}");
     assert!(after.iter().skip(1).all(|count| *count >= LIMIT / 2), "Redis decides again: {after:?}");
     for proxy in &proxies {
-        assert_eq!(metric(proxy, "tidegate_store_up").await, 1.0);
+        assert_eq!(proxy.metric("tidegate_store_up").await, 1.0);
     }
 }
 
@@ -243,7 +236,7 @@ async fn whoever_may_not_be_counted_still_has_his_requests_decided() {
     let warning = "Redis does not let the instances be counted";
     proxy.wait_for_log("a warning", 0, SOON, |line| line.is_level("WARN") && line.says(warning)).await;
     assert_eq!(proxy.statuses("/local", 22).await, [200; 22], "not a share only");
-    assert_eq!(metric(&proxy, "tidegate_store_up").await, 1.0);
+    assert_eq!(proxy.metric("tidegate_store_up").await, 1.0);
     assert!(proxy.is_running() && !proxy.log().contains("Redis is down"), "{}", proxy.log());
 }
 
@@ -287,15 +280,15 @@ async fn without_redis_from_the_start_the_configured_number_shares() {
     assert_eq!(proxy.statuses("/open", 3).await, [200; 3]);
     assert_eq!(proxy.get("/closed").await.status, 503, "one closed decides");
     let outcome = async |policy: &str, outcome: &str| {
-        metric(&proxy, &format!("tidegate_degraded_total{{policy=\"{policy}\",outcome=\"{outcome}\"}}")).await
+        proxy.metric(&format!("tidegate_degraded_total{{policy=\"{policy}\",outcome=\"{outcome}\"}}")).await
     };
     assert_eq!(outcome("local", "local_allowed").await, 5.0);
     assert_eq!(outcome("local", "local_rejected").await, 2.0);
     assert_eq!(outcome("open", "open").await, 6.0);
     assert_eq!(outcome("closed", "closed").await, 1.0);
     assert_eq!(outcome("beside", "local_allowed").await, 0.0, "nothing was charged");
-    assert_eq!(metric(&proxy, "tidegate_requests_total{policy=\"local\",decision=\"degraded\"}").await, 7.0);
-    assert_eq!(metric(&proxy, "tidegate_instances").await, 4.0);
+    assert_eq!(proxy.metric("tidegate_requests_total{policy=\"local\",decision=\"degraded\"}").await, 7.0);
+    assert_eq!(proxy.metric("tidegate_instances").await, 4.0);
 }
 
 #[tokio::test]
@@ -309,7 +302,7 @@ async fn what_was_used_stays_used_in_an_outage_and_what_was_used_in_it_after() {
     server.resume();
     let by_redis = "tidegate_decision_seconds_count{source=\"redis\"}";
     let deadline = Instant::now() + COUNTED;
-    while metric(&proxy, by_redis).await < 25.0 {
+    while proxy.metric(by_redis).await < 25.0 {
         assert_eq!(proxy.get("/local").await.status, 429, "no second quota");
         assert!(Instant::now() < deadline, "Redis does not decide again: {}", proxy.log());
         // Longer than a refusal is remembered.

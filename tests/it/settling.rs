@@ -42,7 +42,7 @@ struct Scene {
     upstream: Upstream,
     feeders: Receiver<Feeder>,
     config: String,
-    _redis: Option<Server>,
+    redis: Option<Server>,
 }
 
 impl Scene {
@@ -50,7 +50,7 @@ impl Scene {
         let (send, feeders) = channel(1);
         let upstream = Upstream::serving(move |request| answer(request, send.clone())).await;
         let proxy = Proxy::start(config, upstream.address).await;
-        Self { proxy, upstream, feeders, config: config.to_owned(), _redis: redis }
+        Self { proxy, upstream, feeders, config: config.to_owned(), redis }
     }
 
     /// One of [`everywhere`].
@@ -301,6 +301,26 @@ async fn a_proxy_that_ends_settles_first() {
     assert!(scene.proxy.ended(SOON).await.status.success());
     scene.proxy = Proxy::start(&config, scene.upstream.address).await;
     scene.comes_to("body", 3).await;
+}
+
+#[tokio::test]
+async fn what_redis_was_not_told_is_counted_and_the_estimate_stands() {
+    let mut scene = Scene::at(("sliding_log", true)).await;
+    let reply = tokio::spawn(scene.proxy.ask("GET", "/body/fed").send());
+    let feeder = scene.feeder().await;
+    scene.redis.as_mut().unwrap().kill();
+    assert!(feeder.send(r#"{"usage":{"total_tokens":3}}"#).await);
+    drop(feeder);
+    assert!(reply.await.unwrap().complete);
+    let lost = timeout(SOON, async {
+        while scene.proxy.metric("tidegate_settlements_lost_total").await < 1.0 {
+            sleep(Duration::from_millis(5)).await;
+        }
+    });
+    assert!(lost.await.is_ok(), "nobody counts it");
+    scene.redis.as_mut().unwrap().restart();
+    scene.comes_to("body", 0).await;
+    assert_eq!(scene.proxy.metric("tidegate_settlements_lost_total").await, 1.0, "what is told is not lost");
 }
 
 #[tokio::test]

@@ -175,29 +175,33 @@ impl Cluster {
         Ok((told.await.unwrap_or(Err(Failure::Connection))?, Some(task)))
     }
 
-    /// Puts charges right. Those of one counter stay in order.
-    ///
-    /// # Errors
-    /// When one was not put right; the others were.
-    pub(super) async fn amend(&self, late: &[Late<'_>]) -> Result<(), Failure> {
-        let mut slots: SmallVec<[(u16, Vec<Late<'_>>); 4]> = SmallVec::new();
-        for late in late {
+    /// Puts charges right. Those of one counter stay in order. Returns the places that each call that failed had in the
+    /// list; the others were made.
+    pub(super) async fn amend(&self, late: &[Late<'_>]) -> Vec<(Vec<usize>, Failure)> {
+        let mut slots: SmallVec<[(u16, Vec<usize>, Vec<Late<'_>>); 4]> = SmallVec::new();
+        for (place, late) in late.iter().enumerate() {
             let slot = slot_of(late.key);
-            match slots.iter_mut().find(|(other, _)| *other == slot) {
-                Some((_, all)) => all.push(*late),
-                None => slots.push((slot, vec![*late])),
+            match slots.iter_mut().find(|(other, ..)| *other == slot) {
+                Some((_, places, all)) => {
+                    places.push(place);
+                    all.push(*late);
+                }
+                None => slots.push((slot, vec![place], vec![*late])),
             }
         }
-        let slots = slots.iter().map(|(slot, late)| async move {
-            let mut failed = Ok(());
+        let slots = slots.iter().map(|(slot, places, late)| async move {
+            let (mut failed, mut rest) = (Vec::new(), places.as_slice());
             for late in calls(late) {
+                let (own, others) = rest.split_at_checked(late.len()).unwrap_or((rest, &[]));
+                rest = others;
                 let command = self.nodes.context.script.amend(late, None);
                 let deadline = Instant::now() + self.nodes.context.settings.timeout;
-                failed = self.nodes.call(*slot, &command, deadline).await.map(drop).and(failed);
+                let told = self.nodes.call(*slot, &command, deadline).await;
+                failed.extend(told.err().map(|failure| (own.to_vec(), failure)));
             }
             failed
         });
-        join_all(slots).await.into_iter().collect()
+        join_all(slots).await.into_iter().flatten().collect()
     }
 
     /// Runs one program on whichever node holds a slot.

@@ -97,7 +97,11 @@ local function lend(asked, n, admitted)
     last_n = last_n + 1
   end
   if units < 1 then return 0, 0 end
-  for at = n, last_n - 1 do asked[at].ask.rule.lend(asked[at].state, units, last) end
+  for at = n, last_n - 1 do
+    -- What can't be charged is not lent. Of a question that costs nothing this is the first write.
+    local err = asked[at].ask.rule.lend(asked[at].state, units, last)
+    if err then error(err) end
+  end
   return units, last
 end
 -- end

@@ -133,26 +133,25 @@ impl Failure {
 }
 
 impl Failure {
-    /// What the text of an error means that a program has caught. Redis 6 puts the place in the program before it.
+    /// What the text of an error means. Where a program has met it, Redis 6 puts the place in the program before it:
+    /// once where it was caught, and once more, with the program's name, where nobody did.
     pub(super) fn of_text(text: &str) -> Self {
-        let text = text.rsplit_once(": -").map_or(text, |(_, text)| text).trim();
-        let (code, detail) = text.split_once(' ').unwrap_or((text, ""));
-        Self::of_code(Some(code), Some(detail))
-    }
-
-    fn of_code(code: Option<&str>, detail: Option<&str>) -> Self {
+        let is_placed = text.starts_with('@') || text.starts_with("ERR Error running script");
+        let placed = text.rsplit_once(": -").or_else(|| text.rsplit_once(": "));
+        let text = placed.filter(|_| is_placed).map_or(text, |(_, text)| text);
+        let (code, detail) = text.trim().split_once(' ').unwrap_or((text.trim(), ""));
         match code {
-            Some("READONLY") => Self::ReadOnly,
-            Some("LOADING") => Self::Loading,
-            Some("MASTERDOWN") => Self::MasterDown,
-            Some("CLUSTERDOWN") => Self::ClusterDown,
-            Some("NOAUTH" | "WRONGPASS" | "NOPERM") => Self::NoAuth,
-            Some("OOM") => Self::OutOfMemory,
-            Some("MISCONF" | "NOREPLICAS") => Self::Misconfigured,
-            Some("BUSY") => Self::Busy,
-            Some("FOREIGN") => {
-                Self::WrongType(detail.and_then(|position| position.parse().ok()).unwrap_or(0))
-            }
+            "READONLY" => Self::ReadOnly,
+            "LOADING" => Self::Loading,
+            "MASTERDOWN" => Self::MasterDown,
+            "CLUSTERDOWN" => Self::ClusterDown,
+            "NOAUTH" | "WRONGPASS" | "NOPERM" => Self::NoAuth,
+            "OOM" => Self::OutOfMemory,
+            "MISCONF" | "NOREPLICAS" => Self::Misconfigured,
+            "BUSY" => Self::Busy,
+            "FOREIGN" => Self::WrongType(detail.parse().unwrap_or(0)),
+            // Redis before 7.2 has no word for it inside programs.
+            _ if text.contains("The user executing the script can't") => Self::NoAuth,
             _ => Self::Other,
         }
     }
@@ -184,7 +183,7 @@ impl From<&RedisError> for Failure {
             ErrorKind::Server(ServerErrorKind::NoScript) => return Self::NoScript,
             _ => {}
         }
-        Self::of_code(error.code(), error.detail())
+        Self::of_text(&[error.code(), error.detail()].map(Option::unwrap_or_default).join(" "))
     }
 }
 
@@ -209,9 +208,53 @@ fn is_tls(error: &RedisError) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use redis::Value;
 
     #[test]
     fn words_can_be_searched() {
         assert!(Failure::WORDS.is_sorted());
+    }
+
+    /// As Redis 6.2 says it, and as 7 does, as an error of the whole call.
+    #[test]
+    fn where_a_program_failed_does_not_hide_why() {
+        let of = |text: &str| {
+            let reply = redis::parse_redis_value(format!("-{text}\r\n").as_bytes()).unwrap();
+            let Value::ServerError(error) = reply else { panic!("{reply:?}") };
+            (Failure::of_text(text), Failure::from(&RedisError::from(error)))
+        };
+        for (text, failure) in [
+            (
+                "@user_script: 9: -OOM command not allowed when used memory > 'maxmemory'.  ",
+                Failure::OutOfMemory,
+            ),
+            ("@user_script: 9: -READONLY You can't write against a read only replica.  ", Failure::ReadOnly),
+            (
+                "@user_script: 12: -MISCONF Redis is configured to save RDB snapshots, but it is currently not able to \
+                 persist on disk.",
+                Failure::Misconfigured,
+            ),
+            ("@user_script: 3: -NOREPLICAS Not enough good replicas to write.", Failure::Misconfigured),
+            (
+                "ERR Error running script (call to f_d1b3bbfd2f5b5f0ad2cb1b1e3b4a52e93b6eb1f5): @user_script:140: \
+                 @user_script: 140: -READONLY You can't write against a read only replica.  ",
+                Failure::ReadOnly,
+            ),
+            (
+                "@user_script: 5: The user executing the script can't run this command or subcommand",
+                Failure::NoAuth,
+            ),
+            ("ERR The user executing the script can't run this command or subcommand", Failure::NoAuth),
+            (
+                "OOM command not allowed when used memory > 'maxmemory'. script: d1b3bb, on @user_script:9.",
+                Failure::OutOfMemory,
+            ),
+            ("NOPERM this user has no permissions to run the 'evalsha' command", Failure::NoAuth),
+            ("FOREIGN 3", Failure::WrongType(3)),
+            ("@user_script:7: attempt to index a nil value", Failure::Other),
+            ("ERR unknown command", Failure::Other),
+        ] {
+            assert_eq!(of(text), (failure, failure), "{text}");
+        }
     }
 }

@@ -24,7 +24,7 @@ pub use failure::Failure;
 pub use inspect::{Counter, InspectError, Inspector};
 pub use script::Script;
 
-use super::{Late, Local, Unavailable};
+use super::{Late, Local, Unavailable, Untold};
 use crate::clock::Clock;
 use crate::limiter::{Algorithm, Amendment, Charge, Decision};
 use cluster::Cluster;
@@ -258,26 +258,38 @@ impl Redis {
     /// answer. One that fails doesn't keep the others from being made.
     ///
     /// # Errors
-    /// As [`Redis::decide`], of the last call that failed.
-    pub async fn amend(&self, late: &[Late<'_>]) -> Result<(), Unavailable> {
-        let link = match &self.way {
-            Way::One(link, _) => link,
-            Way::Cluster(cluster) => {
-                return cluster.amend(late).await.map_err(|failure| self.unavailable(failure.word()));
-            }
+    /// What was not put right, and why the last of it.
+    pub async fn amend(&self, late: &[Late<'_>]) -> Result<(), Untold> {
+        let failed = match &self.way {
+            Way::One(link, _) => self.amend_one(link, late).await,
+            Way::Cluster(cluster) => cluster.amend(late).await,
         };
-        let health = &self.context.health;
-        let mut failed = Ok(());
+        let Some((_, failure)) = failed.last() else { return Ok(()) };
+        let mut places: Vec<usize> = failed.iter().flat_map(|(places, _)| places.iter().copied()).collect();
+        places.sort_unstable();
+        Err(Untold { why: self.unavailable(failure.word()), places })
+    }
+
+    /// The same on one server: the places that each failed call had in the list.
+    async fn amend_one(&self, link: &Link, late: &[Late<'_>]) -> Vec<(Vec<usize>, Failure)> {
+        let (mut failed, mut next) = (Vec::new(), 0);
         for late in calls(late) {
-            let state = link.state();
-            let State::Up(live) = &*state else { return Err(self.unavailable("connection")) };
-            let command = self.context.script.amend(late, None);
-            let reply = timeout(self.context.settings.timeout, live.run(&command)).await;
-            if let Err(failure) = reply.unwrap_or_else(|late| Err(late.into())) {
-                health.failed(failure);
-                live.failed(failure);
-                failed = Err(self.unavailable(failure.word()));
-            }
+            let places = next..next + late.len();
+            next = places.end;
+            let told = match &*link.state() {
+                State::Up(live) => {
+                    let command = self.context.script.amend(late, None);
+                    let reply = timeout(self.context.settings.timeout, live.run(&command)).await;
+                    let told = reply.unwrap_or_else(|late| Err(late.into()));
+                    if let Err(failure) = told {
+                        self.context.health.failed(failure);
+                        live.failed(failure);
+                    }
+                    told.map(drop)
+                }
+                State::Down(failure) => Err(*failure),
+            };
+            failed.extend(told.err().map(|failure| (places.collect(), failure)));
         }
         failed
     }

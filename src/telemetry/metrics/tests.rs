@@ -43,6 +43,7 @@ fn what_workers_count_alone_is_added_up() {
             shard.closed(Closed::Flood);
             shard.forwarding_not_trusted();
             shard.token_refused();
+            shard.settlements_lost(2);
         }
         shard.policy(&tallies[1], Decision::DegradedClosed);
         shard.policy(&tallies[1], Decision::Degraded);
@@ -62,6 +63,7 @@ fn what_workers_count_alone_is_added_up() {
         "tidegate_certificate_expiry_seconds{file=\"a.crt\"} 1800000000",
         "tidegate_untrusted_forwarding_total 6",
         "tidegate_tokens_refused_total 6",
+        "tidegate_settlements_lost_total 12",
         "tidegate_connections_active 3",
         "tidegate_connections_max 10",
         "tidegate_connections_full_total 6",

@@ -76,6 +76,13 @@ impl Proxy {
         self.logged_address("admin listening").expect("the admin port listens before the proxy does")
     }
 
+    /// One number of the metrics page, by name and labels; 0 if it is not there.
+    pub async fn metric(&self, series: &str) -> f64 {
+        let page = Ask::new(self.admin(), "GET", "/metrics").header("Host", "localhost").send().await.text();
+        let value = page.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+        value.map_or(0.0, |value| value.parse().unwrap())
+    }
+
     /// Where the probes listen, if they do.
     pub fn probes(&self) -> Option<SocketAddr> {
         self.logged_address("probes listening")
