@@ -111,9 +111,8 @@ impl Store {
     /// have no standing and stop nothing. `None`: the store is always there.
     pub fn decide_alone(&self, charges: &[Charge<'_>]) -> Option<Decision> {
         let Self::Redis { redis, .. } = self else { return None };
-        if !redis.is_reachable() {
-            redis.local().fail();
-        }
+        let missing = charges.iter().filter(|charge| !redis.reaches(std::slice::from_ref(*charge)));
+        redis.local().fail(missing.map(|charge| redis.local().part(charge.key)));
         Some(redis.local().decide(charges, std::time::Instant::now()))
     }
 
@@ -172,7 +171,7 @@ impl Ask<'_> {
             return Some((refusal, Source::DenyCache));
         }
         let local = self.redis.local();
-        if !local.is_away() || !self.redis.is_reachable() {
+        if !local.is_away() || !self.redis.reaches(charges) {
             return None;
         }
         let gate = local.gate(charges, asked.into_std()).filter(|gate| !gate.admitted)?;
@@ -188,7 +187,8 @@ impl Ask<'_> {
         };
         match answer {
             Ok(decision) => {
-                redis.local().remember(charges, &with_lent(charges, &decision), asked.into_std());
+                let (local, sent) = (redis.local(), asked.into_std());
+                local.remember(charges, &without_hand(charges, &decision, local.share()), sent);
                 // A reservation that another slot's refusal undoes is no reason to refuse for longer.
                 if !decision.admitted && !redis.is_split(charges) {
                     refusals.remember(charges, &decision, asked, Instant::now());
@@ -204,14 +204,16 @@ impl Ask<'_> {
     }
 }
 
-/// What the store will say next: units are counted where they are lent.
-fn with_lent<'d>(charges: &[Charge<'_>], decision: &'d Decision) -> Cow<'d, Decision> {
+/// What the store leaves of which a share may be used while it is away, if what was lent is used, too: all of that is in
+/// this instance's hand, and none of it in the others'.
+fn without_hand<'d>(charges: &[Charge<'_>], decision: &'d Decision, share: Share) -> Cow<'d, Decision> {
     let mut decision = Cow::Borrowed(decision);
     for grant in decision.grants.clone() {
         let standings = charges.iter().zip(&mut decision.to_mut().standings);
         for (_, standing) in standings.filter(|(charge, _)| charge.group == grant.group) {
             if let Some(standing) = standing {
-                standing.remaining = standing.remaining.saturating_sub(grant.units);
+                let units = grant.units.saturating_mul(share.live().into());
+                standing.remaining = standing.remaining.saturating_sub(units);
             }
         }
     }

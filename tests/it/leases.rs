@@ -2,6 +2,7 @@
 
 use crate::support::SOON;
 use crate::support::client::{Ask, RawClient};
+use crate::support::cluster::{Cluster, node_of};
 use crate::support::proxy::Proxy;
 use crate::support::redis::Server;
 use crate::support::upstream::{Upstream, echo};
@@ -11,6 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Lease, Limit};
 use tidegate::store::Store;
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 
 async fn proxy(server: &Server, upstream: &Upstream, policy: &str) -> Proxy {
@@ -168,35 +170,98 @@ limit = { requests = 3, per = "1h" }
     assert_eq!(statuses.iter().filter(|status| **status == 200).count(), 27, "{statuses:?}");
 }
 
-/// What reached the upstream: when its client had sent it, and when it was there.
-type Arrivals = Arc<Mutex<Vec<(Instant, Instant)>>>;
-
 const LIMIT: usize = 200;
 const PER: Duration = Duration::from_secs(1);
 
+/// An upstream that notes what reaches it.
+struct Judge {
+    start: Instant,
+    arrivals: Arc<Mutex<Vec<Arrival>>>,
+    upstream: Upstream,
+}
+
+/// It was decided between these two.
+#[derive(Clone, Debug)]
+struct Arrival {
+    path: String,
+    sent: Instant,
+    arrived: Instant,
+}
+
+/// One request and its answer.
+#[derive(Clone, Copy, Debug)]
+struct Asked {
+    sent: Instant,
+    took: Duration,
+    status: u16,
+}
+
+impl Judge {
+    async fn start() -> Self {
+        let (start, arrivals) = (Instant::now(), Arc::<Mutex<Vec<Arrival>>>::default());
+        let seen = Arc::clone(&arrivals);
+        let upstream = Upstream::serving(move |request| {
+            let sent_us = request.headers()["x-sent-us"].to_str().unwrap().parse().unwrap();
+            let sent = start + Duration::from_micros(sent_us);
+            let path = request.uri().path().to_owned();
+            seen.lock().unwrap().push(Arrival { path, sent, arrived: Instant::now() });
+            echo(request)
+        });
+        Self { upstream: upstream.await, start, arrivals }
+    }
+
+    /// What arrived at a path, in order.
+    fn arrivals(&self, path: &str) -> Vec<Arrival> {
+        let arrivals = self.arrivals.lock().unwrap();
+        let mut own: Vec<_> = arrivals.iter().filter(|arrival| arrival.path == path).cloned().collect();
+        own.sort_by_key(|arrival| arrival.arrived);
+        own
+    }
+
+    /// Asks for a path until a time.
+    fn client(&self, proxy: &Proxy, path: &str, until: Instant) -> JoinHandle<Vec<Asked>> {
+        tokio::spawn(client(proxy.address, path.to_owned(), self.start, until))
+    }
+}
+
+/// The most that were certainly decided within less than a period.
+fn fullest(arrivals: &[Arrival]) -> usize {
+    let within = |(nth, last): (usize, &Arrival)| {
+        arrivals[..=nth].iter().filter(|one| one.sent + PER > last.arrived).count()
+    };
+    arrivals.iter().enumerate().map(within).max().unwrap_or(0)
+}
+
+async fn client(address: SocketAddr, path: String, start: Instant, until: Instant) -> Vec<Asked> {
+    let (mut client, mut all) = (RawClient::connect(address).await, Vec::new());
+    while Instant::now() < until {
+        let (sent, sent_us) = (Instant::now(), start.elapsed().as_micros());
+        let request = format!("GET {path} HTTP/1.1\r\nHost: shop.example\r\nX-Sent-Us: {sent_us}\r\n\r\n");
+        let status = client.send(request).await.reply().await.status;
+        all.push(Asked { sent, took: sent.elapsed(), status });
+        if status != 200 {
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+    all
+}
+
 #[tokio::test]
 async fn three_proxies_keep_the_limit_while_one_is_killed() {
-    let (server, start, arrivals) = (Server::start(), Instant::now(), Arrivals::default());
-    let seen = Arc::clone(&arrivals);
-    let upstream = Upstream::serving(move |request| {
-        let sent_us = request.headers()["x-sent-us"].to_str().unwrap().parse().unwrap();
-        seen.lock().unwrap().push((start + Duration::from_micros(sent_us), Instant::now()));
-        echo(request)
-    });
-    let upstream = upstream.await;
+    let (server, judge) = (Server::start(), Judge::start().await);
     let policy = format!(
         "limit = {{ requests = {LIMIT}, per = \"{}ms\" }}\nlease = {{ size = 20, ttl = \"100ms\" }}",
         PER.as_millis()
     );
     let mut proxies = Vec::new();
     for _ in 0..3 {
-        proxies.push(proxy(&server, &upstream, &policy).await);
+        proxies.push(proxy(&server, &judge.upstream, &policy).await);
     }
     let length = 4 * PER;
     let until = Instant::now() + length;
     let mut clients: Vec<Vec<_>> = Vec::new();
     for proxy in &proxies {
-        clients.push((0..6).map(|_| tokio::spawn(client(proxy.address, start, until))).collect());
+        clients.push((0..6).map(|_| judge.client(proxy, "/", until)).collect());
     }
     sleep(length / 3).await;
     for client in clients.remove(0) {
@@ -204,30 +269,110 @@ async fn three_proxies_keep_the_limit_while_one_is_killed() {
     }
     drop(proxies.remove(0));
     for client in clients.into_iter().flatten() {
-        client.await.unwrap();
+        assert!(client.await.unwrap().iter().all(|asked| [200, 429].contains(&asked.status)));
     }
-    let mut arrivals = arrivals.lock().unwrap().clone();
-    arrivals.sort_by_key(|(_, arrived)| *arrived);
-    for (nth, (_, last)) in arrivals.iter().enumerate() {
-        // Each was decided after it was sent and before it arrived: these all within less than a period.
-        let within = arrivals[..=nth].iter().filter(|(sent, _)| *sent + PER > *last).count();
-        assert!(within <= LIMIT, "{within} requests in a period that ends after {:?}", *last - start);
-    }
+    let arrivals = judge.arrivals("/");
     println!("{} admitted", arrivals.len());
+    assert!(fullest(&arrivals) <= LIMIT, "{} in a period", fullest(&arrivals));
     assert!(arrivals.len() > 2 * LIMIT, "only {} were admitted in {length:?}", arrivals.len());
 }
 
-async fn client(address: SocketAddr, start: Instant, until: Instant) {
-    let mut client = RawClient::connect(address).await;
-    while Instant::now() < until {
-        let sent_us = start.elapsed().as_micros();
-        let request = format!("GET / HTTP/1.1\r\nHost: shop.example\r\nX-Sent-Us: {sent_us}\r\n\r\n");
-        let reply = client.send(request).await.reply().await;
-        if reply.status != 200 {
-            assert_eq!(reply.status, 429, "{}", reply.text());
-            sleep(Duration::from_millis(5)).await;
-        }
+/// `store.redis.timeout` of the proxies in front of a cluster, and what a busy machine may add to it.
+const TIMEOUT: Duration = Duration::from_millis(300);
+const SLACK: Duration = Duration::from_millis(300);
+
+/// From the return of a node until its keys are decided.
+const RECOVERY: Duration = Duration::from_secs(4);
+
+/// Units in hand of one proxy.
+const SIZE: usize = 20;
+const TTL: Duration = Duration::from_millis(100);
+
+/// It loses what it has counted, which lets in one further limit for its own keys, and the others go on.
+#[tokio::test]
+async fn a_node_of_a_cluster_dies_and_comes_back_empty() {
+    let (mut cluster, judge) = (Cluster::start().await, Judge::start().await);
+    let names = [0, 1].map(|node| {
+        let mut names = (0..).map(|number| format!("p{number}"));
+        names.find(|name| node_of(&KeyBuilder::new(name).finish()) == node).unwrap()
+    });
+    let policies = names.each_ref().map(|name| {
+        format!(
+            "[[policy]]\nname = \"{name}\"\nmatch = {{ path = \"/{name}\" }}\non_store_failure = \"closed\"\n\
+             limit = {{ requests = {LIMIT}, per = \"{}ms\" }}\nlease = {{ size = {SIZE}, ttl = \"{}ms\" }}\n",
+            PER.as_millis(),
+            TTL.as_millis()
+        )
+    });
+    let config = format!(
+        "log = {{ access = \"off\" }}\n[store]\nkind = \"redis\"\n[store.redis]\n{}\nkey_prefix = \"shop\"\n\
+         timeout = \"{}ms\"\n{}",
+        cluster.lines(),
+        TIMEOUT.as_millis(),
+        policies.concat()
+    );
+    let mut proxies = Vec::new();
+    for _ in 0..3 {
+        proxies.push(Proxy::start(&config, judge.upstream.address).await);
     }
+    let paths = names.each_ref().map(|name| format!("/{name}"));
+    let until = Instant::now() + Duration::from_secs(9);
+    let [gone, there] = paths.each_ref().map(|path| {
+        let clients = proxies.iter().flat_map(|proxy| [proxy; 3]);
+        clients.map(|proxy| judge.client(proxy, path, until)).collect::<Vec<_>>()
+    });
+    sleep(3 * PER / 2).await;
+    cluster.nodes[0].kill();
+    let died = Instant::now();
+    sleep(3 * PER / 2).await;
+    let restarted = Instant::now();
+    cluster.nodes[0].restart_aside().await;
+    let healed = Instant::now();
+    let all = async |clients: Vec<JoinHandle<Vec<Asked>>>| {
+        let mut all = Vec::new();
+        for client in clients {
+            all.extend(client.await.unwrap());
+        }
+        all
+    };
+    let (gone, there) = (all(gone).await, all(there).await);
+
+    let slowest = there.iter().chain(&gone).map(|asked| asked.took).max().unwrap();
+    assert!(slowest <= TIMEOUT + SLACK, "{slowest:?}");
+    let arrivals = judge.arrivals(&paths[1]);
+    let of_second = |n: u32| {
+        let (from, to) = (died + PER * n, died + PER * (n + 1));
+        arrivals.iter().filter(|one| (from..to).contains(&one.arrived)).count()
+    };
+    let others: Vec<usize> = (0..6).map(of_second).collect();
+    assert!(fullest(&arrivals) <= LIMIT, "{} of the others in a period", fullest(&arrivals));
+    // What is lent counts until the lease's end: they come in heaps, a little more than a period apart.
+    let heaps = others.windows(2).map(|two| two[0] + two[1]);
+    assert!(heaps.min() >= Some(LIMIT * 9 / 10), "others went on: {others:?}");
+    let late = there.iter().filter(|asked| asked.status == 503);
+    assert!(late.clone().all(|asked| asked.took >= TIMEOUT), "they need another node");
+    assert!(late.count() <= there.len() / 20);
+
+    let arrivals = judge.arrivals(&paths[0]);
+    let before = arrivals.iter().filter(|one| one.arrived < restarted).cloned().collect::<Vec<_>>();
+    let after = arrivals.iter().filter(|one| one.sent >= restarted).cloned().collect::<Vec<_>>();
+    assert!(fullest(&before) <= LIMIT, "{} in a period before", fullest(&before));
+    assert!(fullest(&after) <= LIMIT, "{} in a period after", fullest(&after));
+    assert!(fullest(&arrivals) <= 2 * LIMIT, "{} in a period across", fullest(&arrivals));
+    let in_hand = before.iter().filter(|one| one.sent >= died).count();
+    assert!(in_hand <= 3 * SIZE, "{in_hand} were admitted without the node");
+    let held = before.last().unwrap().sent.saturating_duration_since(died);
+    assert!(held <= TTL + SLACK, "units were handed out for {held:?}");
+    let refused = gone.iter().filter(|asked| asked.status == 503).count();
+    assert!(gone.iter().all(|asked| [200, 429, 503].contains(&asked.status)) && refused > 100, "{refused}");
+    let last = gone.iter().filter(|asked| asked.status == 503).map(|asked| asked.sent).max().unwrap();
+    let recovery = last.saturating_duration_since(healed);
+    assert!(recovery < RECOVERY && after.len() > LIMIT, "{recovery:?}, {} after", after.len());
+    println!(
+        "{} and {} admitted, {in_hand} from the hand for {held:?}, slowest {slowest:?}, back after {recovery:?}",
+        arrivals.len(),
+        others.iter().sum::<usize>()
+    );
 }
 
 #[tokio::test]

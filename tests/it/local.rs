@@ -2,6 +2,7 @@
 
 use crate::support::SOON;
 use crate::support::client::RawClient;
+use crate::support::cluster::{Cluster, node_of, node_of_name};
 use crate::support::peer::Relay;
 use crate::support::proxy::{Proxy, ProxyBuilder};
 use crate::support::redis::{Server, free_port};
@@ -10,6 +11,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use tidegate::limiter::KeyBuilder;
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
@@ -21,12 +23,23 @@ const CLIENTS: usize = 9;
 const COUNTED: Duration = Duration::from_secs(20);
 
 fn builder(redis_port: u16, policies: &str) -> ProxyBuilder {
+    builder_over(&format!("url = \"redis://127.0.0.1:{redis_port}/0\""), policies)
+}
+
+/// With lines that say where Redis is.
+fn builder_over(redis: &str, policies: &str) -> ProxyBuilder {
     Proxy::builder().config(&format!(
         r#"
-store = {{ kind = "redis", redis = {{ url = "redis://127.0.0.1:{redis_port}/0", key_prefix = "shop", instances = 4, timeout = "200ms" }} }}
 listen = {{ threads = 2 }}
 log = {{ access = "off" }}
 defaults = {{ on_store_failure = "local" }}
+[store]
+kind = "redis"
+[store.redis]
+{redis}
+key_prefix = "shop"
+instances = 4
+timeout = "200ms"
 {policies}
 "#
     ))
@@ -64,11 +77,11 @@ struct Load {
 }
 
 impl Load {
-    fn start(proxies: &[Proxy]) -> Self {
+    fn start(proxies: &[Proxy], target: &str) -> Self {
         let (admitted, stop): (Arc<Mutex<Vec<Admitted>>>, Arc<AtomicBool>) = Default::default();
         let client = |n: usize| {
             let (admitted, stop) = (Arc::clone(&admitted), Arc::clone(&stop));
-            tokio::spawn(knock(proxies[n % proxies.len()].address, admitted, stop))
+            tokio::spawn(knock(proxies[n % proxies.len()].address, target.to_owned(), admitted, stop))
         };
         let clients = (0..CLIENTS).map(client).collect();
         Self { admitted, stop, clients }
@@ -95,11 +108,17 @@ impl Load {
     }
 }
 
-async fn knock(address: SocketAddr, all: Arc<Mutex<Vec<Admitted>>>, stop: Arc<AtomicBool>) -> usize {
+async fn knock(
+    address: SocketAddr,
+    target: String,
+    all: Arc<Mutex<Vec<Admitted>>>,
+    stop: Arc<AtomicBool>,
+) -> usize {
     let (mut client, mut refused) = (RawClient::connect(address).await, 0);
+    let request = format!("GET {target} HTTP/1.1\r\nHost: shop.example\r\n\r\n");
     while !stop.load(Ordering::Relaxed) {
         let sent = Instant::now();
-        let reply = client.send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n").await.reply().await;
+        let reply = client.send(&request).await.reply().await;
         match reply.status {
             200 => all.lock().unwrap().push(Admitted { sent, answered: Instant::now() }),
             429 => {
@@ -130,20 +149,24 @@ enum Fault {
     Killed,
 }
 
+/// The limit of a policy that matches everything.
+fn hot(name: &str, beside: &str) -> String {
+    format!("[[policy]]\nname = \"{name}\"\nlimit = {{ requests = {LIMIT}, per = \"1s\" }}\n{beside}")
+}
+
 /// Three proxies, asked hard before, in and after an outage. It lasts a half of `TIDEGATE_TEST_SECONDS`, else 3 s.
-async fn outage(fault: Fault) {
+async fn outage(fault: Fault, policy: &str) {
     let seconds = std::env::var("TIDEGATE_TEST_SECONDS").map_or(6, |seconds| seconds.parse().unwrap());
     let length = Duration::from_secs(seconds) / 2;
     let (mut server, upstream) = (Server::start(), Upstream::echo().await);
-    let policy = format!("[[policy]]\nname = \"hot\"\nlimit = {{ requests = {LIMIT}, per = \"1s\" }}");
     let mut proxies = Vec::new();
     for _ in 0..3 {
-        proxies.push(start(server.port(), &policy, upstream.address).await);
+        proxies.push(start(server.port(), policy, upstream.address).await);
     }
     for proxy in &proxies {
         counts(proxy, 3.0).await;
     }
-    let load = Load::start(&proxies);
+    let load = Load::start(&proxies, "/");
     load.goes_on(2 * PER).await;
     match fault {
         Fault::Stopped => server.stop(),
@@ -190,12 +213,115 @@ async fn outage(fault: Fault) {
 
 #[tokio::test]
 async fn three_proxies_keep_the_limit_while_redis_hangs_and_after() {
-    outage(Fault::Stopped).await;
+    outage(Fault::Stopped, &hot("hot", "")).await;
 }
 
 #[tokio::test]
 async fn three_proxies_keep_the_limit_while_redis_is_gone_and_after_it_came_back_empty() {
-    outage(Fault::Killed).await;
+    outage(Fault::Killed, &hot("hot", "")).await;
+}
+
+/// What is in hand when Redis goes away is handed out; a policy beside lends, too, and is open.
+#[tokio::test]
+async fn three_proxies_with_leases_keep_the_limit_through_an_outage() {
+    let lease = "lease = { size = 4, ttl = \"100ms\" }\n";
+    let beside = "[[policy]]\nname = \"beside\"\nlimit = { requests = 5000, per = \"1s\" }\n\
+                  on_store_failure = \"open\"\n";
+    outage(Fault::Stopped, &(hot("hot", lease) + beside + lease)).await;
+}
+
+#[tokio::test]
+async fn what_is_in_hand_is_a_part_of_the_share() {
+    let (server, upstream) = (Server::start(), Upstream::echo().await);
+    let policy = "[[policy]]\nname = \"p\"\nlimit = { requests = 30, per = \"1h\" }\n\
+                  lease = { size = 5, ttl = \"30m\" }";
+    let mut proxies = Vec::new();
+    for _ in 0..3 {
+        proxies.push(start(server.port(), policy, upstream.address).await);
+    }
+    for proxy in &proxies {
+        counts(proxy, 3.0).await;
+        assert_eq!(proxy.get("/").await.status, 200);
+    }
+    server.stop();
+    let mut passed = 3;
+    for proxy in &proxies {
+        let statuses = proxy.statuses("/", 40).await;
+        let own = statuses.iter().filter(|status| **status == 200).count();
+        assert!(own >= 5, "what is in hand is used: {statuses:?}");
+        assert!(statuses.iter().all(|status| [200, 429].contains(status)), "{statuses:?}");
+        passed += own;
+    }
+    assert!(passed <= 30, "{passed} of 30");
+    server.resume();
+}
+
+/// A node that hangs takes its own keys along: those go on by shares, for longer than silent instances are counted, and
+/// get no second quota after. All others are decided by Redis throughout.
+#[tokio::test]
+async fn one_node_of_a_cluster_is_away() {
+    let (cluster, upstream) = (Cluster::start().await, Upstream::echo().await);
+    // The instances are counted elsewhere.
+    let counted = node_of_name("shop:v1:instances");
+    let names = [1, 2].map(|other| {
+        let mut names = (0..).map(|number| format!("p{number}"));
+        names.find(|name| node_of(&KeyBuilder::new(name).finish()) == (counted + other) % 3).unwrap()
+    });
+    let policy = |name: &String| hot(name, &format!("match = {{ path = \"/{name}\" }}\n"));
+    let policies = names.each_ref().map(policy).concat();
+    let mut proxies = Vec::new();
+    for _ in 0..3 {
+        let proxy = builder_over(&cluster.lines(), &policies).upstream(upstream.address).start().await;
+        proxies.push(proxy);
+    }
+    for proxy in &proxies {
+        counts(proxy, 3.0).await;
+    }
+    let [gone, there] = names.each_ref().map(|name| Load::start(&proxies, &format!("/{name}")));
+    there.goes_on(2 * PER).await;
+    cluster.nodes[(counted + 1) % 3].stop();
+    let began = Instant::now();
+    there.goes_on(7 * PER).await;
+    for proxy in &proxies {
+        assert_eq!(proxy.metric("tidegate_instances").await, 3.0, "who waits for a node lives");
+    }
+    cluster.nodes[(counted + 1) % 3].resume();
+    let healed = Instant::now();
+    there.goes_on(6 * PER).await;
+    let (gone, _) = gone.end().await;
+    let (there, refused) = there.end().await;
+
+    let count = |admitted: &[Admitted], from: Instant, to: Instant| {
+        admitted.iter().filter(|one| one.sent >= from && one.answered < to).count()
+    };
+    let seconds = |admitted: &[Admitted], from: Instant, number: u32| -> Vec<usize> {
+        (0..number).map(|n| count(admitted, from + PER * n, from + PER * (n + 1))).collect()
+    };
+    let since: Vec<Admitted> = gone.iter().copied().filter(|one| one.sent >= began).collect();
+    let (in_it, after) = (seconds(&gone, began, 7), seconds(&gone, healed, 5));
+    println!(
+        "its keys: {in_it:?} in the outage, {after:?} after it; others: {:?}",
+        seconds(&there, began, 12)
+    );
+    assert!(fullest(&since) <= LIMIT, "from the fault on, also across its end: {}", fullest(&since));
+    assert!(in_it[1..].iter().all(|count| *count >= LIMIT / 2), "they hardly went on: {in_it:?}");
+    assert!(after[2..].iter().all(|count| *count >= LIMIT / 2), "Redis decides again: {after:?}");
+
+    assert!(refused > 100 && fullest(&there) <= LIMIT, "{}", fullest(&there));
+    let others = seconds(&there, began, 12);
+    assert!(others.iter().all(|count| *count >= LIMIT * 2 / 3), "others went on: {others:?}");
+    let mut took: Vec<Duration> = there.iter().map(|one| one.answered - one.sent).collect();
+    took.sort_unstable();
+    assert!(took[took.len() / 2] < Duration::from_millis(50), "{:?}", took[took.len() / 2]);
+    let mut alone = 0.0;
+    for proxy in &proxies {
+        for outcome in ["local_allowed", "local_rejected"] {
+            let series = format!("tidegate_degraded_total{{policy=\"{}\",outcome=\"{outcome}\"}}", names[1]);
+            alone += proxy.metric(&series).await;
+        }
+    }
+    // On a machine that is too busy for the deadline.
+    assert!(alone <= 20.0, "{alone} of the others were decided without Redis");
 }
 
 #[tokio::test]

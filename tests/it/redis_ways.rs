@@ -5,17 +5,26 @@ use crate::support::client::Ask;
 use crate::support::cluster::Cluster;
 use crate::support::process::{run, tidegate};
 use crate::support::proxy::Proxy;
-use crate::support::redis::{Server, free_port, ready};
+use crate::support::redis::{Server, ready};
 use crate::support::sentinel::{MASTER, Watched};
 use crate::support::tls::Authority;
 use crate::support::upstream::Upstream;
 use redis::Value;
 use std::collections::HashMap;
 use std::fs;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
 use tidegate::store::redis::{Login, Password, RedisSettings, Topology};
 use tidegate::store::{Store, Unavailable};
+use tokio::time::sleep;
+
+/// Sentinels that vote at once elect nobody, and try again after a while.
+const ELECTION: Duration = Duration::from_secs(30);
+
+/// Counters all over the slots.
+const SEVERAL: &str =
+    "[[policy]]\nname = 'p'\nkey = 'header:x-user-id'\nlimit = { requests = 2, per = '1h' }\n";
 
 const POLICY: &str = "[[policy]]\nname = 'p'\nlimit = { requests = 2, per = '1h' }\n";
 
@@ -56,23 +65,65 @@ async fn is_kept_out(settings: &str, kind: &str, reason: &str) {
 
 /// A server that speaks TLS on a second port.
 fn tls_server(authority: &Authority, clients: &str) -> (Server, u16) {
-    let port = free_port();
     authority.sign("server", "127.0.0.1");
-    let (cert, key, ca) =
-        (authority.text("server.pem"), authority.text("server.key"), authority.text("ca.pem"));
-    let server = Server::with(&[
-        "--tls-port",
-        &port.to_string(),
-        "--tls-cert-file",
-        &cert,
-        "--tls-key-file",
-        &key,
-        "--tls-ca-cert-file",
-        &ca,
-        "--tls-auth-clients",
-        clients,
-    ]);
+    let server = Server::with_tls(authority, &["--tls-auth-clients", clients]);
+    let port = server.tls_port();
     (server, port)
+}
+
+/// The lines of one who trusts an authority and shows a certificate of a second one's.
+fn certified(trusted: &Authority, own: &Authority) -> String {
+    own.sign("client", "sidecar");
+    let [ca, cert, key] = [trusted.text("ca.pem"), own.text("client.pem"), own.text("client.key")];
+    format!("ca = '{ca}'\ncert = '{cert}'\nkey = '{key}'\n")
+}
+
+/// Nodes ask each other and their clients for certificates.
+#[tokio::test]
+async fn tls_to_a_cluster() {
+    let authority = Authority::new();
+    let cluster = Cluster::with_tls(&authority).await;
+    let settings = |lines: &str| format!("{}\n{lines}", cluster.lines());
+    let own = certified(&authority, &authority);
+    let (proxy, _upstream) = proxy(&settings(&own), SEVERAL).await;
+    for user in 0..20 {
+        let ask = async || proxy.ask("GET", "/").header("x-user-id", &user.to_string()).status().await;
+        assert_eq!([ask().await, ask().await, ask().await], [200, 200, 429], "{}", proxy.log());
+    }
+    let used = cluster.each::<u64>("DBSIZE").await;
+    assert!(used.iter().all(|keys| *keys > 0), "all nodes are used: {used:?}");
+    assert_eq!(proxy.metric("tidegate_store_up").await, 1.0);
+
+    is_kept_out(&settings(&format!("ca = '{}'", authority.text("ca.pem"))), "tls", "ertificate").await;
+    let stranger = Authority::new();
+    is_kept_out(&settings(&certified(&stranger, &authority)), "tls", "invalid peer certificate").await;
+    is_kept_out(&settings(&certified(&authority, &stranger)), "tls", "").await;
+}
+
+/// Sentinels, master and replica among each other and to us.
+#[tokio::test]
+async fn tls_to_sentinels_and_the_master_they_name() {
+    let authority = Authority::new();
+    let mut watched = Watched::with_tls(&authority, 1).await;
+    let lines = watched.lines();
+    let own = certified(&authority, &authority);
+    let (proxy, _upstream) = proxy(&format!("{lines}\n{own}"), POLICY).await;
+    assert_eq!(proxy.statuses("/", 1).await, [200], "{}", proxy.log());
+    assert_eq!(proxy.metric("tidegate_decision_seconds_count{source=\"redis\"}").await, 1.0);
+
+    let old = watched.master().await;
+    watched.server(old).kill();
+    let deadline = Instant::now() + ELECTION;
+    // The next but one is too many: by then somebody counts again.
+    while proxy.get("/").await.status != 429 {
+        assert!(Instant::now() < deadline, "nobody follows: {}", proxy.log());
+        sleep(Duration::from_millis(20)).await;
+    }
+    assert_ne!(watched.master().await, old);
+
+    is_kept_out(&format!("{lines}\nca = '{}'", authority.text("ca.pem")), "tls", "ertificate").await;
+    let stranger = Authority::new();
+    is_kept_out(&format!("{lines}\n{}", certified(&stranger, &authority)), "tls", "sentinel").await;
 }
 
 #[tokio::test]

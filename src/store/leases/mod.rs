@@ -10,7 +10,7 @@ mod book;
 mod fleet;
 
 use super::redis::Redis;
-use super::{Ask, Late, with_lent};
+use super::{Ask, Late, without_hand};
 use crate::limiter::{Charge, Decision, Limit, Standing};
 use crate::store::Unavailable;
 use crate::telemetry::metrics::Source;
@@ -65,7 +65,7 @@ impl Leases {
         // Then there is still time to ask.
         let patience = asked + ask.redis.timeout() / 2;
         // While an outage ends Redis would lend what others have admitted without it and not yet written back.
-        let lends = !ask.redis.breaker_open() && !ask.redis.local().is_away();
+        let lends = !ask.redis.breaker_open() && !ask.redis.local().is_away_for(charges);
         let mut or = if lends { Else::Wait } else { Else::Nothing };
         let mut now = asked;
         loop {
@@ -125,7 +125,8 @@ impl Leases {
                 limits.iter().map(|limit| Charge { lease, wanted, local, ..Charge::new(limit, &key, 0) });
             let (charges, sent): (SmallVec<[_; 2]>, _) = (charges.collect(), Instant::now());
             if let Ok(decision) = redis.decide(&charges, sent).await {
-                redis.local().remember(&charges, &with_lent(&charges, &decision), sent.into_std());
+                let local = redis.local();
+                local.remember(&charges, &without_hand(&charges, &decision, local.share()), sent.into_std());
                 let leases = &asking.leases;
                 leases.book.lent(&charges, &decision.standings, &decision, (sent, Instant::now()));
                 leases.attend(&redis);
@@ -159,8 +160,8 @@ async fn give_back(redis: &Redis, returns: Vec<Return>) {
         return;
     }
     // What fails is not tried again: it counts until it has left.
-    if let Err(unavailable) = redis.amend(&late).await {
-        tracing::debug!(%unavailable, count = late.len(), "leases were not given back");
+    if let Err(untold) = redis.amend(&late).await {
+        tracing::debug!(why = %untold, "leases were not given back");
     }
 }
 

@@ -31,6 +31,8 @@ pub(super) struct Debts {
 pub(super) struct Debt {
     limit: Limit,
     key: Key,
+    /// Which part of the store keeps it.
+    part: u16,
     /// Oldest first. Of buckets, whose debt has no age, one.
     spent: VecDeque<Spent>,
     /// Taken and not given back; of `concurrency` only.
@@ -49,8 +51,8 @@ impl Debts {
         self.by_counter.is_empty()
     }
 
-    /// Notes what was admitted at `now_us`.
-    pub(super) fn note(&mut self, charge: &Charge<'_>, now_us: u64) {
+    /// Notes what was admitted at `now_us`, of a counter in a part of the store.
+    pub(super) fn note(&mut self, charge: &Charge<'_>, part: u16, now_us: u64) {
         // Who was refused, and for how long, is each instance's own affair.
         if charge.is_block() {
             return;
@@ -62,6 +64,7 @@ impl Debts {
         let debt = self.by_counter.entry(id).or_insert_with(|| Debt {
             limit: *charge.limit,
             key: charge.key.clone(),
+            part,
             spent: VecDeque::new(),
             slots: Vec::new(),
         });
@@ -81,23 +84,28 @@ impl Debts {
         }
     }
 
-    /// Takes out whole debts, until there is enough for a call.
-    pub(super) fn take(&mut self) -> Vec<Debt> {
+    /// Takes out whole debts of the parts that are there, until there is enough for a call.
+    pub(super) fn take(&mut self, is_there: impl Fn(u16) -> bool) -> Vec<Debt> {
         let (mut taken, mut count) = (Vec::new(), 0);
-        while count < PORTION
-            && let Some((_, debt)) = self.by_counter.pop()
-        {
-            count += debt.spent.len() + debt.slots.len();
-            self.entries -= debt.spent.len();
-            taken.push(debt);
+        for at in (0..self.by_counter.len()).rev() {
+            if count >= PORTION {
+                break;
+            }
+            let is_wanted = self.by_counter.get_index(at).is_some_and(|(_, debt)| is_there(debt.part));
+            // The last takes its place, which was looked at before.
+            if is_wanted && let Some((_, debt)) = self.by_counter.swap_remove_index(at) {
+                count += debt.spent.len() + debt.slots.len();
+                self.entries -= debt.spent.len();
+                taken.push(debt);
+            }
         }
         taken
     }
 
     /// Notes again what was taken out.
-    pub(super) fn put_back(&mut self, taken: Vec<Debt>) {
+    pub(super) fn put_back(&mut self, taken: impl Iterator<Item = Debt>) {
         for mut debt in taken {
-            let id = id(&debt.limit, &debt.key);
+            let id = debt.id();
             if let Some(newer) = self.by_counter.swap_remove(&id) {
                 self.entries -= newer.spent.len();
                 debt.limit = newer.limit;
@@ -111,6 +119,10 @@ impl Debts {
 }
 
 impl Debt {
+    pub(super) fn id(&self) -> Id {
+        id(&self.limit, &self.key)
+    }
+
     /// What Redis has to be told at `now_us`, if the key uses so many units of its share now. Where units have no age
     /// of their own, what is paid back already need not be told.
     pub(super) fn amendments(

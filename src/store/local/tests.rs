@@ -69,7 +69,7 @@ impl Fleet {
     fn write_back(&mut self) {
         for local in &self.instances {
             while local.owes() {
-                let owed = local.owed();
+                let owed = local.owed([]);
                 for (limit, key, amendment) in &local.amendments(&owed) {
                     self.redis.amend(&[Late { limit, key, amendment: *amendment }]);
                 }
@@ -229,7 +229,7 @@ fn slots_in_flight_count_and_are_told_only_while_they_are_held() {
     assert!(ask(5));
     release(2);
     let told: BTreeSet<_> = local
-        .amendments(&local.owed())
+        .amendments(&local.owed([]))
         .into_iter()
         .map(|(.., amendment)| match amendment {
             Amendment::Renew { slot } => slot,
@@ -329,7 +329,7 @@ fn what_is_noted_is_bounded_and_nothing_of_known_keys_is_lost() {
         hands.set_us(T0 + n * 499);
         assert!(local.decide(&charges, Instant::now()).admitted);
     }
-    let owed = local.owed();
+    let owed = local.owed([]);
     let told = local.amendments(&owed);
     let units: u64 = told
         .iter()
@@ -341,8 +341,10 @@ fn what_is_noted_is_bounded_and_nothing_of_known_keys_is_lost() {
     assert_eq!(units, 20_000);
     assert!(told.len() <= 66, "{} entries for one period", told.len());
     assert!(local.owes(), "until it is paid");
-    local.unpaid(owed);
-    assert_eq!(local.amendments(&local.owed()), told, "what was not paid is owed again");
+    let lates: Vec<_> =
+        told.iter().map(|(limit, key, amendment)| Late { limit, key, amendment: *amendment }).collect();
+    local.unpaid(owed, lates.iter());
+    assert_eq!(local.amendments(&local.owed([])), told, "what was not paid is owed again");
     local.paid();
     assert!(!local.owes());
 }

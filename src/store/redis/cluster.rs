@@ -18,7 +18,7 @@ use super::script::Script;
 use crate::limiter::{Algorithm, Amendment, Charge, Decision, Effect, Key, Limit, Standing, effect};
 use crate::store::Late;
 use futures_util::future::join_all;
-use map::{Map, Node, Range, slot_of};
+use map::{Map, Node, Range};
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ use tokio::sync::{Notify, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-pub(super) use map::slot_of_name;
+pub(super) use map::{slot_of, slot_of_name};
 
 /// The map is renewed this often, if nothing asks for it before.
 const RENEWAL: Duration = Duration::from_secs(5);
@@ -217,6 +217,21 @@ impl Cluster {
         self.masters().iter().any(|master| matches!(&*master.state(), State::Up(_)))
     }
 
+    /// Whether all nodes that keep these charges would be asked; of a key that is spread, all nodes.
+    pub(super) fn reaches(&self, charges: &[Charge<'_>]) -> bool {
+        let map = self.nodes.map.borrow();
+        let is_there = |charge: &Charge<'_>| match charge.shards {
+            0 | 1 => map.of_slot(slot_of(charge.key)).is_some_and(|node| node.is_there()),
+            _ => map.nodes.iter().all(|node| node.is_there()),
+        };
+        charges.iter().all(is_there)
+    }
+
+    /// The slots that nobody would be asked about.
+    pub(super) fn slots_away(&self) -> Vec<u16> {
+        self.nodes.map.borrow().slots_without(|node| node.is_there())
+    }
+
     /// The links to all masters that are known.
     pub(super) fn masters(&self) -> Vec<Arc<Link>> {
         self.nodes.map.borrow().nodes.iter().map(|node| Arc::clone(&node.link)).collect()
@@ -383,6 +398,11 @@ impl Node {
     /// Whether it was heard of just now. Slots that move to it shall cost nobody an answer.
     fn is_connecting(&self) -> bool {
         !self.link.was_ready() && self.since.elapsed() < NEWCOMER
+    }
+
+    /// Whether it would be asked, or waited for.
+    fn is_there(&self) -> bool {
+        matches!(&*self.link.state(), State::Up(_)) || self.is_connecting()
     }
 
     fn answered(&self) {

@@ -2,12 +2,15 @@
 //!
 //! Every process is in one sorted set per prefix while it lives. A background task of one of its workers keeps it
 //! there, counts the others, and writes back what was admitted while Redis was away (see [`crate::store::Local`]).
-//! It says that the process lives only when nothing is left to write back, so who is heard of after an outage has
-//! told all.
+//! It also says whether something is left to write back: who is heard of after an outage without that has told all.
+//!
+//! Of a cluster only some slots may be away. Then what can be told is, the process stays in the count, and the outage
+//! ends for all slots that were in it together.
 
 use super::cluster::slot_of_name;
 use super::failure::Failure;
 use super::{Redis, Way};
+use crate::store::local::ALL;
 use crate::store::{Late, Share};
 use redis::{Cmd, Value};
 use std::collections::hash_map::RandomState;
@@ -43,6 +46,8 @@ static ID: LazyLock<String> = LazyLock::new(|| {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Does {
     Beat,
+    /// It lives, but has not told all.
+    Owe,
     Look,
 }
 
@@ -63,6 +68,8 @@ struct Count {
     fewer_since: Option<Instant>,
     /// Redis answers, but does not count.
     is_refused: bool,
+    /// What Redis' clock showed (µs), at the latest when we heard of it.
+    clock: Option<(u64, Instant)>,
 }
 
 /// Where an outage's end is.
@@ -78,7 +85,7 @@ pub(super) async fn attend(redis: Redis) {
     // That no connection is there yet is no outage.
     redis.first_ready().await;
     let local = redis.local();
-    let mut count = Count { share: local.share(), fewer_since: None, is_refused: false };
+    let mut count = Count { share: local.share(), fewer_since: None, is_refused: false, clock: None };
     let mut recovery = None;
     loop {
         recovery = round(&redis, &mut count, recovery).await.unwrap_or_default();
@@ -103,20 +110,29 @@ async fn round(
     // Other workers may still be without a connection.
     let is_up = redis.context.health.is_up();
     let recovery = recovery.filter(|_| !has_failed && is_up);
+    local.fail(redis.parts_away());
     if !redis.is_reachable() {
-        local.fail();
         return Ok(None);
     }
-    write_back(redis).await?;
+    match write_back(redis).await {
+        // The rest of a cluster may well be there.
+        Err(_) if redis.is_cluster() => {}
+        told => told?,
+    }
     let since_us = recovery.and_then(|recovery| recovery.began_us);
-    let seen = match ask(redis, Does::Beat, since_us).await {
+    let does = if local.owes() { Does::Owe } else { Does::Beat };
+    let within = redis.context.settings.connect_timeout;
+    let seen = match ask(redis, does, since_us, count.time_us(Instant::now() + within)).await {
         Ok(seen) => {
-            local.set_share(count.hear(seen, Instant::now()));
-            count.is_refused = false;
+            let now = Instant::now();
+            local.set_share(count.hear(seen, now));
+            (count.is_refused, count.clock) = (false, Some((seen.now_us, now)));
             Some(seen)
         }
         Err(failure) if is_silent(failure) => {
-            local.fail();
+            if !redis.is_cluster() {
+                local.fail([ALL]);
+            }
             return Err(failure);
         }
         // It answers, but not this: nobody can be waited for.
@@ -127,7 +143,7 @@ async fn round(
             None
         }
     };
-    if !local.is_away() || !is_up {
+    if !local.is_away() || !is_up || local.owes() {
         return Ok(None);
     }
     let began = || Recovery { began: Instant::now(), began_us: seen.map(|seen| seen.now_us) };
@@ -157,21 +173,25 @@ async fn write_back(redis: &Redis) -> Result<(), Failure> {
     if !local.owes() {
         return Ok(());
     }
-    // What a server that hangs is told it hears when it goes on, every time.
-    if let Err(failure) = ask(redis, Does::Look, None).await
+    // What a server that hangs is told it hears when it goes on, every time. (A node of a cluster is given up after some.)
+    if !redis.is_cluster()
+        && let Err(failure) = ask(redis, Does::Look, None, None).await
         && is_silent(failure)
     {
         return Err(failure);
     }
     while local.owes() {
-        let owed = local.owed();
+        let owed = local.owed(redis.parts_away());
+        if owed.is_empty() {
+            return Err(Failure::Connection);
+        }
         let amendments = local.amendments(&owed);
         let late: Vec<_> = amendments
             .iter()
             .map(|(limit, key, amendment)| Late { limit, key, amendment: *amendment })
             .collect();
-        if redis.amend(&late).await.is_err() {
-            local.unpaid(owed);
+        if let Err(untold) = redis.amend(&late).await {
+            local.unpaid(owed, untold.places.iter().filter_map(|place| late.get(*place)));
             return Err(Failure::Timeout);
         }
         local.paid();
@@ -179,12 +199,24 @@ async fn write_back(redis: &Redis) -> Result<(), Failure> {
     Ok(())
 }
 
-async fn ask(redis: &Redis, does: Does, since_us: Option<u64>) -> Result<Seen, Failure> {
+/// `until_us`: when Redis' clock shows this, nobody waits for the answer any more.
+async fn ask(
+    redis: &Redis,
+    does: Does,
+    since_us: Option<u64>,
+    until_us: Option<u64>,
+) -> Result<Seen, Failure> {
     let mut command = redis::cmd("EVAL");
     command.arg(SCRIPT).arg(1).arg(redis.context.script.instances_key()).arg(&*ID);
-    command.arg(if does == Does::Beat { "beat" } else { "look" });
+    command.arg(match does {
+        Does::Beat => "beat",
+        Does::Owe => "owe",
+        Does::Look => "look",
+    });
     command.arg(u64::try_from(KEPT.as_micros()).unwrap_or(u64::MAX));
-    command.arg(since_us.map_or_else(String::new, |since_us| since_us.to_string()));
+    for time_us in [since_us, until_us] {
+        command.arg(time_us.map_or_else(String::new, |time_us| time_us.to_string()));
+    }
     Seen::of(&run(redis, &command).await?).ok_or(Failure::Reply)
 }
 
@@ -223,6 +255,13 @@ fn jittered(pause: Duration) -> Duration {
 }
 
 impl Count {
+    /// What Redis' clock will show at a time, if it goes on as it did; rather too early.
+    fn time_us(&self, at: Instant) -> Option<u64> {
+        let (now_us, heard) = self.clock?;
+        let since_us = u64::try_from(at.saturating_duration_since(heard).as_micros()).ok()?;
+        now_us.checked_add(since_us)
+    }
+
     /// Hears what was seen at `now`. More are believed at once; fewer when it has been said for a while.
     fn hear(&mut self, seen: Seen, now: Instant) -> Share {
         let is_fewer = seen.live < self.share.live();
@@ -263,7 +302,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn more_are_believed_at_once_and_fewer_when_it_lasts() {
-        let mut count = Count { share: Share::assumed(3), fewer_since: None, is_refused: false };
+        let mut count = Count { share: Share::assumed(3), fewer_since: None, is_refused: false, clock: None };
         let start = Instant::now();
         assert_eq!(count.hear(seen(1, 0), start), Share::assumed(3), "others may not have come yet");
         assert_eq!(count.hear(seen(4, 2), start + BEAT), Share::seen(4, 2));

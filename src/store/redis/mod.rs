@@ -24,6 +24,7 @@ pub use failure::Failure;
 pub use inspect::{Counter, InspectError, Inspector};
 pub use script::Script;
 
+use super::local::ALL;
 use super::{Late, Local, Unavailable, Untold};
 use crate::clock::Clock;
 use crate::limiter::{Algorithm, Amendment, Charge, Decision};
@@ -127,7 +128,10 @@ impl Shared {
             script: Script::new(&settings.key_prefix),
             health: Health::new(settings.breaker_failures),
             eviction_checked: AtomicBool::new(false),
-            local: Local::new(settings.instances, Clock::system()),
+            local: Local::new(settings.instances, Clock::system()).over(match settings.topology {
+                Topology::Cluster => cluster::slot_of,
+                _ => |_| ALL,
+            }),
             is_counted: AtomicBool::new(false),
             settings,
         }))
@@ -199,6 +203,27 @@ impl Redis {
                 Way::One(link, _) => matches!(&*link.state(), State::Up(_)),
                 Way::Cluster(cluster) => cluster.is_reachable(),
             }
+    }
+
+    /// Whether a question about these charges would be sent to all that keep them.
+    pub fn reaches(&self, charges: &[Charge<'_>]) -> bool {
+        match &self.way {
+            Way::One(..) => self.is_reachable(),
+            Way::Cluster(cluster) => cluster.reaches(charges),
+        }
+    }
+
+    /// The parts, as [`Local`] counts them, that would not be asked.
+    fn parts_away(&self) -> Vec<u16> {
+        match &self.way {
+            Way::One(..) if self.is_reachable() => Vec::new(),
+            Way::One(..) => vec![ALL],
+            Way::Cluster(cluster) => cluster.slots_away(),
+        }
+    }
+
+    fn is_cluster(&self) -> bool {
+        matches!(self.way, Way::Cluster(_))
     }
 
     /// Ends when this worker's first connection is ready, or `connect_timeout` has passed.

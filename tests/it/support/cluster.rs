@@ -2,6 +2,7 @@
 
 use super::SOON;
 use super::redis::{Server, free_port, settings, tcp};
+use super::tls::Authority;
 use redis::aio::MultiplexedConnection;
 use redis::{FromRedisValue, cmd};
 use std::time::{Duration, Instant};
@@ -13,12 +14,28 @@ const SLOTS: u16 = 16_384;
 
 pub struct Cluster {
     pub nodes: Vec<Server>,
+    speaks_tls: bool,
 }
 
 impl Cluster {
     /// Three masters with a third of the slots each. They serve what they have if one is away.
     pub async fn start() -> Self {
-        let cluster = Self { nodes: (0..3).map(|_| node()).collect() };
+        Self::of((0..3).map(|_| Server::with(&args())).collect(), false).await
+    }
+
+    /// The same with ports that speak TLS to whoever has a certificate.
+    pub async fn with_tls(authority: &Authority) -> Self {
+        authority.sign("server", "127.0.0.1");
+        let args = || {
+            let mut args = args();
+            args.extend(["--tls-cluster", "yes", "--tls-replication", "yes"].map(str::to_owned));
+            args
+        };
+        Self::of((0..3).map(|_| Server::with_tls(authority, &args())).collect(), true).await
+    }
+
+    async fn of(nodes: Vec<Server>, speaks_tls: bool) -> Self {
+        let cluster = Self { nodes, speaks_tls };
         for (at, node) in cluster.nodes.iter().enumerate() {
             let first = SLOTS / 3 * at as u16;
             let last = if at == 2 { SLOTS - 1 } else { SLOTS / 3 * (at as u16 + 1) - 1 };
@@ -65,8 +82,11 @@ impl Cluster {
 
     /// The same for a configuration file.
     pub fn lines(&self) -> String {
-        let urls: Vec<_> =
-            self.nodes.iter().take(2).map(|one| format!("\"redis://127.0.0.1:{}\"", one.port())).collect();
+        let url = |node: &Server| match self.speaks_tls {
+            true => format!("\"rediss://127.0.0.1:{}\"", node.tls_port()),
+            false => format!("\"redis://127.0.0.1:{}\"", node.port()),
+        };
+        let urls: Vec<_> = self.nodes.iter().take(2).map(url).collect();
         format!("topology = \"cluster\"\nurls = [{}]", urls.join(", "))
     }
 
@@ -108,7 +128,7 @@ impl Cluster {
 
     /// A further node without slots that follows one of the masters.
     pub async fn replica_of(&mut self, master: usize) -> usize {
-        let replica = node();
+        let replica = Server::with(&args());
         meet(&self.nodes[0], &replica).await;
         let id: String = self.nodes[master].command("CLUSTER MYID").await;
         let deadline = Instant::now() + SOON;
@@ -142,6 +162,11 @@ pub fn node_of(key: &Key) -> usize {
     usize::from(slot_of(key) / (SLOTS / 3)).min(2)
 }
 
+/// The node that has a name without braces at the start.
+pub fn node_of_name(name: &str) -> usize {
+    usize::from(redis_slot(name) / (SLOTS / 3)).min(2)
+}
+
 fn redis_slot(tag: &str) -> u16 {
     let crc = tag.bytes().fold(0_u16, |crc, byte| {
         (0..8).fold(crc ^ (u16::from(byte) << 8), |crc, _| {
@@ -151,8 +176,8 @@ fn redis_slot(tag: &str) -> u16 {
     crc % SLOTS
 }
 
-fn node() -> Server {
-    Server::with(&[
+fn args() -> Vec<String> {
+    [
         "--cluster-enabled",
         "yes",
         "--cluster-port",
@@ -163,7 +188,9 @@ fn node() -> Server {
         "no",
         "--repl-diskless-sync-delay",
         "0",
-    ])
+    ]
+    .map(str::to_owned)
+    .to_vec()
 }
 
 async fn meet(one: &Server, other: &Server) {

@@ -1,5 +1,6 @@
 //! A real redis-server per test: own process, own port, nothing kept.
 
+use super::tls::Authority;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Cmd, FromRedisValue, Value};
 use std::net::TcpListener;
@@ -19,12 +20,12 @@ pub(crate) struct Server {
 impl Server {
     /// Starts a server on a free port and waits until it answers.
     pub(crate) fn start() -> Self {
-        Self::with(&[])
+        Self::with::<&str>(&[])
     }
 
     /// The same with further arguments, e.g. `["--requirepass", "x"]`.
-    pub(crate) fn with(args: &[&str]) -> Self {
-        let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
+    pub(crate) fn with<S: AsRef<str>>(args: &[S]) -> Self {
+        let args: Vec<String> = args.iter().map(|arg| arg.as_ref().to_owned()).collect();
         // Somebody else may take the free port before the server does: then it ends, and another is tried.
         for _ in 0..20 {
             let (port, directory) = (free_port(), tempfile::tempdir().unwrap());
@@ -35,6 +36,21 @@ impl Server {
             }
         }
         panic!("redis-server does not start");
+    }
+
+    /// The same with a second port that speaks TLS, by the authority's `server.pem`, also to other servers.
+    pub(crate) fn with_tls<S: AsRef<str>>(authority: &Authority, args: &[S]) -> Self {
+        let port = free_port().to_string();
+        let files = ["server.pem", "server.key", "ca.pem"].map(|file| authority.text(file));
+        let names = ["--tls-cert-file", "--tls-key-file", "--tls-ca-cert-file"];
+        let files = names.iter().zip(&files).flat_map(|(name, file)| [*name, file.as_str()]);
+        let tls = ["--tls-port", &port].into_iter().chain(files).chain(args.iter().map(AsRef::as_ref));
+        Self::with(&tls.collect::<Vec<_>>())
+    }
+
+    /// Of [`Server::with_tls`].
+    pub(crate) fn tls_port(&self) -> u16 {
+        self.args[1].parse().unwrap()
     }
 
     pub(crate) fn port(&self) -> u16 {

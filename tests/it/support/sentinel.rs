@@ -1,6 +1,7 @@
 //! A master, its replicas, and sentinels that watch over them.
 
 use super::redis::{Server, free_port, ping, settings, tcp};
+use super::tls::Authority;
 use super::{SOON, eventually};
 use redis::FromRedisValue;
 use std::fs;
@@ -19,27 +20,47 @@ pub struct Watched {
     /// The first one is the master at the start.
     pub servers: Vec<Server>,
     pub sentinels: Vec<Sentinel>,
+    speaks_tls: bool,
 }
 
 /// One process; killed on drop.
 pub struct Sentinel {
     child: Child,
     pub port: u16,
+    /// If it speaks TLS.
+    tls_port: u16,
     _folder: TempDir,
 }
 
 impl Watched {
     /// Starts a master, `replicas`, and three sentinels, and waits until all know each other.
     pub async fn start(replicas: usize) -> Self {
+        Self::of(replicas, None).await
+    }
+
+    /// The same, and all speak TLS to each other, and to whoever has a certificate.
+    pub async fn with_tls(authority: &Authority, replicas: usize) -> Self {
+        authority.sign("server", "127.0.0.1");
+        Self::of(replicas, Some(authority)).await
+    }
+
+    async fn of(replicas: usize, authority: Option<&Authority>) -> Self {
         // Else a master waits some seconds for further replicas.
         let prompt = ["--repl-diskless-sync-delay", "0"];
-        let mut servers = vec![Server::with(&prompt)];
+        let server = |args: &[&str]| match authority {
+            None => Server::with(&[&prompt, args].concat()),
+            Some(authority) => {
+                Server::with_tls(authority, &[&prompt, &["--tls-replication", "yes"], args].concat())
+            }
+        };
+        let speaks_tls = authority.is_some();
+        let mut servers = vec![server(&[])];
+        let master = port_of(&servers[0], speaks_tls);
         for _ in 0..replicas {
-            let port = servers[0].port().to_string();
-            servers.push(Server::with(&[&prompt[..], &["--replicaof", "127.0.0.1", &port]].concat()));
+            servers.push(server(&["--replicaof", "127.0.0.1", &master.to_string()]));
         }
-        let sentinels = (0..3).map(|_| Sentinel::start(servers[0].port())).collect();
-        let watched = Self { servers, sentinels };
+        let sentinels = (0..3).map(|_| Sentinel::start(master, authority)).collect();
+        let watched = Self { servers, sentinels, speaks_tls };
         watched.is_whole(replicas).await;
         watched
     }
@@ -54,8 +75,11 @@ impl Watched {
 
     /// The same for a configuration file.
     pub fn lines(&self) -> String {
-        let urls: Vec<_> =
-            self.sentinels.iter().map(|one| format!("\"redis://127.0.0.1:{}\"", one.port)).collect();
+        let url = |one: &Sentinel| match self.speaks_tls {
+            true => format!("\"rediss://127.0.0.1:{}\"", one.tls_port),
+            false => format!("\"redis://127.0.0.1:{}\"", one.port),
+        };
+        let urls: Vec<_> = self.sentinels.iter().map(url).collect();
         format!("topology = \"sentinel\"\nsentinel_master = \"{MASTER}\"\nurls = [{}]", urls.join(", "))
     }
 
@@ -73,7 +97,8 @@ impl Watched {
     }
 
     pub fn server(&mut self, port: u16) -> &mut Server {
-        self.servers.iter_mut().find(|server| server.port() == port).unwrap()
+        let speaks_tls = self.speaks_tls;
+        self.servers.iter_mut().find(|server| port_of(server, speaks_tls) == port).unwrap()
     }
 
     async fn is_whole(&self, replicas: usize) {
@@ -111,17 +136,30 @@ impl Watched {
     }
 }
 
+/// By which the others know it.
+fn port_of(server: &Server, speaks_tls: bool) -> u16 {
+    if speaks_tls { server.tls_port() } else { server.port() }
+}
+
 impl Sentinel {
-    fn start(master: u16) -> Self {
+    fn start(master: u16, authority: Option<&Authority>) -> Self {
         // Somebody else may take the free port before it does.
         for _ in 0..20 {
-            let (port, folder) = (free_port(), TempDir::new().unwrap());
+            let (port, tls_port, folder) = (free_port(), free_port(), TempDir::new().unwrap());
+            let tls = authority.map(|authority| {
+                let [cert, key, ca] = ["server.pem", "server.key", "ca.pem"].map(|file| authority.text(file));
+                format!(
+                    "tls-port {tls_port}\ntls-replication yes\ntls-cert-file {cert}\ntls-key-file {key}\n\
+                     tls-ca-cert-file {ca}\n"
+                )
+            });
             let file = folder.path().join("sentinel.conf");
             let text = format!(
-                "port {port}\nbind 127.0.0.1\ndir {}\nsentinel monitor {MASTER} 127.0.0.1 {master} 2\n\
+                "port {port}\nbind 127.0.0.1\ndir {}\n{}sentinel monitor {MASTER} 127.0.0.1 {master} 2\n\
                  sentinel down-after-milliseconds {MASTER} {DOWN_AFTER_MS}\n\
                  sentinel failover-timeout {MASTER} 1000\n",
-                folder.path().display()
+                folder.path().display(),
+                tls.unwrap_or_default()
             );
             fs::write(&file, text).unwrap();
             let child = Command::new("redis-server")
@@ -131,7 +169,7 @@ impl Sentinel {
                 .stderr(Stdio::null())
                 .spawn()
                 .unwrap();
-            let mut sentinel = Self { child, port, _folder: folder };
+            let mut sentinel = Self { child, port, tls_port, _folder: folder };
             if sentinel.answers() {
                 return sentinel;
             }

@@ -54,6 +54,20 @@ impl Map {
         self.nodes.get(usize::from(place))
     }
 
+    /// All slots but those of the nodes that are meant.
+    pub(super) fn slots_without(&self, is_meant: impl Fn(&Node) -> bool) -> Vec<u16> {
+        let meant: Vec<bool> = self.nodes.iter().map(|node| is_meant(node)).collect();
+        if meant.iter().all(|is_meant| *is_meant)
+            && self.slots.iter().all(Option::is_some)
+            && !meant.is_empty()
+        {
+            return Vec::new();
+        }
+        let place = |slot: u16| self.slots.get(usize::from(slot)).copied().flatten();
+        let is_meant = |place: u16| meant.get(usize::from(place)).copied().unwrap_or_default();
+        (0..SLOTS).filter(|slot| !place(*slot).is_some_and(is_meant)).collect()
+    }
+
     pub(super) fn at(&self, address: &Address) -> Option<&Arc<Node>> {
         self.nodes.iter().find(|node| node.address == *address)
     }
@@ -105,7 +119,7 @@ pub(super) fn probe(ranges: &[Range], address: &Address) -> Key {
 }
 
 /// The slot of everything that is kept for a key.
-pub(super) fn slot_of(key: &Key) -> u16 {
+pub(in crate::store::redis) fn slot_of(key: &Key) -> u16 {
     let mut tag = String::with_capacity(32);
     push_hex(&mut tag, key.id());
     crc16(tag.as_bytes()) % SLOTS
