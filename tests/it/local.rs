@@ -354,6 +354,26 @@ async fn instances_are_counted_and_those_that_end_or_die_are_not() {
     }
 }
 
+/// What an instance said before a server hung is heard when that goes on, and may no longer be true.
+#[tokio::test]
+async fn who_has_something_to_tell_or_is_heard_too_late_has_not_told_all() {
+    let server = Server::start();
+    let beat = async |id: &str, does: &str, until: &str| {
+        let mut command = redis::cmd("EVAL");
+        command.arg(include_str!("../../src/store/redis/fleet.lua")).arg(1).arg("set");
+        command.arg(id).arg(does).arg(5_000_000).arg("0").arg(until);
+        let (_, live, lower, heard): (u64, u32, u32, u32) =
+            command.query_async(&mut server.connection().await).await.unwrap();
+        (live, lower, heard)
+    };
+    assert_eq!(beat("b", "beat", "").await, (1, 0, 1));
+    assert_eq!(beat("c", "owe", "").await, (2, 1, 1));
+    assert_eq!(beat("a", "beat", "1").await, (3, 0, 1), "too late");
+    assert_eq!(beat("a", "beat", "9000000000000000").await, (3, 0, 2));
+    assert_eq!(beat("d", "look", "").await, (3, 3, 2));
+    assert_eq!(beat("c", "beat", "").await, (3, 2, 3));
+}
+
 #[tokio::test]
 async fn whoever_may_not_be_counted_still_has_his_requests_decided() {
     let (server, upstream) = (Server::start(), Upstream::echo().await);
