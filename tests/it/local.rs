@@ -257,7 +257,8 @@ async fn what_is_in_hand_is_a_part_of_the_share() {
 }
 
 /// A node that hangs takes its own keys along: those go on by shares, for longer than silent instances are counted, and
-/// get no second quota after. All others are decided by Redis throughout.
+/// get no second quota after, not even by an instance that was not asked for them. All others are decided by Redis
+/// throughout, whoever asks how much.
 #[tokio::test]
 async fn one_node_of_a_cluster_is_away() {
     let (cluster, upstream) = (Cluster::start().await, Upstream::echo().await);
@@ -277,7 +278,8 @@ async fn one_node_of_a_cluster_is_away() {
     for proxy in &proxies {
         counts(proxy, 3.0).await;
     }
-    let [gone, there] = names.each_ref().map(|name| Load::start(&proxies, &format!("/{name}")));
+    let [path, other] = names.each_ref().map(|name| format!("/{name}"));
+    let (gone, there) = (Load::start(&proxies[..2], &path), Load::start(&proxies[..1], &other));
     there.goes_on(2 * PER).await;
     cluster.nodes[(counted + 1) % 3].stop();
     let began = Instant::now();
@@ -287,8 +289,10 @@ async fn one_node_of_a_cluster_is_away() {
     }
     cluster.nodes[(counted + 1) % 3].resume();
     let healed = Instant::now();
+    let late = Load::start(&proxies[2..], &path);
     there.goes_on(6 * PER).await;
-    let (gone, _) = gone.end().await;
+    let (mut gone, _) = gone.end().await;
+    gone.extend(late.end().await.0);
     let (there, refused) = there.end().await;
 
     let count = |admitted: &[Admitted], from: Instant, to: Instant| {
