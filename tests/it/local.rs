@@ -283,7 +283,7 @@ async fn one_node_of_a_cluster_is_away() {
     there.goes_on(2 * PER).await;
     cluster.nodes[(counted + 1) % 3].stop();
     let began = Instant::now();
-    there.goes_on(7 * PER).await;
+    there.goes_on(10 * PER).await;
     for proxy in &proxies {
         assert_eq!(proxy.metric("tidegate_instances").await, 3.0, "who waits for a node lives");
     }
@@ -302,18 +302,20 @@ async fn one_node_of_a_cluster_is_away() {
         (0..number).map(|n| count(admitted, from + PER * n, from + PER * (n + 1))).collect()
     };
     let since: Vec<Admitted> = gone.iter().copied().filter(|one| one.sent >= began).collect();
-    let (in_it, after) = (seconds(&gone, began, 7), seconds(&gone, healed, 5));
+    let (in_it, after) = (seconds(&gone, began, 10), seconds(&gone, healed, 5));
     println!(
         "its keys: {in_it:?} in the outage, {after:?} after it; others: {:?}",
-        seconds(&there, began, 12)
+        seconds(&there, began, 15)
     );
     assert!(fullest(&since) <= LIMIT, "from the fault on, also across its end: {}", fullest(&since));
     assert!(in_it[1..].iter().all(|count| *count >= LIMIT / 2), "they hardly went on: {in_it:?}");
-    assert!(after[2..].iter().all(|count| *count >= LIMIT / 2), "Redis decides again: {after:?}");
+    // They come in heaps a little more than a period apart.
+    let least = |counts: &[usize]| counts.windows(2).map(|two| two[0] + two[1]).min().unwrap();
+    assert!(least(&after[1..]) >= LIMIT, "Redis decides again: {after:?}");
 
     assert!(refused > 100 && fullest(&there) <= LIMIT, "{}", fullest(&there));
-    let others = seconds(&there, began, 12);
-    assert!(others.iter().all(|count| *count >= LIMIT * 2 / 3), "others went on: {others:?}");
+    let others = seconds(&there, began, 15);
+    assert!(least(&others) >= LIMIT * 4 / 3, "others went on: {others:?}");
     let mut took: Vec<Duration> = there.iter().map(|one| one.answered - one.sent).collect();
     took.sort_unstable();
     assert!(took[took.len() / 2] < Duration::from_millis(50), "{:?}", took[took.len() / 2]);
