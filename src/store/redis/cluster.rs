@@ -178,20 +178,18 @@ impl Cluster {
     /// Puts charges right. Those of one counter stay in order. Returns the places that each call that failed had in the
     /// list; the others were made.
     pub(super) async fn amend(&self, late: &[Late<'_>]) -> Vec<(Vec<usize>, Failure)> {
-        let mut slots: SmallVec<[(u16, Vec<usize>, Vec<Late<'_>>); 4]> = SmallVec::new();
+        let mut slots: SmallVec<[(u16, Vec<usize>); 4]> = SmallVec::new();
         for (place, late) in late.iter().enumerate() {
             let slot = slot_of(late.key);
-            match slots.iter_mut().find(|(other, ..)| *other == slot) {
-                Some((_, places, all)) => {
-                    places.push(place);
-                    all.push(*late);
-                }
-                None => slots.push((slot, vec![place], vec![*late])),
+            match slots.iter_mut().find(|(other, _)| *other == slot) {
+                Some((_, places)) => places.push(place),
+                None => slots.push((slot, vec![place])),
             }
         }
-        let slots = slots.iter().map(|(slot, places, late)| async move {
+        let slots = slots.iter().map(|(slot, places)| async move {
+            let own: Vec<Late<'_>> = places.iter().filter_map(|place| late.get(*place)).copied().collect();
             let (mut failed, mut rest) = (Vec::new(), places.as_slice());
-            for late in calls(late) {
+            for late in calls(&own) {
                 let (own, others) = rest.split_at_checked(late.len()).unwrap_or((rest, &[]));
                 rest = others;
                 let command = self.nodes.context.script.amend(late, None);

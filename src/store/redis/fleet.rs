@@ -120,7 +120,9 @@ async fn round(
         told => told?,
     }
     let since_us = recovery.and_then(|recovery| recovery.began_us);
-    let does = if local.owes() { Does::Owe } else { Does::Beat };
+    // A worker that has no connection yet goes on by the share, and will have something to tell.
+    let has_told = !local.owes() && redis.context.health.is_up();
+    let does = if has_told { Does::Beat } else { Does::Owe };
     let within = redis.context.settings.connect_timeout;
     let seen = match ask(redis, does, since_us, count.time_us(Instant::now() + within)).await {
         Ok(seen) => {
