@@ -230,6 +230,28 @@ impl Cluster {
         self.nodes.map.borrow().slots_without(|node| node.is_there())
     }
 
+    /// The slots of masters that seem to be there and don't answer: a node that hangs is missed only by those who ask it.
+    pub(super) async fn slots_silent(&self) -> Vec<u16> {
+        let nodes = self.nodes.map.borrow().nodes.clone();
+        let within = self.nodes.context.settings.connect_timeout;
+        let is_silent = async |node: &Arc<Node>| {
+            let state = node.link.state();
+            let State::Up(live) = &*state else { return None };
+            let answer = timeout(within, live.answer(&redis::cmd("PING"), false)).await;
+            let late = answer.err()?;
+            live.give_up(self.nodes.counted(late.into()));
+            Some(Arc::clone(node))
+        };
+        let silent: Vec<_> = join_all(nodes.iter().map(is_silent)).await.into_iter().flatten().collect();
+        match silent.is_empty() {
+            true => Vec::new(),
+            false => {
+                let answers = |node: &Node| silent.iter().all(|silent| silent.address != node.address);
+                self.nodes.map.borrow().slots_without(answers)
+            }
+        }
+    }
+
     /// The links to all masters that are known.
     pub(super) fn masters(&self) -> Vec<Arc<Link>> {
         self.nodes.map.borrow().nodes.iter().map(|node| Arc::clone(&node.link)).collect()

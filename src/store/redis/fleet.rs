@@ -111,6 +111,7 @@ async fn round(
     let is_up = redis.context.health.is_up();
     let recovery = recovery.filter(|_| !has_failed && is_up);
     local.fail(redis.parts_away());
+    local.fail(redis.parts_silent().await);
     if !redis.is_reachable() {
         return Ok(None);
     }

@@ -222,6 +222,15 @@ impl Redis {
         }
     }
 
+    /// The parts that would be asked and don't answer.
+    async fn parts_silent(&self) -> Vec<u16> {
+        match &self.way {
+            // Whoever counts the instances finds that out.
+            Way::One(..) => Vec::new(),
+            Way::Cluster(cluster) => cluster.slots_silent().await,
+        }
+    }
+
     fn is_cluster(&self) -> bool {
         matches!(self.way, Way::Cluster(_))
     }
