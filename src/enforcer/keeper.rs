@@ -119,7 +119,8 @@ impl Keeper {
             return;
         }
         let mut slots = self.0.slots.lock();
-        slots.late.extend(late);
+        let lost: usize = late.into_iter().map(|(place, amendment)| slots.tell(place, amendment)).sum();
+        self.0.counts.settlements_lost(lost);
         if !slots.late.is_empty() {
             self.attend(&mut slots);
         }
@@ -133,6 +134,11 @@ impl Keeper {
         }
     }
 }
+
+/// What waits to be told at most, of one worker: about 4 MiB. Redis hears of some thousands per second even where it is
+/// 5 ms away. Beyond half of that nothing is given back any more, which is strict: debts, of which none should be
+/// missing, have the rest.
+const MAX_LATE: usize = 1 << 14;
 
 /// The longest that an ending process waits for what it still has to tell.
 const FLUSH: Duration = Duration::from_secs(1);
@@ -200,7 +206,7 @@ async fn attend(keeper: Keeper) {
                     .places
                     .iter()
                     .filter_map(|place| late.get(*place))
-                    .filter(|late| is_settlement(late));
+                    .filter(|late| is_settlement(late.amendment));
                 shared.counts.settlements_lost(lost.count());
             }
             continue;
@@ -215,8 +221,8 @@ async fn attend(keeper: Keeper) {
 }
 
 /// Whether it is what an estimate turned out to be, and no slot.
-fn is_settlement(late: &Late<'_>) -> bool {
-    matches!(late.amendment, Amendment::Charge(_) | Amendment::Credit { .. })
+fn is_settlement(amendment: Amendment) -> bool {
+    matches!(amendment, Amendment::Charge(_) | Amendment::Credit { .. })
 }
 
 impl Slots {
@@ -238,6 +244,17 @@ impl Slots {
         Some(places)
     }
 
+    /// Has the store told, if there is room. Returns how many settlements are lost: one or none.
+    fn tell(&mut self, place: Place, amendment: Amendment) -> usize {
+        let is_credit = matches!(amendment, Amendment::Credit { .. });
+        let room = if is_credit { MAX_LATE / 2 } else { MAX_LATE };
+        if self.late.len() >= room {
+            return usize::from(is_settlement(amendment));
+        }
+        self.late.push((place, amendment));
+        0
+    }
+
     /// What the store has to be told at `now`.
     fn late(&mut self, now: Instant) -> Vec<(Place, Amendment)> {
         let mut late = std::mem::take(&mut self.late);
@@ -249,5 +266,27 @@ impl Slots {
             late.extend(held.places.iter().map(|place| (place.clone(), Amendment::Renew { slot })));
         }
         late
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::{Algorithm, KeyBuilder};
+
+    #[test]
+    fn a_store_that_hears_too_slowly_is_not_told_all_and_debts_go_first() {
+        let limit = Limit { requests: 9, per_us: 1_000_000, algorithm: Algorithm::SlidingLog };
+        let mut slots = Slots::default();
+        let mut lost = |amendment: Amendment, times: usize| -> usize {
+            let place = || (limit, KeyBuilder::new("p").finish());
+            (0..times).map(|_| slots.tell(place(), amendment)).sum()
+        };
+        let credit = Amendment::Credit { units: 1, at_us: 1 };
+        assert_eq!(lost(credit, MAX_LATE), MAX_LATE / 2);
+        assert_eq!(lost(Amendment::Charge(1), MAX_LATE), MAX_LATE / 2);
+        assert_eq!(lost(Amendment::Release { slot: 1 }, 1), 0, "no settlement");
+        assert_eq!(slots.late(Instant::now()).len(), MAX_LATE);
+        assert_eq!(slots.tell((limit, KeyBuilder::new("p").finish()), credit), 0, "there is room again");
     }
 }

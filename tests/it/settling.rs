@@ -2,15 +2,19 @@
 
 use crate::support::SOON;
 use crate::support::client::RawClient;
+use crate::support::peer::Relay;
 use crate::support::proxy::Proxy;
-use crate::support::redis::Server;
+use crate::support::redis::{Server, ready, settings};
 use crate::support::upstream::{Answer, Feeder, Upstream, fed, full};
 use hyper::body::Incoming;
 use hyper::{HeaderMap, Request, Response};
 use std::net::SocketAddr;
 use std::time::Duration;
+use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit};
+use tidegate::store::Late;
+use tidegate::store::redis::RedisSettings;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 /// A request reserves 100 of 1000. The period is so long that nothing comes back by itself.
 const POLICIES: &str = r#"
@@ -342,4 +346,38 @@ async fn a_client_does_not_choose_whether_its_cost_is_settled() {
     leaver.read_past(told.as_bytes()).await;
     drop(leaver);
     scene.comes_to("body", 700).await;
+}
+
+/// Through a network that takes its time.
+#[tokio::test]
+async fn what_is_known_late_is_told_many_at_a_time_and_in_order() {
+    let server = Server::start();
+    let relay = Relay::to(server.port()).await;
+    let (_shared, redis) = ready(RedisSettings { timeout: SOON, ..settings(relay.port) }).await;
+    let limit = Limit { requests: 1000, per_us: 3_600_000_000, algorithm: Algorithm::SlidingLog };
+    let keys: Vec<Key> = (0..80).map(|nth| KeyBuilder::new(&format!("p{nth}")).finish()).collect();
+    let mut amendments = Vec::new();
+    for key in &keys {
+        let decision = redis.decide(&[Charge::new(&limit, key, 100)], Instant::now()).await.unwrap();
+        amendments.push((key, Amendment::Credit { units: 90, at_us: decision.now_us }));
+        // Charged later, so nothing of it is given back.
+        amendments.push((key, Amendment::Charge(7)));
+    }
+    let late: Vec<_> = amendments
+        .iter()
+        .map(|(key, amendment)| Late { limit: &limit, key, amendment: *amendment })
+        .collect();
+    let trip = Duration::from_millis(50);
+    relay.delay(trip);
+    // Forgotten programs are loaded once more, and what waits for that keeps its order.
+    let _: () = server.command("SCRIPT FLUSH").await;
+    let began = Instant::now();
+    redis.amend(&late).await.unwrap();
+    let took = began.elapsed();
+    relay.pass();
+    for key in &keys {
+        let look = redis.decide(&[Charge::new(&limit, key, 0)], Instant::now()).await.unwrap();
+        assert_eq!(look.standings[0].unwrap().remaining, 1000 - 17);
+    }
+    assert!(took < trip * 80, "{took:?} for {} amendments", late.len());
 }

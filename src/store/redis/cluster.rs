@@ -10,11 +10,11 @@
 mod map;
 mod shards;
 
-use super::calls;
 use super::connect::{self, Address, Task};
 use super::failure::{Failure, Trouble};
 use super::link::{Context, Link, Live, State, Target};
 use super::script::Script;
+use super::{LATE_CALLS, calls, untold};
 use crate::limiter::{Algorithm, Amendment, Charge, Decision, Effect, Key, Limit, Standing, effect};
 use crate::store::Late;
 use futures_util::future::join_all;
@@ -59,6 +59,18 @@ struct Nodes {
     map: watch::Receiver<Arc<Map>>,
     /// Somebody has met what the map doesn't say.
     stale: Arc<Notify>,
+}
+
+/// A call without a useful answer, and which node failed to give it, in which state, if one was asked.
+struct Lost {
+    failure: Failure,
+    by: Option<(Arc<Node>, Arc<State>)>,
+}
+
+impl From<Failure> for Lost {
+    fn from(failure: Failure) -> Self {
+        Self { failure, by: None }
+    }
 }
 
 /// The charges of one question that are kept in one slot.
@@ -187,17 +199,18 @@ impl Cluster {
             }
         }
         let slots = slots.iter().map(|(slot, places)| async move {
-            let own: Vec<Late<'_>> = places.iter().filter_map(|place| late.get(*place)).copied().collect();
-            let (mut failed, mut rest) = (Vec::new(), places.as_slice());
-            for late in calls(&own) {
-                let (own, others) = rest.split_at_checked(late.len()).unwrap_or((rest, &[]));
-                rest = others;
-                let command = self.nodes.context.script.amend(late, None);
-                let deadline = Instant::now() + self.nodes.context.settings.timeout;
-                let told = self.nodes.call(*slot, &command, deadline).await;
-                failed.extend(told.err().map(|failure| (own.to_vec(), failure)));
+            let late: Vec<Late<'_>> = places.iter().filter_map(|place| late.get(*place)).copied().collect();
+            let (calls, mut told) = (calls(&late), Vec::new());
+            for calls in calls.chunks(LATE_CALLS) {
+                let script = &self.nodes.context.script;
+                let commands: Vec<Cmd> = calls.iter().map(|late| script.amend(late, None)).collect();
+                told.extend(self.nodes.tell(*slot, &commands).await);
             }
+            let own = |nth: &usize| places.get(*nth).copied();
+            let failed = untold(&calls, told).into_iter();
             failed
+                .map(|(nth, failure)| (nth.iter().filter_map(own).collect(), failure))
+                .collect::<Vec<(Vec<usize>, Failure)>>()
         });
         join_all(slots).await.into_iter().flatten().collect()
     }
@@ -264,6 +277,21 @@ impl Nodes {
     /// # Errors
     /// At once if that node is away; else within the deadline. It is counted.
     async fn call(&self, slot: u16, command: &Cmd, deadline: Instant) -> Result<Value, Failure> {
+        self.attempt(slot, command, deadline).await.map_err(|lost| self.note(&lost))
+    }
+
+    /// Runs some programs that put charges of a slot right, in order. Those that fail together are counted once.
+    async fn tell(&self, slot: u16, commands: &[Cmd]) -> Vec<Result<(), Failure>> {
+        let deadline = Instant::now() + self.context.settings.timeout;
+        let told = join_all(commands.iter().map(|command| self.attempt(slot, command, deadline))).await;
+        if let Some(lost) = told.iter().find_map(|told| told.as_ref().err()) {
+            self.note(lost);
+        }
+        told.into_iter().map(|told| told.map(drop).map_err(|lost| lost.failure)).collect()
+    }
+
+    /// As [`Nodes::call`], but what fails has still to be noted.
+    async fn attempt(&self, slot: u16, command: &Cmd, deadline: Instant) -> Result<Value, Lost> {
         let mut hop: Option<(Address, bool)> = None;
         let mut hops = 0;
         while hops < HOPS {
@@ -282,7 +310,7 @@ impl Nodes {
                 }
                 State::Down(failure) => {
                     self.stale.notify_one();
-                    return Err(self.counted(*failure));
+                    return Err((*failure).into());
                 }
             };
             let asking = hop.as_ref().is_some_and(|(_, asking)| *asking);
@@ -292,7 +320,7 @@ impl Nodes {
                     return Ok(value);
                 }
                 Ok(Err(error)) => error,
-                Err(late) => return Err(self.failed(&node, live, late.into())),
+                Err(late) => return Err(Lost { failure: late.into(), by: Some((node, state)) }),
             };
             match redirection(&error, &node.address) {
                 Some(Redirection::To(address, asking)) => {
@@ -303,12 +331,12 @@ impl Nodes {
                     hops += 1;
                 }
                 Some(Redirection::Again) if Instant::now() + MOVING < deadline => sleep(MOVING).await,
-                Some(Redirection::Again) => return Err(self.counted(Failure::Timeout)),
-                None => return Err(self.failed(&node, live, Failure::from(&error))),
+                Some(Redirection::Again) => return Err(Failure::Timeout.into()),
+                None => return Err(Lost { failure: Failure::from(&error), by: Some((node, state)) }),
             }
         }
         self.stale.notify_one();
-        Err(self.counted(Failure::ClusterDown))
+        Err(Failure::ClusterDown.into())
     }
 
     /// Asks all slots at once, and tells what that comes to. If one refuses, the others are given back what they took.
@@ -373,7 +401,7 @@ impl Nodes {
 
     /// The node at an address that another has named. One that isn't known yet is waited for: it is the map that is
     /// late.
-    async fn newcomer(&self, address: &Address, deadline: Instant) -> Result<Arc<Node>, Failure> {
+    async fn newcomer(&self, address: &Address, deadline: Instant) -> Result<Arc<Node>, Lost> {
         if let Some(node) = self.map.borrow().at(address) {
             return Ok(Arc::clone(node));
         }
@@ -386,11 +414,22 @@ impl Nodes {
         };
         match timeout_at(deadline, known).await {
             Ok(Some(node)) => Ok(node),
-            Ok(None) | Err(_) => Err(self.counted(Failure::ClusterDown)),
+            Ok(None) | Err(_) => Err(Failure::ClusterDown.into()),
         }
     }
 
-    /// Notes that a node gave no useful answer.
+    /// Notes that there was no useful answer.
+    fn note(&self, lost: &Lost) -> Failure {
+        match &lost.by {
+            Some((node, state)) => match &**state {
+                State::Up(live) => self.failed(node, live, lost.failure),
+                State::Down(_) => self.counted(lost.failure),
+            },
+            None => self.counted(lost.failure),
+        }
+    }
+
+    /// The same of a node that was asked.
     fn failed(&self, node: &Node, live: &Live, failure: Failure) -> Failure {
         if matches!(failure, Failure::WrongType(_)) {
             // One key's fault; it is counted where it is told.

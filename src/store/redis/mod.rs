@@ -28,8 +28,10 @@ use super::local::ALL;
 use super::{Late, Local, Unavailable, Untold};
 use crate::clock::Clock;
 use crate::limiter::{Algorithm, Amendment, Charge, Decision};
+use ::redis::Cmd;
 use cluster::Cluster;
 use connect::{How, Task};
+use futures_util::future::join_all;
 use health::Health;
 use link::{Context, Link, State, Target};
 use queue::Queue;
@@ -47,10 +49,26 @@ fn is_long(late: &Late<'_>) -> bool {
     late.limit.algorithm == Algorithm::SlidingLog && matches!(late.amendment, Amendment::Credit { .. })
 }
 
+/// Such calls under way on one connection, which keeps their order: one after the other, each would cost a round trip,
+/// and more becomes known meanwhile than is told. Decisions of the same worker wait behind them, for some milliseconds at
+/// most.
+const LATE_CALLS: usize = 16;
+
 /// Amendments as they are sent together, in order.
-fn calls<'l, 'a>(late: &'l [Late<'a>]) -> impl Iterator<Item = &'l [Late<'a>]> {
+fn calls<'l, 'a>(late: &'l [Late<'a>]) -> Vec<&'l [Late<'a>]> {
     let alike = late.chunk_by(|one, next| !is_long(one) && !is_long(next));
-    alike.flat_map(|late| late.chunks(LATE_PER_CALL))
+    alike.flat_map(|late| late.chunks(LATE_PER_CALL)).collect()
+}
+
+/// The places in the list of what was in each call that failed.
+fn untold(calls: &[&[Late<'_>]], told: Vec<Result<(), Failure>>) -> Vec<(Vec<usize>, Failure)> {
+    let (mut failed, mut next) = (Vec::new(), 0);
+    for (late, told) in calls.iter().zip(told) {
+        let places = next..next + late.len();
+        next = places.end;
+        failed.extend(told.err().map(|failure| (places.collect(), failure)));
+    }
+    failed
 }
 
 /// Which Redis, and how long to wait for it.
@@ -306,26 +324,33 @@ impl Redis {
 
     /// The same on one server: the places that each failed call had in the list.
     async fn amend_one(&self, link: &Link, late: &[Late<'_>]) -> Vec<(Vec<usize>, Failure)> {
-        let (mut failed, mut next) = (Vec::new(), 0);
-        for late in calls(late) {
-            let places = next..next + late.len();
-            next = places.end;
-            let told = match &*link.state() {
-                State::Up(live) => {
-                    let command = self.context.script.amend(late, None);
-                    let reply = timeout(self.context.settings.timeout, live.run(&command)).await;
-                    let told = reply.unwrap_or_else(|late| Err(late.into()));
-                    if let Err(failure) = told {
-                        self.context.health.failed(failure);
-                        live.failed(failure);
-                    }
-                    told.map(drop)
-                }
-                State::Down(failure) => Err(*failure),
-            };
-            failed.extend(told.err().map(|failure| (places.collect(), failure)));
+        let (calls, mut told) = (calls(late), Vec::new());
+        for calls in calls.chunks(LATE_CALLS) {
+            let commands: Vec<Cmd> = calls.iter().map(|late| self.context.script.amend(late, None)).collect();
+            told.extend(self.tell(link, &commands).await);
         }
-        failed
+        untold(&calls, told)
+    }
+
+    /// Runs some programs that put charges right, in order.
+    async fn tell(&self, link: &Link, commands: &[Cmd]) -> Vec<Result<(), Failure>> {
+        let state = link.state();
+        let live = match &*state {
+            State::Up(live) => live,
+            State::Down(failure) => return vec![Err(*failure); commands.len()],
+        };
+        let within = self.context.settings.timeout;
+        let replies = join_all(commands.iter().map(|command| timeout(within, live.run(command)))).await;
+        let told: Vec<_> = replies
+            .into_iter()
+            .map(|reply| reply.unwrap_or_else(|late| Err(late.into())).map(drop))
+            .collect();
+        // A server that hangs once has failed once.
+        if let Some(failure) = told.iter().find_map(|told| told.err()) {
+            self.context.health.failed(failure);
+            live.failed(failure);
+        }
+        told
     }
 
     /// Whether the charges are asked of several servers, each of which knows its part only.
