@@ -176,9 +176,9 @@ impl Watched {
             }
             Stores::Redis(redis, _) => (redis.is_up(), redis.breaker_open(), redis.errors().collect(), None),
         };
-        let instances = match &self.stores {
-            Stores::Memory(_) => None,
-            Stores::Redis(redis, _) => Some(redis.instances()),
+        let (instances, lease_units_lost) = match &self.stores {
+            Stores::Memory(_) => (None, None),
+            Stores::Redis(redis, leases) => (Some(redis.instances()), Some(leases.lost())),
         };
         let reload = self.reload.lock();
         Observed {
@@ -190,6 +190,7 @@ impl Watched {
             breaker_open,
             store_errors,
             instances,
+            lease_units_lost,
             memory,
             generation: reload.generation,
             reloads_refused: reload.refused,

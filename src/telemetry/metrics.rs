@@ -110,6 +110,8 @@ pub struct Observed {
     pub store_errors: Vec<(&'static str, u64)>,
     /// Instances that share the limits, if they are counted.
     pub instances: Option<u32>,
+    /// Units of leases that were not given back, if there may be leases.
+    pub lease_units_lost: Option<u64>,
     /// Of the memory store, if that is used.
     pub memory: Option<MemoryUse>,
     /// Grows by one with every configuration that took effect, from 1.
@@ -420,6 +422,14 @@ fn write_store(page: &mut Page, observed: &Observed) {
             "Instances that share this one's limits, as last seen in Redis; before that store.redis.instances.",
         )
         .sample(&[], instances.into());
+    }
+    if let Some(units) = observed.lease_units_lost {
+        page.family(
+            Kind::Counter,
+            "tidegate_lease_units_lost",
+            "Units lent and not used of whose return Redis was not told, as far as is known: they count until they leave.",
+        )
+        .sample(&[], units);
     }
     let Some(memory) = observed.memory else { return };
     page.family(Kind::Gauge, "tidegate_store_memory_keys", "Counters in the memory store.")

@@ -9,6 +9,7 @@ use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
@@ -19,6 +20,9 @@ const SHARDS: usize = 16;
 
 /// Keys in one part: about 4 MiB in all. What strangers make up beyond them is asked of the store one by one.
 const MAX_KEYS: usize = 512;
+
+/// Returns that wait for their way back at most: a few megabytes. Others count until they have left.
+const MAX_RETURNS: usize = 1 << 14;
 
 /// Our clock may run slower than the store's by one part in so many.
 const DRIFT: u32 = 256;
@@ -37,6 +41,8 @@ pub(super) struct Book {
     returns: Mutex<Vec<Return>>,
     /// There may be something to give back earlier than was known.
     changed: Notify,
+    /// Units that were lent, not used and not given back.
+    lost: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -49,9 +55,7 @@ struct Shard {
 /// What a policy has for one key.
 #[derive(Debug)]
 struct Entry {
-    key: Key,
-    /// Those for which it was lent: others are another policy's, or another configuration's.
-    limits: SmallVec<[Limit; 2]>,
+    owner: Arc<Owner>,
     /// In the order of their ends.
     lots: SmallVec<[Lot; 2]>,
     /// One is asking for more; he tells those who wait.
@@ -60,6 +64,13 @@ struct Entry {
     is_dry: bool,
     seen: Option<Seen>,
     pace: Pace,
+}
+
+/// For whom and for what it was lent: other limits are another policy's, or another configuration's.
+#[derive(Debug)]
+struct Owner {
+    key: Key,
+    limits: SmallVec<[Limit; 2]>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -93,8 +104,7 @@ struct Pace {
 /// What was lent and not used.
 #[derive(Clone, Debug)]
 pub(super) struct Return {
-    key: Key,
-    limits: SmallVec<[Limit; 2]>,
+    owner: Arc<Owner>,
     units: u64,
     at_us: u64,
 }
@@ -102,7 +112,7 @@ pub(super) struct Return {
 /// Units handed out to one request.
 #[derive(Debug)]
 pub(super) struct Permit {
-    key: u128,
+    owner: Arc<Owner>,
     pub units: u64,
     until_us: u64,
     /// The request has to be decided by then.
@@ -188,8 +198,9 @@ impl Book {
         let is_closed = shard.is_closed;
         let entry = shard.keys.get_mut(&charge.key.id()).filter(|entry| entry.is_of(charges) && !is_closed);
         let Some(entry) = entry else {
-            let limits = charges.iter().map(|charge| *charge.limit).collect();
-            self.returns.lock().extend(lot.map(|lot| lot.back(charge.key, limits)));
+            if let Some(lot) = lot {
+                self.give_back(lot.back(&Owner::of(charges, charge.key)));
+            }
             return self.changed.notify_one();
         };
         entry.is_dry = lot.is_none();
@@ -212,18 +223,19 @@ impl Book {
 
     /// The request that got it was not admitted.
     pub(super) fn put_back(&self, permit: &Permit) {
-        let mut shard = self.shard(permit.key);
-        let Some(entry) = shard.keys.get_mut(&permit.key) else { return };
-        if let Some(seen) = &mut entry.seen {
+        let mut shard = self.shard(permit.owner.key.id());
+        // Another configuration's entry has nothing to do with it.
+        let entry = shard.keys.get_mut(&permit.owner.key.id());
+        let mut entry = entry.filter(|entry| Arc::ptr_eq(&entry.owner, &permit.owner));
+        if let Some(seen) = entry.as_mut().and_then(|entry| entry.seen.as_mut()) {
             seen.handed = seen.handed.saturating_sub(permit.units);
         }
-        match entry.lots.iter_mut().find(|lot| lot.until_us == permit.until_us) {
+        let lot = entry.and_then(|entry| entry.lots.iter_mut().find(|lot| lot.until_us == permit.until_us));
+        match lot {
             Some(lot) => lot.left += permit.units,
             None => {
-                let lot = Lot { left: permit.units, until_us: permit.until_us, ends: permit.ends };
-                let back = lot.back(&entry.key, entry.limits.clone());
-                drop(shard);
-                self.returns.lock().push(back);
+                let Permit { units, until_us, ends, .. } = *permit;
+                self.give_back(Lot { left: units, until_us, ends }.back(&permit.owner));
                 self.changed.notify_one();
             }
         }
@@ -232,6 +244,24 @@ impl Book {
     /// Ends when [`Book::due`] may say something new.
     pub(super) async fn changed(&self) {
         self.changed.notified().await;
+    }
+
+    /// So many units could not be given back.
+    pub(super) fn lose(&self, units: u64) {
+        self.lost.fetch_add(units, Ordering::Relaxed);
+    }
+
+    /// How many that were since the start.
+    pub(super) fn lost(&self) -> u64 {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    fn give_back(&self, back: Return) {
+        let mut returns = self.returns.lock();
+        match returns.len() < MAX_RETURNS {
+            true => returns.push(back),
+            false => self.lose(back.units),
+        }
     }
 
     /// What has to go back to the store at `now`, and when there will be more, if ever.
@@ -301,8 +331,7 @@ const IDLE: Duration = Duration::from_secs(1);
 impl Entry {
     fn new(charges: &[Charge<'_>], key: &Key, now: Instant) -> Self {
         Self {
-            key: key.clone(),
-            limits: charges.iter().map(|charge| *charge.limit).collect(),
+            owner: Owner::of(charges, key),
             lots: SmallVec::new(),
             asking: None,
             is_dry: false,
@@ -312,7 +341,7 @@ impl Entry {
     }
 
     fn is_of(&self, charges: &[Charge<'_>]) -> bool {
-        self.limits.iter().eq(charges.iter().map(|charge| charge.limit))
+        self.owner.limits.iter().eq(charges.iter().map(|charge| charge.limit))
     }
 
     fn is_used(&self) -> bool {
@@ -342,7 +371,7 @@ impl Entry {
             refusal: None,
         };
         Some(Permit {
-            key: charge.key.id(),
+            owner: Arc::clone(&self.owner),
             units,
             until_us: lot.until_us,
             ends: lot.ends,
@@ -356,20 +385,27 @@ impl Entry {
         while let Some(lot) = self.lots.first().copied().filter(|lot| lot.ends <= now) {
             self.lots.remove(0);
             if lot.left > 0 {
-                book.returns.lock().push(lot.back(&self.key, self.limits.clone()));
+                book.give_back(lot.back(&self.owner));
             }
         }
     }
 
     fn end_all(&mut self, book: &Book) {
         let left = self.lots.drain(..).filter(|lot| lot.left > 0);
-        book.returns.lock().extend(left.map(|lot| lot.back(&self.key, self.limits.clone())));
+        left.for_each(|lot| book.give_back(lot.back(&self.owner)));
+    }
+}
+
+impl Owner {
+    fn of(charges: &[Charge<'_>], key: &Key) -> Arc<Self> {
+        let limits = charges.iter().map(|charge| *charge.limit).collect();
+        Arc::new(Self { key: key.clone(), limits })
     }
 }
 
 impl Lot {
-    fn back(self, key: &Key, limits: SmallVec<[Limit; 2]>) -> Return {
-        Return { key: key.clone(), limits, units: self.left, at_us: self.until_us }
+    fn back(self, owner: &Arc<Owner>) -> Return {
+        Return { owner: Arc::clone(owner), units: self.left, at_us: self.until_us }
     }
 }
 
@@ -388,7 +424,11 @@ impl Pace {
 impl Return {
     pub(super) fn late(&self) -> impl Iterator<Item = Late<'_>> {
         let amendment = Amendment::Credit { units: self.units, at_us: self.at_us };
-        self.limits.iter().map(move |limit| Late { limit, key: &self.key, amendment })
+        self.owner.limits.iter().map(move |limit| Late { limit, key: &self.owner.key, amendment })
+    }
+
+    pub(super) fn units(&self) -> u64 {
+        self.units
     }
 }
 
@@ -495,5 +535,36 @@ mod tests {
         assert!(matches!(book.take(&[charge(&raised, &key, Some(8))], now, Else::Ask), Taken::Ask { .. }));
         assert_eq!(back(book.due(now).0), [(8, 5_100_000)]);
         assert_eq!(book.due(now).1, None);
+    }
+
+    #[test]
+    fn what_is_put_back_goes_to_the_limits_that_it_came_from() {
+        let (book, key, now) = (Book::default(), key(0), Instant::now());
+        let ask = charge(&LIMIT, &key, Some(8));
+        book.take(&[ask], now, Else::Ask);
+        lend(&book, ask, 8, now);
+        let Taken::Permit { permit, .. } = book.take(&[ask], now, Else::Ask) else { panic!("it is there") };
+        // The configuration is replaced while the request is decided: a second limit was charged nothing.
+        let window = Limit { algorithm: Algorithm::FixedWindow { offset_us: 0 }, ..LIMIT };
+        let both = [ask, charge(&window, &key, Some(8))];
+        book.take(&both, now, Else::Ask);
+        let answer = answer(8);
+        book.lent(&both, &answer.standings, &answer, (now, now));
+        book.put_back(&permit);
+        let (returns, _) = book.due(now);
+        let limits = returns.iter().flat_map(Return::late).map(|late| (*late.limit, late.amendment));
+        let back = |units| (LIMIT, Amendment::Credit { units, at_us: 5_100_000 });
+        assert_eq!(limits.collect::<Vec<_>>(), [back(7), back(1)]);
+    }
+
+    #[test]
+    fn what_waits_for_its_way_back_is_bounded_and_the_rest_counted() {
+        let (book, key, now) = (Book::default(), key(0), Instant::now());
+        let ask = charge(&LIMIT, &key, Some(8));
+        for _ in 0..MAX_RETURNS + 3 {
+            lend(&book, ask, 8, now);
+        }
+        assert_eq!(book.due(now).0.len(), MAX_RETURNS);
+        assert_eq!(book.lost(), 3 * 8);
     }
 }

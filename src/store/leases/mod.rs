@@ -98,7 +98,29 @@ impl Leases {
 
     /// Gives everything back, but doesn't take long for it, and lends nothing any more.
     pub(super) async fn finish(&self, redis: &Redis) {
-        drop(timeout(FLUSH, give_back(redis, self.book.close())).await);
+        drop(timeout(FLUSH, self.give_back(redis, self.book.close())).await);
+    }
+
+    /// Units that were lent and not used, and of which the store was not told, as far as is known.
+    pub fn lost(&self) -> u64 {
+        self.book.lost()
+    }
+
+    /// What fails is not tried again: it counts until it has left.
+    async fn give_back(&self, redis: &Redis, returns: Vec<Return>) {
+        let (owners, late): (Vec<&Return>, Vec<Late<'_>>) =
+            returns.iter().flat_map(|one| one.late().map(move |late| (one, late))).unzip();
+        if late.is_empty() {
+            return;
+        }
+        let untold = match redis.breaker_open() {
+            true => (0..late.len()).collect(),
+            false => redis.amend(&late).await.err().map(|untold| untold.places).unwrap_or_default(),
+        };
+        let mut lost: Vec<&Return> = untold.iter().filter_map(|place| owners.get(*place).copied()).collect();
+        // One that several limits were not told of.
+        lost.dedup_by(|one, other| std::ptr::eq(*one, *other));
+        self.book.lose(lost.iter().map(|one| one.units()).sum());
     }
 
     /// As [`Book::due`]; `None` if nothing is lent and nobody attends any more. Who is lent something after that finds
@@ -144,24 +166,13 @@ impl Leases {
 /// Gives back what has ended, until nothing is lent.
 async fn attend(leases: Arc<Leases>, redis: Redis) {
     while let Some((returns, next)) = leases.due() {
-        give_back(&redis, returns).await;
+        leases.give_back(&redis, returns).await;
         sleep(LOOK).await;
         let Some(next) = next else { continue };
         tokio::select! {
             () = sleep_until(next) => {}
             () = leases.book.changed() => {}
         }
-    }
-}
-
-async fn give_back(redis: &Redis, returns: Vec<Return>) {
-    let late: Vec<Late<'_>> = returns.iter().flat_map(Return::late).collect();
-    if late.is_empty() || redis.breaker_open() {
-        return;
-    }
-    // What fails is not tried again: it counts until it has left.
-    if let Err(untold) = redis.amend(&late).await {
-        tracing::debug!(why = %untold, "leases were not given back");
     }
 }
 
