@@ -145,7 +145,7 @@ impl Enforcer {
                 let hold = hold.and_then(|hold| plan.held(hold, &charges, &decision));
                 drop(charges);
                 plan.count(&decision, count);
-                let estimates = plan.estimates(&decision, decision.now_us, &self.keeper);
+                let estimates = plan.estimates(&decision, &self.keeper);
                 (Verdict { hold, estimates, ..plan.into_verdict(&decision) }, source)
             }
             Err(unavailable) => {
@@ -153,8 +153,7 @@ impl Enforcer {
                 let hold = hold.and_then(|hold| plan.held(hold, &charges, alone.as_ref()?));
                 drop(charges);
                 plan.count_degraded(alone.as_ref(), count);
-                // Where it is written back it has another time: further units are charged, and none given back.
-                let estimates = |alone| plan.estimates(alone, 0, &self.keeper);
+                let estimates = |alone| plan.estimates(alone, &self.keeper);
                 let estimates = alone.as_ref().map(estimates).unwrap_or_default();
                 let verdict = plan.into_degraded(&unavailable, alone.as_ref());
                 (Verdict { hold, estimates, ..verdict }, Source::Degraded)
@@ -342,21 +341,25 @@ impl<'t> Plan<'t> {
         Some(hold)
     }
 
-    /// What was charged by estimate at `at_us` (store's clock). A shadow policy that refused has charged nothing.
-    fn estimates(&self, decision: &Decision, at_us: u64, keeper: &Keeper) -> Vec<Estimate> {
-        let (mut estimates, mut standings) = (Vec::new(), decision.standings.iter());
+    /// What was charged by estimate. A shadow policy that refused has charged nothing.
+    fn estimates(&self, decision: &Decision, keeper: &Keeper) -> Vec<Estimate> {
+        let (mut estimates, mut next) = (Vec::new(), 0);
         for claim in self.claims.iter().filter(|_| decision.admitted) {
-            let charges = claim.limits.len() + usize::from(claim.block.is_some());
-            let refused = standings
-                .by_ref()
-                .take(charges)
-                .filter(|standing| standing.is_none_or(|standing| standing.refusal.is_some()));
-            // All of them are to be passed by.
-            let is_charged = refused.count() == 0;
+            let first = next + usize::from(claim.block.is_some());
+            let own = next..first + claim.limits.len();
+            next = own.end;
+            let passes =
+                |standing: &Option<Standing>| standing.is_some_and(|standing| standing.refusal.is_none());
+            let is_charged = decision.standings.get(own).is_some_and(|own| own.iter().all(passes));
             if let Some(cost) = claim.estimate.filter(|_| is_charged) {
-                let limits = claim.limits.iter().filter(|named| !is_concurrency(&named.limit));
-                let places = limits.map(|named| (named.limit, claim.key.clone())).collect();
-                estimates.push(Estimate::new(Arc::clone(cost), places, at_us, keeper.clone()));
+                // Of what is not told nothing is given back.
+                let at_us = |at: usize| decision.stands_us.get(at).copied().flatten().unwrap_or_default();
+                let limits = (first..).zip(claim.limits.iter());
+                let places = limits
+                    .filter(|(_, named)| !is_concurrency(&named.limit))
+                    .map(|(at, named)| ((named.limit, claim.key.clone()), at_us(at)))
+                    .collect();
+                estimates.push(Estimate::new(Arc::clone(cost), places, keeper.clone()));
             }
         }
         estimates

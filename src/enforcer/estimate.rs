@@ -10,20 +10,14 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct Estimate {
     cost: Arc<EstimateCost>,
-    places: SmallVec<[Place; 1]>,
-    /// When it was charged (µs, store's clock).
-    at_us: u64,
+    /// Where it was charged, and at which time that stands there (µs, store's clock).
+    places: SmallVec<[(Place, u64); 1]>,
     keeper: Keeper,
 }
 
 impl Estimate {
-    pub(super) fn new(
-        cost: Arc<EstimateCost>,
-        places: SmallVec<[Place; 1]>,
-        at_us: u64,
-        keeper: Keeper,
-    ) -> Self {
-        Self { cost, places, at_us, keeper }
+    pub(super) fn new(cost: Arc<EstimateCost>, places: SmallVec<[(Place, u64); 1]>, keeper: Keeper) -> Self {
+        Self { cost, places, keeper }
     }
 
     /// Where the actual cost is said.
@@ -45,11 +39,13 @@ impl Estimate {
     /// it soon.
     pub fn settle(self, actual: u64) {
         let estimate = self.cost.estimate;
-        let amendment = match actual.checked_sub(estimate) {
-            Some(0) => return,
+        if actual == estimate {
+            return;
+        }
+        let amendment = |at_us| match actual.checked_sub(estimate) {
             Some(units) => Amendment::Charge(units),
-            None => Amendment::Credit { units: estimate.saturating_sub(actual), at_us: self.at_us },
+            None => Amendment::Credit { units: estimate.saturating_sub(actual), at_us },
         };
-        self.keeper.tell(self.places.into_iter().map(|place| (place, amendment)));
+        self.keeper.tell(self.places.into_iter().map(|(place, at_us)| (place, amendment(at_us))));
     }
 }

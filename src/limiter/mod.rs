@@ -228,7 +228,8 @@ pub enum Amendment {
     /// So many units were taken `age_us` ago, and nobody has told yet. They are charged at that age, but not before
     /// the newest charge: a state has no room in between.
     Back { units: u64, age_us: u64 },
-    /// It took fewer than the charge made at `at_us`: so many units go back, as far as they still count.
+    /// It took fewer than the charge that stands at `at_us` ([`Decision::stands_us`]): so many units go back, as far as they
+    /// still count.
     Credit { units: u64, at_us: u64 },
     /// It is still in flight: its slot is kept for another lease, or taken again.
     Renew { slot: u128 },
@@ -285,6 +286,10 @@ pub struct Decision {
     pub delay_us: u64,
     /// What was lent beside.
     pub grants: SmallVec<[Grant; 1]>,
+    /// Where the charges that will be settled stand (µs), on the clock of the server that keeps them: what a later
+    /// [`Amendment::Credit`] names. Mostly that is `now_us`, but beside a lease it is that one's end. One per charge, `None`
+    /// where nothing was changed; empty if none settles.
+    pub stands_us: SmallVec<[Option<u64>; 1]>,
 }
 
 impl Limit {
@@ -562,6 +567,16 @@ impl View<'_> {
             _ => None,
         };
         Standing { remaining: capacity.saturating_sub(self.used), grows_at_us, refusal }
+    }
+
+    /// Where what was charged last stands, or would if it were charged now.
+    pub fn stands_us(&self) -> u64 {
+        let newest_us = match &self.state.0 {
+            Kind::SlidingLog(log) => log.last_us(),
+            Kind::SlidingWindow(buckets) => buckets.last_start_us(),
+            _ => 0,
+        };
+        newest_us.max(self.now_us)
     }
 
     /// How long the request that was charged last has to be held. A clock that stepped back makes nobody wait

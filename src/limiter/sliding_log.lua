@@ -217,6 +217,7 @@ local function log_take(log, cost, most, stands)
   else
     sum = sum % LOG_WRAP
   end
+  log.stands = stands
   local lead = stands - now
   local member = log_member(sum, units, kept, lead)
   local reply = try('ZADD', key, integer(stands), member)

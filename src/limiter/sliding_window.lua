@@ -70,6 +70,7 @@ local function buckets_take(state, cost, most, stands)
   end
   units[#units] = units[#units] + cost
   state.used = used
+  state.stands = max(state.now, this * state.width)
   return buckets_write(state)
 end
 

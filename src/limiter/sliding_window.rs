@@ -56,6 +56,11 @@ impl Buckets {
         (self.log.newest_us() + 1).saturating_sub(self.width_us)
     }
 
+    /// The start of the newest sub-window.
+    pub(super) fn last_start_us(&self) -> u64 {
+        (self.log.last_us() + 1).saturating_sub(self.width_us)
+    }
+
     pub(super) fn at_most_at_us(&self, limit: &Limit, now_us: u64, units: u64) -> u64 {
         self.log.at_most_at_us(limit, now_us, units)
     }

@@ -100,6 +100,7 @@ impl DenyCache {
             standings,
             delay_us: 0,
             grants: SmallVec::new(),
+            stands_us: SmallVec::new(),
         })
     }
 
@@ -235,7 +236,14 @@ mod tests {
 
     fn decision(standings: &[Standing]) -> Decision {
         let standings = standings.iter().copied().map(Some).collect();
-        Decision { now_us: NOW_US, admitted: false, standings, delay_us: 0, grants: SmallVec::new() }
+        Decision {
+            now_us: NOW_US,
+            admitted: false,
+            standings,
+            delay_us: 0,
+            grants: SmallVec::new(),
+            stands_us: SmallVec::new(),
+        }
     }
 
     fn ms(ms: u64) -> Duration {

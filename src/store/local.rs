@@ -222,6 +222,8 @@ impl Local {
         let asks: SmallVec<[Charge<'_>; 4]> =
             ours.iter().map(|(charge, limit)| Charge { limit, ..**charge }).collect();
         let mut decision = self.memory.decide_at(&asks, asked);
+        // Where it is written back it stands elsewhere: further units are charged, and none given back.
+        decision.stands_us.clear();
         let mut found = std::mem::take(&mut decision.standings).into_iter();
         let mut standing = |charge: &Charge<'_>| if is_ours(charge) { found.next()? } else { None };
         decision.standings = charges

@@ -101,14 +101,16 @@ impl Memory {
         let admitted =
             charges.iter().zip(&refusals).all(|(charge, refusal)| charge.shadow || refusal.is_none());
 
-        let mut delay_us = 0;
+        let settles = charges.iter().any(|charge| charge.settles);
+        let (mut delay_us, mut stands_us) = (0, SmallVec::new());
         let standings = charges
             .iter()
             .zip(&refusals)
             .enumerate()
             .map(|(at, (charge, refusal))| {
                 let mut refusal = *refusal;
-                match effect(charges, &refusals, at) {
+                let effect = effect(charges, &refusals, at);
+                match effect {
                     Effect::Nothing => {}
                     Effect::Charge => {
                         held.change(charge, now_us, |state| state.charge(charge, now_us));
@@ -122,6 +124,10 @@ impl Memory {
                         refusal = held.look(charge, now_us, |view| view.refusal(charge.cost));
                     }
                 }
+                if settles {
+                    let is_told = charge.settles && effect != Effect::Nothing;
+                    stands_us.push(is_told.then(|| held.look(charge, now_us, |view| view.stands_us())));
+                }
                 Some(held.look(charge, now_us, |view| view.standing(refusal)))
             })
             .collect();
@@ -130,7 +136,7 @@ impl Memory {
             shard.sweep(self, now_us, SWEPT_PER_CHARGE);
         }
         self.release(held, now_us);
-        Decision { now_us, admitted, standings, delay_us, grants }
+        Decision { now_us, admitted, standings, delay_us, grants, stands_us }
     }
 
     /// Puts charges right, as [`super::Store::amend`] says.

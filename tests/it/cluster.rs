@@ -9,7 +9,7 @@ use crate::support::redis::{Server, ready, settings};
 use crate::support::upstream::Upstream;
 use std::fs;
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Lease, Limit};
 use tidegate::store::redis::{Inspector, RedisSettings, Shared, Topology};
 use tidegate::store::{Store, Unavailable};
 use tokio::task::JoinSet;
@@ -168,6 +168,42 @@ async fn every_algorithm_gives_back() {
             })
             .await;
         }
+    }
+}
+
+/// What is charged while units are lent stands with them, at their end.
+#[tokio::test]
+async fn what_is_refused_beside_a_lease_is_given_back() {
+    let cluster = Cluster::start().await;
+    let (shared, redis) = ready(cluster.settings()).await;
+    eventually("all nodes to be connected", SOON, async || shared.is_up()).await;
+    let store = Store::redis(redis.clone());
+    let nothing = Limit { requests: 0, ..DAILY };
+    let full = key_on(0, "full");
+    let all = [
+        Algorithm::SlidingLog,
+        Algorithm::SlidingWindow { buckets: 10 },
+        Algorithm::FixedWindow { offset_us: 0 },
+        Algorithm::TokenBucket { burst: 1000, warm_up_us: 0 },
+    ];
+    for algorithm in all {
+        let (limit, owner) = (Limit { algorithm, ..DAILY }, key_on(1, "owner"));
+        // Two that end at different times.
+        for ttl_us in [DAILY.per_us / 4, DAILY.per_us / 2] {
+            let lease = Some(Lease { size: Some(25), ttl_us });
+            let charge = Charge { lease, wanted: 25, ..Charge::new(&limit, &owner, 0) };
+            let lent = redis.decide(&[charge], tokio::time::Instant::now()).await.unwrap();
+            assert_eq!(lent.grants.first().map(|grant| grant.units), Some(25), "{algorithm:?}");
+        }
+        for _ in 0..5 {
+            let charges =
+                [Charge::new(&nothing, &full, 1), Charge { group: 1, ..Charge::new(&limit, &owner, 7) }];
+            assert!(!store.decide(&charges).await.unwrap().admitted);
+        }
+        eventually(&format!("{algorithm:?} to give back"), SOON, async || {
+            left(&store, &limit, &owner).await == 950
+        })
+        .await;
     }
 }
 

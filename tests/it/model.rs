@@ -43,11 +43,16 @@ impl Model {
             })
         };
         let mut told = refusals.clone();
+        let settles = charges.iter().any(|charge| charge.settles);
+        let mut stands_us: Vec<_> = charges.iter().filter(|_| settles).map(|_| None).collect();
         for (n, (charge, refusal)) in charges.iter().zip(&refusals).enumerate() {
             let charged = match charge.limit.algorithm {
                 Algorithm::Block => refusal.is_none() && is_over(charge),
                 _ => admitted && admits(&|other| other.group == charge.group),
             };
+            if charge.settles && charged && charge.cost > 0 {
+                stands_us[n] = Some(self.now_us(clock_us, charge));
+            }
             if charged {
                 self.charge(clock_us, charge);
                 if !charge.shadow && charge.cost > 0 {
@@ -57,6 +62,9 @@ impl Model {
                 && (admitted || !charge.shadow)
                 && !admits(&|other| other.is_of_policy_of(charge))
             {
+                if charge.settles && charge.cost > 0 {
+                    stands_us[n] = Some(self.now_us(clock_us, charge));
+                }
                 // A knock is in the way of the next.
                 self.press(clock_us, charge);
                 told[n] = self.refusal(clock_us, charge);
@@ -73,6 +81,7 @@ impl Model {
             standings: standings.map(Some).collect(),
             delay_us,
             grants: <_>::default(),
+            stands_us: stands_us.into(),
         }
     }
 

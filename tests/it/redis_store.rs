@@ -81,9 +81,11 @@ impl Model {
         let refusals: Vec<_> = asked.iter().map(|(_, refusal)| *refusal).collect();
         let admitted =
             charges.iter().zip(&refusals).all(|(charge, refusal)| charge.shadow || refusal.is_none());
-        let (mut standings, mut delay_us) = (Vec::new(), 0);
+        let (mut standings, mut delay_us, mut stands_us) = (Vec::new(), 0, SmallVec::new());
+        let settles = charges.iter().any(|charge| charge.settles);
         for (at, (charge, (state, refusal))) in charges.iter().zip(&mut asked).enumerate() {
-            match effect(charges, &refusals, at) {
+            let effect = effect(charges, &refusals, at);
+            match effect {
                 Effect::Nothing => {}
                 Effect::Charge => {
                     state.charge(charge, time_us);
@@ -96,12 +98,16 @@ impl Model {
                     *refusal = state.at(charge.limit, time_us).refusal(charge.cost);
                 }
             }
+            if settles {
+                let is_told = charge.settles && effect != Effect::Nothing;
+                stands_us.push(is_told.then(|| state.at(charge.limit, time_us).stands_us()));
+            }
             let (algorithm, per_us) = charge.limit.identity();
             self.states.insert((charge.key.id(), algorithm, per_us), state.clone());
             standings.push(Some(state.at(charge.limit, time_us).standing(*refusal)));
         }
         let grants = if admitted { self.lend(charges, time_us) } else { <_>::default() };
-        Decision { now_us: time_us, admitted, standings: standings.into(), delay_us, grants }
+        Decision { now_us: time_us, admitted, standings: standings.into(), delay_us, grants, stands_us }
     }
 
     fn lend(&mut self, charges: &[Charge<'_>], time_us: u64) -> SmallVec<[Grant; 1]> {

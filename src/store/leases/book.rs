@@ -463,6 +463,7 @@ mod tests {
             standings: SmallVec::from_elem(Some(standing), 1),
             delay_us: 0,
             grants: SmallVec::from_elem(grant, usize::from(units > 0)),
+            stands_us: SmallVec::new(),
         }
     }
 

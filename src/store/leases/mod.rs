@@ -256,17 +256,30 @@ impl Hand<'_> {
         let Some((rest, decision)) = rest else {
             let now_us = self.permits.first().map_or(0, |(_, permit)| permit.now_us);
             self.permits.clear();
-            return Decision { now_us, admitted: true, standings, delay_us: 0, grants: SmallVec::new() };
+            return Decision {
+                now_us,
+                admitted: true,
+                standings,
+                delay_us: 0,
+                grants: SmallVec::new(),
+                stands_us: SmallVec::new(),
+            };
         };
         for ((at, _), standing) in rest.iter().zip(decision.standings) {
             if let Some(place) = standings.get_mut(*at) {
                 *place = standing;
             }
         }
+        let mut stands_us = SmallVec::from_elem(None, charges.len());
+        for ((at, _), at_us) in rest.iter().zip(&decision.stands_us) {
+            if let Some(place) = stands_us.get_mut(*at) {
+                *place = *at_us;
+            }
+        }
         if decision.admitted {
             self.permits.clear();
         }
-        Decision { standings, ..decision }
+        Decision { standings, stands_us, ..decision }
     }
 }
 

@@ -218,6 +218,7 @@ fn slots_in_flight_count_and_are_told_only_while_they_are_held() {
         standings: [Some(standing)].into_iter().collect(),
         delay_us: 0,
         grants: SmallVec::new(),
+        stands_us: SmallVec::new(),
     };
     local.remember(&charge(1), &admitted, Instant::now());
     let ask = |slot| local.decide(&charge(slot), Instant::now()).admitted;
@@ -374,6 +375,7 @@ fn workers_that_begin_an_outage_at_the_same_time_pass_no_share() {
         standings: SmallVec::from_elem(Some(standing), 1),
         delay_us: 0,
         grants: SmallVec::new(),
+        stands_us: SmallVec::new(),
     };
     for round in 0..10_000 {
         let local = Local::new(1, Clock::manual(T0).0);

@@ -372,12 +372,13 @@ impl Nodes {
             // A block begins because its own policy refuses.
             !charge.is_block() && effect(&charges, &refusals, *at) == Effect::Charge
         });
-        let late = made.map(|(_, charge)| {
+        let late = made.filter_map(|(at, charge)| {
+            let at_us = decision.stands_us.get(at).copied().flatten()?;
             let amendment = match charge.limit.algorithm {
                 Algorithm::Concurrency { .. } => Amendment::Release { slot: charge.slot },
-                _ => Amendment::Credit { units: charge.cost, at_us: decision.now_us },
+                _ => Amendment::Credit { units: charge.cost, at_us },
             };
-            Late { limit: charge.limit, key: charge.key, amendment }
+            Some(Late { limit: charge.limit, key: charge.key, amendment })
         });
         let late: SmallVec<[Late<'_>; 4]> = late.collect();
         if !late.is_empty() {
@@ -491,8 +492,7 @@ fn redirection(error: &RedisError, from: &Address) -> Option<Redirection> {
     }
 }
 
-/// The charges by their slots. Those that will be settled come first: the answer's clock is theirs, which tells their
-/// time later. (Of two such policies in different slots only one's estimate is sure to be given back.)
+/// The charges by their slots.
 fn parts(charges: &[Charge<'_>]) -> SmallVec<[Part; 4]> {
     let mut parts: SmallVec<[Part; 4]> = SmallVec::new();
     for (place, charge) in charges.iter().enumerate() {
@@ -509,8 +509,6 @@ fn parts(charges: &[Charge<'_>]) -> SmallVec<[Part; 4]> {
             }),
         }
     }
-    let settles = |place: &usize| charges.get(*place).is_some_and(|charge| charge.settles);
-    parts.sort_by_key(|part| !part.places.iter().any(settles));
     parts
 }
 
@@ -539,12 +537,18 @@ fn together(
             standings: SmallVec::from_elem(None, count),
             delay_us: 0,
             grants: SmallVec::new(),
+            stands_us: SmallVec::from_elem(None, count),
         });
         whole.admitted &= answer.admitted;
         whole.delay_us = whole.delay_us.max(answer.delay_us);
         for (place, standing) in part.places.iter().zip(&answer.standings) {
             if let Some(into) = whole.standings.get_mut(*place) {
                 *into = standing.map(|standing| standing.on_clock(answer.now_us, whole.now_us));
+            }
+        }
+        for (place, at_us) in part.places.iter().zip(&answer.stands_us) {
+            if let Some(into) = whole.stands_us.get_mut(*place) {
+                *into = *at_us;
             }
         }
     }
@@ -674,6 +678,7 @@ mod tests {
             standings: SmallVec::from_iter([Some(standing)]),
             delay_us: 0,
             grants: SmallVec::new(),
+            stands_us: SmallVec::new(),
         }
     }
 

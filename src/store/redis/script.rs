@@ -235,10 +235,15 @@ impl Script {
     pub(super) fn read(now_us: u64, text: &str, charges: &[Charge<'_>], place: Place) -> Option<Decision> {
         let mut numbers = Numbers::of(text);
         let (mut admitted, mut standings, mut longest_us) = (true, SmallVec::new(), 0);
+        let settles = charges.iter().any(|charge| charge.settles);
+        let mut stands_us = SmallVec::new();
         for charge in charges {
             let mut standing = standing(charge.limit, charge.cost, now_us, numbers.three()?)?;
             if place.of > 1 {
                 standing = standing_of(place, standing, charge, numbers.one()?)?;
+            }
+            if settles {
+                stands_us.push(if charge.settles { stands(now_us, numbers.one()?)? } else { None });
             }
             admitted &= charge.shadow || standing.refusal.is_none();
             standings.push(Some(standing));
@@ -256,7 +261,7 @@ impl Script {
         }
         let delay_us = numbers.delay_us()?;
         let may_be_held = delay_us == 0 || (admitted && delay_us <= longest_us);
-        may_be_held.then_some(Decision { now_us, admitted, standings, delay_us, grants })
+        may_be_held.then_some(Decision { now_us, admitted, standings, delay_us, grants, stands_us })
     }
 
     pub(super) fn push_key(&self, key: &mut String, charge: &Charge<'_>) {
@@ -499,6 +504,14 @@ fn standing(
     let remaining = u64::try_from(remaining).ok().filter(|remaining| *remaining <= limit.capacity())?;
     let never = cost > limit.capacity() || limit.capacity() == 0;
     (never == (refusal == Some(Refusal::Never))).then_some(Standing { remaining, grows_at_us, refusal })
+}
+
+/// Where a charge stands, if anything was changed; `None`: that can't be true.
+fn stands(now_us: u64, number: i64) -> Option<Option<u64>> {
+    if number == 0 {
+        return Some(None);
+    }
+    time(number).filter(|at_us| *at_us >= now_us).map(Some)
 }
 
 /// How the counter stands for one of those who asked the same, when `admitted` of them were and the last found it so.

@@ -10,7 +10,7 @@
 --   renew, release(state, slot)   of slots
 --   adds                          whether charges at the same time are as one charge of all their units
 -- What changes a state leaves state.used right and returns an error if Redis doesn't let us write; then nothing was
--- written.
+-- written. What charges one says where it stands (us) in state.stands, if that isn't state.now.
 -- Every function here is made anew by each call, so the texts hold only those that the program needs: what stands
 -- between `-- only for <purpose>` and `-- end` is left out of the others.
 

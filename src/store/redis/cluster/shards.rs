@@ -92,7 +92,11 @@ impl Cluster {
             .filter_map(|(place, (key, limit))| Some(Charge { key, limit, ..*charges.get(*place)? }));
         let asked: Vec<Charge<'_>> = asked.collect();
         let (parts, _) = self.decide_whole(&asked, deadline).await?;
-        let mut whole = Decision { standings: SmallVec::from_elem(None, charges.len()), ..parts.clone() };
+        let mut whole = Decision {
+            standings: SmallVec::from_elem(None, charges.len()),
+            stands_us: SmallVec::new(),
+            ..parts.clone()
+        };
         for ((place, _), standing) in all.iter().zip(parts.standings) {
             if let (Some(sum), Some(standing)) = (whole.standings.get_mut(*place), standing) {
                 let remaining = sum.map_or(0, |sum: Standing| sum.remaining) + standing.remaining;
