@@ -1,12 +1,12 @@
 //! `on_store_failure = "local"`: a fleet of proxies goes on without its Redis, and comes back to it.
 
-use crate::support::SOON;
 use crate::support::client::RawClient;
 use crate::support::cluster::{Cluster, node_of, node_of_name};
 use crate::support::peer::Relay;
 use crate::support::proxy::{Proxy, ProxyBuilder};
 use crate::support::redis::{Server, free_port};
 use crate::support::upstream::Upstream;
+use crate::support::{SOON, eventually};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -484,4 +484,21 @@ async fn nothing_is_lent_while_others_have_not_written_back() {
         sum += admitted(first.statuses("/", 10).await);
     }
     assert!(sum <= 200, "{sum} of 200");
+}
+
+/// Others may have gone on without it meanwhile. But a server may also close connections because they idle.
+#[tokio::test]
+async fn an_outage_is_noticed_without_a_request_and_a_connection_that_is_replaced_at_once_is_none() {
+    let mut server = Server::start();
+    let (_shared, redis) = server.redis().await;
+    let _: u64 = server.command("CLIENT KILL TYPE normal").await;
+    let deadline = Instant::now() + SOON;
+    // The one that looks is counted too.
+    while server.info("clients", "connected_clients").await < 2 || !redis.is_reachable() {
+        assert!(Instant::now() < deadline, "it does not connect again");
+        sleep(Duration::from_millis(5)).await;
+    }
+    assert!(!redis.local().is_away());
+    server.kill();
+    eventually("the outage to be noticed", SOON, || redis.local().is_away().then_some(())).await;
 }

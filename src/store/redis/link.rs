@@ -12,6 +12,7 @@ use super::sentinel::Sentinels;
 use super::{RedisSettings, Topology};
 use crate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
 use crate::store::Local;
+use crate::store::local::ALL;
 use arc_swap::ArcSwap;
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
@@ -276,6 +277,11 @@ async fn supervise(
             }
             Err(trouble) => {
                 health.count(trouble.failure);
+                // That no connection is there yet is no outage, nor is one that is replaced at once: servers close those
+                // that idle. Of a cluster's nodes only the map says what they keep.
+                if *ready.borrow() && context.settings.topology != Topology::Cluster {
+                    context.local.fail([ALL]);
+                }
                 trouble
             }
         };
