@@ -5,6 +5,27 @@ use crate::limiter::{Key, Limit, Refusal};
 use smallvec::SmallVec;
 use tokio::time::timeout_at;
 
+/// What those who were asked before say, and what their clock showed.
+#[derive(Default)]
+struct Earlier {
+    now_us: u64,
+    standings: SmallVec<[Option<Standing>; 4]>,
+}
+
+impl Earlier {
+    /// Puts it beside what another says, on that one's clock. Only refusals matter later.
+    fn join(&mut self, decision: &mut Decision) {
+        let now_us = decision.now_us;
+        for (at, standing) in decision.standings.iter_mut().enumerate() {
+            let earlier = self.standings.get(at).copied().flatten();
+            *standing = either(earlier.map(|earlier| earlier.on_clock(self.now_us, now_us)), *standing);
+        }
+        let is_refusal = |standing: &Standing| standing.refusal.is_some();
+        let standings = decision.standings.iter().map(|standing| standing.filter(is_refusal)).collect();
+        *self = Self { now_us, standings };
+    }
+}
+
 /// Where a policy's search stands.
 struct Search {
     policy: (u32, bool),
@@ -27,7 +48,7 @@ impl Cluster {
             return self.look_at_shards(charges, deadline).await;
         }
         let mut searches = searches(charges);
-        let mut earlier: SmallVec<[Option<Standing>; 4]> = SmallVec::from_elem(None, charges.len());
+        let mut earlier = Earlier::default();
         loop {
             let shard = |charge: &Charge<'_>| {
                 let search = searches.iter().find(|search| search.policy == (charge.group, charge.shadow));
@@ -64,12 +85,7 @@ impl Cluster {
                 search.at = (search.at + 1) % search.shards;
                 stuck |= search.tried >= search.shards;
             }
-            for (earlier, standing) in earlier.iter_mut().zip(&mut decision.standings) {
-                *standing = either(*earlier, *standing);
-                if !stuck {
-                    *earlier = standing.filter(|standing| standing.refusal.is_some());
-                }
-            }
+            earlier.join(&mut decision);
             if stuck {
                 return Ok(decision);
             }
@@ -143,4 +159,44 @@ fn either(one: Option<Standing>, other: Option<Standing>) -> Option<Standing> {
         grows_at_us: earlier(one.grows_at_us, other.grows_at_us),
         refusal,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(now_us: u64, after_us: u64) -> Decision {
+        let at_us = now_us + after_us;
+        let standing =
+            Standing { remaining: 1, grows_at_us: Some(at_us), refusal: Some(Refusal::Until(at_us)) };
+        Decision {
+            now_us,
+            admitted: false,
+            standings: SmallVec::from_iter([Some(standing), None]),
+            delay_us: 0,
+            grants: SmallVec::new(),
+            stands_us: SmallVec::new(),
+        }
+    }
+
+    #[test]
+    fn the_earliest_end_is_found_whatever_the_clocks_of_the_nodes_show() {
+        for clocks_us in [[1_000, 9_000_000, 5_000], [9_000_000, 1_000, 1_000], [7, 7, 7]] {
+            for waits_us in [[50, 40, 60], [40, 50, 60], [60, 50, 40]] {
+                let (mut earlier, mut last) = (Earlier::default(), refused(1, 1));
+                for (now_us, wait_us) in clocks_us.into_iter().zip(waits_us) {
+                    last = refused(now_us, wait_us);
+                    earlier.join(&mut last);
+                }
+                let until_us = last.now_us + 40;
+                let whole = last.standings[0].unwrap();
+                assert_eq!(
+                    (whole.refusal, whole.grows_at_us),
+                    (Some(Refusal::Until(until_us)), Some(until_us)),
+                    "{clocks_us:?} {waits_us:?}"
+                );
+                assert_eq!(last.standings[1], None);
+            }
+        }
+    }
 }
