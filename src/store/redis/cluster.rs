@@ -574,7 +574,7 @@ async fn keep(context: Arc<Context>, publish: watch::Sender<Arc<Map>>, stale: Ar
                     health.link_restored();
                 }
                 if ranges != known {
-                    publish.send_replace(Arc::new(renewed(&context, &before, &ranges)));
+                    publish.send_replace(Arc::new(renewed(&context, &before, &ranges).await));
                     (known, pause) = (ranges, FIRST_PAUSE);
                 }
             }
@@ -595,19 +595,20 @@ async fn keep(context: Arc<Context>, publish: watch::Sender<Arc<Map>>, stale: Ar
 }
 
 /// A map in which nodes that stay keep their connections.
-fn renewed(context: &Arc<Context>, before: &Map, ranges: &[Range]) -> Map {
+async fn renewed(context: &Arc<Context>, before: &Map, ranges: &[Range]) -> Map {
     let mut nodes: Vec<Arc<Node>> = Vec::new();
     for (_, _, address) in ranges {
         if nodes.iter().any(|node| node.address == *address) {
             continue;
         }
-        let node = before.at(address).cloned().unwrap_or_else(|| {
-            let target = Target::node(address.clone(), map::probe(ranges, address));
-            let link = Arc::new(Link::start(Arc::clone(context), target));
-            let failures = AtomicU32::new(0);
-            Arc::new(Node { address: address.clone(), link, failures, since: Instant::now() })
-        });
-        nodes.push(node);
+        if let Some(known) = before.at(address) {
+            nodes.push(Arc::clone(known));
+            continue;
+        }
+        let target = Target::node(address.clone(), map::probe(ranges, address).await);
+        let link = Arc::new(Link::start(Arc::clone(context), target));
+        let failures = AtomicU32::new(0);
+        nodes.push(Arc::new(Node { address: address.clone(), link, failures, since: Instant::now() }));
     }
     for gone in before.nodes.iter().filter(|node| !nodes.iter().any(|other| Arc::ptr_eq(other, node))) {
         let (gone, patience) = (Arc::clone(gone), context.settings.timeout);
