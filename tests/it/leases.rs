@@ -27,7 +27,9 @@ on_store_failure = "closed"
 "#,
         server.port(),
     );
-    Proxy::start(&config, upstream.address).await
+    let proxy = Proxy::start(&config, upstream.address).await;
+    proxy.store_up().await;
+    proxy
 }
 
 /// How long a refusal is remembered where units are lent.
@@ -313,7 +315,9 @@ async fn a_node_of_a_cluster_dies_and_comes_back_empty() {
     );
     let mut proxies = Vec::new();
     for _ in 0..3 {
-        proxies.push(Proxy::start(&config, judge.upstream.address).await);
+        let proxy = Proxy::start(&config, judge.upstream.address).await;
+        proxy.store_up().await;
+        proxies.push(proxy);
     }
     let paths = names.each_ref().map(|name| format!("/{name}"));
     let until = Instant::now() + Duration::from_secs(9);

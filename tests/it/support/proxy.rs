@@ -9,6 +9,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tempfile::TempDir;
+use tokio::time::{Instant, sleep};
 
 /// A running proxy; killed when dropped.
 #[derive(Debug)]
@@ -81,6 +82,15 @@ impl Proxy {
         let page = Ask::new(self.admin(), "GET", "/metrics").header("Host", "localhost").send().await.text();
         let value = page.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
         value.map_or(0.0, |value| value.parse().unwrap())
+    }
+
+    /// Waits until every worker is connected to the store: a busy machine may let it start without.
+    pub async fn store_up(&self) {
+        let deadline = Instant::now() + SOON;
+        while self.metric("tidegate_store_up").await != 1.0 {
+            assert!(Instant::now() < deadline, "the store is not there: {}", self.log());
+            sleep(Duration::from_millis(10)).await;
+        }
     }
 
     /// Where the probes listen, if they do.
