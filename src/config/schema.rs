@@ -649,7 +649,7 @@ static POLICY: [Key; 17] = [
         "shards",
         whole(1, 64),
         Default("1"),
-        "Redis Cluster only: spreads one very hot key over so many counters, each with its part of the limit. A refusal asks all of them.",
+        "Redis Cluster only: spreads one very hot key over so many counters, each with its part of the limit. A refusal asks all of them. Not with on_store_failure = \"local\".",
     ),
     key(
         "lease",
