@@ -9,9 +9,9 @@ use crate::support::redis::{Server, ready, settings};
 use crate::support::upstream::Upstream;
 use std::fs;
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Lease, Limit};
+use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Lease, Limit};
 use tidegate::store::redis::{Inspector, RedisSettings, Shared, Topology};
-use tidegate::store::{Store, Unavailable};
+use tidegate::store::{Late, Store, Unavailable};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
@@ -204,6 +204,29 @@ async fn what_is_refused_beside_a_lease_is_given_back() {
             left(&store, &limit, &owner).await == 950
         })
         .await;
+    }
+}
+
+/// Each server has its own clock.
+#[tokio::test]
+async fn what_was_estimated_in_several_slots_is_settled_in_each() {
+    let cluster = Cluster::start().await;
+    let (_shared, store) = store(&cluster).await;
+    let limit = Limit { algorithm: Algorithm::SlidingLog, ..DAILY };
+    let keys = [0, 1, 2].map(|node| key_on(node, "tokens"));
+    let charges: Vec<_> = (0..)
+        .zip(&keys)
+        .map(|(group, key)| Charge { group, settles: true, ..Charge::new(&limit, key, 100) })
+        .collect();
+    let decision = store.decide(&charges).await.unwrap();
+    assert!(decision.admitted);
+    let late = keys.iter().zip(&decision.stands_us).map(|(key, at_us)| {
+        let amendment = Amendment::Credit { units: 90, at_us: at_us.unwrap() };
+        Late { limit: &limit, key, amendment }
+    });
+    store.amend(&late.collect::<Vec<_>>()).await.unwrap();
+    for key in &keys {
+        assert_eq!(left(&store, &limit, key).await, 990);
     }
 }
 
