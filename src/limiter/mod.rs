@@ -288,7 +288,7 @@ pub struct Decision {
     pub grants: SmallVec<[Grant; 1]>,
     /// Where the charges that will be settled stand (µs), on the clock of the server that keeps them: what a later
     /// [`Amendment::Credit`] names. Mostly that is `now_us`, but beside a lease it is that one's end. One per charge, `None`
-    /// where nothing was changed; empty if none settles.
+    /// where it was not made; empty if none settles.
     pub stands_us: SmallVec<[Option<u64>; 1]>,
 }
 

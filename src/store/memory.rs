@@ -125,7 +125,7 @@ impl Memory {
                     }
                 }
                 if settles {
-                    let is_told = charge.settles && effect != Effect::Nothing;
+                    let is_told = charge.settles && effect == Effect::Charge;
                     stands_us.push(is_told.then(|| held.look(charge, now_us, |view| view.stands_us())));
                 }
                 Some(held.look(charge, now_us, |view| view.standing(refusal)))

@@ -62,9 +62,6 @@ impl Model {
                 && (admitted || !charge.shadow)
                 && !admits(&|other| other.is_of_policy_of(charge))
             {
-                if charge.settles && charge.cost > 0 {
-                    stands_us[n] = Some(self.now_us(clock_us, charge));
-                }
                 // A knock is in the way of the next.
                 self.press(clock_us, charge);
                 told[n] = self.refusal(clock_us, charge);

@@ -99,7 +99,7 @@ impl Model {
                 }
             }
             if settles {
-                let is_told = charge.settles && effect != Effect::Nothing;
+                let is_told = charge.settles && effect == Effect::Charge;
                 stands_us.push(is_told.then(|| state.at(charge.limit, time_us).stands_us()));
             }
             let (algorithm, per_us) = charge.limit.identity();

@@ -12,7 +12,8 @@
 -- Reply    integers in one string, which costs half of what an array does: the time in us, then per question, on a
 --          line of its own from the second on, three per charge: refused until (us; 0: admitted, -1: never admitted,
 --          -2: nobody knows), remaining units, when they next grow (us; 0: they are as many as they get, or nobody
---          knows); if it will be settled, a fourth: where it stands (us; 0: nothing was changed). Then per policy that wants a lease: units lent, and the last moment (us) at which they may be used.
+--          knows); if it will be settled, a fourth: where it stands (us; 0: it was not made). Then per policy that wants
+--          a lease: units lent, and the last moment (us) at which they may be used.
 --          At the end, if the request has to be held, for how long (us). If it is asked more than once: how often it
 --          was admitted; the first are, and the three numbers are those of the last
 -- Errors   in place of a question's numbers, after a `!`; if there is but one question, as an error.
@@ -137,9 +138,13 @@ local function mixed(n, last)
     if rule.blocks then
       -- It begins when one of its policy's limits is full. While it holds it isn't prolonged.
       local begins = one.until_us == 0 and full[policy]
+      one.made = begins
       return begins, begins and rule.charge(state, 1)
     end
-    if admitted and not (ask.shadow and refusing[policy]) then return true, rule.charge(state, ask.cost) end
+    if admitted and not (ask.shadow and refusing[policy]) then
+      one.made = true
+      return true, rule.charge(state, ask.cost)
+    end
     if not (ask.counts and rule.press and refusing[policy] and (admitted or not ask.shadow)) then return false end
     local err = rule.press(state, ask.cost, ask.capacity)
     -- Its own knock is in the way of the next.
@@ -157,7 +162,7 @@ local function mixed(n, last)
       if state.delay and not ask.shadow then delay = max(delay, state.delay) end
     end
     words[at] = format('%d %d %d', one.until_us, max(0, ask.capacity - state.used), one.grows_at)
-    if ask.settles then words[at] = words[at] .. ' ' .. integer(changed and (state.stands or state.now) or 0) end
+    if ask.settles then words[at] = words[at] .. ' ' .. integer(one.made and (state.stands or state.now) or 0) end
   end
   -- only for lending
   local policy

@@ -506,7 +506,7 @@ fn standing(
     (never == (refusal == Some(Refusal::Never))).then_some(Standing { remaining, grows_at_us, refusal })
 }
 
-/// Where a charge stands, if anything was changed; `None`: that can't be true.
+/// Where a charge stands, if it was made; `None`: that can't be true.
 fn stands(now_us: u64, number: i64) -> Option<Option<u64>> {
     if number == 0 {
         return Some(None);
