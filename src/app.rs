@@ -12,7 +12,7 @@ use crate::reload::{self, Reloader};
 use crate::store::redis::{self, Redis};
 use crate::store::{Leases, Memory, Store};
 use crate::telemetry::metrics::{Kinds, MemoryUse, Metrics, Observed, Phase};
-use crate::tls;
+use crate::tls::{self, ServerTls};
 use parking_lot::Mutex;
 use std::io;
 use std::net::SocketAddr;
@@ -81,7 +81,12 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     };
     let metrics = Metrics::new(config.listen.threads, kinds);
     let live = Live::new(Arc::clone(&config.table), Arc::clone(&metrics));
-    let reloader = Reloader::new(sources, &config, live.clone(), Arc::clone(&tls));
+    let (door, renewed) = (Arc::clone(&tls), Arc::clone(&upstream));
+    let publish = Box::new(move |config: &Config| {
+        publish_tls(&door, config.tls.as_ref());
+        renewed.renew(config.upstream.tls.as_ref());
+    });
+    let reloader = Reloader::new(sources, &config, live.clone(), publish);
     let listening = Arc::new(AtomicBool::new(false));
     let watched = Watched {
         stop: stop.clone(),
@@ -125,6 +130,18 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     reloader.abort();
     tracing::info!(connections_cut = cut, "stopped");
     Ok(())
+}
+
+/// Sessions live as long as what they were made under: only a change ends them.
+fn publish_tls(door: &tls::Current, new: Option<&Arc<ServerTls>>) {
+    if door.load().as_ref() == new {
+        return;
+    }
+    door.store(new.cloned());
+    match new {
+        Some(_) => tracing::info!("new certificates: new connections see them"),
+        None => tracing::warn!("no listen.tls any more: new connections are in cleartext"),
+    }
 }
 
 /// Takes the admin port's addresses and answers there until the process ends. Returns the first.

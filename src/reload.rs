@@ -7,10 +7,10 @@
 use crate::config::{self, Config, Diagnostic, FileSet, Fixed, Report, Sources};
 use crate::enforcer::Live;
 use crate::policy::Policy;
-use crate::tls::{self, ServerTls};
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs;
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,14 +36,16 @@ pub struct Status {
     pub effective: Arc<str>,
 }
 
-/// Keeps a policy table up to date.
-#[derive(Debug)]
+/// What else a new configuration brings into effect, beside the policies: certificates.
+pub type Publish = Box<dyn Fn(&Config) + Send>;
+
+/// Keeps a policy table up to date, and what is published with it.
 pub struct Reloader {
     sources: Sources,
     /// What the process started with and runs until its end.
     running: Fixed,
     live: Live,
-    tls: tls::Current,
+    publish: Publish,
     files: FileSet,
     settling: Settling<Fingerprint>,
     status: Arc<Mutex<Status>>,
@@ -52,16 +54,24 @@ pub struct Reloader {
 /// The contents of all files, hashed; names and failures count.
 type Fingerprint = [u8; 32];
 
+impl fmt::Debug for Reloader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reloader")
+            .field("files", &self.files)
+            .field("status", &self.status)
+            .finish_non_exhaustive()
+    }
+}
+
 impl Reloader {
-    /// `config` is what `sources` gave at the start; `live` is what requests are decided by, `tls` what new
-    /// connections meet.
-    pub fn new(sources: Sources, config: &Config, live: Live, tls: tls::Current) -> Self {
+    /// `config` is what `sources` gave at the start; `live` is what requests are decided by.
+    pub fn new(sources: Sources, config: &Config, live: Live, publish: Publish) -> Self {
         let files = config.files.clone();
         let settling = Settling::new(fingerprint(&files));
         let running = config.fixed();
         let effective = config.effective(&running).into();
         let status = Status { generation: 1, refused: 0, last_error: Vec::new(), effective };
-        Self { sources, running, live, tls, files, settling, status: Arc::new(Mutex::new(status)) }
+        Self { sources, running, live, publish, files, settling, status: Arc::new(Mutex::new(status)) }
     }
 
     /// How it goes, readable from anywhere.
@@ -130,7 +140,7 @@ impl Reloader {
         let effective = config.effective(&self.running).into();
         let changes = changes(self.live.rules().table.policies(), config.table.policies());
         self.live.publish(Arc::clone(&config.table));
-        self.publish_tls(config.tls.as_ref());
+        (self.publish)(&config);
         let generation = {
             let mut status = self.status.lock();
             status.generation += 1;
@@ -144,18 +154,6 @@ impl Reloader {
         }
         for setting in self.running.changed_in(&config) {
             tracing::warn!(setting, "changed in the configuration, but takes effect only after a restart");
-        }
-    }
-
-    /// Sessions live as long as what they were made under: only a change ends them.
-    fn publish_tls(&self, new: Option<&Arc<ServerTls>>) {
-        if self.tls.load().as_ref() == new {
-            return;
-        }
-        self.tls.store(new.cloned());
-        match new {
-            Some(_) => tracing::info!("new certificates: new connections see them"),
-            None => tracing::warn!("no listen.tls any more: new connections are in cleartext"),
         }
     }
 

@@ -1,9 +1,11 @@
 //! TLS on both sides: whom we trust, and who we are. One provider for the whole crate.
 
 mod certificate;
+mod client;
 mod server;
 
 pub use certificate::{Certificate, Subject};
+pub use client::ClientTls;
 pub use server::{ClientAuth, Current, IdentityError, ServerIdentity, ServerTls};
 
 use std::sync::Arc;

@@ -4,20 +4,20 @@ use super::cursor::Cursor;
 use super::diagnostic::Diagnostic;
 use super::input::Input;
 use super::policies::{self, Claims, Scope};
-use super::{Config, FileSet, StoreSettings, Written, matches, redis, tls, values};
+use super::{Config, FileSet, StoreSettings, Written, listen_tls, matches, redis, tls, values};
 use crate::admin::{AdminSettings, Token};
 use crate::limiter::Algorithm;
 use crate::policy::path::EscapedSlashes;
 use crate::policy::{Cors, Fields, MissingKey, OnStoreFailure, PolicyTable, client, jwt, path};
-use crate::proxy::{ListenSettings, ShutdownSettings, UpstreamSettings};
+use crate::proxy::{ListenSettings, Scheme, ShutdownSettings, UpstreamSettings, UpstreamUrl};
 use crate::store::MemorySettings;
 use crate::store::redis::Topology;
 use crate::telemetry::{self, Access, Format, LogSettings};
-use crate::tls::ServerTls;
+use crate::tls::{ClientTls, ServerTls};
 use http::HeaderName;
 use ipnet::IpNet;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 /// Everything but what only the end of a load knows.
@@ -39,8 +39,8 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
     let http = listen_at.table("http");
     let listen = listen(&listen_at, &http);
     let tls_at = listen_at.optional_table("tls");
-    let tls = tls_at.as_ref().map(|at| tls::server(input, at));
-    let upstream = upstream(&top.table("upstream"), &http);
+    let tls = tls_at.as_ref().map(|at| listen_tls::server(input, at));
+    let upstream = upstream(input, &top.table("upstream"), &http);
     let store = store(input, &top.table("store"));
     let shutdown = shutdown(&top.table("shutdown"));
     let admin = admin(input, &top.table("admin"));
@@ -63,7 +63,7 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
         on_store_failure: defaults.word("on_store_failure", &ON_STORE_FAILURE)?,
         algorithm: defaults.word("algorithm", &ALGORITHM)?,
         missing_key: defaults.word("missing_key", &MISSING_KEY)?,
-        asks_for_certificates: tls_at.as_ref().is_some_and(tls::asks_clients),
+        asks_for_certificates: tls_at.as_ref().is_some_and(listen_tls::asks_clients),
         counts_in_memory: !matches!(store, Some(StoreSettings::Redis(_))),
         claims,
     };
@@ -159,8 +159,9 @@ fn socket_address(text: &str, example: &str) -> Result<SocketAddr, String> {
     text.parse().ok().ok_or_else(|| format!("expected an IP address and port such as \"{example}\""))
 }
 
-fn upstream(at: &Cursor<'_>, http: &Cursor<'_>) -> Option<UpstreamSettings> {
-    let tls = at.table("tls");
+fn upstream(input: &Input, at: &Cursor<'_>, http: &Cursor<'_>) -> Option<UpstreamSettings> {
+    let url = at.parsed("url", values::upstream_url);
+    let tls = url.as_ref().and_then(|url| upstream_tls(input, at, url));
     Some(UpstreamSettings {
         connect_timeout: at.duration("connect_timeout")?,
         response_timeout: at.duration("response_timeout").filter(|time| !time.is_zero()),
@@ -173,11 +174,23 @@ fn upstream(at: &Cursor<'_>, http: &Cursor<'_>) -> Option<UpstreamSettings> {
         max_requests_waiting: http.whole("max_requests_waiting")?,
         retry_connect: at.whole("retry_connect")?,
         retry_idempotent: at.flag("retry_idempotent")?,
-        tls_ca: tls.parsed("ca", |text| present(text, "the path of a PEM file")).map(PathBuf::from),
-        tls_server_name: tls.parsed("server_name", |text| present(text, "a host name")),
-        // Last: without it, what is wrong with the others has been said by now.
-        url: at.parsed("url", values::upstream_url)?,
+        // Last: without them, what is wrong with the others has been said by now.
+        url: url?,
+        tls,
     })
+}
+
+fn upstream_tls(input: &Input, at: &Cursor<'_>, url: &UpstreamUrl) -> Option<ClientTls> {
+    let host = match url {
+        UpstreamUrl::Net { scheme: Scheme::Https, host, .. } => Some(host),
+        _ => None,
+    };
+    let wanted = tls::Wanted { is_tls: host.is_some(), is_used: true, by: "https:// in upstream.url" };
+    let tls = tls::client(input, &at.table("tls"), wanted)?;
+    if tls.name_of(host?).is_err() {
+        at.fail("url", "the host is no name that a certificate can be checked against; expected one that is, or the certificate's name in upstream.tls.server_name")
+    }
+    Some(tls)
 }
 
 pub(super) fn present(text: &str, what: &str) -> Result<String, String> {

@@ -13,6 +13,7 @@ mod files;
 mod input;
 mod layers;
 mod leases;
+mod listen_tls;
 mod matches;
 #[cfg(test)]
 mod page;
@@ -197,7 +198,8 @@ pub fn load_admin(sources: &Sources) -> Result<AdminSettings, Report> {
 }
 
 /// What a reload brings into effect, beside the policies.
-const LIVE: [&str; 6] = ["include", "listen.tls.", "client.", "path.", "defaults.", "response."];
+const LIVE: [&str; 7] =
+    ["include", "listen.tls.", "client.", "path.", "defaults.", "response.", "upstream.tls."];
 
 impl Config {
     /// What runs until the process ends.

@@ -4,12 +4,9 @@ use super::build::{present, secret};
 use super::cursor::Cursor;
 use super::input::Input;
 use super::schema;
+use super::tls;
 use super::values::{self, RedisUrl};
-use crate::store::redis::{Address, Login, Password, RedisSettings, Tls, Topology};
-use crate::tls;
-use sha2::{Digest, Sha256};
-use tokio_rustls::rustls::RootCertStore;
-use tokio_rustls::rustls::pki_types::ServerName;
+use crate::store::redis::{Address, Login, Password, RedisSettings, Topology};
 
 /// All settings of Redis. Files are read only if it `is_used`.
 pub(super) fn settings(input: &Input, at: &Cursor<'_>, is_used: bool) -> Option<RedisSettings> {
@@ -45,7 +42,7 @@ pub(super) fn settings(input: &Input, at: &Cursor<'_>, is_used: bool) -> Option<
         topology,
         database: first.database,
         login: login(input, at, first, is_used),
-        tls: tls(input, at, first.tls, is_used),
+        tls: tls::client(input, at, tls::Wanted { is_tls: first.tls, is_used, by: "rediss:// in the URL" }),
         servers: urls.iter().map(|url| url.address.clone()).collect(),
         key_prefix: at.parsed("key_prefix", key_prefix)?,
         instances: at.whole("instances")?,
@@ -125,57 +122,6 @@ fn login(input: &Input, at: &Cursor<'_>, url: &RedisUrl, is_used: bool) -> Login
     }
     let Login { username: in_url, password: with_it } = url.login.clone();
     Login { username: username.or(in_url), password: password.or(with_it) }
-}
-
-/// What `rediss://` needs beside.
-fn tls(input: &Input, at: &Cursor<'_>, is_wanted: bool, is_used: bool) -> Option<Tls> {
-    let text = |key: &str| at.text(key).filter(|text| !text.is_empty());
-    if !is_wanted {
-        for key in ["ca", "cert", "key", "server_name"].into_iter().filter(|key| text(key).is_some()) {
-            at.fail(key, "is for TLS only; expected rediss:// in the URL");
-        }
-        return None;
-    }
-    let server_name = text("server_name").and_then(|name| {
-        let checked =
-            ServerName::try_from(name).map_err(|_invalid| at.fail("server_name", "expected a host name"));
-        checked.ok()
-    });
-    if text("cert").is_some() != text("key").is_some() {
-        let (missing, given) = if text("cert").is_some() { ("key", "cert") } else { ("cert", "key") };
-        at.fail(given, &format!("a certificate and its key belong together; expected {missing} too"));
-    }
-    if !is_used {
-        return None;
-    }
-    let mut digest = Sha256::new();
-    let mut pem = |key: &str| {
-        let pem = secret(input, at, key, "PEM text")?;
-        digest.update(Sha256::digest(&pem));
-        Some(pem)
-    };
-    let (ca, cert, key) = (pem("ca"), pem("cert"), pem("key"));
-    digest.update(text("server_name").unwrap_or_default());
-    let roots = roots(at, ca.as_deref());
-    let wrong = |key: &'static str| move |reason: String| at.fail(key, &format!("in the file: {reason}"));
-    let chain = cert.and_then(|pem| tls::certificates(pem.as_bytes()).map_err(wrong("cert")).ok());
-    let key = key.and_then(|pem| tls::private_key(pem.as_bytes()).map_err(wrong("key")).ok());
-    let client = tls::client(roots?, chain.zip(key)).map_err(|error| {
-        at.fail("cert", &format!("certificate and key can't be used: {error}"));
-    });
-    Some(Tls::new(client.ok()?, server_name, digest.finalize().into()))
-}
-
-fn roots(at: &Cursor<'_>, ca: Option<&str>) -> Option<RootCertStore> {
-    let roots = match (ca, at.text("ca").is_some_and(|path| !path.is_empty())) {
-        (Some(pem), _) => tls::roots(pem.as_bytes()).map_err(|reason| format!("in the file: {reason}")),
-        // Said by now.
-        (None, true) => return None,
-        (None, false) => tls::system_roots().map_err(|reason| {
-            format!("no trusted certificates on this system ({reason}); expected the path of a PEM file")
-        }),
-    };
-    roots.map_err(|problem| at.fail("ca", &problem)).ok()
 }
 
 /// Braces would move the hash tag of all keys, and people have to read and type it.

@@ -228,9 +228,9 @@ static LISTEN_HTTP: [Key; 8] = [
 static UPSTREAM: [Key; 12] = [
     key(
         "url",
-        Text("\"http://host:port\" or \"https://host:port\""),
+        Text("\"http://host:port\", \"https://host:port\", \"h2c://host:port\" or \"unix:/path\""),
         Required,
-        "What to forward to, without a path. HTTP/1.1 is spoken to it.",
+        "What to forward to, without a path. http and unix: HTTP/1.1; h2c: HTTP/2; https: what the server prefers of both.",
     ),
     key("connect_timeout", POSITIVE, Default("1s"), "For one try to connect, TLS included."),
     key(
@@ -267,9 +267,14 @@ static UPSTREAM: [Key; 12] = [
         "max_connections",
         whole(1, 1_000_000),
         Default("1024"),
-        "Connections to the upstream at a time, over all workers; open WebSockets count.",
+        "Connections to the upstream at a time, over all workers; open WebSockets count. One by HTTP/2 carries up to 100 requests.",
     ),
-    key("queue_timeout", DURATION, Default("1s"), "How long a request waits for one of them. Passed: 503."),
+    key(
+        "queue_timeout",
+        DURATION,
+        Default("1s"),
+        "How long a request waits for one of them, or for its turn on one. Passed: 503.",
+    ),
     key(
         "retry_connect",
         whole(0, 100),
@@ -282,11 +287,18 @@ static UPSTREAM: [Key; 12] = [
         Default("true"),
         "Send a request once more when a reused connection turns out to be dead. Only without a body and with an idempotent method.",
     ),
-    key("tls", Table(&UPSTREAM_TLS), Optional, "For https."),
+    key("tls", Table(&UPSTREAM_TLS), Optional, "For https. Files are read again when they change."),
 ];
 
-static UPSTREAM_TLS: [Key; 2] = [
+static UPSTREAM_TLS: [Key; 4] = [
     key("ca", PEM, Optional, "Certificates to trust. Absent: the system's."),
+    key(
+        "cert",
+        Text("the path of a PEM file"),
+        Optional,
+        "Our certificate and its chain, for an upstream that asks for one.",
+    ),
+    key("key", Text("the path of a PEM file"), Optional, "Its private key."),
     key(
         "server_name",
         Text("a host name"),

@@ -98,7 +98,11 @@ fn the_example_names_every_key_with_its_default() {
     // Everything that is commented out, put in, changes nothing.
     let written = fs::read_to_string(&example).unwrap();
     let (settings, _) = written.split_once("\n[[policy]]").unwrap();
-    let is_key = |line: &&str| line.starts_with('#') && !line.starts_with("# ") && line.contains(" = ");
+    // What has no default would read files, and want an upstream that speaks TLS.
+    let is_for_tls = |line: &str| line.contains("\"/etc/tidegate/") || line.contains("orders.internal");
+    let is_key = |line: &&str| {
+        line.starts_with('#') && !line.starts_with("# ") && line.contains(" = ") && !is_for_tls(line)
+    };
     let mut all = String::new();
     for line in settings.lines() {
         let line = if is_key(&line) { line.trim_start_matches('#') } else { line };
@@ -133,7 +137,7 @@ fn the_environment_overrides_the_file_and_flags_override_both() {
         ],
     );
     let config = load(&sources).unwrap();
-    assert_eq!(config.upstream.url.host, "env");
+    assert_eq!(config.upstream.url.to_string(), "http://env:2");
     assert_eq!((config.upstream.retry_connect, config.upstream.preserve_host), (5, false));
     assert_eq!(config.upstream.connect_timeout, Duration::from_secs(7));
     assert_eq!(config.listen.address.to_string(), "127.0.0.1:1");
@@ -146,7 +150,7 @@ fn the_environment_overrides_the_file_and_flags_override_both() {
 
     sources.flags = Flags { upstream: Some("http://flag:3".into()), listen: Some("[::1]:4".into()) };
     let config = load(&sources).unwrap();
-    assert_eq!(config.upstream.url.host, "flag");
+    assert_eq!(config.upstream.url.to_string(), "http://flag:3");
     assert!(config.listen.address.to_string().ends_with(":4"));
 }
 

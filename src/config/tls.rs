@@ -1,94 +1,71 @@
-//! `[listen.tls]`: what clients see of us, and what we ask of them.
+//! The keys `ca`, `cert`, `key` and `server_name`: TLS towards a server.
 
+use super::build::secret;
 use super::cursor::Cursor;
 use super::input::Input;
-use crate::clock;
-use crate::tls::{ClientAuth, IdentityError, ServerIdentity, ServerTls};
-use std::path::Path;
+use crate::tls::{self, ClientTls};
+use sha2::{Digest, Sha256};
+use tokio_rustls::rustls::RootCertStore;
+use tokio_rustls::rustls::pki_types::ServerName;
 
-const DAY_S: u64 = 86_400;
+/// What the keys are for.
+#[derive(Clone, Copy)]
+pub(super) struct Wanted {
+    /// The server speaks TLS. If not, the keys are errors.
+    pub(super) is_tls: bool,
+    /// The server will be asked: only then files are read.
+    pub(super) is_used: bool,
+    /// How TLS is asked for.
+    pub(super) by: &'static str,
+}
 
-/// How TLS is spoken with clients; `None` if something is wrong.
-pub(super) fn server(input: &Input, at: &Cursor<'_>) -> Option<ServerTls> {
-    let mut identities = vec![identity(input, at)];
-    for more in at.tables("certificates") {
-        let identity = identity(input, &more);
-        if identity.as_ref().is_some_and(|(_, identity)| identity.certificate.dns_names.is_empty()) {
-            more.warn("cert", "it has no DNS name, so no client is ever shown it");
+/// Reads what the keys of `at` name; the files are watched from now on.
+pub(super) fn client(input: &Input, at: &Cursor<'_>, wanted: Wanted) -> Option<ClientTls> {
+    let text = |key: &str| at.text(key).filter(|text| !text.is_empty());
+    if !wanted.is_tls {
+        for key in ["ca", "cert", "key", "server_name"].into_iter().filter(|key| text(key).is_some()) {
+            at.fail(key, &format!("is for TLS only; expected {}", wanted.by));
         }
-        identities.push(identity);
-    }
-    let auth = at.word("client_auth", &CLIENT_AUTH)?;
-    let client_ca = at.text("client_ca").filter(|path| !path.is_empty());
-    match (auth, &client_ca) {
-        (ClientAuth::None, Some(_)) => at.warn(
-            "client_ca",
-            "clients are asked for no certificate; expected client_auth = \"optional\" or \"require\" beside it",
-        ),
-        (ClientAuth::Optional | ClientAuth::Require, None) => {
-            at.fail("client_auth", "certificates are checked against nothing; expected client_ca too");
-        }
-        _ => {}
-    }
-    let client_ca = client_ca.and_then(|_| pem(input, at, "client_ca"));
-    // All of them have been read by now, and what is wrong was said.
-    let identities = identities.into_iter().collect::<Option<Vec<_>>>()?;
-    if auth != ClientAuth::None && client_ca.is_none() {
         return None;
     }
-    let server = ServerTls::new(identities, client_ca.as_deref(), auth);
-    server.map_err(|reason| at.fail("client_ca", &format!("in the file: {reason}"))).ok()
-}
-
-const CLIENT_AUTH: [(&str, ClientAuth); 3] =
-    [("none", ClientAuth::None), ("optional", ClientAuth::Optional), ("require", ClientAuth::Require)];
-
-/// Whether clients are asked for certificates, whatever else is wrong.
-pub(super) fn asks_clients(at: &Cursor<'_>) -> bool {
-    at.text("client_auth").is_some_and(|auth| auth != "none")
-}
-
-/// A certificate, under the path of its file, and its key.
-fn identity(input: &Input, at: &Cursor<'_>) -> Option<(String, ServerIdentity)> {
-    let (chain, key) = (pem(input, at, "cert"), pem(input, at, "key"));
-    let path = at.text("cert")?;
-    let (field, reason) = match ServerIdentity::read(&chain?, &key?) {
-        Ok(identity) => {
-            warn_of_dates(at, &identity);
-            return Some((path, identity));
-        }
-        Err(IdentityError::Certificate(reason)) => ("cert", reason),
-        Err(IdentityError::Key(reason)) => ("key", reason),
-    };
-    at.fail(field, &format!("in the file: {reason}"));
-    None
-}
-
-/// What is over, or not begun, may be what somebody has at hand: it is shown all the same.
-fn warn_of_dates(at: &Cursor<'_>, identity: &ServerIdentity) {
-    let now = clock::unix_s();
-    let days = |seconds: u64| match seconds / DAY_S {
-        0 => "less than a day".to_owned(),
-        1 => "1 day".to_owned(),
-        days => format!("{days} days"),
-    };
-    if identity.expiry < now {
-        let ago = days(now.saturating_sub(identity.expiry));
-        at.warn("cert", &format!("it expired {ago} ago, or one of its chain did: clients will refuse it"));
+    let server_name = text("server_name").and_then(|name| {
+        let checked =
+            ServerName::try_from(name).map_err(|_invalid| at.fail("server_name", "expected a host name"));
+        checked.ok()
+    });
+    if text("cert").is_some() != text("key").is_some() {
+        let (missing, given) = if text("cert").is_some() { ("key", "cert") } else { ("cert", "key") };
+        at.fail(given, &format!("a certificate and its key belong together; expected {missing} too"));
     }
-    let begins = identity.certificate.valid.0;
-    if begins > now {
-        let left = days(begins.saturating_sub(now));
-        at.warn("cert", &format!("it begins to be valid in {left}: clients will refuse it until then"));
-    }
-}
-
-/// What the file holds that a key names.
-fn pem(input: &Input, at: &Cursor<'_>, key: &str) -> Option<Vec<u8>> {
-    let path = at.text(key)?;
-    if path.is_empty() {
-        at.fail(key, "expected the path of a PEM file");
+    if !wanted.is_used {
         return None;
     }
-    input.read_bytes(Path::new(&path)).map_err(|error| at.fail(key, &format!("the file {error}"))).ok()
+    let mut digest = Sha256::new();
+    let mut pem = |key: &str| {
+        let pem = secret(input, at, key, "PEM text")?;
+        digest.update(Sha256::digest(&pem));
+        Some(pem)
+    };
+    let (ca, cert, key) = (pem("ca"), pem("cert"), pem("key"));
+    digest.update(text("server_name").unwrap_or_default());
+    let roots = roots(at, ca.as_deref());
+    let wrong = |key: &'static str| move |reason: String| at.fail(key, &format!("in the file: {reason}"));
+    let chain = cert.and_then(|pem| tls::certificates(pem.as_bytes()).map_err(wrong("cert")).ok());
+    let key = key.and_then(|pem| tls::private_key(pem.as_bytes()).map_err(wrong("key")).ok());
+    let client = tls::client(roots?, chain.zip(key)).map_err(|error| {
+        at.fail("cert", &format!("certificate and key can't be used: {error}"));
+    });
+    Some(ClientTls::new(client.ok()?, server_name, digest.finalize().into()))
+}
+
+fn roots(at: &Cursor<'_>, ca: Option<&str>) -> Option<RootCertStore> {
+    let roots = match (ca, at.text("ca").is_some_and(|path| !path.is_empty())) {
+        (Some(pem), _) => tls::roots(pem.as_bytes()).map_err(|reason| format!("in the file: {reason}")),
+        // Said by now.
+        (None, true) => return None,
+        (None, false) => tls::system_roots().map_err(|reason| {
+            format!("no trusted certificates on this system ({reason}); expected the path of a PEM file")
+        }),
+    };
+    roots.map_err(|problem| at.fail("ca", &problem)).ok()
 }

@@ -1,13 +1,14 @@
 //! Texts that mean something: durations, sizes, addresses, URLs.
 
 use super::schema::Kind;
-use crate::proxy::{ListenAddress, UpstreamUrl};
+use crate::proxy::{ListenAddress, Scheme, UpstreamUrl};
 use crate::store::redis::{Address, Login, Password};
 use figment::value::Value;
 use ipnet::IpNet;
 use percent_encoding::percent_decode_str;
 use regex::{Regex, RegexBuilder};
 use std::net::{IpAddr, Ipv6Addr};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Compiled size, in bytes: a pattern that needs more is not meant for a path or a header.
@@ -68,7 +69,7 @@ fn split_unit(text: &str) -> Option<(u64, &str)> {
     Some((number.parse().ok()?, unit))
 }
 
-/// Longest path of a Unix socket that the system takes.
+/// The longest path of a socket: `sun_path` has 108 bytes, the last of them NUL (unix(7)).
 const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 /// `address:port`, or `unix:/path`.
@@ -78,15 +79,7 @@ pub(super) fn listen_address(text: &str) -> Result<ListenAddress, String> {
     let Some(rest) = text.strip_prefix("unix:") else {
         return text.parse().map(ListenAddress::Ip).ok().ok_or_else(|| EXPECTED.to_owned());
     };
-    // `unix:///path` is the same as a URL.
-    let path = rest.strip_prefix("//").unwrap_or(rest);
-    if !path.starts_with('/') || path.ends_with('/') || path.contains('\0') {
-        return Err(format!("a socket's path begins with a slash and names a file; {EXPECTED}"));
-    }
-    if path.len() > MAX_SOCKET_PATH_BYTES {
-        return Err(format!("a socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes; {EXPECTED}"));
-    }
-    Ok(ListenAddress::Unix(path.into()))
+    socket_path(rest).map(ListenAddress::Unix)
 }
 
 /// A network, or one address.
@@ -108,18 +101,19 @@ pub(super) fn regex(text: &str) -> Result<Regex, String> {
     })
 }
 
-/// `http://host:port` or `https://host:port`.
+/// `http://host:port`, `https://`, `h2c://`, or `unix:/path`.
 pub(super) fn upstream_url(text: &str) -> Result<UpstreamUrl, String> {
-    const EXPECTED: &str = "expected \"http://host:port\" or \"https://host:port\"";
-    let Some((scheme, rest)) =
-        text.split_once("://").or_else(|| text.split_once(':').filter(|s| s.0 == "unix"))
-    else {
-        return Err(EXPECTED.to_owned());
-    };
-    let tls = match scheme {
-        "http" => false,
-        "https" => true,
-        "h2c" | "unix" => return Err(format!("{scheme} is not supported in this version; {EXPECTED}")),
+    const EXPECTED: &str =
+        "expected \"http://host:port\", \"https://host:port\", \"h2c://host:port\" or \"unix:/path\"";
+    let (scheme, rest) = text.split_once(':').ok_or(EXPECTED)?;
+    if scheme == "unix" {
+        return socket_path(rest).map(UpstreamUrl::Unix);
+    }
+    let rest = rest.strip_prefix("//").ok_or(EXPECTED)?;
+    let (scheme, default_port) = match scheme {
+        "http" => (Scheme::Http, 80),
+        "https" => (Scheme::Https, 443),
+        "h2c" => (Scheme::H2c, 80),
         _ => return Err(EXPECTED.to_owned()),
     };
     if rest.contains('@') {
@@ -132,8 +126,23 @@ pub(super) fn upstream_url(text: &str) -> Result<UpstreamUrl, String> {
     if authority.contains('/') {
         return Err(format!("a path is not supported here: paths are forwarded as they came; {EXPECTED}"));
     }
-    let (host, port) = host_and_port(authority, if tls { 443 } else { 80 })?;
-    Ok(UpstreamUrl { tls, host, port })
+    let (host, port) = host_and_port(authority, default_port)?;
+    Ok(UpstreamUrl::Net { scheme, host, port })
+}
+
+/// The absolute path of a Unix socket, `//` before it or not.
+fn socket_path(text: &str) -> Result<PathBuf, String> {
+    let path = text.strip_prefix("//").unwrap_or(text);
+    if !path.starts_with('/') || path.ends_with('/') || path.contains('\0') {
+        return Err("expected the absolute path of a socket such as \"unix:/run/app.sock\"".to_owned());
+    }
+    if path.len() > MAX_SOCKET_PATH_BYTES {
+        return Err(format!(
+            "a socket's path has {} bytes; the system allows {MAX_SOCKET_PATH_BYTES}",
+            path.len()
+        ));
+    }
+    Ok(path.into())
 }
 
 /// What the URL of a server says.
@@ -280,15 +289,25 @@ mod tests {
 
     #[test]
     fn an_upstream_is_a_scheme_and_an_authority() {
-        let url = |tls, host: &str, port| Ok(UpstreamUrl { tls, host: host.to_owned(), port });
-        assert_eq!(upstream_url("http://app"), url(false, "app", 80));
-        assert_eq!(upstream_url("https://app.internal:8443/"), url(true, "app.internal", 8443));
-        assert_eq!(upstream_url("http://[::1]:3000"), url(false, "::1", 3000));
+        let url = |scheme, host: &str, port| Ok(UpstreamUrl::Net { scheme, host: host.to_owned(), port });
+        assert_eq!(upstream_url("http://app"), url(Scheme::Http, "app", 80));
+        assert_eq!(upstream_url("https://app.internal:8443/"), url(Scheme::Https, "app.internal", 8443));
+        assert_eq!(upstream_url("h2c://[::1]:3000"), url(Scheme::H2c, "::1", 3000));
+        assert_eq!(upstream_url("h2c://app"), url(Scheme::H2c, "app", 80));
+        for text in ["unix:/run/app.sock", "unix:///run/app.sock"] {
+            assert_eq!(upstream_url(text), Ok(UpstreamUrl::Unix("/run/app.sock".into())));
+        }
+        let longest = format!("unix:/{}", "s".repeat(106));
+        assert!(upstream_url(&longest).is_ok());
+        assert!(upstream_url(&format!("{longest}s")).unwrap_err().contains("108 bytes"));
         for (wrong, reason) in [
             ("app:3000", "expected"),
+            ("app", "expected"),
             ("ftp://app", "expected"),
-            ("unix:/run/app.sock", "not supported"),
-            ("h2c://app", "not supported"),
+            ("http:app", "expected"),
+            ("unix:run/app.sock", "absolute"),
+            ("unix:", "absolute"),
+            ("unix:/run/", "absolute"),
             ("http://app/path", "path"),
             ("http://app?x", "query"),
             ("http://u:p@app", "user"),
@@ -319,9 +338,11 @@ mod tests {
             assert_eq!(shown(written).as_deref(), Ok(read));
         }
         let long = format!("unix:/{}", "x".repeat(107));
-        for wrong in ["8080", "localhost:80", "unix:", "unix:run/t.sock", "unix://run/t", "unix:/run/", &long]
-        {
+        for wrong in ["8080", "localhost:80"] {
             assert!(shown(wrong).unwrap_err().contains("expected an IP"), "{wrong}");
+        }
+        for wrong in ["unix:", "unix:run/t.sock", "unix://run/t", "unix:/run/", &long] {
+            assert!(shown(wrong).unwrap_err().contains("a socket"), "{wrong}");
         }
     }
 

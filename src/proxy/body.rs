@@ -6,7 +6,7 @@
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -17,7 +17,7 @@ use tokio::time::{Instant, timeout};
 use super::alarm::Alarm;
 use super::meter::Bill;
 use super::tunnel::Tunnel;
-use super::upstream::Lease;
+use super::upstream::{Lease, Receiving, with_causes};
 use super::watch::Active;
 use crate::enforcer::Hold;
 use crate::telemetry::metrics::Closed;
@@ -46,7 +46,7 @@ pub enum BodyError {
     Overlong,
     /// The upstream closed before the end, or broke the protocol.
     #[error("the upstream broke off the response body: {0}")]
-    Upstream(hyper::Error),
+    Upstream(String),
 }
 
 /// What a client may send as a request body.
@@ -61,7 +61,7 @@ pub(super) struct BodyLimits {
 /// The body of a request as it comes from the client. Dropping it unread makes an HTTP/1 connection
 /// end with its response; see [`RequestBody::discard`].
 #[derive(Debug, Default)]
-pub struct RequestBody(Option<Box<Streaming>>);
+pub struct RequestBody(Option<Rc<RefCell<Streaming>>>);
 
 #[derive(Debug)]
 struct Streaming {
@@ -71,6 +71,8 @@ struct Streaming {
     /// Reading anything makes hyper ask the client for the body with `100 Continue`.
     expects_continue: bool,
     multiplexed: bool,
+    /// Some of it has been handed over.
+    was_read: bool,
     pending_since: Option<Instant>,
     alarm: Alarm,
     progress: Rc<Progress>,
@@ -108,17 +110,18 @@ impl RequestBody {
             return Self(None);
         }
         let progress = Progress { state: Cell::new(Sending::Moving), moved: Cell::new(Instant::now()) };
-        Self(Some(Box::new(Streaming {
+        Self(Some(Rc::new(RefCell::new(Streaming {
             incoming,
             limits,
             received: 0,
             expects_continue: request.headers.contains_key(http::header::EXPECT),
             multiplexed: request.version == http::Version::HTTP_2,
+            was_read: false,
             pending_since: None,
             alarm: Alarm::default(),
             progress: Rc::new(progress),
             active: active.clone(),
-        })))
+        }))))
     }
 
     /// No body at all: the only kind of request that can be sent twice.
@@ -130,19 +133,33 @@ impl RequestBody {
     /// background, so that the connection can be used again. A client that waits for
     /// `100 Continue` is not asked to send; an HTTP/2 stream simply ends.
     pub fn discard(self) {
-        let Some(mut body) = self.0 else { return };
-        if body.expects_continue || body.multiplexed {
-            return;
+        let Some(body) = self.0 else { return };
+        {
+            let mut body = body.borrow_mut();
+            if body.expects_continue || body.multiplexed {
+                return;
+            }
+            body.limits.max_bytes = Some(body.received.saturating_add(DISCARD_BYTES));
         }
-        body.limits.max_bytes = Some(body.received.saturating_add(DISCARD_BYTES));
         tokio::task::spawn_local(timeout(DISCARD_TIME, async move {
-            while let Some(Ok(_)) = poll_fn(|cx| body.poll_frame(cx)).await {}
+            while let Some(Ok(_)) = poll_fn(|cx| body.borrow_mut().poll_frame(cx)).await {}
         }));
     }
 
     /// Where the transfer stands; `None` for no body.
     pub(super) fn progress(&self) -> Option<Rc<Progress>> {
-        self.0.as_ref().map(|body| Rc::clone(&body.progress))
+        self.0.as_ref().map(|body| Rc::clone(&body.borrow().progress))
+    }
+
+    /// Another handle on the same body, for whoever may have to send it elsewhere. The body is dropped with the
+    /// last one.
+    pub(super) fn another(&self) -> Self {
+        Self(self.0.clone())
+    }
+
+    /// Whether some of it has been handed over, and can't be had again.
+    pub(super) fn was_read(&self) -> bool {
+        self.0.as_ref().is_some_and(|body| body.borrow().was_read)
     }
 }
 
@@ -169,6 +186,7 @@ impl Streaming {
             });
         };
         self.pending_since = None;
+        self.was_read = true;
         self.progress.moved.set(Instant::now());
         self.progress.state.set(Sending::Moving);
         Poll::Ready(match frame {
@@ -226,18 +244,18 @@ impl Body for RequestBody {
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        match &mut self.get_mut().0 {
-            Some(body) => body.poll_frame(cx),
+        match &self.0 {
+            Some(body) => body.borrow_mut().poll_frame(cx),
             None => Poll::Ready(None),
         }
     }
 
     fn is_end_stream(&self) -> bool {
-        self.0.as_ref().is_none_or(|body| body.incoming.is_end_stream())
+        self.0.as_ref().is_none_or(|body| body.borrow().incoming.is_end_stream())
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.0.as_ref().map_or_else(|| SizeHint::with_exact(0), |body| body.incoming.size_hint())
+        self.0.as_ref().map_or_else(|| SizeHint::with_exact(0), |body| body.borrow().incoming.size_hint())
     }
 }
 
@@ -254,11 +272,41 @@ pub enum ResponseBody {
     Tunnel(Box<Tunnel>),
 }
 
+/// Where a response body comes from.
+#[derive(Debug)]
+pub(super) enum Source {
+    Http1(Incoming),
+    Http2(Receiving),
+}
+
+impl Source {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, String>>> {
+        match self {
+            Self::Http1(incoming) => Pin::new(incoming).poll_frame(cx).map_err(|error| with_causes(&error)),
+            Self::Http2(receiving) => receiving.poll_frame(cx).map_err(|error| with_causes(&error)),
+        }
+    }
+
+    pub(super) fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Http1(incoming) => incoming.is_end_stream(),
+            Self::Http2(receiving) => receiving.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Http1(incoming) => incoming.size_hint(),
+            Self::Http2(receiving) => receiving.size_hint(),
+        }
+    }
+}
+
 /// A response body as it comes from the upstream. At its end the connection goes back to the pool;
 /// dropped before, it closes the connection, and the upstream learns that nobody listens.
 #[derive(Debug)]
 pub struct UpstreamBody {
-    incoming: Incoming,
+    source: Source,
     lease: Option<Lease>,
     idle: Option<Duration>,
     pending_since: Option<Instant>,
@@ -267,8 +315,8 @@ pub struct UpstreamBody {
 }
 
 impl UpstreamBody {
-    pub(super) fn new(incoming: Incoming, lease: Lease, idle: Option<Duration>) -> Self {
-        Self { incoming, lease: Some(lease), idle, pending_since: None, hold: None, bill: None }
+    pub(super) fn new(source: Source, lease: Lease, idle: Option<Duration>) -> Self {
+        Self { source, lease: Some(lease), idle, pending_since: None, hold: None, bill: None }
     }
 
     /// Keeps what the request holds until the end of the body, and ends the body when that has to end.
@@ -286,7 +334,7 @@ impl UpstreamBody {
         if ends_at.is_some_and(|ends_at| ends_at <= Instant::now()) {
             return Poll::Ready(Some(Err(self.broken(BodyError::Overlong))));
         }
-        let Poll::Ready(frame) = Pin::new(&mut self.incoming).poll_frame(cx) else {
+        let Poll::Ready(frame) = self.source.poll_frame(cx) else {
             return self.poll_overdue(ends_at, cx).map(|error| Some(Err(self.broken(error))));
         };
         self.pending_since = None;
@@ -296,7 +344,7 @@ impl UpstreamBody {
                     bill.read(&frame);
                 }
                 // hyper asks no further then.
-                if frame.is_trailers() || self.incoming.is_end_stream() {
+                if frame.is_trailers() || self.source.is_end_stream() {
                     self.end();
                 }
                 Some(Ok(frame))
@@ -372,7 +420,7 @@ impl Body for ResponseBody {
         match self {
             Self::Empty | Self::Tunnel(_) => true,
             Self::Full(bytes) => bytes.is_empty(),
-            Self::Upstream(body) => body.incoming.is_end_stream(),
+            Self::Upstream(body) => body.source.is_end_stream(),
         }
     }
 
@@ -380,7 +428,7 @@ impl Body for ResponseBody {
         match self {
             Self::Empty | Self::Tunnel(_) => SizeHint::with_exact(0),
             Self::Full(bytes) => SizeHint::with_exact(u64::try_from(bytes.len()).unwrap_or(u64::MAX)),
-            Self::Upstream(body) => body.incoming.size_hint(),
+            Self::Upstream(body) => body.source.size_hint(),
         }
     }
 }

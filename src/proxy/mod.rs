@@ -35,6 +35,7 @@ pub use service::Service;
 pub use tunnel::Tunnel;
 pub use upstream::{Fault, SetupError, Shared, Upstream, UpstreamError, UpstreamErrorKind};
 
+use crate::tls::ClientTls;
 use ipnet::IpNet;
 use std::fmt;
 use std::path::PathBuf;
@@ -90,33 +91,53 @@ pub struct UpstreamSettings {
     pub retry_connect: u32,
     /// Once more for a bodiless idempotent request on a reused connection that died.
     pub retry_idempotent: bool,
-    /// Trust anchors for https; `None`: the system's.
-    pub tls_ca: Option<PathBuf>,
-    /// The name asked for and verified; `None`: the host of the URL.
-    pub tls_server_name: Option<String>,
+    /// For https; there if and only if the URL says so.
+    pub tls: Option<ClientTls>,
 }
 
-/// `http://host:port`, `https://host:port`: an authority, no path.
+/// Where an upstream is, and how it is spoken to: no path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct UpstreamUrl {
-    pub tls: bool,
-    /// A name or an address, without brackets.
-    pub host: String,
-    pub port: u16,
+pub enum UpstreamUrl {
+    Net {
+        scheme: Scheme,
+        /// A name or an address, without brackets.
+        host: String,
+        port: u16,
+    },
+    /// `unix:/path`: HTTP/1.1 by a socket of this machine.
+    Unix(PathBuf),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scheme {
+    /// HTTP/1.1.
+    Http,
+    /// HTTP/2 or HTTP/1.1, as the server prefers.
+    Https,
+    /// HTTP/2 in the clear, by prior knowledge (RFC 9113, 3.3).
+    H2c,
 }
 
 impl UpstreamUrl {
-    /// Host and port as they stand in a `Host` field: the scheme's own port is left out.
+    /// Host and port as they stand in a `Host` field: the scheme's own port is left out. A socket has no name; what
+    /// listens there is on this machine.
     pub fn authority(&self) -> String {
-        let host = if self.host.contains(':') { format!("[{}]", self.host) } else { self.host.clone() };
-        let usual = if self.tls { 443 } else { 80 };
-        if self.port == usual { host } else { format!("{host}:{}", self.port) }
+        let Self::Net { scheme, host, port } = self else { return "localhost".to_owned() };
+        let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
+        let usual = if *scheme == Scheme::Https { 443 } else { 80 };
+        if *port == usual { host } else { format!("{host}:{port}") }
     }
 }
 
 impl fmt::Display for UpstreamUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}://{}", if self.tls { "https" } else { "http" }, self.authority())
+        let scheme = match self {
+            Self::Net { scheme: Scheme::Http, .. } => "http",
+            Self::Net { scheme: Scheme::Https, .. } => "https",
+            Self::Net { scheme: Scheme::H2c, .. } => "h2c",
+            Self::Unix(path) => return write!(f, "unix:{}", path.display()),
+        };
+        write!(f, "{scheme}://{}", self.authority())
     }
 }
 

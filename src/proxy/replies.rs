@@ -59,6 +59,8 @@ pub(super) enum Local {
     Terminated,
     /// The upstream's response made no sense.
     Protocol,
+    /// The upstream opens no WebSockets by the protocol that it speaks.
+    Upgrade,
     ResponseTimeout,
     /// A limit's `max_duration` is over.
     Overlong,
@@ -189,6 +191,9 @@ impl Local {
             ),
             Self::Protocol => {
                 (S::BAD_GATEWAY, "http_protocol_error", "The upstream sent a response that is not valid.")
+            }
+            Self::Upgrade => {
+                (S::BAD_GATEWAY, "http_upgrade_failed", "The upstream does not open WebSockets by HTTP/2.")
             }
             Self::ResponseTimeout => {
                 (S::GATEWAY_TIMEOUT, "connection_read_timeout", "The upstream did not respond in time.")

@@ -16,6 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
 use super::alarm::Alarm;
+use super::upstream::Duplex;
 use crate::enforcer::Hold;
 
 /// The most that waits in each direction.
@@ -24,7 +25,7 @@ const PART_BYTES: usize = 16 * 1024;
 /// An upstream's connection that no longer speaks HTTP. Dropping it closes it.
 #[derive(Debug)]
 pub struct Tunnel {
-    upstream: TokioIo<Upgraded>,
+    upstream: Far,
     /// Nothing moves in either direction for this long: the end. `None`: no limit.
     idle: Option<Duration>,
     hold: Option<Hold>,
@@ -33,7 +34,18 @@ pub struct Tunnel {
     moved: Instant,
     /// Since when it is the client's turn.
     owing_since: Option<Instant>,
+    /// Since when the upstream has left alone what the client sent.
+    ignoring_since: Option<Instant>,
     alarm: Alarm,
+}
+
+/// The upstream's end.
+#[derive(Debug)]
+pub(super) enum Far {
+    /// A whole connection.
+    Http1(TokioIo<Upgraded>),
+    /// A stream of one.
+    Http2(Duplex),
 }
 
 /// How a tunnel ended.
@@ -57,18 +69,22 @@ pub(super) enum Over {
     /// The client does not read, or does not come to an end after the upstream has.
     #[error("the client does not read, or does not end")]
     Stalled,
+    /// The upstream does not read, at the expense of others.
+    #[error("the upstream does not read, and holds up what else the client sends")]
+    Ignored,
 }
 
 impl Tunnel {
-    pub(super) fn new(upstream: Upgraded, idle: Option<Duration>) -> Self {
+    pub(super) fn new(upstream: Far, idle: Option<Duration>) -> Self {
         Self {
-            upstream: TokioIo::new(upstream),
+            upstream,
             idle,
             hold: None,
             up: Flow::default(),
             down: Flow::default(),
             moved: Instant::now(),
             owing_since: None,
+            ignoring_since: None,
             alarm: Alarm::default(),
         }
     }
@@ -81,8 +97,9 @@ impl Tunnel {
     /// Passes bytes on. A side that ends its own direction is still sent the other.
     ///
     /// `patience`: how long a client may leave what is there for it, and, once the upstream has ended, how
-    /// long it may pause.
-    pub(super) async fn run<C>(&mut self, client: &mut C, patience: Duration) -> Over
+    /// long it may pause. If the client's other streams share their window with this one, it is also how long the
+    /// upstream may leave alone what is there: unread bytes hold that window.
+    pub(super) async fn run<C>(&mut self, client: &mut C, patience: Duration, shares_window: bool) -> Over
     where
         C: AsyncRead + AsyncWrite + Unpin,
     {
@@ -101,25 +118,65 @@ impl Tunnel {
             if down && up {
                 return Poll::Ready(Over::Done);
             }
-            self.poll_overdue(patience, cx)
+            self.poll_overdue(patience, shares_window, cx)
         })
         .await
     }
 
-    fn poll_overdue(&mut self, patience: Duration, cx: &mut Context<'_>) -> Poll<Over> {
-        if self.up.take_moved() | self.down.take_moved() {
+    fn poll_overdue(&mut self, patience: Duration, shares_window: bool, cx: &mut Context<'_>) -> Poll<Over> {
+        let (up_moved, down_moved) = (self.up.take_moved(), self.down.take_moved());
+        if up_moved || down_moved {
             self.moved = Instant::now();
             self.owing_since = None;
         }
+        if up_moved || !self.up.lags {
+            self.ignoring_since = None;
+        }
+        if shares_window && self.up.lags {
+            self.ignoring_since.get_or_insert_with(Instant::now);
+        }
+        let ignored = self.ignoring_since.map(|since| (since + patience, Over::Ignored));
         let owes = self.down.lags || self.down.stage == Stage::Over && !self.up.lags;
         self.owing_since = owes.then(|| self.owing_since.unwrap_or_else(Instant::now));
         let stalled = self.owing_since.map(|since| (since + patience, Over::Stalled));
         let idle = self.idle.map(|idle| (self.moved + idle, Over::Idle));
         let overlong = self.hold.as_ref().and_then(Hold::ends_at).map(|at| (at, Over::Overlong));
-        match [stalled, idle, overlong].into_iter().flatten().min_by_key(|(due, _)| *due) {
+        match [stalled, ignored, idle, overlong].into_iter().flatten().min_by_key(|(due, _)| *due) {
             Some((due, over)) => self.alarm.poll(due, cx).map(|()| over),
             None => Poll::Pending,
         }
+    }
+}
+
+impl Far {
+    fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Unpin)> {
+        match self {
+            Self::Http1(io) => Pin::new(io),
+            Self::Http2(stream) => Pin::new(stream),
+        }
+    }
+}
+
+impl AsyncRead for Far {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Http1(io) => Pin::new(io).poll_read(cx, into),
+            Self::Http2(stream) => Pin::new(stream).poll_read(cx, into),
+        }
+    }
+}
+
+impl AsyncWrite for Far {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.get_mut().writer().poll_write(cx, bytes)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.get_mut().writer().poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.get_mut().writer().poll_shutdown(cx)
     }
 }
 

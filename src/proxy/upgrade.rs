@@ -55,9 +55,9 @@ pub(super) fn get_from_connect(parts: &mut request::Parts) -> Result<HeaderValue
     Ok(HeaderValue::try_from(base64(&nonce)).expect("base64 is made of visible signs"))
 }
 
-/// Whether a response switches to a WebSocket.
-pub(super) fn is_websocket(response: &HeaderMap) -> bool {
-    let mut chosen = response.get_all(header::UPGRADE).iter().flat_map(elements);
+/// Whether a request wants a WebSocket, or a response switches to one.
+pub(super) fn is_websocket(head: &HeaderMap) -> bool {
+    let mut chosen = head.get_all(header::UPGRADE).iter().flat_map(elements);
     chosen.any(|protocol| protocol.eq_ignore_ascii_case(b"websocket"))
 }
 
@@ -66,6 +66,11 @@ pub(super) fn accepts(key: &HeaderValue, response: &HeaderMap) -> bool {
     let mut proofs = response.get_all(header::SEC_WEBSOCKET_ACCEPT).iter();
     let right = accept(key.as_bytes());
     proofs.next().is_some_and(|proof| proof.as_bytes() == right.as_bytes()) && proofs.next().is_none()
+}
+
+/// The proof that a server knows what a client with `key` wants (RFC 6455, 4.2.2).
+pub(super) fn proof_for(key: &HeaderValue) -> HeaderValue {
+    HeaderValue::try_from(accept(key.as_bytes())).expect("base64 is made of visible signs")
 }
 
 fn accept(key: &[u8]) -> String {

@@ -3,12 +3,17 @@
 //! Every worker has an [`Upstream`] with connections of its own, so that a request never changes
 //! threads; what all workers may do together is counted in [`Shared`].
 
+mod addresses;
 mod connect;
+mod http2;
 mod pool;
+mod shared;
+mod stream;
 
 use http::{HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, header};
 use hyper::body::Incoming;
 use hyper::client::conn::TrySendError;
+use hyper_util::rt::TokioIo;
 use smallvec::SmallVec;
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -20,14 +25,21 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::UpstreamSettings;
-use super::body::{Progress, RequestBody, ResponseBody, Sending, UpstreamBody};
-use super::tunnel::Tunnel;
+use super::body::{Progress, RequestBody, ResponseBody, Sending, Source, UpstreamBody};
+use super::tunnel::{Far, Tunnel};
 use super::upgrade;
-use pool::{Connection, Pool};
+use pool::{Connection, Pool, Wire};
+use stream::Upload;
 
 pub use connect::SetupError;
 pub(super) use pool::Lease;
-pub use pool::Shared;
+pub use shared::Shared;
+pub(super) use stream::{Duplex, Receiving};
+
+/// A busy connection that its upstream closes leaves many requests behind, and they may meet the next one just as late.
+const MAX_GOODBYES: u32 = 5;
+/// The head of a response; more is no answer.
+const MAX_RESPONSE_HEAD_BYTES: u32 = 256 * 1024;
 
 /// Sends requests to the upstream over one worker's connections. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -36,7 +48,7 @@ pub struct Upstream {
 }
 
 /// A request that got no response, and whose fault it is.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 #[error("{kind}: {detail}")]
 pub struct UpstreamError {
     pub kind: UpstreamErrorKind,
@@ -67,6 +79,10 @@ pub enum UpstreamErrorKind {
     Terminated,
     /// The answer is not HTTP.
     Protocol,
+    /// It reset the request's stream: an HTTP/2 upstream's way to say no.
+    Reset,
+    /// It speaks HTTP/2, and opens no WebSockets by that.
+    Upgrade,
     /// The client's: it stopped sending the request body.
     RequestBodyTimeout,
     /// The client's: the request body is larger than allowed.
@@ -141,40 +157,79 @@ impl Upstream {
         let settings = self.pool.settings();
         *request.version_mut() = http::Version::HTTP_11;
         let mut may_repeat = settings.retry_idempotent && is_repeatable(&request);
+        let (mut may_send_again, mut goodbyes_left) = (true, MAX_GOODBYES);
         let mut connects_left = settings.retry_connect;
         let (mut connection, mut sent) = match self.pool.take_idle() {
             Some(connection) => (connection, now),
             None => (self.pool.acquire(&mut connects_left).await?, Instant::now()),
         };
         loop {
-            let reused = connection.is_reused();
-            let copy = (reused && may_repeat).then(|| Again::of(&request));
-            match self.exchange(connection, request, sent).await {
-                Ok(response) => return Ok(response),
-                Err(Failure::Unsent(unsent, _)) if reused => {
-                    request = *unsent;
-                    connection = self.pool.acquire(&mut connects_left).await?;
-                }
-                Err(Failure::Unsent(unsent, _)) if connects_left > 0 => {
-                    connects_left -= 1;
-                    request = *unsent;
-                    connection = self.pool.acquire(&mut connects_left).await?;
-                }
-                Err(Failure::Unsent(_, error)) => return Err(error),
-                Err(Failure::Sent(error)) => match copy {
-                    Some(copy) if error.kind == UpstreamErrorKind::Terminated => {
-                        tracing::debug!(%error, "asking once more on a new connection");
-                        may_repeat = false;
-                        request = copy.into_request();
-                        // The first connection may have taken it to the upstream: that tells more than why there is no other.
-                        connection =
-                            self.pool.acquire_new(&mut connects_left).await.map_err(|_other| error)?;
-                    }
-                    _ => return Err(error),
-                },
+            if request.headers().contains_key(header::UPGRADE) {
+                connection = self.fit_for_upgrade(connection, &request, &mut connects_left).await?;
             }
+            let reused = connection.is_reused();
+            let is_shared = matches!(connection.wire, Wire::Http2(_));
+            let copy = (is_shared || reused && may_repeat).then(|| Again::of(&request));
+            let (failure, error) = match self.exchange(connection, request, sent).await {
+                Ok(response) => return Ok(response),
+                Err(failed) => failed,
+            };
+            (request, connection) = match (failure, copy) {
+                (Failure::Unsent(unsent), copy) if reused || connects_left > 0 => {
+                    connects_left -= u32::from(!reused);
+                    let again = || copy.map(Again::into_request);
+                    let Some(request) = unsent.map(|unsent| *unsent).or_else(again) else {
+                        return Err(error);
+                    };
+                    (request, self.pool.acquire(&mut connects_left).await?)
+                }
+                (Failure::Refused, Some(copy)) if may_send_again && !copy.body.was_read() => {
+                    tracing::debug!(%error, "sending again what the upstream did not look at");
+                    may_send_again = false;
+                    let next = self.pool.acquire_new(&mut connects_left).await;
+                    (copy.into_request(), next.map_err(|_other| error)?)
+                }
+                (Failure::TooLate, Some(copy)) if goodbyes_left > 0 && !copy.body.was_read() => {
+                    tracing::debug!(%error, "sending on another connection what came too late for this one");
+                    goodbyes_left -= 1;
+                    let next = self.pool.acquire_new(&mut connects_left).await;
+                    (copy.into_request(), next.map_err(|_other| error)?)
+                }
+                (_, Some(copy)) if may_repeat && reused && error.kind == UpstreamErrorKind::Terminated => {
+                    tracing::debug!(%error, "asking once more on a new connection");
+                    may_repeat = false;
+                    // The first connection may have taken it to the upstream: that tells more than why there is no other.
+                    let next = self.pool.acquire_new(&mut connects_left).await;
+                    (copy.into_request(), next.map_err(|_other| error)?)
+                }
+                _ => return Err(error),
+            };
             sent = Instant::now();
         }
+    }
+
+    /// A connection on which what a request asks for is possible, if there can be one. By HTTP/2 that is a WebSocket,
+    /// and an upstream must have said that it knows how; anything else stays a plain request.
+    async fn fit_for_upgrade(
+        &self,
+        connection: Box<Connection>,
+        request: &Request<RequestBody>,
+        retries: &mut u32,
+    ) -> Result<Box<Connection>, UpstreamError> {
+        let Wire::Http2(place) = &connection.wire else { return Ok(connection) };
+        let is_websocket = upgrade::is_websocket(request.headers());
+        if is_websocket && place.allows_tunnels() {
+            return Ok(connection);
+        }
+        if self.pool.settings().tls.is_some() {
+            drop(connection);
+            return self.pool.acquire_http1(retries).await;
+        }
+        if is_websocket {
+            let detail = "the upstream has not said that it opens WebSockets by HTTP/2 (RFC 8441)".to_owned();
+            return Err(UpstreamError { kind: UpstreamErrorKind::Upgrade, detail });
+        }
+        Ok(connection)
     }
 
     async fn exchange(
@@ -182,32 +237,95 @@ impl Upstream {
         mut connection: Box<Connection>,
         request: Request<RequestBody>,
         sent: Instant,
-    ) -> Result<Response<ResponseBody>, Failure> {
+    ) -> Result<Response<ResponseBody>, (Failure, UpstreamError)> {
+        let Wire::Http1(http1) = &mut connection.wire else {
+            return Box::pin(self.exchange_http2(connection, request, sent)).await;
+        };
         let progress = request.body().progress();
         let offered: SmallVec<[_; 1]> = request.headers().get_all(header::UPGRADE).iter().cloned().collect();
-        let answer = connection.sender.try_send_request(request);
+        let answer = http1.sender.try_send_request(request);
         let response = match self.in_time(&mut connection, answer, progress.as_deref(), sent).await {
             Some(Ok(response)) => response,
-            Some(Err(failed)) => return Err(Failure::new(failed, progress.as_deref())),
-            None => {
-                let detail = "no response head in time".to_owned();
-                return Err(Failure::Sent(UpstreamError {
-                    kind: UpstreamErrorKind::ResponseTimeout,
-                    detail,
-                }));
-            }
+            Some(Err(failed)) => return Err(unanswered(failed, progress.as_deref())),
+            None => return Err((Failure::Sent, UpstreamError::response_timeout())),
         };
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-            return Box::pin(self.switch(response, connection, &offered)).await.map_err(Failure::Sent);
+            let switched = Box::pin(self.switch(response, connection, &offered)).await;
+            return switched.map_err(|error| (Failure::Sent, error));
         }
-        let lease = Lease::new(Rc::clone(&self.pool), connection);
-        Ok(response.map(|incoming| {
-            if http_body::Body::is_end_stream(&incoming) {
-                lease.give_back();
-                return ResponseBody::Empty;
+        Ok(response.map(|incoming| self.receive(Source::Http1(incoming), connection)))
+    }
+
+    /// The same on a stream of a shared connection.
+    async fn exchange_http2(
+        &self,
+        mut connection: Box<Connection>,
+        request: Request<RequestBody>,
+        sent: Instant,
+    ) -> Result<Response<ResponseBody>, (Failure, UpstreamError)> {
+        let (mut head, body) = request.into_parts();
+        let invalid = |what: &str| {
+            let detail = what.to_owned();
+            (Failure::Sent, UpstreamError { kind: UpstreamErrorKind::Protocol, detail })
+        };
+        let Wire::Http2(place) = &mut connection.wire else { return Err(invalid("no HTTP/2")) };
+        let key = match upgrade::is_websocket(&head.headers) && place.allows_tunnels() {
+            true => stream::connect_from_get(&mut head),
+            false => None,
+        };
+        if stream::head_for_http2(&mut head, self.pool.settings().tls.is_some()).is_none() {
+            return Err(invalid("the request's Host is no authority"));
+        }
+        let declared = head.headers.get_all(header::TRAILER).iter().cloned().collect();
+        let goes_on = key.is_some() || !body.is_empty();
+        let (answer, sending) = match place.begin(Request::from_parts(head, ()), goes_on) {
+            Ok(begun) => begun,
+            Err(error) => {
+                let failure = if error.is_gone { Failure::Unsent(None) } else { Failure::Sent };
+                return Err((failure, of_stream(&error.error, None)));
             }
-            ResponseBody::Upstream(UpstreamBody::new(incoming, lease, self.pool.settings().body_idle_timeout))
-        }))
+        };
+        let progress = body.progress();
+        let mut tunnel = None;
+        if key.is_some() {
+            tunnel = Some(sending);
+        } else if goes_on && let Some(upload) = Upload::start(body, sending, declared).await {
+            place.keep(upload);
+        }
+        let response = match self.in_time(&mut connection, answer, progress.as_deref(), sent).await {
+            Some(Ok(response)) => response,
+            Some(Err(error)) => {
+                let failure = http2::failure(&error);
+                return Err((failure, of_stream(&error, progress.as_deref())));
+            }
+            None => {
+                if let Wire::Http2(place) = &connection.wire {
+                    place.suspect();
+                }
+                return Err((Failure::Sent, UpstreamError::response_timeout()));
+            }
+        };
+        let (head, receiving) = response.into_parts();
+        let mut response = Response::from_parts(head, ResponseBody::Empty);
+        if let (Some(key), Some(sending), true) = (key, tunnel, response.status().is_success()) {
+            stream::switched(&mut response, &key);
+            let far = Far::Http2(Duplex::new(sending, receiving, connection));
+            let tunnel = Tunnel::new(far, self.pool.settings().body_idle_timeout);
+            *response.body_mut() = ResponseBody::Tunnel(Box::new(tunnel));
+            return Ok(response);
+        }
+        let receiving = Receiving::new(receiving, response.headers());
+        *response.body_mut() = self.receive(Source::Http2(receiving), connection);
+        Ok(response)
+    }
+
+    fn receive(&self, source: Source, connection: Box<Connection>) -> ResponseBody {
+        let lease = Lease::new(Rc::clone(&self.pool), connection);
+        if source.is_end_stream() {
+            lease.give_back();
+            return ResponseBody::Empty;
+        }
+        ResponseBody::Upstream(UpstreamBody::new(source, lease, self.pool.settings().body_idle_timeout))
     }
 
     /// Takes a connection out of the pool for the protocol that the upstream switched to. It counts as open until it
@@ -228,7 +346,7 @@ impl Upstream {
         })?;
         // Only now: dropping it would end the task that gives the socket away.
         drop(connection);
-        let tunnel = Tunnel::new(upgraded, self.pool.settings().body_idle_timeout);
+        let tunnel = Tunnel::new(Far::Http1(TokioIo::new(upgraded)), self.pool.settings().body_idle_timeout);
         Ok(response.map(|_empty| ResponseBody::Tunnel(Box::new(tunnel))))
     }
 
@@ -261,27 +379,39 @@ impl Upstream {
 
 /// What became of a request that got no response.
 enum Failure {
-    /// No byte of it was written: it may go elsewhere.
-    Unsent(Box<Request<RequestBody>>, UpstreamError),
-    Sent(UpstreamError),
+    /// No byte of it was written: it may go elsewhere. Here it is, unless there is a copy.
+    Unsent(Option<Box<Request<RequestBody>>>),
+    /// The upstream says that it has not looked at it, and doesn't want to.
+    Refused,
+    /// The connection was on its way out, and the upstream has not looked at it.
+    TooLate,
+    Sent,
 }
 
-impl Failure {
-    fn new(mut failed: TrySendError<Request<RequestBody>>, progress: Option<&Progress>) -> Self {
-        let unsent = failed.take_message();
-        let error = failed.into_error();
-        let kind = match progress.map(Progress::state) {
-            Some(Sending::ClientTimeout) => UpstreamErrorKind::RequestBodyTimeout,
-            Some(Sending::TooLarge) => UpstreamErrorKind::RequestBodyTooLarge,
-            Some(Sending::ClientGone) => UpstreamErrorKind::ClientGone,
-            _ if error.is_parse() => UpstreamErrorKind::Protocol,
-            _ => UpstreamErrorKind::Terminated,
-        };
-        let error = UpstreamError { kind, detail: with_causes(&error) };
-        match unsent {
-            Some(request) => Self::Unsent(Box::new(request), error),
-            None => Self::Sent(error),
-        }
+fn unanswered(
+    mut failed: TrySendError<Request<RequestBody>>,
+    progress: Option<&Progress>,
+) -> (Failure, UpstreamError) {
+    let unsent = failed.take_message();
+    let error = failed.into_error();
+    let kind = if error.is_parse() { UpstreamErrorKind::Protocol } else { UpstreamErrorKind::Terminated };
+    let error =
+        UpstreamError { kind: fault_of_client(progress).unwrap_or(kind), detail: with_causes(&error) };
+    (unsent.map_or(Failure::Sent, |request| Failure::Unsent(Some(Box::new(request)))), error)
+}
+
+fn of_stream(error: &h2::Error, progress: Option<&Progress>) -> UpstreamError {
+    let kind = fault_of_client(progress).unwrap_or_else(|| http2::kind(error));
+    UpstreamError { kind, detail: with_causes(error) }
+}
+
+/// Why a request broke off, if it was the client's doing.
+fn fault_of_client(progress: Option<&Progress>) -> Option<UpstreamErrorKind> {
+    match progress?.state() {
+        Sending::ClientTimeout => Some(UpstreamErrorKind::RequestBodyTimeout),
+        Sending::TooLarge => Some(UpstreamErrorKind::RequestBodyTooLarge),
+        Sending::ClientGone => Some(UpstreamErrorKind::ClientGone),
+        Sending::AwaitsClient | Sending::Moving | Sending::Over => None,
     }
 }
 
@@ -292,13 +422,15 @@ fn is_repeatable(request: &Request<RequestBody>) -> bool {
     request.body().is_empty() && (method.is_safe() || [Method::PUT, Method::DELETE].contains(method))
 }
 
-/// What it takes to send a request without a body once more. Its fields are copied as text, which no name or value needs
-/// to be shared for: that costs a third of copying the map, and hardly any request is ever read back.
+/// What it takes to send a request once more. Its fields are copied as text, which no name or value needs to be shared
+/// for: that costs a third of copying the map, and hardly any request is ever read back.
 struct Again {
     method: Method,
     uri: Uri,
     /// `name:value\n` of each; a name has no colon, and neither has a line's end.
     fields: Vec<u8>,
+    /// Another handle on the same body.
+    body: RequestBody,
 }
 
 impl Again {
@@ -312,11 +444,12 @@ impl Again {
             fields.extend_from_slice(value.as_bytes());
             fields.push(b'\n');
         }
-        Self { method: request.method().clone(), uri: request.uri().clone(), fields }
+        let body = request.body().another();
+        Self { method: request.method().clone(), uri: request.uri().clone(), fields, body }
     }
 
     fn into_request(self) -> Request<RequestBody> {
-        let mut request = Request::new(RequestBody::default());
+        let mut request = Request::new(self.body);
         *request.method_mut() = self.method;
         *request.uri_mut() = self.uri;
         for line in self.fields.split(|byte| *byte == b'\n') {
@@ -332,7 +465,7 @@ impl Again {
 }
 
 /// An error and what led to it, in one line.
-fn with_causes(error: &dyn std::error::Error) -> String {
+pub(super) fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next {
@@ -357,7 +490,8 @@ impl UpstreamErrorKind {
         match self {
             Self::ConnectRefused | Self::ConnectFailed | Self::ConnectTimeout | Self::Dns | Self::Tls => true,
             Self::QueueFull | Self::QueueTimeout => true,
-            Self::ResponseTimeout | Self::Terminated | Self::Protocol => false,
+            Self::Upgrade => true,
+            Self::ResponseTimeout | Self::Terminated | Self::Protocol | Self::Reset => false,
             Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientGone => false,
         }
     }
@@ -374,6 +508,8 @@ impl UpstreamErrorKind {
         Self::ResponseTimeout.name(),
         Self::Terminated.name(),
         Self::Protocol.name(),
+        Self::Reset.name(),
+        Self::Upgrade.name(),
         Self::RequestBodyTimeout.name(),
         Self::RequestBodyTooLarge.name(),
         Self::ClientGone.name(),
@@ -392,6 +528,8 @@ impl UpstreamErrorKind {
             Self::ResponseTimeout => "response_timeout",
             Self::Terminated => "terminated",
             Self::Protocol => "protocol",
+            Self::Reset => "reset",
+            Self::Upgrade => "upgrade",
             Self::RequestBodyTimeout => "request_body_timeout",
             Self::RequestBodyTooLarge => "request_body_too_large",
             Self::ClientGone => "client_gone",
@@ -406,6 +544,11 @@ impl fmt::Display for UpstreamErrorKind {
 }
 
 impl UpstreamError {
+    fn response_timeout() -> Self {
+        let detail = "no response head in time".to_owned();
+        Self { kind: UpstreamErrorKind::ResponseTimeout, detail }
+    }
+
     fn queue_timeout(limit: Duration) -> Self {
         let detail = format!("no upstream connection became free within {limit:?}");
         Self { kind: UpstreamErrorKind::QueueTimeout, detail }

@@ -63,7 +63,7 @@ impl Running {
         let sources = Sources { file: FileSource::Path(file.to_owned()), ..Sources::default() };
         let config = config::load(&sources).unwrap();
         let live = Live::new(Arc::clone(&config.table), Metrics::new(0, Kinds::default()));
-        Self { reloader: Reloader::new(sources, &config, live.clone(), Arc::default()), live }
+        Self { reloader: Reloader::new(sources, &config, live.clone(), Box::new(|_config| {})), live }
     }
 
     /// Lets the reloader look until this much time has passed.

@@ -391,6 +391,37 @@ async fn an_http2_client_that_does_not_read_is_cut_and_the_connection_goes_on() 
 }
 
 #[tokio::test]
+async fn an_upstream_that_does_not_read_does_not_hold_the_window_of_all_streams_for_ever() {
+    let upstream = RawUpstream::scripted(|_, mut socket| async move {
+        let Some(head) = socket.request().await else { return };
+        if !String::from_utf8_lossy(&head).contains("websocket") {
+            return socket.send(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
+        }
+        socket.send(switch(&proof_for(&head)).as_bytes()).await;
+        std::future::pending().await
+    })
+    .await;
+    let proxy = Proxy::start("[listen.http]\nbody_idle_timeout = '1s'", upstream.address).await;
+    let mut sender = settled(&proxy).await;
+    let mut tunnels = Vec::new();
+    for _ in 0..5 {
+        let (reads, mut writes) = tokio::io::split(opened(connect(&mut sender, "websocket").await).await);
+        let writing = tokio::spawn(async move { while writes.write_all(&[b'x'; 16 << 10]).await.is_ok() {} });
+        tunnels.push((reads, writing));
+    }
+    for (mut reads, writing) in tunnels {
+        timeout(SOON, writing).await.expect("must have been cut").unwrap();
+        timeout(SOON, reads.read_to_end(&mut Vec::new()))
+            .await
+            .expect("must have been cut")
+            .unwrap_or_default();
+    }
+    let body = http_body_util::BodyExt::boxed(http_body_util::Full::from(vec![b'x'; 300_000]));
+    let request = Request::post("http://a/").body(body).unwrap();
+    assert_eq!(answered(sender.send_request(request)).await.status(), 200);
+}
+
+#[tokio::test]
 async fn a_handshake_that_fails_is_an_answer() {
     for (answer, status) in [
         (switch(PROOF), 502),

@@ -61,11 +61,11 @@ impl Switched {
     /// Goes on with the whole connection.
     pub(super) async fn serve_http1(mut self, mut socket: WatchedSocket, patience: Duration) {
         socket.set_one_way(true);
-        let over = self.tunnel.run(&mut socket, patience).await;
+        let over = self.tunnel.run(&mut socket, patience, false).await;
         note_end(&over, self.active.watch());
         match over {
             Over::Done | Over::ClientGone(_) => {}
-            Over::Stalled => socket.abort(),
+            Over::Stalled | Over::Ignored => socket.abort(),
             Over::UpstreamGone(_) | Over::Idle | Over::Overlong => {
                 socket.set_one_way(false);
                 socket.forget_rest();
@@ -81,7 +81,7 @@ impl Switched {
             Err(error) => return tracing::debug!(%error, "a stream ended before its tunnel began"),
         };
         let mut stream = TunnelStream { io, sending: Some(Box::pin(sending)), active: self.active };
-        let over = self.tunnel.run(&mut stream, patience).await;
+        let over = self.tunnel.run(&mut stream, patience, true).await;
         note_end(&over, stream.active.watch());
         if matches!(over, Over::UpstreamGone(_) | Over::Idle | Over::Overlong) {
             say_goodbye(&mut stream).await;
@@ -93,7 +93,7 @@ fn note_end(over: &Over, watch: &Watch) {
     tracing::debug!(%over, "a tunnel ended");
     match over {
         Over::Stalled => watch.count(Closed::SlowRead),
-        Over::Idle => watch.count(Closed::TunnelIdle),
+        Over::Idle | Over::Ignored => watch.count(Closed::TunnelIdle),
         Over::Done | Over::ClientGone(_) | Over::UpstreamGone(_) | Over::Overlong => {}
     }
 }

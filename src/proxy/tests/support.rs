@@ -52,7 +52,7 @@ pub(super) fn listen() -> ListenSettings {
 
 pub(super) fn upstream_at(addr: SocketAddr) -> UpstreamSettings {
     UpstreamSettings {
-        url: UpstreamUrl { tls: false, host: addr.ip().to_string(), port: addr.port() },
+        url: UpstreamUrl::Net { scheme: Scheme::Http, host: addr.ip().to_string(), port: addr.port() },
         connect_timeout: Duration::from_secs(1),
         response_timeout: Some(Duration::from_secs(5)),
         body_idle_timeout: None,
@@ -64,8 +64,7 @@ pub(super) fn upstream_at(addr: SocketAddr) -> UpstreamSettings {
         queue_timeout: Duration::from_secs(1),
         retry_connect: 0,
         retry_idempotent: true,
-        tls_ca: None,
-        tls_server_name: None,
+        tls: None,
     }
 }
 

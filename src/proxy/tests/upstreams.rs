@@ -2,6 +2,7 @@
 
 use super::support::*;
 use crate::proxy::*;
+use crate::tls::{self, ClientTls};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -100,7 +101,7 @@ async fn refused_connections_and_unknown_names_are_told_apart() {
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let server = Running::forwarding(&listen(), UpstreamSettings { retry_connect: 2, ..upstream_at(free) });
     assert!(server.connect().await.ask(GET).await.ends_with("connect_refused"));
-    let url = UpstreamUrl { tls: false, host: "no such host".to_owned(), port: 80 };
+    let url = UpstreamUrl::Net { scheme: Scheme::Http, host: "no such host".to_owned(), port: 80 };
     let server = Running::forwarding(&listen(), UpstreamSettings { url, ..upstream_at(free) });
     assert!(server.connect().await.ask(GET).await.ends_with("dns"));
 }
@@ -386,21 +387,6 @@ async fn no_worker_starves_while_others_are_busy() {
     }
 }
 
-#[test]
-fn https_that_cannot_work_is_found_at_start() {
-    let settings = |host: &str, ca: &str| UpstreamSettings {
-        url: UpstreamUrl { tls: true, host: host.to_owned(), port: 443 },
-        tls_ca: Some(ca.into()),
-        ..upstream_at("127.0.0.1:1".parse().unwrap())
-    };
-    let error = Shared::new(settings("a.example", "/no/such/file.pem"), 1).unwrap_err().to_string();
-    assert!(error.contains("upstream.tls.ca") && error.contains("/no/such/file.pem"), "{error}");
-    let empty = tempfile::NamedTempFile::new().unwrap();
-    let error =
-        Shared::new(settings("a.example", empty.path().to_str().unwrap()), 1).unwrap_err().to_string();
-    assert!(error.contains("no PEM certificate"), "{error}");
-}
-
 /// An upstream that speaks TLS as `orders.internal`.
 pub(super) async fn tls_upstream<F>(
     serve: impl Fn(TlsStream<TcpStream>) -> F + Send + Sync + 'static,
@@ -432,10 +418,11 @@ where
 }
 
 pub(super) fn tls_settings(addr: std::net::SocketAddr, name: Option<&str>) -> UpstreamSettings {
+    let roots = tls::roots(include_bytes!("tls/ca.pem")).unwrap();
+    let name = name.map(|name| name.to_owned().try_into().unwrap());
     UpstreamSettings {
-        url: UpstreamUrl { tls: true, host: "127.0.0.1".to_owned(), port: addr.port() },
-        tls_ca: Some(concat!(env!("CARGO_MANIFEST_DIR"), "/src/proxy/tests/tls/ca.pem").into()),
-        tls_server_name: name.map(str::to_owned),
+        url: UpstreamUrl::Net { scheme: Scheme::Https, host: "127.0.0.1".to_owned(), port: addr.port() },
+        tls: Some(ClientTls::new(tls::client(roots, None).unwrap(), name, [0; 32])),
         ..upstream_at(addr)
     }
 }

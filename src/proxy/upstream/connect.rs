@@ -1,115 +1,175 @@
 //! New connections: name, address, socket, TLS.
 
+use arc_swap::ArcSwap;
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
 use std::fmt;
 use std::io;
-use std::path::PathBuf;
+use std::net::IpAddr;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{TcpStream, lookup_host};
+use tokio::net::{TcpStream, UnixStream, lookup_host};
 use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use tokio_rustls::rustls::RootCertStore;
-use tokio_rustls::rustls::pki_types::ServerName;
+use tokio_rustls::rustls::ClientConfig;
 
 use super::{UpstreamError, UpstreamErrorKind, with_causes};
-use crate::proxy::UpstreamSettings;
-use crate::tls;
+use crate::proxy::{Scheme, UpstreamSettings, UpstreamUrl};
+use crate::tls::ClientTls;
 
-/// Why https to the upstream cannot work; found at start.
+/// Of a name's addresses, the next one is tried when the last one has not answered for so long (RFC 8305, 5).
+const HEAD_START: Duration = Duration::from_millis(250);
+/// A machine that vanished is found after half as long again, also in the middle of a quiet response.
+const KEEPALIVE: Duration = Duration::from_secs(60);
+
+/// A URL whose host can't be spoken of.
 #[derive(Debug, thiserror::Error)]
-pub enum SetupError {
-    #[error("upstream.tls.ca: cannot read certificates from {}: {reason}", path.display())]
-    Ca { path: PathBuf, reason: String },
-    #[error("no trusted certificates on this system ({0}); name a file in upstream.tls.ca")]
-    NoSystemRoots(String),
-    #[error("{0:?} is no name that a certificate can be checked against; set upstream.tls.server_name")]
-    ServerName(String),
-    #[error("upstream.url: {0:?} cannot stand in a Host header")]
-    Host(String),
-    #[error("TLS cannot be set up: {0}")]
-    Tls(#[from] tokio_rustls::rustls::Error),
-}
+#[error("upstream.url: {0:?} cannot stand in a Host header")]
+pub struct SetupError(pub(super) String);
 
 /// Makes connections to the one upstream there is.
 pub(super) struct Connector {
-    tls: Option<(TlsConnector, ServerName<'static>)>,
+    /// What holds for new connections; a reload changes it.
+    tls: Option<ArcSwap<Tls>>,
+}
+
+/// Which protocols a server may choose from, where it has a choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Offer {
+    /// HTTP/2 and HTTP/1.1.
+    Both,
+    /// HTTP/1.1, in which an upgrade is possible.
+    Http1,
+}
+
+struct Tls {
+    client: ClientTls,
+    both: TlsConnector,
+    http1: TlsConnector,
 }
 
 impl Connector {
-    pub(super) fn new(settings: &UpstreamSettings) -> Result<Self, SetupError> {
-        let tls = if settings.url.tls { Some((tls_client(settings)?, server_name(settings)?)) } else { None };
-        Ok(Self { tls })
+    pub(super) fn new(settings: &UpstreamSettings) -> Self {
+        Self { tls: settings.tls.clone().map(|client| ArcSwap::from_pointee(Tls::new(client))) }
+    }
+
+    /// Uses other certificates from now on. An upstream that is not spoken to by TLS stays so.
+    pub(super) fn renew(&self, client: &ClientTls) {
+        if let Some(tls) = &self.tls
+            && tls.load().client != *client
+        {
+            tls.store(Arc::new(Tls::new(client.clone())));
+            tracing::info!("new connections to the upstream use the new certificates");
+        }
     }
 
     /// One try, all in, within `connect_timeout`.
-    pub(super) async fn connect(&self, settings: &UpstreamSettings) -> Result<Stream, UpstreamError> {
+    pub(super) async fn connect(
+        &self,
+        settings: &UpstreamSettings,
+        offer: Offer,
+    ) -> Result<Stream, UpstreamError> {
         let limit = settings.connect_timeout;
-        timeout(limit, self.connect_unlimited(settings)).await.unwrap_or_else(|_elapsed| {
-            let detail = format!("no connection within {limit:?}");
-            Err(UpstreamError { kind: UpstreamErrorKind::ConnectTimeout, detail })
+        let (host, port, scheme) = match &settings.url {
+            UpstreamUrl::Net { host, port, scheme } => (host, *port, *scheme),
+            UpstreamUrl::Unix(path) => {
+                let socket = within(limit, async { UnixStream::connect(path).await.map_err(connect_error) });
+                return Ok(Stream::new(Io::Unix(socket.await?), false));
+            }
+        };
+        within(limit, async {
+            let socket = open_socket(host, port).await?;
+            match &self.tls {
+                None => Ok(Stream::new(Io::Plain(socket), scheme == Scheme::H2c)),
+                Some(tls) => shake_hands(&tls.load_full(), host, socket, offer).await,
+            }
         })
-    }
-
-    async fn connect_unlimited(&self, settings: &UpstreamSettings) -> Result<Stream, UpstreamError> {
-        let socket = open_socket(&settings.url.host, settings.url.port).await?;
-        // Without it, small requests may wait for the acknowledgement of the last ones.
-        if let Err(error) = socket.set_nodelay(true) {
-            return Err(connect_error(&error));
-        }
-        let Some((connector, name)) = &self.tls else { return Ok(Stream::new(Io::Plain(socket))) };
-        match connector.connect(name.clone(), socket).await {
-            Ok(stream) => Ok(Stream::new(Io::Tls(Box::new(stream)))),
-            Err(error) => Err(UpstreamError { kind: UpstreamErrorKind::Tls, detail: with_causes(&error) }),
-        }
+        .await
     }
 }
 
-/// The name is looked up each time: in a cluster addresses change.
+async fn within<T>(
+    limit: Duration,
+    connecting: impl Future<Output = Result<T, UpstreamError>>,
+) -> Result<T, UpstreamError> {
+    timeout(limit, connecting).await.unwrap_or_else(|_elapsed| {
+        let detail = format!("no connection within {limit:?}");
+        Err(UpstreamError { kind: UpstreamErrorKind::ConnectTimeout, detail })
+    })
+}
+
+impl Tls {
+    fn new(client: ClientTls) -> Self {
+        let offering = |protocols: &[&[u8]]| {
+            let mut config = ClientConfig::clone(client.config());
+            config.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
+            TlsConnector::from(Arc::new(config))
+        };
+        let (both, http1) = (offering(&[b"h2", b"http/1.1"]), offering(&[b"http/1.1"]));
+        Self { client, both, http1 }
+    }
+}
+
+async fn shake_hands(
+    tls: &Tls,
+    host: &str,
+    socket: TcpStream,
+    offer: Offer,
+) -> Result<Stream, UpstreamError> {
+    let failed = |detail| UpstreamError { kind: UpstreamErrorKind::Tls, detail };
+    let name = tls.client.name_of(host);
+    let name = name.map_err(|_invalid| failed(format!("{host:?} can't be the name in a certificate")))?;
+    let connector = if offer == Offer::Both { &tls.both } else { &tls.http1 };
+    let stream = connector.connect(name, socket).await.map_err(|error| failed(with_causes(&error)))?;
+    let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
+    Ok(Stream::new(Io::Tls(Box::new(stream)), is_http2))
+}
+
+/// The name is looked up each time: in a cluster addresses change. Its addresses are tried in their order, each for a
+/// moment alone.
 async fn open_socket(host: &str, port: u16) -> Result<TcpStream, UpstreamError> {
     let dns = |why: String| UpstreamError { kind: UpstreamErrorKind::Dns, detail: format!("{host}: {why}") };
     let addresses = lookup_host((host, port)).await.map_err(|error| dns(error.to_string()))?;
-    let mut failed = None;
-    for address in addresses {
-        match TcpStream::connect(address).await {
-            Ok(socket) => return Ok(socket),
-            Err(error) => failed = Some(connect_error(&error)),
+    let mut addresses = addresses.peekable();
+    let (mut tries, mut failed) = (FuturesUnordered::new(), None);
+    loop {
+        tries.extend(addresses.next().map(TcpStream::connect));
+        tokio::select! {
+            biased;
+            tried = tries.next() => match tried {
+                Some(Ok(socket)) => {
+                    tune(&socket).map_err(connect_error)?;
+                    return Ok(socket);
+                }
+                Some(Err(error)) => failed = Some(connect_error(error)),
+                None => return Err(failed.unwrap_or_else(|| dns("no addresses".to_owned()))),
+            },
+            () = sleep(HEAD_START), if addresses.peek().is_some() => {}
         }
     }
-    Err(failed.unwrap_or_else(|| dns("no addresses".to_owned())))
 }
 
-fn connect_error(error: &io::Error) -> UpstreamError {
+fn tune(socket: &TcpStream) -> io::Result<()> {
+    // Without it, small requests may wait for the acknowledgement of the last ones.
+    socket.set_nodelay(true)?;
+    let keepalive =
+        socket2::TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE / 6).with_retries(3);
+    socket2::SockRef::from(socket).set_tcp_keepalive(&keepalive)
+}
+
+fn connect_error(error: io::Error) -> UpstreamError {
     let kind = match error.kind() {
         io::ErrorKind::ConnectionRefused => UpstreamErrorKind::ConnectRefused,
         io::ErrorKind::TimedOut => UpstreamErrorKind::ConnectTimeout,
         _ => UpstreamErrorKind::ConnectFailed,
     };
-    UpstreamError { kind, detail: with_causes(error) }
-}
-
-fn tls_client(settings: &UpstreamSettings) -> Result<TlsConnector, SetupError> {
-    let roots = match &settings.tls_ca {
-        Some(path) => roots_from_file(path)?,
-        None => tls::system_roots().map_err(SetupError::NoSystemRoots)?,
-    };
-    let mut config = tls::client(roots, None)?;
-    config.alpn_protocols = vec![b"http/1.1".to_vec()];
-    Ok(TlsConnector::from(Arc::new(config)))
-}
-
-fn server_name(settings: &UpstreamSettings) -> Result<ServerName<'static>, SetupError> {
-    let name = settings.tls_server_name.as_ref().unwrap_or(&settings.url.host);
-    ServerName::try_from(name.clone()).map_err(|_invalid| SetupError::ServerName(name.clone()))
-}
-
-fn roots_from_file(path: &PathBuf) -> Result<RootCertStore, SetupError> {
-    let unreadable = |reason: String| SetupError::Ca { path: path.clone(), reason };
-    let pem = std::fs::read(path).map_err(|error| unreadable(error.to_string()))?;
-    tls::roots(&pem).map_err(unreadable)
+    UpstreamError { kind, detail: with_causes(&error) }
 }
 
 impl fmt::Debug for Connector {
@@ -126,6 +186,9 @@ impl fmt::Debug for Connector {
 #[derive(Debug)]
 pub(super) struct Stream {
     io: Io,
+    is_http2: bool,
+    /// Something has been read since somebody asked.
+    heard: Arc<AtomicBool>,
     /// Writing has failed.
     deaf: bool,
     /// Reading has come to an end in good order.
@@ -137,12 +200,23 @@ pub(super) struct Stream {
 #[derive(Debug)]
 enum Io {
     Plain(TcpStream),
+    Unix(UnixStream),
     Tls(Box<TlsStream<TcpStream>>),
 }
 
 impl Stream {
-    fn new(io: Io) -> Self {
-        Self { io, deaf: false, ended: false, _permit: None }
+    fn new(io: Io, is_http2: bool) -> Self {
+        Self { io, is_http2, heard: Arc::default(), deaf: false, ended: false, _permit: None }
+    }
+
+    /// What was agreed upon.
+    pub(super) fn is_http2(&self) -> bool {
+        self.is_http2
+    }
+
+    /// Set whenever something has been read.
+    pub(super) fn heard(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.heard)
     }
 
     /// Holds `permit` as long as the connection is open.
@@ -150,9 +224,20 @@ impl Stream {
         Self { _permit: Some(permit), ..self }
     }
 
+    /// The address that was connected to.
+    pub(super) fn peer(&self) -> Option<IpAddr> {
+        let socket = match &self.io {
+            Io::Plain(socket) => socket,
+            Io::Tls(stream) => stream.get_ref().0,
+            Io::Unix(_) => return None,
+        };
+        socket.peer_addr().ok().map(|address| address.ip())
+    }
+
     fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Unpin)> {
         match &mut self.io {
             Io::Plain(socket) => Pin::new(socket),
+            Io::Unix(socket) => Pin::new(socket),
             Io::Tls(stream) => Pin::new(stream.as_mut()),
         }
     }
@@ -178,12 +263,14 @@ impl AsyncRead for Stream {
         let before = into.filled().len();
         ready!(match &mut this.io {
             Io::Plain(socket) => Pin::new(socket).poll_read(cx, into),
+            Io::Unix(socket) => Pin::new(socket).poll_read(cx, into),
             Io::Tls(stream) => Pin::new(stream).poll_read(cx, into),
         })?;
         if this.deaf && into.filled().len() == before {
             // No end in good order: the failed write has used up the error that reading would have had.
             return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
         }
+        this.heard.store(true, Ordering::Relaxed);
         this.ended |= into.filled().len() == before && into.remaining() > 0;
         Poll::Ready(Ok(()))
     }
@@ -209,6 +296,7 @@ impl AsyncWrite for Stream {
     fn is_write_vectored(&self) -> bool {
         match &self.io {
             Io::Plain(socket) => socket.is_write_vectored(),
+            Io::Unix(socket) => socket.is_write_vectored(),
             Io::Tls(stream) => stream.is_write_vectored(),
         }
     }
@@ -235,7 +323,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let ours = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (mut theirs, _) = listener.accept().await.unwrap();
-        let mut stream = Stream::new(Io::Plain(ours));
+        let mut stream = Stream::new(Io::Plain(ours), false);
         stream.write_all(b"never read").await.unwrap();
         theirs.readable().await.unwrap();
         theirs.write_all(b"no").await.unwrap();

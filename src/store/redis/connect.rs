@@ -2,6 +2,7 @@
 
 use super::Password;
 use super::failure::{Failure, Trouble};
+use crate::tls::ClientTls;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, RedisConnectionInfo};
 use std::fmt;
@@ -13,8 +14,6 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
-use tokio_rustls::rustls::ClientConfig;
-use tokio_rustls::rustls::pki_types::ServerName;
 
 /// Commands that wait to be written.
 const QUEUE: usize = 1024;
@@ -43,21 +42,12 @@ pub struct Login {
     pub password: Option<Password>,
 }
 
-/// How TLS is spoken: whom we trust and who we are.
-#[derive(Clone)]
-pub struct Tls {
-    client: Arc<ClientConfig>,
-    server_name: Option<ServerName<'static>>,
-    /// Stands for the texts that it was made of.
-    digest: [u8; 32],
-}
-
 /// How every server of a deployment is spoken to.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct How<'a> {
     pub(super) login: &'a Login,
     pub(super) database: i64,
-    pub(super) tls: Option<&'a Tls>,
+    pub(super) tls: Option<&'a ClientTls>,
     /// Of one try; who calls sets the deadline of all.
     pub(super) connect_timeout: Duration,
 }
@@ -79,8 +69,12 @@ pub(super) async fn open(address: &Address, how: How<'_>) -> Result<(Multiplexed
             match how.tls {
                 None => start(socket, how).await,
                 Some(tls) => {
-                    let connector = TlsConnector::from(Arc::clone(&tls.client));
-                    let handshake = connector.connect(tls.name_of(host)?, socket);
+                    let connector = TlsConnector::from(Arc::clone(tls.config()));
+                    let name = tls.name_of(host).map_err(|_invalid| {
+                        let reason = format!("{host:?} is no name that a certificate can be checked against");
+                        Trouble::new(Failure::Tls, reason)
+                    })?;
+                    let handshake = connector.connect(name, socket);
                     // Before all time is over: who does not speak TLS may wait for more in silence.
                     let silent = |_| Trouble::new(Failure::Timeout, "no answer to a TLS handshake");
                     start(timeout(how.connect_timeout / 2, handshake).await.map_err(silent)??, how).await
@@ -135,40 +129,6 @@ impl fmt::Display for Address {
             Self::Tcp { host, port } => write!(f, "{host}:{port}"),
             Self::Unix(path) => path.display().fmt(f),
         }
-    }
-}
-
-impl Tls {
-    /// Certificates are checked against `server_name` if there is one, else against each server's address.
-    /// `digest` differs whenever the others do.
-    pub fn new(client: ClientConfig, server_name: Option<ServerName<'static>>, digest: [u8; 32]) -> Self {
-        Self { client: Arc::new(client), server_name, digest }
-    }
-
-    fn name_of(&self, host: &str) -> Result<ServerName<'static>, Trouble> {
-        if let Some(name) = &self.server_name {
-            return Ok(name.clone());
-        }
-        ServerName::try_from(host.to_owned()).map_err(|_invalid| {
-            Trouble::new(
-                Failure::Tls,
-                format!("{host:?} is no name that a certificate can be checked against"),
-            )
-        })
-    }
-}
-
-impl PartialEq for Tls {
-    fn eq(&self, other: &Self) -> bool {
-        self.digest == other.digest
-    }
-}
-
-impl Eq for Tls {}
-
-impl fmt::Debug for Tls {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tls").field("server_name", &self.server_name).finish_non_exhaustive()
     }
 }
 

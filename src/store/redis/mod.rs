@@ -19,7 +19,7 @@ mod script;
 mod sentinel;
 
 pub use batch::{Answer, Answers, Batch};
-pub use connect::{Address, Login, Tls};
+pub use connect::{Address, Login};
 pub use failure::Failure;
 pub use inspect::{Counter, InspectError, Inspector};
 pub use script::Script;
@@ -28,6 +28,7 @@ use super::local::ALL;
 use super::{Late, Local, Unavailable, Untold};
 use crate::clock::Clock;
 use crate::limiter::{Algorithm, Amendment, Charge, Decision};
+use crate::tls::ClientTls;
 use ::redis::Cmd;
 use cluster::Cluster;
 use connect::{How, Task};
@@ -81,7 +82,7 @@ pub struct RedisSettings {
     /// For the servers that hold counters.
     pub login: Login,
     /// `None`: in the clear.
-    pub tls: Option<Tls>,
+    pub tls: Option<ClientTls>,
     /// Separates the counters of services that share a Redis.
     pub key_prefix: String,
     /// How many instances share the limits, at least 1, until they have been counted.

@@ -6,6 +6,7 @@
 pub mod client;
 pub mod cluster;
 pub mod frames;
+pub mod h2_upstream;
 pub mod judge;
 pub mod nginx;
 pub mod peer;

@@ -19,6 +19,15 @@ pub struct Nginx {
 
 impl Nginx {
     pub async fn start() -> Self {
+        Self::listening("").await
+    }
+
+    /// In the clear, to clients that know.
+    pub async fn by_http2() -> Self {
+        Self::listening("http2").await
+    }
+
+    async fn listening(how: &str) -> Self {
         let dir = TempDir::new().unwrap();
         let root = dir.path().join("root");
         fs::create_dir(&root).unwrap();
@@ -26,7 +35,7 @@ impl Nginx {
         // nginx cannot be told to take any free port, so it gets one that was free just now.
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let config = dir.path().join("nginx.conf");
-        fs::write(&config, configuration(address)).unwrap();
+        fs::write(&config, configuration(address, how)).unwrap();
         let mut command = Command::new("nginx");
         command.arg("-p").arg(dir.path()).arg("-c").arg(&config).args(["-e", "stderr"]);
         let process = Process::start(&mut command)
@@ -52,7 +61,7 @@ impl Nginx {
 
 /// One process, so that killing it leaves nothing behind. Uploads use the WebDAV module, which the
 /// Debian package has built in.
-fn configuration(address: SocketAddr) -> String {
+fn configuration(address: SocketAddr, how: &str) -> String {
     let temp = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
         .map(|kind| format!("{kind}_temp_path tmp/{kind};"))
         .join(" ");
@@ -62,7 +71,7 @@ fn configuration(address: SocketAddr) -> String {
          http {{
              access_log off; {temp}
              server {{
-                 listen {address};
+                 listen {address} {how};
                  root root;
                  client_max_body_size 0;
                  dav_methods PUT;

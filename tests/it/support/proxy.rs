@@ -176,6 +176,12 @@ impl ProxyBuilder {
         self
     }
 
+    /// Any upstream.
+    pub fn upstream_url(mut self, url: &str) -> Self {
+        url.clone_into(&mut self.upstream);
+        self
+    }
+
     pub fn env(mut self, name: &str, value: &str) -> Self {
         self.env.push((name.into(), value.into()));
         self

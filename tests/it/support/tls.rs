@@ -11,12 +11,13 @@ use std::sync::Arc;
 use tempfile::TempDir;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
-use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::rustls::crypto::aws_lc_rs;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use tokio_rustls::rustls::{ClientConfig, RootCertStore, SupportedProtocolVersion, version};
+use tokio_rustls::rustls::server::WebPkiClientVerifier;
+use tokio_rustls::rustls::{ClientConfig, RootCertStore, ServerConfig, SupportedProtocolVersion, version};
+use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 /// Somebody who signs certificates, with a folder for them.
 pub struct Authority {
@@ -45,6 +46,33 @@ impl Authority {
         fs::write(self.path(&format!("{file}.pem")), params.signed_by(&key, &self.issuer).unwrap().pem())
             .unwrap();
         fs::write(self.path(&format!("{file}.key")), key.serialize_pem()).unwrap();
+    }
+
+    /// A server with the certificate of `file`, that offers `protocols`, and asks clients for a certificate signed by
+    /// `clients`.
+    pub fn server(&self, file: &str, protocols: &[&str], clients: Option<&Self>) -> TlsAcceptor {
+        let roots = |authority: &Self| {
+            let mut roots = RootCertStore::empty();
+            roots.add(CertificateDer::from_pem_file(authority.path("ca.pem")).unwrap()).unwrap();
+            Arc::new(roots)
+        };
+        let provider = Arc::new(aws_lc_rs::default_provider());
+        let verifier = clients.map(|authority| {
+            let building =
+                WebPkiClientVerifier::builder_with_provider(roots(authority), Arc::clone(&provider));
+            building.build().unwrap()
+        });
+        let config =
+            ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+        let config = match verifier {
+            Some(verifier) => config.with_client_cert_verifier(verifier),
+            None => config.with_no_client_auth(),
+        };
+        let certificate = CertificateDer::from_pem_file(self.path(&format!("{file}.pem"))).unwrap();
+        let key = PrivateKeyDer::from_pem_file(self.path(&format!("{file}.key"))).unwrap();
+        let mut config = config.with_single_cert(vec![certificate], key).unwrap();
+        config.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
+        TlsAcceptor::from(Arc::new(config))
     }
 
     /// Where a file of ours is; `ca.pem` is there from the start.

@@ -1,0 +1,60 @@
+//! The addresses of the upstream's name, which may change while connections to the old ones are still good.
+
+use std::net::IpAddr;
+use std::time::Duration;
+use tokio::net::lookup_host;
+
+use crate::proxy::UpstreamUrl;
+
+/// How often the name is looked up beside new connections.
+pub(super) const LOOKUP_INTERVAL: Duration = Duration::from_secs(10);
+
+/// What was found the last time and the time before: some name servers tell some of many addresses at a time.
+#[derive(Debug, Default)]
+pub(super) struct Addresses {
+    older: Vec<IpAddr>,
+    newer: Vec<IpAddr>,
+}
+
+impl Addresses {
+    pub(super) fn learn(&mut self, found: Vec<IpAddr>) {
+        self.older = std::mem::replace(&mut self.newer, found);
+    }
+
+    /// Whether the name has not had the address twice running.
+    pub(super) fn have_lost(&self, address: Option<IpAddr>) -> bool {
+        let Some(address) = address else { return false };
+        [&self.older, &self.newer].iter().all(|found| !found.is_empty() && !found.contains(&address))
+    }
+}
+
+/// Whether the upstream has a name, whose addresses may change.
+pub(super) fn has_name(url: &UpstreamUrl) -> bool {
+    matches!(url, UpstreamUrl::Net { host, .. } if host.parse::<IpAddr>().is_err())
+}
+
+/// The addresses that the upstream's name has now, if they can be found out.
+pub(super) async fn look_up(url: &UpstreamUrl) -> Option<Vec<IpAddr>> {
+    let UpstreamUrl::Net { host, port, .. } = url else { return None };
+    let found = lookup_host((host.as_str(), *port)).await.ok()?;
+    Some(found.map(|address| address.ip()).collect()).filter(|found: &Vec<_>| !found.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Addresses;
+    use std::net::IpAddr;
+
+    #[test]
+    fn an_address_is_lost_when_the_name_has_not_had_it_twice_running() {
+        let mut addresses = Addresses::default();
+        let [old, new]: [IpAddr; 2] = ["10.0.0.1", "10.0.0.2"].map(|address| address.parse().unwrap());
+        let mut lost = Vec::new();
+        for found in [vec![old], vec![new], vec![old, new], vec![new], vec![new]] {
+            addresses.learn(found);
+            lost.push([Some(old), Some(new), None].map(|address| addresses.have_lost(address)));
+        }
+        let none = [false; 3];
+        assert_eq!(lost, [none, none, none, none, [true, false, false]]);
+    }
+}

@@ -1,0 +1,253 @@
+//! gRPC end to end: calls of all four kinds, their ends, and refusals that a gRPC client understands.
+
+use crate::support::SOON;
+use crate::support::h2_upstream::{Exchange, H2Upstream};
+use crate::support::proxy::Proxy;
+use crate::support::tls::Authority;
+use crate::support::upstream::RawUpstream;
+use bytes::{BufMut, Bytes, BytesMut};
+use h2::client::SendRequest;
+use h2::server::Builder;
+use h2::{RecvStream, SendStream};
+use hyper::{HeaderMap, Request, Response};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+
+/// A message as it is framed: not compressed, and its length.
+fn message(text: &str) -> Bytes {
+    let mut framed = BytesMut::new();
+    framed.put_u8(0);
+    framed.put_u32(u32::try_from(text.len()).unwrap());
+    framed.put_slice(text.as_bytes());
+    framed.freeze()
+}
+
+/// Reads messages out of a stream's parts.
+struct Messages {
+    stream: RecvStream,
+    unread: BytesMut,
+}
+
+impl Messages {
+    fn new(stream: RecvStream) -> Self {
+        Self { stream, unread: BytesMut::new() }
+    }
+
+    /// The next one, if there is any.
+    async fn next(&mut self) -> Option<String> {
+        loop {
+            if let Some(length) = self.unread.get(1..5) {
+                let end = 5 + u32::from_be_bytes(length.try_into().unwrap()) as usize;
+                if self.unread.len() >= end {
+                    let framed = self.unread.split_to(end);
+                    return Some(String::from_utf8(framed[5..].to_vec()).unwrap());
+                }
+            }
+            let part = timeout(SOON, self.stream.data()).await.expect("no message in time")?.unwrap();
+            self.stream.flow_control().release_capacity(part.len()).unwrap();
+            self.unread.extend_from_slice(&part);
+        }
+    }
+
+    async fn all(&mut self) -> Vec<String> {
+        let mut all = Vec::new();
+        while let Some(message) = self.next().await {
+            all.push(message);
+        }
+        all
+    }
+
+    async fn trailers(&mut self) -> HeaderMap {
+        timeout(SOON, self.stream.trailers()).await.unwrap().unwrap().unwrap_or_default()
+    }
+}
+
+/// Echoes each message as it comes; `/fail` fails at once, `/many` sends three for one, `/sum` one for all.
+async fn serve(exchange: Exchange) {
+    let Exchange { request, mut respond, .. } = exchange;
+    let (head, body) = request.into_parts();
+    assert_eq!(head.headers["te"], "trailers");
+    assert_eq!(head.headers["grpc-timeout"], "5S");
+    let response = Response::builder().header("content-type", "application/grpc");
+    let mut incoming = Messages::new(body);
+    if head.uri.path() == "/a.Service/fail" {
+        let only =
+            response.header("grpc-status", "5").header("grpc-message", "not%20found").body(()).unwrap();
+        respond.send_response(only, true).unwrap();
+        return;
+    }
+    let mut stream = respond.send_response(response.body(()).unwrap(), false).unwrap();
+    let mut all = Vec::new();
+    while let Some(text) = incoming.next().await {
+        match head.uri.path() {
+            "/a.Service/sum" => all.push(text),
+            "/a.Service/many" => {
+                (0..3).for_each(|n| stream.send_data(message(&format!("{text}{n}")), false).unwrap())
+            }
+            _ => stream.send_data(message(&text), false).unwrap(),
+        }
+    }
+    if !all.is_empty() {
+        stream.send_data(message(&all.concat()), false).unwrap();
+    }
+    let mut trailers = HeaderMap::new();
+    trailers.insert("grpc-status", "0".parse().unwrap());
+    trailers.insert("x-custom-bin", "AAA=".parse().unwrap());
+    stream.send_trailers(trailers).unwrap();
+}
+
+async fn client(address: SocketAddr) -> SendRequest<Bytes> {
+    let (sender, connection) =
+        h2::client::handshake(TcpStream::connect(address).await.unwrap()).await.unwrap();
+    tokio::spawn(connection);
+    sender
+}
+
+async fn call(sender: &SendRequest<Bytes>, method: &str) -> (h2::client::ResponseFuture, SendStream<Bytes>) {
+    let request = Request::post(format!("http://shop.example/a.Service/{method}"))
+        .header("content-type", "application/grpc+proto")
+        .header("te", "trailers")
+        .header("grpc-timeout", "5S")
+        .body(())
+        .unwrap();
+    let mut sender = sender.clone().ready().await.unwrap();
+    sender.send_request(request, false).unwrap()
+}
+
+async fn answer(response: h2::client::ResponseFuture) -> Response<RecvStream> {
+    timeout(SOON, response).await.expect("no answer in time").unwrap()
+}
+
+async fn all_kinds_of_calls_work(proxy: &Proxy) {
+    let sender = client(proxy.address).await;
+    for (method, asked, told) in [
+        ("unary", vec!["a"], vec!["a"]),
+        ("many", vec!["a"], vec!["a0", "a1", "a2"]),
+        ("sum", vec!["a", "b", "c"], vec!["abc"]),
+    ] {
+        let (response, mut sending) = call(&sender, method).await;
+        for (n, text) in asked.iter().enumerate() {
+            sending.send_data(message(text), n + 1 == asked.len()).unwrap();
+        }
+        let response = answer(response).await;
+        assert_eq!(response.headers()["content-type"], "application/grpc");
+        let mut messages = Messages::new(response.into_body());
+        assert_eq!(messages.all().await, told, "{method}");
+        let trailers = messages.trailers().await;
+        assert_eq!(
+            (&trailers["grpc-status"], &trailers["x-custom-bin"]),
+            (&"0".parse().unwrap(), &"AAA=".parse().unwrap())
+        );
+    }
+
+    // Each answer is there before the next question.
+    let (response, mut sending) = call(&sender, "bidi").await;
+    let mut messages = Messages::new(answer(response).await.into_body());
+    for text in ["a", "b", "c"] {
+        sending.send_data(message(text), false).unwrap();
+        assert_eq!(messages.next().await.as_deref(), Some(text));
+    }
+    sending.send_data(Bytes::new(), true).unwrap();
+    assert_eq!(messages.next().await, None);
+    assert_eq!(messages.trailers().await["grpc-status"], "0");
+
+    let (response, _sending) = call(&sender, "fail").await;
+    let response = answer(response).await;
+    assert_eq!(
+        (&response.headers()["grpc-status"], &response.headers()["grpc-message"]),
+        (&"5".parse().unwrap(), &"not%20found".parse().unwrap())
+    );
+    assert!(response.body().is_end_stream());
+}
+
+#[tokio::test]
+async fn all_kinds_of_calls_work_in_the_clear() {
+    let upstream = H2Upstream::serving(Builder::new(), serve).await;
+    let proxy = Proxy::builder().config("listen.threads = 1").upstream_url(&upstream.url()).start().await;
+    all_kinds_of_calls_work(&proxy).await;
+    assert_eq!(upstream.connections(), 1);
+}
+
+#[tokio::test]
+async fn all_kinds_of_calls_work_by_tls() {
+    let authority = Authority::new();
+    authority.sign("server", "127.0.0.1");
+    let upstream = H2Upstream::by_tls(authority.server("server", &["h2"], None), serve).await;
+    let config = format!("[upstream.tls]\nca = '{}'\n", authority.text("ca.pem"));
+    let url = format!("https://{}", upstream.address);
+    let proxy = Proxy::builder().config(&config).upstream_url(&url).start().await;
+    all_kinds_of_calls_work(&proxy).await;
+}
+
+/// Whether a call is refused by headers only, with this status; returns the message.
+async fn refused(proxy: &Proxy, status: &str) -> String {
+    let (response, _sending) = call(&client(proxy.address).await, "unary").await;
+    let response = answer(response).await;
+    assert_eq!(response.status(), 200, "{response:?}");
+    let headers = response.headers();
+    assert_eq!(headers["grpc-status"], status, "{headers:?}");
+    assert_eq!(headers["content-type"], "application/grpc");
+    assert!(response.body().is_end_stream(), "nothing but headers");
+    headers["grpc-message"].to_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn refusals_speak_grpc() {
+    let upstream = H2Upstream::serving(Builder::new(), serve).await;
+    let limited =
+        "[[policy]]\nname = 'p'\nmatch = { path = '/a.Service/**' }\nlimit = { requests = 1, per = '1h' }";
+    let proxy = Proxy::builder().config(limited).upstream_url(&upstream.url()).start().await;
+    let (response, mut sending) = call(&client(proxy.address).await, "unary").await;
+    sending.send_data(message("a"), true).unwrap();
+    assert_eq!(answer(response).await.headers()["x-ratelimit-remaining"], "0");
+    let told = refused(&proxy, "8").await;
+    assert!(told.starts_with("Over the limit of policy \"p\"."), "{told}");
+
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let proxy = Proxy::builder().upstream_url(&format!("h2c://{nobody}")).start().await;
+    refused(&proxy, "14").await;
+
+    let silent = RawUpstream::scripted(|_, mut socket| async move {
+        socket.send(b"\0\0\0\x04\0\0\0\0\0\0\0\0\x04\x01\0\0\0\0").await;
+        socket.drain().await;
+    })
+    .await;
+    let config = "upstream.response_timeout = '200ms'";
+    let url = format!("h2c://{}", silent.address);
+    let proxy = Proxy::builder().config(config).upstream_url(&url).start().await;
+    let (response, mut sending) = call(&client(proxy.address).await, "unary").await;
+    sending.send_data(message("a"), true).unwrap();
+    let response = answer(response).await;
+    assert_eq!(response.headers()["grpc-status"], "4");
+}
+
+#[tokio::test]
+async fn a_call_that_is_cut_off_has_no_status() {
+    let gate = Arc::new(Semaphore::new(0));
+    let waiting = Arc::clone(&gate);
+    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange: Exchange| {
+        let gate = Arc::clone(&waiting);
+        async move {
+            let response = Response::builder().header("content-type", "application/grpc").body(()).unwrap();
+            let mut stream = exchange.respond.send_response(response, false).unwrap();
+            stream.send_data(message("half"), false).unwrap();
+            gate.acquire().await.unwrap().forget();
+            stream.send_reset(h2::Reason::CANCEL);
+        }
+    })
+    .await;
+    let proxy = Proxy::builder().upstream_url(&upstream.url()).start().await;
+    let (response, _sending) = call(&client(proxy.address).await, "unary").await;
+    let mut stream = answer(response).await.into_body();
+    gate.add_permits(1);
+    let end = loop {
+        match timeout(SOON, stream.data()).await.unwrap() {
+            Some(Ok(_)) => {}
+            end => break end,
+        }
+    };
+    assert!(end.is_some_and(|end| end.is_err()), "it looks complete");
+}

@@ -1,0 +1,621 @@
+//! HTTP/2 towards the upstream: many requests on one connection, and each with its own end.
+
+use crate::support::client::{Ask, ClientBody, RawClient, answered, http2};
+use crate::support::h2_upstream::{Exchange, H2Upstream, whole};
+use crate::support::nginx::Nginx;
+use crate::support::proxy::Proxy;
+use crate::support::upstream::{RawSocket, RawUpstream};
+use crate::support::{SOON, eventually, noise, sha256};
+use bytes::Bytes;
+use h2::Reason;
+use h2::server::Builder;
+use http_body_util::BodyExt;
+use hyper::{HeaderMap, Request, Response};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+use tokio::io::AsyncReadExt;
+use tokio::sync::{Semaphore, mpsc};
+use tokio::time::timeout;
+
+/// One worker, so that it is known whose connections are whose.
+const ONE_WORKER: &str = "listen.threads = 1\n";
+
+async fn in_front_of(upstream: &H2Upstream, config: &str) -> Proxy {
+    Proxy::builder().config(&format!("{ONE_WORKER}{config}")).upstream_url(&upstream.url()).start().await
+}
+
+/// Answers when it is let.
+fn held(
+    gate: &Arc<Semaphore>,
+) -> impl Fn(Exchange) -> std::pin::Pin<Box<dyn Future<Output = ()> + Send>> + Clone + use<> {
+    let gate = Arc::clone(gate);
+    move |exchange| {
+        let gate = Arc::clone(&gate);
+        Box::pin(async move {
+            gate.acquire().await.unwrap().forget();
+            exchange.answer(200, "ok");
+        })
+    }
+}
+
+fn get(proxy: &Proxy, target: &str) -> tokio::task::JoinHandle<u16> {
+    tokio::spawn(Ask::new(proxy.address, "GET", target).status())
+}
+
+#[tokio::test]
+async fn a_request_is_said_anew_in_http_2() {
+    let upstream = H2Upstream::echo().await;
+    let proxy = in_front_of(&upstream, "").await;
+    let ask = proxy.ask("POST", "/a//b?x=1&y").header("Host", "shop.example:81").header("TE", "trailers");
+    let ask =
+        ask.header("Connection", "TE, X-Hop, keep-alive").header("X-Hop", "1").header("Upgrade", "other");
+    let reply = ask.header("Cookie", "a=1; b=2").body("body").send().await;
+    let text = reply.text();
+    assert!(
+        text.starts_with("POST http://shop.example:81/a//b?x=1&y\n") && text.ends_with("\n\nbody"),
+        "{text}"
+    );
+    for line in [
+        "te: trailers",
+        "cookie: a=1; b=2",
+        "content-length: 4",
+        "x-forwarded-for: 127.0.0.1",
+        "via: 1.1 tidegate",
+    ] {
+        assert!(text.lines().any(|had| had == line), "{line} in {text}");
+    }
+    for name in ["host", "connection", "x-hop", "keep-alive", "upgrade", "transfer-encoding"] {
+        assert!(!text.lines().any(|line| line.starts_with(&format!("{name}: "))), "{name} in {text}");
+    }
+    assert_eq!(reply.header("via"), Some("2 tidegate"));
+
+    // By HTTP/2 on both sides: cookies in pieces are put together.
+    let mut request = Request::get("http://shop.example/").body(ClientBody::default()).unwrap();
+    for crumb in ["a=1", "b=2"] {
+        request.headers_mut().append("cookie", crumb.parse().unwrap());
+    }
+    let answer = answered(http2(proxy.address).await.send_request(request)).await;
+    let text = String::from_utf8(answer.into_body().collect().await.unwrap().to_bytes().to_vec()).unwrap();
+    assert!(text.lines().any(|line| line == "cookie: a=1; b=2"), "{text}");
+    assert_eq!(upstream.connections(), 1);
+
+    let proxy = in_front_of(&upstream, "upstream.preserve_host = false").await;
+    let text = proxy.get("/").await.text();
+    assert!(text.starts_with(&format!("GET http://{}/\n", upstream.address)), "{text}");
+    assert!(text.contains("x-forwarded-host: shop.example\n"), "{text}");
+}
+
+#[tokio::test]
+async fn one_connection_carries_many_requests_at_a_time() {
+    let gate = Arc::new(Semaphore::new(0));
+    let upstream = H2Upstream::serving(Builder::new(), held(&gate)).await;
+    let proxy = in_front_of(&upstream, "").await;
+    let asked: Vec<_> = (0..60).map(|_| get(&proxy, "/")).collect();
+    gate.add_permits(60);
+    for asked in asked {
+        assert_eq!(timeout(SOON, asked).await.unwrap().unwrap(), 200);
+    }
+    assert_eq!(upstream.connections(), 1, "though all came at once, before there was any");
+}
+
+#[tokio::test]
+async fn a_further_connection_is_made_for_what_the_first_has_no_room_for() {
+    let gate = Arc::new(Semaphore::new(0));
+    let mut builder = Builder::new();
+    builder.max_concurrent_streams(2);
+    let (slow, seen) = (held(&gate), Arc::<AtomicUsize>::default());
+    let seeing = Arc::clone(&seen);
+    let upstream = H2Upstream::serving(builder, move |exchange| {
+        seeing.fetch_add(1, Ordering::SeqCst);
+        slow(exchange)
+    })
+    .await;
+    let config = "upstream.max_connections = 2\nupstream.queue_timeout = '200ms'";
+    let proxy = in_front_of(&upstream, config).await;
+    let asked: Vec<_> = (0..4).map(|_| get(&proxy, "/")).collect();
+    eventually("four to be there", SOON, || (seen.load(Ordering::SeqCst) == 4).then_some(())).await;
+    assert_eq!(proxy.get("/").await.status, 503, "there is no room for a fifth");
+    gate.add_permits(4);
+    for asked in asked {
+        assert_eq!(timeout(SOON, asked).await.unwrap().unwrap(), 200);
+    }
+    assert_eq!(upstream.connections(), 2);
+
+    // Who has time to wait gets its turn.
+    let config = "upstream.max_connections = 1\nupstream.queue_timeout = '10s'";
+    let proxy = in_front_of(&upstream, config).await;
+    let asked: Vec<_> = (0..6).map(|_| get(&proxy, "/")).collect();
+    gate.add_permits(6);
+    for asked in asked {
+        assert_eq!(timeout(SOON, asked).await.unwrap().unwrap(), 200);
+    }
+    // It is closed for others when one who just got his turn seems to wait still.
+    assert!((3..=4).contains(&upstream.connections()), "{}", upstream.connections());
+}
+
+#[tokio::test]
+async fn who_says_goodbye_is_left_after_what_is_under_way() {
+    let gate = Arc::new(Semaphore::new(0));
+    let slow = held(&gate);
+    let upstream = H2Upstream::serving(Builder::new(), move |exchange| {
+        let slow = (exchange.request.uri().path() == "/slow").then(|| slow.clone());
+        async move {
+            match slow {
+                None => {
+                    let connection = exchange.connection.to_string();
+                    exchange.answer(200, connection);
+                }
+                Some(slow) => slow(exchange).await,
+            }
+        }
+    })
+    .await;
+    let proxy = in_front_of(&upstream, "").await;
+    let under_way = get(&proxy, "/slow");
+    assert_eq!(proxy.ask("GET", "/").header("X-Go-Away", "1").send().await.text(), "0");
+    // Which is the first to know of it is a matter of luck; all are answered.
+    for _ in 0..20 {
+        assert_eq!(proxy.ask("POST", "/").body("body").status().await, 200);
+    }
+    assert_eq!(proxy.get("/").await.text(), "1");
+    gate.add_permits(1);
+    assert_eq!(timeout(SOON, under_way).await.unwrap().unwrap(), 200);
+}
+
+#[tokio::test]
+async fn what_was_refused_unseen_is_sent_once_more() {
+    let seen = Arc::<AtomicUsize>::default();
+    let counted = Arc::clone(&seen);
+    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+        let number = counted.fetch_add(1, Ordering::SeqCst);
+        async move {
+            let refusals: usize = exchange.request.headers()["x-refusals"].to_str().unwrap().parse().unwrap();
+            if number < refusals {
+                exchange.respond.send_reset(Reason::REFUSED_STREAM);
+            } else {
+                exchange.answer(200, "ok");
+            }
+        }
+    })
+    .await;
+    let proxy = in_front_of(&upstream, "").await;
+    for (method, body, refusals, status, times) in [
+        ("GET", "", "1", 200, 2),
+        // Nothing has happened, so even this may be sent again.
+        ("POST", "", "1", 200, 2),
+        ("GET", "", "2", 502, 2),
+        // Its body has been read by then, and is not there any more.
+        ("POST", "body", "1", 502, 1),
+    ] {
+        seen.store(0, Ordering::SeqCst);
+        let reply = proxy.ask(method, "/").header("X-Refusals", refusals).body(body).send().await;
+        assert_eq!(reply.status, status, "{method} {body}");
+        assert_eq!(seen.load(Ordering::SeqCst), times, "{method} {body}");
+    }
+    assert_eq!(upstream.connections(), 1);
+}
+
+/// A server's SETTINGS, all as by default, and its word that it has seen ours.
+const SETTINGS: &[u8] = b"\0\0\0\x04\0\0\0\0\0\0\0\0\x04\x01\0\0\0\0";
+/// GOAWAY: the last request that was looked at is none.
+const GOAWAY: &[u8] = b"\0\0\x08\x07\0\0\0\0\0\0\0\0\0\0\0\0\0";
+
+/// Reads the preface and frames, until there is one of type HEADERS.
+async fn request_head(socket: &mut RawSocket) {
+    let stream = socket.stream();
+    stream.read_exact(&mut [0; 24]).await.unwrap();
+    loop {
+        let mut head = [0; 9];
+        stream.read_exact(&mut head).await.unwrap();
+        let length = usize::from(head[0]) << 16 | usize::from(head[1]) << 8 | usize::from(head[2]);
+        stream.read_exact(&mut vec![0; length]).await.unwrap();
+        if head[3] == 1 {
+            return;
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_came_too_late_for_a_connection_is_sent_on_another() {
+    let upstream = RawUpstream::scripted(|number, mut socket| async move {
+        socket.send(SETTINGS).await;
+        request_head(&mut socket).await;
+        if number == 0 {
+            socket.send(GOAWAY).await;
+        } else {
+            // :status 204 by HPACK's static table, END_STREAM and END_HEADERS.
+            socket.send(b"\0\0\x01\x01\x05\0\0\0\x01\x89").await;
+        }
+        socket.drain().await;
+    })
+    .await;
+    let proxy = Proxy::builder()
+        .config(ONE_WORKER)
+        .upstream_url(&format!("h2c://{}", upstream.address))
+        .start()
+        .await;
+    assert_eq!(proxy.ask("POST", "/").status().await, 204);
+    assert_eq!(upstream.connections(), 2);
+}
+
+#[tokio::test]
+async fn what_is_reset_never_looks_complete() {
+    let gate = Arc::new(Semaphore::new(0));
+    let waiting = Arc::clone(&gate);
+    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+        let gate = Arc::clone(&waiting);
+        async move {
+            let reason = match exchange.request.uri().path() {
+                "/none" => Reason::NO_ERROR,
+                "/cancel" => Reason::CANCEL,
+                _ => Reason::INTERNAL_ERROR,
+            };
+            if exchange.request.uri().query().is_none() {
+                exchange.body().await.unwrap();
+            }
+            let mut stream = exchange.respond.send_response(Response::new(()), false).unwrap();
+            stream.send_data("some".into(), false).unwrap();
+            gate.acquire().await.unwrap().forget();
+            stream.send_reset(reason);
+        }
+    })
+    .await;
+    let proxy = in_front_of(&upstream, "").await;
+    for target in ["/none", "/cancel", "/error", "/none?upload"] {
+        let mut client = RawClient::connect(proxy.address).await;
+        let framing = if target.ends_with("upload") { "Content-Length: 10\r\n\r\nhalf" } else { "\r\n" };
+        client.send(format!("POST {target} HTTP/1.1\r\nHost: a\r\n{framing}")).await;
+        client.read_past(b"\r\nsome\r\n").await;
+        gate.add_permits(1);
+        assert_eq!(client.rest().await, b"", "{target}: an end that nobody said");
+        let request = Request::post(format!("http://a{target}")).body(ClientBody::default()).unwrap();
+        let answer = answered(http2(proxy.address).await.send_request(request)).await;
+        gate.add_permits(1);
+        let body = timeout(SOON, answer.into_body().collect()).await.unwrap();
+        assert!(body.is_err(), "{target} by HTTP/2");
+    }
+    assert_eq!(upstream.connections(), 1, "each was the end of one request only");
+}
+
+#[tokio::test]
+async fn a_reset_instead_of_an_answer_is_a_502() {
+    let upstream = H2Upstream::serving(Builder::new(), |mut exchange| async move {
+        exchange.respond.send_reset(Reason::INTERNAL_ERROR);
+    })
+    .await;
+    let proxy = in_front_of(&upstream, "").await;
+    let reply = proxy.get("/").await;
+    assert_eq!(reply.status, 502);
+    assert!(reply.header("proxy-status").unwrap().contains("connection_terminated"));
+    let metrics = Ask::new(proxy.admin(), "GET", "/metrics").header("Host", "localhost").send().await.text();
+    assert!(metrics.contains("tidegate_upstream_errors_total{kind=\"reset\"} 1"), "{metrics}");
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_ends_its_request_and_no_other() {
+    let (told, mut given_up) = mpsc::channel(8);
+    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+        let told = told.clone();
+        async move {
+            let begins = exchange.request.uri().path() == "/begun";
+            if exchange.request.uri().path() == "/" {
+                return exchange.answer(200, "ok");
+            }
+            let mut stream = None;
+            if begins {
+                let mut begun = exchange.respond.send_response(Response::new(()), false).unwrap();
+                begun.send_data("some".into(), false).unwrap();
+                stream = Some(begun);
+            }
+            let reason = match &mut stream {
+                Some(stream) => std::future::poll_fn(|cx| stream.poll_reset(cx)).await.ok(),
+                None => exchange.given_up().await,
+            };
+            told.send(reason).await.unwrap();
+        }
+    })
+    .await;
+    let proxy = in_front_of(&upstream, "").await;
+    for (target, framing) in [
+        ("/begun", "\r\n"),
+        ("/silent", "\r\n"),
+        ("/begun", "Content-Length: 10\r\n\r\nhalf"),
+        ("/silent", "Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n"),
+    ] {
+        let mut client = RawClient::connect(proxy.address).await;
+        client.send(format!("POST {target} HTTP/1.1\r\nHost: a\r\n{framing}")).await;
+        if target == "/begun" {
+            client.read_past(b"some").await;
+        } else {
+            assert_eq!(proxy.get("/").await.status, 200);
+        }
+        drop(client);
+        assert_eq!(
+            timeout(SOON, given_up.recv()).await.unwrap(),
+            Some(Some(Reason::CANCEL)),
+            "{target} {framing}"
+        );
+    }
+    assert_eq!(proxy.get("/").await.status, 200);
+    assert_eq!(upstream.connections(), 1);
+}
+
+#[tokio::test]
+async fn an_answer_may_come_before_the_end_of_an_upload() {
+    let (told, mut given_up) = mpsc::channel(8);
+    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+        let told = told.clone();
+        async move {
+            if exchange.request.uri().path() == "/" {
+                return exchange.answer(200, "ok");
+            }
+            let mut stream = exchange
+                .respond
+                .send_response(Response::builder().status(413).body(()).unwrap(), false)
+                .unwrap();
+            stream.send_data("too much".into(), true).unwrap();
+            // The rest is neither read nor reset.
+            let cut = loop {
+                match exchange.request.body_mut().data().await {
+                    Some(Ok(_)) => {}
+                    other => break other.is_some(),
+                }
+            };
+            told.send(cut).await.unwrap();
+        }
+    })
+    .await;
+    let proxy = in_front_of(&upstream, "").await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("POST /up HTTP/1.1\r\nHost: a\r\nContent-Length: 100000000\r\n\r\n").await;
+    client.send(vec![b'x'; 100_000]).await;
+    let reply = client.reply().await;
+    assert_eq!((reply.status, reply.text().as_str(), reply.complete), (413, "too much", true));
+    assert_eq!(
+        timeout(SOON, given_up.recv()).await.unwrap(),
+        Some(true),
+        "the upload was cut off, not ended"
+    );
+    assert!(client.closes(SOON).await, "nobody reads the rest");
+    assert_eq!(proxy.get("/").await.status, 200);
+    assert_eq!(upstream.connections(), 1);
+}
+
+#[tokio::test]
+async fn a_cut_off_upload_never_looks_complete() {
+    let (told, mut ends) = mpsc::channel(8);
+    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+        let told = told.clone();
+        async move {
+            let end = exchange.body().await;
+            told.send(end.map_err(|error| error.reason())).await.unwrap();
+            exchange.answer(200, "ok");
+        }
+    })
+    .await;
+    let proxy =
+        in_front_of(&upstream, "[listen.http]\nbody_idle_timeout = '300ms'\nmax_body_bytes = '8'").await;
+    for (framing, status) in [
+        ("Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n", 408),
+        ("Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n5\r\n12345\r\n0\r\n\r\n", 413),
+        ("Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\nzz\r\n", 400),
+    ] {
+        let mut client = RawClient::connect(proxy.address).await;
+        client.send(format!("POST / HTTP/1.1\r\nHost: a\r\n{framing}")).await;
+        assert_eq!(client.reply().await.status, status);
+        assert_eq!(timeout(SOON, ends.recv()).await.unwrap(), Some(Err(Some(Reason::CANCEL))), "{framing}");
+    }
+}
+
+#[tokio::test]
+async fn trailers_come_through_both_ways() {
+    let upstream = H2Upstream::serving(Builder::new(), |mut exchange| async move {
+        let body = exchange.body().await.unwrap();
+        let trailers = exchange.request.body_mut().trailers().await.unwrap().unwrap_or_default();
+        let mut names: Vec<_> = trailers.keys().map(|name| name.as_str()).collect();
+        names.sort_unstable();
+        let text = format!("{} {}", String::from_utf8(body).unwrap(), names.join(","));
+        let head = Response::builder().header("trailer", "x-sum").body(()).unwrap();
+        let mut stream = exchange.respond.send_response(head, false).unwrap();
+        stream.send_data(text.into(), false).unwrap();
+        let mut trailers = HeaderMap::new();
+        trailers.insert("x-sum", "42".parse().unwrap());
+        stream.send_trailers(trailers).unwrap();
+    })
+    .await;
+    let proxy = in_front_of(&upstream, "").await;
+    let mut client = RawClient::connect(proxy.address).await;
+    let request = "POST / HTTP/1.1\r\nHost: a\r\nTE: trailers\r\nConnection: TE\r\nTransfer-Encoding: chunked\r\n\
+                   Trailer: x-a\r\n\r\n4\r\nbody\r\n0\r\nx-a: 1\r\nx-b: 2\r\n\r\n";
+    client.send(request).await;
+    client.read_past(b"body x-a\r\n0\r\n").await;
+    assert_eq!(client.read_past(b"\r\n\r\n").await, b"x-sum: 42\r\n\r\n");
+
+    // A trailer that was not announced was seen by no gate.
+    let mut trailers = HeaderMap::new();
+    trailers.insert("x-user-id", "ann".parse().unwrap());
+    let body = whole("body").with_trailers(async move { Some(Ok(trailers)) }).boxed();
+    let request = Request::post("http://a/").body(body).unwrap();
+    let answer = answered(http2(proxy.address).await.send_request(request)).await;
+    let body = answer.into_body().collect().await.unwrap();
+    assert_eq!(body.trailers().unwrap()["x-sum"], "42");
+    assert_eq!(body.to_bytes(), "body ");
+}
+
+#[tokio::test]
+async fn answers_without_a_body_have_none() {
+    let upstream = H2Upstream::serving(Builder::new(), |mut exchange| async move {
+        let status: u16 = exchange.request.uri().path().trim_start_matches('/').parse().unwrap();
+        let mut head = Response::builder().status(status);
+        if exchange.request.method() == "HEAD" || status == 304 {
+            head = head.header("content-length", "12345");
+        }
+        // What comes before the answer is not the answer.
+        let early = Response::builder().status(103).header("link", "</a>").body(()).unwrap();
+        exchange.respond.send_informational(early).unwrap();
+        exchange.respond.send_response(head.body(()).unwrap(), true).unwrap();
+    })
+    .await;
+    let proxy = in_front_of(&upstream, "").await;
+    let mut client = RawClient::connect(proxy.address).await;
+    for (method, status, length) in
+        [("HEAD", 200, Some("12345")), ("GET", 204, None), ("GET", 304, None), ("GET", 200, Some("0"))]
+    {
+        client.send(format!("{method} /{status} HTTP/1.1\r\nHost: a\r\n\r\n")).await;
+        let reply = client.any_reply(method == "HEAD").await;
+        assert_eq!((reply.status, reply.header("content-length")), (status, length), "{method}");
+        assert!(reply.complete && reply.header("transfer-encoding").is_none());
+    }
+    assert_eq!(upstream.connections(), 1);
+}
+
+#[tokio::test]
+async fn who_does_not_answer_in_time_is_given_up_and_suspected() {
+    // Agrees to HTTP/2 and is never heard of again: the first connection only.
+    let upstream = RawUpstream::scripted(|number, mut socket| async move {
+        socket.send(SETTINGS).await;
+        request_head(&mut socket).await;
+        if number > 0 {
+            socket.send(b"\0\0\x01\x01\x05\0\0\0\x01\x89").await;
+        }
+        socket.drain().await;
+    })
+    .await;
+    let url = format!("h2c://{}", upstream.address);
+    let config = format!("{ONE_WORKER}upstream.response_timeout = '200ms'");
+    let proxy = Proxy::builder().config(&config).upstream_url(&url).start().await;
+    assert_eq!(proxy.get("/").await.status, 504);
+    assert_eq!(proxy.get("/").await.status, 204);
+    assert_eq!(upstream.connections(), 2, "nothing more is sent where nobody answers");
+}
+
+#[tokio::test]
+async fn a_silent_body_is_cut_and_told() {
+    let (told, mut given_up) = mpsc::channel(8);
+    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+        let told = told.clone();
+        async move {
+            let mut stream = exchange.respond.send_response(Response::new(()), false).unwrap();
+            stream.send_data("some".into(), false).unwrap();
+            told.send(std::future::poll_fn(|cx| stream.poll_reset(cx)).await.ok()).await.unwrap();
+        }
+    })
+    .await;
+    let proxy = in_front_of(&upstream, "upstream.body_idle_timeout = '200ms'").await;
+    let reply = proxy.get("/").await;
+    assert_eq!((reply.text().as_str(), reply.complete), ("some", false));
+    assert_eq!(timeout(SOON, given_up.recv()).await.unwrap(), Some(Some(Reason::CANCEL)));
+}
+
+#[tokio::test]
+async fn who_speaks_no_http_2_is_found_out_before_there_is_a_request() {
+    let upstream = RawUpstream::answering("HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n").await;
+    let silent = RawUpstream::scripted(|_, mut socket| async move { socket.drain().await }).await;
+    for (upstream, status) in [(upstream, 502), (silent, 504)] {
+        let url = format!("h2c://{}", upstream.address);
+        let config = "upstream.connect_timeout = '300ms'\nupstream.retry_connect = 0";
+        let proxy = Proxy::builder().config(config).upstream_url(&url).start().await;
+        let asked: Vec<_> = (0..3).map(|_| get(&proxy, "/secret")).collect();
+        for asked in asked {
+            assert_eq!(timeout(SOON, asked).await.unwrap().unwrap(), status);
+        }
+        assert!(!String::from_utf8_lossy(&upstream.received()).contains("secret"));
+    }
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let proxy = Proxy::builder().upstream_url(&format!("h2c://{nobody}")).start().await;
+    let reply = proxy.get("/").await;
+    assert_eq!(reply.status, 502);
+    assert!(reply.header("proxy-status").unwrap().contains("connection_refused"));
+}
+
+#[tokio::test]
+async fn clients_who_do_not_read_hold_up_nobody_else() {
+    let content = Bytes::from(noise(4 << 20));
+    let served = content.clone();
+    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+        let mut left = served.clone();
+        async move {
+            let mut stream = exchange.respond.send_response(Response::new(()), false).unwrap();
+            while !left.is_empty() {
+                stream.reserve_capacity(left.len());
+                let Some(Ok(room)) = std::future::poll_fn(|cx| stream.poll_capacity(cx)).await else {
+                    return;
+                };
+                let part = left.split_to(room.min(left.len()));
+                stream.send_data(part, left.is_empty()).unwrap();
+            }
+        }
+    })
+    .await;
+    let proxy = in_front_of(&upstream, "").await;
+    let mut sleepers = Vec::new();
+    for _ in 0..60 {
+        let mut client = RawClient::connect(proxy.address).await;
+        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        client.read_past(b"\r\n\r\n").await;
+        sleepers.push(client);
+    }
+    let reply = timeout(SOON, proxy.get("/")).await.expect("others wait for those who sleep");
+    assert_eq!(sha256(&reply.body), sha256(&content));
+    assert_eq!(upstream.connections(), 1);
+}
+
+#[tokio::test]
+async fn megabytes_go_up_and_come_down_unchanged_by_http_2() {
+    let upstream = H2Upstream::serving(Builder::new(), |mut exchange| async move {
+        let body = exchange.body().await.unwrap();
+        exchange.answer(200, body);
+    })
+    .await;
+    let proxy = in_front_of(&upstream, "").await;
+    let content = noise(8 << 20);
+    let reply = proxy.ask("POST", "/").body(content.clone()).send().await;
+    assert!(reply.complete && reply.body == content);
+}
+
+#[tokio::test]
+async fn an_idle_connection_is_closed_in_time_and_kept_until_then() {
+    let upstream = H2Upstream::echo().await;
+    let proxy = in_front_of(&upstream, "upstream.pool_idle_timeout = '400ms'").await;
+    for _ in 0..3 {
+        assert_eq!(proxy.get("/").await.status, 200);
+    }
+    assert_eq!(upstream.connections(), 1);
+    tokio::time::sleep(Duration::from_millis(900)).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    assert_eq!(upstream.connections(), 2);
+    let none = in_front_of(&upstream, "upstream.pool_max_idle = 0").await;
+    for _ in 0..2 {
+        assert_eq!(none.get("/").await.status, 200);
+    }
+    assert_eq!(upstream.connections(), 4);
+}
+
+#[tokio::test]
+async fn no_worker_starves_beside_one_that_has_the_only_connection() {
+    let upstream = H2Upstream::echo().await;
+    let config = "listen.threads = 2\nupstream.max_connections = 1\nupstream.queue_timeout = '5s'";
+    let proxy = Proxy::builder().config(config).upstream_url(&upstream.url()).start().await;
+    let (mut one, mut two) =
+        (RawClient::connect(proxy.address).await, RawClient::connect(proxy.address).await);
+    let asking = async |client: &mut RawClient| {
+        for _ in 0..30 {
+            assert_eq!(client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await.reply().await.status, 200);
+        }
+    };
+    tokio::join!(asking(&mut one), asking(&mut two));
+}
+
+#[tokio::test]
+async fn nginx_is_spoken_to_by_http_2() {
+    let nginx = Nginx::by_http2().await;
+    let content = noise(5 << 20);
+    nginx.file("big", &content);
+    let proxy = Proxy::builder().upstream_url(&format!("h2c://{}", nginx.address)).start().await;
+    let reply = proxy.get("/big").await;
+    assert_eq!(sha256(&reply.body), sha256(&content));
+    assert_eq!(reply.header("via"), Some("2 tidegate"));
+    assert_eq!(proxy.ask("PUT", "/up").body(content.clone()).status().await, 201);
+    assert_eq!(sha256(&nginx.uploaded("up")), sha256(&content));
+}

@@ -1,0 +1,166 @@
+//! An upstream that speaks HTTP/2, down to single frames' worth of control.
+
+use bytes::Bytes;
+use h2::server::{Builder, SendResponse};
+use h2::{Reason, RecvStream};
+use http_body_util::Full;
+use hyper::{Request, Response};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpListener;
+use tokio::task::{JoinHandle, JoinSet};
+use tokio_rustls::TlsAcceptor;
+
+/// A server of HTTP/2; its connections end when it is dropped.
+#[derive(Debug)]
+pub struct H2Upstream {
+    pub address: SocketAddr,
+    connections: Arc<AtomicUsize>,
+    task: JoinHandle<()>,
+}
+
+/// One request on its way.
+#[derive(Debug)]
+pub struct Exchange {
+    /// Of the connection, from 0.
+    pub connection: usize,
+    pub request: Request<RecvStream>,
+    pub respond: SendResponse<Bytes>,
+}
+
+impl H2Upstream {
+    /// In the clear, as `builder` says.
+    pub async fn serving<H, F>(builder: Builder, handler: H) -> Self
+    where
+        H: Fn(Exchange) -> F + Send + Sync + 'static,
+        F: Future<Output = ()> + Send + 'static,
+    {
+        Self::start(builder, None, handler).await
+    }
+
+    /// By TLS, with whatever `tls` offers.
+    pub async fn by_tls<H, F>(tls: TlsAcceptor, handler: H) -> Self
+    where
+        H: Fn(Exchange) -> F + Send + Sync + 'static,
+        F: Future<Output = ()> + Send + 'static,
+    {
+        Self::start(Builder::new(), Some(tls), handler).await
+    }
+
+    async fn start<H, F>(builder: Builder, tls: Option<TlsAcceptor>, handler: H) -> Self
+    where
+        H: Fn(Exchange) -> F + Send + Sync + 'static,
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let connections = Arc::<AtomicUsize>::default();
+        let (counted, handler) = (Arc::clone(&connections), Arc::new(handler));
+        let task = tokio::spawn(async move {
+            let mut open = JoinSet::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                let number = counted.fetch_add(1, Ordering::SeqCst);
+                let (builder, tls, handler) = (builder.clone(), tls.clone(), Arc::clone(&handler));
+                open.spawn(async move {
+                    match tls {
+                        None => serve(stream, number, &builder, &*handler).await,
+                        Some(tls) => {
+                            if let Ok(stream) = tls.accept(stream).await {
+                                serve(stream, number, &builder, &*handler).await;
+                            }
+                        }
+                    }
+                });
+            }
+        });
+        Self { address, connections, task }
+    }
+
+    /// Answers with method, target and headers as text, and the body of the request behind them.
+    pub async fn echo() -> Self {
+        Self::serving(Builder::new(), |exchange| exchange.echo()).await
+    }
+
+    /// Connections accepted so far.
+    pub fn connections(&self) -> usize {
+        self.connections.load(Ordering::SeqCst)
+    }
+
+    pub fn url(&self) -> String {
+        format!("h2c://{}", self.address)
+    }
+}
+
+async fn serve<H, F>(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    connection: usize,
+    builder: &Builder,
+    handler: &H,
+) where
+    H: Fn(Exchange) -> F,
+    F: Future<Output = ()> + Send + 'static,
+{
+    let Ok(mut h2) = builder.handshake::<_, Bytes>(stream).await else { return };
+    let mut requests = JoinSet::new();
+    while let Some(Ok((request, respond))) = h2.accept().await {
+        let goes_away = request.headers().contains_key("x-go-away");
+        requests.spawn(handler(Exchange { connection, request, respond }));
+        if goes_away {
+            h2.graceful_shutdown();
+        }
+    }
+    // What is left of the connection is worked off by then.
+    requests.detach_all();
+}
+
+impl Drop for H2Upstream {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Exchange {
+    /// Answers with a whole body.
+    pub fn answer(mut self, status: u16, body: impl Into<Bytes>) {
+        let head = Response::builder().status(status).body(()).unwrap();
+        let body = body.into();
+        if let Ok(mut stream) = self.respond.send_response(head, body.is_empty())
+            && !body.is_empty()
+        {
+            stream.send_data(body, true).unwrap_or_default();
+        }
+    }
+
+    /// The whole body of the request; an error if it was cut off.
+    pub async fn body(&mut self) -> Result<Vec<u8>, h2::Error> {
+        let body = self.request.body_mut();
+        let mut all = Vec::new();
+        while let Some(part) = body.data().await {
+            let part = part?;
+            body.flow_control().release_capacity(part.len())?;
+            all.extend_from_slice(&part);
+        }
+        Ok(all)
+    }
+
+    pub async fn echo(mut self) {
+        let Ok(body) = self.body().await else { return };
+        let mut text = format!("{} {}\n", self.request.method(), self.request.uri());
+        for (name, value) in self.request.headers() {
+            text += &format!("{name}: {}\n", String::from_utf8_lossy(value.as_bytes()));
+        }
+        self.answer(200, [text.as_bytes(), b"\n", &body].concat());
+    }
+
+    /// Waits until the proxy gives the request up, and returns its reason.
+    pub async fn given_up(&mut self) -> Option<Reason> {
+        std::future::poll_fn(|cx| self.respond.poll_reset(cx)).await.ok()
+    }
+}
+
+/// A request body that is there at once.
+pub fn whole(bytes: impl Into<Bytes>) -> super::client::ClientBody {
+    http_body_util::BodyExt::boxed(Full::new(bytes.into()))
+}
