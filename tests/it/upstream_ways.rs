@@ -152,7 +152,9 @@ async fn an_upstream_may_want_to_know_who_we_are_and_that_may_change() {
     let proxy = Proxy::builder().config(&config).upstream_url(&url).start().await;
     let reply = proxy.get("/").await;
     assert_eq!(reply.status, 502);
-    assert!(reply.header("proxy-status").unwrap().contains("error=t"), "{:?}", reply.headers);
+    // A server by TLS 1.3 may say so, or just leave.
+    let why = reply.header("proxy-status").unwrap();
+    assert!(["error=tls_", "error=connection_terminated"].iter().any(|kind| why.contains(kind)), "{why}");
 
     // A key that isn't the certificate's changes nothing and is told.
     let mark = proxy.log_mark();

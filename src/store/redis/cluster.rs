@@ -282,8 +282,10 @@ impl Nodes {
 
     /// Runs some programs that put charges of a slot right, in order. Those that fail together are counted once.
     async fn tell(&self, slot: u16, commands: &[Cmd]) -> Vec<Result<(), Failure>> {
-        let deadline = Instant::now() + self.context.settings.timeout;
-        let told = join_all(commands.iter().map(|command| self.attempt(slot, command, deadline))).await;
+        let (start, within) = (Instant::now(), self.context.settings.timeout);
+        let answers =
+            (1..).zip(commands).map(|(turn, command)| self.attempt(slot, command, start + within * turn));
+        let told = join_all(answers).await;
         if let Some(lost) = told.iter().find_map(|told| told.as_ref().err()) {
             self.note(lost);
         }
