@@ -19,8 +19,8 @@ WORKDIR /src
 # Dependencies first, behind empty sources: this layer is built again only when they change.
 # Cargo wants to see every target that Cargo.toml names.
 COPY Cargo.toml Cargo.lock ./
-RUN mkdir -p src benches tests/it \
- && touch src/lib.rs benches/costs.rs benches/matching.rs benches/redis.rs tests/architecture.rs tests/it/main.rs \
+RUN mkdir -p src benches/soak tests/it \
+ && touch src/lib.rs benches/costs.rs benches/matching.rs benches/redis.rs benches/soak/main.rs tests/architecture.rs tests/it/main.rs \
  && echo 'fn main() {}' > src/main.rs \
  && cargo build --release --locked --target x86_64-unknown-linux-musl \
  && rm -r src

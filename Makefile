@@ -67,6 +67,14 @@ prove: ## For a minute each: a limit shared by two proxies is exact and used up;
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	TIDEGATE_TEST_SECONDS=60 cargo test --locked --test it -- --nocapture shared_redis three_proxies_keep
 
+# Of a release build, as it is shipped. The rest of the settings is told in benches/soak/main.rs.
+SOAK_MINUTES ?= 30
+
+.PHONY: soak
+soak: ## Traffic and faults of many kinds for SOAK_MINUTES (30): flat memory, no error without a reason, counters add up
+	$(call need,redis-server,on Debian: apt-get install redis-server)
+	SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) cargo bench --locked --bench soak
+
 .PHONY: lint
 lint: fmt clippy deny architecture ## Formatting, clippy, dependencies, and who may import whom
 

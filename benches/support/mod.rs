@@ -17,16 +17,19 @@ pub(crate) struct Server {
 
 impl Server {
     pub(crate) fn start() -> Self {
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let child = Command::new("redis-server")
-            .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
-            .stdout(Stdio::null())
-            .spawn();
-        let server = Self { child: child.unwrap(), port };
-        while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        server
+        let port = free_port();
+        Self { child: spawn(port), port }
+    }
+
+    /// As `kill -9`: nothing is saved, connections break.
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Starts a killed server again, empty, on the same port.
+    pub(crate) fn restart(&mut self) {
+        self.child = spawn(self.port);
     }
 
     pub(crate) fn port(&self) -> u16 {
@@ -74,6 +77,31 @@ impl Server {
             probe_interval: Duration::from_millis(500),
         }
     }
+}
+
+/// A free port below those that the system gives to clients: it is still free after a restart.
+pub(crate) fn free_port() -> u16 {
+    let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    std::iter::repeat_with(|| fastrand::u16(20_000..32_000)).find(is_free).unwrap()
+}
+
+/// Waits until it takes connections.
+fn spawn(port: u16) -> Child {
+    let child = Command::new("redis-server")
+        .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
+        .stdout(Stdio::null())
+        .spawn();
+    while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    child.unwrap()
+}
+
+/// Sends a signal, named as in `kill -TERM`.
+pub(crate) fn signal(pid: u32, name: &str) {
+    // The shell's own: not every image has another.
+    let sent = Command::new("sh").args(["-c", "kill -$1 $2", "sh", name, &pid.to_string()]).status();
+    assert!(sent.unwrap().success(), "kill -{name} {pid}");
 }
 
 impl Drop for Server {

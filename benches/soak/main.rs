@@ -1,0 +1,201 @@
+//! Traffic and faults of many kinds for half an hour: memory and file descriptors stay as they are, whatever a client
+//! meets has its reason, and the proxy has counted what the clients have.
+//!
+//! Run by `make soak`. `SOAK_MINUTES` (30) says how long, `SOAK_SEED` what is drawn: the same seed gives each client the
+//! same choices and the faults the same order, but not the same moments. Needs redis-server.
+//!
+//! What explains what stands in [`books`]: a fault, from its begin until two seconds after its end; what is expected of
+//! a path stands with the clients, in [`traffic`].
+
+#![allow(
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    reason = "what is measured goes to stdout, and it stops at any error of its own"
+)]
+
+mod books;
+mod faults;
+mod proxy;
+#[path = "../support/mod.rs"]
+mod support;
+mod traffic;
+mod upstream;
+
+use books::Books;
+use proxy::{Metrics, Proxy, SOON};
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use support::Server;
+use tokio::time::sleep;
+use upstream::Upstream;
+
+/// What the medians of the second and the last quarter may differ by, and what may be open at the end.
+const RSS_TOLERANCE: Tolerance = Tolerance { percent: 5, and: 4096 };
+const FILES_TOLERANCE: Tolerance = Tolerance { percent: 10, and: 16 };
+const FILES_AT_REST: u64 = 8;
+
+/// What everybody who makes traffic or faults knows.
+#[derive(Debug)]
+struct World {
+    proxy: SocketAddr,
+    admin: SocketAddr,
+    ends: Instant,
+    books: Arc<Books>,
+}
+
+impl World {
+    fn is_over(&self) -> bool {
+        Instant::now() >= self.ends
+    }
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> ExitCode {
+    let minutes: f64 = setting("SOAK_MINUTES").unwrap_or(30.0);
+    let seed: u32 = setting("SOAK_SEED").unwrap_or_else(|| fastrand::u32(..));
+    println!("SOAK_MINUTES={minutes} SOAK_SEED={seed}");
+    let seed = u64::from(seed);
+    let (mut redis, mut upstream, books) = (Server::start(), Upstream::start(), Arc::<Books>::default());
+    let proxy = Proxy::start(&books, upstream.address, redis.port()).await;
+    // The first scrape is over before what is open is counted.
+    drop(Metrics::of(proxy.admin).await);
+    sleep(Duration::from_secs(1)).await;
+    let files_at_start = proxy.files();
+    let ends = Instant::now() + Duration::from_secs_f64(minutes * 60.0);
+    let world = Arc::new(World { proxy: proxy.address, admin: proxy.admin, ends, books });
+
+    let clients = traffic::start(&world, seed);
+    let samples = sampled(&world, &proxy);
+    let faults = faults::run(&world, &proxy.config, &mut redis, &mut upstream, seed);
+    let (samples, ()) = tokio::join!(samples, faults);
+    for client in clients {
+        client.await.unwrap();
+    }
+    at_rest(&world, &proxy, files_at_start).await;
+    add_up(&world.books, &Metrics::of(proxy.admin).await);
+    flat(&world.books, &samples);
+    let status = proxy.end().await;
+    if !status.success() {
+        world.books.complain(format!("the proxy ended with {status}"));
+    }
+    verdict(&world.books)
+}
+
+fn setting<T: std::str::FromStr>(name: &str) -> Option<T> {
+    let text = std::env::var(name).ok().filter(|text| !text.is_empty())?;
+    let value = text.parse().ok();
+    assert!(value.is_some(), "{name}: a number is expected, not {text:?}");
+    value
+}
+
+/// What the proxy held at one moment.
+#[derive(Clone, Copy)]
+struct Sample {
+    rss_kib: u64,
+    files: u64,
+}
+
+/// Looks twice a second; says something once a minute.
+async fn sampled(world: &World, proxy: &Proxy) -> Vec<Sample> {
+    let mut samples = Vec::new();
+    while !world.is_over() {
+        let sample = Sample { rss_kib: proxy.rss_kib(), files: proxy.files() };
+        if samples.len() % 120 == 0 {
+            let (left_s, sent) = (world.ends.duration_since(Instant::now()).as_secs(), world.books.sent());
+            let Sample { rss_kib, files } = sample;
+            println!("{left_s:>5} s left, {sent:>9} requests, RSS {rss_kib:>6} KiB, {files:>4} files");
+        }
+        samples.push(sample);
+        sleep(Duration::from_millis(500)).await;
+    }
+    samples
+}
+
+#[derive(Clone, Copy)]
+struct Tolerance {
+    percent: u64,
+    and: u64,
+}
+
+/// The last quarter holds as much as the second; the first is for warming up.
+fn flat(books: &Books, samples: &[Sample]) {
+    let quarters: Vec<&[Sample]> = samples.chunks(samples.len().div_ceil(4).max(1)).collect();
+    let [_, second, _, last] = quarters[..] else {
+        return books.complain(format!("{} samples are not enough", samples.len()));
+    };
+    let rss = |samples: &[Sample]| median(samples.iter().map(|sample| sample.rss_kib));
+    let files = |samples: &[Sample]| median(samples.iter().map(|sample| sample.files));
+    for (what, before, after, tolerance) in [
+        ("RSS in KiB", rss(second), rss(last), RSS_TOLERANCE),
+        ("files", files(second), files(last), FILES_TOLERANCE),
+    ] {
+        println!("{what}: median {before} in the second quarter, {after} in the last");
+        if after > before + before * tolerance.percent / 100 + tolerance.and {
+            books.complain(format!("{what} grew from {before} to {after}"));
+        }
+    }
+}
+
+fn median(values: impl Iterator<Item = u64>) -> u64 {
+    let mut values: Vec<u64> = values.collect();
+    values.sort_unstable();
+    values.get(values.len() / 2).copied().unwrap_or_default()
+}
+
+/// Without clients nothing stays open but what was at the start, and a few connections to Redis.
+async fn at_rest(world: &World, proxy: &Proxy, files_at_start: u64) {
+    let (deadline, most) = (Instant::now() + 2 * SOON, files_at_start + FILES_AT_REST);
+    loop {
+        let active = Metrics::of(world.admin).await.value("tidegate_connections_active");
+        let files = proxy.files();
+        if active == 0 && files <= most {
+            return println!("at rest: {files} files, {files_at_start} at the start");
+        }
+        if Instant::now() >= deadline {
+            return world.books.complain(format!(
+                "all clients have gone, but {active} connections are counted and {files} files open ({files_at_start} at the start)"
+            ));
+        }
+        sleep(Duration::from_millis(200)).await;
+    }
+}
+
+/// Each answer that a client saw was counted; more were counted only for requests whose answer nobody saw.
+fn add_up(books: &Books, metrics: &Metrics) {
+    let (seen, counted) = (books.seen(), metrics.responses().collect::<BTreeMap<_, _>>());
+    let total = |codes: &BTreeMap<u16, u64>| codes.values().sum::<u64>();
+    println!("{:>6} {:>10} {:>10}", "code", "seen", "counted");
+    for code in seen.keys().chain(counted.keys().filter(|code| !seen.contains_key(code))) {
+        let of = |codes: &BTreeMap<u16, u64>| codes.get(code).copied().unwrap_or_default();
+        let (seen, counted) = (of(&seen), of(&counted));
+        println!("{code:>6} {seen:>10} {counted:>10}");
+        if seen > counted {
+            books.complain(format!("{code} was seen {seen} times and counted {counted} times"));
+        }
+    }
+    let (sent, seen, counted) = (books.sent(), total(&seen), total(&counted));
+    println!("{sent} requests, {} given up; {seen} answers seen, {counted} counted", books.given_up());
+    if counted > sent {
+        books.complain(format!("{counted} answers were counted for {sent} requests"));
+    }
+}
+
+fn verdict(books: &Books) -> ExitCode {
+    println!("\nwhat faults explain:");
+    for (what, times) in books.explained() {
+        println!("{times:>8} {what}");
+    }
+    let complaints = books.complaints();
+    if complaints.is_empty() {
+        println!("\nnothing else happened");
+        return ExitCode::SUCCESS;
+    }
+    println!("\nwhat nothing explains:");
+    for (what, times) in complaints {
+        println!("{times:>8} {what}");
+    }
+    ExitCode::FAILURE
+}

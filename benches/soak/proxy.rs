@@ -1,0 +1,206 @@
+//! The proxy under test: the binary, its configuration, its log, its metrics, and what it holds.
+
+use crate::books::Books;
+use crate::traffic::http1;
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full};
+use hyper::Request;
+use serde_json::Value;
+use std::fs;
+use std::net::SocketAddr;
+use std::process::{ExitStatus, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+use tempfile::TempDir;
+use tokio::io::{AsyncBufReadExt, BufReader, Lines};
+use tokio::process::{Child, ChildStderr, Command};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+/// For what should come at once.
+pub(crate) const SOON: Duration = Duration::from_secs(10);
+
+/// A running proxy; killed on drop.
+#[derive(Debug)]
+pub(crate) struct Proxy {
+    child: Child,
+    log: JoinHandle<()>,
+    pub(crate) address: SocketAddr,
+    pub(crate) admin: SocketAddr,
+    pub(crate) config: Config,
+}
+
+/// Its configuration file, which is written anew again and again.
+#[derive(Debug)]
+pub(crate) struct Config {
+    directory: TempDir,
+    upstream: SocketAddr,
+    redis: u16,
+}
+
+impl Config {
+    /// In effect these differ by a policy that no request meets; `None`: one that can't be read.
+    pub(crate) fn write(&self, version: Option<u64>) {
+        let Self { directory, upstream, redis } = self;
+        let version = version.map_or("x".to_owned(), |version| version.to_string());
+        let text = format!(
+            "
+upstream = {{ url = 'http://{upstream}', pool_idle_timeout = '5s' }}
+listen = {{ address = '127.0.0.1:0', http = {{ header_timeout = '2s', idle_timeout = '5s' }} }}
+admin.address = '127.0.0.1:0'
+log.access = 'off'
+# Patient, so that a busy machine is no outage.
+store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{redis}/0', timeout = '500ms', key_prefix = 'soak' }} }}
+[[policy]]
+name = 'log'
+match.path = '/log'
+key = ['header:x-user']
+limit = {{ requests = 20, per = '2s', algorithm = 'sliding_log' }}
+[[policy]]
+name = 'bucket'
+match.path = ['/bucket', '/upload']
+key = ['header:x-user']
+limit = {{ requests = 10, per = '1s', burst = 20, algorithm = 'token_bucket' }}
+[[policy]]
+name = 'leased'
+match.path = '/leased'
+limit = {{ requests = 20, per = '1s', algorithm = 'sliding_window' }}
+lease = 'auto'
+[[policy]]
+name = 'local'
+match.path = '/local'
+key = ['header:x-user']
+limit = {{ requests = 10, per = '1s' }}
+on_store_failure = 'local'
+[[policy]]
+name = 'closed'
+match.path = '/closed'
+key = ['header:x-user']
+limit = {{ requests = 10, per = '1s', algorithm = 'fixed_window' }}
+on_store_failure = 'closed'
+[[policy]]
+name = 'slots'
+match.path = '/slots'
+limit = {{ requests = 2, algorithm = 'concurrency' }}
+[[policy]]
+name = 'denied'
+match.path = '/denied'
+action = 'deny'
+[[policy]]
+name = 'client'
+match.not = {{ path = ['/free', '/leased'] }}
+key = ['client_ip']
+limit = {{ requests = 100000, per = '1s', algorithm = 'token_bucket' }}
+[[policy]]
+name = 'version'
+match.path = '/version'
+limit = {{ requests = {version}, per = '1s' }}
+"
+        );
+        // Renamed, or a reload could find half of it.
+        let new = directory.path().join("new");
+        fs::write(&new, text).unwrap();
+        fs::rename(new, directory.path().join("soak.toml")).unwrap();
+    }
+}
+
+impl Proxy {
+    /// Starts it and waits until it listens. Its warnings and errors go to the books.
+    pub(crate) async fn start(books: &Arc<Books>, upstream: SocketAddr, redis: u16) -> Self {
+        let config = Config { directory: TempDir::new().unwrap(), upstream, redis };
+        config.write(Some(1));
+        let mut child = Command::new(env!("CARGO_BIN_EXE_tidegate"))
+            .env_clear()
+            .args(["run", "--config"])
+            .arg(config.directory.path().join("soak.toml"))
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap();
+        let mut log = BufReader::new(child.stderr.take().unwrap()).lines();
+        let admin = logged_address(&mut log, "admin listening").await;
+        let address = logged_address(&mut log, "listening").await;
+        let log = tokio::spawn(keep_books(log, Arc::clone(books)));
+        Self { child, log, address, admin, config }
+    }
+
+    fn pid(&self) -> u32 {
+        self.child.id().expect("it has not ended")
+    }
+
+    /// `VmRSS`, in KiB.
+    pub(crate) fn rss_kib(&self) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid())).unwrap();
+        let rss = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.strip_suffix(" kB"));
+        rss.unwrap().trim().parse().unwrap()
+    }
+
+    /// Open file descriptors.
+    pub(crate) fn files(&self) -> u64 {
+        fs::read_dir(format!("/proc/{}/fd", self.pid())).unwrap().map(|_| 1).sum()
+    }
+
+    /// Asks it to end, waits, and reads its last words.
+    pub(crate) async fn end(mut self) -> ExitStatus {
+        crate::support::signal(self.pid(), "TERM");
+        let status = timeout(3 * SOON, self.child.wait()).await.expect("it ends in time").unwrap();
+        self.log.await.unwrap();
+        status
+    }
+}
+
+async fn logged_address(log: &mut Lines<BufReader<ChildStderr>>, message: &str) -> SocketAddr {
+    loop {
+        let line = timeout(SOON, log.next_line()).await.expect("it starts in time").unwrap();
+        let text = line.expect("it starts at all");
+        let line: Value = serde_json::from_str(&text).unwrap_or_default();
+        let field = |name| line.get(name).and_then(Value::as_str);
+        if field("message") == Some(message) {
+            return field("address").unwrap().parse().unwrap();
+        }
+        println!("{text}");
+    }
+}
+
+async fn keep_books(mut log: Lines<BufReader<ChildStderr>>, books: Arc<Books>) {
+    while let Ok(Some(text)) = log.next_line().await {
+        let line: Value = serde_json::from_str(&text).unwrap_or_default();
+        let field = |name| line.get(name).and_then(Value::as_str);
+        match field("level") {
+            Some("INFO") => {}
+            level => books.logged(level.unwrap_or("?"), field("message").unwrap_or_default(), &text),
+        }
+    }
+}
+
+/// A page of metrics.
+#[derive(Debug)]
+pub(crate) struct Metrics(String);
+
+impl Metrics {
+    pub(crate) async fn of(admin: SocketAddr) -> Self {
+        let ask = async {
+            let request = Request::get("/metrics").header("host", "localhost").body(Full::<Bytes>::default());
+            let response = http1(admin).await.unwrap().send_request(request.unwrap()).await.unwrap();
+            response.into_body().collect().await.unwrap().to_bytes()
+        };
+        let page = timeout(SOON, ask).await.expect("the admin port answers");
+        Self(String::from_utf8(page.to_vec()).unwrap())
+    }
+
+    /// What stands behind this; 0 if nothing does.
+    pub(crate) fn value(&self, series: &str) -> u64 {
+        let value = self.0.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+        value.map_or(0, |value| value.parse().unwrap())
+    }
+
+    /// Responses by status.
+    pub(crate) fn responses(&self) -> impl Iterator<Item = (u16, u64)> {
+        self.0.lines().filter_map(|line| {
+            let line = line.strip_prefix("tidegate_http_requests_total{code=\"")?;
+            let (code, count) = line.split_once("\"} ")?;
+            Some((code.parse().unwrap(), count.parse().unwrap()))
+        })
+    }
+}

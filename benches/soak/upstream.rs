@@ -1,0 +1,142 @@
+//! The app behind the proxy: answers, echoes, breaks off, and can be killed and started again.
+
+use crate::support::free_port;
+use bytes::Bytes;
+use futures_util::stream::{self, StreamExt};
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt, Full, StreamBody};
+use hyper::body::{Frame, Incoming};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::TokioIo;
+use std::io;
+use std::net::SocketAddr;
+use std::thread::JoinHandle;
+use std::time::Duration;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::Builder;
+use tokio::sync::oneshot;
+
+/// What is long in these tests: more than all buffers on the way.
+pub(crate) const BIG_BYTES: usize = 1 << 20;
+/// A WebSocket's key and what proves that it was understood (RFC 6455, 1.3).
+pub(crate) const KEY: &str = "dGhlIHNhbXBsZSBub25jZQ==";
+const PROOF: &str = "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=";
+
+/// Runs in a thread and runtime of its own: when these end, every connection ends with them.
+#[derive(Debug)]
+pub(crate) struct Upstream {
+    running: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
+    pub(crate) address: SocketAddr,
+}
+
+impl Upstream {
+    pub(crate) fn start() -> Self {
+        let mut upstream = Self { running: None, address: ([127, 0, 0, 1], free_port()).into() };
+        upstream.restart();
+        upstream
+    }
+
+    /// Its port refuses connections from now on.
+    pub(crate) fn kill(&mut self) {
+        if let Some((alive, thread)) = self.running.take() {
+            drop(alive);
+            thread.join().unwrap();
+        }
+    }
+
+    /// Starts it on the port that it had.
+    pub(crate) fn restart(&mut self) {
+        let listener = std::net::TcpListener::bind(self.address).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let (alive, killed) = oneshot::channel();
+        let thread = std::thread::spawn(move || {
+            let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(async {
+                tokio::select! {
+                    () = accept(TcpListener::from_std(listener).unwrap()) => {}
+                    _ = killed => {}
+                }
+            });
+        });
+        self.running = Some((alive, thread));
+    }
+}
+
+impl Drop for Upstream {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+async fn accept(listener: TcpListener) {
+    while let Ok((stream, _)) = listener.accept().await {
+        tokio::spawn(serve(stream));
+    }
+}
+
+async fn serve(stream: TcpStream) {
+    // Half of the connections end with a reset, whenever we end them.
+    if fastrand::bool() {
+        socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
+    }
+    let connection = http1::Builder::new().serve_connection(TokioIo::new(stream), service_fn(answer));
+    // That a peer leaves is what some of them are for.
+    connection.with_upgrades().await.unwrap_or_default();
+}
+
+type Answer = Response<BoxBody<Bytes, io::Error>>;
+
+/// Each body begins with the request's number, so that it is noticed if somebody gets another's.
+async fn answer(mut request: Request<Incoming>) -> io::Result<Answer> {
+    let number = request.headers().get("x-number").cloned();
+    let number = Bytes::from(number.map(|number| number.as_bytes().to_vec()).unwrap_or_default());
+    let path = request.uri().path().to_owned();
+    match path.as_str() {
+        "/reset" => Err(io::Error::other("on purpose")),
+        "/cut" => {
+            let begin = stream::iter([Ok(Frame::data(number))]);
+            let end = stream::once(async {
+                // At once, and not even the head would be sent.
+                tokio::time::sleep(Duration::from_millis(10)).await;
+                Err(io::Error::other("on purpose"))
+            });
+            let body = BodyExt::boxed(StreamBody::new(begin.chain(end)));
+            Ok(Response::builder().header("content-length", BIG_BYTES).body(body).unwrap())
+        }
+        "/big" => {
+            let mut body = number.to_vec();
+            body.resize(BIG_BYTES, b'x');
+            Ok(Response::new(full(body)))
+        }
+        "/upload" => {
+            let body = request.into_body().collect().await.map_err(io::Error::other)?.to_bytes();
+            Ok(Response::new(full([&number[..], b" ", body.len().to_string().as_bytes()].concat())))
+        }
+        "/socket" => {
+            let upgrade = hyper::upgrade::on(&mut request);
+            tokio::spawn(async move {
+                let Ok(upgraded) = upgrade.await else { return };
+                let (mut reads, mut writes) = tokio::io::split(TokioIo::new(upgraded));
+                tokio::io::copy(&mut reads, &mut writes).await.unwrap_or_default();
+            });
+            let switch = Response::builder()
+                .status(StatusCode::SWITCHING_PROTOCOLS)
+                .header("connection", "upgrade")
+                .header("upgrade", "websocket")
+                .header("sec-websocket-accept", PROOF);
+            Ok(switch.body(full(Bytes::new())).unwrap())
+        }
+        _ => {
+            if path == "/slots" || path == "/slow" {
+                tokio::time::sleep(Duration::from_millis(fastrand::u64(1..100))).await;
+            }
+            Ok(Response::new(full(number)))
+        }
+    }
+}
+
+fn full(body: impl Into<Bytes>) -> BoxBody<Bytes, io::Error> {
+    Full::new(body.into()).map_err(|never| match never {}).boxed()
+}
