@@ -1,73 +1,74 @@
 //! The Lua against the Rust: the same sequence at the same times gets the same answers.
 
+use crate::lua::PER_US;
 use crate::support::redis::{Server, keys};
 use proptest::prelude::*;
-use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+use proptest::test_runner::{Config, TestRunner};
 use redis::aio::MultiplexedConnection;
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
-    Algorithm, Amendment, Charge, Decision, Effect, Grant, Key, KeyBuilder, Lease, Limit, MAX_UNITS,
-    MAX_WARM_UP_US, Refusal, Standing, State, effect, grants,
+    Algorithm, Amendment, Charge, Decision, Effect, Grant, Key, KeyBuilder, Lease, Limit, MAX_UNITS, Refusal,
+    Standing, State, effect, grants,
 };
-use tidegate::store::redis::{Batch, Redis, Script, Shared};
+use tidegate::store::redis::{Redis, Script, Shared};
 use tidegate::store::{Late, Store};
 
 /// A time in the year 2100: far enough ahead that no key expires while a test steps through it.
-const START_US: u64 = 4_102_444_800_000_000;
+pub(crate) const START_US: u64 = 4_102_444_800_000_000;
 
-fn key(policy: &str) -> Key {
+pub(crate) fn key(policy: &str) -> Key {
     KeyBuilder::new(policy).finish()
 }
 
-fn log(requests: u64, per_us: u64) -> Limit {
+pub(crate) fn log(requests: u64, per_us: u64) -> Limit {
     Limit { requests, per_us, algorithm: Algorithm::SlidingLog }
 }
 
-fn window(requests: u64, per_us: u64, offset_us: u64) -> Limit {
+pub(crate) fn window(requests: u64, per_us: u64, offset_us: u64) -> Limit {
     Limit { requests, per_us, algorithm: Algorithm::FixedWindow { offset_us } }
 }
 
-fn sub_windows(requests: u64, per_us: u64, buckets: u64) -> Limit {
+pub(crate) fn sub_windows(requests: u64, per_us: u64, buckets: u64) -> Limit {
     Limit { requests, per_us, algorithm: Algorithm::SlidingWindow { buckets } }
 }
 
 /// As large as a bucket may be: max(burst, requests) × per fits 2^53.
-fn bucket(requests: u64, per_us: u64, burst: u64) -> Limit {
+pub(crate) fn bucket(requests: u64, per_us: u64, burst: u64) -> Limit {
     warming(requests, per_us, burst, 0)
 }
 
 /// A third of it at first.
-fn warming(requests: u64, per_us: u64, burst: u64, warm_up_us: u64) -> Limit {
+pub(crate) fn warming(requests: u64, per_us: u64, burst: u64, warm_up_us: u64) -> Limit {
     let most = MAX_UNITS / per_us;
     let (requests, burst) = (requests.min(most), burst.clamp(1, most));
     Limit { requests, per_us, algorithm: Algorithm::TokenBucket { burst, warm_up_us } }
 }
 
 /// As large as a line may be: max_delay × requests + per fits 2^53.
-fn slots(requests: u64, lease_us: u64) -> Limit {
+pub(crate) fn slots(requests: u64, lease_us: u64) -> Limit {
     Limit { requests, per_us: lease_us, algorithm: Algorithm::Concurrency { max_duration_us: 0 } }
 }
 
-fn line(requests: u64, per_us: u64, max_delay_us: u64) -> Limit {
+pub(crate) fn line(requests: u64, per_us: u64, max_delay_us: u64) -> Limit {
     let requests = requests.min((MAX_UNITS - per_us) / max_delay_us.max(1));
     Limit { requests, per_us, algorithm: Algorithm::LeakyBucket { max_delay_us } }
 }
 
-fn charge<'a>(limit: &'a Limit, key: &'a Key, cost: u64) -> Charge<'a> {
+pub(crate) fn charge<'a>(limit: &'a Limit, key: &'a Key, cost: u64) -> Charge<'a> {
     Charge::new(limit, key, cost)
 }
 
 /// All or nothing over the rules in Rust, as plainly as it can be said: a state changes by a charge only.
 #[derive(Default)]
-struct Model {
+pub(crate) struct Model {
     states: HashMap<(u128, Algorithm, u64), State>,
 }
 
 impl Model {
-    fn decide(&mut self, charges: &[Charge<'_>], time_us: u64) -> Decision {
+    pub(crate) fn decide(&mut self, charges: &[Charge<'_>], time_us: u64) -> Decision {
         let mut asked: Vec<(State, Option<Refusal>)> = charges
             .iter()
             .map(|charge| {
@@ -110,7 +111,7 @@ impl Model {
         Decision { now_us: time_us, admitted, standings: standings.into(), delay_us, grants, stands_us }
     }
 
-    fn lend(&mut self, charges: &[Charge<'_>], time_us: u64) -> SmallVec<[Grant; 1]> {
+    pub(crate) fn lend(&mut self, charges: &[Charge<'_>], time_us: u64) -> SmallVec<[Grant; 1]> {
         let id =
             |charge: &Charge<'_>| (charge.key.id(), charge.limit.identity().0, charge.limit.identity().1);
         let grants = grants(charges, time_us, |charge, until_us| {
@@ -125,7 +126,7 @@ impl Model {
         grants
     }
 
-    fn amend(&mut self, late: &[Late<'_>], time_us: u64) {
+    pub(crate) fn amend(&mut self, late: &[Late<'_>], time_us: u64) {
         for late in late {
             let (algorithm, per_us) = late.limit.identity();
             let state = self.states.entry((late.key.id(), algorithm, per_us));
@@ -134,15 +135,19 @@ impl Model {
     }
 }
 
-async fn ask(connection: &mut MultiplexedConnection, charges: &[Charge<'_>], time_us: u64) -> Decision {
+pub(crate) async fn ask(
+    connection: &mut MultiplexedConnection,
+    charges: &[Charge<'_>],
+    time_us: u64,
+) -> Decision {
     let reply = run(connection, &SCRIPT.decide(charges, Some(time_us))).await;
     Script::decision(&reply, charges).unwrap_or_else(|| panic!("{reply:?} for {charges:?}"))
 }
 
-static SCRIPT: LazyLock<Script> = LazyLock::new(|| Script::new("t"));
+pub(crate) static SCRIPT: LazyLock<Script> = LazyLock::new(|| Script::new("t"));
 
 /// Runs a program, loaded if need be.
-async fn run(connection: &mut MultiplexedConnection, command: &redis::Cmd) -> redis::Value {
+pub(crate) async fn run(connection: &mut MultiplexedConnection, command: &redis::Cmd) -> redis::Value {
     match connection.send_packed_command(command).await {
         Ok(redis::Value::ServerError(error)) if error.code() == "NOSCRIPT" => {}
         reply => return reply.unwrap(),
@@ -150,372 +155,6 @@ async fn run(connection: &mut MultiplexedConnection, command: &redis::Cmd) -> re
     let loads = SCRIPT.load();
     connection.send_packed_commands(&loads, 0, loads.len()).await.unwrap();
     connection.send_packed_command(command).await.unwrap()
-}
-
-/// One question: how the clock moves, and what is asked of which of a few counters.
-#[derive(Clone, Debug)]
-struct Step {
-    clock: Move,
-    asks: Vec<Ask>,
-    /// Which policies count what they refuse: bits by group, enforced and shadow.
-    counting: u8,
-    /// What the first policy wants to be lent.
-    lease: Option<(Lease, u64)>,
-    late: Vec<(usize, Change)>,
-}
-
-/// What is found out afterwards of what was charged so many steps ago.
-#[derive(Clone, Copy, Debug)]
-enum Change {
-    More(u64),
-    Back {
-        units: u64,
-        age_us: u64,
-    },
-    Less {
-        units: u64,
-        steps: usize,
-    },
-    /// Of what was lent.
-    Unused {
-        units: u64,
-        steps: usize,
-    },
-    Renew(u128),
-    Release(u128),
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Move {
-    Stay,
-    Forward(u64),
-    Back(u64),
-    /// To an edge of the period, and that many µs past it (or short of it).
-    Edge(i64),
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Ask {
-    counter: usize,
-    cost: u64,
-    requests: u64,
-    group: u32,
-    shadow: bool,
-    settles: bool,
-}
-
-impl Move {
-    fn from(self, time_us: u64) -> u64 {
-        match self {
-            Self::Stay => time_us,
-            Self::Forward(us) => time_us + us,
-            Self::Back(us) => time_us - us,
-            Self::Edge(off) => (time_us - time_us % PER_US + PER_US).saturating_add_signed(off),
-        }
-    }
-}
-
-impl Ask {
-    fn charge<'a>(&self, limit: &'a Limit, keys: &'a [Key]) -> Charge<'a> {
-        let Self { group, shadow, settles, .. } = *self;
-        Charge { group, shadow, settles, ..Charge::new(limit, &keys[self.counter], self.cost) }
-    }
-}
-
-const PER_US: u64 = 1_000;
-const COUNTERS: usize = 20;
-
-/// Counters by number, each with a period of its own.
-fn limit_of(counter: usize, requests: u64) -> Limit {
-    match counter {
-        // First, as it stands before the limits of its policy.
-        0 => Limit { requests: 1, per_us: 1 + requests % 3_000, algorithm: Algorithm::Block },
-        13 => log(requests, PER_US),
-        14 => slots(requests, PER_US),
-        15 => slots(requests, 7),
-        1 => window(requests, PER_US, 0),
-        2 => log(requests, 7),
-        3 => window(requests, PER_US, 333),
-        4 => log(requests, 86_400_000_000),
-        5 => sub_windows(requests, PER_US, 10),
-        6 => sub_windows(requests, 7, 3),
-        7 => bucket(requests, PER_US, requests),
-        8 => bucket(requests, 7, 4),
-        9 => bucket(requests, 86_400_000_000, 3 * requests),
-        10 => line(requests, PER_US, 1_700),
-        11 => line(requests, 7, 0),
-        12 => line(requests, 86_400_000_000, 3_600_000_000),
-        // Some reloads add and remove the warm-up.
-        16 => warming(requests, PER_US, 9, if requests % 4 == 3 { 0 } else { 1_700 }),
-        17 => warming(requests, 7, 30, 250),
-        18 => warming(requests, 86_400_000_000, 3 * requests, MAX_WARM_UP_US),
-        // What is charged is owed for many periods.
-        _ => bucket(requests, PER_US, 60),
-    }
-}
-
-/// Counters that lend.
-const LENDING: [usize; 10] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13];
-
-/// A slot is numbered by the step that takes it.
-const SLOTS: u128 = 20;
-
-fn steps() -> impl Strategy<Value = Vec<Step>> {
-    let clock = prop_oneof![
-        3 => Just(Move::Stay),
-        3 => (1..20u64).prop_map(Move::Forward),
-        3 => (1..2 * PER_US).prop_map(Move::Forward),
-        1 => (1..200_000_000_000u64).prop_map(Move::Forward),
-        1 => (1..3 * PER_US).prop_map(Move::Back),
-        3 => (-1..=1i64).prop_map(Move::Edge),
-    ];
-    let cost = prop_oneof![
-        6 => Just(1u64), 2 => 2..5u64, 1 => Just(0u64), 1 => 5..12u64,
-        1 => Just(MAX_UNITS), 1 => MAX_UNITS - 3..MAX_UNITS, 1 => Just(MAX_UNITS / 2),
-    ];
-    let requests = prop_oneof![
-        6 => Just(5u64), 2 => 0..9u64, 1 => Just(MAX_UNITS), 1 => MAX_UNITS - 3..MAX_UNITS,
-    ];
-    let ask = (
-        cost,
-        requests,
-        prop_oneof![3 => Just(0u32), 1 => Just(1u32)],
-        prop::bool::weighted(0.3),
-        any::<bool>(),
-    );
-    let asks = prop::collection::vec((0..4usize, ask), 1..6).prop_map(|asks| {
-        // Every counter at most once in a question.
-        let mut counter = 0;
-        let mut taken = Vec::new();
-        for (skip, (cost, requests, group, shadow, settles)) in asks {
-            counter += skip;
-            if counter >= COUNTERS {
-                break;
-            }
-            let (cost, shadow) = match counter {
-                0 => (cost.min(1), false),
-                14..=15 => (cost.min(1), shadow),
-                _ => (cost, shadow),
-            };
-            taken.push(Ask { counter, cost, requests, group, shadow, settles });
-            counter += 1;
-        }
-        taken
-    });
-    let units = prop_oneof![3 => 1..4u64, 1 => 4..20u64, 1 => 20..200u64];
-    let change = prop_oneof![
-        1 => units.clone().prop_map(Change::More),
-        1 => (units.clone(), prop_oneof![0..3 * PER_US, 0..200_000_000_000u64])
-            .prop_map(|(units, age_us)| Change::Back { units, age_us }),
-        2 => (units.clone(), 0..6usize).prop_map(|(units, steps)| Change::Less { units, steps }),
-        2 => (units, 0..6usize).prop_map(|(units, steps)| Change::Unused { units, steps }),
-    ];
-    let slot = prop_oneof![(0..SLOTS).prop_map(Change::Renew), (0..SLOTS).prop_map(Change::Release)];
-    let settled = prop_oneof![1..14usize, 16..COUNTERS];
-    let lending = prop::sample::select(LENDING.to_vec());
-    let late = prop_oneof![
-        3 => (settled, change.clone()), 2 => (lending, change), 1 => (14..16usize, slot)
-    ];
-    let lease = prop::option::weighted(0.3, leases());
-    let step = (clock, asks, any::<u8>(), lease, prop::collection::vec(late, 0..3));
-    let step = step.prop_map(|(clock, mut asks, counting, lease, late)| {
-        if lease.is_some() {
-            // What one policy is lent, all its counters lend, and they stand side by side.
-            for ask in &mut asks {
-                ask.group = u32::from(!LENDING.contains(&ask.counter));
-                ask.shadow &= ask.group == 1;
-            }
-            asks.sort_by_key(|ask| (ask.group, ask.shadow));
-        }
-        Step { clock, asks, counting, lease, late }
-    });
-    prop::collection::vec(step, 1..60)
-}
-
-async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) -> Result<(), TestCaseError> {
-    let _: () = redis::cmd("FLUSHALL").query_async(connection).await.unwrap();
-    let keys: Vec<Key> = (0..COUNTERS).map(|n| key(&format!("k{n}"))).collect();
-    let (mut model, mut time_us, mut times_us, mut lent_us) =
-        (Model::default(), START_US, Vec::new(), vec![0]);
-    for (n, step) in steps.iter().enumerate() {
-        time_us = step.clock.from(time_us);
-        let limits: Vec<Limit> = step.asks.iter().map(|ask| limit_of(ask.counter, ask.requests)).collect();
-        let charges: Vec<Charge<'_>> = step
-            .asks
-            .iter()
-            .zip(&limits)
-            .map(|(ask, limit)| Charge {
-                counts_rejected: step.counting >> (2 * ask.group + u32::from(ask.shadow)) & 1 == 1,
-                slot: n as u128,
-                lease: step.lease.filter(|_| ask.group == 0).map(|(lease, _)| lease),
-                wanted: step.lease.filter(|_| ask.group == 0).map_or(0, |(_, wanted)| wanted),
-                ..ask.charge(limit, &keys)
-            })
-            .collect();
-        let expected = model.decide(&charges, time_us);
-        lent_us.extend(expected.grants.iter().map(|grant| grant.until_us));
-        let answer = ask(connection, &charges, time_us).await;
-        prop_assert_eq!(answer, expected, "step {} at {}", n, time_us);
-
-        times_us.push(time_us);
-        let limits: Vec<Limit> = step.late.iter().map(|(counter, _)| limit_of(*counter, 5)).collect();
-        let late = step.late.iter().zip(&limits).map(|((counter, change), limit)| {
-            let amendment = match *change {
-                Change::More(units) => Amendment::Charge(units),
-                Change::Back { units, age_us } => Amendment::Back { units, age_us },
-                Change::Less { units, steps } => {
-                    Amendment::Credit { units, at_us: times_us[times_us.len().saturating_sub(steps + 1)] }
-                }
-                Change::Unused { units, steps } => {
-                    Amendment::Credit { units, at_us: lent_us[lent_us.len().saturating_sub(steps + 1)] }
-                }
-                // Nobody takes a slot that he holds.
-                Change::Renew(slot) => Amendment::Renew { slot: slot.min(n as u128) },
-                Change::Release(slot) => Amendment::Release { slot: slot.min(n as u128) },
-            };
-            Late { limit, key: &keys[*counter], amendment }
-        });
-        let late: Vec<_> = late.collect();
-        if !late.is_empty() {
-            model.amend(&late, time_us);
-            run(connection, &SCRIPT.amend(&late, Some(time_us))).await;
-        }
-    }
-    Ok(())
-}
-
-fn differential(runner: &mut TestRunner) {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let server = Server::start();
-    let connection = runtime.block_on(server.connection());
-    let checked =
-        runner.run(&steps(), |steps| runtime.block_on(same_answers(&mut connection.clone(), &steps)));
-    if let Err(failure) = checked {
-        panic!("{failure}");
-    }
-}
-
-#[test]
-fn lua_decides_as_rust_does() {
-    let config = Config { cases: 400, failure_persistence: None, ..Config::default() };
-    differential(&mut TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha)));
-}
-
-#[test]
-fn lua_decides_as_rust_does_at_random() {
-    let config = Config { cases: 200, failure_persistence: None, ..Config::default() };
-    differential(&mut TestRunner::new(config));
-}
-
-fn leases() -> impl Strategy<Value = (Lease, u64)> {
-    let lease = (prop_oneof![Just(None), Just(Some(1u64))], 1..PER_US / 2, 1..8u64);
-    lease.prop_map(|(size, ttl_us, wanted)| (Lease { size, ttl_us }, wanted))
-}
-
-/// Questions that are asked at one time.
-#[derive(Clone, Debug)]
-struct Round {
-    clock: Move,
-    questions: Vec<Vec<Ask>>,
-    counting: u8,
-    lease: Option<(Lease, u64)>,
-}
-
-impl Round {
-    /// What the first policy of a question wants in advance: one in three does, where its counters can lend together.
-    fn lease(&self, question: usize) -> Option<(Lease, u64)> {
-        let asks = self.questions.get(question)?;
-        let lends = |ask: &Ask| ask.group > 0 || (LENDING.contains(&ask.counter) && !ask.shadow);
-        let may = asks.iter().all(lends) && asks.is_sorted_by_key(|ask| ask.group);
-        self.lease.filter(|_| question.is_multiple_of(3) && may)
-    }
-}
-
-fn rounds() -> impl Strategy<Value = Vec<Round>> {
-    // Of counters at which equal questions meet, few costs.
-    let counter = prop::sample::select(vec![1usize, 2, 4, 5, 7, 9, 13]);
-    let requests = prop_oneof![6 => Just(5u64), 1 => 0..9u64, 1 => Just(MAX_UNITS)];
-    let single = (counter, prop_oneof![6 => Just(1u64), 1 => Just(2u64), 1 => Just(MAX_UNITS / 3)], requests);
-    let single = single.prop_map(|(counter, cost, requests)| {
-        vec![Ask { counter, cost, requests, group: 0, shadow: false, settles: false }]
-    });
-    let several = (single, 1..9usize).prop_map(|(question, times)| vec![question; times]);
-    let mixed = steps().prop_map(|steps| steps.into_iter().take(2).map(|step| step.asks).collect());
-    let questions = prop::collection::vec(prop_oneof![3 => several, 1 => mixed], 1..6);
-    let clock = prop_oneof![
-        Just(Move::Stay),
-        (1..20u64).prop_map(Move::Forward),
-        (1..2 * PER_US).prop_map(Move::Forward),
-        (1..3 * PER_US).prop_map(Move::Back),
-        (-1..=1i64).prop_map(Move::Edge),
-    ];
-    let lease = prop::option::of(leases());
-    let round = (clock, questions, any::<u8>(), lease).prop_map(|(clock, questions, counting, lease)| {
-        Round { clock, questions: questions.into_iter().flatten().collect(), counting, lease }
-    });
-    prop::collection::vec(round, 1..20)
-}
-
-async fn same_answers_together(
-    connection: &mut MultiplexedConnection,
-    rounds: &[Round],
-) -> Result<(), TestCaseError> {
-    let _: () = redis::cmd("FLUSHALL").query_async(connection).await.unwrap();
-    let keys: Vec<Key> = (0..COUNTERS).map(|n| key(&format!("k{n}"))).collect();
-    let (mut model, mut time_us, mut slot) = (Model::default(), START_US, 0);
-    for (n, round) in rounds.iter().enumerate() {
-        time_us = round.clock.from(time_us);
-        let limits = round
-            .questions
-            .iter()
-            .map(|asks| asks.iter().map(|ask| limit_of(ask.counter, ask.requests)).collect::<Vec<Limit>>());
-        let limits: Vec<_> = limits.collect();
-        let questions = round.questions.iter().zip(&limits).enumerate().map(|(at, (asks, limits))| {
-            slot += 1;
-            let (lease, wanted) = round.lease(at).unzip();
-            let charges = asks.iter().zip(limits).map(|(ask, limit)| Charge {
-                counts_rejected: asks.len() > 1 && round.counting >> ask.group & 1 == 1,
-                slot,
-                lease: lease.filter(|_| ask.group == 0),
-                wanted: wanted.filter(|_| ask.group == 0).unwrap_or(0),
-                ..ask.charge(limit, &keys)
-            });
-            charges.collect::<Vec<_>>()
-        });
-        let questions: Vec<_> = questions.collect();
-        let expected: Vec<_> = questions.iter().map(|charges| model.decide(charges, time_us)).collect();
-
-        let mut batch = Batch::default();
-        let (mut asked, mut times) = (Vec::new(), Vec::new());
-        for charges in &questions {
-            let number = batch.add(&SCRIPT, charges);
-            times.resize(batch.len(), 0);
-            asked.push((number, times[number]));
-            times[number] += 1;
-        }
-        let reply = run(connection, &batch.command(&SCRIPT, &times, Some(time_us))).await;
-        let answers = batch.answers(reply, &times).unwrap();
-        for (at, ((charges, (number, nth)), expected)) in
-            questions.iter().zip(asked).zip(expected).enumerate()
-        {
-            let answer = answers.of(number, nth).unwrap().decision(charges);
-            prop_assert_eq!(answer, Ok(expected), "round {}, question {} at {}", n, at, time_us);
-        }
-    }
-    Ok(())
-}
-
-#[test]
-fn a_batch_answers_as_if_one_question_came_after_the_other() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let server = Server::start();
-    let connection = runtime.block_on(server.connection());
-    let config = Config { cases: 400, failure_persistence: None, ..Config::default() };
-    let checked = TestRunner::new(config)
-        .run(&rounds(), |rounds| runtime.block_on(same_answers_together(&mut connection.clone(), &rounds)));
-    if let Err(failure) = checked {
-        panic!("{failure}");
-    }
 }
 
 #[tokio::test]

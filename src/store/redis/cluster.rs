@@ -8,34 +8,31 @@
 //! have charged is given back: too strict for a moment, never too lax.
 
 mod map;
+mod parts;
+mod renewal;
 mod shards;
 
-use super::connect::{self, Address, Task};
-use super::failure::{Failure, Trouble};
-use super::link::{Context, Link, Live, State, Target};
+use super::connect::{Address, Task};
+use super::failure::Failure;
+use super::link::{Context, Link, Live, State};
 use super::script::Script;
 use super::{LATE_CALLS, calls, untold};
-use crate::limiter::{Algorithm, Amendment, Charge, Decision, Effect, Key, Limit, Standing, effect};
+use crate::limiter::{Algorithm, Amendment, Charge, Decision, Effect, Standing, effect};
 use crate::store::Late;
 use futures_util::future::join_all;
-use map::{Map, Node, Range};
+use map::{Map, Node};
+use parts::{Part, parts, together};
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
+use renewal::keep;
 use smallvec::SmallVec;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 pub(super) use map::{slot_of, slot_of_name};
-
-/// The map is renewed this often, if nothing asks for it before.
-const RENEWAL: Duration = Duration::from_secs(5);
-
-/// Pause between two renewals that are asked for: doubled up to the largest while nothing new comes of it.
-const FIRST_PAUSE: Duration = Duration::from_millis(10);
-const LARGEST_PAUSE: Duration = Duration::from_millis(500);
 
 /// Redirections followed for one question: more mean that the nodes don't agree.
 const HOPS: u32 = 8;
@@ -70,51 +67,6 @@ struct Lost {
 impl From<Failure> for Lost {
     fn from(failure: Failure) -> Self {
         Self { failure, by: None }
-    }
-}
-
-/// The charges of one question that are kept in one slot.
-struct Part {
-    slot: u16,
-    charges: SmallVec<[Owned; 2]>,
-    /// Where they stand in the question.
-    places: SmallVec<[usize; 4]>,
-}
-
-/// A charge that outlives who asks for it.
-struct Owned {
-    limit: Limit,
-    key: Key,
-    cost: u64,
-    group: u32,
-    shadow: bool,
-    counts_rejected: bool,
-    slot: u128,
-}
-
-impl Part {
-    fn charges(&self) -> SmallVec<[Charge<'_>; 4]> {
-        self.charges.iter().map(Owned::charge).collect()
-    }
-}
-
-impl Owned {
-    fn of(charge: &Charge<'_>) -> Self {
-        let Charge { limit, key, cost, group, shadow, counts_rejected, slot, .. } = *charge;
-        Self { limit: *limit, key: key.clone(), cost, group, shadow, counts_rejected, slot }
-    }
-
-    /// It says that it may be given back. It comes without a lease: what one slot lends, another's refusal could not take
-    /// back.
-    fn charge(&self) -> Charge<'_> {
-        Charge {
-            group: self.group,
-            shadow: self.shadow,
-            counts_rejected: self.counts_rejected,
-            settles: true,
-            slot: self.slot,
-            ..Charge::new(&self.limit, &self.key, self.cost)
-        }
     }
 }
 
@@ -491,226 +443,5 @@ fn redirection(error: &RedisError, from: &Address) -> Option<Redirection> {
     match Address::parse(error.redirect_node()?.0)? {
         Address::Tcp { host, port } => Some(Redirection::To(map::named(host, port, from), asking)),
         Address::Unix(_) => None,
-    }
-}
-
-/// The charges by their slots.
-fn parts(charges: &[Charge<'_>]) -> SmallVec<[Part; 4]> {
-    let mut parts: SmallVec<[Part; 4]> = SmallVec::new();
-    for (place, charge) in charges.iter().enumerate() {
-        let (slot, charge) = (slot_of(charge.key), Owned::of(charge));
-        match parts.iter_mut().find(|part| part.slot == slot) {
-            Some(part) => {
-                part.charges.push(charge);
-                part.places.push(place);
-            }
-            None => parts.push(Part {
-                slot,
-                charges: SmallVec::from_iter([charge]),
-                places: SmallVec::from_iter([place]),
-            }),
-        }
-    }
-    parts
-}
-
-/// What the answers of several slots come to, on one clock: that of the first that answered.
-fn together(
-    count: usize,
-    parts: &[Part],
-    answers: &[Result<Decision, Failure>],
-) -> Result<Decision, Failure> {
-    let mut whole: Option<Decision> = None;
-    let mut away = None;
-    for (part, answer) in parts.iter().zip(answers) {
-        let answer = match answer {
-            Ok(answer) => answer,
-            Err(failure) => {
-                // Shadow policies stop nobody, not even by being away.
-                if !part.charges.iter().all(|charge| charge.shadow) {
-                    away.get_or_insert(*failure);
-                }
-                continue;
-            }
-        };
-        let whole = whole.get_or_insert_with(|| Decision {
-            now_us: answer.now_us,
-            admitted: true,
-            standings: SmallVec::from_elem(None, count),
-            delay_us: 0,
-            grants: SmallVec::new(),
-            stands_us: SmallVec::from_elem(None, count),
-        });
-        whole.admitted &= answer.admitted;
-        whole.delay_us = whole.delay_us.max(answer.delay_us);
-        for (place, standing) in part.places.iter().zip(&answer.standings) {
-            if let Some(into) = whole.standings.get_mut(*place) {
-                *into = standing.map(|standing| standing.on_clock(answer.now_us, whole.now_us));
-            }
-        }
-        for (place, at_us) in part.places.iter().zip(&answer.stands_us) {
-            if let Some(into) = whole.stands_us.get_mut(*place) {
-                *into = *at_us;
-            }
-        }
-    }
-    match (whole, away) {
-        // Whatever the others would have said.
-        (Some(whole), _) if !whole.admitted => Ok(Decision { delay_us: 0, ..whole }),
-        (_, Some(failure)) => Err(failure),
-        (Some(whole), None) => Ok(whole),
-        (None, None) => Err(Failure::ClusterDown),
-    }
-}
-
-/// Renews the map when somebody finds it stale, and now and then.
-async fn keep(context: Arc<Context>, publish: watch::Sender<Arc<Map>>, stale: Arc<Notify>) {
-    let health = &context.health;
-    let (mut known, mut lost, mut pause): (Vec<Range>, _, _) = (Vec::new(), false, FIRST_PAUSE);
-    loop {
-        let before = publish.borrow().clone();
-        match ranges(&context, &before).await {
-            Ok(ranges) if ranges.is_empty() => health.count(Failure::ClusterDown),
-            Ok(ranges) => {
-                if std::mem::take(&mut lost) {
-                    health.link_restored();
-                }
-                if ranges != known {
-                    publish.send_replace(Arc::new(renewed(&context, &before, &ranges).await));
-                    (known, pause) = (ranges, FIRST_PAUSE);
-                }
-            }
-            Err(trouble) => {
-                health.count(trouble.failure);
-                // Whoever knows nodes knows it from their links.
-                if known.is_empty() && !std::mem::replace(&mut lost, true) {
-                    health.link_lost(&trouble);
-                }
-            }
-        }
-        sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
-        pause = (pause * 2).min(LARGEST_PAUSE);
-        if !known.is_empty() && timeout(RENEWAL, stale.notified()).await.is_err() {
-            pause = FIRST_PAUSE;
-        }
-    }
-}
-
-/// A map in which nodes that stay keep their connections.
-async fn renewed(context: &Arc<Context>, before: &Map, ranges: &[Range]) -> Map {
-    let mut nodes: Vec<Arc<Node>> = Vec::new();
-    for (_, _, address) in ranges {
-        if nodes.iter().any(|node| node.address == *address) {
-            continue;
-        }
-        if let Some(known) = before.at(address) {
-            nodes.push(Arc::clone(known));
-            continue;
-        }
-        let target = Target::node(address.clone(), map::probe(ranges, address).await);
-        let link = Arc::new(Link::start(Arc::clone(context), target));
-        let failures = AtomicU32::new(0);
-        nodes.push(Arc::new(Node { address: address.clone(), link, failures, since: Instant::now() }));
-    }
-    for gone in before.nodes.iter().filter(|node| !nodes.iter().any(|other| Arc::ptr_eq(other, node))) {
-        let (gone, patience) = (Arc::clone(gone), context.settings.timeout);
-        // What is on the way is still answered, if only with where to go.
-        tokio::spawn(async move {
-            sleep(patience).await;
-            gone.link.retire();
-        });
-    }
-    Map::new(nodes, ranges)
-}
-
-/// Asks for the map: first those who are connected, one after the other, then whoever was configured.
-async fn ranges(context: &Context, map: &Map) -> Result<Vec<Range>, Trouble> {
-    let settings = &context.settings;
-    let mut command = Cmd::new();
-    command.arg("CLUSTER").arg("SLOTS");
-    let mut nodes = map.nodes.clone();
-    fastrand::shuffle(&mut nodes);
-    for node in nodes {
-        if let State::Up(live) = &*node.link.state()
-            && let Ok(Ok(reply)) = timeout(settings.timeout, live.answer(&command, false)).await
-            && let Some(ranges) = map::ranges(&reply, &node.address)
-        {
-            return Ok(sorted(ranges));
-        }
-    }
-    let mut trouble = Trouble::new(Failure::Dns, "no address is known");
-    let each = settings.connect_timeout / 2;
-    for address in &settings.servers {
-        let asked = timeout(each, ask_stranger(context, address, &command)).await;
-        match asked.unwrap_or_else(|late| Err(late.into())) {
-            Ok(ranges) => return Ok(sorted(ranges)),
-            Err(error) => trouble = Trouble::new(error.failure, format!("{address}: {}", error.why)),
-        }
-    }
-    Err(trouble)
-}
-
-async fn ask_stranger(context: &Context, address: &Address, command: &Cmd) -> Result<Vec<Range>, Trouble> {
-    let (mut connection, _driver) = connect::open(address, context.settings.how()).await?;
-    let reply = match connection.send_packed_command(command).await? {
-        Value::ServerError(error) => return Err(RedisError::from(error).into()),
-        reply => reply,
-    };
-    map::ranges(&reply, address).ok_or_else(|| Trouble::new(Failure::Reply, "the answer makes no sense"))
-}
-
-/// So that two answers that say the same are the same.
-fn sorted(mut ranges: Vec<Range>) -> Vec<Range> {
-    ranges.sort_unstable_by_key(|(first, last, _)| (*first, *last));
-    ranges
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::limiter::{KeyBuilder, Refusal, Standing};
-
-    const LIMIT: Limit = Limit { requests: 9, per_us: 1_000_000, algorithm: Algorithm::SlidingLog };
-
-    fn decision(now_us: u64, until_us: Option<u64>) -> Decision {
-        let refusal = until_us.map(Refusal::Until);
-        let standing = Standing { remaining: 3, grows_at_us: Some(now_us + 500), refusal };
-        Decision {
-            now_us,
-            admitted: until_us.is_none(),
-            standings: SmallVec::from_iter([Some(standing)]),
-            delay_us: 0,
-            grants: SmallVec::new(),
-            stands_us: SmallVec::new(),
-        }
-    }
-
-    fn merged(shadow: bool, answers: [Result<Decision, Failure>; 2]) -> Result<Decision, Failure> {
-        // In slots of their own.
-        let (one, other) = (KeyBuilder::new("one").finish(), KeyBuilder::new("other").finish());
-        let charges =
-            [Charge::new(&LIMIT, &one, 1), Charge { group: 1, shadow, ..Charge::new(&LIMIT, &other, 1) }];
-        assert!(is_split(&charges) && parts(&charges).len() == 2);
-        together(2, &parts(&charges), &answers)
-    }
-
-    #[test]
-    fn several_clocks_become_one() {
-        let whole = merged(false, [Ok(decision(1_000_000, None)), Ok(decision(5_000, Some(7_000)))]).unwrap();
-        assert_eq!((whole.now_us, whole.admitted), (1_000_000, false));
-        let other = whole.standings[1].unwrap();
-        assert_eq!(other.refusal, Some(Refusal::Until(1_002_000)));
-        assert_eq!(other.grows_at_us, Some(1_000_500));
-    }
-
-    #[test]
-    fn a_slot_that_is_away_degrades_who_needs_it_and_nobody_who_is_refused_anyhow() {
-        let away = || Err(Failure::Timeout);
-        assert_eq!(merged(false, [Ok(decision(1000, None)), away()]).unwrap_err(), Failure::Timeout);
-        let refused = merged(false, [away(), Ok(decision(1000, Some(2000)))]).unwrap();
-        assert!(!refused.admitted && refused.standings[0].is_none());
-        let without_shadow = merged(true, [Ok(decision(1000, None)), away()]).unwrap();
-        assert!(without_shadow.admitted && without_shadow.standings[1].is_none());
-        assert_eq!(merged(true, [away(), Ok(decision(1000, None))]).unwrap_err(), Failure::Timeout);
     }
 }

@@ -1,0 +1,247 @@
+//! `[[policy]]` and all that is in it.
+
+use super::*;
+
+pub(super) static POLICY: [Key; 17] = [
+    key(
+        "name",
+        Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
+        Required,
+        "Unique. Appears in headers and logs, and is part of the counters' identity: renaming a policy starts new ones.",
+    ),
+    key("priority", whole(i64::MIN, i64::MAX), Default("0"), "Higher first; file order among equals."),
+    key("match", Table(&MATCH), Optional, "Which requests. Absent: all."),
+    key(
+        "key",
+        Texts("key parts such as \"client_ip\" or \"header:x-user-id\""),
+        Default(""),
+        "Whose quota. Empty: one for everybody who matches.",
+    ),
+    key(
+        "limit",
+        Table(&LIMIT),
+        Optional,
+        "How much. A policy with action \"limit\" has this or limits, others neither.",
+    ),
+    key("limits", Tables(&LIMIT), Optional, "The same, several."),
+    key(
+        "action",
+        Word(&["limit", "allow", "deny"]),
+        Default("limit"),
+        "Limit; exempt, so that no later policy applies; refuse with 403, and nothing is counted.",
+    ),
+    key(
+        "mode",
+        Word(&["enforce", "shadow", "off"]),
+        Default("enforce"),
+        "A shadow policy decides, counts (on counters of its own) and logs, but stops nothing. \"off\": as if it weren't there.",
+    ),
+    key(
+        "cost",
+        Kind::WholeOrTable { min: 0, max: MAX_UNITS, table: &COST },
+        Default("1"),
+        "Units that one request takes from each limit, or where it is said: in a header of the request, or in the response. Above a limit's requests nothing ever passes.",
+    ),
+    key(
+        "block_for",
+        Kind::Duration { min: Duration::from_millis(1), max: MAX_PERIOD },
+        Optional,
+        "Once a limit of this policy refuses a key, the policy refuses it this long. Knocking doesn't prolong it. A shadow policy blocks nobody.",
+    ),
+    key(
+        "count_rejected",
+        Bool,
+        Default("false"),
+        "true: a request that this policy refuses uses its quota like an admitted one (never more than there is), so who goes on knocking stays out. Not with concurrency.",
+    ),
+    key(
+        "shards",
+        whole(1, 64),
+        Default("1"),
+        "Redis Cluster only: spreads one very hot key over so many counters, each with its part of the limit. A refusal asks all of them. Not with on_store_failure = \"local\".",
+    ),
+    key(
+        "lease",
+        Kind::WordOrTable { word: "auto", table: &LEASE },
+        Optional,
+        "Takes units from Redis in advance, and hands them out without asking it. \"auto\": as many as the rate of requests suggests. Not with leaky_bucket, concurrency, warm_up, block_for, count_rejected, shards or an estimate.",
+    ),
+    key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
+    key("on_store_failure", ON_STORE_FAILURE, Optional, "As in [defaults]."),
+    key("reject", Table(&REJECT), Optional, "Your own answer to refused clients."),
+    key(
+        "override",
+        Tables(&OVERRIDE),
+        Optional,
+        "Limits of their own for some keys. The first that matches replaces all limits of the policy.",
+    ),
+];
+
+pub(super) static COST: [Key; 6] = [
+    key(
+        "header",
+        Text("the name of a header"),
+        Required,
+        "Holds the units that the request takes, in digits. A cost has either this, or estimate and actual.",
+    ),
+    key("default", whole(0, MAX_UNITS), Default("1"), "Units of a request without the header."),
+    key("min", whole(0, MAX_UNITS), Default("1"), "The fewest that the header may say."),
+    key(
+        "max",
+        whole(0, MAX_UNITS),
+        Default("100"),
+        "The most that it may say, and what a request takes whose header is anything else: empty, signed, a fraction, out of range, repeated.",
+    ),
+    key(
+        "estimate",
+        whole(1, MAX_UNITS),
+        Required,
+        "Units that a request takes when it comes. When its response says what it really took, the difference is charged or given back; if it doesn't say, the estimate stands.",
+    ),
+    key(
+        "actual",
+        Text("\"response_header:NAME\" or \"response_json:/POINTER\""),
+        Required,
+        "Where the response says it: a header (or trailer), or a number in a JSON body, given by a JSON pointer such as /usage/total_tokens.",
+    ),
+];
+
+pub(super) static LEASE: [Key; 2] = [
+    key("size", whole(1, 1_000_000), Required, "Units in hand at most, per key and proxy."),
+    key(
+        "ttl",
+        Kind::Duration { min: Duration::from_millis(1), max: MAX_PERIOD },
+        Default("100ms"),
+        "How long they are kept, at most half of the policy's shortest period. Unused ones are given back then.",
+    ),
+];
+
+pub(super) static MATCH: [Key; 10] = [
+    key("methods", Texts("methods such as \"GET\""), Default(""), "GET also means HEAD."),
+    key(
+        "hosts",
+        Texts("hosts such as \"example.com\" or \"*.example.com\""),
+        Default(""),
+        "Without port. \"*.example.com\" is every name below it.",
+    ),
+    key(
+        "path",
+        Texts("path patterns such as \"/api/**\""),
+        Default(""),
+        "{name} and * are one segment, ** at the end is any rest.",
+    ),
+    key(
+        "path_regex",
+        Text("a regular expression"),
+        Optional,
+        "For what patterns can't say. It need not match the whole path: use ^ and $.",
+    ),
+    key(
+        "headers",
+        Names(TESTS),
+        Optional,
+        "Conditions on headers. With several values of a name, any may fulfil one.",
+    ),
+    key("query", Names(TESTS), Optional, "Conditions on query parameters."),
+    key("cookies", Names(TESTS), Optional, "Conditions on cookies."),
+    key("client_ips", Texts("networks such as \"10.0.0.0/8\""), Default(""), "Networks of clients."),
+    key(
+        "jwt",
+        Names(TESTS),
+        Optional,
+        "Conditions on claims of the request's token: a name, or a JSON pointer such as \"/realm_access/roles\". Of a list, any element may fulfil one. Needs [client.jwt].",
+    ),
+    key("not", Table(&MATCH), Optional, "A whole match that must not hold."),
+];
+
+const TESTS: &str =
+    "a table such as { name = \"value\" }, { name = { regex = \"…\" } } or { name = { present = true } }";
+
+/// A condition that isn't just a text.
+pub(in crate::config) static TEST: [Key; 2] = [
+    key("regex", Text("a regular expression"), Optional, "The value contains a match."),
+    key("present", Bool, Optional, "Whether there is a value."),
+];
+
+pub(super) static LIMIT: [Key; 12] = [
+    key(
+        "requests",
+        whole(0, MAX_UNITS),
+        Required,
+        "Units per period, or requests in flight. 0 refuses everything. Above 100,000 with sliding_log, check warns about the memory.",
+    ),
+    key(
+        "per",
+        Kind::Duration { min: Duration::from_millis(1), max: MAX_PERIOD },
+        Optional,
+        "The period. Required, but for concurrency, which has none.",
+    ),
+    key("algorithm", ALGORITHM, Optional, "As in [defaults]."),
+    key(
+        "buckets",
+        whole(2, 100),
+        Optional,
+        "sliding_window only: sub-windows per period; 10 if absent. More are more exact and take more memory.",
+    ),
+    key(
+        "burst",
+        whole(1, MAX_UNITS),
+        Optional,
+        "token_bucket only: units that may be taken at once; `requests` if absent.",
+    ),
+    key(
+        "warm_up",
+        Kind::Duration { min: Duration::from_millis(1), max: MAX_WARM_UP },
+        Optional,
+        "token_bucket only: for apps that are slow after a pause. A bucket that nobody took from for this long allows a third of burst at once and a third of the rate; both grow to the full in as long again. A cost may not be above that third.",
+    ),
+    key(
+        "max_delay",
+        DURATION,
+        Optional,
+        "leaky_bucket only: how long a request that comes too early is held at most; 1 s if absent. One that would wait longer is refused.",
+    ),
+    key(
+        "offset",
+        Kind::Duration { min: Duration::ZERO, max: MAX_PERIOD },
+        Optional,
+        "fixed_window only: windows start this much after multiples of per since 1970, UTC. Less than per.",
+    ),
+    key(
+        "lease_ttl",
+        Kind::Duration { min: Duration::from_secs(1), max: Duration::from_secs(3600) },
+        Optional,
+        "concurrency only: how long a crashed sidecar's slots are kept; 10 s if absent. Living ones renew theirs at a third of it.",
+    ),
+    key(
+        "max_duration",
+        DURATION,
+        Optional,
+        "concurrency only: a request that is still in flight after this is ended: with 504, or broken off. Absent or 0: never.",
+    ),
+    key(
+        "name",
+        Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
+        Optional,
+        "How it is called in the rate-limit fields. Absent: the policy's name, with -2, -3 behind for further ones.",
+    ),
+    key(
+        "unit",
+        Text("1 to 32 letters, digits, \"_\" or \"-\""),
+        Optional,
+        "What is counted, if it isn't requests: \"tokens\" becomes qu=\"tokens\".",
+    ),
+];
+
+pub(super) static REJECT: [Key; 4] = [
+    key("status", whole(400, 599), Optional, "Absent: 429, for deny 403."),
+    key("body", Text("a text"), Default(""), "The body."),
+    key("content_type", Text("a media type"), Default("text/plain; charset=utf-8"), "Its type."),
+    key("headers", Names("a table such as { x-reason = \"quota\" }"), Optional, "More header fields."),
+];
+
+pub(super) static OVERRIDE: [Key; 3] = [
+    key("key", Texts("one value per position of the policy's key"), Required, "\"*\" is any value."),
+    key("limit", Table(&LIMIT), Optional, "How much."),
+    key("limits", Tables(&LIMIT), Optional, "The same, several."),
+];
