@@ -39,7 +39,7 @@ kind = "redis"
 {redis}
 key_prefix = "shop"
 instances = 4
-timeout = "200ms"
+timeout = "500ms"
 {policies}
 "#
     ))
