@@ -129,11 +129,17 @@ impl Service {
         if estimates.iter().any(Estimate::reads_body) {
             headers::ask_for_plain_body(&mut parts.headers);
         }
+        let rest = body.another();
         let send = pin!(self.upstream.send(Request::from_parts(parts, body), ready));
         let wanted = asked.inbound.target.wanted.as_ref();
         let mut response = match before(ends_at, send).await {
             Some(Ok(response)) => self.pass_on(response, estimates, version_in, wanted, style),
-            Some(Err(error)) => self.not_forwarded(&error, estimates, style),
+            Some(Err(error)) => {
+                if error.kind.is_unsent() {
+                    rest.discard();
+                }
+                self.not_forwarded(&error, estimates, style)
+            }
             None => replies::local(Local::Overlong, style).map(ResponseBody::Full),
         };
         match response.body_mut() {

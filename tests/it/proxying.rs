@@ -249,6 +249,20 @@ async fn an_upstream_that_does_not_answer_is_a_504() {
 }
 
 #[tokio::test]
+async fn an_upload_that_nobody_takes_does_not_cost_the_connection() {
+    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let proxy = Proxy::start("", nobody).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    for _ in 0..3 {
+        client.send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n").await;
+        client.send(vec![b'x'; 40_000]).await;
+        let reply = client.reply().await;
+        assert_eq!((reply.status, reply.header("connection")), (502, None));
+        client.send(vec![b'x'; 60_000]).await;
+    }
+}
+
+#[tokio::test]
 async fn an_answer_that_is_no_http_is_a_502() {
     for nonsense in
         ["SSH-2.0-OpenSSH\r\n\r\n", "HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", ""]
