@@ -39,6 +39,29 @@ pub(super) enum Transport {
     Tls(Box<TlsStream<RawSocket>>),
 }
 
+impl Stream {
+    fn reader(&mut self) -> Pin<&mut (dyn AsyncRead + Unpin)> {
+        match self {
+            Self::Tcp(socket) => Pin::new(socket),
+            Self::Unix(socket) => Pin::new(socket),
+        }
+    }
+
+    fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Unpin)> {
+        match self {
+            Self::Tcp(socket) => Pin::new(socket),
+            Self::Unix(socket) => Pin::new(socket),
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match self {
+            Self::Tcp(socket) => socket.is_write_vectored(),
+            Self::Unix(socket) => socket.is_write_vectored(),
+        }
+    }
+}
+
 impl RawSocket {
     pub(super) fn new(stream: Stream, watch: Rc<Watch>) -> Self {
         Self { stream, watch, ahead: Vec::new(), spoken: false }
@@ -76,6 +99,20 @@ impl Transport {
             Self::Tls(stream) => stream.get_mut().0,
         }
     }
+
+    fn reader(&mut self) -> Pin<&mut (dyn AsyncRead + Unpin)> {
+        match self {
+            Self::Plain(socket) => Pin::new(socket),
+            Self::Tls(stream) => Pin::new(stream),
+        }
+    }
+
+    fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Unpin)> {
+        match self {
+            Self::Plain(socket) => Pin::new(socket),
+            Self::Tls(stream) => Pin::new(stream),
+        }
+    }
 }
 
 /// Moves as many bytes as there is room for, and lets go of the memory with the last.
@@ -95,7 +132,7 @@ impl AsyncRead for RawSocket {
             return Poll::Ready(Ok(()));
         }
         let before = into.filled().len();
-        let read = Pin::new(&mut this.stream).poll_read(cx, into);
+        let read = this.stream.reader().poll_read(cx, into);
         this.spoken |= into.filled().len() > before;
         read
     }
@@ -104,7 +141,7 @@ impl AsyncRead for RawSocket {
 impl AsyncWrite for RawSocket {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        let result = Pin::new(&mut this.stream).poll_write(cx, bytes);
+        let result = this.stream.writer().poll_write(cx, bytes);
         this.watch.note_write(&result);
         result
     }
@@ -115,7 +152,7 @@ impl AsyncWrite for RawSocket {
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        let result = Pin::new(&mut this.stream).poll_write_vectored(cx, bytes);
+        let result = this.stream.writer().poll_write_vectored(cx, bytes);
         this.watch.note_write(&result);
         result
     }
@@ -125,29 +162,23 @@ impl AsyncWrite for RawSocket {
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
+        self.get_mut().stream.writer().poll_flush(cx)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_shutdown(cx)
+        self.get_mut().stream.writer().poll_shutdown(cx)
     }
 }
 
 impl AsyncRead for Transport {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_read(cx, into),
-            Self::Tls(stream) => Pin::new(stream).poll_read(cx, into),
-        }
+        self.get_mut().reader().poll_read(cx, into)
     }
 }
 
 impl AsyncWrite for Transport {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_write(cx, bytes),
-            Self::Tls(stream) => Pin::new(stream).poll_write(cx, bytes),
-        }
+        self.get_mut().writer().poll_write(cx, bytes)
     }
 
     fn poll_write_vectored(
@@ -155,10 +186,7 @@ impl AsyncWrite for Transport {
         cx: &mut Context<'_>,
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_write_vectored(cx, bytes),
-            Self::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, bytes),
-        }
+        self.get_mut().writer().poll_write_vectored(cx, bytes)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -169,66 +197,10 @@ impl AsyncWrite for Transport {
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_flush(cx),
-            Self::Tls(stream) => Pin::new(stream).poll_flush(cx),
-        }
+        self.get_mut().writer().poll_flush(cx)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_shutdown(cx),
-            Self::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
-        }
-    }
-}
-
-impl AsyncRead for Stream {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(socket) => Pin::new(socket).poll_read(cx, into),
-            Self::Unix(socket) => Pin::new(socket).poll_read(cx, into),
-        }
-    }
-}
-
-impl AsyncWrite for Stream {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Tcp(socket) => Pin::new(socket).poll_write(cx, bytes),
-            Self::Unix(socket) => Pin::new(socket).poll_write(cx, bytes),
-        }
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Tcp(socket) => Pin::new(socket).poll_write_vectored(cx, bytes),
-            Self::Unix(socket) => Pin::new(socket).poll_write_vectored(cx, bytes),
-        }
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        match self {
-            Self::Tcp(socket) => socket.is_write_vectored(),
-            Self::Unix(socket) => socket.is_write_vectored(),
-        }
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(socket) => Pin::new(socket).poll_flush(cx),
-            Self::Unix(socket) => Pin::new(socket).poll_flush(cx),
-        }
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(socket) => Pin::new(socket).poll_shutdown(cx),
-            Self::Unix(socket) => Pin::new(socket).poll_shutdown(cx),
-        }
+        self.get_mut().writer().poll_shutdown(cx)
     }
 }
