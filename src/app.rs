@@ -1,28 +1,41 @@
 //! The assembler: the only place that knows all rooms. Starts them, and ends them in order.
 
+pub(crate) mod explain;
+pub(crate) mod keys;
+pub(crate) mod limits;
+mod view;
+
 use crate::admin::{self, View};
 use crate::clock::Clock;
 use crate::config::{Config, Sources, StoreSettings};
 use crate::enforcer::{Enforcer, Live};
 use crate::proxy::{
-    self, ListenAddress, Load, ProxyHeaderFault, Server, Service, SetupError, Stop, TlsFault, Upstream,
+    self, ListenAddress, ProxyHeaderFault, Server, Service, SetupError, Stop, TlsFault, Upstream,
     UpstreamErrorKind,
 };
-use crate::reload::{self, Reloader};
+use crate::reload::Reloader;
 use crate::store::redis::{self, Redis};
 use crate::store::{Leases, Memory, Store};
-use crate::telemetry::metrics::{Kinds, MemoryUse, Metrics, Observed, Phase};
+use crate::telemetry::history::History;
+use crate::telemetry::metrics::{Kinds, Metrics, RedisVitals};
 use crate::tls::{self, ServerTls};
-use parking_lot::Mutex;
+use crate::trace::Tracer;
+use arc_swap::ArcSwap;
 use std::io;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 use tokio::runtime::{Builder, LocalOptions};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
+use tokio::time::{MissedTickBehavior, interval};
+use view::Watched;
+
+/// How often the past is noted.
+const SAMPLING: Duration = Duration::from_secs(1);
 
 /// Why the proxy could not run, or stopped running.
 #[derive(Debug, thiserror::Error)]
@@ -64,7 +77,8 @@ pub fn main(config: Config, sources: Sources, on_listening: impl FnOnce(Addresse
 }
 
 async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Addresses)) -> Result<(), AppError> {
-    let stop = stop_on_signals()?;
+    let started = Instant::now();
+    let (stopper, stop) = stop_on_signals()?;
     for warning in &config.warnings {
         tracing::warn!("{}", warning.line());
     }
@@ -74,6 +88,9 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     let address = server.address()?;
     let upstream = proxy::Shared::new(config.upstream.clone(), config.listen.threads)?;
     let stores = Stores::new(&config.store);
+    let tracing =
+        config.trace.as_ref().map(|settings| Tracer::start(settings, redis::instance())).transpose()?;
+    let (tracer, exporter) = tracing.unzip();
     let kinds = Kinds {
         upstream_errors: UpstreamErrorKind::NAMES,
         tls_faults: TlsFault::NAMES,
@@ -82,7 +99,10 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     let metrics = Metrics::new(config.listen.threads, kinds);
     let live = Live::new(Arc::clone(&config.table), Arc::clone(&metrics));
     let (door, renewed) = (Arc::clone(&tls), Arc::clone(&upstream));
+    let words = Arc::new(ArcSwap::from_pointee(config.words.clone()));
+    let said = Arc::clone(&words);
     let publish = Box::new(move |config: &Config| {
+        said.store(Arc::new(config.words.clone()));
         publish_tls(&door, config.tls.as_ref());
         renewed.renew(config.upstream.tls.as_ref());
     });
@@ -90,15 +110,24 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     let listening = Arc::new(AtomicBool::new(false));
     let watched = Watched {
         stop: stop.clone(),
+        stopper,
+        shutdown: config.shutdown,
         listening: Arc::clone(&listening),
         load: server.load(),
         max_connections: config.listen.max_connections,
+        workers: config.listen.threads,
         stores: stores.clone(),
         reload: reloader.status(),
+        live: live.clone(),
+        words,
         tls,
+        tracer: tracer.clone(),
+        started,
     };
+    let history = Arc::new(History::new(Arc::clone(&metrics)));
+    tokio::task::spawn_local(sample(Arc::clone(&history), Arc::clone(&metrics), live.clone()));
     // Before the proxy: who asks why it does not start gets an answer.
-    let admin = start_admin(&config, Arc::clone(&metrics), watched).await?;
+    let admin = start_admin(&config, watched.into_view(Arc::clone(&metrics), history)).await?;
     let reloader = tokio::task::spawn_local(reloader.run());
 
     let (shutdown, workers, policies) =
@@ -112,12 +141,12 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     let config = Arc::new(config);
     let make_service = move |worker| {
         let (config, stores) = (Arc::clone(&config), stores.clone());
-        let (live, upstream) = (live.clone(), Arc::clone(&upstream));
+        let (live, upstream, tracer) = (live.clone(), Arc::clone(&upstream), tracer.clone());
         let shard = metrics.shard(worker);
         async move {
             let enforcer = Enforcer::new(live, stores.for_worker().await, Arc::clone(&shard));
             let upstream = Upstream::new(upstream);
-            Rc::new(Service::new(enforcer, upstream, &config.listen, &config.log, shard))
+            Rc::new(Service::new(enforcer, upstream, &config.listen, &config.log, shard).traced(tracer))
         }
     };
     let on_listening = move || {
@@ -128,6 +157,9 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     };
     let cut = server.run(make_service, shutdown, stop, on_listening).await?;
     reloader.abort();
+    if let Some(exporter) = exporter {
+        exporter.finish().await;
+    }
     tracing::info!(connections_cut = cut, "stopped");
     Ok(())
 }
@@ -144,19 +176,22 @@ fn publish_tls(door: &tls::Current, new: Option<&Arc<ServerTls>>) {
     }
 }
 
+/// Notes the past, for ever.
+async fn sample(history: Arc<History>, metrics: Arc<Metrics>, live: Live) {
+    let clock = Clock::system();
+    let mut ticks = interval(SAMPLING);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let now_s = clock.now_us() / 1_000_000;
+        history.sample(now_s, live.rules().tallies().iter());
+        metrics.top().tick(now_s);
+    }
+}
+
 /// Takes the admin port's addresses and answers there until the process ends. Returns the first.
-async fn start_admin(
-    config: &Config,
-    metrics: Arc<Metrics>,
-    watched: Watched,
-) -> Result<SocketAddr, AppError> {
+async fn start_admin(config: &Config, view: View) -> Result<SocketAddr, AppError> {
     let settings = config.admin.clone();
-    let reload = Arc::clone(&watched.reload);
-    let view = View {
-        metrics,
-        observe: Arc::new(move || watched.observe()),
-        config: Arc::new(move || Arc::clone(&reload.lock().effective)),
-    };
     let failed = |key, address| move |cause| AppError::Admin { key, address, cause };
     if let Some(address) = settings.probes {
         let probes = admin::Listener::probes(address, view.clone()).await;
@@ -170,61 +205,6 @@ async fn start_admin(
     tracing::info!(%address, "admin listening");
     tokio::task::spawn_local(admin.run());
     Ok(address)
-}
-
-/// What the admin port tells of the other rooms.
-struct Watched {
-    stop: watch::Receiver<Stop>,
-    /// Clients can connect, or could.
-    listening: Arc<AtomicBool>,
-    load: Load,
-    max_connections: usize,
-    stores: Stores,
-    reload: Arc<Mutex<reload::Status>>,
-    tls: tls::Current,
-}
-
-impl Watched {
-    fn observe(&self) -> Observed {
-        let (store_up, breaker_open, store_errors, memory) = match &self.stores {
-            Stores::Memory(memory) => {
-                let (keys, bytes, evictions) = (memory.keys(), memory.bytes(), memory.evicted());
-                (true, false, Vec::new(), Some(MemoryUse { keys, bytes, evictions }))
-            }
-            Stores::Redis(redis, _) => (redis.is_up(), redis.breaker_open(), redis.errors().collect(), None),
-        };
-        let (instances, lease_units_lost) = match &self.stores {
-            Stores::Memory(_) => (None, None),
-            Stores::Redis(redis, leases) => (Some(redis.instances()), Some(leases.lost())),
-        };
-        let reload = self.reload.lock();
-        Observed {
-            phase: self.phase(),
-            connections: self.load.connections(),
-            connections_max: self.max_connections,
-            connections_full: self.load.full(),
-            store_up,
-            breaker_open,
-            store_errors,
-            instances,
-            lease_units_lost,
-            memory,
-            generation: reload.generation,
-            reloads_refused: reload.refused,
-            reload_errors: reload.last_error.clone(),
-            certificates: self.tls.load().as_ref().map(|tls| tls.expiries().to_vec()).unwrap_or_default(),
-        }
-    }
-
-    fn phase(&self) -> Phase {
-        if *self.stop.borrow() != Stop::Run {
-            Phase::Stopping
-        } else if self.listening.load(Ordering::Relaxed) {
-            Phase::Serving
-        } else {
-            Phase::Starting
-        }
-    }
 }
 
 /// What the workers' stores have in common.
@@ -246,6 +226,26 @@ impl Stores {
         }
     }
 
+    /// A store for a look from beside: over connections of its own, and no instance among those that share limits.
+    pub(crate) async fn for_looking(&self) -> Store {
+        match self {
+            Self::Memory(memory) => Store::Memory(Arc::clone(memory)),
+            Self::Redis(shared, _) => {
+                let redis = Redis::start(&redis::Shared::new(shared.settings().clone()));
+                redis.first_ready().await;
+                Store::redis(redis)
+            }
+        }
+    }
+
+    /// What Redis was last seen to say of itself, if it is the store.
+    fn vitals(&self) -> Option<RedisVitals> {
+        match self {
+            Self::Memory(_) => None,
+            Self::Redis(redis, _) => Some(redis.vitals()),
+        }
+    }
+
     /// One worker's store, on the worker's runtime. Redis gets `connect_timeout` to be there; without it
     /// the worker starts degraded.
     pub(crate) async fn for_worker(&self) -> Store {
@@ -260,9 +260,30 @@ impl Stores {
     }
 }
 
+/// Asks for an orderly end.
+#[derive(Clone, Debug)]
+struct Stopper(watch::Sender<Stop>);
+
+impl Stopper {
+    /// Does nothing if the end has begun already.
+    fn drain(&self, asked_by: &str) {
+        let begins = self.0.send_if_modified(|asked| {
+            let begins = *asked < Stop::Drain;
+            if begins {
+                *asked = Stop::Drain;
+            }
+            begins
+        });
+        if begins {
+            tracing::info!(asked_by, "stopping; requests in flight may finish");
+        }
+    }
+}
+
 /// SIGTERM and Ctrl-C ask for an orderly end; a second one for an immediate end.
-fn stop_on_signals() -> io::Result<watch::Receiver<Stop>> {
+fn stop_on_signals() -> io::Result<(Stopper, watch::Receiver<Stop>)> {
     let (tell, stop) = watch::channel(Stop::Run);
+    let stopper = Stopper(tell.clone());
     let (mut term, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     tokio::task::spawn_local(async move {
         for ask in [Stop::Drain, Stop::Now] {
@@ -279,5 +300,5 @@ fn stop_on_signals() -> io::Result<watch::Receiver<Stop>> {
         // The sender stays: its end would ask for a drain.
         std::future::pending::<()>().await;
     });
-    Ok(stop)
+    Ok((stopper, stop))
 }

@@ -7,11 +7,13 @@ mod estimate;
 mod explain;
 mod keeper;
 mod live;
+mod rehearsal;
 
 pub use estimate::Estimate;
 pub use explain::{Explanation, Limits, Step, explain};
 pub use keeper::Hold;
 pub use live::{Live, Rules};
+pub use rehearsal::{Claimed, Past, Rehearsed, Told, rehearse};
 
 use keeper::{Keeper, Place};
 
@@ -45,6 +47,8 @@ pub struct Verdict<'t> {
     pub now_us: u64,
     /// When the store answered, or was found not to; `None`: it was not asked.
     pub at: Option<Instant>,
+    /// Who answered.
+    pub source: Option<Source>,
     /// How long the request is to be held before it is forwarded.
     pub delay: Duration,
     /// An enforced limit applied, and was decided without the store.
@@ -107,6 +111,15 @@ pub enum Retry {
 pub struct Reported<'t> {
     pub limit: &'t NamedLimit,
     pub standing: Standing,
+    /// Whose quota it is: [`Key::id`].
+    pub key: u128,
+}
+
+impl Reported<'_> {
+    /// The one that refused, or that is nearest to refusing.
+    pub fn tightest(limits: &[Self]) -> Option<&Self> {
+        limits.iter().min_by_key(|one| (one.standing.refusal.is_none(), one.standing.remaining))
+    }
 }
 
 impl Enforcer {
@@ -122,7 +135,7 @@ impl Enforcer {
 
     /// Decides one request, which arrived just now, by `rules`.
     pub async fn decide<'t>(&self, rules: &'t Rules, facts: &Facts<'_>, arrived: Instant) -> Verdict<'t> {
-        let count = |at, did| rules.count(at, &self.shard, did);
+        let count = |at, key: Option<&Key>, did: Did| rules.count(at, &self.shard, did, (key, facts));
         let plan = match Plan::of(&rules.table, facts, count) {
             Ok(plan) => plan,
             Err(outcome) => return Verdict::of(outcome),
@@ -161,7 +174,7 @@ impl Enforcer {
         };
         let at = Instant::now();
         self.shard.decided(source, at.saturating_duration_since(arrived));
-        verdict.at = Some(at);
+        (verdict.at, verdict.source) = (Some(at), Some(source));
         verdict
     }
 
@@ -180,6 +193,7 @@ impl<'t> Verdict<'t> {
             limits: SmallVec::new(),
             now_us: 0,
             at: None,
+            source: None,
             delay: Duration::ZERO,
             degraded: false,
             hold: None,
@@ -229,26 +243,26 @@ impl<'t> Plan<'t> {
     fn of(
         table: &'t PolicyTable,
         facts: &Facts<'_>,
-        count: impl Fn(usize, Did),
+        mut count: impl FnMut(usize, Option<&Key>, Did),
     ) -> Result<Self, Outcome<'t>> {
         let (mut claims, mut shadow_denied) = (SmallVec::new(), SmallVec::new());
         for (at, policy) in table.matching(facts) {
             let quota = match &policy.action {
                 Action::Limit(quota) => quota,
                 Action::Allow => {
-                    count(at, Did::Exempt);
+                    count(at, None, Did::Exempt);
                     if policy.shadow {
                         continue;
                     }
                     break;
                 }
                 Action::Deny if policy.shadow => {
-                    count(at, Did::ShadowRejected);
+                    count(at, None, Did::ShadowRejected);
                     shadow_denied.push(&*policy.name);
                     continue;
                 }
                 Action::Deny => {
-                    count(at, Did::Denied);
+                    count(at, None, Did::Denied);
                     return Err(Outcome::Denied { policy: &policy.name, reject: policy.reject.as_ref() });
                 }
             };
@@ -272,9 +286,9 @@ impl<'t> Plan<'t> {
                     });
                 }
                 Ok(None) => {}
-                Err(_) if policy.shadow => count(at, Did::ShadowRejected),
+                Err(_) if policy.shadow => count(at, None, Did::ShadowRejected),
                 Err(fault) => {
-                    count(at, Did::Denied);
+                    count(at, None, Did::Denied);
                     return Err(Outcome::BadKey { policy: &policy.name, fault });
                 }
             }
@@ -319,21 +333,7 @@ impl<'t> Plan<'t> {
 
     /// What is left of a hold once the store has decided.
     fn held(&self, hold: Hold, charges: &[Charge<'_>], decision: &Decision) -> Option<Hold> {
-        let is_refused =
-            |standing: &Option<Standing>| standing.is_none_or(|standing| standing.refusal.is_some());
-        let refuses = |asked: &Charge<'_>| {
-            let mut of_policy =
-                charges.iter().zip(&decision.standings).filter(|(charge, _)| asked.is_of_policy_of(charge));
-            of_policy.any(|(_, standing)| is_refused(standing))
-        };
-        let mut longest_us = None;
-        let taken = charges.iter().filter(|charge| decision.admitted && !refuses(charge));
-        let taken: SmallVec<[&Charge<'_>; 1]> = taken.filter(|charge| is_concurrency(charge.limit)).collect();
-        for charge in taken.iter().filter(|charge| !charge.shadow) {
-            if let Algorithm::Concurrency { max_duration_us: most_us @ 1.. } = charge.limit.algorithm {
-                longest_us = Some(longest_us.map_or(most_us, |longest_us: u64| longest_us.min(most_us)));
-            }
-        }
+        let (taken, longest_us) = taken(charges, decision);
         let mut hold = hold.taken_at(|(limit, key)| {
             taken.iter().any(|charge| *charge.limit == *limit && charge.key.id() == key.id())
         })?;
@@ -391,7 +391,7 @@ impl<'t> Plan<'t> {
                     None => *standing,
                 };
                 let Some(standing) = standing else { continue };
-                verdict.limits.push(Reported { limit, standing });
+                verdict.limits.push(Reported { limit, standing, key: claim.key.id() });
                 if let Some(refusal) = standing.refusal {
                     refusals.add(claim.policy, limit, refusal);
                 }
@@ -438,7 +438,7 @@ impl<'t> Plan<'t> {
 
     /// Counts what each policy did with a request that was decided; of one about whose limits the deny cache
     /// knows nothing, that is nothing.
-    fn count(&self, decision: &Decision, count: impl Fn(usize, Did)) {
+    fn count(&self, decision: &Decision, mut count: impl FnMut(usize, Option<&Key>, Did)) {
         let mut standings = decision.standings.iter();
         for claim in &self.claims {
             let block = claim.block.and_then(|_| *standings.next()?);
@@ -448,19 +448,20 @@ impl<'t> Plan<'t> {
                 refused |= standing.is_some_and(|standing| standing.refusal.is_some());
                 known &= standing.is_some();
             }
-            match (refused, claim.policy.shadow) {
-                _ if blocked => count(claim.at, Did::Blocked),
-                (true, true) => count(claim.at, Did::ShadowRejected),
-                (true, false) => count(claim.at, Did::Rejected),
-                (false, false) if decision.delay_us > 0 && claim.holds() => count(claim.at, Did::Delayed),
-                (false, _) if known => count(claim.at, Did::Allowed),
-                (false, _) => {}
-            }
+            let did = match (refused, claim.policy.shadow) {
+                _ if blocked => Did::Blocked,
+                (true, true) => Did::ShadowRejected,
+                (true, false) => Did::Rejected,
+                (false, false) if decision.delay_us > 0 && claim.holds() => Did::Delayed,
+                (false, _) if known => Did::Allowed,
+                (false, _) => continue,
+            };
+            count(claim.at, Some(&claim.key), did);
         }
     }
 
     /// The same without an answer; `alone` is what was decided without it.
-    fn count_degraded(&self, alone: Option<&Decision>, count: impl Fn(usize, Did)) {
+    fn count_degraded(&self, alone: Option<&Decision>, count: impl Fn(usize, Option<&Key>, Did)) {
         let mut standings = alone.map(|decision| decision.standings.iter());
         for claim in &self.claims {
             let charges = claim.limits.len() + usize::from(claim.block.is_some());
@@ -476,9 +477,31 @@ impl<'t> Plan<'t> {
                 OnStoreFailure::Local if refused => Did::DegradedLocalRejected,
                 OnStoreFailure::Local => Did::DegradedLocalAllowed,
             };
-            count(claim.at, did);
+            count(claim.at, Some(&claim.key), did);
         }
     }
+}
+
+/// The charges by which a request took slots, and how long it may keep them (µs), if that is bounded.
+fn taken<'c, 'k>(
+    charges: &'c [Charge<'k>],
+    decision: &Decision,
+) -> (SmallVec<[&'c Charge<'k>; 1]>, Option<u64>) {
+    let is_refused = |standing: &Option<Standing>| standing.is_none_or(|standing| standing.refusal.is_some());
+    let refuses = |asked: &Charge<'_>| {
+        let mut of_policy =
+            charges.iter().zip(&decision.standings).filter(|(charge, _)| asked.is_of_policy_of(charge));
+        of_policy.any(|(_, standing)| is_refused(standing))
+    };
+    let mut longest_us = None;
+    let taken = charges.iter().filter(|charge| decision.admitted && is_concurrency(charge.limit));
+    let taken: SmallVec<[&Charge<'_>; 1]> = taken.filter(|charge| !refuses(charge)).collect();
+    for charge in taken.iter().filter(|charge| !charge.shadow) {
+        if let Algorithm::Concurrency { max_duration_us: most_us @ 1.. } = charge.limit.algorithm {
+            longest_us = Some(longest_us.map_or(most_us, |longest_us: u64| longest_us.min(most_us)));
+        }
+    }
+    (taken, longest_us)
 }
 
 fn is_concurrency(limit: &Limit) -> bool {

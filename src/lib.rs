@@ -12,6 +12,8 @@ pub mod limiter;
 pub mod policy;
 pub mod proxy;
 pub mod reload;
+pub mod replay;
 pub mod store;
 pub mod telemetry;
 pub mod tls;
+pub mod trace;

@@ -4,6 +4,7 @@
 //! a ConfigMap's `..data` swap, a rename over the file and an edit in place look different to every file
 //! system, and watches fail on busy nodes. Reading a few small files twice a second costs nothing.
 
+use crate::clock;
 use crate::config::{self, Config, Diagnostic, FileSet, Fixed, Report, Sources};
 use crate::enforcer::Live;
 use crate::policy::Policy;
@@ -30,10 +31,16 @@ pub struct Status {
     pub generation: u64,
     /// Configurations that did not.
     pub refused: u64,
+    /// When a configuration was last loaded, in effect or not: seconds since the Unix epoch.
+    pub loaded_s: u64,
     /// Why the newest files are not in effect, in lines; empty if they are.
     pub last_error: Vec<String>,
     /// What is in effect, as JSON.
     pub effective: Arc<str>,
+    /// Since when, in seconds since the Unix epoch.
+    pub taken_at_s: u64,
+    /// [`Config::hash`] of what is in effect.
+    pub hash: u64,
 }
 
 /// What else a new configuration brings into effect, beside the policies: certificates.
@@ -69,8 +76,8 @@ impl Reloader {
         let files = config.files.clone();
         let settling = Settling::new(fingerprint(&files));
         let running = config.fixed();
-        let effective = config.effective(&running).into();
-        let status = Status { generation: 1, refused: 0, last_error: Vec::new(), effective };
+        let mut status = Status::default();
+        status.take(config, &running);
         Self { sources, running, live, publish, files, settling, status: Arc::new(Mutex::new(status)) }
     }
 
@@ -137,15 +144,12 @@ impl Reloader {
     }
 
     fn accept(&self, config: Config) {
-        let effective = config.effective(&self.running).into();
         let changes = changes(self.live.rules().table.policies(), config.table.policies());
         self.live.publish(Arc::clone(&config.table));
         (self.publish)(&config);
         let generation = {
             let mut status = self.status.lock();
-            status.generation += 1;
-            status.last_error.clear();
-            status.effective = effective;
+            status.take(&config, &self.running);
             status.generation
         };
         tracing::info!(generation, policies = config.table.policies().len(), "new configuration: {changes}");
@@ -168,7 +172,20 @@ impl Reloader {
         }
         let mut status = self.status.lock();
         status.refused += 1;
+        status.loaded_s = clock::unix_s();
         status.last_error = lines;
+    }
+}
+
+impl Status {
+    /// A configuration takes effect beside what `running` says.
+    fn take(&mut self, config: &Config, running: &Fixed) {
+        self.generation += 1;
+        self.last_error.clear();
+        self.effective = config.effective(running).into();
+        self.taken_at_s = clock::unix_s();
+        self.loaded_s = self.taken_at_s;
+        self.hash = config.hash(running);
     }
 }
 

@@ -17,10 +17,11 @@ use std::path::Path;
 use walkdir::WalkDir;
 
 /// Lowest floor first: a room may use what stands before it.
-const ROOMS: [&str; 14] = [
+const ROOMS: [&str; 16] = [
     "clock",
     "telemetry",
     "tls",
+    "trace",
     "limiter",
     "policy",
     "store",
@@ -28,6 +29,7 @@ const ROOMS: [&str; 14] = [
     "proxy",
     "admin",
     "config",
+    "replay",
     "reload",
     "app",
     "cli",
@@ -73,8 +75,10 @@ const LIBRARIES: [Library; 8] = [
     Library {
         name: r"hyper|hyper_util|h2",
         // The demo brings a sample upstream of its own.
-        allowed: |place| ["proxy", "admin"].contains(&place.room) || place.file.starts_with("cli/demo"),
-        instead: "only proxy and admin speak hyper: use the `http` vocabulary, or move this code into `proxy`",
+        allowed: |place| {
+            ["proxy", "admin", "trace"].contains(&place.room) || place.file.starts_with("cli/demo")
+        },
+        instead: "only proxy, admin and trace speak hyper: use the `http` vocabulary, or move this code into `proxy`",
     },
     Library {
         name: "axum",
@@ -274,8 +278,16 @@ mod the_checker_itself {
 
     #[test]
     fn complains_about_libraries_in_the_wrong_room() {
-        complains("enforcer.rs", "fn f(request: hyper::Request<()>) {}", "only proxy and admin speak hyper");
-        complains("cli/explain.rs", "use hyper_util::rt::TokioIo;", "only proxy and admin speak hyper");
+        complains(
+            "enforcer.rs",
+            "fn f(request: hyper::Request<()>) {}",
+            "only proxy, admin and trace speak hyper",
+        );
+        complains(
+            "cli/explain.rs",
+            "use hyper_util::rt::TokioIo;",
+            "only proxy, admin and trace speak hyper",
+        );
         complains("limiter/mod.rs", "use http::Method;", "a limit knows no HTTP");
         complains("policy/table.rs", "tokio::spawn(f());", "waits for nobody");
         complains("policy/table.rs", "use toml::Value;", "the file format");

@@ -26,61 +26,56 @@ const ALL: [Trouble; 5] = [
     Trouble::BadConfig,
 ];
 
-/// Until the time is over: all of them in some order, then all in another one.
-pub(crate) async fn run(
-    world: &World,
-    config: &Config,
-    redis: &mut Server,
-    upstream: &mut Upstream,
-    seed: u64,
-) {
+/// A proxy and what belongs to it alone.
+pub(crate) struct Around<'a> {
+    pub(crate) world: &'a World,
+    pub(crate) config: &'a Config,
+    pub(crate) upstream: &'a mut Upstream,
+}
+
+/// Until the time is over: all of them in some order, then all in another one. Each befalls all proxies at once.
+pub(crate) async fn run(scenes: &mut [Around<'_>], redis: &mut Server, seed: u64) {
     let (mut rng, mut version, mut reloads) = (Rng::with_seed(seed), 1, Reloads::default());
-    while !world.is_over() {
+    while !is_over(scenes) {
         let mut round = ALL;
         rng.shuffle(&mut round);
         for trouble in round {
             some_time(&mut rng).await;
-            if world.is_over() {
+            if is_over(scenes) {
                 break;
             }
             match trouble {
                 Trouble::RedisHangs => {
-                    world.books.begin(Fault::Redis);
+                    begin(scenes, Fault::Redis);
                     signal(redis.pid(), "STOP");
                     some_time(&mut rng).await;
                     signal(redis.pid(), "CONT");
-                    redis_is_back(world).await;
+                    redis_is_back(scenes).await;
                 }
                 Trouble::RedisKilled => {
-                    world.books.begin(Fault::Redis);
+                    begin(scenes, Fault::Redis);
                     redis.kill();
                     some_time(&mut rng).await;
                     redis.restart();
-                    redis_is_back(world).await;
+                    redis_is_back(scenes).await;
                 }
                 Trouble::UpstreamKilled => {
-                    world.books.begin(Fault::Upstream);
-                    upstream.kill();
+                    begin(scenes, Fault::Upstream);
+                    scenes.iter_mut().for_each(|scene| scene.upstream.kill());
                     some_time(&mut rng).await;
-                    upstream.restart();
-                    world.books.end(Fault::Upstream);
+                    scenes.iter_mut().for_each(|scene| scene.upstream.restart());
+                    end(scenes, Fault::Upstream);
                 }
                 Trouble::NewConfig => {
                     version += 1;
-                    config.write(Some(version));
-                    reloads.good += 1;
-                    reloads.are_counted(world).await;
+                    reloads.write(scenes, Some(version)).await;
                 }
                 Trouble::BadConfig => {
-                    world.books.begin(Fault::Config);
-                    config.write(None);
-                    reloads.bad += 1;
-                    reloads.are_counted(world).await;
+                    begin(scenes, Fault::Config);
+                    reloads.write(scenes, None).await;
                     version += 1;
-                    config.write(Some(version));
-                    reloads.good += 1;
-                    reloads.are_counted(world).await;
-                    world.books.end(Fault::Config);
+                    reloads.write(scenes, Some(version)).await;
+                    end(scenes, Fault::Config);
                 }
             }
         }
@@ -88,15 +83,29 @@ pub(crate) async fn run(
     println!("{} new configurations, {} bad ones", reloads.good, reloads.bad);
 }
 
-/// Ends the fault when the proxy asks Redis again.
-async fn redis_is_back(world: &World) {
+fn is_over(scenes: &[Around<'_>]) -> bool {
+    scenes.iter().any(|scene| scene.world.is_over())
+}
+
+fn begin(scenes: &[Around<'_>], fault: Fault) {
+    scenes.iter().for_each(|scene| scene.world.books.begin(fault));
+}
+
+fn end(scenes: &[Around<'_>], fault: Fault) {
+    scenes.iter().for_each(|scene| scene.world.books.end(fault));
+}
+
+/// Ends the fault when the proxies ask Redis again.
+async fn redis_is_back(scenes: &[Around<'_>]) {
     let is_used = |metrics: &Metrics| {
         metrics.value("tidegate_store_up") == 1 && metrics.value("tidegate_breaker_open") == 0
     };
-    if !becomes(world, is_used).await {
-        world.books.complain(format!("Redis is there again, and after {SOON:?} not used"));
+    for Around { world, .. } in scenes {
+        if !becomes(world, is_used).await {
+            world.books.complain(format!("Redis is there again, and after {SOON:?} not used"));
+        }
+        world.books.end(Fault::Redis);
     }
-    world.books.end(Fault::Redis);
 }
 
 #[derive(Default)]
@@ -106,16 +115,26 @@ struct Reloads {
 }
 
 impl Reloads {
-    async fn are_counted(&self, world: &World) {
+    /// Writes a configuration, or a bad one, and waits until the proxies have counted it.
+    async fn write(&mut self, scenes: &[Around<'_>], version: Option<u64>) {
+        match version {
+            Some(_) => self.good += 1,
+            None => self.bad += 1,
+        }
+        for scene in scenes {
+            scene.config.write(version);
+        }
         let are_counted = |metrics: &Metrics| {
             metrics.value("tidegate_config_reloads_total{result=\"success\"}") == self.good
                 && metrics.value("tidegate_config_reloads_total{result=\"failure\"}") == self.bad
         };
-        if !becomes(world, are_counted).await {
-            world.books.complain(format!(
-                "{} good and {} bad configurations were written, and after {SOON:?} not counted",
-                self.good, self.bad
-            ));
+        for Around { world, .. } in scenes {
+            if !becomes(world, are_counted).await {
+                world.books.complain(format!(
+                    "{} good and {} bad configurations were written, and after {SOON:?} not counted",
+                    self.good, self.bad
+                ));
+            }
         }
     }
 }

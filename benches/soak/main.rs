@@ -1,5 +1,6 @@
-//! Traffic and faults of many kinds for half an hour: memory and file descriptors stay as they are, whatever a client
-//! meets has its reason, and the proxy has counted what the clients have.
+//! Traffic and faults of many kinds for half an hour, around two proxies: one in the clear in front of HTTP/1.1, one by
+//! TLS in front of HTTP/2. Memory and file descriptors stay as they are, whatever a client meets has its reason, and
+//! each proxy has counted what its clients have.
 //!
 //! Run by `make soak`. `SOAK_MINUTES` (30) says how long, `SOAK_SEED` what is drawn: the same seed gives each client the
 //! same choices and the faults the same order, but not the same moments. Needs redis-server.
@@ -18,10 +19,12 @@ mod faults;
 mod proxy;
 #[path = "../support/mod.rs"]
 mod support;
+mod tls;
 mod traffic;
 mod upstream;
 
 use books::Books;
+use faults::Around;
 use proxy::{Metrics, Proxy, SOON};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -30,20 +33,29 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use support::Server;
 use tokio::time::sleep;
-use upstream::Upstream;
+use upstream::{Speaks, Upstream};
 
 /// What the medians of the second and the last quarter may differ by, and what may be open at the end.
 const RSS_TOLERANCE: Tolerance = Tolerance { percent: 5, and: 4096 };
 const FILES_TOLERANCE: Tolerance = Tolerance { percent: 10, and: 16 };
 const FILES_AT_REST: u64 = 8;
 
-/// What everybody who makes traffic or faults knows.
-#[derive(Debug)]
+/// What everybody who makes traffic or faults around one proxy knows.
 struct World {
+    name: &'static str,
     proxy: SocketAddr,
+    tls: Option<tls::Clients>,
     admin: SocketAddr,
     ends: Instant,
     books: Arc<Books>,
+}
+
+/// One proxy, what stands around it, and what it held at the start.
+struct Scene {
+    world: Arc<World>,
+    proxy: Proxy,
+    upstream: Upstream,
+    files_at_start: u64,
 }
 
 impl World {
@@ -57,31 +69,61 @@ async fn main() -> ExitCode {
     let minutes: f64 = setting("SOAK_MINUTES").unwrap_or(30.0);
     let seed: u32 = setting("SOAK_SEED").unwrap_or_else(|| fastrand::u32(..));
     println!("SOAK_MINUTES={minutes} SOAK_SEED={seed}");
-    let seed = u64::from(seed);
-    let (mut redis, mut upstream, books) = (Server::start(), Upstream::start(), Arc::<Books>::default());
-    let proxy = Proxy::start(&books, upstream.address, redis.port()).await;
-    // The first scrape is over before what is open is counted.
-    drop(Metrics::of(proxy.admin).await);
-    sleep(Duration::from_secs(1)).await;
-    let files_at_start = proxy.files();
+    let (seed, mut redis) = (u64::from(seed), Server::start());
     let ends = Instant::now() + Duration::from_secs_f64(minutes * 60.0);
-    let world = Arc::new(World { proxy: proxy.address, admin: proxy.admin, ends, books });
+    // One in the clear to HTTP/1.1, one by TLS to HTTP/2; Redis is the same, the counters are not.
+    let mut clear = Scene::set("clear", false, Speaks::Http1, &redis, ends).await;
+    let mut tls = Scene::set("tls", true, Speaks::H2c, &redis, ends).await;
 
-    let clients = traffic::start(&world, seed);
-    let samples = sampled(&world, &proxy);
-    let faults = faults::run(&world, &proxy.config, &mut redis, &mut upstream, seed);
-    let (samples, ()) = tokio::join!(samples, faults);
+    let mut clients = traffic::start(&clear.world, seed);
+    clients.extend(traffic::start(&tls.world, seed + 1000));
+    let (around_clear, samples_clear) = clear.parts();
+    let (around_tls, samples_tls) = tls.parts();
+    let mut scenes = [around_clear, around_tls];
+    let faults = faults::run(&mut scenes, &mut redis, seed);
+    let (samples_clear, samples_tls, ()) = tokio::join!(samples_clear, samples_tls, faults);
     for client in clients {
         client.await.unwrap();
     }
-    at_rest(&world, &proxy, files_at_start).await;
-    add_up(&world.books, &Metrics::of(proxy.admin).await);
-    flat(&world.books, &samples);
-    let status = proxy.end().await;
-    if !status.success() {
-        world.books.complain(format!("the proxy ended with {status}"));
+    let mut verdicts = Vec::new();
+    for (scene, samples) in [(clear, samples_clear), (tls, samples_tls)] {
+        verdicts.push(scene.end(&samples).await);
     }
-    verdict(&world.books)
+    if verdicts.contains(&false) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+}
+
+impl Scene {
+    async fn set(name: &'static str, by_tls: bool, speaks: Speaks, redis: &Server, ends: Instant) -> Self {
+        let (upstream, books) = (Upstream::start(speaks), Arc::<Books>::default());
+        let proxy = Proxy::start(name, by_tls, &books, upstream.url(), redis.port()).await;
+        // The first scrape is over before what is open is counted.
+        drop(Metrics::of(proxy.admin).await);
+        sleep(Duration::from_secs(1)).await;
+        let files_at_start = proxy.files();
+        let (address, admin, tls) = (proxy.address, proxy.admin, proxy.tls.clone());
+        let world = Arc::new(World { name, proxy: address, tls, admin, ends, books });
+        Self { world, proxy, upstream, files_at_start }
+    }
+
+    /// What faults need to know, and samples until the time is over.
+    fn parts(&mut self) -> (Around<'_>, impl Future<Output = Vec<Sample>>) {
+        let Self { world, proxy, upstream, .. } = self;
+        (Around { world, config: &proxy.config, upstream }, sampled(world, proxy))
+    }
+
+    /// When all clients have gone: whether everything has its reason.
+    async fn end(self, samples: &[Sample]) -> bool {
+        let Self { world, proxy, files_at_start, .. } = self;
+        println!("\n{}:", world.name);
+        at_rest(&world, &proxy, files_at_start).await;
+        add_up(&world.books, &Metrics::of(proxy.admin).await);
+        flat(&world.books, samples);
+        let status = proxy.end().await;
+        if !status.success() {
+            world.books.complain(format!("the proxy ended with {status}"));
+        }
+        verdict(&world.books)
+    }
 }
 
 fn setting<T: std::str::FromStr>(name: &str) -> Option<T> {
@@ -106,7 +148,10 @@ async fn sampled(world: &World, proxy: &Proxy) -> Vec<Sample> {
         if samples.len() % 120 == 0 {
             let (left_s, sent) = (world.ends.duration_since(Instant::now()).as_secs(), world.books.sent());
             let Sample { rss_kib, files } = sample;
-            println!("{left_s:>5} s left, {sent:>9} requests, RSS {rss_kib:>6} KiB, {files:>4} files");
+            let name = world.name;
+            println!(
+                "{left_s:>5} s left, {name:>5}: {sent:>9} requests, RSS {rss_kib:>6} KiB, {files:>4} files"
+            );
         }
         samples.push(sample);
         sleep(Duration::from_millis(500)).await;
@@ -183,7 +228,7 @@ fn add_up(books: &Books, metrics: &Metrics) {
     }
 }
 
-fn verdict(books: &Books) -> ExitCode {
+fn verdict(books: &Books) -> bool {
     println!("\nwhat faults explain:");
     for (what, times) in books.explained() {
         println!("{times:>8} {what}");
@@ -191,11 +236,11 @@ fn verdict(books: &Books) -> ExitCode {
     let complaints = books.complaints();
     if complaints.is_empty() {
         println!("\nnothing else happened");
-        return ExitCode::SUCCESS;
+        return true;
     }
     println!("\nwhat nothing explains:");
     for (what, times) in complaints {
         println!("{times:>8} {what}");
     }
-    ExitCode::FAILURE
+    false
 }

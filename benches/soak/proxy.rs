@@ -1,7 +1,8 @@
 //! The proxy under test: the binary, its configuration, its log, its metrics, and what it holds.
 
 use crate::books::Books;
-use crate::traffic::http1;
+use crate::tls;
+use crate::traffic::handshake1;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use hyper::Request;
@@ -13,6 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
+use tokio::net::TcpStream;
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -21,36 +23,39 @@ use tokio::time::timeout;
 pub(crate) const SOON: Duration = Duration::from_secs(10);
 
 /// A running proxy; killed on drop.
-#[derive(Debug)]
 pub(crate) struct Proxy {
     child: Child,
     log: JoinHandle<()>,
     pub(crate) address: SocketAddr,
     pub(crate) admin: SocketAddr,
     pub(crate) config: Config,
+    /// How clients get in, if by TLS.
+    pub(crate) tls: Option<tls::Clients>,
 }
 
 /// Its configuration file, which is written anew again and again.
 #[derive(Debug)]
 pub(crate) struct Config {
     directory: TempDir,
-    upstream: SocketAddr,
+    name: &'static str,
+    listen: String,
+    upstream: String,
     redis: u16,
 }
 
 impl Config {
     /// In effect these differ by a policy that no request meets; `None`: one that can't be read.
     pub(crate) fn write(&self, version: Option<u64>) {
-        let Self { directory, upstream, redis } = self;
+        let Self { directory, name, listen, upstream, redis } = self;
         let version = version.map_or("x".to_owned(), |version| version.to_string());
         let text = format!(
             "
-upstream = {{ url = 'http://{upstream}', pool_idle_timeout = '5s' }}
-listen = {{ address = '127.0.0.1:0', http = {{ header_timeout = '2s', idle_timeout = '5s' }} }}
+upstream = {{ url = '{upstream}', pool_idle_timeout = '5s' }}
+listen = {{ address = '127.0.0.1:0', http = {{ header_timeout = '2s', idle_timeout = '5s' }}{listen} }}
 admin.address = '127.0.0.1:0'
 log.access = 'off'
 # Patient, so that a busy machine is no outage.
-store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{redis}/0', timeout = '500ms', key_prefix = 'soak' }} }}
+store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{redis}/0', timeout = '500ms', key_prefix = '{name}' }} }}
 [[policy]]
 name = 'log'
 match.path = '/log'
@@ -83,6 +88,16 @@ name = 'slots'
 match.path = '/slots'
 limit = {{ requests = 2, algorithm = 'concurrency' }}
 [[policy]]
+name = 'line'
+match.path = '/line'
+limit = {{ requests = 50, per = '1s', algorithm = 'leaky_bucket', max_delay = '200ms' }}
+[[policy]]
+name = 'settled'
+match.path = '/settled'
+key = ['header:x-user']
+cost = {{ estimate = 3, actual = 'response_header:x-cost' }}
+limit = {{ requests = 40, per = '2s', algorithm = 'sliding_window' }}
+[[policy]]
 name = 'denied'
 match.path = '/denied'
 action = 'deny'
@@ -106,8 +121,21 @@ limit = {{ requests = {version}, per = '1s' }}
 
 impl Proxy {
     /// Starts it and waits until it listens. Its warnings and errors go to the books.
-    pub(crate) async fn start(books: &Arc<Books>, upstream: SocketAddr, redis: u16) -> Self {
-        let config = Config { directory: TempDir::new().unwrap(), upstream, redis };
+    pub(crate) async fn start(
+        name: &'static str,
+        by_tls: bool,
+        books: &Arc<Books>,
+        upstream: String,
+        redis: u16,
+    ) -> Self {
+        let directory = TempDir::new().unwrap();
+        let tls = by_tls.then(|| tls::sign(directory.path()));
+        let at = directory.path().display();
+        let listen = match by_tls {
+            true => format!(", tls = {{ cert = '{at}/tls.crt', key = '{at}/tls.key' }}"),
+            false => String::new(),
+        };
+        let config = Config { directory, name, listen, upstream, redis };
         config.write(Some(1));
         let mut child = Command::new(env!("CARGO_BIN_EXE_tidegate"))
             .env_clear()
@@ -122,7 +150,7 @@ impl Proxy {
         let admin = logged_address(&mut log, "admin listening").await;
         let address = logged_address(&mut log, "listening").await;
         let log = tokio::spawn(keep_books(log, Arc::clone(books)));
-        Self { child, log, address, admin, config }
+        Self { child, log, address, admin, config, tls }
     }
 
     fn pid(&self) -> u32 {
@@ -182,7 +210,8 @@ impl Metrics {
     pub(crate) async fn of(admin: SocketAddr) -> Self {
         let ask = async {
             let request = Request::get("/metrics").header("host", "localhost").body(Full::<Bytes>::default());
-            let response = http1(admin).await.unwrap().send_request(request.unwrap()).await.unwrap();
+            let mut admin = handshake1(TcpStream::connect(admin).await.unwrap()).await.unwrap();
+            let response = admin.send_request(request.unwrap()).await.unwrap();
             response.into_body().collect().await.unwrap().to_bytes()
         };
         let page = timeout(SOON, ask).await.expect("the admin port answers");

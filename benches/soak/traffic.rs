@@ -8,17 +8,17 @@ use fastrand::Rng;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper::client::conn::{http1, http2};
-use hyper::{Request, Response};
+use hyper::{Request, Response, Version};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use std::future::Future;
 use std::io;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
+use tokio_rustls::rustls::pki_types::ServerName;
 
 /// Longer than anything takes that goes on at all.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -26,13 +26,15 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const USERS: u32 = 500;
 
 const NO_MORE: &[u16] = &[200, 429];
-const ROUTES: [Route; 9] = [
+const ROUTES: [Route; 11] = [
     route("/free", &[200]),
     route("/log", NO_MORE),
     route("/bucket", NO_MORE),
     route("/leased", NO_MORE),
     route("/local", NO_MORE),
     route("/slots", NO_MORE),
+    route("/line", NO_MORE),
+    route("/settled", NO_MORE),
     Route { without_redis: &[503], ..route("/closed", NO_MORE) },
     route("/denied", &[403]),
     route("/reset", &[502]),
@@ -101,7 +103,7 @@ async fn live(client: Client, world: Arc<World>, mut rng: Rng) {
 }
 
 async fn keep_alive(world: &World, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = http1(world.proxy).await?;
+    let mut proxy = handshake1(connect(world, Version::HTTP_11).await?).await?;
     for _ in 0..rng.u32(1..200) {
         if world.is_over() || proxy.ready().await.is_err() {
             break;
@@ -121,7 +123,7 @@ async fn keep_alive(world: &World, rng: &mut Rng) -> io::Result<()> {
 }
 
 async fn multiplexed(world: &World, rng: &mut Rng) -> io::Result<()> {
-    let proxy = http2(world.proxy).await?;
+    let proxy = handshake2(connect(world, Version::HTTP_2).await?).await?;
     for _ in 0..rng.u32(1..100) {
         if world.is_over() || proxy.is_closed() {
             break;
@@ -142,7 +144,7 @@ async fn multiplexed(world: &World, rng: &mut Rng) -> io::Result<()> {
 }
 
 async fn tunnel(world: &World, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = TcpStream::connect(world.proxy).await?;
+    let mut proxy = connect(world, Version::HTTP_11).await?;
     let asked = world.books.ask();
     let handshake = format!(
         "GET /socket HTTP/1.1\r\nHost: soak.test\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
@@ -157,7 +159,7 @@ async fn tunnel(world: &World, rng: &mut Rng) -> io::Result<()> {
 }
 
 /// What is sent into a tunnel comes back.
-async fn echoed(world: &World, proxy: &mut TcpStream, rng: &mut Rng) -> Outcome {
+async fn echoed(world: &World, proxy: &mut Socket, rng: &mut Rng) -> Outcome {
     for _ in 0..rng.u32(1..50) {
         if world.is_over() {
             break;
@@ -179,7 +181,7 @@ async fn echoed(world: &World, proxy: &mut TcpStream, rng: &mut Rng) -> Outcome 
 }
 
 async fn upload(world: &World, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = http1(world.proxy).await?;
+    let mut proxy = handshake1(connect(world, Version::HTTP_11).await?).await?;
     for _ in 0..rng.u32(1..20) {
         if world.is_over() || proxy.ready().await.is_err() {
             break;
@@ -200,7 +202,7 @@ async fn upload(world: &World, rng: &mut Rng) -> io::Result<()> {
 
 /// In time, if only just; or not.
 async fn slow(world: &World, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = TcpStream::connect(world.proxy).await?;
+    let mut proxy = connect(world, Version::HTTP_11).await?;
     let asked = world.books.ask();
     match rng.u8(..4) {
         0 => {
@@ -230,7 +232,7 @@ async fn slow(world: &World, rng: &mut Rng) -> io::Result<()> {
     Ok(())
 }
 
-async fn in_parts(proxy: &mut TcpStream, bytes: &[u8], part: usize, rng: &mut Rng) -> Outcome {
+async fn in_parts(proxy: &mut Socket, bytes: &[u8], part: usize, rng: &mut Rng) -> Outcome {
     for part in bytes.chunks(part) {
         // A proxy that has answered before the end may close.
         if proxy.write_all(part).await.is_err() {
@@ -241,7 +243,7 @@ async fn in_parts(proxy: &mut TcpStream, bytes: &[u8], part: usize, rng: &mut Rn
     raw(proxy, b"", true).await
 }
 
-async fn read_slowly(proxy: &mut TcpStream, rng: &mut Rng) -> Outcome {
+async fn read_slowly(proxy: &mut Socket, rng: &mut Rng) -> Outcome {
     let (mut left, mut some) = (BIG_BYTES, vec![0; 64 << 10]);
     while left > 0 {
         match timeout(PATIENCE, proxy.read(&mut some)).await {
@@ -259,7 +261,7 @@ async fn impatient(world: &World, rng: &mut Rng) -> io::Result<()> {
     if rng.bool() {
         return give_up_streams(world, rng.u32(1..20), rng).await;
     }
-    let mut proxy = TcpStream::connect(world.proxy).await?;
+    let mut proxy = connect(world, Version::HTTP_11).await?;
     let asked = world.books.ask();
     let begun: &[u8] = match rng.u8(..4) {
         0 => b"GET /slow HTTP/1.1\r\nHost: so",
@@ -277,7 +279,7 @@ async fn impatient(world: &World, rng: &mut Rng) -> io::Result<()> {
 
 /// Requests on HTTP/2 that are reset soon, or at once.
 async fn give_up_streams(world: &World, count: u32, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = http2(world.proxy).await?;
+    let mut proxy = handshake2(connect(world, Version::HTTP_2).await?).await?;
     for number in 0..count {
         // Too many of them, and it is.
         if proxy.is_closed() {
@@ -294,6 +296,9 @@ async fn give_up_streams(world: &World, count: u32, rng: &mut Rng) -> io::Result
 
 /// What is no request, or wants to keep the proxy busy.
 async fn hostile(world: &World, rng: &mut Rng) -> io::Result<()> {
+    if world.tls.is_some() && rng.u8(..4) == 0 {
+        return no_handshake(world, rng).await;
+    }
     let hostile: Vec<u8> = match rng.u8(..6) {
         0 => [&noise(2000, rng)[..], b"\r\n\r\n"].concat(),
         1 => b"POST /free HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd".to_vec(),
@@ -302,10 +307,19 @@ async fn hostile(world: &World, rng: &mut Rng) -> io::Result<()> {
         4 => [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0", &noise(500, rng)[..]].concat(),
         _ => return give_up_streams(world, 600, rng).await,
     };
-    let mut proxy = TcpStream::connect(world.proxy).await?;
+    let mut proxy = connect(world, Version::HTTP_11).await?;
     let asked = world.books.ask();
     let outcome = raw(&mut proxy, &hostile, false).await;
     asked.refused(NOT_UNDERSTOOD, &outcome);
+    Ok(())
+}
+
+/// Begins as TLS, or doesn't, and never gets to a request.
+async fn no_handshake(world: &World, rng: &mut Rng) -> io::Result<()> {
+    let mut proxy = TcpStream::connect(world.proxy).await?;
+    let begun = [&b"\x16\x03\x01\x02\0\x01"[..], &noise(300, rng)].concat();
+    proxy.write_all(if rng.bool() { &begun } else { b"GET /free HTTP/1.1\r\nHost: a\r\n\r\n" }).await?;
+    pause(rng, 200).await;
     Ok(())
 }
 
@@ -341,7 +355,7 @@ async fn outcome(response: impl Future<Output = hyper::Result<Response<Incoming>
 }
 
 /// Sends bytes and reads the head of an answer; with `to_end` until the proxy closes.
-async fn raw(proxy: &mut TcpStream, bytes: &[u8], to_end: bool) -> Outcome {
+async fn raw(proxy: &mut Socket, bytes: &[u8], to_end: bool) -> Outcome {
     let mut head = Vec::new();
     let there_and_back = async {
         // Who is refused early may find the connection closed, and the answer there.
@@ -369,18 +383,31 @@ async fn pause(rng: &mut Rng, most_ms: u64) {
     sleep(Duration::from_millis(rng.u64(..most_ms))).await;
 }
 
-/// A connection by HTTP/1.1.
-pub(crate) async fn http1(address: SocketAddr) -> io::Result<http1::SendRequest<Full<Bytes>>> {
-    let stream = TcpStream::connect(address).await?;
-    let (sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(io::Error::other)?;
+/// What bytes go over.
+pub(crate) trait Wire: AsyncRead + AsyncWrite + Unpin + Send {}
+
+impl<T: AsyncRead + AsyncWrite + Unpin + Send> Wire for T {}
+
+type Socket = Box<dyn Wire>;
+
+/// A connection to the proxy, by TLS if it wants that.
+async fn connect(world: &World, version: Version) -> io::Result<Socket> {
+    let stream = TcpStream::connect(world.proxy).await?;
+    let Some(tls) = &world.tls else { return Ok(Box::new(stream)) };
+    let tls = if version == Version::HTTP_2 { &tls.http2 } else { &tls.http1 };
+    let name = ServerName::try_from("soak.test").expect("a name");
+    Ok(Box::new(tls.connect(name, stream).await?))
+}
+
+pub(crate) async fn handshake1(socket: impl Wire + 'static) -> io::Result<http1::SendRequest<Full<Bytes>>> {
+    let (sender, connection) = http1::handshake(TokioIo::new(socket)).await.map_err(io::Error::other)?;
     // Its errors are those of the requests on it.
     tokio::spawn(async move { connection.await.unwrap_or_default() });
     Ok(sender)
 }
 
-async fn http2(address: SocketAddr) -> io::Result<http2::SendRequest<Full<Bytes>>> {
-    let stream = TcpStream::connect(address).await?;
-    let handshake = http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await;
+async fn handshake2(socket: Socket) -> io::Result<http2::SendRequest<Full<Bytes>>> {
+    let handshake = http2::handshake(TokioExecutor::new(), TokioIo::new(socket)).await;
     let (sender, connection) = handshake.map_err(io::Error::other)?;
     tokio::spawn(async move { connection.await.unwrap_or_default() });
     Ok(sender)

@@ -6,17 +6,19 @@ use futures_util::stream::{self, StreamExt};
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full, StreamBody};
 use hyper::body::{Frame, Incoming};
-use hyper::server::conn::http1;
+use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
-use hyper::{Request, Response, StatusCode};
-use hyper_util::rt::TokioIo;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use std::io;
 use std::net::SocketAddr;
 use std::thread::JoinHandle;
 use std::time::Duration;
+use tokio::io::AsyncReadExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Builder;
 use tokio::sync::oneshot;
+use tokio::time::{sleep, timeout};
 
 /// What is long in these tests: more than all buffers on the way.
 pub(crate) const BIG_BYTES: usize = 1 << 20;
@@ -24,18 +26,34 @@ pub(crate) const BIG_BYTES: usize = 1 << 20;
 pub(crate) const KEY: &str = "dGhlIHNhbXBsZSBub25jZQ==";
 const PROOF: &str = "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=";
 
+/// Some connections by HTTP/2 say goodbye after so long, as if they were told to drain.
+const GOODBYE_AFTER_MS: std::ops::Range<u64> = 50..3000;
+
 /// Runs in a thread and runtime of its own: when these end, every connection ends with them.
 #[derive(Debug)]
 pub(crate) struct Upstream {
     running: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
-    pub(crate) address: SocketAddr,
+    address: SocketAddr,
+    speaks: Speaks,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Speaks {
+    Http1,
+    /// HTTP/2 in the clear.
+    H2c,
 }
 
 impl Upstream {
-    pub(crate) fn start() -> Self {
-        let mut upstream = Self { running: None, address: ([127, 0, 0, 1], free_port()).into() };
+    pub(crate) fn start(speaks: Speaks) -> Self {
+        let mut upstream = Self { running: None, address: ([127, 0, 0, 1], free_port()).into(), speaks };
         upstream.restart();
         upstream
+    }
+
+    pub(crate) fn url(&self) -> String {
+        let scheme = if self.speaks == Speaks::H2c { "h2c" } else { "http" };
+        format!("{scheme}://{}", self.address)
     }
 
     /// Its port refuses connections from now on.
@@ -50,12 +68,12 @@ impl Upstream {
     pub(crate) fn restart(&mut self) {
         let listener = std::net::TcpListener::bind(self.address).unwrap();
         listener.set_nonblocking(true).unwrap();
-        let (alive, killed) = oneshot::channel();
+        let ((alive, killed), speaks) = (oneshot::channel(), self.speaks);
         let thread = std::thread::spawn(move || {
             let runtime = Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
                 tokio::select! {
-                    () = accept(TcpListener::from_std(listener).unwrap()) => {}
+                    () = accept(TcpListener::from_std(listener).unwrap(), speaks) => {}
                     _ = killed => {}
                 }
             });
@@ -70,10 +88,38 @@ impl Drop for Upstream {
     }
 }
 
-async fn accept(listener: TcpListener) {
+async fn accept(listener: TcpListener, speaks: Speaks) {
     while let Ok((stream, _)) = listener.accept().await {
-        tokio::spawn(serve(stream));
+        match speaks {
+            Speaks::Http1 => drop(tokio::spawn(serve(stream))),
+            Speaks::H2c => drop(tokio::spawn(serve_h2c(stream))),
+        }
     }
+}
+
+async fn serve_h2c(stream: TcpStream) {
+    // hyper closes as soon as it has said all, and what it has not read by then would make that a reset, which takes
+    // away its last answers. A second handle keeps the socket open for a while.
+    let stream = stream.into_std().unwrap();
+    let mut rest = TcpStream::from_std(stream.try_clone().unwrap()).unwrap();
+    speak_h2c(TcpStream::from_std(stream).unwrap()).await;
+    let reading = async { while let Ok(1..) = rest.read(&mut [0; 1024]).await {} };
+    timeout(Duration::from_secs(1), reading).await.unwrap_or_default();
+}
+
+async fn speak_h2c(stream: TcpStream) {
+    let mut http2 = http2::Builder::new(TokioExecutor::new());
+    let connection =
+        http2.enable_connect_protocol().serve_connection(TokioIo::new(stream), service_fn(answer));
+    let mut connection = std::pin::pin!(connection);
+    let goodbye = sleep(Duration::from_millis(fastrand::u64(GOODBYE_AFTER_MS)));
+    tokio::select! {
+        // That a peer leaves is what some of them are for.
+        end = connection.as_mut() => return end.unwrap_or_default(),
+        () = goodbye => {}
+    }
+    connection.as_mut().graceful_shutdown();
+    connection.await.unwrap_or_default();
 }
 
 async fn serve(stream: TcpStream) {
@@ -99,7 +145,7 @@ async fn answer(mut request: Request<Incoming>) -> io::Result<Answer> {
             let begin = stream::iter([Ok(Frame::data(number))]);
             let end = stream::once(async {
                 // At once, and not even the head would be sent.
-                tokio::time::sleep(Duration::from_millis(10)).await;
+                sleep(Duration::from_millis(10)).await;
                 Err(io::Error::other("on purpose"))
             });
             let body = BodyExt::boxed(StreamBody::new(begin.chain(end)));
@@ -121,6 +167,10 @@ async fn answer(mut request: Request<Incoming>) -> io::Result<Answer> {
                 let (mut reads, mut writes) = tokio::io::split(TokioIo::new(upgraded));
                 tokio::io::copy(&mut reads, &mut writes).await.unwrap_or_default();
             });
+            // By HTTP/2, where it is a CONNECT (RFC 8441), any success opens it.
+            if request.method() == Method::CONNECT {
+                return Ok(Response::new(full(Bytes::new())));
+            }
             let switch = Response::builder()
                 .status(StatusCode::SWITCHING_PROTOCOLS)
                 .header("connection", "upgrade")
@@ -130,9 +180,10 @@ async fn answer(mut request: Request<Incoming>) -> io::Result<Answer> {
         }
         _ => {
             if path == "/slots" || path == "/slow" {
-                tokio::time::sleep(Duration::from_millis(fastrand::u64(1..100))).await;
+                sleep(Duration::from_millis(fastrand::u64(1..100))).await;
             }
-            Ok(Response::new(full(number)))
+            let cost = fastrand::u32(1..5);
+            Ok(Response::builder().header("x-cost", cost).body(full(number)).unwrap())
         }
     }
 }

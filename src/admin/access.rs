@@ -1,14 +1,114 @@
-//! Who is answered: not a browser that was led here by another name, and only who has the token.
+//! Who is answered: not a browser that was led here by another name or from another page, and only who has the token.
 
+use super::answer::Problem;
 use super::{AdminSettings, Token};
-use axum::extract::{Request, State};
+use axum::extract::{Extension, Request, State};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use http::header::{AUTHORIZATION, HOST, WWW_AUTHENTICATE};
-use http::{HeaderMap, StatusCode};
+use http::header::{AUTHORIZATION, HOST, ORIGIN, WWW_AUTHENTICATE};
+use http::{HeaderMap, Method, StatusCode, Uri};
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Arc;
+use std::time::Duration;
 use subtle::ConstantTimeEq;
+use tokio::time::timeout;
+
+/// The longest that an answer takes: longer than anything that it waits for.
+const ANSWER_TIME: Duration = Duration::from_secs(10);
+
+/// Who holds the other end of the connection.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Peer(pub(super) IpAddr);
+
+/// Lets through who may ask for what a route does.
+#[derive(Clone, Debug)]
+pub(super) struct Guard {
+    token: Option<Token>,
+    /// Others than this machine can reach the port: looking needs the token too.
+    exposed: bool,
+}
+
+/// What a request would do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wants {
+    /// What gives nothing away: health, and the page that asks for the rest.
+    Nothing,
+    ToLook,
+    /// As kubelet does before it stops a pod, by a command inside of it.
+    ToDrain,
+    ToChange,
+}
+
+impl Guard {
+    pub(super) fn new(settings: &AdminSettings) -> Self {
+        Self { token: settings.token.clone(), exposed: !settings.address.ip().is_loopback() }
+    }
+
+    /// # Errors
+    /// The refusal.
+    fn admit(&self, method: &Method, path: &str, headers: &HeaderMap, peer: Peer) -> Result<(), Problem> {
+        let wants = Wants::of(method, path);
+        if !method.is_safe() && is_from_another_page(headers) {
+            return Err(forbidden("another page's script, or its form, sent this"));
+        }
+        let has_token = self.token.as_ref().is_some_and(|token| has_token(headers, token));
+        match (wants, &self.token) {
+            (Wants::Nothing, _) => Ok(()),
+            (Wants::ToLook, _) if !self.exposed => Ok(()),
+            _ if has_token => Ok(()),
+            (_, Some(_)) => {
+                Err(Problem::new(StatusCode::UNAUTHORIZED, "a bearer token is needed: see admin.token_file"))
+            }
+            (Wants::ToDrain, None) if !peer.0.to_canonical().is_loopback() => {
+                Err(forbidden("without admin.token_file, only who is on this machine may ask for this"))
+            }
+            (Wants::ToDrain, None) if is_from_a_browser(headers) => {
+                Err(forbidden("without admin.token_file, no browser may ask for this"))
+            }
+            (Wants::ToDrain, None) => Ok(()),
+            _ => Err(forbidden(
+                "nothing can be changed here without a token: name a file that holds one in admin.token_file, \
+                 and send it as Authorization: Bearer",
+            )),
+        }
+    }
+}
+
+impl Wants {
+    /// What is not known to be harmless is a change.
+    fn of(method: &Method, path: &str) -> Self {
+        match (method.as_str(), path) {
+            ("GET" | "HEAD", "/" | "/livez" | "/readyz" | "/metrics") => Self::Nothing,
+            ("GET" | "HEAD", _) | ("POST", "/explain") => Self::ToLook,
+            ("POST", "/drain") => Self::ToDrain,
+            _ => Self::ToChange,
+        }
+    }
+}
+
+fn forbidden(why: &str) -> Problem {
+    Problem::new(StatusCode::FORBIDDEN, why)
+}
+
+/// Answers who may ask, in time.
+pub(super) async fn guard(
+    State(guard): State<Guard>,
+    Extension(peer): Extension<Peer>,
+    request: Request,
+    next: Next,
+) -> Response {
+    if let Err(refusal) = guard.admit(request.method(), request.uri().path(), request.headers(), peer) {
+        let needs_token = refusal.status == StatusCode::UNAUTHORIZED;
+        let mut response = refusal.into_response();
+        if needs_token {
+            response.headers_mut().insert(WWW_AUTHENTICATE, http::HeaderValue::from_static("Bearer"));
+        }
+        return response;
+    }
+    timeout(ANSWER_TIME, next.run(request)).await.unwrap_or_else(|_late| {
+        Problem::new(StatusCode::GATEWAY_TIMEOUT, "this took too long and was given up").into_response()
+    })
+}
 
 /// Answers only requests whose `Host` is known to mean us.
 ///
@@ -22,22 +122,25 @@ pub(super) async fn require_known_host(
 ) -> Response {
     match is_known_host(request.headers(), &settings.allowed_hosts) {
         true => next.run(request).await,
-        false => refused(StatusCode::FORBIDDEN, "this Host is not answered: see admin.allowed_hosts\n"),
+        false => forbidden("this Host is not answered: see admin.allowed_hosts").into_response(),
     }
 }
 
-/// Answers only requests with the bearer token.
-pub(super) async fn require_token(State(token): State<Token>, request: Request, next: Next) -> Response {
-    if has_token(request.headers(), &token) {
-        return next.run(request).await;
-    }
-    let mut response = refused(StatusCode::UNAUTHORIZED, "a bearer token is needed: see admin.token_file\n");
-    response.headers_mut().insert(WWW_AUTHENTICATE, http::HeaderValue::from_static("Bearer"));
-    response
+/// Whether a browser says that the request was made by a page that is not ours.
+fn is_from_another_page(headers: &HeaderMap) -> bool {
+    let site = headers.get_all("sec-fetch-site").iter();
+    let foreign = site.filter(|site| !matches!(site.as_bytes(), b"same-origin" | b"none")).count() > 0;
+    let host = headers.get(HOST).map(http::HeaderValue::as_bytes);
+    let is_ours = |origin: &http::HeaderValue| {
+        let uri = origin.to_str().ok().and_then(|origin| origin.parse::<Uri>().ok());
+        let authority = uri.as_ref().and_then(Uri::authority).map(|authority| authority.as_str().as_bytes());
+        authority.zip(host).is_some_and(|(authority, host)| authority.eq_ignore_ascii_case(host))
+    };
+    foreign || !headers.get_all(ORIGIN).iter().all(is_ours)
 }
 
-fn refused(status: StatusCode, why: &'static str) -> Response {
-    (status, why).into_response()
+fn is_from_a_browser(headers: &HeaderMap) -> bool {
+    headers.contains_key(ORIGIN) || headers.contains_key("sec-fetch-site")
 }
 
 fn is_known_host(headers: &HeaderMap, allowed: &[String]) -> bool {
@@ -84,6 +187,92 @@ mod tests {
             assert!(!known(&[host]), "{host}");
         }
         assert!(!known(&[]) && !known(&["localhost", "evil.example"]));
+    }
+
+    const LOCAL: Peer = Peer(IpAddr::V6(Ipv6Addr::LOCALHOST));
+
+    fn status(guard: &Guard, method: Method, path: &str, lines: &[(&'static str, &str)], peer: Peer) -> u16 {
+        let line = |(name, value): &(&'static str, &str)| {
+            (HeaderName::from_static(name), value.parse::<http::HeaderValue>().unwrap())
+        };
+        let headers: HeaderMap =
+            lines.iter().map(line).chain([(HOST, "localhost:1".parse().unwrap())]).collect();
+        let admitted = guard.admit(&method, path, &headers, peer);
+        admitted.map_or_else(|problem| problem.status.as_u16(), |()| 200)
+    }
+
+    #[test]
+    fn each_wish_needs_what_it_needs() {
+        let token = Some(Token::new("t".to_owned()));
+        let (get, delete, post) = (Method::GET, Method::DELETE, Method::POST);
+        // Without a token, with one, and with one that is sent; on loopback and not.
+        let cases = [
+            (&get, "/livez", [200, 200, 200], [200, 200]),
+            (&get, "/", [200, 200, 200], [200, 200]),
+            (&post, "/", [403, 401, 200], [401, 200]),
+            (&get, "/policies", [200, 200, 200], [401, 200]),
+            (&post, "/explain", [200, 200, 200], [401, 200]),
+            (&post, "/drain", [200, 401, 200], [401, 200]),
+            (&delete, "/keys", [403, 401, 200], [401, 200]),
+            (&Method::PUT, "/log-level", [403, 401, 200], [401, 200]),
+            (&post, "/something-new", [403, 401, 200], [401, 200]),
+        ];
+        let sent = &[("authorization", "Bearer t")][..];
+        for (method, path, local, exposed) in cases {
+            let ask = |guard: &Guard, lines| status(guard, method.clone(), path, lines, LOCAL);
+            let (without, with) =
+                (Guard { token: None, exposed: false }, Guard { token: token.clone(), exposed: false });
+            assert_eq!([ask(&without, &[]), ask(&with, &[]), ask(&with, sent)], local, "{method} {path}");
+            let everywhere = Guard { token: token.clone(), exposed: true };
+            assert_eq!([ask(&everywhere, &[]), ask(&everywhere, sent)], exposed, "{method} {path}");
+        }
+    }
+
+    #[test]
+    fn without_a_token_nobody_drains_from_elsewhere_or_by_a_browser() {
+        let guard = Guard { token: None, exposed: false };
+        let drain =
+            |lines: &[(&'static str, &str)], peer| status(&guard, Method::POST, "/drain", lines, peer);
+        assert_eq!(drain(&[], LOCAL), 200);
+        assert_eq!(drain(&[], Peer("::ffff:127.0.0.1".parse().unwrap())), 200);
+        assert_eq!(drain(&[], Peer("10.0.0.1".parse().unwrap())), 403);
+        assert_eq!(drain(&[("sec-fetch-site", "same-origin")], LOCAL), 403);
+        assert_eq!(drain(&[("origin", "http://localhost:1")], LOCAL), 403);
+    }
+
+    #[test]
+    fn what_another_page_sends_changes_nothing_whatever_token_it_has() {
+        let guard = Guard { token: Some(Token::new("t".to_owned())), exposed: false };
+        let reset = |name, value| {
+            let lines = [("authorization", "Bearer t"), (name, value)];
+            status(&guard, Method::DELETE, "/keys", &lines, LOCAL)
+        };
+        for (name, value) in [
+            ("sec-fetch-site", "same-origin"),
+            ("sec-fetch-site", "none"),
+            ("origin", "http://localhost:1"),
+            ("origin", "http://LOCALHOST:1"),
+        ] {
+            assert_eq!(reset(name, value), 200, "{name}: {value}");
+        }
+        for (name, value) in [
+            ("sec-fetch-site", "cross-site"),
+            ("sec-fetch-site", "same-site"),
+            ("sec-fetch-site", ""),
+            ("origin", "null"),
+            ("origin", ""),
+            ("origin", "http://localhost"),
+            ("origin", "http://localhost:2"),
+            ("origin", "http://evil.example"),
+            ("origin", "http://localhost:1.evil.example"),
+        ] {
+            assert_eq!(reset(name, value), 403, "{name}: {value}");
+        }
+        // Looking is harmless: what came back would not be shown to it.
+        assert_eq!(
+            status(&guard, Method::GET, "/policies", &[("origin", "http://evil.example")], LOCAL),
+            200
+        );
     }
 
     #[test]

@@ -1,8 +1,12 @@
 //! The admin port's sockets, and the bounds of what comes over them.
 
+use super::access::Peer;
 use super::{AdminSettings, View, routes};
 use axum::Router;
+use http::Request;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use std::io;
@@ -18,8 +22,8 @@ use tokio::time::{sleep, timeout};
 const MAX_CONNECTIONS: usize = 64;
 /// For a request head, and between requests.
 const HEADER_TIME: Duration = Duration::from_secs(5);
-/// No request here has a body, and no head needs more.
-const MAX_REQUEST_BYTES: usize = 16 << 10;
+/// Of a head: none needs more. Bodies have a bound of their own.
+const MAX_HEAD_BYTES: usize = 16 << 10;
 /// After this a connection ends with its next answer: who reads slowly holds no place for ever.
 const CONNECTION_TIME: Duration = Duration::from_secs(60);
 /// For that answer.
@@ -66,11 +70,11 @@ impl Listener {
         loop {
             let Ok(permit) = Arc::clone(&room).acquire_owned().await else { return };
             match self.socket.accept().await {
-                Ok((socket, _)) => {
+                Ok((socket, peer)) => {
                     let router = self.router.clone();
                     tokio::spawn(async move {
                         let _permit = permit;
-                        serve(socket, router).await;
+                        serve(socket, Peer(peer.ip()), router).await;
                     });
                 }
                 Err(error) => {
@@ -82,12 +86,17 @@ impl Listener {
     }
 }
 
-async fn serve(socket: TcpStream, router: Router) {
+async fn serve(socket: TcpStream, peer: Peer, router: Router) {
+    let router = TowerToHyperService::new(router);
+    let service = service_fn(move |mut request: Request<Incoming>| {
+        request.extensions_mut().insert(peer);
+        router.call(request)
+    });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEADER_TIME)
-        .max_buf_size(MAX_REQUEST_BYTES)
-        .serve_connection(TokioIo::new(socket), TowerToHyperService::new(router));
+        .max_buf_size(MAX_HEAD_BYTES)
+        .serve_connection(TokioIo::new(socket), service);
     let mut connection = pin!(connection);
     let ended = match timeout(CONNECTION_TIME, connection.as_mut()).await {
         Ok(ended) => ended,

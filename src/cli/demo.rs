@@ -46,7 +46,7 @@ fn invitation(addresses: Addresses, upstream: SocketAddr) -> String {
     format!(
         "tidegate demo: everything in this process, nothing else needed.\n\
          \n  proxy            {proxy}\n  sample upstream  http://{upstream}\n\
-         \x20 admin            http://{admin}\n  store            memory\n\
+         \x20 dashboard        http://{admin}/\n  store            memory\n\
          \nTry, in another terminal:\n\
          \n  # 20 requests per 10 s and client: 200s, then 429\n\
          \x20 for i in $(seq 25); do curl -s -o /dev/null -w '%{{http_code}} ' {proxy}/hello; done; echo\n\

@@ -1,83 +1,61 @@
 //! `tidegate explain`: what would happen to this request, and why?
 
+use super::request::Asked;
 use super::standing;
+use crate::admin::Told;
 use crate::app::Stores;
+use crate::app::explain::{self, Expected, Explained, Unclear};
 use crate::config::{self, Config, Sources, StoreSettings};
-use crate::enforcer::{self, Explanation, Step};
-use crate::proxy::Inbound;
-use crate::tls::Subject;
-use http::{HeaderName, HeaderValue, Request, Uri, request};
-use std::net::IpAddr;
+use crate::enforcer::{Explanation, Step};
+use serde_json::json;
 
-/// A request as it is told on the command line.
-#[derive(clap::Args, Debug)]
-pub(super) struct Asked {
-    /// E.g. GET.
-    method: http::Method,
-    /// E.g. http://shop.example/api/orders?page=2, or only /api/orders.
-    url: String,
-    /// A header of the request; may be given several times.
-    #[arg(short = 'H', long = "header", value_name = "NAME: VALUE")]
-    headers: Vec<String>,
-    /// Who holds the other end of the socket.
-    #[arg(long, default_value = "127.0.0.1")]
-    ip: IpAddr,
-    /// The alternative name in the client's certificate.
-    #[arg(long, value_name = "NAME")]
-    client_cert_san: Option<String>,
-    /// The common name in the client's certificate.
-    #[arg(long, value_name = "NAME")]
-    client_cert_cn: Option<String>,
-}
-
-/// Tells which policies match, which keys and limits the request would use, and where they stand.
+/// Tells which policies match, which keys and limits the request would use, and where they stand: in words, or as the
+/// admin port does. What was passed over in reading the request goes to stderr.
 ///
 /// # Errors
 /// A text for people, if the configuration or the request is wrong.
-pub(super) fn explain(sources: &Sources, asked: &Asked) -> Result<String, String> {
+#[allow(clippy::print_stderr, reason = "notes are no data")]
+pub(super) fn explain(sources: &Sources, asked: &Asked, as_json: bool) -> Result<String, String> {
     let config = config::load(sources).map_err(|report| report.to_string())?;
-    let mut parts = head(asked)?;
-    let text = |text: &Option<String>| text.as_deref().map(Into::into);
-    let certificate = Subject { san: text(&asked.client_cert_san), cn: text(&asked.client_cert_cn) };
-    let title = format!("{} {} from {}\n\n", asked.method, asked.url.escape_debug(), asked.ip);
-    let inbound = Inbound::read(&mut parts, asked.ip, &config.table)
-        .map_err(|fault| format!("{title}The request is refused before any policy sees it: {fault}.\n"))?;
+    let (told, notes) = asked.told().map_err(|why| format!("error: {why}\n"))?;
+    for note in notes {
+        eprintln!("note: {}", note.escape_debug());
+    }
+    let title = format!("{} {} from {}\n\n", told.method.escape_debug(), told.url.escape_debug(), told.ip);
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .map_err(|error| format!("error: {error}\n"))?;
     runtime.block_on(async {
-        let store = Stores::new(&config.store).for_worker().await;
-        let explanation =
-            enforcer::explain(&store, &config.table, &inbound.facts(&parts, Some(&certificate))).await;
-        let token = inbound
-            .token_fault()
-            .map_or_else(String::new, |fault| format!("The request's token says nothing: {fault}.\n"));
-        Ok(title + &tell(&config, &explanation) + &token)
+        let store = Stores::new(&config.store).for_looking().await;
+        match explain::explain(&store, &config.table, &told).await {
+            Ok(explained) if as_json => Ok(in_json(&config, &told, &explained)),
+            Ok(explained) => {
+                let token = explained.token.as_ref().map_or_else(String::new, |fault| {
+                    format!("The request's token says nothing: {fault}.\n")
+                });
+                Ok(title + &tell(&config, &explained.explanation) + &token)
+            }
+            Err(Unclear::NoRequest(why)) => Err(format!("error: {why}\n")),
+            Err(Unclear::TurnedAway(why)) if as_json => {
+                Ok(format!("{:#}\n", with_request(&told, explain::turned_away(&why))))
+            }
+            Err(Unclear::TurnedAway(why)) => Err(format!("{title}error: {why}\n")),
+        }
     })
 }
 
-fn head(asked: &Asked) -> Result<request::Parts, String> {
-    let uri: Uri =
-        asked.url.parse().map_err(|error| format!("error: {:?} is no URL: {error}\n", asked.url))?;
-    let mut request = Request::builder().method(asked.method.clone());
-    let mut has_host = false;
-    for header in &asked.headers {
-        let (name, value) = header
-            .split_once(':')
-            .ok_or_else(|| format!("error: {header:?} is no header: write \"name: value\"\n"))?;
-        let name: HeaderName =
-            name.trim().parse().map_err(|error| format!("error: header name {name:?}: {error}\n"))?;
-        let value = HeaderValue::from_str(value.trim())
-            .map_err(|error| format!("error: header value {value:?}: {error}\n"))?;
-        has_host |= name == http::header::HOST;
-        request = request.header(name, value);
+fn in_json(config: &Config, told: &Told, explained: &Explained<'_>) -> String {
+    // An empty store in this process says nothing about the proxy's.
+    let known = matches!(config.store, StoreSettings::Redis(_));
+    format!("{:#}\n", with_request(told, explain::in_json(explained, known)))
+}
+
+fn with_request(told: &Told, mut answer: serde_json::Value) -> serde_json::Value {
+    if let Some(answer) = answer.as_object_mut() {
+        answer.insert("request".to_owned(), json!({ "method": told.method, "url": told.url, "ip": told.ip }));
     }
-    if !has_host {
-        request = request.header("host", uri.authority().map_or("localhost", |authority| authority.as_str()));
-    }
-    let request = request.uri(uri).body(()).map_err(|error| format!("error: {error}\n"))?;
-    Ok(request.into_parts().0)
+    answer
 }
 
 fn tell(config: &Config, explanation: &Explanation<'_>) -> String {
@@ -119,26 +97,12 @@ fn tell(config: &Config, explanation: &Explanation<'_>) -> String {
 
 /// What the client would get, as far as it can be told.
 fn verdict(explanation: &Explanation<'_>, known: bool) -> String {
-    let mut full: Vec<&str> = Vec::new();
-    let mut limited = false;
-    for (policy, step) in explanation.steps.iter().filter(|(policy, _)| !policy.shadow) {
-        match step {
-            Step::Denies => return format!("Denied by {}: 403.\n", policy.name),
-            Step::CannotKey(_) => return format!("Refused by {}: 400.\n", policy.name),
-            Step::Limits(limits) => {
-                limited = true;
-                let is_full = limits.standings.iter().any(|standing| standing.remaining < limits.cost);
-                if is_full || limits.blocked_until_us.is_some() {
-                    full.push(&policy.name);
-                }
-            }
-            _ => {}
-        }
-    }
-    match (limited, known, full.is_empty()) {
-        (false, ..) => "Admitted: no limit applies.\n".to_owned(),
-        (true, false, _) => "Admitted if these limits have room.\n".to_owned(),
-        (true, true, true) => "Admitted.\n".to_owned(),
-        (true, true, false) => format!("Rejected by {}: 429.\n", full.join(", ")),
+    match explain::expected(explanation, known) {
+        Expected::Denied(policy) => format!("Denied by {policy}: 403.\n"),
+        Expected::CannotKey(policy) => format!("Refused by {policy}: 400.\n"),
+        Expected::Free => "Admitted: no limit applies.\n".to_owned(),
+        Expected::Depends => "Admitted if these limits have room.\n".to_owned(),
+        Expected::Admitted => "Admitted.\n".to_owned(),
+        Expected::Rejected(policies) => format!("Rejected by {}: 429.\n", policies.join(", ")),
     }
 }

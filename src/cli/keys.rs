@@ -2,11 +2,12 @@
 
 use super::standing::{self, wait};
 use crate::app::Stores;
+use crate::app::keys::{Found, find};
+use crate::app::limits::{self, algorithm};
 use crate::config::{self, Config, Sources, StoreSettings, duration_words};
-use crate::limiter::{Algorithm, Charge, Key};
-use crate::policy::{Action, NamedLimit, Policy, Quota};
+use crate::limiter::Algorithm;
 use crate::store::redis::{Counter, Inspector, RedisSettings};
-use std::collections::BTreeSet;
+use serde_json::{Value, json};
 use std::time::Duration;
 
 #[derive(clap::Subcommand, Debug)]
@@ -39,7 +40,7 @@ pub(super) struct Which {
 ///
 /// # Errors
 /// A text for people.
-pub(super) fn run(sources: &Sources, command: &Command) -> Result<String, String> {
+pub(super) fn run(sources: &Sources, command: &Command, as_json: bool) -> Result<String, String> {
     let config = config::load(sources).map_err(|report| report.to_string())?;
     let StoreSettings::Redis(redis) = &config.store else {
         return Err("error: store.kind is \"memory\": its counters are inside the running proxy\n".to_owned());
@@ -50,17 +51,26 @@ pub(super) fn run(sources: &Sources, command: &Command) -> Result<String, String
         .map_err(|error| format!("error: {error}\n"))?;
     runtime.block_on(async {
         match command {
-            Command::List { policy, most } => list(redis, policy.as_deref(), *most).await,
-            Command::Show(which) => show(&config, which).await,
-            Command::Reset(which) => reset(&config, redis, which).await,
+            Command::List { policy, most } => list(redis, policy.as_deref(), *most, as_json).await,
+            Command::Show(which) => show(&config, which, as_json).await,
+            Command::Reset(which) => reset(&config, which, as_json).await,
         }
     })
 }
 
-async fn list(redis: &RedisSettings, policy: Option<&str>, most: usize) -> Result<String, String> {
+async fn list(
+    redis: &RedisSettings,
+    policy: Option<&str>,
+    most: usize,
+    as_json: bool,
+) -> Result<String, String> {
     let inspector = connect(redis).await?;
     let (mut counters, more) = inspector.list(policy, most).await.map_err(sentence)?;
     counters.sort_by(|a, b| b.used.cmp(&a.used).then_with(|| a.key.cmp(&b.key)));
+    if as_json {
+        let counters: Vec<Value> = counters.iter().map(counter).collect();
+        return Ok(format!("{:#}\n", json!({ "counters": counters, "more": more })));
+    }
     let mut text = format!("{:>10}  {:<24} {:<14} KEY\n", "USED", "COUNTED BY", "FREES IN");
     for counter in &counters {
         text.push_str(&format!(
@@ -77,25 +87,33 @@ async fn list(redis: &RedisSettings, policy: Option<&str>, most: usize) -> Resul
     Ok(text)
 }
 
-async fn show(config: &Config, which: &Which) -> Result<String, String> {
-    let (policy, quota, key, limits) = find(config, which)?;
-    // Looking costs nothing, and is atomic like a decision.
-    let charges = charges(&key, quota, limits);
-    let store = Stores::new(&config.store).for_worker().await;
-    let decision = store.decide(&charges).await.map_err(|error| format!("error: {error}\n"))?;
-    let mut text = format!("{key}\n");
-    let mut standings = decision.standings.iter().flatten();
-    let block = quota.block.and_then(|_| standings.next()?.grows_at_us);
-    let mut full = block.is_some();
-    if let Some(until_us) = block {
-        let left = standing::wait(until_us.saturating_sub(decision.now_us));
+fn counter(counter: &Counter) -> Value {
+    json!({
+        "key": counter.key,
+        "readable": counter.readable,
+        "algorithm": algorithm(counter.algorithm),
+        "per_s": limits::seconds(counter.per_us),
+        "used": counter.used,
+        "frees_in_s": if counter.used == 0 { Value::Null } else { limits::seconds(counter.frees_in_us) },
+    })
+}
+
+async fn show(config: &Config, which: &Which, as_json: bool) -> Result<String, String> {
+    let found = which.find(config)?;
+    let store = Stores::new(&config.store).for_looking().await;
+    let stand = found.look(&store).await.map_err(sentence)?;
+    if as_json {
+        return Ok(format!("{:#}\n", found.in_json(&stand)));
+    }
+    let mut text = format!("{}\n", found.key);
+    if let Some(until_us) = stand.blocked_until_us {
+        let left = standing::wait(until_us.saturating_sub(stand.now_us));
         text.push_str(&format!("  blocked for {left}\n"));
     }
-    for (named, standing) in limits.iter().zip(standings) {
-        full |= standing.remaining < quota.cost.least();
-        text.push_str(&format!("  {}\n", standing::line(named, Some((standing, decision.now_us)))));
+    for (named, standing) in found.limits.iter().zip(&stand.standings) {
+        text.push_str(&format!("  {}\n", standing::line(named, Some((standing, stand.now_us)))));
     }
-    text.push_str(match (full, policy.shadow) {
+    text.push_str(match (found.is_full(&stand), found.policy.shadow) {
         (true, false) => "Rejected now.\n",
         (true, true) => "Would be rejected now (shadow).\n",
         (false, _) => "Admitted now.\n",
@@ -103,12 +121,18 @@ async fn show(config: &Config, which: &Which) -> Result<String, String> {
     Ok(text)
 }
 
-async fn reset(config: &Config, redis: &RedisSettings, which: &Which) -> Result<String, String> {
-    let (_, quota, key, limits) = find(config, which)?;
-    let charges = charges(&key, quota, limits);
-    let inspector = connect(redis).await?;
-    let count = inspector.reset(&charges).await.map_err(sentence)?;
-    Ok(format!("{key}: {count} of {} counters were in use, and are forgotten\n", charges.len()))
+async fn reset(config: &Config, which: &Which, as_json: bool) -> Result<String, String> {
+    let found = which.find(config)?;
+    let count = found.reset(&Stores::new(&config.store)).await.map_err(sentence)?;
+    if as_json {
+        let told = json!({ "policy": found.policy.name, "key": found.key.readable(), "forgotten": count });
+        return Ok(format!("{told:#}\n"));
+    }
+    Ok(format!(
+        "{}: {count} of {} counters were in use, and are forgotten\n",
+        found.key,
+        found.charges().len()
+    ))
 }
 
 async fn connect(redis: &RedisSettings) -> Result<Inspector, String> {
@@ -119,40 +143,16 @@ fn sentence(error: impl std::fmt::Display) -> String {
     format!("error: {error}\n")
 }
 
-fn find<'c>(
-    config: &'c Config,
-    which: &Which,
-) -> Result<(&'c Policy, &'c Quota, Key, &'c [NamedLimit]), String> {
-    let policies = config.table.policies();
-    let Some(policy) = policies.iter().find(|policy| *policy.name == *which.policy) else {
-        let names: BTreeSet<&str> = policies.iter().map(|policy| &*policy.name).collect();
-        let names: Vec<&str> = names.into_iter().collect();
-        return Err(format!(
-            "error: no policy is called {:?}; there are {}\n",
-            which.policy,
-            names.join(", ")
-        ));
-    };
-    let Action::Limit(quota) = &policy.action else {
-        return Err(format!("error: policy {} has no limits\n", policy.name));
-    };
-    let (key, limits) = quota
-        .select_by_hand(&policy.name, &which.values, &config.table.client, &config.table.path)
-        .map_err(sentence)?;
-    Ok((policy, quota, key, limits))
-}
-
-/// What `quota` keeps for a key: the block first, if it has one.
-fn charges<'a>(key: &'a Key, quota: &'a Quota, limits: &'a [NamedLimit]) -> Vec<Charge<'a>> {
-    let limits = limits.iter().map(|named| &named.limit);
-    let kept = quota.block.iter().chain(limits);
-    kept.map(|limit| Charge { shards: quota.shards, ..Charge::new(limit, key, 0) }).collect()
+impl Which {
+    fn find<'c>(&self, config: &'c Config) -> Result<Found<'c>, String> {
+        find(&config.table, &self.policy, &self.values).map_err(sentence)
+    }
 }
 
 fn counted_by(counter: &Counter) -> String {
     if counter.algorithm == Algorithm::Block {
-        return standing::algorithm(counter.algorithm).to_owned();
+        return algorithm(counter.algorithm).to_owned();
     }
     let per = duration_words(Duration::from_micros(counter.per_us));
-    format!("{} per {per}", standing::algorithm(counter.algorithm))
+    format!("{} per {per}", algorithm(counter.algorithm))
 }

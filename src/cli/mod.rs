@@ -1,24 +1,31 @@
 //! The command line: one file per command. Data goes to stdout, talk to stderr.
 
+mod ask;
 mod check;
 mod demo;
+mod drain;
 mod explain;
 mod health;
 mod keys;
+mod replay;
+mod request;
 mod run;
+mod shell;
 mod standing;
+mod top;
 
 use crate::config::{FileSource, Flags, Sources};
 use clap::{Args, Parser, Subcommand};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 /// A rate-limiting sidecar proxy with a stated and tested guarantee.
 ///
 /// Without a command, tidegate runs the proxy.
 #[derive(Parser, Debug)]
-#[command(name = "tidegate", version, args_conflicts_with_subcommands = true)]
+#[command(name = "tidegate", version, args_conflicts_with_subcommands = true, after_help = AT_ALL)]
 struct Cli {
     #[command(subcommand)]
     command: Option<Command>,
@@ -29,7 +36,9 @@ struct Cli {
 #[derive(Subcommand, Debug)]
 enum Command {
     /// Run the proxy.
+    #[command(after_help = RUN)]
     Run(RunFlags),
+    #[command(after_help = DEMO)]
     /// Run everything in one process: a sample upstream, the proxy, the memory store. Prints curl lines to try.
     Demo {
         /// Where the proxy listens.
@@ -40,31 +49,133 @@ enum Command {
         config: Option<PathBuf>,
     },
     /// Validate a configuration and say what each policy means. Exits with 1 and all errors if it is wrong.
+    ///
+    /// Policies in words go to stdout; errors, and warnings of what is legal but surely not meant, to stderr.
+    #[command(after_help = CHECK)]
     Check {
         /// The file to check.
         #[arg(value_name = "FILE", default_value = DEFAULT_CONFIG)]
         file: PathBuf,
+        /// One JSON object on stdout, errors and warnings in it.
+        #[arg(long)]
+        json: bool,
+        /// Warnings count as errors: exit with 1.
+        #[arg(long)]
+        strict: bool,
     },
-    /// Tell which policies match a request, which keys and limits it would use, and where they stand.
+    /// Tell why a request is limited, or not: which policies match, which keys and limits it would use, and where they stand.
+    #[command(after_help = EXPLAIN)]
     Explain {
         #[command(flatten)]
         config: ConfigFlag,
+        /// One JSON object, as POST /explain of the admin port answers.
+        #[arg(long)]
+        json: bool,
         #[command(flatten)]
-        asked: explain::Asked,
+        asked: Box<request::Asked>,
     },
     /// Ask the proxy on this machine whether it lives. Exits with 0 if so, for HEALTHCHECK and exec probes.
     Health {
         #[command(flatten)]
         config: ConfigFlag,
     },
+    /// End the proxy on this machine in good order, as SIGTERM does, and wait until it is gone. For preStop hooks.
+    ///
+    /// Exits with 0 when it is gone, and with 1 if nobody heard or it is still there after the time.
+    Drain {
+        #[command(flatten)]
+        config: ConfigFlag,
+        /// How many seconds to wait; as long as the proxy says that it may take when left out.
+        #[arg(long, value_name = "SECONDS")]
+        timeout: Option<u64>,
+    },
+    /// Try policies on a past access log: who would have been limited, when, how much.
+    Replay {
+        #[command(flatten)]
+        config: ConfigFlag,
+        #[command(flatten)]
+        asked: Box<replay::Asked>,
+    },
+    /// Watch the proxy on this machine: what policies do, who is refused most, how its store is.
+    ///
+    /// The same as the dashboard on the admin port shows, for a terminal. Keys: q quits, p pauses, s sorts, arrows scroll.
+    Top {
+        #[command(flatten)]
+        config: ConfigFlag,
+        #[command(flatten)]
+        flags: top::Flags,
+    },
     /// Look at the counters in Redis, and reset them.
+    #[command(after_help = KEYS)]
     Keys {
         #[command(flatten)]
         config: ConfigFlag,
+        /// One JSON object.
+        #[arg(long, global = true)]
+        json: bool,
         #[command(subcommand)]
         command: keys::Command,
     },
+    /// Print what a shell needs to complete tidegate's commands.
+    #[command(after_help = COMPLETIONS)]
+    Completions { shell: clap_complete::Shell },
+    /// Print the manual, for man(1).
+    #[command(after_help = MAN)]
+    Man,
 }
+
+const AT_ALL: &str = "\
+Examples:
+  tidegate demo                                everything in one process, with curl lines to try
+  tidegate check my.toml                       is it right, and what does it mean?
+  tidegate run --config my.toml                run it
+
+Exit codes: 0 done; 1 what was asked for failed, and stderr says why; 2 the command line is wrong.";
+const RUN: &str = "\
+Examples:
+  tidegate run --config my.toml
+  tidegate run --upstream http://127.0.0.1:3000 --listen 127.0.0.1:8080
+  TIDEGATE_STORE__REDIS__URL=redis://redis:6379/0 tidegate run
+
+Exit codes: 0 ended as asked; 1 the configuration is wrong, or an address can't be taken.";
+const DEMO: &str = "\
+Examples:
+  tidegate demo
+  tidegate demo --listen 127.0.0.1:18080 --config my.toml";
+const CHECK: &str = "\
+Examples:
+  tidegate check                               config.toml here
+  tidegate check my.toml --strict              for CI: warnings fail too
+  tidegate check my.toml --json | jq .warnings
+
+Exit codes: 0 right; 1 wrong, or with --strict doubtful.";
+const EXPLAIN: &str = "\
+Examples:
+  tidegate explain POST /api/login --ip 203.0.113.9
+  tidegate explain GET http://shop.example/api/orders -H 'x-user-id: ann'
+  tidegate explain --curl \"curl -X POST https://shop.example/api/login -H 'x-user-id: ann' -d x\"
+  tidegate explain --json -- curl -sS https://shop.example/api/orders
+  tidegate explain --har session.har --entry 3
+
+Nothing is charged. Where limits stand is told if the configuration names a Redis.
+Exit codes: 0 explained, whatever the request would get; 1 it can't be, and stderr says why.";
+const KEYS: &str = "\
+Examples:
+  tidegate keys list --policy login
+  tidegate keys show login 203.0.113.9
+  tidegate keys show api ann --json
+  tidegate keys reset login 203.0.113.9
+
+Exit codes: 0 done; 1 there is no such policy or key, or Redis is away.";
+const COMPLETIONS: &str = "\
+Examples:
+  tidegate completions bash > /etc/bash_completion.d/tidegate
+  tidegate completions zsh > ~/.zfunc/_tidegate
+  tidegate completions fish > ~/.config/fish/completions/tidegate.fish";
+const MAN: &str = "\
+Examples:
+  tidegate man | man -l -
+  tidegate man > /usr/local/share/man/man1/tidegate.1";
 
 #[derive(Args, Debug)]
 struct ConfigFlag {
@@ -95,11 +206,21 @@ pub fn main() -> ExitCode {
     match cli.command.unwrap_or(Command::Run(cli.run)) {
         Command::Run(flags) => run::run(flags.into_sources(), |_| {}),
         Command::Demo { listen, config } => demo::run(listen, config),
-        Command::Explain { config, asked } => print(explain::explain(&config.into_sources(), &asked)),
+        Command::Explain { config, json, asked } => {
+            print(explain::explain(&config.into_sources(), &asked, json))
+        }
+        Command::Completions { shell } => print(Ok(shell::completions(shell))),
+        Command::Man => print(shell::manual()),
         Command::Health { config } => print(health::run(&config.into_sources())),
-        Command::Keys { config, command } => print(keys::run(&config.into_sources(), &command)),
-        Command::Check { file } => check::run(
+        Command::Drain { config, timeout } => {
+            print(drain::run(&config.into_sources(), timeout.map(Duration::from_secs)))
+        }
+        Command::Replay { config, asked } => print(replay::replay(config.config, &asked)),
+        Command::Top { config, flags } => print(top::run(&config.into_sources(), &flags)),
+        Command::Keys { config, json, command } => print(keys::run(&config.into_sources(), &command, json)),
+        Command::Check { file, json, strict } => check::run(
             &sources(FileSource::Path(file), Flags::default()),
+            check::How { json, strict },
             &mut std::io::stdout(),
             &mut std::io::stderr(),
         ),
@@ -109,9 +230,13 @@ pub fn main() -> ExitCode {
 impl ConfigFlag {
     /// The proxy's own sources, but for the upstream, which plays no part.
     fn into_sources(self) -> Sources {
-        let upstream = Some("http://127.0.0.1".to_owned());
-        sources(FileSource::Path(self.config), Flags { upstream, listen: None })
+        without_upstream(self.config)
     }
+}
+
+fn without_upstream(config: PathBuf) -> Sources {
+    let upstream = Some("http://127.0.0.1".to_owned());
+    sources(FileSource::Path(config), Flags { upstream, listen: None })
 }
 
 /// Data to stdout, trouble to stderr.
@@ -119,8 +244,11 @@ impl ConfigFlag {
 fn print(result: Result<String, String>) -> ExitCode {
     match result {
         Ok(text) => {
-            print!("{text}");
-            ExitCode::SUCCESS
+            // Whoever closed the pipe has read enough.
+            match std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes()) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(_) => ExitCode::FAILURE,
+            }
         }
         Err(text) => {
             eprint!("{text}");

@@ -1,5 +1,6 @@
 //! Where limits stand, as text for people.
 
+use crate::app::limits::algorithm;
 use crate::config::duration_words;
 use crate::limiter::{Algorithm, Limit, Standing};
 use crate::policy::NamedLimit;
@@ -18,18 +19,6 @@ pub(super) fn limit(limit: &Limit) -> String {
     }
     let per = duration_words(Duration::from_micros(limit.per_us));
     format!("{} per {per}, {}", limit.requests, algorithm(limit.algorithm))
-}
-
-pub(super) fn algorithm(algorithm: Algorithm) -> &'static str {
-    match algorithm {
-        Algorithm::SlidingLog => "sliding_log",
-        Algorithm::SlidingWindow { .. } => "sliding_window",
-        Algorithm::FixedWindow { .. } => "fixed_window",
-        Algorithm::TokenBucket { .. } => "token_bucket",
-        Algorithm::LeakyBucket { .. } => "leaky_bucket",
-        Algorithm::Concurrency { .. } => "concurrency",
-        Algorithm::Block => "block",
-    }
 }
 
 /// `1.5 s`, `12 m 30 s`, `3 h 5 m`: two units at most.

@@ -4,7 +4,9 @@ use super::cursor::Cursor;
 use super::diagnostic::Diagnostic;
 use super::input::Input;
 use super::policies::{self, Claims, Scope};
-use super::{Config, FileSet, StoreSettings, Written, listen_tls, matches, redis, tls, values};
+use super::{
+    Config, FileSet, StoreSettings, Words, Written, doubts, listen_tls, matches, redis, tls, values,
+};
 use crate::admin::{AdminSettings, Token};
 use crate::limiter::Algorithm;
 use crate::policy::path::EscapedSlashes;
@@ -14,6 +16,7 @@ use crate::store::MemorySettings;
 use crate::store::redis::Topology;
 use crate::telemetry::{self, Access, Format, LogSettings};
 use crate::tls::{ClientTls, ServerTls};
+use crate::trace::{CollectorUrl, TraceSettings};
 use http::HeaderName;
 use ipnet::IpNet;
 use std::net::SocketAddr;
@@ -30,7 +33,8 @@ pub(super) struct Built {
     shutdown: ShutdownSettings,
     admin: AdminSettings,
     log: LogSettings,
-    words: Vec<String>,
+    trace: Option<TraceSettings>,
+    words: Vec<Words>,
 }
 
 /// Builds all rooms' settings; `None` if a key without a default is absent or wrong.
@@ -45,6 +49,7 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
     let shutdown = shutdown(&top.table("shutdown"));
     let admin = admin(input, &top.table("admin"));
     let log = log(&top.table("log"));
+    let trace = top.optional_table("trace").map(|at| trace(&at));
     let response = top.table("response");
     let (fields, cors) = (fields(&response), cors(&response.table("cors")));
     let is_cluster = |store: &StoreSettings| match store {
@@ -68,7 +73,14 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
         claims,
     };
     let sources = std::iter::once(top).chain(included);
-    let (policies, words) = policies::all(sources.flat_map(|source| source.tables("policy")), &scope);
+    let (placed, words) = policies::all(sources.flat_map(|source| source.tables("policy")), &scope);
+    // What is doubtful matters when nothing is wrong.
+    if !input.has_errors()
+        && let (Some(listen), Some(upstream), Some(store)) = (&listen, &upstream, &store)
+    {
+        doubts::tell(&placed, &doubts::Around { top, scope: &scope, listen, upstream, store });
+    }
+    let policies = placed.into_iter().map(|one| one.policy).collect();
     let table = PolicyTable::new(policies, scope.path, scope.client, fields?).with_cors(cors);
     let table = match tokens {
         Some(tokens) => table.with_tokens(tokens),
@@ -86,6 +98,10 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
         shutdown: shutdown?,
         admin: admin?,
         log: log?,
+        trace: match trace {
+            Some(trace) => Some(trace?),
+            None => None,
+        },
         words,
     })
 }
@@ -95,9 +111,23 @@ pub(super) fn complete(
     warnings: Vec<Diagnostic>,
     files: FileSet,
 ) -> Config {
-    let Built { listen, tls, upstream, table, store, shutdown, admin, log, words } = built;
+    let Built { listen, tls, upstream, table, store, shutdown, admin, log, trace, words } = built;
     let (table, tls) = (table.into(), tls.map(Arc::new));
-    Config { listen, tls, upstream, table, store, shutdown, admin, log, words, warnings, files, written }
+    Config {
+        listen,
+        tls,
+        upstream,
+        table,
+        store,
+        shutdown,
+        admin,
+        log,
+        trace,
+        words,
+        warnings,
+        files,
+        written,
+    }
 }
 
 pub(super) const ON_STORE_FAILURE: [(&str, OnStoreFailure); 3] =
@@ -361,6 +391,31 @@ fn host_name(text: &str) -> Result<String, String> {
         return Err("expected a host name without port such as \"admin.internal\"".to_owned());
     }
     Ok(text.to_ascii_lowercase())
+}
+
+fn trace(at: &Cursor<'_>) -> Option<TraceSettings> {
+    let sample = at.fraction("sample");
+    let collector = at.parsed("otlp", CollectorUrl::parse)?;
+    let tls = match collector.is_tls {
+        false => None,
+        true => {
+            let trust =
+                || crate::tls::client(crate::tls::system_roots()?, None).map_err(|error| error.to_string());
+            let client = trust().map_err(|reason| {
+                at.fail("otlp", &format!("TLS can't be used ({reason}); expected http://, or certificates that this system trusts"));
+            });
+            let tls = ClientTls::new(client.ok()?, None, [0; 32]);
+            if tls.name_of(collector.host()).is_err() {
+                at.fail(
+                    "otlp",
+                    "the host is no name that a certificate can be checked against; expected one that is",
+                );
+                return None;
+            }
+            Some(tls)
+        }
+    };
+    Some(TraceSettings { collector, tls, sample: sample? })
 }
 
 fn log(at: &Cursor<'_>) -> Option<LogSettings> {

@@ -284,6 +284,11 @@ impl<'a> Item<'a> {
         None
     }
 
+    /// Reports the value, of what works but may not be meant.
+    pub(super) fn warn(&self, problem: &str) {
+        self.input.warning(self.place(), self.path.to_string(), problem.to_owned());
+    }
+
     /// Where the value was written.
     pub(super) fn place(&self) -> Place {
         self.input.place(self.document, &self.path, Some(self.value))

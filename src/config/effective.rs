@@ -4,11 +4,19 @@ use super::schema::{self, Kind};
 use super::{Config, Fixed, is_live};
 use figment::value::Value;
 use serde_json::{Map, Value as Json};
+use sha2::{Digest, Sha256};
+
+/// Where replicas may well differ: addresses of a pod, a level of the log that somebody has turned.
+const OF_ONE_INSTANCE: [&str; 5] = ["listen", "admin", "log", "trace", "shutdown"];
 
 impl Config {
     /// This configuration as JSON where a reload brought it into effect, and `running` everywhere else. Holds no
     /// secret: not even a user's name in a URL.
     pub fn effective(&self, running: &Fixed) -> String {
+        Json::Object(self.shown(running)).to_string()
+    }
+
+    fn shown(&self, running: &Fixed) -> Map<String, Json> {
         let mut top = Map::new();
         for path in schema::paths() {
             let written = if is_live(&path) { &self.written } else { &running.written };
@@ -21,7 +29,16 @@ impl Config {
             put(&mut top, &path, shown);
         }
         top.insert("policy".into(), self.written.0.get("policy").map_or(Json::Array(Vec::new()), json));
-        Json::Object(top).to_string()
+        top
+    }
+
+    /// A number for what replicas of one service should have alike: what is in effect, as shown, without the tables that
+    /// are about one instance. 48 bits, so that a double holds it.
+    pub fn hash(&self, running: &Fixed) -> u64 {
+        let mut top = self.shown(running);
+        top.retain(|table, _| !OF_ONE_INSTANCE.contains(&table.as_str()));
+        let hash = Sha256::digest(Json::Object(top).to_string());
+        hash.iter().take(6).fold(0, |number, byte| number << 8 | u64::from(*byte))
     }
 }
 
@@ -63,6 +80,20 @@ mod tests {
     fn config(text: &str) -> Config {
         let file = FileSource::Text { name: "t.toml".into(), text: text.into() };
         load(&Sources { file, ..Sources::default() }).unwrap()
+    }
+
+    #[test]
+    fn a_hash_tells_configurations_apart_and_not_instances() {
+        let hash = |text: &str| {
+            let config = config(&format!("upstream.url = 'http://a'\n{text}"));
+            config.hash(&config.fixed())
+        };
+        let policy = "[[policy]]\nname = \"p\"\nlimit = { requests = 5, per = \"1s\" }\n";
+        let first = hash(policy);
+        assert_eq!(first, hash(&format!("log.level = 'warn'\nlisten.address = '10.0.0.7:80'\n{policy}")));
+        assert_ne!(first, hash(&policy.replace('5', "6")));
+        assert_ne!(first, hash(&format!("client.ipv4_prefix = 24\n{policy}")));
+        assert!(first < 1 << 48);
     }
 
     #[test]

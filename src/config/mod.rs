@@ -8,6 +8,7 @@ mod build;
 mod cursor;
 mod diagnostic;
 mod document;
+mod doubts;
 mod effective;
 mod files;
 mod input;
@@ -39,6 +40,7 @@ use crate::store::MemorySettings;
 use crate::store::redis::RedisSettings;
 use crate::telemetry::LogSettings;
 use crate::tls::ServerTls;
+use crate::trace::TraceSettings;
 use cursor::Cursor;
 use figment::Provider;
 use figment::value::{Dict, Value};
@@ -88,12 +90,29 @@ pub struct Config {
     pub shutdown: ShutdownSettings,
     pub admin: AdminSettings,
     pub log: LogSettings,
+    /// `None`: nothing is recorded.
+    pub trace: Option<TraceSettings>,
     /// Each policy in words, in file order; those that are off too.
-    pub words: Vec<String>,
+    pub words: Vec<Words>,
     pub warnings: Vec<Diagnostic>,
     /// What was read.
     pub files: FileSet,
     written: Written,
+}
+
+/// What a policy means, for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Words {
+    pub policy: Box<str>,
+    /// It applies to nothing.
+    pub off: bool,
+    pub sentence: String,
+}
+
+impl fmt::Display for Words {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.sentence)
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -3,7 +3,8 @@
 use super::build::{ALGORITHM, MISSING_KEY, ON_STORE_FAILURE};
 use super::cursor::Cursor;
 use super::diagnostic::Place;
-use super::{leases, matches, words};
+use super::doubts::Placed;
+use super::{Words, leases, matches, words};
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
 use crate::policy::{
     Action, Actual, Cost, EstimateCost, HeaderCost, KeyPart, KeyTemplate, MissingKey, NamedLimit,
@@ -44,7 +45,7 @@ pub(super) enum Claims {
 }
 
 impl Scope {
-    fn is_client_chosen(&self, part: &KeyPart) -> bool {
+    pub(super) fn is_client_chosen(&self, part: &KeyPart) -> bool {
         let is_claim = matches!(part, KeyPart::Claim(_));
         part.is_client_chosen() || (is_claim && self.claims == Some(Claims::Unverified))
     }
@@ -65,32 +66,24 @@ enum Does {
 }
 
 /// Builds all policies in file order, and says each in words. Those that are off are checked and left out.
-pub(super) fn all<'a>(tables: impl Iterator<Item = Cursor<'a>>, scope: &Scope) -> (Vec<Policy>, Vec<String>) {
+pub(super) fn all<'a>(
+    tables: impl Iterator<Item = Cursor<'a>>,
+    scope: &Scope,
+) -> (Vec<Placed<'a>>, Vec<Words>) {
     let mut names = BTreeMap::new();
-    let (mut policies, mut sentences) = (Vec::new(), Vec::new());
-    let mut client_chosen = Vec::new();
+    let (mut placed, mut sentences) = (Vec::new(), Vec::new());
     for at in tables {
         refuse_known_name(&at, &mut names);
         let mode = at.word("mode", &MODE);
         let Some(policy) = policy(&at, scope, mode == Some(Mode::Shadow)) else { continue };
-        sentences.push(words::sentence(&policy, &at, mode == Some(Mode::Off)));
-        if mode == Some(Mode::Off) {
-            continue;
-        }
-        if !scope.asks_for_certificates && key_parts(&policy).iter().any(KeyPart::is_of_certificate) {
-            at.warn("key", "clients are not asked for certificates, so this part is always missing; expected listen.tls.client_auth = \"optional\" or \"require\"");
-        }
-        if key_parts(&policy).iter().any(|part| scope.is_client_chosen(part)) {
-            client_chosen.push(at);
-        }
-        policies.push(policy);
-    }
-    if !policies.iter().any(|policy| bounds_clients(policy, scope)) {
-        for at in client_chosen {
-            at.warn("key", "clients choose these values and can make counters at will; put a policy with the key \"client_ip\" beside it");
+        let off = mode == Some(Mode::Off);
+        let sentence = words::sentence(&policy, &at, off);
+        sentences.push(Words { policy: policy.name.clone(), off, sentence });
+        if !off {
+            placed.push(Placed { policy, at });
         }
     }
-    (policies, sentences)
+    (placed, sentences)
 }
 
 const MODE: [(&str, Mode); 3] = [("enforce", Mode::Enforce), ("shadow", Mode::Shadow), ("off", Mode::Off)];
@@ -107,20 +100,6 @@ fn refuse_known_name(at: &Cursor<'_>, names: &mut BTreeMap<String, Place>) {
             names.insert(name.to_owned(), item.place());
         }
     }
-}
-
-fn key_parts(policy: &Policy) -> &[KeyPart] {
-    match &policy.action {
-        Action::Limit(quota) => quota.key.parts(),
-        Action::Allow | Action::Deny => &[],
-    }
-}
-
-/// Whether one client can't get round this policy by inventing values.
-fn bounds_clients(policy: &Policy, scope: &Scope) -> bool {
-    !policy.shadow
-        && key_parts(policy).contains(&KeyPart::ClientIp)
-        && !key_parts(policy).iter().any(|part| scope.is_client_chosen(part))
 }
 
 fn policy(at: &Cursor<'_>, scope: &Scope, shadow: bool) -> Option<Policy> {

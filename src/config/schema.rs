@@ -95,7 +95,7 @@ const POSITIVE: Kind = Kind::Duration { min: Duration::from_millis(1), max: DAY 
 const DURATION: Kind = Kind::Duration { min: Duration::ZERO, max: DAY };
 
 /// The main file.
-pub(super) static ROOT: [Key; 12] = [
+pub(super) static ROOT: [Key; 13] = [
     key(
         "include",
         Texts("paths or globs such as \"policies/*.toml\""),
@@ -115,8 +115,19 @@ pub(super) static ROOT: [Key; 12] = [
     key("defaults", Table(&DEFAULTS), Optional, "What a policy does that doesn't say otherwise."),
     key("response", Table(&RESPONSE), Optional, "What answers say about limits."),
     key("shutdown", Table(&SHUTDOWN), Optional, "How the end goes."),
-    key("admin", Table(&ADMIN), Optional, "A port of its own: health, metrics, the configuration in effect."),
+    key(
+        "admin",
+        Table(&ADMIN),
+        Optional,
+        "A port of its own, for those who run it: health, metrics, what policies did, keys, explanations.",
+    ),
     key("log", Table(&LOG), Optional, "What is logged, to stderr."),
+    key(
+        "trace",
+        Table(&TRACE),
+        Optional,
+        "Spans by OTLP. Without this table, a client's traceparent is passed on as it came, and nothing else.",
+    ),
     key("policy", Tables(&POLICY), Optional, "The policies."),
 ];
 
@@ -189,7 +200,7 @@ static ADMIN: [Key; 4] = [
         "token_file",
         Text("the path of a file that holds the token"),
         Default(""),
-        "Bearer token. With an address that is not on loopback it is asked for everything but health and metrics.",
+        "Bearer token for what changes something: without one, nothing can be changed. With an address that is not on loopback it is asked for everything but health and metrics.",
     ),
     key(
         "allowed_hosts",
@@ -211,6 +222,21 @@ static LOG: [Key; 4] = [
     ),
     key("access", Word(&["off", "rejected", "all"]), Default("rejected"), "Which requests get a line."),
     key("access_sample", Fraction, Default("1.0"), "The share of those that does."),
+];
+
+static TRACE: [Key; 2] = [
+    key(
+        "otlp",
+        Text("a collector such as \"http://127.0.0.1:4317\""),
+        Required,
+        "Where spans go: by gRPC, or by HTTP if the port is 4318 or there is a path. https:// trusts what the system does.",
+    ),
+    key(
+        "sample",
+        Fraction,
+        Default("0.01"),
+        "The share of requests recorded, of those whose traceparent doesn't say whether they are to be: what it says holds.",
+    ),
 ];
 
 const fn key(name: &'static str, kind: Kind, need: Need, doc: &'static str) -> Key {

@@ -69,6 +69,23 @@ fn what_is_right_is_said_in_words() {
 }
 
 #[test]
+fn what_is_surely_not_meant_is_said_with_its_place() {
+    walk("doubtful", true);
+    for file in fs::read_dir(format!("{FIXTURES}doubtful")).unwrap().map(|entry| entry.unwrap().path()) {
+        let is_config = file.extension().is_some_and(|ext| ext == "toml");
+        assert!(!is_config || !load(&path(&file)).unwrap().warnings.is_empty(), "{}", file.display());
+    }
+}
+
+#[test]
+fn what_only_looks_like_it_is_not_warned_of() {
+    for name in ["near_misses", "minimal", "includes", "warm_up"] {
+        let config = load(&path(Path::new(&format!("{FIXTURES}valid/{name}.toml")))).unwrap();
+        assert!(config.warnings.is_empty(), "{name}: {:#?}", config.warnings);
+    }
+}
+
+#[test]
 fn every_default_is_right() {
     let config = load(&text(URL)).unwrap();
     assert_eq!(config.listen.address.to_string(), "0.0.0.0:8080");

@@ -1,6 +1,7 @@
 //! The policies that hold now, and where each of them is counted.
 
-use crate::policy::PolicyTable;
+use crate::limiter::Key;
+use crate::policy::{Facts, PolicyTable};
 use crate::telemetry::metrics::{Decision, Metrics, Shard, Tally};
 use arc_swap::ArcSwap;
 use std::sync::Arc;
@@ -45,10 +46,28 @@ impl Rules {
         Self { table, tallies }
     }
 
-    /// Counts what the policy at a place did.
-    pub(super) fn count(&self, at: usize, shard: &Shard, did: Decision) {
-        if let Some(tally) = self.tallies.get(at) {
-            shard.policy(tally, did);
+    /// Where the policies are counted, in the order of the table.
+    pub fn tallies(&self) -> &[Arc<Tally>] {
+        &self.tallies
+    }
+
+    /// Counts what the policy at a place did with a request, and whom it refused: the request's key there, if it
+    /// has one, and its path.
+    pub(super) fn count(
+        &self,
+        at: usize,
+        shard: &Shard,
+        did: Decision,
+        (key, facts): (Option<&Key>, &Facts<'_>),
+    ) {
+        let Some(tally) = self.tallies.get(at) else { return };
+        shard.policy(tally, did);
+        if did.refuses() {
+            let path = facts.paths.iter().next().unwrap_or_default();
+            shard.limited().path(tally.policy(), path);
+            if let Some(key) = key {
+                shard.limited().key(tally.policy(), key.id(), || key.readable());
+            }
         }
     }
 }

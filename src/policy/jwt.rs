@@ -209,6 +209,11 @@ impl Reader {
         Self { settings, claims: claims.into(), known: Known::default() }
     }
 
+    /// Where tokens stand.
+    pub fn header(&self) -> &HeaderName {
+        &self.settings.header
+    }
+
     /// Whether the header occurs more than once. Whoever reads one of two tokens may read another than the upstream.
     pub fn is_ambiguous(&self, headers: &HeaderMap) -> bool {
         headers.get_all(&self.settings.header).iter().nth(1).is_some()

@@ -189,6 +189,12 @@ impl KeyTemplate {
         Self(parts)
     }
 
+    /// What stands in each position, for people.
+    pub fn positions(&self) -> Vec<String> {
+        let repeated = |part: &KeyPart| std::iter::repeat_n(part.to_string(), part.width());
+        self.0.iter().flat_map(repeated).collect()
+    }
+
     pub fn parts(&self) -> &[KeyPart] {
         &self.0
     }
@@ -196,6 +202,11 @@ impl KeyTemplate {
     /// Positions that an override counts: one per part, but one per capture of a `path:` part.
     pub fn width(&self) -> usize {
         self.0.iter().map(KeyPart::width).sum()
+    }
+
+    /// The part that gives the value at a position, from 0.
+    pub fn part_at(&self, position: usize) -> Option<&KeyPart> {
+        self.0.iter().flat_map(|part| std::iter::repeat_n(part, part.width())).nth(position)
     }
 
     /// The values of one request.
@@ -232,8 +243,7 @@ impl KeyTemplate {
         client: &client::Settings,
         path: &path::Settings,
     ) -> Result<Box<str>, String> {
-        let mut parts = self.0.iter().flat_map(|part| std::iter::repeat_n(part, part.width()));
-        match parts.nth(position) {
+        match self.part_at(position) {
             Some(KeyPart::ClientIp) => {
                 let address = text.split_once('/').map_or(text, |(address, _)| address);
                 let ip: IpAddr = address.parse().map_err(|error| {

@@ -184,6 +184,15 @@ impl MethodSet {
         Self(methods)
     }
 
+    /// As written; empty means all.
+    pub fn listed(&self) -> &[Method] {
+        &self.0
+    }
+
+    pub fn is_any(&self) -> bool {
+        self.0.is_empty()
+    }
+
     pub fn contains(&self, method: &Method) -> bool {
         any(&self.0, |listed| listed == method || (listed == Method::GET && method == Method::HEAD))
     }
@@ -207,7 +216,7 @@ impl HostPattern {
         Ok(if below { Self::Below(format!(".{name}").into()) } else { Self::Exact(name.into()) })
     }
 
-    fn matches(&self, host: &str) -> bool {
+    pub fn matches(&self, host: &str) -> bool {
         match self {
             Self::Exact(name) => **name == *host,
             Self::Below(suffix) => host.len() > suffix.len() && host.ends_with(&**suffix),

@@ -6,6 +6,7 @@
 pub mod client;
 mod cors;
 mod cost;
+mod covers;
 mod facts;
 pub mod jwt;
 mod key;

@@ -59,6 +59,21 @@ impl PathPattern {
         self.walk(path, |value| values.push(value)).then_some(values)
     }
 
+    /// Whether every path that `other` matches is matched by this one.
+    pub fn covers(&self, other: &Self) -> bool {
+        let long_enough = match (self.open, other.open) {
+            (false, true) => false,
+            (false, false) => self.segments.len() == other.segments.len(),
+            (true, _) => self.segments.len() <= other.segments.len(),
+        };
+        long_enough && self.segments.iter().zip(&other.segments).all(|(mine, others)| mine.covers(others))
+    }
+
+    /// Whether it is `/**`.
+    pub fn is_any_path(&self) -> bool {
+        self.open && self.segments.is_empty()
+    }
+
     fn walk<'p>(&self, path: &'p str, mut capture: impl FnMut(&'p str)) -> bool {
         let mut words = segments_of(path);
         for segment in &self.segments {
@@ -111,6 +126,15 @@ impl Segment {
             return Err("a path has no query and no fragment (match a query with `query`)".to_owned());
         }
         Ok(Self::Literal(path::canonical_segment(word, settings)))
+    }
+
+    fn covers(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Any { .. }, Self::Any { .. }) => true,
+            (Self::Any { .. }, Self::Literal(word)) => !word.is_empty(),
+            (Self::Literal(mine), Self::Literal(others)) => mine == others,
+            (Self::Literal(_), Self::Any { .. }) => false,
+        }
     }
 }
 

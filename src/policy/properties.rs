@@ -1,13 +1,15 @@
 //! What holds for any bytes at all. The suite draws some at random, `fuzz/` looks for the others.
 
 use super::client::{self, Client};
+use super::jwt::{self, ClaimName, Keys, Reader, Token, Trust};
 use super::path::{EscapedSlashes, PathFault, Readings, Settings};
 use crate::limiter::KeyBuilder;
 use http::{HeaderMap, HeaderValue};
 use std::net::IpAddr;
+use std::sync::{Arc, LazyLock};
 
-/// The first readings of a path are what a naive reader reads, for all settings (which the first byte chooses) that
-/// merge slashes; there are four at most, and they are in a spelling of their own.
+/// The readings of a path are those of naive readers of all kinds, the usual one first, for all settings (which the first
+/// byte chooses) that merge slashes; and they are in a spelling of their own.
 pub fn path(bytes: &[u8]) {
     let Some((choice, path)) = bytes.split_first() else { return };
     // No parser of requests lets a bare NUL through.
@@ -40,12 +42,24 @@ pub fn path(bytes: &[u8]) {
         EscapedSlashes::Keep => &[false],
         EscapedSlashes::Decode | EscapedSlashes::Reject => &[true],
     };
-    let mut expected: Vec<_> = separates.iter().map(|separates| naive(path, &settings, *separates)).collect();
-    expected.dedup();
+    let strips: &[bool] = if settings.strip_parameters { &[true, false] } else { &[false] };
+    let mut expected = Vec::new();
+    for (dots, strips) in (0..3).flat_map(|dots| strips.iter().map(move |strips| (dots, *strips))) {
+        for (slash, backslash) in
+            separates.iter().flat_map(|one| separates.iter().map(move |two| (*one, *two)))
+        {
+            let reading = naive(path, &settings, Way { slash, backslash, strips, dots });
+            if !expected.contains(&reading) {
+                expected.push(reading);
+            }
+        }
+    }
     let found: Vec<_> = readings.iter().map(|reading| (decoded(reading), reading.ends_with('/'))).collect();
     if path != "*" {
-        assert!(found.starts_with(&expected), "{path} with {settings:?}: {found:?} instead of {expected:?}");
-        assert!(found.len() <= 4, "{path}: {found:?}");
+        let is_alike =
+            found.len() == expected.len() && found.iter().all(|reading| expected.contains(reading));
+        assert!(is_alike, "{path} with {settings:?}: {found:?} instead of {expected:?}");
+        assert_eq!(found.first(), expected.first(), "{path} with {settings:?}");
     }
     for reading in readings.iter() {
         assert!(reading.bytes().all(|byte| byte.is_ascii_graphic()), "{reading}");
@@ -57,9 +71,18 @@ pub fn path(bytes: &[u8]) {
     }
 }
 
+/// How one server reads paths. `dots` are resolved 0: last, 1: first, 2: never.
+struct Way {
+    slash: bool,
+    backslash: bool,
+    strips: bool,
+    dots: u8,
+}
+
 /// The segments of a path as bytes, and whether its reading ends with a slash: character by character.
-fn naive(path: &str, settings: &Settings, separates: bool) -> (Vec<Vec<u8>>, bool) {
-    let mut segments: Vec<Vec<u8>> = vec![Vec::new()];
+fn naive(path: &str, settings: &Settings, way: Way) -> (Vec<Vec<u8>>, bool) {
+    // Each without and with its parameters.
+    let mut segments: Vec<[Vec<u8>; 2]> = vec![Default::default()];
     let (mut in_parameter, mut rest) = (false, path.as_bytes().get(1..).unwrap_or_default());
     while let [first, tail @ ..] = rest {
         let escaped = rest.get(1..3).filter(|_| *first == b'%').and_then(|digits| {
@@ -68,26 +91,45 @@ fn naive(path: &str, settings: &Settings, separates: bool) -> (Vec<Vec<u8>>, boo
         });
         rest = if escaped.is_some() { tail.get(2..).unwrap_or_default() } else { tail };
         let (byte, is_escaped) = (escaped.unwrap_or(*first), escaped.is_some());
-        let ends = byte == b'/' && !is_escaped || separates && matches!(byte, b'/' | b'\\');
+        let ends = match byte {
+            b'/' => !is_escaped || way.slash,
+            b'\\' => way.backslash,
+            _ => false,
+        };
         if ends {
-            segments.push(Vec::new());
+            segments.push(Default::default());
             in_parameter = false;
-        } else if byte == b';' && !is_escaped && settings.strip_parameters {
-            in_parameter = true;
-        } else if let (false, Some(segment)) = (in_parameter, segments.last_mut()) {
-            segment.push(if settings.case_sensitive { byte } else { byte.to_ascii_lowercase() });
+            continue;
+        }
+        in_parameter |= byte == b';' && !is_escaped;
+        let byte = if settings.case_sensitive { byte } else { byte.to_ascii_lowercase() };
+        if let Some([bare, whole]) = segments.last_mut() {
+            whole.push(byte);
+            if !in_parameter {
+                bare.push(byte);
+            }
         }
     }
-    let open = segments.last().is_some_and(|last| matches!(last.as_slice(), b"" | b"." | b".."));
-    let mut kept: Vec<Vec<u8>> = Vec::new();
-    for segment in segments {
-        match segment.as_slice() {
-            b"." => {}
-            b".." => drop(kept.pop()),
-            b"" => {}
-            _ => kept.push(segment),
+    let (mut open, mut kept) = (false, Vec::<Vec<u8>>::new());
+    for [bare, whole] in segments {
+        let judged = if way.dots == 1 {
+            whole.clone()
+        } else if way.strips {
+            bare.clone()
+        } else {
+            whole.clone()
+        };
+        let name = if way.strips { bare } else { whole };
+        let is_dots = way.dots < 2 && matches!(judged.as_slice(), b"." | b"..");
+        open = is_dots || name.is_empty();
+        match name.as_slice() {
+            b".." if is_dots => drop(kept.pop()),
+            b"." if is_dots => {}
+            b"" if way.dots != 1 => {}
+            _ => kept.push(name),
         }
     }
+    kept.retain(|name| !name.is_empty());
     let ends_with_slash = kept.is_empty() || open && !settings.ignore_trailing_slash;
     (kept, ends_with_slash)
 }
@@ -108,16 +150,7 @@ fn decoded(reading: &str) -> Vec<Vec<u8>> {
 pub fn client(bytes: &[u8]) {
     let Some((choice, rest)) = bytes.split_first() else { return };
     let forwarded = choice & 1 == 1;
-    let settings = client::Settings {
-        trusted_proxies: ["10.0.0.0/8", "fd00::/8"].iter().filter_map(|net| net.parse().ok()).collect(),
-        ip_header: if forwarded {
-            http::header::FORWARDED
-        } else {
-            http::HeaderName::from_static("x-forwarded-for")
-        },
-        ipv4_prefix: 32,
-        ipv6_prefix: 64,
-    };
+    let settings = believing(forwarded);
     let mut headers = HeaderMap::new();
     for line in rest.split(|byte| *byte == b'\n') {
         if let Ok(line) = HeaderValue::from_bytes(line) {
@@ -139,6 +172,159 @@ pub fn client(bytes: &[u8]) {
         let mut in_line = HeaderMap::new();
         in_line.append(&settings.ip_header, joined);
         assert_eq!(Client::identify(proxy, &in_line, &settings).ip, stranger, "{in_line:?}");
+    }
+}
+
+/// Whoever the proxies wrote down is found, in whatever form: the first from the right that isn't trusted, and nobody
+/// behind what can't be read. The first byte chooses the header, each further pair an element and its form.
+pub fn chain(bytes: &[u8]) {
+    let Some((choice, elements)) = bytes.split_first() else { return };
+    let is_forwarded = choice & 1 == 1;
+    let settings = believing(is_forwarded);
+    let (mut hops, mut lines) = (Vec::new(), vec![Vec::<String>::new()]);
+    for pair in elements.chunks_exact(2).take(60) {
+        let [who, form] = *pair else { return };
+        let (hop, text) = if is_forwarded { forwarded(who, form) } else { listed(who, form) };
+        hops.push(hop);
+        if form >= 0xe0 {
+            lines.push(Vec::new());
+        }
+        if let Some(line) = lines.last_mut() {
+            line.push(text);
+        }
+    }
+    let mut headers = HeaderMap::new();
+    for line in lines {
+        let comma = if choice & 2 == 0 { "," } else { " ,\t" };
+        headers.append(
+            &settings.ip_header,
+            HeaderValue::try_from(line.join(comma)).expect("made of visible signs"),
+        );
+    }
+    let proxy = IpAddr::from([10, 0, 0, 1]);
+    let mut expected = proxy;
+    for hop in hops.into_iter().rev() {
+        let Some(ip) = hop else { break };
+        expected = ip;
+        if !is_trusted(ip) {
+            break;
+        }
+    }
+    assert_eq!(Client::identify(proxy, &headers, &settings).ip, expected, "{headers:?}");
+}
+
+/// Every other one is a proxy that is trusted.
+fn hop(who: u8) -> IpAddr {
+    match who % 4 {
+        0 => IpAddr::from([10, 0, 0, who]),
+        1 => IpAddr::from([203, 0, 113, who]),
+        2 => IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, u16::from(who)]),
+        _ => IpAddr::from([0x2001, 0xdb8, 0, u16::from(who), 0, 0, 0, 1]),
+    }
+}
+
+fn is_trusted(ip: IpAddr) -> bool {
+    match ip {
+        IpAddr::V4(ip) => ip.octets()[0] == 10,
+        IpAddr::V6(ip) => ip.octets()[0] == 0xfd,
+    }
+}
+
+/// An element of `X-Forwarded-For`, and whom it means.
+fn listed(who: u8, form: u8) -> (Option<IpAddr>, String) {
+    let ip = hop(who);
+    let text = match (ip, form % 8) {
+        (_, 6) => return (None, one_of(["unknown", "_x", "1.1.1", "0x1.1.1.1", "a:b", "[::1"], who)),
+        (_, 0) => ip.to_string(),
+        (_, 1) => format!("\"{ip}\""),
+        (IpAddr::V4(_), 2 | 3) => format!("{ip}:{}", u16::from(form) * 7),
+        (IpAddr::V4(ip), 4) => format!("::ffff:{ip}"),
+        (IpAddr::V4(_), _) => format!("\"{ip}:80\""),
+        (IpAddr::V6(_), 2) => format!("[{ip}]"),
+        (IpAddr::V6(_), 3) => format!("[{ip}]:{}", u16::from(form) * 7),
+        (IpAddr::V6(_), 4) => format!("{ip}%eth{}", who % 3),
+        (IpAddr::V6(ip), _) => ip.segments().map(|group| format!("{group:04X}")).join(":"),
+    };
+    (Some(ip), text)
+}
+
+/// An element of `Forwarded`, and whom it means.
+fn forwarded(who: u8, form: u8) -> (Option<IpAddr>, String) {
+    let ip = hop(who);
+    let node = match ip {
+        IpAddr::V4(ip) => ip.to_string(),
+        IpAddr::V6(ip) => format!("[{ip}]"),
+    };
+    let (ip, text) = match form % 8 {
+        0 => (Some(ip), format!("for=\"{node}\"")),
+        1 => (Some(ip), format!("FOR=\"{node}:47\"")),
+        2 => (Some(ip), format!("for=\"{node}:_hidden\"")),
+        3 => (Some(ip), format!("by=_x;For={node};proto=http")),
+        4 => (Some(ip), format!("host=\"a,b;for=1.1.1.1\";for=\"{node}\"")),
+        5 => (Some(ip), format!("for=\"\\{node}\" ; proto=\"\\\"\"")),
+        6 => (None, one_of(["for=unknown", "for=_x", "proto=http", "for=\"1.1.1.1"], who)),
+        _ => (None, format!("for={node};for={node}")),
+    };
+    (ip, text)
+}
+
+fn one_of<const N: usize>(texts: [&str; N], which: u8) -> String {
+    texts.get(usize::from(which) % N).copied().unwrap_or_default().to_owned()
+}
+
+fn believing(is_forwarded: bool) -> client::Settings {
+    client::Settings {
+        trusted_proxies: ["10.0.0.0/8", "fd00::/8"].iter().filter_map(|net| net.parse().ok()).collect(),
+        ip_header: if is_forwarded {
+            http::header::FORWARDED
+        } else {
+            http::HeaderName::from_static("x-forwarded-for")
+        },
+        ipv4_prefix: 32,
+        ipv6_prefix: 64,
+    }
+}
+
+const SECRET: &[u8] = b"a secret that is long enough to be one";
+/// Says that it is Ann's, and is signed by the secret.
+const TOKEN: &str = "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCIsImtpZCI6ImsifQ.eyJzdWIiOiJhbm4ifQ.HQcv7f_ozKzJpX-u3I6JkTL8ETaId3-o_rR0cRbD7oQ";
+
+/// No token is believed but the one that was signed: not if any byte of it is another, and not if all are. The first
+/// byte chooses whether the others are edits or a token.
+pub fn token(bytes: &[u8]) {
+    static READERS: LazyLock<[Arc<Reader>; 2]> = LazyLock::new(|| {
+        let key = r#"{"kty":"oct","kid":"k","alg":"HS256","k":"YSBzZWNyZXQgdGhhdCBpcyBsb25nIGVub3VnaCB0byBiZSBvbmU"}"#;
+        let (set, _) = Keys::jwks(&format!("{{\"keys\":[{key}]}}")).expect("it is right");
+        [Keys::secret(SECRET).0, set].map(|keys| {
+            let trust = Trust::Keys(keys);
+            let settings = jwt::Settings { header: http::header::AUTHORIZATION, trust };
+            Arc::new(Reader::new(settings, vec![ClaimName::parse("sub").expect("it is one")]))
+        })
+    });
+    let Some((choice, rest)) = bytes.split_first() else { return };
+    let mut token = TOKEN.as_bytes().to_vec();
+    match choice % 2 {
+        0 => {
+            for edit in rest.chunks_exact(3) {
+                let [at, kind, byte] = *edit else { return };
+                let at = usize::from(at) % (token.len() + 1);
+                match (kind % 3, token.get_mut(at)) {
+                    (0, Some(place)) => *place = byte,
+                    (1, Some(_)) => drop(token.remove(at)),
+                    _ => token.insert(at, byte),
+                }
+            }
+        }
+        _ => token = rest.to_vec(),
+    }
+    let Ok(value) = HeaderValue::from_bytes(&[b"Bearer ", &token[..]].concat()) else { return };
+    let is_signed = token.trim_ascii() == TOKEN.as_bytes();
+    let mut headers = HeaderMap::new();
+    headers.insert(http::header::AUTHORIZATION, value);
+    for reader in READERS.iter() {
+        let read = Token::new(Some(reader), 1_800_000_000);
+        let sub = read.claim(&headers, &ClaimName::parse("sub").expect("it is one")).only();
+        assert_eq!(sub, is_signed.then_some(b"ann".as_slice()), "{headers:?}");
     }
 }
 
@@ -178,6 +364,18 @@ mod tests {
         #[test]
         fn any_client(choice in any::<u8>(), lines in r#"([a-f0-9:.,;=" \[\]\n]|for=|10\.0\.0\.[0-9]|1\.1\.1\.1){0,20}"#) {
             super::client(&[&[choice], lines.as_bytes()].concat());
+        }
+
+        #[test]
+        fn any_chain(bytes in prop::collection::vec(any::<u8>(), 0..30)) {
+            super::chain(&bytes);
+        }
+
+        #[test]
+        fn any_token(edits in prop::collection::vec((any::<u8>(), any::<u8>(), b'+'..b'z'), 0..3), junk in "[a-zA-Z0-9_.=-]{0,40}") {
+            let edits: Vec<u8> = edits.into_iter().flat_map(|(at, kind, byte)| [at, kind, byte]).collect();
+            super::token(&[&[0], &edits[..]].concat());
+            super::token(&[&[1], junk.as_bytes()].concat());
         }
 
         #[test]

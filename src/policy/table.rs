@@ -117,10 +117,20 @@ impl PolicyTable {
         self.asks_for_client && !client.peer_trusted && is_told()
     }
 
+    /// Whether a policy tells clients apart.
+    pub fn asks_for_client(&self) -> bool {
+        self.asks_for_client
+    }
+
     /// Whether a header decides anything: it is part of a key, a match or a cost, or names the client.
     /// Such a header must mean the same to us and to the upstream.
     pub fn reads_header(&self, name: &HeaderName) -> bool {
         self.headers.contains(name)
+    }
+
+    /// All such headers, in no certain order.
+    pub fn headers_read(&self) -> impl Iterator<Item = &HeaderName> {
+        self.headers.iter()
     }
 }
 

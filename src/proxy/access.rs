@@ -2,7 +2,10 @@
 //!
 //! Values that come from clients are fields, never text of the message: the formatter escapes them.
 
+use crate::enforcer::Reported;
+use crate::telemetry::metrics::{Answer, Source};
 use crate::telemetry::{Access, LogSettings};
+use crate::trace::TraceId;
 use http::StatusCode;
 use std::net::IpAddr;
 use std::time::Duration;
@@ -32,6 +35,33 @@ pub(super) struct Entry<'a> {
     /// The policy that refused, if one did.
     pub(super) policy: Option<&'a str>,
     pub(super) shadow_rejected: &'a [&'a str],
+    /// Those that were decided.
+    pub(super) limits: &'a [Reported<'a>],
+    /// Who decided them, and how long after the request's arrival.
+    pub(super) source: Option<Source>,
+    pub(super) decided: Option<Duration>,
+    pub(super) trace: Option<TraceId>,
+}
+
+impl Entry<'_> {
+    /// Of what could not be read as a request.
+    pub(super) fn unread(client_ip: IpAddr, status: StatusCode) -> Self {
+        Self {
+            method: "",
+            host: "",
+            path: "",
+            client_ip,
+            status,
+            head: Duration::ZERO,
+            decision: Answer::Malformed.word(),
+            policy: None,
+            shadow_rejected: &[],
+            limits: &[],
+            source: None,
+            decided: None,
+            trace: None,
+        }
+    }
 }
 
 impl AccessLog {
@@ -51,6 +81,7 @@ impl AccessLog {
         if !wanted || (self.sample < 1.0 && fastrand::f64() >= self.sample) {
             return;
         }
+        let tightest = Reported::tightest(entry.limits);
         tracing::info!(
             target: "access",
             method = entry.method,
@@ -61,6 +92,12 @@ impl AccessLog {
             decision = entry.decision,
             policy = entry.policy,
             shadow_rejected = shadow(entry.shadow_rejected),
+            limit = tightest.map(|limit| &*limit.limit.name),
+            key = tightest.map(|limit| format!("{:032x}", limit.key)),
+            remaining = tightest.map(|limit| limit.standing.remaining),
+            source = entry.source.map(Source::word),
+            trace_id = entry.trace.map(|trace| trace.to_string()),
+            decision_ms = entry.decided.map(millis),
             head_ms = millis(entry.head),
             "request"
         );

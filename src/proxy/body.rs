@@ -3,6 +3,8 @@
 //! Both stream frame by frame without a buffer of their own. Both make sure that what was cut off
 //! never looks complete on the other side: an error in a body closes the connection that carries it.
 
+mod kept;
+
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
@@ -21,11 +23,11 @@ use super::upstream::{Lease, Receiving, with_causes};
 use super::watch::Active;
 use crate::enforcer::Hold;
 use crate::telemetry::metrics::Closed;
+use kept::Kept;
 
 /// An unwanted request body is read up to here so that its connection can be used again.
 const DISCARD_BYTES: u64 = 256 * 1024;
 const DISCARD_TIME: Duration = Duration::from_secs(1);
-
 /// Why a body broke off.
 #[derive(Debug, thiserror::Error)]
 pub enum BodyError {
@@ -71,8 +73,9 @@ struct Streaming {
     /// Reading anything makes hyper ask the client for the body with `100 Continue`.
     expects_continue: bool,
     multiplexed: bool,
-    /// Some of it has been handed over.
-    was_read: bool,
+    kept: Kept,
+    /// The client has sent all of it.
+    over: bool,
     pending_since: Option<Instant>,
     alarm: Alarm,
     progress: Rc<Progress>,
@@ -116,7 +119,8 @@ impl RequestBody {
             received: 0,
             expects_continue: request.headers.contains_key(http::header::EXPECT),
             multiplexed: request.version == http::Version::HTTP_2,
-            was_read: false,
+            kept: Kept::default(),
+            over: false,
             pending_since: None,
             alarm: Alarm::default(),
             progress: Rc::new(progress),
@@ -157,9 +161,23 @@ impl RequestBody {
         Self(self.0.clone())
     }
 
-    /// Whether some of it has been handed over, and can't be had again.
-    pub(super) fn was_read(&self) -> bool {
-        self.0.as_ref().is_some_and(|body| body.borrow().was_read)
+    /// From here on what is read is kept, as far as there is room, so that it can be sent once more.
+    pub(super) fn keep(&self) {
+        if let Some(body) = &self.0 {
+            body.borrow_mut().kept.begin();
+        }
+    }
+
+    /// It will not have to be sent once more.
+    pub(super) fn forget(&self) {
+        if let Some(body) = &self.0 {
+            body.borrow_mut().kept.end();
+        }
+    }
+
+    /// Goes back to the beginning. `false`: that can't be had again, or the client is at fault.
+    pub(super) fn rewind(&self) -> bool {
+        self.0.as_ref().is_none_or(|body| body.borrow_mut().rewind())
     }
 }
 
@@ -176,6 +194,16 @@ impl Progress {
 
 impl Streaming {
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        if let Some(part) = self.kept.again() {
+            self.progress.moved.set(Instant::now());
+            if self.is_end_stream() {
+                self.progress.state.set(Sending::Over);
+            }
+            return Poll::Ready(Some(Ok(part)));
+        }
+        if self.over {
+            return Poll::Ready(None);
+        }
         let Poll::Ready(frame) = Pin::new(&mut self.incoming).poll_frame(cx) else {
             self.progress.state.set(Sending::AwaitsClient);
             let due = *self.pending_since.get_or_insert_with(Instant::now) + self.limits.idle;
@@ -186,7 +214,6 @@ impl Streaming {
             });
         };
         self.pending_since = None;
-        self.was_read = true;
         self.progress.moved.set(Instant::now());
         self.progress.state.set(Sending::Moving);
         Poll::Ready(match frame {
@@ -197,10 +224,38 @@ impl Streaming {
                 Some(Err(self.gone("stream reset".to_owned())))
             }
             None => {
+                self.over = true;
                 self.progress.state.set(Sending::Over);
                 None
             }
         })
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.kept.is_told() && (self.over || self.incoming.is_end_stream())
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let (mut hint, kept) = (self.incoming.size_hint(), self.kept.untold_bytes());
+        if let Some(upper) = hint.upper() {
+            hint.set_upper(upper.saturating_add(kept));
+        }
+        hint.set_lower(hint.lower().saturating_add(kept));
+        hint
+    }
+
+    fn rewind(&mut self) -> bool {
+        match self.progress.state() {
+            // What the client broke off must not look complete the second time.
+            Sending::ClientTimeout | Sending::TooLarge | Sending::ClientGone => return false,
+            Sending::AwaitsClient | Sending::Moving | Sending::Over => {}
+        }
+        let is_there = self.kept.rewind();
+        if is_there {
+            self.progress.state.set(Sending::Moving);
+            self.progress.moved.set(Instant::now());
+        }
+        is_there
     }
 
     fn count(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, BodyError> {
@@ -210,9 +265,11 @@ impl Streaming {
             self.progress.state.set(Sending::TooLarge);
             return Err(BodyError::TooLarge);
         }
-        if frame.is_trailers() || self.incoming.is_end_stream() {
+        self.over |= frame.is_trailers();
+        if self.over || self.incoming.is_end_stream() {
             self.progress.state.set(Sending::Over);
         }
+        self.kept.add(&frame);
         Ok(frame)
     }
 
@@ -251,11 +308,11 @@ impl Body for RequestBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.0.as_ref().is_none_or(|body| body.borrow().incoming.is_end_stream())
+        self.0.as_ref().is_none_or(|body| body.borrow().is_end_stream())
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.0.as_ref().map_or_else(|| SizeHint::with_exact(0), |body| body.borrow().incoming.size_hint())
+        self.0.as_ref().map_or_else(|| SizeHint::with_exact(0), |body| body.borrow().size_hint())
     }
 }
 

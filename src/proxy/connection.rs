@@ -1,6 +1,7 @@
 //! One client's connection: which protocol, which requests, and when it has to end.
 
 mod handover;
+mod streams;
 
 use bytes::Bytes;
 use http::{Request, Response, StatusCode, Version};
@@ -26,10 +27,12 @@ use super::ListenSettings;
 use super::alarm::Alarm;
 use super::body::{BodyError, BodyLimits, RequestBody, ResponseBody};
 use super::entrance::Entered;
-use super::server::{Handler, Peer};
+use super::interim::Interim;
+use super::server::{Handler, Load, Peer};
 use super::watch::{Active, Overdue, Patience, Watch, WatchedSocket};
 use crate::telemetry::metrics::Closed;
 use handover::{Handover, Switched};
+use streams::StreamTasks;
 
 /// What an HTTP/2 client sends first.
 const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -68,17 +71,19 @@ const H2_PING_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) struct Protocols {
     http1: http1::Builder,
     settings: ListenSettings,
+    load: Load,
 }
 
 impl Protocols {
-    pub(super) fn new(settings: &ListenSettings) -> Self {
+    /// `load`: where panics are counted.
+    pub(super) fn new(settings: &ListenSettings, load: Load) -> Self {
         let mut http1 = http1::Builder::new();
         http1.half_close(false).max_header_size(settings.max_header_bytes);
         http1.max_buf_size(settings.max_header_bytes.saturating_add(1).max(MIN_BUFFER_BYTES));
         if settings.max_headers != CHEAP_MAX_HEADERS {
             http1.max_headers(settings.max_headers);
         }
-        Self { http1, settings: settings.clone() }
+        Self { http1, settings: settings.clone(), load }
     }
 
     pub(super) fn patience(&self) -> Patience {
@@ -94,7 +99,7 @@ impl Protocols {
     }
 
     fn http2(&self, watch: &Rc<Watch>, handover: &Rc<Handover>) -> http2::Builder<StreamTasks> {
-        let tasks = StreamTasks { watch: Rc::clone(watch), handover: Rc::clone(handover) };
+        let tasks = StreamTasks::new(Rc::clone(watch), Rc::clone(handover), self.load.clone());
         let mut http2 = http2::Builder::new(tasks);
         http2
             .timer(TokioTimer::new())
@@ -142,6 +147,8 @@ pub(super) async fn serve<H: Handler>(
         Ok(Sniffed::Http1) => serve_http1(socket, &protocols, driver, requests, &handover, unread).await,
         Ok(Sniffed::Http2) => {
             watch.set_multiplexed();
+            // A stream's future moves half a dozen times until it is a task: the large part of it stays in one place.
+            let requests = service_fn(|request| Box::pin(requests.call(request)));
             // Boxed, or every connection would have room for it.
             Box::pin(serve_http2(socket, &protocols, driver, requests, &handover)).await;
         }
@@ -328,10 +335,11 @@ fn answer<H: Handler>(
     let body = RequestBody::new(&head, incoming, limits, &active);
     let mut turn = Turn { active, arrived: multiplexed.then(Instant::now), over: false };
     let handler = Rc::clone(handler);
+    let interim = Interim::new(head.version, watch);
     async move {
         // Made where it stays. It has room for everything that a request may come to need, and made before it would be
         // here twice, in every connection, and be copied twice with every request.
-        let mut answer = pin!(handler.handle(Request::from_parts(head, body), peer));
+        let mut answer = pin!(handler.handle(Request::from_parts(head, body), peer, interim));
         let response = poll_fn(|cx| {
             let answer = answer.as_mut().poll(cx);
             if answer.is_pending() {
@@ -571,45 +579,5 @@ impl Body for AnswerBody {
         }
         hint.set_lower(hint.lower().saturating_add(rest));
         hint
-    }
-}
-
-/// Runs the streams of an HTTP/2 connection, each in its own task, and resets those whose client
-/// does not read: it can keep the connection busy while it grants a stream no window.
-///
-/// What a stream itself wants to be run is the sending half of its tunnel.
-#[derive(Clone, Debug)]
-struct StreamTasks {
-    watch: Rc<Watch>,
-    handover: Rc<Handover>,
-}
-
-impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTasks {
-    fn execute(&self, stream: F) {
-        let (watch, handover) = (Rc::clone(&self.watch), Rc::clone(&self.handover));
-        if let Some(switched) = handover.take() {
-            tokio::task::spawn_local(switched.serve_http2(stream, watch.stall_limit()));
-            return;
-        }
-        tokio::task::spawn_local(async move {
-            let (mut stream, mut alarm) = (Box::pin(stream), Alarm::default());
-            let mut stalled_since = None;
-            poll_fn(|cx| {
-                watch.take_excused();
-                let done = stream.as_mut().poll(cx);
-                // Not taken up: the client left at the last moment.
-                drop(handover.take());
-                if done.is_ready() {
-                    return Poll::Ready(());
-                }
-                if watch.take_excused() {
-                    stalled_since = None;
-                    return Poll::Pending;
-                }
-                let since = *stalled_since.get_or_insert_with(Instant::now);
-                alarm.poll(since + watch.stall_limit(), cx).map(|()| watch.count(Closed::SlowRead))
-            })
-            .await;
-        });
     }
 }

@@ -1,6 +1,6 @@
 //! What comes before HTTP on a new connection: a PROXY header and TLS, if these are wanted.
 
-mod proxy_header;
+pub(super) mod proxy_header;
 
 use ipnet::IpNet;
 use std::io;

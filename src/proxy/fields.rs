@@ -4,7 +4,7 @@
 //! Strings with parameters (RFC 9651), all limits in one line each. Legacy: the `X-RateLimit-*` trio, for
 //! the tightest limit. An upstream's own fields are never loosened or removed.
 
-use super::headers::append_to_list;
+use super::headers::{append_to_list, number};
 use crate::enforcer::{Outcome, Reported, Retry, Verdict};
 use crate::limiter::{Algorithm, Refusal};
 use crate::policy::Fields;
@@ -28,11 +28,16 @@ pub(super) fn write(verdict: &Verdict<'_>, fields: Fields, headers: &mut HeaderM
     if verdict.limits.is_empty() {
         return;
     }
-    if fields.standard {
+    // Mostly it has none, and one look at all names costs less than one for each of ours.
+    let has_theirs = headers.keys().any(|name| {
+        let name = name.as_str();
+        name.strip_prefix("x-").unwrap_or(name).starts_with("ratelimit")
+    });
+    if fields.standard && !(has_theirs && headers.get(&RATELIMIT).is_some_and(is_dictionary)) {
         write_standard(verdict, headers);
     }
     if fields.legacy {
-        write_legacy(verdict, fields.legacy_reset_epoch, headers);
+        write_legacy(verdict, fields.legacy_reset_epoch, has_theirs, headers);
     }
 }
 
@@ -58,9 +63,6 @@ fn write_standard(verdict: &Verdict<'_>, headers: &mut HeaderMap) {
         Outcome::Limited(limited) => limited.retry.header_s(),
         _ => None,
     };
-    if headers.get(&RATELIMIT).is_some_and(is_dictionary) {
-        return;
-    }
     // Both in one buffer, which is two allocations instead of four.
     let mut text = Vec::with_capacity(96 * verdict.limits.len());
     for (nth, reported) in verdict.limits.iter().enumerate() {
@@ -138,9 +140,9 @@ fn push_string(out: &mut Vec<u8>, text: &str) {
     out.push(b'"');
 }
 
-fn write_legacy(verdict: &Verdict<'_>, reset_as_epoch: bool, headers: &mut HeaderMap) {
+fn write_legacy(verdict: &Verdict<'_>, reset_as_epoch: bool, has_theirs: bool, headers: &mut HeaderMap) {
     let Some(tightest) = tightest(&verdict.limits) else { return };
-    if upstream_is_as_tight(headers, tightest.standing.remaining) {
+    if has_theirs && upstream_is_as_tight(headers, tightest.standing.remaining) {
         return;
     }
     let reset_us = match tightest.standing.refusal {
@@ -151,9 +153,9 @@ fn write_legacy(verdict: &Verdict<'_>, reset_as_epoch: bool, headers: &mut Heade
     };
     let from_us = if reset_as_epoch { 0 } else { verdict.now_us };
     let reset_s = reset_us.saturating_sub(from_us).div_ceil(SECOND_US);
-    headers.insert(&LEGACY_LIMIT, HeaderValue::from(tightest.limit.limit.capacity()));
-    headers.insert(&LEGACY_REMAINING, HeaderValue::from(tightest.standing.remaining));
-    headers.insert(&LEGACY_RESET, HeaderValue::from(reset_s));
+    headers.insert(&LEGACY_LIMIT, number(tightest.limit.limit.capacity()));
+    headers.insert(&LEGACY_REMAINING, number(tightest.standing.remaining));
+    headers.insert(&LEGACY_RESET, number(reset_s));
 }
 
 /// Of the limits that refuse, the one that does so longest; if none does, the one with the least left for
@@ -206,7 +208,7 @@ mod tests {
 
     fn stands(limit: &NamedLimit, remaining: u64, grows_in_us: Option<u64>) -> Reported<'_> {
         let grows_at_us = grows_in_us.map(|us| NOW_US + us);
-        Reported { limit, standing: Standing { remaining, grows_at_us, refusal: None } }
+        Reported { limit, standing: Standing { remaining, grows_at_us, refusal: None }, key: 7 }
     }
 
     fn refuses(limit: &NamedLimit, remaining: u64, refusal: Refusal) -> Reported<'_> {
@@ -214,7 +216,7 @@ mod tests {
             Refusal::Until(at_us) => Some(at_us),
             Refusal::Never | Refusal::Unknown => None,
         };
-        Reported { limit, standing: Standing { remaining, grows_at_us, refusal: Some(refusal) } }
+        Reported { limit, standing: Standing { remaining, grows_at_us, refusal: Some(refusal) }, key: 7 }
     }
 
     fn written(limits: &[Reported<'_>], fields: Fields, headers: HeaderMap) -> HeaderMap {
@@ -235,6 +237,7 @@ mod tests {
             limits,
             now_us: NOW_US,
             at: None,
+            source: None,
             delay: Duration::ZERO,
             degraded: false,
             shadow_rejected: SmallVec::new(),

@@ -2,8 +2,8 @@
 //! that an HTTP/1.1 upstream can read in one way only.
 //!
 //! hyper's parser has already refused broken framing, obsolete folding and control bytes. What it lets
-//! through and we must not: a missing, repeated or malformed Host, targets of odd forms, transfer codings
-//! other than one `chunked`, header names that a CGI-like upstream reads as another name, and `Connection`
+//! through and we must not: methods in small letters, a missing, repeated or malformed Host, targets of odd forms,
+//! transfer codings other than one `chunked`, header names that a CGI-like upstream reads as another name, and `Connection`
 //! lists that make us drop a field which somebody trusts.
 //!
 //! Framing on the way out is hyper's: it keeps the `Content-Length` or `Transfer-Encoding: chunked` that
@@ -13,6 +13,7 @@ use super::upgrade::{self, Wanted};
 use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, Version, header, request};
 use smallvec::SmallVec;
+use std::borrow::Cow;
 use std::net::Ipv6Addr;
 use std::ops::Range;
 
@@ -31,6 +32,8 @@ pub(super) struct Target {
 /// Why a request is refused before anybody looks at it. The text is public.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GateFault {
+    #[error("a method in small letters could be taken for another")]
+    Method,
     #[error("CONNECT is not supported")]
     Connect,
     #[error("the only protocol supported with CONNECT is \"websocket\"")]
@@ -72,6 +75,11 @@ pub(super) fn check(
     parts: &mut request::Parts,
     reads_header: &dyn Fn(&HeaderName) -> bool,
 ) -> Result<Target, GateFault> {
+    // Methods are case-sensitive (RFC 9110, 9.1), and some frameworks don't know: a `post` that is no POST to policies
+    // would be one to them.
+    if parts.method.as_str().bytes().any(|byte| byte.is_ascii_lowercase()) {
+        return Err(GateFault::Method);
+    }
     let websocket_key =
         if parts.method == Method::CONNECT { Some(upgrade::get_from_connect(parts)?) } else { None };
     let seen = Seen::read(&parts.headers, reads_header)?;
@@ -156,6 +164,14 @@ pub(super) fn elements(value: &HeaderValue) -> impl Iterator<Item = &[u8]> {
     value.as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii).filter(|item| !item.is_empty())
 }
 
+/// The host that policies see of a `Host` field. `None`: a request with that would be refused.
+pub fn host_for_policies(field: &str) -> Option<Cow<'_, str>> {
+    match Place::parse(field)?.for_policies() {
+        Host::Part(range) => field.get(range).map(Cow::Borrowed),
+        Host::Rewritten(text) => Some(Cow::Owned(text.into())),
+    }
+}
+
 /// Fields that speak about one connection only; `Connection` may name more.
 pub(super) fn is_hop_by_hop(name: &HeaderName) -> bool {
     matches!(
@@ -166,6 +182,12 @@ pub(super) fn is_hop_by_hop(name: &HeaderName) -> bool {
             | header::PROXY_AUTHORIZATION
             | header::PROXY_AUTHENTICATE
     ) || matches!(name.as_str(), "keep-alive" | "proxy-connection" | "http2-settings")
+}
+
+/// Whether a field never gets as far as the policies. (`Connection`, `TE` and `Upgrade` are said anew.)
+pub fn is_taken_away(name: &HeaderName) -> bool {
+    let is_said_anew = matches!(*name, header::CONNECTION | header::TE | header::UPGRADE);
+    *name == header::EXPECT || (is_hop_by_hop(name) && !is_said_anew)
 }
 
 #[derive(Clone, Debug)]

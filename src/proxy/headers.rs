@@ -82,10 +82,12 @@ pub(super) fn forward_request(parts: &mut request::Parts, target: &Target, hop: 
     if !hop.client.peer_trusted {
         drop_claims(headers, hop);
     }
-    let proto = if hop.https { "https" } else { "http" };
+    const HTTP: (&str, HeaderValue) = ("http", HeaderValue::from_static("http"));
+    const HTTPS: (&str, HeaderValue) = ("https", HeaderValue::from_static("https"));
+    let (proto, proto_value) = if hop.https { HTTPS } else { HTTP };
     append_forwarded_for(headers, hop);
     append_forwarded(headers, target, hop, proto);
-    headers.entry(&X_FORWARDED_PROTO).or_insert(HeaderValue::from_static(proto));
+    headers.entry(&X_FORWARDED_PROTO).or_insert(proto_value);
     if let Some(authority) = target.authority() {
         headers.entry(&X_FORWARDED_HOST).or_insert_with(|| authority.clone());
     }
@@ -164,6 +166,20 @@ pub(super) fn forward_response(
     Ok(())
 }
 
+/// Makes what an upstream says before its answer into what a client may be told before it: nothing about connections, and
+/// no framing, since there is no body.
+pub(super) fn forward_interim(parts: &mut response::Parts) {
+    let headers = &mut parts.headers;
+    let nominated = headers.get_all(header::CONNECTION).iter().flat_map(gate::nominated);
+    let hop_by_hop = headers.keys().filter(|name| gate::is_hop_by_hop(name)).cloned();
+    let framing = [header::CONTENT_LENGTH, header::TRANSFER_ENCODING, header::TRAILER];
+    let strip: SmallVec<[HeaderName; 8]> = nominated.chain(hop_by_hop).chain(framing).collect();
+    for name in &strip {
+        headers.remove(name);
+    }
+    append_to_list(headers, &header::VIA, via(parts.version));
+}
+
 /// Whether a response switches protocols exactly if that is an answer to what was `wanted`. That the protocol is
 /// one of those asked for has been checked when the connection was given up for it.
 fn check_switch(parts: &response::Parts, wanted: Option<&Wanted>) -> Result<(), ResponseFault> {
@@ -205,6 +221,11 @@ pub(super) fn append_to_list(headers: &mut HeaderMap, name: &HeaderName, item: H
             lines.insert(joined);
         }
     }
+}
+
+/// In decimal, with one allocation; the conversion that `http` has makes two.
+pub(super) fn number(value: impl itoa::Integer) -> HeaderValue {
+    HeaderValue::from_str(itoa::Buffer::new().format(value)).expect("digits are visible signs")
 }
 
 /// All lines of a list in one.
@@ -286,11 +307,15 @@ fn node(ip: IpAddr) -> String {
 }
 
 fn via(version: Version) -> HeaderValue {
-    HeaderValue::from_static(match version {
-        Version::HTTP_2 => "2 tidegate",
-        Version::HTTP_10 => "1.0 tidegate",
-        _ => "1.1 tidegate",
-    })
+    // Constants, which nothing checks at run time.
+    const VIA_20: HeaderValue = HeaderValue::from_static("2 tidegate");
+    const VIA_11: HeaderValue = HeaderValue::from_static("1.1 tidegate");
+    const VIA_10: HeaderValue = HeaderValue::from_static("1.0 tidegate");
+    match version {
+        Version::HTTP_2 => VIA_20,
+        Version::HTTP_10 => VIA_10,
+        _ => VIA_11,
+    }
 }
 
 /// Fields of a response that no `Connection` list takes away.

@@ -62,6 +62,11 @@ impl Inbound {
         }
     }
 
+    /// What is still of use when it is decided. The rest may be large: a hostile path has many readings.
+    pub(super) fn into_rest(self) -> (Target, Client) {
+        (self.target, self.client)
+    }
+
     /// Why the request's token was not believed, if a policy asked.
     pub fn token_fault(&self) -> Option<TokenFault> {
         self.token.fault()

@@ -10,6 +10,7 @@ mod flood;
 mod gate;
 mod headers;
 mod inbound;
+mod interim;
 mod listener;
 mod meter;
 #[cfg(any(test, fuzzing))]
@@ -27,8 +28,9 @@ mod watch;
 
 pub use body::{BodyError, RequestBody, ResponseBody, UpstreamBody};
 pub use entrance::{EntryFault, ProxyHeaderFault, TlsFault};
-pub use gate::GateFault;
+pub use gate::{GateFault, host_for_policies, is_taken_away};
 pub use inbound::{Inbound, InboundFault};
+pub use interim::Interim;
 pub use listener::ListenAddress;
 pub use server::{Handler, Load, Peer, Server, Stop};
 pub use service::Service;

@@ -1,5 +1,6 @@
 //! What holds for any bytes at all. The suite draws some at random, `fuzz/` looks for the others.
 
+use super::entrance::proxy_header::properties as proxy_header;
 use super::flood::Frames;
 use super::gate;
 use super::headers::{self, AddressText, Hop};
@@ -42,6 +43,7 @@ pub fn forwarded(bytes: &[u8], table: &PolicyTable) {
         parts.uri
     );
     assert_eq!(parts.version, Version::HTTP_11);
+    assert!(!parts.method.as_str().bytes().any(|byte| byte.is_ascii_lowercase()), "{}", parts.method);
     assert!(only(fields, "content-length") && only(fields, "transfer-encoding"));
     assert!(!(fields.contains_key(header::CONTENT_LENGTH) && fields.contains_key(header::TRANSFER_ENCODING)));
     if let Some(length) = fields.get(header::CONTENT_LENGTH) {
@@ -128,6 +130,16 @@ pub fn number(bytes: &[u8]) {
     }
 }
 
+/// A PROXY header is read as it was meant, and everything else is none. The first byte chooses whether the others are
+/// one, or what one is made of.
+pub fn proxy_header(bytes: &[u8]) {
+    match bytes.split_first() {
+        Some((0, bytes)) => proxy_header::any(bytes),
+        Some((_, bytes)) => proxy_header::written(bytes),
+        None => {}
+    }
+}
+
 /// Frames are found where they are, however the bytes are cut.
 pub fn frames(bytes: &[u8]) {
     let Some((step, bytes)) = bytes.split_first() else { return };
@@ -164,7 +176,7 @@ mod tests {
         #[test]
         fn any_head(
             choice in any::<u8>(),
-            line in "(GET|POST|OPTIONS|TRACE|CONNECT|x) (/[!-~]{0,9}|\\*|http://(a|u@a|\\[::1\\])(:80)?/x|a:80|[!-~]{1,9})",
+            line in "(GET|POST|OPTIONS|TRACE|CONNECT|X|get) (/[!-~]{0,9}|\\*|http://(a|u@a|\\[::1\\])(:80)?/x|a:80|[!-~]{1,9})",
             fields in prop::collection::vec((NAMES, VALUES), 0..7),
             host in any::<bool>(),
         ) {

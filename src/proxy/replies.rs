@@ -5,6 +5,7 @@
 
 use super::fields;
 use super::gate::GateFault;
+use super::headers::number;
 use super::inbound::InboundFault;
 use crate::enforcer::{Limited, Outcome, Retry, Verdict};
 use crate::policy::{Cors, Fields, Reject};
@@ -232,7 +233,11 @@ fn limited_reply(limited: &Limited<'_>, style: Style<'_>) -> Response<Bytes> {
         (Retry::Unknown, _) => {
             format!("Policy \"{policy}\" has no room for this request now, and nobody can tell when it will.")
         }
-        (_, Some(seconds)) => format!("Over the limit of policy \"{policy}\". Try again in {seconds} s."),
+        (_, Some(seconds)) => {
+            let mut buffer = itoa::Buffer::new();
+            ["Over the limit of policy \"", policy, "\". Try again in ", buffer.format(seconds), " s."]
+                .concat()
+        }
         (_, None) => format!(
             "Policy \"{policy}\" never allows this request: it asks for more than the limit. Trying again will not help."
         ),
@@ -277,8 +282,8 @@ impl Reader<'_> {
 
 struct Problem<'a> {
     status: StatusCode,
-    kind: &'a str,
-    title: &'a str,
+    kind: &'static str,
+    title: &'static str,
     detail: String,
     /// Of `Proxy-Status`.
     error: &'static str,
@@ -330,7 +335,7 @@ impl<'a> Problem<'a> {
         }
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
         if let Some(seconds) = self.retry.and_then(Retry::header_s) {
-            headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+            headers.insert(header::RETRY_AFTER, number(seconds));
         }
         if let Ok(status) = HeaderValue::try_from(["tidegate; error=", self.error].concat()) {
             headers.insert(&PROXY_STATUS, status);
@@ -353,11 +358,10 @@ impl<'a> Problem<'a> {
 
     fn json(&self) -> String {
         let mut out = String::with_capacity(320);
-        out.push_str("{\"type\":");
-        push_json_string(&mut out, self.kind);
-        out.push_str(",\"title\":");
-        push_json_string(&mut out, self.title);
-        out.push_str(",\"status\":");
+        // Type and title are words of ours, in which nothing needs an escape.
+        for piece in ["{\"type\":\"", self.kind, "\",\"title\":\"", self.title, "\",\"status\":"] {
+            out.push_str(piece);
+        }
         out.push_str(self.status.as_str());
         out.push_str(",\"detail\":");
         push_json_string(&mut out, &self.detail);
@@ -390,7 +394,7 @@ fn with_body(status: StatusCode, kind: HeaderValue, body: Bytes, style: Style<'_
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, kind);
         // Said here because a response to HEAD has it without the body.
-        headers.insert(header::CONTENT_LENGTH, HeaderValue::from(body.len()));
+        headers.insert(header::CONTENT_LENGTH, number(body.len()));
         if !style.head {
             *response.body_mut() = body;
         }

@@ -19,12 +19,13 @@ use std::time::Duration;
 use tokio::runtime::{Builder, LocalOptions};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio::task::{JoinError, JoinSet};
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::body::{RequestBody, ResponseBody};
 use super::connection::{Protocols, serve};
 use super::entrance::{Entrance, EntryFault};
 use super::headers::AddressText;
+use super::interim::Interim;
 use super::listener::{Accepting, ListenAddress, Listener, NewSocket};
 use super::transport::RawSocket;
 use super::watch::Watch;
@@ -41,11 +42,12 @@ const LOOKUP_THREADS: usize = 16;
 
 /// Answers requests.
 pub trait Handler: 'static {
-    /// Answers one request. The future is dropped when the client leaves.
+    /// Answers one request. The future is dropped when the client leaves. `interim` takes what comes before the answer.
     fn handle(
         self: Rc<Self>,
         request: Request<RequestBody>,
         peer: Arc<Peer>,
+        interim: Interim,
     ) -> impl Future<Output = Response<ResponseBody>> + 'static;
 
     /// A connection ended before its first request.
@@ -195,15 +197,26 @@ impl Server {
             () = drain => None,
             error = accepting.run(&self.load) => Some(error),
         };
-        accepting.take_rest(&self.load);
-        // The listener is closed. Workers see the end of their queues, and finish what they have.
+        let rest = accepting.take_rest();
+        // The listener is closed. A worker may be busy, but nobody waits for it longer than for the rest of the end.
+        let told = Instant::now();
+        tokio::select! {
+            biased;
+            () = until(&mut stop, Stop::Now) => {}
+            handed = timeout(shutdown.grace, rest.hand_over(&self.load)) => {
+                if handed.is_err() {
+                    tracing::warn!("no worker took the last connections in time");
+                }
+            }
+        }
+        // Workers see the end of their queues, and finish what they have.
         let threads: Vec<_> = workers.into_iter().map(|worker| worker.thread).collect();
         let mut ended =
             tokio::task::spawn_blocking(|| threads.into_iter().map(JoinHandle::join).collect::<Vec<_>>());
         let finished = tokio::select! {
             biased;
             () = until(&mut stop, Stop::Now) => None,
-            ended = timeout(shutdown.grace, &mut ended) => ended.ok(),
+            ended = timeout_at(told + shutdown.grace, &mut ended) => ended.ok(),
         };
         let counts = match finished {
             Some(counts) => counts,
@@ -237,7 +250,7 @@ impl Load {
         self.0.live.iter().map(|live| live.load(Ordering::Relaxed)).sum()
     }
 
-    /// Connections that ended in a panic; each is a bug.
+    /// Connections, and requests by HTTP/2, that ended in a panic; each is a bug.
     pub fn panics(&self) -> u64 {
         self.0.panics.load(Ordering::Relaxed)
     }
@@ -245,6 +258,10 @@ impl Load {
     /// How often `max_connections` were open, and new ones had to wait.
     pub fn full(&self) -> u64 {
         self.0.full.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn note_panic(&self) {
+        self.0.panics.fetch_add(1, Ordering::Relaxed);
     }
 
     fn of(&self, worker: usize) -> usize {
@@ -287,6 +304,16 @@ struct Acceptor {
     room: Arc<Semaphore>,
     queues: Vec<mpsc::Sender<Accepted>>,
     failing: bool,
+    /// Accepted, and no worker has taken it yet.
+    in_hand: Option<InHand>,
+}
+
+type InHand = (NewSocket, SocketAddr, OwnedSemaphorePermit);
+
+/// What was accepted before the listener was closed, and no worker has yet.
+struct Rest {
+    connections: Vec<InHand>,
+    queues: Vec<mpsc::Sender<Accepted>>,
 }
 
 impl Acceptor {
@@ -296,6 +323,7 @@ impl Acceptor {
             room: Arc::new(Semaphore::new(max_connections.clamp(1, Semaphore::MAX_PERMITS))),
             queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
             failing: false,
+            in_hand: None,
         })
     }
 
@@ -304,9 +332,9 @@ impl Acceptor {
         loop {
             let Some(permit) = self.room(load).await else { return worker_died() };
             let (socket, addr) = self.accept().await;
-            let Some((worker, queue)) = idlest(&self.queues, load) else { return worker_died() };
-            let counted = Counted::new(load, worker, permit);
-            if queue.send(Accepted { socket, addr, counted }).await.is_err() {
+            // Who is told to end while a worker's queue is full still has it.
+            self.in_hand = Some((socket, addr, permit));
+            if !hand_over(&self.queues, load, &mut self.in_hand).await {
                 return worker_died();
             }
         }
@@ -314,14 +342,15 @@ impl Acceptor {
 
     /// Takes what the kernel has completed by now, as far as there is room, and closes the listener. These clients
     /// may have sent a request, and closing would answer it with a reset.
-    fn take_rest(self, load: &Load) {
-        let Self { listener, room, queues, .. } = self;
+    fn take_rest(self) -> Rest {
+        let Self { listener, room, queues, in_hand, .. } = self;
+        let mut connections = Vec::from_iter(in_hand);
         listener.take_rest(|socket, addr| {
             let Ok(permit) = Arc::clone(&room).try_acquire_owned() else { return false };
-            let Some((worker, queue)) = idlest(&queues, load) else { return false };
-            let counted = Counted::new(load, worker, permit);
-            queue.try_send(Accepted { socket, addr, counted }).is_ok()
+            connections.push((socket, addr, permit));
+            true
         });
+        Rest { connections, queues }
     }
 
     /// Without room for it, a connection is better off in the kernel's backlog.
@@ -353,6 +382,26 @@ impl Acceptor {
             }
         }
     }
+}
+
+impl Rest {
+    async fn hand_over(self, load: &Load) {
+        for connection in self.connections {
+            if !hand_over(&self.queues, load, &mut Some(connection)).await {
+                return;
+            }
+        }
+    }
+}
+
+/// Gives a connection to the worker with the fewest, which takes it out of `in_hand`. `false`: that worker is gone.
+async fn hand_over(queues: &[mpsc::Sender<Accepted>], load: &Load, in_hand: &mut Option<InHand>) -> bool {
+    let Some((worker, queue)) = idlest(queues, load) else { return false };
+    let Ok(place) = queue.reserve().await else { return false };
+    if let Some((socket, addr, permit)) = in_hand.take() {
+        place.send(Accepted { socket, addr, counted: Counted::new(load, worker, permit) });
+    }
+    true
 }
 
 /// The worker with the fewest connections.
@@ -404,7 +453,7 @@ impl Worker {
                 let cut = runtime.block_on(async {
                     let handler = make_handler(index).await;
                     drop(tell_ready.send(Ok(())));
-                    let protocols = Rc::new(Protocols::new(&settings));
+                    let protocols = Rc::new(Protocols::new(&settings, load.clone()));
                     let cut =
                         work(Rc::clone(&handler), entrance.into(), protocols, accepted, cut, &load).await;
                     // Connections that were cut let go of their requests.
@@ -494,7 +543,7 @@ fn unfinished(mut connections: JoinSet<()>) -> usize {
 /// A panic ends its own connection only, but must not pass unseen.
 fn note_end(ended: Result<(), JoinError>, load: &Load) {
     if let Err(error) = ended {
-        load.0.panics.fetch_add(1, Ordering::Relaxed);
+        load.note_panic();
         tracing::error!(%error, "a connection ended in a panic");
     }
 }

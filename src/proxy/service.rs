@@ -2,20 +2,25 @@
 
 use super::access::{AccessLog, Entry};
 use super::entrance::EntryFault;
+use super::gate::Target;
 use super::headers::{self, Hop};
 use super::inbound::Inbound;
+use super::interim::Interim;
 use super::meter::Bill;
 use super::replies::{self, Local, Style};
 use super::server::{Handler, Peer};
 use super::upgrade::Wanted;
 use super::upstream::{Upstream, UpstreamError, UpstreamErrorKind};
 use super::{ListenSettings, RequestBody, ResponseBody, fields};
-use crate::enforcer::{Enforcer, Estimate, Hold, Outcome, Verdict};
+use crate::enforcer::{Enforcer, Estimate, Hold, Outcome, Reported, Verdict};
 use crate::policy::PolicyTable;
+use crate::policy::client::Client;
 use crate::telemetry::LogSettings;
-use crate::telemetry::metrics::Shard;
+use crate::telemetry::metrics::{Answer, Shard, Source};
+use crate::trace::{self, Context, Recording, TraceId, Tracer};
 use bytes::Bytes;
 use http::{HeaderMap, Method, Request, Response, StatusCode, header, request};
+use ipnet::IpNet;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -31,6 +36,7 @@ pub struct Service {
     max_body_bytes: Option<u64>,
     access: AccessLog,
     shard: Arc<Shard>,
+    tracer: Option<Tracer>,
 }
 
 impl Service {
@@ -48,10 +54,21 @@ impl Service {
             max_body_bytes: listen.max_body_bytes,
             access: AccessLog::new(log),
             shard,
+            tracer: None,
         }
     }
 
-    async fn answer(&self, request: Request<RequestBody>, peer: &Peer) -> Response<ResponseBody> {
+    /// The same, and some requests are recorded.
+    pub fn traced(self, tracer: Option<Tracer>) -> Self {
+        Self { tracer, ..self }
+    }
+
+    async fn answer(
+        &self,
+        request: Request<RequestBody>,
+        peer: &Peer,
+        interim: &mut Interim,
+    ) -> Response<ResponseBody> {
         let arrived = Instant::now();
         let (mut parts, body) = request.into_parts();
         let version_in = parts.version;
@@ -77,21 +94,31 @@ impl Service {
             return self.turn_away(&parts, body, peer, reply, arrived);
         }
         if table.overhears(&inbound.client, &parts.headers) {
-            self.shard.forwarding_not_trusted();
+            self.shard.forwarding_not_trusted(peer.addr.ip().to_canonical());
             hint_at_trusted_proxies(peer, table);
         }
+
+        let said = Context::of(&parts.headers);
+        let recording = self.record(said, &parts, &inbound, peer, arrived);
 
         // 2. One question, one verdict.
         let mut verdict =
             self.enforcer.decide(&rules, &inbound.facts(&parts, peer.certificate.as_ref()), arrived).await;
         let decided = verdict.at.unwrap_or(arrived);
+        self.shard.answer(answer(&verdict));
         if let Some(fault) = inbound.token_fault() {
             self.shard.token_refused();
             tracing::debug!(%fault, peer = %peer.addr, "a request's token is not believed");
         }
-        let asked = Asked { method: parts.method.clone(), inbound, arrived };
+        let trace = recording
+            .as_ref()
+            .and_then(|recording| recording.context())
+            .or(said)
+            .map(|context| context.trace);
+        let (target, client) = inbound.into_rest();
+        let mut asked = Asked { method: parts.method.clone(), target, client, arrived, trace, recording };
         if let Some(reply) = replies::refusal(&verdict, table.fields, style) {
-            self.log(&asked, &verdict, reply.status(), decided);
+            self.log(&mut asked, &verdict, reply.status(), decided);
             return self.refuse(body, reply, decided - arrived);
         }
 
@@ -110,14 +137,14 @@ impl Service {
                     Some(Err(error)) => self.not_forwarded(&error, estimates, style),
                     _ => replies::local(Local::Overlong, style).map(ResponseBody::Full),
                 };
-                return self.done(response, &asked, &verdict, table);
+                return self.done(response, &mut asked, &verdict, table);
             }
         };
 
         // 4. Forward, and say how much is left.
         let hop = Hop {
             peer: &peer.text,
-            client: asked.inbound.client,
+            client: asked.client,
             https: peer.tls,
             version_in,
             ip_header: &table.client.ip_header,
@@ -125,14 +152,25 @@ impl Service {
             preserve_host: self.upstream.settings().preserve_host,
             upstream_authority: self.upstream.authority(),
         };
-        headers::forward_request(&mut parts, &asked.inbound.target, &hop);
+        headers::forward_request(&mut parts, &asked.target, &hop);
         if estimates.iter().any(Estimate::reads_body) {
             headers::ask_for_plain_body(&mut parts.headers);
         }
+        if let Some(recording) = &mut asked.recording {
+            recording.forward(&mut parts.headers, self.upstream.authority().to_str().unwrap_or_default());
+        }
         let rest = body.another();
-        let send = pin!(self.upstream.send(Request::from_parts(parts, body), ready));
-        let wanted = asked.inbound.target.wanted.as_ref();
-        let mut response = match before(ends_at, send).await {
+        let send = pin!(self.upstream.send(Request::from_parts(parts, body), ready, interim));
+        let wanted = asked.target.wanted.as_ref();
+        let answer = before(ends_at, send).await;
+        if let Some(recording) = &mut asked.recording {
+            recording.forwarded(match &answer {
+                Some(Ok(response)) => Ok(response.status().as_u16()),
+                Some(Err(error)) => Err(error.kind.name()),
+                None => Err("overlong"),
+            });
+        }
+        let mut response = match answer {
             Some(Ok(response)) => self.pass_on(response, estimates, version_in, wanted, style),
             Some(Err(error)) => {
                 if error.kind.is_unsent() {
@@ -147,7 +185,7 @@ impl Service {
             ResponseBody::Tunnel(tunnel) => tunnel.keep(hold),
             ResponseBody::Empty | ResponseBody::Full(_) => {}
         }
-        self.done(response, &asked, &verdict, table)
+        self.done(response, &mut asked, &verdict, table)
     }
 
     fn not_forwarded(
@@ -168,7 +206,7 @@ impl Service {
     fn done(
         &self,
         mut response: Response<ResponseBody>,
-        asked: &Asked,
+        asked: &mut Asked,
         verdict: &Verdict<'_>,
         table: &PolicyTable,
     ) -> Response<ResponseBody> {
@@ -214,16 +252,14 @@ impl Service {
         arrived: Instant,
     ) -> Response<ResponseBody> {
         let took = arrived.elapsed();
+        self.shard.answer(Answer::Malformed);
         self.access.write(&Entry {
             method: parts.method.as_str(),
             host: parts.headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default(),
             path: parts.uri.path(),
-            client_ip: peer.addr.ip(),
-            status: reply.status(),
             head: took,
-            decision: "malformed",
-            policy: None,
-            shadow_rejected: &[],
+            trace: Context::of(&parts.headers).map(|context| context.trace),
+            ..Entry::unread(peer.addr.ip(), reply.status())
         });
         self.refuse(body, reply, took)
     }
@@ -235,29 +271,59 @@ impl Service {
         reply.map(ResponseBody::Full)
     }
 
-    fn log(&self, asked: &Asked, verdict: &Verdict<'_>, status: StatusCode, responded: Instant) {
-        let (decision, policy) = match &verdict.outcome {
-            Outcome::Forward if verdict.degraded => ("degraded", None),
-            Outcome::Forward if !verdict.delay.is_zero() => ("delayed", None),
-            Outcome::Forward => ("allowed", None),
-            Outcome::Limited(limited) if limited.blocked => ("blocked", Some(limited.policy)),
-            Outcome::Limited(limited) => ("rejected", Some(limited.policy)),
-            Outcome::Denied { policy, .. } => ("denied", Some(*policy)),
-            Outcome::BadKey { policy, .. } => ("malformed", Some(*policy)),
-            Outcome::Unavailable { policy, .. } => ("degraded", Some(*policy)),
+    fn log(&self, asked: &mut Asked, verdict: &Verdict<'_>, status: StatusCode, responded: Instant) {
+        let policy = match &verdict.outcome {
+            Outcome::Forward => None,
+            Outcome::Limited(limited) => Some(limited.policy),
+            Outcome::Denied { policy, .. }
+            | Outcome::BadKey { policy, .. }
+            | Outcome::Unavailable { policy, .. } => Some(*policy),
         };
         let entry = Entry {
             method: asked.method.as_str(),
-            host: asked.inbound.target.host(),
-            path: asked.inbound.target.path(),
-            client_ip: asked.inbound.client.ip,
+            host: asked.target.host(),
+            path: asked.target.path(),
+            client_ip: asked.client.ip,
             status,
             head: responded - asked.arrived,
-            decision,
+            decision: answer(verdict).word(),
             policy,
             shadow_rejected: &verdict.shadow_rejected,
+            limits: &verdict.limits,
+            source: verdict.source,
+            decided: verdict.at.map(|at| at - asked.arrived),
+            trace: asked.trace,
         };
         self.access.write(&entry);
+        if let Some(recording) = &mut asked.recording {
+            let tightest = Reported::tightest(&verdict.limits);
+            recording.answered(&trace::Answered {
+                status: status.as_u16(),
+                decision: entry.decision,
+                policy,
+                limit: tightest.map(|one| (&*one.limit.name, one.key, one.standing.remaining)),
+                source: verdict.source.map(Source::word).zip(verdict.at),
+            });
+        }
+    }
+
+    /// A recording of the request, if there is to be one.
+    fn record(
+        &self,
+        said: Option<Context>,
+        parts: &request::Parts,
+        inbound: &Inbound,
+        peer: &Peer,
+        arrived: Instant,
+    ) -> Option<Box<Recording>> {
+        let asked = trace::Asked {
+            method: &parts.method,
+            host: inbound.target.host(),
+            path: inbound.target.path(),
+            client: inbound.client.ip,
+            is_tls: peer.tls,
+        };
+        self.tracer.as_ref()?.begin(said, &parts.headers, &asked, arrived)
     }
 }
 
@@ -266,8 +332,9 @@ impl Handler for Service {
         self: Rc<Self>,
         request: Request<RequestBody>,
         peer: Arc<Peer>,
+        mut interim: Interim,
     ) -> Response<ResponseBody> {
-        self.answer(request, &peer).await
+        self.answer(request, &peer, &mut interim).await
     }
 
     fn not_entered(&self, fault: EntryFault) {
@@ -279,17 +346,8 @@ impl Handler for Service {
 
     fn unread(&self, status: StatusCode, peer: &Peer) {
         self.shard.answered(status.as_u16());
-        self.access.write(&Entry {
-            method: "",
-            host: "",
-            path: "",
-            client_ip: peer.addr.ip(),
-            status,
-            head: Duration::ZERO,
-            decision: "malformed",
-            policy: None,
-            shadow_rejected: &[],
-        });
+        self.shard.answer(Answer::Malformed);
+        self.access.write(&Entry::unread(peer.addr.ip(), status));
     }
 
     fn counts(&self) -> Option<Arc<Shard>> {
@@ -313,6 +371,20 @@ async fn before<F: Future>(ends_at: Option<Instant>, future: Pin<&mut F>) -> Opt
     }
 }
 
+/// What became of a request, in one word.
+fn answer(verdict: &Verdict<'_>) -> Answer {
+    match &verdict.outcome {
+        Outcome::Forward if verdict.degraded => Answer::Degraded,
+        Outcome::Forward if !verdict.delay.is_zero() => Answer::Delayed,
+        Outcome::Forward => Answer::Allowed,
+        Outcome::Limited(limited) if limited.blocked => Answer::Blocked,
+        Outcome::Limited(_) => Answer::Rejected,
+        Outcome::Denied { .. } => Answer::Denied,
+        Outcome::BadKey { .. } => Answer::Malformed,
+        Outcome::Unavailable { .. } => Answer::Degraded,
+    }
+}
+
 /// hyper counts for HTTP/1 only. HTTP/2 clients may send a line per cookie; together these count as one.
 fn has_more_headers(headers: &HeaderMap, max: usize) -> bool {
     let cookies = || headers.get_all(header::COOKIE).iter().count().saturating_sub(1);
@@ -323,20 +395,25 @@ fn has_more_headers(headers: &HeaderMap, max: usize) -> bool {
 fn hint_at_trusted_proxies(peer: &Peer, table: &PolicyTable) {
     static TOLD: std::sync::Once = std::sync::Once::new();
     TOLD.call_once(|| {
+        let ip = peer.addr.ip().to_canonical();
         tracing::warn!(
-            peer = %peer.addr.ip(),
+            peer = %ip,
             header = %table.client.ip_header,
+            write = format!("[\"{}\"]", IpNet::from(ip)),
             "a peer that isn't in client.trusted_proxies names a client; the client's address is taken to be \
-             the peer's. If the peer is your ingress, list its network there, or everybody shares one quota",
+             the peer's. If the peer is your ingress, list it there, or its network, or everybody shares one quota",
         );
     });
 }
 
-/// What the access log wants of a request that is given away.
+/// What is still wanted of a request that is given away.
 struct Asked {
     method: Method,
-    inbound: Inbound,
+    target: Target,
+    client: Client,
     arrived: Instant,
+    trace: Option<TraceId>,
+    recording: Option<Box<Recording>>,
 }
 
 /// The answer when the upstream gave none.
@@ -367,7 +444,7 @@ mod tests {
     /// Each connection keeps room for a request, and each request moves through it.
     #[test]
     fn a_request_takes_little_room() {
-        fn room<A, B, C, F>(_handle: impl FnOnce(A, B, C) -> F) -> usize {
+        fn room<A, B, C, D, F>(_handle: impl FnOnce(A, B, C, D) -> F) -> usize {
             size_of::<F>()
         }
         let bytes = room(<Service as Handler>::handle);

@@ -4,20 +4,22 @@
 //! threads; what all workers may do together is counted in [`Shared`].
 
 mod addresses;
+mod again;
 mod connect;
+mod early;
 mod http2;
 mod pool;
 mod shared;
 mod stream;
 
-use http::{HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, header};
+use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header};
 use hyper::body::Incoming;
 use hyper::client::conn::TrySendError;
 use hyper_util::rt::TokioIo;
 use smallvec::SmallVec;
 use std::fmt;
 use std::future::{Future, poll_fn};
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
@@ -26,8 +28,10 @@ use tokio::time::Instant;
 
 use super::UpstreamSettings;
 use super::body::{Progress, RequestBody, ResponseBody, Sending, Source, UpstreamBody};
+use super::interim::Interim;
 use super::tunnel::{Far, Tunnel};
 use super::upgrade;
+use again::Again;
 use pool::{Connection, Pool, Wire};
 use stream::Upload;
 
@@ -144,7 +148,7 @@ impl Upstream {
     /// Sends a request and waits for the head of its response; the body is still to come.
     ///
     /// The request has its URI in origin form and its final headers, `Host` included. `now` is when the
-    /// caller looked at the clock last. Dropping the future, or the response's body before its end, closes
+    /// caller looked at the clock last; `interim` gets what comes before the answer. Dropping the future, or the response's body before its end, closes
     /// the connection.
     ///
     /// # Errors
@@ -153,13 +157,14 @@ impl Upstream {
         &self,
         mut request: Request<RequestBody>,
         now: Instant,
+        interim: &mut Interim,
     ) -> Result<Response<ResponseBody>, UpstreamError> {
         let settings = self.pool.settings();
-        *request.version_mut() = http::Version::HTTP_11;
+        *request.version_mut() = Version::HTTP_11;
         let mut may_repeat = settings.retry_idempotent && is_repeatable(&request);
         let (mut may_send_again, mut goodbyes_left) = (true, MAX_GOODBYES);
         let mut connects_left = settings.retry_connect;
-        let (mut connection, mut sent) = match self.pool.take_idle() {
+        let (mut connection, mut sent) = match self.pool.take_idle(now) {
             Some(connection) => (connection, now),
             None => (self.pool.acquire(&mut connects_left).await?, Instant::now()),
         };
@@ -170,8 +175,16 @@ impl Upstream {
             let reused = connection.is_reused();
             let is_shared = matches!(connection.wire, Wire::Http2(_));
             let copy = (is_shared || reused && may_repeat).then(|| Again::of(&request));
-            let (failure, error) = match self.exchange(connection, request, sent).await {
-                Ok(response) => return Ok(response),
+            match is_shared {
+                // It may say that it has not looked at the request, also when the body has been sent.
+                true => request.body().keep(),
+                false => request.body().forget(),
+            }
+            let (failure, error) = match self.exchange(connection, request, sent, interim).await {
+                Ok(response) => {
+                    copy.inspect(|copy| copy.body.forget());
+                    return Ok(response);
+                }
                 Err(failed) => failed,
             };
             (request, connection) = match (failure, copy) {
@@ -183,13 +196,13 @@ impl Upstream {
                     };
                     (request, self.pool.acquire(&mut connects_left).await?)
                 }
-                (Failure::Refused, Some(copy)) if may_send_again && !copy.body.was_read() => {
+                (Failure::Refused, Some(copy)) if may_send_again && copy.body.rewind() => {
                     tracing::debug!(%error, "sending again what the upstream did not look at");
                     may_send_again = false;
                     let next = self.pool.acquire_new(&mut connects_left).await;
                     (copy.into_request(), next.map_err(|_other| error)?)
                 }
-                (Failure::TooLate, Some(copy)) if goodbyes_left > 0 && !copy.body.was_read() => {
+                (Failure::TooLate, Some(copy)) if goodbyes_left > 0 && copy.body.rewind() => {
                     tracing::debug!(%error, "sending on another connection what came too late for this one");
                     goodbyes_left -= 1;
                     let next = self.pool.acquire_new(&mut connects_left).await;
@@ -235,15 +248,23 @@ impl Upstream {
     async fn exchange(
         &self,
         mut connection: Box<Connection>,
-        request: Request<RequestBody>,
+        mut request: Request<RequestBody>,
         sent: Instant,
+        interim: &mut Interim,
     ) -> Result<Response<ResponseBody>, (Failure, UpstreamError)> {
         let Wire::Http1(http1) = &mut connection.wire else {
-            return Box::pin(self.exchange_http2(connection, request, sent)).await;
+            return Box::pin(self.exchange_http2(connection, request, sent, interim)).await;
         };
+        let early = Arc::clone(&http1.early);
+        early.listen(&mut request);
         let progress = request.body().progress();
         let offered: SmallVec<[_; 1]> = request.headers().get_all(header::UPGRADE).iter().cloned().collect();
-        let answer = http1.sender.try_send_request(request);
+        let mut answer = pin!(http1.sender.try_send_request(request));
+        let answer = poll_fn(|cx| {
+            let answer = answer.as_mut().poll(cx);
+            early.pass_on(interim, answer.is_pending().then(|| cx.waker()));
+            answer
+        });
         let response = match self.in_time(&mut connection, answer, progress.as_deref(), sent).await {
             Some(Ok(response)) => response,
             Some(Err(failed)) => return Err(unanswered(failed, progress.as_deref())),
@@ -262,6 +283,7 @@ impl Upstream {
         mut connection: Box<Connection>,
         request: Request<RequestBody>,
         sent: Instant,
+        interim: &mut Interim,
     ) -> Result<Response<ResponseBody>, (Failure, UpstreamError)> {
         let (mut head, body) = request.into_parts();
         let invalid = |what: &str| {
@@ -278,7 +300,7 @@ impl Upstream {
         }
         let declared = head.headers.get_all(header::TRAILER).iter().cloned().collect();
         let goes_on = key.is_some() || !body.is_empty();
-        let (answer, sending) = match place.begin(Request::from_parts(head, ()), goes_on) {
+        let (mut answer, sending) = match place.begin(Request::from_parts(head, ()), goes_on) {
             Ok(begun) => begun,
             Err(error) => {
                 let failure = if error.is_gone { Failure::Unsent(None) } else { Failure::Sent };
@@ -292,6 +314,12 @@ impl Upstream {
         } else if goes_on && let Some(upload) = Upload::start(body, sending, declared).await {
             place.keep(upload);
         }
+        let answer = poll_fn(|cx| {
+            while let Poll::Ready(Some(Ok(early))) = answer.poll_informational(cx) {
+                interim.pass_on(early.status(), early.headers(), Version::HTTP_2);
+            }
+            Pin::new(&mut answer).poll(cx)
+        });
         let response = match self.in_time(&mut connection, answer, progress.as_deref(), sent).await {
             Some(Ok(response)) => response,
             Some(Err(error)) => {
@@ -422,48 +450,6 @@ fn is_repeatable(request: &Request<RequestBody>) -> bool {
     request.body().is_empty() && (method.is_safe() || [Method::PUT, Method::DELETE].contains(method))
 }
 
-/// What it takes to send a request once more. Its fields are copied as text, which no name or value needs to be shared
-/// for: that costs a third of copying the map, and hardly any request is ever read back.
-struct Again {
-    method: Method,
-    uri: Uri,
-    /// `name:value\n` of each; a name has no colon, and neither has a line's end.
-    fields: Vec<u8>,
-    /// Another handle on the same body.
-    body: RequestBody,
-}
-
-impl Again {
-    fn of(request: &Request<RequestBody>) -> Self {
-        let headers = request.headers();
-        let length = headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 2).sum();
-        let mut fields = Vec::with_capacity(length);
-        for (name, value) in headers {
-            fields.extend_from_slice(name.as_str().as_bytes());
-            fields.push(b':');
-            fields.extend_from_slice(value.as_bytes());
-            fields.push(b'\n');
-        }
-        let body = request.body().another();
-        Self { method: request.method().clone(), uri: request.uri().clone(), fields, body }
-    }
-
-    fn into_request(self) -> Request<RequestBody> {
-        let mut request = Request::new(self.body);
-        *request.method_mut() = self.method;
-        *request.uri_mut() = self.uri;
-        for line in self.fields.split(|byte| *byte == b'\n') {
-            let mut halves = line.splitn(2, |byte| *byte == b':');
-            let name = halves.next().and_then(|name| HeaderName::from_bytes(name).ok());
-            let value = halves.next().and_then(|value| HeaderValue::from_bytes(value).ok());
-            if let (Some(name), Some(value)) = (name, value) {
-                request.headers_mut().append(name, value);
-            }
-        }
-        request
-    }
-}
-
 /// An error and what led to it, in one line.
 pub(super) fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
@@ -562,7 +548,7 @@ impl UpstreamError {
 
 #[cfg(test)]
 mod tests {
-    use super::{Again, RequestBody, UpstreamErrorKind, is_repeatable};
+    use super::{RequestBody, UpstreamErrorKind, is_repeatable};
     use http::Request;
 
     #[test]
@@ -572,16 +558,6 @@ mod tests {
         for kind in [UpstreamErrorKind::ConnectRefused, UpstreamErrorKind::ResponseTimeout, last] {
             assert_eq!(UpstreamErrorKind::NAMES[kind as usize], kind.name());
         }
-    }
-
-    #[test]
-    fn what_is_sent_again_is_the_same() {
-        let head = || Request::put("/a?b").header("x-b", ": 1:2").header("host", "h").header("x-b", "");
-        let request = || head().header("x-\u{7e}", &b"\xff\t"[..]).body(RequestBody::default()).unwrap();
-        let (first, again) = (request(), Again::of(&request()).into_request());
-        assert_eq!((again.method(), again.uri()), (first.method(), first.uri()));
-        assert_eq!(again.headers(), first.headers());
-        assert_eq!(again.headers().iter().count(), 4);
     }
 
     #[test]

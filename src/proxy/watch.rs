@@ -75,6 +75,10 @@ pub(super) struct Watch {
     counts: Option<Arc<Shard>>,
     /// The task that drives the connection.
     driver: RefCell<Option<Waker>>,
+    /// What stands before the next answer, and hyper knows nothing of.
+    said_before: RefCell<Vec<u8>>,
+    /// All that hyper had to write is written.
+    is_flushed: Cell<bool>,
 }
 
 /// What holds while no request is active.
@@ -103,6 +107,8 @@ impl Watch {
             budget: Budget::new(now),
             counts,
             driver: RefCell::new(None),
+            said_before: RefCell::default(),
+            is_flushed: Cell::new(true),
         })
     }
 
@@ -211,6 +217,17 @@ impl Watch {
     /// Whether all that was written has been taken.
     pub(super) fn is_caught_up(&self) -> bool {
         self.blocked_since.get().is_none()
+    }
+
+    /// Writes a head to an HTTP/1.1 client that waits for an answer, before all that hyper writes from now on. It is
+    /// dropped if something of earlier answers has still to be written.
+    ///
+    /// hyper flushes the socket when, and only when, it has written all that it had.
+    pub(super) fn tell(&self, head: &[u8]) {
+        if self.is_flushed.get() {
+            self.said_before.borrow_mut().extend_from_slice(head);
+            self.wake_driver();
+        }
     }
 
     /// How long a client may leave a write alone.
@@ -351,6 +368,19 @@ impl WatchedSocket {
         self.watch.set_unread();
     }
 
+    /// Writes what stands before that which hyper has to write.
+    fn poll_said_before(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut said_before = self.watch.said_before.borrow_mut();
+        while !said_before.is_empty() {
+            let written = ready!(Pin::new(&mut self.transport).poll_write(cx, &said_before))?;
+            if written == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            said_before.drain(..written);
+        }
+        Poll::Ready(Ok(()))
+    }
+
     /// Reads and forgets until the client closes, or has had enough of our time.
     fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let linger = self.linger.get_or_insert_with(|| Linger {
@@ -403,7 +433,10 @@ impl AsyncRead for WatchedSocket {
 
 impl AsyncWrite for WatchedSocket {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().transport).poll_write(cx, bytes)
+        let this = self.get_mut();
+        ready!(this.poll_said_before(cx))?;
+        this.watch.is_flushed.set(false);
+        Pin::new(&mut this.transport).poll_write(cx, bytes)
     }
 
     fn poll_write_vectored(
@@ -411,7 +444,10 @@ impl AsyncWrite for WatchedSocket {
         cx: &mut Context<'_>,
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().transport).poll_write_vectored(cx, bytes)
+        let this = self.get_mut();
+        ready!(this.poll_said_before(cx))?;
+        this.watch.is_flushed.set(false);
+        Pin::new(&mut this.transport).poll_write_vectored(cx, bytes)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -419,7 +455,10 @@ impl AsyncWrite for WatchedSocket {
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().transport).poll_flush(cx)
+        let this = self.get_mut();
+        this.watch.is_flushed.set(true);
+        ready!(this.poll_said_before(cx))?;
+        Pin::new(&mut this.transport).poll_flush(cx)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -436,9 +475,15 @@ impl AsyncWrite for WatchedSocket {
 
 #[cfg(test)]
 mod tests {
-    use super::{AWAKE_TIME, Overdue, Patience, Watch};
+    use super::{AWAKE_TIME, Overdue, Patience, Watch, WatchedSocket};
+    use crate::proxy::transport::{RawSocket, Stream, Transport};
+    use std::future::poll_fn;
+    use std::pin::Pin;
+    use std::rc::Rc;
     use std::task::Poll;
     use std::time::Duration;
+    use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
+    use tokio::net::UnixStream;
     use tokio::time::{Instant, advance};
 
     const PATIENCE: Patience = Patience {
@@ -497,6 +542,38 @@ mod tests {
         assert_eq!(due_in(&watch), Some((20, Overdue::Stalled)));
         watch.note_write(&Poll::Ready(Ok(1)));
         assert_eq!(due_in(&watch), Some((75, Overdue::Idle)));
+    }
+
+    #[tokio::test]
+    async fn what_is_said_before_an_answer_stands_between_answers() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let watch = Watch::new(PATIENCE, None);
+        let raw = RawSocket::new(Stream::Unix(ours), Rc::clone(&watch));
+        let mut socket = WatchedSocket::new(Transport::Plain(raw), Rc::clone(&watch));
+        watch.tell(b"<1>");
+        socket.flush().await.unwrap();
+        watch.tell(b"<2>");
+        let mut sent = 0;
+        // As much as nobody reads: the rest of the answer has to wait.
+        poll_fn(|cx| {
+            while let Poll::Ready(written) = Pin::new(&mut socket).poll_write(cx, &[b'a'; 4096]) {
+                sent += written.unwrap();
+            }
+            Poll::Ready(())
+        })
+        .await;
+        watch.tell(b"<dropped>");
+        let mut got = vec![0; 6 + sent];
+        theirs.read_exact(&mut got).await.unwrap();
+        socket.write_all(b"end").await.unwrap();
+        watch.tell(b"<dropped>");
+        socket.flush().await.unwrap();
+        watch.tell(b"<3>");
+        socket.write_all(b"next").await.unwrap();
+        drop(socket);
+        theirs.read_to_end(&mut got).await.unwrap();
+        let text = String::from_utf8(got).unwrap();
+        assert_eq!(text, format!("<1><2>{}end<3>next", "a".repeat(sent)));
     }
 
     #[tokio::test(start_paused = true)]

@@ -157,6 +157,17 @@ impl Memory {
         self.hold(&[charge]).keeps(&charge)
     }
 
+    /// Forgets the counters of charges. Returns how many there were.
+    pub fn reset(&self, charges: &[Charge<'_>]) -> u64 {
+        let mut held = self.hold(charges);
+        let kept = charges.iter().filter(|charge| {
+            let keeps = held.keeps(charge);
+            held.forget(charge);
+            keeps
+        });
+        kept.count() as u64
+    }
+
     /// Forgets a counter, and begins it anew with an amendment.
     pub(super) fn begin(&self, late: &Late<'_>) {
         self.put_right(late, |held, charge| {

@@ -1,8 +1,12 @@
 //! The log, on stderr: stdout is for the data that commands print.
 
+use parking_lot::Mutex;
+use std::fmt;
 use std::io::{self, Write};
+use std::sync::OnceLock;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::reload::Handle;
 
 /// What is logged, and how.
 #[derive(Clone, Debug, PartialEq)]
@@ -58,30 +62,82 @@ impl Level {
     }
 }
 
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// The level in effect, and what changes it.
+struct Switch {
+    level: Mutex<Level>,
+    turn: Box<dyn Fn(EnvFilter) -> bool + Send + Sync>,
+}
+
+static SWITCH: OnceLock<Switch> = OnceLock::new();
+
+impl Switch {
+    fn new<S: 'static>(level: &Level, handle: Handle<EnvFilter, S>) -> Self {
+        let turn = Box::new(move |filter| handle.reload(filter).is_ok());
+        Self { level: Mutex::new(level.clone()), turn }
+    }
+}
+
 /// Sets the log up for the whole process. Only the first call does something.
 pub fn init(settings: &LogSettings) {
     // No colours: with them, escape sequences of our own could not be told from those of strangers.
     let builder = tracing_subscriber::fmt().with_env_filter(settings.level.filter()).with_ansi(false);
-    let result = match settings.format {
-        Format::Json => builder.json().flatten_event(true).with_writer(io::stderr).try_init(),
-        Format::Text => builder.with_writer(Printable(io::stderr)).try_init(),
+    let writer = Printable { inner: io::stderr, format: settings.format };
+    let (switch, result) = match settings.format {
+        Format::Json => {
+            let builder = builder.json().flatten_event(true).with_writer(writer).with_filter_reloading();
+            (Switch::new(&settings.level, builder.reload_handle()), builder.try_init())
+        }
+        Format::Text => {
+            let builder = builder.with_writer(writer).with_filter_reloading();
+            (Switch::new(&settings.level, builder.reload_handle()), builder.try_init())
+        }
     };
-    if let Err(error) = result {
-        tracing::debug!(%error, "the log is set up already");
+    match result {
+        Ok(()) => drop(SWITCH.set(switch)),
+        Err(error) => tracing::debug!(%error, "the log is set up already"),
     }
 }
 
-/// Makes each record one line without control characters, whatever a client put into it. (JSON is by itself.)
-struct Printable<M>(M);
+/// The level in effect; `None` before [`init`].
+pub fn level() -> Option<Level> {
+    SWITCH.get().map(|switch| switch.level.lock().clone())
+}
+
+/// Logs at another level from now on, until the process ends. Returns whether that worked: not before [`init`].
+pub fn set_level(level: Level) -> bool {
+    let Some(switch) = SWITCH.get() else { return false };
+    let mut current = switch.level.lock();
+    let turned = (switch.turn)(level.filter());
+    if turned {
+        tracing::info!(from = %current, to = %level, "log level changed");
+        *current = level;
+    }
+    turned
+}
+
+/// Makes each record one line of letters that are seen, whatever a client put into it.
+struct Printable<M> {
+    inner: M,
+    format: Format,
+}
 
 /// Writes one record.
-struct PrintableWriter<W>(W);
+struct PrintableWriter<W> {
+    inner: W,
+    format: Format,
+}
 
 impl<'a, M: MakeWriter<'a>> MakeWriter<'a> for Printable<M> {
     type Writer = PrintableWriter<M::Writer>;
 
     fn make_writer(&'a self) -> Self::Writer {
-        PrintableWriter(self.0.make_writer())
+        PrintableWriter { inner: self.inner.make_writer(), format: self.format }
     }
 }
 
@@ -93,14 +149,37 @@ impl<W: Write> Write for PrintableWriter<W> {
             _ => (record, ""),
         };
         let text = String::from_utf8_lossy(line);
-        let printable: String = text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect();
-        self.0.write_all(format!("{printable}{end}").as_bytes())?;
+        let mut shown = String::with_capacity(record.len());
+        for letter in text.chars() {
+            match (is_unseen(letter), self.format) {
+                (false, _) => shown.push(letter),
+                // In JSON such a letter can only stand in a text.
+                (true, Format::Json) => {
+                    for unit in letter.encode_utf16(&mut [0; 2]) {
+                        shown.push_str(&format!("\\u{unit:04x}"));
+                    }
+                }
+                (true, Format::Text) => shown.extend(letter.escape_unicode()),
+            }
+        }
+        shown.push_str(end);
+        self.inner.write_all(shown.as_bytes())?;
         Ok(record.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.0.flush()
+        self.inner.flush()
     }
+}
+
+/// Whether a terminal or a page would act on a letter instead of showing it: control characters of both sets, ends of
+/// lines, and what is invisible or turns the direction of writing.
+fn is_unseen(letter: char) -> bool {
+    let is_format = |letter| {
+        matches!(letter, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}'
+            | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{e0000}'..='\u{e007f}')
+    };
+    !letter.is_ascii_graphic() && letter != ' ' && (letter.is_control() || is_format(letter))
 }
 
 #[cfg(test)]
@@ -122,21 +201,44 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_client_cannot_write_control_characters_or_lines_of_its_own() {
+    const HOSTILE: &str = "a\u{1b}[31m\nlevel=ERROR forged\r\u{9b}m\u{85}\u{7f}\u{202e}\u{2066}\u{2028}\u{200b}\u{feff}\u{e0041}\u{fc}";
+
+    /// What is logged of hostile text in each place where it can stand.
+    fn logged(format: Format) -> String {
         let captured = Captured::default();
-        let writer = captured.clone();
-        let subscriber = tracing_subscriber::fmt()
-            .with_ansi(false)
-            .with_writer(Printable(move || writer.clone()))
-            .finish();
-        let hostile = "a\u{1b}[31m\nlevel=ERROR forged\r\u{9b}m\u{7f}";
-        tracing::subscriber::with_default(subscriber, || {
-            tracing::info!(field = %hostile, text = hostile, "said {hostile}");
-        });
-        let text = String::from_utf8(captured.0.lock().unwrap().clone()).unwrap();
-        assert!(text.ends_with('\n') && text.contains("forged"), "{text:?}");
-        assert_eq!(text.chars().filter(|c| c.is_control()).count(), 1, "{text:?}");
+        let copy = captured.clone();
+        let writer = Printable { inner: move || copy.clone(), format };
+        let log = || tracing::info!(field = %HOSTILE, text = HOSTILE, debug = ?HOSTILE, "said {HOSTILE}");
+        let builder = tracing_subscriber::fmt().with_ansi(false);
+        match format {
+            Format::Json => tracing::subscriber::with_default(
+                builder.json().flatten_event(true).with_writer(writer).finish(),
+                log,
+            ),
+            Format::Text => tracing::subscriber::with_default(builder.with_writer(writer).finish(), log),
+        }
+        let bytes = captured.0.lock().unwrap().clone();
+        String::from_utf8(bytes).unwrap()
+    }
+
+    #[test]
+    fn a_client_cannot_write_what_is_not_seen_nor_lines_of_its_own() {
+        for format in [Format::Json, Format::Text] {
+            let text = logged(format);
+            let line = text.strip_suffix('\n').unwrap();
+            assert!(line.contains("forged") && line.contains('\u{fc}'), "{line:?}");
+            let unseen = line
+                .chars()
+                .filter(|letter| letter.is_control() || HOSTILE.contains(*letter) && is_unseen(*letter));
+            assert_eq!(unseen.collect::<String>(), "", "{format:?}");
+        }
+    }
+
+    #[test]
+    fn json_says_exactly_what_the_client_said() {
+        let record: serde_json::Value = serde_json::from_str(&logged(Format::Json)).unwrap();
+        assert_eq!(record["field"], HOSTILE);
+        assert_eq!(record["text"], HOSTILE);
     }
 
     #[test]

@@ -4,16 +4,24 @@
 //! policy): no lock, no allocation, no look-up, and no cache line that another core writes to. Labels come from
 //! the configuration or from closed sets, never from a request, so nobody can make the page grow.
 
+mod histogram;
 mod page;
+mod store;
+mod tally;
 
+pub use histogram::Buckets;
 pub use page::Format;
+pub use store::RedisVitals;
+pub use tally::{Answer, DECISIONS, Decision, Tally};
 
+use super::top::{Limited, Top};
+use histogram::{Count, DECISION_BOUNDS, Histogram, REQUEST_BOUNDS, Summed};
 use page::{Kind, Page};
 use parking_lot::Mutex;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::net::IpAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// The process's metrics. Shared by all that count and all that ask.
@@ -22,8 +30,9 @@ pub struct Metrics {
     shards: Box<[Arc<Shard>]>,
     /// By policy name. A policy that is gone keeps its place: counters that vanish and come back lower would
     /// be taken for a restart. What is ever in here was once configured.
-    tallies: Mutex<BTreeMap<Box<str>, Arc<Tally>>>,
+    tallies: Mutex<BTreeMap<Arc<str>, Arc<Tally>>>,
     kinds: Kinds,
+    top: Top,
 }
 
 /// The kinds of what is counted by kind.
@@ -35,33 +44,6 @@ pub struct Kinds {
     pub tls_faults: &'static [&'static str],
     /// Of [`Shard::proxy_header_fault`].
     pub proxy_header_faults: &'static [&'static str],
-}
-
-/// What one policy did with one request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Decision {
-    /// Its limits had room. A shadow policy's too.
-    Allowed,
-    /// The same, of a policy with a `leaky_bucket`, and the request was held.
-    Delayed,
-    Rejected,
-    /// By a block that an earlier refusal began.
-    Blocked,
-    /// Refused whatever the quota: `action = "deny"`, or a request that cannot be keyed.
-    Denied,
-    Exempt,
-    /// A shadow policy would have refused it.
-    ShadowRejected,
-    /// A shadow policy had no store to ask.
-    Degraded,
-    /// The same, of a policy that let the request through.
-    DegradedOpen,
-    /// The same, of one that refused.
-    DegradedClosed,
-    /// The same, of one whose share of its limits had room.
-    DegradedLocalAllowed,
-    /// The same, of one whose share was used up.
-    DegradedLocalRejected,
 }
 
 /// Who answered the question about a request's limits.
@@ -99,6 +81,10 @@ pub enum Closed {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Observed {
     pub phase: Phase,
+    /// Seconds since the start.
+    pub uptime_s: u64,
+    /// In effect.
+    pub policies: usize,
     pub connections: usize,
     /// How many there may be.
     pub connections_max: usize,
@@ -112,12 +98,22 @@ pub struct Observed {
     pub instances: Option<u32>,
     /// Units of leases that were not given back, if there may be leases.
     pub lease_units_lost: Option<u64>,
+    /// Of Redis, if that is used.
+    pub redis: Option<RedisVitals>,
     /// Of the memory store, if that is used.
     pub memory: Option<MemoryUse>,
     /// Grows by one with every configuration that took effect, from 1.
     pub generation: u64,
+    /// If spans are exported.
+    pub spans: Option<Spans>,
     /// Configurations that were refused.
     pub reloads_refused: u64,
+    /// When a configuration was last loaded, in effect or not: seconds since the Unix epoch.
+    pub loaded_s: u64,
+    /// When the configuration in effect was taken, in seconds since the Unix epoch.
+    pub configured_at_s: u64,
+    /// Of what every replica should have alike; 48 bits, which a double holds exactly.
+    pub config_hash: u64,
     /// Why the newest files are not in effect; empty if they are.
     pub reload_errors: Vec<String>,
     /// Where each certificate that clients see comes from, and when it ends: seconds since the Unix epoch.
@@ -134,6 +130,16 @@ pub enum Phase {
     Stopping,
 }
 
+/// What became of spans so far.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spans {
+    pub exported: u64,
+    /// The queue was full.
+    pub dropped: u64,
+    /// The collector was away, or refused them.
+    pub failed: u64,
+}
+
 /// How full the memory store is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryUse {
@@ -143,10 +149,6 @@ pub struct MemoryUse {
     pub evictions: u64,
 }
 
-/// A count that one thread writes and any may read: without a second writer, adding needs no locked instruction.
-#[derive(Debug, Default)]
-struct Count(AtomicU64);
-
 /// One worker's counts. Written by that worker only.
 ///
 /// On lines of its own: what another worker counts must not slow this one down.
@@ -155,6 +157,8 @@ pub struct Shard {
     worker: usize,
     decisions: [Histogram; Source::ALL.len()],
     requests: Histogram,
+    answers: [Count; Answer::ALL.len()],
+    limited: Arc<Limited>,
     /// By status, from [`FIRST_CODE`] on.
     codes: [Count; CODES],
     /// In the order of [`Kinds`].
@@ -163,72 +167,11 @@ pub struct Shard {
     proxy_header_faults: Box<[Count]>,
     closed: [Count; Closed::ALL.len()],
     untrusted_forwarding: Count,
+    /// Who caused the last of them.
+    untrusted_peer: Mutex<Option<IpAddr>>,
     tokens_refused: Count,
     settlements_lost: Count,
 }
-
-/// One policy's counts, each worker's in cache lines of their own.
-#[derive(Debug)]
-pub struct Tally(Box<[Line]>);
-
-#[derive(Debug, Default)]
-#[repr(align(64))]
-struct Line([Count; Decision::COUNT]);
-
-/// How often something took how long.
-#[derive(Debug)]
-struct Histogram {
-    bounds: &'static [Bound],
-    /// One more than bounds: what is above all of them. Not cumulative.
-    counts: [Count; BUCKETS + 1],
-    sum_ns: Count,
-}
-
-/// A bucket's upper end, and how it is written.
-type Bound = (Duration, &'static str);
-
-/// As many for every histogram.
-const BUCKETS: usize = 16;
-
-/// From a look into memory to the longest that anybody configures for a round trip.
-static DECISION_BOUNDS: [Bound; BUCKETS] = [
-    (Duration::from_micros(2), "0.000002"),
-    (Duration::from_micros(5), "0.000005"),
-    (Duration::from_micros(10), "0.00001"),
-    (Duration::from_micros(25), "0.000025"),
-    (Duration::from_micros(50), "0.00005"),
-    (Duration::from_micros(100), "0.0001"),
-    (Duration::from_micros(250), "0.00025"),
-    (Duration::from_micros(500), "0.0005"),
-    (Duration::from_millis(1), "0.001"),
-    (Duration::from_micros(2_500), "0.0025"),
-    (Duration::from_millis(5), "0.005"),
-    (Duration::from_millis(10), "0.01"),
-    (Duration::from_millis(25), "0.025"),
-    (Duration::from_millis(50), "0.05"),
-    (Duration::from_millis(100), "0.1"),
-    (Duration::from_secs(1), "1"),
-];
-
-/// From an answer of our own to the default `upstream.response_timeout`.
-static REQUEST_BOUNDS: [Bound; BUCKETS] = [
-    (Duration::from_micros(100), "0.0001"),
-    (Duration::from_micros(250), "0.00025"),
-    (Duration::from_micros(500), "0.0005"),
-    (Duration::from_millis(1), "0.001"),
-    (Duration::from_micros(2_500), "0.0025"),
-    (Duration::from_millis(5), "0.005"),
-    (Duration::from_millis(10), "0.01"),
-    (Duration::from_millis(25), "0.025"),
-    (Duration::from_millis(50), "0.05"),
-    (Duration::from_millis(100), "0.1"),
-    (Duration::from_millis(250), "0.25"),
-    (Duration::from_secs(1), "1"),
-    (Duration::from_millis(2_500), "2.5"),
-    (Duration::from_secs(10), "10"),
-    (Duration::from_secs(30), "30"),
-    (Duration::from_secs(60), "60"),
-];
 
 const FIRST_CODE: u16 = 100;
 /// Status codes 100 to 999: all that a response can have.
@@ -237,8 +180,10 @@ const CODES: usize = 900;
 impl Metrics {
     /// For so many workers.
     pub fn new(workers: usize, kinds: Kinds) -> Arc<Self> {
-        let shards = (0..workers).map(|worker| Arc::new(Shard::new(worker, kinds)));
-        Arc::new(Self { shards: shards.collect(), tallies: Mutex::default(), kinds })
+        let shards: Box<[Arc<Shard>]> =
+            (0..workers).map(|worker| Arc::new(Shard::new(worker, kinds))).collect();
+        let top = Top::of(shards.iter().map(|shard| Arc::clone(&shard.limited)).collect());
+        Arc::new(Self { shards, tallies: Mutex::default(), kinds, top })
     }
 
     /// What a worker counts with. Nobody sees the counts of one that [`Metrics::new`] was not told of.
@@ -252,13 +197,49 @@ impl Metrics {
         let mut tallies = self.tallies.lock();
         let tally = names.map(|name| match tallies.get(name) {
             Some(tally) => Arc::clone(tally),
-            None => Arc::clone(tallies.entry(name.into()).or_insert_with(|| Arc::new(self.new_tally()))),
+            None => {
+                let name: Arc<str> = name.into();
+                let tally = Arc::new(Tally::new(Arc::clone(&name), self.shards.len()));
+                Arc::clone(tallies.entry(name).or_insert(tally))
+            }
         });
         tally.collect()
     }
 
-    fn new_tally(&self) -> Tally {
-        Tally(self.shards.iter().map(|_| Line::default()).collect())
+    /// Whose requests were refused most.
+    pub fn top(&self) -> &Top {
+        &self.top
+    }
+
+    /// Requests so far, by [`Answer::ALL`].
+    pub fn answers(&self) -> [u64; Answer::ALL.len()] {
+        Answer::ALL.map(|answer| self.sum_opt(|shard| shard.answers.get(answer as usize)))
+    }
+
+    /// Responses so far, by status; only statuses that occurred.
+    pub fn codes(&self) -> Vec<(u16, u64)> {
+        let codes = (FIRST_CODE..).zip(0..CODES);
+        let counted = codes.map(|(code, at)| (code, self.sum_opt(|shard| shard.codes.get(at))));
+        counted.filter(|(_, count)| *count > 0).collect()
+    }
+
+    /// Requests so far that got no response from the upstream, by kind.
+    pub fn upstream_errors(&self) -> Vec<(&'static str, u64)> {
+        let kinds = self.kinds.upstream_errors.iter().enumerate();
+        kinds.map(|(at, kind)| (*kind, self.sum_opt(|shard| shard.upstream_errors.get(at)))).collect()
+    }
+
+    /// How long decisions took so far, by who answered.
+    pub fn decisions(&self) -> [(&'static str, Buckets); Source::ALL.len()] {
+        Source::ALL.map(|source| {
+            let parts = self.shards.iter().filter_map(|shard| shard.decisions.get(source as usize));
+            (source.word(), Buckets::of(&DECISION_BOUNDS, parts))
+        })
+    }
+
+    /// How long it took so far until the head of a response was ready.
+    pub fn responses(&self) -> Buckets {
+        Buckets::of(&REQUEST_BOUNDS, self.shards.iter().map(|shard| &shard.requests))
     }
 
     /// Requests whose forwarding header was not believed, while clients have quotas of their own.
@@ -266,12 +247,17 @@ impl Metrics {
         self.sum(|shard| &shard.untrusted_forwarding)
     }
 
+    /// Who sent such a header, most lately: one per worker at most.
+    pub fn untrusted_peers(&self) -> BTreeSet<IpAddr> {
+        self.shards.iter().filter_map(|shard| *shard.untrusted_peer.lock()).collect()
+    }
+
     /// All metrics as a page for Prometheus.
     pub fn page(&self, observed: &Observed, format: Format) -> String {
         let mut page = Page::new(format);
         self.write_policies(&mut page);
         self.write_traffic(&mut page, observed);
-        write_store(&mut page, observed);
+        store::write(&mut page, observed);
         page.family(
             Kind::Counter,
             "tidegate_settlements_lost",
@@ -290,7 +276,7 @@ impl Metrics {
             "Requests by policy and what it did with them. A shadow policy counts allowed for what it would admit.",
         );
         for (policy, tally) in tallies.iter() {
-            for (decision, count) in tally.requests() {
+            for (decision, count) in DECISIONS.into_iter().zip(tally.requests()) {
                 requests.sample(&[("policy", policy), ("decision", decision)], count);
             }
         }
@@ -300,13 +286,8 @@ impl Metrics {
             "Requests that an enforced policy decided without the store, by its on_store_failure.",
         );
         for (policy, tally) in tallies.iter() {
-            for (outcome, decision) in [
-                ("open", Decision::DegradedOpen),
-                ("closed", Decision::DegradedClosed),
-                ("local_allowed", Decision::DegradedLocalAllowed),
-                ("local_rejected", Decision::DegradedLocalRejected),
-            ] {
-                degraded.sample(&[("policy", policy), ("outcome", outcome)], tally.sum(decision));
+            for (outcome, count) in tally.degraded() {
+                degraded.sample(&[("policy", policy), ("outcome", outcome)], count);
             }
         }
         drop(tallies);
@@ -323,11 +304,8 @@ impl Metrics {
 
     fn write_traffic(&self, page: &mut Page, observed: &Observed) {
         let mut requests = page.family(Kind::Counter, "tidegate_http_requests", "Responses by status code.");
-        for (code, at) in (FIRST_CODE..).zip(0..CODES) {
-            let count = self.sum_opt(|shard| shard.codes.get(at));
-            if count > 0 {
-                requests.sample(&[("code", itoa::Buffer::new().format(code))], count);
-            }
+        for (code, count) in self.codes() {
+            requests.sample(&[("code", itoa::Buffer::new().format(code))], count);
         }
         let mut seconds = page.family(
             Kind::Histogram,
@@ -341,8 +319,8 @@ impl Metrics {
             "tidegate_upstream_errors",
             "Requests that got no response from the upstream, by kind.",
         );
-        for (at, kind) in self.kinds.upstream_errors.iter().enumerate() {
-            errors.sample(&[("kind", kind)], self.sum_opt(|shard| shard.upstream_errors.get(at)));
+        for (kind, count) in self.upstream_errors() {
+            errors.sample(&[("kind", kind)], count);
         }
         page.family(Kind::Gauge, "tidegate_connections_active", "Client connections that are open.")
             .sample(&[], observed.connections as u64);
@@ -402,48 +380,6 @@ impl Metrics {
     }
 }
 
-fn write_store(page: &mut Page, observed: &Observed) {
-    page.family(Kind::Gauge, "tidegate_store_up", "Whether the store answers: 1, or 0.")
-        .sample(&[], observed.store_up.into());
-    page.family(
-        Kind::Gauge,
-        "tidegate_breaker_open",
-        "Whether failures keep requests from asking Redis: 1, or 0.",
-    )
-    .sample(&[], observed.breaker_open.into());
-    let mut errors = page.family(Kind::Counter, "tidegate_store_errors", "Failures of the store by kind.");
-    for (kind, count) in &observed.store_errors {
-        errors.sample(&[("kind", kind)], *count);
-    }
-    if let Some(instances) = observed.instances {
-        page.family(
-            Kind::Gauge,
-            "tidegate_instances",
-            "Instances that share this one's limits, as last seen in Redis; before that store.redis.instances.",
-        )
-        .sample(&[], instances.into());
-    }
-    if let Some(units) = observed.lease_units_lost {
-        page.family(
-            Kind::Counter,
-            "tidegate_lease_units_lost",
-            "Units lent and not used of whose return Redis was not told, as far as is known: they count until they leave.",
-        )
-        .sample(&[], units);
-    }
-    let Some(memory) = observed.memory else { return };
-    page.family(Kind::Gauge, "tidegate_store_memory_keys", "Counters in the memory store.")
-        .sample(&[], memory.keys as u64);
-    page.family(Kind::Gauge, "tidegate_store_memory_bytes", "Bytes that they take, estimated.")
-        .sample(&[], memory.bytes as u64);
-    page.family(
-        Kind::Counter,
-        "tidegate_store_memory_evictions",
-        "Counters that the memory store dropped while they still mattered.",
-    )
-    .sample(&[], memory.evictions);
-}
-
 fn write_process(page: &mut Page, observed: &Observed) {
     let mut expiry = page.family(
         Kind::Gauge,
@@ -452,6 +388,12 @@ fn write_process(page: &mut Page, observed: &Observed) {
     );
     for (file, at) in &observed.certificates {
         expiry.sample(&[("file", file)], *at);
+    }
+    if let Some(Spans { exported, dropped, failed }) = observed.spans {
+        let mut spans = page.family(Kind::Counter, "tidegate_trace_spans", "Spans by what became of them.");
+        for (result, count) in [("exported", exported), ("dropped", dropped), ("failed", failed)] {
+            spans.sample(&[("result", result)], count);
+        }
     }
     let mut reloads = page.family(
         Kind::Counter,
@@ -466,6 +408,24 @@ fn write_process(page: &mut Page, observed: &Observed) {
         "The configuration in effect; that of the start is 1.",
     )
     .sample(&[], observed.generation);
+    page.family(
+        Kind::Gauge,
+        "tidegate_config_last_reload_success_timestamp_seconds",
+        "When the configuration in effect was taken, at start or later: seconds since 1970.",
+    )
+    .sample(&[], observed.configured_at_s);
+    page.family(
+        Kind::Gauge,
+        "tidegate_config_last_reload_successful",
+        "Whether the newest files are in effect: 1, or 0.",
+    )
+    .sample(&[], observed.reload_errors.is_empty().into());
+    page.family(
+        Kind::Gauge,
+        "tidegate_config_hash",
+        "A number made of the configuration in effect, without listen, admin, log, trace and shutdown: equal where that is.",
+    )
+    .sample(&[], observed.config_hash);
     page.family(Kind::Gauge, "tidegate_build_info", "Always 1; the labels tell what runs.")
         .sample(&[("version", env!("CARGO_PKG_VERSION"))], 1);
 }
@@ -477,12 +437,15 @@ impl Shard {
             worker,
             decisions: std::array::from_fn(|_| Histogram::new(&DECISION_BOUNDS)),
             requests: Histogram::new(&REQUEST_BOUNDS),
+            answers: std::array::from_fn(|_| Count::default()),
+            limited: Arc::default(),
             codes: std::array::from_fn(|_| Count::default()),
             upstream_errors: counts(kinds.upstream_errors),
             tls_faults: counts(kinds.tls_faults),
             proxy_header_faults: counts(kinds.proxy_header_faults),
             closed: std::array::from_fn(|_| Count::default()),
             untrusted_forwarding: Count::default(),
+            untrusted_peer: Mutex::default(),
             tokens_refused: Count::default(),
             settlements_lost: Count::default(),
         }
@@ -490,9 +453,19 @@ impl Shard {
 
     /// A policy did this with a request.
     pub fn policy(&self, tally: &Tally, decision: Decision) {
-        if let Some(line) = tally.0.get(self.worker) {
-            line.add(decision);
+        tally.add(self.worker, decision);
+    }
+
+    /// A request was answered so.
+    pub fn answer(&self, answer: Answer) {
+        if let Some(count) = self.answers.get(answer as usize) {
+            count.add(1);
         }
+    }
+
+    /// Where this worker notes who is refused.
+    pub fn limited(&self) -> &Limited {
+        &self.limited
     }
 
     /// A request's limits were decided in this time.
@@ -544,8 +517,9 @@ impl Shard {
     }
 
     /// A forwarding header was not believed, while clients have quotas of their own.
-    pub fn forwarding_not_trusted(&self) {
+    pub fn forwarding_not_trusted(&self, peer: IpAddr) {
         self.untrusted_forwarding.add(1);
+        *self.untrusted_peer.lock() = Some(peer);
     }
 
     /// A policy asked for a claim, and the request's token was not believed.
@@ -564,46 +538,6 @@ impl fmt::Debug for Shard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Shard").field("worker", &self.worker).finish_non_exhaustive()
     }
-}
-
-impl Tally {
-    /// The values of the label `decision`, with their counts.
-    fn requests(&self) -> [(&'static str, u64); 8] {
-        use Decision as D;
-        let degraded = [
-            D::Degraded,
-            D::DegradedOpen,
-            D::DegradedClosed,
-            D::DegradedLocalAllowed,
-            D::DegradedLocalRejected,
-        ];
-        [
-            ("allowed", self.sum(D::Allowed)),
-            ("delayed", self.sum(D::Delayed)),
-            ("rejected", self.sum(D::Rejected)),
-            ("blocked", self.sum(D::Blocked)),
-            ("denied", self.sum(D::Denied)),
-            ("exempt", self.sum(D::Exempt)),
-            ("shadow_rejected", self.sum(D::ShadowRejected)),
-            ("degraded", degraded.into_iter().map(|decision| self.sum(decision)).sum()),
-        ]
-    }
-
-    fn sum(&self, decision: Decision) -> u64 {
-        self.0.iter().filter_map(|line| line.0.get(decision as usize)).map(Count::get).sum()
-    }
-}
-
-impl Line {
-    fn add(&self, decision: Decision) {
-        if let Some(count) = self.0.get(decision as usize) {
-            count.add(1);
-        }
-    }
-}
-
-impl Decision {
-    const COUNT: usize = 12;
 }
 
 impl Closed {
@@ -633,7 +567,7 @@ impl Closed {
 impl Source {
     const ALL: [Self; 5] = [Self::Redis, Self::Memory, Self::DenyCache, Self::Lease, Self::Degraded];
 
-    fn word(self) -> &'static str {
+    pub fn word(self) -> &'static str {
         match self {
             Self::Redis => "redis",
             Self::Memory => "memory",
@@ -641,53 +575,6 @@ impl Source {
             Self::Lease => "lease",
             Self::Degraded => "degraded",
         }
-    }
-}
-
-impl Count {
-    fn add(&self, n: u64) {
-        self.0.store(self.get().wrapping_add(n), Ordering::Relaxed);
-    }
-
-    fn get(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-}
-
-impl Histogram {
-    fn new(bounds: &'static [Bound; BUCKETS]) -> Self {
-        Self { bounds, counts: std::array::from_fn(|_| Count::default()), sum_ns: Count::default() }
-    }
-
-    fn observe(&self, time: Duration) {
-        let bucket = self.bounds.partition_point(|(bound, _)| *bound < time);
-        if let Some(count) = self.counts.get(bucket) {
-            count.add(1);
-        }
-        self.sum_ns.add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
-    }
-}
-
-/// Histograms of the same bounds, added up.
-struct Summed {
-    /// Each bucket's upper end and all that was at most that.
-    buckets: Vec<(&'static str, u64)>,
-    /// The last bucket's, which has no end.
-    count: u64,
-    sum: Duration,
-}
-
-impl Summed {
-    fn of<'a>(bounds: &'static [Bound], parts: impl Iterator<Item = &'a Histogram> + Clone) -> Self {
-        let mut count = 0;
-        let mut up_to = |bucket: usize| {
-            count += parts.clone().filter_map(|part| part.counts.get(bucket)).map(Count::get).sum::<u64>();
-            count
-        };
-        let buckets = bounds.iter().enumerate().map(|(at, (_, text))| (*text, up_to(at))).collect();
-        let count = up_to(bounds.len());
-        let sum_ns = parts.clone().map(|part| part.sum_ns.get()).fold(0, u64::saturating_add);
-        Self { buckets, count, sum: Duration::from_nanos(sum_ns) }
     }
 }
 

@@ -179,17 +179,22 @@ fn config(shown: Arc<Shown>, client_ca: Option<&[u8]>, auth: ClientAuth) -> Resu
 struct Shown(Vec<ServerIdentity>);
 
 impl ResolvesServerCert for Shown {
-    /// The first whose name is asked for, before one by wildcard, before the first of all. Among several for one name,
-    /// one whose kind of key the client knows.
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        let name = hello.server_name().map(str::to_ascii_lowercase).unwrap_or_default();
-        let name = name.strip_suffix('.').unwrap_or(&name);
+        let chosen = self.choose(hello.server_name().unwrap_or_default(), |identity| identity.suits(&hello));
+        chosen.map(|identity| Arc::clone(&identity.key))
+    }
+}
+
+impl Shown {
+    /// The first whose name is asked for, before one by wildcard, before the first of all. Among several for one name,
+    /// one whose kind of key the client knows. `name`: in lower case, as rustls has it.
+    fn choose(&self, name: &str, suits: impl Fn(&ServerIdentity) -> bool) -> Option<&ServerIdentity> {
+        let name = name.strip_suffix('.').unwrap_or(name);
         let of =
             |is: fn(&ServerIdentity, &str) -> bool| self.0.iter().filter(move |identity| is(identity, name));
         let named = of(ServerIdentity::is_for).chain(of(ServerIdentity::covers));
         let usual = || named.clone().next().or(self.0.first());
-        let chosen = named.clone().find(|identity| identity.suits(&hello)).or_else(usual);
-        chosen.map(|identity| Arc::clone(&identity.key))
+        named.clone().find(|identity| suits(identity)).or_else(usual)
     }
 }
 
@@ -200,4 +205,38 @@ fn digest<'t>(texts: impl IntoIterator<Item = &'t [u8]>) -> [u8; 32] {
         hash.update(Sha256::digest(text));
     }
     hash.finalize().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rcgen::{CertificateParams, KeyPair, PKCS_ECDSA_P256_SHA256, PKCS_ED25519};
+    use tokio_rustls::rustls::SignatureAlgorithm;
+
+    #[test]
+    fn of_several_for_one_name_a_client_gets_what_it_can_check() {
+        let kinds = [&PKCS_ECDSA_P256_SHA256, &PKCS_ED25519];
+        let names = ["first.example", "a.example", "a.example", "*.example", "*.example"];
+        let identities = names.iter().enumerate().map(|(at, name)| {
+            let key = KeyPair::generate_for(kinds[at % 2]).unwrap();
+            let certificate =
+                CertificateParams::new(vec![(*name).to_owned()]).unwrap().self_signed(&key).unwrap();
+            ServerIdentity::read(certificate.pem().as_bytes(), key.serialize_pem().as_bytes()).unwrap()
+        });
+        let shown = Shown(identities.collect());
+        let chosen = |name: &str, known: &[SignatureAlgorithm]| {
+            let chosen =
+                shown.choose(name, |identity| known.contains(&identity.key.key.algorithm())).unwrap();
+            shown.0.iter().position(|identity| identity.digest == chosen.digest).unwrap()
+        };
+        use SignatureAlgorithm::{ECDSA, ED25519, RSA};
+        assert_eq!(chosen("a.example", &[ECDSA, ED25519]), 1);
+        assert_eq!(chosen("a.example.", &[ECDSA, ED25519]), 1, "the root's dot says nothing");
+        assert_eq!(chosen("a.example", &[ECDSA]), 2);
+        assert_eq!(chosen("b.example", &[ED25519]), 3);
+        assert_eq!(chosen("b.example", &[ECDSA]), 4);
+        // Nobody can be helped whose kind isn't there, and whose name isn't gets the first.
+        assert_eq!((chosen("a.example", &[RSA]), chosen("c.d.example", &[ECDSA])), (1, 0));
+        assert_eq!((chosen("", &[ED25519]), chosen("first.example", &[RSA])), (0, 0));
+    }
 }

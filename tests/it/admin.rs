@@ -410,7 +410,42 @@ async fn an_ingress_that_is_not_trusted_is_told() {
     assert_eq!(Metrics::of(&proxy).await.value("tidegate_untrusted_forwarding_total"), 1.0);
     let (status, said) = ready(&proxy).await;
     assert_eq!(status, 200);
-    assert!(said["hints"][0].as_str().unwrap().contains("client.trusted_proxies"), "{said}");
+    let hint = said["hints"][0].as_str().unwrap();
+    assert!(
+        hint.contains("client.trusted_proxies") && hint.contains("[client] trusted_proxies = ["),
+        "{said}"
+    );
+    // Who may look is told who it is, and so is the log. (The dashboard: tests/browser.)
+    let overview = see(&proxy, "/overview").await.json();
+    assert_eq!(overview["untrusted_peers"], serde_json::json!(["127.0.0.1"]));
+    let told = |line: &crate::support::proxy::LogLine| line.mentions("client.trusted_proxies");
+    let line = proxy.wait_for_log("a hint", 0, SOON, told).await;
+    assert_eq!([line.field("peer"), line.field("write")], ["127.0.0.1", "[\"127.0.0.1/32\"]"]);
+}
+
+#[tokio::test]
+async fn the_dashboard_is_given_to_all_that_reach_the_port_and_holds_nothing() {
+    let dir = tempfile::TempDir::new().unwrap();
+    let token = dir.path().join("token");
+    std::fs::write(&token, "s3cret").unwrap();
+    let config = format!("[admin]\ntoken_file = {token:?}\nprobes = \"127.0.0.1:0\"");
+    let builder = Proxy::builder().config(&config).env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0");
+    let proxy = builder.start().await;
+    let page = see(&proxy, "/").await;
+    assert_eq!((page.status, page.header("content-type")), (200, Some("text/html; charset=utf-8")));
+    let policy = page.header("content-security-policy").unwrap();
+    for part in
+        ["default-src 'none'", "script-src 'sha256-", "frame-ancestors 'none'", "trusted-types 'none'"]
+    {
+        assert!(policy.contains(part), "{policy}");
+    }
+    assert!(!policy.contains("unsafe"), "{policy}");
+    assert_eq!(page.header("cache-control"), Some("no-store"));
+    assert_eq!(see(&proxy, "/overview").await.status, 401, "the data is not given to all");
+    let ask = |address, method, host| Ask::new(address, method, "/").header("Host", host).status();
+    assert_eq!(ask(proxy.admin(), "POST", "localhost").await, 405);
+    assert_eq!(ask(proxy.admin(), "GET", "evil.example").await, 403);
+    assert_eq!(ask(proxy.probes().unwrap(), "GET", "localhost").await, 404);
 }
 
 #[tokio::test]

@@ -100,6 +100,11 @@ async fn http1_and_http2_are_spoken_as_client_and_server_agree() {
     let mut said = Vec::new();
     let ended = tokio::time::timeout(SOON, h2.read_to_end(&mut said)).await;
     assert!(ended.is_ok() && !String::from_utf8_lossy(&said).contains("HTTP/1.1"), "{ended:?} {said:?}");
+    let client = TlsClient::new(&ca).offering(&["http/1.1"]);
+    let mut http1 = client.connect(proxy.address, "a.example").await.unwrap();
+    http1.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
+    let ended = tokio::time::timeout(SOON, http1.read_to_end(&mut Vec::new())).await;
+    assert!(ended.is_ok(), "it is served by HTTP/2");
     let strange = TlsClient::new(&ca).offering(&["spdy/3"]).connect(proxy.address, "a.example").await;
     assert!(strange.unwrap_err().to_string().contains("NoApplicationProtocol"));
     until_failed(&proxy, "no_protocol", 1).await;

@@ -202,6 +202,8 @@ async fn targets_and_methods_that_are_none_are_refused() {
         "GET / HTTP/2.0",
         "GET /",
         "G@T / HTTP/1.1",
+        "get / HTTP/1.1",
+        "PoST / HTTP/1.1",
         "GET /<x> HTTP/1.1",
         "GET /a b HTTP/1.1",
         "CONNECT shop.example:443 HTTP/1.1",

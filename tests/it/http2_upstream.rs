@@ -171,27 +171,33 @@ async fn what_was_refused_unseen_is_sent_once_more() {
         let number = counted.fetch_add(1, Ordering::SeqCst);
         async move {
             let refusals: usize = exchange.request.headers()["x-refusals"].to_str().unwrap().parse().unwrap();
+            let body = exchange.body().await.unwrap();
             if number < refusals {
                 exchange.respond.send_reset(Reason::REFUSED_STREAM);
             } else {
-                exchange.answer(200, "ok");
+                exchange.answer(200, body);
             }
         }
     })
     .await;
     let proxy = in_front_of(&upstream, "").await;
-    for (method, body, refusals, status, times) in [
-        ("GET", "", "1", 200, 2),
+    for (method, length, refusals, status, times) in [
+        ("GET", 0, "1", 200, 2),
         // Nothing has happened, so even this may be sent again.
-        ("POST", "", "1", 200, 2),
-        ("GET", "", "2", 502, 2),
-        // Its body has been read by then, and is not there any more.
-        ("POST", "body", "1", 502, 1),
+        ("POST", 0, "1", 200, 2),
+        ("GET", 0, "2", 502, 2),
+        ("POST", 4, "1", 200, 2),
+        ("POST", 60_000, "1", 200, 2),
+        ("POST", 4, "2", 502, 2),
+        // Its begin is not there any more.
+        ("POST", 200_000, "1", 502, 1),
     ] {
         seen.store(0, Ordering::SeqCst);
-        let reply = proxy.ask(method, "/").header("X-Refusals", refusals).body(body).send().await;
-        assert_eq!(reply.status, status, "{method} {body}");
-        assert_eq!(seen.load(Ordering::SeqCst), times, "{method} {body}");
+        let body = noise(length);
+        let reply = proxy.ask(method, "/").header("X-Refusals", refusals).body(body.clone()).send().await;
+        assert_eq!(reply.status, status, "{method} {length}");
+        assert!(status != 200 || reply.body == body, "{method} {length}");
+        assert_eq!(seen.load(Ordering::SeqCst), times, "{method} {length}");
     }
     assert_eq!(upstream.connections(), 1);
 }
@@ -237,6 +243,57 @@ async fn what_came_too_late_for_a_connection_is_sent_on_another() {
         .await;
     assert_eq!(proxy.ask("POST", "/").status().await, 204);
     assert_eq!(upstream.connections(), 2);
+}
+
+/// Takes what comes until there are so many bytes of DATA.
+async fn request_body(socket: &mut RawSocket, mut left: usize) {
+    let stream = socket.stream();
+    while left > 0 {
+        let mut head = [0; 9];
+        stream.read_exact(&mut head).await.unwrap();
+        let length = usize::from(head[0]) << 16 | usize::from(head[1]) << 8 | usize::from(head[2]);
+        stream.read_exact(&mut vec![0; length]).await.unwrap();
+        if head[3] == 0 {
+            left -= length;
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_upload_that_meets_a_goodbye_is_sent_on_another_connection() {
+    // The first two connections take the begin of the upload, and say that they have looked at none of it.
+    let upstream = RawUpstream::scripted(|number, mut socket| async move {
+        if number < 2 {
+            socket.send(SETTINGS).await;
+            request_head(&mut socket).await;
+            request_body(&mut socket, 5).await;
+            socket.send(GOAWAY).await;
+            return socket.drain().await;
+        }
+        let mut h2 = h2::server::handshake(socket.stream()).await.unwrap();
+        while let Some(Ok((request, respond))) = h2.accept().await {
+            tokio::spawn(async move {
+                let mut exchange = Exchange { connection: number, request, respond };
+                let body = exchange.body().await.unwrap();
+                let trailers = exchange.request.body_mut().trailers().await.unwrap().unwrap_or_default();
+                let sum = trailers.get("x-sum").map(|sum| sum.as_bytes().to_vec()).unwrap_or_default();
+                exchange.answer(200, [body, sum].concat());
+            });
+        }
+    })
+    .await;
+    let url = format!("h2c://{}", upstream.address);
+    let proxy = Proxy::builder().config(ONE_WORKER).upstream_url(&url).start().await;
+    let mut client = RawClient::connect(proxy.address).await;
+    let head = "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTrailer: x-sum\r\n\r\n";
+    client.send(format!("{head}5\r\nfirst\r\n")).await;
+    eventually("the third try", SOON, || (upstream.connections() == 3).then_some(())).await;
+    client.send("6\r\nsecond\r\n0\r\nx-sum: 11\r\n\r\n").await;
+    let reply = client.reply().await;
+    assert_eq!((reply.status, reply.text().as_str()), (200, "firstsecond11"));
+    // With a length, and all there at once.
+    let upload = proxy.ask("POST", "/").body(noise(30_000)).send().await;
+    assert!(upload.status == 200 && upload.body == noise(30_000));
 }
 
 #[tokio::test]
@@ -451,7 +508,7 @@ async fn answers_without_a_body_have_none() {
         if exchange.request.method() == "HEAD" || status == 304 {
             head = head.header("content-length", "12345");
         }
-        // What comes before the answer is not the answer.
+        // What comes before an answer has no body either.
         let early = Response::builder().status(103).header("link", "</a>").body(()).unwrap();
         exchange.respond.send_informational(early).unwrap();
         exchange.respond.send_response(head.body(()).unwrap(), true).unwrap();
@@ -463,6 +520,7 @@ async fn answers_without_a_body_have_none() {
         [("HEAD", 200, Some("12345")), ("GET", 204, None), ("GET", 304, None), ("GET", 200, Some("0"))]
     {
         client.send(format!("{method} /{status} HTTP/1.1\r\nHost: a\r\n\r\n")).await;
+        assert_eq!(client.any_reply(false).await.status, 103);
         let reply = client.any_reply(method == "HEAD").await;
         assert_eq!((reply.status, reply.header("content-length")), (status, length), "{method}");
         assert!(reply.complete && reply.header("transfer-encoding").is_none());

@@ -7,7 +7,7 @@ use crate::support::upstream::{RawUpstream, Upstream};
 const GUARDED: &str = r#"
 [[policy]]
 name = "guard"
-match = { path = ["/admin/**", "/exact"] }
+match = { path = ["/admin/**", "/exact", "/one/{word}"] }
 action = "deny"
 "#;
 
@@ -63,6 +63,18 @@ async fn trap_24_no_spelling_gets_round_a_policy() {
         "/a%5c..%5cadmin/y",
         "/a\\..\\admin/y",
         "/admin/x%2f..%2f..%2fy",
+        // As apps read it that route by the path as it came.
+        "/admin/../x",
+        "/admin/x/../../y",
+        "/admin/..",
+        "/admin/%2e%2e/x",
+        "/admin;x/../y",
+        "/one/;word",
+        "/one/.",
+        // Slashes of two kinds: some servers know the one, some the other.
+        "/admin%2Fx%5C..%5C..%5C..",
+        "/admin%5Cx%2F..%2F..%2F..",
+        "/admin%2Fx\\..\\..",
         "/admin?x=1",
         "/admin/x?/../../other",
         "/exact",
@@ -85,6 +97,8 @@ async fn trap_24_other_paths_are_not_mistaken_for_it() {
         "/%2561dmin/x",
         "/exact/x",
         "/a/admin/../x",
+        "/one/two/../three/four",
+        "/one/two/three;x",
         "/x?/admin/x",
     ];
     for (target, status) in statuses("", &targets).await {

@@ -15,6 +15,8 @@ use std::pin::Pin;
 use std::sync::Mutex;
 use std::task::{Context, Poll};
 use std::time::Duration;
+use tokio::io::AsyncReadExt;
+use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
@@ -320,6 +322,35 @@ async fn a_truncated_upload_never_looks_complete() {
 }
 
 #[tokio::test]
+async fn an_upload_that_its_client_resets_never_looks_complete() {
+    let (told, mut uploads) = mpsc::channel(4);
+    let upstream = RawUpstream::scripted(move |_, mut socket| {
+        let told = told.clone();
+        async move {
+            let mut all = Vec::new();
+            socket.stream().read_to_end(&mut all).await.unwrap_or_default();
+            told.send(all).await.unwrap();
+        }
+    })
+    .await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let stream = TcpStream::connect(proxy.address).await.unwrap();
+    let (sender, connection) = h2::client::handshake(stream).await.unwrap();
+    tokio::spawn(connection);
+    // hyper takes the first for an end.
+    for (tried, reason) in [h2::Reason::NO_ERROR, h2::Reason::CANCEL].into_iter().enumerate() {
+        let mut sender = sender.clone().ready().await.unwrap();
+        let request = Request::post("http://a/up").body(()).unwrap();
+        let (_answer, mut sending) = sender.send_request(request, false).unwrap();
+        sending.send_data("half".into(), false).unwrap();
+        eventually("the upload to begin", SOON, || (upstream.connections() > tried).then_some(())).await;
+        sending.send_reset(reason);
+        let upload = timeout(SOON, uploads.recv()).await.expect("the upstream still waits").unwrap();
+        assert!(!upload.ends_with(b"0\r\n\r\n"), "{reason:?}: {:?}", String::from_utf8_lossy(&upload));
+    }
+}
+
+#[tokio::test]
 async fn http_1_0_clients_are_served() {
     let (feeder, body) = fed();
     let body = once(body);
@@ -389,6 +420,9 @@ async fn a_refused_upload_is_not_asked_to_continue() {
     assert!(upstream.last().all("expect").is_empty(), "answered here");
     let mut refused = RawClient::connect(proxy.address).await;
     assert_eq!(refused.send(head).await.any_reply(false).await.status, 429);
+    // Nobody knows whether the body comes all the same: what does is no request.
+    refused.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    assert_eq!(refused.rest().await, Vec::<u8>::new());
 }
 
 #[tokio::test]

@@ -402,9 +402,13 @@ fn without_verification_anybodys_word_is_taken_and_dates_still_hold() {
         assert_eq!(told(&format!("{header}.{}.", part(ann()))), Ok(Some("ann".into())));
     }
     assert_eq!(told(&format!("x.{}.y", part(json!({ "sub": "ann", "exp": 1 })))), Err(TokenFault::Expired));
-    for broken in
-        ["x.y.z".to_owned(), part(ann()), format!("x.{}", part(ann())), format!("x.{}.y", part(json!(1)))]
-    {
+    for broken in [
+        "x.y.z".to_owned(),
+        part(ann()),
+        format!("x.{}", part(ann())),
+        format!("x.{}.y", part(json!(1))),
+        format!("x.y.{}.z", part(ann())),
+    ] {
         assert_eq!(told(&broken), Err(TokenFault::Malformed), "{broken}");
     }
 }

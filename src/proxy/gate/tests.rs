@@ -288,6 +288,8 @@ fn what_must_not_be_upgraded_is_a_plain_request() {
         assert_eq!((target.wanted, parts.headers.get("upgrade")), (None, None), "{more:?}");
         assert!(!parts.headers.contains_key("connection"));
     }
+    let (parts, target) = pass(get(&[asking[1]]));
+    assert_eq!((target.wanted, parts.headers.get("upgrade")), (None, None), "not named in Connection");
     for version in [Version::HTTP_10, Version::HTTP_2] {
         let fields = [("host", "h"), asking[0], asking[1]];
         let (parts, target) = pass(head("GET", "http://h/", version, &fields));

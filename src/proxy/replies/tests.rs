@@ -29,6 +29,7 @@ fn refused(outcome: Outcome<'_>, style: Style<'_>) -> Response<Bytes> {
         limits: SmallVec::new(),
         now_us: 0,
         at: None,
+        source: None,
         delay: Duration::ZERO,
         degraded: false,
         shadow_rejected: SmallVec::new(),
@@ -88,7 +89,7 @@ fn rate_limit_fields_come_with_a_refusal() {
     let limit = Limit { requests: 5, per_us: 60_000_000, algorithm: Algorithm::SlidingLog };
     let limit = crate::policy::NamedLimit { name: "login".into(), unit: None, limit };
     let standing = Standing { remaining: 0, grows_at_us: Some(7), refusal: Some(Refusal::Until(42_000_000)) };
-    let reported = crate::enforcer::Reported { limit: &limit, standing };
+    let reported = crate::enforcer::Reported { limit: &limit, standing, key: 7 };
     let verdict = Verdict {
         hold: None,
         estimates: Vec::new(),
@@ -97,6 +98,7 @@ fn rate_limit_fields_come_with_a_refusal() {
         limits: smallvec![reported],
         now_us: 0,
         at: None,
+        source: None,
         delay: Duration::ZERO,
         shadow_rejected: SmallVec::new(),
     };

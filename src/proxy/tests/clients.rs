@@ -4,9 +4,10 @@ use super::support::*;
 use crate::proxy::*;
 use bytes::Bytes;
 use http::{Request, StatusCode};
-use http_body_util::{BodyExt, Full};
+use http_body_util::{BodyExt, Empty, Full};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
 
 fn hello(listen: &ListenSettings) -> Running {
     Running::answering(listen, |_, worker| async move { text(StatusCode::OK, worker.to_string()) })
@@ -228,6 +229,39 @@ async fn a_panic_ends_one_connection() {
     assert_eq!(client.rest().await, "");
     assert!(other.ask(GET).await.starts_with("HTTP/1.1 200"));
     eventually(|| server.load.panics() == 1 && server.load.connections() == 1).await;
+}
+
+#[tokio::test]
+async fn an_ipv4_peer_of_an_ipv6_socket_is_known_by_its_ipv4_address() {
+    let settings = ListenSettings {
+        address: ListenAddress::Ip("[::]:0".parse().unwrap()),
+        proxy_protocol_from: Some(vec!["127.0.0.1/32".parse().unwrap()]),
+        ..listen()
+    };
+    let server = Running::answering(&settings, |_, _| async { text(StatusCode::OK, "") });
+    let mut client = Client(soon(TcpStream::connect(("127.0.0.1", server.addr.port()))).await.unwrap());
+    client.send(b"PROXY TCP4 192.0.2.1 198.51.100.1 1 2\r\n").await;
+    assert!(client.ask(GET).await.starts_with("HTTP/1.1 200"));
+}
+
+#[tokio::test]
+async fn a_panic_in_a_stream_is_counted_and_ends_nothing_else() {
+    let server = Running::answering(&listen(), |request, _| async move {
+        assert_ne!(request.uri().path(), "/panic", "this panic is part of a test");
+        text(StatusCode::OK, "")
+    });
+    let io = TokioIo::new(server.connect().await.0);
+    let (mut sender, connection) =
+        hyper::client::conn::http2::handshake(TokioExecutor::new(), io).await.unwrap();
+    let connection = tokio::spawn(connection);
+    let mut ask = async |path: &str| {
+        let request = Request::get(format!("http://a{path}")).body(Empty::<Bytes>::new()).unwrap();
+        soon(sender.send_request(request)).await
+    };
+    ask("/panic").await.expect_err("it has no answer");
+    assert_eq!(ask("/").await.unwrap().status(), 200);
+    eventually(|| server.load.panics() == 1).await;
+    connection.abort();
 }
 
 /// An HTTP/2 client that takes a long response in small bites.

@@ -19,6 +19,7 @@ fn gated(listen: &ListenSettings, shutdown: ShutdownSettings) -> (Running, Arc<S
             self: Rc<Self>,
             _: Request<RequestBody>,
             _: Arc<Peer>,
+            _: Interim,
         ) -> http::Response<ResponseBody> {
             self.0.acquire().await.unwrap().forget();
             text(StatusCode::OK, "done")
@@ -102,6 +103,7 @@ async fn a_stop_before_the_handlers_are_ready_is_heard() {
             self: Rc<Self>,
             _: Request<RequestBody>,
             _: Arc<Peer>,
+            _: Interim,
         ) -> http::Response<ResponseBody> {
             std::future::pending().await
         }
@@ -131,6 +133,57 @@ async fn who_connected_before_the_end_is_served() {
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer:?}");
     }
     assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
+}
+
+#[tokio::test]
+async fn who_connected_before_the_end_is_served_by_a_busy_worker_too() {
+    // More than a worker's queue holds.
+    const MANY: usize = 400;
+    let (release, busy) = std::sync::mpsc::sync_channel::<()>(1);
+    let busy = Arc::new(std::sync::Mutex::new(Some(busy)));
+    let is_taken = Arc::clone(&busy);
+    let shutdown = ShutdownSettings { delay: ms(0), grace: ms(10_000) };
+    let mut server =
+        Running::start(&ListenSettings { max_connections: 1000, ..listen() }, shutdown, move |_| {
+            let busy = Arc::clone(&busy);
+            async move { Rc::new(Blocking(busy)) }
+        });
+    let mut first = server.connect().await;
+    first.send(GET).await;
+    eventually(|| is_taken.lock().unwrap().is_none()).await;
+    let mut waiting = Vec::new();
+    for _ in 0..MANY {
+        let mut client = server.connect().await;
+        client.send(GET).await;
+        waiting.push(client);
+    }
+    server.stop.send_replace(Stop::Drain);
+    // The end has begun: nobody can connect.
+    eventually(|| std::net::TcpStream::connect(server.addr).is_err()).await;
+    release.send(()).unwrap();
+    for mut client in waiting.into_iter().chain([first]) {
+        let answer = client.rest().await;
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer:?}");
+    }
+    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
+}
+
+/// Its first request holds up its whole worker until it is let go.
+struct Blocking(Arc<std::sync::Mutex<Option<std::sync::mpsc::Receiver<()>>>>);
+
+impl Handler for Blocking {
+    async fn handle(
+        self: Rc<Self>,
+        _: Request<RequestBody>,
+        _: Arc<Peer>,
+        _: Interim,
+    ) -> http::Response<ResponseBody> {
+        let busy = self.0.lock().unwrap().take();
+        if let Some(busy) = busy {
+            busy.recv().unwrap();
+        }
+        text(StatusCode::OK, "done")
+    }
 }
 
 #[tokio::test]

@@ -158,6 +158,7 @@ where
         self: Rc<Self>,
         request: Request<RequestBody>,
         _peer: Arc<Peer>,
+        _interim: Interim,
     ) -> Response<ResponseBody> {
         (self.answer)(request, self.worker).await
     }
@@ -170,8 +171,9 @@ impl Handler for Forwarding {
         self: Rc<Self>,
         request: Request<RequestBody>,
         _peer: Arc<Peer>,
+        mut interim: Interim,
     ) -> Response<ResponseBody> {
-        match self.0.send(request, Instant::now()).await {
+        match self.0.send(request, Instant::now(), &mut interim).await {
             Ok(response) => response,
             Err(error) => text(StatusCode::BAD_GATEWAY, error.kind.name()),
         }

@@ -344,6 +344,62 @@ async fn requests_wait_for_a_connection_but_not_for_ever_and_not_too_many() {
 }
 
 #[tokio::test]
+async fn who_leaves_the_queue_leaves_his_place() {
+    let gate = Arc::new(tokio::sync::Semaphore::new(0));
+    let (addr, connections) = slow(&gate).await;
+    let settings = UpstreamSettings {
+        max_connections: 1,
+        max_requests_waiting: 1,
+        queue_timeout: Duration::from_secs(5),
+        ..upstream_at(addr)
+    };
+    let server = Running::forwarding(&listen(), settings);
+    let mut first = server.connect().await;
+    first.send(GET).await;
+    eventually(|| connections.load(Ordering::SeqCst) == 1).await;
+    for _ in 0..3 {
+        let mut second = server.connect().await;
+        second.send(GET).await;
+        // There is a place for one of them only.
+        let mut third = server.connect().await;
+        third.send(GET).await;
+        let full = tokio::select! {
+            answer = second.response() => answer,
+            answer = third.response() => answer,
+        };
+        assert!(full.ends_with("queue_full"));
+        drop((second, third));
+        eventually(|| server.load.connections() == 1).await;
+    }
+    gate.add_permits(2);
+    assert!(first.response().await.ends_with("ok"));
+    assert!(first.ask(GET).await.ends_with("ok"), "nobody is before him");
+    assert_eq!(connections.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn an_early_answer_costs_no_room_for_connections() {
+    let (addr, connections) = upstream(|mut client, _| async move {
+        while let Some(head) = client.head().await {
+            let early = head.starts_with("POST");
+            client.send(if early { b"HTTP/1.1 401 No\r\ncontent-length: 2\r\n\r\nno" } else { OK }).await;
+        }
+    })
+    .await;
+    let settings = UpstreamSettings { max_connections: 1, ..upstream_at(addr) };
+    let server = Running::forwarding(&listen(), settings);
+    for _ in 0..3 {
+        let mut client = server.connect().await;
+        client.send(&post("content-length: 10000000")).await;
+        client.send(b"only a part").await;
+        assert!(client.response().await.starts_with("HTTP/1.1 401"));
+        // This one is still there, and might go on for long.
+        assert!(server.connect().await.ask(GET).await.ends_with("ok"));
+    }
+    assert!(connections.load(Ordering::SeqCst) > 1, "half a request is left on the others");
+}
+
+#[tokio::test]
 async fn an_idle_connection_of_one_worker_makes_room_for_another_worker() {
     let (addr, connections) = upstream(|mut client, _| async move { client.serve(OK).await }).await;
     let server = Running::forwarding(

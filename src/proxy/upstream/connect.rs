@@ -5,7 +5,7 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use std::fmt;
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -131,12 +131,12 @@ async fn shake_hands(
     Ok(Stream::new(Io::Tls(Box::new(stream)), is_http2))
 }
 
-/// The name is looked up each time: in a cluster addresses change. Its addresses are tried in their order, each for a
-/// moment alone.
+/// The name is looked up each time: in a cluster addresses change. Its addresses are tried in their order, the two
+/// families by turns, each for a moment alone.
 async fn open_socket(host: &str, port: u16) -> Result<TcpStream, UpstreamError> {
     let dns = |why: String| UpstreamError { kind: UpstreamErrorKind::Dns, detail: format!("{host}: {why}") };
     let addresses = lookup_host((host, port)).await.map_err(|error| dns(error.to_string()))?;
-    let mut addresses = addresses.peekable();
+    let mut addresses = by_turns(addresses.collect()).into_iter().peekable();
     let (mut tries, mut failed) = (FuturesUnordered::new(), None);
     loop {
         tries.extend(addresses.next().map(TcpStream::connect));
@@ -153,6 +153,16 @@ async fn open_socket(host: &str, port: u16) -> Result<TcpStream, UpstreamError> 
             () = sleep(HEAD_START), if addresses.peek().is_some() => {}
         }
     }
+}
+
+/// The families by turns, beginning with the first one's (RFC 8305, 4): a family that leads nowhere must not use up all
+/// the time.
+fn by_turns(addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
+    let leads = addresses.first().is_some_and(SocketAddr::is_ipv6);
+    let (first, second): (Vec<_>, Vec<_>) =
+        addresses.into_iter().partition(|address| address.is_ipv6() == leads);
+    let turns = first.len().max(second.len());
+    (0..turns).flat_map(|turn| first.get(turn).into_iter().chain(second.get(turn))).copied().collect()
 }
 
 fn tune(socket: &TcpStream) -> io::Result<()> {
@@ -314,9 +324,26 @@ impl AsyncWrite for Stream {
 
 #[cfg(test)]
 mod tests {
-    use super::{Io, Stream};
+    use super::{Io, Stream, by_turns};
+    use std::net::SocketAddr;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::{TcpListener, TcpStream};
+
+    #[test]
+    fn no_family_of_addresses_waits_for_all_of_the_other() {
+        let tried = |found: &[&str]| {
+            let found: Vec<SocketAddr> = found.iter().map(|address| address.parse().unwrap()).collect();
+            by_turns(found).iter().map(SocketAddr::to_string).collect::<Vec<_>>()
+        };
+        let (four, six) = (["1.0.0.1:1", "1.0.0.2:1"], ["[::1]:1", "[::2]:1", "[::3]:1"]);
+        assert_eq!(
+            tried(&[six[0], six[1], six[2], four[0], four[1]]),
+            [six[0], four[0], six[1], four[1], six[2]]
+        );
+        assert_eq!(tried(&[four[0], four[1], six[0]]), [four[0], six[0], four[1]]);
+        assert_eq!(tried(&six), six);
+        assert!(tried(&[]).is_empty());
+    }
 
     #[tokio::test]
     async fn an_answer_outlives_the_upload_that_it_ended() {

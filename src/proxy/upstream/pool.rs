@@ -26,6 +26,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 
 use super::addresses::{self, Addresses};
 use super::connect::{Offer, Stream};
+use super::early::Early;
 use super::http2::{self, Link};
 use super::shared::{Held, Shared};
 use super::{MAX_RESPONSE_HEAD_BYTES, UpstreamError, UpstreamErrorKind};
@@ -92,6 +93,7 @@ pub(super) enum Wire {
 #[derive(Debug)]
 pub(super) struct Http1 {
     pub(super) sender: SendRequest<RequestBody>,
+    pub(super) early: Arc<Early>,
     peer: Option<IpAddr>,
     task: AbortHandle,
 }
@@ -147,7 +149,7 @@ impl Pool {
         Box::pin(async move {
             let mut queued_since = None;
             loop {
-                if let Some(connection) = self.take_idle() {
+                if let Some(connection) = self.take_idle(Instant::now()) {
                     return Ok(connection);
                 }
                 if self.chose_http2.get() == Some(false) {
@@ -178,7 +180,7 @@ impl Pool {
     /// A connection by HTTP/1.1, of an upstream that prefers HTTP/2.
     pub(super) fn acquire_http1<'p>(self: &'p Rc<Self>, retries: &'p mut u32) -> Acquire<'p> {
         Box::pin(async move {
-            if let Some(connection) = self.take_idle_http1() {
+            if let Some(connection) = self.take_idle_http1(Instant::now()) {
                 return Ok(connection);
             }
             let permit = self.permit().await?;
@@ -193,18 +195,19 @@ impl Pool {
         Ok(())
     }
 
-    /// A connection that is there, or room on one.
-    pub(super) fn take_idle(self: &Rc<Self>) -> Option<Box<Connection>> {
+    /// A connection that is there, or room on one; `now` is when the caller looked at the clock last.
+    pub(super) fn take_idle(self: &Rc<Self>, now: Instant) -> Option<Box<Connection>> {
         let max_age = self.settings().pool_idle_timeout;
-        let is_young = |link: &&Rc<Link>| link.idle_since().is_none_or(|since| since.elapsed() < max_age);
+        let is_young =
+            |link: &&Rc<Link>| link.idle_since().is_none_or(|since| now.duration_since(since) < max_age);
         let place = self.links.borrow().iter().filter(is_young).find_map(|link| link.place(self));
-        place.map(|place| Box::new(Connection::new(Wire::Http2(place)))).or_else(|| self.take_idle_http1())
+        place.map(|place| Box::new(Connection::new(Wire::Http2(place)))).or_else(|| self.take_idle_http1(now))
     }
 
-    fn take_idle_http1(&self) -> Option<Box<Connection>> {
+    fn take_idle_http1(&self, now: Instant) -> Option<Box<Connection>> {
         let mut idle = self.idle.borrow_mut();
         let max_age = self.settings().pool_idle_timeout;
-        std::iter::from_fn(|| idle.pop_back()).find(|connection| connection.is_usable(max_age))
+        std::iter::from_fn(|| idle.pop_back()).find(|connection| connection.is_usable(max_age, now))
     }
 
     /// Room for one more connection, or one that became free.
@@ -377,7 +380,7 @@ impl Pool {
                 tracing::debug!(%error, "an upstream connection ended");
             }
         });
-        Ok(Wire::Http1(Http1 { sender, peer, task: task.abort_handle() }))
+        Ok(Wire::Http1(Http1 { sender, early: Arc::default(), peer, task: task.abort_handle() }))
     }
 
     /// Gives a new connection to those who wait for it.
@@ -507,9 +510,9 @@ impl Pool {
 
     /// Closes idle connections that are dead, old, or needed elsewhere.
     fn sweep(&self) {
-        let max_age = self.settings().pool_idle_timeout;
+        let (max_age, now) = (self.settings().pool_idle_timeout, Instant::now());
         let mut idle = self.idle.borrow_mut();
-        idle.retain(|connection| connection.is_usable(max_age));
+        idle.retain(|connection| connection.is_usable(max_age, now));
         let mut wanted = self.shared.waiting.load(Ordering::SeqCst);
         let closed = wanted.min(idle.len());
         idle.drain(..closed);
@@ -519,7 +522,7 @@ impl Pool {
                 wanted -= 1;
                 false
             }
-            idle_since => idle_since.is_none_or(|since| since.elapsed() < max_age),
+            idle_since => idle_since.is_none_or(|since| now.duration_since(since) < max_age),
         });
     }
 }
@@ -589,9 +592,9 @@ impl Connection {
     }
 
     /// As an idle one.
-    fn is_usable(&self, max_idle: Duration) -> bool {
+    fn is_usable(&self, max_idle: Duration, now: Instant) -> bool {
         let Wire::Http1(http1) = &self.wire else { return false };
-        http1.sender.is_ready() && self.idle_since.is_none_or(|since| since.elapsed() < max_idle)
+        http1.sender.is_ready() && self.idle_since.is_none_or(|since| now.duration_since(since) < max_idle)
     }
 }
 

@@ -42,6 +42,11 @@ static ID: LazyLock<String> = LazyLock::new(|| {
     format!("{high:016x}{low:016x}")
 });
 
+/// The name of this process among all others: 32 hexadecimal digits, new with every start.
+pub fn instance() -> &'static str {
+    &ID
+}
+
 /// What an instance does with the set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Does {

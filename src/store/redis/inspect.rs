@@ -151,16 +151,8 @@ impl Inspector {
     /// # Errors
     /// When Redis does not answer.
     pub async fn reset(&self, charges: &[Charge<'_>]) -> Result<u64, InspectError> {
-        let shards = |charge: &Charge<'_>| match self.way {
-            Way::Cluster(_) if charge.shards > 1 => {
-                (0..charge.shards).map(|number| charge.key.shard(number)).collect()
-            }
-            _ => vec![charge.key.clone()],
-        };
-        let counters = charges.iter().flat_map(|charge| {
-            shards(charge).into_iter().map(|key| self.context.script.key(&Charge { key: &key, ..*charge }))
-        });
-        let mut keys: Vec<String> = counters.collect();
+        let shared = Shared(Arc::clone(&self.context));
+        let mut keys: Vec<String> = charges.iter().flat_map(|charge| shared.counters(charge)).collect();
         let mut count = 0;
         for keys in self.batches(&mut keys) {
             let mut command = Cmd::new();

@@ -9,6 +9,7 @@ use super::failure::{Failure, Trouble};
 use super::health::Health;
 use super::script::Script;
 use super::sentinel::Sentinels;
+use super::vitals::Vitals;
 use super::{RedisSettings, Topology};
 use crate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
 use crate::store::Local;
@@ -16,7 +17,7 @@ use crate::store::local::ALL;
 use arc_swap::ArcSwap;
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
@@ -41,8 +42,9 @@ pub(super) struct Context {
     pub(super) settings: RedisSettings,
     pub(super) script: Script,
     pub(super) health: Health,
-    /// Whether the eviction policy has been looked at.
-    pub(super) eviction_checked: AtomicBool,
+    /// What was asked of Redis so far.
+    pub(super) calls: Arc<AtomicU64>,
+    pub(super) vitals: Vitals,
     pub(super) local: Local,
     /// Whether somebody speaks for the process.
     pub(super) is_counted: AtomicBool,
@@ -80,6 +82,7 @@ pub(super) enum State {
 #[derive(Debug)]
 pub(super) struct Live {
     connection: MultiplexedConnection,
+    calls: Arc<AtomicU64>,
     /// Consecutive.
     timeouts: AtomicU32,
     given_up: OnceLock<Failure>,
@@ -175,6 +178,7 @@ impl Live {
     pub(super) async fn answer(&self, command: &Cmd, asking: bool) -> RedisResult<Value> {
         loop {
             let loads = *self.loads.borrow();
+            self.calls.fetch_add(1, Ordering::Relaxed);
             let answer = match asking {
                 false => self.send(command).await,
                 true => self.send_asking(command).await,
@@ -332,6 +336,7 @@ pub(super) async fn connect(context: &Context, target: &Target) -> Result<(Live,
     let (connection, driver) = connect::open(&address, context.settings.how()).await?;
     let live = Live {
         connection,
+        calls: Arc::clone(&context.calls),
         timeouts: AtomicU32::new(0),
         given_up: OnceLock::new(),
         gave_up: Notify::new(),
@@ -343,7 +348,6 @@ pub(super) async fn connect(context: &Context, target: &Target) -> Result<(Live,
     let nothing = context.script.decide(&[], None);
     loaded(context, &live, &nothing).await?;
     prove(context, target, &live).await?;
-    check_eviction(context, &live).await;
     Ok((live, address, driver))
 }
 
@@ -385,23 +389,5 @@ async fn prove(context: &Context, target: &Target, live: &Live) -> Result<(), Tr
     match Script::decision(&reply, &charges) {
         Some(decision) if decision.admitted => Ok(()),
         _ => Err(Trouble::new(Failure::Reply, "the answer makes no sense")),
-    }
-}
-
-/// Once per process, and of a proven server only: a Redis that evicts forgets who has used what.
-async fn check_eviction(context: &Context, live: &Live) {
-    if context.eviction_checked.load(Ordering::Relaxed) {
-        return;
-    }
-    let mut command = Cmd::new();
-    command.arg("CONFIG").arg("GET").arg("maxmemory-policy");
-    // An ACL may forbid the question.
-    let Ok(reply) = live.send(&command).await else { return };
-    let Ok((_, policy)) = redis::from_redis_value::<(String, String)>(reply) else { return };
-    if !context.eviction_checked.swap(true, Ordering::Relaxed) && policy != "noeviction" {
-        tracing::warn!(
-            maxmemory_policy = policy,
-            "Redis may evict counters, which admits more than the limits say: set maxmemory-policy noeviction"
-        );
     }
 }

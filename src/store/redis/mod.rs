@@ -17,17 +17,20 @@ mod link;
 mod queue;
 mod script;
 mod sentinel;
+mod vitals;
 
 pub use batch::{Answer, Answers, Batch};
 pub use connect::{Address, Login};
 pub use failure::Failure;
+pub use fleet::instance;
 pub use inspect::{Counter, InspectError, Inspector};
 pub use script::Script;
 
 use super::local::ALL;
 use super::{Late, Local, Unavailable, Untold};
 use crate::clock::Clock;
-use crate::limiter::{Algorithm, Amendment, Charge, Decision};
+use crate::limiter::{Algorithm, Amendment, Charge, Decision, Key};
+use crate::telemetry::metrics::RedisVitals;
 use crate::tls::ClientTls;
 use ::redis::Cmd;
 use cluster::Cluster;
@@ -41,6 +44,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
+use vitals::Vitals;
 
 /// Late amendments sent at a time: a few hundred microseconds of the server's time.
 const LATE_PER_CALL: usize = 64;
@@ -118,8 +122,8 @@ pub struct Shared(Arc<Context>);
 pub struct Redis {
     context: Arc<Context>,
     way: Way,
-    /// Of the one that speaks for the process.
-    beating: Option<Arc<Task>>,
+    /// Of the one that speaks for the process: what keeps it in the count, and what looks after Redis.
+    beating: Option<Arc<[Task; 2]>>,
 }
 
 /// How a worker reaches the server that holds a key.
@@ -146,7 +150,8 @@ impl Shared {
         Self(Arc::new(Context {
             script: Script::new(&settings.key_prefix),
             health: Health::new(settings.breaker_failures),
-            eviction_checked: AtomicBool::new(false),
+            calls: Arc::default(),
+            vitals: Vitals::default(),
             local: Local::new(settings.instances, Clock::system()).over(match settings.topology {
                 Topology::Cluster => cluster::slot_of,
                 _ => |_| ALL,
@@ -154,6 +159,21 @@ impl Shared {
             is_counted: AtomicBool::new(false),
             settings,
         }))
+    }
+
+    pub fn settings(&self) -> &RedisSettings {
+        &self.0.settings
+    }
+
+    /// The names of the counters in which a charge is counted: several if it is spread.
+    pub fn counters(&self, charge: &Charge<'_>) -> Vec<String> {
+        let named = |key: &Key| self.0.script.key(&Charge { key, ..*charge });
+        match self.0.settings.topology {
+            Topology::Cluster if charge.shards > 1 => {
+                (0..charge.shards).map(|number| named(&charge.key.shard(number))).collect()
+            }
+            _ => vec![named(charge.key)],
+        }
     }
 
     /// Whether Redis was reached, no worker has lost its connection and the breaker is closed.
@@ -169,6 +189,11 @@ impl Shared {
     /// Instances that share the limits, as last seen.
     pub fn instances(&self) -> u32 {
         self.0.local.share().live()
+    }
+
+    /// What Redis was last seen to say of itself.
+    pub fn vitals(&self) -> RedisVitals {
+        RedisVitals { calls: self.0.calls.load(Ordering::Relaxed), ..self.0.vitals.last() }
     }
 
     /// Failures since the start, each kind by its stable word.
@@ -198,14 +223,18 @@ impl Redis {
     #[must_use]
     pub fn join(self) -> Self {
         let is_first = !self.context.is_counted.swap(true, Ordering::Relaxed);
-        let beating = is_first.then(|| Arc::new(Task(tokio::spawn(fleet::attend(self.clone())))));
+        let beating = is_first.then(|| {
+            let tasks =
+                [tokio::spawn(fleet::attend(self.clone())), tokio::spawn(vitals::attend(self.clone()))];
+            Arc::new(tasks.map(Task))
+        });
         Self { beating, ..self }
     }
 
     /// Takes the process out of the count, if this is the handle that keeps it there.
     pub async fn leave(&self) {
         if let Some(beating) = &self.beating {
-            beating.0.abort();
+            beating.iter().for_each(|task| task.0.abort());
             fleet::leave(self).await;
         }
     }
@@ -247,6 +276,14 @@ impl Redis {
             // Whoever counts the instances finds that out.
             Way::One(..) => Vec::new(),
             Way::Cluster(cluster) => cluster.slots_silent().await,
+        }
+    }
+
+    /// The connections to all masters, or why one has none.
+    fn masters(&self) -> Vec<Arc<State>> {
+        match &self.way {
+            Way::One(link, _) => vec![link.state()],
+            Way::Cluster(cluster) => cluster.masters().iter().map(|master| master.state()).collect(),
         }
     }
 

@@ -79,6 +79,12 @@ impl Family<'_> {
         self.line(ending, labels, format_args!("{value}"));
     }
 
+    /// Microseconds, written as seconds.
+    pub(super) fn micros(&mut self, value_us: i64) {
+        let (sign, micros) = (if value_us < 0 { "-" } else { "" }, value_us.unsigned_abs());
+        self.line("", &[], format_args!("{sign}{}.{:06}", micros / 1_000_000, micros % 1_000_000));
+    }
+
     pub(super) fn histogram(&mut self, labels: &[(&str, &str)], summed: &Summed) {
         let ends = summed.buckets.iter().copied().chain([("+Inf", summed.count)]);
         for (end, count) in ends {

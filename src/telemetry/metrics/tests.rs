@@ -9,6 +9,8 @@ const KINDS: Kinds = Kinds {
 fn observed() -> Observed {
     Observed {
         phase: Phase::Serving,
+        uptime_s: 60,
+        policies: 2,
         connections: 3,
         connections_max: 10,
         connections_full: 6,
@@ -17,9 +19,20 @@ fn observed() -> Observed {
         store_errors: vec![("timeout", 2)],
         lease_units_lost: Some(70),
         instances: Some(3),
+        redis: Some(RedisVitals {
+            calls: 9,
+            memory_bytes: Some(1000),
+            memory_max_bytes: None,
+            may_evict: Some(true),
+            clock_skew_us: Some(-1_250_000),
+        }),
         memory: Some(MemoryUse { keys: 5, bytes: 700, evictions: 1 }),
         generation: 4,
+        spans: Some(Spans { exported: 8, dropped: 1, failed: 2 }),
         reloads_refused: 2,
+        loaded_s: 1_700_000_000,
+        configured_at_s: 1_700_000_000,
+        config_hash: 77,
         reload_errors: Vec::new(),
         certificates: vec![("a.crt".to_owned(), 1_800_000_000)],
     }
@@ -42,14 +55,14 @@ fn what_workers_count_alone_is_added_up() {
             shard.tls_fault(0);
             shard.proxy_header_fault(0);
             shard.closed(Closed::Flood);
-            shard.forwarding_not_trusted();
+            shard.forwarding_not_trusted(IpAddr::from([10, 0, 0, 1]));
             shard.token_refused();
             shard.settlements_lost(2);
         }
         shard.policy(&tallies[1], Decision::DegradedClosed);
         shard.policy(&tallies[1], Decision::Degraded);
     }
-    metrics.shard(3).forwarding_not_trusted();
+    metrics.shard(3).forwarding_not_trusted(IpAddr::from([10, 0, 0, 2]));
     let page = metrics.page(&observed(), Format::Classic);
     for line in [
         "tidegate_requests_total{policy=\"a\",decision=\"allowed\"} 6",
@@ -76,7 +89,15 @@ fn what_workers_count_alone_is_added_up() {
         "tidegate_store_memory_evictions_total 1",
         "tidegate_config_reloads_total{result=\"success\"} 3",
         "tidegate_config_reloads_total{result=\"failure\"} 2",
+        "tidegate_redis_calls_total 9",
+        "tidegate_redis_memory_bytes 1000",
+        "tidegate_redis_may_evict 1",
+        "tidegate_redis_clock_skew_seconds -1.250000",
         "tidegate_config_generation 4",
+        "tidegate_trace_spans_total{result=\"dropped\"} 1",
+        "tidegate_config_last_reload_success_timestamp_seconds 1700000000",
+        "tidegate_config_last_reload_successful 1",
+        "tidegate_config_hash 77",
         concat!("tidegate_build_info{version=\"", env!("CARGO_PKG_VERSION"), "\"} 1"),
     ] {
         has(&page, line);

@@ -9,6 +9,7 @@ pub mod frames;
 pub mod h2_upstream;
 pub mod judge;
 pub mod nginx;
+pub mod old_log;
 pub mod peer;
 pub mod process;
 pub mod proxy;

@@ -19,15 +19,20 @@ pub struct Nginx {
 
 impl Nginx {
     pub async fn start() -> Self {
-        Self::listening("").await
+        Self::listening("", "", "").await
+    }
+
+    /// With limits: what stands in `http`, and what stands in `server`.
+    pub async fn limited(zones: &str, limits: &str) -> Self {
+        Self::listening("", zones, limits).await
     }
 
     /// In the clear, to clients that know.
     pub async fn by_http2() -> Self {
-        Self::listening("http2").await
+        Self::listening("http2", "", "").await
     }
 
-    async fn listening(how: &str) -> Self {
+    async fn listening(how: &str, zones: &str, limits: &str) -> Self {
         let dir = TempDir::new().unwrap();
         let root = dir.path().join("root");
         fs::create_dir(&root).unwrap();
@@ -35,7 +40,7 @@ impl Nginx {
         // nginx cannot be told to take any free port, so it gets one that was free just now.
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let config = dir.path().join("nginx.conf");
-        fs::write(&config, configuration(address, how)).unwrap();
+        fs::write(&config, configuration(address, how, zones, limits)).unwrap();
         let mut command = Command::new("nginx");
         command.arg("-p").arg(dir.path()).arg("-c").arg(&config).args(["-e", "stderr"]);
         let process = Process::start(&mut command)
@@ -61,7 +66,7 @@ impl Nginx {
 
 /// One process, so that killing it leaves nothing behind. Uploads use the WebDAV module, which the
 /// Debian package has built in.
-fn configuration(address: SocketAddr, how: &str) -> String {
+fn configuration(address: SocketAddr, how: &str, zones: &str, limits: &str) -> String {
     let temp = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
         .map(|kind| format!("{kind}_temp_path tmp/{kind};"))
         .join(" ");
@@ -70,11 +75,13 @@ fn configuration(address: SocketAddr, how: &str) -> String {
          events {{ worker_connections 256; }}
          http {{
              access_log off; {temp}
+             {zones}
              server {{
                  listen {address} {how};
                  root root;
                  client_max_body_size 0;
                  dav_methods PUT;
+                 {limits}
              }}
          }}"
     )

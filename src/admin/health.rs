@@ -1,0 +1,71 @@
+//! Whether it lives, serves, and what it has counted: what gives nothing away.
+
+use super::View;
+use super::answer::Json;
+use super::looks::aside;
+use crate::telemetry::metrics::{Format, Observed, Phase};
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use http::header::{ACCEPT, CONTENT_TYPE};
+use http::{HeaderMap, StatusCode};
+use serde_json::json;
+
+#[allow(clippy::unused_async, reason = "a handler is async")]
+pub(super) async fn live() -> &'static str {
+    "ok\n"
+}
+
+/// Fails only while clients cannot, or soon can no longer, be served. What is merely wrong is said: taking
+/// every replica out of service would not mend a store that is away.
+#[allow(clippy::unused_async, reason = "a handler is async")]
+pub(super) async fn ready(State(view): State<View>) -> Json {
+    let observed = (view.observe)();
+    let status = match observed.phase {
+        Phase::Serving => StatusCode::OK,
+        Phase::Starting | Phase::Stopping => StatusCode::SERVICE_UNAVAILABLE,
+    };
+    let body = json!({
+        "status": phase(observed.phase),
+        "store": if observed.store_up { "up" } else { "degraded" },
+        "generation": observed.generation,
+        "reload_errors": observed.reload_errors,
+        "untrusted_forwarding": view.metrics.untrusted_forwarding(),
+        "hints": hints(&observed, view.metrics.untrusted_forwarding()),
+    });
+    Json(status, body)
+}
+
+pub(super) fn phase(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Starting => "starting",
+        Phase::Serving => "ready",
+        Phase::Stopping => "stopping",
+    }
+}
+
+/// What somebody should look at, and what to do.
+pub(super) fn hints(observed: &Observed, untrusted_forwarding: u64) -> Vec<&'static str> {
+    let all = [
+        (!observed.store_up, "the store is away: policies decide by on_store_failure"),
+        (
+            !observed.reload_errors.is_empty(),
+            "the newest configuration is wrong: the last good one is in effect",
+        ),
+        (
+            untrusted_forwarding > 0,
+            "a peer that isn't in client.trusted_proxies names clients: if it is your ingress, everybody behind it \
+             shares one quota until you list it, e.g. [client] trusted_proxies = [\"10.0.0.0/8\"]; the log and the \
+             dashboard say which peer",
+        ),
+    ];
+    all.into_iter().filter(|(holds, _)| *holds).map(|(_, hint)| hint).collect()
+}
+
+pub(super) async fn metrics(State(view): State<View>, headers: HeaderMap) -> Response {
+    let accept = headers.get(ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
+    let format = Format::accepted(accept);
+    match aside(move || view.metrics.page(&(view.observe)(), format)).await {
+        Ok(page) => ([(CONTENT_TYPE, format.content_type())], page).into_response(),
+        Err(problem) => problem.into_response(),
+    }
+}

@@ -1,0 +1,175 @@
+//! The bytes of a log, line by line: a file or stdin, packed by gzip or not. Whatever is in it, a line is bounded, and
+//! what can't be read ends it there.
+
+use super::lines::Format;
+use flate2::bufread::MultiGzDecoder;
+use std::cell::Cell;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
+use std::rc::Rc;
+
+/// The longest line that is read, in bytes; a longer one counts as broken.
+pub(super) const MAX_LINE: usize = (64 << 10) - 1;
+
+/// Bytes read at a time, at least twice [`MAX_LINE`].
+const BUFFER: usize = 256 << 10;
+
+/// Lines that are looked at to find out the format.
+const LOOKED_AT: usize = 50;
+
+/// One log.
+pub(super) struct Input {
+    /// For people.
+    pub(super) name: String,
+    reader: Box<dyn Read>,
+    buffer: Box<[u8]>,
+    start: usize,
+    end: usize,
+    /// Nothing more comes.
+    ended: bool,
+    /// What ended it too early.
+    pub(super) fault: Option<io::Error>,
+}
+
+/// A line, or why there is none.
+pub(super) enum Got<'i> {
+    Line(&'i [u8]),
+    /// Longer than [`MAX_LINE`]; its beginning.
+    TooLong(&'i [u8]),
+    End,
+}
+
+impl Input {
+    /// Opens a file, or stdin for `-`. `progress` hears of the bytes read, before they are unpacked.
+    ///
+    /// # Errors
+    /// If it can't be opened, or its first bytes can't be read.
+    pub(super) fn open(path: &Path, progress: Rc<Cell<u64>>) -> io::Result<Self> {
+        let (name, raw): (_, Box<dyn Read>) = if path.as_os_str() == "-" {
+            ("stdin".to_owned(), Box::new(io::stdin().lock()))
+        } else {
+            let file = File::open(path)?;
+            if file.metadata()?.is_dir() {
+                return Err(io::ErrorKind::IsADirectory.into());
+            }
+            (path.display().to_string(), Box::new(file))
+        };
+        let mut raw = BufReader::with_capacity(64 << 10, Counted { inner: raw, count: progress });
+        // The magic bytes, by RFC 1952, 2.3.1.
+        let is_packed = raw.fill_buf()?.starts_with(&[0x1f, 0x8b]);
+        let reader: Box<dyn Read> =
+            if is_packed { Box::new(MultiGzDecoder::new(raw)) } else { Box::new(raw) };
+        Ok(Self { name, reader, buffer: vec![0; BUFFER].into(), start: 0, end: 0, ended: false, fault: None })
+    }
+
+    /// The format of its first lines, which are read once more later. `None`: nothing that is known.
+    pub(super) fn detect(&mut self) -> Option<Format> {
+        while !self.ended && self.end < self.buffer.len() && self.head().count() <= LOOKED_AT {
+            self.fill();
+        }
+        Format::detect(self.head())
+    }
+
+    fn head(&self) -> impl Iterator<Item = &[u8]> + Clone {
+        let head = self.buffer.get(self.start..self.end).unwrap_or_default();
+        head.split(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty()).take(LOOKED_AT)
+    }
+
+    /// The next line that isn't empty, without its newline.
+    pub(super) fn next(&mut self) -> Got<'_> {
+        loop {
+            let rest = self.buffer.get(self.start..self.end).unwrap_or_default();
+            if let Some(length) = memchr::memchr(b'\n', rest) {
+                let from = self.start;
+                self.start += length + 1;
+                let length = if rest.get(..length).is_some_and(|line| line.ends_with(b"\r")) {
+                    length - 1
+                } else {
+                    length
+                };
+                match length {
+                    0 => continue,
+                    1..=MAX_LINE => return Got::Line(self.slice(from, length)),
+                    _ => return Got::TooLong(self.slice(from, MAX_LINE)),
+                }
+            }
+            if rest.len() > MAX_LINE {
+                return self.skip_line();
+            }
+            if self.ended {
+                let (from, length) = (self.start, rest.len());
+                self.start = self.end;
+                return if length == 0 { Got::End } else { Got::Line(self.slice(from, length)) };
+            }
+            self.fill();
+        }
+    }
+
+    fn slice(&self, from: usize, length: usize) -> &[u8] {
+        self.buffer.get(from..from + length).unwrap_or_default()
+    }
+
+    /// Passes by a line that is too long, keeping its beginning for people.
+    fn skip_line(&mut self) -> Got<'_> {
+        // What is moved to the front stays there: only what comes behind it is filled again.
+        self.buffer.copy_within(self.start..self.end, 0);
+        let mut end = self.end - self.start;
+        loop {
+            let newline = memchr::memchr(b'\n', self.buffer.get(MAX_LINE..end).unwrap_or_default());
+            if let Some(at) = newline {
+                (self.start, self.end) = (MAX_LINE + at + 1, end);
+                break;
+            }
+            end = MAX_LINE;
+            match self.read_into(end) {
+                0 => {
+                    (self.start, self.end) = (0, 0);
+                    break;
+                }
+                read => end += read,
+            }
+        }
+        Got::TooLong(self.slice(0, MAX_LINE))
+    }
+
+    fn fill(&mut self) {
+        self.buffer.copy_within(self.start..self.end, 0);
+        (self.start, self.end) = (0, self.end - self.start);
+        let read = self.read_into(self.end);
+        self.end += read;
+    }
+
+    /// How many bytes came; 0: there are no more.
+    fn read_into(&mut self, from: usize) -> usize {
+        loop {
+            let read = self.reader.read(self.buffer.get_mut(from..).unwrap_or_default());
+            match read {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Ok(read @ 1..) => return read,
+                Ok(_) => {
+                    self.ended = true;
+                    return 0;
+                }
+                Err(error) => {
+                    self.ended = true;
+                    self.fault = Some(error);
+                    return 0;
+                }
+            }
+        }
+    }
+}
+
+struct Counted<R> {
+    inner: R,
+    count: Rc<Cell<u64>>,
+}
+
+impl<R: Read> Read for Counted<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.inner.read(buffer)?;
+        self.count.set(self.count.get() + read as u64);
+        Ok(read)
+    }
+}

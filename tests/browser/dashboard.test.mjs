@@ -1,0 +1,317 @@
+// The dashboard in a real Chromium, in front of the real binary. Pictures of every state go to `target/browser`.
+
+import assert from 'node:assert/strict';
+import { after, before, test } from 'node:test';
+import { closeBrowser, dashboard, openBrowser, Proxy, Redis, shot, TOKEN, until } from './support.mjs';
+
+const POLICIES = `
+[[policy]]
+name = "login"
+match = { methods = ["POST", "GET"], path = "/login" }
+key = ["client_ip"]
+limit = { requests = 5, per = "1h" }
+block_for = "10m"
+on_store_failure = "closed"
+[[policy]]
+name = "api"
+match = { path = "/api/**" }
+key = ["header:x-user"]
+limits = [{ requests = 20, per = "1h", name = "hourly" }, { requests = 500, per = "1d", algorithm = "token_bucket", burst = 50, name = "daily" }]
+[[policy]]
+name = "shut"
+match = { path = "/internal/**" }
+action = "deny"
+[[policy]]
+name = "free"
+match = { path = "/health" }
+action = "allow"
+priority = 9
+[[policy]]
+name = "candidate"
+mode = "shadow"
+match = { path = "/api/**" }
+limit = { requests = 30, per = "1h" }
+`;
+
+before(openBrowser);
+after(closeBrowser);
+
+/** Runs with a proxy and ends it; a page that had faults fails. */
+async function withProxy(config, work, options) {
+  const proxy = await Proxy.start(config, options);
+  const pages = [];
+  const look = async (more) => { const page = await dashboard(proxy, more); pages.push(page); return page; };
+  try {
+    await work(proxy, look);
+    for (const page of pages) assert.deepEqual(page.faults, []);
+  } finally {
+    await Promise.all(pages.map((page) => page.context().close()));
+    await proxy.end();
+  }
+}
+
+async function busy(proxy) {
+  for (const [user, times] of [['ann', 60], ['bob', 35], ['cyd', 12]]) await proxy.many(times, `/api/orders/${user}`, { 'x-user': user });
+  await proxy.many(9, '/login');
+  await proxy.many(4, '/internal/x');
+  await proxy.many(15, '/health');
+  await until('all of it to be noted', async () => (await proxy.asks('/policies?policy=api')).policies[0].last_hour?.rejected?.some((n) => n > 0));
+}
+
+const row = (page, name) => page.locator('#policies tbody tr', { has: page.getByRole('button', { name, exact: true }) });
+const shown = (page, text) => page.getByText(text).first().waitFor();
+
+test('empty: says what to do, in light, in dark and on a phone', () => withProxy('', async (proxy, look) => {
+  const page = await look();
+  await shown(page, 'All is well.');
+  await shown(page, 'No request came in the last');
+  await shown(page, 'There is no policy: every request passes.');
+  assert.equal(await page.locator('#policies').isVisible(), false);
+  await shot(page, 'empty-light');
+  await shot(await lookAt(look, { dark: true }), 'empty-dark');
+  await shot(await lookAt(look, { phone: true }), 'empty-phone');
+}));
+
+async function lookAt(look, options) {
+  const page = await look(options);
+  await shown(page, 'All is well.');
+  return page;
+}
+
+test('busy: counts are those that happened, and nothing jumps while they change', () => withProxy(POLICIES, async (proxy, look) => {
+  await busy(proxy);
+  const page = await look();
+  await row(page, 'api').waitFor();
+  const cells = await row(page, 'api').locator('td').allInnerTexts();
+  assert.deepEqual(cells.slice(2), ['52', '55', '51 %']);
+  assert.match(await row(page, 'api').locator('.bar').getAttribute('aria-label'), /^52 allowed, 55 rejected$/);
+  assert.match(await row(page, 'candidate').innerText(), /shadow/);
+  assert.match(await row(page, 'login').locator('.bar').getAttribute('aria-label'), /5 allowed, .*blocked/);
+  const top = page.locator('#keys tbody tr').first();
+  assert.deepEqual(await top.locator('th, td').allInnerTexts(), ['ann', 'api', '40']);
+  assert.match(await page.locator('#keys .foot').innerText(), /counts are exact/);
+  assert.match(await page.locator('#heat tbody tr', { hasText: 'api' }).innerText(), /55/);
+  await page.locator('.chart .uplot[role=img][aria-label*="rejected at most"]').waitFor();
+
+  await page.getByText('As a table').first().click();
+  await page.getByRole('columnheader', { name: 'rejected' }).waitFor();
+  await page.getByText('As a table').first().click();
+
+  const longer = page.waitForResponse((answer) => answer.url().endsWith('/overview?seconds=600'));
+  await page.getByText('10 min').click();
+  assert.equal((await longer).status(), 200);
+  await page.locator('#pulse[data-state=live]').waitFor();
+  assert.match(await page.locator('#traffic .uplot').getAttribute('aria-label'), /rejected at most/);
+  await page.getByText('2 min').click();
+
+  await page.evaluate(() => {
+    window.shift = 0;
+    new PerformanceObserver((list) => list.getEntries().forEach((entry) => { window.shift += entry.value; })).observe({ type: 'layout-shift' });
+    window.drawn = 0;
+    new MutationObserver(() => { window.drawn += 1; }).observe(document.getElementById('traffic'), { subtree: true, attributes: true });
+  });
+  await proxy.many(20, '/api/orders/dan', { 'x-user': 'dan' });
+  await page.waitForFunction(() => window.drawn > 2);
+  assert.ok((await page.evaluate(() => window.shift)) < 0.01, 'the page jumps');
+  await shot(page, 'busy-light');
+  const dark = await lookAt(look, { dark: true });
+  await row(dark, 'api').waitFor();
+  await shot(dark, 'busy-dark');
+}));
+
+test('on a phone nothing is wider than the screen, and a dialog fills it', () => withProxy(POLICIES, async (proxy, look) => {
+  await busy(proxy);
+  const page = await look({ phone: true });
+  await row(page, 'api').waitFor();
+  await page.locator('#traffic-legend li').first().waitFor();
+  const wide = await page.evaluate(() => [...document.querySelectorAll('main *')].filter((node) => !node.closest('.scroll, .unseen, svg, .uplot') && node.getBoundingClientRect().right > innerWidth + 1).map((node) => node.outerHTML.slice(0, 90)));
+  assert.deepEqual(wide, []);
+  assert.equal(await page.evaluate(() => document.documentElement.scrollWidth), 360);
+  await shot(page, 'busy-phone');
+  await page.getByRole('button', { name: 'api', exact: true }).click();
+  await shown(page, 'Where a key stands');
+  await page.locator('#policy .rank tbody tr').first().waitFor();
+  assert.deepEqual(await page.locator('#policy').boundingBox(), { x: 0, y: 0, width: 360, height: 740 });
+  await shot(page, 'policy-phone');
+}));
+
+test('degraded: a Redis that is killed is told, aloud too, and so is its return', async () => {
+  const redis = await Redis.start();
+  const config = `${POLICIES}\n[store]\nkind = "redis"\n[store.redis]\nurl = "redis://127.0.0.1:${redis.port}/0"\n`;
+  try {
+    await withProxy(config, async (proxy, look) => {
+      await until('the store', async () => (await proxy.asks('/overview')).store.up);
+      await busy(proxy);
+      const page = await lookAt(look, {});
+      await redis.kill();
+      await proxy.many(30, '/api/orders/ann', { 'x-user': 'eve' });
+      await proxy.many(3, '/login', {});
+      await shown(page, 'The store is away');
+      await page.waitForFunction(() => document.getElementById('spoken').textContent.includes('The store is away'));
+      await page.waitForFunction(() => document.querySelector('.tile[data-level=bad] .value')?.textContent === 'Away');
+      assert.match(await page.locator('#alerts').innerText(), /Of the policies 2 let requests through, 1 refuse/);
+      await page.waitForFunction(() => /degraded/.test(document.querySelector('#traffic .uplot').getAttribute('aria-label')));
+      await shot(page, 'degraded-light');
+      await shot(await (async () => { const dark = await look({ dark: true }); await shown(dark, 'The store is away'); return dark; })(), 'degraded-dark');
+      await row(page, 'api').getByRole('button').click();
+      await page.locator('#policy input').first().fill('ann');
+      await page.getByRole('button', { name: 'Look it up' }).click();
+      await shown(page, 'the store is away: where its keys stand is not known');
+      await page.keyboard.press('Escape');
+      redis.begin();
+      await shown(page, 'All is well.');
+      await page.waitForFunction(() => document.getElementById('spoken').textContent.includes('Over: The store is away'));
+    });
+  } finally {
+    await redis.end();
+  }
+});
+
+test('a reload that is refused says why, until it is mended', () => withProxy(POLICIES, async (proxy, look) => {
+  const page = await lookAt(look, {});
+  proxy.write(POLICIES.replace('requests = 5,', 'requests = "<img src=x onerror=window.hit=1>",'));
+  await shown(page, 'The newest configuration is wrong.');
+  assert.match(await page.locator('#alerts pre').innerText(), /policy/);
+  await shot(page, 'reload-error');
+  proxy.write(POLICIES.replace('requests = 5,', 'requests = 6,'));
+  await shown(page, 'All is well.');
+  assert.equal(await page.evaluate(() => window.hit), undefined);
+}));
+
+test('an instance that is gone is told, and what is shown is marked as old', () => withProxy(POLICIES, async (proxy, look) => {
+  await busy(proxy);
+  const page = await lookAt(look, {});
+  await row(page, 'api').waitFor();
+  proxy.child.kill('SIGKILL');
+  await shown(page, 'This instance doesn’t answer.');
+  await page.waitForFunction(() => document.getElementById('main').classList.contains('stale'));
+  await page.locator('#pulse[data-state=gone]').waitFor();
+  await shot(page, 'gone');
+}));
+
+test('a policy is opened, a key looked up and, with the token, reset', () => withProxy(POLICIES, async (proxy, look) => {
+  await busy(proxy);
+  const page = await lookAt(look, {});
+  await row(page, 'api').getByRole('button').click();
+  await shown(page, '/api/**, per header x-user: at most 20 requests in any 1h window');
+  await page.locator('#policy').getByRole('button', { name: 'ann', exact: true }).click();
+  await shown(page, 'The next request is refused.');
+  assert.match(await page.locator('#policy .answer').innerText(), /20 used\s+0 left/);
+  await shot(page, 'policy-light');
+  await page.locator('#policy .answer').scrollIntoViewIfNeeded();
+  await shot(page, 'policy-key');
+
+  await page.getByRole('button', { name: 'Reset this key…' }).click();
+  await page.getByRole('button', { name: 'No', exact: true }).click();
+  assert.equal(await proxy.status('/api/x', { 'x-user': 'ann' }), 429, 'asking is not doing');
+  await page.getByRole('button', { name: 'Reset this key…' }).click();
+  await page.getByRole('button', { name: 'Reset it' }).click();
+  await page.locator('#token-value').fill(TOKEN);
+  await shot(page, 'token');
+  await page.getByRole('button', { name: 'Use it' }).click();
+  await shown(page, 'Reset: 2 counters forgotten.');
+  await shown(page, 'The next request passes.');
+  assert.equal(await proxy.status('/api/x', { 'x-user': 'ann' }), 200);
+  assert.equal(await page.evaluate(() => sessionStorage.length + localStorage.length), 0, 'the token is in memory only');
+  await shot(page, 'policy-reset');
+}));
+
+test('a port that others can reach gives the page to all, and data only for the token', () => withProxy(POLICIES, async (proxy, look) => {
+  const page = await look();
+  await shown(page, 'A token is needed');
+  assert.equal(await page.locator('main').isVisible(), false);
+  await page.locator('#locked-token').fill('wrong');
+  await page.keyboard.press('Enter');
+  await shown(page, 'That is not the token.');
+  await shot(page, 'locked');
+  await page.locator('#locked-token').fill(TOKEN);
+  await page.keyboard.press('Enter');
+  await row(page, 'api').waitFor();
+  assert.equal(await page.locator('#locked').isVisible(), false);
+}, { admin: '0.0.0.0:0' }));
+
+test('whatever the instance says is shown as text', () => withProxy(POLICIES, async (proxy, look) => {
+  const hostile = '<img src=x onerror="window.hit=1">\u001b[31m\u202e</script><script>window.hit=1</script>\n" onload="x';
+  const seen = await proxy.status('/api/%3Cimg%20src=x%3E', { 'x-user': '<img src=x onerror=window.hit=1>' });
+  assert.equal(seen, 200);
+  await proxy.many(40, '/api/%3Cimg%20src=x%20onerror=window.hit=1%3E', { 'x-user': '<img src=x onerror=window.hit=1>' });
+  // And answers worse than any that it gives: every text in them is hostile.
+  const words = new Set(['mode', 'action', 'on_store_failure', 'kind', 'status', 'algorithm']);
+  const poison = (value, name) => {
+    if (typeof value === 'string') return words.has(name) ? value : `${value}${hostile}`;
+    if (Array.isArray(value)) return value.map((one) => poison(one, name));
+    return value && typeof value === 'object' ? Object.fromEntries(Object.entries(value).map(([key, one]) => [key, poison(one, key)])) : value;
+  };
+  const prepare = (page) => page.route(/\/(overview|policies|top|keys|config)\b/, async (route) => {
+    const url = new URL(route.request().url());
+    // The names that it asks about are poisoned too.
+    const asked = [...url.searchParams].map(([name, value]) => [name, value.replaceAll(hostile, '')]);
+    const answer = await route.fetch({ url: `${url.origin}${url.pathname}?${new URLSearchParams(asked)}` });
+    const json = poison(await answer.json());
+    if (json.last_reload) json.last_reload.errors = [hostile];
+    await route.fulfill({ response: answer, json });
+  });
+  for (const page of [await look({ prepare }), await look()]) {
+    await page.locator('#keys tbody tr').first().waitFor();
+    await page.getByText('What is in effect').click();
+    await page.locator('#policies tbody button').first().click();
+    await page.locator('#policy .legend').waitFor({ state: 'attached' });
+    await page.keyboard.press('Escape');
+    await page.locator('#keys tbody button').first().click();
+    await page.locator('#policy p').first().waitFor();
+    assert.equal(await page.locator('img, body script ~ script[src], [onload], [onerror]').count(), 0);
+    assert.equal(await page.evaluate(() => window.hit), undefined);
+  }
+  await shot(await lookAt(look, {}), 'hostile');
+}));
+
+test('behind an ingress that is not trusted, the page, readiness and the log say what to write', () => withProxy(POLICIES, async (proxy, look) => {
+  const page = await lookAt(look, {});
+  await proxy.many(3, '/login', { 'x-forwarded-for': '203.0.113.7' });
+  await shown(page, 'Somebody in front of tidegate names clients');
+  assert.match(await page.locator('#alerts pre').innerText(), /\[client\]\ntrusted_proxies = \["127\.0\.0\.1\/32"\]/);
+  await shot(page, 'untrusted');
+}));
+
+test('by keyboard alone: skip, walk, open, close; what has the focus is seen', () => withProxy(POLICIES, async (proxy, look) => {
+  await busy(proxy);
+  const page = await lookAt(look, { motion: 'reduce' });
+  await row(page, 'api').waitFor();
+  const walked = [];
+  for (let n = 0; n < 60; n += 1) {
+    await page.keyboard.press('Tab');
+    const here = await page.evaluate(() => {
+      const node = document.activeElement;
+      if (node === document.body) return null;
+      const look_ = node.matches('.choice input') ? getComputedStyle(node.nextElementSibling) : getComputedStyle(node);
+      return { name: node.getAttribute('aria-label') ?? node.textContent.trim() ?? node.id, outline: look_.outlineStyle !== 'none' && parseFloat(look_.outlineWidth) >= 2 };
+    });
+    if (!here) break;
+    assert.ok(here.outline, `the focus is not seen on ${here.name}`);
+    walked.push(here.name);
+  }
+  assert.equal(walked[0], 'Skip to the numbers');
+  for (const name of ['Pause', 'Token', 'login', 'api', 'candidate', 'ann']) assert.ok(walked.includes(name), `${name} can't be reached: ${walked}`);
+  const api = row(page, 'api').getByRole('button');
+  await api.focus();
+  await page.keyboard.press('Enter');
+  await page.locator('#policy[open]').waitFor();
+  await page.locator('#policy .rank').waitFor();
+  await page.keyboard.press('Escape');
+  assert.equal(await page.evaluate(() => document.activeElement.textContent), 'api');
+  const moving = await page.evaluate(() => document.getAnimations().length);
+  assert.equal(moving, 0, 'nothing moves for who asked for that');
+}));
+
+test('whoever can’t see the page has landmarks, names and tables', () => withProxy(POLICIES, async (proxy, look) => {
+  await busy(proxy);
+  const page = await lookAt(look, {});
+  await row(page, 'api').waitFor();
+  for (const name of ['What needs a look', 'Now', 'Requests by decision', 'Policies', 'Keys refused most', 'The last day, by hour', 'Store and fleet']) {
+    await page.getByRole('region', { name, exact: true }).waitFor();
+  }
+  assert.equal(await page.getByRole('main').count(), 1);
+  const nameless = await page.evaluate(() => [...document.querySelectorAll('button, input, select, [role=img], [role=region]')].filter((node) => !(node.getAttribute('aria-label') || node.textContent.trim() || node.labels?.length)).map((node) => node.outerHTML));
+  assert.deepEqual(nameless, []);
+  assert.equal(await page.locator('th:not([scope])').count(), 0);
+}));

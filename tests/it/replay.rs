@@ -1,0 +1,126 @@
+//! `tidegate replay`: what policies would have done to the requests of a past log.
+
+use crate::support::old_log::{self, Answers};
+use crate::support::process::{Ended, Process, tidegate};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+use tempfile::TempDir;
+use tokio::io::AsyncWriteExt;
+
+fn draw(dir: &Path, requests: u64) -> Answers {
+    let mut log = Vec::new();
+    let answers = old_log::write(&mut log, requests, 11).unwrap();
+    fs::write(dir.join("access.log"), log).unwrap();
+    fs::write(dir.join("config.toml"), old_log::POLICIES).unwrap();
+    answers
+}
+
+async fn replay(dir: &Path, args: &[&str]) -> Ended {
+    let mut process = Process::start(tidegate().current_dir(dir).arg("replay").args(args)).unwrap();
+    // Many lines for a binary that wasn't built to be fast.
+    process.ended(Duration::from_secs(60)).await
+}
+
+fn read(ended: &Ended) -> Value {
+    assert!(ended.status.success(), "{}", ended.stderr);
+    serde_json::from_str(&ended.stdout).unwrap()
+}
+
+#[tokio::test]
+async fn a_log_with_known_answers_gives_them() {
+    let dir = TempDir::new().unwrap();
+    let answers = draw(dir.path(), 50_000);
+    assert!(answers.broken > 0 && answers.limited > 1000 && answers.forwarded > 1000, "nothing to see");
+    let report = read(&replay(dir.path(), &["--json", "--top=1000000", "access.log"]).await);
+    let set = &report["sets"][0];
+    assert_eq!(report["lines"], answers.lines);
+    assert_eq!(report["requests"], answers.requests);
+    assert_eq!(report["logs"][0]["broken"], answers.broken);
+    assert_eq!((&set["forwarded"], &set["limited"]), (&answers.forwarded.into(), &answers.limited.into()));
+    for policy in set["policies"].as_array().unwrap() {
+        let name = policy["name"].as_str().unwrap();
+        let wanted = &answers.policies[name];
+        assert_eq!(policy["matched"], wanted.matched, "{name}");
+        let refused = policy["rejected"].as_u64().unwrap() + policy["shadow_rejected"].as_u64().unwrap();
+        assert_eq!(refused, wanted.refused, "{name}");
+        assert_eq!(policy["keys"], wanted.keys.len(), "{name}");
+        assert_eq!(policy["keys_touched"], wanted.touched(), "{name}");
+        let told = set["top"].as_array().unwrap().iter().filter(|top| top["policy"] == name);
+        let told = told.map(|top| {
+            let [_, a, b, c] = top["key"].as_str().unwrap().parse::<std::net::Ipv4Addr>().unwrap().octets();
+            let client = u32::from_be_bytes([0, a, b, c]);
+            assert_eq!((top["requests"].as_u64(), top["refused"].as_u64()), {
+                let (requests, refused) = wanted.keys[&client];
+                (Some(requests), Some(refused))
+            });
+        });
+        assert_eq!(told.count() as u64, wanted.touched(), "{name}");
+    }
+}
+
+#[tokio::test]
+async fn a_report_for_people_and_a_page() {
+    let dir = TempDir::new().unwrap();
+    draw(dir.path(), 10_000);
+    let more = old_log::POLICIES.replace("requests = 20", "requests = 200");
+    fs::write(dir.path().join("more.toml"), more).unwrap();
+    let args = ["--suggest", "--compare=more.toml", "--html=report.html", "access.log"];
+    let ended = replay(dir.path(), &args).await;
+    assert!(ended.status.success() && ended.stderr.is_empty(), "{}", ended.stderr);
+    for told in
+        ["10,000 requests in", "SIDE BY SIDE", "BY more.toml", "WHEN:", "MOST LIMITED KEYS", "SUGGESTED", "█"]
+    {
+        assert!(ended.stdout.contains(told), "{told}\n{}", ended.stdout);
+    }
+    assert!(!ended.stdout.contains('\u{1b}'), "no terminal, no colours");
+    let page = fs::read_to_string(dir.path().join("report.html")).unwrap();
+    for told in ["Content-Security-Policy", "<svg", "10.0.0.1", "more.toml", "\\u{1b}[31m"] {
+        assert!(page.contains(told), "{told}");
+    }
+    for outside in ["http://", "https://", "<script", "<link", "url("] {
+        assert!(!page.contains(outside), "{outside}");
+    }
+}
+
+#[tokio::test]
+async fn a_log_comes_by_stdin_too() {
+    let dir = TempDir::new().unwrap();
+    let answers = draw(dir.path(), 10_000);
+    let mut command = tidegate();
+    command.current_dir(dir.path()).args(["replay", "--json", "-"]);
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true).spawn().unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    let log = fs::read(dir.path().join("access.log")).unwrap();
+    let (written, output) = tokio::join!(
+        async move {
+            stdin.write_all(&log).await.unwrap();
+            drop(stdin);
+        },
+        child.wait_with_output()
+    );
+    let () = written;
+    let report: Value = serde_json::from_slice(&output.unwrap().stdout).unwrap();
+    assert_eq!(report["sets"][0]["limited"], answers.limited);
+}
+
+#[tokio::test]
+async fn what_is_wrong_is_said() {
+    let dir = TempDir::new().unwrap();
+    draw(dir.path(), 100);
+    for (args, said) in [
+        (&["nowhere.log"][..], "nowhere.log: No such file"),
+        (&["config.toml"], "none of the first lines is a request"),
+        (&["--config=nowhere.toml", "access.log"], "nowhere.toml"),
+        (&["--format=xml", "access.log"], "expected one of combined"),
+        (&["--header-from=x", "access.log"], "expected HEADER=FIELD"),
+        (&["--suggest=101", "access.log"], "expected a percentage"),
+        (&[], "ACCESS_LOG"),
+    ] {
+        let ended = replay(dir.path(), args).await;
+        assert!(!ended.status.success() && ended.stdout.is_empty(), "{args:?}");
+        assert!(ended.stderr.contains(said), "{args:?}: {}", ended.stderr);
+    }
+}

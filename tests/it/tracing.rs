@@ -1,0 +1,342 @@
+//! Traces: what is passed on, and what a collector gets.
+
+use crate::support::client::Ask;
+use crate::support::proxy::Proxy;
+use crate::support::redis::free_port;
+use crate::support::upstream::{Upstream, full};
+use crate::support::{SOON, eventually};
+use bytes::Bytes;
+use http_body_util::BodyExt;
+use hyper::service::service_fn;
+use hyper::{Request, Response};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::service::TowerToHyperService;
+use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
+    TraceService, TraceServiceServer,
+};
+use opentelemetry_proto::tonic::collector::trace::v1::{
+    ExportTraceServiceRequest, ExportTraceServiceResponse,
+};
+use opentelemetry_proto::tonic::common::v1::{KeyValue, any_value};
+use opentelemetry_proto::tonic::trace::v1::Span;
+use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::task::{JoinHandle, JoinSet};
+use tonic::{Code, Status};
+
+const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
+const CALLER: &str = "00f067aa0ba902b7";
+
+const POLICY: &str =
+    "[[policy]]\nname = 'p'\nmatch = { path = '/limited' }\nlimit = { requests = 1, per = '1h' }\n";
+
+/// What a collector was given.
+#[derive(Clone, Default)]
+struct Received(Arc<Mutex<Vec<ExportTraceServiceRequest>>>);
+
+/// A real gRPC server, ended when dropped.
+struct Collector {
+    address: SocketAddr,
+    received: Received,
+    server: JoinHandle<()>,
+}
+
+#[tonic::async_trait]
+impl TraceService for Received {
+    async fn export(
+        &self,
+        request: tonic::Request<ExportTraceServiceRequest>,
+    ) -> Result<tonic::Response<ExportTraceServiceResponse>, Status> {
+        assert_eq!(request.metadata().get("user-agent").unwrap().to_str().unwrap()[..9], *"tidegate/");
+        self.0.lock().unwrap().push(request.into_inner());
+        Ok(tonic::Response::new(ExportTraceServiceResponse::default()))
+    }
+}
+
+/// Says no.
+struct Refusing;
+
+#[tonic::async_trait]
+impl TraceService for Refusing {
+    async fn export(
+        &self,
+        _request: tonic::Request<ExportTraceServiceRequest>,
+    ) -> Result<tonic::Response<ExportTraceServiceResponse>, Status> {
+        Err(Status::new(Code::ResourceExhausted, "too many"))
+    }
+}
+
+impl Collector {
+    async fn start() -> Self {
+        Self::at(0).await
+    }
+
+    async fn at(port: u16) -> Self {
+        let received = Received::default();
+        let service = TraceServiceServer::new(received.clone());
+        Self::serving(port, service, received).await
+    }
+
+    async fn serving<S: TraceService>(port: u16, service: TraceServiceServer<S>, received: Received) -> Self {
+        // Who listened there before may just be ending.
+        let bind = || std::net::TcpListener::bind(("127.0.0.1", port)).ok();
+        let listener = eventually("the port to be free", SOON, bind).await;
+        listener.set_nonblocking(true).unwrap();
+        let listener = TcpListener::from_std(listener).unwrap();
+        let address = listener.local_addr().unwrap();
+        let server = tokio::spawn(async move {
+            // They end with it.
+            let mut connections = JoinSet::new();
+            while let Ok((socket, _)) = listener.accept().await {
+                let server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+                let service = TowerToHyperService::new(service.clone());
+                connections.spawn(server.serve_connection(TokioIo::new(socket), service));
+            }
+        });
+        Self { address, received, server }
+    }
+
+    fn lines(&self, sample: &str) -> String {
+        format!("[trace]\notlp = 'http://{}'\nsample = {sample}\n{POLICY}", self.address)
+    }
+
+    /// All spans, once there are as many.
+    async fn spans(&self, number: usize) -> Vec<Span> {
+        eventually("spans", SOON, || {
+            let spans = self.received.spans();
+            (spans.len() >= number).then_some(spans)
+        })
+        .await
+    }
+}
+
+impl Drop for Collector {
+    fn drop(&mut self) {
+        self.server.abort();
+    }
+}
+
+impl Received {
+    fn spans(&self) -> Vec<Span> {
+        let requests = self.0.lock().unwrap().clone();
+        let resources = requests.into_iter().flat_map(|request| request.resource_spans);
+        resources.flat_map(|resource| resource.scope_spans).flat_map(|scope| scope.spans).collect()
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn attributes(of: &[KeyValue]) -> BTreeMap<&str, String> {
+    let text = |value: &any_value::Value| match value {
+        any_value::Value::StringValue(text) => text.clone(),
+        any_value::Value::IntValue(number) => number.to_string(),
+        other => panic!("{other:?}"),
+    };
+    let value = |one: &KeyValue| text(one.value.as_ref().unwrap().value.as_ref().unwrap());
+    of.iter().map(|one| (one.key.as_str(), value(one))).collect()
+}
+
+fn of_kind(spans: &[Span], kind: SpanKind, name: &str) -> Span {
+    let mut found = spans.iter().filter(|span| span.kind() == kind && span.name == name);
+    let one = found.next().unwrap_or_else(|| panic!("no {kind:?} {name} in {spans:#?}")).clone();
+    assert!(found.next().is_none(), "one {kind:?} {name} in {spans:#?}");
+    one
+}
+
+fn said(flags: &str) -> String {
+    format!("00-{TRACE}-{CALLER}-{flags}")
+}
+
+async fn traced(proxy: &Proxy, path: &str, flags: &str) -> u16 {
+    let ask = proxy.ask("GET", path).header("traceparent", &said(flags)).header("tracestate", "a=1,b=2");
+    ask.status().await
+}
+
+#[tokio::test]
+async fn without_a_collector_all_is_passed_on_as_it_came() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("", upstream.address).await;
+    assert_eq!(traced(&proxy, "/", "01").await, 200);
+    let seen = upstream.last();
+    assert_eq!((seen.one("traceparent"), seen.one("tracestate")), (said("01").as_str(), "a=1,b=2"));
+    assert_eq!(proxy.get("/").await.status, 200);
+    assert!(upstream.last().all("traceparent").is_empty(), "nothing is made up");
+}
+
+#[tokio::test]
+async fn a_sampled_request_makes_spans_that_hang_together() {
+    let (upstream, collector) = (Upstream::echo().await, Collector::start().await);
+    let proxy = Proxy::start(&collector.lines("0"), upstream.address).await;
+    assert_eq!(traced(&proxy, "/limited?secret=1", "01").await, 200);
+    let spans = collector.spans(3).await;
+    let server = of_kind(&spans, SpanKind::Server, "GET");
+    let decide = of_kind(&spans, SpanKind::Internal, "decide");
+    let client = of_kind(&spans, SpanKind::Client, "GET");
+    assert!(spans.iter().all(|span| hex(&span.trace_id) == TRACE && span.trace_state == "a=1,b=2"));
+    assert_eq!(hex(&server.parent_span_id), CALLER);
+    assert_eq!((&decide.parent_span_id, &client.parent_span_id), (&server.span_id, &server.span_id));
+    let seen = upstream.last();
+    assert_eq!(seen.one("traceparent"), format!("00-{TRACE}-{}-01", hex(&client.span_id)));
+    assert_eq!(seen.one("tracestate"), "a=1,b=2");
+    let times = [&server, &decide, &client].map(|span| (span.start_time_unix_nano, span.end_time_unix_nano));
+    assert!(
+        times.iter().all(|(start, end)| times[0].0 <= *start && start <= end && *end <= times[0].1),
+        "{times:?}"
+    );
+    assert!(times[0].0.abs_diff(crate::support::unix_s() * 1_000_000_000) < 60_000_000_000, "{times:?}");
+    let told = attributes(&server.attributes);
+    for (key, value) in [
+        ("http.request.method", "GET"),
+        ("http.response.status_code", "200"),
+        ("url.path", "/limited"),
+        ("url.scheme", "http"),
+        ("server.address", "shop.example"),
+        ("client.address", "127.0.0.1"),
+        ("tidegate.decision", "allowed"),
+        ("tidegate.limit", "p"),
+        ("tidegate.remaining", "0"),
+    ] {
+        assert_eq!(told.get(key).map(String::as_str), Some(value), "{key} in {told:?}");
+    }
+    assert_eq!(attributes(&decide.attributes)["tidegate.source"], "memory");
+    assert_eq!(attributes(&client.attributes)["server.address"], upstream.address.to_string());
+    let resource = collector.received.0.lock().unwrap()[0].resource_spans[0].resource.clone().unwrap();
+    assert_eq!(attributes(&resource.attributes)["service.name"], "tidegate");
+}
+
+#[tokio::test]
+async fn a_refusal_has_its_policy_and_no_span_to_the_upstream() {
+    let (upstream, collector) = (Upstream::echo().await, Collector::start().await);
+    let proxy = Proxy::start(&collector.lines("0"), upstream.address).await;
+    assert_eq!(proxy.get("/limited").await.status, 200);
+    assert_eq!(traced(&proxy, "/limited", "01").await, 429);
+    let spans = collector.spans(2).await;
+    assert_eq!(spans.len(), 2, "{spans:#?}");
+    let told = of_kind(&spans, SpanKind::Server, "GET");
+    let told = attributes(&told.attributes);
+    assert_eq!((told["tidegate.decision"].as_str(), told["tidegate.policy"].as_str()), ("rejected", "p"));
+    let line = proxy.wait_for_log("its line", 0, SOON, |line| line.field("trace_id") == TRACE).await;
+    assert_eq!(line.field("decision"), "rejected");
+}
+
+#[tokio::test]
+async fn who_is_not_sampled_is_left_alone_and_what_is_said_wrongly_is_not_believed() {
+    let (upstream, collector) = (Upstream::echo().await, Collector::start().await);
+    let all = Proxy::start(&collector.lines("1"), upstream.address).await;
+    let none = Proxy::start(&collector.lines("0"), upstream.address).await;
+    // The caller's word holds against the share.
+    assert_eq!(traced(&all, "/", "00").await, 200);
+    assert_eq!(upstream.last().one("traceparent"), said("00"));
+    assert_eq!(none.get("/").await.status, 200);
+    assert!(upstream.last().all("traceparent").is_empty());
+    for wrong in
+        [said("01").to_uppercase(), format!("{}-x", said("01")), said("01").replace(CALLER, &"0".repeat(16))]
+    {
+        let ask = all.ask("GET", "/").header("traceparent", &wrong).header("tracestate", "a=1");
+        assert_eq!(ask.status().await, 200);
+        let seen = upstream.last();
+        let told = seen.one("traceparent").to_owned();
+        assert!(told.len() == 55 && !told.contains(TRACE) && told.ends_with("-03"), "{told}");
+        assert!(seen.all("tracestate").is_empty(), "it belonged to the other");
+    }
+    let twice = all.ask("GET", "/").header("traceparent", &said("01")).header("traceparent", &said("01"));
+    assert_eq!(twice.status().await, 200);
+    assert!(!upstream.last().one("traceparent").contains(TRACE));
+    let spans = collector.spans(8).await;
+    assert!(spans.iter().all(|span| hex(&span.trace_id) != TRACE));
+}
+
+#[tokio::test]
+async fn an_upstream_that_fails_and_hostile_text_are_told_within_bounds() {
+    let collector = Collector::start().await;
+    let proxy = Proxy::builder().config(&collector.lines("1")).start().await;
+    let long = format!("/{}", "a".repeat(9000));
+    assert_eq!(proxy.ask("BREW", &long).header("Host", "h").status().await, 502);
+    let spans = collector.spans(2).await;
+    let server = of_kind(&spans, SpanKind::Server, "HTTP");
+    let told = attributes(&server.attributes);
+    assert_eq!((told["http.request.method"].as_str(), told["url.path"].len()), ("_OTHER", 256));
+    assert_eq!(told["error.type"], "502");
+    let client = of_kind(&spans, SpanKind::Client, "HTTP");
+    assert_eq!(attributes(&client.attributes)["error.type"], "connect_refused");
+    assert_eq!((server.status.unwrap().code, client.status.unwrap().code), (2, 2));
+}
+
+#[tokio::test]
+async fn the_last_spans_are_exported_before_the_end() {
+    let (upstream, collector) = (Upstream::echo().await, Collector::start().await);
+    let mut proxy = Proxy::start(&collector.lines("1"), upstream.address).await;
+    assert_eq!(proxy.statuses("/", 5).await, [200; 5]);
+    proxy.sigterm();
+    assert!(proxy.ended(SOON).await.status.success());
+    assert_eq!(collector.received.spans().len(), 10);
+}
+
+#[tokio::test]
+async fn a_collector_that_is_away_or_refuses_costs_clients_nothing_and_is_told_once() {
+    let upstream = Upstream::echo().await;
+    let port = free_port();
+    let lines = format!("[trace]\notlp = 'http://127.0.0.1:{port}'\nsample = 1\n");
+    let proxy = Proxy::start(&lines, upstream.address).await;
+    let failed = async |number: f64| {
+        let deadline = tokio::time::Instant::now() + SOON;
+        while proxy.metric("tidegate_trace_spans_total{result=\"failed\"}").await < number {
+            assert!(tokio::time::Instant::now() < deadline, "{}", proxy.log());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    assert_eq!(proxy.get("/").await.status, 200);
+    failed(2.0).await;
+    {
+        let refusing = TraceServiceServer::new(Refusing);
+        let _collector = Collector::serving(port, refusing, Received::default()).await;
+        assert_eq!(proxy.get("/").await.status, 200);
+        failed(4.0).await;
+    }
+    let failures = || proxy.log().matches("spans can't be exported").count();
+    assert_eq!(failures(), 1, "{}", proxy.log());
+    let collector = Collector::at(port).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    collector.spans(2).await;
+    proxy.wait_for_log("the change", 0, SOON, |line| line.says("spans are exported again")).await;
+    assert_eq!(proxy.metric("tidegate_trace_spans_total{result=\"exported\"}").await, 2.0);
+    assert_eq!(failures(), 1);
+}
+
+#[tokio::test]
+async fn by_http_the_same_messages_come() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let received = Received::default();
+    let kept = received.clone();
+    tokio::spawn(async move {
+        while let Ok((socket, _)) = listener.accept().await {
+            let kept = kept.clone();
+            let answer = service_fn(move |request: Request<hyper::body::Incoming>| {
+                let kept = kept.clone();
+                async move {
+                    assert_eq!(request.uri().path(), "/v1/traces");
+                    assert_eq!(request.headers()["content-type"], "application/x-protobuf");
+                    let body: Bytes = request.into_body().collect().await.unwrap().to_bytes();
+                    kept.0.lock().unwrap().push(prost::Message::decode(body).unwrap());
+                    Ok::<_, hyper::Error>(Response::new(full(Bytes::new())))
+                }
+            });
+            tokio::spawn(
+                hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(socket), answer),
+            );
+        }
+    });
+    let upstream = Upstream::echo().await;
+    let lines = format!("[trace]\notlp = 'http://{address}/v1/traces'\nsample = 1\n");
+    let proxy = Proxy::start(&lines, upstream.address).await;
+    assert_eq!(Ask::new(proxy.address, "GET", "/").status().await, 200);
+    let spans = eventually("spans", SOON, || Some(received.spans()).filter(|spans| spans.len() == 2)).await;
+    of_kind(&spans, SpanKind::Server, "GET");
+}

@@ -1,0 +1,80 @@
+"""What kustomize makes of k8s/: every overlay rendered once, and helpers to look into the objects."""
+
+import functools
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+
+import yaml
+
+REPO = pathlib.Path(__file__).resolve().parents[2]
+K8S = REPO / "k8s"
+MONITORING = "overlays/monitoring"
+README = "README.md"
+ALL = [README, "base", *sorted(str(path.relative_to(K8S)) for path in (K8S / "overlays").iterdir())]
+
+
+def kustomize(folder):
+    """The objects of a kustomization, as the cluster would get them."""
+    tool = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
+    made = subprocess.run([*tool, str(folder)], capture_output=True, text=True, timeout=60)
+    if made.returncode != 0:
+        raise AssertionError(f"{folder}: {made.stderr}")
+    return [thing for thing in yaml.safe_load_all(made.stdout) if thing]
+
+
+@functools.cache
+def rendered(name):
+    """The objects of `base`, of an overlay, or of the README."""
+    return readme() if name == README else kustomize(K8S / name)
+
+
+@functools.cache
+def readme():
+    """What the README's section on Kubernetes makes, followed to the letter."""
+    section = re.search(r"^## In Kubernetes\n(.*?)^## ", (REPO / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    files = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", section, re.DOTALL))
+    assert sorted(files) == ["config.toml", "deployment.yaml", "kustomization.yaml", "service.yaml"], sorted(files)
+    with tempfile.TemporaryDirectory() as folder:
+        carts = pathlib.Path(folder) / "carts"
+        carts.mkdir()
+        shutil.copytree(K8S, pathlib.Path(folder) / "tidegate" / "k8s")
+        for name, text in files.items():
+            (carts / name).write_text(text)
+        return kustomize(carts)
+
+
+def named(objects, kind, name):
+    [found] = [thing for thing in objects if thing["kind"] == kind and thing["metadata"]["name"] == name]
+    return found
+
+
+def of_kind(objects, *kinds):
+    return [thing for thing in objects if thing["kind"] in kinds]
+
+
+def pods(objects):
+    """Name and pod spec of everything that runs pods."""
+    for thing in of_kind(objects, "Deployment", "StatefulSet", "DaemonSet", "Job"):
+        yield thing["metadata"]["name"], thing["spec"]["template"]["spec"]
+
+
+def containers(pod):
+    return [*pod.get("initContainers", []), *pod["containers"]]
+
+
+def container(pod, name):
+    [found] = [one for one in containers(pod) if one["name"] == name]
+    return found
+
+
+def fronted(objects):
+    """The pod spec of the Deployment that the component patched."""
+    [found] = [thing for thing in of_kind(objects, "Deployment") if thing["metadata"].get("labels", {}).get("tidegate")]
+    return found["spec"]["template"]["spec"]
+
+
+def selects(selector, labels):
+    return selector.items() <= labels.items()

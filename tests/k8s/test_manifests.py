@@ -1,0 +1,259 @@
+"""The objects by themselves: schemas, the rules for restricted pods, names that point to something, alerts, dashboard."""
+
+import json
+import pathlib
+import re
+import subprocess
+import tempfile
+import tomllib
+import unittest
+
+import jsonschema
+import kubernetes_validate
+import yaml
+
+from render import (ALL, MONITORING, REPO, container, containers, fronted, kustomize, named, of_kind, pods,
+                    rendered, selects)
+
+HERE = pathlib.Path(__file__).parent
+# The first with all that is used (native sidecars, the `sleep` hook), and a new one.
+KUBERNETES = ["1.30", "1.34"]
+# What a user makes beforehand.
+FROM_OUTSIDE = {("Secret", "tidegate-redis"), ("Secret", "orders-tls")}
+
+
+def each(test):
+    """Runs a test for every kustomization."""
+    def run(self):
+        for name in ALL:
+            with self.subTest(kustomization=name):
+                test(self, rendered(name))
+    return run
+
+
+class Objects(unittest.TestCase):
+    @each
+    def test_every_object_is_valid_by_its_schema(self, objects):
+        for thing in objects:
+            own = HERE / "schemas" / f"{thing['kind']}.json"
+            if own.exists():
+                jsonschema.validate(thing, json.loads(own.read_text()))
+                continue
+            for version in KUBERNETES:
+                kubernetes_validate.validate(thing, version, strict=True)
+
+    def test_the_schemas_find_mistakes(self):
+        pod = json.loads(json.dumps(named(rendered("base"), "Deployment", "orders")))
+        pod["spec"]["template"]["spec"]["initContainers"][0]["restartPolcy"] = "Always"
+        with self.assertRaises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(pod, KUBERNETES[0], strict=True)
+        rule = json.loads(json.dumps(of_kind(rendered(MONITORING), "PrometheusRule")[0]))
+        rule["spec"]["groups"][0]["rules"][0]["four"] = "5m"
+        with self.assertRaises(jsonschema.ValidationError):
+            jsonschema.validate(rule, json.loads((HERE / "schemas/PrometheusRule.json").read_text()))
+
+    @each
+    def test_pods_are_restricted(self, objects):
+        for name, pod in pods(objects):
+            # The README's app is a stranger's: only what is added to it is ours.
+            self.assertEqual([what for what in forbidden(pod) if name != "carts" or what.startswith("tidegate: ")], [])
+
+    @each
+    def test_what_is_named_is_there(self, objects):
+        there = {(thing["kind"], thing["metadata"]["name"]) for thing in objects} | FROM_OUTSIDE
+        for name, pod in pods(objects):
+            volumes = {volume["name"]: volume for volume in pod.get("volumes", [])}
+            for volume in volumes.values():
+                if "configMap" in volume:
+                    self.assertIn(("ConfigMap", volume["configMap"]["name"]), there, name)
+                if "secret" in volume:
+                    self.assertIn(("Secret", volume["secret"]["secretName"]), there, name)
+            for one in containers(pod):
+                for mount in one.get("volumeMounts", []):
+                    self.assertIn(mount["name"], volumes, one["name"])
+                    self.assertNotIn("subPath", mount, "such a file is never updated")
+
+    @each
+    def test_selectors_meet_pods(self, objects):
+        labels = [thing["spec"]["template"]["metadata"]["labels"] for thing in of_kind(objects, "Deployment")]
+        selectors = [(thing, thing["spec"]["selector"]) for thing in of_kind(objects, "Service")]
+        selectors += [(thing, thing["spec"]["selector"]["matchLabels"])
+                      for thing in of_kind(objects, "PodDisruptionBudget", "Deployment")]
+        selectors += [(thing, thing["spec"]["podSelector"]["matchLabels"]) for thing in of_kind(objects, "NetworkPolicy")]
+        for thing, selector in selectors:
+            met = [pod for pod in labels if selects(selector, pod)]
+            self.assertEqual(len(met), 1, f"{thing['kind']} {thing['metadata']['name']}")
+        services = [thing["metadata"].get("labels", {}) for thing in of_kind(objects, "Service")]
+        for monitor in of_kind(objects, "ServiceMonitor"):
+            wanted = monitor["spec"]["selector"]["matchLabels"]
+            self.assertEqual(len([one for one in services if selects(wanted, one)]), 1)
+
+    @each
+    def test_clients_reach_the_proxy_and_never_the_app(self, objects):
+        pod = fronted(objects)
+        [tidegate] = pod["initContainers"]
+        ports = {port["containerPort"] for port in tidegate["ports"]}
+        self.assertEqual(tidegate["restartPolicy"], "Always")
+        self.assertNotIn("ports", container(pod, "app"))
+        self.assertIn("-listen=127.0.0.1:3000", container(pod, "app").get("args", ["-listen=127.0.0.1:3000"]))
+        for service in of_kind(objects, "Service"):
+            if service["metadata"]["name"] != "redis":
+                self.assertLessEqual({port["targetPort"] for port in service["spec"]["ports"]}, ports)
+
+    @each
+    def test_the_end_has_time(self, objects):
+        config = tomllib.loads(named(objects, "ConfigMap", "tidegate")["data"]["config.toml"])
+        drained = sum(int(config["shutdown"][key].removesuffix("s")) for key in ("delay", "grace"))
+        pod = fronted(objects)
+        sleep = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+        # Last words to Redis come after `grace`.
+        self.assertGreaterEqual(sleep, drained + 5, "the app ends while requests are in flight")
+        self.assertGreaterEqual(pod["terminationGracePeriodSeconds"], sleep + 20, "the app has no time of its own")
+
+    @each
+    def test_names_of_the_configuration_stay(self, objects):
+        # With a hash in it every change would roll the pods.
+        named(objects, "ConfigMap", "tidegate")
+
+    def test_the_readmes_demo_has_the_image_that_was_pushed(self):
+        line = next(line for line in (REPO / "README.md").read_text().splitlines() if "overlays/demo" in line)
+        made = subprocess.run(["bash", "-euo", "pipefail", "-c", line.removesuffix(" | kubectl apply -f -")], cwd=REPO,
+                              capture_output=True, text=True, check=True, timeout=60).stdout
+        pod = fronted(list(yaml.safe_load_all(made)))
+        self.assertEqual(container(pod, "tidegate")["image"], "registry.example/tidegate:0.1.0")
+
+    def test_the_component_leaves_a_strangers_deployment_as_it_was(self):
+        theirs = {
+            "apiVersion": "apps/v1", "kind": "Deployment",
+            "metadata": {"name": "theirs", "labels": {"tidegate": "sidecar"}},
+            "spec": {"selector": {"matchLabels": {"app": "theirs"}}, "template": {
+                "metadata": {"labels": {"app": "theirs"}},
+                "spec": {
+                    "initContainers": [{"name": "migrate", "image": "theirs:1"}],
+                    "containers": [{"name": "web", "image": "theirs:1", "volumeMounts": [{"name": "data", "mountPath": "/data"}]},
+                                   {"name": "log", "image": "log:1"}],
+                    "volumes": [{"name": "data", "emptyDir": {}}]}}}}
+        beside = json.loads(json.dumps(theirs))
+        beside["metadata"] = {"name": "beside", "labels": {}}
+        with tempfile.TemporaryDirectory(dir=REPO / "k8s") as folder:
+            folder = pathlib.Path(folder)
+            (folder / "deployments.yaml").write_text(yaml.dump_all([theirs, beside]))
+            (folder / "config.toml").write_text("[upstream]\nurl = 'http://127.0.0.1:3000'\n")
+            (folder / "kustomization.yaml").write_text(yaml.dump({
+                "resources": ["deployments.yaml"], "components": ["../components/sidecar"],
+                "configMapGenerator": [{"name": "tidegate", "files": ["config.toml"],
+                                        "options": {"disableNameSuffixHash": True}}]}))
+            made = kustomize(folder)
+        self.assertEqual(named(made, "Deployment", "beside"), beside)
+        pod = named(made, "Deployment", "theirs")["spec"]["template"]["spec"]
+        self.assertEqual([one["name"] for one in pod["initContainers"]], ["tidegate", "migrate"])
+        self.assertEqual([one["name"] for one in pod["containers"]], ["web", "log"])
+        self.assertIn("lifecycle", pod["containers"][0])
+        self.assertNotIn("lifecycle", pod["containers"][1])
+        self.assertEqual({volume["name"] for volume in pod["volumes"]}, {"data", "tidegate", "tidegate-redis"})
+        self.assertEqual(named(made, "ConfigMap", "tidegate")["metadata"]["name"], "tidegate")
+        for version in KUBERNETES:
+            kubernetes_validate.validate(named(made, "Deployment", "theirs"), version, strict=True)
+
+
+def forbidden(pod):
+    """What the Pod Security Standard "restricted" (its newest version, for Linux) doesn't allow."""
+    for key in ("hostNetwork", "hostPID", "hostIPC"):
+        if pod.get(key):
+            yield key
+    whole = pod.get("securityContext", {})
+    if whole.get("sysctls"):
+        yield "sysctls"
+    for volume in pod.get("volumes", []):
+        kinds = set(volume) - {"name"}
+        if not kinds <= {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}:
+            yield f"volume {volume['name']}"
+    for one in containers(pod):
+        own = {**whole, **one.get("securityContext", {})}
+        wrong = {
+            "privileged": own.get("privileged"),
+            "allowPrivilegeEscalation": own.get("allowPrivilegeEscalation") is not False,
+            "runAsNonRoot": own.get("runAsNonRoot") is not True,
+            "runAsUser": not own.get("runAsUser"),
+            "seccompProfile": own.get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost"),
+            "capabilities": own.get("capabilities", {}).get("drop") != ["ALL"] or own["capabilities"].get("add"),
+            "procMount": own.get("procMount", "Default") != "Default",
+            "seLinuxOptions": own.get("seLinuxOptions"),
+            "appArmorProfile": own.get("appArmorProfile", {}).get("type", "RuntimeDefault") == "Unconfined",
+            "hostPort": any(port.get("hostPort") for port in one.get("ports", [])),
+            # Not asked for by the standard, but by us.
+            "readOnlyRootFilesystem": own.get("readOnlyRootFilesystem") is not True,
+            "resources": not {"cpu", "memory"} <= one.get("resources", {}).get("requests", {}).keys(),
+            "memory limit": "memory" not in one.get("resources", {}).get("limits", {}),
+        }
+        for what, is_wrong in wrong.items():
+            if is_wrong:
+                yield f"{one['name']}: {what}"
+
+
+class Monitoring(unittest.TestCase):
+    def rules(self):
+        return of_kind(rendered(MONITORING), "PrometheusRule")[0]["spec"]
+
+    def test_alerts_fire_and_stay_silent(self):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            (folder / "rules.yaml").write_text(yaml.dump(self.rules()))
+            (folder / "alerts.test.yaml").write_text((HERE / "alerts.test.yaml").read_text())
+            promtool("test", "rules", str(folder / "alerts.test.yaml"))
+
+    def test_every_alert_is_tested_and_has_a_runbook(self):
+        headings = re.findall(r"^#+ (.*)$", (REPO / "docs/OPERATIONS.md").read_text(), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+        tested = yaml.safe_load((HERE / "alerts.test.yaml").read_text())
+        fired = {case["alertname"] for test in tested["tests"] for case in test["alert_rule_test"] if case.get("exp_alerts")}
+        silent = {case["alertname"] for test in tested["tests"] for case in test["alert_rule_test"] if not case.get("exp_alerts")}
+        for rule in (rule for group in self.rules()["groups"] for rule in group["rules"]):
+            self.assertIn(rule["alert"], fired)
+            self.assertIn(rule["alert"], silent)
+            page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+            self.assertEqual(page, "docs/OPERATIONS.md")
+            self.assertIn(anchor, anchors)
+
+    def test_the_dashboards_questions_can_be_asked(self):
+        rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(questions())]
+        self.assertGreater(len(rules), 20)
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "panels.yaml"
+            path.write_text(yaml.dump({"groups": [{"name": "panels", "rules": rules}]}))
+            promtool("check", "rules", str(path))
+
+    def test_panels_do_not_overlap(self):
+        taken = set()
+        for panel in dashboard()["panels"]:
+            at = panel["gridPos"]
+            cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+            self.assertFalse(cells & taken, panel["title"])
+            self.assertLessEqual(at["x"] + at["w"], 24)
+            taken |= cells
+
+
+def dashboard():
+    [config] = [thing for thing in of_kind(rendered(MONITORING), "ConfigMap")
+                if thing["metadata"].get("labels", {}).get("grafana_dashboard")]
+    return json.loads(config["data"]["tidegate.json"])
+
+
+def questions():
+    """Every expression of the dashboard, with values for its variables."""
+    for panel in dashboard()["panels"]:
+        for target in panel["targets"]:
+            text = target["expr"]
+            for variable, value in (("$__rate_interval", "1m"), ("$namespace", "n"), ("$job", "j")):
+                text = text.replace(variable, value)
+            yield text
+
+
+def promtool(*arguments):
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60)
+    if done.returncode != 0:
+        raise AssertionError(done.stdout + done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
