@@ -48,7 +48,7 @@ RUN mkdir -p src benches \
  && rm -r src
 
 # Newer than what was built above, or Cargo would take the empty sources for these.
-COPY config.toml ./
+COPY build.rs config.toml ./
 COPY src ./src
 RUN find src -type f -exec touch {} + \
  && cargo build --release --locked \

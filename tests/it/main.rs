@@ -20,6 +20,7 @@
 mod support;
 
 mod model;
+mod musl;
 
 mod absurd;
 mod admin;
