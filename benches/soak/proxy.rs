@@ -55,7 +55,7 @@ listen = {{ address = '127.0.0.1:0', http = {{ header_timeout = '2s', idle_timeo
 admin.address = '127.0.0.1:0'
 log.access = 'off'
 # Patient, so that a busy machine is no outage.
-store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{redis}/0', timeout = '500ms', key_prefix = '{name}' }} }}
+store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{redis}/0', timeout = '500ms', key_prefix = '{name}', instances = 1 }} }}
 [[policy]]
 name = 'log'
 match.path = '/log'

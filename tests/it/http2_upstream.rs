@@ -1,6 +1,7 @@
 //! HTTP/2 towards the upstream: many requests on one connection, and each with its own end.
 
 use crate::support::client::{Ask, ClientBody, RawClient, answered, http2};
+use crate::support::frames;
 use crate::support::h2_upstream::{Exchange, H2Upstream, whole};
 use crate::support::nginx::Nginx;
 use crate::support::proxy::Proxy;
@@ -11,6 +12,7 @@ use h2::Reason;
 use h2::server::Builder;
 use http_body_util::BodyExt;
 use hyper::{HeaderMap, Request, Response};
+use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -396,6 +398,45 @@ async fn a_client_that_leaves_ends_its_request_and_no_other() {
     }
     assert_eq!(proxy.get("/").await.status, 200);
     assert_eq!(upstream.connections(), 1);
+}
+
+/// Servers end a connection on which many requests are taken back before they have looked at them.
+#[tokio::test]
+async fn who_leaves_with_many_requests_ends_nobody_elses() {
+    let (told, mut given_up) = mpsc::channel(100);
+    let gate = Arc::new(Semaphore::new(0));
+    let slow = held(&gate);
+    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+        let (slow, told) = (slow.clone(), told.clone());
+        async move {
+            if exchange.request.uri().path() == "/others" {
+                return slow(exchange).await;
+            }
+            told.send(exchange.given_up().await).await.unwrap();
+        }
+    })
+    .await;
+    let proxy = in_front_of(&upstream, "").await;
+    let others = get(&proxy, "/others");
+    eventually("a connection", SOON, || (upstream.connections() == 1).then_some(())).await;
+
+    let mut attack = frames::PREFACE.to_vec();
+    attack.extend(frames::frame(frames::SETTINGS, 0, 0, []));
+    (0..60).for_each(|n| attack.extend(frames::get(2 * n + 1, "/")));
+    let mut attacker = std::net::TcpStream::connect(proxy.address).unwrap();
+    attacker.write_all(&attack).unwrap();
+    // The upstream runs in this thread: it is busy, and then all has come at once.
+    std::thread::sleep(Duration::from_millis(300));
+    drop(attacker);
+    std::thread::sleep(Duration::from_millis(300));
+
+    for _ in 0..50 {
+        assert_eq!(timeout(SOON, given_up.recv()).await.unwrap(), Some(Some(Reason::CANCEL)));
+    }
+    let next = get(&proxy, "/others");
+    gate.add_permits(2);
+    assert_eq!((others.await.unwrap(), next.await.unwrap()), (200, 200));
+    assert_eq!(upstream.connections(), 2, "the first gets no more");
 }
 
 #[tokio::test]

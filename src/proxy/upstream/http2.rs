@@ -5,8 +5,8 @@
 
 use bytes::Bytes;
 use h2::client::{Builder, ResponseFuture, SendRequest};
-use h2::{Ping, PingPong, SendStream};
-use http::Request;
+use h2::{Ping, PingPong, RecvStream, SendStream};
+use http::{Request, Response};
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
 use std::net::IpAddr;
@@ -14,7 +14,7 @@ use std::pin::Pin;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
@@ -36,6 +36,14 @@ const SEND_BUFFER_BYTES: usize = 64 * 1024;
 /// Requests that were given up lately: what the upstream had already sent for them is not its fault.
 const RESETS_REMEMBERED: usize = 1000;
 
+/// How many requests may be given up before the upstream has answered as many others, until a connection gets no more
+/// of them. Servers take a peer who sends requests and takes them back for an attacker and end the connection with all
+/// that is on it (CVE-2023-44487; h2 and hyper allow 20 that nobody has looked at yet): no client's doing may end the
+/// requests of others.
+const PATIENCE: u32 = 10;
+/// What is given up beyond that is so after this long only: by then the upstream has looked at it.
+const GRACE: Duration = Duration::from_secs(1);
+
 /// A silent upstream is asked for a sign of life. gRPC servers take more than two PINGs in a row for abuse if
 /// they come within five minutes of each other.
 const PING_AFTER: [Duration; 3] =
@@ -54,6 +62,9 @@ pub(super) struct Link {
     /// It was slow to answer, and hasn't been heard of since.
     suspect: Cell<bool>,
     used: Cell<bool>,
+    /// Requests that may still be given up, see [`PATIENCE`].
+    patience: Cell<u32>,
+    given_up: RefCell<GivenUp>,
     idle_since: Cell<Instant>,
     driver: RefCell<Option<Waker>>,
     task: Cell<Option<AbortHandle>>,
@@ -66,6 +77,19 @@ pub(super) struct Place {
     pool: Rc<Pool>,
     is_first: bool,
     upload: Option<Upload>,
+}
+
+/// What the upstream says to a request. Dropped before that, the request is given up.
+pub(super) struct Answer {
+    awaited: Option<ResponseFuture>,
+    link: Rc<Link>,
+}
+
+/// Requests that nobody waits for any more and that are not taken back yet.
+#[derive(Default)]
+struct GivenUp {
+    requests: Vec<ResponseFuture>,
+    since: Option<Instant>,
 }
 
 /// A request of which nothing was sent.
@@ -124,12 +148,14 @@ pub(super) async fn open(stream: Stream, limit: Duration) -> Result<(Rc<Link>, D
         closing: Cell::new(false),
         suspect: Cell::new(false),
         used: Cell::new(false),
+        patience: Cell::new(PATIENCE),
+        given_up: RefCell::default(),
         idle_since: Cell::new(Instant::now()),
         driver: RefCell::default(),
         task: Cell::default(),
     });
     let pings = connection.ping_pong().map(|pings| Pings::new(pings, heard));
-    let driver = Driver { connection, pings, link: Rc::downgrade(&link) };
+    let driver = Driver { connection, pings, link: Rc::downgrade(&link), grace: Alarm::default() };
     Ok((link, driver))
 }
 
@@ -165,6 +191,41 @@ impl Link {
         self.closing.get()
     }
 
+    /// Takes a request back, or leaves that for later if there were many of late.
+    fn give_up(&self, request: ResponseFuture) {
+        match self.patience.get() {
+            0 => {
+                let mut given_up = self.given_up.borrow_mut();
+                given_up.requests.push(request);
+                if given_up.since.is_none() {
+                    given_up.since = Some(Instant::now());
+                    self.wake();
+                }
+            }
+            left => {
+                self.patience.set(left - 1);
+                if left == 1 {
+                    tracing::debug!("an upstream connection gets no more requests: too many were given up");
+                    self.retire();
+                }
+            }
+        }
+    }
+
+    /// Takes back what was left for later, when it is time.
+    fn clear_up(&self, grace: &mut Alarm, cx: &mut Context<'_>) {
+        let Some(since) = self.given_up.borrow().since else { return };
+        if grace.poll(since + GRACE, cx).is_ready() {
+            drop(self.given_up.take());
+        }
+    }
+
+    fn wake(&self) {
+        if let Some(driver) = &*self.driver.borrow() {
+            driver.wake_by_ref();
+        }
+    }
+
     /// Since when it has had no request, if it has none.
     pub(super) fn idle_since(&self) -> Option<Instant> {
         (self.streams.get() == 0).then(|| self.idle_since.get())
@@ -194,7 +255,7 @@ impl Place {
         &self,
         request: Request<()>,
         has_body: bool,
-    ) -> Result<(ResponseFuture, SendStream<Bytes>), NotBegun> {
+    ) -> Result<(Answer, SendStream<Bytes>), NotBegun> {
         // A clone of its own: of those that wait for their turn, none stands in the way of the next.
         let mut sender = self.link.sender.clone();
         match sender.poll_ready(&mut Context::from_waker(Waker::noop())) {
@@ -202,7 +263,12 @@ impl Place {
                 self.link.retire();
                 Err(NotBegun { is_gone: true, error })
             }
-            _ => sender.send_request(request, !has_body).map_err(|error| NotBegun { is_gone: false, error }),
+            _ => match sender.send_request(request, !has_body) {
+                Ok((awaited, sending)) => {
+                    Ok((Answer { awaited: Some(awaited), link: Rc::clone(&self.link) }, sending))
+                }
+                Err(error) => Err(NotBegun { is_gone: false, error }),
+            },
         }
     }
 
@@ -215,8 +281,40 @@ impl Place {
     /// no further request is sent.
     pub(super) fn suspect(&self) {
         self.link.suspect.set(true);
-        if let Some(driver) = &*self.link.driver.borrow() {
-            driver.wake_by_ref();
+        self.link.wake();
+    }
+}
+
+impl Answer {
+    /// Heads that come before the answer's.
+    pub(super) fn poll_informational(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Response<()>, h2::Error>>> {
+        match &mut self.awaited {
+            Some(awaited) => awaited.poll_informational(cx),
+            None => Poll::Ready(None),
+        }
+    }
+}
+
+impl Future for Answer {
+    type Output = Result<Response<RecvStream>, h2::Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(awaited) = &mut self.awaited else { return Poll::Pending };
+        let answer = ready!(Pin::new(awaited).poll(cx));
+        self.awaited = None;
+        let patience = &self.link.patience;
+        patience.set((patience.get() + 1).min(PATIENCE));
+        Poll::Ready(answer)
+    }
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        if let Some(awaited) = self.awaited.take() {
+            self.link.give_up(awaited);
         }
     }
 }
@@ -272,6 +370,7 @@ pub(super) struct Driver {
     connection: h2::client::Connection<Stream, Bytes>,
     pings: Option<Pings>,
     link: Weak<Link>,
+    grace: Alarm,
 }
 
 impl Driver {
@@ -280,10 +379,10 @@ impl Driver {
             if let Poll::Ready(end) = Pin::new(&mut self.connection).poll(cx) {
                 return Poll::Ready(end.map_err(|error| with_causes(&error)));
             }
-            let (Some(pings), Some(link)) = (&mut self.pings, self.link.upgrade()) else {
-                return Poll::Pending;
-            };
+            let Some(link) = self.link.upgrade() else { return Poll::Pending };
             link.driver.replace(Some(cx.waker().clone()));
+            link.clear_up(&mut self.grace, cx);
+            let Some(pings) = &mut self.pings else { return Poll::Pending };
             pings.poll(&link.suspect, cx).map(|()| Err("it does not answer a PING".to_owned()))
         });
         match end.await {
