@@ -4,8 +4,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-# Debian keeps nginx where only root looks.
-export PATH := $(PATH):/usr/sbin
+# Debian keeps nginx and ip where only root looks.
+export PATH := $(PATH):/usr/sbin:/sbin
 
 ADVISORIES := https://github.com/rustsec/advisory-db
 
@@ -156,6 +156,15 @@ SOAK_MINUTES ?= 30
 soak: ## Traffic and faults of many kinds for SOAK_MINUTES (30): flat memory, no error without a reason, counters add up
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) cargo bench --locked --bench soak
+
+# A debug build does: it is about what is right, and says nothing of speed.
+.PHONY: fleet
+fleet: ## Six nodes and three Redis masters in namespaces, restarted, killed, cut off, scaled: every limit holds; minutes
+	$(call need,redis-server,on Debian: apt-get install redis-server)
+	$(call need,redis-cli,on Debian: apt-get install redis-tools)
+	$(call need,ip,on Debian: apt-get install iproute2)
+	$(call need,unshare,on Debian: apt-get install util-linux)
+	FLEET_SEED=$(FLEET_SEED) cargo bench --locked --profile dev --bench fleet
 
 .PHONY: lint
 lint: fmt clippy deny architecture ## Formatting, clippy, dependencies, and who may import whom

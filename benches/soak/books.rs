@@ -1,5 +1,6 @@
 //! What was asked, what came back, which faults were there, and what none of them explains.
 
+use crate::support::client::Outcome;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -29,22 +30,6 @@ pub(crate) struct Route {
     pub(crate) without_redis: &'static [u16],
     /// The upstream breaks off each of its answers: whole ones are wrong.
     pub(crate) cut: bool,
-}
-
-/// What became of a request.
-#[derive(Debug)]
-pub(crate) enum Outcome {
-    /// Came whole.
-    Answered(u16),
-    /// The head came, the rest didn't.
-    Cut(u16),
-    /// Came whole, and belongs to another request or isn't what was sent.
-    Mixed(u16),
-    /// The connection ended without an answer.
-    #[allow(dead_code, reason = "why is shown by Debug")]
-    Nothing(String),
-    /// Neither, for longer than anything should take.
-    Hung,
 }
 
 #[derive(Debug, Default)]

@@ -2,7 +2,8 @@
 
 use crate::World;
 use crate::books::Fault;
-use crate::proxy::{Config, Metrics, SOON};
+use crate::proxy::Config;
+use crate::support::client::{Metrics, SOON};
 use crate::support::{Server, signal};
 use crate::upstream::Upstream;
 use fastrand::Rng;

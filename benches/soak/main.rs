@@ -25,13 +25,14 @@ mod upstream;
 
 use books::Books;
 use faults::Around;
-use proxy::{Metrics, Proxy, SOON};
+use proxy::Proxy;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use support::Server;
+use support::client::{Metrics, SOON, setting};
 use tokio::time::sleep;
 use upstream::{Speaks, Upstream};
 
@@ -124,13 +125,6 @@ impl Scene {
         }
         verdict(&world.books)
     }
-}
-
-fn setting<T: std::str::FromStr>(name: &str) -> Option<T> {
-    let text = std::env::var(name).ok().filter(|text| !text.is_empty())?;
-    let value = text.parse().ok();
-    assert!(value.is_some(), "{name}: a number is expected, not {text:?}");
-    value
 }
 
 /// What the proxy held at one moment.

@@ -1,26 +1,18 @@
 //! The proxy under test: the binary, its configuration, its log, its metrics, and what it holds.
 
 use crate::books::Books;
+use crate::support::client::SOON;
 use crate::tls;
-use crate::traffic::handshake1;
-use bytes::Bytes;
-use http_body_util::{BodyExt, Full};
-use hyper::Request;
 use serde_json::Value;
 use std::fs;
 use std::net::SocketAddr;
 use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
-use tokio::net::TcpStream;
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
-
-/// For what should come at once.
-pub(crate) const SOON: Duration = Duration::from_secs(10);
 
 /// A running proxy; killed on drop.
 pub(crate) struct Proxy {
@@ -199,37 +191,5 @@ async fn keep_books(mut log: Lines<BufReader<ChildStderr>>, books: Arc<Books>) {
             Some("INFO") => {}
             level => books.logged(level.unwrap_or("?"), field("message").unwrap_or_default(), &text),
         }
-    }
-}
-
-/// A page of metrics.
-#[derive(Debug)]
-pub(crate) struct Metrics(String);
-
-impl Metrics {
-    pub(crate) async fn of(admin: SocketAddr) -> Self {
-        let ask = async {
-            let request = Request::get("/metrics").header("host", "localhost").body(Full::<Bytes>::default());
-            let mut admin = handshake1(TcpStream::connect(admin).await.unwrap()).await.unwrap();
-            let response = admin.send_request(request.unwrap()).await.unwrap();
-            response.into_body().collect().await.unwrap().to_bytes()
-        };
-        let page = timeout(SOON, ask).await.expect("the admin port answers");
-        Self(String::from_utf8(page.to_vec()).unwrap())
-    }
-
-    /// What stands behind this; 0 if nothing does.
-    pub(crate) fn value(&self, series: &str) -> u64 {
-        let value = self.0.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
-        value.map_or(0, |value| value.parse().unwrap())
-    }
-
-    /// Responses by status.
-    pub(crate) fn responses(&self) -> impl Iterator<Item = (u16, u64)> {
-        self.0.lines().filter_map(|line| {
-            let line = line.strip_prefix("tidegate_http_requests_total{code=\"")?;
-            let (code, count) = line.split_once("\"} ")?;
-            Some((code.parse().unwrap(), count.parse().unwrap()))
-        })
     }
 }

@@ -1,7 +1,8 @@
 //! The clients: those of every day, the slow, the impatient and the hostile.
 
 use crate::World;
-use crate::books::{Outcome, Route};
+use crate::books::Route;
+use crate::support::client::{Outcome, Wire, handshake1};
 use crate::upstream::{BIG_BYTES, KEY};
 use bytes::Bytes;
 use fastrand::Rng;
@@ -112,7 +113,7 @@ async fn keep_alive(world: &World, rng: &mut Rng) -> io::Result<()> {
         let number = rng.u32(..);
         let request = request("", route, rng, number, Bytes::new());
         let asked = world.books.ask();
-        let outcome = outcome(proxy.send_request(request), &number.to_string()).await;
+        let outcome = Outcome::of(proxy.send_request(request), &number.to_string(), PATIENCE).await;
         asked.judge(route, &outcome);
         if !matches!(outcome, Outcome::Answered(_)) {
             break;
@@ -133,7 +134,7 @@ async fn multiplexed(world: &World, rng: &mut Rng) -> io::Result<()> {
             let request = request("http://soak.test", route, rng, number, Bytes::new());
             async move {
                 let asked = world.books.ask();
-                let outcome = outcome(proxy.send_request(request), &number.to_string()).await;
+                let outcome = Outcome::of(proxy.send_request(request), &number.to_string(), PATIENCE).await;
                 asked.judge(route, &outcome);
             }
         });
@@ -190,7 +191,7 @@ async fn upload(world: &World, rng: &mut Rng) -> io::Result<()> {
         let wanted = format!("{number} {}", body.len());
         let request = request("", &UPLOAD, rng, number, body);
         let asked = world.books.ask();
-        let outcome = outcome(proxy.send_request(request), &wanted).await;
+        let outcome = Outcome::of(proxy.send_request(request), &wanted, PATIENCE).await;
         asked.judge(&UPLOAD, &outcome);
         if !matches!(outcome, Outcome::Answered(_)) {
             break;
@@ -337,23 +338,6 @@ fn request(origin: &str, route: &Route, rng: &mut Rng, number: u32, body: Bytes)
     request.header("x-user", user).header("x-number", number).body(Full::new(body)).unwrap()
 }
 
-/// What comes; the body of a 200 has to be this.
-async fn outcome(response: impl Future<Output = hyper::Result<Response<Incoming>>>, wanted: &str) -> Outcome {
-    let whole = async {
-        let response = match response.await {
-            Ok(response) => response,
-            Err(error) => return Outcome::Nothing(format!("{error:?}")),
-        };
-        let status = response.status().as_u16();
-        match response.into_body().collect().await.map(http_body_util::Collected::to_bytes) {
-            Ok(body) if status == 200 && body != wanted => Outcome::Mixed(status),
-            Ok(_) => Outcome::Answered(status),
-            Err(_) => Outcome::Cut(status),
-        }
-    };
-    timeout(PATIENCE, whole).await.unwrap_or(Outcome::Hung)
-}
-
 /// Sends bytes and reads the head of an answer; with `to_end` until the proxy closes.
 async fn raw(proxy: &mut Socket, bytes: &[u8], to_end: bool) -> Outcome {
     let mut head = Vec::new();
@@ -383,11 +367,6 @@ async fn pause(rng: &mut Rng, most_ms: u64) {
     sleep(Duration::from_millis(rng.u64(..most_ms))).await;
 }
 
-/// What bytes go over.
-pub(crate) trait Wire: AsyncRead + AsyncWrite + Unpin + Send {}
-
-impl<T: AsyncRead + AsyncWrite + Unpin + Send> Wire for T {}
-
 type Socket = Box<dyn Wire>;
 
 /// A connection to the proxy, by TLS if it wants that.
@@ -397,13 +376,6 @@ async fn connect(world: &World, version: Version) -> io::Result<Socket> {
     let tls = if version == Version::HTTP_2 { &tls.http2 } else { &tls.http1 };
     let name = ServerName::try_from("soak.test").expect("a name");
     Ok(Box::new(tls.connect(name, stream).await?))
-}
-
-pub(crate) async fn handshake1(socket: impl Wire + 'static) -> io::Result<http1::SendRequest<Full<Bytes>>> {
-    let (sender, connection) = http1::handshake(TokioIo::new(socket)).await.map_err(io::Error::other)?;
-    // Its errors are those of the requests on it.
-    tokio::spawn(async move { connection.await.unwrap_or_default() });
-    Ok(sender)
 }
 
 async fn handshake2(socket: Socket) -> io::Result<http2::SendRequest<Full<Bytes>>> {

@@ -1,6 +1,8 @@
-//! A Redis for benchmarks.
+//! A Redis for benchmarks, and what their clients have in common.
 
 #![allow(dead_code, reason = "not every benchmark uses all of it")]
+
+pub(crate) mod client;
 
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};

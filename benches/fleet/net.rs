@@ -1,0 +1,134 @@
+//! Machines of a network: namespaces, on two bridges. Clients come by the one, Redis is behind the other.
+
+use std::env;
+use std::fs;
+use std::net::Ipv4Addr;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::process::{Command, ExitCode};
+
+/// Set in the process that stands in namespaces of its own.
+const INSIDE: &str = "TIDEGATE_FLEET_INSIDE";
+
+/// Our own place on both.
+const US: u8 = 254;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Net {
+    Front,
+    Back,
+}
+
+/// One namespace, removed on drop.
+#[derive(Debug)]
+pub(crate) struct Machine {
+    number: u8,
+    nets: &'static [Net],
+}
+
+pub(crate) fn is_isolated() -> bool {
+    env::var_os(INSIDE).is_some()
+}
+
+/// Runs this program again in namespaces of its own, where everything ends with it. Root isn't needed where everybody
+/// may make namespaces of users.
+pub(crate) fn isolate() -> ExitCode {
+    let mut unshare = Command::new("unshare");
+    unshare.args(["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]);
+    if fs::metadata("/proc/self").is_ok_and(|of_us| of_us.uid() != 0) {
+        unshare.args(["--user", "--map-root-user"]);
+    }
+    let ran = unshare.arg(env::current_exe().unwrap()).env(INSIDE, "1").status();
+    match ran.map(|status| status.code()) {
+        Ok(Some(0)) => ExitCode::SUCCESS,
+        Ok(Some(1)) => {
+            eprintln!(
+                "if that was unshare: namespaces are needed, as root or where users may make their own"
+            );
+            ExitCode::FAILURE
+        }
+        _ => ExitCode::FAILURE,
+    }
+}
+
+/// Makes both bridges, with a place for us on each.
+pub(crate) fn lay() {
+    // Where `ip netns` keeps the names; the machine's own may not be ours to write.
+    run("mount", "-t tmpfs tmpfs /run");
+    ip("link set lo up");
+    for net in [Net::Front, Net::Back] {
+        let name = net.name();
+        ip(&format!("link add {name} type bridge"));
+        ip(&format!("addr add {}/24 dev {name}", net.address(US)));
+        ip(&format!("link set {name} up"));
+    }
+}
+
+impl Net {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Front => "front",
+            Self::Back => "back",
+        }
+    }
+
+    fn address(self, number: u8) -> Ipv4Addr {
+        Ipv4Addr::new(10, 77, if self == Self::Front { 1 } else { 2 }, number)
+    }
+}
+
+impl Machine {
+    pub(crate) fn new(number: u8, nets: &'static [Net]) -> Self {
+        ip(&format!("netns add m{number}"));
+        ip(&format!("-n m{number} link set lo up"));
+        for net in nets {
+            let name = net.name();
+            ip(&format!("link add {name}{number} type veth peer name {name} netns m{number}"));
+            ip(&format!("-n m{number} addr add {}/24 dev {name}", net.address(number)));
+            ip(&format!("-n m{number} link set {name} up"));
+            ip(&format!("link set {name}{number} master {name} up"));
+        }
+        Self { number, nets }
+    }
+
+    pub(crate) fn address(&self, net: Net) -> Ipv4Addr {
+        net.address(self.number)
+    }
+
+    /// Nothing comes through any more, and nobody is told: as when a switch fails.
+    pub(crate) fn cut(&self, net: Net) {
+        ip(&format!("link set {}{} nomaster", net.name(), self.number));
+    }
+
+    pub(crate) fn join(&self, net: Net) {
+        ip(&format!("link set {0}{1} master {0}", net.name(), self.number));
+    }
+
+    pub(crate) fn cut_all(&self) {
+        self.nets.iter().for_each(|net| self.cut(*net));
+    }
+
+    /// A program to be run on it; it ends with us.
+    pub(crate) fn command(&self, program: impl AsRef<Path>) -> tokio::process::Command {
+        // Becomes the program: its process is ours.
+        let mut command = tokio::process::Command::new("nsenter");
+        command.arg(format!("--net=/run/netns/m{}", self.number)).arg(program.as_ref());
+        command.env_clear().env("PATH", env::var_os("PATH").unwrap_or_default()).kill_on_drop(true);
+        command
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        ip(&format!("netns del m{}", self.number));
+    }
+}
+
+fn ip(words: &str) {
+    run("ip", words);
+}
+
+fn run(program: &str, words: &str) {
+    let status = Command::new(program).args(words.split(' ')).status();
+    assert!(status.is_ok_and(|status| status.success()), "{program} {words}");
+}
