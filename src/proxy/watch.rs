@@ -310,6 +310,9 @@ pub(super) struct WatchedSocket {
     frames: Frames,
     /// The end of what we write is not the end of what we read.
     one_way: bool,
+    /// Both ways have ended. What still comes is thrown away, and the rest of it must not be read as something else: as
+    /// another request, or as what TLS has not said.
+    over: bool,
     linger: Option<Linger>,
 }
 
@@ -328,6 +331,7 @@ impl WatchedSocket {
             looked_at: Vec::new(),
             frames: Frames::default(),
             one_way: false,
+            over: false,
             linger: None,
         }
     }
@@ -410,6 +414,9 @@ impl WatchedSocket {
 impl AsyncRead for WatchedSocket {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
+        if this.over {
+            return Poll::Ready(Ok(()));
+        }
         if !this.looked_at.is_empty() {
             give(&mut this.looked_at, into);
             return Poll::Ready(Ok(()));
@@ -463,6 +470,7 @@ impl AsyncWrite for WatchedSocket {
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
+        this.over |= !this.one_way;
         if this.linger.is_none() {
             ready!(Pin::new(&mut this.transport).poll_shutdown(cx))?;
         }
@@ -574,6 +582,21 @@ mod tests {
         theirs.read_to_end(&mut got).await.unwrap();
         let text = String::from_utf8(got).unwrap();
         assert_eq!(text, format!("<1><2>{}end<3>next", "a".repeat(sent)));
+    }
+
+    #[tokio::test]
+    async fn what_comes_after_the_goodbye_is_never_read() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let watch = Watch::new(PATIENCE, None);
+        let raw = RawSocket::new(Stream::Unix(ours), Rc::clone(&watch));
+        let mut socket = WatchedSocket::new(Transport::Plain(raw), Rc::clone(&watch));
+        socket.unread(b"read too early");
+        socket.forget_rest();
+        let lingers = poll_fn(|cx| Poll::Ready(Pin::new(&mut socket).poll_shutdown(cx).is_pending())).await;
+        assert!(lingers);
+        theirs.write_all(b"GET / HTTP/1.1").await.unwrap();
+        assert_eq!(socket.read(&mut [0; 32]).await.unwrap(), 0);
+        assert!(!poll_fn(|cx| socket.poll_begin(cx)).await);
     }
 
     #[tokio::test(start_paused = true)]

@@ -641,3 +641,24 @@ async fn what_is_wrong_with_certificates_is_said_at_start() {
     }
     assert!(check("over.pem", "over.key", "").await.1.contains("expired"));
 }
+
+#[tokio::test]
+async fn what_a_refused_client_goes_on_with_is_neither_a_request_nor_an_error_of_tls() {
+    let ca = authority();
+    let upstream = Upstream::echo().await;
+    let config = with_a(&ca, "[listen.http]\nmax_body_bytes = '1KiB'\n");
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let mut client = TlsClient::new(&ca).connect(proxy.address, "a.example").await.unwrap();
+    let head = "POST / HTTP/1.1\r\nHost: a.example\r\nContent-Length: 10000000\r\n\r\n";
+    client.write_all(head.as_bytes()).await.unwrap();
+    // Some of it is read as TLS, some is thrown away as it is, with the begin of a record.
+    client.write_all(&noise(700_000)).await.unwrap();
+    let mut said = Vec::new();
+    client.read_to_end(&mut said).await.unwrap();
+    assert!(said.starts_with(b"HTTP/1.1 413"), "{}", String::from_utf8_lossy(&said));
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    client.write_all(GET.as_bytes()).await.unwrap();
+    until_open(&proxy, 0).await;
+    assert!(upstream.seen().is_empty());
+    assert!(!proxy.log().contains("panic"), "{}", proxy.log());
+}

@@ -6,8 +6,11 @@ use bytes::Bytes;
 use http::{Request, StatusCode};
 use http_body_util::{BodyExt, Empty, Full};
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
+use tokio::sync::mpsc;
 
 fn hello(listen: &ListenSettings) -> Running {
     Running::answering(listen, |_, worker| async move { text(StatusCode::OK, worker.to_string()) })
@@ -169,6 +172,28 @@ async fn a_rejected_upload_of_10_mb_receives_its_response() {
 }
 
 #[tokio::test]
+async fn what_a_rejected_upload_goes_on_with_is_no_request() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&asked);
+    let server = Running::answering(&listen(), move |request, _| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        async move {
+            request.into_body().discard();
+            text(StatusCode::TOO_MANY_REQUESTS, "no")
+        }
+    });
+    let mut client = server.connect().await;
+    client.send(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 10000000\r\n\r\n").await;
+    client.send(&[b'x'; 400_000]).await;
+    assert!(client.rest().await.starts_with("HTTP/1.1 429"));
+    // Longer than it takes a connection to be found at rest.
+    tokio::time::sleep(ms(400)).await;
+    client.send(GET).await;
+    eventually(|| server.load.connections() == 0).await;
+    assert_eq!(asked.load(Ordering::SeqCst), 1, "part of a body was taken for a request");
+}
+
+#[tokio::test]
 async fn a_small_rejected_upload_keeps_its_connection() {
     let server = rejecting(&listen());
     let mut client = server.connect().await;
@@ -265,6 +290,34 @@ async fn a_panic_in_a_stream_is_counted_and_ends_nothing_else() {
 }
 
 /// An HTTP/2 client that takes a long response in small bites.
+#[tokio::test]
+async fn a_body_whose_stream_is_reset_is_broken_off_whatever_the_reason() {
+    let (tell, mut told) = mpsc::channel(1);
+    let server = Running::answering(&listen(), move |request, _| {
+        let tell = tell.clone();
+        // Read by somebody who outlives the request.
+        tokio::task::spawn_local(async move {
+            tell.send(Ok(Bytes::new())).await.unwrap();
+            let all = request.into_body().collect().await;
+            let all = all.map(|all| all.to_bytes()).map_err(|error| error.to_string());
+            tell.send(all).await.unwrap();
+        });
+        std::future::pending()
+    });
+    let (sender, connection) = h2::client::handshake(server.connect().await.0).await.unwrap();
+    tokio::spawn(connection);
+    for reason in [h2::Reason::NO_ERROR, h2::Reason::CANCEL] {
+        let mut sender = soon(sender.clone().ready()).await.unwrap();
+        let request = Request::post("http://a/").body(()).unwrap();
+        let (_answer, mut sending) = sender.send_request(request, false).unwrap();
+        sending.send_data("half".into(), false).unwrap();
+        soon(told.recv()).await.unwrap().unwrap();
+        sending.send_reset(reason);
+        let read = soon(told.recv()).await.unwrap();
+        assert!(read.is_err(), "{reason:?} made a whole of {read:?}");
+    }
+}
+
 #[tokio::test]
 async fn an_http2_client_that_reads_slowly_is_not_cut() {
     const LENGTH: usize = 600_000;
