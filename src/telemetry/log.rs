@@ -55,10 +55,10 @@ impl Level {
             .to_owned())
     }
 
-    /// h2 warns of each PING that it did not ask for: a client could fill the log. Who wants to read that says
-    /// `h2=warn`.
+    /// h2 warns of each PING that it did not ask for, rustls of each odd name in a handshake: a client could fill the
+    /// log. Who wants to read that says `h2=warn` or `rustls=warn`.
     fn filter(&self) -> EnvFilter {
-        EnvFilter::builder().parse_lossy(format!("h2=error,{}", self.0))
+        EnvFilter::builder().parse_lossy(format!("h2=error,rustls=error,{}", self.0))
     }
 }
 

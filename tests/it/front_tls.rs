@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::rustls::{HandshakeKind, version};
 
 const GET: &str = "GET / HTTP/1.1\r\nHost: a.example\r\n\r\n";
@@ -640,6 +640,38 @@ async fn what_is_wrong_with_certificates_is_said_at_start() {
         );
     }
     assert!(check("over.pem", "over.key", "").await.1.contains("expired"));
+}
+
+/// What a client says first that asks for a name.
+async fn hello(ca: &Authority, name: &'static str) -> Vec<u8> {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (client, address) = (TlsClient::new(ca), listener.local_addr().unwrap());
+    let asking = tokio::spawn(async move { drop(client.connect(address, name).await) });
+    let (mut socket, _) = listener.accept().await.unwrap();
+    let mut record = vec![0; 5];
+    socket.read_exact(&mut record).await.unwrap();
+    record.resize(5 + usize::from(u16::from_be_bytes([record[3], record[4]])), 0);
+    socket.read_exact(&mut record[5..]).await.unwrap();
+    asking.abort();
+    record
+}
+
+#[tokio::test]
+async fn odd_names_in_handshakes_fill_no_log() {
+    let ca = authority();
+    let proxy = Proxy::start(&with_a(&ca, ""), "127.0.0.1:9".parse().unwrap()).await;
+    let mark = proxy.log_mark();
+    let (name, address) = ("abcdefghi", b"127.0.0.1");
+    let mut hello = hello(&ca, name).await;
+    let at = hello.windows(name.len()).position(|part| part == name.as_bytes()).expect("it is in the clear");
+    hello[at..][..address.len()].copy_from_slice(address);
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send(&hello).await;
+    // A handshake's record: it was read, and answered.
+    client.read_past(b"\x16\x03\x03").await;
+    drop(client);
+    until_failed(&proxy, "closed", 1).await;
+    assert!(proxy.log_since(mark).is_empty(), "{}", proxy.log());
 }
 
 #[tokio::test]
