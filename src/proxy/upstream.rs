@@ -24,6 +24,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
+use tokio::task::yield_now;
 use tokio::time::Instant;
 
 use super::UpstreamSettings;
@@ -174,6 +175,11 @@ impl Upstream {
             }
             let reused = connection.is_reused();
             let is_shared = matches!(connection.wire, Wire::Http2(_));
+            if reused && !is_shared && !may_repeat {
+                // What is sent to somebody who has left is lost. The kernel may know of that, and the runtime asks it
+                // before this goes on.
+                yield_now().await;
+            }
             let copy = (is_shared || reused && may_repeat).then(|| Again::of(&request));
             match is_shared {
                 // It may say that it has not looked at the request, also when the body has been sent.

@@ -168,6 +168,75 @@ async fn who_connected_before_the_end_is_served_by_a_busy_worker_too() {
     assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
 }
 
+#[tokio::test]
+async fn a_request_that_crosses_the_end_is_served() {
+    let busy = Arc::<std::sync::Mutex<Option<_>>>::default();
+    let blocking = Arc::clone(&busy);
+    let shutdown = ShutdownSettings { delay: ms(0), grace: ms(10_000) };
+    let mut server = Running::start(&listen(), shutdown, move |_| {
+        let busy = Arc::clone(&blocking);
+        async move { Rc::new(Blocking(busy)) }
+    });
+    let (mut rested, mut awake, mut first) =
+        (server.connect().await, server.connect().await, server.connect().await);
+    rested.ask(GET).await;
+    tokio::time::sleep(ms(300)).await;
+    awake.ask(GET).await;
+    let (release, wait) = std::sync::mpsc::sync_channel::<()>(1);
+    busy.lock().unwrap().replace(wait);
+    first.send(GET).await;
+    eventually(|| busy.lock().unwrap().is_none()).await;
+    // Both are in the kernel, where the busy worker has not looked, when it is told to end.
+    rested.send(GET).await;
+    awake.send(GET).await;
+    server.stop.send_replace(Stop::Drain);
+    eventually(|| std::net::TcpStream::connect(server.addr).is_err()).await;
+    tokio::time::sleep(ms(50)).await;
+    release.send(()).unwrap();
+    for mut client in [rested, awake, first] {
+        let answer = client.rest().await;
+        assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("connection: close"), "{answer:?}");
+    }
+    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
+}
+
+#[tokio::test]
+async fn who_is_still_coming_in_at_the_end_may_ask() {
+    let settings =
+        ListenSettings { proxy_protocol_from: Some(vec!["127.0.0.0/8".parse().unwrap()]), ..listen() };
+    let (mut server, gate) = gated(&settings, ShutdownSettings { delay: ms(0), grace: ms(10_000) });
+    gate.add_permits(1);
+    let mut client = server.connect().await;
+    eventually(|| server.load.connections() == 1).await;
+    server.stop.send_replace(Stop::Drain);
+    eventually(|| std::net::TcpStream::connect(server.addr).is_err()).await;
+    tokio::time::sleep(ms(50)).await;
+    client.send(b"PROXY TCP4 10.0.0.1 10.0.0.2 1 2\r\n").await;
+    // A round trip later.
+    tokio::time::sleep(ms(50)).await;
+    client.send(GET).await;
+    let answer = client.rest().await;
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("connection: close"), "{answer:?}");
+    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
+}
+
+#[tokio::test]
+async fn who_has_said_one_letter_at_the_end_may_finish_and_no_more() {
+    let (mut server, gate) = gated(&listen(), ShutdownSettings { delay: ms(0), grace: ms(10_000) });
+    gate.add_permits(1);
+    let mut client = server.connect().await;
+    // It could become the preface of HTTP/2.
+    client.send(b"P").await;
+    eventually(|| server.load.connections() == 1).await;
+    server.stop.send_replace(Stop::Drain);
+    eventually(|| std::net::TcpStream::connect(server.addr).is_err()).await;
+    tokio::time::sleep(ms(50)).await;
+    client.send(b"UT / HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n").await;
+    let answer = client.response().await;
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("connection: close"), "{answer:?}");
+    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
+}
+
 /// Its first request holds up its whole worker until it is let go.
 struct Blocking(Arc<std::sync::Mutex<Option<std::sync::mpsc::Receiver<()>>>>);
 

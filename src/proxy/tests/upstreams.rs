@@ -4,16 +4,16 @@ use super::support::*;
 use crate::proxy::*;
 use crate::tls::{self, ClientTls};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::{Notify, mpsc};
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::server::TlsStream;
 
-const OK: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
+pub(super) const OK: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
 
-fn post(framing: &str) -> Vec<u8> {
+pub(super) fn post(framing: &str) -> Vec<u8> {
     format!("POST / HTTP/1.1\r\nhost: a\r\n{framing}\r\n\r\n").into_bytes()
 }
 
@@ -86,6 +86,10 @@ async fn a_post_is_not_sent_twice() {
     let mut client = server.connect().await;
     assert!(client.ask(&post("content-length: 0")).await.ends_with("ok"));
     assert!(client.ask(&post("content-length: 0")).await.ends_with("terminated"));
+    // What could be sent twice has a body that is gone after the first time.
+    assert!(client.ask(GET).await.ends_with("ok"));
+    let put = b"PUT / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n";
+    assert!(client.ask(put).await.ends_with("terminated"));
 }
 
 #[tokio::test]
@@ -279,7 +283,7 @@ async fn a_client_that_leaves_ends_its_upstream_request() {
     let (addr, _) = upstream(move |mut client, n| {
         let tell = tell.clone();
         async move {
-            client.head().await;
+            tell.send(client.head().await.unwrap()).await.unwrap();
             if n == 1 {
                 client.send(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\npart").await;
             }
@@ -291,9 +295,9 @@ async fn a_client_that_leaves_ends_its_upstream_request() {
     for _ in 0..2 {
         let mut client = server.connect().await;
         client.send(GET).await;
-        tokio::time::sleep(ms(30)).await;
-        drop(client);
         soon(told.recv()).await.unwrap();
+        drop(client);
+        assert_eq!(soon(told.recv()).await.unwrap(), "");
     }
 }
 
@@ -425,20 +429,28 @@ async fn no_worker_starves_while_others_are_busy() {
     for _ in 0..16 {
         clients.push(server.connect().await);
     }
-    // The connections of worker 1 are the odd ones: one of them against eight of worker 0.
-    let tasks: Vec<_> = clients
-        .into_iter()
-        .enumerate()
-        .filter(|(n, _)| n % 2 == 0 || *n == 1)
-        .map(|(_, mut client)| {
-            tokio::spawn(async move {
-                for _ in 0..50 {
-                    assert!(client.ask(GET).await.ends_with("ok"));
-                }
-            })
+    // The connections of worker 1 are the odd ones: one of them against eight of worker 0, who go on as long as it
+    // takes.
+    let served = Arc::new(AtomicBool::new(false));
+    let mut clients = clients.into_iter().enumerate().filter(|(n, _)| n % 2 == 0 || *n == 1);
+    let (busy, mut lonely): (Vec<_>, _) = {
+        let (first, second) = (clients.next().unwrap().1, clients.next().unwrap().1);
+        (clients.map(|(_, client)| client).chain([first]).collect(), second)
+    };
+    let busy = busy.into_iter().map(|mut client| {
+        let served = Arc::clone(&served);
+        tokio::spawn(async move {
+            while !served.load(Ordering::SeqCst) {
+                assert!(client.ask(GET).await.ends_with("ok"));
+            }
         })
-        .collect();
-    for task in tasks {
+    });
+    let busy: Vec<_> = busy.collect();
+    for _ in 0..5 {
+        assert!(lonely.ask(GET).await.ends_with("ok"));
+    }
+    served.store(true, Ordering::SeqCst);
+    for task in busy {
         soon(task).await.unwrap();
     }
 }

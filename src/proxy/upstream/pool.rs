@@ -619,3 +619,6 @@ impl Lease {
         self.pool.put_back(self.connection);
     }
 }
+
+#[cfg(test)]
+mod tests;
