@@ -1,7 +1,8 @@
 //! What `docs/migration/` calls the same is the same: nginx and the proxy get the same requests.
 
 use super::pages::{Block, blocks};
-use super::support::client::Ask;
+use super::support::SOON;
+use super::support::client::{Ask, RawClient};
 use super::support::nginx::Nginx;
 use super::support::proxy::Proxy;
 use futures_util::future::join_all;
@@ -14,7 +15,7 @@ const PAGE: &str = "docs/migration/nginx-limit-req.md";
 struct Pair {
     nginx: Nginx,
     proxy: Proxy,
-    _behind: Nginx,
+    behind: Nginx,
 }
 
 impl Pair {
@@ -36,7 +37,7 @@ impl Pair {
         let behind = Nginx::start().await;
         behind.file("x", b"ok");
         let proxy = Proxy::start(&find("toml").text, behind.address).await;
-        Self { nginx, proxy, _behind: behind }
+        Self { nginx, proxy, behind }
     }
 
     fn both(&self) -> [(&'static str, SocketAddr); 2] {
@@ -107,5 +108,32 @@ async fn who_is_exempt_in_nginx_is_exempt_here_and_others_get_the_old_status() {
         }
         assert!(statuses.contains(&200) && statuses.contains(&503), "{who}: {statuses:?}");
         assert!(statuses.iter().all(|status| [200, 503].contains(status)), "{who}: {statuses:?}");
+    }
+}
+
+#[tokio::test]
+async fn who_has_as_many_in_flight_as_nginx_lets_him_is_refused_here_too() {
+    let pair = Pair::of("In flight at a time").await;
+    // More than sockets hold, for clients that don't read on.
+    let large = vec![0; 32 << 20];
+    pair.nginx.file("large", &large);
+    pair.behind.file("large", &large);
+    for (who, address) in pair.both() {
+        let mut holders = Vec::new();
+        for _ in 0..4 {
+            let mut client = RawClient::connect(address).await;
+            client.send("GET /large HTTP/1.1\r\nHost: a\r\n\r\n").await;
+            client.read_past(b"200 OK").await;
+            holders.push(client);
+        }
+        let one_more = async || Ask::new(address, "GET", "/x").send().await.status;
+        let refused = one_more().await;
+        assert!([429, 503].contains(&refused), "{who}: {refused}");
+        drop(holders.pop());
+        let deadline = Instant::now() + SOON;
+        while one_more().await != 200 {
+            assert!(Instant::now() < deadline, "{who}: who has left keeps his slot");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
     }
 }
