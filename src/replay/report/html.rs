@@ -5,7 +5,7 @@
 use super::super::run::PolicyBook;
 use super::super::suggest::{Drawn, Suggestion};
 use super::super::tally::{Bin, Series};
-use super::{PolicyWords, Report, Set, count, keys, moment, share};
+use super::{PolicyWords, Report, Set, count, keys, moment, share, span};
 use crate::config::duration_words;
 use std::fmt::{self, Display, Write};
 use std::time::Duration;
@@ -241,8 +241,7 @@ fn policy(page: &mut String, report: &Report, words: &PolicyWords, book: &Policy
     )?;
     sparkline(page, report, &book.series, &words.name)?;
     if refused > 0 {
-        let (first, last) = (moment(book.first_refused_us), moment(book.last_refused_us));
-        write!(page, "<small>{first} … {last}</small>")?;
+        write!(page, "<small>{}</small>", span(book.first_refused_us, book.last_refused_us))?;
     }
     page.push_str("</td></tr>");
     Ok(())
@@ -271,14 +270,13 @@ fn top(page: &mut String, set: &Set) -> fmt::Result {
         };
         write!(
             page,
-            "<tr><td>{}{}</td><td><code>{}</code></td><td class=\"n\">{}{error}</td><td class=\"n\">{}</td><td>{} … {}</td></tr>",
+            "<tr><td>{}{}</td><td><code>{}</code></td><td class=\"n\">{}{error}</td><td class=\"n\">{}</td><td>{}</td></tr>",
             Text(&top.policy),
             if top.shadow { " <small>shadow</small>" } else { "" },
             Text(&top.key),
             count(top.refused),
             count(top.requests),
-            moment(top.first_us),
-            moment(top.last_us),
+            span(top.first_us, top.last_us),
         )?;
     }
     page.push_str("</tbody></table></div></section>");

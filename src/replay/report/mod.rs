@@ -291,6 +291,16 @@ fn moment(at_us: u64) -> String {
     at.and_then(|at| at.format(&format).ok()).unwrap_or_default()
 }
 
+/// From one moment to another; a day that both have is said once.
+fn span(from_us: u64, to_us: u64) -> String {
+    let (from, to) = (moment(from_us), moment(to_us));
+    let time = match (from.get(..10), to.split_once(' ')) {
+        (Some(from_day), Some((day, time))) if day == from_day => time,
+        _ => &to,
+    };
+    format!("{from} … {time}")
+}
+
 #[allow(clippy::cast_precision_loss, reason = "shares are for people")]
 fn percent(part: u64, whole: u64) -> f64 {
     if whole == 0 { 0.0 } else { part as f64 * 100.0 / whole as f64 }
@@ -310,4 +320,17 @@ fn share(part: u64, whole: u64) -> String {
 fn keys(book: &PolicyBook) -> String {
     let (keys, exact) = book.keys.count();
     format!("{}{}", if exact { "" } else { ">" }, count(keys))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::span;
+
+    #[test]
+    fn a_day_is_said_once_and_another_one_too() {
+        let from_us = 1_795_000_000_000_000;
+        let to = |seconds: u64| span(from_us, from_us + seconds * 1_000_000);
+        assert_eq!(to(60), "2026-11-18 11:06:40 … 11:07:40");
+        assert_eq!(to(86_460), "2026-11-18 11:06:40 … 2026-11-19 11:07:40");
+    }
 }

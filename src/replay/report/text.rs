@@ -2,7 +2,7 @@
 
 use super::super::suggest::{Drawn, Suggestion};
 use super::super::tally::Series;
-use super::{Report, Set, count, keys, moment, names, share};
+use super::{Report, Set, count, keys, moment, names, share, span};
 use crate::config::duration_words;
 use std::fmt::Write;
 use std::time::Duration;
@@ -130,7 +130,7 @@ impl Page {
                 }
             }
             if refused > 0 {
-                notes.push(format!("{} … {}", moment(book.first_refused_us), moment(book.last_refused_us)));
+                notes.push(span(book.first_refused_us, book.last_refused_us));
             }
             if !notes.is_empty() {
                 self.line(&format!("  {}", notes.join("; ")));
@@ -176,8 +176,13 @@ impl Page {
         }
         // Both times where there is room for them.
         let is_wide = self.width >= 100;
-        let times = if is_wide { 30 } else { 19 };
-        let room = self.width.saturating_sub(NAME + 24 + times);
+        let times = set.top.iter().map(|top| match is_wide {
+            true => span(top.first_us, top.last_us),
+            false => moment(top.first_us),
+        });
+        let times: Vec<String> = times.collect();
+        let widest = times.iter().map(|times| times.chars().count()).max().unwrap_or_default();
+        let room = self.width.saturating_sub(NAME + 24 + widest);
         self.title(&format!(
             "{:<NAME$} {:<room$} {:>10} {:>9}  {}",
             "MOST LIMITED KEYS",
@@ -186,18 +191,15 @@ impl Page {
             "OF",
             if is_wide { "FIRST … LAST" } else { "FIRST" }
         ));
-        for top in &set.top {
-            let last = moment(top.last_us);
-            let last = last.get(11..).filter(|_| is_wide).map_or(String::new(), |last| format!(" … {last}"));
+        for (top, times) in set.top.iter().zip(&times) {
             let error =
                 if top.error > 0 { format!(" (or {} more)", count(top.error)) } else { String::new() };
             self.line(&format!(
-                "{:<NAME$} {:<room$} {:>10} {:>9}  {}{last}{error}",
+                "{:<NAME$} {:<room$} {:>10} {:>9}  {times}{error}",
                 cut(&top.policy, NAME),
                 cut(&top.key, room),
                 count(top.refused),
                 count(top.requests),
-                moment(top.first_us),
             ));
         }
     }
