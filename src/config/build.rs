@@ -17,7 +17,7 @@ use crate::store::redis::Topology;
 use crate::telemetry::{self, Access, Format, LogSettings};
 use crate::tls::{ClientTls, ServerTls};
 use crate::trace::{CollectorUrl, TraceSettings};
-use http::HeaderName;
+use http::{HeaderMap, HeaderName, HeaderValue};
 use ipnet::IpNet;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -49,7 +49,7 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
     let shutdown = shutdown(&top.table("shutdown"));
     let admin = admin(input, &top.table("admin"));
     let log = log(&top.table("log"));
-    let trace = top.optional_table("trace").map(|at| trace(&at));
+    let trace = top.optional_table("trace").map(|at| trace(input, &at));
     let response = top.table("response");
     let (fields, cors) = (fields(&response), cors(&response.table("cors")));
     let is_cluster = |store: &StoreSettings| match store {
@@ -393,29 +393,51 @@ fn host_name(text: &str) -> Result<String, String> {
     Ok(text.to_ascii_lowercase())
 }
 
-fn trace(at: &Cursor<'_>) -> Option<TraceSettings> {
+fn trace(input: &Input, at: &Cursor<'_>) -> Option<TraceSettings> {
     let sample = at.fraction("sample");
+    let headers = trace_headers(input, at);
     let collector = at.parsed("otlp", CollectorUrl::parse)?;
-    let tls = match collector.is_tls {
-        false => None,
-        true => {
-            let trust =
-                || crate::tls::client(crate::tls::system_roots()?, None).map_err(|error| error.to_string());
-            let client = trust().map_err(|reason| {
-                at.fail("otlp", &format!("TLS can't be used ({reason}); expected http://, or certificates that this system trusts"));
-            });
-            let tls = ClientTls::new(client.ok()?, None, [0; 32]);
-            if tls.name_of(collector.host()).is_err() {
-                at.fail(
-                    "otlp",
-                    "the host is no name that a certificate can be checked against; expected one that is",
-                );
-                return None;
-            }
-            Some(tls)
+    let wanted = tls::Wanted { is_tls: collector.is_tls, is_used: true, by: "https:// in trace.otlp" };
+    let tls = tls::client(input, &at.table("tls"), wanted);
+    if collector.is_tls && tls.as_ref()?.name_of(collector.host()).is_err() {
+        at.fail(
+            "otlp",
+            "the host is no name that a certificate can be checked against; expected one that is, or the \
+             certificate's name in trace.tls.server_name",
+        );
+        return None;
+    }
+    Some(TraceSettings { collector, headers: headers?, tls, sample: sample? })
+}
+
+/// What goes with every export. No message repeats what the file holds.
+fn trace_headers(input: &Input, at: &Cursor<'_>) -> Option<HeaderMap> {
+    const KEY: &str = "headers_file";
+    if !is_given(at, KEY) {
+        return Some(HeaderMap::new());
+    }
+    let text = secret(input, at, KEY, "header field per line")?;
+    let mut headers = HeaderMap::new();
+    for (line, number) in text.lines().map(str::trim).zip(1..) {
+        if line.is_empty() || line.starts_with('#') {
+            continue;
         }
-    };
-    Some(TraceSettings { collector, tls, sample: sample? })
+        let field = line.split_once(':').and_then(|(name, value)| {
+            let value = HeaderValue::from_str(value.trim()).ok().filter(|value| !value.is_empty())?;
+            Some((HeaderName::from_bytes(name.trim().as_bytes()).ok()?, value))
+        });
+        let Some((name, mut value)) = field else {
+            at.fail(KEY, &format!("in the file: line {number}: expected name: value"));
+            return None;
+        };
+        if TraceSettings::OWN_HEADERS.contains(&name.as_str()) {
+            at.fail(KEY, &format!("in the file: line {number}: {name} is set by tidegate"));
+            return None;
+        }
+        value.set_sensitive(true);
+        headers.append(name, value);
+    }
+    Some(headers)
 }
 
 fn log(at: &Cursor<'_>) -> Option<LogSettings> {

@@ -127,6 +127,7 @@ pub struct Fixed {
     written: Written,
     store: StoreSettings,
     admin: AdminSettings,
+    trace: Option<TraceSettings>,
 }
 
 /// The merged values. They may hold a password, so they don't show themselves.
@@ -223,7 +224,12 @@ const LIVE: [&str; 7] =
 impl Config {
     /// What runs until the process ends.
     pub fn fixed(&self) -> Fixed {
-        Fixed { written: self.written.clone(), store: self.store.clone(), admin: self.admin.clone() }
+        Fixed {
+            written: self.written.clone(),
+            store: self.store.clone(),
+            admin: self.admin.clone(),
+            trace: self.trace.clone(),
+        }
     }
 }
 
@@ -238,6 +244,9 @@ impl Fixed {
         }
         if !keys.iter().any(|path| path.starts_with("admin.")) && self.admin != newer.admin {
             keys.push("admin.token_file (what it holds)".to_owned());
+        }
+        if !keys.iter().any(|path| path.starts_with("trace.")) && self.trace != newer.trace {
+            keys.push("trace (what a file holds that it names)".to_owned());
         }
         keys
     }

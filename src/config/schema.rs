@@ -12,7 +12,7 @@ pub(super) use store::{DEFAULT_KEY_PREFIX, DEFAULT_REDIS_URL};
 
 use super::values::duration_words;
 use policy::POLICY;
-use proxy::{CLIENT, LISTEN, PATH, UPSTREAM};
+use proxy::{CLIENT, LISTEN, PATH, UPSTREAM, UPSTREAM_TLS};
 use std::fmt;
 use std::time::Duration;
 use store::STORE;
@@ -224,13 +224,20 @@ static LOG: [Key; 4] = [
     key("access_sample", Fraction, Default("1.0"), "The share of those that does."),
 ];
 
-static TRACE: [Key; 2] = [
+static TRACE: [Key; 4] = [
     key(
         "otlp",
         Text("a collector such as \"http://127.0.0.1:4317\""),
         Required,
-        "Where spans go: by gRPC, or by HTTP if the port is 4318 or there is a path. https:// trusts what the system does.",
+        "Where spans go: by gRPC, or by HTTP if the port is 4318 or there is a path.",
     ),
+    key(
+        "headers_file",
+        Text("the path of a file with a \"name: value\" per line"),
+        Optional,
+        "Header fields that go with every export, such as the key that a hosted collector asks for. A file, as they are mostly secret; lines that begin with # are remarks.",
+    ),
+    key("tls", Table(&UPSTREAM_TLS), Optional, "For https."),
     key(
         "sample",
         Fraction,

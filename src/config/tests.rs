@@ -251,6 +251,39 @@ fn a_password_comes_from_its_file() {
 }
 
 #[test]
+fn what_a_collector_wants_to_hear_comes_from_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("headers");
+    let settings =
+        format!("{URL}[trace]\notlp = \"http://c\"\nheaders_file = {:?}\n", file.display().to_string());
+    let told = |lines: &str| {
+        fs::write(&file, lines).unwrap();
+        text(&settings)
+    };
+    let running = load(&told("# a remark\n\nX-Api-Key: hunter2:3 \nx-team: a\n")).unwrap();
+    let headers = &running.trace.as_ref().unwrap().headers;
+    assert_eq!(
+        (&headers["x-api-key"], &headers["x-team"], headers.len()),
+        (&"hunter2:3".parse().unwrap(), &"a".parse().unwrap(), 2)
+    );
+    assert!(!format!("{running:?}{}", running.effective(&running.fixed())).contains("hunter"));
+    let newer = load(&told("x-api-key: hunter4")).unwrap();
+    assert_eq!(running.fixed().changed_in(&newer), ["trace (what a file holds that it names)"]);
+    for (lines, problem) in [
+        ("x-team: a\nhunter2\n", "line 2: expected name: value"),
+        ("x-api-key: hun\u{1}ter2", "line 1: expected name: value"),
+        ("x-api-key:", "line 1: expected name: value"),
+        ("Content-Type: hunter2", "line 1: content-type is set by tidegate"),
+        ("", "the file is empty"),
+    ] {
+        let said = errors(&told(lines));
+        assert!(said.contains(problem) && !said.contains("hunter"), "{said}");
+    }
+    let plain = text(&format!("{URL}[trace]\notlp = \"http://c\"\ntls.server_name = \"c\"\n"));
+    assert!(errors(&plain).contains("expected https:// in trace.otlp"), "{}", errors(&plain));
+}
+
+#[test]
 fn included_policies_come_after_the_main_file_by_file_name() {
     let folder = tempfile::tempdir().unwrap();
     let policy = |name: &str| format!("[[policy]]\nname = \"{name}\"\naction = \"deny\"\n");

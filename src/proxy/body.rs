@@ -23,6 +23,7 @@ use super::upstream::{Lease, Receiving, with_causes};
 use super::watch::Active;
 use crate::enforcer::Hold;
 use crate::telemetry::metrics::Closed;
+use crate::trace::Recording;
 use kept::Kept;
 
 /// An unwanted request body is read up to here so that its connection can be used again.
@@ -49,6 +50,20 @@ pub enum BodyError {
     /// The upstream closed before the end, or broke the protocol.
     #[error("the upstream broke off the response body: {0}")]
     Upstream(String),
+}
+
+impl BodyError {
+    /// A stable word, for spans.
+    fn name(&self) -> &'static str {
+        match self {
+            Self::ClientTimeout => "client_timeout",
+            Self::TooLarge => "too_large",
+            Self::ClientGone(_) => "client_gone",
+            Self::UpstreamTimeout => "upstream_timeout",
+            Self::Overlong => "overlong",
+            Self::Upstream(_) => "upstream_broken",
+        }
+    }
 }
 
 /// What a client may send as a request body.
@@ -368,17 +383,30 @@ pub struct UpstreamBody {
     idle: Option<Duration>,
     pending_since: Option<Instant>,
     hold: Option<Box<Hold>>,
+    recording: Option<Box<Recording>>,
     bill: Option<Box<Bill>>,
 }
 
 impl UpstreamBody {
     pub(super) fn new(source: Source, lease: Lease, idle: Option<Duration>) -> Self {
-        Self { source, lease: Some(lease), idle, pending_since: None, hold: None, bill: None }
+        let pending_since = None;
+        Self { source, lease: Some(lease), idle, pending_since, hold: None, recording: None, bill: None }
     }
 
     /// Keeps what the request holds until the end of the body, and ends the body when that has to end.
     pub(super) fn keep(&mut self, hold: Option<Hold>) {
         self.hold = hold.map(Box::new);
+    }
+
+    /// The request's recording ends with the body.
+    pub(super) fn record(&mut self, recording: Option<Box<Recording>>) {
+        self.recording = recording.filter(|_| !self.is_all_there()).map(Recording::streaming);
+    }
+
+    /// hyper asks for no end of what has none, nor of what has come in full: an HTTP/2 stream may say later that it has
+    /// ended.
+    fn is_all_there(&self) -> bool {
+        self.source.is_end_stream() || self.source.size_hint().exact() == Some(0)
     }
 
     /// Reads the body for what is to be settled by its end. Broken off or dropped, it settles nothing.
@@ -403,6 +431,8 @@ impl UpstreamBody {
                 // hyper asks no further then.
                 if frame.is_trailers() || self.source.is_end_stream() {
                     self.end();
+                } else if self.recording.is_some() && self.is_all_there() {
+                    self.recorded(Ok(()));
                 }
                 Some(Ok(frame))
             }
@@ -432,7 +462,14 @@ impl UpstreamBody {
         self.lease = None;
         self.hold = None;
         self.bill = None;
+        self.recorded(Err(error.name()));
         error
+    }
+
+    fn recorded(&mut self, result: Result<(), &'static str>) {
+        if let Some(recording) = self.recording.take() {
+            recording.streamed(result);
+        }
     }
 
     fn end(&mut self) {
@@ -440,6 +477,7 @@ impl UpstreamBody {
             bill.settle();
         }
         self.hold = None;
+        self.recorded(Ok(()));
         if let Some(lease) = self.lease.take() {
             lease.give_back();
         }

@@ -185,7 +185,13 @@ impl Service {
             ResponseBody::Tunnel(tunnel) => tunnel.keep(hold),
             ResponseBody::Empty | ResponseBody::Full(_) => {}
         }
-        self.done(response, &mut asked, &verdict, table)
+        let mut response = self.done(response, &mut asked, &verdict, table);
+        match response.body_mut() {
+            ResponseBody::Upstream(body) => body.record(asked.recording.take()),
+            ResponseBody::Tunnel(tunnel) => tunnel.record(asked.recording.take()),
+            ResponseBody::Empty | ResponseBody::Full(_) => {}
+        }
+        response
     }
 
     fn not_forwarded(

@@ -18,6 +18,7 @@ use tokio::time::Instant;
 use super::alarm::Alarm;
 use super::upstream::Duplex;
 use crate::enforcer::Hold;
+use crate::trace::Recording;
 
 /// The most that waits in each direction.
 const PART_BYTES: usize = 16 * 1024;
@@ -29,6 +30,8 @@ pub struct Tunnel {
     /// Nothing moves in either direction for this long: the end. `None`: no limit.
     idle: Option<Duration>,
     hold: Option<Hold>,
+    /// Dropped with the tunnel, it ends.
+    _recording: Option<Box<Recording>>,
     up: Flow,
     down: Flow,
     moved: Instant,
@@ -80,6 +83,7 @@ impl Tunnel {
             upstream,
             idle,
             hold: None,
+            _recording: None,
             up: Flow::default(),
             down: Flow::default(),
             moved: Instant::now(),
@@ -92,6 +96,11 @@ impl Tunnel {
     /// Keeps what the request holds until the end of the tunnel, and ends the tunnel when that has to end.
     pub(super) fn keep(&mut self, hold: Option<Hold>) {
         self.hold = hold;
+    }
+
+    /// The request's recording ends with the tunnel.
+    pub(super) fn record(&mut self, recording: Option<Box<Recording>>) {
+        self._recording = recording;
     }
 
     /// Passes bytes on. A side that ends its own direction is still sent the other.

@@ -3,6 +3,7 @@
 //! One call at a time over one connection, which is kept. gRPC's own part is five bytes and two trailers
 //! (<https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>): no client of its kind is needed for that.
 
+use super::TraceSettings;
 use crate::tls::ClientTls;
 use bytes::{BufMut, Bytes, BytesMut};
 use http::header::{CONTENT_TYPE, HOST, TE, USER_AGENT};
@@ -43,6 +44,7 @@ pub struct CollectorUrl {
 /// A collector, and the connection to it.
 pub(super) struct Collector {
     url: CollectorUrl,
+    headers: HeaderMap,
     tls: Option<ClientTls>,
     connection: Option<Connection>,
 }
@@ -101,8 +103,9 @@ impl CollectorUrl {
 }
 
 impl Collector {
-    pub(super) fn new(url: CollectorUrl, tls: Option<ClientTls>) -> Self {
-        Self { url, tls, connection: None }
+    pub(super) fn new(settings: TraceSettings) -> Self {
+        let TraceSettings { collector, headers, tls, .. } = settings;
+        Self { url: collector, headers, tls, connection: None }
     }
 
     /// Hands spans over. Returns how many of them the collector did not take. The caller sets the deadline; who
@@ -157,7 +160,8 @@ impl Collector {
         body.put_u32(u32::try_from(length).map_err(told)?);
         spans.encode(&mut body).map_err(told)?;
         let scheme = if self.url.is_tls { "https" } else { "http" };
-        let mut request = request(format!("{scheme}://{}{GRPC_PATH}", self.url.authority()), body.freeze())?;
+        let mut request =
+            self.request(format!("{scheme}://{}{GRPC_PATH}", self.url.authority()), body.freeze())?;
         request.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         request.headers_mut().insert(TE, HeaderValue::from_static("trailers"));
         Ok(request)
@@ -165,9 +169,18 @@ impl Collector {
 
     fn http_request(&self, spans: &ExportTraceServiceRequest) -> Result<Request<Full<Bytes>>, Refused> {
         let path = self.url.path.clone().unwrap_or_default();
-        let mut request = request(path, spans.encode_to_vec().into())?;
+        let mut request = self.request(path, spans.encode_to_vec().into())?;
         request.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/x-protobuf"));
         request.headers_mut().insert(HOST, HeaderValue::try_from(self.url.authority()).map_err(told)?);
+        Ok(request)
+    }
+
+    fn request(&self, uri: String, body: Bytes) -> Result<Request<Full<Bytes>>, Refused> {
+        let request = Request::builder().method(Method::POST).uri(uri).body(Full::new(body));
+        let mut request = request.map_err(told)?;
+        *request.headers_mut() = self.headers.clone();
+        let agent = HeaderValue::from_static(concat!("tidegate/", env!("CARGO_PKG_VERSION")));
+        request.headers_mut().insert(USER_AGENT, agent);
         Ok(request)
     }
 }
@@ -179,12 +192,6 @@ impl Connection {
             Self::Http(sender) => !sender.is_closed() && sender.is_ready(),
         }
     }
-}
-
-fn request(uri: String, body: Bytes) -> Result<Request<Full<Bytes>>, Refused> {
-    let request = Request::builder().method(Method::POST).uri(uri);
-    let request = request.header(USER_AGENT, concat!("tidegate/", env!("CARGO_PKG_VERSION")));
-    request.body(Full::new(body)).map_err(told)
 }
 
 async fn call(

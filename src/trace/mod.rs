@@ -32,10 +32,28 @@ use tokio::time::Instant;
 #[derive(Clone, Debug, PartialEq)]
 pub struct TraceSettings {
     pub collector: CollectorUrl,
+    /// Go with every export.
+    pub headers: HeaderMap,
     /// For https; there if and only if the URL says so.
     pub tls: Option<ClientTls>,
     /// Of requests whose caller says nothing, this share is recorded, 0 to 1.
     pub sample: f64,
+}
+
+impl TraceSettings {
+    /// What messages are written with, and HTTP/2 doesn't know: nobody else sets these.
+    pub const OWN_HEADERS: [&str; 10] = [
+        "connection",
+        "content-encoding",
+        "content-length",
+        "content-type",
+        "host",
+        "keep-alive",
+        "te",
+        "transfer-encoding",
+        "upgrade",
+        "user-agent",
+    ];
 }
 
 /// Records requests; cheap to clone, shared by all workers.
@@ -63,7 +81,7 @@ impl Tracer {
             text("service.instance.id", instance),
         ];
         let resource = Resource { attributes, ..Resource::default() };
-        let collector = Collector::new(settings.collector.clone(), settings.tls.clone());
+        let collector = Collector::new(settings.clone());
         let exporter = Exporter::start(collector, resource, Arc::clone(&counts), recorded)?;
         let inner = Inner { sample: settings.sample, clock: Clock::system(), queue, counts };
         Ok((Self(Arc::new(inner)), exporter))

@@ -62,6 +62,8 @@ pub(super) struct Recorded {
     ended_ns: u64,
     attributes: Vec<KeyValue>,
     status: Option<u16>,
+    /// Why its client did not get the whole answer.
+    cut: Option<&'static str>,
     /// When the store answered.
     decided_ns: Option<u64>,
     source: Option<&'static str>,
@@ -112,6 +114,7 @@ impl Recording {
             ended_ns: 0,
             attributes,
             status: None,
+            cut: None,
             decided_ns: None,
             source: None,
             forwarded: None,
@@ -168,6 +171,25 @@ impl Recording {
     }
 }
 
+impl Recording {
+    /// The answer's body is on its way. Dropped before [`Recording::streamed`], nobody wanted the rest of it.
+    pub fn streaming(mut self: Box<Self>) -> Box<Self> {
+        self.cut(Some("cancelled"));
+        self
+    }
+
+    /// The body has come to its end, or why it has not.
+    pub fn streamed(mut self: Box<Self>, result: Result<(), &'static str>) {
+        self.cut(result.err());
+    }
+
+    fn cut(&mut self, cut: Option<&'static str>) {
+        if let Some(recorded) = &mut self.recorded {
+            recorded.cut = cut;
+        }
+    }
+}
+
 impl Drop for Recording {
     fn drop(&mut self) {
         let Some(mut recorded) = self.recorded.take() else { return };
@@ -199,14 +221,12 @@ impl Recorded {
             end_time_unix_nano: ended_ns,
             ..Span::default()
         };
-        let (attributes, status) = match self.status {
-            Some(status) => (self.attributes, (status >= 500).then(failed)),
-            // Its client has left, or the process has ended: nobody got an answer.
-            None => {
-                let gone = text("error.type", "cancelled");
-                (self.attributes.into_iter().chain([gone]).collect(), Some(failed()))
-            }
-        };
+        // Without a status its client has left, or the process has ended: nobody got an answer.
+        let cut = self.cut.or_else(|| self.status.is_none().then_some("cancelled"));
+        let is_told = self.status.is_some_and(|status| status >= 500);
+        let cut = cut.filter(|_| !is_told).map(|why| text("error.type", why));
+        let status = (is_told || cut.is_some()).then(failed);
+        let attributes = self.attributes.into_iter().chain(cut).collect();
         let own = Some(context.span);
         let decision = self.decided_ns.zip(self.source).map(|(decided_ns, source)| {
             let attributes = vec![text("tidegate.source", source)];

@@ -83,7 +83,8 @@ impl Mounted {
         // What a secret is read from holds one.
         for file in whole.lines().filter_map(|line| line.split_once("_file = \"")?.1.split('"').next()) {
             fs::create_dir_all(Path::new(file).parent().unwrap()).unwrap();
-            fs::write(file, "secret").unwrap();
+            // In a file of header fields, the secret is one's value.
+            fs::write(file, "name: secret").unwrap();
         }
         if text.trim_start().starts_with("[[policy.override]]") {
             whole = format!(

@@ -1,9 +1,11 @@
 //! Traces: what is passed on, and what a collector gets.
 
-use crate::support::client::Ask;
+use crate::support::client::{Ask, RawClient};
+use crate::support::h2_upstream::H2Upstream;
 use crate::support::proxy::Proxy;
 use crate::support::redis::free_port;
-use crate::support::upstream::{Upstream, full};
+use crate::support::tls::Authority;
+use crate::support::upstream::{Answer, Feeder, Upstream, fed, full};
 use crate::support::{SOON, eventually};
 use bytes::Bytes;
 use http_body_util::BodyExt;
@@ -26,6 +28,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::task::{JoinHandle, JoinSet};
+use tokio_rustls::TlsAcceptor;
 use tonic::{Code, Status};
 
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
@@ -36,7 +39,11 @@ const POLICY: &str =
 
 /// What a collector was given.
 #[derive(Clone, Default)]
-struct Received(Arc<Mutex<Vec<ExportTraceServiceRequest>>>);
+struct Received {
+    requests: Arc<Mutex<Vec<ExportTraceServiceRequest>>>,
+    /// Who doesn't send this in `x-api-key` is not let in.
+    wants: Option<&'static str>,
+}
 
 /// A real gRPC server, ended when dropped.
 struct Collector {
@@ -52,7 +59,10 @@ impl TraceService for Received {
         request: tonic::Request<ExportTraceServiceRequest>,
     ) -> Result<tonic::Response<ExportTraceServiceResponse>, Status> {
         assert_eq!(request.metadata().get("user-agent").unwrap().to_str().unwrap()[..9], *"tidegate/");
-        self.0.lock().unwrap().push(request.into_inner());
+        if request.metadata().get("x-api-key").map(|key| key.as_bytes()) != self.wants.map(str::as_bytes) {
+            return Err(Status::new(Code::Unauthenticated, "who are you?"));
+        }
+        self.requests.lock().unwrap().push(request.into_inner());
         Ok(tonic::Response::new(ExportTraceServiceResponse::default()))
     }
 }
@@ -100,6 +110,27 @@ impl Collector {
         Self { address, received, server }
     }
 
+    /// The same behind TLS: gRPC if the client wants HTTP/2.
+    async fn secured(
+        service: TraceServiceServer<impl TraceService>,
+        tls: TlsAcceptor,
+    ) -> (SocketAddr, JoinHandle<()>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let server = tokio::spawn(async move {
+            let mut connections = JoinSet::new();
+            while let Ok((socket, _)) = listener.accept().await {
+                let (tls, service) = (tls.clone(), TowerToHyperService::new(service.clone()));
+                connections.spawn(async move {
+                    let Ok(socket) = tls.accept(socket).await else { return };
+                    let server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+                    server.serve_connection(TokioIo::new(socket), service).await.ok();
+                });
+            }
+        });
+        (address, server)
+    }
+
     fn lines(&self, sample: &str) -> String {
         format!("[trace]\notlp = 'http://{}'\nsample = {sample}\n{POLICY}", self.address)
     }
@@ -122,7 +153,7 @@ impl Drop for Collector {
 
 impl Received {
     fn spans(&self) -> Vec<Span> {
-        let requests = self.0.lock().unwrap().clone();
+        let requests = self.requests.lock().unwrap().clone();
         let resources = requests.into_iter().flat_map(|request| request.resource_spans);
         resources.flat_map(|resource| resource.scope_spans).flat_map(|scope| scope.spans).collect()
     }
@@ -206,7 +237,7 @@ async fn a_sampled_request_makes_spans_that_hang_together() {
     }
     assert_eq!(attributes(&decide.attributes)["tidegate.source"], "memory");
     assert_eq!(attributes(&client.attributes)["server.address"], upstream.address.to_string());
-    let resource = collector.received.0.lock().unwrap()[0].resource_spans[0].resource.clone().unwrap();
+    let resource = collector.received.requests.lock().unwrap()[0].resource_spans[0].resource.clone().unwrap();
     assert_eq!(attributes(&resource.attributes)["service.name"], "tidegate");
 }
 
@@ -309,6 +340,143 @@ async fn a_collector_that_is_away_or_refuses_costs_clients_nothing_and_is_told_o
     assert_eq!(failures(), 1);
 }
 
+/// A collector as a service elsewhere: TLS, a certificate that only our file vouches for, a key in a header.
+#[tokio::test]
+async fn by_tls_with_a_key_in_a_header() {
+    let authority = Authority::new();
+    authority.sign("collector", "localhost");
+    let received = Received { wants: Some("s3cret k3y"), ..Received::default() };
+    let tls = authority.server("collector", &["h2"], None);
+    let (address, server) = Collector::secured(TraceServiceServer::new(received.clone()), tls).await;
+    let headers = authority.path("headers");
+    std::fs::write(&headers, "# of the team\n\nX-Api-Key:  s3cret k3y \nx-dataset: shop\n").unwrap();
+    let upstream = Upstream::echo().await;
+    let lines = |ca: &str| {
+        let url = format!("https://localhost:{}", address.port());
+        format!("[trace]\notlp = '{url}'\nsample = 1\nheaders_file = {headers:?}\n{ca}")
+    };
+    let proxy =
+        Proxy::start(&lines(&format!("tls.ca = {:?}\n", authority.text("ca.pem"))), upstream.address).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    let spans = eventually("spans", SOON, || Some(received.spans()).filter(|spans| spans.len() == 2)).await;
+    of_kind(&spans, SpanKind::Server, "GET");
+    let shown = Ask::new(proxy.admin(), "GET", "/config").header("Host", "localhost").send().await.text();
+    assert!(shown.contains("headers_file") && !shown.contains("k3y"), "{shown}");
+    // Nothing is sent to somebody whom nobody vouches for.
+    let stranger = Authority::new();
+    let other = format!("tls.ca = {:?}\n", stranger.text("ca.pem"));
+    let trusting = Proxy::start(&lines(&other), upstream.address).await;
+    assert_eq!(trusting.get("/").await.status, 200);
+    trusting.wait_for_log("the refusal", 0, SOON, |line| line.says("spans can't be exported")).await;
+    assert_eq!(received.spans().len(), 2);
+    assert!(!trusting.log().contains("k3y"));
+    server.abort();
+}
+
+/// Somebody takes connections and says nothing: what is recorded waits, then is dropped and counted, and neither clients
+/// nor the end of the process wait for it.
+#[tokio::test]
+async fn a_collector_that_hangs_fills_the_queue_and_holds_up_nobody() {
+    let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = silent.local_addr().unwrap();
+    let upstream = Upstream::echo().await;
+    let config = format!(
+        "log.access = 'off'\n[trace]\notlp = 'http://{address}'\nsample = 1\n\
+         [[policy]]\nname = 'no'\naction = 'deny'\n"
+    );
+    let mut proxy = Proxy::start(&config, upstream.address).await;
+    // Refused: one span each, and quick. The queue holds 2048; 256 are taken out of it every 5 s.
+    let mut clients = JoinSet::new();
+    for _ in 0..4 {
+        let address = proxy.address;
+        clients.spawn(async move {
+            let mut client = RawClient::connect(address).await;
+            for _ in 0..100_000 {
+                client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+                assert_eq!(client.reply().await.status, 403);
+            }
+        });
+    }
+    let deadline = tokio::time::Instant::now() + 6 * SOON;
+    while proxy.metric("tidegate_trace_spans_total{result=\"dropped\"}").await == 0.0 {
+        assert!(tokio::time::Instant::now() < deadline, "the queue has no end");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    clients.shutdown().await;
+    proxy.sigterm();
+    // Not for all that waits: that would take the better part of a minute.
+    assert!(proxy.ended(SOON).await.status.success());
+    assert!(proxy.log().contains("the last spans were not exported"), "{}", proxy.log());
+    drop(silent);
+}
+
+/// Of three responses one ends, one is left by its client, one breaks off.
+#[tokio::test]
+async fn a_span_ends_with_the_body() {
+    let collector = Collector::start().await;
+    let feeders = Arc::<Mutex<Vec<Feeder>>>::default();
+    let begun = Arc::clone(&feeders);
+    let upstream = Upstream::serving(move |_request| {
+        let (feeder, body) = fed();
+        begun.lock().unwrap().push(feeder);
+        async { Answer::from(Response::new(body)) }
+    })
+    .await;
+    let proxy = Proxy::start(&collector.lines("1"), upstream.address).await;
+    let ask = async |client: &mut RawClient| {
+        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        let feeder = eventually("the request", SOON, || feeders.lock().unwrap().pop()).await;
+        assert!(feeder.send("part").await);
+        client.read_past(b"part").await;
+        feeder
+    };
+    let mut client = RawClient::connect(proxy.address).await;
+    let feeder = ask(&mut client).await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    drop(feeder);
+    let spans = collector.spans(2).await;
+    let (server, way) = (of_kind(&spans, SpanKind::Server, "GET"), of_kind(&spans, SpanKind::Client, "GET"));
+    let took_ms = |span: &Span| (span.end_time_unix_nano - span.start_time_unix_nano) / 1_000_000;
+    assert!(took_ms(&server) >= 300 && took_ms(&server) > took_ms(&way), "{server:?} {way:?}");
+    assert!(server.status.is_none() && !attributes(&server.attributes).contains_key("error.type"));
+
+    let mut leaver = RawClient::connect(proxy.address).await;
+    let feeder = ask(&mut leaver).await;
+    drop(leaver);
+    feeder.gone().await;
+    let cut = async |number: usize| {
+        let spans = collector.spans(number).await.split_off(number - 2);
+        let server = of_kind(&spans, SpanKind::Server, "GET");
+        assert_eq!(server.status.unwrap().code, 2);
+        attributes(&server.attributes)["error.type"].clone()
+    };
+    assert_eq!(cut(4).await, "cancelled");
+
+    let mut client = RawClient::connect(proxy.address).await;
+    ask(&mut client).await.fail().await;
+    client.rest().await;
+    assert_eq!(cut(6).await, "upstream_broken");
+}
+
+/// Servers of HTTP/2 may say the end after the last byte, when nobody asks for it any more.
+#[tokio::test]
+async fn a_body_that_came_in_full_was_not_cut_off() {
+    let collector = Collector::start().await;
+    let upstream = H2Upstream::serving(h2::server::Builder::new(), |mut exchange| async move {
+        let head = Response::builder().header("content-length", "4").body(()).unwrap();
+        let mut stream = exchange.respond.send_response(head, false).unwrap();
+        stream.send_data("part".into(), false).unwrap();
+        // Nobody waits for the end.
+        assert!(std::future::poll_fn(|cx| stream.poll_reset(cx)).await.is_ok());
+    })
+    .await;
+    let proxy = Proxy::builder().config(&collector.lines("1")).upstream_url(&upstream.url()).start().await;
+    assert_eq!(proxy.get("/").await.text(), "part");
+    let spans = collector.spans(2).await;
+    let server = of_kind(&spans, SpanKind::Server, "GET");
+    assert!(server.status.is_none(), "{server:?}");
+}
+
 #[tokio::test]
 async fn by_http_the_same_messages_come() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -324,7 +492,7 @@ async fn by_http_the_same_messages_come() {
                     assert_eq!(request.uri().path(), "/v1/traces");
                     assert_eq!(request.headers()["content-type"], "application/x-protobuf");
                     let body: Bytes = request.into_body().collect().await.unwrap().to_bytes();
-                    kept.0.lock().unwrap().push(prost::Message::decode(body).unwrap());
+                    kept.requests.lock().unwrap().push(prost::Message::decode(body).unwrap());
                     Ok::<_, hyper::Error>(Response::new(full(Bytes::new())))
                 }
             });
