@@ -8,7 +8,7 @@ use super::asked::Query;
 use super::health::{hints, phase};
 use super::{Selection, View};
 use crate::telemetry::history::{Axis, CLASSES, Past, SECONDS, Second, Times};
-use crate::telemetry::metrics::{Answer, Buckets, DECISIONS, Observed};
+use crate::telemetry::metrics::{Answer, Buckets, DECISIONS, DEGRADED_REFUSED, Observed, PAST};
 use crate::telemetry::top::{Ranked, Ranking};
 use axum::extract::{RawQuery, State};
 use axum::response::{IntoResponse, Response};
@@ -96,8 +96,8 @@ pub(super) async fn policies(State(view): State<View>, RawQuery(query): RawQuery
 
 /// A series per decision that was made at all, beside the times that the whole answer has in common.
 fn history(past: Option<&Past>) -> [(String, Value); 2] {
-    let series = |parts: &[[u32; DECISIONS.len()]]| {
-        let columns = DECISIONS.iter().enumerate().filter_map(|(at, name)| {
+    let series = |parts: &[[u32; PAST.len()]]| {
+        let columns = PAST.iter().enumerate().filter_map(|(at, name)| {
             let column: Vec<u32> = parts.iter().filter_map(|did| did.get(at).copied()).collect();
             column.iter().any(|count| *count > 0).then(|| ((*name).to_owned(), json!(column)))
         });
@@ -119,7 +119,9 @@ fn tell(view: &View, most: usize) -> Value {
     let (from_s, seconds) = view.history.seconds(most);
     let (window_s, times) = view.history.times();
     let untrusted = view.metrics.untrusted_forwarding();
-    let totals = Answer::ALL.map(Answer::word).into_iter().zip(view.metrics.answers());
+    let answers = view.metrics.answers();
+    let totals =
+        Answer::ALL.map(|answer| told(answer, |one| answers.get(one as usize).copied().unwrap_or_default()));
     json!({
         "instance": {
             "id": view.about.instance,
@@ -182,14 +184,27 @@ fn by_second(from_s: u64, seconds: &[Second]) -> Value {
     let mut columns = Map::new();
     columns.insert("at".to_owned(), json!(at));
     for answer in Answer::ALL {
-        let column = seconds.iter().filter_map(|second| second.answers.get(answer as usize));
-        columns.insert(answer.word().to_owned(), json!(column.collect::<Vec<_>>()));
+        let count = |second: &Second| {
+            told(answer, |one| second.answers.get(one as usize).copied().map_or(0, u64::from)).1
+        };
+        let (name, _) = told(answer, |_| 0);
+        columns.insert(name.to_owned(), json!(seconds.iter().map(count).collect::<Vec<_>>()));
     }
     for class in 0..CLASSES {
         let column = seconds.iter().filter_map(|second| second.classes.get(class));
         columns.insert(format!("{}xx", class + 1), json!(column.collect::<Vec<_>>()));
     }
     Value::Object(columns)
+}
+
+/// How an answer is called, and how often it was given: `degraded` is all that was decided without the store, beside it
+/// stands its part that was refused.
+fn told(answer: Answer, count: impl Fn(Answer) -> u64) -> (&'static str, u64) {
+    match answer {
+        Answer::Degraded => (answer.word(), count(answer) + count(Answer::Unavailable)),
+        Answer::Unavailable => (DEGRADED_REFUSED, count(answer)),
+        _ => (answer.word(), count(answer)),
+    }
 }
 
 fn latency(window_s: u64, times: &Times) -> Value {

@@ -387,7 +387,7 @@ fn answer(verdict: &Verdict<'_>) -> Answer {
         Outcome::Limited(_) => Answer::Rejected,
         Outcome::Denied { .. } => Answer::Denied,
         Outcome::BadKey { .. } => Answer::Malformed,
-        Outcome::Unavailable { .. } => Answer::Degraded,
+        Outcome::Unavailable { .. } => Answer::Unavailable,
     }
 }
 

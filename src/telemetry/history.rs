@@ -3,9 +3,9 @@
 //!
 //! Requests are not asked for it. Somebody calls [`History::sample`] about once a second, and what the workers have
 //! counted since the last time belongs to that second. A policy that did nothing for a day takes no room; one that did
-//! takes 2.7 KiB.
+//! takes 3 KiB.
 
-use super::metrics::{Answer, Buckets, DECISIONS, Metrics, Tally};
+use super::metrics::{Answer, Buckets, Metrics, PAST, Tally};
 use foldhash::HashMap;
 use parking_lot::Mutex;
 use std::collections::VecDeque;
@@ -23,8 +23,8 @@ const LOOK_EVERY_S: u64 = 10;
 /// Classes of status codes, from 1xx to 5xx.
 pub const CLASSES: usize = 5;
 
-/// What a policy did in some time, by [`DECISIONS`]. What is more than a u32 stays at its end.
-pub type Did = [u32; DECISIONS.len()];
+/// What a policy did in some time, by [`PAST`]. What is more than a u32 stays at its end.
+pub type Did = [u32; PAST.len()];
 
 /// The past, as far as it is kept.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ struct State {
 /// A policy's counts at the last sample, and its past if there is something in it.
 #[derive(Debug, Default)]
 struct Followed {
-    requests: [u64; DECISIONS.len()],
+    requests: [u64; PAST.len()],
     past: Option<Box<Rings>>,
     /// When it was last sampled.
     seen_s: u64,
@@ -175,7 +175,7 @@ impl State {
                 Some(followed) => followed,
                 None => self.policies.entry(Arc::clone(tally.policy())).or_default(),
             };
-            followed.sample(before_s, now_s, tally.requests());
+            followed.sample(before_s, now_s, tally.past());
         }
         let hour_began = before_s / 3600 != now_s / 3600;
         if count == self.policies.len() && !hour_began {
@@ -206,7 +206,7 @@ impl State {
 }
 
 impl Followed {
-    fn sample(&mut self, before_s: u64, now_s: u64, requests: [u64; DECISIONS.len()]) {
+    fn sample(&mut self, before_s: u64, now_s: u64, requests: [u64; PAST.len()]) {
         self.seen_s = now_s;
         if let Some(past) = &mut self.past {
             past.minutes.enter(before_s / 60, now_s / 60);

@@ -12,7 +12,7 @@ mod tally;
 pub use histogram::Buckets;
 pub use page::Format;
 pub use store::RedisVitals;
-pub use tally::{Answer, DECISIONS, Decision, Tally};
+pub use tally::{Answer, DECISIONS, DEGRADED_REFUSED, Decision, PAST, Tally};
 
 use super::top::{Limited, Top};
 use histogram::{Count, DECISION_BOUNDS, Histogram, REQUEST_BOUNDS, Summed};

@@ -151,6 +151,16 @@ test('degraded: a Redis that is killed is told, aloud too, and so is its return'
       await page.waitForFunction(() => document.querySelector('.tile[data-level=bad] .value')?.textContent === 'Away');
       assert.match(await page.locator('#alerts').innerText(), /Of the policies 2 let requests through, 1 refuse/);
       await page.waitForFunction(() => /degraded/.test(document.querySelector('#traffic .uplot').getAttribute('aria-label')));
+      // What a closed policy answers with 503 has not passed.
+      const { policies: [, login] } = await until('the refusals', async () => {
+        const told = await proxy.asks('/policies');
+        return told.policies[1].last_hour?.degraded_refused ? told : undefined;
+      });
+      const [passed, ...turned] = ['allowed', 'rejected', 'blocked', 'degraded'].map((id) => (login.last_hour[id] ?? []).reduce((a, b) => a + b, 0));
+      await page.waitForFunction(([passed_, refused]) => {
+        const cells = [...document.querySelectorAll('#policies tbody tr')].find((tr) => tr.textContent.startsWith('login')).cells;
+        return cells[3].textContent === String(passed_) && cells[4].textContent === String(refused);
+      }, [passed, turned.reduce((a, b) => a + b)]);
       await shot(page, 'degraded-light');
       await shot(await (async () => { const dark = await look({ dark: true }); await shown(dark, 'The store is away'); return dark; })(), 'degraded-dark');
       await row(page, 'api').getByRole('button').click();

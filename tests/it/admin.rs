@@ -274,6 +274,32 @@ async fn closed_policies_count_as_closed() {
     let metrics = Metrics::of(&proxy).await;
     assert_eq!(metrics.value("tidegate_degraded_total{policy=\"shut\",outcome=\"closed\"}"), 2.0);
     assert_eq!(metrics.policy("shut"), [("degraded", 2.0)]);
+    // They were refused, and people are told so.
+    assert_eq!(proxy.statuses("/", 3).await, [200; 3]);
+    let total =
+        |column: &Value| column.as_array().into_iter().flatten().filter_map(Value::as_u64).sum::<u64>();
+    let deadline = Instant::now() + SOON;
+    loop {
+        let overview = see(&proxy, "/overview").await.json();
+        let policies = see(&proxy, "/policies").await.json();
+        let seconds = &overview["requests"]["seconds"];
+        let seen = [&seconds["degraded"], &seconds["degraded_refused"]].map(total);
+        let hour = |at: usize| {
+            let hour = &policies["policies"][at]["last_hour"];
+            [&hour["degraded"], &hour["degraded_refused"]].map(total)
+        };
+        if (seen, hour(0), hour(1)) == ([5, 2], [5, 0], [2, 2]) {
+            assert_eq!(overview["requests"]["total"]["degraded_refused"], 2);
+            break;
+        }
+        assert!(Instant::now() < deadline, "{seconds:#}\n{policies:#}");
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    let mut top = tidegate();
+    top.args(["top", "--once", "--config"]).arg(proxy.config_path());
+    let table = run(top.env("TIDEGATE_ADMIN__ADDRESS", proxy.admin().to_string())).await.stdout;
+    let line = table.lines().find(|line| line.starts_with("shut ")).unwrap_or_else(|| panic!("{table}"));
+    assert_eq!(line.split_whitespace().take(4).collect::<Vec<_>>(), ["shut", "0", "2", "100.0%"], "{table}");
 }
 
 #[tokio::test]

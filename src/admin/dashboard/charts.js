@@ -31,6 +31,9 @@ function pattern(context, { id, line }) {
   return context.createPattern(tile, 'repeat');
 }
 
+/** Steps of an axis of counts: half a request is nothing to draw a line for. */
+const WHOLE = [1, 2, 5].flatMap((n) => Array.from({ length: 13 }, (_, power) => n * 10 ** power)).sort((a, b) => a - b);
+
 /** Bars of what was decided in each step of time, one on the other. */
 class Stack {
   /** `label` says what the chart is to whoever can't see it; `value` writes a number. */
@@ -83,7 +86,7 @@ class Stack {
       scales: { x: { time: true, auto: false }, y: { range: (_, __, most) => [0, Math.max(1, most * 1.08)] } },
       axes: [
         { ...axis, grid: { show: false }, size: 28, space: 84, values: (_, splits) => splits.map(time) },
-        { ...axis, grid: { stroke: colour('edge'), width: 1 }, size: 48, space: 40, values: (_, splits) => splits.map((n) => (n % 1 ? '' : few.format(n))) },
+        { ...axis, grid: { stroke: colour('edge'), width: 1 }, size: 48, space: 40, incrs: WHOLE, values: (_, splits) => splits.map((n) => few.format(n)) },
       ],
       series: [{}, ...this.shown.toReversed().map((decision) => ({ fill: (plot) => pattern(plot.ctx, decision), width: 0, paths: bars, points: { show: false } }))],
       hooks: { setCursor: [(plot) => this.point(plot.cursor)] },

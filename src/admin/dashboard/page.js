@@ -115,7 +115,8 @@ const DECISIONS = [
   { id: 'denied', word: 'denied', line: 'x' },
   { id: 'malformed', word: 'malformed', line: '|' },
 ];
-const REFUSED = ['rejected', 'blocked', 'denied'];
+/** What was refused; the last is a part of what is degraded, and not in DECISIONS. */
+const REFUSED = ['rejected', 'blocked', 'denied', 'degraded_refused'];
 const swatch = (id) => h('span', { class: `swatch d d-${id}`, 'aria-hidden': 'true' });
 const sum = (numbers) => (numbers ?? []).reduce((all, n) => all + n, 0);
 const refusedOf = (counts) => REFUSED.reduce((all, id) => all + (counts[id] ?? 0), 0);

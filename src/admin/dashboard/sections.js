@@ -90,8 +90,8 @@ function drawTiles({ overview }) {
     ['Requests per second', rate(now), '', `${many(all, 'request')} in ${lasting(span)}`],
     ['Refused', share(refused, all), '', `${count(refused)} in ${lasting(span)}`],
     ['Decided without the store', share(degraded, all), '', `${count(degraded)} in ${lasting(span)}`, degraded ? 'warn' : ''],
-    ['Store', store.up ? (store.breaker_open ? 'Breaker open' : 'Up') : 'Away', '', store.kind === 'memory' ? 'in memory, this process alone' : store.address, store.up && !store.breaker_open ? '' : 'bad'],
-    ['Half of decisions within', asked ? took(asked[1].p50_s) : '–', '', asked ? `99 % within ${took(asked[1].p99_s)} (${asked[0]})` : 'none in the last minute'],
+    ['Store', store.up ? (store.breaker_open ? 'Breaker open' : 'Up') : 'Away', '', store.kind === 'memory' ? 'in memory' : store.address, store.up && !store.breaker_open ? '' : 'bad'],
+    ['Half of decisions within', asked ? took(asked[1].p50_s) : '–', '', asked ? `99 % within ${took(asked[1].p99_s)}` : 'none in the last minute'],
     ['Connections', count(connections.open), ` of ${count(connections.max)}`, failed ? many(failed, 'upstream error') : 'no upstream error'],
   ];
   keyed($('tiles'), tiles, ([title]) => title, ([title]) => h('div', { class: 'tile' }, h('h2', {}, title), h('p', { class: 'value' }), h('p', { class: 'more' })), (node, [, value, small, more, level]) => {
@@ -204,7 +204,8 @@ function drawRanking(host, ranking, what, empty, open) {
 /** Policies by hours. The number stands in every cell: shade is only for the eye that skims. */
 function drawHeat({ policies }, what) {
   const { hours } = policies;
-  const of = (policy, n) => DECISIONS.reduce((all, { id }) => all + (what === 'requests' || REFUSED.includes(id) || id === 'shadow_rejected' ? policy.last_day?.[id]?.[n] ?? 0 : 0), 0);
+  const ids = what === 'requests' ? DECISIONS.map(({ id }) => id) : [...REFUSED, 'shadow_rejected'];
+  const of = (policy, n) => ids.reduce((all, id) => all + (policy.last_day?.[id]?.[n] ?? 0), 0);
   const rows = policies.policies.map((policy) => ({ policy, cells: hours.map((_, n) => of(policy, n)) })).filter(({ cells }) => sum(cells) > 0);
   rows.sort((a, b) => sum(b.cells) - sum(a.cells));
   const host = $('heat');

@@ -7,7 +7,8 @@ use serde_json::Value;
 /// Of one policy, by the minute.
 pub(super) const MINUTES: usize = 60;
 
-const REFUSED: [&str; 4] = ["rejected", "blocked", "denied", "shadow_rejected"];
+/// The last is a part of what is degraded.
+const REFUSED: [&str; 5] = ["rejected", "blocked", "denied", "shadow_rejected", "degraded_refused"];
 const ALL: [&str; 8] =
     ["allowed", "exempt", "delayed", "degraded", "rejected", "blocked", "denied", "shadow_rejected"];
 
@@ -100,7 +101,7 @@ impl Seen {
             alerts: alerts(overview),
             window_s: window as u64,
             requests: of(&answers, window),
-            refused: of(&["rejected", "blocked", "denied"], window),
+            refused: of(&["rejected", "blocked", "denied", "degraded_refused"], window),
             degraded: of(&["degraded"], window),
             rate: of(&answers, lately) as f64 / lately as f64,
             store: store_words(store),
@@ -124,7 +125,9 @@ impl Seen {
 fn policy(told: &Value, before: Option<&Seen>, uptime_s: u64) -> Policy {
     let name = text(at(told, "/name"));
     let total = |names: &[&str]| names.iter().map(|name| number(&told[*name])).sum::<u64>();
-    let refused = total(&REFUSED);
+    // What came of those that were decided without the store since the start stands by its outcome.
+    let alone = at(told, "/degraded_by");
+    let refused = total(&REFUSED) + number(&alone["closed"]) + number(&alone["local_rejected"]);
     let passed = total(&ALL).saturating_sub(refused);
     let rates = before.and_then(|before| {
         let then = before.policies.iter().find(|policy| policy.name == name)?;

@@ -38,10 +38,12 @@ pub enum Answer {
     Rejected,
     Blocked,
     Denied,
-    /// Decided without the store, whatever was decided.
+    /// Let through without the store.
     Degraded,
     /// It could not be read, or not be keyed.
     Malformed,
+    /// Refused as there was no store: the same word.
+    Unavailable,
 }
 
 /// One policy's counts, each worker's in cache lines of their own.
@@ -58,6 +60,22 @@ struct Line([Count; Decision::COUNT]);
 /// The values of the label `decision`, in the order of [`Tally::requests`].
 pub const DECISIONS: [&str; 8] =
     ["allowed", "delayed", "rejected", "blocked", "denied", "exempt", "shadow_rejected", "degraded"];
+
+/// The same for the past, and how many of the degraded were refused: `degraded` alone doesn't say what came of it.
+pub const PAST: [&str; 9] = [
+    "allowed",
+    "delayed",
+    "rejected",
+    "blocked",
+    "denied",
+    "exempt",
+    "shadow_rejected",
+    "degraded",
+    DEGRADED_REFUSED,
+];
+
+/// Part of `degraded`.
+pub const DEGRADED_REFUSED: &str = "degraded_refused";
 
 impl Tally {
     pub(super) fn new(policy: Arc<str>, workers: usize) -> Self {
@@ -81,6 +99,16 @@ impl Tally {
         let alone: u64 = self.degraded().iter().map(|(_, count)| count).sum();
         if let Some(degraded) = counts.last_mut() {
             *degraded = alone + self.sum(D::Degraded);
+        }
+        counts
+    }
+
+    /// Requests so far, by [`PAST`].
+    pub fn past(&self) -> [u64; PAST.len()] {
+        let refused = self.sum(Decision::DegradedClosed) + self.sum(Decision::DegradedLocalRejected);
+        let mut counts = [refused; PAST.len()];
+        for (count, requests) in counts.iter_mut().zip(self.requests()) {
+            *count = requests;
         }
         counts
     }
@@ -118,7 +146,7 @@ impl Decision {
 }
 
 impl Answer {
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Allowed,
         Self::Delayed,
         Self::Rejected,
@@ -126,6 +154,7 @@ impl Answer {
         Self::Denied,
         Self::Degraded,
         Self::Malformed,
+        Self::Unavailable,
     ];
 
     pub fn word(self) -> &'static str {
@@ -135,7 +164,7 @@ impl Answer {
             Self::Rejected => "rejected",
             Self::Blocked => "blocked",
             Self::Denied => "denied",
-            Self::Degraded => "degraded",
+            Self::Degraded | Self::Unavailable => "degraded",
             Self::Malformed => "malformed",
         }
     }
