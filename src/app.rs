@@ -184,8 +184,15 @@ async fn sample(history: Arc<History>, metrics: Arc<Metrics>, live: Live) {
     loop {
         ticks.tick().await;
         let now_s = clock.now_us() / 1_000_000;
-        history.sample(now_s, live.rules().tallies().iter());
-        metrics.top().tick(now_s);
+        let (history, metrics, live) = (Arc::clone(&history), Arc::clone(&metrics), live.clone());
+        // Aside: of ten thousand policies it takes milliseconds, and this thread accepts connections.
+        let noted = tokio::task::spawn_blocking(move || {
+            history.sample(now_s, live.rules().tallies().iter());
+            metrics.top().tick(now_s);
+        });
+        if let Err(error) = noted.await {
+            tracing::error!(%error, "the past can't be noted");
+        }
     }
 }
 

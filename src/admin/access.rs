@@ -48,7 +48,9 @@ impl Guard {
     /// The refusal.
     fn admit(&self, method: &Method, path: &str, headers: &HeaderMap, peer: Peer) -> Result<(), Problem> {
         let wants = Wants::of(method, path);
-        if !method.is_safe() && is_from_another_page(headers) {
+        // A link may lead here from anywhere: it shows what there is to whoever follows it, and tells the other page nothing.
+        let is_link = method.is_safe() && is_navigation(headers);
+        if !is_link && is_from_another_page(headers) {
             return Err(forbidden("another page's script, or its form, sent this"));
         }
         let has_token = self.token.as_ref().is_some_and(|token| has_token(headers, token));
@@ -137,6 +139,12 @@ fn is_from_another_page(headers: &HeaderMap) -> bool {
         authority.zip(host).is_some_and(|(authority, host)| authority.eq_ignore_ascii_case(host))
     };
     foreign || !headers.get_all(ORIGIN).iter().all(is_ours)
+}
+
+/// Whether a browser says that somebody goes where the request goes, in a window of its own or instead of another page.
+fn is_navigation(headers: &HeaderMap) -> bool {
+    let says = |name, value: &[u8]| headers.get_all(name).iter().any(|said| said.as_bytes() == value);
+    says("sec-fetch-mode", b"navigate") && says("sec-fetch-dest", b"document")
 }
 
 fn is_from_a_browser(headers: &HeaderMap) -> bool {
@@ -268,11 +276,23 @@ mod tests {
         ] {
             assert_eq!(reset(name, value), 403, "{name}: {value}");
         }
-        // Looking is harmless: what came back would not be shown to it.
-        assert_eq!(
-            status(&guard, Method::GET, "/policies", &[("origin", "http://evil.example")], LOCAL),
-            200
-        );
+    }
+
+    #[test]
+    fn another_page_learns_nothing_by_asking_and_may_link_here() {
+        let guard = Guard { token: None, exposed: false };
+        let look = |lines: &[(&'static str, &str)]| status(&guard, Method::GET, "/keys", lines, LOCAL);
+        assert_eq!(look(&[("origin", "http://evil.example")]), 403);
+        let site = ("sec-fetch-site", "cross-site");
+        let (script, image) = (("sec-fetch-dest", "script"), ("sec-fetch-dest", "image"));
+        assert_eq!(look(&[site]), 403);
+        assert_eq!(look(&[site, ("sec-fetch-mode", "no-cors"), script]), 403);
+        assert_eq!(look(&[site, ("sec-fetch-mode", "no-cors"), image]), 403);
+        let go = ("sec-fetch-mode", "navigate");
+        assert_eq!(look(&[site, go, ("sec-fetch-dest", "iframe")]), 403);
+        assert_eq!(look(&[site, go, ("sec-fetch-dest", "document")]), 200);
+        let post = [site, go, ("sec-fetch-dest", "document")];
+        assert_eq!(status(&guard, Method::POST, "/explain", &post, LOCAL), 403, "a form is no link");
     }
 
     #[test]

@@ -75,13 +75,18 @@ enum Command {
         asked: Box<request::Asked>,
     },
     /// Ask the proxy on this machine whether it lives. Exits with 0 if so, for HEALTHCHECK and exec probes.
+    #[command(after_help = HEALTH)]
     Health {
         #[command(flatten)]
         config: ConfigFlag,
+        /// One JSON object on stdout, whether it lives or not: {"healthy", "address", "status" or "error"}.
+        #[arg(long)]
+        json: bool,
     },
     /// End the proxy on this machine in good order, as SIGTERM does, and wait until it is gone. For preStop hooks.
     ///
     /// Exits with 0 when it is gone, and with 1 if nobody heard or it is still there after the time.
+    #[command(after_help = DRAIN)]
     Drain {
         #[command(flatten)]
         config: ConfigFlag,
@@ -99,6 +104,7 @@ enum Command {
     /// Watch the proxy on this machine: what policies do, who is refused most, how its store is.
     ///
     /// The same as the dashboard on the admin port shows, for a terminal. Keys: q quits, p pauses, s sorts, arrows scroll.
+    #[command(after_help = TOP)]
     Top {
         #[command(flatten)]
         config: ConfigFlag,
@@ -159,6 +165,29 @@ Examples:
 
 Nothing is charged. Where limits stand is told if the configuration names a Redis.
 Exit codes: 0 explained, whatever the request would get; 1 it can't be, and stderr says why.";
+const HEALTH: &str = "\
+Examples:
+  tidegate health
+  tidegate health --config /etc/tidegate/config.toml --json
+  HEALTHCHECK CMD [\"/tidegate\", \"health\"]     in a Dockerfile
+
+It asks /livez of admin.probes, or else of admin.address.
+Exit codes: 0 it lives; 1 it gives no answer, or another one.";
+const DRAIN: &str = "\
+Examples:
+  tidegate drain
+  tidegate drain --config /etc/tidegate/config.toml --timeout 25
+  preStop: { exec: { command: [\"/tidegate\", \"drain\"] } }     in a pod
+
+Readiness fails at once; requests are served for shutdown.delay and those in flight get shutdown.grace.
+Exit codes: 0 it is gone; 1 nobody heard, or it is still there after the time.";
+const TOP: &str = "\
+Examples:
+  tidegate top
+  tidegate top --once                          a table, for a pipe or a mail
+  tidegate top --json | jq '.policies.policies[] | {name, rejected}'
+
+Exit codes: 0 somebody quit, or it was printed; 1 nobody answers.";
 const KEYS: &str = "\
 Examples:
   tidegate keys list --policy login
@@ -211,7 +240,7 @@ pub fn main() -> ExitCode {
         }
         Command::Completions { shell } => print(Ok(shell::completions(shell))),
         Command::Man => print(shell::manual()),
-        Command::Health { config } => print(health::run(&config.into_sources())),
+        Command::Health { config, json } => health::run(&config.into_sources(), json),
         Command::Drain { config, timeout } => {
             print(drain::run(&config.into_sources(), timeout.map(Duration::from_secs)))
         }

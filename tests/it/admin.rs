@@ -581,4 +581,15 @@ async fn health_asks_whatever_has_become_of_the_rest_of_the_configuration() {
     let ended = health(nobody).await;
     assert_eq!(ended.status.code(), Some(1));
     assert!(ended.stderr.contains("127.0.0.1:1"), "{}", ended.stderr);
+
+    let in_json = async |address: SocketAddr| {
+        let mut command = tidegate();
+        command.args(["health", "--json", "--config"]).arg(&config);
+        let ended = run(command.env("TIDEGATE_ADMIN__ADDRESS", address.to_string())).await;
+        let told: Value = serde_json::from_str(&ended.stdout).unwrap();
+        assert_eq!(told["address"], address.to_string());
+        (ended.status.code(), told["healthy"].clone(), told["status"].clone(), told["error"].is_string())
+    };
+    assert_eq!(in_json(proxy.admin()).await, (Some(0), true.into(), 200.into(), false));
+    assert_eq!(in_json(nobody).await, (Some(1), false.into(), Value::Null, true));
 }

@@ -2,9 +2,11 @@
 //! little that can be changed there.
 
 use crate::support::client::{Ask, RawClient, Reply};
+use crate::support::cluster::Cluster;
 use crate::support::process::{Ended, run, tidegate};
 use crate::support::proxy::Proxy;
 use crate::support::redis::Server;
+use crate::support::sentinel::Watched;
 use crate::support::upstream::{Feeder, Upstream, fed};
 use crate::support::{SOON, unix_s};
 use hyper::Response;
@@ -346,6 +348,23 @@ async fn a_key_in_redis_is_told_and_reset_and_an_outage_is_said() {
     assert!(desk.sees("/overview").await["hints"][0].as_str().unwrap().contains("the store is away"));
 }
 
+#[tokio::test]
+async fn a_key_is_told_and_reset_wherever_redis_keeps_it() {
+    let on = |lines: &str| {
+        format!(
+            "[store]\nkind = 'redis'\n[store.redis]\n{lines}\nkey_prefix = 't'\ntimeout = '2s'\n{POLICIES}"
+        )
+    };
+    let watched = Watched::start(1).await;
+    let desk = Desk::open(&on(&watched.lines())).await;
+    desk.proxy.store_up().await;
+    a_key_is_told_and_reset(&desk, 3).await;
+    let cluster = Cluster::start().await;
+    let desk = Desk::open(&on(&cluster.lines())).await;
+    desk.proxy.store_up().await;
+    a_key_is_told_and_reset(&desk, 3).await;
+}
+
 async fn explained(desk: &Desk, request: Value) -> Value {
     let body = request.to_string().into_bytes();
     let reply =
@@ -479,6 +498,13 @@ async fn other_pages_change_nothing_and_browsers_are_told_to_be_careful() {
     let own = [("Origin", "http://localhost"), ("Sec-Fetch-Site", "same-origin")];
     assert_eq!(order(&own).await.status, 200);
     assert_eq!(desk.sees("/log-level").await["level"], "debug");
+    // Nor do they have it looked up; a link to here may be followed.
+    let foreign = |mode: &str, dest: &str| {
+        let ask = desk.ask("GET", "/keys?policy=all").header("Sec-Fetch-Site", "cross-site");
+        ask.header("Sec-Fetch-Mode", mode).header("Sec-Fetch-Dest", dest).send()
+    };
+    assert!(problem(&foreign("no-cors", "script").await, 403).contains("another page"));
+    assert_eq!(foreign("navigate", "document").await.status, 200);
     for target in ["/livez", "/config", "/nowhere", "/policies"] {
         let reply = desk.ask("GET", target).send().await;
         for (name, value) in [

@@ -94,8 +94,8 @@ async fn scripts_get_an_explanation_as_json() {
     assert_eq!(told["expected"]["status"], 400);
 }
 
-const COMMANDS: [&str; 10] =
-    ["run", "demo", "check", "explain", "health", "drain", "replay", "keys", "completions", "man"];
+const COMMANDS: [&str; 11] =
+    ["run", "demo", "check", "explain", "health", "drain", "replay", "top", "keys", "completions", "man"];
 
 #[tokio::test]
 async fn shells_and_man_are_told_of_every_command() {
@@ -124,7 +124,7 @@ async fn shells_and_man_are_told_of_every_command() {
 #[tokio::test]
 async fn the_examples_of_the_help_are_right() {
     let mut tried = 0;
-    for name in ["", "run", "demo", "check", "explain", "keys", "completions", "man"] {
+    for name in [""].into_iter().chain(COMMANDS) {
         let args: Vec<&str> = [name, "--help"].into_iter().filter(|arg| !arg.is_empty()).collect();
         let help = run(tidegate().args(&args)).await.stdout;
         let examples = help.lines().skip_while(|line| *line != "Examples:").skip(1);

@@ -1,10 +1,10 @@
 //! `tidegate top`: as a table, as JSON, and live in a terminal that it gives back.
 
-use crate::support::SOON;
 use crate::support::client::Ask;
 use crate::support::process::{Ended, run, tidegate};
 use crate::support::proxy::Proxy;
 use crate::support::upstream::Upstream;
+use crate::support::{SOON, eventually};
 use serde_json::Value;
 use std::fs;
 use std::process::Stdio;
@@ -207,6 +207,25 @@ async fn a_signal_gives_the_terminal_back_too() {
     let sent = std::process::Command::new("sh").args(["-c", "kill -TERM $1", "sh", pid.trim()]).status();
     assert!(sent.unwrap().success());
     terminal.comes_back().await;
+}
+
+/// The window is closed: its program is not left behind, turning.
+#[tokio::test]
+async fn it_ends_with_its_terminal() {
+    let desk = Desk::open().await;
+    // What it is doing at that moment makes a difference.
+    for _ in 0..3 {
+        let mut terminal = desk.in_a_terminal();
+        terminal.shows("60.0%").await;
+        let stat = format!("/proc/{}/stat", fs::read_to_string(&terminal.pid).unwrap().trim());
+        assert!(fs::read_to_string(&stat).is_ok());
+        terminal.child.kill().await.unwrap();
+        eventually("its end", SOON, || {
+            // Nobody may be there to ask how it ended.
+            fs::read_to_string(&stat).map_or(Some(()), |stat| stat.contains(") Z ").then_some(()))
+        })
+        .await;
+    }
 }
 
 #[tokio::test]

@@ -11,7 +11,7 @@ use crossterm::terminal::{
 };
 use crossterm::{execute, queue};
 use serde_json::Value;
-use std::io::{self, Stdout, Write};
+use std::io::{self, IsTerminal, Stdout, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Once};
@@ -21,6 +21,8 @@ use tokio::signal::unix::{SignalKind, signal};
 
 /// How soon a key, a signal or an answer is seen.
 const TICK: Duration = Duration::from_millis(50);
+/// How soon it is seen that there is no terminal any more.
+const GONE: Duration = Duration::from_secs(1);
 
 /// Shows what `look` tells, again and again, until somebody quits or a signal comes.
 ///
@@ -131,8 +133,20 @@ fn end_on_signals(told: &Arc<AtomicBool>) -> io::Result<()> {
             }
         });
     }
-    thread::spawn(move || runtime.block_on(std::future::pending::<()>()));
+    thread::spawn(move || runtime.block_on(end_with_the_terminal()));
     Ok(())
+}
+
+/// Whoever closes the window sees no last word. crossterm reads the end of a terminal again and again and never comes
+/// back, so nobody but this would end.
+async fn end_with_the_terminal() {
+    let mut looks = tokio::time::interval(GONE);
+    loop {
+        looks.tick().await;
+        if !io::stdout().is_terminal() {
+            std::process::exit(1);
+        }
+    }
 }
 
 /// The terminal while it is ours.
