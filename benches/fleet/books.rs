@@ -10,9 +10,9 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use tidegate::clock::Clock;
 
-/// How long after its end a fault still explains something: connections are made anew, the breaker closes, what was
-/// admitted is written back.
-const AFTERMATH: Duration = Duration::from_secs(10);
+/// How long after its end a fault still explains something: what was admitted is written back, and whoever keeps to a
+/// node that is lost finds out.
+const AFTERMATH: Duration = Duration::from_secs(5);
 /// How far the clocks of Redis and of the books may be apart.
 const CLOCKS: Duration = Duration::from_millis(10);
 
@@ -403,7 +403,8 @@ impl Books {
     /// How long those took that came whole, of a thousand sorted ones each of these.
     pub(crate) fn took(&self, per_mille: &[usize]) -> Vec<Duration> {
         let records = self.records.lock().unwrap();
-        let mut took: Vec<_> = records.iter().map(|record| record.answered - record.sent).collect();
+        let whole = records.iter().filter(|record| matches!(record.outcome, Outcome::Answered(_)));
+        let mut took: Vec<_> = whole.map(|record| record.answered - record.sent).collect();
         took.sort_unstable();
         let at = |per_mille: &usize| took.len().saturating_sub(1) * per_mille / 1000;
         per_mille.iter().map(|nth| took.get(at(nth)).copied().unwrap_or_default()).collect()

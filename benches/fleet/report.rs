@@ -32,21 +32,22 @@ pub(crate) fn write(seed: u32, world: &World, played: &[Played]) -> bool {
     );
     let names: Vec<_> = POLICIES.iter().map(|policy| format!("`{}`", policy.name)).collect();
     println!(
-        "| from, s | | nodes after it | requests | failed | decided without Redis | {} |",
+        "| from, s | | nodes after it | requests | failed | decided without Redis | until all ask Redis again, s | {} |",
         names.join(" | ")
     );
-    println!("|{}", "---|".repeat(6 + POLICIES.len()));
+    println!("|{}", "---|".repeat(7 + POLICIES.len()));
     let mut all = Share::default();
     for one in played {
         let share = books.share(keys, one.began, one.ended);
         println!(
-            "| {:.0} | {} | {} | {} | {} | {} | {} |",
+            "| {:.0} | {} | {} | {} | {} | {} | {} | {} |",
             books.at(one.began),
             one.chapter.title(),
             one.nodes,
             share.requests,
             share.failed,
             one.degraded,
+            one.recovery.map(|time| format!("{:.1}", time.as_secs_f64())).unwrap_or_default(),
             POLICIES.iter().map(|policy| used(world, one, policy, &share)).collect::<Vec<_>>().join(" | "),
         );
         all.requests += share.requests;

@@ -63,6 +63,8 @@ pub(crate) struct Played {
     pub(crate) nodes: usize,
     /// Decisions without Redis.
     pub(crate) degraded: u64,
+    /// How long it took until everybody asked Redis again.
+    pub(crate) recovery: Option<Duration>,
 }
 
 pub(crate) struct Story {
@@ -74,19 +76,21 @@ pub(crate) struct Story {
     next: u8,
     rng: Rng,
     lowered: bool,
+    /// How long the last outage took to be noticed as over.
+    recovery: Option<Duration>,
 }
 
 impl Story {
     pub(crate) fn new(world: &Arc<World>, masters: Masters, seed: u64) -> Self {
-        let world = Arc::clone(world);
         Self {
-            world,
+            world: Arc::clone(world),
             masters,
             nodes: Vec::new(),
             lost: Vec::new(),
             next: 1,
             rng: Rng::with_seed(seed),
             lowered: false,
+            recovery: None,
         }
     }
 
@@ -158,7 +162,8 @@ impl Story {
             }
             _ => {}
         }
-        Played { chapter, began, ended, nodes: self.nodes.len(), degraded }
+        let recovery = self.recovery.take();
+        Played { chapter, began, ended, nodes: self.nodes.len(), degraded, recovery }
     }
 
     async fn grow(&mut self, to: usize) {
@@ -223,7 +228,7 @@ impl Story {
         // Shorter and longer than silent instances are counted.
         self.some_time(4000..9000).await;
         self.nodes[nth].machine.join(Net::Back);
-        self.world.books.over(fault);
+        self.recover(fault).await;
     }
 
     async fn cut_master(&mut self) {
@@ -233,7 +238,7 @@ impl Story {
         self.world.books.begin(fault, async { machine.cut(Net::Back) }).await;
         self.some_time(4000..9000).await;
         self.masters.0[master].machine.join(Net::Back);
-        self.world.books.over(fault);
+        self.recover(fault).await;
     }
 
     async fn lose_master(&mut self) {
@@ -243,6 +248,14 @@ impl Story {
         self.world.books.begin(fault, server.kill()).await;
         self.some_time(2000..6000).await;
         self.masters.0[master].restart().await;
+        self.recover(fault).await;
+    }
+
+    /// Redis can be reached again: the fault is over when everybody does.
+    async fn recover(&mut self, fault: Fault) {
+        let healed = Instant::now();
+        self.is_well().await;
+        self.recovery = Some(healed.elapsed());
         self.world.books.over(fault);
     }
 
