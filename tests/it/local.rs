@@ -349,6 +349,8 @@ async fn instances_are_counted_and_those_that_end_or_die_are_not() {
     assert!(ends.ended(SOON).await.status.success());
     let members: usize = server.command("ZCARD shop:v1:instances").await;
     assert_eq!(members, 2, "who ends in order is out at once");
+    let places: usize = server.command("ZCARD shop:v1:instances:{shop:v1:instances}").await;
+    assert_eq!(places, 2, "and has no place");
     counts(&proxies[0], 2.0).await;
 
     drop(proxies.pop());
@@ -366,20 +368,25 @@ async fn instances_are_counted_and_those_that_end_or_die_are_not() {
 #[tokio::test]
 async fn who_has_something_to_tell_or_is_heard_too_late_has_not_told_all() {
     let server = Server::start();
-    let beat = async |id: &str, does: &str, until: &str| {
+    let tell = async |id: &str, does: &str, until: &str, kept_us: u64| {
         let mut command = redis::cmd("EVAL");
-        command.arg(include_str!("../../src/store/redis/fleet.lua")).arg(1).arg("set");
-        command.arg(id).arg(does).arg(5_000_000).arg("0").arg(until);
+        command.arg(include_str!("../../src/store/redis/fleet.lua")).arg(2).arg("set").arg("ids");
+        command.arg(id).arg(does).arg(kept_us).arg("0").arg(until);
         let (_, live, lower, heard): (u64, u32, u32, u32) =
             command.query_async(&mut server.connection().await).await.unwrap();
         (live, lower, heard)
     };
+    let beat = async |id: &str, does: &str, until: &str| tell(id, does, until, 5_000_000).await;
     assert_eq!(beat("b", "beat", "").await, (1, 0, 1));
     assert_eq!(beat("c", "owe", "").await, (2, 1, 1));
     assert_eq!(beat("a", "beat", "1").await, (3, 0, 1), "too late");
     assert_eq!(beat("a", "beat", "9000000000000000").await, (3, 0, 2));
     assert_eq!(beat("d", "look", "").await, (3, 3, 2));
     assert_eq!(beat("c", "beat", "").await, (3, 2, 3));
+    assert_eq!(beat("b", "owe", "").await, (3, 1, 2));
+    sleep(Duration::from_millis(20)).await;
+    let silent = "the silent have no place, whether they owe or not";
+    assert_eq!(tell("d", "beat", "", 10_000).await, (1, 0, 1), "{silent}");
 }
 
 #[tokio::test]

@@ -213,7 +213,7 @@ impl Monitor {
                 let Some((stamp, command)) = line[1..].split_once(" [0 lua] ") else { continue };
                 let words: Vec<String> =
                     command.split(' ').map(|word| word.trim_matches('"').to_owned()).collect();
-                let is_ours = |key: &String| !key.ends_with("-probe") && !key.ends_with(":instances");
+                let is_ours = |key: &String| !key.ends_with("-probe") && !key.contains(":v1:instances");
                 if words[0] == writes && words.get(1).is_some_and(is_ours) {
                     kept.push(Write { at_us: stamp.replace('.', "").parse().unwrap(), words });
                 }

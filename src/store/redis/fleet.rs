@@ -1,6 +1,6 @@
 //! How many instances share the limits, and when all of them know of an outage's end.
 //!
-//! Every process is in one sorted set per prefix while it lives. A background task of one of its workers keeps it
+//! Every process is in a sorted set per prefix while it lives, and in a second one that tells places. A background task of one of its workers keeps it
 //! there, counts the others, and writes back what was admitted while Redis was away (see [`crate::store::Local`]).
 //! It also says whether something is left to write back: who is heard of after an outage without that has told all.
 //!
@@ -170,9 +170,11 @@ pub(super) async fn leave(redis: &Redis) {
     if let Err(failure) = written.unwrap_or_else(|late| Err(late.into())) {
         tracing::warn!(kind = failure.word(), "what was admitted without Redis was not written back");
     }
-    let mut command = redis::cmd("ZREM");
-    command.arg(redis.context.script.instances_key()).arg(&*ID);
-    drop(run(redis, &command).await);
+    for key in redis.context.script.instances_keys() {
+        let mut command = redis::cmd("ZREM");
+        command.arg(key).arg(&*ID);
+        drop(run(redis, &command).await);
+    }
 }
 
 /// Tells Redis all that was admitted without it. What fails is told again: perhaps twice, never not at all.
@@ -215,7 +217,8 @@ async fn ask(
     until_us: Option<u64>,
 ) -> Result<Seen, Failure> {
     let mut command = redis::cmd("EVAL");
-    command.arg(SCRIPT).arg(1).arg(redis.context.script.instances_key()).arg(&*ID);
+    let keys = redis.context.script.instances_keys();
+    command.arg(SCRIPT).arg(keys.len()).arg(&keys).arg(&*ID);
     command.arg(match does {
         Does::Beat => "beat",
         Does::Owe => "owe",
@@ -232,7 +235,8 @@ async fn run(redis: &Redis, command: &Cmd) -> Result<Value, Failure> {
     let link = match &redis.way {
         Way::One(link, _) => link,
         Way::Cluster(cluster) => {
-            let slot = slot_of_name(&redis.context.script.instances_key());
+            let [instances, _] = redis.context.script.instances_keys();
+            let slot = slot_of_name(&instances);
             return cluster
                 .call(slot, command, Instant::now() + redis.context.settings.connect_timeout)
                 .await;

@@ -185,9 +185,11 @@ impl Script {
         key
     }
 
-    /// The set in which instances make themselves known.
-    pub(super) fn instances_key(&self) -> String {
-        format!("{}instances", self.key_start.trim_end_matches('{'))
+    /// The sets in which instances make themselves known, in the slot of the first one.
+    pub(super) fn instances_keys(&self) -> [String; 2] {
+        let instances = format!("{}instances", self.key_start.trim_end_matches('{'));
+        let ids = format!("{instances}:{{{instances}}}");
+        [instances, ids]
     }
 
     /// What `SCAN` matches all our counters by, or those of a policy whose names are readable.

@@ -201,10 +201,10 @@ pub(crate) async fn ready(settings: RedisSettings) -> (Shared, Redis) {
     (shared, redis)
 }
 
-/// All keys that a server holds, but for the set of the instances.
+/// All keys that a server holds, but for the sets of the instances.
 pub(crate) async fn keys(server: &Server) -> Vec<String> {
     let keys: Vec<String> = server.command("KEYS *").await;
-    keys.into_iter().filter(|key| !key.ends_with(":v1:instances")).collect()
+    keys.into_iter().filter(|key| !key.contains(":v1:instances")).collect()
 }
 
 pub(crate) fn free_port() -> u16 {
