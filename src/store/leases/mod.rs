@@ -8,6 +8,8 @@
 mod book;
 #[cfg(test)]
 mod fleet;
+#[cfg(test)]
+mod scale;
 
 use super::redis::Redis;
 use super::{Ask, Late, without_hand};
