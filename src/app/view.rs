@@ -3,7 +3,7 @@
 use super::explain::{self, Unclear};
 use super::keys::{self, Found, NoKey};
 use super::limits;
-use super::{Stopper, Stores};
+use super::{Doors, Stopper, Stores};
 use crate::admin::{About, Asking, Described, Draining, Fault, KeyAsked, Selected, Selection, Told, View};
 use crate::clock;
 use crate::config::Words;
@@ -14,7 +14,6 @@ use crate::reload;
 use crate::store::redis;
 use crate::telemetry::history::History;
 use crate::telemetry::metrics::{MemoryUse, Metrics, Observed, Phase};
-use crate::tls;
 use crate::trace::Tracer;
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
@@ -44,7 +43,7 @@ pub(super) struct Watched {
     pub(super) live: Live,
     /// What the policies mean, as it was last loaded.
     pub(super) words: Arc<ArcSwap<Vec<Words>>>,
-    pub(super) tls: tls::Current,
+    pub(super) doors: Doors,
     pub(super) tracer: Option<Tracer>,
     pub(super) started: Instant,
 }
@@ -118,7 +117,7 @@ impl Watched {
             configured_at_s: reload.taken_at_s,
             config_hash: reload.hash,
             reload_errors: reload.last_error.clone(),
-            certificates: self.tls.load().as_ref().map(|tls| tls.expiries().to_vec()).unwrap_or_default(),
+            certificates: self.doors.expiries(),
         }
     }
 

@@ -11,16 +11,19 @@ use crate::admin::{AdminSettings, Token};
 use crate::limiter::Algorithm;
 use crate::policy::path::EscapedSlashes;
 use crate::policy::{Cors, Fields, MissingKey, OnStoreFailure, PolicyTable, client, jwt, path};
-use crate::proxy::{ListenSettings, Scheme, ShutdownSettings, UpstreamSettings, UpstreamUrl};
+use crate::proxy::{
+    Door, DoorSettings, ListenSettings, MAX_MESSAGE_BYTES, Scheme, ShutdownSettings, UpstreamSettings,
+    UpstreamUrl,
+};
 use crate::store::MemorySettings;
 use crate::store::redis::Topology;
 use crate::telemetry::{self, Access, Format, LogSettings};
 use crate::tls::{ClientTls, ServerTls};
 use crate::trace::{CollectorUrl, TraceSettings};
-use http::{HeaderMap, HeaderName, HeaderValue};
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use ipnet::IpNet;
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Everything but what only the end of a load knows.
@@ -28,6 +31,9 @@ pub(super) struct Built {
     listen: ListenSettings,
     tls: Option<ServerTls>,
     upstream: UpstreamSettings,
+    forwards: bool,
+    doors: Vec<DoorSettings>,
+    refused_status: Option<StatusCode>,
     table: PolicyTable,
     store: StoreSettings,
     shutdown: ShutdownSettings,
@@ -44,7 +50,15 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
     let listen = listen(&listen_at, &http);
     let tls_at = listen_at.optional_table("tls");
     let tls = tls_at.as_ref().map(|at| listen_tls::server(input, at));
-    let upstream = upstream(input, &top.table("upstream"), &http);
+    let (rls, check) = (top.optional_table("rls"), top.optional_table("check"));
+    let upstream_at = top.table("upstream");
+    let forwards = upstream_at.has("url") || (rls.is_none() && check.is_none());
+    let upstream = upstream(input, &upstream_at, &http, forwards);
+    let doors: Vec<_> = [(Door::Rls, &rls), (Door::Check, &check)]
+        .into_iter()
+        .filter_map(|(kind, at)| Some(door(input, kind, at.as_ref()?, listen.as_ref())))
+        .collect();
+    let refused_status = check.as_ref().and_then(|at| at.whole::<u16>("refused_status"));
     let store = store(input, &top.table("store"));
     let shutdown = shutdown(&top.table("shutdown"));
     let admin = admin(input, &top.table("admin"));
@@ -71,6 +85,7 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
         asks_for_certificates: tls_at.as_ref().is_some_and(listen_tls::asks_clients),
         counts_in_memory: !matches!(store, Some(StoreSettings::Redis(_))),
         claims,
+        is_checked: check.is_some(),
     };
     let sources = std::iter::once(top).chain(included);
     let (placed, words) = policies::all(sources.flat_map(|source| source.tables("policy")), &scope);
@@ -78,7 +93,8 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
     if !input.has_errors()
         && let (Some(listen), Some(upstream), Some(store)) = (&listen, &upstream, &store)
     {
-        doubts::tell(&placed, &doubts::Around { top, scope: &scope, listen, upstream, store });
+        let is_called = rls.is_some();
+        doubts::tell(&placed, &doubts::Around { top, scope: &scope, listen, upstream, store, is_called });
     }
     let policies = placed.into_iter().map(|one| one.policy).collect();
     let table = PolicyTable::new(policies, scope.path, scope.client, fields?).with_cors(cors);
@@ -93,6 +109,9 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
             None => None,
         },
         upstream: upstream?,
+        forwards,
+        doors: doors.into_iter().collect::<Option<_>>()?,
+        refused_status: refused_status.and_then(|code| StatusCode::from_u16(code).ok()),
         table,
         store: store?,
         shutdown: shutdown?,
@@ -111,12 +130,16 @@ pub(super) fn complete(
     warnings: Vec<Diagnostic>,
     files: FileSet,
 ) -> Config {
-    let Built { listen, tls, upstream, table, store, shutdown, admin, log, trace, words } = built;
+    let Built { listen, tls, upstream, forwards, doors, refused_status, .. } = built;
+    let Built { table, store, shutdown, admin, log, trace, words, .. } = built;
     let (table, tls) = (table.into(), tls.map(Arc::new));
     Config {
         listen,
         tls,
         upstream,
+        forwards,
+        doors,
+        refused_status,
         table,
         store,
         shutdown,
@@ -165,6 +188,28 @@ fn listen(at: &Cursor<'_>, http: &Cursor<'_>) -> Option<ListenSettings> {
     })
 }
 
+/// One more address: bounds of time and of heads are those of the proxy's.
+fn door(input: &Input, door: Door, at: &Cursor<'_>, proxy: Option<&ListenSettings>) -> Option<DoorSettings> {
+    let tls = at.optional_table("tls").map(|tls| listen_tls::server(input, &tls));
+    let address = at.parsed("address", values::listen_address);
+    let max_connections = at.whole("max_connections")?;
+    let is_rls = door == Door::Rls;
+    let streams = if is_rls { at.whole("max_concurrent_streams")? } else { proxy?.max_concurrent_streams };
+    let listen = ListenSettings {
+        address: address?,
+        proxy_protocol_from: None,
+        max_connections,
+        max_body_bytes: if is_rls { Some(MAX_MESSAGE_BYTES) } else { proxy?.max_body_bytes },
+        max_concurrent_streams: streams,
+        ..proxy?.clone()
+    };
+    let tls = match tls {
+        Some(tls) => Some(Arc::new(tls?)),
+        None => None,
+    };
+    Some(DoorSettings { door, listen, tls })
+}
+
 /// `None` inside: the protocol is off.
 fn proxy_protocol_from(at: &Cursor<'_>) -> Option<Option<Vec<IpNet>>> {
     let is_required = at.word("proxy_protocol", &[("off", false), ("require", true)])?;
@@ -189,8 +234,12 @@ fn socket_address(text: &str, example: &str) -> Result<SocketAddr, String> {
     text.parse().ok().ok_or_else(|| format!("expected an IP address and port such as \"{example}\""))
 }
 
-fn upstream(input: &Input, at: &Cursor<'_>, http: &Cursor<'_>) -> Option<UpstreamSettings> {
-    let url = at.parsed("url", values::upstream_url);
+/// Where nothing is forwarded, `url` is nowhere.
+fn upstream(input: &Input, at: &Cursor<'_>, http: &Cursor<'_>, forwards: bool) -> Option<UpstreamSettings> {
+    let url = match forwards {
+        true => at.parsed("url", values::upstream_url),
+        false => Some(UpstreamUrl::Unix(PathBuf::new())),
+    };
     let tls = url.as_ref().and_then(|url| upstream_tls(input, at, url));
     Some(UpstreamSettings {
         connect_timeout: at.duration("connect_timeout")?,

@@ -4,12 +4,38 @@ use super::cursor::{Cursor, Item};
 use super::{schema, values};
 use crate::policy::jwt::ClaimName;
 use crate::policy::path;
-use crate::policy::{HostPattern, Matcher, MethodSet, Named, PathPattern, Test};
+use crate::policy::{Described, HostPattern, Matcher, MethodSet, Named, PathPattern, Test};
 use figment::value::{Num, Value};
 use http::{HeaderName, Method};
 
+/// What makes a policy one for descriptors.
+const DESCRIBES: [&str; 2] = ["domain", "descriptors"];
+
+/// Conditions on a request.
+const OF_REQUESTS: [&str; 9] =
+    ["methods", "hosts", "path", "path_regex", "headers", "query", "cookies", "client_ips", "jwt"];
+
 /// `tokens`: whether any are believed.
 pub(super) fn matcher(at: &Cursor<'_>, path: &path::Settings, tokens: bool) -> Matcher {
+    let is_of_descriptors = DESCRIBES.iter().any(|key| at.has(key));
+    if is_of_descriptors {
+        for key in OF_REQUESTS.into_iter().filter(|key| at.has(key)) {
+            at.fail(key, "beside domain or descriptors: a call of the rate-limit service brings descriptors and no request; expected one or the other");
+        }
+    }
+    let not = at.optional_table("not");
+    if let Some(not) = &not {
+        let describes = DESCRIBES.iter().any(|key| not.has(key));
+        match is_of_descriptors {
+            true if !describes => {
+                at.fail("not", "expected domain or descriptors in it, as beside it");
+            }
+            false if describes => {
+                at.fail("not", "a request has no descriptors; expected domain or descriptors beside it too");
+            }
+            _ => {}
+        }
+    }
     if at.has("jwt") && !tokens {
         at.fail("jwt", NO_TOKENS);
     }
@@ -23,7 +49,11 @@ pub(super) fn matcher(at: &Cursor<'_>, path: &path::Settings, tokens: bool) -> M
         cookies: named(at, "cookies", any_name, test),
         client_ips: at.list("client_ips", values::network),
         claims: named(at, "jwt", ClaimName::parse, claim_test),
-        not: at.optional_table("not").map(|not| Box::new(matcher(&not, path, tokens))),
+        described: is_of_descriptors.then(|| Described {
+            domain: at.parsed("domain", any_name),
+            entries: at.has("descriptors").then(|| named(at, "descriptors", any_name, entry)),
+        }),
+        not: not.map(|not| Box::new(matcher(&not, path, tokens))),
     }
 }
 
@@ -69,6 +99,17 @@ fn claim_test(item: &Item<'_>) -> Option<Test> {
         Value::Bool(_, flag) => Some(Test::Is(flag.to_string().into())),
         Value::Num(_, Num::I64(number)) => Some(Test::Is(number.to_string().into())),
         _ => test(item),
+    }
+}
+
+/// Entries that aren't named must not be there, so there is nothing to say of absent ones.
+fn entry(item: &Item<'_>) -> Option<Test> {
+    match test(item)? {
+        Test::Is(text) if *text == *"*" => Some(Test::Present(true)),
+        Test::Present(false) => {
+            item.fail("a descriptor with other entries is never matched; expected it to be left out")
+        }
+        test => Some(test),
     }
 }
 

@@ -35,7 +35,7 @@ pub use values::duration_words;
 
 use crate::admin::AdminSettings;
 use crate::policy::PolicyTable;
-use crate::proxy::{ListenSettings, ShutdownSettings, UpstreamSettings};
+use crate::proxy::{Door, DoorSettings, ListenSettings, ShutdownSettings, UpstreamSettings};
 use crate::store::MemorySettings;
 use crate::store::redis::RedisSettings;
 use crate::telemetry::LogSettings;
@@ -44,6 +44,7 @@ use crate::trace::TraceSettings;
 use cursor::Cursor;
 use figment::Provider;
 use figment::value::{Dict, Value};
+use http::StatusCode;
 use input::Input;
 use std::fmt;
 use std::path::PathBuf;
@@ -85,6 +86,12 @@ pub struct Config {
     /// `None`: cleartext.
     pub tls: Option<Arc<ServerTls>>,
     pub upstream: UpstreamSettings,
+    /// Whether there is an upstream. If not, nothing listens at `listen.address`.
+    pub forwards: bool,
+    /// What else is served.
+    pub doors: Vec<DoorSettings>,
+    /// Of refusals to those who only ask; `None`: as from the proxy.
+    pub refused_status: Option<StatusCode>,
     pub table: Arc<PolicyTable>,
     pub store: StoreSettings,
     pub shutdown: ShutdownSettings,
@@ -218,10 +225,24 @@ pub fn load_admin(sources: &Sources) -> Result<AdminSettings, Report> {
 }
 
 /// What a reload brings into effect, beside the policies.
-const LIVE: [&str; 7] =
-    ["include", "listen.tls.", "client.", "path.", "defaults.", "response.", "upstream.tls."];
+const LIVE: [&str; 9] = [
+    "include",
+    "listen.tls.",
+    "rls.tls.",
+    "check.tls.",
+    "client.",
+    "path.",
+    "defaults.",
+    "response.",
+    "upstream.tls.",
+];
 
 impl Config {
+    /// How TLS is spoken at one of [`Config::doors`]; `None`: it isn't there.
+    pub fn tls_of(&self, door: Door) -> Option<Option<&Arc<ServerTls>>> {
+        self.doors.iter().find(|settings| settings.door == door).map(|settings| settings.tls.as_ref())
+    }
+
     /// What runs until the process ends.
     pub fn fixed(&self) -> Fixed {
         Fixed {

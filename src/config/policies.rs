@@ -35,6 +35,8 @@ pub(super) struct Scope {
     pub counts_in_memory: bool,
     /// Whose word a claim is, if it is anybody's.
     pub claims: Option<Claims>,
+    /// Others may ask what the policies would do.
+    pub is_checked: bool,
 }
 
 /// Whether tokens are verified.
@@ -107,6 +109,7 @@ fn policy(at: &Cursor<'_>, scope: &Scope, shadow: bool) -> Option<Policy> {
     let does = at.word("action", &[("limit", Does::Limit), ("allow", Does::Allow), ("deny", Does::Deny)])?;
     let conditions =
         at.optional_table("match").map(|table| matches::matcher(&table, &scope.path, scope.claims.is_some()));
+    let is_of_descriptors = conditions.as_ref().is_some_and(|matcher| matcher.described.is_some());
     let action = match does {
         Does::Limit => {
             quota(at, scope, name.as_deref().unwrap_or("policy")).map(|quota| Action::Limit(Box::new(quota)))
@@ -118,18 +121,102 @@ fn policy(at: &Cursor<'_>, scope: &Scope, shadow: bool) -> Option<Policy> {
         if does == Does::Allow {
             at.fail("reject", "a policy with action = \"allow\" refuses nobody");
         }
+        if is_of_descriptors && table.has("status") {
+            table.fail(
+                "status",
+                "Envoy chooses it; expected none here, and rate_limited_status in Envoy's filter",
+            );
+        }
         reject(&table, if does == Does::Deny { StatusCode::FORBIDDEN } else { StatusCode::TOO_MANY_REQUESTS })
     });
+    if let Some(Action::Limit(quota)) = &action {
+        match is_of_descriptors {
+            true => refuse_what_needs_a_request(at, quota),
+            false => refuse_descriptors(at, quota),
+        }
+        if scope.is_checked && !is_of_descriptors {
+            refuse_what_needs_the_end(at, quota);
+        }
+    }
     Some(Policy {
         priority: at.whole("priority")?,
         matcher: conditions.unwrap_or_default(),
         shadow,
-        on_store_failure: at.word("on_store_failure", &ON_STORE_FAILURE).unwrap_or(scope.on_store_failure),
+        on_store_failure: when_away(at, scope, is_of_descriptors),
         reject,
         // Last: what is wrong with the others has been said by now.
         action: action?,
         name: name?.into(),
     })
+}
+
+/// Who asks about descriptors has a failure mode of his own: what isn't decided here is left to him, by an error.
+fn when_away(at: &Cursor<'_>, scope: &Scope, is_of_descriptors: bool) -> OnStoreFailure {
+    let written = at.word("on_store_failure", &ON_STORE_FAILURE);
+    if !is_of_descriptors {
+        return written.unwrap_or(scope.on_store_failure);
+    }
+    if written.is_some_and(|mode| mode != OnStoreFailure::Local) {
+        at.fail(
+            "on_store_failure",
+            "a call is then answered UNAVAILABLE, and Envoy's failure_mode_deny decides; expected \"local\" or nothing",
+        );
+    }
+    match written.unwrap_or(scope.on_store_failure) {
+        OnStoreFailure::Local => OnStoreFailure::Local,
+        OnStoreFailure::Open | OnStoreFailure::Closed => OnStoreFailure::Closed,
+    }
+}
+
+/// What a call of the rate-limit service doesn't bring: a request, its end, its response, somebody who waits.
+fn refuse_what_needs_a_request(at: &Cursor<'_>, quota: &Quota) {
+    let expected = "expected descriptor:NAME, descriptor or const:TEXT";
+    if let Some(part) = quota.key.parts().iter().find(|part| part.is_of_descriptor() == Some(false)) {
+        at.fail("key", &format!("a call of the rate-limit service has no {part}; {expected}"));
+    }
+    match &quota.cost {
+        Cost::Fixed(_) => {}
+        Cost::Header(_) => {
+            at.fail("cost", "a call of the rate-limit service has no header; expected a number, by which its hits_addend is multiplied");
+        }
+        Cost::Estimate(_) => {
+            at.fail("cost", "a call of the rate-limit service has no response; expected a number, by which its hits_addend is multiplied");
+        }
+    }
+    let key = if at.has("limits") { "limits" } else { "limit" };
+    if all_limits(quota).any(takes_slots) {
+        at.fail(key, "a call of the rate-limit service doesn't tell when its request ends; expected no algorithm = \"concurrency\"");
+    }
+    if all_limits(quota).any(|named| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. })) {
+        at.fail(key, "a call of the rate-limit service can't be held; expected no algorithm = \"leaky_bucket\", perhaps \"token_bucket\" with burst = 1");
+    }
+}
+
+fn all_limits(quota: &Quota) -> impl Iterator<Item = &NamedLimit> {
+    quota.limits.iter().chain(quota.overrides.list().iter().flat_map(|entry| &entry.limits))
+}
+
+fn refuse_descriptors(at: &Cursor<'_>, quota: &Quota) {
+    if let Some(part) = quota.key.parts().iter().find(|part| part.is_of_descriptor() == Some(true)) {
+        at.fail(
+            "key",
+            &format!("a request has no {part}; expected domain or descriptors in match beside it"),
+        );
+    }
+}
+
+/// What whoever asks `[check]` never tells.
+fn refuse_what_needs_the_end(at: &Cursor<'_>, quota: &Quota) {
+    if quota.cost.estimate().is_some() {
+        at.fail(
+            "cost",
+            "who asks at check.address doesn't tell of the response; expected no estimate, or no [check]",
+        );
+    }
+    if all_limits(quota).any(takes_slots) {
+        let key = if at.has("limits") { "limits" } else { "limit" };
+        at.fail(key, "who asks at check.address doesn't tell when a request ends; expected no algorithm = \"concurrency\", or no [check]");
+    }
 }
 
 /// `[A-Za-z0-9][A-Za-z0-9_.-]{0,62}`.

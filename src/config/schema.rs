@@ -12,7 +12,7 @@ pub(super) use store::{DEFAULT_KEY_PREFIX, DEFAULT_REDIS_URL};
 
 use super::values::duration_words;
 use policy::POLICY;
-use proxy::{CLIENT, LISTEN, PATH, UPSTREAM, UPSTREAM_TLS};
+use proxy::{CHECK, CLIENT, LISTEN, PATH, RLS, UPSTREAM, UPSTREAM_TLS};
 use std::fmt;
 use std::time::Duration;
 use store::STORE;
@@ -95,7 +95,7 @@ const POSITIVE: Kind = Kind::Duration { min: Duration::from_millis(1), max: DAY 
 const DURATION: Kind = Kind::Duration { min: Duration::ZERO, max: DAY };
 
 /// The main file.
-pub(super) static ROOT: [Key; 13] = [
+pub(super) static ROOT: [Key; 15] = [
     key(
         "include",
         Texts("paths or globs such as \"policies/*.toml\""),
@@ -103,7 +103,24 @@ pub(super) static ROOT: [Key; 13] = [
         "More files with [[policy]] tables, relative to this file. Nothing else may stand in them. This file's policies come first, then theirs by file name. A path that can't be read is an error.",
     ),
     key("listen", Table(&LISTEN), Optional, "Where clients connect."),
-    key("upstream", Table(&UPSTREAM), Optional, "What requests are forwarded to."),
+    key(
+        "upstream",
+        Table(&UPSTREAM),
+        Optional,
+        "What requests are forwarded to. It may be left out beside rls or check: then nothing listens at listen.address.",
+    ),
+    key(
+        "rls",
+        Table(&RLS),
+        Optional,
+        "Envoy's rate-limit service, by gRPC. docs/ENVOY.md tells how to use it. Absent: none.",
+    ),
+    key(
+        "check",
+        Table(&CHECK),
+        Optional,
+        "Where nginx (auth_request), Traefik (forwardAuth) and Envoy (ext_authz) may ask whether a request passes. docs/ENVOY.md tells how. Absent: nowhere.",
+    ),
     key("client", Table(&CLIENT), Optional, "Who is the client?"),
     key(
         "path",

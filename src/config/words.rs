@@ -14,11 +14,17 @@ pub(super) fn sentence(policy: &Policy, written: &Cursor<'_>, off: bool) -> Stri
         (_, true) => " (shadow)",
         _ => "",
     };
-    let requests = conditions(written.item("match").map(|item| item.value));
+    let requests = match policy.matcher.described {
+        None => conditions(written.item("match").map(|item| item.value)),
+        Some(_) => format!("descriptors{}", described(written.item("match").map(|item| item.value))),
+    };
+    let is_called = policy.matcher.described.is_some();
     let does = match &policy.action {
         Action::Allow => ": exempt, no later policy applies".to_owned(),
         Action::Deny => ": refused".to_owned(),
-        Action::Limit(quota) => format!(", {}{}", self::quota(quota), when_away(policy.on_store_failure)),
+        Action::Limit(quota) => {
+            format!(", {}{}", self::quota(quota), when_away(policy.on_store_failure, is_called))
+        }
     };
     let priority = match policy.priority {
         0 => String::new(),
@@ -31,9 +37,10 @@ pub(super) fn sentence(policy: &Policy, written: &Cursor<'_>, off: bool) -> Stri
         .collect()
 }
 
-fn when_away(mode: OnStoreFailure) -> &'static str {
+fn when_away(mode: OnStoreFailure, is_called: bool) -> &'static str {
     match mode {
         OnStoreFailure::Open => "; store away: let through",
+        OnStoreFailure::Closed if is_called => "; store away: Envoy decides",
         OnStoreFailure::Closed => "; store away: rejected",
         OnStoreFailure::Local => "; store away: limited by this instance's share",
     }
@@ -143,6 +150,25 @@ fn conditions(written: Option<&Value>) -> String {
         });
     }
     words.join(" ")
+}
+
+fn described(written: Option<&Value>) -> String {
+    let Some(table) = written.and_then(Value::as_dict) else { return String::new() };
+    let domain = table.get("domain").map_or_else(String::new, |domain| format!(" of {}", plain(domain)));
+    let entries = match table.get("descriptors").and_then(Value::as_dict) {
+        None => String::new(),
+        Some(entries) if entries.is_empty() => " without entries".to_owned(),
+        Some(entries) => {
+            let entries = entries.iter().map(|(name, test)| match test.as_str() {
+                Some("*") => name.clone(),
+                _ => format!("{name}{}", self::test(test)),
+            });
+            format!(" with {} and nothing else", entries.collect::<Vec<_>>().join(", "))
+        }
+    };
+    let not =
+        table.get("not").map_or_else(String::new, |not| format!(" but not those{}", described(Some(not))));
+    format!("{domain}{entries}{not}")
 }
 
 fn test(test: &Value) -> String {

@@ -1,7 +1,7 @@
 //! The policies that hold now, and where each of them is counted.
 
 use crate::limiter::Key;
-use crate::policy::{Facts, PolicyTable};
+use crate::policy::PolicyTable;
 use crate::telemetry::metrics::{Decision, Metrics, Shard, Tally};
 use arc_swap::ArcSwap;
 use std::sync::Arc;
@@ -52,19 +52,12 @@ impl Rules {
     }
 
     /// Counts what the policy at a place did with a request, and whom it refused: the request's key there, if it
-    /// has one, and its path.
-    pub(super) fn count(
-        &self,
-        at: usize,
-        shard: &Shard,
-        did: Decision,
-        (key, facts): (Option<&Key>, &Facts<'_>),
-    ) {
+    /// has one, and what it asked for.
+    pub(super) fn count(&self, at: usize, shard: &Shard, did: Decision, (key, place): (Option<&Key>, &str)) {
         let Some(tally) = self.tallies.get(at) else { return };
         shard.policy(tally, did);
         if did.refuses() {
-            let path = facts.paths.iter().next().unwrap_or_default();
-            shard.limited().path(tally.policy(), path);
+            shard.limited().path(tally.policy(), place);
             if let Some(key) = key {
                 shard.limited().key(tally.policy(), key.id(), || key.readable());
             }

@@ -102,6 +102,7 @@ impl Bench {
             client_ip: [127, 0, 0, 1].into(),
             token: crate::policy::jwt::Token::none(),
             client_cert: None,
+            descriptor: None,
         };
         let rules = self.enforcer.rules();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

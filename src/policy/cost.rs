@@ -1,6 +1,7 @@
 //! How many units a request takes.
 
 use super::{Facts, facts};
+use crate::limiter::MAX_UNITS;
 use http::HeaderName;
 use std::fmt;
 use std::sync::Arc;
@@ -57,10 +58,10 @@ pub struct Token {
 }
 
 impl Cost {
-    /// The units that one request takes.
+    /// The units that one request takes. A descriptor says how many it counts as.
     pub fn of(&self, facts: &Facts<'_>) -> u64 {
         match self {
-            Self::Fixed(units) => *units,
+            Self::Fixed(units) => units.saturating_mul(facts.hits()).min(MAX_UNITS),
             Self::Header(cost) => {
                 let mut values = facts::header_values(facts.headers, &cost.name);
                 match (values.next(), values.next()) {
@@ -200,6 +201,7 @@ mod tests {
             client_ip: [127, 0, 0, 1].into(),
             token: crate::policy::jwt::Token::none(),
             client_cert: None,
+            descriptor: None,
         };
         let cost = HeaderCost { name: "x-cost".parse().unwrap(), default: 2, min: 3, max: 100 };
         Cost::Header(Box::new(cost)).of(&facts)

@@ -8,6 +8,11 @@ use super::{HostPattern, Matcher, MethodSet, Named, Override, PathPattern, Test}
 impl Matcher {
     /// Whether every request that `other` matches is certainly matched by these conditions too.
     pub fn covers(&self, other: &Self) -> bool {
+        match (&self.described, &other.described) {
+            (None, None) => {}
+            (Some(mine), Some(others)) => return mine.covers(others) && self.excepts_no_more(other),
+            _ => return false,
+        }
         self.methods.covers(&other.methods)
             && all_covered(&self.hosts, &other.hosts, HostPattern::covers)
             && self.covers_paths(other)
@@ -17,11 +22,15 @@ impl Matcher {
             && implied(&self.cookies, &other.cookies)
             && implied(&self.claims, &other.claims)
             && all_covered(&self.client_ips, &other.client_ips, |net, inner| net.contains(inner))
-            && match (&self.not, &other.not) {
-                (None, _) => true,
-                (Some(not), Some(others)) => others.covers(not),
-                (Some(_), None) => false,
-            }
+            && self.excepts_no_more(other)
+    }
+
+    fn excepts_no_more(&self, other: &Self) -> bool {
+        match (&self.not, &other.not) {
+            (None, _) => true,
+            (Some(not), Some(others)) => others.covers(not),
+            (Some(_), None) => false,
+        }
     }
 
     /// Whether its own `not` takes away all that the other conditions let through.
@@ -61,7 +70,7 @@ fn same_regex(mine: &Matcher, other: &Matcher) -> bool {
 }
 
 /// Whether each of our conditions follows from one of the others'.
-fn implied<N: PartialEq>(mine: &[Named<N>], others: &[Named<N>]) -> bool {
+pub(super) fn implied<N: PartialEq>(mine: &[Named<N>], others: &[Named<N>]) -> bool {
     mine.iter().all(|one| others.iter().any(|other| one.name == other.name && one.test.follows(&other.test)))
 }
 

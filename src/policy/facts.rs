@@ -1,11 +1,13 @@
 //! What policies may know of a request.
 
+use super::Descriptor;
 use super::jwt::Token;
 use super::path::Readings;
 use crate::tls::Subject;
 use http::{HeaderMap, HeaderName, Method, header::COOKIE};
 use std::borrow::Cow;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::LazyLock;
 
 /// A request as policies see it, borrowed from wherever it is.
 ///
@@ -25,6 +27,42 @@ pub struct Facts<'a> {
     pub token: &'a Token,
     /// Whom the client's certificate is about, if it has shown one.
     pub client_cert: Option<&'a Subject>,
+    /// What a call of the rate-limit service asks about. Then there is no request, everything else says nothing, and no
+    /// policy for requests applies.
+    pub descriptor: Option<&'a Descriptor<'a>>,
+}
+
+impl<'a> Facts<'a> {
+    /// Of a descriptor, beside which there is no request.
+    pub fn of(descriptor: &'a Descriptor<'a>) -> Self {
+        static METHOD: Method = Method::GET;
+        static PATHS: LazyLock<Readings> = LazyLock::new(Readings::default);
+        static HEADERS: LazyLock<HeaderMap> = LazyLock::new(HeaderMap::new);
+        Self {
+            method: &METHOD,
+            host: "",
+            paths: &PATHS,
+            query: None,
+            headers: &HEADERS,
+            client_ip: Ipv4Addr::UNSPECIFIED.into(),
+            token: Token::none(),
+            client_cert: None,
+            descriptor: Some(descriptor),
+        }
+    }
+
+    /// What is asked for, for people: the path, or the domain.
+    pub fn place(&self) -> &'a str {
+        match self.descriptor {
+            Some(descriptor) => descriptor.domain,
+            None => self.paths.iter().next().unwrap_or_default(),
+        }
+    }
+
+    /// How often the request counts.
+    pub(super) fn hits(&self) -> u64 {
+        self.descriptor.map_or(1, |descriptor| descriptor.hits)
+    }
 }
 
 pub(super) fn header_values<'a>(

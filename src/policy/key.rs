@@ -23,6 +23,10 @@ pub enum KeyPart {
     Host,
     WholePath,
     Const(Box<str>),
+    /// An entry of a descriptor.
+    Entry(Box<str>),
+    /// All entries of a descriptor, with their names.
+    Descriptor,
     /// The alternative name in the client's certificate.
     ClientCertSan,
     /// The common name in the client's certificate.
@@ -70,6 +74,8 @@ impl KeyPart {
             ("path", "") => Ok(Self::WholePath),
             ("client_cert", "san") => Ok(Self::ClientCertSan),
             ("client_cert", "cn") => Ok(Self::ClientCertCn),
+            ("descriptor", "") => Ok(Self::Descriptor),
+            ("descriptor", name) => Ok(Self::Entry(name.into())),
             ("header" | "query" | "cookie" | "jwt" | "const", "") => {
                 Err(format!("{kind} needs a name, as in \"{kind}:NAME\""))
             }
@@ -86,7 +92,7 @@ impl KeyPart {
                 }
                 pattern => Ok(Self::Path(pattern)),
             },
-            _ => Err("a key part is client_ip, header:NAME, query:NAME, cookie:NAME, jwt:CLAIM, path:PATTERN, method, host, path, client_cert:san, client_cert:cn or const:TEXT".to_owned()),
+            _ => Err("a key part is client_ip, header:NAME, query:NAME, cookie:NAME, jwt:CLAIM, path:PATTERN, method, host, path, client_cert:san, client_cert:cn, const:TEXT, or of a call of the rate-limit service descriptor:NAME or descriptor".to_owned()),
         }
     }
 
@@ -98,6 +104,9 @@ impl KeyPart {
                 | Self::Method
                 | Self::Const(_)
                 | Self::Claim(_)
+                // Whoever made the descriptor knows.
+                | Self::Entry(_)
+                | Self::Descriptor
                 | Self::ClientCertSan
                 | Self::ClientCertCn
         )
@@ -106,6 +115,15 @@ impl KeyPart {
     /// Whether the value comes from the client's certificate.
     pub fn is_of_certificate(&self) -> bool {
         matches!(self, Self::ClientCertSan | Self::ClientCertCn)
+    }
+
+    /// Whether the value is of a descriptor (`true`), or of a request. `None`: of neither.
+    pub fn is_of_descriptor(&self) -> Option<bool> {
+        match self {
+            Self::Entry(_) | Self::Descriptor => Some(true),
+            Self::Const(_) => None,
+            _ => Some(false),
+        }
     }
 
     fn width(&self) -> usize {
@@ -131,6 +149,11 @@ impl KeyPart {
             Self::Host => Some(Cow::Borrowed(facts.host.as_bytes())),
             Self::WholePath => facts.paths.iter().next().map(|path| Cow::Borrowed(path.as_bytes())),
             Self::Const(text) => Some(Cow::Borrowed(text.as_bytes())),
+            Self::Entry(name) => match facts.descriptor {
+                Some(descriptor) => self.only(descriptor.values(name))?,
+                None => None,
+            },
+            Self::Descriptor => facts.descriptor.map(|descriptor| descriptor.text().into_bytes().into()),
             Self::ClientCertSan => facts.client_cert.and_then(|cert| text(cert.san.as_deref())),
             Self::ClientCertCn => facts.client_cert.and_then(|cert| text(cert.cn.as_deref())),
             Self::Path(pattern) => {
@@ -178,6 +201,8 @@ impl fmt::Display for KeyPart {
             Self::Host => f.write_str("host"),
             Self::WholePath => f.write_str("path"),
             Self::Const(text) => write!(f, "constant {text}"),
+            Self::Entry(name) => write!(f, "descriptor entry {name}"),
+            Self::Descriptor => f.write_str("whole descriptor"),
             Self::ClientCertSan => f.write_str("client certificate's name"),
             Self::ClientCertCn => f.write_str("client certificate's CN"),
         }
@@ -309,6 +334,7 @@ mod tests {
             client_ip: [10, 1, 2, 3].into(),
             token: crate::policy::jwt::Token::none(),
             client_cert: None,
+            descriptor: None,
         };
         let values = key.values(&facts, &client, MissingKey::Shared).unwrap();
         for (position, written) in ["10.1.2.9", "A.example.", "café", "/café//x"].into_iter().enumerate() {

@@ -1,7 +1,7 @@
 //! The conditions under which a policy applies.
 
 use super::jwt::{Claim, ClaimName};
-use super::{Facts, PathPattern, facts};
+use super::{Described, Facts, PathPattern, facts};
 use http::{HeaderName, Method};
 use ipnet::IpNet;
 use regex::Regex;
@@ -19,6 +19,8 @@ pub struct Matcher {
     pub cookies: Vec<Named<Box<str>>>,
     pub client_ips: Vec<IpNet>,
     pub claims: Vec<Named<ClaimName>>,
+    /// For descriptors; with it, the others are empty, those of `not` too.
+    pub described: Option<Described>,
     /// Must *not* hold as a whole.
     pub not: Option<Box<Matcher>>,
 }
@@ -51,6 +53,12 @@ pub enum Unmet<'a> {
     Query(&'a str),
     Cookie(&'a str),
     Claim(&'a str),
+    /// It is about descriptors.
+    Service,
+    Domain,
+    Entry(&'a str),
+    /// A descriptor says more than was asked for.
+    OtherEntries,
     /// What must not hold holds.
     Not,
 }
@@ -68,6 +76,10 @@ impl fmt::Display for Unmet<'_> {
             Self::Query(name) => write!(f, "the condition on query parameter {name} does not hold"),
             Self::Cookie(name) => write!(f, "the condition on cookie {name} does not hold"),
             Self::Claim(name) => write!(f, "the condition on claim {name} does not hold"),
+            Self::Service => f.write_str("for calls of the rate-limit service only"),
+            Self::Domain => f.write_str("not for this domain"),
+            Self::Entry(name) => write!(f, "the condition on descriptor entry {name} does not hold"),
+            Self::OtherEntries => f.write_str("the descriptor has other entries too"),
             Self::Not => f.write_str("excepted by its `not`"),
         }
     }
@@ -93,6 +105,14 @@ impl Matcher {
 
     /// The first condition that does not hold, cheapest first.
     pub fn first_unmet(&self, facts: &Facts<'_>, path: &str) -> Option<Unmet<'_>> {
+        match (&self.described, facts.descriptor) {
+            (None, None) => {}
+            (Some(described), Some(descriptor)) => {
+                let not = || self.not.as_ref().filter(|not| not.matches(facts, path)).map(|_| Unmet::Not);
+                return described.first_unmet(descriptor).or_else(not);
+            }
+            _ => return Some(Unmet::Service),
+        }
         if !self.methods.contains(facts.method) {
             return Some(Unmet::Method);
         }
@@ -160,7 +180,7 @@ fn any<T>(alternatives: &[T], holds: impl FnMut(&T) -> bool) -> bool {
 }
 
 impl Test {
-    fn holds<V: AsRef<[u8]>>(&self, mut values: impl Iterator<Item = V>) -> bool {
+    pub(super) fn holds<V: AsRef<[u8]>>(&self, mut values: impl Iterator<Item = V>) -> bool {
         match self {
             Self::Is(wanted) => values.any(|value| value.as_ref() == wanted.as_bytes()),
             Self::Regex(regex) => {

@@ -7,6 +7,7 @@ pub mod client;
 mod cors;
 mod cost;
 mod covers;
+mod descriptor;
 mod facts;
 pub mod jwt;
 mod key;
@@ -20,6 +21,7 @@ mod table;
 
 pub use cors::Cors;
 pub use cost::{Actual, Cost, EstimateCost, HeaderCost, Pointer, Token, whole};
+pub use descriptor::{Described, Descriptor};
 pub use facts::Facts;
 pub use key::{KeyFault, KeyPart, KeyTemplate, KeyValues, MissingKey};
 pub use matcher::{HostPattern, Matcher, MethodSet, Named, Test, Unmet};

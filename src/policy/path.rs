@@ -64,6 +64,13 @@ pub enum PathFault {
     NotAbsolute,
 }
 
+/// Of the root.
+impl Default for Readings {
+    fn default() -> Self {
+        Self(smallvec!["/".into()])
+    }
+}
+
 impl Readings {
     /// Reads the path of a request target (no query). `*` (of `OPTIONS *`) reads as `/`, so that policies
     /// for every path hold for it too.
@@ -72,7 +79,7 @@ impl Readings {
     /// A [`PathFault`] for a path that the client should not have sent.
     pub fn of(path: &str, settings: &Settings) -> Result<Self, PathFault> {
         if path == "*" {
-            return Ok(Self(smallvec!["/".into()]));
+            return Ok(Self::default());
         }
         if !path.starts_with('/') {
             return Err(PathFault::NotAbsolute);

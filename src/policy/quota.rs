@@ -1,6 +1,6 @@
 //! How much a policy allows, to whom.
 
-use super::{Cost, Facts, KeyFault, KeyTemplate, KeyValues, MissingKey, client, path};
+use super::{Cost, Descriptor, Facts, KeyFault, KeyTemplate, KeyValues, MissingKey, client, path};
 use crate::limiter::{Key, KeyBuilder, Lease, Limit};
 use foldhash::HashMap;
 use std::fmt;
@@ -71,6 +71,30 @@ impl Quota {
             return Ok(None);
         }
         Ok(Some(self.of(name, &values)))
+    }
+
+    /// The same for a descriptor, which may bring a limit along. Then that is the limit, and nobody else's: the whole
+    /// descriptor is part of its key.
+    ///
+    /// # Errors
+    /// As [`Quota::select`].
+    pub fn select_for<'t>(
+        &'t self,
+        name: &str,
+        descriptor: &'t Descriptor<'t>,
+        client: &client::Settings,
+    ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyFault> {
+        let facts = Facts::of(descriptor);
+        let Some(limits) = descriptor.own_limit(name, &self.limits) else {
+            return self.select(name, &facts, client);
+        };
+        let mut values = self.key.values(&facts, client, self.missing_key)?;
+        if self.missing_key == MissingKey::Skip && values.iter().any(Option::is_none) {
+            return Ok(None);
+        }
+        // One more than the policy's key has: it meets none of the others.
+        values.push(Some(descriptor.text().into_bytes().into()));
+        Ok(Some((framed(name, &values), limits)))
     }
 
     /// The key and limits that belong to values given by hand, one per position; an empty text is an absent

@@ -1,8 +1,8 @@
 //! The compiled policies: built once, never changed, swapped as a whole.
 
 use super::{
-    Action, Cors, Cost, Facts, HostPattern, KeyPart, Matcher, Policy, Test, Unmet, client, jwt, path,
-    pattern::PathIndex,
+    Action, Cors, Cost, Descriptor, Facts, HostPattern, KeyPart, Matcher, Policy, Test, Unmet, client, jwt,
+    path, pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
 use http::HeaderName;
@@ -186,6 +186,15 @@ struct Index {
     by_host: HashMap<Box<str>, Candidates>,
     by_header: HashMap<HeaderName, HashMap<Box<[u8]>, Candidates>>,
     others: Candidates,
+    described: DescribedIndex,
+}
+
+/// The same for policies about descriptors.
+#[derive(Debug, Default)]
+struct DescribedIndex {
+    by_domain: HashMap<Box<str>, Vec<u32>>,
+    by_entry: HashMap<Box<str>, HashMap<Box<str>, Vec<u32>>>,
+    others: Vec<u32>,
 }
 
 #[derive(Debug, Default)]
@@ -199,6 +208,8 @@ struct Candidates {
 enum Exact<'p> {
     Host(&'p str),
     Header(&'p HeaderName, &'p str),
+    Domain(&'p str),
+    Entry(&'p str, &'p str),
 }
 
 impl Index {
@@ -218,21 +229,27 @@ impl Index {
             match conditions.into_iter().min_by_key(most) {
                 Some(alternatives) => {
                     for exact in alternatives {
-                        index.at(exact).insert(&policy.matcher, id);
+                        index.insert(exact, &policy.matcher, id);
                     }
                 }
+                None if policy.matcher.described.is_some() => index.described.others.push(id),
                 None => index.others.insert(&policy.matcher, id),
             }
         }
         index
     }
 
-    fn at(&mut self, exact: Exact<'_>) -> &mut Candidates {
+    fn insert(&mut self, exact: Exact<'_>, matcher: &Matcher, id: u32) {
         match exact {
-            Exact::Host(name) => self.by_host.entry(name.into()).or_default(),
+            Exact::Host(name) => self.by_host.entry(name.into()).or_default().insert(matcher, id),
             Exact::Header(name, value) => {
                 let by_value = self.by_header.entry(name.clone()).or_default();
-                by_value.entry(value.as_bytes().into()).or_default()
+                by_value.entry(value.as_bytes().into()).or_default().insert(matcher, id);
+            }
+            Exact::Domain(name) => self.described.by_domain.entry(name.into()).or_default().push(id),
+            Exact::Entry(name, value) => {
+                let by_value = self.described.by_entry.entry(name.into()).or_default();
+                by_value.entry(value.into()).or_default().push(id);
             }
         }
     }
@@ -240,6 +257,12 @@ impl Index {
     /// Ids in ascending order, each once.
     fn candidates(&self, facts: &Facts<'_>) -> SmallVec<[u32; 16]> {
         let mut found = SmallVec::new();
+        if let Some(descriptor) = facts.descriptor {
+            self.described.find(descriptor, &mut found);
+            found.sort_unstable();
+            found.dedup();
+            return found;
+        }
         let by_header = self.by_header.iter().flat_map(|(name, by_value)| {
             facts.headers.get_all(name).into_iter().filter_map(|value| by_value.get(value.as_bytes()))
         });
@@ -256,9 +279,27 @@ impl Index {
     }
 }
 
+impl DescribedIndex {
+    fn find(&self, descriptor: &Descriptor<'_>, found: &mut SmallVec<[u32; 16]>) {
+        let by_entry =
+            descriptor.entries.iter().filter_map(|(name, value)| self.by_entry.get(*name)?.get(*value));
+        for ids in self.by_domain.get(descriptor.domain).into_iter().chain(by_entry).chain([&self.others]) {
+            found.extend_from_slice(ids);
+        }
+    }
+}
+
 /// For each condition by which a policy can be found the values that fulfil it: a request that has none of them is none
 /// of the policy's.
 fn exact_conditions(matcher: &Matcher) -> Vec<Vec<Exact<'_>>> {
+    if let Some(described) = &matcher.described {
+        let entries = described.entries.iter().flatten().filter_map(|entry| match &entry.test {
+            Test::Is(value) => Some(vec![Exact::Entry(&entry.name, value)]),
+            Test::Regex(_) | Test::Present(_) => None,
+        });
+        let domain = described.domain.iter().map(|domain| vec![Exact::Domain(domain)]);
+        return domain.chain(entries).collect();
+    }
     let hosts = matcher.hosts.iter().map(|host| match host {
         HostPattern::Exact(name) => Some(Exact::Host(name)),
         HostPattern::Below(_) => None,
@@ -323,7 +364,17 @@ mod tests {
         let client_ip = [127, 0, 0, 1].into();
         let token = super::super::jwt::Token::none();
         let client_cert = None;
-        Facts { method: &Method::HEAD, host, paths, query: None, headers, client_ip, token, client_cert }
+        Facts {
+            method: &Method::HEAD,
+            host,
+            paths,
+            query: None,
+            headers,
+            client_ip,
+            token,
+            client_cert,
+            descriptor: None,
+        }
     }
 
     fn names(table: &PolicyTable, host: &str, path: &str) -> Vec<String> {

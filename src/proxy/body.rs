@@ -6,6 +6,7 @@
 mod kept;
 
 use bytes::Bytes;
+use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use std::cell::{Cell, RefCell};
@@ -338,6 +339,8 @@ pub enum ResponseBody {
     Empty,
     /// Made here.
     Full(Bytes),
+    /// The same, and what follows it.
+    Message(Bytes, Option<HeaderMap>),
     /// Passed on from the upstream.
     Upstream(UpstreamBody),
     /// None: what follows the head is another protocol.
@@ -507,6 +510,10 @@ impl Body for ResponseBody {
             Self::Empty | Self::Tunnel(_) => Poll::Ready(None),
             Self::Full(bytes) if bytes.is_empty() => Poll::Ready(None),
             Self::Full(bytes) => Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes))))),
+            Self::Message(bytes, trailers) if bytes.is_empty() => {
+                Poll::Ready(trailers.take().map(|trailers| Ok(Frame::trailers(trailers))))
+            }
+            Self::Message(bytes, _) => Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes))))),
             Self::Upstream(body) => body.poll_frame(cx),
         }
     }
@@ -515,6 +522,7 @@ impl Body for ResponseBody {
         match self {
             Self::Empty | Self::Tunnel(_) => true,
             Self::Full(bytes) => bytes.is_empty(),
+            Self::Message(bytes, trailers) => bytes.is_empty() && trailers.is_none(),
             Self::Upstream(body) => body.source.is_end_stream(),
         }
     }
@@ -522,7 +530,9 @@ impl Body for ResponseBody {
     fn size_hint(&self) -> SizeHint {
         match self {
             Self::Empty | Self::Tunnel(_) => SizeHint::with_exact(0),
-            Self::Full(bytes) => SizeHint::with_exact(u64::try_from(bytes.len()).unwrap_or(u64::MAX)),
+            Self::Full(bytes) | Self::Message(bytes, _) => {
+                SizeHint::with_exact(u64::try_from(bytes.len()).unwrap_or(u64::MAX))
+            }
             Self::Upstream(body) => body.source.size_hint(),
         }
     }

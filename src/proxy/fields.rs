@@ -145,17 +145,22 @@ fn write_legacy(verdict: &Verdict<'_>, reset_as_epoch: bool, has_theirs: bool, h
     if has_theirs && upstream_is_as_tight(headers, tightest.standing.remaining) {
         return;
     }
-    let reset_us = match tightest.standing.refusal {
-        Some(Refusal::Until(at_us)) => at_us,
-        // As Retry-After says.
-        Some(Refusal::Unknown) => verdict.now_us.saturating_add(SECOND_US),
-        _ => tightest.standing.grows_at_us.unwrap_or(verdict.now_us),
-    };
+    let reset_us = reset_at_us(tightest, verdict.now_us);
     let from_us = if reset_as_epoch { 0 } else { verdict.now_us };
     let reset_s = reset_us.saturating_sub(from_us).div_ceil(SECOND_US);
     headers.insert(&LEGACY_LIMIT, number(tightest.limit.limit.capacity()));
     headers.insert(&LEGACY_REMAINING, number(tightest.standing.remaining));
     headers.insert(&LEGACY_RESET, number(reset_s));
+}
+
+/// When more is left of a limit, or, if it refuses, enough.
+pub(super) fn reset_at_us(reported: &Reported<'_>, now_us: u64) -> u64 {
+    match reported.standing.refusal {
+        Some(Refusal::Until(at_us)) => at_us,
+        // As Retry-After says.
+        Some(Refusal::Unknown) => now_us.saturating_add(SECOND_US),
+        _ => reported.standing.grows_at_us.unwrap_or(now_us),
+    }
 }
 
 /// Of the limits that refuse, the one that does so longest; if none does, the one with the least left for

@@ -59,6 +59,7 @@ impl Inbound {
             client_ip: self.client.ip,
             token: &self.token,
             client_cert,
+            descriptor: None,
         }
     }
 

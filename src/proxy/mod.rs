@@ -3,11 +3,13 @@
 mod access;
 mod alarm;
 mod body;
+mod check;
 mod connection;
 mod entrance;
 mod fields;
 mod flood;
 mod gate;
+mod grpc;
 mod headers;
 mod inbound;
 mod interim;
@@ -16,6 +18,7 @@ mod meter;
 #[cfg(any(test, fuzzing))]
 pub mod properties;
 mod replies;
+mod rls;
 mod server;
 mod service;
 #[cfg(test)]
@@ -32,15 +35,17 @@ pub use gate::{GateFault, host_for_policies, is_taken_away};
 pub use inbound::{Inbound, InboundFault};
 pub use interim::Interim;
 pub use listener::ListenAddress;
-pub use server::{Handler, Load, Peer, Server, Stop};
+pub use rls::MAX_MESSAGE_BYTES;
+pub use server::{Door, Handler, Load, Peer, Server, Stop};
 pub use service::Service;
 pub use tunnel::Tunnel;
 pub use upstream::{Fault, SetupError, Shared, Upstream, UpstreamError, UpstreamErrorKind};
 
-use crate::tls::ClientTls;
+use crate::tls::{ClientTls, ServerTls};
 use ipnet::IpNet;
 use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Where and how to listen.
@@ -67,6 +72,15 @@ pub struct ListenSettings {
     pub max_body_bytes: Option<u64>,
     /// Per HTTP/2 connection.
     pub max_concurrent_streams: u32,
+}
+
+/// What is served beside the proxy, or instead of it, by the same workers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DoorSettings {
+    pub door: Door,
+    pub listen: ListenSettings,
+    /// `None`: cleartext.
+    pub tls: Option<Arc<ServerTls>>,
 }
 
 /// What to forward to, and how long to wait for it.

@@ -5,6 +5,7 @@
 //! is unfair to the few, long-lived connections of an ingress: so one acceptor gives each connection
 //! to the worker that has the fewest.
 
+use futures_util::future::{join_all, select_all};
 use http::{Request, Response, StatusCode};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -67,9 +68,22 @@ pub trait Handler: 'static {
     }
 }
 
+/// What is asked on an address.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Door {
+    /// Requests to be forwarded.
+    #[default]
+    Proxy,
+    /// Calls of Envoy's rate-limit service.
+    Rls,
+    /// Whether a request that somebody else forwards may pass.
+    Check,
+}
+
 /// The other end of a connection.
 #[derive(Debug)]
 pub struct Peer {
+    pub door: Door,
     /// An IPv4 client of an IPv6 socket appears as IPv4, one of a Unix socket as 127.0.0.1. What a PROXY header says
     /// takes the place of the socket's own.
     pub addr: SocketAddr,
@@ -83,7 +97,7 @@ pub struct Peer {
 impl Peer {
     pub(super) fn new(addr: SocketAddr) -> Self {
         let addr = SocketAddr::new(addr.ip().to_canonical(), addr.port());
-        Self { addr, tls: false, certificate: None, text: AddressText::new(addr.ip()) }
+        Self { door: Door::Proxy, addr, tls: false, certificate: None, text: AddressText::new(addr.ip()) }
     }
 }
 
@@ -97,13 +111,22 @@ pub enum Stop {
     Now,
 }
 
-/// An address that is ours; nobody can connect until [`Server::run`].
+/// Addresses that are ours; nobody can connect until [`Server::run`].
 #[derive(Debug)]
 pub struct Server {
+    /// At least one.
+    entries: Vec<Entry>,
+    threads: usize,
+    load: Load,
+}
+
+/// One of the addresses.
+#[derive(Debug)]
+struct Entry {
+    door: Door,
     listener: Listener,
     settings: ListenSettings,
     tls: tls::Current,
-    load: Load,
 }
 
 /// How busy the server is.
@@ -118,28 +141,53 @@ struct Counters {
 }
 
 impl Server {
-    /// Takes the address. `tls` may change while it runs.
+    /// Takes the proxy's address. `tls` may change while it runs.
     ///
     /// # Errors
     /// When the address is taken, not ours, or not allowed.
     pub fn bind(settings: &ListenSettings, tls: tls::Current) -> io::Result<Self> {
-        let listener = Listener::bind(&settings.address)?;
-        let live = (0..settings.threads.max(1)).map(|_| AtomicUsize::new(0)).collect();
-        let load = Load(Arc::new(Counters { live, panics: AtomicU64::new(0), full: AtomicU64::new(0) }));
-        Ok(Self { listener, settings: settings.clone(), tls, load })
+        let mut server = Self::of(settings.threads);
+        server.open(Door::Proxy, settings, tls)?;
+        Ok(server)
     }
 
-    /// Where it listens: the port that the system chose if none was asked for.
+    /// With so many workers, at least 1, and no address yet.
+    pub fn of(threads: usize) -> Self {
+        let threads = threads.max(1);
+        let live = (0..threads).map(|_| AtomicUsize::new(0)).collect();
+        let load = Load(Arc::new(Counters { live, panics: AtomicU64::new(0), full: AtomicU64::new(0) }));
+        Self { entries: Vec::new(), threads, load }
+    }
+
+    /// Takes one more address, for the same workers. Returns where it listens: the port that the system chose if none
+    /// was asked for.
+    ///
+    /// # Errors
+    /// As [`Server::bind`].
+    pub fn open(
+        &mut self,
+        door: Door,
+        settings: &ListenSettings,
+        tls: tls::Current,
+    ) -> io::Result<ListenAddress> {
+        let listener = Listener::bind(&settings.address)?;
+        let address = listener.address()?;
+        self.entries.push(Entry { door, listener, settings: settings.clone(), tls });
+        Ok(address)
+    }
+
+    /// Where the first address is: the port that the system chose if none was asked for.
     ///
     /// # Errors
     /// When the socket has none, which no system is known to say of a bound socket.
     pub fn address(&self) -> io::Result<ListenAddress> {
-        self.listener.address()
+        let first = self.entries.first().ok_or_else(|| io::Error::other("no address"))?;
+        first.listener.address()
     }
 
     /// Lets clients connect; they wait in the kernel until they are accepted.
     pub(super) fn listen(&self) -> io::Result<()> {
-        self.listener.listen()
+        self.entries.iter().try_for_each(|entry| entry.listener.listen())
     }
 
     /// The live counts of connections, for metrics.
@@ -168,11 +216,10 @@ impl Server {
     {
         let (cut, cut_rx) = watch::channel(false);
         let mut workers = Vec::new();
-        for index in 0..self.settings.threads.max(1) {
+        for index in 0..self.threads {
             workers.push(Worker::start(
                 index,
-                &self.settings,
-                &self.tls,
+                &self.entries,
                 &self.load,
                 make_handler.clone(),
                 cut_rx.clone(),
@@ -186,7 +233,9 @@ impl Server {
         }
         self.listen()?;
         on_listening();
-        let mut accepting = Acceptor::new(self.listener, self.settings.max_connections, &workers)?;
+        let accepting = self.entries.into_iter().enumerate();
+        let accepting = accepting.map(|(place, entry)| Acceptor::new(place, entry, &workers));
+        let mut accepting = accepting.collect::<io::Result<Vec<_>>>()?;
         let drain = async {
             until(&mut asked, Stop::Drain).await;
             sleep(shutdown.delay).await;
@@ -195,15 +244,15 @@ impl Server {
             biased;
             () = until(&mut stop, Stop::Now) => None,
             () = drain => None,
-            error = accepting.run(&self.load) => Some(error),
+            (error, ..) = select_all(accepting.iter_mut().map(|one| Box::pin(one.run(&self.load)))) => Some(error),
         };
-        let rest = accepting.take_rest();
+        let rest: Vec<Rest> = accepting.into_iter().map(Acceptor::take_rest).collect();
         // The listener is closed. A worker may be busy, but nobody waits for it longer than for the rest of the end.
         let told = Instant::now();
         tokio::select! {
             biased;
             () = until(&mut stop, Stop::Now) => {}
-            handed = timeout(shutdown.grace, rest.hand_over(&self.load)) => {
+            handed = timeout(shutdown.grace, join_all(rest.into_iter().map(|rest| rest.hand_over(&self.load)))) => {
                 if handed.is_err() {
                     tracing::warn!("no worker took the last connections in time");
                 }
@@ -271,6 +320,8 @@ impl Load {
 
 /// A connection on its way to a worker, and counted until its end.
 struct Accepted {
+    /// The place of the address among the server's.
+    entry: usize,
     socket: NewSocket,
     addr: SocketAddr,
     counted: Counted,
@@ -300,6 +351,7 @@ impl Drop for Counted {
 }
 
 struct Acceptor {
+    entry: usize,
     listener: Accepting,
     room: Arc<Semaphore>,
     queues: Vec<mpsc::Sender<Accepted>>,
@@ -312,15 +364,17 @@ type InHand = (NewSocket, SocketAddr, OwnedSemaphorePermit);
 
 /// What was accepted before the listener was closed, and no worker has yet.
 struct Rest {
+    entry: usize,
     connections: Vec<InHand>,
     queues: Vec<mpsc::Sender<Accepted>>,
 }
 
 impl Acceptor {
-    fn new(listener: Listener, max_connections: usize, workers: &[Worker]) -> io::Result<Self> {
+    fn new(place: usize, entry: Entry, workers: &[Worker]) -> io::Result<Self> {
         Ok(Self {
-            listener: listener.into_accepting()?,
-            room: Arc::new(Semaphore::new(max_connections.clamp(1, Semaphore::MAX_PERMITS))),
+            entry: place,
+            listener: entry.listener.into_accepting()?,
+            room: Arc::new(Semaphore::new(entry.settings.max_connections.clamp(1, Semaphore::MAX_PERMITS))),
             queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
             failing: false,
             in_hand: None,
@@ -334,7 +388,7 @@ impl Acceptor {
             let (socket, addr) = self.accept().await;
             // Who is told to end while a worker's queue is full still has it.
             self.in_hand = Some((socket, addr, permit));
-            if !hand_over(&self.queues, load, &mut self.in_hand).await {
+            if !hand_over(&self.queues, load, self.entry, &mut self.in_hand).await {
                 return worker_died();
             }
         }
@@ -343,14 +397,14 @@ impl Acceptor {
     /// Takes what the kernel has completed by now, as far as there is room, and closes the listener. These clients
     /// may have sent a request, and closing would answer it with a reset.
     fn take_rest(self) -> Rest {
-        let Self { listener, room, queues, in_hand, .. } = self;
+        let Self { entry, listener, room, queues, in_hand, .. } = self;
         let mut connections = Vec::from_iter(in_hand);
         listener.take_rest(|socket, addr| {
             let Ok(permit) = Arc::clone(&room).try_acquire_owned() else { return false };
             connections.push((socket, addr, permit));
             true
         });
-        Rest { connections, queues }
+        Rest { entry, connections, queues }
     }
 
     /// Without room for it, a connection is better off in the kernel's backlog.
@@ -387,7 +441,7 @@ impl Acceptor {
 impl Rest {
     async fn hand_over(self, load: &Load) {
         for connection in self.connections {
-            if !hand_over(&self.queues, load, &mut Some(connection)).await {
+            if !hand_over(&self.queues, load, self.entry, &mut Some(connection)).await {
                 return;
             }
         }
@@ -395,11 +449,16 @@ impl Rest {
 }
 
 /// Gives a connection to the worker with the fewest, which takes it out of `in_hand`. `false`: that worker is gone.
-async fn hand_over(queues: &[mpsc::Sender<Accepted>], load: &Load, in_hand: &mut Option<InHand>) -> bool {
+async fn hand_over(
+    queues: &[mpsc::Sender<Accepted>],
+    load: &Load,
+    entry: usize,
+    in_hand: &mut Option<InHand>,
+) -> bool {
     let Some((worker, queue)) = idlest(queues, load) else { return false };
     let Ok(place) = queue.reserve().await else { return false };
     if let Some((socket, addr, permit)) = in_hand.take() {
-        place.send(Accepted { socket, addr, counted: Counted::new(load, worker, permit) });
+        place.send(Accepted { entry, socket, addr, counted: Counted::new(load, worker, permit) });
     }
     true
 }
@@ -422,8 +481,7 @@ struct Worker {
 impl Worker {
     fn start<H, M, F>(
         index: usize,
-        settings: &ListenSettings,
-        tls: &tls::Current,
+        entries: &[Entry],
         load: &Load,
         make_handler: M,
         cut: watch::Receiver<bool>,
@@ -435,8 +493,11 @@ impl Worker {
     {
         let (queue, accepted) = mpsc::channel(HANDOFF_QUEUE);
         let (tell_ready, ready) = oneshot::channel();
-        let (settings, load) = (settings.clone(), load.clone());
-        let entrance = Entrance::new(&settings, tls);
+        let load = load.clone();
+        let entrances: Vec<_> = entries
+            .iter()
+            .map(|entry| (entry.door, Entrance::new(&entry.settings, &entry.tls), entry.settings.clone()))
+            .collect();
         let thread =
             std::thread::Builder::new().name(format!("tidegate-worker-{index}")).spawn(move || {
                 let runtime = match Builder::new_current_thread()
@@ -453,9 +514,11 @@ impl Worker {
                 let cut = runtime.block_on(async {
                     let handler = make_handler(index).await;
                     drop(tell_ready.send(Ok(())));
-                    let protocols = Rc::new(Protocols::new(&settings, load.clone()));
-                    let cut =
-                        work(Rc::clone(&handler), entrance.into(), protocols, accepted, cut, &load).await;
+                    let ways = entrances.into_iter().map(|(door, entrance, settings)| {
+                        let protocols = Rc::new(Protocols::new(&settings, load.clone()));
+                        Way { door, entrance: entrance.into(), protocols }
+                    });
+                    let cut = work(Rc::clone(&handler), ways.collect(), accepted, cut, &load).await;
                     // Connections that were cut let go of their requests.
                     tokio::task::yield_now().await;
                     handler.finish().await;
@@ -476,11 +539,17 @@ async fn all_ready(workers: &mut [Worker]) -> io::Result<()> {
     Ok(())
 }
 
+/// How connections of one address come in and are served, on one worker.
+struct Way {
+    door: Door,
+    entrance: Rc<Entrance>,
+    protocols: Rc<Protocols>,
+}
+
 /// A worker's life. Returns how many connections were cut.
 async fn work<H: Handler>(
     handler: Rc<H>,
-    entrance: Rc<Entrance>,
-    protocols: Rc<Protocols>,
+    ways: Vec<Way>,
     mut accepted: mpsc::Receiver<Accepted>,
     mut cut: watch::Receiver<bool>,
     load: &Load,
@@ -492,21 +561,25 @@ async fn work<H: Handler>(
         tokio::select! {
             next = accepted.recv() => {
                 let Some(next) = next else { break };
+                let Some(Way { door, entrance, protocols }) = ways.get(next.entry) else { continue };
                 let watch = Watch::new(protocols.patience(), handler.counts());
                 serial += 1;
                 watches.borrow_mut().insert(serial, Rc::clone(&watch));
                 let listed = Listed { watches: Rc::clone(&watches), serial };
-                let (handler, protocols) = (Rc::clone(&handler), Rc::clone(&protocols));
-                let entrance = Rc::clone(&entrance);
+                let (handler, protocols) = (Rc::clone(&handler), Rc::clone(protocols));
+                let (door, entrance) = (*door, Rc::clone(entrance));
                 connections.spawn_local(async move {
                     let _listed = listed;
-                    let Accepted { socket, addr, counted: _counted } = next;
+                    let Accepted { socket, addr, counted: _counted, .. } = next;
                     let socket = match socket.adopt() {
                         Ok(socket) => RawSocket::new(socket, Rc::clone(&watch)),
                         Err(error) => return tracing::debug!(%error, "a connection ended before it began"),
                     };
                     match entrance.enter(socket, addr).await {
-                        Ok(entered) => serve(entered, handler, protocols, watch).await,
+                        Ok(mut entered) => {
+                            entered.peer.door = door;
+                            serve(entered, handler, protocols, watch).await;
+                        }
                         Err(turned_away) => {
                             if let Some(fault) = turned_away.fault {
                                 handler.not_entered(fault);

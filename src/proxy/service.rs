@@ -8,7 +8,7 @@ use super::inbound::Inbound;
 use super::interim::Interim;
 use super::meter::Bill;
 use super::replies::{self, Local, Style};
-use super::server::{Handler, Peer};
+use super::server::{Door, Handler, Peer};
 use super::upgrade::Wanted;
 use super::upstream::{Upstream, UpstreamError, UpstreamErrorKind};
 use super::{ListenSettings, RequestBody, ResponseBody, fields};
@@ -30,13 +30,15 @@ use tokio::time::{Instant, timeout_at};
 /// Answers requests: asks the enforcer, then forwards or refuses. One per worker, with its counts.
 #[derive(Debug)]
 pub struct Service {
-    enforcer: Enforcer,
-    upstream: Upstream,
+    pub(super) enforcer: Enforcer,
+    pub(super) upstream: Upstream,
     max_headers: usize,
     max_body_bytes: Option<u64>,
-    access: AccessLog,
-    shard: Arc<Shard>,
+    pub(super) access: AccessLog,
+    pub(super) shard: Arc<Shard>,
     tracer: Option<Tracer>,
+    /// Of all refusals by [`Service::check`]; `None`: their own.
+    pub(super) refused_status: Option<StatusCode>,
 }
 
 impl Service {
@@ -55,7 +57,13 @@ impl Service {
             access: AccessLog::new(log),
             shard,
             tracer: None,
+            refused_status: None,
         }
+    }
+
+    /// The same, and who only asks whether a request may pass is told so by this status if not.
+    pub fn refusing_with(self, status: Option<StatusCode>) -> Self {
+        Self { refused_status: status, ..self }
     }
 
     /// The same, and some requests are recorded.
@@ -77,26 +85,10 @@ impl Service {
         let style = Style::of(&parts, &table.cors);
 
         // 1. Only what front and back read alike gets further.
-        if has_more_headers(&parts.headers, self.max_headers) {
-            let reply = replies::local(Local::TooManyHeaders, style);
-            return self.turn_away(&parts, body, peer, reply, arrived);
-        }
-        let inbound = match Inbound::read(&mut parts, peer.addr.ip(), table) {
+        let inbound = match self.read(&mut parts, peer, table, style) {
             Ok(inbound) => inbound,
-            Err(fault) => {
-                tracing::debug!(%fault, peer = %peer.addr, "request refused at the gate");
-                let reply = replies::inbound_fault(fault, style);
-                return self.turn_away(&parts, body, peer, reply, arrived);
-            }
+            Err(reply) => return self.turn_away(&parts, body, peer, reply, arrived),
         };
-        if self.max_body_bytes.is_some_and(|most| inbound.target.content_length > Some(most)) {
-            let reply = replies::local(Local::BodyTooLarge, style);
-            return self.turn_away(&parts, body, peer, reply, arrived);
-        }
-        if table.overhears(&inbound.client, &parts.headers) {
-            self.shard.forwarding_not_trusted(peer.addr.ip().to_canonical());
-            hint_at_trusted_proxies(peer, table);
-        }
 
         let said = Context::of(&parts.headers);
         let recording = self.record(said, &parts, &inbound, peer, arrived);
@@ -183,7 +175,7 @@ impl Service {
         match response.body_mut() {
             ResponseBody::Upstream(body) => body.keep(hold),
             ResponseBody::Tunnel(tunnel) => tunnel.keep(hold),
-            ResponseBody::Empty | ResponseBody::Full(_) => {}
+            ResponseBody::Empty | ResponseBody::Full(_) | ResponseBody::Message(..) => {}
         }
         let mut response = self.done(response, &mut asked, &verdict, table);
         match response.body_mut() {
@@ -192,6 +184,31 @@ impl Service {
             ResponseBody::Empty | ResponseBody::Full(_) => {}
         }
         response
+    }
+
+    /// Lets a request through the gate, or says what to answer.
+    pub(super) fn read(
+        &self,
+        parts: &mut request::Parts,
+        peer: &Peer,
+        table: &PolicyTable,
+        style: Style<'_>,
+    ) -> Result<Inbound, Response<Bytes>> {
+        if has_more_headers(&parts.headers, self.max_headers) {
+            return Err(replies::local(Local::TooManyHeaders, style));
+        }
+        let inbound = Inbound::read(parts, peer.addr.ip(), table).map_err(|fault| {
+            tracing::debug!(%fault, peer = %peer.addr, "request refused at the gate");
+            replies::inbound_fault(fault, style)
+        })?;
+        if self.max_body_bytes.is_some_and(|most| inbound.target.content_length > Some(most)) {
+            return Err(replies::local(Local::BodyTooLarge, style));
+        }
+        if table.overhears(&inbound.client, &parts.headers) {
+            self.shard.forwarding_not_trusted(peer.addr.ip().to_canonical());
+            hint_at_trusted_proxies(peer, table);
+        }
+        Ok(inbound)
     }
 
     fn not_forwarded(
@@ -249,7 +266,7 @@ impl Service {
     }
 
     /// Answers a request that no policy gets to see.
-    fn turn_away(
+    pub(super) fn turn_away(
         &self,
         parts: &request::Parts,
         body: RequestBody,
@@ -277,7 +294,13 @@ impl Service {
         reply.map(ResponseBody::Full)
     }
 
-    fn log(&self, asked: &mut Asked, verdict: &Verdict<'_>, status: StatusCode, responded: Instant) {
+    pub(super) fn log(
+        &self,
+        asked: &mut Asked,
+        verdict: &Verdict<'_>,
+        status: StatusCode,
+        responded: Instant,
+    ) {
         let policy = match &verdict.outcome {
             Outcome::Forward => None,
             Outcome::Limited(limited) => Some(limited.policy),
@@ -313,6 +336,18 @@ impl Service {
         }
     }
 
+    /// A request of which no more is wanted.
+    pub(super) fn asked(
+        &self,
+        parts: &request::Parts,
+        target: Target,
+        client: Client,
+        arrived: Instant,
+    ) -> Asked {
+        let trace = Context::of(&parts.headers).map(|context| context.trace);
+        Asked { method: parts.method.clone(), target, client, arrived, trace, recording: None }
+    }
+
     /// A recording of the request, if there is to be one.
     fn record(
         &self,
@@ -340,7 +375,12 @@ impl Handler for Service {
         peer: Arc<Peer>,
         mut interim: Interim,
     ) -> Response<ResponseBody> {
-        self.answer(request, &peer, &mut interim).await
+        match peer.door {
+            Door::Proxy => self.answer(request, &peer, &mut interim).await,
+            // Boxed, or every request would have room for them.
+            Door::Rls => Box::pin(self.rls(request, &peer)).await,
+            Door::Check => Box::pin(self.check(request, &peer)).await,
+        }
     }
 
     fn not_entered(&self, fault: EntryFault) {
@@ -378,7 +418,7 @@ async fn before<F: Future>(ends_at: Option<Instant>, future: Pin<&mut F>) -> Opt
 }
 
 /// What became of a request, in one word.
-fn answer(verdict: &Verdict<'_>) -> Answer {
+pub(super) fn answer(verdict: &Verdict<'_>) -> Answer {
     match &verdict.outcome {
         Outcome::Forward if verdict.degraded => Answer::Degraded,
         Outcome::Forward if !verdict.delay.is_zero() => Answer::Delayed,
@@ -413,7 +453,7 @@ fn hint_at_trusted_proxies(peer: &Peer, table: &PolicyTable) {
 }
 
 /// What is still wanted of a request that is given away.
-struct Asked {
+pub(super) struct Asked {
     method: Method,
     target: Target,
     client: Client,

@@ -126,7 +126,10 @@ impl Log<'_> {
             | KeyPart::Path(_)
             | KeyPart::Method
             | KeyPart::WholePath
-            | KeyPart::Const(_) => true,
+            | KeyPart::Const(_)
+            // A log has requests: such a policy matches none.
+            | KeyPart::Entry(_)
+            | KeyPart::Descriptor => true,
         }
     }
 

@@ -149,6 +149,7 @@ impl<'t> Judge<'t> {
             client_ip: client.ip,
             token: &token,
             client_cert: None,
+            descriptor: None,
         };
         self.decide(&facts, now_us, request.took_us)
     }

@@ -58,6 +58,30 @@ pub enum Source {
     Degraded,
 }
 
+/// What a call of the rate-limit service was answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    Ok,
+    OverLimit,
+    /// The store gave no answer.
+    Unavailable,
+    /// It could not be read, or asks for what there isn't.
+    Invalid,
+}
+
+impl Call {
+    const ALL: [Self; 4] = [Self::Ok, Self::OverLimit, Self::Unavailable, Self::Invalid];
+
+    fn word(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::OverLimit => "over_limit",
+            Self::Unavailable => "unavailable",
+            Self::Invalid => "invalid",
+        }
+    }
+}
+
 /// Why we ended a client's connection, or one of its streams, before the client did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Closed {
@@ -170,6 +194,8 @@ pub struct Shard {
     /// Who caused the last of them.
     untrusted_peer: Mutex<Option<IpAddr>>,
     tokens_refused: Count,
+    calls: [Count; Call::ALL.len()],
+    descriptors_unmet: Count,
     settlements_lost: Count,
 }
 
@@ -369,6 +395,21 @@ impl Metrics {
             "Requests with a token that was not believed, though a policy asked for a claim.",
         )
         .sample(&[], self.sum(|shard| &shard.tokens_refused));
+        let mut calls = page.family(
+            Kind::Counter,
+            "tidegate_rls_calls",
+            "Calls of the rate-limit service by what they were answered.",
+        );
+        for call in Call::ALL {
+            let count = self.sum_opt(|shard| shard.calls.get(call as usize));
+            calls.sample(&[("result", call.word())], count);
+        }
+        page.family(
+            Kind::Counter,
+            "tidegate_rls_descriptors_unmet",
+            "Descriptors of such calls that no policy is about: they are not limited.",
+        )
+        .sample(&[], self.sum(|shard| &shard.descriptors_unmet));
     }
 
     fn sum(&self, count: impl Fn(&Shard) -> &Count) -> u64 {
@@ -447,6 +488,8 @@ impl Shard {
             untrusted_forwarding: Count::default(),
             untrusted_peer: Mutex::default(),
             tokens_refused: Count::default(),
+            calls: Default::default(),
+            descriptors_unmet: Count::default(),
             settlements_lost: Count::default(),
         }
     }
@@ -525,6 +568,20 @@ impl Shard {
     /// A policy asked for a claim, and the request's token was not believed.
     pub fn token_refused(&self) {
         self.tokens_refused.add(1);
+    }
+
+    /// A call of the rate-limit service was answered.
+    pub fn call(&self, call: Call) {
+        if let Some(count) = self.calls.get(call as usize) {
+            count.add(1);
+        }
+    }
+
+    /// So many descriptors met no policy.
+    pub fn unmet(&self, descriptors: usize) {
+        if descriptors > 0 {
+            self.descriptors_unmet.add(u64::try_from(descriptors).unwrap_or(u64::MAX));
+        }
     }
 
     /// So many times the store was not told what a request took.

@@ -30,6 +30,8 @@ pub(super) struct Around<'a> {
     pub(super) listen: &'a ListenSettings,
     pub(super) upstream: &'a UpstreamSettings,
     pub(super) store: &'a StoreSettings,
+    /// There is a rate-limit service.
+    pub(super) is_called: bool,
 }
 
 /// Warns of everything that is doubtful about policies that are right (those that are off are left out), in file order.

@@ -22,6 +22,12 @@ pub(super) fn look(one: &Placed<'_>, around: &Around<'_>) {
     if one.policy.matcher.is_void() {
         at.warn("match", "no request is ever matched: its `not` takes away all that the rest lets through");
     }
+    if one.policy.matcher.described.is_some() && !around.is_called {
+        at.warn(
+            "match",
+            "never used: nobody can call the rate-limit service; expected [rls] with its address",
+        );
+    }
     if let Some(table) = at.optional_table("match") {
         conditions(&table, &one.policy.matcher);
     }

@@ -67,7 +67,12 @@ pub(super) static POLICY: [Key; 17] = [
         "Takes units from Redis in advance, and hands them out without asking it. \"auto\": as many as the rate of requests suggests. Not with leaky_bucket, concurrency, warm_up, block_for, count_rejected, shards or an estimate.",
     ),
     key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
-    key("on_store_failure", ON_STORE_FAILURE, Optional, "As in [defaults]."),
+    key(
+        "on_store_failure",
+        ON_STORE_FAILURE,
+        Optional,
+        "As in [defaults]. Of policies for calls of the rate-limit service only \"local\" holds, in [defaults] too; else they are answered UNAVAILABLE, and Envoy does what its failure_mode_deny says.",
+    ),
     key("reject", Table(&REJECT), Optional, "Your own answer to refused clients."),
     key(
         "override",
@@ -116,7 +121,7 @@ pub(super) static LEASE: [Key; 2] = [
     ),
 ];
 
-pub(super) static MATCH: [Key; 10] = [
+pub(super) static MATCH: [Key; 12] = [
     key("methods", Texts("methods such as \"GET\""), Default(""), "GET also means HEAD."),
     key(
         "hosts",
@@ -151,11 +156,25 @@ pub(super) static MATCH: [Key; 10] = [
         Optional,
         "Conditions on claims of the request's token: a name, or a JSON pointer such as \"/realm_access/roles\". Of a list, any element may fulfil one. Needs [client.jwt].",
     ),
+    key(
+        "domain",
+        Text("the domain that Envoy's filter names"),
+        Optional,
+        "For calls of the rate-limit service: their domain. With this or descriptors a policy is for such calls only, and nothing else here goes beside them but not.",
+    ),
+    key(
+        "descriptors",
+        Names(ENTRIES),
+        Optional,
+        "For calls of the rate-limit service: the entries that a descriptor has. It must have all of them, in whatever order, and no others. Absent beside domain: any.",
+    ),
     key("not", Table(&MATCH), Optional, "A whole match that must not hold."),
 ];
 
 const TESTS: &str =
     "a table such as { name = \"value\" }, { name = { regex = \"…\" } } or { name = { present = true } }";
+
+const ENTRIES: &str = "a table such as { generic_key = \"api\", remote_address = \"*\" }, where \"*\" is any value, or { name = { regex = \"…\" } }";
 
 /// A condition that isn't just a text.
 pub(in crate::config) static TEST: [Key; 2] = [

@@ -114,6 +114,37 @@ pub(super) static LISTEN_HTTP: [Key; 8] = [
     ),
 ];
 
+pub(super) static RLS: [Key; 4] = [
+    key(
+        "address",
+        ADDRESS,
+        Default("127.0.0.1:8081"),
+        "IP address and port that Envoys connect to, or a Unix socket. Whoever can connect is believed.",
+    ),
+    key("max_connections", whole(1, 1_000_000), Default("1000"), "Connections at a time."),
+    key("max_concurrent_streams", whole(1, 1_000_000), Default("1000"), "Calls at a time on one connection."),
+    key("tls", Table(&LISTEN_TLS), Optional, "TLS with those who call."),
+];
+
+pub(super) static CHECK: [Key; 4] = [
+    key(
+        "address",
+        ADDRESS,
+        Default("127.0.0.1:8082"),
+        "IP address and port that the proxy in front asks, or a Unix socket. Whoever can connect is believed what it says of a request; for the client's address client.trusted_proxies holds as ever.",
+    ),
+    key("max_connections", whole(1, 1_000_000), Default("1000"), "Connections at a time."),
+    key(
+        "refused_status",
+        whole(401, 403),
+        Optional,
+        "Status of all refusals, for nginx, which understands 401 and 403 only. What it would have been stands in X-Tidegate-Status. Absent: 429, 403, 503 and so on, as from the proxy.",
+    ),
+    key("tls", Table(&LISTEN_TLS), Optional, "TLS with those who ask."),
+];
+
+const ADDRESS: Kind = Text("an IP address and port such as \"127.0.0.1:8081\", or \"unix:/path\"");
+
 pub(super) static UPSTREAM: [Key; 12] = [
     key(
         "url",

@@ -98,7 +98,8 @@ impl Proxy {
         self.logged_address("probes listening")
     }
 
-    fn logged_address(&self, message: &str) -> Option<SocketAddr> {
+    /// The address in the line that begins with these words, if it was logged.
+    pub fn logged_address(&self, message: &str) -> Option<SocketAddr> {
         self.process.lines().iter().find_map(|line| {
             let line = LogLine(serde_json::from_str(&line.text).ok()?);
             line.says(message).then(|| line.field("address").parse().unwrap())

@@ -1,0 +1,94 @@
+//! Calls of gRPC that are one message each way: a POST, five bytes before each message, and a status behind the answer
+//! (<https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>).
+
+use super::body::{BodyError, RequestBody, ResponseBody};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header, request};
+use http_body_util::BodyExt;
+use prost::Message;
+
+static STATUS: HeaderName = HeaderName::from_static("grpc-status");
+static MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+const MEDIA_TYPE: &[u8] = b"application/grpc";
+
+/// Whether it is compressed, and its length.
+const PREFIX_BYTES: usize = 5;
+
+/// Why a call fails. The text is public, and ASCII without percent signs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Failure(pub(super) Code, pub(super) &'static str);
+
+/// Those that are used here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Code {
+    Cancelled = 1,
+    InvalidArgument = 3,
+    ResourceExhausted = 8,
+    Unimplemented = 12,
+    Unavailable = 14,
+}
+
+/// What to answer to a request that is no call at all.
+pub(super) fn not_a_call(parts: &request::Parts) -> Option<Response<ResponseBody>> {
+    let kind = parts.headers.get(header::CONTENT_TYPE).map_or(&[][..], HeaderValue::as_bytes);
+    let status = if parts.version != Version::HTTP_2 {
+        StatusCode::HTTP_VERSION_NOT_SUPPORTED
+    } else if parts.method != Method::POST {
+        StatusCode::METHOD_NOT_ALLOWED
+    } else if !kind.starts_with(MEDIA_TYPE) {
+        StatusCode::UNSUPPORTED_MEDIA_TYPE
+    } else {
+        return None;
+    };
+    let mut response = Response::new(ResponseBody::Full("gRPC over HTTP/2 only\n".into()));
+    *response.status_mut() = status;
+    Some(response)
+}
+
+/// The message of a call.
+pub(super) async fn read<M: Message + Default>(body: RequestBody) -> Result<M, Failure> {
+    let mut bytes = match body.collect().await {
+        Ok(body) => body.to_bytes(),
+        Err(BodyError::TooLarge) => return Err(Failure(Code::ResourceExhausted, "the message is too large")),
+        Err(_) => return Err(Failure(Code::Cancelled, "the message broke off")),
+    };
+    if bytes.len() < PREFIX_BYTES {
+        return Err(Failure(Code::InvalidArgument, "there is no message"));
+    }
+    if bytes.get_u8() != 0 {
+        return Err(Failure(Code::Unimplemented, "compressed messages are not supported"));
+    }
+    if usize::try_from(bytes.get_u32()) != Ok(bytes.len()) {
+        return Err(Failure(Code::InvalidArgument, "a call has one message, whose length stands before it"));
+    }
+    M::decode(bytes).map_err(|_undecodable| Failure(Code::InvalidArgument, "the message cannot be read"))
+}
+
+/// A message as it is sent.
+pub(super) fn framed(message: &impl Message) -> Bytes {
+    let length = message.encoded_len();
+    let mut bytes = BytesMut::with_capacity(PREFIX_BYTES + length);
+    bytes.put_u8(0);
+    bytes.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
+    message.encode_raw(&mut bytes);
+    bytes.freeze()
+}
+
+/// The answer to a call.
+pub(super) fn reply(answer: Result<Bytes, Failure>) -> Response<ResponseBody> {
+    let mut response = Response::new(ResponseBody::Empty);
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    match answer {
+        Ok(message) => {
+            let trailers = HeaderMap::from_iter([(STATUS.clone(), HeaderValue::from_static("0"))]);
+            *response.body_mut() = ResponseBody::Message(message, Some(trailers));
+        }
+        // Without a message, what follows it stands in the head.
+        Err(Failure(code, why)) => {
+            let headers = response.headers_mut();
+            headers.insert(&STATUS, HeaderValue::from(code as u16));
+            headers.insert(&MESSAGE, HeaderValue::from_static(why));
+        }
+    }
+    response
+}

