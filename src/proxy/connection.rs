@@ -4,7 +4,7 @@ mod handover;
 mod streams;
 
 use bytes::Bytes;
-use http::{Request, Response, StatusCode, Version};
+use http::{HeaderValue, Request, Response, StatusCode, Version, header};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::server::conn::http1::Parts;
@@ -349,6 +349,13 @@ fn answer<H: Handler>(
         });
         let mut response = response.await;
         turn.active.watch().budget().earn();
+        if !multiplexed
+            && turn.active.watch().is_leaving()
+            && response.status() != StatusCode::SWITCHING_PROTOCOLS
+        {
+            // Before hyper knows: it is told only when there is surely nothing more to come.
+            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
         if let (Some(tunnel), Some(client)) = (response.body_mut().take_tunnel(), upgrade) {
             handover.put(Switched::new(tunnel, client, turn.active.clone()));
         }

@@ -175,24 +175,20 @@ impl Upstream {
             }
             let reused = connection.is_reused();
             let is_shared = matches!(connection.wire, Wire::Http2(_));
-            if reused && !is_shared && !may_repeat {
-                // What is sent to somebody who has left is lost. The kernel may know of that, and the runtime asks it
-                // before this goes on.
-                yield_now().await;
-            }
             let copy = (is_shared || reused && may_repeat).then(|| Again::of(&request));
             match is_shared {
                 // It may say that it has not looked at the request, also when the body has been sent.
                 true => request.body().keep(),
                 false => request.body().forget(),
             }
-            let (failure, error) = match self.exchange(connection, request, sent, interim).await {
-                Ok(response) => {
-                    copy.inspect(|copy| copy.body.forget());
-                    return Ok(response);
-                }
-                Err(failed) => failed,
-            };
+            let (failure, error) =
+                match self.exchange(connection, request, sent, interim, reused && !may_repeat).await {
+                    Ok(response) => {
+                        copy.inspect(|copy| copy.body.forget());
+                        return Ok(response);
+                    }
+                    Err(failed) => failed,
+                };
             (request, connection) = match (failure, copy) {
                 (Failure::Unsent(unsent), copy) if reused || connects_left > 0 => {
                     connects_left -= u32::from(!reused);
@@ -251,16 +247,22 @@ impl Upstream {
         Ok(connection)
     }
 
+    /// `looks_first`: what is sent to somebody who has left is lost. The kernel may know of that, and the runtime asks
+    /// it before this goes on.
     async fn exchange(
         &self,
         mut connection: Box<Connection>,
         mut request: Request<RequestBody>,
         sent: Instant,
         interim: &mut Interim,
+        looks_first: bool,
     ) -> Result<Response<ResponseBody>, (Failure, UpstreamError)> {
         let Wire::Http1(http1) = &mut connection.wire else {
             return Box::pin(self.exchange_http2(connection, request, sent, interim)).await;
         };
+        if looks_first {
+            yield_now().await;
+        }
         let early = Arc::clone(&http1.early);
         early.listen(&mut request);
         let progress = request.body().progress();

@@ -71,6 +71,8 @@ pub(super) struct Watch {
     /// In this turn, the client did its part: see [`Watch::excuse`].
     excused: Cell<bool>,
     drain: Cell<bool>,
+    /// It was asked to end.
+    leaving: Cell<bool>,
     budget: Budget,
     counts: Option<Arc<Shard>>,
     /// The task that drives the connection.
@@ -104,6 +106,7 @@ impl Watch {
             ends_by_close: Cell::new(false),
             excused: Cell::new(false),
             drain: Cell::new(false),
+            leaving: Cell::new(false),
             budget: Budget::new(now),
             counts,
             driver: RefCell::new(None),
@@ -182,7 +185,13 @@ impl Watch {
     /// Asks the connection to end as soon as what it is doing is done.
     pub(super) fn drain(&self) {
         self.drain.set(true);
+        self.leaving.set(true);
         self.wake_driver();
+    }
+
+    /// Whether [`Watch::drain`] was called: the next answer is the last one.
+    pub(super) fn is_leaving(&self) -> bool {
+        self.leaving.get()
     }
 
     /// Whether [`Watch::drain`] was called, and nobody has taken notice of it.
