@@ -63,7 +63,7 @@ impl Service {
         let inbound = match self.read(&mut parts, peer, table, style) {
             Ok(inbound) => inbound,
             Err(reply) => {
-                let reply = self.turn_away(&parts, RequestBody::default(), peer, reply, arrived);
+                let reply = self.turn_away(&parts, RequestBody::default(), peer, *reply, arrived);
                 return self.as_asked(reply);
             }
         };

@@ -218,7 +218,7 @@ fn current_limit(reported: &Reported<'_>) -> response::RateLimit {
     let units = [Unit::Day, Unit::Hour, Unit::Minute, Unit::Second];
     let fitting = units.into_iter().find_map(|unit| {
         let unit_us = period_s(unit)? * SECOND_US;
-        (limit.per_us % unit_us == 0).then_some((unit, limit.per_us / unit_us))
+        limit.per_us.is_multiple_of(unit_us).then_some((unit, limit.per_us / unit_us))
     });
     let (unit, times) = fitting.unwrap_or((Unit::Unknown, 1));
     let times = u32::try_from(times).ok().filter(|times| *times > 1);

@@ -87,7 +87,7 @@ impl Service {
         // 1. Only what front and back read alike gets further.
         let inbound = match self.read(&mut parts, peer, table, style) {
             Ok(inbound) => inbound,
-            Err(reply) => return self.turn_away(&parts, body, peer, reply, arrived),
+            Err(reply) => return self.turn_away(&parts, body, peer, *reply, arrived),
         };
 
         let said = Context::of(&parts.headers);
@@ -181,7 +181,7 @@ impl Service {
         match response.body_mut() {
             ResponseBody::Upstream(body) => body.record(asked.recording.take()),
             ResponseBody::Tunnel(tunnel) => tunnel.record(asked.recording.take()),
-            ResponseBody::Empty | ResponseBody::Full(_) => {}
+            ResponseBody::Empty | ResponseBody::Full(_) | ResponseBody::Message(..) => {}
         }
         response
     }
@@ -193,16 +193,16 @@ impl Service {
         peer: &Peer,
         table: &PolicyTable,
         style: Style<'_>,
-    ) -> Result<Inbound, Response<Bytes>> {
+    ) -> Result<Inbound, Box<Response<Bytes>>> {
         if has_more_headers(&parts.headers, self.max_headers) {
-            return Err(replies::local(Local::TooManyHeaders, style));
+            return Err(replies::local(Local::TooManyHeaders, style).into());
         }
         let inbound = Inbound::read(parts, peer.addr.ip(), table).map_err(|fault| {
             tracing::debug!(%fault, peer = %peer.addr, "request refused at the gate");
             replies::inbound_fault(fault, style)
         })?;
         if self.max_body_bytes.is_some_and(|most| inbound.target.content_length > Some(most)) {
-            return Err(replies::local(Local::BodyTooLarge, style));
+            return Err(replies::local(Local::BodyTooLarge, style).into());
         }
         if table.overhears(&inbound.client, &parts.headers) {
             self.shard.forwarding_not_trusted(peer.addr.ip().to_canonical());

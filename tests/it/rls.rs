@@ -161,7 +161,7 @@ async fn hits_are_what_a_call_says_and_a_descriptor_says_it_better() {
     let config = USER.replace("requests = 2", "requests = 10");
     let mut service = Service::start(&format!("{RLS}{config}cost = 2\n")).await;
     let ann = of(&[("user", "ann")]);
-    let of_call = RateLimitRequest { hits_addend: 2, ..asked(&[ann.clone()]) };
+    let of_call = RateLimitRequest { hits_addend: 2, ..asked(std::slice::from_ref(&ann)) };
     assert_eq!(service.ask(of_call.clone()).await.unwrap().statuses[0].limit_remaining, 6);
     let of_descriptor = RateLimitRequest { descriptors: vec![hits(&ann, 3)], ..of_call.clone() };
     assert_eq!(service.ask(of_descriptor).await.unwrap().statuses[0].limit_remaining, 0);
@@ -266,7 +266,7 @@ async fn what_is_no_proper_call_is_refused() {
     let ann = of(&[("user", "ann")]);
     let negative = RateLimitDescriptor { is_negative_hits: true, ..ann.clone() };
     for wrong in [
-        RateLimitRequest { domain: String::new(), ..asked(&[ann.clone()]) },
+        RateLimitRequest { domain: String::new(), ..asked(std::slice::from_ref(&ann)) },
         asked(&[]),
         asked(&[negative]),
         asked(&vec![ann.clone(); 65]),
@@ -329,7 +329,7 @@ async fn without_its_store_it_is_unavailable_unless_a_policy_goes_on() {
     let (ann, path) = (of(&[("user", "ann")]), of(&[("path", "/")]));
     assert_eq!(service.codes(&ann, 1).await, [Is::Ok]);
     redis.kill();
-    let away = service.ask(asked(&[ann.clone()])).await.unwrap_err();
+    let away = service.ask(asked(std::slice::from_ref(&ann))).await.unwrap_err();
     assert_eq!((away.code(), away.message()), (Code::Unavailable, "the store gave no answer"));
     assert_eq!(service.codes(&path, 3).await, [Is::Ok, Is::Ok, Is::OverLimit]);
     // One that can't be decided is enough.
@@ -338,7 +338,7 @@ async fn without_its_store_it_is_unavailable_unless_a_policy_goes_on() {
     assert_eq!(service.proxy.metric("tidegate_rls_calls_total{result=\"unavailable\"}").await, 2.0);
     redis.restart_aside().await;
     let deadline = Instant::now() + SOON;
-    while service.ask(asked(&[ann.clone()])).await.is_err() {
+    while service.ask(asked(std::slice::from_ref(&ann))).await.is_err() {
         assert!(Instant::now() < deadline, "{}", service.proxy.log());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }

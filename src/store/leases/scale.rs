@@ -242,7 +242,7 @@ struct Planned {
 enum Event {
     Request { sidecar: usize },
     Asks { sidecar: usize, cost: u64, wanted: u64, sent: Instant },
-    Hears { sidecar: usize, cost: u64, wanted: u64, sent: Instant, decision: Decision },
+    Hears { sidecar: usize, cost: u64, wanted: u64, sent: Instant, decision: Box<Decision> },
     Looks { sidecar: usize },
     GivesBack { returns: Vec<Return> },
 }
@@ -321,7 +321,7 @@ impl World {
             }
             Event::Asks { sidecar, cost, wanted, sent } => {
                 self.hands.set_us(self.now_us);
-                let decision = self.memory.decide(&[self.charge(cost, wanted)]);
+                let decision = Box::new(self.memory.decide(&[self.charge(cost, wanted)]));
                 if cost > 0 && decision.admitted {
                     self.admit();
                 }
