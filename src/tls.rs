@@ -6,7 +6,7 @@ mod server;
 
 pub use certificate::{Certificate, Subject};
 pub use client::ClientTls;
-pub use server::{ClientAuth, Current, IdentityError, ServerIdentity, ServerTls};
+pub use server::{ClientAuth, Clients, Current, IdentityError, RevocationLists, ServerIdentity, ServerTls};
 
 use std::sync::Arc;
 use tokio_rustls::rustls::crypto::aws_lc_rs;

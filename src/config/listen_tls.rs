@@ -3,7 +3,7 @@
 use super::cursor::Cursor;
 use super::input::Input;
 use crate::clock;
-use crate::tls::{ClientAuth, IdentityError, ServerIdentity, ServerTls};
+use crate::tls::{ClientAuth, Clients, IdentityError, RevocationLists, ServerIdentity, ServerTls};
 use std::path::Path;
 
 const DAY_S: u64 = 86_400;
@@ -31,12 +31,21 @@ pub(super) fn server(input: &Input, at: &Cursor<'_>) -> Option<ServerTls> {
         _ => {}
     }
     let client_ca = client_ca.and_then(|_| pem(input, at, "client_ca"));
+    let client_crl = at.text("client_crl").filter(|path| !path.is_empty());
+    if client_crl.is_some() && auth == ClientAuth::None {
+        at.warn("client_crl", "clients are asked for no certificate, so there is none to be found in it");
+    }
+    let client_crl = match client_crl {
+        Some(_) => Some(revoked(at, &pem(input, at, "client_crl")?)?),
+        None => None,
+    };
     // All of them have been read by now, and what is wrong was said.
     let identities = identities.into_iter().collect::<Option<Vec<_>>>()?;
     if auth != ClientAuth::None && client_ca.is_none() {
         return None;
     }
-    let server = ServerTls::new(identities, client_ca.as_deref(), auth);
+    let clients = Clients { auth, ca: client_ca, crl: client_crl };
+    let server = ServerTls::new(identities, &clients);
     server.map_err(|reason| at.fail("client_ca", &format!("in the file: {reason}"))).ok()
 }
 
@@ -62,6 +71,16 @@ fn identity(input: &Input, at: &Cursor<'_>) -> Option<(String, ServerIdentity)> 
     };
     at.fail(field, &format!("in the file: {reason}"));
     None
+}
+
+/// What says which certificates are revoked. What is out of date turns everybody away, sooner or later.
+fn revoked(at: &Cursor<'_>, pem: &[u8]) -> Option<RevocationLists> {
+    let lists = RevocationLists::read(pem);
+    let lists = lists.map_err(|reason| at.fail("client_crl", &format!("in the file: {reason}"))).ok()?;
+    if lists.expiry.is_some_and(|expiry| expiry < clock::unix_s()) {
+        at.warn("client_crl", "a list in it is out of date: whose issuer it is of is refused");
+    }
+    Some(lists)
 }
 
 /// What is over, or not begun, may be what somebody has at hand: it is shown all the same.

@@ -89,7 +89,7 @@ pub enum TlsFault {
     NoProtocol,
     /// The client's certificate is missing.
     NoCertificate,
-    /// The client's certificate is none of ours to trust, or over.
+    /// The client's certificate is none of ours to trust, over, or revoked.
     BadCertificate,
     /// The client refused: it does not trust us, for instance.
     Refused,
@@ -177,7 +177,7 @@ impl TlsFault {
             TlsError::PeerIncompatible(_) => Self::Incompatible,
             TlsError::NoApplicationProtocol => Self::NoProtocol,
             TlsError::NoCertificatesPresented => Self::NoCertificate,
-            TlsError::InvalidCertificate(_) => Self::BadCertificate,
+            TlsError::InvalidCertificate(_) | TlsError::InvalidCertRevocationList(_) => Self::BadCertificate,
             TlsError::AlertReceived(_) => Self::Refused,
             _ => Self::Other,
         })

@@ -4,6 +4,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::FromDer;
+use x509_parser::revocation_list::CertificateRevocationList;
 use x509_parser::time::ASN1Time;
 
 /// The names and the validity of one certificate.
@@ -50,6 +51,15 @@ impl Certificate {
             valid: (since_epoch(valid.not_before), since_epoch(valid.not_after)),
         })
     }
+}
+
+/// When a list of revoked certificates should have been replaced, in seconds since the Unix epoch, if it says so.
+///
+/// # Errors
+/// Words that say what is wrong with it.
+pub(super) fn next_update(der: &[u8]) -> Result<Option<u64>, String> {
+    let (_, list) = CertificateRevocationList::from_der(der).map_err(|error| error.to_string())?;
+    Ok(list.next_update().map(since_epoch))
 }
 
 /// Nobody cares how long before 1970.

@@ -1,12 +1,14 @@
 //! TLS towards clients: which certificates we show, and which of theirs we ask for.
 
-use super::certificate::Certificate;
+use super::certificate::{self, Certificate};
 use super::{certificates, private_key};
 use arc_swap::ArcSwapOption;
 use sha2::{Digest, Sha256};
 use std::fmt;
 use std::sync::Arc;
 use tokio_rustls::rustls::crypto::aws_lc_rs::{self, Ticketer};
+use tokio_rustls::rustls::pki_types::CertificateRevocationListDer;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::server::{ClientHello, NoClientAuth, ResolvesServerCert, WebPkiClientVerifier};
 use tokio_rustls::rustls::sign::CertifiedKey;
 use tokio_rustls::rustls::{Error, ServerConfig};
@@ -20,6 +22,24 @@ pub enum ClientAuth {
     Optional,
     /// A certificate.
     Require,
+}
+
+/// Which certificates of clients are believed.
+#[derive(Debug)]
+pub struct Clients {
+    pub auth: ClientAuth,
+    /// What has to stand behind them: PEM; needed unless `auth` is [`ClientAuth::None`].
+    pub ca: Option<Vec<u8>>,
+    /// What is not believed any more. `None`: nobody says so.
+    pub crl: Option<RevocationLists>,
+}
+
+/// Lists of certificates that their issuers have revoked.
+#[derive(Debug)]
+pub struct RevocationLists {
+    lists: Vec<CertificateRevocationListDer<'static>>,
+    /// The earliest time at which one should have been replaced, in seconds since the Unix epoch.
+    pub expiry: Option<u64>,
 }
 
 /// What holds for new connections, replaced by a reload. `None`: cleartext.
@@ -103,26 +123,40 @@ impl fmt::Debug for ServerIdentity {
     }
 }
 
+impl RevocationLists {
+    /// # Errors
+    /// Words that say what is wrong with the PEM text.
+    pub fn read(pem: &[u8]) -> Result<Self, String> {
+        let lists: Result<Vec<_>, _> = CertificateRevocationListDer::pem_slice_iter(pem).collect();
+        let lists = lists.map_err(|error| error.to_string())?;
+        if lists.is_empty() {
+            return Err("there is no PEM list of revoked certificates in it".to_owned());
+        }
+        let mut expiry = None;
+        for list in &lists {
+            let end = certificate::next_update(list)?;
+            expiry = [expiry, end].into_iter().flatten().min();
+        }
+        Ok(Self { lists, expiry })
+    }
+}
+
 impl ServerTls {
     /// `identities`: where each comes from, and what it is; the first is for clients that name no other.
-    /// `client_ca`: PEM; needed unless `auth` is [`ClientAuth::None`].
     ///
     /// # Errors
-    /// Words that say what is wrong with `client_ca`.
-    pub fn new(
-        identities: Vec<(String, ServerIdentity)>,
-        client_ca: Option<&[u8]>,
-        auth: ClientAuth,
-    ) -> Result<Self, String> {
+    /// Words that say what is wrong with the CA.
+    pub fn new(identities: Vec<(String, ServerIdentity)>, clients: &Clients) -> Result<Self, String> {
         let mut hash = Sha256::new();
         for (_, identity) in &identities {
             hash.update(identity.digest);
         }
-        hash.update([auth as u8]);
-        hash.update(digest([client_ca.unwrap_or_default()]));
+        hash.update([clients.auth as u8]);
+        hash.update(digest([clients.ca.as_deref().unwrap_or_default()]));
+        hash.update(digest(clients.crl.iter().flat_map(|crl| &crl.lists).map(AsRef::as_ref)));
         let expiries = identities.iter().map(|(name, identity)| (name.clone(), identity.expiry)).collect();
         let shown = Arc::new(Shown(identities.into_iter().map(|(_, identity)| identity).collect()));
-        let config = config(shown, client_ca, auth)?;
+        let config = config(shown, clients)?;
         Ok(Self { config: Arc::new(config), expiries, digest: hash.finalize().into() })
     }
 
@@ -151,9 +185,9 @@ impl fmt::Debug for ServerTls {
 
 /// Each has its own key for tickets: a session that was begun under other rules is not resumed under these, as a
 /// resumption does not look at certificates again.
-fn config(shown: Arc<Shown>, client_ca: Option<&[u8]>, auth: ClientAuth) -> Result<ServerConfig, String> {
+fn config(shown: Arc<Shown>, clients: &Clients) -> Result<ServerConfig, String> {
     let provider = Arc::new(aws_lc_rs::default_provider());
-    let verifier = match (auth, client_ca) {
+    let verifier = match (clients.auth, &clients.ca) {
         (ClientAuth::None, _) => Arc::new(NoClientAuth),
         (_, None) => return Err("there is no CA to check clients' certificates against".to_owned()),
         (auth, Some(pem)) => {
@@ -161,6 +195,10 @@ fn config(shown: Arc<Shown>, client_ca: Option<&[u8]>, auth: ClientAuth) -> Resu
                 WebPkiClientVerifier::builder_with_provider(super::roots(pem)?.into(), Arc::clone(&provider));
             let builder =
                 if auth == ClientAuth::Optional { builder.allow_unauthenticated() } else { builder };
+            let builder = match &clients.crl {
+                Some(crl) => builder.with_crls(crl.lists.iter().cloned()).enforce_revocation_expiration(),
+                None => builder,
+            };
             builder.build().map_err(|error| error.to_string())?
         }
     };

@@ -8,7 +8,7 @@ use crate::support::{SOON, eventually, noise};
 use hyper::ext::Protocol;
 use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
-use rcgen::{CertificateParams, SanType, date_time_ymd};
+use rcgen::{CertificateParams, SanType, SerialNumber, date_time_ymd};
 use std::fs;
 use std::net::SocketAddr;
 use std::os::unix::fs::symlink;
@@ -395,6 +395,54 @@ async fn no_session_is_resumed_with_a_certificate_that_is_over() {
     }
     assert!(is_resumed, "until then, it was");
     until_failed(&proxy, "bad_certificate", 1).await;
+}
+
+#[tokio::test]
+async fn who_is_revoked_is_refused_as_soon_as_a_list_says_so() {
+    let ca = authority();
+    for (file, serial) in [("ann", 7), ("bob", 8)] {
+        let mut params = client_certificate(file, Vec::new());
+        params.serial_number = Some(SerialNumber::from(serial));
+        ca.sign_as(file, params);
+    }
+    ca.revoke("crl.pem", &[7], 2100);
+    let clients = format!(
+        "client_ca = {:?}\nclient_auth = 'require'\nclient_crl = {:?}\n",
+        ca.text("ca.pem"),
+        ca.text("crl.pem")
+    );
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&with_a(&ca, &clients), upstream.address).await;
+    let [ann, bob] = ["ann", "bob"].map(|file| TlsClient::with_certificate(&ca, &ca, file));
+    refuses(&proxy, &ann, "bad_certificate").await;
+    let mut stream = bob.http1(proxy.address, "a.example").await;
+    assert_eq!(stream.send(GET).await.reply().await.status, 200);
+    let changes = async |serials: &[u64], until| {
+        let mark = proxy.log_mark();
+        ca.revoke("crl.pem", serials, until);
+        proxy.wait_for_log("a reload", mark, SOON, |line| line.says("new certificates")).await;
+    };
+    changes(&[7, 8], 2100).await;
+    // Also as one who has a session to resume.
+    refuses(&proxy, &bob, "bad_certificate").await;
+    changes(&[8], 2100).await;
+    let mut stream = ann.http1(proxy.address, "a.example").await;
+    assert_eq!(stream.send(GET).await.reply().await.status, 200);
+    // Of a list that is out of date nobody knows who is missing in it.
+    changes(&[], 2025).await;
+    refuses(&proxy, &ann, "bad_certificate").await;
+    // Nor of one by somebody else.
+    let mark = proxy.log_mark();
+    let other = authority();
+    other.revoke("crl.pem", &[], 2100);
+    fs::copy(other.path("crl.pem"), ca.path("crl.pem")).unwrap();
+    proxy.wait_for_log("a reload", mark, SOON, |line| line.says("new certificates")).await;
+    refuses(&proxy, &ann, "bad_certificate").await;
+    // What is no list changes nothing.
+    let mark = proxy.log_mark();
+    fs::copy(ca.path("ca.pem"), ca.path("crl.pem")).unwrap();
+    proxy.wait_for_log("an error", mark, SOON, |line| line.says("the new configuration is wrong")).await;
+    refuses(&proxy, &ann, "bad_certificate").await;
 }
 
 #[tokio::test]

@@ -37,7 +37,7 @@ pub(super) static LISTEN: [Key; 7] = [
     key("http", Table(&LISTEN_HTTP), Optional, "Bounds on what a client may send, and how slowly."),
 ];
 
-pub(super) static LISTEN_TLS: [Key; 5] = [
+pub(super) static LISTEN_TLS: [Key; 6] = [
     key(
         "cert",
         PEM,
@@ -50,6 +50,12 @@ pub(super) static LISTEN_TLS: [Key; 5] = [
         PEM,
         Optional,
         "Certificates that have to stand behind those of clients. Needed unless client_auth is \"none\".",
+    ),
+    key(
+        "client_crl",
+        PEM,
+        Optional,
+        "Lists of revoked certificates (CRLs), one of every issuer that a client's certificate may have, all in one file. A certificate of an issuer without a list, or with one that is out of date, is refused.",
     ),
     key(
         "client_auth",

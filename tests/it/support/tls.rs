@@ -2,7 +2,10 @@
 
 use super::SOON;
 use super::client::{RawClient, Wire};
-use rcgen::{BasicConstraints, CertificateParams, DistinguishedName, DnType, IsCa, Issuer, KeyPair};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, DistinguishedName, DnType, IsCa,
+    Issuer, KeyIdMethod, KeyPair, RevokedCertParams, SerialNumber, date_time_ymd,
+};
 use std::fs;
 use std::io;
 use std::net::SocketAddr;
@@ -46,6 +49,25 @@ impl Authority {
         fs::write(self.path(&format!("{file}.pem")), params.signed_by(&key, &self.issuer).unwrap().pem())
             .unwrap();
         fs::write(self.path(&format!("{file}.key")), key.serialize_pem()).unwrap();
+    }
+
+    /// Makes `file`: a list, good until the end of a year, of the certificates with these numbers.
+    pub fn revoke(&self, file: &str, serials: &[u64], until: i32) {
+        let revoked_certs = serials.iter().map(|serial| RevokedCertParams {
+            serial_number: SerialNumber::from(*serial),
+            revocation_time: date_time_ymd(2026, 1, 1),
+            reason_code: None,
+            invalidity_date: None,
+        });
+        let list = CertificateRevocationListParams {
+            this_update: date_time_ymd(2020, 1, 1),
+            next_update: date_time_ymd(until, 12, 31),
+            crl_number: SerialNumber::from(1),
+            issuing_distribution_point: None,
+            revoked_certs: revoked_certs.collect(),
+            key_identifier_method: KeyIdMethod::Sha256,
+        };
+        fs::write(self.path(file), list.signed_by(&self.issuer).unwrap().pem().unwrap()).unwrap();
     }
 
     /// A server with the certificate of `file`, that offers `protocols`, and asks clients for a certificate signed by
