@@ -56,7 +56,7 @@ impl Service {
     async fn codes(&mut self, descriptor: &RateLimitDescriptor, times: usize) -> Vec<Is> {
         let mut codes = Vec::new();
         for _ in 0..times {
-            codes.push(self.ask(asked(std::slice::from_ref(descriptor))).await.unwrap().overall_code());
+            codes.push(self.ask(about(descriptor)).await.unwrap().overall_code());
         }
         codes
     }
@@ -90,6 +90,10 @@ fn hits(descriptor: &RateLimitDescriptor, value: u64) -> RateLimitDescriptor {
 
 fn asked(descriptors: &[RateLimitDescriptor]) -> RateLimitRequest {
     RateLimitRequest { domain: "edge".into(), descriptors: descriptors.to_vec(), hits_addend: 0 }
+}
+
+fn about(descriptor: &RateLimitDescriptor) -> RateLimitRequest {
+    asked(std::slice::from_ref(descriptor))
 }
 
 fn header<'a>(answer: &'a RateLimitResponse, name: &str) -> Option<&'a str> {
@@ -161,7 +165,7 @@ async fn hits_are_what_a_call_says_and_a_descriptor_says_it_better() {
     let config = USER.replace("requests = 2", "requests = 10");
     let mut service = Service::start(&format!("{RLS}{config}cost = 2\n")).await;
     let ann = of(&[("user", "ann")]);
-    let of_call = RateLimitRequest { hits_addend: 2, ..asked(std::slice::from_ref(&ann)) };
+    let of_call = RateLimitRequest { hits_addend: 2, ..about(&ann) };
     assert_eq!(service.ask(of_call.clone()).await.unwrap().statuses[0].limit_remaining, 6);
     let of_descriptor = RateLimitRequest { descriptors: vec![hits(&ann, 3)], ..of_call.clone() };
     assert_eq!(service.ask(of_descriptor).await.unwrap().statuses[0].limit_remaining, 0);
@@ -226,12 +230,12 @@ async fn a_descriptor_may_bring_its_limit_along() {
         limit: Some(RateLimitOverride { requests_per_unit, unit: unit.into() }),
         ..of(&[("user", user)])
     };
-    let five = bringing("ann", 5, Unit::Minute);
+    let five = bringing("ann", 5, Unit::Hour);
     let codes = service.codes(&five, 6).await;
     assert_eq!(codes, [Is::Ok, Is::Ok, Is::Ok, Is::Ok, Is::Ok, Is::OverLimit]);
     let answer = service.ask(asked(&[five])).await.unwrap();
     let limit = status(&answer).current_limit.clone().unwrap();
-    assert_eq!((limit.requests_per_unit, limit.unit(), limit.name.as_str()), (5, Unit::Minute, "user"));
+    assert_eq!((limit.requests_per_unit, limit.unit(), limit.name.as_str()), (5, Unit::Hour, "user"));
     // Its counter is its own.
     assert_eq!(service.codes(&of(&[("user", "ann")]), 3).await, [Is::Ok, Is::Ok, Is::OverLimit]);
     assert_eq!(service.codes(&bringing("bob", 0, Unit::Day), 1).await, [Is::OverLimit]);
@@ -266,7 +270,7 @@ async fn what_is_no_proper_call_is_refused() {
     let ann = of(&[("user", "ann")]);
     let negative = RateLimitDescriptor { is_negative_hits: true, ..ann.clone() };
     for wrong in [
-        RateLimitRequest { domain: String::new(), ..asked(std::slice::from_ref(&ann)) },
+        RateLimitRequest { domain: String::new(), ..about(&ann) },
         asked(&[]),
         asked(&[negative]),
         asked(&vec![ann.clone(); 65]),
@@ -329,7 +333,7 @@ async fn without_its_store_it_is_unavailable_unless_a_policy_goes_on() {
     let (ann, path) = (of(&[("user", "ann")]), of(&[("path", "/")]));
     assert_eq!(service.codes(&ann, 1).await, [Is::Ok]);
     redis.kill();
-    let away = service.ask(asked(std::slice::from_ref(&ann))).await.unwrap_err();
+    let away = service.ask(about(&ann)).await.unwrap_err();
     assert_eq!((away.code(), away.message()), (Code::Unavailable, "the store gave no answer"));
     assert_eq!(service.codes(&path, 3).await, [Is::Ok, Is::Ok, Is::OverLimit]);
     // One that can't be decided is enough.
@@ -338,7 +342,7 @@ async fn without_its_store_it_is_unavailable_unless_a_policy_goes_on() {
     assert_eq!(service.proxy.metric("tidegate_rls_calls_total{result=\"unavailable\"}").await, 2.0);
     redis.restart_aside().await;
     let deadline = Instant::now() + SOON;
-    while service.ask(asked(std::slice::from_ref(&ann))).await.is_err() {
+    while service.ask(about(&ann)).await.is_err() {
         assert!(Instant::now() < deadline, "{}", service.proxy.log());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
