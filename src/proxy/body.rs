@@ -77,7 +77,7 @@ pub(super) struct BodyLimits {
 }
 
 /// The body of a request as it comes from the client. Dropping it unread makes an HTTP/1 connection
-/// end with its response; see [`RequestBody::discard`].
+/// end with its response, which says so; see [`RequestBody::discard`].
 #[derive(Debug, Default)]
 pub struct RequestBody(Option<Rc<RefCell<Streaming>>>);
 
@@ -149,21 +149,29 @@ impl RequestBody {
         self.0.is_none()
     }
 
-    /// For a request that is answered without its body: reads and forgets a small rest in the
-    /// background, so that the connection can be used again. A client that waits for
-    /// `100 Continue` is not asked to send; an HTTP/2 stream simply ends.
+    /// For a request that is answered without its body: reads and forgets a rest that is known to be small in the
+    /// background, so that the connection can be used again. A client that waits for `100 Continue` is not asked to
+    /// send; an HTTP/2 stream simply ends.
     pub fn discard(self) {
         let Some(body) = self.0 else { return };
         {
-            let mut body = body.borrow_mut();
-            if body.expects_continue || body.multiplexed {
+            let body = body.borrow();
+            let is_small = body.size_hint().upper().is_some_and(|rest| rest <= DISCARD_BYTES);
+            if body.expects_continue || body.multiplexed || !is_small {
                 return;
             }
-            body.limits.max_bytes = Some(body.received.saturating_add(DISCARD_BYTES));
         }
         tokio::task::spawn_local(timeout(DISCARD_TIME, async move {
             while let Some(Ok(_)) = poll_fn(|cx| body.borrow_mut().poll_frame(cx)).await {}
         }));
+    }
+
+    /// The answer is there. If the body is not over yet, nobody may read its rest: an upstream that has answered may
+    /// want no more of it.
+    pub(super) fn outrun(&self) {
+        if let Some(body) = &self.0 {
+            body.borrow().leave_unread();
+        }
     }
 
     /// Where the transfer stands; `None` for no body.
@@ -289,6 +297,13 @@ impl Streaming {
         Ok(frame)
     }
 
+    fn leave_unread(&self) {
+        // The rest of an HTTP/2 stream is in nobody's way.
+        if !self.multiplexed && self.progress.state() != Sending::Over {
+            self.active.watch().set_unread();
+        }
+    }
+
     fn gone(&self, why: String) -> BodyError {
         self.progress.state.set(Sending::ClientGone);
         BodyError::ClientGone(why)
@@ -297,14 +312,10 @@ impl Streaming {
 
 impl Drop for Streaming {
     fn drop(&mut self) {
+        self.leave_unread();
         match self.progress.state() {
-            Sending::Over => return,
             Sending::AwaitsClient | Sending::Moving => self.progress.state.set(Sending::Over),
-            Sending::ClientTimeout | Sending::TooLarge | Sending::ClientGone => {}
-        }
-        // The rest of an HTTP/2 stream is in nobody's way.
-        if !self.multiplexed {
-            self.active.watch().set_unread();
+            Sending::Over | Sending::ClientTimeout | Sending::TooLarge | Sending::ClientGone => {}
         }
     }
 }

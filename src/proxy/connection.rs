@@ -348,12 +348,14 @@ fn answer<H: Handler>(
             answer
         });
         let mut response = response.await;
-        turn.active.watch().budget().earn();
+        let watch = turn.active.watch();
+        watch.budget().earn();
         if !multiplexed
-            && turn.active.watch().is_leaving()
+            && (watch.is_leaving() || watch.is_unread())
             && response.status() != StatusCode::SWITCHING_PROTOCOLS
         {
-            // Before hyper knows: it is told only when there is surely nothing more to come.
+            // Before hyper knows: it is told only when there is surely nothing more to come, and of a body that nobody
+            // reads it learns later. What a client sends after an answer that doesn't say so is lost.
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         if let (Some(tunnel), Some(client)) = (response.body_mut().take_tunnel(), upgrade) {

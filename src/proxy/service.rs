@@ -163,14 +163,22 @@ impl Service {
             });
         }
         let mut response = match answer {
-            Some(Ok(response)) => self.pass_on(response, estimates, version_in, wanted, style),
+            Some(Ok(response)) => {
+                rest.outrun();
+                self.pass_on(response, estimates, version_in, wanted, style)
+            }
             Some(Err(error)) => {
                 if error.kind.is_unsent() {
                     rest.discard();
+                } else {
+                    rest.outrun();
                 }
                 self.not_forwarded(&error, estimates, style)
             }
-            None => replies::local(Local::Overlong, style).map(ResponseBody::Full),
+            None => {
+                rest.outrun();
+                replies::local(Local::Overlong, style).map(ResponseBody::Full)
+            }
         };
         match response.body_mut() {
             ResponseBody::Upstream(body) => body.keep(hold),

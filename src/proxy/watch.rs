@@ -150,6 +150,10 @@ impl Watch {
         self.unread.set(true);
     }
 
+    pub(super) fn is_unread(&self) -> bool {
+        self.unread.get()
+    }
+
     /// The client speaks HTTP/1.0, where a response may end with the connection.
     pub(super) fn set_ends_by_close(&self) {
         self.ends_by_close.set(true);
@@ -413,7 +417,7 @@ impl WatchedSocket {
                     }
                 }
                 Poll::Ready(_) => return Poll::Ready(()),
-                Poll::Pending if !self.watch.unread.get() => return Poll::Ready(()),
+                Poll::Pending if !self.watch.is_unread() => return Poll::Ready(()),
                 Poll::Pending => return linger.alarm.poll(linger.until, cx),
             }
         }

@@ -446,8 +446,23 @@ async fn an_early_answer_ends_the_upload_and_not_the_proxy() {
     let proxy = Proxy::start("", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
     client.send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n").await;
-    assert_eq!(client.reply().await.text(), "early");
+    let early = client.reply().await;
+    assert_eq!((early.text(), early.header("connection")), ("early".to_owned(), Some("close")));
     assert!(client.closes(SOON).await, "the rest of the upload has no reader");
+}
+
+/// A client that isn't told would send its next request into a connection that nobody reads any more.
+#[tokio::test]
+async fn who_has_not_sent_all_when_the_upstream_dies_is_told_that_the_connection_ends() {
+    let upstream = RawUpstream::scripted(|_, mut socket| async move { while !socket.read().await {} }).await;
+    let proxy = Proxy::start("", upstream.address).await;
+    for (sent, told) in [(400_000, Some("close")), (1_000_000, None)] {
+        let mut client = RawClient::connect(proxy.address).await;
+        client.send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n").await;
+        client.send(noise(sent)).await;
+        let broken = client.reply().await;
+        assert_eq!((broken.status, broken.header("connection")), (502, told), "{sent} bytes sent");
+    }
 }
 
 #[tokio::test]

@@ -205,6 +205,23 @@ async fn a_small_rejected_upload_keeps_its_connection() {
 }
 
 #[tokio::test]
+async fn a_client_is_told_that_nobody_reads_the_rest_of_its_upload() {
+    let server = rejecting(&listen());
+    for (head, is_last) in [
+        (&b"content-length: 100000"[..], false),
+        (b"content-length: 1000000", true),
+        (b"transfer-encoding: chunked", true),
+        (b"content-length: 9\r\nexpect: 100-continue", true),
+    ] {
+        let mut client = server.connect().await;
+        client.send(&[b"POST / HTTP/1.1\r\nhost: a\r\n", head, b"\r\n\r\n"].concat()).await;
+        let answer = client.response().await;
+        assert!(answer.starts_with("HTTP/1.1 429"), "{answer}");
+        assert_eq!(answer.contains("connection: close"), is_last, "{}: {answer}", head.escape_ascii());
+    }
+}
+
+#[tokio::test]
 async fn a_rejected_client_is_not_asked_to_continue() {
     let server = rejecting(&listen());
     let mut client = server.connect().await;
