@@ -103,6 +103,7 @@ impl Watched {
             connections: self.load.connections(),
             connections_max: self.max_connections,
             connections_full: self.load.full(),
+            panics: self.load.panics(),
             store_up,
             breaker_open,
             store_errors,

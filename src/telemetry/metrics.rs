@@ -114,6 +114,8 @@ pub struct Observed {
     pub connections_max: usize,
     /// How often there were so many, and new ones had to wait.
     pub connections_full: u64,
+    /// Connections, and requests by HTTP/2, that ended in a bug of ours.
+    pub panics: u64,
     pub store_up: bool,
     pub breaker_open: bool,
     /// Failures of the store so far, by kind.
@@ -374,6 +376,12 @@ impl Metrics {
             "Times that listen.max_connections were open, and new ones had to wait.",
         )
         .sample(&[], observed.connections_full);
+        page.family(
+            Kind::Counter,
+            "tidegate_panics",
+            "Connections, and requests by HTTP/2, that ended in a panic: each is a bug in tidegate.",
+        )
+        .sample(&[], observed.panics);
         let mut closed = page.family(
             Kind::Counter,
             "tidegate_connections_closed",
