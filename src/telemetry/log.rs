@@ -86,7 +86,11 @@ impl Switch {
 /// Sets the log up for the whole process. Only the first call does something.
 pub fn init(settings: &LogSettings) {
     // No colours: with them, escape sequences of our own could not be told from those of strangers.
-    let builder = tracing_subscriber::fmt().with_env_filter(settings.level.filter()).with_ansi(false);
+    // Nor is it told on stderr that stderr can't be written to: that panics, in whatever wanted to log.
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(settings.level.filter())
+        .with_ansi(false)
+        .log_internal_errors(false);
     let writer = Printable { inner: io::stderr, format: settings.format };
     let (switch, result) = match settings.format {
         Format::Json => {

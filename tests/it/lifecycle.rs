@@ -55,6 +55,24 @@ async fn sigterm_with_nothing_to_do_is_quick() {
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
 }
 
+/// As when a container's runtime dies: its pipe is broken, and the standard library's printing would panic.
+#[tokio::test]
+async fn a_log_that_nobody_reads_any_more_is_no_reason_to_fail() {
+    let upstream = Upstream::echo().await;
+    let config = "[log]\naccess = 'all'\n[[policy]]\nname = 'p'\nlimit = { requests = 1, per = '1h' }";
+    let mut proxy = Proxy::start(config, upstream.address).await;
+    proxy.break_log().await;
+    assert_eq!(proxy.statuses("/", 3).await, [200, 429, 429]);
+    proxy.write_config("nonsense");
+    let deadline = Instant::now() + SOON;
+    while proxy.metric("tidegate_config_last_reload_successful").await != 0.0 {
+        assert!(Instant::now() < deadline, "the reload must have failed, and have been logged");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    proxy.sigterm();
+    assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
+}
+
 #[tokio::test]
 async fn sigterm_waits_no_longer_than_grace() {
     let upstream = Upstream::serving(|_| std::future::pending()).await;

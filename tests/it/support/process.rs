@@ -88,7 +88,6 @@ impl Process {
         }
     }
 
-    /// Sends a signal, named as in `kill -TERM`.
     /// The memory that it has, in KiB, as the system counts it.
     pub fn rss_kib(&self) -> u64 {
         let pid = self.child.id().expect("the process has not ended");
@@ -97,6 +96,15 @@ impl Process {
         value.expect("Linux says so").trim().parse().unwrap()
     }
 
+    /// From here on nobody reads what it says: its pipes are broken.
+    pub async fn stop_listening(&mut self) {
+        for reader in &mut self.readers {
+            reader.abort();
+            assert!(reader.await.is_err_and(|end| end.is_cancelled()), "it has ended before");
+        }
+    }
+
+    /// Sends a signal, named as in `kill -TERM`.
     pub fn signal(&self, name: &str) {
         let pid = self.child.id().expect("the process has not ended").to_string();
         let sent = std::process::Command::new("sh")
@@ -110,7 +118,7 @@ impl Process {
         let Ok(status) = timeout(within, self.child.wait()).await else {
             panic!("did not end within {within:?}. It said:\n{}", self.transcript())
         };
-        for reader in &mut self.readers {
+        for reader in self.readers.iter_mut().filter(|reader| !reader.is_finished()) {
             timeout(SOON, reader).await.expect("a dead process closes its pipes").unwrap();
         }
         let text = |stderr| -> String {
