@@ -29,6 +29,7 @@ use super::body::{BodyError, BodyLimits, RequestBody, ResponseBody};
 use super::entrance::Entered;
 use super::interim::Interim;
 use super::server::{Handler, Load, Peer};
+use super::tidy::Tidy;
 use super::watch::{Active, Overdue, Patience, Watch, WatchedSocket};
 use crate::telemetry::metrics::Closed;
 use handover::{Handover, Switched};
@@ -72,18 +73,19 @@ pub(super) struct Protocols {
     http1: http1::Builder,
     settings: ListenSettings,
     load: Load,
+    tidy: Rc<Tidy>,
 }
 
 impl Protocols {
     /// `load`: where panics are counted.
-    pub(super) fn new(settings: &ListenSettings, load: Load) -> Self {
+    pub(super) fn new(settings: &ListenSettings, load: Load, tidy: Rc<Tidy>) -> Self {
         let mut http1 = http1::Builder::new();
         http1.half_close(false).max_header_size(settings.max_header_bytes);
         http1.max_buf_size(settings.max_header_bytes.saturating_add(1).max(MIN_BUFFER_BYTES));
         if settings.max_headers != CHEAP_MAX_HEADERS {
             http1.max_headers(settings.max_headers);
         }
-        Self { http1, settings: settings.clone(), load }
+        Self { http1, settings: settings.clone(), load, tidy }
     }
 
     pub(super) fn patience(&self) -> Patience {
@@ -156,6 +158,7 @@ pub(super) async fn serve<H: Handler>(
         Ok(Sniffed::Nothing) => say_goodbye(&mut socket).await,
         Err(overdue) => part(socket, overdue, &watch, unread).await,
     }
+    protocols.tidy.freed();
 }
 
 /// Serves HTTP/1 to the end of the connection. hyper and its buffers, some 20 KiB, are there only while the client has
@@ -179,7 +182,10 @@ async fn serve_http1<S, F>(
             Box::pin(serve_requests(socket, protocols, &mut driver, requests, handover, &unread)).await;
         driver.watch.set_awake(false);
         match awake {
-            Some(resting) => (socket, requests) = resting,
+            Some(resting) => {
+                (socket, requests) = resting;
+                protocols.tidy.freed();
+            }
             None => return,
         }
         let goes_on = driver.drive(|cx, close| match socket.poll_begin(cx) {

@@ -23,6 +23,7 @@ mod server;
 mod service;
 #[cfg(test)]
 mod tests;
+mod tidy;
 mod transport;
 mod tunnel;
 mod upgrade;

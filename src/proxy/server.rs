@@ -28,6 +28,7 @@ use super::entrance::{Entrance, EntryFault};
 use super::headers::AddressText;
 use super::interim::Interim;
 use super::listener::{Accepting, ListenAddress, Listener, NewSocket};
+use super::tidy::Tidy;
 use super::transport::RawSocket;
 use super::watch::Watch;
 use super::{ListenSettings, ShutdownSettings};
@@ -514,8 +515,9 @@ impl Worker {
                 let cut = runtime.block_on(async {
                     let handler = make_handler(index).await;
                     drop(tell_ready.send(Ok(())));
+                    let tidy = Rc::<Tidy>::default();
                     let ways = entrances.into_iter().map(|(door, entrance, settings)| {
-                        let protocols = Rc::new(Protocols::new(&settings, load.clone()));
+                        let protocols = Rc::new(Protocols::new(&settings, load.clone(), Rc::clone(&tidy)));
                         Way { door, entrance: entrance.into(), protocols }
                     });
                     let cut = work(Rc::clone(&handler), ways.collect(), accepted, cut, &load).await;

@@ -125,6 +125,29 @@ async fn a_connection_without_a_request_takes_little() {
 }
 
 #[tokio::test]
+async fn what_a_burst_took_is_given_back_when_it_is_over() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("[listen]\nthreads = 1", upstream.address).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    let before = proxy.heap_kib();
+    let mut clients = Vec::new();
+    for _ in 0..1_000 {
+        let mut client = RawClient::connect(proxy.address).await;
+        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        assert_eq!(client.reply().await.status, 200);
+        clients.push(client);
+    }
+    let burst = proxy.heap_kib() - before;
+    drop(clients);
+    let deadline = Instant::now() + SOON;
+    while proxy.heap_kib() > before + 2_500 {
+        let kept = proxy.heap_kib() - before;
+        assert!(Instant::now() < deadline, "{kept} KiB of {burst} are kept");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test]
 async fn a_short_head_timeout_does_not_cut_idle_connections() {
     let upstream = Upstream::echo().await;
     let config = "[listen.http]\nheader_timeout = '200ms'\nidle_timeout = '30s'";

@@ -90,9 +90,18 @@ impl Process {
 
     /// The memory that it has, in KiB, as the system counts it.
     pub fn rss_kib(&self) -> u64 {
+        self.kib("VmRSS:")
+    }
+
+    /// The same without what stands in files as well: the binary's pages.
+    pub fn heap_kib(&self) -> u64 {
+        self.kib("RssAnon:")
+    }
+
+    fn kib(&self, what: &str) -> u64 {
         let pid = self.child.id().expect("the process has not ended");
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-        let value = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.strip_suffix(" kB"));
+        let value = status.lines().find_map(|line| line.strip_prefix(what)?.strip_suffix(" kB"));
         value.expect("Linux says so").trim().parse().unwrap()
     }
 

@@ -155,6 +155,10 @@ impl Proxy {
         self.process.rss_kib()
     }
 
+    pub fn heap_kib(&self) -> u64 {
+        self.process.heap_kib()
+    }
+
     pub fn is_running(&mut self) -> bool {
         self.process.is_running()
     }
