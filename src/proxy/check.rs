@@ -36,6 +36,14 @@ static OF_THE_QUESTION: [HeaderName; 8] = [
     HeaderName::from_static("keep-alive"),
 ];
 
+/// Who asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Asker {
+    Nginx,
+    Traefik,
+    Envoy,
+}
+
 /// Why a question can't be understood: whoever set up the proxy that asks has to know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 enum Unclear {
@@ -45,6 +53,8 @@ enum Unclear {
     Header(&'static str),
     #[error("the header {0} can't be read")]
     Value(&'static str),
+    #[error("the header host differs from the host that is asked")]
+    Host,
 }
 
 impl Service {
@@ -55,19 +65,23 @@ impl Service {
         body.discard();
         let rules = self.enforcer.rules();
         let table = &*rules.table;
-        let style = Style::of(&parts, &table.cors);
-        if let Err(unclear) = restore(&mut parts) {
-            tracing::debug!(%unclear, peer = %peer.addr, "a question can't be understood");
-            return misunderstood(unclear);
-        }
+        let style = Style::of(&parts, &table.cors).by_status();
+        let asker = match restore(&mut parts) {
+            Ok(asker) => asker,
+            Err(unclear) => {
+                tracing::debug!(%unclear, peer = %peer.addr, "a question can't be understood");
+                return misunderstood(unclear);
+            }
+        };
         let inbound = match self.read(&mut parts, peer, table, style) {
             Ok(inbound) => inbound,
             Err(reply) => {
                 let reply = self.turn_away(&parts, RequestBody::default(), peer, *reply, arrived);
-                return self.as_asked(reply);
+                return self.as_asked(reply, asker);
             }
         };
-        let facts = inbound.facts(&parts, peer.certificate.as_ref());
+        // The peer's certificate is that of the proxy that asks.
+        let facts = inbound.facts(&parts, None);
         let verdict = self.enforcer.decide(&rules, &facts, arrived).await;
         let decided = verdict.at.unwrap_or(arrived);
         self.shard.answer(answer(&verdict));
@@ -75,34 +89,40 @@ impl Service {
             self.shard.token_refused();
         }
         let (target, client) = inbound.into_rest();
-        let mut reply = match replies::refusal(&verdict, table.fields, style) {
-            Some(reply) => reply,
+        let refusal = match replies::refusal(&verdict, table.fields, style) {
+            Some(refusal) => Some(refusal),
             // Its turn comes as it does in the proxy.
-            None => match self.upstream.hold(verdict.delay, decided).await {
-                Ok(_) => Response::default(),
-                Err(_) => replies::local(Local::QueueFull, style),
-            },
+            None => {
+                let turn = self.upstream.hold(verdict.delay, decided).await;
+                turn.err().map(|_full| replies::local(Local::QueueFull, style))
+            }
         };
-        if reply.status() == StatusCode::OK {
-            fields::write(&verdict, table.fields, reply.headers_mut());
-        }
+        let status = refusal.as_ref().map_or(StatusCode::OK, Response::status);
         let mut asked = self.asked(&parts, target, client, arrived);
-        self.log(&mut asked, &verdict, reply.status(), Instant::now());
-        self.shard.responded(reply.status().as_u16(), arrived.elapsed());
-        self.as_asked(reply.map(ResponseBody::Full))
+        self.log(&mut asked, &verdict, status, Instant::now());
+        self.shard.responded(status.as_u16(), arrived.elapsed());
+        match refusal {
+            Some(refusal) => self.as_asked(refusal.map(ResponseBody::Full), asker),
+            None => {
+                let mut passes = Response::new(ResponseBody::Empty);
+                fields::write(&verdict, table.fields, passes.headers_mut());
+                passes
+            }
+        }
     }
 
     /// A refusal with the status that whoever asks understands.
-    fn as_asked(&self, mut reply: Response<ResponseBody>) -> Response<ResponseBody> {
-        if reply.status().is_success() {
-            return reply;
-        }
-        let status = HeaderValue::from(reply.status().as_u16());
-        reply.headers_mut().insert(&STATUS, status);
-        if let Some(status) = self.refused_status {
-            *reply.status_mut() = status;
-        }
-        reply
+    fn as_asked(&self, mut refusal: Response<ResponseBody>, asker: Asker) -> Response<ResponseBody> {
+        let status = refusal.status();
+        refusal.headers_mut().insert(&STATUS, HeaderValue::from(status.as_u16()));
+        let understood = self.refused_status.or(match asker {
+            // To Envoy, these mean that it wasn't told: `failure_mode_allow` would let pass what is refused. Both say
+            // that it may be tried again.
+            Asker::Envoy if status.is_server_error() => Some(StatusCode::TOO_MANY_REQUESTS),
+            Asker::Nginx | Asker::Traefik | Asker::Envoy => None,
+        });
+        *refusal.status_mut() = understood.unwrap_or(status);
+        refusal
     }
 }
 
@@ -114,33 +134,41 @@ fn misunderstood(unclear: Unclear) -> Response<ResponseBody> {
 }
 
 /// Makes of the head of a question that of the request which it is about.
-fn restore(parts: &mut request::Parts) -> Result<(), Unclear> {
+fn restore(parts: &mut request::Parts) -> Result<Asker, Unclear> {
+    if let Some(authority) = parts.uri.authority() {
+        match parts.headers.get(header::HOST) {
+            Some(host) if !host.as_bytes().eq_ignore_ascii_case(authority.as_str().as_bytes()) => {
+                return Err(Unclear::Host);
+            }
+            Some(_) => {}
+            None => {
+                let host = HeaderValue::from_str(authority.as_str()).map_err(|_odd| Unclear::Host)?;
+                parts.headers.insert(header::HOST, host);
+            }
+        }
+    }
     let asked = parts.uri.path_and_query().map_or("/", PathAndQuery::as_str);
-    let (target, method) = match parts.uri.path() {
+    let (asker, target, method) = match parts.uri.path() {
         NGINX => {
             let target = told(&parts.headers, "x-original-uri")?;
-            (target, told(&parts.headers, "x-original-method").and_then(method("x-original-method"))?)
+            let method = told(&parts.headers, "x-original-method").and_then(method("x-original-method"))?;
+            (Asker::Nginx, target, method)
         }
         TRAEFIK => {
             let target = told(&parts.headers, "x-forwarded-uri")?;
             let host = told(&parts.headers, "x-forwarded-host")?;
             parts.headers.insert(header::HOST, host);
-            (target, told(&parts.headers, "x-forwarded-method").and_then(method("x-forwarded-method"))?)
+            let method = told(&parts.headers, "x-forwarded-method").and_then(method("x-forwarded-method"))?;
+            (Asker::Traefik, target, method)
         }
         _ => match asked.strip_prefix(ENVOY) {
             Some(target) if target.starts_with('/') => {
                 let target = HeaderValue::from_str(target).map_err(|_odd| Unclear::Path)?;
-                (target, parts.method.clone())
+                (Asker::Envoy, target, parts.method.clone())
             }
             _ => return Err(Unclear::Path),
         },
     };
-    if !parts.headers.contains_key(header::HOST)
-        && let Some(authority) = parts.uri.authority()
-        && let Ok(host) = HeaderValue::from_str(authority.as_str())
-    {
-        parts.headers.insert(header::HOST, host);
-    }
     // Like a request line: a path, or a URL.
     parts.uri = Uri::from_maybe_shared(Bytes::copy_from_slice(target.as_bytes()))
         .map_err(|_invalid| Unclear::Value("that tells the path"))?;
@@ -149,7 +177,7 @@ fn restore(parts: &mut request::Parts) -> Result<(), Unclear> {
     for name in &OF_THE_QUESTION {
         parts.headers.remove(name);
     }
-    Ok(())
+    Ok(asker)
 }
 
 fn told(headers: &HeaderMap, name: &'static str) -> Result<HeaderValue, Unclear> {

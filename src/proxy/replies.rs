@@ -97,6 +97,14 @@ impl<'t> Style<'t> {
         };
         Self { format, head: parts.method == Method::HEAD, version: parts.version, cors }
     }
+
+    /// For who goes by the status: gRPC says no with a 200.
+    pub(super) fn by_status(self) -> Self {
+        match self.format {
+            Format::Grpc => Self { format: Format::Json, ..self },
+            Format::Json | Format::Text => self,
+        }
+    }
 }
 
 /// The answer to a request that a verdict refuses, rate-limit fields included; `None` if it is to be forwarded.

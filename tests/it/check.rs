@@ -2,11 +2,15 @@
 //! `tests/envoy.sh` has Traefik and Envoy themselves ask.
 
 use super::pages::blocks;
-use crate::support::client::{Ask, Reply};
+use crate::support::SOON;
+use crate::support::client::{Ask, RawClient, Reply};
 use crate::support::nginx::Nginx;
+use crate::support::process::{Process, tidegate};
 use crate::support::proxy::Proxy;
+use crate::support::tls::{Authority, TlsClient};
 use crate::support::upstream::Upstream;
 use std::net::SocketAddr;
+use tokio::net::UnixStream;
 
 const CHECK: &str = "client.trusted_proxies = ['127.0.0.1']\n[check]\naddress = '127.0.0.1:0'\n";
 
@@ -110,6 +114,115 @@ async fn a_question_that_says_too_little_is_no_pass() {
     }
 }
 
+/// gRPC refuses with a 200, which to whoever asks would mean that the request may pass.
+#[tokio::test]
+async fn a_refusal_is_one_whatever_the_request_is() {
+    for question in [traefik, nginx, envoy] {
+        let (_proxy, at) = start(&format!("{CHECK}{API}")).await;
+        for kind in ["application/grpc", "Application/grpc-web+proto"] {
+            let asks = async || question(at, "POST", "/api/x").header("Content-Type", kind).send().await;
+            if kind == "application/grpc" {
+                assert_eq!((asks().await.status, asks().await.status), (200, 200));
+            }
+            let refused = asks().await;
+            assert_eq!((refused.status, told(&refused, "x-tidegate-status")), (429, "429"), "{refused:?}");
+            assert_eq!(refused.json()["status"], 429);
+            // What the gate refuses, too.
+            let odd = question(at, "post", "/api/x").header("Content-Type", kind).send().await;
+            assert_eq!(odd.status, 400, "{odd:?}");
+        }
+    }
+}
+
+/// Envoy takes these for no answer at all, and lets the request pass if `failure_mode_allow` says so.
+#[tokio::test]
+async fn envoy_is_never_told_no_by_a_5xx() {
+    let away = "[store]\nkind = 'redis'\n[store.redis]\nurl = 'redis://127.0.0.1:1/0'\nkey_prefix = 'x'\nconnect_timeout = '100ms'\n";
+    let closed = format!("{API}on_store_failure = 'closed'\n");
+    let sold = "[[policy]]\nname = 'sold'\nmatch = { path = '/sold' }\naction = 'deny'\nreject = { status = 503, body = 'sold out' }\n";
+    let (_proxy, at) = start(&format!("{CHECK}{closed}{sold}{away}")).await;
+    for (question, status) in [(envoy as fn(_, &str, &str) -> Ask, 429), (traefik, 503), (nginx, 503)] {
+        let refused = question(at, "POST", "/api/x").send().await;
+        assert_eq!((refused.status, told(&refused, "x-tidegate-status")), (status, "503"), "{refused:?}");
+        assert_eq!((told(&refused, "retry-after"), &refused.json()["status"]), ("1", &503.into()));
+        let denied = question(at, "GET", "/sold").send().await;
+        assert_eq!((denied.status, told(&denied, "x-tidegate-status")), (status, "503"));
+        assert_eq!(denied.text(), "sold out");
+    }
+    let (_proxy, at) = start(&format!("{CHECK}refused_status = 403\n{closed}{away}")).await;
+    assert_eq!(envoy(at, "POST", "/api/x").send().await.status, 403);
+}
+
+#[tokio::test]
+async fn a_question_has_one_host() {
+    let (_proxy, at) = start(&format!("{CHECK}{API}")).await;
+    let ask = |target: &str, host: &str| Ask::new(at, "POST", target).header("Host", host);
+    let other = ask("http://shop.example/check/envoy/api/x", "other.example").send().await;
+    assert_eq!(
+        (other.status, other.text().as_str()),
+        (400, "the header host differs from the host that is asked\n")
+    );
+    let same = ask("http://shop.example/check/envoy/api/x", "Shop.Example").send().await;
+    assert!(same.status == 200 && told(&same, "ratelimit").contains("r=1"), "{same:?}");
+    let twice = ask("/check/envoy/api/x", "shop.example").header("Host", "other.example").send().await;
+    assert_eq!(twice.status, 400);
+    // Traefik's question goes to us, and tells the host in a header.
+    let asked = traefik(at, "POST", "/api/x").send().await;
+    assert!(asked.status == 200 && told(&asked, "ratelimit").contains("r=1"), "{asked:?}");
+}
+
+/// The certificate of a proxy that asks lets it ask, and says nothing of whom it asks about.
+#[tokio::test]
+async fn who_asks_by_tls_shows_a_certificate_and_is_not_the_client() {
+    let ca = Authority::new();
+    ca.sign("check", "check.internal");
+    ca.sign("front", "front");
+    let of_check = format!("cert = {:?}, key = {:?}", ca.text("check.pem"), ca.text("check.key"));
+    let asks = format!("client_ca = {:?}, client_auth = 'require'", ca.text("ca.pem"));
+    let policy = "[[policy]]\nname = 'cn'\nkey = ['client_cert:cn']\nmissing_key = 'skip'\nlimit = { requests = 1, per = '1h' }\n";
+    let (_proxy, at) = start(&format!("{CHECK}tls = {{ {of_check}, {asks} }}\n{policy}{API}")).await;
+    let front = TlsClient::with_certificate(&ca, &ca, "front");
+    let mut client = front.http1(at, "check.internal").await;
+    let question = "GET /check/nginx HTTP/1.1\r\nHost: shop.example\r\nX-Original-Method: POST\r\nX-Original-URI: /api/x\r\n\r\n";
+    let mut statuses = Vec::new();
+    for _ in 0..3 {
+        statuses.push(client.send(question).await.reply().await.status);
+    }
+    assert_eq!(statuses, [200, 200, 429], "by the policy for its client, not by that for its certificate");
+    let stranger = TlsClient::new(&ca).connect(at, "check.internal").await;
+    if let Ok(stranger) = stranger {
+        let mut stranger = RawClient::over(stranger);
+        stranger.send(question).await;
+        assert_eq!(stranger.first_bytes().await, Vec::<u8>::new());
+    }
+    let in_the_clear = RawClient::connect(at).await.send(question).await.rest().await;
+    assert!(!in_the_clear.starts_with(b"HTTP/"), "{in_the_clear:?}");
+}
+
+#[tokio::test]
+async fn a_unix_socket_takes_questions() {
+    let dir = tempfile::tempdir().unwrap();
+    let (socket, path) = (dir.path().join("check.sock"), dir.path().join("config.toml"));
+    let config = format!(
+        "admin = {{ address = '127.0.0.1:0' }}\n{}{API}",
+        CHECK.replace("127.0.0.1:0", &format!("unix:{}", socket.display()))
+    );
+    std::fs::write(&path, config).unwrap();
+    let process = Process::start(tidegate().arg("run").arg("--config").arg(&path)).unwrap();
+    let listens = |text: &str| text.contains("\"listening\"").then_some(());
+    process.wait_for("it to listen", 0, SOON, |line| listens(&line.text)).await;
+    let ask = async |client: &str| {
+        let question = format!(
+            "POST /check/envoy/api/x HTTP/1.1\r\nHost: shop.example\r\nContent-Length: 0\r\nX-Forwarded-For: {client}\r\n\r\n"
+        );
+        let mut asker = RawClient::over(UnixStream::connect(&socket).await.unwrap());
+        asker.send(question).await.reply().await.status
+    };
+    // Who is on this machine may name clients as 127.0.0.1 may.
+    assert_eq!([ask("10.1.1.1").await, ask("10.1.1.1").await, ask("10.1.1.1").await], [200, 200, 429]);
+    assert_eq!(ask("10.1.1.2").await, 200);
+}
+
 /// Empty if it isn't there.
 fn told<'r>(reply: &'r Reply, header: &str) -> &'r str {
     reply.header(header).unwrap_or_default()
@@ -128,7 +241,7 @@ async fn nginx_asks_and_refuses_as_told() {
         found.expect("it is on the page").text.clone()
     };
     let config = text("toml", "[check]").replace("127.0.0.1:8082", "127.0.0.1:0");
-    let denied = "[[policy]]\nname = 'no'\nmatch = { path = '/api/no' }\naction = 'deny'\n";
+    let denied = "[[policy]]\nname = 'no'\nmatch = { path = '/api/no' }\naction = 'deny'\n[[policy]]\nname = 'host'\nmatch = { hosts = ['secret.example'] }\naction = 'deny'\n";
     let app = Upstream::echo().await;
     let config = format!("{config}\n{denied}");
     let proxy = Proxy::builder().config(&config).upstream(app.address).start().await;
@@ -150,6 +263,7 @@ async fn nginx_asks_and_refuses_as_told() {
         forged("X-Forwarded-Uri", "/free"),
         forged("X-Original-Method", "HEAD"),
         forged("X-Forwarded-For", "10.9.9.9"),
+        forged("Content-Type", "application/grpc"),
         Ask::new(nginx.address, "GET", "/free/../api/x"),
         Ask::new(nginx.address, "GET", "/api%2fx"),
         Ask::new(nginx.address, "POST", "/api/x").body("some"),
@@ -160,5 +274,8 @@ async fn nginx_asks_and_refuses_as_told() {
     }
     assert_eq!(asks(&nginx, "/api/no").await.status, 403);
     assert_eq!(asks(&nginx, "/free").await.status, 200);
+    // nginx goes by the host of the target, if there is one.
+    let whole = Ask::new(nginx.address, "GET", "http://secret.example/free").header("Host", "shop.example");
+    assert_eq!(whole.send().await.status, 403);
     assert!(app.seen().iter().all(|request| !request.target.contains("check")));
 }

@@ -144,7 +144,7 @@ pub(super) static CHECK: [Key; 4] = [
         "refused_status",
         whole(401, 403),
         Optional,
-        "Status of all refusals, for nginx, which understands 401 and 403 only. What it would have been stands in X-Tidegate-Status. Absent: 429, 403, 503 and so on, as from the proxy.",
+        "Status of all refusals, for nginx, which understands 401 and 403 only. What it would have been stands in X-Tidegate-Status. Absent: 429, 403, 503 and so on, as from the proxy; to Envoy, 429 instead of 503.",
     ),
     key("tls", Table(&LISTEN_TLS), Optional, "TLS with those who ask."),
 ];

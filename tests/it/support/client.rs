@@ -126,6 +126,15 @@ impl RawClient {
         std::mem::take(&mut self.buffer)
     }
 
+    /// The first bytes that come, none if the peer closes or breaks off.
+    pub async fn first_bytes(&mut self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(1024);
+        match timeout(SOON, self.stream.read_buf(&mut bytes)).await.expect("neither answered nor closed") {
+            Ok(_) => bytes,
+            Err(_) => Vec::new(),
+        }
+    }
+
     /// Waits until these bytes have come, and takes everything up to their end.
     pub async fn read_past(&mut self, wanted: &[u8]) -> Vec<u8> {
         let found = timeout(SOON, async {
