@@ -150,15 +150,17 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     };
     let is_tls = doors.0.first().is_some_and(|(_, _, tls)| tls.load().is_some());
     let config = Arc::new(config);
+    let told = stop.clone();
     let make_service = move |worker| {
         let (config, stores) = (Arc::clone(&config), stores.clone());
         let (live, upstream, tracer) = (live.clone(), Arc::clone(&upstream), tracer.clone());
+        let stop = told.clone();
         let shard = metrics.shard(worker);
         async move {
             let enforcer = Enforcer::new(live, stores.for_worker().await, Arc::clone(&shard));
             let upstream = Upstream::new(upstream);
             let service = Service::new(enforcer, upstream, &config.listen, &config.log, shard).traced(tracer);
-            Rc::new(service.refusing_with(config.refused_status))
+            Rc::new(service.refusing_with(config.refused_status).stopped_by(stop))
         }
     };
     let on_listening = move || {

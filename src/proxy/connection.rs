@@ -28,7 +28,7 @@ use super::alarm::Alarm;
 use super::body::{BodyError, BodyLimits, RequestBody, ResponseBody};
 use super::entrance::Entered;
 use super::interim::Interim;
-use super::server::{Handler, Load, Peer};
+use super::server::{Door, Handler, Load, Peer};
 use super::tidy::Tidy;
 use super::watch::{Active, Overdue, Patience, Watch, WatchedSocket};
 use crate::telemetry::metrics::Closed;
@@ -72,20 +72,21 @@ const H2_PING_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) struct Protocols {
     http1: http1::Builder,
     settings: ListenSettings,
+    door: Door,
     load: Load,
     tidy: Rc<Tidy>,
 }
 
 impl Protocols {
     /// `load`: where panics are counted.
-    pub(super) fn new(settings: &ListenSettings, load: Load, tidy: Rc<Tidy>) -> Self {
+    pub(super) fn new(settings: &ListenSettings, door: Door, load: Load, tidy: Rc<Tidy>) -> Self {
         let mut http1 = http1::Builder::new();
         http1.half_close(false).max_header_size(settings.max_header_bytes);
         http1.max_buf_size(settings.max_header_bytes.saturating_add(1).max(MIN_BUFFER_BYTES));
         if settings.max_headers != CHEAP_MAX_HEADERS {
             http1.max_headers(settings.max_headers);
         }
-        Self { http1, settings: settings.clone(), load, tidy }
+        Self { http1, settings: settings.clone(), door, load, tidy }
     }
 
     pub(super) fn patience(&self) -> Patience {
@@ -100,6 +101,14 @@ impl Protocols {
         BodyLimits { idle: self.settings.body_idle_timeout, max_bytes: self.settings.max_body_bytes }
     }
 
+    /// A proxy that waits some milliseconds only gives up all that it has asked when we come late.
+    fn pending_resets(&self) -> usize {
+        match self.door.is_public() {
+            true => H2_MAX_PENDING_RESETS,
+            false => usize::try_from(self.settings.max_concurrent_streams).unwrap_or(usize::MAX),
+        }
+    }
+
     fn http2(&self, watch: &Rc<Watch>, handover: &Rc<Handover>) -> http2::Builder<StreamTasks> {
         let tasks = StreamTasks::new(Rc::clone(watch), Rc::clone(handover), self.load.clone());
         let mut http2 = http2::Builder::new(tasks);
@@ -111,7 +120,7 @@ impl Protocols {
             .initial_stream_window_size(H2_STREAM_WINDOW)
             .initial_connection_window_size(H2_CONNECTION_WINDOW)
             .max_send_buf_size(H2_SEND_BUFFER_BYTES)
-            .max_pending_accept_reset_streams(H2_MAX_PENDING_RESETS)
+            .max_pending_accept_reset_streams(self.pending_resets())
             .max_local_error_reset_streams(H2_MAX_LOCAL_RESETS)
             .keep_alive_interval(H2_PING_INTERVAL)
             .keep_alive_timeout(H2_PING_TIMEOUT);
@@ -339,7 +348,8 @@ fn answer<H: Handler>(
     let multiplexed = head.version == Version::HTTP_2;
     let part = if multiplexed { H2_PART_BYTES } else { usize::MAX };
     let body = RequestBody::new(&head, incoming, limits, &active);
-    let mut turn = Turn { active, arrived: multiplexed.then(Instant::now), over: false };
+    let may_not_give_up = multiplexed && peer.door.is_public();
+    let mut turn = Turn { active, arrived: may_not_give_up.then(Instant::now), over: false };
     let handler = Rc::clone(handler);
     let interim = Interim::new(head.version, watch);
     async move {
@@ -528,7 +538,8 @@ fn poll_sniff(
 /// A request's turn, from its arrival to the end of its answer.
 struct Turn {
     active: Active,
-    /// Of HTTP/2 only, where a client can give up one request and go on with others.
+    /// Of HTTP/2 only, where a client can give up one request and go on with others, and not of our own proxies, who do so
+    /// when their time is up.
     arrived: Option<Instant>,
     over: bool,
 }

@@ -10,6 +10,8 @@ use prost::Message;
 static STATUS: HeaderName = HeaderName::from_static("grpc-status");
 static MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 const MEDIA_TYPE: &[u8] = b"application/grpc";
+/// The only way to write messages that is read here; gRPC knows others, and is served to browsers as `grpc-web`.
+const PROTO: &[u8] = b"+proto";
 
 /// Whether it is compressed, and its length.
 const PREFIX_BYTES: usize = 5;
@@ -23,6 +25,7 @@ pub(super) struct Failure(pub(super) Code, pub(super) &'static str);
 pub(super) enum Code {
     Cancelled = 1,
     InvalidArgument = 3,
+    NotFound = 5,
     ResourceExhausted = 8,
     Unimplemented = 12,
     Unavailable = 14,
@@ -35,7 +38,7 @@ pub(super) fn not_a_call(parts: &request::Parts) -> Option<Response<ResponseBody
         StatusCode::HTTP_VERSION_NOT_SUPPORTED
     } else if parts.method != Method::POST {
         StatusCode::METHOD_NOT_ALLOWED
-    } else if !kind.starts_with(MEDIA_TYPE) {
+    } else if !is_grpc(kind) {
         StatusCode::UNSUPPORTED_MEDIA_TYPE
     } else {
         return None;
@@ -43,6 +46,14 @@ pub(super) fn not_a_call(parts: &request::Parts) -> Option<Response<ResponseBody
     let mut response = Response::new(ResponseBody::Full("gRPC over HTTP/2 only\n".into()));
     *response.status_mut() = status;
     Some(response)
+}
+
+fn is_grpc(content_type: &[u8]) -> bool {
+    let kind = content_type.split(|byte| *byte == b';').next().unwrap_or_default().trim_ascii();
+    let rest = kind.split_at_checked(MEDIA_TYPE.len());
+    rest.is_some_and(|(kind, rest)| {
+        kind.eq_ignore_ascii_case(MEDIA_TYPE) && (rest.is_empty() || rest.eq_ignore_ascii_case(PROTO))
+    })
 }
 
 /// The message of a call.

@@ -20,17 +20,20 @@ use super::service::{Service, answer};
 use crate::enforcer::{Called, Outcome, Reported, Status, Verdict};
 use crate::policy::{Descriptor, Fields, Reject};
 use crate::telemetry::metrics::Call;
+use crate::trace::{Context, TraceId};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header};
 use messages::rate_limit_response::{self as response, rate_limit::Unit};
 use messages::{
-    Duration, HealthCheckResponse, RateLimitDescriptor, RateLimitRequest, RateLimitResponse, UInt32Value,
-    health_check_response::ServingStatus,
+    Duration, HealthCheckRequest, HealthCheckResponse, RateLimitDescriptor, RateLimitRequest,
+    RateLimitResponse, UInt32Value, health_check_response::ServingStatus,
 };
 use tokio::time::Instant;
 
 const SHOULD_RATE_LIMIT: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 const HEALTH: &str = "/grpc.health.v1.Health/Check";
+/// Whose health may be asked for: the whole server's, the service's, and that by the name that Envoy's own server has.
+const HEALTH_OF: [&str; 3] = ["", "envoy.service.ratelimit.v3.RateLimitService", "ratelimit"];
 
 /// The largest call. Envoy's have some hundred bytes.
 pub const MAX_MESSAGE_BYTES: u64 = 64 << 10;
@@ -51,7 +54,8 @@ impl Service {
         }
         let answer = match parts.uri.path() {
             SHOULD_RATE_LIMIT => {
-                let answer = self.should_rate_limit(body, peer, arrived).await;
+                let trace = Context::of(&parts.headers).map(|context| context.trace);
+                let answer = self.should_rate_limit(body, peer, arrived, trace).await;
                 if let Err(Failure(code, why)) = answer {
                     let unavailable = code == Code::Unavailable;
                     self.shard.call(if unavailable { Call::Unavailable } else { Call::Invalid });
@@ -59,10 +63,20 @@ impl Service {
                 }
                 answer
             }
-            HEALTH => Ok(grpc::framed(&HealthCheckResponse { status: ServingStatus::Serving.into() })),
+            HEALTH => self.health(body).await,
             _ => Err(Failure(Code::Unimplemented, "there is no such method")),
         };
         grpc::reply(answer)
+    }
+
+    /// Who is about to end takes calls, and tells those who choose among several to send no more.
+    async fn health(&self, body: RequestBody) -> Result<Bytes, Failure> {
+        let asked: HealthCheckRequest = grpc::read(body).await?;
+        if !HEALTH_OF.contains(&&*asked.service) {
+            return Err(Failure(Code::NotFound, "there is no such service"));
+        }
+        let status = if self.is_ending() { ServingStatus::NotServing } else { ServingStatus::Serving };
+        Ok(grpc::framed(&HealthCheckResponse { status: status.into() }))
     }
 
     async fn should_rate_limit(
@@ -70,6 +84,7 @@ impl Service {
         body: RequestBody,
         peer: &Peer,
         arrived: Instant,
+        trace: Option<TraceId>,
     ) -> Result<Bytes, Failure> {
         let call: RateLimitRequest = grpc::read(body).await?;
         check(&call)?;
@@ -82,7 +97,7 @@ impl Service {
         let called = self.enforcer.decide_call(&rules, &descriptors, arrived).await;
         self.shard.answer(answer(&called.verdict));
         self.shard.unmet(called.statuses.iter().filter(|status| !status.is_met).count());
-        self.log_call(&called, &descriptors, peer, arrived);
+        self.log_call(&called, &descriptors, peer, arrived, trace);
         if let Outcome::Unavailable { .. } = called.verdict.outcome {
             return Err(Failure(Code::Unavailable, "the store gave no answer"));
         }
@@ -97,6 +112,7 @@ impl Service {
         descriptors: &[Descriptor<'_>],
         peer: &Peer,
         arrived: Instant,
+        trace: Option<TraceId>,
     ) {
         let (status, policy) = match &verdict.outcome {
             Outcome::Forward => (StatusCode::OK, None),
@@ -119,6 +135,7 @@ impl Service {
             limits: &verdict.limits,
             source: verdict.source,
             decided: verdict.at.map(|at| at - arrived),
+            trace,
             ..Entry::unread(peer.addr.ip(), status)
         });
     }

@@ -81,6 +81,13 @@ pub enum Door {
     Check,
 }
 
+impl Door {
+    /// Whether anybody may come, and not only proxies of our own.
+    pub(super) fn is_public(self) -> bool {
+        self == Self::Proxy
+    }
+}
+
 /// The other end of a connection.
 #[derive(Debug)]
 pub struct Peer {
@@ -517,7 +524,8 @@ impl Worker {
                     drop(tell_ready.send(Ok(())));
                     let tidy = Rc::<Tidy>::default();
                     let ways = entrances.into_iter().map(|(door, entrance, settings)| {
-                        let protocols = Rc::new(Protocols::new(&settings, load.clone(), Rc::clone(&tidy)));
+                        let tidy = Rc::clone(&tidy);
+                        let protocols = Rc::new(Protocols::new(&settings, door, load.clone(), tidy));
                         Way { door, entrance: entrance.into(), protocols }
                     });
                     let cut = work(Rc::clone(&handler), ways.collect(), accepted, cut, &load).await;

@@ -8,7 +8,7 @@ use super::inbound::Inbound;
 use super::interim::Interim;
 use super::meter::Bill;
 use super::replies::{self, Local, Style};
-use super::server::{Door, Handler, Peer};
+use super::server::{Door, Handler, Peer, Stop};
 use super::upgrade::Wanted;
 use super::upstream::{Upstream, UpstreamError, UpstreamErrorKind};
 use super::{ListenSettings, RequestBody, ResponseBody, fields};
@@ -25,6 +25,7 @@ use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 
 /// Answers requests: asks the enforcer, then forwards or refuses. One per worker, with its counts.
@@ -39,6 +40,8 @@ pub struct Service {
     tracer: Option<Tracer>,
     /// Of all refusals by [`Service::check`]; `None`: their own.
     pub(super) refused_status: Option<StatusCode>,
+    /// `None`: it runs for ever.
+    stop: Option<watch::Receiver<Stop>>,
 }
 
 impl Service {
@@ -58,12 +61,23 @@ impl Service {
             shard,
             tracer: None,
             refused_status: None,
+            stop: None,
         }
     }
 
     /// The same, and who only asks whether a request may pass is told so by this status if not.
     pub fn refusing_with(self, status: Option<StatusCode>) -> Self {
         Self { refused_status: status, ..self }
+    }
+
+    /// The same, and who asks for its health is told that it is about to end.
+    pub fn stopped_by(self, stop: watch::Receiver<Stop>) -> Self {
+        Self { stop: Some(stop), ..self }
+    }
+
+    /// Whether it was asked to end, and so serves for a little while only.
+    pub(super) fn is_ending(&self) -> bool {
+        self.stop.as_ref().is_some_and(|stop| *stop.borrow() > Stop::Run)
     }
 
     /// The same, and some requests are recorded.

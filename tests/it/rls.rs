@@ -1,15 +1,24 @@
 //! The rate-limit service by its protocol, asked by a gRPC client that is not ours. `tests/envoy.sh` has Envoy itself ask.
 
-use crate::support::client::Ask;
+use crate::support::client::{Ask, RawClient, answered, http2, http2_over};
+use crate::support::frames::{self, Framed, frame, head, rst};
+use crate::support::process::{Process, tidegate};
 use crate::support::proxy::Proxy;
 use crate::support::redis::Server;
+use crate::support::tls::{Authority, TlsClient};
 use crate::support::upstream::Upstream;
 use crate::support::{SOON, eventually};
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full};
+use hyper::client::conn::http2::SendRequest;
 use messages::rate_limit_descriptor::{Entry, RateLimitOverride};
 use messages::rate_limit_response::{Code as Is, DescriptorStatus, rate_limit::Unit};
 use messages::{RateLimitDescriptor, RateLimitRequest, RateLimitResponse, UInt64Value};
+use prost::Message;
 use std::net::SocketAddr;
+use std::path::Path;
 use std::time::{Duration, Instant};
+use tokio::net::UnixStream;
 use tonic::client::Grpc;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
@@ -19,6 +28,8 @@ use tonic_prost::ProstCodec;
 #[allow(dead_code, clippy::all, reason = "written by `make proto`, with what only others need")]
 #[path = "../../src/proxy/rls/messages.rs"]
 mod messages;
+
+const SHOULD_RATE_LIMIT: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 
 const RLS: &str = "[rls]\naddress = '127.0.0.1:0'\n";
 
@@ -44,7 +55,18 @@ impl Service {
     }
 
     async fn ask(&mut self, asked: RateLimitRequest) -> Result<RateLimitResponse, Status> {
-        call(&mut self.grpc, "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit", asked).await
+        call(&mut self.grpc, SHOULD_RATE_LIMIT, asked).await
+    }
+
+    fn address(&self) -> SocketAddr {
+        self.proxy.logged_address("rate-limit service listening").unwrap()
+    }
+
+    /// What a probe is told of this service: a status, or why none.
+    async fn health(&mut self, service: &str) -> Result<i32, Code> {
+        let asked = messages::HealthCheckRequest { service: service.into() };
+        let told = call(&mut self.grpc, "/grpc.health.v1.Health/Check", asked).await;
+        told.map(|told: messages::HealthCheckResponse| told.status).map_err(|status| status.code())
     }
 
     /// Asks about one descriptor.
@@ -187,6 +209,11 @@ async fn no_hits_are_a_look_that_charges_nothing() {
         let looked = service.ask(asked(&[hits(&ann, 0)])).await.unwrap();
         assert_eq!((looked.overall_code(), status(&looked).limit_remaining), (Is::Ok, 2));
     }
+    // A call that says 0 says nothing.
+    let silent = RateLimitRequest { hits_addend: 0, ..about(&of(&[("user", "eve")])) };
+    assert_eq!(service.ask(silent).await.unwrap().statuses[0].limit_remaining, 1);
+    let both = RateLimitRequest { hits_addend: 2, ..asked(&[hits(&of(&[("user", "eve")]), 0)]) };
+    assert_eq!(service.ask(both).await.unwrap().statuses[0].limit_remaining, 1);
     // More than there is: refused, and all of it is used.
     assert_eq!(service.codes(&hits(&ann, 1), 1).await, [Is::Ok]);
     assert_eq!(service.codes(&hits(&ann, 2), 1).await, [Is::OverLimit]);
@@ -290,12 +317,240 @@ async fn what_is_no_proper_call_is_refused() {
     let address = service.proxy.logged_address("rate-limit service listening").unwrap();
     assert_eq!(Ask::new(address, "GET", "/").send().await.status, 505);
     assert_eq!(service.proxy.metric("tidegate_rls_calls_total{result=\"invalid\"}").await, 6.0);
-    let health = call::<messages::HealthCheckRequest, messages::HealthCheckResponse>(
-        &mut service.grpc,
-        "/grpc.health.v1.Health/Check",
-        messages::HealthCheckRequest::default(),
+}
+
+/// A message as it stands on the wire.
+fn framed(message: impl Message) -> Vec<u8> {
+    prefixed(0, &message.encode_to_vec())
+}
+
+fn prefixed(flags: u8, message: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(message.len()).unwrap().to_be_bytes();
+    [&[flags], &length[..], message].concat()
+}
+
+/// Sends these bytes as a call: the HTTP status, that of gRPC wherever it stands, and the answer.
+async fn send(
+    client: &mut SendRequest<crate::support::client::ClientBody>,
+    content_type: &str,
+    body: Vec<u8>,
+) -> (u16, Option<String>, Vec<u8>) {
+    let request = hyper::Request::post(format!("http://tidegate{SHOULD_RATE_LIMIT}"));
+    let request =
+        request.header("content-type", content_type).body(Full::new(Bytes::from(body)).boxed()).unwrap();
+    let response = answered(client.send_request(request)).await;
+    let status = response.status().as_u16();
+    let code =
+        |headers: &http::HeaderMap| headers.get("grpc-status").map(|code| code.to_str().unwrap().to_owned());
+    let in_head = code(response.headers());
+    let body = tokio::time::timeout(SOON, response.into_body().collect()).await.unwrap().unwrap();
+    let code = in_head.or_else(|| body.trailers().and_then(code));
+    (status, code, body.to_bytes().to_vec())
+}
+
+/// What one call over this connection is answered.
+async fn one_call_over(stream: impl crate::support::client::Wire + 'static) -> Is {
+    let mut client = http2_over(stream).await;
+    let (status, code, body) =
+        send(&mut client, "application/grpc", framed(about(&of(&[("user", "ann")])))).await;
+    assert_eq!((status, code.as_deref()), (200, Some("0")));
+    RateLimitResponse::decode(&body[5..]).unwrap().overall_code()
+}
+
+#[tokio::test]
+async fn bytes_that_are_no_call_are_refused_and_the_next_call_is_answered() {
+    let service = Service::start(&format!("{RLS}{USER}")).await;
+    let good = about(&of(&[("user", "ann")])).encode_to_vec();
+    let mut client = http2(service.address()).await;
+    let (invalid, unimplemented, exhausted) = ("3", "12", "8");
+    let long = |by: u32| [&[0], &(good.len() as u32).wrapping_add(by).to_be_bytes()[..], &good].concat();
+    for (what, code, bytes) in [
+        ("nothing", invalid, vec![]),
+        ("half a prefix", invalid, vec![0, 0, 0]),
+        ("a prefix that is longer than what follows", invalid, long(1)),
+        ("one that is shorter", invalid, long(u32::MAX)),
+        ("the longest", invalid, [&[0, 255, 255, 255, 255], &good[..]].concat()),
+        ("two messages", invalid, [prefixed(0, &good), prefixed(0, &good)].concat()),
+        ("a compressed one", unimplemented, prefixed(1, &good)),
+        ("an empty one, without a domain", invalid, prefixed(0, &[])),
+        ("a field that is longer than the message", invalid, prefixed(0, &[10, 200, 1, b'x'])),
+        ("a text that is no UTF-8", invalid, prefixed(0, &[10, 2, 0xc3, 0x28])),
+        (
+            "an endless number",
+            invalid,
+            prefixed(0, &[24, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 1]),
+        ),
+        ("groups in groups", invalid, prefixed(0, &[0x7b; 60_000])),
+        ("too much", exhausted, prefixed(0, &[0; 64 << 10])),
+    ] {
+        let (status, told, answer) = send(&mut client, "application/grpc", bytes).await;
+        assert_eq!((status, told.as_deref(), answer), (200, Some(code), vec![]), "{what}");
+    }
+    // What it doesn't know it leaves alone.
+    let more = [&good[..], &[0xfa, 0x3e, 1, b'x']].concat();
+    assert_eq!(send(&mut client, "application/grpc", prefixed(0, &more)).await.1.as_deref(), Some("0"));
+    for (content_type, expected) in [
+        ("application/grpc+proto", 200),
+        ("Application/GRPC; charset=utf-8", 200),
+        ("application/grpc+json", 415),
+        ("application/grpc-web", 415),
+        ("application/grpcs", 415),
+        ("application/json", 415),
+    ] {
+        let (status, ..) = send(&mut client, content_type, prefixed(0, &good)).await;
+        assert_eq!(status, expected, "{content_type}");
+    }
+}
+
+/// Envoy gives up a call when its `timeout` is over, 20 ms if it says nothing. All that it has asked of a process that
+/// did not get a turn for so long is given up before it is read.
+#[tokio::test]
+async fn calls_that_were_given_up_take_no_others_with_them() {
+    let config = USER.replace("requests = 2", "requests = 100000");
+    let service = Service::start(&format!("{RLS}{config}")).await;
+    let fields = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":authority", "tidegate"),
+        (":path", SHOULD_RATE_LIMIT),
+        ("content-type", "application/grpc"),
+    ];
+    let message = framed(about(&of(&[("user", "ann")])));
+    let call = |id| [head(id, &fields), frame(frames::DATA, frames::END_STREAM, id, &message)].concat();
+    let mut envoy = Framed::connect(service.address(), &[]).await;
+    let late = (0..900).map(|nth| 2 * nth + 1);
+    assert!(envoy.send(late.flat_map(|id| [call(id), rst(id)].concat()).collect::<Vec<_>>()).await);
+    assert!(envoy.send(call(2001)).await);
+    let wanted = |frame: &frames::Frame| frame.kind == frames::GOAWAY || frame.stream == 2001;
+    let answer = envoy.find("an answer", wanted).await;
+    assert_eq!((answer.kind, answer.status()), (frames::HEADERS, Some(200)), "{answer:?}");
+    // What is no call is a flood here, too.
+    let pings: Vec<u8> = (0..20_000).flat_map(|_| frame(frames::PING, 0, 0, [0; 8])).collect();
+    envoy.send(pings).await;
+    let (closed, code) = envoy.end(SOON).await;
+    assert!(closed && code.is_none_or(|code| code == frames::ENHANCE_YOUR_CALM), "{code:?}");
+}
+
+#[tokio::test]
+async fn health_is_told_and_that_it_ends() {
+    let mut service = Service::start(&format!("[shutdown]\ndelay = '1h'\n{RLS}{USER}")).await;
+    let (serving, not_serving) = (1, 2);
+    for known in ["", "envoy.service.ratelimit.v3.RateLimitService", "ratelimit"] {
+        assert_eq!(service.health(known).await, Ok(serving), "{known}");
+    }
+    assert_eq!(service.health("other").await, Err(Code::NotFound));
+    let mark = service.proxy.log_mark();
+    service.proxy.sigterm();
+    service.proxy.wait_for_log("the drain", mark, SOON, |line| line.says("stopping")).await;
+    assert_eq!(service.health("").await, Ok(not_serving));
+    assert_eq!(service.health("ratelimit").await, Ok(not_serving));
+    // Until everybody knows, it serves.
+    assert_eq!(service.one(&[("user", "ann")]).await.overall_code(), Is::Ok);
+    let address = service.address();
+    let path = "/grpc.health.v1.Health/Check";
+    let asked = messages::HealthCheckRequest::default();
+    let told: messages::HealthCheckResponse = call(&mut connect(address).await, path, asked).await.unwrap();
+    assert_eq!(told.status, not_serving, "a new connection is told too");
+}
+
+#[tokio::test]
+async fn who_calls_by_tls_shows_a_certificate() {
+    let (ca, others) = (Authority::new(), Authority::new());
+    ca.sign("rls", "rls.internal");
+    ca.sign("envoy", "envoy");
+    others.sign("envoy", "envoy");
+    let tls = format!(
+        "[rls.tls]\ncert = {:?}\nkey = {:?}\nclient_ca = {:?}\nclient_auth = 'require'\n",
+        ca.text("rls.pem"),
+        ca.text("rls.key"),
+        ca.text("ca.pem")
     );
-    assert_eq!(health.await.unwrap().status, 1);
+    let proxy = Proxy::builder().config(&format!("{RLS}{tls}{USER}")).start().await;
+    let address = proxy.logged_address("rate-limit service listening").unwrap();
+    let envoy = |signer: &Authority| TlsClient::with_certificate(&ca, signer, "envoy").offering(&["h2"]);
+    for expected in [Is::Ok, Is::Ok, Is::OverLimit] {
+        let stream = envoy(&ca).connect(address, "rls.internal").await.unwrap();
+        assert_eq!(one_call_over(stream).await, expected);
+    }
+    // By TLS 1.3 a client learns with the first answer that it was not let in.
+    for (stranger, kind) in
+        [(TlsClient::new(&ca).offering(&["h2"]), "no_certificate"), (envoy(&others), "bad_certificate")]
+    {
+        if let Ok(stream) = stranger.connect(address, "rls.internal").await {
+            let mut client = RawClient::over(stream);
+            client.send([frames::PREFACE, &frame(frames::SETTINGS, 0, 0, [])].concat()).await;
+            assert_eq!(client.first_bytes().await, Vec::<u8>::new(), "{kind}");
+        }
+        let series = format!("tidegate_tls_handshake_errors_total{{kind=\"{kind}\"}}");
+        let deadline = Instant::now() + SOON;
+        while proxy.metric(&series).await != 1.0 {
+            assert!(Instant::now() < deadline, "{kind}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+    let in_the_clear = RawClient::connect(address).await.send(frames::PREFACE).await.rest().await;
+    assert!(!in_the_clear.is_empty(), "it is told by an alert");
+
+    // New certificates are taken while it runs.
+    let old = std::fs::read(ca.path("rls.pem")).unwrap();
+    let mark = proxy.log_mark();
+    others.sign("rls", "rls.internal");
+    for file in ["rls.key", "rls.pem"] {
+        std::fs::copy(others.path(file), ca.path(file)).unwrap();
+    }
+    assert_ne!(std::fs::read(ca.path("rls.pem")).unwrap(), old);
+    let told = proxy.wait_for_log("them", mark, SOON, |line| line.says("new certificates")).await;
+    assert_eq!(told.field("address"), address.to_string());
+    assert!(envoy(&ca).connect(address, "rls.internal").await.is_err(), "another authority signed it");
+    let renewed = TlsClient::with_certificate(&others, &ca, "envoy").offering(&["h2"]);
+    let stream = renewed.connect(address, "rls.internal").await.unwrap();
+    assert_eq!(one_call_over(stream).await, Is::OverLimit, "the counters are the same");
+}
+
+/// A process that only serves calls and questions, at sockets in `dir`.
+async fn at_sockets(dir: &Path, config: &str) -> Process {
+    let path = dir.join("config.toml");
+    std::fs::write(&path, format!("admin = {{ address = '127.0.0.1:0' }}\n{config}")).unwrap();
+    let process = Process::start(tidegate().arg("run").arg("--config").arg(&path)).unwrap();
+    let listens = |text: &str| text.contains("\"listening\"").then_some(());
+    process.wait_for("it to listen", 0, SOON, |line| listens(&line.text)).await;
+    process
+}
+
+#[tokio::test]
+async fn a_unix_socket_takes_calls() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("rls.sock");
+    let config = format!("[rls]\naddress = 'unix:{}'\n{USER}", socket.display());
+    let mut process = at_sockets(dir.path(), &config).await;
+    for expected in [Is::Ok, Is::Ok, Is::OverLimit] {
+        assert_eq!(one_call_over(UnixStream::connect(&socket).await.unwrap()).await, expected);
+    }
+    process.signal("TERM");
+    assert!(process.ended(SOON).await.status.success());
+    assert!(!socket.exists(), "the socket is gone");
+}
+
+#[tokio::test]
+async fn a_call_is_in_the_access_log_with_its_trace() {
+    let config = format!("[log]\naccess = 'all'\n{RLS}{USER}");
+    let service = Service::start(&config).await;
+    let mark = service.proxy.log_mark();
+    let mut client = http2(service.address()).await;
+    let request = hyper::Request::post(format!("http://tidegate{SHOULD_RATE_LIMIT}"))
+        .header("content-type", "application/grpc")
+        .header("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01");
+    let call = about(&of(&[("user", "ann")]));
+    assert_eq!(
+        answered(client.send_request(request.body(Full::new(Bytes::from(framed(call))).boxed()).unwrap()))
+            .await
+            .status(),
+        200
+    );
+    let line = service.proxy.wait_for_log("the call", mark, SOON, |line| line.says("request")).await;
+    assert_eq!((line.field("method"), line.field("host")), ("RLS".into(), "edge".into()));
+    assert_eq!((line.field("path"), line.field("remaining")), ("user=ann".into(), "1".into()));
+    assert_eq!(line.field("trace_id"), "4bf92f3577b34da6a3ce929d0e0e4736");
 }
 
 /// Without an upstream there is no proxy: only who calls is served.
@@ -315,8 +570,8 @@ async fn it_needs_no_upstream() {
         })
         .await;
     let mut grpc = connect(address).await;
-    let path = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
-    let answer: RateLimitResponse = call(&mut grpc, path, asked(&[of(&[("user", "ann")])])).await.unwrap();
+    let answer: RateLimitResponse =
+        call(&mut grpc, SHOULD_RATE_LIMIT, asked(&[of(&[("user", "ann")])])).await.unwrap();
     assert_eq!(answer.overall_code(), Is::Ok);
 }
 
@@ -373,8 +628,8 @@ async fn calls_share_a_connection_and_a_drain_ends_it() {
     let calls = (0..100).map(|_| {
         let mut grpc = service.grpc.clone();
         tokio::spawn(async move {
-            let path = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
-            call::<_, RateLimitResponse>(&mut grpc, path, asked(&[of(&[("user", "ann")])])).await.unwrap()
+            let asked = asked(&[of(&[("user", "ann")])]);
+            call::<_, RateLimitResponse>(&mut grpc, SHOULD_RATE_LIMIT, asked).await.unwrap()
         })
     });
     let mut ok = 0;
