@@ -118,6 +118,7 @@ k8s: ## The manifests: schemas, rules, alerts, and the demo's pod as processes, 
 envoy: ## Envoy and Traefik themselves in front, by the examples of docs/ENVOY.md
 	$(call need,python3,on Debian: apt-get install python3-venv)
 	$(call need,redis-server,on Debian: apt-get install redis-server)
+	$(call need,openssl,on Debian: apt-get install openssl)
 	cargo build --locked
 	tests/envoy.sh
 

@@ -18,6 +18,7 @@ PATIENCE = 60
 DIR = tempfile.mkdtemp(prefix="tidegate-envoy-")
 PAGE = open("docs/ENVOY.md", encoding="utf-8").read()
 children = []
+PROCESS = {}
 
 
 def free_port():
@@ -80,17 +81,19 @@ def file(name, text):
 
 
 def told_address(name, message):
+    """The port, or the path of a Unix socket."""
     line = next((line for line in log_of(name).splitlines() if f'"message":"{message}"' in line), None)
     if line is None:
         return None
     line = json.loads(line)
-    return int(line.get("address", line.get("fields", {}).get("address")).rsplit(":", 1)[1])
+    last = line.get("address", line.get("fields", {}).get("address")).rsplit(":", 1)[1]
+    return int(last) if last.isdigit() else last
 
 
-def start_tidegate(name, text, message, *more):
+def start_tidegate(name, text, message):
     text = re.sub(r"127\.0\.0\.1:808[12]", "127.0.0.1:0", text)
     config = file(f"{name}.toml", 'admin.address = "127.0.0.1:0"\n' + text)
-    start(name, TIDEGATE, "run", "--config", config, *more)
+    PROCESS[name] = start(name, TIDEGATE, "run", "--config", config)
     until(f"{name} to listen", lambda: told_address(name, message))
     return told_address(name, message)
 
@@ -102,6 +105,8 @@ class App(http.server.BaseHTTPRequestHandler):
         body = f"{self.path} {self.headers.get('host')}".encode()
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
+        if "x-tokens" in self.headers:
+            self.send_header("x-tokens", self.headers["x-tokens"])
         self.end_headers()
         self.wfile.write(body)
 
@@ -111,7 +116,7 @@ class App(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def envoy_config(filters, clusters, app, rate_limits="", admin=0):
+def envoy_config(filters, clusters, app, rate_limits="", route=""):
     def cluster(name, port):
         return f"""
   - name: {name}
@@ -125,7 +130,7 @@ def envoy_config(filters, clusters, app, rate_limits="", admin=0):
 
     return f"""
 admin:
-  address: {{ socket_address: {{ address: 127.0.0.1, port_value: {admin} }} }}
+  address: {{ socket_address: {{ address: 127.0.0.1, port_value: 0 }} }}
 static_resources:
   listeners:
   - name: front
@@ -146,6 +151,7 @@ static_resources:
                 route:
                   cluster: app
 {indented(rate_limits, 18)}
+{indented(route, 16)}
           http_filters:
 {indented(filters, 10)}
           - name: envoy.filters.http.router
@@ -163,6 +169,21 @@ def start_envoy(name, config):
     start(name, ENVOY, "-c", path, "--concurrency", "1", "--disable-hot-restart", "-l", "warning")
     until(f"{name} to listen", lambda: answers(port))
     return port
+
+
+def rls_cluster(port):
+    return indented(block("yaml", "# Envoy: the cluster, by HTTP/2").replace("port_value: 8081", f"port_value: {port}"), 2)
+
+
+def rls_filter(*changes):
+    # One Redis call on a busy machine is not to look like an outage.
+    text = block("yaml", "filters.http.ratelimit", "rate_limit_service").replace("timeout: 0.1s", "timeout: 5s")
+    for change in changes:
+        text = text.replace(*change)
+    return text
+
+
+DENYING = ("failure_mode_deny: false", "failure_mode_deny: true")
 
 
 def rate_limits(app, redis):
@@ -183,32 +204,17 @@ name = "banned"
 match = { domain = "edge", descriptors = { banned = "yes" } }
 action = "deny"
 reject = { body = "go away", content_type = "text/x-words", headers = { x-why = "banned" } }
-
-[[policy]]
-name = "budget"
-match = { domain = "edge", descriptors = { budget = "*" } }
-key = ["descriptor:budget"]
-limit = { requests = 100, per = "30s" }
-count_rejected = true
 """
     rls = start_tidegate("tidegate-rls", toml.replace('key_prefix = "edge"', 'key_prefix = "edge"\ninstances = 1'),
                          "rate-limit service listening")
-    cluster = indented(block("yaml", "# Envoy: the cluster").replace("port_value: 8081", f"port_value: {rls}"), 2)
-    limits = block("yaml", "# Envoy: the route") + """
+    cluster = rls_cluster(rls)
+    limits = block("yaml", "# Envoy: the route\n") + """
   - actions: [{ request_headers: { header_name: x-alone, descriptor_key: alone } }]
   - actions: [{ request_headers: { header_name: x-banned, descriptor_key: banned } }]
-  - actions: [{ request_headers: { header_name: x-budget, descriptor_key: budget } }]
-    hits_addend: { number: 0 }
-  - actions: [{ request_headers: { header_name: x-budget, descriptor_key: budget } }]
-    hits_addend: { format: "%REQ(x-tokens)%" }
-    apply_on_stream_done: true
 """
-    # One Redis call on a busy machine is not to look like an outage.
-    filters = block("yaml", "filters.http.ratelimit").replace("timeout: 0.1s", "timeout: 5s")
-    filters = filters.replace("domain: edge", "domain: edge\n    enable_x_ratelimit_headers: DRAFT_VERSION_03")
-    opens = start_envoy("envoy-open", envoy_config(filters, cluster, app, limits))
-    closes = filters.replace("failure_mode_deny: false", "failure_mode_deny: true")
-    closes = start_envoy("envoy-closed", envoy_config(closes, cluster, app, limits))
+    beside = ("domain: edge", "domain: edge\n    enable_x_ratelimit_headers: DRAFT_VERSION_03")
+    opens = start_envoy("envoy-open", envoy_config(rls_filter(beside), cluster, app, limits))
+    closes = start_envoy("envoy-closed", envoy_config(rls_filter(beside, DENYING), cluster, app, limits))
 
     # Under and over the limit of a user, and nobody else's.
     for left in (3, 2, 1, 0):
@@ -231,14 +237,6 @@ count_rejected = true
     assert (status, headers["x-why"], body) == (429, "banned", "go away"), (status, headers, body)
     print("   words:", headers.get("content-type"), body)
 
-    # A budget: looked at before, charged after. Envoy takes 0 for 1 there, so looking costs a little here.
-    redis_cli(redis, "FLUSHALL")
-    assert ask(opens, x_budget="u", x_tokens="60")[0] == 200
-    until("the tokens to be charged", lambda: 20 < ask_budget(opens, redis, "u") <= 40)
-    assert ask(opens, x_budget="u", x_tokens="80")[0] == 200
-    until("the budget to be empty", lambda: ask_budget(opens, redis, "u") == 0)
-    assert ask(opens, x_budget="v", x_tokens="1")[0] == 200
-
     # Redis is away: what Envoy says, but for what goes on alone.
     redis_down(redis)
     until("the outage", lambda: ask(closes)[0] == 500)
@@ -251,14 +249,105 @@ count_rejected = true
     return rls
 
 
-def ask_budget(port, redis, name):
-    """What is left of it."""
-    # The clients' limit is in the way of asking often.
-    listed = redis_cli(redis, "KEYS", "*client*").split(b"\r\n")
-    for key in listed[2::2]:
-        redis_cli(redis, "DEL", key.decode())
-    _, headers, _ = ask(port, x_budget=name, x_tokens="1")
-    return int(re.search('"budget";r=([0-9]+)', headers["ratelimit"])[1])
+def budget(app, redis):
+    """The section "Budgets that are known afterwards"."""
+    toml = block("toml", "[rls]", "override").replace("127.0.0.1:6379", f"127.0.0.1:{redis}").replace('"edge"\n\n', '"budget"\n\n')
+    toml += block("toml", 'name = "budget"').replace("[rls]\n", "").replace("requests = 100000", "requests = 100")
+    rls = start_tidegate("tidegate-budget", toml, "rate-limit service listening")
+    route = block("yaml", "# Envoy: a route's budget")
+    port = start_envoy("envoy-budget", envoy_config(rls_filter(DENYING), rls_cluster(rls), app, route=route))
+
+    def look(**more):
+        """What is left before the request, and its status. A response without tokens is charged nothing."""
+        status, headers, _ = ask(port, x_user_id="u", **more)
+        return int(re.search('"budget";r=([0-9]+)', headers["ratelimit"])[1]), status
+
+    assert look(x_tokens="60") == (100, 200)
+    until("the tokens to be charged", lambda: look()[0] != 100)
+    assert [look() for _ in range(5)] == [(40, 200)] * 5
+    # More than is left: it was used, so nothing is.
+    assert look(x_tokens="80") == (40, 200)
+    until("the budget to be empty", lambda: look() != (40, 200))
+    assert look() == (0, 429)
+    print("   budget: looked at, charged afterwards, empty")
+
+
+def several(app, redis):
+    """The section "Several instances": one ends, and no call fails."""
+    toml = block("toml", "[rls]", "override").replace("127.0.0.1:6379", f"127.0.0.1:{redis}").replace("requests = 60,", "requests = 1000000,")
+    toml += block("toml", "[shutdown]")
+    names = ["tidegate-one", "tidegate-two"]
+    ports = [start_tidegate(name, toml, "rate-limit service listening") for name in names]
+    cluster = rls_cluster(ports[0])
+    endpoint = next(line for line in cluster.splitlines() if f"port_value: {ports[0]}" in line)
+    cluster = cluster.replace(endpoint, endpoint + "\n" + endpoint.replace(str(ports[0]), str(ports[1])))
+    cluster += indented(block("yaml", "# Envoy: the cluster's health checks"), 4)
+    limits = block("yaml", "# Envoy: the route\n")
+    port = start_envoy("envoy-several", envoy_config(rls_filter(DENYING), cluster, app, limits))
+
+    def calls(name):
+        page = ask(told_address(name, "admin listening"), "/metrics", host="localhost")[2]
+        return int(re.search(r'tidegate_rls_calls_total\{result="ok"\} ([0-9]+)', page)[1])
+
+    # Before it knows who is healthy, Envoy asks anybody, and then those who are.
+    until("both to be asked", lambda: ask(port)[0] == 200 and all(calls(name) > 0 for name in names))
+    asked, ended = 0, PROCESS[names[0]]
+    ended.terminate()
+    gone = None
+    while gone is None or time.monotonic() < gone + 2:
+        status, headers, _ = ask(port)
+        assert (status, "ratelimit" in headers) == (200, True), (asked, status, headers, log_of("envoy-several"))
+        asked += 1
+        if gone is None and ended.poll() is not None:
+            assert ended.returncode == 0, log_of(names[0])
+            gone = time.monotonic()
+    assert '"connections_cut":0' in log_of(names[0]), log_of(names[0])
+    print(f"   several: one of two ended, {asked} requests, none without an answer")
+
+
+def certificates():
+    """An authority, and what it signed for tidegate and for Envoy."""
+    def openssl(*words):
+        subprocess.run(["openssl", *words], cwd=DIR, check=True, capture_output=True)
+
+    new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    openssl("req", "-x509", *new, "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.crt")
+    for name, host in [("tidegate", "tidegate.internal"), ("envoy", "envoy.internal")]:
+        openssl("req", "-x509", *new, "-subj", f"/CN={host}", "-addext", f"subjectAltName=DNS:{host}",
+                "-addext", "basicConstraints=critical,CA:FALSE", "-CA", "ca.crt", "-CAkey", "ca.key",
+                "-keyout", f"{name}.key", "-out", f"{name}.crt")
+
+
+def tls(app, redis):
+    """The section "By TLS, or a Unix socket"."""
+    certificates()
+    toml = block("toml", "[rls]", "override").replace("127.0.0.1:6379", f"127.0.0.1:{redis}").replace('"edge"\n\n', '"tls"\n\n')
+    limits = block("yaml", "# Envoy: the route\n")
+
+    def moved(text, name):
+        text = re.sub(r"/etc/[a-z]+/tls/tls", f"{DIR}/{name}", text)
+        return re.sub(r"/etc/[a-z]+/tls/ca", f"{DIR}/ca", text)
+
+    rls = start_tidegate("tidegate-tls", toml + moved(block("toml", "[rls.tls]"), "tidegate"),
+                         "rate-limit service listening")
+    socket_of_tls = moved(block("yaml", "# Envoy: the cluster's TLS"), "envoy")
+    nameless = re.sub(r" +tls_certificates:\n.*\n.*\n", "", socket_of_tls)
+    assert nameless != socket_of_tls
+    for name, transport, status in [("envoy-tls", socket_of_tls, 200), ("envoy-nameless", nameless, 500)]:
+        cluster = rls_cluster(rls) + indented(transport, 4)
+        port = start_envoy(name, envoy_config(rls_filter(DENYING), cluster, app, limits))
+        found, headers, _ = ask(port)
+        assert (found, "ratelimit" in headers) == (status, status == 200), (name, found, headers, log_of(name))
+    print("   tls: with a certificate 200, without 500")
+
+    toml = toml.replace("127.0.0.1:8081", f"unix:{DIR}/rls.sock")
+    path = start_tidegate("tidegate-socket", toml, "rate-limit service listening")
+    assert path == f"{DIR}/rls.sock", path
+    cluster = rls_cluster(8081).replace("socket_address: { address: 127.0.0.1, port_value: 8081 }", f"pipe: {{ path: {path} }}")
+    port = start_envoy("envoy-socket", envoy_config(rls_filter(DENYING), cluster, app, limits))
+    status, headers, _ = ask(port)
+    assert (status, "ratelimit" in headers) == (200, True), (status, headers, log_of("envoy-socket"))
+    print("   unix socket:", headers["ratelimit"])
 
 
 def alone(app, redis):
@@ -277,18 +366,15 @@ limit = {{ requests = 2, per = "1h" }}
 on_store_failure = "local"
 """
     rls = start_tidegate("tidegate-alone", toml, "rate-limit service listening")
-    cluster = indented(block("yaml", "# Envoy: the cluster").replace("port_value: 8081", f"port_value: {rls}"), 2)
     limits = "rate_limits:\n  - actions: [{ request_headers: { header_name: x-alone, descriptor_key: alone } }]\n"
-    filters = block("yaml", "filters.http.ratelimit").replace("timeout: 0.1s", "timeout: 5s")
-    filters = filters.replace("failure_mode_deny: false", "failure_mode_deny: true")
-    port = start_envoy("envoy-alone", envoy_config(filters, cluster, app, limits))
+    port = start_envoy("envoy-alone", envoy_config(rls_filter(DENYING), rls_cluster(rls), app, limits))
     assert ask(port, x_alone="a")[0] == 200
     redis_down(redis)
     assert [ask(port, x_alone="b")[0] for _ in range(4)] == [200, 200, 429, 429]
     redis_up(redis)
 
 
-def checks(app):
+def checks(app, redis):
     """The section "Asking whether a request may pass"."""
     toml = block("toml", "[check]").replace("refused_status = 403", "# refused_status = 403")
     port = start_tidegate("tidegate-check", toml, "check listening")
@@ -309,14 +395,24 @@ providers: {{ file: {{ filename: "{DIR}/dynamic.yaml" }} }}
     until("traefik to know its routes", lambda: ask(front, "/free")[0] == 200)
     forged = {"x_original_uri": "/free", "x_forwarded_uri": "/free", "x_forwarded_method": "HEAD"}
     assert [ask(front, "/api/x", **forged)[0] for _ in range(11)] == [200] * 10 + [429], log_of("tidegate-check")
-    for path in ("/api/x?y=1", "/free/../api/x", "/%61pi/x"):
-        status, headers, body = ask(front, path)
+    for path, kind in [("/api/x?y=1", "text/x"), ("/free/../api/x", "text/x"), ("/%61pi/x", "application/grpc")]:
+        status, headers, body = ask(front, path, content_type=kind)
         assert status == 429 and int(headers["retry-after"]) > 0, (path, status, headers)
         assert json.loads(body)["status"] == 429, body
     assert ask(front, "/free")[0] == 200
     print("   traefik:", status, headers["ratelimit"])
 
     toml = toml.replace('path = "/api/**"', 'path = "/api/**", headers = { x-plan = "free" }')
+    toml += f"""
+[[policy]]
+name = "safe"
+match = {{ path = "/safe" }}
+limit = {{ requests = 1, per = "1h" }}
+on_store_failure = "closed"
+[store]
+kind = "redis"
+redis = {{ url = "redis://127.0.0.1:{redis}/0", key_prefix = "authz" }}
+"""
     port = start_tidegate("tidegate-authz", toml, "check listening")
     cluster = indented(f"""- name: tidegate
   type: STATIC
@@ -331,8 +427,19 @@ providers: {{ file: {{ filename: "{DIR}/dynamic.yaml" }} }}
     assert [ask(front, "/api/x?y", x_plan="free", **forged)[0] for _ in range(11)] == [200] * 10 + [429], log_of("tidegate-authz")
     status, headers, _ = ask(front, "/api/y", method="POST", x_plan="free")
     assert status == 429 and int(headers["retry-after"]) > 0, (status, headers)
-    assert ask(front, "/api/x")[0] == 200 and ask(front, "/free", x_plan="free")[0] == 200
+    status_of_free, told, _ = ask(front, "/api/x")
+    assert (status_of_free, "ratelimit" in told) == (200, False)
+    assert ask(front, "/free", x_plan="free")[0] == 200
     print("   ext_authz:", status, headers["ratelimit"])
+    # What passes tells the client, too.
+    status, headers, _ = ask(front, "/safe")
+    assert (status, headers.get("ratelimit", "").split(";t")[0]) == (200, '"safe";r=0'), (status, headers)
+    # A refusal without the store is one, though `failure_mode_allow` is set.
+    redis_down(redis)
+    until("the outage", lambda: ask(front, "/safe")[1].get("x-tidegate-status") == "503")
+    status, headers, _ = ask(front, "/safe")
+    assert (status, headers["retry-after"]) == (429, "1"), (status, headers)
+    redis_up(redis)
 
 
 def redis_cli(port, *command):
@@ -362,8 +469,11 @@ def main():
     redis_up(redis)
     for name, run in [
         ("envoy, rate-limit service", lambda: rate_limits(app.server_port, redis)),
+        ("envoy, a budget", lambda: budget(app.server_port, redis)),
+        ("envoy, several instances", lambda: several(app.server_port, redis)),
+        ("envoy, by tls and a unix socket", lambda: tls(app.server_port, redis)),
         ("envoy, while redis is away", lambda: alone(app.server_port, redis)),
-        ("traefik and ext_authz", lambda: checks(app.server_port)),
+        ("traefik and ext_authz", lambda: checks(app.server_port, redis)),
     ]:
         print(f"== {name}", flush=True)
         run()
