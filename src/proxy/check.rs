@@ -6,6 +6,7 @@
 
 use super::body::{RequestBody, ResponseBody};
 use super::fields;
+use super::gate::GateFault;
 use super::replies::{self, Local, Style};
 use super::server::Peer;
 use super::service::{Service, answer};
@@ -55,6 +56,9 @@ enum Unclear {
     Value(&'static str),
     #[error("the header host differs from the host that is asked")]
     Host,
+    /// What the client has sent, and the proxy let through.
+    #[error("the target can't be read")]
+    Target,
 }
 
 impl Service {
@@ -66,14 +70,16 @@ impl Service {
         let rules = self.enforcer.rules();
         let table = &*rules.table;
         let style = Style::of(&parts, &table.cors).by_status();
-        let asker = match restore(&mut parts) {
+        let asker = match Asker::of(parts.uri.path()) {
             Ok(asker) => asker,
-            Err(unclear) => {
-                tracing::debug!(%unclear, peer = %peer.addr, "a question can't be understood");
-                return misunderstood(unclear);
-            }
+            Err(unclear) => return misunderstood(unclear, peer),
         };
-        let inbound = match self.read(&mut parts, peer, table, style) {
+        let inbound = match restore(&mut parts, asker) {
+            Ok(()) => self.read(&mut parts, peer, table, style),
+            Err(Unclear::Target) => Err(replies::inbound_fault(GateFault::Target.into(), style).into()),
+            Err(unclear) => return misunderstood(unclear, peer),
+        };
+        let inbound = match inbound {
             Ok(inbound) => inbound,
             Err(reply) => {
                 let reply = self.turn_away(&parts, RequestBody::default(), peer, *reply, arrived);
@@ -126,15 +132,29 @@ impl Service {
     }
 }
 
-fn misunderstood(unclear: Unclear) -> Response<ResponseBody> {
+fn misunderstood(unclear: Unclear, peer: &Peer) -> Response<ResponseBody> {
+    tracing::debug!(%unclear, peer = %peer.addr, "a question can't be understood");
     let mut response = Response::new(ResponseBody::Full(Bytes::from(format!("{unclear}\n"))));
     *response.status_mut() =
         if unclear == Unclear::Path { StatusCode::NOT_FOUND } else { StatusCode::BAD_REQUEST };
     response
 }
 
+impl Asker {
+    fn of(path: &str) -> Result<Self, Unclear> {
+        match path {
+            NGINX => Ok(Self::Nginx),
+            TRAEFIK => Ok(Self::Traefik),
+            _ => {
+                let rest = path.strip_prefix(ENVOY).filter(|rest| rest.starts_with('/'));
+                rest.map(|_| Self::Envoy).ok_or(Unclear::Path)
+            }
+        }
+    }
+}
+
 /// Makes of the head of a question that of the request which it is about.
-fn restore(parts: &mut request::Parts) -> Result<Asker, Unclear> {
+fn restore(parts: &mut request::Parts, asker: Asker) -> Result<(), Unclear> {
     if let Some(authority) = parts.uri.authority() {
         match parts.headers.get(header::HOST) {
             Some(host) if !host.as_bytes().eq_ignore_ascii_case(authority.as_str().as_bytes()) => {
@@ -147,37 +167,37 @@ fn restore(parts: &mut request::Parts) -> Result<Asker, Unclear> {
             }
         }
     }
-    let asked = parts.uri.path_and_query().map_or("/", PathAndQuery::as_str);
-    let (asker, target, method) = match parts.uri.path() {
-        NGINX => {
+    let (target, method) = match asker {
+        Asker::Nginx => {
             let target = told(&parts.headers, "x-original-uri")?;
-            let method = told(&parts.headers, "x-original-method").and_then(method("x-original-method"))?;
-            (Asker::Nginx, target, method)
+            (target, told(&parts.headers, "x-original-method").and_then(method("x-original-method"))?)
         }
-        TRAEFIK => {
+        Asker::Traefik => {
             let target = told(&parts.headers, "x-forwarded-uri")?;
             let host = told(&parts.headers, "x-forwarded-host")?;
             parts.headers.insert(header::HOST, host);
-            let method = told(&parts.headers, "x-forwarded-method").and_then(method("x-forwarded-method"))?;
-            (Asker::Traefik, target, method)
+            (target, told(&parts.headers, "x-forwarded-method").and_then(method("x-forwarded-method"))?)
         }
-        _ => match asked.strip_prefix(ENVOY) {
-            Some(target) if target.starts_with('/') => {
-                let target = HeaderValue::from_str(target).map_err(|_odd| Unclear::Path)?;
-                (Asker::Envoy, target, parts.method.clone())
-            }
-            _ => return Err(Unclear::Path),
-        },
+        Asker::Envoy => {
+            let asked = parts.uri.path_and_query().map_or("", PathAndQuery::as_str);
+            let target = asked.strip_prefix(ENVOY).unwrap_or_default();
+            let target = HeaderValue::from_bytes(target.as_bytes()).map_err(|_odd| Unclear::Target)?;
+            (target, parts.method.clone())
+        }
     };
+    // Its begin would be the path here, and all of it to an app that knows no fragments.
+    if target.as_bytes().contains(&b'#') {
+        return Err(Unclear::Target);
+    }
     // Like a request line: a path, or a URL.
     parts.uri = Uri::from_maybe_shared(Bytes::copy_from_slice(target.as_bytes()))
-        .map_err(|_invalid| Unclear::Value("that tells the path"))?;
+        .map_err(|_invalid| Unclear::Target)?;
     parts.method = method;
     parts.version = Version::HTTP_11;
     for name in &OF_THE_QUESTION {
         parts.headers.remove(name);
     }
-    Ok(asker)
+    Ok(())
 }
 
 fn told(headers: &HeaderMap, name: &'static str) -> Result<HeaderValue, Unclear> {

@@ -107,7 +107,14 @@ async fn a_question_that_says_too_little_is_no_pass() {
         assert_eq!(ask(path).send().await.status, 404, "{path}");
     }
     // What the client did wrong is its own refusal, in the status that the proxy understands.
-    for (method, target) in [("post", "/api"), ("CONNECT", "/"), ("GET", "no-path"), ("GET", "/%00")] {
+    for (method, target) in [
+        ("post", "/api"),
+        ("CONNECT", "/"),
+        ("GET", "no-path"),
+        ("GET", "/%00"),
+        ("GET", "/api x"),
+        ("GET", "/free#/../api"),
+    ] {
         let refused = nginx(at, method, target).send().await;
         assert_eq!(refused.status, 403, "{method} {target}: {refused:?}");
         assert!(["400", "405"].contains(&told(&refused, "x-tidegate-status")), "{refused:?}");
@@ -274,6 +281,8 @@ async fn nginx_asks_and_refuses_as_told() {
     }
     assert_eq!(asks(&nginx, "/api/no").await.status, 403);
     assert_eq!(asks(&nginx, "/free").await.status, 200);
+    // What it lets through, and no app should see, is the client's fault and no 500.
+    assert_eq!(asks(&nginx, "/free#/../api").await.status, 403);
     // nginx goes by the host of the target, if there is one.
     let whole = Ask::new(nginx.address, "GET", "http://secret.example/free").header("Host", "shop.example");
     assert_eq!(whole.send().await.status, 403);
