@@ -19,7 +19,7 @@ use super::server::Peer;
 use super::service::{Service, answer};
 use crate::enforcer::{Called, Outcome, Reported, Status, Verdict};
 use crate::policy::{Descriptor, Fields, Reject};
-use crate::telemetry::metrics::Call;
+use crate::telemetry::metrics::{Call, Shard};
 use crate::trace::{Context, TraceId};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header};
@@ -55,13 +55,18 @@ impl Service {
         let answer = match parts.uri.path() {
             SHOULD_RATE_LIMIT => {
                 let trace = Context::of(&parts.headers).map(|context| context.trace);
+                let mut counted = Counted { shard: &self.shard, call: Call::GivenUp };
                 let answer = self.should_rate_limit(body, peer, arrived, trace).await;
+                counted.call = match &answer {
+                    Ok((call, _)) => *call,
+                    Err(Failure(Code::Unavailable, _)) => Call::Unavailable,
+                    Err(Failure(Code::Cancelled, _)) => Call::GivenUp,
+                    Err(_) => Call::Invalid,
+                };
                 if let Err(Failure(code, why)) = answer {
-                    let unavailable = code == Code::Unavailable;
-                    self.shard.call(if unavailable { Call::Unavailable } else { Call::Invalid });
                     tracing::debug!(?code, why, peer = %peer.addr, "a call failed");
                 }
-                answer
+                answer.map(|(_, message)| message)
             }
             HEALTH => self.health(body).await,
             _ => Err(Failure(Code::Unimplemented, "there is no such method")),
@@ -85,7 +90,7 @@ impl Service {
         peer: &Peer,
         arrived: Instant,
         trace: Option<TraceId>,
-    ) -> Result<Bytes, Failure> {
+    ) -> Result<(Call, Bytes), Failure> {
         let call: RateLimitRequest = grpc::read(body).await?;
         check(&call)?;
         let entries = call.descriptors.iter().map(entries).collect::<Vec<_>>();
@@ -102,8 +107,8 @@ impl Service {
             return Err(Failure(Code::Unavailable, "the store gave no answer"));
         }
         let over = called.verdict.outcome.is_over_limit();
-        self.shard.call(if over { Call::OverLimit } else { Call::Ok });
-        Ok(grpc::framed(&told(&called, rules.table.fields)))
+        let call = if over { Call::OverLimit } else { Call::Ok };
+        Ok((call, grpc::framed(&told(&called, rules.table.fields))))
     }
 
     fn log_call(
@@ -138,6 +143,18 @@ impl Service {
             trace,
             ..Entry::unread(peer.addr.ip(), status)
         });
+    }
+}
+
+/// Counts a call when it has ended, also if that is because its caller has left.
+struct Counted<'s> {
+    shard: &'s Shard,
+    call: Call,
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.shard.call(self.call);
     }
 }
 

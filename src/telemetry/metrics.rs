@@ -67,10 +67,12 @@ pub enum Call {
     Unavailable,
     /// It could not be read, or asks for what there isn't.
     Invalid,
+    /// Nothing: the caller did not wait for it.
+    GivenUp,
 }
 
 impl Call {
-    const ALL: [Self; 4] = [Self::Ok, Self::OverLimit, Self::Unavailable, Self::Invalid];
+    const ALL: [Self; 5] = [Self::Ok, Self::OverLimit, Self::Unavailable, Self::Invalid, Self::GivenUp];
 
     fn word(self) -> &'static str {
         match self {
@@ -78,6 +80,7 @@ impl Call {
             Self::OverLimit => "over_limit",
             Self::Unavailable => "unavailable",
             Self::Invalid => "invalid",
+            Self::GivenUp => "given_up",
         }
     }
 }

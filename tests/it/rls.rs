@@ -402,12 +402,8 @@ async fn bytes_that_are_no_call_are_refused_and_the_next_call_is_answered() {
     }
 }
 
-/// Envoy gives up a call when its `timeout` is over, 20 ms if it says nothing. All that it has asked of a process that
-/// did not get a turn for so long is given up before it is read.
-#[tokio::test]
-async fn calls_that_were_given_up_take_no_others_with_them() {
-    let config = USER.replace("requests = 2", "requests = 100000");
-    let service = Service::start(&format!("{RLS}{config}")).await;
+/// A call about ann, on this stream.
+fn call_on(stream: u32) -> Vec<u8> {
     let fields = [
         (":method", "POST"),
         (":scheme", "http"),
@@ -416,11 +412,19 @@ async fn calls_that_were_given_up_take_no_others_with_them() {
         ("content-type", "application/grpc"),
     ];
     let message = framed(about(&of(&[("user", "ann")])));
-    let call = |id| [head(id, &fields), frame(frames::DATA, frames::END_STREAM, id, &message)].concat();
+    [head(stream, &fields), frame(frames::DATA, frames::END_STREAM, stream, message)].concat()
+}
+
+/// Envoy gives up a call when its `timeout` is over, 20 ms if it says nothing. All that it has asked of a process that
+/// did not get a turn for so long is given up before it is read.
+#[tokio::test]
+async fn calls_that_were_given_up_take_no_others_with_them() {
+    let config = USER.replace("requests = 2", "requests = 100000");
+    let service = Service::start(&format!("{RLS}{config}")).await;
     let mut envoy = Framed::connect(service.address(), &[]).await;
     let late = (0..900).map(|nth| 2 * nth + 1);
-    assert!(envoy.send(late.flat_map(|id| [call(id), rst(id)].concat()).collect::<Vec<_>>()).await);
-    assert!(envoy.send(call(2001)).await);
+    assert!(envoy.send(late.flat_map(|id| [call_on(id), rst(id)].concat()).collect::<Vec<_>>()).await);
+    assert!(envoy.send(call_on(2001)).await);
     let wanted = |frame: &frames::Frame| frame.kind == frames::GOAWAY || frame.stream == 2001;
     let answer = envoy.find("an answer", wanted).await;
     assert_eq!((answer.kind, answer.status()), (frames::HEADERS, Some(200)), "{answer:?}");
@@ -429,6 +433,32 @@ async fn calls_that_were_given_up_take_no_others_with_them() {
     envoy.send(pings).await;
     let (closed, code) = envoy.end(SOON).await;
     assert!(closed && code.is_none_or(|code| code == frames::ENHANCE_YOUR_CALM), "{code:?}");
+}
+
+#[tokio::test]
+async fn a_call_that_is_given_up_while_the_store_is_asked_is_counted() {
+    let redis = Server::start();
+    let config = format!("{}\n{RLS}{USER}", redis.as_store());
+    let service = Service::start(&config).await;
+    service.proxy.store_up().await;
+    redis.stop();
+    let mut envoy = Framed::connect(service.address(), &[]).await;
+    assert!(envoy.send(call_on(1)).await);
+    // Once for it to be read, once more for it to be under way.
+    for round in [1_u8, 2] {
+        envoy.send(frame(frames::PING, 0, 0, [round; 8])).await;
+        envoy
+            .find("the ping's echo", |frame| frame.kind == frames::PING && frame.payload == [round; 8])
+            .await;
+    }
+    envoy.send(rst(1)).await;
+    let deadline = Instant::now() + SOON;
+    while service.proxy.metric("tidegate_rls_calls_total{result=\"given_up\"}").await != 1.0 {
+        assert!(Instant::now() < deadline, "{}", service.proxy.log());
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    redis.resume();
+    assert_eq!(service.proxy.metric("tidegate_rls_calls_total{result=\"unavailable\"}").await, 0.0);
 }
 
 #[tokio::test]
