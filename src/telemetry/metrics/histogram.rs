@@ -19,8 +19,9 @@ pub(super) struct Histogram {
 /// A bucket's upper end, and how it is written.
 pub(super) type Bound = (Duration, &'static str);
 
-/// As many for every histogram.
-pub(super) const BUCKETS: usize = 16;
+/// As many for every histogram. Objectives are set in round numbers and timeouts too: each has its bound, and none is
+/// more than three times the one before, or a quantile would be a guess.
+pub(super) const BUCKETS: usize = 18;
 
 /// From a look into memory to the longest that anybody configures for a round trip.
 pub(super) static DECISION_BOUNDS: [Bound; BUCKETS] = [
@@ -39,6 +40,8 @@ pub(super) static DECISION_BOUNDS: [Bound; BUCKETS] = [
     (Duration::from_millis(25), "0.025"),
     (Duration::from_millis(50), "0.05"),
     (Duration::from_millis(100), "0.1"),
+    (Duration::from_millis(250), "0.25"),
+    (Duration::from_millis(500), "0.5"),
     (Duration::from_secs(1), "1"),
 ];
 
@@ -55,8 +58,10 @@ pub(super) static REQUEST_BOUNDS: [Bound; BUCKETS] = [
     (Duration::from_millis(50), "0.05"),
     (Duration::from_millis(100), "0.1"),
     (Duration::from_millis(250), "0.25"),
+    (Duration::from_millis(500), "0.5"),
     (Duration::from_secs(1), "1"),
     (Duration::from_millis(2_500), "2.5"),
+    (Duration::from_secs(5), "5"),
     (Duration::from_secs(10), "10"),
     (Duration::from_secs(30), "30"),
     (Duration::from_secs(60), "60"),

@@ -152,6 +152,22 @@ fn bounds_ascend_and_are_written_as_they_are() {
 }
 
 #[test]
+fn bounds_tell_objectives_and_default_timeouts_exactly_and_leave_no_gap() {
+    for bounds in [&DECISION_BOUNDS, &REQUEST_BOUNDS] {
+        for pair in bounds.windows(2) {
+            assert!(pair[1].0 <= pair[0].0 * 3, "from {} to {}", pair[0].1, pair[1].1);
+        }
+    }
+    let has = |bounds: &[histogram::Bound], ms| bounds.iter().any(|(bound, _)| bound.as_millis() == ms);
+    for ms in [1, 5, 10, 25, 50, 100, 250, 500, 1000] {
+        assert!(has(&DECISION_BOUNDS, ms) && has(&REQUEST_BOUNDS, ms), "{ms} ms");
+    }
+    for ms in [2_500, 5_000, 10_000, 30_000, 60_000] {
+        assert!(has(&REQUEST_BOUNDS, ms), "{ms} ms");
+    }
+}
+
+#[test]
 fn only_codes_that_occurred_have_a_line() {
     let metrics = Metrics::new(1, KINDS);
     let shard = metrics.shard(0);
