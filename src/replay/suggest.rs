@@ -78,10 +78,8 @@ impl Peaks {
         };
         for peak in peaks {
             let Some(limit) = &peak.limit else { continue };
-            let decision = self.memory.decide_at(&[Charge::new(limit, claim.key, claim.cost)], asked);
-            if let Some(Some(standing)) = decision.standings.first() {
-                peak.sample.raise(claim.key.id(), UNREACHED - standing.remaining.min(UNREACHED));
-            }
+            let used = self.memory.count_at(&Charge::new(limit, claim.key, claim.cost), asked);
+            peak.sample.raise(claim.key.id(), used);
         }
     }
 

@@ -139,6 +139,26 @@ impl Memory {
         Decision { now_us, admitted, standings, delay_us, grants, stands_us }
     }
 
+    /// Takes a charge's units, whether they fit or not, and tells how many are in use then. Of 0 units nothing is kept.
+    pub fn count_at(&self, charge: &Charge<'_>, asked: Instant) -> u64 {
+        let place = self.place_of(charge);
+        let Some(shard) = self.shards.get(place) else { return 0 };
+        let mut shard = shard.lock();
+        let now_us = self.clock.at_us(asked).max(shard.newest_us);
+        shard.newest_us = now_us;
+        let used = match charge.cost {
+            0 => shard
+                .counters
+                .get(&id_of(charge))
+                .map_or(0, |counter| counter.state.at(charge.limit, now_us).used()),
+            _ => shard.change(self, charge, now_us, |state| state.charge(charge, now_us)),
+        };
+        shard.sweep(self, now_us, SWEPT_PER_CHARGE);
+        drop(shard);
+        self.relieve(place, now_us);
+        used
+    }
+
     /// Puts charges right, as [`super::Store::amend`] says.
     pub fn amend(&self, late: &[Late<'_>]) {
         for late in late {
@@ -327,7 +347,14 @@ fn fullness(used: u64, limit: &Limit) -> u32 {
 }
 
 impl Shard {
-    fn change(&mut self, memory: &Memory, charge: &Charge<'_>, now_us: u64, change: impl FnOnce(&mut State)) {
+    /// Returns the units in use afterwards.
+    fn change(
+        &mut self,
+        memory: &Memory,
+        charge: &Charge<'_>,
+        now_us: u64,
+        change: impl FnOnce(&mut State),
+    ) -> u64 {
         let limit = charge.limit;
         let counter = self.counters.entry(id_of(charge)).or_insert_with(|| {
             memory.keys.fetch_add(1, Ordering::Relaxed);
@@ -336,12 +363,14 @@ impl Shard {
         });
         change(&mut counter.state);
         counter.expires_at_us = counter.state.expires_at_us(limit);
-        counter.fullness = fullness(counter.state.at(limit, now_us).used(), limit);
+        let used = counter.state.at(limit, now_us).used();
+        counter.fullness = fullness(used, limit);
         let bytes = COUNTER_BYTES + counter.state.heap_bytes();
         if bytes != counter.bytes {
             memory.bytes.fetch_add(bytes, Ordering::Relaxed);
             memory.bytes.fetch_sub(std::mem::replace(&mut counter.bytes, bytes), Ordering::Relaxed);
         }
+        used
     }
 
     /// Looks at the next `most` counters and drops the expired ones.
@@ -419,6 +448,31 @@ mod tests {
         }
         assert!(!ask(&memory, &LIMIT, &mine));
         assert_eq!(memory.evicted(), 4_900);
+    }
+
+    #[test]
+    fn counting_is_deciding_where_nothing_is_refused() {
+        let settings = MemorySettings { max_keys: 1000, max_bytes: 1 << 30 };
+        let (clock, hands) = Clock::manual(1_000_000_000);
+        let (counts, decides) = (Memory::new(settings, clock.clone()), Memory::new(settings, clock));
+        let mut random = fastrand::Rng::with_seed(7);
+        for algorithm in [Algorithm::SlidingWindow { buckets: 100 }, Algorithm::FixedWindow { offset_us: 7 }]
+        {
+            let limit = Limit { requests: 1 << 40, per_us: 60_000_000, algorithm };
+            for _ in 0..2_000 {
+                hands.advance_us(random.u64(..2_000_000));
+                let (key, cost) = (key(random.usize(..5)), random.u64(..4));
+                let charge = Charge::new(&limit, &key, cost);
+                let used = counts.count_at(&charge, Instant::now());
+                let standing = decides.decide(&[charge]).standings[0].unwrap();
+                assert_eq!(used, limit.requests - standing.remaining);
+            }
+        }
+        assert_eq!(counts.keys(), decides.keys());
+        // What a limit would refuse is counted all the same.
+        let key = key(9);
+        let counted = [3, 4].map(|units| counts.count_at(&Charge::new(&LIMIT, &key, units), Instant::now()));
+        assert_eq!(counted, [3, 7]);
     }
 
     #[test]
