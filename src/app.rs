@@ -9,9 +9,10 @@ use crate::admin::{self, View};
 use crate::clock::Clock;
 use crate::config::{Config, Sources, StoreSettings};
 use crate::enforcer::{Enforcer, Live};
+use crate::listen::ListenAddress;
 use crate::proxy::{
-    self, Door, ListenAddress, ListenSettings, ProxyHeaderFault, Server, Service, SetupError, Stop, TlsFault,
-    Upstream, UpstreamErrorKind,
+    self, Door, ListenSettings, ProxyHeaderFault, Server, Service, SetupError, Stop, TlsFault, Upstream,
+    UpstreamErrorKind,
 };
 use crate::reload::Reloader;
 use crate::store::redis::{self, Redis};
@@ -22,7 +23,6 @@ use crate::tls;
 use crate::trace::Tracer;
 use arc_swap::ArcSwap;
 use std::io;
-use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ enum AppError {
         "the admin port cannot listen on {address}: {cause}. Set another {key}, or a free port by \
          \"127.0.0.1:0\" (environment: TIDEGATE_ADMIN__ADDRESS)"
     )]
-    Admin { key: &'static str, address: SocketAddr, cause: io::Error },
+    Admin { key: &'static str, address: ListenAddress, cause: io::Error },
     #[error("upstream: {0}")]
     Upstream(#[from] SetupError),
     #[error("{0}")]
@@ -57,7 +57,7 @@ enum AppError {
 #[derive(Clone, Debug)]
 pub struct Addresses {
     pub proxy: ListenAddress,
-    pub admin: SocketAddr,
+    pub admin: ListenAddress,
 }
 
 /// Runs the proxy until it is told to stop. `on_listening` hears the addresses once clients can connect.
@@ -138,7 +138,7 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     let history = Arc::new(History::new(Arc::clone(&metrics)));
     tokio::task::spawn_local(sample(Arc::clone(&history), Arc::clone(&metrics), live.clone()));
     // Before the proxy: who asks why it does not start gets an answer.
-    let admin = start_admin(&config, watched.into_view(Arc::clone(&metrics), history)).await?;
+    let admin = start_admin(&config, watched.into_view(Arc::clone(&metrics), history))?;
     let reloader = tokio::task::spawn_local(reloader.run());
 
     let (shutdown, workers, policies) =
@@ -247,18 +247,18 @@ async fn sample(history: Arc<History>, metrics: Arc<Metrics>, live: Live) {
 }
 
 /// Takes the admin port's addresses and answers there until the process ends. Returns the first.
-async fn start_admin(config: &Config, view: View) -> Result<SocketAddr, AppError> {
+fn start_admin(config: &Config, view: View) -> Result<ListenAddress, AppError> {
     let settings = config.admin.clone();
     let failed = |key, address| move |cause| AppError::Admin { key, address, cause };
     if let Some(address) = settings.probes {
-        let probes = admin::Listener::probes(address, view.clone()).await;
-        let probes = probes.map_err(failed("admin.probes", address))?;
-        tracing::info!(address = %probes.local_addr()?, "probes listening");
+        let probes = admin::Listener::probes(address, view.clone());
+        let probes = probes.map_err(failed("admin.probes", ListenAddress::Ip(address)))?;
+        tracing::info!(address = %probes.address(), "probes listening");
         tokio::task::spawn_local(probes.run());
     }
-    let address = settings.address;
-    let admin = admin::Listener::admin(settings, view).await.map_err(failed("admin.address", address))?;
-    let address = admin.local_addr()?;
+    let address = settings.address.clone();
+    let admin = admin::Listener::admin(settings, view).map_err(failed("admin.address", address))?;
+    let address = admin.address().clone();
     tracing::info!(%address, "admin listening");
     tokio::task::spawn_local(admin.run());
     Ok(address)

@@ -9,6 +9,7 @@ pub mod clock;
 pub mod config;
 pub mod enforcer;
 pub mod limiter;
+pub mod listen;
 pub mod policy;
 pub mod proxy;
 pub mod reload;

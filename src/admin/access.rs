@@ -41,7 +41,7 @@ enum Wants {
 
 impl Guard {
     pub(super) fn new(settings: &AdminSettings) -> Self {
-        Self { token: settings.token.clone(), exposed: !settings.address.ip().is_loopback() }
+        Self { token: settings.token.clone(), exposed: !settings.address.is_local() }
     }
 
     /// # Errors

@@ -2,6 +2,7 @@
 
 use super::access::Peer;
 use super::{AdminSettings, View, routes};
+use crate::listen::{Bound, ListenAddress, SocketFile};
 use axum::Router;
 use http::Request;
 use hyper::body::Incoming;
@@ -10,14 +11,21 @@ use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep, timeout};
 
+/// Connections that the kernel completes before they are accepted.
+const BACKLOG: i32 = 1024;
+/// Of a Unix socket's file: its owner and group may connect. Who can, can look and end the proxy.
+const SOCKET_MODE: u32 = 0o660;
+/// Whom a client of a Unix socket is taken for.
+const LOCAL_PEER: Peer = Peer(IpAddr::V4(Ipv4Addr::LOCALHOST));
 /// Connections at a time, per address: people, probes and scrapers are few.
 const MAX_CONNECTIONS: usize = 64;
 /// For a request head, and between requests.
@@ -34,8 +42,15 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// An address of the admin port, taken but not yet answered on.
 #[derive(Debug)]
 pub struct Listener {
-    socket: TcpListener,
+    address: ListenAddress,
+    accepting: Accepting,
     router: Router,
+}
+
+#[derive(Debug)]
+enum Accepting {
+    Tcp(TcpListener),
+    Unix { listener: UnixListener, _file: Option<SocketFile> },
 }
 
 impl Listener {
@@ -43,25 +58,35 @@ impl Listener {
     ///
     /// # Errors
     /// When the address is taken, not ours, or not allowed.
-    pub async fn admin(settings: AdminSettings, view: View) -> io::Result<Self> {
-        let socket = TcpListener::bind(settings.address).await?;
-        Ok(Self { socket, router: routes::admin(settings, view) })
+    pub fn admin(settings: AdminSettings, view: View) -> io::Result<Self> {
+        let address = settings.address.clone();
+        Self::take(&address, routes::admin(settings, view))
     }
 
     /// Takes `admin.probes`.
     ///
     /// # Errors
     /// As [`Listener::admin`].
-    pub async fn probes(address: SocketAddr, view: View) -> io::Result<Self> {
-        Ok(Self { socket: TcpListener::bind(address).await?, router: routes::probes(view) })
+    pub fn probes(address: SocketAddr, view: View) -> io::Result<Self> {
+        Self::take(&ListenAddress::Ip(address), routes::probes(view))
+    }
+
+    fn take(address: &ListenAddress, router: Router) -> io::Result<Self> {
+        let bound = Bound::take(address, SOCKET_MODE)?;
+        bound.listen(BACKLOG)?;
+        let address = bound.address()?;
+        let accepting = match bound.into_parts() {
+            (socket, None) => Accepting::Tcp(TcpListener::from_std(socket.into())?),
+            (socket, file) => {
+                Accepting::Unix { listener: UnixListener::from_std(socket.into())?, _file: file }
+            }
+        };
+        Ok(Self { address, accepting, router })
     }
 
     /// Where it listens: the port that the system chose if none was asked for.
-    ///
-    /// # Errors
-    /// When the socket has no address, which no system is known to say of a bound socket.
-    pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.socket.local_addr()
+    pub fn address(&self) -> &ListenAddress {
+        &self.address
     }
 
     /// Answers for ever. Trouble with the admin port never ends the process.
@@ -69,24 +94,34 @@ impl Listener {
         let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         loop {
             let Ok(permit) = Arc::clone(&room).acquire_owned().await else { return };
-            match self.socket.accept().await {
-                Ok((socket, peer)) => {
-                    let router = self.router.clone();
-                    tokio::spawn(async move {
-                        let _permit = permit;
-                        serve(socket, Peer(peer.ip()), router).await;
-                    });
-                }
-                Err(error) => {
-                    tracing::debug!(%error, "an admin connection cannot be accepted");
-                    sleep(ACCEPT_PAUSE).await;
-                }
+            let router = self.router.clone();
+            let accepted = match &self.accepting {
+                Accepting::Tcp(listener) => listener
+                    .accept()
+                    .await
+                    .map(|(socket, peer)| begin(serve(socket, Peer(peer.ip()), router), permit)),
+                Accepting::Unix { listener, .. } => listener
+                    .accept()
+                    .await
+                    .map(|(socket, _nameless)| begin(serve(socket, LOCAL_PEER, router), permit)),
+            };
+            if let Err(error) = accepted {
+                tracing::debug!(%error, "an admin connection cannot be accepted");
+                sleep(ACCEPT_PAUSE).await;
             }
         }
     }
 }
 
-async fn serve(socket: TcpStream, peer: Peer, router: Router) {
+/// Serves a connection in a task of its own.
+fn begin(serving: impl Future<Output = ()> + Send + 'static, permit: OwnedSemaphorePermit) {
+    tokio::spawn(async move {
+        let _permit = permit;
+        serving.await;
+    });
+}
+
+async fn serve(socket: impl AsyncRead + AsyncWrite + Unpin, peer: Peer, router: Router) {
     let router = TowerToHyperService::new(router);
     let service = service_fn(move |mut request: Request<Incoming>| {
         request.extensions_mut().insert(peer);

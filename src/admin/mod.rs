@@ -16,6 +16,7 @@ mod routes;
 pub(crate) use answer::harmless;
 pub use listener::Listener;
 
+use crate::listen::ListenAddress;
 use crate::telemetry::history::History;
 use crate::telemetry::metrics::{Metrics, Observed, Tally};
 use serde_json::{Map, Value};
@@ -28,8 +29,8 @@ use std::time::Duration;
 /// Where to listen, and whom to answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AdminSettings {
-    /// If it is not on loopback, there is a token.
-    pub address: SocketAddr,
+    /// If others than this machine can reach it, there is a token.
+    pub address: ListenAddress,
     /// A second address with only what gives nothing away: health and metrics.
     pub probes: Option<SocketAddr>,
     pub token: Option<Token>,

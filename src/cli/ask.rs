@@ -1,8 +1,10 @@
 //! Asking the proxy on this machine, over its admin port.
 
 use crate::admin::{AdminSettings, Token};
+use crate::listen::ListenAddress;
+use socket2::{Domain, SockAddr, Socket, Type};
 use std::io::{self, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::{Duration, Instant};
 
 /// For connecting, and for each step after it: who hangs gives no answer.
@@ -23,7 +25,8 @@ pub(super) struct Answer {
 ///
 /// # Errors
 /// A text for people, if nobody can know.
-pub(super) fn reachable(mut address: SocketAddr, key: &str) -> Result<SocketAddr, String> {
+pub(super) fn reachable(address: &ListenAddress, key: &str) -> Result<ListenAddress, String> {
+    let ListenAddress::Ip(mut address) = *address else { return Ok(address.clone()) };
     if address.port() == 0 {
         return Err(format!("error: {key} has no port of its own: nobody can know where to ask\n"));
     }
@@ -33,12 +36,12 @@ pub(super) fn reachable(mut address: SocketAddr, key: &str) -> Result<SocketAddr
             IpAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
         });
     }
-    Ok(address)
+    Ok(ListenAddress::Ip(address))
 }
 
 /// The admin port, as [`reachable`].
-pub(super) fn admin(settings: &AdminSettings) -> Result<SocketAddr, String> {
-    reachable(settings.address, "admin.address")
+pub(super) fn admin(settings: &AdminSettings) -> Result<ListenAddress, String> {
+    reachable(&settings.address, "admin.address")
 }
 
 /// One request without a body, on a connection of its own.
@@ -46,12 +49,12 @@ pub(super) fn admin(settings: &AdminSettings) -> Result<SocketAddr, String> {
 /// # Errors
 /// When nobody answers, or not in HTTP.
 pub(super) fn ask(
-    address: SocketAddr,
+    address: &ListenAddress,
     method: &str,
     target: &str,
     token: Option<&Token>,
 ) -> io::Result<Answer> {
-    let mut socket = TcpStream::connect_timeout(&address, PATIENCE)?;
+    let mut socket = connect(address)?;
     socket.set_read_timeout(Some(PATIENCE))?;
     socket.set_write_timeout(Some(PATIENCE))?;
     let token =
@@ -75,6 +78,16 @@ pub(super) fn ask(
             format!("answered {:?}", start.lines().next().unwrap_or("")),
         )
     })
+}
+
+fn connect(address: &ListenAddress) -> io::Result<Socket> {
+    let (domain, address) = match address {
+        ListenAddress::Ip(address) => (Domain::for_address(*address), SockAddr::from(*address)),
+        ListenAddress::Unix(path) => (Domain::UNIX, SockAddr::unix(path)?),
+    };
+    let socket = Socket::new(domain, Type::STREAM, None)?;
+    socket.connect_timeout(&address, PATIENCE)?;
+    Ok(socket)
 }
 
 /// An answer whose body ends with the connection.

@@ -2,7 +2,7 @@
 
 use crate::app::Addresses;
 use crate::config::{FileSource, Flags, Sources};
-use crate::proxy::ListenAddress;
+use crate::listen::ListenAddress;
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::Full;

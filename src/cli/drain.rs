@@ -2,9 +2,9 @@
 
 use super::ask::{Answer, admin, ask};
 use crate::config::{self, Sources};
+use crate::listen::ListenAddress;
 use serde_json::Value;
 use std::io;
-use std::net::SocketAddr;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -22,14 +22,14 @@ pub(super) fn run(sources: &Sources, at_most: Option<Duration>) -> Result<String
     let settings = config::load_admin(sources).map_err(|report| report.to_string())?;
     let address = admin(&settings)?;
     let asked = Instant::now();
-    let answer = ask(address, "POST", "/drain", settings.token.as_ref())
+    let answer = ask(&address, "POST", "/drain", settings.token.as_ref())
         .map_err(|error| format!("error: {address}: {error}\n"))?;
     if answer.status != 202 {
         return Err(format!("error: {address}: answered {}{}\n", answer.status, detail(&answer)));
     }
     let at_most = at_most.or_else(|| needs(&answer)).unwrap_or(MARGIN);
     while asked.elapsed() < at_most {
-        if is_gone(address) {
+        if is_gone(&address) {
             return Ok(format!("drained in {:.1} s\n", asked.elapsed().as_secs_f64()));
         }
         sleep(PAUSE);
@@ -51,7 +51,8 @@ fn needs(answer: &Answer) -> Option<Duration> {
     Duration::try_from_secs_f64(seconds("delay_s")? + seconds("grace_s")?).ok()?.checked_add(MARGIN)
 }
 
-fn is_gone(address: SocketAddr) -> bool {
-    let gone = [io::ErrorKind::ConnectionRefused, io::ErrorKind::ConnectionReset];
+fn is_gone(address: &ListenAddress) -> bool {
+    // Of a Unix socket, the file.
+    let gone = [io::ErrorKind::ConnectionRefused, io::ErrorKind::ConnectionReset, io::ErrorKind::NotFound];
     ask(address, "GET", "/livez", None).is_err_and(|error| gone.contains(&error.kind()))
 }

@@ -4,8 +4,8 @@ use super::ask::{ask, reachable};
 use super::print;
 use crate::admin::harmless;
 use crate::config::{self, Sources};
+use crate::listen::ListenAddress;
 use serde_json::json;
-use std::net::SocketAddr;
 use std::process::ExitCode;
 
 /// Asks `/livez` of the address that is configured for probes, or else of the admin port. `in_json`: what is wrong is
@@ -15,7 +15,7 @@ pub(super) fn run(sources: &Sources, in_json: bool) -> ExitCode {
         Ok(address) => address,
         Err(report) => return print(Err(report)),
     };
-    let (status, error) = match ask(address, "GET", "/livez", None) {
+    let (status, error) = match ask(&address, "GET", "/livez", None) {
         Ok(answer) => {
             (Some(answer.status), (answer.status != 200).then(|| format!("answered {}", answer.status)))
         }
@@ -32,10 +32,10 @@ pub(super) fn run(sources: &Sources, in_json: bool) -> ExitCode {
     if error.is_none() { printed } else { ExitCode::FAILURE }
 }
 
-fn address(sources: &Sources) -> Result<SocketAddr, String> {
+fn address(sources: &Sources) -> Result<ListenAddress, String> {
     let admin = config::load_admin(sources).map_err(|report| report.to_string())?;
     match admin.probes {
-        Some(probes) => reachable(probes, "admin.probes"),
-        None => reachable(admin.address, "admin.address"),
+        Some(probes) => reachable(&ListenAddress::Ip(probes), "admin.probes"),
+        None => reachable(&admin.address, "admin.address"),
     }
 }

@@ -9,6 +9,7 @@ use super::{
 };
 use crate::admin::{AdminSettings, Token};
 use crate::limiter::Algorithm;
+use crate::listen::ListenAddress;
 use crate::policy::path::EscapedSlashes;
 use crate::policy::{Cors, Fields, MissingKey, OnStoreFailure, PolicyTable, client, jwt, path};
 use crate::proxy::{
@@ -230,8 +231,9 @@ fn proxy_protocol_from(at: &Cursor<'_>) -> Option<Option<Vec<IpNet>>> {
     Some(is_required.then_some(from))
 }
 
-fn socket_address(text: &str, example: &str) -> Result<SocketAddr, String> {
-    text.parse().ok().ok_or_else(|| format!("expected an IP address and port such as \"{example}\""))
+/// The kubelet and Prometheus ask by TCP.
+fn socket_address(text: &str) -> Result<SocketAddr, String> {
+    text.parse().ok().ok_or_else(|| "expected an IP address and port such as \"0.0.0.0:9091\"".to_owned())
 }
 
 /// Where nothing is forwarded, `url` is nowhere.
@@ -408,15 +410,8 @@ fn shutdown(at: &Cursor<'_>) -> Option<ShutdownSettings> {
 
 pub(super) fn admin(input: &Input, at: &Cursor<'_>) -> Option<AdminSettings> {
     let token = secret(input, at, "token_file", "token").map(Token::new);
-    let address = at.parsed("address", |text| match text.split_once(':') {
-        Some(("unix", _)) => {
-            Err("Unix sockets are not supported in this version; expected an IP address and \
-                                  port such as \"127.0.0.1:9090\""
-                .to_owned())
-        }
-        _ => socket_address(text, "127.0.0.1:9090"),
-    })?;
-    if !address.ip().is_loopback() && at.text("token_file").is_none_or(|path| path.is_empty()) {
+    let address = at.parsed("address", values::admin_address)?;
+    if !address.is_local() && at.text("token_file").is_none_or(|path| path.is_empty()) {
         at.fail(
             "address",
             "others than this machine can reach it; expected a loopback address such as \"127.0.0.1:9090\", or \
@@ -425,9 +420,9 @@ pub(super) fn admin(input: &Input, at: &Cursor<'_>) -> Option<AdminSettings> {
     }
     let probes = at.parsed("probes", |text| match text {
         "" => Ok(None),
-        text => socket_address(text, "0.0.0.0:9091").map(Some),
+        text => socket_address(text).map(Some),
     })?;
-    if probes.is_some_and(|probes| probes == address && probes.port() != 0) {
+    if probes.is_some_and(|probes| ListenAddress::Ip(probes) == address && probes.port() != 0) {
         at.fail("probes", "that is admin.address; expected another port");
     }
     Some(AdminSettings { address, probes, token, allowed_hosts: at.list("allowed_hosts", host_name) })

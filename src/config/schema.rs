@@ -203,9 +203,9 @@ static SHUTDOWN: [Key; 2] = [
 static ADMIN: [Key; 4] = [
     key(
         "address",
-        Text("an IP address and port such as \"127.0.0.1:9090\""),
+        Text("an IP address and port such as \"127.0.0.1:9090\", or \"unix:/path\""),
         Default("127.0.0.1:9090"),
-        "Never the clients' port. Not on loopback: token_file must be set.",
+        "Never the clients' port. Or a Unix socket, with mode 0660. An address that is not on loopback: token_file must be set.",
     ),
     key(
         "probes",

@@ -1,7 +1,8 @@
 //! Texts that mean something: durations, sizes, addresses, URLs.
 
 use super::schema::Kind;
-use crate::proxy::{ListenAddress, Scheme, UpstreamUrl};
+use crate::listen::ListenAddress;
+use crate::proxy::{Scheme, UpstreamUrl};
 use crate::store::redis::{Address, Login, Password};
 use figment::value::Value;
 use ipnet::IpNet;
@@ -74,10 +75,18 @@ const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 /// `address:port`, or `unix:/path`.
 pub(super) fn listen_address(text: &str) -> Result<ListenAddress, String> {
-    const EXPECTED: &str =
-        "expected an IP address and port such as \"0.0.0.0:8080\", or \"unix:/run/tidegate.sock\"";
+    either_address(text, "0.0.0.0:8080", "/run/tidegate.sock")
+}
+
+/// The same, for the admin port.
+pub(super) fn admin_address(text: &str) -> Result<ListenAddress, String> {
+    either_address(text, "127.0.0.1:9090", "/run/tidegate/admin.sock")
+}
+
+fn either_address(text: &str, port: &str, path: &str) -> Result<ListenAddress, String> {
     let Some(rest) = text.strip_prefix("unix:") else {
-        return text.parse().map(ListenAddress::Ip).ok().ok_or_else(|| EXPECTED.to_owned());
+        let expected = || format!("expected an IP address and port such as \"{port}\", or \"unix:{path}\"");
+        return text.parse().map(ListenAddress::Ip).ok().ok_or_else(expected);
     };
     socket_path(rest).map(ListenAddress::Unix)
 }

@@ -35,13 +35,13 @@ pub use entrance::{EntryFault, ProxyHeaderFault, TlsFault};
 pub use gate::{GateFault, host_for_policies, is_taken_away};
 pub use inbound::{Inbound, InboundFault};
 pub use interim::Interim;
-pub use listener::ListenAddress;
 pub use rls::MAX_MESSAGE_BYTES;
 pub use server::{Door, Handler, Load, Peer, Server, Stop};
 pub use service::Service;
 pub use tunnel::Tunnel;
 pub use upstream::{Fault, SetupError, Shared, Upstream, UpstreamError, UpstreamErrorKind};
 
+use crate::listen::ListenAddress;
 use crate::tls::{ClientTls, ServerTls};
 use ipnet::IpNet;
 use std::fmt;

@@ -27,11 +27,12 @@ use super::connection::{Protocols, serve};
 use super::entrance::{Entrance, EntryFault};
 use super::headers::AddressText;
 use super::interim::Interim;
-use super::listener::{Accepting, ListenAddress, Listener, NewSocket};
+use super::listener::{self, Accepting, NewSocket};
 use super::tidy::Tidy;
 use super::transport::RawSocket;
 use super::watch::Watch;
 use super::{ListenSettings, ShutdownSettings};
+use crate::listen::{Bound, ListenAddress};
 use crate::telemetry::metrics::Shard;
 use crate::tls::{self, Subject};
 
@@ -132,7 +133,7 @@ pub struct Server {
 #[derive(Debug)]
 struct Entry {
     door: Door,
-    listener: Listener,
+    listener: Bound,
     settings: ListenSettings,
     tls: tls::Current,
 }
@@ -178,7 +179,7 @@ impl Server {
         settings: &ListenSettings,
         tls: tls::Current,
     ) -> io::Result<ListenAddress> {
-        let listener = Listener::bind(&settings.address)?;
+        let listener = listener::bind(&settings.address)?;
         let address = listener.address()?;
         self.entries.push(Entry { door, listener, settings: settings.clone(), tls });
         Ok(address)
@@ -195,7 +196,7 @@ impl Server {
 
     /// Lets clients connect; they wait in the kernel until they are accepted.
     pub(super) fn listen(&self) -> io::Result<()> {
-        self.entries.iter().try_for_each(|entry| entry.listener.listen())
+        self.entries.iter().try_for_each(|entry| entry.listener.listen(listener::BACKLOG))
     }
 
     /// The live counts of connections, for metrics.
@@ -381,7 +382,7 @@ impl Acceptor {
     fn new(place: usize, entry: Entry, workers: &[Worker]) -> io::Result<Self> {
         Ok(Self {
             entry: place,
-            listener: entry.listener.into_accepting()?,
+            listener: Accepting::of(entry.listener)?,
             room: Arc::new(Semaphore::new(entry.settings.max_connections.clamp(1, Semaphore::MAX_PERMITS))),
             queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
             failing: false,

@@ -24,6 +24,7 @@ mod musl;
 
 mod absurd;
 mod admin;
+mod admin_socket;
 mod amends;
 mod asking;
 mod bounds;

@@ -7,11 +7,11 @@ mod seen;
 use super::ask::{Answer, admin, ask};
 use crate::admin::{AdminSettings, harmless};
 use crate::config::{self, Sources};
+use crate::listen::ListenAddress;
 use frame::{Glyphs, Look, Order};
 use seen::Seen;
 use serde_json::{Value, json};
 use std::io::IsTerminal;
-use std::net::SocketAddr;
 use std::time::Duration;
 
 /// Policies that are asked for: more than a screen shows, few enough for an answer every second.
@@ -37,7 +37,7 @@ pub(super) struct Flags {
 /// Whom to ask.
 #[derive(Clone, Debug)]
 struct Desk {
-    address: SocketAddr,
+    address: ListenAddress,
     settings: AdminSettings,
 }
 
@@ -75,7 +75,7 @@ impl Desk {
     }
 
     fn ask(&self, target: &str) -> Result<Value, String> {
-        let at = self.address;
+        let at = &self.address;
         let Answer { status, body } = ask(at, "GET", target, self.settings.token.as_ref())
             .map_err(|error| format!("error: {at}: {error}\n"))?;
         let told: Option<Value> = serde_json::from_str(&body).ok();

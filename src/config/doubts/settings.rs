@@ -2,8 +2,9 @@
 
 use super::{Around, Placed};
 use crate::config::StoreSettings;
+use crate::listen::ListenAddress;
 use crate::policy::{KeyPart, OnStoreFailure};
-use crate::proxy::{ListenAddress, UpstreamUrl};
+use crate::proxy::UpstreamUrl;
 
 pub(super) fn look(placed: &[Placed<'_>], around: &Around<'_>) {
     everybody_is_trusted(around);
