@@ -163,6 +163,12 @@ impl Reloader {
 
     fn refuse(&self, report: &Report) {
         let lines: Vec<String> = report.diagnostics.iter().map(Diagnostic::line).collect();
+        {
+            let mut status = self.status.lock();
+            status.refused += 1;
+            status.loaded_s = clock::unix_s();
+            status.last_error.clone_from(&lines);
+        }
         tracing::error!(
             errors = lines.len(),
             "the new configuration is wrong; the last good one stays in effect"
@@ -170,10 +176,6 @@ impl Reloader {
         for line in &lines {
             tracing::error!("{line}");
         }
-        let mut status = self.status.lock();
-        status.refused += 1;
-        status.loaded_s = clock::unix_s();
-        status.last_error = lines;
     }
 }
 
