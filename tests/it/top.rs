@@ -1,17 +1,17 @@
 //! `tidegate top`: as a table, as JSON, and live in a terminal that it gives back.
 
-use crate::support::client::Ask;
-use crate::support::process::{Ended, run, tidegate};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::Upstream;
+use crate::support::desk::Desk;
+use crate::support::process::{Ended, run, signal, tidegate};
 use crate::support::{SOON, eventually};
 use serde_json::Value;
 use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::process::{Child, Command};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::timeout;
+
+const TIDEGATE: &str = env!("CARGO_BIN_EXE_tidegate");
 
 const POLICIES: &str = r#"
 [[policy]]
@@ -24,63 +24,42 @@ mode = "shadow"
 limit = { requests = 100, per = "1h" }
 "#;
 
-/// A proxy whose policy has refused somebody with a hostile name.
-struct Desk {
-    proxy: Proxy,
-    _upstream: Upstream,
-    dir: TempDir,
-}
-
 const HOSTILE: &[u8] = b"\x1b[2Jann\xc2\x9b31m";
 
-impl Desk {
-    async fn open() -> Self {
-        let dir = TempDir::new().unwrap();
-        let token = dir.path().join("token");
-        fs::write(&token, "s3cret").unwrap();
-        let upstream = Upstream::echo().await;
-        let config = format!("admin.token_file = {token:?}\n{POLICIES}");
-        let proxy = Proxy::start(&config, upstream.address).await;
-        // A header's value may hold any byte but controls: an escape can't come this way, but in a path.
-        for _ in 0..5 {
-            let value = String::from_utf8_lossy(HOSTILE).replace('\u{1b}', "~");
-            proxy.ask("GET", "/%1b%5b2J").header("x-user", &value).status().await;
-        }
-        let desk = Self { proxy, _upstream: upstream, dir };
-        let deadline = Instant::now() + SOON;
-        while desk.policy().await["last_hour"]["rejected"].is_null() {
-            assert!(Instant::now() < deadline, "it is not noted");
-            sleep(std::time::Duration::from_millis(20)).await;
-        }
-        desk
+/// A proxy whose policy has refused somebody with a hostile name.
+async fn desk() -> Desk {
+    let desk = Desk::open(POLICIES).await;
+    // A header's value may hold any byte but controls: an escape can't come this way, but in a path.
+    for _ in 0..5 {
+        let value = String::from_utf8_lossy(HOSTILE).replace('\u{1b}', "~");
+        desk.proxy.ask("GET", "/%1b%5b2J").header("x-user", &value).status().await;
     }
+    desk.policy("api", |told| !told["last_hour"]["rejected"].is_null()).await;
+    desk
+}
 
-    async fn policy(&self) -> Value {
-        let ask = Ask::new(self.proxy.admin(), "GET", "/policies?policy=api").header("Host", "localhost");
-        ask.send().await.json()["policies"][0].clone()
-    }
+async fn top(desk: &Desk, words: &[&str]) -> Ended {
+    desk.command(&[&["top"], words].concat()).await
+}
 
-    async fn top(&self, words: &[&str]) -> Ended {
-        run(tidegate()
-            .arg("top")
-            .args(words)
-            .arg("--config")
-            .arg(self.proxy.config_path())
-            .env("TIDEGATE_ADMIN__ADDRESS", self.proxy.admin().to_string()))
-        .await
-    }
+/// `tidegate top` in a terminal of 100 columns and 30 lines, made by `script`. What it is written is in what comes out.
+struct Terminal {
+    child: Child,
+    seen: String,
+    /// Holds the number of what runs in it.
+    pid: PathBuf,
+}
 
-    /// In a terminal of 100 columns and 30 lines, made by `script`. What it is written is in what comes out.
-    fn in_a_terminal(&self) -> Terminal {
-        let pid = self.dir.path().join("pid");
+impl Terminal {
+    fn open(desk: &Desk) -> Self {
+        let pid = desk.dir().join("pid");
         let line = format!(
-            "stty cols 100 rows 30; echo $$ > {pid:?}; exec {:?} top --every 1 --config {:?}",
-            env!("CARGO_BIN_EXE_tidegate"),
-            self.proxy.config_path(),
+            "stty cols 100 rows 30; echo $$ > {pid:?}; exec {TIDEGATE:?} top --every 1 --config {:?}",
+            desk.proxy.config_path(),
         );
         let child = Command::new("script")
             .args(["-qfec", &line, "/dev/null"])
-            .env("TIDEGATE_ADMIN__ADDRESS", self.proxy.admin().to_string())
+            .env("TIDEGATE_ADMIN__ADDRESS", desk.proxy.admin().to_string())
             .env("TERM", "xterm")
             .env("LC_ALL", "C")
             .stdin(Stdio::piped())
@@ -88,17 +67,14 @@ impl Desk {
             .kill_on_drop(true)
             .spawn()
             .expect("script is part of every Debian");
-        Terminal { child, seen: String::new(), pid }
+        Self { child, seen: String::new(), pid }
     }
-}
 
-struct Terminal {
-    child: Child,
-    seen: String,
-    pid: std::path::PathBuf,
-}
+    /// What runs in it.
+    fn pid(&self) -> u32 {
+        fs::read_to_string(&self.pid).unwrap().trim().parse().unwrap()
+    }
 
-impl Terminal {
     async fn shows(&mut self, text: &str) {
         let found = async {
             while !self.seen.contains(text) {
@@ -130,15 +106,28 @@ impl Terminal {
     }
 }
 
+/// With `script` alone killed, what runs in it would go on if it doesn't notice, which is what is tested.
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        let Some(pid) = fs::read_to_string(&self.pid).ok().and_then(|pid| pid.trim().parse().ok()) else {
+            return;
+        };
+        // The number may be somebody else's by now.
+        if fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe == Path::new(TIDEGATE)) {
+            signal(pid, "KILL");
+        }
+    }
+}
+
 fn is_harmless(text: &str) -> bool {
     text.chars().all(|letter| letter == '\n' || (' '..='~').contains(&letter))
 }
 
 #[tokio::test]
 async fn without_a_terminal_it_prints_a_table_once() {
-    let desk = Desk::open().await;
+    let desk = desk().await;
     for words in [&["--once"][..], &[]] {
-        let ended = desk.top(words).await;
+        let ended = top(&desk, words).await;
         assert!(ended.status.success(), "{}", ended.stderr);
         let table = ended.stdout;
         assert!(is_harmless(&table), "{table:?}");
@@ -156,8 +145,8 @@ async fn without_a_terminal_it_prints_a_table_once() {
 
 #[tokio::test]
 async fn json_is_what_the_admin_port_tells() {
-    let desk = Desk::open().await;
-    let ended = desk.top(&["--json"]).await;
+    let desk = desk().await;
+    let ended = top(&desk, &["--json"]).await;
     assert!(ended.status.success() && is_harmless(&ended.stdout), "{}{}", ended.stdout, ended.stderr);
     let told: Value = serde_json::from_str(&ended.stdout).unwrap();
     assert_eq!(told["overview"]["status"], "ready");
@@ -167,19 +156,19 @@ async fn json_is_what_the_admin_port_tells() {
 
 #[tokio::test]
 async fn who_cannot_be_asked_is_an_error_with_a_reason() {
-    let desk = Desk::open().await;
+    let desk = desk().await;
     let mut command = tidegate();
     command.args(["top", "--once", "--config"]).arg(desk.proxy.config_path());
     let ended = run(command.env("TIDEGATE_ADMIN__ADDRESS", "127.0.0.1:9")).await;
     assert_eq!((ended.status.code(), ended.stdout.as_str()), (Some(1), ""));
     assert!(ended.stderr.starts_with("error: 127.0.0.1:9: "), "{}", ended.stderr);
-    assert_eq!(desk.top(&["--every", "0"]).await.status.code(), Some(2));
+    assert_eq!(top(&desk, &["--every", "0"]).await.status.code(), Some(2));
 }
 
 #[tokio::test]
 async fn live_it_hears_keys_and_gives_the_terminal_back() {
-    let desk = Desk::open().await;
-    let mut terminal = desk.in_a_terminal();
+    let desk = desk().await;
+    let mut terminal = Terminal::open(&desk);
     terminal.shows("\u{1b}[?1049h").await;
     terminal.shows("60.0%").await;
     // Rates are there from the second look on.
@@ -199,25 +188,23 @@ async fn live_it_hears_keys_and_gives_the_terminal_back() {
 
 #[tokio::test]
 async fn a_signal_gives_the_terminal_back_too() {
-    let desk = Desk::open().await;
-    let mut terminal = desk.in_a_terminal();
+    let desk = desk().await;
+    let mut terminal = Terminal::open(&desk);
     terminal.shows("60.0%").await;
-    let pid = fs::read_to_string(&terminal.pid).unwrap();
     terminal.seen.clear();
-    let sent = std::process::Command::new("sh").args(["-c", "kill -TERM $1", "sh", pid.trim()]).status();
-    assert!(sent.unwrap().success());
+    assert!(signal(terminal.pid(), "TERM"));
     terminal.comes_back().await;
 }
 
 /// The window is closed: its program is not left behind, turning.
 #[tokio::test]
 async fn it_ends_with_its_terminal() {
-    let desk = Desk::open().await;
+    let desk = desk().await;
     // What it is doing at that moment makes a difference.
     for _ in 0..3 {
-        let mut terminal = desk.in_a_terminal();
+        let mut terminal = Terminal::open(&desk);
         terminal.shows("60.0%").await;
-        let stat = format!("/proc/{}/stat", fs::read_to_string(&terminal.pid).unwrap().trim());
+        let stat = format!("/proc/{}/stat", terminal.pid());
         assert!(fs::read_to_string(&stat).is_ok());
         terminal.child.kill().await.unwrap();
         eventually("its end", SOON, || {
@@ -230,8 +217,8 @@ async fn it_ends_with_its_terminal() {
 
 #[tokio::test]
 async fn an_instance_that_is_gone_is_told_and_what_was_seen_stays() {
-    let desk = Desk::open().await;
-    let mut terminal = desk.in_a_terminal();
+    let desk = desk().await;
+    let mut terminal = Terminal::open(&desk);
     terminal.shows("60.0%").await;
     desk.proxy.sigterm();
     terminal.seen.clear();

@@ -5,6 +5,7 @@
 
 pub mod client;
 pub mod cluster;
+pub mod desk;
 pub mod frames;
 pub mod h2_upstream;
 pub mod judge;

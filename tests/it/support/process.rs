@@ -1,7 +1,6 @@
 //! A child process whose output is kept, line by line.
 
 use super::SOON;
-use std::ffi::OsStr;
 use std::io;
 use std::process::{ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
@@ -115,12 +114,8 @@ impl Process {
 
     /// Sends a signal, named as in `kill -TERM`.
     pub fn signal(&self, name: &str) {
-        let pid = self.child.id().expect("the process has not ended").to_string();
-        let sent = std::process::Command::new("sh")
-            .args([OsStr::new("-c"), OsStr::new("kill -$1 $2"), OsStr::new("sh")])
-            .args([name, &pid])
-            .status();
-        assert!(sent.unwrap().success(), "kill -{name} {pid}");
+        let pid = self.child.id().expect("the process has not ended");
+        assert!(signal(pid, name), "kill -{name} {pid}");
     }
 
     pub async fn ended(&mut self, within: Duration) -> Ended {
@@ -143,6 +138,12 @@ impl Process {
     pub fn is_running(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
     }
+}
+
+/// Sends a signal, named as in `kill -TERM`. Whether it arrived.
+pub fn signal(pid: u32, name: &str) -> bool {
+    let kill = ["-c", "kill -$1 $2", "sh", name, &pid.to_string()];
+    std::process::Command::new("sh").args(kill).status().unwrap().success()
 }
 
 /// Runs a command to its end.
