@@ -407,11 +407,12 @@ impl<'a> Place<'a> {
             };
             (text.get(..address.len() + 2)?, port, Some(address.parse().ok()?))
         } else {
-            let (host, port) = text.split_once(':').unwrap_or((text, ""));
+            let colon = text.bytes().position(|byte| byte == b':').unwrap_or(text.len());
+            let (host, port) = text.split_at_checked(colon)?;
             if !is_name(host) {
                 return None;
             }
-            (host, port, None)
+            (host, port.strip_prefix(':').unwrap_or(port), None)
         };
         let port = match port {
             "" => None,
@@ -445,8 +446,9 @@ impl<'a> Place<'a> {
 /// signs such as `,` or `%` in a host are read in several ways and used by nobody.
 fn is_name(host: &str) -> bool {
     let host = host.strip_suffix('.').unwrap_or(host);
-    let letter = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'~');
-    host.split('.').all(|label| !label.is_empty() && label.bytes().all(letter))
+    let letter = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'~');
+    // By bytes: of so short a text, looking for a sign as `str` does costs five times as much.
+    host.as_bytes().split(|byte| *byte == b'.').all(|label| !label.is_empty() && label.iter().all(letter))
 }
 
 fn origin_form(method: &Method, uri: &Uri) -> Result<PathAndQuery, GateFault> {
