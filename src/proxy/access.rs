@@ -69,16 +69,20 @@ impl AccessLog {
         Self { access: settings.access, sample: settings.access_sample }
     }
 
+    /// Whether a line may be written about a request that was rejected, or one that was not.
+    pub(super) fn wants(&self, is_rejected: bool) -> bool {
+        match self.access {
+            Access::Off => false,
+            Access::Rejected => is_rejected,
+            Access::All => true,
+        }
+    }
+
     pub(super) fn write(&self, entry: &Entry<'_>) {
         // By who refused, not by the decision: an outage must not write a line per request that it let through.
         let refused = entry.policy.is_some() || entry.decision == "malformed";
         let rejected = refused || !entry.shadow_rejected.is_empty();
-        let wanted = match self.access {
-            Access::Off => false,
-            Access::Rejected => rejected,
-            Access::All => true,
-        };
-        if !wanted || (self.sample < 1.0 && fastrand::f64() >= self.sample) {
+        if !self.wants(rejected) || (self.sample < 1.0 && fastrand::f64() >= self.sample) {
             return;
         }
         let tightest = Reported::tightest(entry.limits);

@@ -90,10 +90,10 @@ impl<'t> Style<'t> {
             false if prefers_text(&parts.headers) => Format::Text,
             false => Format::Json,
         };
-        let cors = match cors.allowed(&parts.headers) {
-            _ if cors.is_empty() => Reader::Unknown,
-            Some(origin) => Reader::Allowed(origin),
-            None => Reader::Refused,
+        let cors = if cors.is_empty() {
+            Reader::Unknown
+        } else {
+            cors.allowed(&parts.headers).map_or(Reader::Refused, Reader::Allowed)
         };
         Self { format, head: parts.method == Method::HEAD, version: parts.version, cors }
     }

@@ -330,6 +330,10 @@ impl Service {
             | Outcome::BadKey { policy, .. }
             | Outcome::Unavailable { policy, .. } => Some(*policy),
         };
+        let is_rejected = policy.is_some() || !verdict.shadow_rejected.is_empty();
+        if asked.recording.is_none() && !self.access.wants(is_rejected) {
+            return;
+        }
         let entry = Entry {
             method: asked.method.as_str(),
             host: asked.target.host(),
@@ -379,6 +383,7 @@ impl Service {
         peer: &Peer,
         arrived: Instant,
     ) -> Option<Box<Recording>> {
+        let tracer = self.tracer.as_ref()?;
         let asked = trace::Asked {
             method: &parts.method,
             host: inbound.target.host(),
@@ -386,7 +391,7 @@ impl Service {
             client: inbound.client.ip,
             is_tls: peer.tls,
         };
-        self.tracer.as_ref()?.begin(said, &parts.headers, &asked, arrived)
+        tracer.begin(said, &parts.headers, &asked, arrived)
     }
 }
 
