@@ -108,27 +108,24 @@ impl Memory {
             .zip(&refusals)
             .enumerate()
             .map(|(at, (charge, refusal))| {
-                let mut refusal = *refusal;
                 let effect = effect(charges, &refusals, at);
+                let say = |view: View<'_>| {
+                    if effect == Effect::Charge && !charge.shadow {
+                        delay_us = view.delay_us().max(delay_us);
+                    }
+                    if settles {
+                        let is_told = charge.settles && effect == Effect::Charge;
+                        stands_us.push(is_told.then(|| view.stands_us()));
+                    }
+                    // Its own knock is in the way of the next.
+                    let refusal = if effect == Effect::Press { view.refusal(charge.cost) } else { *refusal };
+                    view.standing(refusal)
+                };
                 match effect {
-                    Effect::Nothing => {}
-                    Effect::Charge => {
-                        held.change(charge, now_us, |state| state.charge(charge, now_us));
-                        if !charge.shadow {
-                            delay_us = held.look(charge, now_us, |view| view.delay_us()).max(delay_us);
-                        }
-                    }
-                    Effect::Press => {
-                        held.change(charge, now_us, |state| state.press(charge, now_us));
-                        // Its own knock is in the way of the next.
-                        refusal = held.look(charge, now_us, |view| view.refusal(charge.cost));
-                    }
+                    Effect::Nothing => Some(held.look(charge, now_us, say)),
+                    Effect::Charge => held.change(charge, now_us, |state| state.charge(charge, now_us), say),
+                    Effect::Press => held.change(charge, now_us, |state| state.press(charge, now_us), say),
                 }
-                if settles {
-                    let is_told = charge.settles && effect == Effect::Charge;
-                    stands_us.push(is_told.then(|| held.look(charge, now_us, |view| view.stands_us())));
-                }
-                Some(held.look(charge, now_us, |view| view.standing(refusal)))
             })
             .collect();
         let grants = if admitted { held.lend(charges, now_us) } else { SmallVec::new() };
@@ -151,7 +148,7 @@ impl Memory {
                 .counters
                 .get(&id_of(charge))
                 .map_or(0, |counter| counter.state.at(charge.limit, now_us).used()),
-            _ => shard.change(self, charge, now_us, |state| state.charge(charge, now_us)),
+            _ => shard.change(self, charge, now_us, |state| state.charge(charge, now_us)).used(),
         };
         shard.sweep(self, now_us, SWEPT_PER_CHARGE);
         drop(shard);
@@ -202,7 +199,8 @@ impl Memory {
         let now_us = held.advance(Instant::now());
         let wanted = prepare(&mut held, &charge);
         if wanted {
-            held.change(&charge, now_us, |state| state.amend(late.limit, late.amendment, now_us));
+            let amend = |state: &mut State| state.amend(late.limit, late.amendment, now_us);
+            held.change(&charge, now_us, amend, |_| ());
         }
         self.release(held, now_us);
         wanted
@@ -306,17 +304,23 @@ impl Held<'_> {
         for grant in &grants {
             for charge in charges.iter().filter(|charge| charge.group == grant.group) {
                 let Grant { units, until_us, .. } = *grant;
-                self.change(charge, now_us, |state| state.lend(charge.limit, units, now_us, until_us));
+                let lend = |state: &mut State| state.lend(charge.limit, units, now_us, until_us);
+                self.change(charge, now_us, lend, |_| ());
             }
         }
         grants
     }
 
-    fn change(&mut self, charge: &Charge<'_>, now_us: u64, change: impl FnOnce(&mut State)) {
+    /// Changes a charge's counter, and what `say` says of it then.
+    fn change<T>(
+        &mut self,
+        charge: &Charge<'_>,
+        now_us: u64,
+        change: impl FnOnce(&mut State),
+        say: impl FnOnce(View<'_>) -> T,
+    ) -> Option<T> {
         let memory = self.memory;
-        if let Some(shard) = self.shard(charge) {
-            shard.change(memory, charge, now_us, change);
-        }
+        self.shard(charge).map(|shard| say(shard.change(memory, charge, now_us, change)))
     }
 
     fn keeps(&mut self, charge: &Charge<'_>) -> bool {
@@ -347,14 +351,14 @@ fn fullness(used: u64, limit: &Limit) -> u32 {
 }
 
 impl Shard {
-    /// Returns the units in use afterwards.
-    fn change(
-        &mut self,
+    /// Returns what the counter says afterwards.
+    fn change<'a>(
+        &'a mut self,
         memory: &Memory,
-        charge: &Charge<'_>,
+        charge: &Charge<'a>,
         now_us: u64,
         change: impl FnOnce(&mut State),
-    ) -> u64 {
+    ) -> View<'a> {
         let limit = charge.limit;
         let counter = self.counters.entry(id_of(charge)).or_insert_with(|| {
             memory.keys.fetch_add(1, Ordering::Relaxed);
@@ -363,14 +367,14 @@ impl Shard {
         });
         change(&mut counter.state);
         counter.expires_at_us = counter.state.expires_at_us(limit);
-        let used = counter.state.at(limit, now_us).used();
-        counter.fullness = fullness(used, limit);
         let bytes = COUNTER_BYTES + counter.state.heap_bytes();
         if bytes != counter.bytes {
             memory.bytes.fetch_add(bytes, Ordering::Relaxed);
             memory.bytes.fetch_sub(std::mem::replace(&mut counter.bytes, bytes), Ordering::Relaxed);
         }
-        used
+        let view = counter.state.at(limit, now_us);
+        counter.fullness = fullness(view.used(), limit);
+        view
     }
 
     /// Looks at the next `most` counters and drops the expired ones.
