@@ -133,7 +133,11 @@ impl Service {
 }
 
 fn misunderstood(unclear: Unclear, peer: &Peer) -> Response<ResponseBody> {
-    tracing::debug!(%unclear, peer = %peer.addr, "a question can't be understood");
+    /// Once is enough: it is all of them, or none.
+    static TOLD: std::sync::Once = std::sync::Once::new();
+    TOLD.call_once(|| {
+        tracing::warn!(%unclear, peer = %peer.addr, "a question can't be understood: is the proxy in front set up as docs/ENVOY.md says?");
+    });
     let mut response = Response::new(ResponseBody::Full(Bytes::from(format!("{unclear}\n"))));
     *response.status_mut() =
         if unclear == Unclear::Path { StatusCode::NOT_FOUND } else { StatusCode::BAD_REQUEST };

@@ -49,6 +49,8 @@ impl Service {
         let arrived = Instant::now();
         let (parts, body) = request.into_parts();
         if let Some(response) = grpc::not_a_call(&parts) {
+            self.shard.call(Call::Invalid);
+            tracing::debug!(status = %response.status(), peer = %peer.addr, "that was no call");
             body.discard();
             return response;
         }

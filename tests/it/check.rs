@@ -6,7 +6,7 @@ use crate::support::SOON;
 use crate::support::client::{Ask, RawClient, Reply};
 use crate::support::nginx::Nginx;
 use crate::support::process::{Process, tidegate};
-use crate::support::proxy::Proxy;
+use crate::support::proxy::{LogLine, Proxy};
 use crate::support::tls::{Authority, TlsClient};
 use crate::support::upstream::Upstream;
 use std::net::SocketAddr;
@@ -97,7 +97,7 @@ async fn who_asks_is_told_by_the_path_and_by_no_header() {
 
 #[tokio::test]
 async fn a_question_that_says_too_little_is_no_pass() {
-    let (_proxy, at) = start(&format!("{CHECK}refused_status = 403\n{API}")).await;
+    let (proxy, at) = start(&format!("{CHECK}refused_status = 403\n{API}")).await;
     let ask = |path: &str| Ask::new(at, "GET", path).header("Host", "shop.example");
     let bare = ask("/check/nginx").send().await;
     assert_eq!((bare.status, bare.text().as_str()), (400, "the header x-original-uri must be there, once\n"));
@@ -106,6 +106,10 @@ async fn a_question_that_says_too_little_is_no_pass() {
     for path in ["/", "/check", "/check/", "/check/other", "/check/envoy", "/check/envoyapi", "/api/x"] {
         assert_eq!(ask(path).send().await.status, 404, "{path}");
     }
+    let hints = |line: &LogLine| line.is_level("WARN") && line.says("a question can't be understood");
+    let hint = proxy.wait_for_log("the hint", 0, SOON, hints).await;
+    assert_eq!(hint.field("unclear"), "the header x-original-uri must be there, once");
+    assert_eq!(proxy.log_since(0).iter().filter(|line| hints(line)).count(), 1, "once");
     // What the client did wrong is its own refusal, in the status that the proxy understands.
     for (method, target) in [
         ("post", "/api"),

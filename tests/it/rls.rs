@@ -316,7 +316,7 @@ async fn what_is_no_proper_call_is_refused() {
     assert_eq!(other.await.unwrap_err().code(), Code::Unimplemented);
     let address = service.proxy.logged_address("rate-limit service listening").unwrap();
     assert_eq!(Ask::new(address, "GET", "/").send().await.status, 505);
-    assert_eq!(service.proxy.metric("tidegate_rls_calls_total{result=\"invalid\"}").await, 6.0);
+    assert_eq!(service.proxy.metric("tidegate_rls_calls_total{result=\"invalid\"}").await, 7.0);
 }
 
 /// A message as it stands on the wire.
