@@ -67,6 +67,19 @@ test('empty: says what to do, in light, in dark and on a phone', () => withProxy
   await shown(page, 'No request came in the last');
   await shown(page, 'There is no policy: every request passes.');
   assert.equal(await page.locator('#policies').isVisible(), false);
+  const { told, cut } = await page.evaluate(() => {
+    const { plot } = traffic;
+    // The axis is drawn anew every second, at every place between two labels in turn.
+    const labels = Array.from({ length: 10 }, (_, s) => {
+      plot.batch(() => plot.setScale('x', { min: 1_800_000_000 + s, max: 1_800_000_120 + s }));
+      const [{ _values, _splits }] = plot.axes;
+      const written = _values.map((text, n) => ({ text, x: plot.valToPos(_splits[n], 'x'), half: plot.ctx.measureText(text).width / devicePixelRatio / 2 }));
+      return written.filter(({ text }) => text);
+    }).flat();
+    return { told: labels.length, cut: labels.filter(({ x, half }) => x < half || x > plot.over.clientWidth - half) };
+  });
+  assert.ok(told > 50, `${told} labels`);
+  assert.deepEqual(cut, [], 'labels that are cut off');
   await shot(page, 'empty-light');
   await shot(await lookAt(look, { dark: true }), 'empty-dark');
   await shot(await lookAt(look, { phone: true }), 'empty-phone');
@@ -89,6 +102,7 @@ test('busy: counts are those that happened, and nothing jumps while they change'
   assert.match(await row(page, 'login').locator('.bar').getAttribute('aria-label'), /5 allowed, .*blocked/);
   const top = page.locator('#keys tbody tr').first();
   assert.deepEqual(await top.locator('th, td').allInnerTexts(), ['ann', 'api', '40']);
+  await page.locator('#keys tbody tr', { hasText: 'candidate' }).getByText('shadow').waitFor();
   assert.match(await page.locator('#keys .foot').innerText(), /counts are exact/);
   assert.match(await page.locator('#heat tbody tr', { hasText: 'api' }).innerText(), /55/);
   await page.locator('.chart .uplot[role=img][aria-label*="rejected at most"]').waitFor();

@@ -78,6 +78,12 @@ class Stack {
     const axis = { stroke: colour('quiet'), font: '11px system-ui, sans-serif', ticks: { show: false } };
     const two = (n) => String(n).padStart(2, '0');
     const time = (s) => { const d = new Date(s * 1000); return this.step < 60 ? `${two(d.getHours())}:${two(d.getMinutes())}:${two(d.getSeconds())}` : `${two(d.getHours())}:${two(d.getMinutes())}`; };
+    // A label without room for either of its halves would be cut off, or lie on the other axis' zero.
+    const label = (plot, s) => {
+      const [text, x] = [time(s), plot.valToPos(s, 'x')];
+      const half = text.length * 3.2;
+      return x < half || x > plot.over.clientWidth - half ? '' : text;
+    };
     this.plot = new uPlot({
       ...this.size(),
       padding: [8, 8, 0, 0],
@@ -85,7 +91,7 @@ class Stack {
       cursor: { y: false, drag: { x: false, y: false }, points: { show: false } },
       scales: { x: { time: true, auto: false }, y: { range: (_, __, most) => [0, Math.max(1, most * 1.08)] } },
       axes: [
-        { ...axis, grid: { show: false }, size: 28, space: 84, values: (_, splits) => splits.map(time) },
+        { ...axis, grid: { show: false }, size: 28, space: 84, values: (plot, splits) => splits.map((s) => label(plot, s)) },
         { ...axis, grid: { stroke: colour('edge'), width: 1 }, size: 48, space: 40, incrs: WHOLE, values: (_, splits) => splits.map((n) => few.format(n)) },
       ],
       series: [{}, ...this.shown.toReversed().map((decision) => ({ fill: (plot) => pattern(plot.ctx, decision), width: 0, paths: bars, points: { show: false } }))],

@@ -87,7 +87,7 @@ class PolicyDialog {
     const [told, top] = await Promise.all([this.ask(`/policies?policy=${asked}`), this.ask(`/top?n=8&policy=${asked}`)]);
     if (this.name !== name || !this.chart || told.policies.length === 0) return;
     this.draw(told);
-    drawRanking(this.keys, top.keys, 'key', 'It refused nobody in the last half hour.', (_, key) => this.lookUpText(key));
+    drawRanking(this.keys, top.keys, 'key', 'It refused nobody in the last half hour.', new Set(), (_, key) => this.lookUpText(key));
   }
 
   form(policy) {

@@ -33,6 +33,9 @@ const heat = () => document.querySelector('input[name=heat]:checked').value;
 const policyDialog = new PolicyDialog(ask, askForToken);
 const openPolicy = (name, key) => policyDialog.open(name, key);
 
+/** Policies that refuse nobody yet, of all pages that were seen. */
+const shadows = new Set();
+
 function draw() {
   drawAlerts(state);
   $('main').hidden = !state.overview && !state.gone;
@@ -46,14 +49,15 @@ function draw() {
     drawPolicies(state, $('policies-sort').value, openPolicy);
     drawHeat(state, heat());
     const { total, policies, offset } = state.policies;
+    policies.forEach(({ name, mode }) => shadows[mode === 'shadow' ? 'add' : 'delete'](name));
     $('policies-pages').hidden = total <= PAGE;
     say($('policies-page'), `${offset + 1} to ${offset + policies.length} of ${whole.format(total)}`);
     $('policies-back').disabled = offset === 0;
     $('policies-on').disabled = offset + policies.length >= total;
   }
   if (state.top) {
-    drawRanking($('keys'), state.top.keys, 'key', 'No key was refused lately.', openPolicy);
-    drawRanking($('paths'), state.top.paths, 'path', 'No path was refused lately.');
+    drawRanking($('keys'), state.top.keys, 'key', 'No key was refused lately.', shadows, openPolicy);
+    drawRanking($('paths'), state.top.paths, 'path', 'No path was refused lately.', shadows);
   }
 }
 

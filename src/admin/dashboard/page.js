@@ -57,6 +57,8 @@ const clock = new Intl.DateTimeFormat(undefined, { hour: '2-digit', minute: '2-d
 const hour = new Intl.DateTimeFormat(undefined, { hour: '2-digit', minute: '2-digit', hourCycle: 'h23' });
 const dated = new Intl.DateTimeFormat(undefined, { dateStyle: 'medium', timeStyle: 'medium' });
 
+/** In KiB or MiB, or what fits. */
+const bytes = (n) => { const power = n < 1024 ? 0 : n < 1024 ** 2 ? 1 : n < 1024 ** 3 ? 2 : 3; return `${few.format(n / 1024 ** power)} ${['B', 'KiB', 'MiB', 'GiB'][power]}`; };
 /** 1,234 in full, 12.3K from ten thousand on. */
 const count = (n) => (n < 10000 ? whole.format(Math.round(n)) : few.format(n));
 /** Per second: 0, 0.2, 3.5, 120, 12.3K. */

@@ -91,7 +91,7 @@ function drawTiles({ overview }) {
     ['Refused', share(refused, all), '', `${count(refused)} in ${lasting(span)}`],
     ['Decided without the store', share(degraded, all), '', `${count(degraded)} in ${lasting(span)}`, degraded ? 'warn' : ''],
     ['Store', store.up ? (store.breaker_open ? 'Breaker open' : 'Up') : 'Away', '', store.kind === 'memory' ? 'in memory' : store.address, store.up && !store.breaker_open ? '' : 'bad'],
-    ['Half of decisions within', asked ? took(asked[1].p50_s) : '–', '', asked ? `99 % within ${took(asked[1].p99_s)}` : 'none in the last minute'],
+    ['Half of decisions within', asked ? took(asked[1].p50_s) : '–', '', asked ? `99 % within ${took(asked[1].p99_s)}` : `none in ${lasting(span)}`],
     ['Connections', count(connections.open), ` of ${count(connections.max)}`, failed ? many(failed, 'upstream error') : 'no upstream error'],
   ];
   keyed($('tiles'), tiles, ([title]) => title, ([title]) => h('div', { class: 'tile' }, h('h2', {}, title), h('p', { class: 'value' }), h('p', { class: 'more' })), (node, [, value, small, more, level]) => {
@@ -174,8 +174,8 @@ function drawPolicies({ policies }, sort, open) {
   });
 }
 
-/** A ranking with what is known of its errors: each count is exact, or too high by at most its error. */
-function drawRanking(host, ranking, what, empty, open) {
+/** A ranking with what is known of its errors: each count is exact, or too high by at most its error. `shadows` are the names of policies that refuse nobody yet. */
+function drawRanking(host, ranking, what, empty, shadows, open) {
   if (ranking.entries.length === 0) {
     fill(host, h('p', { class: 'empty' }, empty));
     host.table = undefined;
@@ -190,10 +190,11 @@ function drawRanking(host, ranking, what, empty, open) {
   keyed(host.table.tBodies[0], ranking.entries, (entry) => `${entry.policy}\n${entry[what]}`, (entry) => {
     const shown = what === 'key' ? keyWords(entry.key) : entry.path;
     const cell = what === 'key' ? h('button', { type: 'button', class: 'name mono', onclick: () => open(entry.policy, entry.key) }, shown) : h('span', { class: 'mono wrap' }, shown);
-    return h('tr', {}, h('th', { scope: 'row', class: 'wrap' }, cell), h('td', { class: 'wrap' }, entry.policy), h('td', { class: 'num' }, h('span', { class: 'n' }, h('i', {}), h('b', {}))));
+    return h('tr', {}, h('th', { scope: 'row', class: 'wrap' }, cell), h('td', { class: 'wrap' }, entry.policy, ' ', h('span', { class: 'badge', hidden: true }, 'shadow')), h('td', { class: 'num' }, h('span', { class: 'n' }, h('i', {}), h('b', {}))));
   }, (row, entry) => {
     const [bar, n] = row.lastChild.firstChild.children;
     bar.style.width = `${(100 * entry.count) / most}%`;
+    row.children[1].lastChild.hidden = !shadows.has(entry.policy);
     say(n, entry.error ? `${count(entry.count - entry.error)}–${count(entry.count)}` : count(entry.count));
     row.lastChild.title = entry.error ? `between ${whole.format(entry.count - entry.error)} and ${whole.format(entry.count)}` : `exactly ${whole.format(entry.count)}`;
   });
@@ -259,7 +260,7 @@ function drawLists({ overview, offset_s }) {
   fill($('store'), line('Kind', store.kind === 'redis' ? `Redis, ${store.address}` : 'memory: counters of this process alone'),
     line('State', store.up ? '✓ answers' : '✕ away', store.breaker_open ? ', breaker open' : ', breaker closed'),
     line('Store errors', list(store.errors)),
-    store.memory && line('Memory', `${many(store.memory.keys, 'counter')}, ${few.format(store.memory.bytes / 1024)} KiB, ${many(store.memory.evictions, 'eviction')}`),
+    store.memory && line('Memory', `${many(store.memory.keys, 'counter')}, ${bytes(store.memory.bytes)}, ${many(store.memory.evictions, 'eviction')}`),
     store.instances !== null && line('Fleet', store.instances > 1 ? `${store.instances} instances share these limits; you see one of them` : 'this instance alone'),
     store.lease_units_lost ? line('Leases', `${many(store.lease_units_lost, 'unit')} not given back`) : null,
     line('Workers', String(instance.workers)), line('Upstream errors', list(http.upstream_errors)), line('Answers', list(http.codes)));
