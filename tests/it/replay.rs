@@ -77,7 +77,15 @@ async fn a_report_for_people_and_a_page() {
     }
     assert!(!ended.stdout.contains('\u{1b}'), "no terminal, no colours");
     let page = fs::read_to_string(dir.path().join("report.html")).unwrap();
-    for told in ["Content-Security-Policy", "<svg", "10.0.0.1", "more.toml", "\\u{1b}[31m"] {
+    for told in [
+        "Content-Security-Policy",
+        "<svg",
+        "10.0.0.1",
+        "more.toml",
+        "\\u{1b}[31m",
+        "a bar is ",
+        ">touched</small>",
+    ] {
         assert!(page.contains(told), "{told}");
     }
     for outside in ["http://", "https://", "<script", "<link", "url("] {

@@ -40,9 +40,12 @@ fn render(page: &mut String, report: &Report) -> fmt::Result {
     write!(page, "<div{several}>")?;
     for set in &report.sets {
         page.push_str("<article>");
-        if report.sets.len() > 1 {
-            write!(page, "<h2>By {}</h2>", Text(&set.name))?;
-        }
+        // No heading is skipped.
+        let (name, class) = match report.sets.len() {
+            1 => ("these policies", " class=\"unseen\""),
+            _ => (set.name.as_str(), ""),
+        };
+        write!(page, "<h2{class}>By {}</h2>", Text(name))?;
         tiles(page, set)?;
         timeline(page, report, set)?;
         policies(page, report, set)?;
@@ -95,7 +98,7 @@ fn head(page: &mut String, report: &Report) -> fmt::Result {
 fn compare(page: &mut String, report: &Report, first: &Set, second: &Set) -> fmt::Result {
     write!(
         page,
-        "<section><h2>Side by side</h2><div class=\"scroll\"><table><thead><tr><th scope=\"col\">Policy</th>\
+        "<section><h2>Side by side</h2><div class=\"scroll\"><table class=\"sides\"><thead><tr><th scope=\"col\">Policy</th>\
          <th scope=\"col\" class=\"n\">{}</th><th scope=\"col\" class=\"n\">{}</th></tr></thead><tbody>",
         Text(&first.name),
         Text(&second.name)
@@ -147,9 +150,11 @@ fn timeline(page: &mut String, report: &Report, set: &Set) -> fmt::Result {
     let bins = report.bins(&set.books.series, STEPS);
     let most = bins.iter().map(|bin| bin.all).max().unwrap_or_default();
     page.push_str(
-        "<section><h3>When</h3><p class=\"legend\"><i class=\"ok\"></i>forwarded <i class=\"bad\"></i>refused</p>",
+        "<section><h3>When</h3><p class=\"legend\"><i class=\"ok\"></i>forwarded <i class=\"bad\"></i>refused, on top</p>",
     );
-    write!(page, "<p class=\"axis\"><span>{} per bar at most</span></p>", count(most))?;
+    let (width_s, _) = report.grid(STEPS);
+    let each = duration_words(Duration::from_secs(width_s));
+    write!(page, "<p class=\"axis\"><span>a bar is {each}, the highest {}</span></p>", count(most))?;
     bars(page, (report, STEPS), &bins, "plot", 160, "Requests over time, forwarded and refused")?;
     let (from, to) = (moment(report.from_s * 1_000_000), moment(report.to_s * 1_000_000));
     write!(page, "<p class=\"axis\"><span>{from}</span><span>{to}</span></p></section>")
@@ -205,7 +210,7 @@ fn policies(page: &mut String, report: &Report, set: &Set) -> fmt::Result {
         "<section><h3>Policies</h3><div class=\"scroll\"><table><thead><tr><th scope=\"col\">Policy</th>\
          <th scope=\"col\" class=\"n\">Matched</th><th scope=\"col\" class=\"n\">Refused</th><th scope=\"col\" class=\"n\">Share</th>\
          <th scope=\"col\" class=\"n\">Held back</th><th scope=\"col\" class=\"n\">Keys</th><th scope=\"col\" class=\"n\">Touched</th>\
-         <th scope=\"col\">When</th></tr></thead><tbody>",
+         <th scope=\"col\">When; first and last refusal</th></tr></thead><tbody>",
     );
     for (words, book) in set.policies.iter().zip(&set.books.policies) {
         policy(page, report, words, book)?;
@@ -270,7 +275,7 @@ fn top(page: &mut String, set: &Set) -> fmt::Result {
         };
         write!(
             page,
-            "<tr><td>{}{}</td><td><code>{}</code></td><td class=\"n\">{}{error}</td><td class=\"n\">{}</td><td>{}</td></tr>",
+            "<tr><td>{}{}</td><td><code>{}</code></td><td class=\"n\">{}{error}</td><td class=\"n\">{}</td><td class=\"when\">{}</td></tr>",
             Text(&top.policy),
             if top.shadow { " <small>shadow</small>" } else { "" },
             Text(&top.key),
@@ -345,7 +350,11 @@ fn suggested(page: &mut String, policy: &str, suggestion: &Suggestion) -> fmt::R
 /// Keys by their peak. What the suggestion would touch is marked.
 fn histogram(page: &mut String, drawn: &Drawn) -> fmt::Result {
     let most = drawn.histogram.iter().map(|(_, keys)| *keys).max().unwrap_or_default();
-    page.push_str("<table class=\"hist\"><caption>Keys by what they asked at their busiest</caption><tbody>");
+    write!(
+        page,
+        "<table class=\"hist\"><caption>Keys by what they asked at their busiest; more than {} is touched</caption><tbody>",
+        count(drawn.requests)
+    )?;
     let mut above = 0;
     for (upto, keys) in &drawn.histogram {
         let from = above + 1;
@@ -354,11 +363,15 @@ fn histogram(page: &mut String, drawn: &Drawn) -> fmt::Result {
             if from == *upto { count(*upto) } else { format!("{} – {}", count(from), count(*upto)) };
         // In 1/10 %, and always to be seen.
         let wide = if *keys == 0 { 0 } else { (u128::from(*keys) * 1000 / u128::from(most.max(1))).max(4) };
-        let class = if from > drawn.requests { "bad" } else { "ok" };
+        let (class, touched) = match (*keys, drawn.requests) {
+            (1.., requests) if from > requests => ("bad", "touched".to_owned()),
+            (1.., requests) if *upto > requests => ("ok", format!("touched above {}", count(requests))),
+            _ => ("ok", String::new()),
+        };
         write!(
             page,
             "<tr><th scope=\"row\" class=\"n\">{range}</th><td><svg viewBox=\"0 0 1000 10\" preserveAspectRatio=\"none\" \
-             aria-hidden=\"true\"><rect class=\"{class}\" width=\"{wide}\" height=\"10\"/></svg></td><td class=\"n\">{}</td></tr>",
+             aria-hidden=\"true\"><rect class=\"{class}\" width=\"{wide}\" height=\"10\"/></svg></td><td class=\"n\">{}</td><td><small>{touched}</small></td></tr>",
             count(*keys)
         )?;
     }
