@@ -454,7 +454,13 @@ async fn an_early_answer_ends_the_upload_and_not_the_proxy() {
 /// A client that isn't told would send its next request into a connection that nobody reads any more.
 #[tokio::test]
 async fn who_has_not_sent_all_when_the_upstream_dies_is_told_that_the_connection_ends() {
-    let upstream = RawUpstream::scripted(|_, mut socket| async move { while !socket.read().await {} }).await;
+    let upstream = RawUpstream::scripted(|nth, mut socket| async move {
+        match nth {
+            0 => drop(socket.read().await),
+            _ => drop(socket.request().await),
+        }
+    })
+    .await;
     let proxy = Proxy::start("", upstream.address).await;
     for (sent, told) in [(400_000, Some("close")), (1_000_000, None)] {
         let mut client = RawClient::connect(proxy.address).await;
