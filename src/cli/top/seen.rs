@@ -93,6 +93,10 @@ impl Seen {
         let lately = window.clamp(1, 5);
         let store = at(overview, "/store");
         let policies_told = list(at(policies, "/policies"));
+        let policies_seen: Vec<_> = policies_told.iter().map(|told| policy(told, before, uptime_s)).collect();
+        let most = |what: &str, entries: &str| -> Vec<Ranked> {
+            list(at(top, entries)).iter().map(|entry| ranked(entry, what, &policies_seen)).collect()
+        };
         let latency = at(overview, "/latency/decisions").as_object().into_iter().flatten();
         Self {
             version: text(at(overview, "/instance/version")),
@@ -113,9 +117,9 @@ impl Seen {
             ),
             latency: latency.map(|(source, times)| times_of(source, times)).collect(),
             more_policies: number(at(policies, "/total")).saturating_sub(policies_told.len() as u64),
-            policies: policies_told.iter().map(|told| policy(told, before, uptime_s)).collect(),
-            keys: list(at(top, "/keys/entries")).iter().map(|entry| ranked(entry, "key")).collect(),
-            paths: list(at(top, "/paths/entries")).iter().map(|entry| ranked(entry, "path")).collect(),
+            keys: most("key", "/keys/entries"),
+            paths: most("path", "/paths/entries"),
+            policies: policies_seen,
             instance,
             uptime_s,
         }
@@ -162,8 +166,12 @@ fn policy(told: &Value, before: Option<&Seen>, uptime_s: u64) -> Policy {
     }
 }
 
-fn ranked(entry: &Value, what: &str) -> Ranked {
-    let (policy, written) = (text(at(entry, "/policy")), text(&entry[what]));
+fn ranked(entry: &Value, what: &str, policies: &[Policy]) -> Ranked {
+    let (mut policy, written) = (text(at(entry, "/policy")), text(&entry[what]));
+    // Nobody was refused by it yet.
+    if policies.iter().any(|seen| seen.name == policy && seen.kind == "shadow") {
+        policy.push_str(" (shadow)");
+    }
     // A key begins with its policy's name, which has a column of its own.
     let written = match (what, written.split_once('/')) {
         ("key", Some((_, values))) => values.to_owned(),
@@ -269,6 +277,19 @@ mod tests {
         assert_eq!(rates(&told("a", 12, 120, 5)), Some((10.0, 0.5)));
         assert_eq!(rates(&told("a", 10, 120, 5)), None, "no time has passed");
         assert_eq!(rates(&told("b", 12, 1, 0)), None, "it was started anew");
+    }
+
+    #[test]
+    fn who_would_have_been_refused_by_a_shadow_policy_is_told_apart() {
+        let ranked = |policy: &str| json!({ "policy": policy, "key": "p/ann", "path": "/a", "count": 1 });
+        let told = json!({
+            "policies": { "policies": [{ "name": "api" }, { "name": "candidate", "mode": "shadow" }] },
+            "top": { "keys": { "entries": [ranked("candidate"), ranked("api")] }, "paths": { "entries": [ranked("candidate")] } },
+        });
+        let seen = Seen::of(&told, None);
+        let policies: Vec<_> =
+            seen.keys.iter().chain(&seen.paths).map(|ranked| ranked.policy.as_str()).collect();
+        assert_eq!(policies, ["candidate (shadow)", "api", "candidate (shadow)"]);
     }
 
     #[test]
