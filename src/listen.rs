@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use tokio::net::{TcpListener, UnixListener};
 
 /// Where to connect.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,6 +53,13 @@ pub(crate) struct SocketFile {
     identity: (u64, u64),
 }
 
+/// Takes connections, by the runtime that it was made in.
+#[derive(Debug)]
+pub(crate) enum Accepting {
+    Tcp(TcpListener),
+    Unix { listener: UnixListener, _file: Option<SocketFile> },
+}
+
 impl Bound {
     /// Takes the address. `mode` is that of a Unix socket's file: who may write to it may connect.
     pub(crate) fn take(address: &ListenAddress, mode: u32) -> io::Result<Self> {
@@ -80,9 +88,12 @@ impl Bound {
         &self.socket
     }
 
-    /// The socket, and the file of a Unix socket.
-    pub(crate) fn into_parts(self) -> (Socket, Option<SocketFile>) {
-        (self.socket, self.file)
+    /// For the runtime that this is called in.
+    pub(crate) fn into_accepting(self) -> io::Result<Accepting> {
+        Ok(match self.file {
+            None => Accepting::Tcp(TcpListener::from_std(self.socket.into())?),
+            file => Accepting::Unix { listener: UnixListener::from_std(self.socket.into())?, _file: file },
+        })
     }
 }
 

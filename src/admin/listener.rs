@@ -2,7 +2,7 @@
 
 use super::access::Peer;
 use super::{AdminSettings, View, routes};
-use crate::listen::{Bound, ListenAddress, SocketFile};
+use crate::listen::{Accepting, Bound, ListenAddress};
 use axum::Router;
 use http::Request;
 use hyper::body::Incoming;
@@ -16,7 +16,6 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep, timeout};
 
@@ -47,12 +46,6 @@ pub struct Listener {
     router: Router,
 }
 
-#[derive(Debug)]
-enum Accepting {
-    Tcp(TcpListener),
-    Unix { listener: UnixListener, _file: Option<SocketFile> },
-}
-
 impl Listener {
     /// Takes `admin.address`; a connection made from now on is answered as soon as [`Listener::run`] runs.
     ///
@@ -75,13 +68,7 @@ impl Listener {
         let bound = Bound::take(address, SOCKET_MODE)?;
         bound.listen(BACKLOG)?;
         let address = bound.address()?;
-        let accepting = match bound.into_parts() {
-            (socket, None) => Accepting::Tcp(TcpListener::from_std(socket.into())?),
-            (socket, file) => {
-                Accepting::Unix { listener: UnixListener::from_std(socket.into())?, _file: file }
-            }
-        };
-        Ok(Self { address, accepting, router })
+        Ok(Self { address, accepting: bound.into_accepting()?, router })
     }
 
     /// Where it listens: the port that the system chose if none was asked for.

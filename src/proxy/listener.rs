@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use super::transport::Stream;
-use crate::listen::{Bound, ListenAddress, SocketFile};
+use crate::listen::{Accepting, Bound, ListenAddress};
 
 /// Connections that the kernel completes before we accept them.
 pub(super) const BACKLOG: i32 = 4096;
@@ -25,13 +25,6 @@ pub(super) enum NewSocket {
     Unix(UnixStream),
 }
 
-/// Takes connections.
-#[derive(Debug)]
-pub(super) enum Accepting {
-    Tcp(tokio::net::TcpListener),
-    Unix { listener: tokio::net::UnixListener, _file: Option<SocketFile> },
-}
-
 /// Takes the address; nobody can connect yet.
 pub(super) fn bind(address: &ListenAddress) -> io::Result<Bound> {
     let bound = Bound::take(address, SOCKET_MODE)?;
@@ -46,16 +39,6 @@ pub(super) fn bind(address: &ListenAddress) -> io::Result<Bound> {
 }
 
 impl Accepting {
-    /// For the runtime that this is called in.
-    pub(super) fn of(bound: Bound) -> io::Result<Self> {
-        Ok(match bound.into_parts() {
-            (socket, None) => Self::Tcp(tokio::net::TcpListener::from_std(socket.into())?),
-            (socket, file) => {
-                Self::Unix { listener: tokio::net::UnixListener::from_std(socket.into())?, _file: file }
-            }
-        })
-    }
-
     /// The next connection, and who has opened it.
     pub(super) async fn accept(&self) -> io::Result<(NewSocket, SocketAddr)> {
         // The worker's runtime will watch over it, not this one.
@@ -70,9 +53,7 @@ impl Accepting {
             }
         }
     }
-}
 
-impl Accepting {
     /// Hands over those that the kernel has completed by now, until `take` wants no more; then nobody can connect.
     pub(super) fn take_rest(self, mut take: impl FnMut(NewSocket, SocketAddr) -> bool) {
         match self {

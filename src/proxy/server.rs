@@ -27,12 +27,12 @@ use super::connection::{Protocols, serve};
 use super::entrance::{Entrance, EntryFault};
 use super::headers::AddressText;
 use super::interim::Interim;
-use super::listener::{self, Accepting, NewSocket};
+use super::listener::{self, NewSocket};
 use super::tidy::Tidy;
 use super::transport::RawSocket;
 use super::watch::Watch;
 use super::{ListenSettings, ShutdownSettings};
-use crate::listen::{Bound, ListenAddress};
+use crate::listen::{Accepting, Bound, ListenAddress};
 use crate::telemetry::metrics::Shard;
 use crate::tls::{self, Subject};
 
@@ -382,7 +382,7 @@ impl Acceptor {
     fn new(place: usize, entry: Entry, workers: &[Worker]) -> io::Result<Self> {
         Ok(Self {
             entry: place,
-            listener: Accepting::of(entry.listener)?,
+            listener: entry.listener.into_accepting()?,
             room: Arc::new(Semaphore::new(entry.settings.max_connections.clamp(1, Semaphore::MAX_PERMITS))),
             queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
             failing: false,
