@@ -25,7 +25,10 @@ const HOUR_US: u64 = 3_600_000_000;
 /// An hour of the year 2100: no key expires while it is measured.
 const START_US: u64 = 4_102_444_800_000_000;
 const ROUNDS: usize = 5;
-const ROOMY: MemorySettings = MemorySettings { max_keys: 1000, max_bytes: 1 << 30 };
+const ROOMY: MemorySettings = MemorySettings {
+    max_keys: 1000,
+    max_bytes: 1 << 30,
+};
 
 /// An algorithm for a limit of so many.
 type ForLimit = fn(u64) -> Algorithm;
@@ -33,13 +36,25 @@ type ForLimit = fn(u64) -> Algorithm;
 /// With bucket and line as large as the limit.
 const ALGORITHMS: [(&str, ForLimit); 7] = [
     ("sliding_log", |_| Algorithm::SlidingLog),
-    ("sliding_window", |_| Algorithm::SlidingWindow { buckets: 10 }),
+    ("sliding_window", |_| Algorithm::SlidingWindow {
+        buckets: 10,
+    }),
     ("fixed_window", |_| Algorithm::FixedWindow { offset_us: 0 }),
-    ("token_bucket", |requests| Algorithm::TokenBucket { burst: requests, warm_up_us: 0 }),
+    ("token_bucket", |requests| Algorithm::TokenBucket {
+        burst: requests,
+        warm_up_us: 0,
+    }),
     // Cold, it holds as many as the others.
-    ("with warm_up", |requests| Algorithm::TokenBucket { burst: 3 * requests, warm_up_us: HOUR_US }),
-    ("leaky_bucket", |_| Algorithm::LeakyBucket { max_delay_us: HOUR_US }),
-    ("concurrency", |_| Algorithm::Concurrency { max_duration_us: 0 }),
+    ("with warm_up", |requests| Algorithm::TokenBucket {
+        burst: 3 * requests,
+        warm_up_us: HOUR_US,
+    }),
+    ("leaky_bucket", |_| Algorithm::LeakyBucket {
+        max_delay_us: HOUR_US,
+    }),
+    ("concurrency", |_| Algorithm::Concurrency {
+        max_duration_us: 0,
+    }),
 ];
 
 fn main() {
@@ -49,10 +64,17 @@ fn main() {
         "{:<16}{:>8}{:>10}{:>10}{:>10}{:>10}{:>10}{:>10}",
         "algorithm", "limit", "admitted", "refused", "bytes", "admitted", "refused", "bytes"
     );
-    println!("{:<16}{:>8}{:>10}{:>10}{:>10}{:>10}{:>10}", "", "", "µs", "µs", "", "ns", "ns");
+    println!(
+        "{:<16}{:>8}{:>10}{:>10}{:>10}{:>10}{:>10}",
+        "", "", "µs", "µs", "", "ns", "ns"
+    );
     for (word, algorithm) in ALGORITHMS {
         for requests in [100, 10_000] {
-            let limit = Limit { requests, per_us: HOUR_US, algorithm: algorithm(requests) };
+            let limit = Limit {
+                requests,
+                per_us: HOUR_US,
+                algorithm: algorithm(requests),
+            };
             let there = best(|| in_redis(&server, &limit));
             let here = best(|| in_memory(&limit));
             println!(
@@ -105,7 +127,10 @@ fn time_us(n: u64, limit: &Limit) -> u64 {
 
 /// The n-th request, which has a slot of its own.
 fn charge<'a>(limit: &'a Limit, key: &'a Key, n: u64) -> Charge<'a> {
-    Charge { slot: u128::from(n) + 1, ..Charge::new(limit, key, 1) }
+    Charge {
+        slot: u128::from(n) + 1,
+        ..Charge::new(limit, key, 1)
+    }
 }
 
 /// From half full to full, then as often refused.
@@ -113,15 +138,27 @@ fn in_redis(server: &Server, limit: &Limit) -> Cost {
     server.flush();
     let mut connection = server.connection();
     let (script, owners) = (Script::new(PREFIX), owners(limit));
-    let program = owners.iter().map(|owner| script.text(&[charge(limit, owner, 0)])).next();
-    let _: Value = redis::cmd("SCRIPT").arg("LOAD").arg(program.unwrap()).query(&mut connection).unwrap();
+    let program = owners
+        .iter()
+        .map(|owner| script.text(&[charge(limit, owner, 0)]))
+        .next();
+    let _: Value = redis::cmd("SCRIPT")
+        .arg("LOAD")
+        .arg(program.unwrap())
+        .query(&mut connection)
+        .unwrap();
     let mut ask = |from: u64| {
-        let _: Value = redis::cmd("CONFIG").arg("RESETSTAT").query(&mut connection).unwrap();
+        let _: Value = redis::cmd("CONFIG")
+            .arg("RESETSTAT")
+            .query(&mut connection)
+            .unwrap();
         for owner in &owners {
             for start in (from..from + limit.requests / 2).step_by(50) {
                 let mut pipe = redis::pipe();
                 for n in start..start + 50 {
-                    pipe.add_command(script.decide(&[charge(limit, owner, n)], Some(time_us(n, limit))));
+                    pipe.add_command(
+                        script.decide(&[charge(limit, owner, n)], Some(time_us(n, limit))),
+                    );
                 }
                 let _: Vec<Value> = pipe.query(&mut connection).unwrap();
             }
@@ -133,15 +170,31 @@ fn in_redis(server: &Server, limit: &Limit) -> Cost {
     let refused_us = ask(limit.requests);
     let bytes = owners.first().map(|owner| {
         let name = script.key(&charge(limit, owner, 0));
-        redis::cmd("MEMORY").arg("USAGE").arg(name).arg("SAMPLES").arg(0).query(&mut connection).unwrap()
+        redis::cmd("MEMORY")
+            .arg("USAGE")
+            .arg(name)
+            .arg("SAMPLES")
+            .arg(0)
+            .query(&mut connection)
+            .unwrap()
     });
-    Cost { admitted_us, refused_us, bytes: bytes.unwrap() }
+    Cost {
+        admitted_us,
+        refused_us,
+        bytes: bytes.unwrap(),
+    }
 }
 
 /// What the server says that a call of the script has taken on average.
 fn spent_us(connection: &mut Connection) -> f64 {
-    let text: String = redis::cmd("INFO").arg("commandstats").query(connection).unwrap();
-    let line = text.lines().find(|line| line.starts_with("cmdstat_evalsha:")).unwrap();
+    let text: String = redis::cmd("INFO")
+        .arg("commandstats")
+        .query(connection)
+        .unwrap();
+    let line = text
+        .lines()
+        .find(|line| line.starts_with("cmdstat_evalsha:"))
+        .unwrap();
     let (_, rest) = line.split_once("usec_per_call=").unwrap();
     rest.split(',').next().unwrap().parse().unwrap()
 }
@@ -155,12 +208,18 @@ fn in_memory(limit: &Limit) -> Cost {
         // The clock of this store does not go back.
         for n in from..from + limit.requests / 2 {
             hands.set_us(time_us(n, limit));
-            owners.iter().for_each(|owner| drop(store.decide(&[charge(limit, owner, n)])));
+            owners
+                .iter()
+                .for_each(|owner| drop(store.decide(&[charge(limit, owner, n)])));
         }
         start.elapsed().as_secs_f64() * 1e6 / (limit.requests / 2 * owners.len() as u64) as f64
     };
     ask(0);
     let admitted_us = ask(limit.requests / 2);
     let refused_us = ask(limit.requests);
-    Cost { admitted_us, refused_us, bytes: (store.bytes() / owners.len()) as u64 }
+    Cost {
+        admitted_us,
+        refused_us,
+        bytes: (store.bytes() / owners.len()) as u64,
+    }
 }

@@ -14,8 +14,8 @@ use std::hint::black_box;
 use std::time::Instant;
 use tidegate::policy::path::{EscapedSlashes, Readings, Settings};
 use tidegate::policy::{
-    Action, Facts, Fields, HostPattern, Matcher, Named, OnStoreFailure, PathPattern, Policy, PolicyTable,
-    Test, client, jwt,
+    Action, Facts, Fields, HostPattern, Matcher, Named, OnStoreFailure, PathPattern, Policy,
+    PolicyTable, Test, client, jwt,
 };
 
 const SIZES: [usize; 4] = [10, 100, 1_000, 10_000];
@@ -37,10 +37,15 @@ type Conditions = fn(usize) -> Matcher;
 const SHAPES: [(&str, Conditions); 6] = [
     ("path", |n| path(&format!("/shop/service-{n}/orders"))),
     ("path with rest", |n| path(&format!("/shop/service-{n}/**"))),
-    ("path with wildcards", |n| path(&format!("/*/service-{n}/{{order}}"))),
+    ("path with wildcards", |n| {
+        path(&format!("/*/service-{n}/{{order}}"))
+    }),
     ("host", host),
     ("header", tenant),
-    ("header, below one path", |n| Matcher { paths: path("/shop/**").paths, ..tenant(n) }),
+    ("header, below one path", |n| Matcher {
+        paths: path("/shop/**").paths,
+        ..tenant(n)
+    }),
 ];
 
 fn main() {
@@ -85,22 +90,38 @@ fn table(conditions: impl Iterator<Item = Matcher>) -> PolicyTable {
         ipv4_prefix: 32,
         ipv6_prefix: 64,
     };
-    let fields = Fields { standard: true, legacy: true, legacy_reset_epoch: false };
+    let fields = Fields {
+        standard: true,
+        legacy: true,
+        legacy_reset_epoch: false,
+    };
     PolicyTable::new(policies.collect(), PATH, client, fields)
 }
 
 fn path(pattern: &str) -> Matcher {
-    Matcher { paths: vec![PathPattern::parse(pattern, &PATH).unwrap()], ..Matcher::default() }
+    Matcher {
+        paths: vec![PathPattern::parse(pattern, &PATH).unwrap()],
+        ..Matcher::default()
+    }
 }
 
 fn host(n: usize) -> Matcher {
     let name = HostPattern::parse(&format!("service-{n}.example.com"));
-    Matcher { hosts: vec![name.unwrap()], ..Matcher::default() }
+    Matcher {
+        hosts: vec![name.unwrap()],
+        ..Matcher::default()
+    }
 }
 
 fn tenant(n: usize) -> Matcher {
     let test = Test::Is(format!("tenant-{n}").into());
-    Matcher { headers: vec![Named { name: TENANT.clone(), test }], ..Matcher::default() }
+    Matcher {
+        headers: vec![Named {
+            name: TENANT.clone(),
+            test,
+        }],
+        ..Matcher::default()
+    }
 }
 
 /// A request to which the n-th policy of every table applies.
@@ -112,14 +133,25 @@ struct Request {
 
 impl Request {
     fn to(n: usize) -> Self {
-        let usual = [("accept", "*/*"), ("user-agent", "bench"), ("x-forwarded-proto", "https")];
-        let usual =
-            usual.map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value)));
+        let usual = [
+            ("accept", "*/*"),
+            ("user-agent", "bench"),
+            ("x-forwarded-proto", "https"),
+        ];
+        let usual = usual.map(|(name, value)| {
+            (
+                HeaderName::from_static(name),
+                HeaderValue::from_static(value),
+            )
+        });
         let tenant = HeaderValue::try_from(format!("tenant-{n}")).unwrap();
         Self {
             host: format!("service-{n}.example.com"),
             paths: Readings::of(&format!("/shop/service-{n}/orders"), &PATH).unwrap(),
-            headers: usual.into_iter().chain([(TENANT.clone(), tenant)]).collect(),
+            headers: usual
+                .into_iter()
+                .chain([(TENANT.clone(), tenant)])
+                .collect(),
         }
     }
 

@@ -36,21 +36,47 @@ fn main() {
         ("sliding_log", Algorithm::SlidingLog),
         ("sliding_window", sub_windows),
         ("fixed_window", Algorithm::FixedWindow { offset_us: 0 }),
-        ("token_bucket", Algorithm::TokenBucket { burst: 1000, warm_up_us: 0 }),
+        (
+            "token_bucket",
+            Algorithm::TokenBucket {
+                burst: 1000,
+                warm_up_us: 0,
+            },
+        ),
     ] {
         // A hot key is refused most of the time, the many are admitted.
-        let limit = Limit { requests: 1000, per_us: 1_000_000, algorithm };
+        let limit = Limit {
+            requests: 1000,
+            per_us: 1_000_000,
+            algorithm,
+        };
         for keys in [1, KEYS] {
             let peer = peer_rate(&server, &limit, keys);
             let name = if keys == 1 { "hot" } else { "10,000" };
             for tasks in [1, 64, 256] {
-                row(word, name, tasks, peer, &worker_rate(&server, &limit, keys, tasks, Way::Redis));
+                row(
+                    word,
+                    name,
+                    tasks,
+                    peer,
+                    &worker_rate(&server, &limit, keys, tasks, Way::Redis),
+                );
             }
         }
         // Spent for the whole of the round: answered by the deny cache.
-        let limit = Limit { requests: 100, per_us: 60_000_000, ..limit };
+        let limit = Limit {
+            requests: 100,
+            per_us: 60_000_000,
+            ..limit
+        };
         let peer = peer_rate(&server, &limit, 1);
-        row(word, "exhausted", 64, peer, &worker_rate(&server, &limit, 1, 64, Way::Store));
+        row(
+            word,
+            "exhausted",
+            64,
+            peer,
+            &worker_rate(&server, &limit, 1, 64, Way::Store),
+        );
     }
     leased(&server);
 }
@@ -58,7 +84,11 @@ fn main() {
 /// A hot key that is never exhausted, through the whole store.
 fn leased(server: &Server) {
     let algorithm = Algorithm::SlidingWindow { buckets: 10 };
-    let limit = Limit { requests: 1_000_000_000, per_us: 1_000_000, algorithm };
+    let limit = Limit {
+        requests: 1_000_000_000,
+        per_us: 1_000_000,
+        algorithm,
+    };
     let peer = peer_rate(server, &limit, 1);
     println!();
     println!(
@@ -68,15 +98,22 @@ fn leased(server: &Server) {
     for size in [None, Some(50), Some(1000)] {
         server.flush();
         let before = calls(server);
-        let lease = Lease { size, ttl_us: 100_000 };
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let lease = Lease {
+            size,
+            ttl_us: 100_000,
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
         let rate = runtime.block_on(async {
             let redis = Redis::start(&Shared::new(server.settings()));
             redis.first_ready().await;
             let (store, started) = (Store::redis(redis), Instant::now());
             let end = started + ROUND;
-            let tasks: Vec<_> =
-                (0..64).map(|_| tokio::spawn(work_leased(store.clone(), limit, lease, end))).collect();
+            let tasks: Vec<_> = (0..64)
+                .map(|_| tokio::spawn(work_leased(store.clone(), limit, lease, end)))
+                .collect();
             let mut checks = 0.0;
             for task in tasks {
                 checks += f64::from(task.await.unwrap());
@@ -97,8 +134,14 @@ fn leased(server: &Server) {
 
 /// Calls of programs so far.
 fn calls(server: &Server) -> u32 {
-    let text: String = redis::cmd("INFO").arg("commandstats").query(&mut server.connection()).unwrap();
-    let calls = text.split("cmdstat_evalsha:calls=").nth(1).and_then(|rest| rest.split(',').next());
+    let text: String = redis::cmd("INFO")
+        .arg("commandstats")
+        .query(&mut server.connection())
+        .unwrap();
+    let calls = text
+        .split("cmdstat_evalsha:calls=")
+        .nth(1)
+        .and_then(|rest| rest.split(',').next());
     calls.map_or(0, |calls| calls.parse().unwrap())
 }
 
@@ -109,7 +152,10 @@ async fn work_leased(store: Store, limit: Limit, lease: Lease, end: Instant) -> 
         if asked.into_std() >= end {
             return checks;
         }
-        let charge = Charge { lease: Some(lease), ..Charge::new(&limit, &owner, 1) };
+        let charge = Charge {
+            lease: Some(lease),
+            ..Charge::new(&limit, &owner, 1)
+        };
         store.answer(&[charge], asked).await.unwrap();
         checks += 1;
         // A request that waits for nothing still lets others in between.
@@ -149,7 +195,10 @@ enum Way {
 fn worker_rate(server: &Server, limit: &Limit, keys: u32, tasks: u32, way: Way) -> Measured {
     server.flush();
     let owners: Arc<[Key]> = (0..keys).map(owner).collect();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     runtime.block_on(async {
         let redis = Redis::start(&Shared::new(server.settings()));
         redis.first_ready().await;
@@ -215,7 +264,13 @@ fn peer_rate(server: &Server, limit: &Limit, keys: u32) -> f64 {
     let (script, owner) = (Script::new(PREFIX), owner(0));
     let charge = Charge::new(limit, &owner, 1);
     let load = Command::new("redis-cli")
-        .args(["-p", &server.port().to_string(), "SCRIPT", "LOAD", script.text(&[charge])])
+        .args([
+            "-p",
+            &server.port().to_string(),
+            "SCRIPT",
+            "LOAD",
+            script.text(&[charge]),
+        ])
         .stdout(Stdio::null())
         .status();
     assert!(load.unwrap().success());
@@ -229,16 +284,30 @@ fn peer_rate(server: &Server, limit: &Limit, keys: u32) -> f64 {
         .collect();
     if keys > 1 {
         // redis-benchmark fills in twelve digits.
-        args.iter_mut().for_each(|arg| *arg = arg.replace("000000000000", "__rand_int__"));
+        args.iter_mut()
+            .for_each(|arg| *arg = arg.replace("000000000000", "__rand_int__"));
     }
     let output = Command::new("redis-benchmark")
-        .args(["-p", &server.port().to_string(), "-P", "64", "-c", "4", "-n", "200000", "--csv"])
+        .args([
+            "-p",
+            &server.port().to_string(),
+            "-P",
+            "64",
+            "-c",
+            "4",
+            "-n",
+            "200000",
+            "--csv",
+        ])
         .args(["-r", &keys.to_string()])
         .args(args)
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let rate = text.lines().last().and_then(|line| line.split("\",\"").nth(1)?.parse().ok());
+    let rate = text
+        .lines()
+        .last()
+        .and_then(|line| line.split("\",\"").nth(1)?.parse().ok());
     rate.unwrap_or_else(|| unreadable(&text))
 }
 
@@ -251,6 +320,15 @@ fn unreadable(text: &str) -> f64 {
 fn cpu(pid: u32) -> f64 {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     // After the name, which may hold anything: utime and stime are the 12th and 13th.
-    let ticks = stat.rsplit(')').next().unwrap().split_whitespace().skip(11).take(2);
-    ticks.map(|ticks| ticks.parse::<f64>().unwrap()).sum::<f64>() / 100.0
+    let ticks = stat
+        .rsplit(')')
+        .next()
+        .unwrap()
+        .split_whitespace()
+        .skip(11)
+        .take(2);
+    ticks
+        .map(|ticks| ticks.parse::<f64>().unwrap())
+        .sum::<f64>()
+        / 100.0
 }

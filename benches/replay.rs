@@ -24,7 +24,9 @@ use tidegate::config::{self, FileSource, Flags, Sources};
 use tidegate::replay::{Settings, run};
 
 fn main() {
-    let requests = std::env::args().find_map(|arg| arg.parse().ok()).unwrap_or(5_000_000);
+    let requests = std::env::args()
+        .find_map(|arg| arg.parse().ok())
+        .unwrap_or(5_000_000);
     let dir = tempfile::TempDir::new().unwrap();
     let path = dir.path().join("access.log");
     let mut out = BufWriter::new(File::create(&path).unwrap());
@@ -33,9 +35,20 @@ fn main() {
     let size = fs::metadata(&path).unwrap().len();
     println!("{} lines, {} MiB", answers.lines, size >> 20);
 
-    let file = FileSource::Text { name: "policies".into(), text: old_log::POLICIES.into() };
-    let flags = Flags { upstream: Some("http://127.0.0.1".into()), listen: None };
-    let config = config::load(&Sources { file, env: Vec::new(), flags }).unwrap();
+    let file = FileSource::Text {
+        name: "policies".into(),
+        text: old_log::POLICIES.into(),
+    };
+    let flags = Flags {
+        upstream: Some("http://127.0.0.1".into()),
+        listen: None,
+    };
+    let config = config::load(&Sources {
+        file,
+        env: Vec::new(),
+        flags,
+    })
+    .unwrap();
     for (name, suggest) in [("replay", None), ("replay --suggest", Some(1.0))] {
         let settings = Settings {
             logs: vec![path.clone()],
@@ -48,7 +61,12 @@ fn main() {
         // The peak from here on, what the model holds included: it is told apart.
         fs::write("/proc/self/clear_refs", "5").unwrap();
         let (held, cpu_ms, wall) = (memory("VmRSS"), cpu_ms(), Instant::now());
-        let report = run(&settings, &[("policies".to_owned(), &*config.table)], |_| {}).unwrap();
+        let report = run(
+            &settings,
+            &[("policies".to_owned(), &*config.table)],
+            |_| {},
+        )
+        .unwrap();
         let cpu_ms = self::cpu_ms() - cpu_ms;
         let peak = memory("VmHWM") - held;
         let json: serde_json::Value = serde_json::from_str(&report.json()).unwrap();
@@ -72,7 +90,8 @@ fn check(answers: &old_log::Answers, report: &serde_json::Value) {
     assert_eq!(set["limited"], answers.limited);
     for policy in set["policies"].as_array().unwrap() {
         let wanted = &answers.policies[policy["name"].as_str().unwrap()];
-        let refused = policy["rejected"].as_u64().unwrap() + policy["shadow_rejected"].as_u64().unwrap();
+        let refused =
+            policy["rejected"].as_u64().unwrap() + policy["shadow_rejected"].as_u64().unwrap();
         assert_eq!(refused, wanted.refused, "{policy}");
         assert_eq!(policy["keys"].as_u64().unwrap(), wanted.keys.len() as u64);
         assert_eq!(policy["keys_touched"].as_u64().unwrap(), wanted.touched());
@@ -82,7 +101,12 @@ fn check(answers: &old_log::Answers, report: &serde_json::Value) {
 /// CPU that this process has used, user and system.
 fn cpu_ms() -> u64 {
     let stat = fs::read_to_string("/proc/self/stat").unwrap();
-    let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+    let fields: Vec<&str> = stat
+        .rsplit_once(')')
+        .unwrap()
+        .1
+        .split_whitespace()
+        .collect();
     // utime and stime, in hundredths of a second on Linux.
     (fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()) * 10
 }

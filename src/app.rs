@@ -11,8 +11,8 @@ use crate::config::{Config, Sources, StoreSettings};
 use crate::enforcer::{Enforcer, Live};
 use crate::listen::ListenAddress;
 use crate::proxy::{
-    self, Door, ListenSettings, ProxyHeaderFault, Server, Service, SetupError, Stop, TlsFault, Upstream,
-    UpstreamErrorKind,
+    self, Door, ListenSettings, ProxyHeaderFault, Server, Service, SetupError, Stop, TlsFault,
+    Upstream, UpstreamErrorKind,
 };
 use crate::reload::Reloader;
 use crate::store::redis::{self, Redis};
@@ -41,12 +41,19 @@ const SAMPLING: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 enum AppError {
     #[error("cannot listen on {address}: {cause}")]
-    Listen { address: ListenAddress, cause: io::Error },
+    Listen {
+        address: ListenAddress,
+        cause: io::Error,
+    },
     #[error(
         "the admin port cannot listen on {address}: {cause}. Set another {key}, or a free port by \
          \"127.0.0.1:0\" (environment: TIDEGATE_ADMIN__ADDRESS)"
     )]
-    Admin { key: &'static str, address: ListenAddress, cause: io::Error },
+    Admin {
+        key: &'static str,
+        address: ListenAddress,
+        cause: io::Error,
+    },
     #[error("upstream: {0}")]
     Upstream(#[from] SetupError),
     #[error("{0}")]
@@ -76,7 +83,11 @@ pub fn main(config: Config, sources: Sources, on_listening: impl FnOnce(Addresse
     }
 }
 
-async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Addresses)) -> Result<(), AppError> {
+async fn run(
+    config: Config,
+    sources: Sources,
+    on_listening: impl FnOnce(Addresses),
+) -> Result<(), AppError> {
     let started = Instant::now();
     let (stopper, stop) = stop_on_signals()?;
     for warning in &config.warnings {
@@ -86,7 +97,10 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     let mut server = Server::of(config.listen.threads);
     let mut open = |door, listen: &ListenSettings, tls: &tls::Current| {
         let opened = server.open(door, listen, Arc::clone(tls));
-        opened.map_err(|cause| AppError::Listen { address: listen.address.clone(), cause })
+        opened.map_err(|cause| AppError::Listen {
+            address: listen.address.clone(),
+            cause,
+        })
     };
     let mut doors = Doors::default();
     if config.forwards {
@@ -94,13 +108,20 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
     }
     for settings in &config.doors {
         let tls = tls::Current::new(settings.tls.clone().into());
-        doors.push(settings.door, open(settings.door, &settings.listen, &tls)?, &tls);
+        doors.push(
+            settings.door,
+            open(settings.door, &settings.listen, &tls)?,
+            &tls,
+        );
     }
     let address = server.address()?;
     let upstream = proxy::Shared::new(config.upstream.clone(), config.listen.threads)?;
     let stores = Stores::new(&config.store);
-    let tracing =
-        config.trace.as_ref().map(|settings| Tracer::start(settings, redis::instance())).transpose()?;
+    let tracing = config
+        .trace
+        .as_ref()
+        .map(|settings| Tracer::start(settings, redis::instance()))
+        .transpose()?;
     let (tracer, exporter) = tracing.unzip();
     let kinds = Kinds {
         upstream_errors: UpstreamErrorKind::NAMES,
@@ -136,19 +157,29 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
         started,
     };
     let history = Arc::new(History::new(Arc::clone(&metrics)));
-    tokio::task::spawn_local(sample(Arc::clone(&history), Arc::clone(&metrics), live.clone()));
+    tokio::task::spawn_local(sample(
+        Arc::clone(&history),
+        Arc::clone(&metrics),
+        live.clone(),
+    ));
     // Before the proxy: who asks why it does not start gets an answer.
     let admin = start_admin(&config, watched.into_view(Arc::clone(&metrics), history))?;
     let reloader = tokio::task::spawn_local(reloader.run());
 
-    let (shutdown, workers, policies) =
-        (config.shutdown, config.listen.threads, config.table.policies().len());
+    let (shutdown, workers, policies) = (
+        config.shutdown,
+        config.listen.threads,
+        config.table.policies().len(),
+    );
     let upstream_url = config.forwards.then(|| config.upstream.url.to_string());
     let store = match &config.store {
         StoreSettings::Memory(_) => "memory".to_owned(),
         StoreSettings::Redis(redis) => format!("redis {redis}"),
     };
-    let is_tls = doors.0.first().is_some_and(|(_, _, tls)| tls.load().is_some());
+    let is_tls = doors
+        .0
+        .first()
+        .is_some_and(|(_, _, tls)| tls.load().is_some());
     let config = Arc::new(config);
     let told = stop.clone();
     let make_service = move |worker| {
@@ -159,8 +190,13 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
         async move {
             let enforcer = Enforcer::new(live, stores.for_worker().await, Arc::clone(&shard));
             let upstream = Upstream::new(upstream);
-            let service = Service::new(enforcer, upstream, &config.listen, &config.log, shard).traced(tracer);
-            Rc::new(service.refusing_with(config.refused_status).stopped_by(stop))
+            let service =
+                Service::new(enforcer, upstream, &config.listen, &config.log, shard).traced(tracer);
+            Rc::new(
+                service
+                    .refusing_with(config.refused_status)
+                    .stopped_by(stop),
+            )
         }
     };
     let on_listening = move || {
@@ -174,9 +210,14 @@ async fn run(config: Config, sources: Sources, on_listening: impl FnOnce(Address
         }
         let tls = is_tls;
         tracing::info!(%address, tls, upstream = upstream_url, store, policies, workers, version = env!("CARGO_PKG_VERSION"), "listening");
-        on_listening(Addresses { proxy: address, admin });
+        on_listening(Addresses {
+            proxy: address,
+            admin,
+        });
     };
-    let cut = server.run(make_service, shutdown, stop, on_listening).await?;
+    let cut = server
+        .run(make_service, shutdown, stop, on_listening)
+        .await?;
     reloader.abort();
     if let Some(exporter) = exporter {
         exporter.finish().await;
@@ -203,7 +244,9 @@ impl Doors {
                 Door::Check => ("check", config.tls_of(*door)),
             };
             // A door that is gone stays open until a restart, as it was.
-            let Some(new) = new.filter(|new| current.load().as_ref() != *new) else { continue };
+            let Some(new) = new.filter(|new| current.load().as_ref() != *new) else {
+                continue;
+            };
             current.store(new.cloned());
             match new {
                 Some(_) => tracing::info!(%address, "new certificates: new connections see them"),
@@ -217,7 +260,10 @@ impl Doors {
     /// When the certificates end that are shown.
     fn expiries(&self) -> Vec<(String, u64)> {
         let shown = self.0.iter().flat_map(|(_, _, tls)| {
-            tls.load().as_ref().map(|tls| tls.expiries().to_vec()).unwrap_or_default()
+            tls.load()
+                .as_ref()
+                .map(|tls| tls.expiries().to_vec())
+                .unwrap_or_default()
         });
         let mut expiries: Vec<_> = shown.collect();
         expiries.sort_unstable();
@@ -249,7 +295,13 @@ async fn sample(history: Arc<History>, metrics: Arc<Metrics>, live: Live) {
 /// Takes the admin port's addresses and answers there until the process ends. Returns the first.
 fn start_admin(config: &Config, view: View) -> Result<ListenAddress, AppError> {
     let settings = config.admin.clone();
-    let failed = |key, address| move |cause| AppError::Admin { key, address, cause };
+    let failed = |key, address| {
+        move |cause| AppError::Admin {
+            key,
+            address,
+            cause,
+        }
+    };
     if let Some(address) = settings.probes {
         let probes = admin::Listener::probes(address, view.clone());
         let probes = probes.map_err(failed("admin.probes", ListenAddress::Ip(address)))?;
@@ -341,7 +393,10 @@ impl Stopper {
 fn stop_on_signals() -> io::Result<(Stopper, watch::Receiver<Stop>)> {
     let (tell, stop) = watch::channel(Stop::Run);
     let stopper = Stopper(tell.clone());
-    let (mut term, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let (mut term, mut interrupt) = (
+        signal(SignalKind::terminate())?,
+        signal(SignalKind::interrupt())?,
+    );
     tokio::task::spawn_local(async move {
         for ask in [Stop::Drain, Stop::Now] {
             let name = tokio::select! {

@@ -24,10 +24,18 @@ pub struct Hands(Arc<AtomicU64>);
 impl Clock {
     /// The wall clock as it stood at this call, going on without steps: who sets the machine's clock
     /// neither refills nor freezes anybody's quota.
-    #[allow(clippy::disallowed_methods, reason = "this is the one place that reads the system's clock")]
+    #[allow(
+        clippy::disallowed_methods,
+        reason = "this is the one place that reads the system's clock"
+    )]
     pub fn system() -> Self {
-        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self(Source::System { start: Instant::now(), start_us: micros(since_epoch) })
+        let since_epoch = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
+        Self(Source::System {
+            start: Instant::now(),
+            start_us: micros(since_epoch),
+        })
     }
 
     /// A clock that stands still until its hands are moved.
@@ -54,9 +62,15 @@ impl Clock {
 
 /// Seconds since the Unix epoch by the wall clock as it stands now, steps and all: for dates that others have set, such
 /// as a token's end. Never for quotas.
-#[allow(clippy::disallowed_methods, reason = "this is the one place that reads the system's clock")]
+#[allow(
+    clippy::disallowed_methods,
+    reason = "this is the one place that reads the system's clock"
+)]
 pub fn unix_s() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_secs()
 }
 
 fn micros(time: Duration) -> u64 {

@@ -19,10 +19,12 @@ pub use rehearsal::{Claimed, Past, Rehearsed, Told, rehearse};
 
 use keeper::{Keeper, Place};
 
-use crate::limiter::{Algorithm, Charge, Decision, Key, Lease, Limit, MAX_UNITS, Refusal, Standing};
+use crate::limiter::{
+    Algorithm, Charge, Decision, Key, Lease, Limit, MAX_UNITS, Refusal, Standing,
+};
 use crate::policy::{
-    Action, Descriptor, EstimateCost, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy, PolicyTable,
-    Reject,
+    Action, Descriptor, EstimateCost, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy,
+    PolicyTable, Reject,
 };
 use crate::store::{Store, Unavailable};
 use crate::telemetry::metrics::{Decision as Did, Shard, Source};
@@ -122,14 +124,21 @@ pub struct Reported<'t> {
 impl Reported<'_> {
     /// The one that refused, or that is nearest to refusing.
     pub fn tightest(limits: &[Self]) -> Option<&Self> {
-        limits.iter().min_by_key(|one| (one.standing.refusal.is_none(), one.standing.remaining))
+        limits
+            .iter()
+            .min_by_key(|one| (one.standing.refusal.is_none(), one.standing.remaining))
     }
 }
 
 impl Enforcer {
     /// Counts with a worker's own shard.
     pub fn new(live: Live, store: Store, shard: Arc<Shard>) -> Self {
-        Self { live, keeper: Keeper::new(store.clone(), Arc::clone(&shard)), store, shard }
+        Self {
+            live,
+            keeper: Keeper::new(store.clone(), Arc::clone(&shard)),
+            store,
+            shard,
+        }
     }
 
     /// The policies that hold now. A request keeps those that it started with.
@@ -138,8 +147,15 @@ impl Enforcer {
     }
 
     /// Decides one request, which arrived just now, by `rules`.
-    pub async fn decide<'t>(&self, rules: &'t Rules, facts: &Facts<'_>, arrived: Instant) -> Verdict<'t> {
-        let count = |at, key: Option<&Key>, did: Did| rules.count(at, &self.shard, did, (key, facts.place()));
+    pub async fn decide<'t>(
+        &self,
+        rules: &'t Rules,
+        facts: &Facts<'_>,
+        arrived: Instant,
+    ) -> Verdict<'t> {
+        let count = |at, key: Option<&Key>, did: Did| {
+            rules.count(at, &self.shard, did, (key, facts.place()))
+        };
         let mut plan = match Plan::of(&rules.table, facts, count) {
             Ok(plan) => plan,
             Err(outcome) => return Verdict::of(outcome),
@@ -156,7 +172,10 @@ impl Enforcer {
     ) -> Verdict<'t> {
         if plan.claims.is_empty() {
             let shadow_rejected = take(&mut plan.shadow_denied);
-            return Verdict { shadow_rejected, ..Verdict::of(Outcome::Forward) };
+            return Verdict {
+                shadow_rejected,
+                ..Verdict::of(Outcome::Forward)
+            };
         }
         // Before the store is asked: who leaves meanwhile gives back what he may have got.
         let hold = plan.hold(&self.keeper);
@@ -167,28 +186,52 @@ impl Enforcer {
             Ok((decision, Source::Degraded)) => {
                 drop(charges);
                 plan.count_degraded(Some(&decision), count);
-                (Verdict { degraded: true, ..take(plan).into_verdict(&decision) }, Source::Degraded)
+                (
+                    Verdict {
+                        degraded: true,
+                        ..take(plan).into_verdict(&decision)
+                    },
+                    Source::Degraded,
+                )
             }
             Ok((decision, source)) => {
                 let hold = hold.and_then(|hold| plan.held(hold, &charges, &decision));
                 drop(charges);
                 plan.count(&decision, count);
                 let estimates = plan.estimates(&decision, &self.keeper);
-                (Verdict { hold, estimates, ..take(plan).into_verdict(&decision) }, source)
+                (
+                    Verdict {
+                        hold,
+                        estimates,
+                        ..take(plan).into_verdict(&decision)
+                    },
+                    source,
+                )
             }
             Err(unavailable) => {
-                let alone = plan.goes_on().then(|| self.store.decide_alone(&charges)).flatten();
+                let alone = plan
+                    .goes_on()
+                    .then(|| self.store.decide_alone(&charges))
+                    .flatten();
                 let hold = hold.and_then(|hold| plan.held(hold, &charges, alone.as_ref()?));
                 drop(charges);
                 plan.count_degraded(alone.as_ref(), count);
                 let estimates = |alone| plan.estimates(alone, &self.keeper);
                 let estimates = alone.as_ref().map(estimates).unwrap_or_default();
                 let verdict = take(plan).into_degraded(&unavailable, alone.as_ref());
-                (Verdict { hold, estimates, ..verdict }, Source::Degraded)
+                (
+                    Verdict {
+                        hold,
+                        estimates,
+                        ..verdict
+                    },
+                    Source::Degraded,
+                )
             }
         };
         let at = Instant::now();
-        self.shard.decided(source, at.saturating_duration_since(arrived));
+        self.shard
+            .decided(source, at.saturating_duration_since(arrived));
         (verdict.at, verdict.source) = (Some(at), Some(source));
         verdict
     }
@@ -247,7 +290,9 @@ struct Claim<'t> {
 impl<'t> Claim<'t> {
     fn counts_with(&self, other: &Self) -> bool {
         let identities = |claim: &Self| claim.limits.iter().map(|named| named.limit.identity());
-        self.at == other.at && self.key.id() == other.key.id() && identities(self).eq(identities(other))
+        self.at == other.at
+            && self.key.id() == other.key.id()
+            && identities(self).eq(identities(other))
     }
 
     /// Takes over what another asks of the same counters. Limits differ only if descriptors that are the same bring
@@ -262,7 +307,8 @@ impl<'t> Claim<'t> {
 
     /// Whether the policy is one of those for which requests are held.
     fn holds(&self) -> bool {
-        let is_line = |named: &NamedLimit| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. });
+        let is_line =
+            |named: &NamedLimit| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. });
         self.limits.iter().any(is_line)
     }
 }
@@ -309,7 +355,10 @@ impl<'t> Plan<'t> {
                 }
                 Action::Deny => {
                     count(at, None, Did::Denied);
-                    return Err(Outcome::Denied { policy: &policy.name, reject: policy.reject.as_ref() });
+                    return Err(Outcome::Denied {
+                        policy: &policy.name,
+                        reject: policy.reject.as_ref(),
+                    });
                 }
             };
             let selected = match descriptor {
@@ -339,7 +388,10 @@ impl<'t> Plan<'t> {
                 Err(_) if policy.shadow => count(at, None, Did::ShadowRejected),
                 Err(fault) => {
                     count(at, None, Did::Denied);
-                    return Err(Outcome::BadKey { policy: &policy.name, fault });
+                    return Err(Outcome::BadKey {
+                        policy: &policy.name,
+                        fault,
+                    });
                 }
             }
         }
@@ -348,7 +400,10 @@ impl<'t> Plan<'t> {
 
     /// Asks for one more. Several descriptors of a call may use one counter, of which only one charge may be asked.
     fn claim(&mut self, claim: Claim<'t>) {
-        let same = self.claims.iter_mut().find(|other| other.counts_with(&claim));
+        let same = self
+            .claims
+            .iter_mut()
+            .find(|other| other.counts_with(&claim));
         match same {
             Some(same) => same.join(&claim),
             None => self.claims.push(claim),
@@ -363,19 +418,31 @@ impl<'t> Plan<'t> {
             .flat_map(|(group, claim)| {
                 let block = claim.block.map(|block| (block, knock));
                 // A request takes one slot, whatever it costs.
-                let cost = |limit| if is_concurrency(limit) { knock } else { claim.cost };
-                let limits = claim.limits.iter().map(move |named| (&named.limit, cost(&named.limit)));
-                block.into_iter().chain(limits).map(move |(limit, cost)| Charge {
-                    group,
-                    shadow: claim.policy.shadow,
-                    counts_rejected: claim.counts_rejected,
-                    settles: claim.estimate.is_some(),
-                    slot,
-                    local: claim.policy.on_store_failure == OnStoreFailure::Local,
-                    shards: claim.shards,
-                    lease: claim.lease,
-                    ..Charge::new(limit, &claim.key, cost)
-                })
+                let cost = |limit| {
+                    if is_concurrency(limit) {
+                        knock
+                    } else {
+                        claim.cost
+                    }
+                };
+                let limits = claim
+                    .limits
+                    .iter()
+                    .map(move |named| (&named.limit, cost(&named.limit)));
+                block
+                    .into_iter()
+                    .chain(limits)
+                    .map(move |(limit, cost)| Charge {
+                        group,
+                        shadow: claim.policy.shadow,
+                        counts_rejected: claim.counts_rejected,
+                        settles: claim.estimate.is_some(),
+                        slot,
+                        local: claim.policy.on_store_failure == OnStoreFailure::Local,
+                        shards: claim.shards,
+                        lease: claim.lease,
+                        ..Charge::new(limit, &claim.key, cost)
+                    })
             })
             .collect()
     }
@@ -383,7 +450,10 @@ impl<'t> Plan<'t> {
     /// Holds a slot for each limit that wants one.
     fn hold(&self, keeper: &Keeper) -> Option<Hold> {
         let places = self.claims.iter().flat_map(|claim| {
-            let limits = claim.limits.iter().filter(|named| is_concurrency(&named.limit));
+            let limits = claim
+                .limits
+                .iter()
+                .filter(|named| is_concurrency(&named.limit));
             limits.map(|named| (named.limit, claim.key.clone()))
         });
         let places: SmallVec<[Place; 1]> = places.collect();
@@ -394,7 +464,9 @@ impl<'t> Plan<'t> {
     fn held(&self, hold: Hold, charges: &[Charge<'_>], decision: &Decision) -> Option<Hold> {
         let (taken, longest_us) = taken(charges, decision);
         let mut hold = hold.taken_at(|(limit, key)| {
-            taken.iter().any(|charge| *charge.limit == *limit && charge.key.id() == key.id())
+            taken
+                .iter()
+                .any(|charge| *charge.limit == *limit && charge.key.id() == key.id())
         })?;
         hold.end_at(longest_us.map(|us| Instant::now() + Duration::from_micros(us)));
         Some(hold)
@@ -407,12 +479,23 @@ impl<'t> Plan<'t> {
             let first = next + usize::from(claim.block.is_some());
             let own = next..first + claim.limits.len();
             next = own.end;
-            let passes =
-                |standing: &Option<Standing>| standing.is_some_and(|standing| standing.refusal.is_none());
-            let is_charged = decision.standings.get(own).is_some_and(|own| own.iter().all(passes));
+            let passes = |standing: &Option<Standing>| {
+                standing.is_some_and(|standing| standing.refusal.is_none())
+            };
+            let is_charged = decision
+                .standings
+                .get(own)
+                .is_some_and(|own| own.iter().all(passes));
             if let Some(cost) = claim.estimate.filter(|_| is_charged) {
                 // Of what is not told nothing is given back.
-                let at_us = |at: usize| decision.stands_us.get(at).copied().flatten().unwrap_or_default();
+                let at_us = |at: usize| {
+                    decision
+                        .stands_us
+                        .get(at)
+                        .copied()
+                        .flatten()
+                        .unwrap_or_default()
+                };
                 let limits = (first..).zip(claim.limits.iter());
                 let places = limits
                     .filter(|(_, named)| !is_concurrency(&named.limit))
@@ -450,7 +533,11 @@ impl<'t> Plan<'t> {
                     None => *standing,
                 };
                 let Some(standing) = standing else { continue };
-                verdict.limits.push(Reported { limit, standing, key: claim.key.id() });
+                verdict.limits.push(Reported {
+                    limit,
+                    standing,
+                    key: claim.key.id(),
+                });
                 if let Some(refusal) = standing.refusal {
                     refusals.add(claim.policy, limit, refusal);
                 }
@@ -464,18 +551,23 @@ impl<'t> Plan<'t> {
 
     /// The enforced policies, in order.
     fn enforced(&self) -> impl Iterator<Item = &'t Policy> {
-        self.claims.iter().map(|claim| claim.policy).filter(|policy| !policy.shadow)
+        self.claims
+            .iter()
+            .map(|claim| claim.policy)
+            .filter(|policy| !policy.shadow)
     }
 
     /// The first that refuses whatever it limits while the store is away.
     fn closed(&self) -> Option<&'t Policy> {
-        self.enforced().find(|policy| policy.on_store_failure == OnStoreFailure::Closed)
+        self.enforced()
+            .find(|policy| policy.on_store_failure == OnStoreFailure::Closed)
     }
 
     /// Whether it is worth deciding without the store.
     fn goes_on(&self) -> bool {
         let mut enforced = self.enforced();
-        self.closed().is_none() && enforced.any(|policy| policy.on_store_failure == OnStoreFailure::Local)
+        self.closed().is_none()
+            && enforced.any(|policy| policy.on_store_failure == OnStoreFailure::Local)
     }
 
     /// The store gave no answer: one `closed` policy is enough to refuse, else those that go on without it have
@@ -483,15 +575,26 @@ impl<'t> Plan<'t> {
     fn into_degraded(self, unavailable: &Unavailable, alone: Option<&Decision>) -> Verdict<'t> {
         let degraded = self.enforced().next().is_some();
         if let Some(policy) = self.closed() {
-            let outcome =
-                Outcome::Unavailable { policy: &policy.name, retry_after_us: unavailable.retry_after_us };
-            return Verdict { degraded, shadow_rejected: self.shadow_denied, ..Verdict::of(outcome) };
+            let outcome = Outcome::Unavailable {
+                policy: &policy.name,
+                retry_after_us: unavailable.retry_after_us,
+            };
+            return Verdict {
+                degraded,
+                shadow_rejected: self.shadow_denied,
+                ..Verdict::of(outcome)
+            };
         }
         match alone {
-            Some(decision) => Verdict { degraded, ..self.into_verdict(decision) },
-            None => {
-                Verdict { degraded, shadow_rejected: self.shadow_denied, ..Verdict::of(Outcome::Forward) }
-            }
+            Some(decision) => Verdict {
+                degraded,
+                ..self.into_verdict(decision)
+            },
+            None => Verdict {
+                degraded,
+                shadow_rejected: self.shadow_denied,
+                ..Verdict::of(Outcome::Forward)
+            },
         }
     }
 
@@ -524,9 +627,15 @@ impl<'t> Plan<'t> {
         let mut standings = alone.map(|decision| decision.standings.iter());
         for claim in &self.claims {
             let charges = claim.limits.len() + usize::from(claim.block.is_some());
-            let own = standings.iter_mut().flat_map(|standings| standings.by_ref().take(charges));
+            let own = standings
+                .iter_mut()
+                .flat_map(|standings| standings.by_ref().take(charges));
             // All of them are to be passed by.
-            let refused = own.flatten().filter(|standing| standing.refusal.is_some()).count() > 0;
+            let refused = own
+                .flatten()
+                .filter(|standing| standing.refusal.is_some())
+                .count()
+                > 0;
             let did = match claim.policy.on_store_failure {
                 _ if claim.policy.shadow => Did::Degraded,
                 OnStoreFailure::Open => Did::DegradedOpen,
@@ -546,18 +655,27 @@ fn taken<'c, 'k>(
     charges: &'c [Charge<'k>],
     decision: &Decision,
 ) -> (SmallVec<[&'c Charge<'k>; 1]>, Option<u64>) {
-    let is_refused = |standing: &Option<Standing>| standing.is_none_or(|standing| standing.refusal.is_some());
+    let is_refused =
+        |standing: &Option<Standing>| standing.is_none_or(|standing| standing.refusal.is_some());
     let refuses = |asked: &Charge<'_>| {
-        let mut of_policy =
-            charges.iter().zip(&decision.standings).filter(|(charge, _)| asked.is_of_policy_of(charge));
+        let mut of_policy = charges
+            .iter()
+            .zip(&decision.standings)
+            .filter(|(charge, _)| asked.is_of_policy_of(charge));
         of_policy.any(|(_, standing)| is_refused(standing))
     };
     let mut longest_us = None;
-    let taken = charges.iter().filter(|charge| decision.admitted && is_concurrency(charge.limit));
+    let taken = charges
+        .iter()
+        .filter(|charge| decision.admitted && is_concurrency(charge.limit));
     let taken: SmallVec<[&Charge<'_>; 1]> = taken.filter(|charge| !refuses(charge)).collect();
     for charge in taken.iter().filter(|charge| !charge.shadow) {
-        if let Algorithm::Concurrency { max_duration_us: most_us @ 1.. } = charge.limit.algorithm {
-            longest_us = Some(longest_us.map_or(most_us, |longest_us: u64| longest_us.min(most_us)));
+        if let Algorithm::Concurrency {
+            max_duration_us: most_us @ 1..,
+        } = charge.limit.algorithm
+        {
+            longest_us =
+                Some(longest_us.map_or(most_us, |longest_us: u64| longest_us.min(most_us)));
         }
     }
     (taken, longest_us)
@@ -569,13 +687,19 @@ fn is_concurrency(limit: &Limit) -> bool {
 
 /// How a limit stands towards clients while a block holds: it gives nothing before its end.
 fn shut(standing: Option<Standing>, until_us: u64) -> Standing {
-    let grows_at_us = standing.and_then(|standing| standing.grows_at_us).unwrap_or(0);
+    let grows_at_us = standing
+        .and_then(|standing| standing.grows_at_us)
+        .unwrap_or(0);
     let refusal = match standing.and_then(|standing| standing.refusal) {
         Some(Refusal::Never) => Refusal::Never,
         Some(Refusal::Until(at_us)) => Refusal::Until(at_us.max(until_us)),
         Some(Refusal::Unknown) | None => Refusal::Until(until_us),
     };
-    Standing { remaining: 0, grows_at_us: Some(grows_at_us.max(until_us)), refusal: Some(refusal) }
+    Standing {
+        remaining: 0,
+        grows_at_us: Some(grows_at_us.max(until_us)),
+        refusal: Some(refusal),
+    }
 }
 
 /// Gathers refusals; the one that lasts longest speaks for all.

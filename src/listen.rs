@@ -57,7 +57,10 @@ pub(crate) struct SocketFile {
 #[derive(Debug)]
 pub(crate) enum Accepting {
     Tcp(TcpListener),
-    Unix { listener: UnixListener, _file: Option<SocketFile> },
+    Unix {
+        listener: UnixListener,
+        _file: Option<SocketFile>,
+    },
 }
 
 impl Bound {
@@ -75,7 +78,9 @@ impl Bound {
             return Ok(ListenAddress::Unix(file.path.clone()));
         }
         let address = self.socket.local_addr()?.as_socket();
-        address.map(ListenAddress::Ip).ok_or_else(|| io::Error::other("not an IP socket"))
+        address
+            .map(ListenAddress::Ip)
+            .ok_or_else(|| io::Error::other("not an IP socket"))
     }
 
     /// Lets clients connect; they wait in the kernel until they are accepted.
@@ -92,13 +97,20 @@ impl Bound {
     pub(crate) fn into_accepting(self) -> io::Result<Accepting> {
         Ok(match self.file {
             None => Accepting::Tcp(TcpListener::from_std(self.socket.into())?),
-            file => Accepting::Unix { listener: UnixListener::from_std(self.socket.into())?, _file: file },
+            file => Accepting::Unix {
+                listener: UnixListener::from_std(self.socket.into())?,
+                _file: file,
+            },
         })
     }
 }
 
 fn ip(address: SocketAddr) -> io::Result<Bound> {
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    let socket = Socket::new(
+        Domain::for_address(address),
+        Type::STREAM,
+        Some(Protocol::TCP),
+    )?;
     socket.set_reuse_address(true)?;
     if address.is_ipv6() {
         // `[::]` means everybody, whatever the system's default.
@@ -114,9 +126,15 @@ fn unix(path: &Path, mode: u32) -> io::Result<Bound> {
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_nonblocking(true)?;
     socket.bind(&SockAddr::unix(path)?)?;
-    let file = SocketFile { path: path.to_owned(), identity: identity(path)? };
+    let file = SocketFile {
+        path: path.to_owned(),
+        identity: identity(path)?,
+    };
     fs::set_permissions(path, Permissions::from_mode(mode))?;
-    Ok(Bound { socket, file: Some(file) })
+    Ok(Bound {
+        socket,
+        file: Some(file),
+    })
 }
 
 /// Removes what a process left that had no time to do so itself.
@@ -133,7 +151,10 @@ fn clear_the_way(path: &Path) -> io::Result<()> {
     match UnixStream::connect(path) {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path),
         Err(error) => Err(error),
-        Ok(_) => Err(io::Error::new(io::ErrorKind::AddrInUse, "another process answers on it")),
+        Ok(_) => Err(io::Error::new(
+            io::ErrorKind::AddrInUse,
+            "another process answers on it",
+        )),
     }
 }
 

@@ -78,7 +78,15 @@ impl Reloader {
         let running = config.fixed();
         let mut status = Status::default();
         status.take(config, &running);
-        Self { sources, running, live, publish, files, settling, status: Arc::new(Mutex::new(status)) }
+        Self {
+            sources,
+            running,
+            live,
+            publish,
+            files,
+            settling,
+            status: Arc::new(Mutex::new(status)),
+        }
     }
 
     /// How it goes, readable from anywhere.
@@ -108,7 +116,9 @@ impl Reloader {
             let pause;
             (self, pause) = match looked.await {
                 Ok(looked) => looked,
-                Err(error) => return tracing::error!(%error, "the configuration is no longer watched"),
+                Err(error) => {
+                    return tracing::error!(%error, "the configuration is no longer watched");
+                }
             };
             if timeout(pause, asked()).await.is_ok() {
                 tracing::info!("SIGHUP: looking for a new configuration");
@@ -125,7 +135,9 @@ impl Reloader {
             Step::New => {}
         }
         let loaded = config::load(&self.sources);
-        let files = loaded.as_ref().map_or_else(|report| &report.files, |config| &config.files);
+        let files = loaded
+            .as_ref()
+            .map_or_else(|report| &report.files, |config| &config.files);
         if *files != self.files {
             // It reads other files than those that were seen to settle: these have to settle first.
             self.files = files.clone();
@@ -152,12 +164,19 @@ impl Reloader {
             status.take(&config, &self.running);
             status.generation
         };
-        tracing::info!(generation, policies = config.table.policies().len(), "new configuration: {changes}");
+        tracing::info!(
+            generation,
+            policies = config.table.policies().len(),
+            "new configuration: {changes}"
+        );
         for warning in &config.warnings {
             tracing::warn!("{}", warning.line());
         }
         for setting in self.running.changed_in(&config) {
-            tracing::warn!(setting, "changed in the configuration, but takes effect only after a restart");
+            tracing::warn!(
+                setting,
+                "changed in the configuration, but takes effect only after a restart"
+            );
         }
     }
 
@@ -197,12 +216,23 @@ fn changes(old: &[Policy], new: &[Policy]) -> String {
     const MAX_NAMES: usize = 20;
     // Their debug text holds all that a policy is.
     let by_name = |policies: &[Policy]| -> BTreeMap<String, String> {
-        policies.iter().map(|policy| (policy.name.to_string(), format!("{policy:?}"))).collect()
+        policies
+            .iter()
+            .map(|policy| (policy.name.to_string(), format!("{policy:?}")))
+            .collect()
     };
     let (old, new) = (by_name(old), by_name(new));
     let kinds = [
-        ("added", new.keys().filter(|name| !old.contains_key(*name)).collect::<Vec<_>>()),
-        ("removed", old.keys().filter(|name| !new.contains_key(*name)).collect()),
+        (
+            "added",
+            new.keys()
+                .filter(|name| !old.contains_key(*name))
+                .collect::<Vec<_>>(),
+        ),
+        (
+            "removed",
+            old.keys().filter(|name| !new.contains_key(*name)).collect(),
+        ),
         (
             "changed",
             new.iter()
@@ -211,15 +241,27 @@ fn changes(old: &[Policy], new: &[Policy]) -> String {
                 .collect(),
         ),
     ];
-    let parts = kinds.into_iter().filter(|(_, names)| !names.is_empty()).map(|(kind, names)| {
-        let shown = names.iter().take(MAX_NAMES).map(|name| name.as_str()).collect::<Vec<_>>().join(", ");
-        match names.len() {
-            n if n > MAX_NAMES => format!("{kind} {shown} and {} more", n - MAX_NAMES),
-            _ => format!("{kind} {shown}"),
-        }
-    });
+    let parts = kinds
+        .into_iter()
+        .filter(|(_, names)| !names.is_empty())
+        .map(|(kind, names)| {
+            let shown = names
+                .iter()
+                .take(MAX_NAMES)
+                .map(|name| name.as_str())
+                .collect::<Vec<_>>()
+                .join(", ");
+            match names.len() {
+                n if n > MAX_NAMES => format!("{kind} {shown} and {} more", n - MAX_NAMES),
+                _ => format!("{kind} {shown}"),
+            }
+        });
     let text = parts.collect::<Vec<_>>().join("; ");
-    if text.is_empty() { "the policies are the same".to_owned() } else { text }
+    if text.is_empty() {
+        "the policies are the same".to_owned()
+    } else {
+        text
+    }
 }
 
 /// Links are followed anew each time, so that a swap anywhere on the way is seen.
@@ -254,7 +296,10 @@ enum Step {
 
 impl<T: PartialEq> Settling<T> {
     fn new(known: T) -> Self {
-        Self { known, candidate: None }
+        Self {
+            known,
+            candidate: None,
+        }
     }
 
     fn see(&mut self, seen: T, now: Instant) -> Step {

@@ -6,7 +6,9 @@ mod server;
 
 pub use certificate::{Certificate, Subject};
 pub use client::ClientTls;
-pub use server::{ClientAuth, Clients, Current, IdentityError, RevocationLists, ServerIdentity, ServerTls};
+pub use server::{
+    ClientAuth, Clients, Current, IdentityError, RevocationLists, ServerIdentity, ServerTls,
+};
 
 use std::sync::Arc;
 use tokio_rustls::rustls::crypto::aws_lc_rs;
@@ -53,7 +55,10 @@ pub fn system_roots() -> Result<RootCertStore, String> {
     // A system's bundle may hold what rustls does not accept; one bad apple is no reason to stop.
     roots.add_parsable_certificates(found.certs);
     if roots.is_empty() {
-        return Err(found.errors.first().map_or_else(|| "none found".to_owned(), ToString::to_string));
+        return Err(found
+            .errors
+            .first()
+            .map_or_else(|| "none found".to_owned(), ToString::to_string));
     }
     Ok(roots)
 }

@@ -54,8 +54,16 @@ const NEVER: [(&str, &str, &str); 5] = [
         "clock",
         "a limiter is a pure function of (state, limit, cost, now): let the caller pass the time in",
     ),
-    ("limiter", "telemetry", "a limiter is a pure function: let the store count what came of it"),
-    ("policy", "clock", "a policy says what applies to a request, whatever the time"),
+    (
+        "limiter",
+        "telemetry",
+        "a limiter is a pure function: let the store count what came of it",
+    ),
+    (
+        "policy",
+        "clock",
+        "a policy says what applies to a request, whatever the time",
+    ),
 ];
 
 /// What a library may be named in, and what to do instead.
@@ -126,18 +134,32 @@ fn every_room_uses_only_what_stands_below_it() {
     for entry in WalkDir::new(&src) {
         let entry = entry.unwrap();
         let file = entry.path().strip_prefix(&src).unwrap().to_str().unwrap();
-        if entry.path().extension().is_some_and(|extension| extension == "rs") && !is_test_file(file) {
-            complaints.extend(complaints_about(file, &fs::read_to_string(entry.path()).unwrap()));
+        if entry
+            .path()
+            .extension()
+            .is_some_and(|extension| extension == "rs")
+            && !is_test_file(file)
+        {
+            complaints.extend(complaints_about(
+                file,
+                &fs::read_to_string(entry.path()).unwrap(),
+            ));
             read += 1;
         }
     }
-    assert!(read > 10, "only {read} files were found in {}", src.display());
+    assert!(
+        read > 10,
+        "only {read} files were found in {}",
+        src.display()
+    );
     assert!(complaints.is_empty(), "\n{}\n", complaints.join("\n"));
 }
 
 /// What is wrong with one file under `src/`, each with its line and what to do.
 fn complaints_about(file: &str, text: &str) -> Vec<String> {
-    let Some(place) = place(file) else { return Vec::new() };
+    let Some(place) = place(file) else {
+        return Vec::new();
+    };
     let Some(floor) = ROOMS.iter().position(|room| *room == place.room) else {
         return vec![format!(
             "src/{file}: `{}` is no room yet. Give it a floor in tests/architecture.rs and a line in \
@@ -148,10 +170,18 @@ fn complaints_about(file: &str, text: &str) -> Vec<String> {
     let code = production_code(text);
     let mut complaints = Vec::new();
     for (line, used) in rooms_used(place, &code) {
-        let is_above = ROOMS.iter().position(|room| *room == used).is_none_or(|other| other > floor);
-        let never = NEVER.iter().find(|(room, other, _)| *room == place.room && *other == used);
+        let is_above = ROOMS
+            .iter()
+            .position(|room| *room == used)
+            .is_none_or(|other| other > floor);
+        let never = NEVER
+            .iter()
+            .find(|(room, other, _)| *room == place.room && *other == used);
         if let Some((_, _, why)) = never {
-            complaints.push(format!("src/{file}:{line}: `{}` must not use `{used}`: {why}.", place.room));
+            complaints.push(format!(
+                "src/{file}:{line}: `{}` must not use `{used}`: {why}.",
+                place.room
+            ));
         } else if used != place.room && is_above {
             complaints.push(format!(
                 "src/{file}:{line}: `{}` uses `{used}`, which stands above it. Pass what is needed down as an \
@@ -161,12 +191,20 @@ fn complaints_about(file: &str, text: &str) -> Vec<String> {
         }
     }
     for library in LIBRARIES.iter().filter(|library| !(library.allowed)(place)) {
-        let named = Regex::new(&format!(r"(?:^|[^\w:.])(?:{})::|\buse (?:{0})\b", library.name)).unwrap();
-        complaints.extend(
-            lines(&code).filter(|(_, line)| named.is_match(line)).map(|(number, line)| {
-                format!("src/{file}:{number}: `{}`: {}.", line.trim(), library.instead)
-            }),
-        );
+        let named = Regex::new(&format!(
+            r"(?:^|[^\w:.])(?:{})::|\buse (?:{0})\b",
+            library.name
+        ))
+        .unwrap();
+        complaints.extend(lines(&code).filter(|(_, line)| named.is_match(line)).map(
+            |(number, line)| {
+                format!(
+                    "src/{file}:{number}: `{}`: {}.",
+                    line.trim(),
+                    library.instead
+                )
+            },
+        ));
     }
     complaints
 }
@@ -187,7 +225,9 @@ fn production_code(text: &str) -> String {
     let silent = r#"//[^\n]*|r\#"(?s:.*?)"\#|"(?s:\\.|[^"\\])*"|'(?:\\.|[^'\\])'"#;
     let code = Regex::new(silent)
         .unwrap()
-        .replace_all(text, |found: &Captures<'_>| "\n".repeat(found[0].matches('\n').count()));
+        .replace_all(text, |found: &Captures<'_>| {
+            "\n".repeat(found[0].matches('\n').count())
+        });
     code.lines()
         .take_while(|line| line.trim_end() != "#[cfg(test)]")
         .map(|line| format!("{line}\n"))
@@ -197,9 +237,13 @@ fn production_code(text: &str) -> String {
 /// The rooms that paths from the crate's root lead to, with the lines they stand on.
 fn rooms_used(place: Place<'_>, code: &str) -> Vec<(usize, String)> {
     // The binary sees the library by its name; a room's own root file sees the crate as `super`.
-    let is_room_root =
-        !place.file.contains('/') || place.file.ends_with("/mod.rs") && place.file.matches('/').count() == 1;
-    let root = if is_room_root { r"\b(?:crate|tidegate|super)::" } else { r"\b(?:crate|tidegate)::" };
+    let is_room_root = !place.file.contains('/')
+        || place.file.ends_with("/mod.rs") && place.file.matches('/').count() == 1;
+    let root = if is_room_root {
+        r"\b(?:crate|tidegate|super)::"
+    } else {
+        r"\b(?:crate|tidegate)::"
+    };
     let root = Regex::new(root).unwrap();
     let mut used = Vec::new();
     for found in root.find_iter(code) {
@@ -228,12 +272,18 @@ fn first_names(list: &str) -> impl Iterator<Item = String> + '_ {
         depth == 0 && letter == ','
     });
     entries.map(|entry| {
-        entry.trim().chars().take_while(|letter| letter.is_alphanumeric() || *letter == '_').collect()
+        entry
+            .trim()
+            .chars()
+            .take_while(|letter| letter.is_alphanumeric() || *letter == '_')
+            .collect()
     })
 }
 
 fn lines(code: &str) -> impl Iterator<Item = (usize, &str)> {
-    code.lines().enumerate().map(|(index, line)| (index + 1, line))
+    code.lines()
+        .enumerate()
+        .map(|(index, line)| (index + 1, line))
 }
 
 mod the_checker_itself {
@@ -260,21 +310,37 @@ mod the_checker_itself {
             "\nuse crate::policy::Facts;\n",
             "src/limiter/key.rs:2: `limiter` uses `policy`",
         );
-        complains("store/memory.rs", "fn f() { crate::enforcer::go() }", "`store` uses `enforcer`");
+        complains(
+            "store/memory.rs",
+            "fn f() { crate::enforcer::go() }",
+            "`store` uses `enforcer`",
+        );
         complains("store/mod.rs", "use super::proxy;", "`store` uses `proxy`");
         complains(
             "policy/mod.rs",
             "use crate::{\n    limiter::{Key, Limit},\n    app::{a, b},\n};",
             "`policy` uses `app`",
         );
-        complains("telemetry/mod.rs", "use crate::limiter::Key;", "`telemetry` uses `limiter`");
+        complains(
+            "telemetry/mod.rs",
+            "use crate::limiter::Key;",
+            "`telemetry` uses `limiter`",
+        );
         complains("cli/check.rs", "use tidegate::main;", "`cli` uses `main`");
     }
 
     #[test]
     fn complains_about_what_must_never_meet() {
-        complains("proxy/service.rs", "use crate::store::Store;", "`proxy` must not use `store`");
-        complains("limiter/mod.rs", "use crate::clock::Clock;", "pass the time in");
+        complains(
+            "proxy/service.rs",
+            "use crate::store::Store;",
+            "`proxy` must not use `store`",
+        );
+        complains(
+            "limiter/mod.rs",
+            "use crate::clock::Clock;",
+            "pass the time in",
+        );
     }
 
     #[test]
@@ -289,7 +355,11 @@ mod the_checker_itself {
             "use hyper_util::rt::TokioIo;",
             "only proxy, admin and trace speak hyper",
         );
-        complains("limiter/mod.rs", "use http::Method;", "a limit knows no HTTP");
+        complains(
+            "limiter/mod.rs",
+            "use http::Method;",
+            "a limit knows no HTTP",
+        );
         complains("policy/table.rs", "tokio::spawn(f());", "waits for nobody");
         complains("policy/table.rs", "use toml::Value;", "the file format");
         complains("limiter/mod.rs", "#[derive(serde::Serialize)]", "no serde");
@@ -299,7 +369,11 @@ mod the_checker_itself {
     #[test]
     fn complains_about_rooms_that_nobody_knows() {
         complains("util/mod.rs", "", "`util` is no room yet");
-        complains("policy/mod.rs", "use crate::util::x;", "`policy` uses `util`");
+        complains(
+            "policy/mod.rs",
+            "use crate::util::x;",
+            "`policy` uses `util`",
+        );
     }
 
     #[test]
@@ -308,9 +382,15 @@ mod the_checker_itself {
             "config/build.rs",
             "use crate::proxy::ListenSettings;\nuse crate::{limiter, policy::Policy};",
         );
-        accepts("proxy/http.rs", "use hyper::body::Incoming;\nuse crate::enforcer::Enforcer;");
+        accepts(
+            "proxy/http.rs",
+            "use hyper::body::Incoming;\nuse crate::enforcer::Enforcer;",
+        );
         accepts("cli/demo.rs", "use hyper::Response;");
-        accepts("policy/mod.rs", "use http::Method;\nuse self::facts::Facts;\nlet x = a.http::<u8>();");
+        accepts(
+            "policy/mod.rs",
+            "use http::Method;\nuse self::facts::Facts;\nlet x = a.http::<u8>();",
+        );
         accepts("main.rs", "fn main() { tidegate::cli::run() }");
         accepts("lib.rs", "pub mod util;");
     }
@@ -322,8 +402,18 @@ mod the_checker_itself {
             r#"let x = "a \" crate::store \
             tokio::x"; let y = '"'; let z = 1;"#,
         );
-        complains("limiter/mod.rs", "let y = \"\n\"; crate::store::go()", "src/limiter/mod.rs:2");
-        accepts("limiter/mod.rs", "//! See [`crate::store`].\nlet x = 1; // tokio::time\n");
-        accepts("limiter/mod.rs", "fn f() {}\n#[cfg(test)]\nmod tests { use crate::clock::Clock; }");
+        complains(
+            "limiter/mod.rs",
+            "let y = \"\n\"; crate::store::go()",
+            "src/limiter/mod.rs:2",
+        );
+        accepts(
+            "limiter/mod.rs",
+            "//! See [`crate::store`].\nlet x = 1; // tokio::time\n",
+        );
+        accepts(
+            "limiter/mod.rs",
+            "fn f() {}\n#[cfg(test)]\nmod tests { use crate::clock::Clock; }",
+        );
     }
 }

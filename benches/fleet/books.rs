@@ -121,13 +121,23 @@ impl Books {
 
     /// Is forgotten unless it ends.
     pub(crate) fn ask(&self, key: usize, node: u8) -> Asked<'_> {
-        Asked { books: self, key, node, sent: Instant::now() }
+        Asked {
+            books: self,
+            key,
+            node,
+            sent: Instant::now(),
+        }
     }
 
     /// A fault comes when this is done; the rest is over when it has been said so.
     pub(crate) async fn begin(&self, fault: Fault, act: impl Future<Output = ()>) {
         let began = Instant::now();
-        self.troubles.lock().unwrap().push(Trouble { fault, began, there: None, over: None });
+        self.troubles.lock().unwrap().push(Trouble {
+            fault,
+            began,
+            there: None,
+            over: None,
+        });
         act.await;
         self.of(fault, |trouble| trouble.there = Some(Instant::now()));
     }
@@ -148,20 +158,33 @@ impl Books {
     pub(crate) fn stood_still(&self, began: Instant) {
         let now = Instant::now();
         eprintln!("this machine stood still for {:?}", now - began);
-        let trouble = Trouble { fault: Fault::Still, began, there: Some(now), over: Some(now) };
+        let trouble = Trouble {
+            fault: Fault::Still,
+            began,
+            there: Some(now),
+            over: Some(now),
+        };
         self.troubles.lock().unwrap().push(trouble);
     }
 
     /// For how long nothing went on between these, in all.
     pub(crate) fn still(&self, from: Instant, to: Instant) -> Duration {
         let troubles = self.troubles.lock().unwrap();
-        let still = troubles.iter().filter(|trouble| trouble.fault == Fault::Still && trouble.was(from, to));
-        still.filter_map(|trouble| Some(trouble.over? - trouble.began)).sum()
+        let still = troubles
+            .iter()
+            .filter(|trouble| trouble.fault == Fault::Still && trouble.was(from, to));
+        still
+            .filter_map(|trouble| Some(trouble.over? - trouble.began))
+            .sum()
     }
 
     /// The first node is about to have another configuration.
     pub(crate) fn version(&self, lowered: bool) {
-        self.versions.lock().unwrap().push(Version { lowered, began: Instant::now(), everywhere: None });
+        self.versions.lock().unwrap().push(Version {
+            lowered,
+            began: Instant::now(),
+            everywhere: None,
+        });
     }
 
     /// All have it.
@@ -206,7 +229,10 @@ impl Books {
             Fault::MasterCut(_) | Fault::MasterLost(_) | Fault::Still => trouble.was(now, now),
             Fault::NodeLost(_) => false,
         };
-        let why = troubles.iter().find(explains).map(|trouble| trouble.fault.to_string());
+        let why = troubles
+            .iter()
+            .find(explains)
+            .map(|trouble| trouble.fault.to_string());
         drop(troubles);
         match why {
             Some(why) => self.explain(format!("in a log: {message} ({why})")),
@@ -217,7 +243,9 @@ impl Books {
     /// Judges every request by itself, once all have ended.
     pub(crate) fn judge_requests(&self, keys: &[Key]) {
         for record in self.records.lock().unwrap().iter() {
-            let Some(key) = keys.get(record.key) else { continue };
+            let Some(key) = keys.get(record.key) else {
+                continue;
+            };
             let usual = match record.outcome {
                 Outcome::Answered(200) => true,
                 Outcome::Answered(429) => key.policy.is_some(),
@@ -251,19 +279,25 @@ impl Books {
 
     /// The fault that explains what became of a request.
     fn why(&self, record: &Record, key: &Key) -> Option<Fault> {
-        let is_closed = key.policy.is_some_and(|policy| policy.without == Without::Closed);
+        let is_closed = key
+            .policy
+            .is_some_and(|policy| policy.without == Without::Closed);
         let is_refused = is_closed && matches!(record.outcome, Outcome::Answered(503));
         let is_broken = matches!(
             record.outcome,
             Outcome::Nothing(_) | Outcome::Hung | Outcome::Cut(_) | Outcome::Answered(502)
         );
         let troubles = self.troubles.lock().unwrap();
-        let mut all = troubles.iter().filter(|trouble| trouble.was(record.sent, record.answered));
+        let mut all = troubles
+            .iter()
+            .filter(|trouble| trouble.was(record.sent, record.answered));
         let found = all.find(|trouble| match trouble.fault {
             // It is gone for good, but nobody goes there for ever.
             Fault::NodeLost(node) => is_broken && node == record.node,
             Fault::NodeCut { node, .. } => is_refused && node == record.node,
-            Fault::MasterCut(master) | Fault::MasterLost(master) => is_refused && master == key.master,
+            Fault::MasterCut(master) | Fault::MasterLost(master) => {
+                is_refused && master == key.master
+            }
             Fault::Still => is_refused,
         });
         found.map(|trouble| trouble.fault)
@@ -282,7 +316,11 @@ impl Books {
                     windows.unbounded += 1;
                     continue;
                 };
-                let fullest = if more == 0 { &mut windows.plain } else { &mut windows.in_fault };
+                let fullest = if more == 0 {
+                    &mut windows.plain
+                } else {
+                    &mut windows.in_fault
+                };
                 let allowed = plain + more;
                 if admitted * fullest.allowed.max(1) >= fullest.admitted * allowed {
                     *fullest = Fullest { admitted, allowed };
@@ -302,10 +340,14 @@ impl Books {
     /// Each window of a key that can be the fullest: where it begins, and what was certainly admitted in it.
     fn windows(&self, key: usize, policy: &Policy) -> Vec<(Instant, u64)> {
         let records = self.records.lock().unwrap();
-        let is_ours =
-            |record: &&Record| record.key == key && matches!(record.outcome, Outcome::Answered(200));
-        let mut admitted: Vec<_> =
-            records.iter().filter(is_ours).map(|record| (record.sent, record.answered)).collect();
+        let is_ours = |record: &&Record| {
+            record.key == key && matches!(record.outcome, Outcome::Answered(200))
+        };
+        let mut admitted: Vec<_> = records
+            .iter()
+            .filter(is_ours)
+            .map(|record| (record.sent, record.answered))
+            .collect();
         admitted.sort_unstable();
         if policy.is_aligned() {
             let mut windows: BTreeMap<Instant, u64> = BTreeMap::new();
@@ -318,8 +360,15 @@ impl Books {
         }
         let within = |nth: usize| {
             let from = admitted[nth].0;
-            let sent = admitted[nth..].iter().take_while(|(sent, _)| *sent < from + PER);
-            (from, sent.filter(|(_, answered)| *answered < from + PER).map(|_| 1).sum())
+            let sent = admitted[nth..]
+                .iter()
+                .take_while(|(sent, _)| *sent < from + PER);
+            (
+                from,
+                sent.filter(|(_, answered)| *answered < from + PER)
+                    .map(|_| 1)
+                    .sum(),
+            )
         };
         (0..admitted.len()).map(within).collect()
     }
@@ -333,7 +382,13 @@ impl Books {
     }
 
     /// What may be admitted from one moment to another: by the limit, and by faults beside it; `None`: anything.
-    fn allowed(&self, key: &Key, policy: &Policy, from: Instant, to: Instant) -> (u64, Option<u64>) {
+    fn allowed(
+        &self,
+        key: &Key,
+        policy: &Policy,
+        from: Instant,
+        to: Instant,
+    ) -> (u64, Option<u64>) {
         let limit = self.limit(policy, from, to);
         let mut more = 0;
         for trouble in self.troubles.lock().unwrap().iter() {
@@ -342,18 +397,25 @@ impl Books {
             let straddles = from < there && to > trouble.began;
             match (trouble.fault, policy.without) {
                 (Fault::NodeLost(_), _) => {}
-                (Fault::NodeCut { .. } | Fault::Still, Without::Open) if overlaps => return (limit, None),
+                (Fault::NodeCut { .. } | Fault::Still, Without::Open) if overlaps => {
+                    return (limit, None);
+                }
                 (Fault::Still, Without::Local) if overlaps => more = more.max(limit),
                 (Fault::Still, _) => {}
                 // Its own share, beside what Redis lets the others have.
-                (Fault::NodeCut { live, .. }, Without::Local) if overlaps => more += limit.div_ceil(live),
+                (Fault::NodeCut { live, .. }, Without::Local) if overlaps => {
+                    more += limit.div_ceil(live)
+                }
                 (Fault::NodeCut { .. }, _) => {}
-                (Fault::MasterCut(master) | Fault::MasterLost(master), _) if master != key.master => {}
+                (Fault::MasterCut(master) | Fault::MasterLost(master), _)
+                    if master != key.master => {}
                 (Fault::MasterCut(_) | Fault::MasterLost(_), Without::Open) if overlaps => {
                     return (limit, None);
                 }
                 // Who knew nothing of the key begins with his whole share.
-                (Fault::MasterCut(_) | Fault::MasterLost(_), Without::Local) if straddles => more += limit,
+                (Fault::MasterCut(_) | Fault::MasterLost(_), Without::Local) if straddles => {
+                    more += limit
+                }
                 // What was counted is lost.
                 (Fault::MasterLost(_), Without::Closed) if straddles => more += limit,
                 (Fault::MasterCut(_) | Fault::MasterLost(_), _) => {}
@@ -368,30 +430,48 @@ impl Books {
         let lasts_until = |nth: usize| versions.get(nth).map(|next| next.everywhere.unwrap_or(to));
         let first = (false, self.start, lasts_until(0));
         let others = versions.iter().enumerate();
-        let others = others.map(|(nth, version)| (version.lowered, version.began, lasts_until(nth + 1)));
+        let others =
+            others.map(|(nth, version)| (version.lowered, version.began, lasts_until(nth + 1)));
         let holds = std::iter::once(first).chain(others);
-        let holds = holds.filter(|(_, began, ends)| *began < to && ends.is_none_or(|ends| ends > from));
-        holds.map(|(lowered, ..)| policy.requests(lowered)).max().unwrap_or(policy.requests)
+        let holds =
+            holds.filter(|(_, began, ends)| *began < to && ends.is_none_or(|ends| ends > from));
+        holds
+            .map(|(lowered, ..)| policy.requests(lowered))
+            .max()
+            .unwrap_or(policy.requests)
     }
 
     /// What can be admitted by a policy's keys, if they are asked for it.
     pub(crate) fn possible(&self, policy: &Policy, keys: u64, from: Instant, to: Instant) -> f64 {
         // The least of the limits: what is admitted beyond is no lack.
         let versions = self.versions.lock().unwrap();
-        let is_lowered =
-            versions.iter().rev().find(|version| version.began < to).is_some_and(|it| it.lowered);
-        let was_lowered =
-            versions.iter().rev().find(|version| version.began < from).is_some_and(|it| it.lowered);
+        let is_lowered = versions
+            .iter()
+            .rev()
+            .find(|version| version.began < to)
+            .is_some_and(|it| it.lowered);
+        let was_lowered = versions
+            .iter()
+            .rev()
+            .find(|version| version.began < from)
+            .is_some_and(|it| it.lowered);
         let requests = policy.requests(is_lowered || was_lowered) * keys;
         requests as f64 * (to - from).as_secs_f64() / PER.as_secs_f64()
     }
 
     pub(crate) fn share(&self, keys: &[Key], from: Instant, to: Instant) -> Share {
         let mut share = Share::default();
-        for record in self.records.lock().unwrap().iter().filter(|one| one.sent >= from && one.sent < to) {
+        for record in self
+            .records
+            .lock()
+            .unwrap()
+            .iter()
+            .filter(|one| one.sent >= from && one.sent < to)
+        {
             share.requests += 1;
             let is_admitted = matches!(record.outcome, Outcome::Answered(200));
-            share.failed += u64::from(!is_admitted && !matches!(record.outcome, Outcome::Answered(429)));
+            share.failed +=
+                u64::from(!is_admitted && !matches!(record.outcome, Outcome::Answered(429)));
             if let Some(policy) = keys.get(record.key).and_then(|key| key.policy) {
                 *share.asked.entry(policy.name).or_default() += 1;
                 *share.admitted.entry(policy.name).or_default() += u64::from(is_admitted);
@@ -403,11 +483,16 @@ impl Books {
     /// How long those took that came whole, of a thousand sorted ones each of these.
     pub(crate) fn took(&self, per_mille: &[usize]) -> Vec<Duration> {
         let records = self.records.lock().unwrap();
-        let whole = records.iter().filter(|record| matches!(record.outcome, Outcome::Answered(_)));
+        let whole = records
+            .iter()
+            .filter(|record| matches!(record.outcome, Outcome::Answered(_)));
         let mut took: Vec<_> = whole.map(|record| record.answered - record.sent).collect();
         took.sort_unstable();
         let at = |per_mille: &usize| took.len().saturating_sub(1) * per_mille / 1000;
-        per_mille.iter().map(|nth| took.get(at(nth)).copied().unwrap_or_default()).collect()
+        per_mille
+            .iter()
+            .map(|nth| took.get(at(nth)).copied().unwrap_or_default())
+            .collect()
     }
 
     /// In seconds since the start.
@@ -420,15 +505,30 @@ impl Trouble {
     /// Whether it, or what comes after it, was there at any time between these.
     fn was(&self, from: Instant, to: Instant) -> bool {
         // Of a node that is lost soon everybody knows.
-        let over = if let Fault::NodeLost(_) = self.fault { self.there } else { self.over };
+        let over = if let Fault::NodeLost(_) = self.fault {
+            self.there
+        } else {
+            self.over
+        };
         self.began <= to && over.is_none_or(|over| over + AFTERMATH >= from)
     }
 }
 
 impl Asked<'_> {
     pub(crate) fn end(self, outcome: Outcome) {
-        let Self { books, key, node, sent } = self;
-        let record = Record { key, node, sent, answered: Instant::now(), outcome };
+        let Self {
+            books,
+            key,
+            node,
+            sent,
+        } = self;
+        let record = Record {
+            key,
+            node,
+            sent,
+            answered: Instant::now(),
+            outcome,
+        };
         books.records.lock().unwrap().push(record);
     }
 }

@@ -35,7 +35,8 @@ impl Balancer {
 
     fn any(&self, rng: &mut Rng) -> Option<(u8, SocketAddr)> {
         let nodes = self.0.lock().unwrap();
-        rng.choice(nodes.iter()).map(|(node, address)| (*node, *address))
+        rng.choice(nodes.iter())
+            .map(|(node, address)| (*node, *address))
     }
 
     fn has(&self, node: u8) -> bool {
@@ -77,7 +78,10 @@ async fn live(world: Arc<World>, key: usize, mut rng: Rng) {
 
 async fn talk(world: &World, key: usize, node: u8, address: SocketAddr, rng: &mut Rng) {
     let asked = world.books.ask(key, node);
-    let connected = timeout(PATIENCE, async { handshake1(TcpStream::connect(address).await?).await }).await;
+    let connected = timeout(PATIENCE, async {
+        handshake1(TcpStream::connect(address).await?).await
+    })
+    .await;
     let late = || Err(io::Error::from(io::ErrorKind::TimedOut));
     let mut sidecar = match connected.unwrap_or_else(|_| late()) {
         Ok(sidecar) => sidecar,
@@ -89,8 +93,13 @@ async fn talk(world: &World, key: usize, node: u8, address: SocketAddr, rng: &mu
             break;
         }
         let number = rng.u32(..).to_string();
-        let request = Request::get(path).header("host", "fleet.test").header("x-user", user);
-        let request = request.header("x-number", &number).body(Full::<Bytes>::default()).unwrap();
+        let request = Request::get(path)
+            .header("host", "fleet.test")
+            .header("x-user", user);
+        let request = request
+            .header("x-number", &number)
+            .body(Full::<Bytes>::default())
+            .unwrap();
         let asked = world.books.ask(key, node);
         let outcome = Outcome::of(sidecar.send_request(request), &number, PATIENCE).await;
         let goes_on = matches!(outcome, Outcome::Answered(_));

@@ -71,7 +71,10 @@ fn main() -> ExitCode {
     if !net::is_isolated() {
         return net::isolate();
     }
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     runtime.block_on(run())
 }
 
@@ -91,11 +94,22 @@ async fn run() -> ExitCode {
     let masters = Masters::start().await;
     let keys = policies::keys(&masters);
     let (balancer, books) = (Balancer::default(), Books::new());
-    let world = Arc::new(World { keys, balancer, books, is_over: AtomicBool::new(false) });
+    let world = Arc::new(World {
+        keys,
+        balancer,
+        books,
+        is_over: AtomicBool::new(false),
+    });
     let watch = tokio::spawn(stands_still(Arc::clone(&world)));
-    let played = Story::new(&world, masters, seed.into()).play(seed.into()).await;
+    let played = Story::new(&world, masters, seed.into())
+        .play(seed.into())
+        .await;
     watch.abort();
-    if report::write(seed, &world, &played) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if report::write(seed, &world, &played) {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }
 
 /// Notes when nothing went on here: then others may not have gone on, either.

@@ -34,11 +34,21 @@ pub(crate) fn is_isolated() -> bool {
 /// may make namespaces of users.
 pub(crate) fn isolate() -> ExitCode {
     let mut unshare = Command::new("unshare");
-    unshare.args(["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]);
+    unshare.args([
+        "--net",
+        "--mount",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+    ]);
     if fs::metadata("/proc/self").is_ok_and(|of_us| of_us.uid() != 0) {
         unshare.args(["--user", "--map-root-user"]);
     }
-    let ran = unshare.arg(env::current_exe().unwrap()).env(INSIDE, "1").status();
+    let ran = unshare
+        .arg(env::current_exe().unwrap())
+        .env(INSIDE, "1")
+        .status();
     match ran.map(|status| status.code()) {
         Ok(Some(0)) => ExitCode::SUCCESS,
         Ok(Some(1)) => {
@@ -83,8 +93,13 @@ impl Machine {
         ip(&format!("-n m{number} link set lo up"));
         for net in nets {
             let name = net.name();
-            ip(&format!("link add {name}{number} type veth peer name {name} netns m{number}"));
-            ip(&format!("-n m{number} addr add {}/24 dev {name}", net.address(number)));
+            ip(&format!(
+                "link add {name}{number} type veth peer name {name} netns m{number}"
+            ));
+            ip(&format!(
+                "-n m{number} addr add {}/24 dev {name}",
+                net.address(number)
+            ));
             ip(&format!("-n m{number} link set {name} up"));
             ip(&format!("link set {name}{number} master {name} up"));
         }
@@ -101,7 +116,11 @@ impl Machine {
     }
 
     pub(crate) fn join(&self, net: Net) {
-        ip(&format!("link set {0}{1} master {0}", net.name(), self.number));
+        ip(&format!(
+            "link set {0}{1} master {0}",
+            net.name(),
+            self.number
+        ));
     }
 
     pub(crate) fn cut_all(&self) {
@@ -112,8 +131,13 @@ impl Machine {
     pub(crate) fn command(&self, program: impl AsRef<Path>) -> tokio::process::Command {
         // Becomes the program: its process is ours.
         let mut command = tokio::process::Command::new("nsenter");
-        command.arg(format!("--net=/run/netns/m{}", self.number)).arg(program.as_ref());
-        command.env_clear().env("PATH", env::var_os("PATH").unwrap_or_default()).kill_on_drop(true);
+        command
+            .arg(format!("--net=/run/netns/m{}", self.number))
+            .arg(program.as_ref());
+        command
+            .env_clear()
+            .env("PATH", env::var_os("PATH").unwrap_or_default())
+            .kill_on_drop(true);
         command
     }
 }
@@ -130,5 +154,8 @@ fn ip(words: &str) {
 
 fn run(program: &str, words: &str) {
     let status = Command::new(program).args(words.split(' ')).status();
-    assert!(status.is_ok_and(|status| status.success()), "{program} {words}");
+    assert!(
+        status.is_ok_and(|status| status.success()),
+        "{program} {words}"
+    );
 }

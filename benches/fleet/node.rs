@@ -46,13 +46,29 @@ impl Node {
             .spawn()
             .unwrap();
         let mut said = BufReader::new(app.stdout.take().unwrap()).lines();
-        let app_url = timeout(SOON, said.next_line()).await.expect("in time").unwrap().expect("its address");
-        let mut mount = Mount { folder: TempDir::new().unwrap(), version: 0 };
+        let app_url = timeout(SOON, said.next_line())
+            .await
+            .expect("in time")
+            .unwrap()
+            .expect("its address");
+        let mut mount = Mount {
+            folder: TempDir::new().unwrap(),
+            version: 0,
+        };
         mount.write(&in_front_of(&app_url, config));
         let sidecar = run(id, &machine, &mount, world);
         let front = |port: u16| SocketAddr::from((machine.address(Net::Front), port));
         let probing = tokio::spawn(Arc::clone(world).probe(id, front(PROBES), front(PORT)));
-        Self { id, machine, mount, app, app_url, sidecar, probing, world: Arc::clone(world) }
+        Self {
+            id,
+            machine,
+            mount,
+            app,
+            app_url,
+            sidecar,
+            probing,
+            world: Arc::clone(world),
+        }
     }
 
     /// Writes another configuration.
@@ -63,7 +79,10 @@ impl Node {
     /// Asks the sidecar to end, and waits.
     pub(crate) async fn end(&mut self) -> ExitStatus {
         crate::support::signal(self.sidecar.id().expect("it has not ended"), "TERM");
-        timeout(3 * SOON, self.sidecar.wait()).await.expect("it ends in time").unwrap()
+        timeout(3 * SOON, self.sidecar.wait())
+            .await
+            .expect("it ends in time")
+            .unwrap()
     }
 
     /// Starts another sidecar in its place.
@@ -122,7 +141,11 @@ fn run(id: u8, machine: &Machine, mount: &Mount, world: &Arc<World>) -> Child {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    tokio::spawn(keep_books(id, sidecar.stderr.take().unwrap(), Arc::clone(world)));
+    tokio::spawn(keep_books(
+        id,
+        sidecar.stderr.take().unwrap(),
+        Arc::clone(world),
+    ));
     sidecar
 }
 
@@ -132,7 +155,9 @@ async fn keep_books(id: u8, log: ChildStderr, world: Arc<World>) {
         let line: Value = serde_json::from_str(&text).unwrap_or_default();
         let field = |name| line.get(name).and_then(Value::as_str);
         if field("level") != Some("INFO") {
-            world.books.logged(id, field("message").unwrap_or_default(), &text);
+            world
+                .books
+                .logged(id, field("message").unwrap_or_default(), &text);
         }
     }
 }

@@ -71,7 +71,12 @@ pub(crate) static POLICIES: [Policy; 5] = [
         without: Without::Closed,
         ..LOG
     },
-    Policy { name: "open", path: "/open", without: Without::Open, ..LOG },
+    Policy {
+        name: "open",
+        path: "/open",
+        without: Without::Open,
+        ..LOG
+    },
 ];
 
 /// Whose quota a client uses.
@@ -88,14 +93,21 @@ pub(crate) struct Key {
 impl Key {
     /// Path and user of a request.
     pub(crate) fn request(&self) -> (&str, &str) {
-        (self.policy.map_or("/free", |policy| policy.path), &self.user)
+        (
+            self.policy.map_or("/free", |policy| policy.path),
+            &self.user,
+        )
     }
 }
 
 impl Policy {
     /// Units in a period; in some versions of the configuration fewer.
     pub(crate) fn requests(&self, lowered: bool) -> u64 {
-        if lowered { self.requests * 3 / 5 } else { self.requests }
+        if lowered {
+            self.requests * 3 / 5
+        } else {
+            self.requests
+        }
     }
 
     /// Whether periods begin when the clock says so.
@@ -105,18 +117,32 @@ impl Policy {
 
     fn key(&'static self, user: String, masters: &Masters) -> Key {
         let per_us = u64::try_from(PER.as_micros()).unwrap();
-        let limit = Limit { requests: self.requests, per_us, algorithm: self.algorithm };
+        let limit = Limit {
+            requests: self.requests,
+            per_us,
+            algorithm: self.algorithm,
+        };
         let mut key = KeyBuilder::new(self.name);
         key.part(Some(user.as_bytes()));
         let name = Script::new(PREFIX).key(&Charge::new(&limit, &key.finish(), 1));
         let master = masters.of(&name);
-        Key { policy: Some(self), user, name, master }
+        Key {
+            policy: Some(self),
+            user,
+            name,
+            master,
+        }
     }
 }
 
 /// One of each policy on every master, and one that is not limited.
 pub(crate) fn keys(masters: &Masters) -> Vec<Key> {
-    let mut keys = vec![Key { policy: None, user: "u".to_owned(), name: String::new(), master: 0 }];
+    let mut keys = vec![Key {
+        policy: None,
+        user: "u".to_owned(),
+        name: String::new(),
+        master: 0,
+    }];
     for policy in &POLICIES {
         for master in 0..MASTERS {
             let mut all = (0..).map(|user| policy.key(format!("u{user}"), masters));
@@ -144,7 +170,14 @@ instances = 2
 "
     );
     for policy in &POLICIES {
-        let Policy { name, path, counts, lease, without, .. } = policy;
+        let Policy {
+            name,
+            path,
+            counts,
+            lease,
+            without,
+            ..
+        } = policy;
         let (requests, per) = (policy.requests(lowered), PER.as_secs());
         let without = format!("{without:?}").to_lowercase();
         writeln!(

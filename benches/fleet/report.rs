@@ -20,17 +20,31 @@ pub(crate) fn write(seed: u32, world: &World, played: &[Played]) -> bool {
     let World { books, keys, .. } = world;
     books.judge_requests(keys);
     let windows = books.judge_windows(keys);
-    let build = if cfg!(debug_assertions) { "debug" } else { "release" };
-    let redis = Command::new("redis-server").arg("--version").output().unwrap();
+    let build = if cfg!(debug_assertions) {
+        "debug"
+    } else {
+        "release"
+    };
+    let redis = Command::new("redis-server")
+        .arg("--version")
+        .output()
+        .unwrap();
     let redis = String::from_utf8(redis.stdout).unwrap();
-    let redis = redis.split(' ').find_map(|word| word.strip_prefix("v=")).unwrap_or("?").to_owned();
+    let redis = redis
+        .split(' ')
+        .find_map(|word| word.strip_prefix("v="))
+        .unwrap_or("?")
+        .to_owned();
     println!(
         "Seed {seed}: tidegate {} ({build} build), Redis {redis}, {MASTERS} masters, {} cores, {:.0} s.\n",
         env!("CARGO_PKG_VERSION"),
         std::thread::available_parallelism().map_or(0, usize::from),
         played.last().map_or(0.0, |last| books.at(last.ended)),
     );
-    let names: Vec<_> = POLICIES.iter().map(|policy| format!("`{}`", policy.name)).collect();
+    let names: Vec<_> = POLICIES
+        .iter()
+        .map(|policy| format!("`{}`", policy.name))
+        .collect();
     println!(
         "| from, s | | nodes after it | requests | failed | decided without Redis | until all ask Redis again, s | {} |",
         names.join(" | ")
@@ -47,8 +61,14 @@ pub(crate) fn write(seed: u32, world: &World, played: &[Played]) -> bool {
             share.requests,
             share.failed,
             one.degraded,
-            one.recovery.map(|time| format!("{:.1}", time.as_secs_f64())).unwrap_or_default(),
-            POLICIES.iter().map(|policy| used(world, one, policy, &share)).collect::<Vec<_>>().join(" | "),
+            one.recovery
+                .map(|time| format!("{:.1}", time.as_secs_f64()))
+                .unwrap_or_default(),
+            POLICIES
+                .iter()
+                .map(|policy| used(world, one, policy, &share))
+                .collect::<Vec<_>>()
+                .join(" | "),
         );
         all.requests += share.requests;
         all.failed += share.failed;
@@ -68,28 +88,56 @@ pub(crate) fn write(seed: u32, world: &World, played: &[Played]) -> bool {
     );
     println!("|---|---|---|---|---|");
     for policy in &POLICIES {
-        let Windows { count, plain, in_fault, unbounded } =
-            windows.get(policy.name).copied().unwrap_or_default();
-        let open = if unbounded == 0 { String::new() } else { format!("; {unbounded} without a bound") };
-        println!("| `{}` | {} | {count} | {plain} | {in_fault}{open} |", policy.name, meaning(policy));
+        let Windows {
+            count,
+            plain,
+            in_fault,
+            unbounded,
+        } = windows.get(policy.name).copied().unwrap_or_default();
+        let open = if unbounded == 0 {
+            String::new()
+        } else {
+            format!("; {unbounded} without a bound")
+        };
+        println!(
+            "| `{}` | {} | {count} | {plain} | {in_fault}{open} |",
+            policy.name,
+            meaning(policy)
+        );
     }
     println!("\nWhat faults explain:\n");
-    books.explained().iter().for_each(|(what, times)| println!("- {times} × {what}"));
-    let (from, to) = (books.start, played.last().map_or(books.start, |last| last.ended));
+    books
+        .explained()
+        .iter()
+        .for_each(|(what, times)| println!("- {times} × {what}"));
+    let (from, to) = (
+        books.start,
+        played.last().map_or(books.start, |last| last.ended),
+    );
     let still = books.still(from, to);
     if still > Duration::ZERO {
-        println!("- {:.1} s in which this machine was too busy for anything", still.as_secs_f64());
+        println!(
+            "- {:.1} s in which this machine was too busy for anything",
+            still.as_secs_f64()
+        );
     }
     if still * 100 > (to - from) * STILL_AT_MOST {
-        books.complain(format!("this machine stood still for {still:?}: it was too busy to tell"));
+        books.complain(format!(
+            "this machine stood still for {still:?}: it was too busy to tell"
+        ));
     }
     let complaints = books.complaints();
-    println!("\n{} requests, {} of them failed, ", all.requests, all.failed);
+    println!(
+        "\n{} requests, {} of them failed, ",
+        all.requests, all.failed
+    );
     if complaints.is_empty() {
         println!("and nothing that no fault explains.");
     } else {
         println!("and what nothing explains:\n");
-        complaints.iter().for_each(|(what, times)| println!("- {times} × {what}"));
+        complaints
+            .iter()
+            .for_each(|(what, times)| println!("- {times} × {what}"));
     }
     complaints.is_empty()
 }
@@ -108,15 +156,26 @@ fn used(world: &World, played: &Played, policy: &Policy, share: &Share) -> Strin
     };
     if percent < least as f64 {
         let (title, name) = (played.chapter.title(), policy.name);
-        books.complain(format!("{title}: {name} admitted {percent:.0} % of what it could, not {least} %"));
+        books.complain(format!(
+            "{title}: {name} admitted {percent:.0} % of what it could, not {least} %"
+        ));
     }
     format!("{percent:.0}")
 }
 
 fn meaning(policy: &Policy) -> String {
     let without = format!("{:?}", policy.without).to_lowercase();
-    let lease = if policy.lease.is_empty() { "" } else { ", leased" };
-    format!("{} in {} s by `{}`{lease}, {without}", policy.requests, PER.as_secs(), policy.counts)
+    let lease = if policy.lease.is_empty() {
+        ""
+    } else {
+        ", leased"
+    };
+    format!(
+        "{} in {} s by `{}`{lease}, {without}",
+        policy.requests,
+        PER.as_secs(),
+        policy.counts
+    )
 }
 
 impl std::fmt::Display for Fullest {

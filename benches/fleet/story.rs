@@ -109,14 +109,21 @@ impl Story {
             Chapter::Raise,
         ];
         self.rng.shuffle(&mut middle);
-        let place = |chapter| middle.iter().position(|one| *one == chapter).expect("it is there");
+        let place = |chapter| {
+            middle
+                .iter()
+                .position(|one| *one == chapter)
+                .expect("it is there")
+        };
         let (lower, raise) = (place(Chapter::Lower), place(Chapter::Raise));
         if raise < lower {
             middle.swap(lower, raise);
         }
         let mut played = Vec::new();
-        for chapter in
-            [Chapter::Two, Chapter::TwoToSix].into_iter().chain(middle).chain([Chapter::SixToThree])
+        for chapter in [Chapter::Two, Chapter::TwoToSix]
+            .into_iter()
+            .chain(middle)
+            .chain([Chapter::SixToThree])
         {
             played.push(self.chapter(chapter).await);
             if played.len() == 1 {
@@ -151,25 +158,37 @@ impl Story {
         sleep(3 * PER).await;
         let after = self.degraded().await;
         // Whoever started anew counts from 0.
-        let of =
-            |(node, count): (&u8, &u64)| count - before.get(node).filter(|old| *old <= count).unwrap_or(&0);
+        let of = |(node, count): (&u8, &u64)| {
+            count - before.get(node).filter(|old| *old <= count).unwrap_or(&0)
+        };
         let degraded = after.iter().map(of).sum();
         let (books, ended) = (&self.world.books, Instant::now());
         match (chapter.is_outage(), degraded) {
             (true, 0) => books.complain(format!("{}: nobody noticed", chapter.title())),
             (false, 1..) if books.still(began, ended).is_zero() => {
-                books.complain(format!("{}: {degraded} decisions without Redis", chapter.title()));
+                books.complain(format!(
+                    "{}: {degraded} decisions without Redis",
+                    chapter.title()
+                ));
             }
             _ => {}
         }
         let recovery = self.recovery.take();
-        Played { chapter, began, ended, nodes: self.nodes.len(), degraded, recovery }
+        Played {
+            chapter,
+            began,
+            ended,
+            nodes: self.nodes.len(),
+            degraded,
+            recovery,
+        }
     }
 
     async fn grow(&mut self, to: usize) {
         while self.nodes.len() < to {
             let config = self.config(self.lowered);
-            self.nodes.push(Node::start(self.next, &self.world, &config).await);
+            self.nodes
+                .push(Node::start(self.next, &self.world, &config).await);
             self.next += 1;
             self.some_time(0..1500).await;
         }
@@ -181,7 +200,9 @@ impl Story {
         let mut leaving = self.nodes.split_off(to);
         for status in join_all(leaving.iter_mut().map(Node::end)).await {
             if !status.success() {
-                self.world.books.complain(format!("a sidecar ended with {status}"));
+                self.world
+                    .books
+                    .complain(format!("a sidecar ended with {status}"));
             }
         }
     }
@@ -192,7 +213,9 @@ impl Story {
             let node = &mut self.nodes[nth];
             let status = node.end().await;
             if !status.success() {
-                self.world.books.complain(format!("a sidecar ended with {status}"));
+                self.world
+                    .books
+                    .complain(format!("a sidecar ended with {status}"));
             }
             node.begin();
             let id = node.id;
@@ -222,9 +245,15 @@ impl Story {
     async fn cut_node(&mut self) {
         let nth = self.rng.usize(..self.nodes.len());
         let live = self.nodes.len() as u64;
-        let fault = Fault::NodeCut { node: self.nodes[nth].id, live };
+        let fault = Fault::NodeCut {
+            node: self.nodes[nth].id,
+            live,
+        };
         let machine = &self.nodes[nth].machine;
-        self.world.books.begin(fault, async { machine.cut(Net::Back) }).await;
+        self.world
+            .books
+            .begin(fault, async { machine.cut(Net::Back) })
+            .await;
         // Shorter and longer than silent instances are counted.
         self.some_time(4000..9000).await;
         self.nodes[nth].machine.join(Net::Back);
@@ -235,7 +264,10 @@ impl Story {
         let master = self.rng.usize(..self.masters.0.len());
         let fault = Fault::MasterCut(master);
         let machine = &self.masters.0[master].machine;
-        self.world.books.begin(fault, async { machine.cut(Net::Back) }).await;
+        self.world
+            .books
+            .begin(fault, async { machine.cut(Net::Back) })
+            .await;
         self.some_time(4000..9000).await;
         self.masters.0[master].machine.join(Net::Back);
         self.recover(fault).await;
@@ -263,7 +295,10 @@ impl Story {
     async fn roll_out(&mut self, lowered: bool) {
         let mut generations = BTreeMap::new();
         for node in &self.nodes {
-            generations.insert(node.id, node.metrics().await.value("tidegate_config_generation"));
+            generations.insert(
+                node.id,
+                node.metrics().await.value("tidegate_config_generation"),
+            );
         }
         let config = self.config(lowered);
         self.rng.shuffle(&mut self.nodes);
@@ -316,7 +351,10 @@ impl Story {
         let deadline = Instant::now() + WELL;
         while !comes(self).await {
             if Instant::now() > deadline {
-                return self.world.books.complain(format!("waited {WELL:?} for {what}"));
+                return self
+                    .world
+                    .books
+                    .complain(format!("waited {WELL:?} for {what}"));
             }
             sleep(Duration::from_millis(200)).await;
         }
@@ -327,7 +365,13 @@ impl Story {
         let mut degraded = BTreeMap::new();
         for node in &self.nodes {
             let metrics = node.metrics().await;
-            degraded.insert(node.id, metrics.each("tidegate_degraded_total").map(|(_, count)| count).sum());
+            degraded.insert(
+                node.id,
+                metrics
+                    .each("tidegate_degraded_total")
+                    .map(|(_, count)| count)
+                    .sum(),
+            );
         }
         degraded
     }

@@ -54,7 +54,10 @@ pub(crate) struct Asked<'a> {
 impl Books {
     pub(crate) fn ask(&self) -> Asked<'_> {
         self.sent.fetch_add(1, Ordering::Relaxed);
-        Asked { books: self, began: Instant::now() }
+        Asked {
+            books: self,
+            began: Instant::now(),
+        }
     }
 
     /// Requests so far, those given up on purpose among them.
@@ -81,12 +84,18 @@ impl Books {
     }
 
     pub(crate) fn begin(&self, fault: Fault) {
-        self.faults.lock().unwrap().push((fault, Instant::now(), None));
+        self.faults
+            .lock()
+            .unwrap()
+            .push((fault, Instant::now(), None));
     }
 
     pub(crate) fn end(&self, fault: Fault) {
         let mut faults = self.faults.lock().unwrap();
-        for (_, _, end) in faults.iter_mut().filter(|(kind, _, end)| *kind == fault && end.is_none()) {
+        for (_, _, end) in faults
+            .iter_mut()
+            .filter(|(kind, _, end)| *kind == fault && end.is_none())
+        {
             *end = Some(Instant::now());
         }
     }
@@ -94,7 +103,9 @@ impl Books {
     /// Whether this fault, or what comes after it, was there at any time since `began`.
     fn was(&self, fault: Fault, began: Instant) -> bool {
         let faults = self.faults.lock().unwrap();
-        faults.iter().any(|(kind, _, end)| *kind == fault && end.is_none_or(|end| end + AFTERMATH >= began))
+        faults
+            .iter()
+            .any(|(kind, _, end)| *kind == fault && end.is_none_or(|end| end + AFTERMATH >= began))
     }
 
     /// Something that no fault explains; the first of its kind is told at once.
@@ -122,7 +133,10 @@ impl Books {
             _ => message.contains("soak.toml:") && self.was(Fault::Config, now),
         };
         if is_explained {
-            self.explain(format!("in the log: {level} {}", message.rsplit('/').next().unwrap_or(message)));
+            self.explain(format!(
+                "in the log: {level} {}",
+                message.rsplit('/').next().unwrap_or(message)
+            ));
         } else {
             println!("{line}");
             self.complain(format!("in the log: {level} {message}"));
@@ -147,7 +161,8 @@ impl Asked<'_> {
             Outcome::Answered(status) => {
                 self.count(*status);
                 if !usual.contains(status) {
-                    self.books.complain(format!("a hostile request was answered with {status}"));
+                    self.books
+                        .complain(format!("a hostile request was answered with {status}"));
                 }
             }
             other => self.books.complain(format!("a hostile request: {other:?}")),
@@ -172,7 +187,9 @@ impl Asked<'_> {
             Outcome::Answered(status @ 502..=504) if upstream => {
                 Some(format!("{status} without an upstream"))
             }
-            Outcome::Cut(101 | 200) if upstream => Some("broken off without an upstream".to_owned()),
+            Outcome::Cut(101 | 200) if upstream => {
+                Some("broken off without an upstream".to_owned())
+            }
             _ => None,
         };
         match why {

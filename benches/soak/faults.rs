@@ -81,7 +81,10 @@ pub(crate) async fn run(scenes: &mut [Around<'_>], redis: &mut Server, seed: u64
             }
         }
     }
-    println!("{} new configurations, {} bad ones", reloads.good, reloads.bad);
+    println!(
+        "{} new configurations, {} bad ones",
+        reloads.good, reloads.bad
+    );
 }
 
 fn is_over(scenes: &[Around<'_>]) -> bool {
@@ -89,7 +92,9 @@ fn is_over(scenes: &[Around<'_>]) -> bool {
 }
 
 fn begin(scenes: &[Around<'_>], fault: Fault) {
-    scenes.iter().for_each(|scene| scene.world.books.begin(fault));
+    scenes
+        .iter()
+        .for_each(|scene| scene.world.books.begin(fault));
 }
 
 fn end(scenes: &[Around<'_>], fault: Fault) {
@@ -103,7 +108,9 @@ async fn redis_is_back(scenes: &[Around<'_>]) {
     };
     for Around { world, .. } in scenes {
         if !becomes(world, is_used).await {
-            world.books.complain(format!("Redis is there again, and after {SOON:?} not used"));
+            world
+                .books
+                .complain(format!("Redis is there again, and after {SOON:?} not used"));
         }
         world.books.end(Fault::Redis);
     }

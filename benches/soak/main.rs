@@ -37,8 +37,14 @@ use tokio::time::sleep;
 use upstream::{Speaks, Upstream};
 
 /// What the medians of the second and the last quarter may differ by, and what may be open at the end.
-const RSS_TOLERANCE: Tolerance = Tolerance { percent: 5, and: 4096 };
-const FILES_TOLERANCE: Tolerance = Tolerance { percent: 10, and: 16 };
+const RSS_TOLERANCE: Tolerance = Tolerance {
+    percent: 5,
+    and: 4096,
+};
+const FILES_TOLERANCE: Tolerance = Tolerance {
+    percent: 10,
+    and: 16,
+};
 const FILES_AT_REST: u64 = 8;
 
 /// What everybody who makes traffic or faults around one proxy knows.
@@ -90,11 +96,21 @@ async fn main() -> ExitCode {
     for (scene, samples) in [(clear, samples_clear), (tls, samples_tls)] {
         verdicts.push(scene.end(&samples).await);
     }
-    if verdicts.contains(&false) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+    if verdicts.contains(&false) {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    }
 }
 
 impl Scene {
-    async fn set(name: &'static str, by_tls: bool, speaks: Speaks, redis: &Server, ends: Instant) -> Self {
+    async fn set(
+        name: &'static str,
+        by_tls: bool,
+        speaks: Speaks,
+        redis: &Server,
+        ends: Instant,
+    ) -> Self {
         let (upstream, books) = (Upstream::start(speaks), Arc::<Books>::default());
         let proxy = Proxy::start(name, by_tls, &books, upstream.url(), redis.port()).await;
         // The first scrape is over before what is open is counted.
@@ -102,26 +118,57 @@ impl Scene {
         sleep(Duration::from_secs(1)).await;
         let files_at_start = proxy.files();
         let (address, admin, tls) = (proxy.address, proxy.admin, proxy.tls.clone());
-        let world = Arc::new(World { name, proxy: address, tls, admin, ends, books });
-        Self { world, proxy, upstream, files_at_start }
+        let world = Arc::new(World {
+            name,
+            proxy: address,
+            tls,
+            admin,
+            ends,
+            books,
+        });
+        Self {
+            world,
+            proxy,
+            upstream,
+            files_at_start,
+        }
     }
 
     /// What faults need to know, and samples until the time is over.
     fn parts(&mut self) -> (Around<'_>, impl Future<Output = Vec<Sample>>) {
-        let Self { world, proxy, upstream, .. } = self;
-        (Around { world, config: &proxy.config, upstream }, sampled(world, proxy))
+        let Self {
+            world,
+            proxy,
+            upstream,
+            ..
+        } = self;
+        (
+            Around {
+                world,
+                config: &proxy.config,
+                upstream,
+            },
+            sampled(world, proxy),
+        )
     }
 
     /// When all clients have gone: whether everything has its reason.
     async fn end(self, samples: &[Sample]) -> bool {
-        let Self { world, proxy, files_at_start, .. } = self;
+        let Self {
+            world,
+            proxy,
+            files_at_start,
+            ..
+        } = self;
         println!("\n{}:", world.name);
         at_rest(&world, &proxy, files_at_start).await;
         add_up(&world.books, &Metrics::of(proxy.admin).await);
         flat(&world.books, samples);
         let status = proxy.end().await;
         if !status.success() {
-            world.books.complain(format!("the proxy ended with {status}"));
+            world
+                .books
+                .complain(format!("the proxy ended with {status}"));
         }
         verdict(&world.books)
     }
@@ -138,9 +185,15 @@ struct Sample {
 async fn sampled(world: &World, proxy: &Proxy) -> Vec<Sample> {
     let mut samples = Vec::new();
     while !world.is_over() {
-        let sample = Sample { rss_kib: proxy.rss_kib(), files: proxy.files() };
+        let sample = Sample {
+            rss_kib: proxy.rss_kib(),
+            files: proxy.files(),
+        };
         if samples.len() % 120 == 0 {
-            let (left_s, sent) = (world.ends.duration_since(Instant::now()).as_secs(), world.books.sent());
+            let (left_s, sent) = (
+                world.ends.duration_since(Instant::now()).as_secs(),
+                world.books.sent(),
+            );
             let Sample { rss_kib, files } = sample;
             let name = world.name;
             println!(
@@ -188,7 +241,9 @@ fn median(values: impl Iterator<Item = u64>) -> u64 {
 async fn at_rest(world: &World, proxy: &Proxy, files_at_start: u64) {
     let (deadline, most) = (Instant::now() + 2 * SOON, files_at_start + FILES_AT_REST);
     loop {
-        let active = Metrics::of(world.admin).await.value("tidegate_connections_active");
+        let active = Metrics::of(world.admin)
+            .await
+            .value("tidegate_connections_active");
         let files = proxy.files();
         if active == 0 && files <= most {
             return println!("at rest: {files} files, {files_at_start} at the start");
@@ -204,21 +259,34 @@ async fn at_rest(world: &World, proxy: &Proxy, files_at_start: u64) {
 
 /// Each answer that a client saw was counted; more were counted only for requests whose answer nobody saw.
 fn add_up(books: &Books, metrics: &Metrics) {
-    let (seen, counted) = (books.seen(), metrics.responses().collect::<BTreeMap<_, _>>());
+    let (seen, counted) = (
+        books.seen(),
+        metrics.responses().collect::<BTreeMap<_, _>>(),
+    );
     let total = |codes: &BTreeMap<u16, u64>| codes.values().sum::<u64>();
     println!("{:>6} {:>10} {:>10}", "code", "seen", "counted");
-    for code in seen.keys().chain(counted.keys().filter(|code| !seen.contains_key(code))) {
+    for code in seen
+        .keys()
+        .chain(counted.keys().filter(|code| !seen.contains_key(code)))
+    {
         let of = |codes: &BTreeMap<u16, u64>| codes.get(code).copied().unwrap_or_default();
         let (seen, counted) = (of(&seen), of(&counted));
         println!("{code:>6} {seen:>10} {counted:>10}");
         if seen > counted {
-            books.complain(format!("{code} was seen {seen} times and counted {counted} times"));
+            books.complain(format!(
+                "{code} was seen {seen} times and counted {counted} times"
+            ));
         }
     }
     let (sent, seen, counted) = (books.sent(), total(&seen), total(&counted));
-    println!("{sent} requests, {} given up; {seen} answers seen, {counted} counted", books.given_up());
+    println!(
+        "{sent} requests, {} given up; {seen} answers seen, {counted} counted",
+        books.given_up()
+    );
     if counted > sent {
-        books.complain(format!("{counted} answers were counted for {sent} requests"));
+        books.complain(format!(
+            "{counted} answers were counted for {sent} requests"
+        ));
     }
 }
 

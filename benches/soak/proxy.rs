@@ -38,7 +38,13 @@ pub(crate) struct Config {
 impl Config {
     /// In effect these differ by a policy that no request meets; `None`: one that can't be read.
     pub(crate) fn write(&self, version: Option<u64>) {
-        let Self { directory, name, listen, upstream, redis } = self;
+        let Self {
+            directory,
+            name,
+            listen,
+            upstream,
+            redis,
+        } = self;
         let version = version.map_or("x".to_owned(), |version| version.to_string());
         let text = format!(
             "
@@ -127,7 +133,13 @@ impl Proxy {
             true => format!(", tls = {{ cert = '{at}/tls.crt', key = '{at}/tls.key' }}"),
             false => String::new(),
         };
-        let config = Config { directory, name, listen, upstream, redis };
+        let config = Config {
+            directory,
+            name,
+            listen,
+            upstream,
+            redis,
+        };
         config.write(Some(1));
         let mut child = Command::new(env!("CARGO_BIN_EXE_tidegate"))
             .env_clear()
@@ -142,7 +154,14 @@ impl Proxy {
         let admin = logged_address(&mut log, "admin listening").await;
         let address = logged_address(&mut log, "listening").await;
         let log = tokio::spawn(keep_books(log, Arc::clone(books)));
-        Self { child, log, address, admin, config, tls }
+        Self {
+            child,
+            log,
+            address,
+            admin,
+            config,
+            tls,
+        }
     }
 
     fn pid(&self) -> u32 {
@@ -152,19 +171,27 @@ impl Proxy {
     /// `VmRSS`, in KiB.
     pub(crate) fn rss_kib(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.pid())).unwrap();
-        let rss = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.strip_suffix(" kB"));
+        let rss = status
+            .lines()
+            .find_map(|line| line.strip_prefix("VmRSS:")?.strip_suffix(" kB"));
         rss.unwrap().trim().parse().unwrap()
     }
 
     /// Open file descriptors.
     pub(crate) fn files(&self) -> u64 {
-        fs::read_dir(format!("/proc/{}/fd", self.pid())).unwrap().map(|_| 1).sum()
+        fs::read_dir(format!("/proc/{}/fd", self.pid()))
+            .unwrap()
+            .map(|_| 1)
+            .sum()
     }
 
     /// Asks it to end, waits, and reads its last words.
     pub(crate) async fn end(mut self) -> ExitStatus {
         crate::support::signal(self.pid(), "TERM");
-        let status = timeout(3 * SOON, self.child.wait()).await.expect("it ends in time").unwrap();
+        let status = timeout(3 * SOON, self.child.wait())
+            .await
+            .expect("it ends in time")
+            .unwrap();
         self.log.await.unwrap();
         status
     }
@@ -172,7 +199,10 @@ impl Proxy {
 
 async fn logged_address(log: &mut Lines<BufReader<ChildStderr>>, message: &str) -> SocketAddr {
     loop {
-        let line = timeout(SOON, log.next_line()).await.expect("it starts in time").unwrap();
+        let line = timeout(SOON, log.next_line())
+            .await
+            .expect("it starts in time")
+            .unwrap();
         let text = line.expect("it starts at all");
         let line: Value = serde_json::from_str(&text).unwrap_or_default();
         let field = |name| line.get(name).and_then(Value::as_str);
@@ -189,7 +219,11 @@ async fn keep_books(mut log: Lines<BufReader<ChildStderr>>, books: Arc<Books>) {
         let field = |name| line.get(name).and_then(Value::as_str);
         match field("level") {
             Some("INFO") => {}
-            level => books.logged(level.unwrap_or("?"), field("message").unwrap_or_default(), &text),
+            level => books.logged(
+                level.unwrap_or("?"),
+                field("message").unwrap_or_default(),
+                &text,
+            ),
         }
     }
 }

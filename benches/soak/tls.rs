@@ -19,15 +19,25 @@ pub(crate) struct Clients {
 /// Makes `tls.crt` and `tls.key`.
 pub(crate) fn sign(folder: &Path) -> Clients {
     let key = KeyPair::generate().unwrap();
-    let certificate = CertificateParams::new(["soak.test".to_owned()]).unwrap().self_signed(&key).unwrap();
+    let certificate = CertificateParams::new(["soak.test".to_owned()])
+        .unwrap()
+        .self_signed(&key)
+        .unwrap();
     fs::write(folder.join("tls.crt"), certificate.pem()).unwrap();
     fs::write(folder.join("tls.key"), key.serialize_pem()).unwrap();
     let mut roots = RootCertStore::empty();
-    roots.add(CertificateDer::from_pem_slice(certificate.pem().as_bytes()).unwrap()).unwrap();
+    roots
+        .add(CertificateDer::from_pem_slice(certificate.pem().as_bytes()).unwrap())
+        .unwrap();
     let offering = |protocol: &[u8]| {
-        let mut config = ClientConfig::builder().with_root_certificates(roots.clone()).with_no_client_auth();
+        let mut config = ClientConfig::builder()
+            .with_root_certificates(roots.clone())
+            .with_no_client_auth();
         config.alpn_protocols = vec![protocol.to_vec()];
         TlsConnector::from(Arc::new(config))
     };
-    Clients { http1: offering(b"http/1.1"), http2: offering(b"h2") }
+    Clients {
+        http1: offering(b"http/1.1"),
+        http2: offering(b"h2"),
+    }
 }

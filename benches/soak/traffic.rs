@@ -34,11 +34,17 @@ const ROUTES: [Route; 11] = [
     route("/slots", NO_MORE),
     route("/line", NO_MORE),
     route("/settled", NO_MORE),
-    Route { without_redis: &[503], ..route("/closed", NO_MORE) },
+    Route {
+        without_redis: &[503],
+        ..route("/closed", NO_MORE)
+    },
     route("/denied", &[403]),
     route("/reset", &[502]),
 ];
-const CUT: Route = Route { cut: true, ..route("/cut", &[]) };
+const CUT: Route = Route {
+    cut: true,
+    ..route("/cut", &[])
+};
 const BIG: Route = route("/big", &[200]);
 const SLOW: Route = route("/slow", &[200]);
 const SLOW_HEAD: Route = route("a head that doesn't end", &[408]);
@@ -48,7 +54,12 @@ const SOCKET: Route = route("/socket", &[101]);
 const NOT_UNDERSTOOD: &[u16] = &[400, 408, 413, 414, 431, 501, 505];
 
 const fn route(path: &'static str, usual: &'static [u16]) -> Route {
-    Route { path, usual, without_redis: &[], cut: false }
+    Route {
+        path,
+        usual,
+        without_redis: &[],
+        cut: false,
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -74,7 +85,9 @@ const CLIENTS: [(Client, usize); 7] = [
 
 /// All of them, until the time is over. What each one does is the seed's choice.
 pub(crate) fn start(world: &Arc<World>, seed: u64) -> Vec<JoinHandle<()>> {
-    let kinds = CLIENTS.iter().flat_map(|(client, count)| std::iter::repeat_n(*client, *count));
+    let kinds = CLIENTS
+        .iter()
+        .flat_map(|(client, count)| std::iter::repeat_n(*client, *count));
     (seed..)
         .zip(kinds)
         .map(|(seed, client)| tokio::spawn(live(client, Arc::clone(world), Rng::with_seed(seed))))
@@ -95,7 +108,9 @@ async fn live(client: Client, world: Arc<World>, mut rng: Rng) {
         };
         // Everything that befalls a request is judged where it happens.
         if let Err(error) = lived {
-            world.books.complain(format!("no connection to the proxy: {error}"));
+            world
+                .books
+                .complain(format!("no connection to the proxy: {error}"));
         }
         pause(&mut rng, 50).await;
     }
@@ -132,7 +147,8 @@ async fn multiplexed(world: &World, rng: &mut Rng) -> io::Result<()> {
             let request = request("http://soak.test", route, rng, number, Bytes::new());
             async move {
                 let asked = world.books.ask();
-                let outcome = Outcome::of(proxy.send_request(request), &number.to_string(), PATIENCE).await;
+                let outcome =
+                    Outcome::of(proxy.send_request(request), &number.to_string(), PATIENCE).await;
                 asked.judge(route, &outcome);
             }
         });
@@ -185,7 +201,10 @@ async fn upload(world: &World, rng: &mut Rng) -> io::Result<()> {
         if world.is_over() || proxy.ready().await.is_err() {
             break;
         }
-        let (number, body) = (rng.u32(..), Bytes::from(vec![b'u'; rng.usize(1..BIG_BYTES)]));
+        let (number, body) = (
+            rng.u32(..),
+            Bytes::from(vec![b'u'; rng.usize(1..BIG_BYTES)]),
+        );
         let wanted = format!("{number} {}", body.len());
         let request = request("", &UPLOAD, rng, number, body);
         let asked = world.books.ask();
@@ -300,10 +319,21 @@ async fn hostile(world: &World, rng: &mut Rng) -> io::Result<()> {
     }
     let hostile: Vec<u8> = match rng.u8(..6) {
         0 => [&noise(2000, rng)[..], b"\r\n\r\n"].concat(),
-        1 => b"POST /free HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd".to_vec(),
+        1 => {
+            b"POST /free HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd"
+                .to_vec()
+        }
         2 => b"GET /free HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n".to_vec(),
-        3 => format!("GET /free HTTP/1.1\r\nHost: a\r\nX-Long: {}\r\n\r\n", "x".repeat(100_000)).into_bytes(),
-        4 => [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0", &noise(500, rng)[..]].concat(),
+        3 => format!(
+            "GET /free HTTP/1.1\r\nHost: a\r\nX-Long: {}\r\n\r\n",
+            "x".repeat(100_000)
+        )
+        .into_bytes(),
+        4 => [
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0",
+            &noise(500, rng)[..],
+        ]
+        .concat(),
         _ => return give_up_streams(world, 600, rng).await,
     };
     let mut proxy = connect(world, Version::HTTP_11).await?;
@@ -317,7 +347,13 @@ async fn hostile(world: &World, rng: &mut Rng) -> io::Result<()> {
 async fn no_handshake(world: &World, rng: &mut Rng) -> io::Result<()> {
     let mut proxy = TcpStream::connect(world.proxy).await?;
     let begun = [&b"\x16\x03\x01\x02\0\x01"[..], &noise(300, rng)].concat();
-    proxy.write_all(if rng.bool() { &begun } else { b"GET /free HTTP/1.1\r\nHost: a\r\n\r\n" }).await?;
+    proxy
+        .write_all(if rng.bool() {
+            &begun
+        } else {
+            b"GET /free HTTP/1.1\r\nHost: a\r\n\r\n"
+        })
+        .await?;
     pause(rng, 200).await;
     Ok(())
 }
@@ -327,13 +363,33 @@ fn draw(rng: &mut Rng) -> &'static Route {
 }
 
 /// By some user, with a number that the answer has to repeat.
-fn request(origin: &str, route: &Route, rng: &mut Rng, number: u32, body: Bytes) -> Request<Full<Bytes>> {
+fn request(
+    origin: &str,
+    route: &Route,
+    rng: &mut Rng,
+    number: u32,
+    body: Bytes,
+) -> Request<Full<Bytes>> {
     // Half of all requests are a few users'.
-    let user = if rng.bool() { rng.u32(..5) } else { rng.u32(..USERS) };
+    let user = if rng.bool() {
+        rng.u32(..5)
+    } else {
+        rng.u32(..USERS)
+    };
     let method = if body.is_empty() { "GET" } else { "POST" };
-    let request = Request::builder().method(method).uri(format!("{origin}{}", route.path));
-    let request = if origin.is_empty() { request.header("host", "soak.test") } else { request };
-    request.header("x-user", user).header("x-number", number).body(Full::new(body)).unwrap()
+    let request = Request::builder()
+        .method(method)
+        .uri(format!("{origin}{}", route.path));
+    let request = if origin.is_empty() {
+        request.header("host", "soak.test")
+    } else {
+        request
+    };
+    request
+        .header("x-user", user)
+        .header("x-number", number)
+        .body(Full::new(body))
+        .unwrap()
 }
 
 /// Sends bytes and reads the head of an answer; with `to_end` until the proxy closes.
@@ -350,8 +406,12 @@ async fn raw(proxy: &mut Socket, bytes: &[u8], to_end: bool) -> Outcome {
         }
         String::new()
     };
-    let Ok(error) = timeout(PATIENCE, there_and_back).await else { return Outcome::Hung };
-    let status = head.get(9..12).and_then(|status| std::str::from_utf8(status).ok()?.parse().ok());
+    let Ok(error) = timeout(PATIENCE, there_and_back).await else {
+        return Outcome::Hung;
+    };
+    let status = head
+        .get(9..12)
+        .and_then(|status| std::str::from_utf8(status).ok()?.parse().ok());
     status.map_or(Outcome::Nothing(error), Outcome::Answered)
 }
 
@@ -370,8 +430,14 @@ type Socket = Box<dyn Wire>;
 /// A connection to the proxy, by TLS if it wants that.
 async fn connect(world: &World, version: Version) -> io::Result<Socket> {
     let stream = TcpStream::connect(world.proxy).await?;
-    let Some(tls) = &world.tls else { return Ok(Box::new(stream)) };
-    let tls = if version == Version::HTTP_2 { &tls.http2 } else { &tls.http1 };
+    let Some(tls) = &world.tls else {
+        return Ok(Box::new(stream));
+    };
+    let tls = if version == Version::HTTP_2 {
+        &tls.http2
+    } else {
+        &tls.http1
+    };
     let name = ServerName::try_from("soak.test").expect("a name");
     Ok(Box::new(tls.connect(name, stream).await?))
 }

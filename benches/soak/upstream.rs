@@ -46,13 +46,21 @@ pub(crate) enum Speaks {
 
 impl Upstream {
     pub(crate) fn start(speaks: Speaks) -> Self {
-        let mut upstream = Self { running: None, address: ([127, 0, 0, 1], free_port()).into(), speaks };
+        let mut upstream = Self {
+            running: None,
+            address: ([127, 0, 0, 1], free_port()).into(),
+            speaks,
+        };
         upstream.restart();
         upstream
     }
 
     pub(crate) fn url(&self) -> String {
-        let scheme = if self.speaks == Speaks::H2c { "h2c" } else { "http" };
+        let scheme = if self.speaks == Speaks::H2c {
+            "h2c"
+        } else {
+            "http"
+        };
         format!("{scheme}://{}", self.address)
     }
 
@@ -104,13 +112,16 @@ async fn serve_h2c(stream: TcpStream) {
     let mut rest = TcpStream::from_std(stream.try_clone().unwrap()).unwrap();
     speak_h2c(TcpStream::from_std(stream).unwrap()).await;
     let reading = async { while let Ok(1..) = rest.read(&mut [0; 1024]).await {} };
-    timeout(Duration::from_secs(1), reading).await.unwrap_or_default();
+    timeout(Duration::from_secs(1), reading)
+        .await
+        .unwrap_or_default();
 }
 
 async fn speak_h2c(stream: TcpStream) {
     let mut http2 = http2::Builder::new(TokioExecutor::new());
-    let connection =
-        http2.enable_connect_protocol().serve_connection(TokioIo::new(stream), service_fn(answer));
+    let connection = http2
+        .enable_connect_protocol()
+        .serve_connection(TokioIo::new(stream), service_fn(answer));
     let mut connection = std::pin::pin!(connection);
     let goodbye = sleep(Duration::from_millis(fastrand::u64(GOODBYE_AFTER_MS)));
     tokio::select! {
@@ -125,9 +136,12 @@ async fn speak_h2c(stream: TcpStream) {
 async fn serve(stream: TcpStream) {
     // Half of the connections end with a reset, whenever we end them.
     if fastrand::bool() {
-        socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
+        socket2::SockRef::from(&stream)
+            .set_linger(Some(Duration::ZERO))
+            .unwrap();
     }
-    let connection = http1::Builder::new().serve_connection(TokioIo::new(stream), service_fn(answer));
+    let connection =
+        http1::Builder::new().serve_connection(TokioIo::new(stream), service_fn(answer));
     // That a peer leaves is what some of them are for.
     connection.with_upgrades().await.unwrap_or_default();
 }
@@ -137,7 +151,11 @@ type Answer = Response<BoxBody<Bytes, io::Error>>;
 /// Each body begins with the request's number, so that it is noticed if somebody gets another's.
 async fn answer(mut request: Request<Incoming>) -> io::Result<Answer> {
     let number = request.headers().get("x-number").cloned();
-    let number = Bytes::from(number.map(|number| number.as_bytes().to_vec()).unwrap_or_default());
+    let number = Bytes::from(
+        number
+            .map(|number| number.as_bytes().to_vec())
+            .unwrap_or_default(),
+    );
     let path = request.uri().path().to_owned();
     match path.as_str() {
         "/reset" => Err(io::Error::other("on purpose")),
@@ -149,7 +167,10 @@ async fn answer(mut request: Request<Incoming>) -> io::Result<Answer> {
                 Err(io::Error::other("on purpose"))
             });
             let body = BodyExt::boxed(StreamBody::new(begin.chain(end)));
-            Ok(Response::builder().header("content-length", BIG_BYTES).body(body).unwrap())
+            Ok(Response::builder()
+                .header("content-length", BIG_BYTES)
+                .body(body)
+                .unwrap())
         }
         "/big" => {
             let mut body = number.to_vec();
@@ -157,15 +178,24 @@ async fn answer(mut request: Request<Incoming>) -> io::Result<Answer> {
             Ok(Response::new(full(body)))
         }
         "/upload" => {
-            let body = request.into_body().collect().await.map_err(io::Error::other)?.to_bytes();
-            Ok(Response::new(full([&number[..], b" ", body.len().to_string().as_bytes()].concat())))
+            let body = request
+                .into_body()
+                .collect()
+                .await
+                .map_err(io::Error::other)?
+                .to_bytes();
+            Ok(Response::new(full(
+                [&number[..], b" ", body.len().to_string().as_bytes()].concat(),
+            )))
         }
         "/socket" => {
             let upgrade = hyper::upgrade::on(&mut request);
             tokio::spawn(async move {
                 let Ok(upgraded) = upgrade.await else { return };
                 let (mut reads, mut writes) = tokio::io::split(TokioIo::new(upgraded));
-                tokio::io::copy(&mut reads, &mut writes).await.unwrap_or_default();
+                tokio::io::copy(&mut reads, &mut writes)
+                    .await
+                    .unwrap_or_default();
             });
             // By HTTP/2, where it is a CONNECT (RFC 8441), any success opens it.
             if request.method() == Method::CONNECT {
@@ -183,11 +213,16 @@ async fn answer(mut request: Request<Incoming>) -> io::Result<Answer> {
                 sleep(Duration::from_millis(fastrand::u64(1..100))).await;
             }
             let cost = fastrand::u32(1..5);
-            Ok(Response::builder().header("x-cost", cost).body(full(number)).unwrap())
+            Ok(Response::builder()
+                .header("x-cost", cost)
+                .body(full(number))
+                .unwrap())
         }
     }
 }
 
 fn full(body: impl Into<Bytes>) -> BoxBody<Bytes, io::Error> {
-    Full::new(body.into()).map_err(|never| match never {}).boxed()
+    Full::new(body.into())
+        .map_err(|never| match never {})
+        .boxed()
 }

@@ -51,7 +51,12 @@ impl Outcome {
                 Err(error) => return Self::Nothing(format!("{error:?}")),
             };
             let status = response.status().as_u16();
-            match response.into_body().collect().await.map(http_body_util::Collected::to_bytes) {
+            match response
+                .into_body()
+                .collect()
+                .await
+                .map(http_body_util::Collected::to_bytes)
+            {
                 Ok(body) if status == 200 && body != wanted => Self::Mixed(status),
                 Ok(_) => Self::Answered(status),
                 Err(_) => Self::Cut(status),
@@ -61,8 +66,12 @@ impl Outcome {
     }
 }
 
-pub(crate) async fn handshake1(socket: impl Wire + 'static) -> io::Result<http1::SendRequest<Full<Bytes>>> {
-    let (sender, connection) = http1::handshake(TokioIo::new(socket)).await.map_err(io::Error::other)?;
+pub(crate) async fn handshake1(
+    socket: impl Wire + 'static,
+) -> io::Result<http1::SendRequest<Full<Bytes>>> {
+    let (sender, connection) = http1::handshake(TokioIo::new(socket))
+        .await
+        .map_err(io::Error::other)?;
     // Its errors are those of the requests on it.
     tokio::spawn(async move { connection.await.unwrap_or_default() });
     Ok(sender)
@@ -73,11 +82,25 @@ pub(crate) async fn handshake1(socket: impl Wire + 'static) -> io::Result<http1:
 /// # Errors
 /// There is no answer.
 pub(crate) async fn get(address: SocketAddr, path: &str) -> io::Result<(u16, Bytes)> {
-    let request = Request::get(path).header("host", "localhost").body(Full::<Bytes>::default()).unwrap();
+    let request = Request::get(path)
+        .header("host", "localhost")
+        .body(Full::<Bytes>::default())
+        .unwrap();
     let mut sender = handshake1(TcpStream::connect(address).await?).await?;
-    let response = sender.send_request(request).await.map_err(io::Error::other)?;
+    let response = sender
+        .send_request(request)
+        .await
+        .map_err(io::Error::other)?;
     let status = response.status().as_u16();
-    Ok((status, response.into_body().collect().await.map_err(io::Error::other)?.to_bytes()))
+    Ok((
+        status,
+        response
+            .into_body()
+            .collect()
+            .await
+            .map_err(io::Error::other)?
+            .to_bytes(),
+    ))
 }
 
 /// A page of metrics.
@@ -86,30 +109,45 @@ pub(crate) struct Metrics(String);
 
 impl Metrics {
     pub(crate) async fn of(admin: SocketAddr) -> Self {
-        let (_, page) = timeout(SOON, get(admin, "/metrics")).await.expect("the admin port answers").unwrap();
+        let (_, page) = timeout(SOON, get(admin, "/metrics"))
+            .await
+            .expect("the admin port answers")
+            .unwrap();
         Self(String::from_utf8(page.to_vec()).unwrap())
     }
 
     /// What stands behind this; 0 if nothing does.
     pub(crate) fn value(&self, series: &str) -> u64 {
-        let value = self.0.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+        let value = self
+            .0
+            .lines()
+            .find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
         value.map_or(0, |value| value.parse().unwrap())
     }
 
     /// Each value of a counter, with its labels.
     pub(crate) fn each(&self, name: &str) -> impl Iterator<Item = (&str, u64)> {
         self.0.lines().filter_map(move |line| {
-            let (labels, value) = line.strip_prefix(name)?.strip_prefix('{')?.split_once("} ")?;
+            let (labels, value) = line
+                .strip_prefix(name)?
+                .strip_prefix('{')?
+                .split_once("} ")?;
             Some((labels, value.parse().unwrap()))
         })
     }
 
     /// Responses by status.
     pub(crate) fn responses(&self) -> impl Iterator<Item = (u16, u64)> {
-        self.each("tidegate_http_requests_total").map(|(labels, count)| {
-            let code = labels.strip_prefix("code=\"").and_then(|code| code.strip_suffix('"'));
-            (code.and_then(|code| code.parse().ok()).expect("a status"), count)
-        })
+        self.each("tidegate_http_requests_total")
+            .map(|(labels, count)| {
+                let code = labels
+                    .strip_prefix("code=\"")
+                    .and_then(|code| code.strip_suffix('"'));
+                (
+                    code.and_then(|code| code.parse().ok()).expect("a status"),
+                    count,
+                )
+            })
     }
 }
 
@@ -117,6 +155,9 @@ impl Metrics {
 pub(crate) fn setting<T: std::str::FromStr>(name: &str) -> Option<T> {
     let text = std::env::var(name).ok().filter(|text| !text.is_empty())?;
     let value = text.parse().ok();
-    assert!(value.is_some(), "{name}: a number is expected, not {text:?}");
+    assert!(
+        value.is_some(),
+        "{name}: a number is expected, not {text:?}"
+    );
     value
 }

@@ -20,7 +20,10 @@ pub(crate) struct Server {
 impl Server {
     pub(crate) fn start() -> Self {
         let port = free_port();
-        Self { child: spawn(port), port }
+        Self {
+            child: spawn(port),
+            port,
+        }
     }
 
     /// As `kill -9`: nothing is saved, connections break.
@@ -54,20 +57,33 @@ impl Server {
     /// Programs run so far.
     pub(crate) fn calls(&self) -> f64 {
         let mut connection = self.connection();
-        let text: String = redis::cmd("INFO").arg("commandstats").query(&mut connection).unwrap();
-        let calls = text.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:calls="));
-        calls.and_then(|rest| rest.split(',').next()?.parse().ok()).unwrap_or(0.0)
+        let text: String = redis::cmd("INFO")
+            .arg("commandstats")
+            .query(&mut connection)
+            .unwrap();
+        let calls = text
+            .lines()
+            .find_map(|line| line.strip_prefix("cmdstat_evalsha:calls="));
+        calls
+            .and_then(|rest| rest.split(',').next()?.parse().ok())
+            .unwrap_or(0.0)
     }
 
     /// A connection without the product between.
     pub(crate) fn connection(&self) -> redis::Connection {
-        redis::Client::open(("127.0.0.1", self.port)).unwrap().get_connection().unwrap()
+        redis::Client::open(("127.0.0.1", self.port))
+            .unwrap()
+            .get_connection()
+            .unwrap()
     }
 
     pub(crate) fn settings(&self) -> RedisSettings {
         RedisSettings {
             topology: Topology::Standalone,
-            servers: vec![Address::Tcp { host: "127.0.0.1".to_owned(), port: self.port }],
+            servers: vec![Address::Tcp {
+                host: "127.0.0.1".to_owned(),
+                port: self.port,
+            }],
             database: 0,
             login: Login::default(),
             tls: None,
@@ -84,13 +100,24 @@ impl Server {
 /// A free port below those that the system gives to clients: it is still free after a restart.
 pub(crate) fn free_port() -> u16 {
     let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
-    std::iter::repeat_with(|| fastrand::u16(20_000..32_000)).find(is_free).unwrap()
+    std::iter::repeat_with(|| fastrand::u16(20_000..32_000))
+        .find(is_free)
+        .unwrap()
 }
 
 /// Waits until it takes connections.
 fn spawn(port: u16) -> Child {
     let child = Command::new("redis-server")
-        .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
+        .args([
+            "--port",
+            &port.to_string(),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ])
         .stdout(Stdio::null())
         .spawn();
     while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
@@ -102,7 +129,9 @@ fn spawn(port: u16) -> Child {
 /// Sends a signal, named as in `kill -TERM`.
 pub(crate) fn signal(pid: u32, name: &str) {
     // The shell's own: not every image has another.
-    let sent = Command::new("sh").args(["-c", "kill -$1 $2", "sh", name, &pid.to_string()]).status();
+    let sent = Command::new("sh")
+        .args(["-c", "kill -$1 $2", "sh", name, &pid.to_string()])
+        .status();
     assert!(sent.unwrap().success(), "kill -{name} {pid}");
 }
 

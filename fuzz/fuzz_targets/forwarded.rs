@@ -16,7 +16,10 @@ limit = { requests = 1, per = '1s' }
 cost = { header = 'x-cost' }
 ";
 
-static TABLE: LazyLock<Arc<PolicyTable>> =
-    LazyLock::new(|| tidegate::config::properties::read(POLICIES).expect("it is right").table);
+static TABLE: LazyLock<Arc<PolicyTable>> = LazyLock::new(|| {
+    tidegate::config::properties::read(POLICIES)
+        .expect("it is right")
+        .table
+});
 
 fuzz_target!(|bytes: &[u8]| tidegate::proxy::properties::forwarded(bytes, &TABLE));

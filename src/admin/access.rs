@@ -41,32 +41,45 @@ enum Wants {
 
 impl Guard {
     pub(super) fn new(settings: &AdminSettings) -> Self {
-        Self { token: settings.token.clone(), exposed: !settings.address.is_local() }
+        Self {
+            token: settings.token.clone(),
+            exposed: !settings.address.is_local(),
+        }
     }
 
     /// # Errors
     /// The refusal.
-    fn admit(&self, method: &Method, path: &str, headers: &HeaderMap, peer: Peer) -> Result<(), Problem> {
+    fn admit(
+        &self,
+        method: &Method,
+        path: &str,
+        headers: &HeaderMap,
+        peer: Peer,
+    ) -> Result<(), Problem> {
         let wants = Wants::of(method, path);
         // A link may lead here from anywhere: it shows what there is to whoever follows it, and tells the other page nothing.
         let is_link = method.is_safe() && is_navigation(headers);
         if !is_link && is_from_another_page(headers) {
             return Err(forbidden("another page's script, or its form, sent this"));
         }
-        let has_token = self.token.as_ref().is_some_and(|token| has_token(headers, token));
+        let has_token = self
+            .token
+            .as_ref()
+            .is_some_and(|token| has_token(headers, token));
         match (wants, &self.token) {
             (Wants::Nothing, _) => Ok(()),
             (Wants::ToLook, _) if !self.exposed => Ok(()),
             _ if has_token => Ok(()),
-            (_, Some(_)) => {
-                Err(Problem::new(StatusCode::UNAUTHORIZED, "a bearer token is needed: see admin.token_file"))
-            }
-            (Wants::ToDrain, None) if !peer.0.to_canonical().is_loopback() => {
-                Err(forbidden("without admin.token_file, only who is on this machine may ask for this"))
-            }
-            (Wants::ToDrain, None) if is_from_a_browser(headers) => {
-                Err(forbidden("without admin.token_file, no browser may ask for this"))
-            }
+            (_, Some(_)) => Err(Problem::new(
+                StatusCode::UNAUTHORIZED,
+                "a bearer token is needed: see admin.token_file",
+            )),
+            (Wants::ToDrain, None) if !peer.0.to_canonical().is_loopback() => Err(forbidden(
+                "without admin.token_file, only who is on this machine may ask for this",
+            )),
+            (Wants::ToDrain, None) if is_from_a_browser(headers) => Err(forbidden(
+                "without admin.token_file, no browser may ask for this",
+            )),
             (Wants::ToDrain, None) => Ok(()),
             _ => Err(forbidden(
                 "nothing can be changed here without a token: name a file that holds one in admin.token_file, \
@@ -99,17 +112,30 @@ pub(super) async fn guard(
     request: Request,
     next: Next,
 ) -> Response {
-    if let Err(refusal) = guard.admit(request.method(), request.uri().path(), request.headers(), peer) {
+    if let Err(refusal) = guard.admit(
+        request.method(),
+        request.uri().path(),
+        request.headers(),
+        peer,
+    ) {
         let needs_token = refusal.status == StatusCode::UNAUTHORIZED;
         let mut response = refusal.into_response();
         if needs_token {
-            response.headers_mut().insert(WWW_AUTHENTICATE, http::HeaderValue::from_static("Bearer"));
+            response
+                .headers_mut()
+                .insert(WWW_AUTHENTICATE, http::HeaderValue::from_static("Bearer"));
         }
         return response;
     }
-    timeout(ANSWER_TIME, next.run(request)).await.unwrap_or_else(|_late| {
-        Problem::new(StatusCode::GATEWAY_TIMEOUT, "this took too long and was given up").into_response()
-    })
+    timeout(ANSWER_TIME, next.run(request))
+        .await
+        .unwrap_or_else(|_late| {
+            Problem::new(
+                StatusCode::GATEWAY_TIMEOUT,
+                "this took too long and was given up",
+            )
+            .into_response()
+        })
 }
 
 /// Answers only requests whose `Host` is known to mean us.
@@ -131,19 +157,35 @@ pub(super) async fn require_known_host(
 /// Whether a browser says that the request was made by a page that is not ours.
 fn is_from_another_page(headers: &HeaderMap) -> bool {
     let site = headers.get_all("sec-fetch-site").iter();
-    let foreign = site.filter(|site| !matches!(site.as_bytes(), b"same-origin" | b"none")).count() > 0;
+    let foreign = site
+        .filter(|site| !matches!(site.as_bytes(), b"same-origin" | b"none"))
+        .count()
+        > 0;
     let host = headers.get(HOST).map(http::HeaderValue::as_bytes);
     let is_ours = |origin: &http::HeaderValue| {
-        let uri = origin.to_str().ok().and_then(|origin| origin.parse::<Uri>().ok());
-        let authority = uri.as_ref().and_then(Uri::authority).map(|authority| authority.as_str().as_bytes());
-        authority.zip(host).is_some_and(|(authority, host)| authority.eq_ignore_ascii_case(host))
+        let uri = origin
+            .to_str()
+            .ok()
+            .and_then(|origin| origin.parse::<Uri>().ok());
+        let authority = uri
+            .as_ref()
+            .and_then(Uri::authority)
+            .map(|authority| authority.as_str().as_bytes());
+        authority
+            .zip(host)
+            .is_some_and(|(authority, host)| authority.eq_ignore_ascii_case(host))
     };
     foreign || !headers.get_all(ORIGIN).iter().all(is_ours)
 }
 
 /// Whether a browser says that somebody goes where the request goes, in a window of its own or instead of another page.
 fn is_navigation(headers: &HeaderMap) -> bool {
-    let says = |name, value: &[u8]| headers.get_all(name).iter().any(|said| said.as_bytes() == value);
+    let says = |name, value: &[u8]| {
+        headers
+            .get_all(name)
+            .iter()
+            .any(|said| said.as_bytes() == value)
+    };
     says("sec-fetch-mode", b"navigate") && says("sec-fetch-dest", b"document")
 }
 
@@ -153,19 +195,30 @@ fn is_from_a_browser(headers: &HeaderMap) -> bool {
 
 fn is_known_host(headers: &HeaderMap, allowed: &[String]) -> bool {
     let mut hosts = headers.get_all(HOST).iter();
-    let (Some(host), None) = (hosts.next(), hosts.next()) else { return false };
-    let Ok(host) = host.to_str() else { return false };
+    let (Some(host), None) = (hosts.next(), hosts.next()) else {
+        return false;
+    };
+    let Ok(host) = host.to_str() else {
+        return false;
+    };
     if let Some(rest) = host.strip_prefix('[') {
-        return rest.split_once(']').is_some_and(|(address, _)| address.parse::<Ipv6Addr>().is_ok());
+        return rest
+            .split_once(']')
+            .is_some_and(|(address, _)| address.parse::<Ipv6Addr>().is_ok());
     }
-    let name = host.split_once(':').map_or(host, |(name, _port)| name).to_ascii_lowercase();
+    let name = host
+        .split_once(':')
+        .map_or(host, |(name, _port)| name)
+        .to_ascii_lowercase();
     name == "localhost" || name.parse::<IpAddr>().is_ok() || allowed.contains(&name)
 }
 
 /// In a time that does not tell how much of a guess is right.
 fn has_token(headers: &HeaderMap, token: &Token) -> bool {
     let mut given = headers.get_all(AUTHORIZATION).iter();
-    let (Some(given), None) = (given.next(), given.next()) else { return false };
+    let (Some(given), None) = (given.next(), given.next()) else {
+        return false;
+    };
     let given = given.as_bytes().split_at_checked("Bearer ".len());
     given.is_some_and(|(scheme, given)| {
         scheme.eq_ignore_ascii_case(b"Bearer ") && given.ct_eq(token.0.as_bytes()).into()
@@ -178,20 +231,34 @@ mod tests {
     use http::HeaderName;
 
     fn headers(name: HeaderName, values: &[&str]) -> HeaderMap {
-        values.iter().map(|value| (name.clone(), value.parse().unwrap())).collect()
+        values
+            .iter()
+            .map(|value| (name.clone(), value.parse().unwrap()))
+            .collect()
     }
 
     #[test]
     fn names_that_anybody_can_give_us_are_not_answered() {
         let allowed = ["admin.internal".to_owned()];
         let known = |hosts: &[&str]| is_known_host(&headers(HOST, hosts), &allowed);
-        for host in
-            ["localhost", "LOCALHOST:9090", "127.0.0.1:9090", "10.1.2.3", "[::1]:9090", "Admin.Internal:1"]
-        {
+        for host in [
+            "localhost",
+            "LOCALHOST:9090",
+            "127.0.0.1:9090",
+            "10.1.2.3",
+            "[::1]:9090",
+            "Admin.Internal:1",
+        ] {
             assert!(known(&[host]), "{host}");
         }
-        for host in ["", "evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "[evil]", "[::1"]
-        {
+        for host in [
+            "",
+            "evil.example",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "[evil]",
+            "[::1",
+        ] {
             assert!(!known(&[host]), "{host}");
         }
         assert!(!known(&[]) && !known(&["localhost", "evil.example"]));
@@ -199,12 +266,24 @@ mod tests {
 
     const LOCAL: Peer = Peer(IpAddr::V6(Ipv6Addr::LOCALHOST));
 
-    fn status(guard: &Guard, method: Method, path: &str, lines: &[(&'static str, &str)], peer: Peer) -> u16 {
+    fn status(
+        guard: &Guard,
+        method: Method,
+        path: &str,
+        lines: &[(&'static str, &str)],
+        peer: Peer,
+    ) -> u16 {
         let line = |(name, value): &(&'static str, &str)| {
-            (HeaderName::from_static(name), value.parse::<http::HeaderValue>().unwrap())
+            (
+                HeaderName::from_static(name),
+                value.parse::<http::HeaderValue>().unwrap(),
+            )
         };
-        let headers: HeaderMap =
-            lines.iter().map(line).chain([(HOST, "localhost:1".parse().unwrap())]).collect();
+        let headers: HeaderMap = lines
+            .iter()
+            .map(line)
+            .chain([(HOST, "localhost:1".parse().unwrap())])
+            .collect();
         let admitted = guard.admit(&method, path, &headers, peer);
         admitted.map_or_else(|problem| problem.status.as_u16(), |()| 200)
     }
@@ -228,19 +307,42 @@ mod tests {
         let sent = &[("authorization", "Bearer t")][..];
         for (method, path, local, exposed) in cases {
             let ask = |guard: &Guard, lines| status(guard, method.clone(), path, lines, LOCAL);
-            let (without, with) =
-                (Guard { token: None, exposed: false }, Guard { token: token.clone(), exposed: false });
-            assert_eq!([ask(&without, &[]), ask(&with, &[]), ask(&with, sent)], local, "{method} {path}");
-            let everywhere = Guard { token: token.clone(), exposed: true };
-            assert_eq!([ask(&everywhere, &[]), ask(&everywhere, sent)], exposed, "{method} {path}");
+            let (without, with) = (
+                Guard {
+                    token: None,
+                    exposed: false,
+                },
+                Guard {
+                    token: token.clone(),
+                    exposed: false,
+                },
+            );
+            assert_eq!(
+                [ask(&without, &[]), ask(&with, &[]), ask(&with, sent)],
+                local,
+                "{method} {path}"
+            );
+            let everywhere = Guard {
+                token: token.clone(),
+                exposed: true,
+            };
+            assert_eq!(
+                [ask(&everywhere, &[]), ask(&everywhere, sent)],
+                exposed,
+                "{method} {path}"
+            );
         }
     }
 
     #[test]
     fn without_a_token_nobody_drains_from_elsewhere_or_by_a_browser() {
-        let guard = Guard { token: None, exposed: false };
-        let drain =
-            |lines: &[(&'static str, &str)], peer| status(&guard, Method::POST, "/drain", lines, peer);
+        let guard = Guard {
+            token: None,
+            exposed: false,
+        };
+        let drain = |lines: &[(&'static str, &str)], peer| {
+            status(&guard, Method::POST, "/drain", lines, peer)
+        };
         assert_eq!(drain(&[], LOCAL), 200);
         assert_eq!(drain(&[], Peer("::ffff:127.0.0.1".parse().unwrap())), 200);
         assert_eq!(drain(&[], Peer("10.0.0.1".parse().unwrap())), 403);
@@ -250,7 +352,10 @@ mod tests {
 
     #[test]
     fn what_another_page_sends_changes_nothing_whatever_token_it_has() {
-        let guard = Guard { token: Some(Token::new("t".to_owned())), exposed: false };
+        let guard = Guard {
+            token: Some(Token::new("t".to_owned())),
+            exposed: false,
+        };
         let reset = |name, value| {
             let lines = [("authorization", "Bearer t"), (name, value)];
             status(&guard, Method::DELETE, "/keys", &lines, LOCAL)
@@ -280,8 +385,12 @@ mod tests {
 
     #[test]
     fn another_page_learns_nothing_by_asking_and_may_link_here() {
-        let guard = Guard { token: None, exposed: false };
-        let look = |lines: &[(&'static str, &str)]| status(&guard, Method::GET, "/keys", lines, LOCAL);
+        let guard = Guard {
+            token: None,
+            exposed: false,
+        };
+        let look =
+            |lines: &[(&'static str, &str)]| status(&guard, Method::GET, "/keys", lines, LOCAL);
         assert_eq!(look(&[("origin", "http://evil.example")]), 403);
         let site = ("sec-fetch-site", "cross-site");
         let (script, image) = (("sec-fetch-dest", "script"), ("sec-fetch-dest", "image"));
@@ -292,7 +401,11 @@ mod tests {
         assert_eq!(look(&[site, go, ("sec-fetch-dest", "iframe")]), 403);
         assert_eq!(look(&[site, go, ("sec-fetch-dest", "document")]), 200);
         let post = [site, go, ("sec-fetch-dest", "document")];
-        assert_eq!(status(&guard, Method::POST, "/explain", &post, LOCAL), 403, "a form is no link");
+        assert_eq!(
+            status(&guard, Method::POST, "/explain", &post, LOCAL),
+            403,
+            "a form is no link"
+        );
     }
 
     #[test]
@@ -300,7 +413,15 @@ mod tests {
         let token = Token::new("s3cret".to_owned());
         let has = |values: &[&str]| has_token(&headers(AUTHORIZATION, values), &token);
         assert!(has(&["Bearer s3cret"]) && has(&["bearer s3cret"]));
-        for wrong in ["", "Bearer", "Bearer ", "Bearer s3cre", "Bearer s3crets", "Basic s3cret", "s3cret"] {
+        for wrong in [
+            "",
+            "Bearer",
+            "Bearer ",
+            "Bearer s3cre",
+            "Bearer s3crets",
+            "Basic s3cret",
+            "s3cret",
+        ] {
             assert!(!has(&[wrong]), "{wrong}");
         }
         assert!(!has(&[]) && !has(&["Bearer s3cret", "Bearer s3cret"]));

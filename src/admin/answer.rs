@@ -5,8 +5,8 @@ use axum::extract::Request;
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use http::header::{
-    ALLOW, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, REFERRER_POLICY, X_CONTENT_TYPE_OPTIONS,
-    X_FRAME_OPTIONS,
+    ALLOW, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, REFERRER_POLICY,
+    X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
 };
 use http::{HeaderName, HeaderValue, StatusCode};
 use serde_json::{Value, json};
@@ -24,7 +24,10 @@ pub(super) struct Problem {
 
 impl Problem {
     pub(super) fn new(status: StatusCode, detail: impl Into<String>) -> Self {
-        Self { status, detail: detail.into() }
+        Self {
+            status,
+            detail: detail.into(),
+        }
     }
 
     pub(super) fn wrong(detail: impl Into<String>) -> Self {
@@ -45,7 +48,12 @@ impl From<Fault> for Problem {
 impl IntoResponse for Json {
     fn into_response(self) -> Response {
         let Self(status, value) = self;
-        (status, [(CONTENT_TYPE, "application/json")], harmless(&format!("{value}\n"))).into_response()
+        (
+            status,
+            [(CONTENT_TYPE, "application/json")],
+            harmless(&format!("{value}\n")),
+        )
+            .into_response()
     }
 }
 
@@ -53,8 +61,7 @@ impl IntoResponse for Problem {
     fn into_response(self) -> Response {
         let Self { status, detail } = self;
         let title = status.canonical_reason().unwrap_or("Error");
-        let body =
-            json!({ "type": "about:blank", "title": title, "status": status.as_u16(), "detail": detail });
+        let body = json!({ "type": "about:blank", "title": title, "status": status.as_u16(), "detail": detail });
         let body = harmless(&format!("{body}\n"));
         (status, [(CONTENT_TYPE, "application/problem+json")], body).into_response()
     }
@@ -89,7 +96,10 @@ const BY_DEFAULT: [(HeaderName, HeaderValue); 6] = [
     (REFERRER_POLICY, HeaderValue::from_static("no-referrer")),
     (X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
     (X_FRAME_OPTIONS, HeaderValue::from_static("DENY")),
-    (HeaderName::from_static("cross-origin-resource-policy"), HeaderValue::from_static("same-origin")),
+    (
+        HeaderName::from_static("cross-origin-resource-policy"),
+        HeaderValue::from_static("same-origin"),
+    ),
 ];
 
 /// The last word on every answer: where the router has only a status to say there is a sentence, and browsers are told
@@ -102,13 +112,17 @@ pub(super) async fn finish(request: Request, next: Next) -> Response {
             StatusCode::NOT_FOUND => {
                 format!("there is nothing at {path}: /openapi.json lists all that there is")
             }
-            StatusCode::METHOD_NOT_ALLOWED => format!("{path} can't be asked this way: see the Allow field"),
+            StatusCode::METHOD_NOT_ALLOWED => {
+                format!("{path} can't be asked this way: see the Allow field")
+            }
             _ => String::new(),
         };
         if !detail.is_empty() {
             let allow = response.headers().get(ALLOW).cloned();
             response = Problem::new(response.status(), detail).into_response();
-            response.headers_mut().extend(allow.map(|allow| (ALLOW, allow)));
+            response
+                .headers_mut()
+                .extend(allow.map(|allow| (ALLOW, allow)));
         }
     }
     for (name, value) in BY_DEFAULT {
@@ -123,10 +137,17 @@ mod tests {
 
     #[test]
     fn what_harms_is_escaped_and_means_the_same() {
-        let hostile = "<script>&\u{1b}[31m\u{9b}\u{7f}\u{202e}\u{2066}\u{feff}\u{2028}\u{1f300}é\"\\\n";
+        let hostile =
+            "<script>&\u{1b}[31m\u{9b}\u{7f}\u{202e}\u{2066}\u{feff}\u{2028}\u{1f300}é\"\\\n";
         let written = harmless(&json!({ hostile: hostile }).to_string());
-        assert!(written.bytes().all(|byte| (b' '..=b'~').contains(&byte)), "{written}");
+        assert!(
+            written.bytes().all(|byte| (b' '..=b'~').contains(&byte)),
+            "{written}"
+        );
         assert!(!written.contains(['<', '>', '&']), "{written}");
-        assert_eq!(serde_json::from_str::<Value>(&written).unwrap(), json!({ hostile: hostile }));
+        assert_eq!(
+            serde_json::from_str::<Value>(&written).unwrap(),
+            json!({ hostile: hostile })
+        );
     }
 }

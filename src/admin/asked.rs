@@ -22,17 +22,30 @@ impl Query {
     pub(super) fn parse(query: Option<&str>, known: &[&str]) -> Result<Self, Problem> {
         let pairs = form_urlencoded::parse(query.unwrap_or_default().as_bytes());
         let pairs: Vec<(String, String)> = pairs.into_owned().collect();
-        match pairs.iter().find(|(name, _)| !known.contains(&name.as_str())) {
+        match pairs
+            .iter()
+            .find(|(name, _)| !known.contains(&name.as_str()))
+        {
             Some((name, _)) => {
-                let known = if known.is_empty() { "no parameter".to_owned() } else { known.join(", ") };
-                Err(Problem::wrong(format!("unknown parameter {name:?}; expected {known}")))
+                let known = if known.is_empty() {
+                    "no parameter".to_owned()
+                } else {
+                    known.join(", ")
+                };
+                Err(Problem::wrong(format!(
+                    "unknown parameter {name:?}; expected {known}"
+                )))
             }
             None => Ok(Self(pairs)),
         }
     }
 
     pub(super) fn all(self, name: &str) -> Vec<String> {
-        self.0.into_iter().filter(|(known, _)| known == name).map(|(_, value)| value).collect()
+        self.0
+            .into_iter()
+            .filter(|(known, _)| known == name)
+            .map(|(_, value)| value)
+            .collect()
     }
 
     /// # Errors
@@ -41,16 +54,22 @@ impl Query {
         let mut values = self.0.iter().filter(|(known, _)| known == name);
         match (values.next(), values.next()) {
             (first, None) => Ok(first.map(|(_, value)| value.as_str())),
-            _ => Err(Problem::wrong(format!("parameter {name} is given more than once"))),
+            _ => Err(Problem::wrong(format!(
+                "parameter {name} is given more than once"
+            ))),
         }
     }
 
     /// A whole number up to `most`, or `default`.
     pub(super) fn number(&self, name: &str, default: usize, most: usize) -> Result<usize, Problem> {
-        let Some(text) = self.one(name)? else { return Ok(default) };
+        let Some(text) = self.one(name)? else {
+            return Ok(default);
+        };
         let number = text.parse().ok().filter(|number| *number <= most);
         number.ok_or_else(|| {
-            Problem::wrong(format!("{name}={text:?}: expected a whole number from 0 to {most}"))
+            Problem::wrong(format!(
+                "{name}={text:?}: expected a whole number from 0 to {most}"
+            ))
         })
     }
 
@@ -60,7 +79,9 @@ impl Query {
             None => Ok(default),
             Some("true") => Ok(true),
             Some("false") => Ok(false),
-            Some(text) => Err(Problem::wrong(format!("{name}={text:?}: expected true or false"))),
+            Some(text) => Err(Problem::wrong(format!(
+                "{name}={text:?}: expected true or false"
+            ))),
         }
     }
 }
@@ -73,7 +94,10 @@ pub(super) fn key(query: Option<&str>) -> Result<KeyAsked, Problem> {
             "policy=NAME is missing; after it comes a key=VALUE for each value of the policy's key, in order",
         ));
     };
-    Ok(KeyAsked { policy, values: query.all("key") })
+    Ok(KeyAsked {
+        policy,
+        values: query.all("key"),
+    })
 }
 
 /// A JSON object in a body that says that it is JSON.
@@ -81,7 +105,10 @@ pub(super) fn object(
     headers: &HeaderMap,
     body: Result<Bytes, BytesRejection>,
 ) -> Result<serde_json::Map<String, Value>, Problem> {
-    let kind = headers.get(CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
+    let kind = headers
+        .get(CONTENT_TYPE)
+        .and_then(|kind| kind.to_str().ok())
+        .unwrap_or_default();
     let kind = kind.split(';').next().unwrap_or_default().trim();
     // A page elsewhere can send other types without asking anybody.
     if !kind.eq_ignore_ascii_case("application/json") {
@@ -116,7 +143,9 @@ pub(super) fn told(object: &serde_json::Map<String, Value>) -> Result<Told, Prob
     };
     let ip = match text(object, "ip")? {
         None => IpAddr::V4(Ipv4Addr::LOCALHOST),
-        Some(text) => text.parse().map_err(|error| Problem::wrong(format!("ip {text:?}: {error}")))?,
+        Some(text) => text
+            .parse()
+            .map_err(|error| Problem::wrong(format!("ip {text:?}: {error}")))?,
     };
     let certificate = match object.get("client_cert") {
         None | Some(Value::Null) => None,
@@ -124,7 +153,11 @@ pub(super) fn told(object: &serde_json::Map<String, Value>) -> Result<Told, Prob
             only(certificate, "client_cert.", &["san", "cn"])?;
             Some(certificate)
         }
-        Some(_) => return Err(Problem::wrong("client_cert: expected an object with san and cn")),
+        Some(_) => {
+            return Err(Problem::wrong(
+                "client_cert: expected an object with san and cn",
+            ));
+        }
     };
     let named = |name| certificate.map_or(Ok(None), |certificate| text(certificate, name));
     Ok(Told {
@@ -143,14 +176,18 @@ pub(super) fn only(
     known: &[&str],
 ) -> Result<(), Problem> {
     match object.keys().find(|name| !known.contains(&name.as_str())) {
-        Some(name) => {
-            Err(Problem::wrong(format!("unknown key {within}{name:?}; expected {}", known.join(", "))))
-        }
+        Some(name) => Err(Problem::wrong(format!(
+            "unknown key {within}{name:?}; expected {}",
+            known.join(", ")
+        ))),
         None => Ok(()),
     }
 }
 
-pub(super) fn text(object: &serde_json::Map<String, Value>, name: &str) -> Result<Option<String>, Problem> {
+pub(super) fn text(
+    object: &serde_json::Map<String, Value>,
+    name: &str,
+) -> Result<Option<String>, Problem> {
     match object.get(name) {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(text)) => Ok(Some(text.clone())),
@@ -167,9 +204,14 @@ fn headers(value: Option<&Value>) -> Result<Vec<(String, String)>, Problem> {
     };
     let mut headers = Vec::new();
     for (name, value) in object {
-        let values = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+        let values = value
+            .as_array()
+            .map_or(std::slice::from_ref(value), Vec::as_slice);
         for value in values {
-            headers.push((name.clone(), value.as_str().ok_or_else(expected)?.to_owned()));
+            headers.push((
+                name.clone(),
+                value.as_str().ok_or_else(expected)?.to_owned(),
+            ));
         }
     }
     Ok(headers)

@@ -19,7 +19,10 @@ const STYLES_HERE: &str = "<!--STYLES-->";
 const SCRIPTS_HERE: &str = "<!--SCRIPTS-->";
 
 /// uPlot is kept as its makers ship it (1.6.32); its licence is beside it.
-const STYLES: [&str; 2] = [include_str!("dashboard/uplot.min.css"), include_str!("dashboard/style.css")];
+const STYLES: [&str; 2] = [
+    include_str!("dashboard/uplot.min.css"),
+    include_str!("dashboard/style.css"),
+];
 
 /// In the order in which they need each other.
 const SCRIPTS: [&str; 6] = [
@@ -47,11 +50,21 @@ static PAGE: LazyLock<Page> = LazyLock::new(|| Page {
 pub(super) async fn page() -> Response {
     let Page { html, policy } = &*PAGE;
     let kind = HeaderValue::from_static("text/html; charset=utf-8");
-    ([(CONTENT_TYPE, kind), (CONTENT_SECURITY_POLICY, policy.clone())], html.as_str()).into_response()
+    (
+        [
+            (CONTENT_TYPE, kind),
+            (CONTENT_SECURITY_POLICY, policy.clone()),
+        ],
+        html.as_str(),
+    )
+        .into_response()
 }
 
 fn each(tag: &str, texts: &[&str]) -> String {
-    texts.iter().map(|text| format!("<{tag}>{text}</{tag}>\n")).collect()
+    texts
+        .iter()
+        .map(|text| format!("<{tag}>{text}</{tag}>\n"))
+        .collect()
 }
 
 /// What the page may do (CSP level 3).
@@ -80,20 +93,35 @@ mod tests {
     #[test]
     fn the_page_is_whole_small_and_its_own() {
         let Page { html, policy } = &*PAGE;
-        assert!(html.len() < 150 << 10, "{} bytes: who looks by a slow tunnel waits", html.len());
+        assert!(
+            html.len() < 150 << 10,
+            "{} bytes: who looks by a slow tunnel waits",
+            html.len()
+        );
         assert!(!html.contains(STYLES_HERE) && !html.contains(SCRIPTS_HERE));
         assert!(!policy.to_str().unwrap().contains("unsafe"));
         let ours = SCRIPTS.iter().skip(1).chain([&FRAME]).chain(&STYLES);
         for text in ours {
             assert!(!text.contains('\r'), "a browser would hash it without");
             for way in ["src=", "@import", "url(", "https://", "eval("] {
-                assert!(!text.contains(way), "{way} brings something in from elsewhere");
+                assert!(
+                    !text.contains(way),
+                    "{way} brings something in from elsewhere"
+                );
             }
         }
         for script in SCRIPTS {
             assert!(!script.contains("</script"));
-            for sink in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write"] {
-                assert!(!script.contains(&format!(".{sink}")), "{sink} makes markup from text");
+            for sink in [
+                "innerHTML",
+                "outerHTML",
+                "insertAdjacentHTML",
+                "document.write",
+            ] {
+                assert!(
+                    !script.contains(&format!(".{sink}")),
+                    "{sink} makes markup from text"
+                );
             }
         }
     }

@@ -46,7 +46,10 @@ pub(super) fn phase(phase: Phase) -> &'static str {
 /// What somebody should look at, and what to do.
 pub(super) fn hints(observed: &Observed, untrusted_forwarding: u64) -> Vec<&'static str> {
     let all = [
-        (!observed.store_up, "the store is away: policies decide by on_store_failure"),
+        (
+            !observed.store_up,
+            "the store is away: policies decide by on_store_failure",
+        ),
         (
             !observed.reload_errors.is_empty(),
             "the newest configuration is wrong: the last good one is in effect",
@@ -58,11 +61,17 @@ pub(super) fn hints(observed: &Observed, untrusted_forwarding: u64) -> Vec<&'sta
              dashboard say which peer",
         ),
     ];
-    all.into_iter().filter(|(holds, _)| *holds).map(|(_, hint)| hint).collect()
+    all.into_iter()
+        .filter(|(holds, _)| *holds)
+        .map(|(_, hint)| hint)
+        .collect()
 }
 
 pub(super) async fn metrics(State(view): State<View>, headers: HeaderMap) -> Response {
-    let accept = headers.get(ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
+    let accept = headers
+        .get(ACCEPT)
+        .and_then(|accept| accept.to_str().ok())
+        .unwrap_or_default();
     let format = Format::accepted(accept);
     match aside(move || view.metrics.page(&(view.observe)(), format)).await {
         Ok(page) => ([(CONTENT_TYPE, format.content_type())], page).into_response(),

@@ -68,7 +68,11 @@ impl Listener {
         let bound = Bound::take(address, SOCKET_MODE)?;
         bound.listen(BACKLOG)?;
         let address = bound.address()?;
-        Ok(Self { address, accepting: bound.into_accepting()?, router })
+        Ok(Self {
+            address,
+            accepting: bound.into_accepting()?,
+            router,
+        })
     }
 
     /// Where it listens: the port that the system chose if none was asked for.
@@ -80,7 +84,9 @@ impl Listener {
     pub async fn run(self) {
         let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         loop {
-            let Ok(permit) = Arc::clone(&room).acquire_owned().await else { return };
+            let Ok(permit) = Arc::clone(&room).acquire_owned().await else {
+                return;
+            };
             let router = self.router.clone();
             let accepted = match &self.accepting {
                 Accepting::Tcp(listener) => listener
@@ -125,7 +131,9 @@ async fn serve(socket: impl AsyncRead + AsyncWrite + Unpin, peer: Peer, router: 
         Err(_late) => {
             connection.as_mut().graceful_shutdown();
             // Cut if it takes longer.
-            timeout(LAST_ANSWER_TIME, connection).await.unwrap_or(Ok(()))
+            timeout(LAST_ANSWER_TIME, connection)
+                .await
+                .unwrap_or(Ok(()))
         }
     };
     if let Err(error) = ended {

@@ -34,19 +34,26 @@ pub(super) const OPENAPI: &str = include_str!("openapi.json");
 pub(super) async fn aside<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Problem> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .map_err(|error| Problem::new(StatusCode::INTERNAL_SERVER_ERROR, format!("this is a bug: {error}")))
+    tokio::task::spawn_blocking(work).await.map_err(|error| {
+        Problem::new(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            format!("this is a bug: {error}"),
+        )
+    })
 }
 
-pub(super) async fn config(State(view): State<View>, RawQuery(query): RawQuery) -> Result<Response, Problem> {
+pub(super) async fn config(
+    State(view): State<View>,
+    RawQuery(query): RawQuery,
+) -> Result<Response, Problem> {
     Query::parse(query.as_deref(), &[])?;
     aside(move || {
         let observed = (view.observe)();
         let errors = json!(observed.reload_errors);
         let (generation, config) = (observed.generation, (view.config)());
-        let body =
-            format!("{{\"generation\":{generation},\"reload_errors\":{errors},\"config\":{config}}}\n");
+        let body = format!(
+            "{{\"generation\":{generation},\"reload_errors\":{errors},\"config\":{config}}}\n"
+        );
         ([(CONTENT_TYPE, "application/json")], harmless(&body)).into_response()
     })
     .await
@@ -58,11 +65,21 @@ pub(super) async fn openapi() -> Response {
 }
 
 /// Each policy: what it is, what it did since the start, in the last hour by minute and in the last day by hour.
-pub(super) async fn policies(State(view): State<View>, RawQuery(query): RawQuery) -> Result<Json, Problem> {
+pub(super) async fn policies(
+    State(view): State<View>,
+    RawQuery(query): RawQuery,
+) -> Result<Json, Problem> {
     let query = Query::parse(query.as_deref(), &["policy", "limit", "offset", "history"])?;
-    let (most, offset) = (query.number("limit", PAGE, MAX_PAGE)?, query.number("offset", 0, MAX_OFFSET)?);
+    let (most, offset) = (
+        query.number("limit", PAGE, MAX_PAGE)?,
+        query.number("offset", 0, MAX_OFFSET)?,
+    );
     let with_history = query.flag("history", true)?;
-    let selection = Selection { names: query.all("policy"), offset, most };
+    let selection = Selection {
+        names: query.all("policy"),
+        offset,
+        most,
+    };
     aside(move || {
         let selected = (view.policies)(&selection);
         let names = selected.policies.iter().map(|policy| &*policy.name);
@@ -71,7 +88,10 @@ pub(super) async fn policies(State(view): State<View>, RawQuery(query): RawQuery
             let mut told = policy.about.clone();
             if let Some(tally) = &policy.tally {
                 told.extend(named(DECISIONS, tally.requests()));
-                told.insert("degraded_by".to_owned(), Value::Object(named_pairs(tally.degraded())));
+                told.insert(
+                    "degraded_by".to_owned(),
+                    Value::Object(named_pairs(tally.degraded())),
+                );
             }
             if with_history {
                 told.extend(history(past.as_ref()));
@@ -87,7 +107,10 @@ pub(super) async fn policies(State(view): State<View>, RawQuery(query): RawQuery
         });
         if let Some(body) = body.as_object_mut().filter(|_| with_history) {
             let Axis { minutes, hours } = axis;
-            body.extend([("minutes".to_owned(), json!(minutes)), ("hours".to_owned(), json!(hours))]);
+            body.extend([
+                ("minutes".to_owned(), json!(minutes)),
+                ("hours".to_owned(), json!(hours)),
+            ]);
         }
         Json(StatusCode::OK, body)
     })
@@ -98,17 +121,29 @@ pub(super) async fn policies(State(view): State<View>, RawQuery(query): RawQuery
 fn history(past: Option<&Past>) -> [(String, Value); 2] {
     let series = |parts: &[[u32; PAST.len()]]| {
         let columns = PAST.iter().enumerate().filter_map(|(at, name)| {
-            let column: Vec<u32> = parts.iter().filter_map(|did| did.get(at).copied()).collect();
-            column.iter().any(|count| *count > 0).then(|| ((*name).to_owned(), json!(column)))
+            let column: Vec<u32> = parts
+                .iter()
+                .filter_map(|did| did.get(at).copied())
+                .collect();
+            column
+                .iter()
+                .any(|count| *count > 0)
+                .then(|| ((*name).to_owned(), json!(column)))
         });
         Value::Object(columns.collect())
     };
     let (minutes, hours) = past.map_or((&[][..], &[][..]), |past| (&past.minutes, &past.hours));
-    [("last_hour".to_owned(), series(minutes)), ("last_day".to_owned(), series(hours))]
+    [
+        ("last_hour".to_owned(), series(minutes)),
+        ("last_day".to_owned(), series(hours)),
+    ]
 }
 
 /// What a dashboard shows beside the policies, all at once.
-pub(super) async fn overview(State(view): State<View>, RawQuery(query): RawQuery) -> Result<Json, Problem> {
+pub(super) async fn overview(
+    State(view): State<View>,
+    RawQuery(query): RawQuery,
+) -> Result<Json, Problem> {
     let query = Query::parse(query.as_deref(), &["seconds"])?;
     let seconds = query.number("seconds", SECONDS_SHOWN, SECONDS)?;
     aside(move || Json(StatusCode::OK, tell(&view, seconds))).await
@@ -120,8 +155,11 @@ fn tell(view: &View, most: usize) -> Value {
     let (window_s, times) = view.history.times();
     let untrusted = view.metrics.untrusted_forwarding();
     let answers = view.metrics.answers();
-    let totals =
-        Answer::ALL.map(|answer| told(answer, |one| answers.get(one as usize).copied().unwrap_or_default()));
+    let totals = Answer::ALL.map(|answer| {
+        told(answer, |one| {
+            answers.get(one as usize).copied().unwrap_or_default()
+        })
+    });
     json!({
         "instance": {
             "id": view.about.instance,
@@ -185,14 +223,29 @@ fn by_second(from_s: u64, seconds: &[Second]) -> Value {
     columns.insert("at".to_owned(), json!(at));
     for answer in Answer::ALL {
         let count = |second: &Second| {
-            told(answer, |one| second.answers.get(one as usize).copied().map_or(0, u64::from)).1
+            told(answer, |one| {
+                second
+                    .answers
+                    .get(one as usize)
+                    .copied()
+                    .map_or(0, u64::from)
+            })
+            .1
         };
         let (name, _) = told(answer, |_| 0);
-        columns.insert(name.to_owned(), json!(seconds.iter().map(count).collect::<Vec<_>>()));
+        columns.insert(
+            name.to_owned(),
+            json!(seconds.iter().map(count).collect::<Vec<_>>()),
+        );
     }
     for class in 0..CLASSES {
-        let column = seconds.iter().filter_map(|second| second.classes.get(class));
-        columns.insert(format!("{}xx", class + 1), json!(column.collect::<Vec<_>>()));
+        let column = seconds
+            .iter()
+            .filter_map(|second| second.classes.get(class));
+        columns.insert(
+            format!("{}xx", class + 1),
+            json!(column.collect::<Vec<_>>()),
+        );
     }
     Value::Object(columns)
 }
@@ -208,7 +261,10 @@ fn told(answer: Answer, count: impl Fn(Answer) -> u64) -> (&'static str, u64) {
 }
 
 fn latency(window_s: u64, times: &Times) -> Value {
-    let decisions = times.decisions.iter().filter(|(_, buckets)| buckets.count() > 0);
+    let decisions = times
+        .decisions
+        .iter()
+        .filter(|(_, buckets)| buckets.count() > 0);
     json!({
         "window_s": window_s,
         "decisions": Value::Object(
@@ -224,13 +280,24 @@ fn quantiles(buckets: &Buckets) -> Value {
 }
 
 /// Who is refused most, by key and by path.
-pub(super) async fn top(State(view): State<View>, RawQuery(query): RawQuery) -> Result<Json, Problem> {
+pub(super) async fn top(
+    State(view): State<View>,
+    RawQuery(query): RawQuery,
+) -> Result<Json, Problem> {
     let query = Query::parse(query.as_deref(), &["n", "policy"])?;
     let most = query.number("n", RANKS, MAX_RANKS)?;
     let policy = query.one("policy")?.map(str::to_owned);
     aside(move || {
-        let rank = |what| ranking(&view.metrics.top().ranking(what, policy.as_deref(), most), what);
-        Json(StatusCode::OK, json!({ "keys": rank(Ranked::Keys), "paths": rank(Ranked::Paths) }))
+        let rank = |what| {
+            ranking(
+                &view.metrics.top().ranking(what, policy.as_deref(), most),
+                what,
+            )
+        };
+        Json(
+            StatusCode::OK,
+            json!({ "keys": rank(Ranked::Keys), "paths": rank(Ranked::Paths) }),
+        )
     })
     .await
 }
@@ -261,5 +328,8 @@ fn named<const N: usize>(names: [&str; N], counts: [u64; N]) -> Map<String, Valu
 }
 
 fn named_pairs<'n>(pairs: impl IntoIterator<Item = (&'n str, u64)>) -> Map<String, Value> {
-    pairs.into_iter().map(|(name, count)| (name.to_owned(), json!(count))).collect()
+    pairs
+        .into_iter()
+        .map(|(name, count)| (name.to_owned(), json!(count)))
+        .collect()
 }

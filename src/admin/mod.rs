@@ -166,6 +166,8 @@ impl fmt::Debug for Token {
 
 impl fmt::Debug for View {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("View").field("about", &self.about).finish_non_exhaustive()
+        f.debug_struct("View")
+            .field("about", &self.about)
+            .finish_non_exhaustive()
     }
 }

@@ -29,15 +29,24 @@ fn all() -> Vec<(&'static str, MethodRouter<View>)> {
 }
 
 fn health() -> Vec<(&'static str, MethodRouter<View>)> {
-    vec![("/livez", get(health::live)), ("/readyz", get(health::ready)), ("/metrics", get(health::metrics))]
+    vec![
+        ("/livez", get(health::live)),
+        ("/readyz", get(health::ready)),
+        ("/metrics", get(health::metrics)),
+    ]
 }
 
 pub(super) fn admin(settings: AdminSettings, view: View) -> Router {
     let guarded = Guard::new(&settings);
     // Behind the choice of the method: what can't be asked at all is not forbidden.
-    let router = all().into_iter().fold(Router::new(), |router, (path, methods)| {
-        router.route(path, methods.route_layer(from_fn_with_state(guarded.clone(), guard)))
-    });
+    let router = all()
+        .into_iter()
+        .fold(Router::new(), |router, (path, methods)| {
+            router.route(
+                path,
+                methods.route_layer(from_fn_with_state(guarded.clone(), guard)),
+            )
+        });
     router
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
         .layer(from_fn_with_state(Arc::new(settings), require_known_host))
@@ -47,8 +56,11 @@ pub(super) fn admin(settings: AdminSettings, view: View) -> Router {
 
 /// Only what gives nothing away; whatever name it is called by, as Prometheus finds it under many.
 pub(super) fn probes(view: View) -> Router {
-    let router =
-        health().into_iter().fold(Router::new(), |router, (path, methods)| router.route(path, methods));
+    let router = health()
+        .into_iter()
+        .fold(Router::new(), |router, (path, methods)| {
+            router.route(path, methods)
+        });
     router.layer(from_fn(finish)).with_state(view)
 }
 
@@ -61,7 +73,12 @@ mod tests {
     #[test]
     fn the_document_tells_of_every_route_and_of_no_other() {
         let document: Value = serde_json::from_str(looks::OPENAPI).unwrap();
-        let mut told: Vec<&str> = document["paths"].as_object().unwrap().keys().map(String::as_str).collect();
+        let mut told: Vec<&str> = document["paths"]
+            .as_object()
+            .unwrap()
+            .keys()
+            .map(String::as_str)
+            .collect();
         let mut routes: Vec<&str> = all().iter().map(|(path, _)| *path).collect();
         told.sort_unstable();
         routes.sort_unstable();

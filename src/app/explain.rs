@@ -53,43 +53,74 @@ pub(crate) async fn explain<'t>(
 ) -> Result<Explained<'t>, Unclear> {
     let mut parts = head(told).map_err(Unclear::NoRequest)?;
     let text = |text: &Option<String>| text.as_deref().map(Into::into);
-    let certificate = Subject { san: text(&told.client_cert_san), cn: text(&told.client_cert_cn) };
+    let certificate = Subject {
+        san: text(&told.client_cert_san),
+        cn: text(&told.client_cert_cn),
+    };
     let inbound = Inbound::read(&mut parts, told.ip, table).map_err(|fault| {
-        Unclear::TurnedAway(format!("the request is refused before any policy sees it: {fault}"))
+        Unclear::TurnedAway(format!(
+            "the request is refused before any policy sees it: {fault}"
+        ))
     })?;
-    let explanation = enforcer::explain(store, table, &inbound.facts(&parts, Some(&certificate))).await;
-    Ok(Explained { explanation, token: inbound.token_fault().map(|fault| fault.to_string()) })
+    let explanation =
+        enforcer::explain(store, table, &inbound.facts(&parts, Some(&certificate))).await;
+    Ok(Explained {
+        explanation,
+        token: inbound.token_fault().map(|fault| fault.to_string()),
+    })
 }
 
 fn head(told: &Told) -> Result<request::Parts, String> {
-    let method: Method = told.method.parse().map_err(|error| format!("method {:?}: {error}", told.method))?;
-    let uri: Uri = told.url.parse().map_err(|error| format!("{:?} is no URL: {error}", told.url))?;
+    let method: Method = told
+        .method
+        .parse()
+        .map_err(|error| format!("method {:?}: {error}", told.method))?;
+    let uri: Uri = told
+        .url
+        .parse()
+        .map_err(|error| format!("{:?} is no URL: {error}", told.url))?;
     let mut request = Request::builder().method(method);
     let mut has_host = false;
     for (name, value) in &told.headers {
-        let name: HeaderName = name.parse().map_err(|error| format!("header name {name:?}: {error}"))?;
-        let value =
-            HeaderValue::from_str(value).map_err(|error| format!("header value {value:?}: {error}"))?;
+        let name: HeaderName = name
+            .parse()
+            .map_err(|error| format!("header name {name:?}: {error}"))?;
+        let value = HeaderValue::from_str(value)
+            .map_err(|error| format!("header value {value:?}: {error}"))?;
         has_host |= name == http::header::HOST;
         request = request.header(name, value);
     }
     if !has_host {
-        request = request.header("host", uri.authority().map_or("localhost", |authority| authority.as_str()));
+        request = request.header(
+            "host",
+            uri.authority()
+                .map_or("localhost", |authority| authority.as_str()),
+        );
     }
-    let request = request.uri(uri).body(()).map_err(|error| error.to_string())?;
+    let request = request
+        .uri(uri)
+        .body(())
+        .map_err(|error| error.to_string())?;
     Ok(request.into_parts().0)
 }
 
 /// `known`: where the limits stand may be believed.
 pub(crate) fn expected<'t>(explanation: &Explanation<'t>, known: bool) -> Expected<'t> {
     let (mut full, mut limited) = (Vec::new(), false);
-    for (policy, step) in explanation.steps.iter().filter(|(policy, _)| !policy.shadow) {
+    for (policy, step) in explanation
+        .steps
+        .iter()
+        .filter(|(policy, _)| !policy.shadow)
+    {
         match step {
             Step::Denies => return Expected::Denied(&policy.name),
             Step::CannotKey(_) => return Expected::CannotKey(&policy.name),
             Step::Limits(limits) => {
                 limited = true;
-                let is_full = limits.standings.iter().any(|standing| standing.remaining < limits.cost);
+                let is_full = limits
+                    .standings
+                    .iter()
+                    .any(|standing| standing.remaining < limits.cost);
                 if is_full || limits.blocked_until_us.is_some() {
                     full.push(&*policy.name);
                 }
@@ -154,10 +185,16 @@ pub(crate) fn turned_away(why: &str) -> Value {
 fn outcome(expected: &Expected<'_>) -> Value {
     match expected {
         Expected::Denied(policy) => json!({ "status": 403, "decision": "denied", "by": [policy] }),
-        Expected::CannotKey(policy) => json!({ "status": 400, "decision": "malformed", "by": [policy] }),
-        Expected::Rejected(policies) => json!({ "status": 429, "decision": "rejected", "by": policies }),
+        Expected::CannotKey(policy) => {
+            json!({ "status": 400, "decision": "malformed", "by": [policy] })
+        }
+        Expected::Rejected(policies) => {
+            json!({ "status": 429, "decision": "rejected", "by": policies })
+        }
         Expected::Free => json!({ "decision": "allowed", "why": "no limit applies" }),
         Expected::Admitted => json!({ "decision": "allowed" }),
-        Expected::Depends => json!({ "decision": null, "why": "where the limits stand is not known" }),
+        Expected::Depends => {
+            json!({ "decision": null, "why": "where the limits stand is not known" })
+        }
     }
 }

@@ -44,7 +44,11 @@ pub(crate) struct Stand {
 ///
 /// # Errors
 /// [`NoKey`]: there is no such policy, it has no limits, or these are no values of its key.
-pub(crate) fn find<'t>(table: &'t PolicyTable, policy: &str, values: &[String]) -> Result<Found<'t>, NoKey> {
+pub(crate) fn find<'t>(
+    table: &'t PolicyTable,
+    policy: &str,
+    values: &[String],
+) -> Result<Found<'t>, NoKey> {
     let policies = table.policies();
     let Some(policy) = policies.iter().find(|known| *known.name == *policy) else {
         let names: BTreeSet<&str> = policies.iter().map(|policy| &*policy.name).collect();
@@ -56,11 +60,20 @@ pub(crate) fn find<'t>(table: &'t PolicyTable, policy: &str, values: &[String]) 
         )));
     };
     let Action::Limit(quota) = &policy.action else {
-        return Err(NoKey::Values(format!("policy {} has no limits", policy.name)));
+        return Err(NoKey::Values(format!(
+            "policy {} has no limits",
+            policy.name
+        )));
     };
-    let (key, limits) =
-        quota.select_by_hand(&policy.name, values, &table.client, &table.path).map_err(NoKey::Values)?;
-    Ok(Found { policy, quota, key, limits })
+    let (key, limits) = quota
+        .select_by_hand(&policy.name, values, &table.client, &table.path)
+        .map_err(NoKey::Values)?;
+    Ok(Found {
+        policy,
+        quota,
+        key,
+        limits,
+    })
 }
 
 impl Found<'_> {
@@ -68,7 +81,11 @@ impl Found<'_> {
     pub(crate) fn charges(&self) -> Vec<Charge<'_>> {
         let limits = self.limits.iter().map(|named| &named.limit);
         let kept = self.quota.block.iter().chain(limits);
-        kept.map(|limit| Charge { shards: self.quota.shards, ..Charge::new(limit, &self.key, 0) }).collect()
+        kept.map(|limit| Charge {
+            shards: self.quota.shards,
+            ..Charge::new(limit, &self.key, 0)
+        })
+        .collect()
     }
 
     /// Looks, all limits at one moment, and changes nothing.
@@ -76,22 +93,34 @@ impl Found<'_> {
         let decision = store.decide(&self.charges()).await?;
         let mut standings = decision.standings.into_iter().flatten();
         let blocked_until_us = self.quota.block.and_then(|_| standings.next()?.grows_at_us);
-        Ok(Stand { now_us: decision.now_us, blocked_until_us, standings: standings.collect() })
+        Ok(Stand {
+            now_us: decision.now_us,
+            blocked_until_us,
+            standings: standings.collect(),
+        })
     }
 
     /// Whether a request would be refused that costs the least that one costs.
     pub(crate) fn is_full(&self, stand: &Stand) -> bool {
         let least = self.quota.cost.least();
-        stand.blocked_until_us.is_some() || stand.standings.iter().any(|standing| standing.remaining < least)
+        stand.blocked_until_us.is_some()
+            || stand
+                .standings
+                .iter()
+                .any(|standing| standing.remaining < least)
     }
 
     /// For programs.
     pub(crate) fn in_json(&self, stand: &Stand) -> Value {
-        let limits = self.limits.iter().zip(&stand.standings).map(|(named, standing)| {
-            let mut told = limits::told(named);
-            told.extend(limits::stands(&named.limit, standing, stand.now_us));
-            Value::Object(told)
-        });
+        let limits = self
+            .limits
+            .iter()
+            .zip(&stand.standings)
+            .map(|(named, standing)| {
+                let mut told = limits::told(named);
+                told.extend(limits::stands(&named.limit, standing, stand.now_us));
+                Value::Object(told)
+            });
         let left = |until_us: u64| limits::seconds(until_us.saturating_sub(stand.now_us));
         json!({
             "policy": self.policy.name,

@@ -20,7 +20,9 @@ pub(crate) fn algorithm(algorithm: Algorithm) -> &'static str {
 
 /// What a limit is, in the words of the configuration; durations in seconds.
 pub(crate) fn told(named: &NamedLimit) -> Map<String, Value> {
-    let Limit { requests, per_us, .. } = named.limit;
+    let Limit {
+        requests, per_us, ..
+    } = named.limit;
     let mut told = Map::new();
     let mut tell = |name: &str, value: Value| told.insert(name.to_owned(), value);
     tell("name", json!(named.name));
@@ -52,7 +54,9 @@ pub(crate) fn told(named: &NamedLimit) -> Map<String, Value> {
 /// Where it stands at `now_us`: units used and remaining, and the seconds until more remain (null: nothing is used).
 pub(crate) fn stands(limit: &Limit, standing: &Standing, now_us: u64) -> [(String, Value); 3] {
     let used = limit.capacity().saturating_sub(standing.remaining);
-    let grows = standing.grows_at_us.map(|at_us| seconds(at_us.saturating_sub(now_us)));
+    let grows = standing
+        .grows_at_us
+        .map(|at_us| seconds(at_us.saturating_sub(now_us)));
     [
         ("used".to_owned(), json!(used)),
         ("remaining".to_owned(), json!(standing.remaining)),

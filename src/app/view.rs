@@ -4,7 +4,9 @@ use super::explain::{self, Unclear};
 use super::keys::{self, Found, NoKey};
 use super::limits;
 use super::{Doors, Stopper, Stores};
-use crate::admin::{About, Asking, Described, Draining, Fault, KeyAsked, Selected, Selection, Told, View};
+use crate::admin::{
+    About, Asking, Described, Draining, Fault, KeyAsked, Selected, Selection, Told, View,
+};
 use crate::clock;
 use crate::config::Words;
 use crate::enforcer::Live;
@@ -77,8 +79,12 @@ impl Watched {
             config: Arc::new(move || Arc::clone(&config.reload.lock().effective)),
             policies: Arc::new(move |selection| policies.policies(selection)),
             key: Arc::new(move |asked| here(&key, |this| async move { this.key(&asked).await })),
-            reset: Arc::new(move |asked| here(&reset, |this| async move { this.reset(&asked).await })),
-            explain: Arc::new(move |told| here(&explain, |this| async move { this.explain(&told).await })),
+            reset: Arc::new(move |asked| {
+                here(&reset, |this| async move { this.reset(&asked).await })
+            }),
+            explain: Arc::new(move |told| {
+                here(&explain, |this| async move { this.explain(&told).await })
+            }),
             drain: Arc::new(move || drain.drain()),
         }
     }
@@ -87,9 +93,23 @@ impl Watched {
         let (store_up, breaker_open, store_errors, memory) = match &self.stores {
             Stores::Memory(memory) => {
                 let (keys, bytes, evictions) = (memory.keys(), memory.bytes(), memory.evicted());
-                (true, false, Vec::new(), Some(MemoryUse { keys, bytes, evictions }))
+                (
+                    true,
+                    false,
+                    Vec::new(),
+                    Some(MemoryUse {
+                        keys,
+                        bytes,
+                        evictions,
+                    }),
+                )
             }
-            Stores::Redis(redis, _) => (redis.is_up(), redis.breaker_open(), redis.errors().collect(), None),
+            Stores::Redis(redis, _) => (
+                redis.is_up(),
+                redis.breaker_open(),
+                redis.errors().collect(),
+                None,
+            ),
         };
         let (instances, lease_units_lost) = match &self.stores {
             Stores::Memory(_) => (None, None),
@@ -134,30 +154,55 @@ impl Watched {
 
     fn drain(&self) -> Draining {
         self.stopper.drain("admin");
-        Draining { delay: self.shutdown.delay, grace: self.shutdown.grace }
+        Draining {
+            delay: self.shutdown.delay,
+            grace: self.shutdown.grace,
+        }
     }
 
     /// In the order in which they apply; those that are off come last.
     fn policies(&self, selection: &Selection) -> Selected {
         let (rules, words) = (self.live.rules(), self.words.load());
-        let is_asked =
-            |name: &str| selection.names.is_empty() || selection.names.iter().any(|asked| asked == name);
-        let sentences: HashMap<&str, &str> =
-            words.iter().map(|words| (&*words.policy, words.sentence.as_str())).collect();
-        let on = rules.table.policies().iter().zip(rules.tallies()).filter(|(p, _)| is_asked(&p.name));
-        let off = words.iter().filter(|words| words.off && is_asked(&words.policy));
+        let is_asked = |name: &str| {
+            selection.names.is_empty() || selection.names.iter().any(|asked| asked == name)
+        };
+        let sentences: HashMap<&str, &str> = words
+            .iter()
+            .map(|words| (&*words.policy, words.sentence.as_str()))
+            .collect();
+        let on = rules
+            .table
+            .policies()
+            .iter()
+            .zip(rules.tallies())
+            .filter(|(p, _)| is_asked(&p.name));
+        let off = words
+            .iter()
+            .filter(|words| words.off && is_asked(&words.policy));
         let total = on.clone().count() + off.clone().count();
         let on = on.map(|(policy, tally)| {
             let sentence = sentences.get(&*policy.name).copied().unwrap_or_default();
             let (name, about) = (policy.name.clone(), describe(policy, sentence));
-            Described { name, about, tally: Some(Arc::clone(tally)) }
+            Described {
+                name,
+                about,
+                tally: Some(Arc::clone(tally)),
+            }
         });
         let off = off.map(|words| {
             let told = json!({ "name": words.policy, "mode": "off", "words": words.sentence });
             let about = told.as_object().cloned().unwrap_or_default();
-            Described { name: words.policy.clone(), about, tally: None }
+            Described {
+                name: words.policy.clone(),
+                about,
+                tally: None,
+            }
         });
-        let policies = on.chain(off).skip(selection.offset).take(selection.most).collect();
+        let policies = on
+            .chain(off)
+            .skip(selection.offset)
+            .take(selection.most)
+            .collect();
         Selected { total, policies }
     }
 
@@ -165,8 +210,10 @@ impl Watched {
         self.is_there()?;
         let rules = self.live.rules();
         let found = keys::find(&rules.table, &asked.policy, &asked.values).map_err(fault)?;
-        let stand =
-            found.look(&self.stores.for_looking().await).await.map_err(|e| Fault::Away(e.to_string()))?;
+        let stand = found
+            .look(&self.stores.for_looking().await)
+            .await
+            .map_err(|e| Fault::Away(e.to_string()))?;
         let mut told = found.in_json(&stand);
         if let Some(told) = told.as_object_mut() {
             told.insert("counters".to_owned(), json!(self.counters(&found)));
@@ -178,9 +225,11 @@ impl Watched {
     fn counters(&self, found: &Found<'_>) -> Vec<String> {
         match &self.stores {
             Stores::Memory(_) => Vec::new(),
-            Stores::Redis(shared, _) => {
-                found.charges().iter().flat_map(|charge| shared.counters(charge)).collect()
-            }
+            Stores::Redis(shared, _) => found
+                .charges()
+                .iter()
+                .flat_map(|charge| shared.counters(charge))
+                .collect(),
         }
     }
 
@@ -188,10 +237,19 @@ impl Watched {
         self.is_there()?;
         let rules = self.live.rules();
         let found = keys::find(&rules.table, &asked.policy, &asked.values).map_err(fault)?;
-        let count = found.reset(&self.stores).await.map_err(|error| Fault::Away(error.to_string()))?;
+        let count = found
+            .reset(&self.stores)
+            .await
+            .map_err(|error| Fault::Away(error.to_string()))?;
         // Who, as the log names keys: without what the client has written.
-        tracing::info!(policy = asked.policy, counters = count, "a key was reset by hand");
-        Ok(json!({ "policy": asked.policy, "key": found.key.readable(), "counters_forgotten": count }))
+        tracing::info!(
+            policy = asked.policy,
+            counters = count,
+            "a key was reset by hand"
+        );
+        Ok(
+            json!({ "policy": asked.policy, "key": found.key.readable(), "counters_forgotten": count }),
+        )
     }
 
     async fn explain(&self, told: &Told) -> Result<Value, Fault> {
@@ -207,9 +265,9 @@ impl Watched {
     /// Nobody waits for a store that is known to be away.
     fn is_there(&self) -> Result<(), Fault> {
         match &self.stores {
-            Stores::Redis(redis, _) if !redis.is_up() => {
-                Err(Fault::Away("the store is away: where its keys stand is not known".to_owned()))
-            }
+            Stores::Redis(redis, _) if !redis.is_up() => Err(Fault::Away(
+                "the store is away: where its keys stand is not known".to_owned(),
+            )),
             _ => Ok(()),
         }
     }
@@ -225,7 +283,10 @@ fn here<F: Future<Output = Result<Value, Fault>> + 'static>(
         let _permit = room.acquire_owned().await;
         work(this).await
     });
-    Box::pin(async move { task.await.unwrap_or_else(|error| Err(Fault::Away(error.to_string()))) })
+    Box::pin(async move {
+        task.await
+            .unwrap_or_else(|error| Err(Fault::Away(error.to_string())))
+    })
 }
 
 fn fault(no_key: NoKey) -> Fault {
@@ -239,16 +300,33 @@ fn describe(policy: &Policy, sentence: &str) -> Map<String, Value> {
     let mut about = Map::new();
     let mut tell = |name: &str, value: Value| about.insert(name.to_owned(), value);
     tell("name", json!(policy.name));
-    tell("mode", json!(if policy.shadow { "shadow" } else { "enforce" }));
+    tell(
+        "mode",
+        json!(if policy.shadow { "shadow" } else { "enforce" }),
+    );
     tell("words", json!(sentence));
     tell("priority", json!(policy.priority));
     let Action::Limit(quota) = &policy.action else {
-        tell("action", json!(if matches!(policy.action, Action::Allow) { "allow" } else { "deny" }));
+        tell(
+            "action",
+            json!(if matches!(policy.action, Action::Allow) {
+                "allow"
+            } else {
+                "deny"
+            }),
+        );
         return about;
     };
     tell("action", json!("limit"));
     tell("key", json!(quota.key.positions()));
-    tell("limits", quota.limits.iter().map(|named| Value::Object(limits::told(named))).collect());
+    tell(
+        "limits",
+        quota
+            .limits
+            .iter()
+            .map(|named| Value::Object(limits::told(named)))
+            .collect(),
+    );
     tell("overrides", json!(quota.overrides.list().len()));
     tell(
         "on_store_failure",
@@ -258,7 +336,10 @@ fn describe(policy: &Policy, sentence: &str) -> Map<String, Value> {
             OnStoreFailure::Local => "local",
         }),
     );
-    tell("block_s", json!(quota.block.map(|block| limits::seconds(block.per_us))));
+    tell(
+        "block_s",
+        json!(quota.block.map(|block| limits::seconds(block.per_us))),
+    );
     tell(
         "lease",
         json!(quota.lease.map(|lease| json!({

@@ -26,9 +26,13 @@ pub(super) struct Answer {
 /// # Errors
 /// A text for people, if nobody can know.
 pub(super) fn reachable(address: &ListenAddress, key: &str) -> Result<ListenAddress, String> {
-    let ListenAddress::Ip(mut address) = *address else { return Ok(address.clone()) };
+    let ListenAddress::Ip(mut address) = *address else {
+        return Ok(address.clone());
+    };
     if address.port() == 0 {
-        return Err(format!("error: {key} has no port of its own: nobody can know where to ask\n"));
+        return Err(format!(
+            "error: {key} has no port of its own: nobody can know where to ask\n"
+        ));
     }
     if address.ip().is_unspecified() {
         address.set_ip(match address.ip() {
@@ -57,8 +61,9 @@ pub(super) fn ask(
     let mut socket = connect(address)?;
     socket.set_read_timeout(Some(PATIENCE))?;
     socket.set_write_timeout(Some(PATIENCE))?;
-    let token =
-        token.map_or_else(String::new, |token| format!("Authorization: Bearer {}\r\n", token.expose()));
+    let token = token.map_or_else(String::new, |token| {
+        format!("Authorization: Bearer {}\r\n", token.expose())
+    });
     let head = format!(
         "{method} {target} HTTP/1.1\r\nHost: localhost\r\n{token}Content-Length: 0\r\nConnection: close\r\n\r\n"
     );
@@ -95,7 +100,10 @@ fn read(bytes: &[u8]) -> Option<Answer> {
     let text = String::from_utf8_lossy(bytes);
     let (head, body) = text.split_once("\r\n\r\n")?;
     let status = head.strip_prefix("HTTP/1.")?.split(' ').nth(1)?;
-    Some(Answer { status: status.parse().ok()?, body: body.to_owned() })
+    Some(Answer {
+        status: status.parse().ok()?,
+        body: body.to_owned(),
+    })
 }
 
 #[cfg(test)]
@@ -105,11 +113,18 @@ mod tests {
     #[test]
     fn only_answers_are_answers() {
         let status = |text: &str| read(text.as_bytes()).map(|answer| (answer.status, answer.body));
-        assert_eq!(status("HTTP/1.1 200 OK\r\nA: b\r\n\r\nok\n"), Some((200, "ok\n".to_owned())));
+        assert_eq!(
+            status("HTTP/1.1 200 OK\r\nA: b\r\n\r\nok\n"),
+            Some((200, "ok\n".to_owned()))
+        );
         assert_eq!(status("HTTP/1.0 503 x\r\n\r\n"), Some((503, String::new())));
-        for nonsense in
-            ["", "HTTP/1.1 200 OK\r\n", "SSH-2.0-x\r\n\r\n", "HTTP/1.1 abc\r\n\r\n", "HTTP/1.1\r\n\r\n"]
-        {
+        for nonsense in [
+            "",
+            "HTTP/1.1 200 OK\r\n",
+            "SSH-2.0-x\r\n\r\n",
+            "HTTP/1.1 abc\r\n\r\n",
+            "HTTP/1.1\r\n\r\n",
+        ] {
             assert_eq!(status(nonsense), None, "{nonsense:?}");
         }
     }

@@ -15,26 +15,49 @@ pub(super) struct How {
 
 /// Prints each policy in words to `out`, and what is wrong or doubtful to `talk`; as JSON all of it to `out`. Fails if
 /// anything is wrong.
-pub(super) fn run(sources: &Sources, how: How, out: &mut impl Write, talk: &mut impl Write) -> ExitCode {
+pub(super) fn run(
+    sources: &Sources,
+    how: How,
+    out: &mut impl Write,
+    talk: &mut impl Write,
+) -> ExitCode {
     let loaded = config::load(sources);
-    let is_right = loaded.as_ref().is_ok_and(|config| !how.strict || config.warnings.is_empty());
+    let is_right = loaded
+        .as_ref()
+        .is_ok_and(|config| !how.strict || config.warnings.is_empty());
     let (text, findings) = match &loaded {
         _ if how.json => (format!("{:#}\n", in_json(&loaded, is_right)), String::new()),
         Ok(config) => {
-            let words: String = config.words.iter().map(|words| format!("{words}\n")).collect();
-            (words, config.warnings.iter().map(ToString::to_string).collect())
+            let words: String = config
+                .words
+                .iter()
+                .map(|words| format!("{words}\n"))
+                .collect();
+            (
+                words,
+                config.warnings.iter().map(ToString::to_string).collect(),
+            )
         }
         Err(report) => (String::new(), report.to_string()),
     };
     // Whoever closed the pipe has read enough; the exit code still tells.
-    let printed: io::Result<()> =
-        talk.write_all(findings.as_bytes()).and_then(|()| out.write_all(text.as_bytes()));
-    if printed.is_ok() && is_right { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    let printed: io::Result<()> = talk
+        .write_all(findings.as_bytes())
+        .and_then(|()| out.write_all(text.as_bytes()));
+    if printed.is_ok() && is_right {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }
 
 fn in_json(loaded: &Result<Config, Report>, is_right: bool) -> Value {
     let (policies, warnings, errors) = match loaded {
-        Ok(config) => (config.words.as_slice(), config.warnings.as_slice(), [].as_slice()),
+        Ok(config) => (
+            config.words.as_slice(),
+            config.warnings.as_slice(),
+            [].as_slice(),
+        ),
         Err(report) => ([].as_slice(), [].as_slice(), report.diagnostics.as_slice()),
     };
     let policies = policies
@@ -69,10 +92,25 @@ mod tests {
     }
 
     fn check_as(text: &str, how: How) -> (ExitCode, String, String) {
-        let file = FileSource::Text { name: "test.toml".into(), text: text.into() };
+        let file = FileSource::Text {
+            name: "test.toml".into(),
+            text: text.into(),
+        };
         let (mut out, mut talk) = (Vec::new(), Vec::new());
-        let code = run(&Sources { file, ..Sources::default() }, how, &mut out, &mut talk);
-        (code, String::from_utf8(out).unwrap(), String::from_utf8(talk).unwrap())
+        let code = run(
+            &Sources {
+                file,
+                ..Sources::default()
+            },
+            how,
+            &mut out,
+            &mut talk,
+        );
+        (
+            code,
+            String::from_utf8(out).unwrap(),
+            String::from_utf8(talk).unwrap(),
+        )
     }
 
     #[test]
@@ -89,25 +127,40 @@ mod tests {
             "login: POST /api/login, per client IP: at most 5 requests in any 1m window; store away: rejected\n\
              nobody: all requests, all together: at most 0 requests in any 1s window; store away: let through\n"
         );
-        assert!(talk.starts_with("warning: test.toml:10:22: policy[1].limit.requests: 0 refuses"), "{talk}");
+        assert!(
+            talk.starts_with("warning: test.toml:10:22: policy[1].limit.requests: 0 refuses"),
+            "{talk}"
+        );
     }
 
     #[test]
     fn errors_are_not_data() {
         let (code, out, talk) = check("[log]\nlevel = \"loud\"\nformat = \"xml\"\n");
         assert_eq!((code, out.as_str()), (ExitCode::FAILURE, ""));
-        assert!(talk.contains("upstream.url") && talk.ends_with("3 errors\n"), "{talk}");
+        assert!(
+            talk.contains("upstream.url") && talk.ends_with("3 errors\n"),
+            "{talk}"
+        );
     }
 
     #[test]
     fn scripts_get_one_object() {
-        let json = How { json: true, strict: false };
+        let json = How {
+            json: true,
+            strict: false,
+        };
         let doubtful = "upstream.url = \"http://app\"\n[[policy]]\nname = \"a\"\nlimit = { requests = 0, per = \"1s\" }\n";
         let (code, out, talk) = check_as(doubtful, json);
         let told: Value = serde_json::from_str(&out).unwrap();
-        assert_eq!((code, talk.as_str(), &told["ok"]), (ExitCode::SUCCESS, "", &json!(true)));
+        assert_eq!(
+            (code, talk.as_str(), &told["ok"]),
+            (ExitCode::SUCCESS, "", &json!(true))
+        );
         assert_eq!(told["policies"][0]["policy"], "a");
-        assert_eq!((&told["warnings"][0]["line"], &told["warnings"][0]["column"]), (&json!(4), &json!(22)));
+        assert_eq!(
+            (&told["warnings"][0]["line"], &told["warnings"][0]["column"]),
+            (&json!(4), &json!(22))
+        );
 
         let (code, out, _) = check_as("[log]\nlevel = \"loud\"\n", json);
         let told: Value = serde_json::from_str(&out).unwrap();
@@ -116,7 +169,13 @@ mod tests {
             (ExitCode::FAILURE, &json!(false), 2)
         );
 
-        let (code, ..) = check_as(doubtful, How { json: false, strict: true });
+        let (code, ..) = check_as(
+            doubtful,
+            How {
+                json: false,
+                strict: true,
+            },
+        );
         assert_eq!(code, ExitCode::FAILURE);
     }
 }

@@ -17,7 +17,11 @@ use std::process::ExitCode;
 /// The same policies as in the file at the root of the project.
 const CONFIG: &str = include_str!("../../config.toml");
 
-#[allow(clippy::print_stdout, clippy::print_stderr, reason = "the demo talks to a person")]
+#[allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "the demo talks to a person"
+)]
 pub(super) fn run(listen: String, file: Option<PathBuf>) -> ExitCode {
     let upstream = match start_upstream() {
         Ok(address) => address,
@@ -28,13 +32,24 @@ pub(super) fn run(listen: String, file: Option<PathBuf>) -> ExitCode {
     };
     let file = match file {
         Some(path) => FileSource::Path(path),
-        None => FileSource::Text { name: "config.toml".into(), text: CONFIG.into() },
+        None => FileSource::Text {
+            name: "config.toml".into(),
+            text: CONFIG.into(),
+        },
     };
     // No environment: a demo is the same everywhere. But the admin port may be in use.
-    let env = vec![("TIDEGATE_ADMIN__ADDRESS".to_owned(), "127.0.0.1:0".to_owned())];
-    let flags = Flags { upstream: Some(format!("http://{upstream}")), listen: Some(listen) };
+    let env = vec![(
+        "TIDEGATE_ADMIN__ADDRESS".to_owned(),
+        "127.0.0.1:0".to_owned(),
+    )];
+    let flags = Flags {
+        upstream: Some(format!("http://{upstream}")),
+        listen: Some(listen),
+    };
     let sources = Sources { file, env, flags };
-    super::run::run(sources, |addresses| println!("{}", invitation(addresses, upstream)))
+    super::run::run(sources, |addresses| {
+        println!("{}", invitation(addresses, upstream))
+    })
 }
 
 fn invitation(addresses: Addresses, upstream: SocketAddr) -> String {
@@ -71,20 +86,28 @@ fn start_upstream() -> std::io::Result<SocketAddr> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     listener.set_nonblocking(true)?;
     let address = listener.local_addr()?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    std::thread::Builder::new().name("sample-upstream".into()).spawn(move || {
-        runtime.block_on(async move {
-            let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
-            loop {
-                // A failed accept is the client's trouble; the demo goes on.
-                let Ok((socket, _)) = listener.accept().await else { continue };
-                tokio::spawn(
-                    hyper::server::conn::http1::Builder::new()
-                        .serve_connection(TokioIo::new(socket), service_fn(answer)),
-                );
-            }
-        });
-    })?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    std::thread::Builder::new()
+        .name("sample-upstream".into())
+        .spawn(move || {
+            runtime.block_on(async move {
+                let Ok(listener) = tokio::net::TcpListener::from_std(listener) else {
+                    return;
+                };
+                loop {
+                    // A failed accept is the client's trouble; the demo goes on.
+                    let Ok((socket, _)) = listener.accept().await else {
+                        continue;
+                    };
+                    tokio::spawn(
+                        hyper::server::conn::http1::Builder::new()
+                            .serve_connection(TokioIo::new(socket), service_fn(answer)),
+                    );
+                }
+            });
+        })?;
     Ok(address)
 }
 
@@ -98,6 +121,9 @@ async fn answer(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Inf
     });
     let mut response = Response::new(Full::from(format!("{seen}\n")));
     *response.status_mut() = StatusCode::OK;
-    response.headers_mut().insert("content-type", http::HeaderValue::from_static("application/json"));
+    response.headers_mut().insert(
+        "content-type",
+        http::HeaderValue::from_static("application/json"),
+    );
     Ok(response)
 }

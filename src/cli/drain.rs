@@ -25,16 +25,26 @@ pub(super) fn run(sources: &Sources, at_most: Option<Duration>) -> Result<String
     let answer = ask(&address, "POST", "/drain", settings.token.as_ref())
         .map_err(|error| format!("error: {address}: {error}\n"))?;
     if answer.status != 202 {
-        return Err(format!("error: {address}: answered {}{}\n", answer.status, detail(&answer)));
+        return Err(format!(
+            "error: {address}: answered {}{}\n",
+            answer.status,
+            detail(&answer)
+        ));
     }
     let at_most = at_most.or_else(|| needs(&answer)).unwrap_or(MARGIN);
     while asked.elapsed() < at_most {
         if is_gone(&address) {
-            return Ok(format!("drained in {:.1} s\n", asked.elapsed().as_secs_f64()));
+            return Ok(format!(
+                "drained in {:.1} s\n",
+                asked.elapsed().as_secs_f64()
+            ));
         }
         sleep(PAUSE);
     }
-    Err(format!("error: {address}: still there after {:.1} s\n", at_most.as_secs_f64()))
+    Err(format!(
+        "error: {address}: still there after {:.1} s\n",
+        at_most.as_secs_f64()
+    ))
 }
 
 /// What a problem says.
@@ -48,11 +58,17 @@ fn detail(answer: &Answer) -> String {
 fn needs(answer: &Answer) -> Option<Duration> {
     let told: Value = serde_json::from_str(&answer.body).ok()?;
     let seconds = |name| told.get(name)?.as_f64();
-    Duration::try_from_secs_f64(seconds("delay_s")? + seconds("grace_s")?).ok()?.checked_add(MARGIN)
+    Duration::try_from_secs_f64(seconds("delay_s")? + seconds("grace_s")?)
+        .ok()?
+        .checked_add(MARGIN)
 }
 
 fn is_gone(address: &ListenAddress) -> bool {
     // Of a Unix socket, the file.
-    let gone = [io::ErrorKind::ConnectionRefused, io::ErrorKind::ConnectionReset, io::ErrorKind::NotFound];
+    let gone = [
+        io::ErrorKind::ConnectionRefused,
+        io::ErrorKind::ConnectionReset,
+        io::ErrorKind::NotFound,
+    ];
     ask(address, "GET", "/livez", None).is_err_and(|error| gone.contains(&error.kind()))
 }

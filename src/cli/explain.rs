@@ -21,7 +21,12 @@ pub(super) fn explain(sources: &Sources, asked: &Asked, as_json: bool) -> Result
     for note in notes {
         eprintln!("note: {}", note.escape_debug());
     }
-    let title = format!("{} {} from {}\n\n", told.method.escape_debug(), told.url.escape_debug(), told.ip);
+    let title = format!(
+        "{} {} from {}\n\n",
+        told.method.escape_debug(),
+        told.url.escape_debug(),
+        told.ip
+    );
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -37,9 +42,10 @@ pub(super) fn explain(sources: &Sources, asked: &Asked, as_json: bool) -> Result
                 Ok(title + &tell(&config, &explained.explanation) + &token)
             }
             Err(Unclear::NoRequest(why)) => Err(format!("error: {why}\n")),
-            Err(Unclear::TurnedAway(why)) if as_json => {
-                Ok(format!("{:#}\n", with_request(&told, explain::turned_away(&why))))
-            }
+            Err(Unclear::TurnedAway(why)) if as_json => Ok(format!(
+                "{:#}\n",
+                with_request(&told, explain::turned_away(&why))
+            )),
             Err(Unclear::TurnedAway(why)) => Err(format!("{title}error: {why}\n")),
         }
     })
@@ -48,12 +54,18 @@ pub(super) fn explain(sources: &Sources, asked: &Asked, as_json: bool) -> Result
 fn in_json(config: &Config, told: &Told, explained: &Explained<'_>) -> String {
     // An empty store in this process says nothing about the proxy's.
     let known = matches!(config.store, StoreSettings::Redis(_));
-    format!("{:#}\n", with_request(told, explain::in_json(explained, known)))
+    format!(
+        "{:#}\n",
+        with_request(told, explain::in_json(explained, known))
+    )
 }
 
 fn with_request(told: &Told, mut answer: serde_json::Value) -> serde_json::Value {
     if let Some(answer) = answer.as_object_mut() {
-        answer.insert("request".to_owned(), json!({ "method": told.method, "url": told.url, "ip": told.ip }));
+        answer.insert(
+            "request".to_owned(),
+            json!({ "method": told.method, "url": told.url, "ip": told.ip }),
+        );
     }
     answer
 }
@@ -81,16 +93,24 @@ fn tell(config: &Config, explanation: &Explanation<'_>) -> String {
             }
             for (at, named) in limits.limits.iter().enumerate() {
                 let standing = limits.standings.get(at).zip(now_us);
-                text.push_str(&format!("  {:<16}   {}\n", "", standing::line(named, standing)));
+                text.push_str(&format!(
+                    "  {:<16}   {}\n",
+                    "",
+                    standing::line(named, standing)
+                ));
             }
         }
     }
     text.push('\n');
     text.push_str(&verdict(explanation, now_us.is_some()));
     if !live {
-        text.push_str("Where limits stand is known only to the running proxy: store.kind is \"memory\".\n");
+        text.push_str(
+            "Where limits stand is known only to the running proxy: store.kind is \"memory\".\n",
+        );
     } else if let Err(unavailable) = &explanation.store {
-        text.push_str(&format!("Where limits stand is not known: {unavailable}.\n"));
+        text.push_str(&format!(
+            "Where limits stand is not known: {unavailable}.\n"
+        ));
     }
     text
 }

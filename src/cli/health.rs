@@ -16,9 +16,10 @@ pub(super) fn run(sources: &Sources, in_json: bool) -> ExitCode {
         Err(report) => return print(Err(report)),
     };
     let (status, error) = match ask(&address, "GET", "/livez", None) {
-        Ok(answer) => {
-            (Some(answer.status), (answer.status != 200).then(|| format!("answered {}", answer.status)))
-        }
+        Ok(answer) => (
+            Some(answer.status),
+            (answer.status != 200).then(|| format!("answered {}", answer.status)),
+        ),
         Err(error) => (None, Some(error.to_string())),
     };
     if !in_json {
@@ -29,7 +30,11 @@ pub(super) fn run(sources: &Sources, in_json: bool) -> ExitCode {
     }
     let told = json!({ "healthy": error.is_none(), "address": address.to_string(), "status": status, "error": error });
     let printed = print(Ok(harmless(&format!("{told}\n"))));
-    if error.is_none() { printed } else { ExitCode::FAILURE }
+    if error.is_none() {
+        printed
+    } else {
+        ExitCode::FAILURE
+    }
 }
 
 fn address(sources: &Sources) -> Result<ListenAddress, String> {

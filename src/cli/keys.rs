@@ -43,7 +43,10 @@ pub(super) struct Which {
 pub(super) fn run(sources: &Sources, command: &Command, as_json: bool) -> Result<String, String> {
     let config = config::load(sources).map_err(|report| report.to_string())?;
     let StoreSettings::Redis(redis) = &config.store else {
-        return Err("error: store.kind is \"memory\": its counters are inside the running proxy\n".to_owned());
+        return Err(
+            "error: store.kind is \"memory\": its counters are inside the running proxy\n"
+                .to_owned(),
+        );
     };
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -69,20 +72,37 @@ async fn list(
     counters.sort_by(|a, b| b.used.cmp(&a.used).then_with(|| a.key.cmp(&b.key)));
     if as_json {
         let counters: Vec<Value> = counters.iter().map(counter).collect();
-        return Ok(format!("{:#}\n", json!({ "counters": counters, "more": more })));
+        return Ok(format!(
+            "{:#}\n",
+            json!({ "counters": counters, "more": more })
+        ));
     }
-    let mut text = format!("{:>10}  {:<24} {:<14} KEY\n", "USED", "COUNTED BY", "FREES IN");
+    let mut text = format!(
+        "{:>10}  {:<24} {:<14} KEY\n",
+        "USED", "COUNTED BY", "FREES IN"
+    );
     for counter in &counters {
         text.push_str(&format!(
             "{:>10}  {:<24} {:<14} {}\n",
             counter.used,
             counted_by(counter),
-            if counter.used == 0 { "-".to_owned() } else { wait(counter.frees_in_us) },
-            counter.readable.as_deref().unwrap_or(&counter.key).escape_debug(),
+            if counter.used == 0 {
+                "-".to_owned()
+            } else {
+                wait(counter.frees_in_us)
+            },
+            counter
+                .readable
+                .as_deref()
+                .unwrap_or(&counter.key)
+                .escape_debug(),
         ));
     }
     if more {
-        text.push_str(&format!("There are more: these {} were looked at (--most).\n", counters.len()));
+        text.push_str(&format!(
+            "There are more: these {} were looked at (--most).\n",
+            counters.len()
+        ));
     }
     Ok(text)
 }
@@ -111,7 +131,10 @@ async fn show(config: &Config, which: &Which, as_json: bool) -> Result<String, S
         text.push_str(&format!("  blocked for {left}\n"));
     }
     for (named, standing) in found.limits.iter().zip(&stand.standings) {
-        text.push_str(&format!("  {}\n", standing::line(named, Some((standing, stand.now_us)))));
+        text.push_str(&format!(
+            "  {}\n",
+            standing::line(named, Some((standing, stand.now_us)))
+        ));
     }
     text.push_str(match (found.is_full(&stand), found.policy.shadow) {
         (true, false) => "Rejected now.\n",
@@ -123,9 +146,13 @@ async fn show(config: &Config, which: &Which, as_json: bool) -> Result<String, S
 
 async fn reset(config: &Config, which: &Which, as_json: bool) -> Result<String, String> {
     let found = which.find(config)?;
-    let count = found.reset(&Stores::new(&config.store)).await.map_err(sentence)?;
+    let count = found
+        .reset(&Stores::new(&config.store))
+        .await
+        .map_err(sentence)?;
     if as_json {
-        let told = json!({ "policy": found.policy.name, "key": found.key.readable(), "forgotten": count });
+        let told =
+            json!({ "policy": found.policy.name, "key": found.key.readable(), "forgotten": count });
         return Ok(format!("{told:#}\n"));
     }
     Ok(format!(

@@ -235,18 +235,25 @@ pub fn main() -> ExitCode {
     match cli.command.unwrap_or(Command::Run(cli.run)) {
         Command::Run(flags) => run::run(flags.into_sources(), |_| {}),
         Command::Demo { listen, config } => demo::run(listen, config),
-        Command::Explain { config, json, asked } => {
-            print(explain::explain(&config.into_sources(), &asked, json))
-        }
+        Command::Explain {
+            config,
+            json,
+            asked,
+        } => print(explain::explain(&config.into_sources(), &asked, json)),
         Command::Completions { shell } => print(Ok(shell::completions(shell))),
         Command::Man => print(shell::manual()),
         Command::Health { config, json } => health::run(&config.into_sources(), json),
-        Command::Drain { config, timeout } => {
-            print(drain::run(&config.into_sources(), timeout.map(Duration::from_secs)))
-        }
+        Command::Drain { config, timeout } => print(drain::run(
+            &config.into_sources(),
+            timeout.map(Duration::from_secs),
+        )),
         Command::Replay { config, asked } => print(replay::replay(config.config, &asked)),
         Command::Top { config, flags } => print(top::run(&config.into_sources(), &flags)),
-        Command::Keys { config, json, command } => print(keys::run(&config.into_sources(), &command, json)),
+        Command::Keys {
+            config,
+            json,
+            command,
+        } => print(keys::run(&config.into_sources(), &command, json)),
         Command::Check { file, json, strict } => check::run(
             &sources(FileSource::Path(file), Flags::default()),
             check::How { json, strict },
@@ -265,11 +272,21 @@ impl ConfigFlag {
 
 fn without_upstream(config: PathBuf) -> Sources {
     let upstream = Some("http://127.0.0.1".to_owned());
-    sources(FileSource::Path(config), Flags { upstream, listen: None })
+    sources(
+        FileSource::Path(config),
+        Flags {
+            upstream,
+            listen: None,
+        },
+    )
 }
 
 /// Data to stdout, trouble to stderr.
-#[allow(clippy::print_stdout, clippy::print_stderr, reason = "commands talk to people")]
+#[allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "commands talk to people"
+)]
 fn print(result: Result<String, String>) -> ExitCode {
     match result {
         Ok(text) => {
@@ -293,13 +310,21 @@ impl RunFlags {
             None if Path::new(DEFAULT_CONFIG).exists() => FileSource::Path(DEFAULT_CONFIG.into()),
             None => FileSource::None,
         };
-        sources(file, Flags { upstream: self.upstream, listen: self.listen })
+        sources(
+            file,
+            Flags {
+                upstream: self.upstream,
+                listen: self.listen,
+            },
+        )
     }
 }
 
 fn sources(file: FileSource, flags: Flags) -> Sources {
     // Anybody's variable may hold bytes that are no text. In one of ours, they become an error like others.
     let text = |text: OsString| text.to_string_lossy().into_owned();
-    let env = std::env::vars_os().map(|(name, value)| (text(name), text(value))).collect();
+    let env = std::env::vars_os()
+        .map(|(name, value)| (text(name), text(value)))
+        .collect();
     Sources { file, env, flags }
 }

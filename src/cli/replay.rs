@@ -69,7 +69,10 @@ pub(super) struct Asked {
 /// # Errors
 /// A text for people, if the configuration is wrong or a file can't be read or written.
 pub(super) fn replay(config: PathBuf, asked: &Asked) -> Result<String, String> {
-    let paths: Vec<PathBuf> = [Some(config), asked.compare.clone()].into_iter().flatten().collect();
+    let paths: Vec<PathBuf> = [Some(config), asked.compare.clone()]
+        .into_iter()
+        .flatten()
+        .collect();
     let load = |path: &PathBuf| {
         config::load(&super::without_upstream(path.clone())).map_err(|report| report.to_string())
     };
@@ -95,14 +98,20 @@ pub(super) fn replay(config: PathBuf, asked: &Asked) -> Result<String, String> {
     bar.finish_and_clear();
     let report = report?;
     if let Some(path) = &asked.html {
-        fs::write(path, report.html()).map_err(|error| format!("error: {}: {error}\n", path.display()))?;
+        fs::write(path, report.html())
+            .map_err(|error| format!("error: {}: {error}\n", path.display()))?;
     }
     if asked.json {
         return Ok(report.json());
     }
     let terminal = Term::stdout();
-    let width = if terminal.is_term() { usize::from(terminal.size().1) } else { PLAIN_WIDTH };
-    let is_bold = terminal.is_term() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+    let width = if terminal.is_term() {
+        usize::from(terminal.size().1)
+    } else {
+        PLAIN_WIDTH
+    };
+    let is_bold =
+        terminal.is_term() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     Ok(report.text(width, is_bold))
 }
 
@@ -118,10 +127,14 @@ fn bar(logs: &[PathBuf]) -> ProgressBar {
     let total: Option<u64> = logs.iter().map(size).sum();
     let is_stdin = logs.iter().any(|path| path == Path::new("-"));
     let (bar, template) = match total.filter(|_| !is_stdin) {
-        Some(total) => {
-            (ProgressBar::new(total), "{bar:30} {percent:>3} %  {bytes} of {total_bytes}, {msg}, {eta} left")
-        }
-        None => (ProgressBar::no_length(), "{spinner} {bytes}, {msg}, {elapsed}"),
+        Some(total) => (
+            ProgressBar::new(total),
+            "{bar:30} {percent:>3} %  {bytes} of {total_bytes}, {msg}, {eta} left",
+        ),
+        None => (
+            ProgressBar::no_length(),
+            "{spinner} {bytes}, {msg}, {elapsed}",
+        ),
     };
     bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(10));
     if let Ok(style) = ProgressStyle::with_template(template) {
@@ -131,15 +144,23 @@ fn bar(logs: &[PathBuf]) -> ProgressBar {
 }
 
 fn format(text: &str) -> Result<Format, String> {
-    Format::ALL.into_iter().find(|format| format.name() == text).ok_or_else(|| {
-        let names: Vec<&str> = Format::ALL.iter().map(|format| format.name()).collect();
-        format!("expected one of {}", names.join(", "))
-    })
+    Format::ALL
+        .into_iter()
+        .find(|format| format.name() == text)
+        .ok_or_else(|| {
+            let names: Vec<&str> = Format::ALL.iter().map(|format| format.name()).collect();
+            format!("expected one of {}", names.join(", "))
+        })
 }
 
 fn header_from(text: &str) -> Result<(HeaderName, String), String> {
-    let (name, field) = text.split_once('=').ok_or("expected HEADER=FIELD, e.g. x-user-id=remote_user")?;
-    let name: HeaderName = name.trim().parse().map_err(|error| format!("{name:?}: {error}"))?;
+    let (name, field) = text
+        .split_once('=')
+        .ok_or("expected HEADER=FIELD, e.g. x-user-id=remote_user")?;
+    let name: HeaderName = name
+        .trim()
+        .parse()
+        .map_err(|error| format!("{name:?}: {error}"))?;
     Ok((name, field.trim().to_owned()))
 }
 

@@ -6,7 +6,10 @@ use crate::telemetry;
 use std::process::ExitCode;
 
 /// Runs the proxy as `sources` say, until it is told to stop. `on_listening` hears where, once clients can connect.
-#[allow(clippy::print_stderr, reason = "until the log is set up, stderr is all there is")]
+#[allow(
+    clippy::print_stderr,
+    reason = "until the log is set up, stderr is all there is"
+)]
 pub(super) fn run(sources: Sources, on_listening: impl FnOnce(Addresses)) -> ExitCode {
     let config = match config::load(&sources) {
         Ok(config) => config,

@@ -18,9 +18,16 @@ pub(super) fn manual() -> Result<String, String> {
     program.build();
     let mut page = Vec::new();
     let wrong = |error: std::io::Error| format!("error: {error}\n");
-    clap_mangen::Man::new(program.clone()).render(&mut page).map_err(wrong)?;
-    for command in program.get_subcommands().filter(|command| command.get_name() != "help") {
-        page.extend_from_slice(format!(".SH COMMAND {}\n", command.get_name().to_uppercase()).as_bytes());
+    clap_mangen::Man::new(program.clone())
+        .render(&mut page)
+        .map_err(wrong)?;
+    for command in program
+        .get_subcommands()
+        .filter(|command| command.get_name() != "help")
+    {
+        page.extend_from_slice(
+            format!(".SH COMMAND {}\n", command.get_name().to_uppercase()).as_bytes(),
+        );
         let man = clap_mangen::Man::new(command.clone());
         man.render_synopsis_section(&mut page).map_err(wrong)?;
         man.render_description_section(&mut page).map_err(wrong)?;

@@ -9,7 +9,9 @@ use std::time::Duration;
 /// One line for one limit: `login   5 per 1m, sliding_log   3 left, more in 12.5 s`.
 pub(super) fn line(named: &NamedLimit, standing: Option<(&Standing, u64)>) -> String {
     let stands = standing.map_or(String::new(), |(standing, now_us)| stands(standing, now_us));
-    format!("{:<16} {:<32} {stands}", named.name, limit(&named.limit)).trim_end().to_owned()
+    format!("{:<16} {:<32} {stands}", named.name, limit(&named.limit))
+        .trim_end()
+        .to_owned()
 }
 
 /// `5 per 1m, sliding_log`.
@@ -18,7 +20,11 @@ pub(super) fn limit(limit: &Limit) -> String {
         return format!("{} at a time, concurrency", limit.requests);
     }
     let per = duration_words(Duration::from_micros(limit.per_us));
-    format!("{} per {per}, {}", limit.requests, algorithm(limit.algorithm))
+    format!(
+        "{} per {per}, {}",
+        limit.requests,
+        algorithm(limit.algorithm)
+    )
 }
 
 /// `1.5 s`, `12 m 30 s`, `3 h 5 m`: two units at most.
@@ -35,7 +41,10 @@ pub(super) fn wait(us: u64) -> String {
 fn stands(standing: &Standing, now_us: u64) -> String {
     let left = standing.remaining;
     match standing.grows_at_us {
-        Some(at_us) => format!("{left} left, more in {}", wait(at_us.saturating_sub(now_us))),
+        Some(at_us) => format!(
+            "{left} left, more in {}",
+            wait(at_us.saturating_sub(now_us))
+        ),
         None => format!("{left} left"),
     }
 }

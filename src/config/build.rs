@@ -13,8 +13,8 @@ use crate::listen::ListenAddress;
 use crate::policy::path::EscapedSlashes;
 use crate::policy::{Cors, Fields, MissingKey, OnStoreFailure, PolicyTable, client, jwt, path};
 use crate::proxy::{
-    Door, DoorSettings, ListenSettings, MAX_MESSAGE_BYTES, Scheme, ShutdownSettings, UpstreamSettings,
-    UpstreamUrl,
+    Door, DoorSettings, ListenSettings, MAX_MESSAGE_BYTES, Scheme, ShutdownSettings,
+    UpstreamSettings, UpstreamUrl,
 };
 use crate::store::MemorySettings;
 use crate::store::redis::Topology;
@@ -59,7 +59,9 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
         .into_iter()
         .filter_map(|(kind, at)| Some(door(input, kind, at.as_ref()?, listen.as_ref())))
         .collect();
-    let refused_status = check.as_ref().and_then(|at| at.whole::<u16>("refused_status"));
+    let refused_status = check
+        .as_ref()
+        .and_then(|at| at.whole::<u16>("refused_status"));
     let store = store(input, &top.table("store"));
     let shutdown = shutdown(&top.table("shutdown"));
     let admin = admin(input, &top.table("admin"));
@@ -95,7 +97,17 @@ pub(super) fn config(input: &Input, top: &Cursor<'_>, included: &[Cursor<'_>]) -
         && let (Some(listen), Some(upstream), Some(store)) = (&listen, &upstream, &store)
     {
         let is_called = rls.is_some();
-        doubts::tell(&placed, &doubts::Around { top, scope: &scope, listen, upstream, store, is_called });
+        doubts::tell(
+            &placed,
+            &doubts::Around {
+                top,
+                scope: &scope,
+                listen,
+                upstream,
+                store,
+                is_called,
+            },
+        );
     }
     let policies = placed.into_iter().map(|one| one.policy).collect();
     let table = PolicyTable::new(policies, scope.path, scope.client, fields?).with_cors(cors);
@@ -131,8 +143,25 @@ pub(super) fn complete(
     warnings: Vec<Diagnostic>,
     files: FileSet,
 ) -> Config {
-    let Built { listen, tls, upstream, forwards, doors, refused_status, .. } = built;
-    let Built { table, store, shutdown, admin, log, trace, words, .. } = built;
+    let Built {
+        listen,
+        tls,
+        upstream,
+        forwards,
+        doors,
+        refused_status,
+        ..
+    } = built;
+    let Built {
+        table,
+        store,
+        shutdown,
+        admin,
+        log,
+        trace,
+        words,
+        ..
+    } = built;
     let (table, tls) = (table.into(), tls.map(Arc::new));
     Config {
         listen,
@@ -154,18 +183,35 @@ pub(super) fn complete(
     }
 }
 
-pub(super) const ON_STORE_FAILURE: [(&str, OnStoreFailure); 3] =
-    [("open", OnStoreFailure::Open), ("closed", OnStoreFailure::Closed), ("local", OnStoreFailure::Local)];
+pub(super) const ON_STORE_FAILURE: [(&str, OnStoreFailure); 3] = [
+    ("open", OnStoreFailure::Open),
+    ("closed", OnStoreFailure::Closed),
+    ("local", OnStoreFailure::Local),
+];
 
-pub(super) const MISSING_KEY: [(&str, MissingKey); 3] =
-    [("shared", MissingKey::Shared), ("skip", MissingKey::Skip), ("reject", MissingKey::Reject)];
+pub(super) const MISSING_KEY: [(&str, MissingKey); 3] = [
+    ("shared", MissingKey::Shared),
+    ("skip", MissingKey::Skip),
+    ("reject", MissingKey::Reject),
+];
 
 pub(super) const ALGORITHM: [(&str, Algorithm); 6] = [
     ("sliding_log", Algorithm::SlidingLog),
     ("sliding_window", Algorithm::SlidingWindow { buckets: 10 }),
     ("fixed_window", Algorithm::FixedWindow { offset_us: 0 }),
-    ("token_bucket", Algorithm::TokenBucket { burst: 1, warm_up_us: 0 }),
-    ("leaky_bucket", Algorithm::LeakyBucket { max_delay_us: 1_000_000 }),
+    (
+        "token_bucket",
+        Algorithm::TokenBucket {
+            burst: 1,
+            warm_up_us: 0,
+        },
+    ),
+    (
+        "leaky_bucket",
+        Algorithm::LeakyBucket {
+            max_delay_us: 1_000_000,
+        },
+    ),
     ("concurrency", Algorithm::Concurrency { max_duration_us: 0 }),
 ];
 
@@ -190,17 +236,32 @@ fn listen(at: &Cursor<'_>, http: &Cursor<'_>) -> Option<ListenSettings> {
 }
 
 /// One more address: bounds of time and of heads are those of the proxy's.
-fn door(input: &Input, door: Door, at: &Cursor<'_>, proxy: Option<&ListenSettings>) -> Option<DoorSettings> {
-    let tls = at.optional_table("tls").map(|tls| listen_tls::server(input, &tls));
+fn door(
+    input: &Input,
+    door: Door,
+    at: &Cursor<'_>,
+    proxy: Option<&ListenSettings>,
+) -> Option<DoorSettings> {
+    let tls = at
+        .optional_table("tls")
+        .map(|tls| listen_tls::server(input, &tls));
     let address = at.parsed("address", values::listen_address);
     let max_connections = at.whole("max_connections")?;
     let is_rls = door == Door::Rls;
-    let streams = if is_rls { at.whole("max_concurrent_streams")? } else { proxy?.max_concurrent_streams };
+    let streams = if is_rls {
+        at.whole("max_concurrent_streams")?
+    } else {
+        proxy?.max_concurrent_streams
+    };
     let listen = ListenSettings {
         address: address?,
         proxy_protocol_from: None,
         max_connections,
-        max_body_bytes: if is_rls { Some(MAX_MESSAGE_BYTES) } else { proxy?.max_body_bytes },
+        max_body_bytes: if is_rls {
+            Some(MAX_MESSAGE_BYTES)
+        } else {
+            proxy?.max_body_bytes
+        },
         max_concurrent_streams: streams,
         ..proxy?.clone()
     };
@@ -233,11 +294,18 @@ fn proxy_protocol_from(at: &Cursor<'_>) -> Option<Option<Vec<IpNet>>> {
 
 /// The kubelet and Prometheus ask by TCP.
 fn socket_address(text: &str) -> Result<SocketAddr, String> {
-    text.parse().ok().ok_or_else(|| "expected an IP address and port such as \"0.0.0.0:9091\"".to_owned())
+    text.parse()
+        .ok()
+        .ok_or_else(|| "expected an IP address and port such as \"0.0.0.0:9091\"".to_owned())
 }
 
 /// Where nothing is forwarded, `url` is nowhere.
-fn upstream(input: &Input, at: &Cursor<'_>, http: &Cursor<'_>, forwards: bool) -> Option<UpstreamSettings> {
+fn upstream(
+    input: &Input,
+    at: &Cursor<'_>,
+    http: &Cursor<'_>,
+    forwards: bool,
+) -> Option<UpstreamSettings> {
     let url = match forwards {
         true => at.parsed("url", values::upstream_url),
         false => Some(UpstreamUrl::Unix(PathBuf::new())),
@@ -245,8 +313,12 @@ fn upstream(input: &Input, at: &Cursor<'_>, http: &Cursor<'_>, forwards: bool) -
     let tls = url.as_ref().and_then(|url| upstream_tls(input, at, url));
     Some(UpstreamSettings {
         connect_timeout: at.duration("connect_timeout")?,
-        response_timeout: at.duration("response_timeout").filter(|time| !time.is_zero()),
-        body_idle_timeout: at.duration("body_idle_timeout").filter(|time| !time.is_zero()),
+        response_timeout: at
+            .duration("response_timeout")
+            .filter(|time| !time.is_zero()),
+        body_idle_timeout: at
+            .duration("body_idle_timeout")
+            .filter(|time| !time.is_zero()),
         pool_idle_timeout: at.duration("pool_idle_timeout")?,
         pool_max_idle: at.whole("pool_max_idle")?,
         preserve_host: at.flag("preserve_host")?,
@@ -263,10 +335,18 @@ fn upstream(input: &Input, at: &Cursor<'_>, http: &Cursor<'_>, forwards: bool) -
 
 fn upstream_tls(input: &Input, at: &Cursor<'_>, url: &UpstreamUrl) -> Option<ClientTls> {
     let host = match url {
-        UpstreamUrl::Net { scheme: Scheme::Https, host, .. } => Some(host),
+        UpstreamUrl::Net {
+            scheme: Scheme::Https,
+            host,
+            ..
+        } => Some(host),
         _ => None,
     };
-    let wanted = tls::Wanted { is_tls: host.is_some(), is_used: true, by: "https:// in upstream.url" };
+    let wanted = tls::Wanted {
+        is_tls: host.is_some(),
+        is_used: true,
+        by: "https:// in upstream.url",
+    };
     let tls = tls::client(input, &at.table("tls"), wanted)?;
     if tls.name_of(host?).is_err() {
         at.fail("url", "the host is no name that a certificate can be checked against; expected one that is, or the certificate's name in upstream.tls.server_name")
@@ -275,7 +355,11 @@ fn upstream_tls(input: &Input, at: &Cursor<'_>, url: &UpstreamUrl) -> Option<Cli
 }
 
 pub(super) fn present(text: &str, what: &str) -> Result<String, String> {
-    if text.is_empty() { Err(format!("expected {what}")) } else { Ok(text.to_owned()) }
+    if text.is_empty() {
+        Err(format!("expected {what}"))
+    } else {
+        Ok(text.to_owned())
+    }
 }
 
 fn client(at: &Cursor<'_>) -> Option<client::Settings> {
@@ -310,11 +394,17 @@ fn claims(at: &Cursor<'_>) -> Option<Claims> {
 fn tokens(input: &Input, at: &Cursor<'_>, claims: Claims) -> Option<jwt::Settings> {
     let header = at.parsed("header", matches::header_name)?;
     if claims == Claims::Unverified {
-        at.warn("verify", "unverified JWT: claims are believed whoever wrote the token");
+        at.warn(
+            "verify",
+            "unverified JWT: claims are believed whoever wrote the token",
+        );
         for key in KEY_FILES.into_iter().filter(|key| is_given(at, key)) {
             at.warn(key, "not used, as verify = false");
         }
-        return Some(jwt::Settings { header, trust: jwt::Trust::Anybody });
+        return Some(jwt::Settings {
+            header,
+            trust: jwt::Trust::Anybody,
+        });
     }
     let (key, (keys, doubts)) = match KEY_FILES.map(|key| is_given(at, key)) {
         [true, true] => {
@@ -331,14 +421,18 @@ fn tokens(input: &Input, at: &Cursor<'_>, claims: Claims) -> Option<jwt::Setting
                 }
             }
         }
-        [false, _] => {
-            ("secret_file", jwt::Keys::secret(secret(input, at, "secret_file", "secret")?.as_bytes()))
-        }
+        [false, _] => (
+            "secret_file",
+            jwt::Keys::secret(secret(input, at, "secret_file", "secret")?.as_bytes()),
+        ),
     };
     for doubt in doubts {
         at.warn(key, &doubt);
     }
-    Some(jwt::Settings { header, trust: jwt::Trust::Keys(keys) })
+    Some(jwt::Settings {
+        header,
+        trust: jwt::Trust::Keys(keys),
+    })
 }
 
 fn path(at: &Cursor<'_>) -> Option<path::Settings> {
@@ -352,7 +446,10 @@ fn path(at: &Cursor<'_>) -> Option<path::Settings> {
         normalize: at.flag("normalize")?,
         merge_slashes: at.flag("merge_slashes")?,
         escaped_slashes: at.word("escaped_slashes", &escaped_slashes)?,
-        ignore_trailing_slash: at.word("trailing_slash", &[("ignore", true), ("significant", false)])?,
+        ignore_trailing_slash: at.word(
+            "trailing_slash",
+            &[("ignore", true), ("significant", false)],
+        )?,
         strip_parameters: at.word("path_parameters", &[("strip", true), ("keep", false)])?,
         case_sensitive: at.flag("case_sensitive")?,
     })
@@ -367,13 +464,20 @@ fn fields(at: &Cursor<'_>) -> Option<Fields> {
     ];
     let (standard, legacy) = at.word("headers", &kinds)?;
     let legacy_reset_epoch = at.word("legacy_reset", &[("delta", false), ("epoch", true)])?;
-    Some(Fields { standard, legacy, legacy_reset_epoch })
+    Some(Fields {
+        standard,
+        legacy,
+        legacy_reset_epoch,
+    })
 }
 
 fn cors(at: &Cursor<'_>) -> Cors {
     let cors = Cors::new(at.list("allow_origins", Cors::origin));
     if cors.is_any() && at.items("allow_origins").len() > 1 {
-        at.fail("allow_origins", "\"*\" is any origin; expected nothing beside it");
+        at.fail(
+            "allow_origins",
+            "\"*\" is any origin; expected nothing beside it",
+        );
     }
     cors
 }
@@ -381,11 +485,17 @@ fn cors(at: &Cursor<'_>) -> Cors {
 fn store(input: &Input, at: &Cursor<'_>) -> Option<StoreSettings> {
     let use_redis = at.word("kind", &[("memory", false), ("redis", true)])?;
     let memory_at = at.table("memory");
-    let memory =
-        MemorySettings { max_keys: memory_at.whole("max_keys")?, max_bytes: memory_at.size("max_bytes")? };
+    let memory = MemorySettings {
+        max_keys: memory_at.whole("max_keys")?,
+        max_bytes: memory_at.size("max_bytes")?,
+    };
     // Checked even when it isn't used.
     let redis = redis::settings(input, &at.table("redis"), use_redis)?;
-    Some(if use_redis { StoreSettings::Redis(Box::new(redis)) } else { StoreSettings::Memory(memory) })
+    Some(if use_redis {
+        StoreSettings::Redis(Box::new(redis))
+    } else {
+        StoreSettings::Memory(memory)
+    })
 }
 
 /// What the file holds that a key names, if it names one.
@@ -405,7 +515,10 @@ pub(super) fn secret(input: &Input, at: &Cursor<'_>, key: &str, what: &str) -> O
 }
 
 fn shutdown(at: &Cursor<'_>) -> Option<ShutdownSettings> {
-    Some(ShutdownSettings { delay: at.duration("delay")?, grace: at.duration("grace")? })
+    Some(ShutdownSettings {
+        delay: at.duration("delay")?,
+        grace: at.duration("grace")?,
+    })
 }
 
 pub(super) fn admin(input: &Input, at: &Cursor<'_>) -> Option<AdminSettings> {
@@ -425,7 +538,12 @@ pub(super) fn admin(input: &Input, at: &Cursor<'_>) -> Option<AdminSettings> {
     if probes.is_some_and(|probes| ListenAddress::Ip(probes) == address && probes.port() != 0) {
         at.fail("probes", "that is admin.address; expected another port");
     }
-    Some(AdminSettings { address, probes, token, allowed_hosts: at.list("allowed_hosts", host_name) })
+    Some(AdminSettings {
+        address,
+        probes,
+        token,
+        allowed_hosts: at.list("allowed_hosts", host_name),
+    })
 }
 
 /// As it is compared: in lower case.
@@ -441,7 +559,11 @@ fn trace(input: &Input, at: &Cursor<'_>) -> Option<TraceSettings> {
     let sample = at.fraction("sample");
     let headers = trace_headers(input, at);
     let collector = at.parsed("otlp", CollectorUrl::parse)?;
-    let wanted = tls::Wanted { is_tls: collector.is_tls, is_used: true, by: "https:// in trace.otlp" };
+    let wanted = tls::Wanted {
+        is_tls: collector.is_tls,
+        is_used: true,
+        by: "https:// in trace.otlp",
+    };
     let tls = tls::client(input, &at.table("tls"), wanted);
     if collector.is_tls && tls.as_ref()?.name_of(collector.host()).is_err() {
         at.fail(
@@ -451,7 +573,12 @@ fn trace(input: &Input, at: &Cursor<'_>) -> Option<TraceSettings> {
         );
         return None;
     }
-    Some(TraceSettings { collector, headers: headers?, tls, sample: sample? })
+    Some(TraceSettings {
+        collector,
+        headers: headers?,
+        tls,
+        sample: sample?,
+    })
 }
 
 /// What goes with every export. No message repeats what the file holds.
@@ -467,15 +594,23 @@ fn trace_headers(input: &Input, at: &Cursor<'_>) -> Option<HeaderMap> {
             continue;
         }
         let field = line.split_once(':').and_then(|(name, value)| {
-            let value = HeaderValue::from_str(value.trim()).ok().filter(|value| !value.is_empty())?;
+            let value = HeaderValue::from_str(value.trim())
+                .ok()
+                .filter(|value| !value.is_empty())?;
             Some((HeaderName::from_bytes(name.trim().as_bytes()).ok()?, value))
         });
         let Some((name, mut value)) = field else {
-            at.fail(KEY, &format!("in the file: line {number}: expected name: value"));
+            at.fail(
+                KEY,
+                &format!("in the file: line {number}: expected name: value"),
+            );
             return None;
         };
         if TraceSettings::OWN_HEADERS.contains(&name.as_str()) {
-            at.fail(KEY, &format!("in the file: line {number}: {name} is set by tidegate"));
+            at.fail(
+                KEY,
+                &format!("in the file: line {number}: {name} is set by tidegate"),
+            );
             return None;
         }
         value.set_sensitive(true);
@@ -485,7 +620,11 @@ fn trace_headers(input: &Input, at: &Cursor<'_>) -> Option<HeaderMap> {
 }
 
 fn log(at: &Cursor<'_>) -> Option<LogSettings> {
-    let access = [("off", Access::Off), ("rejected", Access::Rejected), ("all", Access::All)];
+    let access = [
+        ("off", Access::Off),
+        ("rejected", Access::Rejected),
+        ("all", Access::All),
+    ];
     Some(LogSettings {
         format: at.word("format", &[("json", Format::Json), ("text", Format::Text)])?,
         level: at.parsed("level", telemetry::Level::parse)?,

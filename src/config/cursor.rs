@@ -48,7 +48,12 @@ impl From<String> for Wrong {
 
 impl<'a> Cursor<'a> {
     /// The top of a document, or of the layers merged over it. Unknown keys are reported.
-    pub(super) fn top(input: &'a Input, document: usize, table: &'static [Key], values: &'a Dict) -> Self {
+    pub(super) fn top(
+        input: &'a Input,
+        document: usize,
+        table: &'static [Key],
+        values: &'a Dict,
+    ) -> Self {
         Self::open(input, document, table, Some(values), KeyPath::default())
     }
 
@@ -60,8 +65,16 @@ impl<'a> Cursor<'a> {
     /// always has a value, and only where the schema says otherwise `None` is absent or wrong.
     pub(super) fn item(&self, name: &str) -> Option<Item<'a>> {
         let value = self.values?.get(name)?;
-        let secret = self.key(name).is_some_and(|key| matches!(key.kind, Kind::Secret(_) | Kind::Secrets(_)));
-        Some(Item { input: self.input, document: self.document, value, path: self.path.key(name), secret })
+        let secret = self
+            .key(name)
+            .is_some_and(|key| matches!(key.kind, Kind::Secret(_) | Kind::Secrets(_)));
+        Some(Item {
+            input: self.input,
+            document: self.document,
+            value,
+            path: self.path.key(name),
+            secret,
+        })
     }
 
     pub(super) fn flag(&self, name: &str) -> Option<bool> {
@@ -74,7 +87,9 @@ impl<'a> Cursor<'a> {
             (
                 Kind::Whole { min, max } | Kind::WholeOrTable { min, max, .. },
                 Value::Num(_, Num::I64(number)),
-            ) if (min..=max).contains(&number) => T::try_from(*number).ok().ok_or(Wrong::Unexpected),
+            ) if (min..=max).contains(&number) => {
+                T::try_from(*number).ok().ok_or(Wrong::Unexpected)
+            }
             _ => Err(Wrong::Unexpected),
         })
     }
@@ -89,35 +104,51 @@ impl<'a> Cursor<'a> {
     }
 
     pub(super) fn duration(&self, name: &str) -> Option<Duration> {
-        self.read(name, |kind, value| match (kind, value.as_str().and_then(values::duration)) {
-            (Kind::Duration { min, max }, Some(duration)) if (*min..=*max).contains(&duration) => {
-                Ok(duration)
+        self.read(name, |kind, value| {
+            match (kind, value.as_str().and_then(values::duration)) {
+                (Kind::Duration { min, max }, Some(duration))
+                    if (*min..=*max).contains(&duration) =>
+                {
+                    Ok(duration)
+                }
+                _ => Err(Wrong::Unexpected),
             }
-            _ => Err(Wrong::Unexpected),
         })
     }
 
     /// Bytes.
     pub(super) fn size<T: TryFrom<u64>>(&self, name: &str) -> Option<T> {
-        self.read(name, |kind, value| match (kind, value.as_str().and_then(values::size)) {
-            (Kind::Size { min, max }, Some(size)) if (*min..=*max).contains(&size) => {
-                T::try_from(size).ok().ok_or(Wrong::Unexpected)
+        self.read(name, |kind, value| {
+            match (kind, value.as_str().and_then(values::size)) {
+                (Kind::Size { min, max }, Some(size)) if (*min..=*max).contains(&size) => {
+                    T::try_from(size).ok().ok_or(Wrong::Unexpected)
+                }
+                _ => Err(Wrong::Unexpected),
             }
-            _ => Err(Wrong::Unexpected),
         })
     }
 
     /// What one of the schema's words means. `meanings` lists all of them.
     pub(super) fn word<T: Copy>(&self, name: &str, meanings: &[(&str, T)]) -> Option<T> {
         self.read(name, |_, value| {
-            let meaning = meanings.iter().find(|(word, _)| value.as_str() == Some(word));
-            meaning.map(|(_, meaning)| *meaning).ok_or(Wrong::Unexpected)
+            let meaning = meanings
+                .iter()
+                .find(|(word, _)| value.as_str() == Some(word));
+            meaning
+                .map(|(_, meaning)| *meaning)
+                .ok_or(Wrong::Unexpected)
         })
     }
 
     /// What a text means to `parse`, whose errors are words that follow "found …;".
-    pub(super) fn parsed<T>(&self, name: &str, parse: impl Fn(&str) -> Result<T, String>) -> Option<T> {
-        self.read(name, |_, value| Ok(parse(value.as_str().ok_or(Wrong::Unexpected)?)?))
+    pub(super) fn parsed<T>(
+        &self,
+        name: &str,
+        parse: impl Fn(&str) -> Result<T, String>,
+    ) -> Option<T> {
+        self.read(name, |_, value| {
+            Ok(parse(value.as_str().ok_or(Wrong::Unexpected)?)?)
+        })
     }
 
     pub(super) fn text(&self, name: &str) -> Option<String> {
@@ -138,7 +169,12 @@ impl<'a> Cursor<'a> {
     pub(super) fn items(&self, name: &str) -> Vec<Item<'a>> {
         match self.item(name) {
             None => Vec::new(),
-            Some(Item { value: Value::Array(_, values), path, secret, .. }) => values
+            Some(Item {
+                value: Value::Array(_, values),
+                path,
+                secret,
+                ..
+            }) => values
                 .iter()
                 .enumerate()
                 .map(|(at, value)| Item {
@@ -159,14 +195,23 @@ impl<'a> Cursor<'a> {
 
     /// The entries of a table whose keys are names of the user's choice.
     pub(super) fn entries(&self, name: &str) -> Vec<(&'a str, Item<'a>)> {
-        let Some(item) = self.item(name) else { return Vec::new() };
+        let Some(item) = self.item(name) else {
+            return Vec::new();
+        };
         let Value::Dict(_, entries) = item.value else {
             item.fail::<()>(&self.expected(name));
             return Vec::new();
         };
         let entry = |(name, value): (&'a String, &'a Value)| {
             let path = item.path.key(name);
-            (name.as_str(), Item { value, path, ..item.clone() })
+            (
+                name.as_str(),
+                Item {
+                    value,
+                    path,
+                    ..item.clone()
+                },
+            )
         };
         entries.iter().map(entry).collect()
     }
@@ -174,20 +219,28 @@ impl<'a> Cursor<'a> {
     /// A table in which every key has a default, so that it makes no difference whether it is written.
     pub(super) fn table(&self, name: &str) -> Self {
         self.optional_table(name).unwrap_or_else(|| {
-            let table = self.key(name).map_or(&[] as &[Key], |key| table_of(&key.kind));
+            let table = self
+                .key(name)
+                .map_or(&[] as &[Key], |key| table_of(&key.kind));
             Self::open(self.input, self.document, table, None, self.path.key(name))
         })
     }
 
     pub(super) fn optional_table(&self, name: &str) -> Option<Self> {
         let item = self.item(name)?;
-        item.table(table_of(&self.key(name)?.kind)).or_else(|| item.fail(&self.expected(name)))
+        item.table(table_of(&self.key(name)?.kind))
+            .or_else(|| item.fail(&self.expected(name)))
     }
 
     /// A list of tables; items that are none are reported and left out.
     pub(super) fn tables(&self, name: &str) -> Vec<Self> {
-        let Some(key) = self.key(name) else { return Vec::new() };
-        let open = |item: Item<'a>| item.table(table_of(&key.kind)).or_else(|| item.fail("expected a table"));
+        let Some(key) = self.key(name) else {
+            return Vec::new();
+        };
+        let open = |item: Item<'a>| {
+            item.table(table_of(&key.kind))
+                .or_else(|| item.fail("expected a table"))
+        };
         self.items(name).into_iter().filter_map(open).collect()
     }
 
@@ -195,7 +248,11 @@ impl<'a> Cursor<'a> {
     pub(super) fn fail(&self, name: &str, problem: &str) {
         let value = self.values.and_then(|values| values.get(name));
         let path = self.path.key(name);
-        self.input.error(self.input.place(self.document, &path, value), path.to_string(), problem.to_owned());
+        self.input.error(
+            self.input.place(self.document, &path, value),
+            path.to_string(),
+            problem.to_owned(),
+        );
     }
 
     /// The same, of what works but may not be meant.
@@ -220,10 +277,20 @@ impl<'a> Cursor<'a> {
             if schema::find(table, name).is_none() {
                 let path = path.key(name);
                 let place = input.place_of_key(document, &path, value);
-                input.error(place, path.to_string(), format!("unknown key; {}", schema::advice(table, name)));
+                input.error(
+                    place,
+                    path.to_string(),
+                    format!("unknown key; {}", schema::advice(table, name)),
+                );
             }
         }
-        Self { input, document, table, values, path }
+        Self {
+            input,
+            document,
+            table,
+            values,
+            path,
+        }
     }
 
     fn read<T>(&self, name: &str, parse: impl Fn(&Kind, &Value) -> Result<T, Wrong>) -> Option<T> {
@@ -247,12 +314,17 @@ impl<'a> Cursor<'a> {
     }
 
     fn expected(&self, name: &str) -> String {
-        self.key(name).map_or_else(String::new, |key| format!("expected {}", key.kind))
+        self.key(name)
+            .map_or_else(String::new, |key| format!("expected {}", key.kind))
     }
 
     fn key(&self, name: &str) -> Option<&'static Key> {
         let key = schema::find(self.table, name);
-        debug_assert!(key.is_some(), "the schema has no key {name:?} at {}", self.path);
+        debug_assert!(
+            key.is_some(),
+            "the schema has no key {name:?} at {}",
+            self.path
+        );
         key
     }
 }
@@ -271,7 +343,13 @@ impl<'a> Item<'a> {
     /// `None` if the value is no table.
     pub(super) fn table(&self, table: &'static [Key]) -> Option<Cursor<'a>> {
         let values = self.value.as_dict()?;
-        Some(Cursor::open(self.input, self.document, table, Some(values), self.path.clone()))
+        Some(Cursor::open(
+            self.input,
+            self.document,
+            table,
+            Some(values),
+            self.path.clone(),
+        ))
     }
 
     /// Reports the value with what would be right, and is `None`, for use in place of what it should be.
@@ -280,25 +358,31 @@ impl<'a> Item<'a> {
             Some(found) => format!("found {found}; {problem}"),
             None => problem.to_owned(),
         };
-        self.input.error(self.place(), self.path.to_string(), problem);
+        self.input
+            .error(self.place(), self.path.to_string(), problem);
         None
     }
 
     /// Reports the value, of what works but may not be meant.
     pub(super) fn warn(&self, problem: &str) {
-        self.input.warning(self.place(), self.path.to_string(), problem.to_owned());
+        self.input
+            .warning(self.place(), self.path.to_string(), problem.to_owned());
     }
 
     /// Where the value was written.
     pub(super) fn place(&self) -> Place {
-        self.input.place(self.document, &self.path, Some(self.value))
+        self.input
+            .place(self.document, &self.path, Some(self.value))
     }
 
     fn found(&self) -> Option<String> {
         if self.secret {
             return None;
         }
-        match (self.input.source(self.document, &self.path, self.value), self.value) {
+        match (
+            self.input.source(self.document, &self.path, self.value),
+            self.value,
+        ) {
             (Some(source), _) => Some(quotable(source)),
             (None, Value::String(_, text)) => Some(format!("\"{}\"", quotable(text))),
             (None, Value::Num(_, Num::I64(number))) => Some(number.to_string()),

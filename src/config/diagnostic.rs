@@ -75,17 +75,32 @@ impl Place {
         width: usize,
     ) -> Self {
         let excerpt = Excerpt::of(source, column, width);
-        let position = Position { line: line + 1, column: column + 1, excerpt };
-        Self { source: printable(name), position: Some(position), rank }
+        let position = Position {
+            line: line + 1,
+            column: column + 1,
+            excerpt,
+        };
+        Self {
+            source: printable(name),
+            position: Some(position),
+            rank,
+        }
     }
 
     pub(super) fn whole(source: &str, rank: usize) -> Self {
-        Self { source: printable(source), position: None, rank }
+        Self {
+            source: printable(source),
+            position: None,
+            rank,
+        }
     }
 
     /// What sorts findings by where they are.
     pub(super) fn order(&self) -> (usize, usize, usize) {
-        let (line, column) = self.position.as_ref().map_or((0, 0), |at| (at.line, at.column));
+        let (line, column) = self
+            .position
+            .as_ref()
+            .map_or((0, 0), |at| (at.line, at.column));
         (self.rank, line, column)
     }
 }
@@ -93,15 +108,22 @@ impl Place {
 impl Excerpt {
     fn of(source: &str, column: usize, width: usize) -> Self {
         let masked = without_secrets(source);
-        let same = source.chars().zip(masked.chars()).take_while(|(a, b)| a == b).count();
+        let same = source
+            .chars()
+            .zip(masked.chars())
+            .take_while(|(a, b)| a == b)
+            .count();
         let intact = masked == source || column <= same;
-        let mut text: String = masked.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+        let mut text: String = masked
+            .chars()
+            .map(|c| if c.is_control() { ' ' } else { c })
+            .collect();
         if text.chars().count() > MAX_EXCERPT {
             text = text.chars().take(MAX_EXCERPT).chain(['…']).collect();
         }
         let shown = text.chars().count();
-        let underlined =
-            (intact && column <= shown).then(|| (column, width.min(shown.saturating_sub(column)).max(1)));
+        let underlined = (intact && column <= shown)
+            .then(|| (column, width.min(shown.saturating_sub(column)).max(1)));
         Self { text, underlined }
     }
 }
@@ -128,7 +150,9 @@ impl fmt::Display for Diagnostic {
             write!(f, "{}: ", self.key)?;
         }
         writeln!(f, "{}", self.problem)?;
-        let Some(Position { line, excerpt, .. }) = &self.place.position else { return Ok(()) };
+        let Some(Position { line, excerpt, .. }) = &self.place.position else {
+            return Ok(());
+        };
         writeln!(f, "{line:>5} | {}", excerpt.text)?;
         if let Some((column, width)) = excerpt.underlined {
             writeln!(f, "      | {:column$}{:^<width$}", "", "")?;
@@ -140,8 +164,17 @@ impl fmt::Display for Diagnostic {
 impl Diagnostic {
     /// The finding in one line, for the log.
     pub fn line(&self) -> String {
-        let Self { place, key, problem, .. } = self;
-        if key.is_empty() { format!("{place}: {problem}") } else { format!("{place}: {key}: {problem}") }
+        let Self {
+            place,
+            key,
+            problem,
+            ..
+        } = self;
+        if key.is_empty() {
+            format!("{place}: {problem}")
+        } else {
+            format!("{place}: {key}: {problem}")
+        }
     }
 }
 
@@ -169,7 +202,9 @@ pub(super) fn quotable(text: &str) -> String {
 }
 
 fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+    text.chars()
+        .map(|c| if c.is_control() { '\u{fffd}' } else { c })
+        .collect()
 }
 
 /// Hides what may be a secret in a line of TOML, well-formed or not. It rather hides too much.
@@ -179,10 +214,13 @@ fn without_secrets(line: &str) -> Cow<'_, str> {
         Regex::new(names).expect("a constant that the tests use")
     });
     static URLS: LazyLock<Regex> = LazyLock::new(|| {
-        Regex::new(r"(?i)(rediss?:).*|([a-z0-9+.-]*:)//.*(@)").expect("a constant that the tests use")
+        Regex::new(r"(?i)(rediss?:).*|([a-z0-9+.-]*:)//.*(@)")
+            .expect("a constant that the tests use")
     });
     // A key that names a file holds no secret.
-    let secret = NAMES.find_iter(line).find(|name| !name.as_str().contains("_file"));
+    let secret = NAMES
+        .find_iter(line)
+        .find(|name| !name.as_str().contains("_file"));
     let line = match secret.and_then(|name| line.get(..name.end())) {
         Some(shown) => Cow::Owned(format!("{shown} ***")),
         None => Cow::Borrowed(line),
@@ -214,7 +252,10 @@ mod tests {
             assert!(!shown.contains("hunter2"), "{shown}");
             assert!(!format!("{:?}", Excerpt::of(line, 30, 100)).contains("hunter2"));
         }
-        for line in [r#"password_file = "/run/secrets/redis""#, r#"url = "http://host:3000""#] {
+        for line in [
+            r#"password_file = "/run/secrets/redis""#,
+            r#"url = "http://host:3000""#,
+        ] {
             assert_eq!(without_secrets(line), line);
         }
     }

@@ -43,13 +43,22 @@ impl Document {
         let (table, errors) = DeTable::parse_recoverable(&text);
         let mut spans = Spans::default();
         let values = convert_table(table.get_ref(), &mut spans);
-        let document = Self { name, rank, values, spans, text: String::new() };
+        let document = Self {
+            name,
+            rank,
+            values,
+            spans,
+            text: String::new(),
+        };
         let document = Self { text, ..document };
         // Recovery after one error may stumble again in the same line: only the first says something.
         let mut faults: Vec<(Place, String)> = Vec::new();
         for error in errors {
             let place = document.place(error.span().unwrap_or_default());
-            if faults.last().is_none_or(|(last, _)| last.order().1 != place.order().1) {
+            if faults
+                .last()
+                .is_none_or(|(last, _)| last.order().1 != place.order().1)
+            {
                 faults.push((place, error.message().replace('\n', " ")));
             }
         }
@@ -100,10 +109,31 @@ impl Document {
     fn place(&self, span: Range<usize>) -> Place {
         let before = self.text.get(..span.start).unwrap_or(&self.text);
         let line = before.matches('\n').count();
-        let column = before.rsplit('\n').next().unwrap_or_default().chars().count();
-        let source = self.text.split('\n').nth(line).unwrap_or_default().trim_end_matches('\r');
-        let width = self.text.get(span).and_then(|text| text.lines().next()).unwrap_or_default();
-        Place::in_file(&self.name, self.rank, line, column, source, width.chars().count())
+        let column = before
+            .rsplit('\n')
+            .next()
+            .unwrap_or_default()
+            .chars()
+            .count();
+        let source = self
+            .text
+            .split('\n')
+            .nth(line)
+            .unwrap_or_default()
+            .trim_end_matches('\r');
+        let width = self
+            .text
+            .get(span)
+            .and_then(|text| text.lines().next())
+            .unwrap_or_default();
+        Place::in_file(
+            &self.name,
+            self.rank,
+            line,
+            column,
+            source,
+            width.chars().count(),
+        )
     }
 }
 
@@ -147,16 +177,25 @@ fn convert_table(table: &DeTable<'_>, spans: &mut Spans) -> Dict {
 }
 
 fn convert(value: &Spanned<DeValue<'_>>) -> (Value, Spans) {
-    let mut spans = Spans { value: value.span(), ..Spans::default() };
+    let mut spans = Spans {
+        value: value.span(),
+        ..Spans::default()
+    };
     let converted = match value.get_ref() {
         DeValue::String(text) => Value::from(text.as_ref()),
         DeValue::Integer(number) => integer(number),
-        DeValue::Float(number) => number.as_str().parse::<f64>().map_or_else(|_| nothing(), Value::from),
+        DeValue::Float(number) => number
+            .as_str()
+            .parse::<f64>()
+            .map_or_else(|_| nothing(), Value::from),
         DeValue::Boolean(flag) => Value::from(*flag),
         // No key takes a date: whatever reads this says what it expected instead.
         DeValue::Datetime(_) => nothing(),
         DeValue::Array(items) => {
-            let (items, inner) = items.iter().map(convert).unzip::<_, _, Vec<Value>, Vec<Spans>>();
+            let (items, inner) = items
+                .iter()
+                .map(convert)
+                .unzip::<_, _, Vec<Value>, Vec<Spans>>();
             spans.items = inner;
             Value::from(items)
         }

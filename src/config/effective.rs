@@ -19,16 +19,33 @@ impl Config {
     fn shown(&self, running: &Fixed) -> Map<String, Json> {
         let mut top = Map::new();
         for path in schema::paths() {
-            let written = if is_live(&path) { &self.written } else { &running.written };
-            let Some(value) = written.value(&path) else { continue };
-            let shown = match (schema::find_path(path.split('.')).map(|key| &key.kind), &value) {
-                (Some(Kind::Secrets(_)), Value::Array(_, urls)) => urls.iter().map(without_login).collect(),
+            let written = if is_live(&path) {
+                &self.written
+            } else {
+                &running.written
+            };
+            let Some(value) = written.value(&path) else {
+                continue;
+            };
+            let shown = match (
+                schema::find_path(path.split('.')).map(|key| &key.kind),
+                &value,
+            ) {
+                (Some(Kind::Secrets(_)), Value::Array(_, urls)) => {
+                    urls.iter().map(without_login).collect()
+                }
                 (Some(Kind::Secret(_) | Kind::Secrets(_)), url) => without_login(url),
                 _ => json(&value),
             };
             put(&mut top, &path, shown);
         }
-        top.insert("policy".into(), self.written.0.get("policy").map_or(Json::Array(Vec::new()), json));
+        top.insert(
+            "policy".into(),
+            self.written
+                .0
+                .get("policy")
+                .map_or(Json::Array(Vec::new()), json),
+        );
         top
     }
 
@@ -38,7 +55,9 @@ impl Config {
         let mut top = self.shown(running);
         top.retain(|table, _| !OF_ONE_INSTANCE.contains(&table.as_str()));
         let hash = Sha256::digest(Json::Object(top).to_string());
-        hash.iter().take(6).fold(0, |number, byte| number << 8 | u64::from(*byte))
+        hash.iter()
+            .take(6)
+            .fold(0, |number, byte| number << 8 | u64::from(*byte))
     }
 }
 
@@ -61,7 +80,11 @@ fn json(value: &Value) -> Json {
 fn without_login(url: &Value) -> Json {
     let shown = url.as_str().and_then(|text| {
         let (scheme, rest) = text.split_once("://")?;
-        let server = match (scheme.ends_with("unix"), rest.split_once('?'), rest.rsplit_once('@')) {
+        let server = match (
+            scheme.ends_with("unix"),
+            rest.split_once('?'),
+            rest.rsplit_once('@'),
+        ) {
             // A socket's parameters may hold both.
             (true, Some((path, _)), _) => format!("{path}?***"),
             (false, _, Some((_, server))) => format!("***@{server}"),
@@ -78,8 +101,15 @@ mod tests {
     use super::*;
 
     fn config(text: &str) -> Config {
-        let file = FileSource::Text { name: "t.toml".into(), text: text.into() };
-        load(&Sources { file, ..Sources::default() }).unwrap()
+        let file = FileSource::Text {
+            name: "t.toml".into(),
+            text: text.into(),
+        };
+        load(&Sources {
+            file,
+            ..Sources::default()
+        })
+        .unwrap()
     }
 
     #[test]
@@ -90,7 +120,12 @@ mod tests {
         };
         let policy = "[[policy]]\nname = \"p\"\nlimit = { requests = 5, per = \"1s\" }\n";
         let first = hash(policy);
-        assert_eq!(first, hash(&format!("log.level = 'warn'\nlisten.address = '10.0.0.7:80'\n{policy}")));
+        assert_eq!(
+            first,
+            hash(&format!(
+                "log.level = 'warn'\nlisten.address = '10.0.0.7:80'\n{policy}"
+            ))
+        );
         assert_ne!(first, hash(&policy.replace('5', "6")));
         assert_ne!(first, hash(&format!("client.ipv4_prefix = 24\n{policy}")));
         assert!(first < 1 << 48);
@@ -106,18 +141,29 @@ mod tests {
         assert_eq!(shown["upstream"]["url"], "http://a");
         assert_eq!(shown["response"]["headers"], "legacy");
         assert_eq!(shown["listen"]["http"]["max_headers"], 100);
-        assert_eq!(shown["policy"], serde_json::json!([{ "name": "p", "action": "deny" }]));
+        assert_eq!(
+            shown["policy"],
+            serde_json::json!([{ "name": "p", "action": "deny" }])
+        );
     }
 
     #[test]
     fn secrets_are_hidden() {
         for (url, shown) in [
-            ("redis://ann:hunter2@redis:6380/3", "redis://***@redis:6380/3"),
+            (
+                "redis://ann:hunter2@redis:6380/3",
+                "redis://***@redis:6380/3",
+            ),
             ("redis://redis:6380/3", "redis://redis:6380/3"),
-            ("unix:///run/redis.sock?user=ann&pass=hunter2@", "unix:///run/redis.sock?***"),
+            (
+                "unix:///run/redis.sock?user=ann&pass=hunter2@",
+                "unix:///run/redis.sock?***",
+            ),
             ("unix:///run/redis.sock", "unix:///run/redis.sock"),
         ] {
-            let config = config(&format!("upstream.url = \"http://a\"\nstore.redis.url = \"{url}\"\n"));
+            let config = config(&format!(
+                "upstream.url = \"http://a\"\nstore.redis.url = \"{url}\"\n"
+            ));
             let text = config.effective(&config.fixed());
             let json: Json = serde_json::from_str(&text).unwrap();
             assert_eq!(json["store"]["redis"]["url"], shown);
@@ -128,6 +174,9 @@ mod tests {
              store.redis.urls = [\"redis://ann:hunter2@a\", \"redis://ann:hunter2@b:1\"]\n",
         );
         let json: Json = serde_json::from_str(&config.effective(&config.fixed())).unwrap();
-        assert_eq!(json["store"]["redis"]["urls"], serde_json::json!(["redis://***@a", "redis://***@b:1"]));
+        assert_eq!(
+            json["store"]["redis"]["urls"],
+            serde_json::json!(["redis://***@a", "redis://***@b:1"])
+        );
     }
 }

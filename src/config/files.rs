@@ -69,12 +69,17 @@ pub(super) fn read_includes(
     };
     let mut found: Vec<(OsString, PathBuf, String)> = Vec::new();
     // Only this key: what is wrong with others is said when everything is read.
-    let only_include: Dict =
-        values.iter().filter(|(key, _)| *key == "include").map(|(k, v)| (k.clone(), v.clone())).collect();
+    let only_include: Dict = values
+        .iter()
+        .filter(|(key, _)| *key == "include")
+        .map(|(k, v)| (k.clone(), v.clone()))
+        .collect();
     for item in Cursor::top(input, main, &schema::ROOT, &only_include).items("include") {
         for path in included_by(input, &item, base) {
             match input.read(&path) {
-                Ok(text) => found.push((path.file_name().unwrap_or_default().to_owned(), path, text)),
+                Ok(text) => {
+                    found.push((path.file_name().unwrap_or_default().to_owned(), path, text))
+                }
                 Err(error) => {
                     item.fail::<()>(&format!("{} {error}", path.display()));
                 }
@@ -120,6 +125,9 @@ fn expand(glob: &str) -> Result<Vec<PathBuf>, String> {
         require_literal_separator: true,
         require_literal_leading_dot: true,
     };
-    let paths = glob::glob_with(glob, options).map_err(|error| format!("not a glob: {}", error.msg))?;
-    paths.collect::<Result<_, _>>().map_err(|error| error.to_string())
+    let paths =
+        glob::glob_with(glob, options).map_err(|error| format!("not a glob: {}", error.msg))?;
+    paths
+        .collect::<Result<_, _>>()
+        .map_err(|error| error.to_string())
 }

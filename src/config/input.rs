@@ -76,12 +76,18 @@ impl Input {
     }
 
     pub(super) fn has_errors(&self) -> bool {
-        self.findings.borrow().iter().any(|finding| finding.severity == Severity::Error)
+        self.findings
+            .borrow()
+            .iter()
+            .any(|finding| finding.severity == Severity::Error)
     }
 
     /// Where a value was written; without one, where it should be.
     pub(super) fn place(&self, document: usize, path: &KeyPath, value: Option<&Value>) -> Place {
-        match (value.and_then(|value| self.overridden_by(value.tag())), self.documents.get(document)) {
+        match (
+            value.and_then(|value| self.overridden_by(value.tag())),
+            self.documents.get(document),
+        ) {
             (Some(label), _) => Self::override_place(label),
             (None, Some(document)) => document.place_of_value(path),
             (None, None) => Self::override_place("configuration"),
@@ -89,7 +95,10 @@ impl Input {
     }
 
     pub(super) fn place_of_key(&self, document: usize, path: &KeyPath, value: &Value) -> Place {
-        match (self.overridden_by(value.tag()), self.documents.get(document)) {
+        match (
+            self.overridden_by(value.tag()),
+            self.documents.get(document),
+        ) {
             (None, Some(document)) => document.place_of_key(path),
             _ => self.place(document, path, Some(value)),
         }
@@ -132,10 +141,19 @@ impl Input {
 
     fn overridden_by(&self, tag: Tag) -> Option<&str> {
         let metadata = self.layers.get_metadata(tag)?;
-        if metadata.source.is_some() { None } else { Some(&metadata.name) }
+        if metadata.source.is_some() {
+            None
+        } else {
+            Some(&metadata.name)
+        }
     }
 
     fn find(&self, severity: Severity, place: Place, key: String, problem: String) {
-        self.findings.borrow_mut().push(Diagnostic { severity, place, key, problem });
+        self.findings.borrow_mut().push(Diagnostic {
+            severity,
+            place,
+            key,
+            problem,
+        });
     }
 }

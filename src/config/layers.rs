@@ -22,19 +22,30 @@ struct Override<'a> {
 }
 
 /// Merges all layers. Variables that mean nothing are reported and left out.
-pub(super) fn merge(input: &Input, file: &Dict, env: &[(String, String)], flags: &Flags) -> Figment {
+pub(super) fn merge(
+    input: &Input,
+    file: &Dict,
+    env: &[(String, String)],
+    flags: &Flags,
+) -> Figment {
     let mut figment = Figment::new().merge(File(file));
     for (name, text) in env {
         if let Some(layer) = variable(input, name, text) {
             figment = figment.merge(layer);
         }
     }
-    let flags =
-        [("--upstream", "upstream.url", &flags.upstream), ("--listen", "listen.address", &flags.listen)];
+    let flags = [
+        ("--upstream", "upstream.url", &flags.upstream),
+        ("--listen", "listen.address", &flags.listen),
+    ];
     for (label, path, text) in flags {
         if let Some(text) = text {
             let path = path.split('.').map(str::to_owned).collect();
-            figment = figment.merge(Override { label, path, value: text.as_str().into() });
+            figment = figment.merge(Override {
+                label,
+                path,
+                value: text.as_str().into(),
+            });
         }
     }
     figment
@@ -42,7 +53,9 @@ pub(super) fn merge(input: &Input, file: &Dict, env: &[(String, String)], flags:
 
 /// Names without a double underscore are not ours: Kubernetes makes some for a Service called tidegate.
 fn variable<'a>(input: &Input, name: &'a str, text: &str) -> Option<Override<'a>> {
-    let rest = name.strip_prefix(PREFIX).filter(|rest| rest.contains(SEPARATOR))?;
+    let rest = name
+        .strip_prefix(PREFIX)
+        .filter(|rest| rest.contains(SEPARATOR))?;
     let path: Vec<String> = rest.split(SEPARATOR).map(str::to_ascii_lowercase).collect();
     let key = path.join(".");
     if path.first().is_some_and(|first| first == "policy") {
@@ -54,11 +67,22 @@ fn variable<'a>(input: &Input, name: &'a str, text: &str) -> Option<Override<'a>
         return None;
     }
     match schema::find_path(path.iter().map(String::as_str)) {
-        Some(schema::Key { kind: Kind::Table(_) | Kind::Tables(_), .. }) => {
-            input.error(Input::override_place(name), key, "is a table; set the keys in it".to_owned());
+        Some(schema::Key {
+            kind: Kind::Table(_) | Kind::Tables(_),
+            ..
+        }) => {
+            input.error(
+                Input::override_place(name),
+                key,
+                "is a table; set the keys in it".to_owned(),
+            );
             None
         }
-        Some(found) => Some(Override { label: name, value: values::from_text(&found.kind, text), path }),
+        Some(found) => Some(Override {
+            label: name,
+            value: values::from_text(&found.kind, text),
+            path,
+        }),
         None => {
             input.error(
                 Input::override_place(name),
@@ -73,9 +97,14 @@ fn variable<'a>(input: &Input, name: &'a str, text: &str) -> Option<Override<'a>
 fn nearest_variable(key: &str) -> String {
     let likeness = |path: &String| strsim::jaro_winkler(path, key);
     let paths = schema::paths().into_iter();
-    let best = paths.max_by(|a, b| likeness(a).total_cmp(&likeness(b))).filter(|path| likeness(path) > 0.8);
+    let best = paths
+        .max_by(|a, b| likeness(a).total_cmp(&likeness(b)))
+        .filter(|path| likeness(path) > 0.8);
     best.map_or_else(String::new, |path| {
-        format!("; did you mean {PREFIX}{}?", path.replace('.', SEPARATOR).to_ascii_uppercase())
+        format!(
+            "; did you mean {PREFIX}{}?",
+            path.replace('.', SEPARATOR).to_ascii_uppercase()
+        )
     })
 }
 
@@ -100,7 +129,9 @@ impl Provider for Override<'_> {
             .path
             .iter()
             .rev()
-            .fold(self.value.clone(), |value, key| Value::from(Dict::from([(key.clone(), value)])));
+            .fold(self.value.clone(), |value, key| {
+                Value::from(Dict::from([(key.clone(), value)]))
+            });
         Ok(Profile::Default.collect(nested.into_dict().unwrap_or_default()))
     }
 }

@@ -10,11 +10,25 @@ use std::time::Duration;
 const TTL_US: u64 = 100_000;
 
 /// The lease of a policy that is otherwise read.
-pub(super) fn lease(at: &Cursor<'_>, quota: &Quota, is_shadow: bool, is_counted_here: bool) -> Option<Lease> {
+pub(super) fn lease(
+    at: &Cursor<'_>,
+    quota: &Quota,
+    is_shadow: bool,
+    is_counted_here: bool,
+) -> Option<Lease> {
     let item = at.item("lease")?;
     refuse_beside(at, quota);
-    let overrides = quota.overrides.list().iter().flat_map(|entry| &entry.limits);
-    let shortest_us = quota.limits.iter().chain(overrides).map(|named| named.limit.per_us).min()?;
+    let overrides = quota
+        .overrides
+        .list()
+        .iter()
+        .flat_map(|entry| &entry.limits);
+    let shortest_us = quota
+        .limits
+        .iter()
+        .chain(overrides)
+        .map(|named| named.limit.per_us)
+        .min()?;
     let lease = if item.value.as_dict().is_some() {
         let table = at.optional_table("lease")?;
         let (size, ttl) = (table.whole::<i64>("size"), table.duration("ttl")?);
@@ -28,20 +42,31 @@ pub(super) fn lease(at: &Cursor<'_>, quota: &Quota, is_shadow: bool, is_counted_
         }
         let (size, least) = (u64::try_from(size?).ok()?, quota.cost.least());
         if size < least {
-            table.warn("size", &format!("no request is served from it: each takes {least}"));
+            table.warn(
+                "size",
+                &format!("no request is served from it: each takes {least}"),
+            );
         }
-        Lease { size: Some(size), ttl_us: u64::try_from(ttl.as_micros()).ok()? }
+        Lease {
+            size: Some(size),
+            ttl_us: u64::try_from(ttl.as_micros()).ok()?,
+        }
     } else {
         at.word("lease", &[("auto", ())])?;
-        Lease { size: None, ttl_us: TTL_US.min(shortest_us / 2).max(1) }
+        Lease {
+            size: None,
+            ttl_us: TTL_US.min(shortest_us / 2).max(1),
+        }
     };
     match (is_shadow, is_counted_here) {
-        (true, _) => {
-            at.warn("lease", "a shadow policy takes nothing in advance: each request is counted in the store")
-        }
-        (_, true) => {
-            at.warn("lease", "without effect while store.kind = \"memory\": counters are in this process")
-        }
+        (true, _) => at.warn(
+            "lease",
+            "a shadow policy takes nothing in advance: each request is counted in the store",
+        ),
+        (_, true) => at.warn(
+            "lease",
+            "without effect while store.kind = \"memory\": counters are in this process",
+        ),
         _ => return Some(lease),
     }
     None
@@ -49,7 +74,13 @@ pub(super) fn lease(at: &Cursor<'_>, quota: &Quota, is_shadow: bool, is_counted_
 
 /// What can't be decided with what was taken in advance.
 fn refuse_beside(at: &Cursor<'_>, quota: &Quota) {
-    let mut limits = quota.limits.iter().chain(quota.overrides.list().iter().flat_map(|entry| &entry.limits));
+    let mut limits = quota.limits.iter().chain(
+        quota
+            .overrides
+            .list()
+            .iter()
+            .flat_map(|entry| &entry.limits),
+    );
     let refused = limits.find_map(|named| match named.limit.algorithm {
         Algorithm::LeakyBucket { .. } => {
             Some("algorithm = \"leaky_bucket\": each request takes its own place in the line")
@@ -57,18 +88,27 @@ fn refuse_beside(at: &Cursor<'_>, quota: &Quota) {
         Algorithm::Concurrency { .. } => {
             Some("algorithm = \"concurrency\": each request takes a slot, and gives it back")
         }
-        Algorithm::TokenBucket { warm_up_us: 1.., .. } => {
-            Some("warm_up: what was not used yet would have warmed the bucket up")
-        }
+        Algorithm::TokenBucket {
+            warm_up_us: 1.., ..
+        } => Some("warm_up: what was not used yet would have warmed the bucket up"),
         _ => None,
     });
     let refused = refused
-        .or_else(|| quota.block.map(|_| "block_for: a block has to hold at once, wherever requests arrive"))
-        .or_else(|| quota.count_rejected.then_some("count_rejected: the store has to hear of every refusal"))
+        .or_else(|| {
+            quota
+                .block
+                .map(|_| "block_for: a block has to hold at once, wherever requests arrive")
+        })
+        .or_else(|| {
+            quota
+                .count_rejected
+                .then_some("count_rejected: the store has to hear of every refusal")
+        })
         .or_else(|| {
             let is_estimate = matches!(quota.cost, Cost::Estimate(_));
-            is_estimate
-                .then_some("an estimate as cost: what is settled was charged at a time that the store knows")
+            is_estimate.then_some(
+                "an estimate as cost: what is settled was charged at a time that the store knows",
+            )
         });
     if let Some(refused) = refused {
         at.fail("lease", &format!("not with {refused}"));

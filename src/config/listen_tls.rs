@@ -13,7 +13,10 @@ pub(super) fn server(input: &Input, at: &Cursor<'_>) -> Option<ServerTls> {
     let mut identities = vec![identity(input, at)];
     for more in at.tables("certificates") {
         let identity = identity(input, &more);
-        if identity.as_ref().is_some_and(|(_, identity)| identity.certificate.dns_names.is_empty()) {
+        if identity
+            .as_ref()
+            .is_some_and(|(_, identity)| identity.certificate.dns_names.is_empty())
+        {
             more.warn("cert", "it has no DNS name, so no client is ever shown it");
         }
         identities.push(identity);
@@ -33,7 +36,10 @@ pub(super) fn server(input: &Input, at: &Cursor<'_>) -> Option<ServerTls> {
     let client_ca = client_ca.and_then(|_| pem(input, at, "client_ca"));
     let client_crl = at.text("client_crl").filter(|path| !path.is_empty());
     if client_crl.is_some() && auth == ClientAuth::None {
-        at.warn("client_crl", "clients are asked for no certificate, so there is none to be found in it");
+        at.warn(
+            "client_crl",
+            "clients are asked for no certificate, so there is none to be found in it",
+        );
     }
     let client_crl = match client_crl {
         Some(_) => Some(revoked(at, &pem(input, at, "client_crl")?)?),
@@ -44,13 +50,22 @@ pub(super) fn server(input: &Input, at: &Cursor<'_>) -> Option<ServerTls> {
     if auth != ClientAuth::None && client_ca.is_none() {
         return None;
     }
-    let clients = Clients { auth, ca: client_ca, crl: client_crl };
+    let clients = Clients {
+        auth,
+        ca: client_ca,
+        crl: client_crl,
+    };
     let server = ServerTls::new(identities, &clients);
-    server.map_err(|reason| at.fail("client_ca", &format!("in the file: {reason}"))).ok()
+    server
+        .map_err(|reason| at.fail("client_ca", &format!("in the file: {reason}")))
+        .ok()
 }
 
-const CLIENT_AUTH: [(&str, ClientAuth); 3] =
-    [("none", ClientAuth::None), ("optional", ClientAuth::Optional), ("require", ClientAuth::Require)];
+const CLIENT_AUTH: [(&str, ClientAuth); 3] = [
+    ("none", ClientAuth::None),
+    ("optional", ClientAuth::Optional),
+    ("require", ClientAuth::Require),
+];
 
 /// Whether clients are asked for certificates, whatever else is wrong.
 pub(super) fn asks_clients(at: &Cursor<'_>) -> bool {
@@ -76,9 +91,14 @@ fn identity(input: &Input, at: &Cursor<'_>) -> Option<(String, ServerIdentity)> 
 /// What says which certificates are revoked. What is out of date turns everybody away, sooner or later.
 fn revoked(at: &Cursor<'_>, pem: &[u8]) -> Option<RevocationLists> {
     let lists = RevocationLists::read(pem);
-    let lists = lists.map_err(|reason| at.fail("client_crl", &format!("in the file: {reason}"))).ok()?;
+    let lists = lists
+        .map_err(|reason| at.fail("client_crl", &format!("in the file: {reason}")))
+        .ok()?;
     if lists.expiry.is_some_and(|expiry| expiry < clock::unix_s()) {
-        at.warn("client_crl", "a list in it is out of date: whose issuer it is of is refused");
+        at.warn(
+            "client_crl",
+            "a list in it is out of date: whose issuer it is of is refused",
+        );
     }
     Some(lists)
 }
@@ -93,12 +113,18 @@ fn warn_of_dates(at: &Cursor<'_>, identity: &ServerIdentity) {
     };
     if identity.expiry < now {
         let ago = days(now.saturating_sub(identity.expiry));
-        at.warn("cert", &format!("it expired {ago} ago, or one of its chain did: clients will refuse it"));
+        at.warn(
+            "cert",
+            &format!("it expired {ago} ago, or one of its chain did: clients will refuse it"),
+        );
     }
     let begins = identity.certificate.valid.0;
     if begins > now {
         let left = days(begins.saturating_sub(now));
-        at.warn("cert", &format!("it begins to be valid in {left}: clients will refuse it until then"));
+        at.warn(
+            "cert",
+            &format!("it begins to be valid in {left}: clients will refuse it until then"),
+        );
     }
 }
 
@@ -109,5 +135,8 @@ fn pem(input: &Input, at: &Cursor<'_>, key: &str) -> Option<Vec<u8>> {
         at.fail(key, "expected the path of a PEM file");
         return None;
     }
-    input.read_bytes(Path::new(&path)).map_err(|error| at.fail(key, &format!("the file {error}"))).ok()
+    input
+        .read_bytes(Path::new(&path))
+        .map_err(|error| at.fail(key, &format!("the file {error}")))
+        .ok()
 }

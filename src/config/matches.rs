@@ -12,8 +12,17 @@ use http::{HeaderName, Method};
 const DESCRIBES: [&str; 2] = ["domain", "descriptors"];
 
 /// Conditions on a request.
-const OF_REQUESTS: [&str; 9] =
-    ["methods", "hosts", "path", "path_regex", "headers", "query", "cookies", "client_ips", "jwt"];
+const OF_REQUESTS: [&str; 9] = [
+    "methods",
+    "hosts",
+    "path",
+    "path_regex",
+    "headers",
+    "query",
+    "cookies",
+    "client_ips",
+    "jwt",
+];
 
 /// `tokens`: whether any are believed.
 pub(super) fn matcher(at: &Cursor<'_>, path: &path::Settings, tokens: bool) -> Matcher {
@@ -31,7 +40,10 @@ pub(super) fn matcher(at: &Cursor<'_>, path: &path::Settings, tokens: bool) -> M
                 at.fail("not", "expected domain or descriptors in it, as beside it");
             }
             false if describes => {
-                at.fail("not", "a request has no descriptors; expected domain or descriptors beside it too");
+                at.fail(
+                    "not",
+                    "a request has no descriptors; expected domain or descriptors beside it too",
+                );
             }
             _ => {}
         }
@@ -51,7 +63,9 @@ pub(super) fn matcher(at: &Cursor<'_>, path: &path::Settings, tokens: bool) -> M
         claims: named(at, "jwt", ClaimName::parse, claim_test),
         described: is_of_descriptors.then(|| Described {
             domain: at.parsed("domain", any_name),
-            entries: at.has("descriptors").then(|| named(at, "descriptors", any_name, entry)),
+            entries: at
+                .has("descriptors")
+                .then(|| named(at, "descriptors", any_name, entry)),
         }),
         not: not.map(|not| Box::new(matcher(&not, path, tokens))),
     }
@@ -70,11 +84,17 @@ fn method(text: &str) -> Result<Method, String> {
 }
 
 pub(super) fn header_name(text: &str) -> Result<HeaderName, String> {
-    HeaderName::from_bytes(text.as_bytes()).ok().ok_or_else(|| format!("{text:?} is no name of a header"))
+    HeaderName::from_bytes(text.as_bytes())
+        .ok()
+        .ok_or_else(|| format!("{text:?} is no name of a header"))
 }
 
 fn any_name(text: &str) -> Result<Box<str>, String> {
-    if text.is_empty() { Err("the name is empty".to_owned()) } else { Ok(text.into()) }
+    if text.is_empty() {
+        Err("the name is empty".to_owned())
+    } else {
+        Ok(text.into())
+    }
 }
 
 fn named<N>(
@@ -106,9 +126,8 @@ fn claim_test(item: &Item<'_>) -> Option<Test> {
 fn entry(item: &Item<'_>) -> Option<Test> {
     match test(item)? {
         Test::Is(text) if *text == *"*" => Some(Test::Present(true)),
-        Test::Present(false) => {
-            item.fail("a descriptor with other entries is never matched; expected it to be left out")
-        }
+        Test::Present(false) => item
+            .fail("a descriptor with other entries is never matched; expected it to be left out"),
         test => Some(test),
     }
 }
@@ -118,7 +137,9 @@ fn test(item: &Item<'_>) -> Option<Test> {
     if let Some(text) = item.value.as_str() {
         return Some(Test::Is(text.into()));
     }
-    let Some(table) = item.table(&schema::TEST) else { return item.fail(EXPECTED) };
+    let Some(table) = item.table(&schema::TEST) else {
+        return item.fail(EXPECTED);
+    };
     match (table.has("regex"), table.has("present")) {
         (true, false) => table.parsed("regex", values::regex).map(Test::Regex),
         (false, true) => table.flag("present").map(Test::Present),

@@ -178,10 +178,17 @@ pub fn load(sources: &Sources) -> Result<Config, Report> {
         // What could be said of half a file would mislead.
         return input.finish(None, build::complete);
     };
-    let main_values =
-        input.documents().get(main).map(|document| document.values().clone()).unwrap_or_default();
+    let main_values = input
+        .documents()
+        .get(main)
+        .map(|document| document.values().clone())
+        .unwrap_or_default();
     let layers = layers::merge(&input, &main_values, &sources.env, &sources.flags);
-    let merged = layers.data().unwrap_or_default().remove(&figment::Profile::Default).unwrap_or_default();
+    let merged = layers
+        .data()
+        .unwrap_or_default()
+        .remove(&figment::Profile::Default)
+        .unwrap_or_default();
     input.set_layers(layers);
     let included = files::read_includes(&mut input, main, &merged, &sources.file);
     let built = {
@@ -210,17 +217,34 @@ pub fn load_admin(sources: &Sources) -> Result<AdminSettings, Report> {
     let Some(main) = files::read_main(&mut input, &sources.file) else {
         return input.finish(None, |admin, _, _| admin);
     };
-    let main_values =
-        input.documents().get(main).map(|document| document.values().clone()).unwrap_or_default();
+    let main_values = input
+        .documents()
+        .get(main)
+        .map(|document| document.values().clone())
+        .unwrap_or_default();
     // What is wrong with others is not said here.
     let ours = |name: &str| name == "admin";
-    let main_values = main_values.into_iter().filter(|(name, _)| ours(name)).collect();
-    let env: Vec<_> =
-        sources.env.iter().filter(|(name, _)| name.starts_with("TIDEGATE_ADMIN__")).cloned().collect();
+    let main_values = main_values
+        .into_iter()
+        .filter(|(name, _)| ours(name))
+        .collect();
+    let env: Vec<_> = sources
+        .env
+        .iter()
+        .filter(|(name, _)| name.starts_with("TIDEGATE_ADMIN__"))
+        .cloned()
+        .collect();
     let layers = layers::merge(&input, &main_values, &env, &Flags::default());
-    let merged = layers.data().unwrap_or_default().remove(&figment::Profile::Default).unwrap_or_default();
+    let merged = layers
+        .data()
+        .unwrap_or_default()
+        .remove(&figment::Profile::Default)
+        .unwrap_or_default();
     input.set_layers(layers);
-    let built = build::admin(&input, &Cursor::top(&input, main, &schema::ROOT, &merged).table("admin"));
+    let built = build::admin(
+        &input,
+        &Cursor::top(&input, main, &schema::ROOT, &merged).table("admin"),
+    );
     input.finish(built, |admin, _, _| admin)
 }
 
@@ -240,7 +264,10 @@ const LIVE: [&str; 9] = [
 impl Config {
     /// How TLS is spoken at one of [`Config::doors`]; `None`: it isn't there.
     pub fn tls_of(&self, door: Door) -> Option<Option<&Arc<ServerTls>>> {
-        self.doors.iter().find(|settings| settings.door == door).map(|settings| settings.tls.as_ref())
+        self.doors
+            .iter()
+            .find(|settings| settings.door == door)
+            .map(|settings| settings.tls.as_ref())
     }
 
     /// What runs until the process ends.
@@ -281,8 +308,13 @@ fn is_live(path: &str) -> bool {
 impl Written {
     /// Puts the policies of an included file behind those that are there.
     fn add_policies(&mut self, included: &Dict) {
-        let Some(Value::Array(_, more)) = included.get("policy") else { return };
-        let all = self.0.entry("policy".to_owned()).or_insert_with(|| Vec::<Value>::new().into());
+        let Some(Value::Array(_, more)) = included.get("policy") else {
+            return;
+        };
+        let all = self
+            .0
+            .entry("policy".to_owned())
+            .or_insert_with(|| Vec::<Value>::new().into());
         if let Value::Array(_, all) = all {
             all.extend(more.iter().cloned());
         }
@@ -293,13 +325,15 @@ impl Written {
         let mut names = path.split('.');
         let last = names.next_back()?;
         let table = names.try_fold(&self.0, |table, name| table.get(name)?.as_dict());
-        table.and_then(|table| table.get(last).cloned()).or_else(|| {
-            match schema::find_path(path.split('.'))? {
-                schema::Key { kind, need: schema::Need::Default(text), .. } => {
-                    Some(values::from_text(kind, text))
-                }
+        table
+            .and_then(|table| table.get(last).cloned())
+            .or_else(|| match schema::find_path(path.split('.'))? {
+                schema::Key {
+                    kind,
+                    need: schema::Need::Default(text),
+                    ..
+                } => Some(values::from_text(kind, text)),
                 _ => None,
-            }
-        })
+            })
     }
 }

@@ -77,10 +77,16 @@ pub(super) fn all<'a>(
     for at in tables {
         refuse_known_name(&at, &mut names);
         let mode = at.word("mode", &MODE);
-        let Some(policy) = policy(&at, scope, mode == Some(Mode::Shadow)) else { continue };
+        let Some(policy) = policy(&at, scope, mode == Some(Mode::Shadow)) else {
+            continue;
+        };
         let off = mode == Some(Mode::Off);
         let sentence = words::sentence(&policy, &at, off);
-        sentences.push(Words { policy: policy.name.clone(), off, sentence });
+        sentences.push(Words {
+            policy: policy.name.clone(),
+            off,
+            sentence,
+        });
         if !off {
             placed.push(Placed { policy, at });
         }
@@ -88,15 +94,23 @@ pub(super) fn all<'a>(
     (placed, sentences)
 }
 
-const MODE: [(&str, Mode); 3] = [("enforce", Mode::Enforce), ("shadow", Mode::Shadow), ("off", Mode::Off)];
+const MODE: [(&str, Mode); 3] = [
+    ("enforce", Mode::Enforce),
+    ("shadow", Mode::Shadow),
+    ("off", Mode::Off),
+];
 
 /// Names are unique over all files, also those of policies that are off or wrong.
 fn refuse_known_name(at: &Cursor<'_>, names: &mut BTreeMap<String, Place>) {
     let Some(item) = at.item("name") else { return };
-    let Some(name) = item.value.as_str() else { return };
+    let Some(name) = item.value.as_str() else {
+        return;
+    };
     match names.get(name) {
         Some(first) => {
-            item.fail::<()>(&format!("another policy has this name, at {first}; expected a unique one"));
+            item.fail::<()>(&format!(
+                "another policy has this name, at {first}; expected a unique one"
+            ));
         }
         None => {
             names.insert(name.to_owned(), item.place());
@@ -106,14 +120,23 @@ fn refuse_known_name(at: &Cursor<'_>, names: &mut BTreeMap<String, Place>) {
 
 fn policy(at: &Cursor<'_>, scope: &Scope, shadow: bool) -> Option<Policy> {
     let name = at.parsed("name", name);
-    let does = at.word("action", &[("limit", Does::Limit), ("allow", Does::Allow), ("deny", Does::Deny)])?;
-    let conditions =
-        at.optional_table("match").map(|table| matches::matcher(&table, &scope.path, scope.claims.is_some()));
-    let is_of_descriptors = conditions.as_ref().is_some_and(|matcher| matcher.described.is_some());
+    let does = at.word(
+        "action",
+        &[
+            ("limit", Does::Limit),
+            ("allow", Does::Allow),
+            ("deny", Does::Deny),
+        ],
+    )?;
+    let conditions = at
+        .optional_table("match")
+        .map(|table| matches::matcher(&table, &scope.path, scope.claims.is_some()));
+    let is_of_descriptors = conditions
+        .as_ref()
+        .is_some_and(|matcher| matcher.described.is_some());
     let action = match does {
-        Does::Limit => {
-            quota(at, scope, name.as_deref().unwrap_or("policy")).map(|quota| Action::Limit(Box::new(quota)))
-        }
+        Does::Limit => quota(at, scope, name.as_deref().unwrap_or("policy"))
+            .map(|quota| Action::Limit(Box::new(quota))),
         Does::Allow => without_quota(at, "allow").map(|()| Action::Allow),
         Does::Deny => without_quota(at, "deny").map(|()| Action::Deny),
     };
@@ -127,7 +150,14 @@ fn policy(at: &Cursor<'_>, scope: &Scope, shadow: bool) -> Option<Policy> {
                 "Envoy chooses it; expected none here, and rate_limited_status in Envoy's filter",
             );
         }
-        reject(&table, if does == Does::Deny { StatusCode::FORBIDDEN } else { StatusCode::TOO_MANY_REQUESTS })
+        reject(
+            &table,
+            if does == Does::Deny {
+                StatusCode::FORBIDDEN
+            } else {
+                StatusCode::TOO_MANY_REQUESTS
+            },
+        )
     });
     if let Some(Action::Limit(quota)) = &action {
         match is_of_descriptors {
@@ -171,8 +201,16 @@ fn when_away(at: &Cursor<'_>, scope: &Scope, is_of_descriptors: bool) -> OnStore
 /// What a call of the rate-limit service doesn't bring: a request, its end, its response, somebody who waits.
 fn refuse_what_needs_a_request(at: &Cursor<'_>, quota: &Quota) {
     let expected = "expected descriptor:NAME, descriptor or const:TEXT";
-    if let Some(part) = quota.key.parts().iter().find(|part| part.is_of_descriptor() == Some(false)) {
-        at.fail("key", &format!("a call of the rate-limit service has no {part}; {expected}"));
+    if let Some(part) = quota
+        .key
+        .parts()
+        .iter()
+        .find(|part| part.is_of_descriptor() == Some(false))
+    {
+        at.fail(
+            "key",
+            &format!("a call of the rate-limit service has no {part}; {expected}"),
+        );
     }
     match &quota.cost {
         Cost::Fixed(_) => {}
@@ -187,17 +225,29 @@ fn refuse_what_needs_a_request(at: &Cursor<'_>, quota: &Quota) {
     if all_limits(quota).any(takes_slots) {
         at.fail(key, "a call of the rate-limit service doesn't tell when its request ends; expected no algorithm = \"concurrency\"");
     }
-    if all_limits(quota).any(|named| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. })) {
+    if all_limits(quota).any(|named| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. }))
+    {
         at.fail(key, "a call of the rate-limit service can't be held; expected no algorithm = \"leaky_bucket\", perhaps \"token_bucket\" with burst = 1");
     }
 }
 
 fn all_limits(quota: &Quota) -> impl Iterator<Item = &NamedLimit> {
-    quota.limits.iter().chain(quota.overrides.list().iter().flat_map(|entry| &entry.limits))
+    quota.limits.iter().chain(
+        quota
+            .overrides
+            .list()
+            .iter()
+            .flat_map(|entry| &entry.limits),
+    )
 }
 
 fn refuse_descriptors(at: &Cursor<'_>, quota: &Quota) {
-    if let Some(part) = quota.key.parts().iter().find(|part| part.is_of_descriptor() == Some(true)) {
+    if let Some(part) = quota
+        .key
+        .parts()
+        .iter()
+        .find(|part| part.is_of_descriptor() == Some(true))
+    {
         at.fail(
             "key",
             &format!("a request has no {part}; expected domain or descriptors in match beside it"),
@@ -224,11 +274,16 @@ fn name(text: &str) -> Result<String, String> {
     let starts_well = text.starts_with(|c: char| c.is_ascii_alphanumeric());
     if starts_well
         && text.len() <= 63
-        && text.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
+        && text
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
     {
         return Ok(text.to_owned());
     }
-    Err("expected a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\"".to_owned())
+    Err(
+        "expected a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""
+            .to_owned(),
+    )
 }
 
 fn without_quota(at: &Cursor<'_>, action: &str) -> Option<()> {
@@ -245,7 +300,10 @@ fn without_quota(at: &Cursor<'_>, action: &str) -> Option<()> {
         "override",
     ] {
         if at.has(key) {
-            at.fail(key, &format!("a policy with action = \"{action}\" counts nothing"));
+            at.fail(
+                key,
+                &format!("a policy with action = \"{action}\" counts nothing"),
+            );
         }
     }
     Some(())
@@ -270,13 +328,19 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
         at.fail("cost", "nothing is ever settled: of concurrency a request takes one, whatever it costs; expected another limit too");
     }
     let overrides = at.tables("override");
-    let overrides = overrides.iter().filter_map(|table| over(table, scope, name, is_whole.then_some(&key)));
+    let overrides = overrides
+        .iter()
+        .filter_map(|table| over(table, scope, name, is_whole.then_some(&key)));
     let overrides = Overrides::new(name, overrides.collect());
     if let (Some(cost), Some(limits)) = (&cost, &limits) {
         warn_of_impossible(at, cost.least(), limits);
     }
-    let all_limits =
-        || limits.iter().flatten().chain(overrides.list().iter().flat_map(|entry| &entry.limits));
+    let all_limits = || {
+        limits
+            .iter()
+            .flatten()
+            .chain(overrides.list().iter().flat_map(|entry| &entry.limits))
+    };
     if let Some(cost) = &cost {
         refuse_too_much_for_cold(at, cost.most(), all_limits());
     }
@@ -293,13 +357,22 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
     }
     let block_for = at.duration("block_for");
     if block_for.is_some() && at.word("mode", &MODE) == Some(Mode::Shadow) {
-        at.warn("block_for", "a shadow policy blocks nobody: what it measures are its limits alone");
+        at.warn(
+            "block_for",
+            "a shadow policy blocks nobody: what it measures are its limits alone",
+        );
     }
     let quota = Quota {
         key,
         lease: None,
-        block: block_for.map(|time| Limit { requests: 1, per_us: micros(time), algorithm: Algorithm::Block }),
-        missing_key: at.word("missing_key", &MISSING_KEY).unwrap_or(scope.missing_key),
+        block: block_for.map(|time| Limit {
+            requests: 1,
+            per_us: micros(time),
+            algorithm: Algorithm::Block,
+        }),
+        missing_key: at
+            .word("missing_key", &MISSING_KEY)
+            .unwrap_or(scope.missing_key),
         count_rejected: count_rejected?,
         shards,
         cost: cost?,
@@ -307,7 +380,10 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
         overrides,
     };
     let is_shadow = at.word("mode", &MODE) == Some(Mode::Shadow);
-    Some(Quota { lease: leases::lease(at, &quota, is_shadow, scope.counts_in_memory), ..quota })
+    Some(Quota {
+        lease: leases::lease(at, &quota, is_shadow, scope.counts_in_memory),
+        ..quota
+    })
 }
 
 /// Spread limits are decided by whichever counter is asked: what needs to know all of them can't be.
@@ -319,12 +395,20 @@ fn check_shards<'a>(
     limits: impl Iterator<Item = &'a NamedLimit> + Clone,
 ) {
     if !scope.has_cluster {
-        at.warn("shards", "without a Redis Cluster it has no effect: there is one counter per key");
+        at.warn(
+            "shards",
+            "without a Redis Cluster it has no effect: there is one counter per key",
+        );
     }
     if at.word("mode", &MODE) == Some(Mode::Shadow) {
-        at.warn("shards", "a shadow policy asks one shard only: it seems to refuse more than it would");
+        at.warn(
+            "shards",
+            "a shadow policy asks one shard only: it seems to refuse more than it would",
+        );
     }
-    let when_away = at.word("on_store_failure", &ON_STORE_FAILURE).unwrap_or(scope.on_store_failure);
+    let when_away = at
+        .word("on_store_failure", &ON_STORE_FAILURE)
+        .unwrap_or(scope.on_store_failure);
     if scope.has_cluster && when_away == OnStoreFailure::Local {
         let expected = "expected on_store_failure = \"open\" or \"closed\" beside it";
         at.fail(
@@ -336,14 +420,21 @@ fn check_shards<'a>(
         Algorithm::TokenBucket { burst, .. } => limit.requests.min(burst),
         _ => limit.requests,
     };
-    if let Some(few) = limits.clone().find(|named| least(&named.limit) < u64::from(shards)) {
+    if let Some(few) = limits
+        .clone()
+        .find(|named| least(&named.limit) < u64::from(shards))
+    {
         let most = least(&few.limit);
         at.fail(
             "shards",
-            &format!("each needs a unit, and the limit \"{}\" has {most}; expected at most {most}", few.name),
+            &format!(
+                "each needs a unit, and the limit \"{}\" has {most}; expected at most {most}",
+                few.name
+            ),
         );
-    } else if let Some(few) =
-        limits.clone().find(|named| least(&named.limit) / u64::from(shards) < cost.map_or(0, Cost::most))
+    } else if let Some(few) = limits
+        .clone()
+        .find(|named| least(&named.limit) / u64::from(shards) < cost.map_or(0, Cost::most))
     {
         at.warn(
             "shards",
@@ -357,32 +448,52 @@ fn check_shards<'a>(
         ("concurrency", limits.clone().any(takes_slots)),
         (
             "leaky_bucket",
-            limits.clone().any(|named| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. })),
+            limits
+                .clone()
+                .any(|named| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. })),
         ),
     ] {
         if is_used {
             at.fail(
                 "shards",
-                &format!("algorithm = \"{algorithm}\" can't be spread; expected another, or no shards"),
+                &format!(
+                    "algorithm = \"{algorithm}\" can't be spread; expected another, or no shards"
+                ),
             );
         }
     }
     for key in ["block_for", "count_rejected"] {
-        if at.has(key) && at.item(key).is_some_and(|item| item.value.to_bool() != Some(false)) {
-            at.fail(key, "needs one counter that knows of every refusal; expected no shards beside it");
+        if at.has(key)
+            && at
+                .item(key)
+                .is_some_and(|item| item.value.to_bool() != Some(false))
+        {
+            at.fail(
+                key,
+                "needs one counter that knows of every refusal; expected no shards beside it",
+            );
         }
     }
     if at.has("lease") {
-        at.fail("lease", "units are lent by one counter; expected no shards beside it");
+        at.fail(
+            "lease",
+            "units are lent by one counter; expected no shards beside it",
+        );
     }
     if cost.is_some_and(|cost| cost.estimate().is_some()) {
-        at.fail("shards", "an estimate is settled on one counter; expected no shards beside it");
+        at.fail(
+            "shards",
+            "an estimate is settled on one counter; expected no shards beside it",
+        );
     }
 }
 
 /// A number, or what says it: a header of the request, or the response.
 fn cost(at: &Cursor<'_>) -> Option<Cost> {
-    if at.item("cost").is_none_or(|item| item.value.as_dict().is_none()) {
+    if at
+        .item("cost")
+        .is_none_or(|item| item.value.as_dict().is_none())
+    {
         return units(at, "cost").map(Cost::Fixed);
     }
     let table = at.optional_table("cost")?;
@@ -390,28 +501,47 @@ fn cost(at: &Cursor<'_>) -> Option<Cost> {
         return estimate(&table);
     }
     let name = table.parsed("header", matches::header_name);
-    let (default, min, max) = (units(&table, "default")?, units(&table, "min")?, units(&table, "max")?);
+    let (default, min, max) = (
+        units(&table, "default")?,
+        units(&table, "min")?,
+        units(&table, "max")?,
+    );
     if min > max {
         table.fail("min", &format!("more than max; expected at most {max}"));
     } else if default < min {
-        table.warn("default", "less than min: without the header a request takes less than with any");
+        table.warn(
+            "default",
+            "less than min: without the header a request takes less than with any",
+        );
     }
-    Some(Cost::Header(Box::new(HeaderCost { name: name?, default, min, max })))
+    Some(Cost::Header(Box::new(HeaderCost {
+        name: name?,
+        default,
+        min,
+        max,
+    })))
 }
 
 fn estimate(at: &Cursor<'_>) -> Option<Cost> {
     for key in ["header", "default", "min", "max"] {
         if at.has(key) {
-            at.fail(key, "beside an estimate; expected either header, or estimate and actual");
+            at.fail(
+                key,
+                "beside an estimate; expected either header, or estimate and actual",
+            );
         }
     }
     let (estimate, actual) = (units(at, "estimate"), at.parsed("actual", Actual::parse));
-    Some(Cost::Estimate(Arc::new(EstimateCost { estimate: estimate?, actual: actual? })))
+    Some(Cost::Estimate(Arc::new(EstimateCost {
+        estimate: estimate?,
+        actual: actual?,
+    })))
 }
 
 /// The schema lets only what isn't negative through.
 fn units(at: &Cursor<'_>, name: &str) -> Option<u64> {
-    at.whole::<i64>(name).and_then(|units| u64::try_from(units).ok())
+    at.whole::<i64>(name)
+        .and_then(|units| u64::try_from(units).ok())
 }
 
 /// Who only ever asks for more than a cold bucket holds would never warm it up.
@@ -435,9 +565,14 @@ fn takes_slots(named: &NamedLimit) -> bool {
 
 fn warn_of_impossible(at: &Cursor<'_>, cost: u64, limits: &[NamedLimit]) {
     let mut limits = limits.iter().filter(|named| !takes_slots(named));
-    if let Some(limit) = limits.find(|limit| limit.limit.requests > 0 && limit.limit.capacity() < cost) {
+    if let Some(limit) =
+        limits.find(|limit| limit.limit.requests > 0 && limit.limit.capacity() < cost)
+    {
         let most = limit.limit.capacity();
-        at.warn("cost", &format!("no request ever passes: it takes {cost} of at most {most}"));
+        at.warn(
+            "cost",
+            &format!("no request ever passes: it takes {cost} of at most {most}"),
+        );
     }
 }
 
@@ -449,35 +584,58 @@ fn limits(at: &Cursor<'_>, scope: &Scope, policy: &str) -> Option<Vec<NamedLimit
             return None;
         }
         (false, false) => {
-            at.fail("limit", "missing; expected a limit such as { requests = 100, per = \"1m\" }");
+            at.fail(
+                "limit",
+                "missing; expected a limit such as { requests = 100, per = \"1m\" }",
+            );
             return None;
         }
         (true, false) => at.optional_table("limit").into_iter().collect(),
         (false, true) => at.tables("limits"),
     };
     if tables.is_empty()
-        && at.item("limits").is_some_and(|item| item.value.as_array().is_some_and(<[_]>::is_empty))
+        && at
+            .item("limits")
+            .is_some_and(|item| item.value.as_array().is_some_and(<[_]>::is_empty))
     {
-        at.fail("limits", "expected at least one limit such as { requests = 100, per = \"1m\" }");
+        at.fail(
+            "limits",
+            "expected at least one limit such as { requests = 100, per = \"1m\" }",
+        );
     }
     let mut limits: Vec<NamedLimit> = Vec::new();
     let mut unnamed = 0_usize;
     for table in &tables {
         let name = table.parsed("name", name).unwrap_or_else(|| {
             unnamed += 1;
-            if unnamed == 1 { policy.to_owned() } else { format!("{policy}-{unnamed}") }
+            if unnamed == 1 {
+                policy.to_owned()
+            } else {
+                format!("{policy}-{unnamed}")
+            }
         });
-        let Some(limit) = limit(table, scope) else { continue };
+        let Some(limit) = limit(table, scope) else {
+            continue;
+        };
         if limits.iter().any(|other| *other.name == *name) {
             table.fail(
                 "name",
-                &format!("another limit of this policy is called \"{name}\"; expected a unique name"),
+                &format!(
+                    "another limit of this policy is called \"{name}\"; expected a unique name"
+                ),
             );
         }
-        if limits.iter().any(|other| other.limit.identity() == limit.identity()) {
+        if limits
+            .iter()
+            .any(|other| other.limit.identity() == limit.identity())
+        {
             table.fail("per", "another limit of this policy has the same period and algorithm: they would share one counter");
         }
-        limits.push(NamedLimit { name: name.into(), unit: table.parsed("unit", unit), limit });
+        limits.push(NamedLimit {
+            name: name.into(),
+            unit: table.parsed("unit", unit),
+            limit,
+        });
     }
     (limits.len() == tables.len() && !limits.is_empty()).then_some(limits)
 }
@@ -491,7 +649,9 @@ fn unit(text: &str) -> Result<Box<str>, String> {
 }
 
 fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
-    let requests = at.whole::<i64>("requests").and_then(|requests| u64::try_from(requests).ok());
+    let requests = at
+        .whole::<i64>("requests")
+        .and_then(|requests| u64::try_from(requests).ok());
     let (per, lease_ttl) = (at.duration("per"), at.duration("lease_ttl"));
     let written = at.word("algorithm", &ALGORITHM);
     let offset = at.duration("offset");
@@ -503,41 +663,72 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
     let (max_delay, max_duration) = (at.duration("max_delay"), at.duration("max_duration"));
     let algorithm = match written.unwrap_or(scope.algorithm) {
         algorithm @ (Algorithm::SlidingLog | Algorithm::Block) => algorithm,
-        Algorithm::SlidingWindow { buckets: usual } => {
-            Algorithm::SlidingWindow { buckets: buckets.unwrap_or(usual) }
-        }
-        Algorithm::FixedWindow { .. } => {
-            Algorithm::FixedWindow { offset_us: micros(offset.unwrap_or_default()) }
-        }
+        Algorithm::SlidingWindow { buckets: usual } => Algorithm::SlidingWindow {
+            buckets: buckets.unwrap_or(usual),
+        },
+        Algorithm::FixedWindow { .. } => Algorithm::FixedWindow {
+            offset_us: micros(offset.unwrap_or_default()),
+        },
         Algorithm::TokenBucket { .. } => {
             let warm_up_us = at.duration("warm_up").map_or(0, micros);
-            Algorithm::TokenBucket { burst: burst.or(requests).unwrap_or_default(), warm_up_us }
+            Algorithm::TokenBucket {
+                burst: burst.or(requests).unwrap_or_default(),
+                warm_up_us,
+            }
         }
-        Algorithm::LeakyBucket { max_delay_us: usual } => {
-            Algorithm::LeakyBucket { max_delay_us: max_delay.map_or(usual, micros) }
-        }
-        Algorithm::Concurrency { .. } => {
-            Algorithm::Concurrency { max_duration_us: micros(max_duration.unwrap_or_default()) }
-        }
+        Algorithm::LeakyBucket {
+            max_delay_us: usual,
+        } => Algorithm::LeakyBucket {
+            max_delay_us: max_delay.map_or(usual, micros),
+        },
+        Algorithm::Concurrency { .. } => Algorithm::Concurrency {
+            max_duration_us: micros(max_duration.unwrap_or_default()),
+        },
     };
     let counts_slots = matches!(algorithm, Algorithm::Concurrency { .. });
     for (key, of, right) in [
-        ("buckets", "sliding_window", matches!(algorithm, Algorithm::SlidingWindow { .. })),
-        ("offset", "fixed_window", matches!(algorithm, Algorithm::FixedWindow { .. })),
-        ("burst", "token_bucket", matches!(algorithm, Algorithm::TokenBucket { .. })),
-        ("warm_up", "token_bucket", matches!(algorithm, Algorithm::TokenBucket { .. })),
-        ("max_delay", "leaky_bucket", matches!(algorithm, Algorithm::LeakyBucket { .. })),
+        (
+            "buckets",
+            "sliding_window",
+            matches!(algorithm, Algorithm::SlidingWindow { .. }),
+        ),
+        (
+            "offset",
+            "fixed_window",
+            matches!(algorithm, Algorithm::FixedWindow { .. }),
+        ),
+        (
+            "burst",
+            "token_bucket",
+            matches!(algorithm, Algorithm::TokenBucket { .. }),
+        ),
+        (
+            "warm_up",
+            "token_bucket",
+            matches!(algorithm, Algorithm::TokenBucket { .. }),
+        ),
+        (
+            "max_delay",
+            "leaky_bucket",
+            matches!(algorithm, Algorithm::LeakyBucket { .. }),
+        ),
         ("lease_ttl", "concurrency", counts_slots),
         ("max_duration", "concurrency", counts_slots),
     ] {
         if at.has(key) && !right {
-            at.fail(key, &format!("only for algorithm = \"{of}\", which is expected beside it"));
+            at.fail(
+                key,
+                &format!("only for algorithm = \"{of}\", which is expected beside it"),
+            );
         }
     }
     let per = match (counts_slots, at.has("per")) {
         (true, is_written) => {
             if is_written {
-                at.fail("per", "not for algorithm = \"concurrency\", which counts requests in flight");
+                at.fail(
+                    "per",
+                    "not for algorithm = \"concurrency\", which counts requests in flight",
+                );
             }
             Some(lease_ttl.unwrap_or(LEASE_TTL))
         }
@@ -563,23 +754,37 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
         ),
         _ => {}
     }
-    Some(Limit { requests: requests?, per_us: micros(per?), algorithm })
+    Some(Limit {
+        requests: requests?,
+        per_us: micros(per?),
+        algorithm,
+    })
 }
 
 /// What a bucket counts in has to stay whole in a double.
 fn refuse_inexact(at: &Cursor<'_>, algorithm: Algorithm, requests: u64, per_us: u64) {
     let (key, most) = match algorithm {
-        Algorithm::TokenBucket { burst, .. } if burst > requests => ("burst", MAX_UNITS / per_us.max(1)),
-        Algorithm::TokenBucket { .. } => ("requests", MAX_UNITS / per_us.max(1)),
-        Algorithm::LeakyBucket { max_delay_us } => {
-            ("requests", (MAX_UNITS - per_us.min(MAX_UNITS)) / max_delay_us.max(1))
+        Algorithm::TokenBucket { burst, .. } if burst > requests => {
+            ("burst", MAX_UNITS / per_us.max(1))
         }
+        Algorithm::TokenBucket { .. } => ("requests", MAX_UNITS / per_us.max(1)),
+        Algorithm::LeakyBucket { max_delay_us } => (
+            "requests",
+            (MAX_UNITS - per_us.min(MAX_UNITS)) / max_delay_us.max(1),
+        ),
         _ => return,
     };
-    let burst = if let Algorithm::TokenBucket { burst, .. } = algorithm { burst } else { 0 };
+    let burst = if let Algorithm::TokenBucket { burst, .. } = algorithm {
+        burst
+    } else {
+        0
+    };
     if burst.max(requests) > most {
         let what = if burst > 0 { "a period" } else { "a max_delay" };
-        at.fail(key, &format!("too many to be counted exactly in {what} this long; expected at most {most}"));
+        at.fail(
+            key,
+            &format!("too many to be counted exactly in {what} this long; expected at most {most}"),
+        );
     }
 }
 
@@ -588,10 +793,18 @@ fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-fn over(at: &Cursor<'_>, scope: &Scope, policy: &str, key: Option<&KeyTemplate>) -> Option<Override> {
+fn over(
+    at: &Cursor<'_>,
+    scope: &Scope,
+    policy: &str,
+    key: Option<&KeyTemplate>,
+) -> Option<Override> {
     let limits = limits(at, scope, policy);
     if !at.has("key") {
-        at.fail("key", "missing; expected one value per position of the policy's key");
+        at.fail(
+            "key",
+            "missing; expected one value per position of the policy's key",
+        );
         return None;
     }
     let items = at.items("key");
@@ -600,7 +813,10 @@ fn over(at: &Cursor<'_>, scope: &Scope, policy: &str, key: Option<&KeyTemplate>)
         let width = key.width();
         at.fail(
             "key",
-            &format!("{} values; expected {width}, as many as the policy's key has positions", items.len()),
+            &format!(
+                "{} values; expected {width}, as many as the policy's key has positions",
+                items.len()
+            ),
         );
         return None;
     }
@@ -615,19 +831,30 @@ fn over(at: &Cursor<'_>, scope: &Scope, policy: &str, key: Option<&KeyTemplate>)
             None => return item.fail("expected a text; \"*\" is any value"),
         }
     }
-    Some(Override { values, limits: limits? })
+    Some(Override {
+        values,
+        limits: limits?,
+    })
 }
 
 fn reject(at: &Cursor<'_>, status: StatusCode) -> Option<Reject> {
-    let status = at.whole::<u16>("status").and_then(|code| StatusCode::from_u16(code).ok()).unwrap_or(status);
-    let headers = at.entries("headers").into_iter().filter_map(|(name, item)| {
-        let Some(text) = item.value.as_str() else { return item.fail("expected a text") };
-        match (reject_header(name), HeaderValue::from_str(text)) {
-            (Ok(name), Ok(value)) => Some((name, value)),
-            (Err(reason), _) => item.fail(&reason),
-            (_, Err(_)) => item.fail("expected a text that a header can hold"),
-        }
-    });
+    let status = at
+        .whole::<u16>("status")
+        .and_then(|code| StatusCode::from_u16(code).ok())
+        .unwrap_or(status);
+    let headers = at
+        .entries("headers")
+        .into_iter()
+        .filter_map(|(name, item)| {
+            let Some(text) = item.value.as_str() else {
+                return item.fail("expected a text");
+            };
+            match (reject_header(name), HeaderValue::from_str(text)) {
+                (Ok(name), Ok(value)) => Some((name, value)),
+                (Err(reason), _) => item.fail(&reason),
+                (_, Err(_)) => item.fail("expected a text that a header can hold"),
+            }
+        });
     Some(Reject {
         status,
         headers: headers.collect(),

@@ -6,9 +6,14 @@ use super::{Config, FileSource, Flags, Report, Sources, load};
 ///
 /// Texts that would make it read files are left out.
 pub fn text(bytes: &[u8]) {
-    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    let Ok(text) = std::str::from_utf8(bytes) else {
+        return;
+    };
     // Escapes could spell them.
-    if ["include", "file", "ca", "cert", "key =", "\\"].iter().any(|word| text.contains(word)) {
+    if ["include", "file", "ca", "cert", "key =", "\\"]
+        .iter()
+        .any(|word| text.contains(word))
+    {
         return;
     }
     let (first, second) = (read(text), read(text));
@@ -16,11 +21,19 @@ pub fn text(bytes: &[u8]) {
         (Ok(first), Ok(second)) => {
             assert_eq!(first.words, second.words);
             assert_eq!(first.table.policies().len(), second.table.policies().len());
-            assert!(first.warnings.iter().all(|warning| !warning.line().is_empty()));
+            assert!(
+                first
+                    .warnings
+                    .iter()
+                    .all(|warning| !warning.line().is_empty())
+            );
         }
         (Err(first), Err(second)) => {
             assert_eq!(first.to_string(), second.to_string());
-            assert!(!first.to_string().trim().is_empty(), "refused without a word");
+            assert!(
+                !first.to_string().trim().is_empty(),
+                "refused without a word"
+            );
         }
         _ => assert_eq!(first.is_ok(), second.is_ok(), "once so, once so"),
     }
@@ -31,9 +44,19 @@ pub fn text(bytes: &[u8]) {
 /// # Errors
 /// What is wrong with it.
 pub fn read(text: &str) -> Result<Config, Report> {
-    let file = FileSource::Text { name: "config.toml".to_owned(), text: text.to_owned() };
-    let flags = Flags { upstream: Some("http://127.0.0.1:9".to_owned()), listen: None };
-    load(&Sources { file, env: Vec::new(), flags })
+    let file = FileSource::Text {
+        name: "config.toml".to_owned(),
+        text: text.to_owned(),
+    };
+    let flags = Flags {
+        upstream: Some("http://127.0.0.1:9".to_owned()),
+        listen: None,
+    };
+    load(&Sources {
+        file,
+        env: Vec::new(),
+        flags,
+    })
 }
 
 #[cfg(test)]

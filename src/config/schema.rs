@@ -91,8 +91,14 @@ const MAX_WARM_UP: Duration = Duration::from_micros(crate::limiter::MAX_WARM_UP_
 const MAX_PERIOD: Duration = Duration::from_secs(400 * 86_400);
 
 /// At least a millisecond: 0 is no way to switch this off.
-const POSITIVE: Kind = Kind::Duration { min: Duration::from_millis(1), max: DAY };
-const DURATION: Kind = Kind::Duration { min: Duration::ZERO, max: DAY };
+const POSITIVE: Kind = Kind::Duration {
+    min: Duration::from_millis(1),
+    max: DAY,
+};
+const DURATION: Kind = Kind::Duration {
+    min: Duration::ZERO,
+    max: DAY,
+};
 
 /// The main file.
 pub(super) static ROOT: [Key; 15] = [
@@ -129,8 +135,18 @@ pub(super) static ROOT: [Key; 15] = [
         "How a path is read for matching and keys. What is forwarded stays as it came.",
     ),
     key("store", Table(&STORE), Optional, "Where counters live."),
-    key("defaults", Table(&DEFAULTS), Optional, "What a policy does that doesn't say otherwise."),
-    key("response", Table(&RESPONSE), Optional, "What answers say about limits."),
+    key(
+        "defaults",
+        Table(&DEFAULTS),
+        Optional,
+        "What a policy does that doesn't say otherwise.",
+    ),
+    key(
+        "response",
+        Table(&RESPONSE),
+        Optional,
+        "What answers say about limits.",
+    ),
     key("shutdown", Table(&SHUTDOWN), Optional, "How the end goes."),
     key(
         "admin",
@@ -158,7 +174,12 @@ static DEFAULTS: [Key; 3] = [
         Default("open"),
         "When the store gives no answer: forward; answer 503 with Retry-After; or go on in this process, with its share of the limits.",
     ),
-    key("algorithm", ALGORITHM, Default("sliding_log"), "How the units of a limit come back."),
+    key(
+        "algorithm",
+        ALGORITHM,
+        Default("sliding_log"),
+        "How the units of a limit come back.",
+    ),
     key(
         "missing_key",
         MISSING_KEY,
@@ -168,8 +189,14 @@ static DEFAULTS: [Key; 3] = [
 ];
 
 const ON_STORE_FAILURE: Kind = Word(&["open", "closed", "local"]);
-const ALGORITHM: Kind =
-    Word(&["sliding_log", "sliding_window", "fixed_window", "token_bucket", "leaky_bucket", "concurrency"]);
+const ALGORITHM: Kind = Word(&[
+    "sliding_log",
+    "sliding_window",
+    "fixed_window",
+    "token_bucket",
+    "leaky_bucket",
+    "concurrency",
+]);
 const MISSING_KEY: Kind = Word(&["shared", "skip", "reject"]);
 
 static RESPONSE_CORS: [Key; 1] = [key(
@@ -192,12 +219,27 @@ static RESPONSE: [Key; 3] = [
         Default("delta"),
         "X-RateLimit-Reset: seconds from now, or since 1970.",
     ),
-    key("cors", Table(&RESPONSE_CORS), Optional, "Whose scripts may read answers in a browser."),
+    key(
+        "cors",
+        Table(&RESPONSE_CORS),
+        Optional,
+        "Whose scripts may read answers in a browser.",
+    ),
 ];
 
 static SHUTDOWN: [Key; 2] = [
-    key("delay", DURATION, Default("0s"), "Keep serving this long after SIGTERM."),
-    key("grace", DURATION, Default("25s"), "Then let requests in flight finish this long."),
+    key(
+        "delay",
+        DURATION,
+        Default("0s"),
+        "Keep serving this long after SIGTERM.",
+    ),
+    key(
+        "grace",
+        DURATION,
+        Default("25s"),
+        "Then let requests in flight finish this long.",
+    ),
 ];
 
 static ADMIN: [Key; 4] = [
@@ -228,7 +270,12 @@ static ADMIN: [Key; 4] = [
 ];
 
 static LOG: [Key; 4] = [
-    key("format", Word(&["json", "text"]), Default("json"), "One JSON object per line, or text."),
+    key(
+        "format",
+        Word(&["json", "text"]),
+        Default("json"),
+        "One JSON object per line, or text.",
+    ),
     key(
         "level",
         Text(
@@ -237,8 +284,18 @@ static LOG: [Key; 4] = [
         Default("info"),
         "What is worth a line.",
     ),
-    key("access", Word(&["off", "rejected", "all"]), Default("rejected"), "Which requests get a line."),
-    key("access_sample", Fraction, Default("1.0"), "The share of those that does."),
+    key(
+        "access",
+        Word(&["off", "rejected", "all"]),
+        Default("rejected"),
+        "Which requests get a line.",
+    ),
+    key(
+        "access_sample",
+        Fraction,
+        Default("1.0"),
+        "The share of those that does.",
+    ),
 ];
 
 static TRACE: [Key; 4] = [
@@ -264,7 +321,12 @@ static TRACE: [Key; 4] = [
 ];
 
 const fn key(name: &'static str, kind: Kind, need: Need, doc: &'static str) -> Key {
-    Key { name, kind, need, doc }
+    Key {
+        name,
+        kind,
+        need,
+        doc,
+    }
 }
 
 const fn whole(min: i64, max: i64) -> Kind {
@@ -286,7 +348,11 @@ pub(super) fn find_path<'p>(path: impl IntoIterator<Item = &'p str>) -> Option<&
     let mut found = None;
     for name in path {
         let key = find(table, name)?;
-        table = if let Table(inner) = &key.kind { inner } else { &[] };
+        table = if let Table(inner) = &key.kind {
+            inner
+        } else {
+            &[]
+        };
         found = Some(key);
     }
     found
@@ -295,13 +361,22 @@ pub(super) fn find_path<'p>(path: impl IntoIterator<Item = &'p str>) -> Option<&
 /// What a user who wrote `name` into `table` might have meant.
 pub(super) fn advice(table: &'static [Key], name: &str) -> String {
     let likeness = |key: &Key| strsim::jaro_winkler(key.name, &name.to_ascii_lowercase());
-    let best = table.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+    let best = table
+        .iter()
+        .max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
     if let Some(key) = best.filter(|key| likeness(key) > 0.8) {
         // The first sentence says enough.
-        let gist = key.doc.split_once(". ").map_or(key.doc, |(first, _)| first).trim_end_matches('.');
+        let gist = key
+            .doc
+            .split_once(". ")
+            .map_or(key.doc, |(first, _)| first)
+            .trim_end_matches('.');
         return format!("did you mean \"{}\"? ({gist}.)", key.name);
     }
-    if let Some(path) = paths().into_iter().find(|path| path.rsplit('.').next() == Some(name)) {
+    if let Some(path) = paths()
+        .into_iter()
+        .find(|path| path.rsplit('.').next() == Some(name))
+    {
         return format!("did you mean {path}?");
     }
     let known: Vec<&str> = table.iter().map(|key| key.name).collect();
@@ -337,7 +412,10 @@ impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Bool => f.write_str("true or false"),
-            Kind::Whole { min: i64::MIN, max: i64::MAX } => f.write_str("a whole number"),
+            Kind::Whole {
+                min: i64::MIN,
+                max: i64::MAX,
+            } => f.write_str("a whole number"),
             Kind::Whole { min, max } => write!(f, "a whole number from {min} to {max}"),
             Kind::WholeOrTable { min, max, .. } => {
                 write!(
@@ -346,14 +424,22 @@ impl fmt::Display for Kind {
                 )
             }
             Kind::WordOrTable { word, .. } => {
-                write!(f, "\"{word}\", or a table such as {{ size = 50, ttl = \"100ms\" }}")
+                write!(
+                    f,
+                    "\"{word}\", or a table such as {{ size = 50, ttl = \"100ms\" }}"
+                )
             }
             Fraction => f.write_str("a number from 0 to 1"),
             Kind::Duration { min, max } => {
                 write!(f, "a duration such as \"250ms\", \"1s\", \"5m\"")?;
                 match min.is_zero() {
                     true => write!(f, ", at most {}", duration_words(*max)),
-                    false => write!(f, ", from {} to {}", duration_words(*min), duration_words(*max)),
+                    false => write!(
+                        f,
+                        ", from {} to {}",
+                        duration_words(*min),
+                        duration_words(*max)
+                    ),
                 }
             }
             Kind::Size { min, max } => {
@@ -361,7 +447,11 @@ impl fmt::Display for Kind {
                 if *min > 0 {
                     write!(f, ", at least {min} bytes")?;
                 }
-                if *max < u64::MAX { write!(f, ", at most {max} bytes") } else { Ok(()) }
+                if *max < u64::MAX {
+                    write!(f, ", at most {max} bytes")
+                } else {
+                    Ok(())
+                }
             }
             Word(words) => f.write_str(&any_of(words)),
             Text(what) | Secret(what) | Names(what) => f.write_str(what),

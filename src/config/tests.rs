@@ -10,16 +10,28 @@ use std::time::Duration;
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/config/");
 
 fn text(text: &str) -> Sources {
-    Sources { file: FileSource::Text { name: "test.toml".into(), text: text.into() }, ..Sources::default() }
+    Sources {
+        file: FileSource::Text {
+            name: "test.toml".into(),
+            text: text.into(),
+        },
+        ..Sources::default()
+    }
 }
 
 fn with_env(mut sources: Sources, env: &[(&str, &str)]) -> Sources {
-    sources.env = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+    sources.env = env
+        .iter()
+        .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+        .collect();
     sources
 }
 
 fn path(path: &Path) -> Sources {
-    Sources { file: FileSource::Path(path.to_owned()), ..Sources::default() }
+    Sources {
+        file: FileSource::Path(path.to_owned()),
+        ..Sources::default()
+    }
 }
 
 const URL: &str = "upstream.url = \"http://127.0.0.1:3000\"\n";
@@ -29,17 +41,30 @@ const URL: &str = "upstream.url = \"http://127.0.0.1:3000\"\n";
 fn walk(folder: &str, expect_ok: bool) {
     let mut wrong = Vec::new();
     let mut count = 0;
-    let mut entries: Vec<_> =
-        fs::read_dir(format!("{FIXTURES}{folder}")).unwrap().map(|e| e.unwrap().path()).collect();
+    let mut entries: Vec<_> = fs::read_dir(format!("{FIXTURES}{folder}"))
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .collect();
     entries.sort();
-    for file in entries.iter().filter(|file| file.extension().is_some_and(|ext| ext == "toml")) {
+    for file in entries
+        .iter()
+        .filter(|file| file.extension().is_some_and(|ext| ext == "toml"))
+    {
         count += 1;
         let loaded = load(&path(file));
         assert_eq!(loaded.is_ok(), expect_ok, "{}: {loaded:?}", file.display());
         let said = match loaded {
             Ok(config) => {
-                config.words.iter().map(|words| format!("{words}\n")).collect::<String>()
-                    + &config.warnings.iter().map(ToString::to_string).collect::<String>()
+                config
+                    .words
+                    .iter()
+                    .map(|words| format!("{words}\n"))
+                    .collect::<String>()
+                    + &config
+                        .warnings
+                        .iter()
+                        .map(ToString::to_string)
+                        .collect::<String>()
             }
             Err(report) => report.to_string(),
         };
@@ -51,7 +76,10 @@ fn walk(folder: &str, expect_ok: bool) {
         }
         let expected = fs::read_to_string(&beside).unwrap_or_default();
         if said != expected {
-            wrong.push(format!("{}\n--- expected\n{expected}--- said\n{said}", file.display()));
+            wrong.push(format!(
+                "{}\n--- expected\n{expected}--- said\n{said}",
+                file.display()
+            ));
         }
     }
     assert!(count > 3, "no fixtures in {folder}");
@@ -71,9 +99,16 @@ fn what_is_right_is_said_in_words() {
 #[test]
 fn what_is_surely_not_meant_is_said_with_its_place() {
     walk("doubtful", true);
-    for file in fs::read_dir(format!("{FIXTURES}doubtful")).unwrap().map(|entry| entry.unwrap().path()) {
+    for file in fs::read_dir(format!("{FIXTURES}doubtful"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+    {
         let is_config = file.extension().is_some_and(|ext| ext == "toml");
-        assert!(!is_config || !load(&path(&file)).unwrap().warnings.is_empty(), "{}", file.display());
+        assert!(
+            !is_config || !load(&path(&file)).unwrap().warnings.is_empty(),
+            "{}",
+            file.display()
+        );
     }
 }
 
@@ -98,7 +133,10 @@ fn every_default_is_right() {
     assert_eq!(config.upstream.max_requests_waiting, 1024);
     assert_eq!(
         config.store,
-        StoreSettings::Memory(MemorySettings { max_keys: 1_000_000, max_bytes: 256 << 20 })
+        StoreSettings::Memory(MemorySettings {
+            max_keys: 1_000_000,
+            max_bytes: 256 << 20
+        })
     );
     assert_eq!(config.table.client.ipv6_prefix, 64);
     assert!(config.table.fields.standard && config.table.fields.legacy);
@@ -116,13 +154,21 @@ fn the_example_names_every_key_with_its_default() {
     let written = fs::read_to_string(&example).unwrap();
     let (settings, _) = written.split_once("\n[[policy]]").unwrap();
     // What has no default would read files, and want an upstream that speaks TLS.
-    let is_for_tls = |line: &str| line.contains("\"/etc/tidegate/") || line.contains("orders.internal");
+    let is_for_tls =
+        |line: &str| line.contains("\"/etc/tidegate/") || line.contains("orders.internal");
     let is_key = |line: &&str| {
-        line.starts_with('#') && !line.starts_with("# ") && line.contains(" = ") && !is_for_tls(line)
+        line.starts_with('#')
+            && !line.starts_with("# ")
+            && line.contains(" = ")
+            && !is_for_tls(line)
     };
     let mut all = String::new();
     for line in settings.lines() {
-        let line = if is_key(&line) { line.trim_start_matches('#') } else { line };
+        let line = if is_key(&line) {
+            line.trim_start_matches('#')
+        } else {
+            line
+        };
         writeln!(all, "{line}").unwrap();
     }
     let filled = load(&text(&all)).unwrap();
@@ -130,9 +176,15 @@ fn the_example_names_every_key_with_its_default() {
     for path in schema::paths() {
         let here = filled.written.value(&path);
         let has_default = fresh.written.value(&path).is_some();
-        assert!(!has_default || here == fresh.written.value(&path), "{path} is not its default");
+        assert!(
+            !has_default || here == fresh.written.value(&path),
+            "{path} is not its default"
+        );
         let name = path.rsplit('.').next().unwrap();
-        assert!(settings.contains(&format!("{name} = ")), "{path} is not in the example");
+        assert!(
+            settings.contains(&format!("{name} = ")),
+            "{path} is not in the example"
+        );
     }
 }
 
@@ -155,17 +207,25 @@ fn the_environment_overrides_the_file_and_flags_override_both() {
     );
     let config = load(&sources).unwrap();
     assert_eq!(config.upstream.url.to_string(), "http://env:2");
-    assert_eq!((config.upstream.retry_connect, config.upstream.preserve_host), (5, false));
+    assert_eq!(
+        (config.upstream.retry_connect, config.upstream.preserve_host),
+        (5, false)
+    );
     assert_eq!(config.upstream.connect_timeout, Duration::from_secs(7));
     assert_eq!(config.listen.address.to_string(), "127.0.0.1:1");
     assert_eq!(config.table.client.trusted_proxies.len(), 2);
     assert!((config.log.access_sample - 0.5).abs() < 1e-9);
-    let StoreSettings::Redis(redis) = &config.store else { panic!("{:?}", config.store) };
+    let StoreSettings::Redis(redis) = &config.store else {
+        panic!("{:?}", config.store)
+    };
     assert_eq!((redis.database, redis.key_prefix.as_str()), (2, "1234"));
     assert!(redis.servers[0].to_string().ends_with(":6380"));
     assert!(!format!("{config:?}").contains("pw@"));
 
-    sources.flags = Flags { upstream: Some("http://flag:3".into()), listen: Some("[::1]:4".into()) };
+    sources.flags = Flags {
+        upstream: Some("http://flag:3".into()),
+        listen: Some("[::1]:4".into()),
+    };
     let config = load(&sources).unwrap();
     assert_eq!(config.upstream.url.to_string(), "http://flag:3");
     assert!(config.listen.address.to_string().ends_with(":4"));
@@ -213,18 +273,29 @@ fn what_is_wrong_in_the_environment_names_the_variable() {
     ] {
         assert!(said.contains(wanted), "{wanted}\nis not in\n{said}");
     }
-    assert!(!said.contains("hunter2") && !said.contains('\u{1b}'), "{said}");
+    assert!(
+        !said.contains("hunter2") && !said.contains('\u{1b}'),
+        "{said}"
+    );
     let mut sources = text("");
     sources.flags.upstream = Some("app".into());
-    assert!(errors(&sources).starts_with("error: --upstream: upstream.url: found \"app\"; expected"));
+    assert!(
+        errors(&sources).starts_with("error: --upstream: upstream.url: found \"app\"; expected")
+    );
 }
 
 #[test]
 fn a_missing_file_is_an_error_and_no_file_is_none() {
     let said = errors(&path(Path::new("/nonexistent/config.toml")));
-    assert!(said.starts_with("error: /nonexistent/config.toml: can't be read: "), "{said}");
+    assert!(
+        said.starts_with("error: /nonexistent/config.toml: can't be read: "),
+        "{said}"
+    );
     let mut sources = Sources::default();
-    assert!(errors(&sources).starts_with("error: no configuration file: upstream.url: missing; expected"));
+    assert!(
+        errors(&sources)
+            .starts_with("error: no configuration file: upstream.url: missing; expected")
+    );
     sources.flags.upstream = Some("http://app".into());
     load(&sources).unwrap();
 }
@@ -239,7 +310,9 @@ fn a_password_comes_from_its_file() {
         file.display().to_string()
     );
     let config = load(&text(&settings)).unwrap();
-    let StoreSettings::Redis(redis) = &config.store else { panic!("{:?}", config.store) };
+    let StoreSettings::Redis(redis) = &config.store else {
+        panic!("{:?}", config.store)
+    };
     assert_eq!(redis.login.password.as_ref().unwrap().expose(), "hunter2");
     assert!(!format!("{config:?}").contains("hunter2"));
     assert!(config.files.paths().contains(&file));
@@ -254,8 +327,10 @@ fn a_password_comes_from_its_file() {
 fn what_a_collector_wants_to_hear_comes_from_a_file() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("headers");
-    let settings =
-        format!("{URL}[trace]\notlp = \"http://c\"\nheaders_file = {:?}\n", file.display().to_string());
+    let settings = format!(
+        "{URL}[trace]\notlp = \"http://c\"\nheaders_file = {:?}\n",
+        file.display().to_string()
+    );
     let told = |lines: &str| {
         fs::write(&file, lines).unwrap();
         text(&settings)
@@ -268,19 +343,31 @@ fn what_a_collector_wants_to_hear_comes_from_a_file() {
     );
     assert!(!format!("{running:?}{}", running.effective(&running.fixed())).contains("hunter"));
     let newer = load(&told("x-api-key: hunter4")).unwrap();
-    assert_eq!(running.fixed().changed_in(&newer), ["trace (what a file holds that it names)"]);
+    assert_eq!(
+        running.fixed().changed_in(&newer),
+        ["trace (what a file holds that it names)"]
+    );
     for (lines, problem) in [
         ("x-team: a\nhunter2\n", "line 2: expected name: value"),
         ("x-api-key: hun\u{1}ter2", "line 1: expected name: value"),
         ("x-api-key:", "line 1: expected name: value"),
-        ("Content-Type: hunter2", "line 1: content-type is set by tidegate"),
+        (
+            "Content-Type: hunter2",
+            "line 1: content-type is set by tidegate",
+        ),
         ("", "the file is empty"),
     ] {
         let said = errors(&told(lines));
         assert!(said.contains(problem) && !said.contains("hunter"), "{said}");
     }
-    let plain = text(&format!("{URL}[trace]\notlp = \"http://c\"\ntls.server_name = \"c\"\n"));
-    assert!(errors(&plain).contains("expected https:// in trace.otlp"), "{}", errors(&plain));
+    let plain = text(&format!(
+        "{URL}[trace]\notlp = \"http://c\"\ntls.server_name = \"c\"\n"
+    ));
+    assert!(
+        errors(&plain).contains("expected https:// in trace.otlp"),
+        "{}",
+        errors(&plain)
+    );
 }
 
 #[test]
@@ -289,9 +376,12 @@ fn included_policies_come_after_the_main_file_by_file_name() {
     let policy = |name: &str| format!("[[policy]]\nname = \"{name}\"\naction = \"deny\"\n");
     // A folder whose name looks like a pattern is still a folder.
     let base = folder.path().join("[x]");
-    for (file, name) in
-        [("z/1.toml", "third"), ("a/2.toml", "fourth"), ("a/0.toml", "second"), ("a/.hidden.toml", "never")]
-    {
+    for (file, name) in [
+        ("z/1.toml", "third"),
+        ("a/2.toml", "fourth"),
+        ("a/0.toml", "second"),
+        ("a/.hidden.toml", "never"),
+    ] {
         let file = base.join(file);
         fs::create_dir_all(file.parent().unwrap()).unwrap();
         fs::write(file, policy(name)).unwrap();
@@ -306,7 +396,12 @@ fn included_policies_come_after_the_main_file_by_file_name() {
     )
     .unwrap();
     let config = load(&path(&main)).unwrap();
-    let names: Vec<&str> = config.table.policies().iter().map(|policy| &*policy.name).collect();
+    let names: Vec<&str> = config
+        .table
+        .policies()
+        .iter()
+        .map(|policy| &*policy.name)
+        .collect();
     assert_eq!(names, ["first", "second", "third", "fourth"]);
     assert_eq!(config.files.paths().len(), 4);
     // A file that turns up later belongs to the set.
@@ -322,11 +417,24 @@ fn policies_inherit_defaults_and_override_them() {
          [[policy]]\nname = \"b\"\non_store_failure = \"open\"\nlimits = [{{ requests = 1, per = \"1s\", algorithm = \"sliding_log\" }}, {{ requests = 1, per = \"2s\", name = \"x\" }}, {{ requests = 1, per = \"3s\" }}]\n"
     )))
     .unwrap();
-    let [a, b] = config.table.policies() else { panic!() };
-    assert_eq!((a.on_store_failure, b.on_store_failure), (OnStoreFailure::Closed, OnStoreFailure::Open));
-    let (Action::Limit(a), Action::Limit(b)) = (&a.action, &b.action) else { panic!() };
-    assert_eq!(a.limits[0].limit.algorithm, crate::limiter::Algorithm::FixedWindow { offset_us: 0 });
-    assert_eq!(b.limits[0].limit.algorithm, crate::limiter::Algorithm::SlidingLog);
+    let [a, b] = config.table.policies() else {
+        panic!()
+    };
+    assert_eq!(
+        (a.on_store_failure, b.on_store_failure),
+        (OnStoreFailure::Closed, OnStoreFailure::Open)
+    );
+    let (Action::Limit(a), Action::Limit(b)) = (&a.action, &b.action) else {
+        panic!()
+    };
+    assert_eq!(
+        a.limits[0].limit.algorithm,
+        crate::limiter::Algorithm::FixedWindow { offset_us: 0 }
+    );
+    assert_eq!(
+        b.limits[0].limit.algorithm,
+        crate::limiter::Algorithm::SlidingLog
+    );
     let names: Vec<&str> = b.limits.iter().map(|limit| &*limit.name).collect();
     assert_eq!(names, ["b", "x", "b-2"]);
 }
@@ -334,8 +442,12 @@ fn policies_inherit_defaults_and_override_them() {
 #[test]
 fn settings_that_need_a_restart_are_named() {
     let running = load(&text(URL)).unwrap().fixed();
-    let changed = |settings: &str| running.changed_in(&load(&text(&format!("{URL}{settings}"))).unwrap());
-    assert_eq!(changed("[client]\nipv6_prefix = 56\n[path]\nnormalize = false\n"), [""; 0]);
+    let changed =
+        |settings: &str| running.changed_in(&load(&text(&format!("{URL}{settings}"))).unwrap());
+    assert_eq!(
+        changed("[client]\nipv6_prefix = 56\n[path]\nnormalize = false\n"),
+        [""; 0]
+    );
     assert_eq!(changed("[listen]\naddress = \"0.0.0.0:8080\"\n"), [""; 0]);
     assert_eq!(
         changed("[listen]\naddress = \"0.0.0.0:81\"\n[log]\nlevel = \"warn\"\n"),
@@ -347,14 +459,22 @@ fn settings_that_need_a_restart_are_named() {
 fn a_new_password_needs_a_restart_and_shows_nowhere() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("password");
-    let settings =
-        format!("{URL}[store]\nkind = \"redis\"\nredis.password_file = {:?}\n", file.display().to_string());
+    let settings = format!(
+        "{URL}[store]\nkind = \"redis\"\nredis.password_file = {:?}\n",
+        file.display().to_string()
+    );
     fs::write(&file, "hunter2").unwrap();
     let running = load(&text(&settings)).unwrap().fixed();
     fs::write(&file, "hunter3").unwrap();
     let newer = load(&text(&settings)).unwrap();
-    assert_eq!(running.changed_in(&newer), ["store.redis (what a file holds that it names)"]);
-    let sources = with_env(text("x = \"hunter2\""), &[("TIDEGATE_STORE__REDIS__URL", "redis://:hunter2@h")]);
+    assert_eq!(
+        running.changed_in(&newer),
+        ["store.redis (what a file holds that it names)"]
+    );
+    let sources = with_env(
+        text("x = \"hunter2\""),
+        &[("TIDEGATE_STORE__REDIS__URL", "redis://:hunter2@h")],
+    );
     assert!(!format!("{running:?}{newer:?}{sources:?}").contains("hunter"));
 }
 

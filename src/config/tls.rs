@@ -23,19 +23,29 @@ pub(super) struct Wanted {
 pub(super) fn client(input: &Input, at: &Cursor<'_>, wanted: Wanted) -> Option<ClientTls> {
     let text = |key: &str| at.text(key).filter(|text| !text.is_empty());
     if !wanted.is_tls {
-        for key in ["ca", "cert", "key", "server_name"].into_iter().filter(|key| text(key).is_some()) {
+        for key in ["ca", "cert", "key", "server_name"]
+            .into_iter()
+            .filter(|key| text(key).is_some())
+        {
             at.fail(key, &format!("is for TLS only; expected {}", wanted.by));
         }
         return None;
     }
     let server_name = text("server_name").and_then(|name| {
-        let checked =
-            ServerName::try_from(name).map_err(|_invalid| at.fail("server_name", "expected a host name"));
+        let checked = ServerName::try_from(name)
+            .map_err(|_invalid| at.fail("server_name", "expected a host name"));
         checked.ok()
     });
     if text("cert").is_some() != text("key").is_some() {
-        let (missing, given) = if text("cert").is_some() { ("key", "cert") } else { ("cert", "key") };
-        at.fail(given, &format!("a certificate and its key belong together; expected {missing} too"));
+        let (missing, given) = if text("cert").is_some() {
+            ("key", "cert")
+        } else {
+            ("cert", "key")
+        };
+        at.fail(
+            given,
+            &format!("a certificate and its key belong together; expected {missing} too"),
+        );
     }
     if !wanted.is_used {
         return None;
@@ -49,22 +59,38 @@ pub(super) fn client(input: &Input, at: &Cursor<'_>, wanted: Wanted) -> Option<C
     let (ca, cert, key) = (pem("ca"), pem("cert"), pem("key"));
     digest.update(text("server_name").unwrap_or_default());
     let roots = roots(at, ca.as_deref());
-    let wrong = |key: &'static str| move |reason: String| at.fail(key, &format!("in the file: {reason}"));
-    let chain = cert.and_then(|pem| tls::certificates(pem.as_bytes()).map_err(wrong("cert")).ok());
+    let wrong =
+        |key: &'static str| move |reason: String| at.fail(key, &format!("in the file: {reason}"));
+    let chain = cert.and_then(|pem| {
+        tls::certificates(pem.as_bytes())
+            .map_err(wrong("cert"))
+            .ok()
+    });
     let key = key.and_then(|pem| tls::private_key(pem.as_bytes()).map_err(wrong("key")).ok());
     let client = tls::client(roots?, chain.zip(key)).map_err(|error| {
-        at.fail("cert", &format!("certificate and key can't be used: {error}"));
+        at.fail(
+            "cert",
+            &format!("certificate and key can't be used: {error}"),
+        );
     });
-    Some(ClientTls::new(client.ok()?, server_name, digest.finalize().into()))
+    Some(ClientTls::new(
+        client.ok()?,
+        server_name,
+        digest.finalize().into(),
+    ))
 }
 
 fn roots(at: &Cursor<'_>, ca: Option<&str>) -> Option<RootCertStore> {
     let roots = match (ca, at.text("ca").is_some_and(|path| !path.is_empty())) {
-        (Some(pem), _) => tls::roots(pem.as_bytes()).map_err(|reason| format!("in the file: {reason}")),
+        (Some(pem), _) => {
+            tls::roots(pem.as_bytes()).map_err(|reason| format!("in the file: {reason}"))
+        }
         // Said by now.
         (None, true) => return None,
         (None, false) => tls::system_roots().map_err(|reason| {
-            format!("no trusted certificates on this system ({reason}); expected the path of a PEM file")
+            format!(
+                "no trusted certificates on this system ({reason}); expected the path of a PEM file"
+            )
         }),
     };
     roots.map_err(|problem| at.fail("ca", &problem)).ok()

@@ -18,11 +18,15 @@ const MAX_REGEX_BYTES: usize = 1 << 20;
 /// A text from the environment, a flag or the schema as a value of the kind that its key has.
 pub(super) fn from_text(kind: &Kind, text: &str) -> Value {
     match kind {
-        Kind::Bool => text.parse::<bool>().map_or_else(|_| text.into(), Value::from),
-        Kind::Whole { .. } | Kind::WholeOrTable { .. } => {
-            text.parse::<i64>().map_or_else(|_| text.into(), Value::from)
-        }
-        Kind::Fraction => text.parse::<f64>().map_or_else(|_| text.into(), Value::from),
+        Kind::Bool => text
+            .parse::<bool>()
+            .map_or_else(|_| text.into(), Value::from),
+        Kind::Whole { .. } | Kind::WholeOrTable { .. } => text
+            .parse::<i64>()
+            .map_or_else(|_| text.into(), Value::from),
+        Kind::Fraction => text
+            .parse::<f64>()
+            .map_or_else(|_| text.into(), Value::from),
         Kind::Texts(_) | Kind::Secrets(_) => Value::from(list(text)),
         _ => text.into(),
     }
@@ -31,9 +35,17 @@ pub(super) fn from_text(kind: &Kind, text: &str) -> Value {
 /// `a, b` or `["a", "b"]`.
 fn list(text: &str) -> Vec<Value> {
     let text = text.trim();
-    let inner = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
-    let items = inner.split(',').map(|item| item.trim().trim_matches(['"', '\'']));
-    items.filter(|item| !item.is_empty()).map(Value::from).collect()
+    let inner = text
+        .strip_prefix('[')
+        .and_then(|text| text.strip_suffix(']'))
+        .unwrap_or(text);
+    let items = inner
+        .split(',')
+        .map(|item| item.trim().trim_matches(['"', '\'']));
+    items
+        .filter(|item| !item.is_empty())
+        .map(Value::from)
+        .collect()
 }
 
 /// `"250ms"`, `"1s"`, `"5m"`, `"1h"`, `"1d"`, `"0"`.
@@ -65,7 +77,9 @@ pub(super) fn size(text: &str) -> Option<u64> {
 }
 
 fn split_unit(text: &str) -> Option<(u64, &str)> {
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let digits = text
+        .find(|c: char| !c.is_ascii_digit())
+        .unwrap_or(text.len());
     let (number, unit) = text.split_at_checked(digits)?;
     Some((number.parse().ok()?, unit))
 }
@@ -85,35 +99,47 @@ pub(super) fn admin_address(text: &str) -> Result<ListenAddress, String> {
 
 fn either_address(text: &str, port: &str, path: &str) -> Result<ListenAddress, String> {
     let Some(rest) = text.strip_prefix("unix:") else {
-        let expected = || format!("expected an IP address and port such as \"{port}\", or \"unix:{path}\"");
-        return text.parse().map(ListenAddress::Ip).ok().ok_or_else(expected);
+        let expected =
+            || format!("expected an IP address and port such as \"{port}\", or \"unix:{path}\"");
+        return text
+            .parse()
+            .map(ListenAddress::Ip)
+            .ok()
+            .ok_or_else(expected);
     };
     socket_path(rest).map(ListenAddress::Unix)
 }
 
 /// A network, or one address.
 pub(super) fn network(text: &str) -> Result<IpNet, String> {
-    let net = text.parse::<IpNet>().or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
+    let net = text
+        .parse::<IpNet>()
+        .or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
     net.map(|net| net.trunc())
         .ok()
         .ok_or_else(|| "expected an address or a network such as \"10.0.0.0/8\"".to_owned())
 }
 
 pub(super) fn regex(text: &str) -> Result<Regex, String> {
-    RegexBuilder::new(text).size_limit(MAX_REGEX_BYTES).build().map_err(|error| match error {
-        regex::Error::CompiledTooBig(_) => "the regular expression is too large".to_owned(),
-        error => {
-            let text = error.to_string();
-            let reason = text.lines().last().unwrap_or_default();
-            format!("not a regular expression: {}", reason.trim_start_matches("error: "))
-        }
-    })
+    RegexBuilder::new(text)
+        .size_limit(MAX_REGEX_BYTES)
+        .build()
+        .map_err(|error| match error {
+            regex::Error::CompiledTooBig(_) => "the regular expression is too large".to_owned(),
+            error => {
+                let text = error.to_string();
+                let reason = text.lines().last().unwrap_or_default();
+                format!(
+                    "not a regular expression: {}",
+                    reason.trim_start_matches("error: ")
+                )
+            }
+        })
 }
 
 /// `http://host:port`, `https://`, `h2c://`, or `unix:/path`.
 pub(super) fn upstream_url(text: &str) -> Result<UpstreamUrl, String> {
-    const EXPECTED: &str =
-        "expected \"http://host:port\", \"https://host:port\", \"h2c://host:port\" or \"unix:/path\"";
+    const EXPECTED: &str = "expected \"http://host:port\", \"https://host:port\", \"h2c://host:port\" or \"unix:/path\"";
     let (scheme, rest) = text.split_once(':').ok_or(EXPECTED)?;
     if scheme == "unix" {
         return socket_path(rest).map(UpstreamUrl::Unix);
@@ -126,14 +152,20 @@ pub(super) fn upstream_url(text: &str) -> Result<UpstreamUrl, String> {
         _ => return Err(EXPECTED.to_owned()),
     };
     if rest.contains('@') {
-        return Err(format!("a user or password is not supported here; {EXPECTED}"));
+        return Err(format!(
+            "a user or password is not supported here; {EXPECTED}"
+        ));
     }
     if rest.contains(['?', '#']) {
-        return Err(format!("a query or fragment is not supported here; {EXPECTED}"));
+        return Err(format!(
+            "a query or fragment is not supported here; {EXPECTED}"
+        ));
     }
     let authority = rest.strip_suffix('/').unwrap_or(rest);
     if authority.contains('/') {
-        return Err(format!("a path is not supported here: paths are forwarded as they came; {EXPECTED}"));
+        return Err(format!(
+            "a path is not supported here: paths are forwarded as they came; {EXPECTED}"
+        ));
     }
     let (host, port) = host_and_port(authority, default_port)?;
     Ok(UpstreamUrl::Net { scheme, host, port })
@@ -143,7 +175,9 @@ pub(super) fn upstream_url(text: &str) -> Result<UpstreamUrl, String> {
 fn socket_path(text: &str) -> Result<PathBuf, String> {
     let path = text.strip_prefix("//").unwrap_or(text);
     if !path.starts_with('/') || path.ends_with('/') || path.contains('\0') {
-        return Err("expected the absolute path of a socket such as \"unix:/run/app.sock\"".to_owned());
+        return Err(
+            "expected the absolute path of a socket such as \"unix:/run/app.sock\"".to_owned(),
+        );
     }
     if path.len() > MAX_SOCKET_PATH_BYTES {
         return Err(format!(
@@ -171,10 +205,14 @@ pub(super) fn redis_url(text: &str) -> Result<RedisUrl, String> {
     let (tls, rest) = match text.split_once(':') {
         Some(("redis", rest)) => (false, rest.strip_prefix("//").ok_or(EXPECTED)?),
         Some(("rediss", rest)) => (true, rest.strip_prefix("//").ok_or(EXPECTED)?),
-        Some(("unix" | "redis+unix", rest)) => return unix_url(rest.strip_prefix("//").ok_or(EXPECTED)?),
+        Some(("unix" | "redis+unix", rest)) => {
+            return unix_url(rest.strip_prefix("//").ok_or(EXPECTED)?);
+        }
         _ => return Err(EXPECTED.to_owned()),
     };
-    let (login, server) = rest.rsplit_once('@').map_or((None, rest), |(login, server)| (Some(login), server));
+    let (login, server) = rest
+        .rsplit_once('@')
+        .map_or((None, rest), |(login, server)| (Some(login), server));
     if server.contains(['?', '#']) {
         return Err(format!("parameters are not supported here; {EXPECTED}"));
     }
@@ -182,9 +220,19 @@ pub(super) fn redis_url(text: &str) -> Result<RedisUrl, String> {
     let database = database(number)
         .ok_or_else(|| format!("after the slash stands the number of a database; {EXPECTED}"))?;
     let (host, port) = host_and_port(authority, 6379)?;
-    let (username, password) = login.map_or(("", ""), |login| login.split_once(':').unwrap_or((login, "")));
-    let login = Login { username: decoded(username)?, password: decoded(password)?.map(Password::new) };
-    Ok(RedisUrl { tls, address: Address::Tcp { host, port }, database, login })
+    let (username, password) = login.map_or(("", ""), |login| {
+        login.split_once(':').unwrap_or((login, ""))
+    });
+    let login = Login {
+        username: decoded(username)?,
+        password: decoded(password)?.map(Password::new),
+    };
+    Ok(RedisUrl {
+        tls,
+        address: Address::Tcp { host, port },
+        database,
+        login,
+    })
 }
 
 /// What stands behind `unix://`.
@@ -192,34 +240,55 @@ fn unix_url(text: &str) -> Result<RedisUrl, String> {
     const EXPECTED: &str =
         "expected \"unix:///path\", perhaps with \"?db=0&user=name&pass=password\" behind it";
     let (path, parameters) = text.split_once('?').unwrap_or((text, ""));
-    let path = decoded(path)?.filter(|path| path.starts_with('/')).ok_or(EXPECTED)?;
+    let path = decoded(path)?
+        .filter(|path| path.starts_with('/'))
+        .ok_or(EXPECTED)?;
     let (mut login, mut number) = (Login::default(), 0);
-    for parameter in parameters.split('&').filter(|parameter| !parameter.is_empty()) {
+    for parameter in parameters
+        .split('&')
+        .filter(|parameter| !parameter.is_empty())
+    {
         match parameter.split_once('=') {
-            Some(("db", text)) => number = database(text).ok_or("db is the number of a database")?,
+            Some(("db", text)) => {
+                number = database(text).ok_or("db is the number of a database")?
+            }
             Some(("user", name)) => login.username = decoded(name)?,
             Some(("pass", password)) => login.password = decoded(password)?.map(Password::new),
             _ => return Err(EXPECTED.to_owned()),
         }
     }
-    Ok(RedisUrl { tls: false, address: Address::Unix(path.into()), database: number, login })
+    Ok(RedisUrl {
+        tls: false,
+        address: Address::Unix(path.into()),
+        database: number,
+        login,
+    })
 }
 
 /// Nothing is 0.
 fn database(text: &str) -> Option<i64> {
-    if text.is_empty() { Some(0) } else { text.parse::<u16>().ok().map(i64::from) }
+    if text.is_empty() {
+        Some(0)
+    } else {
+        text.parse::<u16>().ok().map(i64::from)
+    }
 }
 
 /// Percent-decoded; empty is none.
 fn decoded(text: &str) -> Result<Option<String>, String> {
     let text = percent_decode_str(text).decode_utf8();
-    let text = text.ok().ok_or_else(|| "user and password are percent-encoded UTF-8".to_owned())?;
+    let text = text
+        .ok()
+        .ok_or_else(|| "user and password are percent-encoded UTF-8".to_owned())?;
     Ok(Some(text.into_owned()).filter(|text| !text.is_empty()))
 }
 
 /// A name, an IPv4 or a bracketed IPv6 address, and perhaps a port.
 fn host_and_port(authority: &str, default_port: u16) -> Result<(String, u16), String> {
-    let (host, port) = match authority.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+    let (host, port) = match authority
+        .strip_prefix('[')
+        .and_then(|rest| rest.split_once(']'))
+    {
         Some((address, rest)) => {
             address
                 .parse::<Ipv6Addr>()
@@ -227,10 +296,18 @@ fn host_and_port(authority: &str, default_port: u16) -> Result<(String, u16), St
                 .ok_or_else(|| "between the brackets stands an IPv6 address".to_owned())?;
             match rest {
                 "" => (address, None),
-                rest => (address, Some(rest.strip_prefix(':').ok_or("after the bracket stands a port")?)),
+                rest => (
+                    address,
+                    Some(
+                        rest.strip_prefix(':')
+                            .ok_or("after the bracket stands a port")?,
+                    ),
+                ),
             }
         }
-        None => authority.split_once(':').map_or((authority, None), |(host, port)| (host, Some(port))),
+        None => authority
+            .split_once(':')
+            .map_or((authority, None), |(host, port)| (host, Some(port))),
     };
     let is_name = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     // What stands in brackets is an address by now.
@@ -252,8 +329,16 @@ fn host_and_port(authority: &str, default_port: u16) -> Result<(String, u16), St
 /// A duration in the largest unit that says it exactly.
 pub fn duration_words(duration: Duration) -> String {
     let ms = duration.as_millis();
-    let units = [("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1000)];
-    match units.iter().find(|(_, size)| ms > 0 && ms.is_multiple_of(*size)) {
+    let units = [
+        ("d", 86_400_000),
+        ("h", 3_600_000),
+        ("m", 60_000),
+        ("s", 1000),
+    ];
+    match units
+        .iter()
+        .find(|(_, size)| ms > 0 && ms.is_multiple_of(*size))
+    {
         Some((unit, size)) => format!("{}{unit}", ms / size),
         None => format!("{ms}ms"),
     }
@@ -298,17 +383,36 @@ mod tests {
 
     #[test]
     fn an_upstream_is_a_scheme_and_an_authority() {
-        let url = |scheme, host: &str, port| Ok(UpstreamUrl::Net { scheme, host: host.to_owned(), port });
+        let url = |scheme, host: &str, port| {
+            Ok(UpstreamUrl::Net {
+                scheme,
+                host: host.to_owned(),
+                port,
+            })
+        };
         assert_eq!(upstream_url("http://app"), url(Scheme::Http, "app", 80));
-        assert_eq!(upstream_url("https://app.internal:8443/"), url(Scheme::Https, "app.internal", 8443));
-        assert_eq!(upstream_url("h2c://[::1]:3000"), url(Scheme::H2c, "::1", 3000));
+        assert_eq!(
+            upstream_url("https://app.internal:8443/"),
+            url(Scheme::Https, "app.internal", 8443)
+        );
+        assert_eq!(
+            upstream_url("h2c://[::1]:3000"),
+            url(Scheme::H2c, "::1", 3000)
+        );
         assert_eq!(upstream_url("h2c://app"), url(Scheme::H2c, "app", 80));
         for text in ["unix:/run/app.sock", "unix:///run/app.sock"] {
-            assert_eq!(upstream_url(text), Ok(UpstreamUrl::Unix("/run/app.sock".into())));
+            assert_eq!(
+                upstream_url(text),
+                Ok(UpstreamUrl::Unix("/run/app.sock".into()))
+            );
         }
         let longest = format!("unix:/{}", "s".repeat(106));
         assert!(upstream_url(&longest).is_ok());
-        assert!(upstream_url(&format!("{longest}s")).unwrap_err().contains("108 bytes"));
+        assert!(
+            upstream_url(&format!("{longest}s"))
+                .unwrap_err()
+                .contains("108 bytes")
+        );
         for (wrong, reason) in [
             ("app:3000", "expected"),
             ("app", "expected"),
@@ -348,26 +452,50 @@ mod tests {
         }
         let long = format!("unix:/{}", "x".repeat(107));
         for wrong in ["8080", "localhost:80"] {
-            assert!(shown(wrong).unwrap_err().contains("expected an IP"), "{wrong}");
+            assert!(
+                shown(wrong).unwrap_err().contains("expected an IP"),
+                "{wrong}"
+            );
         }
-        for wrong in ["unix:", "unix:run/t.sock", "unix://run/t", "unix:/run/", &long] {
+        for wrong in [
+            "unix:",
+            "unix:run/t.sock",
+            "unix://run/t",
+            "unix:/run/",
+            &long,
+        ] {
             assert!(shown(wrong).unwrap_err().contains("a socket"), "{wrong}");
         }
     }
 
     #[test]
     fn a_redis_url_may_hold_a_login() {
-        let tcp = |host: &str, port| Address::Tcp { host: host.to_owned(), port };
+        let tcp = |host: &str, port| Address::Tcp {
+            host: host.to_owned(),
+            port,
+        };
         let url = redis_url("redis://ann:p%40s%2Fs@redis.internal:6380/3").unwrap();
-        assert_eq!((url.address, url.database, url.tls), (tcp("redis.internal", 6380), 3, false));
+        assert_eq!(
+            (url.address, url.database, url.tls),
+            (tcp("redis.internal", 6380), 3, false)
+        );
         assert_eq!(url.login.username.as_deref(), Some("ann"));
         assert_eq!(url.login.password.unwrap().expose(), "p@s/s");
         let url = redis_url("rediss://:pw@[::1]").unwrap();
-        assert_eq!((url.address, url.login.username, url.tls), (tcp("::1", 6379), None, true));
+        assert_eq!(
+            (url.address, url.login.username, url.tls),
+            (tcp("::1", 6379), None, true)
+        );
         let url = redis_url("unix:///run/redis.sock?db=2&user=ann&pass=p%26w").unwrap();
-        assert_eq!((url.address, url.database), (Address::Unix("/run/redis.sock".into()), 2));
+        assert_eq!(
+            (url.address, url.database),
+            (Address::Unix("/run/redis.sock".into()), 2)
+        );
         assert_eq!(url.login.password.unwrap().expose(), "p&w");
-        assert_eq!(redis_url("redis+unix:///a%20b").unwrap().address, Address::Unix("/a b".into()));
+        assert_eq!(
+            redis_url("redis+unix:///a%20b").unwrap().address,
+            Address::Unix("/a b".into())
+        );
         for (wrong, reason) in [
             ("http://host", "expected"),
             ("redis:host", "expected"),
@@ -383,14 +511,21 @@ mod tests {
             ("unix:///run/redis.sock?pass=hunter2&dbs=1", "expected"),
         ] {
             let error = redis_url(wrong).unwrap_err();
-            assert!(error.contains(reason) && !error.contains("hunter2"), "{wrong}: {error}");
+            assert!(
+                error.contains(reason) && !error.contains("hunter2"),
+                "{wrong}: {error}"
+            );
         }
     }
 
     #[test]
     fn lists_in_the_environment_are_separated_by_commas() {
         let wanted = vec![Value::from("10.0.0.0/8"), Value::from("::1")];
-        for text in ["10.0.0.0/8,::1", "[\"10.0.0.0/8\", '::1']", " [10.0.0.0/8, ::1] "] {
+        for text in [
+            "10.0.0.0/8,::1",
+            "[\"10.0.0.0/8\", '::1']",
+            " [10.0.0.0/8, ::1] ",
+        ] {
             assert_eq!(list(text), wanted, "{text}");
         }
         assert_eq!(list(""), Vec::new());

@@ -3,7 +3,9 @@
 use super::cursor::Cursor;
 use super::values::duration_words;
 use crate::limiter::{Algorithm, Limit};
-use crate::policy::{Action, Cost, EstimateCost, HeaderCost, NamedLimit, OnStoreFailure, Policy, Quota};
+use crate::policy::{
+    Action, Cost, EstimateCost, HeaderCost, NamedLimit, OnStoreFailure, Policy, Quota,
+};
 use figment::value::{Num, Value};
 use std::time::Duration;
 
@@ -16,14 +18,21 @@ pub(super) fn sentence(policy: &Policy, written: &Cursor<'_>, off: bool) -> Stri
     };
     let requests = match policy.matcher.described {
         None => conditions(written.item("match").map(|item| item.value)),
-        Some(_) => format!("descriptors{}", described(written.item("match").map(|item| item.value))),
+        Some(_) => format!(
+            "descriptors{}",
+            described(written.item("match").map(|item| item.value))
+        ),
     };
     let is_called = policy.matcher.described.is_some();
     let does = match &policy.action {
         Action::Allow => ": exempt, no later policy applies".to_owned(),
         Action::Deny => ": refused".to_owned(),
         Action::Limit(quota) => {
-            format!(", {}{}", self::quota(quota), when_away(policy.on_store_failure, is_called))
+            format!(
+                ", {}{}",
+                self::quota(quota),
+                when_away(policy.on_store_failure, is_called)
+            )
         }
     };
     let priority = match policy.priority {
@@ -56,35 +65,68 @@ fn quota(quota: &Quota) -> String {
         Cost::Fixed(1) => String::new(),
         Cost::Fixed(units) => format!(", each counting {units}"),
         Cost::Header(cost) => {
-            let HeaderCost { name, default, min, max } = &**cost;
-            format!(", each counting what header {name} says from {min} to {max}, without it {default}")
+            let HeaderCost {
+                name,
+                default,
+                min,
+                max,
+            } = &**cost;
+            format!(
+                ", each counting what header {name} says from {min} to {max}, without it {default}"
+            )
         }
         Cost::Estimate(cost) => {
             let EstimateCost { estimate, actual } = &**cost;
             format!(", each counting what the response says (its {actual}), until then {estimate}")
         }
     };
-    let block = quota.block.map_or_else(String::new, |block| format!("; {}", amount(&block, None)));
+    let block = quota
+        .block
+        .map_or_else(String::new, |block| format!("; {}", amount(&block, None)));
     let overrides = quota.overrides.list().iter().map(|entry| {
-        let values = entry.values.iter().map(|value| value.as_deref().unwrap_or("*"));
-        format!("; for {}: {}", values.collect::<Vec<_>>().join(", "), limits(&entry.limits))
+        let values = entry
+            .values
+            .iter()
+            .map(|value| value.as_deref().unwrap_or("*"));
+        format!(
+            "; for {}: {}",
+            values.collect::<Vec<_>>().join(", "),
+            limits(&entry.limits)
+        )
     });
-    let rejected = if quota.count_rejected { "; what is refused counts too" } else { "" };
+    let rejected = if quota.count_rejected {
+        "; what is refused counts too"
+    } else {
+        ""
+    };
     let lease = quota.lease.map_or_else(String::new, |lease| {
-        let size = lease.size.map_or_else(|| "as many as needed".to_owned(), |size| format!("up to {size}"));
+        let size = lease.size.map_or_else(
+            || "as many as needed".to_owned(),
+            |size| format!("up to {size}"),
+        );
         let ttl = duration_words(Duration::from_micros(lease.ttl_us));
         format!("; {size} taken in advance for {ttl}")
     });
-    format!("{per}: {}{cost}{}{block}{rejected}{lease}", limits(&quota.limits), overrides.collect::<String>())
+    format!(
+        "{per}: {}{cost}{}{block}{rejected}{lease}",
+        limits(&quota.limits),
+        overrides.collect::<String>()
+    )
 }
 
 fn limits(limits: &[NamedLimit]) -> String {
-    let limits = limits.iter().map(|named| amount(&named.limit, named.unit.as_deref()));
+    let limits = limits
+        .iter()
+        .map(|named| amount(&named.limit, named.unit.as_deref()));
     limits.collect::<Vec<_>>().join(" and ")
 }
 
 fn amount(limit: &Limit, unit: Option<&str>) -> String {
-    let Limit { requests, per_us, algorithm } = *limit;
+    let Limit {
+        requests,
+        per_us,
+        algorithm,
+    } = *limit;
     let unit = unit.unwrap_or(if requests == 1 { "request" } else { "requests" });
     let per = duration_words(Duration::from_micros(per_us));
     match algorithm {
@@ -95,16 +137,25 @@ fn amount(limit: &Limit, unit: Option<&str>) -> String {
         Algorithm::Concurrency { max_duration_us } => {
             let most = match max_duration_us {
                 0 => String::new(),
-                us => format!(", each for at most {}", duration_words(Duration::from_micros(us))),
+                us => format!(
+                    ", each for at most {}",
+                    duration_words(Duration::from_micros(us))
+                ),
             };
             format!("at most {requests} {unit} at a time{most}")
         }
         Algorithm::Block => format!("once over, blocked for {per}"),
-        Algorithm::TokenBucket { burst, warm_up_us: 0 } => {
+        Algorithm::TokenBucket {
+            burst,
+            warm_up_us: 0,
+        } => {
             format!("{requests} {unit} per {per} on average, at most {burst} at once")
         }
         Algorithm::TokenBucket { burst, warm_up_us } => {
-            let (cold, warm_up) = (limit.cold_capacity(), duration_words(Duration::from_micros(warm_up_us)));
+            let (cold, warm_up) = (
+                limit.cold_capacity(),
+                duration_words(Duration::from_micros(warm_up_us)),
+            );
             format!(
                 "{requests} {unit} per {per} on average, at most {burst} at once; after {warm_up} without any, from {cold} at once and a third of the rate, growing for {warm_up}"
             )
@@ -124,13 +175,19 @@ fn amount(limit: &Limit, unit: Option<&str>) -> String {
 }
 
 fn conditions(written: Option<&Value>) -> String {
-    let Some(table) = written.and_then(Value::as_dict).filter(|table| !table.is_empty()) else {
+    let Some(table) = written
+        .and_then(Value::as_dict)
+        .filter(|table| !table.is_empty())
+    else {
         return "all requests".to_owned();
     };
     let mut words = Vec::new();
     let start = ["methods", "hosts", "path"];
     words.extend(start.iter().filter_map(|key| table.get(*key)).map(plain));
-    for (key, value) in table.iter().filter(|(key, _)| !start.contains(&key.as_str())) {
+    for (key, value) in table
+        .iter()
+        .filter(|(key, _)| !start.contains(&key.as_str()))
+    {
         words.push(match (key.as_str(), value) {
             ("path_regex", value) => format!("path like {}", plain(value)),
             ("client_ips", value) => format!("from {}", plain(value)),
@@ -142,8 +199,9 @@ fn conditions(written: Option<&Value>) -> String {
                     "jwt" => "claim",
                     _ => "query parameter",
                 };
-                let tests =
-                    entries.iter().map(|(name, test)| format!("with {what} {name}{}", self::test(test)));
+                let tests = entries
+                    .iter()
+                    .map(|(name, test)| format!("with {what} {name}{}", self::test(test)));
                 tests.collect::<Vec<_>>().join(" and ")
             }
             (_, value) => plain(value),
@@ -153,8 +211,12 @@ fn conditions(written: Option<&Value>) -> String {
 }
 
 fn described(written: Option<&Value>) -> String {
-    let Some(table) = written.and_then(Value::as_dict) else { return String::new() };
-    let domain = table.get("domain").map_or_else(String::new, |domain| format!(" of {}", plain(domain)));
+    let Some(table) = written.and_then(Value::as_dict) else {
+        return String::new();
+    };
+    let domain = table
+        .get("domain")
+        .map_or_else(String::new, |domain| format!(" of {}", plain(domain)));
     let entries = match table.get("descriptors").and_then(Value::as_dict) {
         None => String::new(),
         Some(entries) if entries.is_empty() => " without entries".to_owned(),
@@ -163,16 +225,24 @@ fn described(written: Option<&Value>) -> String {
                 Some("*") => name.clone(),
                 _ => format!("{name}{}", self::test(test)),
             });
-            format!(" with {} and nothing else", entries.collect::<Vec<_>>().join(", "))
+            format!(
+                " with {} and nothing else",
+                entries.collect::<Vec<_>>().join(", ")
+            )
         }
     };
-    let not =
-        table.get("not").map_or_else(String::new, |not| format!(" but not those{}", described(Some(not))));
+    let not = table.get("not").map_or_else(String::new, |not| {
+        format!(" but not those{}", described(Some(not)))
+    });
     format!("{domain}{entries}{not}")
 }
 
 fn test(test: &Value) -> String {
-    match (test.as_str(), test.find_ref("regex"), test.find_ref("present").and_then(Value::to_bool)) {
+    match (
+        test.as_str(),
+        test.find_ref("regex"),
+        test.find_ref("present").and_then(Value::to_bool),
+    ) {
         (Some(text), ..) => format!(" = \"{text}\""),
         (_, Some(regex), _) => format!(" like {}", plain(regex)),
         (_, _, Some(false)) => " absent".to_owned(),

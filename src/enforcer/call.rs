@@ -38,16 +38,37 @@ impl Enforcer {
         let mut statuses: Vec<Status<'t>> = Vec::with_capacity(descriptors.len());
         // Whose quotas each uses.
         let mut keys: SmallVec<[SmallVec<[u128; 2]>; 4]> = SmallVec::new();
-        let domain = descriptors.first().map_or("", |descriptor| descriptor.domain);
-        let count = |at, key: Option<&Key>, did: Did| rules.count(at, &self.shard, did, (key, domain));
+        let domain = descriptors
+            .first()
+            .map_or("", |descriptor| descriptor.domain);
+        let count =
+            |at, key: Option<&Key>, did: Did| rules.count(at, &self.shard, did, (key, domain));
         for descriptor in descriptors {
             let mut alone = Plan::default();
-            match alone.add(&rules.table, &Facts::of(descriptor), Some(descriptor), count) {
-                Ok(is_met) => statuses.push(Status { is_met, ..Status::default() }),
+            match alone.add(
+                &rules.table,
+                &Facts::of(descriptor),
+                Some(descriptor),
+                count,
+            ) {
+                Ok(is_met) => statuses.push(Status {
+                    is_met,
+                    ..Status::default()
+                }),
                 Err(outcome) => {
-                    statuses.push(Status { is_met: true, is_over: true, tightest: None });
-                    statuses.resize_with(descriptors.len(), || Status { is_met: true, ..Status::default() });
-                    return Called { verdict: Verdict::of(outcome), statuses };
+                    statuses.push(Status {
+                        is_met: true,
+                        is_over: true,
+                        tightest: None,
+                    });
+                    statuses.resize_with(descriptors.len(), || Status {
+                        is_met: true,
+                        ..Status::default()
+                    });
+                    return Called {
+                        verdict: Verdict::of(outcome),
+                        statuses,
+                    };
                 }
             }
             keys.push(alone.claims.iter().map(|claim| claim.key.id()).collect());
@@ -63,7 +84,9 @@ impl Enforcer {
             let mut own: SmallVec<[Reported<'t>; 4]> = verdict.limits.clone();
             own.retain(|reported| keys.contains(&reported.key));
             status.tightest = Reported::tightest(&own).copied();
-            status.is_over = own.iter().any(|reported| reported.standing.refusal.is_some());
+            status.is_over = own
+                .iter()
+                .any(|reported| reported.standing.refusal.is_some());
         }
         Called { verdict, statuses }
     }
@@ -82,14 +105,17 @@ impl Enforcer {
         }
         let answer = match self.store.answer(&charges, arrived).await {
             Ok(answer) => Some(answer),
-            Err(_) if plan.goes_on() => {
-                self.store.decide_alone(&charges).map(|alone| (alone, Source::Degraded))
-            }
+            Err(_) if plan.goes_on() => self
+                .store
+                .decide_alone(&charges)
+                .map(|alone| (alone, Source::Degraded)),
             Err(_) => None,
         };
         drop(charges);
         let is_all = plan.claims.iter().all(|claim| claim.cost == 0);
-        let Some((mut decision, source)) = answer else { return self.ask(plan, count, arrived).await };
+        let Some((mut decision, source)) = answer else {
+            return self.ask(plan, count, arrived).await;
+        };
         let degraded = source == Source::Degraded;
         if !plan.refuse_empty(&mut decision) && (degraded || !is_all) {
             return self.ask(plan, count, arrived).await;
@@ -99,8 +125,14 @@ impl Enforcer {
             false => plan.count(&decision, count),
         }
         let at = Instant::now();
-        self.shard.decided(source, at.saturating_duration_since(arrived));
-        Verdict { at: Some(at), source: Some(source), degraded, ..take(plan).into_verdict(&decision) }
+        self.shard
+            .decided(source, at.saturating_duration_since(arrived));
+        Verdict {
+            at: Some(at),
+            source: Some(source),
+            degraded,
+            ..take(plan).into_verdict(&decision)
+        }
     }
 }
 
@@ -121,7 +153,8 @@ impl Plan<'_> {
             }
             for standing in standings.by_ref().take(claim.limits.len()).flatten() {
                 if standing.refusal.is_none() && standing.remaining < claim.cost.max(1) {
-                    standing.refusal = Some(standing.grows_at_us.map_or(Refusal::Never, Refusal::Until));
+                    standing.refusal =
+                        Some(standing.grows_at_us.map_or(Refusal::Never, Refusal::Until));
                 }
                 is_over |= standing.refusal.is_some();
             }
@@ -135,6 +168,9 @@ impl Plan<'_> {
 impl Outcome<'_> {
     /// Whether it is the client who is refused, and not we who can't tell.
     pub fn is_over_limit(&self) -> bool {
-        matches!(self, Self::Limited(_) | Self::Denied { .. } | Self::BadKey { .. })
+        matches!(
+            self,
+            Self::Limited(_) | Self::Denied { .. } | Self::BadKey { .. }
+        )
     }
 }

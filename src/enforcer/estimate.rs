@@ -16,8 +16,16 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    pub(super) fn new(cost: Arc<EstimateCost>, places: SmallVec<[(Place, u64); 1]>, keeper: Keeper) -> Self {
-        Self { cost, places, keeper }
+    pub(super) fn new(
+        cost: Arc<EstimateCost>,
+        places: SmallVec<[(Place, u64); 1]>,
+        keeper: Keeper,
+    ) -> Self {
+        Self {
+            cost,
+            places,
+            keeper,
+        }
     }
 
     /// Where the actual cost is said.
@@ -44,8 +52,15 @@ impl Estimate {
         }
         let amendment = |at_us| match actual.checked_sub(estimate) {
             Some(units) => Amendment::Charge(units),
-            None => Amendment::Credit { units: estimate.saturating_sub(actual), at_us },
+            None => Amendment::Credit {
+                units: estimate.saturating_sub(actual),
+                at_us,
+            },
         };
-        self.keeper.tell(self.places.into_iter().map(|(place, at_us)| (place, amendment(at_us))));
+        self.keeper.tell(
+            self.places
+                .into_iter()
+                .map(|(place, at_us)| (place, amendment(at_us))),
+        );
     }
 }

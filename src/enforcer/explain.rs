@@ -44,40 +44,68 @@ pub struct Explanation<'t> {
 }
 
 /// Explains what `table` does with a request. Reads the counters and changes none.
-pub async fn explain<'t>(store: &Store, table: &'t PolicyTable, facts: &Facts<'_>) -> Explanation<'t> {
+pub async fn explain<'t>(
+    store: &Store,
+    table: &'t PolicyTable,
+    facts: &Facts<'_>,
+) -> Explanation<'t> {
     let mut steps = walk(table, facts);
-    let claims = steps.iter().enumerate().filter_map(|(at, (policy, step))| match step {
-        Step::Limits(limits) => {
-            let Limits { key, limits, block, .. } = limits;
-            Some(Claim {
-                at,
-                policy,
-                key: key.clone(),
-                limits,
-                block: *block,
-                cost: 0,
-                estimate: None,
-                counts_rejected: false,
-                shards: if let Action::Limit(quota) = &policy.action { quota.shards } else { 1 },
-                lease: None,
-            })
-        }
-        _ => None,
-    });
-    let plan = Plan { claims: claims.collect(), shadow_denied: SmallVec::new() };
+    let claims = steps
+        .iter()
+        .enumerate()
+        .filter_map(|(at, (policy, step))| match step {
+            Step::Limits(limits) => {
+                let Limits {
+                    key, limits, block, ..
+                } = limits;
+                Some(Claim {
+                    at,
+                    policy,
+                    key: key.clone(),
+                    limits,
+                    block: *block,
+                    cost: 0,
+                    estimate: None,
+                    counts_rejected: false,
+                    shards: if let Action::Limit(quota) = &policy.action {
+                        quota.shards
+                    } else {
+                        1
+                    },
+                    lease: None,
+                })
+            }
+            _ => None,
+        });
+    let plan = Plan {
+        claims: claims.collect(),
+        shadow_denied: SmallVec::new(),
+    };
     let decision = match store.decide(&plan.charges(0, 0)).await {
         Ok(decision) => decision,
-        Err(unavailable) => return Explanation { steps, store: Err(unavailable) },
+        Err(unavailable) => {
+            return Explanation {
+                steps,
+                store: Err(unavailable),
+            };
+        }
     };
     let mut standings = decision.standings.into_iter();
     for (_, step) in &mut steps {
         if let Step::Limits(limits) = step {
             let block = limits.block.and_then(|_| standings.next().flatten());
             limits.blocked_until_us = block.and_then(|block| block.grows_at_us);
-            limits.standings = standings.by_ref().take(limits.limits.len()).flatten().collect();
+            limits.standings = standings
+                .by_ref()
+                .take(limits.limits.len())
+                .flatten()
+                .collect();
         }
     }
-    Explanation { steps, store: Ok(decision.now_us) }
+    Explanation {
+        steps,
+        store: Ok(decision.now_us),
+    }
 }
 
 fn walk<'t>(table: &'t PolicyTable, facts: &Facts<'_>) -> Vec<(&'t Policy, Step<'t>)> {
@@ -88,7 +116,8 @@ fn walk<'t>(table: &'t PolicyTable, facts: &Facts<'_>) -> Vec<(&'t Policy, Step<
             Some(unmet) => Step::Unmet(unmet),
             None => apply(policy, table, facts),
         };
-        ended |= !policy.shadow && matches!(step, Step::Exempts | Step::Denies | Step::CannotKey(_));
+        ended |=
+            !policy.shadow && matches!(step, Step::Exempts | Step::Denies | Step::CannotKey(_));
         (policy, step)
     });
     told.collect()
@@ -104,7 +133,14 @@ fn apply<'t>(policy: &'t Policy, table: &'t PolicyTable, facts: &Facts<'_>) -> S
         Ok(Some((key, limits))) => {
             let block = quota.block.as_ref().filter(|_| !policy.shadow);
             let cost = quota.cost.of(facts);
-            Step::Limits(Limits { key, cost, limits, block, blocked_until_us: None, standings: Vec::new() })
+            Step::Limits(Limits {
+                key,
+                cost,
+                limits,
+                block,
+                blocked_until_us: None,
+                standings: Vec::new(),
+            })
         }
         Ok(None) => Step::Skipped,
         Err(fault) => Step::CannotKey(fault),

@@ -87,13 +87,17 @@ impl Keeper {
 
     /// Begins to hold a slot at each of the places, which it is about to take there.
     pub(super) fn hold(&self, places: SmallVec<[Place; 1]>) -> Hold {
-        let slot =
-            u128::from(self.0.instance) << 64 | u128::from(self.0.serial.fetch_add(1, Ordering::Relaxed));
+        let slot = u128::from(self.0.instance) << 64
+            | u128::from(self.0.serial.fetch_add(1, Ordering::Relaxed));
         let mut slots = self.0.slots.lock();
         if slots.hold(slot, places, Instant::now()) {
             self.attend(&mut slots);
         }
-        Hold { keeper: self.clone(), slot, ends_at: None }
+        Hold {
+            keeper: self.clone(),
+            slot,
+            ends_at: None,
+        }
     }
 
     /// Waits until what is known so far has been told to the store, but not for long.
@@ -114,12 +118,19 @@ impl Keeper {
     pub(super) fn tell(&self, late: impl IntoIterator<Item = (Place, Amendment)>) {
         if let Store::Memory(memory) = &self.0.store {
             for ((limit, key), amendment) in late {
-                memory.amend(&[Late { limit: &limit, key: &key, amendment }]);
+                memory.amend(&[Late {
+                    limit: &limit,
+                    key: &key,
+                    amendment,
+                }]);
             }
             return;
         }
         let mut slots = self.0.slots.lock();
-        let lost: usize = late.into_iter().map(|(place, amendment)| slots.tell(place, amendment)).sum();
+        let lost: usize = late
+            .into_iter()
+            .map(|(place, amendment)| slots.tell(place, amendment))
+            .sum();
         self.0.counts.settlements_lost(lost);
         if !slots.late.is_empty() {
             self.attend(&mut slots);
@@ -171,15 +182,22 @@ impl Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        let Some(places) = self.keeper.0.slots.lock().forget(self.slot) else { return };
+        let Some(places) = self.keeper.0.slots.lock().forget(self.slot) else {
+            return;
+        };
         let amendment = Amendment::Release { slot: self.slot };
-        self.keeper.tell(places.into_iter().map(|place| (place, amendment)));
+        self.keeper
+            .tell(places.into_iter().map(|place| (place, amendment)));
     }
 }
 
 /// When to renew what is held at places since `now`.
 fn due(places: &[Place], now: Instant) -> Instant {
-    let shortest_us = places.iter().map(|(limit, _)| limit.per_us).min().unwrap_or_default();
+    let shortest_us = places
+        .iter()
+        .map(|(limit, _)| limit.per_us)
+        .min()
+        .unwrap_or_default();
     now + Duration::from_micros(shortest_us) / 3
 }
 
@@ -198,7 +216,11 @@ async fn attend(keeper: Keeper) {
         if !late.is_empty() {
             let late: Vec<_> = late
                 .iter()
-                .map(|((limit, key), amendment)| Late { limit, key, amendment: *amendment })
+                .map(|((limit, key), amendment)| Late {
+                    limit,
+                    key,
+                    amendment: *amendment,
+                })
                 .collect();
             if let Err(untold) = shared.store.amend(&late).await {
                 tracing::debug!(why = %untold, "slots or settlements were not told");
@@ -260,10 +282,16 @@ impl Slots {
         let mut late = std::mem::take(&mut self.late);
         while let Some(&(at, slot)) = self.due.first().filter(|(at, _)| *at <= now) {
             self.due.remove(&(at, slot));
-            let Some(held) = self.held.get_mut(&slot) else { continue };
+            let Some(held) = self.held.get_mut(&slot) else {
+                continue;
+            };
             held.due = due(&held.places, now);
             self.due.insert((held.due, slot));
-            late.extend(held.places.iter().map(|place| (place.clone(), Amendment::Renew { slot })));
+            late.extend(
+                held.places
+                    .iter()
+                    .map(|place| (place.clone(), Amendment::Renew { slot })),
+            );
         }
         late
     }
@@ -276,7 +304,11 @@ mod tests {
 
     #[test]
     fn a_store_that_hears_too_slowly_is_not_told_all_and_debts_go_first() {
-        let limit = Limit { requests: 9, per_us: 1_000_000, algorithm: Algorithm::SlidingLog };
+        let limit = Limit {
+            requests: 9,
+            per_us: 1_000_000,
+            algorithm: Algorithm::SlidingLog,
+        };
         let mut slots = Slots::default();
         let mut lost = |amendment: Amendment, times: usize| -> usize {
             let place = || (limit, KeyBuilder::new("p").finish());
@@ -287,6 +319,10 @@ mod tests {
         assert_eq!(lost(Amendment::Charge(1), MAX_LATE), MAX_LATE / 2);
         assert_eq!(lost(Amendment::Release { slot: 1 }, 1), 0, "no settlement");
         assert_eq!(slots.late(Instant::now()).len(), MAX_LATE);
-        assert_eq!(slots.tell((limit, KeyBuilder::new("p").finish()), credit), 0, "there is room again");
+        assert_eq!(
+            slots.tell((limit, KeyBuilder::new("p").finish()), credit),
+            0,
+            "there is room again"
+        );
     }
 }

@@ -27,7 +27,10 @@ pub struct Rules {
 
 impl Live {
     pub fn new(table: Arc<PolicyTable>, metrics: Arc<Metrics>) -> Self {
-        Self { rules: Arc::new(ArcSwap::from_pointee(Rules::new(table, &metrics))), metrics }
+        Self {
+            rules: Arc::new(ArcSwap::from_pointee(Rules::new(table, &metrics))),
+            metrics,
+        }
     }
 
     /// Puts a table in effect. Requests in flight keep theirs.
@@ -53,13 +56,23 @@ impl Rules {
 
     /// Counts what the policy at a place did with a request, and whom it refused: the request's key there, if it
     /// has one, and what it asked for.
-    pub(super) fn count(&self, at: usize, shard: &Shard, did: Decision, (key, place): (Option<&Key>, &str)) {
-        let Some(tally) = self.tallies.get(at) else { return };
+    pub(super) fn count(
+        &self,
+        at: usize,
+        shard: &Shard,
+        did: Decision,
+        (key, place): (Option<&Key>, &str),
+    ) {
+        let Some(tally) = self.tallies.get(at) else {
+            return;
+        };
         shard.policy(tally, did);
         if did.refuses() {
             shard.limited().path(tally.policy(), place);
             if let Some(key) = key {
-                shard.limited().key(tally.policy(), key.id(), || key.readable());
+                shard
+                    .limited()
+                    .key(tally.policy(), key.id(), || key.readable());
             }
         }
     }

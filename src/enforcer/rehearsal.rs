@@ -59,8 +59,19 @@ pub fn rehearse<'t>(
     (slot, asked): (u128, Instant),
     mut tell: impl FnMut(Told<'_, 't>),
 ) -> Rehearsed {
-    let ended = |past| Rehearsed { past, delay_us: 0, places: SmallVec::new(), longest_us: None };
-    let plan = match Plan::of(table, facts, |at, _, did| tell(Told { at, did, claim: None })) {
+    let ended = |past| Rehearsed {
+        past,
+        delay_us: 0,
+        places: SmallVec::new(),
+        longest_us: None,
+    };
+    let plan = match Plan::of(table, facts, |at, _, did| {
+        tell(Told {
+            at,
+            did,
+            claim: None,
+        })
+    }) {
         Ok(plan) if plan.claims.is_empty() => return ended(Past::Forwarded),
         Ok(plan) => plan,
         Err(Outcome::BadKey { .. }) => return ended(Past::BadKey),
@@ -70,14 +81,25 @@ pub fn rehearse<'t>(
     let decision = memory.decide_at(&charges, asked);
     plan.count(&decision, |at, _, did| {
         let claim = plan.claims.iter().find(|claim| claim.at == at);
-        let claim = claim.map(|claim| Claimed { key: &claim.key, limits: claim.limits, cost: claim.cost });
+        let claim = claim.map(|claim| Claimed {
+            key: &claim.key,
+            limits: claim.limits,
+            cost: claim.cost,
+        });
         tell(Told { at, did, claim });
     });
     let (taken, longest_us) = taken(&charges, &decision);
     Rehearsed {
-        past: if decision.admitted { Past::Forwarded } else { Past::Limited },
+        past: if decision.admitted {
+            Past::Forwarded
+        } else {
+            Past::Limited
+        },
         delay_us: decision.delay_us,
-        places: taken.iter().map(|charge| (*charge.limit, charge.key.clone())).collect(),
+        places: taken
+            .iter()
+            .map(|charge| (*charge.limit, charge.key.clone()))
+            .collect(),
         longest_us,
     }
 }

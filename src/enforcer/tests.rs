@@ -3,8 +3,8 @@ use crate::clock::{Clock, Hands};
 use crate::limiter::{KeyBuilder, Limit};
 use crate::policy::path::{Readings, Settings};
 use crate::policy::{
-    Actual, Cost, EstimateCost, Fields, KeyPart, KeyTemplate, Matcher, MissingKey, Override, Overrides,
-    Quota, client,
+    Actual, Cost, EstimateCost, Fields, KeyPart, KeyTemplate, Matcher, MissingKey, Override,
+    Overrides, Quota, client,
 };
 use crate::store::redis::{Login, Redis, RedisSettings, Shared, Topology};
 use crate::store::{Memory, MemorySettings};
@@ -18,7 +18,10 @@ const NOBODY: RedisSettings = RedisSettings {
     topology: Topology::Standalone,
     servers: Vec::new(),
     database: 0,
-    login: Login { username: None, password: None },
+    login: Login {
+        username: None,
+        password: None,
+    },
     tls: None,
     key_prefix: String::new(),
     instances: 1,
@@ -29,8 +32,16 @@ const NOBODY: RedisSettings = RedisSettings {
 };
 
 fn limit(name: &str, requests: u64) -> NamedLimit {
-    let limit = Limit { requests, per_us: 10_000_000, algorithm: Algorithm::SlidingLog };
-    NamedLimit { name: name.into(), unit: None, limit }
+    let limit = Limit {
+        requests,
+        per_us: 10_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
+    NamedLimit {
+        name: name.into(),
+        unit: None,
+        limit,
+    }
 }
 
 fn by_user(name: &str, requests: u64) -> Policy {
@@ -77,14 +88,28 @@ impl Bench {
             ipv4_prefix: 32,
             ipv6_prefix: 64,
         };
-        let fields = Fields { standard: true, legacy: true, legacy_reset_epoch: false };
+        let fields = Fields {
+            standard: true,
+            legacy: true,
+            legacy_reset_epoch: false,
+        };
         let table = PolicyTable::new(policies, PATH, client, fields);
         let (clock, hands) = Clock::manual(1_700_000_000_000_000);
-        let memory = Memory::new(MemorySettings { max_keys: 1000, max_bytes: 1 << 20 }, clock);
+        let memory = Memory::new(
+            MemorySettings {
+                max_keys: 1000,
+                max_bytes: 1 << 20,
+            },
+            clock,
+        );
         let metrics = Metrics::new(1, Kinds::default());
         let live = Live::new(table.into(), Arc::clone(&metrics));
         let enforcer = Enforcer::new(live, Store::Memory(Arc::new(memory)), metrics.shard(0));
-        Self { enforcer, hands, away: false }
+        Self {
+            enforcer,
+            hands,
+            away: false,
+        }
     }
 
     fn ask<T>(&self, users: &[&str], look: impl FnOnce(Verdict<'_>) -> T) -> T {
@@ -105,7 +130,10 @@ impl Bench {
             descriptor: None,
         };
         let rules = self.enforcer.rules();
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
         let verdict = runtime.block_on(async {
             let mut enforcer = self.enforcer.clone();
             if self.away {
@@ -117,7 +145,9 @@ impl Bench {
     }
 
     fn passes(&self, user: &str) -> bool {
-        self.ask(&[user], |verdict| matches!(verdict.outcome, Outcome::Forward))
+        self.ask(&[user], |verdict| {
+            matches!(verdict.outcome, Outcome::Forward)
+        })
     }
 }
 
@@ -127,10 +157,19 @@ fn trap_11_a_refused_request_charges_no_policy() {
     let passed = (0..5).filter(|_| bench.passes("ann")).count();
     assert_eq!(passed, 2);
     bench.ask(&["ann"], |verdict| {
-        let remaining: Vec<u64> = verdict.limits.iter().map(|l| l.standing.remaining).collect();
+        let remaining: Vec<u64> = verdict
+            .limits
+            .iter()
+            .map(|l| l.standing.remaining)
+            .collect();
         assert_eq!(remaining, [8, 0]);
-        let Outcome::Limited(limited) = verdict.outcome else { panic!("{:?}", verdict.outcome) };
-        assert_eq!((limited.policy, limited.violated.as_slice()), ("narrow", ["narrow"].as_slice()));
+        let Outcome::Limited(limited) = verdict.outcome else {
+            panic!("{:?}", verdict.outcome)
+        };
+        assert_eq!(
+            (limited.policy, limited.violated.as_slice()),
+            ("narrow", ["narrow"].as_slice())
+        );
         assert_eq!(limited.retry, Retry::After(10_000_000));
     });
     bench.hands.advance_us(10_000_000);
@@ -140,17 +179,27 @@ fn trap_11_a_refused_request_charges_no_policy() {
 #[test]
 fn a_block_shuts_its_own_policy_until_it_ends() {
     let mut narrow = by_user("narrow", 1);
-    let block = Limit { requests: 1, per_us: 60_000_000, algorithm: Algorithm::Block };
+    let block = Limit {
+        requests: 1,
+        per_us: 60_000_000,
+        algorithm: Algorithm::Block,
+    };
     quota(&mut narrow).block = Some(block);
     let bench = Bench::new(vec![by_user("wide", 10), narrow.clone()]);
     assert!(bench.passes("ann"));
     for (blocked, waits_us) in [(false, 60_000_000), (true, 20_000_000)] {
         bench.ask(&["ann"], |verdict| {
-            let Outcome::Limited(limited) = verdict.outcome else { panic!("{:?}", verdict.outcome) };
+            let Outcome::Limited(limited) = verdict.outcome else {
+                panic!("{:?}", verdict.outcome)
+            };
             assert_eq!((limited.policy, limited.blocked), ("narrow", blocked));
             assert_eq!(limited.violated.as_slice(), ["narrow"]);
             assert_eq!(limited.retry, Retry::After(waits_us));
-            let remaining: Vec<u64> = verdict.limits.iter().map(|l| l.standing.remaining).collect();
+            let remaining: Vec<u64> = verdict
+                .limits
+                .iter()
+                .map(|l| l.standing.remaining)
+                .collect();
             assert_eq!(remaining, if blocked { [10, 0] } else { [9, 0] });
         });
         assert!(bench.passes(&format!("other {blocked}")));
@@ -158,10 +207,15 @@ fn a_block_shuts_its_own_policy_until_it_ends() {
     }
     assert!(bench.passes("ann"));
 
-    let shadow = Bench::new(vec![Policy { shadow: true, ..narrow }]);
+    let shadow = Bench::new(vec![Policy {
+        shadow: true,
+        ..narrow
+    }]);
     assert!(shadow.passes("ann") && shadow.passes("ann"));
     shadow.hands.advance_us(10_000_000);
-    shadow.ask(&["ann"], |verdict| assert!(verdict.shadow_rejected.is_empty(), "it blocks nobody"));
+    shadow.ask(&["ann"], |verdict| {
+        assert!(verdict.shadow_rejected.is_empty(), "it blocks nobody")
+    });
 }
 
 #[test]
@@ -180,18 +234,37 @@ fn trap_20_without_the_store_nobody_is_told_to_be_over_a_limit() {
             shards: 1,
             lease: None,
         };
-        let plan = Plan { claims: policies.iter().map(claim).collect(), shadow_denied: SmallVec::new() };
-        let verdict = plan.into_degraded(&Unavailable { kind: "timeout", retry_after_us: 7 }, None);
+        let plan = Plan {
+            claims: policies.iter().map(claim).collect(),
+            shadow_denied: SmallVec::new(),
+        };
+        let verdict = plan.into_degraded(
+            &Unavailable {
+                kind: "timeout",
+                retry_after_us: 7,
+            },
+            None,
+        );
         assert!(verdict.degraded && verdict.limits.is_empty() && verdict.delay.is_zero());
         match verdict.outcome {
             Outcome::Forward => None,
-            Outcome::Unavailable { policy, retry_after_us: 7 } => Some(policy.to_owned()),
+            Outcome::Unavailable {
+                policy,
+                retry_after_us: 7,
+            } => Some(policy.to_owned()),
             other => panic!("{other:?}"),
         }
     };
-    let closed = |shadow| Policy { on_store_failure: OnStoreFailure::Closed, shadow, ..by_user("c", 1) };
+    let closed = |shadow| Policy {
+        on_store_failure: OnStoreFailure::Closed,
+        shadow,
+        ..by_user("c", 1)
+    };
     assert_eq!(outcome(&[by_user("open", 1)]), None);
-    assert_eq!(outcome(&[by_user("open", 1), closed(false)]).as_deref(), Some("c"));
+    assert_eq!(
+        outcome(&[by_user("open", 1), closed(false)]).as_deref(),
+        Some("c")
+    );
     assert_eq!(outcome(&[by_user("open", 1), closed(true)]), None);
 }
 
@@ -204,7 +277,9 @@ fn trap_25_a_missing_key_is_no_way_round() {
     let mut reject = by_user("p", 1);
     quota(&mut reject).missing_key = MissingKey::Reject;
     Bench::new(vec![reject]).ask(&[], |verdict| {
-        let Outcome::BadKey { fault, .. } = verdict.outcome else { panic!("{:?}", verdict.outcome) };
+        let Outcome::BadKey { fault, .. } = verdict.outcome else {
+            panic!("{:?}", verdict.outcome)
+        };
         assert_eq!(fault, KeyFault::Missing("header x-user".to_owned()));
     });
 
@@ -217,7 +292,13 @@ fn trap_25_a_missing_key_is_no_way_round() {
 #[test]
 fn a_key_that_occurs_twice_is_refused() {
     Bench::new(vec![by_user("p", 1)]).ask(&["ann", "bob"], |verdict| {
-        assert!(matches!(verdict.outcome, Outcome::BadKey { fault: KeyFault::Repeated(_), .. }));
+        assert!(matches!(
+            verdict.outcome,
+            Outcome::BadKey {
+                fault: KeyFault::Repeated(_),
+                ..
+            }
+        ));
     });
 }
 
@@ -228,8 +309,10 @@ fn the_first_override_that_fits_replaces_all_limits() {
         values: vec![value.map(Into::into)],
         limits: vec![limit("o", requests)],
     };
-    quota(&mut policy).overrides =
-        Overrides::new("p", vec![entry(Some("ann"), 3), entry(None, 2), entry(Some("bob"), 9)]);
+    quota(&mut policy).overrides = Overrides::new(
+        "p",
+        vec![entry(Some("ann"), 3), entry(None, 2), entry(Some("bob"), 9)],
+    );
     let bench = Bench::new(vec![policy]);
     let passed = |user: &str| (0..12).filter(|_| bench.passes(user)).count();
     assert_eq!((passed("ann"), passed("bob"), passed("eve")), (3, 2, 2));
@@ -244,7 +327,11 @@ fn shadow_policies_are_measured_and_stop_nothing() {
     bench.ask(&["ann"], |verdict| {
         assert!(matches!(verdict.outcome, Outcome::Forward));
         assert_eq!(verdict.shadow_rejected.as_slice(), ["shadow"]);
-        assert_eq!(verdict.limits.len(), 1, "shadow limits are not told to clients");
+        assert_eq!(
+            verdict.limits.len(),
+            1,
+            "shadow limits are not told to clients"
+        );
     });
     assert!(bench.passes("ann"));
     assert!(!bench.passes("ann"));
@@ -252,7 +339,11 @@ fn shadow_policies_are_measured_and_stop_nothing() {
 
 #[test]
 fn shadow_policies_that_would_deny_are_reported() {
-    let shadow = Policy { action: Action::Deny, shadow: true, ..by_user("shadow", 0) };
+    let shadow = Policy {
+        action: Action::Deny,
+        shadow: true,
+        ..by_user("shadow", 0)
+    };
     for others in [vec![], vec![by_user("live", 9)]] {
         let bench = Bench::new([vec![shadow.clone()], others].concat());
         bench.ask(&["ann"], |verdict| {
@@ -266,11 +357,14 @@ fn shadow_policies_that_would_deny_are_reported() {
 #[test]
 fn what_is_decided_without_the_store_says_so() {
     let modes = |modes: &[(OnStoreFailure, bool)]| {
-        let policies = modes.iter().enumerate().map(|(n, (on_store_failure, shadow))| Policy {
-            on_store_failure: *on_store_failure,
-            shadow: *shadow,
-            ..by_user(&n.to_string(), 1)
-        });
+        let policies = modes
+            .iter()
+            .enumerate()
+            .map(|(n, (on_store_failure, shadow))| Policy {
+                on_store_failure: *on_store_failure,
+                shadow: *shadow,
+                ..by_user(&n.to_string(), 1)
+            });
         let mut bench = Bench::new(policies.collect());
         bench.away = true;
         bench.ask(&["ann"], |verdict| {
@@ -283,18 +377,29 @@ fn what_is_decided_without_the_store_says_so() {
     assert_eq!(modes(&[(Open, false)]), (true, true));
     assert_eq!(modes(&[(Open, false), (Closed, false)]), (false, true));
     assert_eq!(modes(&[(Open, false), (Closed, true)]), (true, true));
-    assert_eq!(modes(&[(Closed, true)]), (true, false), "no limit was to be enforced");
+    assert_eq!(
+        modes(&[(Closed, true)]),
+        (true, false),
+        "no limit was to be enforced"
+    );
 }
 
 #[test]
 fn one_that_goes_on_alone_refuses_and_one_that_is_closed_decides() {
     let ask = |policies: &[(OnStoreFailure, u64, bool)]| {
-        let policies = policies.iter().enumerate().map(|(n, (on_store_failure, requests, shadow))| Policy {
-            on_store_failure: *on_store_failure,
-            shadow: *shadow,
-            ..by_user(&n.to_string(), *requests)
-        });
-        let bench = Bench { away: true, ..Bench::new(policies.collect()) };
+        let policies =
+            policies
+                .iter()
+                .enumerate()
+                .map(|(n, (on_store_failure, requests, shadow))| Policy {
+                    on_store_failure: *on_store_failure,
+                    shadow: *shadow,
+                    ..by_user(&n.to_string(), *requests)
+                });
+        let bench = Bench {
+            away: true,
+            ..Bench::new(policies.collect())
+        };
         bench.ask(&["ann"], |verdict| {
             assert!(verdict.degraded);
             let status = match verdict.outcome {
@@ -306,28 +411,54 @@ fn one_that_goes_on_alone_refuses_and_one_that_is_closed_decides() {
                 Outcome::Unavailable { .. } => 503,
                 other => panic!("{other:?}"),
             };
-            let names = verdict.limits.iter().map(|reported| reported.limit.name.to_string());
+            let names = verdict
+                .limits
+                .iter()
+                .map(|reported| reported.limit.name.to_string());
             (status, names.collect::<Vec<_>>().concat())
         })
     };
     use OnStoreFailure::{Closed, Local, Open};
     let told = |status, names: &str| (status, names.to_owned());
-    assert_eq!(ask(&[(Open, 0, false), (Local, 1, false), (Local, 0, true)]), told(200, "1"));
-    assert_eq!(ask(&[(Local, 1, false), (Local, 0, false), (Open, 1, false)]), told(429, "01"));
-    assert_eq!(ask(&[(Local, 1, false), (Local, 0, false), (Closed, 1, true)]), told(429, "01"));
-    assert_eq!(ask(&[(Local, 1, false), (Local, 0, false), (Closed, 1, false)]), told(503, ""));
+    assert_eq!(
+        ask(&[(Open, 0, false), (Local, 1, false), (Local, 0, true)]),
+        told(200, "1")
+    );
+    assert_eq!(
+        ask(&[(Local, 1, false), (Local, 0, false), (Open, 1, false)]),
+        told(429, "01")
+    );
+    assert_eq!(
+        ask(&[(Local, 1, false), (Local, 0, false), (Closed, 1, true)]),
+        told(429, "01")
+    );
+    assert_eq!(
+        ask(&[(Local, 1, false), (Local, 0, false), (Closed, 1, false)]),
+        told(503, "")
+    );
 }
 
 #[test]
 fn allow_stops_the_walk_and_deny_charges_nothing() {
-    let act = |action, priority| Policy { action, priority, ..by_user("act", 0) };
-    let exempt = Bench::new(vec![by_user("before", 2), act(Action::Allow, 0), by_user("after", 0)]);
+    let act = |action, priority| Policy {
+        action,
+        priority,
+        ..by_user("act", 0)
+    };
+    let exempt = Bench::new(vec![
+        by_user("before", 2),
+        act(Action::Allow, 0),
+        by_user("after", 0),
+    ]);
     assert_eq!((0..5).filter(|_| exempt.passes("ann")).count(), 2);
 
     let denied = Bench::new(vec![by_user("before", 1), act(Action::Deny, 0)]);
     for _ in 0..3 {
         denied.ask(&["ann"], |verdict| {
-            assert!(matches!(verdict.outcome, Outcome::Denied { policy: "act", .. }))
+            assert!(matches!(
+                verdict.outcome,
+                Outcome::Denied { policy: "act", .. }
+            ))
         });
     }
 }
@@ -336,7 +467,10 @@ fn allow_stops_the_walk_and_deny_charges_nothing() {
 fn by_estimate(name: &str, requests: u64) -> Policy {
     let mut policy = by_user(name, requests);
     let actual = Actual::parse("response_header:x-units").unwrap();
-    quota(&mut policy).cost = Cost::Estimate(Arc::new(EstimateCost { estimate: 4, actual }));
+    quota(&mut policy).cost = Cost::Estimate(Arc::new(EstimateCost {
+        estimate: 4,
+        actual,
+    }));
     quota(&mut policy).limits[0].limit.algorithm = Algorithm::FixedWindow { offset_us: 0 };
     policy
 }
@@ -354,7 +488,10 @@ fn an_estimate_is_settled_up_and_down_or_stands() {
     assert_eq!(remaining_after(&|estimate| estimate.settle(1)), 20 - 7 - 4);
     assert_eq!(remaining_after(&|estimate| estimate.settle(4)), 20 - 8 - 4);
     assert_eq!(remaining_after(&drop), 20 - 12 - 4);
-    assert_eq!(remaining_after(&|estimate| estimate.settle(1 << 53)), 20 - 16 - 4);
+    assert_eq!(
+        remaining_after(&|estimate| estimate.settle(1 << 53)),
+        20 - 16 - 4
+    );
     assert!(!bench.passes("ann"));
     assert!(bench.passes("bob"));
     bench.hands.advance_us(10_000_000);
@@ -363,24 +500,51 @@ fn an_estimate_is_settled_up_and_down_or_stands() {
 
 #[test]
 fn only_what_was_charged_by_estimate_is_to_be_settled() {
-    let shadow = |requests| Policy { shadow: true, ..by_estimate("shadow", requests) };
+    let shadow = |requests| Policy {
+        shadow: true,
+        ..by_estimate("shadow", requests)
+    };
     let estimates = |policies: Vec<Policy>, away| {
-        let bench = Bench { away, ..Bench::new(policies) };
+        let bench = Bench {
+            away,
+            ..Bench::new(policies)
+        };
         bench.ask(&["ann"], |verdict| verdict.estimates.len())
     };
-    assert_eq!(estimates(vec![by_estimate("p", 4), by_user("q", 1), shadow(4)], false), 2);
+    assert_eq!(
+        estimates(vec![by_estimate("p", 4), by_user("q", 1), shadow(4)], false),
+        2
+    );
     assert_eq!(estimates(vec![by_user("q", 1)], false), 0);
-    assert_eq!(estimates(vec![by_estimate("p", 4), by_user("q", 0), shadow(4)], false), 0, "refused");
-    assert_eq!(estimates(vec![shadow(3), by_estimate("p", 4)], false), 1, "the shadow charges nothing");
-    assert_eq!(estimates(vec![by_estimate("p", 4)], true), 0, "decided without the store");
+    assert_eq!(
+        estimates(vec![by_estimate("p", 4), by_user("q", 0), shadow(4)], false),
+        0,
+        "refused"
+    );
+    assert_eq!(
+        estimates(vec![shadow(3), by_estimate("p", 4)], false),
+        1,
+        "the shadow charges nothing"
+    );
+    assert_eq!(
+        estimates(vec![by_estimate("p", 4)], true),
+        0,
+        "decided without the store"
+    );
 }
 
 #[test]
 fn a_shadow_policy_settles_its_own_counter() {
-    let bench = Bench::new(vec![Policy { shadow: true, ..by_estimate("p", 8) }]);
+    let bench = Bench::new(vec![Policy {
+        shadow: true,
+        ..by_estimate("p", 8)
+    }]);
     let ask = |actual| {
         bench.ask(&["ann"], |mut verdict| {
-            verdict.estimates.drain(..).for_each(|estimate| estimate.settle(actual));
+            verdict
+                .estimates
+                .drain(..)
+                .for_each(|estimate| estimate.settle(actual));
             verdict.shadow_rejected.len()
         })
     };

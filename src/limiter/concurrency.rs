@@ -26,7 +26,11 @@ impl Slots {
     pub(super) fn used(&self, now_us: u64) -> u64 {
         let used = match self.first_us > now_us {
             true => self.ends.len(),
-            false => self.ends.values().filter(|ends_us| **ends_us > now_us).count(),
+            false => self
+                .ends
+                .values()
+                .filter(|ends_us| **ends_us > now_us)
+                .count(),
         };
         u64::try_from(used).unwrap_or(u64::MAX)
     }
@@ -47,7 +51,11 @@ impl Slots {
     }
 
     pub(super) fn expires_at_us(&self) -> u64 {
-        if self.ends.is_empty() { 0 } else { self.last_us }
+        if self.ends.is_empty() {
+            0
+        } else {
+            self.last_us
+        }
     }
 
     pub(super) fn heap_bytes(&self) -> usize {

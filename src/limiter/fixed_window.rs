@@ -16,12 +16,20 @@ pub(super) struct Window {
 
 impl Window {
     pub(super) fn new(offset_us: u64) -> Self {
-        Self { offset_us, start_us: 0, used: 0 }
+        Self {
+            offset_us,
+            start_us: 0,
+            used: 0,
+        }
     }
 
     /// Units in the window that holds `now_us`.
     pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
-        if self.start_us_at(limit, now_us) == self.start_us { self.used } else { 0 }
+        if self.start_us_at(limit, now_us) == self.start_us {
+            self.used
+        } else {
+            0
+        }
     }
 
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
@@ -39,7 +47,8 @@ impl Window {
 
     /// Gives back units that were taken at `at_us`, if that window still holds.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
-        if self.start_us_at(limit, at_us) == self.start_us && self.start_us_at(limit, now_us) == self.start_us
+        if self.start_us_at(limit, at_us) == self.start_us
+            && self.start_us_at(limit, now_us) == self.start_us
         {
             self.used = self.used.saturating_sub(units);
         }
@@ -60,7 +69,9 @@ impl Window {
 
     /// The start of the window that holds `now_us`. Before the first offset there is a short one from 0.
     fn start_us_at(&self, limit: &Limit, now_us: u64) -> u64 {
-        now_us.checked_sub(self.offset_us).map_or(0, |since| now_us - since % limit.per_us.max(1))
+        now_us
+            .checked_sub(self.offset_us)
+            .map_or(0, |since| now_us - since % limit.per_us.max(1))
     }
 }
 
@@ -71,7 +82,11 @@ mod tests {
 
     #[test]
     fn what_was_not_used_comes_back_while_the_window_lasts_and_a_refusal_takes_what_there_is() {
-        let limit = Limit { requests: 10, per_us: 100, algorithm: Algorithm::FixedWindow { offset_us: 30 } };
+        let limit = Limit {
+            requests: 10,
+            per_us: 100,
+            algorithm: Algorithm::FixedWindow { offset_us: 30 },
+        };
         let mut window = Window::new(30);
         window.charge(&limit, 6, 1_031);
         window.credit(&limit, 2, 1_031, 1_129);
@@ -88,7 +103,11 @@ mod tests {
         assert_eq!(window.used(&limit, 1_130), 0);
         window.charge(&limit, 3, 1_130);
         window.credit(&limit, 2, 1_129, 1_140);
-        assert_eq!(window.used(&limit, 1_140), 3, "what was charged in the last window");
+        assert_eq!(
+            window.used(&limit, 1_140),
+            3,
+            "what was charged in the last window"
+        );
         window.charge(&limit, MAX_UNITS, 1_140);
         assert_eq!(window.used(&limit, 1_140), MAX_UNITS);
     }

@@ -31,7 +31,9 @@ const SHARD: u8 = 3;
 
 impl KeyBuilder {
     pub fn new(policy: &str) -> Self {
-        let mut builder = Self { framed: SmallVec::new() };
+        let mut builder = Self {
+            framed: SmallVec::new(),
+        };
         builder.present(policy.as_bytes());
         builder
     }
@@ -65,7 +67,10 @@ impl KeyBuilder {
 impl Key {
     fn of(framed: SmallVec<[u8; 96]>) -> Self {
         let digest = Sha256::digest(&framed);
-        let id = digest.iter().take(16).fold(0u128, |id, byte| id << 8 | u128::from(*byte));
+        let id = digest
+            .iter()
+            .take(16)
+            .fold(0u128, |id, byte| id << 8 | u128::from(*byte));
         Self { id, framed }
     }
 
@@ -101,7 +106,9 @@ impl Key {
             rest = match *kind {
                 WHOLE => {
                     let (len, tail) = tail.split_first().unwrap_or((&0, &[]));
-                    let (value, tail) = tail.split_at_checked(usize::from(*len)).unwrap_or((tail, &[]));
+                    let (value, tail) = tail
+                        .split_at_checked(usize::from(*len))
+                        .unwrap_or((tail, &[]));
                     push_escaped(text, value);
                     tail
                 }
@@ -115,7 +122,9 @@ impl Key {
                 }
                 SHARD => {
                     let (number, tail) = tail.split_at_checked(2).unwrap_or((tail, &[]));
-                    let number = number.iter().fold(0, |number, byte| number << 8 | u16::from(*byte));
+                    let number = number
+                        .iter()
+                        .fold(0, |number, byte| number << 8 | u16::from(*byte));
                     text.push('+');
                     text.push_str(&number.to_string());
                     tail
@@ -143,7 +152,10 @@ fn push_escaped(text: &mut String, value: &[u8]) {
     }
     let mut rest = value;
     while !rest.is_empty() {
-        let plain = rest.iter().position(|byte| !is_plain(*byte)).unwrap_or(rest.len());
+        let plain = rest
+            .iter()
+            .position(|byte| !is_plain(*byte))
+            .unwrap_or(rest.len());
         let (run, tail) = rest.split_at(plain);
         text.push_str(std::str::from_utf8(run).unwrap_or_default());
         rest = tail.split_first().map_or(&[], |(byte, tail)| {
@@ -159,8 +171,9 @@ fn is_plain(byte: u8) -> bool {
 }
 
 fn push_hex(text: &mut String, byte: u8) {
-    const DIGITS: [char; 16] =
-        ['0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'A', 'B', 'C', 'D', 'E', 'F'];
+    const DIGITS: [char; 16] = [
+        '0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'A', 'B', 'C', 'D', 'E', 'F',
+    ];
     for nibble in [byte >> 4, byte & 15] {
         text.extend(DIGITS.get(usize::from(nibble)));
     }
@@ -180,9 +193,18 @@ mod tests {
 
     #[test]
     fn values_cannot_be_shifted_between_positions() {
-        assert_ne!(key("p", &[Some("a:b"), Some("c")]).id(), key("p", &[Some("a"), Some("b:c")]).id());
-        assert_ne!(key("p", &[Some("ab")]).id(), key("p", &[Some("a"), Some("b")]).id());
-        assert_ne!(key("p", &[Some("a/b")]).readable(), key("p", &[Some("a"), Some("b")]).readable());
+        assert_ne!(
+            key("p", &[Some("a:b"), Some("c")]).id(),
+            key("p", &[Some("a"), Some("b:c")]).id()
+        );
+        assert_ne!(
+            key("p", &[Some("ab")]).id(),
+            key("p", &[Some("a"), Some("b")]).id()
+        );
+        assert_ne!(
+            key("p", &[Some("a/b")]).readable(),
+            key("p", &[Some("a"), Some("b")]).readable()
+        );
         assert_ne!(key("pa", &[]).id(), key("p", &[Some("a")]).id());
     }
 
@@ -190,8 +212,14 @@ mod tests {
     fn absent_is_empty_and_nothing_else() {
         assert_eq!(key("p", &[None]).id(), key("p", &[Some("")]).id());
         assert_ne!(key("p", &[None]).id(), key("p", &[Some("-")]).id());
-        assert_ne!(key("p", &[None]).readable(), key("p", &[Some("-")]).readable());
-        assert_ne!(key("p", &[None, Some("x")]).id(), key("p", &[Some("x"), None]).id());
+        assert_ne!(
+            key("p", &[None]).readable(),
+            key("p", &[Some("-")]).readable()
+        );
+        assert_ne!(
+            key("p", &[None, Some("x")]).id(),
+            key("p", &[Some("x"), None]).id()
+        );
     }
 
     #[test]

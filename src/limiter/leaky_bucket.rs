@@ -19,7 +19,10 @@ pub(super) struct Line(Bucket);
 impl Line {
     /// Units of the capacity that are not free at `now_us`.
     pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
-        self.0.debt_at(limit, now_us).saturating_sub(limit.slack()).div_ceil(limit.per_us)
+        self.0
+            .debt_at(limit, now_us)
+            .saturating_sub(limit.slack())
+            .div_ceil(limit.per_us)
     }
 
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
@@ -42,7 +45,9 @@ impl Line {
 
     /// How long whoever came last has to be held.
     pub(super) fn delay_us(&self, limit: &Limit, now_us: u64) -> u64 {
-        self.0.pays_down_at_us(limit, now_us, limit.per_us).saturating_sub(now_us)
+        self.0
+            .pays_down_at_us(limit, now_us, limit.per_us)
+            .saturating_sub(now_us)
     }
 
     pub(super) fn newest_us(&self) -> u64 {
@@ -51,7 +56,9 @@ impl Line {
 
     /// When at most `units` of the capacity are not free.
     pub(super) fn at_most_at_us(&self, limit: &Limit, now_us: u64, units: u64) -> u64 {
-        let debt = units.saturating_mul(limit.per_us).saturating_add(limit.slack());
+        let debt = units
+            .saturating_mul(limit.per_us)
+            .saturating_add(limit.slack());
         self.0.pays_down_at_us(limit, now_us, debt)
     }
 

@@ -138,9 +138,14 @@ pub enum Effect {
 /// What the decision does to the counter of the charge at `at`; `refusals` are those of all charges, found before
 /// anything was changed.
 pub fn effect(charges: &[Charge<'_>], refusals: &[Option<Refusal>], at: usize) -> Effect {
-    let Some(charge) = charges.get(at).filter(|charge| charge.cost > 0) else { return Effect::Nothing };
+    let Some(charge) = charges.get(at).filter(|charge| charge.cost > 0) else {
+        return Effect::Nothing;
+    };
     let refuses = |group: Option<u32>| {
-        charges.iter().zip(refusals).any(|(other, refusal)| refusal.is_some() && other.stands_in() == group)
+        charges
+            .iter()
+            .zip(refusals)
+            .any(|(other, refusal)| refusal.is_some() && other.stands_in() == group)
     };
     if charge.is_block() {
         // It begins when a limit of its own policy is full, and doesn't hold already.
@@ -149,15 +154,26 @@ pub fn effect(charges: &[Charge<'_>], refusals: &[Option<Refusal>], at: usize) -
             let is_limit = charge.is_of_policy_of(other) && !other.is_block();
             is_limit && matches!(refusal, Some(Refusal::Until(_) | Refusal::Unknown))
         });
-        return if is_free && is_full { Effect::Charge } else { Effect::Nothing };
+        return if is_free && is_full {
+            Effect::Charge
+        } else {
+            Effect::Nothing
+        };
     }
     let admitted = !refuses(None);
     if admitted && !(charge.shadow && refuses(charge.stands_in())) {
         return Effect::Charge;
     }
-    let mut own = charges.iter().zip(refusals).filter(|(other, _)| charge.is_of_policy_of(other));
+    let mut own = charges
+        .iter()
+        .zip(refusals)
+        .filter(|(other, _)| charge.is_of_policy_of(other));
     let counts = charge.counts_rejected && (admitted || !charge.shadow);
-    if counts && own.any(|(_, refusal)| refusal.is_some()) { Effect::Press } else { Effect::Nothing }
+    if counts && own.any(|(_, refusal)| refusal.is_some()) {
+        Effect::Press
+    } else {
+        Effect::Nothing
+    }
 }
 
 /// What is lent beside a request that was admitted, once its own units were taken. `lends` is [`View::lends`] for a
@@ -169,14 +185,23 @@ pub fn grants(
 ) -> SmallVec<[Grant; 1]> {
     let of_policy = charges.chunk_by(|one, other| one.is_of_policy_of(other));
     let grant = |charges: &[Charge<'_>]| {
-        let (first, lease) = charges.first().and_then(|first| Some((first, first.lease?)))?;
+        let (first, lease) = charges
+            .first()
+            .and_then(|first| Some((first, first.lease?)))?;
         let share = if lease.size.is_none() { AUTO_SHARE } else { 1 };
-        let (mut units, mut until_us) = (first.wanted, now_us.saturating_add(lease.ttl_us.saturating_sub(1)));
+        let (mut units, mut until_us) = (
+            first.wanted,
+            now_us.saturating_add(lease.ttl_us.saturating_sub(1)),
+        );
         for charge in charges.iter().filter(|_| first.wanted > 0) {
             let (free, ends_us) = lends(charge, until_us)?;
             (units, until_us) = (units.min(free / share), ends_us);
         }
-        (units > 0).then_some(Grant { group: first.group, units, until_us })
+        (units > 0).then_some(Grant {
+            group: first.group,
+            units,
+            until_us,
+        })
     };
     of_policy.filter_map(grant).collect()
 }
@@ -268,7 +293,11 @@ impl Standing {
             Some(Refusal::Until(until_us)) => Some(Refusal::Until(told(until_us))),
             refusal => refusal,
         };
-        Self { grows_at_us: self.grows_at_us.map(told), refusal, ..self }
+        Self {
+            grows_at_us: self.grows_at_us.map(told),
+            refusal,
+            ..self
+        }
     }
 }
 
@@ -299,10 +328,15 @@ impl Limit {
         let algorithm = match self.algorithm {
             // A changed `block_for` ends no block.
             Algorithm::Block => return (Algorithm::Block, 0),
-            Algorithm::TokenBucket { .. } => Algorithm::TokenBucket { burst: 0, warm_up_us: 0 },
+            Algorithm::TokenBucket { .. } => Algorithm::TokenBucket {
+                burst: 0,
+                warm_up_us: 0,
+            },
             Algorithm::LeakyBucket { .. } => Algorithm::LeakyBucket { max_delay_us: 0 },
             // Nor does a changed `lease_ttl` forget who is in flight.
-            Algorithm::Concurrency { .. } => return (Algorithm::Concurrency { max_duration_us: 0 }, 0),
+            Algorithm::Concurrency { .. } => {
+                return (Algorithm::Concurrency { max_duration_us: 0 }, 0);
+            }
             algorithm => algorithm,
         };
         (algorithm, self.per_us)
@@ -314,8 +348,8 @@ impl Limit {
             _ if self.requests == 0 => 0,
             Algorithm::TokenBucket { burst, .. } => burst,
             Algorithm::LeakyBucket { max_delay_us } => {
-                let waiting =
-                    u128::from(max_delay_us) * u128::from(self.requests) / u128::from(self.per_us.max(1));
+                let waiting = u128::from(max_delay_us) * u128::from(self.requests)
+                    / u128::from(self.per_us.max(1));
                 u64::try_from(waiting).unwrap_or(u64::MAX).saturating_add(1)
             }
             _ => self.requests,
@@ -326,7 +360,9 @@ impl Limit {
     /// warm up.
     pub fn cold_capacity(&self) -> u64 {
         match self.algorithm {
-            Algorithm::TokenBucket { burst, warm_up_us } if warm_up_us > 0 => (burst / 3).max(1).min(burst),
+            Algorithm::TokenBucket { burst, warm_up_us } if warm_up_us > 0 => {
+                (burst / 3).max(1).min(burst)
+            }
             _ => self.capacity(),
         }
     }
@@ -336,8 +372,8 @@ impl Limit {
     pub fn slack(&self) -> u64 {
         match self.algorithm {
             Algorithm::LeakyBucket { max_delay_us } => {
-                let part =
-                    u128::from(max_delay_us) * u128::from(self.requests) % u128::from(self.per_us.max(1));
+                let part = u128::from(max_delay_us) * u128::from(self.requests)
+                    % u128::from(self.per_us.max(1));
                 u64::try_from(part).unwrap_or_default()
             }
             _ => 0,
@@ -359,7 +395,9 @@ impl Limit {
             Algorithm::SlidingWindow { .. } => {
                 Kind::SlidingWindow(sliding_window::Buckets::new(self.sub_window_us()))
             }
-            Algorithm::FixedWindow { offset_us } => Kind::FixedWindow(fixed_window::Window::new(offset_us)),
+            Algorithm::FixedWindow { offset_us } => {
+                Kind::FixedWindow(fixed_window::Window::new(offset_us))
+            }
             Algorithm::TokenBucket { .. } => Kind::TokenBucket(token_bucket::Bucket::default()),
             Algorithm::LeakyBucket { .. } => Kind::LeakyBucket(leaky_bucket::Line::default()),
             Algorithm::Concurrency { .. } => Kind::Concurrency(concurrency::Slots::default()),
@@ -398,13 +436,22 @@ impl State {
             Kind::Concurrency(slots) => slots.used(now_us),
             Kind::Block(block) => block.used(now_us),
         };
-        View { state: self, limit, now_us, used }
+        View {
+            state: self,
+            limit,
+            now_us,
+            used,
+        }
     }
 
     /// Takes the units of a charge, at least 1, at the time that [`State::at`] would look at.
     pub fn charge(&mut self, charge: &Charge<'_>, now_us: u64) {
         if let Kind::Concurrency(slots) = &mut self.0 {
-            return slots.hold(charge.slot, now_us.saturating_add(charge.limit.per_us), now_us);
+            return slots.hold(
+                charge.slot,
+                now_us.saturating_add(charge.limit.per_us),
+                now_us,
+            );
         }
         self.take(charge.limit, charge.cost, now_us, charge.settles);
     }
@@ -424,7 +471,12 @@ impl State {
     /// Takes as much of a refused charge as [`Effect::Press`] says.
     pub fn press(&mut self, charge: &Charge<'_>, now_us: u64) {
         let now_us = now_us.max(self.newest_us());
-        let Charge { limit, cost, settles, .. } = *charge;
+        let Charge {
+            limit,
+            cost,
+            settles,
+            ..
+        } = *charge;
         match &mut self.0 {
             Kind::FixedWindow(window) => window.press(limit, cost, now_us),
             Kind::SlidingLog(log) => log.press(limit, cost, now_us),
@@ -543,20 +595,26 @@ impl View<'_> {
             return Some(Refusal::Never);
         }
         let room = capacity - cost;
-        (self.used > room).then(|| self.at_most_at_us(room).map_or(Refusal::Unknown, Refusal::Until))
+        (self.used > room).then(|| {
+            self.at_most_at_us(room)
+                .map_or(Refusal::Unknown, Refusal::Until)
+        })
     }
 
     /// How many units can be lent until a time, and until when at most; `None`: none can. `now_us` is the store's clock:
     /// while it stands behind the state, because it stepped back, nobody knows how long it is until then.
     pub fn lends(&self, now_us: u64, until_us: u64) -> Option<(u64, u64)> {
         let until_us = match &self.state.0 {
-            Kind::FixedWindow(window) => until_us.min(window.end_us(self.limit, now_us).saturating_sub(1)),
+            Kind::FixedWindow(window) => {
+                until_us.min(window.end_us(self.limit, now_us).saturating_sub(1))
+            }
             Kind::SlidingLog(log) if log.last_us() <= until_us => until_us,
             Kind::SlidingWindow(buckets) if buckets.starts_by(until_us) => until_us,
             Kind::TokenBucket(bucket) if bucket.lends(self.limit, now_us, until_us) => until_us,
             _ => return None,
         };
-        (self.now_us == now_us).then_some((self.limit.capacity().saturating_sub(self.used), until_us))
+        (self.now_us == now_us)
+            .then_some((self.limit.capacity().saturating_sub(self.used), until_us))
     }
 
     /// How the limit looks from here, with the refusal that was found before anything was charged.
@@ -566,7 +624,11 @@ impl View<'_> {
             (Some(below_limit), Some(below_now)) => self.at_most_at_us(below_limit.min(below_now)),
             _ => None,
         };
-        Standing { remaining: capacity.saturating_sub(self.used), grows_at_us, refusal }
+        Standing {
+            remaining: capacity.saturating_sub(self.used),
+            grows_at_us,
+            refusal,
+        }
     }
 
     /// Where what was charged last stands, or would if it were charged now.
@@ -593,7 +655,9 @@ impl View<'_> {
         Some(match &self.state.0 {
             Kind::SlidingLog(log) => log.at_most_at_us(self.limit, self.now_us, units),
             Kind::SlidingWindow(buckets) => buckets.at_most_at_us(self.limit, self.now_us, units),
-            Kind::TokenBucket(bucket) => return bucket.at_most_at_us(self.limit, self.now_us, units),
+            Kind::TokenBucket(bucket) => {
+                return bucket.at_most_at_us(self.limit, self.now_us, units);
+            }
             Kind::LeakyBucket(line) => line.at_most_at_us(self.limit, self.now_us, units),
             Kind::FixedWindow(window) => window.end_us(self.limit, self.now_us),
             Kind::Block(block) => block.until_us,

@@ -15,7 +15,11 @@ impl Limit {
         if let Algorithm::TokenBucket { burst, .. } = &mut algorithm {
             *burst = part(*burst);
         }
-        Self { requests: part(self.requests), algorithm, ..*self }
+        Self {
+            requests: part(self.requests),
+            algorithm,
+            ..*self
+        }
     }
 }
 
@@ -25,9 +29,21 @@ mod tests {
 
     #[test]
     fn shards_sum_to_the_whole_and_none_is_empty() {
-        for (requests, of) in [(1, 1), (7, 3), (64, 64), (100, 7), (super::super::MAX_UNITS, 64)] {
-            let whole = Limit { requests, per_us: 1000, algorithm: Algorithm::SlidingLog };
-            let shards: Vec<u64> = (0..of).map(|number| whole.shard(number, of).requests).collect();
+        for (requests, of) in [
+            (1, 1),
+            (7, 3),
+            (64, 64),
+            (100, 7),
+            (super::super::MAX_UNITS, 64),
+        ] {
+            let whole = Limit {
+                requests,
+                per_us: 1000,
+                algorithm: Algorithm::SlidingLog,
+            };
+            let shards: Vec<u64> = (0..of)
+                .map(|number| whole.shard(number, of).requests)
+                .collect();
             assert_eq!(shards.iter().sum::<u64>(), requests);
             assert!(shards.iter().all(|shard| *shard >= 1), "{shards:?}");
             assert!(shards[0] - shards[shards.len() - 1] <= 1, "{shards:?}");

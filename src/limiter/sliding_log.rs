@@ -48,7 +48,14 @@ impl Log {
     }
 
     /// Takes units that stand at `until_us`, while a charge would stand at `at_us`.
-    pub(super) fn lend(&mut self, limit: &Limit, units: u64, now_us: u64, at_us: u64, until_us: u64) {
+    pub(super) fn lend(
+        &mut self,
+        limit: &Limit,
+        units: u64,
+        now_us: u64,
+        at_us: u64,
+        until_us: u64,
+    ) {
         self.enter(limit, units, now_us, until_us);
         self.lead_us = self.last_us().saturating_sub(at_us);
     }
@@ -61,7 +68,9 @@ impl Log {
     /// Takes up to `units` off the charge made at `at_us`, if it still counts and no more than [`AMEND`] came after it.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
         let nth = self.entries.partition_point(|entry| entry.at_us < at_us);
-        let Some(entry) = self.entries.get(nth).copied() else { return };
+        let Some(entry) = self.entries.get(nth).copied() else {
+            return;
+        };
         let behind = self.entries.len() - nth - 1;
         if entry.at_us != at_us || at_us.saturating_add(limit.per_us) <= now_us || behind > AMEND {
             return;
@@ -84,10 +93,16 @@ impl Log {
         let last = self.entries.len().saturating_sub(1);
         let before = self.before(last);
         match self.entries.back_mut() {
-            Some(newest) if newest.at_us == at_us || newest.sum == before => *newest = Entry { at_us, sum },
+            Some(newest) if newest.at_us == at_us || newest.sum == before => {
+                *newest = Entry { at_us, sum }
+            }
             _ => self.entries.push_back(Entry { at_us, sum }),
         }
-        if let Some(last) = self.entries.drain(..self.left(limit, now_us).min(TRIM)).next_back() {
+        if let Some(last) = self
+            .entries
+            .drain(..self.left(limit, now_us).min(TRIM))
+            .next_back()
+        {
             self.dropped = last.sum;
         }
         if self.entries.len().max(TRIM) < self.entries.capacity() / 4 {
@@ -102,7 +117,11 @@ impl Log {
         let cost = cost.min(capacity);
         if cost > 0 {
             self.enter(limit, cost, now_us, at_us);
-            self.keep(limit, now_us, used.max(capacity.min(used.saturating_add(cost))));
+            self.keep(
+                limit,
+                now_us,
+                used.max(capacity.min(used.saturating_add(cost))),
+            );
         }
     }
 
@@ -110,7 +129,9 @@ impl Log {
     fn keep(&mut self, limit: &Limit, now_us: u64, most: u64) {
         if self.used(limit, now_us) > most {
             let sum = self.sum();
-            let gone = self.entries.partition_point(|entry| sum.wrapping_sub(entry.sum) >= most);
+            let gone = self
+                .entries
+                .partition_point(|entry| sum.wrapping_sub(entry.sum) >= most);
             self.entries.drain(..gone);
             self.dropped = sum.wrapping_sub(most);
         }
@@ -133,7 +154,9 @@ impl Log {
     /// When enough of the oldest have left that at most `units` are in use.
     pub(super) fn at_most_at_us(&self, limit: &Limit, now_us: u64, units: u64) -> u64 {
         let sum = self.sum();
-        let enough = self.entries.partition_point(|entry| sum.wrapping_sub(entry.sum) > units);
+        let enough = self
+            .entries
+            .partition_point(|entry| sum.wrapping_sub(entry.sum) > units);
         let last = self.entries.get(enough.max(self.left(limit, now_us)));
         last.map_or(now_us, |last| last.at_us.saturating_add(limit.per_us))
     }
@@ -143,17 +166,23 @@ impl Log {
         match self.entries.front() {
             // Most looks find the window full or filling up.
             Some(oldest) if oldest.at_us.saturating_add(limit.per_us) > now_us => 0,
-            _ => self.entries.partition_point(|entry| entry.at_us.saturating_add(limit.per_us) <= now_us),
+            _ => self
+                .entries
+                .partition_point(|entry| entry.at_us.saturating_add(limit.per_us) <= now_us),
         }
     }
 
     /// The sum before the `nth` entry.
     fn before(&self, nth: usize) -> u64 {
-        nth.checked_sub(1).and_then(|last| self.entries.get(last)).map_or(self.dropped, |last| last.sum)
+        nth.checked_sub(1)
+            .and_then(|last| self.entries.get(last))
+            .map_or(self.dropped, |last| last.sum)
     }
 
     fn sum(&self) -> u64 {
-        self.entries.back().map_or(self.dropped, |newest| newest.sum)
+        self.entries
+            .back()
+            .map_or(self.dropped, |newest| newest.sum)
     }
 }
 
@@ -165,7 +194,11 @@ mod tests {
     #[test]
     fn a_long_log_is_dropped_in_portions_counts_nothing_of_what_left_and_gives_its_memory_back() {
         const MANY: u64 = 10_000;
-        let limit = Limit { requests: MANY, per_us: 1_000_000, algorithm: Algorithm::SlidingLog };
+        let limit = Limit {
+            requests: MANY,
+            per_us: 1_000_000,
+            algorithm: Algorithm::SlidingLog,
+        };
         let mut log = Log::default();
         for now_us in 1..=MANY {
             log.charge(&limit, 2, now_us);
@@ -191,7 +224,9 @@ mod tests {
 
     impl Naive {
         fn living(&self, limit: &Limit, now_us: u64) -> impl Iterator<Item = &(u64, u64)> {
-            self.0.iter().filter(move |(at_us, _)| at_us + limit.per_us > now_us)
+            self.0
+                .iter()
+                .filter(move |(at_us, _)| at_us + limit.per_us > now_us)
         }
 
         fn used(&self, limit: &Limit, now_us: u64) -> u64 {
@@ -199,9 +234,13 @@ mod tests {
         }
 
         fn at_most_at_us(&self, limit: &Limit, now_us: u64, most: u64) -> u64 {
-            let leave = self.living(limit, now_us).map(|(at_us, _)| at_us + limit.per_us);
+            let leave = self
+                .living(limit, now_us)
+                .map(|(at_us, _)| at_us + limit.per_us);
             let mut moments = [now_us].into_iter().chain(leave);
-            moments.find(|moment_us| self.used(limit, *moment_us) <= most).unwrap()
+            moments
+                .find(|moment_us| self.used(limit, *moment_us) <= most)
+                .unwrap()
         }
 
         fn press(&mut self, limit: &Limit, cost: u64, now_us: u64) {
@@ -217,7 +256,11 @@ mod tests {
 
         fn credit(&mut self, units: u64, at_us: u64) {
             for _ in 0..units {
-                if let Some(charge) = self.0.iter_mut().find(|(at, units)| *at == at_us && *units > 0) {
+                if let Some(charge) = self
+                    .0
+                    .iter_mut()
+                    .find(|(at, units)| *at == at_us && *units > 0)
+                {
                     charge.1 -= 1;
                 }
             }
@@ -263,7 +306,11 @@ mod tests {
 
     #[test]
     fn nothing_is_given_back_once_too_many_came_after() {
-        let limit = Limit { requests: MAX_UNITS, per_us: 1_000_000, algorithm: Algorithm::SlidingLog };
+        let limit = Limit {
+            requests: MAX_UNITS,
+            per_us: 1_000_000,
+            algorithm: Algorithm::SlidingLog,
+        };
         let mut log = Log::default();
         log.charge(&limit, 9, 1);
         for now_us in 2..=251 {
@@ -278,7 +325,11 @@ mod tests {
 
     #[test]
     fn a_debt_beyond_all_units_there_are_counts_as_that_many() {
-        let limit = Limit { requests: 1, per_us: 1_000, algorithm: Algorithm::SlidingLog };
+        let limit = Limit {
+            requests: 1,
+            per_us: 1_000,
+            algorithm: Algorithm::SlidingLog,
+        };
         let mut log = Log::default();
         log.charge(&limit, MAX_UNITS, 1);
         log.charge(&limit, 7, 2);

@@ -19,7 +19,10 @@ pub(super) struct Buckets {
 
 impl Buckets {
     pub(super) fn new(width_us: u64) -> Self {
-        Self { width_us, log: Log::default() }
+        Self {
+            width_us,
+            log: Log::default(),
+        }
     }
 
     /// Units in the sub-windows that touch the window that ends at `now_us`.
@@ -33,7 +36,13 @@ impl Buckets {
 
     /// Takes units that stand in a later sub-window, or in this.
     pub(super) fn lend(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
-        self.log.lend(limit, units, now_us, self.last_us(now_us), self.last_us(until_us));
+        self.log.lend(
+            limit,
+            units,
+            now_us,
+            self.last_us(now_us),
+            self.last_us(until_us),
+        );
     }
 
     /// Whether the newest sub-window has begun at a time.

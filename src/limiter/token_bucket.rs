@@ -47,7 +47,10 @@ impl Bucket {
     /// Whole units in debt at `now_us`: a part of one cannot be taken again.
     pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
         let bucket = self.settled(limit, now_us);
-        bucket.owed(limit, now_us).div_ceil(limit.per_us).saturating_add(bucket.lent_units())
+        bucket
+            .owed(limit, now_us)
+            .div_ceil(limit.per_us)
+            .saturating_add(bucket.lent_units())
     }
 
     /// With `settles`, remembers what [`Bucket::credit`] has to know later.
@@ -57,7 +60,9 @@ impl Bucket {
     }
 
     fn take(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
-        let debt = self.owed(limit, now_us).saturating_add(cost.saturating_mul(limit.per_us));
+        let debt = self
+            .owed(limit, now_us)
+            .saturating_add(cost.saturating_mul(limit.per_us));
         self.owe(limit, debt, cost, now_us, settles);
     }
 
@@ -66,10 +71,20 @@ impl Bucket {
         let mut bucket = self.settled(limit, now_us).into_owned();
         let owed = bucket.owed(limit, now_us);
         let room = limit.capacity().saturating_sub(bucket.lent_units());
-        let most = room.saturating_mul(limit.per_us).saturating_add(limit.slack());
-        let debt = owed.saturating_add(cost.saturating_mul(limit.per_us)).min(most);
+        let most = room
+            .saturating_mul(limit.per_us)
+            .saturating_add(limit.slack());
+        let debt = owed
+            .saturating_add(cost.saturating_mul(limit.per_us))
+            .min(most);
         if debt > owed {
-            bucket.owe(limit, debt, (debt - owed).div_ceil(limit.per_us), now_us, settles);
+            bucket.owe(
+                limit,
+                debt,
+                (debt - owed).div_ceil(limit.per_us),
+                now_us,
+                settles,
+            );
             *self = bucket;
         }
     }
@@ -78,7 +93,11 @@ impl Bucket {
     pub(super) fn lends(&self, limit: &Limit, now_us: u64, until_us: u64) -> bool {
         let bucket = self.settled(limit, now_us);
         let is_in_order = |lent: &Lent| {
-            lent.0.len() < MAX_LENT && lent.0.back().is_none_or(|(last_us, _)| *last_us <= until_us)
+            lent.0.len() < MAX_LENT
+                && lent
+                    .0
+                    .back()
+                    .is_none_or(|(last_us, _)| *last_us <= until_us)
         };
         Ramp::of(limit).is_none() && bucket.lent.as_deref().is_none_or(is_in_order)
     }
@@ -86,7 +105,10 @@ impl Bucket {
     /// Takes units that are absent until a time.
     pub(super) fn lend(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
         self.settle(limit, now_us);
-        let lent = &mut self.lent.get_or_insert_with(|| Box::new(Lent(VecDeque::new()))).0;
+        let lent = &mut self
+            .lent
+            .get_or_insert_with(|| Box::new(Lent(VecDeque::new())))
+            .0;
         match lent.back_mut() {
             Some((last_us, lent)) if *last_us == until_us => *lent += units,
             _ => lent.push_back((until_us, units)),
@@ -109,11 +131,15 @@ impl Bucket {
             return false;
         }
         // Perhaps all that was paid since was paid for it.
-        let paid = now_us.saturating_sub(at_us).saturating_mul(self.rate(limit));
-        let without = || debt.saturating_sub(units.saturating_mul(limit.per_us).saturating_sub(paid));
+        let paid = now_us
+            .saturating_sub(at_us)
+            .saturating_mul(self.rate(limit));
+        let without =
+            || debt.saturating_sub(units.saturating_mul(limit.per_us).saturating_sub(paid));
         let past = self.past.as_mut().filter(|_| self.rate == limit.requests);
-        let left =
-            past.and_then(|past| past.debt_without(limit, units, at_us, now_us)).unwrap_or_else(without);
+        let left = past
+            .and_then(|past| past.debt_without(limit, units, at_us, now_us))
+            .unwrap_or_else(without);
         self.debt -= debt.saturating_sub(left);
         true
     }
@@ -149,7 +175,8 @@ impl Bucket {
         let paid_at_us = self.pays_down_at_us(limit, now_us, units.saturating_mul(limit.per_us));
         match Ramp::of(limit) {
             Some(ramp) if ramp.lacks > units => {
-                let at_us = paid_at_us.max(self.start_us.saturating_add(ramp.lacks_at_most_us(units)));
+                let at_us =
+                    paid_at_us.max(self.start_us.saturating_add(ramp.lacks_at_most_us(units)));
                 (at_us < self.cold_at_us(&ramp)).then_some(at_us)
             }
             _ => Some(paid_at_us),
@@ -158,10 +185,15 @@ impl Bucket {
 
     /// When the debt is at most this, in units of 1 / per_us.
     pub(super) fn pays_down_at_us(&self, limit: &Limit, now_us: u64, debt: u64) -> u64 {
-        let wait_us = self.debt_at(limit, now_us).saturating_sub(debt).div_ceil(self.rate(limit));
+        let wait_us = self
+            .debt_at(limit, now_us)
+            .saturating_sub(debt)
+            .div_ceil(self.rate(limit));
         let at_us = match Ramp::of(limit) {
             Some(ramp) if wait_us > 0 => {
-                let worth_us = ramp.worth_us(now_us - self.start_us).saturating_add(wait_us);
+                let worth_us = ramp
+                    .worth_us(now_us - self.start_us)
+                    .saturating_add(wait_us);
                 self.start_us.saturating_add(ramp.lasts_us(worth_us))
             }
             _ => now_us.saturating_add(wait_us),
@@ -173,13 +205,18 @@ impl Bucket {
     pub(super) fn expires_at_us(&self, limit: &Limit) -> u64 {
         let bucket = self.settled(limit, u64::MAX);
         let cold_at_us = Ramp::of(limit).map_or(0, |ramp| bucket.cold_at_us(&ramp));
-        bucket.pays_down_at_us(limit, bucket.at_us, 0).max(cold_at_us)
+        bucket
+            .pays_down_at_us(limit, bucket.at_us, 0)
+            .max(cold_at_us)
     }
 
     /// With the leases that have ended before a time made debts.
     fn settled(&self, limit: &Limit, now_us: u64) -> Cow<'_, Self> {
         let mut bucket = Cow::Borrowed(self);
-        while let Some((until_us, units)) = bucket.first_lent().filter(|(until_us, _)| *until_us < now_us) {
+        while let Some((until_us, units)) = bucket
+            .first_lent()
+            .filter(|(until_us, _)| *until_us < now_us)
+        {
             bucket.to_mut().end_lease(limit, until_us, units);
         }
         bucket
@@ -201,8 +238,12 @@ impl Bucket {
 
     /// Gives back what was lent until `at_us`; `false` if that isn't lent any more.
     fn take_back(&mut self, units: u64, at_us: u64) -> bool {
-        let Some(lent) = &mut self.lent else { return false };
-        let Some(nth) = lent.0.iter().position(|(until_us, _)| *until_us == at_us) else { return false };
+        let Some(lent) = &mut self.lent else {
+            return false;
+        };
+        let Some(nth) = lent.0.iter().position(|(until_us, _)| *until_us == at_us) else {
+            return false;
+        };
         if let Some((_, left)) = lent.0.get_mut(nth) {
             *left = left.saturating_sub(units);
         }
@@ -213,11 +254,15 @@ impl Bucket {
 
     /// The lease that ends first: when, and how many units.
     fn first_lent(&self) -> Option<(u64, u64)> {
-        self.lent.as_deref().and_then(|lent| lent.0.front().copied())
+        self.lent
+            .as_deref()
+            .and_then(|lent| lent.0.front().copied())
     }
 
     fn lent_units(&self) -> u64 {
-        self.lent.as_deref().map_or(0, |lent| lent.0.iter().map(|(_, units)| units).sum())
+        self.lent
+            .as_deref()
+            .map_or(0, |lent| lent.0.iter().map(|(_, units)| units).sum())
     }
 
     /// In units of 1 / per_us.
@@ -229,7 +274,8 @@ impl Bucket {
                 worth_us(now_us).saturating_sub(worth_us(self.at_us))
             }
         };
-        self.debt.saturating_sub(paying_us.saturating_mul(self.rate(limit)))
+        self.debt
+            .saturating_sub(paying_us.saturating_mul(self.rate(limit)))
     }
 
     /// The debt, and what the capacity lacks: what was not there can't be taken.
@@ -238,7 +284,8 @@ impl Bucket {
             true => ramp.lacks_after(now_us - self.start_us),
             false => ramp.lacks,
         });
-        self.debt_at(limit, now_us).max(lacks.saturating_mul(limit.per_us))
+        self.debt_at(limit, now_us)
+            .max(lacks.saturating_mul(limit.per_us))
     }
 
     /// Makes the debt so large, by `units` or a little less. Not above what Lua counts exactly.
@@ -250,13 +297,23 @@ impl Bucket {
             None => 0,
         };
         let past = (settles && Ramp::of(limit).is_none()).then(|| {
-            let known = self.past.take().filter(|_| before > 0 && self.rate == limit.requests);
+            let known = self
+                .past
+                .take()
+                .filter(|_| before > 0 && self.rate == limit.requests);
             let mut past = known.unwrap_or_else(|| Box::new(Past::new(before, now_us)));
             past.add(limit, units, now_us);
             past
         });
         let (debt, lent) = (debt.min(MAX_UNITS), self.lent.take());
-        *self = Self { at_us: now_us, debt, rate: limit.requests, start_us, past, lent };
+        *self = Self {
+            at_us: now_us,
+            debt,
+            rate: limit.requests,
+            start_us,
+            past,
+            lent,
+        };
     }
 
     fn rate(&self, limit: &Limit) -> u64 {
@@ -264,7 +321,11 @@ impl Bucket {
     }
 
     fn cold_at_us(&self, ramp: &Ramp) -> u64 {
-        if self.at_us == 0 { 0 } else { self.at_us.saturating_add(ramp.warm_up_us) }
+        if self.at_us == 0 {
+            0
+        } else {
+            self.at_us.saturating_add(ramp.warm_up_us)
+        }
     }
 }
 
@@ -346,7 +407,11 @@ const PARTS: u64 = 64;
 
 impl Past {
     fn new(debt: u64, now_us: u64) -> Self {
-        Self { start_us: now_us, debt, units: VecDeque::new() }
+        Self {
+            start_us: now_us,
+            debt,
+            units: VecDeque::new(),
+        }
     }
 
     fn add(&mut self, limit: &Limit, units: u64, now_us: u64) {
@@ -378,16 +443,27 @@ impl Past {
         *part = part.saturating_sub(units);
         let (mut debt, mut from_us) = (self.debt, self.start_us);
         for units in &self.units {
-            debt = pay_and_charge(debt, limit, now_us.saturating_sub(from_us).min(width_us), *units);
+            debt = pay_and_charge(
+                debt,
+                limit,
+                now_us.saturating_sub(from_us).min(width_us),
+                *units,
+            );
             from_us += width_us;
         }
-        Some(pay_and_charge(debt, limit, now_us.saturating_sub(from_us), 0))
+        Some(pay_and_charge(
+            debt,
+            limit,
+            now_us.saturating_sub(from_us),
+            0,
+        ))
     }
 }
 
 fn pay_and_charge(debt: u64, limit: &Limit, paying_us: u64, units: u64) -> u64 {
     let left = debt.saturating_sub(paying_us.saturating_mul(limit.requests));
-    left.saturating_add(units.saturating_mul(limit.per_us)).min(MAX_UNITS)
+    left.saturating_add(units.saturating_mul(limit.per_us))
+        .min(MAX_UNITS)
 }
 
 #[cfg(test)]
@@ -399,7 +475,11 @@ mod tests {
     const START_US: u64 = 1_800_000_000_000_123;
 
     fn limit(requests: u64, per_us: u64, burst: u64, warm_up_us: u64) -> Limit {
-        Limit { requests, per_us, algorithm: Algorithm::TokenBucket { burst, warm_up_us } }
+        Limit {
+            requests,
+            per_us,
+            algorithm: Algorithm::TokenBucket { burst, warm_up_us },
+        }
     }
 
     /// A warm-up microsecond by microsecond: what is not there is owed, what flows in is counted in 300ths.
@@ -415,7 +495,15 @@ mod tests {
 
     impl Slow {
         fn new(limit: Limit, warm_up_us: u64) -> Self {
-            Self { limit, warm_up_us, debt: 0, flow: 0, last_us: None, start_us: 0, now_us: START_US }
+            Self {
+                limit,
+                warm_up_us,
+                debt: 0,
+                flow: 0,
+                last_us: None,
+                start_us: 0,
+                now_us: START_US,
+            }
         }
 
         fn step(&self) -> u64 {
@@ -423,7 +511,8 @@ mod tests {
         }
 
         fn is_cold(&self) -> bool {
-            self.last_us.is_none_or(|last_us| self.now_us >= last_us + self.warm_up_us)
+            self.last_us
+                .is_none_or(|last_us| self.now_us >= last_us + self.warm_up_us)
         }
 
         fn tick(&mut self) {
@@ -437,7 +526,11 @@ mod tests {
 
         fn owed(&self) -> u64 {
             let lacks = self.limit.capacity() - self.limit.cold_capacity();
-            let there = if self.is_cold() { 0 } else { lacks * self.step() / 100 };
+            let there = if self.is_cold() {
+                0
+            } else {
+                lacks * self.step() / 100
+            };
             self.debt.max((lacks - there) * self.limit.per_us)
         }
 
@@ -487,7 +580,11 @@ mod tests {
     #[test]
     fn every_worth_of_a_warm_up_is_found_back() {
         for warm_up_us in [1, 99, 100, 101, 12_345, 999_999, MAX_WARM_UP_US] {
-            let ramp = Ramp { warm_up_us, width_us: warm_up_us.div_ceil(STEPS), lacks: 1 };
+            let ramp = Ramp {
+                warm_up_us,
+                width_us: warm_up_us.div_ceil(STEPS),
+                lacks: 1,
+            };
             let all_us = STEPS * ramp.width_us;
             for n in 0..10_000 {
                 let since_us = u64::try_from(u128::from(all_us) * n / 9_000).unwrap();
@@ -497,7 +594,10 @@ mod tests {
                     least_us <= since_us && ramp.worth_us(least_us) == worth_us,
                     "{warm_up_us} {since_us}"
                 );
-                assert!(least_us == 0 || ramp.worth_us(least_us - 1) < worth_us, "{warm_up_us} {since_us}");
+                assert!(
+                    least_us == 0 || ramp.worth_us(least_us - 1) < worth_us,
+                    "{warm_up_us} {since_us}"
+                );
             }
         }
     }
@@ -507,11 +607,15 @@ mod tests {
 
     impl Known {
         fn debt_at(&self, limit: &Limit, now_us: u64) -> u64 {
-            let paid =
-                |debt: u64, from_us, to_us: u64| debt.saturating_sub((to_us - from_us) * limit.requests);
-            let owed = self.0.iter().fold((0, START_US), |(debt, from_us), (at_us, _, units)| {
-                (paid(debt, from_us, *at_us) + units * limit.per_us, *at_us)
-            });
+            let paid = |debt: u64, from_us, to_us: u64| {
+                debt.saturating_sub((to_us - from_us) * limit.requests)
+            };
+            let owed = self
+                .0
+                .iter()
+                .fold((0, START_US), |(debt, from_us), (at_us, _, units)| {
+                    (paid(debt, from_us, *at_us) + units * limit.per_us, *at_us)
+                });
             paid(owed.0, owed.1, now_us)
         }
     }
@@ -556,13 +660,20 @@ mod tests {
     fn a_saturated_bucket_gives_nearly_all_back() {
         const SECOND_US: u64 = 1_000_000;
         let limit = limit(100_000, 60 * SECOND_US, 100_000, 0);
-        let (mut bucket, mut in_flight, mut known) = (Bucket::default(), VecDeque::new(), Known(Vec::new()));
+        let (mut bucket, mut in_flight, mut known) =
+            (Bucket::default(), VecDeque::new(), Known(Vec::new()));
         let (mut settled, mut back, mut truly_back) = (0, 0, 0);
         for tick in 0..6_000 {
             let now_us = START_US + tick * SECOND_US / 10;
-            while in_flight.front().is_some_and(|at_us| at_us + 10 * SECOND_US <= now_us) {
+            while in_flight
+                .front()
+                .is_some_and(|at_us| at_us + 10 * SECOND_US <= now_us)
+            {
                 let at_us = in_flight.pop_front().unwrap();
-                let before = (bucket.debt_at(&limit, now_us), known.debt_at(&limit, now_us));
+                let before = (
+                    bucket.debt_at(&limit, now_us),
+                    known.debt_at(&limit, now_us),
+                );
                 bucket.credit(&limit, 3_500, at_us, now_us);
                 known.0[settled].2 = 500;
                 settled += 1;
@@ -576,8 +687,14 @@ mod tests {
             }
         }
         let asked = u64::try_from(settled).unwrap() * 3_500 * limit.per_us;
-        assert!(settled > 1_600 && back > asked / 100 * 97, "{back} of {asked}, {settled} times");
-        assert!(back > truly_back / 1_000 * 999, "{back}, and it should be {truly_back}");
+        assert!(
+            settled > 1_600 && back > asked / 100 * 97,
+            "{back} of {asked}, {settled} times"
+        );
+        assert!(
+            back > truly_back / 1_000 * 999,
+            "{back}, and it should be {truly_back}"
+        );
         assert!(bucket.heap_bytes() < 1_024);
     }
 

@@ -43,25 +43,38 @@ impl Client {
     pub fn identify(peer: IpAddr, headers: &HeaderMap, settings: &Settings) -> Self {
         let peer = peer.to_canonical();
         if !settings.trusts(peer) {
-            return Self { ip: peer, peer_trusted: false };
+            return Self {
+                ip: peer,
+                peer_trusted: false,
+            };
         }
         let is_forwarded = settings.ip_header == FORWARDED;
         let lines = headers.get_all(&settings.ip_header).iter().rev();
         let mut ip = peer;
-        for element in lines.flat_map(|line| elements(line.as_bytes(), b',')).take(MOST_HOPS) {
+        for element in lines
+            .flat_map(|line| elements(line.as_bytes(), b','))
+            .take(MOST_HOPS)
+        {
             let element = element.trim_ascii();
             if element.is_empty() {
                 continue;
             }
             // One element at a time: what a stranger wrote into a line must not spoil what a proxy appended to it.
-            let hop = if is_forwarded { forwarded_for(element) } else { listed(element) };
+            let hop = if is_forwarded {
+                forwarded_for(element)
+            } else {
+                listed(element)
+            };
             let Some(hop) = hop else { break };
             ip = hop;
             if !settings.trusts(ip) {
                 break;
             }
         }
-        Self { ip, peer_trusted: true }
+        Self {
+            ip,
+            peer_trusted: true,
+        }
     }
 }
 
@@ -69,7 +82,10 @@ impl Client {
 /// port, perhaps all of it in double quotes.
 fn listed(element: &[u8]) -> Option<IpAddr> {
     let text = str::from_utf8(element).ok()?;
-    let text = text.strip_prefix('"').and_then(|text| text.strip_suffix('"')).unwrap_or(text);
+    let text = text
+        .strip_prefix('"')
+        .and_then(|text| text.strip_suffix('"'))
+        .unwrap_or(text);
     match without_zone(text).parse::<Ipv6Addr>() {
         Ok(ip) => Some(IpAddr::V6(ip).to_canonical()),
         Err(_) => node(text),
@@ -80,7 +96,10 @@ fn listed(element: &[u8]) -> Option<IpAddr> {
 /// `unknown` and names that hide somebody (6.2, 6.3) are no addresses.
 fn forwarded_for(element: &[u8]) -> Option<IpAddr> {
     let mut found = None;
-    for pair in elements(element, b';').map(<[u8]>::trim_ascii).filter(|pair| !pair.is_empty()) {
+    for pair in elements(element, b';')
+        .map(<[u8]>::trim_ascii)
+        .filter(|pair| !pair.is_empty())
+    {
         let (name, value) = str::from_utf8(pair).ok()?.split_once('=')?;
         if name.eq_ignore_ascii_case("for") && found.replace(unquoted(value)?).is_some() {
             return None;
@@ -126,10 +145,15 @@ fn node(text: &str) -> Option<IpAddr> {
     };
     let is_port = match rest.strip_prefix(':') {
         Some(hidden) if hidden.starts_with('_') => {
-            hidden.len() > 1 && hidden.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
+            hidden.len() > 1
+                && hidden
+                    .bytes()
+                    .all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
         }
         Some(digits) => {
-            digits.len() <= 5 && digits.bytes().all(|b| b.is_ascii_digit()) && digits.parse::<u16>().is_ok()
+            digits.len() <= 5
+                && digits.bytes().all(|b| b.is_ascii_digit())
+                && digits.parse::<u16>().is_ok()
         }
         None => rest.is_empty(),
     };
@@ -166,7 +190,13 @@ fn elements(text: &[u8], separator: u8) -> impl Iterator<Item = &[u8]> {
 /// Whether an odd number of backslashes stands before a place.
 fn is_escaped(text: &[u8], at: usize) -> bool {
     let before = text.get(..at).unwrap_or_default();
-    before.iter().rev().take_while(|byte| **byte == b'\\').count() % 2 == 1
+    before
+        .iter()
+        .rev()
+        .take_while(|byte| **byte == b'\\')
+        .count()
+        % 2
+        == 1
 }
 
 #[cfg(test)]
@@ -188,7 +218,9 @@ mod tests {
         for line in lines {
             headers.append(&settings.ip_header, line.parse().unwrap());
         }
-        Client::identify(peer.parse().unwrap(), &headers, &settings).ip.to_string()
+        Client::identify(peer.parse().unwrap(), &headers, &settings)
+            .ip
+            .to_string()
     }
 
     #[test]
@@ -196,9 +228,18 @@ mod tests {
         let xff = "x-forwarded-for";
         assert_eq!(client(xff, &["1.1.1.1"], "9.9.9.9"), "9.9.9.9");
         assert_eq!(client(xff, &["6.6.6.6, 1.1.1.1"], "10.0.0.1"), "1.1.1.1");
-        assert_eq!(client(xff, &["6.6.6.6, 1.1.1.1, 10.0.0.2"], "10.0.0.1"), "1.1.1.1");
-        assert_eq!(client(xff, &["6.6.6.6", "1.1.1.1, 10.0.0.2"], "10.0.0.1"), "1.1.1.1");
-        assert_eq!(client(xff, &["6.6.6.6", "10.0.0.3", "10.0.0.2"], "10.0.0.1"), "6.6.6.6");
+        assert_eq!(
+            client(xff, &["6.6.6.6, 1.1.1.1, 10.0.0.2"], "10.0.0.1"),
+            "1.1.1.1"
+        );
+        assert_eq!(
+            client(xff, &["6.6.6.6", "1.1.1.1, 10.0.0.2"], "10.0.0.1"),
+            "1.1.1.1"
+        );
+        assert_eq!(
+            client(xff, &["6.6.6.6", "10.0.0.3", "10.0.0.2"], "10.0.0.1"),
+            "6.6.6.6"
+        );
         assert_eq!(client(xff, &[], "10.0.0.1"), "10.0.0.1");
         assert_eq!(client(xff, &["10.0.0.5"], "10.0.0.1"), "10.0.0.5");
     }
@@ -245,7 +286,11 @@ mod tests {
             ("x-forwarded-for", &["unix:"], nobody),
             ("x-forwarded-for", &["localhost"], nobody),
             // Lists: several lines are one, and empty elements are none.
-            ("x-forwarded-for", &["6.6.6.6", "1.1.1.1, 10.0.0.2"], "1.1.1.1"),
+            (
+                "x-forwarded-for",
+                &["6.6.6.6", "1.1.1.1, 10.0.0.2"],
+                "1.1.1.1",
+            ),
             ("x-forwarded-for", &["1.1.1.1,"], "1.1.1.1"),
             ("x-forwarded-for", &["1.1.1.1, , ,10.0.0.2,\t"], "1.1.1.1"),
             ("x-forwarded-for", &["1.1.1.1", ""], "1.1.1.1"),
@@ -262,17 +307,41 @@ mod tests {
             ("forwarded", &["for=\"[2001:db8::1]:4711\""], "2001:db8::1"),
             ("forwarded", &["for=[2001:db8::1]"], "2001:db8::1"),
             ("forwarded", &["for=\"\\1.\\1.1.1\""], "1.1.1.1"),
-            ("forwarded", &["proto=https;by=_x;host=\"a:1\";for=1.1.1.1"], "1.1.1.1"),
-            ("forwarded", &["for=1.1.1.1; proto=http ;; by=x;"], "1.1.1.1"),
-            ("forwarded", &["for=6.6.6.6, for=1.1.1.1, for=10.0.0.2"], "1.1.1.1"),
-            ("forwarded", &["for=6.6.6.6", "for=1.1.1.1,,for=10.0.0.2,"], "1.1.1.1"),
+            (
+                "forwarded",
+                &["proto=https;by=_x;host=\"a:1\";for=1.1.1.1"],
+                "1.1.1.1",
+            ),
+            (
+                "forwarded",
+                &["for=1.1.1.1; proto=http ;; by=x;"],
+                "1.1.1.1",
+            ),
+            (
+                "forwarded",
+                &["for=6.6.6.6, for=1.1.1.1, for=10.0.0.2"],
+                "1.1.1.1",
+            ),
+            (
+                "forwarded",
+                &["for=6.6.6.6", "for=1.1.1.1,,for=10.0.0.2,"],
+                "1.1.1.1",
+            ),
             (
                 "forwarded",
                 &[r#"for=6.6.6.6;by=x, For="[2001:db8::1]:47";proto=http;host="a,b;c""#],
                 "2001:db8::1",
             ),
-            ("forwarded", &[r#"for=1.1.1.1;host="a\",for=6.6.6.6""#], "1.1.1.1"),
-            ("forwarded", &[r#"for=1.1.1.1;host="a\\", for=10.0.0.2"#], "1.1.1.1"),
+            (
+                "forwarded",
+                &[r#"for=1.1.1.1;host="a\",for=6.6.6.6""#],
+                "1.1.1.1",
+            ),
+            (
+                "forwarded",
+                &[r#"for=1.1.1.1;host="a\\", for=10.0.0.2"#],
+                "1.1.1.1",
+            ),
             ("forwarded", &[r#"for="6.6.6.6, for=1.1.1.1"#], "1.1.1.1"),
             ("forwarded", &["for=6.6.6.6, for=unknown"], nobody),
             ("forwarded", &["for=6.6.6.6, for=_hidden"], nobody),
@@ -291,10 +360,20 @@ mod tests {
             ("cf-connecting-ip", &["2001:db8::1"], "2001:db8::1"),
         ];
         for (header, lines, expected) in table {
-            assert_eq!(client(header, lines, "10.0.0.1"), expected, "{header}: {lines:?}");
+            assert_eq!(
+                client(header, lines, "10.0.0.1"),
+                expected,
+                "{header}: {lines:?}"
+            );
         }
-        assert_eq!(client("x-forwarded-for", &["2001:db8::1"], "fd00::1"), "2001:db8::1");
-        assert_eq!(client("x-forwarded-for", &["1.1.1.1"], "::ffff:10.0.0.1"), "1.1.1.1");
+        assert_eq!(
+            client("x-forwarded-for", &["2001:db8::1"], "fd00::1"),
+            "2001:db8::1"
+        );
+        assert_eq!(
+            client("x-forwarded-for", &["1.1.1.1"], "::ffff:10.0.0.1"),
+            "1.1.1.1"
+        );
     }
 
     #[test]
@@ -310,7 +389,13 @@ mod tests {
     #[test]
     fn so_many_hops_are_looked_at_and_no_more() {
         let hops = |count: usize| format!("1.1.1.1{}", ", 10.0.0.2".repeat(count));
-        assert_eq!(client("x-forwarded-for", &[&hops(MOST_HOPS - 1)], "10.0.0.1"), "1.1.1.1");
-        assert_eq!(client("x-forwarded-for", &[&hops(MOST_HOPS)], "10.0.0.1"), "10.0.0.2");
+        assert_eq!(
+            client("x-forwarded-for", &[&hops(MOST_HOPS - 1)], "10.0.0.1"),
+            "1.1.1.1"
+        );
+        assert_eq!(
+            client("x-forwarded-for", &[&hops(MOST_HOPS)], "10.0.0.1"),
+            "10.0.0.2"
+        );
     }
 }

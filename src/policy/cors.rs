@@ -21,7 +21,9 @@ impl Cors {
             "expected \"*\", or an origin as browsers send it such as \"https://app.example.com\"";
         let fits = |text: &str, more: &[u8]| {
             !text.is_empty()
-                && text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || more.contains(&b))
+                && text
+                    .bytes()
+                    .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || more.contains(&b))
         };
         let why = match text.split_once("://") {
             _ if text == "*" => None,
@@ -34,9 +36,14 @@ impl Cors {
                     Some((host, port)) if !port.ends_with(']') => (host, Some(port)),
                     _ => (place, None),
                 };
-                let is_own = matches!((scheme, port), ("http", Some("80")) | ("https", Some("443")));
-                let is_port =
-                    port.is_none_or(|port| port.parse::<u16>().is_ok_and(|n| n > 0 && n.to_string() == port));
+                let is_own = matches!(
+                    (scheme, port),
+                    ("http", Some("80")) | ("https", Some("443"))
+                );
+                let is_port = port.is_none_or(|port| {
+                    port.parse::<u16>()
+                        .is_ok_and(|n| n > 0 && n.to_string() == port)
+                });
                 match () {
                     () if is_own => Some("without the port that is the scheme's own"),
                     () if fits(scheme, b"+.-") && fits(host, b".-_[]:") && is_port => None,
@@ -60,7 +67,9 @@ impl Cors {
     /// What to tell a request's origin, if it may read our answer.
     pub fn allowed(&self, headers: &HeaderMap) -> Option<&HeaderValue> {
         let asking = headers.get(header::ORIGIN)?;
-        self.0.iter().find(|origin| *origin == asking || *origin == "*")
+        self.0
+            .iter()
+            .find(|origin| *origin == asking || *origin == "*")
     }
 }
 

@@ -112,8 +112,9 @@ impl Actual {
         match text.split_once(':') {
             Some(("response_header", name)) => {
                 let name = HeaderName::from_bytes(name.as_bytes()).ok();
-                name.map(Self::Header)
-                    .ok_or_else(|| "expected the name of a header after \"response_header:\"".to_owned())
+                name.map(Self::Header).ok_or_else(|| {
+                    "expected the name of a header after \"response_header:\"".to_owned()
+                })
             }
             Some(("response_json", pointer)) => Pointer::parse(pointer).map(Self::Json),
             _ => Err("expected \"response_header:NAME\" or \"response_json:/POINTER\"".to_owned()),
@@ -141,9 +142,16 @@ impl Pointer {
             .strip_prefix('/')
             .ok_or("expected a pointer that begins with \"/\", such as /usage/total_tokens")?;
         if text.len() > Self::MAX_BYTES {
-            return Err(format!("expected a pointer of at most {} bytes", Self::MAX_BYTES));
+            return Err(format!(
+                "expected a pointer of at most {} bytes",
+                Self::MAX_BYTES
+            ));
         }
-        steps.split('/').map(Token::parse).collect::<Result<_, _>>().map(Self)
+        steps
+            .split('/')
+            .map(Token::parse)
+            .collect::<Result<_, _>>()
+            .map(Self)
     }
 
     /// At least one.
@@ -154,7 +162,9 @@ impl Pointer {
 
 impl fmt::Display for Pointer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|token| write!(f, "/{}", token.name.replace('~', "~0").replace('/', "~1")))
+        self.0.iter().try_for_each(|token| {
+            write!(f, "/{}", token.name.replace('~', "~0").replace('/', "~1"))
+        })
     }
 }
 
@@ -163,19 +173,25 @@ impl Token {
         let mut escapes = text.split('~').skip(1);
         if !escapes.all(|rest| rest.starts_with(['0', '1'])) {
             return Err(
-                "expected 0 or 1 after \"~\": \"~0\" is \"~\" and \"~1\" is \"/\" inside a name".to_owned()
+                "expected 0 or 1 after \"~\": \"~0\" is \"~\" and \"~1\" is \"/\" inside a name"
+                    .to_owned(),
             );
         }
         let is_index = text == "0" || !text.starts_with('0');
         let index = whole(text.as_bytes()).filter(|_| is_index);
-        Ok(Self { name: text.replace("~1", "/").replace("~0", "~").into(), index })
+        Ok(Self {
+            name: text.replace("~1", "/").replace("~0", "~").into(),
+            index,
+        })
     }
 }
 
 /// Digits only: an upstream may read signs, fractions, exponents and lists in more than one way.
 pub fn whole(value: &[u8]) -> Option<u64> {
     let text = str::from_utf8(value).ok()?;
-    text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
+    text.bytes()
+        .all(|byte| byte.is_ascii_digit())
+        .then(|| text.parse().ok())?
 }
 
 #[cfg(test)]
@@ -203,7 +219,12 @@ mod tests {
             client_cert: None,
             descriptor: None,
         };
-        let cost = HeaderCost { name: "x-cost".parse().unwrap(), default: 2, min: 3, max: 100 };
+        let cost = HeaderCost {
+            name: "x-cost".parse().unwrap(),
+            default: 2,
+            min: 3,
+            max: 100,
+        };
         Cost::Header(Box::new(cost)).of(&facts)
     }
 
@@ -213,12 +234,18 @@ mod tests {
         for (value, units) in [("3", 3), ("007", 7), ("99", 99), ("100", 100)] {
             assert_eq!(cost_of(&[value.as_bytes()]), units, "{value}");
         }
-        for value in
-            ["", "0", "2", "101", "-5", "+5", "5.0", "5,5", "5 5", "0x5", "5e0", "NaN", "inf", "1e30"]
-        {
+        for value in [
+            "", "0", "2", "101", "-5", "+5", "5.0", "5,5", "5 5", "0x5", "5e0", "NaN", "inf",
+            "1e30",
+        ] {
             assert_eq!(cost_of(&[value.as_bytes()]), 100, "{value}");
         }
-        for value in [&[b'9'; 31][..], b"18446744073709551621", b"\xff", "\u{665}".as_bytes()] {
+        for value in [
+            &[b'9'; 31][..],
+            b"18446744073709551621",
+            b"\xff",
+            "\u{665}".as_bytes(),
+        ] {
             assert_eq!(cost_of(&[value]), 100, "{value:?}");
         }
         assert_eq!(cost_of(&[b"5", b"5"]), 100);
@@ -231,16 +258,32 @@ mod tests {
                 panic!("{text}")
             };
             assert_eq!(pointer.to_string(), text);
-            pointer.0.iter().map(|token| (token.name.to_string(), token.index)).collect::<Vec<_>>()
+            pointer
+                .0
+                .iter()
+                .map(|token| (token.name.to_string(), token.index))
+                .collect::<Vec<_>>()
         };
         let named = |name: &str| (name.to_owned(), None);
-        assert_eq!(tokens("/usage/total_tokens"), [named("usage"), named("total_tokens")]);
+        assert_eq!(
+            tokens("/usage/total_tokens"),
+            [named("usage"), named("total_tokens")]
+        );
         assert_eq!(tokens("/"), [named("")]);
         assert_eq!(tokens("//a:b "), [named(""), named("a:b ")]);
-        assert_eq!(tokens("/~01/a~1b/~0~1"), [named("~1"), named("a/b"), named("~/")]);
+        assert_eq!(
+            tokens("/~01/a~1b/~0~1"),
+            [named("~1"), named("a/b"), named("~/")]
+        );
         assert_eq!(
             tokens("/0/17/01/-/+1"),
-            [("0".to_owned(), Some(0)), ("17".to_owned(), Some(17)), named("01"), named("-"), named("+1")]
+            [
+                ("0".to_owned(), Some(0)),
+                ("17".to_owned(), Some(17)),
+                named("01"),
+                named("-"),
+                named("+1")
+            ]
         );
         let long = format!("response_json:/{}", "a".repeat(256));
         for wrong in [
@@ -262,6 +305,9 @@ mod tests {
         ] {
             assert!(Actual::parse(wrong).is_err(), "{wrong}");
         }
-        assert_eq!(Actual::parse("response_header:X-Units"), Ok(Actual::Header("x-units".parse().unwrap())));
+        assert_eq!(
+            Actual::parse("response_header:X-Units"),
+            Ok(Actual::Header("x-units".parse().unwrap()))
+        );
     }
 }

@@ -10,7 +10,9 @@ impl Matcher {
     pub fn covers(&self, other: &Self) -> bool {
         match (&self.described, &other.described) {
             (None, None) => {}
-            (Some(mine), Some(others)) => return mine.covers(others) && self.excepts_no_more(other),
+            (Some(mine), Some(others)) => {
+                return mine.covers(others) && self.excepts_no_more(other);
+            }
             _ => return false,
         }
         self.methods.covers(&other.methods)
@@ -21,7 +23,9 @@ impl Matcher {
             && implied(&self.query, &other.query)
             && implied(&self.cookies, &other.cookies)
             && implied(&self.claims, &other.claims)
-            && all_covered(&self.client_ips, &other.client_ips, |net, inner| net.contains(inner))
+            && all_covered(&self.client_ips, &other.client_ips, |net, inner| {
+                net.contains(inner)
+            })
             && self.excepts_no_more(other)
     }
 
@@ -35,7 +39,12 @@ impl Matcher {
 
     /// Whether its own `not` takes away all that the other conditions let through.
     pub fn is_void(&self) -> bool {
-        let without = |not: &Self| not.covers(&Self { not: None, ..self.clone() });
+        let without = |not: &Self| {
+            not.covers(&Self {
+                not: None,
+                ..self.clone()
+            })
+        };
         self.not.as_deref().is_some_and(without)
     }
 
@@ -51,14 +60,21 @@ impl Override {
     /// Whether it fits every key that `other` fits.
     pub fn covers(&self, other: &Self) -> bool {
         self.values.len() == other.values.len()
-            && self.values.iter().zip(&other.values).all(|(mine, others)| mine.is_none() || mine == others)
+            && self
+                .values
+                .iter()
+                .zip(&other.values)
+                .all(|(mine, others)| mine.is_none() || mine == others)
     }
 }
 
 /// Whether each of the others' alternatives has one here that covers it. No alternatives: no condition.
 fn all_covered<T>(mine: &[T], others: &[T], covers: impl Fn(&T, &T) -> bool) -> bool {
     mine.is_empty()
-        || (!others.is_empty() && others.iter().all(|other| mine.iter().any(|one| covers(one, other))))
+        || (!others.is_empty()
+            && others
+                .iter()
+                .all(|other| mine.iter().any(|one| covers(one, other))))
 }
 
 fn same_regex(mine: &Matcher, other: &Matcher) -> bool {
@@ -71,7 +87,11 @@ fn same_regex(mine: &Matcher, other: &Matcher) -> bool {
 
 /// Whether each of our conditions follows from one of the others'.
 pub(super) fn implied<N: PartialEq>(mine: &[Named<N>], others: &[Named<N>]) -> bool {
-    mine.iter().all(|one| others.iter().any(|other| one.name == other.name && one.test.follows(&other.test)))
+    mine.iter().all(|one| {
+        others
+            .iter()
+            .any(|other| one.name == other.name && one.test.follows(&other.test))
+    })
 }
 
 impl Test {
@@ -89,7 +109,8 @@ impl Test {
 
 impl MethodSet {
     fn covers(&self, other: &Self) -> bool {
-        self.is_any() || (!other.is_any() && other.listed().iter().all(|method| self.contains(method)))
+        self.is_any()
+            || (!other.is_any() && other.listed().iter().all(|method| self.contains(method)))
     }
 }
 
@@ -126,13 +147,25 @@ mod tests {
             ("/a/{id}/c", "/a/*/c"),
             ("/*/b", "/a/b"),
         ] {
-            assert!(pattern(wide).covers(&pattern(narrow)), "{wide} covers {narrow}");
-            assert!(wide == narrow || !pattern(narrow).covers(&pattern(wide)) || wide.contains('{'));
+            assert!(
+                pattern(wide).covers(&pattern(narrow)),
+                "{wide} covers {narrow}"
+            );
+            assert!(
+                wide == narrow || !pattern(narrow).covers(&pattern(wide)) || wide.contains('{')
+            );
         }
-        for (one, other) in
-            [("/a/*", "/a/**"), ("/a/b", "/a/*"), ("/a/b/**", "/a/**"), ("/a/**", "/b/**"), ("/*", "/")]
-        {
-            assert!(!pattern(one).covers(&pattern(other)), "{one} does not cover {other}");
+        for (one, other) in [
+            ("/a/*", "/a/**"),
+            ("/a/b", "/a/*"),
+            ("/a/b/**", "/a/**"),
+            ("/a/**", "/b/**"),
+            ("/*", "/"),
+        ] {
+            assert!(
+                !pattern(one).covers(&pattern(other)),
+                "{one} does not cover {other}"
+            );
         }
     }
 
@@ -143,25 +176,37 @@ mod tests {
             paths: texts.iter().map(|t| pattern(t)).collect(),
             ..Matcher::default()
         };
-        assert!(all.covers(&path(&["/a"])) && !path(&["/a"]).covers(&all) && path(&["/**"]).covers(&all));
+        assert!(
+            all.covers(&path(&["/a"]))
+                && !path(&["/a"]).covers(&all)
+                && path(&["/**"]).covers(&all)
+        );
         assert!(path(&["/a", "/b/**"]).covers(&path(&["/b/c", "/a"])));
         assert!(!path(&["/a", "/b/**"]).covers(&path(&["/b/c", "/c"])));
 
-        let methods =
-            |list: &[Method]| Matcher { methods: MethodSet::new(list.to_vec()), ..Matcher::default() };
+        let methods = |list: &[Method]| Matcher {
+            methods: MethodSet::new(list.to_vec()),
+            ..Matcher::default()
+        };
         assert!(methods(&[Method::GET]).covers(&methods(&[Method::HEAD])));
         assert!(!methods(&[Method::HEAD]).covers(&methods(&[Method::GET])));
         assert!(!methods(&[Method::GET]).covers(&all));
 
         let hosts = |list: &[&str]| Matcher {
-            hosts: list.iter().map(|text| HostPattern::parse(text).unwrap()).collect(),
+            hosts: list
+                .iter()
+                .map(|text| HostPattern::parse(text).unwrap())
+                .collect(),
             ..Matcher::default()
         };
         assert!(hosts(&["*.example.com"]).covers(&hosts(&["a.example.com", "*.b.example.com"])));
         assert!(!hosts(&["*.example.com"]).covers(&hosts(&["example.com"])));
 
         let header = |test: Test| Matcher {
-            headers: vec![Named { name: "x-a".parse().unwrap(), test }],
+            headers: vec![Named {
+                name: "x-a".parse().unwrap(),
+                test,
+            }],
             ..Matcher::default()
         };
         let regex = |text: &str| Test::Regex(Regex::new(text).unwrap());
@@ -170,7 +215,10 @@ mod tests {
         assert!(!header(regex("^a")).covers(&header(regex("^ab"))));
         assert!(!header(Test::Present(false)).covers(&all));
 
-        let except = |not: Matcher| Matcher { not: Some(Box::new(not)), ..Matcher::default() };
+        let except = |not: Matcher| Matcher {
+            not: Some(Box::new(not)),
+            ..Matcher::default()
+        };
         assert!(except(path(&["/a"])).covers(&except(path(&["/a/**"]))));
         assert!(!except(path(&["/a/**"])).covers(&except(path(&["/a"]))));
         assert!(except(all.clone()).is_void() && !except(path(&["/a"])).is_void());

@@ -38,7 +38,13 @@ impl<'a> Descriptor<'a> {
         hits: u64,
         instead: Option<(u32, u64)>,
     ) -> Self {
-        Self { domain, entries, hits: hits.min(MAX_UNITS), instead, limit: OnceLock::new() }
+        Self {
+            domain,
+            entries,
+            hits: hits.min(MAX_UNITS),
+            instead,
+            limit: OnceLock::new(),
+        }
     }
 
     pub(super) fn values(&self, name: &str) -> impl Iterator<Item = Cow<'a, [u8]>> {
@@ -68,7 +74,15 @@ impl<'a> Descriptor<'a> {
             let usual = usual.first();
             let algorithm = counted_as(usual.map(|named| named.limit.algorithm), requests, per_us);
             let unit = usual.and_then(|named| named.unit.clone());
-            NamedLimit { name: policy.into(), unit, limit: Limit { requests, per_us, algorithm } }
+            NamedLimit {
+                name: policy.into(),
+                unit,
+                limit: Limit {
+                    requests,
+                    per_us,
+                    algorithm,
+                },
+            }
         });
         Some(std::slice::from_ref(limit))
     }
@@ -80,9 +94,14 @@ fn counted_as(usual: Option<Algorithm>, requests: u64, per_us: u64) -> Algorithm
         Some(Algorithm::SlidingWindow { buckets }) => Algorithm::SlidingWindow { buckets },
         Some(Algorithm::FixedWindow { .. }) => Algorithm::FixedWindow { offset_us: 0 },
         Some(Algorithm::TokenBucket { .. })
-            if requests.checked_mul(per_us).is_some_and(|debt| debt <= MAX_UNITS) =>
+            if requests
+                .checked_mul(per_us)
+                .is_some_and(|debt| debt <= MAX_UNITS) =>
         {
-            Algorithm::TokenBucket { burst: requests.max(1), warm_up_us: 0 }
+            Algorithm::TokenBucket {
+                burst: requests.max(1),
+                warm_up_us: 0,
+            }
         }
         Some(Algorithm::SlidingLog) | None if requests <= LARGE_LOG => Algorithm::SlidingLog,
         _ => Algorithm::SlidingWindow { buckets: 10 },
@@ -100,11 +119,17 @@ fn push_escaped(text: &mut String, part: &str) {
 
 impl Described {
     pub(super) fn first_unmet(&self, descriptor: &Descriptor<'_>) -> Option<Unmet<'_>> {
-        if self.domain.as_deref().is_some_and(|domain| domain != descriptor.domain) {
+        if self
+            .domain
+            .as_deref()
+            .is_some_and(|domain| domain != descriptor.domain)
+        {
             return Some(Unmet::Domain);
         }
         let wanted = self.entries.as_ref()?;
-        let unmet = wanted.iter().find(|entry| !entry.test.holds(descriptor.values(&entry.name)));
+        let unmet = wanted
+            .iter()
+            .find(|entry| !entry.test.holds(descriptor.values(&entry.name)));
         match unmet {
             Some(entry) => Some(Unmet::Entry(&entry.name)),
             // Names that are wanted are different ones, so there are others, or one of these twice.
@@ -142,12 +167,17 @@ mod tests {
     }
 
     fn matches(described: &Described, entries: &[(&str, &str)]) -> bool {
-        described.first_unmet(&Descriptor::new("edge", entries, 1, None)).is_none()
+        described
+            .first_unmet(&Descriptor::new("edge", entries, 1, None))
+            .is_none()
     }
 
     #[test]
     fn a_descriptor_has_what_is_wanted_and_nothing_else() {
-        let both = described(Some("edge"), Some(&[("tenant", Some("acme")), ("path", None)]));
+        let both = described(
+            Some("edge"),
+            Some(&[("tenant", Some("acme")), ("path", None)]),
+        );
         assert!(matches(&both, &[("tenant", "acme"), ("path", "/")]));
         assert!(matches(&both, &[("path", "/"), ("tenant", "acme")]));
         for other in [
@@ -162,7 +192,10 @@ mod tests {
             assert!(!matches(&both, other), "{other:?}");
         }
         assert!(!matches(&described(Some("other"), None), &[("a", "b")]));
-        assert!(matches(&described(Some("edge"), None), &[("a", "b"), ("a", "c")]));
+        assert!(matches(
+            &described(Some("edge"), None),
+            &[("a", "b"), ("a", "c")]
+        ));
         assert!(matches(&described(None, Some(&[])), &[]));
     }
 
@@ -182,7 +215,10 @@ mod tests {
     #[test]
     fn no_two_descriptors_read_alike() {
         let text = |entries: &[(&str, &str)]| Descriptor::new("d", entries, 1, None).text();
-        assert_eq!(text(&[("generic_key", "api"), ("path", "/a")]), "generic_key=api,path=/a");
+        assert_eq!(
+            text(&[("generic_key", "api"), ("path", "/a")]),
+            "generic_key=api,path=/a"
+        );
         assert_ne!(text(&[("a", "1,b=2")]), text(&[("a", "1"), ("b", "2")]));
         assert_ne!(text(&[("a", "1\\"), ("b", "2")]), text(&[("a", "1\\,b=2")]));
         assert_ne!(text(&[("a=", "1")]), text(&[("a", "=1")]));
@@ -190,16 +226,36 @@ mod tests {
 
     #[test]
     fn an_amount_that_nobody_has_checked_is_counted_by_what_can() {
-        let bucket = Some(Algorithm::TokenBucket { burst: 5, warm_up_us: 9 });
+        let bucket = Some(Algorithm::TokenBucket {
+            burst: 5,
+            warm_up_us: 9,
+        });
         let year = 31_536_000_000_000;
-        assert_eq!(counted_as(bucket, 60, 60_000_000), Algorithm::TokenBucket { burst: 60, warm_up_us: 0 });
-        assert_eq!(counted_as(bucket, u32::MAX.into(), year), Algorithm::SlidingWindow { buckets: 10 });
-        assert_eq!(counted_as(Some(Algorithm::SlidingLog), 100, year), Algorithm::SlidingLog);
+        assert_eq!(
+            counted_as(bucket, 60, 60_000_000),
+            Algorithm::TokenBucket {
+                burst: 60,
+                warm_up_us: 0
+            }
+        );
+        assert_eq!(
+            counted_as(bucket, u32::MAX.into(), year),
+            Algorithm::SlidingWindow { buckets: 10 }
+        );
+        assert_eq!(
+            counted_as(Some(Algorithm::SlidingLog), 100, year),
+            Algorithm::SlidingLog
+        );
         assert_eq!(
             counted_as(Some(Algorithm::SlidingLog), 1 << 20, year),
             Algorithm::SlidingWindow { buckets: 10 }
         );
-        let hour = Some(Algorithm::FixedWindow { offset_us: 3_600_000_000 });
-        assert_eq!(counted_as(hour, 5, 1_000_000), Algorithm::FixedWindow { offset_us: 0 });
+        let hour = Some(Algorithm::FixedWindow {
+            offset_us: 3_600_000_000,
+        });
+        assert_eq!(
+            counted_as(hour, 5, 1_000_000),
+            Algorithm::FixedWindow { offset_us: 0 }
+        );
     }
 }

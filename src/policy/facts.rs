@@ -69,11 +69,17 @@ pub(super) fn header_values<'a>(
     headers: &'a HeaderMap,
     name: &HeaderName,
 ) -> impl Iterator<Item = Cow<'a, [u8]>> {
-    headers.get_all(name).into_iter().map(|value| Cow::Borrowed(value.as_bytes()))
+    headers
+        .get_all(name)
+        .into_iter()
+        .map(|value| Cow::Borrowed(value.as_bytes()))
 }
 
 /// The values of a query parameter, decoded as forms are (`+` is a space).
-pub(super) fn query_values<'a>(query: Option<&'a str>, name: &str) -> impl Iterator<Item = Cow<'a, [u8]>> {
+pub(super) fn query_values<'a>(
+    query: Option<&'a str>,
+    name: &str,
+) -> impl Iterator<Item = Cow<'a, [u8]>> {
     query
         .unwrap_or_default()
         .split('&')
@@ -84,7 +90,10 @@ pub(super) fn query_values<'a>(query: Option<&'a str>, name: &str) -> impl Itera
 }
 
 /// The values of a cookie over all `Cookie` lines (HTTP/2 may send one line per cookie).
-pub(super) fn cookie_values<'a>(headers: &'a HeaderMap, name: &str) -> impl Iterator<Item = Cow<'a, [u8]>> {
+pub(super) fn cookie_values<'a>(
+    headers: &'a HeaderMap,
+    name: &str,
+) -> impl Iterator<Item = Cow<'a, [u8]>> {
     headers
         .get_all(COOKIE)
         .into_iter()
@@ -98,7 +107,10 @@ pub(super) fn cookie_values<'a>(headers: &'a HeaderMap, name: &str) -> impl Iter
 /// Upstreams differ in whether they take off quotes and percent-encoding: a cookie that some of them
 /// read alike must not have a quota per spelling.
 fn cookie_decoded(value: &[u8]) -> Cow<'_, [u8]> {
-    let bare = value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")).unwrap_or(value);
+    let bare = value
+        .strip_prefix(b"\"")
+        .and_then(|value| value.strip_suffix(b"\""))
+        .unwrap_or(value);
     percent_encoding::percent_decode(bare).into()
 }
 
@@ -115,12 +127,17 @@ mod tests {
     use super::*;
 
     fn text<'a>(values: impl Iterator<Item = Cow<'a, [u8]>>) -> Vec<String> {
-        values.map(|value| String::from_utf8(value.into_owned()).unwrap()).collect()
+        values
+            .map(|value| String::from_utf8(value.into_owned()).unwrap())
+            .collect()
     }
 
     #[test]
     fn query_values_are_decoded_and_all_found() {
-        assert_eq!(text(query_values(Some("a=1&b=2&%61=x%20y+z&a"), "a")), ["1", "x y z", ""]);
+        assert_eq!(
+            text(query_values(Some("a=1&b=2&%61=x%20y+z&a"), "a")),
+            ["1", "x y z", ""]
+        );
         assert_eq!(text(query_values(None, "a")), Vec::<String>::new());
         assert_eq!(text(query_values(Some("&&"), "")), Vec::<String>::new());
     }
@@ -135,7 +152,14 @@ mod tests {
 
     #[test]
     fn every_spelling_of_a_cookie_reads_alike() {
-        for spelling in ["id=a:b", "id=\"a:b\"", "id=a%3ab", "id=\"%61%3Ab\"", " id =  a:b ", "id\t=a:b"] {
+        for spelling in [
+            "id=a:b",
+            "id=\"a:b\"",
+            "id=a%3ab",
+            "id=\"%61%3Ab\"",
+            " id =  a:b ",
+            "id\t=a:b",
+        ] {
             let mut headers = HeaderMap::new();
             headers.append(COOKIE, spelling.parse().unwrap());
             assert_eq!(text(cookie_values(&headers, "id")), ["a:b"], "{spelling}");

@@ -121,7 +121,11 @@ impl ClaimName {
     }
 
     fn find<'v>(&self, claims: &'v Value) -> Option<&'v Value> {
-        if self.0.starts_with('/') { claims.pointer(&self.0) } else { claims.get(&*self.0) }
+        if self.0.starts_with('/') {
+            claims.pointer(&self.0)
+        } else {
+            claims.get(&*self.0)
+        }
     }
 }
 
@@ -180,18 +184,28 @@ fn plain(value: &Value) -> Option<Box<str>> {
 impl Token {
     /// One to be read by `reader` at a time (seconds since the Unix epoch); without a reader, no token says anything.
     pub fn new(reader: Option<&Arc<Reader>>, now_s: u64) -> Self {
-        Self { reader: reader.cloned(), now_s, said: OnceLock::new() }
+        Self {
+            reader: reader.cloned(),
+            now_s,
+            said: OnceLock::new(),
+        }
     }
 
     /// For requests that are asked for none.
     pub fn none() -> &'static Self {
-        static NONE: Token = Token { reader: None, now_s: 0, said: OnceLock::new() };
+        static NONE: Token = Token {
+            reader: None,
+            now_s: 0,
+            said: OnceLock::new(),
+        };
         &NONE
     }
 
     /// What the token in `headers`, always those of one request, says of a claim.
     pub(super) fn claim(&self, headers: &HeaderMap, name: &ClaimName) -> &Claim {
-        let Some(reader) = &self.reader else { return &Claim::Absent };
+        let Some(reader) = &self.reader else {
+            return &Claim::Absent;
+        };
         let said = self.said.get_or_init(|| reader.read(headers, self.now_s));
         let place = reader.claims.iter().position(|asked| asked == name);
         let claim = said.as_ref().ok().and_then(|said| said.claims.get(place?));
@@ -200,13 +214,22 @@ impl Token {
 
     /// Why the token was not believed, if there was one and somebody asked.
     pub fn fault(&self) -> Option<TokenFault> {
-        self.said.get()?.as_ref().err().copied().filter(|fault| *fault != TokenFault::Absent)
+        self.said
+            .get()?
+            .as_ref()
+            .err()
+            .copied()
+            .filter(|fault| *fault != TokenFault::Absent)
     }
 }
 
 impl Reader {
     pub(super) fn new(settings: Settings, claims: Vec<ClaimName>) -> Self {
-        Self { settings, claims: claims.into(), known: Known::default() }
+        Self {
+            settings,
+            claims: claims.into(),
+            known: Known::default(),
+        }
     }
 
     /// Where tokens stand.
@@ -216,7 +239,11 @@ impl Reader {
 
     /// Whether the header occurs more than once. Whoever reads one of two tokens may read another than the upstream.
     pub fn is_ambiguous(&self, headers: &HeaderMap) -> bool {
-        headers.get_all(&self.settings.header).iter().nth(1).is_some()
+        headers
+            .get_all(&self.settings.header)
+            .iter()
+            .nth(1)
+            .is_some()
     }
 
     fn read(&self, headers: &HeaderMap, now_s: u64) -> Result<Arc<Said>, TokenFault> {
@@ -240,12 +267,19 @@ impl Reader {
 
     /// The one token, without what stands around it.
     fn token<'h>(&self, headers: &'h HeaderMap) -> Result<&'h str, TokenFault> {
-        let value = headers.get(&self.settings.header).ok_or(TokenFault::Absent)?;
-        let value = value.to_str().map_err(|_not_ascii| TokenFault::Malformed)?.trim();
+        let value = headers
+            .get(&self.settings.header)
+            .ok_or(TokenFault::Absent)?;
+        let value = value
+            .to_str()
+            .map_err(|_not_ascii| TokenFault::Malformed)?
+            .trim();
         let token = match value.split_once([' ', '\t']) {
             Some((scheme, token)) if scheme.eq_ignore_ascii_case("bearer") => token.trim_start(),
             // Credentials of another kind.
-            _ if self.settings.header == http::header::AUTHORIZATION => return Err(TokenFault::Absent),
+            _ if self.settings.header == http::header::AUTHORIZATION => {
+                return Err(TokenFault::Absent);
+            }
             _ => value,
         };
         match token.len() {
@@ -262,17 +296,26 @@ impl Said {
             return Err(TokenFault::Malformed);
         }
         Ok(Self {
-            claims: asked.iter().map(|name| Claim::of(name.find(claims))).collect(),
+            claims: asked
+                .iter()
+                .map(|name| Claim::of(name.find(claims)))
+                .collect(),
             expires_s: date(claims, "exp")?,
             begins_s: date(claims, "nbf")?,
         })
     }
 
     fn check(&self, now_s: u64) -> Result<(), TokenFault> {
-        if self.expires_s.is_some_and(|end_s| now_s >= end_s.saturating_add(LEEWAY_S)) {
+        if self
+            .expires_s
+            .is_some_and(|end_s| now_s >= end_s.saturating_add(LEEWAY_S))
+        {
             return Err(TokenFault::Expired);
         }
-        if self.begins_s.is_some_and(|start_s| start_s > now_s.saturating_add(LEEWAY_S)) {
+        if self
+            .begins_s
+            .is_some_and(|start_s| start_s > now_s.saturating_add(LEEWAY_S))
+        {
             return Err(TokenFault::NotYet);
         }
         Ok(())
@@ -280,15 +323,29 @@ impl Said {
 
     /// Bytes of all texts.
     fn size(&self) -> usize {
-        self.claims.iter().flat_map(Claim::texts).map(<[u8]>::len).sum()
+        self.claims
+            .iter()
+            .flat_map(Claim::texts)
+            .map(<[u8]>::len)
+            .sum()
     }
 }
 
 /// A date in whole seconds since the Unix epoch (RFC 7519, 2: it may have a fraction).
 fn date(claims: &Value, name: &str) -> Result<Option<u64>, TokenFault> {
-    let Some(value) = claims.get(name) else { return Ok(None) };
-    let fraction = || Duration::try_from_secs_f64(value.as_f64()?).ok().map(|time| time.as_secs());
-    value.as_u64().or_else(fraction).map(Some).ok_or(TokenFault::Dates)
+    let Some(value) = claims.get(name) else {
+        return Ok(None);
+    };
+    let fraction = || {
+        Duration::try_from_secs_f64(value.as_f64()?)
+            .ok()
+            .map(|time| time.as_secs())
+    };
+    value
+        .as_u64()
+        .or_else(fraction)
+        .map(Some)
+        .ok_or(TokenFault::Dates)
 }
 
 /// Tokens whose signatures have been verified, by their hashes: verifying costs as much as all else that is done for a

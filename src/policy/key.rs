@@ -140,26 +140,42 @@ impl KeyPart {
         values: &mut KeyValues<'a>,
     ) -> Result<(), KeyFault> {
         let value = match self {
-            Self::ClientIp => Some(Cow::Owned(client_text(facts.client_ip, client).into_bytes())),
+            Self::ClientIp => Some(Cow::Owned(
+                client_text(facts.client_ip, client).into_bytes(),
+            )),
             Self::Header(name) => self.only(facts::header_values(facts.headers, name))?,
             Self::Query(name) => self.only(facts::query_values(facts.query, name))?,
             Self::Cookie(name) => self.only(facts::cookie_values(facts.headers, name))?,
-            Self::Claim(name) => facts.token.claim(facts.headers, name).only().map(Cow::Borrowed),
+            Self::Claim(name) => facts
+                .token
+                .claim(facts.headers, name)
+                .only()
+                .map(Cow::Borrowed),
             Self::Method => Some(Cow::Borrowed(facts.method.as_str().as_bytes())),
             Self::Host => Some(Cow::Borrowed(facts.host.as_bytes())),
-            Self::WholePath => facts.paths.iter().next().map(|path| Cow::Borrowed(path.as_bytes())),
+            Self::WholePath => facts
+                .paths
+                .iter()
+                .next()
+                .map(|path| Cow::Borrowed(path.as_bytes())),
             Self::Const(text) => Some(Cow::Borrowed(text.as_bytes())),
             Self::Entry(name) => match facts.descriptor {
                 Some(descriptor) => self.only(descriptor.values(name))?,
                 None => None,
             },
-            Self::Descriptor => facts.descriptor.map(|descriptor| descriptor.text().into_bytes().into()),
+            Self::Descriptor => facts
+                .descriptor
+                .map(|descriptor| descriptor.text().into_bytes().into()),
             Self::ClientCertSan => facts.client_cert.and_then(|cert| text(cert.san.as_deref())),
             Self::ClientCertCn => facts.client_cert.and_then(|cert| text(cert.cn.as_deref())),
             Self::Path(pattern) => {
                 match facts.paths.iter().find_map(|path| pattern.captures(path)) {
                     Some(found) => {
-                        values.extend(found.iter().map(|value| Some(Cow::Borrowed(value.as_bytes()))));
+                        values.extend(
+                            found
+                                .iter()
+                                .map(|value| Some(Cow::Borrowed(value.as_bytes()))),
+                        );
                     }
                     None => values.extend(std::iter::repeat_n(None, pattern.width())),
                 }
@@ -231,7 +247,10 @@ impl KeyTemplate {
 
     /// The part that gives the value at a position, from 0.
     pub fn part_at(&self, position: usize) -> Option<&KeyPart> {
-        self.0.iter().flat_map(|part| std::iter::repeat_n(part, part.width())).nth(position)
+        self.0
+            .iter()
+            .flat_map(|part| std::iter::repeat_n(part, part.width()))
+            .nth(position)
     }
 
     /// The values of one request.
@@ -282,7 +301,11 @@ impl KeyTemplate {
                 }
                 Ok(canonical.into())
             }
-            Some(KeyPart::Host) => Ok(text.strip_suffix('.').unwrap_or(text).to_ascii_lowercase().into()),
+            Some(KeyPart::Host) => Ok(text
+                .strip_suffix('.')
+                .unwrap_or(text)
+                .to_ascii_lowercase()
+                .into()),
             Some(KeyPart::Path(_)) => Ok(path::canonical_segment(text, path)),
             Some(KeyPart::WholePath) => path::Readings::of(text, path)
                 .map_err(|fault| fault.to_string())
@@ -311,7 +334,10 @@ mod tests {
     use super::*;
     use http::{HeaderMap, Method};
 
-    const PATH: path::Settings = path::Settings { case_sensitive: false, ..path::Settings::USUAL };
+    const PATH: path::Settings = path::Settings {
+        case_sensitive: false,
+        ..path::Settings::USUAL
+    };
 
     #[test]
     fn an_override_is_written_as_people_write_and_compared_as_requests_read() {
@@ -322,9 +348,14 @@ mod tests {
             ipv6_prefix: 64,
         };
         let parts = ["client_ip", "host", "path:/{tenant}/**", "path"];
-        let parts = parts.iter().map(|text| KeyPart::parse(text, &PATH).unwrap());
+        let parts = parts
+            .iter()
+            .map(|text| KeyPart::parse(text, &PATH).unwrap());
         let key = KeyTemplate::new(parts.collect());
-        let (headers, paths) = (HeaderMap::new(), path::Readings::of("/Caf%c3%a9/x/", &PATH).unwrap());
+        let (headers, paths) = (
+            HeaderMap::new(),
+            path::Readings::of("/Caf%c3%a9/x/", &PATH).unwrap(),
+        );
         let facts = Facts {
             method: &Method::GET,
             host: "a.example",
@@ -337,9 +368,18 @@ mod tests {
             descriptor: None,
         };
         let values = key.values(&facts, &client, MissingKey::Shared).unwrap();
-        for (position, written) in ["10.1.2.9", "A.example.", "café", "/café//x"].into_iter().enumerate() {
-            let canonical = key.canonical_value(position, written, &client, &PATH).unwrap();
-            assert_eq!(values[position].as_deref(), Some(canonical.as_bytes()), "{written}");
+        for (position, written) in ["10.1.2.9", "A.example.", "café", "/café//x"]
+            .into_iter()
+            .enumerate()
+        {
+            let canonical = key
+                .canonical_value(position, written, &client, &PATH)
+                .unwrap();
+            assert_eq!(
+                values[position].as_deref(),
+                Some(canonical.as_bytes()),
+                "{written}"
+            );
         }
         assert!(key.canonical_value(3, "no/slash", &client, &PATH).is_err());
     }

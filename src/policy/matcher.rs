@@ -78,7 +78,9 @@ impl fmt::Display for Unmet<'_> {
             Self::Claim(name) => write!(f, "the condition on claim {name} does not hold"),
             Self::Service => f.write_str("for calls of the rate-limit service only"),
             Self::Domain => f.write_str("not for this domain"),
-            Self::Entry(name) => write!(f, "the condition on descriptor entry {name} does not hold"),
+            Self::Entry(name) => {
+                write!(f, "the condition on descriptor entry {name} does not hold")
+            }
             Self::OtherEntries => f.write_str("the descriptor has other entries too"),
             Self::Not => f.write_str("excepted by its `not`"),
         }
@@ -108,7 +110,12 @@ impl Matcher {
         match (&self.described, facts.descriptor) {
             (None, None) => {}
             (Some(described), Some(descriptor)) => {
-                let not = || self.not.as_ref().filter(|not| not.matches(facts, path)).map(|_| Unmet::Not);
+                let not = || {
+                    self.not
+                        .as_ref()
+                        .filter(|not| not.matches(facts, path))
+                        .map(|_| Unmet::Not)
+                };
                 return described.first_unmet(descriptor).or_else(not);
             }
             _ => return Some(Unmet::Service),
@@ -122,39 +129,62 @@ impl Matcher {
         if !any(&self.paths, |pattern| pattern.matches(path)) {
             return Some(Unmet::Path);
         }
-        if self.path_regex.as_ref().is_some_and(|regex| !regex.is_match(path)) {
+        if self
+            .path_regex
+            .as_ref()
+            .is_some_and(|regex| !regex.is_match(path))
+        {
             return Some(Unmet::PathRegex);
         }
         if !any(&self.client_ips, |net| net.contains(&facts.client_ip)) {
             return Some(Unmet::ClientIp);
         }
         for header in &self.headers {
-            if !header.test.holds(facts::header_values(facts.headers, &header.name)) {
+            if !header
+                .test
+                .holds(facts::header_values(facts.headers, &header.name))
+            {
                 return Some(Unmet::Header(header.name.as_str()));
             }
         }
         for parameter in &self.query {
-            if !parameter.test.holds(facts::query_values(facts.query, &parameter.name)) {
+            if !parameter
+                .test
+                .holds(facts::query_values(facts.query, &parameter.name))
+            {
                 return Some(Unmet::Query(&parameter.name));
             }
         }
         for cookie in &self.cookies {
-            if !cookie.test.holds(facts::cookie_values(facts.headers, &cookie.name)) {
+            if !cookie
+                .test
+                .holds(facts::cookie_values(facts.headers, &cookie.name))
+            {
                 return Some(Unmet::Cookie(&cookie.name));
             }
         }
         // Last: it may take a signature to be verified.
         for claim in &self.claims {
-            if !claim.test.holds_for(facts.token.claim(facts.headers, &claim.name)) {
+            if !claim
+                .test
+                .holds_for(facts.token.claim(facts.headers, &claim.name))
+            {
                 return Some(Unmet::Claim(claim.name.as_ref()));
             }
         }
-        self.not.as_ref().filter(|not| not.matches(facts, path)).map(|_| Unmet::Not)
+        self.not
+            .as_ref()
+            .filter(|not| not.matches(facts, path))
+            .map(|_| Unmet::Not)
     }
 
     /// The headers that these conditions read.
     pub(super) fn header_names(&self) -> Vec<HeaderName> {
-        let mut names: Vec<_> = self.headers.iter().map(|header| header.name.clone()).collect();
+        let mut names: Vec<_> = self
+            .headers
+            .iter()
+            .map(|header| header.name.clone())
+            .collect();
         if !self.cookies.is_empty() {
             names.push(http::header::COOKIE);
         }
@@ -214,7 +244,9 @@ impl MethodSet {
     }
 
     pub fn contains(&self, method: &Method) -> bool {
-        any(&self.0, |listed| listed == method || (listed == Method::GET && method == Method::HEAD))
+        any(&self.0, |listed| {
+            listed == method || (listed == Method::GET && method == Method::HEAD)
+        })
     }
 }
 
@@ -233,7 +265,11 @@ impl HostPattern {
         if name.is_empty() || name.contains(['*', '/', '@']) || (name.contains(':') && !address) {
             return Err("a host is a name or *.name, without port".to_owned());
         }
-        Ok(if below { Self::Below(format!(".{name}").into()) } else { Self::Exact(name.into()) })
+        Ok(if below {
+            Self::Below(format!(".{name}").into())
+        } else {
+            Self::Exact(name.into())
+        })
     }
 
     pub fn matches(&self, host: &str) -> bool {

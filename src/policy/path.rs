@@ -110,7 +110,10 @@ impl Readings {
         let mut texts: SmallVec<[String; 4]> = SmallVec::new();
         for escaped_slash in choices(escaped_slash) {
             for backslash in choices(backslash) {
-                let separators = Separators { escaped_slash: *escaped_slash, backslash: *backslash };
+                let separators = Separators {
+                    escaped_slash: *escaped_slash,
+                    backslash: *backslash,
+                };
                 texts.push(canonical(path, settings, separators));
             }
         }
@@ -142,7 +145,10 @@ pub(super) fn canonical_segment(segment: &str, settings: &Settings) -> Box<str> 
     if !settings.normalize {
         return segment.into();
     }
-    let separators = Separators { escaped_slash: false, backslash: false };
+    let separators = Separators {
+        escaped_slash: false,
+        backslash: false,
+    };
     let text = canonical(segment, settings, separators);
     let mut name = String::with_capacity(text.len());
     push_name(&mut name, &text, settings);
@@ -299,7 +305,11 @@ fn push_escape(out: &mut String, byte: u8) {
     const DIGITS: &[u8; 16] = b"0123456789ABCDEF";
     out.push('%');
     for nibble in [byte >> 4, byte & 15] {
-        out.extend(DIGITS.get(usize::from(nibble)).map(|digit| char::from(*digit)));
+        out.extend(
+            DIGITS
+                .get(usize::from(nibble))
+                .map(|digit| char::from(*digit)),
+        );
     }
 }
 
@@ -310,7 +320,11 @@ mod tests {
     const USUAL: Settings = Settings::USUAL;
 
     fn read(path: &str, settings: Settings) -> Vec<String> {
-        Readings::of(path, &settings).unwrap().iter().map(str::to_owned).collect()
+        Readings::of(path, &settings)
+            .unwrap()
+            .iter()
+            .map(str::to_owned)
+            .collect()
     }
 
     #[test]
@@ -337,10 +351,37 @@ mod tests {
         assert_eq!(read("/a%2Fb", USUAL), ["/a/b", "/a%2Fb"]);
         assert_eq!(read("/a%5cb", USUAL), ["/a/b", "/a%5Cb"]);
         assert_eq!(read("/a\\b", USUAL), ["/a/b", "/a%5Cb"]);
-        assert_eq!(read("/public/..%2fapi", USUAL), ["/api", "/public/..%2Fapi", "/public/../api"]);
-        assert_eq!(read("/a%2Fb", Settings { escaped_slashes: EscapedSlashes::Decode, ..USUAL }), ["/a/b"]);
-        assert_eq!(read("/a%2fb", Settings { escaped_slashes: EscapedSlashes::Keep, ..USUAL }), ["/a%2Fb"]);
-        let refused = Readings::of("/a%2fb", &Settings { escaped_slashes: EscapedSlashes::Reject, ..USUAL });
+        assert_eq!(
+            read("/public/..%2fapi", USUAL),
+            ["/api", "/public/..%2Fapi", "/public/../api"]
+        );
+        assert_eq!(
+            read(
+                "/a%2Fb",
+                Settings {
+                    escaped_slashes: EscapedSlashes::Decode,
+                    ..USUAL
+                }
+            ),
+            ["/a/b"]
+        );
+        assert_eq!(
+            read(
+                "/a%2fb",
+                Settings {
+                    escaped_slashes: EscapedSlashes::Keep,
+                    ..USUAL
+                }
+            ),
+            ["/a%2Fb"]
+        );
+        let refused = Readings::of(
+            "/a%2fb",
+            &Settings {
+                escaped_slashes: EscapedSlashes::Reject,
+                ..USUAL
+            },
+        );
         assert_eq!(refused, Err(PathFault::EscapedSlash));
     }
 
@@ -353,13 +394,32 @@ mod tests {
         assert_eq!(read("/a//../b", USUAL), ["/b", "/a/b", "/a/../b"]);
         assert_eq!(read("/a//b;x/c", USUAL), ["/a/b/c", "/a/b%3Bx/c"]);
         assert_eq!(read("/a/;x", USUAL), ["/a", "/a/%3Bx"]);
-        assert_eq!(read("/a//../b", Settings { merge_slashes: false, ..USUAL }), ["/a/b", "/a//../b"]);
-        let kept = Settings { strip_parameters: false, ..USUAL };
+        assert_eq!(
+            read(
+                "/a//../b",
+                Settings {
+                    merge_slashes: false,
+                    ..USUAL
+                }
+            ),
+            ["/a/b", "/a//../b"]
+        );
+        let kept = Settings {
+            strip_parameters: false,
+            ..USUAL
+        };
         assert_eq!(read("/a/..;x/b", kept), ["/a/..;x/b"]);
         // Slashes of two kinds, and each may separate without the other.
         assert_eq!(
             read("/a%2Fb%5C..", USUAL),
-            ["/a", "/a/b%5C..", "/", "/a%2Fb%5C..", "/a/b/..", "/a%2Fb/.."]
+            [
+                "/a",
+                "/a/b%5C..",
+                "/",
+                "/a%2Fb%5C..",
+                "/a/b/..",
+                "/a%2Fb/.."
+            ]
         );
     }
 
@@ -374,14 +434,71 @@ mod tests {
 
     #[test]
     fn each_setting_does_what_it_says() {
-        let off = Settings { normalize: false, ..USUAL };
+        let off = Settings {
+            normalize: false,
+            ..USUAL
+        };
         assert_eq!(read("/A//b/../%61/", off), ["/A//b/../%61/"]);
-        assert_eq!(read("/a//b", Settings { merge_slashes: false, ..USUAL }), ["/a//b"]);
-        assert_eq!(read("/a/b/", Settings { ignore_trailing_slash: false, ..USUAL }), ["/a/b/"]);
-        assert_eq!(read("/a/b/..", Settings { ignore_trailing_slash: false, ..USUAL }), ["/a/", "/a/b/.."]);
-        assert_eq!(read("/a;x/b", Settings { strip_parameters: false, ..USUAL }), ["/a;x/b"]);
-        assert_eq!(read("/a%3bx", Settings { strip_parameters: false, ..USUAL }), ["/a;x"]);
-        assert_eq!(read("/API", Settings { case_sensitive: false, ..USUAL }), ["/api"]);
+        assert_eq!(
+            read(
+                "/a//b",
+                Settings {
+                    merge_slashes: false,
+                    ..USUAL
+                }
+            ),
+            ["/a//b"]
+        );
+        assert_eq!(
+            read(
+                "/a/b/",
+                Settings {
+                    ignore_trailing_slash: false,
+                    ..USUAL
+                }
+            ),
+            ["/a/b/"]
+        );
+        assert_eq!(
+            read(
+                "/a/b/..",
+                Settings {
+                    ignore_trailing_slash: false,
+                    ..USUAL
+                }
+            ),
+            ["/a/", "/a/b/.."]
+        );
+        assert_eq!(
+            read(
+                "/a;x/b",
+                Settings {
+                    strip_parameters: false,
+                    ..USUAL
+                }
+            ),
+            ["/a;x/b"]
+        );
+        assert_eq!(
+            read(
+                "/a%3bx",
+                Settings {
+                    strip_parameters: false,
+                    ..USUAL
+                }
+            ),
+            ["/a;x"]
+        );
+        assert_eq!(
+            read(
+                "/API",
+                Settings {
+                    case_sensitive: false,
+                    ..USUAL
+                }
+            ),
+            ["/api"]
+        );
     }
 
     #[test]

@@ -50,13 +50,17 @@ impl PathPattern {
 
     /// How many values [`PathPattern::captures`] gives.
     pub fn width(&self) -> usize {
-        self.segments.iter().filter(|segment| matches!(segment, Segment::Any { captured: true })).count()
+        self.segments
+            .iter()
+            .filter(|segment| matches!(segment, Segment::Any { captured: true }))
+            .count()
     }
 
     /// The segments at `{name}`s, if the path matches.
     pub fn captures<'p>(&self, path: &'p str) -> Option<SmallVec<[&'p str; 4]>> {
         let mut values = SmallVec::new();
-        self.walk(path, |value| values.push(value)).then_some(values)
+        self.walk(path, |value| values.push(value))
+            .then_some(values)
     }
 
     /// Whether every path that `other` matches is matched by this one.
@@ -66,7 +70,12 @@ impl PathPattern {
             (false, false) => self.segments.len() == other.segments.len(),
             (true, _) => self.segments.len() <= other.segments.len(),
         };
-        long_enough && self.segments.iter().zip(&other.segments).all(|(mine, others)| mine.covers(others))
+        long_enough
+            && self
+                .segments
+                .iter()
+                .zip(&other.segments)
+                .all(|(mine, others)| mine.covers(others))
     }
 
     /// Whether it is `/**`.
@@ -77,7 +86,9 @@ impl PathPattern {
     fn walk<'p>(&self, path: &'p str, mut capture: impl FnMut(&'p str)) -> bool {
         let mut words = segments_of(path);
         for segment in &self.segments {
-            let Some(word) = words.next() else { return false };
+            let Some(word) = words.next() else {
+                return false;
+            };
             match segment {
                 Segment::Literal(literal) if **literal == *word => {}
                 Segment::Any { captured } if !word.is_empty() => {
@@ -97,33 +108,45 @@ impl Segment {
         if word == "*" {
             return Ok(Self::Any { captured: false });
         }
-        if let Some(name) = word.strip_prefix('{').and_then(|word| word.strip_suffix('}')) {
-            let fits = !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
+        if let Some(name) = word
+            .strip_prefix('{')
+            .and_then(|word| word.strip_suffix('}'))
+        {
+            let fits =
+                !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
             return if fits {
                 Ok(Self::Any { captured: true })
             } else {
-                Err(format!("{{{name}}} is no capture: between the braces stand letters, digits and _"))
+                Err(format!(
+                    "{{{name}}} is no capture: between the braces stand letters, digits and _"
+                ))
             };
         }
         if word == "**" {
             return Err("** stands only at the end".to_owned());
         }
         if word.contains(['*', '{', '}']) {
-            return Err(format!("{word:?} mixes text and a wildcard: a wildcard is a whole segment"));
+            return Err(format!(
+                "{word:?} mixes text and a wildcard: a wildcard is a whole segment"
+            ));
         }
         if settings.normalize {
             if matches!(word, "." | "..") {
                 return Err(format!("{word:?} never occurs in a normalized path"));
             }
             if word.is_empty() && !last && settings.merge_slashes {
-                return Err("an empty segment never occurs while path.merge_slashes is on".to_owned());
+                return Err(
+                    "an empty segment never occurs while path.merge_slashes is on".to_owned(),
+                );
             }
             if word.contains(';') && settings.strip_parameters {
                 return Err("a ; never occurs while path.path_parameters is \"strip\"".to_owned());
             }
         }
         if word.contains(['?', '#']) {
-            return Err("a path has no query and no fragment (match a query with `query`)".to_owned());
+            return Err(
+                "a path has no query and no fragment (match a query with `query`)".to_owned(),
+            );
         }
         Ok(Self::Literal(path::canonical_segment(word, settings)))
     }
@@ -167,7 +190,11 @@ impl PathIndex {
             at = self.child(at, segment);
         }
         if let Some(node) = self.nodes.get_mut(at) {
-            if pattern.open { node.open.push(id) } else { node.ends.push(id) }
+            if pattern.open {
+                node.open.push(id)
+            } else {
+                node.ends.push(id)
+            }
         }
     }
 
@@ -203,7 +230,9 @@ impl PathIndex {
 
     fn child(&mut self, parent: usize, segment: &Segment) -> usize {
         let next = self.nodes.len();
-        let Some(node) = self.nodes.get_mut(parent) else { return parent };
+        let Some(node) = self.nodes.get_mut(parent) else {
+            return parent;
+        };
         let at = match segment {
             Segment::Literal(word) => *node.literals.entry(word.clone()).or_insert(next),
             Segment::Any { .. } => *node.any.get_or_insert(next),
@@ -242,7 +271,10 @@ mod tests {
                 assert!(pattern(text).matches(path), "{text} should match {path}");
             }
             for path in misses {
-                assert!(!pattern(text).matches(path), "{text} should not match {path}");
+                assert!(
+                    !pattern(text).matches(path),
+                    "{text} should not match {path}"
+                );
             }
         }
     }
@@ -251,7 +283,10 @@ mod tests {
     fn captures_are_the_named_segments() {
         let found = pattern("/api/{service}/*/{id}/**");
         assert_eq!(found.width(), 2);
-        assert_eq!(found.captures("/api/pay/v1/42/x").unwrap().as_slice(), ["pay", "42"]);
+        assert_eq!(
+            found.captures("/api/pay/v1/42/x").unwrap().as_slice(),
+            ["pay", "42"]
+        );
         assert_eq!(found.captures("/api/pay/v1"), None);
     }
 

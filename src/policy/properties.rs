@@ -11,9 +11,16 @@ use std::sync::{Arc, LazyLock};
 /// The readings of a path are those of naive readers of all kinds, the usual one first, for all settings (which the first
 /// byte chooses) that merge slashes; and they are in a spelling of their own.
 pub fn path(bytes: &[u8]) {
-    let Some((choice, path)) = bytes.split_first() else { return };
+    let Some((choice, path)) = bytes.split_first() else {
+        return;
+    };
     // No parser of requests lets a bare NUL through.
-    let Some(path) = std::str::from_utf8(path).ok().filter(|path| !path.contains('\0')) else { return };
+    let Some(path) = std::str::from_utf8(path)
+        .ok()
+        .filter(|path| !path.contains('\0'))
+    else {
+        return;
+    };
     let flag = |bit: u8| choice >> bit & 1 == 1;
     let settings = Settings {
         normalize: true,
@@ -42,28 +49,57 @@ pub fn path(bytes: &[u8]) {
         EscapedSlashes::Keep => &[false],
         EscapedSlashes::Decode | EscapedSlashes::Reject => &[true],
     };
-    let strips: &[bool] = if settings.strip_parameters { &[true, false] } else { &[false] };
+    let strips: &[bool] = if settings.strip_parameters {
+        &[true, false]
+    } else {
+        &[false]
+    };
     let mut expected = Vec::new();
     for (dots, strips) in (0..3).flat_map(|dots| strips.iter().map(move |strips| (dots, *strips))) {
-        for (slash, backslash) in
-            separates.iter().flat_map(|one| separates.iter().map(move |two| (*one, *two)))
+        for (slash, backslash) in separates
+            .iter()
+            .flat_map(|one| separates.iter().map(move |two| (*one, *two)))
         {
-            let reading = naive(path, &settings, Way { slash, backslash, strips, dots });
+            let reading = naive(
+                path,
+                &settings,
+                Way {
+                    slash,
+                    backslash,
+                    strips,
+                    dots,
+                },
+            );
             if !expected.contains(&reading) {
                 expected.push(reading);
             }
         }
     }
-    let found: Vec<_> = readings.iter().map(|reading| (decoded(reading), reading.ends_with('/'))).collect();
+    let found: Vec<_> = readings
+        .iter()
+        .map(|reading| (decoded(reading), reading.ends_with('/')))
+        .collect();
     if path != "*" {
         let is_alike =
             found.len() == expected.len() && found.iter().all(|reading| expected.contains(reading));
-        assert!(is_alike, "{path} with {settings:?}: {found:?} instead of {expected:?}");
+        assert!(
+            is_alike,
+            "{path} with {settings:?}: {found:?} instead of {expected:?}"
+        );
         assert_eq!(found.first(), expected.first(), "{path} with {settings:?}");
     }
     for reading in readings.iter() {
-        assert!(reading.bytes().all(|byte| byte.is_ascii_graphic()), "{reading}");
-        let again = Readings::of(reading, &Settings { escaped_slashes: EscapedSlashes::Keep, ..settings });
+        assert!(
+            reading.bytes().all(|byte| byte.is_ascii_graphic()),
+            "{reading}"
+        );
+        let again = Readings::of(
+            reading,
+            &Settings {
+                escaped_slashes: EscapedSlashes::Keep,
+                ..settings
+            },
+        );
         assert!(
             again.is_ok_and(|again| again.iter().any(|same| same == reading)),
             "{reading} with {settings:?}"
@@ -85,11 +121,20 @@ fn naive(path: &str, settings: &Settings, way: Way) -> (Vec<Vec<u8>>, bool) {
     let mut segments: Vec<[Vec<u8>; 2]> = vec![Default::default()];
     let (mut in_parameter, mut rest) = (false, path.as_bytes().get(1..).unwrap_or_default());
     while let [first, tail @ ..] = rest {
-        let escaped = rest.get(1..3).filter(|_| *first == b'%').and_then(|digits| {
-            let digits = std::str::from_utf8(digits).ok().filter(|digits| !digits.starts_with('+'))?;
-            u8::from_str_radix(digits, 16).ok()
-        });
-        rest = if escaped.is_some() { tail.get(2..).unwrap_or_default() } else { tail };
+        let escaped = rest
+            .get(1..3)
+            .filter(|_| *first == b'%')
+            .and_then(|digits| {
+                let digits = std::str::from_utf8(digits)
+                    .ok()
+                    .filter(|digits| !digits.starts_with('+'))?;
+                u8::from_str_radix(digits, 16).ok()
+            });
+        rest = if escaped.is_some() {
+            tail.get(2..).unwrap_or_default()
+        } else {
+            tail
+        };
         let (byte, is_escaped) = (escaped.unwrap_or(*first), escaped.is_some());
         let ends = match byte {
             b'/' => !is_escaped || way.slash,
@@ -102,7 +147,11 @@ fn naive(path: &str, settings: &Settings, way: Way) -> (Vec<Vec<u8>>, bool) {
             continue;
         }
         in_parameter |= byte == b';' && !is_escaped;
-        let byte = if settings.case_sensitive { byte } else { byte.to_ascii_lowercase() };
+        let byte = if settings.case_sensitive {
+            byte
+        } else {
+            byte.to_ascii_lowercase()
+        };
         if let Some([bare, whole]) = segments.last_mut() {
             whole.push(byte);
             if !in_parameter {
@@ -137,8 +186,10 @@ fn naive(path: &str, settings: &Settings, way: Way) -> (Vec<Vec<u8>>, bool) {
 /// The segments of a reading as bytes.
 fn decoded(reading: &str) -> Vec<Vec<u8>> {
     let inner = reading.strip_prefix('/').unwrap_or(reading);
-    let mut segments: Vec<Vec<u8>> =
-        inner.split('/').map(|segment| percent_encoding::percent_decode_str(segment).collect()).collect();
+    let mut segments: Vec<Vec<u8>> = inner
+        .split('/')
+        .map(|segment| percent_encoding::percent_decode_str(segment).collect())
+        .collect();
     if segments.last().is_some_and(Vec::is_empty) {
         segments.pop();
     }
@@ -148,7 +199,9 @@ fn decoded(reading: &str) -> Vec<Vec<u8>> {
 /// Nobody can talk a trusted proxy's word away: what it appends to any header names the client; an untrusted peer
 /// is itself.
 pub fn client(bytes: &[u8]) {
-    let Some((choice, rest)) = bytes.split_first() else { return };
+    let Some((choice, rest)) = bytes.split_first() else {
+        return;
+    };
     let forwarded = choice & 1 == 1;
     let settings = believing(forwarded);
     let mut headers = HeaderMap::new();
@@ -159,32 +212,55 @@ pub fn client(bytes: &[u8]) {
     }
     let (proxy, stranger) = (IpAddr::from([10, 0, 0, 1]), IpAddr::from([203, 0, 113, 7]));
     assert_eq!(Client::identify(stranger, &headers, &settings).ip, stranger);
-    let word = if forwarded { "for=203.0.113.7" } else { "203.0.113.7" };
+    let word = if forwarded {
+        "for=203.0.113.7"
+    } else {
+        "203.0.113.7"
+    };
     let mut by_line = headers.clone();
     by_line.append(
         &settings.ip_header,
-        HeaderValue::from_static(if forwarded { "for=203.0.113.7" } else { "203.0.113.7" }),
+        HeaderValue::from_static(if forwarded {
+            "for=203.0.113.7"
+        } else {
+            "203.0.113.7"
+        }),
     );
-    assert_eq!(Client::identify(proxy, &by_line, &settings).ip, stranger, "{headers:?}");
+    assert_eq!(
+        Client::identify(proxy, &by_line, &settings).ip,
+        stranger,
+        "{headers:?}"
+    );
     if let Some(last) = headers.get_all(&settings.ip_header).iter().next_back()
-        && let Ok(joined) = HeaderValue::from_bytes(&[last.as_bytes(), b", ", word.as_bytes()].concat())
+        && let Ok(joined) =
+            HeaderValue::from_bytes(&[last.as_bytes(), b", ", word.as_bytes()].concat())
     {
         let mut in_line = HeaderMap::new();
         in_line.append(&settings.ip_header, joined);
-        assert_eq!(Client::identify(proxy, &in_line, &settings).ip, stranger, "{in_line:?}");
+        assert_eq!(
+            Client::identify(proxy, &in_line, &settings).ip,
+            stranger,
+            "{in_line:?}"
+        );
     }
 }
 
 /// Whoever the proxies wrote down is found, in whatever form: the first from the right that isn't trusted, and nobody
 /// behind what can't be read. The first byte chooses the header, each further pair an element and its form.
 pub fn chain(bytes: &[u8]) {
-    let Some((choice, elements)) = bytes.split_first() else { return };
+    let Some((choice, elements)) = bytes.split_first() else {
+        return;
+    };
     let is_forwarded = choice & 1 == 1;
     let settings = believing(is_forwarded);
     let (mut hops, mut lines) = (Vec::new(), vec![Vec::<String>::new()]);
     for pair in elements.chunks_exact(2).take(60) {
         let [who, form] = *pair else { return };
-        let (hop, text) = if is_forwarded { forwarded(who, form) } else { listed(who, form) };
+        let (hop, text) = if is_forwarded {
+            forwarded(who, form)
+        } else {
+            listed(who, form)
+        };
         hops.push(hop);
         if form >= 0xe0 {
             lines.push(Vec::new());
@@ -210,7 +286,11 @@ pub fn chain(bytes: &[u8]) {
             break;
         }
     }
-    assert_eq!(Client::identify(proxy, &headers, &settings).ip, expected, "{headers:?}");
+    assert_eq!(
+        Client::identify(proxy, &headers, &settings).ip,
+        expected,
+        "{headers:?}"
+    );
 }
 
 /// Every other one is a proxy that is trusted.
@@ -234,7 +314,12 @@ fn is_trusted(ip: IpAddr) -> bool {
 fn listed(who: u8, form: u8) -> (Option<IpAddr>, String) {
     let ip = hop(who);
     let text = match (ip, form % 8) {
-        (_, 6) => return (None, one_of(["unknown", "_x", "1.1.1", "0x1.1.1.1", "a:b", "[::1"], who)),
+        (_, 6) => {
+            return (
+                None,
+                one_of(["unknown", "_x", "1.1.1", "0x1.1.1.1", "a:b", "[::1"], who),
+            );
+        }
         (_, 0) => ip.to_string(),
         (_, 1) => format!("\"{ip}\""),
         (IpAddr::V4(_), 2 | 3) => format!("{ip}:{}", u16::from(form) * 7),
@@ -262,19 +347,32 @@ fn forwarded(who: u8, form: u8) -> (Option<IpAddr>, String) {
         3 => (Some(ip), format!("by=_x;For={node};proto=http")),
         4 => (Some(ip), format!("host=\"a,b;for=1.1.1.1\";for=\"{node}\"")),
         5 => (Some(ip), format!("for=\"\\{node}\" ; proto=\"\\\"\"")),
-        6 => (None, one_of(["for=unknown", "for=_x", "proto=http", "for=\"1.1.1.1"], who)),
+        6 => (
+            None,
+            one_of(
+                ["for=unknown", "for=_x", "proto=http", "for=\"1.1.1.1"],
+                who,
+            ),
+        ),
         _ => (None, format!("for={node};for={node}")),
     };
     (ip, text)
 }
 
 fn one_of<const N: usize>(texts: [&str; N], which: u8) -> String {
-    texts.get(usize::from(which) % N).copied().unwrap_or_default().to_owned()
+    texts
+        .get(usize::from(which) % N)
+        .copied()
+        .unwrap_or_default()
+        .to_owned()
 }
 
 fn believing(is_forwarded: bool) -> client::Settings {
     client::Settings {
-        trusted_proxies: ["10.0.0.0/8", "fd00::/8"].iter().filter_map(|net| net.parse().ok()).collect(),
+        trusted_proxies: ["10.0.0.0/8", "fd00::/8"]
+            .iter()
+            .filter_map(|net| net.parse().ok())
+            .collect(),
         ip_header: if is_forwarded {
             http::header::FORWARDED
         } else {
@@ -297,11 +395,19 @@ pub fn token(bytes: &[u8]) {
         let (set, _) = Keys::jwks(&format!("{{\"keys\":[{key}]}}")).expect("it is right");
         [Keys::secret(SECRET).0, set].map(|keys| {
             let trust = Trust::Keys(keys);
-            let settings = jwt::Settings { header: http::header::AUTHORIZATION, trust };
-            Arc::new(Reader::new(settings, vec![ClaimName::parse("sub").expect("it is one")]))
+            let settings = jwt::Settings {
+                header: http::header::AUTHORIZATION,
+                trust,
+            };
+            Arc::new(Reader::new(
+                settings,
+                vec![ClaimName::parse("sub").expect("it is one")],
+            ))
         })
     });
-    let Some((choice, rest)) = bytes.split_first() else { return };
+    let Some((choice, rest)) = bytes.split_first() else {
+        return;
+    };
     let mut token = TOKEN.as_bytes().to_vec();
     match choice % 2 {
         0 => {
@@ -317,13 +423,17 @@ pub fn token(bytes: &[u8]) {
         }
         _ => token = rest.to_vec(),
     }
-    let Ok(value) = HeaderValue::from_bytes(&[b"Bearer ", &token[..]].concat()) else { return };
+    let Ok(value) = HeaderValue::from_bytes(&[b"Bearer ", &token[..]].concat()) else {
+        return;
+    };
     let is_signed = token.trim_ascii() == TOKEN.as_bytes();
     let mut headers = HeaderMap::new();
     headers.insert(http::header::AUTHORIZATION, value);
     for reader in READERS.iter() {
         let read = Token::new(Some(reader), 1_800_000_000);
-        let sub = read.claim(&headers, &ClaimName::parse("sub").expect("it is one")).only();
+        let sub = read
+            .claim(&headers, &ClaimName::parse("sub").expect("it is one"))
+            .only();
         assert_eq!(sub, is_signed.then_some(b"ann".as_slice()), "{headers:?}");
     }
 }
@@ -348,7 +458,11 @@ pub fn key(bytes: &[u8]) {
     assert_eq!(one.id() == other.id(), first == second);
     assert_ne!(one.shard(0), one);
     assert_ne!(one.shard(0), one.shard(1));
-    assert!(one.readable().bytes().all(|byte| byte.is_ascii_graphic()), "{}", one.readable());
+    assert!(
+        one.readable().bytes().all(|byte| byte.is_ascii_graphic()),
+        "{}",
+        one.readable()
+    );
 }
 
 #[cfg(test)]

@@ -112,8 +112,15 @@ impl Quota {
         let width = self.key.width();
         if values.len() != width {
             let parts: Vec<String> = self.key.parts().iter().map(ToString::to_string).collect();
-            let parts = if parts.is_empty() { String::new() } else { format!(" ({})", parts.join(", ")) };
-            return Err(format!("the key of {name} has {width} values{parts}, not {}", values.len()));
+            let parts = if parts.is_empty() {
+                String::new()
+            } else {
+                format!(" ({})", parts.join(", "))
+            };
+            return Err(format!(
+                "the key of {name} has {width} values{parts}, not {}",
+                values.len()
+            ));
         }
         let values: Vec<Box<str>> = values
             .iter()
@@ -123,7 +130,9 @@ impl Quota {
                 text => self.key.canonical_value(position, text, client, path),
             })
             .collect::<Result<_, _>>()?;
-        let values = values.iter().map(|text| Some(text.as_bytes().into()).filter(|_| !text.is_empty()));
+        let values = values
+            .iter()
+            .map(|text| Some(text.as_bytes().into()).filter(|_| !text.is_empty()));
         Ok(self.of(name, &values.collect()))
     }
 
@@ -137,7 +146,11 @@ impl Quota {
 impl Overrides {
     /// Those of policy `name`.
     pub fn new(name: &str, list: Vec<Override>) -> Self {
-        let mut overrides = Self { list, exact: HashMap::default(), wild: Vec::new() };
+        let mut overrides = Self {
+            list,
+            exact: HashMap::default(),
+            wild: Vec::new(),
+        };
         for (at, entry) in overrides.list.iter().enumerate() {
             match entry
                 .values
@@ -146,7 +159,11 @@ impl Overrides {
                 .collect::<Option<Vec<_>>>()
             {
                 Some(values) => {
-                    let id = framed(name, &values.into_iter().map(|value| Some(value.into())).collect()).id();
+                    let id = framed(
+                        name,
+                        &values.into_iter().map(|value| Some(value.into())).collect(),
+                    )
+                    .id();
                     overrides.exact.entry(id).or_insert(at);
                 }
                 None => overrides.wild.push(at),
@@ -164,8 +181,11 @@ impl Overrides {
             return None;
         }
         let exact = self.exact.get(&key.id()).copied();
-        let wild =
-            self.wild.iter().copied().find(|at| self.list.get(*at).is_some_and(|entry| entry.fits(values)));
+        let wild = self
+            .wild
+            .iter()
+            .copied()
+            .find(|at| self.list.get(*at).is_some_and(|entry| entry.fits(values)));
         let first = match (exact, wild) {
             (Some(exact), Some(wild)) => exact.min(wild),
             (one, other) => one.or(other)?,
@@ -184,11 +204,15 @@ impl fmt::Debug for Overrides {
 impl Override {
     fn fits(&self, values: &KeyValues<'_>) -> bool {
         self.values.len() == values.len()
-            && self.values.iter().zip(values).all(|(wanted, value)| match (wanted, value) {
-                (None, _) => true,
-                (Some(wanted), Some(value)) => wanted.as_bytes() == &**value,
-                (Some(wanted), None) => wanted.is_empty(),
-            })
+            && self
+                .values
+                .iter()
+                .zip(values)
+                .all(|(wanted, value)| match (wanted, value) {
+                    (None, _) => true,
+                    (Some(wanted), Some(value)) => wanted.as_bytes() == &**value,
+                    (Some(wanted), None) => wanted.is_empty(),
+                })
     }
 }
 

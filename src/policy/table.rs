@@ -1,8 +1,8 @@
 //! The compiled policies: built once, never changed, swapped as a whole.
 
 use super::{
-    Action, Cors, Cost, Descriptor, Facts, HostPattern, KeyPart, Matcher, Policy, Test, Unmet, client, jwt,
-    path, pattern::PathIndex,
+    Action, Cors, Cost, Descriptor, Facts, HostPattern, KeyPart, Matcher, Policy, Test, Unmet,
+    client, jwt, path, pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
 use http::HeaderName;
@@ -98,7 +98,11 @@ impl PolicyTable {
     /// The policies whose conditions hold, in the order in which they apply, each with its place in
     /// [`PolicyTable::policies`].
     pub fn matching(&self, facts: &Facts<'_>) -> SmallVec<[(usize, &Policy); 8]> {
-        let places = self.index.candidates(facts).into_iter().filter_map(|at| usize::try_from(at).ok());
+        let places = self
+            .index
+            .candidates(facts)
+            .into_iter()
+            .filter_map(|at| usize::try_from(at).ok());
         places
             .filter_map(|at| Some((at, self.policies.get(at)?)))
             .filter(|(_, policy)| policy.unmet(facts).is_none())
@@ -140,7 +144,10 @@ impl Policy {
     /// A path may have two readings. A policy that limits or denies applies if either matches; one that
     /// exempts only if both do: an exemption must not be had by an ambiguous spelling.
     pub fn unmet(&self, facts: &Facts<'_>) -> Option<Unmet<'_>> {
-        let mut unmet = facts.paths.iter().map(|path| self.matcher.first_unmet(facts, path));
+        let mut unmet = facts
+            .paths
+            .iter()
+            .map(|path| self.matcher.first_unmet(facts, path));
         match self.action {
             Action::Allow => unmet.find(Option::is_some).flatten(),
             Action::Limit(_) | Action::Deny => unmet.reduce(Option::and).flatten(),
@@ -217,11 +224,18 @@ impl Index {
     /// a header and have their host in common, or the other way round.
     fn of(policies: &[Policy]) -> Self {
         let mut sharing: HashMap<Exact<'_>, usize> = HashMap::default();
-        for exact in policies.iter().flat_map(|policy| exact_conditions(&policy.matcher)).flatten() {
+        for exact in policies
+            .iter()
+            .flat_map(|policy| exact_conditions(&policy.matcher))
+            .flatten()
+        {
             *sharing.entry(exact).or_default() += 1;
         }
         let most = |alternatives: &Vec<Exact<'_>>| {
-            alternatives.iter().map(|exact| sharing.get(exact).copied()).max()
+            alternatives
+                .iter()
+                .map(|exact| sharing.get(exact).copied())
+                .max()
         };
         let mut index = Self::default();
         for (id, policy) in (0..).zip(policies) {
@@ -241,12 +255,24 @@ impl Index {
 
     fn insert(&mut self, exact: Exact<'_>, matcher: &Matcher, id: u32) {
         match exact {
-            Exact::Host(name) => self.by_host.entry(name.into()).or_default().insert(matcher, id),
+            Exact::Host(name) => self
+                .by_host
+                .entry(name.into())
+                .or_default()
+                .insert(matcher, id),
             Exact::Header(name, value) => {
                 let by_value = self.by_header.entry(name.clone()).or_default();
-                by_value.entry(value.as_bytes().into()).or_default().insert(matcher, id);
+                by_value
+                    .entry(value.as_bytes().into())
+                    .or_default()
+                    .insert(matcher, id);
             }
-            Exact::Domain(name) => self.described.by_domain.entry(name.into()).or_default().push(id),
+            Exact::Domain(name) => self
+                .described
+                .by_domain
+                .entry(name.into())
+                .or_default()
+                .push(id),
             Exact::Entry(name, value) => {
                 let by_value = self.described.by_entry.entry(name.into()).or_default();
                 by_value.entry(value.into()).or_default().push(id);
@@ -264,7 +290,11 @@ impl Index {
             return found;
         }
         let by_header = self.by_header.iter().flat_map(|(name, by_value)| {
-            facts.headers.get_all(name).into_iter().filter_map(|value| by_value.get(value.as_bytes()))
+            facts
+                .headers
+                .get_all(name)
+                .into_iter()
+                .filter_map(|value| by_value.get(value.as_bytes()))
         });
         let by_host = self.by_host.get(facts.host);
         for candidates in by_host.into_iter().chain(by_header).chain([&self.others]) {
@@ -281,9 +311,17 @@ impl Index {
 
 impl DescribedIndex {
     fn find(&self, descriptor: &Descriptor<'_>, found: &mut SmallVec<[u32; 16]>) {
-        let by_entry =
-            descriptor.entries.iter().filter_map(|(name, value)| self.by_entry.get(*name)?.get(*value));
-        for ids in self.by_domain.get(descriptor.domain).into_iter().chain(by_entry).chain([&self.others]) {
+        let by_entry = descriptor
+            .entries
+            .iter()
+            .filter_map(|(name, value)| self.by_entry.get(*name)?.get(*value));
+        for ids in self
+            .by_domain
+            .get(descriptor.domain)
+            .into_iter()
+            .chain(by_entry)
+            .chain([&self.others])
+        {
             found.extend_from_slice(ids);
         }
     }
@@ -293,11 +331,18 @@ impl DescribedIndex {
 /// of the policy's.
 fn exact_conditions(matcher: &Matcher) -> Vec<Vec<Exact<'_>>> {
     if let Some(described) = &matcher.described {
-        let entries = described.entries.iter().flatten().filter_map(|entry| match &entry.test {
-            Test::Is(value) => Some(vec![Exact::Entry(&entry.name, value)]),
-            Test::Regex(_) | Test::Present(_) => None,
-        });
-        let domain = described.domain.iter().map(|domain| vec![Exact::Domain(domain)]);
+        let entries = described
+            .entries
+            .iter()
+            .flatten()
+            .filter_map(|entry| match &entry.test {
+                Test::Is(value) => Some(vec![Exact::Entry(&entry.name, value)]),
+                Test::Regex(_) | Test::Present(_) => None,
+            });
+        let domain = described
+            .domain
+            .iter()
+            .map(|domain| vec![Exact::Domain(domain)]);
         return domain.chain(entries).collect();
     }
     let hosts = matcher.hosts.iter().map(|host| match host {
@@ -305,11 +350,18 @@ fn exact_conditions(matcher: &Matcher) -> Vec<Vec<Exact<'_>>> {
         HostPattern::Below(_) => None,
     });
     let hosts: Option<Vec<_>> = hosts.collect();
-    let headers = matcher.headers.iter().filter_map(|header| match &header.test {
-        Test::Is(value) => Some(vec![Exact::Header(&header.name, value)]),
-        Test::Regex(_) | Test::Present(_) => None,
-    });
-    hosts.filter(|hosts| !hosts.is_empty()).into_iter().chain(headers).collect()
+    let headers = matcher
+        .headers
+        .iter()
+        .filter_map(|header| match &header.test {
+            Test::Is(value) => Some(vec![Exact::Header(&header.name, value)]),
+            Test::Regex(_) | Test::Present(_) => None,
+        });
+    hosts
+        .filter(|hosts| !hosts.is_empty())
+        .into_iter()
+        .chain(headers)
+        .collect()
 }
 
 impl Candidates {
@@ -333,11 +385,17 @@ mod tests {
     const PATH: path::Settings = path::Settings::USUAL;
 
     fn policy(name: &str, action: Action, paths: &[&str]) -> Policy {
-        let paths = paths.iter().map(|text| PathPattern::parse(text, &PATH).unwrap()).collect();
+        let paths = paths
+            .iter()
+            .map(|text| PathPattern::parse(text, &PATH).unwrap())
+            .collect();
         Policy {
             name: name.into(),
             priority: 0,
-            matcher: Matcher { paths, ..Matcher::default() },
+            matcher: Matcher {
+                paths,
+                ..Matcher::default()
+            },
             action,
             shadow: false,
             on_store_failure: OnStoreFailure::Open,
@@ -356,7 +414,11 @@ mod tests {
             policies,
             PATH,
             client,
-            Fields { standard: true, legacy: true, legacy_reset_epoch: false },
+            Fields {
+                standard: true,
+                legacy: true,
+                legacy_reset_epoch: false,
+            },
         )
     }
 
@@ -380,11 +442,17 @@ mod tests {
     fn names(table: &PolicyTable, host: &str, path: &str) -> Vec<String> {
         let (paths, headers) = (Readings::of(path, &PATH).unwrap(), HeaderMap::new());
         let matching = table.matching(&facts(host, &paths, &headers));
-        matching.iter().map(|(_, policy)| policy.name.to_string()).collect()
+        matching
+            .iter()
+            .map(|(_, policy)| policy.name.to_string())
+            .collect()
     }
 
     fn is(name: &'static str, value: &str) -> Named<HeaderName> {
-        Named { name: HeaderName::from_static(name), test: Test::Is(value.into()) }
+        Named {
+            name: HeaderName::from_static(name),
+            test: Test::Is(value.into()),
+        }
     }
 
     #[test]
@@ -393,8 +461,12 @@ mod tests {
         late.priority = -1;
         let mut early = policy("early", Action::Deny, &["/a/**"]);
         early.priority = 5;
-        let table =
-            table(vec![late, policy("b", Action::Deny, &[]), early, policy("c", Action::Deny, &["/a/*"])]);
+        let table = table(vec![
+            late,
+            policy("b", Action::Deny, &[]),
+            early,
+            policy("c", Action::Deny, &["/a/*"]),
+        ]);
         assert_eq!(names(&table, "h", "/a/x"), ["early", "b", "c", "late"]);
         assert_eq!(names(&table, "h", "/x"), ["b", "late"]);
     }
@@ -415,7 +487,10 @@ mod tests {
     #[test]
     fn the_index_finds_what_trying_each_policy_finds() {
         let hosts = [vec![], vec!["a"], vec!["a", "b"], vec!["a", "*.b"]];
-        let present = Named { name: HeaderName::from_static("x"), test: Test::Present(true) };
+        let present = Named {
+            name: HeaderName::from_static("x"),
+            test: Test::Present(true),
+        };
         let headers = [
             vec![],
             vec![present.clone()],
@@ -424,19 +499,32 @@ mod tests {
             vec![is("x", "1"), is("y", "1")],
         ];
         let mut policies = Vec::new();
-        for (hosts, headers) in hosts.iter().flat_map(|hosts| headers.iter().map(move |all| (hosts, all))) {
+        for (hosts, headers) in hosts
+            .iter()
+            .flat_map(|hosts| headers.iter().map(move |all| (hosts, all)))
+        {
             for paths in [&[][..], &["/p"], &["/q/**", "/p"]] {
                 let mut policy = policy(&policies.len().to_string(), Action::Deny, paths);
-                policy.matcher.hosts = hosts.iter().map(|host| HostPattern::parse(host).unwrap()).collect();
+                policy.matcher.hosts = hosts
+                    .iter()
+                    .map(|host| HostPattern::parse(host).unwrap())
+                    .collect();
                 policy.matcher.headers = headers.clone();
                 policies.push(policy);
             }
         }
         let table = table(policies);
-        let lines: [&[(&str, &str)]; 5] =
-            [&[], &[("x", "1")], &[("x", "2"), ("x", "1")], &[("x", "1"), ("y", "1")], &[("y", "1")]];
+        let lines: [&[(&str, &str)]; 5] = [
+            &[],
+            &[("x", "1")],
+            &[("x", "2"), ("x", "1")],
+            &[("x", "1"), ("y", "1")],
+            &[("y", "1")],
+        ];
         for (host, path, lines) in ["a", "b", "c.b", "c"].into_iter().flat_map(|host| {
-            ["/p", "/q/r", "/"].into_iter().flat_map(move |path| lines.map(|lines| (host, path, lines)))
+            ["/p", "/q/r", "/"]
+                .into_iter()
+                .flat_map(move |path| lines.map(|lines| (host, path, lines)))
         }) {
             let (paths, mut headers) = (Readings::of(path, &PATH).unwrap(), HeaderMap::new());
             for (name, value) in lines {
@@ -445,8 +533,10 @@ mod tests {
             let facts = facts(host, &paths, &headers);
             let found: Vec<usize> = table.matching(&facts).iter().map(|(at, _)| *at).collect();
             let each = table.policies().iter().enumerate();
-            let tried: Vec<usize> =
-                each.filter(|(_, policy)| policy.unmet(&facts).is_none()).map(|(at, _)| at).collect();
+            let tried: Vec<usize> = each
+                .filter(|(_, policy)| policy.unmet(&facts).is_none())
+                .map(|(at, _)| at)
+                .collect();
             assert_eq!(found, tried, "{host} {path} {lines:?}");
         }
     }
@@ -459,13 +549,22 @@ mod tests {
             policy.matcher.headers = vec![is("x", tenant)];
             policy
         };
-        let headers: HeaderMap = [(HeaderName::from_static("x"), "1".parse().unwrap())].into_iter().collect();
+        let headers: HeaderMap = [(HeaderName::from_static("x"), "1".parse().unwrap())]
+            .into_iter()
+            .collect();
         let paths = Readings::of("/", &PATH).unwrap();
-        for policies in
-            [["1", "2", "3"].map(|tenant| with("a", tenant)), ["a", "b", "c"].map(|host| with(host, "1"))]
-        {
+        for policies in [
+            ["1", "2", "3"].map(|tenant| with("a", tenant)),
+            ["a", "b", "c"].map(|host| with(host, "1")),
+        ] {
             let table = table(policies.to_vec());
-            assert_eq!(table.index.candidates(&facts("a", &paths, &headers)).to_vec(), [0]);
+            assert_eq!(
+                table
+                    .index
+                    .candidates(&facts("a", &paths, &headers))
+                    .to_vec(),
+                [0]
+            );
         }
     }
 
@@ -489,7 +588,10 @@ mod tests {
         let mut not = policy("not", Action::Deny, &["/**"]);
         let inner = Matcher {
             methods: MethodSet::new(vec![Method::GET]),
-            headers: vec![Named { name: "x-internal".parse().unwrap(), test: Test::Present(true) }],
+            headers: vec![Named {
+                name: "x-internal".parse().unwrap(),
+                test: Test::Present(true),
+            }],
             ..Matcher::default()
         };
         not.matcher.not = Some(Box::new(inner));

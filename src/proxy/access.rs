@@ -66,7 +66,10 @@ impl Entry<'_> {
 
 impl AccessLog {
     pub(super) fn new(settings: &LogSettings) -> Self {
-        Self { access: settings.access, sample: settings.access_sample }
+        Self {
+            access: settings.access,
+            sample: settings.access_sample,
+        }
     }
 
     /// Whether a line may be written about a request that was rejected, or one that was not.

@@ -128,7 +128,10 @@ impl RequestBody {
         if incoming.is_end_stream() {
             return Self(None);
         }
-        let progress = Progress { state: Cell::new(Sending::Moving), moved: Cell::new(Instant::now()) };
+        let progress = Progress {
+            state: Cell::new(Sending::Moving),
+            moved: Cell::new(Instant::now()),
+        };
         Self(Some(Rc::new(RefCell::new(Streaming {
             incoming,
             limits,
@@ -156,7 +159,10 @@ impl RequestBody {
         let Some(body) = self.0 else { return };
         {
             let body = body.borrow();
-            let is_small = body.size_hint().upper().is_some_and(|rest| rest <= DISCARD_BYTES);
+            let is_small = body
+                .size_hint()
+                .upper()
+                .is_some_and(|rest| rest <= DISCARD_BYTES);
             if body.expects_continue || body.multiplexed || !is_small {
                 return;
             }
@@ -176,7 +182,9 @@ impl RequestBody {
 
     /// Where the transfer stands; `None` for no body.
     pub(super) fn progress(&self) -> Option<Rc<Progress>> {
-        self.0.as_ref().map(|body| Rc::clone(&body.borrow().progress))
+        self.0
+            .as_ref()
+            .map(|body| Rc::clone(&body.borrow().progress))
     }
 
     /// Another handle on the same body, for whoever may have to send it elsewhere. The body is dropped with the
@@ -201,7 +209,9 @@ impl RequestBody {
 
     /// Goes back to the beginning. `false`: that can't be had again, or the client is at fault.
     pub(super) fn rewind(&self) -> bool {
-        self.0.as_ref().is_none_or(|body| body.borrow_mut().rewind())
+        self.0
+            .as_ref()
+            .is_none_or(|body| body.borrow_mut().rewind())
     }
 }
 
@@ -217,7 +227,10 @@ impl Progress {
 }
 
 impl Streaming {
-    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+    fn poll_frame(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         if let Some(part) = self.kept.again() {
             self.progress.moved.set(Instant::now());
             if self.is_end_stream() {
@@ -284,7 +297,9 @@ impl Streaming {
 
     fn count(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, BodyError> {
         let bytes = frame.data_ref().map_or(0, Bytes::len);
-        self.received = self.received.saturating_add(u64::try_from(bytes).unwrap_or(u64::MAX));
+        self.received = self
+            .received
+            .saturating_add(u64::try_from(bytes).unwrap_or(u64::MAX));
         if self.limits.max_bytes.is_some_and(|max| self.received > max) {
             self.progress.state.set(Sending::TooLarge);
             return Err(BodyError::TooLarge);
@@ -335,11 +350,15 @@ impl Body for RequestBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.0.as_ref().is_none_or(|body| body.borrow().is_end_stream())
+        self.0
+            .as_ref()
+            .is_none_or(|body| body.borrow().is_end_stream())
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.0.as_ref().map_or_else(|| SizeHint::with_exact(0), |body| body.borrow().size_hint())
+        self.0
+            .as_ref()
+            .map_or_else(|| SizeHint::with_exact(0), |body| body.borrow().size_hint())
     }
 }
 
@@ -368,8 +387,12 @@ pub(super) enum Source {
 impl Source {
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, String>>> {
         match self {
-            Self::Http1(incoming) => Pin::new(incoming).poll_frame(cx).map_err(|error| with_causes(&error)),
-            Self::Http2(receiving) => receiving.poll_frame(cx).map_err(|error| with_causes(&error)),
+            Self::Http1(incoming) => Pin::new(incoming)
+                .poll_frame(cx)
+                .map_err(|error| with_causes(&error)),
+            Self::Http2(receiving) => receiving
+                .poll_frame(cx)
+                .map_err(|error| with_causes(&error)),
         }
     }
 
@@ -404,7 +427,15 @@ pub struct UpstreamBody {
 impl UpstreamBody {
     pub(super) fn new(source: Source, lease: Lease, idle: Option<Duration>) -> Self {
         let pending_since = None;
-        Self { source, lease: Some(lease), idle, pending_since, hold: None, recording: None, bill: None }
+        Self {
+            source,
+            lease: Some(lease),
+            idle,
+            pending_since,
+            hold: None,
+            recording: None,
+            bill: None,
+        }
     }
 
     /// Keeps what the request holds until the end of the body, and ends the body when that has to end.
@@ -414,7 +445,9 @@ impl UpstreamBody {
 
     /// The request's recording ends with the body.
     pub(super) fn record(&mut self, recording: Option<Box<Recording>>) {
-        self.recording = recording.filter(|_| !self.is_all_there()).map(Recording::streaming);
+        self.recording = recording
+            .filter(|_| !self.is_all_there())
+            .map(Recording::streaming);
     }
 
     /// hyper asks for no end of what has none, nor of what has come in full: an HTTP/2 stream may say later that it has
@@ -428,13 +461,18 @@ impl UpstreamBody {
         self.bill = bill;
     }
 
-    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+    fn poll_frame(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         let ends_at = self.hold.as_ref().and_then(|hold| hold.ends_at());
         if ends_at.is_some_and(|ends_at| ends_at <= Instant::now()) {
             return Poll::Ready(Some(Err(self.broken(BodyError::Overlong))));
         }
         let Poll::Ready(frame) = self.source.poll_frame(cx) else {
-            return self.poll_overdue(ends_at, cx).map(|error| Some(Err(self.broken(error))));
+            return self
+                .poll_overdue(ends_at, cx)
+                .map(|error| Some(Err(self.broken(error))));
         };
         self.pending_since = None;
         Poll::Ready(match frame {
@@ -464,12 +502,19 @@ impl UpstreamBody {
             Some(idle) => Some(*self.pending_since.get_or_insert_with(Instant::now) + idle),
             None => None,
         };
-        let Some(due) = idle_at.into_iter().chain(ends_at).min() else { return Poll::Pending };
-        let Some(lease) = &mut self.lease else { return Poll::Pending };
-        lease.alarm().poll(due, cx).map(|()| match ends_at == Some(due) {
-            true => BodyError::Overlong,
-            false => BodyError::UpstreamTimeout,
-        })
+        let Some(due) = idle_at.into_iter().chain(ends_at).min() else {
+            return Poll::Pending;
+        };
+        let Some(lease) = &mut self.lease else {
+            return Poll::Pending;
+        };
+        lease
+            .alarm()
+            .poll(due, cx)
+            .map(|()| match ends_at == Some(due) {
+                true => BodyError::Overlong,
+                false => BodyError::UpstreamTimeout,
+            })
     }
 
     fn broken(&mut self, error: BodyError) -> BodyError {
@@ -521,9 +566,11 @@ impl Body for ResponseBody {
             Self::Empty | Self::Tunnel(_) => Poll::Ready(None),
             Self::Full(bytes) if bytes.is_empty() => Poll::Ready(None),
             Self::Full(bytes) => Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes))))),
-            Self::Message(bytes, trailers) if bytes.is_empty() => {
-                Poll::Ready(trailers.take().map(|trailers| Ok(Frame::trailers(trailers))))
-            }
+            Self::Message(bytes, trailers) if bytes.is_empty() => Poll::Ready(
+                trailers
+                    .take()
+                    .map(|trailers| Ok(Frame::trailers(trailers))),
+            ),
             Self::Message(bytes, _) => Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes))))),
             Self::Upstream(body) => body.poll_frame(cx),
         }

@@ -13,7 +13,8 @@ use super::service::{Service, answer};
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{
-    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header, request,
+    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
+    header, request,
 };
 use tokio::time::Instant;
 
@@ -63,7 +64,11 @@ enum Unclear {
 
 impl Service {
     /// Answers 200 if the request may pass, else what the proxy itself would answer.
-    pub(super) async fn check(&self, request: Request<RequestBody>, peer: &Peer) -> Response<ResponseBody> {
+    pub(super) async fn check(
+        &self,
+        request: Request<RequestBody>,
+        peer: &Peer,
+    ) -> Response<ResponseBody> {
         let arrived = Instant::now();
         let (mut parts, body) = request.into_parts();
         body.discard();
@@ -76,7 +81,9 @@ impl Service {
         };
         let inbound = match restore(&mut parts, asker) {
             Ok(()) => self.read(&mut parts, peer, table, style),
-            Err(Unclear::Target) => Err(replies::inbound_fault(GateFault::Target.into(), style).into()),
+            Err(Unclear::Target) => {
+                Err(replies::inbound_fault(GateFault::Target.into(), style).into())
+            }
             Err(unclear) => return misunderstood(unclear, peer),
         };
         let inbound = match inbound {
@@ -100,7 +107,8 @@ impl Service {
             // Its turn comes as it does in the proxy.
             None => {
                 let turn = self.upstream.hold(verdict.delay, decided).await;
-                turn.err().map(|_full| replies::local(Local::QueueFull, style))
+                turn.err()
+                    .map(|_full| replies::local(Local::QueueFull, style))
             }
         };
         let status = refusal.as_ref().map_or(StatusCode::OK, Response::status);
@@ -118,9 +126,15 @@ impl Service {
     }
 
     /// A refusal with the status that whoever asks understands.
-    fn as_asked(&self, mut refusal: Response<ResponseBody>, asker: Asker) -> Response<ResponseBody> {
+    fn as_asked(
+        &self,
+        mut refusal: Response<ResponseBody>,
+        asker: Asker,
+    ) -> Response<ResponseBody> {
         let status = refusal.status();
-        refusal.headers_mut().insert(&STATUS, HeaderValue::from(status.as_u16()));
+        refusal
+            .headers_mut()
+            .insert(&STATUS, HeaderValue::from(status.as_u16()));
         let understood = self.refused_status.or(match asker {
             // To Envoy, these mean that it wasn't told: `failure_mode_allow` would let pass what is refused. Both say
             // that it may be tried again.
@@ -139,8 +153,11 @@ fn misunderstood(unclear: Unclear, peer: &Peer) -> Response<ResponseBody> {
         tracing::warn!(%unclear, peer = %peer.addr, "a question can't be understood: is the proxy in front set up as docs/ENVOY.md says?");
     });
     let mut response = Response::new(ResponseBody::Full(Bytes::from(format!("{unclear}\n"))));
-    *response.status_mut() =
-        if unclear == Unclear::Path { StatusCode::NOT_FOUND } else { StatusCode::BAD_REQUEST };
+    *response.status_mut() = if unclear == Unclear::Path {
+        StatusCode::NOT_FOUND
+    } else {
+        StatusCode::BAD_REQUEST
+    };
     response
 }
 
@@ -150,7 +167,9 @@ impl Asker {
             NGINX => Ok(Self::Nginx),
             TRAEFIK => Ok(Self::Traefik),
             _ => {
-                let rest = path.strip_prefix(ENVOY).filter(|rest| rest.starts_with('/'));
+                let rest = path
+                    .strip_prefix(ENVOY)
+                    .filter(|rest| rest.starts_with('/'));
                 rest.map(|_| Self::Envoy).ok_or(Unclear::Path)
             }
         }
@@ -161,12 +180,17 @@ impl Asker {
 fn restore(parts: &mut request::Parts, asker: Asker) -> Result<(), Unclear> {
     if let Some(authority) = parts.uri.authority() {
         match parts.headers.get(header::HOST) {
-            Some(host) if !host.as_bytes().eq_ignore_ascii_case(authority.as_str().as_bytes()) => {
+            Some(host)
+                if !host
+                    .as_bytes()
+                    .eq_ignore_ascii_case(authority.as_str().as_bytes()) =>
+            {
                 return Err(Unclear::Host);
             }
             Some(_) => {}
             None => {
-                let host = HeaderValue::from_str(authority.as_str()).map_err(|_odd| Unclear::Host)?;
+                let host =
+                    HeaderValue::from_str(authority.as_str()).map_err(|_odd| Unclear::Host)?;
                 parts.headers.insert(header::HOST, host);
             }
         }
@@ -174,18 +198,26 @@ fn restore(parts: &mut request::Parts, asker: Asker) -> Result<(), Unclear> {
     let (target, method) = match asker {
         Asker::Nginx => {
             let target = told(&parts.headers, "x-original-uri")?;
-            (target, told(&parts.headers, "x-original-method").and_then(method("x-original-method"))?)
+            (
+                target,
+                told(&parts.headers, "x-original-method").and_then(method("x-original-method"))?,
+            )
         }
         Asker::Traefik => {
             let target = told(&parts.headers, "x-forwarded-uri")?;
             let host = told(&parts.headers, "x-forwarded-host")?;
             parts.headers.insert(header::HOST, host);
-            (target, told(&parts.headers, "x-forwarded-method").and_then(method("x-forwarded-method"))?)
+            (
+                target,
+                told(&parts.headers, "x-forwarded-method")
+                    .and_then(method("x-forwarded-method"))?,
+            )
         }
         Asker::Envoy => {
             let asked = parts.uri.path_and_query().map_or("", PathAndQuery::as_str);
             let target = asked.strip_prefix(ENVOY).unwrap_or_default();
-            let target = HeaderValue::from_bytes(target.as_bytes()).map_err(|_odd| Unclear::Target)?;
+            let target =
+                HeaderValue::from_bytes(target.as_bytes()).map_err(|_odd| Unclear::Target)?;
             (target, parts.method.clone())
         }
     };

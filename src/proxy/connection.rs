@@ -37,7 +37,8 @@ use streams::StreamTasks;
 
 /// What an HTTP/2 client sends first.
 const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-const TOO_SLOW: &[u8] = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+const TOO_SLOW: &[u8] =
+    b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
 /// The last words to a client must not wait for it.
 const LAST_WORDS_TIME: Duration = Duration::from_secs(3);
 
@@ -81,12 +82,25 @@ impl Protocols {
     /// `load`: where panics are counted.
     pub(super) fn new(settings: &ListenSettings, door: Door, load: Load, tidy: Rc<Tidy>) -> Self {
         let mut http1 = http1::Builder::new();
-        http1.half_close(false).max_header_size(settings.max_header_bytes);
-        http1.max_buf_size(settings.max_header_bytes.saturating_add(1).max(MIN_BUFFER_BYTES));
+        http1
+            .half_close(false)
+            .max_header_size(settings.max_header_bytes);
+        http1.max_buf_size(
+            settings
+                .max_header_bytes
+                .saturating_add(1)
+                .max(MIN_BUFFER_BYTES),
+        );
         if settings.max_headers != CHEAP_MAX_HEADERS {
             http1.max_headers(settings.max_headers);
         }
-        Self { http1, settings: settings.clone(), door, load, tidy }
+        Self {
+            http1,
+            settings: settings.clone(),
+            door,
+            load,
+            tidy,
+        }
     }
 
     pub(super) fn patience(&self) -> Patience {
@@ -98,7 +112,10 @@ impl Protocols {
     }
 
     fn body_limits(&self) -> BodyLimits {
-        BodyLimits { idle: self.settings.body_idle_timeout, max_bytes: self.settings.max_body_bytes }
+        BodyLimits {
+            idle: self.settings.body_idle_timeout,
+            max_bytes: self.settings.max_body_bytes,
+        }
     }
 
     /// A proxy that waits some milliseconds only gives up all that it has asked when we come late.
@@ -135,20 +152,33 @@ pub(super) async fn serve<H: Handler>(
     protocols: Rc<Protocols>,
     watch: Rc<Watch>,
 ) {
-    let Entered { socket, peer, http2 } = entered;
+    let Entered {
+        socket,
+        peer,
+        http2,
+    } = entered;
     let peer = Arc::new(peer);
     watch.set_entered();
     let mut driver = Driver::new(Rc::clone(&watch));
     let mut socket = WatchedSocket::new(socket, Rc::clone(&watch));
     let mut first = Vec::with_capacity(PREFACE.len());
-    let sniffed = driver.drive(|cx, close| poll_sniff(&mut socket, &mut first, cx, close)).await;
+    let sniffed = driver
+        .drive(|cx, close| poll_sniff(&mut socket, &mut first, cx, close))
+        .await;
     socket.unread(&first);
     let limits = protocols.body_limits();
     let handover = Rc::<Handover>::default();
     // Of a request's future, 4 KiB, nothing is copied: it is made in the box, after that is there.
     let requests = service_fn(|request| {
         let room = Box::new_uninit();
-        let answer = answer(request, Arc::clone(&peer), &handler, limits, &watch, &handover);
+        let answer = answer(
+            request,
+            Arc::clone(&peer),
+            &handler,
+            limits,
+            &watch,
+            &handover,
+        );
         Box::into_pin(Box::write(room, answer))
     });
     let sniffed = sniffed.map(|sniffed| match (sniffed, http2) {
@@ -159,7 +189,9 @@ pub(super) async fn serve<H: Handler>(
     });
     let unread = |status| handler.unread(status, &peer);
     match sniffed {
-        Ok(Sniffed::Http1) => serve_http1(socket, &protocols, driver, requests, &handover, unread).await,
+        Ok(Sniffed::Http1) => {
+            serve_http1(socket, &protocols, driver, requests, &handover, unread).await
+        }
         Ok(Sniffed::Http2) => {
             watch.set_multiplexed();
             // Boxed, or every connection would have room for it.
@@ -189,8 +221,15 @@ async fn serve_http1<S, F>(
 {
     loop {
         driver.watch.set_awake(true);
-        let awake =
-            Box::pin(serve_requests(socket, protocols, &mut driver, requests, handover, &unread)).await;
+        let awake = Box::pin(serve_requests(
+            socket,
+            protocols,
+            &mut driver,
+            requests,
+            handover,
+            &unread,
+        ))
+        .await;
         driver.watch.set_awake(false);
         match awake {
             Some(resting) => {
@@ -224,7 +263,9 @@ where
     S: Service<Request<Incoming>, Response = Response<AnswerBody>, Error = Infallible, Future = F>,
     F: Future<Output = Result<Response<AnswerBody>, Infallible>>,
 {
-    let mut connection = protocols.http1.serve_connection(TokioIo::new(socket), requests);
+    let mut connection = protocols
+        .http1
+        .serve_connection(TokioIo::new(socket), requests);
     let end = driver.drive(|cx, close| {
         if close {
             Pin::new(&mut connection).graceful_shutdown();
@@ -241,7 +282,8 @@ where
                 // Without its head, a tunnel's bytes would be taken for an answer.
                 Some(switched) if driver.watch.is_caught_up() => {
                     // Boxed, or every connection would have room for it.
-                    Box::pin(switched.serve_http1(socket, protocols.settings.body_idle_timeout)).await;
+                    Box::pin(switched.serve_http1(socket, protocols.settings.body_idle_timeout))
+                        .await;
                 }
                 // hyper leaves the end to us once a client has spoken of an upgrade.
                 None if handover.was_offered() => say_goodbye(&mut socket).await,
@@ -259,13 +301,24 @@ where
             }
         }
         Err(Overdue::Resting) => {
-            let Parts { io, read_buf, service, .. } = connection.into_parts();
+            let Parts {
+                io,
+                read_buf,
+                service,
+                ..
+            } = connection.into_parts();
             let mut socket = io.into_inner();
             socket.unread(&read_buf);
             return Some((socket, service));
         }
         Err(overdue) => {
-            part(connection.into_parts().io.into_inner(), overdue, &driver.watch, unread).await;
+            part(
+                connection.into_parts().io.into_inner(),
+                overdue,
+                &driver.watch,
+                unread,
+            )
+            .await;
         }
     }
     None
@@ -320,7 +373,10 @@ fn offence(error: &hyper::Error, watch: &Watch) -> Option<Closed> {
     if watch.budget().is_exhausted() {
         return Some(Closed::Flood);
     }
-    let error = error.source()?.downcast_ref::<h2::Error>().filter(|error| error.is_library())?;
+    let error = error
+        .source()?
+        .downcast_ref::<h2::Error>()
+        .filter(|error| error.is_library())?;
     match error.reason()? {
         h2::Reason::NO_ERROR => None,
         h2::Reason::ENHANCE_YOUR_CALM => Some(Closed::Flood),
@@ -351,10 +407,18 @@ fn answer<H: Handler>(
         watch.set_ends_by_close();
     }
     let multiplexed = head.version == Version::HTTP_2;
-    let part = if multiplexed { H2_PART_BYTES } else { usize::MAX };
+    let part = if multiplexed {
+        H2_PART_BYTES
+    } else {
+        usize::MAX
+    };
     let body = RequestBody::new(&head, incoming, limits, &active);
     let may_not_give_up = multiplexed && peer.door.is_public();
-    let mut turn = Turn { active, arrived: may_not_give_up.then(Instant::now), over: false };
+    let mut turn = Turn {
+        active,
+        arrived: may_not_give_up.then(Instant::now),
+        over: false,
+    };
     let handler = Rc::clone(handler);
     let interim = Interim::new(head.version, watch);
     async move {
@@ -377,20 +441,32 @@ fn answer<H: Handler>(
         {
             // Before hyper knows: it is told only when there is surely nothing more to come, and of a body that nobody
             // reads it learns later. What a client sends after an answer that doesn't say so is lost.
-            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+            response
+                .headers_mut()
+                .insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         if let (Some(tunnel), Some(client)) = (response.body_mut().take_tunnel(), upgrade) {
             handover.put(Switched::new(tunnel, client, turn.active.clone()));
         }
         Ok(response.map(|body| {
             turn.over = body.is_end_stream();
-            AnswerBody { body, turn, part, rest: Bytes::new() }
+            AnswerBody {
+                body,
+                turn,
+                part,
+                rest: Bytes::new(),
+            }
         }))
     }
 }
 
 /// The end of a connection that took too long.
-async fn part(mut socket: WatchedSocket, overdue: Overdue, watch: &Watch, unread: impl Fn(StatusCode)) {
+async fn part(
+    mut socket: WatchedSocket,
+    overdue: Overdue,
+    watch: &Watch,
+    unread: impl Fn(StatusCode),
+) {
     tracing::debug!(?overdue, "cutting a client's connection");
     match overdue {
         Overdue::SlowHead => watch.count(Closed::HeaderTimeout),
@@ -414,7 +490,10 @@ async fn part(mut socket: WatchedSocket, overdue: Overdue, watch: &Watch, unread
 
 /// Ends a connection in good order.
 async fn say_goodbye(socket: &mut (impl AsyncWrite + Unpin)) {
-    if !matches!(timeout(LAST_WORDS_TIME, socket.shutdown()).await, Ok(Ok(()))) {
+    if !matches!(
+        timeout(LAST_WORDS_TIME, socket.shutdown()).await,
+        Ok(Ok(()))
+    ) {
         tracing::debug!("the client was not there to be told");
     }
 }
@@ -431,8 +510,18 @@ struct Driver {
 
 impl Driver {
     fn new(watch: Rc<Watch>) -> Self {
-        let last_look = if watch.is_to_drain() { FIRST_LOOK } else { LAST_LOOK };
-        Self { watch, alarm: Alarm::default(), close_at: None, told_to_close: false, last_look }
+        let last_look = if watch.is_to_drain() {
+            FIRST_LOOK
+        } else {
+            LAST_LOOK
+        };
+        Self {
+            watch,
+            alarm: Alarm::default(),
+            close_at: None,
+            told_to_close: false,
+            last_look,
+        }
     }
 
     /// `work` is called with `true` once, when it should come to an end in good order.
@@ -479,7 +568,9 @@ impl Driver {
     }
 
     fn due(&self) -> Option<(Instant, Overdue)> {
-        self.close_at.map(|at| (at, Overdue::Idle)).or_else(|| self.watch.due())
+        self.close_at
+            .map(|at| (at, Overdue::Idle))
+            .or_else(|| self.watch.due())
     }
 
     fn close_if_active<T>(
@@ -487,7 +578,11 @@ impl Driver {
         cx: &mut Context<'_>,
         work: &mut impl FnMut(&mut Context<'_>, bool) -> Poll<T>,
     ) -> Poll<T> {
-        if self.close_at.is_some() && self.watch.is_active() { self.close(cx, work) } else { Poll::Pending }
+        if self.close_at.is_some() && self.watch.is_active() {
+            self.close(cx, work)
+        } else {
+            Poll::Pending
+        }
     }
 
     fn close<T>(
@@ -604,7 +699,10 @@ impl Body for AnswerBody {
     }
 
     fn size_hint(&self) -> SizeHint {
-        let (mut hint, rest) = (self.body.size_hint(), u64::try_from(self.rest.len()).unwrap_or(u64::MAX));
+        let (mut hint, rest) = (
+            self.body.size_hint(),
+            u64::try_from(self.rest.len()).unwrap_or(u64::MAX),
+        );
         if let Some(upper) = hint.upper() {
             hint.set_upper(upper.saturating_add(rest));
         }

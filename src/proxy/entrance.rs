@@ -164,7 +164,10 @@ impl TlsFault {
 
     /// `None` if there is nothing to say of it.
     fn of(error: &io::Error, socket: &RawSocket) -> Option<Self> {
-        let Some(error) = error.get_ref().and_then(|error| error.downcast_ref::<TlsError>()) else {
+        let Some(error) = error
+            .get_ref()
+            .and_then(|error| error.downcast_ref::<TlsError>())
+        else {
             return socket.has_spoken().then_some(Self::Closed);
         };
         Some(match error {
@@ -177,7 +180,9 @@ impl TlsFault {
             TlsError::PeerIncompatible(_) => Self::Incompatible,
             TlsError::NoApplicationProtocol => Self::NoProtocol,
             TlsError::NoCertificatesPresented => Self::NoCertificate,
-            TlsError::InvalidCertificate(_) | TlsError::InvalidCertRevocationList(_) => Self::BadCertificate,
+            TlsError::InvalidCertificate(_) | TlsError::InvalidCertRevocationList(_) => {
+                Self::BadCertificate
+            }
             TlsError::AlertReceived(_) => Self::Refused,
             _ => Self::Other,
         })
@@ -199,7 +204,11 @@ impl Entrance {
     ///
     /// # Errors
     /// Why it ends here.
-    pub(super) async fn enter(&self, mut socket: RawSocket, addr: SocketAddr) -> Result<Entered, TurnedAway> {
+    pub(super) async fn enter(
+        &self,
+        mut socket: RawSocket,
+        addr: SocketAddr,
+    ) -> Result<Entered, TurnedAway> {
         let deadline = Instant::now() + self.patience;
         let mut client = addr;
         if let Some(from) = &self.proxy_protocol_from {
@@ -212,7 +221,11 @@ impl Entrance {
             client = told.map_err(quietly)?.unwrap_or(addr);
         }
         let Some(tls) = self.tls.load_full() else {
-            return Ok(Entered { socket: Transport::Plain(socket), peer: Peer::new(client), http2: None });
+            return Ok(Entered {
+                socket: Transport::Plain(socket),
+                peer: Peer::new(client),
+                http2: None,
+            });
         };
         Box::pin(shake_hands(&tls, socket, client, deadline)).await
     }
@@ -256,17 +269,25 @@ async fn shake_hands(
     client: SocketAddr,
     deadline: Instant,
 ) -> Result<Entered, TurnedAway> {
-    let handshake = TlsAcceptor::from(tls.config()).accept(socket).into_fallible();
+    let handshake = TlsAcceptor::from(tls.config())
+        .accept(socket)
+        .into_fallible();
     let stream = match timeout_at(deadline, handshake).await {
         Ok(Ok(stream)) => stream,
         Ok(Err((error, socket))) => {
             tracing::debug!(%error, peer = %client, "a TLS handshake failed");
             let fault = TlsFault::of(&error, &socket).map(EntryFault::Tls);
-            return Err(TurnedAway { fault, to_be_told: Some(socket) });
+            return Err(TurnedAway {
+                fault,
+                to_be_told: Some(socket),
+            });
         }
         Err(_elapsed) => {
             tracing::debug!(peer = %client, "a TLS handshake took too long");
-            return Err(TurnedAway { fault: Some(EntryFault::Tls(TlsFault::Timeout)), to_be_told: None });
+            return Err(TurnedAway {
+                fault: Some(EntryFault::Tls(TlsFault::Timeout)),
+                to_be_told: None,
+            });
         }
     };
     let (_, session) = stream.get_ref();
@@ -275,13 +296,23 @@ async fn shake_hands(
         tracing::debug!(peer = %client, "a session was to be resumed with a certificate that is over");
         TurnedAway { fault: Some(EntryFault::Tls(fault)), to_be_told: None }
     })?;
-    let peer = Peer { tls: true, certificate, ..Peer::new(client) };
-    Ok(Entered { socket: Transport::Tls(Box::new(stream)), peer, http2 })
+    let peer = Peer {
+        tls: true,
+        certificate,
+        ..Peer::new(client)
+    };
+    Ok(Entered {
+        socket: Transport::Tls(Box::new(stream)),
+        peer,
+        http2,
+    })
 }
 
 /// Whom the client's certificate is about, if it has shown one.
 fn subject(session: &ServerConnection) -> Result<Option<Subject>, TlsFault> {
-    let Some(der) = session.peer_certificates().and_then(|chain| chain.first()) else { return Ok(None) };
+    let Some(der) = session.peer_certificates().and_then(|chain| chain.first()) else {
+        return Ok(None);
+    };
     // What rustls has verified and we can't read names nobody.
     let certificate = Certificate::read(der).unwrap_or_default();
     // A resumption does not look at the certificate again.
@@ -296,7 +327,9 @@ impl TurnedAway {
     /// Ends the connection. Unread bytes would make a reset of the end, which destroys an alert on its way: the client
     /// would not learn what was wrong.
     pub(super) async fn part(self) {
-        let Some(socket) = self.to_be_told else { return };
+        let Some(socket) = self.to_be_told else {
+            return;
+        };
         let watch = socket.watch();
         watch.set_unread();
         let mut socket = WatchedSocket::new(Transport::Plain(socket), watch);
@@ -316,8 +349,15 @@ mod tests {
         for fault in [TlsFault::Timeout, TlsFault::NoCertificate, TlsFault::Other] {
             assert_eq!(TlsFault::NAMES[fault as usize], fault.name());
         }
-        assert_eq!(ProxyHeaderFault::NAMES.len(), ProxyHeaderFault::Checksum as usize + 1);
-        for fault in [ProxyHeaderFault::NotAllowed, ProxyHeaderFault::Absent, ProxyHeaderFault::Checksum] {
+        assert_eq!(
+            ProxyHeaderFault::NAMES.len(),
+            ProxyHeaderFault::Checksum as usize + 1
+        );
+        for fault in [
+            ProxyHeaderFault::NotAllowed,
+            ProxyHeaderFault::Absent,
+            ProxyHeaderFault::Checksum,
+        ] {
             assert_eq!(ProxyHeaderFault::NAMES[fault as usize], fault.name());
         }
     }

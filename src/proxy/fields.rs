@@ -31,7 +31,9 @@ pub(super) fn write(verdict: &Verdict<'_>, fields: Fields, headers: &mut HeaderM
     // Mostly it has none, and one look at all names costs less than one for each of ours.
     let has_theirs = headers.keys().any(|name| {
         let name = name.as_str();
-        name.strip_prefix("x-").unwrap_or(name).starts_with("ratelimit")
+        name.strip_prefix("x-")
+            .unwrap_or(name)
+            .starts_with("ratelimit")
     });
     if fields.standard && !(has_theirs && headers.get(&RATELIMIT).is_some_and(is_dictionary)) {
         write_standard(verdict, headers);
@@ -85,7 +87,10 @@ fn write_standard(verdict: &Verdict<'_>, headers: &mut HeaderMap) {
 /// Whether an upstream's field is of the draft's versions up to 07, `limit=10, remaining=5, reset=3`: a
 /// Dictionary, which together with a List would be neither, so that clients would lose both.
 fn is_dictionary(value: &HeaderValue) -> bool {
-    let first = value.as_bytes().split(|byte| matches!(byte, b';' | b',' | b'"')).next();
+    let first = value
+        .as_bytes()
+        .split(|byte| matches!(byte, b';' | b',' | b'"'))
+        .next();
     first.is_some_and(|member| member.contains(&b'='))
 }
 
@@ -106,12 +111,22 @@ fn push_policy(out: &mut Vec<u8>, nth: usize, reported: &Reported<'_>) {
 }
 
 /// `"login";r=0;t=42`
-fn push_standing(out: &mut Vec<u8>, nth: usize, reported: &Reported<'_>, now_us: u64, latest_s: Option<u64>) {
+fn push_standing(
+    out: &mut Vec<u8>,
+    nth: usize,
+    reported: &Reported<'_>,
+    now_us: u64,
+    latest_s: Option<u64>,
+) {
     push_item(out, nth, &reported.limit.name);
     push_parameter(out, b";r=", reported.standing.remaining);
     if let Some(grows_at_us) = reported.standing.grows_at_us {
         let wait_s = grows_at_us.saturating_sub(now_us).div_ceil(SECOND_US);
-        push_parameter(out, b";t=", latest_s.map_or(wait_s, |latest_s| wait_s.min(latest_s)));
+        push_parameter(
+            out,
+            b";t=",
+            latest_s.map_or(wait_s, |latest_s| wait_s.min(latest_s)),
+        );
     }
 }
 
@@ -124,7 +139,11 @@ fn push_item(out: &mut Vec<u8>, nth: usize, name: &str) {
 
 fn push_parameter(out: &mut Vec<u8>, key: &[u8], value: u64) {
     out.extend_from_slice(key);
-    out.extend_from_slice(itoa::Buffer::new().format(value.min(MAX_INTEGER)).as_bytes());
+    out.extend_from_slice(
+        itoa::Buffer::new()
+            .format(value.min(MAX_INTEGER))
+            .as_bytes(),
+    );
 }
 
 /// A String (RFC 9651, 3.3.3), which knows ASCII only.
@@ -140,8 +159,15 @@ fn push_string(out: &mut Vec<u8>, text: &str) {
     out.push(b'"');
 }
 
-fn write_legacy(verdict: &Verdict<'_>, reset_as_epoch: bool, has_theirs: bool, headers: &mut HeaderMap) {
-    let Some(tightest) = tightest(&verdict.limits) else { return };
+fn write_legacy(
+    verdict: &Verdict<'_>,
+    reset_as_epoch: bool,
+    has_theirs: bool,
+    headers: &mut HeaderMap,
+) {
+    let Some(tightest) = tightest(&verdict.limits) else {
+        return;
+    };
     if has_theirs && upstream_is_as_tight(headers, tightest.standing.remaining) {
         return;
     }
@@ -166,7 +192,13 @@ pub(super) fn reset_at_us(reported: &Reported<'_>, now_us: u64) -> u64 {
 /// Of the limits that refuse, the one that does so longest; if none does, the one with the least left for
 /// its size. The first of equals.
 fn tightest<'a, 't>(limits: &'a [Reported<'t>]) -> Option<&'a Reported<'t>> {
-    limits.iter().reduce(|best, next| if tighter(next, best) == Ordering::Greater { next } else { best })
+    limits.iter().reduce(|best, next| {
+        if tighter(next, best) == Ordering::Greater {
+            next
+        } else {
+            best
+        }
+    })
 }
 
 fn tighter(one: &Reported<'_>, two: &Reported<'_>) -> Ordering {
@@ -187,7 +219,10 @@ fn upstream_is_as_tight(headers: &HeaderMap, remaining: u64) -> bool {
     match headers.get(&LEGACY_REMAINING) {
         None => headers.contains_key(&LEGACY_LIMIT) || headers.contains_key(&LEGACY_RESET),
         Some(value) => {
-            let theirs = value.to_str().ok().and_then(|text| text.trim().parse::<u64>().ok());
+            let theirs = value
+                .to_str()
+                .ok()
+                .and_then(|text| text.trim().parse::<u64>().ok());
             theirs.is_none_or(|theirs| theirs <= remaining)
         }
     }
@@ -204,16 +239,36 @@ mod tests {
     use std::time::Duration;
 
     const NOW_US: u64 = 1_700_000_000_500_000;
-    const BOTH: Fields = Fields { standard: true, legacy: true, legacy_reset_epoch: false };
+    const BOTH: Fields = Fields {
+        standard: true,
+        legacy: true,
+        legacy_reset_epoch: false,
+    };
 
     fn named(name: &str, requests: u64, per_us: u64) -> NamedLimit {
-        let limit = Limit { requests, per_us, algorithm: Algorithm::SlidingLog };
-        NamedLimit { name: name.into(), unit: None, limit }
+        let limit = Limit {
+            requests,
+            per_us,
+            algorithm: Algorithm::SlidingLog,
+        };
+        NamedLimit {
+            name: name.into(),
+            unit: None,
+            limit,
+        }
     }
 
     fn stands(limit: &NamedLimit, remaining: u64, grows_in_us: Option<u64>) -> Reported<'_> {
         let grows_at_us = grows_in_us.map(|us| NOW_US + us);
-        Reported { limit, standing: Standing { remaining, grows_at_us, refusal: None }, key: 7 }
+        Reported {
+            limit,
+            standing: Standing {
+                remaining,
+                grows_at_us,
+                refusal: None,
+            },
+            key: 7,
+        }
     }
 
     fn refuses(limit: &NamedLimit, remaining: u64, refusal: Refusal) -> Reported<'_> {
@@ -221,7 +276,15 @@ mod tests {
             Refusal::Until(at_us) => Some(at_us),
             Refusal::Never | Refusal::Unknown => None,
         };
-        Reported { limit, standing: Standing { remaining, grows_at_us, refusal: Some(refusal) }, key: 7 }
+        Reported {
+            limit,
+            standing: Standing {
+                remaining,
+                grows_at_us,
+                refusal: Some(refusal),
+            },
+            key: 7,
+        }
     }
 
     fn written(limits: &[Reported<'_>], fields: Fields, headers: HeaderMap) -> HeaderMap {
@@ -252,19 +315,30 @@ mod tests {
     }
 
     fn fields(list: &[(&'static str, &str)]) -> HeaderMap {
-        list.iter().map(|(name, value)| (HeaderName::from_static(name), value.parse().unwrap())).collect()
+        list.iter()
+            .map(|(name, value)| (HeaderName::from_static(name), value.parse().unwrap()))
+            .collect()
     }
 
     #[test]
     fn all_limits_are_items_of_one_line() {
-        let (login, daily) = (named("login", 5, 60_000_000), named("daily", 1000, 86_400_000_000));
+        let (login, daily) = (
+            named("login", 5, 60_000_000),
+            named("daily", 1000, 86_400_000_000),
+        );
         let headers = written(
-            &[stands(&login, 4, Some(59_000_001)), stands(&daily, 1000, None)],
+            &[
+                stands(&login, 4, Some(59_000_001)),
+                stands(&daily, 1000, None),
+            ],
             BOTH,
             HeaderMap::new(),
         );
         let expected = fields(&[
-            ("ratelimit-policy", "\"login\";q=5;w=60, \"daily\";q=1000;w=86400"),
+            (
+                "ratelimit-policy",
+                "\"login\";q=5;w=60, \"daily\";q=1000;w=86400",
+            ),
             ("ratelimit", "\"login\";r=4;t=60, \"daily\";r=1000"),
             ("x-ratelimit-limit", "5"),
             ("x-ratelimit-remaining", "4"),
@@ -277,13 +351,35 @@ mod tests {
     fn only_what_is_asked_for_is_written() {
         let login = named("login", 5, 60_000_000);
         let limits = [stands(&login, 4, Some(1))];
-        let none = Fields { standard: false, legacy: false, legacy_reset_epoch: false };
+        let none = Fields {
+            standard: false,
+            legacy: false,
+            legacy_reset_epoch: false,
+        };
         assert!(written(&limits, none, HeaderMap::new()).is_empty());
         assert!(written(&[], BOTH, HeaderMap::new()).is_empty());
-        assert_eq!(written(&limits, Fields { standard: true, ..none }, HeaderMap::new()).len(), 2);
-        let epoch = Fields { legacy: true, legacy_reset_epoch: true, ..none };
+        assert_eq!(
+            written(
+                &limits,
+                Fields {
+                    standard: true,
+                    ..none
+                },
+                HeaderMap::new()
+            )
+            .len(),
+            2
+        );
+        let epoch = Fields {
+            legacy: true,
+            legacy_reset_epoch: true,
+            ..none
+        };
         let headers = written(&limits, epoch, HeaderMap::new());
-        assert_eq!((headers.len(), headers["x-ratelimit-reset"].as_bytes()), (3, &b"1700000001"[..]));
+        assert_eq!(
+            (headers.len(), headers["x-ratelimit-reset"].as_bytes()),
+            (3, &b"1700000001"[..])
+        );
     }
 
     #[test]
@@ -291,7 +387,10 @@ mod tests {
         let mut limit = named("a\"b\\c\u{e9}\n", u64::MAX, 999_999);
         limit.unit = Some("tokens".into());
         let headers = written(&[stands(&limit, 7, None)], BOTH, HeaderMap::new());
-        assert_eq!(headers["ratelimit-policy"], "\"a\\\"b\\\\c??\";q=999999999999999;qu=\"tokens\"");
+        assert_eq!(
+            headers["ratelimit-policy"],
+            "\"a\\\"b\\\\c??\";q=999999999999999;qu=\"tokens\""
+        );
         assert_eq!(headers["ratelimit"], "\"a\\\"b\\\\c??\";r=7");
         assert_eq!(headers["x-ratelimit-reset"], "0");
     }
@@ -306,8 +405,10 @@ mod tests {
             blocked: false,
             reject: None,
         };
-        let limits =
-            [stands(&slow, 3, Some(50_000_000)), refuses(&fast, 0, Refusal::Until(NOW_US + 300_000))];
+        let limits = [
+            stands(&slow, 3, Some(50_000_000)),
+            refuses(&fast, 0, Refusal::Until(NOW_US + 300_000)),
+        ];
         let headers = written_for(Outcome::Limited(limited), &limits, BOTH, HeaderMap::new());
         assert_eq!(headers["ratelimit"], "\"slow\";r=3;t=1, \"fast\";r=0;t=1");
         assert_eq!(headers["x-ratelimit-limit"], "1");
@@ -317,35 +418,65 @@ mod tests {
     fn legacy_shows_the_tightest_limit() {
         let (a, b) = (named("a", 10, 1_000_000), named("b", 100, 1_000_000));
         let limit = |limits: &[Reported<'_>]| {
-            written(limits, BOTH, HeaderMap::new())["x-ratelimit-limit"].to_str().unwrap().to_owned()
+            written(limits, BOTH, HeaderMap::new())["x-ratelimit-limit"]
+                .to_str()
+                .unwrap()
+                .to_owned()
         };
         assert_eq!(limit(&[stands(&a, 5, None), stands(&b, 40, None)]), "100");
         assert_eq!(limit(&[stands(&a, 5, None), stands(&b, 50, None)]), "10");
         assert_eq!(limit(&[stands(&b, 50, None), stands(&a, 5, None)]), "100");
         let later = Refusal::Until(NOW_US + 2);
         assert_eq!(limit(&[stands(&a, 0, None), refuses(&b, 50, later)]), "100");
-        assert_eq!(limit(&[refuses(&a, 0, Refusal::Until(NOW_US + 1)), refuses(&b, 0, later)]), "100");
-        assert_eq!(limit(&[refuses(&a, 3, Refusal::Never), refuses(&b, 0, later)]), "10");
+        assert_eq!(
+            limit(&[
+                refuses(&a, 0, Refusal::Until(NOW_US + 1)),
+                refuses(&b, 0, later)
+            ]),
+            "100"
+        );
+        assert_eq!(
+            limit(&[refuses(&a, 3, Refusal::Never), refuses(&b, 0, later)]),
+            "10"
+        );
         let zero = named("zero", 0, 1);
-        assert_eq!(limit(&[stands(&a, 1, None), refuses(&zero, 0, Refusal::Never)]), "0");
+        assert_eq!(
+            limit(&[stands(&a, 1, None), refuses(&zero, 0, Refusal::Never)]),
+            "0"
+        );
     }
 
     #[test]
     fn an_upstreams_standard_fields_are_kept_and_continued() {
         let login = named("login", 5, 60_000_000);
-        let own = fields(&[("ratelimit", "\"theirs\";r=1"), ("ratelimit-policy", "\"theirs\";q=9")]);
+        let own = fields(&[
+            ("ratelimit", "\"theirs\";r=1"),
+            ("ratelimit-policy", "\"theirs\";q=9"),
+        ]);
         let headers = written(&[stands(&login, 4, None)], BOTH, own);
         assert_eq!(headers["ratelimit"], "\"theirs\";r=1, \"login\";r=4");
-        assert_eq!(headers["ratelimit-policy"], "\"theirs\";q=9, \"login\";q=5;w=60");
+        assert_eq!(
+            headers["ratelimit-policy"],
+            "\"theirs\";q=9, \"login\";q=5;w=60"
+        );
     }
 
     #[test]
     fn an_upstreams_fields_of_an_older_draft_stay_as_they_are() {
         let login = named("login", 5, 60_000_000);
-        let theirs =
-            fields(&[("ratelimit", "limit=10, remaining=5, reset=3"), ("ratelimit-policy", "10;w=60")]);
-        let standard = Fields { legacy: false, ..BOTH };
-        let headers = written(&[stands(&login, 4, Some(1_000_000))], standard, theirs.clone());
+        let theirs = fields(&[
+            ("ratelimit", "limit=10, remaining=5, reset=3"),
+            ("ratelimit-policy", "10;w=60"),
+        ]);
+        let standard = Fields {
+            legacy: false,
+            ..BOTH
+        };
+        let headers = written(
+            &[stands(&login, 4, Some(1_000_000))],
+            standard,
+            theirs.clone(),
+        );
         assert_eq!(headers, theirs);
         let token = fields(&[("ratelimit", "theirs;r=5;t=3")]);
         let headers = written(&[stands(&login, 4, Some(1_000_000))], standard, token);
@@ -357,23 +488,47 @@ mod tests {
         let login = named("login", 5, 60_000_000);
         let limits = [stands(&login, 4, Some(1_000_000))];
         for kept in [
-            fields(&[("x-ratelimit-limit", "9"), ("x-ratelimit-remaining", "4"), ("x-ratelimit-reset", "7")]),
-            fields(&[("x-ratelimit-limit", "9"), ("x-ratelimit-remaining", "many")]),
+            fields(&[
+                ("x-ratelimit-limit", "9"),
+                ("x-ratelimit-remaining", "4"),
+                ("x-ratelimit-reset", "7"),
+            ]),
+            fields(&[
+                ("x-ratelimit-limit", "9"),
+                ("x-ratelimit-remaining", "many"),
+            ]),
             fields(&[("x-ratelimit-limit", "9")]),
             fields(&[("x-ratelimit-reset", "9")]),
         ] {
-            let legacy = Fields { standard: false, ..BOTH };
+            let legacy = Fields {
+                standard: false,
+                ..BOTH
+            };
             assert_eq!(written(&limits, legacy, kept.clone()), kept);
         }
         let looser = fields(&[("x-ratelimit-limit", "9"), ("x-ratelimit-remaining", "5")]);
         let headers = written(&limits, BOTH, looser);
-        let trio = ["x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset"];
-        assert_eq!(trio.map(|name| headers[name].to_str().unwrap()), ["5", "4", "1"]);
+        let trio = [
+            "x-ratelimit-limit",
+            "x-ratelimit-remaining",
+            "x-ratelimit-reset",
+        ];
+        assert_eq!(
+            trio.map(|name| headers[name].to_str().unwrap()),
+            ["5", "4", "1"]
+        );
     }
 
     #[test]
     fn retry_after_is_rounded_up_and_at_least_one() {
-        let cases = [(0, 1), (1, 1), (999_999, 1), (1_000_000, 1), (1_000_001, 2), (60_000_000, 60)];
+        let cases = [
+            (0, 1),
+            (1, 1),
+            (999_999, 1),
+            (1_000_000, 1),
+            (1_000_001, 2),
+            (60_000_000, 60),
+        ];
         for (us, seconds) in cases {
             assert_eq!(retry_after_s(us), seconds, "{us}");
         }

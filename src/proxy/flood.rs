@@ -34,7 +34,11 @@ pub(super) struct Budget {
 
 impl Budget {
     pub(super) fn new(now: Instant) -> Self {
-        Self { left: Cell::new(MOST), refilled: Cell::new(now), exhausted: Cell::new(false) }
+        Self {
+            left: Cell::new(MOST),
+            refilled: Cell::new(now),
+            exhausted: Cell::new(false),
+        }
     }
 
     /// A part of a response is on its way.
@@ -54,9 +58,15 @@ impl Budget {
         if self.left.get() < frames {
             // The clock is looked at only by those who waste much.
             let now = Instant::now();
-            let idle_ms = now.saturating_duration_since(self.refilled.replace(now)).as_millis();
-            let back = u32::try_from(idle_ms).unwrap_or(u32::MAX).saturating_mul(PER_SECOND) / 1000;
-            self.left.set(self.left.get().saturating_add(back).min(MOST));
+            let idle_ms = now
+                .saturating_duration_since(self.refilled.replace(now))
+                .as_millis();
+            let back = u32::try_from(idle_ms)
+                .unwrap_or(u32::MAX)
+                .saturating_mul(PER_SECOND)
+                / 1000;
+            self.left
+                .set(self.left.get().saturating_add(back).min(MOST));
         }
         match self.left.get().checked_sub(frames) {
             Some(left) => self.left.set(left),
@@ -138,12 +148,28 @@ mod tests {
     #[test]
     fn frames_are_found_however_the_bytes_are_cut() {
         let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
-        let kinds = [(4, 18), (1, 300), (9, 0), (0, 70_000), (6, 8), (8, 4), (0, 0), (3, 4), (200, 17)];
-        let frames: Vec<u8> = kinds.into_iter().flat_map(|(kind, len)| frame(kind, len)).collect();
+        let kinds = [
+            (4, 18),
+            (1, 300),
+            (9, 0),
+            (0, 70_000),
+            (6, 8),
+            (8, 4),
+            (0, 0),
+            (3, 4),
+            (200, 17),
+        ];
+        let frames: Vec<u8> = kinds
+            .into_iter()
+            .flat_map(|(kind, len)| frame(kind, len))
+            .collect();
         for bytes in [[preface, frames.clone()].concat(), frames] {
             for step in [1, 2, 3, 8, 9, 10, 1000, usize::MAX] {
                 let mut found = Frames::default();
-                let wasted: u32 = bytes.chunks(step.min(bytes.len())).map(|part| found.wasted(part)).sum();
+                let wasted: u32 = bytes
+                    .chunks(step.min(bytes.len()))
+                    .map(|part| found.wasted(part))
+                    .sum();
                 assert_eq!(wasted, 5, "in steps of {step}: 4, 6, 8, 3 and 200");
                 assert_eq!((found.known, found.payload), (0, 0));
             }

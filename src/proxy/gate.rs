@@ -77,13 +77,23 @@ pub(super) fn check(
 ) -> Result<Target, GateFault> {
     // Methods are case-sensitive (RFC 9110, 9.1), and some frameworks don't know: a `post` that is no POST to policies
     // would be one to them.
-    if parts.method.as_str().bytes().any(|byte| byte.is_ascii_lowercase()) {
+    if parts
+        .method
+        .as_str()
+        .bytes()
+        .any(|byte| byte.is_ascii_lowercase())
+    {
         return Err(GateFault::Method);
     }
-    let websocket_key =
-        if parts.method == Method::CONNECT { Some(upgrade::get_from_connect(parts)?) } else { None };
+    let websocket_key = if parts.method == Method::CONNECT {
+        Some(upgrade::get_from_connect(parts)?)
+    } else {
+        None
+    };
     let seen = Seen::read(&parts.headers, reads_header)?;
-    if parts.method == Method::TRACE && (seen.chunked || seen.content_length.is_some_and(|len| len > 0)) {
+    if parts.method == Method::TRACE
+        && (seen.chunked || seen.content_length.is_some_and(|len| len > 0))
+    {
         return Err(GateFault::TraceBody);
     }
     let path_and_query = origin_form(&parts.method, &parts.uri)?;
@@ -106,7 +116,13 @@ pub(super) fn check(
     let content_length = seen.content_length;
     let wanted = say_anew(parts, seen, websocket_key);
     parts.version = Version::HTTP_11;
-    Ok(Target { authority, host, path_and_query, content_length, wanted })
+    Ok(Target {
+        authority,
+        host,
+        path_and_query,
+        content_length,
+        wanted,
+    })
 }
 
 impl Target {
@@ -114,9 +130,11 @@ impl Target {
     /// brackets. Empty for an HTTP/1.0 request that names none.
     pub(super) fn host(&self) -> &str {
         match (&self.host, &self.authority) {
-            (Host::Part(range), Some(authority)) => {
-                authority.to_str().ok().and_then(|text| text.get(range.clone())).unwrap_or("")
-            }
+            (Host::Part(range), Some(authority)) => authority
+                .to_str()
+                .ok()
+                .and_then(|text| text.get(range.clone()))
+                .unwrap_or(""),
             (Host::Rewritten(text), _) => text,
             (Host::Part(_), None) => "",
         }
@@ -155,13 +173,19 @@ impl GateFault {
 /// The fields of a `Connection` header's list, lower case, without `close` and `keep-alive`.
 pub(super) fn nominated(value: &HeaderValue) -> impl Iterator<Item = HeaderName> + '_ {
     elements(value)
-        .filter(|name| !name.eq_ignore_ascii_case(b"keep-alive") && !name.eq_ignore_ascii_case(b"close"))
+        .filter(|name| {
+            !name.eq_ignore_ascii_case(b"keep-alive") && !name.eq_ignore_ascii_case(b"close")
+        })
         .filter_map(|name| HeaderName::from_bytes(name).ok())
 }
 
 /// The non-empty elements of a comma-separated list without quoted strings.
 pub(super) fn elements(value: &HeaderValue) -> impl Iterator<Item = &[u8]> {
-    value.as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii).filter(|item| !item.is_empty())
+    value
+        .as_bytes()
+        .split(|byte| *byte == b',')
+        .map(<[u8]>::trim_ascii)
+        .filter(|item| !item.is_empty())
 }
 
 /// The host that policies see of a `Host` field. `None`: a request with that would be refused.
@@ -181,7 +205,10 @@ pub(super) fn is_hop_by_hop(name: &HeaderName) -> bool {
             | header::TE
             | header::PROXY_AUTHORIZATION
             | header::PROXY_AUTHENTICATE
-    ) || matches!(name.as_str(), "keep-alive" | "proxy-connection" | "http2-settings")
+    ) || matches!(
+        name.as_str(),
+        "keep-alive" | "proxy-connection" | "http2-settings"
+    )
 }
 
 /// Whether a field never gets as far as the policies. (`Connection`, `TE` and `Upgrade` are said anew.)
@@ -212,7 +239,10 @@ struct Seen {
 }
 
 impl Seen {
-    fn read(headers: &HeaderMap, reads_header: &dyn Fn(&HeaderName) -> bool) -> Result<Self, GateFault> {
+    fn read(
+        headers: &HeaderMap,
+        reads_header: &dyn Fn(&HeaderName) -> bool,
+    ) -> Result<Self, GateFault> {
         let mut seen = Self::default();
         for (name, value) in headers {
             match *name {
@@ -242,7 +272,8 @@ impl Seen {
                     }
                 }
                 header::TE => {
-                    seen.te_trailers |= elements(value).any(|item| item.eq_ignore_ascii_case(b"trailers"));
+                    seen.te_trailers |=
+                        elements(value).any(|item| item.eq_ignore_ascii_case(b"trailers"));
                 }
                 header::UPGRADE => seen.upgrade.push(value.clone()),
                 header::TRAILER => check_trailer_names(value, reads_header)?,
@@ -269,7 +300,11 @@ impl Seen {
 ///
 /// A request with a body is not upgraded: the new protocol begins where the body ends, and not everybody
 /// agrees on where that is. Nor is one by HTTP/1.0, which knows no upgrades.
-fn say_anew(parts: &mut request::Parts, seen: Seen, websocket_key: Option<HeaderValue>) -> Option<Wanted> {
+fn say_anew(
+    parts: &mut request::Parts,
+    seen: Seen,
+    websocket_key: Option<HeaderValue>,
+) -> Option<Wanted> {
     let headers = &mut parts.headers;
     if seen.te_trailers {
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
@@ -284,7 +319,9 @@ fn say_anew(parts: &mut request::Parts, seen: Seen, websocket_key: Option<Header
         for line in seen.upgrade {
             headers.append(header::UPGRADE, line);
         }
-        Some(Wanted::Upgrade { websocket_key: headers.get(header::SEC_WEBSOCKET_KEY).cloned() })
+        Some(Wanted::Upgrade {
+            websocket_key: headers.get(header::SEC_WEBSOCKET_KEY).cloned(),
+        })
     } else {
         None
     };
@@ -315,13 +352,19 @@ fn is_protected(name: &HeaderName, reads_header: &dyn Fn(&HeaderName) -> bool) -
 }
 
 /// CGI-like upstreams turn `-` into `_`, some any other sign too, and so read two names as one.
-fn check_look_alike(name: &HeaderName, reads_header: &dyn Fn(&HeaderName) -> bool) -> Result<(), GateFault> {
+fn check_look_alike(
+    name: &HeaderName,
+    reads_header: &dyn Fn(&HeaderName) -> bool,
+) -> Result<(), GateFault> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
     let bytes = name.as_str().as_bytes();
     if bytes.iter().all(|byte| plain(*byte)) {
         return Ok(());
     }
-    let dashed: SmallVec<[u8; 64]> = bytes.iter().map(|b| if plain(*b) { *b } else { b'-' }).collect();
+    let dashed: SmallVec<[u8; 64]> = bytes
+        .iter()
+        .map(|b| if plain(*b) { *b } else { b'-' })
+        .collect();
     match HeaderName::from_bytes(&dashed) {
         Ok(twin) if is_protected(&twin, reads_header) => Err(GateFault::LookAlike),
         _ => Ok(()),
@@ -371,10 +414,17 @@ fn find_host(
         (None, Some(_)) if parts.version == Version::HTTP_11 => return Err(GateFault::HostMissing),
         (None, Some(named)) => {
             let place = Place::parse(named).ok_or(GateFault::HostInvalid)?;
-            (HeaderValue::from_str(named).map_err(|_invalid| GateFault::HostInvalid)?, place)
+            (
+                HeaderValue::from_str(named).map_err(|_invalid| GateFault::HostInvalid)?,
+                place,
+            )
         }
         (Some(value), named) => {
-            let place = value.to_str().ok().and_then(Place::parse).ok_or(GateFault::HostInvalid)?;
+            let place = value
+                .to_str()
+                .ok()
+                .and_then(Place::parse)
+                .ok_or(GateFault::HostInvalid)?;
             if let Some(named) = named {
                 let named = Place::parse(named).ok_or(GateFault::HostInvalid)?;
                 if !place.same_as(&named, parts.uri.scheme_str()) {
@@ -405,9 +455,16 @@ impl<'a> Place<'a> {
                 None if after.is_empty() => "",
                 None => return None,
             };
-            (text.get(..address.len() + 2)?, port, Some(address.parse().ok()?))
+            (
+                text.get(..address.len() + 2)?,
+                port,
+                Some(address.parse().ok()?),
+            )
         } else {
-            let colon = text.bytes().position(|byte| byte == b':').unwrap_or(text.len());
+            let colon = text
+                .bytes()
+                .position(|byte| byte == b':')
+                .unwrap_or(text.len());
             let (host, port) = text.split_at_checked(colon)?;
             if !is_name(host) {
                 return None;
@@ -416,7 +473,11 @@ impl<'a> Place<'a> {
         };
         let port = match port {
             "" => None,
-            digits => Some(u16::try_from(decimal(digits.as_bytes())?).ok().filter(|port| *port > 0)?),
+            digits => Some(
+                u16::try_from(decimal(digits.as_bytes())?)
+                    .ok()
+                    .filter(|port| *port > 0)?,
+            ),
         };
         Some(Self { host, port, ipv6 })
     }
@@ -448,7 +509,9 @@ fn is_name(host: &str) -> bool {
     let host = host.strip_suffix('.').unwrap_or(host);
     let letter = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'~');
     // By bytes: of so short a text, looking for a sign as `str` does costs five times as much.
-    host.as_bytes().split(|byte| *byte == b'.').all(|label| !label.is_empty() && label.iter().all(letter))
+    host.as_bytes()
+        .split(|byte| *byte == b'.')
+        .all(|label| !label.is_empty() && label.iter().all(letter))
 }
 
 fn origin_form(method: &Method, uri: &Uri) -> Result<PathAndQuery, GateFault> {
@@ -457,7 +520,10 @@ fn origin_form(method: &Method, uri: &Uri) -> Result<PathAndQuery, GateFault> {
         None => uri.authority().is_none(),
         Some(scheme) => matches!(scheme, "http" | "https"),
     };
-    let path_and_query = uri.path_and_query().filter(|_| known_form).ok_or(GateFault::Target)?;
+    let path_and_query = uri
+        .path_and_query()
+        .filter(|_| known_form)
+        .ok_or(GateFault::Target)?;
     let text = path_and_query.as_str();
     match text.as_bytes().first() {
         // Of `http://host#x` this one says "/" and is written as nothing at all.

@@ -3,7 +3,9 @@
 
 use super::body::{BodyError, RequestBody, ResponseBody};
 use bytes::{Buf, BufMut, Bytes, BytesMut};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header, request};
+use http::{
+    HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header, request,
+};
 use http_body_util::BodyExt;
 use prost::Message;
 
@@ -33,7 +35,10 @@ pub(super) enum Code {
 
 /// What to answer to a request that is no call at all.
 pub(super) fn not_a_call(parts: &request::Parts) -> Option<Response<ResponseBody>> {
-    let kind = parts.headers.get(header::CONTENT_TYPE).map_or(&[][..], HeaderValue::as_bytes);
+    let kind = parts
+        .headers
+        .get(header::CONTENT_TYPE)
+        .map_or(&[][..], HeaderValue::as_bytes);
     let status = if parts.version != Version::HTTP_2 {
         StatusCode::HTTP_VERSION_NOT_SUPPORTED
     } else if parts.method != Method::POST {
@@ -49,10 +54,15 @@ pub(super) fn not_a_call(parts: &request::Parts) -> Option<Response<ResponseBody
 }
 
 fn is_grpc(content_type: &[u8]) -> bool {
-    let kind = content_type.split(|byte| *byte == b';').next().unwrap_or_default().trim_ascii();
+    let kind = content_type
+        .split(|byte| *byte == b';')
+        .next()
+        .unwrap_or_default()
+        .trim_ascii();
     let rest = kind.split_at_checked(MEDIA_TYPE.len());
     rest.is_some_and(|(kind, rest)| {
-        kind.eq_ignore_ascii_case(MEDIA_TYPE) && (rest.is_empty() || rest.eq_ignore_ascii_case(PROTO))
+        kind.eq_ignore_ascii_case(MEDIA_TYPE)
+            && (rest.is_empty() || rest.eq_ignore_ascii_case(PROTO))
     })
 }
 
@@ -60,19 +70,28 @@ fn is_grpc(content_type: &[u8]) -> bool {
 pub(super) async fn read<M: Message + Default>(body: RequestBody) -> Result<M, Failure> {
     let mut bytes = match body.collect().await {
         Ok(body) => body.to_bytes(),
-        Err(BodyError::TooLarge) => return Err(Failure(Code::ResourceExhausted, "the message is too large")),
+        Err(BodyError::TooLarge) => {
+            return Err(Failure(Code::ResourceExhausted, "the message is too large"));
+        }
         Err(_) => return Err(Failure(Code::Cancelled, "the message broke off")),
     };
     if bytes.len() < PREFIX_BYTES {
         return Err(Failure(Code::InvalidArgument, "there is no message"));
     }
     if bytes.get_u8() != 0 {
-        return Err(Failure(Code::Unimplemented, "compressed messages are not supported"));
+        return Err(Failure(
+            Code::Unimplemented,
+            "compressed messages are not supported",
+        ));
     }
     if usize::try_from(bytes.get_u32()) != Ok(bytes.len()) {
-        return Err(Failure(Code::InvalidArgument, "a call has one message, whose length stands before it"));
+        return Err(Failure(
+            Code::InvalidArgument,
+            "a call has one message, whose length stands before it",
+        ));
     }
-    M::decode(bytes).map_err(|_undecodable| Failure(Code::InvalidArgument, "the message cannot be read"))
+    M::decode(bytes)
+        .map_err(|_undecodable| Failure(Code::InvalidArgument, "the message cannot be read"))
 }
 
 /// A message as it is sent.
@@ -88,7 +107,10 @@ pub(super) fn framed(message: &impl Message) -> Bytes {
 /// The answer to a call.
 pub(super) fn reply(answer: Result<Bytes, Failure>) -> Response<ResponseBody> {
     let mut response = Response::new(ResponseBody::Empty);
-    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    response.headers_mut().insert(
+        header::CONTENT_TYPE,
+        HeaderValue::from_static("application/grpc"),
+    );
     match answer {
         Ok(message) => {
             let trailers = HeaderMap::from_iter([(STATUS.clone(), HeaderValue::from_static("0"))]);

@@ -54,7 +54,11 @@ impl AddressText {
     /// An IPv4 address in IPv6 clothes (a dual-stack socket) is the IPv4 address.
     pub(super) fn new(ip: IpAddr) -> Self {
         let ip = ip.to_canonical();
-        Self { ip, printed: printed(ip), node: node(ip).into() }
+        Self {
+            ip,
+            printed: printed(ip),
+            node: node(ip).into(),
+        }
     }
 }
 
@@ -74,7 +78,10 @@ pub(super) fn forward_request(parts: &mut request::Parts, target: &Target, hop: 
         && !headers.contains_key(header::TRANSFER_ENCODING)
     {
         // hyper would otherwise drop the body of a GET.
-        headers.insert(header::TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
+        headers.insert(
+            header::TRANSFER_ENCODING,
+            HeaderValue::from_static("chunked"),
+        );
     }
     // One growth of the map instead of one per field.
     headers.reserve(6);
@@ -89,7 +96,9 @@ pub(super) fn forward_request(parts: &mut request::Parts, target: &Target, hop: 
     append_forwarded(headers, target, hop, proto);
     headers.entry(&X_FORWARDED_PROTO).or_insert(proto_value);
     if let Some(authority) = target.authority() {
-        headers.entry(&X_FORWARDED_HOST).or_insert_with(|| authority.clone());
+        headers
+            .entry(&X_FORWARDED_HOST)
+            .or_insert_with(|| authority.clone());
     }
     append_to_list(headers, &header::VIA, via(hop.version_in));
     if !hop.preserve_host || target.authority().is_none() {
@@ -100,7 +109,10 @@ pub(super) fn forward_request(parts: &mut request::Parts, target: &Target, hop: 
 /// Asks for a body that can be read on its way, and for all of it: a client that could choose otherwise would choose
 /// whether its cost is settled.
 pub(super) fn ask_for_plain_body(headers: &mut HeaderMap) {
-    headers.insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+    headers.insert(
+        header::ACCEPT_ENCODING,
+        HeaderValue::from_static("identity"),
+    );
     headers.remove(header::RANGE);
     headers.remove(header::IF_RANGE);
 }
@@ -126,7 +138,9 @@ pub(super) fn forward_response(
     let mut codings = 0_usize;
     for (name, value) in &*headers {
         match *name {
-            header::CONNECTION => strip.extend(gate::nominated(value).filter(|name| !is_essential(name))),
+            header::CONNECTION => {
+                strip.extend(gate::nominated(value).filter(|name| !is_essential(name)))
+            }
             header::CONTENT_LENGTH => lengths += 1,
             header::TRANSFER_ENCODING => {
                 codings += 1;
@@ -162,7 +176,11 @@ pub(super) fn forward_response(
             parts.status = StatusCode::OK;
         }
     }
-    parts.version = if version_in == Version::HTTP_2 { Version::HTTP_2 } else { Version::HTTP_11 };
+    parts.version = if version_in == Version::HTTP_2 {
+        Version::HTTP_2
+    } else {
+        Version::HTTP_11
+    };
     Ok(())
 }
 
@@ -170,9 +188,19 @@ pub(super) fn forward_response(
 /// no framing, since there is no body.
 pub(super) fn forward_interim(parts: &mut response::Parts) {
     let headers = &mut parts.headers;
-    let nominated = headers.get_all(header::CONNECTION).iter().flat_map(gate::nominated);
-    let hop_by_hop = headers.keys().filter(|name| gate::is_hop_by_hop(name)).cloned();
-    let framing = [header::CONTENT_LENGTH, header::TRANSFER_ENCODING, header::TRAILER];
+    let nominated = headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .flat_map(gate::nominated);
+    let hop_by_hop = headers
+        .keys()
+        .filter(|name| gate::is_hop_by_hop(name))
+        .cloned();
+    let framing = [
+        header::CONTENT_LENGTH,
+        header::TRANSFER_ENCODING,
+        header::TRAILER,
+    ];
     let strip: SmallVec<[HeaderName; 8]> = nominated.chain(hop_by_hop).chain(framing).collect();
     for name in &strip {
         headers.remove(name);
@@ -187,9 +215,17 @@ fn check_switch(parts: &response::Parts, wanted: Option<&Wanted>) -> Result<(), 
     match wanted {
         None if switched => Err(ResponseFault::Switched),
         // Who doesn't know WebSockets was talked into saying so, and would go on with HTTP.
-        Some(Wanted::Upgrade { websocket_key }) if switched && upgrade::is_websocket(&parts.headers) => {
-            let is_proven = websocket_key.as_ref().is_some_and(|key| upgrade::accepts(key, &parts.headers));
-            if is_proven { Ok(()) } else { Err(ResponseFault::NotProven) }
+        Some(Wanted::Upgrade { websocket_key })
+            if switched && upgrade::is_websocket(&parts.headers) =>
+        {
+            let is_proven = websocket_key
+                .as_ref()
+                .is_some_and(|key| upgrade::accepts(key, &parts.headers));
+            if is_proven {
+                Ok(())
+            } else {
+                Err(ResponseFault::NotProven)
+            }
         }
         Some(Wanted::WebSocket(key)) if switched && !upgrade::accepts(key, &parts.headers) => {
             Err(ResponseFault::NotProven)
@@ -202,12 +238,24 @@ fn check_switch(parts: &response::Parts, wanted: Option<&Wanted>) -> Result<(), 
 
 /// The `Upgrade` of a response that means the client: the protocol switched to, or required.
 fn upgrade_to_tell(parts: &response::Parts, version_in: Version) -> SmallVec<[HeaderValue; 1]> {
-    let told = matches!(parts.status, StatusCode::SWITCHING_PROTOCOLS | StatusCode::UPGRADE_REQUIRED);
+    let told = matches!(
+        parts.status,
+        StatusCode::SWITCHING_PROTOCOLS | StatusCode::UPGRADE_REQUIRED
+    );
     if version_in != Version::HTTP_11 || !told {
         return SmallVec::new();
     }
-    let list: SmallVec<_> = parts.headers.get_all(header::UPGRADE).iter().cloned().collect();
-    if upgrade::may_pass(&list) { list } else { SmallVec::new() }
+    let list: SmallVec<_> = parts
+        .headers
+        .get_all(header::UPGRADE)
+        .iter()
+        .cloned()
+        .collect();
+    if upgrade::may_pass(&list) {
+        list
+    } else {
+        SmallVec::new()
+    }
 }
 
 /// Adds `item` to a field that is a comma-separated list, in one line.
@@ -231,13 +279,17 @@ pub(super) fn number(value: impl itoa::Integer) -> HeaderValue {
 /// All lines of a list in one.
 fn join<'v>(lines: impl Iterator<Item = &'v HeaderValue>, separator: &[u8]) -> HeaderValue {
     let mut text = Vec::with_capacity(128);
-    for line in lines.map(HeaderValue::as_bytes).filter(|line| !line.trim_ascii().is_empty()) {
+    for line in lines
+        .map(HeaderValue::as_bytes)
+        .filter(|line| !line.trim_ascii().is_empty())
+    {
         if !text.is_empty() {
             text.extend_from_slice(separator);
         }
         text.extend_from_slice(line);
     }
-    HeaderValue::from_maybe_shared(Bytes::from(text)).expect("valid values joined by visible signs are valid")
+    HeaderValue::from_maybe_shared(Bytes::from(text))
+        .expect("valid values joined by visible signs are valid")
 }
 
 /// HTTP/2 may split cookies over lines; HTTP/1.1 has one line (RFC 9113, 8.2.3).
@@ -278,14 +330,33 @@ fn append_forwarded_for(headers: &mut HeaderMap, hop: &Hop<'_>) {
 }
 
 fn append_forwarded(headers: &mut HeaderMap, target: &Target, hop: &Hop<'_>, proto: &str) {
-    let client = behind(hop).filter(|_| !headers.contains_key(header::FORWARDED)).map(node);
+    let client = behind(hop)
+        .filter(|_| !headers.contains_key(header::FORWARDED))
+        .map(node);
     let (client, comma) = client.as_deref().map_or(("", ""), |client| (client, ", "));
-    let authority = target.authority().and_then(|authority| authority.to_str().ok());
+    let authority = target
+        .authority()
+        .and_then(|authority| authority.to_str().ok());
     // Quoted for the colon and the brackets; a valid authority holds nothing to escape.
-    let [host, authority, quote] = authority.map_or([""; 3], |authority| [";host=\"", authority, "\""]);
-    let element = [client, comma, &hop.peer.node, host, authority, quote, ";proto=", proto].concat();
+    let [host, authority, quote] =
+        authority.map_or([""; 3], |authority| [";host=\"", authority, "\""]);
+    let element = [
+        client,
+        comma,
+        &hop.peer.node,
+        host,
+        authority,
+        quote,
+        ";proto=",
+        proto,
+    ]
+    .concat();
     let element = HeaderValue::from_maybe_shared(Bytes::from(element));
-    append_to_list(headers, &header::FORWARDED, element.expect("made of visible signs only"));
+    append_to_list(
+        headers,
+        &header::FORWARDED,
+        element.expect("made of visible signs only"),
+    );
 }
 
 /// The client, if a trusted peer stands before it.
@@ -322,17 +393,24 @@ fn via(version: Version) -> HeaderValue {
 fn is_essential(name: &HeaderName) -> bool {
     matches!(
         *name,
-        header::CONTENT_LENGTH | header::CONTENT_TYPE | header::CONTENT_ENCODING | header::CACHE_CONTROL
+        header::CONTENT_LENGTH
+            | header::CONTENT_TYPE
+            | header::CONTENT_ENCODING
+            | header::CACHE_CONTROL
     )
 }
 
 /// hyper has checked that all lengths agree (also as a list in one line), but would not write several.
 fn single_length(headers: &mut HeaderMap, lines: usize) {
-    let Some(first) = headers.get(header::CONTENT_LENGTH) else { return };
+    let Some(first) = headers.get(header::CONTENT_LENGTH) else {
+        return;
+    };
     if lines == 1 && !first.as_bytes().contains(&b',') {
         return;
     }
-    let number = gate::elements(first).next().and_then(|digits| HeaderValue::from_bytes(digits).ok());
+    let number = gate::elements(first)
+        .next()
+        .and_then(|digits| HeaderValue::from_bytes(digits).ok());
     if let Some(number) = number {
         headers.insert(header::CONTENT_LENGTH, number);
     }

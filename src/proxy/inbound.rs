@@ -35,21 +35,36 @@ impl Inbound {
     ///
     /// # Errors
     /// An [`InboundFault`] for a request that we and the upstream might read differently.
-    pub fn read(parts: &mut request::Parts, peer: IpAddr, table: &PolicyTable) -> Result<Self, InboundFault> {
+    pub fn read(
+        parts: &mut request::Parts,
+        peer: IpAddr,
+        table: &PolicyTable,
+    ) -> Result<Self, InboundFault> {
         let target = gate::check(parts, &|name| table.reads_header(name))?;
         let client = Client::identify(peer, &parts.headers, &table.client);
         let paths = Readings::of(target.path(), &table.path)?;
         let token = match table.tokens() {
             // A second one could hide the first from a policy, and not from the upstream.
-            Some(reader) if reader.is_ambiguous(&parts.headers) => return Err(InboundFault::TokenRepeated),
+            Some(reader) if reader.is_ambiguous(&parts.headers) => {
+                return Err(InboundFault::TokenRepeated);
+            }
             Some(reader) => Token::new(Some(reader), clock::unix_s()),
             None => Token::default(),
         };
-        Ok(Self { target, client, paths, token })
+        Ok(Self {
+            target,
+            client,
+            paths,
+            token,
+        })
     }
 
     /// What policies may know; `parts` are those that were read, `client_cert` is what the peer has shown.
-    pub fn facts<'a>(&'a self, parts: &'a request::Parts, client_cert: Option<&'a Subject>) -> Facts<'a> {
+    pub fn facts<'a>(
+        &'a self,
+        parts: &'a request::Parts,
+        client_cert: Option<&'a Subject>,
+    ) -> Facts<'a> {
         Facts {
             method: &parts.method,
             host: self.target.host(),

@@ -26,7 +26,11 @@ impl Interim {
     /// To a client who can read it: one of HTTP/1.0 would take it for the answer (RFC 9110, 15.2).
     pub(super) fn new(request: Version, client: &Rc<Watch>) -> Self {
         let client = (request == Version::HTTP_11).then(|| Rc::clone(client));
-        Self { client, heads_left: MAX_HEADS, bytes_left: MAX_BYTES }
+        Self {
+            client,
+            heads_left: MAX_HEADS,
+            bytes_left: MAX_BYTES,
+        }
     }
 
     /// Passes a head on, changed as an answer's would be. `version`: the upstream's.
@@ -35,17 +39,25 @@ impl Interim {
     /// no room, or would have to wait until the client has read earlier answers, is of no use to him any more.
     pub(super) fn pass_on(&mut self, status: StatusCode, fields: &HeaderMap, version: Version) {
         let Some(client) = &self.client else { return };
-        let is_hop = matches!(status, StatusCode::CONTINUE | StatusCode::SWITCHING_PROTOCOLS);
+        let is_hop = matches!(
+            status,
+            StatusCode::CONTINUE | StatusCode::SWITCHING_PROTOCOLS
+        );
         if is_hop || !status.is_informational() || self.heads_left == 0 {
             return;
         }
-        let mut parts =
-            response::Builder::new().status(status).version(version).body(()).map(http::Response::into_parts);
+        let mut parts = response::Builder::new()
+            .status(status)
+            .version(version)
+            .body(())
+            .map(http::Response::into_parts);
         let Ok((head, ())) = &mut parts else { return };
         head.headers = fields.clone();
         headers::forward_interim(head);
         let text = text(head);
-        let Some(left) = self.bytes_left.checked_sub(text.len()) else { return };
+        let Some(left) = self.bytes_left.checked_sub(text.len()) else {
+            return;
+        };
         (self.heads_left, self.bytes_left) = (self.heads_left - 1, left);
         client.tell(&text);
     }

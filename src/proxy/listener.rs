@@ -30,10 +30,15 @@ pub(super) fn bind(address: &ListenAddress) -> io::Result<Bound> {
     let bound = Bound::take(address, SOCKET_MODE)?;
     if matches!(address, ListenAddress::Ip(_)) {
         // Accepted sockets inherit it.
-        let keepalive = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE / 6).with_retries(3);
+        let keepalive = TcpKeepalive::new()
+            .with_time(KEEPALIVE)
+            .with_interval(KEEPALIVE / 6)
+            .with_retries(3);
         bound.socket().set_tcp_keepalive(&keepalive)?;
         #[cfg(target_os = "linux")]
-        bound.socket().set_tcp_user_timeout(Some(KEEPALIVE * 3 / 2))?;
+        bound
+            .socket()
+            .set_tcp_user_timeout(Some(KEEPALIVE * 3 / 2))?;
     }
     Ok(bound)
 }
@@ -58,14 +63,18 @@ impl Accepting {
     pub(super) fn take_rest(self, mut take: impl FnMut(NewSocket, SocketAddr) -> bool) {
         match self {
             Self::Tcp(listener) => {
-                let Ok(listener) = listener.into_std() else { return };
+                let Ok(listener) = listener.into_std() else {
+                    return;
+                };
                 while let Ok((socket, addr)) = listener.accept()
                     && socket.set_nonblocking(true).is_ok()
                     && take(NewSocket::Tcp(socket), addr)
                 {}
             }
             Self::Unix { listener, _file } => {
-                let Ok(listener) = listener.into_std() else { return };
+                let Ok(listener) = listener.into_std() else {
+                    return;
+                };
                 while let Ok((socket, _nameless)) = listener.accept()
                     && socket.set_nonblocking(true).is_ok()
                     && take(NewSocket::Unix(socket), LOCAL_PEER)

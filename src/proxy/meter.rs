@@ -89,9 +89,8 @@ impl Meter {
                 State::Known(field(&response.headers, name))
             }
             Actual::Header(_) => State::Trailers,
-            Actual::Json(_) => {
-                Reader::of(response).map_or(State::Known(None), |reader| State::Body(Box::new(reader)))
-            }
+            Actual::Json(_) => Reader::of(response)
+                .map_or(State::Known(None), |reader| State::Body(Box::new(reader))),
         };
         Self { cost, state }
     }
@@ -165,7 +164,12 @@ impl Reader {
     fn of(response: &response::Parts) -> Option<Self> {
         let fields = &response.headers;
         let mut codings = fields.get_all(header::CONTENT_ENCODING).iter();
-        let is_plain = codings.all(|coding| coding.as_bytes().trim_ascii().eq_ignore_ascii_case(b"identity"));
+        let is_plain = codings.all(|coding| {
+            coding
+                .as_bytes()
+                .trim_ascii()
+                .eq_ignore_ascii_case(b"identity")
+        });
         if !is_plain || response.status == StatusCode::PARTIAL_CONTENT {
             return None;
         }
@@ -178,7 +182,10 @@ impl Reader {
             other if other.ends_with("+json") => Form::Document,
             _ => return None,
         };
-        Some(Self { form, ..Self::default() })
+        Some(Self {
+            form,
+            ..Self::default()
+        })
     }
 
     fn read(&mut self, bytes: &[u8], pointer: &Pointer) {
@@ -207,7 +214,8 @@ impl Reader {
 
     /// Some write one before their JSON, and an event stream may begin with one.
     fn without_mark<'b>(&mut self, mut bytes: &'b [u8]) -> &'b [u8] {
-        while let (Some(expected), Some((byte, rest))) = (BYTE_ORDER_MARK.get(self.mark), bytes.split_first())
+        while let (Some(expected), Some((byte, rest))) =
+            (BYTE_ORDER_MARK.get(self.mark), bytes.split_first())
         {
             if byte != expected {
                 self.mark = BYTE_ORDER_MARK.len();

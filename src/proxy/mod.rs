@@ -139,19 +139,38 @@ impl UpstreamUrl {
     /// Host and port as they stand in a `Host` field: the scheme's own port is left out. A socket has no name; what
     /// listens there is on this machine.
     pub fn authority(&self) -> String {
-        let Self::Net { scheme, host, port } = self else { return "localhost".to_owned() };
-        let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
+        let Self::Net { scheme, host, port } = self else {
+            return "localhost".to_owned();
+        };
+        let host = if host.contains(':') {
+            format!("[{host}]")
+        } else {
+            host.clone()
+        };
         let usual = if *scheme == Scheme::Https { 443 } else { 80 };
-        if *port == usual { host } else { format!("{host}:{port}") }
+        if *port == usual {
+            host
+        } else {
+            format!("{host}:{port}")
+        }
     }
 }
 
 impl fmt::Display for UpstreamUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let scheme = match self {
-            Self::Net { scheme: Scheme::Http, .. } => "http",
-            Self::Net { scheme: Scheme::Https, .. } => "https",
-            Self::Net { scheme: Scheme::H2c, .. } => "h2c",
+            Self::Net {
+                scheme: Scheme::Http,
+                ..
+            } => "http",
+            Self::Net {
+                scheme: Scheme::Https,
+                ..
+            } => "https",
+            Self::Net {
+                scheme: Scheme::H2c,
+                ..
+            } => "h2c",
             Self::Unix(path) => return write!(f, "unix:{}", path.display()),
         };
         write!(f, "{scheme}://{}", self.authority())

@@ -11,17 +11,34 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version, he
 use std::net::IpAddr;
 
 /// Fields that an upstream must not get, or no more than once.
-const BOUND_TO_A_CONNECTION: [&str; 7] =
-    ["connection", "keep-alive", "proxy-connection", "upgrade", "te", "http2-settings", "expect"];
+const BOUND_TO_A_CONNECTION: [&str; 7] = [
+    "connection",
+    "keep-alive",
+    "proxy-connection",
+    "upgrade",
+    "te",
+    "http2-settings",
+    "expect",
+];
 
 /// A request that passes the gate and is made into the upstream's can be read in one way only. `bytes` are lines:
 /// method and target, then fields; the first byte chooses version and peer.
 pub fn forwarded(bytes: &[u8], table: &PolicyTable) {
-    let Some((choice, rest)) = bytes.split_first() else { return };
-    let Some(mut parts) = head(*choice, rest) else { return };
+    let Some((choice, rest)) = bytes.split_first() else {
+        return;
+    };
+    let Some(mut parts) = head(*choice, rest) else {
+        return;
+    };
     let (version_in, before) = (parts.version, parts.headers.clone());
-    let peer = if choice & 4 == 0 { IpAddr::from([10, 0, 0, 1]) } else { IpAddr::from([203, 0, 113, 7]) };
-    let Ok(inbound) = Inbound::read(&mut parts, peer, table) else { return };
+    let peer = if choice & 4 == 0 {
+        IpAddr::from([10, 0, 0, 1])
+    } else {
+        IpAddr::from([203, 0, 113, 7])
+    };
+    let Ok(inbound) = Inbound::read(&mut parts, peer, table) else {
+        return;
+    };
     let wants_upgrade = inbound.target.wanted.is_some();
     let has_body = choice & 8 != 0;
     let hop = Hop {
@@ -36,21 +53,40 @@ pub fn forwarded(bytes: &[u8], table: &PolicyTable) {
     };
     headers::forward_request(&mut parts, &inbound.target, &hop);
     let fields = &parts.headers;
-    assert!(only(fields, "host") && fields.contains_key(header::HOST) || version_in == Version::HTTP_10);
+    assert!(
+        only(fields, "host") && fields.contains_key(header::HOST) || version_in == Version::HTTP_10
+    );
     assert!(
         parts.uri.authority().is_none() && parts.uri.to_string().starts_with(['/', '*']),
         "{}",
         parts.uri
     );
     assert_eq!(parts.version, Version::HTTP_11);
-    assert!(!parts.method.as_str().bytes().any(|byte| byte.is_ascii_lowercase()), "{}", parts.method);
+    assert!(
+        !parts
+            .method
+            .as_str()
+            .bytes()
+            .any(|byte| byte.is_ascii_lowercase()),
+        "{}",
+        parts.method
+    );
     assert!(only(fields, "content-length") && only(fields, "transfer-encoding"));
-    assert!(!(fields.contains_key(header::CONTENT_LENGTH) && fields.contains_key(header::TRANSFER_ENCODING)));
+    assert!(
+        !(fields.contains_key(header::CONTENT_LENGTH)
+            && fields.contains_key(header::TRANSFER_ENCODING))
+    );
     if let Some(length) = fields.get(header::CONTENT_LENGTH) {
-        assert!(length.as_bytes().iter().all(u8::is_ascii_digit), "{length:?}");
+        assert!(
+            length.as_bytes().iter().all(u8::is_ascii_digit),
+            "{length:?}"
+        );
     }
     if let Some(coding) = fields.get(header::TRANSFER_ENCODING) {
-        assert!(coding.as_bytes().eq_ignore_ascii_case(b"chunked"), "{coding:?}");
+        assert!(
+            coding.as_bytes().eq_ignore_ascii_case(b"chunked"),
+            "{coding:?}"
+        );
     }
     for name in BOUND_TO_A_CONNECTION {
         let said_anew = match name {
@@ -58,17 +94,30 @@ pub fn forwarded(bytes: &[u8], table: &PolicyTable) {
             "connection" => wants_upgrade || fields.contains_key(header::TE),
             _ => wants_upgrade && name == "upgrade",
         };
-        assert!(!fields.contains_key(name) || said_anew, "{name} in {fields:?}");
+        assert!(
+            !fields.contains_key(name) || said_anew,
+            "{name} in {fields:?}"
+        );
     }
-    for nominated in before.get_all(header::CONNECTION).iter().flat_map(gate::nominated) {
+    for nominated in before
+        .get_all(header::CONNECTION)
+        .iter()
+        .flat_map(gate::nominated)
+    {
         let ours = fields
             .get_all(&nominated)
             .iter()
             .all(|value| !before.get_all(&nominated).iter().any(|was| was == value));
-        assert!(ours || wants_upgrade || is_ours(&nominated), "{nominated} in {fields:?}");
+        assert!(
+            ours || wants_upgrade || is_ours(&nominated),
+            "{nominated} in {fields:?}"
+        );
     }
     assert!(only(fields, "x-forwarded-for") && only(fields, "forwarded"));
-    let chain = fields.get("x-forwarded-for").map(HeaderValue::as_bytes).unwrap_or_default();
+    let chain = fields
+        .get("x-forwarded-for")
+        .map(HeaderValue::as_bytes)
+        .unwrap_or_default();
     assert!(chain.ends_with(peer.to_string().as_bytes()), "{fields:?}");
     if peer == IpAddr::from([203, 0, 113, 7]) {
         assert_eq!(
@@ -85,8 +134,10 @@ fn only(fields: &HeaderMap, name: &str) -> bool {
 
 /// What we write ourselves may be what was there.
 fn is_ours(name: &HeaderName) -> bool {
-    matches!(*name, header::HOST | header::TE | header::VIA | header::FORWARDED | header::TRANSFER_ENCODING)
-        || name.as_str().starts_with("x-forwarded-")
+    matches!(
+        *name,
+        header::HOST | header::TE | header::VIA | header::FORWARDED | header::TRANSFER_ENCODING
+    ) || name.as_str().starts_with("x-forwarded-")
 }
 
 fn head(choice: u8, bytes: &[u8]) -> Option<http::request::Parts> {
@@ -106,7 +157,10 @@ fn head(choice: u8, bytes: &[u8]) -> Option<http::request::Parts> {
         let colon = line.iter().position(|byte| *byte == b':')?;
         let (name, value) = line.split_at_checked(colon)?;
         let name = HeaderName::from_bytes(name).ok()?;
-        parts.headers.append(name, HeaderValue::from_bytes(value.get(1..)?.trim_ascii()).ok()?);
+        parts.headers.append(
+            name,
+            HeaderValue::from_bytes(value.get(1..)?.trim_ascii()).ok()?,
+        );
     }
     Some(parts)
 }
@@ -114,16 +168,26 @@ fn head(choice: u8, bytes: &[u8]) -> Option<http::request::Parts> {
 /// A number in JSON is found as a parser of the whole finds it, however the bytes are cut. The first byte chooses
 /// where to cut.
 pub fn number(bytes: &[u8]) {
-    let Some((step, document)) = bytes.split_first() else { return };
+    let Some((step, document)) = bytes.split_first() else {
+        return;
+    };
     let pointers = ["/usage/total_tokens", "/a", "/0", "/a/0", "/0/b"];
     for text in pointers {
-        let Ok(pointer) = Pointer::parse(text) else { return };
+        let Ok(pointer) = Pointer::parse(text) else {
+            return;
+        };
         let mut scan = Scan::default();
-        document.chunks(usize::from(*step).max(1)).for_each(|part| scan.read(part, &pointer));
+        document
+            .chunks(usize::from(*step).max(1))
+            .for_each(|part| scan.read(part, &pointer));
         let found = scan.finish();
         if let Ok(whole) = serde_json::from_slice::<serde_json::Value>(document) {
             let expected = whole.pointer(text).and_then(serde_json::Value::as_u64);
-            assert_eq!(found, expected.filter(|units| *units <= crate::limiter::MAX_UNITS), "{text}");
+            assert_eq!(
+                found,
+                expected.filter(|units| *units <= crate::limiter::MAX_UNITS),
+                "{text}"
+            );
         }
         scan.read(document, &pointer);
         assert_eq!(found, scan.finish(), "{text}, in one piece");
@@ -142,11 +206,16 @@ pub fn proxy_header(bytes: &[u8]) {
 
 /// Frames are found where they are, however the bytes are cut.
 pub fn frames(bytes: &[u8]) {
-    let Some((step, bytes)) = bytes.split_first() else { return };
+    let Some((step, bytes)) = bytes.split_first() else {
+        return;
+    };
     let mut whole = Frames::default();
     let expected = whole.wasted(bytes);
     let mut parts = Frames::default();
-    let found: u32 = bytes.chunks(usize::from(*step).max(1)).map(|part| parts.wasted(part)).sum();
+    let found: u32 = bytes
+        .chunks(usize::from(*step).max(1))
+        .map(|part| parts.wasted(part))
+        .sum();
     assert_eq!(found, expected);
 }
 
@@ -163,7 +232,11 @@ mod tests {
             ipv4_prefix: 32,
             ipv6_prefix: 64,
         };
-        let fields = Fields { standard: true, legacy: true, legacy_reset_epoch: false };
+        let fields = Fields {
+            standard: true,
+            legacy: true,
+            legacy_reset_epoch: false,
+        };
         PolicyTable::new(Vec::new(), path::Settings::USUAL, client, fields)
     }
 

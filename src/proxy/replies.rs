@@ -10,7 +10,9 @@ use super::inbound::InboundFault;
 use crate::enforcer::{Limited, Outcome, Retry, Verdict};
 use crate::policy::{Cors, Fields, Reject};
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header, request};
+use http::{
+    HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header, request,
+};
 
 static PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
 static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
@@ -22,7 +24,8 @@ const GRPC: &[u8] = b"application/grpc";
 const USUAL_FIELDS: usize = 10;
 const BLANK: &str = "about:blank";
 const QUOTA_EXCEEDED: &str = "https://iana.org/assignments/http-problem-types#quota-exceeded";
-const REDUCED_CAPACITY: &str = "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
+const REDUCED_CAPACITY: &str =
+    "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
 
 /// How a client wants to be answered. Read it before the request is given away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,22 +96,35 @@ impl<'t> Style<'t> {
         let cors = if cors.is_empty() {
             Reader::Unknown
         } else {
-            cors.allowed(&parts.headers).map_or(Reader::Refused, Reader::Allowed)
+            cors.allowed(&parts.headers)
+                .map_or(Reader::Refused, Reader::Allowed)
         };
-        Self { format, head: parts.method == Method::HEAD, version: parts.version, cors }
+        Self {
+            format,
+            head: parts.method == Method::HEAD,
+            version: parts.version,
+            cors,
+        }
     }
 
     /// For who goes by the status: gRPC says no with a 200.
     pub(super) fn by_status(self) -> Self {
         match self.format {
-            Format::Grpc => Self { format: Format::Json, ..self },
+            Format::Grpc => Self {
+                format: Format::Json,
+                ..self
+            },
             Format::Json | Format::Text => self,
         }
     }
 }
 
 /// The answer to a request that a verdict refuses, rate-limit fields included; `None` if it is to be forwarded.
-pub(super) fn refusal(verdict: &Verdict<'_>, shown: Fields, style: Style<'_>) -> Option<Response<Bytes>> {
+pub(super) fn refusal(
+    verdict: &Verdict<'_>,
+    shown: Fields,
+    style: Style<'_>,
+) -> Option<Response<Bytes>> {
     let mut response = match &verdict.outcome {
         Outcome::Forward => return None,
         Outcome::Limited(limited) => limited_reply(limited, style),
@@ -125,17 +141,29 @@ pub(super) fn refusal(verdict: &Verdict<'_>, shown: Fields, style: Style<'_>) ->
             problem.reply_with(*reject, style)
         }
         Outcome::BadKey { policy, fault } => {
-            let detail = format!("Policy \"{policy}\" cannot tell whose quota this request uses: {fault}.");
+            let detail =
+                format!("Policy \"{policy}\" cannot tell whose quota this request uses: {fault}.");
             let problem = Problem::new(StatusCode::BAD_REQUEST, "http_request_error", detail);
-            Problem { policy: Some(policy), ..problem }.reply(style)
+            Problem {
+                policy: Some(policy),
+                ..problem
+            }
+            .reply(style)
         }
-        Outcome::Unavailable { policy, retry_after_us } => {
+        Outcome::Unavailable {
+            policy,
+            retry_after_us,
+        } => {
             let detail = format!("Policy \"{policy}\" cannot be decided at the moment.");
             Problem {
                 kind: REDUCED_CAPACITY,
                 policy: Some(policy),
                 retry: Some(Retry::After(*retry_after_us)),
-                ..Problem::new(StatusCode::SERVICE_UNAVAILABLE, "proxy_internal_error", detail)
+                ..Problem::new(
+                    StatusCode::SERVICE_UNAVAILABLE,
+                    "proxy_internal_error",
+                    detail,
+                )
             }
             .reply(style)
         }
@@ -154,7 +182,8 @@ pub(super) fn inbound_fault(fault: InboundFault, style: Style<'_>) -> Response<B
     let mut response = problem.reply(style);
     close(&mut response, style);
     if fault == InboundFault::Gate(GateFault::Connect) {
-        let allowed = HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS, TRACE");
+        let allowed =
+            HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS, TRACE");
         response.headers_mut().insert(header::ALLOW, allowed);
     }
     response
@@ -169,7 +198,10 @@ pub(super) fn local(what: Local, style: Style<'_>) -> Response<Bytes> {
         problem.retry = Some(Retry::After(1_000_000));
     }
     let mut response = problem.reply(style);
-    if matches!(what, Local::BodyTooLarge | Local::BodyTimeout | Local::BodyBroken) {
+    if matches!(
+        what,
+        Local::BodyTooLarge | Local::BodyTimeout | Local::BodyBroken
+    ) {
         // The rest of the body stands between us and the next request.
         close(&mut response, style);
     }
@@ -181,32 +213,46 @@ impl Local {
     fn told(self) -> (StatusCode, &'static str, &'static str) {
         use StatusCode as S;
         match self {
-            Self::ConnectRefused => {
-                (S::BAD_GATEWAY, "connection_refused", "The upstream does not accept connections.")
-            }
+            Self::ConnectRefused => (
+                S::BAD_GATEWAY,
+                "connection_refused",
+                "The upstream does not accept connections.",
+            ),
             Self::ConnectTimeout => (
                 S::GATEWAY_TIMEOUT,
                 "connection_timeout",
                 "The upstream did not accept a connection in time.",
             ),
-            Self::Dns => (S::BAD_GATEWAY, "dns_error", "The upstream's name could not be resolved."),
-            Self::Tls => {
-                (S::BAD_GATEWAY, "tls_protocol_error", "No secure connection to the upstream could be made.")
-            }
+            Self::Dns => (
+                S::BAD_GATEWAY,
+                "dns_error",
+                "The upstream's name could not be resolved.",
+            ),
+            Self::Tls => (
+                S::BAD_GATEWAY,
+                "tls_protocol_error",
+                "No secure connection to the upstream could be made.",
+            ),
             Self::Terminated => (
                 S::BAD_GATEWAY,
                 "connection_terminated",
                 "The upstream closed the connection without a response.",
             ),
-            Self::Protocol => {
-                (S::BAD_GATEWAY, "http_protocol_error", "The upstream sent a response that is not valid.")
-            }
-            Self::Upgrade => {
-                (S::BAD_GATEWAY, "http_upgrade_failed", "The upstream does not open WebSockets by HTTP/2.")
-            }
-            Self::ResponseTimeout => {
-                (S::GATEWAY_TIMEOUT, "connection_read_timeout", "The upstream did not respond in time.")
-            }
+            Self::Protocol => (
+                S::BAD_GATEWAY,
+                "http_protocol_error",
+                "The upstream sent a response that is not valid.",
+            ),
+            Self::Upgrade => (
+                S::BAD_GATEWAY,
+                "http_upgrade_failed",
+                "The upstream does not open WebSockets by HTTP/2.",
+            ),
+            Self::ResponseTimeout => (
+                S::GATEWAY_TIMEOUT,
+                "connection_read_timeout",
+                "The upstream did not respond in time.",
+            ),
             Self::Overlong => (
                 S::GATEWAY_TIMEOUT,
                 "http_response_timeout",
@@ -217,15 +263,21 @@ impl Local {
                 "connection_limit_reached",
                 "Too many requests wait, or no connection to the upstream became free in time.",
             ),
-            Self::BodyTooLarge => {
-                (S::PAYLOAD_TOO_LARGE, "http_request_error", "The request's body is larger than allowed.")
-            }
-            Self::BodyTimeout => {
-                (S::REQUEST_TIMEOUT, "http_request_error", "The request's body did not arrive in time.")
-            }
-            Self::BodyBroken => {
-                (S::BAD_REQUEST, "http_request_error", "The request's body is not valid HTTP, or broke off.")
-            }
+            Self::BodyTooLarge => (
+                S::PAYLOAD_TOO_LARGE,
+                "http_request_error",
+                "The request's body is larger than allowed.",
+            ),
+            Self::BodyTimeout => (
+                S::REQUEST_TIMEOUT,
+                "http_request_error",
+                "The request's body did not arrive in time.",
+            ),
+            Self::BodyBroken => (
+                S::BAD_REQUEST,
+                "http_request_error",
+                "The request's body is not valid HTTP, or broke off.",
+            ),
             Self::TooManyHeaders => (
                 S::REQUEST_HEADER_FIELDS_TOO_LARGE,
                 "http_request_error",
@@ -239,12 +291,20 @@ fn limited_reply(limited: &Limited<'_>, style: Style<'_>) -> Response<Bytes> {
     let policy = limited.policy;
     let detail = match (limited.retry, limited.retry.header_s()) {
         (Retry::Unknown, _) => {
-            format!("Policy \"{policy}\" has no room for this request now, and nobody can tell when it will.")
+            format!(
+                "Policy \"{policy}\" has no room for this request now, and nobody can tell when it will."
+            )
         }
         (_, Some(seconds)) => {
             let mut buffer = itoa::Buffer::new();
-            ["Over the limit of policy \"", policy, "\". Try again in ", buffer.format(seconds), " s."]
-                .concat()
+            [
+                "Over the limit of policy \"",
+                policy,
+                "\". Try again in ",
+                buffer.format(seconds),
+                " s.",
+            ]
+            .concat()
         }
         (_, None) => format!(
             "Policy \"{policy}\" never allows this request: it asks for more than the limit. Trying again will not help."
@@ -283,7 +343,10 @@ impl Reader<'_> {
         headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, EXPOSED);
         if origin != "*" {
             // Scripts that send cookies could not read the answer otherwise; with "*" browsers forbid it.
-            headers.insert(header::ACCESS_CONTROL_ALLOW_CREDENTIALS, HeaderValue::from_static("true"));
+            headers.insert(
+                header::ACCESS_CONTROL_ALLOW_CREDENTIALS,
+                HeaderValue::from_static("true"),
+            );
         }
     }
 }
@@ -334,7 +397,12 @@ impl<'a> Problem<'a> {
             }
             (Format::Text, None) => {
                 let kind = HeaderValue::from_static("text/plain; charset=utf-8");
-                with_body(self.status, kind, format!("{}\n{}\n", self.title, self.detail).into(), style)
+                with_body(
+                    self.status,
+                    kind,
+                    format!("{}\n{}\n", self.title, self.detail).into(),
+                    style,
+                )
             }
         };
         let headers = response.headers_mut();
@@ -356,7 +424,10 @@ impl<'a> Problem<'a> {
     fn grpc(&self) -> Response<Bytes> {
         let mut response = Response::new(Bytes::new());
         let headers = response.headers_mut();
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        headers.insert(
+            header::CONTENT_TYPE,
+            HeaderValue::from_static("application/grpc"),
+        );
         headers.insert(&GRPC_STATUS, HeaderValue::from(u16::from(self.grpc_status)));
         if let Ok(message) = HeaderValue::try_from(percent_encoded(&self.detail)) {
             headers.insert(&GRPC_MESSAGE, message);
@@ -367,7 +438,13 @@ impl<'a> Problem<'a> {
     fn json(&self) -> String {
         let mut out = String::with_capacity(320);
         // Type and title are words of ours, in which nothing needs an escape.
-        for piece in ["{\"type\":\"", self.kind, "\",\"title\":\"", self.title, "\",\"status\":"] {
+        for piece in [
+            "{\"type\":\"",
+            self.kind,
+            "\",\"title\":\"",
+            self.title,
+            "\",\"status\":",
+        ] {
             out.push_str(piece);
         }
         out.push_str(self.status.as_str());
@@ -378,7 +455,11 @@ impl<'a> Problem<'a> {
             push_json_string(&mut out, policy);
         }
         for (place, name) in self.violated.iter().enumerate() {
-            out.push_str(if place == 0 { ",\"violated-policies\":[" } else { "," });
+            out.push_str(if place == 0 {
+                ",\"violated-policies\":["
+            } else {
+                ","
+            });
             push_json_string(&mut out, name);
         }
         if !self.violated.is_empty() {
@@ -393,7 +474,12 @@ impl<'a> Problem<'a> {
     }
 }
 
-fn with_body(status: StatusCode, kind: HeaderValue, body: Bytes, style: Style<'_>) -> Response<Bytes> {
+fn with_body(
+    status: StatusCode,
+    kind: HeaderValue,
+    body: Bytes,
+    style: Style<'_>,
+) -> Response<Bytes> {
     let mut response = Response::new(Bytes::new());
     response.headers_mut().reserve(USUAL_FIELDS);
     *response.status_mut() = status;
@@ -413,7 +499,9 @@ fn with_body(status: StatusCode, kind: HeaderValue, body: Bytes, style: Style<'_
 /// HTTP/2 has no `Connection`; there the stream ends and the connection may live.
 fn close(response: &mut Response<Bytes>, style: Style<'_>) {
     if style.version != Version::HTTP_2 {
-        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        response
+            .headers_mut()
+            .insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
 }
 
@@ -450,7 +538,11 @@ fn push_json_string(out: &mut String, text: &str) {
     let mut rest = text;
     out.push('"');
     // What needs no escape, mostly all of it, goes as a whole.
-    while let Some((plain, special)) = rest.bytes().position(is_special).map(|at| rest.split_at(at)) {
+    while let Some((plain, special)) = rest
+        .bytes()
+        .position(is_special)
+        .map(|at| rest.split_at(at))
+    {
         out.push_str(plain);
         let mut signs = special.chars();
         match signs.next() {
@@ -489,7 +581,13 @@ fn percent_encoded(text: &str) -> String {
 /// A fault's text with a capital and a full stop.
 fn sentence(text: &str) -> String {
     let mut signs = text.chars();
-    signs.next().into_iter().flat_map(char::to_uppercase).chain(signs).chain(['.']).collect()
+    signs
+        .next()
+        .into_iter()
+        .flat_map(char::to_uppercase)
+        .chain(signs)
+        .chain(['.'])
+        .collect()
 }
 
 /// Whether `Accept` ranks plain text above JSON. Absent, unreadable, or no preference: JSON.
@@ -497,13 +595,20 @@ fn prefers_text(headers: &HeaderMap) -> bool {
     let mut text = Rank::default();
     let mut json = Rank::default();
     for line in headers.get_all(header::ACCEPT) {
-        let Ok(line) = line.to_str() else { return false };
+        let Ok(line) = line.to_str() else {
+            return false;
+        };
         for element in line.split(',') {
             let mut pieces = element.split(';').map(str::trim);
             let range = pieces.next().unwrap_or("");
-            let weight =
-                pieces.find_map(|piece| piece.strip_prefix("q=").or_else(|| piece.strip_prefix("Q=")));
-            let Some(weight) = weight.map_or(Some(1000), thousandths) else { return false };
+            let weight = pieces.find_map(|piece| {
+                piece
+                    .strip_prefix("q=")
+                    .or_else(|| piece.strip_prefix("Q="))
+            });
+            let Some(weight) = weight.map_or(Some(1000), thousandths) else {
+                return false;
+            };
             let is = |name: &str| range.eq_ignore_ascii_case(name);
             if is("text/plain") {
                 text.say(3, weight);
@@ -540,7 +645,10 @@ impl Rank {
 /// A weight from 0 to 1 with at most three places, times a thousand.
 fn thousandths(text: &str) -> Option<u16> {
     let (whole, places) = text.split_once('.').unwrap_or((text, ""));
-    if !matches!(whole, "0" | "1") || places.len() > 3 || !places.bytes().all(|b| b.is_ascii_digit()) {
+    if !matches!(whole, "0" | "1")
+        || places.len() > 3
+        || !places.bytes().all(|b| b.is_ascii_digit())
+    {
         return None;
     }
     let weight = format!("{whole}{places:0<3}").parse().ok()?;

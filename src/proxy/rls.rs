@@ -33,7 +33,11 @@ use tokio::time::Instant;
 const SHOULD_RATE_LIMIT: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 const HEALTH: &str = "/grpc.health.v1.Health/Check";
 /// Whose health may be asked for: the whole server's, the service's, and that by the name that Envoy's own server has.
-const HEALTH_OF: [&str; 3] = ["", "envoy.service.ratelimit.v3.RateLimitService", "ratelimit"];
+const HEALTH_OF: [&str; 3] = [
+    "",
+    "envoy.service.ratelimit.v3.RateLimitService",
+    "ratelimit",
+];
 
 /// The largest call. Envoy's have some hundred bytes.
 pub const MAX_MESSAGE_BYTES: u64 = 64 << 10;
@@ -45,7 +49,11 @@ const SECOND_US: u64 = 1_000_000;
 
 impl Service {
     /// Answers a call.
-    pub(super) async fn rls(&self, request: Request<RequestBody>, peer: &Peer) -> Response<ResponseBody> {
+    pub(super) async fn rls(
+        &self,
+        request: Request<RequestBody>,
+        peer: &Peer,
+    ) -> Response<ResponseBody> {
         let arrived = Instant::now();
         let (parts, body) = request.into_parts();
         if let Some(response) = grpc::not_a_call(&parts) {
@@ -57,7 +65,10 @@ impl Service {
         let answer = match parts.uri.path() {
             SHOULD_RATE_LIMIT => {
                 let trace = Context::of(&parts.headers).map(|context| context.trace);
-                let mut counted = Counted { shard: &self.shard, call: Call::GivenUp };
+                let mut counted = Counted {
+                    shard: &self.shard,
+                    call: Call::GivenUp,
+                };
                 let answer = self.should_rate_limit(body, peer, arrived, trace).await;
                 counted.call = match &answer {
                     Ok((call, _)) => *call,
@@ -82,8 +93,14 @@ impl Service {
         if !HEALTH_OF.contains(&&*asked.service) {
             return Err(Failure(Code::NotFound, "there is no such service"));
         }
-        let status = if self.is_ending() { ServingStatus::NotServing } else { ServingStatus::Serving };
-        Ok(grpc::framed(&HealthCheckResponse { status: status.into() }))
+        let status = if self.is_ending() {
+            ServingStatus::NotServing
+        } else {
+            ServingStatus::Serving
+        };
+        Ok(grpc::framed(&HealthCheckResponse {
+            status: status.into(),
+        }))
     }
 
     async fn should_rate_limit(
@@ -101,9 +118,18 @@ impl Service {
             .map(|(told, entries)| descriptor(&call, told, entries))
             .collect::<Result<Vec<_>, _>>()?;
         let rules = self.enforcer.rules();
-        let called = self.enforcer.decide_call(&rules, &descriptors, arrived).await;
+        let called = self
+            .enforcer
+            .decide_call(&rules, &descriptors, arrived)
+            .await;
         self.shard.answer(answer(&called.verdict));
-        self.shard.unmet(called.statuses.iter().filter(|status| !status.is_met).count());
+        self.shard.unmet(
+            called
+                .statuses
+                .iter()
+                .filter(|status| !status.is_met)
+                .count(),
+        );
         self.log_call(&called, &descriptors, peer, arrived, trace);
         if let Outcome::Unavailable { .. } = called.verdict.outcome {
             return Err(Failure(Code::Unavailable, "the store gave no answer"));
@@ -129,8 +155,13 @@ impl Service {
             }
             Outcome::Unavailable { policy, .. } => (StatusCode::SERVICE_UNAVAILABLE, Some(*policy)),
         };
-        let over = statuses.iter().zip(descriptors).find(|(status, _)| status.is_over);
-        let shown = over.map(|(_, descriptor)| descriptor).or(descriptors.first());
+        let over = statuses
+            .iter()
+            .zip(descriptors)
+            .find(|(status, _)| status.is_over);
+        let shown = over
+            .map(|(_, descriptor)| descriptor)
+            .or(descriptors.first());
         self.access.write(&Entry {
             method: "RLS",
             host: shown.map_or("", |descriptor| descriptor.domain),
@@ -172,17 +203,28 @@ fn check(call: &RateLimitRequest) -> Result<(), Failure> {
     if call.descriptors.len() > MAX_DESCRIPTORS {
         return invalid("there are more than 64 descriptors");
     }
-    if call.descriptors.iter().any(|descriptor| descriptor.entries.len() > MAX_ENTRIES) {
+    if call
+        .descriptors
+        .iter()
+        .any(|descriptor| descriptor.entries.len() > MAX_ENTRIES)
+    {
         return invalid("a descriptor has more than 64 entries");
     }
-    if call.descriptors.iter().any(|descriptor| descriptor.is_negative_hits) {
+    if call
+        .descriptors
+        .iter()
+        .any(|descriptor| descriptor.is_negative_hits)
+    {
         return invalid("hits are not given back");
     }
     Ok(())
 }
 
 fn entries(told: &RateLimitDescriptor) -> Vec<(&str, &str)> {
-    told.entries.iter().map(|entry| (&*entry.key, &*entry.value)).collect()
+    told.entries
+        .iter()
+        .map(|entry| (&*entry.key, &*entry.value))
+        .collect()
 }
 
 fn descriptor<'a>(
@@ -191,12 +233,17 @@ fn descriptor<'a>(
     entries: &'a [(&'a str, &'a str)],
 ) -> Result<Descriptor<'a>, Failure> {
     // A call can't say 0, a descriptor can.
-    let hits = told.hits_addend.as_ref().map_or(u64::from(call.hits_addend.max(1)), |hits| hits.value);
+    let hits = told
+        .hits_addend
+        .as_ref()
+        .map_or(u64::from(call.hits_addend.max(1)), |hits| hits.value);
     let instead = match &told.limit {
         None => None,
         Some(limit) => {
-            let per_s = period_s(limit.unit())
-                .ok_or(Failure(Code::InvalidArgument, "a limit without a unit of time"))?;
+            let per_s = period_s(limit.unit()).ok_or(Failure(
+                Code::InvalidArgument,
+                "a limit without a unit of time",
+            ))?;
             Some((limit.requests_per_unit, per_s * SECOND_US))
         }
     };
@@ -219,7 +266,13 @@ fn period_s(unit: Unit) -> Option<u64> {
 }
 
 fn told(Called { verdict, statuses }: &Called<'_>, fields: Fields) -> RateLimitResponse {
-    let code = |over| if over { response::Code::OverLimit } else { response::Code::Ok };
+    let code = |over| {
+        if over {
+            response::Code::OverLimit
+        } else {
+            response::Code::Ok
+        }
+    };
     let (headers, body) = reply(verdict, fields);
     RateLimitResponse {
         overall_code: code(verdict.outcome.is_over_limit()).into(),
@@ -234,7 +287,10 @@ fn told(Called { verdict, statuses }: &Called<'_>, fields: Fields) -> RateLimitR
 
 fn standing(status: &Status<'_>, code: response::Code, now_us: u64) -> response::DescriptorStatus {
     let Some(reported) = &status.tightest else {
-        return response::DescriptorStatus { code: code.into(), ..Default::default() };
+        return response::DescriptorStatus {
+            code: code.into(),
+            ..Default::default()
+        };
     };
     let reset_us = fields::reset_at_us(reported, now_us).saturating_sub(now_us);
     response::DescriptorStatus {
@@ -254,7 +310,10 @@ fn current_limit(reported: &Reported<'_>) -> response::RateLimit {
     let units = [Unit::Day, Unit::Hour, Unit::Minute, Unit::Second];
     let fitting = units.into_iter().find_map(|unit| {
         let unit_us = period_s(unit)? * SECOND_US;
-        limit.per_us.is_multiple_of(unit_us).then_some((unit, limit.per_us / unit_us))
+        limit
+            .per_us
+            .is_multiple_of(unit_us)
+            .then_some((unit, limit.per_us / unit_us))
     });
     let (unit, times) = fitting.unwrap_or((Unit::Unknown, 1));
     let times = u32::try_from(times).ok().filter(|times| *times > 1);
@@ -280,7 +339,13 @@ fn reply(verdict: &Verdict<'_>, fields: Fields) -> (Vec<messages::HeaderValue>, 
         Outcome::Denied { reject, .. } => *reject,
         _ => None,
     };
-    if let Some(Reject { body, content_type, headers: more, .. }) = reject {
+    if let Some(Reject {
+        body,
+        content_type,
+        headers: more,
+        ..
+    }) = reject
+    {
         if !body.is_empty() {
             headers.insert(header::CONTENT_TYPE, content_type.clone());
         }
@@ -289,7 +354,13 @@ fn reply(verdict: &Verdict<'_>, fields: Fields) -> (Vec<messages::HeaderValue>, 
         });
     }
     let added = headers.iter().filter_map(|(name, value)| {
-        Some(messages::HeaderValue { key: name.to_string(), value: value.to_str().ok()?.to_owned() })
+        Some(messages::HeaderValue {
+            key: name.to_string(),
+            value: value.to_str().ok()?.to_owned(),
+        })
     });
-    (added.collect(), reject.map(|reject| reject.body.clone()).unwrap_or_default())
+    (
+        added.collect(),
+        reject.map(|reject| reject.body.clone()).unwrap_or_default(),
+    )
 }

@@ -106,7 +106,13 @@ pub struct Peer {
 impl Peer {
     pub(super) fn new(addr: SocketAddr) -> Self {
         let addr = SocketAddr::new(addr.ip().to_canonical(), addr.port());
-        Self { door: Door::Proxy, addr, tls: false, certificate: None, text: AddressText::new(addr.ip()) }
+        Self {
+            door: Door::Proxy,
+            addr,
+            tls: false,
+            certificate: None,
+            text: AddressText::new(addr.ip()),
+        }
     }
 }
 
@@ -164,8 +170,16 @@ impl Server {
     pub fn of(threads: usize) -> Self {
         let threads = threads.max(1);
         let live = (0..threads).map(|_| AtomicUsize::new(0)).collect();
-        let load = Load(Arc::new(Counters { live, panics: AtomicU64::new(0), full: AtomicU64::new(0) }));
-        Self { entries: Vec::new(), threads, load }
+        let load = Load(Arc::new(Counters {
+            live,
+            panics: AtomicU64::new(0),
+            full: AtomicU64::new(0),
+        }));
+        Self {
+            entries: Vec::new(),
+            threads,
+            load,
+        }
     }
 
     /// Takes one more address, for the same workers. Returns where it listens: the port that the system chose if none
@@ -181,7 +195,12 @@ impl Server {
     ) -> io::Result<ListenAddress> {
         let listener = listener::bind(&settings.address)?;
         let address = listener.address()?;
-        self.entries.push(Entry { door, listener, settings: settings.clone(), tls });
+        self.entries.push(Entry {
+            door,
+            listener,
+            settings: settings.clone(),
+            tls,
+        });
         Ok(address)
     }
 
@@ -190,13 +209,18 @@ impl Server {
     /// # Errors
     /// When the socket has none, which no system is known to say of a bound socket.
     pub fn address(&self) -> io::Result<ListenAddress> {
-        let first = self.entries.first().ok_or_else(|| io::Error::other("no address"))?;
+        let first = self
+            .entries
+            .first()
+            .ok_or_else(|| io::Error::other("no address"))?;
         first.listener.address()
     }
 
     /// Lets clients connect; they wait in the kernel until they are accepted.
     pub(super) fn listen(&self) -> io::Result<()> {
-        self.entries.iter().try_for_each(|entry| entry.listener.listen(listener::BACKLOG))
+        self.entries
+            .iter()
+            .try_for_each(|entry| entry.listener.listen(listener::BACKLOG))
     }
 
     /// The live counts of connections, for metrics.
@@ -269,8 +293,12 @@ impl Server {
         }
         // Workers see the end of their queues, and finish what they have.
         let threads: Vec<_> = workers.into_iter().map(|worker| worker.thread).collect();
-        let mut ended =
-            tokio::task::spawn_blocking(|| threads.into_iter().map(JoinHandle::join).collect::<Vec<_>>());
+        let mut ended = tokio::task::spawn_blocking(|| {
+            threads
+                .into_iter()
+                .map(JoinHandle::join)
+                .collect::<Vec<_>>()
+        });
         let finished = tokio::select! {
             biased;
             () = until(&mut stop, Stop::Now) => None,
@@ -285,7 +313,10 @@ impl Server {
         };
         match failed {
             Some(error) => Err(error),
-            None => counts?.into_iter().map(|count| count.map_err(|_panic| worker_died())).sum(),
+            None => counts?
+                .into_iter()
+                .map(|count| count.map_err(|_panic| worker_died()))
+                .sum(),
         }
     }
 }
@@ -305,7 +336,11 @@ fn worker_died() -> io::Error {
 impl Load {
     /// Connections that are open now.
     pub fn connections(&self) -> usize {
-        self.0.live.iter().map(|live| live.load(Ordering::Relaxed)).sum()
+        self.0
+            .live
+            .iter()
+            .map(|live| live.load(Ordering::Relaxed))
+            .sum()
     }
 
     /// Connections, and requests by HTTP/2, that ended in a panic; each is a bug.
@@ -323,7 +358,10 @@ impl Load {
     }
 
     fn of(&self, worker: usize) -> usize {
-        self.0.live.get(worker).map_or(usize::MAX, |live| live.load(Ordering::Relaxed))
+        self.0
+            .live
+            .get(worker)
+            .map_or(usize::MAX, |live| live.load(Ordering::Relaxed))
     }
 }
 
@@ -347,7 +385,11 @@ impl Counted {
         if let Some(live) = load.0.live.get(worker) {
             live.fetch_add(1, Ordering::Relaxed);
         }
-        Self { load: load.clone(), worker, _permit: permit }
+        Self {
+            load: load.clone(),
+            worker,
+            _permit: permit,
+        }
     }
 }
 
@@ -383,7 +425,12 @@ impl Acceptor {
         Ok(Self {
             entry: place,
             listener: entry.listener.into_accepting()?,
-            room: Arc::new(Semaphore::new(entry.settings.max_connections.clamp(1, Semaphore::MAX_PERMITS))),
+            room: Arc::new(Semaphore::new(
+                entry
+                    .settings
+                    .max_connections
+                    .clamp(1, Semaphore::MAX_PERMITS),
+            )),
             queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
             failing: false,
             in_hand: None,
@@ -393,7 +440,9 @@ impl Acceptor {
     /// Returns when a worker is gone.
     async fn run(&mut self, load: &Load) -> io::Error {
         loop {
-            let Some(permit) = self.room(load).await else { return worker_died() };
+            let Some(permit) = self.room(load).await else {
+                return worker_died();
+            };
             let (socket, addr) = self.accept().await;
             // Who is told to end while a worker's queue is full still has it.
             self.in_hand = Some((socket, addr, permit));
@@ -406,14 +455,27 @@ impl Acceptor {
     /// Takes what the kernel has completed by now, as far as there is room, and closes the listener. These clients
     /// may have sent a request, and closing would answer it with a reset.
     fn take_rest(self) -> Rest {
-        let Self { entry, listener, room, queues, in_hand, .. } = self;
+        let Self {
+            entry,
+            listener,
+            room,
+            queues,
+            in_hand,
+            ..
+        } = self;
         let mut connections = Vec::from_iter(in_hand);
         listener.take_rest(|socket, addr| {
-            let Ok(permit) = Arc::clone(&room).try_acquire_owned() else { return false };
+            let Ok(permit) = Arc::clone(&room).try_acquire_owned() else {
+                return false;
+            };
             connections.push((socket, addr, permit));
             true
         });
-        Rest { entry, connections, queues }
+        Rest {
+            entry,
+            connections,
+            queues,
+        }
     }
 
     /// Without room for it, a connection is better off in the kernel's backlog.
@@ -464,10 +526,19 @@ async fn hand_over(
     entry: usize,
     in_hand: &mut Option<InHand>,
 ) -> bool {
-    let Some((worker, queue)) = idlest(queues, load) else { return false };
-    let Ok(place) = queue.reserve().await else { return false };
+    let Some((worker, queue)) = idlest(queues, load) else {
+        return false;
+    };
+    let Ok(place) = queue.reserve().await else {
+        return false;
+    };
     if let Some((socket, addr, permit)) = in_hand.take() {
-        place.send(Accepted { entry, socket, addr, counted: Counted::new(load, worker, permit) });
+        place.send(Accepted {
+            entry,
+            socket,
+            addr,
+            counted: Counted::new(load, worker, permit),
+        });
     }
     true
 }
@@ -477,7 +548,10 @@ fn idlest<'q>(
     queues: &'q [mpsc::Sender<Accepted>],
     load: &Load,
 ) -> Option<(usize, &'q mpsc::Sender<Accepted>)> {
-    queues.iter().enumerate().min_by_key(|(worker, _)| load.of(*worker))
+    queues
+        .iter()
+        .enumerate()
+        .min_by_key(|(worker, _)| load.of(*worker))
 }
 
 /// A thread that serves connections.
@@ -505,10 +579,17 @@ impl Worker {
         let load = load.clone();
         let entrances: Vec<_> = entries
             .iter()
-            .map(|entry| (entry.door, Entrance::new(&entry.settings, &entry.tls), entry.settings.clone()))
+            .map(|entry| {
+                (
+                    entry.door,
+                    Entrance::new(&entry.settings, &entry.tls),
+                    entry.settings.clone(),
+                )
+            })
             .collect();
-        let thread =
-            std::thread::Builder::new().name(format!("tidegate-worker-{index}")).spawn(move || {
+        let thread = std::thread::Builder::new()
+            .name(format!("tidegate-worker-{index}"))
+            .spawn(move || {
                 let runtime = match Builder::new_current_thread()
                     .enable_all()
                     .max_blocking_threads(LOOKUP_THREADS)
@@ -526,8 +607,13 @@ impl Worker {
                     let tidy = Rc::<Tidy>::default();
                     let ways = entrances.into_iter().map(|(door, entrance, settings)| {
                         let tidy = Rc::clone(&tidy);
-                        let protocols = Rc::new(Protocols::new(&settings, door, load.clone(), tidy));
-                        Way { door, entrance: entrance.into(), protocols }
+                        let protocols =
+                            Rc::new(Protocols::new(&settings, door, load.clone(), tidy));
+                        Way {
+                            door,
+                            entrance: entrance.into(),
+                            protocols,
+                        }
                     });
                     let cut = work(Rc::clone(&handler), ways.collect(), accepted, cut, &load).await;
                     // Connections that were cut let go of their requests.
@@ -539,13 +625,19 @@ impl Worker {
                 runtime.shutdown_background();
                 cut
             })?;
-        Ok(Self { thread, queue, ready })
+        Ok(Self {
+            thread,
+            queue,
+            ready,
+        })
     }
 }
 
 async fn all_ready(workers: &mut [Worker]) -> io::Result<()> {
     for worker in workers {
-        (&mut worker.ready).await.unwrap_or_else(|_dropped| Err(worker_died()))?;
+        (&mut worker.ready)
+            .await
+            .unwrap_or_else(|_dropped| Err(worker_died()))?;
     }
     Ok(())
 }

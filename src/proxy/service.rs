@@ -67,17 +67,25 @@ impl Service {
 
     /// The same, and who only asks whether a request may pass is told so by this status if not.
     pub fn refusing_with(self, status: Option<StatusCode>) -> Self {
-        Self { refused_status: status, ..self }
+        Self {
+            refused_status: status,
+            ..self
+        }
     }
 
     /// The same, and who asks for its health is told that it is about to end.
     pub fn stopped_by(self, stop: watch::Receiver<Stop>) -> Self {
-        Self { stop: Some(stop), ..self }
+        Self {
+            stop: Some(stop),
+            ..self
+        }
     }
 
     /// Whether it was asked to end, and so serves for a little while only.
     pub(super) fn is_ending(&self) -> bool {
-        self.stop.as_ref().is_some_and(|stop| *stop.borrow() > Stop::Run)
+        self.stop
+            .as_ref()
+            .is_some_and(|stop| *stop.borrow() > Stop::Run)
     }
 
     /// The same, and some requests are recorded.
@@ -108,8 +116,14 @@ impl Service {
         let recording = self.record(said, &parts, &inbound, peer, arrived);
 
         // 2. One question, one verdict.
-        let mut verdict =
-            self.enforcer.decide(&rules, &inbound.facts(&parts, peer.certificate.as_ref()), arrived).await;
+        let mut verdict = self
+            .enforcer
+            .decide(
+                &rules,
+                &inbound.facts(&parts, peer.certificate.as_ref()),
+                arrived,
+            )
+            .await;
         let decided = verdict.at.unwrap_or(arrived);
         self.shard.answer(answer(&verdict));
         if let Some(fault) = inbound.token_fault() {
@@ -122,7 +136,14 @@ impl Service {
             .or(said)
             .map(|context| context.trace);
         let (target, client) = inbound.into_rest();
-        let mut asked = Asked { method: parts.method.clone(), target, client, arrived, trace, recording };
+        let mut asked = Asked {
+            method: parts.method.clone(),
+            target,
+            client,
+            arrived,
+            trace,
+            recording,
+        };
         if let Some(reply) = replies::refusal(&verdict, table.fields, style) {
             self.log(&mut asked, &verdict, reply.status(), decided);
             return self.refuse(body, reply, decided - arrived);
@@ -163,10 +184,16 @@ impl Service {
             headers::ask_for_plain_body(&mut parts.headers);
         }
         if let Some(recording) = &mut asked.recording {
-            recording.forward(&mut parts.headers, self.upstream.authority().to_str().unwrap_or_default());
+            recording.forward(
+                &mut parts.headers,
+                self.upstream.authority().to_str().unwrap_or_default(),
+            );
         }
         let rest = body.another();
-        let send = pin!(self.upstream.send(Request::from_parts(parts, body), ready, interim));
+        let send = pin!(
+            self.upstream
+                .send(Request::from_parts(parts, body), ready, interim)
+        );
         let wanted = asked.target.wanted.as_ref();
         let answer = before(ends_at, send).await;
         if let Some(recording) = &mut asked.recording {
@@ -223,11 +250,15 @@ impl Service {
             tracing::debug!(%fault, peer = %peer.addr, "request refused at the gate");
             replies::inbound_fault(fault, style)
         })?;
-        if self.max_body_bytes.is_some_and(|most| inbound.target.content_length > Some(most)) {
+        if self
+            .max_body_bytes
+            .is_some_and(|most| inbound.target.content_length > Some(most))
+        {
             return Err(replies::local(Local::BodyTooLarge, style).into());
         }
         if table.overhears(&inbound.client, &parts.headers) {
-            self.shard.forwarding_not_trusted(peer.addr.ip().to_canonical());
+            self.shard
+                .forwarding_not_trusted(peer.addr.ip().to_canonical());
             hint_at_trusted_proxies(peer, table);
         }
         Ok(inbound)
@@ -240,7 +271,9 @@ impl Service {
         style: Style<'_>,
     ) -> Response<ResponseBody> {
         if error.kind.is_unsent() {
-            estimates.into_iter().for_each(|estimate| estimate.settle(0));
+            estimates
+                .into_iter()
+                .for_each(|estimate| estimate.settle(0));
         }
         self.shard.upstream_error(error.kind as usize);
         self.upstream.tell(error);
@@ -258,7 +291,8 @@ impl Service {
         fields::write(verdict, table.fields, response.headers_mut());
         let responded = Instant::now();
         self.log(asked, verdict, response.status(), responded);
-        self.shard.responded(response.status().as_u16(), responded - asked.arrived);
+        self.shard
+            .responded(response.status().as_u16(), responded - asked.arrived);
         response
     }
 
@@ -280,7 +314,8 @@ impl Service {
                 Response::from_parts(parts, body)
             }
             Err(fault) => {
-                self.shard.upstream_error(UpstreamErrorKind::Protocol as usize);
+                self.shard
+                    .upstream_error(UpstreamErrorKind::Protocol as usize);
                 tracing::warn!(%fault, "upstream response refused");
                 replies::local(Local::Protocol, style).map(ResponseBody::Full)
             }
@@ -300,7 +335,11 @@ impl Service {
         self.shard.answer(Answer::Malformed);
         self.access.write(&Entry {
             method: parts.method.as_str(),
-            host: parts.headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default(),
+            host: parts
+                .headers
+                .get(header::HOST)
+                .and_then(|host| host.to_str().ok())
+                .unwrap_or_default(),
             path: parts.uri.path(),
             head: took,
             trace: Context::of(&parts.headers).map(|context| context.trace),
@@ -310,7 +349,12 @@ impl Service {
     }
 
     /// Answers without the upstream; what the client still sends of its body is nobody's business.
-    fn refuse(&self, body: RequestBody, reply: Response<Bytes>, took: Duration) -> Response<ResponseBody> {
+    fn refuse(
+        &self,
+        body: RequestBody,
+        reply: Response<Bytes>,
+        took: Duration,
+    ) -> Response<ResponseBody> {
         body.discard();
         self.shard.responded(reply.status().as_u16(), took);
         reply.map(ResponseBody::Full)
@@ -371,7 +415,14 @@ impl Service {
         arrived: Instant,
     ) -> Asked {
         let trace = Context::of(&parts.headers).map(|context| context.trace);
-        Asked { method: parts.method.clone(), target, client, arrived, trace, recording: None }
+        Asked {
+            method: parts.method.clone(),
+            target,
+            client,
+            arrived,
+            trace,
+            recording: None,
+        }
     }
 
     /// A recording of the request, if there is to be one.
@@ -460,7 +511,13 @@ pub(super) fn answer(verdict: &Verdict<'_>) -> Answer {
 
 /// hyper counts for HTTP/1 only. HTTP/2 clients may send a line per cookie; together these count as one.
 fn has_more_headers(headers: &HeaderMap, max: usize) -> bool {
-    let cookies = || headers.get_all(header::COOKIE).iter().count().saturating_sub(1);
+    let cookies = || {
+        headers
+            .get_all(header::COOKIE)
+            .iter()
+            .count()
+            .saturating_sub(1)
+    };
     headers.len() > max && headers.len() - cookies() > max
 }
 
@@ -521,6 +578,9 @@ mod tests {
             size_of::<F>()
         }
         let bytes = room(<Service as Handler>::handle);
-        assert!(bytes <= 4_608, "{bytes}: is something rare awaited without a box?");
+        assert!(
+            bytes <= 4_608,
+            "{bytes}: is something rare awaited without a box?"
+        );
     }
 }

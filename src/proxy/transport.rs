@@ -64,7 +64,12 @@ impl Stream {
 
 impl RawSocket {
     pub(super) fn new(stream: Stream, watch: Rc<Watch>) -> Self {
-        Self { stream, watch, ahead: Vec::new(), spoken: false }
+        Self {
+            stream,
+            watch,
+            ahead: Vec::new(),
+            spoken: false,
+        }
     }
 
     /// Puts bytes back that stand behind what was for us. It is the client's turn now.
@@ -125,7 +130,11 @@ pub(super) fn give(bytes: &mut Vec<u8>, into: &mut ReadBuf<'_>) {
 }
 
 impl AsyncRead for RawSocket {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if !this.ahead.is_empty() {
             give(&mut this.ahead, into);
@@ -139,7 +148,11 @@ impl AsyncRead for RawSocket {
 }
 
 impl AsyncWrite for RawSocket {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let result = this.stream.writer().poll_write(cx, bytes);
         this.watch.note_write(&result);
@@ -171,13 +184,21 @@ impl AsyncWrite for RawSocket {
 }
 
 impl AsyncRead for Transport {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         self.get_mut().reader().poll_read(cx, into)
     }
 }
 
 impl AsyncWrite for Transport {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         self.get_mut().writer().poll_write(cx, bytes)
     }
 

@@ -108,20 +108,33 @@ impl Tunnel {
     /// `patience`: how long a client may leave what is there for it, and, once the upstream has ended, how
     /// long it may pause. If the client's other streams share their window with this one, it is also how long the
     /// upstream may leave alone what is there: unread bytes hold that window.
-    pub(super) async fn run<C>(&mut self, client: &mut C, patience: Duration, shares_window: bool) -> Over
+    pub(super) async fn run<C>(
+        &mut self,
+        client: &mut C,
+        patience: Duration,
+        shares_window: bool,
+    ) -> Over
     where
         C: AsyncRead + AsyncWrite + Unpin,
     {
         poll_fn(|cx| {
             // Down first: what the upstream said last arrives before it is found to be gone.
             let down = match self.down.poll(&mut self.upstream, client, cx) {
-                Poll::Ready(Err(Broken::Source(error))) => return Poll::Ready(Over::UpstreamGone(error)),
-                Poll::Ready(Err(Broken::Sink(error))) => return Poll::Ready(Over::ClientGone(error)),
+                Poll::Ready(Err(Broken::Source(error))) => {
+                    return Poll::Ready(Over::UpstreamGone(error));
+                }
+                Poll::Ready(Err(Broken::Sink(error))) => {
+                    return Poll::Ready(Over::ClientGone(error));
+                }
                 down => down.is_ready(),
             };
             let up = match self.up.poll(client, &mut self.upstream, cx) {
-                Poll::Ready(Err(Broken::Source(error))) => return Poll::Ready(Over::ClientGone(error)),
-                Poll::Ready(Err(Broken::Sink(error))) => return Poll::Ready(Over::UpstreamGone(error)),
+                Poll::Ready(Err(Broken::Source(error))) => {
+                    return Poll::Ready(Over::ClientGone(error));
+                }
+                Poll::Ready(Err(Broken::Sink(error))) => {
+                    return Poll::Ready(Over::UpstreamGone(error));
+                }
                 up => up.is_ready(),
             };
             if down && up {
@@ -132,7 +145,12 @@ impl Tunnel {
         .await
     }
 
-    fn poll_overdue(&mut self, patience: Duration, shares_window: bool, cx: &mut Context<'_>) -> Poll<Over> {
+    fn poll_overdue(
+        &mut self,
+        patience: Duration,
+        shares_window: bool,
+        cx: &mut Context<'_>,
+    ) -> Poll<Over> {
         let (up_moved, down_moved) = (self.up.take_moved(), self.down.take_moved());
         if up_moved || down_moved {
             self.moved = Instant::now();
@@ -144,13 +162,25 @@ impl Tunnel {
         if shares_window && self.up.lags {
             self.ignoring_since.get_or_insert_with(Instant::now);
         }
-        let ignored = self.ignoring_since.map(|since| (since + patience, Over::Ignored));
+        let ignored = self
+            .ignoring_since
+            .map(|since| (since + patience, Over::Ignored));
         let owes = self.down.lags || self.down.stage == Stage::Over && !self.up.lags;
         self.owing_since = owes.then(|| self.owing_since.unwrap_or_else(Instant::now));
-        let stalled = self.owing_since.map(|since| (since + patience, Over::Stalled));
+        let stalled = self
+            .owing_since
+            .map(|since| (since + patience, Over::Stalled));
         let idle = self.idle.map(|idle| (self.moved + idle, Over::Idle));
-        let overlong = self.hold.as_ref().and_then(Hold::ends_at).map(|at| (at, Over::Overlong));
-        match [stalled, ignored, idle, overlong].into_iter().flatten().min_by_key(|(due, _)| *due) {
+        let overlong = self
+            .hold
+            .as_ref()
+            .and_then(Hold::ends_at)
+            .map(|at| (at, Over::Overlong));
+        match [stalled, ignored, idle, overlong]
+            .into_iter()
+            .flatten()
+            .min_by_key(|(due, _)| *due)
+        {
             Some((due, over)) => self.alarm.poll(due, cx).map(|()| over),
             None => Poll::Pending,
         }
@@ -167,7 +197,11 @@ impl Far {
 }
 
 impl AsyncRead for Far {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         match self.get_mut() {
             Self::Http1(io) => Pin::new(io).poll_read(cx, into),
             Self::Http2(stream) => Pin::new(stream).poll_read(cx, into),
@@ -176,7 +210,11 @@ impl AsyncRead for Far {
 }
 
 impl AsyncWrite for Far {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         self.get_mut().writer().poll_write(cx, bytes)
     }
 
@@ -218,7 +256,12 @@ enum Broken {
 
 impl Flow {
     /// Ready when the sender's end has reached the receiver.
-    fn poll<S, T>(&mut self, source: &mut S, sink: &mut T, cx: &mut Context<'_>) -> Poll<Result<(), Broken>>
+    fn poll<S, T>(
+        &mut self,
+        source: &mut S,
+        sink: &mut T,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<(), Broken>>
     where
         S: AsyncRead + Unpin,
         T: AsyncWrite + Unpin,

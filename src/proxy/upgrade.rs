@@ -27,14 +27,22 @@ pub(super) enum Wanted {
 /// Whether an `Upgrade` list is one that we pass on: all of it well-formed, and none of it HTTP.
 pub(super) fn may_pass(list: &[HeaderValue]) -> bool {
     let mut protocols = list.iter().flat_map(elements).peekable();
-    protocols.peek().is_some() && protocols.all(|protocol| is_protocol(protocol) && !is_http(protocol))
+    protocols.peek().is_some()
+        && protocols.all(|protocol| is_protocol(protocol) && !is_http(protocol))
 }
 
 /// Whether a `101` switches to nothing but what was offered.
 pub(super) fn grants(offered: &[HeaderValue], response: &HeaderMap) -> bool {
-    let mut chosen = response.get_all(header::UPGRADE).iter().flat_map(elements).peekable();
+    let mut chosen = response
+        .get_all(header::UPGRADE)
+        .iter()
+        .flat_map(elements)
+        .peekable();
     let is_offered = |protocol: &[u8]| {
-        offered.iter().flat_map(elements).any(|offered| offered.eq_ignore_ascii_case(protocol))
+        offered
+            .iter()
+            .flat_map(elements)
+            .any(|offered| offered.eq_ignore_ascii_case(protocol))
     };
     chosen.peek().is_some() && chosen.all(is_offered)
 }
@@ -45,7 +53,10 @@ pub(super) fn grants(offered: &[HeaderValue], response: &HeaderMap) -> bool {
 /// # Errors
 /// [`GateFault::Connect`] for a plain CONNECT, [`GateFault::ConnectProtocol`] for other protocols.
 pub(super) fn get_from_connect(parts: &mut request::Parts) -> Result<HeaderValue, GateFault> {
-    let protocol = parts.extensions.remove::<Protocol>().filter(|_| parts.version == Version::HTTP_2);
+    let protocol = parts
+        .extensions
+        .remove::<Protocol>()
+        .filter(|_| parts.version == Version::HTTP_2);
     let protocol = protocol.ok_or(GateFault::Connect)?;
     if !protocol.as_str().eq_ignore_ascii_case("websocket") {
         return Err(GateFault::ConnectProtocol);
@@ -65,7 +76,10 @@ pub(super) fn is_websocket(head: &HeaderMap) -> bool {
 pub(super) fn accepts(key: &HeaderValue, response: &HeaderMap) -> bool {
     let mut proofs = response.get_all(header::SEC_WEBSOCKET_ACCEPT).iter();
     let right = accept(key.as_bytes());
-    proofs.next().is_some_and(|proof| proof.as_bytes() == right.as_bytes()) && proofs.next().is_none()
+    proofs
+        .next()
+        .is_some_and(|proof| proof.as_bytes() == right.as_bytes())
+        && proofs.next().is_none()
 }
 
 /// The proof that a server knows what a client with `key` wants (RFC 6455, 4.2.2).
@@ -84,16 +98,27 @@ fn accept(key: &[u8]) -> String {
 fn is_protocol(text: &[u8]) -> bool {
     let is_token = |text: &[u8]| {
         !text.is_empty()
-            && text.iter().all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(byte))
+            && text
+                .iter()
+                .all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(byte))
     };
     let mut parts = text.splitn(2, |byte| *byte == b'/');
     parts.all(is_token)
 }
 
 fn is_http(protocol: &[u8]) -> bool {
-    let name = protocol.split(|byte| *byte == b'/').next().unwrap_or_default();
-    let begins = |kin: &[u8]| name.get(..kin.len()).is_some_and(|start| start.eq_ignore_ascii_case(kin));
-    HTTP_AGAIN.iter().any(|known| name.eq_ignore_ascii_case(known)) || HTTP_KIN.iter().any(|kin| begins(kin))
+    let name = protocol
+        .split(|byte| *byte == b'/')
+        .next()
+        .unwrap_or_default();
+    let begins = |kin: &[u8]| {
+        name.get(..kin.len())
+            .is_some_and(|start| start.eq_ignore_ascii_case(kin))
+    };
+    HTTP_AGAIN
+        .iter()
+        .any(|known| name.eq_ignore_ascii_case(known))
+        || HTTP_KIN.iter().any(|kin| begins(kin))
 }
 
 fn base64(bytes: &[u8]) -> String {
@@ -107,9 +132,14 @@ fn base64(bytes: &[u8]) -> String {
         let [a, b, c] = three.map(u32::from);
         let bits = a << 16 | b << 8 | c;
         for place in 0..4 {
-            let sign = usize::try_from(bits >> (18 - 6 * place) & 63).ok().and_then(|sign| SIGNS.get(sign));
+            let sign = usize::try_from(bits >> (18 - 6 * place) & 63)
+                .ok()
+                .and_then(|sign| SIGNS.get(sign));
             let is_padding = place > group.len();
-            text.push(sign.filter(|_| !is_padding).map_or('=', |sign| char::from(*sign)));
+            text.push(
+                sign.filter(|_| !is_padding)
+                    .map_or('=', |sign| char::from(*sign)),
+            );
         }
     }
     text
@@ -124,12 +154,23 @@ mod tests {
     }
 
     fn answer(name: header::HeaderName, lines: &str) -> HeaderMap {
-        list(lines).into_iter().map(|line| (name.clone(), line)).collect()
+        list(lines)
+            .into_iter()
+            .map(|line| (name.clone(), line))
+            .collect()
     }
 
     #[test]
     fn what_would_go_on_as_http_does_not_pass() {
-        for passes in ["websocket", "WebSocket", "a/1, b/2", "tcp", "x\ny/2", ", x,", "h2cc"] {
+        for passes in [
+            "websocket",
+            "WebSocket",
+            "a/1, b/2",
+            "tcp",
+            "x\ny/2",
+            ", x,",
+            "h2cc",
+        ] {
             assert!(may_pass(&list(passes)), "{passes}");
         }
         for stays in [
@@ -158,7 +199,8 @@ mod tests {
 
     #[test]
     fn only_what_was_offered_is_granted() {
-        let grants = |offered, chosen| super::grants(&list(offered), &answer(header::UPGRADE, chosen));
+        let grants =
+            |offered, chosen| super::grants(&list(offered), &answer(header::UPGRADE, chosen));
         assert!(grants("websocket", "WebSocket"));
         assert!(grants("a/1, b\nc", "c"));
         assert!(grants("a, b, c", "a, c"));
@@ -178,13 +220,21 @@ mod tests {
         let proves = |lines| accepts(&key, &answer(header::SEC_WEBSOCKET_ACCEPT, lines));
         assert!(proves("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
         assert!(!proves("s3pPLMBiTxaQ9kYGzzhZRbK+xOo"));
-        assert!(!proves("s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\ns3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
+        assert!(!proves(
+            "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\ns3pPLMBiTxaQ9kYGzzhZRbK+xOo="
+        ));
         assert!(!accepts(&key, &HeaderMap::new()));
     }
 
     #[test]
     fn base64_pads() {
-        for (bytes, text) in [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("\u{ff}?", "w78/")] {
+        for (bytes, text) in [
+            ("", ""),
+            ("f", "Zg=="),
+            ("fo", "Zm8="),
+            ("foo", "Zm9v"),
+            ("\u{ff}?", "w78/"),
+        ] {
             assert_eq!(base64(bytes.as_bytes()), text);
         }
     }

@@ -109,7 +109,9 @@ impl Upstream {
     /// One worker's connections; to be called inside the worker's runtime, where a task sweeps out
     /// idle connections for as long as the upstream is in use.
     pub fn new(shared: Arc<Shared>) -> Self {
-        Self { pool: Pool::new(shared) }
+        Self {
+            pool: Pool::new(shared),
+        }
     }
 
     pub(super) fn settings(&self) -> &UpstreamSettings {
@@ -138,7 +140,11 @@ impl Upstream {
     ///
     /// # Errors
     /// At once, when more than `max_requests_waiting` wait.
-    pub(super) async fn hold(&self, delay: Duration, since: Instant) -> Result<Instant, UpstreamError> {
+    pub(super) async fn hold(
+        &self,
+        delay: Duration,
+        since: Instant,
+    ) -> Result<Instant, UpstreamError> {
         if delay.is_zero() {
             return Ok(since);
         }
@@ -171,7 +177,9 @@ impl Upstream {
         };
         loop {
             if request.headers().contains_key(header::UPGRADE) {
-                connection = self.fit_for_upgrade(connection, &request, &mut connects_left).await?;
+                connection = self
+                    .fit_for_upgrade(connection, &request, &mut connects_left)
+                    .await?;
             }
             let reused = connection.is_reused();
             let is_shared = matches!(connection.wire, Wire::Http2(_));
@@ -181,14 +189,16 @@ impl Upstream {
                 true => request.body().keep(),
                 false => request.body().forget(),
             }
-            let (failure, error) =
-                match self.exchange(connection, request, sent, interim, reused && !may_repeat).await {
-                    Ok(response) => {
-                        copy.inspect(|copy| copy.body.forget());
-                        return Ok(response);
-                    }
-                    Err(failed) => failed,
-                };
+            let (failure, error) = match self
+                .exchange(connection, request, sent, interim, reused && !may_repeat)
+                .await
+            {
+                Ok(response) => {
+                    copy.inspect(|copy| copy.body.forget());
+                    return Ok(response);
+                }
+                Err(failed) => failed,
+            };
             (request, connection) = match (failure, copy) {
                 (Failure::Unsent(unsent), copy) if reused || connects_left > 0 => {
                     connects_left -= u32::from(!reused);
@@ -210,7 +220,9 @@ impl Upstream {
                     let next = self.pool.acquire_new(&mut connects_left).await;
                     (copy.into_request(), next.map_err(|_other| error)?)
                 }
-                (_, Some(copy)) if may_repeat && reused && error.kind == UpstreamErrorKind::Terminated => {
+                (_, Some(copy))
+                    if may_repeat && reused && error.kind == UpstreamErrorKind::Terminated =>
+                {
                     tracing::debug!(%error, "asking once more on a new connection");
                     may_repeat = false;
                     // The first connection may have taken it to the upstream: that tells more than why there is no other.
@@ -231,7 +243,9 @@ impl Upstream {
         request: &Request<RequestBody>,
         retries: &mut u32,
     ) -> Result<Box<Connection>, UpstreamError> {
-        let Wire::Http2(place) = &connection.wire else { return Ok(connection) };
+        let Wire::Http2(place) = &connection.wire else {
+            return Ok(connection);
+        };
         let is_websocket = upgrade::is_websocket(request.headers());
         if is_websocket && place.allows_tunnels() {
             return Ok(connection);
@@ -241,8 +255,12 @@ impl Upstream {
             return self.pool.acquire_http1(retries).await;
         }
         if is_websocket {
-            let detail = "the upstream has not said that it opens WebSockets by HTTP/2 (RFC 8441)".to_owned();
-            return Err(UpstreamError { kind: UpstreamErrorKind::Upgrade, detail });
+            let detail = "the upstream has not said that it opens WebSockets by HTTP/2 (RFC 8441)"
+                .to_owned();
+            return Err(UpstreamError {
+                kind: UpstreamErrorKind::Upgrade,
+                detail,
+            });
         }
         Ok(connection)
     }
@@ -266,14 +284,22 @@ impl Upstream {
         let early = Arc::clone(&http1.early);
         early.listen(&mut request);
         let progress = request.body().progress();
-        let offered: SmallVec<[_; 1]> = request.headers().get_all(header::UPGRADE).iter().cloned().collect();
+        let offered: SmallVec<[_; 1]> = request
+            .headers()
+            .get_all(header::UPGRADE)
+            .iter()
+            .cloned()
+            .collect();
         let mut answer = pin!(http1.sender.try_send_request(request));
         let answer = poll_fn(|cx| {
             let answer = answer.as_mut().poll(cx);
             early.pass_on(interim, answer.is_pending().then(|| cx.waker()));
             answer
         });
-        let response = match self.in_time(&mut connection, answer, progress.as_deref(), sent).await {
+        let response = match self
+            .in_time(&mut connection, answer, progress.as_deref(), sent)
+            .await
+        {
             Some(Ok(response)) => response,
             Some(Err(failed)) => return Err(unanswered(failed, progress.as_deref())),
             None => return Err((Failure::Sent, UpstreamError::response_timeout())),
@@ -296,9 +322,17 @@ impl Upstream {
         let (mut head, body) = request.into_parts();
         let invalid = |what: &str| {
             let detail = what.to_owned();
-            (Failure::Sent, UpstreamError { kind: UpstreamErrorKind::Protocol, detail })
+            (
+                Failure::Sent,
+                UpstreamError {
+                    kind: UpstreamErrorKind::Protocol,
+                    detail,
+                },
+            )
         };
-        let Wire::Http2(place) = &mut connection.wire else { return Err(invalid("no HTTP/2")) };
+        let Wire::Http2(place) = &mut connection.wire else {
+            return Err(invalid("no HTTP/2"));
+        };
         let key = match upgrade::is_websocket(&head.headers) && place.allows_tunnels() {
             true => stream::connect_from_get(&mut head),
             false => None,
@@ -306,12 +340,21 @@ impl Upstream {
         if stream::head_for_http2(&mut head, self.pool.settings().tls.is_some()).is_none() {
             return Err(invalid("the request's Host is no authority"));
         }
-        let declared = head.headers.get_all(header::TRAILER).iter().cloned().collect();
+        let declared = head
+            .headers
+            .get_all(header::TRAILER)
+            .iter()
+            .cloned()
+            .collect();
         let goes_on = key.is_some() || !body.is_empty();
         let (mut answer, sending) = match place.begin(Request::from_parts(head, ()), goes_on) {
             Ok(begun) => begun,
             Err(error) => {
-                let failure = if error.is_gone { Failure::Unsent(None) } else { Failure::Sent };
+                let failure = if error.is_gone {
+                    Failure::Unsent(None)
+                } else {
+                    Failure::Sent
+                };
                 return Err((failure, of_stream(&error.error, None)));
             }
         };
@@ -328,7 +371,10 @@ impl Upstream {
             }
             Pin::new(&mut answer).poll(cx)
         });
-        let response = match self.in_time(&mut connection, answer, progress.as_deref(), sent).await {
+        let response = match self
+            .in_time(&mut connection, answer, progress.as_deref(), sent)
+            .await
+        {
             Some(Ok(response)) => response,
             Some(Err(error)) => {
                 let failure = http2::failure(&error);
@@ -361,7 +407,11 @@ impl Upstream {
             lease.give_back();
             return ResponseBody::Empty;
         }
-        ResponseBody::Upstream(UpstreamBody::new(source, lease, self.pool.settings().body_idle_timeout))
+        ResponseBody::Upstream(UpstreamBody::new(
+            source,
+            lease,
+            self.pool.settings().body_idle_timeout,
+        ))
     }
 
     /// Takes a connection out of the pool for the protocol that the upstream switched to. It counts as open until it
@@ -374,15 +424,23 @@ impl Upstream {
     ) -> Result<Response<ResponseBody>, UpstreamError> {
         if !upgrade::grants(offered, response.headers()) {
             let detail = "switched to a protocol that was not asked for".to_owned();
-            return Err(UpstreamError { kind: UpstreamErrorKind::Protocol, detail });
+            return Err(UpstreamError {
+                kind: UpstreamErrorKind::Protocol,
+                detail,
+            });
         }
-        let upgraded = hyper::upgrade::on(&mut response).await.map_err(|error| UpstreamError {
-            kind: UpstreamErrorKind::Terminated,
-            detail: with_causes(&error),
-        })?;
+        let upgraded = hyper::upgrade::on(&mut response)
+            .await
+            .map_err(|error| UpstreamError {
+                kind: UpstreamErrorKind::Terminated,
+                detail: with_causes(&error),
+            })?;
         // Only now: dropping it would end the task that gives the socket away.
         drop(connection);
-        let tunnel = Tunnel::new(Far::Http1(TokioIo::new(upgraded)), self.pool.settings().body_idle_timeout);
+        let tunnel = Tunnel::new(
+            Far::Http1(TokioIo::new(upgraded)),
+            self.pool.settings().body_idle_timeout,
+        );
         Ok(response.map(|_empty| ResponseBody::Tunnel(Box::new(tunnel))))
     }
 
@@ -397,7 +455,9 @@ impl Upstream {
         sent: Instant,
     ) -> Option<T> {
         let mut answer = pin!(answer);
-        let Some(limit) = self.pool.settings().response_timeout else { return Some(answer.await) };
+        let Some(limit) = self.pool.settings().response_timeout else {
+            return Some(answer.await);
+        };
         poll_fn(|cx| {
             if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
                 return Poll::Ready(Some(answer));
@@ -430,15 +490,29 @@ fn unanswered(
 ) -> (Failure, UpstreamError) {
     let unsent = failed.take_message();
     let error = failed.into_error();
-    let kind = if error.is_parse() { UpstreamErrorKind::Protocol } else { UpstreamErrorKind::Terminated };
-    let error =
-        UpstreamError { kind: fault_of_client(progress).unwrap_or(kind), detail: with_causes(&error) };
-    (unsent.map_or(Failure::Sent, |request| Failure::Unsent(Some(Box::new(request)))), error)
+    let kind = if error.is_parse() {
+        UpstreamErrorKind::Protocol
+    } else {
+        UpstreamErrorKind::Terminated
+    };
+    let error = UpstreamError {
+        kind: fault_of_client(progress).unwrap_or(kind),
+        detail: with_causes(&error),
+    };
+    (
+        unsent.map_or(Failure::Sent, |request| {
+            Failure::Unsent(Some(Box::new(request)))
+        }),
+        error,
+    )
 }
 
 fn of_stream(error: &h2::Error, progress: Option<&Progress>) -> UpstreamError {
     let kind = fault_of_client(progress).unwrap_or_else(|| http2::kind(error));
-    UpstreamError { kind, detail: with_causes(error) }
+    UpstreamError {
+        kind,
+        detail: with_causes(error),
+    }
 }
 
 /// Why a request broke off, if it was the client's doing.
@@ -455,7 +529,8 @@ fn fault_of_client(progress: Option<&Progress>) -> Option<UpstreamErrorKind> {
 /// gone after the first time.
 fn is_repeatable(request: &Request<RequestBody>) -> bool {
     let method = request.method();
-    request.body().is_empty() && (method.is_safe() || [Method::PUT, Method::DELETE].contains(method))
+    request.body().is_empty()
+        && (method.is_safe() || [Method::PUT, Method::DELETE].contains(method))
 }
 
 /// An error and what led to it, in one line.
@@ -474,7 +549,9 @@ impl UpstreamErrorKind {
     pub fn fault(self) -> Fault {
         match self {
             Self::QueueFull | Self::QueueTimeout => Fault::Us,
-            Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientGone => Fault::Client,
+            Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientGone => {
+                Fault::Client
+            }
             _ => Fault::Upstream,
         }
     }
@@ -482,7 +559,11 @@ impl UpstreamErrorKind {
     /// Whether the upstream got nothing of the request: there was no connection for it.
     pub fn is_unsent(self) -> bool {
         match self {
-            Self::ConnectRefused | Self::ConnectFailed | Self::ConnectTimeout | Self::Dns | Self::Tls => true,
+            Self::ConnectRefused
+            | Self::ConnectFailed
+            | Self::ConnectTimeout
+            | Self::Dns
+            | Self::Tls => true,
             Self::QueueFull | Self::QueueTimeout => true,
             Self::Upgrade => true,
             Self::ResponseTimeout | Self::Terminated | Self::Protocol | Self::Reset => false,
@@ -540,17 +621,26 @@ impl fmt::Display for UpstreamErrorKind {
 impl UpstreamError {
     fn response_timeout() -> Self {
         let detail = "no response head in time".to_owned();
-        Self { kind: UpstreamErrorKind::ResponseTimeout, detail }
+        Self {
+            kind: UpstreamErrorKind::ResponseTimeout,
+            detail,
+        }
     }
 
     fn queue_timeout(limit: Duration) -> Self {
         let detail = format!("no upstream connection became free within {limit:?}");
-        Self { kind: UpstreamErrorKind::QueueTimeout, detail }
+        Self {
+            kind: UpstreamErrorKind::QueueTimeout,
+            detail,
+        }
     }
 
     fn queue_full(limit: usize) -> Self {
         let detail = format!("{limit} requests already wait for an upstream connection");
-        Self { kind: UpstreamErrorKind::QueueFull, detail }
+        Self {
+            kind: UpstreamErrorKind::QueueFull,
+            detail,
+        }
     }
 }
 
@@ -563,7 +653,11 @@ mod tests {
     fn names_stand_where_their_kinds_count() {
         let last = UpstreamErrorKind::ClientGone;
         assert_eq!(UpstreamErrorKind::NAMES.len(), last as usize + 1);
-        for kind in [UpstreamErrorKind::ConnectRefused, UpstreamErrorKind::ResponseTimeout, last] {
+        for kind in [
+            UpstreamErrorKind::ConnectRefused,
+            UpstreamErrorKind::ResponseTimeout,
+            last,
+        ] {
             assert_eq!(UpstreamErrorKind::NAMES[kind as usize], kind.name());
         }
     }
@@ -571,7 +665,10 @@ mod tests {
     #[test]
     fn only_what_does_no_harm_twice_is_repeatable() {
         let repeatable = |method| {
-            let request = Request::builder().method(method).body(RequestBody::default()).unwrap();
+            let request = Request::builder()
+                .method(method)
+                .body(RequestBody::default())
+                .unwrap();
             is_repeatable(&request)
         };
         for method in ["GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"] {

@@ -210,7 +210,8 @@ impl Watch {
 
     /// The connection has been told to close.
     pub(super) fn set_closing(&self) {
-        self.closing_since.set(Some(self.closing_since.get().unwrap_or_else(Instant::now)));
+        self.closing_since
+            .set(Some(self.closing_since.get().unwrap_or_else(Instant::now)));
     }
 
     pub(super) fn set_driver(&self, waker: &Waker) {
@@ -254,20 +255,31 @@ impl Watch {
         if let Some(since) = self.blocked_since.get() {
             return Some((since + self.patience.stalled, Overdue::Stalled));
         }
-        match (self.active.get(), self.phase.get(), self.closing_since.get()) {
+        match (
+            self.active.get(),
+            self.phase.get(),
+            self.closing_since.get(),
+        ) {
             (0, Phase::Head(since), _) => Some((since + self.patience.head, Overdue::SlowHead)),
-            (0, Phase::Idle(since), None) if self.awake.get() && self.patience.idle > AWAKE_TIME => {
+            (0, Phase::Idle(since), None)
+                if self.awake.get() && self.patience.idle > AWAKE_TIME =>
+            {
                 Some((since + AWAKE_TIME, Overdue::Resting))
             }
             (0, Phase::Idle(since), None) => Some((since + self.patience.idle, Overdue::Idle)),
             // Told to go away, with nothing left to read but that.
-            (0, Phase::Idle(since), Some(told)) => Some((told.max(since) + LEAVE_TIME, Overdue::Stalled)),
+            (0, Phase::Idle(since), Some(told)) => {
+                Some((told.max(since) + LEAVE_TIME, Overdue::Stalled))
+            }
             _ => None,
         }
     }
 
     fn note_read(&self) {
-        if self.active.get() == 0 && !self.multiplexed.get() && matches!(self.phase.get(), Phase::Idle(_)) {
+        if self.active.get() == 0
+            && !self.multiplexed.get()
+            && matches!(self.phase.get(), Phase::Idle(_))
+        {
             self.phase.set(Phase::Head(Instant::now()));
         }
     }
@@ -425,7 +437,11 @@ impl WatchedSocket {
 }
 
 impl AsyncRead for WatchedSocket {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if this.over {
             return Poll::Ready(Ok(()));
@@ -452,7 +468,11 @@ impl AsyncRead for WatchedSocket {
 }
 
 impl AsyncWrite for WatchedSocket {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         ready!(this.poll_said_before(cx))?;
         this.watch.is_flushed.set(false);
@@ -514,7 +534,9 @@ mod tests {
     };
 
     fn due_in(watch: &Watch) -> Option<(u64, Overdue)> {
-        watch.due().map(|(at, what)| ((at - Instant::now()).as_secs(), what))
+        watch
+            .due()
+            .map(|(at, what)| ((at - Instant::now()).as_secs(), what))
     }
 
     #[tokio::test(start_paused = true)]
@@ -526,7 +548,11 @@ mod tests {
         assert_eq!(due_in(&watch), Some((10, Overdue::SlowHead)));
         advance(Duration::from_secs(4)).await;
         watch.note_read();
-        assert_eq!(due_in(&watch), Some((6, Overdue::SlowHead)), "more bytes buy no more time");
+        assert_eq!(
+            due_in(&watch),
+            Some((6, Overdue::SlowHead)),
+            "more bytes buy no more time"
+        );
         let request = watch.begin();
         assert_eq!(due_in(&watch), None);
         let body = request.clone();
@@ -540,15 +566,31 @@ mod tests {
     async fn who_is_awake_may_rest_soon() {
         let watch = Watch::new(PATIENCE, None);
         watch.set_awake(true);
-        assert_eq!(watch.due(), Some((Instant::now() + AWAKE_TIME, Overdue::Resting)));
+        assert_eq!(
+            watch.due(),
+            Some((Instant::now() + AWAKE_TIME, Overdue::Resting))
+        );
         let request = watch.begin();
         assert_eq!(due_in(&watch), None);
         drop(request);
         watch.set_closing();
-        assert_eq!(due_in(&watch), Some((2, Overdue::Stalled)), "who leaves needs no rest");
-        let hasty = Watch::new(Patience { idle: AWAKE_TIME, ..PATIENCE }, None);
+        assert_eq!(
+            due_in(&watch),
+            Some((2, Overdue::Stalled)),
+            "who leaves needs no rest"
+        );
+        let hasty = Watch::new(
+            Patience {
+                idle: AWAKE_TIME,
+                ..PATIENCE
+            },
+            None,
+        );
         hasty.set_awake(true);
-        assert_eq!(hasty.due(), Some((Instant::now() + AWAKE_TIME, Overdue::Idle)));
+        assert_eq!(
+            hasty.due(),
+            Some((Instant::now() + AWAKE_TIME, Overdue::Idle))
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -605,7 +647,8 @@ mod tests {
         let mut socket = WatchedSocket::new(Transport::Plain(raw), Rc::clone(&watch));
         socket.unread(b"read too early");
         socket.forget_rest();
-        let lingers = poll_fn(|cx| Poll::Ready(Pin::new(&mut socket).poll_shutdown(cx).is_pending())).await;
+        let lingers =
+            poll_fn(|cx| Poll::Ready(Pin::new(&mut socket).poll_shutdown(cx).is_pending())).await;
         assert!(lingers);
         theirs.write_all(b"GET / HTTP/1.1").await.unwrap();
         assert_eq!(socket.read(&mut [0; 32]).await.unwrap(), 0);

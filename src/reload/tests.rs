@@ -17,7 +17,10 @@ async fn content_counts_once_it_has_stayed() {
     let mut settling = Settling::new(A);
     assert_eq!(settling.see(A, at(0, start)), Step::Known);
     assert_eq!(settling.see(B, at(500, start)), Step::Settling(SETTLED));
-    assert_eq!(settling.see(B, at(530, start)), Step::Settling(Duration::from_millis(70)));
+    assert_eq!(
+        settling.see(B, at(530, start)),
+        Step::Settling(Duration::from_millis(70))
+    );
     assert_eq!(settling.see(B, at(600, start)), Step::New);
     // Until it is known, it is still new: loading it may have been in vain.
     assert_eq!(settling.see(B, at(700, start)), Step::New);
@@ -30,7 +33,11 @@ async fn what_is_being_written_has_to_stay_anew() {
     let start = Instant::now();
     let mut settling = Settling::new(A);
     for (ms, half) in [(0, "b"), (60, "bb"), (120, "bbb")] {
-        assert_eq!(settling.see(half, at(ms, start)), Step::Settling(SETTLED), "{half}");
+        assert_eq!(
+            settling.see(half, at(ms, start)),
+            Step::Settling(SETTLED),
+            "{half}"
+        );
     }
     assert_eq!(settling.see("bbb", at(220, start)), Step::New);
 }
@@ -46,7 +53,9 @@ async fn content_that_goes_back_and_forth_never_counts() {
 }
 
 fn policies(names: &[&str]) -> String {
-    let policies = names.iter().map(|name| format!("[[policy]]\nname = \"{name}\"\naction = \"deny\"\n"));
+    let policies = names
+        .iter()
+        .map(|name| format!("[[policy]]\nname = \"{name}\"\naction = \"deny\"\n"));
     format!(
         "include = [\"more/*.toml\"]\n[upstream]\nurl = \"http://127.0.0.1:1\"\n{}",
         policies.collect::<String>()
@@ -60,10 +69,16 @@ struct Running {
 
 impl Running {
     fn start(file: &Path) -> Self {
-        let sources = Sources { file: FileSource::Path(file.to_owned()), ..Sources::default() };
+        let sources = Sources {
+            file: FileSource::Path(file.to_owned()),
+            ..Sources::default()
+        };
         let config = config::load(&sources).unwrap();
         let live = Live::new(Arc::clone(&config.table), Metrics::new(0, Kinds::default()));
-        Self { reloader: Reloader::new(sources, &config, live.clone(), Box::new(|_config| {})), live }
+        Self {
+            reloader: Reloader::new(sources, &config, live.clone(), Box::new(|_config| {})),
+            live,
+        }
     }
 
     /// Lets the reloader look until this much time has passed.
@@ -73,7 +88,13 @@ impl Running {
             let pause = self.reloader.look();
             tokio::time::sleep(pause.min(end.duration_since(Instant::now()))).await;
         }
-        self.live.rules().table.policies().iter().map(|policy| policy.name.to_string()).collect()
+        self.live
+            .rules()
+            .table
+            .policies()
+            .iter()
+            .map(|policy| policy.name.to_string())
+            .collect()
     }
 
     fn told(&self) -> (u64, Vec<String>) {
@@ -103,7 +124,11 @@ async fn edits_in_place_renames_and_includes_take_effect_within_two_seconds() {
     assert_eq!(running.after(2000).await, ["c"]);
 
     fs::create_dir(folder.path().join("more")).unwrap();
-    fs::write(folder.path().join("more/x.toml"), "[[policy]]\nname = \"x\"\naction = \"deny\"\n").unwrap();
+    fs::write(
+        folder.path().join("more/x.toml"),
+        "[[policy]]\nname = \"x\"\naction = \"deny\"\n",
+    )
+    .unwrap();
     assert_eq!(running.after(2000).await, ["c", "x"]);
     assert_eq!(running.told(), (4, Vec::new()));
 }
@@ -116,7 +141,11 @@ async fn a_config_map_swap_is_seen_every_time() {
         fs::create_dir(&data).unwrap();
         fs::write(data.join("config.toml"), policies(names)).unwrap();
         symlink(version, folder.path().join("..data_tmp")).unwrap();
-        fs::rename(folder.path().join("..data_tmp"), folder.path().join("..data")).unwrap();
+        fs::rename(
+            folder.path().join("..data_tmp"),
+            folder.path().join("..data"),
+        )
+        .unwrap();
     };
     publish("..1", &["a"]);
     let file = folder.path().join("config.toml");
@@ -183,7 +212,13 @@ async fn a_slow_disk_holds_nobody_else_up() {
     fs::write(&file, policies(&["a"])).unwrap();
     let Running { reloader, .. } = Running::start(&file);
     fs::remove_file(&file).unwrap();
-    assert!(std::process::Command::new("mkfifo").arg(&file).status().unwrap().success());
+    assert!(
+        std::process::Command::new("mkfifo")
+            .arg(&file)
+            .status()
+            .unwrap()
+            .success()
+    );
     let (tell, told) = tokio::sync::oneshot::channel();
     let (answer, answered) = std::sync::mpsc::sync_channel(1);
     let disk = std::thread::spawn(move || {
@@ -197,7 +232,10 @@ async fn a_slow_disk_holds_nobody_else_up() {
     let watch = tokio::spawn(reloader.watch(std::future::pending));
     told.await.unwrap();
     answer.send(()).unwrap();
-    assert!(disk.join().unwrap(), "the runtime stood still while a file was read");
+    assert!(
+        disk.join().unwrap(),
+        "the runtime stood still while a file was read"
+    );
     watch.abort();
 }
 
@@ -205,16 +243,35 @@ async fn a_slow_disk_holds_nobody_else_up() {
 fn changes_are_named() {
     let load = |text: &str| {
         let text = format!("[upstream]\nurl = \"http://a\"\n{text}");
-        let sources = Sources { file: FileSource::Text { name: "t".into(), text }, ..Sources::default() };
+        let sources = Sources {
+            file: FileSource::Text {
+                name: "t".into(),
+                text,
+            },
+            ..Sources::default()
+        };
         config::load(&sources).unwrap()
     };
-    let old = load(&policies_only(&[("a", "deny"), ("b", "deny"), ("c", "deny")]));
-    let new = load(&policies_only(&[("b", "deny"), ("c", "allow"), ("d", "deny")]));
-    assert_eq!(changes(old.table.policies(), new.table.policies()), "added d; removed a; changed c");
+    let old = load(&policies_only(&[
+        ("a", "deny"),
+        ("b", "deny"),
+        ("c", "deny"),
+    ]));
+    let new = load(&policies_only(&[
+        ("b", "deny"),
+        ("c", "allow"),
+        ("d", "deny"),
+    ]));
+    assert_eq!(
+        changes(old.table.policies(), new.table.policies()),
+        "added d; removed a; changed c"
+    );
     // Maps without an order must not make a difference where there is none.
     let keys: String = (0..50)
         .map(|n| {
-            format!("[[policy.override]]\nkey = [\"{n}\"]\nlimit = {{ requests = {n}, per = \"1s\" }}\n")
+            format!(
+                "[[policy.override]]\nkey = [\"{n}\"]\nlimit = {{ requests = {n}, per = \"1s\" }}\n"
+            )
         })
         .collect();
     let many = format!(

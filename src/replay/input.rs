@@ -55,12 +55,29 @@ impl Input {
             }
             (path.display().to_string(), Box::new(file))
         };
-        let mut raw = BufReader::with_capacity(64 << 10, Counted { inner: raw, count: progress });
+        let mut raw = BufReader::with_capacity(
+            64 << 10,
+            Counted {
+                inner: raw,
+                count: progress,
+            },
+        );
         // The magic bytes, by RFC 1952, 2.3.1.
         let is_packed = raw.fill_buf()?.starts_with(&[0x1f, 0x8b]);
-        let reader: Box<dyn Read> =
-            if is_packed { Box::new(MultiGzDecoder::new(raw)) } else { Box::new(raw) };
-        Ok(Self { name, reader, buffer: vec![0; BUFFER].into(), start: 0, end: 0, ended: false, fault: None })
+        let reader: Box<dyn Read> = if is_packed {
+            Box::new(MultiGzDecoder::new(raw))
+        } else {
+            Box::new(raw)
+        };
+        Ok(Self {
+            name,
+            reader,
+            buffer: vec![0; BUFFER].into(),
+            start: 0,
+            end: 0,
+            ended: false,
+            fault: None,
+        })
     }
 
     /// The format of its first lines, which are read once more later. `None`: nothing that is known.
@@ -73,7 +90,9 @@ impl Input {
 
     fn head(&self) -> impl Iterator<Item = &[u8]> + Clone {
         let head = self.buffer.get(self.start..self.end).unwrap_or_default();
-        head.split(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty()).take(LOOKED_AT)
+        head.split(|byte| *byte == b'\n')
+            .filter(|line| !line.trim_ascii().is_empty())
+            .take(LOOKED_AT)
     }
 
     /// The next line that isn't empty, without its newline.
@@ -100,7 +119,11 @@ impl Input {
             if self.ended {
                 let (from, length) = (self.start, rest.len());
                 self.start = self.end;
-                return if length == 0 { Got::End } else { Got::Line(self.slice(from, length)) };
+                return if length == 0 {
+                    Got::End
+                } else {
+                    Got::Line(self.slice(from, length))
+                };
             }
             self.fill();
         }
@@ -143,7 +166,9 @@ impl Input {
     /// How many bytes came; 0: there are no more.
     fn read_into(&mut self, from: usize) -> usize {
         loop {
-            let read = self.reader.read(self.buffer.get_mut(from..).unwrap_or_default());
+            let read = self
+                .reader
+                .read(self.buffer.get_mut(from..).unwrap_or_default());
             match read {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Ok(read @ 1..) => return read,

@@ -31,10 +31,20 @@ pub(super) fn lacks(table: &PolicyTable, told: &Told, wanted: &Wanted) -> Vec<St
     }
     let tells = |name: &HeaderName| {
         let place = wanted.names().iter().position(|wanted| wanted == name);
-        place.and_then(|place| told.headers.get(place)).is_some_and(|count| *count > 0)
+        place
+            .and_then(|place| told.headers.get(place))
+            .is_some_and(|count| *count > 0)
     };
-    let log = Log { told, tells: &tells, token: table.tokens().map(|reader| reader.header()) };
-    let mut sentences: Vec<String> = table.policies().iter().filter_map(|policy| log.lacks(policy)).collect();
+    let log = Log {
+        told,
+        tells: &tells,
+        token: table.tokens().map(|reader| reader.header()),
+    };
+    let mut sentences: Vec<String> = table
+        .policies()
+        .iter()
+        .filter_map(|policy| log.lacks(policy))
+        .collect();
     if table.asks_for_client() {
         if told.peer < told.requests {
             let missing = told.requests - told.peer;
@@ -68,18 +78,29 @@ impl Log<'_> {
         let mut texts = Vec::new();
         if !conditions.is_empty() {
             let names: Vec<String> = conditions.into_iter().collect();
-            texts
-                .push(format!("its conditions on {} were judged as if no request had any", names.join(", ")));
+            texts.push(format!(
+                "its conditions on {} were judged as if no request had any",
+                names.join(", ")
+            ));
         }
         if let Action::Limit(quota) = &policy.action {
             self.quota(quota, &mut texts);
         }
-        (!texts.is_empty())
-            .then(|| format!("policy {}: the log doesn't tell all: {}", policy.name, texts.join("; ")))
+        (!texts.is_empty()).then(|| {
+            format!(
+                "policy {}: the log doesn't tell all: {}",
+                policy.name,
+                texts.join("; ")
+            )
+        })
     }
 
     fn quota(&self, quota: &Quota, texts: &mut Vec<String>) {
-        let missing = quota.key.parts().iter().filter(|part| !self.tells_part(part));
+        let missing = quota
+            .key
+            .parts()
+            .iter()
+            .filter(|part| !self.tells_part(part));
         let missing: Vec<String> = missing.map(ToString::to_string).collect();
         if !missing.is_empty() {
             let so = match quota.missing_key {
@@ -87,11 +108,17 @@ impl Log<'_> {
                 MissingKey::Skip => "it applied to nobody (missing_key = \"skip\")",
                 MissingKey::Reject => "it refused everybody (missing_key = \"reject\")",
             };
-            texts.push(format!("of its key {} is missing, so {so}", missing.join(", ")));
+            texts.push(format!(
+                "of its key {} is missing, so {so}",
+                missing.join(", ")
+            ));
         }
         match &quota.cost {
             Cost::Header(cost) if !(self.tells)(&cost.name) => {
-                texts.push(format!("every request cost {}, for want of {}", cost.default, cost.name));
+                texts.push(format!(
+                    "every request cost {}, for want of {}",
+                    cost.default, cost.name
+                ));
             }
             Cost::Estimate(cost) => {
                 texts.push(format!(
@@ -101,8 +128,13 @@ impl Log<'_> {
             }
             Cost::Fixed(_) | Cost::Header(_) => {}
         }
-        let mut limits =
-            quota.limits.iter().chain(quota.overrides.list().iter().flat_map(|entry| &entry.limits));
+        let mut limits = quota.limits.iter().chain(
+            quota
+                .overrides
+                .list()
+                .iter()
+                .flat_map(|entry| &entry.limits),
+        );
         let is_concurrency =
             limits.any(|named| matches!(named.limit.algorithm, Algorithm::Concurrency { .. }));
         if is_concurrency && self.told.took < self.told.requests {
@@ -142,16 +174,34 @@ impl Log<'_> {
     }
 
     fn conditions(&self, matcher: &Matcher, found: &mut BTreeSet<String>) {
-        let headers = matcher.headers.iter().filter(|header| !(self.tells)(&header.name));
+        let headers = matcher
+            .headers
+            .iter()
+            .filter(|header| !(self.tells)(&header.name));
         found.extend(headers.map(|header| format!("header {}", header.name)));
         if !(self.tells)(&COOKIE) {
-            found.extend(matcher.cookies.iter().map(|cookie| format!("cookie {}", cookie.name)));
+            found.extend(
+                matcher
+                    .cookies
+                    .iter()
+                    .map(|cookie| format!("cookie {}", cookie.name)),
+            );
         }
         if !self.tells_query() {
-            found.extend(matcher.query.iter().map(|query| format!("query parameter {}", query.name)));
+            found.extend(
+                matcher
+                    .query
+                    .iter()
+                    .map(|query| format!("query parameter {}", query.name)),
+            );
         }
         if !self.tells_token() {
-            found.extend(matcher.claims.iter().map(|claim| format!("claim {}", claim.name.as_ref())));
+            found.extend(
+                matcher
+                    .claims
+                    .iter()
+                    .map(|claim| format!("claim {}", claim.name.as_ref())),
+            );
         }
         if !matcher.hosts.is_empty() && self.told.host == 0 {
             found.insert("the host".to_owned());

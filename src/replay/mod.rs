@@ -73,25 +73,40 @@ pub fn run(
         sources.push(source);
     }
     let suggests = settings.suggest.is_some();
-    let mut judges: Vec<Judge<'_>> =
-        sets.iter().map(|(_, table)| Judge::new(table, &wanted, suggests)).collect();
+    let mut judges: Vec<Judge<'_>> = sets
+        .iter()
+        .map(|(_, table)| Judge::new(table, &wanted, suggests))
+        .collect();
     let mut parted = [0u64; 2];
     order::merge(
         &mut sources,
         |at, request| {
             let tells_query = formats.get(at).is_some_and(|format| format.tells_query());
-            let mut forwards = judges.iter_mut().map(|judge| judge.judge(request, tells_query));
+            let mut forwards = judges
+                .iter_mut()
+                .map(|judge| judge.judge(request, tells_query));
             match (forwards.next(), forwards.next()) {
                 (Some(true), Some(false)) => parted[0] += 1,
                 (Some(false), Some(true)) => parted[1] += 1,
                 _ => {}
             }
         },
-        |requests| on_progress(Progress { bytes: bytes.get(), requests }),
+        |requests| {
+            on_progress(Progress {
+                bytes: bytes.get(),
+                requests,
+            })
+        },
     );
-    let logs = sources.into_iter().zip(formats).map(|(source, format)| Log::of(source, format)).collect();
-    let sets =
-        sets.iter().zip(judges).map(|((name, _), judge)| Set::of(name.clone(), judge, &wanted, settings));
+    let logs = sources
+        .into_iter()
+        .zip(formats)
+        .map(|(source, format)| Log::of(source, format))
+        .collect();
+    let sets = sets
+        .iter()
+        .zip(judges)
+        .map(|((name, _), judge)| Set::of(name.clone(), judge, &wanted, settings));
     Ok(Report::new(logs, sets.collect(), parted, settings))
 }
 
@@ -103,7 +118,8 @@ fn open(
 ) -> Result<(Source, Format), String> {
     let shown = path.display().to_string();
     let shown = shown.escape_debug();
-    let mut input = Input::open(path, bytes).map_err(|error| format!("error: {shown}: {error}\n"))?;
+    let mut input =
+        Input::open(path, bytes).map_err(|error| format!("error: {shown}: {error}\n"))?;
     let format = settings.format.or_else(|| input.detect()).ok_or_else(|| {
         let names: Vec<&str> = Format::ALL.iter().map(|format| format.name()).collect();
         let fault = input.fault.as_ref().map_or_else(String::new, |fault| format!(" ({fault})"));
@@ -114,7 +130,10 @@ fn open(
         )
     })?;
     let parser = Parser::new(format, wanted);
-    Ok((Source::new(input, parser, settings.spreads, settings.logs.len()), format))
+    Ok((
+        Source::new(input, parser, settings.spreads, settings.logs.len()),
+        format,
+    ))
 }
 
 #[cfg(test)]

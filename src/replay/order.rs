@@ -115,15 +115,35 @@ impl Source {
     }
 
     fn next(&mut self) -> Option<Request<'_>> {
-        let entry = self.waiting.get(self.gone).filter(|_| self.gone < self.ready)?;
+        let entry = self
+            .waiting
+            .get(self.gone)
+            .filter(|_| self.gone < self.ready)?;
         self.gone += 1;
         let start = usize::try_from(entry.start).ok()?;
-        let texts = self.texts.get(start..start + usize::try_from(entry.length).ok()?)?;
+        let texts = self
+            .texts
+            .get(start..start + usize::try_from(entry.length).ok()?)?;
         let (method, texts) = texts.split_at_checked(entry.method.into())?;
         let (target, texts) = texts.split_at_checked(entry.target.into())?;
         let (host, headers) = texts.split_at_checked(entry.host.into())?;
-        let Entry { at_us, took_us, peer, status, .. } = *entry;
-        Some(Request { at_us, took_us, peer, status, method, target, host, headers })
+        let Entry {
+            at_us,
+            took_us,
+            peer,
+            status,
+            ..
+        } = *entry;
+        Some(Request {
+            at_us,
+            took_us,
+            peer,
+            status,
+            method,
+            target,
+            host,
+            headers,
+        })
     }
 
     /// Reads until some may go.
@@ -139,8 +159,14 @@ impl Source {
         }
         // Stable, and nearly nothing to do for a log that is in order.
         self.waiting.sort_by_key(|entry| entry.at_us);
-        let until_us = if self.ended { u64::MAX } else { self.newest_us.saturating_sub(WINDOW_US) };
-        self.ready = self.waiting.partition_point(|entry| entry.at_us <= until_us);
+        let until_us = if self.ended {
+            u64::MAX
+        } else {
+            self.newest_us.saturating_sub(WINDOW_US)
+        };
+        self.ready = self
+            .waiting
+            .partition_point(|entry| entry.at_us <= until_us);
         if self.is_full() {
             self.ready = self.ready.max(self.waiting.len() / 2);
         }
@@ -150,7 +176,8 @@ impl Source {
     }
 
     fn is_full(&self) -> bool {
-        self.waiting.len() >= MAX_WAITING / self.sharing || self.texts.len() >= MAX_TEXT / self.sharing
+        self.waiting.len() >= MAX_WAITING / self.sharing
+            || self.texts.len() >= MAX_TEXT / self.sharing
     }
 
     fn forget_gone(&mut self) {
@@ -161,7 +188,11 @@ impl Source {
             let start = usize::try_from(entry.start).unwrap_or(usize::MAX);
             let length = usize::try_from(entry.length).unwrap_or(usize::MAX);
             entry.start = u32::try_from(texts.len()).unwrap_or(u32::MAX);
-            texts.extend_from_slice(self.texts.get(start..start.saturating_add(length)).unwrap_or_default());
+            texts.extend_from_slice(
+                self.texts
+                    .get(start..start.saturating_add(length))
+                    .unwrap_or_default(),
+            );
         }
         self.texts = texts;
     }
@@ -205,7 +236,11 @@ impl Counts {
 fn entry(line: &Line<'_>, texts: &mut Vec<u8>) -> Option<Entry> {
     let start = texts.len();
     let length = |text: &[u8]| u16::try_from(text.len()).ok();
-    let (method, target, host) = (length(&line.method)?, length(&line.target)?, length(&line.host)?);
+    let (method, target, host) = (
+        length(&line.method)?,
+        length(&line.target)?,
+        length(&line.host)?,
+    );
     for text in [&line.method, &line.target, &line.host] {
         texts.extend_from_slice(text);
     }
@@ -266,7 +301,9 @@ pub(super) fn merge(
     let mut count = 0u64;
     while let Some(Reverse((_, at))) = heads.pop() {
         let others = heads.peek().map_or((u64::MAX, 0), |Reverse(head)| *head);
-        let Some(source) = sources.get_mut(at) else { continue };
+        let Some(source) = sources.get_mut(at) else {
+            continue;
+        };
         // For as long as it is ahead of the others.
         while let Some(at_us) = source.next_at_us() {
             if (at_us, at) > others {

@@ -23,7 +23,10 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::time::Instant;
 
 /// Counters of one set of policies; as many again for suggestions.
-const COUNTERS: MemorySettings = MemorySettings { max_keys: 1 << 20, max_bytes: 256 << 20 };
+const COUNTERS: MemorySettings = MemorySettings {
+    max_keys: 1 << 20,
+    max_bytes: 256 << 20,
+};
 
 /// Keys whose refusals are counted one by one, of all policies together.
 const KEYS: usize = 1 << 20;
@@ -113,7 +116,11 @@ impl<'t> Judge<'t> {
         let books = &mut self.books;
         let now_us = request.at_us.max(books.last_us);
         books.late += u64::from(now_us > request.at_us);
-        books.first_us = if books.told.requests == 0 { now_us } else { books.first_us };
+        books.first_us = if books.told.requests == 0 {
+            now_us
+        } else {
+            books.first_us
+        };
         books.last_us = now_us;
         self.flights.land(now_us, &self.memory, &self.hands);
         self.hands.set_us(now_us);
@@ -126,12 +133,17 @@ impl<'t> Judge<'t> {
         );
         let is_hidden = client.peer_trusted && !headers.contains_key(&self.table.client.ip_header);
         self.books.told.add(request, tells_query, is_hidden);
-        let Some(target) = Target::of(request) else { return self.refuse_unseen(now_us) };
+        let Some(target) = Target::of(request) else {
+            return self.refuse_unseen(now_us);
+        };
         let Ok(paths) = Readings::of(target.path, &self.table.path) else {
             return self.refuse_unseen(now_us);
         };
-        let Ok(method) = Method::from_bytes(request.method) else { return self.refuse_unseen(now_us) };
-        let Some(host) = host_for_policies(target.host).or_else(|| target.host.is_empty().then(|| "".into()))
+        let Ok(method) = Method::from_bytes(request.method) else {
+            return self.refuse_unseen(now_us);
+        };
+        let Some(host) =
+            host_for_policies(target.host).or_else(|| target.host.is_empty().then(|| "".into()))
         else {
             return self.refuse_unseen(now_us);
         };
@@ -160,10 +172,13 @@ impl<'t> Judge<'t> {
         let asked = self.asked;
         let rehearsed = rehearse(&self.memory, table, facts, (slot, asked), |told| {
             books.add(&told, now_us);
-            let quota = table.policies().get(told.at).and_then(|policy| match &policy.action {
-                Action::Limit(quota) => Some(quota),
-                Action::Allow | Action::Deny => None,
-            });
+            let quota = table
+                .policies()
+                .get(told.at)
+                .and_then(|policy| match &policy.action {
+                    Action::Limit(quota) => Some(quota),
+                    Action::Allow | Action::Deny => None,
+                });
             if let (Some(peaks), Some(claim), Some(quota)) = (peaks.as_mut(), &told.claim, quota) {
                 peaks.add(told.at, &quota.limits, claim, asked);
             }
@@ -171,9 +186,18 @@ impl<'t> Judge<'t> {
         books.end(rehearsed.past, rehearsed.delay_us, now_us);
         if !rehearsed.places.is_empty() {
             // A request that waits has its slot already.
-            let took_us = took_us.unwrap_or_default().saturating_add(rehearsed.delay_us);
-            let took_us = took_us.min(rehearsed.longest_us.unwrap_or(LONGEST_US)).min(LONGEST_US);
-            self.flights.hold(slot, rehearsed.places, now_us, now_us.saturating_add(took_us));
+            let took_us = took_us
+                .unwrap_or_default()
+                .saturating_add(rehearsed.delay_us);
+            let took_us = took_us
+                .min(rehearsed.longest_us.unwrap_or(LONGEST_US))
+                .min(LONGEST_US);
+            self.flights.hold(
+                slot,
+                rehearsed.places,
+                now_us,
+                now_us.saturating_add(took_us),
+            );
         }
         rehearsed.past == Past::Forwarded
     }
@@ -187,13 +211,21 @@ impl<'t> Judge<'t> {
     fn headers(&self, request: &Request<'_>) -> HeaderMap {
         let mut headers = HeaderMap::new();
         for (place, value) in request.headers() {
-            let name = self.wanted.names().get(place).filter(|name| self.table.reads_header(name));
+            let name = self
+                .wanted
+                .names()
+                .get(place)
+                .filter(|name| self.table.reads_header(name));
             if let (Some(name), Ok(value)) = (name, HeaderValue::from_bytes(value)) {
                 headers.append(name.clone(), value);
             }
         }
         if !request.host.is_empty() && self.table.reads_header(&http::header::HOST) {
-            headers.extend(HeaderValue::from_bytes(request.host).ok().map(|host| (http::header::HOST, host)));
+            headers.extend(
+                HeaderValue::from_bytes(request.host)
+                    .ok()
+                    .map(|host| (http::header::HOST, host)),
+            );
         }
         headers
     }
@@ -219,8 +251,14 @@ impl<'a> Target<'a> {
                 (host, rest) = after.split_at_checked(end)?;
             }
         }
-        let (path, query) = rest.split_once('?').map_or((rest, None), |(path, query)| (path, Some(query)));
-        Some(Self { host, path: if path.is_empty() { "/" } else { path }, query })
+        let (path, query) = rest
+            .split_once('?')
+            .map_or((rest, None), |(path, query)| (path, Some(query)));
+        Some(Self {
+            host,
+            path: if path.is_empty() { "/" } else { path },
+            query,
+        })
     }
 }
 
@@ -249,7 +287,10 @@ impl Books {
             longest_delay_us: 0,
             series: Series::new(),
             policies: (0..policies).map(|_| policy()).collect(),
-            told: LogTold { headers: vec![0; headers], ..LogTold::default() },
+            told: LogTold {
+                headers: vec![0; headers],
+                ..LogTold::default()
+            },
             late: 0,
             first_us: 0,
             last_us: 0,
@@ -257,7 +298,9 @@ impl Books {
     }
 
     fn add(&mut self, told: &Told<'_, '_>, now_us: u64) {
-        let Some(policy) = self.policies.get_mut(told.at) else { return };
+        let Some(policy) = self.policies.get_mut(told.at) else {
+            return;
+        };
         let (count, refused) = match told.did {
             Did::Allowed => (&mut policy.allowed, false),
             Did::Delayed => (&mut policy.delayed, false),
@@ -345,8 +388,14 @@ struct Flight {
 impl Flight {
     /// When it ends, or has to be renewed before.
     fn due_us(&self, now_us: u64) -> u64 {
-        let shortest_us = self.places.iter().map(|(limit, _)| limit.per_us).min().unwrap_or_default();
-        self.ends_us.min(now_us.saturating_add((shortest_us / 3).max(1)))
+        let shortest_us = self
+            .places
+            .iter()
+            .map(|(limit, _)| limit.per_us)
+            .min()
+            .unwrap_or_default();
+        self.ends_us
+            .min(now_us.saturating_add((shortest_us / 3).max(1)))
     }
 }
 
@@ -357,7 +406,11 @@ impl Flights {
     }
 
     fn hold(&mut self, slot: u128, places: SmallVec<[(Limit, Key); 1]>, now_us: u64, ends_us: u64) {
-        let ends_us = if self.held.len() < MAX_FLIGHTS { ends_us } else { now_us };
+        let ends_us = if self.held.len() < MAX_FLIGHTS {
+            ends_us
+        } else {
+            now_us
+        };
         let flight = Flight { places, ends_us };
         self.due.push(Reverse((flight.due_us(now_us), slot)));
         self.held.insert(slot, flight);
@@ -365,16 +418,29 @@ impl Flights {
 
     /// Does all that was to be done until `now_us`.
     fn land(&mut self, now_us: u64, memory: &Memory, hands: &Hands) {
-        while let Some(Reverse((due_us, slot))) =
-            self.due.peek().copied().filter(|Reverse((at, _))| *at <= now_us)
+        while let Some(Reverse((due_us, slot))) = self
+            .due
+            .peek()
+            .copied()
+            .filter(|Reverse((at, _))| *at <= now_us)
         {
             self.due.pop();
             hands.set_us(due_us);
-            let Some(flight) = self.held.get(&slot) else { continue };
+            let Some(flight) = self.held.get(&slot) else {
+                continue;
+            };
             let has_ended = flight.ends_us <= due_us;
-            let amendment = if has_ended { Amendment::Release { slot } } else { Amendment::Renew { slot } };
+            let amendment = if has_ended {
+                Amendment::Release { slot }
+            } else {
+                Amendment::Renew { slot }
+            };
             for (limit, key) in &flight.places {
-                memory.amend(&[Late { limit, key, amendment }]);
+                memory.amend(&[Late {
+                    limit,
+                    key,
+                    amendment,
+                }]);
             }
             if has_ended {
                 self.held.remove(&slot);

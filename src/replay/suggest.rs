@@ -67,18 +67,36 @@ impl Peaks {
             Action::Limit(quota) => quota.limits.iter().map(Peak::of).collect(),
             Action::Allow | Action::Deny => Vec::new(),
         };
-        let policies = table.policies().iter().map(|policy| of_policy(&policy.action));
-        Self { policies: policies.collect(), memory: Memory::new(settings, clock) }
+        let policies = table
+            .policies()
+            .iter()
+            .map(|policy| of_policy(&policy.action));
+        Self {
+            policies: policies.collect(),
+            memory: Memory::new(settings, clock),
+        }
     }
 
     /// Counts what a request asked of a policy's own limits; overrides are choices made already.
-    pub(super) fn add(&mut self, at: usize, own: &[NamedLimit], claim: &Claimed<'_, '_>, asked: Instant) {
-        let Some(peaks) = self.policies.get_mut(at).filter(|_| std::ptr::eq(own, claim.limits)) else {
+    pub(super) fn add(
+        &mut self,
+        at: usize,
+        own: &[NamedLimit],
+        claim: &Claimed<'_, '_>,
+        asked: Instant,
+    ) {
+        let Some(peaks) = self
+            .policies
+            .get_mut(at)
+            .filter(|_| std::ptr::eq(own, claim.limits))
+        else {
             return;
         };
         for peak in peaks {
             let Some(limit) = &peak.limit else { continue };
-            let used = self.memory.count_at(&Charge::new(limit, claim.key, claim.cost), asked);
+            let used = self
+                .memory
+                .count_at(&Charge::new(limit, claim.key, claim.cost), asked);
             peak.sample.raise(claim.key.id(), used);
         }
     }
@@ -88,7 +106,9 @@ impl Peaks {
         let peaks = self.policies.get(at).map(Vec::as_slice).unwrap_or_default();
         let each = own.iter().zip(peaks).map(|(limit, peak)| Suggestion {
             limit: limit.clone(),
-            drawn: peak.limit.and_then(|_| draw(&peak.sample, limit.limit.requests, percent)),
+            drawn: peak
+                .limit
+                .and_then(|_| draw(&peak.sample, limit.limit.requests, percent)),
         });
         each.collect()
     }
@@ -101,7 +121,9 @@ impl Peaks {
 
 impl Peak {
     fn of(named: &NamedLimit) -> Self {
-        let Limit { per_us, algorithm, .. } = named.limit;
+        let Limit {
+            per_us, algorithm, ..
+        } = named.limit;
         let algorithm = match algorithm {
             Algorithm::FixedWindow { .. } => Some(algorithm),
             Algorithm::SlidingWindow { .. } | Algorithm::SlidingLog => {
@@ -109,10 +131,19 @@ impl Peak {
             }
             // A bucket of as much as was ever asked in one period refuses nobody.
             Algorithm::TokenBucket { .. } => Some(Algorithm::SlidingWindow { buckets: 100 }),
-            Algorithm::LeakyBucket { .. } | Algorithm::Concurrency { .. } | Algorithm::Block => None,
+            Algorithm::LeakyBucket { .. } | Algorithm::Concurrency { .. } | Algorithm::Block => {
+                None
+            }
         };
-        let limit = algorithm.map(|algorithm| Limit { requests: UNREACHED, per_us, algorithm });
-        Self { limit, sample: Sample::new(SAMPLED) }
+        let limit = algorithm.map(|algorithm| Limit {
+            requests: UNREACHED,
+            per_us,
+            algorithm,
+        });
+        Self {
+            limit,
+            sample: Sample::new(SAMPLED),
+        }
     }
 }
 
@@ -168,12 +199,29 @@ mod tests {
         let mut sample = Sample::new(SAMPLED);
         (1..=200u64).for_each(|peak| sample.raise(u128::from(peak), peak));
         let drawn = |percent| draw(&sample, 150, percent).unwrap();
-        assert_eq!((drawn(1.0).requests, drawn(1.0).touched, drawn(1.0).touched_now), (198, 2, 50));
+        assert_eq!(
+            (
+                drawn(1.0).requests,
+                drawn(1.0).touched,
+                drawn(1.0).touched_now
+            ),
+            (198, 2, 50)
+        );
         assert_eq!((drawn(0.0).requests, drawn(0.0).touched), (200, 0));
         assert_eq!((drawn(0.6).requests, drawn(0.6).touched), (199, 1));
         assert_eq!(drawn(100.0).requests, 1);
-        assert_eq!(drawn(1.0).quantiles, [(500, 100), (900, 180), (990, 198), (999, 200), (1000, 200)]);
-        assert_eq!(drawn(1.0).histogram.iter().map(|(_, count)| count).sum::<u64>(), 200);
+        assert_eq!(
+            drawn(1.0).quantiles,
+            [(500, 100), (900, 180), (990, 198), (999, 200), (1000, 200)]
+        );
+        assert_eq!(
+            drawn(1.0)
+                .histogram
+                .iter()
+                .map(|(_, count)| count)
+                .sum::<u64>(),
+            200
+        );
         assert_eq!(drawn(1.0).histogram.first(), Some(&(1, 1)));
         assert!(draw(&Sample::new(SAMPLED), 1, 1.0).is_none());
     }

@@ -21,7 +21,11 @@ impl Series {
     const BINS: usize = 480;
 
     pub(super) fn new() -> Self {
-        Self { start_s: 0, width_s: 1, bins: Vec::new() }
+        Self {
+            start_s: 0,
+            width_s: 1,
+            bins: Vec::new(),
+        }
     }
 
     /// Counts a request. One before the first counts with that.
@@ -31,7 +35,8 @@ impl Series {
             self.start_s = at_s;
         }
         let at = loop {
-            let at = usize::try_from(at_s.saturating_sub(self.start_s) / self.width_s).unwrap_or(usize::MAX);
+            let at = usize::try_from(at_s.saturating_sub(self.start_s) / self.width_s)
+                .unwrap_or(usize::MAX);
             if at < Self::BINS {
                 break at;
             }
@@ -106,7 +111,13 @@ pub(super) struct Seen {
 impl Keys {
     /// Of at most `bound` keys, at least 2.
     pub(super) fn new(bound: usize) -> Self {
-        Self { bound: bound.max(2), map: HashMap::default(), floor: 0, forgotten: 0, touched: 0 }
+        Self {
+            bound: bound.max(2),
+            map: HashMap::default(),
+            floor: 0,
+            forgotten: 0,
+            touched: 0,
+        }
     }
 
     pub(super) fn add(&mut self, key: &Key, at_us: u64, refused: bool) {
@@ -114,7 +125,10 @@ impl Keys {
             self.forget();
         }
         let floor = self.floor;
-        let seen = self.map.entry(key.id()).or_insert_with(|| Seen { error: floor, ..Seen::default() });
+        let seen = self.map.entry(key.id()).or_insert_with(|| Seen {
+            error: floor,
+            ..Seen::default()
+        });
         seen.requests += 1;
         if !refused {
             return;
@@ -130,7 +144,10 @@ impl Keys {
 
     /// Forgets half of the keys: those refused least, and of these those that asked least.
     fn forget(&mut self) {
-        let ranked = self.map.iter().map(|(id, seen)| (seen.refused + seen.error, seen.requests, *id));
+        let ranked = self
+            .map
+            .iter()
+            .map(|(id, seen)| (seen.refused + seen.error, seen.requests, *id));
         let mut ranked: Vec<_> = ranked.collect();
         let half = ranked.len() / 2;
         ranked.select_nth_unstable(half);
@@ -172,7 +189,11 @@ pub(super) struct Sample {
 
 impl Sample {
     pub(super) fn new(bound: usize) -> Self {
-        Self { bound, values: HashMap::default(), level: 0 }
+        Self {
+            bound,
+            values: HashMap::default(),
+            level: 0,
+        }
     }
 
     /// Keeps the larger one.
@@ -184,7 +205,8 @@ impl Sample {
         *kept = value.max(*kept);
         while self.values.len() > self.bound {
             self.level += 1;
-            self.values.retain(|id, _| id.trailing_zeros() >= self.level);
+            self.values
+                .retain(|id, _| id.trailing_zeros() >= self.level);
         }
     }
 
@@ -239,9 +261,19 @@ mod tests {
             }
         }
         assert!(keys.map.len() <= 100 && !keys.count().1);
-        let top: Vec<_> =
-            keys.top(3).iter().map(|seen| (seen.name.to_string(), seen.refused, seen.error)).collect();
-        assert_eq!(top, [("p/4".into(), 250, 0), ("p/3".into(), 200, 0), ("p/2".into(), 150, 0)]);
+        let top: Vec<_> = keys
+            .top(3)
+            .iter()
+            .map(|seen| (seen.name.to_string(), seen.refused, seen.error))
+            .collect();
+        assert_eq!(
+            top,
+            [
+                ("p/4".into(), 250, 0),
+                ("p/3".into(), 200, 0),
+                ("p/2".into(), 150, 0)
+            ]
+        );
         assert_eq!(keys.touched(), 5);
     }
 

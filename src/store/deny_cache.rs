@@ -70,7 +70,11 @@ struct Seen {
 
 impl Default for DenyCache {
     fn default() -> Self {
-        let halves = Halves { young: Map::default(), old: Map::default(), turned: None };
+        let halves = Halves {
+            young: Map::default(),
+            old: Map::default(),
+            turned: None,
+        };
         Self(Mutex::new(halves))
     }
 }
@@ -82,18 +86,29 @@ impl DenyCache {
         if halves.young.is_empty() && halves.old.is_empty() {
             return None;
         }
-        let found: SmallVec<[Option<Seen>; 4]> = charges.iter().map(|charge| halves.find(charge)).collect();
+        let found: SmallVec<[Option<Seen>; 4]> =
+            charges.iter().map(|charge| halves.find(charge)).collect();
         drop(halves);
         let mut both = charges.iter().zip(&found);
-        let is_fresh = |seen: &Option<Seen>, charge| seen.is_some_and(|seen| seen.is_fresh(charge, now));
-        if fit == Fit::Whole && both.any(|(charge, seen)| must_be_known(charge) && !is_fresh(seen, charge)) {
+        let is_fresh =
+            |seen: &Option<Seen>, charge| seen.is_some_and(|seen| seen.is_fresh(charge, now));
+        if fit == Fit::Whole
+            && both.any(|(charge, seen)| must_be_known(charge) && !is_fresh(seen, charge))
+        {
             return None;
         }
         let both = charges.iter().zip(found);
-        let seen: SmallVec<[Option<Seen>; 4]> =
-            both.map(|(charge, seen)| seen.filter(|seen| seen.applies(charge, now, fit))).collect();
-        let refused = seen.iter().flatten().find(|seen| seen.standing.refusal.is_some())?;
-        let standings = seen.iter().map(|seen| seen.map(|seen| seen.standing)).collect();
+        let seen: SmallVec<[Option<Seen>; 4]> = both
+            .map(|(charge, seen)| seen.filter(|seen| seen.applies(charge, now, fit)))
+            .collect();
+        let refused = seen
+            .iter()
+            .flatten()
+            .find(|seen| seen.standing.refusal.is_some())?;
+        let standings = seen
+            .iter()
+            .map(|seen| seen.map(|seen| seen.standing))
+            .collect();
         Some(Decision {
             now_us: refused.store_time_us(now),
             admitted: false,
@@ -105,14 +120,22 @@ impl DenyCache {
     }
 
     /// Remembers what a refusal says; anything else says nothing for later.
-    pub fn remember(&self, charges: &[Charge<'_>], decision: &Decision, sent: Instant, received: Instant) {
+    pub fn remember(
+        &self,
+        charges: &[Charge<'_>],
+        decision: &Decision,
+        sent: Instant,
+        received: Instant,
+    ) {
         if decision.admitted {
             return;
         }
         let mut halves = self.0.lock();
         halves.turn(received);
         for (charge, standing) in charges.iter().zip(&decision.standings) {
-            let Some(mut standing) = *standing else { continue };
+            let Some(mut standing) = *standing else {
+                continue;
+            };
             if charge.shadow || !can_be_known(charge) {
                 continue;
             }
@@ -126,7 +149,13 @@ impl DenyCache {
                     && seen.applies(charge, received, Fit::Any)
             });
             if !smaller {
-                let seen = Seen { cost: charge.cost, standing, now_us: decision.now_us, sent, received };
+                let seen = Seen {
+                    cost: charge.cost,
+                    standing,
+                    now_us: decision.now_us,
+                    sent,
+                    received,
+                };
                 halves.insert(charge, seen);
             }
         }
@@ -142,7 +171,9 @@ fn can_be_known(charge: &Charge<'_>) -> bool {
 
 /// How long an answer about a charge is believed.
 fn look(charge: &Charge<'_>) -> Duration {
-    charge.lease.map_or(LOOK, |lease| LEASED_LOOK.min(Duration::from_micros(lease.ttl_us)))
+    charge.lease.map_or(LOOK, |lease| {
+        LEASED_LOOK.min(Duration::from_micros(lease.ttl_us))
+    })
 }
 
 /// Whether an answer from memory needs this to be known. A limit of slots says nothing about when to come back.
@@ -157,7 +188,10 @@ impl Halves {
             return None;
         }
         let counter = Counter::of(charge);
-        self.young.get(&counter).or_else(|| self.old.get(&counter)).copied()
+        self.young
+            .get(&counter)
+            .or_else(|| self.old.get(&counter))
+            .copied()
     }
 
     fn insert(&mut self, charge: &Charge<'_>, seen: Seen) {
@@ -168,7 +202,10 @@ impl Halves {
     }
 
     fn turn(&mut self, now: Instant) {
-        if self.turned.is_none_or(|turned| now.saturating_duration_since(turned) >= LOOK) {
+        if self
+            .turned
+            .is_none_or(|turned| now.saturating_duration_since(turned) >= LOOK)
+        {
             std::mem::swap(&mut self.young, &mut self.old);
             self.young.clear();
             self.turned = Some(now);
@@ -178,7 +215,10 @@ impl Halves {
 
 impl Counter {
     fn of(charge: &Charge<'_>) -> Self {
-        Self { key: charge.key.id(), limit: *charge.limit }
+        Self {
+            key: charge.key.id(),
+            limit: *charge.limit,
+        }
     }
 }
 
@@ -209,7 +249,8 @@ impl Seen {
     /// The store's clock at `now`, at the earliest: whoever waits by it waits long enough.
     fn store_time_us(&self, now: Instant) -> u64 {
         let since = now.saturating_duration_since(self.received);
-        self.now_us.saturating_add(u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
+        self.now_us
+            .saturating_add(u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
     }
 }
 
@@ -218,7 +259,11 @@ mod tests {
     use super::*;
     use crate::limiter::{Algorithm, Key, KeyBuilder, Lease};
 
-    const LIMIT: Limit = Limit { requests: 5, per_us: 10_000_000, algorithm: Algorithm::SlidingLog };
+    const LIMIT: Limit = Limit {
+        requests: 5,
+        per_us: 10_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
     const NOW_US: u64 = 1_700_000_000_000_000;
 
     fn key(policy: &str) -> Key {
@@ -231,7 +276,11 @@ mod tests {
 
     fn refused(after_us: u64) -> Standing {
         let until_us = NOW_US + after_us;
-        Standing { remaining: 1, grows_at_us: Some(until_us), refusal: Some(Refusal::Until(until_us)) }
+        Standing {
+            remaining: 1,
+            grows_at_us: Some(until_us),
+            refusal: Some(Refusal::Until(until_us)),
+        }
     }
 
     fn decision(standings: &[Standing]) -> Decision {
@@ -254,10 +303,19 @@ mod tests {
     fn a_refusal_holds_from_sending_until_it_ends() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
         let charges = [charge(&LIMIT, &key)];
-        cache.remember(&charges, &decision(&[refused(500_000)]), sent, sent + ms(40));
+        cache.remember(
+            &charges,
+            &decision(&[refused(500_000)]),
+            sent,
+            sent + ms(40),
+        );
         let answer = cache.recall(&charges, sent + ms(499), Fit::Whole).unwrap();
         assert!(!answer.admitted);
-        assert_eq!(answer.now_us, NOW_US + 459_000, "what is left to wait is counted from the answer");
+        assert_eq!(
+            answer.now_us,
+            NOW_US + 459_000,
+            "what is left to wait is counted from the answer"
+        );
         assert_eq!(answer.standings.as_slice(), [Some(refused(500_000))]);
         assert_eq!(cache.recall(&charges, sent + ms(500), Fit::Whole), None);
     }
@@ -276,15 +334,26 @@ mod tests {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
         let until = |ttl_us, after_us| {
             let lease = Some(Lease { size: None, ttl_us });
-            let asked = [Charge { lease, ..charge(&LIMIT, &key) }];
+            let asked = [Charge {
+                lease,
+                ..charge(&LIMIT, &key)
+            }];
             cache.remember(&asked, &decision(&[refused(after_us)]), sent, sent);
-            let ends = (0..2000).find(|n| cache.recall(&asked, sent + ms(*n), Fit::Whole).is_none());
-            assert_eq!(cache.recall(&asked, sent + ms(ends.unwrap()), Fit::Any), None);
+            let ends =
+                (0..2000).find(|n| cache.recall(&asked, sent + ms(*n), Fit::Whole).is_none());
+            assert_eq!(
+                cache.recall(&asked, sent + ms(ends.unwrap()), Fit::Any),
+                None
+            );
             ends
         };
         assert_eq!(until(100_000, 9_000_000), Some(20));
         assert_eq!(until(5_000, 9_000_000), Some(5));
-        assert_eq!(until(100_000, 3_000), Some(3), "who waits as long as he was told gets in");
+        assert_eq!(
+            until(100_000, 3_000),
+            Some(3),
+            "who waits as long as he was told gets in"
+        );
     }
 
     #[test]
@@ -292,16 +361,28 @@ mod tests {
         let (cache, a, b, sent) = (DenyCache::default(), key("a"), key("b"), Instant::now());
         let asked = charge(&LIMIT, &a);
         cache.remember(&[asked], &decision(&[refused(500_000)]), sent, sent);
-        let raised = Limit { requests: 6, ..LIMIT };
+        let raised = Limit {
+            requests: 6,
+            ..LIMIT
+        };
         let knows = |charge, fit| cache.recall(&[charge], sent, fit).is_some();
         assert!(knows(asked, Fit::Whole));
         for other in [
             Charge { cost: 1, ..asked },
-            Charge { limit: &raised, ..asked },
+            Charge {
+                limit: &raised,
+                ..asked
+            },
             Charge { key: &b, ..asked },
-            Charge { shadow: true, ..asked },
+            Charge {
+                shadow: true,
+                ..asked
+            },
         ] {
-            assert!(!knows(other, Fit::Whole) && !knows(other, Fit::Any), "{other:?}");
+            assert!(
+                !knows(other, Fit::Whole) && !knows(other, Fit::Any),
+                "{other:?}"
+            );
         }
         let larger = Charge { cost: 3, ..asked };
         assert!(!knows(larger, Fit::Whole), "its time is not known");
@@ -312,21 +393,45 @@ mod tests {
     fn one_exhausted_limit_refuses_the_request_and_the_others_are_reported_while_they_hold() {
         let (cache, a, b, sent) = (DenyCache::default(), key("a"), key("b"), Instant::now());
         let c = key("c");
-        let free = Standing { remaining: 3, grows_at_us: Some(NOW_US + 200_000), refusal: None };
+        let free = Standing {
+            remaining: 3,
+            grows_at_us: Some(NOW_US + 200_000),
+            refusal: None,
+        };
         let asked = [charge(&LIMIT, &a), charge(&LIMIT, &b)];
         cache.remember(&asked, &decision(&[refused(500_000), free]), sent, sent);
         let answer = cache.recall(&asked, sent + ms(100), Fit::Whole).unwrap();
-        assert_eq!(answer.standings.as_slice(), [Some(refused(500_000)), Some(free)]);
+        assert_eq!(
+            answer.standings.as_slice(),
+            [Some(refused(500_000)), Some(free)]
+        );
         let answer = cache.recall(&asked, sent + ms(200), Fit::Whole).unwrap();
         assert_eq!(answer.standings.as_slice(), [Some(refused(500_000)), None]);
-        assert_eq!(cache.recall(&asked[1..], sent, Fit::Whole), None, "a free limit refuses nobody");
+        assert_eq!(
+            cache.recall(&asked[1..], sent, Fit::Whole),
+            None,
+            "a free limit refuses nobody"
+        );
 
         let more = [asked[0], charge(&LIMIT, &c)];
-        assert_eq!(cache.recall(&more, sent, Fit::Whole), None, "it might refuse for longer");
+        assert_eq!(
+            cache.recall(&more, sent, Fit::Whole),
+            None,
+            "it might refuse for longer"
+        );
         let answer = cache.recall(&more, sent, Fit::Any).unwrap();
         assert_eq!(answer.standings.as_slice(), [Some(refused(500_000)), None]);
-        let shadow = [asked[0], Charge { shadow: true, ..more[1] }];
-        assert!(cache.recall(&shadow, sent, Fit::Whole).is_some(), "shadows are not asked");
+        let shadow = [
+            asked[0],
+            Charge {
+                shadow: true,
+                ..more[1]
+            },
+        ];
+        assert!(
+            cache.recall(&shadow, sent, Fit::Whole).is_some(),
+            "shadows are not asked"
+        );
     }
 
     #[test]
@@ -342,10 +447,24 @@ mod tests {
     #[test]
     fn never_is_known_without_a_time() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
-        let asked = Charge { cost: 6, ..charge(&LIMIT, &key) };
-        let never = Standing { remaining: 5, grows_at_us: None, refusal: Some(Refusal::Never) };
+        let asked = Charge {
+            cost: 6,
+            ..charge(&LIMIT, &key)
+        };
+        let never = Standing {
+            remaining: 5,
+            grows_at_us: None,
+            refusal: Some(Refusal::Never),
+        };
         cache.remember(&[asked], &decision(&[never]), sent, sent);
-        assert_eq!(cache.recall(&[asked], sent, Fit::Whole).unwrap().standings.as_slice(), [Some(never)]);
+        assert_eq!(
+            cache
+                .recall(&[asked], sent, Fit::Whole)
+                .unwrap()
+                .standings
+                .as_slice(),
+            [Some(never)]
+        );
     }
 
     #[test]
@@ -353,7 +472,12 @@ mod tests {
         let (cache, start) = (DenyCache::default(), Instant::now());
         let keys: Vec<Key> = (0..2 * MAX_HALF + 1).map(|n| key(&n.to_string())).collect();
         for key in &keys {
-            cache.remember(&[charge(&LIMIT, key)], &decision(&[refused(500_000)]), start, start);
+            cache.remember(
+                &[charge(&LIMIT, key)],
+                &decision(&[refused(500_000)]),
+                start,
+                start,
+            );
         }
         assert_eq!(cache.0.lock().young.len(), MAX_HALF);
         let later = start + 2 * LOOK;

@@ -34,7 +34,10 @@ use std::time::Instant;
 use tokio::sync::Notify;
 
 /// Counters that an outage may make; the least used go first.
-const COUNTERS: MemorySettings = MemorySettings { max_keys: 1 << 17, max_bytes: 64 << 20 };
+const COUNTERS: MemorySettings = MemorySettings {
+    max_keys: 1 << 17,
+    max_bytes: 64 << 20,
+};
 
 /// The part of a store that is in one piece.
 pub(super) const ALL: u16 = 0;
@@ -115,7 +118,10 @@ impl Local {
 
     /// The same, of a part that keeps any of these counters.
     pub fn is_away_for(&self, charges: &[Charge<'_>]) -> bool {
-        self.is_away() && charges.iter().any(|charge| self.lacking.has(self.part(charge.key)))
+        self.is_away()
+            && charges
+                .iter()
+                .any(|charge| self.lacking.has(self.part(charge.key)))
     }
 
     /// These parts can't be reached, if any.
@@ -152,16 +158,23 @@ impl Local {
     /// Remembers what Redis said, for the case that it is away next time.
     pub fn remember(&self, charges: &[Charge<'_>], decision: &Decision, at: Instant) {
         for (charge, standing) in charges.iter().zip(&decision.standings) {
-            let Some(standing) = standing.filter(|_| is_local(charge)) else { continue };
+            let Some(standing) = standing.filter(|_| is_local(charge)) else {
+                continue;
+            };
             match charge.limit.algorithm {
                 // In flight is what this process says, not what Redis said last.
                 Algorithm::Concurrency { .. } if decision.admitted => {
                     let amendment = Amendment::Renew { slot: charge.slot };
-                    self.memory.amend(&[Late { limit: charge.limit, key: charge.key, amendment }]);
+                    self.memory.amend(&[Late {
+                        limit: charge.limit,
+                        key: charge.key,
+                        amendment,
+                    }]);
                 }
                 Algorithm::Concurrency { .. } => {}
                 _ if !self.may_lack(charge) => {
-                    self.answers.insert(charge, standing, decision.now_us, self.clock.at_us(at))
+                    self.answers
+                        .insert(charge, standing, decision.now_us, self.clock.at_us(at))
                 }
                 _ => {}
             }
@@ -176,13 +189,20 @@ impl Local {
             self.answers.take(charge, |answer| {
                 let limit = share.limit(charge.limit);
                 let amendment = answer.units_used(share, &limit, self.clock.at_us(asked));
-                self.memory.begin(&Late { limit: &limit, key: charge.key, amendment });
+                self.memory.begin(&Late {
+                    limit: &limit,
+                    key: charge.key,
+                    amendment,
+                });
             });
         }
         let decision = self.decide_share(charges, share, asked, is_local);
         if decision.admitted {
             let mut debts = self.debts.lock();
-            for charge in charges.iter().filter(|charge| is_local(charge) && charge.cost > 0) {
+            for charge in charges
+                .iter()
+                .filter(|charge| is_local(charge) && charge.cost > 0)
+            {
                 let part = self.part(charge.key);
                 self.lacking.add(part);
                 debts.note(charge, part, decision.now_us);
@@ -198,7 +218,10 @@ impl Local {
     /// in it.
     pub fn gate(&self, charges: &[Charge<'_>], asked: Instant) -> Option<Decision> {
         let is_ours = |charge: &Charge<'_>| is_local(charge) && self.may_lack(charge);
-        charges.iter().any(is_ours).then(|| self.decide_share(charges, self.share(), asked, is_ours))
+        charges
+            .iter()
+            .any(is_ours)
+            .then(|| self.decide_share(charges, self.share(), asked, is_ours))
     }
 
     /// Whether what Redis says about a charge may lack what is still to be written back.
@@ -219,8 +242,10 @@ impl Local {
             .filter(|charge| is_ours(charge))
             .map(|charge| (charge, share.limit(charge.limit)))
             .collect();
-        let asks: SmallVec<[Charge<'_>; 4]> =
-            ours.iter().map(|(charge, limit)| Charge { limit, ..**charge }).collect();
+        let asks: SmallVec<[Charge<'_>; 4]> = ours
+            .iter()
+            .map(|(charge, limit)| Charge { limit, ..**charge })
+            .collect();
         let mut decision = self.memory.decide_at(&asks, asked);
         // Where it is written back it stands elsewhere: further units are charged, and none given back.
         decision.stands_us.clear();
@@ -251,13 +276,19 @@ impl Local {
 
     /// Notes what Redis could not be told, if it is further units for what was admitted here. Whether it is.
     pub fn amend_later(&self, late: &Late<'_>) -> bool {
-        let Amendment::Charge(units) = late.amendment else { return false };
+        let Amendment::Charge(units) = late.amendment else {
+            return false;
+        };
         let is_ours = self.memory.keeps(late.limit, late.key);
         if is_ours {
             let part = self.part(late.key);
             let mut debts = self.debts.lock();
             self.lacking.add(part);
-            debts.note(&Charge::new(late.limit, late.key, units), part, self.clock.now_us());
+            debts.note(
+                &Charge::new(late.limit, late.key, units),
+                part,
+                self.clock.now_us(),
+            );
             self.owes.store(true, Ordering::Relaxed);
         }
         is_ours
@@ -288,7 +319,10 @@ impl Local {
     /// These counters were not told, as far as is known; the others were.
     pub fn unpaid<'l>(&self, owed: Owed, untold: impl Iterator<Item = &'l Late<'l>>) {
         let untold: HashSet<Id> = untold.map(|late| id(late.limit, late.key)).collect();
-        let left = owed.0.into_iter().filter(|debt| untold.contains(&debt.id()));
+        let left = owed
+            .0
+            .into_iter()
+            .filter(|debt| untold.contains(&debt.id()));
         self.debts.lock().put_back(left);
     }
 
@@ -299,9 +333,14 @@ impl Local {
             let limit = self.share().limit(limit);
             let look = self.memory.decide(&[Charge::new(&limit, key, 0)]);
             let standing = look.standings.first().copied().flatten();
-            standing.map_or(0, |standing| limit.capacity().saturating_sub(standing.remaining))
+            standing.map_or(0, |standing| {
+                limit.capacity().saturating_sub(standing.remaining)
+            })
         };
-        owed.0.iter().flat_map(|debt| debt.amendments(now_us, used)).collect()
+        owed.0
+            .iter()
+            .flat_map(|debt| debt.amendments(now_us, used))
+            .collect()
     }
 }
 
@@ -314,7 +353,14 @@ fn is_local(charge: &Charge<'_>) -> bool {
 fn never_only_if_true(charge: &Charge<'_>, standing: Standing) -> Standing {
     let is_over = standing.refusal == Some(Refusal::Never);
     let fits = charge.limit.capacity() > 0 && charge.cost <= charge.limit.capacity();
-    if is_over && fits { Standing { refusal: Some(Refusal::Unknown), ..standing } } else { standing }
+    if is_over && fits {
+        Standing {
+            refusal: Some(Refusal::Unknown),
+            ..standing
+        }
+    } else {
+        standing
+    }
 }
 
 #[cfg(test)]

@@ -73,7 +73,9 @@ struct Counter {
 
 impl Memory {
     pub fn new(settings: MemorySettings, clock: Clock) -> Self {
-        let shards = (settings.max_keys / KEYS_PER_SHARD).next_power_of_two().clamp(1, MAX_SHARDS);
+        let shards = (settings.max_keys / KEYS_PER_SHARD)
+            .next_power_of_two()
+            .clamp(1, MAX_SHARDS);
         Self {
             clock,
             settings,
@@ -98,8 +100,10 @@ impl Memory {
             .iter()
             .map(|charge| held.look(charge, now_us, |view| view.refusal(charge.cost)))
             .collect();
-        let admitted =
-            charges.iter().zip(&refusals).all(|(charge, refusal)| charge.shadow || refusal.is_none());
+        let admitted = charges
+            .iter()
+            .zip(&refusals)
+            .all(|(charge, refusal)| charge.shadow || refusal.is_none());
 
         let settles = charges.iter().any(|charge| charge.settles);
         let (mut delay_us, mut stands_us) = (0, SmallVec::new());
@@ -118,28 +122,49 @@ impl Memory {
                         stands_us.push(is_told.then(|| view.stands_us()));
                     }
                     // Its own knock is in the way of the next.
-                    let refusal = if effect == Effect::Press { view.refusal(charge.cost) } else { *refusal };
+                    let refusal = if effect == Effect::Press {
+                        view.refusal(charge.cost)
+                    } else {
+                        *refusal
+                    };
                     view.standing(refusal)
                 };
                 match effect {
                     Effect::Nothing => Some(held.look(charge, now_us, say)),
-                    Effect::Charge => held.change(charge, now_us, |state| state.charge(charge, now_us), say),
-                    Effect::Press => held.change(charge, now_us, |state| state.press(charge, now_us), say),
+                    Effect::Charge => {
+                        held.change(charge, now_us, |state| state.charge(charge, now_us), say)
+                    }
+                    Effect::Press => {
+                        held.change(charge, now_us, |state| state.press(charge, now_us), say)
+                    }
                 }
             })
             .collect();
-        let grants = if admitted { held.lend(charges, now_us) } else { SmallVec::new() };
+        let grants = if admitted {
+            held.lend(charges, now_us)
+        } else {
+            SmallVec::new()
+        };
         for (_, shard) in &mut held.shards {
             shard.sweep(self, now_us, SWEPT_PER_CHARGE);
         }
         self.release(held, now_us);
-        Decision { now_us, admitted, standings, delay_us, grants, stands_us }
+        Decision {
+            now_us,
+            admitted,
+            standings,
+            delay_us,
+            grants,
+            stands_us,
+        }
     }
 
     /// Takes a charge's units, whether they fit or not, and tells how many are in use then. Of 0 units nothing is kept.
     pub fn count_at(&self, charge: &Charge<'_>, asked: Instant) -> u64 {
         let place = self.place_of(charge);
-        let Some(shard) = self.shards.get(place) else { return 0 };
+        let Some(shard) = self.shards.get(place) else {
+            return 0;
+        };
         let mut shard = shard.lock();
         let now_us = self.clock.at_us(asked).max(shard.newest_us);
         shard.newest_us = now_us;
@@ -148,7 +173,9 @@ impl Memory {
                 .counters
                 .get(&id_of(charge))
                 .map_or(0, |counter| counter.state.at(charge.limit, now_us).used()),
-            _ => shard.change(self, charge, now_us, |state| state.charge(charge, now_us)).used(),
+            _ => shard
+                .change(self, charge, now_us, |state| state.charge(charge, now_us))
+                .used(),
         };
         shard.sweep(self, now_us, SWEPT_PER_CHARGE);
         drop(shard);
@@ -193,7 +220,11 @@ impl Memory {
         });
     }
 
-    fn put_right(&self, late: &Late<'_>, prepare: impl FnOnce(&mut Held<'_>, &Charge<'_>) -> bool) -> bool {
+    fn put_right(
+        &self,
+        late: &Late<'_>,
+        prepare: impl FnOnce(&mut Held<'_>, &Charge<'_>) -> bool,
+    ) -> bool {
         let charge = Charge::new(late.limit, late.key, 0);
         let mut held = self.hold(&[charge]);
         let now_us = held.advance(Instant::now());
@@ -230,11 +261,18 @@ impl Memory {
 
     /// In ascending order, so that two questions never wait for each other.
     fn hold(&self, charges: &[Charge<'_>]) -> Held<'_> {
-        let mut places: SmallVec<[usize; 4]> = charges.iter().map(|charge| self.place_of(charge)).collect();
+        let mut places: SmallVec<[usize; 4]> =
+            charges.iter().map(|charge| self.place_of(charge)).collect();
         places.sort_unstable();
         places.dedup();
-        let shards = places.iter().filter_map(|at| Some((*at, self.shards.get(*at)?.lock()))).collect();
-        Held { memory: self, shards }
+        let shards = places
+            .iter()
+            .filter_map(|at| Some((*at, self.shards.get(*at)?.lock())))
+            .collect();
+        Held {
+            memory: self,
+            shards,
+        }
     }
 
     /// By the low bits of a cryptographic hash; the number of shards is a power of two.
@@ -248,7 +286,9 @@ impl Memory {
             if !self.is_over() {
                 return;
             }
-            let Some(shard) = self.shards.get((first + step) % self.shards.len()) else { return };
+            let Some(shard) = self.shards.get((first + step) % self.shards.len()) else {
+                return;
+            };
             let mut shard = shard.lock();
             shard.sweep(self, now_us, usize::MAX);
             while self.is_over() && shard.evict_least_used(self) {}
@@ -298,12 +338,15 @@ impl Held<'_> {
 
     /// Lends what is wanted beside, as far as it is free.
     fn lend(&mut self, charges: &[Charge<'_>], now_us: u64) -> SmallVec<[Grant; 1]> {
-        let lends =
-            |charge: &Charge<'_>, until_us| self.look(charge, now_us, |view| view.lends(now_us, until_us));
+        let lends = |charge: &Charge<'_>, until_us| {
+            self.look(charge, now_us, |view| view.lends(now_us, until_us))
+        };
         let grants = grants(charges, now_us, lends);
         for grant in &grants {
             for charge in charges.iter().filter(|charge| charge.group == grant.group) {
-                let Grant { units, until_us, .. } = *grant;
+                let Grant {
+                    units, until_us, ..
+                } = *grant;
                 let lend = |state: &mut State| state.lend(charge.limit, units, now_us, until_us);
                 self.change(charge, now_us, lend, |_| ());
             }
@@ -320,11 +363,13 @@ impl Held<'_> {
         say: impl FnOnce(View<'_>) -> T,
     ) -> Option<T> {
         let memory = self.memory;
-        self.shard(charge).map(|shard| say(shard.change(memory, charge, now_us, change)))
+        self.shard(charge)
+            .map(|shard| say(shard.change(memory, charge, now_us, change)))
     }
 
     fn keeps(&mut self, charge: &Charge<'_>) -> bool {
-        self.shard(charge).is_some_and(|shard| shard.counters.contains_key(&id_of(charge)))
+        self.shard(charge)
+            .is_some_and(|shard| shard.counters.contains_key(&id_of(charge)))
     }
 
     fn forget(&mut self, charge: &Charge<'_>) {
@@ -338,7 +383,10 @@ impl Held<'_> {
 
     fn shard(&mut self, charge: &Charge<'_>) -> Option<&mut Shard> {
         let place = self.memory.place_of(charge);
-        self.shards.iter_mut().find(|(at, _)| *at == place).map(|(_, shard)| &mut **shard)
+        self.shards
+            .iter_mut()
+            .find(|(at, _)| *at == place)
+            .map(|(_, shard)| &mut **shard)
     }
 }
 
@@ -363,14 +411,22 @@ impl Shard {
         let counter = self.counters.entry(id_of(charge)).or_insert_with(|| {
             memory.keys.fetch_add(1, Ordering::Relaxed);
             memory.bytes.fetch_add(COUNTER_BYTES, Ordering::Relaxed);
-            Counter { state: limit.fresh(), expires_at_us: 0, fullness: 0, bytes: COUNTER_BYTES }
+            Counter {
+                state: limit.fresh(),
+                expires_at_us: 0,
+                fullness: 0,
+                bytes: COUNTER_BYTES,
+            }
         });
         change(&mut counter.state);
         counter.expires_at_us = counter.state.expires_at_us(limit);
         let bytes = COUNTER_BYTES + counter.state.heap_bytes();
         if bytes != counter.bytes {
             memory.bytes.fetch_add(bytes, Ordering::Relaxed);
-            memory.bytes.fetch_sub(std::mem::replace(&mut counter.bytes, bytes), Ordering::Relaxed);
+            memory.bytes.fetch_sub(
+                std::mem::replace(&mut counter.bytes, bytes),
+                Ordering::Relaxed,
+            );
         }
         let view = counter.state.at(limit, now_us);
         counter.fullness = fullness(view.used(), limit);
@@ -384,7 +440,9 @@ impl Shard {
                 self.swept = 0;
             }
             match self.counters.get_index(self.swept) {
-                Some((_, counter)) if counter.expires_at_us <= now_us => self.remove(memory, self.swept),
+                Some((_, counter)) if counter.expires_at_us <= now_us => {
+                    self.remove(memory, self.swept)
+                }
                 _ => self.swept += 1,
             }
         }
@@ -428,7 +486,11 @@ mod tests {
     use super::*;
     use crate::limiter::KeyBuilder;
 
-    const LIMIT: Limit = Limit { requests: 5, per_us: 60_000_000, algorithm: Algorithm::SlidingLog };
+    const LIMIT: Limit = Limit {
+        requests: 5,
+        per_us: 60_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
 
     fn key(name: usize) -> Key {
         let mut builder = KeyBuilder::new("p");
@@ -443,7 +505,13 @@ mod tests {
     #[test]
     fn nobody_flushes_an_exhausted_key_with_fresh_ones() {
         let (clock, _) = Clock::manual(1_000_000);
-        let memory = Memory::new(MemorySettings { max_keys: 100, max_bytes: 1 << 30 }, clock);
+        let memory = Memory::new(
+            MemorySettings {
+                max_keys: 100,
+                max_bytes: 1 << 30,
+            },
+            clock,
+        );
         let mine = key(0);
         assert_eq!((0..6).filter(|_| ask(&memory, &LIMIT, &mine)).count(), 5);
         for name in 1..5_000 {
@@ -456,13 +524,25 @@ mod tests {
 
     #[test]
     fn counting_is_deciding_where_nothing_is_refused() {
-        let settings = MemorySettings { max_keys: 1000, max_bytes: 1 << 30 };
+        let settings = MemorySettings {
+            max_keys: 1000,
+            max_bytes: 1 << 30,
+        };
         let (clock, hands) = Clock::manual(1_000_000_000);
-        let (counts, decides) = (Memory::new(settings, clock.clone()), Memory::new(settings, clock));
+        let (counts, decides) = (
+            Memory::new(settings, clock.clone()),
+            Memory::new(settings, clock),
+        );
         let mut random = fastrand::Rng::with_seed(7);
-        for algorithm in [Algorithm::SlidingWindow { buckets: 100 }, Algorithm::FixedWindow { offset_us: 7 }]
-        {
-            let limit = Limit { requests: 1 << 40, per_us: 60_000_000, algorithm };
+        for algorithm in [
+            Algorithm::SlidingWindow { buckets: 100 },
+            Algorithm::FixedWindow { offset_us: 7 },
+        ] {
+            let limit = Limit {
+                requests: 1 << 40,
+                per_us: 60_000_000,
+                algorithm,
+            };
             for _ in 0..2_000 {
                 hands.advance_us(random.u64(..2_000_000));
                 let (key, cost) = (key(random.usize(..5)), random.u64(..4));
@@ -475,15 +555,21 @@ mod tests {
         assert_eq!(counts.keys(), decides.keys());
         // What a limit would refuse is counted all the same.
         let key = key(9);
-        let counted = [3, 4].map(|units| counts.count_at(&Charge::new(&LIMIT, &key, units), Instant::now()));
+        let counted =
+            [3, 4].map(|units| counts.count_at(&Charge::new(&LIMIT, &key, units), Instant::now()));
         assert_eq!(counted, [3, 7]);
     }
 
     #[test]
     fn expired_keys_go_first_and_bytes_are_bounded() {
         let (clock, hands) = Clock::manual(1_000_000);
-        let memory =
-            Memory::new(MemorySettings { max_keys: 1000, max_bytes: 10 * COUNTER_BYTES + 1000 }, clock);
+        let memory = Memory::new(
+            MemorySettings {
+                max_keys: 1000,
+                max_bytes: 10 * COUNTER_BYTES + 1000,
+            },
+            clock,
+        );
         for name in 0..5 {
             ask(&memory, &LIMIT, &key(name));
         }
@@ -498,7 +584,13 @@ mod tests {
     #[test]
     fn a_store_that_is_idle_for_its_old_keys_gives_their_memory_back() {
         let (clock, hands) = Clock::manual(1_000_000);
-        let memory = Memory::new(MemorySettings { max_keys: 100_000, max_bytes: 1 << 30 }, clock);
+        let memory = Memory::new(
+            MemorySettings {
+                max_keys: 100_000,
+                max_bytes: 1 << 30,
+            },
+            clock,
+        );
         for name in 0..1_000 {
             ask(&memory, &LIMIT, &key(name));
         }

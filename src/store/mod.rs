@@ -22,7 +22,11 @@ use tokio::time::Instant;
 #[derive(Clone, Debug)]
 pub enum Store {
     Memory(Arc<Memory>),
-    Redis { redis: Redis, refusals: Arc<DenyCache>, leases: Arc<Leases> },
+    Redis {
+        redis: Redis,
+        refusals: Arc<DenyCache>,
+        leases: Arc<Leases>,
+    },
 }
 
 /// What decides by asking Redis.
@@ -62,15 +66,23 @@ pub struct Untold {
 impl Store {
     /// A worker's store in Redis, with leases of its own.
     pub fn redis(redis: Redis) -> Self {
-        Self::Redis { redis, refusals: Arc::default(), leases: Arc::default() }
+        Self::Redis {
+            redis,
+            refusals: Arc::default(),
+            leases: Arc::default(),
+        }
     }
 
     /// The same with the leases of its process.
     pub fn sharing(self, shared: &Arc<Leases>) -> Self {
         match self {
-            Self::Redis { redis, refusals, .. } => {
-                Self::Redis { redis, refusals, leases: Arc::clone(shared) }
-            }
+            Self::Redis {
+                redis, refusals, ..
+            } => Self::Redis {
+                redis,
+                refusals,
+                leases: Arc::clone(shared),
+            },
             store @ Self::Memory(_) => store,
         }
     }
@@ -81,7 +93,9 @@ impl Store {
     /// # Errors
     /// [`Unavailable`] if the store is away; whether the charges were made is then unknown.
     pub async fn decide(&self, charges: &[Charge<'_>]) -> Result<Decision, Unavailable> {
-        self.answer(charges, Instant::now()).await.map(|(decision, _)| decision)
+        self.answer(charges, Instant::now())
+            .await
+            .map(|(decision, _)| decision)
     }
 
     /// The same for who has just looked at the clock and wants to know whose answer it is.
@@ -97,7 +111,11 @@ impl Store {
             Self::Memory(memory) => {
                 return Ok((memory.decide_at(charges, asked.into_std()), Source::Memory));
             }
-            Self::Redis { redis, refusals, leases } => (redis, refusals, leases),
+            Self::Redis {
+                redis,
+                refusals,
+                leases,
+            } => (redis, refusals, leases),
         };
         let ask = Ask { redis, refusals };
         if charges.iter().any(|charge| charge.lease.is_some()) {
@@ -110,9 +128,15 @@ impl Store {
     /// Decides what is `local` of charges that the store gave no answer about, by this instance's share. The others
     /// have no standing and stop nothing. `None`: the store is always there.
     pub fn decide_alone(&self, charges: &[Charge<'_>]) -> Option<Decision> {
-        let Self::Redis { redis, .. } = self else { return None };
-        let missing = charges.iter().filter(|charge| !redis.reaches(std::slice::from_ref(*charge)));
-        redis.local().fail(missing.map(|charge| redis.local().part(charge.key)));
+        let Self::Redis { redis, .. } = self else {
+            return None;
+        };
+        let missing = charges
+            .iter()
+            .filter(|charge| !redis.reaches(std::slice::from_ref(*charge)));
+        redis
+            .local()
+            .fail(missing.map(|charge| redis.local().part(charge.key)));
         Some(redis.local().decide(charges, std::time::Instant::now()))
     }
 
@@ -143,12 +167,18 @@ impl Store {
                     }),
                     false => redis.amend(late).await,
                 };
-                let is_lost =
-                    |place: &usize| late.get(*place).is_some_and(|late| !redis.local().amend_later(late));
+                let is_lost = |place: &usize| {
+                    late.get(*place)
+                        .is_some_and(|late| !redis.local().amend_later(late))
+                };
                 match told {
                     Err(mut untold) => {
                         untold.places.retain(is_lost);
-                        if untold.places.is_empty() { Ok(()) } else { Err(untold) }
+                        if untold.places.is_empty() {
+                            Ok(())
+                        } else {
+                            Err(untold)
+                        }
                     }
                     Ok(()) => Ok(()),
                 }
@@ -158,7 +188,11 @@ impl Store {
 }
 
 impl Ask<'_> {
-    async fn decide(self, charges: &[Charge<'_>], asked: Instant) -> Result<(Decision, Source), Unavailable> {
+    async fn decide(
+        self,
+        charges: &[Charge<'_>],
+        asked: Instant,
+    ) -> Result<(Decision, Source), Unavailable> {
         match self.refusal(charges, asked) {
             Some(refusal) => Ok(refusal),
             None => self.redis(charges, asked).await,
@@ -174,11 +208,17 @@ impl Ask<'_> {
         if !local.is_away() || !self.redis.reaches(charges) {
             return None;
         }
-        let gate = local.gate(charges, asked.into_std()).filter(|gate| !gate.admitted)?;
+        let gate = local
+            .gate(charges, asked.into_std())
+            .filter(|gate| !gate.admitted)?;
         Some((gate, Source::Degraded))
     }
 
-    async fn redis(self, charges: &[Charge<'_>], asked: Instant) -> Result<(Decision, Source), Unavailable> {
+    async fn redis(
+        self,
+        charges: &[Charge<'_>],
+        asked: Instant,
+    ) -> Result<(Decision, Source), Unavailable> {
         let Self { redis, refusals } = self;
         let answer = if redis.breaker_open() {
             Err(redis.unavailable("breaker_open"))
@@ -188,7 +228,11 @@ impl Ask<'_> {
         match answer {
             Ok(decision) => {
                 let (local, sent) = (redis.local(), asked.into_std());
-                local.remember(charges, &without_hand(charges, &decision, local.share()), sent);
+                local.remember(
+                    charges,
+                    &without_hand(charges, &decision, local.share()),
+                    sent,
+                );
                 // A reservation that another slot's refusal undoes is no reason to refuse for longer.
                 if !decision.admitted && !redis.is_split(charges) {
                     refusals.remember(charges, &decision, asked, Instant::now());
@@ -198,7 +242,9 @@ impl Ask<'_> {
             // Without Redis, a refusal whose end isn't known for this cost is better than none.
             Err(unavailable) => {
                 let refusal = refusals.recall(charges, Instant::now(), Fit::Any);
-                refusal.map(|refusal| (refusal, Source::DenyCache)).ok_or(unavailable)
+                refusal
+                    .map(|refusal| (refusal, Source::DenyCache))
+                    .ok_or(unavailable)
             }
         }
     }
@@ -206,7 +252,11 @@ impl Ask<'_> {
 
 /// What the store leaves of which a share may be used while it is away, if what was lent is used, too: all of that is in
 /// this instance's hand, and none of it in the others'.
-fn without_hand<'d>(charges: &[Charge<'_>], decision: &'d Decision, share: Share) -> Cow<'d, Decision> {
+fn without_hand<'d>(
+    charges: &[Charge<'_>],
+    decision: &'d Decision,
+    share: Share,
+) -> Cow<'d, Decision> {
     let mut decision = Cow::Borrowed(decision);
     for grant in decision.grants.clone() {
         let standings = charges.iter().zip(&mut decision.to_mut().standings);

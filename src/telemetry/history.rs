@@ -100,7 +100,10 @@ pub struct Axis {
 
 impl History {
     pub fn new(metrics: Arc<Metrics>) -> Self {
-        Self { metrics, state: Mutex::default() }
+        Self {
+            metrics,
+            state: Mutex::default(),
+        }
     }
 
     /// Notes what was counted since the last time. `live` are the policies in effect: the past of others is dropped.
@@ -111,8 +114,15 @@ impl History {
         state.now_s = now_s;
         state.follow(before_s, live);
         state.note_second(before_s, &self.metrics);
-        if state.looks.back().is_none_or(|look| now_s >= look.at_s.saturating_add(LOOK_EVERY_S)) {
-            let look = Look { at_s: now_s, times: times(&self.metrics) };
+        if state
+            .looks
+            .back()
+            .is_none_or(|look| now_s >= look.at_s.saturating_add(LOOK_EVERY_S))
+        {
+            let look = Look {
+                at_s: now_s,
+                times: times(&self.metrics),
+            };
             state.looks.push_back(look);
             let more = state.looks.len().saturating_sub(LOOKS);
             state.looks.drain(..more);
@@ -122,8 +132,10 @@ impl History {
     /// The parts of the past of each policy that is asked for. `None`: nothing happened.
     pub fn policies<'n>(&self, names: impl Iterator<Item = &'n str>) -> (Axis, Vec<Option<Past>>) {
         let state = self.state.lock();
-        let axis =
-            Axis { minutes: starts(state.now_s, 60, MINUTES), hours: starts(state.now_s, 3600, HOURS) };
+        let axis = Axis {
+            minutes: starts(state.now_s, 60, MINUTES),
+            hours: starts(state.now_s, 3600, HOURS),
+        };
         let past = |name| {
             let rings = state.policies.get(name)?.past.as_ref()?;
             Some(Past {
@@ -139,15 +151,23 @@ impl History {
     pub fn seconds(&self, most: usize) -> (u64, Vec<Second>) {
         let state = self.state.lock();
         let seconds = state.seconds.last(most, state.now_s);
-        (state.now_s.saturating_sub(seconds.len().saturating_sub(1) as u64), seconds)
+        (
+            state
+                .now_s
+                .saturating_sub(seconds.len().saturating_sub(1) as u64),
+            seconds,
+        )
     }
 
     /// How long things took in the last minute, or since the start if that is less, and how many seconds that is.
     pub fn times(&self) -> (u64, Times) {
         let mut now = times(&self.metrics);
         let state = self.state.lock();
-        let Some(oldest) = state.looks.front() else { return (0, now) };
-        for ((_, decisions), (_, earlier)) in now.decisions.iter_mut().zip(&oldest.times.decisions) {
+        let Some(oldest) = state.looks.front() else {
+            return (0, now);
+        };
+        for ((_, decisions), (_, earlier)) in now.decisions.iter_mut().zip(&oldest.times.decisions)
+        {
             *decisions = decisions.clone().since(earlier);
         }
         now.responses = now.responses.since(&oldest.times.responses);
@@ -156,13 +176,19 @@ impl History {
 }
 
 fn times(metrics: &Metrics) -> Times {
-    Times { decisions: metrics.decisions().into(), responses: metrics.responses() }
+    Times {
+        decisions: metrics.decisions().into(),
+        responses: metrics.responses(),
+    }
 }
 
 /// When the last `count` steps began, oldest first.
 fn starts(now_s: u64, step_s: u64, count: usize) -> Vec<u64> {
     let newest = now_s / step_s;
-    (0..count as u64).rev().map(|back| newest.saturating_sub(back) * step_s).collect()
+    (0..count as u64)
+        .rev()
+        .map(|back| newest.saturating_sub(back) * step_s)
+        .collect()
 }
 
 impl State {
@@ -184,7 +210,9 @@ impl State {
         // A reload took some away. What they had counted is kept: should they come back, their counts go on.
         for followed in self.policies.values_mut() {
             let is_gone = followed.seen_s != now_s;
-            followed.past.take_if(|past| is_gone || (hour_began && past.is_empty()));
+            followed
+                .past
+                .take_if(|past| is_gone || (hour_began && past.is_empty()));
         }
     }
 
@@ -216,7 +244,12 @@ impl Followed {
             return;
         }
         let past = self.past.get_or_insert_default();
-        for did in past.minutes.at(now_s / 60).into_iter().chain(past.hours.at(now_s / 3600)) {
+        for did in past
+            .minutes
+            .at(now_s / 60)
+            .into_iter()
+            .chain(past.hours.at(now_s / 3600))
+        {
             grow(did, &requests, &self.requests);
         }
         self.requests = requests;
@@ -225,7 +258,11 @@ impl Followed {
 
 impl Rings {
     fn is_empty(&self) -> bool {
-        self.hours.0.iter().chain(&self.minutes.0).all(|did| *did == Did::default())
+        self.hours
+            .0
+            .iter()
+            .chain(&self.minutes.0)
+            .all(|did| *did == Did::default())
     }
 }
 
@@ -263,8 +300,12 @@ impl<T: Copy + Default, const N: usize> Ring<T, N> {
 
     /// The last `most` steps up to `now`, oldest first.
     fn last(&self, most: usize, now: u64) -> Vec<T> {
-        let steps = (0..most.min(N) as u64).rev().filter_map(|back| now.checked_sub(back));
-        steps.filter_map(|step| self.0.get(place::<N>(step)).copied()).collect()
+        let steps = (0..most.min(N) as u64)
+            .rev()
+            .filter_map(|back| now.checked_sub(back));
+        steps
+            .filter_map(|step| self.0.get(place::<N>(step)).copied())
+            .collect()
     }
 }
 

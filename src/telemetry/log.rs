@@ -41,7 +41,8 @@ impl Level {
     /// # Errors
     /// Words that say what would be right.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let is_level = |word: &str| matches!(word, "error" | "warn" | "info" | "debug" | "trace" | "off");
+        let is_level =
+            |word: &str| matches!(word, "error" | "warn" | "info" | "debug" | "trace" | "off");
         // A filter takes any other word for the name of a module, and a misspelt level with it.
         let known = text.split(',').all(|part| match part.rsplit_once('=') {
             Some((_, level)) => is_level(level.trim()),
@@ -79,7 +80,10 @@ static SWITCH: OnceLock<Switch> = OnceLock::new();
 impl Switch {
     fn new<S: 'static>(level: &Level, handle: Handle<EnvFilter, S>) -> Self {
         let turn = Box::new(move |filter| handle.reload(filter).is_ok());
-        Self { level: Mutex::new(level.clone()), turn }
+        Self {
+            level: Mutex::new(level.clone()),
+            turn,
+        }
     }
 }
 
@@ -91,15 +95,28 @@ pub fn init(settings: &LogSettings) {
         .with_env_filter(settings.level.filter())
         .with_ansi(false)
         .log_internal_errors(false);
-    let writer = Printable { inner: io::stderr, format: settings.format };
+    let writer = Printable {
+        inner: io::stderr,
+        format: settings.format,
+    };
     let (switch, result) = match settings.format {
         Format::Json => {
-            let builder = builder.json().flatten_event(true).with_writer(writer).with_filter_reloading();
-            (Switch::new(&settings.level, builder.reload_handle()), builder.try_init())
+            let builder = builder
+                .json()
+                .flatten_event(true)
+                .with_writer(writer)
+                .with_filter_reloading();
+            (
+                Switch::new(&settings.level, builder.reload_handle()),
+                builder.try_init(),
+            )
         }
         Format::Text => {
             let builder = builder.with_writer(writer).with_filter_reloading();
-            (Switch::new(&settings.level, builder.reload_handle()), builder.try_init())
+            (
+                Switch::new(&settings.level, builder.reload_handle()),
+                builder.try_init(),
+            )
         }
     };
     match result {
@@ -115,7 +132,9 @@ pub fn level() -> Option<Level> {
 
 /// Logs at another level from now on, until the process ends. Returns whether that worked: not before [`init`].
 pub fn set_level(level: Level) -> bool {
-    let Some(switch) = SWITCH.get() else { return false };
+    let Some(switch) = SWITCH.get() else {
+        return false;
+    };
     let mut current = switch.level.lock();
     let turned = (switch.turn)(level.filter());
     if turned {
@@ -141,7 +160,10 @@ impl<'a, M: MakeWriter<'a>> MakeWriter<'a> for Printable<M> {
     type Writer = PrintableWriter<M::Writer>;
 
     fn make_writer(&'a self) -> Self::Writer {
-        PrintableWriter { inner: self.inner.make_writer(), format: self.format }
+        PrintableWriter {
+            inner: self.inner.make_writer(),
+            format: self.format,
+        }
     }
 }
 
@@ -211,15 +233,25 @@ mod tests {
     fn logged(format: Format) -> String {
         let captured = Captured::default();
         let copy = captured.clone();
-        let writer = Printable { inner: move || copy.clone(), format };
-        let log = || tracing::info!(field = %HOSTILE, text = HOSTILE, debug = ?HOSTILE, "said {HOSTILE}");
+        let writer = Printable {
+            inner: move || copy.clone(),
+            format,
+        };
+        let log =
+            || tracing::info!(field = %HOSTILE, text = HOSTILE, debug = ?HOSTILE, "said {HOSTILE}");
         let builder = tracing_subscriber::fmt().with_ansi(false);
         match format {
             Format::Json => tracing::subscriber::with_default(
-                builder.json().flatten_event(true).with_writer(writer).finish(),
+                builder
+                    .json()
+                    .flatten_event(true)
+                    .with_writer(writer)
+                    .finish(),
                 log,
             ),
-            Format::Text => tracing::subscriber::with_default(builder.with_writer(writer).finish(), log),
+            Format::Text => {
+                tracing::subscriber::with_default(builder.with_writer(writer).finish(), log)
+            }
         }
         let bytes = captured.0.lock().unwrap().clone();
         String::from_utf8(bytes).unwrap()
@@ -230,10 +262,13 @@ mod tests {
         for format in [Format::Json, Format::Text] {
             let text = logged(format);
             let line = text.strip_suffix('\n').unwrap();
-            assert!(line.contains("forged") && line.contains('\u{fc}'), "{line:?}");
-            let unseen = line
-                .chars()
-                .filter(|letter| letter.is_control() || HOSTILE.contains(*letter) && is_unseen(*letter));
+            assert!(
+                line.contains("forged") && line.contains('\u{fc}'),
+                "{line:?}"
+            );
+            let unseen = line.chars().filter(|letter| {
+                letter.is_control() || HOSTILE.contains(*letter) && is_unseen(*letter)
+            });
             assert_eq!(unseen.collect::<String>(), "", "{format:?}");
         }
     }
@@ -247,10 +282,23 @@ mod tests {
 
     #[test]
     fn a_level_is_a_word_or_a_list_of_exceptions() {
-        for right in ["info", "off", "warn,tidegate::proxy=debug", "info,hyper=off"] {
+        for right in [
+            "info",
+            "off",
+            "warn,tidegate::proxy=debug",
+            "info,hyper=off",
+        ] {
             assert!(Level::parse(right).is_ok(), "{right}");
         }
-        for wrong in ["", "inof", "INFO!", "info,", "tidegate", "tidegate=loud", "info,[{=debug"] {
+        for wrong in [
+            "",
+            "inof",
+            "INFO!",
+            "info,",
+            "tidegate",
+            "tidegate=loud",
+            "info,[{=debug",
+        ] {
             assert!(Level::parse(wrong).is_err(), "{wrong}");
         }
     }

@@ -72,7 +72,13 @@ pub enum Call {
 }
 
 impl Call {
-    const ALL: [Self; 5] = [Self::Ok, Self::OverLimit, Self::Unavailable, Self::Invalid, Self::GivenUp];
+    const ALL: [Self; 5] = [
+        Self::Ok,
+        Self::OverLimit,
+        Self::Unavailable,
+        Self::Invalid,
+        Self::GivenUp,
+    ];
 
     fn word(self) -> &'static str {
         match self {
@@ -211,10 +217,21 @@ const CODES: usize = 900;
 impl Metrics {
     /// For so many workers.
     pub fn new(workers: usize, kinds: Kinds) -> Arc<Self> {
-        let shards: Box<[Arc<Shard>]> =
-            (0..workers).map(|worker| Arc::new(Shard::new(worker, kinds))).collect();
-        let top = Top::of(shards.iter().map(|shard| Arc::clone(&shard.limited)).collect());
-        Arc::new(Self { shards, tallies: Mutex::default(), kinds, top })
+        let shards: Box<[Arc<Shard>]> = (0..workers)
+            .map(|worker| Arc::new(Shard::new(worker, kinds)))
+            .collect();
+        let top = Top::of(
+            shards
+                .iter()
+                .map(|shard| Arc::clone(&shard.limited))
+                .collect(),
+        );
+        Arc::new(Self {
+            shards,
+            tallies: Mutex::default(),
+            kinds,
+            top,
+        })
     }
 
     /// What a worker counts with. Nobody sees the counts of one that [`Metrics::new`] was not told of.
@@ -257,20 +274,28 @@ impl Metrics {
     /// Requests so far that got no response from the upstream, by kind.
     pub fn upstream_errors(&self) -> Vec<(&'static str, u64)> {
         let kinds = self.kinds.upstream_errors.iter().enumerate();
-        kinds.map(|(at, kind)| (*kind, self.sum_opt(|shard| shard.upstream_errors.get(at)))).collect()
+        kinds
+            .map(|(at, kind)| (*kind, self.sum_opt(|shard| shard.upstream_errors.get(at))))
+            .collect()
     }
 
     /// How long decisions took so far, by who answered.
     pub fn decisions(&self) -> [(&'static str, Buckets); Source::ALL.len()] {
         Source::ALL.map(|source| {
-            let parts = self.shards.iter().filter_map(|shard| shard.decisions.get(source as usize));
+            let parts = self
+                .shards
+                .iter()
+                .filter_map(|shard| shard.decisions.get(source as usize));
             (source.word(), Buckets::of(&DECISION_BOUNDS, parts))
         })
     }
 
     /// How long it took so far until the head of a response was ready.
     pub fn responses(&self) -> Buckets {
-        Buckets::of(&REQUEST_BOUNDS, self.shards.iter().map(|shard| &shard.requests))
+        Buckets::of(
+            &REQUEST_BOUNDS,
+            self.shards.iter().map(|shard| &shard.requests),
+        )
     }
 
     /// Requests whose forwarding header was not believed, while clients have quotas of their own.
@@ -280,7 +305,10 @@ impl Metrics {
 
     /// Who sent such a header, most lately: one per worker at most.
     pub fn untrusted_peers(&self) -> BTreeSet<IpAddr> {
-        self.shards.iter().filter_map(|shard| *shard.untrusted_peer.lock()).collect()
+        self.shards
+            .iter()
+            .filter_map(|shard| *shard.untrusted_peer.lock())
+            .collect()
     }
 
     /// All metrics as a page for Prometheus.
@@ -328,13 +356,23 @@ impl Metrics {
             "From a request's arrival to its verdict, if limits were asked, by who answered.",
         );
         for source in Source::ALL {
-            let parts = self.shards.iter().filter_map(|shard| shard.decisions.get(source as usize));
-            seconds.histogram(&[("source", source.word())], &Summed::of(&DECISION_BOUNDS, parts));
+            let parts = self
+                .shards
+                .iter()
+                .filter_map(|shard| shard.decisions.get(source as usize));
+            seconds.histogram(
+                &[("source", source.word())],
+                &Summed::of(&DECISION_BOUNDS, parts),
+            );
         }
     }
 
     fn write_traffic(&self, page: &mut Page, observed: &Observed) {
-        let mut requests = page.family(Kind::Counter, "tidegate_http_requests", "Responses by status code.");
+        let mut requests = page.family(
+            Kind::Counter,
+            "tidegate_http_requests",
+            "Responses by status code.",
+        );
         for (code, count) in self.codes() {
             requests.sample(&[("code", itoa::Buffer::new().format(code))], count);
         }
@@ -353,15 +391,22 @@ impl Metrics {
         for (kind, count) in self.upstream_errors() {
             errors.sample(&[("kind", kind)], count);
         }
-        page.family(Kind::Gauge, "tidegate_connections_active", "Client connections that are open.")
-            .sample(&[], observed.connections as u64);
+        page.family(
+            Kind::Gauge,
+            "tidegate_connections_active",
+            "Client connections that are open.",
+        )
+        .sample(&[], observed.connections as u64);
         let mut faults = page.family(
             Kind::Counter,
             "tidegate_tls_handshake_errors",
             "Client connections that ended in their TLS handshake, by kind.",
         );
         for (at, kind) in self.kinds.tls_faults.iter().enumerate() {
-            faults.sample(&[("kind", kind)], self.sum_opt(|shard| shard.tls_faults.get(at)));
+            faults.sample(
+                &[("kind", kind)],
+                self.sum_opt(|shard| shard.tls_faults.get(at)),
+            );
         }
         let mut faults = page.family(
             Kind::Counter,
@@ -369,10 +414,17 @@ impl Metrics {
             "Client connections that were closed for their PROXY header, by kind.",
         );
         for (at, kind) in self.kinds.proxy_header_faults.iter().enumerate() {
-            faults.sample(&[("kind", kind)], self.sum_opt(|shard| shard.proxy_header_faults.get(at)));
+            faults.sample(
+                &[("kind", kind)],
+                self.sum_opt(|shard| shard.proxy_header_faults.get(at)),
+            );
         }
-        page.family(Kind::Gauge, "tidegate_connections_max", "listen.max_connections.")
-            .sample(&[], observed.connections_max as u64);
+        page.family(
+            Kind::Gauge,
+            "tidegate_connections_max",
+            "listen.max_connections.",
+        )
+        .sample(&[], observed.connections_max as u64);
         page.family(
             Kind::Counter,
             "tidegate_connections_full",
@@ -428,7 +480,11 @@ impl Metrics {
     }
 
     fn sum_opt(&self, count: impl Fn(&Shard) -> Option<&Count>) -> u64 {
-        self.shards.iter().filter_map(|shard| count(shard)).map(Count::get).sum()
+        self.shards
+            .iter()
+            .filter_map(|shard| count(shard))
+            .map(Count::get)
+            .sum()
     }
 }
 
@@ -441,9 +497,22 @@ fn write_process(page: &mut Page, observed: &Observed) {
     for (file, at) in &observed.certificates {
         expiry.sample(&[("file", file)], *at);
     }
-    if let Some(Spans { exported, dropped, failed }) = observed.spans {
-        let mut spans = page.family(Kind::Counter, "tidegate_trace_spans", "Spans by what became of them.");
-        for (result, count) in [("exported", exported), ("dropped", dropped), ("failed", failed)] {
+    if let Some(Spans {
+        exported,
+        dropped,
+        failed,
+    }) = observed.spans
+    {
+        let mut spans = page.family(
+            Kind::Counter,
+            "tidegate_trace_spans",
+            "Spans by what became of them.",
+        );
+        for (result, count) in [
+            ("exported", exported),
+            ("dropped", dropped),
+            ("failed", failed),
+        ] {
             spans.sample(&[("result", result)], count);
         }
     }
@@ -452,7 +521,10 @@ fn write_process(page: &mut Page, observed: &Observed) {
         "tidegate_config_reloads",
         "New configurations by result: success took effect, failure changed nothing.",
     );
-    reloads.sample(&[("result", "success")], observed.generation.saturating_sub(1));
+    reloads.sample(
+        &[("result", "success")],
+        observed.generation.saturating_sub(1),
+    );
     reloads.sample(&[("result", "failure")], observed.reloads_refused);
     page.family(
         Kind::Gauge,
@@ -478,8 +550,12 @@ fn write_process(page: &mut Page, observed: &Observed) {
         "A number made of the configuration in effect, without listen, admin, log, trace and shutdown: equal where that is.",
     )
     .sample(&[], observed.config_hash);
-    page.family(Kind::Gauge, "tidegate_build_info", "Always 1; the labels tell what runs.")
-        .sample(&[("version", env!("CARGO_PKG_VERSION"))], 1);
+    page.family(
+        Kind::Gauge,
+        "tidegate_build_info",
+        "Always 1; the labels tell what runs.",
+    )
+    .sample(&[("version", env!("CARGO_PKG_VERSION"))], 1);
 }
 
 impl Shard {
@@ -591,20 +667,24 @@ impl Shard {
     /// So many descriptors met no policy.
     pub fn unmet(&self, descriptors: usize) {
         if descriptors > 0 {
-            self.descriptors_unmet.add(u64::try_from(descriptors).unwrap_or(u64::MAX));
+            self.descriptors_unmet
+                .add(u64::try_from(descriptors).unwrap_or(u64::MAX));
         }
     }
 
     /// So many times the store was not told what a request took.
     pub fn settlements_lost(&self, times: usize) {
-        self.settlements_lost.add(u64::try_from(times).unwrap_or(u64::MAX));
+        self.settlements_lost
+            .add(u64::try_from(times).unwrap_or(u64::MAX));
     }
 }
 
 /// Nobody wants to read a thousand numbers.
 impl fmt::Debug for Shard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shard").field("worker", &self.worker).finish_non_exhaustive()
+        f.debug_struct("Shard")
+            .field("worker", &self.worker)
+            .finish_non_exhaustive()
     }
 }
 
@@ -633,7 +713,13 @@ impl Closed {
 }
 
 impl Source {
-    const ALL: [Self; 5] = [Self::Redis, Self::Memory, Self::DenyCache, Self::Lease, Self::Degraded];
+    const ALL: [Self; 5] = [
+        Self::Redis,
+        Self::Memory,
+        Self::DenyCache,
+        Self::Lease,
+        Self::Degraded,
+    ];
 
     pub fn word(self) -> &'static str {
         match self {

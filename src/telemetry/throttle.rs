@@ -18,14 +18,20 @@ struct State {
 
 impl Throttle {
     pub fn new(pause: Duration) -> Self {
-        Self { pause, state: Mutex::default() }
+        Self {
+            pause,
+            state: Mutex::default(),
+        }
     }
 
     /// How often it happened since it was last told, this time included, if it is time to tell it again.
     pub fn tell(&self, now: Instant) -> Option<u64> {
         let mut state = self.state.lock();
         state.untold += 1;
-        if state.told.is_some_and(|told| now.saturating_duration_since(told) < self.pause) {
+        if state
+            .told
+            .is_some_and(|told| now.saturating_duration_since(told) < self.pause)
+        {
             return None;
         }
         state.told = Some(now);
@@ -42,7 +48,10 @@ mod tests {
         let start = Instant::now();
         let throttle = Throttle::new(Duration::from_secs(10));
         let tell = |seconds| throttle.tell(start + Duration::from_secs(seconds));
-        assert_eq!([tell(0), tell(1), tell(9), tell(10), tell(11)], [Some(1), None, None, Some(3), None]);
+        assert_eq!(
+            [tell(0), tell(1), tell(9), tell(10), tell(11)],
+            [Some(1), None, None, Some(3), None]
+        );
         assert_eq!(tell(60), Some(2));
     }
 }

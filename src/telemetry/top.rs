@@ -29,7 +29,13 @@ const MAX_TEXT_BYTES: usize = 160;
 const CUT: &str = "...";
 
 /// What can't be taken for a URL's plain text is escaped: nothing here may harm a terminal or a page.
-const HARMFUL: &AsciiSet = &CONTROLS.add(b' ').add(b'"').add(b'<').add(b'>').add(b'`').add(b'\\');
+const HARMFUL: &AsciiSet = &CONTROLS
+    .add(b' ')
+    .add(b'"')
+    .add(b'<')
+    .add(b'>')
+    .add(b'`')
+    .add(b'\\');
 
 /// What is ranked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,7 +127,10 @@ impl Limited {
         // The same in all workers, and in each process another: nobody can make paths meet.
         static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::default);
         let id = HASHER.hash_one((&**policy, path));
-        self.paths.lock().young.add(id.into(), policy, || printable(path));
+        self.paths
+            .lock()
+            .young
+            .add(id.into(), policy, || printable(path));
     }
 
     fn generations(&self, what: Ranked) -> &Mutex<Generations> {
@@ -134,19 +143,28 @@ impl Limited {
 
 impl Top {
     pub(super) fn of(workers: Box<[Arc<Limited>]>) -> Self {
-        Self { workers, since: Mutex::default() }
+        Self {
+            workers,
+            since: Mutex::default(),
+        }
     }
 
     /// To be called now and then: begins a new generation when it is time.
     pub fn tick(&self, now_s: u64) {
         let mut since = self.since.lock();
         if since.young == 0 {
-            *since = Since { old: now_s, young: now_s };
+            *since = Since {
+                old: now_s,
+                young: now_s,
+            };
         }
         if now_s < since.young.saturating_add(GENERATION_S) {
             return;
         }
-        *since = Since { old: since.young, young: now_s };
+        *since = Since {
+            old: since.young,
+            young: now_s,
+        };
         for worker in &self.workers {
             for what in [Ranked::Keys, Ranked::Paths] {
                 let mut generations = worker.generations(what).lock();
@@ -174,15 +192,26 @@ impl Top {
         // Who is not in a sketch may have been refused there as often as its smallest.
         let told = sums.into_values().map(|sum| {
             let absent = unseen - sum.floors;
-            Entry { count: sum.entry.count + absent, error: sum.entry.error + absent, ..sum.entry }
+            Entry {
+                count: sum.entry.count + absent,
+                error: sum.entry.error + absent,
+                ..sum.entry
+            }
         });
         let mut entries: Vec<Entry> = told.collect();
         entries.sort_by(|a, b| {
             let order = |entry: &Entry| (std::cmp::Reverse(entry.count), entry.error);
-            order(a).cmp(&order(b)).then_with(|| (&a.policy, &a.text).cmp(&(&b.policy, &b.text)))
+            order(a)
+                .cmp(&order(b))
+                .then_with(|| (&a.policy, &a.text).cmp(&(&b.policy, &b.text)))
         });
         entries.truncate(most);
-        Ranking { entries, total, unseen, since_s }
+        Ranking {
+            entries,
+            total,
+            unseen,
+            since_s,
+        }
     }
 }
 
@@ -200,12 +229,19 @@ impl Sketch {
             Some(at) => *at,
             None => {
                 let error = self.floor();
-                let item = Item { id, error, policy: Arc::clone(policy), text: text().into() };
+                let item = Item {
+                    id,
+                    error,
+                    policy: Arc::clone(policy),
+                    text: text().into(),
+                };
                 self.place(item)
             }
         };
         // The first of those that count as much changes places with it, and it counts more.
-        let Some(count) = self.counts.get(at).copied() else { return };
+        let Some(count) = self.counts.get(at).copied() else {
+            return;
+        };
         let first = self.counts.partition_point(|other| *other > count);
         if first != at {
             self.items.swap(first, at);
@@ -236,13 +272,19 @@ impl Sketch {
 
     /// How often at most an item was added that is not here.
     fn floor(&self) -> u64 {
-        if self.items.len() < CAPACITY { 0 } else { self.counts.last().copied().unwrap_or_default() }
+        if self.items.len() < CAPACITY {
+            0
+        } else {
+            self.counts.last().copied().unwrap_or_default()
+        }
     }
 
     fn add_to(&self, sums: &mut HashMap<u128, Sum>, policy: Option<&str>) {
         let floor = self.floor();
         let items = self.items.iter().zip(&self.counts);
-        for (item, count) in items.filter(|(item, _)| policy.is_none_or(|policy| *item.policy == *policy)) {
+        for (item, count) in
+            items.filter(|(item, _)| policy.is_none_or(|policy| *item.policy == *policy))
+        {
             let sum = sums.entry(item.id).or_insert_with(|| Sum {
                 entry: Entry {
                     policy: Arc::clone(&item.policy),

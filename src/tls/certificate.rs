@@ -43,11 +43,18 @@ impl Certificate {
             GeneralName::DNSName(name) => Some(name.to_ascii_lowercase().into()),
             _ => None,
         });
-        let cn = certificate.subject().iter_common_name().next().and_then(|name| name.as_str().ok());
+        let cn = certificate
+            .subject()
+            .iter_common_name()
+            .next()
+            .and_then(|name| name.as_str().ok());
         let valid = certificate.validity();
         Ok(Self {
             dns_names: dns_names.collect(),
-            subject: Subject { san: alternative(names), cn: cn.map(Into::into) },
+            subject: Subject {
+                san: alternative(names),
+                cn: cn.map(Into::into),
+            },
             valid: (since_epoch(valid.not_before), since_epoch(valid.not_after)),
         })
     }
@@ -82,7 +89,8 @@ fn alternative(names: &[GeneralName<'_>]) -> Option<Box<str>> {
 
 fn ip(bytes: &[u8]) -> Option<Box<str>> {
     let v4 = <[u8; 4]>::try_from(bytes).map(|octets| Ipv4Addr::from(octets).to_string());
-    let any = v4.or_else(|_| <[u8; 16]>::try_from(bytes).map(|octets| Ipv6Addr::from(octets).to_string()));
+    let any = v4
+        .or_else(|_| <[u8; 16]>::try_from(bytes).map(|octets| Ipv6Addr::from(octets).to_string()));
     any.ok().map(Into::into)
 }
 
@@ -100,7 +108,13 @@ mod tests {
         params.subject_alt_names = sans;
         params.not_before = date_time_ymd(2026, 1, 1);
         params.not_after = date_time_ymd(2026, 1, 2);
-        Certificate::read(params.self_signed(&KeyPair::generate().unwrap()).unwrap().der()).unwrap()
+        Certificate::read(
+            params
+                .self_signed(&KeyPair::generate().unwrap())
+                .unwrap()
+                .der(),
+        )
+        .unwrap()
     }
 
     #[test]
@@ -108,10 +122,24 @@ mod tests {
         let dns = |name: &str| SanType::DnsName(name.try_into().unwrap());
         let (uri, mail) = ("spiffe://mesh/ns/a", "ann@example.com");
         let mail_san = || SanType::Rfc822Name(mail.try_into().unwrap());
-        let ips = || ["::1", "10.0.0.1"].map(|ip| SanType::IpAddress(ip.parse().unwrap())).to_vec();
+        let ips = || {
+            ["::1", "10.0.0.1"]
+                .map(|ip| SanType::IpAddress(ip.parse().unwrap()))
+                .to_vec()
+        };
         let cases: [(Vec<SanType>, Option<&str>); 5] = [
-            (vec![mail_san(), dns("A.example"), SanType::URI(uri.try_into().unwrap())], Some(uri)),
-            (vec![mail_san(), dns("A.example"), dns("b.example")], Some("A.example")),
+            (
+                vec![
+                    mail_san(),
+                    dns("A.example"),
+                    SanType::URI(uri.try_into().unwrap()),
+                ],
+                Some(uri),
+            ),
+            (
+                vec![mail_san(), dns("A.example"), dns("b.example")],
+                Some("A.example"),
+            ),
             ([ips(), vec![mail_san()]].concat(), Some(mail)),
             (ips(), Some("::1")),
             (vec![], None),
@@ -126,9 +154,13 @@ mod tests {
 
     #[test]
     fn names_and_validity_are_read() {
-        let dns = ["*.Example.com", "b.example"].map(|name| SanType::DnsName(name.try_into().unwrap()));
+        let dns =
+            ["*.Example.com", "b.example"].map(|name| SanType::DnsName(name.try_into().unwrap()));
         let read = certificate(dns.to_vec(), None);
-        assert_eq!(read.dns_names, ["*.example.com", "b.example"].map(Box::from));
+        assert_eq!(
+            read.dns_names,
+            ["*.example.com", "b.example"].map(Box::from)
+        );
         assert_eq!(read.valid, (1_767_225_600, 1_767_312_000));
         assert!(Certificate::read(b"nonsense").is_err());
     }

@@ -17,8 +17,16 @@ pub struct ClientTls {
 impl ClientTls {
     /// Certificates are checked against `server_name` if there is one, else against the address that is connected to.
     /// `digest` differs whenever the others do.
-    pub fn new(config: ClientConfig, server_name: Option<ServerName<'static>>, digest: [u8; 32]) -> Self {
-        Self { config: Arc::new(config), server_name, digest }
+    pub fn new(
+        config: ClientConfig,
+        server_name: Option<ServerName<'static>>,
+        digest: [u8; 32],
+    ) -> Self {
+        Self {
+            config: Arc::new(config),
+            server_name,
+            digest,
+        }
     }
 
     /// As it was made, without protocols to offer.
@@ -48,6 +56,8 @@ impl Eq for ClientTls {}
 
 impl fmt::Debug for ClientTls {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ClientTls").field("server_name", &self.server_name).finish_non_exhaustive()
+        f.debug_struct("ClientTls")
+            .field("server_name", &self.server_name)
+            .finish_non_exhaustive()
     }
 }

@@ -77,7 +77,11 @@ impl CollectorUrl {
                     .to_owned(),
             );
         }
-        let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
+        let host = authority
+            .host()
+            .trim_start_matches('[')
+            .trim_end_matches(']')
+            .to_owned();
         let port = match authority.port_u16() {
             Some(port @ 1..) => port,
             None if authority.as_str() == authority.host() => GRPC_PORT,
@@ -88,7 +92,16 @@ impl CollectorUrl {
             "" | "/" => None,
             path => Some(path.to_owned()),
         };
-        if host.is_empty() { Err(wrong()) } else { Ok(Self { host, port, is_tls, path }) }
+        if host.is_empty() {
+            Err(wrong())
+        } else {
+            Ok(Self {
+                host,
+                port,
+                is_tls,
+                path,
+            })
+        }
     }
 
     /// A name or an address.
@@ -98,19 +111,36 @@ impl CollectorUrl {
 
     fn authority(&self) -> String {
         let Self { host, port, .. } = self;
-        if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+        if host.contains(':') {
+            format!("[{host}]:{port}")
+        } else {
+            format!("{host}:{port}")
+        }
     }
 }
 
 impl Collector {
     pub(super) fn new(settings: TraceSettings) -> Self {
-        let TraceSettings { collector, headers, tls, .. } = settings;
-        Self { url: collector, headers, tls, connection: None }
+        let TraceSettings {
+            collector,
+            headers,
+            tls,
+            ..
+        } = settings;
+        Self {
+            url: collector,
+            headers,
+            tls,
+            connection: None,
+        }
     }
 
     /// Hands spans over. Returns how many of them the collector did not take. The caller sets the deadline; who
     /// gives up waiting drops the connection with it.
-    pub(super) async fn export(&mut self, spans: &ExportTraceServiceRequest) -> Result<u64, Refused> {
+    pub(super) async fn export(
+        &mut self,
+        spans: &ExportTraceServiceRequest,
+    ) -> Result<u64, Refused> {
         let mut connection = match self.connection.take() {
             Some(connection) if connection.is_open() => connection,
             _ => self.connect().await?,
@@ -124,14 +154,28 @@ impl Collector {
     }
 
     async fn connect(&self) -> Result<Connection, Refused> {
-        let socket = TcpStream::connect((self.url.host.as_str(), self.url.port)).await.map_err(told)?;
+        let socket = TcpStream::connect((self.url.host.as_str(), self.url.port))
+            .await
+            .map_err(told)?;
         socket.set_nodelay(true).map_err(told)?;
-        let Some(tls) = &self.tls else { return self.begin(socket).await };
+        let Some(tls) = &self.tls else {
+            return self.begin(socket).await;
+        };
         let mut config = (**tls.config()).clone();
-        let protocol: &[u8] = if self.url.path.is_some() { b"http/1.1" } else { b"h2" };
+        let protocol: &[u8] = if self.url.path.is_some() {
+            b"http/1.1"
+        } else {
+            b"h2"
+        };
         config.alpn_protocols = vec![protocol.to_vec()];
         let name = tls.name_of(&self.url.host).map_err(told)?;
-        self.begin(TlsConnector::from(Arc::new(config)).connect(name, socket).await.map_err(told)?).await
+        self.begin(
+            TlsConnector::from(Arc::new(config))
+                .connect(name, socket)
+                .await
+                .map_err(told)?,
+        )
+        .await
     }
 
     async fn begin(
@@ -141,7 +185,9 @@ impl Collector {
         let stream = TokioIo::new(stream);
         Ok(match self.url.path {
             None => {
-                let (sender, driver) = http2::handshake(TokioExecutor::new(), stream).await.map_err(told)?;
+                let (sender, driver) = http2::handshake(TokioExecutor::new(), stream)
+                    .await
+                    .map_err(told)?;
                 tokio::spawn(driver);
                 Connection::Grpc(sender)
             }
@@ -153,30 +199,51 @@ impl Collector {
         })
     }
 
-    fn grpc_request(&self, spans: &ExportTraceServiceRequest) -> Result<Request<Full<Bytes>>, Refused> {
+    fn grpc_request(
+        &self,
+        spans: &ExportTraceServiceRequest,
+    ) -> Result<Request<Full<Bytes>>, Refused> {
         let length = spans.encoded_len();
         let mut body = BytesMut::with_capacity(5 + length);
         body.put_u8(0);
         body.put_u32(u32::try_from(length).map_err(told)?);
         spans.encode(&mut body).map_err(told)?;
         let scheme = if self.url.is_tls { "https" } else { "http" };
-        let mut request =
-            self.request(format!("{scheme}://{}{GRPC_PATH}", self.url.authority()), body.freeze())?;
-        request.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-        request.headers_mut().insert(TE, HeaderValue::from_static("trailers"));
+        let mut request = self.request(
+            format!("{scheme}://{}{GRPC_PATH}", self.url.authority()),
+            body.freeze(),
+        )?;
+        request
+            .headers_mut()
+            .insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        request
+            .headers_mut()
+            .insert(TE, HeaderValue::from_static("trailers"));
         Ok(request)
     }
 
-    fn http_request(&self, spans: &ExportTraceServiceRequest) -> Result<Request<Full<Bytes>>, Refused> {
+    fn http_request(
+        &self,
+        spans: &ExportTraceServiceRequest,
+    ) -> Result<Request<Full<Bytes>>, Refused> {
         let path = self.url.path.clone().unwrap_or_default();
         let mut request = self.request(path, spans.encode_to_vec().into())?;
-        request.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/x-protobuf"));
-        request.headers_mut().insert(HOST, HeaderValue::try_from(self.url.authority()).map_err(told)?);
+        request.headers_mut().insert(
+            CONTENT_TYPE,
+            HeaderValue::from_static("application/x-protobuf"),
+        );
+        request.headers_mut().insert(
+            HOST,
+            HeaderValue::try_from(self.url.authority()).map_err(told)?,
+        );
         Ok(request)
     }
 
     fn request(&self, uri: String, body: Bytes) -> Result<Request<Full<Bytes>>, Refused> {
-        let request = Request::builder().method(Method::POST).uri(uri).body(Full::new(body));
+        let request = Request::builder()
+            .method(Method::POST)
+            .uri(uri)
+            .body(Full::new(body));
         let mut request = request.map_err(told)?;
         *request.headers_mut() = self.headers.clone();
         let agent = HeaderValue::from_static(concat!("tidegate/", env!("CARGO_PKG_VERSION")));
@@ -205,10 +272,16 @@ async fn call(
         return Err(format!("HTTP status {status}"));
     }
     // A call that fails at once has no trailers: their fields are in the head.
-    let said = trailers.as_ref().filter(|fields| fields.contains_key("grpc-status")).unwrap_or(&headers);
+    let said = trailers
+        .as_ref()
+        .filter(|fields| fields.contains_key("grpc-status"))
+        .unwrap_or(&headers);
     match text(said, "grpc-status") {
         "0" => Ok(rejected(body.get(5..).unwrap_or_default())),
-        code => Err(format!("gRPC status {code:?}: {}", text(said, "grpc-message"))),
+        code => Err(format!(
+            "gRPC status {code:?}: {}",
+            text(said, "grpc-message")
+        )),
     }
 }
 
@@ -219,23 +292,37 @@ async fn post(
     let answer = sender.send_request(request).await.map_err(told)?;
     let status = answer.status();
     let (body, _) = whole(answer).await?;
-    if status.is_success() { Ok(rejected(&body)) } else { Err(format!("HTTP status {status}")) }
+    if status.is_success() {
+        Ok(rejected(&body))
+    } else {
+        Err(format!("HTTP status {status}"))
+    }
 }
 
 async fn whole(answer: Response<Incoming>) -> Result<(Bytes, Option<HeaderMap>), Refused> {
-    let body = Limited::new(answer.into_body(), LARGEST_ANSWER).collect().await.map_err(told)?;
+    let body = Limited::new(answer.into_body(), LARGEST_ANSWER)
+        .collect()
+        .await
+        .map_err(told)?;
     let trailers = body.trailers().cloned();
     Ok((body.to_bytes(), trailers))
 }
 
 /// How many spans were not taken; an answer that can't be read tells of none.
 fn rejected(answer: &[u8]) -> u64 {
-    let partly = ExportTraceServiceResponse::decode(answer).ok().and_then(|answer| answer.partial_success);
-    partly.map_or(0, |partly| u64::try_from(partly.rejected_spans).unwrap_or(0))
+    let partly = ExportTraceServiceResponse::decode(answer)
+        .ok()
+        .and_then(|answer| answer.partial_success);
+    partly.map_or(0, |partly| {
+        u64::try_from(partly.rejected_spans).unwrap_or(0)
+    })
 }
 
 fn text<'h>(fields: &'h HeaderMap, name: &str) -> &'h str {
-    fields.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default()
+    fields
+        .get(name)
+        .and_then(|value| value.to_str().ok())
+        .unwrap_or_default()
 }
 
 fn told(error: impl fmt::Display) -> Refused {
@@ -245,7 +332,12 @@ fn told(error: impl fmt::Display) -> Refused {
 impl fmt::Display for CollectorUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let scheme = if self.is_tls { "https" } else { "http" };
-        write!(f, "{scheme}://{}{}", self.authority(), self.path.as_deref().unwrap_or_default())
+        write!(
+            f,
+            "{scheme}://{}{}",
+            self.authority(),
+            self.path.as_deref().unwrap_or_default()
+        )
     }
 }
 
@@ -262,11 +354,23 @@ mod tests {
             ("http://collector:9999", "http://collector:9999", true),
             ("http://[::1]:4317", "http://[::1]:4317", true),
             ("http://[::1]", "http://[::1]:4317", true),
-            ("http://collector:4318", "http://collector:4318/v1/traces", false),
-            ("http://collector:80/otlp/v1/traces", "http://collector:80/otlp/v1/traces", false),
+            (
+                "http://collector:4318",
+                "http://collector:4318/v1/traces",
+                false,
+            ),
+            (
+                "http://collector:80/otlp/v1/traces",
+                "http://collector:80/otlp/v1/traces",
+                false,
+            ),
         ] {
             let url = CollectorUrl::parse(text).unwrap();
-            assert_eq!((url.to_string().as_str(), url.path.is_none()), (shown, is_grpc), "{text}");
+            assert_eq!(
+                (url.to_string().as_str(), url.path.is_none()),
+                (shown, is_grpc),
+                "{text}"
+            );
         }
     }
 

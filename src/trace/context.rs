@@ -39,14 +39,22 @@ impl Context {
     pub fn of(headers: &HeaderMap) -> Option<Self> {
         let mut values = headers.get_all(TRACEPARENT).iter();
         let value = values.next()?;
-        values.next().is_none().then(|| Self::parse(value.as_bytes())).flatten()
+        values
+            .next()
+            .is_none()
+            .then(|| Self::parse(value.as_bytes()))
+            .flatten()
     }
 
     fn parse(text: &[u8]) -> Option<Self> {
         let (known, rest) = text.split_at_checked(LENGTH)?;
         let known = std::str::from_utf8(known).ok()?;
         let mut parts = known.split('-');
-        let mut part = |length: usize| parts.next().filter(|part| part.len() == length && is_hex(part));
+        let mut part = |length: usize| {
+            parts
+                .next()
+                .filter(|part| part.len() == length && is_hex(part))
+        };
         let (version, trace, span, flags) = (part(2)?, part(32)?, part(16)?, part(2)?);
         // A later version may say more behind these.
         let ends_well = match version {
@@ -57,7 +65,11 @@ impl Context {
         let trace = u128::from_str_radix(trace, 16).ok().filter(|id| *id != 0)?;
         let span = u64::from_str_radix(span, 16).ok().filter(|id| *id != 0)?;
         let flags = u8::from_str_radix(flags, 16).ok()?;
-        let context = Self { trace: TraceId(trace), span: SpanId(span), flags: flags & (SAMPLED | RANDOM) };
+        let context = Self {
+            trace: TraceId(trace),
+            span: SpanId(span),
+            flags: flags & (SAMPLED | RANDOM),
+        };
         (ends_well && parts.next().is_none()).then_some(context)
     }
 
@@ -69,16 +81,27 @@ impl Context {
     /// The begin of a trace that is recorded.
     pub(super) fn begin() -> Self {
         let high = u128::from(random()) << 64;
-        Self { trace: TraceId(high | u128::from(random())), span: SpanId(random()), flags: SAMPLED | RANDOM }
+        Self {
+            trace: TraceId(high | u128::from(random())),
+            span: SpanId(random()),
+            flags: SAMPLED | RANDOM,
+        }
     }
 
     /// A new span in the same trace.
     pub(super) fn child(self) -> Self {
-        Self { span: SpanId(random()), ..self }
+        Self {
+            span: SpanId(random()),
+            ..self
+        }
     }
 
     pub(super) fn header(self) -> Option<HeaderValue> {
-        HeaderValue::try_from(format!("00-{}-{}-{:02x}", self.trace, self.span, self.flags)).ok()
+        HeaderValue::try_from(format!(
+            "00-{}-{}-{:02x}",
+            self.trace, self.span, self.flags
+        ))
+        .ok()
     }
 
     /// As OTLP has them.
@@ -89,7 +112,8 @@ impl Context {
 
 /// The recommendation has lower case only.
 fn is_hex(text: &str) -> bool {
-    text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+    text.bytes()
+        .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 /// By the system's randomness: generators seeded with the time would meet in replicas that start together.
@@ -125,7 +149,10 @@ mod tests {
         let context = parse(VALID).unwrap();
         assert!(context.is_sampled());
         assert_eq!(context.header().unwrap(), VALID);
-        assert_eq!(context.trace.to_string(), "4bf92f3577b34da6a3ce929d0e0e4736");
+        assert_eq!(
+            context.trace.to_string(),
+            "4bf92f3577b34da6a3ce929d0e0e4736"
+        );
         let child = context.child();
         assert_eq!(child.trace, context.trace);
         assert_ne!(child.span, context.span);
@@ -141,7 +168,11 @@ mod tests {
     #[test]
     fn a_later_version_may_say_more() {
         let later = VALID.replacen("00", "01", 1);
-        for text in [later.clone(), format!("{later}-more"), VALID.replacen("00", "fe", 1)] {
+        for text in [
+            later.clone(),
+            format!("{later}-more"),
+            VALID.replacen("00", "fe", 1),
+        ] {
             assert_eq!(parse(&text), parse(VALID), "{text}");
         }
         assert_eq!(parse(&format!("{later}more")), None);
@@ -170,7 +201,11 @@ mod tests {
         headers.append(TRACEPARENT, HeaderValue::from_static(VALID));
         assert!(Context::of(&headers).is_some());
         headers.append(TRACEPARENT, HeaderValue::from_static(VALID));
-        assert_eq!(Context::of(&headers), None, "who says it twice says nothing");
+        assert_eq!(
+            Context::of(&headers),
+            None,
+            "who says it twice says nothing"
+        );
     }
 
     proptest! {

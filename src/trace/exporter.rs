@@ -62,11 +62,18 @@ impl Exporter {
         let (stop, stopped) = oneshot::channel();
         let (tell, done) = oneshot::channel();
         let runtime = Builder::new_current_thread().enable_all().build()?;
-        thread::Builder::new().name("trace".to_owned()).spawn(move || {
-            let export = Export { collector, resource, counts, has_failed: false };
-            runtime.block_on(export.run(queue, stopped));
-            drop(tell);
-        })?;
+        thread::Builder::new()
+            .name("trace".to_owned())
+            .spawn(move || {
+                let export = Export {
+                    collector,
+                    resource,
+                    counts,
+                    has_failed: false,
+                };
+                runtime.block_on(export.run(queue, stopped));
+                drop(tell);
+            })?;
         Ok(Self { stop, done })
     }
 
@@ -92,7 +99,11 @@ async fn fill(batch: &mut Vec<Recorded>, queue: &mut mpsc::Receiver<Recorded>) {
 }
 
 impl Export {
-    async fn run(mut self, mut queue: mpsc::Receiver<Recorded>, mut stopped: oneshot::Receiver<()>) {
+    async fn run(
+        mut self,
+        mut queue: mpsc::Receiver<Recorded>,
+        mut stopped: oneshot::Receiver<()>,
+    ) {
         let mut is_ending = false;
         loop {
             let mut batch = Vec::new();
@@ -119,23 +130,36 @@ impl Export {
     }
 
     async fn export(&mut self, batch: Vec<Recorded>) {
-        let spans: Vec<_> = batch.into_iter().flat_map(|recorded| recorded.into_spans()).collect();
+        let spans: Vec<_> = batch
+            .into_iter()
+            .flat_map(|recorded| recorded.into_spans())
+            .collect();
         let number = u64::try_from(spans.len()).unwrap_or(u64::MAX);
         let scope = InstrumentationScope {
             name: "tidegate".to_owned(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             ..InstrumentationScope::default()
         };
-        let scope_spans = vec![ScopeSpans { scope: Some(scope), spans, ..ScopeSpans::default() }];
+        let scope_spans = vec![ScopeSpans {
+            scope: Some(scope),
+            spans,
+            ..ScopeSpans::default()
+        }];
         let resource = Some(self.resource.clone());
-        let resource_spans = vec![ResourceSpans { resource, scope_spans, ..ResourceSpans::default() }];
+        let resource_spans = vec![ResourceSpans {
+            resource,
+            scope_spans,
+            ..ResourceSpans::default()
+        }];
         let request = ExportTraceServiceRequest { resource_spans };
         let taken = timeout(DEADLINE, self.collector.export(&request)).await;
         match taken.unwrap_or_else(|_| Err("no answer in time".to_owned())) {
             Ok(rejected) => {
                 let rejected = rejected.min(number);
                 self.counts.failed.fetch_add(rejected, Ordering::Relaxed);
-                self.counts.exported.fetch_add(number - rejected, Ordering::Relaxed);
+                self.counts
+                    .exported
+                    .fetch_add(number - rejected, Ordering::Relaxed);
                 if std::mem::replace(&mut self.has_failed, false) {
                     tracing::info!("spans are exported again");
                 }

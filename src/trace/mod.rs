@@ -80,10 +80,18 @@ impl Tracer {
             text("service.version", env!("CARGO_PKG_VERSION")),
             text("service.instance.id", instance),
         ];
-        let resource = Resource { attributes, ..Resource::default() };
+        let resource = Resource {
+            attributes,
+            ..Resource::default()
+        };
         let collector = Collector::new(settings.clone());
         let exporter = Exporter::start(collector, resource, Arc::clone(&counts), recorded)?;
-        let inner = Inner { sample: settings.sample, clock: Clock::system(), queue, counts };
+        let inner = Inner {
+            sample: settings.sample,
+            clock: Clock::system(),
+            queue,
+            counts,
+        };
         Ok((Self(Arc::new(inner)), exporter))
     }
 

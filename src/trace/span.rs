@@ -119,7 +119,10 @@ impl Recording {
             source: None,
             forwarded: None,
         };
-        Self { tracer: tracer.clone(), recorded: Some(recorded) }
+        Self {
+            tracer: tracer.clone(),
+            recorded: Some(recorded),
+        }
     }
 
     pub fn context(&self) -> Option<Context> {
@@ -129,7 +132,9 @@ impl Recording {
     /// The request goes to the upstream, which is told of a span of its own as its parent. `server` is an authority.
     pub fn forward(&mut self, headers: &mut HeaderMap, server: &str) {
         let began_ns = self.tracer.ns(Instant::now());
-        let Some(recorded) = &mut self.recorded else { return };
+        let Some(recorded) = &mut self.recorded else {
+            return;
+        };
         let context = recorded.context.child();
         if let Some(value) = context.header() {
             headers.insert(TRACEPARENT, value);
@@ -138,20 +143,34 @@ impl Recording {
             headers.remove(TRACESTATE);
         }
         let server = server.to_owned();
-        recorded.forwarded = Some(Forwarded { context, server, began_ns, ended_ns: None, result: None });
+        recorded.forwarded = Some(Forwarded {
+            context,
+            server,
+            began_ns,
+            ended_ns: None,
+            result: None,
+        });
     }
 
     /// The upstream's status, or why it gave none.
     pub fn forwarded(&mut self, result: Result<u16, &'static str>) {
         let ended_ns = self.tracer.ns(Instant::now());
-        if let Some(forwarded) = self.recorded.as_mut().and_then(|recorded| recorded.forwarded.as_mut()) {
+        if let Some(forwarded) = self
+            .recorded
+            .as_mut()
+            .and_then(|recorded| recorded.forwarded.as_mut())
+        {
             (forwarded.ended_ns, forwarded.result) = (Some(ended_ns), Some(result));
         }
     }
 
     pub fn answered(&mut self, answered: &Answered<'_>) {
-        let decided = answered.source.map(|(source, at)| (source, self.tracer.ns(at)));
-        let Some(recorded) = &mut self.recorded else { return };
+        let decided = answered
+            .source
+            .map(|(source, at)| (source, self.tracer.ns(at)));
+        let Some(recorded) = &mut self.recorded else {
+            return;
+        };
         recorded.status = Some(answered.status);
         (recorded.source, recorded.decided_ns) = decided.unzip();
         let attributes = &mut recorded.attributes;
@@ -166,7 +185,10 @@ impl Recording {
         if let Some((limit, key, remaining)) = answered.limit {
             attributes.push(text("tidegate.limit", limit));
             attributes.push(text("tidegate.key", &format!("{key:032x}")));
-            attributes.push(number("tidegate.remaining", i64::try_from(remaining).unwrap_or(i64::MAX)));
+            attributes.push(number(
+                "tidegate.remaining",
+                i64::try_from(remaining).unwrap_or(i64::MAX),
+            ));
         }
     }
 }
@@ -192,11 +214,15 @@ impl Recording {
 
 impl Drop for Recording {
     fn drop(&mut self) {
-        let Some(mut recorded) = self.recorded.take() else { return };
+        let Some(mut recorded) = self.recorded.take() else {
+            return;
+        };
         recorded.ended_ns = self.tracer.ns(Instant::now());
         let Inner { queue, counts, .. } = &*self.tracer.0;
         if let Err(full) = queue.try_send(recorded) {
-            counts.dropped.fetch_add(full.into_inner().number(), Ordering::Relaxed);
+            counts
+                .dropped
+                .fetch_add(full.into_inner().number(), Ordering::Relaxed);
         }
     }
 }
@@ -208,11 +234,21 @@ impl Recorded {
     }
 
     pub(super) fn into_spans(self) -> impl Iterator<Item = Span> {
-        let Self { context, parent, state, name, began_ns, ended_ns, .. } = self;
+        let Self {
+            context,
+            parent,
+            state,
+            name,
+            began_ns,
+            ended_ns,
+            ..
+        } = self;
         let span = |context: Context, parent: Option<SpanId>, name: String, kind: SpanKind| Span {
             trace_id: context.trace.0.to_be_bytes().to_vec(),
             span_id: context.span.0.to_be_bytes().to_vec(),
-            parent_span_id: parent.map(|parent| parent.0.to_be_bytes().to_vec()).unwrap_or_default(),
+            parent_span_id: parent
+                .map(|parent| parent.0.to_be_bytes().to_vec())
+                .unwrap_or_default(),
             trace_state: state.clone(),
             flags: context.flags(),
             name,
@@ -222,21 +258,37 @@ impl Recorded {
             ..Span::default()
         };
         // Without a status its client has left, or the process has ended: nobody got an answer.
-        let cut = self.cut.or_else(|| self.status.is_none().then_some("cancelled"));
+        let cut = self
+            .cut
+            .or_else(|| self.status.is_none().then_some("cancelled"));
         let is_told = self.status.is_some_and(|status| status >= 500);
         let cut = cut.filter(|_| !is_told).map(|why| text("error.type", why));
         let status = (is_told || cut.is_some()).then(failed);
         let attributes = self.attributes.into_iter().chain(cut).collect();
         let own = Some(context.span);
-        let decision = self.decided_ns.zip(self.source).map(|(decided_ns, source)| {
-            let attributes = vec![text("tidegate.source", source)];
-            let kind = if source == "redis" { SpanKind::Client } else { SpanKind::Internal };
-            let decide = span(context.child(), own, "decide".to_owned(), kind);
-            Span { end_time_unix_nano: decided_ns, attributes, ..decide }
-        });
+        let decision = self
+            .decided_ns
+            .zip(self.source)
+            .map(|(decided_ns, source)| {
+                let attributes = vec![text("tidegate.source", source)];
+                let kind = if source == "redis" {
+                    SpanKind::Client
+                } else {
+                    SpanKind::Internal
+                };
+                let decide = span(context.child(), own, "decide".to_owned(), kind);
+                Span {
+                    end_time_unix_nano: decided_ns,
+                    attributes,
+                    ..decide
+                }
+            });
         let upstream = self.forwarded.map(|forwarded| {
             let mut attributes = vec![text("server.address", &forwarded.server)];
-            attributes.push(text("http.request.method", if name == UNKNOWN { "_OTHER" } else { &name }));
+            attributes.push(text(
+                "http.request.method",
+                if name == UNKNOWN { "_OTHER" } else { &name },
+            ));
             let status = match forwarded.result {
                 Some(Ok(status)) => {
                     attributes.push(number("http.response.status_code", status.into()));
@@ -260,25 +312,39 @@ impl Recorded {
                 ..span(forwarded.context, own, name.clone(), SpanKind::Client)
             }
         });
-        let server = Span { attributes, status, ..span(context, parent, name.clone(), SpanKind::Server) };
+        let server = Span {
+            attributes,
+            status,
+            ..span(context, parent, name.clone(), SpanKind::Server)
+        };
         [Some(server), decision, upstream].into_iter().flatten()
     }
 }
 
 fn failed() -> Status {
-    Status { code: StatusCode::Error.into(), ..Status::default() }
+    Status {
+        code: StatusCode::Error.into(),
+        ..Status::default()
+    }
 }
 
 /// What the upstream is told too, if it is one text of bearable length.
 fn state_of(headers: &HeaderMap) -> Option<String> {
-    let members: Option<Vec<&str>> =
-        headers.get_all(TRACESTATE).iter().map(|value| value.to_str().ok()).collect();
-    members.map(|members| members.join(",")).filter(|state| state.len() <= LONGEST_STATE)
+    let members: Option<Vec<&str>> = headers
+        .get_all(TRACESTATE)
+        .iter()
+        .map(|value| value.to_str().ok())
+        .collect();
+    members
+        .map(|members| members.join(","))
+        .filter(|state| state.len() <= LONGEST_STATE)
 }
 
 /// The methods that conventions know; any other could be made up without end.
 fn known(method: &Method) -> Option<&'static str> {
-    const KNOWN: [&str; 9] = ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "CONNECT", "TRACE"];
+    const KNOWN: [&str; 9] = [
+        "GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "CONNECT", "TRACE",
+    ];
     KNOWN.into_iter().find(|known| method.as_str() == *known)
 }
 
@@ -293,12 +359,18 @@ fn number(key: &str, value: i64) -> KeyValue {
 }
 
 fn attribute(key: &str, value: any_value::Value) -> KeyValue {
-    KeyValue { key: key.to_owned(), value: Some(AnyValue { value: Some(value) }), ..KeyValue::default() }
+    KeyValue {
+        key: key.to_owned(),
+        value: Some(AnyValue { value: Some(value) }),
+        ..KeyValue::default()
+    }
 }
 
 impl fmt::Debug for Inner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tracer").field("sample", &self.sample).finish_non_exhaustive()
+        f.debug_struct("Tracer")
+            .field("sample", &self.sample)
+            .finish_non_exhaustive()
     }
 }
 

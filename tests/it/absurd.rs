@@ -16,18 +16,28 @@ const ALGORITHMS: [(&str, &[&str]); 6] = [
     // Cold, it holds the most that a header may say.
     ("token_bucket", &["burst = 300", "warm_up = \"10s\""]),
     ("leaky_bucket", &["max_delay = \"1ms\""]),
-    ("concurrency", &["lease_ttl = \"5s\"", "max_duration = \"1m\""]),
+    (
+        "concurrency",
+        &["lease_ttl = \"5s\"", "max_duration = \"1m\""],
+    ),
 ];
 
 /// A limit of an algorithm with something beside it.
 fn limit(algorithm: &str, beside: &str) -> String {
-    let per = if algorithm == "concurrency" { "" } else { "per = \"1s\", " };
+    let per = if algorithm == "concurrency" {
+        ""
+    } else {
+        "per = \"1s\", "
+    };
     format!("requests = 5, {per}algorithm = \"{algorithm}\"{beside}")
 }
 
 /// Those that count in time.
 fn periodic() -> impl Iterator<Item = &'static str> {
-    ALGORITHMS.iter().map(|(algorithm, _)| *algorithm).filter(|algorithm| *algorithm != "concurrency")
+    ALGORITHMS
+        .iter()
+        .map(|(algorithm, _)| *algorithm)
+        .filter(|algorithm| *algorithm != "concurrency")
 }
 
 /// What a policy may say beside its limit.
@@ -47,8 +57,16 @@ const BESIDE: [&str; 11] = [
 
 /// What goes with every algorithm but one, and why not with that.
 const REFUSED: [(&str, &str, &str); 2] = [
-    ("concurrency", "count_rejected", "policy[0].count_rejected: who is refused is not in flight"),
-    ("concurrency", "cost = { estimate", "policy[0].cost: nothing is ever settled"),
+    (
+        "concurrency",
+        "count_rejected",
+        "policy[0].count_rejected: who is refused is not in flight",
+    ),
+    (
+        "concurrency",
+        "cost = { estimate",
+        "policy[0].cost: nothing is ever settled",
+    ),
 ];
 
 /// What `check` says of one policy: what is wrong, or nothing.
@@ -57,8 +75,16 @@ fn complaints(limit: &str, beside: &str) -> Option<String> {
         "upstream.url = \"http://127.0.0.1:3000\"\n[[policy]]\nname = \"p\"\nkey = [\"header:x-user\"]\n\
          limit = {{ {limit} }}\n{beside}\n"
     );
-    let file = FileSource::Text { name: "test.toml".into(), text };
-    load(&Sources { file, ..Sources::default() }).err().map(|report| report.to_string())
+    let file = FileSource::Text {
+        name: "test.toml".into(),
+        text,
+    };
+    load(&Sources {
+        file,
+        ..Sources::default()
+    })
+    .err()
+    .map(|report| report.to_string())
 }
 
 #[test]
@@ -75,12 +101,18 @@ fn an_option_of_another_algorithm_is_refused_and_the_reason_names_its_own() {
                 let (key, _) = option.split_once(' ').unwrap();
                 let said = said.unwrap_or_else(|| panic!("{limit} is let through"));
                 let reason = format!("policy[0].limit.{key}: only for algorithm = \"{owner}\"");
-                assert!(said.contains(&reason) && said.ends_with("1 error\n"), "{limit}: {said}");
+                assert!(
+                    said.contains(&reason) && said.ends_with("1 error\n"),
+                    "{limit}: {said}"
+                );
             }
         }
     }
     let said = complaints(&limit("concurrency", ", per = \"1s\""), "").unwrap();
-    assert!(said.contains("per: not for algorithm = \"concurrency\""), "{said}");
+    assert!(
+        said.contains("per: not for algorithm = \"concurrency\""),
+        "{said}"
+    );
     let said = complaints("requests = 5", "").unwrap();
     assert!(said.contains("per: missing"), "{said}");
 }
@@ -93,7 +125,10 @@ fn every_algorithm_goes_with_whatever_a_policy_says_beside_it_or_the_reason_is_t
         let options: String = options.iter().map(|option| format!(", {option}")).collect();
         let limit = limit(algorithm, &options);
         for (n, one) in BESIDE.iter().enumerate() {
-            for other in BESIDE[n + 1..].iter().filter(|other| key(other) != key(one)) {
+            for other in BESIDE[n + 1..]
+                .iter()
+                .filter(|other| key(other) != key(one))
+            {
                 let reasons = REFUSED.iter().filter(|(of, beside, _)| {
                     *of == algorithm && (one.starts_with(beside) || other.starts_with(beside))
                 });
@@ -121,8 +156,15 @@ fn a_cost_above_what_a_cold_bucket_holds_is_refused() {
         "cost = { estimate = 4, actual = \"response_json:/a\" }",
     ] {
         let said = complaints(&limit, beside).unwrap_or_default();
-        assert!(said.contains("a third of burst; expected at most 3"), "{beside}: {said}");
-        assert_eq!(complaints(&limit, &beside.replace('4', "3")), None, "{beside}");
+        assert!(
+            said.contains("a third of burst; expected at most 3"),
+            "{beside}: {said}"
+        );
+        assert_eq!(
+            complaints(&limit, &beside.replace('4', "3")),
+            None,
+            "{beside}"
+        );
     }
 }
 
@@ -133,7 +175,10 @@ fn the_largest_limits_are_defined_for_every_algorithm() {
     const MOST: u64 = 1 << 53;
     for algorithm in periodic() {
         let said = |requests: u64, per: &str| {
-            complaints(&format!("requests = {requests}, per = \"{per}\", algorithm = \"{algorithm}\""), "")
+            complaints(
+                &format!("requests = {requests}, per = \"{per}\", algorithm = \"{algorithm}\""),
+                "",
+            )
         };
         for (requests, per, reason) in [
             (MOST + 1, "1s", "from 0 to 9007199254740992"),
@@ -142,21 +187,34 @@ fn the_largest_limits_are_defined_for_every_algorithm() {
             (1, "9600h1ms", "expected a duration"),
         ] {
             let said = said(requests, per).unwrap_or_default();
-            assert!(said.contains(reason), "{algorithm}, {requests} per {per}: {said}");
+            assert!(
+                said.contains(reason),
+                "{algorithm}, {requests} per {per}: {said}"
+            );
         }
         // A token bucket counts in parts of 1 / per, a leaky bucket in what its longest delay is worth.
         let (most_short, most_long) = match algorithm {
             "token_bucket" => (MOST / 1_000, MOST / (400 * 86_400_000_000)),
-            "leaky_bucket" => ((MOST - 1_000) / 1_000_000, (MOST - 400 * 86_400_000_000) / 1_000_000),
+            "leaky_bucket" => (
+                (MOST - 1_000) / 1_000_000,
+                (MOST - 400 * 86_400_000_000) / 1_000_000,
+            ),
             _ => (MOST, MOST),
         };
         for (most, per) in [(most_short, "1ms"), (most_long, "400d")] {
             for requests in [0, 1, most] {
-                assert_eq!(said(requests, per), None, "{algorithm}, {requests} per {per}");
+                assert_eq!(
+                    said(requests, per),
+                    None,
+                    "{algorithm}, {requests} per {per}"
+                );
             }
             if most < MOST {
                 let said = said(most + 1, per).unwrap();
-                assert!(said.contains(&format!("expected at most {most}")), "{algorithm} per {per}: {said}");
+                assert!(
+                    said.contains(&format!("expected at most {most}")),
+                    "{algorithm} per {per}: {said}"
+                );
             }
         }
     }
@@ -165,7 +223,11 @@ fn the_largest_limits_are_defined_for_every_algorithm() {
 /// One policy per algorithm and end, told apart by path.
 fn extremes() -> String {
     let policy = |path: &str, algorithm: &str, limit: &str, beside: &str| {
-        let held = if algorithm == "leaky_bucket" { ", max_delay = \"0s\"" } else { "" };
+        let held = if algorithm == "leaky_bucket" {
+            ", max_delay = \"0s\""
+        } else {
+            ""
+        };
         format!(
             "[[policy]]\nname = \"{path}-{algorithm}\"\nmatch = {{ path = \"/{path}/{algorithm}\" }}\n\
              limit = {{ {limit}, algorithm = \"{algorithm}\"{held} }}\n{beside}\n"
@@ -181,15 +243,27 @@ fn extremes() -> String {
     };
     let most = |algorithm: &str| {
         let cost = "cost = { header = \"x-cost\", max = 9007199254740992 }";
-        policy("most", algorithm, "requests = 9007199254740992, per = \"400d\"", cost)
+        policy(
+            "most",
+            algorithm,
+            "requests = 9007199254740992, per = \"400d\"",
+            cost,
+        )
     };
-    periodic().map(each).chain(periodic().take(3).map(most)).collect()
+    periodic()
+        .map(each)
+        .chain(periodic().take(3).map(most))
+        .collect()
 }
 
 async fn the_ends_are_defined(proxy: &Proxy) {
     for algorithm in periodic() {
         let never = proxy.get(&format!("/none/{algorithm}")).await;
-        assert_eq!((never.status, never.header("retry-after")), (429, None), "{algorithm}");
+        assert_eq!(
+            (never.status, never.header("retry-after")),
+            (429, None),
+            "{algorithm}"
+        );
         assert!(never.json().get("retry_after").is_none(), "{algorithm}");
 
         let target = format!("/long/{algorithm}");
@@ -208,27 +282,64 @@ async fn the_ends_are_defined(proxy: &Proxy) {
         while admitted < 20 {
             let reply = proxy.get(&target).await;
             admitted += u64::from(reply.status == 200);
-            assert!(reply.status == 200 || reply.retry_after_us() <= 1_500, "{algorithm}");
-            assert!(start.elapsed() < Duration::from_secs(20), "{algorithm}: shut for ever");
+            assert!(
+                reply.status == 200 || reply.retry_after_us() <= 1_500,
+                "{algorithm}"
+            );
+            assert!(
+                start.elapsed() < Duration::from_secs(20),
+                "{algorithm}: shut for ever"
+            );
         }
-        assert!(start.elapsed() >= Duration::from_millis(17), "{algorithm}: {:?}", start.elapsed());
+        assert!(
+            start.elapsed() >= Duration::from_millis(17),
+            "{algorithm}: {:?}",
+            start.elapsed()
+        );
     }
     for algorithm in periodic().take(3) {
         let ask = |cost: &'static str| {
-            proxy.ask("GET", &format!("/most/{algorithm}")).header("x-cost", cost).send()
+            proxy
+                .ask("GET", &format!("/most/{algorithm}"))
+                .header("x-cost", cost)
+                .send()
         };
-        let left = async |cost| ask(cost).await.parameter("ratelimit", &format!("most-{algorithm}"), "r");
+        let left = async |cost| {
+            ask(cost)
+                .await
+                .parameter("ratelimit", &format!("most-{algorithm}"), "r")
+        };
         assert_eq!(left("9007199254740990").await, Some(2), "{algorithm}");
-        for nonsense in ["-1", "NaN", "1e30", "1000000000000000000000000000000", "9007199254740993", ""] {
+        for nonsense in [
+            "-1",
+            "NaN",
+            "1e30",
+            "1000000000000000000000000000000",
+            "9007199254740993",
+            "",
+        ] {
             let refused = ask(nonsense).await;
             assert_eq!(refused.status, 429, "{algorithm}: {nonsense:?} is the most");
-            assert!(refused.header("retry-after").is_some(), "{algorithm}: all there is will be free");
+            assert!(
+                refused.header("retry-after").is_some(),
+                "{algorithm}: all there is will be free"
+            );
         }
-        let twice =
-            proxy.ask("GET", &format!("/most/{algorithm}")).header("x-cost", "1").header("x-cost", "1");
+        let twice = proxy
+            .ask("GET", &format!("/most/{algorithm}"))
+            .header("x-cost", "1")
+            .header("x-cost", "1");
         assert_eq!(twice.status().await, 429, "{algorithm}: repeated");
-        assert_eq!(left("1").await, Some(1), "{algorithm}: none of these was charged");
-        assert_eq!(proxy.get(&format!("/most/{algorithm}")).await.status, 200, "{algorithm}: absent is one");
+        assert_eq!(
+            left("1").await,
+            Some(1),
+            "{algorithm}: none of these was charged"
+        );
+        assert_eq!(
+            proxy.get(&format!("/most/{algorithm}")).await.status,
+            200,
+            "{algorithm}: absent is one"
+        );
         assert_eq!(ask("1").await.status, 429, "{algorithm}");
     }
 }
@@ -256,7 +367,14 @@ async fn the_ends_are_defined_in_redis() {
         if left.iter().all(|key| !key.contains(":short-")) {
             break left;
         }
-        assert!(Instant::now() < deadline, "what counted for a millisecond is still there: {left:?}");
+        assert!(
+            Instant::now() < deadline,
+            "what counted for a millisecond is still there: {left:?}"
+        );
     };
-    assert!(left.iter().any(|key| key.contains("sliding_log:34560000000000:long-")), "{left:?}");
+    assert!(
+        left.iter()
+            .any(|key| key.contains("sliding_log:34560000000000:long-")),
+        "{left:?}"
+    );
 }

@@ -21,8 +21,13 @@ struct Metrics(BTreeMap<String, f64>);
 
 impl Metrics {
     async fn of(proxy: &Proxy) -> Self {
-        let reply = Ask::new(proxy.admin(), "GET", "/metrics").send_to_localhost().await;
-        assert_eq!(reply.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
+        let reply = Ask::new(proxy.admin(), "GET", "/metrics")
+            .send_to_localhost()
+            .await;
+        assert_eq!(
+            reply.header("content-type"),
+            Some("text/plain; version=0.0.4; charset=utf-8")
+        );
         Self::parse(&reply.text())
     }
 
@@ -39,7 +44,10 @@ impl Metrics {
                 assert_eq!(name, helped, "help comes first");
                 assert!(["counter", "gauge", "histogram"].contains(&kind), "{line}");
                 assert!(kind != "counter" || name.ends_with("_total"), "{line}");
-                assert!(families.insert(name.to_owned(), kind.to_owned()).is_none(), "{name} twice");
+                assert!(
+                    families.insert(name.to_owned(), kind.to_owned()).is_none(),
+                    "{name} twice"
+                );
                 name.clone_into(&mut current);
             } else {
                 let (series, value) = line.rsplit_once(' ').unwrap();
@@ -48,26 +56,36 @@ impl Metrics {
                     "histogram" => &["_bucket", "_sum", "_count"],
                     _ => &[""],
                 };
-                assert!(endings.iter().any(|ending| name == format!("{current}{ending}")), "{line}");
+                assert!(
+                    endings
+                        .iter()
+                        .any(|ending| name == format!("{current}{ending}")),
+                    "{line}"
+                );
                 assert_labels(series);
                 let value = value.parse().unwrap_or_else(|_| panic!("{line}"));
-                assert!(samples.insert(series.to_owned(), value).is_none(), "{series} twice");
+                assert!(
+                    samples.insert(series.to_owned(), value).is_none(),
+                    "{series} twice"
+                );
             }
         }
         Self(samples)
     }
 
     fn value(&self, series: &str) -> f64 {
-        *self.0.get(series).unwrap_or_else(|| panic!("no {series} in {:#?}", self.0))
+        *self
+            .0
+            .get(series)
+            .unwrap_or_else(|| panic!("no {series} in {:#?}", self.0))
     }
 
     /// What a policy did: its counts that are not 0.
     fn policy(&self, name: &str) -> Vec<(&str, f64)> {
         let prefix = format!("tidegate_requests_total{{policy=\"{name}\",decision=\"");
-        let counts = self
-            .0
-            .iter()
-            .filter_map(|(series, count)| Some((series.strip_prefix(&prefix)?.strip_suffix("\"}")?, *count)));
+        let counts = self.0.iter().filter_map(|(series, count)| {
+            Some((series.strip_prefix(&prefix)?.strip_suffix("\"}")?, *count))
+        });
         counts.filter(|(_, count)| *count > 0.0).collect()
     }
 
@@ -78,7 +96,9 @@ impl Metrics {
 
 /// `{a="b",c="d"}`, letters that end a value escaped.
 fn assert_labels(series: &str) {
-    let Some((_, labels)) = series.split_once('{') else { return };
+    let Some((_, labels)) = series.split_once('{') else {
+        return;
+    };
     let label = r#"[a-z_]+="(?:[^"\\\n]|\\["\\n])*""#;
     let labels_are = regex::Regex::new(&format!("^{label}(?:,{label})*}}$")).unwrap();
     assert!(labels_are.is_match(labels), "{series}");
@@ -91,7 +111,9 @@ impl Ask {
 }
 
 async fn see(proxy: &Proxy, target: &str) -> Reply {
-    Ask::new(proxy.admin(), "GET", target).send_to_localhost().await
+    Ask::new(proxy.admin(), "GET", target)
+        .send_to_localhost()
+        .await
 }
 
 async fn ready(proxy: &Proxy) -> (u16, Value) {
@@ -136,7 +158,9 @@ async fn who_was_held_counts_as_delayed() {
     assert_eq!(metrics.policy("line"), [("allowed", 1.0), ("delayed", 2.0)]);
     assert_eq!(metrics.policy("other"), [("allowed", 3.0)]);
     let _ = proxy
-        .wait_for_log("the access log to say so", 0, SOON, |line| line.field("decision") == "delayed")
+        .wait_for_log("the access log to say so", 0, SOON, |line| {
+            line.field("decision") == "delayed"
+        })
         .await;
 }
 
@@ -147,13 +171,22 @@ async fn what_was_counted_is_what_happened() {
     assert_eq!(proxy.statuses("/", 5).await, [200, 200, 200, 429, 429]);
     assert_eq!(proxy.statuses("/free", 2).await, [200, 200]);
     assert_eq!(proxy.statuses("/closed", 4).await, [403; 4]);
-    assert_eq!(proxy.ask("GET", "/").header("Host", "a b").status().await, 400);
+    assert_eq!(
+        proxy.ask("GET", "/").header("Host", "a b").status().await,
+        400
+    );
     let metrics = Metrics::of(&proxy).await;
     assert_eq!(metrics.policy("free"), [("exempt", 2.0)]);
     assert_eq!(metrics.policy("closed"), [("denied", 4.0)]);
-    assert_eq!(metrics.policy("live"), [("allowed", 3.0), ("rejected", 2.0)]);
+    assert_eq!(
+        metrics.policy("live"),
+        [("allowed", 3.0), ("rejected", 2.0)]
+    );
     // A shadow policy is charged by what is admitted, so its two are gone after the second.
-    assert_eq!(metrics.policy("candidate"), [("allowed", 2.0), ("shadow_rejected", 3.0)]);
+    assert_eq!(
+        metrics.policy("candidate"),
+        [("allowed", 2.0), ("shadow_rejected", 3.0)]
+    );
     for (series, count) in [
         ("tidegate_http_requests_total{code=\"200\"}", 5.0),
         ("tidegate_http_requests_total{code=\"429\"}", 2.0),
@@ -187,14 +220,28 @@ async fn errors_of_the_upstream_and_connections_are_counted() {
     client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     feeder.send("x").await;
     client.read_past(b"x").await;
-    assert_eq!(Metrics::of(&proxy).await.value("tidegate_connections_active"), 1.0);
+    assert_eq!(
+        Metrics::of(&proxy)
+            .await
+            .value("tidegate_connections_active"),
+        1.0
+    );
 
     let nobody = Proxy::builder().start().await;
     assert_eq!(nobody.statuses("/", 2).await, [502, 502]);
     let metrics = Metrics::of(&nobody).await;
-    assert_eq!(metrics.value("tidegate_upstream_errors_total{kind=\"connect_refused\"}"), 2.0);
-    assert_eq!(metrics.value("tidegate_upstream_errors_total{kind=\"dns\"}"), 0.0);
-    assert_eq!(metrics.value("tidegate_http_requests_total{code=\"502\"}"), 2.0);
+    assert_eq!(
+        metrics.value("tidegate_upstream_errors_total{kind=\"connect_refused\"}"),
+        2.0
+    );
+    assert_eq!(
+        metrics.value("tidegate_upstream_errors_total{kind=\"dns\"}"),
+        0.0
+    );
+    assert_eq!(
+        metrics.value("tidegate_http_requests_total{code=\"502\"}"),
+        2.0
+    );
 }
 
 fn on_redis(port: u16) -> String {
@@ -217,48 +264,103 @@ async fn an_outage_of_redis_is_counted_and_said_and_readiness_holds() {
     // The first refusal is Redis', the next is known, if the same worker is asked.
     assert_eq!(proxy.statuses("/shut", 3).await, [429; 3]);
     let metrics = Metrics::of(&proxy).await;
-    let by_source =
-        |source: &str| metrics.value(&format!("tidegate_decision_seconds_count{{source=\"{source}\"}}"));
+    let by_source = |source: &str| {
+        metrics.value(&format!(
+            "tidegate_decision_seconds_count{{source=\"{source}\"}}"
+        ))
+    };
     assert_eq!(by_source("redis") + by_source("deny_cache"), 4.0);
-    assert_eq!(metrics.policy("shut"), [("allowed", 1.0), ("rejected", 3.0)]);
-    assert_eq!((metrics.value("tidegate_store_up"), metrics.value("tidegate_breaker_open")), (1.0, 0.0));
+    assert_eq!(
+        metrics.policy("shut"),
+        [("allowed", 1.0), ("rejected", 3.0)]
+    );
+    assert_eq!(
+        (
+            metrics.value("tidegate_store_up"),
+            metrics.value("tidegate_breaker_open")
+        ),
+        (1.0, 0.0)
+    );
     let (status, said) = ready(&proxy).await;
-    assert_eq!((status, &said["store"]), (200, &Value::from("up")), "{said}");
+    assert_eq!(
+        (status, &said["store"]),
+        (200, &Value::from("up")),
+        "{said}"
+    );
 
     redis.kill();
     until_store(&proxy, "degraded").await;
     assert_eq!(proxy.statuses("/", 3).await, [200; 3]);
     let metrics = Metrics::of(&proxy).await;
-    assert_eq!(metrics.policy("open").iter().find(|(did, _)| *did == "degraded"), Some(&("degraded", 3.0)));
-    assert_eq!(metrics.policy("shadow").iter().find(|(did, _)| *did == "degraded"), Some(&("degraded", 3.0)));
+    assert_eq!(
+        metrics
+            .policy("open")
+            .iter()
+            .find(|(did, _)| *did == "degraded"),
+        Some(&("degraded", 3.0))
+    );
+    assert_eq!(
+        metrics
+            .policy("shadow")
+            .iter()
+            .find(|(did, _)| *did == "degraded"),
+        Some(&("degraded", 3.0))
+    );
     for (series, count) in [
-        ("tidegate_degraded_total{policy=\"open\",outcome=\"open\"}", 3.0),
-        ("tidegate_degraded_total{policy=\"open\",outcome=\"closed\"}", 0.0),
-        ("tidegate_degraded_total{policy=\"shadow\",outcome=\"open\"}", 0.0),
+        (
+            "tidegate_degraded_total{policy=\"open\",outcome=\"open\"}",
+            3.0,
+        ),
+        (
+            "tidegate_degraded_total{policy=\"open\",outcome=\"closed\"}",
+            0.0,
+        ),
+        (
+            "tidegate_degraded_total{policy=\"shadow\",outcome=\"open\"}",
+            0.0,
+        ),
         ("tidegate_decision_seconds_count{source=\"degraded\"}", 3.0),
         ("tidegate_store_up", 0.0),
     ] {
         assert_eq!(metrics.value(series), count, "{series}");
     }
     // Which it is depends on who noticed first: a broken connection, or nobody there to connect to.
-    let errors =
-        ["connection", "refused"].map(|kind| format!("tidegate_store_errors_total{{kind=\"{kind}\"}}"));
-    assert!(errors.iter().map(|series| metrics.value(series)).sum::<f64>() > 0.0);
+    let errors = ["connection", "refused"]
+        .map(|kind| format!("tidegate_store_errors_total{{kind=\"{kind}\"}}"));
+    assert!(
+        errors
+            .iter()
+            .map(|series| metrics.value(series))
+            .sum::<f64>()
+            > 0.0
+    );
     let (status, said) = ready(&proxy).await;
-    assert_eq!(status, 200, "degraded is no reason to be taken out of service: {said}");
+    assert_eq!(
+        status, 200,
+        "degraded is no reason to be taken out of service: {said}"
+    );
 
     redis.restart();
     until_store(&proxy, "up").await;
-    let decided = |metrics: &Metrics| metrics.value("tidegate_decision_seconds_count{source=\"redis\"}");
+    let decided =
+        |metrics: &Metrics| metrics.value("tidegate_decision_seconds_count{source=\"redis\"}");
     let before = decided(&Metrics::of(&proxy).await);
     assert_eq!(proxy.statuses("/", 1).await, [200]);
-    assert_eq!(decided(&Metrics::of(&proxy).await) - before, 1.0, "Redis decides again");
+    assert_eq!(
+        decided(&Metrics::of(&proxy).await) - before,
+        1.0,
+        "Redis decides again"
+    );
 }
 
 async fn until_store(proxy: &Proxy, wanted: &str) {
     let deadline = Instant::now() + SOON;
     while ready(proxy).await.1["store"] != wanted {
-        assert!(Instant::now() < deadline, "the store is not {wanted}:\n{}", proxy.log());
+        assert!(
+            Instant::now() < deadline,
+            "the store is not {wanted}:\n{}",
+            proxy.log()
+        );
         tokio::time::sleep(std::time::Duration::from_millis(10)).await;
     }
 }
@@ -272,12 +374,21 @@ async fn closed_policies_count_as_closed() {
     until_store(&proxy, "degraded").await;
     assert_eq!(proxy.statuses("/shut", 2).await, [503; 2]);
     let metrics = Metrics::of(&proxy).await;
-    assert_eq!(metrics.value("tidegate_degraded_total{policy=\"shut\",outcome=\"closed\"}"), 2.0);
+    assert_eq!(
+        metrics.value("tidegate_degraded_total{policy=\"shut\",outcome=\"closed\"}"),
+        2.0
+    );
     assert_eq!(metrics.policy("shut"), [("degraded", 2.0)]);
     // They were refused, and people are told so.
     assert_eq!(proxy.statuses("/", 3).await, [200; 3]);
-    let total =
-        |column: &Value| column.as_array().into_iter().flatten().filter_map(Value::as_u64).sum::<u64>();
+    let total = |column: &Value| {
+        column
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter_map(Value::as_u64)
+            .sum::<u64>()
+    };
     let deadline = Instant::now() + SOON;
     loop {
         let overview = see(&proxy, "/overview").await.json();
@@ -296,10 +407,20 @@ async fn closed_policies_count_as_closed() {
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }
     let mut top = tidegate();
-    top.args(["top", "--once", "--config"]).arg(proxy.config_path());
-    let table = run(top.env("TIDEGATE_ADMIN__ADDRESS", proxy.admin().to_string())).await.stdout;
-    let line = table.lines().find(|line| line.starts_with("shut ")).unwrap_or_else(|| panic!("{table}"));
-    assert_eq!(line.split_whitespace().take(4).collect::<Vec<_>>(), ["shut", "0", "2", "100.0%"], "{table}");
+    top.args(["top", "--once", "--config"])
+        .arg(proxy.config_path());
+    let table = run(top.env("TIDEGATE_ADMIN__ADDRESS", proxy.admin().to_string()))
+        .await
+        .stdout;
+    let line = table
+        .lines()
+        .find(|line| line.starts_with("shut "))
+        .unwrap_or_else(|| panic!("{table}"));
+    assert_eq!(
+        line.split_whitespace().take(4).collect::<Vec<_>>(),
+        ["shut", "0", "2", "100.0%"],
+        "{table}"
+    );
 }
 
 #[tokio::test]
@@ -319,7 +440,11 @@ async fn readiness_fails_before_the_delay_and_the_admin_port_stays_to_the_end() 
     assert_eq!(ready(&proxy).await.1["status"], "ready");
     let mark = proxy.log_mark();
     proxy.sigterm();
-    proxy.wait_for_log("SIGTERM to arrive", mark, SOON, |line| line.mentions("SIGTERM")).await;
+    proxy
+        .wait_for_log("SIGTERM to arrive", mark, SOON, |line| {
+            line.mentions("SIGTERM")
+        })
+        .await;
     let (status, said) = ready(&proxy).await;
     assert_eq!((status, &said["status"]), (503, &Value::from("stopping")));
     assert_eq!(proxy.get("/").await.status, 200, "it still serves");
@@ -329,7 +454,11 @@ async fn readiness_fails_before_the_delay_and_the_admin_port_stays_to_the_end() 
         std::net::TcpStream::connect(address).is_err().then_some(())
     })
     .await;
-    assert_eq!(see(&proxy, "/livez").await.status, 200, "the admin port stays");
+    assert_eq!(
+        see(&proxy, "/livez").await.status,
+        200,
+        "the admin port stays"
+    );
     drop(feeder);
     assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
 }
@@ -340,59 +469,111 @@ async fn it_lives_but_is_not_ready_before_it_listens() {
     redis.stop();
     let dir = TempDir::new().unwrap();
     let config = dir.path().join("config.toml");
-    fs::write(&config, on_redis(redis.port()).replace("timeout = \"2s\"", "connect_timeout = \"5s\""))
-        .unwrap();
+    fs::write(
+        &config,
+        on_redis(redis.port()).replace("timeout = \"2s\"", "connect_timeout = \"5s\""),
+    )
+    .unwrap();
     let mut command = tidegate();
     command
-        .args(["run", "--listen", "127.0.0.1:0", "--upstream", "http://127.0.0.1:9", "--config"])
+        .args([
+            "run",
+            "--listen",
+            "127.0.0.1:0",
+            "--upstream",
+            "http://127.0.0.1:9",
+            "--config",
+        ])
         .arg(&config);
     let process = Process::start(&mut command).unwrap();
     let admin: SocketAddr = process
         .wait_for("the admin port", 0, SOON, |line| {
             let line: Value = serde_json::from_str(&line.text).ok()?;
-            (line["message"] == "admin listening").then(|| line["address"].as_str().unwrap().parse().unwrap())
+            (line["message"] == "admin listening")
+                .then(|| line["address"].as_str().unwrap().parse().unwrap())
         })
         .await;
-    assert_eq!(Ask::new(admin, "GET", "/livez").send_to_localhost().await.status, 200);
+    assert_eq!(
+        Ask::new(admin, "GET", "/livez")
+            .send_to_localhost()
+            .await
+            .status,
+        200
+    );
     let reply = Ask::new(admin, "GET", "/readyz").send_to_localhost().await;
-    assert_eq!((reply.status, &reply.json()["status"]), (503, &Value::from("starting")));
+    assert_eq!(
+        (reply.status, &reply.json()["status"]),
+        (503, &Value::from("starting"))
+    );
     redis.resume();
 }
 
 #[tokio::test]
 async fn generation_and_reloads_are_told() {
-    let policies =
-        |requests| format!("[[policy]]\nname = \"p\"\nlimit = {{ requests = {requests}, per = \"1h\" }}\n");
+    let policies = |requests| {
+        format!("[[policy]]\nname = \"p\"\nlimit = {{ requests = {requests}, per = \"1h\" }}\n")
+    };
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(&policies(10), upstream.address).await;
     assert_eq!(proxy.get("/").await.status, 200);
-    for (text, logged) in
-        [(policies(20), "new configuration"), ("nonsense = 1".to_owned(), "the new configuration is wrong")]
-    {
+    for (text, logged) in [
+        (policies(20), "new configuration"),
+        ("nonsense = 1".to_owned(), "the new configuration is wrong"),
+    ] {
         let mark = proxy.log_mark();
         proxy.write_config(&text);
-        proxy.wait_for_log(logged, mark, SOON, |line| line.says(logged)).await;
+        proxy
+            .wait_for_log(logged, mark, SOON, |line| line.says(logged))
+            .await;
     }
     let shown = see(&proxy, "/config").await.json();
     assert_eq!(shown["generation"], 2);
-    assert!(shown["reload_errors"].to_string().contains("nonsense"), "{shown}");
+    assert!(
+        shown["reload_errors"].to_string().contains("nonsense"),
+        "{shown}"
+    );
     assert_eq!(shown["config"]["policy"][0]["limit"]["requests"], 20);
-    assert_eq!(shown["config"]["upstream"]["url"], format!("http://{}", upstream.address));
+    assert_eq!(
+        shown["config"]["upstream"]["url"],
+        format!("http://{}", upstream.address)
+    );
     assert_eq!(shown["config"]["listen"]["max_connections"], 10_000);
     let metrics = Metrics::of(&proxy).await;
-    assert_eq!(metrics.value("tidegate_config_reloads_total{result=\"success\"}"), 1.0);
-    assert_eq!(metrics.value("tidegate_config_reloads_total{result=\"failure\"}"), 1.0);
+    assert_eq!(
+        metrics.value("tidegate_config_reloads_total{result=\"success\"}"),
+        1.0
+    );
+    assert_eq!(
+        metrics.value("tidegate_config_reloads_total{result=\"failure\"}"),
+        1.0
+    );
     assert_eq!(metrics.value("tidegate_config_generation"), 2.0);
     let (status, said) = ready(&proxy).await;
     assert_eq!(status, 200);
-    assert!(said["reload_errors"][0].as_str().unwrap().contains("nonsense"), "{said}");
+    assert!(
+        said["reload_errors"][0]
+            .as_str()
+            .unwrap()
+            .contains("nonsense"),
+        "{said}"
+    );
     let mark = proxy.log_mark();
     proxy.write_config(&policies(30).replace("\"p\"", "\"q\""));
-    proxy.wait_for_log("the third", mark, SOON, |line| line.says("new configuration")).await;
-    assert_eq!(ready(&proxy).await.1["reload_errors"], Value::Array(Vec::new()));
+    proxy
+        .wait_for_log("the third", mark, SOON, |line| {
+            line.says("new configuration")
+        })
+        .await;
+    assert_eq!(
+        ready(&proxy).await.1["reload_errors"],
+        Value::Array(Vec::new())
+    );
     assert_eq!(proxy.get("/").await.status, 200);
     let metrics = Metrics::of(&proxy).await;
-    assert_eq!((metrics.policy("p"), metrics.policy("q")), (vec![("allowed", 1.0)], vec![("allowed", 1.0)]));
+    assert_eq!(
+        (metrics.policy("p"), metrics.policy("q")),
+        (vec![("allowed", 1.0)], vec![("allowed", 1.0)])
+    );
 }
 
 #[tokio::test]
@@ -403,21 +584,32 @@ async fn secrets_are_not_shown() {
     );
     let proxy = Proxy::builder().config(&text).start().await;
     let reply = see(&proxy, "/config").await;
-    assert_eq!(reply.json()["config"]["store"]["redis"]["url"], "redis://***@127.0.0.1:1/0");
+    assert_eq!(
+        reply.json()["config"]["store"]["redis"]["url"],
+        "redis://***@127.0.0.1:1/0"
+    );
     assert!(!reply.text().contains("hunter2") && !reply.text().contains("ann:"));
 }
 
 #[tokio::test]
 async fn trap_26_nothing_that_a_client_sends_becomes_a_label() {
     let upstream = Upstream::echo().await;
-    let keyed =
-        "[[policy]]\nname = \"p\"\nkey = [\"header:x-user\"]\nlimit = { requests = 9, per = \"1h\" }\n";
+    let keyed = "[[policy]]\nname = \"p\"\nkey = [\"header:x-user\"]\nlimit = { requests = 9, per = \"1h\" }\n";
     let proxy = Proxy::start(keyed, upstream.address).await;
-    assert_eq!(proxy.ask("GET", "/first").header("x-user", "a").status().await, 200);
+    assert_eq!(
+        proxy
+            .ask("GET", "/first")
+            .header("x-user", "a")
+            .status()
+            .await,
+        200
+    );
     let before = Metrics::of(&proxy).await;
     for user in 0..20 {
         let hostile = format!("u{user}\"}} 1\\n# HELP x");
-        let ask = proxy.ask("PURGE", &format!("/{user}/%22%7D")).header("x-user", &hostile);
+        let ask = proxy
+            .ask("PURGE", &format!("/{user}/%22%7D"))
+            .header("x-user", &hostile);
         assert_eq!(ask.header("User-Agent", &hostile).status().await, 200);
     }
     let after = Metrics::of(&proxy).await;
@@ -428,12 +620,25 @@ async fn trap_26_nothing_that_a_client_sends_becomes_a_label() {
 #[tokio::test]
 async fn an_ingress_that_is_not_trusted_is_told() {
     let upstream = Upstream::echo().await;
-    let keyed = "[[policy]]\nname = \"p\"\nkey = [\"client_ip\"]\nlimit = { requests = 9, per = \"1h\" }\n";
+    let keyed =
+        "[[policy]]\nname = \"p\"\nkey = [\"client_ip\"]\nlimit = { requests = 9, per = \"1h\" }\n";
     let proxy = Proxy::start(keyed, upstream.address).await;
     assert_eq!(proxy.get("/").await.status, 200);
     assert_eq!(ready(&proxy).await.1["hints"], Value::Array(Vec::new()));
-    assert_eq!(proxy.ask("GET", "/").header("X-Forwarded-For", "192.0.2.1").status().await, 200);
-    assert_eq!(Metrics::of(&proxy).await.value("tidegate_untrusted_forwarding_total"), 1.0);
+    assert_eq!(
+        proxy
+            .ask("GET", "/")
+            .header("X-Forwarded-For", "192.0.2.1")
+            .status()
+            .await,
+        200
+    );
+    assert_eq!(
+        Metrics::of(&proxy)
+            .await
+            .value("tidegate_untrusted_forwarding_total"),
+        1.0
+    );
     let (status, said) = ready(&proxy).await;
     assert_eq!(status, 200);
     let hint = said["hints"][0].as_str().unwrap();
@@ -443,10 +648,16 @@ async fn an_ingress_that_is_not_trusted_is_told() {
     );
     // Who may look is told who it is, and so is the log. (The dashboard: tests/browser.)
     let overview = see(&proxy, "/overview").await.json();
-    assert_eq!(overview["untrusted_peers"], serde_json::json!(["127.0.0.1"]));
+    assert_eq!(
+        overview["untrusted_peers"],
+        serde_json::json!(["127.0.0.1"])
+    );
     let told = |line: &crate::support::proxy::LogLine| line.mentions("client.trusted_proxies");
     let line = proxy.wait_for_log("a hint", 0, SOON, told).await;
-    assert_eq!([line.field("peer"), line.field("write")], ["127.0.0.1", "[\"127.0.0.1/32\"]"]);
+    assert_eq!(
+        [line.field("peer"), line.field("write")],
+        ["127.0.0.1", "[\"127.0.0.1/32\"]"]
+    );
 }
 
 #[tokio::test]
@@ -455,19 +666,31 @@ async fn the_dashboard_is_given_to_all_that_reach_the_port_and_holds_nothing() {
     let token = dir.path().join("token");
     std::fs::write(&token, "s3cret").unwrap();
     let config = format!("[admin]\ntoken_file = {token:?}\nprobes = \"127.0.0.1:0\"");
-    let builder = Proxy::builder().config(&config).env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0");
+    let builder = Proxy::builder()
+        .config(&config)
+        .env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0");
     let proxy = builder.start().await;
     let page = see(&proxy, "/").await;
-    assert_eq!((page.status, page.header("content-type")), (200, Some("text/html; charset=utf-8")));
+    assert_eq!(
+        (page.status, page.header("content-type")),
+        (200, Some("text/html; charset=utf-8"))
+    );
     let policy = page.header("content-security-policy").unwrap();
-    for part in
-        ["default-src 'none'", "script-src 'sha256-", "frame-ancestors 'none'", "trusted-types 'none'"]
-    {
+    for part in [
+        "default-src 'none'",
+        "script-src 'sha256-",
+        "frame-ancestors 'none'",
+        "trusted-types 'none'",
+    ] {
         assert!(policy.contains(part), "{policy}");
     }
     assert!(!policy.contains("unsafe"), "{policy}");
     assert_eq!(page.header("cache-control"), Some("no-store"));
-    assert_eq!(see(&proxy, "/overview").await.status, 401, "the data is not given to all");
+    assert_eq!(
+        see(&proxy, "/overview").await.status,
+        401,
+        "the data is not given to all"
+    );
     let ask = |address, method, host| Ask::new(address, method, "/").header("Host", host).status();
     assert_eq!(ask(proxy.admin(), "POST", "localhost").await, 405);
     assert_eq!(ask(proxy.admin(), "GET", "evil.example").await, 403);
@@ -476,9 +699,21 @@ async fn the_dashboard_is_given_to_all_that_reach_the_port_and_holds_nothing() {
 
 #[tokio::test]
 async fn only_known_hosts_and_known_routes_are_answered() {
-    let proxy = Proxy::builder().config("[admin]\nallowed_hosts = [\"Admin.Internal\"]").start().await;
-    let status = |host: &str| Ask::new(proxy.admin(), "GET", "/config").header("Host", host).status();
-    for host in ["localhost:9090", "127.0.0.1", "[::1]:1", "admin.internal:8080"] {
+    let proxy = Proxy::builder()
+        .config("[admin]\nallowed_hosts = [\"Admin.Internal\"]")
+        .start()
+        .await;
+    let status = |host: &str| {
+        Ask::new(proxy.admin(), "GET", "/config")
+            .header("Host", host)
+            .status()
+    };
+    for host in [
+        "localhost:9090",
+        "127.0.0.1",
+        "[::1]:1",
+        "admin.internal:8080",
+    ] {
         assert_eq!(status(host).await, 200, "{host}");
     }
     for host in ["evil.example", "localhost.evil.example", ""] {
@@ -489,8 +724,18 @@ async fn only_known_hosts_and_known_routes_are_answered() {
         assert_eq!(ask.status().await, 403, "{target}");
     }
     assert_eq!(see(&proxy, "/nowhere").await.status, 404);
-    assert_eq!(Ask::new(proxy.admin(), "POST", "/config").send_to_localhost().await.status, 405);
-    assert_eq!(proxy.get("/livez").await.status, 502, "never on the clients' port");
+    assert_eq!(
+        Ask::new(proxy.admin(), "POST", "/config")
+            .send_to_localhost()
+            .await
+            .status,
+        405
+    );
+    assert_eq!(
+        proxy.get("/livez").await.status,
+        502,
+        "never on the clients' port"
+    );
 }
 
 #[tokio::test]
@@ -499,7 +744,9 @@ async fn an_address_for_others_needs_a_token_and_health_does_not() {
     let token = dir.path().join("token");
     fs::write(&token, "s3cret\n").unwrap();
     let text = format!("[admin]\nprobes = \"127.0.0.1:0\"\ntoken_file = {token:?}\n");
-    let builder = Proxy::builder().config(&text).env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0");
+    let builder = Proxy::builder()
+        .config(&text)
+        .env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0");
     let proxy = builder.start().await;
     let local = |mut address: SocketAddr| {
         address.set_ip([127, 0, 0, 1].into());
@@ -508,43 +755,81 @@ async fn an_address_for_others_needs_a_token_and_health_does_not() {
     let admin = local(proxy.admin());
     let ask = |target: &str| Ask::new(admin, "GET", target).header("Host", "localhost");
     let refused = ask("/config").send().await;
-    assert_eq!((refused.status, refused.header("www-authenticate")), (401, Some("Bearer")));
-    assert_eq!(ask("/config").header("Authorization", "Bearer wrong!").status().await, 401);
-    let allowed = ask("/config").header("Authorization", "Bearer s3cret").send().await;
+    assert_eq!(
+        (refused.status, refused.header("www-authenticate")),
+        (401, Some("Bearer"))
+    );
+    assert_eq!(
+        ask("/config")
+            .header("Authorization", "Bearer wrong!")
+            .status()
+            .await,
+        401
+    );
+    let allowed = ask("/config")
+        .header("Authorization", "Bearer s3cret")
+        .send()
+        .await;
     assert_eq!(allowed.status, 200);
     assert!(!allowed.text().contains("s3cret"));
     let probes = proxy.probes().unwrap();
     for target in ["/livez", "/readyz", "/metrics"] {
         assert_eq!(ask(target).status().await, 200, "{target}");
         assert_eq!(
-            Ask::new(probes, "GET", target).header("Host", "orders.svc").status().await,
+            Ask::new(probes, "GET", target)
+                .header("Host", "orders.svc")
+                .status()
+                .await,
             200,
             "{target}"
         );
     }
     assert_eq!(
-        Ask::new(probes, "GET", "/config").header("Authorization", "Bearer s3cret").status().await,
+        Ask::new(probes, "GET", "/config")
+            .header("Authorization", "Bearer s3cret")
+            .status()
+            .await,
         404
     );
 
     let without = dir.path().join("config.toml");
     fs::write(&without, "[admin]\n").unwrap();
     let mut command = tidegate();
-    command.args(["run", "--upstream", "http://127.0.0.1:9", "--config"]).arg(&without);
+    command
+        .args(["run", "--upstream", "http://127.0.0.1:9", "--config"])
+        .arg(&without);
     let ended = run(command.env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0")).await;
     assert_eq!(ended.status.code(), Some(1));
-    assert!(ended.stderr.contains("admin.token_file"), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("admin.token_file"),
+        "{}",
+        ended.stderr
+    );
 }
 
 #[tokio::test]
 async fn an_admin_address_that_is_taken_is_a_clear_error() {
     let taken = Upstream::echo().await;
     let mut command = tidegate();
-    command.args(["run", "--listen", "127.0.0.1:0", "--upstream", "http://127.0.0.1:9"]);
+    command.args([
+        "run",
+        "--listen",
+        "127.0.0.1:0",
+        "--upstream",
+        "http://127.0.0.1:9",
+    ]);
     let ended = run(command.env("TIDEGATE_ADMIN__ADDRESS", taken.address.to_string())).await;
     assert_eq!(ended.status.code(), Some(1));
-    for said in ["admin.address", "TIDEGATE_ADMIN__ADDRESS", &taken.address.to_string()] {
-        assert!(ended.stderr.contains(said), "{said} is not in {}", ended.stderr);
+    for said in [
+        "admin.address",
+        "TIDEGATE_ADMIN__ADDRESS",
+        &taken.address.to_string(),
+    ] {
+        assert!(
+            ended.stderr.contains(said),
+            "{said} is not in {}",
+            ended.stderr
+        );
     }
 }
 
@@ -552,9 +837,17 @@ async fn an_admin_address_that_is_taken_is_a_clear_error() {
 async fn a_client_that_says_nothing_or_too_much_holds_no_place() {
     let proxy = Proxy::builder().start().await;
     let mut large = RawClient::connect(proxy.admin()).await;
-    large.send(format!("GET /livez HTTP/1.1\r\nHost: localhost\r\nX: {}\r\n\r\n", "x".repeat(20_000))).await;
+    large
+        .send(format!(
+            "GET /livez HTTP/1.1\r\nHost: localhost\r\nX: {}\r\n\r\n",
+            "x".repeat(20_000)
+        ))
+        .await;
     let refused = large.reply_or_close().await;
-    assert!(refused.is_none_or(|reply| reply.status == 431), "a head that is too large");
+    assert!(
+        refused.is_none_or(|reply| reply.status == 431),
+        "a head that is too large"
+    );
     let mut silent = RawClient::connect(proxy.admin()).await;
     silent.send("GET /livez HTTP/1.1\r\n").await;
     let late = tokio::time::timeout(SOON + SOON, async { silent.rest().await });
@@ -567,16 +860,29 @@ async fn health_asks_whatever_has_become_of_the_rest_of_the_configuration() {
     let proxy = Proxy::start("", upstream.address).await;
     let dir = TempDir::new().unwrap();
     let config = dir.path().join("config.toml");
-    fs::write(&config, "nonsense = 1\n[listen]\naddress = \"nowhere\"\n[admin]\n").unwrap();
+    fs::write(
+        &config,
+        "nonsense = 1\n[listen]\naddress = \"nowhere\"\n[admin]\n",
+    )
+    .unwrap();
     let health = async |address: SocketAddr| {
         let mut command = tidegate();
         command.arg("health").arg("--config").arg(&config);
         run(command.env("TIDEGATE_ADMIN__ADDRESS", address.to_string())).await
     };
     let ended = health(proxy.admin()).await;
-    assert_eq!((ended.status.code(), ended.stdout.as_str()), (Some(0), "ok\n"), "{}", ended.stderr);
+    assert_eq!(
+        (ended.status.code(), ended.stdout.as_str()),
+        (Some(0), "ok\n"),
+        "{}",
+        ended.stderr
+    );
     // Another server, and nobody.
-    assert_eq!(health(proxy.address).await.status.code(), Some(0), "the upstream answers 200 to everything");
+    assert_eq!(
+        health(proxy.address).await.status.code(),
+        Some(0),
+        "the upstream answers 200 to everything"
+    );
     let nobody = "127.0.0.1:1".parse().unwrap();
     let ended = health(nobody).await;
     assert_eq!(ended.status.code(), Some(1));
@@ -588,8 +894,19 @@ async fn health_asks_whatever_has_become_of_the_rest_of_the_configuration() {
         let ended = run(command.env("TIDEGATE_ADMIN__ADDRESS", address.to_string())).await;
         let told: Value = serde_json::from_str(&ended.stdout).unwrap();
         assert_eq!(told["address"], address.to_string());
-        (ended.status.code(), told["healthy"].clone(), told["status"].clone(), told["error"].is_string())
+        (
+            ended.status.code(),
+            told["healthy"].clone(),
+            told["status"].clone(),
+            told["error"].is_string(),
+        )
     };
-    assert_eq!(in_json(proxy.admin()).await, (Some(0), true.into(), 200.into(), false));
-    assert_eq!(in_json(nobody).await, (Some(1), false.into(), Value::Null, true));
+    assert_eq!(
+        in_json(proxy.admin()).await,
+        (Some(0), true.into(), 200.into(), false)
+    );
+    assert_eq!(
+        in_json(nobody).await,
+        (Some(1), false.into(), Value::Null, true)
+    );
 }

@@ -27,36 +27,69 @@ impl Desk {
         let path = dir.path().join("admin.sock");
         let upstream = Upstream::echo().await;
         let proxy = Proxy::builder().config(POLICY).upstream(upstream.address);
-        let proxy = proxy.env("TIDEGATE_ADMIN__ADDRESS", &format!("unix:{}", path.display())).start().await;
-        Self { proxy, _upstream: upstream, path, _dir: dir }
+        let proxy = proxy
+            .env(
+                "TIDEGATE_ADMIN__ADDRESS",
+                &format!("unix:{}", path.display()),
+            )
+            .start()
+            .await;
+        Self {
+            proxy,
+            _upstream: upstream,
+            path,
+            _dir: dir,
+        }
     }
 
     async fn ask(&self, line: &str, host: &str) -> Reply {
         let mut client = RawClient::over(UnixStream::connect(&self.path).await.unwrap());
-        client.send(format!("{line} HTTP/1.1\r\nHost: {host}\r\n\r\n")).await;
+        client
+            .send(format!("{line} HTTP/1.1\r\nHost: {host}\r\n\r\n"))
+            .await;
         client.reply().await
     }
 
     async fn command(&self, words: &[&str]) -> Ended {
         let mut command = tidegate();
-        command.args(words).arg("--config").arg(self.proxy.config_path());
-        run(command.env("TIDEGATE_ADMIN__ADDRESS", format!("unix:{}", self.path.display()))).await
+        command
+            .args(words)
+            .arg("--config")
+            .arg(self.proxy.config_path());
+        run(command.env(
+            "TIDEGATE_ADMIN__ADDRESS",
+            format!("unix:{}", self.path.display()),
+        ))
+        .await
     }
 }
 
 #[tokio::test]
 async fn it_answers_who_may_write_to_its_file_as_it_would_this_machine() {
     let desk = Desk::open().await;
-    assert_eq!(fs::metadata(&desk.path).unwrap().permissions().mode() & 0o777, 0o660);
+    assert_eq!(
+        fs::metadata(&desk.path).unwrap().permissions().mode() & 0o777,
+        0o660
+    );
     let log = desk.proxy.log();
-    assert!(log.contains(&format!("\"address\":\"unix:{}\"", desk.path.display())), "{log}");
+    assert!(
+        log.contains(&format!("\"address\":\"unix:{}\"", desk.path.display())),
+        "{log}"
+    );
     assert_eq!(desk.ask("GET /livez", "localhost").await.status, 200);
     let told = desk.ask("GET /policies", "localhost").await;
-    assert_eq!((told.status, &told.json()["policies"][0]["name"]), (200, &"all".into()));
+    assert_eq!(
+        (told.status, &told.json()["policies"][0]["name"]),
+        (200, &"all".into())
+    );
     // A proxy that somebody puts in front may be reached by any name.
     assert_eq!(desk.ask("GET /policies", "evil.example").await.status, 403);
     let refused = desk.ask("DELETE /keys?policy=all", "localhost").await;
-    assert!(refused.status == 403 && refused.text().contains("admin.token_file"), "{}", refused.text());
+    assert!(
+        refused.status == 403 && refused.text().contains("admin.token_file"),
+        "{}",
+        refused.text()
+    );
 }
 
 #[tokio::test]
@@ -64,17 +97,35 @@ async fn commands_find_it() {
     let mut desk = Desk::open().await;
     assert_eq!(desk.proxy.statuses("/", 3).await, [200, 200, 429]);
     let health = desk.command(&["health"]).await;
-    assert_eq!((health.status.code(), health.stdout.as_str()), (Some(0), "ok\n"), "{}", health.stderr);
+    assert_eq!(
+        (health.status.code(), health.stdout.as_str()),
+        (Some(0), "ok\n"),
+        "{}",
+        health.stderr
+    );
     let top = desk.command(&["top", "--once"]).await;
-    assert!(top.status.success() && top.stdout.contains("\nall "), "{}{}", top.stdout, top.stderr);
+    assert!(
+        top.status.success() && top.stdout.contains("\nall "),
+        "{}{}",
+        top.stdout,
+        top.stderr
+    );
     let drained = desk.command(&["drain"]).await;
-    assert!(drained.stdout.starts_with("drained in "), "{}{}", drained.stdout, drained.stderr);
+    assert!(
+        drained.stdout.starts_with("drained in "),
+        "{}{}",
+        drained.stdout,
+        drained.stderr
+    );
     assert_eq!(desk.proxy.ended(SOON).await.status.code(), Some(0));
     assert!(!desk.path.exists(), "the socket is gone");
     let gone = desk.command(&["health"]).await;
     assert_eq!(gone.status.code(), Some(1));
     assert!(
-        gone.stderr.starts_with(&format!("error: unix:{}: No such file", desk.path.display())),
+        gone.stderr.starts_with(&format!(
+            "error: unix:{}: No such file",
+            desk.path.display()
+        )),
         "{}",
         gone.stderr
     );
@@ -83,10 +134,29 @@ async fn commands_find_it() {
 #[tokio::test]
 async fn one_that_is_taken_is_named() {
     let desk = Desk::open().await;
-    let ended = desk.command(&["run", "--upstream", "http://127.0.0.1:9", "--listen", "127.0.0.1:0"]).await;
+    let ended = desk
+        .command(&[
+            "run",
+            "--upstream",
+            "http://127.0.0.1:9",
+            "--listen",
+            "127.0.0.1:0",
+        ])
+        .await;
     assert_eq!(ended.status.code(), Some(1));
-    let wanted = format!("cannot listen on unix:{}: another process answers on it", desk.path.display());
+    let wanted = format!(
+        "cannot listen on unix:{}: another process answers on it",
+        desk.path.display()
+    );
     assert!(ended.stderr.contains(&wanted), "{}", ended.stderr);
-    assert!(ended.stderr.contains("Set another admin.address"), "{}", ended.stderr);
-    assert_eq!(desk.ask("GET /livez", "localhost").await.status, 200, "the first goes on");
+    assert!(
+        ended.stderr.contains("Set another admin.address"),
+        "{}",
+        ended.stderr
+    );
+    assert_eq!(
+        desk.ask("GET /livez", "localhost").await.status,
+        200,
+        "the first goes on"
+    );
 }

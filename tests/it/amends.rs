@@ -17,8 +17,13 @@ fn drawn(sequences: [usize; 2], test: impl Fn(&mut Judge, &mut Rng)) {
         let mut rng = Rng::with_seed(seed);
         for number in 0..sequences {
             judge.forget();
-            let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| test(&mut judge, &mut rng)));
-            assert!(run.is_ok(), "TIDEGATE_TEST_SEED={seed}, sequence {number} in {judge:?}");
+            let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                test(&mut judge, &mut rng)
+            }));
+            assert!(
+                run.is_ok(),
+                "TIDEGATE_TEST_SEED={seed}, sequence {number} in {judge:?}"
+            );
         }
     }
 }
@@ -33,11 +38,22 @@ fn policies(rng: &mut Rng) -> Vec<(u32, Limit)> {
     for group in [0, 0, 1, 2, 2] {
         let algorithm = match rng.u8(..3) {
             0 => Algorithm::SlidingLog,
-            1 => Algorithm::SlidingWindow { buckets: rng.u64(2..6) },
-            _ => Algorithm::FixedWindow { offset_us: rng.u64(..100) },
+            1 => Algorithm::SlidingWindow {
+                buckets: rng.u64(2..6),
+            },
+            _ => Algorithm::FixedWindow {
+                offset_us: rng.u64(..100),
+            },
         };
-        let limit = Limit { requests: rng.u64(1..12), per_us: rng.u64(100..1_000), algorithm };
-        if limits.iter().all(|(_, other)| other.identity() != limit.identity()) {
+        let limit = Limit {
+            requests: rng.u64(1..12),
+            per_us: rng.u64(100..1_000),
+            algorithm,
+        };
+        if limits
+            .iter()
+            .all(|(_, other)| other.identity() != limit.identity())
+        {
             limits.push((group, limit));
         }
     }
@@ -50,7 +66,10 @@ fn what_is_refused_and_counted_and_settled_is_as_if_each_unit_were_kept_apart() 
         let (mut model, key, policies) = (Model::default(), key(), policies(rng));
         let (counting, mut now_us, mut times) = (rng.u8(..8), START_US, vec![START_US]);
         for step in 0..STEPS {
-            now_us = match (rng.u8(..4), model.edges_us().into_iter().find(|at_us| *at_us > now_us)) {
+            now_us = match (
+                rng.u8(..4),
+                model.edges_us().into_iter().find(|at_us| *at_us > now_us),
+            ) {
                 (0, Some(edge_us)) => now_us.max(edge_us + rng.u64(..3) - 1),
                 (1, _) => now_us + rng.u64(..1_000),
                 (2, _) => now_us + rng.u64(..50),
@@ -60,12 +79,19 @@ fn what_is_refused_and_counted_and_settled_is_as_if_each_unit_were_kept_apart() 
                 let (_, limit) = &policies[rng.usize(..policies.len())];
                 let amendment = match rng.u8(..3) {
                     0 => Amendment::Charge(rng.u64(1..9)),
-                    _ => Amendment::Credit { units: rng.u64(1..6), at_us: times[rng.usize(..times.len())] },
+                    _ => Amendment::Credit {
+                        units: rng.u64(1..6),
+                        at_us: times[rng.usize(..times.len())],
+                    },
                 };
                 judge.amend(limit, &key, amendment, now_us);
                 model.amend(now_us, &Charge::new(limit, &key, 0), amendment);
             }
-            let cost = if rng.u8(..6) == 0 { rng.u64(..15) } else { rng.u64(1..4) };
+            let cost = if rng.u8(..6) == 0 {
+                rng.u64(..15)
+            } else {
+                rng.u64(1..4)
+            };
             let charges = policies.iter().map(|(group, limit)| Charge {
                 group: *group,
                 shadow: *group == 2,
@@ -74,7 +100,10 @@ fn what_is_refused_and_counted_and_settled_is_as_if_each_unit_were_kept_apart() 
                 ..Charge::new(limit, &key, cost)
             });
             let charges: Vec<_> = charges.collect();
-            let (ours, expected) = (judge.decide(&charges, now_us), model.decide(now_us, &charges));
+            let (ours, expected) = (
+                judge.decide(&charges, now_us),
+                model.decide(now_us, &charges),
+            );
             assert_eq!(ours, expected, "step {step} at {now_us} of {charges:?}");
             times.push(now_us);
         }
@@ -104,7 +133,8 @@ impl Ledger {
         match self.limit.algorithm {
             // What a part of a 64th pays back, and what is rounded.
             Algorithm::TokenBucket { warm_up_us: 0, .. } | Algorithm::LeakyBucket { .. } => {
-                (self.limit.requests * self.limit.per_us.div_ceil(64)).div_ceil(self.limit.per_us) + 1
+                (self.limit.requests * self.limit.per_us.div_ceil(64)).div_ceil(self.limit.per_us)
+                    + 1
             }
             Algorithm::TokenBucket { .. } => u64::MAX,
             _ => 0,
@@ -118,13 +148,25 @@ fn what_is_settled_is_never_laxer_than_had_it_been_known_and_hardly_stricter() {
         for (name, draw) in EVERY_ALGORITHM {
             judge.forget();
             let drawn = draw(rng);
-            let limit = Limit { requests: drawn.requests.min(60), ..drawn };
+            let limit = Limit {
+                requests: drawn.requests.min(60),
+                ..drawn
+            };
             // Near the largest limits a debt passes 2^53, and the rest is forgotten.
             let is_large = limit.capacity() > MAX_UNITS / 2 / limit.per_us;
-            let (most, only_down) = (limit.cold_capacity(), is_large || name == "warm_up" || rng.bool());
-            let mut ledger = Ledger { limit, key: key(), taken: Vec::new() };
-            let (mut in_flight, mut now_us) =
-                (Vec::<(usize, u64)>::new(), START_US + rng.u64(..limit.per_us));
+            let (most, only_down) = (
+                limit.cold_capacity(),
+                is_large || name == "warm_up" || rng.bool(),
+            );
+            let mut ledger = Ledger {
+                limit,
+                key: key(),
+                taken: Vec::new(),
+            };
+            let (mut in_flight, mut now_us) = (
+                Vec::<(usize, u64)>::new(),
+                START_US + rng.u64(..limit.per_us),
+            );
             for step in 0..STEPS {
                 now_us += match rng.u8(..6) {
                     0 => rng.u64(..limit.per_us),
@@ -132,7 +174,10 @@ fn what_is_settled_is_never_laxer_than_had_it_been_known_and_hardly_stricter() {
                     _ => 0,
                 };
                 let estimate = rng.u64(1..=most.div_ceil(4));
-                let charge = Charge { settles: true, ..Charge::new(&ledger.limit, &ledger.key, estimate) };
+                let charge = Charge {
+                    settles: true,
+                    ..Charge::new(&ledger.limit, &ledger.key, estimate)
+                };
                 if judge.decide(&[charge], now_us).admitted {
                     in_flight.push((ledger.taken.len(), estimate));
                     ledger.taken.push((now_us, estimate));
@@ -142,11 +187,18 @@ fn what_is_settled_is_never_laxer_than_had_it_been_known_and_hardly_stricter() {
                     let at_us = ledger.taken[nth].0;
                     // What took nothing would not have warmed the bucket up.
                     let least = u64::from(name == "warm_up");
-                    let actual = if only_down { rng.u64(least..=estimate) } else { rng.u64(..=2 * estimate) };
+                    let actual = if only_down {
+                        rng.u64(least..=estimate)
+                    } else {
+                        rng.u64(..=2 * estimate)
+                    };
                     let amendment = match actual.checked_sub(estimate) {
                         Some(0) => continue,
                         Some(more) => Amendment::Charge(more),
-                        None => Amendment::Credit { units: estimate - actual, at_us },
+                        None => Amendment::Credit {
+                            units: estimate - actual,
+                            at_us,
+                        },
                     };
                     // Later than that a bucket gives back less.
                     let late = at_us + limit.per_us.div_ceil(64) * 62 < now_us;
@@ -156,7 +208,9 @@ fn what_is_settled_is_never_laxer_than_had_it_been_known_and_hardly_stricter() {
                     }
                 }
                 let look = Charge::new(&ledger.limit, &ledger.key, 0);
-                let left = judge.decide(&[look], now_us).standings[0].unwrap().remaining;
+                let left = judge.decide(&[look], now_us).standings[0]
+                    .unwrap()
+                    .remaining;
                 let known = ledger.left(now_us);
                 let what = format!(
                     "{name}, step {step} at {now_us} of {limit:?}: {left} are left, {known} should be"

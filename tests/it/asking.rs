@@ -52,7 +52,12 @@ limit = { requests = 1, per = "1s" }
 "#;
 
 fn total(series: &Value) -> u64 {
-    series.as_array().into_iter().flatten().filter_map(Value::as_u64).sum()
+    series
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_u64)
+        .sum()
 }
 
 fn problem(reply: &Reply, status: u16) -> String {
@@ -71,40 +76,84 @@ async fn policies_tell_what_they_are_and_did() {
     assert_eq!(desk.proxy.statuses("/all", 3).await, [200, 200, 429]);
     assert_eq!(desk.proxy.statuses("/free", 1).await, [200]);
     assert_eq!(desk.proxy.statuses("/shut/x", 2).await, [403, 403]);
-    let all = desk.policy("all", |told| total(&told["last_hour"]["rejected"]) == 1).await;
-    assert_eq!((&all["allowed"], &all["rejected"], &all["degraded"]), (&json!(2), &json!(1), &json!(0)));
+    let all = desk
+        .policy("all", |told| total(&told["last_hour"]["rejected"]) == 1)
+        .await;
+    assert_eq!(
+        (&all["allowed"], &all["rejected"], &all["degraded"]),
+        (&json!(2), &json!(1), &json!(0))
+    );
     assert_eq!(total(&all["last_hour"]["allowed"]), 2);
-    assert_eq!((total(&all["last_day"]["allowed"]), total(&all["last_day"]["rejected"])), (2, 1));
-    assert_eq!(all["last_hour"]["blocked"], Value::Null, "what never happened has no series");
-    assert_eq!((&all["mode"], &all["action"], &all["key"]), (&json!("enforce"), &json!("limit"), &json!([])));
+    assert_eq!(
+        (
+            total(&all["last_day"]["allowed"]),
+            total(&all["last_day"]["rejected"])
+        ),
+        (2, 1)
+    );
+    assert_eq!(
+        all["last_hour"]["blocked"],
+        Value::Null,
+        "what never happened has no series"
+    );
+    assert_eq!(
+        (&all["mode"], &all["action"], &all["key"]),
+        (&json!("enforce"), &json!("limit"), &json!([]))
+    );
     assert_eq!(
         all["limits"],
         json!([{ "name": "all", "algorithm": "sliding_log", "requests": 2, "per": "1h", "per_s": 3600.0 }])
     );
     let api = desk.policy("api", |_| true).await;
     assert_eq!(api["key"], json!(["header x-user", "path segment"]));
-    assert_eq!((&api["block_s"], &api["limits"][1]["burst"]), (&json!(3600.0), &json!(50)));
+    assert_eq!(
+        (&api["block_s"], &api["limits"][1]["burst"]),
+        (&json!(3600.0), &json!(50))
+    );
 
     let told = desk.sees("/policies").await;
-    let names: Vec<&str> =
-        told["policies"].as_array().unwrap().iter().map(|p| p["name"].as_str().unwrap()).collect();
+    let names: Vec<&str> = told["policies"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|p| p["name"].as_str().unwrap())
+        .collect();
     assert_eq!(names, ["free", "shut", "api", "all", "candidate", "asleep"]);
-    assert_eq!((&told["total"], &told["policies"][5]["mode"]), (&json!(6), &json!("off")));
-    let (minutes, hours) = (told["minutes"].as_array().unwrap(), told["hours"].as_array().unwrap());
+    assert_eq!(
+        (&told["total"], &told["policies"][5]["mode"]),
+        (&json!(6), &json!("off"))
+    );
+    let (minutes, hours) = (
+        told["minutes"].as_array().unwrap(),
+        told["hours"].as_array().unwrap(),
+    );
     assert_eq!((minutes.len(), hours.len()), (60, 24));
     let newest = minutes[59].as_u64().unwrap();
-    assert!(newest.is_multiple_of(60) && newest.abs_diff(unix_s()) < 120, "{newest}");
+    assert!(
+        newest.is_multiple_of(60) && newest.abs_diff(unix_s()) < 120,
+        "{newest}"
+    );
     // The same words as `check` has.
     let checked = run(tidegate().arg("check").arg(desk.proxy.config_path())).await;
-    let words: Vec<&str> =
-        told["policies"].as_array().unwrap().iter().map(|p| p["words"].as_str().unwrap()).collect();
+    let words: Vec<&str> = told["policies"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|p| p["words"].as_str().unwrap())
+        .collect();
     for line in checked.stdout.lines() {
         assert!(words.contains(&line), "{line:?} is not in {words:#?}");
     }
 
     let page = desk.sees("/policies?limit=2&offset=1&history=false").await;
-    assert_eq!((&page["total"], page["policies"].as_array().unwrap().len()), (&json!(6), 2));
-    assert_eq!((&page["policies"][0]["name"], &page["minutes"]), (&json!("shut"), &Value::Null));
+    assert_eq!(
+        (&page["total"], page["policies"].as_array().unwrap().len()),
+        (&json!(6), 2)
+    );
+    assert_eq!(
+        (&page["policies"][0]["name"], &page["minutes"]),
+        (&json!("shut"), &Value::Null)
+    );
     assert_eq!(page["policies"][0]["denied"], 2);
 }
 
@@ -115,23 +164,55 @@ async fn a_reload_shows_the_new_policies_and_goes_on_with_the_past_of_the_old() 
     };
     let desk = Desk::without_token(&text(9, "p")).await;
     assert_eq!(desk.proxy.statuses("/", 2).await, [200; 2]);
-    desk.policy("p", |told| total(&told["last_hour"]["allowed"]) == 2).await;
+    desk.policy("p", |told| total(&told["last_hour"]["allowed"]) == 2)
+        .await;
     let mark = desk.proxy.log_mark();
-    desk.proxy.write_config(&format!("{}{}", text(30, "p"), text(40, "q")));
-    desk.proxy.wait_for_log("the reload", mark, SOON, |line| line.says("new configuration")).await;
+    desk.proxy
+        .write_config(&format!("{}{}", text(30, "p"), text(40, "q")));
+    desk.proxy
+        .wait_for_log("the reload", mark, SOON, |line| {
+            line.says("new configuration")
+        })
+        .await;
     assert_eq!(desk.proxy.statuses("/", 1).await, [200]);
-    let p = desk.policy("p", |told| total(&told["last_hour"]["allowed"]) == 3).await;
+    let p = desk
+        .policy("p", |told| total(&told["last_hour"]["allowed"]) == 3)
+        .await;
     assert_eq!(p["limits"][0]["requests"], 30);
-    assert!(p["words"].as_str().unwrap().contains("at most 30 requests"), "{p}");
-    desk.policy("q", |told| total(&told["last_hour"]["allowed"]) == 1).await;
+    assert!(
+        p["words"].as_str().unwrap().contains("at most 30 requests"),
+        "{p}"
+    );
+    desk.policy("q", |told| total(&told["last_hour"]["allowed"]) == 1)
+        .await;
     let overview = desk.sees("/overview").await;
-    assert_eq!((&overview["generation"], &overview["policies"]), (&json!(2), &json!(2)));
-    assert!(overview["last_reload"]["at_s"].as_u64().unwrap().abs_diff(unix_s()) < 30, "{overview}");
+    assert_eq!(
+        (&overview["generation"], &overview["policies"]),
+        (&json!(2), &json!(2))
+    );
+    assert!(
+        overview["last_reload"]["at_s"]
+            .as_u64()
+            .unwrap()
+            .abs_diff(unix_s())
+            < 30,
+        "{overview}"
+    );
     let mark = desk.proxy.log_mark();
     desk.proxy.write_config("nonsense = 1");
-    desk.proxy.wait_for_log("the refusal", mark, SOON, |line| line.says("the new configuration is")).await;
+    desk.proxy
+        .wait_for_log("the refusal", mark, SOON, |line| {
+            line.says("the new configuration is")
+        })
+        .await;
     let overview = desk.sees("/overview").await;
-    assert!(overview["last_reload"]["errors"][0].as_str().unwrap().contains("nonsense"), "{overview}");
+    assert!(
+        overview["last_reload"]["errors"][0]
+            .as_str()
+            .unwrap()
+            .contains("nonsense"),
+        "{overview}"
+    );
     assert_eq!(overview["last_reload"]["refused"], 1);
 }
 
@@ -139,7 +220,14 @@ async fn a_reload_shows_the_new_policies_and_goes_on_with_the_past_of_the_old() 
 async fn an_overview_has_what_a_dashboard_needs() {
     let desk = Desk::open(POLICIES).await;
     assert_eq!(desk.proxy.statuses("/all", 3).await, [200, 200, 429]);
-    assert_eq!(desk.proxy.ask("GET", "/").header("Host", "a b").status().await, 400);
+    assert_eq!(
+        desk.proxy
+            .ask("GET", "/")
+            .header("Host", "a b")
+            .status()
+            .await,
+        400
+    );
     let deadline = Instant::now() + SOON;
     let told = loop {
         let told = desk.sees("/overview?seconds=600").await;
@@ -150,24 +238,47 @@ async fn an_overview_has_what_a_dashboard_needs() {
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
     let seconds = &told["requests"]["seconds"];
-    for (name, count) in
-        [("allowed", 2), ("rejected", 1), ("malformed", 1), ("2xx", 2), ("4xx", 2), ("5xx", 0)]
-    {
+    for (name, count) in [
+        ("allowed", 2),
+        ("rejected", 1),
+        ("malformed", 1),
+        ("2xx", 2),
+        ("4xx", 2),
+        ("5xx", 0),
+    ] {
         assert_eq!(total(&seconds[name]), count, "{name}: {seconds}");
     }
     assert_eq!(seconds["at"].as_array().unwrap().len(), 600);
     assert_eq!(
-        (&told["requests"]["total"]["allowed"], &told["http"]["codes"]["429"]),
+        (
+            &told["requests"]["total"]["allowed"],
+            &told["http"]["codes"]["429"]
+        ),
         (&json!(2), &json!(1))
     );
-    assert_eq!((&told["status"], &told["generation"]), (&json!("ready"), &json!(1)));
-    assert_eq!((&told["store"]["kind"], &told["store"]["up"]), (&json!("memory"), &json!(true)));
-    assert!(told["store"]["memory"]["keys"].as_u64().unwrap() >= 1, "{told}");
+    assert_eq!(
+        (&told["status"], &told["generation"]),
+        (&json!("ready"), &json!(1))
+    );
+    assert_eq!(
+        (&told["store"]["kind"], &told["store"]["up"]),
+        (&json!("memory"), &json!(true))
+    );
+    assert!(
+        told["store"]["memory"]["keys"].as_u64().unwrap() >= 1,
+        "{told}"
+    );
     assert_eq!(told["instance"]["id"].as_str().unwrap().len(), 32);
     assert_eq!(told["instance"]["version"], env!("CARGO_PKG_VERSION"));
-    assert_eq!((&told["connections"]["max"], &told["hints"]), (&json!(10_000), &json!([])));
+    assert_eq!(
+        (&told["connections"]["max"], &told["hints"]),
+        (&json!(10_000), &json!([]))
+    );
     assert!(told["latency"]["window_s"].is_u64(), "{told}");
-    assert_eq!(desk.sees("/overview?seconds=0").await["requests"]["seconds"]["at"], json!([]));
+    assert_eq!(
+        desk.sees("/overview?seconds=0").await["requests"]["seconds"]["at"],
+        json!([])
+    );
 }
 
 #[tokio::test]
@@ -179,22 +290,44 @@ async fn who_is_limited_most_is_told_and_can_do_no_harm() {
             desk.as_user(user, "/api/pay/1").await;
         }
     }
-    assert_eq!(desk.proxy.statuses("/shut/%1b%5b31m/%3Cb%3E?secret=1", 2).await, [403; 2]);
+    assert_eq!(
+        desk.proxy
+            .statuses("/shut/%1b%5b31m/%3Cb%3E?secret=1", 2)
+            .await,
+        [403; 2]
+    );
     assert_eq!(desk.proxy.statuses("/all", 3).await, [200, 200, 429]);
     let reply = desk.ask("GET", "/top?n=2").send().await;
-    assert!(reply.body.iter().all(|byte| *byte == b'\n' || (b' '..=b'~').contains(byte)));
+    assert!(
+        reply
+            .body
+            .iter()
+            .all(|byte| *byte == b'\n' || (b' '..=b'~').contains(byte))
+    );
     assert!(!reply.text().contains(['<', '>']), "{}", reply.text());
     let told = reply.json();
     // Two of each were admitted; a shadow's refusals count too.
     assert_eq!(told["keys"]["refused"], 4 + 1 + 2 + 1 + 2);
-    let worst = |key: &str, count: u64| json!({ "policy": "api", "key": key, "count": count, "error": 0 });
+    let worst =
+        |key: &str, count: u64| json!({ "policy": "api", "key": key, "count": count, "error": 0 });
     let entries = told["keys"]["entries"].as_array().unwrap();
     assert_eq!(entries[0], worst("api/ann/pay", 4));
     assert_eq!(entries.len(), 2);
     let of_api = desk.sees("/top?policy=api").await;
-    let keys: Vec<&str> =
-        of_api["keys"]["entries"].as_array().unwrap().iter().map(|e| e["key"].as_str().unwrap()).collect();
-    assert_eq!(keys, ["api/ann/pay", "api/%3Cimg%20src%3Dx%3E%C3%A9%22/pay", "api/bob/pay"]);
+    let keys: Vec<&str> = of_api["keys"]["entries"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|e| e["key"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        keys,
+        [
+            "api/ann/pay",
+            "api/%3Cimg%20src%3Dx%3E%C3%A9%22/pay",
+            "api/bob/pay"
+        ]
+    );
     assert_eq!(
         of_api["paths"]["entries"],
         json!([{ "policy": "api", "path": "/api/pay/1", "count": 7, "error": 0 }])
@@ -203,7 +336,10 @@ async fn who_is_limited_most_is_told_and_can_do_no_harm() {
     assert_eq!(of_shut["keys"]["entries"], json!([]), "it has no keys");
     assert_eq!(of_shut["paths"]["entries"][0]["count"], 2);
     assert!(!of_shut.to_string().contains("secret"), "{of_shut}");
-    assert!(told["keys"]["since_s"].as_u64().unwrap().abs_diff(unix_s()) < 60, "{told}");
+    assert!(
+        told["keys"]["since_s"].as_u64().unwrap().abs_diff(unix_s()) < 60,
+        "{told}"
+    );
 }
 
 /// Where a key stands, and that a reset is felt, over either store.
@@ -216,22 +352,46 @@ async fn a_key_is_told_and_reset(desk: &Desk, counters: usize) {
     }
     let key = "/keys?policy=api&key=ann&key=pay";
     let told = desk.sees(key).await;
-    assert_eq!((&told["admitted"], &told["key"]), (&json!(false), &json!("api/ann/pay")));
+    assert_eq!(
+        (&told["admitted"], &told["key"]),
+        (&json!(false), &json!("api/ann/pay"))
+    );
     assert!(told["blocked_s"].as_f64().unwrap() > 3500.0, "{told}");
     let limits = told["limits"].as_array().unwrap();
-    assert_eq!((&limits[0]["used"], &limits[0]["remaining"]), (&json!(2), &json!(0)));
-    assert!((3500.0..=3600.0).contains(&limits[0]["grows_in_s"].as_f64().unwrap()), "{told}");
-    assert_eq!((&limits[1]["name"], &limits[1]["remaining"]), (&json!("daily"), &json!(48)));
+    assert_eq!(
+        (&limits[0]["used"], &limits[0]["remaining"]),
+        (&json!(2), &json!(0))
+    );
+    assert!(
+        (3500.0..=3600.0).contains(&limits[0]["grows_in_s"].as_f64().unwrap()),
+        "{told}"
+    );
+    assert_eq!(
+        (&limits[1]["name"], &limits[1]["remaining"]),
+        (&json!("daily"), &json!(48))
+    );
     assert_eq!(told["counters"].as_array().unwrap().len(), counters);
     let other = desk.sees("/keys?policy=api&key=&key=pay").await;
-    assert_eq!((&other["admitted"], &other["key"]), (&json!(true), &json!("api/-/pay")));
-    assert_eq!((&other["limits"][0]["used"], &other["limits"][0]["grows_in_s"]), (&json!(0), &Value::Null));
+    assert_eq!(
+        (&other["admitted"], &other["key"]),
+        (&json!(true), &json!("api/-/pay"))
+    );
+    assert_eq!(
+        (
+            &other["limits"][0]["used"],
+            &other["limits"][0]["grows_in_s"]
+        ),
+        (&json!(0), &Value::Null)
+    );
 
     assert_eq!(desk.ask("DELETE", key).send().await.status, 401);
     assert_eq!(desk.as_user("ann", "/api/pay/1").await, 429);
     let refused = Instant::now();
     let forgotten = desk.order("DELETE", key).send().await;
-    assert_eq!((forgotten.status, &forgotten.json()["counters_forgotten"]), (200, &json!(3)));
+    assert_eq!(
+        (forgotten.status, &forgotten.json()["counters_forgotten"]),
+        (200, &json!(3))
+    );
     // An instance may know for up to a second that the key is exhausted: who asks later than that is let through,
     // however long the answers take.
     loop {
@@ -268,7 +428,10 @@ async fn a_key_in_redis_is_told_and_reset_and_an_outage_is_said() {
     a_key_is_told_and_reset(&desk, 3).await;
     let told = desk.sees("/keys?policy=api&key=ann&key=pay").await;
     let name = told["counters"][1].as_str().unwrap();
-    assert!(name.starts_with("t:v1:{") && name.ends_with("api/ann/pay"), "{told}");
+    assert!(
+        name.starts_with("t:v1:{") && name.ends_with("api/ann/pay"),
+        "{told}"
+    );
     let overview = desk.sees("/overview").await;
     let store = &overview["store"];
     assert_eq!(
@@ -276,7 +439,10 @@ async fn a_key_in_redis_is_told_and_reset_and_an_outage_is_said() {
         (&json!("redis"), &json!(true), &json!(1))
     );
     assert_eq!(store["address"], format!("127.0.0.1:{}", redis.port()));
-    assert!(overview["latency"]["decisions"]["redis"]["count"].as_u64() > Some(0), "{overview}");
+    assert!(
+        overview["latency"]["decisions"]["redis"]["count"].as_u64() > Some(0),
+        "{overview}"
+    );
 
     redis.kill();
     let deadline = Instant::now() + SOON;
@@ -284,14 +450,32 @@ async fn a_key_in_redis_is_told_and_reset_and_an_outage_is_said() {
         assert!(Instant::now() < deadline, "{}", desk.proxy.log());
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    let away = desk.ask("GET", "/keys?policy=api&key=ann&key=pay").send().await;
+    let away = desk
+        .ask("GET", "/keys?policy=api&key=ann&key=pay")
+        .send()
+        .await;
     assert!(problem(&away, 503).contains("the store is away"));
-    let away = desk.order("DELETE", "/keys?policy=api&key=ann&key=pay").send().await;
+    let away = desk
+        .order("DELETE", "/keys?policy=api&key=ann&key=pay")
+        .send()
+        .await;
     assert!(problem(&away, 503).contains("the store is away"));
-    let told = explained(&desk, json!({ "url": "/api/pay/1", "headers": { "x-user": "ann" } })).await;
-    assert!(told["store_error"].as_str().unwrap().contains("no answer"), "{told}");
+    let told = explained(
+        &desk,
+        json!({ "url": "/api/pay/1", "headers": { "x-user": "ann" } }),
+    )
+    .await;
+    assert!(
+        told["store_error"].as_str().unwrap().contains("no answer"),
+        "{told}"
+    );
     assert_eq!(told["expected"]["decision"], Value::Null);
-    assert!(desk.sees("/overview").await["hints"][0].as_str().unwrap().contains("the store is away"));
+    assert!(
+        desk.sees("/overview").await["hints"][0]
+            .as_str()
+            .unwrap()
+            .contains("the store is away")
+    );
 }
 
 #[tokio::test]
@@ -313,8 +497,12 @@ async fn a_key_is_told_and_reset_wherever_redis_keeps_it() {
 
 async fn explained(desk: &Desk, request: Value) -> Value {
     let body = request.to_string().into_bytes();
-    let reply =
-        desk.ask("POST", "/explain").header("Content-Type", "application/json").body(body).send().await;
+    let reply = desk
+        .ask("POST", "/explain")
+        .header("Content-Type", "application/json")
+        .body(body)
+        .send()
+        .await;
     assert_eq!(reply.status, 200, "{}", reply.text());
     reply.json()
 }
@@ -330,8 +518,10 @@ async fn a_request_is_explained_by_the_policies_in_effect_and_changes_nothing() 
     for _ in 0..3 {
         let told = explained(&desk, request.clone()).await;
         let steps = told["policies"].as_array().unwrap();
-        let results: Vec<(&str, &str)> =
-            steps.iter().map(|s| (s["policy"].as_str().unwrap(), s["result"].as_str().unwrap())).collect();
+        let results: Vec<(&str, &str)> = steps
+            .iter()
+            .map(|s| (s["policy"].as_str().unwrap(), s["result"].as_str().unwrap()))
+            .collect();
         let expected = [
             ("free", "unmet"),
             ("shut", "unmet"),
@@ -348,16 +538,38 @@ async fn a_request_is_explained_by_the_policies_in_effect_and_changes_nothing() 
         assert_eq!(told["expected"], json!({ "decision": "allowed" }));
     }
     assert_eq!(
-        [desk.as_user("ann", "/api/pay/1").await, desk.as_user("ann", "/api/pay/1").await],
+        [
+            desk.as_user("ann", "/api/pay/1").await,
+            desk.as_user("ann", "/api/pay/1").await
+        ],
         [200, 429]
     );
     let told = explained(&desk, request).await;
-    assert_eq!(told["expected"], json!({ "status": 429, "decision": "rejected", "by": ["api"] }));
-    assert!(told["policies"][2]["blocked_s"].as_f64().unwrap() > 3000.0, "{told}");
+    assert_eq!(
+        told["expected"],
+        json!({ "status": 429, "decision": "rejected", "by": ["api"] })
+    );
+    assert!(
+        told["policies"][2]["blocked_s"].as_f64().unwrap() > 3000.0,
+        "{told}"
+    );
     let told = explained(&desk, json!({ "url": "/shut/x" })).await;
-    assert_eq!(told["expected"], json!({ "status": 403, "decision": "denied", "by": ["shut"] }));
-    let told = explained(&desk, json!({ "url": "/x", "headers": { "host": ["a", "b"] } })).await;
-    assert!(told["expected"]["why"].as_str().unwrap().contains("before any policy sees it"), "{told}");
+    assert_eq!(
+        told["expected"],
+        json!({ "status": 403, "decision": "denied", "by": ["shut"] })
+    );
+    let told = explained(
+        &desk,
+        json!({ "url": "/x", "headers": { "host": ["a", "b"] } }),
+    )
+    .await;
+    assert!(
+        told["expected"]["why"]
+            .as_str()
+            .unwrap()
+            .contains("before any policy sees it"),
+        "{told}"
+    );
 }
 
 #[tokio::test]
@@ -365,17 +577,33 @@ async fn wrong_questions_get_a_sentence() {
     let desk = Desk::open(POLICIES).await;
     for (target, status, words) in [
         ("/keys", 400, "policy=NAME is missing"),
-        ("/keys?policy=nope&key=x", 404, "no policy is called \"nope\"; there are all, api"),
-        ("/keys?policy=api&key=x", 400, "has 2 values (header x-user, path segment), not 1"),
+        (
+            "/keys?policy=nope&key=x",
+            404,
+            "no policy is called \"nope\"; there are all, api",
+        ),
+        (
+            "/keys?policy=api&key=x",
+            400,
+            "has 2 values (header x-user, path segment), not 1",
+        ),
         ("/keys?policy=all&key=", 400, "has 0 values, not 1"),
         ("/keys?policy=free", 400, "policy free has no limits"),
         ("/keys?policy=api&policy=all", 400, "more than once"),
-        ("/keys?polcy=api", 400, "unknown parameter \"polcy\"; expected policy, key"),
+        (
+            "/keys?polcy=api",
+            400,
+            "unknown parameter \"polcy\"; expected policy, key",
+        ),
         ("/policies?limit=1001", 400, "from 0 to 1000"),
         ("/policies?history=maybe", 400, "expected true or false"),
         ("/top?n=-1", 400, "from 0 to 500"),
         ("/overview?seconds=601", 400, "from 0 to 600"),
-        ("/config?x", 400, "unknown parameter \"x\"; expected no parameter"),
+        (
+            "/config?x",
+            400,
+            "unknown parameter \"x\"; expected no parameter",
+        ),
         ("/nowhere", 404, "there is nothing at /nowhere"),
         ("/policies/", 404, "/openapi.json"),
     ] {
@@ -387,7 +615,9 @@ async fn wrong_questions_get_a_sentence() {
     assert_eq!(wrong.header("allow"), Some("GET,HEAD,DELETE"));
     let post = |body: &str| {
         let body = body.to_owned().into_bytes();
-        desk.ask("POST", "/explain").header("Content-Type", "application/json").body(body)
+        desk.ask("POST", "/explain")
+            .header("Content-Type", "application/json")
+            .body(body)
     };
     for (body, words) in [
         ("", "the body is no JSON"),
@@ -396,17 +626,38 @@ async fn wrong_questions_get_a_sentence() {
         ("{}", "url is missing"),
         ("{\"url\":\"/\",\"uri\":1}", "unknown key \"uri\""),
         ("{\"url\":\"/\",\"ip\":\"x\"}", "invalid IP address"),
-        ("{\"url\":\"/\",\"headers\":[1]}", "expected an object of texts"),
-        ("{\"url\":\"/\",\"headers\":{\"a b\":\"\"}}", "header name \"a b\""),
-        ("{\"url\":\"/\",\"headers\":{\"a\":\"\\n\"}}", "header value"),
+        (
+            "{\"url\":\"/\",\"headers\":[1]}",
+            "expected an object of texts",
+        ),
+        (
+            "{\"url\":\"/\",\"headers\":{\"a b\":\"\"}}",
+            "header name \"a b\"",
+        ),
+        (
+            "{\"url\":\"/\",\"headers\":{\"a\":\"\\n\"}}",
+            "header value",
+        ),
         ("{\"url\":\"/\",\"method\":\"G T\"}", "method \"G T\""),
         ("{\"url\":\"http://\"}", "no URL"),
     ] {
         let detail = problem(&post(body).send().await, 400);
         assert!(detail.contains(words), "{body}: {detail}");
     }
-    problem(&desk.ask("POST", "/explain").body(b"{}".to_vec()).send().await, 415);
-    problem(&post(&format!("{{\"url\":\"/{}\"}}", "x".repeat(70_000))).send().await, 413);
+    problem(
+        &desk
+            .ask("POST", "/explain")
+            .body(b"{}".to_vec())
+            .send()
+            .await,
+        415,
+    );
+    problem(
+        &post(&format!("{{\"url\":\"/{}\"}}", "x".repeat(70_000)))
+            .send()
+            .await,
+        413,
+    );
 }
 
 #[tokio::test]
@@ -414,8 +665,12 @@ async fn each_route_takes_the_methods_that_the_document_tells_of_and_no_others()
     let desk = Desk::open(POLICIES).await;
     let document = desk.sees("/openapi.json").await;
     for (path, methods) in document["paths"].as_object().unwrap() {
-        let mut told: Vec<String> =
-            methods.as_object().unwrap().keys().map(|method| method.to_uppercase()).collect();
+        let mut told: Vec<String> = methods
+            .as_object()
+            .unwrap()
+            .keys()
+            .map(|method| method.to_uppercase())
+            .collect();
         if told.contains(&"GET".to_owned()) {
             told.push("HEAD".to_owned());
         }
@@ -432,22 +687,37 @@ async fn each_route_takes_the_methods_that_the_document_tells_of_and_no_others()
 async fn other_pages_change_nothing_and_browsers_are_told_to_be_careful() {
     let desk = Desk::open(POLICIES).await;
     let order = |lines: &[(&str, &str)]| {
-        let ask = desk.order("PUT", "/log-level").header("Content-Type", "application/json");
-        let ask = lines.iter().fold(ask, |ask, (name, value)| ask.header(name, value));
+        let ask = desk
+            .order("PUT", "/log-level")
+            .header("Content-Type", "application/json");
+        let ask = lines
+            .iter()
+            .fold(ask, |ask, (name, value)| ask.header(name, value));
         ask.body(b"{\"level\":\"debug\"}".to_vec()).send()
     };
-    for foreign in [("Origin", "http://evil.example"), ("Origin", "null"), ("Sec-Fetch-Site", "cross-site")] {
+    for foreign in [
+        ("Origin", "http://evil.example"),
+        ("Origin", "null"),
+        ("Sec-Fetch-Site", "cross-site"),
+    ] {
         let detail = problem(&order(&[foreign]).await, 403);
         assert!(detail.contains("another page"), "{detail}");
     }
     assert_eq!(desk.sees("/log-level").await["level"], "info");
-    let own = [("Origin", "http://localhost"), ("Sec-Fetch-Site", "same-origin")];
+    let own = [
+        ("Origin", "http://localhost"),
+        ("Sec-Fetch-Site", "same-origin"),
+    ];
     assert_eq!(order(&own).await.status, 200);
     assert_eq!(desk.sees("/log-level").await["level"], "debug");
     // Nor do they have it looked up; a link to here may be followed.
     let foreign = |mode: &str, dest: &str| {
-        let ask = desk.ask("GET", "/keys?policy=all").header("Sec-Fetch-Site", "cross-site");
-        ask.header("Sec-Fetch-Mode", mode).header("Sec-Fetch-Dest", dest).send()
+        let ask = desk
+            .ask("GET", "/keys?policy=all")
+            .header("Sec-Fetch-Site", "cross-site");
+        ask.header("Sec-Fetch-Mode", mode)
+            .header("Sec-Fetch-Dest", dest)
+            .send()
     };
     assert!(problem(&foreign("no-cors", "script").await, 403).contains("another page"));
     assert_eq!(foreign("navigate", "document").await.status, 200);
@@ -475,16 +745,28 @@ async fn the_log_gets_another_level_while_it_runs() {
     let desk = Desk::open("").await;
     let level = |level: &str| {
         let body = json!({ "level": level }).to_string().into_bytes();
-        desk.order("PUT", "/log-level").header("Content-Type", "application/json").body(body).send()
+        desk.order("PUT", "/log-level")
+            .header("Content-Type", "application/json")
+            .body(body)
+            .send()
     };
-    let debugged = |mark: usize| desk.proxy.log_since(mark).iter().any(|line| line.is_level("DEBUG"));
+    let debugged = |mark: usize| {
+        desk.proxy
+            .log_since(mark)
+            .iter()
+            .any(|line| line.is_level("DEBUG"))
+    };
     let refuse = || desk.proxy.ask("GET", "/").header("Host", "a b").status();
     let mark = desk.proxy.log_mark();
     refuse().await;
     assert!(!debugged(mark));
     assert_eq!(level("debug,hyper=off").await.status, 200);
     refuse().await;
-    desk.proxy.wait_for_log("what is debugged", mark, SOON, |line| line.is_level("DEBUG")).await;
+    desk.proxy
+        .wait_for_log("what is debugged", mark, SOON, |line| {
+            line.is_level("DEBUG")
+        })
+        .await;
     assert!(problem(&level("loud").await, 400).contains("expected \"error\""));
     assert_eq!(desk.sees("/log-level").await["level"], "debug,hyper=off");
     assert_eq!(level("off").await.status, 200);
@@ -492,8 +774,16 @@ async fn the_log_gets_another_level_while_it_runs() {
     assert_eq!(level("info").await.status, 200);
     refuse().await;
     assert!(!debugged(mark));
-    let without = desk.ask("PUT", "/log-level").body(b"{\"level\":\"debug\"}".to_vec());
-    problem(&without.header("Content-Type", "application/json").send().await, 401);
+    let without = desk
+        .ask("PUT", "/log-level")
+        .body(b"{\"level\":\"debug\"}".to_vec());
+    problem(
+        &without
+            .header("Content-Type", "application/json")
+            .send()
+            .await,
+        401,
+    );
 }
 
 #[tokio::test]
@@ -501,16 +791,23 @@ async fn without_a_token_nothing_is_changed_but_the_end_begun() {
     let upstream = Upstream::echo().await;
     let mut proxy = Proxy::start(POLICIES, upstream.address).await;
     let admin = proxy.admin();
-    let ask = |method: &str, target: &str| Ask::new(admin, method, target).header("Host", "localhost");
+    let ask =
+        |method: &str, target: &str| Ask::new(admin, method, target).header("Host", "localhost");
     for (method, target) in [("DELETE", "/keys?policy=all"), ("PUT", "/log-level")] {
         let detail = problem(&ask(method, target).send().await, 403);
         assert!(detail.contains("admin.token_file"), "{detail}");
     }
-    let by_a_page = ask("POST", "/drain").header("Origin", "http://localhost").send().await;
+    let by_a_page = ask("POST", "/drain")
+        .header("Origin", "http://localhost")
+        .send()
+        .await;
     assert!(problem(&by_a_page, 403).contains("browser"));
     assert!(proxy.is_running());
     let accepted = ask("POST", "/drain").send().await;
-    assert_eq!((accepted.status, &accepted.json()["status"]), (202, &json!("stopping")));
+    assert_eq!(
+        (accepted.status, &accepted.json()["status"]),
+        (202, &json!("stopping"))
+    );
     assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
 }
 
@@ -536,24 +833,44 @@ async fn drain_lets_requests_finish_and_waits_for_the_end() {
     let (mut desk, mut client, feeder) = busy("delay = '300ms'\ngrace = '20s'").await;
     problem(&desk.ask("POST", "/drain").send().await, 401);
     let rest = async {
-        desk.proxy.wait_for_log("the end to begin", 0, SOON, |line| line.field("asked_by") == "admin").await;
+        desk.proxy
+            .wait_for_log("the end to begin", 0, SOON, |line| {
+                line.field("asked_by") == "admin"
+            })
+            .await;
         assert_eq!(desk.ask("GET", "/readyz").send().await.status, 503);
-        assert_eq!(desk.order("POST", "/drain").send().await.json()["grace_s"], 20.0, "asked again");
+        assert_eq!(
+            desk.order("POST", "/drain").send().await.json()["grace_s"],
+            20.0,
+            "asked again"
+        );
         drop(feeder);
         client.rest().await
     };
     let (drained, rest) = tokio::join!(desk.command(&["drain"]), rest);
     assert_eq!(drained.status.code(), Some(0), "{}", drained.stderr);
-    assert!(drained.stdout.starts_with("drained in "), "{}", drained.stdout);
+    assert!(
+        drained.stdout.starts_with("drained in "),
+        "{}",
+        drained.stdout
+    );
     assert!(rest.ends_with(b"0\r\n\r\n"), "{rest:?}");
     assert_eq!(desk.proxy.ended(SOON).await.status.code(), Some(0));
     let log = desk.proxy.log();
     assert!(log.contains("\"connections_cut\":0"), "{log}");
-    assert_eq!(log.matches("requests in flight may finish").count(), 1, "{log}");
+    assert_eq!(
+        log.matches("requests in flight may finish").count(),
+        1,
+        "{log}"
+    );
 
     let nobody = desk.command(&["drain"]).await;
     assert_eq!(nobody.status.code(), Some(1));
-    assert!(nobody.stderr.starts_with("error: 127.0.0.1:"), "{}", nobody.stderr);
+    assert!(
+        nobody.stderr.starts_with("error: 127.0.0.1:"),
+        "{}",
+        nobody.stderr
+    );
 }
 
 #[tokio::test]
@@ -561,7 +878,11 @@ async fn drain_waits_no_longer_than_it_is_told() {
     let (desk, _client, _feeder) = busy("grace = '60s'").await;
     let impatient = desk.command(&["drain", "--timeout", "1"]).await;
     assert_eq!(impatient.status.code(), Some(1));
-    assert!(impatient.stderr.contains("still there after 1.0 s"), "{}", impatient.stderr);
+    assert!(
+        impatient.stderr.contains("still there after 1.0 s"),
+        "{}",
+        impatient.stderr
+    );
 }
 
 #[tokio::test]
@@ -572,14 +893,22 @@ async fn drain_asks_only_who_answers_as_it_should() {
     fs::write(&config, "").unwrap();
     let drain = async |address: &str| {
         let mut command = tidegate();
-        command.arg("drain").arg("--config").arg(&config).env("TIDEGATE_ADMIN__ADDRESS", address);
+        command
+            .arg("drain")
+            .arg("--config")
+            .arg(&config)
+            .env("TIDEGATE_ADMIN__ADDRESS", address);
         let ended = run(&mut command).await;
         assert_eq!(ended.status.code(), Some(1), "{}", ended.stdout);
         ended.stderr
     };
     let other = drain(&upstream.address.to_string()).await;
     assert!(other.contains("answered 200"), "{other}");
-    assert!(drain("127.0.0.1:0").await.contains("admin.address has no port"));
+    assert!(
+        drain("127.0.0.1:0")
+            .await
+            .contains("admin.address has no port")
+    );
     let mute = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let start = Instant::now();
     drain(&mute.local_addr().unwrap().to_string()).await;

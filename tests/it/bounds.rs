@@ -19,7 +19,10 @@ async fn connections_beyond_the_bound_wait_for_their_turn() {
     assert_eq!(second.send(request).await.reply().await.status, 200);
     let mut third = RawClient::connect(proxy.address).await;
     third.send(request).await;
-    assert!(!third.closes(Duration::from_millis(300)).await, "it waits, and is not turned away");
+    assert!(
+        !third.closes(Duration::from_millis(300)).await,
+        "it waits, and is not turned away"
+    );
     assert_eq!(upstream.seen().len(), 2, "it is not served yet");
     drop(first);
     assert_eq!(third.reply().await.status, 200);
@@ -29,16 +32,40 @@ async fn connections_beyond_the_bound_wait_for_their_turn() {
 async fn a_body_above_the_bound_is_a_413() {
     let upstream = RawUpstream::answering("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
     let proxy = Proxy::start("[listen.http]\nmax_body_bytes = '1KiB'", upstream.address).await;
-    assert_eq!(proxy.ask("POST", "/").body(vec![b'x'; 1_024]).status().await, 200);
+    assert_eq!(
+        proxy
+            .ask("POST", "/")
+            .body(vec![b'x'; 1_024])
+            .status()
+            .await,
+        200
+    );
     let before = upstream.received().len();
     let reply = proxy.ask("POST", "/").body(vec![b'x'; 1_025]).send().await;
-    assert_eq!((reply.status, reply.header("content-type")), (413, Some("application/problem+json")));
+    assert_eq!(
+        (reply.status, reply.header("content-type")),
+        (413, Some("application/problem+json"))
+    );
     assert_eq!(upstream.received().len(), before, "its length said it all");
     let mut client = RawClient::connect(proxy.address).await;
-    client.send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n").await;
-    client.send(format!("400\r\n{}\r\n1\r\nx\r\n0\r\n\r\n", "x".repeat(1_024))).await;
-    assert_eq!(client.reply().await.status, 413, "without a length, once it is seen");
-    assert!(!upstream.received()[before..].ends_with(b"0\r\n\r\n"), "the upstream saw no whole request");
+    client
+        .send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+        .await;
+    client
+        .send(format!(
+            "400\r\n{}\r\n1\r\nx\r\n0\r\n\r\n",
+            "x".repeat(1_024)
+        ))
+        .await;
+    assert_eq!(
+        client.reply().await.status,
+        413,
+        "without a length, once it is seen"
+    );
+    assert!(
+        !upstream.received()[before..].ends_with(b"0\r\n\r\n"),
+        "the upstream saw no whole request"
+    );
     let mut h2 = http2(proxy.address).await;
     let body = Full::from(vec![b'x'; 2_000]).boxed();
     let request = Request::post("http://a/").body(body).unwrap();
@@ -50,7 +77,9 @@ async fn headers_above_the_bound_are_a_431() {
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start("[listen.http]\nmax_headers = 10", upstream.address).await;
     let request = |name: &'static str, count| {
-        let mut request = Request::get("http://a/").body(Full::default().boxed()).unwrap();
+        let mut request = Request::get("http://a/")
+            .body(Full::default().boxed())
+            .unwrap();
         for _ in 0..count {
             request.headers_mut().append(name, "y=1".parse().unwrap());
         }
@@ -58,24 +87,41 @@ async fn headers_above_the_bound_are_a_431() {
     };
     let mut h2 = http2(proxy.address).await;
     for (name, count, status) in [("x", 10, 200), ("x", 11, 431), ("cookie", 30, 200)] {
-        assert_eq!(answered(h2.send_request(request(name, count))).await.status(), status, "{count} {name}");
+        assert_eq!(
+            answered(h2.send_request(request(name, count)))
+                .await
+                .status(),
+            status,
+            "{count} {name}"
+        );
     }
     let lines = "x: y\r\n".repeat(10);
     let mut client = RawClient::connect(proxy.address).await;
-    client.send(format!("GET / HTTP/1.1\r\nHost: a\r\n{lines}\r\n")).await;
+    client
+        .send(format!("GET / HTTP/1.1\r\nHost: a\r\n{lines}\r\n"))
+        .await;
     assert_eq!(client.reply().await.status, 431);
 }
 
 #[tokio::test]
 async fn a_body_that_stops_coming_is_not_waited_for() {
     let upstream = RawUpstream::scripted(|_, mut socket| async move { socket.drain().await }).await;
-    let proxy = Proxy::start("[listen.http]\nbody_idle_timeout = '300ms'", upstream.address).await;
+    let proxy = Proxy::start(
+        "[listen.http]\nbody_idle_timeout = '300ms'",
+        upstream.address,
+    )
+    .await;
     let mut client = RawClient::connect(proxy.address).await;
-    client.send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nshort").await;
+    client
+        .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nshort")
+        .await;
     let start = Instant::now();
     let reply = client.reply_or_close().await;
     assert!(start.elapsed() < SOON / 2, "{:?}", start.elapsed());
-    assert!(reply.is_none_or(|reply| matches!(reply.status, 400 | 408)), "the client's fault");
+    assert!(
+        reply.is_none_or(|reply| matches!(reply.status, 400 | 408)),
+        "the client's fault"
+    );
     client.rest().await;
 }
 
@@ -84,7 +130,9 @@ async fn a_body_that_comes_slowly_but_steadily_is_taken() {
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start("[listen.http]\nbody_idle_timeout = '1s'", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
-    client.send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 8\r\n\r\n").await;
+    client
+        .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 8\r\n\r\n")
+        .await;
     for _ in 0..8 {
         tokio::time::sleep(Duration::from_millis(200)).await;
         client.send("x").await;
@@ -177,6 +225,11 @@ async fn upstream_connections_are_bounded_and_waiting_for_one_is_too() {
     }
     let reply = proxy.get("/").await;
     assert_eq!(reply.status, 503, "{reply:?}");
-    assert!(reply.header("proxy-status").unwrap().contains("error=connection_limit_reached"));
+    assert!(
+        reply
+            .header("proxy-status")
+            .unwrap()
+            .contains("error=connection_limit_reached")
+    );
     assert_eq!(upstream.connections(), 2);
 }

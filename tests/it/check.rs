@@ -22,7 +22,9 @@ limit = { requests = 2, per = '1h' }\n";
 
 async fn start(config: &str) -> (Proxy, SocketAddr) {
     let proxy = Proxy::builder().config(config).start().await;
-    let check = proxy.logged_address("check listening").expect("an address to ask at");
+    let check = proxy
+        .logged_address("check listening")
+        .expect("an address to ask at");
     (proxy, check)
 }
 
@@ -56,21 +58,52 @@ async fn each_tells_of_a_request_in_its_own_way() {
     for question in [traefik, nginx, envoy] {
         let (proxy, at) = start(&format!("{CHECK}{API}")).await;
         let passes = question(at, "POST", "/api/x?y=1").send().await;
-        assert_eq!((passes.status, passes.text().as_str()), (200, ""), "{passes:?}");
-        assert!(told(&passes, "ratelimit").starts_with("\"api\";r=1;t="), "{passes:?}");
-        assert_eq!(question(at, "POST", "/x/..//api/%78").send().await.status, 200);
-        for spelling in ["/api/x", "/API/../api/x", "/%61pi/", "/api", "/x/%2e%2e/api/y", "/x%2f..%2fapi%2fy"]
-        {
+        assert_eq!(
+            (passes.status, passes.text().as_str()),
+            (200, ""),
+            "{passes:?}"
+        );
+        assert!(
+            told(&passes, "ratelimit").starts_with("\"api\";r=1;t="),
+            "{passes:?}"
+        );
+        assert_eq!(
+            question(at, "POST", "/x/..//api/%78").send().await.status,
+            200
+        );
+        for spelling in [
+            "/api/x",
+            "/API/../api/x",
+            "/%61pi/",
+            "/api",
+            "/x/%2e%2e/api/y",
+            "/x%2f..%2fapi%2fy",
+        ] {
             let refused = question(at, "POST", spelling).send().await;
-            assert_eq!((refused.status, told(&refused, "x-tidegate-status")), (429, "429"), "{spelling}");
+            assert_eq!(
+                (refused.status, told(&refused, "x-tidegate-status")),
+                (429, "429"),
+                "{spelling}"
+            );
             assert!(!told(&refused, "retry-after").is_empty(), "{refused:?}");
         }
         for (method, target) in [("GET", "/api/x"), ("POST", "/other"), ("PUT", "/api")] {
-            assert_eq!(question(at, method, target).send().await.status, 200, "{method} {target}");
+            assert_eq!(
+                question(at, method, target).send().await.status,
+                200,
+                "{method} {target}"
+            );
         }
         // The quota is the proxy's.
         let proxied = proxy.ask("POST", "/api/x").header("Host", "shop.example");
-        assert_eq!(proxied.header("X-Forwarded-For", "10.1.1.1").send().await.status, 429);
+        assert_eq!(
+            proxied
+                .header("X-Forwarded-For", "10.1.1.1")
+                .send()
+                .await
+                .status,
+            429
+        );
     }
 }
 
@@ -85,14 +118,32 @@ async fn who_asks_is_told_by_the_path_and_by_no_header() {
         }
         statuses
     };
-    let forged = |ask: Ask| ask.header("X-Original-URI", "/free").header("X-Original-Method", "GET");
+    let forged = |ask: Ask| {
+        ask.header("X-Original-URI", "/free")
+            .header("X-Original-Method", "GET")
+    };
     let asks = (0..3).map(|_| forged(traefik(at, "POST", "/api/x")));
     assert_eq!(statuses(asks.collect()).await, [200, 200, 429]);
-    let forged = |ask: Ask| ask.header("X-Forwarded-Uri", "/free").header("X-Forwarded-Method", "GET");
-    assert_eq!(statuses(vec![forged(nginx(at, "POST", "/api/x"))]).await, [429]);
-    assert_eq!(statuses(vec![forged(envoy(at, "POST", "/api/x"))]).await, [429]);
+    let forged = |ask: Ask| {
+        ask.header("X-Forwarded-Uri", "/free")
+            .header("X-Forwarded-Method", "GET")
+    };
+    assert_eq!(
+        statuses(vec![forged(nginx(at, "POST", "/api/x"))]).await,
+        [429]
+    );
+    assert_eq!(
+        statuses(vec![forged(envoy(at, "POST", "/api/x"))]).await,
+        [429]
+    );
     // Twice is none.
-    assert_eq!(statuses(vec![nginx(at, "POST", "/api/x").header("X-Original-URI", "/free")]).await, [400]);
+    assert_eq!(
+        statuses(vec![
+            nginx(at, "POST", "/api/x").header("X-Original-URI", "/free")
+        ])
+        .await,
+        [400]
+    );
 }
 
 #[tokio::test]
@@ -100,16 +151,42 @@ async fn a_question_that_says_too_little_is_no_pass() {
     let (proxy, at) = start(&format!("{CHECK}refused_status = 403\n{API}")).await;
     let ask = |path: &str| Ask::new(at, "GET", path).header("Host", "shop.example");
     let bare = ask("/check/nginx").send().await;
-    assert_eq!((bare.status, bare.text().as_str()), (400, "the header x-original-uri must be there, once\n"));
-    assert_eq!(ask("/check/nginx").header("X-Original-URI", "/").send().await.status, 400);
+    assert_eq!(
+        (bare.status, bare.text().as_str()),
+        (400, "the header x-original-uri must be there, once\n")
+    );
+    assert_eq!(
+        ask("/check/nginx")
+            .header("X-Original-URI", "/")
+            .send()
+            .await
+            .status,
+        400
+    );
     assert_eq!(ask("/check/traefik").send().await.status, 400);
-    for path in ["/", "/check", "/check/", "/check/other", "/check/envoy", "/check/envoyapi", "/api/x"] {
+    for path in [
+        "/",
+        "/check",
+        "/check/",
+        "/check/other",
+        "/check/envoy",
+        "/check/envoyapi",
+        "/api/x",
+    ] {
         assert_eq!(ask(path).send().await.status, 404, "{path}");
     }
-    let hints = |line: &LogLine| line.is_level("WARN") && line.says("a question can't be understood");
+    let hints =
+        |line: &LogLine| line.is_level("WARN") && line.says("a question can't be understood");
     let hint = proxy.wait_for_log("the hint", 0, SOON, hints).await;
-    assert_eq!(hint.field("unclear"), "the header x-original-uri must be there, once");
-    assert_eq!(proxy.log_since(0).iter().filter(|line| hints(line)).count(), 1, "once");
+    assert_eq!(
+        hint.field("unclear"),
+        "the header x-original-uri must be there, once"
+    );
+    assert_eq!(
+        proxy.log_since(0).iter().filter(|line| hints(line)).count(),
+        1,
+        "once"
+    );
     // What the client did wrong is its own refusal, in the status that the proxy understands.
     for (method, target) in [
         ("post", "/api"),
@@ -121,7 +198,10 @@ async fn a_question_that_says_too_little_is_no_pass() {
     ] {
         let refused = nginx(at, method, target).send().await;
         assert_eq!(refused.status, 403, "{method} {target}: {refused:?}");
-        assert!(["400", "405"].contains(&told(&refused, "x-tidegate-status")), "{refused:?}");
+        assert!(
+            ["400", "405"].contains(&told(&refused, "x-tidegate-status")),
+            "{refused:?}"
+        );
     }
 }
 
@@ -131,15 +211,27 @@ async fn a_refusal_is_one_whatever_the_request_is() {
     for question in [traefik, nginx, envoy] {
         let (_proxy, at) = start(&format!("{CHECK}{API}")).await;
         for kind in ["application/grpc", "Application/grpc-web+proto"] {
-            let asks = async || question(at, "POST", "/api/x").header("Content-Type", kind).send().await;
+            let asks = async || {
+                question(at, "POST", "/api/x")
+                    .header("Content-Type", kind)
+                    .send()
+                    .await
+            };
             if kind == "application/grpc" {
                 assert_eq!((asks().await.status, asks().await.status), (200, 200));
             }
             let refused = asks().await;
-            assert_eq!((refused.status, told(&refused, "x-tidegate-status")), (429, "429"), "{refused:?}");
+            assert_eq!(
+                (refused.status, told(&refused, "x-tidegate-status")),
+                (429, "429"),
+                "{refused:?}"
+            );
             assert_eq!(refused.json()["status"], 429);
             // What the gate refuses, too.
-            let odd = question(at, "post", "/api/x").header("Content-Type", kind).send().await;
+            let odd = question(at, "post", "/api/x")
+                .header("Content-Type", kind)
+                .send()
+                .await;
             assert_eq!(odd.status, 400, "{odd:?}");
         }
     }
@@ -152,12 +244,26 @@ async fn envoy_is_never_told_no_by_a_5xx() {
     let closed = format!("{API}on_store_failure = 'closed'\n");
     let sold = "[[policy]]\nname = 'sold'\nmatch = { path = '/sold' }\naction = 'deny'\nreject = { status = 503, body = 'sold out' }\n";
     let (_proxy, at) = start(&format!("{CHECK}{closed}{sold}{away}")).await;
-    for (question, status) in [(envoy as fn(_, &str, &str) -> Ask, 429), (traefik, 503), (nginx, 503)] {
+    for (question, status) in [
+        (envoy as fn(_, &str, &str) -> Ask, 429),
+        (traefik, 503),
+        (nginx, 503),
+    ] {
         let refused = question(at, "POST", "/api/x").send().await;
-        assert_eq!((refused.status, told(&refused, "x-tidegate-status")), (status, "503"), "{refused:?}");
-        assert_eq!((told(&refused, "retry-after"), &refused.json()["status"]), ("1", &503.into()));
+        assert_eq!(
+            (refused.status, told(&refused, "x-tidegate-status")),
+            (status, "503"),
+            "{refused:?}"
+        );
+        assert_eq!(
+            (told(&refused, "retry-after"), &refused.json()["status"]),
+            ("1", &503.into())
+        );
         let denied = question(at, "GET", "/sold").send().await;
-        assert_eq!((denied.status, told(&denied, "x-tidegate-status")), (status, "503"));
+        assert_eq!(
+            (denied.status, told(&denied, "x-tidegate-status")),
+            (status, "503")
+        );
         assert_eq!(denied.text(), "sold out");
     }
     let (_proxy, at) = start(&format!("{CHECK}refused_status = 403\n{closed}{away}")).await;
@@ -168,18 +274,31 @@ async fn envoy_is_never_told_no_by_a_5xx() {
 async fn a_question_has_one_host() {
     let (_proxy, at) = start(&format!("{CHECK}{API}")).await;
     let ask = |target: &str, host: &str| Ask::new(at, "POST", target).header("Host", host);
-    let other = ask("http://shop.example/check/envoy/api/x", "other.example").send().await;
+    let other = ask("http://shop.example/check/envoy/api/x", "other.example")
+        .send()
+        .await;
     assert_eq!(
         (other.status, other.text().as_str()),
         (400, "the header host differs from the host that is asked\n")
     );
-    let same = ask("http://shop.example/check/envoy/api/x", "Shop.Example").send().await;
-    assert!(same.status == 200 && told(&same, "ratelimit").contains("r=1"), "{same:?}");
-    let twice = ask("/check/envoy/api/x", "shop.example").header("Host", "other.example").send().await;
+    let same = ask("http://shop.example/check/envoy/api/x", "Shop.Example")
+        .send()
+        .await;
+    assert!(
+        same.status == 200 && told(&same, "ratelimit").contains("r=1"),
+        "{same:?}"
+    );
+    let twice = ask("/check/envoy/api/x", "shop.example")
+        .header("Host", "other.example")
+        .send()
+        .await;
     assert_eq!(twice.status, 400);
     // Traefik's question goes to us, and tells the host in a header.
     let asked = traefik(at, "POST", "/api/x").send().await;
-    assert!(asked.status == 200 && told(&asked, "ratelimit").contains("r=1"), "{asked:?}");
+    assert!(
+        asked.status == 200 && told(&asked, "ratelimit").contains("r=1"),
+        "{asked:?}"
+    );
 }
 
 /// The certificate of a proxy that asks lets it ask, and says nothing of whom it asks about.
@@ -188,10 +307,20 @@ async fn who_asks_by_tls_shows_a_certificate_and_is_not_the_client() {
     let ca = Authority::new();
     ca.sign("check", "check.internal");
     ca.sign("front", "front");
-    let of_check = format!("cert = {:?}, key = {:?}", ca.text("check.pem"), ca.text("check.key"));
-    let asks = format!("client_ca = {:?}, client_auth = 'require'", ca.text("ca.pem"));
+    let of_check = format!(
+        "cert = {:?}, key = {:?}",
+        ca.text("check.pem"),
+        ca.text("check.key")
+    );
+    let asks = format!(
+        "client_ca = {:?}, client_auth = 'require'",
+        ca.text("ca.pem")
+    );
     let policy = "[[policy]]\nname = 'cn'\nkey = ['client_cert:cn']\nmissing_key = 'skip'\nlimit = { requests = 1, per = '1h' }\n";
-    let (_proxy, at) = start(&format!("{CHECK}tls = {{ {of_check}, {asks} }}\n{policy}{API}")).await;
+    let (_proxy, at) = start(&format!(
+        "{CHECK}tls = {{ {of_check}, {asks} }}\n{policy}{API}"
+    ))
+    .await;
     let front = TlsClient::with_certificate(&ca, &ca, "front");
     let mut client = front.http1(at, "check.internal").await;
     let question = "GET /check/nginx HTTP/1.1\r\nHost: shop.example\r\nX-Original-Method: POST\r\nX-Original-URI: /api/x\r\n\r\n";
@@ -199,21 +328,33 @@ async fn who_asks_by_tls_shows_a_certificate_and_is_not_the_client() {
     for _ in 0..3 {
         statuses.push(client.send(question).await.reply().await.status);
     }
-    assert_eq!(statuses, [200, 200, 429], "by the policy for its client, not by that for its certificate");
+    assert_eq!(
+        statuses,
+        [200, 200, 429],
+        "by the policy for its client, not by that for its certificate"
+    );
     let stranger = TlsClient::new(&ca).connect(at, "check.internal").await;
     if let Ok(stranger) = stranger {
         let mut stranger = RawClient::over(stranger);
         stranger.send(question).await;
         assert_eq!(stranger.first_bytes().await, Vec::<u8>::new());
     }
-    let in_the_clear = RawClient::connect(at).await.send(question).await.rest().await;
+    let in_the_clear = RawClient::connect(at)
+        .await
+        .send(question)
+        .await
+        .rest()
+        .await;
     assert!(!in_the_clear.starts_with(b"HTTP/"), "{in_the_clear:?}");
 }
 
 #[tokio::test]
 async fn a_unix_socket_takes_questions() {
     let dir = tempfile::tempdir().unwrap();
-    let (socket, path) = (dir.path().join("check.sock"), dir.path().join("config.toml"));
+    let (socket, path) = (
+        dir.path().join("check.sock"),
+        dir.path().join("config.toml"),
+    );
     let config = format!(
         "admin = {{ address = '127.0.0.1:0' }}\n{}{API}",
         CHECK.replace("127.0.0.1:0", &format!("unix:{}", socket.display()))
@@ -221,7 +362,9 @@ async fn a_unix_socket_takes_questions() {
     std::fs::write(&path, config).unwrap();
     let process = Process::start(tidegate().arg("run").arg("--config").arg(&path)).unwrap();
     let listens = |text: &str| text.contains("\"listening\"").then_some(());
-    process.wait_for("it to listen", 0, SOON, |line| listens(&line.text)).await;
+    process
+        .wait_for("it to listen", 0, SOON, |line| listens(&line.text))
+        .await;
     let ask = async |client: &str| {
         let question = format!(
             "POST /check/envoy/api/x HTTP/1.1\r\nHost: shop.example\r\nContent-Length: 0\r\nX-Forwarded-For: {client}\r\n\r\n"
@@ -230,7 +373,14 @@ async fn a_unix_socket_takes_questions() {
         asker.send(question).await.reply().await.status
     };
     // Who is on this machine may name clients as 127.0.0.1 may.
-    assert_eq!([ask("10.1.1.1").await, ask("10.1.1.1").await, ask("10.1.1.1").await], [200, 200, 429]);
+    assert_eq!(
+        [
+            ask("10.1.1.1").await,
+            ask("10.1.1.1").await,
+            ask("10.1.1.1").await
+        ],
+        [200, 200, 429]
+    );
     assert_eq!(ask("10.1.1.2").await, 200);
 }
 
@@ -248,14 +398,20 @@ async fn asks(nginx: &Nginx, path: &str) -> Reply {
 async fn nginx_asks_and_refuses_as_told() {
     let page = blocks("docs/ENVOY.md");
     let text = |language: &str, word: &str| {
-        let found = page.iter().find(|block| block.language == language && block.text.contains(word));
+        let found = page
+            .iter()
+            .find(|block| block.language == language && block.text.contains(word));
         found.expect("it is on the page").text.clone()
     };
     let config = text("toml", "[check]").replace("127.0.0.1:8082", "127.0.0.1:0");
     let denied = "[[policy]]\nname = 'no'\nmatch = { path = '/api/no' }\naction = 'deny'\n[[policy]]\nname = 'host'\nmatch = { hosts = ['secret.example'] }\naction = 'deny'\n";
     let app = Upstream::echo().await;
     let config = format!("{config}\n{denied}");
-    let proxy = Proxy::builder().config(&config).upstream(app.address).start().await;
+    let proxy = Proxy::builder()
+        .config(&config)
+        .upstream(app.address)
+        .start()
+        .await;
     let check = proxy.logged_address("check listening").unwrap();
     let server = text("nginx", "auth_request").replace("127.0.0.1:8082", &check.to_string());
     let server = server.replace(
@@ -266,9 +422,13 @@ async fn nginx_asks_and_refuses_as_told() {
     for left in (0..10).rev() {
         let passes = asks(&nginx, "/api/x").await;
         assert_eq!(passes.status, 200, "{passes:?} {}", proxy.log());
-        assert!(told(&passes, "ratelimit").contains(&format!("r={left}")), "{passes:?}");
+        assert!(
+            told(&passes, "ratelimit").contains(&format!("r={left}")),
+            "{passes:?}"
+        );
     }
-    let forged = |name: &str, value: &str| Ask::new(nginx.address, "GET", "/api/x").header(name, value);
+    let forged =
+        |name: &str, value: &str| Ask::new(nginx.address, "GET", "/api/x").header(name, value);
     for ask in [
         forged("X-Original-URI", "/free"),
         forged("X-Forwarded-Uri", "/free"),
@@ -281,14 +441,22 @@ async fn nginx_asks_and_refuses_as_told() {
     ] {
         let refused = ask.send().await;
         assert_eq!(refused.status, 429, "{refused:?}");
-        assert!(!told(&refused, "retry-after").is_empty() && told(&refused, "ratelimit").contains("r=0"));
+        assert!(
+            !told(&refused, "retry-after").is_empty()
+                && told(&refused, "ratelimit").contains("r=0")
+        );
     }
     assert_eq!(asks(&nginx, "/api/no").await.status, 403);
     assert_eq!(asks(&nginx, "/free").await.status, 200);
     // What it lets through, and no app should see, is the client's fault and no 500.
     assert_eq!(asks(&nginx, "/free#/../api").await.status, 403);
     // nginx goes by the host of the target, if there is one.
-    let whole = Ask::new(nginx.address, "GET", "http://secret.example/free").header("Host", "shop.example");
+    let whole =
+        Ask::new(nginx.address, "GET", "http://secret.example/free").header("Host", "shop.example");
     assert_eq!(whole.send().await.status, 403);
-    assert!(app.seen().iter().all(|request| !request.target.contains("check")));
+    assert!(
+        app.seen()
+            .iter()
+            .all(|request| !request.target.contains("check"))
+    );
 }

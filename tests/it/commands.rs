@@ -29,29 +29,59 @@ impl Desk {
     }
 
     async fn explain(&self, args: &[&str]) -> Ended {
-        run(tidegate().current_dir(self.0.path()).arg("explain").args(args)).await
+        run(tidegate()
+            .current_dir(self.0.path())
+            .arg("explain")
+            .args(args))
+        .await
     }
 }
 
 #[tokio::test]
 async fn a_request_is_told_in_four_ways_and_explained_the_same() {
     let desk = Desk::new();
-    let plain = desk.explain(&["POST", "http://shop.example/api/login", "-H", "x-user-id: ann"]).await;
-    assert!(plain.stdout.contains("api              matches: key api/ann, cost 1"), "{}", plain.stdout);
+    let plain = desk
+        .explain(&[
+            "POST",
+            "http://shop.example/api/login",
+            "-H",
+            "x-user-id: ann",
+        ])
+        .await;
+    assert!(
+        plain
+            .stdout
+            .contains("api              matches: key api/ann, cost 1"),
+        "{}",
+        plain.stdout
+    );
     let line = "curl -X POST http://shop.example/api/login -H 'x-user-id: ann'";
     let curl = desk.explain(&["--curl", line]).await;
-    let words = ["--", "curl", "-d", "pw=x", "http://shop.example/api/login", "-H", "x-user-id: ann"];
+    let words = [
+        "--",
+        "curl",
+        "-d",
+        "pw=x",
+        "http://shop.example/api/login",
+        "-H",
+        "x-user-id: ann",
+    ];
     let split = desk.explain(&words).await;
     let har = json!({ "log": { "entries": [{}, { "request": {
         "method": "POST", "url": "http://shop.example/api/login",
         "headers": [{ "name": "X-User-Id", "value": "ann" }],
     } }] } });
     fs::write(desk.0.path().join("session.har"), har.to_string()).unwrap();
-    let from_har = desk.explain(&["--har", "session.har", "--entry", "2"]).await;
+    let from_har = desk
+        .explain(&["--har", "session.har", "--entry", "2"])
+        .await;
     for other in [&curl, &split, &from_har] {
         assert_eq!(other.stdout, plain.stdout, "{}", other.stderr);
     }
-    assert_eq!((curl.stderr.as_str(), from_har.stderr.as_str()), ("", "note: entry 2 of 2\n"));
+    assert_eq!(
+        (curl.stderr.as_str(), from_har.stderr.as_str()),
+        ("", "note: entry 2 of 2\n")
+    );
 }
 
 #[tokio::test]
@@ -64,16 +94,31 @@ async fn what_is_no_request_is_said_on_stderr() {
         (vec!["--har", "none.har"], 1, "can't be read"),
         (vec!["POST", "a", "b"], 1, "expected METHOD and URL"),
         (vec![], 2, "required"),
-        (vec!["--curl", "curl h", "GET", "/"], 2, "cannot be used with"),
+        (
+            vec!["--curl", "curl h", "GET", "/"],
+            2,
+            "cannot be used with",
+        ),
         (vec!["--entry", "1", "GET", "/"], 2, "--entry"),
     ] {
         let said = desk.explain(&args).await;
-        assert_eq!((said.status.code(), said.stdout.as_str()), (Some(code), ""), "{args:?}: {}", said.stderr);
+        assert_eq!(
+            (said.status.code(), said.stdout.as_str()),
+            (Some(code), ""),
+            "{args:?}: {}",
+            said.stderr
+        );
         assert!(said.stderr.contains(why), "{args:?}: {}", said.stderr);
     }
     // What is pasted does not reach the terminal as it is.
-    let said = desk.explain(&["--curl", "curl /api/x --frob\u{1b}[31m"]).await;
-    assert!(said.stderr.contains("note: passed over: --frob\\u{1b}[31m"), "{}", said.stderr);
+    let said = desk
+        .explain(&["--curl", "curl /api/x --frob\u{1b}[31m"])
+        .await;
+    assert!(
+        said.stderr.contains("note: passed over: --frob\\u{1b}[31m"),
+        "{}",
+        said.stderr
+    );
 }
 
 #[tokio::test]
@@ -81,12 +126,18 @@ async fn scripts_get_an_explanation_as_json() {
     let desk = Desk::new();
     let said = desk.explain(&["--json", "POST", "/api/login"]).await;
     let told: Value = serde_json::from_str(&said.stdout).unwrap();
-    assert_eq!(told["request"], json!({ "method": "POST", "url": "/api/login", "ip": "127.0.0.1" }));
+    assert_eq!(
+        told["request"],
+        json!({ "method": "POST", "url": "/api/login", "ip": "127.0.0.1" })
+    );
     assert_eq!(told["policies"][0]["key"], "login/127.0.0.1");
     assert_eq!(told["policies"][0]["limits"][0]["requests"], 5);
     // The running proxy's counters are not in here: nothing may be said of them.
     assert_eq!(
-        (&told["expected"]["decision"], &told["policies"][0]["limits"][0]["remaining"]),
+        (
+            &told["expected"]["decision"],
+            &told["policies"][0]["limits"][0]["remaining"]
+        ),
         (&Value::Null, &Value::Null)
     );
     let said = desk.explain(&["--json", "CONNECT", "http://h/"]).await;
@@ -94,8 +145,19 @@ async fn scripts_get_an_explanation_as_json() {
     assert_eq!(told["expected"]["status"], 400);
 }
 
-const COMMANDS: [&str; 11] =
-    ["run", "demo", "check", "explain", "health", "drain", "replay", "top", "keys", "completions", "man"];
+const COMMANDS: [&str; 11] = [
+    "run",
+    "demo",
+    "check",
+    "explain",
+    "health",
+    "drain",
+    "replay",
+    "top",
+    "keys",
+    "completions",
+    "man",
+];
 
 #[tokio::test]
 async fn shells_and_man_are_told_of_every_command() {
@@ -116,7 +178,10 @@ async fn shells_and_man_are_told_of_every_command() {
     let page = run(tidegate().arg("man")).await.stdout;
     assert!(page.contains(".TH tidegate 1"), "{page}");
     for name in COMMANDS {
-        assert!(page.contains(&format!(".SH COMMAND {}\n", name.to_uppercase())), "{name}");
+        assert!(
+            page.contains(&format!(".SH COMMAND {}\n", name.to_uppercase())),
+            "{name}"
+        );
     }
 }
 
@@ -125,10 +190,15 @@ async fn shells_and_man_are_told_of_every_command() {
 async fn the_examples_of_the_help_are_right() {
     let mut tried = 0;
     for name in [""].into_iter().chain(COMMANDS) {
-        let args: Vec<&str> = [name, "--help"].into_iter().filter(|arg| !arg.is_empty()).collect();
+        let args: Vec<&str> = [name, "--help"]
+            .into_iter()
+            .filter(|arg| !arg.is_empty())
+            .collect();
         let help = run(tidegate().args(&args)).await.stdout;
         let examples = help.lines().skip_while(|line| *line != "Examples:").skip(1);
-        let examples = examples.map(str::trim_start).take_while(|line| !line.is_empty());
+        let examples = examples
+            .map(str::trim_start)
+            .take_while(|line| !line.is_empty());
         let mut any = false;
         for example in examples.filter(|line| line.contains("tidegate ")) {
             // What stands behind two spaces is a remark.
@@ -138,7 +208,12 @@ async fn the_examples_of_the_help_are_right() {
             let ours = ours.take_while(|word| !["|", ">"].contains(&word.as_str()));
             let mut ours: Vec<&str> = ours.map(String::as_str).collect();
             // Behind two hyphens nothing is a flag.
-            ours.insert(ours.iter().position(|word| *word == "--").unwrap_or(ours.len()), "--no-such-flag");
+            ours.insert(
+                ours.iter()
+                    .position(|word| *word == "--")
+                    .unwrap_or(ours.len()),
+                "--no-such-flag",
+            );
             let said = run(tidegate().args(&ours)).await;
             assert!(
                 said.stderr.contains("unexpected argument '--no-such-flag'"),

@@ -37,7 +37,10 @@ impl Work {
             }
             async { Answer::from(Response::new(body)) }
         });
-        Self { upstream: upstream.await, feeders }
+        Self {
+            upstream: upstream.await,
+            feeders,
+        }
     }
 
     async fn proxy(&self, server: Option<&Server>, policies: &str) -> Proxy {
@@ -50,7 +53,11 @@ impl Work {
 
     /// The oldest one's end.
     fn take(&self) -> Feeder {
-        self.feeders.lock().unwrap().pop_front().expect("a request has reached the upstream")
+        self.feeders
+            .lock()
+            .unwrap()
+            .pop_front()
+            .expect("a request has reached the upstream")
     }
 }
 
@@ -59,7 +66,11 @@ async fn begin(proxy: &Proxy) -> RawClient {
     let mut client = RawClient::connect(proxy.address).await;
     client.send("GET /jobs/ HTTP/1.1\r\nHost: a\r\n\r\n").await;
     let head = client.read_past(b"\r\n\r\n").await;
-    assert!(head.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&head));
+    assert!(
+        head.starts_with(b"HTTP/1.1 200"),
+        "{}",
+        String::from_utf8_lossy(&head)
+    );
     client
 }
 
@@ -93,7 +104,10 @@ async fn slots_are_taken_and_come_back(server: Option<&Server>) {
     let work = Work::start().await;
     let proxy = work.proxy(server, TWO).await;
     let first = quick(&proxy).await;
-    assert_eq!((first.status, first.header("ratelimit")), (200, Some("\"slots\";r=1")));
+    assert_eq!(
+        (first.status, first.header("ratelimit")),
+        (200, Some("\"slots\";r=1"))
+    );
     admitted_after(&proxy).await;
 
     let (mut one, two) = (begin(&proxy).await, begin(&proxy).await);
@@ -111,7 +125,10 @@ async fn slots_are_taken_and_come_back(server: Option<&Server>) {
     let three = begin(&proxy).await;
     is_refused(&quick(&proxy).await);
     drop(two);
-    assert!(admitted_after(&proxy).await < LEASE, "it was given back, not left to lapse");
+    assert!(
+        admitted_after(&proxy).await < LEASE,
+        "it was given back, not left to lapse"
+    );
     drop(three);
 }
 
@@ -125,13 +142,21 @@ async fn slots_are_taken_and_come_back_in_redis() {
     let server = Server::start();
     slots_are_taken_and_come_back(Some(&server)).await;
     let listed = keys(&server).await;
-    assert!(listed.iter().all(|key| key.contains("}:concurrency:0:slots")), "{listed:?}");
+    assert!(
+        listed
+            .iter()
+            .all(|key| key.contains("}:concurrency:0:slots")),
+        "{listed:?}"
+    );
 }
 
 #[tokio::test]
 async fn trap_16_a_crashed_sidecars_slots_come_back_and_no_sooner_than_its_lease_ends() {
     let (server, work) = (Server::start(), Work::start().await);
-    let (crashing, proxy) = (work.proxy(Some(&server), TWO).await, work.proxy(Some(&server), TWO).await);
+    let (crashing, proxy) = (
+        work.proxy(Some(&server), TWO).await,
+        work.proxy(Some(&server), TWO).await,
+    );
     let begun = Instant::now();
     let _clients = (begin(&crashing).await, begin(&crashing).await);
     is_refused(&quick(&proxy).await);
@@ -181,8 +206,13 @@ async fn what_takes_longer_than_max_duration_is_ended() {
     feeder.send("some").await;
     let rest = client.rest().await;
     assert!(start.elapsed() >= Duration::from_millis(300));
-    assert!(!rest.ends_with(b"0\r\n\r\n"), "a response that was cut looks whole");
-    timeout(SOON, feeder.gone()).await.expect("the upstream is told");
+    assert!(
+        !rest.ends_with(b"0\r\n\r\n"),
+        "a response that was cut looks whole"
+    );
+    timeout(SOON, feeder.gone())
+        .await
+        .expect("the upstream is told");
 
     // And before a head has come.
     let silent = Upstream::serving(|_request| std::future::pending()).await;
@@ -190,25 +220,42 @@ async fn what_takes_longer_than_max_duration_is_ended() {
     let reply = quick(&proxy).await;
     assert_eq!(reply.status, 504);
     let problem: serde_json::Value = serde_json::from_slice(&reply.body).unwrap();
-    assert_eq!(problem["detail"], "The request took longer than its policy allows.");
+    assert_eq!(
+        problem["detail"],
+        "The request took longer than its policy allows."
+    );
 }
 
 #[tokio::test]
 async fn a_slot_is_one_of_several_limits() {
     let work = Work::start().await;
-    let policies = TWO.replace("limit = {", "limits = [{ requests = 3, per = \"1h\", name = \"hourly\" }, {");
-    let proxy = work.proxy(None, &policies.replace("lease_ttl = \"1s\" }", "name = \"slots\" }]")).await;
+    let policies = TWO.replace(
+        "limit = {",
+        "limits = [{ requests = 3, per = \"1h\", name = \"hourly\" }, {",
+    );
+    let proxy = work
+        .proxy(
+            None,
+            &policies.replace("lease_ttl = \"1s\" }", "name = \"slots\" }]"),
+        )
+        .await;
     let _two = (begin(&proxy).await, begin(&proxy).await);
     // Refused for want of a slot, which uses nothing of the hour.
     for _ in 0..3 {
         let reply = quick(&proxy).await;
         assert_eq!(reply.status, 429);
-        assert_eq!(reply.header("ratelimit"), Some("\"hourly\";r=1;t=1, \"slots\";r=0"));
+        assert_eq!(
+            reply.header("ratelimit"),
+            Some("\"hourly\";r=1;t=1, \"slots\";r=0")
+        );
     }
     drop(work.take());
     admitted_after(&proxy).await;
     // Refused by the hour, which takes no slot: one is still free when the hour is over.
     let reply = quick(&proxy).await;
-    assert!(reply.retry_after_us() > 3_000_000_000, "the hour's, which is known");
+    assert!(
+        reply.retry_after_us() > 3_000_000_000,
+        "the hour's, which is known"
+    );
     assert_eq!(reply.parameter("ratelimit", "slots", "r"), Some(1));
 }

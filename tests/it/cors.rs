@@ -24,7 +24,12 @@ reject = { status = 420, body = "no", headers = { access-control-allow-origin = 
 "#;
 
 fn told(reply: &Reply) -> [Option<&str>; 3] {
-    ["access-control-allow-origin", "access-control-allow-credentials", "vary"].map(|name| reply.header(name))
+    [
+        "access-control-allow-origin",
+        "access-control-allow-credentials",
+        "vary",
+    ]
+    .map(|name| reply.header(name))
 }
 
 fn from(proxy: &Proxy, target: &str, origin: &str) -> Ask {
@@ -35,11 +40,14 @@ fn from(proxy: &Proxy, target: &str, origin: &str) -> Ask {
 async fn listed_origins_may_read_our_answers_and_no_others() {
     let upstream = Upstream::serving(|_| async {
         let mut answer = Response::new(full("ok"));
-        answer.headers_mut().insert("vary", "Accept".parse().unwrap());
+        answer
+            .headers_mut()
+            .insert("vary", "Accept".parse().unwrap());
         answer
     })
     .await;
-    let cors = format!("[response.cors]\nallow_origins = ['{APP}', 'http://localhost:3000']\n{POLICIES}");
+    let cors =
+        format!("[response.cors]\nallow_origins = ['{APP}', 'http://localhost:3000']\n{POLICIES}");
     let proxy = Proxy::start(&cors, upstream.address).await;
     for (target, status) in [("/limited", 429), ("/denied", 403), ("/a%00", 400)] {
         let reply = from(&proxy, target, APP).send().await;
@@ -57,21 +65,39 @@ async fn listed_origins_may_read_our_answers_and_no_others() {
             "X-RateLimit-Remaining",
             "X-RateLimit-Reset",
         ] {
-            assert!(exposed.split(", ").any(|exposed| exposed == name), "{exposed}");
+            assert!(
+                exposed.split(", ").any(|exposed| exposed == name),
+                "{exposed}"
+            );
         }
-        for stranger in
-            ["https://app.example.evil", "https://app.example:8443", "http://app.example", "null", ""]
-        {
+        for stranger in [
+            "https://app.example.evil",
+            "https://app.example:8443",
+            "http://app.example",
+            "null",
+            "",
+        ] {
             let reply = from(&proxy, target, stranger).send().await;
-            assert_eq!(told(&reply), [None, None, Some("Origin")], "{target} {stranger}");
+            assert_eq!(
+                told(&reply),
+                [None, None, Some("Origin")],
+                "{target} {stranger}"
+            );
             assert_eq!(reply.header("access-control-expose-headers"), None);
         }
         assert_eq!(told(&proxy.get(target).await), [None, None, Some("Origin")]);
     }
     let own = from(&proxy, "/own", APP).send().await;
-    assert_eq!((own.status, told(&own)), (420, [Some("https://own.example"), None, None]));
+    assert_eq!(
+        (own.status, told(&own)),
+        (420, [Some("https://own.example"), None, None])
+    );
     let theirs = from(&proxy, "/", APP).send().await;
-    assert_eq!((theirs.status, told(&theirs)), (200, [None, None, Some("Accept")]), "the app's own answer");
+    assert_eq!(
+        (theirs.status, told(&theirs)),
+        (200, [None, None, Some("Accept")]),
+        "the app's own answer"
+    );
 }
 
 #[tokio::test]
@@ -80,8 +106,14 @@ async fn any_origin_may_without_credentials() {
     // Nobody listens there.
     let proxy = Proxy::builder().config(&any).start().await;
     for (target, status) in [("/limited", 429), ("/", 502)] {
-        let reply = from(&proxy, target, "https://anywhere.example").send().await;
-        assert_eq!((reply.status, told(&reply)), (status, [Some("*"), None, Some("Origin")]), "{target}");
+        let reply = from(&proxy, target, "https://anywhere.example")
+            .send()
+            .await;
+        assert_eq!(
+            (reply.status, told(&reply)),
+            (status, [Some("*"), None, Some("Origin")]),
+            "{target}"
+        );
     }
     let proxy = Proxy::builder().config(POLICIES).start().await;
     assert_eq!(
@@ -99,5 +131,8 @@ async fn a_refusal_while_the_store_is_away_is_read_too() {
     );
     let proxy = Proxy::builder().config(&config).start().await;
     let reply = from(&proxy, "/", APP).send().await;
-    assert_eq!((reply.status, told(&reply)), (503, [Some(APP), Some("true"), Some("Origin")]));
+    assert_eq!(
+        (reply.status, told(&reply)),
+        (503, [Some(APP), Some("true"), Some("Origin")])
+    );
 }

@@ -20,7 +20,9 @@ limit = { requests = 1000000, per = "1h" }
 async fn charged(proxy: &Proxy, fields: &[u8]) -> u64 {
     let left = async |fields: &[u8]| {
         let mut client = crate::support::client::RawClient::connect(proxy.address).await;
-        client.send([b"GET / HTTP/1.1\r\nHost: a\r\n", fields, b"\r\n"].concat()).await;
+        client
+            .send([b"GET / HTTP/1.1\r\nHost: a\r\n", fields, b"\r\n"].concat())
+            .await;
         let reply = client.reply().await;
         assert_eq!(reply.status, 200);
         reply.parameter("ratelimit", "priced", "r").unwrap()
@@ -32,24 +34,45 @@ async fn charged(proxy: &Proxy, fields: &[u8]) -> u64 {
 #[tokio::test]
 async fn a_cost_is_read_from_a_header_and_nonsense_pays_the_most() {
     let (proxy, _upstream) = proxy(PRICED).await;
-    for (fields, cost) in [("", 2), ("X-Cost: 1\r\n", 1), ("x-cost:  7 \r\n", 7), ("X-Cost: 10\r\n", 10)] {
+    for (fields, cost) in [
+        ("", 2),
+        ("X-Cost: 1\r\n", 1),
+        ("x-cost:  7 \r\n", 7),
+        ("X-Cost: 10\r\n", 10),
+    ] {
         assert_eq!(charged(&proxy, fields.as_bytes()).await, cost, "{fields:?}");
     }
     let absurd = "1000000000000000000000000000000";
     for value in [
-        "", "0", "-1", "11", "1.0", "+1", "1e30", absurd, "NaN", "nan", "inf", "-0", "0x1", "1,1", "1 1",
-        "\"",
+        "", "0", "-1", "11", "1.0", "+1", "1e30", absurd, "NaN", "nan", "inf", "-0", "0x1", "1,1",
+        "1 1", "\"",
     ] {
-        assert_eq!(charged(&proxy, format!("X-Cost: {value}\r\n").as_bytes()).await, 10, "{value:?}");
+        assert_eq!(
+            charged(&proxy, format!("X-Cost: {value}\r\n").as_bytes()).await,
+            10,
+            "{value:?}"
+        );
     }
     assert_eq!(charged(&proxy, b"X-Cost: \xff\xfe\r\n").await, 10);
-    assert_eq!(charged(&proxy, b"X-Cost: 1\r\nX-Cost: 1\r\n").await, 10, "repeated");
+    assert_eq!(
+        charged(&proxy, b"X-Cost: 1\r\nX-Cost: 1\r\n").await,
+        10,
+        "repeated"
+    );
     for look_alike in ["X_Cost", "x.cost"] {
         let reply = proxy.ask("GET", "/").header(look_alike, "1").send().await;
         assert_eq!(reply.status, 400, "{look_alike}");
     }
-    let dropped = proxy.ask("GET", "/").header("connection", "x-cost").header("x-cost", "9").send().await;
-    assert_eq!(dropped.status, 400, "the upstream would not see what was paid");
+    let dropped = proxy
+        .ask("GET", "/")
+        .header("connection", "x-cost")
+        .header("x-cost", "9")
+        .send()
+        .await;
+    assert_eq!(
+        dropped.status, 400,
+        "the upstream would not see what was paid"
+    );
 }
 
 #[tokio::test]
@@ -64,20 +87,41 @@ limit = { requests = 10, per = "1h" }
     )
     .await;
     let ask = |cost: &'static str| proxy.ask("GET", "/").header("x-cost", cost).send();
-    assert_eq!(ask("9").await.parameter("ratelimit", "priced", "r"), Some(1));
+    assert_eq!(
+        ask("9").await.parameter("ratelimit", "priced", "r"),
+        Some(1)
+    );
     let refused = ask("2").await;
-    assert_eq!((refused.status, refused.parameter("ratelimit", "priced", "r")), (429, Some(1)));
+    assert_eq!(
+        (
+            refused.status,
+            refused.parameter("ratelimit", "priced", "r")
+        ),
+        (429, Some(1))
+    );
     assert!(refused.header("retry-after").is_some());
     for never in ["11", "100", "many"] {
         let refused = ask(never).await;
         assert_eq!(
-            (refused.status, refused.parameter("ratelimit", "priced", "r")),
+            (
+                refused.status,
+                refused.parameter("ratelimit", "priced", "r")
+            ),
             (429, Some(1)),
             "{never}"
         );
-        assert!(refused.header("retry-after").is_none(), "{never}: there is nothing to wait for");
+        assert!(
+            refused.header("retry-after").is_none(),
+            "{never}: there is nothing to wait for"
+        );
         let problem = refused.json();
-        assert!(problem["detail"].as_str().unwrap().contains("more than the limit"), "{problem}");
+        assert!(
+            problem["detail"]
+                .as_str()
+                .unwrap()
+                .contains("more than the limit"),
+            "{problem}"
+        );
         assert!(problem.get("retry_after").is_none(), "{problem}");
     }
     assert_eq!(ask("1").await.status, 200);
@@ -105,22 +149,44 @@ block_for = "1s"
         }
     };
     let seen = upstream.seen().len();
-    assert!(first.retry_after_us() > 900_000, "{}", first.retry_after_us());
+    assert!(
+        first.retry_after_us() > 900_000,
+        "{}",
+        first.retry_after_us()
+    );
     assert_eq!(first.parameter("ratelimit", "login", "r"), Some(0));
-    assert_eq!(proxy.ask("GET", "/").header("x-user", "bob").status().await, 200, "another key");
+    assert_eq!(
+        proxy.ask("GET", "/").header("x-user", "bob").status().await,
+        200,
+        "another key"
+    );
     let mark = proxy.log_mark();
     let knock = ask().await;
     assert_eq!(knock.status, 429);
-    assert!(knock.retry_after_us() < first.retry_after_us(), "knocking prolongs it");
-    proxy.wait_for_log("a blocked request", mark, SOON, |line| line.field("decision") == "blocked").await;
+    assert!(
+        knock.retry_after_us() < first.retry_after_us(),
+        "knocking prolongs it"
+    );
+    proxy
+        .wait_for_log("a blocked request", mark, SOON, |line| {
+            line.field("decision") == "blocked"
+        })
+        .await;
     let freed = loop {
         let reply = ask().await;
         if reply.status == 200 {
             break Instant::now();
         }
-        assert!(begun.elapsed() < Duration::from_secs(5), "knocking keeps it shut");
+        assert!(
+            begun.elapsed() < Duration::from_secs(5),
+            "knocking keeps it shut"
+        );
     };
-    assert!(freed - begun >= Duration::from_secs(1), "{:?}", freed - begun);
+    assert!(
+        freed - begun >= Duration::from_secs(1),
+        "{:?}",
+        freed - begun
+    );
     assert_eq!(upstream.seen().len(), seen + 2);
 }
 
@@ -148,21 +214,32 @@ count_rejected = true
             let sent = Instant::now();
             let reply = proxy.get("/").await;
             if reply.status == 200 {
-                assert!(last.elapsed() >= Duration::from_secs(1), "a knocker gets in");
+                assert!(
+                    last.elapsed() >= Duration::from_secs(1),
+                    "a knocker gets in"
+                );
             } else {
                 told_us = reply.retry_after_us();
                 assert_eq!(told_us, 1_000_000, "a whole period from this knock on");
                 assert_eq!(reply.header("retry-after"), Some("1"));
                 assert_eq!(reply.parameter("ratelimit", "p", "r"), Some(0));
                 assert_eq!(reply.header("x-ratelimit-remaining"), Some("0"));
-                assert!(reply.parameter("ratelimit", "p", "t").is_some_and(|seconds| seconds <= 1));
+                assert!(
+                    reply
+                        .parameter("ratelimit", "p", "t")
+                        .is_some_and(|seconds| seconds <= 1)
+                );
             }
             last = sent;
         }
         let seen = upstream.seen().len();
         sleep_until((Instant::now() + Duration::from_micros(told_us + 2_000)).into()).await;
         assert_eq!(proxy.get("/").await.status, 200, "waited as told");
-        assert_eq!(upstream.seen().len(), seen + 1, "knocks don't reach the app");
+        assert_eq!(
+            upstream.seen().len(),
+            seen + 1,
+            "knocks don't reach the app"
+        );
     }
 }
 
@@ -183,10 +260,21 @@ count_rejected = true
         let mut seen = Vec::new();
         for _ in 0..6 {
             let reply = proxy.get("/").await;
-            let left = ["p", "p-2", "other"].map(|name| reply.parameter("ratelimit", name, "r").unwrap());
-            let told_us = if reply.status == 429 { reply.retry_after_us() } else { 0 };
+            let left =
+                ["p", "p-2", "other"].map(|name| reply.parameter("ratelimit", name, "r").unwrap());
+            let told_us = if reply.status == 429 {
+                reply.retry_after_us()
+            } else {
+                0
+            };
             if reply.status == 429 {
-                assert!(!reply.json()["violated-policies"].to_string().contains("other"), "{}", reply.text());
+                assert!(
+                    !reply.json()["violated-policies"]
+                        .to_string()
+                        .contains("other"),
+                    "{}",
+                    reply.text()
+                );
             }
             seen.push((reply.status, left, told_us / 60_000_000));
         }
@@ -230,11 +318,18 @@ block_for = "2s"
             let reply = proxy.get("/").await;
             assert_eq!(reply.status, 429);
             let next_us = reply.retry_after_us();
-            assert!(next_us < told_us && next_us >= 800_000, "{next_us} after {told_us}");
+            assert!(
+                next_us < told_us && next_us >= 800_000,
+                "{next_us} after {told_us}"
+            );
             told_us = next_us;
         }
         let refused = proxy.get("/").await;
-        assert_eq!((refused.status, refused.retry_after_us()), (429, 800_000), "from this knock on");
+        assert_eq!(
+            (refused.status, refused.retry_after_us()),
+            (429, 800_000),
+            "from this knock on"
+        );
         sleep_until((Instant::now() + Duration::from_millis(802)).into()).await;
         assert_eq!(proxy.get("/").await.status, 200, "waited as told");
     }
@@ -260,10 +355,19 @@ count_rejected = true
             longest = longest.max(last.elapsed());
             last = Instant::now();
         }
-        let page = Ask::new(proxy.admin(), "GET", "/metrics").header("host", "localhost").send().await.text();
+        let page = Ask::new(proxy.admin(), "GET", "/metrics")
+            .header("host", "localhost")
+            .send()
+            .await
+            .text();
         let count = |decision: &str| {
-            let series = format!("tidegate_requests_total{{policy=\"candidate\",decision=\"{decision}\"}} ");
-            page.lines().find_map(|line| line.strip_prefix(&series)).unwrap().parse::<u64>().unwrap()
+            let series =
+                format!("tidegate_requests_total{{policy=\"candidate\",decision=\"{decision}\"}} ");
+            page.lines()
+                .find_map(|line| line.strip_prefix(&series))
+                .unwrap()
+                .parse::<u64>()
+                .unwrap()
         };
         if longest < Duration::from_millis(400) {
             assert_eq!((count("allowed"), count("shadow_rejected")), (1, asked - 1));

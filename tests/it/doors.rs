@@ -18,23 +18,37 @@ use tokio::net::{TcpStream, UnixStream};
 const GET: &str = "GET / HTTP/1.1\r\nHost: a.example\r\n\r\n";
 const PER_CLIENT: &str =
     "[[policy]]\nname = 'p'\nkey = ['client_ip']\nlimit = { requests = 1, per = '1h' }\n";
-const LISTED: &str = "[listen]\nproxy_protocol = 'require'\nproxy_protocol_from = ['127.0.0.1/32']\n";
+const LISTED: &str =
+    "[listen]\nproxy_protocol = 'require'\nproxy_protocol_from = ['127.0.0.1/32']\n";
 
 /// Version 2: from 192.0.2.1:56324, by TCP over IPv4.
-const V2: &[u8] = b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c\xc0\0\x02\x01\xc6\x33\x64\x01\xdc\x04\x01\xbb";
+const V2: &[u8] =
+    b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c\xc0\0\x02\x01\xc6\x33\x64\x01\xdc\x04\x01\xbb";
 const V2_LOCAL: &[u8] = b"\r\n\r\n\0\r\nQUIT\n\x20\0\0\0";
 
 async fn series(proxy: &Proxy, series: &str) -> u64 {
-    let page = Ask::new(proxy.admin(), "GET", "/metrics").header("Host", "localhost").send().await.text();
-    let line = page.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
-    line.unwrap_or_else(|| panic!("no {series} in {page}")).parse().unwrap()
+    let page = Ask::new(proxy.admin(), "GET", "/metrics")
+        .header("Host", "localhost")
+        .send()
+        .await
+        .text();
+    let line = page
+        .lines()
+        .find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+    line.unwrap_or_else(|| panic!("no {series} in {page}"))
+        .parse()
+        .unwrap()
 }
 
 async fn until_closed(proxy: &Proxy, kind: &str, times: u64) {
     let deadline = std::time::Instant::now() + SOON;
     let name = format!("tidegate_proxy_protocol_errors_total{{kind=\"{kind}\"}}");
     while series(proxy, &name).await != times {
-        assert!(std::time::Instant::now() < deadline, "{kind}: {}", series(proxy, &name).await);
+        assert!(
+            std::time::Instant::now() < deadline,
+            "{kind}: {}",
+            series(proxy, &name).await
+        );
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
@@ -55,13 +69,21 @@ async fn the_proxy_header_says_who_the_client_is() {
     for (header, client, status) in [
         (v1, "192.0.2.1", 200),
         (V2, "192.0.2.1", 429),
-        (b"PROXY TCP4 192.0.2.9 198.51.100.1 1 2\r\n", "192.0.2.9", 200),
+        (
+            b"PROXY TCP4 192.0.2.9 198.51.100.1 1 2\r\n",
+            "192.0.2.9",
+            200,
+        ),
         (v1_v6, "2001:db8::1", 200),
         (b"PROXY UNKNOWN\r\n", "127.0.0.1", 200),
         (V2_LOCAL, "127.0.0.1", 429),
     ] {
         let mut door = beginning(proxy.address, header).await;
-        assert_eq!(door.send(GET).await.reply().await.status, status, "{client}");
+        assert_eq!(
+            door.send(GET).await.reply().await.status,
+            status,
+            "{client}"
+        );
         // It is for the connection, not for a request.
         assert_eq!(door.send(GET).await.reply().await.status, 429, "{client}");
         if status == 200 {
@@ -77,8 +99,15 @@ async fn the_proxy_header_says_who_the_client_is() {
             door.send([*byte]).await;
         }
         assert_eq!(door.send(GET).await.reply().await.status, 429);
-        let mut door = beginning(proxy.address, &[header, GET.as_bytes(), GET.as_bytes()].concat()).await;
-        assert_eq!((door.reply().await.status, door.reply().await.status), (429, 429));
+        let mut door = beginning(
+            proxy.address,
+            &[header, GET.as_bytes(), GET.as_bytes()].concat(),
+        )
+        .await;
+        assert_eq!(
+            (door.reply().await.status, door.reply().await.status),
+            (429, 429)
+        );
     }
 }
 
@@ -88,10 +117,31 @@ async fn the_address_in_the_header_plays_the_peer() {
     let config = format!("{LISTED}[client]\ntrusted_proxies = ['192.0.2.0/24']\n{PER_CLIENT}");
     let proxy = Proxy::start(&config, upstream.address).await;
     let asked = "GET / HTTP/1.1\r\nHost: a.example\r\nX-Forwarded-For: 203.0.113.7\r\n\r\n";
-    assert_eq!(beginning(proxy.address, V2).await.send(asked).await.reply().await.status, 200);
-    assert_eq!(upstream.last().one("x-forwarded-for"), "203.0.113.7, 192.0.2.1");
+    assert_eq!(
+        beginning(proxy.address, V2)
+            .await
+            .send(asked)
+            .await
+            .reply()
+            .await
+            .status,
+        200
+    );
+    assert_eq!(
+        upstream.last().one("x-forwarded-for"),
+        "203.0.113.7, 192.0.2.1"
+    );
     // The load balancer itself is believed in its header, and in nothing else.
-    assert_eq!(beginning(proxy.address, V2_LOCAL).await.send(asked).await.reply().await.status, 200);
+    assert_eq!(
+        beginning(proxy.address, V2_LOCAL)
+            .await
+            .send(asked)
+            .await
+            .reply()
+            .await
+            .status,
+        200
+    );
     assert_eq!(upstream.last().one("x-forwarded-for"), "127.0.0.1");
 }
 
@@ -99,18 +149,31 @@ async fn the_address_in_the_header_plays_the_peer() {
 async fn the_header_stands_before_tls() {
     let ca = Authority::new();
     ca.sign("a", "a.example");
-    let tls = format!("[listen.tls]\ncert = {:?}\nkey = {:?}\n", ca.text("a.pem"), ca.text("a.key"));
+    let tls = format!(
+        "[listen.tls]\ncert = {:?}\nkey = {:?}\n",
+        ca.text("a.pem"),
+        ca.text("a.key")
+    );
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(&format!("{LISTED}{tls}"), upstream.address).await;
     for header in [V2, b"PROXY TCP4 192.0.2.1 198.51.100.1 1 2\r\n"] {
         let mut socket = TcpStream::connect(proxy.address).await.unwrap();
         socket.write_all(header).await.unwrap();
-        let mut door = RawClient::over(TlsClient::new(&ca).wrap(socket, "a.example").await.unwrap());
+        let mut door =
+            RawClient::over(TlsClient::new(&ca).wrap(socket, "a.example").await.unwrap());
         assert_eq!(door.send(GET).await.reply().await.status, 200);
         let seen = upstream.last();
-        assert_eq!((seen.one("x-forwarded-for"), seen.one("x-forwarded-proto")), ("192.0.2.1", "https"));
+        assert_eq!(
+            (seen.one("x-forwarded-for"), seen.one("x-forwarded-proto")),
+            ("192.0.2.1", "https")
+        );
     }
-    assert!(TlsClient::new(&ca).connect(proxy.address, "a.example").await.is_err());
+    assert!(
+        TlsClient::new(&ca)
+            .connect(proxy.address, "a.example")
+            .await
+            .is_err()
+    );
     until_closed(&proxy, "absent", 1).await;
 }
 
@@ -133,14 +196,21 @@ async fn what_has_no_right_header_is_closed_counted_and_never_forwarded() {
         ("checksum", 1, &wrong_sum),
         ("timeout", 1, b"PROXY TCP4 1.1.1.1"),
     ] {
-        let mut door =
-            beginning(proxy.address, &[header, GET.as_bytes()].concat()[..header.len().max(18)]).await;
+        let mut door = beginning(
+            proxy.address,
+            &[header, GET.as_bytes()].concat()[..header.len().max(18)],
+        )
+        .await;
         assert_eq!(door.rest().await, Vec::<u8>::new(), "{kind}");
         until_closed(&proxy, kind, times).await;
     }
     drop(beginning(proxy.address, b"PROXY ").await);
     until_closed(&proxy, "closed", 1).await;
-    assert!(upstream.seen().is_empty() && proxy.log_since(mark).is_empty(), "{}", proxy.log());
+    assert!(
+        upstream.seen().is_empty() && proxy.log_since(mark).is_empty(),
+        "{}",
+        proxy.log()
+    );
 
     let others = LISTED.replace("127.0.0.1/32", "10.0.0.0/8");
     let proxy = Proxy::start(&others, upstream.address).await;
@@ -155,14 +225,24 @@ async fn a_protocol_that_nobody_may_speak_is_an_error() {
     let folder = TempDir::new().unwrap();
     let file = folder.path().join("config.toml");
     let check = async |listen: &str| {
-        fs::write(&file, format!("upstream.url = 'http://a'\n[listen]\n{listen}\n")).unwrap();
+        fs::write(
+            &file,
+            format!("upstream.url = 'http://a'\n[listen]\n{listen}\n"),
+        )
+        .unwrap();
         let ended = run(tidegate().arg("check").arg(&file)).await;
         (ended.status.code(), ended.stderr)
     };
     let (code, said) = check("proxy_protocol = 'require'").await;
-    assert!(code == Some(1) && said.contains("expected the networks of your load balancers"), "{said}");
+    assert!(
+        code == Some(1) && said.contains("expected the networks of your load balancers"),
+        "{said}"
+    );
     let (code, said) = check("proxy_protocol_from = ['10.0.0.0/8']").await;
-    assert!(code == Some(0) && said.contains("nobody is asked for it"), "{said}");
+    assert!(
+        code == Some(0) && said.contains("nobody is asked for it"),
+        "{said}"
+    );
     assert_eq!(
         check("proxy_protocol = 'require'\nproxy_protocol_from = ['10.0.0.0/8']").await,
         (Some(0), String::new())
@@ -173,7 +253,9 @@ async fn a_protocol_that_nobody_may_speak_is_an_error() {
 async fn at_socket(path: &Path, folder: &TempDir, config: &str, upstream: SocketAddr) -> Process {
     let process = start_at(path, folder, config, upstream);
     let listens = |text: &str| text.contains("\"listening\"").then_some(());
-    process.wait_for("the proxy to listen", 0, SOON, |line| listens(&line.text)).await;
+    process
+        .wait_for("the proxy to listen", 0, SOON, |line| listens(&line.text))
+        .await;
     process
 }
 
@@ -181,7 +263,12 @@ fn start_at(path: &Path, folder: &TempDir, config: &str, upstream: SocketAddr) -
     let file = folder.path().join("config.toml");
     fs::write(&file, config).unwrap();
     let mut command = tidegate();
-    command.arg("run").arg("--config").arg(file).arg("--listen").arg(format!("unix:{}", path.display()));
+    command
+        .arg("run")
+        .arg("--config")
+        .arg(file)
+        .arg("--listen")
+        .arg(format!("unix:{}", path.display()));
     Process::start(command.arg("--upstream").arg(format!("http://{upstream}"))).unwrap()
 }
 
@@ -197,18 +284,29 @@ async fn a_client_of_a_unix_socket_is_this_machine() {
     let config = format!("[client]\ntrusted_proxies = ['127.0.0.1/32']\n{PER_CLIENT}");
     let mut process = at_socket(&path, &folder, &config, upstream.address).await;
     assert!(
-        process.transcript().contains(&format!("\"address\":\"unix:{}\"", path.display())),
+        process
+            .transcript()
+            .contains(&format!("\"address\":\"unix:{}\"", path.display())),
         "{}",
         process.transcript()
     );
-    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o666);
+    assert_eq!(
+        fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+        0o666
+    );
     let mut client = through(&path).await;
     assert_eq!(client.send(GET).await.reply().await.status, 200);
     assert_eq!(upstream.last().one("x-forwarded-for"), "127.0.0.1");
     assert_eq!(client.send(GET).await.reply().await.status, 429);
     let from = "GET / HTTP/1.1\r\nHost: a.example\r\nX-Forwarded-For: 192.0.2.7\r\n\r\n";
-    assert_eq!(through(&path).await.send(from).await.reply().await.status, 200);
-    assert_eq!(upstream.last().one("x-forwarded-for"), "192.0.2.7, 127.0.0.1");
+    assert_eq!(
+        through(&path).await.send(from).await.reply().await.status,
+        200
+    );
+    assert_eq!(
+        upstream.last().one("x-forwarded-for"),
+        "192.0.2.7, 127.0.0.1"
+    );
     process.signal("TERM");
     assert!(client.closes(SOON).await);
     assert_eq!(process.ended(SOON).await.status.code(), Some(0));
@@ -229,18 +327,28 @@ async fn only_a_socket_that_nobody_answers_on_is_replaced() {
     }
     assert!(path.exists(), "it had no time to clean up");
     let mut first = at_socket(&path, &folder, "", upstream.address).await;
-    assert_eq!(through(&path).await.send(GET).await.reply().await.status, 200);
+    assert_eq!(
+        through(&path).await.send(GET).await.reply().await.status,
+        200
+    );
 
-    let second = start_at(&path, &folder, "", upstream.address).ended(SOON).await;
+    let second = start_at(&path, &folder, "", upstream.address)
+        .ended(SOON)
+        .await;
     assert_eq!(second.status.code(), Some(1));
     assert!(
-        second
-            .stderr
-            .contains(&format!("cannot listen on unix:{}: another process answers on it", path.display())),
+        second.stderr.contains(&format!(
+            "cannot listen on unix:{}: another process answers on it",
+            path.display()
+        )),
         "{}",
         second.stderr
     );
-    assert_eq!(through(&path).await.send(GET).await.reply().await.status, 200, "the first goes on");
+    assert_eq!(
+        through(&path).await.send(GET).await.reply().await.status,
+        200,
+        "the first goes on"
+    );
 
     // What somebody else has put there stays theirs.
     fs::remove_file(&path).unwrap();
@@ -248,7 +356,9 @@ async fn only_a_socket_that_nobody_answers_on_is_replaced() {
     first.signal("TERM");
     first.ended(SOON).await;
     assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
-    let third = start_at(&path, &folder, "", upstream.address).ended(SOON).await;
+    let third = start_at(&path, &folder, "", upstream.address)
+        .ended(SOON)
+        .await;
     assert!(third.stderr.contains("no socket"), "{}", third.stderr);
     assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
 }
@@ -260,7 +370,11 @@ async fn a_unix_socket_takes_tls_and_proxy_headers_and_says_what_needs_a_restart
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("t.sock");
     let upstream = Upstream::echo().await;
-    let tls = format!("[listen.tls]\ncert = {:?}\nkey = {:?}\n", ca.text("a.pem"), ca.text("a.key"));
+    let tls = format!(
+        "[listen.tls]\ncert = {:?}\nkey = {:?}\n",
+        ca.text("a.pem"),
+        ca.text("a.key")
+    );
     let config = format!("{LISTED}{tls}");
     let process = at_socket(&path, &folder, &config, upstream.address).await;
     let mut socket = UnixStream::connect(&path).await.unwrap();
@@ -268,18 +382,25 @@ async fn a_unix_socket_takes_tls_and_proxy_headers_and_says_what_needs_a_restart
     let mut client = RawClient::over(TlsClient::new(&ca).wrap(socket, "a.example").await.unwrap());
     assert_eq!(client.send(GET).await.reply().await.status, 200);
     let seen = upstream.last();
-    assert_eq!((seen.one("x-forwarded-for"), seen.one("x-forwarded-proto")), ("192.0.2.1", "https"));
+    assert_eq!(
+        (seen.one("x-forwarded-for"), seen.one("x-forwarded-proto")),
+        ("192.0.2.1", "https")
+    );
 
     let mark = process.lines().len();
     fs::write(
         folder.path().join("config.toml"),
-        config.replace("require", "off").replace("proxy_protocol_from = ['127.0.0.1/32']", ""),
+        config
+            .replace("require", "off")
+            .replace("proxy_protocol_from = ['127.0.0.1/32']", ""),
     )
     .unwrap();
     let says = |setting: &'static str| {
         move |text: &str| (text.contains("after a restart") && text.contains(setting)).then_some(())
     };
     for setting in ["listen.proxy_protocol\"", "listen.proxy_protocol_from"] {
-        process.wait_for(setting, mark, SOON, |line| says(setting)(&line.text)).await;
+        process
+            .wait_for(setting, mark, SOON, |line| says(setting)(&line.text))
+            .await;
     }
 }

@@ -38,7 +38,10 @@ async fn attack(
     let other = tokio::spawn(serve_another(proxy.address));
     let (deadline, mut sent) = (Instant::now() + 2 * SOON, 0);
     while sent < most && !attacker.is_closed() && attacker.send(round(sent)).await {
-        assert!(Instant::now() < deadline, "after {sent} rounds it still listens");
+        assert!(
+            Instant::now() < deadline,
+            "after {sent} rounds it still listens"
+        );
         sent += 1;
         if !pause.is_zero() {
             tokio::time::sleep(pause).await;
@@ -67,7 +70,10 @@ async fn closed(proxy: &Proxy, reason: &str) -> u64 {
     let page = metrics(proxy).await;
     let line = format!("tidegate_connections_closed_total{{reason=\"{reason}\"}} ");
     let value = page.lines().find_map(|known| known.strip_prefix(&line));
-    value.unwrap_or_else(|| panic!("no {line} in {page}")).parse().unwrap()
+    value
+        .unwrap_or_else(|| panic!("no {line} in {page}"))
+        .parse()
+        .unwrap()
 }
 
 /// Waits until it is: the client may know of its end before we have counted it.
@@ -78,13 +84,20 @@ async fn counted(proxy: &Proxy, reason: &str, count: u64) {
         if found == count {
             return;
         }
-        assert!(found < count && Instant::now() < deadline, "{reason}: {found} instead of {count}");
+        assert!(
+            found < count && Instant::now() < deadline,
+            "{reason}: {found} instead of {count}"
+        );
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
 async fn metrics(proxy: &Proxy) -> String {
-    Ask::new(proxy.admin(), "GET", "/metrics").header("host", "localhost").send().await.text()
+    Ask::new(proxy.admin(), "GET", "/metrics")
+        .header("host", "localhost")
+        .send()
+        .await
+        .text()
 }
 
 /// Runs [`attack`], and sees that it was counted as a flood and took no memory.
@@ -104,12 +117,22 @@ async fn flood_slowly(
     assert_eq!(proxy.get("/").await.status, 200);
     let (before, mark) = (proxy.rss_kib(), proxy.log_mark());
     let (rounds, code) = attack(&proxy, opening, most, pause, round).await;
-    assert!(code.is_none_or(|code| code == ENHANCE_YOUR_CALM), "{name}: {code:?} after {rounds}");
+    assert!(
+        code.is_none_or(|code| code == ENHANCE_YOUR_CALM),
+        "{name}: {code:?} after {rounds}"
+    );
     counted(&proxy, "flood", 1).await;
     let grown = proxy.rss_kib().saturating_sub(before);
     assert!(grown < ROOM_KIB, "{name}: {grown} KiB more");
-    let told: Vec<_> = proxy.log_since(mark).into_iter().filter(|line| !line.is_level("INFO")).collect();
-    assert!(told.is_empty(), "{name}: an attacker wrote to the log: {told:?}");
+    let told: Vec<_> = proxy
+        .log_since(mark)
+        .into_iter()
+        .filter(|line| !line.is_level("INFO"))
+        .collect();
+    assert!(
+        told.is_empty(),
+        "{name}: an attacker wrote to the log: {told:?}"
+    );
     assert_eq!(proxy.get("/").await.status, 200, "{name}");
 }
 
@@ -119,21 +142,35 @@ fn id(round: u32) -> u32 {
 
 #[tokio::test]
 async fn requests_reset_before_they_are_seen() {
-    flood("rapid reset", "", 100_000, |n| [get(id(n), "/"), rst(id(n))].concat()).await;
+    flood("rapid reset", "", 100_000, |n| {
+        [get(id(n), "/"), rst(id(n))].concat()
+    })
+    .await;
 }
 
 #[tokio::test]
 async fn requests_reset_as_soon_as_they_are_under_way() {
     let each = 10;
     let some = |round: u32, make: &dyn Fn(u32) -> Vec<u8>| -> Vec<u8> {
-        (round * each..(round + 1) * each).flat_map(|n| make(id(n))).collect()
+        (round * each..(round + 1) * each)
+            .flat_map(|n| make(id(n)))
+            .collect()
     };
     // A round's requests are forwarded while it sleeps, and given up at the begin of the next one.
     let round = |n: u32| {
-        let given_up = n.checked_sub(1).map_or_else(Vec::new, |last| some(last, &rst));
+        let given_up = n
+            .checked_sub(1)
+            .map_or_else(Vec::new, |last| some(last, &rst));
         [given_up, some(n, &|id| get(id, "/never"))].concat()
     };
-    flood_slowly("rapid reset, slower", "", 2_000, Duration::from_millis(10), round).await;
+    flood_slowly(
+        "rapid reset, slower",
+        "",
+        2_000,
+        Duration::from_millis(10),
+        round,
+    )
+    .await;
 }
 
 #[tokio::test]
@@ -150,48 +187,103 @@ async fn requests_beyond_the_streams_there_may_be() {
 
 #[tokio::test]
 async fn heads_that_are_none() {
-    flood("empty HEADERS", "", 100_000, |n| frame(HEADERS, END_STREAM | END_HEADERS, id(n), "")).await;
+    flood("empty HEADERS", "", 100_000, |n| {
+        frame(HEADERS, END_STREAM | END_HEADERS, id(n), "")
+    })
+    .await;
 }
 
 #[tokio::test]
 async fn a_head_in_continuations_without_end() {
     let junk = block(&[("x-junk", &"j".repeat(1_000))]);
     let opening = frame(HEADERS, END_STREAM, 1, block(&GET));
-    flood("CONTINUATION", &opening, 1_000_000, |_| frame(CONTINUATION, 0, 1, &junk)).await;
-    flood("empty CONTINUATION", &opening, 1_000_000, |_| frame(CONTINUATION, 0, 1, "")).await;
+    flood("CONTINUATION", &opening, 1_000_000, |_| {
+        frame(CONTINUATION, 0, 1, &junk)
+    })
+    .await;
+    flood("empty CONTINUATION", &opening, 1_000_000, |_| {
+        frame(CONTINUATION, 0, 1, "")
+    })
+    .await;
 }
 
 #[tokio::test]
 async fn frames_that_lead_nowhere() {
     let many = |bytes: Vec<u8>| move |_| bytes.repeat(100);
     flood("PING", "", 100_000, many(frame(PING, 0, 0, [7; 8]))).await;
-    flood("PING that nobody asked for", "", 100_000, many(frame(PING, ACK, 0, [7; 8]))).await;
+    flood(
+        "PING that nobody asked for",
+        "",
+        100_000,
+        many(frame(PING, ACK, 0, [7; 8])),
+    )
+    .await;
     flood("SETTINGS", "", 100_000, many(frame(SETTINGS, 0, 0, ""))).await;
-    flood("PRIORITY", "", 100_000, many(frame(PRIORITY, 0, 9, [0, 0, 0, 0, 1]))).await;
+    flood(
+        "PRIORITY",
+        "",
+        100_000,
+        many(frame(PRIORITY, 0, 9, [0, 0, 0, 0, 1])),
+    )
+    .await;
     flood("WINDOW_UPDATE", "", 100_000, many(window_update(0, 1))).await;
-    flood("unknown frames", "", 100_000, many(frame(0xb7, 0, 0, "anything"))).await;
-    flood("resets of what is over", [get(1, "/"), rst(1)].concat(), 100_000, many(rst(1))).await;
+    flood(
+        "unknown frames",
+        "",
+        100_000,
+        many(frame(0xb7, 0, 0, "anything")),
+    )
+    .await;
+    flood(
+        "resets of what is over",
+        [get(1, "/"), rst(1)].concat(),
+        100_000,
+        many(rst(1)),
+    )
+    .await;
 }
 
 #[tokio::test]
 async fn windows_that_swing_while_streams_wait_for_them() {
     let opening: Vec<u8> = (0..150).flat_map(|n| get(id(n), "/big")).collect();
-    let swing = [frame(SETTINGS, 0, 0, setting(4, 0)), frame(SETTINGS, 0, 0, setting(4, 1))].concat();
-    flood("SETTINGS that swing", opening, 100_000, |_| swing.repeat(20)).await;
+    let swing = [
+        frame(SETTINGS, 0, 0, setting(4, 0)),
+        frame(SETTINGS, 0, 0, setting(4, 1)),
+    ]
+    .concat();
+    flood("SETTINGS that swing", opening, 100_000, |_| {
+        swing.repeat(20)
+    })
+    .await;
 }
 
 #[tokio::test]
 async fn windows_opened_by_the_byte() {
     let opening = [frame(SETTINGS, 0, 0, setting(4, 0)), get(1, "/big")].concat();
-    flood("WINDOW_UPDATE by the byte", opening, 100_000, |_| window_update(1, 1).repeat(50)).await;
+    flood("WINDOW_UPDATE by the byte", opening, 100_000, |_| {
+        window_update(1, 1).repeat(50)
+    })
+    .await;
 }
 
 #[tokio::test]
 async fn bodies_of_nothing() {
-    let opening = head(1, &[&[(":method", "POST")], &GET[1..3], &[(":path", "/never")]].concat());
+    let opening = head(
+        1,
+        &[&[(":method", "POST")], &GET[1..3], &[(":path", "/never")]].concat(),
+    );
     flood("empty DATA", &opening, 100_000, |_| frame(DATA, 0, 1, "")).await;
-    flood("padding", &opening, 100_000, |_| frame(DATA, PADDED, 1, [vec![255], vec![0; 255]].concat())).await;
-    flood("DATA by the byte that nobody reads", &opening, 100_000, |_| frame(DATA, 0, 1, "x")).await;
+    flood("padding", &opening, 100_000, |_| {
+        frame(DATA, PADDED, 1, [vec![255], vec![0; 255]].concat())
+    })
+    .await;
+    flood(
+        "DATA by the byte that nobody reads",
+        &opening,
+        100_000,
+        |_| frame(DATA, 0, 1, "x"),
+    )
+    .await;
 }
 
 #[tokio::test]
@@ -203,12 +295,22 @@ async fn a_head_that_unpacks_to_megabytes_is_a_431() {
     for references in [1_000, 16_000] {
         let mut client = Framed::connect(proxy.address, &setting(1, u32::MAX)).await;
         // One byte per reference to a field of 4,000 bytes.
-        let bomb = [block(&GET), remembered("x-bomb", &"b".repeat(4_000)), vec![0xbe; references]].concat();
+        let bomb = [
+            block(&GET),
+            remembered("x-bomb", &"b".repeat(4_000)),
+            vec![0xbe; references],
+        ]
+        .concat();
         let (first, rest) = bomb.split_at(bomb.len().min(16_000));
         client.send(frame(HEADERS, END_STREAM, 1, first)).await;
         client.send(frame(CONTINUATION, END_HEADERS, 1, rest)).await;
-        let answer = client.find("an answer", |frame| matches!(frame.kind, HEADERS | GOAWAY)).await;
-        assert!(answer.kind == GOAWAY || answer.status().is_none(), "{answer:?}");
+        let answer = client
+            .find("an answer", |frame| matches!(frame.kind, HEADERS | GOAWAY))
+            .await;
+        assert!(
+            answer.kind == GOAWAY || answer.status().is_none(),
+            "{answer:?}"
+        );
     }
     assert_eq!(upstream.seen().len(), 1, "the upstream saw none of it");
     assert!(proxy.rss_kib() < before + ROOM_KIB);
@@ -217,30 +319,57 @@ async fn a_head_that_unpacks_to_megabytes_is_a_431() {
 #[tokio::test]
 async fn streams_without_a_window_are_reset_and_others_are_served() {
     let upstream = upstream().await;
-    let proxy = Proxy::start("[listen.http]\nbody_idle_timeout = '500ms'", upstream.address).await;
+    let proxy = Proxy::start(
+        "[listen.http]\nbody_idle_timeout = '500ms'",
+        upstream.address,
+    )
+    .await;
     assert_eq!(proxy.get("/").await.status, 200);
     let before = proxy.rss_kib();
     let mut client = Framed::connect(proxy.address, &setting(4, 0)).await;
     let streams = 100;
-    client.send((0..streams).flat_map(|n| get(id(n), "/big")).collect::<Vec<u8>>()).await;
+    client
+        .send(
+            (0..streams)
+                .flat_map(|n| get(id(n), "/big"))
+                .collect::<Vec<u8>>(),
+        )
+        .await;
     assert_eq!(proxy.get("/").await.status, 200);
     for _ in 0..streams {
-        client.find("a reset", |frame| frame.kind == RST_STREAM).await;
+        client
+            .find("a reset", |frame| frame.kind == RST_STREAM)
+            .await;
     }
     let grown = proxy.rss_kib().saturating_sub(before);
     assert!(grown < ROOM_KIB, "{grown} KiB more");
     counted(&proxy, "slow_read", u64::from(streams)).await;
-    client.send([frame(SETTINGS, 0, 0, setting(4, 65_535)), get(id(streams), "/")].concat()).await;
-    let answer = client.find("an answer", |frame| frame.kind == HEADERS && frame.stream == id(streams)).await;
-    assert_eq!(answer.status(), Some(200), "the connection is as good as ever");
+    client
+        .send(
+            [
+                frame(SETTINGS, 0, 0, setting(4, 65_535)),
+                get(id(streams), "/"),
+            ]
+            .concat(),
+        )
+        .await;
+    let answer = client
+        .find("an answer", |frame| {
+            frame.kind == HEADERS && frame.stream == id(streams)
+        })
+        .await;
+    assert_eq!(
+        answer.status(),
+        Some(200),
+        "the connection is as good as ever"
+    );
 }
 
 /// What looks like a flood and is none.
 #[tokio::test]
 async fn busy_clients_stay() {
     let upstream = upstream().await;
-    let policy =
-        "[[policy]]\nname = 'p'\nmatch = { path = '/limited' }\nlimit = { requests = 1, per = '1h' }";
+    let policy = "[[policy]]\nname = 'p'\nmatch = { path = '/limited' }\nlimit = { requests = 1, per = '1h' }";
     let proxy = Proxy::start(policy, upstream.address).await;
     let mut client = Framed::connect(proxy.address, &setting(4, 1 << 24)).await;
     client.send(window_update(0, 1 << 30)).await;
@@ -256,19 +385,38 @@ async fn busy_clients_stay() {
                 let id = stream();
                 let fields = [&[(":method", method), (":path", path)], &GET[1..3]].concat();
                 client.send(request(id, &fields)).await;
-                client.find("the end", |frame| frame.stream == id && frame.flags & END_STREAM != 0).await;
-                client.send([window_update(0, 100), frame(PING, 0, 0, [1; 8])].concat()).await;
+                client
+                    .find("the end", |frame| {
+                        frame.stream == id && frame.flags & END_STREAM != 0
+                    })
+                    .await;
+                client
+                    .send([window_update(0, 100), frame(PING, 0, 0, [1; 8])].concat())
+                    .await;
             }
         }
     }
     // Many given up at once, as when somebody leaves a page.
     let given_up: Vec<u32> = (0..150).map(|_| stream()).collect();
-    client.send(given_up.iter().flat_map(|id| get(*id, "/never")).collect::<Vec<u8>>()).await;
+    client
+        .send(
+            given_up
+                .iter()
+                .flat_map(|id| get(*id, "/never"))
+                .collect::<Vec<u8>>(),
+        )
+        .await;
     tokio::time::sleep(Duration::from_millis(300)).await;
-    client.send(given_up.iter().flat_map(|id| rst(*id)).collect::<Vec<u8>>()).await;
+    client
+        .send(given_up.iter().flat_map(|id| rst(*id)).collect::<Vec<u8>>())
+        .await;
     let last = stream();
     client.send(get(last, "/")).await;
-    client.find("an answer", |frame| frame.stream == last && frame.kind == HEADERS).await;
+    client
+        .find("an answer", |frame| {
+            frame.stream == last && frame.kind == HEADERS
+        })
+        .await;
     assert_eq!(closed(&proxy, "flood").await, 0);
 }
 
@@ -276,37 +424,66 @@ async fn busy_clients_stay() {
 #[tokio::test]
 async fn who_is_too_slow_or_speaks_no_http_is_counted() {
     let upstream = upstream().await;
-    let config =
-        "[listen.http]\nheader_timeout = '200ms'\nidle_timeout = '300ms'\nbody_idle_timeout = '200ms'";
+    let config = "[listen.http]\nheader_timeout = '200ms'\nidle_timeout = '300ms'\nbody_idle_timeout = '200ms'";
     let proxy = Proxy::start(config, upstream.address).await;
     let mut slow = RawClient::connect(proxy.address).await;
     slow.send("GET / HTTP/1.1\r\nHo").await;
     assert_eq!(slow.reply().await.status, 408);
-    let line = proxy.wait_for_log("an access line", 0, SOON, |line| line.field("status") == "408").await;
+    let line = proxy
+        .wait_for_log("an access line", 0, SOON, |line| {
+            line.field("status") == "408"
+        })
+        .await;
     assert_eq!(
-        (line.field("decision").as_str(), line.field("client_ip").as_str()),
+        (
+            line.field("decision").as_str(),
+            line.field("client_ip").as_str()
+        ),
         ("malformed", "127.0.0.1")
     );
     let mut idle = RawClient::connect(proxy.address).await;
     assert!(idle.closes(SOON).await);
     let mut body = RawClient::connect(proxy.address).await;
-    body.send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nshort").await;
+    body.send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nshort")
+        .await;
     assert_eq!(body.reply().await.status, 408);
     let long = "x".repeat(70_000);
     for (odd, status) in [
         ("\0\r\n\r\n".to_owned(), 400),
-        (format!("GET / HTTP/1.1\r\nHost: a\r\nX: {long}\r\n\r\n"), 431),
-        ("GET / HTTP/1.1\r\nHost: a\r\nX: y\r\n z\r\n\r\n".to_owned(), 400),
+        (
+            format!("GET / HTTP/1.1\r\nHost: a\r\nX: {long}\r\n\r\n"),
+            431,
+        ),
+        (
+            "GET / HTTP/1.1\r\nHost: a\r\nX: y\r\n z\r\n\r\n".to_owned(),
+            400,
+        ),
     ] {
         let mark = proxy.log_mark();
-        assert_eq!(RawClient::connect(proxy.address).await.send(odd).await.reply().await.status, status);
+        assert_eq!(
+            RawClient::connect(proxy.address)
+                .await
+                .send(odd)
+                .await
+                .reply()
+                .await
+                .status,
+            status
+        );
         let status = status.to_string();
-        proxy.wait_for_log("an access line", mark, SOON, |line| line.field("status") == status).await;
+        proxy
+            .wait_for_log("an access line", mark, SOON, |line| {
+                line.field("status") == status
+            })
+            .await;
     }
     let page = metrics(&proxy).await;
     for line in ["{code=\"400\"} 2", "{code=\"408\"} 2", "{code=\"431\"} 1"] {
         let line = format!("tidegate_http_requests_total{line}");
-        assert!(page.lines().any(|known| known == line), "{line} is not in {page}");
+        assert!(
+            page.lines().any(|known| known == line),
+            "{line} is not in {page}"
+        );
     }
     for (reason, count) in [("header_timeout", 1), ("body_timeout", 1), ("protocol", 3)] {
         counted(&proxy, reason, count).await;
@@ -318,7 +495,10 @@ async fn who_is_too_slow_or_speaks_no_http_is_counted() {
 async fn that_the_bound_on_connections_was_reached_is_counted() {
     let upstream = upstream().await;
     let proxy = Proxy::start("[listen]\nmax_connections = 2", upstream.address).await;
-    let held = [RawClient::connect(proxy.address).await, RawClient::connect(proxy.address).await];
+    let held = [
+        RawClient::connect(proxy.address).await,
+        RawClient::connect(proxy.address).await,
+    ];
     let deadline = Instant::now() + SOON;
     loop {
         let page = metrics(&proxy).await;

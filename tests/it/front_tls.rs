@@ -22,7 +22,11 @@ const GET: &str = "GET / HTTP/1.1\r\nHost: a.example\r\n\r\n";
 
 /// `[listen.tls]` with the certificate called `a`.
 fn with_a(ca: &Authority, more: &str) -> String {
-    format!("[listen.tls]\ncert = {:?}\nkey = {:?}\n{more}\n", ca.text("a.pem"), ca.text("a.key"))
+    format!(
+        "[listen.tls]\ncert = {:?}\nkey = {:?}\n{more}\n",
+        ca.text("a.pem"),
+        ca.text("a.key")
+    )
 }
 
 /// An authority that has signed `a`, for a.example.
@@ -33,21 +37,33 @@ fn authority() -> Authority {
 }
 
 async fn metrics(proxy: &Proxy) -> String {
-    Ask::new(proxy.admin(), "GET", "/metrics").header("Host", "localhost").send().await.text()
+    Ask::new(proxy.admin(), "GET", "/metrics")
+        .header("Host", "localhost")
+        .send()
+        .await
+        .text()
 }
 
 /// The failed handshakes of a kind.
 async fn failed(proxy: &Proxy, kind: &str) -> u64 {
     let series = format!("tidegate_tls_handshake_errors_total{{kind=\"{kind}\"}} ");
     let page = metrics(proxy).await;
-    page.lines().find_map(|line| line.strip_prefix(&series)).unwrap().parse().unwrap()
+    page.lines()
+        .find_map(|line| line.strip_prefix(&series))
+        .unwrap()
+        .parse()
+        .unwrap()
 }
 
 /// Waits until so many handshakes of a kind have failed.
 async fn until_failed(proxy: &Proxy, kind: &str, times: u64) {
     let deadline = std::time::Instant::now() + SOON;
     while failed(proxy, kind).await != times {
-        assert!(std::time::Instant::now() < deadline, "{kind}: {}", metrics(proxy).await);
+        assert!(
+            std::time::Instant::now() < deadline,
+            "{kind}: {}",
+            metrics(proxy).await
+        );
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
@@ -57,13 +73,19 @@ async fn until_open(proxy: &Proxy, connections: usize) {
     let wanted = format!("tidegate_connections_active {connections}");
     let deadline = std::time::Instant::now() + SOON;
     while !metrics(proxy).await.lines().any(|line| line == wanted) {
-        assert!(std::time::Instant::now() < deadline, "{wanted}: {}", metrics(proxy).await);
+        assert!(
+            std::time::Instant::now() < deadline,
+            "{wanted}: {}",
+            metrics(proxy).await
+        );
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
 fn request(path: &str) -> Request<ClientBody> {
-    Request::get(format!("https://a.example{path}")).body(ClientBody::default()).unwrap()
+    Request::get(format!("https://a.example{path}"))
+        .body(ClientBody::default())
+        .unwrap()
 }
 
 #[tokio::test]
@@ -74,45 +96,81 @@ async fn http1_and_http2_are_spoken_as_client_and_server_agree() {
     for versions in [[&version::TLS13], [&version::TLS12]] {
         let client = TlsClient::speaking(&ca, &versions, None);
         for offered in [vec![], vec!["http/1.1"]] {
-            let mut http1 = client.clone().offering(&offered).http1(proxy.address, "a.example").await;
+            let mut http1 = client
+                .clone()
+                .offering(&offered)
+                .http1(proxy.address, "a.example")
+                .await;
             for _ in 0..2 {
                 assert_eq!(http1.send(GET).await.reply().await.status, 200);
             }
             let seen = upstream.last();
             assert_eq!(seen.one("x-forwarded-proto"), "https");
-            assert_eq!(seen.one("forwarded"), "for=127.0.0.1;host=\"a.example\";proto=https");
+            assert_eq!(
+                seen.one("forwarded"),
+                "for=127.0.0.1;host=\"a.example\";proto=https"
+            );
             assert_eq!(seen.one("via"), "1.1 tidegate");
         }
-        let h2 =
-            client.clone().offering(&["h2", "http/1.1"]).connect(proxy.address, "a.example").await.unwrap();
+        let h2 = client
+            .clone()
+            .offering(&["h2", "http/1.1"])
+            .connect(proxy.address, "a.example")
+            .await
+            .unwrap();
         assert_eq!(h2.get_ref().1.alpn_protocol(), Some(b"h2".as_slice()));
         let mut h2 = http2_over(h2).await;
         assert_eq!(answered(h2.send_request(request("/"))).await.status(), 200);
         assert_eq!(
-            (upstream.last().one("x-forwarded-proto"), upstream.last().one("via")),
+            (
+                upstream.last().one("x-forwarded-proto"),
+                upstream.last().one("via")
+            ),
             ("https", "2 tidegate")
         );
     }
     // What was agreed on holds, whatever the client goes on with.
-    let mut h2 = TlsClient::new(&ca).offering(&["h2"]).connect(proxy.address, "a.example").await.unwrap();
+    let mut h2 = TlsClient::new(&ca)
+        .offering(&["h2"])
+        .connect(proxy.address, "a.example")
+        .await
+        .unwrap();
     h2.write_all(GET.as_bytes()).await.unwrap();
     let mut said = Vec::new();
     let ended = tokio::time::timeout(SOON, h2.read_to_end(&mut said)).await;
-    assert!(ended.is_ok() && !String::from_utf8_lossy(&said).contains("HTTP/1.1"), "{ended:?} {said:?}");
+    assert!(
+        ended.is_ok() && !String::from_utf8_lossy(&said).contains("HTTP/1.1"),
+        "{ended:?} {said:?}"
+    );
     let client = TlsClient::new(&ca).offering(&["http/1.1"]);
     let mut http1 = client.connect(proxy.address, "a.example").await.unwrap();
-    http1.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
+    http1
+        .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0")
+        .await
+        .unwrap();
     let ended = tokio::time::timeout(SOON, http1.read_to_end(&mut Vec::new())).await;
     assert!(ended.is_ok(), "it is served by HTTP/2");
-    let strange = TlsClient::new(&ca).offering(&["spdy/3"]).connect(proxy.address, "a.example").await;
-    assert!(strange.unwrap_err().to_string().contains("NoApplicationProtocol"));
+    let strange = TlsClient::new(&ca)
+        .offering(&["spdy/3"])
+        .connect(proxy.address, "a.example")
+        .await;
+    assert!(
+        strange
+            .unwrap_err()
+            .to_string()
+            .contains("NoApplicationProtocol")
+    );
     until_failed(&proxy, "no_protocol", 1).await;
 }
 
 #[tokio::test]
 async fn the_name_that_a_client_asks_for_chooses_the_certificate() {
     let ca = authority();
-    for (file, name) in [("b", "b.example"), ("wild", "*.wild.example"), ("ip", "127.0.0.1")] {
+    for (file, name) in [
+        ("b", "b.example"),
+        ("wild", "*.wild.example"),
+        ("ip", "127.0.0.1"),
+    ] {
         ca.sign(file, name);
     }
     let more = ["wild", "b"].map(|file| {
@@ -130,12 +188,23 @@ async fn the_name_that_a_client_asks_for_chooses_the_certificate() {
         assert_eq!(client.send(GET).await.reply().await.status, 200, "{name}");
     }
     for name in ["x.c.wild.example", "wild.example", "other.test"] {
-        let error = TlsClient::new(&ca).connect(proxy.address, name).await.unwrap_err().to_string();
-        assert!(error.contains("a.example"), "{name} gets the first: {error}");
+        let error = TlsClient::new(&ca)
+            .connect(proxy.address, name)
+            .await
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("a.example"),
+            "{name} gets the first: {error}"
+        );
     }
     until_failed(&proxy, "refused", 3).await;
     // Who asks for an address names nobody.
-    let error = TlsClient::new(&ca).connect(proxy.address, "127.0.0.1").await.unwrap_err().to_string();
+    let error = TlsClient::new(&ca)
+        .connect(proxy.address, "127.0.0.1")
+        .await
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("a.example"), "{error}");
     let config = with_a(&ca, &more.concat()).replace(&ca.text("a."), &ca.text("ip."));
     let proxy = Proxy::start(&config, upstream.address).await;
@@ -154,39 +223,73 @@ fn client_certificate(cn: &str, names: Vec<SanType>) -> CertificateParams {
 async fn clients_certificates_are_checked_and_name_whose_quota_it_is() {
     let (ca, other) = (authority(), Authority::new());
     let uri = |uri: &str| SanType::URI(uri.try_into().unwrap());
-    ca.sign_as("ann", client_certificate("Ann", vec![uri("spiffe://mesh/ann")]));
-    ca.sign_as("bob", client_certificate("Ann", vec![uri("spiffe://mesh/bob")]));
+    ca.sign_as(
+        "ann",
+        client_certificate("Ann", vec![uri("spiffe://mesh/ann")]),
+    );
+    ca.sign_as(
+        "bob",
+        client_certificate("Ann", vec![uri("spiffe://mesh/bob")]),
+    );
     ca.sign_as("nameless", client_certificate("", Vec::new()));
-    other.sign_as("eve", client_certificate("Ann", vec![uri("spiffe://mesh/ann")]));
+    other.sign_as(
+        "eve",
+        client_certificate("Ann", vec![uri("spiffe://mesh/ann")]),
+    );
     let policies = "[[policy]]\nname = 'san'\nmatch = { path = '/san' }\nkey = ['client_cert:san']\nlimit = { requests = 1, per = '1h' }\nmissing_key = 'reject'\n\
                     [[policy]]\nname = 'cn'\nmatch = { path = '/cn' }\nkey = ['client_cert:cn']\nlimit = { requests = 1, per = '1h' }\n";
     let config = |auth: &str| {
-        with_a(&ca, &format!("client_ca = {:?}\nclient_auth = '{auth}'\n{policies}", ca.text("ca.pem")))
+        with_a(
+            &ca,
+            &format!(
+                "client_ca = {:?}\nclient_auth = '{auth}'\n{policies}",
+                ca.text("ca.pem")
+            ),
+        )
     };
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(&config("optional"), upstream.address).await;
     let with = |signer, file| TlsClient::with_certificate(&ca, signer, file);
     async fn ask(client: TlsClient, address: SocketAddr, path: &str) -> u16 {
         let mut client = client.http1(address, "a.example").await;
-        client.send(format!("GET {path} HTTP/1.1\r\nHost: a.example\r\n\r\n")).await.reply().await.status
+        client
+            .send(format!("GET {path} HTTP/1.1\r\nHost: a.example\r\n\r\n"))
+            .await
+            .reply()
+            .await
+            .status
     }
     assert_eq!(ask(with(&ca, "ann"), proxy.address, "/san").await, 200);
     assert_eq!(ask(with(&ca, "ann"), proxy.address, "/san").await, 429);
     assert_eq!(ask(with(&ca, "bob"), proxy.address, "/san").await, 200);
     assert_eq!(ask(with(&ca, "ann"), proxy.address, "/cn").await, 200);
-    assert_eq!(ask(with(&ca, "bob"), proxy.address, "/cn").await, 429, "the same CN");
-    assert_eq!(ask(TlsClient::new(&ca), proxy.address, "/cn").await, 200, "nobody is somebody, too");
-    assert_eq!(ask(with(&ca, "nameless"), proxy.address, "/cn").await, 429, "and the same nobody");
+    assert_eq!(
+        ask(with(&ca, "bob"), proxy.address, "/cn").await,
+        429,
+        "the same CN"
+    );
+    assert_eq!(
+        ask(TlsClient::new(&ca), proxy.address, "/cn").await,
+        200,
+        "nobody is somebody, too"
+    );
+    assert_eq!(
+        ask(with(&ca, "nameless"), proxy.address, "/cn").await,
+        429,
+        "and the same nobody"
+    );
     assert_eq!(ask(TlsClient::new(&ca), proxy.address, "/san").await, 400);
-    let explained =
-        crate::support::process::run(
-            crate::support::process::tidegate()
-                .args(["explain", "--config"])
-                .arg(proxy.config_path())
-                .args(["GET", "/san", "--client-cert-san", "spiffe://mesh/ann"]),
-        )
-        .await;
-    assert!(explained.stdout.contains("key san/spiffe:%2F%2Fmesh%2Fann"), "{explained:?}");
+    let explained = crate::support::process::run(
+        crate::support::process::tidegate()
+            .args(["explain", "--config"])
+            .arg(proxy.config_path())
+            .args(["GET", "/san", "--client-cert-san", "spiffe://mesh/ann"]),
+    )
+    .await;
+    assert!(
+        explained.stdout.contains("key san/spiffe:%2F%2Fmesh%2Fann"),
+        "{explained:?}"
+    );
 
     refuses(&proxy, &with(&other, "eve"), "bad_certificate").await;
     let strict = Proxy::start(&config("require"), upstream.address).await;
@@ -227,12 +330,18 @@ async fn handshakes_that_fail_end_in_time_and_are_counted_by_kind() {
     slow.send(b"\x16\x03\x01\x02\x00\x01").await;
     assert_eq!((silent.rest().await, slow.rest().await), (vec![], vec![]));
     until_failed(&proxy, "timeout", 2).await;
-    RawClient::connect(proxy.address).await.send(b"\x16\x03\x01\x02\x00\x01").await;
+    RawClient::connect(proxy.address)
+        .await
+        .send(b"\x16\x03\x01\x02\x00\x01")
+        .await;
     until_failed(&proxy, "closed", 1).await;
     assert!(proxy.log_since(mark).is_empty(), "{}", proxy.log());
     let expiry = metrics(&proxy).await;
     assert!(
-        expiry.contains(&format!("tidegate_certificate_expiry_seconds{{file=\"{}\"}} ", ca.text("a.pem"))),
+        expiry.contains(&format!(
+            "tidegate_certificate_expiry_seconds{{file=\"{}\"}} ",
+            ca.text("a.pem")
+        )),
         "{expiry}"
     );
 }
@@ -260,9 +369,15 @@ async fn tunnels_carry_every_byte_over_tls() {
     let proxy = Proxy::start(&with_a(&ca, ""), upstream.address).await;
     let bytes = noise(300_000);
     let shake = "GET /chat HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n";
-    let mut stream = TlsClient::new(&ca).connect(proxy.address, "a.example").await.unwrap();
+    let mut stream = TlsClient::new(&ca)
+        .connect(proxy.address, "a.example")
+        .await
+        .unwrap();
     // In one piece with the handshake: what TLS has read ahead must not be lost.
-    stream.write_all(&[shake.as_bytes(), &bytes[..100]].concat()).await.unwrap();
+    stream
+        .write_all(&[shake.as_bytes(), &bytes[..100]].concat())
+        .await
+        .unwrap();
     let (mut reads, mut writes) = tokio::io::split(stream);
     let sent = bytes.clone();
     let sending = tokio::spawn(async move {
@@ -271,24 +386,36 @@ async fn tunnels_carry_every_byte_over_tls() {
         writes.shutdown().await.unwrap();
     });
     let mut got = Vec::new();
-    tokio::time::timeout(SOON, reads.read_to_end(&mut got)).await.unwrap().expect("closed in good order");
+    tokio::time::timeout(SOON, reads.read_to_end(&mut got))
+        .await
+        .unwrap()
+        .expect("closed in good order");
     sending.await.unwrap();
     let text = got.windows(4).position(|four| four == b"\r\n\r\n").unwrap();
     assert!(got.starts_with(b"HTTP/1.1 101") && got[text + 4..] == bytes);
 
-    let h2 = TlsClient::new(&ca).offering(&["h2"]).connect(proxy.address, "a.example").await.unwrap();
+    let h2 = TlsClient::new(&ca)
+        .offering(&["h2"])
+        .connect(proxy.address, "a.example")
+        .await
+        .unwrap();
     let mut h2 = http2_over(h2).await;
     let mut connect = Request::connect("https://a.example/chat")
         .header("sec-websocket-version", "13")
         .body(ClientBody::default())
         .unwrap();
-    connect.extensions_mut().insert(Protocol::from_static("websocket"));
+    connect
+        .extensions_mut()
+        .insert(Protocol::from_static("websocket"));
     let response = answered(h2.send_request(connect)).await;
     assert_eq!(response.status(), 200);
     let mut tunnel = TokioIo::new(hyper::upgrade::on(response).await.unwrap());
     tunnel.write_all(&bytes[..50_000]).await.unwrap();
     let mut echoed = vec![0; 50_000];
-    tokio::time::timeout(SOON, tunnel.read_exact(&mut echoed)).await.unwrap().unwrap();
+    tokio::time::timeout(SOON, tunnel.read_exact(&mut echoed))
+        .await
+        .unwrap()
+        .unwrap();
     assert!(echoed == bytes[..50_000]);
 }
 
@@ -298,7 +425,11 @@ async fn a_drain_ends_tls_connections_in_good_order() {
     let (feeder, body) = fed();
     let body = std::sync::Mutex::new(Some(body));
     let upstream = Upstream::serving(move |request| {
-        let body = if request.uri().path() == "/slow" { body.lock().unwrap().take() } else { None };
+        let body = if request.uri().path() == "/slow" {
+            body.lock().unwrap().take()
+        } else {
+            None
+        };
         async { Response::new(body.unwrap_or_default()) }
     })
     .await;
@@ -307,11 +438,18 @@ async fn a_drain_ends_tls_connections_in_good_order() {
     let mut idle = client.http1(proxy.address, "a.example").await;
     assert_eq!(idle.send(GET).await.reply().await.status, 200);
     let mut fresh = client.http1(proxy.address, "a.example").await;
-    let stream = client.clone().offering(&["h2"]).connect(proxy.address, "a.example").await.unwrap();
-    let (mut h2, connection) =
-        hyper::client::conn::http2::handshake(hyper_util::rt::TokioExecutor::new(), TokioIo::new(stream))
-            .await
-            .unwrap();
+    let stream = client
+        .clone()
+        .offering(&["h2"])
+        .connect(proxy.address, "a.example")
+        .await
+        .unwrap();
+    let (mut h2, connection) = hyper::client::conn::http2::handshake(
+        hyper_util::rt::TokioExecutor::new(),
+        TokioIo::new(stream),
+    )
+    .await
+    .unwrap();
     let connection = tokio::spawn(connection);
     let slow = answered(h2.send_request(request("/slow"))).await;
     // A client on its way in when the end begins.
@@ -322,14 +460,24 @@ async fn a_drain_ends_tls_connections_in_good_order() {
     assert_eq!((idle.rest().await, fresh.rest().await), (vec![], vec![]));
     let mut late = RawClient::over(client.wrap(socket, "a.example").await.unwrap());
     let reply = late.send(GET).await.reply().await;
-    assert_eq!((reply.status, reply.header("connection")), (200, Some("close")));
+    assert_eq!(
+        (reply.status, reply.header("connection")),
+        (200, Some("close"))
+    );
     assert!(late.rest().await.is_empty());
     assert!(proxy.is_running(), "it waits for the stream");
     feeder.send("the rest").await;
     drop(feeder);
-    let whole = http_body_util::BodyExt::collect(slow.into_body()).await.unwrap().to_bytes();
+    let whole = http_body_util::BodyExt::collect(slow.into_body())
+        .await
+        .unwrap()
+        .to_bytes();
     assert_eq!(whole, "the rest");
-    tokio::time::timeout(SOON, connection).await.unwrap().unwrap().expect("told to go away");
+    tokio::time::timeout(SOON, connection)
+        .await
+        .unwrap()
+        .unwrap()
+        .expect("told to go away");
     assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
 }
 
@@ -341,12 +489,17 @@ async fn a_truncated_upload_never_looks_complete() {
     let raw = RawUpstream::answering("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
     let chunked = Proxy::start(&with_a(&ca, ""), raw.address).await;
     for orderly in [true, false] {
-        let mut stream = TlsClient::new(&ca).connect(chunked.address, "a.example").await.unwrap();
+        let mut stream = TlsClient::new(&ca)
+            .connect(chunked.address, "a.example")
+            .await
+            .unwrap();
         let head = "POST / HTTP/1.1\r\nHost: a.example\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n";
         stream.write_all(head.as_bytes()).await.unwrap();
         let seen = raw.connections();
         eventually("the beginning to arrive", SOON, || {
-            String::from_utf8_lossy(&raw.received()).contains("hello").then_some(())
+            String::from_utf8_lossy(&raw.received())
+                .contains("hello")
+                .then_some(())
         })
         .await;
         if orderly {
@@ -354,41 +507,65 @@ async fn a_truncated_upload_never_looks_complete() {
         }
         drop(stream);
         until_open(&chunked, 0).await;
-        assert!(!String::from_utf8_lossy(&raw.received()).contains("\r\n0\r\n"), "{orderly} {seen}");
+        assert!(
+            !String::from_utf8_lossy(&raw.received()).contains("\r\n0\r\n"),
+            "{orderly} {seen}"
+        );
     }
     let mut client = TlsClient::new(&ca).http1(proxy.address, "a.example").await;
     let body = noise(200_000);
     client
         .send(
             [
-                format!("PUT / HTTP/1.1\r\nHost: a.example\r\nContent-Length: {}\r\n\r\n", body.len())
-                    .as_bytes(),
+                format!(
+                    "PUT / HTTP/1.1\r\nHost: a.example\r\nContent-Length: {}\r\n\r\n",
+                    body.len()
+                )
+                .as_bytes(),
                 &body,
             ]
             .concat(),
         )
         .await;
-    assert_eq!(client.reply().await.json()["body_sha256"], crate::support::sha256(&body));
+    assert_eq!(
+        client.reply().await.json()["body_sha256"],
+        crate::support::sha256(&body)
+    );
 }
 
 #[tokio::test]
 async fn a_client_that_does_not_read_is_cut_and_a_slow_one_is_not() {
     let ca = authority();
-    let upstream =
-        Upstream::serving(|_| async { Response::new(crate::support::upstream::full(vec![b'x'; 20 << 20])) })
-            .await;
+    let upstream = Upstream::serving(|_| async {
+        Response::new(crate::support::upstream::full(vec![b'x'; 20 << 20]))
+    })
+    .await;
     let config = with_a(&ca, "[listen.http]\nbody_idle_timeout = '700ms'\n");
     let proxy = Proxy::start(&config, upstream.address).await;
-    let mut deaf = TlsClient::new(&ca).connect(proxy.address, "a.example").await.unwrap();
+    let mut deaf = TlsClient::new(&ca)
+        .connect(proxy.address, "a.example")
+        .await
+        .unwrap();
     deaf.write_all(GET.as_bytes()).await.unwrap();
-    let mut slow = TlsClient::new(&ca).connect(proxy.address, "a.example").await.unwrap();
+    let mut slow = TlsClient::new(&ca)
+        .connect(proxy.address, "a.example")
+        .await
+        .unwrap();
     slow.write_all(GET.as_bytes()).await.unwrap();
-    let active = async || metrics(&proxy).await.lines().any(|line| line == "tidegate_connections_active 1");
+    let active = async || {
+        metrics(&proxy)
+            .await
+            .lines()
+            .any(|line| line == "tidegate_connections_active 1")
+    };
     let deadline = std::time::Instant::now() + SOON;
     let mut some = vec![0; 256 << 10];
     let mut read = 0;
     while !active().await {
-        assert!(std::time::Instant::now() < deadline, "the deaf client is still there");
+        assert!(
+            std::time::Instant::now() < deadline,
+            "the deaf client is still there"
+        );
         read += slow.read(&mut some).await.unwrap();
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -415,10 +592,14 @@ async fn what_is_wrong_with_certificates_is_said_at_start() {
     .unwrap();
     let check = async |cert: &str, key: &str, more: &str| {
         let (cert, key) = (ca.text(cert), ca.text(key));
-        let text = format!("upstream.url = 'http://a'\n[listen.tls]\ncert = {cert:?}\nkey = {key:?}\n{more}");
+        let text = format!(
+            "upstream.url = 'http://a'\n[listen.tls]\ncert = {cert:?}\nkey = {key:?}\n{more}"
+        );
         fs::write(ca.path("config.toml"), text).unwrap();
         let ended = crate::support::process::run(
-            crate::support::process::tidegate().arg("check").arg(ca.path("config.toml")),
+            crate::support::process::tidegate()
+                .arg("check")
+                .arg(ca.path("config.toml")),
         )
         .await;
         (ended.status.code(), ended.stderr)
@@ -426,11 +607,41 @@ async fn what_is_wrong_with_certificates_is_said_at_start() {
     let ca_file = format!("client_ca = {:?}\n", ca.text("ca.pem"));
     for (cert, key, more, code, said) in [
         ("a.pem", "a.key", "", 0, ""),
-        ("a.pem", "b.key", "", 1, "listen.tls.key: in the file: the key is not that of the certificate"),
-        ("none", "a.key", "", 1, "listen.tls.cert: the file can't be read: No such file"),
-        ("empty", "a.key", "", 1, "listen.tls.cert: in the file: there is no PEM certificate in it"),
-        ("a.pem", "a.pem", "", 1, "listen.tls.key: in the file: there is no PEM private key in it"),
-        ("a.pem", "locked", "", 1, "listen.tls.key: in the file: the private key is encrypted"),
+        (
+            "a.pem",
+            "b.key",
+            "",
+            1,
+            "listen.tls.key: in the file: the key is not that of the certificate",
+        ),
+        (
+            "none",
+            "a.key",
+            "",
+            1,
+            "listen.tls.cert: the file can't be read: No such file",
+        ),
+        (
+            "empty",
+            "a.key",
+            "",
+            1,
+            "listen.tls.cert: in the file: there is no PEM certificate in it",
+        ),
+        (
+            "a.pem",
+            "a.pem",
+            "",
+            1,
+            "listen.tls.key: in the file: there is no PEM private key in it",
+        ),
+        (
+            "a.pem",
+            "locked",
+            "",
+            1,
+            "listen.tls.key: in the file: the private key is encrypted",
+        ),
         ("over.pem", "over.key", "", 0, "warning: "),
         (
             "a.pem",
@@ -446,7 +657,13 @@ async fn what_is_wrong_with_certificates_is_said_at_start() {
             1,
             "listen.tls.client_ca: the file can't be read",
         ),
-        ("a.pem", "a.key", &ca_file, 0, "listen.tls.client_ca: clients are asked for no certificate"),
+        (
+            "a.pem",
+            "a.key",
+            &ca_file,
+            0,
+            "listen.tls.client_ca: clients are asked for no certificate",
+        ),
         (
             "a.pem",
             "a.key",
@@ -454,7 +671,13 @@ async fn what_is_wrong_with_certificates_is_said_at_start() {
             0,
             "clients are not asked for certificates",
         ),
-        ("a.pem", "a.key", "certificates = [{ cert = 'x' }]\n", 1, "listen.tls.certificates[0].key: missing"),
+        (
+            "a.pem",
+            "a.key",
+            "certificates = [{ cert = 'x' }]\n",
+            1,
+            "listen.tls.certificates[0].key: missing",
+        ),
     ] {
         let (ended, stderr) = check(cert, key, more).await;
         assert_eq!(ended, Some(code), "{said}: {stderr}");
@@ -463,7 +686,12 @@ async fn what_is_wrong_with_certificates_is_said_at_start() {
             "{said}: {stderr}"
         );
     }
-    assert!(check("over.pem", "over.key", "").await.1.contains("expired"));
+    assert!(
+        check("over.pem", "over.key", "")
+            .await
+            .1
+            .contains("expired")
+    );
 }
 
 /// What a client says first that asks for a name.
@@ -474,7 +702,10 @@ async fn hello(ca: &Authority, name: &'static str) -> Vec<u8> {
     let (mut socket, _) = listener.accept().await.unwrap();
     let mut record = vec![0; 5];
     socket.read_exact(&mut record).await.unwrap();
-    record.resize(5 + usize::from(u16::from_be_bytes([record[3], record[4]])), 0);
+    record.resize(
+        5 + usize::from(u16::from_be_bytes([record[3], record[4]])),
+        0,
+    );
     socket.read_exact(&mut record[5..]).await.unwrap();
     asking.abort();
     record
@@ -487,7 +718,10 @@ async fn odd_names_in_handshakes_fill_no_log() {
     let mark = proxy.log_mark();
     let (name, address) = ("abcdefghi", b"127.0.0.1");
     let mut hello = hello(&ca, name).await;
-    let at = hello.windows(name.len()).position(|part| part == name.as_bytes()).expect("it is in the clear");
+    let at = hello
+        .windows(name.len())
+        .position(|part| part == name.as_bytes())
+        .expect("it is in the clear");
     hello[at..][..address.len()].copy_from_slice(address);
     let mut client = RawClient::connect(proxy.address).await;
     client.send(&hello).await;
@@ -504,14 +738,21 @@ async fn what_a_refused_client_goes_on_with_is_neither_a_request_nor_an_error_of
     let upstream = Upstream::echo().await;
     let config = with_a(&ca, "[listen.http]\nmax_body_bytes = '1KiB'\n");
     let proxy = Proxy::start(&config, upstream.address).await;
-    let mut client = TlsClient::new(&ca).connect(proxy.address, "a.example").await.unwrap();
+    let mut client = TlsClient::new(&ca)
+        .connect(proxy.address, "a.example")
+        .await
+        .unwrap();
     let head = "POST / HTTP/1.1\r\nHost: a.example\r\nContent-Length: 10000000\r\n\r\n";
     client.write_all(head.as_bytes()).await.unwrap();
     // Some of it is read as TLS, some is thrown away as it is, with the begin of a record.
     client.write_all(&noise(700_000)).await.unwrap();
     let mut said = Vec::new();
     client.read_to_end(&mut said).await.unwrap();
-    assert!(said.starts_with(b"HTTP/1.1 413"), "{}", String::from_utf8_lossy(&said));
+    assert!(
+        said.starts_with(b"HTTP/1.1 413"),
+        "{}",
+        String::from_utf8_lossy(&said)
+    );
     tokio::time::sleep(Duration::from_millis(400)).await;
     client.write_all(GET.as_bytes()).await.unwrap();
     until_open(&proxy, 0).await;

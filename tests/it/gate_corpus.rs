@@ -30,44 +30,99 @@ fn over_http1() -> Vec<(&'static str, String, Fate)> {
     let head = |line: &str, fields: &str| format!("{line}\r\n{H}{fields}\r\n");
     let get = |fields: &str| head("GET / HTTP/1.1", fields);
     let chunks = |fields: &str, body: &str| {
-        head("POST / HTTP/1.1", &format!("Transfer-Encoding: chunked\r\n{fields}")) + body
+        head(
+            "POST / HTTP/1.1",
+            &format!("Transfer-Encoding: chunked\r\n{fields}"),
+        ) + body
     };
     vec![
         // The first line.
-        ("a bare CR ends the line", format!("GET / HTTP/1.1\r{H}\r\n"), Refused),
-        ("only bare CRs", "GET / HTTP/1.1\rHost: a\r\r".to_owned() + "\r\n\r\n", Refused),
+        (
+            "a bare CR ends the line",
+            format!("GET / HTTP/1.1\r{H}\r\n"),
+            Refused,
+        ),
+        (
+            "only bare CRs",
+            "GET / HTTP/1.1\rHost: a\r\r".to_owned() + "\r\n\r\n",
+            Refused,
+        ),
         ("NUL in the target", head("GET /a\0b HTTP/1.1", ""), Refused),
         ("a tab for a space", head("GET\t/\tHTTP/1.1", ""), Refused),
-        ("a version that is none", head("GET / HTTP/1.1x", ""), Refused),
-        ("a version in lower case", head("GET / http/1.1", ""), Refused),
-        ("a method in small letters", head("post / HTTP/1.1", "Content-Length: 0\r\n"), Refused),
-        ("a method of nobody's in small letters", head("purge / HTTP/1.1", ""), Refused),
-        ("a method of nobody's", head("PURGE /x HTTP/1.1", ""), Plain(&["purge /x http/1.1\r\n"], &[])),
+        (
+            "a version that is none",
+            head("GET / HTTP/1.1x", ""),
+            Refused,
+        ),
+        (
+            "a version in lower case",
+            head("GET / http/1.1", ""),
+            Refused,
+        ),
+        (
+            "a method in small letters",
+            head("post / HTTP/1.1", "Content-Length: 0\r\n"),
+            Refused,
+        ),
+        (
+            "a method of nobody's in small letters",
+            head("purge / HTTP/1.1", ""),
+            Refused,
+        ),
+        (
+            "a method of nobody's",
+            head("PURGE /x HTTP/1.1", ""),
+            Plain(&["purge /x http/1.1\r\n"], &[]),
+        ),
         ("HTTP/0.9", "GET /\r\n\r\n".to_owned(), Refused),
         ("no target", head("GET HTTP/1.1", ""), Refused),
-        ("a space before the method", head(" GET / HTTP/1.1", ""), Refused),
+        (
+            "a space before the method",
+            head(" GET / HTTP/1.1", ""),
+            Refused,
+        ),
         (
             "empty lines before it",
             format!("\r\n\r\n{}", head("GET /x HTTP/1.1", "")),
             Plain(&["get /x http/1.1\r\n"], &[]),
         ),
-        ("a fragment", head("GET /x#/../y HTTP/1.1", ""), Plain(&["get /x http/1.1\r\n"], &["#", "/y"])),
+        (
+            "a fragment",
+            head("GET /x#/../y HTTP/1.1", ""),
+            Plain(&["get /x http/1.1\r\n"], &["#", "/y"]),
+        ),
         // Whose request.
-        ("whole URL of another host", head("GET http://evil.example/ HTTP/1.1", ""), Refused),
+        (
+            "whole URL of another host",
+            head("GET http://evil.example/ HTTP/1.1", ""),
+            Refused,
+        ),
         (
             "whole URL of the host",
             head("GET http://shop.example/x HTTP/1.1", ""),
             Plain(&["get /x http/1.1\r\nhost: shop.example\r\n"], &["http://"]),
         ),
-        ("a user in the URL", head("GET http://u@shop.example/ HTTP/1.1", ""), Refused),
-        ("another scheme", head("GET file:///etc/passwd HTTP/1.1", ""), Refused),
+        (
+            "a user in the URL",
+            head("GET http://u@shop.example/ HTTP/1.1", ""),
+            Refused,
+        ),
+        (
+            "another scheme",
+            head("GET file:///etc/passwd HTTP/1.1", ""),
+            Refused,
+        ),
         ("two Hosts", get("Host: shop.example\r\n"), Refused),
         (
             "a Host with spaces before its colon",
             "GET / HTTP/1.1\r\nHost : shop.example\r\n\r\n".to_owned(),
             Refused,
         ),
-        ("an empty Host", "GET / HTTP/1.1\r\nHost:\r\n\r\n".to_owned(), Refused),
+        (
+            "an empty Host",
+            "GET / HTTP/1.1\r\nHost:\r\n\r\n".to_owned(),
+            Refused,
+        ),
         (
             "HTTP/1.0 without a Host",
             "GET /x HTTP/1.0\r\n\r\n".to_owned(),
@@ -76,7 +131,9 @@ fn over_http1() -> Vec<(&'static str, String, Fate)> {
         // How long.
         (
             "length in HTTP/1.0 with chunks",
-            format!("POST / HTTP/1.0\r\n{H}Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+            format!(
+                "POST / HTTP/1.0\r\n{H}Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+            ),
             Refused,
         ),
         (
@@ -91,11 +148,22 @@ fn over_http1() -> Vec<(&'static str, String, Fate)> {
         ),
         (
             "a coding's look-alike",
-            head("POST / HTTP/1.1", "Transfer_Encoding: chunked\r\nContent-Length: 0\r\n"),
+            head(
+                "POST / HTTP/1.1",
+                "Transfer_Encoding: chunked\r\nContent-Length: 0\r\n",
+            ),
             Refused,
         ),
-        ("a length's look-alike", head("POST / HTTP/1.1", "Content_Length: 9\r\n"), Refused),
-        ("a length with a tab inside", head("POST / HTTP/1.1", "Content-Length: 1\t0\r\n") + "x", Refused),
+        (
+            "a length's look-alike",
+            head("POST / HTTP/1.1", "Content_Length: 9\r\n"),
+            Refused,
+        ),
+        (
+            "a length with a tab inside",
+            head("POST / HTTP/1.1", "Content-Length: 1\t0\r\n") + "x",
+            Refused,
+        ),
         (
             "leading zeros",
             head("POST / HTTP/1.1", "Content-Length: 0003\r\n") + "abc",
@@ -123,15 +191,34 @@ fn over_http1() -> Vec<(&'static str, String, Fate)> {
             chunks("", "0\r\nX-User-Id: evil\r\nContent-Length: 9\r\n\r\n"),
             Plain(&["\r\n\r\n0\r\n\r\n"], &["evil", "content-length"]),
         ),
-        ("a trailer that decides", chunks("Trailer: X-User-Id\r\n", "0\r\nX-User-Id: evil\r\n\r\n"), Refused),
         (
-            "a trailer that frames",
-            chunks("Trailer: Content-Length\r\n", "0\r\nContent-Length: 9\r\n\r\n"),
+            "a trailer that decides",
+            chunks("Trailer: X-User-Id\r\n", "0\r\nX-User-Id: evil\r\n\r\n"),
             Refused,
         ),
-        ("a trailer that says who", chunks("Trailer: X-Forwarded-For\r\n", "0\r\n\r\n"), Refused),
-        ("a trailer's look-alike", chunks("Trailer: x_user_id\r\n", "0\r\n\r\n"), Refused),
-        ("a trailer that is no name", chunks("Trailer: a b\r\n", "0\r\n\r\n"), Refused),
+        (
+            "a trailer that frames",
+            chunks(
+                "Trailer: Content-Length\r\n",
+                "0\r\nContent-Length: 9\r\n\r\n",
+            ),
+            Refused,
+        ),
+        (
+            "a trailer that says who",
+            chunks("Trailer: X-Forwarded-For\r\n", "0\r\n\r\n"),
+            Refused,
+        ),
+        (
+            "a trailer's look-alike",
+            chunks("Trailer: x_user_id\r\n", "0\r\n\r\n"),
+            Refused,
+        ),
+        (
+            "a trailer that is no name",
+            chunks("Trailer: a b\r\n", "0\r\n\r\n"),
+            Refused,
+        ),
         // Fields.
         ("no name", get(": x\r\n"), Refused),
         ("a name with a space", get("X A: x\r\n"), Refused),
@@ -141,11 +228,27 @@ fn over_http1() -> Vec<(&'static str, String, Fate)> {
         ("a vertical tab in a value", get("X-A: a\x0bb\r\n"), Refused),
         ("DEL in a value", get("X-A: a\x7fb\r\n"), Refused),
         ("the key's look-alike", get("X_User_Id: evil\r\n"), Refused),
-        ("the key's look-alike by a dot", get("X.User.Id: evil\r\n"), Refused),
-        ("the key twice", get("X-User-Id: a\r\nX-User-Id: b\r\n"), Unserved),
-        ("an expectation that nobody knows", get("Expect: magic\r\n"), Refused),
+        (
+            "the key's look-alike by a dot",
+            get("X.User.Id: evil\r\n"),
+            Refused,
+        ),
+        (
+            "the key twice",
+            get("X-User-Id: a\r\nX-User-Id: b\r\n"),
+            Unserved,
+        ),
+        (
+            "an expectation that nobody knows",
+            get("Expect: magic\r\n"),
+            Refused,
+        ),
         // What belongs to one connection.
-        ("the key named", get("X-User-Id: me\r\nConnection: X-User-Id\r\n"), Refused),
+        (
+            "the key named",
+            get("X-User-Id: me\r\nConnection: X-User-Id\r\n"),
+            Refused,
+        ),
         (
             "the key named among others",
             get("X-User-Id: me\r\nConnection: close, ,x-a,\tX-USER-ID\r\n"),
@@ -156,8 +259,16 @@ fn over_http1() -> Vec<(&'static str, String, Fate)> {
             get("X-User-Id: me\r\nConnection: keep-alive\r\nConnection: x-user-id\r\n"),
             Refused,
         ),
-        ("Cookie named", get("Cookie: a=1\r\nConnection: cookie\r\n"), Refused),
-        ("Authorization named", get("Authorization: Bearer x\r\nConnection: authorization\r\n"), Refused),
+        (
+            "Cookie named",
+            get("Cookie: a=1\r\nConnection: cookie\r\n"),
+            Refused,
+        ),
+        (
+            "Authorization named",
+            get("Authorization: Bearer x\r\nConnection: authorization\r\n"),
+            Refused,
+        ),
         (
             "others named",
             get("X-A: 1\r\nConnection: x-a\r\nKeep-Alive: timeout=5\r\nTE: gzip\r\n"),
@@ -170,7 +281,9 @@ fn over_http1() -> Vec<(&'static str, String, Fate)> {
         ),
         (
             "an upgrade to HTTP/2",
-            get("Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"),
+            get(
+                "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n",
+            ),
             Plain(&["get / http/1.1"], &["h2c", "settings", "upgrade"]),
         ),
         (
@@ -186,7 +299,11 @@ fn over_http1() -> Vec<(&'static str, String, Fate)> {
             ),
             Plain(&["x-forwarded-for: 127.0.0.1\r\n"], &["6.6.6.6", "gopher"]),
         ),
-        ("a claim's look-alike", get("X_Forwarded_For: 6.6.6.6\r\n"), Refused),
+        (
+            "a claim's look-alike",
+            get("X_Forwarded_For: 6.6.6.6\r\n"),
+            Refused,
+        ),
     ]
 }
 
@@ -221,7 +338,9 @@ async fn http1_reaches_the_upstream_in_one_reading_or_not_at_all() {
                 let has = unwanted.iter().find(|words| reached.contains(*words));
                 let requests = reached.matches(" http/1.1\r\n").count();
                 if status != Some(200) || lacks.is_some() || has.is_some() || requests != 1 {
-                    wrong.push(format!("{what}: {status:?}, lacks {lacks:?}, has {has:?}: {reached:?}"));
+                    wrong.push(format!(
+                        "{what}: {status:?}, lacks {lacks:?}, has {has:?}: {reached:?}"
+                    ));
                 }
             }
         }
@@ -232,8 +351,12 @@ async fn http1_reaches_the_upstream_in_one_reading_or_not_at_all() {
 type Fields = Vec<(&'static [u8], &'static [u8])>;
 
 fn over_http2() -> Vec<(&'static str, Fields, Fate)> {
-    let usual: [(&[u8], &[u8]); 4] =
-        [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/x"), (b":authority", b"shop.example")];
+    let usual: [(&[u8], &[u8]); 4] = [
+        (b":method", b"GET"),
+        (b":scheme", b"http"),
+        (b":path", b"/x"),
+        (b":authority", b"shop.example"),
+    ];
     let with = |name: &'static [u8], value: &'static [u8]| {
         let mut fields: Fields = usual.to_vec();
         match fields.iter_mut().find(|(known, _)| *known == name) {
@@ -243,9 +366,19 @@ fn over_http2() -> Vec<(&'static str, Fields, Fate)> {
         fields
     };
     let and = |name: &'static [u8], value: &'static [u8]| {
-        usual.iter().copied().chain([(name, value)]).collect::<Fields>()
+        usual
+            .iter()
+            .copied()
+            .chain([(name, value)])
+            .collect::<Fields>()
     };
-    let without = |name: &[u8]| usual.iter().copied().filter(|(known, _)| *known != name).collect::<Fields>();
+    let without = |name: &[u8]| {
+        usual
+            .iter()
+            .copied()
+            .filter(|(known, _)| *known != name)
+            .collect::<Fields>()
+    };
     vec![
         ("CRLF in a value", with(b"x-a", b"a\r\nx-b: c"), Refused),
         ("LF in a value", with(b"x-a", b"a\nx-b: c"), Refused),
@@ -258,44 +391,128 @@ fn over_http2() -> Vec<(&'static str, Fields, Fate)> {
         ("an empty name", with(b"", b"c"), Refused),
         ("Connection", with(b"connection", b"x-user-id"), Refused),
         ("Keep-Alive", with(b"keep-alive", b"timeout=5"), Refused),
-        ("Proxy-Connection", with(b"proxy-connection", b"close"), Refused),
+        (
+            "Proxy-Connection",
+            with(b"proxy-connection", b"close"),
+            Refused,
+        ),
         ("Upgrade", with(b"upgrade", b"h2c"), Refused),
-        ("Transfer-Encoding", with(b"transfer-encoding", b"chunked"), Refused),
+        (
+            "Transfer-Encoding",
+            with(b"transfer-encoding", b"chunked"),
+            Refused,
+        ),
         ("TE other than trailers", with(b"te", b"gzip"), Refused),
-        ("TE", with(b"te", b"trailers"), Plain(&["te: trailers\r\n"], &[])),
+        (
+            "TE",
+            with(b"te", b"trailers"),
+            Plain(&["te: trailers\r\n"], &[]),
+        ),
         ("a space in the path", with(b":path", b"/a b"), Refused),
-        ("CRLF in the path", with(b":path", b"/ HTTP/1.1\r\nhost: evil\r\n\r\n"), Refused),
+        (
+            "CRLF in the path",
+            with(b":path", b"/ HTTP/1.1\r\nhost: evil\r\n\r\n"),
+            Refused,
+        ),
         ("a path without a slash", with(b":path", b"x"), Refused),
         ("an empty path", with(b":path", b""), Refused),
         ("no path", without(b":path"), Refused),
         ("two paths", and(b":path", b"/y"), Refused),
-        ("a whole URL as path", with(b":path", b"http://evil.example/"), Refused),
+        (
+            "a whole URL as path",
+            with(b":path", b"http://evil.example/"),
+            Refused,
+        ),
         ("a star", with(b":path", b"*"), Refused),
-        ("a method with CRLF", with(b":method", b"GET / HTTP/1.1\r\nx: "), Refused),
-        ("a method in small letters", with(b":method", b"get"), Refused),
-        ("a method with a space", with(b":method", b"GET /y"), Refused),
+        (
+            "a method with CRLF",
+            with(b":method", b"GET / HTTP/1.1\r\nx: "),
+            Refused,
+        ),
+        (
+            "a method in small letters",
+            with(b":method", b"get"),
+            Refused,
+        ),
+        (
+            "a method with a space",
+            with(b":method", b"GET /y"),
+            Refused,
+        ),
         ("no method", without(b":method"), Refused),
         ("CONNECT", with(b":method", b"CONNECT"), Refused),
         ("another scheme", with(b":scheme", b"file"), Refused),
         ("another Host", with(b"host", b"evil.example"), Refused),
-        ("two Hosts", [and(b"host", b"shop.example"), vec![(b"host", b"shop.example")]].concat(), Refused),
-        ("the same Host", with(b"host", b"SHOP.example"), Plain(&["host: shop.example\r\n"], &[])),
-        ("neither authority nor Host", without(b":authority"), Refused),
-        ("a user in the authority", with(b":authority", b"u@shop.example"), Refused),
-        ("CRLF in the authority", with(b":authority", b"shop.example\r\nx: y"), Refused),
-        ("a slash in the authority", with(b":authority", b"shop.example/y"), Refused),
-        ("a pseudo field that is none", with(b":version", b"HTTP/1.1"), Refused),
-        ("a pseudo field of a response", with(b":status", b"200"), Refused),
+        (
+            "two Hosts",
+            [
+                and(b"host", b"shop.example"),
+                vec![(b"host", b"shop.example")],
+            ]
+            .concat(),
+            Refused,
+        ),
+        (
+            "the same Host",
+            with(b"host", b"SHOP.example"),
+            Plain(&["host: shop.example\r\n"], &[]),
+        ),
+        (
+            "neither authority nor Host",
+            without(b":authority"),
+            Refused,
+        ),
+        (
+            "a user in the authority",
+            with(b":authority", b"u@shop.example"),
+            Refused,
+        ),
+        (
+            "CRLF in the authority",
+            with(b":authority", b"shop.example\r\nx: y"),
+            Refused,
+        ),
+        (
+            "a slash in the authority",
+            with(b":authority", b"shop.example/y"),
+            Refused,
+        ),
+        (
+            "a pseudo field that is none",
+            with(b":version", b"HTTP/1.1"),
+            Refused,
+        ),
+        (
+            "a pseudo field of a response",
+            with(b":status", b"200"),
+            Refused,
+        ),
         (
             "a pseudo field behind others",
             [with(b"x-a", b"b"), vec![(b":authority", b"evil.example")]].concat(),
             Refused,
         ),
-        ("a length that is not kept", with(b"content-length", b"5"), Refused),
-        ("two lengths", [with(b"content-length", b"0"), vec![(b"content-length", b"1")]].concat(), Refused),
+        (
+            "a length that is not kept",
+            with(b"content-length", b"5"),
+            Refused,
+        ),
+        (
+            "two lengths",
+            [
+                with(b"content-length", b"0"),
+                vec![(b"content-length", b"1")],
+            ]
+            .concat(),
+            Refused,
+        ),
         ("a signed length", with(b"content-length", b"+0"), Refused),
         ("the key's look-alike", with(b"x_user_id", b"evil"), Refused),
-        ("the key twice", [with(b"x-user-id", b"a"), vec![(b"x-user-id", b"b")]].concat(), Unserved),
+        (
+            "the key twice",
+            [with(b"x-user-id", b"a"), vec![(b"x-user-id", b"b")]].concat(),
+            Unserved,
+        ),
         (
             "split cookies",
             [with(b"cookie", b"a=1"), vec![(b"cookie", b"b=2")]].concat(),
@@ -309,7 +526,10 @@ fn over_http2() -> Vec<(&'static str, Fields, Fate)> {
         (
             "a plain one",
             usual.to_vec(),
-            Plain(&["get /x http/1.1\r\nhost: shop.example\r\n"], &["transfer-encoding"]),
+            Plain(
+                &["get /x http/1.1\r\nhost: shop.example\r\n"],
+                &["transfer-encoding"],
+            ),
         ),
     ]
 }
@@ -325,7 +545,17 @@ fn frames(fields: &Fields) -> Vec<u8> {
     }
     let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0".to_vec();
     // HEADERS of stream 1, END_STREAM and END_HEADERS.
-    bytes.extend([0, (block.len() >> 8) as u8, block.len() as u8, 1, 5, 0, 0, 0, 1]);
+    bytes.extend([
+        0,
+        (block.len() >> 8) as u8,
+        block.len() as u8,
+        1,
+        5,
+        0,
+        0,
+        0,
+        1,
+    ]);
     bytes.extend(block);
     bytes
 }

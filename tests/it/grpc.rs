@@ -33,7 +33,10 @@ struct Messages {
 
 impl Messages {
     fn new(stream: RecvStream) -> Self {
-        Self { stream, unread: BytesMut::new() }
+        Self {
+            stream,
+            unread: BytesMut::new(),
+        }
     }
 
     /// The next one, if there is any.
@@ -46,8 +49,14 @@ impl Messages {
                     return Some(String::from_utf8(framed[5..].to_vec()).unwrap());
                 }
             }
-            let part = timeout(SOON, self.stream.data()).await.expect("no message in time")?.unwrap();
-            self.stream.flow_control().release_capacity(part.len()).unwrap();
+            let part = timeout(SOON, self.stream.data())
+                .await
+                .expect("no message in time")?
+                .unwrap();
+            self.stream
+                .flow_control()
+                .release_capacity(part.len())
+                .unwrap();
             self.unread.extend_from_slice(&part);
         }
     }
@@ -61,32 +70,47 @@ impl Messages {
     }
 
     async fn trailers(&mut self) -> HeaderMap {
-        timeout(SOON, self.stream.trailers()).await.unwrap().unwrap().unwrap_or_default()
+        timeout(SOON, self.stream.trailers())
+            .await
+            .unwrap()
+            .unwrap()
+            .unwrap_or_default()
     }
 }
 
 /// Echoes each message as it comes; `/fail` fails at once, `/many` sends three for one, `/sum` one for all.
 async fn serve(exchange: Exchange) {
-    let Exchange { request, mut respond, .. } = exchange;
+    let Exchange {
+        request,
+        mut respond,
+        ..
+    } = exchange;
     let (head, body) = request.into_parts();
     assert_eq!(head.headers["te"], "trailers");
     assert_eq!(head.headers["grpc-timeout"], "5S");
     let response = Response::builder().header("content-type", "application/grpc");
     let mut incoming = Messages::new(body);
     if head.uri.path() == "/a.Service/fail" {
-        let only =
-            response.header("grpc-status", "5").header("grpc-message", "not%20found").body(()).unwrap();
+        let only = response
+            .header("grpc-status", "5")
+            .header("grpc-message", "not%20found")
+            .body(())
+            .unwrap();
         respond.send_response(only, true).unwrap();
         return;
     }
-    let mut stream = respond.send_response(response.body(()).unwrap(), false).unwrap();
+    let mut stream = respond
+        .send_response(response.body(()).unwrap(), false)
+        .unwrap();
     let mut all = Vec::new();
     while let Some(text) = incoming.next().await {
         match head.uri.path() {
             "/a.Service/sum" => all.push(text),
-            "/a.Service/many" => {
-                (0..3).for_each(|n| stream.send_data(message(&format!("{text}{n}")), false).unwrap())
-            }
+            "/a.Service/many" => (0..3).for_each(|n| {
+                stream
+                    .send_data(message(&format!("{text}{n}")), false)
+                    .unwrap()
+            }),
             _ => stream.send_data(message(&text), false).unwrap(),
         }
     }
@@ -100,13 +124,17 @@ async fn serve(exchange: Exchange) {
 }
 
 async fn client(address: SocketAddr) -> SendRequest<Bytes> {
-    let (sender, connection) =
-        h2::client::handshake(TcpStream::connect(address).await.unwrap()).await.unwrap();
+    let (sender, connection) = h2::client::handshake(TcpStream::connect(address).await.unwrap())
+        .await
+        .unwrap();
     tokio::spawn(connection);
     sender
 }
 
-async fn call(sender: &SendRequest<Bytes>, method: &str) -> (h2::client::ResponseFuture, SendStream<Bytes>) {
+async fn call(
+    sender: &SendRequest<Bytes>,
+    method: &str,
+) -> (h2::client::ResponseFuture, SendStream<Bytes>) {
     let request = Request::post(format!("http://shop.example/a.Service/{method}"))
         .header("content-type", "application/grpc+proto")
         .header("te", "trailers")
@@ -118,7 +146,10 @@ async fn call(sender: &SendRequest<Bytes>, method: &str) -> (h2::client::Respons
 }
 
 async fn answer(response: h2::client::ResponseFuture) -> Response<RecvStream> {
-    timeout(SOON, response).await.expect("no answer in time").unwrap()
+    timeout(SOON, response)
+        .await
+        .expect("no answer in time")
+        .unwrap()
 }
 
 async fn all_kinds_of_calls_work(proxy: &Proxy) {
@@ -130,7 +161,9 @@ async fn all_kinds_of_calls_work(proxy: &Proxy) {
     ] {
         let (response, mut sending) = call(&sender, method).await;
         for (n, text) in asked.iter().enumerate() {
-            sending.send_data(message(text), n + 1 == asked.len()).unwrap();
+            sending
+                .send_data(message(text), n + 1 == asked.len())
+                .unwrap();
         }
         let response = answer(response).await;
         assert_eq!(response.headers()["content-type"], "application/grpc");
@@ -157,7 +190,10 @@ async fn all_kinds_of_calls_work(proxy: &Proxy) {
     let (response, _sending) = call(&sender, "fail").await;
     let response = answer(response).await;
     assert_eq!(
-        (&response.headers()["grpc-status"], &response.headers()["grpc-message"]),
+        (
+            &response.headers()["grpc-status"],
+            &response.headers()["grpc-message"]
+        ),
         (&"5".parse().unwrap(), &"not%20found".parse().unwrap())
     );
     assert!(response.body().is_end_stream());
@@ -166,7 +202,11 @@ async fn all_kinds_of_calls_work(proxy: &Proxy) {
 #[tokio::test]
 async fn all_kinds_of_calls_work_in_the_clear() {
     let upstream = H2Upstream::serving(Builder::new(), serve).await;
-    let proxy = Proxy::builder().config("listen.threads = 1").upstream_url(&upstream.url()).start().await;
+    let proxy = Proxy::builder()
+        .config("listen.threads = 1")
+        .upstream_url(&upstream.url())
+        .start()
+        .await;
     all_kinds_of_calls_work(&proxy).await;
     assert_eq!(upstream.connections(), 1);
 }
@@ -178,7 +218,11 @@ async fn all_kinds_of_calls_work_by_tls() {
     let upstream = H2Upstream::by_tls(authority.server("server", &["h2"], None), serve).await;
     let config = format!("[upstream.tls]\nca = '{}'\n", authority.text("ca.pem"));
     let url = format!("https://{}", upstream.address);
-    let proxy = Proxy::builder().config(&config).upstream_url(&url).start().await;
+    let proxy = Proxy::builder()
+        .config(&config)
+        .upstream_url(&url)
+        .start()
+        .await;
     all_kinds_of_calls_work(&proxy).await;
 }
 
@@ -197,27 +241,48 @@ async fn refused(proxy: &Proxy, status: &str) -> String {
 #[tokio::test]
 async fn refusals_speak_grpc() {
     let upstream = H2Upstream::serving(Builder::new(), serve).await;
-    let limited =
-        "[[policy]]\nname = 'p'\nmatch = { path = '/a.Service/**' }\nlimit = { requests = 1, per = '1h' }";
-    let proxy = Proxy::builder().config(limited).upstream_url(&upstream.url()).start().await;
+    let limited = "[[policy]]\nname = 'p'\nmatch = { path = '/a.Service/**' }\nlimit = { requests = 1, per = '1h' }";
+    let proxy = Proxy::builder()
+        .config(limited)
+        .upstream_url(&upstream.url())
+        .start()
+        .await;
     let (response, mut sending) = call(&client(proxy.address).await, "unary").await;
     sending.send_data(message("a"), true).unwrap();
-    assert_eq!(answer(response).await.headers()["x-ratelimit-remaining"], "0");
+    assert_eq!(
+        answer(response).await.headers()["x-ratelimit-remaining"],
+        "0"
+    );
     let told = refused(&proxy, "8").await;
-    assert!(told.starts_with("Over the limit of policy \"p\"."), "{told}");
+    assert!(
+        told.starts_with("Over the limit of policy \"p\"."),
+        "{told}"
+    );
 
-    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let proxy = Proxy::builder().upstream_url(&format!("h2c://{nobody}")).start().await;
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap();
+    let proxy = Proxy::builder()
+        .upstream_url(&format!("h2c://{nobody}"))
+        .start()
+        .await;
     refused(&proxy, "14").await;
 
     let silent = RawUpstream::scripted(|_, mut socket| async move {
-        socket.send(b"\0\0\0\x04\0\0\0\0\0\0\0\0\x04\x01\0\0\0\0").await;
+        socket
+            .send(b"\0\0\0\x04\0\0\0\0\0\0\0\0\x04\x01\0\0\0\0")
+            .await;
         socket.drain().await;
     })
     .await;
     let config = "upstream.response_timeout = '200ms'";
     let url = format!("h2c://{}", silent.address);
-    let proxy = Proxy::builder().config(config).upstream_url(&url).start().await;
+    let proxy = Proxy::builder()
+        .config(config)
+        .upstream_url(&url)
+        .start()
+        .await;
     let (response, mut sending) = call(&client(proxy.address).await, "unary").await;
     sending.send_data(message("a"), true).unwrap();
     let response = answer(response).await;
@@ -231,7 +296,10 @@ async fn a_call_that_is_cut_off_has_no_status() {
     let upstream = H2Upstream::serving(Builder::new(), move |mut exchange: Exchange| {
         let gate = Arc::clone(&waiting);
         async move {
-            let response = Response::builder().header("content-type", "application/grpc").body(()).unwrap();
+            let response = Response::builder()
+                .header("content-type", "application/grpc")
+                .body(())
+                .unwrap();
             let mut stream = exchange.respond.send_response(response, false).unwrap();
             stream.send_data(message("half"), false).unwrap();
             gate.acquire().await.unwrap().forget();

@@ -22,7 +22,9 @@ use tonic::body::Body;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::codegen::Service;
 use tonic::metadata::MetadataMap;
-use tonic::server::{ClientStreamingService, Grpc, ServerStreamingService, StreamingService, UnaryService};
+use tonic::server::{
+    ClientStreamingService, Grpc, ServerStreamingService, StreamingService, UnaryService,
+};
 use tonic::transport::server::TcpIncoming;
 use tonic::transport::{Channel, Endpoint, Server};
 use tonic::{Code, Request, Response, Status, Streaming};
@@ -61,7 +63,9 @@ impl Decoder for Texts {
 
     fn decode(&mut self, from: &mut DecodeBuf<'_>) -> Result<Option<String>, Status> {
         let bytes = from.copy_to_bytes(from.remaining());
-        String::from_utf8(bytes.to_vec()).map(Some).map_err(|error| Status::internal(error.to_string()))
+        String::from_utf8(bytes.to_vec())
+            .map(Some)
+            .map_err(|error| Status::internal(error.to_string()))
     }
 }
 
@@ -82,10 +86,16 @@ impl Drop for Counted {
 
 impl Shop {
     async fn start() -> (Self, SocketAddr, JoinHandle<()>) {
-        let (shop, listener) = (Self::default(), TcpListener::bind("127.0.0.1:0").await.unwrap());
+        let (shop, listener) = (
+            Self::default(),
+            TcpListener::bind("127.0.0.1:0").await.unwrap(),
+        );
         let (address, serving) = (listener.local_addr().unwrap(), shop.clone());
         let serving = async move {
-            Server::builder().serve_with_incoming(serving, TcpIncoming::from(listener)).await.unwrap();
+            Server::builder()
+                .serve_with_incoming(serving, TcpIncoming::from(listener))
+                .await
+                .unwrap();
         };
         (shop, address, tokio::spawn(serving))
     }
@@ -127,10 +137,17 @@ impl UnaryService<String> for Shop {
             match text.as_str() {
                 "fail" => {
                     let mut details = MetadataMap::new();
-                    details
-                        .insert_bin("why-bin", tonic::metadata::BinaryMetadataValue::from_bytes(b"\0\xff"));
+                    details.insert_bin(
+                        "why-bin",
+                        tonic::metadata::BinaryMetadataValue::from_bytes(b"\0\xff"),
+                    );
                     let told = "déjà vendu: 100 %";
-                    Err(Status::with_details_and_metadata(Code::NotFound, told, "more".into(), details))
+                    Err(Status::with_details_and_metadata(
+                        Code::NotFound,
+                        told,
+                        "more".into(),
+                        details,
+                    ))
                 }
                 "hang" => {
                     shop.hanging.fetch_add(1, Ordering::SeqCst);
@@ -139,7 +156,10 @@ impl UnaryService<String> for Shop {
                 }
                 _ => {
                     let mut response = Response::new(text);
-                    let asked = metadata.get("x-asked").cloned().unwrap_or("nothing".parse().unwrap());
+                    let asked = metadata
+                        .get("x-asked")
+                        .cloned()
+                        .unwrap_or("nothing".parse().unwrap());
                     response.metadata_mut().insert("x-asked", asked);
                     Ok(response)
                 }
@@ -197,45 +217,68 @@ struct Client(tonic::client::Grpc<Channel>);
 
 impl Client {
     fn of(proxy: &Proxy) -> Self {
-        let channel = Endpoint::from_shared(format!("http://{}", proxy.address)).unwrap().connect_lazy();
+        let channel = Endpoint::from_shared(format!("http://{}", proxy.address))
+            .unwrap()
+            .connect_lazy();
         Self(tonic::client::Grpc::new(channel))
     }
 
     async fn unary(&mut self, request: Request<String>) -> Result<Response<String>, Status> {
         self.0.ready().await.unwrap();
-        let called = self.0.unary(request, PathAndQuery::from_static("/a.Shop/One"), Texts);
+        let called = self
+            .0
+            .unary(request, PathAndQuery::from_static("/a.Shop/One"), Texts);
         timeout(SOON, called).await.expect("no answer in time")
     }
 
     async fn say(&mut self, text: &str) -> Result<String, Status> {
-        self.unary(Request::new(text.to_owned())).await.map(Response::into_inner)
+        self.unary(Request::new(text.to_owned()))
+            .await
+            .map(Response::into_inner)
     }
 
     async fn many(&mut self, text: &str) -> Streaming<String> {
         self.0.ready().await.unwrap();
         let request = Request::new(text.to_owned());
-        let called = self.0.server_streaming(request, PathAndQuery::from_static("/a.Shop/Many"), Texts);
+        let called =
+            self.0
+                .server_streaming(request, PathAndQuery::from_static("/a.Shop/Many"), Texts);
         timeout(SOON, called).await.unwrap().unwrap().into_inner()
     }
 
-    async fn chat(&mut self, texts: impl Stream<Item = String> + Send + 'static) -> Streaming<String> {
+    async fn chat(
+        &mut self,
+        texts: impl Stream<Item = String> + Send + 'static,
+    ) -> Streaming<String> {
         self.0.ready().await.unwrap();
-        let called = self.0.streaming(Request::new(texts), PathAndQuery::from_static("/a.Shop/Chat"), Texts);
+        let called = self.0.streaming(
+            Request::new(texts),
+            PathAndQuery::from_static("/a.Shop/Chat"),
+            Texts,
+        );
         timeout(SOON, called).await.unwrap().unwrap().into_inner()
     }
 }
 
 fn received(receiver: mpsc::Receiver<String>) -> impl Stream<Item = String> {
-    stream::unfold(receiver, |mut receiver| async { receiver.recv().await.map(|text| (text, receiver)) })
+    stream::unfold(receiver, |mut receiver| async {
+        receiver.recv().await.map(|text| (text, receiver))
+    })
 }
 
 async fn next(stream: &mut Streaming<String>) -> Result<Option<String>, Status> {
-    timeout(SOON, stream.message()).await.expect("no message in time")
+    timeout(SOON, stream.message())
+        .await
+        .expect("no message in time")
 }
 
 async fn through(config: &str) -> (Shop, Proxy, Client, JoinHandle<()>) {
     let (shop, address, serving) = Shop::start().await;
-    let proxy = Proxy::builder().config(config).upstream_url(&format!("h2c://{address}")).start().await;
+    let proxy = Proxy::builder()
+        .config(config)
+        .upstream_url(&format!("h2c://{address}"))
+        .start()
+        .await;
     let client = Client::of(&proxy);
     (shop, proxy, client, serving)
 }
@@ -244,7 +287,9 @@ async fn through(config: &str) -> (Shop, Proxy, Client, JoinHandle<()>) {
 async fn calls_of_every_kind_are_what_they_are_without_a_proxy() {
     let (shop, _proxy, mut client, _serving) = through("").await;
     let mut request = Request::new("hello".to_owned());
-    request.metadata_mut().insert("x-asked", "politely".parse().unwrap());
+    request
+        .metadata_mut()
+        .insert("x-asked", "politely".parse().unwrap());
     let response = client.unary(request).await.unwrap();
     assert_eq!(response.metadata().get("x-asked").unwrap(), "politely");
     assert_eq!(response.into_inner(), "hello");
@@ -253,20 +298,37 @@ async fn calls_of_every_kind_are_what_they_are_without_a_proxy() {
     assert!(client.say(&long).await.unwrap() == long);
 
     let status = client.say("fail").await.unwrap_err();
-    assert_eq!((status.code(), status.message()), (Code::NotFound, "déjà vendu: 100 %"));
+    assert_eq!(
+        (status.code(), status.message()),
+        (Code::NotFound, "déjà vendu: 100 %")
+    );
     assert_eq!(status.details(), b"more");
-    assert_eq!(status.metadata().get_bin("why-bin").unwrap().to_bytes().unwrap(), &b"\0\xff"[..]);
+    assert_eq!(
+        status
+            .metadata()
+            .get_bin("why-bin")
+            .unwrap()
+            .to_bytes()
+            .unwrap(),
+        &b"\0\xff"[..]
+    );
 
     let mut many = client.many("n").await;
     for n in 0..1000 {
         assert_eq!(next(&mut many).await.unwrap(), Some(format!("n{n}")));
     }
     let end = next(&mut many).await.unwrap_err();
-    assert_eq!((end.code(), end.message()), (Code::DataLoss, "no more"), "said by trailers");
+    assert_eq!(
+        (end.code(), end.message()),
+        (Code::DataLoss, "no more"),
+        "said by trailers"
+    );
 
     client.0.ready().await.unwrap();
     let texts = Request::new(stream::iter(["a", "b", "c"].map(str::to_owned)));
-    let sum = client.0.client_streaming(texts, PathAndQuery::from_static("/a.Shop/Sum"), Texts);
+    let sum = client
+        .0
+        .client_streaming(texts, PathAndQuery::from_static("/a.Shop/Sum"), Texts);
     let sum: Response<String> = timeout(SOON, sum).await.unwrap().unwrap();
     assert_eq!(sum.into_inner(), "abc");
 
@@ -280,7 +342,10 @@ async fn calls_of_every_kind_are_what_they_are_without_a_proxy() {
     drop(say);
     assert_eq!(next(&mut chat).await.unwrap(), None);
     assert!(chat.trailers().await.unwrap().is_some());
-    eventually("the chat to end", SOON, || (shop.hanging.load(Ordering::SeqCst) == 0).then_some(())).await;
+    eventually("the chat to end", SOON, || {
+        (shop.hanging.load(Ordering::SeqCst) == 0).then_some(())
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -289,15 +354,20 @@ async fn a_deadline_reaches_the_server_and_a_client_that_leaves_ends_its_call() 
     let hanging = |count: usize| {
         let hanging = Arc::clone(&shop.hanging);
         async move {
-            eventually("as many calls", SOON, || (hanging.load(Ordering::SeqCst) == count).then_some(()))
-                .await;
+            eventually("as many calls", SOON, || {
+                (hanging.load(Ordering::SeqCst) == count).then_some(())
+            })
+            .await;
         }
     };
     let mut request = Request::new("hang".to_owned());
     request.set_timeout(Duration::from_millis(200));
     let status = client.unary(request).await.unwrap_err();
     // Client and server look at their clocks at the same time.
-    assert!(matches!(status.code(), Code::DeadlineExceeded | Code::Cancelled), "{status:?}");
+    assert!(
+        matches!(status.code(), Code::DeadlineExceeded | Code::Cancelled),
+        "{status:?}"
+    );
     hanging(0).await;
 
     let (say, said) = mpsc::channel(1);
@@ -344,10 +414,19 @@ response_timeout = '200ms'
     let (_shop, _proxy, mut client, _serving) = through(config).await;
     let case = |case: &'static str, text: &str| {
         let mut request = Request::new(text.to_owned());
-        request.metadata_mut().insert("x-case", case.parse().unwrap());
+        request
+            .metadata_mut()
+            .insert("x-case", case.parse().unwrap());
         request
     };
-    assert_eq!(client.unary(case("limited", "hi")).await.unwrap().into_inner(), "hi");
+    assert_eq!(
+        client
+            .unary(case("limited", "hi"))
+            .await
+            .unwrap()
+            .into_inner(),
+        "hi"
+    );
     for (name, text, code) in [
         ("limited", "hi", Code::ResourceExhausted),
         ("denied", "hi", Code::PermissionDenied),
@@ -358,7 +437,11 @@ response_timeout = '200ms'
         assert_eq!(status.code(), code, "{name}: {status:?}");
     }
     let over = client.unary(case("limited", "hi")).await.unwrap_err();
-    assert!(over.message().starts_with("Over the limit of policy \"limited\"."), "{over:?}");
+    assert!(
+        over.message()
+            .starts_with("Over the limit of policy \"limited\"."),
+        "{over:?}"
+    );
     assert!(over.metadata().get("retry-after").is_some(), "{over:?}");
     // Streams are refused in the same way.
     let texts = Request::from_parts(
@@ -367,11 +450,17 @@ response_timeout = '200ms'
         stream::pending::<String>(),
     );
     client.0.ready().await.unwrap();
-    let refused = client.0.streaming(texts, PathAndQuery::from_static("/a.Shop/Chat"), Texts);
-    let refused: Result<Response<Streaming<String>>, Status> = timeout(SOON, refused).await.unwrap();
+    let refused = client
+        .0
+        .streaming(texts, PathAndQuery::from_static("/a.Shop/Chat"), Texts);
+    let refused: Result<Response<Streaming<String>>, Status> =
+        timeout(SOON, refused).await.unwrap();
     assert_eq!(refused.unwrap_err().code(), Code::PermissionDenied);
 
-    let proxy = Proxy::builder().upstream_url("h2c://127.0.0.1:9").start().await;
+    let proxy = Proxy::builder()
+        .upstream_url("h2c://127.0.0.1:9")
+        .start()
+        .await;
     let status = Client::of(&proxy).say("hi").await.unwrap_err();
     assert_eq!(status.code(), Code::Unavailable, "{status:?}");
 }

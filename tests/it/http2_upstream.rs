@@ -25,7 +25,11 @@ use tokio::time::timeout;
 const ONE_WORKER: &str = "listen.threads = 1\n";
 
 async fn in_front_of(upstream: &H2Upstream, config: &str) -> Proxy {
-    Proxy::builder().config(&format!("{ONE_WORKER}{config}")).upstream_url(&upstream.url()).start().await
+    Proxy::builder()
+        .config(&format!("{ONE_WORKER}{config}"))
+        .upstream_url(&upstream.url())
+        .start()
+        .await
 }
 
 /// Answers when it is let.
@@ -50,9 +54,14 @@ fn get(proxy: &Proxy, target: &str) -> tokio::task::JoinHandle<u16> {
 async fn a_request_is_said_anew_in_http_2() {
     let upstream = H2Upstream::echo().await;
     let proxy = in_front_of(&upstream, "").await;
-    let ask = proxy.ask("POST", "/a//b?x=1&y").header("Host", "shop.example:81").header("TE", "trailers");
-    let ask =
-        ask.header("Connection", "TE, X-Hop, keep-alive").header("X-Hop", "1").header("Upgrade", "other");
+    let ask = proxy
+        .ask("POST", "/a//b?x=1&y")
+        .header("Host", "shop.example:81")
+        .header("TE", "trailers");
+    let ask = ask
+        .header("Connection", "TE, X-Hop, keep-alive")
+        .header("X-Hop", "1")
+        .header("Upgrade", "other");
     let reply = ask.header("Cookie", "a=1; b=2").body("body").send().await;
     let text = reply.text();
     assert!(
@@ -68,24 +77,55 @@ async fn a_request_is_said_anew_in_http_2() {
     ] {
         assert!(text.lines().any(|had| had == line), "{line} in {text}");
     }
-    for name in ["host", "connection", "x-hop", "keep-alive", "upgrade", "transfer-encoding"] {
-        assert!(!text.lines().any(|line| line.starts_with(&format!("{name}: "))), "{name} in {text}");
+    for name in [
+        "host",
+        "connection",
+        "x-hop",
+        "keep-alive",
+        "upgrade",
+        "transfer-encoding",
+    ] {
+        assert!(
+            !text
+                .lines()
+                .any(|line| line.starts_with(&format!("{name}: "))),
+            "{name} in {text}"
+        );
     }
     assert_eq!(reply.header("via"), Some("2 tidegate"));
 
     // By HTTP/2 on both sides: cookies in pieces are put together.
-    let mut request = Request::get("http://shop.example/").body(ClientBody::default()).unwrap();
+    let mut request = Request::get("http://shop.example/")
+        .body(ClientBody::default())
+        .unwrap();
     for crumb in ["a=1", "b=2"] {
-        request.headers_mut().append("cookie", crumb.parse().unwrap());
+        request
+            .headers_mut()
+            .append("cookie", crumb.parse().unwrap());
     }
     let answer = answered(http2(proxy.address).await.send_request(request)).await;
-    let text = String::from_utf8(answer.into_body().collect().await.unwrap().to_bytes().to_vec()).unwrap();
-    assert!(text.lines().any(|line| line == "cookie: a=1; b=2"), "{text}");
+    let text = String::from_utf8(
+        answer
+            .into_body()
+            .collect()
+            .await
+            .unwrap()
+            .to_bytes()
+            .to_vec(),
+    )
+    .unwrap();
+    assert!(
+        text.lines().any(|line| line == "cookie: a=1; b=2"),
+        "{text}"
+    );
     assert_eq!(upstream.connections(), 1);
 
     let proxy = in_front_of(&upstream, "upstream.preserve_host = false").await;
     let text = proxy.get("/").await.text();
-    assert!(text.starts_with(&format!("GET http://{}/\n", upstream.address)), "{text}");
+    assert!(
+        text.starts_with(&format!("GET http://{}/\n", upstream.address)),
+        "{text}"
+    );
     assert!(text.contains("x-forwarded-host: shop.example\n"), "{text}");
 }
 
@@ -99,7 +139,11 @@ async fn one_connection_carries_many_requests_at_a_time() {
     for asked in asked {
         assert_eq!(timeout(SOON, asked).await.unwrap().unwrap(), 200);
     }
-    assert_eq!(upstream.connections(), 1, "though all came at once, before there was any");
+    assert_eq!(
+        upstream.connections(),
+        1,
+        "though all came at once, before there was any"
+    );
 }
 
 #[tokio::test]
@@ -117,8 +161,15 @@ async fn a_further_connection_is_made_for_what_the_first_has_no_room_for() {
     let config = "upstream.max_connections = 2\nupstream.queue_timeout = '200ms'";
     let proxy = in_front_of(&upstream, config).await;
     let asked: Vec<_> = (0..4).map(|_| get(&proxy, "/")).collect();
-    eventually("four to be there", SOON, || (seen.load(Ordering::SeqCst) == 4).then_some(())).await;
-    assert_eq!(proxy.get("/").await.status, 503, "there is no room for a fifth");
+    eventually("four to be there", SOON, || {
+        (seen.load(Ordering::SeqCst) == 4).then_some(())
+    })
+    .await;
+    assert_eq!(
+        proxy.get("/").await.status,
+        503,
+        "there is no room for a fifth"
+    );
     gate.add_permits(4);
     for asked in asked {
         assert_eq!(timeout(SOON, asked).await.unwrap().unwrap(), 200);
@@ -134,7 +185,11 @@ async fn a_further_connection_is_made_for_what_the_first_has_no_room_for() {
         assert_eq!(timeout(SOON, asked).await.unwrap().unwrap(), 200);
     }
     // It is closed for others when one who just got his turn seems to wait still.
-    assert!((3..=4).contains(&upstream.connections()), "{}", upstream.connections());
+    assert!(
+        (3..=4).contains(&upstream.connections()),
+        "{}",
+        upstream.connections()
+    );
 }
 
 #[tokio::test]
@@ -156,7 +211,15 @@ async fn who_says_goodbye_is_left_after_what_is_under_way() {
     .await;
     let proxy = in_front_of(&upstream, "").await;
     let under_way = get(&proxy, "/slow");
-    assert_eq!(proxy.ask("GET", "/").header("X-Go-Away", "1").send().await.text(), "0");
+    assert_eq!(
+        proxy
+            .ask("GET", "/")
+            .header("X-Go-Away", "1")
+            .send()
+            .await
+            .text(),
+        "0"
+    );
     // Which is the first to know of it is a matter of luck; all are answered.
     for _ in 0..20 {
         assert_eq!(proxy.ask("POST", "/").body("body").status().await, 200);
@@ -173,7 +236,11 @@ async fn what_was_refused_unseen_is_sent_once_more() {
     let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
         let number = counted.fetch_add(1, Ordering::SeqCst);
         async move {
-            let refusals: usize = exchange.request.headers()["x-refusals"].to_str().unwrap().parse().unwrap();
+            let refusals: usize = exchange.request.headers()["x-refusals"]
+                .to_str()
+                .unwrap()
+                .parse()
+                .unwrap();
             let body = exchange.body().await.unwrap();
             if number < refusals {
                 exchange.respond.send_reset(Reason::REFUSED_STREAM);
@@ -197,7 +264,12 @@ async fn what_was_refused_unseen_is_sent_once_more() {
     ] {
         seen.store(0, Ordering::SeqCst);
         let body = noise(length);
-        let reply = proxy.ask(method, "/").header("X-Refusals", refusals).body(body.clone()).send().await;
+        let reply = proxy
+            .ask(method, "/")
+            .header("X-Refusals", refusals)
+            .body(body.clone())
+            .send()
+            .await;
         assert_eq!(reply.status, status, "{method} {length}");
         assert!(status != 200 || reply.body == body, "{method} {length}");
         assert_eq!(seen.load(Ordering::SeqCst), times, "{method} {length}");
@@ -258,9 +330,21 @@ async fn a_reset_instead_of_an_answer_is_a_502() {
     let proxy = in_front_of(&upstream, "").await;
     let reply = proxy.get("/").await;
     assert_eq!(reply.status, 502);
-    assert!(reply.header("proxy-status").unwrap().contains("connection_terminated"));
-    let metrics = Ask::new(proxy.admin(), "GET", "/metrics").header("Host", "localhost").send().await.text();
-    assert!(metrics.contains("tidegate_upstream_errors_total{kind=\"reset\"} 1"), "{metrics}");
+    assert!(
+        reply
+            .header("proxy-status")
+            .unwrap()
+            .contains("connection_terminated")
+    );
+    let metrics = Ask::new(proxy.admin(), "GET", "/metrics")
+        .header("Host", "localhost")
+        .send()
+        .await
+        .text();
+    assert!(
+        metrics.contains("tidegate_upstream_errors_total{kind=\"reset\"} 1"),
+        "{metrics}"
+    );
 }
 
 #[tokio::test]
@@ -275,7 +359,10 @@ async fn a_client_that_leaves_ends_its_request_and_no_other() {
             }
             let mut stream = None;
             if begins {
-                let mut begun = exchange.respond.send_response(Response::new(()), false).unwrap();
+                let mut begun = exchange
+                    .respond
+                    .send_response(Response::new(()), false)
+                    .unwrap();
                 begun.send_data("some".into(), false).unwrap();
                 stream = Some(begun);
             }
@@ -295,7 +382,9 @@ async fn a_client_that_leaves_ends_its_request_and_no_other() {
         ("/silent", "Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n"),
     ] {
         let mut client = RawClient::connect(proxy.address).await;
-        client.send(format!("POST {target} HTTP/1.1\r\nHost: a\r\n{framing}")).await;
+        client
+            .send(format!("POST {target} HTTP/1.1\r\nHost: a\r\n{framing}"))
+            .await;
         if target == "/begun" {
             client.read_past(b"some").await;
         } else {
@@ -330,7 +419,10 @@ async fn who_leaves_with_many_requests_ends_nobody_elses() {
     .await;
     let proxy = in_front_of(&upstream, "").await;
     let others = get(&proxy, "/others");
-    eventually("a connection", SOON, || (upstream.connections() == 1).then_some(())).await;
+    eventually("a connection", SOON, || {
+        (upstream.connections() == 1).then_some(())
+    })
+    .await;
 
     let mut attack = frames::PREFACE.to_vec();
     attack.extend(frames::frame(frames::SETTINGS, 0, 0, []));
@@ -343,7 +435,10 @@ async fn who_leaves_with_many_requests_ends_nobody_elses() {
     std::thread::sleep(Duration::from_millis(300));
 
     for _ in 0..50 {
-        assert_eq!(timeout(SOON, given_up.recv()).await.unwrap(), Some(Some(Reason::CANCEL)));
+        assert_eq!(
+            timeout(SOON, given_up.recv()).await.unwrap(),
+            Some(Some(Reason::CANCEL))
+        );
     }
     let next = get(&proxy, "/others");
     gate.add_permits(2);
@@ -365,31 +460,55 @@ async fn who_does_not_answer_in_time_is_given_up_and_suspected() {
     .await;
     let url = format!("h2c://{}", upstream.address);
     let config = format!("{ONE_WORKER}upstream.response_timeout = '200ms'");
-    let proxy = Proxy::builder().config(&config).upstream_url(&url).start().await;
+    let proxy = Proxy::builder()
+        .config(&config)
+        .upstream_url(&url)
+        .start()
+        .await;
     assert_eq!(proxy.get("/").await.status, 504);
     assert_eq!(proxy.get("/").await.status, 204);
-    assert_eq!(upstream.connections(), 2, "nothing more is sent where nobody answers");
+    assert_eq!(
+        upstream.connections(),
+        2,
+        "nothing more is sent where nobody answers"
+    );
 }
 
 #[tokio::test]
 async fn who_speaks_no_http_2_is_found_out_before_there_is_a_request() {
-    let upstream = RawUpstream::answering("HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n").await;
+    let upstream =
+        RawUpstream::answering("HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n").await;
     let silent = RawUpstream::scripted(|_, mut socket| async move { socket.drain().await }).await;
     for (upstream, status) in [(upstream, 502), (silent, 504)] {
         let url = format!("h2c://{}", upstream.address);
         let config = "upstream.connect_timeout = '300ms'\nupstream.retry_connect = 0";
-        let proxy = Proxy::builder().config(config).upstream_url(&url).start().await;
+        let proxy = Proxy::builder()
+            .config(config)
+            .upstream_url(&url)
+            .start()
+            .await;
         let asked: Vec<_> = (0..3).map(|_| get(&proxy, "/secret")).collect();
         for asked in asked {
             assert_eq!(timeout(SOON, asked).await.unwrap().unwrap(), status);
         }
         assert!(!String::from_utf8_lossy(&upstream.received()).contains("secret"));
     }
-    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let proxy = Proxy::builder().upstream_url(&format!("h2c://{nobody}")).start().await;
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap();
+    let proxy = Proxy::builder()
+        .upstream_url(&format!("h2c://{nobody}"))
+        .start()
+        .await;
     let reply = proxy.get("/").await;
     assert_eq!(reply.status, 502);
-    assert!(reply.header("proxy-status").unwrap().contains("connection_refused"));
+    assert!(
+        reply
+            .header("proxy-status")
+            .unwrap()
+            .contains("connection_refused")
+    );
 }
 
 #[tokio::test]
@@ -414,12 +533,26 @@ async fn an_idle_connection_is_closed_in_time_and_kept_until_then() {
 async fn no_worker_starves_beside_one_that_has_the_only_connection() {
     let upstream = H2Upstream::echo().await;
     let config = "listen.threads = 2\nupstream.max_connections = 1\nupstream.queue_timeout = '5s'";
-    let proxy = Proxy::builder().config(config).upstream_url(&upstream.url()).start().await;
-    let (mut one, mut two) =
-        (RawClient::connect(proxy.address).await, RawClient::connect(proxy.address).await);
+    let proxy = Proxy::builder()
+        .config(config)
+        .upstream_url(&upstream.url())
+        .start()
+        .await;
+    let (mut one, mut two) = (
+        RawClient::connect(proxy.address).await,
+        RawClient::connect(proxy.address).await,
+    );
     let asking = async |client: &mut RawClient| {
         for _ in 0..30 {
-            assert_eq!(client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await.reply().await.status, 200);
+            assert_eq!(
+                client
+                    .send("GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+                    .await
+                    .reply()
+                    .await
+                    .status,
+                200
+            );
         }
     };
     tokio::join!(asking(&mut one), asking(&mut two));
@@ -430,10 +563,16 @@ async fn nginx_is_spoken_to_by_http_2() {
     let nginx = Nginx::by_http2().await;
     let content = noise(5 << 20);
     nginx.file("big", &content);
-    let proxy = Proxy::builder().upstream_url(&format!("h2c://{}", nginx.address)).start().await;
+    let proxy = Proxy::builder()
+        .upstream_url(&format!("h2c://{}", nginx.address))
+        .start()
+        .await;
     let reply = proxy.get("/big").await;
     assert_eq!(sha256(&reply.body), sha256(&content));
     assert_eq!(reply.header("via"), Some("2 tidegate"));
-    assert_eq!(proxy.ask("PUT", "/up").body(content.clone()).status().await, 201);
+    assert_eq!(
+        proxy.ask("PUT", "/up").body(content.clone()).status().await,
+        201
+    );
     assert_eq!(sha256(&nginx.uploaded("up")), sha256(&content));
 }

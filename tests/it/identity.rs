@@ -20,8 +20,15 @@ struct Door {
 impl Door {
     async fn with(client: &str) -> Self {
         let upstream = Upstream::echo().await;
-        let proxy = Proxy::start(&format!("[client]\n{client}\n{PER_CLIENT}"), upstream.address).await;
-        Self { proxy, _upstream: upstream }
+        let proxy = Proxy::start(
+            &format!("[client]\n{client}\n{PER_CLIENT}"),
+            upstream.address,
+        )
+        .await;
+        Self {
+            proxy,
+            _upstream: upstream,
+        }
     }
 
     async fn is_new(&self, headers: &[(&str, &str)]) -> bool {
@@ -38,7 +45,10 @@ impl Door {
 
     async fn knows_all_of(&self, header: &str, values: &[&str]) {
         for value in values {
-            assert!(!self.is_new(&[(header, value)]).await, "{header}: {value} is another client");
+            assert!(
+                !self.is_new(&[(header, value)]).await,
+                "{header}: {value} is another client"
+            );
         }
     }
 }
@@ -49,36 +59,60 @@ const XFF: &str = "X-Forwarded-For";
 async fn trap_23_a_header_from_just_anybody_is_not_believed_and_that_is_said_once() {
     let door = Door::with("trusted_proxies = ['10.0.0.0/8']").await;
     assert!(door.is_new(&[(XFF, "1.1.1.1")]).await);
-    door.knows_all_of(XFF, &["2.2.2.2", "10.0.0.1", "3.3.3.3, 10.0.0.1"]).await;
+    door.knows_all_of(XFF, &["2.2.2.2", "10.0.0.1", "3.3.3.3, 10.0.0.1"])
+        .await;
     door.knows_all_of("X-Real-IP", &["4.4.4.4"]).await;
     let hint = |line: &crate::support::proxy::LogLine| line.mentions("trusted_proxies");
-    door.proxy.wait_for_log("a hint at trusted_proxies", 0, SOON, hint).await;
-    assert_eq!(door.proxy.log().matches("trusted_proxies").count(), 1, "{}", door.proxy.log());
+    door.proxy
+        .wait_for_log("a hint at trusted_proxies", 0, SOON, hint)
+        .await;
+    assert_eq!(
+        door.proxy.log().matches("trusted_proxies").count(),
+        1,
+        "{}",
+        door.proxy.log()
+    );
 }
 
 #[tokio::test]
 async fn trap_23_the_list_is_read_from_the_right() {
     let door = Door::with("trusted_proxies = ['127.0.0.0/8', '10.0.0.0/8']").await;
     assert!(door.is_new(&[(XFF, "1.1.1.1, 2.2.2.2, 10.0.0.1")]).await);
-    door.knows_all_of(XFF, &["2.2.2.2", "9.9.9.9,2.2.2.2", "2.2.2.2 ,10.0.0.1,10.0.0.2"]).await;
+    door.knows_all_of(
+        XFF,
+        &["2.2.2.2", "9.9.9.9,2.2.2.2", "2.2.2.2 ,10.0.0.1,10.0.0.2"],
+    )
+    .await;
     assert!(door.is_new(&[(XFF, "2.2.2.2, 3.3.3.3")]).await);
-    assert!(door.is_new(&[(XFF, "1.1.1.1")]).await, "what stood to the left was never believed");
+    assert!(
+        door.is_new(&[(XFF, "1.1.1.1")]).await,
+        "what stood to the left was never believed"
+    );
 }
 
 #[tokio::test]
 async fn trap_23_addresses_may_carry_a_port() {
     let door = Door::with("trusted_proxies = ['127.0.0.0/8']").await;
     assert!(door.is_new(&[(XFF, "2.2.2.2:1234")]).await);
-    door.knows_all_of(XFF, &["2.2.2.2", "2.2.2.2:9", "::ffff:2.2.2.2"]).await;
+    door.knows_all_of(XFF, &["2.2.2.2", "2.2.2.2:9", "::ffff:2.2.2.2"])
+        .await;
     assert!(door.is_new(&[(XFF, "[2001:db8::1]:443")]).await);
-    door.knows_all_of(XFF, &["2001:db8::1", "[2001:db8::1]", "[2001:DB8:0::1]:9"]).await;
+    door.knows_all_of(XFF, &["2001:db8::1", "[2001:db8::1]", "[2001:DB8:0::1]:9"])
+        .await;
 }
 
 #[tokio::test]
 async fn trap_23_several_lines_are_one_list() {
     let door = Door::with("trusted_proxies = ['127.0.0.0/8', '10.0.0.0/8']").await;
-    assert!(door.is_new(&[(XFF, "1.1.1.1"), (XFF, "2.2.2.2"), (XFF, "10.0.0.1")]).await);
-    assert!(!door.is_new(&[(XFF, "8.8.8.8, 2.2.2.2"), (XFF, "10.0.0.1")]).await);
+    assert!(
+        door.is_new(&[(XFF, "1.1.1.1"), (XFF, "2.2.2.2"), (XFF, "10.0.0.1")])
+            .await
+    );
+    assert!(
+        !door
+            .is_new(&[(XFF, "8.8.8.8, 2.2.2.2"), (XFF, "10.0.0.1")])
+            .await
+    );
     assert!(door.is_new(&[(XFF, "2.2.2.2"), (XFF, "3.3.3.3")]).await);
 }
 
@@ -86,46 +120,88 @@ async fn trap_23_several_lines_are_one_list() {
 async fn trap_23_what_is_no_address_hides_nobody() {
     let door = Door::with("trusted_proxies = ['127.0.0.0/8']").await;
     assert!(door.is_new(&[(XFF, "1.1.1.1, nonsense")]).await);
-    door.knows_all_of(XFF, &["7.7.7.7, nonsense", "8.8.8.8, 999.1.1.1", "9.9.9.9, ,nonsense,"]).await;
+    door.knows_all_of(
+        XFF,
+        &[
+            "7.7.7.7, nonsense",
+            "8.8.8.8, 999.1.1.1",
+            "9.9.9.9, ,nonsense,",
+        ],
+    )
+    .await;
 }
 
 #[tokio::test]
 async fn trap_22_an_ipv6_client_is_its_network() {
     let door = Door::with("trusted_proxies = ['127.0.0.0/8']").await;
     assert!(door.is_new(&[(XFF, "2001:db8:1:1::1")]).await);
-    door.knows_all_of(XFF, &["2001:db8:1:1::2", "2001:db8:1:1:ffff:ffff:ffff:ffff"]).await;
+    door.knows_all_of(
+        XFF,
+        &["2001:db8:1:1::2", "2001:db8:1:1:ffff:ffff:ffff:ffff"],
+    )
+    .await;
     assert!(door.is_new(&[(XFF, "2001:db8:1:2::1")]).await);
 }
 
 #[tokio::test]
 async fn prefixes_can_be_chosen() {
-    let door = Door::with("trusted_proxies = ['127.0.0.0/8']\nipv6_prefix = 48\nipv4_prefix = 24").await;
+    let door =
+        Door::with("trusted_proxies = ['127.0.0.0/8']\nipv6_prefix = 48\nipv4_prefix = 24").await;
     assert!(door.is_new(&[(XFF, "2001:db8:1:1::1")]).await);
     assert!(door.is_new(&[(XFF, "5.5.5.5")]).await);
-    door.knows_all_of(XFF, &["2001:db8:1:2::1", "5.5.5.200"]).await;
+    door.knows_all_of(XFF, &["2001:db8:1:2::1", "5.5.5.200"])
+        .await;
     assert!(door.is_new(&[(XFF, "5.5.6.5")]).await);
 }
 
 #[tokio::test]
 async fn forwarded_is_understood() {
-    let door = Door::with("trusted_proxies = ['127.0.0.0/8', '10.0.0.0/8']\nip_header = 'forwarded'").await;
+    let door =
+        Door::with("trusted_proxies = ['127.0.0.0/8', '10.0.0.0/8']\nip_header = 'forwarded'")
+            .await;
     let name = "Forwarded";
-    assert!(door.is_new(&[(name, "for=1.1.1.1, for=2.2.2.2;proto=https;by=10.0.0.9, For=10.0.0.1")]).await);
-    door.knows_all_of(name, &["for=2.2.2.2", "for=\"2.2.2.2:80\"", "proto=http;for=2.2.2.2"]).await;
+    assert!(
+        door.is_new(&[(
+            name,
+            "for=1.1.1.1, for=2.2.2.2;proto=https;by=10.0.0.9, For=10.0.0.1"
+        )])
+        .await
+    );
+    door.knows_all_of(
+        name,
+        &[
+            "for=2.2.2.2",
+            "for=\"2.2.2.2:80\"",
+            "proto=http;for=2.2.2.2",
+        ],
+    )
+    .await;
     assert!(door.is_new(&[(name, "for=\"[2001:db8::1]:443\"")]).await);
     door.knows_all_of(name, &["for=\"[2001:db8::1]\""]).await;
-    assert!(door.is_new(&[(name, "for=3.3.3.3, for=\"4.4.4.4\";host=\"a,b;for=5.5.5.5\"")]).await);
+    assert!(
+        door.is_new(&[(
+            name,
+            "for=3.3.3.3, for=\"4.4.4.4\";host=\"a,b;for=5.5.5.5\""
+        )])
+        .await
+    );
     door.knows_all_of(name, &["for=4.4.4.4"]).await;
 }
 
 #[tokio::test]
 async fn x_real_ip_and_headers_of_any_name_are_understood() {
     for name in ["x-real-ip", "x-client-address"] {
-        let door = Door::with(&format!("trusted_proxies = ['127.0.0.0/8']\nip_header = '{name}'")).await;
+        let door = Door::with(&format!(
+            "trusted_proxies = ['127.0.0.0/8']\nip_header = '{name}'"
+        ))
+        .await;
         assert!(door.is_new(&[(name, "1.1.1.1")]).await);
         assert!(door.is_new(&[(name, "2.2.2.2")]).await);
         door.knows_all_of(name, &["1.1.1.1", "2.2.2.2"]).await;
-        assert!(door.is_new(&[(XFF, "3.3.3.3")]).await, "the peer itself, for want of the header");
+        assert!(
+            door.is_new(&[(XFF, "3.3.3.3")]).await,
+            "the peer itself, for want of the header"
+        );
         door.knows_all_of(XFF, &["4.4.4.4"]).await;
     }
 }

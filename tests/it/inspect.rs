@@ -47,7 +47,10 @@ struct Office {
 
 impl Office {
     fn open() -> Self {
-        let office = Self { dir: TempDir::new().unwrap(), redis: Server::start() };
+        let office = Self {
+            dir: TempDir::new().unwrap(),
+            redis: Server::start(),
+        };
         fs::write(office.config(), office.text()).unwrap();
         office
     }
@@ -79,7 +82,14 @@ impl Office {
         let upstream = Upstream::echo().await;
         let proxy = Proxy::start(&self.text(), upstream.address).await;
         for expected in [200, 200, 200, 429] {
-            assert_eq!(proxy.ask("GET", "/api/pay/1").header("x-user-id", "ann").status().await, expected);
+            assert_eq!(
+                proxy
+                    .ask("GET", "/api/pay/1")
+                    .header("x-user-id", "ann")
+                    .status()
+                    .await,
+                expected
+            );
         }
         (proxy, upstream)
     }
@@ -89,7 +99,13 @@ impl Office {
 async fn explain_tells_of_every_policy_why_it_applies_or_not() {
     let office = Office::open();
     let told = office
-        .tells(&["explain", "GET", "http://shop.example//api/./pay/1?x", "-H", "x-user-id: acme"])
+        .tells(&[
+            "explain",
+            "GET",
+            "http://shop.example//api/./pay/1?x",
+            "-H",
+            "x-user-id: acme",
+        ])
         .await;
     for line in [
         "health           not for this path",
@@ -101,12 +117,23 @@ async fn explain_tells_of_every_policy_why_it_applies_or_not() {
     ] {
         assert!(told.contains(line), "{line:?} is not in\n{told}");
     }
-    assert!(!told.contains("daily"), "the override replaces all limits:\n{told}");
+    assert!(
+        !told.contains("daily"),
+        "the override replaces all limits:\n{told}"
+    );
 
     let told = office.tells(&["explain", "GET", "/health"]).await;
-    assert!(told.contains("matches: exempt") && told.contains("api              not reached"), "{told}");
-    let told = office.tells(&["explain", "POST", "/api/x", "--ip", "2001:db8::1:2:3:4"]).await;
-    assert!(told.contains("key writes/2001:db8::%2F64, cost 1"), "{told}");
+    assert!(
+        told.contains("matches: exempt") && told.contains("api              not reached"),
+        "{told}"
+    );
+    let told = office
+        .tells(&["explain", "POST", "/api/x", "--ip", "2001:db8::1:2:3:4"])
+        .await;
+    assert!(
+        told.contains("key writes/2001:db8::%2F64, cost 1"),
+        "{told}"
+    );
 }
 
 #[tokio::test]
@@ -114,19 +141,38 @@ async fn explain_and_keys_see_what_the_proxy_counted_and_change_nothing() {
     let office = Office::open();
     let _busy = office.busy().await;
     for _ in 0..3 {
-        let told = office.tells(&["explain", "GET", "/api/pay/2", "-H", "X-User-Id: ann"]).await;
-        assert!(told.contains("3 per 10m, sliding_log           0 left, more in "), "{told}");
+        let told = office
+            .tells(&["explain", "GET", "/api/pay/2", "-H", "X-User-Id: ann"])
+            .await;
+        assert!(
+            told.contains("3 per 10m, sliding_log           0 left, more in "),
+            "{told}"
+        );
         assert!(told.contains("97 left"), "{told}");
         assert!(told.contains("Rejected by api: 429."), "{told}");
         let shown = office.tells(&["keys", "show", "api", "ann", "pay"]).await;
-        assert!(shown.contains("0 left") && shown.contains("Rejected now."), "{shown}");
+        assert!(
+            shown.contains("0 left") && shown.contains("Rejected now."),
+            "{shown}"
+        );
     }
     let listed = office.tells(&["keys", "list"]).await;
     let lines: Vec<&str> = listed.lines().collect();
-    assert_eq!(lines.len(), 4, "a title, two limits, the shadow's; no probe:\n{listed}");
-    assert!(lines[1].contains("3  ") && lines[1].ends_with("api/ann/pay"), "{listed}");
+    assert_eq!(
+        lines.len(),
+        4,
+        "a title, two limits, the shadow's; no probe:\n{listed}"
+    );
+    assert!(
+        lines[1].contains("3  ") && lines[1].ends_with("api/ann/pay"),
+        "{listed}"
+    );
     let listed = office.tells(&["keys", "list", "--policy", "api"]).await;
-    assert_eq!(listed.lines().count(), 3, "api-new is another policy:\n{listed}");
+    assert_eq!(
+        listed.lines().count(),
+        3,
+        "api-new is another policy:\n{listed}"
+    );
 }
 
 /// At what a limit allows now, all of a bucket would have come back long ago.
@@ -138,13 +184,30 @@ async fn what_is_listed_of_a_bucket_comes_back_as_it_was_charged() {
         { requests = 9, per = '1h', algorithm = 'leaky_bucket', max_delay = '0s' }]";
     fs::write(office.config(), format!("{}\n{buckets}", office.text())).unwrap();
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::builder().config_at(&office.config()).upstream(upstream.address).start().await;
+    let proxy = Proxy::builder()
+        .config_at(&office.config())
+        .upstream(upstream.address)
+        .start()
+        .await;
     assert_eq!(proxy.statuses("/b", 2).await, [200, 429]);
     let listed = office.tells(&["keys", "list", "--policy", "b"]).await;
-    let counted: Vec<Vec<&str>> =
-        listed.lines().skip(1).map(|line| line.split_whitespace().take(4).collect()).collect();
-    assert_eq!(counted, [["1", "leaky_bucket", "per", "1h"], ["1", "token_bucket", "per", "1h"]], "{listed}");
-    assert!(listed.lines().skip(1).all(|line| line.contains(" 6 m ")), "a ninth of an hour:\n{listed}");
+    let counted: Vec<Vec<&str>> = listed
+        .lines()
+        .skip(1)
+        .map(|line| line.split_whitespace().take(4).collect())
+        .collect();
+    assert_eq!(
+        counted,
+        [
+            ["1", "leaky_bucket", "per", "1h"],
+            ["1", "token_bucket", "per", "1h"]
+        ],
+        "{listed}"
+    );
+    assert!(
+        listed.lines().skip(1).all(|line| line.contains(" 6 m ")),
+        "a ninth of an hour:\n{listed}"
+    );
 }
 
 #[tokio::test]
@@ -155,7 +218,13 @@ async fn a_reset_is_felt_within_a_second() {
     assert!(told.contains("2 of 2 counters"), "{told}");
     // The proxy may know for up to a second that the key is exhausted.
     let deadline = std::time::Instant::now() + std::time::Duration::from_millis(1500);
-    while proxy.ask("GET", "/api/pay/1").header("x-user-id", "ann").status().await != 200 {
+    while proxy
+        .ask("GET", "/api/pay/1")
+        .header("x-user-id", "ann")
+        .status()
+        .await
+        != 200
+    {
         assert!(std::time::Instant::now() < deadline, "still refused");
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }
@@ -166,8 +235,16 @@ async fn foreign_values_under_our_prefix_spoil_no_list() {
     let office = Office::open();
     let _busy = office.busy().await;
     let hash = "00".repeat(16);
-    let _: u64 = office.redis.command(&format!("LPUSH shop:v1:{{{hash}}}:sliding_log:1000:api/x a")).await;
-    let _: String = office.redis.command(&format!("SET shop:v1:{{{hash}}}:tomorrow:1:api/y 1")).await;
+    let _: u64 = office
+        .redis
+        .command(&format!(
+            "LPUSH shop:v1:{{{hash}}}:sliding_log:1000:api/x a"
+        ))
+        .await;
+    let _: String = office
+        .redis
+        .command(&format!("SET shop:v1:{{{hash}}}:tomorrow:1:api/y 1"))
+        .await;
     let listed = office.tells(&["keys", "list", "--policy", "api"]).await;
     assert_eq!(listed.lines().count(), 3, "{listed}");
 }
@@ -180,11 +257,20 @@ async fn wrong_questions_get_answers_that_help() {
             &["keys", "show", "api", "ann"][..],
             "the key of api has 2 values (header x-user-id, path segment), not 1",
         ),
-        (&["keys", "show", "apy"], "no policy is called \"apy\"; there are api, api-new, health, writes"),
+        (
+            &["keys", "show", "apy"],
+            "no policy is called \"apy\"; there are api, api-new, health, writes",
+        ),
         (&["keys", "reset", "health"], "policy health has no limits"),
         (&["keys", "show", "writes", "nobody"], "\"nobody\""),
-        (&["explain", "GET", "/x", "-H", "nonsense"], "\"nonsense\" is no header"),
-        (&["explain", "GET", "http://a/x", "-H", "Host: b"], "refused before any policy sees it"),
+        (
+            &["explain", "GET", "/x", "-H", "nonsense"],
+            "\"nonsense\" is no header",
+        ),
+        (
+            &["explain", "GET", "http://a/x", "-H", "Host: b"],
+            "refused before any policy sees it",
+        ),
     ] {
         let ended = office.says(words).await;
         assert_eq!(ended.status.code(), Some(1), "{words:?}");
@@ -193,7 +279,16 @@ async fn wrong_questions_get_answers_that_help() {
     office.redis.kill();
     let ended = office.says(&["keys", "list"]).await;
     assert_eq!(ended.status.code(), Some(1));
-    assert!(ended.stderr.starts_with("error: Redis gave no answer (refused): "), "{}", ended.stderr);
+    assert!(
+        ended
+            .stderr
+            .starts_with("error: Redis gave no answer (refused): "),
+        "{}",
+        ended.stderr
+    );
     let told = office.tells(&["explain", "GET", "/api/pay/1"]).await;
-    assert!(told.contains("Where limits stand is not known: the store gave no answer (refused)."), "{told}");
+    assert!(
+        told.contains("Where limits stand is not known: the store gave no answer (refused)."),
+        "{told}"
+    );
 }

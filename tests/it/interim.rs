@@ -46,10 +46,17 @@ async fn early_hints_come_early_and_tell_nothing_of_connections() {
         assert_eq!(head(&mut client).await.status, 102);
         let early = head(&mut client).await;
         assert_eq!(early.status, 103);
-        let mut fields: Vec<_> = early.headers.iter().map(|(name, value)| (&name[..], &value[..])).collect();
+        let mut fields: Vec<_> = early
+            .headers
+            .iter()
+            .map(|(name, value)| (&name[..], &value[..]))
+            .collect();
         fields.sort_unstable();
-        let expected =
-            [("link", "</a.css>; rel=preload"), ("link", "</b.js>"), ("via", "1.1 inner, 1.1 tidegate")];
+        let expected = [
+            ("link", "</a.css>; rel=preload"),
+            ("link", "</b.js>"),
+            ("via", "1.1 inner, 1.1 tidegate"),
+        ];
         assert_eq!(fields, expected);
         assert!(!client.reply_is_there(), "the answer is still to come");
         gate.add_permits(1);
@@ -67,7 +74,11 @@ async fn early_hints_come_from_http_2_too() {
         let gate = Arc::clone(&waiting);
         async move {
             for link in ["</a>", "</b>"] {
-                let early = Response::builder().status(103).header("link", link).body(()).unwrap();
+                let early = Response::builder()
+                    .status(103)
+                    .header("link", link)
+                    .body(())
+                    .unwrap();
                 exchange.respond.send_informational(early).unwrap();
             }
             gate.acquire().await.unwrap().forget();
@@ -104,7 +115,9 @@ async fn who_cannot_read_hints_gets_none() {
     let mut client = RawClient::connect(proxy.address).await;
     client.send(GET).await;
     assert_eq!(client.reply().await.status, 200);
-    client.send("POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n").await;
+    client
+        .send("POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+        .await;
     assert_eq!(head(&mut client).await.status, 100);
     client.send("hi").await;
     assert_eq!(head(&mut client).await.status, 200);
@@ -114,7 +127,10 @@ async fn who_cannot_read_hints_gets_none() {
 async fn hints_are_bounded_and_the_answer_comes_after_them() {
     let gate = Arc::new(Semaphore::new(100));
     for (length, most) in [(10, 16), (6000, 2), (20_000, 0)] {
-        let hint = format!("HTTP/1.1 103 Early Hints\r\nLink: {}\r\n\r\n", "x".repeat(length));
+        let hint = format!(
+            "HTTP/1.1 103 Early Hints\r\nLink: {}\r\n\r\n",
+            "x".repeat(length)
+        );
         let upstream = hinting(hint.repeat(200), &gate).await;
         let proxy = Proxy::start("", upstream.address).await;
         let mut client = RawClient::connect(proxy.address).await;
@@ -129,7 +145,11 @@ async fn hints_are_bounded_and_the_answer_comes_after_them() {
                 }
                 hints += 1;
             };
-            assert_eq!((hints, reply.status, reply.text().as_str()), (most, 200, "ok"), "{length}");
+            assert_eq!(
+                (hints, reply.status, reply.text().as_str()),
+                (most, 200, "ok"),
+                "{length}"
+            );
         }
     }
 }
@@ -138,7 +158,11 @@ async fn hints_are_bounded_and_the_answer_comes_after_them() {
 async fn hints_never_stand_in_the_middle_of_an_answer() {
     let gate = Arc::new(Semaphore::new(0));
     let waiting = Arc::clone(&gate);
-    let big = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{}", 8 << 20, "x".repeat(8 << 20));
+    let big = format!(
+        "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{}",
+        8 << 20,
+        "x".repeat(8 << 20)
+    );
     let upstream = RawUpstream::scripted(move |_, mut socket| {
         let (big, gate) = (big.clone(), Arc::clone(&waiting));
         async move {
@@ -147,7 +171,9 @@ async fn hints_never_stand_in_the_middle_of_an_answer() {
                     socket.send(big.as_bytes()).await;
                     continue;
                 }
-                socket.send(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n").await;
+                socket
+                    .send(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n")
+                    .await;
                 gate.acquire().await.unwrap().forget();
                 socket.send(OK.as_bytes()).await;
             }
@@ -157,7 +183,9 @@ async fn hints_never_stand_in_the_middle_of_an_answer() {
     let proxy = Proxy::start("", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
     // The second is asked while the first answer is still on its way.
-    client.send("GET /big HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    client
+        .send("GET /big HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        .await;
     client.read_past(b"\r\n\r\n").await;
     gate.add_permits(1);
     let body = client.read_past(b"xHTTP/1.1").await;

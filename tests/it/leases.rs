@@ -51,14 +51,29 @@ lease = { size = 500, ttl = "10m" }
     let before = calls(&server).await;
     let mut client = RawClient::connect(proxy.address).await;
     for nth in 1..=2_000_u64 {
-        let reply = client.send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n").await.reply().await;
+        let reply = client
+            .send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
+            .await
+            .reply()
+            .await;
         assert_eq!(reply.status, 200, "{}", reply.text());
-        let remaining: u64 = reply.header("x-ratelimit-remaining").unwrap().parse().unwrap();
-        assert!((98_000 - 500..=100_000 - nth).contains(&remaining), "{remaining} after {nth}");
+        let remaining: u64 = reply
+            .header("x-ratelimit-remaining")
+            .unwrap()
+            .parse()
+            .unwrap();
+        assert!(
+            (98_000 - 500..=100_000 - nth).contains(&remaining),
+            "{remaining} after {nth}"
+        );
     }
     let asked = calls(&server).await - before;
     assert!(asked < 20, "{asked} calls for 2,000 requests");
-    let metrics = Ask::new(proxy.admin(), "GET", "/metrics").header("Host", "localhost").send().await.text();
+    let metrics = Ask::new(proxy.admin(), "GET", "/metrics")
+        .header("Host", "localhost")
+        .send()
+        .await
+        .text();
     let from_lease = "tidegate_decision_seconds_count{source=\"lease\"} 19";
     assert!(metrics.contains(from_lease), "{metrics}");
 }
@@ -71,15 +86,25 @@ async fn an_exhausted_key_asks_redis_now_and_then_only() {
     let mut client = RawClient::connect(proxy.address).await;
     let (before, began, mut passed) = (calls(&server).await, Instant::now(), 0);
     for _ in 0..1_000 {
-        let reply = client.send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n").await.reply().await;
+        let reply = client
+            .send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
+            .await
+            .reply()
+            .await;
         passed += usize::from(reply.status == 200);
-        assert!(reply.status == 200 || reply.retry_after_us() > 3_500_000_000, "{reply:?}");
+        assert!(
+            reply.status == 200 || reply.retry_after_us() > 3_500_000_000,
+            "{reply:?}"
+        );
     }
     // Each moment one question, and one for the instances each second.
     let moments = began.elapsed().div_duration_f64(REMEMBERED) as u64;
     let asked = calls(&server).await - before;
     assert_eq!(passed, 20);
-    assert!(asked <= 20 + moments + moments / 50, "{asked} calls in {moments} moments");
+    assert!(
+        asked <= 20 + moments + moments / 50,
+        "{asked} calls in {moments} moments"
+    );
 }
 
 #[tokio::test]
@@ -91,13 +116,27 @@ async fn what_redis_does_not_let_us_charge_is_not_lent() {
         Algorithm::SlidingLog,
         Algorithm::SlidingWindow { buckets: 10 },
         Algorithm::FixedWindow { offset_us: 0 },
-        Algorithm::TokenBucket { burst: 100, warm_up_us: 0 },
+        Algorithm::TokenBucket {
+            burst: 100,
+            warm_up_us: 0,
+        },
     ];
-    let limits = lends.map(|algorithm| Limit { requests: 100, per_us: 60_000_000, algorithm });
+    let limits = lends.map(|algorithm| Limit {
+        requests: 100,
+        per_us: 60_000_000,
+        algorithm,
+    });
     // More is asked for in the background by a question that costs nothing.
     let lend = async |limit: &Limit| {
-        let lease = Some(Lease { size: Some(5), ttl_us: 1_000_000 });
-        let charge = Charge { lease, wanted: 5, ..Charge::new(limit, &key, 0) };
+        let lease = Some(Lease {
+            size: Some(5),
+            ttl_us: 1_000_000,
+        });
+        let charge = Charge {
+            lease,
+            wanted: 5,
+            ..Charge::new(limit, &key, 0)
+        };
         redis.decide(&[charge], Instant::now()).await
     };
     let _: () = server.command("CONFIG SET maxmemory 100kb").await;
@@ -106,7 +145,16 @@ async fn what_redis_does_not_let_us_charge_is_not_lent() {
     }
     let _: () = server.command("CONFIG SET maxmemory 0").await;
     for limit in &limits {
-        assert_eq!(lend(limit).await.unwrap().grants.first().map(|grant| grant.units), Some(5), "{limit:?}");
+        assert_eq!(
+            lend(limit)
+                .await
+                .unwrap()
+                .grants
+                .first()
+                .map(|grant| grant.units),
+            Some(5),
+            "{limit:?}"
+        );
     }
     let _: () = server.command("REPLICAOF 127.0.0.1 1").await;
     assert_eq!(lend(&limits[0]).await.unwrap_err().kind, "readonly");
@@ -124,7 +172,10 @@ async fn what_was_not_used_is_given_back_when_the_process_ends() {
     first.ended(SOON).await;
     // A refusal is remembered for a moment.
     sleep(REMEMBERED).await;
-    assert_eq!(second.statuses("/", 9).await, [200, 200, 200, 200, 200, 200, 200, 429, 429]);
+    assert_eq!(
+        second.statuses("/", 9).await,
+        [200, 200, 200, 200, 200, 200, 200, 429, 429]
+    );
 }
 
 #[tokio::test]
@@ -132,7 +183,10 @@ async fn what_was_not_used_is_given_back_when_the_lease_ends() {
     let (server, upstream) = (Server::start(), Upstream::echo().await);
     let lent = "limit = { requests = 10, per = \"1h\" }\nlease = { size = 50, ttl = \"1s\" }";
     let alone = "limit = { requests = 10, per = \"1h\" }";
-    let (first, second) = (proxy(&server, &upstream, lent).await, proxy(&server, &upstream, alone).await);
+    let (first, second) = (
+        proxy(&server, &upstream, lent).await,
+        proxy(&server, &upstream, alone).await,
+    );
     assert_eq!(first.statuses("/", 3).await, [200; 3]);
     let deadline = Instant::now() + SOON;
     while second.get("/").await.status != 200 {
@@ -140,7 +194,10 @@ async fn what_was_not_used_is_given_back_when_the_lease_ends() {
         // A refusal is remembered for a second where nothing is lent.
         sleep(Duration::from_millis(50)).await;
     }
-    assert_eq!(second.statuses("/", 8).await, [200, 200, 200, 200, 200, 200, 429, 429]);
+    assert_eq!(
+        second.statuses("/", 8).await,
+        [200, 200, 200, 200, 200, 200, 429, 429]
+    );
 }
 
 #[tokio::test]
@@ -151,7 +208,11 @@ async fn what_is_in_hand_is_used_while_redis_is_away() {
     assert_eq!(proxy.get("/").await.status, 200);
     server.kill();
     let statuses = proxy.statuses("/", 45).await;
-    assert_eq!(statuses.iter().filter(|status| **status == 200).count(), 40, "{statuses:?}");
+    assert_eq!(
+        statuses.iter().filter(|status| **status == 200).count(),
+        40,
+        "{statuses:?}"
+    );
     assert_eq!(statuses[40..], [503; 5]);
 }
 
@@ -167,9 +228,16 @@ match = { path = "/narrow" }
 limit = { requests = 3, per = "1h" }
 "#;
     let proxy = proxy(&server, &upstream, policy).await;
-    assert_eq!(proxy.statuses("/narrow", 8).await, [200, 200, 200, 429, 429, 429, 429, 429]);
+    assert_eq!(
+        proxy.statuses("/narrow", 8).await,
+        [200, 200, 200, 429, 429, 429, 429, 429]
+    );
     let statuses = proxy.statuses("/", 29).await;
-    assert_eq!(statuses.iter().filter(|status| **status == 200).count(), 27, "{statuses:?}");
+    assert_eq!(
+        statuses.iter().filter(|status| **status == 200).count(),
+        27,
+        "{statuses:?}"
+    );
 }
 
 const LIMIT: usize = 200;
@@ -203,19 +271,35 @@ impl Judge {
         let (start, arrivals) = (Instant::now(), Arc::<Mutex<Vec<Arrival>>>::default());
         let seen = Arc::clone(&arrivals);
         let upstream = Upstream::serving(move |request| {
-            let sent_us = request.headers()["x-sent-us"].to_str().unwrap().parse().unwrap();
+            let sent_us = request.headers()["x-sent-us"]
+                .to_str()
+                .unwrap()
+                .parse()
+                .unwrap();
             let sent = start + Duration::from_micros(sent_us);
             let path = request.uri().path().to_owned();
-            seen.lock().unwrap().push(Arrival { path, sent, arrived: Instant::now() });
+            seen.lock().unwrap().push(Arrival {
+                path,
+                sent,
+                arrived: Instant::now(),
+            });
             echo(request)
         });
-        Self { upstream: upstream.await, start, arrivals }
+        Self {
+            upstream: upstream.await,
+            start,
+            arrivals,
+        }
     }
 
     /// What arrived at a path, in order.
     fn arrivals(&self, path: &str) -> Vec<Arrival> {
         let arrivals = self.arrivals.lock().unwrap();
-        let mut own: Vec<_> = arrivals.iter().filter(|arrival| arrival.path == path).cloned().collect();
+        let mut own: Vec<_> = arrivals
+            .iter()
+            .filter(|arrival| arrival.path == path)
+            .cloned()
+            .collect();
         own.sort_by_key(|arrival| arrival.arrived);
         own
     }
@@ -229,7 +313,10 @@ impl Judge {
 /// The most that were certainly decided within less than a period.
 fn fullest(arrivals: &[Arrival]) -> usize {
     let within = |(nth, last): (usize, &Arrival)| {
-        arrivals[..=nth].iter().filter(|one| one.sent + PER > last.arrived).count()
+        arrivals[..=nth]
+            .iter()
+            .filter(|one| one.sent + PER > last.arrived)
+            .count()
     };
     arrivals.iter().enumerate().map(within).max().unwrap_or(0)
 }
@@ -238,9 +325,14 @@ async fn client(address: SocketAddr, path: String, start: Instant, until: Instan
     let (mut client, mut all) = (RawClient::connect(address).await, Vec::new());
     while Instant::now() < until {
         let (sent, sent_us) = (Instant::now(), start.elapsed().as_micros());
-        let request = format!("GET {path} HTTP/1.1\r\nHost: shop.example\r\nX-Sent-Us: {sent_us}\r\n\r\n");
+        let request =
+            format!("GET {path} HTTP/1.1\r\nHost: shop.example\r\nX-Sent-Us: {sent_us}\r\n\r\n");
         let status = client.send(request).await.reply().await.status;
-        all.push(Asked { sent, took: sent.elapsed(), status });
+        all.push(Asked {
+            sent,
+            took: sent.elapsed(),
+            status,
+        });
         if status != 200 {
             sleep(Duration::from_millis(5)).await;
         }
@@ -271,12 +363,26 @@ async fn three_proxies_keep_the_limit_while_one_is_killed() {
     }
     drop(proxies.remove(0));
     for client in clients.into_iter().flatten() {
-        assert!(client.await.unwrap().iter().all(|asked| [200, 429].contains(&asked.status)));
+        assert!(
+            client
+                .await
+                .unwrap()
+                .iter()
+                .all(|asked| [200, 429].contains(&asked.status))
+        );
     }
     let arrivals = judge.arrivals("/");
     println!("{} admitted", arrivals.len());
-    assert!(fullest(&arrivals) <= LIMIT, "{} in a period", fullest(&arrivals));
-    assert!(arrivals.len() > 2 * LIMIT, "only {} were admitted in {length:?}", arrivals.len());
+    assert!(
+        fullest(&arrivals) <= LIMIT,
+        "{} in a period",
+        fullest(&arrivals)
+    );
+    assert!(
+        arrivals.len() > 2 * LIMIT,
+        "only {} were admitted in {length:?}",
+        arrivals.len()
+    );
 }
 
 /// `store.redis.timeout` of the proxies in front of a cluster, and what a busy machine may add to it.
@@ -296,7 +402,9 @@ async fn a_node_of_a_cluster_dies_and_comes_back_empty() {
     let (mut cluster, judge) = (Cluster::start().await, Judge::start().await);
     let names = [0, 1].map(|node| {
         let mut names = (0..).map(|number| format!("p{number}"));
-        names.find(|name| node_of(&KeyBuilder::new(name).finish()) == node).unwrap()
+        names
+            .find(|name| node_of(&KeyBuilder::new(name).finish()) == node)
+            .unwrap()
     });
     let policies = names.each_ref().map(|name| {
         format!(
@@ -323,7 +431,9 @@ async fn a_node_of_a_cluster_dies_and_comes_back_empty() {
     let until = Instant::now() + Duration::from_secs(9);
     let [gone, there] = paths.each_ref().map(|path| {
         let clients = proxies.iter().flat_map(|proxy| [proxy; 3]);
-        clients.map(|proxy| judge.client(proxy, path, until)).collect::<Vec<_>>()
+        clients
+            .map(|proxy| judge.client(proxy, path, until))
+            .collect::<Vec<_>>()
     });
     sleep(3 * PER / 2).await;
     cluster.nodes[0].kill();
@@ -341,37 +451,92 @@ async fn a_node_of_a_cluster_dies_and_comes_back_empty() {
     };
     let (gone, there) = (all(gone).await, all(there).await);
 
-    let slowest = there.iter().chain(&gone).map(|asked| asked.took).max().unwrap();
+    let slowest = there
+        .iter()
+        .chain(&gone)
+        .map(|asked| asked.took)
+        .max()
+        .unwrap();
     assert!(slowest <= TIMEOUT + SLACK, "{slowest:?}");
     let arrivals = judge.arrivals(&paths[1]);
     let of_second = |n: u32| {
         let (from, to) = (died + PER * n, died + PER * (n + 1));
-        arrivals.iter().filter(|one| (from..to).contains(&one.arrived)).count()
+        arrivals
+            .iter()
+            .filter(|one| (from..to).contains(&one.arrived))
+            .count()
     };
     let others: Vec<usize> = (0..6).map(of_second).collect();
-    assert!(fullest(&arrivals) <= LIMIT, "{} of the others in a period", fullest(&arrivals));
+    assert!(
+        fullest(&arrivals) <= LIMIT,
+        "{} of the others in a period",
+        fullest(&arrivals)
+    );
     // What is lent counts until the lease's end: they come in heaps, a little more than a period apart.
     let heaps = others.windows(2).map(|two| two[0] + two[1]);
-    assert!(heaps.min() >= Some(LIMIT * 9 / 10), "others went on: {others:?}");
+    assert!(
+        heaps.min() >= Some(LIMIT * 9 / 10),
+        "others went on: {others:?}"
+    );
     let late = there.iter().filter(|asked| asked.status == 503);
-    assert!(late.clone().all(|asked| asked.took >= TIMEOUT), "they need another node");
+    assert!(
+        late.clone().all(|asked| asked.took >= TIMEOUT),
+        "they need another node"
+    );
     assert!(late.count() <= there.len() / 20);
 
     let arrivals = judge.arrivals(&paths[0]);
-    let before = arrivals.iter().filter(|one| one.arrived < restarted).cloned().collect::<Vec<_>>();
-    let after = arrivals.iter().filter(|one| one.sent >= restarted).cloned().collect::<Vec<_>>();
-    assert!(fullest(&before) <= LIMIT, "{} in a period before", fullest(&before));
-    assert!(fullest(&after) <= LIMIT, "{} in a period after", fullest(&after));
-    assert!(fullest(&arrivals) <= 2 * LIMIT, "{} in a period across", fullest(&arrivals));
+    let before = arrivals
+        .iter()
+        .filter(|one| one.arrived < restarted)
+        .cloned()
+        .collect::<Vec<_>>();
+    let after = arrivals
+        .iter()
+        .filter(|one| one.sent >= restarted)
+        .cloned()
+        .collect::<Vec<_>>();
+    assert!(
+        fullest(&before) <= LIMIT,
+        "{} in a period before",
+        fullest(&before)
+    );
+    assert!(
+        fullest(&after) <= LIMIT,
+        "{} in a period after",
+        fullest(&after)
+    );
+    assert!(
+        fullest(&arrivals) <= 2 * LIMIT,
+        "{} in a period across",
+        fullest(&arrivals)
+    );
     let in_hand = before.iter().filter(|one| one.sent >= died).count();
-    assert!(in_hand <= 3 * SIZE, "{in_hand} were admitted without the node");
+    assert!(
+        in_hand <= 3 * SIZE,
+        "{in_hand} were admitted without the node"
+    );
     let held = before.last().unwrap().sent.saturating_duration_since(died);
     assert!(held <= TTL + SLACK, "units were handed out for {held:?}");
     let refused = gone.iter().filter(|asked| asked.status == 503).count();
-    assert!(gone.iter().all(|asked| [200, 429, 503].contains(&asked.status)) && refused > 100, "{refused}");
-    let last = gone.iter().filter(|asked| asked.status == 503).map(|asked| asked.sent).max().unwrap();
+    assert!(
+        gone.iter()
+            .all(|asked| [200, 429, 503].contains(&asked.status))
+            && refused > 100,
+        "{refused}"
+    );
+    let last = gone
+        .iter()
+        .filter(|asked| asked.status == 503)
+        .map(|asked| asked.sent)
+        .max()
+        .unwrap();
     let recovery = last.saturating_duration_since(healed);
-    assert!(recovery < RECOVERY && after.len() > LIMIT, "{recovery:?}, {} after", after.len());
+    assert!(
+        recovery < RECOVERY && after.len() > LIMIT,
+        "{recovery:?}, {} after",
+        after.len()
+    );
     println!(
         "{} and {} admitted, {in_hand} from the hand for {held:?}, slowest {slowest:?}, back after {recovery:?}",
         arrivals.len(),
@@ -384,11 +549,24 @@ async fn what_is_lent_for_one_who_leaves_is_for_others() {
     let server = Server::start();
     let (_shared, redis) = server.redis().await;
     let store = Store::redis(redis);
-    let limit = Limit { requests: 1000, per_us: 3_600_000_000, algorithm: Algorithm::SlidingLog };
-    let (key, lease) = (KeyBuilder::new("hot").finish(), Lease { size: Some(50), ttl_us: 600_000_000 });
+    let limit = Limit {
+        requests: 1000,
+        per_us: 3_600_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
+    let (key, lease) = (
+        KeyBuilder::new("hot").finish(),
+        Lease {
+            size: Some(50),
+            ttl_us: 600_000_000,
+        },
+    );
     let charge = Charge::new(&limit, &key, 1);
     for _ in 0..10 {
-        let charges = [Charge { lease: Some(lease), ..charge }];
+        let charges = [Charge {
+            lease: Some(lease),
+            ..charge
+        }];
         let mut asking = pin!(store.decide(&charges));
         for _ in 0..4 {
             tokio::select! {
@@ -409,17 +587,40 @@ async fn what_was_lent_under_other_limits_comes_back_at_once() {
     let server = Server::start();
     let (_shared, redis) = server.redis().await;
     let store = Store::redis(redis);
-    let lease = Some(Lease { size: Some(50), ttl_us: 600_000_000 });
-    let limit = Limit { requests: 1000, per_us: 3_600_000_000, algorithm: Algorithm::SlidingLog };
-    let (raised, key) = (Limit { requests: 2000, ..limit }, KeyBuilder::new("hot").finish());
+    let lease = Some(Lease {
+        size: Some(50),
+        ttl_us: 600_000_000,
+    });
+    let limit = Limit {
+        requests: 1000,
+        per_us: 3_600_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
+    let (raised, key) = (
+        Limit {
+            requests: 2000,
+            ..limit
+        },
+        KeyBuilder::new("hot").finish(),
+    );
     for limit in [&limit, &raised] {
-        let charge = Charge { lease, ..Charge::new(limit, &key, 1) };
+        let charge = Charge {
+            lease,
+            ..Charge::new(limit, &key, 1)
+        };
         assert!(store.decide(&[charge]).await.unwrap().admitted);
         let deadline = Instant::now() + SOON;
         let look = Charge::new(limit, &key, 0);
         // Two requests at most, and one lease.
-        while store.decide(&[look]).await.unwrap().standings[0].unwrap().remaining < limit.requests - 52 {
-            assert!(Instant::now() < deadline, "the lease of before is still out");
+        while store.decide(&[look]).await.unwrap().standings[0]
+            .unwrap()
+            .remaining
+            < limit.requests - 52
+        {
+            assert!(
+                Instant::now() < deadline,
+                "the lease of before is still out"
+            );
             sleep(Duration::from_millis(5)).await;
         }
     }
@@ -430,17 +631,42 @@ async fn a_short_lease_does_not_wait_for_the_end_of_a_long_one() {
     let server = Server::start();
     let (_shared, redis) = server.redis().await;
     let store = Store::redis(redis);
-    let limit = Limit { requests: 1000, per_us: 3_600_000_000, algorithm: Algorithm::SlidingLog };
+    let limit = Limit {
+        requests: 1000,
+        per_us: 3_600_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
     for (name, ttl_us) in [("long", 600_000_000), ("short", 100_000)] {
         let key = KeyBuilder::new(name).finish();
         let charge = Charge::new(&limit, &key, 1);
-        let lease = Some(Lease { size: Some(50), ttl_us });
-        assert!(store.decide(&[Charge { lease, ..charge }]).await.unwrap().admitted);
+        let lease = Some(Lease {
+            size: Some(50),
+            ttl_us,
+        });
+        assert!(
+            store
+                .decide(&[Charge { lease, ..charge }])
+                .await
+                .unwrap()
+                .admitted
+        );
         let deadline = Instant::now() + SOON;
         let look = [Charge { cost: 0, ..charge }];
-        let left = async || store.decide(&look).await.unwrap().standings[0].unwrap().remaining;
-        while if name == "long" { left().await == 999 } else { left().await < 999 } {
-            assert!(Instant::now() < deadline, "{name}: {} are left", left().await);
+        let left = async || {
+            store.decide(&look).await.unwrap().standings[0]
+                .unwrap()
+                .remaining
+        };
+        while if name == "long" {
+            left().await == 999
+        } else {
+            left().await < 999
+        } {
+            assert!(
+                Instant::now() < deadline,
+                "{name}: {} are left",
+                left().await
+            );
             sleep(Duration::from_millis(5)).await;
         }
     }

@@ -33,8 +33,14 @@ async fn sigterm_lets_requests_in_flight_finish_and_exits_with_0() {
     idle.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     assert_eq!(idle.reply().await.status, 200);
     proxy.sigterm();
-    assert!(idle.closes(SOON).await, "idle keep-alive connections are closed");
-    assert!(TcpStream::connect(proxy.address).await.is_err(), "nobody new is let in");
+    assert!(
+        idle.closes(SOON).await,
+        "idle keep-alive connections are closed"
+    );
+    assert!(
+        TcpStream::connect(proxy.address).await.is_err(),
+        "nobody new is let in"
+    );
     assert!(proxy.is_running(), "it waits for the request in flight");
     feeder.send("after").await;
     drop(feeder);
@@ -52,21 +58,29 @@ async fn sigterm_with_nothing_to_do_is_quick() {
     let start = Instant::now();
     proxy.sigterm();
     assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
-    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    assert!(
+        start.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        start.elapsed()
+    );
 }
 
 /// As when a container's runtime dies: its pipe is broken, and the standard library's printing would panic.
 #[tokio::test]
 async fn a_log_that_nobody_reads_any_more_is_no_reason_to_fail() {
     let upstream = Upstream::echo().await;
-    let config = "[log]\naccess = 'all'\n[[policy]]\nname = 'p'\nlimit = { requests = 1, per = '1h' }";
+    let config =
+        "[log]\naccess = 'all'\n[[policy]]\nname = 'p'\nlimit = { requests = 1, per = '1h' }";
     let mut proxy = Proxy::start(config, upstream.address).await;
     proxy.break_log().await;
     assert_eq!(proxy.statuses("/", 3).await, [200, 429, 429]);
     proxy.write_config("nonsense");
     let deadline = Instant::now() + SOON;
     while proxy.metric("tidegate_config_last_reload_successful").await != 0.0 {
-        assert!(Instant::now() < deadline, "the reload must have failed, and have been logged");
+        assert!(
+            Instant::now() < deadline,
+            "the reload must have failed, and have been logged"
+        );
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     proxy.sigterm();
@@ -79,7 +93,10 @@ async fn sigterm_waits_no_longer_than_grace() {
     let mut proxy = Proxy::start("[shutdown]\ngrace = '200ms'", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
     client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-    crate::support::eventually("the request to arrive", SOON, || upstream.seen().first().map(|_| ())).await;
+    crate::support::eventually("the request to arrive", SOON, || {
+        upstream.seen().first().map(|_| ())
+    })
+    .await;
     proxy.sigterm();
     proxy.ended(SOON).await;
 }
@@ -140,11 +157,25 @@ fn file(text: &str) -> (TempDir, PathBuf) {
 #[tokio::test]
 async fn a_bad_configuration_ends_the_start_with_1_and_all_errors() {
     let (_dir, path) = file(BAD);
-    let listen = ["--listen", "127.0.0.1:0", "--upstream", "http://127.0.0.1:9"];
-    let ended = run(tidegate().arg("run").arg("--config").arg(&path).args(listen)).await;
+    let listen = [
+        "--listen",
+        "127.0.0.1:0",
+        "--upstream",
+        "http://127.0.0.1:9",
+    ];
+    let ended = run(tidegate()
+        .arg("run")
+        .arg("--config")
+        .arg(&path)
+        .args(listen))
+    .await;
     assert_eq!(ended.status.code(), Some(1));
     for said in SAID {
-        assert!(ended.stderr.contains(said), "{said:?} is not in {}", ended.stderr);
+        assert!(
+            ended.stderr.contains(said),
+            "{said:?} is not in {}",
+            ended.stderr
+        );
     }
 }
 
@@ -154,10 +185,23 @@ async fn check_tells_every_error_with_its_place() {
     let ended = run(tidegate().arg("check").arg(&path)).await;
     assert_eq!(ended.status.code(), Some(1));
     for said in SAID {
-        assert!(ended.stderr.contains(said), "{said:?} is not in {}", ended.stderr);
+        assert!(
+            ended.stderr.contains(said),
+            "{said:?} is not in {}",
+            ended.stderr
+        );
     }
-    for place in ["config.toml:3:1", "config.toml:4:", "config.toml:8:", "config.toml:17:"] {
-        assert!(ended.stderr.contains(place), "{place:?} is not in {}", ended.stderr);
+    for place in [
+        "config.toml:3:1",
+        "config.toml:4:",
+        "config.toml:8:",
+        "config.toml:17:",
+    ] {
+        assert!(
+            ended.stderr.contains(place),
+            "{place:?} is not in {}",
+            ended.stderr
+        );
     }
 }
 
@@ -167,10 +211,16 @@ async fn variables_that_are_no_text_end_nothing_unless_they_are_ours() {
     let odd = OsStr::from_bytes(b"\xff");
     let ended = run(tidegate().arg("check").arg(&path).env("SOMEBODYS", odd)).await;
     assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
-    let ended = run(tidegate().arg("check").arg(&path).env("TIDEGATE_LISTEN__ADDRESS", odd)).await;
+    let ended = run(tidegate()
+        .arg("check")
+        .arg(&path)
+        .env("TIDEGATE_LISTEN__ADDRESS", odd))
+    .await;
     assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
     assert!(
-        ended.stderr.starts_with("error: TIDEGATE_LISTEN__ADDRESS: listen.address: "),
+        ended
+            .stderr
+            .starts_with("error: TIDEGATE_LISTEN__ADDRESS: listen.address: "),
         "{}",
         ended.stderr
     );
@@ -191,7 +241,11 @@ limit = { requests = 5, per = "1m" }
     let ended = run(tidegate().arg("check").arg(&path)).await;
     assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
     for said in ["login", "POST", "/api/login", "5"] {
-        assert!(ended.stdout.contains(said), "{said:?} is not in {}", ended.stdout);
+        assert!(
+            ended.stdout.contains(said),
+            "{said:?} is not in {}",
+            ended.stdout
+        );
     }
 }
 
@@ -211,7 +265,8 @@ async fn secrets_are_read_from_files_and_never_shown() {
     let from_file = format!("url = \"redis://127.0.0.1:1/0\"\npassword_file = {secret:?}\n");
     let in_url = "url = \"redis://u:hunter2-in-a-url@127.0.0.1:1/0\"\n".to_owned();
     for redis in [from_file, in_url] {
-        let head = "[upstream]\nurl = \"http://127.0.0.1:9\"\n[store]\nkind = \"redis\"\n[store.redis]\n";
+        let head =
+            "[upstream]\nurl = \"http://127.0.0.1:9\"\n[store]\nkind = \"redis\"\n[store.redis]\n";
         fs::write(&config, format!("{head}key_prefix = \"t\"\n{redis}")).unwrap();
         let ended = run(tidegate().arg("check").arg(&config)).await;
         assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
@@ -229,9 +284,13 @@ async fn the_environment_overrides_the_file_and_flags_override_both() {
         [[policy]]\nname = \"p\"\nlimit = {{ requests = 9, per = \"1h\" }}\n"
     );
     let builder = Proxy::builder().config(&text).upstream(upstream.address);
-    let builder = builder.env("TIDEGATE_RESPONSE__HEADERS", "standard").env("TIDEGATE_UPSTREAM__URL", nobody);
+    let builder = builder
+        .env("TIDEGATE_RESPONSE__HEADERS", "standard")
+        .env("TIDEGATE_UPSTREAM__URL", nobody);
     // What Kubernetes injects for a Service of this name is not ours.
-    let builder = builder.env("TIDEGATE_PORT", "tcp://10.0.0.1:80").env("TIDEGATE_SERVICE_HOST", "10.0.0.1");
+    let builder = builder
+        .env("TIDEGATE_PORT", "tcp://10.0.0.1:80")
+        .env("TIDEGATE_SERVICE_HOST", "10.0.0.1");
     let proxy = builder.start().await;
     let reply = proxy.get("/").await;
     assert_eq!(reply.status, 200, "the flag's upstream");
@@ -241,7 +300,12 @@ async fn the_environment_overrides_the_file_and_flags_override_both() {
 #[tokio::test]
 async fn a_configuration_without_an_upstream_says_how_to_give_one() {
     let (_dir, path) = file("");
-    let ended = run(tidegate().arg("run").arg("--config").arg(&path).args(["--listen", "127.0.0.1:0"])).await;
+    let ended = run(tidegate()
+        .arg("run")
+        .arg("--config")
+        .arg(&path)
+        .args(["--listen", "127.0.0.1:0"]))
+    .await;
     assert_eq!(ended.status.code(), Some(1));
     assert!(ended.stderr.contains("upstream.url"), "{}", ended.stderr);
 }
@@ -252,43 +316,75 @@ async fn an_address_that_is_taken_is_a_clear_error() {
     let (_dir, path) = file("");
     let mut command = tidegate();
     command.arg("run").arg("--config").arg(&path);
-    command.args(["--upstream", "http://127.0.0.1:9", "--listen", &taken.address.to_string()]);
+    command.args([
+        "--upstream",
+        "http://127.0.0.1:9",
+        "--listen",
+        &taken.address.to_string(),
+    ]);
     let ended = run(&mut command).await;
     assert_eq!(ended.status.code(), Some(1));
-    assert!(ended.stderr.contains(&taken.address.to_string()), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains(&taken.address.to_string()),
+        "{}",
+        ended.stderr
+    );
 }
 
 #[tokio::test]
 async fn the_demo_prints_curl_lines_that_do_what_it_says() {
     let mut command = tidegate();
-    command.args(["demo", "--listen", "127.0.0.1:0"]).current_dir(env!("CARGO_MANIFEST_DIR"));
+    command
+        .args(["demo", "--listen", "127.0.0.1:0"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"));
     let mut demo = Process::start(&mut command).unwrap();
-    demo.wait_for("a curl line", 0, SOON, |line| line.text.contains("curl ").then_some(())).await;
+    demo.wait_for("a curl line", 0, SOON, |line| {
+        line.text.contains("curl ").then_some(())
+    })
+    .await;
     let mut limited = false;
     for (address, path) in plain_gets(&demo.transcript()) {
         let mut statuses = Vec::new();
         for _ in 0..30 {
-            statuses.push(Ask::new(address.parse().unwrap(), "GET", &path).status().await);
+            statuses.push(
+                Ask::new(address.parse().unwrap(), "GET", &path)
+                    .status()
+                    .await,
+            );
         }
         let first_refusal = statuses.iter().position(|status| *status == 429);
         limited |= statuses[0] == 200 && first_refusal.is_some();
     }
-    assert!(limited, "no plain GET turns from 200 to 429 within 30 calls:\n{}", demo.transcript());
+    assert!(
+        limited,
+        "no plain GET turns from 200 to 429 within 30 calls:\n{}",
+        demo.transcript()
+    );
     demo.signal("TERM");
     assert_eq!(demo.ended(SOON).await.status.code(), Some(0));
 }
 
 /// Address and path of the curl lines that send nothing but a GET.
 fn plain_gets(text: &str) -> Vec<(String, String)> {
-    let curls = text.lines().filter_map(|line| Some(line.split_once("curl ")?.1));
-    let plain =
-        curls.filter(|line| ![" -X", "-H", "-d", "--data", "-T"].iter().any(|flag| line.contains(flag)));
+    let curls = text
+        .lines()
+        .filter_map(|line| Some(line.split_once("curl ")?.1));
+    let plain = curls.filter(|line| {
+        ![" -X", "-H", "-d", "--data", "-T"]
+            .iter()
+            .any(|flag| line.contains(flag))
+    });
     plain
         .filter_map(|line| {
-            let url = line.split(['\'', '"', ' ']).find_map(|word| word.strip_prefix("http://"))?;
+            let url = line
+                .split(['\'', '"', ' '])
+                .find_map(|word| word.strip_prefix("http://"))?;
             let url = url.split([';', ')']).next()?;
             let (address, path) = url.split_once('/').unwrap_or((url, ""));
-            Some((address.replace("localhost", "127.0.0.1"), format!("/{path}")))
+            Some((
+                address.replace("localhost", "127.0.0.1"),
+                format!("/{path}"),
+            ))
         })
         .collect()
 }
@@ -298,7 +394,10 @@ async fn an_upstream_that_is_away_does_not_flood_the_log() {
     let proxy = Proxy::builder().start().await;
     assert_eq!(proxy.statuses("/", 30).await, [502; 30]);
     let lines = proxy.log();
-    let told: Vec<&str> = lines.lines().filter(|line| line.contains("requests are not forwarded")).collect();
+    let told: Vec<&str> = lines
+        .lines()
+        .filter(|line| line.contains("requests are not forwarded"))
+        .collect();
     assert_eq!(told.len(), 1, "{lines}");
     assert!(told[0].contains("connect_refused"), "{}", told[0]);
 }
@@ -307,7 +406,12 @@ async fn an_upstream_that_is_away_does_not_flood_the_log() {
 async fn what_no_policy_could_see_is_in_the_access_log() {
     let proxy = Proxy::builder().start().await;
     assert_eq!(proxy.ask("GET", "/a%00b").status().await, 400);
-    let line = proxy.wait_for_log("an access line", 0, SOON, |line| line.says("request")).await;
-    assert_eq!((line.field("decision").as_str(), line.field("path").as_str()), ("malformed", "/a%00b"));
+    let line = proxy
+        .wait_for_log("an access line", 0, SOON, |line| line.says("request"))
+        .await;
+    assert_eq!(
+        (line.field("decision").as_str(), line.field("path").as_str()),
+        ("malformed", "/a%00b")
+    );
     assert_eq!(line.field("status"), "400");
 }

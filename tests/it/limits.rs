@@ -30,27 +30,53 @@ async fn remaining_counts_down_and_then_429_comes_with_the_truth() {
         assert_eq!(reply.parameter("ratelimit-policy", "api", "w"), Some(3600));
         assert_eq!(reply.parameter("ratelimit", "api", "r"), Some(left));
         assert_eq!(reply.header("x-ratelimit-limit"), Some("3"));
-        assert_eq!(reply.header("x-ratelimit-remaining"), Some(left.to_string().as_str()));
+        assert_eq!(
+            reply.header("x-ratelimit-remaining"),
+            Some(left.to_string().as_str())
+        );
         assert!(reply.header("retry-after").is_none(), "nothing to wait for");
     }
     let reply = proxy.get("/api/x").await;
     assert_eq!(reply.status, 429);
     let retry_after: u64 = reply.header("retry-after").unwrap().parse().unwrap();
     assert!((3_500..=3_600).contains(&retry_after), "{retry_after}");
-    assert_eq!(retry_after, reply.retry_after_us().div_ceil(1_000_000), "rounded up");
+    assert_eq!(
+        retry_after,
+        reply.retry_after_us().div_ceil(1_000_000),
+        "rounded up"
+    );
     assert_eq!(reply.parameter("ratelimit", "api", "r"), Some(0));
     assert!(reply.parameter("ratelimit", "api", "t").unwrap() <= retry_after);
     assert_eq!(reply.header("x-ratelimit-remaining"), Some("0"));
-    assert_eq!(reply.header("x-ratelimit-reset").unwrap(), retry_after.to_string());
+    assert_eq!(
+        reply.header("x-ratelimit-reset").unwrap(),
+        retry_after.to_string()
+    );
     assert_eq!(reply.header("cache-control"), Some("no-store"));
-    assert_eq!(reply.header("content-type"), Some("application/problem+json"));
+    assert_eq!(
+        reply.header("content-type"),
+        Some("application/problem+json")
+    );
     let problem = reply.json();
-    assert_eq!((&problem["status"], &problem["policy"]), (&429.into(), &"api".into()));
-    assert_eq!(problem["type"], "https://iana.org/assignments/http-problem-types#quota-exceeded");
+    assert_eq!(
+        (&problem["status"], &problem["policy"]),
+        (&429.into(), &"api".into())
+    );
+    assert_eq!(
+        problem["type"],
+        "https://iana.org/assignments/http-problem-types#quota-exceeded"
+    );
     for text in ["title", "detail"] {
-        assert!(problem[text].as_str().is_some_and(|text| !text.is_empty()), "{text} in {problem}");
+        assert!(
+            problem[text].as_str().is_some_and(|text| !text.is_empty()),
+            "{text} in {problem}"
+        );
     }
-    assert_eq!(upstream.seen().len(), 3, "what was refused did not reach the upstream");
+    assert_eq!(
+        upstream.seen().len(),
+        3,
+        "what was refused did not reach the upstream"
+    );
 }
 
 #[tokio::test]
@@ -60,7 +86,14 @@ async fn other_paths_and_other_users_are_not_concerned() {
     let other = proxy.get("/other").await;
     assert_eq!(other.status, 200);
     assert!(other.header("ratelimit").is_none() && other.header("x-ratelimit-limit").is_none());
-    assert_eq!(proxy.ask("GET", "/api/x").header("X-User", "u").status().await, 200);
+    assert_eq!(
+        proxy
+            .ask("GET", "/api/x")
+            .header("X-User", "u")
+            .status()
+            .await,
+        200
+    );
 }
 
 #[tokio::test]
@@ -106,7 +139,10 @@ limit = { requests = 10, per = "5s", algorithm = "token_bucket", burst = 3 }
     assert_eq!(refused.header("ratelimit-policy"), Some("\"p\";q=3;w=5"));
     assert_eq!(refused.header("x-ratelimit-limit"), Some("3"));
     let wait_us = refused.retry_after_us();
-    assert!(wait_us <= 500_000, "one unit is back after half a second: {wait_us}");
+    assert!(
+        wait_us <= 500_000,
+        "one unit is back after half a second: {wait_us}"
+    );
     tokio::time::sleep(Duration::from_micros(wait_us + 2_000)).await;
     assert_eq!(proxy.statuses("/", 2).await, [200, 429]);
 }
@@ -127,7 +163,10 @@ limit = { requests = 4, per = "1s", algorithm = "sliding_window", buckets = 5 }
     // The last instant of the oldest sub-window has to be a whole period old.
     let sent_us = clock.now_us();
     let wait_us = refused.retry_after_us();
-    assert!((sent_us + wait_us).saturating_sub(first_us) >= 1_000_000, "{wait_us}");
+    assert!(
+        (sent_us + wait_us).saturating_sub(first_us) >= 1_000_000,
+        "{wait_us}"
+    );
     assert!(wait_us < 1_200_000, "{wait_us}");
     tokio::time::sleep(Duration::from_micros(wait_us + 2_000)).await;
     assert_eq!(proxy.get("/").await.status, 200);
@@ -152,7 +191,10 @@ limit = { requests = 2, per = "2s", algorithm = "fixed_window" }
         let edge_us = (sent_us / 2_000_000 + 1) * 2_000_000;
         if reply.status == 429 && received_us < edge_us {
             let told_us = reply.retry_after_us();
-            assert!((edge_us - received_us..=edge_us - sent_us).contains(&told_us), "{told_us}");
+            assert!(
+                (edge_us - received_us..=edge_us - sent_us).contains(&told_us),
+                "{told_us}"
+            );
             break edge_us;
         }
     };
@@ -179,8 +221,17 @@ limits = [
     let left = ["p", "p-2", "daily"].map(|name| reply.parameter("ratelimit", name, "r"));
     assert_eq!(left, [Some(8), Some(1), Some(4)]);
     assert_eq!(reply.parameter("ratelimit-policy", "p-2", "w"), Some(3_600));
-    assert!(reply.header("ratelimit-policy").unwrap().contains("qu=\"tokens\""));
-    assert_eq!(reply.header("x-ratelimit-limit"), Some("2"), "the least r/q");
+    assert!(
+        reply
+            .header("ratelimit-policy")
+            .unwrap()
+            .contains("qu=\"tokens\"")
+    );
+    assert_eq!(
+        reply.header("x-ratelimit-limit"),
+        Some("2"),
+        "the least r/q"
+    );
     assert_eq!(proxy.statuses("/", 2).await, [200, 429]);
 }
 
@@ -201,10 +252,21 @@ limit = { requests = 2, per = "1h" }
 "#,
     )
     .await;
-    for (tenant, user, quota) in [("acme", "boss", "3"), ("acme", "any", "2"), ("else", "boss", "1")] {
-        let ask = proxy.ask("GET", "/").header("x-tenant", tenant).header("x-user", user);
+    for (tenant, user, quota) in [
+        ("acme", "boss", "3"),
+        ("acme", "any", "2"),
+        ("else", "boss", "1"),
+    ] {
+        let ask = proxy
+            .ask("GET", "/")
+            .header("x-tenant", tenant)
+            .header("x-user", user);
         let reply = ask.send().await;
-        assert_eq!(reply.header("x-ratelimit-limit"), Some(quota), "{tenant} {user}");
+        assert_eq!(
+            reply.header("x-ratelimit-limit"),
+            Some(quota),
+            "{tenant} {user}"
+        );
     }
 }
 
@@ -234,7 +296,11 @@ action = "deny"
     for _ in 0..4 {
         let reply = proxy.get("/").await;
         assert_eq!(reply.status, 200);
-        assert!(!format!("{:?}", reply.headers).contains("candidate"), "{:?}", reply.headers);
+        assert!(
+            !format!("{:?}", reply.headers).contains("candidate"),
+            "{:?}",
+            reply.headers
+        );
     }
     assert_eq!(proxy.get("/").await.status, 429);
 }
@@ -267,13 +333,29 @@ limit = { requests = 1, per = "1h" }
     assert_eq!(proxy.statuses("/health", 5).await, [200; 5], "exempt");
     let denied = proxy.get("/internal/x").await;
     assert_eq!(denied.status, 403);
-    assert_eq!(denied.header("content-type"), Some("application/problem+json"));
+    assert_eq!(
+        denied.header("content-type"),
+        Some("application/problem+json")
+    );
     assert_eq!(denied.json()["status"], 403);
     assert!(denied.header("retry-after").is_none());
     let beta = || proxy.ask("GET", "/health").header("x-beta", "yes").status();
-    assert_eq!([beta().await, beta().await], [200, 429], "met before the exemption");
-    assert_eq!(proxy.statuses("/x", 2).await, [200, 429], "neither used the others' quota");
-    assert!(upstream.seen().iter().all(|seen| !seen.target.contains("internal")));
+    assert_eq!(
+        [beta().await, beta().await],
+        [200, 429],
+        "met before the exemption"
+    );
+    assert_eq!(
+        proxy.statuses("/x", 2).await,
+        [200, 429],
+        "neither used the others' quota"
+    );
+    assert!(
+        upstream
+            .seen()
+            .iter()
+            .all(|seen| !seen.target.contains("internal"))
+    );
 }
 
 #[tokio::test]
@@ -301,10 +383,25 @@ limit = { requests = 1, per = "1h" }
     )
     .await;
     assert_eq!(proxy.statuses("/shared", 2).await, [200, 429]);
-    assert_eq!(proxy.ask("GET", "/shared").header("x-user", "").status().await, 429, "empty is absent");
+    assert_eq!(
+        proxy
+            .ask("GET", "/shared")
+            .header("x-user", "")
+            .status()
+            .await,
+        429,
+        "empty is absent"
+    );
     assert_eq!(proxy.statuses("/skip", 3).await, [200, 200, 200]);
     assert_eq!(proxy.statuses("/reject", 1).await, [400]);
-    assert_eq!(proxy.ask("GET", "/reject").header("x-user", "u").status().await, 200);
+    assert_eq!(
+        proxy
+            .ask("GET", "/reject")
+            .header("x-user", "u")
+            .status()
+            .await,
+        200
+    );
 }
 
 #[tokio::test]
@@ -325,9 +422,19 @@ limit = { requests = 1, per = "1h" }
     assert_eq!(ask("noisy").await.status, 200);
     for _ in 0..5 {
         let refused = ask("noisy").await;
-        assert_eq!((refused.status, &refused.json()["policy"]), (429, &"narrow".into()));
+        assert_eq!(
+            (refused.status, &refused.json()["policy"]),
+            (429, &"narrow".into())
+        );
     }
-    assert_eq!([ask("b").await.status, ask("c").await.status, ask("d").await.status], [200, 200, 429]);
+    assert_eq!(
+        [
+            ask("b").await.status,
+            ask("c").await.status,
+            ask("d").await.status
+        ],
+        [200, 200, 429]
+    );
 }
 
 #[tokio::test]
@@ -365,7 +472,11 @@ limit = { requests = 1, per = "1h" }
         (&format!("{long}2"), ""),
     ];
     for (a, b) in pairs {
-        assert_eq!([ask(a, b).await, ask(a, b).await], [200, 429], "{a:.20} + {b:.20}");
+        assert_eq!(
+            [ask(a, b).await, ask(a, b).await],
+            [200, 429],
+            "{a:.20} + {b:.20}"
+        );
     }
 }
 
@@ -380,14 +491,37 @@ limit = { requests = 1000, per = "1h" }
 "#,
     )
     .await;
-    let header = proxy.ask("GET", "/").header("X-User", "a").header("x-user", "b").send().await;
+    let header = proxy
+        .ask("GET", "/")
+        .header("X-User", "a")
+        .header("x-user", "b")
+        .send()
+        .await;
     assert_eq!(header.status, 400);
-    assert_eq!(header.header("content-type"), Some("application/problem+json"));
+    assert_eq!(
+        header.header("content-type"),
+        Some("application/problem+json")
+    );
     assert_eq!(proxy.get("/?tenant=a&tenant=b").await.status, 400);
-    assert_eq!(proxy.get("/?tenant=a&t%65nant=b").await.status, 400, "the same name, written otherwise");
-    assert_eq!(proxy.ask("GET", "/").header("cookie", "sid=1; sid=2").status().await, 400);
+    assert_eq!(
+        proxy.get("/?tenant=a&t%65nant=b").await.status,
+        400,
+        "the same name, written otherwise"
+    );
+    assert_eq!(
+        proxy
+            .ask("GET", "/")
+            .header("cookie", "sid=1; sid=2")
+            .status()
+            .await,
+        400
+    );
     assert!(upstream.seen().is_empty());
-    assert_eq!(proxy.get("/?tenant=a&other=b&other=c").await.status, 200, "not a part of the key");
+    assert_eq!(
+        proxy.get("/?tenant=a&other=b&other=c").await.status,
+        200,
+        "not a part of the key"
+    );
 }
 
 #[tokio::test]
@@ -397,24 +531,40 @@ async fn a_refusal_speaks_plain_text_to_whom_that_is_better() {
     let ask = |accept: &'static str| proxy.ask("GET", "/api/x").header("accept", accept).send();
     let plain = ask("text/plain").await;
     assert_eq!(plain.status, 429);
-    assert!(plain.header("content-type").unwrap().starts_with("text/plain"));
+    assert!(
+        plain
+            .header("content-type")
+            .unwrap()
+            .starts_with("text/plain")
+    );
     assert!(!plain.body.is_empty() && plain.body[0] != b'{');
-    for accept in
-        ["*/*", "application/json", "application/problem+json", "text/plain;q=0.1, application/json"]
-    {
-        assert!(ask(accept).await.header("content-type").unwrap().ends_with("json"), "{accept}");
+    for accept in [
+        "*/*",
+        "application/json",
+        "application/problem+json",
+        "text/plain;q=0.1, application/json",
+    ] {
+        assert!(
+            ask(accept)
+                .await
+                .header("content-type")
+                .unwrap()
+                .ends_with("json"),
+            "{accept}"
+        );
     }
 }
 
 #[tokio::test]
 async fn get_means_head_too_and_a_refused_head_has_no_body() {
-    let config =
-        "[[policy]]\nname = 'p'\nmatch = { methods = ['GET'] }\nlimit = { requests = 2, per = '1h' }";
+    let config = "[[policy]]\nname = 'p'\nmatch = { methods = ['GET'] }\nlimit = { requests = 2, per = '1h' }";
     let (proxy, _upstream) = proxy(config).await;
     assert_eq!(proxy.get("/").await.status, 200);
     assert_eq!(proxy.ask("HEAD", "/").status().await, 200);
     let mut client = crate::support::client::RawClient::connect(proxy.address).await;
-    client.send("HEAD / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").await;
+    client
+        .send("HEAD / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        .await;
     let refused = client.any_reply(true).await;
     assert_eq!(refused.status, 429);
     assert!(refused.header("retry-after").is_some());
@@ -440,12 +590,19 @@ limit = { requests = 7, per = "1h" }
     .await;
     let never = proxy.get("/closed").await;
     assert_eq!(never.status, 429);
-    assert!(never.header("retry-after").is_none(), "there is nothing to wait for");
+    assert!(
+        never.header("retry-after").is_none(),
+        "there is nothing to wait for"
+    );
     let left = |reply: &crate::support::client::Reply| reply.parameter("ratelimit", "dear", "r");
     assert_eq!(left(&proxy.get("/dear").await), Some(4));
     assert_eq!(left(&proxy.get("/dear").await), Some(1));
     let refused = proxy.get("/dear").await;
-    assert_eq!((refused.status, left(&refused)), (429, Some(1)), "one is left, three are wanted");
+    assert_eq!(
+        (refused.status, left(&refused)),
+        (429, Some(1)),
+        "one is left, three are wanted"
+    );
 }
 
 #[tokio::test]
@@ -467,18 +624,36 @@ reject = { status = 420, body = "calm down", content_type = "text/html", headers
 
 #[tokio::test]
 async fn the_fields_are_those_that_were_chosen() {
-    for (chosen, standard, legacy) in
-        [("standard", true, false), ("legacy", false, true), ("both", true, true), ("none", false, false)]
-    {
+    for (chosen, standard, legacy) in [
+        ("standard", true, false),
+        ("legacy", false, true),
+        ("both", true, true),
+        ("none", false, false),
+    ] {
         let config = format!("[response]\nheaders = \"{chosen}\"\n{HOURLY}");
         let (proxy, _upstream) = proxy(&config).await;
         let reply = proxy.get("/api/x").await;
         assert_eq!(reply.header("ratelimit").is_some(), standard, "{chosen}");
-        assert_eq!(reply.header("ratelimit-policy").is_some(), standard, "{chosen}");
-        assert_eq!(reply.header("x-ratelimit-reset").is_some(), legacy, "{chosen}");
+        assert_eq!(
+            reply.header("ratelimit-policy").is_some(),
+            standard,
+            "{chosen}"
+        );
+        assert_eq!(
+            reply.header("x-ratelimit-reset").is_some(),
+            legacy,
+            "{chosen}"
+        );
     }
-    let (proxy, _upstream) = proxy(&format!("[response]\nlegacy_reset = \"epoch\"\n{HOURLY}")).await;
-    let reset: u64 = proxy.get("/api/x").await.header("x-ratelimit-reset").unwrap().parse().unwrap();
+    let (proxy, _upstream) =
+        proxy(&format!("[response]\nlegacy_reset = \"epoch\"\n{HOURLY}")).await;
+    let reset: u64 = proxy
+        .get("/api/x")
+        .await
+        .header("x-ratelimit-reset")
+        .unwrap()
+        .parse()
+        .unwrap();
     let now = Clock::system().now_us() / 1_000_000;
     assert!((now..=now + 3_601).contains(&reset), "{reset} at {now}");
 }
@@ -487,16 +662,29 @@ async fn the_fields_are_those_that_were_chosen() {
 async fn an_upstreams_own_fields_stay() {
     let upstream = Upstream::serving(|_| async {
         let mut response = Response::new(full("ok"));
-        response.headers_mut().insert("ratelimit", "\"app\";r=1;t=5".parse().unwrap());
-        response.headers_mut().insert("ratelimit-policy", "\"app\";q=2;w=5".parse().unwrap());
-        response.headers_mut().insert("x-ratelimit-limit", "2".parse().unwrap());
-        response.headers_mut().insert("x-ratelimit-remaining", "1".parse().unwrap());
-        response.headers_mut().insert("x-ratelimit-reset", "5".parse().unwrap());
+        response
+            .headers_mut()
+            .insert("ratelimit", "\"app\";r=1;t=5".parse().unwrap());
+        response
+            .headers_mut()
+            .insert("ratelimit-policy", "\"app\";q=2;w=5".parse().unwrap());
+        response
+            .headers_mut()
+            .insert("x-ratelimit-limit", "2".parse().unwrap());
+        response
+            .headers_mut()
+            .insert("x-ratelimit-remaining", "1".parse().unwrap());
+        response
+            .headers_mut()
+            .insert("x-ratelimit-reset", "5".parse().unwrap());
         response
     })
     .await;
-    let proxy =
-        Proxy::start("[[policy]]\nname = 'p'\nlimit = { requests = 90, per = '1h' }", upstream.address).await;
+    let proxy = Proxy::start(
+        "[[policy]]\nname = 'p'\nlimit = { requests = 90, per = '1h' }",
+        upstream.address,
+    )
+    .await;
     let reply = proxy.get("/").await;
     let all = |name: &str| -> String {
         reply
@@ -507,10 +695,18 @@ async fn an_upstreams_own_fields_stay() {
             .collect()
     };
     for item in ["\"app\";r=1;t=5", "\"p\";r=89"] {
-        assert!(all("ratelimit").contains(item), "{item} in {:?}", reply.headers);
+        assert!(
+            all("ratelimit").contains(item),
+            "{item} in {:?}",
+            reply.headers
+        );
     }
     assert!(all("ratelimit-policy").contains("\"app\";q=2;w=5"));
-    assert_eq!(reply.header("x-ratelimit-remaining"), Some("1"), "the stricter of the two");
+    assert_eq!(
+        reply.header("x-ratelimit-remaining"),
+        Some("1"),
+        "the stricter of the two"
+    );
 }
 
 /// One proxy, one policy for each condition; a policy that matches answers 403.
@@ -539,7 +735,12 @@ async fn every_condition_matches_what_it_says() {
         .collect();
     let (proxy, _upstream) = proxy(&config).await;
     let get = |target: &str| proxy.ask("GET", target);
-    let abc = |b: &str| get("/headers").header("x-a", "1").header("x-b", b).header("X-C", "");
+    let abc = |b: &str| {
+        get("/headers")
+            .header("x-a", "1")
+            .header("x-b", b)
+            .header("X-C", "")
+    };
     let cases = [
         (proxy.ask("POST", "/methods"), 403),
         (get("/methods"), 200),
@@ -579,7 +780,15 @@ async fn every_condition_matches_what_it_says() {
 
 #[tokio::test]
 async fn a_refused_grpc_call_gets_a_grpc_status() {
-    let (proxy, _upstream) = proxy("[[policy]]\nname = 'p'\nlimit = { requests = 0, per = '1h' }").await;
-    let reply = proxy.ask("POST", "/svc/Call").header("content-type", "application/grpc").send().await;
-    assert_eq!((reply.status, reply.header("grpc-status")), (200, Some("8")));
+    let (proxy, _upstream) =
+        proxy("[[policy]]\nname = 'p'\nlimit = { requests = 0, per = '1h' }").await;
+    let reply = proxy
+        .ask("POST", "/svc/Call")
+        .header("content-type", "application/grpc")
+        .send()
+        .await;
+    assert_eq!(
+        (reply.status, reply.header("grpc-status")),
+        (200, Some("8"))
+    );
 }

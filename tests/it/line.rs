@@ -47,7 +47,12 @@ async fn at_once(proxies: &[Proxy], count: usize) -> Vec<Reply> {
 async fn until_decided(proxy: &Proxy, requests: u64) {
     let looked = timeout(SOON, async {
         let mut looks = 1;
-        while proxy.get("/look").await.parameter("ratelimit", "count", "r") != Some(1000 - requests - looks) {
+        while proxy
+            .get("/look")
+            .await
+            .parameter("ratelimit", "count", "r")
+            != Some(1000 - requests - looks)
+        {
             looks += 1;
         }
     });
@@ -58,7 +63,11 @@ async fn until_decided(proxy: &Proxy, requests: u64) {
 fn came_one_by_one(start: Instant, arrivals: &[Instant]) {
     for (place, arrival) in (0..).zip(arrivals) {
         let earliest = start + PLACE * place;
-        assert!(*arrival >= earliest, "{place}: {:?} too early", earliest - *arrival);
+        assert!(
+            *arrival >= earliest,
+            "{place}: {:?} too early",
+            earliest - *arrival
+        );
     }
 }
 
@@ -69,16 +78,23 @@ async fn requests_leave_evenly_and_who_would_wait_too_long_is_refused() {
     let start = Instant::now();
     let replies = at_once(&proxies, 8).await;
     let all_sent = start.elapsed();
-    let (admitted, refused): (Vec<_>, Vec<_>) = replies.iter().partition(|reply| reply.status == 200);
+    let (admitted, refused): (Vec<_>, Vec<_>) =
+        replies.iter().partition(|reply| reply.status == 200);
     // Three places are within reach at once, and one more with every place that has passed.
     assert!(admitted.len() >= 3, "{}", admitted.len());
     assert!(admitted.len() <= 3 + (all_sent.as_millis() / PLACE.as_millis()) as usize);
     assert!(!refused.is_empty());
     for reply in refused {
         assert_eq!(reply.status, 429);
-        assert_eq!(reply.header("ratelimit-policy"), Some("\"count\";q=1000;w=3600, \"line\";q=3;w=1"));
+        assert_eq!(
+            reply.header("ratelimit-policy"),
+            Some("\"count\";q=1000;w=3600, \"line\";q=3;w=1")
+        );
         assert_eq!(reply.header("retry-after"), Some("1"));
-        assert!(reply.retry_after_us() <= 500_000, "a place is free after half a second");
+        assert!(
+            reply.retry_after_us() <= 500_000,
+            "a place is free after half a second"
+        );
     }
     let arrivals = arrivals.lock().unwrap();
     assert_eq!(arrivals.len(), admitted.len());
@@ -93,13 +109,19 @@ async fn proxies_that_share_a_redis_share_the_line() {
         "{LINE}\n[store]\nkind = 'redis'\nredis.url = 'redis://127.0.0.1:{}/0'\nredis.timeout = '5s'\nredis.key_prefix = 'line'\n",
         server.port()
     );
-    let proxies =
-        [Proxy::start(&config, upstream.address).await, Proxy::start(&config, upstream.address).await];
+    let proxies = [
+        Proxy::start(&config, upstream.address).await,
+        Proxy::start(&config, upstream.address).await,
+    ];
     let start = Instant::now();
     let replies = at_once(&proxies, 8).await;
     let admitted = replies.iter().filter(|reply| reply.status == 200).count();
     let arrivals = arrivals.lock().unwrap();
-    assert!(admitted >= 3 && admitted == arrivals.len(), "{admitted} of {}", arrivals.len());
+    assert!(
+        admitted >= 3 && admitted == arrivals.len(),
+        "{admitted} of {}",
+        arrivals.len()
+    );
     came_one_by_one(start, &arrivals);
 }
 
@@ -110,12 +132,21 @@ async fn who_leaves_is_not_forwarded_and_keeps_his_place() {
     let start = Instant::now();
     assert_eq!(proxy.get("/line/first").await.status, 200);
     let mut leaver = RawClient::connect(proxy.address).await;
-    leaver.send("GET /line/leaver HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    leaver
+        .send("GET /line/leaver HTTP/1.1\r\nHost: a\r\n\r\n")
+        .await;
     until_decided(&proxy, 2).await;
     drop(leaver);
     assert_eq!(proxy.get("/line/third").await.status, 200);
-    assert!(start.elapsed() >= PLACE * 2, "the leaver's place was given away");
-    let line = upstream.seen().into_iter().map(|seen| seen.target).filter(|target| target != "/look");
+    assert!(
+        start.elapsed() >= PLACE * 2,
+        "the leaver's place was given away"
+    );
+    let line = upstream
+        .seen()
+        .into_iter()
+        .map(|seen| seen.target)
+        .filter(|target| target != "/look");
     assert_eq!(line.collect::<Vec<_>>(), ["/line/first", "/line/third"]);
 }
 
@@ -124,7 +155,11 @@ async fn who_waits_is_counted_with_those_who_wait_for_the_upstream() {
     let (upstream, _) = upstream().await;
     let config = format!("listen.http.max_requests_waiting = 1\n{LINE}");
     let proxies = [Proxy::start(&config, upstream.address).await];
-    let mut statuses: Vec<_> = at_once(&proxies, 3).await.iter().map(|reply| reply.status).collect();
+    let mut statuses: Vec<_> = at_once(&proxies, 3)
+        .await
+        .iter()
+        .map(|reply| reply.status)
+        .collect();
     statuses.sort_unstable();
     assert_eq!(statuses, [200, 200, 503]);
 }
@@ -132,10 +167,15 @@ async fn who_waits_is_counted_with_those_who_wait_for_the_upstream() {
 #[tokio::test]
 async fn the_held_are_let_out_before_the_proxy_ends() {
     let (upstream, _) = upstream().await;
-    let mut proxy = Proxy::start(&LINE.replace("requests = 2", "requests = 1"), upstream.address).await;
+    let mut proxy = Proxy::start(
+        &LINE.replace("requests = 2", "requests = 1"),
+        upstream.address,
+    )
+    .await;
     assert_eq!(proxy.get("/line/first").await.status, 200);
     let mut held = RawClient::connect(proxy.address).await;
-    held.send("GET /line/held HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    held.send("GET /line/held HTTP/1.1\r\nHost: a\r\n\r\n")
+        .await;
     until_decided(&proxy, 2).await;
     proxy.sigterm();
     assert_eq!(held.reply().await.status, 200);

@@ -26,7 +26,9 @@ async fn a_line_says_whose_quota_what_is_left_who_decided_and_how_fast() {
     let trace = "4bf92f3577b34da6a3ce929d0e0e4736";
     for _ in 0..3 {
         let ask = proxy.ask("GET", "/a?secret=1").header("x-user", "ann");
-        ask.header("traceparent", &format!("00-{trace}-00f067aa0ba902b7-00")).send().await;
+        ask.header("traceparent", &format!("00-{trace}-00f067aa0ba902b7-00"))
+            .send()
+            .await;
     }
     let mut lines = Vec::new();
     for remaining in ["1", "0"] {
@@ -35,16 +37,34 @@ async fn a_line_says_whose_quota_what_is_left_who_decided_and_how_fast() {
         });
         lines.push(line.await);
     }
-    lines.push(proxy.wait_for_log("a refusal", 0, SOON, |line| line.field("decision") == "rejected").await);
+    lines.push(
+        proxy
+            .wait_for_log("a refusal", 0, SOON, |line| {
+                line.field("decision") == "rejected"
+            })
+            .await,
+    );
     for line in &lines {
-        assert_eq!((line.field("limit").as_str(), line.field("trace_id").as_str()), ("p", trace));
-        assert!(!line.mentions("ann") && !line.mentions("secret"), "{line:?}");
+        assert_eq!(
+            (
+                line.field("limit").as_str(),
+                line.field("trace_id").as_str()
+            ),
+            ("p", trace)
+        );
+        assert!(
+            !line.mentions("ann") && !line.mentions("secret"),
+            "{line:?}"
+        );
         let [decision, head] =
             ["decision_ms", "head_ms"].map(|field| line.field(field).parse::<f64>().unwrap());
         assert!(0.0 < decision && decision <= head, "{line:?}");
         let keys: Vec<String> = redis.command("KEYS *").await;
         let key = format!("{{{}}}", line.field("key"));
-        assert!(keys.iter().any(|name| name.contains(&key)), "{key} is in none of {keys:?}");
+        assert!(
+            keys.iter().any(|name| name.contains(&key)),
+            "{key} is in none of {keys:?}"
+        );
     }
     let sources: Vec<_> = lines.iter().map(|line| line.field("source")).collect();
     assert_eq!(sources[..2], ["redis", "redis"]);
@@ -56,13 +76,23 @@ async fn a_client_can_neither_forge_a_line_nor_steer_a_terminal() {
     let proxy = Proxy::start(ALL, upstream.address).await;
     let hostile = "\u{9b}31m\u{85}\u{202e}\u{2028}{\"forged\":1}";
     let mut client = RawClient::connect(proxy.address).await;
-    client.send(format!("GET /{hostile} HTTP/1.1\r\nHost: a\r\nx-user: {hostile}\r\n\r\n")).await;
+    client
+        .send(format!(
+            "GET /{hostile} HTTP/1.1\r\nHost: a\r\nx-user: {hostile}\r\n\r\n"
+        ))
+        .await;
     let status = client.reply().await.status.to_string();
-    let line = proxy.wait_for_log("its line", 0, SOON, |line| line.field("status") == status).await;
-    assert!(line.field("path").ends_with("1}"), "nothing is lost: {line:?}");
+    let line = proxy
+        .wait_for_log("its line", 0, SOON, |line| line.field("status") == status)
+        .await;
+    assert!(
+        line.field("path").ends_with("1}"),
+        "nothing is lost: {line:?}"
+    );
     let log = proxy.log();
-    let unseen =
-        |letter: &char| letter.is_control() && *letter != '\n' || ('\u{2028}'..='\u{202e}').contains(letter);
+    let unseen = |letter: &char| {
+        letter.is_control() && *letter != '\n' || ('\u{2028}'..='\u{202e}').contains(letter)
+    };
     assert_eq!(log.chars().filter(unseen).count(), 0, "{log:?}");
 }
 
@@ -75,18 +105,28 @@ fn messages() -> BTreeSet<String> {
     for entry in WalkDir::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("src")) {
         let path = entry.unwrap().into_path();
         let is_source = path.extension().is_some_and(|extension| extension == "rs");
-        let is_test =
-            path.components().any(|part| ["tests", "tests.rs"].iter().any(|name| part.as_os_str() == *name));
+        let is_test = path.components().any(|part| {
+            ["tests", "tests.rs"]
+                .iter()
+                .any(|name| part.as_os_str() == *name)
+        });
         // What commands print is no log.
         if !is_source || is_test || path.components().any(|part| part.as_os_str() == "cli") {
             continue;
         }
         let source = std::fs::read_to_string(&path).unwrap();
         let source = source.split("#[cfg(test)]\nmod tests {").next().unwrap();
-        for call in logged.find_iter(source).map(|start| arguments(&source[start.end()..])) {
+        for call in logged
+            .find_iter(source)
+            .map(|start| arguments(&source[start.end()..]))
+        {
             // What has no text of its own is told of as a whole: warnings of a configuration.
             let Some(message) = text.captures(call) else {
-                assert!(call.ends_with("warning.line()"), "no message in {}: {call}", path.display());
+                assert!(
+                    call.ends_with("warning.line()"),
+                    "no message in {}: {call}",
+                    path.display()
+                );
                 continue;
             };
             let message = joint.replace_all(&message[1], "").into_owned();
@@ -123,22 +163,39 @@ fn the_runbook_has_every_line_of_the_log_and_no_other() {
     let quoted = Regex::new("`([^`]+)`").unwrap();
     let told: BTreeSet<String> = row
         .captures_iter(operations)
-        .flat_map(|row| quoted.captures_iter(&row[1]).map(|found| found[1].to_owned()).collect::<Vec<_>>())
+        .flat_map(|row| {
+            quoted
+                .captures_iter(&row[1])
+                .map(|found| found[1].to_owned())
+                .collect::<Vec<_>>()
+        })
         // As far as it is the same in every line.
-        .map(|told| told.split(['…', ':']).next().unwrap().trim_end_matches(['"', ' ']).to_owned())
+        .map(|told| {
+            told.split(['…', ':'])
+                .next()
+                .unwrap()
+                .trim_end_matches(['"', ' '])
+                .to_owned()
+        })
         .collect();
     let messages = messages();
     let alike = |told: &str, message: &str| {
         message.starts_with(told) || told.starts_with(message.trim_end_matches([':', ' ']))
     };
-    let untold: Vec<_> =
-        messages.iter().filter(|message| !told.iter().any(|told| alike(told, message))).collect();
+    let untold: Vec<_> = messages
+        .iter()
+        .filter(|message| !told.iter().any(|told| alike(told, message)))
+        .collect();
     let unsaid: Vec<_> = told
         .iter()
         .filter(|told| {
-            !["FILE"].contains(&told.as_str()) && !messages.iter().any(|message| alike(told, message))
+            !["FILE"].contains(&told.as_str())
+                && !messages.iter().any(|message| alike(told, message))
         })
         .collect();
-    assert!(untold.is_empty() && unsaid.is_empty(), "not told: {untold:#?}\nnot said: {unsaid:#?}");
+    assert!(
+        untold.is_empty() && unsaid.is_empty(),
+        "not told: {untold:#?}\nnot said: {unsaid:#?}"
+    );
     assert!(messages.len() > 20, "{messages:#?}");
 }

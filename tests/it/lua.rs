@@ -74,8 +74,18 @@ impl Move {
 
 impl Ask {
     fn charge<'a>(&self, limit: &'a Limit, keys: &'a [Key]) -> Charge<'a> {
-        let Self { group, shadow, settles, .. } = *self;
-        Charge { group, shadow, settles, ..Charge::new(limit, &keys[self.counter], self.cost) }
+        let Self {
+            group,
+            shadow,
+            settles,
+            ..
+        } = *self;
+        Charge {
+            group,
+            shadow,
+            settles,
+            ..Charge::new(limit, &keys[self.counter], self.cost)
+        }
     }
 }
 
@@ -86,7 +96,11 @@ const COUNTERS: usize = 20;
 fn limit_of(counter: usize, requests: u64) -> Limit {
     match counter {
         // First, as it stands before the limits of its policy.
-        0 => Limit { requests: 1, per_us: 1 + requests % 3_000, algorithm: Algorithm::Block },
+        0 => Limit {
+            requests: 1,
+            per_us: 1 + requests % 3_000,
+            algorithm: Algorithm::Block,
+        },
         13 => log(requests, PER_US),
         14 => slots(requests, PER_US),
         15 => slots(requests, 7),
@@ -103,7 +117,12 @@ fn limit_of(counter: usize, requests: u64) -> Limit {
         11 => line(requests, 7, 0),
         12 => line(requests, 86_400_000_000, 3_600_000_000),
         // Some reloads add and remove the warm-up.
-        16 => warming(requests, PER_US, 9, if requests % 4 == 3 { 0 } else { 1_700 }),
+        16 => warming(
+            requests,
+            PER_US,
+            9,
+            if requests % 4 == 3 { 0 } else { 1_700 },
+        ),
         17 => warming(requests, 7, 30, 250),
         18 => warming(requests, 86_400_000_000, 3 * requests, MAX_WARM_UP_US),
         // What is charged is owed for many periods.
@@ -154,7 +173,14 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
                 14..=15 => (cost.min(1), shadow),
                 _ => (cost, shadow),
             };
-            taken.push(Ask { counter, cost, requests, group, shadow, settles });
+            taken.push(Ask {
+                counter,
+                cost,
+                requests,
+                group,
+                shadow,
+                settles,
+            });
             counter += 1;
         }
         taken
@@ -167,14 +193,23 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         2 => (units.clone(), 0..6usize).prop_map(|(units, steps)| Change::Less { units, steps }),
         2 => (units, 0..6usize).prop_map(|(units, steps)| Change::Unused { units, steps }),
     ];
-    let slot = prop_oneof![(0..SLOTS).prop_map(Change::Renew), (0..SLOTS).prop_map(Change::Release)];
+    let slot = prop_oneof![
+        (0..SLOTS).prop_map(Change::Renew),
+        (0..SLOTS).prop_map(Change::Release)
+    ];
     let settled = prop_oneof![1..14usize, 16..COUNTERS];
     let lending = prop::sample::select(LENDING.to_vec());
     let late = prop_oneof![
         3 => (settled, change.clone()), 2 => (lending, change), 1 => (14..16usize, slot)
     ];
     let lease = prop::option::weighted(0.3, leases());
-    let step = (clock, asks, any::<u8>(), lease, prop::collection::vec(late, 0..3));
+    let step = (
+        clock,
+        asks,
+        any::<u8>(),
+        lease,
+        prop::collection::vec(late, 0..3),
+    );
     let step = step.prop_map(|(clock, mut asks, counting, lease, late)| {
         if lease.is_some() {
             // What one policy is lent, all its counters lend, and they stand side by side.
@@ -184,19 +219,35 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             }
             asks.sort_by_key(|ask| (ask.group, ask.shadow));
         }
-        Step { clock, asks, counting, lease, late }
+        Step {
+            clock,
+            asks,
+            counting,
+            lease,
+            late,
+        }
     });
     prop::collection::vec(step, 1..60)
 }
 
-async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) -> Result<(), TestCaseError> {
-    let _: () = redis::cmd("FLUSHALL").query_async(connection).await.unwrap();
+async fn same_answers(
+    connection: &mut MultiplexedConnection,
+    steps: &[Step],
+) -> Result<(), TestCaseError> {
+    let _: () = redis::cmd("FLUSHALL")
+        .query_async(connection)
+        .await
+        .unwrap();
     let keys: Vec<Key> = (0..COUNTERS).map(|n| key(&format!("k{n}"))).collect();
     let (mut model, mut time_us, mut times_us, mut lent_us) =
         (Model::default(), START_US, Vec::new(), vec![0]);
     for (n, step) in steps.iter().enumerate() {
         time_us = step.clock.from(time_us);
-        let limits: Vec<Limit> = step.asks.iter().map(|ask| limit_of(ask.counter, ask.requests)).collect();
+        let limits: Vec<Limit> = step
+            .asks
+            .iter()
+            .map(|ask| limit_of(ask.counter, ask.requests))
+            .collect();
         let charges: Vec<Charge<'_>> = step
             .asks
             .iter()
@@ -204,8 +255,14 @@ async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) ->
             .map(|(ask, limit)| Charge {
                 counts_rejected: step.counting >> (2 * ask.group + u32::from(ask.shadow)) & 1 == 1,
                 slot: n as u128,
-                lease: step.lease.filter(|_| ask.group == 0).map(|(lease, _)| lease),
-                wanted: step.lease.filter(|_| ask.group == 0).map_or(0, |(_, wanted)| wanted),
+                lease: step
+                    .lease
+                    .filter(|_| ask.group == 0)
+                    .map(|(lease, _)| lease),
+                wanted: step
+                    .lease
+                    .filter(|_| ask.group == 0)
+                    .map_or(0, |(_, wanted)| wanted),
                 ..ask.charge(limit, &keys)
             })
             .collect();
@@ -215,23 +272,41 @@ async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) ->
         prop_assert_eq!(answer, expected, "step {} at {}", n, time_us);
 
         times_us.push(time_us);
-        let limits: Vec<Limit> = step.late.iter().map(|(counter, _)| limit_of(*counter, 5)).collect();
-        let late = step.late.iter().zip(&limits).map(|((counter, change), limit)| {
-            let amendment = match *change {
-                Change::More(units) => Amendment::Charge(units),
-                Change::Back { units, age_us } => Amendment::Back { units, age_us },
-                Change::Less { units, steps } => {
-                    Amendment::Credit { units, at_us: times_us[times_us.len().saturating_sub(steps + 1)] }
+        let limits: Vec<Limit> = step
+            .late
+            .iter()
+            .map(|(counter, _)| limit_of(*counter, 5))
+            .collect();
+        let late = step
+            .late
+            .iter()
+            .zip(&limits)
+            .map(|((counter, change), limit)| {
+                let amendment = match *change {
+                    Change::More(units) => Amendment::Charge(units),
+                    Change::Back { units, age_us } => Amendment::Back { units, age_us },
+                    Change::Less { units, steps } => Amendment::Credit {
+                        units,
+                        at_us: times_us[times_us.len().saturating_sub(steps + 1)],
+                    },
+                    Change::Unused { units, steps } => Amendment::Credit {
+                        units,
+                        at_us: lent_us[lent_us.len().saturating_sub(steps + 1)],
+                    },
+                    // Nobody takes a slot that he holds.
+                    Change::Renew(slot) => Amendment::Renew {
+                        slot: slot.min(n as u128),
+                    },
+                    Change::Release(slot) => Amendment::Release {
+                        slot: slot.min(n as u128),
+                    },
+                };
+                Late {
+                    limit,
+                    key: &keys[*counter],
+                    amendment,
                 }
-                Change::Unused { units, steps } => {
-                    Amendment::Credit { units, at_us: lent_us[lent_us.len().saturating_sub(steps + 1)] }
-                }
-                // Nobody takes a slot that he holds.
-                Change::Renew(slot) => Amendment::Renew { slot: slot.min(n as u128) },
-                Change::Release(slot) => Amendment::Release { slot: slot.min(n as u128) },
-            };
-            Late { limit, key: &keys[*counter], amendment }
-        });
+            });
         let late: Vec<_> = late.collect();
         if !late.is_empty() {
             model.amend(&late, time_us);
@@ -242,11 +317,15 @@ async fn same_answers(connection: &mut MultiplexedConnection, steps: &[Step]) ->
 }
 
 fn differential(runner: &mut TestRunner) {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     let server = Server::start();
     let connection = runtime.block_on(server.connection());
-    let checked =
-        runner.run(&steps(), |steps| runtime.block_on(same_answers(&mut connection.clone(), &steps)));
+    let checked = runner.run(&steps(), |steps| {
+        runtime.block_on(same_answers(&mut connection.clone(), &steps))
+    });
     if let Err(failure) = checked {
         panic!("{failure}");
     }
@@ -254,18 +333,33 @@ fn differential(runner: &mut TestRunner) {
 
 #[test]
 fn lua_decides_as_rust_does() {
-    let config = Config { cases: 400, failure_persistence: None, ..Config::default() };
-    differential(&mut TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha)));
+    let config = Config {
+        cases: 400,
+        failure_persistence: None,
+        ..Config::default()
+    };
+    differential(&mut TestRunner::new_with_rng(
+        config,
+        TestRng::deterministic_rng(RngAlgorithm::ChaCha),
+    ));
 }
 
 #[test]
 fn lua_decides_as_rust_does_at_random() {
-    let config = Config { cases: 200, failure_persistence: None, ..Config::default() };
+    let config = Config {
+        cases: 200,
+        failure_persistence: None,
+        ..Config::default()
+    };
     differential(&mut TestRunner::new(config));
 }
 
 fn leases() -> impl Strategy<Value = (Lease, u64)> {
-    let lease = (prop_oneof![Just(None), Just(Some(1u64))], 1..PER_US / 2, 1..8u64);
+    let lease = (
+        prop_oneof![Just(None), Just(Some(1u64))],
+        1..PER_US / 2,
+        1..8u64,
+    );
     lease.prop_map(|(size, ttl_us, wanted)| (Lease { size, ttl_us }, wanted))
 }
 
@@ -292,9 +386,20 @@ fn rounds() -> impl Strategy<Value = Vec<Round>> {
     // Of counters at which equal questions meet, few costs.
     let counter = prop::sample::select(vec![1usize, 2, 4, 5, 7, 9, 13]);
     let requests = prop_oneof![6 => Just(5u64), 1 => 0..9u64, 1 => Just(MAX_UNITS)];
-    let single = (counter, prop_oneof![6 => Just(1u64), 1 => Just(2u64), 1 => Just(MAX_UNITS / 3)], requests);
+    let single = (
+        counter,
+        prop_oneof![6 => Just(1u64), 1 => Just(2u64), 1 => Just(MAX_UNITS / 3)],
+        requests,
+    );
     let single = single.prop_map(|(counter, cost, requests)| {
-        vec![Ask { counter, cost, requests, group: 0, shadow: false, settles: false }]
+        vec![Ask {
+            counter,
+            cost,
+            requests,
+            group: 0,
+            shadow: false,
+            settles: false,
+        }]
     });
     let several = (single, 1..9usize).prop_map(|(question, times)| vec![question; times]);
     let mixed = steps().prop_map(|steps| steps.into_iter().take(2).map(|step| step.asks).collect());
@@ -307,9 +412,15 @@ fn rounds() -> impl Strategy<Value = Vec<Round>> {
         (-1..=1i64).prop_map(Move::Edge),
     ];
     let lease = prop::option::of(leases());
-    let round = (clock, questions, any::<u8>(), lease).prop_map(|(clock, questions, counting, lease)| {
-        Round { clock, questions: questions.into_iter().flatten().collect(), counting, lease }
-    });
+    let round =
+        (clock, questions, any::<u8>(), lease).prop_map(|(clock, questions, counting, lease)| {
+            Round {
+                clock,
+                questions: questions.into_iter().flatten().collect(),
+                counting,
+                lease,
+            }
+        });
     prop::collection::vec(round, 1..20)
 }
 
@@ -317,30 +428,43 @@ async fn same_answers_together(
     connection: &mut MultiplexedConnection,
     rounds: &[Round],
 ) -> Result<(), TestCaseError> {
-    let _: () = redis::cmd("FLUSHALL").query_async(connection).await.unwrap();
+    let _: () = redis::cmd("FLUSHALL")
+        .query_async(connection)
+        .await
+        .unwrap();
     let keys: Vec<Key> = (0..COUNTERS).map(|n| key(&format!("k{n}"))).collect();
     let (mut model, mut time_us, mut slot) = (Model::default(), START_US, 0);
     for (n, round) in rounds.iter().enumerate() {
         time_us = round.clock.from(time_us);
-        let limits = round
-            .questions
-            .iter()
-            .map(|asks| asks.iter().map(|ask| limit_of(ask.counter, ask.requests)).collect::<Vec<Limit>>());
-        let limits: Vec<_> = limits.collect();
-        let questions = round.questions.iter().zip(&limits).enumerate().map(|(at, (asks, limits))| {
-            slot += 1;
-            let (lease, wanted) = round.lease(at).unzip();
-            let charges = asks.iter().zip(limits).map(|(ask, limit)| Charge {
-                counts_rejected: asks.len() > 1 && round.counting >> ask.group & 1 == 1,
-                slot,
-                lease: lease.filter(|_| ask.group == 0),
-                wanted: wanted.filter(|_| ask.group == 0).unwrap_or(0),
-                ..ask.charge(limit, &keys)
-            });
-            charges.collect::<Vec<_>>()
+        let limits = round.questions.iter().map(|asks| {
+            asks.iter()
+                .map(|ask| limit_of(ask.counter, ask.requests))
+                .collect::<Vec<Limit>>()
         });
+        let limits: Vec<_> = limits.collect();
+        let questions =
+            round
+                .questions
+                .iter()
+                .zip(&limits)
+                .enumerate()
+                .map(|(at, (asks, limits))| {
+                    slot += 1;
+                    let (lease, wanted) = round.lease(at).unzip();
+                    let charges = asks.iter().zip(limits).map(|(ask, limit)| Charge {
+                        counts_rejected: asks.len() > 1 && round.counting >> ask.group & 1 == 1,
+                        slot,
+                        lease: lease.filter(|_| ask.group == 0),
+                        wanted: wanted.filter(|_| ask.group == 0).unwrap_or(0),
+                        ..ask.charge(limit, &keys)
+                    });
+                    charges.collect::<Vec<_>>()
+                });
         let questions: Vec<_> = questions.collect();
-        let expected: Vec<_> = questions.iter().map(|charges| model.decide(charges, time_us)).collect();
+        let expected: Vec<_> = questions
+            .iter()
+            .map(|charges| model.decide(charges, time_us))
+            .collect();
 
         let mut batch = Batch::default();
         let (mut asked, mut times) = (Vec::new(), Vec::new());
@@ -356,7 +480,14 @@ async fn same_answers_together(
             questions.iter().zip(asked).zip(expected).enumerate()
         {
             let answer = answers.of(number, nth).unwrap().decision(charges);
-            prop_assert_eq!(answer, Ok(expected), "round {}, question {} at {}", n, at, time_us);
+            prop_assert_eq!(
+                answer,
+                Ok(expected),
+                "round {}, question {} at {}",
+                n,
+                at,
+                time_us
+            );
         }
     }
     Ok(())
@@ -364,12 +495,20 @@ async fn same_answers_together(
 
 #[test]
 fn a_batch_answers_as_if_one_question_came_after_the_other() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     let server = Server::start();
     let connection = runtime.block_on(server.connection());
-    let config = Config { cases: 400, failure_persistence: None, ..Config::default() };
-    let checked = TestRunner::new(config)
-        .run(&rounds(), |rounds| runtime.block_on(same_answers_together(&mut connection.clone(), &rounds)));
+    let config = Config {
+        cases: 400,
+        failure_persistence: None,
+        ..Config::default()
+    };
+    let checked = TestRunner::new(config).run(&rounds(), |rounds| {
+        runtime.block_on(same_answers_together(&mut connection.clone(), &rounds))
+    });
     if let Err(failure) = checked {
         panic!("{failure}");
     }

@@ -10,7 +10,10 @@ use tidegate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Limit, Ref
 use tidegate::store::{Memory, MemorySettings};
 
 const START_US: u64 = 1_800_000_000_000_123;
-const ROOMY: MemorySettings = MemorySettings { max_keys: 10_000, max_bytes: 64 << 20 };
+const ROOMY: MemorySettings = MemorySettings {
+    max_keys: 10_000,
+    max_bytes: 64 << 20,
+};
 const LOG: Algorithm = Algorithm::SlidingLog;
 const HOUR_US: u64 = 3_600_000_000;
 
@@ -20,37 +23,89 @@ type Policy = (&'static str, bool, &'static [(Algorithm, u64)]);
 /// Some policies as they meet in one process: several limits, shadows, short and long periods.
 const POLICIES: [Policy; 9] = [
     ("log", false, &[(LOG, 1_000)]),
-    ("both", false, &[(LOG, 50_000), (Algorithm::FixedWindow { offset_us: 0 }, 10_000)]),
-    ("shadow", true, &[(LOG, 1_000), (Algorithm::FixedWindow { offset_us: 300 }, 700)]),
-    ("window", false, &[(Algorithm::FixedWindow { offset_us: 123 }, 700)]),
+    (
+        "both",
+        false,
+        &[
+            (LOG, 50_000),
+            (Algorithm::FixedWindow { offset_us: 0 }, 10_000),
+        ],
+    ),
+    (
+        "shadow",
+        true,
+        &[
+            (LOG, 1_000),
+            (Algorithm::FixedWindow { offset_us: 300 }, 700),
+        ],
+    ),
+    (
+        "window",
+        false,
+        &[(Algorithm::FixedWindow { offset_us: 123 }, 700)],
+    ),
     (
         "sub",
         false,
-        &[(Algorithm::SlidingWindow { buckets: 10 }, 1_000), (Algorithm::SlidingWindow { buckets: 3 }, 700)],
+        &[
+            (Algorithm::SlidingWindow { buckets: 10 }, 1_000),
+            (Algorithm::SlidingWindow { buckets: 3 }, 700),
+        ],
     ),
     (
         "bucket",
         false,
         &[
-            (Algorithm::TokenBucket { burst: 6, warm_up_us: 0 }, 1_000),
-            (Algorithm::TokenBucket { burst: 3, warm_up_us: 0 }, 70),
+            (
+                Algorithm::TokenBucket {
+                    burst: 6,
+                    warm_up_us: 0,
+                },
+                1_000,
+            ),
+            (
+                Algorithm::TokenBucket {
+                    burst: 3,
+                    warm_up_us: 0,
+                },
+                70,
+            ),
         ],
     ),
     (
         "line",
         false,
         &[
-            (Algorithm::LeakyBucket { max_delay_us: 1_100 }, 1_000),
+            (
+                Algorithm::LeakyBucket {
+                    max_delay_us: 1_100,
+                },
+                1_000,
+            ),
             (Algorithm::LeakyBucket { max_delay_us: 0 }, 7),
         ],
     ),
     // Cold, it has room for every cost that is asked.
-    ("warm", false, &[(Algorithm::TokenBucket { burst: 24, warm_up_us: 800 }, 90)]),
+    (
+        "warm",
+        false,
+        &[(
+            Algorithm::TokenBucket {
+                burst: 24,
+                warm_up_us: 800,
+            },
+            90,
+        )],
+    ),
     // Longer than its limits, so that who comes too early begins no new one.
     (
         "blocks",
         false,
-        &[(Algorithm::Block, 1_500), (LOG, 1_000), (Algorithm::FixedWindow { offset_us: 0 }, 900)],
+        &[
+            (Algorithm::Block, 1_500),
+            (LOG, 1_000),
+            (Algorithm::FixedWindow { offset_us: 0 }, 900),
+        ],
     ),
 ];
 /// The one whose refusals leave a trace.
@@ -79,11 +134,17 @@ enum Move {
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
-    prop::collection::vec(prop_oneof![5 => moves().prop_map(Step::Move), 12 => asks(), 1 => changes()], 1..60)
+    prop::collection::vec(
+        prop_oneof![5 => moves().prop_map(Step::Move), 12 => asks(), 1 => changes()],
+        1..60,
+    )
 }
 
 fn steps_without_changes() -> impl Strategy<Value = Vec<Step>> {
-    prop::collection::vec(prop_oneof![5 => moves().prop_map(Step::Move), 12 => asks()], 1..60)
+    prop::collection::vec(
+        prop_oneof![5 => moves().prop_map(Step::Move), 12 => asks()],
+        1..60,
+    )
 }
 
 fn moves() -> impl Strategy<Value = Move> {
@@ -99,7 +160,12 @@ fn moves() -> impl Strategy<Value = Move> {
 fn asks() -> impl Strategy<Value = Step> {
     let one = (0..USERS, prop_oneof![6 => Just(1u64), 4 => 0u64..8]);
     prop::collection::btree_map(0..POLICIES.len(), one, 1..=POLICIES.len()).prop_map(|asked| {
-        Step::Ask(asked.into_iter().map(|(policy, (user, cost))| (policy, user, cost)).collect())
+        Step::Ask(
+            asked
+                .into_iter()
+                .map(|(policy, (user, cost))| (policy, user, cost))
+                .collect(),
+        )
     })
 }
 
@@ -121,12 +187,24 @@ impl World {
         let (clock, hands) = Clock::manual(START_US);
         let limits = POLICIES.iter().map(|(_, _, limits)| {
             let amount = |algorithm| if algorithm == Algorithm::Block { 1 } else { 4 };
-            limits.iter().map(|(algorithm, per_us)| limit(amount(*algorithm), *per_us, *algorithm)).collect()
+            limits
+                .iter()
+                .map(|(algorithm, per_us)| limit(amount(*algorithm), *per_us, *algorithm))
+                .collect()
         });
-        let keys =
-            POLICIES.iter().map(|(name, ..)| (0..USERS).map(|user| key(name, &user.to_string())).collect());
+        let keys = POLICIES.iter().map(|(name, ..)| {
+            (0..USERS)
+                .map(|user| key(name, &user.to_string()))
+                .collect()
+        });
         let store = Memory::new(ROOMY, clock.clone());
-        Self { store, hands, limits: limits.collect(), keys: keys.collect(), clock }
+        Self {
+            store,
+            hands,
+            limits: limits.collect(),
+            keys: keys.collect(),
+            clock,
+        }
     }
 
     fn charges(&self, asked: &[(usize, usize, u64)]) -> Vec<Charge<'_>> {
@@ -134,7 +212,11 @@ impl World {
             .iter()
             .flat_map(|(policy, user, cost)| {
                 self.limits[*policy].iter().map(|limit| {
-                    let cost = if limit.algorithm == Algorithm::Block { 1 } else { *cost };
+                    let cost = if limit.algorithm == Algorithm::Block {
+                        1
+                    } else {
+                        *cost
+                    };
                     Charge {
                         group: *policy as u32,
                         shadow: POLICIES[*policy].1,
@@ -169,7 +251,11 @@ impl World {
 }
 
 fn limit(requests: u64, per_us: u64, algorithm: Algorithm) -> Limit {
-    Limit { requests, per_us, algorithm }
+    Limit {
+        requests,
+        per_us,
+        algorithm,
+    }
 }
 
 fn key(policy: &str, user: &str) -> Key {
@@ -179,7 +265,11 @@ fn key(policy: &str, user: &str) -> Key {
 }
 
 fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
+    ProptestConfig {
+        cases,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
 }
 
 proptest! {
@@ -345,15 +435,19 @@ proptest! {
 
 /// When the whole request would be admitted, if it was refused and not for ever.
 fn until_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
-    let refusals =
-        charges.iter().zip(decision.standings.iter().flatten()).filter(|(charge, _)| !charge.shadow);
+    let refusals = charges
+        .iter()
+        .zip(decision.standings.iter().flatten())
+        .filter(|(charge, _)| !charge.shadow);
     let mut latest_us = None;
     for (charge, standing) in refusals {
         if charge.limit.algorithm == Algorithm::Block {
             // It may have begun with this refusal.
             latest_us = latest_us.max(standing.grows_at_us);
         }
-        let Some(refusal) = standing.refusal else { continue };
+        let Some(refusal) = standing.refusal else {
+            continue;
+        };
         match refusal {
             Refusal::Until(at_us) => latest_us = latest_us.max(Some(at_us)),
             Refusal::Never | Refusal::Unknown => return None,
@@ -366,13 +460,18 @@ fn until_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
 /// bucket, the most that were taken in any time beyond what that time pays back.
 fn most_in_any_window(log: &[(u64, u64)], limit: &Limit) -> u64 {
     let held = |same_window: &dyn Fn(u64) -> bool| -> u64 {
-        log.iter().filter(|(at_us, _)| same_window(*at_us)).map(|(_, units)| units).sum()
+        log.iter()
+            .filter(|(at_us, _)| same_window(*at_us))
+            .map(|(_, units)| units)
+            .sum()
     };
     let windows = log.iter().map(|(end_us, _)| match limit.algorithm {
         // A line takes that at once, and lets it out one by one.
         Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => {
             let taken = |start_us: u64| held(&|at_us| (start_us..=*end_us).contains(&at_us));
-            let paid = |start_us: u64| (limit.requests * (end_us - start_us) + limit.slack()) / limit.per_us;
+            let paid = |start_us: u64| {
+                (limit.requests * (end_us - start_us) + limit.slack()) / limit.per_us
+            };
             log.iter()
                 .filter(|(start_us, _)| start_us <= end_us)
                 .map(|(start_us, _)| taken(*start_us).saturating_sub(paid(*start_us)))
@@ -401,7 +500,11 @@ struct Crowd {
 impl Crowd {
     fn new(settings: MemorySettings, requests: u64, per_us: u64) -> Self {
         let (clock, hands) = Clock::manual(START_US);
-        Self { store: Memory::new(settings, clock), hands, limit: limit(requests, per_us, LOG) }
+        Self {
+            store: Memory::new(settings, clock),
+            hands,
+            limit: limit(requests, per_us, LOG),
+        }
     }
 
     fn ask(&self, user: &str, cost: u64) -> Decision {
@@ -419,14 +522,22 @@ impl Crowd {
 fn the_longest_delay_counts_and_a_shadow_holds_nobody() {
     let (clock, _hands) = Clock::manual(START_US);
     let store = Memory::new(ROOMY, clock);
-    let line = |requests, max_delay_us| limit(requests, 1_000_000, Algorithm::LeakyBucket { max_delay_us });
+    let line = |requests, max_delay_us| {
+        limit(requests, 1_000_000, Algorithm::LeakyBucket { max_delay_us })
+    };
     let (fast, slow, slowest) = (line(100, 50_000), line(10, 500_000), line(1, 9_000_000));
     let keys = ["fast", "slow", "slowest"].map(|name| key(name, "a"));
-    let charge = |limit, key, group| Charge { group, ..Charge::new(limit, key, 1) };
+    let charge = |limit, key, group| Charge {
+        group,
+        ..Charge::new(limit, key, 1)
+    };
     let charges = [
         charge(&fast, &keys[0], 0),
         charge(&slow, &keys[1], 1),
-        Charge { shadow: true, ..charge(&slowest, &keys[2], 2) },
+        Charge {
+            shadow: true,
+            ..charge(&slowest, &keys[2], 2)
+        },
     ];
     let delays: Vec<u64> = (0..6).map(|_| store.decide(&charges).delay_us).collect();
     assert_eq!(delays, [0, 100_000, 200_000, 300_000, 400_000, 500_000]);
@@ -436,12 +547,27 @@ fn the_longest_delay_counts_and_a_shadow_holds_nobody() {
 
 #[test]
 fn trap_26_keys_are_bounded_by_number() {
-    let crowd = Crowd::new(MemorySettings { max_keys: 100, ..ROOMY }, 5, HOUR_US);
+    let crowd = Crowd::new(
+        MemorySettings {
+            max_keys: 100,
+            ..ROOMY
+        },
+        5,
+        HOUR_US,
+    );
     for user in 0..2_000 {
-        assert!(crowd.ask(&user.to_string(), 1).admitted, "a full store still admits");
+        assert!(
+            crowd.ask(&user.to_string(), 1).admitted,
+            "a full store still admits"
+        );
     }
-    let kept = (0..2_000).filter(|user| crowd.used(&user.to_string()) > 0).count();
-    assert!((50..=100).contains(&kept), "{kept} keys are kept where 100 are allowed");
+    let kept = (0..2_000)
+        .filter(|user| crowd.used(&user.to_string()) > 0)
+        .count();
+    assert!(
+        (50..=100).contains(&kept),
+        "{kept} keys are kept where 100 are allowed"
+    );
 }
 
 #[test]
@@ -456,18 +582,31 @@ fn trap_26_keys_are_bounded_by_bytes() {
     }
     // A sliding log keeps at least a time for each charge, 8 bytes.
     let entries: u64 = (0..100).map(|user| crowd.used(&user.to_string())).sum();
-    assert!(entries * 8 <= max_bytes as u64, "{entries} log entries do not fit in {max_bytes} bytes");
+    assert!(
+        entries * 8 <= max_bytes as u64,
+        "{entries} log entries do not fit in {max_bytes} bytes"
+    );
     assert!(entries > 1_000, "but some must be kept, not {entries}");
 }
 
 #[test]
 fn nobody_flushes_their_exhausted_key_by_inventing_fresh_ones() {
-    let crowd = Crowd::new(MemorySettings { max_keys: 64, ..ROOMY }, 5, HOUR_US);
+    let crowd = Crowd::new(
+        MemorySettings {
+            max_keys: 64,
+            ..ROOMY
+        },
+        5,
+        HOUR_US,
+    );
     crowd.ask("attacker", 5);
     for user in 0..5_000 {
         crowd.ask(&format!("invented-{user}"), 1);
         if user % 500 == 0 {
-            assert!(!crowd.ask("attacker", 1).admitted, "free again after {user} invented keys");
+            assert!(
+                !crowd.ask("attacker", 1).admitted,
+                "free again after {user} invented keys"
+            );
         }
     }
     assert_eq!(crowd.used("attacker"), 5);
@@ -475,7 +614,14 @@ fn nobody_flushes_their_exhausted_key_by_inventing_fresh_ones() {
 
 #[test]
 fn a_long_log_is_not_flushed_by_fresh_keys_either() {
-    let crowd = Crowd::new(MemorySettings { max_bytes: 128 << 10, ..ROOMY }, 1_000, HOUR_US);
+    let crowd = Crowd::new(
+        MemorySettings {
+            max_bytes: 128 << 10,
+            ..ROOMY
+        },
+        1_000,
+        HOUR_US,
+    );
     for _ in 0..1_000 {
         crowd.hands.advance_us(1);
         crowd.ask("attacker", 1);
@@ -488,7 +634,14 @@ fn a_long_log_is_not_flushed_by_fresh_keys_either() {
 
 #[test]
 fn expired_keys_go_before_live_ones() {
-    let mut crowd = Crowd::new(MemorySettings { max_keys: 64, ..ROOMY }, 5, 1_000_000);
+    let mut crowd = Crowd::new(
+        MemorySettings {
+            max_keys: 64,
+            ..ROOMY
+        },
+        5,
+        1_000_000,
+    );
     for user in 0..32 {
         crowd.ask(&format!("old-{user}"), 5);
     }
@@ -500,8 +653,13 @@ fn expired_keys_go_before_live_ones() {
     for user in 0..32 {
         crowd.ask(&format!("new-{user}"), 2);
     }
-    let live = (0..32).filter(|user| crowd.used(&format!("live-{user}")) == 1).count();
-    assert_eq!(live, 32, "live keys had to go while 32 expired ones were there");
+    let live = (0..32)
+        .filter(|user| crowd.used(&format!("live-{user}")) == 1)
+        .count();
+    assert_eq!(
+        live, 32,
+        "live keys had to go while 32 expired ones were there"
+    );
 }
 
 #[test]
@@ -514,7 +672,10 @@ fn trap_4_and_11_all_or_nothing_under_threads() {
             let (store, wide, narrow) = (Arc::clone(&store), wide, narrow);
             thread::spawn(move || {
                 let (a, b) = (key("wide", "a"), key("narrow", "b"));
-                let charge = |limit, key, group| Charge { group, ..Charge::new(limit, key, 1) };
+                let charge = |limit, key, group| Charge {
+                    group,
+                    ..Charge::new(limit, key, 1)
+                };
                 let mut charges = [charge(&wide, &a, 0), charge(&narrow, &b, 1)];
                 // Half of the threads ask in the other order: locks taken in order of asking would deadlock.
                 if thread % 2 == 1 {
@@ -524,7 +685,10 @@ fn trap_4_and_11_all_or_nothing_under_threads() {
             })
         })
         .collect();
-    let admitted: usize = threads.into_iter().map(|thread| thread.join().unwrap()).sum();
+    let admitted: usize = threads
+        .into_iter()
+        .map(|thread| thread.join().unwrap())
+        .sum();
     assert_eq!(admitted, 60, "exactly the narrow limit");
     let key = key("wide", "a");
     let look = Charge::new(&wide, &key, 0);
@@ -554,7 +718,11 @@ fn trap_12_cost_is_checked_before_it_is_added() {
 fn trap_2_knocking_prolongs_no_block_and_a_reload_ends_none() {
     let (clock, hands) = Clock::manual(START_US);
     let store = Memory::new(ROOMY, clock);
-    let (key, log, mut block) = (key("p", "ann"), limit(2, 1_000, LOG), limit(1, 5_000, Algorithm::Block));
+    let (key, log, mut block) = (
+        key("p", "ann"),
+        limit(2, 1_000, LOG),
+        limit(1, 5_000, Algorithm::Block),
+    );
     let ask = |block: &Limit| {
         let charge = |limit, cost| Charge::new(limit, &key, cost);
         store.decide(&[charge(block, 1), charge(&log, 1)]).admitted
@@ -566,14 +734,20 @@ fn trap_2_knocking_prolongs_no_block_and_a_reload_ends_none() {
         assert!(!ask(&block), "after {after_us} µs");
     }
     hands.set_us(START_US + 5_000);
-    assert_eq!([ask(&block), ask(&block)], [true, true], "nothing was charged meanwhile");
+    assert_eq!(
+        [ask(&block), ask(&block)],
+        [true, true],
+        "nothing was charged meanwhile"
+    );
 }
 
 #[test]
 fn trap_21_values_cannot_be_shifted_between_key_parts() {
     let build = |parts: [&str; 2]| {
         let mut key = KeyBuilder::new("pair");
-        parts.iter().for_each(|part| key.part(Some(part.as_bytes())));
+        parts
+            .iter()
+            .for_each(|part| key.part(Some(part.as_bytes())));
         key.finish()
     };
     let (clock, _hands) = Clock::manual(START_US);

@@ -22,13 +22,19 @@ impl Pair {
     async fn of(heading: &str) -> Self {
         let blocks = blocks(PAGE);
         let find = |language: &str| -> Block {
-            let found = blocks.iter().find(|block| block.heading == heading && block.language == language);
-            found.unwrap_or_else(|| panic!("{PAGE} has no {language} below {heading:?}")).clone()
+            let found = blocks
+                .iter()
+                .find(|block| block.heading == heading && block.language == language);
+            found
+                .unwrap_or_else(|| panic!("{PAGE} has no {language} below {heading:?}"))
+                .clone()
         };
         let (zones, limits): (Vec<_>, Vec<_>) = {
             let text = find("nginx").text;
             let is_zone = |line: &String| {
-                ["limit_req_zone", "limit_conn_zone", "geo", "map"].iter().any(|word| line.starts_with(word))
+                ["limit_req_zone", "limit_conn_zone", "geo", "map"]
+                    .iter()
+                    .any(|word| line.starts_with(word))
             };
             text.lines().map(str::to_owned).partition(is_zone)
         };
@@ -37,11 +43,18 @@ impl Pair {
         let behind = Nginx::start().await;
         behind.file("x", b"ok");
         let proxy = Proxy::start(&find("toml").text, behind.address).await;
-        Self { nginx, proxy, behind }
+        Self {
+            nginx,
+            proxy,
+            behind,
+        }
     }
 
     fn both(&self) -> [(&'static str, SocketAddr); 2] {
-        [("nginx", self.nginx.address), ("tidegate", self.proxy.address)]
+        [
+            ("nginx", self.nginx.address),
+            ("tidegate", self.proxy.address),
+        ]
     }
 }
 
@@ -59,7 +72,10 @@ async fn gets(pair: &Pair, at_once: usize, per_s: f64) {
     for (who, address) in pair.both() {
         let (admitted, took) = admitted(address, at_once + 10).await;
         let more = (took.as_secs_f64() * per_s).ceil() as usize;
-        assert!((at_once..=at_once + more).contains(&admitted), "{who}: {admitted} in {took:?}");
+        assert!(
+            (at_once..=at_once + more).contains(&admitted),
+            "{who}: {admitted} in {took:?}"
+        );
     }
 }
 
@@ -83,16 +99,24 @@ async fn nginx_with_burst_is_a_line() {
             (status, began.elapsed())
         };
         let replies = join_all((0..9).map(|_| one())).await;
-        let mut held: Vec<Duration> =
-            replies.iter().filter(|(status, _)| *status == 200).map(|(_, took)| *took).collect();
+        let mut held: Vec<Duration> = replies
+            .iter()
+            .filter(|(status, _)| *status == 200)
+            .map(|(_, took)| *took)
+            .collect();
         held.sort();
         // On a machine so slow that a place came free meanwhile, one more.
-        let spread = replies.iter().filter(|(status, _)| *status != 200).map(|(_, took)| *took).max();
+        let spread = replies
+            .iter()
+            .filter(|(status, _)| *status != 200)
+            .map(|(_, took)| *took)
+            .max();
         let more = spread.map_or(3, |took| took.as_millis() / 200) as usize;
         assert!((6..=6 + more).contains(&held.len()), "{who}: {replies:?}");
         for (place, took) in held.iter().enumerate() {
             // nginx counts in milliseconds, and not all requests came at the beginning.
-            let least = Duration::from_millis(200 * place as u64).saturating_sub(Duration::from_millis(20));
+            let least =
+                Duration::from_millis(200 * place as u64).saturating_sub(Duration::from_millis(20));
             assert!(*took >= least, "{who}: {place} after {took:?}: {held:?}");
         }
     }
@@ -106,8 +130,14 @@ async fn who_is_exempt_in_nginx_is_exempt_here_and_others_get_the_old_status() {
         for _ in 0..40 {
             statuses.push(Ask::new(address, "GET", "/x").send().await.status);
         }
-        assert!(statuses.contains(&200) && statuses.contains(&503), "{who}: {statuses:?}");
-        assert!(statuses.iter().all(|status| [200, 503].contains(status)), "{who}: {statuses:?}");
+        assert!(
+            statuses.contains(&200) && statuses.contains(&503),
+            "{who}: {statuses:?}"
+        );
+        assert!(
+            statuses.iter().all(|status| [200, 503].contains(status)),
+            "{who}: {statuses:?}"
+        );
     }
 }
 
@@ -132,7 +162,10 @@ async fn who_has_as_many_in_flight_as_nginx_lets_him_is_refused_here_too() {
         drop(holders.pop());
         let deadline = Instant::now() + SOON;
         while one_more().await != 200 {
-            assert!(Instant::now() < deadline, "{who}: who has left keeps his slot");
+            assert!(
+                Instant::now() < deadline,
+                "{who}: who has left keeps his slot"
+            );
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }

@@ -28,9 +28,15 @@ struct Spent {
 impl Model {
     /// Decides one request at the store's clock, all or nothing.
     pub fn decide(&mut self, clock_us: u64, charges: &[Charge<'_>]) -> Decision {
-        let refusals: Vec<_> = charges.iter().map(|charge| self.refusal(clock_us, charge)).collect();
+        let refusals: Vec<_> = charges
+            .iter()
+            .map(|charge| self.refusal(clock_us, charge))
+            .collect();
         let admits = |wanted: &dyn Fn(&Charge<'_>) -> bool| {
-            charges.iter().zip(&refusals).all(|(charge, refusal)| !wanted(charge) || refusal.is_none())
+            charges
+                .iter()
+                .zip(&refusals)
+                .all(|(charge, refusal)| !wanted(charge) || refusal.is_none())
         };
         let admitted = admits(&|charge| !charge.shadow);
         let mut delay_us = 0;
@@ -86,22 +92,47 @@ impl Model {
     /// sub-window or window, as far as that still counts; of buckets there is no such thing.
     pub fn amend(&mut self, clock_us: u64, charge: &Charge<'_>, amendment: Amendment) {
         let (units, charged_us) = match amendment {
-            Amendment::Charge(units) => return self.charge(clock_us, &Charge { cost: units, ..*charge }),
+            Amendment::Charge(units) => {
+                return self.charge(
+                    clock_us,
+                    &Charge {
+                        cost: units,
+                        ..*charge
+                    },
+                );
+            }
             Amendment::Back { units, age_us } => {
-                return self.charge(clock_us - age_us, &Charge { cost: units, ..*charge });
+                return self.charge(
+                    clock_us - age_us,
+                    &Charge {
+                        cost: units,
+                        ..*charge
+                    },
+                );
             }
             Amendment::Credit { units, at_us } => (units, at_us),
-            Amendment::Renew { .. } | Amendment::Release { .. } => unreachable!("slots are no units"),
+            Amendment::Renew { .. } | Amendment::Release { .. } => {
+                unreachable!("slots are no units")
+            }
         };
-        let (Limit { per_us, algorithm, .. }, now_us) = (*charge.limit, self.now_us(clock_us, charge));
+        let (
+            Limit {
+                per_us, algorithm, ..
+            },
+            now_us,
+        ) = (*charge.limit, self.now_us(clock_us, charge));
         let stands_at = |at_us: u64| match algorithm {
             Algorithm::SlidingLog => i128::from(at_us),
-            Algorithm::SlidingWindow { buckets } => i128::from(last_of_sub_window_us(per_us, buckets, at_us)),
+            Algorithm::SlidingWindow { buckets } => {
+                i128::from(last_of_sub_window_us(per_us, buckets, at_us))
+            }
             Algorithm::FixedWindow { offset_us } => window(per_us, offset_us, at_us),
             _ => unreachable!("from a debt nothing can be told apart"),
         };
         let there = |spent: &Spent| stands_at(spent.at_us) == stands_at(charged_us);
-        self.take_off(charge, units, |spent| there(spent) && counts(charge.limit, spent, now_us));
+        self.take_off(charge, units, |spent| {
+            there(spent) && counts(charge.limit, spent, now_us)
+        });
     }
 
     /// Units that a further request would still get.
@@ -140,8 +171,13 @@ impl Model {
         if let Algorithm::Concurrency { .. } = limit.algorithm {
             return Some(Refusal::Unknown);
         }
-        let until = self.moments_after(now_us, charge).into_iter().find(|at_us| fits_at(*at_us));
-        Some(Refusal::Until(until.expect("all that was spent comes back")))
+        let until = self
+            .moments_after(now_us, charge)
+            .into_iter()
+            .find(|at_us| fits_at(*at_us));
+        Some(Refusal::Until(
+            until.expect("all that was spent comes back"),
+        ))
     }
 
     fn grows_at_us(&self, clock_us: u64, charge: &Charge<'_>) -> Option<u64> {
@@ -157,25 +193,48 @@ impl Model {
 
     /// How long the request that was charged last waits: until the line before its last unit is gone.
     fn delay_us(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
-        let Limit { requests, per_us, algorithm } = *charge.limit;
-        let Algorithm::LeakyBucket { .. } = algorithm else { return 0 };
-        let debt = debt_at(self.spent(charge), self.now_us(clock_us, charge), requests, per_us);
-        debt.saturating_sub(u128::from(per_us)).div_ceil(u128::from(requests)) as u64
+        let Limit {
+            requests,
+            per_us,
+            algorithm,
+        } = *charge.limit;
+        let Algorithm::LeakyBucket { .. } = algorithm else {
+            return 0;
+        };
+        let debt = debt_at(
+            self.spent(charge),
+            self.now_us(clock_us, charge),
+            requests,
+            per_us,
+        );
+        debt.saturating_sub(u128::from(per_us))
+            .div_ceil(u128::from(requests)) as u64
     }
 
     fn remaining_at(&self, charge: &Charge<'_>, at_us: u64) -> u64 {
-        charge.limit.capacity().saturating_sub(self.used_at(charge, at_us))
+        charge
+            .limit
+            .capacity()
+            .saturating_sub(self.used_at(charge, at_us))
     }
 
     /// The units that count at a time not before the newest of them.
     fn used_at(&self, charge: &Charge<'_>, at_us: u64) -> u64 {
-        let Limit { requests, per_us, algorithm } = *charge.limit;
-        if let Algorithm::TokenBucket { warm_up_us: 1.., .. } = algorithm {
+        let Limit {
+            requests,
+            per_us,
+            algorithm,
+        } = *charge.limit;
+        if let Algorithm::TokenBucket {
+            warm_up_us: 1.., ..
+        } = algorithm
+        {
             let owed = owed_while_warming_up(self.spent(charge), at_us, charge.limit);
             return owed.div_ceil(u128::from(per_us)) as u64;
         }
         if let Algorithm::TokenBucket { .. } = algorithm {
-            return debt_at(self.spent(charge), at_us, requests, per_us).div_ceil(u128::from(per_us)) as u64;
+            return debt_at(self.spent(charge), at_us, requests, per_us).div_ceil(u128::from(per_us))
+                as u64;
         }
         if let Algorithm::LeakyBucket { .. } = algorithm {
             let debt = debt_at(self.spent(charge), at_us, requests, per_us);
@@ -184,15 +243,27 @@ impl Model {
             let free = |used: &u64| {
                 debt + u128::from(charge.limit.capacity().saturating_sub(*used) * per_us) <= most
             };
-            return (0..=charge.limit.capacity()).find(free).unwrap_or(charge.limit.capacity() + 1);
+            return (0..=charge.limit.capacity())
+                .find(free)
+                .unwrap_or(charge.limit.capacity() + 1);
         }
-        let spent = self.spent(charge).iter().filter(|spent| counts(charge.limit, spent, at_us));
+        let spent = self
+            .spent(charge)
+            .iter()
+            .filter(|spent| counts(charge.limit, spent, at_us));
         spent.map(|spent| spent.units).sum()
     }
 
     fn moments_after(&self, now_us: u64, charge: &Charge<'_>) -> Vec<u64> {
-        let Limit { requests, per_us, algorithm } = *charge.limit;
-        if let Algorithm::TokenBucket { warm_up_us: 1.., .. } = algorithm {
+        let Limit {
+            requests,
+            per_us,
+            algorithm,
+        } = *charge.limit;
+        if let Algorithm::TokenBucket {
+            warm_up_us: 1.., ..
+        } = algorithm
+        {
             return self.moments_while_warming_up(now_us, charge);
         }
         if let Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } = algorithm {
@@ -200,8 +271,13 @@ impl Model {
             let slack = waiting(charge.limit) % u128::from(per_us);
             let debt = debt_at(self.spent(charge), now_us, requests, per_us).saturating_sub(slack);
             let units = (0..debt.div_ceil(u128::from(per_us))).rev();
-            let rate = self.spent(charge).last().map_or(requests, |last| last.rate.max(requests)).max(1);
-            let paid = units.map(|left| (debt - left * u128::from(per_us)).div_ceil(u128::from(rate)));
+            let rate = self
+                .spent(charge)
+                .last()
+                .map_or(requests, |last| last.rate.max(requests))
+                .max(1);
+            let paid =
+                units.map(|left| (debt - left * u128::from(per_us)).div_ceil(u128::from(rate)));
             return paid.map(|after_us| now_us + after_us as u64).collect();
         }
         let mut moments: Vec<_> = self
@@ -220,7 +296,10 @@ impl Model {
     /// Units only come back until the bucket turns cold, and again from then on.
     fn moments_while_warming_up(&self, now_us: u64, charge: &Charge<'_>) -> Vec<u64> {
         let drained_us = now_us + charge.limit.capacity() * charge.limit.per_us + 1_000;
-        let cold_us = self.spent(charge).last().map_or(now_us, |last| last.at_us + last.warm_up_us);
+        let cold_us = self
+            .spent(charge)
+            .last()
+            .map_or(now_us, |last| last.at_us + last.warm_up_us);
         let cold_us = cold_us.clamp(now_us, drained_us);
         let mut moments = Vec::new();
         for units in 0..self.used_at(charge, now_us) {
@@ -229,7 +308,11 @@ impl Model {
                 let (mut low_us, mut high_us) = (from_us, to_us);
                 while low_us < high_us {
                     let middle_us = (low_us + high_us) / 2;
-                    if is_back(middle_us) { high_us = middle_us } else { low_us = middle_us + 1 }
+                    if is_back(middle_us) {
+                        high_us = middle_us
+                    } else {
+                        low_us = middle_us + 1
+                    }
                 }
                 if low_us < to_us {
                     moments.push(low_us);
@@ -243,11 +326,13 @@ impl Model {
     /// A clock that steps back never loosens: time stands at the newest that this key's state has seen,
     /// which for a fixed window is its start.
     fn now_us(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
-        let Limit { per_us, algorithm, .. } = *charge.limit;
+        let Limit {
+            per_us, algorithm, ..
+        } = *charge.limit;
         let newest = self.spent(charge).iter().map(|spent| match algorithm {
-            Algorithm::SlidingLog | Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => {
-                spent.at_us
-            }
+            Algorithm::SlidingLog
+            | Algorithm::TokenBucket { .. }
+            | Algorithm::LeakyBucket { .. } => spent.at_us,
             // It holds until its end, wherever the clock goes.
             Algorithm::Block | Algorithm::Concurrency { .. } => 0,
             Algorithm::SlidingWindow { buckets } => {
@@ -257,22 +342,27 @@ impl Model {
                 window_start_us(per_us, offset_us, window(per_us, offset_us, spent.at_us))
             }
         });
-        newest.max().map_or(clock_us, |newest_us| newest_us.max(clock_us))
+        newest
+            .max()
+            .map_or(clock_us, |newest_us| newest_us.max(clock_us))
     }
 
     fn charge(&mut self, clock_us: u64, charge: &Charge<'_>) {
         let at_us = self.now_us(clock_us, charge);
         if charge.cost > 0 {
-            self.counters.entry(identity(charge)).or_default().push(Spent {
-                at_us,
-                units: charge.cost,
-                rate: charge.limit.requests,
-                per_us: charge.limit.per_us,
-                warm_up_us: match charge.limit.algorithm {
-                    Algorithm::TokenBucket { warm_up_us, .. } => warm_up_us,
-                    _ => 0,
-                },
-            });
+            self.counters
+                .entry(identity(charge))
+                .or_default()
+                .push(Spent {
+                    at_us,
+                    units: charge.cost,
+                    rate: charge.limit.requests,
+                    per_us: charge.limit.per_us,
+                    warm_up_us: match charge.limit.algorithm {
+                        Algorithm::TokenBucket { warm_up_us, .. } => warm_up_us,
+                        _ => 0,
+                    },
+                });
         }
     }
 
@@ -284,9 +374,13 @@ impl Model {
         let cost = charge.cost.min(capacity);
         let most = before.max(capacity.min(before + cost));
         match charge.limit.algorithm {
-            Algorithm::FixedWindow { .. } => {
-                self.charge(clock_us, &Charge { cost: most - before, ..*charge })
-            }
+            Algorithm::FixedWindow { .. } => self.charge(
+                clock_us,
+                &Charge {
+                    cost: most - before,
+                    ..*charge
+                },
+            ),
             Algorithm::SlidingLog | Algorithm::SlidingWindow { .. } => {
                 self.charge(clock_us, &Charge { cost, ..*charge });
                 let beyond = self.used_at(charge, now_us) - most;
@@ -301,14 +395,19 @@ impl Model {
     fn take_off(&mut self, charge: &Charge<'_>, units: u64, wanted: impl Fn(&Spent) -> bool) {
         let spent = self.counters.entry(identity(charge)).or_default();
         for _ in 0..units {
-            if let Some(oldest) = spent.iter_mut().find(|spent| spent.units > 0 && wanted(spent)) {
+            if let Some(oldest) = spent
+                .iter_mut()
+                .find(|spent| spent.units > 0 && wanted(spent))
+            {
                 oldest.units -= 1;
             }
         }
     }
 
     fn spent(&self, charge: &Charge<'_>) -> &[Spent] {
-        self.counters.get(&identity(charge)).map_or(&[], Vec::as_slice)
+        self.counters
+            .get(&identity(charge))
+            .map_or(&[], Vec::as_slice)
     }
 }
 
@@ -345,7 +444,9 @@ fn gone_at_us(algorithm: Algorithm, per_us: u64, at_us: u64) -> u64 {
         | Algorithm::LeakyBucket { .. }
         | Algorithm::Concurrency { .. }
         | Algorithm::Block => at_us + per_us,
-        Algorithm::SlidingWindow { buckets } => last_of_sub_window_us(per_us, buckets, at_us) + per_us,
+        Algorithm::SlidingWindow { buckets } => {
+            last_of_sub_window_us(per_us, buckets, at_us) + per_us
+        }
         Algorithm::FixedWindow { offset_us } => {
             window_start_us(per_us, offset_us, window(per_us, offset_us, at_us) + 1)
         }
@@ -361,7 +462,9 @@ fn last_of_sub_window_us(per_us: u64, buckets: u64, at_us: u64) -> u64 {
 /// What may be owed beside a unit that goes at once, in units of 1 / per; for all but a leaky bucket nothing.
 fn waiting(limit: &Limit) -> u128 {
     match limit.algorithm {
-        Algorithm::LeakyBucket { max_delay_us } => u128::from(max_delay_us) * u128::from(limit.requests),
+        Algorithm::LeakyBucket { max_delay_us } => {
+            u128::from(max_delay_us) * u128::from(limit.requests)
+        }
         _ => 0,
     }
 }
@@ -369,9 +472,16 @@ fn waiting(limit: &Limit) -> u128 {
 /// What is owed at a time, in units of 1 / per: all that was spent, less what was paid back since.
 fn debt_at(spent: &[Spent], at_us: u64, rate: u64, per_us: u64) -> u128 {
     let (mut debt, mut since_us, mut last_rate) = (0_u128, 0, rate);
-    for one in spent.iter().chain([&Spent { at_us, units: 0, rate, per_us, warm_up_us: 0 }]) {
+    for one in spent.iter().chain([&Spent {
+        at_us,
+        units: 0,
+        rate,
+        per_us,
+        warm_up_us: 0,
+    }]) {
         // What was taken at a faster rate is paid back at that.
-        let paid = u128::from(one.at_us.saturating_sub(since_us)) * u128::from(last_rate.max(one.rate));
+        let paid =
+            u128::from(one.at_us.saturating_sub(since_us)) * u128::from(last_rate.max(one.rate));
         debt = debt.saturating_sub(paid) + u128::from(one.units) * u128::from(per_us);
         (since_us, last_rate) = (one.at_us, one.rate);
     }
@@ -380,18 +490,30 @@ fn debt_at(spent: &[Spent], at_us: u64, rate: u64, per_us: u64) -> u128 {
 
 /// The same for a bucket that warms up, or what its capacity lacks if that is more.
 fn owed_while_warming_up(spent: &[Spent], at_us: u64, limit: &Limit) -> u128 {
-    let Algorithm::TokenBucket { burst, warm_up_us } = limit.algorithm else { return 0 };
+    let Algorithm::TokenBucket { burst, warm_up_us } = limit.algorithm else {
+        return 0;
+    };
     let width_us = warm_up_us.div_ceil(100);
     let lacks = burst - (burst / 3).max(1);
     // What flowed in from the start of a warm-up on: the n-th step at (100 + 2n) / 300 of the rate.
     let worth_us = |since_us: u64| {
         let step_us = |n: u64| since_us.saturating_sub(n * width_us).min(width_us) * (100 + 2 * n);
         // Once it is over, a third of it is lost, less what the steps are short of a line.
-        let steps = if since_us < 100 * width_us { (0..100).map(step_us).sum() } else { 19_900 * width_us };
+        let steps = if since_us < 100 * width_us {
+            (0..100).map(step_us).sum()
+        } else {
+            19_900 * width_us
+        };
         steps / 300 + since_us.saturating_sub(100 * width_us)
     };
     let (mut debt, mut start_us, mut last): (u128, u64, Option<&Spent>) = (0, 0, None);
-    for one in spent.iter().chain([&Spent { at_us, units: 0, rate: limit.requests, per_us: 0, warm_up_us }]) {
+    for one in spent.iter().chain([&Spent {
+        at_us,
+        units: 0,
+        rate: limit.requests,
+        per_us: 0,
+        warm_up_us,
+    }]) {
         if let Some(last) = last {
             let worth_us = worth_us(one.at_us - start_us) - worth_us(last.at_us - start_us);
             debt = debt.saturating_sub(u128::from(worth_us * last.rate.max(one.rate)));
@@ -432,7 +554,15 @@ mod by_hand {
     impl Bench {
         fn new(requests: u64, per_us: u64, algorithm: Algorithm) -> Self {
             let key = KeyBuilder::new("p").finish();
-            Self { model: Model::default(), key, limit: Limit { requests, per_us, algorithm } }
+            Self {
+                model: Model::default(),
+                key,
+                limit: Limit {
+                    requests,
+                    per_us,
+                    algorithm,
+                },
+            }
         }
 
         fn ask(&mut self, at_us: u64, cost: u64) -> Standing {
@@ -444,7 +574,14 @@ mod by_hand {
     #[test]
     fn a_log_frees_when_the_oldest_that_matters_leaves() {
         let mut bench = Bench::new(3, 100, Algorithm::SlidingLog);
-        assert_eq!(bench.ask(T, 1), Standing { remaining: 2, grows_at_us: Some(T + 100), refusal: None });
+        assert_eq!(
+            bench.ask(T, 1),
+            Standing {
+                remaining: 2,
+                grows_at_us: Some(T + 100),
+                refusal: None
+            }
+        );
         assert_eq!(bench.ask(T + 10, 2).remaining, 0);
         assert_eq!(bench.ask(T + 20, 1).refusal, Some(Refusal::Until(T + 100)));
         assert_eq!(bench.ask(T + 20, 2).refusal, Some(Refusal::Until(T + 110)));
@@ -470,7 +607,10 @@ mod by_hand {
             let charge = Charge::new(&bench.limit, &bench.key, cost);
             let decision = bench.model.decide(at_us, &[charge]);
             let standing = decision.standings[0].unwrap();
-            (standing.refusal.ok_or(decision.delay_us), standing.remaining)
+            (
+                standing.refusal.ok_or(decision.delay_us),
+                standing.remaining,
+            )
         };
         assert_eq!(ask(T, 1), (Err(0), 2));
         assert_eq!(ask(T, 1), (Err(10), 1));
@@ -502,7 +642,10 @@ mod by_hand {
         bench.limit.requests = 2;
         let standing = bench.ask(T + 4, 1);
         assert_eq!(standing.refusal, Some(Refusal::Until(T + 102)));
-        assert_eq!((standing.remaining, standing.grows_at_us), (0, Some(T + 102)));
+        assert_eq!(
+            (standing.remaining, standing.grows_at_us),
+            (0, Some(T + 102))
+        );
         bench.limit.requests = 5;
         assert_eq!(bench.ask(T + 4, 1).refusal, None);
     }
@@ -511,21 +654,36 @@ mod by_hand {
     fn a_block_begins_with_a_refusal_and_is_not_prolonged() {
         let key = KeyBuilder::new("p").finish();
         let limits = [(1, 500, Algorithm::Block), (2, 100, Algorithm::SlidingLog)];
-        let limits = limits.map(|(requests, per_us, algorithm)| Limit { requests, per_us, algorithm });
+        let limits = limits.map(|(requests, per_us, algorithm)| Limit {
+            requests,
+            per_us,
+            algorithm,
+        });
         let mut model = Model::default();
         let mut ask = |at_us, cost| {
             let charge = |limit, cost| Charge::new(limit, &key, cost);
             model.decide(at_us, &[charge(&limits[0], 1), charge(&limits[1], cost)])
         };
         assert!(ask(T, 2).admitted);
-        assert_eq!(ask(T, 3).standings[0].unwrap().grows_at_us, None, "never is no reason");
+        assert_eq!(
+            ask(T, 3).standings[0].unwrap().grows_at_us,
+            None,
+            "never is no reason"
+        );
         let begins = ask(T + 10, 1);
-        let closed = |refusal| Standing { remaining: 0, grows_at_us: Some(T + 510), refusal };
+        let closed = |refusal| Standing {
+            remaining: 0,
+            grows_at_us: Some(T + 510),
+            refusal,
+        };
         assert_eq!(begins.standings[0], Some(closed(None)));
         let until = Some(Refusal::Until(T + 510));
         for at_us in [T + 11, T + 200, T + 509] {
             let knock = ask(at_us, 1);
-            assert_eq!((knock.admitted, knock.standings[0]), (false, Some(closed(until))));
+            assert_eq!(
+                (knock.admitted, knock.standings[0]),
+                (false, Some(closed(until)))
+            );
         }
         assert!(ask(T + 510, 1).admitted);
     }
@@ -534,9 +692,16 @@ mod by_hand {
     fn a_refusal_that_counts_pushes_the_oldest_out() {
         let key = KeyBuilder::new("p").finish();
         let mut model = Model::default();
-        let limit = |algorithm| Limit { requests: 3, per_us: 100, algorithm };
+        let limit = |algorithm| Limit {
+            requests: 3,
+            per_us: 100,
+            algorithm,
+        };
         let mut knock = |limit: &Limit, at_us, cost| {
-            let charge = Charge { counts_rejected: true, ..Charge::new(limit, &key, cost) };
+            let charge = Charge {
+                counts_rejected: true,
+                ..Charge::new(limit, &key, cost)
+            };
             let standing = model.decide(at_us, &[charge]).standings[0].unwrap();
             (standing.remaining, standing.refusal)
         };
@@ -560,7 +725,9 @@ mod by_hand {
         bench.ask(T + 11, 4);
         let charge = Charge::new(&bench.limit, &bench.key, 0);
         let mut back = |units, at_us, now_us| {
-            bench.model.amend(now_us, &charge, Amendment::Credit { units, at_us });
+            bench
+                .model
+                .amend(now_us, &charge, Amendment::Credit { units, at_us });
             bench.model.remaining(now_us, &charge)
         };
         assert_eq!(back(4, T + 9, T + 20), 4, "those of its sub-window");
@@ -571,7 +738,11 @@ mod by_hand {
     #[test]
     fn nothing_is_ever_allowed_by_a_limit_of_none() {
         let mut bench = Bench::new(0, 100, Algorithm::SlidingLog);
-        let never = Standing { remaining: 0, grows_at_us: None, refusal: Some(Refusal::Never) };
+        let never = Standing {
+            remaining: 0,
+            grows_at_us: None,
+            refusal: Some(Refusal::Never),
+        };
         assert_eq!(bench.ask(T, 1), never);
         assert_eq!(bench.ask(T, 0), never);
     }

@@ -6,7 +6,12 @@ use std::process::{Command, Output};
 fn run(command: &mut Command) -> Output {
     let output = command.output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(output.status.success(), "{command:?}: {}{}", text(&output.stdout), text(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{command:?}: {}{}",
+        text(&output.stdout),
+        text(&output.stderr)
+    );
     output
 }
 
@@ -15,13 +20,29 @@ fn run(command: &mut Command) -> Output {
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn memory_is_copied_and_compared_as_the_standard_says() {
-    let (folder, sources) = (tempfile::tempdir().unwrap(), Path::new(env!("CARGO_MANIFEST_DIR")));
+    let (folder, sources) = (
+        tempfile::tempdir().unwrap(),
+        Path::new(env!("CARGO_MANIFEST_DIR")),
+    );
     let (object, program) = (folder.path().join("musl.o"), folder.path().join("musl"));
-    let renamed = ["memcpy", "memmove", "memcmp", "bcmp"].map(|name| format!("-D{name}=our_{name}"));
+    let renamed =
+        ["memcpy", "memmove", "memcmp", "bcmp"].map(|name| format!("-D{name}=our_{name}"));
     run(Command::new("cc")
-        .args(["-O2", "-ffreestanding", "-Wall", "-Wextra", "-Werror", "-c", "-o"])
+        .args([
+            "-O2",
+            "-ffreestanding",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-c",
+            "-o",
+        ])
         .args([&object, &sources.join("src/musl.c")])
         .args(renamed));
-    run(Command::new("cc").args(["-O1", "-o"]).args([&program, &sources.join("tests/it/musl.c"), &object]));
+    run(Command::new("cc").args(["-O1", "-o"]).args([
+        &program,
+        &sources.join("tests/it/musl.c"),
+        &object,
+    ]));
     run(&mut Command::new(program));
 }

@@ -82,13 +82,20 @@ pub(crate) struct Asked {
 
 impl Rig {
     async fn new(redis_port: u16, policies: &str) -> Self {
-        Self::over(&format!("url = \"redis://127.0.0.1:{redis_port}/0\""), policies).await
+        Self::over(
+            &format!("url = \"redis://127.0.0.1:{redis_port}/0\""),
+            policies,
+        )
+        .await
     }
 
     /// With lines that say where Redis is.
     pub(crate) async fn over(redis: &str, policies: &str) -> Self {
         let upstream = Upstream::echo().await;
-        let proxy = builder_over(redis, "1s", policies).upstream(upstream.address).start().await;
+        let proxy = builder_over(redis, "1s", policies)
+            .upstream(upstream.address)
+            .start()
+            .await;
         Self { proxy, upstream }
     }
 
@@ -100,8 +107,14 @@ impl Rig {
             clients: Vec::new(),
             mark: self.proxy.log_mark(),
         };
-        let ways = [(Way::Open, CONNECTIONS), (Way::Closed, CONNECTIONS), (Way::Past, CONTROLS)];
-        let ways = ways.into_iter().flat_map(|(way, count)| std::iter::repeat_n(way, count));
+        let ways = [
+            (Way::Open, CONNECTIONS),
+            (Way::Closed, CONNECTIONS),
+            (Way::Past, CONTROLS),
+        ];
+        let ways = ways
+            .into_iter()
+            .flat_map(|(way, count)| std::iter::repeat_n(way, count));
         let client = |way| {
             let (asked, stop) = (Arc::clone(&load.asked), Arc::clone(&load.stop));
             tokio::spawn(ask_steadily(self.proxy.address, way, asked, stop))
@@ -117,12 +130,19 @@ impl Rig {
     async fn says(&self, load: &Load, refused: usize) -> Vec<LogLine> {
         let (access, store) = eventually("the log to be complete", SOON, || {
             let lines = self.proxy.log_since(load.mark).into_iter();
-            let (access, store): (Vec<_>, Vec<_>) = lines.partition(|line| line.field("target") == "access");
-            let up = store.last().is_some_and(|line| line.says("Redis is up again"));
+            let (access, store): (Vec<_>, Vec<_>) =
+                lines.partition(|line| line.field("target") == "access");
+            let up = store
+                .last()
+                .is_some_and(|line| line.says("Redis is up again"));
             (up && access.len() >= refused).then_some((access, store))
         })
         .await;
-        assert!(access.iter().all(|line| line.field("status") == "503"), "{}", self.proxy.log());
+        assert!(
+            access.iter().all(|line| line.field("status") == "503"),
+            "{}",
+            self.proxy.log()
+        );
         assert_eq!(access.len(), refused, "{}", self.proxy.log());
         store
     }
@@ -131,31 +151,78 @@ impl Rig {
     async fn judge(&self, what: &str, load: Load, fault: Instant, healed: Instant) {
         load.is_decided_since(healed).await;
         let asked = load.end().await;
-        let slowest = |asked: &[Asked]| asked.iter().map(|asked| asked.took).max().unwrap_or_default();
-        let (past, limited): (Vec<_>, Vec<_>) = asked.iter().partition(|asked| asked.way == Way::Past);
+        let slowest = |asked: &[Asked]| {
+            asked
+                .iter()
+                .map(|asked| asked.took)
+                .max()
+                .unwrap_or_default()
+        };
+        let (past, limited): (Vec<_>, Vec<_>) =
+            asked.iter().partition(|asked| asked.way == Way::Past);
         let machine = slowest(&past);
 
-        assert!(slowest(&limited) <= TIMEOUT + SLACK + machine, "{:?}, past: {machine:?}", slowest(&limited));
-        let waited = limited.iter().filter(|asked| asked.took >= TIMEOUT + machine).count();
-        assert!(waited <= 2 * CONNECTIONS, "{waited} waited for Redis, more than were in flight");
+        assert!(
+            slowest(&limited) <= TIMEOUT + SLACK + machine,
+            "{:?}, past: {machine:?}",
+            slowest(&limited)
+        );
+        let waited = limited
+            .iter()
+            .filter(|asked| asked.took >= TIMEOUT + machine)
+            .count();
+        assert!(
+            waited <= 2 * CONNECTIONS,
+            "{waited} waited for Redis, more than were in flight"
+        );
 
         // By now everybody in flight has failed, and the breaker is open.
         let open = fault + TIMEOUT + SLACK + machine;
         let in_outage = |asked: &&Asked| (open..healed).contains(&asked.sent);
-        let outage: Vec<Asked> = limited.iter().copied().filter(|asked| in_outage(&asked)).collect();
-        assert!(outage.len() > 4 * CONNECTIONS, "only {} requests in the outage", outage.len());
-        assert!(outage.iter().all(|asked| !asked.decided), "Redis was not away");
-        assert!(slowest(&outage) <= TIMEOUT / 2 + machine, "{:?}, past: {machine:?}", slowest(&outage));
-        let calm: Vec<Asked> = past.iter().copied().filter(|asked| in_outage(&asked)).collect();
+        let outage: Vec<Asked> = limited
+            .iter()
+            .copied()
+            .filter(|asked| in_outage(&asked))
+            .collect();
+        assert!(
+            outage.len() > 4 * CONNECTIONS,
+            "only {} requests in the outage",
+            outage.len()
+        );
+        assert!(
+            outage.iter().all(|asked| !asked.decided),
+            "Redis was not away"
+        );
+        assert!(
+            slowest(&outage) <= TIMEOUT / 2 + machine,
+            "{:?}, past: {machine:?}",
+            slowest(&outage)
+        );
+        let calm: Vec<Asked> = past
+            .iter()
+            .copied()
+            .filter(|asked| in_outage(&asked))
+            .collect();
         let (with, without) = (median(&outage), median(&calm));
-        assert!(with <= without + Duration::from_millis(10), "{with:?}, past: {without:?}");
+        assert!(
+            with <= without + Duration::from_millis(10),
+            "{with:?}, past: {without:?}"
+        );
 
         let recovery = recovery(&asked, healed);
         let refused = asked.iter().filter(|asked| asked.status == 503).count();
         let store = self.says(&load, refused).await;
         assert_eq!(store.len(), 2, "{}", self.proxy.log());
-        assert!(store[0].says("Redis is down") && store[1].says("Redis is up again"), "{}", self.proxy.log());
-        assert_eq!(self.upstream.seen().len(), asked.len() - refused, "every request had one answer");
+        assert!(
+            store[0].says("Redis is down") && store[1].says("Redis is up again"),
+            "{}",
+            self.proxy.log()
+        );
+        assert_eq!(
+            self.upstream.seen().len(),
+            asked.len() - refused,
+            "every request had one answer"
+        );
         println!(
             "{what}: {} requests, {refused} refused; added at most {:?}, with the breaker open {:?} (median {:?}); \
              back after {recovery:?} (down: {})",
@@ -173,7 +240,11 @@ impl Load {
     pub(crate) async fn is_decided_since(&self, since: Instant) {
         let wanted = 4 * CONNECTIONS;
         self.eventually("requests to be decided by Redis", |asked| {
-            let mut newest = asked.iter().rev().filter(|asked| asked.way != Way::Past).take(wanted);
+            let mut newest = asked
+                .iter()
+                .rev()
+                .filter(|asked| asked.way != Way::Past)
+                .take(wanted);
             asked.len() > wanted && newest.all(|asked| asked.decided && asked.sent >= since)
         })
         .await;
@@ -182,7 +253,9 @@ impl Load {
     /// Lets a fault last.
     async fn goes_on(&self, since: Instant) {
         self.eventually("time to pass", |asked| {
-            asked.last().is_some_and(|asked| asked.sent >= since + OUTAGE)
+            asked
+                .last()
+                .is_some_and(|asked| asked.sent >= since + OUTAGE)
         })
         .await;
     }
@@ -201,7 +274,10 @@ impl Load {
     pub(crate) async fn end(&self) -> Vec<Asked> {
         self.stop.store(true, Ordering::Relaxed);
         eventually("the clients to end", SOON, || {
-            self.clients.iter().all(JoinHandle::is_finished).then_some(())
+            self.clients
+                .iter()
+                .all(JoinHandle::is_finished)
+                .then_some(())
         })
         .await;
         self.asked.lock().unwrap().clone()
@@ -215,11 +291,23 @@ impl Asked {
         let refused = reply.status == 503 && is_closed(reply);
         match way {
             Way::Open => assert_eq!(reply.status, 200, "open: {}", reply.text()),
-            Way::Closed => assert!(refused || (reply.status == 200 && decided), "closed: {reply:?}"),
-            Way::Past => assert!(reply.status == 200 && !decided, "past all policies: {reply:?}"),
+            Way::Closed => assert!(
+                refused || (reply.status == 200 && decided),
+                "closed: {reply:?}"
+            ),
+            Way::Past => assert!(
+                reply.status == 200 && !decided,
+                "past all policies: {reply:?}"
+            ),
         }
         assert!(reply.complete);
-        Self { way, sent, took: sent.elapsed(), status: reply.status, decided }
+        Self {
+            way,
+            sent,
+            took: sent.elapsed(),
+            status: reply.status,
+            decided,
+        }
     }
 }
 
@@ -233,7 +321,12 @@ fn is_closed(reply: &Reply) -> bool {
         && reply.header("cache-control") == Some("no-store")
 }
 
-async fn ask_steadily(address: SocketAddr, way: Way, all: Arc<Mutex<Vec<Asked>>>, stop: Arc<AtomicBool>) {
+async fn ask_steadily(
+    address: SocketAddr,
+    way: Way,
+    all: Arc<Mutex<Vec<Asked>>>,
+    stop: Arc<AtomicBool>,
+) {
     let path = match way {
         Way::Open => "/open",
         Way::Closed => "/closed",
@@ -252,7 +345,9 @@ async fn ask_steadily(address: SocketAddr, way: Way, all: Arc<Mutex<Vec<Asked>>>
 
 /// How long after `healed` the last request was sent that Redis did not decide.
 fn recovery(asked: &[Asked], healed: Instant) -> Duration {
-    let undecided = asked.iter().filter(|asked| asked.way != Way::Past && !asked.decided);
+    let undecided = asked
+        .iter()
+        .filter(|asked| asked.way != Way::Past && !asked.decided);
     let last = undecided.map(|asked| asked.sent).max();
     let recovery = last.unwrap_or(healed).saturating_duration_since(healed);
     assert!(recovery < RECOVERY, "{recovery:?}");
@@ -266,7 +361,11 @@ fn median(asked: &[Asked]) -> Duration {
 }
 
 fn builder(redis_port: u16, connect_timeout: &str, policies: &str) -> ProxyBuilder {
-    builder_over(&format!("url = \"redis://127.0.0.1:{redis_port}/0\""), connect_timeout, policies)
+    builder_over(
+        &format!("url = \"redis://127.0.0.1:{redis_port}/0\""),
+        connect_timeout,
+        policies,
+    )
 }
 
 /// With lines that say where Redis is.
@@ -305,7 +404,13 @@ async fn restarted_empty_at_once() {
     let mut server = Server::start();
     let rig = Rig::new(server.port(), POLICIES).await;
     let load = rig.load().await;
-    let used: u64 = 100_000 - rig.proxy.get("/closed").await.parameter("ratelimit", "closed", "r").unwrap();
+    let used: u64 = 100_000
+        - rig
+            .proxy
+            .get("/closed")
+            .await
+            .parameter("ratelimit", "closed", "r")
+            .unwrap();
     server.kill();
     server.restart_aside().await;
     let healed = Instant::now();
@@ -313,11 +418,27 @@ async fn restarted_empty_at_once() {
     let asked = load.end().await;
     let recovery = recovery(&asked, healed);
     println!("restarted empty: back after {recovery:?}");
-    let since = asked.iter().filter(|asked| asked.way == Way::Closed && asked.status == 200).count() as u64;
-    let left = rig.proxy.get("/closed").await.parameter("ratelimit", "closed", "r").unwrap();
-    assert!(100_000 - left < since, "{used} were used before, {since} in all, and {left} are left");
+    let since = asked
+        .iter()
+        .filter(|asked| asked.way == Way::Closed && asked.status == 200)
+        .count() as u64;
+    let left = rig
+        .proxy
+        .get("/closed")
+        .await
+        .parameter("ratelimit", "closed", "r")
+        .unwrap();
+    assert!(
+        100_000 - left < since,
+        "{used} were used before, {since} in all, and {left} are left"
+    );
     let refused = asked.iter().filter(|asked| asked.status == 503).count();
-    assert_eq!(rig.says(&load, refused).await.len(), 2, "{}", rig.proxy.log());
+    assert_eq!(
+        rig.says(&load, refused).await.len(),
+        2,
+        "{}",
+        rig.proxy.log()
+    );
 }
 
 #[tokio::test]
@@ -350,11 +471,20 @@ async fn password_changed() {
     let rig = Rig::new(server.port(), POLICIES).await;
     let load = rig.load().await;
     let mut admin = server.connection().await;
-    let requirepass =
-        |password: &str| redis::cmd("CONFIG").arg("SET").arg("requirepass").arg(password).to_owned();
+    let requirepass = |password: &str| {
+        redis::cmd("CONFIG")
+            .arg("SET")
+            .arg("requirepass")
+            .arg(password)
+            .to_owned()
+    };
     let _: () = requirepass("new").query_async(&mut admin).await.unwrap();
     let kill = ["KILL", "TYPE", "normal", "SKIPME", "yes"];
-    let _: u64 = redis::cmd("CLIENT").arg(&kill).query_async(&mut admin).await.unwrap();
+    let _: u64 = redis::cmd("CLIENT")
+        .arg(&kill)
+        .query_async(&mut admin)
+        .await
+        .unwrap();
     let fault = Instant::now();
     load.goes_on(fault).await;
     let _: () = requirepass("").query_async(&mut admin).await.unwrap();
@@ -395,8 +525,15 @@ async fn killed_clients_come_back() {
     let refused = asked.iter().filter(|asked| asked.status == 503).count();
     let store = rig.says(&load, refused).await;
     // Each of the two workers has a connection, and the first may be back before the second is seen to be lost.
-    let changes: Vec<bool> = store.iter().map(|line| line.says("Redis is down")).collect();
-    assert!([vec![true, false], [true, false].repeat(2)].contains(&changes), "{}", rig.proxy.log());
+    let changes: Vec<bool> = store
+        .iter()
+        .map(|line| line.says("Redis is down"))
+        .collect();
+    assert!(
+        [vec![true, false], [true, false].repeat(2)].contains(&changes),
+        "{}",
+        rig.proxy.log()
+    );
 }
 
 #[tokio::test]
@@ -409,8 +546,17 @@ async fn flushed_scripts_are_nobodys_business() {
         load.is_decided_since(Instant::now()).await;
     }
     let asked = load.end().await;
-    assert!(asked.iter().all(|asked| asked.decided || asked.way == Way::Past));
-    assert_eq!(rig.proxy.log_since(load.mark).len(), 0, "{}", rig.proxy.log());
+    assert!(
+        asked
+            .iter()
+            .all(|asked| asked.decided || asked.way == Way::Past)
+    );
+    assert_eq!(
+        rig.proxy.log_since(load.mark).len(),
+        0,
+        "{}",
+        rig.proxy.log()
+    );
 }
 
 /// Only the requests of that key notice, and each policy decides for itself.
@@ -433,18 +579,31 @@ on_store_failure = "closed"
 "#;
     let server = Server::start();
     let rig = Rig::new(server.port(), BY_USER).await;
-    let ask = async |path, user| rig.proxy.ask("GET", path).header("x-user", user).send().await;
+    let ask = async |path, user| {
+        rig.proxy
+            .ask("GET", path)
+            .header("x-user", user)
+            .send()
+            .await
+    };
     for path in ["/open", "/closed"] {
         assert!(ask(path, "ann").await.header("ratelimit").is_some());
     }
-    let ours: Vec<String> = keys(&server).await.into_iter().filter(|key| key.ends_with("/ann")).collect();
+    let ours: Vec<String> = keys(&server)
+        .await
+        .into_iter()
+        .filter(|key| key.ends_with("/ann"))
+        .collect();
     assert_eq!(ours.len(), 2, "{ours:?}");
     for key in &ours {
         let _: () = server.command(&format!("SET {key} foreign")).await;
     }
     for _ in 0..10 {
         let open = ask("/open", "ann").await;
-        assert!(open.status == 200 && open.header("ratelimit").is_none(), "{open:?}");
+        assert!(
+            open.status == 200 && open.header("ratelimit").is_none(),
+            "{open:?}"
+        );
         assert!(is_closed(&ask("/closed", "ann").await));
         for path in ["/open", "/closed"] {
             assert!(ask(path, "bob").await.header("ratelimit").is_some());
@@ -456,14 +615,30 @@ on_store_failure = "closed"
     assert!(ask("/closed", "ann").await.header("ratelimit").is_some());
     let all = eventually("the access log", SOON, || {
         let all = rig.proxy.log_since(0);
-        (all.iter().filter(|line| line.field("target") == "access").count() == 43).then_some(all)
+        (all.iter()
+            .filter(|line| line.field("target") == "access")
+            .count()
+            == 43)
+            .then_some(all)
     });
-    let (access, others): (Vec<_>, Vec<_>) =
-        all.await.into_iter().partition(|line| line.field("target") == "access");
-    assert_eq!(access.iter().filter(|line| line.field("decision") == "degraded").count(), 20);
-    let store: Vec<_> =
-        others.iter().filter(|line| line.field("target").starts_with("tidegate::store")).collect();
-    let named = store.iter().all(|line| line.field("kind") == "wrongtype" && !line.mentions("ann"));
+    let (access, others): (Vec<_>, Vec<_>) = all
+        .await
+        .into_iter()
+        .partition(|line| line.field("target") == "access");
+    assert_eq!(
+        access
+            .iter()
+            .filter(|line| line.field("decision") == "degraded")
+            .count(),
+        20
+    );
+    let store: Vec<_> = others
+        .iter()
+        .filter(|line| line.field("target").starts_with("tidegate::store"))
+        .collect();
+    let named = store
+        .iter()
+        .all(|line| line.field("kind") == "wrongtype" && !line.mentions("ann"));
     assert!(store.len() == 1 && named, "{}", rig.proxy.log());
 }
 
@@ -500,17 +675,30 @@ async fn exhausted_keys_stay_so_for_a_moment() {
         server.kill();
         let known = proxy.get(path).await;
         // Unless the machine was so busy that the moment is over.
-        assert!(known.status == 429 || refused.elapsed() >= Duration::from_secs(1), "{known:?}");
+        assert!(
+            known.status == 429 || refused.elapsed() >= Duration::from_secs(1),
+            "{known:?}"
+        );
         loop {
             let status = proxy.get(path).await.status;
             if status == later {
                 break;
             }
             assert_eq!(status, 429);
-            assert!(refused.elapsed() < Duration::from_secs(1) + SLACK, "{path}: still 429");
+            assert!(
+                refused.elapsed() < Duration::from_secs(1) + SLACK,
+                "{path}: still 429"
+            );
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
-        assert!(proxy.statuses(path, 10).await.iter().all(|status| *status == later), "{path}");
+        assert!(
+            proxy
+                .statuses(path, 10)
+                .await
+                .iter()
+                .all(|status| *status == later),
+            "{path}"
+        );
     }
 }
 
@@ -561,7 +749,10 @@ match = { path = "/last/forbidden" }
         }
         for (path, policy) in [("/first", "closed-first"), ("/last/x", "closed-last")] {
             let reply = rig.proxy.get(path).await;
-            assert!(is_closed(&reply) && reply.text().contains(policy), "{path}: {reply:?}");
+            assert!(
+                is_closed(&reply) && reply.text().contains(policy),
+                "{path}: {reply:?}"
+            );
         }
         assert_eq!(rig.proxy.get("/last/forbidden").await.status, 403);
     }
@@ -574,13 +765,22 @@ async fn an_exhausted_policy_comes_before_a_closed_one() {
     let rig = Rig::new(server.port(), SMALL).await;
     assert_eq!(rig.proxy.statuses("/both", 2).await, [200, 200]);
     let mut client = RawClient::connect(rig.proxy.address).await;
-    let mut ask =
-        async || client.send("GET /both HTTP/1.1\r\nHost: shop.example\r\n\r\n").await.reply().await.status;
+    let mut ask = async || {
+        client
+            .send("GET /both HTTP/1.1\r\nHost: shop.example\r\n\r\n")
+            .await
+            .reply()
+            .await
+            .status
+    };
     let refused = Instant::now();
     assert_eq!(ask().await, 429);
     server.kill();
     let status = ask().await;
-    assert!(status == 429 || refused.elapsed() >= Duration::from_secs(1), "{status}");
+    assert!(
+        status == 429 || refused.elapsed() >= Duration::from_secs(1),
+        "{status}"
+    );
 }
 
 /// The listener opens with the first connection to the store, or after `connect_timeout` without.
@@ -591,11 +791,17 @@ async fn the_listener_waits_for_redis_but_not_for_ever() {
     let port = server.port();
     let start = async |connect_timeout| {
         let started = Instant::now();
-        let proxy = builder(port, connect_timeout, POLICIES).upstream(upstream.address).start().await;
+        let proxy = builder(port, connect_timeout, POLICIES)
+            .upstream(upstream.address)
+            .start()
+            .await;
         (proxy, started.elapsed())
     };
     let (proxy, took) = start("8s").await;
-    assert!(took < Duration::from_secs(4), "Redis is there, and it waited {took:?}");
+    assert!(
+        took < Duration::from_secs(4),
+        "Redis is there, and it waited {took:?}"
+    );
     assert!(proxy.get("/open").await.header("ratelimit").is_some());
 
     // It hangs, and then it doesn't: the first request is decided.
@@ -604,21 +810,35 @@ async fn the_listener_waits_for_redis_but_not_for_ever() {
         tokio::time::sleep(Duration::from_millis(500)).await;
         server.resume();
     });
-    assert!((Duration::from_millis(500)..Duration::from_secs(4)).contains(&late.1), "{:?}", late.1);
+    assert!(
+        (Duration::from_millis(500)..Duration::from_secs(4)).contains(&late.1),
+        "{:?}",
+        late.1
+    );
     assert!(late.0.get("/open").await.header("ratelimit").is_some());
 
     // It is not there at all.
     server.kill();
     let (proxy, took) = start("400ms").await;
-    assert!((Duration::from_millis(400)..Duration::from_secs(3)).contains(&took), "{took:?}");
+    assert!(
+        (Duration::from_millis(400)..Duration::from_secs(3)).contains(&took),
+        "{took:?}"
+    );
     assert_eq!(proxy.get("/open").await.status, 200);
     assert!(is_closed(&proxy.get("/closed").await));
     server.restart_aside().await;
     let back = Instant::now();
-    proxy.wait_for_log("it to heal", 0, RECOVERY, |line| line.says("Redis is up again")).await;
+    proxy
+        .wait_for_log("it to heal", 0, RECOVERY, |line| {
+            line.says("Redis is up again")
+        })
+        .await;
     assert!(proxy.get("/closed").await.header("ratelimit").is_some());
     println!("started without Redis: back after {:?}", back.elapsed());
-    let store = proxy.log_since(0).into_iter().filter(|line| line.says("Redis"));
+    let store = proxy
+        .log_since(0)
+        .into_iter()
+        .filter(|line| line.says("Redis"));
     assert_eq!(store.count(), 2, "{}", proxy.log());
 }
 
@@ -627,19 +847,31 @@ async fn a_refused_password_is_said_and_not_shown() {
     let server = Server::with(&["--requirepass", "right"]);
     let upstream = Upstream::echo().await;
     let secret = "wrong-and-never-logged";
-    let builder = builder(server.port(), "300ms", POLICIES)
-        .env("TIDEGATE_STORE__REDIS__URL", &format!("redis://:{secret}@127.0.0.1:{}/0", server.port()));
+    let builder = builder(server.port(), "300ms", POLICIES).env(
+        "TIDEGATE_STORE__REDIS__URL",
+        &format!("redis://:{secret}@127.0.0.1:{}/0", server.port()),
+    );
     let proxy = builder.upstream(upstream.address).start().await;
-    let said = proxy.wait_for_log("why", 0, SOON, |line| line.says("Redis is down")).await;
+    let said = proxy
+        .wait_for_log("why", 0, SOON, |line| line.says("Redis is down"))
+        .await;
     assert_eq!(said.field("kind"), "noauth");
     assert_eq!(proxy.get("/open").await.status, 200);
     assert!(is_closed(&proxy.get("/closed").await));
     assert!(!proxy.log().contains(secret), "{}", proxy.log());
-    let client = redis::Client::open(format!("redis://:right@127.0.0.1:{}", server.port())).unwrap();
+    let client =
+        redis::Client::open(format!("redis://:right@127.0.0.1:{}", server.port())).unwrap();
     let mut admin = client.get_multiplexed_async_connection().await.unwrap();
-    let _: () =
-        redis::cmd("CONFIG").arg(&["SET", "requirepass", secret]).query_async(&mut admin).await.unwrap();
-    proxy.wait_for_log("it to heal", 0, RECOVERY, |line| line.says("Redis is up again")).await;
+    let _: () = redis::cmd("CONFIG")
+        .arg(&["SET", "requirepass", secret])
+        .query_async(&mut admin)
+        .await
+        .unwrap();
+    proxy
+        .wait_for_log("it to heal", 0, RECOVERY, |line| {
+            line.says("Redis is up again")
+        })
+        .await;
     assert!(proxy.get("/closed").await.header("ratelimit").is_some());
 }
 
@@ -658,7 +890,10 @@ async fn something_else_answers() {
         (b"$536870912\r\nx", &["timeout", "reply"]),
         (b"-ERR unknown command\r\n", &["other"]),
         (b"-NOSCRIPT gone\r\n", &["noscript"]),
-        (b"-DENIED Redis is running in protected mode\r\n", &["other"]),
+        (
+            b"-DENIED Redis is running in protected mode\r\n",
+            &["other"],
+        ),
         (b"\x00\xff\xfe\x16\x03\x01", &["reply"]),
         (b"", &["connection"]),
     ];
@@ -672,14 +907,23 @@ async fn something_else_answers() {
 
 async fn is_no_redis(answer: &'static [u8], kinds: &'static [&'static str], upstream: SocketAddr) {
     let text = String::from_utf8_lossy(answer);
-    let mut proxy = builder(babbler(answer).await, "300ms", POLICIES).upstream(upstream).start().await;
+    let mut proxy = builder(babbler(answer).await, "300ms", POLICIES)
+        .upstream(upstream)
+        .start()
+        .await;
     for _ in 0..10 {
         assert_eq!(proxy.get("/open").await.status, 200, "{text:?}");
         assert!(is_closed(&proxy.get("/closed").await), "{text:?}");
     }
-    let said = proxy.wait_for_log("why", 0, SOON, |line| line.says("Redis is down")).await;
+    let said = proxy
+        .wait_for_log("why", 0, SOON, |line| line.says("Redis is down"))
+        .await;
     assert!(kinds.contains(&&*said.field("kind")), "{text:?}: {said:?}");
-    let store = proxy.log_since(0).into_iter().filter(|line| line.says("Redis")).count();
+    let store = proxy
+        .log_since(0)
+        .into_iter()
+        .filter(|line| line.says("Redis"))
+        .count();
     assert!(
         store == 1 && proxy.is_running() && !proxy.log().contains("panicked"),
         "{text:?}: {}",

@@ -36,10 +36,17 @@ pub fn blocks(page: &str) -> Vec<Block> {
             None if line.trim_start().starts_with("```") => {
                 let place = format!("{page}:{}", number + 1);
                 let language = line.trim().trim_matches('`').to_owned();
-                let block = Block { place, heading: heading.clone(), language, text: String::new() };
+                let block = Block {
+                    place,
+                    heading: heading.clone(),
+                    language,
+                    text: String::new(),
+                };
                 open = Some((block, line.len() - line.trim_start().len()));
             }
-            None if line.starts_with('#') => heading = line.trim_start_matches(['#', ' ']).to_owned(),
+            None if line.starts_with('#') => {
+                heading = line.trim_start_matches(['#', ' ']).to_owned()
+            }
             None => {}
         }
     }
@@ -49,10 +56,22 @@ pub fn blocks(page: &str) -> Vec<Block> {
 
 /// README and everything in `docs/`.
 fn pages() -> Vec<String> {
-    let docs = WalkDir::new(root().join("docs")).sort_by_file_name().into_iter().map(|entry| entry.unwrap());
+    let docs = WalkDir::new(root().join("docs"))
+        .sort_by_file_name()
+        .into_iter()
+        .map(|entry| entry.unwrap());
     let docs = docs.filter(|entry| entry.path().extension().is_some_and(|ext| ext == "md"));
-    let docs = docs.map(|entry| entry.path().strip_prefix(root()).unwrap().display().to_string());
-    std::iter::once("README.md".to_owned()).chain(docs).collect()
+    let docs = docs.map(|entry| {
+        entry
+            .path()
+            .strip_prefix(root())
+            .unwrap()
+            .display()
+            .to_string()
+    });
+    std::iter::once("README.md".to_owned())
+        .chain(docs)
+        .collect()
 }
 
 fn root() -> &'static Path {
@@ -71,7 +90,11 @@ impl Mounted {
         authority.sign("tls", "shop.example");
         let tls = folder.path().join("tidegate/tls");
         fs::create_dir_all(&tls).unwrap();
-        for (from, to) in [("tls.pem", "tls.crt"), ("tls.key", "tls.key"), ("ca.pem", "ca.crt")] {
+        for (from, to) in [
+            ("tls.pem", "tls.crt"),
+            ("tls.key", "tls.key"),
+            ("ca.pem", "ca.crt"),
+        ] {
             fs::copy(authority.path(from), tls.join(to)).unwrap();
         }
         Self { folder }
@@ -81,7 +104,10 @@ impl Mounted {
     fn config(&self, name: &str, text: &str) -> PathBuf {
         let mut whole = text.replace("\"/etc/", &format!("\"{}/", self.folder.path().display()));
         // What a secret is read from holds one.
-        for file in whole.lines().filter_map(|line| line.split_once("_file = \"")?.1.split('"').next()) {
+        for file in whole
+            .lines()
+            .filter_map(|line| line.split_once("_file = \"")?.1.split('"').next())
+        {
             fs::create_dir_all(Path::new(file).parent().unwrap()).unwrap();
             // In a file of header fields, the secret is one's value.
             fs::write(file, "name: secret").unwrap();
@@ -109,7 +135,12 @@ async fn every_configuration_in_the_pages_is_right_and_gives_no_warning() {
     for block in examples.filter(|block| block.language == "toml") {
         let file = mounted.config("page.toml", &block.text);
         let said = run(tidegate().arg("check").arg(&file)).await;
-        assert!(said.status.success() && said.stderr.is_empty(), "{}: {}", block.place, said.stderr);
+        assert!(
+            said.status.success() && said.stderr.is_empty(),
+            "{}: {}",
+            block.place,
+            said.stderr
+        );
         checked += 1;
     }
     assert!(checked >= 18, "only {checked} blocks were found");
@@ -117,9 +148,16 @@ async fn every_configuration_in_the_pages_is_right_and_gives_no_warning() {
     fs::write(&secret, "secret").unwrap();
     for file in ["config.toml", "k8s/base/config.toml"] {
         let mut check = tidegate();
-        check.env("TIDEGATE_STORE__REDIS__PASSWORD_FILE", &secret).arg("check").arg(root().join(file));
+        check
+            .env("TIDEGATE_STORE__REDIS__PASSWORD_FILE", &secret)
+            .arg("check")
+            .arg(root().join(file));
         let said = run(&mut check).await;
-        assert!(said.status.success() && said.stderr.is_empty(), "{file}: {}", said.stderr);
+        assert!(
+            said.status.success() && said.stderr.is_empty(),
+            "{file}: {}",
+            said.stderr
+        );
     }
 }
 
@@ -145,15 +183,28 @@ async fn every_command_line_in_the_pages_is_one() {
     let mut tried = 0;
     for block in pages().into_iter().flat_map(|page| blocks(&page)) {
         let lines: Vec<String> = match block.language.as_str() {
-            "console" => commands(&block).into_iter().map(|(command, _)| command).collect(),
-            "sh" | "bash" => block.text.replace("\\\n", " ").lines().map(str::to_owned).collect(),
+            "console" => commands(&block)
+                .into_iter()
+                .map(|(command, _)| command)
+                .collect(),
+            "sh" | "bash" => block
+                .text
+                .replace("\\\n", " ")
+                .lines()
+                .map(str::to_owned)
+                .collect(),
             _ => continue,
         };
-        for line in
-            lines.into_iter().filter(|line| line.contains("tidegate ") || line.contains("run --release"))
+        for line in lines
+            .into_iter()
+            .filter(|line| line.contains("tidegate ") || line.contains("run --release"))
         {
-            let line = line.replace("cargo run --release -- ", "tidegate ").replace("target/release/", "");
-            let Some(words) = shlex::split(&line) else { panic!("{}: {line}", block.place) };
+            let line = line
+                .replace("cargo run --release -- ", "tidegate ")
+                .replace("target/release/", "");
+            let Some(words) = shlex::split(&line) else {
+                panic!("{}: {line}", block.place)
+            };
             let begins = |word: &String| word == "tidegate";
             let ours: Vec<String> = words
                 .iter()
@@ -183,7 +234,10 @@ async fn every_command_line_in_the_pages_is_one() {
 #[tokio::test]
 async fn the_tour_says_what_check_says() {
     let tour: Vec<_> = blocks("README.md").iter().flat_map(commands).collect();
-    let (_, shown) = tour.iter().find(|(command, _)| command.ends_with("check config.toml")).unwrap();
+    let (_, shown) = tour
+        .iter()
+        .find(|(command, _)| command.ends_with("check config.toml"))
+        .unwrap();
     let said = run(tidegate().arg("check").arg(root().join("config.toml"))).await;
     assert_eq!(said.stdout.trim_end(), shown.trim_end());
 }
@@ -192,23 +246,51 @@ async fn the_tour_says_what_check_says() {
 #[tokio::test]
 async fn the_tour_gets_what_it_shows() {
     let tour: Vec<_> = blocks("README.md").iter().flat_map(commands).collect();
-    let shown = |part: &str| tour.iter().find(|(command, _)| command.contains(part)).unwrap().1.clone();
-    let demo = super::support::process::Process::start(tidegate().args(["demo", "--listen", "127.0.0.1:0"]))
-        .unwrap();
+    let shown = |part: &str| {
+        tour.iter()
+            .find(|(command, _)| command.contains(part))
+            .unwrap()
+            .1
+            .clone()
+    };
+    let demo = super::support::process::Process::start(tidegate().args([
+        "demo",
+        "--listen",
+        "127.0.0.1:0",
+    ]))
+    .unwrap();
     let address = demo
         .wait_for("the demo's address", 0, super::support::SOON, |line| {
-            line.text.trim().strip_prefix("proxy ")?.trim().strip_prefix("http://")?.parse().ok()
+            line.text
+                .trim()
+                .strip_prefix("proxy ")?
+                .trim()
+                .strip_prefix("http://")?
+                .parse()
+                .ok()
         })
         .await;
     let mut statuses = Vec::new();
     for _ in 0..25 {
-        statuses.push(Ask::new(address, "GET", "/hello").send().await.status.to_string());
+        statuses.push(
+            Ask::new(address, "GET", "/hello")
+                .send()
+                .await
+                .status
+                .to_string(),
+        );
     }
     assert_eq!(statuses.join(" "), shown("seq 25").trim());
 
     for (part, ask) in [
-        ("curl -i http://127.0.0.1:8080/hello", Ask::new(address, "GET", "/hello")),
-        ("x-user-id: ann", Ask::new(address, "GET", "/api/orders").header("x-user-id", "ann")),
+        (
+            "curl -i http://127.0.0.1:8080/hello",
+            Ask::new(address, "GET", "/hello"),
+        ),
+        (
+            "x-user-id: ann",
+            Ask::new(address, "GET", "/api/orders").header("x-user-id", "ann"),
+        ),
     ] {
         let (reply, shown) = (ask.header("Accept", "*/*").send().await, shown(part));
         let mut lines = shown.lines();
@@ -216,10 +298,21 @@ async fn the_tour_gets_what_it_shows() {
         assert_eq!(reply.status.to_string(), status);
         for line in lines.take_while(|line| !line.is_empty()) {
             let (name, value) = line.split_once(": ").unwrap();
-            let found = reply.header(name).unwrap_or_else(|| panic!("{part}: no {name}"));
+            let found = reply
+                .header(name)
+                .unwrap_or_else(|| panic!("{part}: no {name}"));
             // What the time tells is another each time.
-            let changes = ["date", "content-length", "retry-after", "x-ratelimit-reset", "ratelimit"];
-            assert!(changes.contains(&name) || found == value, "{part}: {name}: {found}, and not {value}");
+            let changes = [
+                "date",
+                "content-length",
+                "retry-after",
+                "x-ratelimit-reset",
+                "ratelimit",
+            ];
+            assert!(
+                changes.contains(&name) || found == value,
+                "{part}: {name}: {found}, and not {value}"
+            );
         }
     }
 }

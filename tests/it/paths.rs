@@ -14,7 +14,11 @@ action = "deny"
 /// The statuses that such targets get, 403 meaning that the guard has seen them.
 async fn statuses<'a>(path_settings: &str, targets: &[&'a str]) -> Vec<(&'a str, u16)> {
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&format!("[path]\n{path_settings}\n{GUARDED}"), upstream.address).await;
+    let proxy = Proxy::start(
+        &format!("[path]\n{path_settings}\n{GUARDED}"),
+        upstream.address,
+    )
+    .await;
     let mut statuses = Vec::new();
     for target in targets {
         statuses.push((*target, proxy.get(target).await.status));
@@ -122,7 +126,11 @@ async fn trap_24_the_readings_can_be_chosen() {
         ("normalize = false", "/admin/x", 403),
     ];
     for (settings, target, expected) in cases {
-        assert_eq!(statuses(settings, &[target]).await, [(target, expected)], "{settings}");
+        assert_eq!(
+            statuses(settings, &[target]).await,
+            [(target, expected)],
+            "{settings}"
+        );
     }
 }
 
@@ -137,7 +145,12 @@ limit = { requests = 1, per = "1h" }
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(config, upstream.address).await;
     assert_eq!(proxy.get("/t/acme/x").await.status, 200);
-    for same in ["/t/%61cme/y", "//t//acme", "/t/acme;v=2/x", "/t/other/../acme/"] {
+    for same in [
+        "/t/%61cme/y",
+        "//t//acme",
+        "/t/acme;v=2/x",
+        "/t/other/../acme/",
+    ] {
         assert_eq!(proxy.get(same).await.status, 429, "{same}");
     }
     assert_eq!(proxy.get("/t/other/x").await.status, 200);
@@ -147,13 +160,24 @@ limit = { requests = 1, per = "1h" }
 async fn what_is_forwarded_stays_as_it_came() {
     let upstream = RawUpstream::answering("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
     let proxy = Proxy::start(GUARDED, upstream.address).await;
-    let targets =
-        ["//a/./b/%2e%2e/c%2Fd;p=1/?q=%20//&r=a+b", "/%41/~x", "/a/../b/", "/?", "/x??y", "/a|b[c]"];
+    let targets = [
+        "//a/./b/%2e%2e/c%2Fd;p=1/?q=%20//&r=a+b",
+        "/%41/~x",
+        "/a/../b/",
+        "/?",
+        "/x??y",
+        "/a|b[c]",
+    ];
     for target in targets {
         let mut client = RawClient::connect(proxy.address).await;
-        client.send(format!("GET {target} HTTP/1.1\r\nHost: a\r\n\r\n")).await;
+        client
+            .send(format!("GET {target} HTTP/1.1\r\nHost: a\r\n\r\n"))
+            .await;
         assert_eq!(client.reply().await.status, 200, "{target}");
         let received = String::from_utf8(upstream.received()).unwrap();
-        assert!(received.contains(&format!("GET {target} HTTP/1.1\r\n")), "{target} became {received}");
+        assert!(
+            received.contains(&format!("GET {target} HTTP/1.1\r\n")),
+            "{target} became {received}"
+        );
     }
 }

@@ -9,8 +9,13 @@ use tidegate::limiter::{Algorithm, Amendment, Charge, KeyBuilder, Limit};
 
 /// The demand, in ms: so many requests, from, to. The first two stand on both sides of a whole second; what follows
 /// is half as much again as the limit; then a pause, a burst, and less than the limit.
-const DEMAND: [(u64, u64, u64); 5] =
-    [(25, 800, 950), (25, 1_020, 1_170), (60, 1_500, 3_500), (40, 4_650, 4_850), (18, 5_000, 6_500)];
+const DEMAND: [(u64, u64, u64); 5] = [
+    (25, 800, 950),
+    (25, 1_020, 1_170),
+    (60, 1_500, 3_500),
+    (40, 4_650, 4_850),
+    (18, 5_000, 6_500),
+];
 const SPAN_MS: u64 = 7_000;
 const BIN_MS: u64 = 100;
 const SECOND_US: u64 = 1_000_000;
@@ -74,27 +79,41 @@ const PICTURES: [Picture; 7] = [
     Picture {
         name: "token_bucket",
         written: r#"per = "1s", algorithm = "token_bucket", burst = 10"#,
-        algorithm: Algorithm::TokenBucket { burst: 10, warm_up_us: 0 },
+        algorithm: Algorithm::TokenBucket {
+            burst: 10,
+            warm_up_us: 0,
+        },
         passes: "admitted",
         below: "units, seen from each moment",
         bound: (30, "never more: burst + 20 in any second"),
         most: 42,
-        curves: &[("admitted in the last second", Run::last_second), ("left in the bucket", Run::left)],
+        curves: &[
+            ("admitted in the last second", Run::last_second),
+            ("left in the bucket", Run::left),
+        ],
     },
     Picture {
         name: "warm_up",
         written: r#"per = "1s", algorithm = "token_bucket", burst = 10, warm_up = "1s""#,
-        algorithm: Algorithm::TokenBucket { burst: 10, warm_up_us: SECOND_US },
+        algorithm: Algorithm::TokenBucket {
+            burst: 10,
+            warm_up_us: SECOND_US,
+        },
         passes: "admitted",
         below: "units, seen from each moment",
         bound: (30, "never more: burst + 20 in any second"),
         most: 42,
-        curves: &[("admitted in the last second", Run::last_second), ("left in the bucket", Run::left)],
+        curves: &[
+            ("admitted in the last second", Run::last_second),
+            ("left in the bucket", Run::left),
+        ],
     },
     Picture {
         name: "leaky_bucket",
         written: r#"per = "1s", algorithm = "leaky_bucket", max_delay = "500ms""#,
-        algorithm: Algorithm::LeakyBucket { max_delay_us: 500_000 },
+        algorithm: Algorithm::LeakyBucket {
+            max_delay_us: 500_000,
+        },
         passes: "leave",
         below: "requests in line",
         bound: (10, "never more: max_delay · 20 per second"),
@@ -129,9 +148,24 @@ struct Run {
 impl Run {
     fn of(algorithm: Algorithm) -> Self {
         let has_slots = matches!(algorithm, Algorithm::Concurrency { .. });
-        let limit = Limit { requests: 20, per_us: 10 * SECOND_US, algorithm };
-        let limit = if has_slots { limit } else { Limit { per_us: SECOND_US, ..limit } };
-        let (mut judge, mut run, key) = (Judge::memory(), Self::default(), KeyBuilder::new("p").finish());
+        let limit = Limit {
+            requests: 20,
+            per_us: 10 * SECOND_US,
+            algorithm,
+        };
+        let limit = if has_slots {
+            limit
+        } else {
+            Limit {
+                per_us: SECOND_US,
+                ..limit
+            }
+        };
+        let (mut judge, mut run, key) = (
+            Judge::memory(),
+            Self::default(),
+            KeyBuilder::new("p").finish(),
+        );
         let charge = |cost| Charge::new(&limit, &key, cost);
         let arrivals = DEMAND.iter().flat_map(|(count, from_ms, to_ms)| {
             (0..*count).map(move |n| from_ms * 1_000 + n * (to_ms - from_ms) * 1_000 / count)
@@ -140,32 +174,52 @@ impl Run {
         let mut ended = 0;
         for now_us in (0..SPAN_MS * 1_000).step_by(10_000) {
             while let Some(at_us) = arrivals.next_if(|at_us| *at_us <= now_us) {
-                while let Some((_, left_us)) = run.passed.get(ended).filter(|one| has_slots && one.1 <= at_us)
+                while let Some((_, left_us)) = run
+                    .passed
+                    .get(ended)
+                    .filter(|one| has_slots && one.1 <= at_us)
                 {
                     let slot = ended as u128;
-                    judge.amend(&limit, &key, Amendment::Release { slot }, START_US + left_us);
+                    judge.amend(
+                        &limit,
+                        &key,
+                        Amendment::Release { slot },
+                        START_US + left_us,
+                    );
                     ended += 1;
                 }
                 run.asked.push(at_us);
                 let slot = run.passed.len() as u128;
                 let decision = judge.decide(&[Charge { slot, ..charge(1) }], START_US + at_us);
                 if decision.admitted {
-                    let stays_us = if has_slots { TAKES_US } else { decision.delay_us };
+                    let stays_us = if has_slots {
+                        TAKES_US
+                    } else {
+                        decision.delay_us
+                    };
                     run.passed.push((at_us, at_us + stays_us));
                 }
             }
-            let left = judge.decide(&[charge(0)], START_US + now_us).standings[0].unwrap().remaining;
+            let left = judge.decide(&[charge(0)], START_US + now_us).standings[0]
+                .unwrap()
+                .remaining;
             run.seen.push((now_us, limit.capacity() - left, left));
         }
         run
     }
 
     fn used(&self) -> Vec<(u64, u64)> {
-        self.seen.iter().map(|(at_us, used, _)| (*at_us, *used)).collect()
+        self.seen
+            .iter()
+            .map(|(at_us, used, _)| (*at_us, *used))
+            .collect()
     }
 
     fn left(&self) -> Vec<(u64, u64)> {
-        self.seen.iter().map(|(at_us, _, left)| (*at_us, *left)).collect()
+        self.seen
+            .iter()
+            .map(|(at_us, _, left)| (*at_us, *left))
+            .collect()
     }
 
     fn last_second(&self) -> Vec<(u64, u64)> {
@@ -177,8 +231,16 @@ impl Run {
     }
 
     fn count(&self, counts: impl Fn((u64, u64), u64) -> bool) -> Vec<(u64, u64)> {
-        let at = |now_us| self.passed.iter().filter(|one| counts(**one, now_us)).count() as u64;
-        self.seen.iter().map(|(now_us, ..)| (*now_us, at(*now_us))).collect()
+        let at = |now_us| {
+            self.passed
+                .iter()
+                .filter(|one| counts(**one, now_us))
+                .count() as u64
+        };
+        self.seen
+            .iter()
+            .map(|(now_us, ..)| (*now_us, at(*now_us)))
+            .collect()
     }
 }
 
@@ -209,7 +271,12 @@ impl Picture {
             WIDTH - 1,
         );
         let words = format!("requests = 20, {}", self.written);
-        let tally = format!("{} asked, {} {}", run.asked.len(), run.passed.len(), self.passes);
+        let tally = format!(
+            "{} asked, {} {}",
+            run.asked.len(),
+            run.passed.len(),
+            self.passes
+        );
         let words = words.replace('"', "&quot;");
         text(&mut svg, (20, 32), "title", self.name);
         text(&mut svg, (20, 52), "code", &words);
@@ -217,10 +284,20 @@ impl Picture {
 
         upper.frame(&mut svg, &format!("requests per {BIN_MS} ms"), 10);
         upper.bars(&mut svg, "asked", 8, &run.asked);
-        let goes = |(came_us, left_us): &(u64, u64)| if self.passes == "leave" { *left_us } else { *came_us };
+        let goes = |(came_us, left_us): &(u64, u64)| {
+            if self.passes == "leave" {
+                *left_us
+            } else {
+                *came_us
+            }
+        };
         let leaves: Vec<u64> = run.passed.iter().map(goes).collect();
         upper.bars(&mut svg, "passed", 4, &leaves);
-        legend(&mut svg, upper.top - 10, &[("asked", "asked"), ("passed", self.passes)]);
+        legend(
+            &mut svg,
+            upper.top - 10,
+            &[("asked", "asked"), ("passed", self.passes)],
+        );
 
         lower.frame(&mut svg, self.below, if self.most < 20 { 5 } else { 10 });
         let mut words = Vec::new();
@@ -247,7 +324,8 @@ impl Panel {
     }
 
     fn y(&self, amount: u64) -> f64 {
-        (self.top + self.height) as f64 - (amount.min(self.most) * self.height) as f64 / self.most as f64
+        (self.top + self.height) as f64
+            - (amount.min(self.most) * self.height) as f64 / self.most as f64
     }
 
     fn frame(&self, svg: &mut String, title: &str, each: u64) {
@@ -261,14 +339,22 @@ impl Panel {
         for second in 0..=SPAN_MS / 1_000 {
             let x = x(second * SECOND_US);
             line(svg, "axis", (x, bottom as f64), (x, bottom as f64 + 4.0));
-            text(svg, (x as u64, bottom + 18), "middle", &format!("{second} s"));
+            text(
+                svg,
+                (x as u64, bottom + 18),
+                "middle",
+                &format!("{second} s"),
+            );
         }
     }
 
     fn bars(&self, svg: &mut String, class: &str, width: u64, times_us: &[u64]) {
         write!(svg, "<g class=\"{class}\">").unwrap();
         for bin in 0..SPAN_MS / BIN_MS {
-            let amount = times_us.iter().filter(|at_us| **at_us / 1_000 / BIN_MS == bin).count() as u64;
+            let amount = times_us
+                .iter()
+                .filter(|at_us| **at_us / 1_000 / BIN_MS == bin)
+                .count() as u64;
             if amount > 0 {
                 let middle = x((2 * bin + 1) * BIN_MS * 500);
                 let (left, top) = (middle - width as f64 / 2.0, self.y(amount));
@@ -285,7 +371,12 @@ impl Panel {
 
     /// In steps: an amount holds until it changes.
     fn line(&self, svg: &mut String, class: &str, points: &[(u64, u64)]) {
-        write!(svg, "<path class=\"{class}\" d=\"M{LEFT} {:.1}", self.y(points[0].1)).unwrap();
+        write!(
+            svg,
+            "<path class=\"{class}\" d=\"M{LEFT} {:.1}",
+            self.y(points[0].1)
+        )
+        .unwrap();
         for pair in points.windows(2).filter(|pair| pair[0].1 != pair[1].1) {
             write!(svg, "H{:.1}V{:.1}", x(pair[1].0), self.y(pair[1].1)).unwrap();
         }
@@ -305,7 +396,11 @@ fn x(at_us: u64) -> f64 {
 }
 
 fn text(svg: &mut String, (x, y): (u64, u64), class: &str, words: &str) {
-    let class = if class.is_empty() { String::new() } else { format!(" class=\"{class}\"") };
+    let class = if class.is_empty() {
+        String::new()
+    } else {
+        format!(" class=\"{class}\"")
+    };
     writeln!(svg, "<text x=\"{x}\" y=\"{y}\"{class}>{words}</text>").unwrap();
 }
 
@@ -329,7 +424,10 @@ fn legend(svg: &mut String, y: u64, entries: &[(&str, &str)]) {
         match *class {
             "asked" | "passed" => {
                 let (x, y) = (start - 14, y - 9);
-                writeln!(svg, "<rect class=\"{class}\" x=\"{x}\" y=\"{y}\" width=\"8\" height=\"10\"/>")
+                writeln!(
+                    svg,
+                    "<rect class=\"{class}\" x=\"{x}\" y=\"{y}\" width=\"8\" height=\"10\"/>"
+                )
             }
             _ => writeln!(svg, "<path class=\"{class}\" d=\"M{sign} {top}h18\"/>"),
         }

@@ -46,9 +46,13 @@ impl Prometheus {
         fs::write(&config, text).unwrap();
         let mut command = tokio::process::Command::new("prometheus");
         command.arg(format!("--config.file={}", config.display()));
-        command.arg(format!("--storage.tsdb.path={}", folder.path().join("data").display()));
+        command.arg(format!(
+            "--storage.tsdb.path={}",
+            folder.path().join("data").display()
+        ));
         command.arg("--web.listen-address=127.0.0.1:0");
-        let process = Process::start(&mut command).expect("prometheus, of the Debian package prometheus");
+        let process =
+            Process::start(&mut command).expect("prometheus, of the Debian package prometheus");
         let listens = Regex::new(r#"msg="Listening on" address=(\S+)"#).unwrap();
         let address = process
             .wait_for("Prometheus to listen", 0, SOON, |line| {
@@ -56,12 +60,21 @@ impl Prometheus {
             })
             .await;
         let ready = |line: &Line| line.text.contains("Server is ready").then_some(());
-        process.wait_for("Prometheus to be ready", 0, SOON, ready).await;
-        Self { address, _process: process, _folder: folder }
+        process
+            .wait_for("Prometheus to be ready", 0, SOON, ready)
+            .await;
+        Self {
+            address,
+            _process: process,
+            _folder: folder,
+        }
     }
 
     async fn api(&self, path: &str) -> Value {
-        let reply = Ask::new(self.address, "GET", &format!("/api/v1/{path}")).send().await.json();
+        let reply = Ask::new(self.address, "GET", &format!("/api/v1/{path}"))
+            .send()
+            .await
+            .json();
         assert_eq!(reply["status"], "success", "{path}: {reply}");
         reply["data"].clone()
     }
@@ -75,7 +88,11 @@ impl Prometheus {
             if let Some(value) = found["result"][0]["value"][1].as_str() {
                 return value.parse().unwrap();
             }
-            assert!(Instant::now() < deadline, "{query} has no value; {}", self.api("targets").await);
+            assert!(
+                Instant::now() < deadline,
+                "{query} has no value; {}",
+                self.api("targets").await
+            );
             sleep(Duration::from_millis(50)).await;
         }
     }
@@ -88,20 +105,31 @@ impl Prometheus {
             if number == wanted {
                 return;
             }
-            assert!(Instant::now() < deadline, "{query} is {number}, not {wanted}");
+            assert!(
+                Instant::now() < deadline,
+                "{query} is {number}, not {wanted}"
+            );
             sleep(Duration::from_millis(50)).await;
         }
     }
 }
 
 async fn page(proxy: &Proxy) -> String {
-    Ask::new(proxy.admin(), "GET", "/metrics").header("Host", "localhost").send().await.text()
+    Ask::new(proxy.admin(), "GET", "/metrics")
+        .header("Host", "localhost")
+        .send()
+        .await
+        .text()
 }
 
 /// Name and kind of every metric of a page.
 fn families(page: &str) -> BTreeMap<String, String> {
-    let kinds = page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '));
-    kinds.map(|(name, kind)| (name.to_owned(), kind.to_owned())).collect()
+    let kinds = page
+        .lines()
+        .filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '));
+    kinds
+        .map(|(name, kind)| (name.to_owned(), kind.to_owned()))
+        .collect()
 }
 
 /// A proxy that counts in Redis, has met everything once and speaks TLS.
@@ -120,36 +148,76 @@ async fn with_everything(redis: &Server, authority: &Authority, upstream: &Upstr
 
 #[tokio::test]
 async fn a_real_server_takes_all_of_it() {
-    let (upstream, redis) = (Upstream::echo().await, Server::with(&["--maxmemory", "64mb"]));
-    let proxy = Proxy::start(&format!("{}\n{POLICIES}", redis.as_store()), upstream.address).await;
+    let (upstream, redis) = (
+        Upstream::echo().await,
+        Server::with(&["--maxmemory", "64mb"]),
+    );
+    let proxy = Proxy::start(
+        &format!("{}\n{POLICIES}", redis.as_store()),
+        upstream.address,
+    )
+    .await;
     proxy.store_up().await;
     assert_eq!(proxy.statuses("/few", 5).await, [200, 200, 429, 429, 429]);
-    RawClient::connect(proxy.address).await.send("no HTTP\r\n\r\n").await.rest().await;
+    RawClient::connect(proxy.address)
+        .await
+        .send("no HTTP\r\n\r\n")
+        .await
+        .rest()
+        .await;
     let prometheus = Prometheus::scraping(proxy.admin()).await;
     prometheus.says("up", 1.0).await;
-    prometheus.says("tidegate_requests_total{policy=\"few\",decision=\"rejected\"}", 3.0).await;
-    prometheus.says("tidegate_requests_total{policy=\"many\",decision=\"allowed\"}", 5.0).await;
-    prometheus.says("tidegate_http_requests_total{code=\"400\"}", 1.0).await;
-    prometheus.says("sum(tidegate_decision_seconds_count)", 5.0).await;
-    let median = prometheus.number("histogram_quantile(0.5, sum by (le) (tidegate_decision_seconds_bucket))");
+    prometheus
+        .says(
+            "tidegate_requests_total{policy=\"few\",decision=\"rejected\"}",
+            3.0,
+        )
+        .await;
+    prometheus
+        .says(
+            "tidegate_requests_total{policy=\"many\",decision=\"allowed\"}",
+            5.0,
+        )
+        .await;
+    prometheus
+        .says("tidegate_http_requests_total{code=\"400\"}", 1.0)
+        .await;
+    prometheus
+        .says("sum(tidegate_decision_seconds_count)", 5.0)
+        .await;
+    let median = prometheus
+        .number("histogram_quantile(0.5, sum by (le) (tidegate_decision_seconds_bucket))");
     assert!((0.000_001..1.0).contains(&median.await));
-    let used = prometheus.number("tidegate_redis_memory_bytes / tidegate_redis_memory_max_bytes").await;
+    let used = prometheus
+        .number("tidegate_redis_memory_bytes / tidegate_redis_memory_max_bytes")
+        .await;
     assert!((0.001..1.0).contains(&used), "{used}");
     let skew = prometheus.number("tidegate_redis_clock_skew_seconds").await;
     assert!(skew.abs() < 1.0, "one machine has one clock, not {skew}");
     prometheus.says("tidegate_redis_may_evict", 0.0).await;
-    prometheus.says("tidegate_config_last_reload_successful", 1.0).await;
-    let age = prometheus.number("time() - tidegate_config_last_reload_success_timestamp_seconds").await;
+    prometheus
+        .says("tidegate_config_last_reload_successful", 1.0)
+        .await;
+    let age = prometheus
+        .number("time() - tidegate_config_last_reload_success_timestamp_seconds")
+        .await;
     assert!((-5.0..60.0).contains(&age), "{age}");
     // An alert as OPERATIONS has it: replicas that disagree.
-    prometheus.says("count(count_values(\"hash\", tidegate_config_hash))", 1.0).await;
+    prometheus
+        .says("count(count_values(\"hash\", tidegate_config_hash))", 1.0)
+        .await;
     let metadata = prometheus.api("metadata").await;
     for (name, kind) in families(&page(&proxy).await) {
         // OpenMetrics, which the server asks for, has the ending in the samples only.
         let family = name.strip_suffix("_total").unwrap_or(&name);
         let known = &metadata[family][0];
         assert_eq!(known["type"], kind, "{name}: {known}");
-        assert!(known["help"].as_str().is_some_and(|help| help.ends_with('.')), "{name}: {known}");
+        assert!(
+            known["help"]
+                .as_str()
+                .is_some_and(|help| help.ends_with('.')),
+            "{name}: {known}"
+        );
     }
 }
 
@@ -164,7 +232,12 @@ async fn its_checker_finds_nothing_to_say() {
         .stderr(Stdio::piped())
         .spawn()
         .expect("promtool, of the Debian package prometheus");
-    checker.stdin.take().unwrap().write_all(page(&proxy).await.as_bytes()).unwrap();
+    checker
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(page(&proxy).await.as_bytes())
+        .unwrap();
     let said = checker.wait_with_output().unwrap();
     let words = String::from_utf8_lossy(&[said.stdout, said.stderr].concat()).into_owned();
     assert!(said.status.success() && words.is_empty(), "{words}");
@@ -183,7 +256,8 @@ async fn the_operations_page_lists_exactly_what_there_is() {
     for page in &pages {
         for name in families(page).into_keys() {
             let samples = page.lines().filter(|line| line.starts_with(&name));
-            let labels = samples.flat_map(|line| label.captures_iter(line).map(|found| found[1].to_owned()));
+            let labels =
+                samples.flat_map(|line| label.captures_iter(line).map(|found| found[1].to_owned()));
             // What makes a histogram is no label of ours.
             let labels: Vec<_> = labels.filter(|label| label != "le").collect();
             there.entry(name).or_default().extend(labels);
@@ -193,15 +267,23 @@ async fn the_operations_page_lists_exactly_what_there_is() {
     let row = Regex::new(r"(?m)^\| `(tidegate_[a-z_]+)` \|([^|]*)\| [^|]{8,} \|$").unwrap();
     let word = Regex::new("`([a-z_]+)`").unwrap();
     let told = row.captures_iter(operations).map(|row| {
-        let labels = word.captures_iter(&row[2]).map(|label| label[1].to_owned()).collect();
+        let labels = word
+            .captures_iter(&row[2])
+            .map(|label| label[1].to_owned())
+            .collect();
         (row[1].to_owned(), labels)
     });
     let told: BTreeMap<String, BTreeSet<String>> = told.collect();
-    let differs = |one: &BTreeMap<String, BTreeSet<String>>, other: &BTreeMap<String, BTreeSet<String>>| {
+    let differs = |one: &BTreeMap<String, BTreeSet<String>>,
+                   other: &BTreeMap<String, BTreeSet<String>>| {
         one.iter()
             .filter(|(name, labels)| other.get(*name) != Some(labels))
             .map(|row| format!("{row:?}"))
             .collect::<Vec<_>>()
     };
-    assert_eq!((differs(&there, &told), differs(&told, &there)), (vec![], vec![]), "there, told");
+    assert_eq!(
+        (differs(&there, &told), differs(&told, &there)),
+        (vec![], vec![]),
+        "there, told"
+    );
 }

@@ -4,7 +4,9 @@
 
 use crate::support::judge::{Judge, START_US, any_time_us, draw, seed, until_us};
 use fastrand::Rng;
-use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit, MAX_UNITS, MAX_WARM_UP_US};
+use tidegate::limiter::{
+    Algorithm, Amendment, Charge, Key, KeyBuilder, Limit, MAX_UNITS, MAX_WARM_UP_US,
+};
 
 /// Schedules per algorithm. Redis answers as the memory store does; it is asked to show that it is held to the same.
 const SCHEDULES: [usize; 2] = [1_000, 100];
@@ -44,7 +46,11 @@ impl Schedule<'_> {
         // A burst: as much as fits, then something that doesn't.
         for _ in 0..self.rng.usize(1..=6) {
             let most = self.limit.capacity();
-            let cost = if self.rng.bool() { 1 } else { self.rng.u64(1..=most) };
+            let cost = if self.rng.bool() {
+                1
+            } else {
+                self.rng.u64(1..=most)
+            };
             self.ask(key, cost);
         }
     }
@@ -56,7 +62,10 @@ impl Schedule<'_> {
             0..3 => self.told_us.unwrap_or(now_us),
             3 => near(self.told_us.unwrap_or(now_us), self.rng),
             4 => near((now_us / per_us + 1) * per_us, self.rng),
-            5 => near((now_us / self.limit.sub_window_us() + 1) * self.limit.sub_window_us(), self.rng),
+            5 => near(
+                (now_us / self.limit.sub_window_us() + 1) * self.limit.sub_window_us(),
+                self.rng,
+            ),
             6 => now_us + self.rng.u64(..=2 * (per_us / self.limit.requests)),
             7 => now_us + self.rng.u64(..per_us),
             8 => now_us.saturating_sub(self.rng.u64(..per_us)).max(START_US),
@@ -99,7 +108,11 @@ fn changed(limit: Limit, rng: &mut Rng) -> Limit {
                 _ => warm_up_us,
             };
             let algorithm = Algorithm::TokenBucket { burst, warm_up_us };
-            Limit { requests: requests.min(most), algorithm, ..limit }
+            Limit {
+                requests: requests.min(most),
+                algorithm,
+                ..limit
+            }
         }
         Algorithm::LeakyBucket { max_delay_us } => {
             let max_delay_us = rng.u64(..=max_delay_us);
@@ -116,10 +129,21 @@ fn changed(limit: Limit, rng: &mut Rng) -> Limit {
 
 /// Whether the promise holds at the newest admission. `docs/ALGORITHMS.md` states it in the same words.
 fn is_kept(admitted: &[Admitted]) -> bool {
-    let Some((newest, before)) = admitted.split_last() else { return true };
-    let Limit { requests, per_us, algorithm } = newest.limit;
+    let Some((newest, before)) = admitted.split_last() else {
+        return true;
+    };
+    let Limit {
+        requests,
+        per_us,
+        algorithm,
+    } = newest.limit;
     let units_while = |holds: &dyn Fn(u64) -> bool| -> u64 {
-        admitted.iter().rev().take_while(|one| holds(one.at_us)).map(|one| one.cost).sum()
+        admitted
+            .iter()
+            .rev()
+            .take_while(|one| holds(one.at_us))
+            .map(|one| one.cost)
+            .sum()
     };
     match algorithm {
         Algorithm::SlidingLog | Algorithm::SlidingWindow { .. } => {
@@ -130,7 +154,8 @@ fn is_kept(admitted: &[Admitted]) -> bool {
             units_while(&|at_us| number(at_us) == number(newest.at_us)) <= requests
         }
         Algorithm::TokenBucket { burst, warm_up_us } => {
-            flows(admitted, u128::from(burst) * u128::from(per_us)) && (warm_up_us == 0 || warms_up(admitted))
+            flows(admitted, u128::from(burst) * u128::from(per_us))
+                && (warm_up_us == 0 || warms_up(admitted))
         }
         Algorithm::LeakyBucket { max_delay_us } => {
             let waits = u128::from(max_delay_us) * u128::from(requests);
@@ -138,7 +163,9 @@ fn is_kept(admitted: &[Admitted]) -> bool {
                 && flows(admitted, u128::from(per_us) + waits)
                 && before.last().is_none_or(|last| leaves_after(last, newest))
         }
-        Algorithm::Concurrency { .. } | Algorithm::Block => unreachable!("nothing comes back with time"),
+        Algorithm::Concurrency { .. } | Algorithm::Block => {
+            unreachable!("nothing comes back with time")
+        }
     }
 }
 
@@ -159,7 +186,9 @@ fn flows(admitted: &[Admitted], most: u128) -> bool {
 /// that grows evenly from a third. Judged until a change.
 fn warms_up(admitted: &[Admitted]) -> bool {
     let newest = admitted.last().expect("one was admitted");
-    let Limit { requests, per_us, .. } = newest.limit;
+    let Limit {
+        requests, per_us, ..
+    } = newest.limit;
     let Algorithm::TokenBucket { warm_up_us, .. } = newest.limit.algorithm else {
         unreachable!("it warms up")
     };
@@ -186,7 +215,8 @@ fn warms_up(admitted: &[Admitted]) -> bool {
 /// up to one later, the next not. After a change those in line keep their turns.
 fn leaves_after(last: &Admitted, next: &Admitted) -> bool {
     let apart_us = next.cost * next.limit.per_us / next.limit.requests;
-    last.version != next.version || next.at_us + next.delay_us >= last.at_us + last.delay_us + apart_us
+    last.version != next.version
+        || next.at_us + next.delay_us >= last.at_us + last.delay_us + apart_us
 }
 
 fn keeps_its_promise(algorithm: &str) {
@@ -199,13 +229,23 @@ fn keeps_its_promise(algorithm: &str) {
             let clock_us = START_US + rng.u64(..limit.per_us);
             let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 let (judge, rng) = (&mut judge, &mut rng);
-                let mut schedule =
-                    Schedule { judge, rng, limit, version: 0, clock_us, told_us: None, admitted: Vec::new() };
+                let mut schedule = Schedule {
+                    judge,
+                    rng,
+                    limit,
+                    version: 0,
+                    clock_us,
+                    told_us: None,
+                    admitted: Vec::new(),
+                };
                 (0..STEPS).for_each(|_| schedule.step(&key));
                 schedule.admitted.len()
             }));
             let admitted = run.unwrap_or(0);
-            assert!(admitted > 0, "TIDEGATE_TEST_SEED={seed}, schedule {number} in {judge:?}: {limit:?}");
+            assert!(
+                admitted > 0,
+                "TIDEGATE_TEST_SEED={seed}, schedule {number} in {judge:?}: {limit:?}"
+            );
         }
     }
 }
@@ -238,7 +278,11 @@ fn concurrency_never_more_in_flight_and_no_slot_is_lost() {
             judge.forget();
             let key = KeyBuilder::new("p").finish();
             let algorithm = Algorithm::Concurrency { max_duration_us: 0 };
-            let mut limit = Limit { requests: rng.u64(1..=8), per_us: rng.u64(1_000..100_000), algorithm };
+            let mut limit = Limit {
+                requests: rng.u64(1..=8),
+                per_us: rng.u64(1_000..100_000),
+                algorithm,
+            };
             let (mut now_us, mut slot) = (START_US, 0);
             // Each slot with the end of its lease; those that live, and those whose sidecar has crashed.
             let (mut alive, mut lost) = (Vec::<(u128, u64)>::new(), Vec::<u64>::new());
@@ -261,7 +305,10 @@ fn concurrency_never_more_in_flight_and_no_slot_is_lost() {
                     _ => {}
                 }
                 slot += 1;
-                let charge = Charge { slot, ..Charge::new(&limit, &key, 1) };
+                let charge = Charge {
+                    slot,
+                    ..Charge::new(&limit, &key, 1)
+                };
                 let free = ((alive.len() + lost.len()) as u64) < limit.requests;
                 let admitted = judge.decide(&[charge], now_us).admitted;
                 assert_eq!(
@@ -290,9 +337,17 @@ fn a_sliding_window_is_too_strict_by_at_most_a_sub_window() {
     let mut judge = Judge::memory();
     for number in 0..200 {
         judge.forget();
-        let (limit, key) = (draw("sliding_window", &mut rng), KeyBuilder::new("p").finish());
-        let Algorithm::SlidingWindow { buckets } = limit.algorithm else { panic!("{limit:?}") };
-        let limit = Limit { requests: limit.requests.min(300), ..limit };
+        let (limit, key) = (
+            draw("sliding_window", &mut rng),
+            KeyBuilder::new("p").finish(),
+        );
+        let Algorithm::SlidingWindow { buckets } = limit.algorithm else {
+            panic!("{limit:?}")
+        };
+        let limit = Limit {
+            requests: limit.requests.min(300),
+            ..limit
+        };
         let charge = Charge::new(&limit, &key, 1);
         let begin_us = START_US + rng.u64(..limit.per_us);
         let (mut now_us, mut times) = (begin_us, Vec::new());
@@ -307,12 +362,22 @@ fn a_sliding_window_is_too_strict_by_at_most_a_sub_window() {
                 now_us += rng.u64(..=2 * limit.per_us / limit.requests);
             }
         }
-        let saturated: Vec<u64> = times.into_iter().filter(|at| *at >= begin_us + limit.per_us).collect();
+        let saturated: Vec<u64> = times
+            .into_iter()
+            .filter(|at| *at >= begin_us + limit.per_us)
+            .collect();
         let stretch_us = limit.per_us + limit.sub_window_us() - 1;
         let many = usize::try_from(limit.requests).unwrap();
         let what = format!("TIDEGATE_TEST_SEED={seed}, run {number}: {limit:?}");
-        for (first, beyond) in saturated.iter().zip(&saturated[many.min(saturated.len())..]) {
-            assert!(beyond - first <= stretch_us, "{what}: the same unit is back after {}", beyond - first);
+        for (first, beyond) in saturated
+            .iter()
+            .zip(&saturated[many.min(saturated.len())..])
+        {
+            assert!(
+                beyond - first <= stretch_us,
+                "{what}: the same unit is back after {}",
+                beyond - first
+            );
         }
         let got = saturated.len() as u64 * (buckets + 1);
         assert!(got >= limit.requests * 10 * buckets, "{what}: {got}");

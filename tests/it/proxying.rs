@@ -66,7 +66,9 @@ async fn a_request_streams_its_first_byte_before_its_last() {
     .await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
-    client.send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n").await;
+    client
+        .send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n")
+        .await;
     assert_eq!(timeout(SOON, first_seen).await.unwrap().unwrap(), "first");
     client.send("4\r\nlast\r\n0\r\n\r\n").await;
     assert_eq!(client.reply().await.text(), "4");
@@ -87,8 +89,16 @@ async fn a_hundred_megabytes_go_up_to_nginx_unchanged() {
     let nginx = Nginx::start().await;
     let proxy = Proxy::start("", nginx.address).await;
     let content = Bytes::from(noise(BIG));
-    let request = Request::put("/up").header("host", "a").body(Full::new(content.clone()).boxed()).unwrap();
-    assert_eq!(answered(http1(proxy.address).await.send_request(request)).await.status(), 201);
+    let request = Request::put("/up")
+        .header("host", "a")
+        .body(Full::new(content.clone()).boxed())
+        .unwrap();
+    assert_eq!(
+        answered(http1(proxy.address).await.send_request(request))
+            .await
+            .status(),
+        201
+    );
     assert_eq!(sha256(&nginx.uploaded("up")), sha256(&content));
 }
 
@@ -113,7 +123,10 @@ async fn chunked_bodies_of_any_size_pass_both_ways_unchanged() {
     })
     .await;
     let proxy = Proxy::start("", upstream.address).await;
-    assert_eq!(download(proxy.address, "/down").await, (10 << 20, sha256(&content)));
+    assert_eq!(
+        download(proxy.address, "/down").await,
+        (10 << 20, sha256(&content))
+    );
     let (sender, body) = pieces();
     let sending = content.clone();
     tokio::spawn(async move {
@@ -129,11 +142,16 @@ async fn chunked_bodies_of_any_size_pass_both_ways_unchanged() {
 
 /// Length and SHA-256 of what a GET brings.
 async fn download(address: SocketAddr, target: &str) -> (u64, String) {
-    let request = Request::get(target).header("host", "a").body(ClientBody::default()).unwrap();
+    let request = Request::get(target)
+        .header("host", "a")
+        .body(ClientBody::default())
+        .unwrap();
     let mut sender = http1(address).await;
     let answer = answered(sender.send_request(request)).await;
     assert_eq!(answer.status(), 200);
-    timeout(Duration::from_secs(60), digest(answer.into_body())).await.unwrap()
+    timeout(Duration::from_secs(60), digest(answer.into_body()))
+        .await
+        .unwrap()
 }
 
 /// A request body of unknown length, fed through a channel.
@@ -146,7 +164,9 @@ fn pieces() -> (mpsc::Sender<Bytes>, ClientBody) {
             mut self: Pin<&mut Self>,
             context: &mut Context<'_>,
         ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-            self.0.poll_recv(context).map(|piece| piece.map(|piece| Ok(Frame::data(piece))))
+            self.0
+                .poll_recv(context)
+                .map(|piece| piece.map(|piece| Ok(Frame::data(piece))))
         }
     }
     let (sender, receiver) = mpsc::channel(1);
@@ -158,35 +178,65 @@ async fn hop_by_hop_headers_end_here_and_forwarding_ones_begin() {
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start("", upstream.address).await;
     let ask = proxy.ask("GET", "/").header("Host", "shop.example");
-    let ask =
-        ask.header("Connection", "keep-alive, X-Hop").header("X-Hop", "1").header("Keep-Alive", "timeout=5");
-    let ask = ask.header("Proxy-Connection", "keep-alive").header("TE", "gzip").header("X-End", "kept");
-    let ask = ask.header("Proxy-Authorization", "Basic x").header("Via", "1.0 front");
+    let ask = ask
+        .header("Connection", "keep-alive, X-Hop")
+        .header("X-Hop", "1")
+        .header("Keep-Alive", "timeout=5");
+    let ask = ask
+        .header("Proxy-Connection", "keep-alive")
+        .header("TE", "gzip")
+        .header("X-End", "kept");
+    let ask = ask
+        .header("Proxy-Authorization", "Basic x")
+        .header("Via", "1.0 front");
     assert_eq!(ask.status().await, 200);
     let seen = upstream.last();
-    for name in ["x-hop", "keep-alive", "proxy-connection", "te", "upgrade", "transfer-encoding"] {
+    for name in [
+        "x-hop",
+        "keep-alive",
+        "proxy-connection",
+        "te",
+        "upgrade",
+        "transfer-encoding",
+    ] {
         assert!(seen.all(name).is_empty(), "{name} in {seen:?}");
     }
-    assert_eq!((seen.one("host"), seen.one("x-end")), ("shop.example", "kept"));
+    assert_eq!(
+        (seen.one("host"), seen.one("x-end")),
+        ("shop.example", "kept")
+    );
     assert_eq!(seen.one("x-forwarded-for"), "127.0.0.1");
-    assert_eq!((seen.one("x-forwarded-proto"), seen.one("x-forwarded-host")), ("http", "shop.example"));
+    assert_eq!(
+        (seen.one("x-forwarded-proto"), seen.one("x-forwarded-host")),
+        ("http", "shop.example")
+    );
     let via = seen.all("via").join(", ");
-    assert!(via.starts_with("1.0 front, 1.1 ") && via.contains("tidegate"), "{via}");
+    assert!(
+        via.starts_with("1.0 front, 1.1 ") && via.contains("tidegate"),
+        "{via}"
+    );
 }
 
 #[tokio::test]
 async fn forwarding_headers_are_continued_for_the_trusted_and_begun_anew_for_others() {
     let upstream = Upstream::echo().await;
-    for (trusted, list, proto) in
-        [("127.0.0.0/8", "1.2.3.4, 127.0.0.1", "https"), ("10.0.0.0/8", "127.0.0.1", "http")]
-    {
+    for (trusted, list, proto) in [
+        ("127.0.0.0/8", "1.2.3.4, 127.0.0.1", "https"),
+        ("10.0.0.0/8", "127.0.0.1", "http"),
+    ] {
         let config = format!("[client]\ntrusted_proxies = ['{trusted}']");
         let proxy = Proxy::start(&config, upstream.address).await;
-        let ask =
-            proxy.ask("GET", "/").header("X-Forwarded-For", "1.2.3.4").header("X-Forwarded-Proto", "https");
+        let ask = proxy
+            .ask("GET", "/")
+            .header("X-Forwarded-For", "1.2.3.4")
+            .header("X-Forwarded-Proto", "https");
         assert_eq!(ask.status().await, 200);
         let seen = upstream.last();
-        assert_eq!(seen.all("x-forwarded-for").join(", "), list, "from {trusted}");
+        assert_eq!(
+            seen.all("x-forwarded-for").join(", "),
+            list,
+            "from {trusted}"
+        );
         assert_eq!(seen.one("x-forwarded-proto"), proto, "from {trusted}");
     }
 }
@@ -200,8 +250,16 @@ async fn an_answers_hop_by_hop_headers_end_here_too() {
     let reply = proxy.get("/").await;
     assert_eq!((reply.status, reply.text().as_str()), (200, "ok"));
     assert!(reply.header("x-hop").is_none() && reply.header("keep-alive").is_none());
-    assert!(reply.header("via").is_some_and(|via| via.contains("tidegate")));
-    let cookies: Vec<_> = reply.headers.iter().filter(|(name, _)| name == "set-cookie").collect();
+    assert!(
+        reply
+            .header("via")
+            .is_some_and(|via| via.contains("tidegate"))
+    );
+    let cookies: Vec<_> = reply
+        .headers
+        .iter()
+        .filter(|(name, _)| name == "set-cookie")
+        .collect();
     assert_eq!(cookies.len(), 2, "separate lines stay separate");
 }
 
@@ -211,34 +269,64 @@ async fn trailers_come_through_to_those_who_asked() {
     let body = once(body);
     let upstream = Upstream::serving(move |_| {
         let mut response = Response::new(body());
-        response.headers_mut().insert("trailer", "x-sum".parse().unwrap());
+        response
+            .headers_mut()
+            .insert("trailer", "x-sum".parse().unwrap());
         async { response }
     })
     .await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
-    client.send("GET / HTTP/1.1\r\nHost: a\r\nTE: trailers\r\nConnection: TE\r\n\r\n").await;
+    client
+        .send("GET / HTTP/1.1\r\nHost: a\r\nTE: trailers\r\nConnection: TE\r\n\r\n")
+        .await;
     feeder.send("body").await;
-    feeder.trailers([("x-sum".parse().unwrap(), "42".parse().unwrap())].into_iter().collect()).await;
+    feeder
+        .trailers(
+            [("x-sum".parse().unwrap(), "42".parse().unwrap())]
+                .into_iter()
+                .collect(),
+        )
+        .await;
     client.read_past(b"\r\n0\r\n").await;
     let trailers = client.read_past(b"\r\n\r\n").await;
-    assert_eq!(String::from_utf8(trailers).unwrap().to_lowercase(), "x-sum: 42\r\n\r\n");
+    assert_eq!(
+        String::from_utf8(trailers).unwrap().to_lowercase(),
+        "x-sum: 42\r\n\r\n"
+    );
 }
 
 #[tokio::test]
 async fn an_upstream_that_is_not_there_is_a_502() {
     // Bound and let go of: nobody listens.
-    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let proxy = Proxy::start("[[policy]]\nname = 'p'\nlimit = { requests = 9, per = '1h' }", nobody).await;
+    let nobody = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap();
+    let proxy = Proxy::start(
+        "[[policy]]\nname = 'p'\nlimit = { requests = 9, per = '1h' }",
+        nobody,
+    )
+    .await;
     let reply = proxy.get("/").await;
-    assert_eq!((reply.status, reply.header("content-type")), (502, Some("application/problem+json")));
+    assert_eq!(
+        (reply.status, reply.header("content-type")),
+        (502, Some("application/problem+json"))
+    );
     assert!(
-        reply.header("proxy-status").unwrap().contains("error=connection_refused"),
+        reply
+            .header("proxy-status")
+            .unwrap()
+            .contains("error=connection_refused"),
         "{:?}",
         reply.headers
     );
     assert_eq!(reply.json()["status"], 502);
-    assert!(!reply.text().contains(&nobody.port().to_string()), "no internals: {}", reply.text());
+    assert!(
+        !reply.text().contains(&nobody.port().to_string()),
+        "no internals: {}",
+        reply.text()
+    );
 }
 
 #[tokio::test]
@@ -246,17 +334,30 @@ async fn an_upstream_that_does_not_answer_is_a_504() {
     let upstream = RawUpstream::scripted(|_, mut socket| async move { socket.drain().await }).await;
     let proxy = Proxy::start("[upstream]\nresponse_timeout = '200ms'", upstream.address).await;
     let reply = proxy.get("/").await;
-    assert_eq!((reply.status, reply.json()["status"].as_u64()), (504, Some(504)));
-    assert!(reply.header("proxy-status").unwrap().contains("error=connection_read_timeout"));
+    assert_eq!(
+        (reply.status, reply.json()["status"].as_u64()),
+        (504, Some(504))
+    );
+    assert!(
+        reply
+            .header("proxy-status")
+            .unwrap()
+            .contains("error=connection_read_timeout")
+    );
 }
 
 #[tokio::test]
 async fn an_upload_that_nobody_takes_does_not_cost_the_connection() {
-    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let nobody = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap();
     let proxy = Proxy::start("", nobody).await;
     let mut client = RawClient::connect(proxy.address).await;
     for _ in 0..3 {
-        client.send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n").await;
+        client
+            .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n")
+            .await;
         client.send(vec![b'x'; 40_000]).await;
         let reply = client.reply().await;
         assert_eq!((reply.status, reply.header("connection")), (502, None));
@@ -266,9 +367,11 @@ async fn an_upload_that_nobody_takes_does_not_cost_the_connection() {
 
 #[tokio::test]
 async fn an_answer_that_is_no_http_is_a_502() {
-    for nonsense in
-        ["SSH-2.0-OpenSSH\r\n\r\n", "HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", ""]
-    {
+    for nonsense in [
+        "SSH-2.0-OpenSSH\r\n\r\n",
+        "HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        "",
+    ] {
         let upstream = RawUpstream::scripted(move |_, mut socket| async move {
             socket.request().await;
             socket.send(nonsense.as_bytes()).await;
@@ -295,7 +398,9 @@ async fn a_truncated_answer_never_looks_complete() {
         let reply = proxy.get("/").await;
         assert!(!reply.complete, "{cut:?} became {reply:?}");
         let mut h2 = http2(proxy.address).await;
-        let request = Request::get("http://a/").body(ClientBody::default()).unwrap();
+        let request = Request::get("http://a/")
+            .body(ClientBody::default())
+            .unwrap();
         let answer = answered(h2.send_request(request)).await;
         let body = timeout(SOON, answer.into_body().collect()).await.unwrap();
         assert!(body.is_err(), "{cut:?} over HTTP/2");
@@ -306,10 +411,15 @@ async fn a_truncated_answer_never_looks_complete() {
 async fn a_truncated_upload_never_looks_complete() {
     let upstream = RawUpstream::scripted(|_, mut socket| async move { socket.drain().await }).await;
     let proxy = Proxy::start("", upstream.address).await;
-    let heads = ["Content-Length: 10\r\n\r\nshort", "Transfer-Encoding: chunked\r\n\r\n5\r\nshort\r\n"];
+    let heads = [
+        "Content-Length: 10\r\n\r\nshort",
+        "Transfer-Encoding: chunked\r\n\r\n5\r\nshort\r\n",
+    ];
     for (before, head) in heads.into_iter().enumerate() {
         let mut client = RawClient::connect(proxy.address).await;
-        client.send(format!("POST / HTTP/1.1\r\nHost: a\r\n{head}")).await;
+        client
+            .send(format!("POST / HTTP/1.1\r\nHost: a\r\n{head}"))
+            .await;
         eventually("the upload to begin", SOON, || {
             let received = String::from_utf8(upstream.received()).unwrap();
             (received.matches("short").count() > before).then_some(())
@@ -318,7 +428,13 @@ async fn a_truncated_upload_never_looks_complete() {
         drop(client);
     }
     tokio::time::sleep(Duration::from_millis(200)).await;
-    assert!(!upstream.received().windows(5).any(|end| end == b"0\r\n\r\n"), "an end that nobody sent");
+    assert!(
+        !upstream
+            .received()
+            .windows(5)
+            .any(|end| end == b"0\r\n\r\n"),
+        "an end that nobody sent"
+    );
 }
 
 #[tokio::test]
@@ -328,7 +444,11 @@ async fn an_upload_that_its_client_resets_never_looks_complete() {
         let told = told.clone();
         async move {
             let mut all = Vec::new();
-            socket.stream().read_to_end(&mut all).await.unwrap_or_default();
+            socket
+                .stream()
+                .read_to_end(&mut all)
+                .await
+                .unwrap_or_default();
             told.send(all).await.unwrap();
         }
     })
@@ -338,15 +458,28 @@ async fn an_upload_that_its_client_resets_never_looks_complete() {
     let (sender, connection) = h2::client::handshake(stream).await.unwrap();
     tokio::spawn(connection);
     // hyper takes the first for an end.
-    for (tried, reason) in [h2::Reason::NO_ERROR, h2::Reason::CANCEL].into_iter().enumerate() {
+    for (tried, reason) in [h2::Reason::NO_ERROR, h2::Reason::CANCEL]
+        .into_iter()
+        .enumerate()
+    {
         let mut sender = sender.clone().ready().await.unwrap();
         let request = Request::post("http://a/up").body(()).unwrap();
         let (_answer, mut sending) = sender.send_request(request, false).unwrap();
         sending.send_data("half".into(), false).unwrap();
-        eventually("the upload to begin", SOON, || (upstream.connections() > tried).then_some(())).await;
+        eventually("the upload to begin", SOON, || {
+            (upstream.connections() > tried).then_some(())
+        })
+        .await;
         sending.send_reset(reason);
-        let upload = timeout(SOON, uploads.recv()).await.expect("the upstream still waits").unwrap();
-        assert!(!upload.ends_with(b"0\r\n\r\n"), "{reason:?}: {:?}", String::from_utf8_lossy(&upload));
+        let upload = timeout(SOON, uploads.recv())
+            .await
+            .expect("the upstream still waits")
+            .unwrap();
+        assert!(
+            !upload.ends_with(b"0\r\n\r\n"),
+            "{reason:?}: {:?}",
+            String::from_utf8_lossy(&upload)
+        );
     }
 }
 
@@ -366,25 +499,40 @@ async fn http_1_0_clients_are_served() {
     drop(feeder);
     let reply = client.reply().await;
     assert_eq!((reply.status, reply.text().as_str()), (200, "streamed"));
-    assert!(reply.header("transfer-encoding").is_none(), "HTTP/1.0 knows no chunks");
-    assert!(client.rest().await.is_empty(), "and ends with the connection");
+    assert!(
+        reply.header("transfer-encoding").is_none(),
+        "HTTP/1.0 knows no chunks"
+    );
+    assert!(
+        client.rest().await.is_empty(),
+        "and ends with the connection"
+    );
 }
 
 #[tokio::test]
 async fn http_2_clients_are_served_limited_and_forwarded_as_http_1() {
     let upstream = Upstream::echo().await;
-    let config =
-        "[[policy]]\nname = 'p'\nmatch = { hosts = ['shop.example'] }\nlimit = { requests = 3, per = '1h' }";
+    let config = "[[policy]]\nname = 'p'\nmatch = { hosts = ['shop.example'] }\nlimit = { requests = 3, per = '1h' }";
     let proxy = Proxy::start(config, upstream.address).await;
     let h2 = http2(proxy.address).await;
     let mut statuses = Vec::new();
     for _ in 0..4 {
-        let request = Request::post("http://shop.example/x?y").body(Full::from("body").boxed()).unwrap();
-        statuses.push(answered(h2.clone().send_request(request)).await.status().as_u16());
+        let request = Request::post("http://shop.example/x?y")
+            .body(Full::from("body").boxed())
+            .unwrap();
+        statuses.push(
+            answered(h2.clone().send_request(request))
+                .await
+                .status()
+                .as_u16(),
+        );
     }
     assert_eq!(statuses, [200, 200, 200, 429]);
     let seen = upstream.last();
-    assert_eq!((seen.target.as_str(), seen.one("host")), ("/x?y", "shop.example"));
+    assert_eq!(
+        (seen.target.as_str(), seen.one("host")),
+        ("/x?y", "shop.example")
+    );
     assert!(seen.one("via").starts_with("2"), "{seen:?}");
 }
 
@@ -399,10 +547,17 @@ async fn http_2_streams_do_not_wait_for_each_other() {
     .await;
     let proxy = Proxy::start("", upstream.address).await;
     let h2 = http2(proxy.address).await;
-    let get = |path: &str| Request::get(format!("http://a{path}")).body(ClientBody::default()).unwrap();
+    let get = |path: &str| {
+        Request::get(format!("http://a{path}"))
+            .body(ClientBody::default())
+            .unwrap()
+    };
     let slow = answered(h2.clone().send_request(get("/slow"))).await;
     let quick = answered(h2.clone().send_request(get("/quick"))).await;
-    assert_eq!(quick.into_body().collect().await.unwrap().to_bytes(), "quick");
+    assert_eq!(
+        quick.into_body().collect().await.unwrap().to_bytes(),
+        "quick"
+    );
     feeder.send("slow").await;
     drop(feeder);
     assert_eq!(slow.into_body().collect().await.unwrap().to_bytes(), "slow");
@@ -430,7 +585,12 @@ async fn a_refusal_reaches_a_client_that_is_still_uploading() {
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start("[[policy]]\nname = 'p'\naction = 'deny'", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
-    client.send(format!("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {}\r\n\r\n", 1 << 20)).await;
+    client
+        .send(format!(
+            "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {}\r\n\r\n",
+            1 << 20
+        ))
+        .await;
     client.send(noise(256 << 10)).await;
     assert_eq!(client.reply().await.status, 403);
 }
@@ -439,16 +599,26 @@ async fn a_refusal_reaches_a_client_that_is_still_uploading() {
 async fn an_early_answer_ends_the_upload_and_not_the_proxy() {
     let upstream = RawUpstream::scripted(|_, mut socket| async move {
         while !socket.read().await {}
-        socket.send(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nearly").await;
+        socket
+            .send(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nearly")
+            .await;
         socket.drain().await;
     })
     .await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
-    client.send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n").await;
+    client
+        .send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n")
+        .await;
     let early = client.reply().await;
-    assert_eq!((early.text(), early.header("connection")), ("early".to_owned(), Some("close")));
-    assert!(client.closes(SOON).await, "the rest of the upload has no reader");
+    assert_eq!(
+        (early.text(), early.header("connection")),
+        ("early".to_owned(), Some("close"))
+    );
+    assert!(
+        client.closes(SOON).await,
+        "the rest of the upload has no reader"
+    );
 }
 
 /// A client that isn't told would send its next request into a connection that nobody reads any more.
@@ -464,10 +634,16 @@ async fn who_has_not_sent_all_when_the_upstream_dies_is_told_that_the_connection
     let proxy = Proxy::start("", upstream.address).await;
     for (sent, told) in [(400_000, Some("close")), (1_000_000, None)] {
         let mut client = RawClient::connect(proxy.address).await;
-        client.send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n").await;
+        client
+            .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n")
+            .await;
         client.send(noise(sent)).await;
         let broken = client.reply().await;
-        assert_eq!((broken.status, broken.header("connection")), (502, told), "{sent} bytes sent");
+        assert_eq!(
+            (broken.status, broken.header("connection")),
+            (502, told),
+            "{sent} bytes sent"
+        );
     }
 }
 
@@ -489,7 +665,12 @@ async fn a_client_that_leaves_aborts_its_request_upstream() {
     client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     let gone = timeout(SOON, enter.recv()).await.unwrap().unwrap();
     drop(client);
-    assert!(timeout(SOON, gone).await.expect("the upstream still works for nobody").is_err());
+    assert!(
+        timeout(SOON, gone)
+            .await
+            .expect("the upstream still works for nobody")
+            .is_err()
+    );
 }
 
 #[tokio::test]
@@ -507,7 +688,9 @@ async fn a_client_that_leaves_in_the_middle_of_an_answer_aborts_it() {
     feeder.send("first").await;
     client.read_past(b"first").await;
     drop(client);
-    timeout(SOON, feeder.gone()).await.expect("the upstream still sends to nobody");
+    timeout(SOON, feeder.gone())
+        .await
+        .expect("the upstream still sends to nobody");
 }
 
 #[tokio::test]
@@ -525,9 +708,15 @@ async fn a_slow_reader_slows_the_upstream_down() {
     let piece = Bytes::from(vec![b'x'; 1 << 20]);
     let mut taken = 0;
     // Sockets and buffers on the way hold some megabytes; then nothing more must be taken.
-    while timeout(Duration::from_millis(500), feeder.send(piece.clone())).await.is_ok() {
+    while timeout(Duration::from_millis(500), feeder.send(piece.clone()))
+        .await
+        .is_ok()
+    {
         taken += 1;
-        assert!(taken < 64, "{taken} MiB are held for a client that does not read");
+        assert!(
+            taken < 64,
+            "{taken} MiB are held for a client that does not read"
+        );
     }
 }
 
@@ -548,7 +737,9 @@ async fn pipelined_requests_are_answered_in_order() {
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
-    let requests: String = (0..5).map(|n| format!("GET /{n} HTTP/1.1\r\nHost: a\r\n\r\n")).collect();
+    let requests: String = (0..5)
+        .map(|n| format!("GET /{n} HTTP/1.1\r\nHost: a\r\n\r\n"))
+        .collect();
     client.send(requests).await;
     for n in 0..5 {
         assert_eq!(client.reply().await.json()["target"], format!("/{n}"));

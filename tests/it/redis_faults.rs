@@ -8,7 +8,11 @@ use tidegate::store::redis::{Login, Password, Redis, Script, Shared};
 use tidegate::store::{Late, Store, Unavailable};
 use tokio::time::sleep;
 
-const LIMIT: Limit = Limit { requests: 1000, per_us: 60_000_000, algorithm: Algorithm::SlidingLog };
+const LIMIT: Limit = Limit {
+    requests: 1000,
+    per_us: 60_000_000,
+    algorithm: Algorithm::SlidingLog,
+};
 
 /// What a loaded machine may add to a deadline.
 const SLACK: Duration = Duration::from_millis(100);
@@ -61,7 +65,11 @@ async fn costs_nothing(store: &Store) {
     for _ in 0..20 {
         let asked = Instant::now();
         let answer = ask(store, "k").await;
-        assert!(answer.is_err() && asked.elapsed() < NOTHING, "{answer:?} after {:?}", asked.elapsed());
+        assert!(
+            answer.is_err() && asked.elapsed() < NOTHING,
+            "{answer:?} after {:?}",
+            asked.elapsed()
+        );
     }
 }
 
@@ -80,11 +88,21 @@ async fn killed_and_restarted_empty() {
     let (shared, store) = store(&server).await;
     server.kill();
     let kinds = break_it(&shared, &store, Duration::ZERO).await;
-    assert!(kinds.iter().all(|kind| ["connection", "refused"].contains(kind)), "{kinds:?}");
+    assert!(
+        kinds
+            .iter()
+            .all(|kind| ["connection", "refused"].contains(kind)),
+        "{kinds:?}"
+    );
     costs_nothing(&store).await;
     server.restart();
     recovers(&shared, &store).await;
-    assert_eq!(ask(&store, "first").await.unwrap().standings[0].unwrap().remaining, 999);
+    assert_eq!(
+        ask(&store, "first").await.unwrap().standings[0]
+            .unwrap()
+            .remaining,
+        999
+    );
 }
 
 #[tokio::test]
@@ -149,7 +167,10 @@ async fn flushed_scripts_are_loaded_once_for_all_callers() {
         for call in calls {
             call.await.unwrap().unwrap();
         }
-        assert_eq!(server.info("commandstats", "cmdstat_script|load").await, loads + round * programs);
+        assert_eq!(
+            server.info("commandstats", "cmdstat_script|load").await,
+            loads + round * programs
+        );
     }
     assert_eq!(shared.errors().map(|(_, count)| count).sum::<u64>(), 0);
 }
@@ -178,7 +199,10 @@ async fn out_of_memory() {
     let server = Server::start();
     let (shared, store) = store(&server).await;
     let _: () = server.command("CONFIG SET maxmemory 100kb").await;
-    assert_eq!(break_it(&shared, &store, server.settings().timeout).await, ["oom"; 5]);
+    assert_eq!(
+        break_it(&shared, &store, server.settings().timeout).await,
+        ["oom"; 5]
+    );
     // Probes meet the same, so requests are spared until there is room.
     sleep(3 * server.settings().probe_interval).await;
     costs_nothing(&store).await;
@@ -190,11 +214,19 @@ async fn out_of_memory() {
 async fn half_a_request_is_never_charged_for_want_of_memory() {
     let server = Server::start();
     let (_shared, redis) = server.redis().await;
-    let daily = Limit { algorithm: Algorithm::FixedWindow { offset_us: 0 }, ..LIMIT };
+    let daily = Limit {
+        algorithm: Algorithm::FixedWindow { offset_us: 0 },
+        ..LIMIT
+    };
     let owner = key("k");
     let charge = |limit| Charge::new(limit, &owner, 1);
     let _: () = server.command("CONFIG SET maxmemory 100kb").await;
-    let answer = redis.decide(&[charge(&daily), charge(&LIMIT)], tokio::time::Instant::now()).await;
+    let answer = redis
+        .decide(
+            &[charge(&daily), charge(&LIMIT)],
+            tokio::time::Instant::now(),
+        )
+        .await;
     assert_eq!(answer.unwrap_err().kind, "oom");
     assert!(keys(&server).await.iter().all(|key| key.ends_with("probe")));
 }
@@ -237,12 +269,21 @@ async fn passwords_right_and_wrong() {
     for (password, kind) in [("secret", None), ("wrong", Some("noauth"))] {
         let password = Some(Password::new(password.to_owned()));
         let (_shared, redis) = ready(tidegate::store::redis::RedisSettings {
-            login: Login { password, ..Login::default() },
+            login: Login {
+                password,
+                ..Login::default()
+            },
             connect_timeout: Duration::from_millis(300),
             ..server.settings()
         })
         .await;
-        assert_eq!(ask(&Store::redis(redis), "k").await.err().map(|unavailable| unavailable.kind), kind);
+        assert_eq!(
+            ask(&Store::redis(redis), "k")
+                .await
+                .err()
+                .map(|unavailable| unavailable.kind),
+            kind
+        );
     }
 }
 
@@ -250,11 +291,17 @@ async fn passwords_right_and_wrong() {
 async fn a_foreign_value_under_a_key_harms_that_key_alone() {
     let server = Server::start();
     let (shared, store) = store(&server).await;
-    let daily = Limit { algorithm: Algorithm::FixedWindow { offset_us: 0 }, ..LIMIT };
+    let daily = Limit {
+        algorithm: Algorithm::FixedWindow { offset_us: 0 },
+        ..LIMIT
+    };
     let (bad, good) = (key("bad"), key("good"));
     let charge = |limit, key| Charge::new(limit, key, 1);
     let script = Script::new("t");
-    let (log, window) = (script.key(&charge(&LIMIT, &bad)), script.key(&charge(&daily, &bad)));
+    let (log, window) = (
+        script.key(&charge(&LIMIT, &bad)),
+        script.key(&charge(&daily, &bad)),
+    );
     let mut planted = 0;
     for (limit, plant) in [
         (&LIMIT, format!("SET {log} x")),
@@ -274,7 +321,9 @@ async fn a_foreign_value_under_a_key_harms_that_key_alone() {
         let _: u64 = server.command(&format!("DEL {log} {window}")).await;
         let _: redis::Value = server.command(&plant).await;
         for _ in 0..8 {
-            let answer = store.decide(&[charge(&LIMIT, &good), charge(limit, &bad)]).await;
+            let answer = store
+                .decide(&[charge(&LIMIT, &good), charge(limit, &bad)])
+                .await;
             assert_eq!(answer.unwrap_err().kind, "wrongtype", "{plant}");
             planted += 1;
         }
@@ -282,7 +331,11 @@ async fn a_foreign_value_under_a_key_harms_that_key_alone() {
     assert_eq!(count(&shared, "wrongtype"), planted);
     assert!(shared.is_up() && !shared.breaker_open());
     let answer = store.decide(&[charge(&LIMIT, &good)]).await.unwrap();
-    assert_eq!(answer.standings[0].unwrap().remaining, 999, "no half of a request was charged");
+    assert_eq!(
+        answer.standings[0].unwrap().remaining,
+        999,
+        "no half of a request was charged"
+    );
 }
 
 /// Asks for one unit of each key, all at once and so in few calls.
@@ -290,7 +343,9 @@ async fn together(redis: &Redis, names: &[String]) -> Vec<Result<Decision, Unava
     let calls = names.iter().map(|name| {
         let (redis, key) = (redis.clone(), key(name));
         tokio::spawn(async move {
-            redis.decide(&[Charge::new(&LIMIT, &key, 1)], tokio::time::Instant::now()).await
+            redis
+                .decide(&[Charge::new(&LIMIT, &key, 1)], tokio::time::Instant::now())
+                .await
         })
     });
     let mut answers = Vec::new();
@@ -304,10 +359,22 @@ async fn together(redis: &Redis, names: &[String]) -> Vec<Result<Decision, Unava
 async fn a_foreign_value_harms_no_question_of_the_same_call() {
     let server = Server::start();
     let (shared, redis) = server.redis().await;
-    assert!(together(&redis, &["first".to_owned()]).await.iter().all(Result::is_ok));
+    assert!(
+        together(&redis, &["first".to_owned()])
+            .await
+            .iter()
+            .all(Result::is_ok)
+    );
     let bad = Script::new("t").key(&Charge::new(&LIMIT, &key("bad"), 1));
-    let names: Vec<String> =
-        (0..60).map(|n| if n % 3 == 0 { "bad".to_owned() } else { n.to_string() }).collect();
+    let names: Vec<String> = (0..60)
+        .map(|n| {
+            if n % 3 == 0 {
+                "bad".to_owned()
+            } else {
+                n.to_string()
+            }
+        })
+        .collect();
     for plant in [format!("SET {bad} x"), format!("ZADD {bad} 5 1:x")] {
         let _: u64 = server.command(&format!("DEL {bad}")).await;
         let _: redis::Value = server.command(&plant).await;
@@ -318,7 +385,9 @@ async fn a_foreign_value_harms_no_question_of_the_same_call() {
         for (name, answer) in names.iter().zip(answers) {
             match answer {
                 Ok(decision) => assert!(decision.admitted && name != "bad"),
-                Err(unavailable) => assert_eq!((unavailable.kind, name.as_str()), ("wrongtype", "bad")),
+                Err(unavailable) => {
+                    assert_eq!((unavailable.kind, name.as_str()), ("wrongtype", "bad"))
+                }
             }
         }
     }
@@ -332,15 +401,31 @@ async fn want_of_memory_harms_only_those_of_a_call_who_would_write() {
     let (_shared, redis) = server.redis().await;
     let spent = key("spent");
     let all = Charge::new(&LIMIT, &spent, LIMIT.requests);
-    assert!(redis.decide(&[all], tokio::time::Instant::now()).await.unwrap().admitted);
+    assert!(
+        redis
+            .decide(&[all], tokio::time::Instant::now())
+            .await
+            .unwrap()
+            .admitted
+    );
     let _: () = server.command("CONFIG SET maxmemory 100kb").await;
-    let names: Vec<String> =
-        (0..30).map(|n| if n % 2 == 0 { "spent".to_owned() } else { n.to_string() }).collect();
+    let names: Vec<String> = (0..30)
+        .map(|n| {
+            if n % 2 == 0 {
+                "spent".to_owned()
+            } else {
+                n.to_string()
+            }
+        })
+        .collect();
     for (name, answer) in names.iter().zip(together(&redis, &names).await) {
         match answer {
             Ok(decision) => assert!(!decision.admitted && name == "spent"),
             Err(unavailable) => {
-                assert!(unavailable.kind == "oom" && name != "spent", "{name}: {unavailable}")
+                assert!(
+                    unavailable.kind == "oom" && name != "spent",
+                    "{name}: {unavailable}"
+                )
             }
         }
     }
@@ -352,10 +437,19 @@ async fn equal_questions_share_a_call_and_the_units_that_are_left() {
     let (_shared, redis) = server.redis().await;
     let few = key("k");
     let nearly_all = Charge::new(&LIMIT, &few, LIMIT.requests - 10);
-    assert!(redis.decide(&[nearly_all], tokio::time::Instant::now()).await.unwrap().admitted);
+    assert!(
+        redis
+            .decide(&[nearly_all], tokio::time::Instant::now())
+            .await
+            .unwrap()
+            .admitted
+    );
     let before = server.info("commandstats", "cmdstat_evalsha").await;
     let answers = together(&redis, &vec!["k".to_owned(); 200]).await;
-    assert_eq!(server.info("commandstats", "cmdstat_evalsha").await, before + 1);
+    assert_eq!(
+        server.info("commandstats", "cmdstat_evalsha").await,
+        before + 1
+    );
     let remaining = answers.iter().map(|answer| {
         let decision = answer.as_ref().unwrap();
         (decision.admitted, decision.standings[0].unwrap().remaining)
@@ -397,7 +491,10 @@ async fn a_call_that_takes_long_makes_room_for_the_next() {
         calls.push(tokio::spawn(async move { ask(&store, "k").await }));
         let asked = Instant::now();
         while server.info("commandstats", "cmdstat_evalsha").await < before + n {
-            assert!(asked.elapsed() < server.settings().timeout / 5, "question {n} is not sent");
+            assert!(
+                asked.elapsed() < server.settings().timeout / 5,
+                "question {n} is not sent"
+            );
             sleep(Duration::from_millis(1)).await;
         }
     }
@@ -410,10 +507,17 @@ async fn a_call_that_takes_long_makes_room_for_the_next() {
 async fn demoted_to_replica() {
     let server = Server::start();
     let (shared, store) = store(&server).await;
-    let _: () = server.command(&format!("REPLICAOF 127.0.0.1 {}", free_port())).await;
+    let _: () = server
+        .command(&format!("REPLICAOF 127.0.0.1 {}", free_port()))
+        .await;
     let kinds = break_it(&shared, &store, server.settings().timeout).await;
     // A call under way on the connection that is given up loses it.
-    assert!(kinds.iter().all(|kind| ["readonly", "connection"].contains(kind)), "{kinds:?}");
+    assert!(
+        kinds
+            .iter()
+            .all(|kind| ["readonly", "connection"].contains(kind)),
+        "{kinds:?}"
+    );
     assert!(kinds.contains(&"readonly"));
     let _: () = server.command("REPLICAOF NO ONE").await;
     recovers(&shared, &store).await;
@@ -441,16 +545,34 @@ async fn what_is_put_right_reaches_a_slow_redis_to_the_last() {
     let relay = Relay::to(server.port()).await;
     let (_shared, redis) = ready(settings(relay.port)).await;
     let store = Store::redis(redis);
-    let limit = Limit { algorithm: Algorithm::FixedWindow { offset_us: 0 }, per_us: 86_400_000_000, ..LIMIT };
+    let limit = Limit {
+        algorithm: Algorithm::FixedWindow { offset_us: 0 },
+        per_us: 86_400_000_000,
+        ..LIMIT
+    };
     let owner = key("late");
-    store.decide(&[Charge::new(&limit, &owner, 1)]).await.unwrap();
-    let late = vec![Late { limit: &limit, key: &owner, amendment: Amendment::Charge(1) }; 300];
+    store
+        .decide(&[Charge::new(&limit, &owner, 1)])
+        .await
+        .unwrap();
+    let late = vec![
+        Late {
+            limit: &limit,
+            key: &owner,
+            amendment: Amendment::Charge(1)
+        };
+        300
+    ];
     // With the program loaded, whose size counts in round trips.
     store.amend(&late[..1]).await.unwrap();
     relay.delay(server.settings().timeout / 4);
     store.amend(&late[1..]).await.unwrap();
-    let value: String =
-        server.command(&format!("GET {}", Script::new("t").key(&Charge::new(&limit, &owner, 1)))).await;
+    let value: String = server
+        .command(&format!(
+            "GET {}",
+            Script::new("t").key(&Charge::new(&limit, &owner, 1))
+        ))
+        .await;
     assert!(value.ends_with(":301"), "{value}");
 }
 
@@ -471,7 +593,11 @@ async fn a_slow_network_is_waited_for_until_the_deadline_only() {
     relay.pass();
     recovers(&shared, &store).await;
     let answer = ask(&store, "k").await.unwrap();
-    assert_eq!(answer.standings[0].unwrap().remaining, 997, "a charge whose answer was late stands");
+    assert_eq!(
+        answer.standings[0].unwrap().remaining,
+        997,
+        "a charge whose answer was late stands"
+    );
 }
 
 #[tokio::test]
@@ -520,7 +646,10 @@ async fn answers_that_make_no_sense() {
         (b"$24\r\n1700000000000000 nan 1 0\r\n", "reply"),
         (b"$25\r\n1700000000000000 0 5000 0\r\n", "reply"),
         (b"HTTP/1.1 200 OK\r\n\r\n", "reply"),
-        (b"-LOADING Redis is loading the dataset in memory\r\n", "loading"),
+        (
+            b"-LOADING Redis is loading the dataset in memory\r\n",
+            "loading",
+        ),
         (b"-MASTERDOWN Link with MASTER is down\r\n", "masterdown"),
         (b"-CLUSTERDOWN Hash slot not served\r\n", "clusterdown"),
         (b"-MISCONF can't persist\r\n", "misconf"),

@@ -10,8 +10,8 @@ use std::collections::HashMap;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
-    Algorithm, Amendment, Charge, Decision, Effect, Grant, Key, KeyBuilder, Lease, Limit, MAX_UNITS, Refusal,
-    Standing, State, effect, grants,
+    Algorithm, Amendment, Charge, Decision, Effect, Grant, Key, KeyBuilder, Lease, Limit,
+    MAX_UNITS, Refusal, Standing, State, effect, grants,
 };
 use tidegate::store::redis::{Redis, Script, Shared};
 use tidegate::store::{Late, Store};
@@ -24,15 +24,27 @@ pub(crate) fn key(policy: &str) -> Key {
 }
 
 pub(crate) fn log(requests: u64, per_us: u64) -> Limit {
-    Limit { requests, per_us, algorithm: Algorithm::SlidingLog }
+    Limit {
+        requests,
+        per_us,
+        algorithm: Algorithm::SlidingLog,
+    }
 }
 
 pub(crate) fn window(requests: u64, per_us: u64, offset_us: u64) -> Limit {
-    Limit { requests, per_us, algorithm: Algorithm::FixedWindow { offset_us } }
+    Limit {
+        requests,
+        per_us,
+        algorithm: Algorithm::FixedWindow { offset_us },
+    }
 }
 
 pub(crate) fn sub_windows(requests: u64, per_us: u64, buckets: u64) -> Limit {
-    Limit { requests, per_us, algorithm: Algorithm::SlidingWindow { buckets } }
+    Limit {
+        requests,
+        per_us,
+        algorithm: Algorithm::SlidingWindow { buckets },
+    }
 }
 
 /// As large as a bucket may be: max(burst, requests) × per fits 2^53.
@@ -44,17 +56,29 @@ pub(crate) fn bucket(requests: u64, per_us: u64, burst: u64) -> Limit {
 pub(crate) fn warming(requests: u64, per_us: u64, burst: u64, warm_up_us: u64) -> Limit {
     let most = MAX_UNITS / per_us;
     let (requests, burst) = (requests.min(most), burst.clamp(1, most));
-    Limit { requests, per_us, algorithm: Algorithm::TokenBucket { burst, warm_up_us } }
+    Limit {
+        requests,
+        per_us,
+        algorithm: Algorithm::TokenBucket { burst, warm_up_us },
+    }
 }
 
 /// As large as a line may be: max_delay × requests + per fits 2^53.
 pub(crate) fn slots(requests: u64, lease_us: u64) -> Limit {
-    Limit { requests, per_us: lease_us, algorithm: Algorithm::Concurrency { max_duration_us: 0 } }
+    Limit {
+        requests,
+        per_us: lease_us,
+        algorithm: Algorithm::Concurrency { max_duration_us: 0 },
+    }
 }
 
 pub(crate) fn line(requests: u64, per_us: u64, max_delay_us: u64) -> Limit {
     let requests = requests.min((MAX_UNITS - per_us) / max_delay_us.max(1));
-    Limit { requests, per_us, algorithm: Algorithm::LeakyBucket { max_delay_us } }
+    Limit {
+        requests,
+        per_us,
+        algorithm: Algorithm::LeakyBucket { max_delay_us },
+    }
 }
 
 pub(crate) fn charge<'a>(limit: &'a Limit, key: &'a Key, cost: u64) -> Charge<'a> {
@@ -80,8 +104,10 @@ impl Model {
             })
             .collect();
         let refusals: Vec<_> = asked.iter().map(|(_, refusal)| *refusal).collect();
-        let admitted =
-            charges.iter().zip(&refusals).all(|(charge, refusal)| charge.shadow || refusal.is_none());
+        let admitted = charges
+            .iter()
+            .zip(&refusals)
+            .all(|(charge, refusal)| charge.shadow || refusal.is_none());
         let (mut standings, mut delay_us, mut stands_us) = (Vec::new(), 0, SmallVec::new());
         let settles = charges.iter().any(|charge| charge.settles);
         for (at, (charge, (state, refusal))) in charges.iter().zip(&mut asked).enumerate() {
@@ -104,21 +130,43 @@ impl Model {
                 stands_us.push(is_told.then(|| state.at(charge.limit, time_us).stands_us()));
             }
             let (algorithm, per_us) = charge.limit.identity();
-            self.states.insert((charge.key.id(), algorithm, per_us), state.clone());
+            self.states
+                .insert((charge.key.id(), algorithm, per_us), state.clone());
             standings.push(Some(state.at(charge.limit, time_us).standing(*refusal)));
         }
-        let grants = if admitted { self.lend(charges, time_us) } else { <_>::default() };
-        Decision { now_us: time_us, admitted, standings: standings.into(), delay_us, grants, stands_us }
+        let grants = if admitted {
+            self.lend(charges, time_us)
+        } else {
+            <_>::default()
+        };
+        Decision {
+            now_us: time_us,
+            admitted,
+            standings: standings.into(),
+            delay_us,
+            grants,
+            stands_us,
+        }
     }
 
     pub(crate) fn lend(&mut self, charges: &[Charge<'_>], time_us: u64) -> SmallVec<[Grant; 1]> {
-        let id =
-            |charge: &Charge<'_>| (charge.key.id(), charge.limit.identity().0, charge.limit.identity().1);
+        let id = |charge: &Charge<'_>| {
+            (
+                charge.key.id(),
+                charge.limit.identity().0,
+                charge.limit.identity().1,
+            )
+        };
         let grants = grants(charges, time_us, |charge, until_us| {
-            self.states[&id(charge)].at(charge.limit, time_us).lends(time_us, until_us)
+            self.states[&id(charge)]
+                .at(charge.limit, time_us)
+                .lends(time_us, until_us)
         });
         for grant in &grants {
-            for charge in charges.iter().filter(|charge| charge.group == grant.group && !charge.shadow) {
+            for charge in charges
+                .iter()
+                .filter(|charge| charge.group == grant.group && !charge.shadow)
+            {
                 let state = self.states.get_mut(&id(charge)).unwrap();
                 state.lend(charge.limit, grant.units, time_us, grant.until_us);
             }
@@ -130,7 +178,9 @@ impl Model {
         for late in late {
             let (algorithm, per_us) = late.limit.identity();
             let state = self.states.entry((late.key.id(), algorithm, per_us));
-            state.or_insert_with(|| late.limit.fresh()).amend(late.limit, late.amendment, time_us);
+            state
+                .or_insert_with(|| late.limit.fresh())
+                .amend(late.limit, late.amendment, time_us);
         }
     }
 }
@@ -147,13 +197,19 @@ pub(crate) async fn ask(
 pub(crate) static SCRIPT: LazyLock<Script> = LazyLock::new(|| Script::new("t"));
 
 /// Runs a program, loaded if need be.
-pub(crate) async fn run(connection: &mut MultiplexedConnection, command: &redis::Cmd) -> redis::Value {
+pub(crate) async fn run(
+    connection: &mut MultiplexedConnection,
+    command: &redis::Cmd,
+) -> redis::Value {
     match connection.send_packed_command(command).await {
         Ok(redis::Value::ServerError(error)) if error.code() == "NOSCRIPT" => {}
         reply => return reply.unwrap(),
     }
     let loads = SCRIPT.load();
-    connection.send_packed_commands(&loads, 0, loads.len()).await.unwrap();
+    connection
+        .send_packed_commands(&loads, 0, loads.len())
+        .await
+        .unwrap();
     connection.send_packed_command(command).await.unwrap()
 }
 
@@ -165,7 +221,10 @@ async fn sums_may_come_again_after_all_units_there_are() {
     for n in 0..6 {
         let asked = [charge(&limit, &owner, if n == 4 { 1 } else { MAX_UNITS })];
         for time_us in [START_US + n * 1_000, START_US + n * 1_000 + 1] {
-            assert_eq!(ask(&mut connection, &asked, time_us).await, model.decide(&asked, time_us));
+            assert_eq!(
+                ask(&mut connection, &asked, time_us).await,
+                model.decide(&asked, time_us)
+            );
         }
     }
 }
@@ -181,21 +240,43 @@ async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
         for n in 0..700u64 {
             time_us += 3;
             let limit = log(if n % 5 == 0 { 40 } else { 2_000 }, 1_000_000);
-            let asked = [charge(&limit, &key, [1, 1, 3, 7][usize::try_from(n % 4).unwrap()])];
+            let asked = [charge(
+                &limit,
+                &key,
+                [1, 1, 3, 7][usize::try_from(n % 4).unwrap()],
+            )];
             let expected = model.decide(&asked, time_us);
-            assert_eq!(ask(&mut connection, &asked, time_us).await, expected, "round {round}, {n}");
+            assert_eq!(
+                ask(&mut connection, &asked, time_us).await,
+                expected,
+                "round {round}, {n}"
+            );
         }
         // All but the last few leave at once.
         time_us += 1_000_000 - 10;
     }
     let limit = log(2_000, 1_000_000);
-    let mut entries: u64 = redis::cmd("ZCARD").arg(&name).query_async(&mut connection).await.unwrap();
+    let mut entries: u64 = redis::cmd("ZCARD")
+        .arg(&name)
+        .query_async(&mut connection)
+        .await
+        .unwrap();
     while entries > 20 {
         time_us += 1;
         let asked = [charge(&limit, &key, 1)];
-        assert_eq!(ask(&mut connection, &asked, time_us).await, model.decide(&asked, time_us));
-        let left: u64 = redis::cmd("ZCARD").arg(&name).query_async(&mut connection).await.unwrap();
-        assert!(left < entries && entries - left <= 64, "{entries} became {left}");
+        assert_eq!(
+            ask(&mut connection, &asked, time_us).await,
+            model.decide(&asked, time_us)
+        );
+        let left: u64 = redis::cmd("ZCARD")
+            .arg(&name)
+            .query_async(&mut connection)
+            .await
+            .unwrap();
+        assert!(
+            left < entries && entries - left <= 64,
+            "{entries} became {left}"
+        );
         entries = left;
     }
 }
@@ -206,22 +287,40 @@ async fn same_ends(
     limit: &Limit,
     steps: &[(u8, u64, u64, usize)],
 ) -> Result<(), TestCaseError> {
-    let _: () = redis::cmd("FLUSHALL").query_async(connection).await.unwrap();
-    let (owner, mut model, mut time_us, mut times) = (key("k"), Model::default(), START_US, vec![START_US]);
+    let _: () = redis::cmd("FLUSHALL")
+        .query_async(connection)
+        .await
+        .unwrap();
+    let (owner, mut model, mut time_us, mut times) =
+        (key("k"), Model::default(), START_US, vec![START_US]);
     for (n, (what, after_us, units, back)) in steps.iter().enumerate() {
         time_us += after_us;
-        let lease = (*what == 7).then_some(Lease { size: Some(1), ttl_us: 1 + units * 7 });
-        let asked =
-            [Charge { counts_rejected: true, lease, wanted: *units, ..charge(limit, &owner, *units) }];
+        let lease = (*what == 7).then_some(Lease {
+            size: Some(1),
+            ttl_us: 1 + units * 7,
+        });
+        let asked = [Charge {
+            counts_rejected: true,
+            lease,
+            wanted: *units,
+            ..charge(limit, &owner, *units)
+        }];
         let at_us = times[times.len().saturating_sub(back + 1)];
         let amendment = match what {
-            0 => Some(Amendment::Credit { units: *units, at_us }),
+            0 => Some(Amendment::Credit {
+                units: *units,
+                at_us,
+            }),
             1 => Some(Amendment::Charge(*units)),
             _ => None,
         };
         let look = [charge(limit, &owner, 0)];
         let asked = if let Some(amendment) = amendment {
-            let late = [Late { limit, key: &owner, amendment }];
+            let late = [Late {
+                limit,
+                key: &owner,
+                amendment,
+            }];
             run(connection, &SCRIPT.amend(&late, Some(time_us))).await;
             model.amend(&late, time_us);
             &look
@@ -231,23 +330,45 @@ async fn same_ends(
         };
         let expected = model.decide(asked, time_us);
         times.extend(expected.grants.iter().map(|grant| grant.until_us));
-        prop_assert_eq!(ask(connection, asked, time_us).await, expected, "step {} at {}", n, time_us);
+        prop_assert_eq!(
+            ask(connection, asked, time_us).await,
+            expected,
+            "step {} at {}",
+            n,
+            time_us
+        );
     }
     Ok(())
 }
 
 #[test]
 fn lua_counts_the_rejected_and_settles_costs_as_rust_does() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     let server = Server::start();
     let connection = runtime.block_on(server.connection());
     // With the long period up to some hundred charges live at once: some are bundled.
-    let limits =
-        [log(5, PER_US), log(300, 20 * PER_US), log(2_000, 20 * PER_US), sub_windows(40, PER_US, 10)];
+    let limits = [
+        log(5, PER_US),
+        log(300, 20 * PER_US),
+        log(2_000, 20 * PER_US),
+        sub_windows(40, PER_US, 10),
+    ];
     let units = prop_oneof![18 => Just(1u64), 4 => 2..6u64, 1 => 6..90u64];
-    let step = (0..9u8, prop_oneof![1 => Just(0u64), 9 => 1..5u64, 1 => 0..500u64], units, 0..400usize);
+    let step = (
+        0..9u8,
+        prop_oneof![1 => Just(0u64), 9 => 1..5u64, 1 => 0..500u64],
+        units,
+        0..400usize,
+    );
     let cases = (0..limits.len(), prop::collection::vec(step, 1..700));
-    let config = Config { cases: 60, failure_persistence: None, ..Config::default() };
+    let config = Config {
+        cases: 60,
+        failure_persistence: None,
+        ..Config::default()
+    };
     let checked = TestRunner::new(config).run(&cases, |(limit, steps)| {
         runtime.block_on(same_ends(&mut connection.clone(), &limits[limit], &steps))
     });
@@ -264,7 +385,11 @@ async fn a_small_log_is_one_entry_per_charge_and_a_large_one_is_small() {
     let asked = [charge(&limit, &owner, 1)];
     let name = Script::new("t").key(&asked[0]);
     for n in 1..=10_000 {
-        assert!(ask(&mut connection, &asked, START_US + n * 1_000).await.admitted);
+        assert!(
+            ask(&mut connection, &asked, START_US + n * 1_000)
+                .await
+                .admitted
+        );
         let (bytes, entries): (u64, u64) = match n {
             128 | 1_000 | 10_000 => redis::pipe()
                 .cmd("MEMORY")
@@ -280,7 +405,10 @@ async fn a_small_log_is_one_entry_per_charge_and_a_large_one_is_small() {
             _ => continue,
         };
         match n {
-            128 => assert!(entries == 128 && bytes < 128 * 25, "{entries} entries, {bytes} bytes"),
+            128 => assert!(
+                entries == 128 && bytes < 128 * 25,
+                "{entries} entries, {bytes} bytes"
+            ),
             1_000 => assert!(bytes < 1_000 * 20, "{bytes} bytes"),
             _ => assert!(bytes < 10_000 * 8, "{bytes} bytes"),
         }
@@ -293,7 +421,12 @@ async fn a_clock_that_ran_ahead_for_one_key_ages_no_other() {
     let mut connection = server.connection().await;
     let (limit, ahead, here) = (log(1, 1_000), key("ahead"), key("here"));
     ask(&mut connection, &[charge(&limit, &here, 1)], START_US).await;
-    ask(&mut connection, &[charge(&limit, &ahead, 1)], START_US + 10_000).await;
+    ask(
+        &mut connection,
+        &[charge(&limit, &ahead, 1)],
+        START_US + 10_000,
+    )
+    .await;
     let both = [charge(&limit, &ahead, 1), charge(&limit, &here, 1)];
     let answer = ask(&mut connection, &both, START_US + 1).await;
     let until = |answer: &Decision, n: usize| answer.standings[n].unwrap().refusal;
@@ -305,17 +438,33 @@ async fn a_clock_that_ran_ahead_for_one_key_ages_no_other() {
 async fn keys_live_until_their_state_is_fresh_and_not_longer() {
     let server = Server::start();
     let (_shared, redis) = server.redis().await;
-    let (log, window, owner) = (log(5, 60_000_000), window(5, 60_000_000, 7_000_000), key("ttl"));
+    let (log, window, owner) = (
+        log(5, 60_000_000),
+        window(5, 60_000_000, 7_000_000),
+        key("ttl"),
+    );
     let line = line(5, 60_000_000, 1_000_000);
-    let charges = [charge(&log, &owner, 1), charge(&window, &owner, 1), charge(&line, &owner, 1)];
-    let answer = redis.decide(&charges, tokio::time::Instant::now()).await.unwrap();
+    let charges = [
+        charge(&log, &owner, 1),
+        charge(&window, &owner, 1),
+        charge(&line, &owner, 1),
+    ];
+    let answer = redis
+        .decide(&charges, tokio::time::Instant::now())
+        .await
+        .unwrap();
     let script = Script::new("t");
     for (charge, ends_us) in [
         (&charges[0], answer.now_us + 60_000_000),
         (&charges[2], answer.now_us + 12_000_000),
-        (&charges[1], answer.now_us - (answer.now_us - 7_000_000) % 60_000_000 + 60_000_000),
+        (
+            &charges[1],
+            answer.now_us - (answer.now_us - 7_000_000) % 60_000_000 + 60_000_000,
+        ),
     ] {
-        let expires_ms: u64 = server.command(&format!("PEXPIRETIME {}", script.key(charge))).await;
+        let expires_ms: u64 = server
+            .command(&format!("PEXPIRETIME {}", script.key(charge)))
+            .await;
         assert_eq!(expires_ms, ends_us.div_ceil(1000));
     }
 }
@@ -329,10 +478,21 @@ async fn a_refusal_leaves_no_trace_and_every_key_expires() {
     assert!(!ask(&mut connection, &asked, START_US).await.admitted);
     assert_eq!(keys(&server).await, Vec::<String>::new());
     assert!(ask(&mut connection, &asked[..1], START_US).await.admitted);
-    let before: u64 = server.command(&format!("PEXPIRETIME {}", keys(&server).await[0])).await;
-    assert!(!ask(&mut connection, &asked[..1], START_US + 500_000).await.admitted);
-    let after: u64 = server.command(&format!("PEXPIRETIME {}", keys(&server).await[0])).await;
-    assert_eq!((before, after), ((START_US + 1_000_000) / 1000, (START_US + 1_000_000) / 1000));
+    let before: u64 = server
+        .command(&format!("PEXPIRETIME {}", keys(&server).await[0]))
+        .await;
+    assert!(
+        !ask(&mut connection, &asked[..1], START_US + 500_000)
+            .await
+            .admitted
+    );
+    let after: u64 = server
+        .command(&format!("PEXPIRETIME {}", keys(&server).await[0]))
+        .await;
+    assert_eq!(
+        (before, after),
+        ((START_US + 1_000_000) / 1000, (START_US + 1_000_000) / 1000)
+    );
 }
 
 #[tokio::test]
@@ -343,7 +503,10 @@ async fn there_is_one_program_per_set_of_algorithms_whatever_is_asked() {
     assert_eq!(server.info("memory", "number_of_cached_scripts").await, 2);
     for n in 1..50 {
         let (limit, owner) = (log(n, n * 1_000_000), key(&n.to_string()));
-        redis.decide(&[charge(&limit, &owner, n)], tokio::time::Instant::now()).await.unwrap();
+        redis
+            .decide(&[charge(&limit, &owner, n)], tokio::time::Instant::now())
+            .await
+            .unwrap();
     }
     assert_eq!(server.info("memory", "number_of_cached_scripts").await, 3);
 }
@@ -357,8 +520,9 @@ async fn many_tasks_on_one_key_never_pass_the_limit_and_use_it_up() {
     let server = Server::start();
     let handles = [server.redis().await.1, server.redis().await.1];
     let end = Instant::now() + Duration::from_secs(SECONDS);
-    let tasks: Vec<_> =
-        (0..64).map(|n| tokio::spawn(hammer(handles[n % 2].clone(), log(LIMIT, PER_US), end))).collect();
+    let tasks: Vec<_> = (0..64)
+        .map(|n| tokio::spawn(hammer(handles[n % 2].clone(), log(LIMIT, PER_US), end)))
+        .collect();
     let mut times = Vec::new();
     for task in tasks {
         times.extend(task.await.unwrap());
@@ -367,7 +531,12 @@ async fn many_tasks_on_one_key_never_pass_the_limit_and_use_it_up() {
     let limit = usize::try_from(LIMIT).unwrap();
     for (nth, first) in times.iter().enumerate() {
         if let Some(beyond) = times.get(nth + limit) {
-            assert!(beyond - first >= PER_US, "{} units in {} µs", limit + 1, beyond - first);
+            assert!(
+                beyond - first >= PER_US,
+                "{} units in {} µs",
+                limit + 1,
+                beyond - first
+            );
         }
     }
     let possible = LIMIT * (SECONDS * 1_000_000 / PER_US);
@@ -379,7 +548,9 @@ async fn many_tasks_on_one_key_never_pass_the_limit_and_use_it_up() {
 async fn hammer(redis: Redis, limit: Limit, end: Instant) -> Vec<u64> {
     let (owner, mut admitted) = (key("hot"), Vec::new());
     while Instant::now() < end {
-        let answer = redis.decide(&[charge(&limit, &owner, 1)], tokio::time::Instant::now()).await;
+        let answer = redis
+            .decide(&[charge(&limit, &owner, 1)], tokio::time::Instant::now())
+            .await;
         let answer = answer.expect("nothing fails here");
         if answer.admitted {
             admitted.push(answer.now_us);
@@ -394,9 +565,11 @@ async fn a_refusal_tells_the_truth() {
     const PER: Duration = Duration::from_millis(60);
     let server = Server::start();
     let store = Store::redis(server.redis().await.1);
-    for (name, limit) in
-        [("log", log(3, 60_000)), ("window", window(3, 60_000, 0)), ("line", line(3, 60_000, 45_000))]
-    {
+    for (name, limit) in [
+        ("log", log(3, 60_000)),
+        ("window", window(3, 60_000, 0)),
+        ("line", line(3, 60_000, 45_000)),
+    ] {
         let owner = key(name);
         for round in 0..20 {
             let asked = [charge(&limit, &owner, 1)];
@@ -405,7 +578,9 @@ async fn a_refusal_tells_the_truth() {
             let wait = loop {
                 let answer = store.decide(&asked).await.unwrap();
                 match answer.standings[0].unwrap().refusal {
-                    Some(Refusal::Until(until_us)) if refusals == 2 => break until_us - answer.now_us,
+                    Some(Refusal::Until(until_us)) if refusals == 2 => {
+                        break until_us - answer.now_us;
+                    }
                     Some(_) => refusals += 1,
                     None => {}
                 }
@@ -435,12 +610,18 @@ async fn an_exhausted_key_is_refused_without_asking_redis() {
     let again = store.decide(&asked).await.unwrap();
     assert_eq!(server.info("commandstats", "cmdstat_evalsha").await, calls);
     let wait = |decision: &Decision| match decision.standings[0] {
-        Some(Standing { refusal: Some(Refusal::Until(until_us)), .. }) => until_us - decision.now_us,
+        Some(Standing {
+            refusal: Some(Refusal::Until(until_us)),
+            ..
+        }) => until_us - decision.now_us,
         standing => panic!("{standing:?}"),
     };
     assert!(!again.admitted && wait(&again) <= wait(&refused) && wait(&again) > 9_000_000);
     server.kill();
-    assert!(!store.decide(&asked).await.unwrap().admitted, "known, whatever becomes of Redis");
+    assert!(
+        !store.decide(&asked).await.unwrap().admitted,
+        "known, whatever becomes of Redis"
+    );
     let other = key("other");
     assert!(store.decide(&[charge(&limit, &other, 1)]).await.is_err());
 }
@@ -459,11 +640,19 @@ async fn the_wait_of_several_limits_is_the_longest_also_when_they_were_exhausted
     assert!(!store.decide(&asked[..1]).await.unwrap().admitted);
     for _ in 0..2 {
         let answer = store.decide(&asked).await.unwrap();
-        let until_us = answer.standings.iter().flatten().filter_map(|standing| match standing.refusal {
-            Some(Refusal::Until(until_us)) => Some(until_us),
-            _ => None,
-        });
-        assert!(until_us.max().unwrap() - answer.now_us > 50_000_000, "{answer:?}");
+        let until_us =
+            answer
+                .standings
+                .iter()
+                .flatten()
+                .filter_map(|standing| match standing.refusal {
+                    Some(Refusal::Until(until_us)) => Some(until_us),
+                    _ => None,
+                });
+        assert!(
+            until_us.max().unwrap() - answer.now_us > 50_000_000,
+            "{answer:?}"
+        );
     }
 }
 
@@ -472,14 +661,27 @@ async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
     let server = Server::start();
     let (_shared, redis) = server.redis().await;
     let (owner, one) = (key("p"), log(1, 60_000_000));
-    let block = |per_us| Limit { requests: 1, per_us, algorithm: Algorithm::Block };
+    let block = |per_us| Limit {
+        requests: 1,
+        per_us,
+        algorithm: Algorithm::Block,
+    };
     let (short, long) = (block(90_000_000), block(900_000_000));
     let charges = |block| [charge(block, &owner, 1), charge(&one, &owner, 1)];
-    let decide = async |block| redis.decide(&charges(block), tokio::time::Instant::now()).await.unwrap();
+    let decide = async |block| {
+        redis
+            .decide(&charges(block), tokio::time::Instant::now())
+            .await
+            .unwrap()
+    };
     assert!(decide(&short).await.admitted);
     // Beside the connection's own probe.
     let kept = async || -> Vec<String> {
-        keys(&server).await.into_iter().filter(|name| name.ends_with(":p")).collect()
+        keys(&server)
+            .await
+            .into_iter()
+            .filter(|name| name.ends_with(":p"))
+            .collect()
     };
     assert_eq!(kept().await.len(), 1, "nobody is blocked");
     let begins = decide(&short).await;
@@ -490,7 +692,10 @@ async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
     assert!(kept.len() == 2 && kept.contains(&name), "{kept:?}");
     assert_eq!(tag(&kept[0]), tag(&kept[1]));
     // A longer block_for after a reload is the same block, and knocking leaves it as it is.
-    assert_eq!(decide(&long).await.standings[0].unwrap().refusal, Some(Refusal::Until(ends_us)));
+    assert_eq!(
+        decide(&long).await.standings[0].unwrap().refusal,
+        Some(Refusal::Until(ends_us))
+    );
     let expires_ms: u64 = server.command(&format!("PEXPIRETIME {name}")).await;
     assert_eq!(expires_ms, ends_us.div_ceil(1000));
 }
@@ -501,12 +706,19 @@ async fn a_block_that_is_remembered_says_how_long_it_lasts() {
     let (_shared, redis) = server.redis().await;
     let store = Store::redis(redis);
     let (owner, one) = (key("p"), log(1, 100_000));
-    let block = Limit { requests: 1, per_us: 60_000_000, algorithm: Algorithm::Block };
+    let block = Limit {
+        requests: 1,
+        per_us: 60_000_000,
+        algorithm: Algorithm::Block,
+    };
     let charges = [charge(&block, &owner, 1), charge(&one, &owner, 1)];
     while store.decide(&charges).await.unwrap().admitted {}
     let again = store.decide(&charges).await.unwrap();
     let standing = again.standings[0].unwrap();
-    assert!(!again.admitted && standing.refusal.is_some(), "{standing:?}");
+    assert!(
+        !again.admitted && standing.refusal.is_some(),
+        "{standing:?}"
+    );
     assert_eq!(standing.refusal, standing.grows_at_us.map(Refusal::Until));
 }
 
@@ -515,15 +727,33 @@ async fn a_foreign_value_in_place_of_a_block_is_not_believed() {
     let server = Server::start();
     let mut connection = server.connection().await;
     let (owner, one) = (key("p"), log(1, 1_000));
-    let block = Limit { requests: 1, per_us: 1_000, algorithm: Algorithm::Block };
+    let block = Limit {
+        requests: 1,
+        per_us: 1_000,
+        algorithm: Algorithm::Block,
+    };
     let charges = [charge(&block, &owner, 1), charge(&one, &owner, 1)];
     ask(&mut connection, &charges, START_US).await;
     let _: () = server.command("FLUSHDB").await;
     let name = SCRIPT.key(&charges[0]);
     for foreign in ["", "x", "-1", "1e3", "99999999999999999999", "1:2"] {
-        let _: () = redis::cmd("SET").arg(&name).arg(foreign).query_async(&mut connection).await.unwrap();
-        let reply = connection.send_packed_command(&SCRIPT.decide(&charges, Some(START_US))).await;
-        assert!(format!("{reply:?}").contains("FOREIGN"), "{foreign:?}: {reply:?}");
-        assert_eq!(keys(&server).await, std::slice::from_ref(&name), "nothing is written");
+        let _: () = redis::cmd("SET")
+            .arg(&name)
+            .arg(foreign)
+            .query_async(&mut connection)
+            .await
+            .unwrap();
+        let reply = connection
+            .send_packed_command(&SCRIPT.decide(&charges, Some(START_US)))
+            .await;
+        assert!(
+            format!("{reply:?}").contains("FOREIGN"),
+            "{foreign:?}: {reply:?}"
+        );
+        assert_eq!(
+            keys(&server).await,
+            std::slice::from_ref(&name),
+            "nothing is written"
+        );
     }
 }

@@ -68,7 +68,11 @@ async fn an_edited_include_takes_effect() {
     let included = dir.path().join("policies");
     fs::create_dir(&included).unwrap();
     fs::write(included.join("a.toml"), policy(1_000)).unwrap();
-    fs::write(dir.path().join("config.toml"), "include = [\"policies/*.toml\"]\n").unwrap();
+    fs::write(
+        dir.path().join("config.toml"),
+        "include = [\"policies/*.toml\"]\n",
+    )
+    .unwrap();
     let upstream = Upstream::echo().await;
     let builder = Proxy::builder().config_at(&dir.path().join("config.toml"));
     let proxy = builder.upstream(upstream.address).start().await;
@@ -88,7 +92,9 @@ struct ConfigMap {
 
 impl ConfigMap {
     fn mounted(content: &str) -> Self {
-        let map = Self { dir: TempDir::new().unwrap() };
+        let map = Self {
+            dir: TempDir::new().unwrap(),
+        };
         map.swap("..2026_11_20_10_00_00.1", content);
         symlink("..data/config.toml", map.dir.path().join("config.toml")).unwrap();
         map
@@ -115,11 +121,16 @@ impl ConfigMap {
 async fn a_config_map_takes_effect_at_every_one_of_three_swaps() {
     let map = ConfigMap::mounted(&policy(1_000));
     let upstream = Upstream::echo().await;
-    let builder = Proxy::builder().config_at(map.config().as_ref()).upstream(upstream.address);
+    let builder = Proxy::builder()
+        .config_at(map.config().as_ref())
+        .upstream(upstream.address);
     let proxy = builder.start().await;
     assert_eq!(limit(&proxy).await, Some(1_000));
     for swap in 2..=4 {
-        map.swap(&format!("..2026_11_20_10_00_0{swap}.{swap}"), &policy(swap * 1_000));
+        map.swap(
+            &format!("..2026_11_20_10_00_0{swap}.{swap}"),
+            &policy(swap * 1_000),
+        );
         takes_effect(&proxy, swap * 1_000, &format!("swap {}", swap - 1)).await;
     }
 }
@@ -139,20 +150,34 @@ async fn a_bad_file_changes_nothing_and_is_told_until_a_good_one_comes() {
     let proxy = Proxy::start(&policy(1_000), upstream.address).await;
     let bad = [
         ("no TOML", "[[policy]\nname = \"p\"", ""),
-        ("an unknown key", "[[policy]]\nname = \"p\"\nlimitt = { requests = 1, per = \"1h\" }", "limitt"),
+        (
+            "an unknown key",
+            "[[policy]]\nname = \"p\"\nlimitt = { requests = 1, per = \"1h\" }",
+            "limitt",
+        ),
         (
             "a bad value",
             "[[policy]]\nname = \"p\"\nlimit = { requests = 1, per = \"1 fortnight\" }",
             "fortnight",
         ),
-        ("a missing include", "include = [\"missing.toml\"]", "missing.toml"),
+        (
+            "a missing include",
+            "include = [\"missing.toml\"]",
+            "missing.toml",
+        ),
     ];
     for (what, text, told) in bad {
         let mark = proxy.log_mark();
         proxy.write_config(text);
         let complaint = |line: &LogLine| is_complaint(line) && line.mentions(told);
-        proxy.wait_for_log(&format!("a complaint about {what}"), mark, SOON, complaint).await;
-        assert_eq!(limit(&proxy).await, Some(1_000), "{what} must change nothing");
+        proxy
+            .wait_for_log(&format!("a complaint about {what}"), mark, SOON, complaint)
+            .await;
+        assert_eq!(
+            limit(&proxy).await,
+            Some(1_000),
+            "{what} must change nothing"
+        );
     }
     proxy.write_config(&policy(2_000));
     takes_effect(&proxy, 2_000, "a good file after bad ones").await;
@@ -164,7 +189,14 @@ async fn a_removed_file_changes_nothing() {
     let proxy = Proxy::start(&policy(1_000), upstream.address).await;
     let mark = proxy.log_mark();
     fs::remove_file(proxy.config_path()).unwrap();
-    proxy.wait_for_log("a complaint about the missing file", mark, SOON, is_complaint).await;
+    proxy
+        .wait_for_log(
+            "a complaint about the missing file",
+            mark,
+            SOON,
+            is_complaint,
+        )
+        .await;
     assert_eq!(limit(&proxy).await, Some(1_000));
     proxy.write_config(&policy(2_000));
     takes_effect(&proxy, 2_000, "the file is back").await;
@@ -196,14 +228,25 @@ async fn trap_15_usage_is_kept_a_raised_limit_frees_and_a_lowered_one_binds_at_o
     // Raised: two more than are used. Polling for it is refused until then, and then uses one.
     proxy.write_config(&policy(5));
     takes_effect(&proxy, 5, "raised").await;
-    assert_eq!(proxy.statuses("/", 2).await, [200, 429], "three were used, one by looking");
+    assert_eq!(
+        proxy.statuses("/", 2).await,
+        [200, 429],
+        "three were used, one by looking"
+    );
     proxy.write_config(&policy(2));
     takes_effect(&proxy, 2, "lowered").await;
     let refused = proxy.get("/").await;
-    assert_eq!((refused.status, refused.parameter("ratelimit", "p", "r")), (429, Some(0)));
+    assert_eq!(
+        (refused.status, refused.parameter("ratelimit", "p", "r")),
+        (429, Some(0))
+    );
     proxy.write_config(&policy(6));
     takes_effect(&proxy, 6, "raised again").await;
-    assert_eq!(proxy.get("/").await.status, 429, "five were used before, and one by looking");
+    assert_eq!(
+        proxy.get("/").await.status,
+        429,
+        "five were used before, and one by looking"
+    );
 }
 
 #[tokio::test]
@@ -226,7 +269,11 @@ async fn a_request_in_flight_survives_a_reload() {
     let (feeder, body) = fed();
     let body = Mutex::new(Some(body));
     let upstream = Upstream::serving(move |request| {
-        let slow = if request.uri() == "/slow" { body.lock().unwrap().take() } else { None };
+        let slow = if request.uri() == "/slow" {
+            body.lock().unwrap().take()
+        } else {
+            None
+        };
         async { Response::new(slow.unwrap_or_default()) }
     })
     .await;
@@ -252,17 +299,25 @@ async fn what_needs_a_restart_is_said_so() {
     proxy.write_config(&format!("[listen]\nmax_connections = 5\n{}", policy(2_000)));
     takes_effect(&proxy, 2_000, "the policies beside it").await;
     let told = |line: &LogLine| is_complaint(line) && line.mentions("restart");
-    proxy.wait_for_log("word that the listener needs a restart", mark, SOON, told).await;
+    proxy
+        .wait_for_log("word that the listener needs a restart", mark, SOON, told)
+        .await;
 }
 
 #[tokio::test]
 async fn a_reload_that_changes_block_for_ends_no_block() {
     let policy = |requests: u64, block: &str| {
-        format!("[[policy]]\nname = \"p\"\nlimit = {{ requests = {requests}, per = \"1ms\" }}\n{block}")
+        format!(
+            "[[policy]]\nname = \"p\"\nlimit = {{ requests = {requests}, per = \"1ms\" }}\n{block}"
+        )
     };
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(&policy(0, "block_for = \"1h\""), upstream.address).await;
-    assert_eq!(proxy.get("/").await.status, 429, "never is no reason for a block");
+    assert_eq!(
+        proxy.get("/").await.status,
+        429,
+        "never is no reason for a block"
+    );
     proxy.write_config(&policy(1, "block_for = \"1h\""));
     takes_effect(&proxy, 1, "one a millisecond").await;
     while proxy.statuses("/", 8).await.ends_with(&[200]) {}
@@ -272,7 +327,10 @@ async fn a_reload_that_changes_block_for_ends_no_block() {
         let reply = proxy.get("/").await;
         assert_eq!(reply.status, 429, "{block}");
         let left_us = reply.retry_after_us();
-        assert!((3_000_000_000..=3_600_000_000).contains(&left_us), "{left_us}");
+        assert!(
+            (3_000_000_000..=3_600_000_000).contains(&left_us),
+            "{left_us}"
+        );
     }
     proxy.write_config(&policy(4_000, ""));
     takes_effect(&proxy, 4_000, "without a block").await;

@@ -33,24 +33,40 @@ fn read(ended: &Ended) -> Value {
 async fn a_log_with_known_answers_gives_them() {
     let dir = TempDir::new().unwrap();
     let answers = draw(dir.path(), 50_000);
-    assert!(answers.broken > 0 && answers.limited > 1000 && answers.forwarded > 1000, "nothing to see");
+    assert!(
+        answers.broken > 0 && answers.limited > 1000 && answers.forwarded > 1000,
+        "nothing to see"
+    );
     let report = read(&replay(dir.path(), &["--json", "--top=1000000", "access.log"]).await);
     let set = &report["sets"][0];
     assert_eq!(report["lines"], answers.lines);
     assert_eq!(report["requests"], answers.requests);
     assert_eq!(report["logs"][0]["broken"], answers.broken);
-    assert_eq!((&set["forwarded"], &set["limited"]), (&answers.forwarded.into(), &answers.limited.into()));
+    assert_eq!(
+        (&set["forwarded"], &set["limited"]),
+        (&answers.forwarded.into(), &answers.limited.into())
+    );
     for policy in set["policies"].as_array().unwrap() {
         let name = policy["name"].as_str().unwrap();
         let wanted = &answers.policies[name];
         assert_eq!(policy["matched"], wanted.matched, "{name}");
-        let refused = policy["rejected"].as_u64().unwrap() + policy["shadow_rejected"].as_u64().unwrap();
+        let refused =
+            policy["rejected"].as_u64().unwrap() + policy["shadow_rejected"].as_u64().unwrap();
         assert_eq!(refused, wanted.refused, "{name}");
         assert_eq!(policy["keys"], wanted.keys.len(), "{name}");
         assert_eq!(policy["keys_touched"], wanted.touched(), "{name}");
-        let told = set["top"].as_array().unwrap().iter().filter(|top| top["policy"] == name);
+        let told = set["top"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|top| top["policy"] == name);
         let told = told.map(|top| {
-            let [_, a, b, c] = top["key"].as_str().unwrap().parse::<std::net::Ipv4Addr>().unwrap().octets();
+            let [_, a, b, c] = top["key"]
+                .as_str()
+                .unwrap()
+                .parse::<std::net::Ipv4Addr>()
+                .unwrap()
+                .octets();
             let client = u32::from_be_bytes([0, a, b, c]);
             assert_eq!((top["requests"].as_u64(), top["refused"].as_u64()), {
                 let (requests, refused) = wanted.keys[&client];
@@ -67,12 +83,27 @@ async fn a_report_for_people_and_a_page() {
     draw(dir.path(), 10_000);
     let more = old_log::POLICIES.replace("requests = 20", "requests = 200");
     fs::write(dir.path().join("more.toml"), more).unwrap();
-    let args = ["--suggest", "--compare=more.toml", "--html=report.html", "access.log"];
+    let args = [
+        "--suggest",
+        "--compare=more.toml",
+        "--html=report.html",
+        "access.log",
+    ];
     let ended = replay(dir.path(), &args).await;
-    assert!(ended.status.success() && ended.stderr.is_empty(), "{}", ended.stderr);
-    for told in
-        ["10,000 requests in", "SIDE BY SIDE", "BY more.toml", "WHEN:", "MOST LIMITED KEYS", "SUGGESTED", "█"]
-    {
+    assert!(
+        ended.status.success() && ended.stderr.is_empty(),
+        "{}",
+        ended.stderr
+    );
+    for told in [
+        "10,000 requests in",
+        "SIDE BY SIDE",
+        "BY more.toml",
+        "WHEN:",
+        "MOST LIMITED KEYS",
+        "SUGGESTED",
+        "█",
+    ] {
         assert!(ended.stdout.contains(told), "{told}\n{}", ended.stdout);
     }
     assert!(!ended.stdout.contains('\u{1b}'), "no terminal, no colours");
@@ -98,8 +129,15 @@ async fn a_log_comes_by_stdin_too() {
     let dir = TempDir::new().unwrap();
     let answers = draw(dir.path(), 10_000);
     let mut command = tidegate();
-    command.current_dir(dir.path()).args(["replay", "--json", "-"]);
-    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true).spawn().unwrap();
+    command
+        .current_dir(dir.path())
+        .args(["replay", "--json", "-"]);
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap();
     let mut stdin = child.stdin.take().unwrap();
     let log = fs::read(dir.path().join("access.log")).unwrap();
     let (written, output) = tokio::join!(
@@ -128,7 +166,10 @@ async fn what_is_wrong_is_said() {
         (&[], "ACCESS_LOG"),
     ] {
         let ended = replay(dir.path(), args).await;
-        assert!(!ended.status.success() && ended.stdout.is_empty(), "{args:?}");
+        assert!(
+            !ended.status.success() && ended.stdout.is_empty(),
+            "{args:?}"
+        );
         assert!(ended.stderr.contains(said), "{args:?}: {}", ended.stderr);
     }
 }

@@ -31,11 +31,18 @@ cost = { estimate = 100, actual = "response_header:x-units" }
 "#;
 
 /// Each gives back in its own way.
-const ALGORITHMS: [&str; 4] = ["fixed_window", "sliding_log", "sliding_window", "token_bucket"];
+const ALGORITHMS: [&str; 4] = [
+    "fixed_window",
+    "sliding_log",
+    "sliding_window",
+    "token_bucket",
+];
 
 /// Every algorithm in both stores.
 fn everywhere() -> impl Iterator<Item = (&'static str, bool)> {
-    ALGORITHMS.into_iter().flat_map(|algorithm| [(algorithm, false), (algorithm, true)])
+    ALGORITHMS
+        .into_iter()
+        .flat_map(|algorithm| [(algorithm, false), (algorithm, true)])
 }
 const ALL: u64 = 1000;
 const ESTIMATE: u64 = 100;
@@ -54,7 +61,13 @@ impl Scene {
         let (send, feeders) = channel(1);
         let upstream = Upstream::serving(move |request| answer(request, send.clone())).await;
         let proxy = Proxy::start(config, upstream.address).await;
-        Self { proxy, upstream, feeders, config: config.to_owned(), redis }
+        Self {
+            proxy,
+            upstream,
+            feeders,
+            config: config.to_owned(),
+            redis,
+        }
     }
 
     /// One of [`everywhere`].
@@ -78,7 +91,11 @@ impl Scene {
         let mut seen = None;
         let came = timeout(SOON, async {
             loop {
-                let left = self.proxy.get(&look).await.parameter("ratelimit", policy, "r");
+                let left = self
+                    .proxy
+                    .get(&look)
+                    .await
+                    .parameter("ratelimit", policy, "r");
                 if left == Some(ALL - ESTIMATE - used) {
                     return;
                 }
@@ -100,24 +117,33 @@ async fn answer(request: Request<Incoming>, feeders: Sender<Feeder>) -> Answer {
     let path = request.uri().path().to_owned();
     let what = path.rsplit('/').next().unwrap_or_default();
     let json = |body: &str| {
-        Response::builder().header("content-type", "application/json").body(full(body.to_owned()))
+        Response::builder()
+            .header("content-type", "application/json")
+            .body(full(body.to_owned()))
     };
-    let usage =
-        |units: &str| format!(r#"{{"text":"\"total_tokens\":7","usage":{{"total_tokens":{units}}}}}"#);
+    let usage = |units: &str| {
+        format!(r#"{{"text":"\"total_tokens\":7","usage":{{"total_tokens":{units}}}}}"#)
+    };
     let feed = async |media_type: &str| {
         let (feeder, body) = fed();
         feeders.send(feeder).await.unwrap();
-        Response::builder().header("content-type", media_type.to_owned()).body(body)
+        Response::builder()
+            .header("content-type", media_type.to_owned())
+            .body(body)
     };
     let answer = match (path.starts_with("/head/"), what) {
         (true, "none") => Response::builder().body(full("x")),
         (true, "odd") => Response::builder().header("x-units", "1.5").body(full("x")),
         (true, "fed") => feed("text/plain").await.map(|mut response| {
-            response.headers_mut().insert("trailer", "x-units".parse().unwrap());
+            response
+                .headers_mut()
+                .insert("trailer", "x-units".parse().unwrap());
             response
         }),
         (true, units) => Response::builder().header("x-units", units).body(full("x")),
-        (_, "html") => Response::builder().header("content-type", "text/html").body(full(usage("7"))),
+        (_, "html") => Response::builder()
+            .header("content-type", "text/html")
+            .body(full(usage("7"))),
         (_, "gzip") => Response::builder()
             .header("content-type", "application/json")
             .header("content-encoding", "gzip")
@@ -141,7 +167,11 @@ async fn json_settles_up_and_down() {
             Some(ALL - ESTIMATE),
             "the estimate is reserved"
         );
-        assert_eq!(first.json()["usage"]["total_tokens"], 12, "and the response is the upstream's");
+        assert_eq!(
+            first.json()["usage"]["total_tokens"],
+            12,
+            "and the response is the upstream's"
+        );
         scene.comes_to("body", 12).await;
         scene.proxy.get("/body/250").await;
         scene.comes_to("body", 262).await;
@@ -165,7 +195,9 @@ async fn events_settle_by_the_last_that_tells_and_pass_at_once() {
     for place in everywhere() {
         let mut scene = Scene::at(place).await;
         let mut client = RawClient::connect(scene.proxy.address).await;
-        client.send("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        client
+            .send("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n")
+            .await;
         let feeder = scene.feeder().await;
         for piece in [
             "data: {\"text\":\"first\"}\n\n",
@@ -189,11 +221,21 @@ async fn a_trailer_settles() {
     for place in everywhere() {
         let mut scene = Scene::at(place).await;
         let reply = tokio::spawn(
-            scene.proxy.ask("GET", "/head/fed").header("TE", "trailers").header("Connection", "TE").send(),
+            scene
+                .proxy
+                .ask("GET", "/head/fed")
+                .header("TE", "trailers")
+                .header("Connection", "TE")
+                .send(),
         );
         let feeder = scene.feeder().await;
         assert!(feeder.send("x").await);
-        feeder.trailers(HeaderMap::from_iter([("x-units".parse().unwrap(), "17".parse().unwrap())])).await;
+        feeder
+            .trailers(HeaderMap::from_iter([(
+                "x-units".parse().unwrap(),
+                "17".parse().unwrap(),
+            )]))
+            .await;
         assert!(reply.await.unwrap().complete);
         scene.comes_to("head", 17).await;
     }
@@ -203,7 +245,13 @@ async fn a_trailer_settles() {
 async fn a_response_that_does_not_say_leaves_the_estimate() {
     for place in everywhere() {
         let scene = Scene::at(place).await;
-        for path in ["/body/none", "/body/html", "/body/gzip", "/body/cut", "/body/-3"] {
+        for path in [
+            "/body/none",
+            "/body/html",
+            "/body/gzip",
+            "/body/cut",
+            "/body/-3",
+        ] {
             assert_eq!(scene.proxy.get(path).await.status, 200);
         }
         assert_eq!(scene.proxy.ask("HEAD", "/body/7").status().await, 200);
@@ -221,7 +269,9 @@ async fn what_broke_off_leaves_the_estimate() {
     let told = "data: {\"usage\":{\"total_tokens\":7}}\n\n";
 
     let mut leaver = RawClient::connect(scene.proxy.address).await;
-    leaver.send("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    leaver
+        .send("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n")
+        .await;
     let feeder = scene.feeder().await;
     assert!(feeder.send(told).await);
     leaver.read_past(told.as_bytes()).await;
@@ -265,7 +315,11 @@ async fn what_goes_back_is_felt_by_who_was_refused() {
             let reply = tokio::spawn(scene.proxy.ask("GET", "/body/fed").send());
             slow.push((scene.feeder().await, reply));
         }
-        assert_eq!(scene.proxy.get("/body/0").await.status, 429, "all is reserved");
+        assert_eq!(
+            scene.proxy.get("/body/0").await.status,
+            429,
+            "all is reserved"
+        );
         for (feeder, reply) in slow {
             assert!(feeder.send(r#"{"usage":{"total_tokens":1}}"#).await);
             drop(feeder);
@@ -287,7 +341,10 @@ async fn a_request_that_never_reached_the_upstream_took_nothing() {
     let proxy = Proxy::start(POLICIES, nobody).await;
     for _ in 0..3 {
         let reply = proxy.get("/body/x").await;
-        assert_eq!((reply.status, reply.parameter("ratelimit", "body", "r")), (502, Some(ALL - ESTIMATE)));
+        assert_eq!(
+            (reply.status, reply.parameter("ratelimit", "body", "r")),
+            (502, Some(ALL - ESTIMATE))
+        );
     }
 }
 
@@ -324,14 +381,25 @@ async fn what_redis_was_not_told_is_counted_and_the_estimate_stands() {
     assert!(lost.await.is_ok(), "nobody counts it");
     scene.redis.as_mut().unwrap().restart();
     scene.comes_to("body", 0).await;
-    assert_eq!(scene.proxy.metric("tidegate_settlements_lost_total").await, 1.0, "what is told is not lost");
+    assert_eq!(
+        scene.proxy.metric("tidegate_settlements_lost_total").await,
+        1.0,
+        "what is told is not lost"
+    );
 }
 
 #[tokio::test]
 async fn a_client_does_not_choose_whether_its_cost_is_settled() {
     let mut scene = Scene::at(("sliding_log", false)).await;
-    let asked = scene.proxy.ask("GET", "/body/300").header("accept-encoding", "gzip, br");
-    asked.header("range", "bytes=0-").header("if-range", "x").send().await;
+    let asked = scene
+        .proxy
+        .ask("GET", "/body/300")
+        .header("accept-encoding", "gzip, br");
+    asked
+        .header("range", "bytes=0-")
+        .header("if-range", "x")
+        .send()
+        .await;
     let seen = scene.upstream.last();
     assert_eq!(seen.one("accept-encoding"), "identity");
     assert!(seen.all("range").is_empty() && seen.all("if-range").is_empty());
@@ -340,7 +408,9 @@ async fn a_client_does_not_choose_whether_its_cost_is_settled() {
     // Nor does leaving once the bill has been read.
     let told = "data: {\"usage\":{\"total_tokens\":400}}\n\n";
     let mut leaver = RawClient::connect(scene.proxy.address).await;
-    leaver.send("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    leaver
+        .send("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n")
+        .await;
     let feeder = scene.feeder().await;
     assert!(feeder.send(told).await);
     leaver.read_past(told.as_bytes()).await;
@@ -353,19 +423,42 @@ async fn a_client_does_not_choose_whether_its_cost_is_settled() {
 async fn what_is_known_late_is_told_many_at_a_time_and_in_order() {
     let server = Server::start();
     let relay = Relay::to(server.port()).await;
-    let (_shared, redis) = ready(RedisSettings { timeout: SOON, ..settings(relay.port) }).await;
-    let limit = Limit { requests: 1000, per_us: 3_600_000_000, algorithm: Algorithm::SlidingLog };
-    let keys: Vec<Key> = (0..80).map(|nth| KeyBuilder::new(&format!("p{nth}")).finish()).collect();
+    let (_shared, redis) = ready(RedisSettings {
+        timeout: SOON,
+        ..settings(relay.port)
+    })
+    .await;
+    let limit = Limit {
+        requests: 1000,
+        per_us: 3_600_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
+    let keys: Vec<Key> = (0..80)
+        .map(|nth| KeyBuilder::new(&format!("p{nth}")).finish())
+        .collect();
     let mut amendments = Vec::new();
     for key in &keys {
-        let decision = redis.decide(&[Charge::new(&limit, key, 100)], Instant::now()).await.unwrap();
-        amendments.push((key, Amendment::Credit { units: 90, at_us: decision.now_us }));
+        let decision = redis
+            .decide(&[Charge::new(&limit, key, 100)], Instant::now())
+            .await
+            .unwrap();
+        amendments.push((
+            key,
+            Amendment::Credit {
+                units: 90,
+                at_us: decision.now_us,
+            },
+        ));
         // Charged later, so nothing of it is given back.
         amendments.push((key, Amendment::Charge(7)));
     }
     let late: Vec<_> = amendments
         .iter()
-        .map(|(key, amendment)| Late { limit: &limit, key, amendment: *amendment })
+        .map(|(key, amendment)| Late {
+            limit: &limit,
+            key,
+            amendment: *amendment,
+        })
         .collect();
     let trip = Duration::from_millis(50);
     relay.delay(trip);
@@ -376,7 +469,10 @@ async fn what_is_known_late_is_told_many_at_a_time_and_in_order() {
     let took = began.elapsed();
     relay.pass();
     for key in &keys {
-        let look = redis.decide(&[Charge::new(&limit, key, 0)], Instant::now()).await.unwrap();
+        let look = redis
+            .decide(&[Charge::new(&limit, key, 0)], Instant::now())
+            .await
+            .unwrap();
         assert_eq!(look.standings[0].unwrap().remaining, 1000 - 17);
     }
     assert!(took < trip * 80, "{took:?} for {} amendments", late.len());

@@ -50,7 +50,8 @@ impl Run {
     /// The length is `TIDEGATE_TEST_SECONDS`, 6 unless set; the limit's period is a sixth of it.
     /// `total` says what a write counts, and how many units of that it has seen.
     async fn of(algorithm: &str, writes: &'static str, total: fn(&Write) -> (u64, u64)) -> Self {
-        let seconds = std::env::var("TIDEGATE_TEST_SECONDS").map_or(6, |seconds| seconds.parse().unwrap());
+        let seconds =
+            std::env::var("TIDEGATE_TEST_SECONDS").map_or(6, |seconds| seconds.parse().unwrap());
         let length = Duration::from_secs(seconds);
         let per = length / u32::try_from(PERIODS).unwrap();
         let (server, upstream) = (Server::start(), Upstream::echo().await);
@@ -66,8 +67,10 @@ on_store_failure = "closed"
             server.port(),
             per.as_millis(),
         );
-        let proxies =
-            [Proxy::start(&config, upstream.address).await, Proxy::start(&config, upstream.address).await];
+        let proxies = [
+            Proxy::start(&config, upstream.address).await,
+            Proxy::start(&config, upstream.address).await,
+        ];
         let monitor = Monitor::start(&server, writes).await;
         let until = Instant::now() + length + DRIFT;
         let clients: Vec<_> = (0..CLIENTS)
@@ -82,7 +85,11 @@ on_store_failure = "closed"
             admitted += yes;
             refused += no;
         }
-        assert_eq!(upstream.seen().len(), admitted, "only what was admitted reached the upstream");
+        assert_eq!(
+            upstream.seen().len(),
+            admitted,
+            "only what was admitted reached the upstream"
+        );
         let (mut charges, mut before) = (Vec::new(), (0, 0));
         for write in monitor.stop(&server).await {
             let now = total(&write);
@@ -91,13 +98,30 @@ on_store_failure = "closed"
             charges.extend((0..units).map(|_| write.clone()));
             before = now;
         }
-        assert_eq!(charges.len(), admitted, "every admitted request was charged, and nothing else");
-        Self { per_us: u64::try_from(per.as_micros()).unwrap(), admitted, charges, refused }
+        assert_eq!(
+            charges.len(),
+            admitted,
+            "every admitted request was charged, and nothing else"
+        );
+        Self {
+            per_us: u64::try_from(per.as_micros()).unwrap(),
+            admitted,
+            charges,
+            refused,
+        }
     }
 
     fn asked_hard(&self) {
-        println!("{} of {} asks admitted", self.admitted, self.admitted + self.refused);
-        assert!(self.refused > CLIENTS, "the limit was hardly asked for: {} refusals", self.refused);
+        println!(
+            "{} of {} asks admitted",
+            self.admitted,
+            self.admitted + self.refused
+        );
+        assert!(
+            self.refused > CLIENTS,
+            "the limit was hardly asked for: {} refusals",
+            self.refused
+        );
     }
 }
 
@@ -109,7 +133,10 @@ fn used_up(made: usize, possible: usize) {
 
 /// The clock that decided is Redis' own.
 fn decided_by_redis(decided_us: u64, write: &Write) {
-    assert!(decided_us.abs_diff(write.at_us) < 1_000_000, "decided at {decided_us}: {write:?}");
+    assert!(
+        decided_us.abs_diff(write.at_us) < 1_000_000,
+        "decided at {decided_us}: {write:?}"
+    );
 }
 
 #[tokio::test]
@@ -119,7 +146,11 @@ async fn a_sliding_log_shared_by_two_proxies_is_exact_and_used_up() {
         (0, sum.parse().unwrap())
     })
     .await;
-    let times_us: Vec<u64> = run.charges.iter().map(|write| write.words[2].parse().unwrap()).collect();
+    let times_us: Vec<u64> = run
+        .charges
+        .iter()
+        .map(|write| write.words[2].parse().unwrap())
+        .collect();
     for (decided_us, write) in times_us.iter().zip(&run.charges) {
         decided_by_redis(*decided_us, write);
     }
@@ -127,16 +158,23 @@ async fn a_sliding_log_shared_by_two_proxies_is_exact_and_used_up() {
     for (nth, first_us) in times_us.iter().enumerate() {
         if let Some(beyond_us) = times_us.get(nth + LIMIT) {
             let span_us = beyond_us - first_us;
-            assert!(span_us >= run.per_us, "{} requests within {span_us} µs", LIMIT + 1);
+            assert!(
+                span_us >= run.per_us,
+                "{} requests within {span_us} µs",
+                LIMIT + 1
+            );
         }
     }
     run.asked_hard();
     // All windows can have begun when one less than all have passed, and a window is used up at once.
-    let by_us = times_us[0] + (PERIODS - 1) * run.per_us + u64::try_from(DRIFT.as_micros()).unwrap();
+    let by_us =
+        times_us[0] + (PERIODS - 1) * run.per_us + u64::try_from(DRIFT.as_micros()).unwrap();
     let made = times_us.iter().filter(|at_us| **at_us < by_us).count();
     used_up(made, LIMIT * usize::try_from(PERIODS).unwrap());
     let last = usize::try_from(PERIODS - 1).unwrap() * LIMIT;
-    let late_us = times_us.get(last).map(|at_us| at_us - times_us[0] - (PERIODS - 1) * run.per_us);
+    let late_us = times_us
+        .get(last)
+        .map(|at_us| at_us - times_us[0] - (PERIODS - 1) * run.per_us);
     println!("the last window began {late_us:?} µs after the earliest moment");
 }
 
@@ -151,8 +189,15 @@ async fn a_fixed_window_shared_by_two_proxies_is_exact_and_used_up() {
     for write in &run.charges {
         let (start_us, used) = state(write);
         let used = usize::try_from(used).unwrap();
-        assert_eq!(start_us % run.per_us, 0, "windows begin at multiples of their length");
-        assert!((start_us..start_us + run.per_us + 1000).contains(&write.at_us), "{write:?}");
+        assert_eq!(
+            start_us % run.per_us,
+            0,
+            "windows begin at multiples of their length"
+        );
+        assert!(
+            (start_us..start_us + run.per_us + 1000).contains(&write.at_us),
+            "{write:?}"
+        );
         match windows.last_mut() {
             Some((last_us, count)) if *last_us == start_us => {
                 assert!(used >= *count, "never less: {write:?}");
@@ -166,8 +211,13 @@ async fn a_fixed_window_shared_by_two_proxies_is_exact_and_used_up() {
     run.asked_hard();
     // Whole ones only: the run began within the first, and ended within the last.
     let whole = windows.get(1..usize::try_from(PERIODS).unwrap()).unwrap();
-    used_up(whole.iter().map(|(_, count)| count).sum(), LIMIT * whole.len());
-    let starts = whole.windows(2).all(|pair| pair[1].0 - pair[0].0 == run.per_us);
+    used_up(
+        whole.iter().map(|(_, count)| count).sum(),
+        LIMIT * whole.len(),
+    );
+    let starts = whole
+        .windows(2)
+        .all(|pair| pair[1].0 - pair[0].0 == run.per_us);
     assert!(starts, "a window was left out: {windows:?}");
 }
 
@@ -176,7 +226,11 @@ async fn a_fixed_window_shared_by_two_proxies_is_exact_and_used_up() {
 async fn client(address: SocketAddr, patient: bool, until: Instant) -> (usize, usize) {
     let (mut client, mut admitted, mut refused) = (RawClient::connect(address).await, 0, 0);
     while Instant::now() < until {
-        let reply = client.send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n").await.reply().await;
+        let reply = client
+            .send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
+            .await
+            .reply()
+            .await;
         match reply.status {
             200 => admitted += 1,
             429 => {
@@ -197,11 +251,16 @@ impl Monitor {
     const END: &str = "monitor-ends";
 
     async fn start(server: &Server, writes: &'static str) -> Self {
-        let stream = TcpStream::connect(("127.0.0.1", server.port())).await.unwrap();
+        let stream = TcpStream::connect(("127.0.0.1", server.port()))
+            .await
+            .unwrap();
         let mut stream = BufReader::new(stream);
         stream.write_all(b"MONITOR\r\n").await.unwrap();
         let mut line = String::new();
-        timeout(SOON, stream.read_line(&mut line)).await.unwrap().unwrap();
+        timeout(SOON, stream.read_line(&mut line))
+            .await
+            .unwrap()
+            .unwrap();
         assert_eq!(line, "+OK\r\n");
         Self(tokio::spawn(async move {
             let (mut kept, mut lines) = (Vec::new(), stream.lines());
@@ -210,12 +269,20 @@ impl Monitor {
                     return kept;
                 }
                 // `+1700000000.123456 [0 lua] "ZADD" "key" …`; probes and instances are none of ours.
-                let Some((stamp, command)) = line[1..].split_once(" [0 lua] ") else { continue };
-                let words: Vec<String> =
-                    command.split(' ').map(|word| word.trim_matches('"').to_owned()).collect();
-                let is_ours = |key: &String| !key.ends_with("-probe") && !key.contains(":v1:instances");
+                let Some((stamp, command)) = line[1..].split_once(" [0 lua] ") else {
+                    continue;
+                };
+                let words: Vec<String> = command
+                    .split(' ')
+                    .map(|word| word.trim_matches('"').to_owned())
+                    .collect();
+                let is_ours =
+                    |key: &String| !key.ends_with("-probe") && !key.contains(":v1:instances");
                 if words[0] == writes && words.get(1).is_some_and(is_ours) {
-                    kept.push(Write { at_us: stamp.replace('.', "").parse().unwrap(), words });
+                    kept.push(Write {
+                        at_us: stamp.replace('.', "").parse().unwrap(),
+                        words,
+                    });
                 }
             }
             panic!("MONITOR ended by itself");
@@ -225,6 +292,9 @@ impl Monitor {
     /// What it kept, after everything that Redis did before this call.
     async fn stop(self, server: &Server) -> Vec<Write> {
         let _: String = server.command(&format!("ECHO {}", Self::END)).await;
-        timeout(SOON, self.0).await.expect("MONITOR shows what happened").unwrap()
+        timeout(SOON, self.0)
+            .await
+            .expect("MONITOR shows what happened")
+            .unwrap()
     }
 }

@@ -24,7 +24,11 @@ fn by_keys(file: &Path) -> String {
 }
 
 async fn status(proxy: &Proxy, bearer: &str) -> u16 {
-    proxy.ask("GET", "/").header("Authorization", bearer).status().await
+    proxy
+        .ask("GET", "/")
+        .header("Authorization", bearer)
+        .status()
+        .await
 }
 
 #[tokio::test]
@@ -40,10 +44,17 @@ async fn every_user_has_a_quota_and_whoever_cannot_prove_to_be_one_shares_one() 
         assert_eq!(status(&proxy, &issuer.names(user)).await, 200, "{user}");
     }
     for user in ["ann", "bob", "cid"] {
-        assert_eq!(status(&proxy, &issuers[1].names(user)).await, 429, "{user}, by another token");
+        assert_eq!(
+            status(&proxy, &issuers[1].names(user)).await,
+            429,
+            "{user}, by another token"
+        );
     }
     assert_eq!(proxy.get("/").await.status, 200, "who is nobody");
-    let (ann, stranger) = (issuers[0].names("dan"), Issuer::new("RS256", Algorithm::RS256));
+    let (ann, stranger) = (
+        issuers[0].names("dan"),
+        Issuer::new("RS256", Algorithm::RS256),
+    );
     let expired = issuers[0].bearer(&json!({ "sub": "eve", "exp": unix_s() - 60 }));
     for (what, bearer) in [
         ("no token", String::new()),
@@ -54,16 +65,35 @@ async fn every_user_has_a_quota_and_whoever_cannot_prove_to_be_one_shares_one() 
         ("nonsense", "Bearer x".to_owned()),
         ("too large", format!("Bearer {}", "x".repeat(20 << 10))),
     ] {
-        assert_eq!(status(&proxy, &bearer).await, 429, "{what}: they all share one quota");
+        assert_eq!(
+            status(&proxy, &bearer).await,
+            429,
+            "{what}: they all share one quota"
+        );
     }
-    assert_eq!(status(&proxy, &ann).await, 200, "nobody has used it for him");
-    assert_eq!(upstream.last().one("authorization"), ann, "forwarded as it came");
-    let twice = proxy.ask("GET", "/").header("Authorization", &ann).header("authorization", "Bearer x");
+    assert_eq!(
+        status(&proxy, &ann).await,
+        200,
+        "nobody has used it for him"
+    );
+    assert_eq!(
+        upstream.last().one("authorization"),
+        ann,
+        "forwarded as it came"
+    );
+    let twice = proxy
+        .ask("GET", "/")
+        .header("Authorization", &ann)
+        .header("authorization", "Bearer x");
     assert_eq!(twice.status().await, 400);
     assert_eq!(upstream.seen().len(), 5);
-    let page = crate::support::client::Ask::new(proxy.admin(), "GET", "/metrics").header("Host", "localhost");
+    let page = crate::support::client::Ask::new(proxy.admin(), "GET", "/metrics")
+        .header("Host", "localhost");
     let page = page.send().await.text();
-    assert!(page.contains("\ntidegate_tokens_refused_total 6\n"), "{page}");
+    assert!(
+        page.contains("\ntidegate_tokens_refused_total 6\n"),
+        "{page}"
+    );
 }
 
 #[tokio::test]
@@ -102,22 +132,42 @@ limit = {{ requests = 1, per = "1h" }}
     let issuer = Issuer::with_secret(secret);
     let status = async |claims: serde_json::Value| {
         let token = issuer.bearer(&claims);
-        let ask = proxy.ask("GET", "/").header("X-Identity", token.strip_prefix("Bearer ").unwrap());
+        let ask = proxy
+            .ask("GET", "/")
+            .header("X-Identity", token.strip_prefix("Bearer ").unwrap());
         ask.status().await
     };
-    let staff =
-        json!({ "realm_access": { "roles": ["user", "staff"] }, "aud": ["x", "api-1"], "suspended": true });
-    assert_eq!((status(staff.clone()).await, status(staff).await), (200, 200));
+    let staff = json!({ "realm_access": { "roles": ["user", "staff"] }, "aud": ["x", "api-1"], "suspended": true });
     assert_eq!(
-        status(json!({ "realm_access": { "roles": ["staff"] }, "aud": "y", "suspended": true })).await,
+        (status(staff.clone()).await, status(staff).await),
+        (200, 200)
+    );
+    assert_eq!(
+        status(json!({ "realm_access": { "roles": ["staff"] }, "aud": "y", "suspended": true }))
+            .await,
         403
     );
     assert_eq!(status(json!({ "sub": "a", "org": { "id": 7 } })).await, 200);
-    assert_eq!(status(json!({ "sub": "b", "org": { "id": 7 } })).await, 429, "one organization");
-    assert_eq!(status(json!({ "sub": "b", "org": { "id": 8 }, "suspended": false })).await, 200);
+    assert_eq!(
+        status(json!({ "sub": "b", "org": { "id": 7 } })).await,
+        429,
+        "one organization"
+    );
+    assert_eq!(
+        status(json!({ "sub": "b", "org": { "id": 8 }, "suspended": false })).await,
+        200
+    );
     assert_eq!(status(json!({ "sub": "a", "plan": "gold" })).await, 200);
-    assert_eq!(status(json!({ "sub": "a", "org": { "id": { "x": 1 } } })).await, 400, "no key");
-    assert_eq!(status(json!({ "plan": "gold" })).await, 200, "the one request of the anonymous");
+    assert_eq!(
+        status(json!({ "sub": "a", "org": { "id": { "x": 1 } } })).await,
+        400,
+        "no key"
+    );
+    assert_eq!(
+        status(json!({ "plan": "gold" })).await,
+        200,
+        "the one request of the anonymous"
+    );
     assert_eq!(status(json!({ "plan": "gold" })).await, 429);
 }
 
@@ -125,29 +175,52 @@ limit = {{ requests = 1, per = "1h" }}
 async fn keys_are_rotated_while_it_runs_and_bad_ones_change_nothing() {
     let dir = TempDir::new().unwrap();
     let file = dir.path().join("jwks.json");
-    let (old, new) = (Issuer::new("old", Algorithm::ES256), Issuer::new("new", Algorithm::ES256));
+    let (old, new) = (
+        Issuer::new("old", Algorithm::ES256),
+        Issuer::new("new", Algorithm::ES256),
+    );
     publish(&file, &[&old]);
     let upstream = Upstream::echo().await;
-    let proxy =
-        Proxy::start(&format!("[defaults]\nmissing_key = 'reject'\n{}", by_keys(&file)), upstream.address)
-            .await;
+    let proxy = Proxy::start(
+        &format!("[defaults]\nmissing_key = 'reject'\n{}", by_keys(&file)),
+        upstream.address,
+    )
+    .await;
     assert_eq!(status(&proxy, &old.names("ann")).await, 200);
     assert_eq!(status(&proxy, &new.names("bob")).await, 400, "not yet");
     for bad in ["{", r#"{"keys":[]}"#, ""] {
         let mark = proxy.log_mark();
         fs::write(&file, bad).unwrap();
         let told = |line: &LogLine| line.is_level("ERROR") && line.mentions("client.jwt.keys_file");
-        proxy.wait_for_log("a complaint about the keys", mark, SOON, told).await;
-        assert_eq!(status(&proxy, &old.names("ann")).await, 429, "the old keys stay");
+        proxy
+            .wait_for_log("a complaint about the keys", mark, SOON, told)
+            .await;
+        assert_eq!(
+            status(&proxy, &old.names("ann")).await,
+            429,
+            "the old keys stay"
+        );
     }
     publish(&file, &[&new]);
     let changed = Instant::now();
     while status(&proxy, &new.names("bob")).await == 400 {
-        assert!(changed.elapsed() < Duration::from_millis(2_500), "{}", proxy.log());
+        assert!(
+            changed.elapsed() < Duration::from_millis(2_500),
+            "{}",
+            proxy.log()
+        );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    assert_eq!(status(&proxy, &old.names("ann")).await, 400, "known before, and no longer believed");
-    assert_eq!(status(&proxy, &new.names("ann")).await, 429, "her counter has stayed");
+    assert_eq!(
+        status(&proxy, &old.names("ann")).await,
+        400,
+        "known before, and no longer believed"
+    );
+    assert_eq!(
+        status(&proxy, &new.names("ann")).await,
+        429,
+        "her counter has stayed"
+    );
 }
 
 #[tokio::test]
@@ -156,22 +229,43 @@ async fn an_unverified_token_is_warned_about_and_secrets_are_never_told() {
     let file = dir.path().join("secret");
     fs::write(&file, "hunter2").unwrap();
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&format!("[client.jwt]\nverify = false\n{PER_USER}"), upstream.address).await;
+    let proxy = Proxy::start(
+        &format!("[client.jwt]\nverify = false\n{PER_USER}"),
+        upstream.address,
+    )
+    .await;
     let told = |line: &LogLine| line.is_level("WARN") && line.mentions("unverified JWT");
     proxy.wait_for_log("a warning", 0, SOON, told).await;
-    let (one, other) = (Issuer::with_secret("a").names("ann"), Issuer::with_secret("b").names("ann"));
-    assert_eq!((status(&proxy, &one).await, status(&proxy, &other).await), (200, 429));
+    let (one, other) = (
+        Issuer::with_secret("a").names("ann"),
+        Issuer::with_secret("b").names("ann"),
+    );
+    assert_eq!(
+        (status(&proxy, &one).await, status(&proxy, &other).await),
+        (200, 429)
+    );
 
-    let config = format!("[log]\nlevel = 'trace'\n[client.jwt]\nsecret_file = {file:?}\n{PER_USER}");
+    let config =
+        format!("[log]\nlevel = 'trace'\n[client.jwt]\nsecret_file = {file:?}\n{PER_USER}");
     let proxy = Proxy::start(&config, upstream.address).await;
     let token = Issuer::with_secret("hunter2").names("ann");
     assert_eq!(status(&proxy, &token).await, 200);
     assert_eq!(status(&proxy, &format!("{token}x")).await, 200);
-    let shown = crate::support::client::Ask::new(proxy.admin(), "GET", "/config").header("Host", "localhost");
+    let shown = crate::support::client::Ask::new(proxy.admin(), "GET", "/config")
+        .header("Host", "localhost");
     let shown = shown.send().await.text();
-    assert!(shown.contains("secret_file") && !shown.contains("hunter2"), "{shown}");
+    assert!(
+        shown.contains("secret_file") && !shown.contains("hunter2"),
+        "{shown}"
+    );
     let log = proxy.log();
     let signature = token.rsplit('.').next().unwrap();
-    assert!(log.contains("7 bytes") && log.contains("its signature is not"), "{log}");
-    assert!(!log.contains("hunter2") && !log.contains(signature), "{log}");
+    assert!(
+        log.contains("7 bytes") && log.contains("its signature is not"),
+        "{log}"
+    );
+    assert!(
+        !log.contains("hunter2") && !log.contains(signature),
+        "{log}"
+    );
 }

@@ -32,9 +32,14 @@ async fn desk() -> Desk {
     // A header's value may hold any byte but controls: an escape can't come this way, but in a path.
     for _ in 0..5 {
         let value = String::from_utf8_lossy(HOSTILE).replace('\u{1b}', "~");
-        desk.proxy.ask("GET", "/%1b%5b2J").header("x-user", &value).status().await;
+        desk.proxy
+            .ask("GET", "/%1b%5b2J")
+            .header("x-user", &value)
+            .status()
+            .await;
     }
-    desk.policy("api", |told| !told["last_hour"]["rejected"].is_null()).await;
+    desk.policy("api", |told| !told["last_hour"]["rejected"].is_null())
+        .await;
     desk
 }
 
@@ -67,19 +72,34 @@ impl Terminal {
             .kill_on_drop(true)
             .spawn()
             .expect("script is part of every Debian");
-        Self { child, seen: String::new(), pid }
+        Self {
+            child,
+            seen: String::new(),
+            pid,
+        }
     }
 
     /// What runs in it.
     fn pid(&self) -> u32 {
-        fs::read_to_string(&self.pid).unwrap().trim().parse().unwrap()
+        fs::read_to_string(&self.pid)
+            .unwrap()
+            .trim()
+            .parse()
+            .unwrap()
     }
 
     async fn shows(&mut self, text: &str) {
         let found = async {
             while !self.seen.contains(text) {
                 let mut bytes = [0; 4096];
-                let read = self.child.stdout.as_mut().unwrap().read(&mut bytes).await.unwrap();
+                let read = self
+                    .child
+                    .stdout
+                    .as_mut()
+                    .unwrap()
+                    .read(&mut bytes)
+                    .await
+                    .unwrap();
                 assert!(read > 0, "it ended without {text:?}: {:?}", self.seen);
                 self.seen.push_str(&String::from_utf8_lossy(&bytes[..read]));
             }
@@ -91,7 +111,13 @@ impl Terminal {
 
     async fn press(&mut self, keys: &str) {
         self.seen.clear();
-        self.child.stdin.as_mut().unwrap().write_all(keys.as_bytes()).await.unwrap();
+        self.child
+            .stdin
+            .as_mut()
+            .unwrap()
+            .write_all(keys.as_bytes())
+            .await
+            .unwrap();
     }
 
     /// The other screen is left, the cursor is there again, and it has ended well.
@@ -99,7 +125,11 @@ impl Terminal {
         self.shows("\u{1b}[?25h").await;
         self.shows("\u{1b}[?1049l").await;
         assert!(
-            timeout(SOON, self.child.wait()).await.expect("it ends").unwrap().success(),
+            timeout(SOON, self.child.wait())
+                .await
+                .expect("it ends")
+                .unwrap()
+                .success(),
             "{:?}",
             self.seen
         );
@@ -109,7 +139,10 @@ impl Terminal {
 /// With `script` alone killed, what runs in it would go on if it doesn't notice, which is what is tested.
 impl Drop for Terminal {
     fn drop(&mut self) {
-        let Some(pid) = fs::read_to_string(&self.pid).ok().and_then(|pid| pid.trim().parse().ok()) else {
+        let Some(pid) = fs::read_to_string(&self.pid)
+            .ok()
+            .and_then(|pid| pid.trim().parse().ok())
+        else {
             return;
         };
         // The number may be somebody else's by now.
@@ -120,7 +153,8 @@ impl Drop for Terminal {
 }
 
 fn is_harmless(text: &str) -> bool {
-    text.chars().all(|letter| letter == '\n' || (' '..='~').contains(&letter))
+    text.chars()
+        .all(|letter| letter == '\n' || (' '..='~').contains(&letter))
 }
 
 #[tokio::test]
@@ -132,14 +166,20 @@ async fn without_a_terminal_it_prints_a_table_once() {
         let table = ended.stdout;
         assert!(is_harmless(&table), "{table:?}");
         let line = |start: &str| {
-            table.lines().find(|line| line.starts_with(start)).unwrap_or_else(|| panic!("{table}"))
+            table
+                .lines()
+                .find(|line| line.starts_with(start))
+                .unwrap_or_else(|| panic!("{table}"))
         };
         assert!(line("tidegate ").contains("  ready  instance "), "{table}");
         assert!(line("store ").contains("memory up"), "{table}");
         let cells: Vec<&str> = line("api ").split_whitespace().take(4).collect();
         assert_eq!(cells, ["api", "2", "3", "60.0%"], "{table}");
         assert!(line("candidate ").contains("shadow"), "{table}");
-        assert!(table.to_ascii_lowercase().contains("3 api  /%1b"), "{table}");
+        assert!(
+            table.to_ascii_lowercase().contains("3 api  /%1b"),
+            "{table}"
+        );
     }
 }
 
@@ -147,7 +187,12 @@ async fn without_a_terminal_it_prints_a_table_once() {
 async fn json_is_what_the_admin_port_tells() {
     let desk = desk().await;
     let ended = top(&desk, &["--json"]).await;
-    assert!(ended.status.success() && is_harmless(&ended.stdout), "{}{}", ended.stdout, ended.stderr);
+    assert!(
+        ended.status.success() && is_harmless(&ended.stdout),
+        "{}{}",
+        ended.stdout,
+        ended.stderr
+    );
     let told: Value = serde_json::from_str(&ended.stdout).unwrap();
     assert_eq!(told["overview"]["status"], "ready");
     assert_eq!(told["policies"]["policies"][0]["rejected"], 3);
@@ -158,10 +203,16 @@ async fn json_is_what_the_admin_port_tells() {
 async fn who_cannot_be_asked_is_an_error_with_a_reason() {
     let desk = desk().await;
     let mut command = tidegate();
-    command.args(["top", "--once", "--config"]).arg(desk.proxy.config_path());
+    command
+        .args(["top", "--once", "--config"])
+        .arg(desk.proxy.config_path());
     let ended = run(command.env("TIDEGATE_ADMIN__ADDRESS", "127.0.0.1:9")).await;
     assert_eq!((ended.status.code(), ended.stdout.as_str()), (Some(1), ""));
-    assert!(ended.stderr.starts_with("error: 127.0.0.1:9: "), "{}", ended.stderr);
+    assert!(
+        ended.stderr.starts_with("error: 127.0.0.1:9: "),
+        "{}",
+        ended.stderr
+    );
     assert_eq!(top(&desk, &["--every", "0"]).await.status.code(), Some(2));
 }
 

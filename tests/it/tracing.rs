@@ -58,8 +58,21 @@ impl TraceService for Received {
         &self,
         request: tonic::Request<ExportTraceServiceRequest>,
     ) -> Result<tonic::Response<ExportTraceServiceResponse>, Status> {
-        assert_eq!(request.metadata().get("user-agent").unwrap().to_str().unwrap()[..9], *"tidegate/");
-        if request.metadata().get("x-api-key").map(|key| key.as_bytes()) != self.wants.map(str::as_bytes) {
+        assert_eq!(
+            request
+                .metadata()
+                .get("user-agent")
+                .unwrap()
+                .to_str()
+                .unwrap()[..9],
+            *"tidegate/"
+        );
+        if request
+            .metadata()
+            .get("x-api-key")
+            .map(|key| key.as_bytes())
+            != self.wants.map(str::as_bytes)
+        {
             return Err(Status::new(Code::Unauthenticated, "who are you?"));
         }
         self.requests.lock().unwrap().push(request.into_inner());
@@ -91,7 +104,11 @@ impl Collector {
         Self::serving(port, service, received).await
     }
 
-    async fn serving<S: TraceService>(port: u16, service: TraceServiceServer<S>, received: Received) -> Self {
+    async fn serving<S: TraceService>(
+        port: u16,
+        service: TraceServiceServer<S>,
+        received: Received,
+    ) -> Self {
         // Who listened there before may just be ending.
         let bind = || std::net::TcpListener::bind(("127.0.0.1", port)).ok();
         let listener = eventually("the port to be free", SOON, bind).await;
@@ -107,7 +124,11 @@ impl Collector {
                 connections.spawn(server.serve_connection(TokioIo::new(socket), service));
             }
         });
-        Self { address, received, server }
+        Self {
+            address,
+            received,
+            server,
+        }
     }
 
     /// The same behind TLS: gRPC if the client wants HTTP/2.
@@ -122,9 +143,14 @@ impl Collector {
             while let Ok((socket, _)) = listener.accept().await {
                 let (tls, service) = (tls.clone(), TowerToHyperService::new(service.clone()));
                 connections.spawn(async move {
-                    let Ok(socket) = tls.accept(socket).await else { return };
+                    let Ok(socket) = tls.accept(socket).await else {
+                        return;
+                    };
                     let server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
-                    server.serve_connection(TokioIo::new(socket), service).await.ok();
+                    server
+                        .serve_connection(TokioIo::new(socket), service)
+                        .await
+                        .ok();
                 });
             }
         });
@@ -132,7 +158,10 @@ impl Collector {
     }
 
     fn lines(&self, sample: &str) -> String {
-        format!("[trace]\notlp = 'http://{}'\nsample = {sample}\n{POLICY}", self.address)
+        format!(
+            "[trace]\notlp = 'http://{}'\nsample = {sample}\n{POLICY}",
+            self.address
+        )
     }
 
     /// All spans, once there are as many.
@@ -154,8 +183,13 @@ impl Drop for Collector {
 impl Received {
     fn spans(&self) -> Vec<Span> {
         let requests = self.requests.lock().unwrap().clone();
-        let resources = requests.into_iter().flat_map(|request| request.resource_spans);
-        resources.flat_map(|resource| resource.scope_spans).flat_map(|scope| scope.spans).collect()
+        let resources = requests
+            .into_iter()
+            .flat_map(|request| request.resource_spans);
+        resources
+            .flat_map(|resource| resource.scope_spans)
+            .flat_map(|scope| scope.spans)
+            .collect()
     }
 }
 
@@ -170,12 +204,19 @@ fn attributes(of: &[KeyValue]) -> BTreeMap<&str, String> {
         other => panic!("{other:?}"),
     };
     let value = |one: &KeyValue| text(one.value.as_ref().unwrap().value.as_ref().unwrap());
-    of.iter().map(|one| (one.key.as_str(), value(one))).collect()
+    of.iter()
+        .map(|one| (one.key.as_str(), value(one)))
+        .collect()
 }
 
 fn of_kind(spans: &[Span], kind: SpanKind, name: &str) -> Span {
-    let mut found = spans.iter().filter(|span| span.kind() == kind && span.name == name);
-    let one = found.next().unwrap_or_else(|| panic!("no {kind:?} {name} in {spans:#?}")).clone();
+    let mut found = spans
+        .iter()
+        .filter(|span| span.kind() == kind && span.name == name);
+    let one = found
+        .next()
+        .unwrap_or_else(|| panic!("no {kind:?} {name} in {spans:#?}"))
+        .clone();
     assert!(found.next().is_none(), "one {kind:?} {name} in {spans:#?}");
     one
 }
@@ -185,7 +226,10 @@ fn said(flags: &str) -> String {
 }
 
 async fn traced(proxy: &Proxy, path: &str, flags: &str) -> u16 {
-    let ask = proxy.ask("GET", path).header("traceparent", &said(flags)).header("tracestate", "a=1,b=2");
+    let ask = proxy
+        .ask("GET", path)
+        .header("traceparent", &said(flags))
+        .header("tracestate", "a=1,b=2");
     ask.status().await
 }
 
@@ -195,9 +239,15 @@ async fn without_a_collector_all_is_passed_on_as_it_came() {
     let proxy = Proxy::start("", upstream.address).await;
     assert_eq!(traced(&proxy, "/", "01").await, 200);
     let seen = upstream.last();
-    assert_eq!((seen.one("traceparent"), seen.one("tracestate")), (said("01").as_str(), "a=1,b=2"));
+    assert_eq!(
+        (seen.one("traceparent"), seen.one("tracestate")),
+        (said("01").as_str(), "a=1,b=2")
+    );
     assert_eq!(proxy.get("/").await.status, 200);
-    assert!(upstream.last().all("traceparent").is_empty(), "nothing is made up");
+    assert!(
+        upstream.last().all("traceparent").is_empty(),
+        "nothing is made up"
+    );
 }
 
 #[tokio::test]
@@ -209,18 +259,37 @@ async fn a_sampled_request_makes_spans_that_hang_together() {
     let server = of_kind(&spans, SpanKind::Server, "GET");
     let decide = of_kind(&spans, SpanKind::Internal, "decide");
     let client = of_kind(&spans, SpanKind::Client, "GET");
-    assert!(spans.iter().all(|span| hex(&span.trace_id) == TRACE && span.trace_state == "a=1,b=2"));
-    assert_eq!(hex(&server.parent_span_id), CALLER);
-    assert_eq!((&decide.parent_span_id, &client.parent_span_id), (&server.span_id, &server.span_id));
-    let seen = upstream.last();
-    assert_eq!(seen.one("traceparent"), format!("00-{TRACE}-{}-01", hex(&client.span_id)));
-    assert_eq!(seen.one("tracestate"), "a=1,b=2");
-    let times = [&server, &decide, &client].map(|span| (span.start_time_unix_nano, span.end_time_unix_nano));
     assert!(
-        times.iter().all(|(start, end)| times[0].0 <= *start && start <= end && *end <= times[0].1),
+        spans
+            .iter()
+            .all(|span| hex(&span.trace_id) == TRACE && span.trace_state == "a=1,b=2")
+    );
+    assert_eq!(hex(&server.parent_span_id), CALLER);
+    assert_eq!(
+        (&decide.parent_span_id, &client.parent_span_id),
+        (&server.span_id, &server.span_id)
+    );
+    let seen = upstream.last();
+    assert_eq!(
+        seen.one("traceparent"),
+        format!("00-{TRACE}-{}-01", hex(&client.span_id))
+    );
+    assert_eq!(seen.one("tracestate"), "a=1,b=2");
+    let times = [&server, &decide, &client]
+        .map(|span| (span.start_time_unix_nano, span.end_time_unix_nano));
+    assert!(
+        times
+            .iter()
+            .all(|(start, end)| times[0].0 <= *start && start <= end && *end <= times[0].1),
         "{times:?}"
     );
-    assert!(times[0].0.abs_diff(crate::support::unix_s() * 1_000_000_000) < 60_000_000_000, "{times:?}");
+    assert!(
+        times[0]
+            .0
+            .abs_diff(crate::support::unix_s() * 1_000_000_000)
+            < 60_000_000_000,
+        "{times:?}"
+    );
     let told = attributes(&server.attributes);
     for (key, value) in [
         ("http.request.method", "GET"),
@@ -233,11 +302,21 @@ async fn a_sampled_request_makes_spans_that_hang_together() {
         ("tidegate.limit", "p"),
         ("tidegate.remaining", "0"),
     ] {
-        assert_eq!(told.get(key).map(String::as_str), Some(value), "{key} in {told:?}");
+        assert_eq!(
+            told.get(key).map(String::as_str),
+            Some(value),
+            "{key} in {told:?}"
+        );
     }
     assert_eq!(attributes(&decide.attributes)["tidegate.source"], "memory");
-    assert_eq!(attributes(&client.attributes)["server.address"], upstream.address.to_string());
-    let resource = collector.received.requests.lock().unwrap()[0].resource_spans[0].resource.clone().unwrap();
+    assert_eq!(
+        attributes(&client.attributes)["server.address"],
+        upstream.address.to_string()
+    );
+    let resource = collector.received.requests.lock().unwrap()[0].resource_spans[0]
+        .resource
+        .clone()
+        .unwrap();
     assert_eq!(attributes(&resource.attributes)["service.name"], "tidegate");
 }
 
@@ -251,8 +330,16 @@ async fn a_refusal_has_its_policy_and_no_span_to_the_upstream() {
     assert_eq!(spans.len(), 2, "{spans:#?}");
     let told = of_kind(&spans, SpanKind::Server, "GET");
     let told = attributes(&told.attributes);
-    assert_eq!((told["tidegate.decision"].as_str(), told["tidegate.policy"].as_str()), ("rejected", "p"));
-    let line = proxy.wait_for_log("its line", 0, SOON, |line| line.field("trace_id") == TRACE).await;
+    assert_eq!(
+        (
+            told["tidegate.decision"].as_str(),
+            told["tidegate.policy"].as_str()
+        ),
+        ("rejected", "p")
+    );
+    let line = proxy
+        .wait_for_log("its line", 0, SOON, |line| line.field("trace_id") == TRACE)
+        .await;
     assert_eq!(line.field("decision"), "rejected");
 }
 
@@ -266,17 +353,31 @@ async fn who_is_not_sampled_is_left_alone_and_what_is_said_wrongly_is_not_believ
     assert_eq!(upstream.last().one("traceparent"), said("00"));
     assert_eq!(none.get("/").await.status, 200);
     assert!(upstream.last().all("traceparent").is_empty());
-    for wrong in
-        [said("01").to_uppercase(), format!("{}-x", said("01")), said("01").replace(CALLER, &"0".repeat(16))]
-    {
-        let ask = all.ask("GET", "/").header("traceparent", &wrong).header("tracestate", "a=1");
+    for wrong in [
+        said("01").to_uppercase(),
+        format!("{}-x", said("01")),
+        said("01").replace(CALLER, &"0".repeat(16)),
+    ] {
+        let ask = all
+            .ask("GET", "/")
+            .header("traceparent", &wrong)
+            .header("tracestate", "a=1");
         assert_eq!(ask.status().await, 200);
         let seen = upstream.last();
         let told = seen.one("traceparent").to_owned();
-        assert!(told.len() == 55 && !told.contains(TRACE) && told.ends_with("-03"), "{told}");
-        assert!(seen.all("tracestate").is_empty(), "it belonged to the other");
+        assert!(
+            told.len() == 55 && !told.contains(TRACE) && told.ends_with("-03"),
+            "{told}"
+        );
+        assert!(
+            seen.all("tracestate").is_empty(),
+            "it belonged to the other"
+        );
     }
-    let twice = all.ask("GET", "/").header("traceparent", &said("01")).header("traceparent", &said("01"));
+    let twice = all
+        .ask("GET", "/")
+        .header("traceparent", &said("01"))
+        .header("traceparent", &said("01"));
     assert_eq!(twice.status().await, 200);
     assert!(!upstream.last().one("traceparent").contains(TRACE));
     let spans = collector.spans(8).await;
@@ -288,15 +389,27 @@ async fn an_upstream_that_fails_and_hostile_text_are_told_within_bounds() {
     let collector = Collector::start().await;
     let proxy = Proxy::builder().config(&collector.lines("1")).start().await;
     let long = format!("/{}", "a".repeat(9000));
-    assert_eq!(proxy.ask("BREW", &long).header("Host", "h").status().await, 502);
+    assert_eq!(
+        proxy.ask("BREW", &long).header("Host", "h").status().await,
+        502
+    );
     let spans = collector.spans(2).await;
     let server = of_kind(&spans, SpanKind::Server, "HTTP");
     let told = attributes(&server.attributes);
-    assert_eq!((told["http.request.method"].as_str(), told["url.path"].len()), ("_OTHER", 256));
+    assert_eq!(
+        (told["http.request.method"].as_str(), told["url.path"].len()),
+        ("_OTHER", 256)
+    );
     assert_eq!(told["error.type"], "502");
     let client = of_kind(&spans, SpanKind::Client, "HTTP");
-    assert_eq!(attributes(&client.attributes)["error.type"], "connect_refused");
-    assert_eq!((server.status.unwrap().code, client.status.unwrap().code), (2, 2));
+    assert_eq!(
+        attributes(&client.attributes)["error.type"],
+        "connect_refused"
+    );
+    assert_eq!(
+        (server.status.unwrap().code, client.status.unwrap().code),
+        (2, 2)
+    );
 }
 
 #[tokio::test]
@@ -317,7 +430,11 @@ async fn a_collector_that_is_away_or_refuses_costs_clients_nothing_and_is_told_o
     let proxy = Proxy::start(&lines, upstream.address).await;
     let failed = async |number: f64| {
         let deadline = tokio::time::Instant::now() + SOON;
-        while proxy.metric("tidegate_trace_spans_total{result=\"failed\"}").await < number {
+        while proxy
+            .metric("tidegate_trace_spans_total{result=\"failed\"}")
+            .await
+            < number
+        {
             assert!(tokio::time::Instant::now() < deadline, "{}", proxy.log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -335,8 +452,17 @@ async fn a_collector_that_is_away_or_refuses_costs_clients_nothing_and_is_told_o
     let collector = Collector::at(port).await;
     assert_eq!(proxy.get("/").await.status, 200);
     collector.spans(2).await;
-    proxy.wait_for_log("the change", 0, SOON, |line| line.says("spans are exported again")).await;
-    assert_eq!(proxy.metric("tidegate_trace_spans_total{result=\"exported\"}").await, 2.0);
+    proxy
+        .wait_for_log("the change", 0, SOON, |line| {
+            line.says("spans are exported again")
+        })
+        .await;
+    assert_eq!(
+        proxy
+            .metric("tidegate_trace_spans_total{result=\"exported\"}")
+            .await,
+        2.0
+    );
     assert_eq!(failures(), 1);
 }
 
@@ -345,29 +471,54 @@ async fn a_collector_that_is_away_or_refuses_costs_clients_nothing_and_is_told_o
 async fn by_tls_with_a_key_in_a_header() {
     let authority = Authority::new();
     authority.sign("collector", "localhost");
-    let received = Received { wants: Some("s3cret k3y"), ..Received::default() };
+    let received = Received {
+        wants: Some("s3cret k3y"),
+        ..Received::default()
+    };
     let tls = authority.server("collector", &["h2"], None);
-    let (address, server) = Collector::secured(TraceServiceServer::new(received.clone()), tls).await;
+    let (address, server) =
+        Collector::secured(TraceServiceServer::new(received.clone()), tls).await;
     let headers = authority.path("headers");
-    std::fs::write(&headers, "# of the team\n\nX-Api-Key:  s3cret k3y \nx-dataset: shop\n").unwrap();
+    std::fs::write(
+        &headers,
+        "# of the team\n\nX-Api-Key:  s3cret k3y \nx-dataset: shop\n",
+    )
+    .unwrap();
     let upstream = Upstream::echo().await;
     let lines = |ca: &str| {
         let url = format!("https://localhost:{}", address.port());
         format!("[trace]\notlp = '{url}'\nsample = 1\nheaders_file = {headers:?}\n{ca}")
     };
-    let proxy =
-        Proxy::start(&lines(&format!("tls.ca = {:?}\n", authority.text("ca.pem"))), upstream.address).await;
+    let proxy = Proxy::start(
+        &lines(&format!("tls.ca = {:?}\n", authority.text("ca.pem"))),
+        upstream.address,
+    )
+    .await;
     assert_eq!(proxy.get("/").await.status, 200);
-    let spans = eventually("spans", SOON, || Some(received.spans()).filter(|spans| spans.len() == 2)).await;
+    let spans = eventually("spans", SOON, || {
+        Some(received.spans()).filter(|spans| spans.len() == 2)
+    })
+    .await;
     of_kind(&spans, SpanKind::Server, "GET");
-    let shown = Ask::new(proxy.admin(), "GET", "/config").header("Host", "localhost").send().await.text();
-    assert!(shown.contains("headers_file") && !shown.contains("k3y"), "{shown}");
+    let shown = Ask::new(proxy.admin(), "GET", "/config")
+        .header("Host", "localhost")
+        .send()
+        .await
+        .text();
+    assert!(
+        shown.contains("headers_file") && !shown.contains("k3y"),
+        "{shown}"
+    );
     // Nothing is sent to somebody whom nobody vouches for.
     let stranger = Authority::new();
     let other = format!("tls.ca = {:?}\n", stranger.text("ca.pem"));
     let trusting = Proxy::start(&lines(&other), upstream.address).await;
     assert_eq!(trusting.get("/").await.status, 200);
-    trusting.wait_for_log("the refusal", 0, SOON, |line| line.says("spans can't be exported")).await;
+    trusting
+        .wait_for_log("the refusal", 0, SOON, |line| {
+            line.says("spans can't be exported")
+        })
+        .await;
     assert_eq!(received.spans().len(), 2);
     assert!(!trusting.log().contains("k3y"));
     server.abort();
@@ -398,15 +549,26 @@ async fn a_collector_that_hangs_fills_the_queue_and_holds_up_nobody() {
         });
     }
     let deadline = tokio::time::Instant::now() + 6 * SOON;
-    while proxy.metric("tidegate_trace_spans_total{result=\"dropped\"}").await == 0.0 {
-        assert!(tokio::time::Instant::now() < deadline, "the queue has no end");
+    while proxy
+        .metric("tidegate_trace_spans_total{result=\"dropped\"}")
+        .await
+        == 0.0
+    {
+        assert!(
+            tokio::time::Instant::now() < deadline,
+            "the queue has no end"
+        );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     clients.shutdown().await;
     proxy.sigterm();
     // Not for all that waits: that would take the better part of a minute.
     assert!(proxy.ended(SOON).await.status.success());
-    assert!(proxy.log().contains("the last spans were not exported"), "{}", proxy.log());
+    assert!(
+        proxy.log().contains("the last spans were not exported"),
+        "{}",
+        proxy.log()
+    );
     drop(silent);
 }
 
@@ -435,9 +597,15 @@ async fn a_span_ends_with_the_body() {
     tokio::time::sleep(Duration::from_millis(300)).await;
     drop(feeder);
     let spans = collector.spans(2).await;
-    let (server, way) = (of_kind(&spans, SpanKind::Server, "GET"), of_kind(&spans, SpanKind::Client, "GET"));
+    let (server, way) = (
+        of_kind(&spans, SpanKind::Server, "GET"),
+        of_kind(&spans, SpanKind::Client, "GET"),
+    );
     let took_ms = |span: &Span| (span.end_time_unix_nano - span.start_time_unix_nano) / 1_000_000;
-    assert!(took_ms(&server) >= 300 && took_ms(&server) > took_ms(&way), "{server:?} {way:?}");
+    assert!(
+        took_ms(&server) >= 300 && took_ms(&server) > took_ms(&way),
+        "{server:?} {way:?}"
+    );
     assert!(server.status.is_none() && !attributes(&server.attributes).contains_key("error.type"));
 
     let mut leaver = RawClient::connect(proxy.address).await;
@@ -463,14 +631,25 @@ async fn a_span_ends_with_the_body() {
 async fn a_body_that_came_in_full_was_not_cut_off() {
     let collector = Collector::start().await;
     let upstream = H2Upstream::serving(h2::server::Builder::new(), |mut exchange| async move {
-        let head = Response::builder().header("content-length", "4").body(()).unwrap();
+        let head = Response::builder()
+            .header("content-length", "4")
+            .body(())
+            .unwrap();
         let mut stream = exchange.respond.send_response(head, false).unwrap();
         stream.send_data("part".into(), false).unwrap();
         // Nobody waits for the end.
-        assert!(std::future::poll_fn(|cx| stream.poll_reset(cx)).await.is_ok());
+        assert!(
+            std::future::poll_fn(|cx| stream.poll_reset(cx))
+                .await
+                .is_ok()
+        );
     })
     .await;
-    let proxy = Proxy::builder().config(&collector.lines("1")).upstream_url(&upstream.url()).start().await;
+    let proxy = Proxy::builder()
+        .config(&collector.lines("1"))
+        .upstream_url(&upstream.url())
+        .start()
+        .await;
     assert_eq!(proxy.get("/").await.text(), "part");
     let spans = collector.spans(2).await;
     let server = of_kind(&spans, SpanKind::Server, "GET");
@@ -492,12 +671,16 @@ async fn by_http_the_same_messages_come() {
                     assert_eq!(request.uri().path(), "/v1/traces");
                     assert_eq!(request.headers()["content-type"], "application/x-protobuf");
                     let body: Bytes = request.into_body().collect().await.unwrap().to_bytes();
-                    kept.requests.lock().unwrap().push(prost::Message::decode(body).unwrap());
+                    kept.requests
+                        .lock()
+                        .unwrap()
+                        .push(prost::Message::decode(body).unwrap());
                     Ok::<_, hyper::Error>(Response::new(full(Bytes::new())))
                 }
             });
             tokio::spawn(
-                hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(socket), answer),
+                hyper::server::conn::http1::Builder::new()
+                    .serve_connection(TokioIo::new(socket), answer),
             );
         }
     });
@@ -505,6 +688,9 @@ async fn by_http_the_same_messages_come() {
     let lines = format!("[trace]\notlp = 'http://{address}/v1/traces'\nsample = 1\n");
     let proxy = Proxy::start(&lines, upstream.address).await;
     assert_eq!(Ask::new(proxy.address, "GET", "/").status().await, 200);
-    let spans = eventually("spans", SOON, || Some(received.spans()).filter(|spans| spans.len() == 2)).await;
+    let spans = eventually("spans", SOON, || {
+        Some(received.spans()).filter(|spans| spans.len() == 2)
+    })
+    .await;
     of_kind(&spans, SpanKind::Server, "GET");
 }

@@ -58,7 +58,15 @@ fn everywhere(test: impl Fn(&mut Desk<'_>, &mut Rng)) {
                 let (limit, key) = (draw(&mut rng), KeyBuilder::new("p").finish());
                 let now_us = START_US + rng.u64(..limit.per_us);
                 let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                    test(&mut Desk { judge: &mut judge, limit, key, now_us }, &mut rng);
+                    test(
+                        &mut Desk {
+                            judge: &mut judge,
+                            limit,
+                            key,
+                            now_us,
+                        },
+                        &mut rng,
+                    );
                 }));
                 assert!(
                     run.is_ok(),
@@ -89,10 +97,16 @@ fn trap_2_the_refused_are_not_counted() {
     everywhere(|desk, rng| {
         let capacity = desk.most();
         desk.ask(capacity);
-        let Some(until_us) = desk.until_us(capacity) else { panic!("all is taken") };
+        let Some(until_us) = desk.until_us(capacity) else {
+            panic!("all is taken")
+        };
         for _ in 0..5 {
             desk.now_us += rng.u64(..until_us - desk.now_us);
-            assert_eq!(desk.until_us(capacity), Some(until_us), "knocking prolongs the wait");
+            assert_eq!(
+                desk.until_us(capacity),
+                Some(until_us),
+                "knocking prolongs the wait"
+            );
         }
         desk.now_us = until_us;
         assert!(desk.admits(capacity));
@@ -105,9 +119,16 @@ fn trap_2_the_refused_are_not_counted() {
 fn trap_2_the_other_way_round_the_refused_are_counted_where_that_is_wanted() {
     everywhere(|desk, rng| {
         desk.limit.requests = desk.limit.requests.min(10);
-        let Limit { requests, per_us, algorithm } = desk.limit;
+        let Limit {
+            requests,
+            per_us,
+            algorithm,
+        } = desk.limit;
         let knock = |desk: &mut Desk<'_>| {
-            let charge = Charge { counts_rejected: true, ..Charge::new(&desk.limit, &desk.key, 1) };
+            let charge = Charge {
+                counts_rejected: true,
+                ..Charge::new(&desk.limit, &desk.key, 1)
+            };
             let decision = desk.judge.decide(&[charge], desk.now_us);
             until_us(&[charge], &decision)
         };
@@ -129,7 +150,10 @@ fn trap_2_the_other_way_round_the_refused_are_counted_where_that_is_wanted() {
         desk.key = KeyBuilder::new("other").finish();
         desk.ask(most);
         let all_taken_us = desk.until_us(most).unwrap();
-        assert!(free_us <= all_taken_us + place_us + 1, "{free_us}, {all_taken_us}");
+        assert!(
+            free_us <= all_taken_us + place_us + 1,
+            "{free_us}, {all_taken_us}"
+        );
         desk.key = key;
         desk.now_us = told_us;
         assert_eq!(knock(desk), None, "waited as told");
@@ -140,10 +164,15 @@ fn trap_2_the_other_way_round_the_refused_are_counted_where_that_is_wanted() {
 #[test]
 fn trap_3_what_has_left_counts_no_more() {
     everywhere(|desk, _| {
-        let Limit { requests, per_us, .. } = desk.limit;
+        let Limit {
+            requests, per_us, ..
+        } = desk.limit;
         let cost = (requests / 8).min(desk.most());
         for round in 0..40 {
-            assert!(desk.admits(cost), "an eighth of the limit, twice a period, in round {round}");
+            assert!(
+                desk.admits(cost),
+                "an eighth of the limit, twice a period, in round {round}"
+            );
             desk.now_us += per_us / 2;
         }
     });
@@ -168,7 +197,11 @@ fn trap_6_and_7_a_key_expires_when_it_is_as_if_never_seen_and_not_later() {
                     state.charge(&charge(cost), at_us);
                 }
                 let ends_ms = state.expires_at_us(&limit).div_ceil(1_000);
-                assert_eq!(judge.expires_ms(&charge(cost)), ends_ms, "{name}, seed {seed}: {limit:?}");
+                assert_eq!(
+                    judge.expires_ms(&charge(cost)),
+                    ends_ms,
+                    "{name}, seed {seed}: {limit:?}"
+                );
             }
         }
     }
@@ -183,14 +216,27 @@ async fn trap_6_a_period_of_one_millisecond_holds() {
         Algorithm::SlidingLog,
         Algorithm::SlidingWindow { buckets: 10 },
         Algorithm::FixedWindow { offset_us: 0 },
-        Algorithm::TokenBucket { burst: 1, warm_up_us: 0 },
+        Algorithm::TokenBucket {
+            burst: 1,
+            warm_up_us: 0,
+        },
         Algorithm::LeakyBucket { max_delay_us: 0 },
     ] {
-        let (limit, key) = (Limit { requests: 1, per_us: 1_000, algorithm }, KeyBuilder::new("p").finish());
+        let (limit, key) = (
+            Limit {
+                requests: 1,
+                per_us: 1_000,
+                algorithm,
+            },
+            KeyBuilder::new("p").finish(),
+        );
         let charge = Charge::new(&limit, &key, 1);
         let mut admitted = Vec::new();
         while admitted.len() < 50 {
-            let decision = redis.decide(&[charge], tokio::time::Instant::now()).await.unwrap();
+            let decision = redis
+                .decide(&[charge], tokio::time::Instant::now())
+                .await
+                .unwrap();
             if decision.admitted {
                 admitted.push(decision.now_us);
             }
@@ -199,22 +245,31 @@ async fn trap_6_a_period_of_one_millisecond_holds() {
             Algorithm::FixedWindow { .. } => pair[1] / 1_000 > pair[0] / 1_000,
             _ => pair[1] - pair[0] >= 1_000,
         };
-        assert!(admitted.windows(2).all(apart), "{algorithm:?}: {admitted:?}");
+        assert!(
+            admitted.windows(2).all(apart),
+            "{algorithm:?}: {admitted:?}"
+        );
     }
 }
 
 #[test]
 fn trap_11_a_limit_is_not_charged_when_another_refuses() {
     everywhere(|desk, rng| {
-        let one = Limit { requests: 1, per_us: any_time_us(rng), algorithm: Algorithm::SlidingLog };
+        let one = Limit {
+            requests: 1,
+            per_us: any_time_us(rng),
+            algorithm: Algorithm::SlidingLog,
+        };
         let (other, cost) = (KeyBuilder::new("other").finish(), part(desk.most(), rng));
-        desk.judge.decide(&[Charge::new(&one, &other, 1)], desk.now_us);
+        desk.judge
+            .decide(&[Charge::new(&one, &other, 1)], desk.now_us);
         desk.ask(cost);
         let (before, key, limit) = (desk.standing(), desk.key.clone(), desk.limit);
         let charge = |limit, key| Charge::new(limit, key, 1);
-        for both in
-            [[charge(&limit, &key), charge(&one, &other)], [charge(&one, &other), charge(&limit, &key)]]
-        {
+        for both in [
+            [charge(&limit, &key), charge(&one, &other)],
+            [charge(&one, &other), charge(&limit, &key)],
+        ] {
             assert!(!desk.judge.decide(&both, desk.now_us).admitted);
         }
         assert_eq!(desk.standing(), before);
@@ -233,7 +288,11 @@ fn trap_12_a_cost_is_checked_before_it_is_added() {
         desk.ask(1);
         let (left, capacity) = (desk.remaining(), desk.limit.capacity());
         if left < capacity {
-            assert_eq!((desk.admits(left + 1), desk.remaining()), (false, left), "one more than is left");
+            assert_eq!(
+                (desk.admits(left + 1), desk.remaining()),
+                (false, left),
+                "one more than is left"
+            );
         }
     });
 }
@@ -246,9 +305,16 @@ fn trap_13_lua_counts_to_2_to_the_53_without_losing_one() {
         Algorithm::SlidingWindow { buckets: 10 },
         Algorithm::FixedWindow { offset_us: 0 },
     ];
-    let most = |algorithm| Limit { requests: MAX_UNITS, per_us: 1_000_000, algorithm };
+    let most = |algorithm| Limit {
+        requests: MAX_UNITS,
+        per_us: 1_000_000,
+        algorithm,
+    };
     let mut limits = of_a_log.map(most).to_vec();
-    let bucket = Algorithm::TokenBucket { burst: MAX_UNITS / 1_000, warm_up_us: 0 };
+    let bucket = Algorithm::TokenBucket {
+        burst: MAX_UNITS / 1_000,
+        warm_up_us: 0,
+    };
     let line = Algorithm::LeakyBucket { max_delay_us: 999 };
     limits.extend([bucket, line].map(|algorithm| Limit {
         requests: MAX_UNITS / 1_000,
@@ -259,12 +325,20 @@ fn trap_13_lua_counts_to_2_to_the_53_without_losing_one() {
         for limit in &limits {
             judge.forget();
             let (key, capacity) = (KeyBuilder::new("p").finish(), limit.capacity());
-            let mut desk = Desk { judge: &mut judge, limit: *limit, key, now_us: 9_000_000_000_000_001 };
+            let mut desk = Desk {
+                judge: &mut judge,
+                limit: *limit,
+                key,
+                now_us: 9_000_000_000_000_001,
+            };
             for (cost, left) in [(1, capacity - 1), (capacity - 4, 3), (2, 1)] {
                 assert!(desk.admits(cost), "{limit:?}");
                 assert_eq!(desk.remaining(), left, "{limit:?}");
             }
-            assert!(!desk.admits(2) && desk.admits(1) && !desk.admits(1), "{limit:?}");
+            assert!(
+                !desk.admits(2) && desk.admits(1) && !desk.admits(1),
+                "{limit:?}"
+            );
             let until_us = desk.until_us(1).unwrap();
             desk.now_us = until_us - 1;
             assert!(!desk.admits(1), "{limit:?}");
@@ -277,15 +351,30 @@ fn trap_13_lua_counts_to_2_to_the_53_without_losing_one() {
 /// The window is (now − per, now]: what is exactly one period old is out, and a microsecond before it is in.
 #[test]
 fn trap_14_a_charge_leaves_when_it_is_exactly_one_period_old() {
-    let log = Limit { requests: 3, per_us: 1_000, algorithm: Algorithm::SlidingLog };
-    let buckets = Limit { algorithm: Algorithm::SlidingWindow { buckets: 10 }, ..log };
-    let window = Limit { algorithm: Algorithm::FixedWindow { offset_us: 0 }, ..log };
+    let log = Limit {
+        requests: 3,
+        per_us: 1_000,
+        algorithm: Algorithm::SlidingLog,
+    };
+    let buckets = Limit {
+        algorithm: Algorithm::SlidingWindow { buckets: 10 },
+        ..log
+    };
+    let window = Limit {
+        algorithm: Algorithm::FixedWindow { offset_us: 0 },
+        ..log
+    };
     for mut judge in Judge::both() {
         // The last instant of a sub-window of 100 µs, and the edge of a window, stand for what is in it.
         for (limit, leaves_us) in [(log, 1_042), (buckets, 1_099), (window, 1_000)] {
             judge.forget();
             let key = KeyBuilder::new("p").finish();
-            let mut desk = Desk { judge: &mut judge, limit, key, now_us: START_US + 42 };
+            let mut desk = Desk {
+                judge: &mut judge,
+                limit,
+                key,
+                now_us: START_US + 42,
+            };
             assert!(desk.admits(3));
             desk.now_us = START_US + leaves_us - 1;
             assert!(!desk.admits(1), "{limit:?}");
@@ -300,20 +389,49 @@ fn trap_14_a_charge_leaves_when_it_is_exactly_one_period_old() {
 fn trap_16_a_crashed_holders_slot_comes_back_and_a_renewed_one_stays() {
     const LEASE_US: u64 = 10_000_000;
     let algorithm = Algorithm::Concurrency { max_duration_us: 0 };
-    let (limit, key) = (Limit { requests: 2, per_us: LEASE_US, algorithm }, KeyBuilder::new("p").finish());
+    let (limit, key) = (
+        Limit {
+            requests: 2,
+            per_us: LEASE_US,
+            algorithm,
+        },
+        KeyBuilder::new("p").finish(),
+    );
     for mut judge in Judge::both() {
         let take = |judge: &mut Judge, slot, at_us| {
-            judge.decide(&[Charge { slot, ..Charge::new(&limit, &key, 1) }], START_US + at_us).admitted
+            judge
+                .decide(
+                    &[Charge {
+                        slot,
+                        ..Charge::new(&limit, &key, 1)
+                    }],
+                    START_US + at_us,
+                )
+                .admitted
         };
         assert!(take(&mut judge, 1, 0) && take(&mut judge, 2, 0));
         // The first is renewed all the time, the second has crashed.
         for at_us in [LEASE_US / 3, LEASE_US * 2 / 3, LEASE_US - 1] {
             judge.amend(&limit, &key, Amendment::Renew { slot: 1 }, START_US + at_us);
-            assert!(!take(&mut judge, 3, at_us), "both slots are taken in {judge:?} after {at_us}");
+            assert!(
+                !take(&mut judge, 3, at_us),
+                "both slots are taken in {judge:?} after {at_us}"
+            );
         }
-        assert!(take(&mut judge, 4, LEASE_US), "the crashed one's is free in {judge:?}");
-        assert!(!take(&mut judge, 5, LEASE_US), "the renewed one's is not in {judge:?}");
-        judge.amend(&limit, &key, Amendment::Release { slot: 1 }, START_US + LEASE_US + 1);
+        assert!(
+            take(&mut judge, 4, LEASE_US),
+            "the crashed one's is free in {judge:?}"
+        );
+        assert!(
+            !take(&mut judge, 5, LEASE_US),
+            "the renewed one's is not in {judge:?}"
+        );
+        judge.amend(
+            &limit,
+            &key,
+            Amendment::Release { slot: 1 },
+            START_US + LEASE_US + 1,
+        );
         assert!(take(&mut judge, 6, LEASE_US + 1), "given back in {judge:?}");
     }
 }
@@ -323,7 +441,13 @@ fn trap_16_a_crashed_holders_slot_comes_back_and_a_renewed_one_stays() {
 fn trap_15_a_changed_amount_frees_or_binds_at_once_and_keeps_what_was_used() {
     everywhere(|desk, rng| {
         let (before, capacity) = (desk.limit, desk.limit.capacity());
-        if matches!(before.algorithm, Algorithm::TokenBucket { warm_up_us: 1.., .. }) {
+        if matches!(
+            before.algorithm,
+            Algorithm::TokenBucket {
+                warm_up_us: 1..,
+                ..
+            }
+        ) {
             return; // How much a bucket grows that is not warm yet is not plain to see.
         }
         let cost = part(capacity, rng);
@@ -332,7 +456,11 @@ fn trap_15_a_changed_amount_frees_or_binds_at_once_and_keeps_what_was_used() {
         let raised = with_room(before, capacity + 7);
         let grown = raised.capacity() - capacity;
         desk.limit = raised;
-        assert_eq!(desk.remaining(), left + grown, "raised: neither frozen nor refilled");
+        assert_eq!(
+            desk.remaining(),
+            left + grown,
+            "raised: neither frozen nor refilled"
+        );
         desk.limit = before;
         assert_eq!(desk.remaining(), left, "back: usage is kept");
         desk.limit = with_room(before, (capacity - left).max(1));
@@ -351,20 +479,30 @@ fn trap_15_a_raised_rate_pays_back_old_debts() {
         let (before, capacity) = (desk.limit, desk.limit.capacity());
         let requests = 2 * before.requests;
         let algorithm = match before.algorithm {
-            Algorithm::TokenBucket { warm_up_us: 0, .. } if requests <= MAX_UNITS / before.per_us => {
+            Algorithm::TokenBucket { warm_up_us: 0, .. }
+                if requests <= MAX_UNITS / before.per_us =>
+            {
                 before.algorithm
             }
-            Algorithm::LeakyBucket { max_delay_us } => {
-                Algorithm::LeakyBucket { max_delay_us: max_delay_us / 2 }
-            }
+            Algorithm::LeakyBucket { max_delay_us } => Algorithm::LeakyBucket {
+                max_delay_us: max_delay_us / 2,
+            },
             _ => return,
         };
         desk.ask(capacity);
         let slow_us = desk.until_us(capacity).unwrap() - desk.now_us;
-        desk.limit = Limit { requests, algorithm, ..before };
+        desk.limit = Limit {
+            requests,
+            algorithm,
+            ..before
+        };
         let most = desk.limit.capacity().min(capacity);
         let until_us = desk.until_us(most).unwrap();
-        assert!(until_us - desk.now_us <= slow_us / 2 + 1, "{} of {slow_us}", until_us - desk.now_us);
+        assert!(
+            until_us - desk.now_us <= slow_us / 2 + 1,
+            "{} of {slow_us}",
+            until_us - desk.now_us
+        );
         desk.now_us = until_us;
         assert!(desk.admits(most));
     });
@@ -375,9 +513,21 @@ fn trap_15_a_raised_rate_pays_back_old_debts() {
 #[test]
 fn trap_15_a_warm_up_that_comes_and_goes_neither_refills_nor_freezes() {
     everywhere(|desk, rng| {
-        let Algorithm::TokenBucket { burst, warm_up_us: 1.. } = desk.limit.algorithm else { return };
+        let Algorithm::TokenBucket {
+            burst,
+            warm_up_us: 1..,
+        } = desk.limit.algorithm
+        else {
+            return;
+        };
         let (warming, cost) = (desk.limit, part(desk.most(), rng));
-        let warm = Limit { algorithm: Algorithm::TokenBucket { burst, warm_up_us: 0 }, ..warming };
+        let warm = Limit {
+            algorithm: Algorithm::TokenBucket {
+                burst,
+                warm_up_us: 0,
+            },
+            ..warming
+        };
         // Begun warm, or cold.
         for (first, second) in [(warm, warming), (warming, warm)] {
             desk.judge.forget();
@@ -393,7 +543,10 @@ fn trap_15_a_warm_up_that_comes_and_goes_neither_refills_nor_freezes() {
             desk.limit = second;
             let wanted = warming.cold_capacity();
             if let Some(until_us) = desk.until_us(wanted) {
-                assert!(told_us.is_some_and(|told_us| until_us <= told_us), "{told_us:?}, then {until_us}");
+                assert!(
+                    told_us.is_some_and(|told_us| until_us <= told_us),
+                    "{told_us:?}, then {until_us}"
+                );
                 desk.now_us = until_us;
                 assert!(desk.admits(wanted), "but not for ever");
             }
@@ -404,11 +557,16 @@ fn trap_15_a_warm_up_that_comes_and_goes_neither_refills_nor_freezes() {
 
 /// The same limit with another capacity, as near to it as it can be.
 fn with_room(limit: Limit, capacity: u64) -> Limit {
-    let Limit { requests, per_us, .. } = limit;
+    let Limit {
+        requests, per_us, ..
+    } = limit;
     match limit.algorithm {
         Algorithm::TokenBucket { warm_up_us, .. } => {
             let burst = capacity.min(MAX_UNITS / per_us);
-            Limit { algorithm: Algorithm::TokenBucket { burst, warm_up_us }, ..limit }
+            Limit {
+                algorithm: Algorithm::TokenBucket { burst, warm_up_us },
+                ..limit
+            }
         }
         Algorithm::LeakyBucket { max_delay_us } => {
             // As much beyond whole units as before.
@@ -418,8 +576,14 @@ fn with_room(limit: Limit, capacity: u64) -> Limit {
                 true => (max_delay_us + grown_us).min(longest_us),
                 false => max_delay_us - grown_us.min(max_delay_us),
             };
-            Limit { algorithm: Algorithm::LeakyBucket { max_delay_us }, ..limit }
+            Limit {
+                algorithm: Algorithm::LeakyBucket { max_delay_us },
+                ..limit
+            }
         }
-        _ => Limit { requests: capacity, ..limit },
+        _ => Limit {
+            requests: capacity,
+            ..limit
+        },
     }
 }

@@ -22,8 +22,16 @@ impl Case {
     /// Asks at random until something is refused, and then goes on knocking.
     fn draw(judge: &mut Judge, limits: Vec<Limit>, counts: bool, rng: &mut Rng) -> Self {
         judge.forget();
-        let mut case = Self { limits, counts, asks: Vec::new() };
-        let few = case.limits.iter().min_by_key(|limit| limit.per_us / limit.requests).unwrap();
+        let mut case = Self {
+            limits,
+            counts,
+            asks: Vec::new(),
+        };
+        let few = case
+            .limits
+            .iter()
+            .min_by_key(|limit| limit.per_us / limit.requests)
+            .unwrap();
         let (per_us, apart_us) = (few.per_us, (few.per_us / few.requests).max(1));
         let most = case.costly().map(Limit::cold_capacity).min().unwrap();
         let (start_us, gaps) = (START_US + rng.u64(..per_us), rng.usize(..12));
@@ -48,13 +56,18 @@ impl Case {
     }
 
     fn costly(&self) -> impl Iterator<Item = &Limit> {
-        self.limits.iter().filter(|limit| limit.algorithm != Algorithm::Block)
+        self.limits
+            .iter()
+            .filter(|limit| limit.algorithm != Algorithm::Block)
     }
 
     /// When it would be admitted, if it wasn't, and the decision.
     fn ask(&self, judge: &mut Judge, at_us: u64, cost: u64) -> (Option<u64>, Decision) {
         let key = key();
-        let charge = |limit| Charge { counts_rejected: self.counts, ..Charge::new(limit, &key, cost) };
+        let charge = |limit| Charge {
+            counts_rejected: self.counts,
+            ..Charge::new(limit, &key, cost)
+        };
         let charges: Vec<_> = self.limits.iter().map(charge).map(as_asked).collect();
         let decision = judge.decide(&charges, at_us);
         (until_us(&charges, &decision), decision)
@@ -63,8 +76,13 @@ impl Case {
     /// The same history again; returns what the last one is told.
     fn replay(&self, judge: &mut Judge) -> u64 {
         judge.forget();
-        let told = self.asks.iter().map(|(at_us, cost)| self.ask(judge, *at_us, *cost).0).last();
-        told.flatten().expect("the last one was refused for some time")
+        let told = self
+            .asks
+            .iter()
+            .map(|(at_us, cost)| self.ask(judge, *at_us, *cost).0)
+            .last();
+        told.flatten()
+            .expect("the last one was refused for some time")
     }
 
     /// One client waits as told, two others come too early. Each has the history for himself: who comes early may
@@ -75,17 +93,28 @@ impl Case {
             let until_us = self.replay(judge);
             let early_us = until_us - early_us;
             let (_, early) = self.ask(judge, early_us.max(now_us), cost);
-            assert!(!early.admitted, "{} µs too early: {early:?}", until_us - early_us);
+            assert!(
+                !early.admitted,
+                "{} µs too early: {early:?}",
+                until_us - early_us
+            );
         }
         let until_us = self.replay(judge);
         let (_, waited) = self.ask(judge, until_us, cost);
-        assert!(waited.admitted, "waited until {until_us} as told: {waited:?}");
+        assert!(
+            waited.admitted,
+            "waited until {until_us} as told: {waited:?}"
+        );
     }
 }
 
 /// A block is asked for one unit, whatever the request costs.
 fn as_asked(charge: Charge<'_>) -> Charge<'_> {
-    if charge.is_block() { Charge { cost: 1, ..charge } } else { charge }
+    if charge.is_block() {
+        Charge { cost: 1, ..charge }
+    } else {
+        charge
+    }
 }
 
 fn key() -> Key {
@@ -101,8 +130,12 @@ fn tells_the_truth(counts: bool, policy: impl Fn(&mut Rng) -> Vec<Limit>) {
             let limits = policy(&mut rng);
             let case = Case::draw(&mut judge, limits, counts, &mut rng);
             // Said only if the case fails.
-            let said = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| case.is_true(&mut judge)));
-            assert!(said.is_ok(), "TIDEGATE_TEST_SEED={seed}, case {number} in {judge:?}: {case:?}");
+            let said =
+                std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| case.is_true(&mut judge)));
+            assert!(
+                said.is_ok(),
+                "TIDEGATE_TEST_SEED={seed}, case {number} in {judge:?}: {case:?}"
+            );
         }
     }
 }
@@ -135,12 +168,19 @@ macro_rules! truth {
 fn several(rng: &mut Rng) -> Vec<Limit> {
     let mut limits: Vec<Limit> = Vec::new();
     if rng.bool() {
-        limits.push(Limit { requests: 1, per_us: any_time_us(rng), algorithm: Algorithm::Block });
+        limits.push(Limit {
+            requests: 1,
+            per_us: any_time_us(rng),
+            algorithm: Algorithm::Block,
+        });
     }
     for _ in 0..rng.usize(2..=3) {
         let (_, draw) = EVERY_ALGORITHM[rng.usize(..EVERY_ALGORITHM.len())];
         let limit = draw(rng);
-        if limits.iter().all(|other| other.identity() != limit.identity()) {
+        if limits
+            .iter()
+            .all(|other| other.identity() != limit.identity())
+        {
             limits.push(limit);
         }
     }

@@ -26,60 +26,105 @@ async fn an_app_behind_a_unix_socket_is_served() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("app.sock");
     let url = format!("unix:{}", path.display());
-    let proxy = Proxy::builder().config("upstream.retry_connect = 0").upstream_url(&url).start().await;
+    let proxy = Proxy::builder()
+        .config("upstream.retry_connect = 0")
+        .upstream_url(&url)
+        .start()
+        .await;
     // Not there; there, but nobody listens; there.
     for _ in 0..2 {
         let reply = proxy.get("/").await;
         assert_eq!(reply.status, 502);
-        assert!(reply.header("proxy-status").unwrap().contains("error=connection_refused"));
-        assert!(!reply.text().contains("app.sock"), "no internals: {}", reply.text());
+        assert!(
+            reply
+                .header("proxy-status")
+                .unwrap()
+                .contains("error=connection_refused")
+        );
+        assert!(
+            !reply.text().contains("app.sock"),
+            "no internals: {}",
+            reply.text()
+        );
         drop(UnixListener::bind(&path));
     }
     fs::remove_file(&path).unwrap();
     let listener = UnixListener::bind(&path).unwrap();
     let serving = tokio::spawn(async move {
         while let Ok((stream, _)) = listener.accept().await {
-            let service = service_fn(|request| async move { Ok::<_, Infallible>(echo(request).await) });
+            let service =
+                service_fn(|request| async move { Ok::<_, Infallible>(echo(request).await) });
             let serving = hyper::server::conn::http1::Builder::new();
             tokio::spawn(serving.serve_connection(TokioIo::new(stream), service));
         }
     });
     let reply = proxy.ask("POST", "/a?b").body(noise(1 << 20)).send().await;
-    assert_eq!((reply.status, reply.json()["body_len"].as_u64()), (200, Some(1 << 20)));
+    assert_eq!(
+        (reply.status, reply.json()["body_len"].as_u64()),
+        (200, Some(1 << 20))
+    );
     let host = |reply: &serde_json::Value| {
         let headers = reply["headers"].as_array().unwrap().clone();
         headers.iter().find(|header| header[0] == "host").unwrap()[1].clone()
     };
     assert_eq!(host(&reply.json()), "shop.example");
-    let anonymous =
-        Proxy::builder().config("upstream.preserve_host = false").upstream_url(&url).start().await;
-    assert_eq!(host(&anonymous.get("/").await.json()), "localhost", "a socket has no name");
+    let anonymous = Proxy::builder()
+        .config("upstream.preserve_host = false")
+        .upstream_url(&url)
+        .start()
+        .await;
+    assert_eq!(
+        host(&anonymous.get("/").await.json()),
+        "localhost",
+        "a socket has no name"
+    );
     serving.abort();
 }
 
 fn https(authority: &Authority, port: u16, config: &str) -> ProxyBuilder {
-    let config = format!("{config}\n[upstream.tls]\nca = '{}'\n", authority.text("ca.pem"));
-    Proxy::builder().config(&config).upstream_url(&format!("https://127.0.0.1:{port}"))
+    let config = format!(
+        "{config}\n[upstream.tls]\nca = '{}'\n",
+        authority.text("ca.pem")
+    );
+    Proxy::builder()
+        .config(&config)
+        .upstream_url(&format!("https://127.0.0.1:{port}"))
 }
 
 #[tokio::test]
 async fn the_server_chooses_the_protocol() {
     let authority = Authority::new();
     authority.sign("server", "127.0.0.1");
-    let upstream = H2Upstream::by_tls(authority.server("server", &["h2"], None), Exchange::echo).await;
-    let proxy = https(&authority, upstream.address.port(), "listen.threads = 1").start().await;
-    let asked: Vec<_> = (0..20).map(|_| tokio::spawn(Ask::new(proxy.address, "GET", "/").send())).collect();
+    let upstream =
+        H2Upstream::by_tls(authority.server("server", &["h2"], None), Exchange::echo).await;
+    let proxy = https(&authority, upstream.address.port(), "listen.threads = 1")
+        .start()
+        .await;
+    let asked: Vec<_> = (0..20)
+        .map(|_| tokio::spawn(Ask::new(proxy.address, "GET", "/").send()))
+        .collect();
     for asked in asked {
         let reply = asked.await.unwrap();
-        assert!(reply.text().starts_with("GET https://shop.example/\n"), "{}", reply.text());
+        assert!(
+            reply.text().starts_with("GET https://shop.example/\n"),
+            "{}",
+            reply.text()
+        );
         assert_eq!(reply.header("via"), Some("2 tidegate"));
     }
-    assert_eq!(upstream.connections(), 1, "nobody opened another before it was known what it is");
+    assert_eq!(
+        upstream.connections(),
+        1,
+        "nobody opened another before it was known what it is"
+    );
 
     let (port, _serving) = either(&authority, &["http/1.1"]).await;
     let proxy = https(&authority, port, "").start().await;
     let reply = proxy.get("/").await;
-    assert_eq!((reply.text().as_str(), reply.header("via")), ("plain", Some("1.1 tidegate")));
+    assert_eq!(
+        (reply.text().as_str(), reply.header("via")),
+        ("plain", Some("1.1 tidegate"))
+    );
 }
 
 /// A server by TLS that speaks HTTP/2 or HTTP/1.1. By the first it echoes, by the second it answers "plain", or opens
@@ -92,27 +137,43 @@ async fn either(authority: &Authority, protocols: &[&str]) -> (u16, JoinHandle<(
         while let Ok((stream, _)) = listener.accept().await {
             let tls = tls.clone();
             tokio::spawn(async move {
-                let Ok(mut stream) = tls.accept(stream).await else { return };
+                let Ok(mut stream) = tls.accept(stream).await else {
+                    return;
+                };
                 if stream.get_ref().1.alpn_protocol() == Some(b"h2") {
                     let mut h2 = h2::server::handshake(stream).await.unwrap();
                     while let Some(Ok((request, respond))) = h2.accept().await {
-                        tokio::spawn(Exchange { connection: 0, request, respond }.echo());
+                        tokio::spawn(
+                            Exchange {
+                                connection: 0,
+                                request,
+                                respond,
+                            }
+                            .echo(),
+                        );
                     }
                     return;
                 }
                 let mut head = Vec::new();
                 while !head.ends_with(b"\r\n\r\n") {
-                    let Ok(byte) = stream.read_u8().await else { return };
+                    let Ok(byte) = stream.read_u8().await else {
+                        return;
+                    };
                     head.push(byte);
                 }
                 let head = String::from_utf8(head).unwrap();
                 if !head.contains("upgrade: websocket") {
-                    stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nplain").await.unwrap();
+                    stream
+                        .write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nplain")
+                        .await
+                        .unwrap();
                     return;
                 }
                 stream.write_all(SWITCH.as_bytes()).await.unwrap();
                 let (mut reads, mut writes) = tokio::io::split(stream);
-                tokio::io::copy(&mut reads, &mut writes).await.unwrap_or_default();
+                tokio::io::copy(&mut reads, &mut writes)
+                    .await
+                    .unwrap_or_default();
             });
         }
     });
@@ -149,53 +210,90 @@ async fn an_upstream_may_want_to_know_who_we_are_and_that_may_change() {
         key.display()
     );
     let url = format!("https://127.0.0.1:{}", upstream.address.port());
-    let proxy = Proxy::builder().config(&config).upstream_url(&url).start().await;
+    let proxy = Proxy::builder()
+        .config(&config)
+        .upstream_url(&url)
+        .start()
+        .await;
     let reply = proxy.get("/").await;
     assert_eq!(reply.status, 502);
     // A server by TLS 1.3 may say so, or just leave.
     let why = reply.header("proxy-status").unwrap();
-    assert!(["error=tls_", "error=connection_terminated"].iter().any(|kind| why.contains(kind)), "{why}");
+    assert!(
+        ["error=tls_", "error=connection_terminated"]
+            .iter()
+            .any(|kind| why.contains(kind)),
+        "{why}"
+    );
 
     // A key that isn't the certificate's changes nothing and is told.
     let mark = proxy.log_mark();
     fs::copy(new.path("client.pem"), &cert).unwrap();
     let within = Duration::from_secs(5);
-    let told = proxy.wait_for_log("an error", mark, within, |line| line.mentions("upstream.tls.cert")).await;
+    let told = proxy
+        .wait_for_log("an error", mark, within, |line| {
+            line.mentions("upstream.tls.cert")
+        })
+        .await;
     assert!(told.is_level("ERROR"), "{told:?}");
     assert_eq!(proxy.get("/").await.status, 502);
 
     put(&new);
-    proxy.wait_for_log("new certificates", mark, within, |line| line.mentions("new certificates")).await;
+    proxy
+        .wait_for_log("new certificates", mark, within, |line| {
+            line.mentions("new certificates")
+        })
+        .await;
     assert_eq!(proxy.get("/").await.status, 200);
-    let restarts = proxy.log_since(mark).iter().any(|line| line.mentions("only after a restart"));
+    let restarts = proxy
+        .log_since(mark)
+        .iter()
+        .any(|line| line.mentions("only after a restart"));
     assert!(!restarts, "{}", proxy.log());
 }
 
 /// Opens every WebSocket by HTTP/2 and sends back what comes; tells of anything else what it was.
 async fn open(mut exchange: Exchange) {
-    let protocol = exchange.request.extensions().get::<h2::ext::Protocol>().cloned();
+    let protocol = exchange
+        .request
+        .extensions()
+        .get::<h2::ext::Protocol>()
+        .cloned();
     if protocol.is_none_or(|protocol| protocol.as_str() != "websocket") {
         return exchange.echo().await;
     }
     let head = &exchange.request;
-    assert!(!head.headers().contains_key("sec-websocket-key") && !head.headers().contains_key("upgrade"));
+    assert!(
+        !head.headers().contains_key("sec-websocket-key")
+            && !head.headers().contains_key("upgrade")
+    );
     assert_eq!(
-        (head.uri().path_and_query().unwrap().as_str(), head.uri().authority().unwrap().as_str()),
+        (
+            head.uri().path_and_query().unwrap().as_str(),
+            head.uri().authority().unwrap().as_str()
+        ),
         ("/chat?x", "a")
     );
     assert_eq!(head.headers()["sec-websocket-version"], "13");
-    let mut stream = exchange.respond.send_response(Response::new(()), false).unwrap();
+    let mut stream = exchange
+        .respond
+        .send_response(Response::new(()), false)
+        .unwrap();
     let body = exchange.request.body_mut();
     while let Some(Ok(mut part)) = body.data().await {
         while !part.is_empty() {
             stream.reserve_capacity(part.len());
-            let Some(Ok(room)) = std::future::poll_fn(|cx| stream.poll_capacity(cx)).await else { return };
+            let Some(Ok(room)) = std::future::poll_fn(|cx| stream.poll_capacity(cx)).await else {
+                return;
+            };
             let now = part.split_to(room.min(part.len()));
             body.flow_control().release_capacity(now.len()).unwrap();
             stream.send_data(now, false).unwrap();
         }
     }
-    stream.send_data(bytes::Bytes::new(), true).unwrap_or_default();
+    stream
+        .send_data(bytes::Bytes::new(), true)
+        .unwrap_or_default();
 }
 
 #[tokio::test]
@@ -203,24 +301,50 @@ async fn a_websocket_is_a_stream_where_the_upstream_allows_that() {
     let mut builder = Builder::new();
     builder.enable_connect_protocol();
     let upstream = H2Upstream::serving(builder, open).await;
-    let proxy = Proxy::builder().config("listen.threads = 1").upstream_url(&upstream.url()).start().await;
+    let proxy = Proxy::builder()
+        .config("listen.threads = 1")
+        .upstream_url(&upstream.url())
+        .start()
+        .await;
 
     let mut client = RawClient::connect(proxy.address).await;
     let reply = client.send(HANDSHAKE).await.any_reply(false).await;
-    assert_eq!((reply.status, reply.header("sec-websocket-accept")), (101, Some(PROOF)));
-    assert_eq!((reply.header("upgrade"), reply.header("connection")), (Some("websocket"), Some("upgrade")));
+    assert_eq!(
+        (reply.status, reply.header("sec-websocket-accept")),
+        (101, Some(PROOF))
+    );
+    assert_eq!(
+        (reply.header("upgrade"), reply.header("connection")),
+        (Some("websocket"), Some("upgrade"))
+    );
     client.send("there").await.read_past(b"there").await;
 
     let mut sender = http2(proxy.address).await;
     // The server's settings have to arrive first.
-    let settle = Request::get("http://a/").body(ClientBody::default()).unwrap();
-    answered(sender.send_request(settle)).await.into_body().collect().await.unwrap();
-    let mut request = Request::connect("http://a/chat?x").body(ClientBody::default()).unwrap();
-    request.extensions_mut().insert(hyper::ext::Protocol::from_static("websocket"));
-    request.headers_mut().insert("sec-websocket-version", "13".parse().unwrap());
+    let settle = Request::get("http://a/")
+        .body(ClientBody::default())
+        .unwrap();
+    answered(sender.send_request(settle))
+        .await
+        .into_body()
+        .collect()
+        .await
+        .unwrap();
+    let mut request = Request::connect("http://a/chat?x")
+        .body(ClientBody::default())
+        .unwrap();
+    request
+        .extensions_mut()
+        .insert(hyper::ext::Protocol::from_static("websocket"));
+    request
+        .headers_mut()
+        .insert("sec-websocket-version", "13".parse().unwrap());
     let response = answered(sender.send_request(request)).await;
     assert_eq!(response.status(), 200);
-    let upgraded = timeout(SOON, hyper::upgrade::on(response)).await.unwrap().unwrap();
+    let upgraded = timeout(SOON, hyper::upgrade::on(response))
+        .await
+        .unwrap()
+        .unwrap();
     let (mut reads, mut writes) = tokio::io::split(TokioIo::new(upgraded));
     let bytes = noise(4 << 20);
     let sent = bytes.clone();
@@ -229,14 +353,20 @@ async fn a_websocket_is_a_stream_where_the_upstream_allows_that() {
         writes.shutdown().await.unwrap();
     });
     let mut got = Vec::new();
-    timeout(Duration::from_secs(30), reads.read_to_end(&mut got)).await.unwrap().unwrap();
+    timeout(Duration::from_secs(30), reads.read_to_end(&mut got))
+        .await
+        .unwrap()
+        .unwrap();
     sending.await.unwrap();
     assert!(got == bytes, "{} of {} bytes", got.len(), bytes.len());
 
     client.send("still").await.read_past(b"still").await;
     assert_eq!(upstream.connections(), 1);
     // Other upgrades stay plain requests: nobody has to follow them (RFC 9110, 7.8).
-    let ask = proxy.ask("GET", "/").header("Upgrade", "other").header("Connection", "upgrade");
+    let ask = proxy
+        .ask("GET", "/")
+        .header("Upgrade", "other")
+        .header("Connection", "upgrade");
     assert_eq!(ask.status().await, 200);
 }
 
@@ -247,8 +377,15 @@ async fn a_websocket_is_refused_where_there_is_no_way() {
     let mut client = RawClient::connect(proxy.address).await;
     let reply = client.send(HANDSHAKE).await.any_reply(false).await;
     assert_eq!(reply.status, 502);
-    assert!(reply.header("proxy-status").unwrap().contains("error=http_upgrade_failed"));
-    proxy.wait_for_log("the reason", 0, SOON, |line| line.mentions("RFC 8441")).await;
+    assert!(
+        reply
+            .header("proxy-status")
+            .unwrap()
+            .contains("error=http_upgrade_failed")
+    );
+    proxy
+        .wait_for_log("the reason", 0, SOON, |line| line.mentions("RFC 8441"))
+        .await;
     client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     assert_eq!(client.reply().await.status, 200);
 }
@@ -262,17 +399,29 @@ async fn by_tls_a_websocket_gets_a_connection_by_http_1_1() {
     assert_eq!(proxy.get("/").await.header("via"), Some("2 tidegate"));
     let mut client = RawClient::connect(proxy.address).await;
     let reply = client.send(HANDSHAKE).await.any_reply(false).await;
-    assert_eq!((reply.status, reply.header("sec-websocket-accept")), (101, Some(PROOF)));
+    assert_eq!(
+        (reply.status, reply.header("sec-websocket-accept")),
+        (101, Some(PROOF))
+    );
     client.send("there").await.read_past(b"there").await;
     assert_eq!(proxy.get("/").await.header("via"), Some("2 tidegate"));
 }
 
 #[tokio::test]
 async fn a_head_of_many_lines_is_an_answer() {
-    let many = (0..200).map(|n| format!("set-cookie: c{n}=1\r\n")).collect::<String>();
+    let many = (0..200)
+        .map(|n| format!("set-cookie: c{n}=1\r\n"))
+        .collect::<String>();
     let answer = format!("HTTP/1.1 200 OK\r\n{many}Content-Length: 2\r\n\r\nok");
     let upstream = RawUpstream::answering(answer).await;
     let proxy = Proxy::start("", upstream.address).await;
     let reply = proxy.get("/").await;
-    assert_eq!(reply.headers.iter().filter(|(name, _)| name == "set-cookie").count(), 200);
+    assert_eq!(
+        reply
+            .headers
+            .iter()
+            .filter(|(name, _)| name == "set-cookie")
+            .count(),
+        200
+    );
 }

@@ -35,7 +35,11 @@ const FLAGS: &str = "--anyauth --basic --cert-status --compressed-ssh --digest -
 const SHORT_FLAGS: &str = "0123456afgijJkLMnNOpqRsSvZ#";
 
 /// What forms leave as it is.
-const FORM: AsciiSet = NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
+const FORM: AsciiSet = NON_ALPHANUMERIC
+    .remove(b'-')
+    .remove(b'_')
+    .remove(b'.')
+    .remove(b'~');
 
 /// Short options that are understood, by their long names.
 const SHORT: [(char, &str); 14] = [
@@ -61,7 +65,8 @@ const SHORT: [(char, &str); 14] = [
 /// A sentence, if it can't be a request.
 pub(in crate::cli) fn line(line: &str) -> Result<Read, String> {
     // Lines are broken with backslashes; a browser's "copy as cURL" does so.
-    let words = shlex::split(line).ok_or_else(|| "a quote in the curl line has no end".to_owned())?;
+    let words =
+        shlex::split(line).ok_or_else(|| "a quote in the curl line has no end".to_owned())?;
     self::words(&words)
 }
 
@@ -81,7 +86,9 @@ pub(in crate::cli) fn words(words: &[String]) -> Result<Read, String> {
         match word {
             "--" if is_option => is_option = false,
             _ if is_option && word.starts_with("--") => told.long(word, &mut words)?,
-            _ if is_option && word.starts_with('-') && word.len() > 1 => told.short(word, &mut words)?,
+            _ if is_option && word.starts_with('-') && word.len() > 1 => {
+                told.short(word, &mut words)?
+            }
             _ => told.url(word),
         }
     }
@@ -108,18 +115,27 @@ impl Told {
     fn url(&mut self, url: &str) {
         match &self.url {
             None => self.url = Some(url.to_owned()),
-            Some(first) => self.notes.push(format!("one URL is explained, {first}; passed over: {url}")),
+            Some(first) => self
+                .notes
+                .push(format!("one URL is explained, {first}; passed over: {url}")),
         }
     }
 
-    fn short<'w>(&mut self, word: &'w str, rest: &mut impl Iterator<Item = &'w str>) -> Result<(), String> {
+    fn short<'w>(
+        &mut self,
+        word: &'w str,
+        rest: &mut impl Iterator<Item = &'w str>,
+    ) -> Result<(), String> {
         let mut letters = word.chars();
         letters.next();
         while let Some(letter) = letters.next() {
             if SHORT_FLAGS.contains(letter) {
                 continue;
             }
-            let long = SHORT.iter().find(|(short, _)| *short == letter).map(|(_, long)| *long);
+            let long = SHORT
+                .iter()
+                .find(|(short, _)| *short == letter)
+                .map(|(_, long)| *long);
             let takes_value = long.is_some_and(takes_value) || SHORT_VALUES.contains(letter);
             if !takes_value {
                 match long {
@@ -129,7 +145,9 @@ impl Told {
                 continue;
             }
             let value = match letters.as_str() {
-                "" => rest.next().ok_or_else(|| format!("-{letter} needs a value"))?,
+                "" => rest
+                    .next()
+                    .ok_or_else(|| format!("-{letter} needs a value"))?,
                 joined => joined,
             };
             return match long {
@@ -140,14 +158,25 @@ impl Told {
         Ok(())
     }
 
-    fn long<'w>(&mut self, word: &'w str, rest: &mut impl Iterator<Item = &'w str>) -> Result<(), String> {
+    fn long<'w>(
+        &mut self,
+        word: &'w str,
+        rest: &mut impl Iterator<Item = &'w str>,
+    ) -> Result<(), String> {
         let is_passed_over = VALUES.split(' ').any(|known| known == word);
         if takes_value(word) || is_passed_over {
             let value = rest.next().ok_or_else(|| format!("{word} needs a value"))?;
-            return if is_passed_over { Ok(()) } else { self.value(word, value) };
+            return if is_passed_over {
+                Ok(())
+            } else {
+                self.value(word, value)
+            };
         }
         let positive = word.strip_prefix("--no-").map(|name| format!("--{name}"));
-        if !FLAGS.split(' ').any(|known| known == word || positive.as_deref() == Some(known)) {
+        if !FLAGS
+            .split(' ')
+            .any(|known| known == word || positive.as_deref() == Some(known))
+        {
             self.flag(word);
         }
         Ok(())
@@ -173,17 +202,22 @@ impl Told {
                 self.body = Some("application/json");
                 self.header_if_absent("accept", "application/json");
             }
-            "--data" | "--data-ascii" | "--data-binary" if value.starts_with('@') => self.file(value),
+            "--data" | "--data-ascii" | "--data-binary" if value.starts_with('@') => {
+                self.file(value)
+            }
             "--data-urlencode" if value.contains('@') && !value.contains('=') => self.file(value),
             "--data-urlencode" => self.form(&urlencoded(value)),
             "--data" | "--data-ascii" | "--data-binary" | "--data-raw" => self.form(value),
             "--form" | "--form-string" => self.body = Some("multipart/form-data"),
-            "--user" => {
-                self.header_if_absent("authorization", &format!("Basic {}", BASE64_STANDARD.encode(value)))
-            }
+            "--user" => self.header_if_absent(
+                "authorization",
+                &format!("Basic {}", BASE64_STANDARD.encode(value)),
+            ),
             "--oauth2-bearer" => self.header_if_absent("authorization", &format!("Bearer {value}")),
             "--cookie" if value.contains('=') => self.header("cookie", value),
-            "--cookie" => self.notes.push(format!("the cookies in the file {value} are not read")),
+            "--cookie" => self
+                .notes
+                .push(format!("the cookies in the file {value} are not read")),
             "--user-agent" => self.header("user-agent", value),
             "--referer" => self.header("referer", value.trim_end_matches(";auto")),
             "--range" => self.header("range", &format!("bytes={value}")),
@@ -194,7 +228,8 @@ impl Told {
 
     fn header_line(&mut self, line: &str) -> Result<(), String> {
         if line.starts_with('@') {
-            self.notes.push(format!("the headers in the file {line} are not read"));
+            self.notes
+                .push(format!("the headers in the file {line} are not read"));
             return Ok(());
         }
         match (line.split_once(':'), line.strip_suffix(';')) {
@@ -213,7 +248,10 @@ impl Told {
     }
 
     fn header_if_absent(&mut self, name: &str, value: &str) {
-        let is_there = self.headers.iter().any(|(known, _)| known.eq_ignore_ascii_case(name));
+        let is_there = self
+            .headers
+            .iter()
+            .any(|(known, _)| known.eq_ignore_ascii_case(name));
         if !is_there && !self.removed.iter().any(|removed| removed == name) {
             self.header(name, value);
         }
@@ -227,7 +265,8 @@ impl Told {
     fn file(&mut self, name: &str) {
         self.body = self.body.or(Some("application/x-www-form-urlencoded"));
         if self.is_get {
-            self.notes.push(format!("the data in the file {name} is not read"));
+            self.notes
+                .push(format!("the data in the file {name} is not read"));
         }
     }
 
@@ -236,8 +275,15 @@ impl Told {
     }
 
     fn finish(mut self) -> Result<Read, String> {
-        let url = self.url.take().ok_or_else(|| "the curl line has no URL".to_owned())?;
-        let url = if url.contains("://") || url.starts_with('/') { url } else { format!("http://{url}") };
+        let url = self
+            .url
+            .take()
+            .ok_or_else(|| "the curl line has no URL".to_owned())?;
+        let url = if url.contains("://") || url.starts_with('/') {
+            url
+        } else {
+            format!("http://{url}")
+        };
         let mut url = url.split('#').next().unwrap_or_default().to_owned();
         let has_body = self.body.is_some() && !self.is_get && !self.is_head;
         if self.is_get && !self.data.is_empty() {
@@ -256,7 +302,12 @@ impl Told {
         }
         self.header_if_absent("accept", "*/*");
         self.header_if_absent("user-agent", "curl");
-        Ok(Read { method, url, headers: self.headers, notes: self.notes })
+        Ok(Read {
+            method,
+            url,
+            headers: self.headers,
+            notes: self.notes,
+        })
     }
 }
 
@@ -303,7 +354,10 @@ mod tests {
     }
 
     fn header<'r>(read: &'r Read, name: &str) -> Option<&'r str> {
-        read.headers.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
+        read.headers
+            .iter()
+            .find(|(known, _)| known == name)
+            .map(|(_, value)| value.as_str())
     }
 
     #[test]
@@ -311,9 +365,15 @@ mod tests {
         let said = read(
             "curl -sSkX POST 'https://shop.example/api?a=1#part' -H 'x-a: b c' -d x -o /dev/null --max-time 5",
         );
-        assert_eq!((said.method.as_str(), said.url.as_str()), ("POST", "https://shop.example/api?a=1"));
+        assert_eq!(
+            (said.method.as_str(), said.url.as_str()),
+            ("POST", "https://shop.example/api?a=1")
+        );
         assert_eq!(header(&said, "x-a"), Some("b c"));
-        assert_eq!(header(&said, "content-type"), Some("application/x-www-form-urlencoded"));
+        assert_eq!(
+            header(&said, "content-type"),
+            Some("application/x-www-form-urlencoded")
+        );
         assert_eq!(said.notes, [""; 0]);
     }
 
@@ -355,8 +415,14 @@ mod tests {
         ] {
             assert_eq!(header(&said, name), value, "{name}");
         }
-        assert_eq!(header(&read("curl --json '{}' h"), "content-type"), Some("application/json"));
-        assert_eq!(header(&read("curl --oauth2-bearer t h"), "authorization"), Some("Bearer t"));
+        assert_eq!(
+            header(&read("curl --json '{}' h"), "content-type"),
+            Some("application/json")
+        );
+        assert_eq!(
+            header(&read("curl --oauth2-bearer t h"), "authorization"),
+            Some("Bearer t")
+        );
     }
 
     #[test]
@@ -388,7 +454,10 @@ mod tests {
     #[test]
     fn a_browsers_copy_is_read() {
         let said = read("curl 'https://h/x' \\\n  -H 'accept: text/html' \\\n  --compressed");
-        assert_eq!((said.url.as_str(), header(&said, "accept")), ("https://h/x", Some("text/html")));
+        assert_eq!(
+            (said.url.as_str(), header(&said, "accept")),
+            ("https://h/x", Some("text/html"))
+        );
     }
 
     proptest::proptest! {

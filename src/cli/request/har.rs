@@ -21,17 +21,23 @@ pub(in crate::cli) fn entry(path: &Path, number: Option<usize>) -> Result<Read, 
         .read_to_end(&mut text)
         .map_err(|error| format!("{name} can't be read: {error}"))?;
     if u64::try_from(text.len()).unwrap_or(u64::MAX) > MAX_FILE_BYTES {
-        return Err(format!("{name} is larger than {} MiB", MAX_FILE_BYTES >> 20));
+        return Err(format!(
+            "{name} is larger than {} MiB",
+            MAX_FILE_BYTES >> 20
+        ));
     }
     // Some tools write a byte order mark.
     let text = text.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&text);
-    let har: Value = serde_json::from_slice(text).map_err(|error| format!("{name} is no JSON: {error}"))?;
+    let har: Value =
+        serde_json::from_slice(text).map_err(|error| format!("{name} is no JSON: {error}"))?;
     pick(&har, number).map_err(|why| format!("{name}: {why}"))
 }
 
 fn pick(har: &Value, number: Option<usize>) -> Result<Read, String> {
-    let entries =
-        har.pointer("/log/entries").and_then(Value::as_array).ok_or("no HAR: it has no log.entries")?;
+    let entries = har
+        .pointer("/log/entries")
+        .and_then(Value::as_array)
+        .ok_or("no HAR: it has no log.entries")?;
     let count = entries.len();
     let number = number.unwrap_or(1);
     let request = number
@@ -42,16 +48,33 @@ fn pick(har: &Value, number: Option<usize>) -> Result<Read, String> {
         .ok_or_else(|| format!("entry {number} has no request"))?;
     let text = |name: &str| {
         let value = request.get(name).and_then(Value::as_str);
-        value.map(str::to_owned).ok_or_else(|| format!("the request of entry {number} has no {name}"))
+        value
+            .map(str::to_owned)
+            .ok_or_else(|| format!("the request of entry {number} has no {name}"))
     };
     let (method, url) = (text("method")?, text("url")?);
-    let listed = request.get("headers").and_then(Value::as_array).map_or(&[] as &[Value], Vec::as_slice);
-    let of = |header: &Value, name: &str| header.get(name).and_then(Value::as_str).map(str::to_owned);
+    let listed = request
+        .get("headers")
+        .and_then(Value::as_array)
+        .map_or(&[] as &[Value], Vec::as_slice);
+    let of =
+        |header: &Value, name: &str| header.get(name).and_then(Value::as_str).map(str::to_owned);
     // HTTP/2's `:path` and the like say again what method and URL say.
-    let headers = listed.iter().filter_map(|header| Some((of(header, "name")?, of(header, "value")?)));
+    let headers = listed
+        .iter()
+        .filter_map(|header| Some((of(header, "name")?, of(header, "value")?)));
     let headers = headers.filter(|(name, _)| !name.starts_with(':')).collect();
-    let notes = if count > 1 { vec![format!("entry {number} of {count}")] } else { Vec::new() };
-    Ok(Read { method, url: url.split('#').next().unwrap_or_default().to_owned(), headers, notes })
+    let notes = if count > 1 {
+        vec![format!("entry {number} of {count}")]
+    } else {
+        Vec::new()
+    };
+    Ok(Read {
+        method,
+        url: url.split('#').next().unwrap_or_default().to_owned(),
+        headers,
+        notes,
+    })
 }
 
 #[cfg(test)]
@@ -71,7 +94,10 @@ mod tests {
     #[test]
     fn an_entry_is_a_request() {
         let first = pick(&har(), None).unwrap();
-        assert_eq!((first.method.as_str(), first.url.as_str()), ("GET", "https://h/1"));
+        assert_eq!(
+            (first.method.as_str(), first.url.as_str()),
+            ("GET", "https://h/1")
+        );
         assert_eq!(first.headers, [("X-User".to_owned(), "ann".to_owned())]);
         assert_eq!(first.notes, ["entry 1 of 3"]);
         assert_eq!(pick(&har(), Some(2)).unwrap().url, "https://h/2");
@@ -79,11 +105,22 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_said() {
-        for (number, why) in [(0, "expected 1 to 3"), (4, "expected 1 to 3"), (3, "has no request")] {
-            assert!(pick(&har(), Some(number)).unwrap_err().contains(why), "{number}");
+        for (number, why) in [
+            (0, "expected 1 to 3"),
+            (4, "expected 1 to 3"),
+            (3, "has no request"),
+        ] {
+            assert!(
+                pick(&har(), Some(number)).unwrap_err().contains(why),
+                "{number}"
+            );
         }
         assert!(pick(&json!({}), None).unwrap_err().contains("log.entries"));
-        assert!(entry(Path::new("/nonexistent"), None).unwrap_err().contains("can't be read"));
+        assert!(
+            entry(Path::new("/nonexistent"), None)
+                .unwrap_err()
+                .contains("can't be read")
+        );
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "\u{feff}{").unwrap();
         assert!(entry(file.path(), None).unwrap_err().contains("no JSON"));

@@ -50,9 +50,15 @@ impl Asked {
             let (name, value) = line
                 .split_once(':')
                 .ok_or_else(|| format!("{line:?} is no header: write \"name: value\""))?;
-            read.headers.push((name.trim().to_owned(), value.trim().to_owned()));
+            read.headers
+                .push((name.trim().to_owned(), value.trim().to_owned()));
         }
-        let Read { method, url, headers, notes } = read;
+        let Read {
+            method,
+            url,
+            headers,
+            notes,
+        } = read;
         let told = Told {
             method,
             url,
@@ -71,8 +77,11 @@ impl Asked {
         if let Some(file) = &self.har {
             return har::entry(file, self.entry);
         }
-        let plain =
-            |method: &str, url: &str| Read { method: method.into(), url: url.into(), ..Read::default() };
+        let plain = |method: &str, url: &str| Read {
+            method: method.into(),
+            url: url.into(),
+            ..Read::default()
+        };
         match self.request.as_slice() {
             [first, ..] if first == "curl" => curl::words(&self.request),
             [url] if url.contains('/') => Ok(plain("GET", url)),

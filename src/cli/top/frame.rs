@@ -83,9 +83,14 @@ impl Order {
 impl Glyphs {
     /// Blocks where letters beyond ASCII are expected.
     pub(super) fn of_this_terminal() -> Self {
-        let named = ["LC_ALL", "LC_CTYPE", "LANG"].into_iter().filter_map(|name| std::env::var(name).ok());
-        let locale =
-            named.into_iter().find(|value| !value.is_empty()).unwrap_or_default().to_ascii_lowercase();
+        let named = ["LC_ALL", "LC_CTYPE", "LANG"]
+            .into_iter()
+            .filter_map(|name| std::env::var(name).ok());
+        let locale = named
+            .into_iter()
+            .find(|value| !value.is_empty())
+            .unwrap_or_default()
+            .to_ascii_lowercase();
         match locale.contains("utf-8") || locale.contains("utf8") {
             true => Self::Blocks,
             false => Self::Ascii,
@@ -138,7 +143,12 @@ pub(super) fn screen(seen: &Seen, look: &Look, width: usize, height: usize) -> V
         let [(keys_title, keys), (paths_title, paths)] = rankings(seen);
         match width >= 100 {
             true => lines.extend(beside(
-                ranks(keys_title, keys, ranked.saturating_sub(2), half.saturating_sub(2)),
+                ranks(
+                    keys_title,
+                    keys,
+                    ranked.saturating_sub(2),
+                    half.saturating_sub(2),
+                ),
                 ranks(paths_title, paths, ranked.saturating_sub(2), width - half),
                 half,
             )),
@@ -156,7 +166,11 @@ fn top(seen: &Seen, look: &Look) -> Vec<Line> {
         (None, true) => "[paused] ",
         (None, false) => "",
     };
-    let from = if look.from.is_empty() { String::new() } else { format!("  at {}", look.from) };
+    let from = if look.from.is_empty() {
+        String::new()
+    } else {
+        format!("  at {}", look.from)
+    };
     let mut lines = vec![Line {
         style: Style::Title,
         text: format!(
@@ -170,8 +184,14 @@ fn top(seen: &Seen, look: &Look) -> Vec<Line> {
         ),
     }];
     lines.extend(look.trouble.iter().map(|why| Line::bad(format!("! {why}"))));
-    lines.extend(seen.alerts.iter().map(|alert| Line::bad(format!("! {alert}"))));
-    let fleet = seen.instances.map_or(String::new(), |instances| format!("  instances {instances}"));
+    lines.extend(
+        seen.alerts
+            .iter()
+            .map(|alert| Line::bad(format!("! {alert}"))),
+    );
+    let fleet = seen.instances.map_or(String::new(), |instances| {
+        format!("  instances {instances}")
+    });
     lines.push(Line::plain(format!(
         "requests {}/s  refused {}  degraded {}  (of {} in {})  connections {}/{}",
         rate(seen.rate),
@@ -182,8 +202,15 @@ fn top(seen: &Seen, look: &Look) -> Vec<Line> {
         seen.connections.0,
         seen.connections.1
     )));
-    let style = if seen.store_up { Style::Plain } else { Style::Bad };
-    lines.push(Line { style, text: format!("store {}{fleet}", seen.store) });
+    let style = if seen.store_up {
+        Style::Plain
+    } else {
+        Style::Bad
+    };
+    lines.push(Line {
+        style,
+        text: format!("store {}{fleet}", seen.store),
+    });
     lines.push(Line::plain(decisions(&seen.latency)));
     lines.push(Line::plain(String::new()));
     lines
@@ -194,9 +221,20 @@ fn decisions(latency: &[Times]) -> String {
     if latency.is_empty() {
         text.push_str(" none");
     }
-    for Times { source, count, p50_s, p99_s } in latency {
-        write!(text, "  {source} {count}, 50% in {}, 99% in {}", took(*p50_s), took(*p99_s))
-            .expect("a String takes everything");
+    for Times {
+        source,
+        count,
+        p50_s,
+        p99_s,
+    } in latency
+    {
+        write!(
+            text,
+            "  {source} {count}, 50% in {}, 99% in {}",
+            took(*p50_s),
+            took(*p99_s)
+        )
+        .expect("a String takes everything");
     }
     text
 }
@@ -204,32 +242,53 @@ fn decisions(latency: &[Times]) -> String {
 /// A table with a head, `room` lines at most.
 fn policies(seen: &Seen, look: &Look, room: usize, width: usize) -> Vec<Line> {
     if seen.policies.is_empty() {
-        return vec![Line::plain("There is no policy: every request passes.".to_owned())];
+        return vec![Line::plain(
+            "There is no policy: every request passes.".to_owned(),
+        )];
     }
     let mut shown: Vec<&Policy> = seen.policies.iter().collect();
     match look.order {
-        Order::Refused => shown.sort_by_key(|policy| Reverse((policy.hour_refused, policy.hour_passed))),
-        Order::Requests => shown.sort_by_key(|policy| Reverse(policy.hour_refused + policy.hour_passed)),
+        Order::Refused => {
+            shown.sort_by_key(|policy| Reverse((policy.hour_refused, policy.hour_passed)))
+        }
+        Order::Requests => {
+            shown.sort_by_key(|policy| Reverse(policy.hour_refused + policy.hour_passed))
+        }
         Order::Name => shown.sort_by(|a, b| a.name.cmp(&b.name)),
         Order::Applied => {}
     }
     let live = shown.iter().any(|policy| policy.rates.is_some());
     let has_spark = width >= 76;
     let spark = if has_spark { "last hour, refused" } else { "" };
-    let rates = if live { format!("{:>9} {:>9}", "passed/s", "refused/s") } else { String::new() };
+    let rates = if live {
+        format!("{:>9} {:>9}", "passed/s", "refused/s")
+    } else {
+        String::new()
+    };
     let fixed = 34 + rates.len() + if has_spark { 23 } else { 0 };
-    let names = shown.iter().map(|policy| policy.name.len()).max().unwrap_or(6);
+    let names = shown
+        .iter()
+        .map(|policy| policy.name.len())
+        .max()
+        .unwrap_or(6);
     let name = names.clamp(6, width.saturating_sub(fixed).max(8));
     let head = format!(
         "{:<name$} {:<6} {rates}{:>9} {:>9} {:>7} {spark}",
         "POLICY", "", "passed", "refused", "share"
     );
-    let mut lines = vec![Line { style: Style::Head, text: cut(&head, width) }];
+    let mut lines = vec![Line {
+        style: Style::Head,
+        text: cut(&head, width),
+    }];
     // One line is the head.
     let room = room.saturating_sub(1);
     let skipped = look.scrolled.min(shown.len().saturating_sub(room.max(1)));
     let left = shown.len() - skipped;
-    let rows = if left > room { room.saturating_sub(1) } else { left };
+    let rows = if left > room {
+        room.saturating_sub(1)
+    } else {
+        left
+    };
     for policy in shown.iter().skip(skipped).take(rows) {
         let rates = match (live, policy.rates) {
             (true, Some((passed, refused))) => format!("{:>9} {:>9}", rate(passed), rate(refused)),
@@ -237,7 +296,11 @@ fn policies(seen: &Seen, look: &Look, room: usize, width: usize) -> Vec<Line> {
             (false, _) => String::new(),
         };
         let all = policy.hour_passed + policy.hour_refused;
-        let spark = if has_spark { sparkline(&policy.minutes, look.glyphs) } else { String::new() };
+        let spark = if has_spark {
+            sparkline(&policy.minutes, look.glyphs)
+        } else {
+            String::new()
+        };
         let text = format!(
             "{:<name$} {:<6} {rates}{:>9} {:>9} {:>7} {spark}",
             cut(&policy.name, name),
@@ -256,21 +319,36 @@ fn policies(seen: &Seen, look: &Look, room: usize, width: usize) -> Vec<Line> {
 }
 
 fn rankings(seen: &Seen) -> [(&'static str, &[Ranked]); 2] {
-    [("KEYS REFUSED MOST", &seen.keys), ("PATHS REFUSED MOST", &seen.paths)]
+    [
+        ("KEYS REFUSED MOST", &seen.keys),
+        ("PATHS REFUSED MOST", &seen.paths),
+    ]
 }
 
 /// A head, and `most` lines.
 fn ranks(title: &str, ranking: &[Ranked], most: usize, width: usize) -> Vec<Line> {
-    let mut lines = vec![Line { style: Style::Head, text: format!("{:>13} {title}", "refused") }];
+    let mut lines = vec![Line {
+        style: Style::Head,
+        text: format!("{:>13} {title}", "refused"),
+    }];
     if ranking.is_empty() {
         lines.push(Line::quiet(format!("{:>13} nobody lately", "-")));
     }
-    for Ranked { policy, text, count, error } in ranking.iter().take(most) {
+    for Ranked {
+        policy,
+        text,
+        count,
+        error,
+    } in ranking.iter().take(most)
+    {
         let count = match error {
             0 => count.to_string(),
             _ => format!("{}-{count}", count.saturating_sub(*error)),
         };
-        lines.push(Line::plain(cut(&format!("{count:>13} {policy}  {text}"), width)));
+        lines.push(Line::plain(cut(
+            &format!("{count:>13} {policy}  {text}"),
+            width,
+        )));
     }
     lines
 }
@@ -281,9 +359,15 @@ fn beside(left: Vec<Line>, right: Vec<Line>, at: usize) -> Vec<Line> {
     let (mut left, mut right) = (left.into_iter(), right.into_iter());
     let rows = (0..count).map(|_| (left.next(), right.next()));
     rows.map(|(left, right)| {
-        let style = left.as_ref().or(right.as_ref()).map_or(Style::Plain, |line| line.style);
+        let style = left
+            .as_ref()
+            .or(right.as_ref())
+            .map_or(Style::Plain, |line| line.style);
         let text = |line: Option<Line>| line.map(|line| line.text).unwrap_or_default();
-        Line { style, text: format!("{:<at$}{}", text(left), text(right)) }
+        Line {
+            style,
+            text: format!("{:<at$}{}", text(left), text(right)),
+        }
     })
     .collect()
 }
@@ -301,15 +385,28 @@ fn cut(text: &str, width: usize) -> String {
     if text.chars().count() <= width {
         return text.to_owned();
     }
-    text.chars().take(width.saturating_sub(1)).chain(['~']).take(width).collect()
+    text.chars()
+        .take(width.saturating_sub(1))
+        .chain(['~'])
+        .take(width)
+        .collect()
 }
 
 fn sparkline(minutes: &[(u64, u64)], glyphs: Glyphs) -> String {
     let groups: Vec<(u64, u64)> = minutes
         .chunks(GROUP)
-        .map(|group| group.iter().fold((0, 0), |(all, bad), (more, refused)| (all + more, bad + refused)))
+        .map(|group| {
+            group.iter().fold((0, 0), |(all, bad), (more, refused)| {
+                (all + more, bad + refused)
+            })
+        })
         .collect();
-    let most = groups.iter().map(|(_, refused)| *refused).max().unwrap_or_default().max(1);
+    let most = groups
+        .iter()
+        .map(|(_, refused)| *refused)
+        .max()
+        .unwrap_or_default()
+        .max(1);
     let ramp = glyphs.ramp();
     let heights = ramp.len() as u64 - 2;
     let letter = |(all, refused): &(u64, u64)| {
@@ -318,7 +415,11 @@ fn sparkline(minutes: &[(u64, u64)], glyphs: Glyphs) -> String {
             (_, 0) => 1,
             _ => 1 + (refused * heights).div_ceil(most),
         };
-        usize::try_from(at).ok().and_then(|at| ramp.get(at)).copied().unwrap_or(' ')
+        usize::try_from(at)
+            .ok()
+            .and_then(|at| ramp.get(at))
+            .copied()
+            .unwrap_or(' ')
     };
     groups.iter().map(letter).collect()
 }
@@ -360,15 +461,24 @@ fn lasting(s: u64) -> String {
 
 impl Line {
     fn plain(text: String) -> Self {
-        Self { style: Style::Plain, text }
+        Self {
+            style: Style::Plain,
+            text,
+        }
     }
 
     fn quiet(text: String) -> Self {
-        Self { style: Style::Quiet, text }
+        Self {
+            style: Style::Quiet,
+            text,
+        }
     }
 
     fn bad(text: String) -> Self {
-        Self { style: Style::Bad, text }
+        Self {
+            style: Style::Bad,
+            text,
+        }
     }
 }
 

@@ -47,7 +47,10 @@ struct Desk {
 /// A text for people, if nobody answers or the terminal can't be used.
 pub(super) fn run(sources: &Sources, flags: &Flags) -> Result<String, String> {
     let settings = config::load_admin(sources).map_err(|report| report.to_string())?;
-    let desk = Desk { address: admin(&settings)?, settings };
+    let desk = Desk {
+        address: admin(&settings)?,
+        settings,
+    };
     if flags.json {
         return Ok(harmless(&format!("{}\n", desk.look()?)));
     }
@@ -55,13 +58,23 @@ pub(super) fn run(sources: &Sources, flags: &Flags) -> Result<String, String> {
     let glyphs = Glyphs::of_this_terminal();
     let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
     if flags.once || is_dumb || !std::io::stdout().is_terminal() {
-        let look = Look { order: Order::Refused, glyphs, ..Look::default() };
+        let look = Look {
+            order: Order::Refused,
+            glyphs,
+            ..Look::default()
+        };
         return Ok(frame::whole(&seen, &look, WIDE));
     }
     let from = desk.address.to_string();
-    screen::show(move || desk.look(), seen, &from, Duration::from_secs(flags.every), glyphs)
-        .map(|()| String::new())
-        .map_err(|error| format!("error: the terminal can't be used: {error}\n"))
+    screen::show(
+        move || desk.look(),
+        seen,
+        &from,
+        Duration::from_secs(flags.every),
+        glyphs,
+    )
+    .map(|()| String::new())
+    .map_err(|error| format!("error: the terminal can't be used: {error}\n"))
 }
 
 impl Desk {
@@ -82,8 +95,14 @@ impl Desk {
         match (status, told) {
             (200, Some(told)) => Ok(told),
             (_, told) => {
-                let detail = told.as_ref().and_then(|told| told.get("detail")?.as_str()).unwrap_or_default();
-                Err(format!("error: {at}: answered {status}: {}\n", detail.escape_debug()))
+                let detail = told
+                    .as_ref()
+                    .and_then(|told| told.get("detail")?.as_str())
+                    .unwrap_or_default();
+                Err(format!(
+                    "error: {at}: answered {status}: {}\n",
+                    detail.escape_debug()
+                ))
             }
         }
     }

@@ -37,7 +37,11 @@ pub(super) fn show(
 ) -> io::Result<()> {
     let told_to_end = Arc::new(AtomicBool::new(false));
     end_on_signals(&told_to_end)?;
-    let mut shown = Look { glyphs, from: from.to_owned(), ..Look::default() };
+    let mut shown = Look {
+        glyphs,
+        from: from.to_owned(),
+        ..Look::default()
+    };
     let mut screen = Screen::take()?;
     // Asking may take seconds: keys are heard meanwhile.
     let answers = ask_again_and_again(look, every);
@@ -85,7 +89,9 @@ fn react(event: &Event, look: &mut Look, policies: usize) -> Reaction {
     };
     let last = policies.saturating_sub(1);
     match key.code {
-        KeyCode::Char('c' | 'd') if key.modifiers.contains(KeyModifiers::CONTROL) => return Reaction::Quit,
+        KeyCode::Char('c' | 'd') if key.modifiers.contains(KeyModifiers::CONTROL) => {
+            return Reaction::Quit;
+        }
         KeyCode::Char('q') | KeyCode::Esc => return Reaction::Quit,
         KeyCode::Char('p' | ' ') => look.paused = !look.paused,
         KeyCode::Char('s') => (look.order, look.scrolled) = (look.order.next(), 0),
@@ -119,11 +125,18 @@ fn ask_again_and_again(
 
 /// They end it in order, as a key does.
 fn end_on_signals(told: &Arc<AtomicBool>) -> io::Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
     let signals = {
         let _here = runtime.enter();
-        [SignalKind::terminate(), SignalKind::hangup(), SignalKind::interrupt(), SignalKind::quit()]
-            .map(signal)
+        [
+            SignalKind::terminate(),
+            SignalKind::hangup(),
+            SignalKind::interrupt(),
+            SignalKind::quit(),
+        ]
+        .map(signal)
     };
     for heard in signals {
         let (mut heard, told) = (heard?, Arc::clone(told));
@@ -160,8 +173,16 @@ impl Screen {
         give_back_before_a_panic_is_told();
         terminal::enable_raw_mode()?;
         // From here on it is given back when this is dropped.
-        let mut screen = Self { out: io::stdout(), has_colours: std::env::var_os("NO_COLOR").is_none() };
-        execute!(screen.out, EnterAlternateScreen, Hide, Clear(ClearType::All))?;
+        let mut screen = Self {
+            out: io::stdout(),
+            has_colours: std::env::var_os("NO_COLOR").is_none(),
+        };
+        execute!(
+            screen.out,
+            EnterAlternateScreen,
+            Hide,
+            Clear(ClearType::All)
+        )?;
         Ok(screen)
     }
 
@@ -172,7 +193,12 @@ impl Screen {
         for (row, Line { style, text }) in (0..height).zip(&lines) {
             queue!(self.out, MoveTo(0, row))?;
             self.begin(*style)?;
-            queue!(self.out, Print(text), SetAttribute(Attribute::Reset), ResetColor)?;
+            queue!(
+                self.out,
+                Print(text),
+                SetAttribute(Attribute::Reset),
+                ResetColor
+            )?;
             queue!(self.out, Clear(ClearType::UntilNewLine))?;
         }
         queue!(self.out, EndSynchronizedUpdate)?;
@@ -204,7 +230,14 @@ impl Drop for Screen {
 
 /// As it was. If that fails there is nobody to tell.
 fn give_back() {
-    execute!(io::stdout(), SetAttribute(Attribute::Reset), ResetColor, Show, LeaveAlternateScreen).ok();
+    execute!(
+        io::stdout(),
+        SetAttribute(Attribute::Reset),
+        ResetColor,
+        Show,
+        LeaveAlternateScreen
+    )
+    .ok();
     terminal::disable_raw_mode().ok();
 }
 
@@ -229,14 +262,28 @@ mod tests {
     #[test]
     fn keys_do_what_the_last_line_says() {
         let mut look = Look::default();
-        let mut press = |code| react(&Event::Key(KeyEvent::new(code, KeyModifiers::NONE)), &mut look, 3);
+        let mut press = |code| {
+            react(
+                &Event::Key(KeyEvent::new(code, KeyModifiers::NONE)),
+                &mut look,
+                3,
+            )
+        };
         assert_eq!(press(KeyCode::Char('q')), Reaction::Quit);
         assert_eq!(press(KeyCode::Char('x')), Reaction::Nothing);
-        for code in [KeyCode::Char('p'), KeyCode::Char('s'), KeyCode::Down, KeyCode::Down, KeyCode::PageDown]
-        {
+        for code in [
+            KeyCode::Char('p'),
+            KeyCode::Char('s'),
+            KeyCode::Down,
+            KeyCode::Down,
+            KeyCode::PageDown,
+        ] {
             assert_eq!(press(code), Reaction::Draw);
         }
-        assert_eq!((look.paused, look.order, look.scrolled), (true, Order::Requests, 2));
+        assert_eq!(
+            (look.paused, look.order, look.scrolled),
+            (true, Order::Requests, 2)
+        );
         let control_c = Event::Key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL));
         assert_eq!(react(&control_c, &mut look, 3), Reaction::Quit);
         assert_eq!(react(&Event::Resize(3, 3), &mut look, 3), Reaction::Draw);

@@ -8,9 +8,23 @@ use serde_json::Value;
 pub(super) const MINUTES: usize = 60;
 
 /// The last is a part of what is degraded.
-const REFUSED: [&str; 5] = ["rejected", "blocked", "denied", "shadow_rejected", "degraded_refused"];
-const ALL: [&str; 8] =
-    ["allowed", "exempt", "delayed", "degraded", "rejected", "blocked", "denied", "shadow_rejected"];
+const REFUSED: [&str; 5] = [
+    "rejected",
+    "blocked",
+    "denied",
+    "shadow_rejected",
+    "degraded_refused",
+];
+const ALL: [&str; 8] = [
+    "allowed",
+    "exempt",
+    "delayed",
+    "degraded",
+    "rejected",
+    "blocked",
+    "denied",
+    "shadow_rejected",
+];
 
 /// One look.
 #[derive(Clone, Debug, Default)]
@@ -81,23 +95,44 @@ impl Seen {
         let [overview, policies, top] = ["overview", "policies", "top"].map(|name| &told[name]);
         let instance = text(at(overview, "/instance/id"));
         let uptime_s = number(at(overview, "/instance/uptime_s"));
-        let before = before.filter(|before| before.instance == instance && before.uptime_s < uptime_s);
+        let before =
+            before.filter(|before| before.instance == instance && before.uptime_s < uptime_s);
         let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
         let seconds = at(overview, "/requests/seconds");
-        let answers = ["allowed", "delayed", "rejected", "blocked", "denied", "degraded", "malformed"];
+        let answers = [
+            "allowed",
+            "delayed",
+            "rejected",
+            "blocked",
+            "denied",
+            "degraded",
+            "malformed",
+        ];
         // The last second is not over yet.
         let window = list(at(seconds, "/at")).len().saturating_sub(1);
         let of = |names: &[&str], last: usize| -> u64 {
-            names.iter().map(|name| sum(seconds[*name].as_array(), window, last)).sum()
+            names
+                .iter()
+                .map(|name| sum(seconds[*name].as_array(), window, last))
+                .sum()
         };
         let lately = window.clamp(1, 5);
         let store = at(overview, "/store");
         let policies_told = list(at(policies, "/policies"));
-        let policies_seen: Vec<_> = policies_told.iter().map(|told| policy(told, before, uptime_s)).collect();
+        let policies_seen: Vec<_> = policies_told
+            .iter()
+            .map(|told| policy(told, before, uptime_s))
+            .collect();
         let most = |what: &str, entries: &str| -> Vec<Ranked> {
-            list(at(top, entries)).iter().map(|entry| ranked(entry, what, &policies_seen)).collect()
+            list(at(top, entries))
+                .iter()
+                .map(|entry| ranked(entry, what, &policies_seen))
+                .collect()
         };
-        let latency = at(overview, "/latency/decisions").as_object().into_iter().flatten();
+        let latency = at(overview, "/latency/decisions")
+            .as_object()
+            .into_iter()
+            .flatten();
         Self {
             version: text(at(overview, "/instance/version")),
             status: text(at(overview, "/status")),
@@ -105,7 +140,10 @@ impl Seen {
             alerts: alerts(overview),
             window_s: window as u64,
             requests: of(&answers, window),
-            refused: of(&["rejected", "blocked", "denied", "degraded_refused"], window),
+            refused: of(
+                &["rejected", "blocked", "denied", "degraded_refused"],
+                window,
+            ),
             degraded: of(&["degraded"], window),
             rate: of(&answers, lately) as f64 / lately as f64,
             store: store_words(store),
@@ -115,8 +153,11 @@ impl Seen {
                 number(at(overview, "/connections/open")),
                 number(at(overview, "/connections/max")),
             ),
-            latency: latency.map(|(source, times)| times_of(source, times)).collect(),
-            more_policies: number(at(policies, "/total")).saturating_sub(policies_told.len() as u64),
+            latency: latency
+                .map(|(source, times)| times_of(source, times))
+                .collect(),
+            more_policies: number(at(policies, "/total"))
+                .saturating_sub(policies_told.len() as u64),
             keys: most("key", "/keys/entries"),
             paths: most("path", "/paths/entries"),
             policies: policies_seen,
@@ -141,10 +182,14 @@ fn policy(told: &Value, before: Option<&Seen>, uptime_s: u64) -> Policy {
     });
     let hour = at(told, "/last_hour");
     let in_minute = |names: &[&str], minute: usize| -> u64 {
-        names.iter().map(|name| number(hour[*name].get(minute).unwrap_or(&Value::Null))).sum()
+        names
+            .iter()
+            .map(|name| number(hour[*name].get(minute).unwrap_or(&Value::Null)))
+            .sum()
     };
-    let minutes: Vec<(u64, u64)> =
-        (0..MINUTES).map(|minute| (in_minute(&ALL, minute), in_minute(&REFUSED, minute))).collect();
+    let minutes: Vec<(u64, u64)> = (0..MINUTES)
+        .map(|minute| (in_minute(&ALL, minute), in_minute(&REFUSED, minute)))
+        .collect();
     let hour_refused: u64 = minutes.iter().map(|(_, refused)| refused).sum();
     let hour_all: u64 = minutes.iter().map(|(all, _)| all).sum();
     let kind = match (at(told, "/mode").as_str(), at(told, "/action").as_str()) {
@@ -169,7 +214,10 @@ fn policy(told: &Value, before: Option<&Seen>, uptime_s: u64) -> Policy {
 fn ranked(entry: &Value, what: &str, policies: &[Policy]) -> Ranked {
     let (mut policy, written) = (text(at(entry, "/policy")), text(&entry[what]));
     // Nobody was refused by it yet.
-    if policies.iter().any(|seen| seen.name == policy && seen.kind == "shadow") {
+    if policies
+        .iter()
+        .any(|seen| seen.name == policy && seen.kind == "shadow")
+    {
         policy.push_str(" (shadow)");
     }
     // A key begins with its policy's name, which has a column of its own.
@@ -178,22 +226,40 @@ fn ranked(entry: &Value, what: &str, policies: &[Policy]) -> Ranked {
         ("key", None) => "(one for all)".to_owned(),
         _ => written,
     };
-    Ranked { policy, text: written, count: number(at(entry, "/count")), error: number(at(entry, "/error")) }
+    Ranked {
+        policy,
+        text: written,
+        count: number(at(entry, "/count")),
+        error: number(at(entry, "/error")),
+    }
 }
 
 fn alerts(overview: &Value) -> Vec<String> {
-    let each = |value: &Value| -> Vec<String> { value.as_array().into_iter().flatten().map(text).collect() };
+    let each = |value: &Value| -> Vec<String> {
+        value.as_array().into_iter().flatten().map(text).collect()
+    };
     let peers = each(at(overview, "/untrusted_peers"));
-    let peers = (!peers.is_empty()).then(|| format!("not trusted, and names clients: {}", peers.join(", ")));
+    let peers = (!peers.is_empty())
+        .then(|| format!("not trusted, and names clients: {}", peers.join(", ")));
     let breaker = (at(overview, "/store/breaker_open") == true)
         .then(|| "the breaker is open: requests don't ask the store".to_owned());
     let errors = each(at(overview, "/last_reload/errors"));
-    each(at(overview, "/hints")).into_iter().chain(breaker).chain(errors).chain(peers).collect()
+    each(at(overview, "/hints"))
+        .into_iter()
+        .chain(breaker)
+        .chain(errors)
+        .chain(peers)
+        .collect()
 }
 
 fn store_words(store: &Value) -> String {
-    let place = [at(store, "/kind"), at(store, "/address")].map(text).join(" ");
-    let state = match (at(store, "/up").as_bool(), at(store, "/breaker_open").as_bool()) {
+    let place = [at(store, "/kind"), at(store, "/address")]
+        .map(text)
+        .join(" ");
+    let state = match (
+        at(store, "/up").as_bool(),
+        at(store, "/breaker_open").as_bool(),
+    ) {
         (Some(true), Some(true)) => "breaker open",
         (Some(true), _) => "up",
         _ => "AWAY",
@@ -213,7 +279,12 @@ fn times_of(source: &str, times: &Value) -> Times {
 /// The last `last` of the first `of`.
 fn sum(column: Option<&Vec<Value>>, of: usize, last: usize) -> u64 {
     let column = column.map(Vec::as_slice).unwrap_or_default();
-    column.iter().take(of).skip(of.saturating_sub(last)).map(number).sum()
+    column
+        .iter()
+        .take(of)
+        .skip(of.saturating_sub(last))
+        .map(number)
+        .sum()
 }
 
 /// Null where there is none.
@@ -259,7 +330,10 @@ mod tests {
             "top": { "keys": { "entries": [{ "policy": evil, "key": evil }] }, "paths": { "entries": [{ "policy": evil, "path": evil }] } },
         });
         let seen = format!("{:?}", Seen::of(&told, None));
-        assert!(seen.chars().all(|letter| (' '..='~').contains(&letter)), "{seen}");
+        assert!(
+            seen.chars().all(|letter| (' '..='~').contains(&letter)),
+            "{seen}"
+        );
         assert_eq!(clean("\u{1b}[31mé"), "\\u{1b}[31m\\u{e9}");
     }
 
@@ -281,20 +355,32 @@ mod tests {
 
     #[test]
     fn who_would_have_been_refused_by_a_shadow_policy_is_told_apart() {
-        let ranked = |policy: &str| json!({ "policy": policy, "key": "p/ann", "path": "/a", "count": 1 });
+        let ranked =
+            |policy: &str| json!({ "policy": policy, "key": "p/ann", "path": "/a", "count": 1 });
         let told = json!({
             "policies": { "policies": [{ "name": "api" }, { "name": "candidate", "mode": "shadow" }] },
             "top": { "keys": { "entries": [ranked("candidate"), ranked("api")] }, "paths": { "entries": [ranked("candidate")] } },
         });
         let seen = Seen::of(&told, None);
-        let policies: Vec<_> =
-            seen.keys.iter().chain(&seen.paths).map(|ranked| ranked.policy.as_str()).collect();
-        assert_eq!(policies, ["candidate (shadow)", "api", "candidate (shadow)"]);
+        let policies: Vec<_> = seen
+            .keys
+            .iter()
+            .chain(&seen.paths)
+            .map(|ranked| ranked.policy.as_str())
+            .collect();
+        assert_eq!(
+            policies,
+            ["candidate (shadow)", "api", "candidate (shadow)"]
+        );
     }
 
     #[test]
     fn what_is_missing_or_odd_is_no_error() {
-        for odd in [json!(null), json!([]), json!({ "overview": 3, "policies": { "policies": [1, null] } })] {
+        for odd in [
+            json!(null),
+            json!([]),
+            json!({ "overview": 3, "policies": { "policies": [1, null] } }),
+        ] {
             let seen = Seen::of(&odd, None);
             assert_eq!((seen.requests, seen.store.as_str()), (0, " AWAY"));
         }

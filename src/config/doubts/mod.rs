@@ -57,7 +57,10 @@ impl Placed<'_> {
 
     /// `"login" (config.toml:12:8)`.
     fn called(&self) -> String {
-        let place = self.at.item("name").map_or_else(String::new, |item| format!(" ({})", item.place()));
+        let place = self
+            .at
+            .item("name")
+            .map_or_else(String::new, |item| format!(" ({})", item.place()));
         format!("\"{}\"{place}", self.policy.name)
     }
 }
@@ -68,13 +71,24 @@ impl Around<'_> {
         let instances = match self.store {
             StoreSettings::Memory(_) => 1,
             // 1 is what stands there when nobody has said how many there are.
-            StoreSettings::Redis(redis) => Some(u64::from(redis.instances)).filter(|count| *count > 1)?,
+            StoreSettings::Redis(redis) => {
+                Some(u64::from(redis.instances)).filter(|count| *count > 1)?
+            }
         };
         let per_connection = match &self.upstream.url {
-            UpstreamUrl::Unix(_) | UpstreamUrl::Net { scheme: Scheme::Http, .. } => 1,
-            UpstreamUrl::Net { scheme: Scheme::Https | Scheme::H2c, .. } => STREAMS,
+            UpstreamUrl::Unix(_)
+            | UpstreamUrl::Net {
+                scheme: Scheme::Http,
+                ..
+            } => 1,
+            UpstreamUrl::Net {
+                scheme: Scheme::Https | Scheme::H2c,
+                ..
+            } => STREAMS,
         };
         let connections = u64::try_from(self.upstream.max_connections).ok()?;
-        connections.checked_mul(per_connection)?.checked_mul(instances)
+        connections
+            .checked_mul(per_connection)?
+            .checked_mul(instances)
     }
 }

@@ -32,9 +32,16 @@ fn unreached(placed: &[Placed<'_>], left: &mut usize) {
     let mut ends: Vec<&Placed<'_>> = Vec::new();
     for one in in_order {
         let matcher = &one.policy.matcher;
-        match ends.iter().find(|end| may_compare(left) && end.policy.matcher.covers(matcher)) {
+        match ends
+            .iter()
+            .find(|end| may_compare(left) && end.policy.matcher.covers(matcher))
+        {
             Some(end) => {
-                let does = if matches!(end.policy.action, Action::Allow) { "exempts" } else { "refuses" };
+                let does = if matches!(end.policy.action, Action::Allow) {
+                    "exempts"
+                } else {
+                    "refuses"
+                };
                 one.at.warn(
                     "name",
                     &format!(
@@ -54,10 +61,22 @@ fn twice(placed: &[Placed<'_>]) {
     for one in placed {
         let Some(quota) = one.quota() else { continue };
         let limits: Vec<_> = quota.limits.iter().map(|named| named.limit).collect();
-        let overrides: Vec<_> = quota.overrides.list().iter().map(|entry| &entry.values).collect();
+        let overrides: Vec<_> = quota
+            .overrides
+            .list()
+            .iter()
+            .map(|entry| &entry.values)
+            .collect();
         let what = format!(
             "{:?}",
-            (&one.policy.matcher, one.policy.shadow, &quota.key, &quota.cost, limits, overrides)
+            (
+                &one.policy.matcher,
+                one.policy.shadow,
+                &quota.key,
+                &quota.cost,
+                limits,
+                overrides
+            )
         );
         match known.get(&what) {
             Some(first) => one.at.warn(
@@ -100,9 +119,15 @@ fn same_names(placed: &[Placed<'_>], left: &mut usize) {
 }
 
 fn keys_left_out(placed: &[Placed<'_>], left: &mut usize) {
-    for (at, one) in placed.iter().enumerate().filter(|(_, one)| !one.policy.shadow) {
+    for (at, one) in placed
+        .iter()
+        .enumerate()
+        .filter(|(_, one)| !one.policy.shadow)
+    {
         let Some(part) = left_out(one) else { continue };
-        let Some(without) = without(&one.policy.matcher, part) else { continue };
+        let Some(without) = without(&one.policy.matcher, part) else {
+            continue;
+        };
         let is_caught = placed.iter().enumerate().any(|(other_at, other)| {
             let limits = match other.policy.action {
                 Action::Limit(_) => left_out(other).is_none(),
@@ -116,7 +141,11 @@ fn keys_left_out(placed: &[Placed<'_>], left: &mut usize) {
                 && other.policy.matcher.covers(&without)
         });
         if !is_caught && *left > 0 {
-            let key = if one.at.has("missing_key") { "missing_key" } else { "key" };
+            let key = if one.at.has("missing_key") {
+                "missing_key"
+            } else {
+                "key"
+            };
             one.at.warn(
                 key,
                 &format!(
@@ -129,8 +158,14 @@ fn keys_left_out(placed: &[Placed<'_>], left: &mut usize) {
 
 /// The first part of its key that a client can leave out to get past it.
 fn left_out<'a>(one: &'a Placed<'_>) -> Option<&'a KeyPart> {
-    let quota = one.quota().filter(|quota| quota.missing_key == MissingKey::Skip)?;
-    quota.key.parts().iter().find(|part| without(&one.policy.matcher, part).is_some())
+    let quota = one
+        .quota()
+        .filter(|quota| quota.missing_key == MissingKey::Skip)?;
+    quota
+        .key
+        .parts()
+        .iter()
+        .find(|part| without(&one.policy.matcher, part).is_some())
 }
 
 /// The requests among those matched that don't have the part; `None` if there are none, or the client has no say.
@@ -148,15 +183,25 @@ fn without(matcher: &Matcher, part: &KeyPart) -> Option<Matcher> {
 
 fn add_absent<N: PartialEq + Clone>(conditions: &mut Vec<Named<N>>, name: &N) -> Option<()> {
     let asks = |test: &Test| !matches!(test, Test::Present(false));
-    if conditions.iter().any(|named| named.name == *name && asks(&named.test)) {
+    if conditions
+        .iter()
+        .any(|named| named.name == *name && asks(&named.test))
+    {
         return None;
     }
-    conditions.push(Named { name: name.clone(), test: Test::Present(false) });
+    conditions.push(Named {
+        name: name.clone(),
+        test: Test::Present(false),
+    });
     Some(())
 }
 
 fn invented_keys(placed: &[Placed<'_>], scope: &Scope) {
-    let invents = |one: &Placed<'_>| one.key_parts().iter().any(|part| scope.is_client_chosen(part));
+    let invents = |one: &Placed<'_>| {
+        one.key_parts()
+            .iter()
+            .any(|part| scope.is_client_chosen(part))
+    };
     // Whether one client can't get round it by inventing values.
     let bounds = |one: &Placed<'_>| {
         !one.policy.shadow && one.key_parts().contains(&KeyPart::ClientIp) && !invents(one)

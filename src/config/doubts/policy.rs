@@ -20,7 +20,10 @@ const LONG_DELAY: Duration = Duration::from_secs(60);
 pub(super) fn look(one: &Placed<'_>, around: &Around<'_>) {
     let at = &one.at;
     if one.policy.matcher.is_void() {
-        at.warn("match", "no request is ever matched: its `not` takes away all that the rest lets through");
+        at.warn(
+            "match",
+            "no request is ever matched: its `not` takes away all that the rest lets through",
+        );
     }
     if one.policy.matcher.described.is_some() && !around.is_called {
         at.warn(
@@ -32,7 +35,10 @@ pub(super) fn look(one: &Placed<'_>, around: &Around<'_>) {
         conditions(&table, &one.policy.matcher);
     }
     if one.policy.shadow {
-        for (key, why) in [("reject", "refuses nobody"), ("on_store_failure", "lets every request through")] {
+        for (key, why) in [
+            ("reject", "refuses nobody"),
+            ("on_store_failure", "lets every request through"),
+        ] {
             if at.has(key) {
                 at.warn(key, &format!("without effect: a shadow policy {why}"));
             }
@@ -48,7 +54,11 @@ pub(super) fn look(one: &Placed<'_>, around: &Around<'_>) {
 }
 
 fn conditions(at: &Cursor<'_>, matcher: &Matcher) {
-    if let Some(pattern) = matcher.path_regex.as_ref().and_then(|regex| regexes::as_pattern(regex.as_str())) {
+    if let Some(pattern) = matcher
+        .path_regex
+        .as_ref()
+        .and_then(|regex| regexes::as_pattern(regex.as_str()))
+    {
         at.warn(
             "path_regex",
             &format!("path = \"{pattern}\" says the same, and is found without being tried on each request"),
@@ -64,18 +74,24 @@ fn conditions(at: &Cursor<'_>, matcher: &Matcher) {
     }
 }
 
-const NEVER_SEEN: &str =
-    "no policy ever sees this header: it is about the connection to us alone, and is taken away first";
+const NEVER_SEEN: &str = "no policy ever sees this header: it is about the connection to us alone, and is taken away first";
 
 fn key(at: &Cursor<'_>, quota: &Quota, around: &Around<'_>) {
     let is_never_seen = |name: &HeaderName| is_taken_away(name);
-    if quota.key.parts().iter().any(|part| matches!(part, KeyPart::Header(name) if is_never_seen(name))) {
+    if quota
+        .key
+        .parts()
+        .iter()
+        .any(|part| matches!(part, KeyPart::Header(name) if is_never_seen(name)))
+    {
         at.warn("key", NEVER_SEEN);
     }
     if matches!(&quota.cost, Cost::Header(cost) if is_never_seen(&cost.name)) {
         at.warn("cost", NEVER_SEEN);
     }
-    if !around.scope.asks_for_certificates && quota.key.parts().iter().any(KeyPart::is_of_certificate) {
+    if !around.scope.asks_for_certificates
+        && quota.key.parts().iter().any(KeyPart::is_of_certificate)
+    {
         at.warn("key", "clients are not asked for certificates, so this part is always missing; expected listen.tls.client_auth = \"optional\" or \"require\"");
     }
 }
@@ -92,7 +108,10 @@ fn limits(at: &Cursor<'_>, limits: &[NamedLimit], quota: &Quota, around: &Around
         too_long_for_memory(table, "per", limit, around);
         match limit.algorithm {
             Algorithm::Concurrency { .. } => {
-                if let Some(most) = around.most_at_a_time().filter(|most| limit.requests > *most) {
+                if let Some(most) = around
+                    .most_at_a_time()
+                    .filter(|most| limit.requests > *most)
+                {
                     table.warn("requests", &format!("never reached: upstream.max_connections lets {most} requests through at a time; the others wait there, and then get 503"));
                 }
             }
@@ -122,23 +141,29 @@ fn limits(at: &Cursor<'_>, limits: &[NamedLimit], quota: &Quota, around: &Around
 
 /// How much `tight` lets through at most in any time over which `wide` counts.
 fn most_within(tight: &Limit, wide: &Limit) -> Option<u64> {
-    let is_hard = matches!(tight.algorithm, Algorithm::SlidingLog | Algorithm::SlidingWindow { .. });
+    let is_hard = matches!(
+        tight.algorithm,
+        Algorithm::SlidingLog | Algorithm::SlidingWindow { .. }
+    );
     if !is_hard || tight.requests == 0 || tight.per_us == 0 {
         return None;
     }
     let counted_us = match wide.algorithm {
         Algorithm::SlidingLog | Algorithm::FixedWindow { .. } => wide.per_us,
         // Its oldest part counts as a whole.
-        Algorithm::SlidingWindow { buckets } => {
-            wide.per_us.saturating_add(wide.per_us.div_ceil(buckets.max(1)))
-        }
+        Algorithm::SlidingWindow { buckets } => wide
+            .per_us
+            .saturating_add(wide.per_us.div_ceil(buckets.max(1))),
         _ => return None,
     };
-    tight.requests.checked_mul(counted_us.div_ceil(tight.per_us))
+    tight
+        .requests
+        .checked_mul(counted_us.div_ceil(tight.per_us))
 }
 
 fn line(at: &Cursor<'_>, limit: &Limit, max_delay_us: u64, around: &Around<'_>) {
-    let places = u128::from(limit.requests) * u128::from(max_delay_us) / u128::from(limit.per_us.max(1));
+    let places =
+        u128::from(limit.requests) * u128::from(max_delay_us) / u128::from(limit.per_us.max(1));
     let most = around.upstream.max_requests_waiting;
     if places > u128::try_from(most).unwrap_or(u128::MAX) {
         at.warn("max_delay", &format!("one key's requests alone would be {places} in line, and listen.http.max_requests_waiting has room for {most} of all keys; the others are refused"));
@@ -166,11 +191,17 @@ fn overrides(at: &Cursor<'_>, matcher: &Matcher, quota: &Quota, around: &Around<
     for (table, entry) in at.tables("override").iter().zip(quota.overrides.list()) {
         limits(table, &entry.limits, quota, around);
         if exact.contains(&*entry.values) || wild.iter().any(|before| before.covers(entry)) {
-            table.warn("key", "never used: one before it fits every key that this one does");
+            table.warn(
+                "key",
+                "never used: one before it fits every key that this one does",
+            );
         } else if let Some(position) = impossible_position(entry, matcher, quota) {
             table.warn(
                 "key",
-                &format!("never used: no request that the policy matches has value {} there", position + 1),
+                &format!(
+                    "never used: no request that the policy matches has value {} there",
+                    position + 1
+                ),
             );
         }
         if entry.values.contains(&None) {
@@ -183,10 +214,16 @@ fn overrides(at: &Cursor<'_>, matcher: &Matcher, quota: &Quota, around: &Around<
 
 /// From 0.
 fn impossible_position(entry: &Override, matcher: &Matcher, quota: &Quota) -> Option<usize> {
-    entry.values.iter().enumerate().position(|(position, value)| {
-        let (Some(value), Some(part)) = (value, quota.key.part_at(position)) else { return false };
-        is_impossible(value, part, matcher, quota.missing_key)
-    })
+    entry
+        .values
+        .iter()
+        .enumerate()
+        .position(|(position, value)| {
+            let (Some(value), Some(part)) = (value, quota.key.part_at(position)) else {
+                return false;
+            };
+            is_impossible(value, part, matcher, quota.missing_key)
+        })
 }
 
 fn is_impossible(value: &str, part: &KeyPart, matcher: &Matcher, missing: MissingKey) -> bool {
@@ -195,12 +232,21 @@ fn is_impossible(value: &str, part: &KeyPart, matcher: &Matcher, missing: Missin
     }
     match part {
         KeyPart::Const(text) => **text != *value,
-        KeyPart::Host => !matcher.hosts.is_empty() && !matcher.hosts.iter().any(|host| host.matches(value)),
-        KeyPart::Method => value.parse().is_ok_and(|method| !matcher.methods.contains(&method)),
+        KeyPart::Host => {
+            !matcher.hosts.is_empty() && !matcher.hosts.iter().any(|host| host.matches(value))
+        }
+        KeyPart::Method => value
+            .parse()
+            .is_ok_and(|method| !matcher.methods.contains(&method)),
         KeyPart::ClientIp => {
-            let net = value.parse::<IpNet>().or_else(|_| value.parse::<IpAddr>().map(IpNet::from));
+            let net = value
+                .parse::<IpNet>()
+                .or_else(|_| value.parse::<IpAddr>().map(IpNet::from));
             let meets = |net: &IpNet| {
-                matcher.client_ips.iter().any(|allowed| allowed.contains(net) || net.contains(allowed))
+                matcher
+                    .client_ips
+                    .iter()
+                    .any(|allowed| allowed.contains(net) || net.contains(allowed))
             };
             !matcher.client_ips.is_empty() && net.is_ok_and(|net| !meets(&net))
         }

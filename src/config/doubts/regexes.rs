@@ -20,7 +20,10 @@ pub(super) fn as_pattern(regex: &str) -> Option<String> {
         }
         rest = rest.strip_prefix('/')?;
         pattern.push('/');
-        match rest.strip_prefix("[^/]+").or_else(|| rest.strip_prefix("[^/]*")) {
+        match rest
+            .strip_prefix("[^/]+")
+            .or_else(|| rest.strip_prefix("[^/]*"))
+        {
             Some(after) => {
                 pattern.push('*');
                 rest = after;

@@ -14,7 +14,13 @@ pub(super) fn look(placed: &[Placed<'_>], around: &Around<'_>) {
 }
 
 fn everybody_is_trusted(around: &Around<'_>) {
-    if around.scope.client.trusted_proxies.iter().any(|net| net.prefix_len() == 0) {
+    if around
+        .scope
+        .client
+        .trusted_proxies
+        .iter()
+        .any(|net| net.prefix_len() == 0)
+    {
         around.top.table("client").warn(
             "trusted_proxies",
             "everybody is believed: clients choose the address that they are limited by; expected the networks of your proxies",
@@ -30,7 +36,9 @@ fn loops(around: &Around<'_>) {
     };
     let is_this_machine = match host.parse::<std::net::IpAddr>() {
         Ok(ip) => ip == listen.ip() || (ip.is_loopback() && listen.ip().is_unspecified()),
-        Err(_) => host == "localhost" && (listen.ip().is_loopback() || listen.ip().is_unspecified()),
+        Err(_) => {
+            host == "localhost" && (listen.ip().is_loopback() || listen.ip().is_unspecified())
+        }
     };
     if is_this_machine && *port == listen.port() {
         around.top.table("upstream").warn(
@@ -42,9 +50,13 @@ fn loops(around: &Around<'_>) {
 
 fn one_client_behind_a_socket(placed: &[Placed<'_>], around: &Around<'_>) {
     let is_socket = matches!(around.listen.address, ListenAddress::Unix(_));
-    let asks = || placed.iter().any(|one| one.key_parts().contains(&KeyPart::ClientIp));
-    let is_told =
-        around.listen.proxy_protocol_from.is_some() || !around.scope.client.trusted_proxies.is_empty();
+    let asks = || {
+        placed
+            .iter()
+            .any(|one| one.key_parts().contains(&KeyPart::ClientIp))
+    };
+    let is_told = around.listen.proxy_protocol_from.is_some()
+        || !around.scope.client.trusted_proxies.is_empty();
     if is_socket && !is_told && asks() {
         around.top.table("listen").warn(
             "address",
@@ -55,7 +67,9 @@ fn one_client_behind_a_socket(placed: &[Placed<'_>], around: &Around<'_>) {
 
 fn whole_shares(placed: &[Placed<'_>], around: &Around<'_>) {
     let is_local = |one: &Placed<'_>| {
-        !one.policy.shadow && one.quota().is_some() && one.policy.on_store_failure == OnStoreFailure::Local
+        !one.policy.shadow
+            && one.quota().is_some()
+            && one.policy.on_store_failure == OnStoreFailure::Local
     };
     let redis = around.top.table("store").table("redis");
     if matches!(around.store, StoreSettings::Redis(_))

@@ -9,8 +9,18 @@ pub(super) static POLICY: [Key; 17] = [
         Required,
         "Unique. Appears in headers and logs, and is part of the counters' identity: renaming a policy starts new ones.",
     ),
-    key("priority", whole(i64::MIN, i64::MAX), Default("0"), "Higher first; file order among equals."),
-    key("match", Table(&MATCH), Optional, "Which requests. Absent: all."),
+    key(
+        "priority",
+        whole(i64::MIN, i64::MAX),
+        Default("0"),
+        "Higher first; file order among equals.",
+    ),
+    key(
+        "match",
+        Table(&MATCH),
+        Optional,
+        "Which requests. Absent: all.",
+    ),
     key(
         "key",
         Texts("key parts such as \"client_ip\" or \"header:x-user-id\""),
@@ -38,13 +48,20 @@ pub(super) static POLICY: [Key; 17] = [
     ),
     key(
         "cost",
-        Kind::WholeOrTable { min: 0, max: MAX_UNITS, table: &COST },
+        Kind::WholeOrTable {
+            min: 0,
+            max: MAX_UNITS,
+            table: &COST,
+        },
         Default("1"),
         "Units that one request takes from each limit, or where it is said: in a header of the request, or in the response. Above a limit's requests nothing ever passes.",
     ),
     key(
         "block_for",
-        Kind::Duration { min: Duration::from_millis(1), max: MAX_PERIOD },
+        Kind::Duration {
+            min: Duration::from_millis(1),
+            max: MAX_PERIOD,
+        },
         Optional,
         "Once a limit of this policy refuses a key, the policy refuses it this long. Knocking doesn't prolong it. A shadow policy blocks nobody.",
     ),
@@ -62,7 +79,10 @@ pub(super) static POLICY: [Key; 17] = [
     ),
     key(
         "lease",
-        Kind::WordOrTable { word: "auto", table: &LEASE },
+        Kind::WordOrTable {
+            word: "auto",
+            table: &LEASE,
+        },
         Optional,
         "Takes units from Redis in advance, and hands them out without asking it. \"auto\": as many as the rate of requests suggests. Not with leaky_bucket, concurrency, warm_up, block_for, count_rejected, shards or an estimate.",
     ),
@@ -73,7 +93,12 @@ pub(super) static POLICY: [Key; 17] = [
         Optional,
         "As in [defaults]. Of policies for calls of the rate-limit service only \"local\" holds, in [defaults] too; else they are answered UNAVAILABLE, and Envoy does what its failure_mode_deny says.",
     ),
-    key("reject", Table(&REJECT), Optional, "Your own answer to refused clients."),
+    key(
+        "reject",
+        Table(&REJECT),
+        Optional,
+        "Your own answer to refused clients.",
+    ),
     key(
         "override",
         Tables(&OVERRIDE),
@@ -89,8 +114,18 @@ pub(super) static COST: [Key; 6] = [
         Required,
         "Holds the units that the request takes, in digits. A cost has either this, or estimate and actual.",
     ),
-    key("default", whole(0, MAX_UNITS), Default("1"), "Units of a request without the header."),
-    key("min", whole(0, MAX_UNITS), Default("1"), "The fewest that the header may say."),
+    key(
+        "default",
+        whole(0, MAX_UNITS),
+        Default("1"),
+        "Units of a request without the header.",
+    ),
+    key(
+        "min",
+        whole(0, MAX_UNITS),
+        Default("1"),
+        "The fewest that the header may say.",
+    ),
     key(
         "max",
         whole(0, MAX_UNITS),
@@ -112,17 +147,30 @@ pub(super) static COST: [Key; 6] = [
 ];
 
 pub(super) static LEASE: [Key; 2] = [
-    key("size", whole(1, 1_000_000), Required, "Units in hand at most, per key and proxy."),
+    key(
+        "size",
+        whole(1, 1_000_000),
+        Required,
+        "Units in hand at most, per key and proxy.",
+    ),
     key(
         "ttl",
-        Kind::Duration { min: Duration::from_millis(1), max: MAX_PERIOD },
+        Kind::Duration {
+            min: Duration::from_millis(1),
+            max: MAX_PERIOD,
+        },
         Default("100ms"),
         "How long they are kept, at most half of the policy's shortest period. Unused ones are given back then.",
     ),
 ];
 
 pub(super) static MATCH: [Key; 12] = [
-    key("methods", Texts("methods such as \"GET\""), Default(""), "GET also means HEAD."),
+    key(
+        "methods",
+        Texts("methods such as \"GET\""),
+        Default(""),
+        "GET also means HEAD.",
+    ),
     key(
         "hosts",
         Texts("hosts such as \"example.com\" or \"*.example.com\""),
@@ -147,9 +195,19 @@ pub(super) static MATCH: [Key; 12] = [
         Optional,
         "Conditions on headers. With several values of a name, any may fulfil one.",
     ),
-    key("query", Names(TESTS), Optional, "Conditions on query parameters."),
+    key(
+        "query",
+        Names(TESTS),
+        Optional,
+        "Conditions on query parameters.",
+    ),
     key("cookies", Names(TESTS), Optional, "Conditions on cookies."),
-    key("client_ips", Texts("networks such as \"10.0.0.0/8\""), Default(""), "Networks of clients."),
+    key(
+        "client_ips",
+        Texts("networks such as \"10.0.0.0/8\""),
+        Default(""),
+        "Networks of clients.",
+    ),
     key(
         "jwt",
         Names(TESTS),
@@ -168,17 +226,26 @@ pub(super) static MATCH: [Key; 12] = [
         Optional,
         "For calls of the rate-limit service: the entries that a descriptor has. It must have all of them, in whatever order, and no others. Absent beside domain: any.",
     ),
-    key("not", Table(&MATCH), Optional, "A whole match that must not hold."),
+    key(
+        "not",
+        Table(&MATCH),
+        Optional,
+        "A whole match that must not hold.",
+    ),
 ];
 
-const TESTS: &str =
-    "a table such as { name = \"value\" }, { name = { regex = \"…\" } } or { name = { present = true } }";
+const TESTS: &str = "a table such as { name = \"value\" }, { name = { regex = \"…\" } } or { name = { present = true } }";
 
 const ENTRIES: &str = "a table such as { generic_key = \"api\", remote_address = \"*\" }, where \"*\" is any value, or { name = { regex = \"…\" } }";
 
 /// A condition that isn't just a text.
 pub(in crate::config) static TEST: [Key; 2] = [
-    key("regex", Text("a regular expression"), Optional, "The value contains a match."),
+    key(
+        "regex",
+        Text("a regular expression"),
+        Optional,
+        "The value contains a match.",
+    ),
     key("present", Bool, Optional, "Whether there is a value."),
 ];
 
@@ -191,7 +258,10 @@ pub(super) static LIMIT: [Key; 12] = [
     ),
     key(
         "per",
-        Kind::Duration { min: Duration::from_millis(1), max: MAX_PERIOD },
+        Kind::Duration {
+            min: Duration::from_millis(1),
+            max: MAX_PERIOD,
+        },
         Optional,
         "The period. Required, but for concurrency, which has none.",
     ),
@@ -210,7 +280,10 @@ pub(super) static LIMIT: [Key; 12] = [
     ),
     key(
         "warm_up",
-        Kind::Duration { min: Duration::from_millis(1), max: MAX_WARM_UP },
+        Kind::Duration {
+            min: Duration::from_millis(1),
+            max: MAX_WARM_UP,
+        },
         Optional,
         "token_bucket only: for apps that are slow after a pause. A bucket that nobody took from for this long allows a third of burst at once and a third of the rate; both grow to the full in as long again. A cost may not be above that third.",
     ),
@@ -222,13 +295,19 @@ pub(super) static LIMIT: [Key; 12] = [
     ),
     key(
         "offset",
-        Kind::Duration { min: Duration::ZERO, max: MAX_PERIOD },
+        Kind::Duration {
+            min: Duration::ZERO,
+            max: MAX_PERIOD,
+        },
         Optional,
         "fixed_window only: windows start this much after multiples of per since 1970, UTC. Less than per.",
     ),
     key(
         "lease_ttl",
-        Kind::Duration { min: Duration::from_secs(1), max: Duration::from_secs(3600) },
+        Kind::Duration {
+            min: Duration::from_secs(1),
+            max: Duration::from_secs(3600),
+        },
         Optional,
         "concurrency only: how long a crashed sidecar's slots are kept; 10 s if absent. Living ones renew theirs at a third of it.",
     ),
@@ -253,14 +332,34 @@ pub(super) static LIMIT: [Key; 12] = [
 ];
 
 pub(super) static REJECT: [Key; 4] = [
-    key("status", whole(400, 599), Optional, "Absent: 429, for deny 403."),
+    key(
+        "status",
+        whole(400, 599),
+        Optional,
+        "Absent: 429, for deny 403.",
+    ),
     key("body", Text("a text"), Default(""), "The body."),
-    key("content_type", Text("a media type"), Default("text/plain; charset=utf-8"), "Its type."),
-    key("headers", Names("a table such as { x-reason = \"quota\" }"), Optional, "More header fields."),
+    key(
+        "content_type",
+        Text("a media type"),
+        Default("text/plain; charset=utf-8"),
+        "Its type.",
+    ),
+    key(
+        "headers",
+        Names("a table such as { x-reason = \"quota\" }"),
+        Optional,
+        "More header fields.",
+    ),
 ];
 
 pub(super) static OVERRIDE: [Key; 3] = [
-    key("key", Texts("one value per position of the policy's key"), Required, "\"*\" is any value."),
+    key(
+        "key",
+        Texts("one value per position of the policy's key"),
+        Required,
+        "\"*\" is any value.",
+    ),
     key("limit", Table(&LIMIT), Optional, "How much."),
     key("limits", Tables(&LIMIT), Optional, "The same, several."),
 ];

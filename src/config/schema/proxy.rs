@@ -34,7 +34,12 @@ pub(super) static LISTEN: [Key; 7] = [
         "Worker threads. 0: as many as the container may use; a CPU limit counts.",
     ),
     key("tls", Table(&LISTEN_TLS), Optional, "TLS with clients."),
-    key("http", Table(&LISTEN_HTTP), Optional, "Bounds on what a client may send, and how slowly."),
+    key(
+        "http",
+        Table(&LISTEN_HTTP),
+        Optional,
+        "Bounds on what a client may send, and how slowly.",
+    ),
 ];
 
 pub(super) static LISTEN_TLS: [Key; 6] = [
@@ -44,7 +49,12 @@ pub(super) static LISTEN_TLS: [Key; 6] = [
         Required,
         "The certificate that clients see, with its chain behind it. For clients that name no host, or one that no other certificate has.",
     ),
-    key("key", PEM, Required, "Its private key, without a passphrase."),
+    key(
+        "key",
+        PEM,
+        Required,
+        "Its private key, without a passphrase.",
+    ),
     key(
         "client_ca",
         PEM,
@@ -84,8 +94,18 @@ pub(super) static LISTEN_TLS_CERTIFICATES: [Key; 2] = [
 const PEM: Kind = Text("the path of a PEM file");
 
 pub(super) static LISTEN_HTTP: [Key; 8] = [
-    key("header_timeout", POSITIVE, Default("10s"), "For a whole request head, from its first byte."),
-    key("idle_timeout", POSITIVE, Default("75s"), "How long a connection may stay open without a request."),
+    key(
+        "header_timeout",
+        POSITIVE,
+        Default("10s"),
+        "For a whole request head, from its first byte.",
+    ),
+    key(
+        "idle_timeout",
+        POSITIVE,
+        Default("75s"),
+        "How long a connection may stay open without a request.",
+    ),
     key(
         "body_idle_timeout",
         POSITIVE,
@@ -93,7 +113,12 @@ pub(super) static LISTEN_HTTP: [Key; 8] = [
         "How long a request body may make no progress, or a client not read its response or what comes through a tunnel.",
     ),
     // hyper needs room for 8 KiB.
-    key("max_header_bytes", size(8 << 10, 16 << 20), Default("64KiB"), "Largest request head. Above: 431."),
+    key(
+        "max_header_bytes",
+        size(8 << 10, 16 << 20),
+        Default("64KiB"),
+        "Largest request head. Above: 431.",
+    ),
     key(
         "max_headers",
         whole(1, 10_000),
@@ -127,9 +152,24 @@ pub(super) static RLS: [Key; 4] = [
         Default("127.0.0.1:8081"),
         "IP address and port that Envoys connect to, or a Unix socket. Whoever can connect is believed.",
     ),
-    key("max_connections", whole(1, 1_000_000), Default("1000"), "Connections at a time."),
-    key("max_concurrent_streams", whole(1, 1_000_000), Default("1000"), "Calls at a time on one connection."),
-    key("tls", Table(&LISTEN_TLS), Optional, "TLS with those who call."),
+    key(
+        "max_connections",
+        whole(1, 1_000_000),
+        Default("1000"),
+        "Connections at a time.",
+    ),
+    key(
+        "max_concurrent_streams",
+        whole(1, 1_000_000),
+        Default("1000"),
+        "Calls at a time on one connection.",
+    ),
+    key(
+        "tls",
+        Table(&LISTEN_TLS),
+        Optional,
+        "TLS with those who call.",
+    ),
 ];
 
 pub(super) static CHECK: [Key; 4] = [
@@ -139,14 +179,24 @@ pub(super) static CHECK: [Key; 4] = [
         Default("127.0.0.1:8082"),
         "IP address and port that the proxy in front asks, or a Unix socket. Whoever can connect is believed what it says of a request; for the client's address client.trusted_proxies holds as ever.",
     ),
-    key("max_connections", whole(1, 1_000_000), Default("1000"), "Connections at a time."),
+    key(
+        "max_connections",
+        whole(1, 1_000_000),
+        Default("1000"),
+        "Connections at a time.",
+    ),
     key(
         "refused_status",
         whole(401, 403),
         Optional,
         "Status of all refusals, for nginx, which understands 401 and 403 only. What it would have been stands in X-Tidegate-Status. Absent: 429, 403, 503 and so on, as from the proxy; to Envoy, 429 instead of 503.",
     ),
-    key("tls", Table(&LISTEN_TLS), Optional, "TLS with those who ask."),
+    key(
+        "tls",
+        Table(&LISTEN_TLS),
+        Optional,
+        "TLS with those who ask.",
+    ),
 ];
 
 const ADDRESS: Kind = Text("an IP address and port such as \"127.0.0.1:8081\", or \"unix:/path\"");
@@ -158,7 +208,12 @@ pub(super) static UPSTREAM: [Key; 12] = [
         Required,
         "What to forward to, without a path. http and unix: HTTP/1.1; h2c: HTTP/2; https: what the server prefers of both.",
     ),
-    key("connect_timeout", POSITIVE, Default("1s"), "For one try to connect, TLS included."),
+    key(
+        "connect_timeout",
+        POSITIVE,
+        Default("1s"),
+        "For one try to connect, TLS included.",
+    ),
     key(
         "response_timeout",
         DURATION,
@@ -213,18 +268,33 @@ pub(super) static UPSTREAM: [Key; 12] = [
         Default("true"),
         "Send a request once more when a reused connection turns out to be dead. Only without a body and with an idempotent method.",
     ),
-    key("tls", Table(&UPSTREAM_TLS), Optional, "For https. Files are read again when they change."),
+    key(
+        "tls",
+        Table(&UPSTREAM_TLS),
+        Optional,
+        "For https. Files are read again when they change.",
+    ),
 ];
 
 pub(super) static UPSTREAM_TLS: [Key; 4] = [
-    key("ca", PEM, Optional, "Certificates to trust. Absent: the system's."),
+    key(
+        "ca",
+        PEM,
+        Optional,
+        "Certificates to trust. Absent: the system's.",
+    ),
     key(
         "cert",
         Text("the path of a PEM file"),
         Optional,
         "Our certificate and its chain, for an upstream that asks for one.",
     ),
-    key("key", Text("the path of a PEM file"), Optional, "Its private key."),
+    key(
+        "key",
+        Text("the path of a PEM file"),
+        Optional,
+        "Its private key.",
+    ),
     key(
         "server_name",
         Text("a host name"),
@@ -252,8 +322,18 @@ pub(super) static CLIENT: [Key; 5] = [
         Default("64"),
         "IPv6 clients are told apart by this many bits. Whoever has one address of a /64 has all of them.",
     ),
-    key("ipv4_prefix", whole(0, 32), Default("32"), "IPv4 clients are told apart by this many bits."),
-    key("jwt", Table(&CLIENT_JWT), Optional, "Whose tokens are believed, for jwt in keys and matches."),
+    key(
+        "ipv4_prefix",
+        whole(0, 32),
+        Default("32"),
+        "IPv4 clients are told apart by this many bits.",
+    ),
+    key(
+        "jwt",
+        Table(&CLIENT_JWT),
+        Optional,
+        "Whose tokens are believed, for jwt in keys and matches.",
+    ),
 ];
 
 pub(super) static CLIENT_JWT: [Key; 4] = [

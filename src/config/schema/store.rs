@@ -9,12 +9,27 @@ pub(super) static STORE: [Key; 3] = [
         Default("memory"),
         "In this process only and lost at its end, or shared by all replicas.",
     ),
-    key("memory", Table(&STORE_MEMORY), Optional, "Bounds of the counters in this process."),
-    key("redis", Table(&STORE_REDIS), Optional, "Which Redis, and how long to wait for it."),
+    key(
+        "memory",
+        Table(&STORE_MEMORY),
+        Optional,
+        "Bounds of the counters in this process.",
+    ),
+    key(
+        "redis",
+        Table(&STORE_REDIS),
+        Optional,
+        "Which Redis, and how long to wait for it.",
+    ),
 ];
 
 pub(super) static STORE_MEMORY: [Key; 2] = [
-    key("max_keys", whole(1, 1 << 32), Default("1000000"), "Most counters kept."),
+    key(
+        "max_keys",
+        whole(1, 1 << 32),
+        Default("1000000"),
+        "Most counters kept.",
+    ),
     key(
         "max_bytes",
         size(1 << 10, 1 << 50),
@@ -60,7 +75,12 @@ pub(super) static STORE_REDIS: [Key; 17] = [
         Default(""),
         "Where the password for the sentinels is read from. Empty: none.",
     ),
-    key("username", Text("the name of an ACL user"), Default(""), "The ACL user. Empty: the default user."),
+    key(
+        "username",
+        Text("the name of an ACL user"),
+        Default(""),
+        "The ACL user. Empty: the default user.",
+    ),
     key(
         "password_file",
         Text("the path of a file that holds the password"),
@@ -79,7 +99,12 @@ pub(super) static STORE_REDIS: [Key; 17] = [
         Default(""),
         "With rediss://: our certificate, for servers that ask for one, its chain behind it. Needs key.",
     ),
-    key("key", Text("the path of a PEM file"), Default(""), "The private key of cert."),
+    key(
+        "key",
+        Text("the path of a PEM file"),
+        Default(""),
+        "The private key of cert.",
+    ),
     key(
         "server_name",
         Text("a host name"),
@@ -98,14 +123,24 @@ pub(super) static STORE_REDIS: [Key; 17] = [
         Default("1"),
         "How many instances share the limits while Redis is away, for on_store_failure = \"local\", until they have been counted.",
     ),
-    key("timeout", POSITIVE, Default("50ms"), "For one decision, all in. Passed: on_store_failure decides."),
+    key(
+        "timeout",
+        POSITIVE,
+        Default("50ms"),
+        "For one decision, all in. Passed: on_store_failure decides.",
+    ),
     key(
         "connect_timeout",
         POSITIVE,
         Default("1s"),
         "For one try to connect. The listener waits this long for the first connection at start.",
     ),
-    key("breaker", Table(&STORE_REDIS_BREAKER), Optional, "When to stop asking."),
+    key(
+        "breaker",
+        Table(&STORE_REDIS_BREAKER),
+        Optional,
+        "When to stop asking.",
+    ),
 ];
 
 pub(in crate::config) const DEFAULT_REDIS_URL: &str = "redis://127.0.0.1:6379/0";

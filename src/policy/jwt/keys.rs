@@ -36,8 +36,11 @@ impl Keys {
     /// One secret shared with who signs. Returns what is doubtful about it, too.
     pub fn secret(secret: &[u8]) -> (Self, Vec<String>) {
         let doubts = doubt_short(secret.len()).map(|doubt| format!("the secret {doubt}"));
-        let trusted =
-            Trusted { named: Named::Anyhow, key: DecodingKey::from_secret(secret), algorithms: &HMAC };
+        let trusted = Trusted {
+            named: Named::Anyhow,
+            key: DecodingKey::from_secret(secret),
+            algorithms: &HMAC,
+        };
         (Self([trusted].into()), doubts.into_iter().collect())
     }
 
@@ -48,7 +51,11 @@ impl Keys {
     pub fn jwks(text: &str) -> Result<(Self, Vec<String>), String> {
         const EXPECTED: &str = "expected a JWK set such as {\"keys\": [{\"kty\": \"RSA\", …}]}";
         let mut set: Value = serde_json::from_str(text).map_err(|error| {
-            format!("no JSON at line {}, column {}; {EXPECTED}", error.line(), error.column())
+            format!(
+                "no JSON at line {}, column {}; {EXPECTED}",
+                error.line(),
+                error.column()
+            )
         })?;
         let Some(Value::Array(keys)) = set.get_mut("keys").map(Value::take) else {
             return Err(EXPECTED.to_owned());
@@ -71,7 +78,9 @@ impl Keys {
             }
         }
         if trusted.is_empty() {
-            let why = doubts.first().map_or_else(String::new, |doubt| format!(" ({doubt})"));
+            let why = doubts
+                .first()
+                .map_or_else(String::new, |doubt| format!(" ({doubt})"));
             return Err(format!("no key in it can verify a token{why}"));
         }
         Ok((Self(trusted.into()), doubts))
@@ -86,8 +95,9 @@ impl Keys {
             // What must be understood (RFC 7515, 4.1.11), and we know no extension.
             return Err(TokenFault::Malformed);
         }
-        let fits =
-            |key: &&Trusted| key.algorithms.contains(&header.alg) && key.named.may_be(header.kid.as_deref());
+        let fits = |key: &&Trusted| {
+            key.algorithms.contains(&header.alg) && key.named.may_be(header.kid.as_deref())
+        };
         let mut fault = TokenFault::UnknownKey;
         for trusted in self.0.iter().filter(fits).take(MOST_TRIED) {
             // Not `decode`, which has ideas of its own about dates, and refuses a `sub` that is no text.
@@ -137,8 +147,8 @@ impl Trusted {
     fn read(key: Value) -> Result<(Self, Option<String>), Option<String>> {
         let wrong = |reason: &str| Some(reason.to_owned());
         // Its error would repeat what stands there.
-        let jwk: Jwk =
-            serde_json::from_value(key).map_err(|_unread| wrong("it is not written as a key has to be"))?;
+        let jwk: Jwk = serde_json::from_value(key)
+            .map_err(|_unread| wrong("it is not written as a key has to be"))?;
         let is_for_others = match (&jwk.common.public_key_use, &jwk.common.key_operations) {
             (Some(used_for), _) if *used_for != PublicKeyUse::Signature => true,
             (_, Some(operations)) => !operations.contains(&KeyOperations::Verify),
@@ -148,7 +158,9 @@ impl Trusted {
             return Err(None);
         }
         if let AlgorithmParameters::Other(_) = jwk.algorithm {
-            return Err(wrong("it lacks what its kty needs, or that is not supported"));
+            return Err(wrong(
+                "it lacks what its kty needs, or that is not supported",
+            ));
         }
         let key = DecodingKey::from_jwk(&jwk).map_err(|_broken| wrong("it is not in base64url"))?;
         let bytes = key.try_get_as_bytes().map_or(0, <[u8]>::len);
@@ -182,11 +194,19 @@ impl Trusted {
         };
         let is_secret = matches!(jwk.algorithm, AlgorithmParameters::OctetKey(_));
         let doubt = doubt_short(bytes).filter(|_| is_secret);
-        Ok((Self { named: Named::By(jwk.common.key_id), key, algorithms }, doubt))
+        Ok((
+            Self {
+                named: Named::By(jwk.common.key_id),
+                key,
+                algorithms,
+            },
+            doubt,
+        ))
     }
 }
 
 fn doubt_short(bytes: usize) -> Option<String> {
-    (bytes < LEAST_SECRET_BYTES)
-        .then(|| format!("has {bytes} bytes and may be guessed; expected {LEAST_SECRET_BYTES} or more"))
+    (bytes < LEAST_SECRET_BYTES).then(|| {
+        format!("has {bytes} bytes and may be guessed; expected {LEAST_SECRET_BYTES} or more")
+    })
 }

@@ -37,12 +37,20 @@ impl Issuer {
         };
         let mut jwk = jsonwebtoken::jwk::Jwk::from_encoding_key(&key, alg).unwrap();
         jwk.common.key_id = Some(kid.into());
-        Self { jwk: serde_json::to_value(jwk).unwrap(), key, public: pair.der_bytes().to_vec() }
+        Self {
+            jwk: serde_json::to_value(jwk).unwrap(),
+            key,
+            public: pair.der_bytes().to_vec(),
+        }
     }
 
     fn signs(&self, header: &Value, claims: &Value) -> String {
         let alg: Algorithm = header["alg"].as_str().unwrap().parse().unwrap();
-        let message = format!("{}.{}", base64url(header.to_string()), base64url(claims.to_string()));
+        let message = format!(
+            "{}.{}",
+            base64url(header.to_string()),
+            base64url(claims.to_string())
+        );
         let signature = jsonwebtoken::crypto::sign(message.as_bytes(), &self.key, alg).unwrap();
         format!("{message}.{signature}")
     }
@@ -52,8 +60,10 @@ fn base64url(bytes: impl AsRef<[u8]>) -> String {
     const SIGNS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
     let mut text = String::new();
     for three in bytes.as_ref().chunks(3) {
-        let all =
-            three.iter().fold(0_u32, |all, byte| all << 8 | u32::from(*byte)) << (8 * (3 - three.len()));
+        let all = three
+            .iter()
+            .fold(0_u32, |all, byte| all << 8 | u32::from(*byte))
+            << (8 * (3 - three.len()));
         for place in 0..=three.len() {
             text.push(char::from(SIGNS[(all >> (18 - 6 * place)) as usize & 63]));
         }
@@ -73,23 +83,48 @@ fn all() -> Keys {
     jwks(&[RSA.jwk.clone(), EC.jwk.clone(), ED.jwk.clone()])
 }
 
-const ASKED: [&str; 6] = ["sub", "plan", "/realm_access/roles", "level", "admin", "https://a.example/x"];
+const ASKED: [&str; 6] = [
+    "sub",
+    "plan",
+    "/realm_access/roles",
+    "level",
+    "admin",
+    "https://a.example/x",
+];
 
 fn reader(header: &str, trust: Trust) -> Arc<Reader> {
-    let claims = ASKED.iter().map(|name| ClaimName::parse(name).unwrap()).collect();
-    Arc::new(Reader::new(Settings { header: header.parse().unwrap(), trust }, claims))
+    let claims = ASKED
+        .iter()
+        .map(|name| ClaimName::parse(name).unwrap())
+        .collect();
+    Arc::new(Reader::new(
+        Settings {
+            header: header.parse().unwrap(),
+            trust,
+        },
+        claims,
+    ))
 }
 
 fn headers(name: &str, value: &str) -> HeaderMap {
     let mut headers = HeaderMap::new();
-    headers.insert(name.parse::<HeaderName>().unwrap(), HeaderValue::from_str(value).unwrap());
+    headers.insert(
+        name.parse::<HeaderName>().unwrap(),
+        HeaderValue::from_str(value).unwrap(),
+    );
     headers
 }
 
 /// What a key would take of `sub`, and why nothing if there is a reason.
-fn sub(reader: &Arc<Reader>, headers: &HeaderMap, now_s: u64) -> Result<Option<String>, TokenFault> {
+fn sub(
+    reader: &Arc<Reader>,
+    headers: &HeaderMap,
+    now_s: u64,
+) -> Result<Option<String>, TokenFault> {
     let token = Token::new(Some(reader), now_s);
-    let sub = token.claim(headers, &ClaimName::parse("sub").unwrap()).only();
+    let sub = token
+        .claim(headers, &ClaimName::parse("sub").unwrap())
+        .only();
     let sub = sub.map(|text| String::from_utf8(text.to_vec()).unwrap());
     match token.fault() {
         Some(fault) => {
@@ -102,7 +137,11 @@ fn sub(reader: &Arc<Reader>, headers: &HeaderMap, now_s: u64) -> Result<Option<S
 
 fn told_by(trust: Keys, token: &str) -> Result<Option<String>, TokenFault> {
     let reader = reader("authorization", Trust::Keys(trust));
-    sub(&reader, &headers("authorization", &format!("Bearer {token}")), NOW_S)
+    sub(
+        &reader,
+        &headers("authorization", &format!("Bearer {token}")),
+        NOW_S,
+    )
 }
 
 fn ann() -> Value {
@@ -115,7 +154,10 @@ fn a_token_is_believed_by_the_key_that_signed_it() {
     for (issuer, alg) in [(&*RSA, "RS256"), (&*EC, "ES256"), (&*ED, "EdDSA")] {
         let kid = issuer.jwk["kid"].clone();
         assert_eq!(
-            told_by(all(), &issuer.signs(&json!({ "alg": alg, "kid": kid }), &self::ann())),
+            told_by(
+                all(),
+                &issuer.signs(&json!({ "alg": alg, "kid": kid }), &self::ann())
+            ),
             ann,
             "{alg}"
         );
@@ -123,8 +165,12 @@ fn a_token_is_believed_by_the_key_that_signed_it() {
         assert_eq!(told_by(all(), &unnamed), ann, "{alg} without kid");
     }
     for alg in [Algorithm::HS256, Algorithm::HS384, Algorithm::HS512] {
-        let header = Header { kid: Some("any".into()), ..Header::new(alg) };
-        let token = jsonwebtoken::encode(&header, &self::ann(), &EncodingKey::from_secret(SECRET)).unwrap();
+        let header = Header {
+            kid: Some("any".into()),
+            ..Header::new(alg)
+        };
+        let token =
+            jsonwebtoken::encode(&header, &self::ann(), &EncodingKey::from_secret(SECRET)).unwrap();
         assert_eq!(told_by(Keys::secret(SECRET).0, &token), ann, "{alg:?}");
         let oct = json!({ "kty": "oct", "kid": "any", "k": base64url(SECRET) });
         assert_eq!(told_by(jwks(&[oct]), &token), ann, "{alg:?} by JWK");
@@ -134,7 +180,10 @@ fn a_token_is_believed_by_the_key_that_signed_it() {
     any.as_object_mut().unwrap().remove("alg");
     for alg in ["RS512", "PS256"] {
         assert_eq!(
-            told_by(jwks(&[any.clone()]), &RSA.signs(&json!({ "alg": alg, "kid": "rsa" }), &self::ann())),
+            told_by(
+                jwks(&[any.clone()]),
+                &RSA.signs(&json!({ "alg": alg, "kid": "rsa" }), &self::ann())
+            ),
             ann
         );
     }
@@ -144,55 +193,124 @@ fn a_token_is_believed_by_the_key_that_signed_it() {
 #[test]
 fn confusion_about_algorithms_gets_nobody_in() {
     let hmac = |secret: &[u8], kid: Option<&str>| {
-        let header = Header { kid: kid.map(str::to_owned), ..Header::new(Algorithm::HS256) };
+        let header = Header {
+            kid: kid.map(str::to_owned),
+            ..Header::new(Algorithm::HS256)
+        };
         jsonwebtoken::encode(&header, &ann(), &EncodingKey::from_secret(secret)).unwrap()
     };
-    let pem = format!("-----BEGIN PUBLIC KEY-----\n{}\n-----END PUBLIC KEY-----\n", base64url(&RSA.public));
+    let pem = format!(
+        "-----BEGIN PUBLIC KEY-----\n{}\n-----END PUBLIC KEY-----\n",
+        base64url(&RSA.public)
+    );
     let n = RSA.jwk["n"].as_str().unwrap();
     let good = RSA.signs(&json!({ "alg": "RS256", "kid": "rsa" }), &ann());
     let parts: Vec<&str> = good.split('.').collect();
     let with = |header: Value, signature: &str| {
-        format!("{}.{}.{signature}", base64url(header.to_string()), base64url(ann().to_string()))
+        format!(
+            "{}.{}.{signature}",
+            base64url(header.to_string()),
+            base64url(ann().to_string())
+        )
     };
     let stranger = Issuer::new("rsa", Algorithm::RS256);
-    let own_key =
-        json!({ "alg": "RS256", "kid": "rsa", "jwk": stranger.jwk, "jku": "https://evil.example/" });
+    let own_key = json!({ "alg": "RS256", "kid": "rsa", "jwk": stranger.jwk, "jku": "https://evil.example/" });
     use TokenFault::{Malformed, Signature, UnknownKey};
     for (what, token, fault) in [
-        ("HMAC by the public key's DER", hmac(&RSA.public, Some("rsa")), UnknownKey),
-        ("HMAC by the public key's PEM", hmac(pem.as_bytes(), Some("rsa")), UnknownKey),
-        ("HMAC by the modulus", hmac(n.as_bytes(), Some("rsa")), UnknownKey),
+        (
+            "HMAC by the public key's DER",
+            hmac(&RSA.public, Some("rsa")),
+            UnknownKey,
+        ),
+        (
+            "HMAC by the public key's PEM",
+            hmac(pem.as_bytes(), Some("rsa")),
+            UnknownKey,
+        ),
+        (
+            "HMAC by the modulus",
+            hmac(n.as_bytes(), Some("rsa")),
+            UnknownKey,
+        ),
         ("HMAC by nothing, without kid", hmac(b"", None), UnknownKey),
         ("none", with(json!({ "alg": "none" }), ""), Malformed),
-        ("None", with(json!({ "alg": "NoNe", "kid": "rsa" }), ""), Malformed),
-        ("none, with a signature", with(json!({ "alg": "none", "kid": "rsa" }), parts[2]), Malformed),
-        ("no algorithm", with(json!({ "kid": "rsa" }), parts[2]), Malformed),
+        (
+            "None",
+            with(json!({ "alg": "NoNe", "kid": "rsa" }), ""),
+            Malformed,
+        ),
+        (
+            "none, with a signature",
+            with(json!({ "alg": "none", "kid": "rsa" }), parts[2]),
+            Malformed,
+        ),
+        (
+            "no algorithm",
+            with(json!({ "kid": "rsa" }), parts[2]),
+            Malformed,
+        ),
         (
             "another algorithm of the same key",
             RSA.signs(&json!({ "alg": "RS384", "kid": "rsa" }), &ann()),
             UnknownKey,
         ),
-        ("another key's kid", RSA.signs(&json!({ "alg": "RS256", "kid": "ec" }), &ann()), UnknownKey),
-        ("an unknown kid", RSA.signs(&json!({ "alg": "RS256", "kid": "x" }), &ann()), UnknownKey),
+        (
+            "another key's kid",
+            RSA.signs(&json!({ "alg": "RS256", "kid": "ec" }), &ann()),
+            UnknownKey,
+        ),
+        (
+            "an unknown kid",
+            RSA.signs(&json!({ "alg": "RS256", "kid": "x" }), &ann()),
+            UnknownKey,
+        ),
         (
             "a stranger's key of that name",
             stranger.signs(&json!({ "alg": "RS256", "kid": "rsa" }), &ann()),
             Signature,
         ),
-        ("a key brought along", stranger.signs(&own_key, &ann()), Signature),
-        ("no signature", format!("{}.{}.", parts[0], parts[1]), Signature),
-        ("other claims", format!("{}.{}.{}", parts[0], base64url("{\"sub\":\"bob\"}"), parts[2]), Signature),
+        (
+            "a key brought along",
+            stranger.signs(&own_key, &ann()),
+            Signature,
+        ),
+        (
+            "no signature",
+            format!("{}.{}.", parts[0], parts[1]),
+            Signature,
+        ),
+        (
+            "other claims",
+            format!(
+                "{}.{}.{}",
+                parts[0],
+                base64url("{\"sub\":\"bob\"}"),
+                parts[2]
+            ),
+            Signature,
+        ),
         (
             "an extension",
-            RSA.signs(&json!({ "alg": "RS256", "kid": "rsa", "crit": ["b64"], "b64": false }), &ann()),
+            RSA.signs(
+                &json!({ "alg": "RS256", "kid": "rsa", "crit": ["b64"], "b64": false }),
+                &ann(),
+            ),
             Malformed,
         ),
         ("two parts", format!("{}.{}", parts[0], parts[1]), Malformed),
         ("four parts", format!("{good}.x"), Malformed),
         ("five parts", format!("{good}.x.y"), Malformed),
         ("no base64", "a.b.c".to_owned(), Malformed),
-        ("padding", format!("{}=.{}.{}", parts[0], parts[1], parts[2]), Malformed),
-        ("a list", RSA.signs(&json!({ "alg": "RS256" }), &json!(["sub", "ann"])), Malformed),
+        (
+            "padding",
+            format!("{}=.{}.{}", parts[0], parts[1], parts[2]),
+            Malformed,
+        ),
+        (
+            "a list",
+            RSA.signs(&json!({ "alg": "RS256" }), &json!(["sub", "ann"])),
+            Malformed,
+        ),
     ] {
         assert_eq!(told_by(all(), &token), Err(fault), "{what}");
     }
@@ -200,7 +318,10 @@ fn confusion_about_algorithms_gets_nobody_in() {
     let zeros = with(json!({ "alg": "ES256", "kid": "ec" }), &base64url([0; 64]));
     assert_eq!(told_by(all(), &zeros), Err(Signature));
     // And one secret is no other.
-    assert_eq!(told_by(Keys::secret(b"another").0, &hmac(SECRET, None)), Err(Signature));
+    assert_eq!(
+        told_by(Keys::secret(b"another").0, &hmac(SECRET, None)),
+        Err(Signature)
+    );
     assert_eq!(told_by(Keys::secret(SECRET).0, &good), Err(UnknownKey));
 }
 
@@ -223,11 +344,23 @@ fn keys_for_something_else_are_not_used() {
         json!({ "n": "AQAB" }),
         json!({ "n": "!" }),
     ] {
-        let (keys, _) = Keys::jwks(&json!({ "keys": [changed(unfit.clone()), EC.jwk] }).to_string()).unwrap();
-        assert_eq!(told_by(keys, &token), Err(TokenFault::UnknownKey), "{unfit}");
+        let (keys, _) =
+            Keys::jwks(&json!({ "keys": [changed(unfit.clone()), EC.jwk] }).to_string()).unwrap();
+        assert_eq!(
+            told_by(keys, &token),
+            Err(TokenFault::UnknownKey),
+            "{unfit}"
+        );
     }
-    for fit in [json!({ "use": "sig" }), json!({ "key_ops": ["verify"] }), json!({ "x5t": "abc" })] {
-        assert_eq!(told_by(jwks(&[changed(fit)]), &token), Ok(Some("ann".into())));
+    for fit in [
+        json!({ "use": "sig" }),
+        json!({ "key_ops": ["verify"] }),
+        json!({ "x5t": "abc" }),
+    ] {
+        assert_eq!(
+            told_by(jwks(&[changed(fit)]), &token),
+            Ok(Some("ann".into()))
+        );
     }
 }
 
@@ -248,20 +381,30 @@ fn a_set_without_a_usable_key_is_refused_in_words_that_tell_nothing_of_it() {
         r#"{"keys":[{"kty":"EC","crv":"P-256","x":"AAAA","y":"AAAA"}]}"#,
     ] {
         let error = Keys::jwks(text).unwrap_err();
-        assert!(!error.contains("hunter2") && error.contains("ke"), "{text}: {error}");
+        assert!(
+            !error.contains("hunter2") && error.contains("ke"),
+            "{text}: {error}"
+        );
     }
     let mut private = EC.jwk.clone();
     private["d"] = json!("hunter2");
     let short = json!({ "kty": "oct", "k": "c2hvcnQ" });
     let (keys, doubts) = Keys::jwks(&json!({ "keys": [private, short] }).to_string()).unwrap();
-    assert!(doubts[0].contains("private") && doubts[1].contains("5 bytes"), "{doubts:?}");
+    assert!(
+        doubts[0].contains("private") && doubts[1].contains("5 bytes"),
+        "{doubts:?}"
+    );
     let shown = format!("{keys:?}{:?}", Keys::secret(b"hunter2"));
-    assert!(!shown.contains("hunter2") && !shown.contains("104, 117"), "{shown}");
+    assert!(
+        !shown.contains("hunter2") && !shown.contains("104, 117"),
+        "{shown}"
+    );
 }
 
 #[test]
 fn dates_hold_with_a_little_leeway() {
-    let fault = |claims: Value| told_by(all(), &EC.signs(&json!({ "alg": "ES256" }), &claims)).err();
+    let fault =
+        |claims: Value| told_by(all(), &EC.signs(&json!({ "alg": "ES256" }), &claims)).err();
     use TokenFault::{Dates, Expired, NotYet};
     for (dates, expected) in [
         (json!({}), None),
@@ -288,11 +431,16 @@ fn dates_hold_with_a_little_leeway() {
 #[test]
 fn what_is_known_is_believed_no_longer_than_it_holds() {
     let reader = reader("authorization", Trust::Keys(all()));
-    let token = EC.signs(&json!({ "alg": "ES256" }), &json!({ "sub": "ann", "exp": NOW_S, "nbf": NOW_S }));
+    let token = EC.signs(
+        &json!({ "alg": "ES256" }),
+        &json!({ "sub": "ann", "exp": NOW_S, "nbf": NOW_S }),
+    );
     let headers = headers("authorization", &format!("bearer {token}"));
-    for (later_s, expected) in
-        [(0, Ok(Some("ann".into()))), (29, Ok(Some("ann".into()))), (30, Err(TokenFault::Expired))]
-    {
+    for (later_s, expected) in [
+        (0, Ok(Some("ann".into()))),
+        (29, Ok(Some("ann".into()))),
+        (30, Err(TokenFault::Expired)),
+    ] {
         assert_eq!(sub(&reader, &headers, NOW_S + later_s), expected);
     }
     assert_eq!(
@@ -307,48 +455,100 @@ fn what_is_known_is_bounded() {
     let reader = reader("authorization", Trust::Keys(Keys::secret(SECRET).0));
     let show = |sub: &str| {
         let claims = json!({ "sub": sub });
-        let token =
-            jsonwebtoken::encode(&Header::default(), &claims, &EncodingKey::from_secret(SECRET)).unwrap();
+        let token = jsonwebtoken::encode(
+            &Header::default(),
+            &claims,
+            &EncodingKey::from_secret(SECRET),
+        )
+        .unwrap();
         assert_eq!(
-            self::sub(&reader, &headers("authorization", &format!("Bearer {token}")), NOW_S),
+            self::sub(
+                &reader,
+                &headers("authorization", &format!("Bearer {token}")),
+                NOW_S
+            ),
             Ok(Some(sub.into()))
         );
     };
-    let known = || reader.known.0.iter().map(|shard| shard.lock().len()).sum::<usize>();
+    let known = || {
+        reader
+            .known
+            .0
+            .iter()
+            .map(|shard| shard.lock().len())
+            .sum::<usize>()
+    };
     for number in 0..SHARDS * MOST_PER_SHARD + 3000 {
         show(&number.to_string());
     }
     assert_eq!(known(), SHARDS * MOST_PER_SHARD);
     show(&"x".repeat(MAX_KEPT_BYTES + 1));
-    let held = |shard: &Mutex<IndexMap<_, Arc<Said>, _>>| shard.lock().values().map(|said| said.size()).max();
+    let held = |shard: &Mutex<IndexMap<_, Arc<Said>, _>>| {
+        shard.lock().values().map(|said| said.size()).max()
+    };
     assert!(reader.known.0.iter().filter_map(held).max() <= Some(MAX_KEPT_BYTES));
 }
 
 #[test]
 fn the_token_is_found_in_all_written_forms() {
     let token = ED.signs(&json!({ "alg": "EdDSA" }), &ann());
-    let told =
-        |header: &str, value: &str| sub(&reader(header, Trust::Keys(all())), &headers(header, value), NOW_S);
+    let told = |header: &str, value: &str| {
+        sub(
+            &reader(header, Trust::Keys(all())),
+            &headers(header, value),
+            NOW_S,
+        )
+    };
     for scheme in ["Bearer ", "bearer ", "BEARER  ", "bEaReR\t", "  Bearer "] {
-        assert_eq!(told("authorization", &format!("{scheme}{token} ")), Ok(Some("ann".into())), "{scheme:?}");
-        assert_eq!(told("x-jwt", &format!("{scheme}{token}")), Ok(Some("ann".into())), "{scheme:?}");
+        assert_eq!(
+            told("authorization", &format!("{scheme}{token} ")),
+            Ok(Some("ann".into())),
+            "{scheme:?}"
+        );
+        assert_eq!(
+            told("x-jwt", &format!("{scheme}{token}")),
+            Ok(Some("ann".into())),
+            "{scheme:?}"
+        );
     }
     assert_eq!(told("x-jwt", &token), Ok(Some("ann".into())));
-    for none in
-        ["", "Bearer", "Bearer ", &token, &format!("Basic {token}"), &format!("Bearer{token}"), "DPoP x"]
-    {
+    for none in [
+        "",
+        "Bearer",
+        "Bearer ",
+        &token,
+        &format!("Basic {token}"),
+        &format!("Bearer{token}"),
+        "DPoP x",
+    ] {
         assert_eq!(told("authorization", none), Ok(None), "{none}");
     }
-    assert_eq!(told("authorization", &format!("Bearer {token} {token}")), Err(TokenFault::Malformed));
     assert_eq!(
-        told("authorization", &format!("Bearer {}", "x".repeat(MAX_TOKEN_BYTES))),
+        told("authorization", &format!("Bearer {token} {token}")),
         Err(TokenFault::Malformed)
     );
     assert_eq!(
-        told("authorization", &format!("Bearer {}", "x".repeat(MAX_TOKEN_BYTES + 1))),
+        told(
+            "authorization",
+            &format!("Bearer {}", "x".repeat(MAX_TOKEN_BYTES))
+        ),
+        Err(TokenFault::Malformed)
+    );
+    assert_eq!(
+        told(
+            "authorization",
+            &format!("Bearer {}", "x".repeat(MAX_TOKEN_BYTES + 1))
+        ),
         Err(TokenFault::TooLarge)
     );
-    assert_eq!(sub(&reader("authorization", Trust::Keys(all())), &HeaderMap::new(), NOW_S), Ok(None));
+    assert_eq!(
+        sub(
+            &reader("authorization", Trust::Keys(all())),
+            &HeaderMap::new(),
+            NOW_S
+        ),
+        Ok(None)
+    );
 }
 
 #[test]
@@ -364,7 +564,11 @@ fn claims_become_texts() {
     let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
     let told = ASKED.map(|name| {
         let claim = token.claim(&headers, &ClaimName::parse(name).unwrap());
-        (claim.texts().map(text).collect::<Vec<_>>().join(" "), claim.only().map(text), claim.is_present())
+        (
+            claim.texts().map(text).collect::<Vec<_>>().join(" "),
+            claim.only().map(text),
+            claim.is_present(),
+        )
     });
     let some = |text: &str| Some(text.to_owned());
     assert_eq!(
@@ -378,11 +582,21 @@ fn claims_become_texts() {
             (String::new(), None, true),
         ]
     );
-    assert!(!token.claim(&headers, &ClaimName::parse("nobody asked").unwrap()).is_present());
-    assert!(!Token::none().claim(&headers, &ClaimName::parse("sub").unwrap()).is_present());
-    for (number, text) in
-        [(json!(42), "42"), (json!(-1.5), "-1.5"), (json!(u64::MAX), "18446744073709551615")]
-    {
+    assert!(
+        !token
+            .claim(&headers, &ClaimName::parse("nobody asked").unwrap())
+            .is_present()
+    );
+    assert!(
+        !Token::none()
+            .claim(&headers, &ClaimName::parse("sub").unwrap())
+            .is_present()
+    );
+    for (number, text) in [
+        (json!(42), "42"),
+        (json!(-1.5), "-1.5"),
+        (json!(u64::MAX), "18446744073709551615"),
+    ] {
         let token = EC.signs(&json!({ "alg": "ES256" }), &json!({ "sub": number }));
         assert_eq!(told_by(all(), &token), Ok(Some(text.to_owned())));
     }
@@ -394,14 +608,28 @@ fn claims_become_texts() {
 #[test]
 fn without_verification_anybodys_word_is_taken_and_dates_still_hold() {
     let reader = reader("authorization", Trust::Anybody);
-    let told = |token: &str| sub(&reader, &headers("authorization", &format!("Bearer {token}")), NOW_S);
+    let told = |token: &str| {
+        sub(
+            &reader,
+            &headers("authorization", &format!("Bearer {token}")),
+            NOW_S,
+        )
+    };
     let part = |json: Value| base64url(json.to_string());
-    for header in
-        ["x".to_owned(), part(json!({ "alg": "none" })), part(json!({ "alg": "ES512", "kid": "?" }))]
-    {
-        assert_eq!(told(&format!("{header}.{}.", part(ann()))), Ok(Some("ann".into())));
+    for header in [
+        "x".to_owned(),
+        part(json!({ "alg": "none" })),
+        part(json!({ "alg": "ES512", "kid": "?" })),
+    ] {
+        assert_eq!(
+            told(&format!("{header}.{}.", part(ann()))),
+            Ok(Some("ann".into()))
+        );
     }
-    assert_eq!(told(&format!("x.{}.y", part(json!({ "sub": "ann", "exp": 1 })))), Err(TokenFault::Expired));
+    assert_eq!(
+        told(&format!("x.{}.y", part(json!({ "sub": "ann", "exp": 1 })))),
+        Err(TokenFault::Expired)
+    );
     for broken in [
         "x.y.z".to_owned(),
         part(ann()),

@@ -64,8 +64,13 @@ impl Kept {
             return self.end();
         }
         self.bytes += length;
-        let trailers = || frame.trailers_ref().map(|trailers| Part::Trailers(Box::new(trailers.clone())));
-        self.parts.extend(frame.data_ref().cloned().map(Part::Data).or_else(trailers));
+        let trailers = || {
+            frame
+                .trailers_ref()
+                .map(|trailers| Part::Trailers(Box::new(trailers.clone())))
+        };
+        self.parts
+            .extend(frame.data_ref().cloned().map(Part::Data).or_else(trailers));
         self.told = self.parts.len();
     }
 
@@ -97,12 +102,24 @@ impl Kept {
     /// Of data, before anything has to be read.
     pub(super) fn untold_bytes(&self) -> u64 {
         let untold = self.parts.iter().skip(self.told);
-        untold.map(|part| if let Part::Data(data) = part { data.len() as u64 } else { 0 }).sum()
+        untold
+            .map(|part| {
+                if let Part::Data(data) = part {
+                    data.len() as u64
+                } else {
+                    0
+                }
+            })
+            .sum()
     }
 
     /// Tells all from the beginning. `false`: some of it is not there any more.
     pub(super) fn rewind(&mut self) -> bool {
-        self.told = if self.state == Keeping::Lost { self.told } else { 0 };
+        self.told = if self.state == Keeping::Lost {
+            self.told
+        } else {
+            0
+        };
         self.state != Keeping::Lost
     }
 }
@@ -124,7 +141,9 @@ mod tests {
 
     /// The lengths of what is told again; trailers are 0.
     fn again(kept: &mut Kept) -> Vec<usize> {
-        std::iter::from_fn(|| kept.again()).map(|frame| frame.data_ref().map_or(0, Bytes::len)).collect()
+        std::iter::from_fn(|| kept.again())
+            .map(|frame| frame.data_ref().map_or(0, Bytes::len))
+            .collect()
     }
 
     #[test]

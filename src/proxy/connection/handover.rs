@@ -55,7 +55,11 @@ pub(super) struct Switched {
 impl Switched {
     /// `client`: hyper's promise of the client's bytes.
     pub(super) fn new(tunnel: Box<Tunnel>, client: OnUpgrade, active: Active) -> Self {
-        Self { tunnel, client, active }
+        Self {
+            tunnel,
+            client,
+            active,
+        }
     }
 
     /// Goes on with the whole connection.
@@ -75,12 +79,20 @@ impl Switched {
     }
 
     /// Goes on with one stream, whose `sending` half hyper wants to be run.
-    pub(super) async fn serve_http2(mut self, sending: impl Future<Output = ()>, patience: Duration) {
+    pub(super) async fn serve_http2(
+        mut self,
+        sending: impl Future<Output = ()>,
+        patience: Duration,
+    ) {
         let io = match self.client.await {
             Ok(upgraded) => TokioIo::new(upgraded),
             Err(error) => return tracing::debug!(%error, "a stream ended before its tunnel began"),
         };
-        let mut stream = TunnelStream { io, sending: Some(Box::pin(sending)), active: self.active };
+        let mut stream = TunnelStream {
+            io,
+            sending: Some(Box::pin(sending)),
+            active: self.active,
+        };
         let over = self.tunnel.run(&mut stream, patience, true).await;
         note_end(&over, stream.active.watch());
         if matches!(over, Over::UpstreamGone(_) | Over::Idle | Over::Overlong) {
@@ -109,20 +121,32 @@ struct TunnelStream<S> {
 
 impl<S: Future<Output = ()>> TunnelStream<S> {
     fn send(&mut self, cx: &mut Context<'_>) {
-        if self.sending.as_mut().is_some_and(|sending| sending.as_mut().poll(cx).is_ready()) {
+        if self
+            .sending
+            .as_mut()
+            .is_some_and(|sending| sending.as_mut().poll(cx).is_ready())
+        {
             self.sending = None;
         }
     }
 }
 
 impl<S: Future<Output = ()>> AsyncRead for TunnelStream<S> {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         Pin::new(&mut self.get_mut().io).poll_read(cx, into)
     }
 }
 
 impl<S: Future<Output = ()>> AsyncWrite for TunnelStream<S> {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let written = Pin::new(&mut this.io).poll_write(cx, bytes);
         if written.is_ready() {

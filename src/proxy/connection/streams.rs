@@ -24,7 +24,11 @@ pub(super) struct StreamTasks {
 
 impl StreamTasks {
     pub(super) fn new(watch: Rc<Watch>, handover: Rc<Handover>, load: Load) -> Self {
-        Self { watch, handover, load }
+        Self {
+            watch,
+            handover,
+            load,
+        }
     }
 }
 
@@ -69,7 +73,9 @@ impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTasks {
                     return Poll::Pending;
                 }
                 let since = *stalled_since.get_or_insert_with(Instant::now);
-                alarm.poll(since + watch.stall_limit(), cx).map(|()| watch.count(Closed::SlowRead))
+                alarm
+                    .poll(since + watch.stall_limit(), cx)
+                    .map(|()| watch.count(Closed::SlowRead))
             })
             .await;
         });

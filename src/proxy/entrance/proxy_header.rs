@@ -46,7 +46,12 @@ pub(super) enum HeaderFault {
 /// # Errors
 /// A [`HeaderFault`], as soon as no further byte could make it a header. Then more bytes don't change the answer.
 pub(super) fn parse(bytes: &[u8]) -> Result<Option<Header>, HeaderFault> {
-    let begins = |start: &[u8]| bytes.iter().zip(start).all(|(byte, expected)| byte == expected);
+    let begins = |start: &[u8]| {
+        bytes
+            .iter()
+            .zip(start)
+            .all(|(byte, expected)| byte == expected)
+    };
     if begins(V2_SIGNATURE) && !bytes.is_empty() {
         parse_v2(bytes)
     } else if begins(V1_START) {
@@ -60,7 +65,11 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Option<Header>, HeaderFault> {
 fn parse_v1(bytes: &[u8]) -> Result<Option<Header>, HeaderFault> {
     let line = bytes.get(..V1_MAX_BYTES).unwrap_or(bytes);
     let Some(end) = line.iter().position(|byte| matches!(byte, b'\r' | b'\n')) else {
-        return if line.len() < V1_MAX_BYTES { Ok(None) } else { Err(HeaderFault::TooLong) };
+        return if line.len() < V1_MAX_BYTES {
+            Ok(None)
+        } else {
+            Err(HeaderFault::TooLong)
+        };
     };
     match line.get(end..) {
         Some([b'\r', b'\n', ..]) => {}
@@ -68,13 +77,18 @@ fn parse_v1(bytes: &[u8]) -> Result<Option<Header>, HeaderFault> {
         Some([b'\r']) => return Err(HeaderFault::TooLong),
         _ => return Err(HeaderFault::Malformed),
     }
-    let said = line.get(V1_START.len()..end).ok_or(HeaderFault::Malformed)?;
+    let said = line
+        .get(V1_START.len()..end)
+        .ok_or(HeaderFault::Malformed)?;
     let source = if said == b"UNKNOWN" || said.starts_with(b"UNKNOWN ") {
         None
     } else {
         Some(v1_source(said).ok_or(HeaderFault::Malformed)?)
     };
-    Ok(Some(Header { source, len: end + 2 }))
+    Ok(Some(Header {
+        source,
+        len: end + 2,
+    }))
 }
 
 /// What stands between `PROXY` and the line end, with one space between all parts and nothing else.
@@ -92,8 +106,8 @@ fn v1_source(said: &[u8]) -> Option<SocketAddr> {
     let (source, _destination) = (address()?, address()?);
     let mut port = || -> Option<u16> {
         let text = parts.next()?;
-        let is_plain =
-            text.bytes().all(|byte| byte.is_ascii_digit()) && (text == "0" || !text.starts_with('0'));
+        let is_plain = text.bytes().all(|byte| byte.is_ascii_digit())
+            && (text == "0" || !text.starts_with('0'));
         if is_plain { text.parse().ok() } else { None }
     };
     let (source_port, _destination_port) = (port()?, port()?);
@@ -111,7 +125,9 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<Header>, HeaderFault> {
         Some(0x21) => false,
         Some(_) => return Err(HeaderFault::Malformed),
     };
-    let Some(&[family, high, low]) = bytes.get(13..V2_FIXED_BYTES) else { return Ok(None) };
+    let Some(&[family, high, low]) = bytes.get(13..V2_FIXED_BYTES) else {
+        return Ok(None);
+    };
     let len = V2_FIXED_BYTES + usize::from(u16::from_be_bytes([high, low]));
     if len > V2_MAX_BYTES {
         return Err(HeaderFault::TooLong);
@@ -120,7 +136,9 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<Header>, HeaderFault> {
     if !is_local && (family >> 4 > 3 || family & 0xf > 2) {
         return Err(HeaderFault::Malformed);
     }
-    let Some(header) = bytes.get(..len) else { return Ok(None) };
+    let Some(header) = bytes.get(..len) else {
+        return Ok(None);
+    };
     // "the receiver must … discard the protocol block including the family which is ignored"
     if is_local || family >> 4 == 0 {
         return Ok(Some(Header { source: None, len }));
@@ -131,17 +149,28 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<Header>, HeaderFault> {
         2 => V2_INET6_BYTES,
         _ => V2_UNIX_BYTES,
     };
-    let (addresses, extensions) = block.split_at_checked(address_bytes).ok_or(HeaderFault::Malformed)?;
+    let (addresses, extensions) = block
+        .split_at_checked(address_bytes)
+        .ok_or(HeaderFault::Malformed)?;
     check_extensions(header, extensions)?;
     // Datagrams don't come over a connection: what is said of them is none of ours.
-    let source = if family & 0xf == 1 { v2_source(addresses) } else { None };
+    let source = if family & 0xf == 1 {
+        v2_source(addresses)
+    } else {
+        None
+    };
     Ok(Some(Header { source, len }))
 }
 
 /// The first of two addresses, and the first of two ports behind them.
 fn v2_source(addresses: &[u8]) -> Option<SocketAddr> {
-    if let Ok([a, b, c, d, _, _, _, _, high, low, _, _]) = <[u8; V2_INET_BYTES]>::try_from(addresses) {
-        return Some(SocketAddr::new(Ipv4Addr::new(a, b, c, d).into(), u16::from_be_bytes([high, low])));
+    if let Ok([a, b, c, d, _, _, _, _, high, low, _, _]) =
+        <[u8; V2_INET_BYTES]>::try_from(addresses)
+    {
+        return Some(SocketAddr::new(
+            Ipv4Addr::new(a, b, c, d).into(),
+            u16::from_be_bytes([high, low]),
+        ));
     }
     if addresses.len() != V2_INET6_BYTES {
         return None;
@@ -161,21 +190,29 @@ fn check_extensions(header: &[u8], extensions: &[u8]) -> Result<(), HeaderFault>
             let stated = <[u8; 4]>::try_from(value).map_err(|_length| HeaderFault::Malformed)?;
             let at = header.len() - further.len() - stated.len();
             // The field itself counts as zeros.
-            let zeroed =
-                header.iter().enumerate().map(|(n, byte)| if (at..at + 4).contains(&n) { 0 } else { *byte });
+            let zeroed = header
+                .iter()
+                .enumerate()
+                .map(|(n, byte)| if (at..at + 4).contains(&n) { 0 } else { *byte });
             if crc32c(zeroed) != u32::from_be_bytes(stated) {
                 return Err(HeaderFault::Checksum);
             }
         }
         rest = further;
     }
-    if rest.is_empty() { Ok(()) } else { Err(HeaderFault::Malformed) }
+    if rest.is_empty() {
+        Ok(())
+    } else {
+        Err(HeaderFault::Malformed)
+    }
 }
 
 /// CRC-32C (RFC 3720, appendix B.4), bit by bit: it is computed once per connection, over some hundred bytes.
 fn crc32c(bytes: impl Iterator<Item = u8>) -> u32 {
     let fold = |crc: u32, byte: u8| {
-        (0..8).fold(crc ^ u32::from(byte), |crc, _| (crc >> 1) ^ if crc & 1 == 1 { 0x82f6_3b78 } else { 0 })
+        (0..8).fold(crc ^ u32::from(byte), |crc, _| {
+            (crc >> 1) ^ if crc & 1 == 1 { 0x82f6_3b78 } else { 0 }
+        })
     };
     !bytes.fold(u32::MAX, fold)
 }

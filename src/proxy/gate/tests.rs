@@ -2,7 +2,10 @@ use super::*;
 use proptest::prelude::*;
 
 fn head(method: &str, uri: &str, version: Version, fields: &[(&str, &str)]) -> request::Parts {
-    let mut builder = http::Request::builder().method(method).uri(uri).version(version);
+    let mut builder = http::Request::builder()
+        .method(method)
+        .uri(uri)
+        .version(version);
     for (name, value) in fields {
         builder = builder.header(*name, *value);
     }
@@ -24,7 +27,11 @@ fn fault(mut parts: request::Parts) -> GateFault {
 
 /// A GET of `/` with a good Host and these fields besides.
 fn get(fields: &[(&str, &str)]) -> request::Parts {
-    let fields: Vec<_> = [("host", "a.example")].iter().chain(fields).copied().collect();
+    let fields: Vec<_> = [("host", "a.example")]
+        .iter()
+        .chain(fields)
+        .copied()
+        .collect();
     head("GET", "/", Version::HTTP_11, &fields)
 }
 
@@ -33,12 +40,20 @@ fn the_path_and_query_stay_as_they_came() {
     let raw = "//a/%2e%2E/./b;x=1?q=%zz&&u=/../";
     let (parts, target) = pass(head("GET", raw, Version::HTTP_11, &[("host", "h")]));
     assert_eq!(parts.uri.to_string(), raw);
-    assert_eq!((target.path(), target.query()), ("//a/%2e%2E/./b;x=1", Some("q=%zz&&u=/../")));
+    assert_eq!(
+        (target.path(), target.query()),
+        ("//a/%2e%2E/./b;x=1", Some("q=%zz&&u=/../"))
+    );
 }
 
 #[test]
 fn a_target_is_never_empty() {
-    for (sent, forwarded) in [("http://h", "/"), ("http://h#x", "/"), ("http://h?q#x", "/?q"), ("/#x", "/")] {
+    for (sent, forwarded) in [
+        ("http://h", "/"),
+        ("http://h#x", "/"),
+        ("http://h?q#x", "/?q"),
+        ("/#x", "/"),
+    ] {
         for version in [Version::HTTP_10, Version::HTTP_11] {
             let (parts, _) = pass(head("GET", sent, version, &[("host", "h")]));
             assert_eq!(parts.uri.to_string(), forwarded, "{sent}");
@@ -92,9 +107,18 @@ fn a_bad_host_is_refused() {
         let got = fault(head("GET", "/", Version::HTTP_11, &[("host", host)]));
         assert_eq!(got, GateFault::HostInvalid, "{host}");
     }
-    assert_eq!(fault(head("GET", "/", Version::HTTP_11, &[])), GateFault::HostMissing);
-    assert_eq!(fault(head("GET", "http://h/", Version::HTTP_11, &[])), GateFault::HostMissing);
-    assert_eq!(fault(get(&[("host", "a.example")])), GateFault::HostRepeated);
+    assert_eq!(
+        fault(head("GET", "/", Version::HTTP_11, &[])),
+        GateFault::HostMissing
+    );
+    assert_eq!(
+        fault(head("GET", "http://h/", Version::HTTP_11, &[])),
+        GateFault::HostMissing
+    );
+    assert_eq!(
+        fault(get(&[("host", "a.example")])),
+        GateFault::HostRepeated
+    );
 }
 
 #[test]
@@ -124,7 +148,12 @@ fn an_absolute_target_must_agree_with_the_host() {
         let got = fault(head("GET", uri, Version::HTTP_11, &[("host", host)]));
         assert_eq!(got, GateFault::HostMismatch, "{uri} {host}");
     }
-    let got = fault(head("GET", "http://u@a.example/", Version::HTTP_11, &[("host", "a.example")]));
+    let got = fault(head(
+        "GET",
+        "http://u@a.example/",
+        Version::HTTP_11,
+        &[("host", "a.example")],
+    ));
     assert_eq!(got, GateFault::HostInvalid);
 }
 
@@ -133,24 +162,54 @@ fn http_2_gets_its_host_from_the_authority() {
     let (parts, target) = pass(head("GET", "http://A.example:8080/x", Version::HTTP_2, &[]));
     assert_eq!(parts.headers["host"], "A.example:8080");
     assert_eq!(target.host(), "a.example");
-    assert_eq!((parts.uri.to_string().as_str(), parts.version), ("/x", Version::HTTP_11));
-    let got = fault(head("GET", "http://a.example/", Version::HTTP_2, &[("host", "b.example")]));
+    assert_eq!(
+        (parts.uri.to_string().as_str(), parts.version),
+        ("/x", Version::HTTP_11)
+    );
+    let got = fault(head(
+        "GET",
+        "http://a.example/",
+        Version::HTTP_2,
+        &[("host", "b.example")],
+    ));
     assert_eq!(got, GateFault::HostMismatch);
 }
 
 #[test]
 fn odd_targets_are_refused() {
-    for (method, uri) in
-        [("GET", "foo"), ("GET", "a.example:80"), ("GET", "*"), ("POST", "*"), ("GET", "ftp://a.example/")]
-    {
-        let got = fault(head(method, uri, Version::HTTP_11, &[("host", "a.example")]));
+    for (method, uri) in [
+        ("GET", "foo"),
+        ("GET", "a.example:80"),
+        ("GET", "*"),
+        ("POST", "*"),
+        ("GET", "ftp://a.example/"),
+    ] {
+        let got = fault(head(
+            method,
+            uri,
+            Version::HTTP_11,
+            &[("host", "a.example")],
+        ));
         assert_eq!(got, GateFault::Target, "{method} {uri}");
     }
     let (parts, target) = pass(head("OPTIONS", "*", Version::HTTP_11, &[("host", "h")]));
     assert_eq!((parts.uri.to_string().as_str(), target.path()), ("*", "/"));
-    let (parts, target) = pass(head("GET", "http://h?x=1", Version::HTTP_11, &[("host", "h")]));
-    assert_eq!((parts.uri.to_string().as_str(), target.path()), ("/?x=1", "/"));
-    let got = fault(head("CONNECT", "a.example:80", Version::HTTP_11, &[("host", "a.example:80")]));
+    let (parts, target) = pass(head(
+        "GET",
+        "http://h?x=1",
+        Version::HTTP_11,
+        &[("host", "h")],
+    ));
+    assert_eq!(
+        (parts.uri.to_string().as_str(), target.path()),
+        ("/?x=1", "/")
+    );
+    let got = fault(head(
+        "CONNECT",
+        "a.example:80",
+        Version::HTTP_11,
+        &[("host", "a.example:80")],
+    ));
     assert_eq!(got.status(), StatusCode::METHOD_NOT_ALLOWED);
 }
 
@@ -164,17 +223,33 @@ fn a_transfer_coding_is_one_chunked_or_nothing() {
         &[("transfer-encoding", "chunked, chunked")],
         &[("transfer-encoding", "identity")],
         &[("transfer-encoding", "\"chunked\"")],
-        &[("transfer-encoding", "chunked"), ("transfer-encoding", "chunked")],
-        &[("transfer-encoding", "identity"), ("transfer-encoding", "chunked")],
+        &[
+            ("transfer-encoding", "chunked"),
+            ("transfer-encoding", "chunked"),
+        ],
+        &[
+            ("transfer-encoding", "identity"),
+            ("transfer-encoding", "chunked"),
+        ],
     ] {
-        assert_eq!(fault(get(fields)).status(), StatusCode::NOT_IMPLEMENTED, "{fields:?}");
+        assert_eq!(
+            fault(get(fields)).status(),
+            StatusCode::NOT_IMPLEMENTED,
+            "{fields:?}"
+        );
     }
 }
 
 #[test]
 fn a_length_is_one_number_and_alone() {
     let (parts, target) = pass(get(&[("content-length", "12")]));
-    assert_eq!((parts.headers["content-length"].as_bytes(), target.content_length), (&b"12"[..], Some(12)));
+    assert_eq!(
+        (
+            parts.headers["content-length"].as_bytes(),
+            target.content_length
+        ),
+        (&b"12"[..], Some(12))
+    );
     for fields in [
         &[("content-length", "1, 1")][..],
         &[("content-length", "+1")],
@@ -214,10 +289,25 @@ fn names_that_imitate_protected_ones_are_refused() {
 
 #[test]
 fn connection_cannot_take_protected_fields_away() {
-    for name in ["X-User-Id", "host", "Authorization", "cookie", "x-forwarded-for", "via", "content-length"] {
-        assert_eq!(fault(get(&[("connection", name)])), GateFault::ConnectionNames, "{name}");
+    for name in [
+        "X-User-Id",
+        "host",
+        "Authorization",
+        "cookie",
+        "x-forwarded-for",
+        "via",
+        "content-length",
+    ] {
+        assert_eq!(
+            fault(get(&[("connection", name)])),
+            GateFault::ConnectionNames,
+            "{name}"
+        );
         let list = format!("close,, {name} ,x");
-        assert_eq!(fault(get(&[("connection", "x"), ("connection", &list)])), GateFault::ConnectionNames);
+        assert_eq!(
+            fault(get(&[("connection", "x"), ("connection", &list)])),
+            GateFault::ConnectionNames
+        );
     }
 }
 
@@ -259,22 +349,38 @@ fn an_upgrade_is_asked_for_with_all_its_lines_and_nothing_beside() {
         ("http2-settings", "AAA"),
         ("content-length", "0"),
     ]));
-    assert_eq!(target.wanted, Some(Wanted::Upgrade { websocket_key: None }));
+    assert_eq!(
+        target.wanted,
+        Some(Wanted::Upgrade {
+            websocket_key: None
+        })
+    );
     let lines: Vec<_> = parts.headers.get_all("upgrade").iter().collect();
     assert_eq!(lines, ["websocket, Other/2", "more"]);
     assert_eq!(parts.headers["connection"], "upgrade");
     assert!(!parts.headers.contains_key("x-gone") && !parts.headers.contains_key("http2-settings"));
-    let (parts, _) = pass(get(&[("connection", "te, upgrade"), ("te", "trailers"), ("upgrade", "a")]));
+    let (parts, _) = pass(get(&[
+        ("connection", "te, upgrade"),
+        ("te", "trailers"),
+        ("upgrade", "a"),
+    ]));
     assert_eq!(
         (&parts.headers["te"], &parts.headers["connection"]),
-        (&"trailers".parse().unwrap(), &"te, upgrade".parse().unwrap())
+        (
+            &"trailers".parse().unwrap(),
+            &"te, upgrade".parse().unwrap()
+        )
     );
 }
 
 #[test]
 fn a_policy_that_reads_upgrade_hinders_none() {
     let reads = |name: &HeaderName| *name == header::UPGRADE || *name == header::TE;
-    let mut parts = get(&[("connection", "te, upgrade"), ("te", "trailers"), ("upgrade", "websocket")]);
+    let mut parts = get(&[
+        ("connection", "te, upgrade"),
+        ("te", "trailers"),
+        ("upgrade", "websocket"),
+    ]);
     let target = check(&mut parts, &reads).unwrap();
     assert!(target.wanted.is_some());
     assert_eq!(parts.headers["upgrade"], "websocket");
@@ -283,17 +389,33 @@ fn a_policy_that_reads_upgrade_hinders_none() {
 #[test]
 fn what_must_not_be_upgraded_is_a_plain_request() {
     let asking = [("connection", "upgrade"), ("upgrade", "websocket")];
-    for more in [("content-length", "1"), ("transfer-encoding", "chunked"), ("upgrade", "h2c")] {
+    for more in [
+        ("content-length", "1"),
+        ("transfer-encoding", "chunked"),
+        ("upgrade", "h2c"),
+    ] {
         let (parts, target) = pass(get(&[asking[0], asking[1], more]));
-        assert_eq!((target.wanted, parts.headers.get("upgrade")), (None, None), "{more:?}");
+        assert_eq!(
+            (target.wanted, parts.headers.get("upgrade")),
+            (None, None),
+            "{more:?}"
+        );
         assert!(!parts.headers.contains_key("connection"));
     }
     let (parts, target) = pass(get(&[asking[1]]));
-    assert_eq!((target.wanted, parts.headers.get("upgrade")), (None, None), "not named in Connection");
+    assert_eq!(
+        (target.wanted, parts.headers.get("upgrade")),
+        (None, None),
+        "not named in Connection"
+    );
     for version in [Version::HTTP_10, Version::HTTP_2] {
         let fields = [("host", "h"), asking[0], asking[1]];
         let (parts, target) = pass(head("GET", "http://h/", version, &fields));
-        assert_eq!((target.wanted, parts.headers.get("upgrade")), (None, None), "{version:?}");
+        assert_eq!(
+            (target.wanted, parts.headers.get("upgrade")),
+            (None, None),
+            "{version:?}"
+        );
     }
 }
 
@@ -302,15 +424,30 @@ fn an_extended_connect_is_a_handshake() {
     let connect = |protocol: Option<&'static str>, version, fields: &[(&str, &str)]| {
         let mut parts = head("CONNECT", "https://a.example:8443/chat?x", version, fields);
         if let Some(name) = protocol {
-            parts.extensions.insert(hyper::ext::Protocol::from_static(name));
+            parts
+                .extensions
+                .insert(hyper::ext::Protocol::from_static(name));
         }
         parts
     };
-    let fields = [("sec-websocket-key", "theirs"), ("sec-websocket-version", "13")];
+    let fields = [
+        ("sec-websocket-key", "theirs"),
+        ("sec-websocket-version", "13"),
+    ];
     let (parts, target) = pass(connect(Some("WebSocket"), Version::HTTP_2, &fields));
-    assert_eq!((&parts.method, parts.uri.to_string().as_str()), (&Method::GET, "/chat?x"));
-    assert_eq!((target.host(), parts.version), ("a.example", Version::HTTP_11));
-    let key = parts.headers.get_all("sec-websocket-key").iter().collect::<Vec<_>>();
+    assert_eq!(
+        (&parts.method, parts.uri.to_string().as_str()),
+        (&Method::GET, "/chat?x")
+    );
+    assert_eq!(
+        (target.host(), parts.version),
+        ("a.example", Version::HTTP_11)
+    );
+    let key = parts
+        .headers
+        .get_all("sec-websocket-key")
+        .iter()
+        .collect::<Vec<_>>();
     assert_eq!(target.wanted, Some(Wanted::WebSocket(key[0].clone())));
     assert_eq!((key.len(), key[0].len()), (1, 24));
     assert_eq!(
@@ -323,25 +460,53 @@ fn an_extended_connect_is_a_handshake() {
         fault(connect(Some("connect-udp"), Version::HTTP_2, &[])).status(),
         StatusCode::NOT_IMPLEMENTED
     );
-    assert_eq!(fault(connect(None, Version::HTTP_2, &[])), GateFault::Connect);
-    assert_eq!(fault(connect(Some("websocket"), Version::HTTP_11, &[("host", "a")])), GateFault::Connect);
+    assert_eq!(
+        fault(connect(None, Version::HTTP_2, &[])),
+        GateFault::Connect
+    );
+    assert_eq!(
+        fault(connect(
+            Some("websocket"),
+            Version::HTTP_11,
+            &[("host", "a")]
+        )),
+        GateFault::Connect
+    );
 }
 
 #[test]
 fn an_expectation_is_removed() {
     let (parts, _) = pass(get(&[("expect", "100-Continue")]));
     assert!(!parts.headers.contains_key("expect"));
-    assert_eq!(fault(get(&[("expect", "magic")])).status(), StatusCode::EXPECTATION_FAILED);
-    assert_eq!(fault(get(&[("expect", "100-continue"), ("expect", "x")])), GateFault::Expect);
+    assert_eq!(
+        fault(get(&[("expect", "magic")])).status(),
+        StatusCode::EXPECTATION_FAILED
+    );
+    assert_eq!(
+        fault(get(&[("expect", "100-continue"), ("expect", "x")])),
+        GateFault::Expect
+    );
 }
 
 #[test]
 fn trailers_may_not_announce_what_decides() {
     pass(get(&[("trailer", "grpc-status, X-Checksum")]));
-    for name in
-        ["content-length", "Host", "x-user-id", "x_user_id", "te", "a b", "trailer", "cookie", "x, via"]
-    {
-        assert_eq!(fault(get(&[("trailer", name)])), GateFault::Trailer, "{name}");
+    for name in [
+        "content-length",
+        "Host",
+        "x-user-id",
+        "x_user_id",
+        "te",
+        "a b",
+        "trailer",
+        "cookie",
+        "x, via",
+    ] {
+        assert_eq!(
+            fault(get(&[("trailer", name)])),
+            GateFault::Trailer,
+            "{name}"
+        );
     }
 }
 
@@ -349,8 +514,14 @@ fn trailers_may_not_announce_what_decides() {
 fn trace_has_no_body() {
     let trace = |fields: &[(&str, &str)]| head("TRACE", "/", Version::HTTP_11, fields);
     pass(trace(&[("host", "h"), ("content-length", "0")]));
-    assert_eq!(fault(trace(&[("host", "h"), ("content-length", "1")])), GateFault::TraceBody);
-    assert_eq!(fault(trace(&[("host", "h"), ("transfer-encoding", "chunked")])), GateFault::TraceBody);
+    assert_eq!(
+        fault(trace(&[("host", "h"), ("content-length", "1")])),
+        GateFault::TraceBody
+    );
+    assert_eq!(
+        fault(trace(&[("host", "h"), ("transfer-encoding", "chunked")])),
+        GateFault::TraceBody
+    );
 }
 
 proptest! {

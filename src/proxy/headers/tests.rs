@@ -45,7 +45,9 @@ fn forwarded(hop: &Hop<'_>, fields: &[(&str, &str)]) -> HeaderMap {
 fn listed(headers: &HeaderMap) -> BTreeMap<&str, Vec<&str>> {
     let mut map = BTreeMap::<_, Vec<_>>::new();
     for (name, value) in headers {
-        map.entry(name.as_str()).or_default().push(value.to_str().unwrap());
+        map.entry(name.as_str())
+            .or_default()
+            .push(value.to_str().unwrap());
     }
     map
 }
@@ -68,7 +70,10 @@ fn a_strangers_claims_are_replaced() {
         ],
     );
     let expected = [
-        ("forwarded", "for=192.0.2.1;host=\"a.example:8443\";proto=https"),
+        (
+            "forwarded",
+            "for=192.0.2.1;host=\"a.example:8443\";proto=https",
+        ),
         ("host", "a.example:8443"),
         ("via", "1.0 fred, 1.1 tidegate"),
         ("x-client-ip", PEER),
@@ -77,7 +82,10 @@ fn a_strangers_claims_are_replaced() {
         ("x-forwarded-proto", "https"),
         ("x-real-ip", PEER),
     ];
-    assert_eq!(listed(&headers), expected.map(|(name, value)| (name, vec![value])).into());
+    assert_eq!(
+        listed(&headers),
+        expected.map(|(name, value)| (name, vec![value])).into()
+    );
 }
 
 #[test]
@@ -94,10 +102,16 @@ fn a_trusted_proxys_words_are_continued() {
             ("x-real-ip", "10.0.0.2"),
         ],
     );
-    assert_eq!(headers["x-forwarded-for"], "10.0.0.1, 10.0.0.2, 2001:db8::1");
+    assert_eq!(
+        headers["x-forwarded-for"],
+        "10.0.0.1, 10.0.0.2, 2001:db8::1"
+    );
     assert_eq!(headers["x-forwarded-proto"], "http");
     assert_eq!(headers["x-forwarded-host"], "front.example");
-    assert_eq!(headers["forwarded"], "for=10.0.0.2, for=\"[2001:db8::1]\";host=\"a.example\";proto=https");
+    assert_eq!(
+        headers["forwarded"],
+        "for=10.0.0.2, for=\"[2001:db8::1]\";host=\"a.example\";proto=https"
+    );
     assert_eq!(headers["x-real-ip"], "10.0.0.2");
 }
 
@@ -108,10 +122,16 @@ fn the_field_that_a_trusted_proxy_left_out_starts_with_the_client() {
         &[("host", "a.example"), ("x-forwarded-for", "2001:db8::2")],
     );
     assert_eq!(headers["x-forwarded-for"], "2001:db8::2, 192.0.2.1");
-    assert_eq!(headers["forwarded"], "for=\"[2001:db8::2]\", for=192.0.2.1;host=\"a.example\";proto=https");
+    assert_eq!(
+        headers["forwarded"],
+        "for=\"[2001:db8::2]\", for=192.0.2.1;host=\"a.example\";proto=https"
+    );
     let headers = forwarded(
         &hop(PEER, Some("2001:db8::2")),
-        &[("host", "a.example"), ("forwarded", "for=\"[2001:db8::2]\"")],
+        &[
+            ("host", "a.example"),
+            ("forwarded", "for=\"[2001:db8::2]\""),
+        ],
     );
     assert_eq!(headers["x-forwarded-for"], "2001:db8::2, 192.0.2.1");
 }
@@ -120,10 +140,28 @@ fn the_field_that_a_trusted_proxy_left_out_starts_with_the_client() {
 fn the_host_is_the_clients_or_the_upstreams() {
     let fields = [("host", "a.example")];
     assert_eq!(forwarded(&hop(PEER, None), &fields)["host"], "a.example");
-    let headers = forwarded(&Hop { preserve_host: false, ..hop(PEER, None) }, &fields);
-    assert_eq!((&headers["host"], &headers["x-forwarded-host"]), (&UPSTREAM, &"a.example".parse().unwrap()));
-    let headers = forwarded(&Hop { version_in: Version::HTTP_10, ..hop(PEER, None) }, &[]);
-    assert_eq!((&headers["host"], &headers["via"]), (&UPSTREAM, &"1.0 tidegate".parse().unwrap()));
+    let headers = forwarded(
+        &Hop {
+            preserve_host: false,
+            ..hop(PEER, None)
+        },
+        &fields,
+    );
+    assert_eq!(
+        (&headers["host"], &headers["x-forwarded-host"]),
+        (&UPSTREAM, &"a.example".parse().unwrap())
+    );
+    let headers = forwarded(
+        &Hop {
+            version_in: Version::HTTP_10,
+            ..hop(PEER, None)
+        },
+        &[],
+    );
+    assert_eq!(
+        (&headers["host"], &headers["via"]),
+        (&UPSTREAM, &"1.0 tidegate".parse().unwrap())
+    );
     assert!(!headers.contains_key("x-forwarded-host"));
     assert_eq!(headers["forwarded"], "for=192.0.2.1;proto=https");
 }
@@ -131,15 +169,27 @@ fn the_host_is_the_clients_or_the_upstreams() {
 #[test]
 fn cookies_that_http_2_split_are_one_line() {
     let fields = [("host", "h"), ("cookie", "a=1"), ("cookie", "b=2; c=3")];
-    let headers = forwarded(&Hop { version_in: Version::HTTP_2, ..hop(PEER, None) }, &fields);
+    let headers = forwarded(
+        &Hop {
+            version_in: Version::HTTP_2,
+            ..hop(PEER, None)
+        },
+        &fields,
+    );
     assert_eq!(listed(&headers)["cookie"], ["a=1; b=2; c=3"]);
     assert_eq!(headers["via"], "2 tidegate");
 }
 
 #[test]
 fn a_body_without_a_length_is_chunked_whatever_the_method() {
-    let with_body = Hop { has_body: true, ..hop(PEER, None) };
-    assert_eq!(forwarded(&with_body, &[("host", "h")])["transfer-encoding"], "chunked");
+    let with_body = Hop {
+        has_body: true,
+        ..hop(PEER, None)
+    };
+    assert_eq!(
+        forwarded(&with_body, &[("host", "h")])["transfer-encoding"],
+        "chunked"
+    );
     let headers = forwarded(&with_body, &[("host", "h"), ("content-length", "3")]);
     assert!(!headers.contains_key("transfer-encoding"));
     assert!(!forwarded(&hop(PEER, None), &[("host", "h")]).contains_key("transfer-encoding"));
@@ -166,17 +216,29 @@ impl http_body::Body for Streamed {
 
 /// What hyper makes of a request on its way to the upstream.
 async fn on_the_wire(method: &str, body: Option<&'static str>, fields: &[(&str, &str)]) -> String {
-    let mut builder = http::Request::builder().method(method).uri("/p?q").header("host", "h");
+    let mut builder = http::Request::builder()
+        .method(method)
+        .uri("/p?q")
+        .header("host", "h");
     for (name, value) in fields {
         builder = builder.header(*name, *value);
     }
     let mut parts = builder.body(()).unwrap().into_parts().0;
     let target = gate::check(&mut parts, &|_| false).unwrap();
-    forward_request(&mut parts, &target, &Hop { has_body: body.is_some(), ..hop(PEER, None) });
+    forward_request(
+        &mut parts,
+        &target,
+        &Hop {
+            has_body: body.is_some(),
+            ..hop(PEER, None)
+        },
+    );
     let request = http::Request::from_parts(parts, Streamed(body.map(Bytes::from)));
     let (ours, mut upstream) = tokio::io::duplex(4096);
     let (mut sender, connection) =
-        hyper::client::conn::http1::handshake(hyper_util::rt::TokioIo::new(ours)).await.unwrap();
+        hyper::client::conn::http1::handshake(hyper_util::rt::TokioIo::new(ours))
+            .await
+            .unwrap();
     let connection = tokio::spawn(connection);
     let response = tokio::spawn(async move { sender.send_request(request).await.map(drop) });
     let mut sent = vec![0; 4096];
@@ -193,8 +255,20 @@ async fn the_upstream_sees_one_framing() {
     for (method, body, fields, framing, end) in [
         ("GET", None, &[][..], None, "\r\n\r\n"),
         ("POST", None, &[], None, "\r\n\r\n"),
-        ("POST", None, &[("content-length", "0")], Some("content-length: 0"), "\r\n\r\n"),
-        ("POST", Some("abc"), &[("content-length", "3")], Some("content-length: 3"), "\r\n\r\nabc"),
+        (
+            "POST",
+            None,
+            &[("content-length", "0")],
+            Some("content-length: 0"),
+            "\r\n\r\n",
+        ),
+        (
+            "POST",
+            Some("abc"),
+            &[("content-length", "3")],
+            Some("content-length: 3"),
+            "\r\n\r\nabc",
+        ),
         (
             "POST",
             Some("abc"),
@@ -202,14 +276,25 @@ async fn the_upstream_sees_one_framing() {
             Some("transfer-encoding: chunked"),
             "3\r\nabc\r\n0\r\n\r\n",
         ),
-        ("GET", Some("abc"), &[], Some("transfer-encoding: chunked"), "3\r\nabc\r\n0\r\n\r\n"),
+        (
+            "GET",
+            Some("abc"),
+            &[],
+            Some("transfer-encoding: chunked"),
+            "3\r\nabc\r\n0\r\n\r\n",
+        ),
     ] {
         let sent = on_the_wire(method, body, fields).await;
-        assert!(sent.starts_with(&format!("{method} /p?q HTTP/1.1\r\nhost: h\r\n")), "{sent}");
+        assert!(
+            sent.starts_with(&format!("{method} /p?q HTTP/1.1\r\nhost: h\r\n")),
+            "{sent}"
+        );
         assert!(sent.ends_with(end), "{sent}");
         let lines: Vec<_> = sent
             .lines()
-            .filter(|line| line.starts_with("content-length") || line.starts_with("transfer-encoding"))
+            .filter(|line| {
+                line.starts_with("content-length") || line.starts_with("transfer-encoding")
+            })
             .collect();
         assert_eq!(lines, framing.into_iter().collect::<Vec<_>>(), "{sent}");
     }
@@ -252,22 +337,35 @@ fn a_response_loses_what_belongs_to_the_upstreams_connection() {
 
 #[test]
 fn a_response_has_one_framing() {
-    let fields = |fields: &[(&str, &str)]| answered(Version::HTTP_11, fields).map(|parts| parts.headers);
+    let fields =
+        |fields: &[(&str, &str)]| answered(Version::HTTP_11, fields).map(|parts| parts.headers);
     let headers = fields(&[("transfer-encoding", "chunked"), ("content-length", "3")]).unwrap();
     assert!(!headers.contains_key("content-length") && !headers.contains_key("transfer-encoding"));
     let headers = fields(&[("content-length", "3"), ("content-length", "3")]).unwrap();
     assert_eq!(listed(&headers)["content-length"], ["3"]);
-    assert_eq!(fields(&[("content-length", "3, 3")]).unwrap()["content-length"], "3");
+    assert_eq!(
+        fields(&[("content-length", "3, 3")]).unwrap()["content-length"],
+        "3"
+    );
     for coding in ["gzip, chunked", "gzip", "identity"] {
-        assert_eq!(fields(&[("transfer-encoding", coding)]), Err(ResponseFault::TransferEncoding));
+        assert_eq!(
+            fields(&[("transfer-encoding", coding)]),
+            Err(ResponseFault::TransferEncoding)
+        );
     }
 }
 
 #[test]
 fn a_granted_upgrade_is_told_to_the_client() {
     let switched = |wanted: &Wanted, version_in, fields: &[(&str, &str)]| {
-        let mut builder = http::Response::builder().status(101).version(Version::HTTP_11);
-        for (name, value) in [("connection", "Upgrade, x-gone"), ("x-gone", "1"), ("upgrade", "websocket")] {
+        let mut builder = http::Response::builder()
+            .status(101)
+            .version(Version::HTTP_11);
+        for (name, value) in [
+            ("connection", "Upgrade, x-gone"),
+            ("x-gone", "1"),
+            ("upgrade", "websocket"),
+        ] {
             builder = builder.header(name, value);
         }
         for (name, value) in fields {
@@ -289,7 +387,10 @@ fn a_granted_upgrade_is_told_to_the_client() {
         ("upgrade", vec!["websocket"]),
         ("via", vec!["1.1 tidegate"]),
     ];
-    assert_eq!((listed(&parts.headers), parts.status), (expected.into(), StatusCode::SWITCHING_PROTOCOLS));
+    assert_eq!(
+        (listed(&parts.headers), parts.status),
+        (expected.into(), StatusCode::SWITCHING_PROTOCOLS)
+    );
 
     // Who can't prove it doesn't know what a WebSocket is.
     for (key, fields) in [(Some(key.clone()), &body[..]), (None, &fields)] {
@@ -299,15 +400,32 @@ fn a_granted_upgrade_is_told_to_the_client() {
 
     let wanted = Wanted::WebSocket(key);
     let parts = switched(&wanted, Version::HTTP_2, &[proof, body[1]]).unwrap();
-    let expected = [("sec-websocket-protocol", vec!["chat"]), ("via", vec!["1.1 tidegate"])];
-    assert_eq!((listed(&parts.headers), parts.status), (expected.into(), StatusCode::OK));
-    assert_eq!(switched(&wanted, Version::HTTP_2, &body).unwrap_err(), ResponseFault::NotProven);
+    let expected = [
+        ("sec-websocket-protocol", vec!["chat"]),
+        ("via", vec!["1.1 tidegate"]),
+    ];
+    assert_eq!(
+        (listed(&parts.headers), parts.status),
+        (expected.into(), StatusCode::OK)
+    );
+    assert_eq!(
+        switched(&wanted, Version::HTTP_2, &body).unwrap_err(),
+        ResponseFault::NotProven
+    );
 }
 
 #[test]
 fn an_unasked_switch_of_protocols_is_a_fault() {
-    let mut parts = http::Response::builder().status(101).body(()).unwrap().into_parts().0;
-    assert_eq!(forward_response(&mut parts, Version::HTTP_11, None), Err(ResponseFault::Switched));
+    let mut parts = http::Response::builder()
+        .status(101)
+        .body(())
+        .unwrap()
+        .into_parts()
+        .0;
+    assert_eq!(
+        forward_response(&mut parts, Version::HTTP_11, None),
+        Err(ResponseFault::Switched)
+    );
 }
 
 proptest! {

@@ -124,7 +124,10 @@ impl Scan {
             self.is_next = true;
         } else if self.objects & 1 == 0 {
             let index = Some(self.index);
-            self.meet(self.wanted(pointer).is_some_and(|token| token.index == index));
+            self.meet(
+                self.wanted(pointer)
+                    .is_some_and(|token| token.index == index),
+            );
         }
         match byte {
             b'{' | b'[' => self.open(byte == b'{', pointer),
@@ -150,7 +153,11 @@ impl Scan {
             self.along = self.depth;
             self.index = 0;
         }
-        self.next = if object { Next::KeyOrEnd } else { Next::ElementOrEnd };
+        self.next = if object {
+            Next::KeyOrEnd
+        } else {
+            Next::ElementOrEnd
+        };
     }
 
     fn close(&mut self, pointer: &Pointer) {
@@ -160,22 +167,34 @@ impl Scan {
         if was_along {
             self.along = self.depth;
             // It was the element on the way, if its parent is an array.
-            self.index = self.wanted(pointer).and_then(|token| token.index).unwrap_or_default();
+            self.index = self
+                .wanted(pointer)
+                .and_then(|token| token.index)
+                .unwrap_or_default();
         }
         self.ended();
     }
 
     /// A value has come to its end.
     fn ended(&mut self) {
-        self.next = if self.depth == 0 { Next::Nothing } else { Next::CommaOrEnd };
+        self.next = if self.depth == 0 {
+            Next::Nothing
+        } else {
+            Next::CommaOrEnd
+        };
     }
 
     /// A text up to its end or a backslash, if that is among these bytes; returns what follows.
     fn text<'b>(&mut self, role: Role, bytes: &'b [u8], pointer: &Pointer) -> &'b [u8] {
-        let end = bytes.iter().position(|byte| matches!(byte, b'"' | b'\\' | ..b' ')).unwrap_or(bytes.len());
+        let end = bytes
+            .iter()
+            .position(|byte| matches!(byte, b'"' | b'\\' | ..b' '))
+            .unwrap_or(bytes.len());
         let (part, rest) = bytes.split_at(end);
         self.keep_of_key(role, part, pointer);
-        let Some((&byte, rest)) = rest.split_first() else { return rest };
+        let Some((&byte, rest)) = rest.split_first() else {
+            return rest;
+        };
         match (byte, role) {
             (b'\\', _) => {
                 self.keep_of_key(role, b"\\", pointer);
@@ -183,7 +202,9 @@ impl Scan {
             }
             (b'"', Role::Value) => self.ended(),
             (b'"', Role::Key) => {
-                let is_next = self.wanted(pointer).is_some_and(|token| reads(&self.text, &token.name));
+                let is_next = self
+                    .wanted(pointer)
+                    .is_some_and(|token| reads(&self.text, &token.name));
                 self.meet(is_next);
                 self.next = Next::Colon;
             }
@@ -251,7 +272,9 @@ fn units(written: &[u8]) -> Option<u64> {
     let number = Some(written).filter(|written| written.len() <= MAX_NUMBER_BYTES)?;
     let number: serde_json::Number = serde_json::from_slice(number).ok()?;
     // A double is written without exponent, and without point if it is whole.
-    let units = number.as_u64().or_else(|| number.as_f64()?.to_string().parse().ok())?;
+    let units = number
+        .as_u64()
+        .or_else(|| number.as_f64()?.to_string().parse().ok())?;
     (units <= MAX_UNITS).then_some(units)
 }
 

@@ -7,9 +7,15 @@ use std::time::{Duration, Instant};
 const TOKENS: &str = "response_json:/usage/total_tokens";
 
 fn meter(actual: &str, fields: &[(&str, &str)]) -> Meter {
-    let cost = EstimateCost { estimate: 5, actual: Actual::parse(actual).unwrap() };
-    let response =
-        fields.iter().fold(Response::builder(), |response, (name, value)| response.header(*name, *value));
+    let cost = EstimateCost {
+        estimate: 5,
+        actual: Actual::parse(actual).unwrap(),
+    };
+    let response = fields
+        .iter()
+        .fold(Response::builder(), |response, (name, value)| {
+            response.header(*name, *value)
+        });
     Meter::new(Arc::new(cost), &response.body(()).unwrap().into_parts().0)
 }
 
@@ -44,9 +50,18 @@ fn a_header_counts_if_it_is_one_whole_number() {
     assert_eq!(says(&[("x-units", "17")]), Some(17));
     assert_eq!(says(&[("x-units", "0")]), Some(0));
     assert_eq!(says(&[("x-units", "9007199254740992")]), Some(1 << 53));
-    for value in
-        ["", "-1", "+1", "1.0", "1e2", "1, 1", "1;a", "x", "9007199254740993", "18446744073709551617"]
-    {
+    for value in [
+        "",
+        "-1",
+        "+1",
+        "1.0",
+        "1e2",
+        "1, 1",
+        "1;a",
+        "x",
+        "9007199254740993",
+        "18446744073709551617",
+    ] {
         assert_eq!(says(&[("x-units", value)]), None, "{value}");
     }
     assert_eq!(says(&[("x-units", "1"), ("x-units", "1")]), None);
@@ -74,7 +89,10 @@ fn trailers_say_what_the_head_left_out() {
 fn a_document_is_read_where_the_pointer_leads_and_nowhere_else() {
     for (body, units) in [
         (r#"{"usage":{"total_tokens":12}}"#, Some(12)),
-        (" {\n\t\"usage\" : {\r\n \"total_tokens\" : 12 } } \n", Some(12)),
+        (
+            " {\n\t\"usage\" : {\r\n \"total_tokens\" : 12 } } \n",
+            Some(12),
+        ),
         (
             r#"{"a":[{"usage":{"total_tokens":1}}],"usage":{"x":{"total_tokens":2},"total_tokens":3,"y":[4]},"z":5}"#,
             Some(3),
@@ -83,21 +101,30 @@ fn a_document_is_read_where_the_pointer_leads_and_nowhere_else() {
             r#"{"usage":{"total_tokens":3},"choices":[{"usage":{"total_tokens":1}},{"total_tokens":2}]}"#,
             Some(3),
         ),
-        (r#"{"text":"\"usage\":{\"total_tokens\":9}","b":"\\","usage":{"total_tokens":4}}"#, Some(4)),
+        (
+            r#"{"text":"\"usage\":{\"total_tokens\":9}","b":"\\","usage":{"total_tokens":4}}"#,
+            Some(4),
+        ),
         (r#"{"text":"{\"usage\":{\"total_tokens\":9}}"}"#, None),
         (r#"["usage",{"total_tokens":9}]"#, None),
         (r#"[{"usage":{"total_tokens":9}}]"#, None),
         (r#"{"total_tokens":9,"usage":8}"#, None),
         (r#"{"usage":{"total_tokens":{"total_tokens":9}}}"#, None),
         (r#"{"usage":{"total_tokens":[9]}}"#, None),
-        (r#"{"usage":{"total_token":9,"total_tokens_":9,"total_tokens.":9,"":9}}"#, None),
+        (
+            r#"{"usage":{"total_token":9,"total_tokens_":9,"total_tokens.":9,"":9}}"#,
+            None,
+        ),
         (r#"{"usage":{"usage":{"total_tokens":9}}}"#, None),
         // Escaped keys are the same keys.
         (r#"{"\u0075s\u0061ge":{"total\u005ftokens":12}}"#, Some(12)),
         (r#"{"usage\u0000":{"total_tokens":12}}"#, None),
         // Of names that occur twice, the last counts, also when it says nothing.
         (r#"{"usage":{"total_tokens":1,"total_tokens":2}}"#, Some(2)),
-        (r#"{"usage":{"total_tokens":1},"usage":{"total_tokens":2}}"#, Some(2)),
+        (
+            r#"{"usage":{"total_tokens":1},"usage":{"total_tokens":2}}"#,
+            Some(2),
+        ),
         (r#"{"usage":{"total_tokens":1},"usage":null}"#, None),
         (r#"{"usage":{"total_tokens":1,"total_tokens":"2"}}"#, None),
         // Not complete, or more than one.
@@ -127,7 +154,11 @@ fn only_whole_numbers_count() {
         ("12300E-2", Some(123)),
         ("9007199254740992", Some(1 << 53)),
     ] {
-        assert_eq!(document(&format!(r#"{{"usage":{{"total_tokens":{number}}}}}"#)), units, "{number}");
+        assert_eq!(
+            document(&format!(r#"{{"usage":{{"total_tokens":{number}}}}}"#)),
+            units,
+            "{number}"
+        );
     }
     let long = format!("1.{}", "0".repeat(100));
     for number in [
@@ -147,14 +178,23 @@ fn only_whole_numbers_count() {
         "NaN",
         &long,
     ] {
-        assert_eq!(document(&format!(r#"{{"usage":{{"total_tokens":{number}}}}}"#)), None, "{number}");
+        assert_eq!(
+            document(&format!(r#"{{"usage":{{"total_tokens":{number}}}}}"#)),
+            None,
+            "{number}"
+        );
     }
 }
 
 #[test]
 fn pointers_lead_into_arrays_and_odd_names() {
-    let at =
-        |pointer: &str, body: &str| actual(&format!("response_json:{pointer}"), "application/json", body);
+    let at = |pointer: &str, body: &str| {
+        actual(
+            &format!("response_json:{pointer}"),
+            "application/json",
+            body,
+        )
+    };
     assert_eq!(at("/1/0", "[[1,2],[3,4],[5]]"), Some(3));
     assert_eq!(at("/a/1/b", r#"{"a":[{"b":1},{"b":2},{"b":3}]}"#), Some(2));
     assert_eq!(at("/a/0/0", r#"{"a":[[[7],[8]],1]}"#), None);
@@ -176,7 +216,10 @@ fn the_last_line_that_has_it_counts() {
         lines("{\"usage\":{\"total_tokens\":1}}\n{\"usage\":{\"total_tokens\":2}}\r\n\n{}\n"),
         Some(2)
     );
-    assert_eq!(lines("{\"usage\":{\"total_tokens\":1}}\n{\"usage\":{\"total_tokens\":2}}"), Some(2));
+    assert_eq!(
+        lines("{\"usage\":{\"total_tokens\":1}}\n{\"usage\":{\"total_tokens\":2}}"),
+        Some(2)
+    );
     assert_eq!(
         lines("oops}\n{\"usage\":{\"total_tokens\":1}}\n{\"usage\":\n{\"total_tokens\":2}}\n"),
         Some(1)
@@ -192,22 +235,40 @@ fn the_last_event_that_has_it_counts() {
                       data: {\"x\":1}\n\ndata: [DONE]\n\n";
         assert_eq!(events(&stream.replace('\n', end)), Some(9), "{end:?}");
         // The second colon was the JSON's, so that now this event says nothing.
-        assert_eq!(events(&stream.replace("::", ":").replace('\n', end)), Some(8), "{end:?}");
+        assert_eq!(
+            events(&stream.replace("::", ":").replace('\n', end)),
+            Some(8),
+            "{end:?}"
+        );
     }
 }
 
 #[test]
 fn lines_of_one_event_are_one_document_and_events_are_not() {
-    assert_eq!(events("data: {\"usage\":{\"total_tokens\":1\ndata:2}}\n\n"), None);
-    assert_eq!(events("data: {\"usage\":{\"total_tokens\":1}}\ndata: {}\n\n"), None);
-    assert_eq!(events("data: {\"usage\":\n\ndata: {\"total_tokens\":1}}\n\n"), None);
     assert_eq!(
-        events("data: {\"usage\":\ndat: 1\nxdata: 2\ndatas: 3\n: {\ndata: {\"total_tokens\":1}}\n\n"),
+        events("data: {\"usage\":{\"total_tokens\":1\ndata:2}}\n\n"),
+        None
+    );
+    assert_eq!(
+        events("data: {\"usage\":{\"total_tokens\":1}}\ndata: {}\n\n"),
+        None
+    );
+    assert_eq!(
+        events("data: {\"usage\":\n\ndata: {\"total_tokens\":1}}\n\n"),
+        None
+    );
+    assert_eq!(
+        events(
+            "data: {\"usage\":\ndat: 1\nxdata: 2\ndatas: 3\n: {\ndata: {\"total_tokens\":1}}\n\n"
+        ),
         Some(1)
     );
     assert_eq!(events("{\"usage\":{\"total_tokens\":1}}\n\n"), None);
     assert_eq!(events(" data: {\"usage\":{\"total_tokens\":1}}\n\n"), None);
-    assert_eq!(events("\u{feff}data: {\"usage\":{\"total_tokens\":1}}\n\n"), Some(1));
+    assert_eq!(
+        events("\u{feff}data: {\"usage\":{\"total_tokens\":1}}\n\n"),
+        Some(1)
+    );
     // The stream ended well, without the last empty line.
     assert_eq!(events("data: {\"usage\":{\"total_tokens\":1}}"), Some(1));
 }
@@ -222,19 +283,49 @@ fn bodies_of_other_types_encoded_partial_or_broken_off_say_nothing() {
         "application/problem+json",
         "application/x-ndjson",
     ] {
-        assert_eq!(says(&[("content-type", media_type)]), Some(12), "{media_type}");
-        assert_eq!(says(&[("content-type", media_type), ("content-encoding", "Identity")]), Some(12));
+        assert_eq!(
+            says(&[("content-type", media_type)]),
+            Some(12),
+            "{media_type}"
+        );
+        assert_eq!(
+            says(&[
+                ("content-type", media_type),
+                ("content-encoding", "Identity")
+            ]),
+            Some(12)
+        );
         for coding in ["gzip", "br", "identity, gzip", "", "x"] {
-            assert_eq!(says(&[("content-type", media_type), ("content-encoding", coding)]), None, "{coding}");
+            assert_eq!(
+                says(&[("content-type", media_type), ("content-encoding", coding)]),
+                None,
+                "{coding}"
+            );
         }
     }
-    for media_type in ["text/html", "text/event-stream", "application/jsonx", "json", ""] {
+    for media_type in [
+        "text/html",
+        "text/event-stream",
+        "application/jsonx",
+        "json",
+        "",
+    ] {
         assert_eq!(says(&[("content-type", media_type)]), None, "{media_type}");
     }
     assert_eq!(says(&[]), None);
-    let cost = EstimateCost { estimate: 5, actual: Actual::parse(TOKENS).unwrap() };
-    let part = Response::builder().status(206).header("content-type", "application/json").body(()).unwrap();
-    assert_eq!(read(Meter::new(Arc::new(cost), &part.into_parts().0), &[body]), None);
+    let cost = EstimateCost {
+        estimate: 5,
+        actual: Actual::parse(TOKENS).unwrap(),
+    };
+    let part = Response::builder()
+        .status(206)
+        .header("content-type", "application/json")
+        .body(())
+        .unwrap();
+    assert_eq!(
+        read(Meter::new(Arc::new(cost), &part.into_parts().0), &[body]),
+        None
+    );
 }
 
 /// In a debug build, on a busy machine: quadratic work would take hours.
@@ -247,8 +338,14 @@ fn hostile_bodies_take_bounded_memory_and_linear_time() {
         ("application/json", "{".repeat(SIZE)),
         ("application/json", "[".repeat(SIZE)),
         ("application/json", r#"{"usage":"#.repeat(SIZE / 9)),
-        ("application/json", format!("{{\"usage\":{{\"total_tokens\":{}", "1".repeat(SIZE))),
-        ("application/json", format!("{{\"usage\":[{}", "0,".repeat(SIZE / 2))),
+        (
+            "application/json",
+            format!("{{\"usage\":{{\"total_tokens\":{}", "1".repeat(SIZE)),
+        ),
+        (
+            "application/json",
+            format!("{{\"usage\":[{}", "0,".repeat(SIZE / 2)),
+        ),
         ("application/json", text),
         ("text/event-stream", "data:".repeat(SIZE / 5)),
         ("text/event-stream", "data:{\n".repeat(SIZE / 7)),
@@ -258,12 +355,22 @@ fn hostile_bodies_take_bounded_memory_and_linear_time() {
         let mut meter = of_type(TOKENS, media_type);
         for part in body.as_bytes().chunks(16 << 10) {
             meter.read(part);
-            let State::Body(reader) = &meter.state else { panic!("read to the end") };
-            assert!(reader.scan.kept_bytes() <= 1024, "{media_type} {:.40}", body);
+            let State::Body(reader) = &meter.state else {
+                panic!("read to the end")
+            };
+            assert!(
+                reader.scan.kept_bytes() <= 1024,
+                "{media_type} {:.40}",
+                body
+            );
         }
         assert_eq!(meter.end(), None);
     }
-    assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+    assert!(
+        began.elapsed() < Duration::from_secs(30),
+        "{:?}",
+        began.elapsed()
+    );
 }
 
 #[test]
@@ -295,8 +402,15 @@ fn any_json() -> impl Strategy<Value = Value> {
 /// Every pointer into a document.
 fn places(value: &Value, at: &str, places: &mut Vec<String>) {
     let entries: Vec<(String, &Value)> = match value {
-        Value::Array(items) => items.iter().enumerate().map(|(at, item)| (at.to_string(), item)).collect(),
-        Value::Object(entries) => entries.iter().map(|(name, item)| (name.clone(), item)).collect(),
+        Value::Array(items) => items
+            .iter()
+            .enumerate()
+            .map(|(at, item)| (at.to_string(), item))
+            .collect(),
+        Value::Object(entries) => entries
+            .iter()
+            .map(|(name, item)| (name.clone(), item))
+            .collect(),
         _ => return,
     };
     for (name, item) in entries {
@@ -311,9 +425,11 @@ fn escaped(text: &str) -> String {
     let mut units = [0; 2];
     text.chars()
         .flat_map(|c| match c {
-            'a' | '\u{80}'.. => {
-                c.encode_utf16(&mut units).iter().map(|unit| format!("\\u{unit:04x}")).collect::<Vec<_>>()
-            }
+            'a' | '\u{80}'.. => c
+                .encode_utf16(&mut units)
+                .iter()
+                .map(|unit| format!("\\u{unit:04x}"))
+                .collect::<Vec<_>>(),
             c => vec![c.to_string()],
         })
         .collect()

@@ -6,11 +6,25 @@ use serde_json::{Value, json};
 use smallvec::{SmallVec, smallvec};
 use std::time::Duration;
 
-const JSON: Style<'_> =
-    Style { format: Format::Json, head: false, version: Version::HTTP_11, cors: Reader::Unknown };
-const TEXT: Style<'_> = Style { format: Format::Text, ..JSON };
-const GRPC: Style<'_> = Style { format: Format::Grpc, ..JSON };
-const BOTH: Fields = Fields { standard: true, legacy: true, legacy_reset_epoch: false };
+const JSON: Style<'_> = Style {
+    format: Format::Json,
+    head: false,
+    version: Version::HTTP_11,
+    cors: Reader::Unknown,
+};
+const TEXT: Style<'_> = Style {
+    format: Format::Text,
+    ..JSON
+};
+const GRPC: Style<'_> = Style {
+    format: Format::Grpc,
+    ..JSON
+};
+const BOTH: Fields = Fields {
+    standard: true,
+    legacy: true,
+    legacy_reset_epoch: false,
+};
 
 fn style(fields: &[(&str, &str)]) -> Style<'static> {
     static NOBODY: std::sync::LazyLock<Cors> = std::sync::LazyLock::new(Cors::default);
@@ -52,7 +66,10 @@ fn body(response: &Response<Bytes>) -> Value {
 }
 
 fn text<'r>(response: &'r Response<Bytes>, name: &str) -> &'r str {
-    response.headers().get(name).map_or("", |value| value.to_str().unwrap())
+    response
+        .headers()
+        .get(name)
+        .map_or("", |value| value.to_str().unwrap())
 }
 
 #[test]
@@ -62,8 +79,14 @@ fn over_a_limit_is_429_with_everything_a_client_needs() {
     assert_eq!(text(&response, "content-type"), "application/problem+json");
     assert_eq!(text(&response, "retry-after"), "42");
     assert_eq!(text(&response, "cache-control"), "no-store");
-    assert_eq!(text(&response, "proxy-status"), "tidegate; error=http_request_error");
-    assert_eq!(text(&response, "content-length"), response.body().len().to_string());
+    assert_eq!(
+        text(&response, "proxy-status"),
+        "tidegate; error=http_request_error"
+    );
+    assert_eq!(
+        text(&response, "content-length"),
+        response.body().len().to_string()
+    );
     let raw = std::str::from_utf8(response.body()).unwrap();
     assert!(raw.contains("\"retry_after\":41.000001}"), "{raw}");
     let expected = json!({
@@ -86,10 +109,26 @@ fn a_request_that_never_fits_is_told_so() {
 #[test]
 fn rate_limit_fields_come_with_a_refusal() {
     use crate::limiter::{Algorithm, Limit, Refusal, Standing};
-    let limit = Limit { requests: 5, per_us: 60_000_000, algorithm: Algorithm::SlidingLog };
-    let limit = crate::policy::NamedLimit { name: "login".into(), unit: None, limit };
-    let standing = Standing { remaining: 0, grows_at_us: Some(7), refusal: Some(Refusal::Until(42_000_000)) };
-    let reported = crate::enforcer::Reported { limit: &limit, standing, key: 7 };
+    let limit = Limit {
+        requests: 5,
+        per_us: 60_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
+    let limit = crate::policy::NamedLimit {
+        name: "login".into(),
+        unit: None,
+        limit,
+    };
+    let standing = Standing {
+        remaining: 0,
+        grows_at_us: Some(7),
+        refusal: Some(Refusal::Until(42_000_000)),
+    };
+    let reported = crate::enforcer::Reported {
+        limit: &limit,
+        standing,
+        key: 7,
+    };
     let verdict = Verdict {
         hold: None,
         estimates: Vec::new(),
@@ -105,22 +144,51 @@ fn rate_limit_fields_come_with_a_refusal() {
     let response = refusal(&verdict, BOTH, JSON).unwrap();
     assert_eq!(text(&response, "ratelimit"), "\"login\";r=0;t=1");
     assert_eq!(text(&response, "x-ratelimit-reset"), "42");
-    let forwarded = Verdict { outcome: Outcome::Forward, ..verdict };
+    let forwarded = Verdict {
+        outcome: Outcome::Forward,
+        ..verdict
+    };
     assert!(refusal(&forwarded, BOTH, JSON).is_none());
 }
 
 #[test]
 fn the_other_refusals() {
-    let denied = refused(Outcome::Denied { policy: "wall", reject: None }, JSON);
-    assert_eq!((denied.status(), body(&denied)["policy"].as_str()), (StatusCode::FORBIDDEN, Some("wall")));
-    assert_eq!(text(&denied, "proxy-status"), "tidegate; error=http_request_denied");
+    let denied = refused(
+        Outcome::Denied {
+            policy: "wall",
+            reject: None,
+        },
+        JSON,
+    );
+    assert_eq!(
+        (denied.status(), body(&denied)["policy"].as_str()),
+        (StatusCode::FORBIDDEN, Some("wall"))
+    );
+    assert_eq!(
+        text(&denied, "proxy-status"),
+        "tidegate; error=http_request_denied"
+    );
     let fault = KeyFault::Repeated("header x".into());
     let bad = refused(Outcome::BadKey { policy: "p", fault }, JSON);
     assert_eq!(bad.status(), StatusCode::BAD_REQUEST);
-    assert!(body(&bad)["detail"].as_str().unwrap().ends_with("header x occurs more than once."));
-    let away = refused(Outcome::Unavailable { policy: "p", retry_after_us: 500_000 }, JSON);
+    assert!(
+        body(&bad)["detail"]
+            .as_str()
+            .unwrap()
+            .ends_with("header x occurs more than once.")
+    );
+    let away = refused(
+        Outcome::Unavailable {
+            policy: "p",
+            retry_after_us: 500_000,
+        },
+        JSON,
+    );
     assert_eq!(away.status(), StatusCode::SERVICE_UNAVAILABLE);
-    assert_eq!((text(&away, "retry-after"), &body(&away)["type"]), ("1", &json!(REDUCED_CAPACITY)));
+    assert_eq!(
+        (text(&away, "retry-after"), &body(&away)["type"]),
+        ("1", &json!(REDUCED_CAPACITY))
+    );
     for response in [denied, bad, away] {
         assert_eq!(text(&response, "cache-control"), "no-store");
     }
@@ -133,37 +201,74 @@ fn an_owners_words_replace_ours_but_not_the_facts() {
         body: Bytes::from_static(b"<p>later"),
         content_type: HeaderValue::from_static("text/html"),
         headers: vec![
-            (HeaderName::from_static("x-a"), HeaderValue::from_static("1")),
+            (
+                HeaderName::from_static("x-a"),
+                HeaderValue::from_static("1"),
+            ),
             (header::CACHE_CONTROL, HeaderValue::from_static("public")),
             (header::RETRY_AFTER, HeaderValue::from_static("0")),
         ],
     };
     let response = refused(limited(Retry::After(2_000_000), Some(&reject)), TEXT);
-    assert_eq!((response.status(), &response.body()[..]), (StatusCode::IM_A_TEAPOT, &b"<p>later"[..]));
-    let told = ["content-type", "x-a", "cache-control", "retry-after"].map(|name| text(&response, name));
+    assert_eq!(
+        (response.status(), &response.body()[..]),
+        (StatusCode::IM_A_TEAPOT, &b"<p>later"[..])
+    );
+    let told =
+        ["content-type", "x-a", "cache-control", "retry-after"].map(|name| text(&response, name));
     assert_eq!(told, ["text/html", "1", "no-store", "2"]);
     assert_eq!(response.headers().get_all("retry-after").iter().count(), 1);
     let never = refused(limited(Retry::Never, Some(&reject)), JSON);
     assert!(!never.headers().contains_key("retry-after"));
-    let denied = refused(Outcome::Denied { policy: "p", reject: Some(&reject) }, JSON);
+    let denied = refused(
+        Outcome::Denied {
+            policy: "p",
+            reject: Some(&reject),
+        },
+        JSON,
+    );
     assert_eq!(text(&denied, "retry-after"), "0");
-    let empty = Reject { status: StatusCode::NO_CONTENT, ..reject };
-    let response = refused(Outcome::Denied { policy: "p", reject: Some(&empty) }, JSON);
+    let empty = Reject {
+        status: StatusCode::NO_CONTENT,
+        ..reject
+    };
+    let response = refused(
+        Outcome::Denied {
+            policy: "p",
+            reject: Some(&empty),
+        },
+        JSON,
+    );
     assert!(response.body().is_empty() && !response.headers().contains_key("content-length"));
 }
 
 #[test]
 fn a_fault_at_the_gate_closes_the_connection() {
     let response = inbound_fault(GateFault::HostMissing.into(), JSON);
-    assert_eq!((response.status(), text(&response, "connection")), (StatusCode::BAD_REQUEST, "close"));
+    assert_eq!(
+        (response.status(), text(&response, "connection")),
+        (StatusCode::BAD_REQUEST, "close")
+    );
     assert_eq!(body(&response)["detail"], "A request needs a Host.");
     assert_eq!(body(&response)["type"], "about:blank");
     assert!(text(&inbound_fault(GateFault::Connect.into(), JSON), "allow").contains("GET"));
-    let response = inbound_fault(GateFault::Expect.into(), Style { version: Version::HTTP_2, ..JSON });
-    assert_eq!((response.status().as_u16(), text(&response, "connection")), (417, ""));
+    let response = inbound_fault(
+        GateFault::Expect.into(),
+        Style {
+            version: Version::HTTP_2,
+            ..JSON
+        },
+    );
+    assert_eq!(
+        (response.status().as_u16(), text(&response, "connection")),
+        (417, "")
+    );
     let response = inbound_fault(PathFault::Nul.into(), TEXT);
     assert_eq!(text(&response, "connection"), "close");
-    assert_eq!(response.body(), "Bad Request\nThe path holds an escaped NUL.\n");
+    assert_eq!(
+        response.body(),
+        "Bad Request\nThe path holds an escaped NUL.\n"
+    );
 }
 
 #[test]
@@ -184,11 +289,18 @@ fn upstream_trouble_has_its_status_and_error() {
     ] {
         let response = local(what, JSON);
         assert_eq!(response.status().as_u16(), status, "{what:?}");
-        assert_eq!(text(&response, "proxy-status"), format!("tidegate; error={error}"));
+        assert_eq!(
+            text(&response, "proxy-status"),
+            format!("tidegate; error={error}")
+        );
         assert_eq!(body(&response)["status"], status);
         assert_eq!(
             text(&response, "connection"),
-            if matches!(status, 400 | 408 | 413) { "close" } else { "" }
+            if matches!(status, 400 | 408 | 413) {
+                "close"
+            } else {
+                ""
+            }
         );
         assert_eq!(text(&local(what, GRPC), "grpc-status"), grpc, "{what:?}");
     }
@@ -198,16 +310,49 @@ fn upstream_trouble_has_its_status_and_error() {
 #[test]
 fn grpc_gets_a_status_in_headers_only() {
     let response = refused(limited(Retry::After(2_000_000), None), GRPC);
-    assert_eq!((response.status(), response.body().len()), (StatusCode::OK, 0));
-    let told = ["content-type", "grpc-status", "grpc-message", "retry-after", "cache-control"];
+    assert_eq!(
+        (response.status(), response.body().len()),
+        (StatusCode::OK, 0)
+    );
+    let told = [
+        "content-type",
+        "grpc-status",
+        "grpc-message",
+        "retry-after",
+        "cache-control",
+    ];
     assert_eq!(
         told.map(|name| text(&response, name)),
-        ["application/grpc", "8", "Over the limit of policy \"login\". Try again in 2 s.", "2", "no-store"]
+        [
+            "application/grpc",
+            "8",
+            "Over the limit of policy \"login\". Try again in 2 s.",
+            "2",
+            "no-store"
+        ]
     );
     let code = |outcome| text(&refused(outcome, GRPC), "grpc-status").to_owned();
-    assert_eq!(code(Outcome::Denied { policy: "p", reject: None }), "7");
-    assert_eq!(code(Outcome::Unavailable { policy: "p", retry_after_us: 1 }), "14");
-    assert_eq!(code(Outcome::BadKey { policy: "p", fault: KeyFault::Missing("x".into()) }), "3");
+    assert_eq!(
+        code(Outcome::Denied {
+            policy: "p",
+            reject: None
+        }),
+        "7"
+    );
+    assert_eq!(
+        code(Outcome::Unavailable {
+            policy: "p",
+            retry_after_us: 1
+        }),
+        "14"
+    );
+    assert_eq!(
+        code(Outcome::BadKey {
+            policy: "p",
+            fault: KeyFault::Missing("x".into())
+        }),
+        "3"
+    );
     assert_eq!(percent_encoded("100% \u{e9}\n"), "100%25 %C3%A9%0A");
 }
 
@@ -226,10 +371,16 @@ fn the_format_follows_accept() {
         ("", Format::Json),
         ("text/plain", Format::Text),
         ("text/html", Format::Json),
-        ("text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8", Format::Json),
+        (
+            "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8",
+            Format::Json,
+        ),
         ("application/json, text/plain", Format::Json),
         ("application/json;q=0.5, text/plain;q=0.51", Format::Text),
-        ("TEXT/Plain ; Q=0.9, application/problem+json; q=0.899", Format::Text),
+        (
+            "TEXT/Plain ; Q=0.9, application/problem+json; q=0.899",
+            Format::Text,
+        ),
         ("text/plain, */*;q=0.1", Format::Text),
         ("*/*, text/plain;q=0.1", Format::Json),
         ("text/plain, application/*;q=0.2", Format::Text),
@@ -242,9 +393,15 @@ fn the_format_follows_accept() {
         assert_eq!(style(&[("accept", accept)]).format, format, "{accept}");
     }
     assert_eq!(style(&[]).format, Format::Json);
-    let lines = [("accept", "application/json;q=0.1"), ("accept", "text/plain")];
+    let lines = [
+        ("accept", "application/json;q=0.1"),
+        ("accept", "text/plain"),
+    ];
     assert_eq!(style(&lines).format, Format::Text);
-    let grpc = [("content-type", "Application/grpc+proto"), ("accept", "text/plain")];
+    let grpc = [
+        ("content-type", "Application/grpc+proto"),
+        ("accept", "text/plain"),
+    ];
     assert_eq!(style(&grpc).format, Format::Grpc);
 }
 

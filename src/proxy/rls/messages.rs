@@ -34,7 +34,10 @@ pub mod rate_limit_descriptor {
     pub struct RateLimitOverride {
         #[prost(uint32, tag = "1")]
         pub requests_per_unit: u32,
-        #[prost(enumeration = "super::rate_limit_response::rate_limit::Unit", tag = "2")]
+        #[prost(
+            enumeration = "super::rate_limit_response::rate_limit::Unit",
+            tag = "2"
+        )]
         pub unit: i32,
     }
 }
@@ -65,7 +68,9 @@ pub mod rate_limit_response {
     }
     /// Nested message and enum types in `RateLimit`.
     pub mod rate_limit {
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+        #[derive(
+            Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration,
+        )]
         #[repr(i32)]
         pub enum Unit {
             Unknown = 0,

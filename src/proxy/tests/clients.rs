@@ -13,7 +13,9 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 
 fn hello(listen: &ListenSettings) -> Running {
-    Running::answering(listen, |_, worker| async move { text(StatusCode::OK, worker.to_string()) })
+    Running::answering(listen, |_, worker| async move {
+        text(StatusCode::OK, worker.to_string())
+    })
 }
 
 fn rejecting(listen: &ListenSettings) -> Running {
@@ -39,28 +41,43 @@ async fn half_a_preface_is_no_http2() {
     let mut client = server.connect().await;
     client.send(b"PRI").await;
     tokio::time::sleep(ms(5)).await;
-    assert!(client.ask(b"NT / HTTP/1.1\r\nhost: a\r\n\r\n").await.starts_with("HTTP/1.1 200"));
+    assert!(
+        client
+            .ask(b"NT / HTTP/1.1\r\nhost: a\r\n\r\n")
+            .await
+            .starts_with("HTTP/1.1 200")
+    );
 }
 
 #[tokio::test]
 async fn http2_by_prior_knowledge() {
     let server = rejecting(&listen());
     let io = TokioIo::new(server.connect().await.0);
-    let (mut sender, connection) =
-        hyper::client::conn::http2::handshake(TokioExecutor::new(), io).await.unwrap();
+    let (mut sender, connection) = hyper::client::conn::http2::handshake(TokioExecutor::new(), io)
+        .await
+        .unwrap();
     tokio::spawn(connection);
     for _ in 0..2 {
         let body = Full::new(Bytes::from(vec![b'x'; 1_000_000]));
         let request = Request::post("http://a/").body(body).unwrap();
         let response = soon(sender.send_request(request)).await.unwrap();
         assert_eq!(response.status(), 429);
-        assert_eq!(soon(response.into_body().collect()).await.unwrap().to_bytes(), "no");
+        assert_eq!(
+            soon(response.into_body().collect())
+                .await
+                .unwrap()
+                .to_bytes(),
+            "no"
+        );
     }
 }
 
 #[tokio::test]
 async fn idle_connections_are_closed() {
-    let server = hello(&ListenSettings { idle_timeout: ms(100), ..listen() });
+    let server = hello(&ListenSettings {
+        idle_timeout: ms(100),
+        ..listen()
+    });
     let mut silent = server.connect().await;
     let mut used = server.connect().await;
     assert!(used.ask(GET).await.starts_with("HTTP/1.1 200"));
@@ -68,14 +85,19 @@ async fn idle_connections_are_closed() {
     assert_eq!(used.rest().await, "");
     let io = TokioIo::new(server.connect().await.0);
     let (_sender, connection) =
-        hyper::client::conn::http2::handshake::<_, _, Full<Bytes>>(TokioExecutor::new(), io).await.unwrap();
+        hyper::client::conn::http2::handshake::<_, _, Full<Bytes>>(TokioExecutor::new(), io)
+            .await
+            .unwrap();
     soon(connection).await.unwrap();
     eventually(|| server.load.connections() == 0).await;
 }
 
 #[tokio::test]
 async fn a_slow_head_gets_408_however_steadily_it_drips() {
-    let server = hello(&ListenSettings { header_timeout: ms(150), ..listen() });
+    let server = hello(&ListenSettings {
+        header_timeout: ms(150),
+        ..listen()
+    });
     let mut client = server.connect().await;
     assert!(client.ask(GET).await.starts_with("HTTP/1.1 200"));
     let started = std::time::Instant::now();
@@ -88,7 +110,10 @@ async fn a_slow_head_gets_408_however_steadily_it_drips() {
 
 #[tokio::test]
 async fn a_connection_that_has_rested_goes_on() {
-    let server = hello(&ListenSettings { header_timeout: ms(400), ..listen() });
+    let server = hello(&ListenSettings {
+        header_timeout: ms(400),
+        ..listen()
+    });
     let (mut client, mut slow) = (server.connect().await, server.connect().await);
     for rest in [0, 250, 250] {
         tokio::time::sleep(ms(rest)).await;
@@ -96,29 +121,53 @@ async fn a_connection_that_has_rested_goes_on() {
     }
     // What came too early is not lost in the rest.
     let (begin, end) = GET.split_at(7);
-    assert!(client.ask(&[GET, begin].concat()).await.starts_with("HTTP/1.1 200"));
+    assert!(
+        client
+            .ask(&[GET, begin].concat())
+            .await
+            .starts_with("HTTP/1.1 200")
+    );
     tokio::time::sleep(ms(250)).await;
     assert!(client.ask(end).await.starts_with("HTTP/1.1 200"));
     assert!(slow.ask(GET).await.starts_with("HTTP/1.1 200"));
     tokio::time::sleep(ms(250)).await;
     slow.send(begin).await;
-    assert!(slow.rest().await.starts_with("HTTP/1.1 408 "), "a head has its time, whenever it begins");
+    assert!(
+        slow.rest().await.starts_with("HTTP/1.1 408 "),
+        "a head has its time, whenever it begins"
+    );
     drop(client);
     eventually(|| server.load.connections() == 0).await;
 }
 
 #[tokio::test]
 async fn a_large_head_gets_431() {
-    let server = hello(&ListenSettings { max_header_bytes: 10_000, ..listen() });
+    let server = hello(&ListenSettings {
+        max_header_bytes: 10_000,
+        ..listen()
+    });
     let mut client = server.connect().await;
-    client.send(format!("GET / HTTP/1.1\r\nhost: a\r\nx: {}\r\n\r\n", "y".repeat(20_000)).as_bytes()).await;
+    client
+        .send(
+            format!(
+                "GET / HTTP/1.1\r\nhost: a\r\nx: {}\r\n\r\n",
+                "y".repeat(20_000)
+            )
+            .as_bytes(),
+        )
+        .await;
     assert!(client.rest().await.starts_with("HTTP/1.1 431 "));
 }
 
 #[tokio::test]
 async fn a_client_that_does_not_read_is_cut() {
-    let settings = ListenSettings { body_idle_timeout: ms(150), ..listen() };
-    let server = Running::answering(&settings, |_, _| async { text(StatusCode::OK, vec![b'x'; 50_000_000]) });
+    let settings = ListenSettings {
+        body_idle_timeout: ms(150),
+        ..listen()
+    };
+    let server = Running::answering(&settings, |_, _| async {
+        text(StatusCode::OK, vec![b'x'; 50_000_000])
+    });
     let mut client = server.connect().await;
     client.send(GET).await;
     eventually(|| server.load.connections() == 1).await;
@@ -130,32 +179,49 @@ async fn an_http2_stream_without_window_is_reset() {
     let (addr, _) = upstream(|mut client, n| async move {
         client.head().await;
         let length = if n == 0 { 10_000_000 } else { 2 };
-        client.send(format!("HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n").as_bytes()).await;
+        client
+            .send(format!("HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n").as_bytes())
+            .await;
         while n == 0 && client.0.write_all(&[b'x'; 10_000]).await.is_ok() {}
         client.send(b"ok").await;
         client.rest().await;
     })
     .await;
-    let settings = ListenSettings { body_idle_timeout: ms(150), ..listen() };
+    let settings = ListenSettings {
+        body_idle_timeout: ms(150),
+        ..listen()
+    };
     let server = Running::forwarding(&settings, upstream_at(addr));
     let io = TokioIo::new(server.connect().await.0);
     let mut client = hyper::client::conn::http2::Builder::new(TokioExecutor::new());
-    let (mut sender, connection) =
-        client.initial_stream_window_size(1000).handshake::<_, Full<Bytes>>(io).await.unwrap();
+    let (mut sender, connection) = client
+        .initial_stream_window_size(1000)
+        .handshake::<_, Full<Bytes>>(io)
+        .await
+        .unwrap();
     tokio::spawn(connection);
     let request = || Request::get("http://a/").body(Full::default()).unwrap();
     let unread = soon(sender.send_request(request())).await.unwrap();
     tokio::time::sleep(ms(400)).await;
-    assert!(soon(unread.into_body().collect()).await.is_err(), "must have been reset");
+    assert!(
+        soon(unread.into_body().collect()).await.is_err(),
+        "must have been reset"
+    );
     let other = soon(sender.send_request(request())).await.unwrap();
-    assert_eq!(soon(other.into_body().collect()).await.unwrap().to_bytes(), "ok", "the others go on");
+    assert_eq!(
+        soon(other.into_body().collect()).await.unwrap().to_bytes(),
+        "ok",
+        "the others go on"
+    );
 }
 
 #[tokio::test]
 async fn a_rejected_upload_of_10_mb_receives_its_response() {
     let server = rejecting(&listen());
     let mut client = server.connect().await;
-    client.send(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 10000000\r\n\r\n").await;
+    client
+        .send(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 10000000\r\n\r\n")
+        .await;
     let (mut reads, mut writes) = client.0.into_split();
     let upload = tokio::spawn(async move {
         for _ in 0..1000 {
@@ -166,7 +232,9 @@ async fn a_rejected_upload_of_10_mb_receives_its_response() {
         writes
     });
     let mut head = [0; 12];
-    soon(tokio::io::AsyncReadExt::read_exact(&mut reads, &mut head)).await.unwrap();
+    soon(tokio::io::AsyncReadExt::read_exact(&mut reads, &mut head))
+        .await
+        .unwrap();
     assert_eq!(&head, b"HTTP/1.1 429");
     drop(soon(upload).await.unwrap());
 }
@@ -183,14 +251,20 @@ async fn what_a_rejected_upload_goes_on_with_is_no_request() {
         }
     });
     let mut client = server.connect().await;
-    client.send(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 10000000\r\n\r\n").await;
+    client
+        .send(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 10000000\r\n\r\n")
+        .await;
     client.send(&[b'x'; 400_000]).await;
     assert!(client.rest().await.starts_with("HTTP/1.1 429"));
     // Longer than it takes a connection to be found at rest.
     tokio::time::sleep(ms(400)).await;
     client.send(GET).await;
     eventually(|| server.load.connections() == 0).await;
-    assert_eq!(asked.load(Ordering::SeqCst), 1, "part of a body was taken for a request");
+    assert_eq!(
+        asked.load(Ordering::SeqCst),
+        1,
+        "part of a body was taken for a request"
+    );
 }
 
 #[tokio::test]
@@ -214,10 +288,17 @@ async fn a_client_is_told_that_nobody_reads_the_rest_of_its_upload() {
         (b"content-length: 9\r\nexpect: 100-continue", true),
     ] {
         let mut client = server.connect().await;
-        client.send(&[b"POST / HTTP/1.1\r\nhost: a\r\n", head, b"\r\n\r\n"].concat()).await;
+        client
+            .send(&[b"POST / HTTP/1.1\r\nhost: a\r\n", head, b"\r\n\r\n"].concat())
+            .await;
         let answer = client.response().await;
         assert!(answer.starts_with("HTTP/1.1 429"), "{answer}");
-        assert_eq!(answer.contains("connection: close"), is_last, "{}: {answer}", head.escape_ascii());
+        assert_eq!(
+            answer.contains("connection: close"),
+            is_last,
+            "{}: {answer}",
+            head.escape_ascii()
+        );
     }
 }
 
@@ -225,13 +306,18 @@ async fn a_client_is_told_that_nobody_reads_the_rest_of_its_upload() {
 async fn a_rejected_client_is_not_asked_to_continue() {
     let server = rejecting(&listen());
     let mut client = server.connect().await;
-    client.send(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\nexpect: 100-continue\r\n\r\n").await;
+    client
+        .send(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\nexpect: 100-continue\r\n\r\n")
+        .await;
     assert!(client.response().await.starts_with("HTTP/1.1 429"));
 }
 
 #[tokio::test]
 async fn connections_go_to_the_worker_that_has_fewest() {
-    let server = hello(&ListenSettings { threads: 2, ..listen() });
+    let server = hello(&ListenSettings {
+        threads: 2,
+        ..listen()
+    });
     let mut clients = Vec::new();
     let mut seen = Vec::new();
     for _ in 0..4 {
@@ -247,7 +333,10 @@ async fn connections_go_to_the_worker_that_has_fewest() {
 
 #[tokio::test]
 async fn connections_above_the_limit_wait_for_room() {
-    let server = hello(&ListenSettings { max_connections: 1, ..listen() });
+    let server = hello(&ListenSettings {
+        max_connections: 1,
+        ..listen()
+    });
     let mut first = server.connect().await;
     first.ask(GET).await;
     let mut second = server.connect().await;
@@ -261,7 +350,11 @@ async fn connections_above_the_limit_wait_for_room() {
 #[tokio::test]
 async fn a_panic_ends_one_connection() {
     let server = Running::answering(&listen(), |request, _| async move {
-        assert_ne!(request.uri().path(), "/panic", "this panic is part of a test");
+        assert_ne!(
+            request.uri().path(),
+            "/panic",
+            "this panic is part of a test"
+        );
         text(StatusCode::OK, "")
     });
     let mut other = server.connect().await;
@@ -281,23 +374,36 @@ async fn an_ipv4_peer_of_an_ipv6_socket_is_known_by_its_ipv4_address() {
         ..listen()
     };
     let server = Running::answering(&settings, |_, _| async { text(StatusCode::OK, "") });
-    let mut client = Client(soon(TcpStream::connect(("127.0.0.1", server.addr.port()))).await.unwrap());
-    client.send(b"PROXY TCP4 192.0.2.1 198.51.100.1 1 2\r\n").await;
+    let mut client = Client(
+        soon(TcpStream::connect(("127.0.0.1", server.addr.port())))
+            .await
+            .unwrap(),
+    );
+    client
+        .send(b"PROXY TCP4 192.0.2.1 198.51.100.1 1 2\r\n")
+        .await;
     assert!(client.ask(GET).await.starts_with("HTTP/1.1 200"));
 }
 
 #[tokio::test]
 async fn a_panic_in_a_stream_is_counted_and_ends_nothing_else() {
     let server = Running::answering(&listen(), |request, _| async move {
-        assert_ne!(request.uri().path(), "/panic", "this panic is part of a test");
+        assert_ne!(
+            request.uri().path(),
+            "/panic",
+            "this panic is part of a test"
+        );
         text(StatusCode::OK, "")
     });
     let io = TokioIo::new(server.connect().await.0);
-    let (mut sender, connection) =
-        hyper::client::conn::http2::handshake(TokioExecutor::new(), io).await.unwrap();
+    let (mut sender, connection) = hyper::client::conn::http2::handshake(TokioExecutor::new(), io)
+        .await
+        .unwrap();
     let connection = tokio::spawn(connection);
     let mut ask = async |path: &str| {
-        let request = Request::get(format!("http://a{path}")).body(Empty::<Bytes>::new()).unwrap();
+        let request = Request::get(format!("http://a{path}"))
+            .body(Empty::<Bytes>::new())
+            .unwrap();
         soon(sender.send_request(request)).await
     };
     ask("/panic").await.expect_err("it has no answer");
@@ -316,12 +422,16 @@ async fn a_body_whose_stream_is_reset_is_broken_off_whatever_the_reason() {
         tokio::task::spawn_local(async move {
             tell.send(Ok(Bytes::new())).await.unwrap();
             let all = request.into_body().collect().await;
-            let all = all.map(|all| all.to_bytes()).map_err(|error| error.to_string());
+            let all = all
+                .map(|all| all.to_bytes())
+                .map_err(|error| error.to_string());
             tell.send(all).await.unwrap();
         });
         std::future::pending()
     });
-    let (sender, connection) = h2::client::handshake(server.connect().await.0).await.unwrap();
+    let (sender, connection) = h2::client::handshake(server.connect().await.0)
+        .await
+        .unwrap();
     tokio::spawn(connection);
     for reason in [h2::Reason::NO_ERROR, h2::Reason::CANCEL] {
         let mut sender = soon(sender.clone().ready()).await.unwrap();
@@ -340,20 +450,31 @@ async fn an_http2_client_that_reads_slowly_is_not_cut() {
     const LENGTH: usize = 600_000;
     let (addr, _) = upstream(|mut client, _| async move {
         client.head().await;
-        client.send(format!("HTTP/1.1 200 OK\r\ncontent-length: {LENGTH}\r\n\r\n").as_bytes()).await;
+        client
+            .send(format!("HTTP/1.1 200 OK\r\ncontent-length: {LENGTH}\r\n\r\n").as_bytes())
+            .await;
         client.0.write_all(&vec![b'x'; LENGTH]).await.unwrap();
         client.rest().await;
     })
     .await;
-    let settings = ListenSettings { body_idle_timeout: ms(150), ..listen() };
+    let settings = ListenSettings {
+        body_idle_timeout: ms(150),
+        ..listen()
+    };
     let server = Running::forwarding(&settings, upstream_at(addr));
     let io = TokioIo::new(server.connect().await.0);
     let mut client = hyper::client::conn::http2::Builder::new(TokioExecutor::new());
-    let (mut sender, connection) =
-        client.initial_stream_window_size(16_384).handshake::<_, Full<Bytes>>(io).await.unwrap();
+    let (mut sender, connection) = client
+        .initial_stream_window_size(16_384)
+        .handshake::<_, Full<Bytes>>(io)
+        .await
+        .unwrap();
     tokio::spawn(connection);
     let request = Request::get("http://a/").body(Full::default()).unwrap();
-    let mut body = soon(sender.send_request(request)).await.unwrap().into_body();
+    let mut body = soon(sender.send_request(request))
+        .await
+        .unwrap()
+        .into_body();
     let mut read = 0;
     while let Some(frame) = soon(body.frame()).await {
         read += frame.unwrap().into_data().unwrap().len();

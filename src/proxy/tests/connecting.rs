@@ -29,12 +29,18 @@ async fn what_is_tried_once_more_goes_by_a_new_connection() {
     let server = Running::forwarding(&listen(), upstream_at(addr));
     let (mut one, mut two) = (server.connect().await, server.connect().await);
     tokio::join!(one.ask(GET), two.ask(GET));
-    assert!(one.ask(GET).await.ends_with("ok"), "two were idle, and both had died");
+    assert!(
+        one.ask(GET).await.ends_with("ok"),
+        "two were idle, and both had died"
+    );
     assert_eq!(connections.load(Ordering::SeqCst), 3);
 }
 
 /// Holds up its whole worker before a request, if it is told to.
-struct Stalling(Upstream, Arc<std::sync::Mutex<Option<std::sync::mpsc::Receiver<()>>>>);
+struct Stalling(
+    Upstream,
+    Arc<std::sync::Mutex<Option<std::sync::mpsc::Receiver<()>>>>,
+);
 
 impl Handler for Stalling {
     async fn handle(
@@ -47,7 +53,11 @@ impl Handler for Stalling {
         if let Some(stall) = stall {
             stall.recv().unwrap();
         }
-        match self.0.send(request, tokio::time::Instant::now(), &mut interim).await {
+        match self
+            .0
+            .send(request, tokio::time::Instant::now(), &mut interim)
+            .await
+        {
             Ok(response) => response,
             Err(error) => text(http::StatusCode::BAD_GATEWAY, error.kind.name()),
         }
@@ -96,7 +106,9 @@ async fn what_cannot_be_sent_twice_is_not_sent_to_one_who_has_left() {
 /// An address with no room for more connections: whoever tries hears nothing. Dropping the second makes room.
 async fn crowded() -> (StdListener, Vec<TcpStream>) {
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
-    socket.bind(&std::net::SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+    socket
+        .bind(&std::net::SocketAddr::from(([127, 0, 0, 1], 0)).into())
+        .unwrap();
     socket.listen(0).unwrap();
     let listener = StdListener::from(socket);
     let address = listener.local_addr().unwrap();
@@ -116,8 +128,21 @@ async fn connecting_is_tried_again_when_it_took_too_long() {
         ..upstream_at(listener.local_addr().unwrap())
     };
     let server = Running::forwarding(&listen(), settings.clone());
-    assert!(server.connect().await.ask(GET).await.ends_with("connect_timeout"));
-    let server = Running::forwarding(&listen(), UpstreamSettings { retry_connect: 1, ..settings });
+    assert!(
+        server
+            .connect()
+            .await
+            .ask(GET)
+            .await
+            .ends_with("connect_timeout")
+    );
+    let server = Running::forwarding(
+        &listen(),
+        UpstreamSettings {
+            retry_connect: 1,
+            ..settings
+        },
+    );
     let mut client = server.connect().await;
     client.send(&post("content-length: 3")).await;
     client.send(b"abc").await;
@@ -156,7 +181,10 @@ async fn a_client_that_leaves_ends_what_is_connecting_for_it() {
     drop(first);
     eventually(|| server.load.connections() == 0).await;
     let answer = server.connect().await.ask(GET).await;
-    assert!(answer.ends_with("connect_timeout"), "somebody is still in the way: {answer}");
+    assert!(
+        answer.ends_with("connect_timeout"),
+        "somebody is still in the way: {answer}"
+    );
 }
 
 #[tokio::test]
@@ -175,8 +203,18 @@ async fn no_more_connections_than_wanted_stay_idle() {
         }
     })
     .await;
-    let server = Running::forwarding(&listen(), UpstreamSettings { pool_max_idle: 1, ..upstream_at(addr) });
-    let mut clients = [server.connect().await, server.connect().await, server.connect().await];
+    let server = Running::forwarding(
+        &listen(),
+        UpstreamSettings {
+            pool_max_idle: 1,
+            ..upstream_at(addr)
+        },
+    );
+    let mut clients = [
+        server.connect().await,
+        server.connect().await,
+        server.connect().await,
+    ];
     for client in &mut clients {
         client.send(GET).await;
     }

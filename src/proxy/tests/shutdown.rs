@@ -36,17 +36,33 @@ fn gated(listen: &ListenSettings, shutdown: ShutdownSettings) -> (Running, Arc<S
 
 #[tokio::test]
 async fn draining_finishes_what_is_in_flight_and_closes_what_is_idle() {
-    let shutdown = ShutdownSettings { delay: ms(300), grace: ms(4000) };
-    let (mut server, gate) = gated(&ListenSettings { threads: 2, ..listen() }, shutdown);
-    let (mut silent, mut idle, mut busy) =
-        (server.connect().await, server.connect().await, server.connect().await);
+    let shutdown = ShutdownSettings {
+        delay: ms(300),
+        grace: ms(4000),
+    };
+    let (mut server, gate) = gated(
+        &ListenSettings {
+            threads: 2,
+            ..listen()
+        },
+        shutdown,
+    );
+    let (mut silent, mut idle, mut busy) = (
+        server.connect().await,
+        server.connect().await,
+        server.connect().await,
+    );
     gate.add_permits(1);
     idle.ask(GET).await;
     busy.send(GET).await;
     let io = TokioIo::new(server.connect().await.0);
-    let (mut sender, h2) = hyper::client::conn::http2::handshake(TokioExecutor::new(), io).await.unwrap();
+    let (mut sender, h2) = hyper::client::conn::http2::handshake(TokioExecutor::new(), io)
+        .await
+        .unwrap();
     let h2 = tokio::spawn(h2);
-    let request = Request::get("http://a/").body(Empty::<Bytes>::new()).unwrap();
+    let request = Request::get("http://a/")
+        .body(Empty::<Bytes>::new())
+        .unwrap();
     let stream = tokio::spawn(sender.send_request(request));
     eventually(|| server.load.connections() == 4).await;
 
@@ -55,22 +71,39 @@ async fn draining_finishes_what_is_in_flight_and_closes_what_is_idle() {
     late.send(GET).await;
     assert_eq!(silent.rest().await, "");
     assert_eq!(idle.rest().await, "");
-    TcpStream::connect(server.addr).await.expect_err("nobody listens any more");
+    TcpStream::connect(server.addr)
+        .await
+        .expect_err("nobody listens any more");
     assert!(!server.ended.is_finished());
     gate.add_permits(3);
     for client in [&mut busy, &mut late] {
         let answer = client.rest().await;
-        assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("connection: close"), "{answer}");
+        assert!(
+            answer.starts_with("HTTP/1.1 200") && answer.contains("connection: close"),
+            "{answer}"
+        );
     }
     let response = soon(stream).await.unwrap().unwrap();
-    assert_eq!(soon(response.into_body().collect()).await.unwrap().to_bytes(), "done");
+    assert_eq!(
+        soon(response.into_body().collect())
+            .await
+            .unwrap()
+            .to_bytes(),
+        "done"
+    );
     soon(h2).await.unwrap().unwrap();
     assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
 }
 
 #[tokio::test]
 async fn what_outlasts_the_grace_is_cut_and_counted() {
-    let (mut server, _gate) = gated(&listen(), ShutdownSettings { delay: ms(0), grace: ms(50) });
+    let (mut server, _gate) = gated(
+        &listen(),
+        ShutdownSettings {
+            delay: ms(0),
+            grace: ms(50),
+        },
+    );
     let mut clients = [server.connect().await, server.connect().await];
     for client in &mut clients {
         client.send(GET).await;
@@ -85,7 +118,13 @@ async fn what_outlasts_the_grace_is_cut_and_counted() {
 #[tokio::test]
 async fn a_second_signal_ends_at_once() {
     let minute = ms(60_000);
-    let (mut server, _gate) = gated(&listen(), ShutdownSettings { delay: minute, grace: minute });
+    let (mut server, _gate) = gated(
+        &listen(),
+        ShutdownSettings {
+            delay: minute,
+            grace: minute,
+        },
+    );
     let mut client = server.connect().await;
     client.send(GET).await;
     eventually(|| server.load.connections() == 1).await;
@@ -118,11 +157,19 @@ async fn a_stop_before_the_handlers_are_ready_is_heard() {
 
 #[tokio::test]
 async fn who_connected_before_the_end_is_served() {
-    let (mut server, gate) = gated(&listen(), ShutdownSettings { delay: ms(0), grace: ms(4000) });
+    let (mut server, gate) = gated(
+        &listen(),
+        ShutdownSettings {
+            delay: ms(0),
+            grace: ms(4000),
+        },
+    );
     gate.add_permits(6);
     server.connect().await.ask(GET).await;
     // Without an await between, the acceptor has no turn: these wait in the kernel.
-    let mut waiting: Vec<_> = (0..5).map(|_| std::net::TcpStream::connect(server.addr).unwrap()).collect();
+    let mut waiting: Vec<_> = (0..5)
+        .map(|_| std::net::TcpStream::connect(server.addr).unwrap())
+        .collect();
     for client in &mut waiting {
         std::io::Write::write_all(client, GET).unwrap();
     }
@@ -142,12 +189,21 @@ async fn who_connected_before_the_end_is_served_by_a_busy_worker_too() {
     let (release, busy) = std::sync::mpsc::sync_channel::<()>(1);
     let busy = Arc::new(std::sync::Mutex::new(Some(busy)));
     let is_taken = Arc::clone(&busy);
-    let shutdown = ShutdownSettings { delay: ms(0), grace: ms(10_000) };
-    let mut server =
-        Running::start(&ListenSettings { max_connections: 1000, ..listen() }, shutdown, move |_| {
+    let shutdown = ShutdownSettings {
+        delay: ms(0),
+        grace: ms(10_000),
+    };
+    let mut server = Running::start(
+        &ListenSettings {
+            max_connections: 1000,
+            ..listen()
+        },
+        shutdown,
+        move |_| {
             let busy = Arc::clone(&busy);
             async move { Rc::new(Blocking(busy)) }
-        });
+        },
+    );
     let mut first = server.connect().await;
     first.send(GET).await;
     eventually(|| is_taken.lock().unwrap().is_none()).await;
@@ -172,13 +228,19 @@ async fn who_connected_before_the_end_is_served_by_a_busy_worker_too() {
 async fn a_request_that_crosses_the_end_is_served() {
     let busy = Arc::<std::sync::Mutex<Option<_>>>::default();
     let blocking = Arc::clone(&busy);
-    let shutdown = ShutdownSettings { delay: ms(0), grace: ms(10_000) };
+    let shutdown = ShutdownSettings {
+        delay: ms(0),
+        grace: ms(10_000),
+    };
     let mut server = Running::start(&listen(), shutdown, move |_| {
         let busy = Arc::clone(&blocking);
         async move { Rc::new(Blocking(busy)) }
     });
-    let (mut rested, mut awake, mut first) =
-        (server.connect().await, server.connect().await, server.connect().await);
+    let (mut rested, mut awake, mut first) = (
+        server.connect().await,
+        server.connect().await,
+        server.connect().await,
+    );
     rested.ask(GET).await;
     tokio::time::sleep(ms(300)).await;
     awake.ask(GET).await;
@@ -202,9 +264,17 @@ async fn a_request_that_crosses_the_end_is_served() {
 
 #[tokio::test]
 async fn who_is_still_coming_in_at_the_end_may_ask() {
-    let settings =
-        ListenSettings { proxy_protocol_from: Some(vec!["127.0.0.0/8".parse().unwrap()]), ..listen() };
-    let (mut server, gate) = gated(&settings, ShutdownSettings { delay: ms(0), grace: ms(10_000) });
+    let settings = ListenSettings {
+        proxy_protocol_from: Some(vec!["127.0.0.0/8".parse().unwrap()]),
+        ..listen()
+    };
+    let (mut server, gate) = gated(
+        &settings,
+        ShutdownSettings {
+            delay: ms(0),
+            grace: ms(10_000),
+        },
+    );
     gate.add_permits(1);
     let mut client = server.connect().await;
     eventually(|| server.load.connections() == 1).await;
@@ -216,13 +286,22 @@ async fn who_is_still_coming_in_at_the_end_may_ask() {
     tokio::time::sleep(ms(50)).await;
     client.send(GET).await;
     let answer = client.rest().await;
-    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("connection: close"), "{answer:?}");
+    assert!(
+        answer.starts_with("HTTP/1.1 200") && answer.contains("connection: close"),
+        "{answer:?}"
+    );
     assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
 }
 
 #[tokio::test]
 async fn who_has_said_one_letter_at_the_end_may_finish_and_no_more() {
-    let (mut server, gate) = gated(&listen(), ShutdownSettings { delay: ms(0), grace: ms(10_000) });
+    let (mut server, gate) = gated(
+        &listen(),
+        ShutdownSettings {
+            delay: ms(0),
+            grace: ms(10_000),
+        },
+    );
     gate.add_permits(1);
     let mut client = server.connect().await;
     // It could become the preface of HTTP/2.
@@ -231,9 +310,14 @@ async fn who_has_said_one_letter_at_the_end_may_finish_and_no_more() {
     server.stop.send_replace(Stop::Drain);
     eventually(|| std::net::TcpStream::connect(server.addr).is_err()).await;
     tokio::time::sleep(ms(50)).await;
-    client.send(b"UT / HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n").await;
+    client
+        .send(b"UT / HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n")
+        .await;
     let answer = client.response().await;
-    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("connection: close"), "{answer:?}");
+    assert!(
+        answer.starts_with("HTTP/1.1 200") && answer.contains("connection: close"),
+        "{answer:?}"
+    );
     assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
 }
 
@@ -259,7 +343,9 @@ impl Handler for Blocking {
 async fn a_name_that_is_still_looked_up_holds_up_nobody() {
     let mut server = Running::answering(&listen(), |_, _| async {
         // Stands for a resolver that does not answer.
-        drop(tokio::task::spawn_blocking(|| std::thread::sleep(ms(60_000))));
+        drop(tokio::task::spawn_blocking(|| {
+            std::thread::sleep(ms(60_000))
+        }));
         text(StatusCode::OK, "")
     });
     server.connect().await.ask(GET).await;

@@ -22,7 +22,9 @@ pub(super) fn ms(n: u64) -> Duration {
 
 /// No test waits longer than this for what should happen.
 pub(super) async fn soon<F: Future>(what: F) -> F::Output {
-    timeout(Duration::from_secs(5), what).await.expect("took too long")
+    timeout(Duration::from_secs(5), what)
+        .await
+        .expect("took too long")
 }
 
 pub(super) async fn eventually(mut condition: impl FnMut() -> bool) {
@@ -52,7 +54,11 @@ pub(super) fn listen() -> ListenSettings {
 
 pub(super) fn upstream_at(addr: SocketAddr) -> UpstreamSettings {
     UpstreamSettings {
-        url: UpstreamUrl::Net { scheme: Scheme::Http, host: addr.ip().to_string(), port: addr.port() },
+        url: UpstreamUrl::Net {
+            scheme: Scheme::Http,
+            host: addr.ip().to_string(),
+            port: addr.port(),
+        },
         connect_timeout: Duration::from_secs(1),
         response_timeout: Some(Duration::from_secs(5)),
         body_idle_timeout: None,
@@ -77,7 +83,11 @@ pub(super) struct Running {
 }
 
 impl Running {
-    pub(super) fn start<H, M, F>(settings: &ListenSettings, shutdown: ShutdownSettings, handler: M) -> Self
+    pub(super) fn start<H, M, F>(
+        settings: &ListenSettings,
+        shutdown: ShutdownSettings,
+        handler: M,
+    ) -> Self
     where
         H: Handler,
         M: Fn(usize) -> F + Clone + Send + 'static,
@@ -91,7 +101,12 @@ impl Running {
         let (stop, asked) = watch::channel(Stop::Run);
         server.listen().unwrap();
         let ended = tokio::spawn(server.run(handler, shutdown, asked, || {}));
-        Self { addr, load, stop, ended }
+        Self {
+            addr,
+            load,
+            stop,
+            ended,
+        }
     }
 
     /// With a handler that is a function.
@@ -135,7 +150,10 @@ impl Drop for Running {
 }
 
 pub(super) fn at_once() -> ShutdownSettings {
-    ShutdownSettings { delay: Duration::ZERO, grace: Duration::ZERO }
+    ShutdownSettings {
+        delay: Duration::ZERO,
+        grace: Duration::ZERO,
+    }
 }
 
 pub(super) fn text(status: StatusCode, text: impl Into<Bytes>) -> Response<ResponseBody> {
@@ -193,7 +211,9 @@ impl Client {
         let mut got = Vec::new();
         loop {
             let byte = soon(self.0.read_u8()).await;
-            got.push(byte.unwrap_or_else(|_| panic!("ended after {:?}", String::from_utf8_lossy(&got))));
+            got.push(
+                byte.unwrap_or_else(|_| panic!("ended after {:?}", String::from_utf8_lossy(&got))),
+            );
             if got.ends_with(b"\r\n\r\n") {
                 break;
             }
@@ -238,7 +258,10 @@ where
     let counted = Arc::clone(&accepted);
     tokio::spawn(async move {
         while let Ok((socket, _)) = listener.accept().await {
-            tokio::spawn(serve(Client(socket), counted.fetch_add(1, Ordering::SeqCst)));
+            tokio::spawn(serve(
+                Client(socket),
+                counted.fetch_add(1, Ordering::SeqCst),
+            ));
         }
     });
     (addr, accepted)

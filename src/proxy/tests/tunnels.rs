@@ -12,11 +12,15 @@ use tokio::net::TcpStream;
 use tokio::sync::{Notify, mpsc};
 use tokio::time::{sleep, timeout};
 
-const ASK: &[u8] = b"GET /chat HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: echo/1\r\n\r\n";
-const SWITCH: &[u8] = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: echo/1\r\n\r\n";
+const ASK: &[u8] =
+    b"GET /chat HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: echo/1\r\n\r\n";
+const SWITCH: &[u8] =
+    b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: echo/1\r\n\r\n";
 
 /// An upstream that grants every upgrade, and then does this.
-async fn switching<F>(then: impl Fn(TcpStream) -> F + Send + Sync + 'static) -> (SocketAddr, Arc<AtomicUsize>)
+async fn switching<F>(
+    then: impl Fn(TcpStream) -> F + Send + Sync + 'static,
+) -> (SocketAddr, Arc<AtomicUsize>)
 where
     F: Future<Output = ()> + Send + 'static,
 {
@@ -36,7 +40,9 @@ where
 /// Sends back what comes, until that ends.
 async fn echo(mut socket: TcpStream) {
     let (mut reads, mut writes) = socket.split();
-    tokio::io::copy(&mut reads, &mut writes).await.unwrap_or_default();
+    tokio::io::copy(&mut reads, &mut writes)
+        .await
+        .unwrap_or_default();
     writes.shutdown().await.unwrap_or_default();
 }
 
@@ -45,7 +51,10 @@ impl Running {
     async fn upgraded(&self) -> TcpStream {
         let mut client = self.connect().await;
         let answer = client.ask(ASK).await;
-        assert!(answer.starts_with("HTTP/1.1 101 ") && answer.contains("upgrade: echo/1"), "{answer}");
+        assert!(
+            answer.starts_with("HTTP/1.1 101 ") && answer.contains("upgrade: echo/1"),
+            "{answer}"
+        );
         client.0
     }
 }
@@ -63,7 +72,9 @@ async fn ends(socket: &mut TcpStream) {
 
 fn noise(bytes: usize) -> Vec<u8> {
     let mut random = fastrand::Rng::with_seed(7);
-    std::iter::repeat_with(|| random.u8(..)).take(bytes).collect()
+    std::iter::repeat_with(|| random.u8(..))
+        .take(bytes)
+        .collect()
 }
 
 /// Sends `bytes` and its end, and expects the same back.
@@ -75,7 +86,10 @@ async fn there_and_back(socket: TcpStream, bytes: Vec<u8>) {
         writes.shutdown().await.unwrap();
     });
     let mut got = Vec::new();
-    timeout(Duration::from_secs(30), reads.read_to_end(&mut got)).await.expect("too slow").unwrap();
+    timeout(Duration::from_secs(30), reads.read_to_end(&mut got))
+        .await
+        .expect("too slow")
+        .unwrap();
     sending.await.unwrap();
     assert!(got == bytes, "{} of {} bytes", got.len(), bytes.len());
 }
@@ -123,7 +137,10 @@ async fn either_side_may_end_first_and_still_listen() {
     let (addr, _) = switching(|mut socket| async move {
         let mut heard = String::new();
         socket.read_to_string(&mut heard).await.unwrap();
-        socket.write_all(format!("heard {heard}").as_bytes()).await.unwrap();
+        socket
+            .write_all(format!("heard {heard}").as_bytes())
+            .await
+            .unwrap();
     })
     .await;
     let server = Running::forwarding(&listen(), upstream_at(addr));
@@ -172,7 +189,10 @@ async fn an_upstream_may_end_first_and_still_listen_to_every_byte() {
 #[tokio::test]
 async fn a_client_is_not_cut_for_a_slow_upstream() {
     let (addr, mut counted) = ends_first_and_counts(ms(400)).await;
-    let settings = ListenSettings { body_idle_timeout: ms(100), ..listen() };
+    let settings = ListenSettings {
+        body_idle_timeout: ms(100),
+        ..listen()
+    };
     let server = Running::forwarding(&settings, upstream_at(addr));
     let (_reads, mut writes) = server.upgraded().await.into_split();
     writes.write_all(&vec![b'x'; 16 << 20]).await.unwrap();
@@ -243,13 +263,19 @@ async fn a_client_that_does_not_read_holds_the_upstream_back_and_is_cut() {
         }
     })
     .await;
-    let settings = ListenSettings { body_idle_timeout: ms(300), ..listen() };
+    let settings = ListenSettings {
+        body_idle_timeout: ms(300),
+        ..listen()
+    };
     let server = Running::forwarding(&settings, upstream_at(addr));
     let client = server.upgraded().await;
     eventually(|| server.load.connections() == 0).await;
     let held = written.load(Ordering::SeqCst);
     // Two sockets' buffers in the kernel, each way, and a part of ours.
-    assert!(held < 24 << 20, "{held} bytes were taken for a client that reads none");
+    assert!(
+        held < 24 << 20,
+        "{held} bytes were taken for a client that reads none"
+    );
     drop(client);
 }
 
@@ -264,7 +290,11 @@ async fn a_client_may_be_silent_for_as_long_as_it_likes() {
     };
     let server = Running::forwarding(
         &settings,
-        UpstreamSettings { response_timeout: Some(ms(50)), pool_idle_timeout: ms(50), ..upstream_at(addr) },
+        UpstreamSettings {
+            response_timeout: Some(ms(50)),
+            pool_idle_timeout: ms(50),
+            ..upstream_at(addr)
+        },
     );
     let mut client = server.upgraded().await;
     sleep(ms(300)).await;
@@ -275,7 +305,10 @@ async fn a_client_may_be_silent_for_as_long_as_it_likes() {
 #[tokio::test]
 async fn a_silent_tunnel_ends_if_that_is_wanted() {
     let (addr, _) = switching(echo).await;
-    let settings = UpstreamSettings { body_idle_timeout: Some(ms(200)), ..upstream_at(addr) };
+    let settings = UpstreamSettings {
+        body_idle_timeout: Some(ms(200)),
+        ..upstream_at(addr)
+    };
     let server = Running::forwarding(&listen(), settings);
     let mut client = server.upgraded().await;
     for _ in 0..6 {
@@ -290,10 +323,16 @@ async fn a_silent_tunnel_ends_if_that_is_wanted() {
 async fn a_client_that_does_not_follow_its_upstream_is_cut() {
     let (addr, _) = switching(|mut socket| async move {
         socket.shutdown().await.unwrap();
-        socket.read_to_end(&mut Vec::new()).await.unwrap_or_default();
+        socket
+            .read_to_end(&mut Vec::new())
+            .await
+            .unwrap_or_default();
     })
     .await;
-    let settings = ListenSettings { body_idle_timeout: ms(100), ..listen() };
+    let settings = ListenSettings {
+        body_idle_timeout: ms(100),
+        ..listen()
+    };
     let server = Running::forwarding(&settings, upstream_at(addr));
     let mut client = server.upgraded().await;
     ends(&mut client).await;
@@ -303,10 +342,21 @@ async fn a_client_that_does_not_follow_its_upstream_is_cut() {
 #[tokio::test]
 async fn a_tunnel_is_one_of_the_upstreams_connections_until_it_ends() {
     let (addr, connections) = switching(echo).await;
-    let settings = UpstreamSettings { max_connections: 1, queue_timeout: ms(100), ..upstream_at(addr) };
+    let settings = UpstreamSettings {
+        max_connections: 1,
+        queue_timeout: ms(100),
+        ..upstream_at(addr)
+    };
     let server = Running::forwarding(&listen(), settings);
     let client = server.upgraded().await;
-    assert!(server.connect().await.ask(ASK).await.ends_with("queue_timeout"));
+    assert!(
+        server
+            .connect()
+            .await
+            .ask(ASK)
+            .await
+            .ends_with("queue_timeout")
+    );
     drop(client);
     server.upgraded().await;
     assert_eq!(connections.load(Ordering::SeqCst), 2);
@@ -328,12 +378,18 @@ async fn nobody_is_switched_to_what_he_did_not_ask_for() {
 
 #[tokio::test]
 async fn until_it_is_granted_an_upgrade_is_a_request_like_any_other() {
-    let refused = b"HTTP/1.1 426 Upgrade Required\r\nupgrade: echo/2\r\ncontent-length: 2\r\n\r\nno";
+    let refused =
+        b"HTTP/1.1 426 Upgrade Required\r\nupgrade: echo/2\r\ncontent-length: 2\r\n\r\nno";
     let (addr, connections) = upstream(move |mut client, _| async move {
         client.head().await;
         client.send(refused).await;
-        assert_eq!(client.head().await.unwrap().lines().next(), Some("GET / HTTP/1.1"));
-        client.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok").await;
+        assert_eq!(
+            client.head().await.unwrap().lines().next(),
+            Some("GET / HTTP/1.1")
+        );
+        client
+            .send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+            .await;
         client.rest().await;
     })
     .await;
@@ -351,11 +407,15 @@ async fn a_rejected_upload_receives_its_response_though_it_spoke_of_an_upgrade()
     let server = Running::answering(&listen(), |request, _| async move {
         request.into_body().discard();
         let mut response = text(http::StatusCode::TOO_MANY_REQUESTS, "no");
-        response.headers_mut().insert("connection", "close".parse().unwrap());
+        response
+            .headers_mut()
+            .insert("connection", "close".parse().unwrap());
         response
     });
     let mut client = server.connect().await;
-    client.send(b"POST / HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: x\r\n").await;
+    client
+        .send(b"POST / HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: x\r\n")
+        .await;
     client.send(b"content-length: 1000000\r\n\r\n").await;
     client.send(&[b'x'; 1000]).await;
     soon(client.0.readable()).await.unwrap();
@@ -369,7 +429,10 @@ async fn a_rejected_upload_receives_its_response_though_it_spoke_of_an_upgrade()
 #[tokio::test]
 async fn draining_waits_for_tunnels() {
     let (addr, _) = switching(echo).await;
-    let shutdown = ShutdownSettings { delay: ms(0), grace: ms(4000) };
+    let shutdown = ShutdownSettings {
+        delay: ms(0),
+        grace: ms(4000),
+    };
     let mut server = Running::forwarding_until(&listen(), upstream_at(addr), shutdown);
     let mut client = server.upgraded().await;
     let mut idle = server.connect().await;
@@ -385,7 +448,10 @@ async fn draining_waits_for_tunnels() {
 #[tokio::test]
 async fn a_tunnel_that_outlasts_the_grace_is_cut_and_counted() {
     let (addr, _) = switching(echo).await;
-    let shutdown = ShutdownSettings { delay: ms(0), grace: ms(50) };
+    let shutdown = ShutdownSettings {
+        delay: ms(0),
+        grace: ms(50),
+    };
     let mut server = Running::forwarding_until(&listen(), upstream_at(addr), shutdown);
     let mut client = server.upgraded().await;
     server.stop.send_replace(Stop::Drain);

@@ -45,8 +45,13 @@ async fn connections_are_used_again() {
 #[tokio::test]
 async fn idle_connections_are_closed_in_time() {
     let (addr, connections) = upstream(|mut client, _| async move { client.serve(OK).await }).await;
-    let server =
-        Running::forwarding(&listen(), UpstreamSettings { pool_idle_timeout: ms(50), ..upstream_at(addr) });
+    let server = Running::forwarding(
+        &listen(),
+        UpstreamSettings {
+            pool_idle_timeout: ms(50),
+            ..upstream_at(addr)
+        },
+    );
     let mut client = server.connect().await;
     client.ask(GET).await;
     tokio::time::sleep(ms(100)).await;
@@ -72,8 +77,10 @@ async fn a_reused_connection_that_dies_is_tried_once_more_if_that_does_no_harm()
     for _ in 0..4 {
         assert!(client.ask(GET).await.ends_with("ok"));
     }
-    let settings =
-        UpstreamSettings { retry_idempotent: false, ..upstream_at(dies_at_the_second_request().await) };
+    let settings = UpstreamSettings {
+        retry_idempotent: false,
+        ..upstream_at(dies_at_the_second_request().await)
+    };
     let server = Running::forwarding(&listen(), settings);
     let mut client = server.connect().await;
     assert!(client.ask(GET).await.ends_with("ok"));
@@ -85,28 +92,68 @@ async fn a_post_is_not_sent_twice() {
     let server = Running::forwarding(&listen(), upstream_at(dies_at_the_second_request().await));
     let mut client = server.connect().await;
     assert!(client.ask(&post("content-length: 0")).await.ends_with("ok"));
-    assert!(client.ask(&post("content-length: 0")).await.ends_with("terminated"));
+    assert!(
+        client
+            .ask(&post("content-length: 0"))
+            .await
+            .ends_with("terminated")
+    );
     // What could be sent twice has a body that is gone after the first time.
     assert!(client.ask(GET).await.ends_with("ok"));
-    let put = b"PUT / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n";
+    let put =
+        b"PUT / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n";
     assert!(client.ask(put).await.ends_with("terminated"));
 }
 
 #[tokio::test]
 async fn a_new_connection_that_dies_is_not_tried_again() {
-    let (addr, connections) = upstream(|mut client, _| async move { drop(client.head().await) }).await;
+    let (addr, connections) =
+        upstream(|mut client, _| async move { drop(client.head().await) }).await;
     let server = Running::forwarding(&listen(), upstream_at(addr));
-    assert!(server.connect().await.ask(GET).await.ends_with("terminated"));
+    assert!(
+        server
+            .connect()
+            .await
+            .ask(GET)
+            .await
+            .ends_with("terminated")
+    );
     assert_eq!(connections.load(Ordering::SeqCst), 1);
 }
 
 #[tokio::test]
 async fn refused_connections_and_unknown_names_are_told_apart() {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let server = Running::forwarding(&listen(), UpstreamSettings { retry_connect: 2, ..upstream_at(free) });
-    assert!(server.connect().await.ask(GET).await.ends_with("connect_refused"));
-    let url = UpstreamUrl::Net { scheme: Scheme::Http, host: "no such host".to_owned(), port: 80 };
-    let server = Running::forwarding(&listen(), UpstreamSettings { url, ..upstream_at(free) });
+    let free = std::net::TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap();
+    let server = Running::forwarding(
+        &listen(),
+        UpstreamSettings {
+            retry_connect: 2,
+            ..upstream_at(free)
+        },
+    );
+    assert!(
+        server
+            .connect()
+            .await
+            .ask(GET)
+            .await
+            .ends_with("connect_refused")
+    );
+    let url = UpstreamUrl::Net {
+        scheme: Scheme::Http,
+        host: "no such host".to_owned(),
+        port: 80,
+    };
+    let server = Running::forwarding(
+        &listen(),
+        UpstreamSettings {
+            url,
+            ..upstream_at(free)
+        },
+    );
     assert!(server.connect().await.ask(GET).await.ends_with("dns"));
 }
 
@@ -116,7 +163,8 @@ async fn an_answer_that_is_not_http_is_a_protocol_error() {
         &b"220 smtp.example.com\r\n\r\n"[..],
         b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
     ] {
-        let (addr, _) = upstream(move |mut client, _| async move { client.serve(answer).await }).await;
+        let (addr, _) =
+            upstream(move |mut client, _| async move { client.serve(answer).await }).await;
         let server = Running::forwarding(&listen(), upstream_at(addr));
         assert!(server.connect().await.ask(GET).await.ends_with("protocol"));
     }
@@ -130,7 +178,9 @@ async fn an_early_answer_ends_the_upload() {
         let notify = Arc::clone(&notify);
         async move {
             client.head().await;
-            client.send(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 2\r\n\r\nno").await;
+            client
+                .send(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 2\r\n\r\nno")
+                .await;
             client.rest().await;
             notify.notify_one();
         }
@@ -167,17 +217,24 @@ async fn a_truncated_answer_never_looks_complete() {
         // The end of the connection would be the end of the body.
         let mut old = server.connect().await;
         old.send(b"GET / HTTP/1.0\r\nhost: a\r\n\r\n").await;
-        soon(old.0.read_to_end(&mut Vec::new())).await.expect_err("must have been reset");
+        soon(old.0.read_to_end(&mut Vec::new()))
+            .await
+            .expect_err("must have been reset");
     }
 }
 
 #[tokio::test]
 async fn a_silent_answer_is_cut() {
     let (addr, _) = upstream(move |mut client, _| async move {
-        client.serve(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\npart").await;
+        client
+            .serve(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\npart")
+            .await;
     })
     .await;
-    let settings = UpstreamSettings { body_idle_timeout: Some(ms(100)), ..upstream_at(addr) };
+    let settings = UpstreamSettings {
+        body_idle_timeout: Some(ms(100)),
+        ..upstream_at(addr)
+    };
     let server = Running::forwarding(&listen(), settings);
     let mut client = server.connect().await;
     client.send(GET).await;
@@ -197,7 +254,10 @@ async fn a_slow_upload_is_no_slow_response() {
     .await;
     let server = Running::forwarding(
         &listen(),
-        UpstreamSettings { response_timeout: Some(ms(100)), ..upstream_at(addr) },
+        UpstreamSettings {
+            response_timeout: Some(ms(100)),
+            ..upstream_at(addr)
+        },
     );
     for (last, answer) in [(b"!", "ok"), (b"?", "response_timeout")] {
         let mut client = server.connect().await;
@@ -219,12 +279,18 @@ async fn an_upstream_that_does_not_read_is_a_slow_response() {
     .await;
     let server = Running::forwarding(
         &listen(),
-        UpstreamSettings { response_timeout: Some(ms(100)), ..upstream_at(addr) },
+        UpstreamSettings {
+            response_timeout: Some(ms(100)),
+            ..upstream_at(addr)
+        },
     );
     let client = server.connect().await;
     let (mut reads, mut writes) = client.0.into_split();
     tokio::spawn(async move {
-        writes.write_all(&post("content-length: 50000000")).await.unwrap();
+        writes
+            .write_all(&post("content-length: 50000000"))
+            .await
+            .unwrap();
         while writes.write_all(&[b'x'; 65536]).await.is_ok() {}
     });
     let mut head = [0; 12];
@@ -233,7 +299,10 @@ async fn an_upstream_that_does_not_read_is_a_slow_response() {
 }
 
 /// What an upstream gets of a chunked request that breaks off.
-async fn uploads(listen: ListenSettings, parts: &[&[u8]]) -> (Running, Client, mpsc::Receiver<String>) {
+async fn uploads(
+    listen: ListenSettings,
+    parts: &[&[u8]],
+) -> (Running, Client, mpsc::Receiver<String>) {
     let (tell, told) = mpsc::channel(1);
     let (addr, _) = upstream(move |mut client, _| {
         let tell = tell.clone();
@@ -255,7 +324,10 @@ async fn uploads(listen: ListenSettings, parts: &[&[u8]]) -> (Running, Client, m
 
 #[tokio::test]
 async fn a_body_that_is_too_large_is_not_completed() {
-    let settings = ListenSettings { max_body_bytes: Some(6), ..listen() };
+    let settings = ListenSettings {
+        max_body_bytes: Some(6),
+        ..listen()
+    };
     let (_server, mut client, mut upstream) =
         uploads(settings, &[b"4\r\nabcd\r\n", b"4\r\nefgh\r\n0\r\n\r\n"]).await;
     assert!(client.response().await.ends_with("request_body_too_large"));
@@ -264,7 +336,10 @@ async fn a_body_that_is_too_large_is_not_completed() {
 
 #[tokio::test]
 async fn a_body_that_stops_is_not_completed() {
-    let settings = ListenSettings { body_idle_timeout: ms(100), ..listen() };
+    let settings = ListenSettings {
+        body_idle_timeout: ms(100),
+        ..listen()
+    };
     let (_server, mut client, mut upstream) = uploads(settings, &[b"4\r\nabcd\r\n"]).await;
     assert!(client.response().await.ends_with("request_body_timeout"));
     assert_eq!(soon(upstream.recv()).await.unwrap(), "4\r\nabcd\r\n");
@@ -285,7 +360,9 @@ async fn a_client_that_leaves_ends_its_upstream_request() {
         async move {
             tell.send(client.head().await.unwrap()).await.unwrap();
             if n == 1 {
-                client.send(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\npart").await;
+                client
+                    .send(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\npart")
+                    .await;
             }
             tell.send(client.rest().await).await.unwrap();
         }
@@ -331,8 +408,11 @@ async fn requests_wait_for_a_connection_but_not_for_ever_and_not_too_many() {
             ..upstream_at(addr)
         },
     );
-    let (mut first, mut second, mut third) =
-        (server.connect().await, server.connect().await, server.connect().await);
+    let (mut first, mut second, mut third) = (
+        server.connect().await,
+        server.connect().await,
+        server.connect().await,
+    );
     first.send(GET).await;
     eventually(|| connections.load(Ordering::SeqCst) == 1).await;
     second.send(GET).await;
@@ -344,7 +424,11 @@ async fn requests_wait_for_a_connection_but_not_for_ever_and_not_too_many() {
     gate.add_permits(2);
     assert!(first.response().await.ends_with("ok"));
     assert!(second.response().await.ends_with("ok"));
-    assert_eq!(connections.load(Ordering::SeqCst), 1, "handed over, not opened anew");
+    assert_eq!(
+        connections.load(Ordering::SeqCst),
+        1,
+        "handed over, not opened anew"
+    );
 }
 
 #[tokio::test]
@@ -386,11 +470,20 @@ async fn an_early_answer_costs_no_room_for_connections() {
     let (addr, connections) = upstream(|mut client, _| async move {
         while let Some(head) = client.head().await {
             let early = head.starts_with("POST");
-            client.send(if early { b"HTTP/1.1 401 No\r\ncontent-length: 2\r\n\r\nno" } else { OK }).await;
+            client
+                .send(if early {
+                    b"HTTP/1.1 401 No\r\ncontent-length: 2\r\n\r\nno"
+                } else {
+                    OK
+                })
+                .await;
         }
     })
     .await;
-    let settings = UpstreamSettings { max_connections: 1, ..upstream_at(addr) };
+    let settings = UpstreamSettings {
+        max_connections: 1,
+        ..upstream_at(addr)
+    };
     let server = Running::forwarding(&listen(), settings);
     for _ in 0..3 {
         let mut client = server.connect().await;
@@ -400,15 +493,25 @@ async fn an_early_answer_costs_no_room_for_connections() {
         // This one is still there, and might go on for long.
         assert!(server.connect().await.ask(GET).await.ends_with("ok"));
     }
-    assert!(connections.load(Ordering::SeqCst) > 1, "half a request is left on the others");
+    assert!(
+        connections.load(Ordering::SeqCst) > 1,
+        "half a request is left on the others"
+    );
 }
 
 #[tokio::test]
 async fn an_idle_connection_of_one_worker_makes_room_for_another_worker() {
     let (addr, connections) = upstream(|mut client, _| async move { client.serve(OK).await }).await;
     let server = Running::forwarding(
-        &ListenSettings { threads: 2, ..listen() },
-        UpstreamSettings { max_connections: 1, queue_timeout: ms(2000), ..upstream_at(addr) },
+        &ListenSettings {
+            threads: 2,
+            ..listen()
+        },
+        UpstreamSettings {
+            max_connections: 1,
+            queue_timeout: ms(2000),
+            ..upstream_at(addr)
+        },
     );
     let (mut one, mut two) = (server.connect().await, server.connect().await);
     for _ in 0..3 {
@@ -422,8 +525,15 @@ async fn an_idle_connection_of_one_worker_makes_room_for_another_worker() {
 async fn no_worker_starves_while_others_are_busy() {
     let (addr, _) = upstream(|mut client, _| async move { client.serve(OK).await }).await;
     let server = Running::forwarding(
-        &ListenSettings { threads: 2, ..listen() },
-        UpstreamSettings { max_connections: 2, queue_timeout: ms(3000), ..upstream_at(addr) },
+        &ListenSettings {
+            threads: 2,
+            ..listen()
+        },
+        UpstreamSettings {
+            max_connections: 2,
+            queue_timeout: ms(3000),
+            ..upstream_at(addr)
+        },
     );
     let mut clients = Vec::new();
     for _ in 0..16 {
@@ -432,10 +542,16 @@ async fn no_worker_starves_while_others_are_busy() {
     // The connections of worker 1 are the odd ones: one of them against eight of worker 0, who go on as long as it
     // takes.
     let served = Arc::new(AtomicBool::new(false));
-    let mut clients = clients.into_iter().enumerate().filter(|(n, _)| n % 2 == 0 || *n == 1);
+    let mut clients = clients
+        .into_iter()
+        .enumerate()
+        .filter(|(n, _)| n % 2 == 0 || *n == 1);
     let (busy, mut lonely): (Vec<_>, _) = {
         let (first, second) = (clients.next().unwrap().1, clients.next().unwrap().1);
-        (clients.map(|(_, client)| client).chain([first]).collect(), second)
+        (
+            clients.map(|(_, client)| client).chain([first]).collect(),
+            second,
+        )
     };
     let busy = busy.into_iter().map(|mut client| {
         let served = Arc::clone(&served);
@@ -489,8 +605,16 @@ pub(super) fn tls_settings(addr: std::net::SocketAddr, name: Option<&str>) -> Up
     let roots = tls::roots(include_bytes!("tls/ca.pem")).unwrap();
     let name = name.map(|name| name.to_owned().try_into().unwrap());
     UpstreamSettings {
-        url: UpstreamUrl::Net { scheme: Scheme::Https, host: "127.0.0.1".to_owned(), port: addr.port() },
-        tls: Some(ClientTls::new(tls::client(roots, None).unwrap(), name, [0; 32])),
+        url: UpstreamUrl::Net {
+            scheme: Scheme::Https,
+            host: "127.0.0.1".to_owned(),
+            port: addr.port(),
+        },
+        tls: Some(ClientTls::new(
+            tls::client(roots, None).unwrap(),
+            name,
+            [0; 32],
+        )),
         ..upstream_at(addr)
     }
 }
@@ -503,7 +627,11 @@ async fn https_upstreams_are_verified() {
         }
     })
     .await;
-    for (name, answer) in [(Some("orders.internal"), "ok"), (Some("other.internal"), "tls"), (None, "tls")] {
+    for (name, answer) in [
+        (Some("orders.internal"), "ok"),
+        (Some("other.internal"), "tls"),
+        (None, "tls"),
+    ] {
         let server = Running::forwarding(&listen(), tls_settings(addr, name));
         let mut client = server.connect().await;
         for _ in 0..2 {
@@ -518,7 +646,9 @@ async fn bytes_behind_an_answer_are_nobodys_answer() {
         client.head().await;
         client.send(OK).await;
         if n == 0 {
-            client.send(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil").await;
+            client
+                .send(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil")
+                .await;
         }
         client.rest().await;
     })
@@ -535,7 +665,9 @@ async fn bytes_behind_an_answer_are_nobodys_answer() {
 async fn an_early_answer_is_passed_on_though_the_upload_breaks() {
     let (addr, _) = upstream(|mut client, _| async move {
         client.head().await;
-        client.send(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno").await;
+        client
+            .send(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno")
+            .await;
     })
     .await;
     let server = Running::forwarding(&listen(), upstream_at(addr));

@@ -24,7 +24,9 @@ impl Addresses {
     /// Whether the name has not had the address twice running.
     pub(super) fn have_lost(&self, address: Option<IpAddr>) -> bool {
         let Some(address) = address else { return false };
-        [&self.older, &self.newer].iter().all(|found| !found.is_empty() && !found.contains(&address))
+        [&self.older, &self.newer]
+            .iter()
+            .all(|found| !found.is_empty() && !found.contains(&address))
     }
 }
 
@@ -35,7 +37,9 @@ pub(super) fn has_name(url: &UpstreamUrl) -> bool {
 
 /// The addresses that the upstream's name has now, if they can be found out.
 pub(super) async fn look_up(url: &UpstreamUrl) -> Option<Vec<IpAddr>> {
-    let UpstreamUrl::Net { host, port, .. } = url else { return None };
+    let UpstreamUrl::Net { host, port, .. } = url else {
+        return None;
+    };
     let found = lookup_host((host.as_str(), *port)).await.ok()?;
     Some(found.map(|address| address.ip()).collect()).filter(|found: &Vec<_>| !found.is_empty())
 }
@@ -48,7 +52,8 @@ mod tests {
     #[test]
     fn an_address_is_lost_when_the_name_has_not_had_it_twice_running() {
         let mut addresses = Addresses::default();
-        let [old, new]: [IpAddr; 2] = ["10.0.0.1", "10.0.0.2"].map(|address| address.parse().unwrap());
+        let [old, new]: [IpAddr; 2] =
+            ["10.0.0.1", "10.0.0.2"].map(|address| address.parse().unwrap());
         let mut lost = Vec::new();
         for found in [vec![old], vec![new], vec![old, new], vec![new], vec![new]] {
             addresses.learn(found);

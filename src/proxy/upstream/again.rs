@@ -18,7 +18,10 @@ pub(super) struct Again {
 impl Again {
     pub(super) fn of(request: &Request<RequestBody>) -> Self {
         let headers = request.headers();
-        let length = headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 2).sum();
+        let length = headers
+            .iter()
+            .map(|(name, value)| name.as_str().len() + value.len() + 2)
+            .sum();
         let mut fields = Vec::with_capacity(length);
         for (name, value) in headers {
             fields.extend_from_slice(name.as_str().as_bytes());
@@ -27,7 +30,12 @@ impl Again {
             fields.push(b'\n');
         }
         let body = request.body().another();
-        Self { method: request.method().clone(), uri: request.uri().clone(), fields, body }
+        Self {
+            method: request.method().clone(),
+            uri: request.uri().clone(),
+            fields,
+            body,
+        }
     }
 
     pub(super) fn into_request(self) -> Request<RequestBody> {
@@ -36,8 +44,12 @@ impl Again {
         *request.uri_mut() = self.uri;
         for line in self.fields.split(|byte| *byte == b'\n') {
             let mut halves = line.splitn(2, |byte| *byte == b':');
-            let name = halves.next().and_then(|name| HeaderName::from_bytes(name).ok());
-            let value = halves.next().and_then(|value| HeaderValue::from_bytes(value).ok());
+            let name = halves
+                .next()
+                .and_then(|name| HeaderName::from_bytes(name).ok());
+            let value = halves
+                .next()
+                .and_then(|value| HeaderValue::from_bytes(value).ok());
             if let (Some(name), Some(value)) = (name, value) {
                 request.headers_mut().append(name, value);
             }
@@ -53,8 +65,18 @@ mod tests {
 
     #[test]
     fn what_is_sent_again_is_the_same() {
-        let head = || Request::put("/a?b").header("x-b", ": 1:2").header("host", "h").header("x-b", "");
-        let request = || head().header("x-\u{7e}", &b"\xff\t"[..]).body(RequestBody::default()).unwrap();
+        let head = || {
+            Request::put("/a?b")
+                .header("x-b", ": 1:2")
+                .header("host", "h")
+                .header("x-b", "")
+        };
+        let request = || {
+            head()
+                .header("x-\u{7e}", &b"\xff\t"[..])
+                .body(RequestBody::default())
+                .unwrap()
+        };
         let (first, again) = (request(), Again::of(&request()).into_request());
         assert_eq!((again.method(), again.uri()), (first.method(), first.uri()));
         assert_eq!(again.headers(), first.headers());

@@ -56,7 +56,12 @@ struct Tls {
 
 impl Connector {
     pub(super) fn new(settings: &UpstreamSettings) -> Self {
-        Self { tls: settings.tls.clone().map(|client| ArcSwap::from_pointee(Tls::new(client))) }
+        Self {
+            tls: settings
+                .tls
+                .clone()
+                .map(|client| ArcSwap::from_pointee(Tls::new(client))),
+        }
     }
 
     /// Uses other certificates from now on. An upstream that is not spoken to by TLS stays so.
@@ -79,7 +84,9 @@ impl Connector {
         let (host, port, scheme) = match &settings.url {
             UpstreamUrl::Net { host, port, scheme } => (host, *port, *scheme),
             UpstreamUrl::Unix(path) => {
-                let socket = within(limit, async { UnixStream::connect(path).await.map_err(connect_error) });
+                let socket = within(limit, async {
+                    UnixStream::connect(path).await.map_err(connect_error)
+                });
                 return Ok(Stream::new(Io::Unix(socket.await?), false));
             }
         };
@@ -100,7 +107,10 @@ async fn within<T>(
 ) -> Result<T, UpstreamError> {
     timeout(limit, connecting).await.unwrap_or_else(|_elapsed| {
         let detail = format!("no connection within {limit:?}");
-        Err(UpstreamError { kind: UpstreamErrorKind::ConnectTimeout, detail })
+        Err(UpstreamError {
+            kind: UpstreamErrorKind::ConnectTimeout,
+            detail,
+        })
     })
 }
 
@@ -112,7 +122,11 @@ impl Tls {
             TlsConnector::from(Arc::new(config))
         };
         let (both, http1) = (offering(&[b"h2", b"http/1.1"]), offering(&[b"http/1.1"]));
-        Self { client, both, http1 }
+        Self {
+            client,
+            both,
+            http1,
+        }
     }
 }
 
@@ -122,11 +136,22 @@ async fn shake_hands(
     socket: TcpStream,
     offer: Offer,
 ) -> Result<Stream, UpstreamError> {
-    let failed = |detail| UpstreamError { kind: UpstreamErrorKind::Tls, detail };
+    let failed = |detail| UpstreamError {
+        kind: UpstreamErrorKind::Tls,
+        detail,
+    };
     let name = tls.client.name_of(host);
-    let name = name.map_err(|_invalid| failed(format!("{host:?} can't be the name in a certificate")))?;
-    let connector = if offer == Offer::Both { &tls.both } else { &tls.http1 };
-    let stream = connector.connect(name, socket).await.map_err(|error| failed(with_causes(&error)))?;
+    let name =
+        name.map_err(|_invalid| failed(format!("{host:?} can't be the name in a certificate")))?;
+    let connector = if offer == Offer::Both {
+        &tls.both
+    } else {
+        &tls.http1
+    };
+    let stream = connector
+        .connect(name, socket)
+        .await
+        .map_err(|error| failed(with_causes(&error)))?;
     let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
     Ok(Stream::new(Io::Tls(Box::new(stream)), is_http2))
 }
@@ -134,8 +159,13 @@ async fn shake_hands(
 /// The name is looked up each time: in a cluster addresses change. Its addresses are tried in their order, the two
 /// families by turns, each for a moment alone.
 async fn open_socket(host: &str, port: u16) -> Result<TcpStream, UpstreamError> {
-    let dns = |why: String| UpstreamError { kind: UpstreamErrorKind::Dns, detail: format!("{host}: {why}") };
-    let addresses = lookup_host((host, port)).await.map_err(|error| dns(error.to_string()))?;
+    let dns = |why: String| UpstreamError {
+        kind: UpstreamErrorKind::Dns,
+        detail: format!("{host}: {why}"),
+    };
+    let addresses = lookup_host((host, port))
+        .await
+        .map_err(|error| dns(error.to_string()))?;
     let mut addresses = by_turns(addresses.collect()).into_iter().peekable();
     let (mut tries, mut failed) = (FuturesUnordered::new(), None);
     loop {
@@ -159,17 +189,23 @@ async fn open_socket(host: &str, port: u16) -> Result<TcpStream, UpstreamError> 
 /// the time.
 fn by_turns(addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
     let leads = addresses.first().is_some_and(SocketAddr::is_ipv6);
-    let (first, second): (Vec<_>, Vec<_>) =
-        addresses.into_iter().partition(|address| address.is_ipv6() == leads);
+    let (first, second): (Vec<_>, Vec<_>) = addresses
+        .into_iter()
+        .partition(|address| address.is_ipv6() == leads);
     let turns = first.len().max(second.len());
-    (0..turns).flat_map(|turn| first.get(turn).into_iter().chain(second.get(turn))).copied().collect()
+    (0..turns)
+        .flat_map(|turn| first.get(turn).into_iter().chain(second.get(turn)))
+        .copied()
+        .collect()
 }
 
 fn tune(socket: &TcpStream) -> io::Result<()> {
     // Without it, small requests may wait for the acknowledgement of the last ones.
     socket.set_nodelay(true)?;
-    let keepalive =
-        socket2::TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE / 6).with_retries(3);
+    let keepalive = socket2::TcpKeepalive::new()
+        .with_time(KEEPALIVE)
+        .with_interval(KEEPALIVE / 6)
+        .with_retries(3);
     socket2::SockRef::from(socket).set_tcp_keepalive(&keepalive)
 }
 
@@ -179,12 +215,17 @@ fn connect_error(error: io::Error) -> UpstreamError {
         io::ErrorKind::TimedOut => UpstreamErrorKind::ConnectTimeout,
         _ => UpstreamErrorKind::ConnectFailed,
     };
-    UpstreamError { kind, detail: with_causes(&error) }
+    UpstreamError {
+        kind,
+        detail: with_causes(&error),
+    }
 }
 
 impl fmt::Debug for Connector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Connector").field("tls", &self.tls.is_some()).finish()
+        f.debug_struct("Connector")
+            .field("tls", &self.tls.is_some())
+            .finish()
     }
 }
 
@@ -216,7 +257,14 @@ enum Io {
 
 impl Stream {
     fn new(io: Io, is_http2: bool) -> Self {
-        Self { io, is_http2, heard: Arc::default(), deaf: false, ended: false, _permit: None }
+        Self {
+            io,
+            is_http2,
+            heard: Arc::default(),
+            deaf: false,
+            ended: false,
+            _permit: None,
+        }
     }
 
     /// What was agreed upon.
@@ -231,7 +279,10 @@ impl Stream {
 
     /// Holds `permit` as long as the connection is open.
     pub(super) fn counted(self, permit: OwnedSemaphorePermit) -> Self {
-        Self { _permit: Some(permit), ..self }
+        Self {
+            _permit: Some(permit),
+            ..self
+        }
     }
 
     /// The address that was connected to.
@@ -257,7 +308,10 @@ impl Stream {
         match result {
             Poll::Ready(Err(error))
                 if !self.ended
-                    && matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) =>
+                    && matches!(
+                        error.kind(),
+                        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
+                    ) =>
             {
                 self.deaf = true;
                 Poll::Ready(Ok(unheard))
@@ -268,7 +322,11 @@ impl Stream {
 }
 
 impl AsyncRead for Stream {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let before = into.filled().len();
         ready!(match &mut this.io {
@@ -287,7 +345,11 @@ impl AsyncRead for Stream {
 }
 
 impl AsyncWrite for Stream {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let result = this.writer().poll_write(cx, bytes);
         this.written(result, bytes.len())
@@ -332,15 +394,27 @@ mod tests {
     #[test]
     fn no_family_of_addresses_waits_for_all_of_the_other() {
         let tried = |found: &[&str]| {
-            let found: Vec<SocketAddr> = found.iter().map(|address| address.parse().unwrap()).collect();
-            by_turns(found).iter().map(SocketAddr::to_string).collect::<Vec<_>>()
+            let found: Vec<SocketAddr> = found
+                .iter()
+                .map(|address| address.parse().unwrap())
+                .collect();
+            by_turns(found)
+                .iter()
+                .map(SocketAddr::to_string)
+                .collect::<Vec<_>>()
         };
-        let (four, six) = (["1.0.0.1:1", "1.0.0.2:1"], ["[::1]:1", "[::2]:1", "[::3]:1"]);
+        let (four, six) = (
+            ["1.0.0.1:1", "1.0.0.2:1"],
+            ["[::1]:1", "[::2]:1", "[::3]:1"],
+        );
         assert_eq!(
             tried(&[six[0], six[1], six[2], four[0], four[1]]),
             [six[0], four[0], six[1], four[1], six[2]]
         );
-        assert_eq!(tried(&[four[0], four[1], six[0]]), [four[0], six[0], four[1]]);
+        assert_eq!(
+            tried(&[four[0], four[1], six[0]]),
+            [four[0], six[0], four[1]]
+        );
         assert_eq!(tried(&six), six);
         assert!(tried(&[]).is_empty());
     }
@@ -348,7 +422,9 @@ mod tests {
     #[tokio::test]
     async fn an_answer_outlives_the_upload_that_it_ended() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let ours = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let ours = TcpStream::connect(listener.local_addr().unwrap())
+            .await
+            .unwrap();
         let (mut theirs, _) = listener.accept().await.unwrap();
         let mut stream = Stream::new(Io::Plain(ours), false);
         stream.write_all(b"never read").await.unwrap();
@@ -363,6 +439,9 @@ mod tests {
         stream.read_exact(&mut answer).await.unwrap();
         assert_eq!(&answer, b"no");
         stream.read_u8().await.expect_err("cut off, not ended");
-        assert_eq!(stream.read(&mut answer).await.unwrap_err().kind(), std::io::ErrorKind::ConnectionReset);
+        assert_eq!(
+            stream.read(&mut answer).await.unwrap_err().kind(),
+            std::io::ErrorKind::ConnectionReset
+        );
     }
 }

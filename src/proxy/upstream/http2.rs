@@ -46,8 +46,11 @@ const GRACE: Duration = Duration::from_secs(1);
 
 /// A silent upstream is asked for a sign of life. gRPC servers take more than two PINGs in a row for abuse if
 /// they come within five minutes of each other.
-const PING_AFTER: [Duration; 3] =
-    [Duration::from_secs(20), Duration::from_secs(60), Duration::from_secs(330)];
+const PING_AFTER: [Duration; 3] = [
+    Duration::from_secs(20),
+    Duration::from_secs(60),
+    Duration::from_secs(330),
+];
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A connection. Dropping it closes it.
@@ -104,7 +107,10 @@ pub(super) struct NotBegun {
 ///
 /// # Errors
 /// When the upstream says anything else, or nothing within `limit`.
-pub(super) async fn open(stream: Stream, limit: Duration) -> Result<(Rc<Link>, Driver), UpstreamError> {
+pub(super) async fn open(
+    stream: Stream,
+    limit: Duration,
+) -> Result<(Rc<Link>, Driver), UpstreamError> {
     let (heard, peer) = (stream.heard(), stream.peer());
     let mut builder = Builder::new();
     builder
@@ -137,10 +143,15 @@ pub(super) async fn open(stream: Stream, limit: Duration) -> Result<(Rc<Link>, D
         Ok((sender, connection))
     };
     let (sender, mut connection) =
-        tokio::time::timeout(limit, agreeing).await.unwrap_or_else(|_elapsed| {
-            let detail = format!("it did not begin to speak HTTP/2 within {limit:?}");
-            Err(UpstreamError { kind: UpstreamErrorKind::ConnectTimeout, detail })
-        })?;
+        tokio::time::timeout(limit, agreeing)
+            .await
+            .unwrap_or_else(|_elapsed| {
+                let detail = format!("it did not begin to speak HTTP/2 within {limit:?}");
+                Err(UpstreamError {
+                    kind: UpstreamErrorKind::ConnectTimeout,
+                    detail,
+                })
+            })?;
     let link = Rc::new(Link {
         sender,
         peer,
@@ -155,7 +166,12 @@ pub(super) async fn open(stream: Stream, limit: Duration) -> Result<(Rc<Link>, D
         task: Cell::default(),
     });
     let pings = connection.ping_pong().map(|pings| Pings::new(pings, heard));
-    let driver = Driver { connection, pings, link: Rc::downgrade(&link), grace: Alarm::default() };
+    let driver = Driver {
+        connection,
+        pings,
+        link: Rc::downgrade(&link),
+        grace: Alarm::default(),
+    };
     Ok((link, driver))
 }
 
@@ -169,12 +185,18 @@ impl Link {
     /// Room for one more request, if there is.
     pub(super) fn place(self: &Rc<Self>, pool: &Rc<Pool>) -> Option<Place> {
         let is_good = !self.closing.get() && !self.suspect.get();
-        if !is_good || self.streams.get() >= self.sender.current_max_send_streams().min(MAX_STREAMS) {
+        if !is_good || self.streams.get() >= self.sender.current_max_send_streams().min(MAX_STREAMS)
+        {
             return None;
         }
         self.streams.set(self.streams.get() + 1);
         let is_first = !self.used.replace(true);
-        Some(Place { link: Rc::clone(self), pool: Rc::clone(pool), is_first, upload: None })
+        Some(Place {
+            link: Rc::clone(self),
+            pool: Rc::clone(pool),
+            is_first,
+            upload: None,
+        })
     }
 
     /// How many requests the upstream allows on one connection, and we do.
@@ -205,7 +227,9 @@ impl Link {
             left => {
                 self.patience.set(left - 1);
                 if left == 1 {
-                    tracing::debug!("an upstream connection gets no more requests: too many were given up");
+                    tracing::debug!(
+                        "an upstream connection gets no more requests: too many were given up"
+                    );
                     self.retire();
                 }
             }
@@ -214,7 +238,9 @@ impl Link {
 
     /// Takes back what was left for later, when it is time.
     fn clear_up(&self, grace: &mut Alarm, cx: &mut Context<'_>) {
-        let Some(since) = self.given_up.borrow().since else { return };
+        let Some(since) = self.given_up.borrow().since else {
+            return;
+        };
         if grace.poll(since + GRACE, cx).is_ready() {
             drop(self.given_up.take());
         }
@@ -261,13 +287,23 @@ impl Place {
         match sender.poll_ready(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(Err(error)) => {
                 self.link.retire();
-                Err(NotBegun { is_gone: true, error })
+                Err(NotBegun {
+                    is_gone: true,
+                    error,
+                })
             }
             _ => match sender.send_request(request, !has_body) {
-                Ok((awaited, sending)) => {
-                    Ok((Answer { awaited: Some(awaited), link: Rc::clone(&self.link) }, sending))
-                }
-                Err(error) => Err(NotBegun { is_gone: false, error }),
+                Ok((awaited, sending)) => Ok((
+                    Answer {
+                        awaited: Some(awaited),
+                        link: Rc::clone(&self.link),
+                    },
+                    sending,
+                )),
+                Err(error) => Err(NotBegun {
+                    is_gone: false,
+                    error,
+                }),
             },
         }
     }
@@ -302,7 +338,9 @@ impl Future for Answer {
     type Output = Result<Response<RecvStream>, h2::Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let Some(awaited) = &mut self.awaited else { return Poll::Pending };
+        let Some(awaited) = &mut self.awaited else {
+            return Poll::Pending;
+        };
         let answer = ready!(Pin::new(awaited).poll(cx));
         self.awaited = None;
         let patience = &self.link.patience;
@@ -341,7 +379,9 @@ impl Drop for Link {
 
 impl std::fmt::Debug for Link {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Link").field("streams", &self.streams).finish_non_exhaustive()
+        f.debug_struct("Link")
+            .field("streams", &self.streams)
+            .finish_non_exhaustive()
     }
 }
 
@@ -379,11 +419,17 @@ impl Driver {
             if let Poll::Ready(end) = Pin::new(&mut self.connection).poll(cx) {
                 return Poll::Ready(end.map_err(|error| with_causes(&error)));
             }
-            let Some(link) = self.link.upgrade() else { return Poll::Pending };
+            let Some(link) = self.link.upgrade() else {
+                return Poll::Pending;
+            };
             link.driver.replace(Some(cx.waker().clone()));
             link.clear_up(&mut self.grace, cx);
-            let Some(pings) = &mut self.pings else { return Poll::Pending };
-            pings.poll(&link.suspect, cx).map(|()| Err("it does not answer a PING".to_owned()))
+            let Some(pings) = &mut self.pings else {
+                return Poll::Pending;
+            };
+            pings
+                .poll(&link.suspect, cx)
+                .map(|()| Err("it does not answer a PING".to_owned()))
         });
         match end.await {
             Ok(()) => tracing::debug!("an upstream connection ended"),
@@ -413,7 +459,14 @@ struct Pings {
 
 impl Pings {
     fn new(pings: PingPong, heard: Arc<AtomicBool>) -> Self {
-        Self { pings, heard, unheard: 0, since: Instant::now(), due: None, alarm: Alarm::default() }
+        Self {
+            pings,
+            heard,
+            unheard: 0,
+            since: Instant::now(),
+            due: None,
+            alarm: Alarm::default(),
+        }
     }
 
     /// Ready when the upstream is gone. Whoever is `suspect` is asked at once.

@@ -108,8 +108,14 @@ pub(crate) struct Lease {
 impl Pool {
     pub(super) fn new(shared: Arc<Shared>) -> Rc<Self> {
         let chose_http2 = match &shared.settings.url {
-            UpstreamUrl::Net { scheme: Scheme::H2c, .. } => Some(true),
-            UpstreamUrl::Net { scheme: Scheme::Https, .. } => None,
+            UpstreamUrl::Net {
+                scheme: Scheme::H2c,
+                ..
+            } => Some(true),
+            UpstreamUrl::Net {
+                scheme: Scheme::Https,
+                ..
+            } => None,
             _ => Some(false),
         };
         let pool = Rc::new(Self {
@@ -198,10 +204,19 @@ impl Pool {
     /// A connection that is there, or room on one; `now` is when the caller looked at the clock last.
     pub(super) fn take_idle(self: &Rc<Self>, now: Instant) -> Option<Box<Connection>> {
         let max_age = self.settings().pool_idle_timeout;
-        let is_young =
-            |link: &&Rc<Link>| link.idle_since().is_none_or(|since| now.duration_since(since) < max_age);
-        let place = self.links.borrow().iter().filter(is_young).find_map(|link| link.place(self));
-        place.map(|place| Box::new(Connection::new(Wire::Http2(place)))).or_else(|| self.take_idle_http1(now))
+        let is_young = |link: &&Rc<Link>| {
+            link.idle_since()
+                .is_none_or(|since| now.duration_since(since) < max_age)
+        };
+        let place = self
+            .links
+            .borrow()
+            .iter()
+            .filter(is_young)
+            .find_map(|link| link.place(self));
+        place
+            .map(|place| Box::new(Connection::new(Wire::Http2(place))))
+            .or_else(|| self.take_idle_http1(now))
     }
 
     fn take_idle_http1(&self, now: Instant) -> Option<Box<Connection>> {
@@ -266,13 +281,19 @@ impl Pool {
     ) -> Result<Option<Box<Connection>>, UpstreamError> {
         let (waiter, offered) = oneshot::channel();
         let is_full = !self.links.borrow().is_empty();
-        let _place = if is_full { Some(Place::take(self)?) } else { None };
+        let _place = if is_full {
+            Some(Place::take(self)?)
+        } else {
+            None
+        };
         self.waiters.borrow_mut().push_back(waiter);
         self.open_as_needed();
         let offered = if is_full {
             let limit = self.settings().queue_timeout;
             let until = *queued_since.get_or_insert_with(Instant::now) + limit;
-            timeout_at(until, offered).await.map_err(|_elapsed| UpstreamError::queue_timeout(limit))?
+            timeout_at(until, offered)
+                .await
+                .map_err(|_elapsed| UpstreamError::queue_timeout(limit))?
         } else {
             offered.await
         };
@@ -355,15 +376,21 @@ impl Pool {
         };
         let stream = stream.counted(held);
         if stream.is_http2() {
-            let limit = self.settings().connect_timeout.saturating_sub(begun.elapsed());
+            let limit = self
+                .settings()
+                .connect_timeout
+                .saturating_sub(begun.elapsed());
             let (link, driver) = http2::open(stream, limit).await?;
             link.run(driver, Rc::downgrade(self));
             self.link_capacity.set(link.capacity());
             self.links.borrow_mut().push(Rc::clone(&link));
-            return link.place(self).map(Wire::Http2).ok_or_else(|| UpstreamError {
-                kind: UpstreamErrorKind::Protocol,
-                detail: "it allows no requests".to_owned(),
-            });
+            return link
+                .place(self)
+                .map(Wire::Http2)
+                .ok_or_else(|| UpstreamError {
+                    kind: UpstreamErrorKind::Protocol,
+                    detail: "it allows no requests".to_owned(),
+                });
         }
         let peer = stream.peer();
         let shaken = http1::Builder::new()
@@ -380,7 +407,12 @@ impl Pool {
                 tracing::debug!(%error, "an upstream connection ended");
             }
         });
-        Ok(Wire::Http1(Http1 { sender, early: Arc::default(), peer, task: task.abort_handle() }))
+        Ok(Wire::Http1(Http1 {
+            sender,
+            early: Arc::default(),
+            peer,
+            task: task.abort_handle(),
+        }))
     }
 
     /// Gives a new connection to those who wait for it.
@@ -444,16 +476,25 @@ impl Pool {
     }
 
     fn forget(&self, link: &Rc<Link>) {
-        self.links.borrow_mut().retain(|known| !Rc::ptr_eq(known, link));
+        self.links
+            .borrow_mut()
+            .retain(|known| !Rc::ptr_eq(known, link));
     }
 
     fn idle_count(&self) -> usize {
-        let links = self.links.borrow().iter().filter(|link| link.idle_since().is_some()).count();
+        let links = self
+            .links
+            .borrow()
+            .iter()
+            .filter(|link| link.idle_since().is_some())
+            .count();
         links + self.idle.borrow().len()
     }
 
     fn put_back(&self, mut connection: Box<Connection>) {
-        let Wire::Http1(http1) = &connection.wire else { return };
+        let Wire::Http1(http1) = &connection.wire else {
+            return;
+        };
         // Not ready: the upstream closes, or a request body is still on its way and nobody is
         // left to read the answer's end. Dropping closes.
         if !http1.sender.is_ready() || self.addresses.borrow().have_lost(http1.peer) {
@@ -495,10 +536,12 @@ impl Pool {
     fn follow(&self, found: Vec<IpAddr>) {
         self.addresses.borrow_mut().learn(found);
         let addresses = self.addresses.borrow();
-        self.idle.borrow_mut().retain(|connection| match &connection.wire {
-            Wire::Http1(http1) => !addresses.have_lost(http1.peer),
-            Wire::Http2(_) => true,
-        });
+        self.idle
+            .borrow_mut()
+            .retain(|connection| match &connection.wire {
+                Wire::Http1(http1) => !addresses.have_lost(http1.peer),
+                Wire::Http2(_) => true,
+            });
         self.links.borrow_mut().retain(|link| {
             let stays = !addresses.have_lost(link.peer);
             if !stays {
@@ -517,13 +560,15 @@ impl Pool {
         let closed = wanted.min(idle.len());
         idle.drain(..closed);
         wanted -= closed;
-        self.links.borrow_mut().retain(|link| match link.idle_since() {
-            Some(_) if wanted > 0 => {
-                wanted -= 1;
-                false
-            }
-            idle_since => idle_since.is_none_or(|since| now.duration_since(since) < max_age),
-        });
+        self.links
+            .borrow_mut()
+            .retain(|link| match link.idle_since() {
+                Some(_) if wanted > 0 => {
+                    wanted -= 1;
+                    false
+                }
+                idle_since => idle_since.is_none_or(|since| now.duration_since(since) < max_age),
+            });
     }
 }
 
@@ -550,12 +595,20 @@ impl<'p> Place<'p> {
 impl Drop for Place<'_> {
     fn drop(&mut self) {
         self.0.shared.waiting.fetch_sub(1, Ordering::SeqCst);
-        self.0.waiters.borrow_mut().retain(|waiter| !waiter.is_closed());
+        self.0
+            .waiters
+            .borrow_mut()
+            .retain(|waiter| !waiter.is_closed());
     }
 }
 
 async fn sweep(pool: Weak<Pool>, mut wanted: watch::Receiver<()>) {
-    let Some(interval) = pool.upgrade().map(|pool| pool.settings().pool_idle_timeout / 2) else { return };
+    let Some(interval) = pool
+        .upgrade()
+        .map(|pool| pool.settings().pool_idle_timeout / 2)
+    else {
+        return;
+    };
     let interval = interval.clamp(SWEEP_INTERVAL.0, SWEEP_INTERVAL.1);
     while let Some(pool) = pool.upgrade() {
         pool.sweep();
@@ -571,7 +624,9 @@ async fn sweep(pool: Weak<Pool>, mut wanted: watch::Receiver<()>) {
 async fn follow(pool: Weak<Pool>) {
     loop {
         sleep(addresses::LOOKUP_INTERVAL).await;
-        let Some(shared) = pool.upgrade().map(|pool| Arc::clone(&pool.shared)) else { return };
+        let Some(shared) = pool.upgrade().map(|pool| Arc::clone(&pool.shared)) else {
+            return;
+        };
         let found = addresses::look_up(&shared.settings.url).await;
         if let (Some(found), Some(pool)) = (found, pool.upgrade()) {
             pool.follow(found);
@@ -581,7 +636,11 @@ async fn follow(pool: Weak<Pool>) {
 
 impl Connection {
     fn new(wire: Wire) -> Self {
-        Self { wire, alarm: Alarm::default(), idle_since: None }
+        Self {
+            wire,
+            alarm: Alarm::default(),
+            idle_since: None,
+        }
     }
 
     pub(super) fn is_reused(&self) -> bool {
@@ -593,8 +652,13 @@ impl Connection {
 
     /// As an idle one.
     fn is_usable(&self, max_idle: Duration, now: Instant) -> bool {
-        let Wire::Http1(http1) = &self.wire else { return false };
-        http1.sender.is_ready() && self.idle_since.is_none_or(|since| now.duration_since(since) < max_idle)
+        let Wire::Http1(http1) = &self.wire else {
+            return false;
+        };
+        http1.sender.is_ready()
+            && self
+                .idle_since
+                .is_none_or(|since| now.duration_since(since) < max_idle)
     }
 }
 

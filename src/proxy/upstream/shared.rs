@@ -43,12 +43,15 @@ impl Shared {
     pub fn new(settings: UpstreamSettings, workers: usize) -> Result<Arc<Self>, SetupError> {
         let connector = Connector::new(&settings);
         let authority = settings.url.authority();
-        let authority = HeaderValue::try_from(&authority).map_err(|_invalid| SetupError(authority))?;
+        let authority =
+            HeaderValue::try_from(&authority).map_err(|_invalid| SetupError(authority))?;
         Ok(Arc::new(Self {
             connector,
             authority,
             max_idle_per_worker: settings.pool_max_idle.div_ceil(workers.max(1)),
-            open: Arc::new(Semaphore::new(settings.max_connections.min(Semaphore::MAX_PERMITS))),
+            open: Arc::new(Semaphore::new(
+                settings.max_connections.min(Semaphore::MAX_PERMITS),
+            )),
             waiting: AtomicUsize::new(0),
             held: AtomicUsize::new(0),
             wanted: watch::Sender::new(()),

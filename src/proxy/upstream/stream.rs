@@ -28,12 +28,20 @@ const PART_BYTES: usize = 16 * 1024;
 pub(super) fn head_for_http2(head: &mut request::Parts, is_secure: bool) -> Option<()> {
     let host = head.headers.remove(header::HOST)?;
     let mut parts = Parts::default();
-    parts.scheme = Some(if is_secure { http::uri::Scheme::HTTPS } else { http::uri::Scheme::HTTP });
+    parts.scheme = Some(if is_secure {
+        http::uri::Scheme::HTTPS
+    } else {
+        http::uri::Scheme::HTTP
+    });
     parts.authority = Some(Authority::try_from(host.as_bytes()).ok()?);
     parts.path_and_query = head.uri.path_and_query().cloned();
     head.uri = Uri::from_parts(parts).ok()?;
     head.version = Version::HTTP_2;
-    for name in [header::CONNECTION, header::TRANSFER_ENCODING, header::UPGRADE] {
+    for name in [
+        header::CONNECTION,
+        header::TRANSFER_ENCODING,
+        header::UPGRADE,
+    ] {
         head.headers.remove(name);
     }
     Some(())
@@ -43,7 +51,8 @@ pub(super) fn head_for_http2(head: &mut request::Parts, is_secure: bool) -> Opti
 /// wants a proof for.
 pub(super) fn connect_from_get(head: &mut request::Parts) -> Option<HeaderValue> {
     head.method = Method::CONNECT;
-    head.extensions.insert(h2::ext::Protocol::from_static("websocket"));
+    head.extensions
+        .insert(h2::ext::Protocol::from_static("websocket"));
     head.headers.remove(header::CONTENT_LENGTH);
     head.headers.remove(header::SEC_WEBSOCKET_KEY)
 }
@@ -69,8 +78,17 @@ impl Upload {
         stream: SendStream<Bytes>,
         declared: SmallVec<[HeaderValue; 1]>,
     ) -> Option<Self> {
-        let mut sending = Sending { body, stream, declared, part: Bytes::new(), is_last: false };
-        if poll_fn(|cx| Poll::Ready(Pin::new(&mut sending).poll(cx))).await.is_ready() {
+        let mut sending = Sending {
+            body,
+            stream,
+            declared,
+            part: Bytes::new(),
+            is_last: false,
+        };
+        if poll_fn(|cx| Poll::Ready(Pin::new(&mut sending).poll(cx)))
+            .await
+            .is_ready()
+        {
             return None;
         }
         Some(Self(tokio::task::spawn_local(sending).abort_handle()))
@@ -190,9 +208,14 @@ pub(crate) struct Receiving {
 
 impl Receiving {
     pub(super) fn new(stream: RecvStream, headers: &HeaderMap) -> Self {
-        let length =
-            headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
-        Self { stream, length, data_is_over: false }
+        let length = headers
+            .get(header::CONTENT_LENGTH)
+            .and_then(|length| length.to_str().ok()?.parse().ok());
+        Self {
+            stream,
+            length,
+            data_is_over: false,
+        }
     }
 
     /// The next part. A stream that was reset is an error, whatever the reason: an end is said by END_STREAM only.
@@ -223,7 +246,8 @@ impl Receiving {
     }
 
     pub(crate) fn size_hint(&self) -> SizeHint {
-        self.length.map_or_else(SizeHint::default, SizeHint::with_exact)
+        self.length
+            .map_or_else(SizeHint::default, SizeHint::with_exact)
     }
 }
 
@@ -238,13 +262,27 @@ pub(crate) struct Duplex {
 }
 
 impl Duplex {
-    pub(super) fn new(sending: SendStream<Bytes>, receiving: RecvStream, place: Box<Connection>) -> Self {
-        Self { sending, receiving, unread: Bytes::new(), has_ended: false, _place: place }
+    pub(super) fn new(
+        sending: SendStream<Bytes>,
+        receiving: RecvStream,
+        place: Box<Connection>,
+    ) -> Self {
+        Self {
+            sending,
+            receiving,
+            unread: Bytes::new(),
+            has_ended: false,
+            _place: place,
+        }
     }
 }
 
 impl AsyncRead for Duplex {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         while this.unread.is_empty() {
             match ready!(this.receiving.poll_data(cx)) {
@@ -252,22 +290,33 @@ impl AsyncRead for Duplex {
                 None => return Poll::Ready(Ok(())),
             }
         }
-        let part = this.unread.split_to(this.unread.len().min(into.remaining()));
+        let part = this
+            .unread
+            .split_to(this.unread.len().min(into.remaining()));
         into.put_slice(&part);
         // Only what has gone on makes room for more.
-        this.receiving.flow_control().release_capacity(part.len()).map_err(io::Error::other)?;
+        this.receiving
+            .flow_control()
+            .release_capacity(part.len())
+            .map_err(io::Error::other)?;
         Poll::Ready(Ok(()))
     }
 }
 
 impl AsyncWrite for Duplex {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, mut bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        mut bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let wanted = bytes.len().min(PART_BYTES);
         let room = ready!(poll_room(&mut this.sending, wanted, cx)).map_err(io::Error::other)?;
         let part = bytes.copy_to_bytes(room.min(wanted));
         let taken = part.len();
-        this.sending.send_data(part, false).map_err(io::Error::other)?;
+        this.sending
+            .send_data(part, false)
+            .map_err(io::Error::other)?;
         Poll::Ready(Ok(taken))
     }
 
@@ -280,6 +329,10 @@ impl AsyncWrite for Duplex {
         if std::mem::replace(&mut this.has_ended, true) {
             return Poll::Ready(Ok(()));
         }
-        Poll::Ready(this.sending.send_data(Bytes::new(), true).map_err(io::Error::other))
+        Poll::Ready(
+            this.sending
+                .send_data(Bytes::new(), true)
+                .map_err(io::Error::other),
+        )
     }
 }

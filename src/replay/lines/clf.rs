@@ -6,7 +6,9 @@
 //! a number of milliseconds.
 
 use super::when::{CLF_LEN, ClfClock};
-use super::{Headers, Line, Read, Wanted, address, number, request_line, to_quote, told, unescaped};
+use super::{
+    Headers, Line, Read, Wanted, address, number, request_line, to_quote, told, unescaped,
+};
 use smallvec::SmallVec;
 use std::borrow::Cow;
 
@@ -25,9 +27,13 @@ const MOST_EXTRAS: usize = 32;
 
 impl Parser {
     pub(super) fn new(wanted: &Wanted) -> Self {
-        let extras: Vec<_> =
-            (1..=MOST_EXTRAS).map(|number| wanted.of_field(&format!("extra{number}"), None)).collect();
-        let used = extras.iter().rposition(|places| !places.is_empty()).map_or(0, |last| last + 1);
+        let extras: Vec<_> = (1..=MOST_EXTRAS)
+            .map(|number| wanted.of_field(&format!("extra{number}"), None))
+            .collect();
+        let used = extras
+            .iter()
+            .rposition(|places| !places.is_empty())
+            .map_or(0, |last| last + 1);
         Self {
             clock: ClfClock::new(),
             user: wanted.of_field("remote_user", None),
@@ -94,11 +100,14 @@ impl Parser {
 
     /// Reads what follows the size, and the duration that Traefik ends its lines with.
     fn push_fields<'l>(&self, headers: &mut Headers<'l>, rest: &'l [u8]) -> Option<u64> {
-        let wants_nothing = self.referer.is_empty() && self.agent.is_empty() && self.extras.is_empty();
+        let wants_nothing =
+            self.referer.is_empty() && self.agent.is_empty() && self.extras.is_empty();
         if !wants_nothing {
             let mut rest = rest;
             for place in [&self.referer, &self.agent].into_iter().chain(&self.extras) {
-                let Some((field, after)) = field(rest) else { break };
+                let Some((field, after)) = field(rest) else {
+                    break;
+                };
                 push(headers, place, field);
                 rest = after;
             }
@@ -121,7 +130,11 @@ fn split_head(head: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
     let (second, after) = word(rest);
     // Nothing but an address begins with a digit or holds a colon and no dot, and most lines begin with one.
     let is_virtual_host = address(first).is_none() && address(second).is_some();
-    let (host, peer, rest) = if is_virtual_host { (first, second, after) } else { (&[][..], first, rest) };
+    let (host, peer, rest) = if is_virtual_host {
+        (first, second, after)
+    } else {
+        (&[][..], first, rest)
+    };
     let (_ident, user) = word(rest);
     (!peer.is_empty()).then_some((host, peer, user.trim_ascii_end()))
 }

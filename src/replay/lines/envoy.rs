@@ -6,7 +6,9 @@
 //! It names no peer. Envoy adds its own to `X-Forwarded-For` before it writes the line, so the last one there is it.
 
 use super::when::rfc3339;
-use super::{Headers, Line, Read, Wanted, address, number, request_line, to_quote, told, unescaped};
+use super::{
+    Headers, Line, Read, Wanted, address, number, request_line, to_quote, told, unescaped,
+};
 use smallvec::SmallVec;
 
 #[derive(Debug)]
@@ -34,7 +36,9 @@ impl Parser {
         let (time, rest) = rest.split_at_checked(memchr::memchr(b']', rest)?)?;
         let (at_us, coarse) = rfc3339(time)?;
         let (request, rest) = to_quote(rest.strip_prefix(b"] \"")?)?;
-        let Some((method, target)) = request_line(request) else { return Some(Read::Other) };
+        let Some((method, target)) = request_line(request) else {
+            return Some(Read::Other);
+        };
         // Nothing is escaped here, and clients choose most of it: an agent's quotes must not move the other fields.
         let (words, rest) = rest.split_at_checked(memchr::memchr(b'"', rest)?)?;
         let (forwarded, rest) = to_quote(rest.get(1..)?)?;
@@ -42,7 +46,9 @@ impl Parser {
         let (rest, authority) = last_quoted(rest)?;
         let (rest, request_id) = last_quoted(rest)?;
         let agent = rest.trim_ascii().strip_prefix(b"\"")?.strip_suffix(b"\"")?;
-        let mut words = words.split(|byte| *byte == b' ').filter(|word| !word.is_empty());
+        let mut words = words
+            .split(|byte| *byte == b' ')
+            .filter(|word| !word.is_empty());
         let status = number(words.next()?)?;
         let mut from_end = words.rev();
         let (_service_time, duration) = (from_end.next()?, from_end.next()?);
@@ -51,9 +57,11 @@ impl Parser {
             None => (&[][..], forwarded),
         };
         let mut headers = Headers::new();
-        for (places, text) in
-            [(&self.forwarded, before), (&self.agent, agent), (&self.request_id, request_id)]
-        {
+        for (places, text) in [
+            (&self.forwarded, before),
+            (&self.agent, agent),
+            (&self.request_id, request_id),
+        ] {
             if let Some(text) = told(text) {
                 headers.extend(places.iter().map(|place| (*place, unescaped(text))));
             }

@@ -68,7 +68,12 @@ pub(super) static CADDY: Shape = Shape {
     peer: &["request.remote_ip", "request.remote_addr"],
     status: &["status"],
     took: &[("duration", 1e6)],
-    header: |name| [format!("request.headers.{}", capitalized(name)), String::new()],
+    header: |name| {
+        [
+            format!("request.headers.{}", capitalized(name)),
+            String::new(),
+        ]
+    },
     forwarded_tells_peer: false,
     mark: None,
 };
@@ -80,7 +85,10 @@ pub(super) static ENVOY: Shape = Shape {
     query: &[],
     request: &[],
     host: &["authority", ":authority"],
-    peer: &["downstream_direct_remote_address", "downstream_remote_address"],
+    peer: &[
+        "downstream_direct_remote_address",
+        "downstream_remote_address",
+    ],
     status: &["response_code"],
     took: &[("duration", 1e3)],
     header: |name| [name.replace('-', "_"), name.to_owned()],
@@ -115,7 +123,11 @@ pub(super) static NGINX: Shape = Shape {
 fn capitalized(name: &str) -> String {
     let mut starts = true;
     let letters = name.chars().map(|letter| {
-        let letter = if starts { letter.to_ascii_uppercase() } else { letter };
+        let letter = if starts {
+            letter.to_ascii_uppercase()
+        } else {
+            letter
+        };
         starts = letter == '-';
         letter
     });
@@ -134,12 +146,24 @@ pub(in super::super) struct Parser {
 impl Parser {
     pub(super) fn new(shape: &'static Shape, wanted: &Wanted) -> Self {
         let fields = |place: u16, name: &str| {
-            let said = wanted.told.iter().filter(|(at, _)| *at == place).map(|(_, field)| field.clone());
+            let said = wanted
+                .told
+                .iter()
+                .filter(|(at, _)| *at == place)
+                .map(|(_, field)| field.clone());
             let said: Vec<Box<str>> = said.collect();
-            let own = (shape.header)(name).into_iter().filter(|field| !field.is_empty());
-            if said.is_empty() { own.map(Into::into).collect() } else { said }
+            let own = (shape.header)(name)
+                .into_iter()
+                .filter(|field| !field.is_empty());
+            if said.is_empty() {
+                own.map(Into::into).collect()
+            } else {
+                said
+            }
         };
-        let headers = (0..).zip(&wanted.names).map(|(place, name)| (place, fields(place, name.as_str())));
+        let headers = (0..)
+            .zip(&wanted.names)
+            .map(|(place, name)| (place, fields(place, name.as_str())));
         Self {
             shape,
             clock: ClfClock::new(),
@@ -149,10 +173,16 @@ impl Parser {
     }
 
     pub(super) fn read<'l>(&mut self, line: &'l [u8]) -> Read<'l> {
-        let Ok(record) = serde_json::from_slice::<Value>(line) else { return Read::Broken };
+        let Ok(record) = serde_json::from_slice::<Value>(line) else {
+            return Read::Broken;
+        };
         match self.shape.mark {
             Some((field, wanted)) if text(&record, field).as_deref() != Some(wanted.as_bytes()) => {
-                if record.is_object() { Read::Other } else { Read::Broken }
+                if record.is_object() {
+                    Read::Other
+                } else {
+                    Read::Broken
+                }
             }
             _ => self.request(&record).unwrap_or(Read::Broken),
         }
@@ -160,9 +190,17 @@ impl Parser {
 
     fn request<'l>(&mut self, record: &Value) -> Option<Read<'l>> {
         let shape = self.shape;
-        let took_us = shape.took.iter().find_map(|(field, unit)| Some(decimal(at(record, field)?)? * unit));
+        let took_us = shape
+            .took
+            .iter()
+            .find_map(|(field, unit)| Some(decimal(at(record, field)?)? * unit));
         let took_us = took_us.and_then(|us| {
-            u64::try_from(std::time::Duration::try_from_secs_f64(us / 1e6).ok()?.as_micros()).ok()
+            u64::try_from(
+                std::time::Duration::try_from_secs_f64(us / 1e6)
+                    .ok()?
+                    .as_micros(),
+            )
+            .ok()
         });
         let (at_us, coarse, is_end) = shape.time.iter().find_map(|(field, is_end)| {
             let (at_us, coarse) = self.when(at(record, field)?)?;
@@ -202,7 +240,9 @@ impl Parser {
             coarse,
             took_us,
             peer,
-            status: status.and_then(|status| u16::try_from(status).ok()).unwrap_or_default(),
+            status: status
+                .and_then(|status| u16::try_from(status).ok())
+                .unwrap_or_default(),
             method,
             target,
             host: first(shape.host).unwrap_or_default(),
@@ -222,7 +262,8 @@ impl Parser {
 
     /// Takes the last address out of `X-Forwarded-For`.
     fn peer_of(&self, record: &Value, headers: &mut Headers<'_>) -> Option<std::net::IpAddr> {
-        let forwarded = text(record, "x_forwarded_for").or_else(|| text(record, "x-forwarded-for"))?;
+        let forwarded =
+            text(record, "x_forwarded_for").or_else(|| text(record, "x-forwarded-for"))?;
         let start = memchr::memrchr(b',', &forwarded).map_or(0, |comma| comma + 1);
         headers.retain(|(place, _)| Some(*place) != self.forwarded);
         if let (Some(place), Some(before @ [_, ..])) =
@@ -253,7 +294,9 @@ fn plain<'l>(value: &Value) -> Option<Cow<'l, [u8]>> {
         Value::Number(number) => number.to_string(),
         _ => return None,
     };
-    super::told(text.as_bytes()).is_some().then(|| text.into_bytes().into())
+    super::told(text.as_bytes())
+        .is_some()
+        .then(|| text.into_bytes().into())
 }
 
 /// A header's lines: one text, or a list of them.

@@ -96,14 +96,21 @@ impl Wanted {
     }
 
     fn place(&self, name: &str) -> Option<u16> {
-        let at = self.names.iter().position(|wanted| wanted.as_str() == name)?;
+        let at = self
+            .names
+            .iter()
+            .position(|wanted| wanted.as_str() == name)?;
         u16::try_from(at).ok()
     }
 
     /// The header that a field holds by itself, unless that one is said to be elsewhere, and those that it was said to
     /// hold.
     fn of_field(&self, field: &str, own: Option<&str>) -> SmallVec<[u16; 1]> {
-        let said = self.told.iter().filter(|(_, told)| **told == *field).map(|(place, _)| *place);
+        let said = self
+            .told
+            .iter()
+            .filter(|(_, told)| **told == *field)
+            .map(|(place, _)| *place);
         let own = own.and_then(|own| self.place(own));
         let own = own.filter(|own| !self.told.iter().any(|(place, _)| place == own));
         said.chain(own).collect()
@@ -175,7 +182,10 @@ impl Format {
     pub(super) fn detect<'l>(lines: impl Iterator<Item = &'l [u8]> + Clone) -> Option<Self> {
         let reads = |format: Self| {
             let mut parser = Parser::new(format, &Wanted::default());
-            lines.clone().filter(|line| matches!(parser.read(line), Read::Request(_))).count()
+            lines
+                .clone()
+                .filter(|line| matches!(parser.read(line), Read::Request(_)))
+                .count()
         };
         let counted = Self::ALL.into_iter().map(|format| (reads(format), format));
         // `max_by_key` takes the last of equals.
@@ -200,22 +210,33 @@ fn request_line(text: &[u8]) -> Option<(&[u8], &[u8])> {
         Some(at) if rest.get(at + 1..)?.starts_with(b"HTTP/") => rest.get(..at)?,
         _ => rest,
     };
-    let is_method =
-        !method.is_empty() && method.iter().all(|byte| byte.is_ascii_uppercase() || *byte == b'-');
+    let is_method = !method.is_empty()
+        && method
+            .iter()
+            .all(|byte| byte.is_ascii_uppercase() || *byte == b'-');
     (is_method && !target.is_empty()).then_some((method, target))
 }
 
 /// An address, perhaps with a port.
 fn address(text: &[u8]) -> Option<IpAddr> {
     let text = str::from_utf8(text).ok()?;
-    let bare = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
+    let bare = text
+        .strip_prefix('[')
+        .and_then(|text| text.strip_suffix(']'))
+        .unwrap_or(text);
     let parsed = bare.parse().ok();
-    parsed.or_else(|| text.parse::<std::net::SocketAddr>().ok().map(|address| address.ip()))
+    parsed.or_else(|| {
+        text.parse::<std::net::SocketAddr>()
+            .ok()
+            .map(|address| address.ip())
+    })
 }
 
 /// What a quoted field holds: nginx writes `\xHH`, Apache `\"`, `\\`, `\n` and `\xhh`.
 fn unescaped(text: &[u8]) -> Cow<'_, [u8]> {
-    let Some(first) = memchr::memchr(b'\\', text) else { return Cow::Borrowed(text) };
+    let Some(first) = memchr::memchr(b'\\', text) else {
+        return Cow::Borrowed(text);
+    };
     let (plain, mut rest) = text.split_at_checked(first).unwrap_or((text, &[]));
     let mut out = plain.to_vec();
     while let Some((byte, tail)) = rest.split_first() {
@@ -251,7 +272,11 @@ fn to_quote(text: &[u8]) -> Option<(&[u8], &[u8])> {
     loop {
         let at = from + memchr::memchr(b'"', text.get(from..)?)?;
         let before = text.get(..at)?;
-        let slashes = before.iter().rev().take_while(|byte| **byte == b'\\').count();
+        let slashes = before
+            .iter()
+            .rev()
+            .take_while(|byte| **byte == b'\\')
+            .count();
         if slashes % 2 == 0 {
             return Some((before, text.get(at + 1..)?));
         }

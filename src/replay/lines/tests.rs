@@ -1,9 +1,14 @@
 use super::*;
 
 fn wanted(names: &[&'static str], told: &[(&'static str, &str)]) -> Wanted {
-    let names: Vec<HeaderName> = names.iter().map(|name| HeaderName::from_static(name)).collect();
-    let told: Vec<_> =
-        told.iter().map(|(name, field)| (HeaderName::from_static(name), (*field).to_owned())).collect();
+    let names: Vec<HeaderName> = names
+        .iter()
+        .map(|name| HeaderName::from_static(name))
+        .collect();
+    let told: Vec<_> = told
+        .iter()
+        .map(|(name, field)| (HeaderName::from_static(name), (*field).to_owned()))
+        .collect();
     Wanted::new(names.iter(), &told)
 }
 
@@ -17,7 +22,9 @@ fn told_by(format: Format, wanted: &Wanted, line: &str) -> String {
             let headers: Vec<String> = read
                 .headers
                 .iter()
-                .map(|(place, value)| format!("{}={}", wanted.names()[usize::from(*place)], text(value)))
+                .map(|(place, value)| {
+                    format!("{}={}", wanted.names()[usize::from(*place)], text(value))
+                })
                 .collect();
             let peer = read.peer.map_or("-".to_owned(), |peer| peer.to_string());
             let took = read.took_us.map_or("-".to_owned(), |us| us.to_string());
@@ -30,11 +37,14 @@ fn told_by(format: Format, wanted: &Wanted, line: &str) -> String {
 
 #[track_caller]
 fn reads(format: Format, names: &[&'static str], line: &str, expected: &str) {
-    assert_eq!(told_by(format, &wanted(names, &[]), line), expected, "{line}");
+    assert_eq!(
+        told_by(format, &wanted(names, &[]), line),
+        expected,
+        "{line}"
+    );
 }
 
-const COMBINED: &str =
-    r#"10.0.0.1 - ann [18/Nov/2026:12:06:40 +0100] "GET /a?b=1 HTTP/1.1" 200 512 "https://a/" "curl/8""#;
+const COMBINED: &str = r#"10.0.0.1 - ann [18/Nov/2026:12:06:40 +0100] "GET /a?b=1 HTTP/1.1" 200 512 "https://a/" "curl/8""#;
 
 #[test]
 fn text_by_nginx_and_apache() {
@@ -78,13 +88,34 @@ fn text_by_nginx_and_apache() {
             "1795000000000000 37000 1.2.3.4 200 GET /  []",
         ),
         // No requests, and nothing.
-        (r#"1.2.3.4 - - [18/Nov/2026:11:06:40 +0000] "\x16\x03\x01" 400 150 "-" "-""#, "other"),
-        (r#"1.2.3.4 - - [18/Nov/2026:11:06:40 +0000] "-" 408 0 "-" "-""#, "other"),
-        (r#"1.2.3.4 - - [18/Nov/2026:11:06:40 +0000] "" 400 0"#, "other"),
-        (r#"1.2.3.4 - - [31/Feb/2026:11:06:40 +0000] "GET / HTTP/1.1" 200 0"#, "broken"),
-        (r#"1.2.3.4 - - [18/Nov/2026:25:06:40 +0000] "GET / HTTP/1.1" 200 0"#, "broken"),
-        (r#"1.2.3.4 - - [18/Nov/2026:11:06:40 +0000] "GET / HTTP/1.1"#, "broken"),
-        (r#"[18/Nov/2026:11:06:40 +0000] "GET / HTTP/1.1" 200 0"#, "broken"),
+        (
+            r#"1.2.3.4 - - [18/Nov/2026:11:06:40 +0000] "\x16\x03\x01" 400 150 "-" "-""#,
+            "other",
+        ),
+        (
+            r#"1.2.3.4 - - [18/Nov/2026:11:06:40 +0000] "-" 408 0 "-" "-""#,
+            "other",
+        ),
+        (
+            r#"1.2.3.4 - - [18/Nov/2026:11:06:40 +0000] "" 400 0"#,
+            "other",
+        ),
+        (
+            r#"1.2.3.4 - - [31/Feb/2026:11:06:40 +0000] "GET / HTTP/1.1" 200 0"#,
+            "broken",
+        ),
+        (
+            r#"1.2.3.4 - - [18/Nov/2026:25:06:40 +0000] "GET / HTTP/1.1" 200 0"#,
+            "broken",
+        ),
+        (
+            r#"1.2.3.4 - - [18/Nov/2026:11:06:40 +0000] "GET / HTTP/1.1"#,
+            "broken",
+        ),
+        (
+            r#"[18/Nov/2026:11:06:40 +0000] "GET / HTTP/1.1" 200 0"#,
+            "broken",
+        ),
         ("[", "broken"),
     ] {
         reads(Format::Combined, &names, line, expected);
@@ -95,12 +126,20 @@ fn text_by_nginx_and_apache() {
 fn fields_that_were_said_to_hold_a_header() {
     let wanted = wanted(
         &["x-user-id", "x-forwarded-for", "user-agent"],
-        &[("x-user-id", "remote_user"), ("x-forwarded-for", "extra2"), ("user-agent", "extra1")],
+        &[
+            ("x-user-id", "remote_user"),
+            ("x-forwarded-for", "extra2"),
+            ("user-agent", "extra1"),
+        ],
     );
     let line = format!(r#"{COMBINED} "other" 9.9.9.9 "more""#);
     let told = told_by(Format::Combined, &wanted, &line);
-    assert!(told.ends_with(r#"["x-user-id=ann", "user-agent=other", "x-forwarded-for=9.9.9.9"]"#), "{told}");
-    let line = r#"{"time":"2026-11-18T11:06:40Z","method":"GET","path":"/","a.b":{"c":"1"},"d":"2"}"#;
+    assert!(
+        told.ends_with(r#"["x-user-id=ann", "user-agent=other", "x-forwarded-for=9.9.9.9"]"#),
+        "{told}"
+    );
+    let line =
+        r#"{"time":"2026-11-18T11:06:40Z","method":"GET","path":"/","a.b":{"c":"1"},"d":"2"}"#;
     let wanted = self::wanted(&["x-user-id"], &[("x-user-id", "a.b.c"), ("x-other", "d")]);
     let told = told_by(Format::Json, &wanted, line);
     assert!(told.ends_with(r#"["x-other=2", "x-user-id=1"]"#), "{told}");
@@ -127,8 +166,18 @@ fn text_by_envoy() {
         &line("1.1.1.1", r#"a" "id" "evil" "x" b"#),
         r#"1795000000250000 37000 1.1.1.1 200 GET /a?b shop:443 ["user-agent=a\" \"id\" \"evil\" \"x\" b"]"#,
     );
-    reads(Format::Envoy, &names, &line("-", "-"), "1795000000250000 37000 - 200 GET /a?b shop:443 []");
-    reads(Format::Envoy, &names, "[2026-11-18T11:06:40.250Z] \"GET / HTTP/2\" 200", "broken");
+    reads(
+        Format::Envoy,
+        &names,
+        &line("-", "-"),
+        "1795000000250000 37000 - 200 GET /a?b shop:443 []",
+    );
+    reads(
+        Format::Envoy,
+        &names,
+        "[2026-11-18T11:06:40.250Z] \"GET / HTTP/2\" 200",
+        "broken",
+    );
 }
 
 #[test]
@@ -175,7 +224,11 @@ fn json_by_several() {
             r#"{"time":"18/Nov/2026:11:06:40 +0000","method":"GET","path":"/x"}"#,
             "1795000000000000 - - 0 GET /x  []",
         ),
-        (Format::Json, r#"{"time":1e300,"method":"GET","path":"/x"}"#, "broken"),
+        (
+            Format::Json,
+            r#"{"time":1e300,"method":"GET","path":"/x"}"#,
+            "broken",
+        ),
         (Format::Json, r#"{"time":"2026-11-18T11:06:40Z"}"#, "broken"),
         (Format::Json, "[]", "broken"),
         (Format::Json, "{", "broken"),
@@ -183,7 +236,11 @@ fn json_by_several() {
     ] {
         reads(format, &names, line, expected);
         if !["broken", "other"].contains(&expected) {
-            assert_eq!(Format::detect([line.as_bytes(), b"{}"].into_iter()), Some(format), "{line}");
+            assert_eq!(
+                Format::detect([line.as_bytes(), b"{}"].into_iter()),
+                Some(format),
+                "{line}"
+            );
         }
     }
     let nested = "[".repeat(100_000);
@@ -193,8 +250,14 @@ fn json_by_several() {
 #[test]
 fn the_format_is_that_of_most_lines() {
     let lines = [COMBINED, "garbage", "\u{1b}[2J", COMBINED];
-    assert_eq!(Format::detect(lines.iter().map(|line| line.as_bytes())), Some(Format::Combined));
-    assert_eq!(Format::detect([&b"\xff\xfe"[..], b"hello"].into_iter()), None);
+    assert_eq!(
+        Format::detect(lines.iter().map(|line| line.as_bytes())),
+        Some(Format::Combined)
+    );
+    assert_eq!(
+        Format::detect([&b"\xff\xfe"[..], b"hello"].into_iter()),
+        None
+    );
     assert_eq!(Format::detect(std::iter::empty()), None);
 }
 

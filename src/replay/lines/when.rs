@@ -6,8 +6,9 @@ use time::{Date, Month, OffsetDateTime, PrimitiveDateTime, Time, UtcOffset};
 /// Length of `19/Nov/2026:13:55:36 +0100`.
 pub(super) const CLF_LEN: usize = 26;
 
-const MONTHS: [&[u8]; 12] =
-    [b"Jan", b"Feb", b"Mar", b"Apr", b"May", b"Jun", b"Jul", b"Aug", b"Sep", b"Oct", b"Nov", b"Dec"];
+const MONTHS: [&[u8]; 12] = [
+    b"Jan", b"Feb", b"Mar", b"Apr", b"May", b"Jun", b"Jul", b"Aug", b"Sep", b"Oct", b"Nov", b"Dec",
+];
 
 /// Remembers the time that was read last: thousands of lines in a row say the same.
 #[derive(Debug)]
@@ -18,7 +19,10 @@ pub(super) struct ClfClock {
 
 impl ClfClock {
     pub(super) fn new() -> Self {
-        Self { text: [0; CLF_LEN], at_us: 0 }
+        Self {
+            text: [0; CLF_LEN],
+            at_us: 0,
+        }
     }
 
     /// Reads `19/Nov/2026:13:55:36 +0100`.
@@ -33,8 +37,41 @@ impl ClfClock {
 }
 
 fn clf(text: &[u8; CLF_LEN]) -> Option<u64> {
-    let [d1, d2, b'/', m1, m2, m3, b'/', y1, y2, y3, y4, b':', rest @ ..] = text else { return None };
-    let [h1, h2, b':', n1, n2, b':', s1, s2, b' ', sign @ (b'+' | b'-'), o1, o2, o3, o4] = rest else {
+    let [
+        d1,
+        d2,
+        b'/',
+        m1,
+        m2,
+        m3,
+        b'/',
+        y1,
+        y2,
+        y3,
+        y4,
+        b':',
+        rest @ ..,
+    ] = text
+    else {
+        return None;
+    };
+    let [
+        h1,
+        h2,
+        b':',
+        n1,
+        n2,
+        b':',
+        s1,
+        s2,
+        b' ',
+        sign @ (b'+' | b'-'),
+        o1,
+        o2,
+        o3,
+        o4,
+    ] = rest
+    else {
         return None;
     };
     let two = |tens: &u8, ones: &u8| Some(digit(*tens)? * 10 + digit(*ones)?);
@@ -68,7 +105,9 @@ pub(super) fn rfc3339(text: &[u8]) -> Option<(u64, bool)> {
 pub(super) fn epoch(seconds: f64) -> Option<(u64, bool)> {
     // The year 2255, where microseconds stop being exact.
     let is_date = (0.0..9e9).contains(&seconds);
-    let us = is_date.then(|| std::time::Duration::from_secs_f64(seconds))?.as_micros();
+    let us = is_date
+        .then(|| std::time::Duration::from_secs_f64(seconds))?
+        .as_micros();
     Some((u64::try_from(us).ok()?, seconds.fract() == 0.0))
 }
 

@@ -36,7 +36,11 @@ fn render(page: &mut String, report: &Report) -> fmt::Result {
     if let [first, second, ..] = report.sets.as_slice() {
         compare(page, report, first, second)?;
     }
-    let several = if report.sets.len() > 1 { " class=\"pair\"" } else { "" };
+    let several = if report.sets.len() > 1 {
+        " class=\"pair\""
+    } else {
+        ""
+    };
     write!(page, "<div{several}>")?;
     for set in &report.sets {
         page.push_str("<article>");
@@ -84,11 +88,24 @@ fn head(page: &mut String, report: &Report) -> fmt::Result {
     page.push_str("<header><h1>What the policies would have done</h1><p>");
     for (at, log) in report.logs.iter().enumerate() {
         let comma = if at > 0 { ", " } else { "" };
-        write!(page, "{comma}<code>{}</code> ({})", Text(&log.name), log.format)?;
+        write!(
+            page,
+            "{comma}<code>{}</code> ({})",
+            Text(&log.name),
+            log.format
+        )?;
     }
-    write!(page, ": {} requests in {} lines", count(report.requests()), count(report.lines()))?;
+    write!(
+        page,
+        ": {} requests in {} lines",
+        count(report.requests()),
+        count(report.lines())
+    )?;
     if report.requests() > 0 {
-        let (from, to) = (moment(report.from_s * 1_000_000), moment(report.to_s * 1_000_000));
+        let (from, to) = (
+            moment(report.from_s * 1_000_000),
+            moment(report.to_s * 1_000_000),
+        );
         write!(page, ", {from} to {to} UTC")?;
     }
     page.push_str(".</p></header>");
@@ -111,13 +128,21 @@ fn compare(page: &mut String, report: &Report, first: &Set, second: &Set) -> fmt
         )
     };
     let forwarded = |set: &Set| {
-        format!("{} ({})", count(set.books.forwarded), share(set.books.forwarded, set.books.told.requests))
+        format!(
+            "{} ({})",
+            count(set.books.forwarded),
+            share(set.books.forwarded, set.books.told.requests)
+        )
     };
     row("all: forwarded", forwarded(first), forwarded(second))?;
     for policy in super::names(first, second) {
         let refused = |set: &Set| {
             set.book(policy).map_or("–".to_owned(), |book| {
-                format!("{} of {} refused", count(book.refused()), count(book.matched()))
+                format!(
+                    "{} of {} refused",
+                    count(book.refused()),
+                    count(book.matched())
+                )
             })
         };
         row(policy, refused(first), refused(second))?;
@@ -136,7 +161,11 @@ fn tiles(page: &mut String, set: &Set) -> fmt::Result {
     for (label, number) in set.outcomes() {
         if number > 0 || label == "forwarded" {
             let part = share(number, set.books.told.requests);
-            write!(page, "<div><dt>{label}</dt><dd>{}<small>{part}</small></dd></div>", count(number))?;
+            write!(
+                page,
+                "<div><dt>{label}</dt><dd>{}<small>{part}</small></dd></div>",
+                count(number)
+            )?;
         }
     }
     page.push_str("</dl>");
@@ -154,10 +183,27 @@ fn timeline(page: &mut String, report: &Report, set: &Set) -> fmt::Result {
     );
     let (width_s, _) = report.grid(STEPS);
     let each = duration_words(Duration::from_secs(width_s));
-    write!(page, "<p class=\"axis\"><span>a bar is {each}, the highest {}</span></p>", count(most))?;
-    bars(page, (report, STEPS), &bins, "plot", 160, "Requests over time, forwarded and refused")?;
-    let (from, to) = (moment(report.from_s * 1_000_000), moment(report.to_s * 1_000_000));
-    write!(page, "<p class=\"axis\"><span>{from}</span><span>{to}</span></p></section>")
+    write!(
+        page,
+        "<p class=\"axis\"><span>a bar is {each}, the highest {}</span></p>",
+        count(most)
+    )?;
+    bars(
+        page,
+        (report, STEPS),
+        &bins,
+        "plot",
+        160,
+        "Requests over time, forwarded and refused",
+    )?;
+    let (from, to) = (
+        moment(report.from_s * 1_000_000),
+        moment(report.to_s * 1_000_000),
+    );
+    write!(
+        page,
+        "<p class=\"axis\"><span>{from}</span><span>{to}</span></p></section>"
+    )
 }
 
 /// Stacked bars: what was refused stands on what was not.
@@ -169,7 +215,12 @@ fn bars(
     height: u64,
     label: &str,
 ) -> fmt::Result {
-    let most = bins.iter().map(|bin| bin.all).max().unwrap_or_default().max(1);
+    let most = bins
+        .iter()
+        .map(|bin| bin.all)
+        .max()
+        .unwrap_or_default()
+        .max(1);
     let width = bins.len() * 10;
     write!(
         page,
@@ -179,7 +230,11 @@ fn bars(
     let tall = |number: u64| {
         let scaled = u128::from(number) * u128::from(height) / u128::from(most);
         // One refusal among a million is seen, too.
-        if number == 0 { 0 } else { u64::try_from(scaled).unwrap_or(height).max(2) }
+        if number == 0 {
+            0
+        } else {
+            u64::try_from(scaled).unwrap_or(height).max(2)
+        }
     };
     let (width_s, _) = report.grid(most_steps);
     for (at, bin) in (0u64..).zip(bins).filter(|(_, bin)| bin.all > 0) {
@@ -195,7 +250,10 @@ fn bars(
         )?;
         let mut bar = |class: &str, top: u64, tall: u64| {
             let left = at * 10;
-            write!(page, "<rect class=\"{class}\" x=\"{left}\" y=\"{top}\" width=\"9\" height=\"{tall}\"/>")
+            write!(
+                page,
+                "<rect class=\"{class}\" x=\"{left}\" y=\"{top}\" width=\"9\" height=\"{tall}\"/>"
+            )
         };
         bar("ok", height - forwarded, forwarded)?;
         bar("bad", height.saturating_sub(forwarded + refused), refused)?;
@@ -219,7 +277,12 @@ fn policies(page: &mut String, report: &Report, set: &Set) -> fmt::Result {
     Ok(())
 }
 
-fn policy(page: &mut String, report: &Report, words: &PolicyWords, book: &PolicyBook) -> fmt::Result {
+fn policy(
+    page: &mut String,
+    report: &Report,
+    words: &PolicyWords,
+    book: &PolicyBook,
+) -> fmt::Result {
     let (matched, refused) = (book.matched(), book.refused());
     let (keys, touched) = match words.action {
         None => (keys(book), count(book.keys.touched())),
@@ -246,7 +309,11 @@ fn policy(page: &mut String, report: &Report, words: &PolicyWords, book: &Policy
     )?;
     sparkline(page, report, &book.series, &words.name)?;
     if refused > 0 {
-        write!(page, "<small>{}</small>", span(book.first_refused_us, book.last_refused_us))?;
+        write!(
+            page,
+            "<small>{}</small>",
+            span(book.first_refused_us, book.last_refused_us)
+        )?;
     }
     page.push_str("</td></tr>");
     Ok(())
@@ -277,7 +344,11 @@ fn top(page: &mut String, set: &Set) -> fmt::Result {
             page,
             "<tr><td>{}{}</td><td><code>{}</code></td><td class=\"n\">{}{error}</td><td class=\"n\">{}</td><td class=\"when\">{}</td></tr>",
             Text(&top.policy),
-            if top.shadow { " <small>shadow</small>" } else { "" },
+            if top.shadow {
+                " <small>shadow</small>"
+            } else {
+                ""
+            },
             Text(&top.key),
             count(top.refused),
             count(top.requests),
@@ -289,8 +360,13 @@ fn top(page: &mut String, set: &Set) -> fmt::Result {
 }
 
 fn suggestions(page: &mut String, report: &Report, set: &Set) -> fmt::Result {
-    let Some(percent) = report.percent.filter(|_| !set.suggestions.is_empty()) else { return Ok(()) };
-    write!(page, "<section><h3>Limits that would have touched at most {percent} % of the keys</h3>")?;
+    let Some(percent) = report.percent.filter(|_| !set.suggestions.is_empty()) else {
+        return Ok(());
+    };
+    write!(
+        page,
+        "<section><h3>Limits that would have touched at most {percent} % of the keys</h3>"
+    )?;
     for (at, suggestions) in &set.suggestions {
         let name = set.policies.get(*at).map_or("", |words| &words.name);
         for suggestion in suggestions {
@@ -315,7 +391,13 @@ fn suggested(page: &mut String, policy: &str, suggestion: &Suggestion) -> fmt::R
         page.push_str("<p>Nothing to draw from.</p>");
         return Ok(());
     };
-    let Drawn { requests, touched, touched_now, keys, .. } = drawn;
+    let Drawn {
+        requests,
+        touched,
+        touched_now,
+        keys,
+        ..
+    } = drawn;
     write!(
         page,
         "<p><code>requests = {requests}, per = \"{per}\"</code> touches {} of {} keys ({}). Now: {}, which touches {} ({}) at most.</p>",
@@ -342,14 +424,23 @@ fn suggested(page: &mut String, policy: &str, suggestion: &Suggestion) -> fmt::R
     write!(page, " in {per}.</p>")?;
     histogram(page, drawn)?;
     if drawn.one_in > 1 {
-        write!(page, "<p><small>Drawn from one key in {}.</small></p>", count(drawn.one_in))?;
+        write!(
+            page,
+            "<p><small>Drawn from one key in {}.</small></p>",
+            count(drawn.one_in)
+        )?;
     }
     Ok(())
 }
 
 /// Keys by their peak. What the suggestion would touch is marked.
 fn histogram(page: &mut String, drawn: &Drawn) -> fmt::Result {
-    let most = drawn.histogram.iter().map(|(_, keys)| *keys).max().unwrap_or_default();
+    let most = drawn
+        .histogram
+        .iter()
+        .map(|(_, keys)| *keys)
+        .max()
+        .unwrap_or_default();
     write!(
         page,
         "<table class=\"hist\"><caption>Keys by what they asked at their busiest; more than {} is touched</caption><tbody>",
@@ -359,13 +450,22 @@ fn histogram(page: &mut String, drawn: &Drawn) -> fmt::Result {
     for (upto, keys) in &drawn.histogram {
         let from = above + 1;
         above = *upto;
-        let range =
-            if from == *upto { count(*upto) } else { format!("{} – {}", count(from), count(*upto)) };
+        let range = if from == *upto {
+            count(*upto)
+        } else {
+            format!("{} – {}", count(from), count(*upto))
+        };
         // In 1/10 %, and always to be seen.
-        let wide = if *keys == 0 { 0 } else { (u128::from(*keys) * 1000 / u128::from(most.max(1))).max(4) };
+        let wide = if *keys == 0 {
+            0
+        } else {
+            (u128::from(*keys) * 1000 / u128::from(most.max(1))).max(4)
+        };
         let (class, touched) = match (*keys, drawn.requests) {
             (1.., requests) if from > requests => ("bad", "touched".to_owned()),
-            (1.., requests) if *upto > requests => ("ok", format!("touched above {}", count(requests))),
+            (1.., requests) if *upto > requests => {
+                ("ok", format!("touched above {}", count(requests)))
+            }
             _ => ("ok", String::new()),
         };
         write!(

@@ -11,7 +11,11 @@ const STEPS: usize = 60;
 
 pub(super) fn write(report: &Report) -> String {
     let logs: Vec<Value> = report.logs.iter().map(log).collect();
-    let sets: Vec<Value> = report.sets.iter().map(|of_set| set(report, of_set)).collect();
+    let sets: Vec<Value> = report
+        .sets
+        .iter()
+        .map(|of_set| set(report, of_set))
+        .collect();
     // Of one set nothing differs.
     let parted = (report.sets.len() > 1).then_some(report.parted);
     let value = json!({
@@ -46,7 +50,12 @@ fn set(report: &Report, set: &Set) -> Value {
     let policies: Vec<Value> = policies
         .map(|(at, (words, book))| {
             let suggested = set.suggestions.iter().find(|(of, _)| *of == at);
-            policy(report, words, book, suggested.map_or(&[], |(_, all)| all.as_slice()))
+            policy(
+                report,
+                words,
+                book,
+                suggested.map_or(&[], |(_, all)| all.as_slice()),
+            )
         })
         .collect();
     json!({
@@ -68,7 +77,12 @@ fn set(report: &Report, set: &Set) -> Value {
     })
 }
 
-fn policy(report: &Report, words: &PolicyWords, book: &PolicyBook, suggested: &[Suggestion]) -> Value {
+fn policy(
+    report: &Report,
+    words: &PolicyWords,
+    book: &PolicyBook,
+    suggested: &[Suggestion],
+) -> Value {
     let (keys, exact) = book.keys.count();
     let refused_at = |at_us: u64| (book.refused() > 0).then(|| seconds(at_us));
     json!({
@@ -137,7 +151,10 @@ fn top(top: &Top) -> Value {
     })
 }
 
-#[allow(clippy::cast_precision_loss, reason = "microseconds of this century are exact in a double")]
+#[allow(
+    clippy::cast_precision_loss,
+    reason = "microseconds of this century are exact in a double"
+)]
 fn seconds(us: u64) -> f64 {
     us as f64 / 1e6
 }

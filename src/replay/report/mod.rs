@@ -80,10 +80,30 @@ struct Top {
 }
 
 impl Report {
-    pub(super) fn new(logs: Vec<Log>, sets: Vec<Set>, parted: [u64; 2], settings: &Settings) -> Self {
-        let from_s = sets.iter().map(|set| set.books.first_us / 1_000_000).min().unwrap_or_default();
-        let to_s = sets.iter().map(|set| set.books.last_us / 1_000_000 + 1).max().unwrap_or_default();
-        Self { logs, sets, parted, percent: settings.suggest, from_s, to_s }
+    pub(super) fn new(
+        logs: Vec<Log>,
+        sets: Vec<Set>,
+        parted: [u64; 2],
+        settings: &Settings,
+    ) -> Self {
+        let from_s = sets
+            .iter()
+            .map(|set| set.books.first_us / 1_000_000)
+            .min()
+            .unwrap_or_default();
+        let to_s = sets
+            .iter()
+            .map(|set| set.books.last_us / 1_000_000 + 1)
+            .max()
+            .unwrap_or_default();
+        Self {
+            logs,
+            sets,
+            parted,
+            percent: settings.suggest,
+            from_s,
+            to_s,
+        }
     }
 
     /// For a terminal so many columns wide.
@@ -113,9 +133,21 @@ impl Report {
     /// wider than another, or steady traffic would look like a comb.
     fn grid(&self, most: usize) -> (u64, usize) {
         let span_s = self.to_s.saturating_sub(self.from_s).max(1);
-        let counted_s = self.sets.iter().map(|set| set.books.series.width_s()).max().unwrap_or(1);
-        let width_s = span_s.div_ceil((most as u64).max(1)).next_multiple_of(counted_s.max(1));
-        (width_s, usize::try_from(span_s.div_ceil(width_s)).unwrap_or(most).clamp(1, most.max(1)))
+        let counted_s = self
+            .sets
+            .iter()
+            .map(|set| set.books.series.width_s())
+            .max()
+            .unwrap_or(1);
+        let width_s = span_s
+            .div_ceil((most as u64).max(1))
+            .next_multiple_of(counted_s.max(1));
+        (
+            width_s,
+            usize::try_from(span_s.div_ceil(width_s))
+                .unwrap_or(most)
+                .clamp(1, most.max(1)),
+        )
     }
 
     fn bins(&self, series: &Series, most: usize) -> Vec<Bin> {
@@ -139,17 +171,30 @@ impl Report {
                     count(log.broken),
                     count(log.lines)
                 ));
-                warnings
-                    .extend(log.examples.iter().map(|(line, text)| format!("{name}: line {line}: {text}")));
+                warnings.extend(
+                    log.examples
+                        .iter()
+                        .map(|(line, text)| format!("{name}: line {line}: {text}")),
+                );
             }
             if log.other > 0 {
-                warnings.push(format!("{name}: {} lines tell of no request", count(log.other)));
+                warnings.push(format!(
+                    "{name}: {} lines tell of no request",
+                    count(log.other)
+                ));
             }
         }
         for set in &self.sets {
-            let of_set =
-                if self.sets.len() > 1 { format!("{}: ", set.name.escape_debug()) } else { String::new() };
-            warnings.extend(set.lacks.iter().map(|sentence| format!("{of_set}{sentence}")));
+            let of_set = if self.sets.len() > 1 {
+                format!("{}: ", set.name.escape_debug())
+            } else {
+                String::new()
+            };
+            warnings.extend(
+                set.lacks
+                    .iter()
+                    .map(|sentence| format!("{of_set}{sentence}")),
+            );
             if set.evicted > 0 {
                 warnings.push(format!(
                     "{of_set}{} counters were given up for want of memory: figures may be too low",
@@ -158,15 +203,23 @@ impl Report {
             }
         }
         // These are the same for all sets.
-        if let Some(refused) =
-            self.sets.first().map(|set| set.books.told.refused_then).filter(|then| *then > 0)
+        if let Some(refused) = self
+            .sets
+            .first()
+            .map(|set| set.books.told.refused_then)
+            .filter(|then| *then > 0)
         {
             warnings.push(format!(
                 "{} requests were answered 429 then; they are judged like the others",
                 count(refused)
             ));
         }
-        if let Some(late) = self.sets.first().map(|set| set.books.late).filter(|late| *late > 0) {
+        if let Some(late) = self
+            .sets
+            .first()
+            .map(|set| set.books.late)
+            .filter(|late| *late > 0)
+        {
             warnings.push(format!(
                 "{} requests stand more than 10 s too late in the log: they were judged when they were read",
                 count(late)
@@ -187,7 +240,11 @@ impl Log {
             requests: counts.requests,
             other: counts.other,
             broken: counts.broken,
-            examples: counts.examples.iter().map(|(line, text)| (*line, shown(text))).collect(),
+            examples: counts
+                .examples
+                .iter()
+                .map(|(line, text)| (*line, shown(text)))
+                .collect(),
             fault: input.fault.map(|fault| fault.to_string()),
         }
     }
@@ -199,16 +256,22 @@ impl Set {
         let mut top = Vec::new();
         let mut suggestions = Vec::new();
         for (at, (policy, book)) in policies.iter().zip(&judge.books.policies).enumerate() {
-            top.extend(book.keys.top(settings.top).into_iter().map(|seen| Top {
-                policy: policy.name.to_string(),
-                shadow: policy.shadow,
-                // The policy's name stands beside it.
-                key: seen.name.split_once('/').map_or("(everybody)", |(_, values)| values).to_owned(),
-                requests: seen.requests,
-                refused: seen.refused,
-                error: seen.error,
-                first_us: seen.first_us,
-                last_us: seen.last_us,
+            top.extend(book.keys.top(settings.top).into_iter().map(|seen| {
+                Top {
+                    policy: policy.name.to_string(),
+                    shadow: policy.shadow,
+                    // The policy's name stands beside it.
+                    key: seen
+                        .name
+                        .split_once('/')
+                        .map_or("(everybody)", |(_, values)| values)
+                        .to_owned(),
+                    requests: seen.requests,
+                    refused: seen.refused,
+                    error: seen.error,
+                    first_us: seen.first_us,
+                    last_us: seen.last_us,
+                }
             }));
             let drawn = judge.peaks.as_ref().zip(settings.suggest);
             if let (Action::Limit(quota), Some((peaks, percent))) = (&policy.action, drawn) {
@@ -254,7 +317,10 @@ impl Set {
 
     /// What a policy did, if there is one of that name.
     fn book(&self, policy: &str) -> Option<&PolicyBook> {
-        let at = self.policies.iter().position(|words| words.name == policy)?;
+        let at = self
+            .policies
+            .iter()
+            .position(|words| words.name == policy)?;
         self.books.policies.get(at)
     }
 }
@@ -286,9 +352,11 @@ fn count(number: u64) -> String {
 /// `2026-11-19 13:55:36`, in UTC.
 fn moment(at_us: u64) -> String {
     let format = format_description!("[year]-[month]-[day] [hour]:[minute]:[second]");
-    let at =
-        i64::try_from(at_us / 1_000_000).ok().and_then(|at_s| OffsetDateTime::from_unix_timestamp(at_s).ok());
-    at.and_then(|at| at.format(&format).ok()).unwrap_or_default()
+    let at = i64::try_from(at_us / 1_000_000)
+        .ok()
+        .and_then(|at_s| OffsetDateTime::from_unix_timestamp(at_s).ok());
+    at.and_then(|at| at.format(&format).ok())
+        .unwrap_or_default()
 }
 
 /// From one moment to another; a day that both have is said once.
@@ -303,7 +371,11 @@ fn span(from_us: u64, to_us: u64) -> String {
 
 #[allow(clippy::cast_precision_loss, reason = "shares are for people")]
 fn percent(part: u64, whole: u64) -> f64 {
-    if whole == 0 { 0.0 } else { part as f64 * 100.0 / whole as f64 }
+    if whole == 0 {
+        0.0
+    } else {
+        part as f64 * 100.0 / whole as f64
+    }
 }
 
 /// `12.3 %`; what is little isn't nothing.

@@ -11,7 +11,11 @@ use std::time::Duration;
 const NAME: usize = 18;
 
 pub(super) fn write(report: &Report, width: usize, is_bold: bool) -> String {
-    let mut page = Page { text: String::new(), width: width.clamp(60, 200), is_bold };
+    let mut page = Page {
+        text: String::new(),
+        width: width.clamp(60, 200),
+        is_bold,
+    };
     page.head(report);
     if report.sets.len() > 1 {
         page.compare(report);
@@ -44,15 +48,26 @@ impl Page {
 
     fn title(&mut self, text: &str) {
         self.text.push('\n');
-        let text = if self.is_bold { format!("\u{1b}[1m{text}\u{1b}[0m") } else { text.to_owned() };
+        let text = if self.is_bold {
+            format!("\u{1b}[1m{text}\u{1b}[0m")
+        } else {
+            text.to_owned()
+        };
         self.line(&text);
     }
 
     fn head(&mut self, report: &Report) {
-        let files: Vec<String> =
-            report.logs.iter().map(|log| format!("{} ({})", log.name.escape_debug(), log.format)).collect();
+        let files: Vec<String> = report
+            .logs
+            .iter()
+            .map(|log| format!("{} ({})", log.name.escape_debug(), log.format))
+            .collect();
         let lines = count(report.lines());
-        self.line(&format!("{} requests in {lines} lines of {}", count(report.requests()), files.join(", ")));
+        self.line(&format!(
+            "{} requests in {lines} lines of {}",
+            count(report.requests()),
+            files.join(", ")
+        ));
         if let Some(set) = report.sets.first().filter(|_| report.requests() > 0) {
             let (first, last) = (moment(set.books.first_us), moment(set.books.last_us));
             self.line(&format!("from {first} to {last} UTC"));
@@ -60,7 +75,9 @@ impl Page {
     }
 
     fn compare(&mut self, report: &Report) {
-        let [first, second, ..] = report.sets.as_slice() else { return };
+        let [first, second, ..] = report.sets.as_slice() else {
+            return;
+        };
         self.title("SIDE BY SIDE");
         let cell = NAME + 4;
         let row = |name: &str, one: String, other: String| {
@@ -110,7 +127,11 @@ impl Page {
             let allowed = book.allowed + book.delayed + book.exempt;
             let has_keys = words.action.is_none();
             let keys = if has_keys { keys(book) } else { "-".to_owned() };
-            let touched = if has_keys { count(book.keys.touched()) } else { "-".to_owned() };
+            let touched = if has_keys {
+                count(book.keys.touched())
+            } else {
+                "-".to_owned()
+            };
             self.line(&format!(
                 "{:<NAME$} {:>11} {:>11} {:>10} {:>8} {keys:>8} {touched:>7}",
                 cut(&words.name, NAME),
@@ -124,7 +145,10 @@ impl Page {
                 notes.push("shadow: refuses nobody yet".to_owned());
             }
             notes.extend(words.action.map(|action| format!("action = \"{action}\"")));
-            for (number, label) in [(book.delayed, "held back"), (book.blocked, "of them by block_for")] {
+            for (number, label) in [
+                (book.delayed, "held back"),
+                (book.blocked, "of them by block_for"),
+            ] {
                 if number > 0 {
                     notes.push(format!("{} {label}", count(number)));
                 }
@@ -149,21 +173,31 @@ impl Page {
             return;
         }
         let each = about(width_s);
-        self.title(&format!("WHEN: one column is {each}; the number is that of the highest"));
+        self.title(&format!(
+            "WHEN: one column is {each}; the number is that of the highest"
+        ));
         let row = |name: &str, series: &Series, refused: bool| {
             let bins = report.bins(series, most);
-            let counts = bins.iter().map(|bin| if refused { bin.refused } else { bin.all });
+            let counts = bins
+                .iter()
+                .map(|bin| if refused { bin.refused } else { bin.all });
             let (bars, most) = bars(&counts.collect::<Vec<_>>());
             format!("{:<NAME$} {bars} {:>10}", cut(name, NAME), count(most))
         };
         self.line(&row("requests", &set.books.series, false));
         self.line(&row("refused", &set.books.series, true));
-        for (words, book) in
-            set.policies.iter().zip(&set.books.policies).filter(|(_, book)| book.refused() > 0)
+        for (words, book) in set
+            .policies
+            .iter()
+            .zip(&set.books.policies)
+            .filter(|(_, book)| book.refused() > 0)
         {
             self.line(&row(&words.name, &book.series, true));
         }
-        let (from, to) = (moment(report.from_s * 1_000_000), moment(report.to_s * 1_000_000));
+        let (from, to) = (
+            moment(report.from_s * 1_000_000),
+            moment(report.to_s * 1_000_000),
+        );
         let gap = columns.saturating_sub(from.len() + to.len());
         if gap > 0 {
             self.line(&format!("{:NAME$} {from}{:gap$}{to}", "", ""));
@@ -181,7 +215,11 @@ impl Page {
             false => moment(top.first_us),
         });
         let times: Vec<String> = times.collect();
-        let widest = times.iter().map(|times| times.chars().count()).max().unwrap_or_default();
+        let widest = times
+            .iter()
+            .map(|times| times.chars().count())
+            .max()
+            .unwrap_or_default();
         let room = self.width.saturating_sub(NAME + 24 + widest);
         self.title(&format!(
             "{:<NAME$} {:<room$} {:>10} {:>9}  {}",
@@ -192,8 +230,11 @@ impl Page {
             if is_wide { "FIRST … LAST" } else { "FIRST" }
         ));
         for (top, times) in set.top.iter().zip(&times) {
-            let error =
-                if top.error > 0 { format!(" (or {} more)", count(top.error)) } else { String::new() };
+            let error = if top.error > 0 {
+                format!(" (or {} more)", count(top.error))
+            } else {
+                String::new()
+            };
             self.line(&format!(
                 "{:<NAME$} {:<room$} {:>10} {:>9}  {times}{error}",
                 cut(&top.policy, NAME),
@@ -205,8 +246,12 @@ impl Page {
     }
 
     fn suggestions(&mut self, set: &Set, percent: Option<f64>) {
-        let Some(percent) = percent.filter(|_| !set.suggestions.is_empty()) else { return };
-        self.title(&format!("SUGGESTED: limits that would have touched at most {percent} % of the keys"));
+        let Some(percent) = percent.filter(|_| !set.suggestions.is_empty()) else {
+            return;
+        };
+        self.title(&format!(
+            "SUGGESTED: limits that would have touched at most {percent} % of the keys"
+        ));
         for (at, suggestions) in &set.suggestions {
             let name = set.policies.get(*at).map_or("", |words| &words.name);
             for suggestion in suggestions {
@@ -227,7 +272,13 @@ impl Page {
             self.line(&format!("{name}: nothing to draw from"));
             return;
         };
-        let Drawn { requests, touched, touched_now, keys, .. } = drawn;
+        let Drawn {
+            requests,
+            touched,
+            touched_now,
+            keys,
+            ..
+        } = drawn;
         self.line(&format!(
             "{name}: requests = {requests}, per = \"{per}\" touches {} of {} keys ({})",
             count(*touched),
@@ -245,7 +296,10 @@ impl Page {
             _ => format!("{} % up to {}", f64::from(*of_1000) / 10.0, count(*peak)),
         });
         let quantiles = quantiles.collect::<Vec<_>>().join(", ");
-        self.wrapped("  ", &format!("at its busiest a key asked, per {per}: {quantiles}"));
+        self.wrapped(
+            "  ",
+            &format!("at its busiest a key asked, per {per}: {quantiles}"),
+        );
         let counts: Vec<u64> = drawn.histogram.iter().map(|(_, count)| *count).collect();
         let last = drawn.histogram.last().map_or(0, |(upto, _)| *upto);
         self.line(&format!(
@@ -307,7 +361,10 @@ fn cut(text: &str, most: usize) -> String {
     if text.chars().count() <= most {
         return text.to_owned();
     }
-    text.chars().take(most.saturating_sub(1)).chain(['…']).collect()
+    text.chars()
+        .take(most.saturating_sub(1))
+        .chain(['…'])
+        .collect()
 }
 
 /// A bar for each number, and the largest. What is little is still seen.
@@ -317,8 +374,12 @@ fn bars(counts: &[u64]) -> (String, u64) {
     let bar = |count: &u64| match count {
         0 => ' ',
         count => {
-            let step = (u128::from(*count) * 8).div_ceil(u128::from(most.max(1))).saturating_sub(1);
-            BARS.get(usize::try_from(step).unwrap_or_default()).copied().unwrap_or('█')
+            let step = (u128::from(*count) * 8)
+                .div_ceil(u128::from(most.max(1)))
+                .saturating_sub(1);
+            BARS.get(usize::try_from(step).unwrap_or_default())
+                .copied()
+                .unwrap_or('█')
         }
     };
     (counts.iter().map(bar).collect(), most)

@@ -147,7 +147,10 @@ impl Book {
     /// Hands out what the charges of one policy take, all with a lease and of the same cost. Who is told to ask for units
     /// says when he is done: [`Book::asked`].
     pub(super) fn take(&self, charges: &[Charge<'_>], now: Instant, or: Else) -> Taken {
-        let Some((charge, lease)) = charges.first().and_then(|charge| Some((charge, charge.lease?))) else {
+        let Some((charge, lease)) = charges
+            .first()
+            .and_then(|charge| Some((charge, charge.lease?)))
+        else {
             return Taken::Ask { wanted: 0 };
         };
         let mut shard = self.shard(charge.key.id());
@@ -160,8 +163,11 @@ impl Book {
         entry.pace.count(charge.cost, now, &lease);
         entry.end_lots(now, self);
         let in_hand = entry.lots.iter().map(|lot| lot.left).sum();
-        let wanted =
-            if entry.asking.is_some() || or == Else::Nothing { 0 } else { entry.wants(&lease, in_hand) };
+        let wanted = if entry.asking.is_some() || or == Else::Nothing {
+            0
+        } else {
+            entry.wants(&lease, in_hand)
+        };
         let is_asked = entry.asking.is_some();
         if wanted > 0 {
             entry.asking = Some(Arc::default());
@@ -185,9 +191,16 @@ impl Book {
         decision: &Decision,
         (sent, received): (Instant, Instant),
     ) {
-        let Some(charge) = charges.first() else { return };
-        let grant = decision.grants.iter().find(|grant| grant.group == charge.group && decision.admitted);
-        let lasts_us = grant.map_or(0, |grant| (grant.until_us + 1).saturating_sub(decision.now_us));
+        let Some(charge) = charges.first() else {
+            return;
+        };
+        let grant = decision
+            .grants
+            .iter()
+            .find(|grant| grant.group == charge.group && decision.admitted);
+        let lasts_us = grant.map_or(0, |grant| {
+            (grant.until_us + 1).saturating_sub(decision.now_us)
+        });
         let lasts = Duration::from_micros(lasts_us);
         let lot = grant.map(|grant| Lot {
             left: grant.units,
@@ -196,7 +209,10 @@ impl Book {
         });
         let mut shard = self.shard(charge.key.id());
         let is_closed = shard.is_closed;
-        let entry = shard.keys.get_mut(&charge.key.id()).filter(|entry| entry.is_of(charges) && !is_closed);
+        let entry = shard
+            .keys
+            .get_mut(&charge.key.id())
+            .filter(|entry| entry.is_of(charges) && !is_closed);
         let Some(entry) = entry else {
             if let Some(lot) = lot {
                 self.give_back(lot.back(&Owner::of(charges, charge.key)));
@@ -209,13 +225,22 @@ impl Book {
             entry.lots.insert(at, lot);
             self.changed.notify_one();
             let standings = standings.iter().copied().flatten().collect();
-            entry.seen = Some(Seen { now_us: decision.now_us, received, standings, handed: 0 });
+            entry.seen = Some(Seen {
+                now_us: decision.now_us,
+                received,
+                standings,
+                handed: 0,
+            });
         }
     }
 
     /// Whoever asked for a key is done, whatever came of it.
     pub(super) fn asked(&self, key: u128) {
-        let asking = self.shard(key).keys.get_mut(&key).and_then(|entry| entry.asking.take());
+        let asking = self
+            .shard(key)
+            .keys
+            .get_mut(&key)
+            .and_then(|entry| entry.asking.take());
         if let Some(asking) = asking {
             asking.notify_waiters();
         }
@@ -230,12 +255,29 @@ impl Book {
         if let Some(seen) = entry.as_mut().and_then(|entry| entry.seen.as_mut()) {
             seen.handed = seen.handed.saturating_sub(permit.units);
         }
-        let lot = entry.and_then(|entry| entry.lots.iter_mut().find(|lot| lot.until_us == permit.until_us));
+        let lot = entry.and_then(|entry| {
+            entry
+                .lots
+                .iter_mut()
+                .find(|lot| lot.until_us == permit.until_us)
+        });
         match lot {
             Some(lot) => lot.left += permit.units,
             None => {
-                let Permit { units, until_us, ends, .. } = *permit;
-                self.give_back(Lot { left: units, until_us, ends }.back(&permit.owner));
+                let Permit {
+                    units,
+                    until_us,
+                    ends,
+                    ..
+                } = *permit;
+                self.give_back(
+                    Lot {
+                        left: units,
+                        until_us,
+                        ends,
+                    }
+                    .back(&permit.owner),
+                );
                 self.changed.notify_one();
             }
         }
@@ -269,7 +311,11 @@ impl Book {
         let mut next: Option<Instant> = None;
         for shard in &self.shards {
             let mut shard = shard.lock();
-            for entry in shard.keys.values_mut().filter(|entry| !entry.lots.is_empty()) {
+            for entry in shard
+                .keys
+                .values_mut()
+                .filter(|entry| !entry.lots.is_empty())
+            {
                 entry.end_lots(now, self);
                 let ends = entry.lots.first().map(|lot| lot.ends);
                 next = next.into_iter().chain(ends).min();
@@ -308,18 +354,26 @@ impl Book {
         let id = charge.key.id();
         if shard.keys.len() >= MAX_KEYS && !shard.keys.contains_key(&id) {
             let ttl = |entry: &Entry| now.saturating_duration_since(entry.pace.since);
-            shard.keys.retain(|_, entry| entry.is_used() || ttl(entry) < IDLE);
+            shard
+                .keys
+                .retain(|_, entry| entry.is_used() || ttl(entry) < IDLE);
             if shard.keys.len() >= MAX_KEYS {
                 return None;
             }
         }
-        let entry = shard.keys.entry(id).or_insert_with(|| Entry::new(charges, charge.key, now));
+        let entry = shard
+            .keys
+            .entry(id)
+            .or_insert_with(|| Entry::new(charges, charge.key, now));
         if !entry.is_of(charges) {
             entry.end_all(self);
             self.changed.notify_one();
             // Who is asking for the old one tells those who wait.
             let asking = entry.asking.take();
-            *entry = Entry { asking, ..Entry::new(charges, charge.key, now) };
+            *entry = Entry {
+                asking,
+                ..Entry::new(charges, charge.key, now)
+            };
         }
         Some(entry)
     }
@@ -336,12 +390,19 @@ impl Entry {
             asking: None,
             is_dry: false,
             seen: None,
-            pace: Pace { since: now, now: 0, before: 0 },
+            pace: Pace {
+                since: now,
+                now: 0,
+                before: 0,
+            },
         }
     }
 
     fn is_of(&self, charges: &[Charge<'_>]) -> bool {
-        self.owner.limits.iter().eq(charges.iter().map(|charge| charge.limit))
+        self.owner
+            .limits
+            .iter()
+            .eq(charges.iter().map(|charge| charge.limit))
     }
 
     fn is_used(&self) -> bool {
@@ -350,12 +411,18 @@ impl Entry {
 
     /// How many units to ask for, with so many in hand: early, since requests go on meanwhile.
     fn wants(&self, lease: &Lease, in_hand: u64) -> u64 {
-        let size = lease.size.unwrap_or_else(|| match self.pace.now.max(self.pace.before) {
-            0..FEW => 0,
-            units => units.min(MOST),
-        });
+        let size = lease
+            .size
+            .unwrap_or_else(|| match self.pace.now.max(self.pace.before) {
+                0..FEW => 0,
+                units => units.min(MOST),
+            });
         // When the store has nothing to lend, what is in hand is used up first.
-        if in_hand <= size / 4 && !(self.is_dry && in_hand > 0) { size - in_hand } else { 0 }
+        if in_hand <= size / 4 && !(self.is_dry && in_hand > 0) {
+            size - in_hand
+        } else {
+            0
+        }
     }
 
     fn hand_out(&mut self, charge: &Charge<'_>, now: Instant) -> Option<Permit> {
@@ -364,7 +431,9 @@ impl Entry {
         let seen = self.seen.as_mut()?;
         lot.left -= units;
         seen.handed = seen.handed.saturating_add(units);
-        let now_us = seen.now_us.saturating_add(micros(now.saturating_duration_since(seen.received)));
+        let now_us = seen
+            .now_us
+            .saturating_add(micros(now.saturating_duration_since(seen.received)));
         let standing = |standing: &Standing| Standing {
             remaining: standing.remaining.saturating_sub(seen.handed),
             grows_at_us: standing.grows_at_us.map(|at_us| at_us.max(now_us)),
@@ -399,13 +468,20 @@ impl Entry {
 impl Owner {
     fn of(charges: &[Charge<'_>], key: &Key) -> Arc<Self> {
         let limits = charges.iter().map(|charge| *charge.limit).collect();
-        Arc::new(Self { key: key.clone(), limits })
+        Arc::new(Self {
+            key: key.clone(),
+            limits,
+        })
     }
 }
 
 impl Lot {
     fn back(self, owner: &Arc<Owner>) -> Return {
-        Return { owner: Arc::clone(owner), units: self.left, at_us: self.until_us }
+        Return {
+            owner: Arc::clone(owner),
+            units: self.left,
+            at_us: self.until_us,
+        }
     }
 }
 
@@ -415,7 +491,11 @@ impl Pace {
         let since = now.saturating_duration_since(self.since);
         if since >= ttl {
             let before = if since < 2 * ttl { self.now } else { 0 };
-            *self = Self { since: now, now: 0, before };
+            *self = Self {
+                since: now,
+                now: 0,
+                before,
+            };
         }
         self.now = self.now.saturating_add(units);
     }
@@ -423,8 +503,15 @@ impl Pace {
 
 impl Return {
     pub(super) fn late(&self) -> impl Iterator<Item = Late<'_>> {
-        let amendment = Amendment::Credit { units: self.units, at_us: self.at_us };
-        self.owner.limits.iter().map(move |limit| Late { limit, key: &self.owner.key, amendment })
+        let amendment = Amendment::Credit {
+            units: self.units,
+            at_us: self.at_us,
+        };
+        self.owner.limits.iter().map(move |limit| Late {
+            limit,
+            key: &self.owner.key,
+            amendment,
+        })
     }
 
     pub(super) fn units(&self) -> u64 {
@@ -441,7 +528,11 @@ mod tests {
     use super::*;
     use crate::limiter::{Algorithm, Grant, KeyBuilder};
 
-    const LIMIT: Limit = Limit { requests: 1000, per_us: 1_000_000, algorithm: Algorithm::SlidingLog };
+    const LIMIT: Limit = Limit {
+        requests: 1000,
+        per_us: 1_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
 
     fn key(name: usize) -> Key {
         let mut builder = KeyBuilder::new("p");
@@ -450,13 +541,27 @@ mod tests {
     }
 
     fn charge<'c>(limit: &'c Limit, key: &'c Key, size: Option<u64>) -> Charge<'c> {
-        Charge { lease: Some(Lease { size, ttl_us: 100_000 }), ..Charge::new(limit, key, 1) }
+        Charge {
+            lease: Some(Lease {
+                size,
+                ttl_us: 100_000,
+            }),
+            ..Charge::new(limit, key, 1)
+        }
     }
 
     /// As the store answers who asks for a lease.
     fn answer(units: u64) -> Decision {
-        let standing = Standing { remaining: 999, grows_at_us: None, refusal: None };
-        let grant = Grant { group: 0, units, until_us: 5_100_000 };
+        let standing = Standing {
+            remaining: 999,
+            grows_at_us: None,
+            refusal: None,
+        };
+        let grant = Grant {
+            group: 0,
+            units,
+            until_us: 5_100_000,
+        };
         Decision {
             now_us: 5_000_000,
             admitted: true,
@@ -477,7 +582,12 @@ mod tests {
     fn trap_26_keys_are_bounded_and_idle_ones_make_room() {
         let (book, start) = (Book::default(), Instant::now());
         let most = SHARDS * MAX_KEYS;
-        let keys = || book.shards.iter().map(|shard| shard.lock().keys.len()).sum::<usize>();
+        let keys = || {
+            book.shards
+                .iter()
+                .map(|shard| shard.lock().keys.len())
+                .sum::<usize>()
+        };
         for name in 0..2 * most {
             book.take(&[charge(&LIMIT, &key(name), None)], start, Else::Wait);
         }
@@ -492,7 +602,9 @@ mod tests {
         let (book, key, start) = (Book::default(), key(0), Instant::now());
         for nth in 1..=10 {
             let taken = book.take(&[charge(&LIMIT, &key, None)], start, Else::Ask);
-            let Taken::Ask { wanted } = taken else { panic!("{taken:?}") };
+            let Taken::Ask { wanted } = taken else {
+                panic!("{taken:?}")
+            };
             assert_eq!(wanted, if nth < FEW { 0 } else { nth }, "{nth}");
             book.asked(key.id());
         }
@@ -507,33 +619,58 @@ mod tests {
         assert!(matches!(take(), Taken::Wait(_)));
         lend(&book, ask, 3, now);
         assert!(matches!(take(), Taken::Permit { wanted: 0, .. }));
-        assert!(matches!(take(), Taken::Permit { wanted: 6, .. }), "a quarter is left");
-        assert!(matches!(take(), Taken::Permit { wanted: 0, .. }), "somebody asks already");
+        assert!(
+            matches!(take(), Taken::Permit { wanted: 6, .. }),
+            "a quarter is left"
+        );
+        assert!(
+            matches!(take(), Taken::Permit { wanted: 0, .. }),
+            "somebody asks already"
+        );
         assert!(matches!(take(), Taken::Wait(_)));
         lend(&book, ask, 0, now);
         assert!(matches!(take(), Taken::Ask { wanted: 8 }));
-        assert!(matches!(take(), Taken::Ask { wanted: 0 }), "near the limit each asks for himself");
+        assert!(
+            matches!(take(), Taken::Ask { wanted: 0 }),
+            "near the limit each asks for himself"
+        );
     }
 
     #[test]
     fn nothing_is_handed_out_after_the_end_or_under_other_limits_and_all_goes_back() {
         let (book, key, now) = (Book::default(), key(0), Instant::now());
         let ask = charge(&LIMIT, &key, Some(8));
-        let back =
-            |returns: Vec<Return>| returns.iter().map(|one| (one.units, one.at_us)).collect::<Vec<_>>();
+        let back = |returns: Vec<Return>| {
+            returns
+                .iter()
+                .map(|one| (one.units, one.at_us))
+                .collect::<Vec<_>>()
+        };
         lend(&book, ask, 8, now);
         assert_eq!(back(book.due(now).0), [(8, 5_100_000)], "it did not ask");
 
         book.take(&[ask], now, Else::Ask);
         lend(&book, ask, 8, now);
-        assert!(matches!(book.take(&[ask], now, Else::Ask), Taken::Permit { .. }));
+        assert!(matches!(
+            book.take(&[ask], now, Else::Ask),
+            Taken::Permit { .. }
+        ));
         let end = now + Duration::from_micros(100_001);
-        assert!(matches!(book.take(&[ask], end - Duration::from_micros(390), Else::Ask), Taken::Ask { .. }));
+        assert!(matches!(
+            book.take(&[ask], end - Duration::from_micros(390), Else::Ask),
+            Taken::Ask { .. }
+        ));
         assert_eq!(back(book.due(now).0), [(7, 5_100_000)]);
 
         lend(&book, ask, 8, now);
-        let raised = Limit { requests: 2000, ..LIMIT };
-        assert!(matches!(book.take(&[charge(&raised, &key, Some(8))], now, Else::Ask), Taken::Ask { .. }));
+        let raised = Limit {
+            requests: 2000,
+            ..LIMIT
+        };
+        assert!(matches!(
+            book.take(&[charge(&raised, &key, Some(8))], now, Else::Ask),
+            Taken::Ask { .. }
+        ));
         assert_eq!(back(book.due(now).0), [(8, 5_100_000)]);
         assert_eq!(book.due(now).1, None);
     }
@@ -544,17 +681,33 @@ mod tests {
         let ask = charge(&LIMIT, &key, Some(8));
         book.take(&[ask], now, Else::Ask);
         lend(&book, ask, 8, now);
-        let Taken::Permit { permit, .. } = book.take(&[ask], now, Else::Ask) else { panic!("it is there") };
+        let Taken::Permit { permit, .. } = book.take(&[ask], now, Else::Ask) else {
+            panic!("it is there")
+        };
         // The configuration is replaced while the request is decided: a second limit was charged nothing.
-        let window = Limit { algorithm: Algorithm::FixedWindow { offset_us: 0 }, ..LIMIT };
+        let window = Limit {
+            algorithm: Algorithm::FixedWindow { offset_us: 0 },
+            ..LIMIT
+        };
         let both = [ask, charge(&window, &key, Some(8))];
         book.take(&both, now, Else::Ask);
         let answer = answer(8);
         book.lent(&both, &answer.standings, &answer, (now, now));
         book.put_back(&permit);
         let (returns, _) = book.due(now);
-        let limits = returns.iter().flat_map(Return::late).map(|late| (*late.limit, late.amendment));
-        let back = |units| (LIMIT, Amendment::Credit { units, at_us: 5_100_000 });
+        let limits = returns
+            .iter()
+            .flat_map(Return::late)
+            .map(|late| (*late.limit, late.amendment));
+        let back = |units| {
+            (
+                LIMIT,
+                Amendment::Credit {
+                    units,
+                    at_us: 5_100_000,
+                },
+            )
+        };
         assert_eq!(limits.collect::<Vec<_>>(), [back(7), back(1)]);
     }
 

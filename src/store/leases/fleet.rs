@@ -39,7 +39,10 @@ fn no_bound_is_passed_whatever_becomes_of_the_fleet() {
     }
     // Else nothing was tried.
     assert!(all.from_hand > all.by_store / 3, "{all:?}");
-    assert!(all.crashes > 0 && all.losses > 0 && all.refused > 0 && all.given_back > 0, "{all:?}");
+    assert!(
+        all.crashes > 0 && all.losses > 0 && all.refused > 0 && all.given_back > 0,
+        "{all:?}"
+    );
 }
 
 #[derive(Debug, Default)]
@@ -104,13 +107,41 @@ struct Instance {
 }
 
 enum Event {
-    Request { instance: usize },
-    Asks { instance: usize, life: u64, cost: u64, wanted: u64, asked: Instant, sent_us: u64 },
-    Hears { instance: usize, life: u64, cost: u64, wanted: u64, asked: Instant, answer: Option<Decision> },
-    Decides { instance: usize, life: u64, permit: Permit, admitted: bool },
-    Looks { instance: usize, life: u64 },
-    GivesBack { returns: Vec<Return> },
-    Crashes { instance: usize },
+    Request {
+        instance: usize,
+    },
+    Asks {
+        instance: usize,
+        life: u64,
+        cost: u64,
+        wanted: u64,
+        asked: Instant,
+        sent_us: u64,
+    },
+    Hears {
+        instance: usize,
+        life: u64,
+        cost: u64,
+        wanted: u64,
+        asked: Instant,
+        answer: Option<Decision>,
+    },
+    Decides {
+        instance: usize,
+        life: u64,
+        permit: Permit,
+        admitted: bool,
+    },
+    Looks {
+        instance: usize,
+        life: u64,
+    },
+    GivesBack {
+        returns: Vec<Return>,
+    },
+    Crashes {
+        instance: usize,
+    },
     LosesData,
 }
 
@@ -119,21 +150,37 @@ impl World {
         let mut random = fastrand::Rng::with_seed(seed);
         let per_us = random.u64(10_000..80_000);
         let requests = random.u64(1..300);
-        let mut limits = vec![Limit { requests, per_us, algorithm: algorithm(&mut random, per_us) }];
+        let mut limits = vec![Limit {
+            requests,
+            per_us,
+            algorithm: algorithm(&mut random, per_us),
+        }];
         if random.u8(..3) == 0 {
             let per_us = per_us * random.u64(2..4);
             let requests = requests * random.u64(1..3);
-            limits.push(Limit { requests, per_us, algorithm: algorithm(&mut random, per_us) });
+            limits.push(Limit {
+                requests,
+                per_us,
+                algorithm: algorithm(&mut random, per_us),
+            });
         }
         let (clock, hands) = Clock::manual(START_US);
-        let memory = Memory::new(MemorySettings { max_keys: 10, max_bytes: 1 << 20 }, clock);
+        let memory = Memory::new(
+            MemorySettings {
+                max_keys: 10,
+                max_bytes: 1 << 20,
+            },
+            clock,
+        );
         let faults = Faults {
             lost_message: [0, 0, 5, 30][random.usize(..4)],
             crash: random.bool(),
             lost_data: random.u8(..4) == 0,
             slowest_us: [200, 2_000, 20_000][random.usize(..3)],
         };
-        let instances = (0..random.usize(3..6)).map(|_| Instance::new(&mut random, per_us)).collect();
+        let instances = (0..random.usize(3..6))
+            .map(|_| Instance::new(&mut random, per_us))
+            .collect();
         let mut world = Self {
             random,
             now_us: START_US,
@@ -167,12 +214,20 @@ impl World {
             let instance = self.random.usize(..self.instances.len());
             self.at(at_us, Event::Request { instance });
         }
-        for _ in 0..if self.faults.crash { self.random.u64(1..8) } else { 0 } {
+        for _ in 0..if self.faults.crash {
+            self.random.u64(1..8)
+        } else {
+            0
+        } {
             let at_us = START_US + self.random.u64(..LENGTH_US);
             let instance = self.random.usize(..self.instances.len());
             self.at(at_us, Event::Crashes { instance });
         }
-        for _ in 0..if self.faults.lost_data { self.random.u64(1..3) } else { 0 } {
+        for _ in 0..if self.faults.lost_data {
+            self.random.u64(1..3)
+        } else {
+            0
+        } {
             let at_us = START_US + self.random.u64(..LENGTH_US);
             self.at(at_us, Event::LosesData);
         }
@@ -188,7 +243,11 @@ impl World {
     /// A message on its way; `None`: it is lost.
     fn arrives_us(&mut self) -> Option<u64> {
         let is_lost = self.random.u64(..100) < self.faults.lost_message;
-        let slowest_us = if self.random.u8(..10) == 0 { self.faults.slowest_us } else { 200 };
+        let slowest_us = if self.random.u8(..10) == 0 {
+            self.faults.slowest_us
+        } else {
+            200
+        };
         let us = self.random.u64(10..slowest_us);
         (!is_lost).then_some(self.now_us + us)
     }
@@ -216,9 +275,21 @@ impl World {
     fn happens(&mut self, event: Event) {
         match event {
             Event::Request { instance } => self.request(instance),
-            Event::Asks { instance, life, cost, wanted, asked, sent_us } => {
+            Event::Asks {
+                instance,
+                life,
+                cost,
+                wanted,
+                asked,
+                sent_us,
+            } => {
                 let decision = self.store_decides(instance, cost, wanted);
-                self.tell(|| format!("store to {instance}, sent {}: {decision:?}", sent_us - START_US));
+                self.tell(|| {
+                    format!(
+                        "store to {instance}, sent {}: {decision:?}",
+                        sent_us - START_US
+                    )
+                });
                 let in_time = |at_us: &u64| *at_us <= sent_us + TIMEOUT_US;
                 let answer = self.arrives_us().filter(in_time);
                 if answer.is_some() && decision.admitted && self.instances[instance].life == life {
@@ -231,12 +302,34 @@ impl World {
                     None => (sent_us + TIMEOUT_US, None),
                 };
                 let at_us = at_us.max(self.now_us);
-                self.at(at_us, Event::Hears { instance, life, cost, wanted, asked, answer });
+                self.at(
+                    at_us,
+                    Event::Hears {
+                        instance,
+                        life,
+                        cost,
+                        wanted,
+                        asked,
+                        answer,
+                    },
+                );
             }
-            Event::Hears { instance, life, cost, wanted, asked, answer } => {
+            Event::Hears {
+                instance,
+                life,
+                cost,
+                wanted,
+                asked,
+                answer,
+            } => {
                 self.hears(instance, life, cost, wanted, asked, answer);
             }
-            Event::Decides { instance, life, permit, admitted } => {
+            Event::Decides {
+                instance,
+                life,
+                permit,
+                admitted,
+            } => {
                 if self.instances[instance].life != life {
                 } else if admitted {
                     self.hands_out(instance, permit);
@@ -244,7 +337,9 @@ impl World {
                     self.instances[instance].book.put_back(&permit);
                 }
             }
-            Event::Looks { instance, life } if self.instances[instance].life == life => self.looks(instance),
+            Event::Looks { instance, life } if self.instances[instance].life == life => {
+                self.looks(instance)
+            }
             Event::Looks { .. } => {}
             Event::GivesBack { returns } => {
                 self.hands.set_us(self.now_us);
@@ -258,13 +353,22 @@ impl World {
                 self.tell(|| format!("{instance} crashes"));
                 let per_us = self.limits[0].per_us;
                 let life = self.instances[instance].life + 1;
-                self.instances[instance] = Instance { life, ..Instance::new(&mut self.random, per_us) };
+                self.instances[instance] = Instance {
+                    life,
+                    ..Instance::new(&mut self.random, per_us)
+                };
                 self.sums.crashes += 1;
             }
             Event::LosesData => {
                 self.tell(|| "store loses its data".to_owned());
                 let (clock, hands) = Clock::manual(self.now_us);
-                self.memory = Memory::new(MemorySettings { max_keys: 10, max_bytes: 1 << 20 }, clock);
+                self.memory = Memory::new(
+                    MemorySettings {
+                        max_keys: 10,
+                        max_bytes: 1 << 20,
+                    },
+                    clock,
+                );
                 self.hands = hands;
                 self.lost_us.push(self.now_us);
                 self.sums.losses += 1;
@@ -276,12 +380,20 @@ impl World {
         let instance = &self.instances[at];
         let (life, cost, now) = (instance.life, instance.cost, instance.clock(self.now_us));
         let is_store_known_away = self.random.u8(..50) == 0;
-        let or = if is_store_known_away { Else::Nothing } else { Else::Ask };
+        let or = if is_store_known_away {
+            Else::Nothing
+        } else {
+            Else::Ask
+        };
         let taken = {
             let charges = charges(&self.limits, &self.key, cost, instance.lease, 0);
             instance.book.take(&charges, now, or)
         };
-        if let Taken::Permit { wanted: wanted @ 1.., .. } = taken {
+        if let Taken::Permit {
+            wanted: wanted @ 1..,
+            ..
+        } = taken
+        {
             self.asks(at, 0, wanted, now);
         }
         match taken {
@@ -295,7 +407,15 @@ impl World {
                 }
                 let slow = self.random.u64(..TIMEOUT_US * 999 / 1_000);
                 let admitted = self.random.bool();
-                self.at(self.now_us + slow, Event::Decides { instance: at, life, permit, admitted });
+                self.at(
+                    self.now_us + slow,
+                    Event::Decides {
+                        instance: at,
+                        life,
+                        permit,
+                        admitted,
+                    },
+                );
             }
             Taken::Ask { .. } if is_store_known_away => self.sums.unknown += 1,
             Taken::Ask { wanted } => self.asks(at, cost, wanted, now),
@@ -306,9 +426,26 @@ impl World {
     fn asks(&mut self, instance: usize, cost: u64, wanted: u64, asked: Instant) {
         let (life, sent_us) = (self.instances[instance].life, self.now_us);
         match self.arrives_us() {
-            Some(at_us) => self.at(at_us, Event::Asks { instance, life, cost, wanted, asked, sent_us }),
+            Some(at_us) => self.at(
+                at_us,
+                Event::Asks {
+                    instance,
+                    life,
+                    cost,
+                    wanted,
+                    asked,
+                    sent_us,
+                },
+            ),
             None => {
-                let hears = Event::Hears { instance, life, cost, wanted, asked, answer: None };
+                let hears = Event::Hears {
+                    instance,
+                    life,
+                    cost,
+                    wanted,
+                    asked,
+                    answer: None,
+                };
                 self.at(sent_us + TIMEOUT_US, hears);
             }
         }
@@ -316,7 +453,13 @@ impl World {
 
     fn store_decides(&mut self, instance: usize, cost: u64, wanted: u64) -> Decision {
         self.hands.set_us(self.now_us);
-        let charges = charges(&self.limits, &self.key, cost, self.instances[instance].lease, wanted);
+        let charges = charges(
+            &self.limits,
+            &self.key,
+            cost,
+            self.instances[instance].lease,
+            wanted,
+        );
         self.memory.decide(&charges)
     }
 
@@ -346,7 +489,9 @@ impl World {
         let received = instance.clock(self.now_us);
         {
             let charges = charges(&self.limits, &self.key, cost, instance.lease, wanted);
-            instance.book.lent(&charges, &decision.standings, &decision, (asked, received));
+            instance
+                .book
+                .lent(&charges, &decision.standings, &decision, (asked, received));
         }
         instance.book.asked(self.key.id());
         if !decision.grants.is_empty() {
@@ -401,11 +546,14 @@ impl World {
                     first += 1;
                 }
                 // What was lost may have been charged one period, or a lease, before.
-                let matters = |lost_us: &&u64| **lost_us <= *at_us && **lost_us + 2 * per_us >= *at_us;
+                let matters =
+                    |lost_us: &&u64| **lost_us <= *at_us && **lost_us + 2 * per_us >= *at_us;
                 let losses = u64::try_from(self.lost_us.iter().filter(matters).count()).unwrap();
                 if sum > limit.requests * (1 + losses) {
                     let at_us = at_us - START_US;
-                    return Err(format!("{sum} units up to {at_us}, after {losses} losses, of {limit:?}"));
+                    return Err(format!(
+                        "{sum} units up to {at_us}, after {losses} losses, of {limit:?}"
+                    ));
                 }
             }
         }
@@ -431,7 +579,10 @@ impl World {
 
     /// Where nothing went wrong, what was lent and not used is free again.
     fn all_is_back(&mut self) -> Result<(), String> {
-        if self.faults.lost_message > 0 || self.faults.crash || self.faults.lost_data || self.sums.unknown > 0
+        if self.faults.lost_message > 0
+            || self.faults.crash
+            || self.faults.lost_data
+            || self.sums.unknown > 0
         {
             return Ok(());
         }
@@ -441,11 +592,16 @@ impl World {
         for (limit, standing) in self.limits.iter().zip(decision.standings) {
             // Counted at the lease's end at the latest, and up to a sub-window longer.
             let longest_us = limit.per_us + self.limits[0].per_us / 2 + limit.sub_window_us();
-            let recent = self.uses.iter().filter(|(at_us, _)| at_us + longest_us > self.now_us);
+            let recent = self
+                .uses
+                .iter()
+                .filter(|(at_us, _)| at_us + longest_us > self.now_us);
             let most = recent.map(|(_, units)| units).sum::<u64>();
             let used = limit.capacity() - standing.unwrap().remaining;
             if used > most {
-                return Err(format!("{used} units in use of {most} admitted lately, of {limit:?}"));
+                return Err(format!(
+                    "{used} units in use of {most} admitted lately, of {limit:?}"
+                ));
             }
         }
         Ok(())
@@ -455,9 +611,16 @@ impl World {
 fn algorithm(random: &mut fastrand::Rng, per_us: u64) -> Algorithm {
     match random.u8(..4) {
         0 => Algorithm::SlidingLog,
-        1 => Algorithm::SlidingWindow { buckets: random.u64(2..20) },
-        2 => Algorithm::TokenBucket { burst: random.u64(1..200), warm_up_us: 0 },
-        _ => Algorithm::FixedWindow { offset_us: START_US % per_us },
+        1 => Algorithm::SlidingWindow {
+            buckets: random.u64(2..20),
+        },
+        2 => Algorithm::TokenBucket {
+            burst: random.u64(1..200),
+            warm_up_us: 0,
+        },
+        _ => Algorithm::FixedWindow {
+            offset_us: START_US % per_us,
+        },
     }
 }
 
@@ -468,7 +631,14 @@ fn charges<'c>(
     lease: Option<Lease>,
     wanted: u64,
 ) -> SmallVec<[Charge<'c>; 2]> {
-    limits.iter().map(|limit| Charge { lease, wanted, ..Charge::new(limit, key, cost) }).collect()
+    limits
+        .iter()
+        .map(|limit| Charge {
+            lease,
+            wanted,
+            ..Charge::new(limit, key, cost)
+        })
+        .collect()
 }
 
 impl Instance {
@@ -482,7 +652,11 @@ impl Instance {
             start: Instant::now(),
             rate: random.u64(996_500..=1_003_500),
             life: 0,
-            cost: if random.u8(..4) == 0 { random.u64(1..4) } else { 1 },
+            cost: if random.u8(..4) == 0 {
+                random.u64(1..4)
+            } else {
+                1
+            },
         }
     }
 

@@ -71,22 +71,31 @@ impl Leases {
         let mut or = if lends { Else::Wait } else { Else::Nothing };
         let mut now = asked;
         loop {
-            let mut hand =
-                Hand { leases: self, redis: ask.redis, permits: SmallVec::new(), asking: SmallVec::new() };
+            let mut hand = Hand {
+                leases: self,
+                redis: ask.redis,
+                permits: SmallVec::new(),
+                asking: SmallVec::new(),
+            };
             let rest = match hand.take(charges, now, deadline, or) {
                 Ok(rest) => rest,
                 Err(told) => {
                     drop(hand);
                     drop(timeout_at(patience, told).await);
                     now = Instant::now();
-                    or = if now < patience { Else::Wait } else { Else::Ask };
+                    or = if now < patience {
+                        Else::Wait
+                    } else {
+                        Else::Ask
+                    };
                     continue;
                 }
             };
             if rest.is_empty() {
                 return Ok((hand.decision(charges, None), Source::Lease));
             }
-            let mut others: SmallVec<[Charge<'_>; 4]> = rest.iter().map(|(_, charge)| *charge).collect();
+            let mut others: SmallVec<[Charge<'_>; 4]> =
+                rest.iter().map(|(_, charge)| *charge).collect();
             let (decision, source) = match ask.refusal(&others, asked) {
                 Some(refusal) => refusal,
                 None => {
@@ -110,16 +119,26 @@ impl Leases {
 
     /// What fails is not tried again: it counts until it has left.
     async fn give_back(&self, redis: &Redis, returns: Vec<Return>) {
-        let (owners, late): (Vec<&Return>, Vec<Late<'_>>) =
-            returns.iter().flat_map(|one| one.late().map(move |late| (one, late))).unzip();
+        let (owners, late): (Vec<&Return>, Vec<Late<'_>>) = returns
+            .iter()
+            .flat_map(|one| one.late().map(move |late| (one, late)))
+            .unzip();
         if late.is_empty() {
             return;
         }
         let untold = match redis.breaker_open() {
             true => (0..late.len()).collect(),
-            false => redis.amend(&late).await.err().map(|untold| untold.places).unwrap_or_default(),
+            false => redis
+                .amend(&late)
+                .await
+                .err()
+                .map(|untold| untold.places)
+                .unwrap_or_default(),
         };
-        let mut lost: Vec<&Return> = untold.iter().filter_map(|place| owners.get(*place).copied()).collect();
+        let mut lost: Vec<&Return> = untold
+            .iter()
+            .filter_map(|place| owners.get(*place).copied())
+            .collect();
         // One that several limits were not told of.
         lost.dedup_by(|one, other| std::ptr::eq(*one, *other));
         self.book.lose(lost.iter().map(|one| one.units()).sum());
@@ -135,24 +154,45 @@ impl Leases {
     }
 
     fn asking(self: &Arc<Self>, key: u128) -> Asking {
-        Asking { leases: Arc::clone(self), key }
+        Asking {
+            leases: Arc::clone(self),
+            key,
+        }
     }
 
     /// Asks for more while the rest is handed out.
     fn fetch(asking: Asking, redis: &Redis, policy: &[Charge<'_>], wanted: u64) {
-        let Some(Charge { key, lease, local, .. }) = policy.first() else { return };
+        let Some(Charge {
+            key, lease, local, ..
+        }) = policy.first()
+        else {
+            return;
+        };
         let (key, redis) = ((*key).clone(), redis.clone());
         let (lease, local) = (*lease, *local);
         let limits: SmallVec<[Limit; 2]> = policy.iter().map(|charge| *charge.limit).collect();
         tokio::spawn(async move {
-            let charges =
-                limits.iter().map(|limit| Charge { lease, wanted, local, ..Charge::new(limit, &key, 0) });
+            let charges = limits.iter().map(|limit| Charge {
+                lease,
+                wanted,
+                local,
+                ..Charge::new(limit, &key, 0)
+            });
             let (charges, sent): (SmallVec<[_; 2]>, _) = (charges.collect(), Instant::now());
             if let Ok(decision) = redis.decide(&charges, sent).await {
                 let local = redis.local();
-                local.remember(&charges, &without_hand(&charges, &decision, local.share()), sent.into_std());
+                local.remember(
+                    &charges,
+                    &without_hand(&charges, &decision, local.share()),
+                    sent.into_std(),
+                );
                 let leases = &asking.leases;
-                leases.book.lent(&charges, &decision.standings, &decision, (sent, Instant::now()));
+                leases.book.lent(
+                    &charges,
+                    &decision.standings,
+                    &decision,
+                    (sent, Instant::now()),
+                );
                 leases.attend(&redis);
             }
         });
@@ -196,7 +236,15 @@ impl Hand<'_> {
             let first = next;
             next += policy.len();
             let mut wanted = 0;
-            if let [Charge { lease: Some(_), key, .. }, ..] = policy {
+            if let [
+                Charge {
+                    lease: Some(_),
+                    key,
+                    ..
+                },
+                ..,
+            ] = policy
+            {
                 match self.leases.book.take(policy, now, or) {
                     Taken::Permit { permit, wanted } => {
                         self.permits.push((first, permit));
@@ -212,18 +260,29 @@ impl Hand<'_> {
                     self.asking.push(self.leases.asking(key.id()));
                 }
             }
-            rest.extend((first..).zip(policy).map(|(at, charge)| (at, Charge { wanted, ..*charge })));
+            rest.extend(
+                (first..)
+                    .zip(policy)
+                    .map(|(at, charge)| (at, Charge { wanted, ..*charge })),
+            );
         }
         if !rest.is_empty() {
             // The store decides when the request is admitted: by then a lease must not have ended.
-            let (lasting, ending): (SmallVec<[_; 1]>, SmallVec<[_; 1]>) =
-                self.permits.drain(..).partition(|(_, permit)| permit.ends > deadline);
+            let (lasting, ending): (SmallVec<[_; 1]>, SmallVec<[_; 1]>) = self
+                .permits
+                .drain(..)
+                .partition(|(_, permit)| permit.ends > deadline);
             self.permits = lasting;
             for (first, permit) in ending {
                 self.leases.book.put_back(&permit);
-                let policy =
-                    charges.get(first..).and_then(|rest| rest.chunk_by(Charge::is_of_policy_of).next());
-                rest.extend((first..).zip(policy.unwrap_or_default()).map(|(at, charge)| (at, *charge)));
+                let policy = charges
+                    .get(first..)
+                    .and_then(|rest| rest.chunk_by(Charge::is_of_policy_of).next());
+                rest.extend(
+                    (first..)
+                        .zip(policy.unwrap_or_default())
+                        .map(|(at, charge)| (at, *charge)),
+                );
             }
             rest.sort_unstable_by_key(|(at, _)| *at);
         }
@@ -237,7 +296,11 @@ impl Hand<'_> {
             let wanted = policy.first().map_or(0, |charge| charge.wanted);
             policy.iter_mut().for_each(|charge| charge.wanted = 0);
             let key = policy.first().map(|charge| charge.key.id());
-            if let Some(at) = self.asking.iter().position(|asking| Some(asking.key) == key) {
+            if let Some(at) = self
+                .asking
+                .iter()
+                .position(|asking| Some(asking.key) == key)
+            {
                 Leases::fetch(self.asking.remove(at), self.redis, policy, wanted);
             }
         }
@@ -249,7 +312,8 @@ impl Hand<'_> {
         charges: &[Charge<'_>],
         rest: Option<(&[(usize, Charge<'_>)], Decision)>,
     ) -> Decision {
-        let mut standings: SmallVec<[Option<Standing>; 4]> = SmallVec::from_elem(None, charges.len());
+        let mut standings: SmallVec<[Option<Standing>; 4]> =
+            SmallVec::from_elem(None, charges.len());
         for (first, permit) in &self.permits {
             for (place, standing) in standings.iter_mut().skip(*first).zip(&permit.standings) {
                 *place = Some(*standing);
@@ -281,7 +345,11 @@ impl Hand<'_> {
         if decision.admitted {
             self.permits.clear();
         }
-        Decision { standings, stands_us, ..decision }
+        Decision {
+            standings,
+            stands_us,
+            ..decision
+        }
     }
 }
 

@@ -52,22 +52,34 @@ fn row(what: &str, says: Option<f64>, comes: f64) {
 
 fn is_near(what: &str, says: f64, comes: f64, tolerance: f64) {
     row(what, Some(says), comes);
-    assert!((comes - says).abs() <= says * tolerance, "{what}: {comes}, and the formula says {says}");
+    assert!(
+        (comes - says).abs() <= says * tolerance,
+        "{what}: {comes}, and the formula says {says}"
+    );
 }
 
 fn is_at_least(what: &str, says: f64, comes: f64) {
     row(&format!("{what}, at least"), Some(says), comes);
-    assert!(comes >= says, "{what}: {comes}, and the formula says at least {says}");
+    assert!(
+        comes >= says,
+        "{what}: {comes}, and the formula says at least {says}"
+    );
 }
 
 fn is_at_most(what: &str, says: f64, comes: f64) {
     row(&format!("{what}, at most"), Some(says), comes);
-    assert!(comes <= says, "{what}: {comes}, and the formula says at most {says}");
+    assert!(
+        comes <= says,
+        "{what}: {comes}, and the formula says at most {says}"
+    );
 }
 
 #[test]
 fn what_leases_cost_and_leave_is_what_the_formulas_say() {
-    let (sidecars, seed) = (setting("TIDEGATE_SCALE", SIDECARS), setting("TIDEGATE_TEST_SEED", 1));
+    let (sidecars, seed) = (
+        setting("TIDEGATE_SCALE", SIDECARS),
+        setting("TIDEGATE_TEST_SEED", 1),
+    );
     let (rate, ttl_s) = (RATE as f64, TTL_US as f64 / SECOND_US as f64);
     println!("{sidecars} sidecars, {RATE} requests per second each; TIDEGATE_TEST_SEED={seed}");
     println!("| | formula | simulated |\n|---|---|---|");
@@ -79,15 +91,27 @@ fn what_leases_cost_and_leave_is_what_the_formulas_say() {
         // A lease is spent long before its end.
         ("calls per request, size = 20", Some(20), 1.0 / in_fours(20)),
         // What was asked for in the time of one.
-        ("calls per request, auto", None, 1.0 / in_fours(RATE * TTL_US / SECOND_US)),
+        (
+            "calls per request, auto",
+            None,
+            1.0 / in_fours(RATE * TTL_US / SECOND_US),
+        ),
         // It ends before it is spent: one at a time, and the next when somebody asks.
-        ("calls per request, size = 1000", Some(1000), 1.0 / (rate * (ttl_s + 1.0 / rate))),
+        (
+            "calls per request, size = 1000",
+            Some(1000),
+            1.0 / (rate * (ttl_s + 1.0 / rate)),
+        ),
     ] {
         let sums = World::new(sidecars, plenty, size, seed).run();
         is_near(name, says, sums.calls as f64 / sums.requests as f64, 0.2);
         is_at_most("  refused", 0.0, sums.refused as f64);
         if let Some(size) = size {
-            is_at_most("  units in hand, of all", (size * sidecars) as f64, sums.most_in_hand as f64);
+            is_at_most(
+                "  units in hand, of all",
+                (size * sidecars) as f64,
+                sums.most_in_hand as f64,
+            );
         }
     }
 
@@ -96,7 +120,13 @@ fn what_leases_cost_and_leave_is_what_the_formulas_say() {
     let requests = scarce * PER_US / SECOND_US;
     // What is lent stands until a period after its end, so a key that is always spent comes round once in this time;
     // what was counted may have begun and ended in the middle.
-    let round_us = PER_US + TTL_US + if sidecars > LOGGED { PER_US / BUCKETS } else { 0 };
+    let round_us = PER_US
+        + TTL_US
+        + if sidecars > LOGGED {
+            PER_US / BUCKETS
+        } else {
+            0
+        };
     let rounds = (LENGTH_US - WARM_UP_US) as f64 / round_us as f64;
     let sliding = PER_US as f64 / round_us as f64 * (rounds - 1.0) / rounds;
     for size in [Some(4), Some(20), None] {
@@ -110,20 +140,35 @@ fn what_leases_cost_and_leave_is_what_the_formulas_say() {
             (1.0 - idle) * sliding,
             sums.used(scarce),
         );
-        is_at_most("  fullest window, of the limit", 1.0, sums.fullest as f64 / requests as f64);
-        row("  calls per request", None, sums.calls as f64 / sums.requests as f64);
+        is_at_most(
+            "  fullest window, of the limit",
+            1.0,
+            sums.fullest as f64 / requests as f64,
+        );
+        row(
+            "  calls per request",
+            None,
+            sums.calls as f64 / sums.requests as f64,
+        );
     }
 }
 
 #[test]
 fn what_shares_allow_and_leave_is_what_the_formulas_say() {
-    let (sidecars, seed) = (setting("TIDEGATE_SCALE", SIDECARS), setting("TIDEGATE_TEST_SEED", 1));
+    let (sidecars, seed) = (
+        setting("TIDEGATE_SCALE", SIDECARS),
+        setting("TIDEGATE_TEST_SEED", 1),
+    );
     println!("{sidecars} sidecars without their store; TIDEGATE_TEST_SEED={seed}");
     println!("| | formula | simulated |\n|---|---|---|");
     for each in [1, 4, 25, 100] {
         let requests = sidecars * each + sidecars / 2;
         let (admitted, asked) = shares(sidecars, requests, seed);
-        is_at_most(&format!("in a window, of {requests}"), requests as f64, most(&admitted) as f64);
+        is_at_most(
+            &format!("in a window, of {requests}"),
+            requests as f64,
+            most(&admitted) as f64,
+        );
         // Of requests that come at random, as many as there are units, a share loses what comes above it.
         let lost = (0..sidecars).map(|place| {
             let share = requests / sidecars + u64::from(place < requests % sidecars);
@@ -131,11 +176,20 @@ fn what_shares_allow_and_leave_is_what_the_formulas_say() {
         });
         let says = 1.0 - lost.sum::<f64>() / requests as f64;
         let (all, possible) = (admitted.iter().sum::<u64>(), asked.iter().sum::<u64>());
-        is_near("  admitted of what was asked for", says, all as f64 / possible as f64, 0.03);
+        is_near(
+            "  admitted of what was asked for",
+            says,
+            all as f64 / possible as f64,
+            0.03,
+        );
     }
     // Fewer units than instances: some have one, the others none.
     let (admitted, _) = shares(sidecars, sidecars / 4, seed);
-    is_at_most("in a window, of a quarter of a unit each", (sidecars / 4) as f64, most(&admitted) as f64);
+    is_at_most(
+        "in a window, of a quarter of a unit each",
+        (sidecars / 4) as f64,
+        most(&admitted) as f64,
+    );
 }
 
 fn most(admitted: &[u64]) -> u64 {
@@ -155,15 +209,28 @@ fn shares(sidecars: u64, requests: u64, seed: u64) -> (Vec<u64>, Vec<u64>) {
     let fleet: Vec<Local> = (0..count).map(local).collect();
     let sum: u64 = fleet.iter().map(|local| local.share().of(requests)).sum();
     assert_eq!(sum, requests, "the shares are the limit");
-    let limit = Limit { requests, per_us: PER_US, algorithm: Algorithm::FixedWindow { offset_us: 0 } };
+    let limit = Limit {
+        requests,
+        per_us: PER_US,
+        algorithm: Algorithm::FixedWindow { offset_us: 0 },
+    };
     let key = KeyBuilder::new("p").finish();
-    let charge = [Charge { local: true, ..Charge::new(&limit, &key, 1) }];
+    let charge = [Charge {
+        local: true,
+        ..Charge::new(&limit, &key, 1)
+    }];
     let mut random = fastrand::Rng::with_seed(seed);
     let (mut admitted, mut asked) = (vec![0; windows as usize], vec![0; windows as usize]);
     // Those with one unit more are asked by so much more.
-    let weights: Vec<u64> = fleet.iter().map(|local| local.share().of(requests)).collect();
-    let whose: Vec<usize> =
-        weights.iter().enumerate().flat_map(|(at, units)| std::iter::repeat_n(at, *units as usize)).collect();
+    let weights: Vec<u64> = fleet
+        .iter()
+        .map(|local| local.share().of(requests))
+        .collect();
+    let whose: Vec<usize> = weights
+        .iter()
+        .enumerate()
+        .flat_map(|(at, units)| std::iter::repeat_n(at, *units as usize))
+        .collect();
     for window in 0..windows {
         let mut at_us = START_US + window * PER_US;
         let end_us = at_us + PER_US;
@@ -185,7 +252,9 @@ fn shares(sidecars: u64, requests: u64, seed: u64) -> (Vec<u64>, Vec<u64>) {
 /// That of so many expected events exactly so many come (Poisson): what comes above `mean` is on average `mean` times this.
 fn chance(mean: u64) -> f64 {
     let mean_f = mean as f64;
-    (1..=mean).fold((-mean_f).exp(), |product, nth| product * mean_f / nth as f64)
+    (1..=mean).fold((-mean_f).exp(), |product, nth| {
+        product * mean_f / nth as f64
+    })
 }
 
 /// Until the next of so many per microsecond that come at random.
@@ -244,11 +313,28 @@ struct Planned {
 }
 
 enum Event {
-    Request { sidecar: usize },
-    Asks { sidecar: usize, cost: u64, wanted: u64, sent: Instant },
-    Hears { sidecar: usize, cost: u64, wanted: u64, sent: Instant, decision: Box<Decision> },
-    Looks { sidecar: usize },
-    GivesBack { returns: Vec<Return> },
+    Request {
+        sidecar: usize,
+    },
+    Asks {
+        sidecar: usize,
+        cost: u64,
+        wanted: u64,
+        sent: Instant,
+    },
+    Hears {
+        sidecar: usize,
+        cost: u64,
+        wanted: u64,
+        sent: Instant,
+        decision: Box<Decision>,
+    },
+    Looks {
+        sidecar: usize,
+    },
+    GivesBack {
+        returns: Vec<Return>,
+    },
 }
 
 impl World {
@@ -262,7 +348,13 @@ impl World {
             agenda: BinaryHeap::new(),
             planned: 0,
             sidecars: (0..sidecars).map(|_| Sidecar::default()).collect(),
-            memory: Memory::new(MemorySettings { max_keys: 10, max_bytes: 1 << 30 }, clock),
+            memory: Memory::new(
+                MemorySettings {
+                    max_keys: 10,
+                    max_bytes: 1 << 30,
+                },
+                clock,
+            ),
             hands,
             key: KeyBuilder::new("p").finish(),
             limit: Limit {
@@ -273,7 +365,10 @@ impl World {
                     _ => Algorithm::SlidingWindow { buckets: BUCKETS },
                 },
             },
-            lease: Lease { size, ttl_us: TTL_US },
+            lease: Lease {
+                size,
+                ttl_us: TTL_US,
+            },
             window: VecDeque::new(),
             in_hand: 0,
             sums: Sums::default(),
@@ -316,7 +411,11 @@ impl World {
     }
 
     fn charge(&self, cost: u64, wanted: u64) -> Charge<'_> {
-        Charge { lease: Some(self.lease), wanted, ..Charge::new(&self.limit, &self.key, cost) }
+        Charge {
+            lease: Some(self.lease),
+            wanted,
+            ..Charge::new(&self.limit, &self.key, cost)
+        }
     }
 
     fn happens(&mut self, event: Event) {
@@ -326,16 +425,36 @@ impl World {
                 self.decide(sidecar);
                 self.comes_next(sidecar);
             }
-            Event::Asks { sidecar, cost, wanted, sent } => {
+            Event::Asks {
+                sidecar,
+                cost,
+                wanted,
+                sent,
+            } => {
                 self.hands.set_us(self.now_us);
                 let decision = Box::new(self.memory.decide(&[self.charge(cost, wanted)]));
                 if cost > 0 && decision.admitted {
                     self.admit();
                 }
                 let in_us = self.random.u64(WAY_US);
-                self.plan(in_us, Event::Hears { sidecar, cost, wanted, sent, decision });
+                self.plan(
+                    in_us,
+                    Event::Hears {
+                        sidecar,
+                        cost,
+                        wanted,
+                        sent,
+                        decision,
+                    },
+                );
             }
-            Event::Hears { sidecar, cost, wanted, sent, decision } => {
+            Event::Hears {
+                sidecar,
+                cost,
+                wanted,
+                sent,
+                decision,
+            } => {
                 self.hears(sidecar, cost, wanted, sent, &decision);
             }
             Event::Looks { sidecar } => self.looks(sidecar),
@@ -382,7 +501,15 @@ impl World {
         let (sent, in_us) = (self.clock(), self.random.u64(WAY_US));
         self.sums.calls += u64::from(self.is_warm());
         for (cost, wanted) in questions {
-            self.plan(in_us, Event::Asks { sidecar, cost, wanted, sent });
+            self.plan(
+                in_us,
+                Event::Asks {
+                    sidecar,
+                    cost,
+                    wanted,
+                    sent,
+                },
+            );
         }
     }
 
@@ -390,7 +517,9 @@ impl World {
         let (received, charges) = (self.clock(), [self.charge(cost, wanted)]);
         if cost > 0 {
             if !decision.admitted {
-                self.sidecars[at].refusals.remember(&charges, decision, sent, received);
+                self.sidecars[at]
+                    .refusals
+                    .remember(&charges, decision, sent, received);
                 self.refuse();
             }
             return;
@@ -421,13 +550,20 @@ impl World {
         if self.sidecars[at].is_attended {
             let look_us = super::LOOK.as_micros() as u64;
             let wait = next.map_or(Duration::ZERO, |next| next.saturating_duration_since(now));
-            self.plan(look_us.max(wait.as_micros() as u64 + 1), Event::Looks { sidecar: at });
+            self.plan(
+                look_us.max(wait.as_micros() as u64 + 1),
+                Event::Looks { sidecar: at },
+            );
         }
     }
 
     /// One unit, now.
     fn admit(&mut self) {
-        while self.window.front().is_some_and(|at_us| at_us + self.limit.per_us <= self.now_us) {
+        while self
+            .window
+            .front()
+            .is_some_and(|at_us| at_us + self.limit.per_us <= self.now_us)
+        {
             self.window.pop_front();
         }
         self.window.push_back(self.now_us);

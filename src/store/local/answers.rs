@@ -41,7 +41,11 @@ impl Answers {
             return;
         }
         let ends_us = ends.map(|ends_us| at_us.saturating_add(ends_us.saturating_sub(now_us)));
-        let answer = Answer { remaining: standing.remaining, at_us, ends_us };
+        let answer = Answer {
+            remaining: standing.remaining,
+            at_us,
+            ends_us,
+        };
         if let Some(part) = self.part(charge) {
             let mut halves = part.lock();
             if halves.young.len() >= MAX_HALF {
@@ -55,7 +59,9 @@ impl Answers {
     /// he charges must not be forgotten by a counter that begins after it.
     pub(super) fn take(&self, charge: &Charge<'_>, begin: impl FnOnce(Answer)) {
         let id = id(charge.limit, charge.key);
-        let Some(part) = self.part(charge) else { return };
+        let Some(part) = self.part(charge) else {
+            return;
+        };
         let mut halves = part.lock();
         let old = halves.old.remove(&id);
         if let Some(answer) = halves.young.remove(&id).or(old) {
@@ -64,7 +70,8 @@ impl Answers {
     }
 
     fn part(&self, charge: &Charge<'_>) -> Option<&Mutex<Halves>> {
-        self.0.get(usize::try_from(charge.key.id() % PARTS as u128).ok()?)
+        self.0
+            .get(usize::try_from(charge.key.id() % PARTS as u128).ok()?)
     }
 }
 
@@ -78,9 +85,15 @@ impl Answer {
         if let Some(ends_us) = self.ends_us {
             // It lasts for `per` from when it began.
             let began_us = ends_us.saturating_sub(limit.per_us);
-            return Amendment::Back { units: 1, age_us: now_us.saturating_sub(began_us) };
+            return Amendment::Back {
+                units: 1,
+                age_us: now_us.saturating_sub(began_us),
+            };
         }
         let capacity = limit.capacity();
-        Amendment::Back { units: capacity - share.of(self.remaining).min(capacity), age_us }
+        Amendment::Back {
+            units: capacity - share.of(self.remaining).min(capacity),
+            age_us,
+        }
     }
 }

@@ -73,7 +73,13 @@ impl Debts {
             return debt.slots.push(charge.slot);
         }
         self.entries -= debt.spent.len();
-        debt.add(Spent { at_us: now_us, units: charge.cost }, self.entries < MAX_ENTRIES);
+        debt.add(
+            Spent {
+                at_us: now_us,
+                units: charge.cost,
+            },
+            self.entries < MAX_ENTRIES,
+        );
         self.entries += debt.spent.len();
     }
 
@@ -91,7 +97,10 @@ impl Debts {
             if count >= PORTION {
                 break;
             }
-            let is_wanted = self.by_counter.get_index(at).is_some_and(|(_, debt)| is_there(debt.part));
+            let is_wanted = self
+                .by_counter
+                .get_index(at)
+                .is_some_and(|(_, debt)| is_there(debt.part));
             // The last takes its place, which was looked at before.
             if is_wanted && let Some((_, debt)) = self.by_counter.swap_remove_index(at) {
                 count += debt.spent.len() + debt.slots.len();
@@ -110,7 +119,10 @@ impl Debts {
                 self.entries -= newer.spent.len();
                 debt.limit = newer.limit;
                 debt.slots.extend(newer.slots);
-                newer.spent.into_iter().for_each(|spent| debt.add(spent, true));
+                newer
+                    .spent
+                    .into_iter()
+                    .for_each(|spent| debt.add(spent, true));
             }
             self.entries += debt.spent.len();
             self.by_counter.insert(id, debt);
@@ -130,14 +142,31 @@ impl Debt {
         now_us: u64,
         used: impl Fn(&Limit, &Key) -> u64,
     ) -> impl Iterator<Item = (Limit, Key, Amendment)> {
-        let most = if is_bucket(&self.limit) { used(&self.limit, &self.key) } else { u64::MAX };
+        let most = if is_bucket(&self.limit) {
+            used(&self.limit, &self.key)
+        } else {
+            u64::MAX
+        };
         let back = move |spent: &Spent| Amendment::Back {
             units: spent.units.min(most),
-            age_us: if most == u64::MAX { now_us.saturating_sub(spent.at_us) } else { 0 },
+            age_us: if most == u64::MAX {
+                now_us.saturating_sub(spent.at_us)
+            } else {
+                0
+            },
         };
-        let counting = self.spent.iter().filter(move |spent| counts(&self.limit, spent.at_us, now_us));
-        let slots = self.slots.iter().map(|slot| Amendment::Renew { slot: *slot });
-        counting.map(back).chain(slots).map(|amendment| (self.limit, self.key.clone(), amendment))
+        let counting = self
+            .spent
+            .iter()
+            .filter(move |spent| counts(&self.limit, spent.at_us, now_us));
+        let slots = self
+            .slots
+            .iter()
+            .map(|slot| Amendment::Renew { slot: *slot });
+        counting
+            .map(back)
+            .chain(slots)
+            .map(|amendment| (self.limit, self.key.clone(), amendment))
     }
 
     fn add(&mut self, new: Spent, may_grow: bool) {
@@ -146,19 +175,31 @@ impl Debt {
             _ => at_us,
         } / (self.limit.per_us / PARTS).max(1);
         match self.spent.back_mut() {
-            Some(last) if is_bucket(&self.limit) || !may_grow || part(last.at_us) == part(new.at_us) => {
-                *last = Spent { units: last.units.saturating_add(new.units), ..new };
+            Some(last)
+                if is_bucket(&self.limit) || !may_grow || part(last.at_us) == part(new.at_us) =>
+            {
+                *last = Spent {
+                    units: last.units.saturating_add(new.units),
+                    ..new
+                };
             }
             _ => self.spent.push_back(new),
         }
-        while self.spent.front().is_some_and(|oldest| !counts(&self.limit, oldest.at_us, new.at_us)) {
+        while self
+            .spent
+            .front()
+            .is_some_and(|oldest| !counts(&self.limit, oldest.at_us, new.at_us))
+        {
             self.spent.pop_front();
         }
     }
 }
 
 fn is_bucket(limit: &Limit) -> bool {
-    matches!(limit.algorithm, Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. })
+    matches!(
+        limit.algorithm,
+        Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. }
+    )
 }
 
 /// Whether units that were taken at a time may still be in use.
@@ -169,7 +210,9 @@ fn counts(limit: &Limit, at_us: u64, now_us: u64) -> bool {
             let window = |at_us: u64| at_us.checked_sub(offset_us).map(|since| since / per_us);
             window(at_us) == window(now_us)
         }
-        Algorithm::SlidingWindow { .. } => now_us.saturating_sub(at_us) < per_us + limit.sub_window_us(),
+        Algorithm::SlidingWindow { .. } => {
+            now_us.saturating_sub(at_us) < per_us + limit.sub_window_us()
+        }
         _ => is_bucket(limit) || now_us.saturating_sub(at_us) < per_us,
     }
 }

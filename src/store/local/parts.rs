@@ -25,11 +25,14 @@ impl Parts {
     }
 
     pub(super) fn has(&self, part: u16) -> bool {
-        self.word(part).is_some_and(|word| word.load(Ordering::Relaxed) >> (part % 64) & 1 == 1)
+        self.word(part)
+            .is_some_and(|word| word.load(Ordering::Relaxed) >> (part % 64) & 1 == 1)
     }
 
     pub(super) fn clear(&self) {
-        self.0.iter().for_each(|word| word.store(0, Ordering::Relaxed));
+        self.0
+            .iter()
+            .for_each(|word| word.store(0, Ordering::Relaxed));
     }
 
     fn word(&self, part: u16) -> Option<&AtomicU64> {

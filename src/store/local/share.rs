@@ -16,12 +16,18 @@ pub struct Share {
 impl Share {
     /// Before the fleet was ever seen.
     pub fn assumed(live: u32) -> Self {
-        Self { live: live.max(1), place: if live <= 1 { Some(0) } else { None } }
+        Self {
+            live: live.max(1),
+            place: if live <= 1 { Some(0) } else { None },
+        }
     }
 
     /// As it was seen: the instance with the `place`-th lowest id, from 0.
     pub fn seen(live: u32, place: u32) -> Self {
-        Self { live: live.max(1), place: Some(place) }
+        Self {
+            live: live.max(1),
+            place: Some(place),
+        }
     }
 
     /// Instances that share, at least 1.
@@ -32,7 +38,9 @@ impl Share {
     /// This instance's part of so many units.
     pub fn of(self, units: u64) -> u64 {
         let live = u64::from(self.live);
-        let has_more = self.place.is_some_and(|place| u64::from(place) < units % live);
+        let has_more = self
+            .place
+            .is_some_and(|place| u64::from(place) < units % live);
         units / live + u64::from(has_more)
     }
 
@@ -41,13 +49,18 @@ impl Share {
         let algorithm = match limit.algorithm {
             // Everybody blocks whom he refuses himself.
             Algorithm::Block => return *limit,
-            Algorithm::TokenBucket { burst, warm_up_us } => {
-                Algorithm::TokenBucket { burst: self.of(burst), warm_up_us }
-            }
+            Algorithm::TokenBucket { burst, warm_up_us } => Algorithm::TokenBucket {
+                burst: self.of(burst),
+                warm_up_us,
+            },
             // The line gets shorter with the rate.
             algorithm => algorithm,
         };
-        Limit { requests: self.of(limit.requests), algorithm, ..*limit }
+        Limit {
+            requests: self.of(limit.requests),
+            algorithm,
+            ..*limit
+        }
     }
 
     pub(super) fn packed(self) -> u64 {
@@ -56,6 +69,9 @@ impl Share {
 
     pub(super) fn unpacked(packed: u64) -> Self {
         let half = |bits: u64| u32::try_from(bits & u64::from(u32::MAX)).unwrap_or(u32::MAX);
-        Self { live: half(packed >> 32).max(1), place: Some(half(packed)).filter(|place| *place != u32::MAX) }
+        Self {
+            live: half(packed >> 32).max(1),
+            place: Some(half(packed)).filter(|place| *place != u32::MAX),
+        }
     }
 }

@@ -30,9 +30,21 @@ impl Fleet {
             local.set_share(Share::seen(instances, place));
             local
         });
-        let limit = Limit { requests: LIMIT, per_us: PER_US, algorithm };
+        let limit = Limit {
+            requests: LIMIT,
+            per_us: PER_US,
+            algorithm,
+        };
         let key = KeyBuilder::new("p").finish();
-        Self { instances: instances.collect(), hands, redis, limit, key, now_us: T0, admitted: Vec::new() }
+        Self {
+            instances: instances.collect(),
+            hands,
+            redis,
+            limit,
+            key,
+            now_us: T0,
+            admitted: Vec::new(),
+        }
     }
 
     fn pass(&mut self, us: u64) {
@@ -41,7 +53,10 @@ impl Fleet {
     }
 
     fn charge(&self) -> Charge<'_> {
-        Charge { local: true, ..Charge::new(&self.limit, &self.key, 1) }
+        Charge {
+            local: true,
+            ..Charge::new(&self.limit, &self.key, 1)
+        }
     }
 
     fn ask_redis(&mut self, instance: usize) -> bool {
@@ -63,7 +78,9 @@ impl Fleet {
 
     /// Asks all alone until nobody admits any more.
     fn exhaust_alone(&mut self) -> usize {
-        (0..self.instances.len()).map(|n| (0..100).filter(|_| self.ask_alone(n)).count()).sum()
+        (0..self.instances.len())
+            .map(|n| (0..100).filter(|_| self.ask_alone(n)).count())
+            .sum()
     }
 
     fn write_back(&mut self) {
@@ -71,7 +88,11 @@ impl Fleet {
             while local.owes() {
                 let owed = local.owed([]);
                 for (limit, key, amendment) in &local.amendments(&owed) {
-                    self.redis.amend(&[Late { limit, key, amendment: *amendment }]);
+                    self.redis.amend(&[Late {
+                        limit,
+                        key,
+                        amendment: *amendment,
+                    }]);
                 }
                 local.paid();
             }
@@ -81,9 +102,18 @@ impl Fleet {
 
     /// The most that was admitted from a time on in any window of the limit's period.
     fn fullest_since(&self, from_us: u64) -> usize {
-        let within =
-            |start: u64| self.admitted.iter().filter(|at| (start..start + PER_US).contains(*at)).count();
-        self.admitted.iter().filter(|at| **at >= from_us).map(|at| within(*at)).max().unwrap_or(0)
+        let within = |start: u64| {
+            self.admitted
+                .iter()
+                .filter(|at| (start..start + PER_US).contains(*at))
+                .count()
+        };
+        self.admitted
+            .iter()
+            .filter(|at| **at >= from_us)
+            .map(|at| within(*at))
+            .max()
+            .unwrap_or(0)
     }
 }
 
@@ -91,9 +121,14 @@ impl Fleet {
 fn shares_sum_to_the_limit_whatever_it_is() {
     for live in 1..60_u32 {
         for units in (0..130).chain([crate::limiter::MAX_UNITS]) {
-            let parts: Vec<u64> = (0..live).map(|place| Share::seen(live, place).of(units)).collect();
+            let parts: Vec<u64> = (0..live)
+                .map(|place| Share::seen(live, place).of(units))
+                .collect();
             assert_eq!(parts.iter().sum::<u64>(), units, "{live} of {units}");
-            assert!(parts.is_sorted_by(|low, high| low >= high), "the lowest have the remainder: {parts:?}");
+            assert!(
+                parts.is_sorted_by(|low, high| low >= high),
+                "the lowest have the remainder: {parts:?}"
+            );
             assert!(parts[0] - parts[parts.len() - 1] <= 1);
             let strangers = Share::assumed(live).of(units) * u64::from(live);
             assert!(
@@ -109,16 +144,37 @@ fn shares_sum_to_the_limit_whatever_it_is() {
 
 #[test]
 fn both_amounts_of_a_bucket_are_shared_and_the_counter_stays_the_same() {
-    let bucket = Algorithm::TokenBucket { burst: 8, warm_up_us: 5 };
-    for algorithm in [bucket, Algorithm::LeakyBucket { max_delay_us: 3 * PER_US }, Algorithm::SlidingLog] {
-        let limit = Limit { requests: 10, per_us: PER_US, algorithm };
+    let bucket = Algorithm::TokenBucket {
+        burst: 8,
+        warm_up_us: 5,
+    };
+    for algorithm in [
+        bucket,
+        Algorithm::LeakyBucket {
+            max_delay_us: 3 * PER_US,
+        },
+        Algorithm::SlidingLog,
+    ] {
+        let limit = Limit {
+            requests: 10,
+            per_us: PER_US,
+            algorithm,
+        };
         let part = Share::seen(3, 0).limit(&limit);
         assert_eq!((part.requests, part.identity()), (4, limit.identity()));
     }
-    let limit = Limit { requests: 10, per_us: PER_US, algorithm: bucket };
+    let limit = Limit {
+        requests: 10,
+        per_us: PER_US,
+        algorithm: bucket,
+    };
     let bursts = [0, 1, 2].map(|place| Share::seen(3, place).limit(&limit).capacity());
     assert_eq!(bursts, [3, 3, 2]);
-    let block = Limit { requests: 1, per_us: PER_US, algorithm: Algorithm::Block };
+    let block = Limit {
+        requests: 1,
+        per_us: PER_US,
+        algorithm: Algorithm::Block,
+    };
     assert_eq!(Share::seen(3, 2).limit(&block), block);
 }
 
@@ -129,13 +185,20 @@ fn a_fleet_admits_what_remained_and_an_exhausted_key_stays_exhausted() {
         assert_eq!((0..used).filter(|_| fleet.ask_redis(0)).count(), used);
         // All have just heard how it stands.
         for local in &fleet.instances {
-            let look = [Charge { cost: 0, ..fleet.charge() }];
+            let look = [Charge {
+                cost: 0,
+                ..fleet.charge()
+            }];
             local.remember(&look, &fleet.redis.decide(&look), Instant::now());
         }
         fleet.pass(1_000_000);
         assert_eq!(fleet.exhaust_alone(), 20 - used, "{used} were used");
         fleet.pass(PER_US - 1_000_000);
-        assert_eq!(fleet.exhaust_alone(), used, "what was used before comes back after a period");
+        assert_eq!(
+            fleet.exhaust_alone(),
+            used,
+            "what was used before comes back after a period"
+        );
     }
 }
 
@@ -150,10 +213,19 @@ fn a_key_that_nobody_knows_starts_empty_with_its_share() {
 fn a_refusal_above_the_share_is_not_for_ever() {
     let fleet = Fleet::new(30, Algorithm::SlidingLog);
     let refusal = |local: &Local, cost| {
-        let charges = [Charge { cost, ..fleet.charge() }];
-        local.decide(&charges, Instant::now()).standings[0].unwrap().refusal
+        let charges = [Charge {
+            cost,
+            ..fleet.charge()
+        }];
+        local.decide(&charges, Instant::now()).standings[0]
+            .unwrap()
+            .refusal
     };
-    assert_eq!(refusal(&fleet.instances[19], 1), None, "the lowest have one each");
+    assert_eq!(
+        refusal(&fleet.instances[19], 1),
+        None,
+        "the lowest have one each"
+    );
     assert_eq!(refusal(&fleet.instances[20], 1), Some(Refusal::Unknown));
     assert_eq!(refusal(&fleet.instances[0], 20), Some(Refusal::Unknown));
     assert_eq!(refusal(&fleet.instances[0], 21), Some(Refusal::Never));
@@ -164,18 +236,42 @@ fn all_or_nothing_and_only_what_is_local() {
     let (clock, _) = Clock::manual(T0);
     let local = Local::new(1, clock);
     let keys = ["a", "b", "c", "d"].map(|name| KeyBuilder::new(name).finish());
-    let [wide, narrow] =
-        [9, 2].map(|requests| Limit { requests, per_us: PER_US, algorithm: Algorithm::SlidingLog });
+    let [wide, narrow] = [9, 2].map(|requests| Limit {
+        requests,
+        per_us: PER_US,
+        algorithm: Algorithm::SlidingLog,
+    });
     let charges = [
-        Charge { local: true, ..Charge::new(&wide, &keys[0], 1) },
-        Charge { group: 1, ..Charge::new(&narrow, &keys[1], 5) },
-        Charge { group: 2, local: true, shadow: true, ..Charge::new(&narrow, &keys[2], 5) },
-        Charge { group: 3, local: true, ..Charge::new(&narrow, &keys[3], 1) },
+        Charge {
+            local: true,
+            ..Charge::new(&wide, &keys[0], 1)
+        },
+        Charge {
+            group: 1,
+            ..Charge::new(&narrow, &keys[1], 5)
+        },
+        Charge {
+            group: 2,
+            local: true,
+            shadow: true,
+            ..Charge::new(&narrow, &keys[2], 5)
+        },
+        Charge {
+            group: 3,
+            local: true,
+            ..Charge::new(&narrow, &keys[3], 1)
+        },
     ];
-    let admitted = (0..5).filter(|_| local.decide(&charges, Instant::now()).admitted).count();
+    let admitted = (0..5)
+        .filter(|_| local.decide(&charges, Instant::now()).admitted)
+        .count();
     assert_eq!(admitted, 2);
     let last = local.decide(&charges, Instant::now());
-    assert_eq!(last.standings[0].unwrap().remaining, 7, "the refused were not charged");
+    assert_eq!(
+        last.standings[0].unwrap().remaining,
+        7,
+        "the refused were not charged"
+    );
     assert_eq!((last.standings[1], last.standings[2]), (None, None));
     assert!(last.standings[3].unwrap().refusal.is_some());
 }
@@ -185,19 +281,38 @@ fn a_block_that_redis_knew_of_goes_on_and_another_begins() {
     let (clock, hands) = Clock::manual(T0);
     let (redis, local) = (Memory::new(COUNTERS, clock.clone()), Local::new(1, clock));
     let key = KeyBuilder::new("p").finish();
-    let block = Limit { requests: 1, per_us: 60_000_000, algorithm: Algorithm::Block };
-    let limit = Limit { requests: 1, per_us: 1_000_000, algorithm: Algorithm::SlidingLog };
-    let charges = [&block, &limit].map(|limit| Charge { local: true, ..Charge::new(limit, &key, 1) });
+    let block = Limit {
+        requests: 1,
+        per_us: 60_000_000,
+        algorithm: Algorithm::Block,
+    };
+    let limit = Limit {
+        requests: 1,
+        per_us: 1_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
+    let charges = [&block, &limit].map(|limit| Charge {
+        local: true,
+        ..Charge::new(limit, &key, 1)
+    });
     for at_us in [0, 1, 20_000_000] {
         hands.set_us(T0 + at_us);
         local.remember(&charges, &redis.decide(&charges), Instant::now());
     }
     let ends_us = T0 + 60_000_001;
-    for (at_us, admitted) in
-        [(ends_us - 1, false), (ends_us, true), (ends_us + 1, false), (ends_us + 2_000_000, false)]
-    {
+    for (at_us, admitted) in [
+        (ends_us - 1, false),
+        (ends_us, true),
+        (ends_us + 1, false),
+        (ends_us + 2_000_000, false),
+    ] {
         hands.set_us(at_us);
-        assert_eq!(local.decide(&charges, Instant::now()).admitted, admitted, "at {}", at_us - T0);
+        assert_eq!(
+            local.decide(&charges, Instant::now()).admitted,
+            admitted,
+            "at {}",
+            at_us - T0
+        );
     }
     hands.set_us(ends_us + 1 + 60_000_000);
     assert!(local.decide(&charges, Instant::now()).admitted);
@@ -208,10 +323,23 @@ fn slots_in_flight_count_and_are_told_only_while_they_are_held() {
     let (clock, _) = Clock::manual(T0);
     let local = Local::new(1, clock);
     let key = KeyBuilder::new("p").finish();
-    let limit =
-        Limit { requests: 3, per_us: PER_US, algorithm: Algorithm::Concurrency { max_duration_us: 0 } };
-    let charge = |slot| [Charge { local: true, slot, ..Charge::new(&limit, &key, 1) }];
-    let standing = Standing { remaining: 2, grows_at_us: None, refusal: None };
+    let limit = Limit {
+        requests: 3,
+        per_us: PER_US,
+        algorithm: Algorithm::Concurrency { max_duration_us: 0 },
+    };
+    let charge = |slot| {
+        [Charge {
+            local: true,
+            slot,
+            ..Charge::new(&limit, &key, 1)
+        }]
+    };
+    let standing = Standing {
+        remaining: 2,
+        grows_at_us: None,
+        refusal: None,
+    };
     let admitted = Decision {
         now_us: T0,
         admitted: true,
@@ -222,9 +350,17 @@ fn slots_in_flight_count_and_are_told_only_while_they_are_held() {
     };
     local.remember(&charge(1), &admitted, Instant::now());
     let ask = |slot| local.decide(&charge(slot), Instant::now()).admitted;
-    assert_eq!([ask(2), ask(3), ask(4)], [true, true, false], "one was in flight before");
+    assert_eq!(
+        [ask(2), ask(3), ask(4)],
+        [true, true, false],
+        "one was in flight before"
+    );
     let release = |slot| {
-        local.amend(&[Late { limit: &limit, key: &key, amendment: Amendment::Release { slot } }]);
+        local.amend(&[Late {
+            limit: &limit,
+            key: &key,
+            amendment: Amendment::Release { slot },
+        }]);
     };
     release(1);
     assert!(ask(5));
@@ -265,13 +401,22 @@ fn a_day_with_an_outage(algorithm: Algorithm, seed: u64) -> (Fleet, u64) {
 
 #[test]
 fn no_window_from_the_fault_on_holds_more_than_the_limit() {
-    let sliding = [Algorithm::SlidingLog, Algorithm::SlidingWindow { buckets: 10 }];
+    let sliding = [
+        Algorithm::SlidingLog,
+        Algorithm::SlidingWindow { buckets: 10 },
+    ];
     for (seed, algorithm) in (0..400).flat_map(|seed| sliding.map(|algorithm| (seed, algorithm))) {
         let (fleet, fault_us) = a_day_with_an_outage(algorithm, seed);
         let limit = usize::try_from(LIMIT).unwrap();
         let fullest = fleet.fullest_since(fault_us);
-        assert!(fullest <= limit, "{fullest} in a window: seed {seed}, {algorithm:?}");
-        assert!(fleet.fullest_since(0) <= 2 * limit, "across the fault: seed {seed}, {algorithm:?}");
+        assert!(
+            fullest <= limit,
+            "{fullest} in a window: seed {seed}, {algorithm:?}"
+        );
+        assert!(
+            fleet.fullest_since(0) <= 2 * limit,
+            "across the fault: seed {seed}, {algorithm:?}"
+        );
     }
 }
 
@@ -281,8 +426,15 @@ fn no_aligned_window_from_the_fault_on_holds_more_than_the_limit() {
         let (fleet, fault_us) = a_day_with_an_outage(Algorithm::FixedWindow { offset_us: 0 }, seed);
         let first = fault_us.div_ceil(PER_US);
         for window in first..=fleet.now_us / PER_US {
-            let count = fleet.admitted.iter().filter(|at| **at / PER_US == window).count();
-            assert!(count <= usize::try_from(LIMIT).unwrap(), "{count}: seed {seed}");
+            let count = fleet
+                .admitted
+                .iter()
+                .filter(|at| **at / PER_US == window)
+                .count();
+            assert!(
+                count <= usize::try_from(LIMIT).unwrap(),
+                "{count}: seed {seed}"
+            );
         }
     }
 }
@@ -290,13 +442,25 @@ fn no_aligned_window_from_the_fault_on_holds_more_than_the_limit() {
 #[test]
 fn a_bucket_gives_no_more_than_burst_and_rate_from_the_fault_on() {
     for seed in 0..400 {
-        let algorithm = Algorithm::TokenBucket { burst: 12, warm_up_us: 0 };
+        let algorithm = Algorithm::TokenBucket {
+            burst: 12,
+            warm_up_us: 0,
+        };
         let (fleet, fault_us) = a_day_with_an_outage(algorithm, seed);
-        let times: Vec<u64> = fleet.admitted.iter().copied().filter(|at| *at >= fault_us).collect();
+        let times: Vec<u64> = fleet
+            .admitted
+            .iter()
+            .copied()
+            .filter(|at| *at >= fault_us)
+            .collect();
         for (nth, from_us) in times.iter().enumerate() {
             for (count, to_us) in (1..).zip(&times[nth..]) {
                 let most = 12 * PER_US + LIMIT * (to_us - from_us);
-                assert!(count * PER_US <= most, "{count} in {} µs: seed {seed}", to_us - from_us);
+                assert!(
+                    count * PER_US <= most,
+                    "{count} in {} µs: seed {seed}",
+                    to_us - from_us
+                );
             }
         }
     }
@@ -304,7 +468,13 @@ fn a_bucket_gives_no_more_than_burst_and_rate_from_the_fault_on() {
 
 #[test]
 fn a_long_outage_leaves_no_debt_for_longer_than_the_limit_lasts() {
-    for algorithm in [Algorithm::TokenBucket { burst: 12, warm_up_us: 0 }, Algorithm::SlidingLog] {
+    for algorithm in [
+        Algorithm::TokenBucket {
+            burst: 12,
+            warm_up_us: 0,
+        },
+        Algorithm::SlidingLog,
+    ] {
         let mut fleet = Fleet::new(3, algorithm);
         for _ in 0..4_000 {
             fleet.pass(PER_US / 20);
@@ -323,9 +493,16 @@ fn a_long_outage_leaves_no_debt_for_longer_than_the_limit_lasts() {
 fn what_is_noted_is_bounded_and_nothing_of_known_keys_is_lost() {
     let (clock, hands) = Clock::manual(T0);
     let local = Local::new(1, clock);
-    let limit = Limit { requests: 1_000_000, per_us: PER_US, algorithm: Algorithm::SlidingLog };
+    let limit = Limit {
+        requests: 1_000_000,
+        per_us: PER_US,
+        algorithm: Algorithm::SlidingLog,
+    };
     let key = KeyBuilder::new("p").finish();
-    let charges = [Charge { local: true, ..Charge::new(&limit, &key, 1) }];
+    let charges = [Charge {
+        local: true,
+        ..Charge::new(&limit, &key, 1)
+    }];
     for n in 0..20_000 {
         hands.set_us(T0 + n * 499);
         assert!(local.decide(&charges, Instant::now()).admitted);
@@ -342,10 +519,20 @@ fn what_is_noted_is_bounded_and_nothing_of_known_keys_is_lost() {
     assert_eq!(units, 20_000);
     assert!(told.len() <= 66, "{} entries for one period", told.len());
     assert!(local.owes(), "until it is paid");
-    let lates: Vec<_> =
-        told.iter().map(|(limit, key, amendment)| Late { limit, key, amendment: *amendment }).collect();
+    let lates: Vec<_> = told
+        .iter()
+        .map(|(limit, key, amendment)| Late {
+            limit,
+            key,
+            amendment: *amendment,
+        })
+        .collect();
     local.unpaid(owed, lates.iter());
-    assert_eq!(local.amendments(&local.owed([])), told, "what was not paid is owed again");
+    assert_eq!(
+        local.amendments(&local.owed([])),
+        told,
+        "what was not paid is owed again"
+    );
     local.paid();
     assert!(!local.owes());
 }
@@ -354,7 +541,11 @@ fn what_is_noted_is_bounded_and_nothing_of_known_keys_is_lost() {
 fn answers_that_may_lack_a_debt_are_not_believed() {
     let mut fleet = Fleet::new(1, Algorithm::SlidingLog);
     assert!(fleet.ask_alone(0) && fleet.ask_alone(0) && fleet.ask_redis(0));
-    assert_eq!(fleet.exhaust_alone(), 18, "Redis' answer lacks two: it is not where it starts");
+    assert_eq!(
+        fleet.exhaust_alone(),
+        18,
+        "Redis' answer lacks two: it is not where it starts"
+    );
     fleet.write_back();
     assert!(!fleet.ask_redis(0));
     fleet.pass(PER_US);
@@ -365,10 +556,21 @@ fn answers_that_may_lack_a_debt_are_not_believed() {
 #[test]
 fn workers_that_begin_an_outage_at_the_same_time_pass_no_share() {
     let algorithm = Algorithm::FixedWindow { offset_us: 0 };
-    let limit = Limit { requests: LIMIT, per_us: PER_US, algorithm };
+    let limit = Limit {
+        requests: LIMIT,
+        per_us: PER_US,
+        algorithm,
+    };
     let key = KeyBuilder::new("p").finish();
-    let charge = Charge { local: true, ..Charge::new(&limit, &key, 1) };
-    let standing = Standing { remaining: 2, grows_at_us: Some(T0 + PER_US), refusal: None };
+    let charge = Charge {
+        local: true,
+        ..Charge::new(&limit, &key, 1)
+    };
+    let standing = Standing {
+        remaining: 2,
+        grows_at_us: Some(T0 + PER_US),
+        refusal: None,
+    };
     let answer = Decision {
         now_us: T0,
         admitted: true,
@@ -383,7 +585,9 @@ fn workers_that_begin_an_outage_at_the_same_time_pass_no_share() {
         let both = Barrier::new(2);
         let ask = || {
             both.wait();
-            (0..4).filter(|_| local.decide(&[charge], Instant::now()).admitted).count()
+            (0..4)
+                .filter(|_| local.decide(&[charge], Instant::now()).admitted)
+                .count()
         };
         let admitted = thread::scope(|scope| {
             let other = scope.spawn(ask);

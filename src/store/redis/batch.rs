@@ -100,18 +100,28 @@ impl Batch {
             let middle = self.text.len();
             script::push_ask(&mut self.text, charge, charge.limit.requests, nth > 0);
             self.programs |= script::bits_of_charge(charge);
-            let written = Written { key: start..middle, ask: middle..self.text.len(), question: number };
+            let written = Written {
+                key: start..middle,
+                ask: middle..self.text.len(),
+                question: number,
+            };
             self.charges.push(written);
             self.owners.push(charge.key.id());
         }
         let plain = plain.map(|charge| (*charge.limit, charge.cost));
-        self.questions.push(Question { charges: first..self.charges.len(), plain });
+        self.questions.push(Question {
+            charges: first..self.charges.len(),
+            plain,
+        });
         number
     }
 
     /// The last question about the charge's counter, if it asks just this.
     fn same(&self, charge: &Charge<'_>) -> Option<usize> {
-        let last = self.owners.iter().rposition(|owner| *owner == charge.key.id())?;
+        let last = self
+            .owners
+            .iter()
+            .rposition(|owner| *owner == charge.key.id())?;
         let question = self.charges.get(last)?.question;
         let is_same = self.questions.get(question)?.plain == Some((*charge.limit, charge.cost));
         is_same.then_some(question)
@@ -121,13 +131,21 @@ impl Batch {
     /// server's clock in tests.
     pub fn command(&self, script: &Script, times: &[u32], time_us: Option<u64>) -> Cmd {
         let asked = || {
-            let questions = self.questions.iter().zip(times).filter(|(_, times)| **times > 0);
+            let questions = self
+                .questions
+                .iter()
+                .zip(times)
+                .filter(|(_, times)| **times > 0);
             questions.flat_map(|(question, times)| {
-                let charges = self.charges.get(question.charges.clone()).unwrap_or_default();
+                let charges = self
+                    .charges
+                    .get(question.charges.clone())
+                    .unwrap_or_default();
                 charges.iter().map(|charge| (charge, *times))
             })
         };
-        let text = |range: &Range<usize>| self.text.get(range.clone()).unwrap_or_default().as_bytes();
+        let text =
+            |range: &Range<usize>| self.text.get(range.clone()).unwrap_or_default().as_bytes();
         let mut command = script.call(self.programs, asked().count());
         for (charge, _) in asked() {
             command.write_arg(text(&charge.key));
@@ -148,7 +166,9 @@ impl Batch {
 
     /// Reads the reply. `None`: it isn't one.
     pub fn answers(&self, reply: Value, times: &[u32]) -> Option<Answers> {
-        let Value::BulkString(text) = reply else { return None };
+        let Value::BulkString(text) = reply else {
+            return None;
+        };
         let text = String::from_utf8(text).ok()?;
         let (now, answers) = text.split_once(' ')?;
         let now_us = script::now_us(now)?;
@@ -162,7 +182,10 @@ impl Batch {
         if lines.next().is_some() {
             return None;
         }
-        Some(Answers { reply: Arc::new(Reply { text, now_us }), parts })
+        Some(Answers {
+            reply: Arc::new(Reply { text, now_us }),
+            parts,
+        })
     }
 }
 
@@ -170,7 +193,11 @@ impl Answers {
     /// For the `nth` of those who asked a question, from 0 on. `None`: nobody did.
     pub fn of(&self, question: usize, nth: u32) -> Option<Answer> {
         let (part, of) = self.parts.get(question)?.clone();
-        (nth < of).then(|| Answer { reply: Arc::clone(&self.reply), part, place: Place { nth, of } })
+        (nth < of).then(|| Answer {
+            reply: Arc::clone(&self.reply),
+            part,
+            place: Place { nth, of },
+        })
     }
 }
 
@@ -202,8 +229,10 @@ fn plain<'a, 'b>(charges: &'b [Charge<'a>]) -> Option<&'b Charge<'a>> {
         | Algorithm::Concurrency { .. }
         | Algorithm::Block => false,
     };
-    let has_wants =
-        charge.shadow || charge.counts_rejected || charge.settles || charge.wanted_lease().is_some();
+    let has_wants = charge.shadow
+        || charge.counts_rejected
+        || charge.settles
+        || charge.wanted_lease().is_some();
     (adds && !has_wants && charge.cost > 0).then_some(charge)
 }
 
@@ -212,7 +241,11 @@ mod tests {
     use super::*;
     use crate::limiter::{Key, KeyBuilder, Lease, Refusal};
 
-    const LIMIT: Limit = Limit { requests: 5, per_us: 1_000_000, algorithm: Algorithm::SlidingLog };
+    const LIMIT: Limit = Limit {
+        requests: 5,
+        per_us: 1_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
 
     fn key(policy: &str) -> Key {
         KeyBuilder::new(policy).finish()
@@ -223,36 +256,78 @@ mod tests {
             redis::Arg::Simple(bytes) => Some(String::from_utf8_lossy(bytes).into_owned()),
             _ => None,
         });
-        args.filter(|arg| arg.starts_with("l ") || arg.starts_with("d ")).collect()
+        args.filter(|arg| arg.starts_with("l ") || arg.starts_with("d "))
+            .collect()
     }
 
     #[test]
     fn who_asks_the_same_goes_along_unless_another_question_about_the_counter_stands_between() {
         let (script, a, b) = (Script::new("t"), key("a"), key("b"));
-        let line = Limit { algorithm: Algorithm::LeakyBucket { max_delay_us: 0 }, ..LIMIT };
-        let raised = Limit { requests: 6, ..LIMIT };
+        let line = Limit {
+            algorithm: Algorithm::LeakyBucket { max_delay_us: 0 },
+            ..LIMIT
+        };
+        let raised = Limit {
+            requests: 6,
+            ..LIMIT
+        };
         let one = Charge::new(&LIMIT, &a, 1);
         let other = Charge::new(&LIMIT, &b, 1);
         let mut batch = Batch::default();
         let mut add = |charges: &[Charge<'_>]| batch.add(&script, charges);
-        assert_eq!([add(&[one]), add(&[other]), add(&[one])], [0, 1, 0], "b is another counter");
+        assert_eq!(
+            [add(&[one]), add(&[other]), add(&[one])],
+            [0, 1, 0],
+            "b is another counter"
+        );
         assert_eq!(add(&[one, other]), 2);
         assert_eq!([add(&[one]), add(&[one])], [3, 3], "the pair came between");
         for (at, charge) in [
             Charge { cost: 2, ..one },
-            Charge { limit: &raised, ..one },
-            Charge { settles: true, ..one },
-            Charge { lease: Some(Lease { size: None, ttl_us: 9 }), wanted: 7, ..one },
-            Charge { counts_rejected: true, ..one },
-            Charge { shadow: true, ..one },
-            Charge { limit: &line, ..one },
+            Charge {
+                limit: &raised,
+                ..one
+            },
+            Charge {
+                settles: true,
+                ..one
+            },
+            Charge {
+                lease: Some(Lease {
+                    size: None,
+                    ttl_us: 9,
+                }),
+                wanted: 7,
+                ..one
+            },
+            Charge {
+                counts_rejected: true,
+                ..one
+            },
+            Charge {
+                shadow: true,
+                ..one
+            },
+            Charge {
+                limit: &line,
+                ..one
+            },
         ]
         .into_iter()
         .enumerate()
         {
             assert_eq!(add(&[charge]), 4 + at, "{charge:?}");
         }
-        assert_eq!([add(&[Charge { limit: &line, ..one }]), add(&[one])], [11, 12]);
+        assert_eq!(
+            [
+                add(&[Charge {
+                    limit: &line,
+                    ..one
+                }]),
+                add(&[one])
+            ],
+            [11, 12]
+        );
         let times = [2, 1, 1, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0];
         assert_eq!(
             asks(&batch.command(&script, &times, None)),
@@ -277,15 +352,30 @@ mod tests {
             batch.add(&script, &[*charge]);
         }
         let reply = "1000 2000 1 2000 2\n!FOREIGN 1\n!@user_script: 9: -OOM command not allowed";
-        let answers = batch.answers(Value::BulkString(reply.into()), &[3, 2, 1]).unwrap();
-        let of =
-            |question: usize, nth| answers.of(question, nth).unwrap().decision(&charges[question..=question]);
+        let answers = batch
+            .answers(Value::BulkString(reply.into()), &[3, 2, 1])
+            .unwrap();
+        let of = |question: usize, nth| {
+            answers
+                .of(question, nth)
+                .unwrap()
+                .decision(&charges[question..=question])
+        };
         let told: Vec<_> = (0..3).map(|nth| of(0, nth).unwrap()).collect();
         let remaining = told.iter().map(|told| told.standings[0].unwrap().remaining);
         assert_eq!(remaining.collect::<Vec<_>>(), [3, 1, 1]);
-        assert_eq!([told[0].admitted, told[1].admitted, told[2].admitted], [true, true, false]);
-        assert_eq!(told[2].standings[0].unwrap().refusal, Some(Refusal::Until(2000)));
-        assert_eq!([of(1, 0), of(1, 1)], [Err(Failure::WrongType(1)), Err(Failure::WrongType(1))]);
+        assert_eq!(
+            [told[0].admitted, told[1].admitted, told[2].admitted],
+            [true, true, false]
+        );
+        assert_eq!(
+            told[2].standings[0].unwrap().refusal,
+            Some(Refusal::Until(2000))
+        );
+        assert_eq!(
+            [of(1, 0), of(1, 1)],
+            [Err(Failure::WrongType(1)), Err(Failure::WrongType(1))]
+        );
         assert_eq!(of(2, 0), Err(Failure::OutOfMemory));
         assert!(answers.of(0, 3).is_none() && answers.of(3, 0).is_none());
     }
@@ -296,8 +386,17 @@ mod tests {
         let charge = Charge::new(&LIMIT, &key, 2);
         let mut batch = Batch::default();
         batch.add(&script, &[charge]);
-        for lie in ["", "1000", "0 0 1 2000 3", "x 0 1 2000 3", "1000 0 1 2000 3\n0 1 2000"] {
-            assert!(batch.answers(Value::BulkString(lie.into()), &[3]).is_none(), "{lie}");
+        for lie in [
+            "",
+            "1000",
+            "0 0 1 2000 3",
+            "x 0 1 2000 3",
+            "1000 0 1 2000 3\n0 1 2000",
+        ] {
+            assert!(
+                batch.answers(Value::BulkString(lie.into()), &[3]).is_none(),
+                "{lie}"
+            );
         }
         for lie in [
             "",
@@ -309,7 +408,12 @@ mod tests {
             "2000 1 2000 -1",
         ] {
             let reply = Value::BulkString(format!("1000 {lie}").into());
-            let answer = batch.answers(reply, &[3]).unwrap().of(0, 0).unwrap().decision(&[charge]);
+            let answer = batch
+                .answers(reply, &[3])
+                .unwrap()
+                .of(0, 0)
+                .unwrap()
+                .decision(&[charge]);
             assert_eq!(answer, Err(Failure::Reply), "{lie}");
         }
     }

@@ -82,7 +82,9 @@ fn is_spread(charges: &[Charge<'_>]) -> bool {
 /// Whether charges are in several slots.
 fn are_apart(charges: &[Charge<'_>]) -> bool {
     let mut keys = charges.iter().map(|charge| charge.key);
-    keys.next().is_some_and(|first| keys.any(|key| key.id() != first.id() && slot_of(key) != slot_of(first)))
+    keys.next().is_some_and(|first| {
+        keys.any(|key| key.id() != first.id() && slot_of(key) != slot_of(first))
+    })
 }
 
 impl Cluster {
@@ -91,7 +93,14 @@ impl Cluster {
         let (publish, map) = watch::channel(Arc::default());
         let stale = Arc::new(Notify::new());
         let keeper = keep(Arc::clone(&context), publish, Arc::clone(&stale));
-        Self { nodes: Nodes { context, map, stale }, _keeper: Task(tokio::spawn(keeper)) }
+        Self {
+            nodes: Nodes {
+                context,
+                map,
+                stale,
+            },
+            _keeper: Task(tokio::spawn(keeper)),
+        }
     }
 
     /// Waits for the first proven connection to every master.
@@ -117,7 +126,10 @@ impl Cluster {
     ) -> Result<Decision, Failure> {
         match is_spread(charges) {
             true => self.decide_over_shards(charges, deadline).await,
-            false => self.decide_whole(charges, deadline).await.map(|(decision, _)| decision),
+            false => self
+                .decide_whole(charges, deadline)
+                .await
+                .map(|(decision, _)| decision),
         }
     }
 
@@ -133,7 +145,10 @@ impl Cluster {
         }
         let (tell, told) = oneshot::channel();
         // By itself: who leaves meanwhile would leave behind what one slot has charged and another refuses.
-        let task = self.nodes.clone().reserve(parts(charges), charges.len(), deadline, tell);
+        let task = self
+            .nodes
+            .clone()
+            .reserve(parts(charges), charges.len(), deadline, tell);
         let task = tokio::spawn(task);
         // It is always told, but when the runtime ends.
         Ok((told.await.unwrap_or(Err(Failure::Connection))?, Some(task)))
@@ -151,11 +166,16 @@ impl Cluster {
             }
         }
         let slots = slots.iter().map(|(slot, places)| async move {
-            let late: Vec<Late<'_>> = places.iter().filter_map(|place| late.get(*place)).copied().collect();
+            let late: Vec<Late<'_>> = places
+                .iter()
+                .filter_map(|place| late.get(*place))
+                .copied()
+                .collect();
             let (calls, mut told) = (calls(&late), Vec::new());
             for calls in calls.chunks(LATE_CALLS) {
                 let script = &self.nodes.context.script;
-                let commands: Vec<Cmd> = calls.iter().map(|late| script.amend(late, None)).collect();
+                let commands: Vec<Cmd> =
+                    calls.iter().map(|late| script.amend(late, None)).collect();
                 told.extend(self.nodes.tell(*slot, &commands).await);
             }
             let own = |nth: &usize| places.get(*nth).copied();
@@ -171,20 +191,29 @@ impl Cluster {
     ///
     /// # Errors
     /// As [`Cluster::decide`]; it is counted.
-    pub(super) async fn call(&self, slot: u16, command: &Cmd, deadline: Instant) -> Result<Value, Failure> {
+    pub(super) async fn call(
+        &self,
+        slot: u16,
+        command: &Cmd,
+        deadline: Instant,
+    ) -> Result<Value, Failure> {
         self.nodes.call(slot, command, deadline).await
     }
 
     /// Whether any master would be asked.
     pub(super) fn is_reachable(&self) -> bool {
-        self.masters().iter().any(|master| matches!(&*master.state(), State::Up(_)))
+        self.masters()
+            .iter()
+            .any(|master| matches!(&*master.state(), State::Up(_)))
     }
 
     /// Whether all nodes that keep these charges would be asked; of a key that is spread, all nodes.
     pub(super) fn reaches(&self, charges: &[Charge<'_>]) -> bool {
         let map = self.nodes.map.borrow();
         let is_there = |charge: &Charge<'_>| match charge.shards {
-            0 | 1 => map.of_slot(slot_of(charge.key)).is_some_and(|node| node.is_there()),
+            0 | 1 => map
+                .of_slot(slot_of(charge.key))
+                .is_some_and(|node| node.is_there()),
             _ => map.nodes.iter().all(|node| node.is_there()),
         };
         charges.iter().all(is_there)
@@ -192,7 +221,10 @@ impl Cluster {
 
     /// The slots that nobody would be asked about.
     pub(super) fn slots_away(&self) -> Vec<u16> {
-        self.nodes.map.borrow().slots_without(|node| node.is_there())
+        self.nodes
+            .map
+            .borrow()
+            .slots_without(|node| node.is_there())
     }
 
     /// The slots of masters that seem to be there and don't answer: a node that hangs is missed only by those who ask it.
@@ -201,17 +233,24 @@ impl Cluster {
         let within = self.nodes.context.settings.connect_timeout;
         let is_silent = async |node: &Arc<Node>| {
             let state = node.link.state();
-            let State::Up(live) = &*state else { return None };
+            let State::Up(live) = &*state else {
+                return None;
+            };
             let answer = timeout(within, live.answer(&redis::cmd("PING"), false)).await;
             let late = answer.err()?;
             live.give_up(self.nodes.counted(late.into()));
             Some(Arc::clone(node))
         };
-        let silent: Vec<_> = join_all(nodes.iter().map(is_silent)).await.into_iter().flatten().collect();
+        let silent: Vec<_> = join_all(nodes.iter().map(is_silent))
+            .await
+            .into_iter()
+            .flatten()
+            .collect();
         match silent.is_empty() {
             true => Vec::new(),
             false => {
-                let answers = |node: &Node| silent.iter().all(|silent| silent.address != node.address);
+                let answers =
+                    |node: &Node| silent.iter().all(|silent| silent.address != node.address);
                 self.nodes.map.borrow().slots_without(answers)
             }
         }
@@ -219,7 +258,13 @@ impl Cluster {
 
     /// The links to all masters that are known.
     pub(super) fn masters(&self) -> Vec<Arc<Link>> {
-        self.nodes.map.borrow().nodes.iter().map(|node| Arc::clone(&node.link)).collect()
+        self.nodes
+            .map
+            .borrow()
+            .nodes
+            .iter()
+            .map(|node| Arc::clone(&node.link))
+            .collect()
     }
 }
 
@@ -229,19 +274,24 @@ impl Nodes {
     /// # Errors
     /// At once if that node is away; else within the deadline. It is counted.
     async fn call(&self, slot: u16, command: &Cmd, deadline: Instant) -> Result<Value, Failure> {
-        self.attempt(slot, command, deadline).await.map_err(|lost| self.note(&lost))
+        self.attempt(slot, command, deadline)
+            .await
+            .map_err(|lost| self.note(&lost))
     }
 
     /// Runs some programs that put charges of a slot right, in order. Those that fail together are counted once.
     async fn tell(&self, slot: u16, commands: &[Cmd]) -> Vec<Result<(), Failure>> {
         let (start, within) = (Instant::now(), self.context.settings.timeout);
-        let answers =
-            (1..).zip(commands).map(|(turn, command)| self.attempt(slot, command, start + within * turn));
+        let answers = (1..)
+            .zip(commands)
+            .map(|(turn, command)| self.attempt(slot, command, start + within * turn));
         let told = join_all(answers).await;
         if let Some(lost) = told.iter().find_map(|told| told.as_ref().err()) {
             self.note(lost);
         }
-        told.into_iter().map(|told| told.map(drop).map_err(|lost| lost.failure)).collect()
+        told.into_iter()
+            .map(|told| told.map(drop).map_err(|lost| lost.failure))
+            .collect()
     }
 
     /// As [`Nodes::call`], but what fails has still to be noted.
@@ -258,7 +308,8 @@ impl Nodes {
             let live = match &*state {
                 State::Up(live) => live,
                 State::Down(_)
-                    if node.is_connecting() && timeout_at(deadline, node.link.ready()).await.is_ok() =>
+                    if node.is_connecting()
+                        && timeout_at(deadline, node.link.ready()).await.is_ok() =>
                 {
                     continue;
                 }
@@ -274,7 +325,12 @@ impl Nodes {
                     return Ok(value);
                 }
                 Ok(Err(error)) => error,
-                Err(late) => return Err(Lost { failure: late.into(), by: Some((node, state)) }),
+                Err(late) => {
+                    return Err(Lost {
+                        failure: late.into(),
+                        by: Some((node, state)),
+                    });
+                }
             };
             match redirection(&error, &node.address) {
                 Some(Redirection::To(address, asking)) => {
@@ -284,9 +340,16 @@ impl Nodes {
                     hop = Some((address, asking));
                     hops += 1;
                 }
-                Some(Redirection::Again) if Instant::now() + MOVING < deadline => sleep(MOVING).await,
+                Some(Redirection::Again) if Instant::now() + MOVING < deadline => {
+                    sleep(MOVING).await
+                }
                 Some(Redirection::Again) => return Err(Failure::Timeout.into()),
-                None => return Err(Lost { failure: Failure::from(&error), by: Some((node, state)) }),
+                None => {
+                    return Err(Lost {
+                        failure: Failure::from(&error),
+                        by: Some((node, state)),
+                    });
+                }
             }
         }
         self.stale.notify_one();
@@ -308,8 +371,10 @@ impl Nodes {
         // Perhaps nobody is there any more.
         drop(tell.send(decision));
         if is_refused {
-            let made =
-                parts.iter().zip(&answers).filter_map(|(part, answer)| Some((part, answer.as_ref().ok()?)));
+            let made = parts
+                .iter()
+                .zip(&answers)
+                .filter_map(|(part, answer)| Some((part, answer.as_ref().ok()?)));
             join_all(made.map(|(part, answer)| self.give_back(part, answer))).await;
         }
     }
@@ -330,9 +395,16 @@ impl Nodes {
             let at_us = decision.stands_us.get(at).copied().flatten()?;
             let amendment = match charge.limit.algorithm {
                 Algorithm::Concurrency { .. } => Amendment::Release { slot: charge.slot },
-                _ => Amendment::Credit { units: charge.cost, at_us },
+                _ => Amendment::Credit {
+                    units: charge.cost,
+                    at_us,
+                },
             };
-            Some(Late { limit: charge.limit, key: charge.key, amendment })
+            Some(Late {
+                limit: charge.limit,
+                key: charge.key,
+                amendment,
+            })
         });
         let late: SmallVec<[Late<'_>; 4]> = late.collect();
         if !late.is_empty() {
@@ -342,12 +414,24 @@ impl Nodes {
         }
     }
 
-    async fn ask(&self, slot: u16, charges: &[Charge<'_>], deadline: Instant) -> Result<Decision, Failure> {
+    async fn ask(
+        &self,
+        slot: u16,
+        charges: &[Charge<'_>],
+        deadline: Instant,
+    ) -> Result<Decision, Failure> {
         let script = &self.context.script;
-        match self.call(slot, &script.decide(charges, None), deadline).await {
-            Ok(reply) => Script::decision(&reply, charges).ok_or_else(|| self.counted(Failure::Reply)),
+        match self
+            .call(slot, &script.decide(charges, None), deadline)
+            .await
+        {
+            Ok(reply) => {
+                Script::decision(&reply, charges).ok_or_else(|| self.counted(Failure::Reply))
+            }
             Err(Failure::WrongType(position)) => {
-                self.context.health.foreign(|| script.counter_at(charges, position));
+                self.context
+                    .health
+                    .foreign(|| script.counter_at(charges, position));
                 Err(Failure::WrongType(position))
             }
             Err(failure) => Err(failure),
@@ -363,7 +447,12 @@ impl Nodes {
         self.stale.notify_one();
         let mut map = self.map.clone();
         let known = async {
-            let node = map.wait_for(|map| map.at(address).is_some()).await.ok()?.at(address).cloned()?;
+            let node = map
+                .wait_for(|map| map.at(address).is_some())
+                .await
+                .ok()?
+                .at(address)
+                .cloned()?;
             node.link.ready().await;
             Some(node)
         };
@@ -394,7 +483,10 @@ impl Nodes {
             self.stale.notify_one();
         }
         live.failed(failure);
-        let failures = node.failures.fetch_add(1, Ordering::Relaxed).saturating_add(1);
+        let failures = node
+            .failures
+            .fetch_add(1, Ordering::Relaxed)
+            .saturating_add(1);
         if failures >= self.context.settings.breaker_failures {
             node.failures.store(0, Ordering::Relaxed);
             live.give_up(failure);

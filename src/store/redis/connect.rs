@@ -57,13 +57,17 @@ pub(super) struct How<'a> {
 pub(super) struct Task(pub(super) JoinHandle<()>);
 
 /// Opens a connection, logged in and in its database, and the task that drives it.
-pub(super) async fn open(address: &Address, how: How<'_>) -> Result<(MultiplexedConnection, Task), Trouble> {
+pub(super) async fn open(
+    address: &Address,
+    how: How<'_>,
+) -> Result<(MultiplexedConnection, Task), Trouble> {
     match address {
         Address::Unix(path) => start(UnixStream::connect(path).await?, how).await,
         Address::Tcp { host, port } => {
             let addresses = tokio::net::lookup_host((host.as_str(), *port)).await;
-            let addresses: Vec<_> =
-                addresses.map_err(|error| Trouble::new(Failure::Dns, format!("{host}: {error}")))?.collect();
+            let addresses: Vec<_> = addresses
+                .map_err(|error| Trouble::new(Failure::Dns, format!("{host}: {error}")))?
+                .collect();
             let socket = TcpStream::connect(addresses.as_slice()).await?;
             tune(&socket, how.connect_timeout)?;
             match how.tls {
@@ -71,13 +75,21 @@ pub(super) async fn open(address: &Address, how: How<'_>) -> Result<(Multiplexed
                 Some(tls) => {
                     let connector = TlsConnector::from(Arc::clone(tls.config()));
                     let name = tls.name_of(host).map_err(|_invalid| {
-                        let reason = format!("{host:?} is no name that a certificate can be checked against");
+                        let reason = format!(
+                            "{host:?} is no name that a certificate can be checked against"
+                        );
                         Trouble::new(Failure::Tls, reason)
                     })?;
                     let handshake = connector.connect(name, socket);
                     // Before all time is over: who does not speak TLS may wait for more in silence.
                     let silent = |_| Trouble::new(Failure::Timeout, "no answer to a TLS handshake");
-                    start(timeout(how.connect_timeout / 2, handshake).await.map_err(silent)??, how).await
+                    start(
+                        timeout(how.connect_timeout / 2, handshake)
+                            .await
+                            .map_err(silent)??,
+                        how,
+                    )
+                    .await
                 }
             }
         }
@@ -98,15 +110,20 @@ async fn start(
         identity = identity.set_password(password.expose());
     }
     // Deadlines are ours: per decision and all in.
-    let config = AsyncConnectionConfig::new().set_response_timeout(None).set_pipeline_buffer_size(QUEUE);
-    let (connection, driver) = MultiplexedConnection::new_with_config(&identity, stream, config).await?;
+    let config = AsyncConnectionConfig::new()
+        .set_response_timeout(None)
+        .set_pipeline_buffer_size(QUEUE);
+    let (connection, driver) =
+        MultiplexedConnection::new_with_config(&identity, stream, config).await?;
     Ok((connection, Task(tokio::spawn(driver))))
 }
 
 fn tune(socket: &TcpStream, connect_timeout: Duration) -> std::io::Result<()> {
     socket.set_nodelay(true)?;
     let socket = socket2::SockRef::from(socket);
-    let keepalive = socket2::TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE / 3);
+    let keepalive = socket2::TcpKeepalive::new()
+        .with_time(KEEPALIVE)
+        .with_interval(KEEPALIVE / 3);
     socket.set_tcp_keepalive(&keepalive)?;
     #[cfg(target_os = "linux")]
     socket.set_tcp_user_timeout(Some(connect_timeout.max(LEAST_USER_TIMEOUT)))?;
@@ -117,8 +134,14 @@ impl Address {
     /// What another server calls an address: `host:port`, IPv6 with or without brackets.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let (host, port) = text.rsplit_once(':')?;
-        let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
-        Some(Self::Tcp { host: host.to_owned(), port: port.parse().ok()? })
+        let host = host
+            .strip_prefix('[')
+            .and_then(|host| host.strip_suffix(']'))
+            .unwrap_or(host);
+        Some(Self::Tcp {
+            host: host.to_owned(),
+            port: port.parse().ok()?,
+        })
     }
 }
 

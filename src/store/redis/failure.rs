@@ -50,7 +50,10 @@ pub(super) struct Trouble {
 
 impl Trouble {
     pub(super) fn new(failure: Failure, why: impl Into<String>) -> Self {
-        Self { failure, why: why.into() }
+        Self {
+            failure,
+            why: why.into(),
+        }
     }
 }
 
@@ -127,7 +130,12 @@ impl Failure {
     pub(super) fn ends_connection(self) -> bool {
         matches!(
             self,
-            Self::Connection | Self::ReadOnly | Self::Loading | Self::MasterDown | Self::NoAuth | Self::Reply
+            Self::Connection
+                | Self::ReadOnly
+                | Self::Loading
+                | Self::MasterDown
+                | Self::NoAuth
+                | Self::Reply
         )
     }
 }
@@ -183,7 +191,11 @@ impl From<&RedisError> for Failure {
             ErrorKind::Server(ServerErrorKind::NoScript) => return Self::NoScript,
             _ => {}
         }
-        Self::of_text(&[error.code(), error.detail()].map(Option::unwrap_or_default).join(" "))
+        Self::of_text(
+            &[error.code(), error.detail()]
+                .map(Option::unwrap_or_default)
+                .join(" "),
+        )
     }
 }
 
@@ -192,7 +204,9 @@ fn is_tls(error: &RedisError) -> bool {
     let mut cause: Option<&(dyn Error + 'static)> = Some(error);
     while let Some(error) = cause {
         let inner = match error.downcast_ref::<io::Error>().or_else(|| {
-            error.downcast_ref::<Arc<dyn Error + Send + Sync>>().and_then(|error| error.downcast_ref())
+            error
+                .downcast_ref::<Arc<dyn Error + Send + Sync>>()
+                .and_then(|error| error.downcast_ref())
         }) {
             Some(error) => error.get_ref().map(|inner| inner as &(dyn Error + 'static)),
             None => None,
@@ -220,21 +234,32 @@ mod tests {
     fn where_a_program_failed_does_not_hide_why() {
         let of = |text: &str| {
             let reply = redis::parse_redis_value(format!("-{text}\r\n").as_bytes()).unwrap();
-            let Value::ServerError(error) = reply else { panic!("{reply:?}") };
-            (Failure::of_text(text), Failure::from(&RedisError::from(error)))
+            let Value::ServerError(error) = reply else {
+                panic!("{reply:?}")
+            };
+            (
+                Failure::of_text(text),
+                Failure::from(&RedisError::from(error)),
+            )
         };
         for (text, failure) in [
             (
                 "@user_script: 9: -OOM command not allowed when used memory > 'maxmemory'.  ",
                 Failure::OutOfMemory,
             ),
-            ("@user_script: 9: -READONLY You can't write against a read only replica.  ", Failure::ReadOnly),
+            (
+                "@user_script: 9: -READONLY You can't write against a read only replica.  ",
+                Failure::ReadOnly,
+            ),
             (
                 "@user_script: 12: -MISCONF Redis is configured to save RDB snapshots, but it is currently not able to \
                  persist on disk.",
                 Failure::Misconfigured,
             ),
-            ("@user_script: 3: -NOREPLICAS Not enough good replicas to write.", Failure::Misconfigured),
+            (
+                "@user_script: 3: -NOREPLICAS Not enough good replicas to write.",
+                Failure::Misconfigured,
+            ),
             (
                 "ERR Error running script (call to f_d1b3bbfd2f5b5f0ad2cb1b1e3b4a52e93b6eb1f5): @user_script:140: \
                  @user_script: 140: -READONLY You can't write against a read only replica.  ",
@@ -244,14 +269,23 @@ mod tests {
                 "@user_script: 5: The user executing the script can't run this command or subcommand",
                 Failure::NoAuth,
             ),
-            ("ERR The user executing the script can't run this command or subcommand", Failure::NoAuth),
+            (
+                "ERR The user executing the script can't run this command or subcommand",
+                Failure::NoAuth,
+            ),
             (
                 "OOM command not allowed when used memory > 'maxmemory'. script: d1b3bb, on @user_script:9.",
                 Failure::OutOfMemory,
             ),
-            ("NOPERM this user has no permissions to run the 'evalsha' command", Failure::NoAuth),
+            (
+                "NOPERM this user has no permissions to run the 'evalsha' command",
+                Failure::NoAuth,
+            ),
             ("FOREIGN 3", Failure::WrongType(3)),
-            ("@user_script:7: attempt to index a nil value", Failure::Other),
+            (
+                "@user_script:7: attempt to index a nil value",
+                Failure::Other,
+            ),
             ("ERR unknown command", Failure::Other),
         ] {
             assert_eq!(of(text), (failure, failure), "{text}");

@@ -90,10 +90,17 @@ pub(super) async fn attend(redis: Redis) {
     // That no connection is there yet is no outage.
     redis.first_ready().await;
     let local = redis.local();
-    let mut count = Count { share: local.share(), fewer_since: None, is_refused: false, clock: None };
+    let mut count = Count {
+        share: local.share(),
+        fewer_since: None,
+        is_refused: false,
+        clock: None,
+    };
     let mut recovery = None;
     loop {
-        recovery = round(&redis, &mut count, recovery).await.unwrap_or_default();
+        recovery = round(&redis, &mut count, recovery)
+            .await
+            .unwrap_or_default();
         sleep(jittered(QUICK)).await;
         if recovery.is_none() && !local.is_away() && !local.owes() {
             tokio::select! {
@@ -130,7 +137,14 @@ async fn round(
     let has_told = !local.owes() && redis.context.health.is_up();
     let does = if has_told { Does::Beat } else { Does::Owe };
     let within = redis.context.settings.connect_timeout;
-    let seen = match ask(redis, does, since_us, count.time_us(Instant::now() + within)).await {
+    let seen = match ask(
+        redis,
+        does,
+        since_us,
+        count.time_us(Instant::now() + within),
+    )
+    .await
+    {
         Ok(seen) => {
             let now = Instant::now();
             local.set_share(count.hear(seen, now));
@@ -146,7 +160,10 @@ async fn round(
         // It answers, but not this: nobody can be waited for.
         Err(failure) => {
             if !std::mem::replace(&mut count.is_refused, true) {
-                tracing::warn!(kind = failure.word(), "Redis does not let the instances be counted");
+                tracing::warn!(
+                    kind = failure.word(),
+                    "Redis does not let the instances be counted"
+                );
             }
             None
         }
@@ -154,7 +171,10 @@ async fn round(
     if !local.is_away() || !is_up || local.owes() {
         return Ok(None);
     }
-    let began = || Recovery { began: Instant::now(), began_us: seen.map(|seen| seen.now_us) };
+    let began = || Recovery {
+        began: Instant::now(),
+        began_us: seen.map(|seen| seen.now_us),
+    };
     let recovery = recovery.unwrap_or_else(began);
     let all_heard = seen.is_some_and(|seen| seen.heard >= count.share.live());
     if all_heard || recovery.began.elapsed() >= PATIENCE {
@@ -168,7 +188,10 @@ async fn round(
 pub(super) async fn leave(redis: &Redis) {
     let written = timeout(LAST_WORDS, write_back(redis)).await;
     if let Err(failure) = written.unwrap_or_else(|late| Err(late.into())) {
-        tracing::warn!(kind = failure.word(), "what was admitted without Redis was not written back");
+        tracing::warn!(
+            kind = failure.word(),
+            "what was admitted without Redis was not written back"
+        );
     }
     for key in redis.context.script.instances_keys() {
         let mut command = redis::cmd("ZREM");
@@ -198,10 +221,17 @@ async fn write_back(redis: &Redis) -> Result<(), Failure> {
         let amendments = local.amendments(&owed);
         let late: Vec<_> = amendments
             .iter()
-            .map(|(limit, key, amendment)| Late { limit, key, amendment: *amendment })
+            .map(|(limit, key, amendment)| Late {
+                limit,
+                key,
+                amendment: *amendment,
+            })
             .collect();
         if let Err(untold) = redis.amend(&late).await {
-            local.unpaid(owed, untold.places.iter().filter_map(|place| late.get(*place)));
+            local.unpaid(
+                owed,
+                untold.places.iter().filter_map(|place| late.get(*place)),
+            );
             return Err(Failure::Timeout);
         }
         local.paid();
@@ -238,14 +268,22 @@ async fn run(redis: &Redis, command: &Cmd) -> Result<Value, Failure> {
             let [instances, _] = redis.context.script.instances_keys();
             let slot = slot_of_name(&instances);
             return cluster
-                .call(slot, command, Instant::now() + redis.context.settings.connect_timeout)
+                .call(
+                    slot,
+                    command,
+                    Instant::now() + redis.context.settings.connect_timeout,
+                )
                 .await;
         }
     };
     let state = link.state();
-    let super::State::Up(live) = &*state else { return Err(Failure::Connection) };
+    let super::State::Up(live) = &*state else {
+        return Err(Failure::Connection);
+    };
     let within = redis.context.settings.connect_timeout;
-    let reply = timeout(within, live.run(command)).await.unwrap_or_else(|late| Err(late.into()));
+    let reply = timeout(within, live.run(command))
+        .await
+        .unwrap_or_else(|late| Err(late.into()));
     if let Err(failure) = reply {
         redis.context.health.count(failure);
         // Whom Redis does not let count it may well let decide.
@@ -289,8 +327,15 @@ impl Count {
 impl Seen {
     /// Reads a reply; `None`: it isn't one.
     fn of(reply: &Value) -> Option<Self> {
-        let Value::Array(numbers) = reply else { return None };
-        let [Value::Int(now_us), Value::Int(live), Value::Int(place), Value::Int(heard)] = numbers.as_slice()
+        let Value::Array(numbers) = reply else {
+            return None;
+        };
+        let [
+            Value::Int(now_us),
+            Value::Int(live),
+            Value::Int(place),
+            Value::Int(heard),
+        ] = numbers.as_slice()
         else {
             return None;
         };
@@ -309,19 +354,40 @@ mod tests {
     use super::*;
 
     fn seen(live: u32, place: u32) -> Seen {
-        Seen { now_us: 1, live, place, heard: 1 }
+        Seen {
+            now_us: 1,
+            live,
+            place,
+            heard: 1,
+        }
     }
 
     #[tokio::test(start_paused = true)]
     async fn more_are_believed_at_once_and_fewer_when_it_lasts() {
-        let mut count = Count { share: Share::assumed(3), fewer_since: None, is_refused: false, clock: None };
+        let mut count = Count {
+            share: Share::assumed(3),
+            fewer_since: None,
+            is_refused: false,
+            clock: None,
+        };
         let start = Instant::now();
-        assert_eq!(count.hear(seen(1, 0), start), Share::assumed(3), "others may not have come yet");
+        assert_eq!(
+            count.hear(seen(1, 0), start),
+            Share::assumed(3),
+            "others may not have come yet"
+        );
         assert_eq!(count.hear(seen(4, 2), start + BEAT), Share::seen(4, 2));
         assert_eq!(count.hear(seen(2, 1), start + 2 * BEAT), Share::seen(4, 2));
-        assert_eq!(count.hear(seen(4, 3), start + 3 * BEAT), Share::seen(4, 3), "only late");
+        assert_eq!(
+            count.hear(seen(4, 3), start + 3 * BEAT),
+            Share::seen(4, 3),
+            "only late"
+        );
         for beat in 4..7 {
-            assert_eq!(count.hear(seen(2, 1), start + beat * BEAT), Share::seen(4, 3));
+            assert_eq!(
+                count.hear(seen(2, 1), start + beat * BEAT),
+                Share::seen(4, 3)
+            );
         }
         assert_eq!(count.hear(seen(2, 1), start + 7 * BEAT), Share::seen(2, 1));
     }

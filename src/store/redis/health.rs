@@ -54,7 +54,10 @@ impl Health {
 
     /// Failures so far, by word.
     pub(super) fn counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        Failure::WORDS.iter().zip(&self.counts).map(|(word, count)| (*word, count.load(Ordering::Relaxed)))
+        Failure::WORDS
+            .iter()
+            .zip(&self.counts)
+            .map(|(word, count)| (*word, count.load(Ordering::Relaxed)))
     }
 
     /// Redis answered a request.
@@ -68,7 +71,10 @@ impl Health {
     /// Redis did not answer, or not usefully.
     pub(super) fn failed(&self, failure: Failure) {
         self.count(failure);
-        let consecutive = self.consecutive.fetch_add(1, Ordering::Relaxed).saturating_add(1);
+        let consecutive = self
+            .consecutive
+            .fetch_add(1, Ordering::Relaxed)
+            .saturating_add(1);
         if consecutive < self.threshold || self.is_open() {
             return;
         }
@@ -85,9 +91,16 @@ impl Health {
         self.answered();
         self.count(Failure::WrongType(0));
         let mut state = self.state.lock();
-        if state.foreign_logged.is_none_or(|at| at.elapsed() >= FOREIGN_LOG_INTERVAL) {
+        if state
+            .foreign_logged
+            .is_none_or(|at| at.elapsed() >= FOREIGN_LOG_INTERVAL)
+        {
             state.foreign_logged = Some(Instant::now());
-            tracing::warn!(key = key(), kind = "wrongtype", "a key in Redis holds a value that is not ours");
+            tracing::warn!(
+                key = key(),
+                kind = "wrongtype",
+                "a key in Redis holds a value that is not ours"
+            );
         }
     }
 
@@ -130,7 +143,11 @@ impl State {
             (true, None) => {
                 self.down_since = Some(Instant::now());
                 let (kind, reason) = (trouble.failure.word(), &trouble.why);
-                tracing::warn!(kind, reason, "Redis is down: policies decide by on_store_failure");
+                tracing::warn!(
+                    kind,
+                    reason,
+                    "Redis is down: policies decide by on_store_failure"
+                );
             }
             (false, Some(since)) => {
                 self.down_since = None;
@@ -193,8 +210,10 @@ mod tests {
     fn changes_are_logged_and_failures_are_not() {
         let lines = Lines::default();
         let writer = lines.clone();
-        let subscriber =
-            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+        let subscriber = tracing_subscriber::fmt()
+            .with_ansi(false)
+            .with_writer(move || writer.clone())
+            .finish();
         tracing::subscriber::with_default(subscriber, || {
             let health = Health::new(5);
             for _ in 0..1000 {
@@ -212,7 +231,10 @@ mod tests {
         let said: Vec<&str> = text.lines().collect();
         assert_eq!(said.len(), 3, "{text}");
         assert!(said[0].contains("not ours"), "{text}");
-        assert!(said[1].contains("kind=\"connection\"") && said[2].contains("up again"), "{text}");
+        assert!(
+            said[1].contains("kind=\"connection\"") && said[2].contains("up again"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -59,13 +59,20 @@ impl Inspector {
         let Shared(context) = Shared::new(settings);
         let way = if context.settings.topology == Topology::Cluster {
             let cluster = Cluster::start(Arc::clone(&context));
-            timeout(limit, cluster.ready()).await.map_err(Trouble::from)?;
+            timeout(limit, cluster.ready())
+                .await
+                .map_err(Trouble::from)?;
             Way::Cluster(cluster)
         } else {
             let target = Target::of(&context.settings);
-            let connected = timeout(limit, link::connect(&context, &target)).await.map_err(Trouble::from)?;
+            let connected = timeout(limit, link::connect(&context, &target))
+                .await
+                .map_err(Trouble::from)?;
             let (live, _, driver) = connected?;
-            Way::One { live, _driver: driver }
+            Way::One {
+                live,
+                _driver: driver,
+            }
         };
         Ok(Self { context, way })
     }
@@ -83,11 +90,15 @@ impl Inspector {
         let pattern = self.context.script.pattern(policy);
         let (mut keys, mut more) = (Vec::new(), false);
         match &self.way {
-            Way::One { live, .. } => more = self.scan(live, &pattern, policy, most, &mut keys).await?,
+            Way::One { live, .. } => {
+                more = self.scan(live, &pattern, policy, most, &mut keys).await?
+            }
             Way::Cluster(cluster) => {
                 for master in cluster.masters() {
                     match &*master.state() {
-                        State::Up(live) => more |= self.scan(live, &pattern, policy, most, &mut keys).await?,
+                        State::Up(live) => {
+                            more |= self.scan(live, &pattern, policy, most, &mut keys).await?
+                        }
                         State::Down(failure) => return Err((*failure).into()),
                     }
                 }
@@ -117,12 +128,24 @@ impl Inspector {
         let mut cursor = 0_u64;
         loop {
             let mut command = Cmd::new();
-            command.arg("SCAN").arg(cursor).arg("MATCH").arg(pattern).arg("COUNT").arg(SCAN_STEP);
-            let reply = timeout(CALL_TIME, live.run(&command)).await.map_err(Failure::from)??;
+            command
+                .arg("SCAN")
+                .arg(cursor)
+                .arg("MATCH")
+                .arg(pattern)
+                .arg("COUNT")
+                .arg(SCAN_STEP);
+            let reply = timeout(CALL_TIME, live.run(&command))
+                .await
+                .map_err(Failure::from)??;
             let found: Vec<String>;
             (cursor, found) = from_redis_value(reply).map_err(|_other| Failure::Reply)?;
             keys.extend(found.into_iter().filter(|key| {
-                let named = self.context.script.parse(key).and_then(|(_, _, readable)| readable);
+                let named = self
+                    .context
+                    .script
+                    .parse(key)
+                    .and_then(|(_, _, readable)| readable);
                 let readable = named.unwrap_or_default();
                 let owner = readable.split('/').next().unwrap_or_default();
                 // The pattern lets other policies through whose names only begin alike.
@@ -140,8 +163,11 @@ impl Inspector {
             Way::One { .. } => keys.chunks(LOOKS_PER_CALL).collect(),
             Way::Cluster(_) => {
                 keys.sort_by_cached_key(|key| cluster::slot_of_name(key));
-                let one_slot = keys.chunk_by(|a, b| cluster::slot_of_name(a) == cluster::slot_of_name(b));
-                one_slot.flat_map(|keys| keys.chunks(LOOKS_PER_CALL)).collect()
+                let one_slot =
+                    keys.chunk_by(|a, b| cluster::slot_of_name(a) == cluster::slot_of_name(b));
+                one_slot
+                    .flat_map(|keys| keys.chunks(LOOKS_PER_CALL))
+                    .collect()
             }
         }
     }
@@ -152,7 +178,10 @@ impl Inspector {
     /// When Redis does not answer.
     pub async fn reset(&self, charges: &[Charge<'_>]) -> Result<u64, InspectError> {
         let shared = Shared(Arc::clone(&self.context));
-        let mut keys: Vec<String> = charges.iter().flat_map(|charge| shared.counters(charge)).collect();
+        let mut keys: Vec<String> = charges
+            .iter()
+            .flat_map(|charge| shared.counters(charge))
+            .collect();
         let mut count = 0;
         for keys in self.batches(&mut keys) {
             let mut command = Cmd::new();
@@ -169,12 +198,22 @@ impl Inspector {
             .iter()
             .filter_map(|key| {
                 let (algorithm, per_us, readable) = self.context.script.parse(key)?;
-                Some((key, Limit { requests: MAX_UNITS, per_us, algorithm }, readable))
+                Some((
+                    key,
+                    Limit {
+                        requests: MAX_UNITS,
+                        per_us,
+                        algorithm,
+                    },
+                    readable,
+                ))
             })
             .collect();
         loop {
-            let looks: Vec<(&str, &Limit)> =
-                named.iter().map(|(key, limit, _)| (key.as_str(), limit)).collect();
+            let looks: Vec<(&str, &Limit)> = named
+                .iter()
+                .map(|(key, limit, _)| (key.as_str(), limit))
+                .collect();
             let reply = match self.call(keys, &self.context.script.look(&looks)).await {
                 Ok(reply) => reply,
                 // Each turn leaves fewer.
@@ -186,14 +225,19 @@ impl Inspector {
             };
             let (now_us, standings) = Script::seen(&reply, &looks).ok_or(Failure::Reply)?;
             let counters =
-                named.into_iter().zip(standings).map(|((key, limit, readable), standing)| Counter {
-                    key: key.clone(),
-                    readable,
-                    algorithm: limit.algorithm,
-                    per_us: limit.per_us,
-                    used: limit.requests - standing.remaining,
-                    frees_in_us: standing.grows_at_us.map_or(0, |at_us| at_us.saturating_sub(now_us)),
-                });
+                named
+                    .into_iter()
+                    .zip(standings)
+                    .map(|((key, limit, readable), standing)| Counter {
+                        key: key.clone(),
+                        readable,
+                        algorithm: limit.algorithm,
+                        per_us: limit.per_us,
+                        used: limit.requests - standing.remaining,
+                        frees_in_us: standing
+                            .grows_at_us
+                            .map_or(0, |at_us| at_us.saturating_sub(now_us)),
+                    });
             return Ok(counters.collect());
         }
     }
@@ -208,7 +252,9 @@ impl Inspector {
             }
             Way::Cluster(cluster) => {
                 let slot = keys.first().map_or(0, |key| cluster::slot_of_name(key));
-                cluster.call(slot, command, Instant::now() + CALL_TIME).await
+                cluster
+                    .call(slot, command, Instant::now() + CALL_TIME)
+                    .await
             }
         }
     }

@@ -106,7 +106,11 @@ impl Target {
 
     /// A server of several, which proves itself on a counter that is its own.
     pub(super) fn node(address: Address, probe: Key) -> Self {
-        Self { address: Some(address), probe, asked: AtomicUsize::new(0) }
+        Self {
+            address: Some(address),
+            probe,
+            asked: AtomicUsize::new(0),
+        }
     }
 
     /// Where to connect to now.
@@ -115,7 +119,13 @@ impl Target {
             (Some(address), _) => Ok(address.clone()),
             (None, Topology::Sentinel { master, login }) => {
                 let first = self.asked.fetch_add(1, Ordering::Relaxed);
-                Sentinels { settings, master, login }.master(first).await
+                Sentinels {
+                    settings,
+                    master,
+                    login,
+                }
+                .master(first)
+                .await
             }
             (None, _) => Err(Trouble::new(Failure::Dns, "no address is known")),
         }
@@ -126,7 +136,13 @@ impl Target {
         match &settings.topology {
             Topology::Sentinel { master, login } => {
                 let first = self.asked.load(Ordering::Relaxed);
-                Sentinels { settings, master, login }.moved(from, first).await;
+                Sentinels {
+                    settings,
+                    master,
+                    login,
+                }
+                .moved(from, first)
+                .await;
             }
             _ => std::future::pending().await,
         }
@@ -139,9 +155,20 @@ impl Link {
         let state = Arc::new(ArcSwap::from_pointee(State::Down(Failure::Connection)));
         let (set_ready, ready) = watch::channel(false);
         let lost = Arc::default();
-        let supervisor =
-            supervise(Arc::clone(&context), target, Arc::clone(&state), Arc::clone(&lost), set_ready);
-        Self { state, ready, context, lost, supervisor: Task(tokio::spawn(supervisor)) }
+        let supervisor = supervise(
+            Arc::clone(&context),
+            target,
+            Arc::clone(&state),
+            Arc::clone(&lost),
+            set_ready,
+        );
+        Self {
+            state,
+            ready,
+            context,
+            lost,
+            supervisor: Task(tokio::spawn(supervisor)),
+        }
     }
 
     /// Whether there was a proven connection at any time.
@@ -171,7 +198,9 @@ impl Link {
 impl Live {
     /// Runs a program, and loads all again if Redis does not have it. The caller sets the deadline.
     pub(super) async fn run(&self, command: &Cmd) -> Result<Value, Failure> {
-        self.answer(command, false).await.map_err(|error| Failure::from(&error))
+        self.answer(command, false)
+            .await
+            .map_err(|error| Failure::from(&error))
     }
 
     /// The same, with the whole error. `asking`: a node that is just taking over the key's slot shall answer.
@@ -207,18 +236,29 @@ impl Live {
     async fn send_asking(&self, command: &Cmd) -> RedisResult<Value> {
         let mut both = redis::pipe();
         both.cmd("ASKING").add_command(command.clone());
-        let replies = self.connection.clone().send_packed_commands(&both, 1, 1).await?;
+        let replies = self
+            .connection
+            .clone()
+            .send_packed_commands(&both, 1, 1)
+            .await?;
         match replies.into_iter().next() {
             Some(Value::ServerError(error)) => Err(error.into()),
             Some(value) => Ok(value),
-            None => Err(RedisError::from((ErrorKind::UnexpectedReturnType, "no reply"))),
+            None => Err(RedisError::from((
+                ErrorKind::UnexpectedReturnType,
+                "no reply",
+            ))),
         }
     }
 
     /// Notes a failed call; the connection is replaced if that may help.
     pub(super) fn failed(&self, failure: Failure) {
         let hangs = failure == Failure::Timeout
-            && self.timeouts.fetch_add(1, Ordering::Relaxed).saturating_add(1) >= MAX_TIMEOUTS;
+            && self
+                .timeouts
+                .fetch_add(1, Ordering::Relaxed)
+                .saturating_add(1)
+                >= MAX_TIMEOUTS;
         if hangs || failure.ends_connection() {
             self.give_up(failure);
         }
@@ -247,7 +287,10 @@ impl Live {
     async fn load_wanted(&self) -> u64 {
         let loads = *self.loads.borrow();
         let mut wanted = self.wanted.subscribe();
-        wanted.wait_for(|wanted| *wanted > loads).await.map_or(loads, |wanted| *wanted)
+        wanted
+            .wait_for(|wanted| *wanted > loads)
+            .await
+            .map_or(loads, |wanted| *wanted)
     }
 }
 
@@ -293,14 +336,20 @@ async fn supervise(
         if !lost.swap(true, Ordering::Relaxed) {
             health.link_lost(&trouble);
         }
-        pause = if started.elapsed() >= SETTLED { FIRST_PAUSE } else { (pause * 2).min(LARGEST_PAUSE) };
+        pause = if started.elapsed() >= SETTLED {
+            FIRST_PAUSE
+        } else {
+            (pause * 2).min(LARGEST_PAUSE)
+        };
         sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
     }
 }
 
 /// Serves a live connection until it has to be replaced, and says why.
 async fn attend(context: &Context, target: &Target, state: &State, driver: &mut Task) -> Failure {
-    let State::Up(live) = state else { return Failure::Connection };
+    let State::Up(live) = state else {
+        return Failure::Connection;
+    };
     loop {
         tokio::select! {
             _ = &mut driver.0 => return Failure::Connection,
@@ -331,7 +380,10 @@ async fn attend(context: &Context, target: &Target, state: &State, driver: &mut 
 }
 
 /// Connects to a target and has it prove itself. The caller sets the deadline.
-pub(super) async fn connect(context: &Context, target: &Target) -> Result<(Live, Address, Task), Trouble> {
+pub(super) async fn connect(
+    context: &Context,
+    target: &Target,
+) -> Result<(Live, Address, Task), Trouble> {
     let address = target.locate(&context.settings).await?;
     let (connection, driver) = connect::open(&address, context.settings.how()).await?;
     let live = Live {
@@ -364,7 +416,12 @@ pub(super) async fn loaded(context: &Context, live: &Live, command: &Cmd) -> Red
 
 async fn load(context: &Context, live: &Live) -> RedisResult<()> {
     let loads = context.script.load();
-    for reply in live.connection.clone().send_packed_commands(&loads, 0, loads.len()).await? {
+    for reply in live
+        .connection
+        .clone()
+        .send_packed_commands(&loads, 0, loads.len())
+        .await?
+    {
         if let Value::ServerError(error) = reply {
             return Err(error.into());
         }
@@ -375,13 +432,19 @@ async fn load(context: &Context, live: &Live) -> RedisResult<()> {
 /// Asks for a decision as requests do, within their deadline, on a counter of our own that lives a millisecond:
 /// whoever answers has the script, a clock and memory, and takes our writes.
 async fn prove(context: &Context, target: &Target, live: &Live) -> Result<(), Trouble> {
-    let limit =
-        Limit { requests: MAX_UNITS, per_us: 1000, algorithm: Algorithm::FixedWindow { offset_us: 0 } };
+    let limit = Limit {
+        requests: MAX_UNITS,
+        per_us: 1000,
+        algorithm: Algorithm::FixedWindow { offset_us: 0 },
+    };
     let charges = [Charge::new(&limit, &target.probe, 1)];
     let command = context.script.decide(&charges, None);
     let reply = match timeout(context.settings.timeout, loaded(context, live, &command)).await? {
         // The slot has moved since: this node knows its place, and the map of slots is being renewed.
-        Err(error) if context.settings.topology == Topology::Cluster && error.redirect_node().is_some() => {
+        Err(error)
+            if context.settings.topology == Topology::Cluster
+                && error.redirect_node().is_some() =>
+        {
             return Ok(());
         }
         reply => reply?,

@@ -51,7 +51,8 @@ const LATE_PER_CALL: usize = 64;
 
 /// Whether an amendment takes Redis as long as a dozen others: many charges change with it.
 fn is_long(late: &Late<'_>) -> bool {
-    late.limit.algorithm == Algorithm::SlidingLog && matches!(late.amendment, Amendment::Credit { .. })
+    late.limit.algorithm == Algorithm::SlidingLog
+        && matches!(late.amendment, Amendment::Credit { .. })
 }
 
 /// Such calls under way on one connection, which keeps their order: one after the other, each would cost a round trip,
@@ -136,8 +137,19 @@ enum Way {
 
 impl RedisSettings {
     fn how(&self) -> How<'_> {
-        let Self { login, database, tls, connect_timeout, .. } = self;
-        How { login, database: *database, tls: tls.as_ref(), connect_timeout: *connect_timeout }
+        let Self {
+            login,
+            database,
+            tls,
+            connect_timeout,
+            ..
+        } = self;
+        How {
+            login,
+            database: *database,
+            tls: tls.as_ref(),
+            connect_timeout: *connect_timeout,
+        }
     }
 }
 
@@ -169,9 +181,9 @@ impl Shared {
     pub fn counters(&self, charge: &Charge<'_>) -> Vec<String> {
         let named = |key: &Key| self.0.script.key(&Charge { key, ..*charge });
         match self.0.settings.topology {
-            Topology::Cluster if charge.shards > 1 => {
-                (0..charge.shards).map(|number| named(&charge.key.shard(number))).collect()
-            }
+            Topology::Cluster if charge.shards > 1 => (0..charge.shards)
+                .map(|number| named(&charge.key.shard(number)))
+                .collect(),
             _ => vec![named(charge.key)],
         }
     }
@@ -193,7 +205,10 @@ impl Shared {
 
     /// What Redis was last seen to say of itself.
     pub fn vitals(&self) -> RedisVitals {
-        RedisVitals { calls: self.0.calls.load(Ordering::Relaxed), ..self.0.vitals.last() }
+        RedisVitals {
+            calls: self.0.calls.load(Ordering::Relaxed),
+            ..self.0.vitals.last()
+        }
     }
 
     /// Failures since the start, each kind by its stable word.
@@ -215,7 +230,11 @@ impl Redis {
                 Way::One(link, Arc::new(queue))
             }
         };
-        Self { way, context, beating: None }
+        Self {
+            way,
+            context,
+            beating: None,
+        }
     }
 
     /// Makes the process known to the others that share its limits, and keeps it in their count until
@@ -224,8 +243,10 @@ impl Redis {
     pub fn join(self) -> Self {
         let is_first = !self.context.is_counted.swap(true, Ordering::Relaxed);
         let beating = is_first.then(|| {
-            let tasks =
-                [tokio::spawn(fleet::attend(self.clone())), tokio::spawn(vitals::attend(self.clone()))];
+            let tasks = [
+                tokio::spawn(fleet::attend(self.clone())),
+                tokio::spawn(vitals::attend(self.clone())),
+            ];
             Arc::new(tasks.map(Task))
         });
         Self { beating, ..self }
@@ -283,7 +304,11 @@ impl Redis {
     fn masters(&self) -> Vec<Arc<State>> {
         match &self.way {
             Way::One(link, _) => vec![link.state()],
-            Way::Cluster(cluster) => cluster.masters().iter().map(|master| master.state()).collect(),
+            Way::Cluster(cluster) => cluster
+                .masters()
+                .iter()
+                .map(|master| master.state())
+                .collect(),
         }
     }
 
@@ -317,7 +342,11 @@ impl Redis {
     /// # Errors
     /// [`Unavailable`] with the failure's word. After a timeout or a lost connection the charges may have been
     /// made: too strict, never too lax.
-    pub async fn decide(&self, charges: &[Charge<'_>], asked: Instant) -> Result<Decision, Unavailable> {
+    pub async fn decide(
+        &self,
+        charges: &[Charge<'_>],
+        asked: Instant,
+    ) -> Result<Decision, Unavailable> {
         let deadline = asked + self.context.settings.timeout;
         let queue = match &self.way {
             Way::One(_, queue) => queue,
@@ -354,17 +383,28 @@ impl Redis {
             Way::One(link, _) => self.amend_one(link, late).await,
             Way::Cluster(cluster) => cluster.amend(late).await,
         };
-        let Some((_, failure)) = failed.last() else { return Ok(()) };
-        let mut places: Vec<usize> = failed.iter().flat_map(|(places, _)| places.iter().copied()).collect();
+        let Some((_, failure)) = failed.last() else {
+            return Ok(());
+        };
+        let mut places: Vec<usize> = failed
+            .iter()
+            .flat_map(|(places, _)| places.iter().copied())
+            .collect();
         places.sort_unstable();
-        Err(Untold { why: self.unavailable(failure.word()), places })
+        Err(Untold {
+            why: self.unavailable(failure.word()),
+            places,
+        })
     }
 
     /// The same on one server: the places that each failed call had in the list.
     async fn amend_one(&self, link: &Link, late: &[Late<'_>]) -> Vec<(Vec<usize>, Failure)> {
         let (calls, mut told) = (calls(late), Vec::new());
         for calls in calls.chunks(LATE_CALLS) {
-            let commands: Vec<Cmd> = calls.iter().map(|late| self.context.script.amend(late, None)).collect();
+            let commands: Vec<Cmd> = calls
+                .iter()
+                .map(|late| self.context.script.amend(late, None))
+                .collect();
             told.extend(self.tell(link, &commands).await);
         }
         untold(&calls, told)
@@ -379,7 +419,9 @@ impl Redis {
             State::Down(failure) => return vec![Err(*failure); commands.len()],
         };
         let within = self.context.settings.timeout;
-        let answers = (1..).zip(commands).map(|(turn, command)| timeout(within * turn, live.run(command)));
+        let answers = (1..)
+            .zip(commands)
+            .map(|(turn, command)| timeout(within * turn, live.run(command)));
         let replies = join_all(answers).await;
         let told: Vec<_> = replies
             .into_iter()
@@ -401,7 +443,10 @@ impl Redis {
     /// The store's answer when Redis gives none: it is asked again after the next probe at the earliest.
     pub fn unavailable(&self, kind: &'static str) -> Unavailable {
         let probe_us = self.context.settings.probe_interval.as_micros();
-        Unavailable { kind, retry_after_us: u64::try_from(probe_us).unwrap_or(u64::MAX) }
+        Unavailable {
+            kind,
+            retry_after_us: u64::try_from(probe_us).unwrap_or(u64::MAX),
+        }
     }
 }
 

@@ -52,7 +52,11 @@ struct Caller {
 
 impl Queue {
     pub(super) fn new(context: Arc<Context>, link: Arc<Link>) -> Self {
-        Self { context, link, line: Mutex::default() }
+        Self {
+            context,
+            link,
+            line: Mutex::default(),
+        }
     }
 
     /// Asks with others. The charges name different counters.
@@ -66,7 +70,9 @@ impl Queue {
     ) -> Result<Decision, Failure> {
         let answer = timeout_at(deadline, self.enter(charges, deadline)).await?;
         // Nobody drops what he should tell, but with the runtime.
-        let decision = answer.unwrap_or(Err(Failure::Connection))?.decision(charges);
+        let decision = answer
+            .unwrap_or(Err(Failure::Connection))?
+            .decision(charges);
         if let Err(failure) = &decision
             && let State::Up(live) = &*self.link.state()
         {
@@ -82,12 +88,20 @@ impl Queue {
     ) -> oneshot::Receiver<Result<Answer, Failure>> {
         let (tell, answer) = oneshot::channel();
         let mut line = self.line.lock();
-        if line.waiting.back().is_none_or(|party| party.batch.is_full()) {
+        if line
+            .waiting
+            .back()
+            .is_none_or(|party| party.batch.is_full())
+        {
             line.waiting.push_back(Party::default());
         }
         if let Some(party) = line.waiting.back_mut() {
             let question = party.batch.add(&self.context.script, charges);
-            party.callers.push(Caller { question, deadline, tell });
+            party.callers.push(Caller {
+                question,
+                deadline,
+                tell,
+            });
         }
         self.set_out(&mut line);
         answer
@@ -104,7 +118,9 @@ impl Queue {
     async fn work(self: Arc<Self>) {
         let mut going = Some(Going(Arc::clone(&self)));
         while going.is_some() {
-            let Some(party) = self.line.lock().waiting.pop_front() else { return };
+            let Some(party) = self.line.lock().waiting.pop_front() else {
+                return;
+            };
             self.call(party, &mut going).await;
         }
     }
@@ -117,14 +133,18 @@ impl Queue {
             State::Down(failure) => return party.fail(*failure),
         };
         let times = party.times();
-        let Some(deadline) = party.callers.iter().map(|caller| caller.deadline).max() else { return };
+        let Some(deadline) = party.callers.iter().map(|caller| caller.deadline).max() else {
+            return;
+        };
         let command = party.batch.command(&self.context.script, &times, None);
         let mut call = pin!(live.run(&command));
         let reply = match timeout(PATIENCE, &mut call).await {
             Ok(reply) => reply,
             Err(_) => {
                 *going = None;
-                timeout_at(deadline, call).await.unwrap_or_else(|late| Err(late.into()))
+                timeout_at(deadline, call)
+                    .await
+                    .unwrap_or_else(|late| Err(late.into()))
             }
         };
         match reply.and_then(|reply| party.batch.answers(reply, &times).ok_or(Failure::Reply)) {
@@ -167,7 +187,9 @@ impl Party {
     fn tell(self, answers: &Answers) {
         let mut told = vec![0; self.batch.len()];
         for caller in self.callers {
-            let Some(nth) = told.get_mut(caller.question) else { continue };
+            let Some(nth) = told.get_mut(caller.question) else {
+                continue;
+            };
             if let Some(answer) = answers.of(caller.question, *nth) {
                 drop(caller.tell.send(Ok(answer)));
             }

@@ -2,8 +2,8 @@
 
 use super::batch::Place;
 use crate::limiter::{
-    AUTO_SHARE, Algorithm, Amendment, Charge, Decision, Grant, KeyBuilder, Lease, Limit, MAX_UNITS, Refusal,
-    Standing,
+    AUTO_SHARE, Algorithm, Amendment, Charge, Decision, Grant, KeyBuilder, Lease, Limit, MAX_UNITS,
+    Refusal, Standing,
 };
 use crate::store::Late;
 use redis::{Cmd, RedisWrite, Value};
@@ -69,11 +69,23 @@ fn bits(algorithm: Algorithm) -> usize {
 
 impl Program {
     fn new(bits: usize) -> Self {
-        let algorithms =
-            FILES.iter().enumerate().filter(|(bit, _)| bits >> bit & 1 == 1).map(|(_, text)| *text);
-        let last = if bits & AMENDS == 0 { include_str!("decide.lua") } else { include_str!("amend.lua") };
-        let files = [include_str!("start.lua")].into_iter().chain(algorithms).chain([last]);
-        let text = files.map(|source| stripped(source, bits)).collect::<String>();
+        let algorithms = FILES
+            .iter()
+            .enumerate()
+            .filter(|(bit, _)| bits >> bit & 1 == 1)
+            .map(|(_, text)| *text);
+        let last = if bits & AMENDS == 0 {
+            include_str!("decide.lua")
+        } else {
+            include_str!("amend.lua")
+        };
+        let files = [include_str!("start.lua")]
+            .into_iter()
+            .chain(algorithms)
+            .chain([last]);
+        let text = files
+            .map(|source| stripped(source, bits))
+            .collect::<String>();
         let sha = redis::Script::new(&text).get_hash().to_owned();
         Self { text, sha }
     }
@@ -83,12 +95,16 @@ impl Script {
     pub fn new(key_prefix: &str) -> Self {
         // A brace in the prefix would move the hash tag.
         let prefix = key_prefix.replace('{', "%7B").replace('}', "%7D");
-        Self { programs: [const { OnceLock::new() }; PROGRAMS], key_start: format!("{prefix}:v1:{{") }
+        Self {
+            programs: [const { OnceLock::new() }; PROGRAMS],
+            key_start: format!("{prefix}:v1:{{"),
+        }
     }
 
     /// What Redis is given to decide these charges.
     pub fn text(&self, charges: &[Charge<'_>]) -> &str {
-        self.program(bits_of(charges)).map_or("", |program| &program.text)
+        self.program(bits_of(charges))
+            .map_or("", |program| &program.text)
     }
 
     /// What loads all programs that were wanted so far.
@@ -120,7 +136,9 @@ impl Script {
 
     /// What puts charges right.
     pub fn amend(&self, late: &[Late<'_>], time_us: Option<u64>) -> Cmd {
-        let algorithms = late.iter().fold(AMENDS, |bits_of, late| bits_of | bits(late.limit.algorithm));
+        let algorithms = late
+            .iter()
+            .fold(AMENDS, |bits_of, late| bits_of | bits(late.limit.algorithm));
         let mut command = self.call(algorithms, late.len());
         let mut key = String::with_capacity(192);
         for late in late {
@@ -138,7 +156,10 @@ impl Script {
     /// What asks how counters stand, by their names in Redis, and changes nothing.
     pub(super) fn look(&self, counters: &[(&str, &Limit)]) -> Cmd {
         let nobody = KeyBuilder::new("").finish();
-        let charges: Vec<_> = counters.iter().map(|(_, limit)| Charge::new(limit, &nobody, 0)).collect();
+        let charges: Vec<_> = counters
+            .iter()
+            .map(|(_, limit)| Charge::new(limit, &nobody, 0))
+            .collect();
         let mut command = self.call(bits_of(&charges), counters.len());
         for (key, _) in counters {
             command.write_arg(key.as_bytes());
@@ -155,7 +176,9 @@ impl Script {
     }
 
     fn program(&self, bits: usize) -> Option<&Program> {
-        self.programs.get(bits).map(|program| program.get_or_init(|| Program::new(bits)))
+        self.programs
+            .get(bits)
+            .map(|program| program.get_or_init(|| Program::new(bits)))
     }
 
     pub(super) fn call(&self, algorithms: usize, count: usize) -> Cmd {
@@ -169,11 +192,15 @@ impl Script {
 
     /// Reads the answer to [`Script::look`]: the time, and how each counter stands. `None`: it isn't one.
     pub(super) fn seen(reply: &Value, counters: &[(&str, &Limit)]) -> Option<(u64, Vec<Standing>)> {
-        let Value::BulkString(text) = reply else { return None };
+        let Value::BulkString(text) = reply else {
+            return None;
+        };
         let mut numbers = Numbers::of(std::str::from_utf8(text).ok()?);
         let now_us = time(numbers.one()?).filter(|now_us| *now_us > 0)?;
-        let standings: Option<_> =
-            counters.iter().map(|(_, limit)| standing(limit, 0, now_us, numbers.three()?)).collect();
+        let standings: Option<_> = counters
+            .iter()
+            .map(|(_, limit)| standing(limit, 0, now_us, numbers.three()?))
+            .collect();
         Some((now_us, standings?)).filter(|_| numbers.0.next().is_none())
     }
 
@@ -215,9 +242,14 @@ impl Script {
             "sliding_log" => Algorithm::SlidingLog,
             "sliding_window" => Algorithm::SlidingWindow { buckets: variant },
             "fixed_window" => Algorithm::FixedWindow { offset_us: variant },
-            "token_bucket" => Algorithm::TokenBucket { burst: MAX_UNITS, warm_up_us: 0 },
+            "token_bucket" => Algorithm::TokenBucket {
+                burst: MAX_UNITS,
+                warm_up_us: 0,
+            },
             // So much that its capacity is all units there are.
-            "leaky_bucket" => Algorithm::LeakyBucket { max_delay_us: per_us.parse().ok()? },
+            "leaky_bucket" => Algorithm::LeakyBucket {
+                max_delay_us: per_us.parse().ok()?,
+            },
             "concurrency" => Algorithm::Concurrency { max_duration_us: 0 },
             "block" => Algorithm::Block,
             _ => return None,
@@ -227,14 +259,21 @@ impl Script {
 
     /// Reads the answer to [`Script::decide`]. `None`: it isn't one.
     pub fn decision(reply: &Value, charges: &[Charge<'_>]) -> Option<Decision> {
-        let Value::BulkString(text) = reply else { return None };
+        let Value::BulkString(text) = reply else {
+            return None;
+        };
         let text = std::str::from_utf8(text).ok()?;
         let (now, text) = text.split_once(' ').unwrap_or((text, ""));
         Self::read(now_us(now)?, text, charges, Place { nth: 0, of: 1 })
     }
 
     /// Reads the answer to one question among others. `None`: it isn't one.
-    pub(super) fn read(now_us: u64, text: &str, charges: &[Charge<'_>], place: Place) -> Option<Decision> {
+    pub(super) fn read(
+        now_us: u64,
+        text: &str,
+        charges: &[Charge<'_>],
+        place: Place,
+    ) -> Option<Decision> {
         let mut numbers = Numbers::of(text);
         let (mut admitted, mut standings, mut longest_us) = (true, SmallVec::new(), 0);
         let settles = charges.iter().any(|charge| charge.settles);
@@ -245,25 +284,44 @@ impl Script {
                 standing = standing_of(place, standing, charge, numbers.one()?)?;
             }
             if settles {
-                stands_us.push(if charge.settles { stands(now_us, numbers.one()?)? } else { None });
+                stands_us.push(if charge.settles {
+                    stands(now_us, numbers.one()?)?
+                } else {
+                    None
+                });
             }
             admitted &= charge.shadow || standing.refusal.is_none();
             standings.push(Some(standing));
-            if let (Algorithm::LeakyBucket { max_delay_us }, false) = (charge.limit.algorithm, charge.shadow)
+            if let (Algorithm::LeakyBucket { max_delay_us }, false) =
+                (charge.limit.algorithm, charge.shadow)
             {
                 longest_us = max_delay_us.max(longest_us);
             }
         }
         let mut grants = SmallVec::new();
         for charges in charges.chunk_by(|one, other| one.is_of_policy_of(other)) {
-            let first = charges.first().and_then(|charge| Some((charge, charge.wanted_lease()?)));
+            let first = charges
+                .first()
+                .and_then(|charge| Some((charge, charge.wanted_lease()?)));
             if let Some((charge, lease)) = first {
-                grants.extend(grant(charge, lease, now_us, [numbers.one()?, numbers.one()?])?);
+                grants.extend(grant(
+                    charge,
+                    lease,
+                    now_us,
+                    [numbers.one()?, numbers.one()?],
+                )?);
             }
         }
         let delay_us = numbers.delay_us()?;
         let may_be_held = delay_us == 0 || (admitted && delay_us <= longest_us);
-        may_be_held.then_some(Decision { now_us, admitted, standings, delay_us, grants, stands_us })
+        may_be_held.then_some(Decision {
+            now_us,
+            admitted,
+            standings,
+            delay_us,
+            grants,
+            stands_us,
+        })
     }
 
     pub(super) fn push_key(&self, key: &mut String, charge: &Charge<'_>) {
@@ -279,7 +337,10 @@ impl Script {
     /// The key at a position, as the script counts them, without what would name its owner.
     pub(super) fn counter_at(&self, charges: &[Charge<'_>], position: usize) -> String {
         let mut name = String::new();
-        if let Some(charge) = position.checked_sub(1).and_then(|position| charges.get(position)) {
+        if let Some(charge) = position
+            .checked_sub(1)
+            .and_then(|position| charges.get(position))
+        {
             self.push_counter(&mut name, charge);
         }
         name
@@ -330,12 +391,17 @@ fn stripped(source: &str, bits: usize) -> String {
 }
 
 fn bits_of(charges: &[Charge<'_>]) -> usize {
-    charges.iter().fold(0, |bits, charge| bits | bits_of_charge(charge))
+    charges
+        .iter()
+        .fold(0, |bits, charge| bits | bits_of_charge(charge))
 }
 
 /// What a program needs for a charge.
 pub(super) fn bits_of_charge(charge: &Charge<'_>) -> usize {
-    let wants = [(charge.counts_rejected, COUNTS), (charge.wanted_lease().is_some(), LENDS)];
+    let wants = [
+        (charge.counts_rejected, COUNTS),
+        (charge.wanted_lease().is_some(), LENDS),
+    ];
     wants
         .iter()
         .filter(|(is_wanted, _)| *is_wanted)
@@ -344,13 +410,26 @@ pub(super) fn bits_of_charge(charge: &Charge<'_>) -> usize {
 
 pub(super) fn push_time(command: &mut Cmd, time_us: Option<u64>) {
     let mut number = itoa::Buffer::new();
-    command.write_arg(time_us.map_or("", |time_us| number.format(time_us)).as_bytes());
+    command.write_arg(
+        time_us
+            .map_or("", |time_us| number.format(time_us))
+            .as_bytes(),
+    );
 }
 
 /// What is asked of a key. `follows`: in the same question as the charge before.
 pub(super) fn push_ask(text: &mut String, charge: &Charge<'_>, rate: u64, follows: bool) {
-    let wants = [(charge.shadow, 1), (charge.counts_rejected, 2), (charge.settles, 4), (follows, 8)];
-    let wants: u64 = wants.iter().filter(|(is_wanted, _)| *is_wanted).map(|(_, bit)| bit).sum();
+    let wants = [
+        (charge.shadow, 1),
+        (charge.counts_rejected, 2),
+        (charge.settles, 4),
+        (follows, 8),
+    ];
+    let wants: u64 = wants
+        .iter()
+        .filter(|(is_wanted, _)| *is_wanted)
+        .map(|(_, bit)| bit)
+        .sum();
     text.push_str(letter(charge.limit));
     let mut number = itoa::Buffer::new();
     let whose = u64::from(charge.group) * 16 + wants;
@@ -359,7 +438,11 @@ pub(super) fn push_ask(text: &mut String, charge: &Charge<'_>, rate: u64, follow
         text.push_str(number.format(value));
     }
     if let Some(Lease { size, ttl_us }) = charge.wanted_lease() {
-        for value in [charge.wanted, ttl_us, if size.is_none() { AUTO_SHARE } else { 1 }] {
+        for value in [
+            charge.wanted,
+            ttl_us,
+            if size.is_none() { AUTO_SHARE } else { 1 },
+        ] {
             text.push('+');
             text.push_str(number.format(value));
         }
@@ -376,7 +459,11 @@ fn push_amendment(command: &mut Cmd, late: &Late<'_>) {
     let mut number = itoa::Buffer::new();
     let mut beside = String::new();
     push_beside(&mut beside, late.limit, late.limit.requests, 0);
-    for text in [letter(late.limit), number.format(late.limit.per_us), &beside] {
+    for text in [
+        letter(late.limit),
+        number.format(late.limit.per_us),
+        &beside,
+    ] {
         command.write_arg(text.as_bytes());
     }
     let (word, units, at_us) = match late.amendment {
@@ -455,7 +542,9 @@ impl<'a> Numbers<'a> {
 
     /// The last one, said only if it isn't 0.
     fn delay_us(&mut self) -> Option<u64> {
-        let Some(text) = self.0.next() else { return Some(0) };
+        let Some(text) = self.0.next() else {
+            return Some(0);
+        };
         let delay_us = time(text.parse().ok()?).filter(|delay_us| *delay_us > 0);
         delay_us.filter(|_| self.0.next().is_none())
     }
@@ -478,7 +567,10 @@ pub(super) fn push_hex(text: &mut String, id: u128) {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     let mut digits = [0; 32];
     for (nth, digit) in digits.iter_mut().rev().enumerate() {
-        *digit = DIGITS.get((id >> (4 * nth) & 15) as usize).copied().unwrap_or_default();
+        *digit = DIGITS
+            .get((id >> (4 * nth) & 15) as usize)
+            .copied()
+            .unwrap_or_default();
     }
     text.push_str(std::str::from_utf8(&digits).unwrap_or_default());
 }
@@ -492,7 +584,11 @@ fn standing(
 ) -> Option<Standing> {
     let later = |number| time(number).filter(|time_us| *time_us > now_us);
     let refusal = match until {
-        -2 if matches!(limit.algorithm, Algorithm::Concurrency { .. } | Algorithm::TokenBucket { .. }) => {
+        -2 if matches!(
+            limit.algorithm,
+            Algorithm::Concurrency { .. } | Algorithm::TokenBucket { .. }
+        ) =>
+        {
             Some(Refusal::Unknown)
         }
         -1 => Some(Refusal::Never),
@@ -503,9 +599,15 @@ fn standing(
         0 => None,
         grows_at => Some(later(grows_at)?),
     };
-    let remaining = u64::try_from(remaining).ok().filter(|remaining| *remaining <= limit.capacity())?;
+    let remaining = u64::try_from(remaining)
+        .ok()
+        .filter(|remaining| *remaining <= limit.capacity())?;
     let never = cost > limit.capacity() || limit.capacity() == 0;
-    (never == (refusal == Some(Refusal::Never))).then_some(Standing { remaining, grows_at_us, refusal })
+    (never == (refusal == Some(Refusal::Never))).then_some(Standing {
+        remaining,
+        grows_at_us,
+        refusal,
+    })
 }
 
 /// Where a charge stands, if it was made; `None`: that can't be true.
@@ -517,30 +619,56 @@ fn stands(now_us: u64, number: i64) -> Option<Option<u64>> {
 }
 
 /// How the counter stands for one of those who asked the same, when `admitted` of them were and the last found it so.
-fn standing_of(place: Place, last: Standing, charge: &Charge<'_>, admitted: i64) -> Option<Standing> {
-    let admitted = u32::try_from(admitted).ok().filter(|admitted| *admitted <= place.of)?;
+fn standing_of(
+    place: Place,
+    last: Standing,
+    charge: &Charge<'_>,
+    admitted: i64,
+) -> Option<Standing> {
+    let admitted = u32::try_from(admitted)
+        .ok()
+        .filter(|admitted| *admitted <= place.of)?;
     if (admitted == place.of) != last.refusal.is_none() {
         return None;
     }
-    let Some(after) = admitted.checked_sub(place.nth + 1) else { return Some(last) };
-    let remaining = last.remaining.checked_add(charge.cost.checked_mul(after.into())?)?;
+    let Some(after) = admitted.checked_sub(place.nth + 1) else {
+        return Some(last);
+    };
+    let remaining = last
+        .remaining
+        .checked_add(charge.cost.checked_mul(after.into())?)?;
     let is_possible = remaining <= charge.limit.capacity();
-    is_possible.then_some(Standing { remaining, refusal: None, ..last })
+    is_possible.then_some(Standing {
+        remaining,
+        refusal: None,
+        ..last
+    })
 }
 
 /// What was lent, if anything; `None`: that can't be true.
-fn grant(charge: &Charge<'_>, lease: Lease, now_us: u64, [units, until]: [i64; 2]) -> Option<Option<Grant>> {
+fn grant(
+    charge: &Charge<'_>,
+    lease: Lease,
+    now_us: u64,
+    [units, until]: [i64; 2],
+) -> Option<Option<Grant>> {
     let (units, until_us) = (u64::try_from(units).ok()?, time(until)?);
     if units == 0 {
         return Some(None);
     }
     let lasts_us = (until_us + 1).checked_sub(now_us)?;
     let may_be = units <= charge.wanted && (1..=lease.ttl_us).contains(&lasts_us);
-    may_be.then_some(Some(Grant { group: charge.group, units, until_us }))
+    may_be.then_some(Some(Grant {
+        group: charge.group,
+        units,
+        until_us,
+    }))
 }
 
 fn time(number: i64) -> Option<u64> {
-    u64::try_from(number).ok().filter(|time_us| *time_us <= MAX_TIME_US)
+    u64::try_from(number)
+        .ok()
+        .filter(|time_us| *time_us <= MAX_TIME_US)
 }
 
 #[cfg(test)]
@@ -548,7 +676,11 @@ mod tests {
     use super::*;
     use crate::limiter::{Key, KeyBuilder, Limit};
 
-    const LOG: Limit = Limit { requests: 5, per_us: 1_000_000, algorithm: Algorithm::SlidingLog };
+    const LOG: Limit = Limit {
+        requests: 5,
+        per_us: 1_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
 
     fn key(policy: &str, value: &str) -> Key {
         let mut builder = KeyBuilder::new(policy);
@@ -571,13 +703,18 @@ mod tests {
                 other => panic!("{other:?}"),
             })
             .collect();
-        let [_evalsha, _sha, keys, _key, time, rest @ ..] = args.as_slice() else { panic!("{args:?}") };
+        let [_evalsha, _sha, keys, _key, time, rest @ ..] = args.as_slice() else {
+            panic!("{args:?}")
+        };
         assert_eq!(
             (keys.as_slice(), time.as_slice()),
             (&b"1"[..], &b""[..]),
             "Redis is to ask its own clock"
         );
-        let rest: Vec<&str> = rest.iter().map(|arg| std::str::from_utf8(arg).unwrap()).collect();
+        let rest: Vec<&str> = rest
+            .iter()
+            .map(|arg| std::str::from_utf8(arg).unwrap())
+            .collect();
         assert_eq!(rest, ["l 0 1 5 1000000 0"], "nothing here tells a time");
         assert!(script.text(&[]).contains("call('TIME')"));
     }
@@ -593,7 +730,10 @@ mod tests {
 
     #[test]
     fn keys_name_what_they_count() {
-        let daily = Limit { algorithm: Algorithm::FixedWindow { offset_us: 7 }, ..LOG };
+        let daily = Limit {
+            algorithm: Algorithm::FixedWindow { offset_us: 7 },
+            ..LOG
+        };
         let (short, long) = (key("api", "ann"), key("api", &"x".repeat(62)));
         let script = Script::new("shop{a}");
         let hash = format!("{:032x}", short.id());
@@ -615,7 +755,12 @@ mod tests {
     #[test]
     fn the_command_is_what_decide_lua_reads() {
         let key = key("api", "ann");
-        let shadow = Charge { group: 3, shadow: true, cost: 2, ..charge(&LOG, &key) };
+        let shadow = Charge {
+            group: 3,
+            shadow: true,
+            cost: 2,
+            ..charge(&LOG, &key)
+        };
         let script = Script::new("t");
         let command = script.decide(&[charge(&LOG, &key), shadow], None);
         let args: Vec<_> = command
@@ -634,11 +779,17 @@ mod tests {
 
     #[test]
     fn a_delay_is_read_if_the_limit_may_want_it() {
-        let limit = Limit { algorithm: Algorithm::LeakyBucket { max_delay_us: 400_000 }, ..LOG };
+        let limit = Limit {
+            algorithm: Algorithm::LeakyBucket {
+                max_delay_us: 400_000,
+            },
+            ..LOG
+        };
         let key = key("api", "ann");
         let (line, log) = (charge(&limit, &key), charge(&LOG, &key));
         let read = |reply: &str, charges: &[Charge<'_>]| {
-            Script::decision(&Value::BulkString(reply.into()), charges).map(|decision| decision.delay_us)
+            Script::decision(&Value::BulkString(reply.into()), charges)
+                .map(|decision| decision.delay_us)
         };
         assert_eq!(read("1000 0 2 2000", &[line]), Some(0));
         assert_eq!(read("1000 0 2 2000 400000", &[line]), Some(400_000));
@@ -652,8 +803,15 @@ mod tests {
         ] {
             assert_eq!(read(lie, &[line]), None, "{lie}");
         }
-        let shadow = Charge { shadow: true, ..line };
-        assert_eq!(read("1000 0 2 2000 5", &[shadow]), None, "a shadow holds nobody");
+        let shadow = Charge {
+            shadow: true,
+            ..line
+        };
+        assert_eq!(
+            read("1000 0 2 2000 5", &[shadow]),
+            None,
+            "a shadow holds nobody"
+        );
     }
 
     #[test]
@@ -665,7 +823,11 @@ mod tests {
         assert!(decision.admitted);
         assert_eq!(
             decision.standings.as_slice(),
-            [Some(Standing { remaining: 4, grows_at_us: Some(2000), refusal: None })]
+            [Some(Standing {
+                remaining: 4,
+                grows_at_us: Some(2000),
+                refusal: None
+            })]
         );
         assert!(!read("1000 1500 0 1500").unwrap().admitted);
         for lie in [
@@ -694,7 +856,12 @@ mod tests {
         ] {
             assert_eq!(read(lie), None, "{lie}");
         }
-        for lie in [Value::Nil, Value::Okay, Value::Int(5), Value::Array(Vec::new())] {
+        for lie in [
+            Value::Nil,
+            Value::Okay,
+            Value::Int(5),
+            Value::Array(Vec::new()),
+        ] {
             assert_eq!(Script::decision(&lie, &charges), None, "{lie:?}");
         }
     }

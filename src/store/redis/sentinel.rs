@@ -39,7 +39,8 @@ impl Sentinels<'_> {
     pub(super) async fn moved(&self, known: &Address, first: usize) {
         for sentinel in self.from(first) {
             sleep(CHECK).await;
-            let Ok(((mut connection, _driver), mut master)) = self.introduced(sentinel).await else {
+            let Ok(((mut connection, _driver), mut master)) = self.introduced(sentinel).await
+            else {
                 continue;
             };
             while master == *known {
@@ -58,7 +59,10 @@ impl Sentinels<'_> {
     /// All sentinels, again and again.
     fn from(&self, first: usize) -> impl Iterator<Item = &Address> {
         let sentinels = &self.settings.servers;
-        sentinels.iter().cycle().skip(first.checked_rem(sentinels.len()).unwrap_or_default())
+        sentinels
+            .iter()
+            .cycle()
+            .skip(first.checked_rem(sentinels.len()).unwrap_or_default())
     }
 
     /// What one sentinel may take: together they have half of `connect_timeout`, the rest is for the master.
@@ -72,23 +76,36 @@ impl Sentinels<'_> {
         &self,
         sentinel: &Address,
     ) -> Result<((MultiplexedConnection, connect::Task), Address), Trouble> {
-        let how = How { login: self.login, database: 0, ..self.settings.how() };
+        let how = How {
+            login: self.login,
+            database: 0,
+            ..self.settings.how()
+        };
         let introduced = async {
             let (mut connection, driver) = connect::open(sentinel, how).await?;
             let master = self.ask(&mut connection).await?;
             Ok(((connection, driver), master))
         };
         let introduced = timeout(self.patience(), introduced).await;
-        introduced.unwrap_or_else(|late| Err(late.into())).map_err(|error: Trouble| {
-            Trouble::new(error.failure, format!("sentinel {sentinel}: {}", error.why))
-        })
+        introduced
+            .unwrap_or_else(|late| Err(late.into()))
+            .map_err(|error: Trouble| {
+                Trouble::new(error.failure, format!("sentinel {sentinel}: {}", error.why))
+            })
     }
 
     async fn ask(&self, connection: &mut MultiplexedConnection) -> Result<Address, Trouble> {
         let mut question = cmd("SENTINEL");
         question.arg("GET-MASTER-ADDR-BY-NAME").arg(self.master);
         let answer: Option<(String, u16)> = question.query_async(connection).await?;
-        let unknown = || Trouble::new(Failure::MasterDown, format!("it knows no master {:?}", self.master));
-        answer.map(|(host, port)| Address::Tcp { host, port }).ok_or_else(unknown)
+        let unknown = || {
+            Trouble::new(
+                Failure::MasterDown,
+                format!("it knows no master {:?}", self.master),
+            )
+        };
+        answer
+            .map(|(host, port)| Address::Tcp { host, port })
+            .ok_or_else(unknown)
     }
 }

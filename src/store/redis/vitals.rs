@@ -66,16 +66,23 @@ async fn ask(live: &Live, within: Duration) -> Said {
     let answered_us = clock.now_us();
     Said {
         memory: memory.ok().and_then(Result::ok).and_then(memory_of),
-        clock_skew_us: time.ok().and_then(Result::ok).and_then(time_us).and_then(|theirs| {
-            // It looked at its clock somewhere on the way: in the middle, if both ways take as long.
-            asked_us.midpoint(answered_us).checked_signed_diff(theirs)
-        }),
+        clock_skew_us: time
+            .ok()
+            .and_then(Result::ok)
+            .and_then(time_us)
+            .and_then(|theirs| {
+                // It looked at its clock somewhere on the way: in the middle, if both ways take as long.
+                asked_us.midpoint(answered_us).checked_signed_diff(theirs)
+            }),
     }
 }
 
 fn memory_of(info: Value) -> Option<Memory> {
     let info: String = from_redis_value(info).ok()?;
-    let field = |name: &str| info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    let field = |name: &str| {
+        info.lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+    };
     let eviction = field("maxmemory_policy")?.to_owned();
     Some(Memory {
         used: field("used_memory")?.parse().ok()?,
@@ -94,9 +101,18 @@ fn time_us(reply: Value) -> Option<u64> {
 fn together(said: &[Said]) -> RedisVitals {
     let memory: Option<Vec<&Memory>> = said.iter().map(|said| said.memory.as_ref()).collect();
     let memory = memory.filter(|servers| !servers.is_empty());
-    let sum = |part: fn(&Memory) -> u64| memory.as_ref().map(|all| all.iter().map(|one| part(one)).sum());
-    let is_bounded = memory.as_ref().is_some_and(|all| all.iter().all(|one| one.max > 0));
-    let skew = said.iter().filter_map(|said| said.clock_skew_us).max_by_key(|skew| skew.unsigned_abs());
+    let sum = |part: fn(&Memory) -> u64| {
+        memory
+            .as_ref()
+            .map(|all| all.iter().map(|one| part(one)).sum())
+    };
+    let is_bounded = memory
+        .as_ref()
+        .is_some_and(|all| all.iter().all(|one| one.max > 0));
+    let skew = said
+        .iter()
+        .filter_map(|said| said.clock_skew_us)
+        .max_by_key(|skew| skew.unsigned_abs());
     RedisVitals {
         calls: 0,
         memory_bytes: sum(|one| one.used),
@@ -109,7 +125,10 @@ fn together(said: &[Said]) -> RedisVitals {
 /// Once per change: a Redis that evicts forgets who has used what.
 fn tell_of_eviction(said: &[Said], told: &mut Option<String>) {
     let memories = || said.iter().filter_map(|said| said.memory.as_ref());
-    let Some(policy) = memories().find(|one| one.may_evict()).map(|one| &one.eviction) else {
+    let Some(policy) = memories()
+        .find(|one| one.may_evict())
+        .map(|one| &one.eviction)
+    else {
         // Who says nothing may still evict.
         if memories().next().is_some() {
             *told = None;
@@ -136,7 +155,14 @@ mod tests {
     use super::*;
 
     fn said(used: u64, max: u64, eviction: &str, skew: i64) -> Said {
-        Said { memory: Some(Memory { used, max, eviction: eviction.to_owned() }), clock_skew_us: Some(skew) }
+        Said {
+            memory: Some(Memory {
+                used,
+                max,
+                eviction: eviction.to_owned(),
+            }),
+            clock_skew_us: Some(skew),
+        }
     }
 
     #[test]
@@ -144,29 +170,51 @@ mod tests {
         let info = "# Memory\r\nused_memory:1048576\r\nused_memory_human:1.00M\r\nmaxmemory:2097152\r\n\
                     maxmemory_human:2.00M\r\nmaxmemory_policy:allkeys-lru\r\n";
         let seen = memory_of(Value::BulkString(info.into()));
-        assert_eq!(seen, Some(Memory { used: 1 << 20, max: 2 << 20, eviction: "allkeys-lru".to_owned() }));
-        assert_eq!(memory_of(Value::BulkString(b"used_memory:many\r\n".to_vec())), None);
-        let reply = ["7", "000250"].map(|text| Value::BulkString(text.into())).to_vec();
+        assert_eq!(
+            seen,
+            Some(Memory {
+                used: 1 << 20,
+                max: 2 << 20,
+                eviction: "allkeys-lru".to_owned()
+            })
+        );
+        assert_eq!(
+            memory_of(Value::BulkString(b"used_memory:many\r\n".to_vec())),
+            None
+        );
+        let reply = ["7", "000250"]
+            .map(|text| Value::BulkString(text.into()))
+            .to_vec();
         assert_eq!(time_us(Value::Array(reply)), Some(7_000_250));
         assert_eq!(time_us(Value::Nil), None);
     }
 
     #[test]
     fn of_several_servers_memory_is_summed_and_the_largest_skew_counts() {
-        let seen = together(&[said(10, 100, "noeviction", 5), said(20, 200, "noeviction", -9)]);
+        let seen = together(&[
+            said(10, 100, "noeviction", 5),
+            said(20, 200, "noeviction", -9),
+        ]);
         assert_eq!(
             (seen.memory_bytes, seen.memory_max_bytes, seen.may_evict),
             (Some(30), Some(300), Some(false))
         );
         assert_eq!(seen.clock_skew_us, Some(-9));
-        let seen = together(&[said(10, 0, "noeviction", 1), said(20, 200, "volatile-ttl", 0)]);
+        let seen = together(&[
+            said(10, 0, "noeviction", 1),
+            said(20, 200, "volatile-ttl", 0),
+        ]);
         assert_eq!(
             (seen.memory_max_bytes, seen.may_evict),
             (None, Some(true)),
             "one has no limit, one evicts"
         );
         let silent = together(&[said(10, 100, "noeviction", 5), Said::default()]);
-        assert_eq!((silent.memory_bytes, silent.clock_skew_us), (None, Some(5)), "half a sum is none");
+        assert_eq!(
+            (silent.memory_bytes, silent.clock_skew_us),
+            (None, Some(5)),
+            "half a sum is none"
+        );
         assert_eq!(together(&[]), RedisVitals::default());
     }
 }

@@ -13,7 +13,11 @@ struct Bench {
 impl Bench {
     fn new() -> Self {
         let metrics = Metrics::new(2, Kinds::default());
-        Self { shard: metrics.shard(1), history: History::new(Arc::clone(&metrics)), metrics }
+        Self {
+            shard: metrics.shard(1),
+            history: History::new(Arc::clone(&metrics)),
+            metrics,
+        }
     }
 
     fn tally(&self, name: &str) -> Arc<Tally> {
@@ -37,9 +41,13 @@ impl Bench {
         let told = |starts: &[u64], parts: &[Did]| {
             assert_eq!(starts.len(), parts.len());
             let both = starts.iter().zip(parts).filter(|(_, did)| did[0] > 0);
-            both.map(|(start, did)| (*start - START_S, did[0])).collect()
+            both.map(|(start, did)| (*start - START_S, did[0]))
+                .collect()
         };
-        Some([told(&axis.minutes, &past.minutes), told(&axis.hours, &past.hours)])
+        Some([
+            told(&axis.minutes, &past.minutes),
+            told(&axis.hours, &past.hours),
+        ])
     }
 }
 
@@ -53,15 +61,27 @@ fn counts_belong_to_the_minute_and_hour_in_which_they_were_seen() {
     bench.does("p", Decision::Allowed, 3);
     bench.does("p", Decision::Rejected, 7);
     bench.sample(START_S + 60, &["p"]);
-    assert_eq!(bench.allowed("p"), Some([vec![(0, 2), (60, 3)], vec![(0, 5)]]));
+    assert_eq!(
+        bench.allowed("p"),
+        Some([vec![(0, 2), (60, 3)], vec![(0, 5)]])
+    );
     bench.does("p", Decision::Allowed, 1);
     bench.sample(START_S + 3599, &["p"]);
     bench.does("p", Decision::Allowed, 4);
     bench.sample(START_S + 3600, &["p"]);
     // The first minute is an hour old.
-    assert_eq!(bench.allowed("p"), Some([vec![(60, 3), (3540, 1), (3600, 4)], vec![(0, 6), (3600, 4)]]));
+    assert_eq!(
+        bench.allowed("p"),
+        Some([vec![(60, 3), (3540, 1), (3600, 4)], vec![(0, 6), (3600, 4)]])
+    );
     let (_, pasts) = bench.history.policies(std::iter::once("p"));
-    let rejected: u32 = pasts[0].as_ref().unwrap().hours.iter().map(|did| did[2]).sum();
+    let rejected: u32 = pasts[0]
+        .as_ref()
+        .unwrap()
+        .hours
+        .iter()
+        .map(|did| did[2])
+        .sum();
     assert_eq!(rejected, 7);
 }
 
@@ -70,7 +90,11 @@ fn a_pause_of_any_length_leaves_nothing_of_what_is_too_old() {
     for (pause, minutes, hours) in [
         (59 * 60, vec![(0, 1), (59 * 60, 1)], vec![(0, 2)]),
         (3600, vec![(3600, 1)], vec![(0, 1), (3600, 1)]),
-        (23 * 3600, vec![(23 * 3600, 1)], vec![(0, 1), (23 * 3600, 1)]),
+        (
+            23 * 3600,
+            vec![(23 * 3600, 1)],
+            vec![(0, 1), (23 * 3600, 1)],
+        ),
         (24 * 3600, vec![(24 * 3600, 1)], vec![(24 * 3600, 1)]),
         (1000 * 3600, vec![(1000 * 3600, 1)], vec![(1000 * 3600, 1)]),
     ] {
@@ -89,7 +113,10 @@ fn who_does_nothing_takes_no_room() {
     bench.does("p", Decision::Allowed, 1);
     for hour in 0..=23 {
         bench.sample(START_S + hour * 3600, &["p", "idle"]);
-        assert!(bench.allowed("p").is_some() && bench.allowed("idle").is_none(), "{hour}");
+        assert!(
+            bench.allowed("p").is_some() && bench.allowed("idle").is_none(),
+            "{hour}"
+        );
     }
     bench.sample(START_S + 24 * 3600, &["p", "idle"]);
     assert_eq!(bench.allowed("p"), None);
@@ -140,9 +167,19 @@ fn the_last_minutes_are_told_by_second() {
     assert_eq!(seconds[2].answers[Answer::Rejected as usize], 1);
     assert_eq!(seconds[2].classes, [0, 0, 0, 1, 1]);
     let (from_s, seconds) = bench.history.seconds(usize::MAX);
-    assert_eq!((from_s, seconds.len()), (START_S + 3 - SECONDS as u64, SECONDS));
+    assert_eq!(
+        (from_s, seconds.len()),
+        (START_S + 3 - SECONDS as u64, SECONDS)
+    );
     bench.sample(START_S + 2 + SECONDS as u64, &[]);
-    assert!(bench.history.seconds(SECONDS).1.iter().all(|second| *second == Second::default()));
+    assert!(
+        bench
+            .history
+            .seconds(SECONDS)
+            .1
+            .iter()
+            .all(|second| *second == Second::default())
+    );
     assert!(bench.history.seconds(0).1.is_empty());
 }
 
@@ -156,22 +193,42 @@ fn durations_are_those_of_the_last_minute() {
     let told = |at: usize| {
         let (window_s, times) = bench.history.times();
         let (source, buckets) = times.decisions[at].clone();
-        (window_s, source, buckets.count(), buckets.quantile(0.5).map(|time| time.as_micros()))
+        (
+            window_s,
+            source,
+            buckets.count(),
+            buckets.quantile(0.5).map(|time| time.as_micros()),
+        )
     };
-    assert_eq!(told(0), (0, "redis", 0, None), "what was before the first look is not told");
+    assert_eq!(
+        told(0),
+        (0, "redis", 0, None),
+        "what was before the first look is not told"
+    );
     for _ in 0..99 {
-        bench.shard.decided(Source::Redis, std::time::Duration::from_micros(300));
+        bench
+            .shard
+            .decided(Source::Redis, std::time::Duration::from_micros(300));
     }
     bench.shard.decided(Source::Redis, slow);
     bench.sample(START_S + 30, &[]);
     assert_eq!(told(0), (30, "redis", 100, Some(500)));
     let redis = bench.history.times().1.decisions[0].1.clone();
     let us = |share| redis.quantile(share).unwrap().as_micros();
-    assert_eq!((us(0.0), us(0.99), us(0.991), us(1.0)), (500, 500, 50_000, 50_000));
+    assert_eq!(
+        (us(0.0), us(0.99), us(0.991), us(1.0)),
+        (500, 500, 50_000, 50_000)
+    );
     for step in 1..=8 {
         bench.sample(START_S + 30 + step * 10, &[]);
     }
     assert_eq!(told(0), (60, "redis", 0, None));
-    bench.shard.decided(Source::Redis, std::time::Duration::from_secs(5));
-    assert_eq!(bench.history.times().1.decisions[0].1.quantile(0.5), None, "longer than any bucket");
+    bench
+        .shard
+        .decided(Source::Redis, std::time::Duration::from_secs(5));
+    assert_eq!(
+        bench.history.times().1.decisions[0].1.quantile(0.5),
+        None,
+        "longer than any bucket"
+    );
 }

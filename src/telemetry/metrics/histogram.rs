@@ -79,7 +79,11 @@ impl Count {
 
 impl Histogram {
     pub(super) fn new(bounds: &'static [Bound; BUCKETS]) -> Self {
-        Self { bounds, counts: std::array::from_fn(|_| Count::default()), sum_ns: Count::default() }
+        Self {
+            bounds,
+            counts: std::array::from_fn(|_| Count::default()),
+            sum_ns: Count::default(),
+        }
     }
 
     pub(super) fn observe(&self, time: Duration) {
@@ -87,7 +91,8 @@ impl Histogram {
         if let Some(count) = self.counts.get(bucket) {
             count.add(1);
         }
-        self.sum_ns.add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+        self.sum_ns
+            .add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     }
 }
 
@@ -112,7 +117,11 @@ impl Buckets {
             }
             sum_ns = sum_ns.saturating_add(part.sum_ns.get());
         }
-        Self { bounds, counts, sum_ns }
+        Self {
+            bounds,
+            counts,
+            sum_ns,
+        }
     }
 
     /// What came since an earlier look at the same histograms.
@@ -170,6 +179,10 @@ impl Summed {
         };
         let buckets = counts.iter().zip(bounds).map(&mut up_to).collect();
         let count = counts.iter().sum();
-        Self { buckets, count, sum: Duration::from_nanos(sum_ns) }
+        Self {
+            buckets,
+            count,
+            sum: Duration::from_nanos(sum_ns),
+        }
     }
 }

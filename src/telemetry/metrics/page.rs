@@ -35,7 +35,11 @@ pub(super) struct Family<'p> {
 impl Format {
     /// By the `Accept` field: OpenMetrics if it is named there.
     pub fn accepted(accept: &str) -> Self {
-        if accept.contains("application/openmetrics-text") { Self::OpenMetrics } else { Self::Classic }
+        if accept.contains("application/openmetrics-text") {
+            Self::OpenMetrics
+        } else {
+            Self::Classic
+        }
     }
 
     /// The value of `Content-Type`.
@@ -49,7 +53,10 @@ impl Format {
 
 impl Page {
     pub(super) fn new(format: Format) -> Self {
-        Self { format, text: String::with_capacity(16 << 10) }
+        Self {
+            format,
+            text: String::with_capacity(16 << 10),
+        }
     }
 
     /// Begins a metric. A counter's name comes without `_total`; `help` needs no escaping.
@@ -61,8 +68,15 @@ impl Page {
             Kind::Gauge => ("gauge", ""),
             Kind::Histogram => ("histogram", ""),
         };
-        push(&mut self.text, format_args!("# HELP {name}{total} {help}\n# TYPE {name}{total} {kind_word}\n"));
-        Family { text: &mut self.text, name, kind }
+        push(
+            &mut self.text,
+            format_args!("# HELP {name}{total} {help}\n# TYPE {name}{total} {kind_word}\n"),
+        );
+        Family {
+            text: &mut self.text,
+            name,
+            kind,
+        }
     }
 
     pub(super) fn finish(mut self) -> String {
@@ -75,18 +89,30 @@ impl Page {
 
 impl Family<'_> {
     pub(super) fn sample(&mut self, labels: &[(&str, &str)], value: u64) {
-        let ending = if self.kind == Kind::Counter { "_total" } else { "" };
+        let ending = if self.kind == Kind::Counter {
+            "_total"
+        } else {
+            ""
+        };
         self.line(ending, labels, format_args!("{value}"));
     }
 
     /// Microseconds, written as seconds.
     pub(super) fn micros(&mut self, value_us: i64) {
         let (sign, micros) = (if value_us < 0 { "-" } else { "" }, value_us.unsigned_abs());
-        self.line("", &[], format_args!("{sign}{}.{:06}", micros / 1_000_000, micros % 1_000_000));
+        self.line(
+            "",
+            &[],
+            format_args!("{sign}{}.{:06}", micros / 1_000_000, micros % 1_000_000),
+        );
     }
 
     pub(super) fn histogram(&mut self, labels: &[(&str, &str)], summed: &Summed) {
-        let ends = summed.buckets.iter().copied().chain([("+Inf", summed.count)]);
+        let ends = summed
+            .buckets
+            .iter()
+            .copied()
+            .chain([("+Inf", summed.count)]);
         for (end, count) in ends {
             let labels: Vec<(&str, &str)> = labels.iter().copied().chain([("le", end)]).collect();
             self.line("_bucket", &labels, format_args!("{count}"));
@@ -98,7 +124,10 @@ impl Family<'_> {
     fn line(&mut self, ending: &str, labels: &[(&str, &str)], value: std::fmt::Arguments<'_>) {
         push(self.text, format_args!("{}{ending}", self.name));
         for (at, (label, text)) in labels.iter().enumerate() {
-            push(self.text, format_args!("{}{label}=\"", if at == 0 { '{' } else { ',' }));
+            push(
+                self.text,
+                format_args!("{}{label}=\"", if at == 0 { '{' } else { ',' }),
+            );
             for letter in text.chars() {
                 match letter {
                     '\\' => self.text.push_str("\\\\"),
@@ -109,7 +138,10 @@ impl Family<'_> {
             }
             self.text.push('"');
         }
-        push(self.text, format_args!("{} {value}\n", if labels.is_empty() { "" } else { "}" }));
+        push(
+            self.text,
+            format_args!("{} {value}\n", if labels.is_empty() { "" } else { "}" }),
+        );
     }
 }
 

@@ -18,15 +18,23 @@ pub struct RedisVitals {
 }
 
 pub(super) fn write(page: &mut Page, observed: &Observed) {
-    page.family(Kind::Gauge, "tidegate_store_up", "Whether the store answers: 1, or 0.")
-        .sample(&[], observed.store_up.into());
+    page.family(
+        Kind::Gauge,
+        "tidegate_store_up",
+        "Whether the store answers: 1, or 0.",
+    )
+    .sample(&[], observed.store_up.into());
     page.family(
         Kind::Gauge,
         "tidegate_breaker_open",
         "Whether failures keep requests from asking Redis: 1, or 0.",
     )
     .sample(&[], observed.breaker_open.into());
-    let mut errors = page.family(Kind::Counter, "tidegate_store_errors", "Failures of the store by kind.");
+    let mut errors = page.family(
+        Kind::Counter,
+        "tidegate_store_errors",
+        "Failures of the store by kind.",
+    );
     for (kind, count) in &observed.store_errors {
         errors.sample(&[("kind", kind)], *count);
     }
@@ -49,11 +57,21 @@ pub(super) fn write(page: &mut Page, observed: &Observed) {
     if let Some(vitals) = &observed.redis {
         write_redis(page, vitals);
     }
-    let Some(memory) = observed.memory else { return };
-    page.family(Kind::Gauge, "tidegate_store_memory_keys", "Counters in the memory store.")
-        .sample(&[], memory.keys as u64);
-    page.family(Kind::Gauge, "tidegate_store_memory_bytes", "Bytes that they take, estimated.")
-        .sample(&[], memory.bytes as u64);
+    let Some(memory) = observed.memory else {
+        return;
+    };
+    page.family(
+        Kind::Gauge,
+        "tidegate_store_memory_keys",
+        "Counters in the memory store.",
+    )
+    .sample(&[], memory.keys as u64);
+    page.family(
+        Kind::Gauge,
+        "tidegate_store_memory_bytes",
+        "Bytes that they take, estimated.",
+    )
+    .sample(&[], memory.bytes as u64);
     page.family(
         Kind::Counter,
         "tidegate_store_memory_evictions",
@@ -71,18 +89,23 @@ fn write_redis(page: &mut Page, vitals: &RedisVitals) {
     .sample(&[], vitals.calls);
     if let Some(bytes) = vitals.memory_bytes {
         let help = "Memory that Redis uses, as it says; of a cluster the sum over its masters.";
-        page.family(Kind::Gauge, "tidegate_redis_memory_bytes", help).sample(&[], bytes);
+        page.family(Kind::Gauge, "tidegate_redis_memory_bytes", help)
+            .sample(&[], bytes);
     }
     if let Some(bytes) = vitals.memory_max_bytes {
         let help = "Redis' maxmemory, if it has one; of a cluster the sum over its masters.";
-        page.family(Kind::Gauge, "tidegate_redis_memory_max_bytes", help).sample(&[], bytes);
+        page.family(Kind::Gauge, "tidegate_redis_memory_max_bytes", help)
+            .sample(&[], bytes);
     }
     if let Some(may_evict) = vitals.may_evict {
-        let help = "Whether Redis' maxmemory-policy lets it forget counters when memory is full: 1, or 0.";
-        page.family(Kind::Gauge, "tidegate_redis_may_evict", help).sample(&[], may_evict.into());
+        let help =
+            "Whether Redis' maxmemory-policy lets it forget counters when memory is full: 1, or 0.";
+        page.family(Kind::Gauge, "tidegate_redis_may_evict", help)
+            .sample(&[], may_evict.into());
     }
     if let Some(skew_us) = vitals.clock_skew_us {
         let help = "This machine's clock minus that of Redis, half a round trip taken off; of a cluster the largest.";
-        page.family(Kind::Gauge, "tidegate_redis_clock_skew_seconds", help).micros(skew_us);
+        page.family(Kind::Gauge, "tidegate_redis_clock_skew_seconds", help)
+            .micros(skew_us);
     }
 }

@@ -58,8 +58,16 @@ pub struct Tally {
 struct Line([Count; Decision::COUNT]);
 
 /// The values of the label `decision`, in the order of [`Tally::requests`].
-pub const DECISIONS: [&str; 8] =
-    ["allowed", "delayed", "rejected", "blocked", "denied", "exempt", "shadow_rejected", "degraded"];
+pub const DECISIONS: [&str; 8] = [
+    "allowed",
+    "delayed",
+    "rejected",
+    "blocked",
+    "denied",
+    "exempt",
+    "shadow_rejected",
+    "degraded",
+];
 
 /// The same for the past, and how many of the degraded were refused: `degraded` alone doesn't say what came of it.
 pub const PAST: [&str; 9] = [
@@ -79,7 +87,10 @@ pub const DEGRADED_REFUSED: &str = "degraded_refused";
 
 impl Tally {
     pub(super) fn new(policy: Arc<str>, workers: usize) -> Self {
-        Self { policy, lines: (0..workers).map(|_| Line::default()).collect() }
+        Self {
+            policy,
+            lines: (0..workers).map(|_| Line::default()).collect(),
+        }
     }
 
     /// Whose counts these are.
@@ -90,8 +101,15 @@ impl Tally {
     /// Requests so far, by [`DECISIONS`].
     pub fn requests(&self) -> [u64; DECISIONS.len()] {
         use Decision as D;
-        let decided =
-            [D::Allowed, D::Delayed, D::Rejected, D::Blocked, D::Denied, D::Exempt, D::ShadowRejected];
+        let decided = [
+            D::Allowed,
+            D::Delayed,
+            D::Rejected,
+            D::Blocked,
+            D::Denied,
+            D::Exempt,
+            D::ShadowRejected,
+        ];
         let mut counts = [0; DECISIONS.len()];
         for (count, decision) in counts.iter_mut().zip(decided) {
             *count = self.sum(decision);
@@ -105,7 +123,8 @@ impl Tally {
 
     /// Requests so far, by [`PAST`].
     pub fn past(&self) -> [u64; PAST.len()] {
-        let refused = self.sum(Decision::DegradedClosed) + self.sum(Decision::DegradedLocalRejected);
+        let refused =
+            self.sum(Decision::DegradedClosed) + self.sum(Decision::DegradedLocalRejected);
         let mut counts = [refused; PAST.len()];
         for (count, requests) in counts.iter_mut().zip(self.requests()) {
             *count = requests;
@@ -125,13 +144,21 @@ impl Tally {
 
     /// Only `worker` may say so.
     pub(super) fn add(&self, worker: usize, decision: Decision) {
-        if let Some(count) = self.lines.get(worker).and_then(|line| line.0.get(decision as usize)) {
+        if let Some(count) = self
+            .lines
+            .get(worker)
+            .and_then(|line| line.0.get(decision as usize))
+        {
             count.add(1);
         }
     }
 
     fn sum(&self, decision: Decision) -> u64 {
-        self.lines.iter().filter_map(|line| line.0.get(decision as usize)).map(Count::get).sum()
+        self.lines
+            .iter()
+            .filter_map(|line| line.0.get(decision as usize))
+            .map(Count::get)
+            .sum()
     }
 }
 
@@ -141,7 +168,10 @@ impl Decision {
     /// Whether the policy refused the request for what its client did, or would have.
     pub fn refuses(self) -> bool {
         use Decision as D;
-        matches!(self, D::Rejected | D::Blocked | D::Denied | D::ShadowRejected | D::DegradedLocalRejected)
+        matches!(
+            self,
+            D::Rejected | D::Blocked | D::Denied | D::ShadowRejected | D::DegradedLocalRejected
+        )
     }
 }
 

@@ -27,9 +27,17 @@ fn observed() -> Observed {
             may_evict: Some(true),
             clock_skew_us: Some(-1_250_000),
         }),
-        memory: Some(MemoryUse { keys: 5, bytes: 700, evictions: 1 }),
+        memory: Some(MemoryUse {
+            keys: 5,
+            bytes: 700,
+            evictions: 1,
+        }),
         generation: 4,
-        spans: Some(Spans { exported: 8, dropped: 1, failed: 2 }),
+        spans: Some(Spans {
+            exported: 8,
+            dropped: 1,
+            failed: 2,
+        }),
         reloads_refused: 2,
         loaded_s: 1_700_000_000,
         configured_at_s: 1_700_000_000,
@@ -41,7 +49,10 @@ fn observed() -> Observed {
 
 #[track_caller]
 fn has(page: &str, line: &str) {
-    assert!(page.lines().any(|known| known == line), "{line:?} is not in\n{page}");
+    assert!(
+        page.lines().any(|known| known == line),
+        "{line:?} is not in\n{page}"
+    );
 }
 
 #[test]
@@ -63,7 +74,9 @@ fn what_workers_count_alone_is_added_up() {
         shard.policy(&tallies[1], Decision::DegradedClosed);
         shard.policy(&tallies[1], Decision::Degraded);
     }
-    metrics.shard(3).forwarding_not_trusted(IpAddr::from([10, 0, 0, 2]));
+    metrics
+        .shard(3)
+        .forwarding_not_trusted(IpAddr::from([10, 0, 0, 2]));
     let page = metrics.page(&observed(), Format::Classic);
     for line in [
         "tidegate_requests_total{policy=\"a\",decision=\"allowed\"} 6",
@@ -100,7 +113,11 @@ fn what_workers_count_alone_is_added_up() {
         "tidegate_config_last_reload_success_timestamp_seconds 1700000000",
         "tidegate_config_last_reload_successful 1",
         "tidegate_config_hash 77",
-        concat!("tidegate_build_info{version=\"", env!("CARGO_PKG_VERSION"), "\"} 1"),
+        concat!(
+            "tidegate_build_info{version=\"",
+            env!("CARGO_PKG_VERSION"),
+            "\"} 1"
+        ),
     ] {
         has(&page, line);
     }
@@ -110,12 +127,18 @@ fn what_workers_count_alone_is_added_up() {
 fn counters_outlive_the_table_that_named_them() {
     let metrics = Metrics::new(1, KINDS);
     let shard = metrics.shard(0);
-    shard.policy(&metrics.tallies(["a", "gone"].into_iter())[1], Decision::Rejected);
+    shard.policy(
+        &metrics.tallies(["a", "gone"].into_iter())[1],
+        Decision::Rejected,
+    );
     let again = metrics.tallies(["new", "a"].into_iter());
     shard.policy(&again[1], Decision::Rejected);
     let page = metrics.page(&observed(), Format::Classic);
     for policy in ["a", "gone"] {
-        has(&page, &format!("tidegate_requests_total{{policy=\"{policy}\",decision=\"rejected\"}} 1"));
+        has(
+            &page,
+            &format!("tidegate_requests_total{{policy=\"{policy}\",decision=\"rejected\"}} 1"),
+        );
     }
 }
 
@@ -128,7 +151,10 @@ fn buckets_hold_what_is_at_most_their_end() {
     }
     let page = metrics.page(&observed(), Format::Classic);
     let bucket = |le: &str, count: u64| {
-        has(&page, &format!("tidegate_decision_seconds_bucket{{source=\"memory\",le=\"{le}\"}} {count}"));
+        has(
+            &page,
+            &format!("tidegate_decision_seconds_bucket{{source=\"memory\",le=\"{le}\"}} {count}"),
+        );
     };
     bucket("0.000002", 2);
     bucket("0.000005", 3);
@@ -136,8 +162,14 @@ fn buckets_hold_what_is_at_most_their_end() {
     bucket("0.05", 4);
     bucket("1", 4);
     bucket("+Inf", 5);
-    has(&page, "tidegate_decision_seconds_sum{source=\"memory\"} 3.050004001");
-    has(&page, "tidegate_decision_seconds_count{source=\"memory\"} 5");
+    has(
+        &page,
+        "tidegate_decision_seconds_sum{source=\"memory\"} 3.050004001",
+    );
+    has(
+        &page,
+        "tidegate_decision_seconds_count{source=\"memory\"} 5",
+    );
     has(&page, "tidegate_decision_seconds_count{source=\"redis\"} 0");
 }
 
@@ -155,12 +187,21 @@ fn bounds_ascend_and_are_written_as_they_are() {
 fn bounds_tell_objectives_and_default_timeouts_exactly_and_leave_no_gap() {
     for bounds in [&DECISION_BOUNDS, &REQUEST_BOUNDS] {
         for pair in bounds.windows(2) {
-            assert!(pair[1].0 <= pair[0].0 * 3, "from {} to {}", pair[0].1, pair[1].1);
+            assert!(
+                pair[1].0 <= pair[0].0 * 3,
+                "from {} to {}",
+                pair[0].1,
+                pair[1].1
+            );
         }
     }
-    let has = |bounds: &[histogram::Bound], ms| bounds.iter().any(|(bound, _)| bound.as_millis() == ms);
+    let has =
+        |bounds: &[histogram::Bound], ms| bounds.iter().any(|(bound, _)| bound.as_millis() == ms);
     for ms in [1, 5, 10, 25, 50, 100, 250, 500, 1000] {
-        assert!(has(&DECISION_BOUNDS, ms) && has(&REQUEST_BOUNDS, ms), "{ms} ms");
+        assert!(
+            has(&DECISION_BOUNDS, ms) && has(&REQUEST_BOUNDS, ms),
+            "{ms} ms"
+        );
     }
     for ms in [2_500, 5_000, 10_000, 30_000, 60_000] {
         assert!(has(&REQUEST_BOUNDS, ms), "{ms} ms");
@@ -175,7 +216,10 @@ fn only_codes_that_occurred_have_a_line() {
         shard.responded(code, Duration::ZERO);
     }
     let page = metrics.page(&observed(), Format::Classic);
-    let lines: Vec<&str> = page.lines().filter(|line| line.contains("{code=")).collect();
+    let lines: Vec<&str> = page
+        .lines()
+        .filter(|line| line.contains("{code="))
+        .collect();
     let line = |code, count| format!("tidegate_http_requests_total{{code=\"{code}\"}} {count}");
     assert_eq!(lines, [line(100, 1), line(200, 2), line(999, 1)]);
 }
@@ -183,8 +227,12 @@ fn only_codes_that_occurred_have_a_line() {
 #[test]
 fn a_label_cannot_end_before_its_time() {
     let mut page = Page::new(Format::OpenMetrics);
-    page.family(Kind::Gauge, "x", "Help.").sample(&[("l", "a\"} 9\n\\")], 1);
-    assert_eq!(page.finish(), "# HELP x Help.\n# TYPE x gauge\nx{l=\"a\\\"} 9\\n\\\\\"} 1\n# EOF\n");
+    page.family(Kind::Gauge, "x", "Help.")
+        .sample(&[("l", "a\"} 9\n\\")], 1);
+    assert_eq!(
+        page.finish(),
+        "# HELP x Help.\n# TYPE x gauge\nx{l=\"a\\\"} 9\\n\\\\\"} 1\n# EOF\n"
+    );
 }
 
 #[test]

@@ -17,8 +17,11 @@ fn keys(top: &Top, policy: Option<&str>) -> Ranking {
 
 /// What must hold of a ranking, whatever came: exact is how often each key really did.
 fn check(ranking: &Ranking, exact: &Exact<u64, u64>) {
-    let told: Exact<u64, &Entry> =
-        ranking.entries.iter().map(|entry| (entry.text.parse().unwrap(), entry)).collect();
+    let told: Exact<u64, &Entry> = ranking
+        .entries
+        .iter()
+        .map(|entry| (entry.text.parse().unwrap(), entry))
+        .collect();
     assert_eq!(told.len(), ranking.entries.len(), "each once");
     assert_eq!(ranking.total, exact.values().sum::<u64>());
     for (key, count) in exact {
@@ -27,10 +30,19 @@ fn check(ranking: &Ranking, exact: &Exact<u64, u64>) {
                 let possible = entry.count - entry.error..=entry.count;
                 assert!(possible.contains(count), "{count} is not in {possible:?}");
             }
-            None => assert!(*count <= ranking.unseen, "{count} times and unseen ({})", ranking.unseen),
+            None => assert!(
+                *count <= ranking.unseen,
+                "{count} times and unseen ({})",
+                ranking.unseen
+            ),
         }
     }
-    assert!(ranking.entries.iter().all(|entry| exact.contains_key(&entry.text.parse().unwrap())));
+    assert!(
+        ranking
+            .entries
+            .iter()
+            .all(|entry| exact.contains_key(&entry.text.parse().unwrap()))
+    );
     assert!(ranking.entries.is_sorted_by(|a, b| a.count >= b.count));
 }
 
@@ -74,10 +86,27 @@ fn a_flood_of_random_keys_takes_no_room_and_hides_nobody_who_is_worse() {
     }
     let ranking = keys(&top, None);
     assert_eq!(ranking.entries.len(), CAPACITY);
-    let bad = ranking.entries.iter().find(|entry| &*entry.text == "bad").unwrap();
-    assert!(bad.count >= 2000 && bad.count - bad.error <= 2000, "{bad:?}");
-    assert!(ranking.entries.iter().all(|entry| entry.text.len() <= MAX_TEXT_BYTES));
-    assert!(ranking.entries.iter().any(|entry| entry.text.ends_with(CUT)));
+    let bad = ranking
+        .entries
+        .iter()
+        .find(|entry| &*entry.text == "bad")
+        .unwrap();
+    assert!(
+        bad.count >= 2000 && bad.count - bad.error <= 2000,
+        "{bad:?}"
+    );
+    assert!(
+        ranking
+            .entries
+            .iter()
+            .all(|entry| entry.text.len() <= MAX_TEXT_BYTES)
+    );
+    assert!(
+        ranking
+            .entries
+            .iter()
+            .any(|entry| entry.text.ends_with(CUT))
+    );
     let sketch = &workers[0].paths.lock().young;
     assert_eq!(
         (sketch.places.len(), sketch.items.len(), sketch.counts.len()),
@@ -98,9 +127,19 @@ fn one_policy_can_be_asked_for() {
     workers[0].path(&b, "/same");
     let of_b = keys(&top, Some("b"));
     let texts: Vec<&str> = of_b.entries.iter().map(|entry| &*entry.text).collect();
-    assert_eq!((texts, of_b.entries[0].count, of_b.total), (vec!["b/1"], 2, 4));
+    assert_eq!(
+        (texts, of_b.entries[0].count, of_b.total),
+        (vec!["b/1"], 2, 4)
+    );
     let paths = top.ranking(Ranked::Paths, None, 1);
-    assert_eq!((paths.entries.len(), &*paths.entries[0].policy, paths.entries[0].count), (1, "b", 3));
+    assert_eq!(
+        (
+            paths.entries.len(),
+            &*paths.entries[0].policy,
+            paths.entries[0].count
+        ),
+        (1, "b", 3)
+    );
 }
 
 #[test]
@@ -110,7 +149,11 @@ fn what_is_older_than_an_hour_is_forgotten_and_what_is_younger_than_half_of_one_
     let add = |id: u128| workers[0].key(&api, id, || id.to_string());
     let told = || {
         let ranking = keys(&top, None);
-        let mut texts: Vec<String> = ranking.entries.iter().map(|entry| entry.text.to_string()).collect();
+        let mut texts: Vec<String> = ranking
+            .entries
+            .iter()
+            .map(|entry| entry.text.to_string())
+            .collect();
         texts.sort();
         (texts.join(" "), ranking.since_s)
     };
@@ -136,13 +179,24 @@ fn what_is_older_than_an_hour_is_forgotten_and_what_is_younger_than_half_of_one_
 fn no_path_harms_a_terminal_or_a_page() {
     let (workers, top) = workers(1);
     let api = policy("api");
-    let hostile = ["/\u{1b}[31m", "/<script>\"`", "/\u{202e}\u{9b}\u{7f}\u{0}\r\n", &"/ü".repeat(300)];
+    let hostile = [
+        "/\u{1b}[31m",
+        "/<script>\"`",
+        "/\u{202e}\u{9b}\u{7f}\u{0}\r\n",
+        &"/ü".repeat(300),
+    ];
     for path in hostile {
         workers[0].path(&api, path);
     }
     for entry in top.ranking(Ranked::Paths, None, 9).entries {
-        assert!(entry.text.bytes().all(|byte| byte.is_ascii_graphic()), "{entry:?}");
-        assert!(!entry.text.contains(['<', '>', '"', '`', '\\']), "{entry:?}");
+        assert!(
+            entry.text.bytes().all(|byte| byte.is_ascii_graphic()),
+            "{entry:?}"
+        );
+        assert!(
+            !entry.text.contains(['<', '>', '"', '`', '\\']),
+            "{entry:?}"
+        );
         assert!(entry.text.len() <= MAX_TEXT_BYTES, "{entry:?}");
     }
 }

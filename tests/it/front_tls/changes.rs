@@ -17,7 +17,10 @@ use tokio_rustls::rustls::{HandshakeKind, version};
 
 /// Whether new connections are shown a certificate that the authority signed.
 async fn shows(proxy: &Proxy, ca: &Authority) -> bool {
-    TlsClient::new(ca).connect(proxy.address, "a.example").await.is_ok()
+    TlsClient::new(ca)
+        .connect(proxy.address, "a.example")
+        .await
+        .is_ok()
 }
 
 async fn until_shown(proxy: &Proxy, ca: &Authority) {
@@ -37,17 +40,28 @@ async fn new_certificates_are_taken_when_both_halves_are_there() {
     assert_eq!(old.send(GET).await.reply().await.status, 200);
     let mark = proxy.log_mark();
     fs::copy(newer.path("a.pem"), ca.path("a.pem")).unwrap();
-    proxy.wait_for_log("an error", mark, SOON, |line| line.says("the new configuration is wrong")).await;
+    proxy
+        .wait_for_log("an error", mark, SOON, |line| {
+            line.says("the new configuration is wrong")
+        })
+        .await;
     let said = proxy
         .wait_for_log("why", mark, SOON, |line| {
             line.says("") && format!("{line:?}").contains("listen.tls.key")
         })
         .await;
-    assert!(format!("{said:?}").contains("the key is not that of the certificate"), "{said:?}");
+    assert!(
+        format!("{said:?}").contains("the key is not that of the certificate"),
+        "{said:?}"
+    );
     assert!(shows(&proxy, &ca).await && !shows(&proxy, &newer).await);
     fs::copy(newer.path("a.key"), ca.path("a.key")).unwrap();
     until_shown(&proxy, &newer).await;
-    assert_eq!(old.send(GET).await.reply().await.status, 200, "who is in stays in");
+    assert_eq!(
+        old.send(GET).await.reply().await.status,
+        200,
+        "who is in stays in"
+    );
 
     // A rename over each of them, and a signal.
     for half in ["key", "pem"] {
@@ -73,7 +87,11 @@ async fn a_secret_swapped_under_load_fails_nobody() {
     for file in ["a.pem", "a.key"] {
         symlink(format!("..data/{file}"), at(file)).unwrap();
     }
-    let config = format!("[listen.tls]\ncert = {:?}\nkey = {:?}\n", at("a.pem"), at("a.key"));
+    let config = format!(
+        "[listen.tls]\ncert = {:?}\nkey = {:?}\n",
+        at("a.pem"),
+        at("a.key")
+    );
     let upstream = Upstream::echo().await;
     let proxy = Arc::new(Proxy::start(&config, upstream.address).await);
     // Trusts both.
@@ -81,11 +99,18 @@ async fn a_secret_swapped_under_load_fails_nobody() {
     both += &fs::read_to_string(two.path("ca.pem")).unwrap();
     fs::write(one.path("both.pem"), both).unwrap();
     let client = TlsClient::trusting_file(&one.path("both.pem"));
-    let (stop, served) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+    let (stop, served) = (
+        Arc::new(AtomicBool::new(false)),
+        Arc::new(AtomicUsize::new(0)),
+    );
     let load: Vec<_> = (0..4)
         .map(|_| {
-            let (proxy, client, stop, served) =
-                (Arc::clone(&proxy), client.clone(), Arc::clone(&stop), Arc::clone(&served));
+            let (proxy, client, stop, served) = (
+                Arc::clone(&proxy),
+                client.clone(),
+                Arc::clone(&stop),
+                Arc::clone(&served),
+            );
             tokio::spawn(async move {
                 while !stop.load(Ordering::Relaxed) {
                     let mut client = client.http1(proxy.address, "a.example").await;
@@ -97,12 +122,18 @@ async fn a_secret_swapped_under_load_fails_nobody() {
             })
         })
         .collect();
-    eventually("some requests", SOON, || (served.load(Ordering::Relaxed) > 20).then_some(())).await;
+    eventually("some requests", SOON, || {
+        (served.load(Ordering::Relaxed) > 20).then_some(())
+    })
+    .await;
     symlink("..two", at("..data_tmp")).unwrap();
     fs::rename(at("..data_tmp"), at("..data")).unwrap();
     until_shown(&proxy, &two).await;
     let so_far = served.load(Ordering::Relaxed);
-    eventually("some more", SOON, || (served.load(Ordering::Relaxed) > so_far + 20).then_some(())).await;
+    eventually("some more", SOON, || {
+        (served.load(Ordering::Relaxed) > so_far + 20).then_some(())
+    })
+    .await;
     stop.store(true, Ordering::Relaxed);
     for client in load {
         client.await.unwrap();
@@ -114,19 +145,30 @@ async fn no_session_outlives_the_authority_that_let_it_in() {
     let (ca, other) = (authority(), authority());
     ca.sign_as("ann", client_certificate("Ann", Vec::new()));
     fs::copy(ca.path("ca.pem"), ca.path("clients.pem")).unwrap();
-    let config = with_a(&ca, &format!("client_ca = {:?}\nclient_auth = 'require'\n", ca.text("clients.pem")));
+    let config = with_a(
+        &ca,
+        &format!(
+            "client_ca = {:?}\nclient_auth = 'require'\n",
+            ca.text("clients.pem")
+        ),
+    );
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(&config, upstream.address).await;
     for versions in [[&version::TLS13], [&version::TLS12]] {
         fs::copy(ca.path("ca.pem"), ca.path("clients.pem")).unwrap();
         let client = TlsClient::speaking(&ca, &versions, Some((&ca, "ann")));
         let kind = async || {
-            let mut stream =
-                client.connect(proxy.address, "a.example").await.map_err(|error| error.to_string())?;
+            let mut stream = client
+                .connect(proxy.address, "a.example")
+                .await
+                .map_err(|error| error.to_string())?;
             stream.write_all(GET.as_bytes()).await.unwrap_or_default();
             // What is read holds the tickets, too.
             let mut head = [0; 12];
-            stream.read_exact(&mut head).await.map_err(|error| error.to_string())?;
+            stream
+                .read_exact(&mut head)
+                .await
+                .map_err(|error| error.to_string())?;
             Ok::<_, String>(stream.get_ref().1.handshake_kind().unwrap())
         };
         let deadline = std::time::Instant::now() + SOON;
@@ -138,12 +180,18 @@ async fn no_session_outlives_the_authority_that_let_it_in() {
         proxy.write_config(&format!(
             "{config}[[policy]]\nname = 'p{mark}'\nmatch.path = '/p'\naction = 'deny'\n"
         ));
-        proxy.wait_for_log("a reload", mark, SOON, |line| line.says("new configuration")).await;
+        proxy
+            .wait_for_log("a reload", mark, SOON, |line| {
+                line.says("new configuration")
+            })
+            .await;
         assert_eq!(kind().await, Ok(HandshakeKind::Resumed));
         // Another authority does.
         let mark = proxy.log_mark();
         fs::copy(other.path("ca.pem"), ca.path("clients.pem")).unwrap();
-        proxy.wait_for_log("a reload", mark, SOON, |line| line.says("new certificates")).await;
+        proxy
+            .wait_for_log("a reload", mark, SOON, |line| line.says("new certificates"))
+            .await;
         let refused = kind().await.unwrap_err();
         assert!(refused.contains("alert"), "{refused}");
     }
@@ -153,9 +201,16 @@ async fn no_session_outlives_the_authority_that_let_it_in() {
 async fn no_session_is_resumed_with_a_certificate_that_is_over() {
     let ca = authority();
     let mut brief = client_certificate("Ann", Vec::new());
-    brief.not_after = date_time_ymd(1970, 1, 1) + Duration::from_secs(tidegate::clock::unix_s() + 3);
+    brief.not_after =
+        date_time_ymd(1970, 1, 1) + Duration::from_secs(tidegate::clock::unix_s() + 3);
     ca.sign_as("ann", brief);
-    let config = with_a(&ca, &format!("client_ca = {:?}\nclient_auth = 'require'\n", ca.text("ca.pem")));
+    let config = with_a(
+        &ca,
+        &format!(
+            "client_ca = {:?}\nclient_auth = 'require'\n",
+            ca.text("ca.pem")
+        ),
+    );
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(&config, upstream.address).await;
     let client = TlsClient::with_certificate(&ca, &ca, "ann");
@@ -197,7 +252,9 @@ async fn who_is_revoked_is_refused_as_soon_as_a_list_says_so() {
     let changes = async |serials: &[u64], until| {
         let mark = proxy.log_mark();
         ca.revoke("crl.pem", serials, until);
-        proxy.wait_for_log("a reload", mark, SOON, |line| line.says("new certificates")).await;
+        proxy
+            .wait_for_log("a reload", mark, SOON, |line| line.says("new certificates"))
+            .await;
     };
     changes(&[7, 8], 2100).await;
     // Also as one who has a session to resume.
@@ -213,12 +270,18 @@ async fn who_is_revoked_is_refused_as_soon_as_a_list_says_so() {
     let other = authority();
     other.revoke("crl.pem", &[], 2100);
     fs::copy(other.path("crl.pem"), ca.path("crl.pem")).unwrap();
-    proxy.wait_for_log("a reload", mark, SOON, |line| line.says("new certificates")).await;
+    proxy
+        .wait_for_log("a reload", mark, SOON, |line| line.says("new certificates"))
+        .await;
     refuses(&proxy, &ann, "bad_certificate").await;
     // What is no list changes nothing.
     let mark = proxy.log_mark();
     fs::copy(ca.path("ca.pem"), ca.path("crl.pem")).unwrap();
-    proxy.wait_for_log("an error", mark, SOON, |line| line.says("the new configuration is wrong")).await;
+    proxy
+        .wait_for_log("an error", mark, SOON, |line| {
+            line.says("the new configuration is wrong")
+        })
+        .await;
     refuses(&proxy, &ann, "bad_certificate").await;
 }
 
@@ -231,9 +294,17 @@ async fn tls_begins_and_ends_while_it_runs() {
     assert_eq!(plain.send(GET).await.reply().await.status, 200);
     proxy.write_config(&with_a(&ca, ""));
     until_shown(&proxy, &ca).await;
-    assert_eq!(plain.send(GET).await.reply().await.status, 200, "who is in stays in");
+    assert_eq!(
+        plain.send(GET).await.reply().await.status,
+        200,
+        "who is in stays in"
+    );
     let mark = proxy.log_mark();
     proxy.write_config("");
-    proxy.wait_for_log("a warning", mark, SOON, |line| line.says("no listen.tls any more")).await;
+    proxy
+        .wait_for_log("a warning", mark, SOON, |line| {
+            line.says("no listen.tls any more")
+        })
+        .await;
     assert_eq!(proxy.get("/").await.status, 200);
 }

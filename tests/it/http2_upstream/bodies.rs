@@ -44,24 +44,47 @@ async fn an_upload_that_meets_a_goodbye_is_sent_on_another_connection() {
         let mut h2 = h2::server::handshake(socket.stream()).await.unwrap();
         while let Some(Ok((request, respond))) = h2.accept().await {
             tokio::spawn(async move {
-                let mut exchange = Exchange { connection: number, request, respond };
+                let mut exchange = Exchange {
+                    connection: number,
+                    request,
+                    respond,
+                };
                 let body = exchange.body().await.unwrap();
-                let trailers = exchange.request.body_mut().trailers().await.unwrap().unwrap_or_default();
-                let sum = trailers.get("x-sum").map(|sum| sum.as_bytes().to_vec()).unwrap_or_default();
+                let trailers = exchange
+                    .request
+                    .body_mut()
+                    .trailers()
+                    .await
+                    .unwrap()
+                    .unwrap_or_default();
+                let sum = trailers
+                    .get("x-sum")
+                    .map(|sum| sum.as_bytes().to_vec())
+                    .unwrap_or_default();
                 exchange.answer(200, [body, sum].concat());
             });
         }
     })
     .await;
     let url = format!("h2c://{}", upstream.address);
-    let proxy = Proxy::builder().config(ONE_WORKER).upstream_url(&url).start().await;
+    let proxy = Proxy::builder()
+        .config(ONE_WORKER)
+        .upstream_url(&url)
+        .start()
+        .await;
     let mut client = RawClient::connect(proxy.address).await;
     let head = "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTrailer: x-sum\r\n\r\n";
     client.send(format!("{head}5\r\nfirst\r\n")).await;
-    eventually("the third try", SOON, || (upstream.connections() == 3).then_some(())).await;
+    eventually("the third try", SOON, || {
+        (upstream.connections() == 3).then_some(())
+    })
+    .await;
     client.send("6\r\nsecond\r\n0\r\nx-sum: 11\r\n\r\n").await;
     let reply = client.reply().await;
-    assert_eq!((reply.status, reply.text().as_str()), (200, "firstsecond11"));
+    assert_eq!(
+        (reply.status, reply.text().as_str()),
+        (200, "firstsecond11")
+    );
     // With a length, and all there at once.
     let upload = proxy.ask("POST", "/").body(noise(30_000)).send().await;
     assert!(upload.status == 200 && upload.body == noise(30_000));
@@ -82,7 +105,10 @@ async fn what_is_reset_never_looks_complete() {
             if exchange.request.uri().query().is_none() {
                 exchange.body().await.unwrap();
             }
-            let mut stream = exchange.respond.send_response(Response::new(()), false).unwrap();
+            let mut stream = exchange
+                .respond
+                .send_response(Response::new(()), false)
+                .unwrap();
             stream.send_data("some".into(), false).unwrap();
             gate.acquire().await.unwrap().forget();
             stream.send_reset(reason);
@@ -92,18 +118,34 @@ async fn what_is_reset_never_looks_complete() {
     let proxy = in_front_of(&upstream, "").await;
     for target in ["/none", "/cancel", "/error", "/none?upload"] {
         let mut client = RawClient::connect(proxy.address).await;
-        let framing = if target.ends_with("upload") { "Content-Length: 10\r\n\r\nhalf" } else { "\r\n" };
-        client.send(format!("POST {target} HTTP/1.1\r\nHost: a\r\n{framing}")).await;
+        let framing = if target.ends_with("upload") {
+            "Content-Length: 10\r\n\r\nhalf"
+        } else {
+            "\r\n"
+        };
+        client
+            .send(format!("POST {target} HTTP/1.1\r\nHost: a\r\n{framing}"))
+            .await;
         client.read_past(b"\r\nsome\r\n").await;
         gate.add_permits(1);
-        assert_eq!(client.rest().await, b"", "{target}: an end that nobody said");
-        let request = Request::post(format!("http://a{target}")).body(ClientBody::default()).unwrap();
+        assert_eq!(
+            client.rest().await,
+            b"",
+            "{target}: an end that nobody said"
+        );
+        let request = Request::post(format!("http://a{target}"))
+            .body(ClientBody::default())
+            .unwrap();
         let answer = answered(http2(proxy.address).await.send_request(request)).await;
         gate.add_permits(1);
         let body = timeout(SOON, answer.into_body().collect()).await.unwrap();
         assert!(body.is_err(), "{target} by HTTP/2");
     }
-    assert_eq!(upstream.connections(), 1, "each was the end of one request only");
+    assert_eq!(
+        upstream.connections(),
+        1,
+        "each was the end of one request only"
+    );
 }
 
 #[tokio::test]
@@ -133,10 +175,15 @@ async fn an_answer_may_come_before_the_end_of_an_upload() {
     .await;
     let proxy = in_front_of(&upstream, "").await;
     let mut client = RawClient::connect(proxy.address).await;
-    client.send("POST /up HTTP/1.1\r\nHost: a\r\nContent-Length: 100000000\r\n\r\n").await;
+    client
+        .send("POST /up HTTP/1.1\r\nHost: a\r\nContent-Length: 100000000\r\n\r\n")
+        .await;
     client.send(vec![b'x'; 100_000]).await;
     let reply = client.reply().await;
-    assert_eq!((reply.status, reply.text().as_str(), reply.complete), (413, "too much", true));
+    assert_eq!(
+        (reply.status, reply.text().as_str(), reply.complete),
+        (413, "too much", true)
+    );
     assert_eq!(
         timeout(SOON, given_up.recv()).await.unwrap(),
         Some(true),
@@ -154,22 +201,36 @@ async fn a_cut_off_upload_never_looks_complete() {
         let told = told.clone();
         async move {
             let end = exchange.body().await;
-            told.send(end.map_err(|error| error.reason())).await.unwrap();
+            told.send(end.map_err(|error| error.reason()))
+                .await
+                .unwrap();
             exchange.answer(200, "ok");
         }
     })
     .await;
-    let proxy =
-        in_front_of(&upstream, "[listen.http]\nbody_idle_timeout = '300ms'\nmax_body_bytes = '8'").await;
+    let proxy = in_front_of(
+        &upstream,
+        "[listen.http]\nbody_idle_timeout = '300ms'\nmax_body_bytes = '8'",
+    )
+    .await;
     for (framing, status) in [
         ("Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n", 408),
-        ("Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n5\r\n12345\r\n0\r\n\r\n", 413),
+        (
+            "Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n5\r\n12345\r\n0\r\n\r\n",
+            413,
+        ),
         ("Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\nzz\r\n", 400),
     ] {
         let mut client = RawClient::connect(proxy.address).await;
-        client.send(format!("POST / HTTP/1.1\r\nHost: a\r\n{framing}")).await;
+        client
+            .send(format!("POST / HTTP/1.1\r\nHost: a\r\n{framing}"))
+            .await;
         assert_eq!(client.reply().await.status, status);
-        assert_eq!(timeout(SOON, ends.recv()).await.unwrap(), Some(Err(Some(Reason::CANCEL))), "{framing}");
+        assert_eq!(
+            timeout(SOON, ends.recv()).await.unwrap(),
+            Some(Err(Some(Reason::CANCEL))),
+            "{framing}"
+        );
     }
 }
 
@@ -177,11 +238,20 @@ async fn a_cut_off_upload_never_looks_complete() {
 async fn trailers_come_through_both_ways() {
     let upstream = H2Upstream::serving(Builder::new(), |mut exchange| async move {
         let body = exchange.body().await.unwrap();
-        let trailers = exchange.request.body_mut().trailers().await.unwrap().unwrap_or_default();
+        let trailers = exchange
+            .request
+            .body_mut()
+            .trailers()
+            .await
+            .unwrap()
+            .unwrap_or_default();
         let mut names: Vec<_> = trailers.keys().map(|name| name.as_str()).collect();
         names.sort_unstable();
         let text = format!("{} {}", String::from_utf8(body).unwrap(), names.join(","));
-        let head = Response::builder().header("trailer", "x-sum").body(()).unwrap();
+        let head = Response::builder()
+            .header("trailer", "x-sum")
+            .body(())
+            .unwrap();
         let mut stream = exchange.respond.send_response(head, false).unwrap();
         stream.send_data(text.into(), false).unwrap();
         let mut trailers = HeaderMap::new();
@@ -200,7 +270,9 @@ async fn trailers_come_through_both_ways() {
     // A trailer that was not announced was seen by no gate.
     let mut trailers = HeaderMap::new();
     trailers.insert("x-user-id", "ann".parse().unwrap());
-    let body = whole("body").with_trailers(async move { Some(Ok(trailers)) }).boxed();
+    let body = whole("body")
+        .with_trailers(async move { Some(Ok(trailers)) })
+        .boxed();
     let request = Request::post("http://a/").body(body).unwrap();
     let answer = answered(http2(proxy.address).await.send_request(request)).await;
     let body = answer.into_body().collect().await.unwrap();
@@ -211,26 +283,48 @@ async fn trailers_come_through_both_ways() {
 #[tokio::test]
 async fn answers_without_a_body_have_none() {
     let upstream = H2Upstream::serving(Builder::new(), |mut exchange| async move {
-        let status: u16 = exchange.request.uri().path().trim_start_matches('/').parse().unwrap();
+        let status: u16 = exchange
+            .request
+            .uri()
+            .path()
+            .trim_start_matches('/')
+            .parse()
+            .unwrap();
         let mut head = Response::builder().status(status);
         if exchange.request.method() == "HEAD" || status == 304 {
             head = head.header("content-length", "12345");
         }
         // What comes before an answer has no body either.
-        let early = Response::builder().status(103).header("link", "</a>").body(()).unwrap();
+        let early = Response::builder()
+            .status(103)
+            .header("link", "</a>")
+            .body(())
+            .unwrap();
         exchange.respond.send_informational(early).unwrap();
-        exchange.respond.send_response(head.body(()).unwrap(), true).unwrap();
+        exchange
+            .respond
+            .send_response(head.body(()).unwrap(), true)
+            .unwrap();
     })
     .await;
     let proxy = in_front_of(&upstream, "").await;
     let mut client = RawClient::connect(proxy.address).await;
-    for (method, status, length) in
-        [("HEAD", 200, Some("12345")), ("GET", 204, None), ("GET", 304, None), ("GET", 200, Some("0"))]
-    {
-        client.send(format!("{method} /{status} HTTP/1.1\r\nHost: a\r\n\r\n")).await;
+    for (method, status, length) in [
+        ("HEAD", 200, Some("12345")),
+        ("GET", 204, None),
+        ("GET", 304, None),
+        ("GET", 200, Some("0")),
+    ] {
+        client
+            .send(format!("{method} /{status} HTTP/1.1\r\nHost: a\r\n\r\n"))
+            .await;
         assert_eq!(client.any_reply(false).await.status, 103);
         let reply = client.any_reply(method == "HEAD").await;
-        assert_eq!((reply.status, reply.header("content-length")), (status, length), "{method}");
+        assert_eq!(
+            (reply.status, reply.header("content-length")),
+            (status, length),
+            "{method}"
+        );
         assert!(reply.complete && reply.header("transfer-encoding").is_none());
     }
     assert_eq!(upstream.connections(), 1);
@@ -242,16 +336,24 @@ async fn a_silent_body_is_cut_and_told() {
     let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
         let told = told.clone();
         async move {
-            let mut stream = exchange.respond.send_response(Response::new(()), false).unwrap();
+            let mut stream = exchange
+                .respond
+                .send_response(Response::new(()), false)
+                .unwrap();
             stream.send_data("some".into(), false).unwrap();
-            told.send(std::future::poll_fn(|cx| stream.poll_reset(cx)).await.ok()).await.unwrap();
+            told.send(std::future::poll_fn(|cx| stream.poll_reset(cx)).await.ok())
+                .await
+                .unwrap();
         }
     })
     .await;
     let proxy = in_front_of(&upstream, "upstream.body_idle_timeout = '200ms'").await;
     let reply = proxy.get("/").await;
     assert_eq!((reply.text().as_str(), reply.complete), ("some", false));
-    assert_eq!(timeout(SOON, given_up.recv()).await.unwrap(), Some(Some(Reason::CANCEL)));
+    assert_eq!(
+        timeout(SOON, given_up.recv()).await.unwrap(),
+        Some(Some(Reason::CANCEL))
+    );
 }
 
 #[tokio::test]
@@ -261,10 +363,14 @@ async fn clients_who_do_not_read_hold_up_nobody_else() {
     let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
         let mut left = served.clone();
         async move {
-            let mut stream = exchange.respond.send_response(Response::new(()), false).unwrap();
+            let mut stream = exchange
+                .respond
+                .send_response(Response::new(()), false)
+                .unwrap();
             while !left.is_empty() {
                 stream.reserve_capacity(left.len());
-                let Some(Ok(room)) = std::future::poll_fn(|cx| stream.poll_capacity(cx)).await else {
+                let Some(Ok(room)) = std::future::poll_fn(|cx| stream.poll_capacity(cx)).await
+                else {
                     return;
                 };
                 let part = left.split_to(room.min(left.len()));
@@ -281,7 +387,9 @@ async fn clients_who_do_not_read_hold_up_nobody_else() {
         client.read_past(b"\r\n\r\n").await;
         sleepers.push(client);
     }
-    let reply = timeout(SOON, proxy.get("/")).await.expect("others wait for those who sleep");
+    let reply = timeout(SOON, proxy.get("/"))
+        .await
+        .expect("others wait for those who sleep");
     assert_eq!(sha256(&reply.body), sha256(&content));
     assert_eq!(upstream.connections(), 1);
 }

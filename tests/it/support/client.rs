@@ -54,13 +54,18 @@ pub struct Ask {
 
 impl RawClient {
     pub async fn connect(address: SocketAddr) -> Self {
-        let stream = timeout(SOON, TcpStream::connect(address)).await.expect("connecting takes too long");
+        let stream = timeout(SOON, TcpStream::connect(address))
+            .await
+            .expect("connecting takes too long");
         Self::over(stream.unwrap_or_else(|error| panic!("{address}: {error}")))
     }
 
     /// Over a connection that is there, TLS for instance.
     pub fn over(stream: impl Wire + 'static) -> Self {
-        Self { stream: Box::new(stream), buffer: Vec::new() }
+        Self {
+            stream: Box::new(stream),
+            buffer: Vec::new(),
+        }
     }
 
     /// Sends these bytes. A peer that has closed already is found out by reading.
@@ -102,7 +107,9 @@ impl RawClient {
         let answered = timeout(SOON, async {
             loop {
                 while self.buffer.len() >= 9 {
-                    let size = self.buffer[..3].iter().fold(0, |size, byte| size << 8 | usize::from(*byte));
+                    let size = self.buffer[..3]
+                        .iter()
+                        .fold(0, |size, byte| size << 8 | usize::from(*byte));
                     if self.buffer.len() < 9 + size {
                         break;
                     }
@@ -122,14 +129,21 @@ impl RawClient {
     /// Everything until the peer closes.
     pub async fn rest(&mut self) -> Vec<u8> {
         let closed = timeout(SOON, async { while self.fill().await {} }).await;
-        assert!(closed.is_ok(), "the peer does not close, after {:?}", self.unread());
+        assert!(
+            closed.is_ok(),
+            "the peer does not close, after {:?}",
+            self.unread()
+        );
         std::mem::take(&mut self.buffer)
     }
 
     /// The first bytes that come, none if the peer closes or breaks off.
     pub async fn first_bytes(&mut self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(1024);
-        match timeout(SOON, self.stream.read_buf(&mut bytes)).await.expect("neither answered nor closed") {
+        match timeout(SOON, self.stream.read_buf(&mut bytes))
+            .await
+            .expect("neither answered nor closed")
+        {
             Ok(_) => bytes,
             Err(_) => Vec::new(),
         }
@@ -142,12 +156,20 @@ impl RawClient {
                 if let Some(at) = find(&self.buffer, wanted) {
                     return self.buffer.drain(..at + wanted.len()).collect();
                 }
-                assert!(self.fill().await, "closed before {wanted:?}, after {:?}", self.unread());
+                assert!(
+                    self.fill().await,
+                    "closed before {wanted:?}, after {:?}",
+                    self.unread()
+                );
             }
         });
         let found = found.await;
         found.unwrap_or_else(|_| {
-            panic!("no {:?} in time, only {:?}", String::from_utf8_lossy(wanted), self.unread())
+            panic!(
+                "no {:?} in time, only {:?}",
+                String::from_utf8_lossy(wanted),
+                self.unread()
+            )
         })
     }
 
@@ -179,10 +201,16 @@ impl RawClient {
 
     /// Whether the body is whole.
     async fn read_body(&mut self, reply: &mut Reply) -> bool {
-        if reply.header("transfer-encoding").is_some_and(|value| value.contains("chunked")) {
+        if reply
+            .header("transfer-encoding")
+            .is_some_and(|value| value.contains("chunked"))
+        {
             return self.read_chunks(&mut reply.body).await;
         }
-        let Some(len) = reply.header("content-length").map(|len| len.parse::<usize>().unwrap()) else {
+        let Some(len) = reply
+            .header("content-length")
+            .map(|len| len.parse::<usize>().unwrap())
+        else {
             while self.fill().await {}
             reply.body = std::mem::take(&mut self.buffer);
             return true;
@@ -194,9 +222,12 @@ impl RawClient {
 
     async fn read_chunks(&mut self, body: &mut Vec<u8>) -> bool {
         loop {
-            let Some(line) = self.line().await else { return false };
+            let Some(line) = self.line().await else {
+                return false;
+            };
             let size = line.split(';').next().unwrap_or_default().trim();
-            let size = usize::from_str_radix(size, 16).unwrap_or_else(|_| panic!("chunk size {line:?}"));
+            let size =
+                usize::from_str_radix(size, 16).unwrap_or_else(|_| panic!("chunk size {line:?}"));
             if size == 0 {
                 // Trailers, up to the empty line.
                 while self.line().await.is_some_and(|line| !line.is_empty()) {}
@@ -209,7 +240,11 @@ impl RawClient {
                 }
             }
             body.extend(self.buffer.drain(..size));
-            assert_eq!(self.buffer.drain(..2).collect::<Vec<_>>(), b"\r\n", "after a chunk");
+            assert_eq!(
+                self.buffer.drain(..2).collect::<Vec<_>>(),
+                b"\r\n",
+                "after a chunk"
+            );
         }
     }
 
@@ -246,7 +281,11 @@ impl Reply {
     pub fn header(&self, name: &str) -> Option<&str> {
         let mut values = self.headers.iter().filter(|(given, _)| given == name);
         let value = values.next().map(|(_, value)| value.as_str());
-        assert!(values.next().is_none(), "more than one {name} in {:?}", self.headers);
+        assert!(
+            values.next().is_none(),
+            "more than one {name} in {:?}",
+            self.headers
+        );
         value
     }
 
@@ -255,30 +294,46 @@ impl Reply {
     }
 
     pub fn json(&self) -> Value {
-        serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {:?}", self.text()))
+        serde_json::from_slice(&self.body)
+            .unwrap_or_else(|error| panic!("{error}: {:?}", self.text()))
     }
 
     /// A parameter of a named item of a structured list, as in `RateLimit: "api";r=3;t=10`.
     pub fn parameter(&self, field: &str, item: &str, parameter: &str) -> Option<u64> {
         let list = self.header(field)?;
         let item = list.split(',').map(str::trim).find_map(|entry| {
-            entry.strip_prefix(&format!("\"{item}\"")).filter(|rest| rest.is_empty() || rest.starts_with(';'))
+            entry
+                .strip_prefix(&format!("\"{item}\""))
+                .filter(|rest| rest.is_empty() || rest.starts_with(';'))
         })?;
-        let value = item.split(';').find_map(|pair| pair.trim().strip_prefix(&format!("{parameter}=")))?;
-        Some(value.parse().unwrap_or_else(|_| panic!("{parameter} in {list:?}")))
+        let value = item
+            .split(';')
+            .find_map(|pair| pair.trim().strip_prefix(&format!("{parameter}=")))?;
+        Some(
+            value
+                .parse()
+                .unwrap_or_else(|_| panic!("{parameter} in {list:?}")),
+        )
     }
 
     /// `retry_after` of a problem body, in microseconds.
     pub fn retry_after_us(&self) -> u64 {
         let seconds = self.json()["retry_after"].as_f64();
-        (seconds.unwrap_or_else(|| panic!("no retry_after in {}", self.text())) * 1e6).round() as u64
+        (seconds.unwrap_or_else(|| panic!("no retry_after in {}", self.text())) * 1e6).round()
+            as u64
     }
 }
 
 impl Ask {
     pub fn new(address: SocketAddr, method: &str, target: &str) -> Self {
         let (method, target) = (method.to_owned(), target.to_owned());
-        Self { address, method, target, headers: Vec::new(), body: Vec::new() }
+        Self {
+            address,
+            method,
+            target,
+            headers: Vec::new(),
+            body: Vec::new(),
+        }
     }
 
     /// `Host` and `Content-Length` are added if not given.
@@ -309,7 +364,11 @@ impl Ask {
     }
 
     fn bytes(&self) -> Vec<u8> {
-        let given = |name: &str| self.headers.iter().any(|(given, _)| given.eq_ignore_ascii_case(name));
+        let given = |name: &str| {
+            self.headers
+                .iter()
+                .any(|(given, _)| given.eq_ignore_ascii_case(name))
+        };
         let mut head = format!("{} {} HTTP/1.1\r\n", self.method, self.target);
         if !given("host") {
             head += "Host: shop.example\r\n";
@@ -339,7 +398,9 @@ pub async fn http2(address: SocketAddr) -> http2::SendRequest<ClientBody> {
 
 /// HTTP/2 over a connection that is there.
 pub async fn http2_over(stream: impl Wire + 'static) -> http2::SendRequest<ClientBody> {
-    let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+    let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(stream))
+        .await
+        .unwrap();
     tokio::spawn(connection);
     sender
 }
@@ -348,16 +409,24 @@ pub async fn http2_over(stream: impl Wire + 'static) -> http2::SendRequest<Clien
 pub async fn answered(
     answer: impl Future<Output = hyper::Result<hyper::Response<Incoming>>>,
 ) -> hyper::Response<Incoming> {
-    timeout(SOON, answer).await.expect("no answer in time").unwrap()
+    timeout(SOON, answer)
+        .await
+        .expect("no answer in time")
+        .unwrap()
 }
 
 fn parse_head(head: &[u8]) -> Reply {
     let head = String::from_utf8_lossy(head);
     let mut lines = head.split("\r\n");
     let status_line = lines.next().unwrap_or_default();
-    let status = status_line.split(' ').nth(1).and_then(|status| status.parse().ok());
+    let status = status_line
+        .split(' ')
+        .nth(1)
+        .and_then(|status| status.parse().ok());
     let headers = lines.take_while(|line| !line.is_empty()).map(|line| {
-        let (name, value) = line.split_once(':').unwrap_or_else(|| panic!("header line {line:?}"));
+        let (name, value) = line
+            .split_once(':')
+            .unwrap_or_else(|| panic!("header line {line:?}"));
         (name.to_ascii_lowercase(), value.trim().to_owned())
     });
     Reply {
@@ -371,10 +440,14 @@ fn parse_head(head: &[u8]) -> Reply {
 fn is_gone(error: &io::Error) -> bool {
     matches!(
         error.kind(),
-        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionAborted
+        io::ErrorKind::ConnectionReset
+            | io::ErrorKind::BrokenPipe
+            | io::ErrorKind::ConnectionAborted
     )
 }
 
 fn find(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
-    bytes.windows(wanted.len()).position(|window| window == wanted)
+    bytes
+        .windows(wanted.len())
+        .position(|window| window == wanted)
 }

@@ -31,16 +31,30 @@ impl Cluster {
             args.extend(["--tls-cluster", "yes", "--tls-replication", "yes"].map(str::to_owned));
             args
         };
-        Self::of((0..3).map(|_| Server::with_tls(authority, &args())).collect(), true).await
+        Self::of(
+            (0..3)
+                .map(|_| Server::with_tls(authority, &args()))
+                .collect(),
+            true,
+        )
+        .await
     }
 
     async fn of(nodes: Vec<Server>, speaks_tls: bool) -> Self {
         let cluster = Self { nodes, speaks_tls };
         for (at, node) in cluster.nodes.iter().enumerate() {
             let first = SLOTS / 3 * at as u16;
-            let last = if at == 2 { SLOTS - 1 } else { SLOTS / 3 * (at as u16 + 1) - 1 };
-            let _: () = node.command(&format!("CLUSTER SET-CONFIG-EPOCH {}", at + 1)).await;
-            let _: () = node.command(&format!("CLUSTER ADDSLOTSRANGE {first} {last}")).await;
+            let last = if at == 2 {
+                SLOTS - 1
+            } else {
+                SLOTS / 3 * (at as u16 + 1) - 1
+            };
+            let _: () = node
+                .command(&format!("CLUSTER SET-CONFIG-EPOCH {}", at + 1))
+                .await;
+            let _: () = node
+                .command(&format!("CLUSTER ADDSLOTSRANGE {first} {last}"))
+                .await;
         }
         for other in &cluster.nodes[1..] {
             meet(&cluster.nodes[0], other).await;
@@ -58,8 +72,10 @@ impl Cluster {
                 let info: String = node.command("CLUSTER INFO").await;
                 let slots: redis::Value = node.command("CLUSTER SLOTS").await;
                 let text = format!("{slots:?}");
-                views
-                    .push((info.contains("cluster_state:ok") && info.contains("assigned:16384"), text.len()));
+                views.push((
+                    info.contains("cluster_state:ok") && info.contains("assigned:16384"),
+                    text.len(),
+                ));
             }
             if views.iter().all(|view| view.0 && *view == views[0]) {
                 return;
@@ -72,7 +88,12 @@ impl Cluster {
     pub fn settings(&self) -> RedisSettings {
         RedisSettings {
             topology: Topology::Cluster,
-            servers: self.nodes.iter().take(2).map(|node| tcp(node.port())).collect(),
+            servers: self
+                .nodes
+                .iter()
+                .take(2)
+                .map(|node| tcp(node.port()))
+                .collect(),
             // Four servers and the test share the machine with other tests.
             timeout: Duration::from_secs(1),
             connect_timeout: Duration::from_secs(3),
@@ -91,19 +112,38 @@ impl Cluster {
     }
 
     /// Gives a slot and what is in it to another node. `meanwhile` runs when half of it is there.
-    pub async fn move_slot(&self, slot: u16, from: usize, to: usize, meanwhile: impl AsyncFnOnce()) {
+    pub async fn move_slot(
+        &self,
+        slot: u16,
+        from: usize,
+        to: usize,
+        meanwhile: impl AsyncFnOnce(),
+    ) {
         let (from, to) = (&self.nodes[from], &self.nodes[to]);
-        let (old, new): (String, String) =
-            (from.command("CLUSTER MYID").await, to.command("CLUSTER MYID").await);
-        let _: () = to.command(&format!("CLUSTER SETSLOT {slot} IMPORTING {old}")).await;
-        let _: () = from.command(&format!("CLUSTER SETSLOT {slot} MIGRATING {new}")).await;
+        let (old, new): (String, String) = (
+            from.command("CLUSTER MYID").await,
+            to.command("CLUSTER MYID").await,
+        );
+        let _: () = to
+            .command(&format!("CLUSTER SETSLOT {slot} IMPORTING {old}"))
+            .await;
+        let _: () = from
+            .command(&format!("CLUSTER SETSLOT {slot} MIGRATING {new}"))
+            .await;
         let mut meanwhile = Some(meanwhile);
         let mut source = from.connection().await;
         loop {
-            let keys: Vec<String> = from.command(&format!("CLUSTER GETKEYSINSLOT {slot} 1")).await;
+            let keys: Vec<String> = from
+                .command(&format!("CLUSTER GETKEYSINSLOT {slot} 1"))
+                .await;
             let Some(key) = keys.first() else { break };
             let mut migrate = cmd("MIGRATE");
-            migrate.arg("127.0.0.1").arg(to.port()).arg(key).arg(0).arg(5000);
+            migrate
+                .arg("127.0.0.1")
+                .arg(to.port())
+                .arg(key)
+                .arg(0)
+                .arg(5000);
             migrate.exec_async(&mut source).await.unwrap();
             if let Some(meanwhile) = meanwhile.take() {
                 meanwhile().await;
@@ -113,7 +153,9 @@ impl Cluster {
             meanwhile().await;
         }
         for node in [to, from].into_iter().chain(&self.nodes) {
-            let _: () = node.command(&format!("CLUSTER SETSLOT {slot} NODE {new}")).await;
+            let _: () = node
+                .command(&format!("CLUSTER SETSLOT {slot} NODE {new}"))
+                .await;
         }
     }
 
@@ -134,15 +176,26 @@ impl Cluster {
         let deadline = Instant::now() + SOON;
         let mut connection = replica.connection().await;
         let follow = async |connection: &mut MultiplexedConnection| {
-            cmd("CLUSTER").arg("REPLICATE").arg(&id).exec_async(connection).await
+            cmd("CLUSTER")
+                .arg("REPLICATE")
+                .arg(&id)
+                .exec_async(connection)
+                .await
         };
         while follow(&mut connection).await.is_err() {
-            assert!(Instant::now() < deadline, "the replica does not hear of its master");
+            assert!(
+                Instant::now() < deadline,
+                "the replica does not hear of its master"
+            );
             sleep(Duration::from_millis(20)).await;
         }
         self.nodes.push(replica);
         let at = self.nodes.len() - 1;
-        while !self.nodes[at].command::<String>("INFO replication").await.contains("master_link_status:up") {
+        while !self.nodes[at]
+            .command::<String>("INFO replication")
+            .await
+            .contains("master_link_status:up")
+        {
             assert!(Instant::now() < deadline, "the replica does not follow");
             sleep(Duration::from_millis(20)).await;
         }
@@ -170,7 +223,11 @@ pub fn node_of_name(name: &str) -> usize {
 fn redis_slot(tag: &str) -> u16 {
     let crc = tag.bytes().fold(0_u16, |crc, byte| {
         (0..8).fold(crc ^ (u16::from(byte) << 8), |crc, _| {
-            if crc & 0x8000 == 0 { crc << 1 } else { (crc << 1) ^ 0x1021 }
+            if crc & 0x8000 == 0 {
+                crc << 1
+            } else {
+                (crc << 1) ^ 0x1021
+            }
         })
     });
     crc % SLOTS
@@ -195,7 +252,13 @@ fn args() -> Vec<String> {
 
 async fn meet(one: &Server, other: &Server) {
     let mut connection = other.connection().await;
-    let (_, bus): (String, u16) =
-        cmd("CONFIG").arg("GET").arg("cluster-port").query_async(&mut connection).await.unwrap();
-    let _: () = one.command(&format!("CLUSTER MEET 127.0.0.1 {} {bus}", other.port())).await;
+    let (_, bus): (String, u16) = cmd("CONFIG")
+        .arg("GET")
+        .arg("cluster-port")
+        .query_async(&mut connection)
+        .await
+        .unwrap();
+    let _: () = one
+        .command(&format!("CLUSTER MEET 127.0.0.1 {} {bus}", other.port()))
+        .await;
 }

@@ -29,13 +29,21 @@ impl Desk {
         fs::write(&token, "s3cret\n").unwrap();
         let config = format!("admin.token_file = {token:?}\n{config}");
         let proxy = Proxy::start(&config, upstream.address).await;
-        Self { proxy, _upstream: upstream, dir }
+        Self {
+            proxy,
+            _upstream: upstream,
+            dir,
+        }
     }
 
     pub async fn without_token(config: &str) -> Self {
         let upstream = Upstream::echo().await;
         let proxy = Proxy::start(config, upstream.address).await;
-        Self { proxy, _upstream: upstream, dir: TempDir::new().unwrap() }
+        Self {
+            proxy,
+            _upstream: upstream,
+            dir: TempDir::new().unwrap(),
+        }
     }
 
     /// A folder that goes with it.
@@ -49,12 +57,17 @@ impl Desk {
 
     /// With the token.
     pub fn order(&self, method: &str, target: &str) -> Ask {
-        self.ask(method, target).header("Authorization", "Bearer s3cret")
+        self.ask(method, target)
+            .header("Authorization", "Bearer s3cret")
     }
 
     pub async fn sees(&self, target: &str) -> Value {
         let reply = self.ask("GET", target).send().await;
-        assert_eq!((reply.status, reply.header("content-type")), (200, Some("application/json")), "{target}");
+        assert_eq!(
+            (reply.status, reply.header("content-type")),
+            (200, Some("application/json")),
+            "{target}"
+        );
         reply.json()
     }
 
@@ -72,7 +85,11 @@ impl Desk {
     }
 
     pub async fn as_user(&self, user: &str, target: &str) -> u16 {
-        self.proxy.ask("GET", target).header("x-user", user).status().await
+        self.proxy
+            .ask("GET", target)
+            .header("x-user", user)
+            .status()
+            .await
     }
 
     /// Runs the binary beside it, with its configuration.

@@ -33,8 +33,12 @@ pub const FRAME_SIZE_ERROR: u32 = 6;
 pub const ENHANCE_YOUR_CALM: u32 = 11;
 
 /// A request that wants nothing special.
-pub const GET: [(&str, &str); 4] =
-    [(":method", "GET"), (":scheme", "http"), (":authority", "a"), (":path", "/")];
+pub const GET: [(&str, &str); 4] = [
+    (":method", "GET"),
+    (":scheme", "http"),
+    (":authority", "a"),
+    (":path", "/"),
+];
 
 /// A frame's bytes, its length as it is.
 pub fn frame(kind: u8, flags: u8, stream: u32, payload: impl AsRef<[u8]>) -> Vec<u8> {
@@ -125,7 +129,9 @@ impl Frame {
             GOAWAY => 4,
             _ => return None,
         };
-        Some(u32::from_be_bytes(self.payload.get(at..at + 4)?.try_into().unwrap()))
+        Some(u32::from_be_bytes(
+            self.payload.get(at..at + 4)?.try_into().unwrap(),
+        ))
     }
 
     /// `:status`, of a response by this project's proxy: an indexed field, or a literal with an indexed name.
@@ -151,31 +157,49 @@ pub struct Framed {
 impl Framed {
     /// Preface and settings; nothing that comes back is acknowledged unless the test does it.
     pub async fn connect(address: SocketAddr, settings: &[u8]) -> Self {
-        let stream = timeout(SOON, TcpStream::connect(address)).await.unwrap().unwrap();
+        let stream = timeout(SOON, TcpStream::connect(address))
+            .await
+            .unwrap()
+            .unwrap();
         stream.set_nodelay(true).unwrap();
         let (reader, writer) = stream.into_split();
         let (to, frames) = tokio::sync::mpsc::channel(1 << 20);
-        let mut client = Self { writer, frames, reader: tokio::spawn(read(reader, to)) };
-        client.send([PREFACE, &frame(SETTINGS, 0, 0, settings)].concat()).await;
+        let mut client = Self {
+            writer,
+            frames,
+            reader: tokio::spawn(read(reader, to)),
+        };
+        client
+            .send([PREFACE, &frame(SETTINGS, 0, 0, settings)].concat())
+            .await;
         client
     }
 
     /// Whether the bytes could be sent: a peer that has had enough closes.
     pub async fn send(&mut self, bytes: impl AsRef<[u8]>) -> bool {
-        timeout(SOON, self.writer.write_all(bytes.as_ref())).await.expect("the proxy does not read").is_ok()
+        timeout(SOON, self.writer.write_all(bytes.as_ref()))
+            .await
+            .expect("the proxy does not read")
+            .is_ok()
     }
 
     /// The first frame that `wanted` accepts.
     pub async fn find(&mut self, what: &str, wanted: impl Fn(&Frame) -> bool) -> Frame {
         let found = timeout(SOON, async {
             loop {
-                let frame = self.frames.recv().await.unwrap_or_else(|| panic!("closed before {what}"));
+                let frame = self
+                    .frames
+                    .recv()
+                    .await
+                    .unwrap_or_else(|| panic!("closed before {what}"));
                 if wanted(&frame) {
                     return frame;
                 }
             }
         });
-        found.await.unwrap_or_else(|_| panic!("waited in vain for {what}"))
+        found
+            .await
+            .unwrap_or_else(|_| panic!("waited in vain for {what}"))
     }
 
     /// Whether the peer closes within this time, and the code of its last GOAWAY.
@@ -215,6 +239,11 @@ async fn read(mut from: OwnedReadHalf, to: tokio::sync::mpsc::Sender<Frame>) {
             return;
         }
         // A test that does not look at them is not kept from flooding.
-        drop(to.try_send(Frame { kind, flags, stream: u32::from_be_bytes([s, t, r, e]), payload }));
+        drop(to.try_send(Frame {
+            kind,
+            flags,
+            stream: u32::from_be_bytes([s, t, r, e]),
+            payload,
+        }));
     }
 }

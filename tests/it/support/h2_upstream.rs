@@ -75,7 +75,11 @@ impl H2Upstream {
                 });
             }
         });
-        Self { address, connections, task }
+        Self {
+            address,
+            connections,
+            task,
+        }
     }
 
     /// Answers with method, target and headers as text, and the body of the request behind them.
@@ -102,11 +106,17 @@ async fn serve<H, F>(
     H: Fn(Exchange) -> F,
     F: Future<Output = ()> + Send + 'static,
 {
-    let Ok(mut h2) = builder.handshake::<_, Bytes>(stream).await else { return };
+    let Ok(mut h2) = builder.handshake::<_, Bytes>(stream).await else {
+        return;
+    };
     let mut requests = JoinSet::new();
     while let Some(Ok((request, respond))) = h2.accept().await {
         let goes_away = request.headers().contains_key("x-go-away");
-        requests.spawn(handler(Exchange { connection, request, respond }));
+        requests.spawn(handler(Exchange {
+            connection,
+            request,
+            respond,
+        }));
         if goes_away {
             h2.graceful_shutdown();
         }
@@ -156,7 +166,9 @@ impl Exchange {
 
     /// Waits until the proxy gives the request up, and returns its reason.
     pub async fn given_up(&mut self) -> Option<Reason> {
-        std::future::poll_fn(|cx| self.respond.poll_reset(cx)).await.ok()
+        std::future::poll_fn(|cx| self.respond.poll_reset(cx))
+            .await
+            .ok()
     }
 }
 

@@ -20,7 +20,10 @@ pub const DAY_US: u64 = 86_400_000_000;
 /// The longest period that `check` lets through.
 pub const MAX_PER_US: u64 = 400 * DAY_US;
 
-const ROOMY: MemorySettings = MemorySettings { max_keys: 10_000, max_bytes: 256 << 20 };
+const ROOMY: MemorySettings = MemorySettings {
+    max_keys: 10_000,
+    max_bytes: 256 << 20,
+};
 
 /// A store that decides when it is told to.
 pub enum Judge {
@@ -39,7 +42,10 @@ pub struct There {
 impl Judge {
     pub fn memory() -> Self {
         let (clock, hands) = Clock::manual(START_US);
-        Self::Memory { store: Memory::new(ROOMY, clock), hands }
+        Self::Memory {
+            store: Memory::new(ROOMY, clock),
+            hands,
+        }
     }
 
     /// A server of its own, ended when this is dropped.
@@ -47,7 +53,12 @@ impl Judge {
         let server = Server::start();
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         let connection = runtime.block_on(server.patient_connection());
-        Self::Redis(Box::new(There { connection, runtime, script: Script::new("t"), _server: server }))
+        Self::Redis(Box::new(There {
+            connection,
+            runtime,
+            script: Script::new("t"),
+            _server: server,
+        }))
     }
 
     pub fn both() -> [Self; 2] {
@@ -71,14 +82,19 @@ impl Judge {
             }
             Self::Redis(there) => {
                 let reply = there.run(|script| script.decide(charges, Some(at_us)));
-                Script::decision(&reply, charges).unwrap_or_else(|| panic!("{reply:?} for {charges:?}"))
+                Script::decision(&reply, charges)
+                    .unwrap_or_else(|| panic!("{reply:?} for {charges:?}"))
             }
         }
     }
 
     /// Puts one counter right, at a time.
     pub fn amend(&mut self, limit: &Limit, key: &Key, amendment: Amendment, at_us: u64) {
-        let late = [Late { limit, key, amendment }];
+        let late = [Late {
+            limit,
+            key,
+            amendment,
+        }];
         match self {
             Self::Memory { store, hands } => {
                 hands.set_us(at_us);
@@ -97,21 +113,35 @@ impl Judge {
             Self::Memory { store, .. } => store.bytes() as u64,
             Self::Redis(there) => {
                 let key = there.script.key(charge);
-                self.command(redis::cmd("MEMORY").arg("USAGE").arg(key).arg("SAMPLES").arg(0).clone())
+                self.command(
+                    redis::cmd("MEMORY")
+                        .arg("USAGE")
+                        .arg(key)
+                        .arg("SAMPLES")
+                        .arg(0)
+                        .clone(),
+                )
             }
         }
     }
 
     /// When Redis forgets a charge's counter, in ms since the epoch.
     pub fn expires_ms(&mut self, charge: &Charge<'_>) -> u64 {
-        let Self::Redis(there) = self else { panic!("memory keeps no such time") };
+        let Self::Redis(there) = self else {
+            panic!("memory keeps no such time")
+        };
         let key = there.script.key(charge);
         self.command(redis::cmd("PEXPIRETIME").arg(key).clone())
     }
 
     fn command<T: redis::FromRedisValue>(&mut self, command: Cmd) -> T {
-        let Self::Redis(there) = self else { panic!("only Redis takes commands") };
-        there.runtime.block_on(command.query_async(&mut there.connection)).unwrap()
+        let Self::Redis(there) = self else {
+            panic!("only Redis takes commands")
+        };
+        there
+            .runtime
+            .block_on(command.query_async(&mut there.connection))
+            .unwrap()
     }
 }
 
@@ -125,7 +155,10 @@ impl There {
                 reply => return reply.unwrap(),
             }
             let loads = self.script.load();
-            connection.send_packed_commands(&loads, 0, loads.len()).await.unwrap();
+            connection
+                .send_packed_commands(&loads, 0, loads.len())
+                .await
+                .unwrap();
             connection.send_packed_command(&command).await.unwrap()
         })
     }
@@ -176,25 +209,49 @@ pub const EVERY_ALGORITHM: [(&str, Draw); 6] = [
     }),
     ("fixed_window", |rng| {
         let limit = limit(rng, Algorithm::SlidingLog);
-        let offset_us = if rng.bool() { 0 } else { rng.u64(..limit.per_us) };
-        Limit { algorithm: Algorithm::FixedWindow { offset_us }, ..limit }
+        let offset_us = if rng.bool() {
+            0
+        } else {
+            rng.u64(..limit.per_us)
+        };
+        Limit {
+            algorithm: Algorithm::FixedWindow { offset_us },
+            ..limit
+        }
     }),
     ("token_bucket", |rng| token_bucket(rng, 0)),
     ("warm_up", |rng| {
-        let warm_up_us = if rng.u8(..8) == 0 { MAX_WARM_UP_US } else { any_time_us(rng).min(MAX_WARM_UP_US) };
+        let warm_up_us = if rng.u8(..8) == 0 {
+            MAX_WARM_UP_US
+        } else {
+            any_time_us(rng).min(MAX_WARM_UP_US)
+        };
         token_bucket(rng, warm_up_us)
     }),
     ("leaky_bucket", |rng| {
         let limit = limit(rng, Algorithm::SlidingLog);
-        let longest_us = (3 * limit.per_us).min(DAY_US).min((MAX_UNITS - limit.per_us) / limit.requests);
-        let max_delay_us = if rng.u8(..4) == 0 { 0 } else { rng.u64(..=longest_us) };
-        Limit { algorithm: Algorithm::LeakyBucket { max_delay_us }, ..limit }
+        let longest_us = (3 * limit.per_us)
+            .min(DAY_US)
+            .min((MAX_UNITS - limit.per_us) / limit.requests);
+        let max_delay_us = if rng.u8(..4) == 0 {
+            0
+        } else {
+            rng.u64(..=longest_us)
+        };
+        Limit {
+            algorithm: Algorithm::LeakyBucket { max_delay_us },
+            ..limit
+        }
     }),
 ];
 
 /// The limit of one of [`EVERY_ALGORITHM`], by its name.
 pub fn draw(name: &str, rng: &mut Rng) -> Limit {
-    EVERY_ALGORITHM.iter().find(|(of, _)| *of == name).expect("an algorithm").1(rng)
+    EVERY_ALGORITHM
+        .iter()
+        .find(|(of, _)| *of == name)
+        .expect("an algorithm")
+        .1(rng)
 }
 
 fn token_bucket(rng: &mut Rng, warm_up_us: u64) -> Limit {
@@ -202,7 +259,11 @@ fn token_bucket(rng: &mut Rng, warm_up_us: u64) -> Limit {
     let most = MAX_UNITS / limit.per_us;
     let burst = rng.u64(1..=3 * limit.requests).min(most);
     let algorithm = Algorithm::TokenBucket { burst, warm_up_us };
-    Limit { requests: limit.requests.min(most), algorithm, ..limit }
+    Limit {
+        requests: limit.requests.min(most),
+        algorithm,
+        ..limit
+    }
 }
 
 fn limit(rng: &mut Rng, algorithm: Algorithm) -> Limit {
@@ -212,7 +273,11 @@ fn limit(rng: &mut Rng, algorithm: Algorithm) -> Limit {
         _ => any_time_us(rng),
     };
     let magnitude = rng.u32(0..=4);
-    Limit { requests: rng.u64(1..=10_u64.pow(magnitude)), per_us, algorithm }
+    Limit {
+        requests: rng.u64(1..=10_u64.pow(magnitude)),
+        per_us,
+        algorithm,
+    }
 }
 
 /// From a millisecond to some months, of any order of magnitude.
@@ -223,5 +288,6 @@ pub fn any_time_us(rng: &mut Rng) -> u64 {
 
 /// A seed for a test that draws, or the one of a run that failed: `TIDEGATE_TEST_SEED=n`.
 pub fn seed() -> u64 {
-    std::env::var("TIDEGATE_TEST_SEED").map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap())
+    std::env::var("TIDEGATE_TEST_SEED")
+        .map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap())
 }

@@ -27,7 +27,11 @@ use std::time::{Duration, Instant};
 pub const SOON: Duration = Duration::from_secs(10);
 
 /// Waits until `found` finds something, looking every few milliseconds.
-pub async fn eventually<T>(what: &str, within: Duration, mut found: impl FnMut() -> Option<T>) -> T {
+pub async fn eventually<T>(
+    what: &str,
+    within: Duration,
+    mut found: impl FnMut() -> Option<T>,
+) -> T {
     let deadline = Instant::now() + within;
     loop {
         if let Some(found) = found() {
@@ -80,8 +84,11 @@ mod themselves {
     #[tokio::test]
     async fn echo_tells_what_it_got() {
         let upstream = Upstream::echo().await;
-        let reply =
-            Ask::new(upstream.address, "POST", "//a/%2e?x").header("X-A", "1").body("body").send().await;
+        let reply = Ask::new(upstream.address, "POST", "//a/%2e?x")
+            .header("X-A", "1")
+            .body("body")
+            .send()
+            .await;
         assert_eq!((reply.status, reply.complete), (200, true));
         assert_eq!(reply.json()["target"], "//a/%2e?x");
         assert_eq!(reply.json()["body_sha256"], sha256(b"body"));
@@ -105,10 +112,10 @@ mod themselves {
 
     #[tokio::test]
     async fn raw_upstream_keeps_every_byte_and_answers_each_request() {
-        let upstream = RawUpstream::answering("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").await;
+        let upstream =
+            RawUpstream::answering("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").await;
         let mut client = RawClient::connect(upstream.address).await;
-        let sent =
-            "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\nGET / HTTP/1.1\r\n\r\n";
+        let sent = "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\nGET / HTTP/1.1\r\n\r\n";
         client.send(sent).await;
         assert_eq!(client.reply().await.text(), "ok");
         assert_eq!(client.reply().await.text(), "ok");
@@ -123,7 +130,13 @@ mod themselves {
         nginx.file("download", &content);
         let reply = Ask::new(nginx.address, "GET", "/download").send().await;
         assert_eq!(reply.body, content);
-        assert_eq!(Ask::new(nginx.address, "PUT", "/upload").body(content.clone()).status().await, 201);
+        assert_eq!(
+            Ask::new(nginx.address, "PUT", "/upload")
+                .body(content.clone())
+                .status()
+                .await,
+            201
+        );
         assert_eq!(nginx.uploaded("upload"), content);
     }
 
@@ -131,7 +144,14 @@ mod themselves {
     async fn hyper_client_streams() {
         let upstream = Upstream::echo().await;
         let mut client = http1(upstream.address).await;
-        let request = Request::get("/x").body(super::client::ClientBody::default()).unwrap();
-        assert_eq!(super::client::answered(client.send_request(request)).await.status(), 200);
+        let request = Request::get("/x")
+            .body(super::client::ClientBody::default())
+            .unwrap();
+        assert_eq!(
+            super::client::answered(client.send_request(request))
+                .await
+                .status(),
+            200
+        );
     }
 }

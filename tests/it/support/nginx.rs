@@ -38,19 +38,37 @@ impl Nginx {
         fs::create_dir(&root).unwrap();
         fs::create_dir(dir.path().join("tmp")).unwrap();
         // nginx cannot be told to take any free port, so it gets one that was free just now.
-        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let address = TcpListener::bind("127.0.0.1:0")
+            .unwrap()
+            .local_addr()
+            .unwrap();
         let config = dir.path().join("nginx.conf");
         fs::write(&config, configuration(address, how, zones, limits)).unwrap();
         let mut command = Command::new("nginx");
-        command.arg("-p").arg(dir.path()).arg("-c").arg(&config).args(["-e", "stderr"]);
-        let process = Process::start(&mut command)
-            .unwrap_or_else(|error| panic!("cannot run nginx ({error}); install it: apt-get install nginx"));
+        command
+            .arg("-p")
+            .arg(dir.path())
+            .arg("-c")
+            .arg(&config)
+            .args(["-e", "stderr"]);
+        let process = Process::start(&mut command).unwrap_or_else(|error| {
+            panic!("cannot run nginx ({error}); install it: apt-get install nginx")
+        });
         eventually("nginx to accept connections", SOON, || {
-            assert!(!process.transcript().contains("[emerg]"), "nginx: {}", process.transcript());
+            assert!(
+                !process.transcript().contains("[emerg]"),
+                "nginx: {}",
+                process.transcript()
+            );
             TcpStream::connect(address).ok()
         })
         .await;
-        Self { address, root, _process: process, _dir: dir }
+        Self {
+            address,
+            root,
+            _process: process,
+            _dir: dir,
+        }
     }
 
     /// Serves a file at `/name`.

@@ -56,7 +56,10 @@ pub struct PolicyAnswers {
 
 impl PolicyAnswers {
     pub fn touched(&self) -> u64 {
-        self.keys.values().filter(|(_, refused)| *refused > 0).count() as u64
+        self.keys
+            .values()
+            .filter(|(_, refused)| *refused > 0)
+            .count() as u64
     }
 }
 
@@ -138,11 +141,20 @@ fn line(out: &mut impl Write, request: Request, random: &mut fastrand::Rng) -> i
     match request.kind {
         Kind::Health => write!(out, "GET /health")?,
         Kind::Login => write!(out, "POST /api/login")?,
-        Kind::Api => write!(out, "GET /api/orders/{}?page={}", random.u32(..10_000), random.u32(..9))?,
+        Kind::Api => write!(
+            out,
+            "GET /api/orders/{}?page={}",
+            random.u32(..10_000),
+            random.u32(..9)
+        )?,
         Kind::Other => write!(out, "GET /static/app.{}.js", random.u32(..100))?,
     }
     let agent = AGENTS[random.usize(..AGENTS.len())];
-    writeln!(out, " HTTP/1.1\" 200 {} \"https://shop.example/\" \"{agent}\"", random.u32(..50_000))
+    writeln!(
+        out,
+        " HTTP/1.1\" 200 {} \"https://shop.example/\" \"{agent}\"",
+        random.u32(..50_000)
+    )
 }
 
 #[derive(Default)]
@@ -175,12 +187,20 @@ impl Model {
         let is_api = matches!(kind, Kind::Api | Kind::Login);
         let login = kind != Kind::Login || self.has_room("login", client, 5, 60_000_000, now_us);
         let api = !is_api
-            || (self.has_room("api", client, 20, 10_000_000, now_us) & self.hour_has_room(client, now_us));
+            || (self.has_room("api", client, 20, 10_000_000, now_us)
+                & self.hour_has_room(client, now_us));
         let candidate = self.has_room("candidate", client, 30, 10_000_000, now_us);
         let admitted = login && api;
-        *if admitted { &mut self.answers.forwarded } else { &mut self.answers.limited } += 1;
-        let asked =
-            [("login", kind == Kind::Login, login), ("api", is_api, api), ("candidate", true, candidate)];
+        *if admitted {
+            &mut self.answers.forwarded
+        } else {
+            &mut self.answers.limited
+        } += 1;
+        let asked = [
+            ("login", kind == Kind::Login, login),
+            ("api", is_api, api),
+            ("candidate", true, candidate),
+        ];
         for (name, _, passes) in asked.into_iter().filter(|(_, matches, _)| *matches) {
             let policy = self.answers.policies.entry(name).or_default();
             policy.matched += 1;
@@ -190,7 +210,10 @@ impl Model {
             key.1 += u64::from(!passes);
             // All or nothing, and what is tried only is counted if all that is meant admits.
             if admitted && passes {
-                self.logs.entry((name, client)).or_default().push_back(now_us);
+                self.logs
+                    .entry((name, client))
+                    .or_default()
+                    .push_back(now_us);
             }
         }
         if admitted && is_api {
@@ -198,7 +221,14 @@ impl Model {
         }
     }
 
-    fn has_room(&mut self, policy: &'static str, client: u32, most: usize, per_us: u64, now_us: u64) -> bool {
+    fn has_room(
+        &mut self,
+        policy: &'static str,
+        client: u32,
+        most: usize,
+        per_us: u64,
+        now_us: u64,
+    ) -> bool {
         let log = self.logs.entry((policy, client)).or_default();
         while log.front().is_some_and(|at_us| at_us + per_us <= now_us) {
             log.pop_front();

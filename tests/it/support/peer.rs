@@ -19,12 +19,17 @@ const HANG_UP: u64 = u64::MAX - 1;
 impl Relay {
     pub(crate) async fn to(port: u16) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let relay = Self { port: listener.local_addr().unwrap().port(), mode: Arc::default() };
+        let relay = Self {
+            port: listener.local_addr().unwrap().port(),
+            mode: Arc::default(),
+        };
         let mode = Arc::clone(&relay.mode);
         tokio::spawn(async move {
             loop {
                 let (client, _) = listener.accept().await.unwrap();
-                let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else { continue };
+                let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else {
+                    continue;
+                };
                 let ((from_client, to_client), (from_server, to_server)) =
                     (client.into_split(), server.into_split());
                 tokio::spawn(carry(from_client, to_server, Arc::default()));
@@ -40,7 +45,8 @@ impl Relay {
 
     /// Answers arrive later by this much.
     pub(crate) fn delay(&self, by: Duration) {
-        self.mode.store(u64::try_from(by.as_millis()).unwrap(), Ordering::Relaxed);
+        self.mode
+            .store(u64::try_from(by.as_millis()).unwrap(), Ordering::Relaxed);
     }
 
     /// Answers never arrive.

@@ -43,13 +43,21 @@ pub struct Ended {
 
 impl Process {
     pub fn start(command: &mut Command) -> io::Result<Self> {
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true);
         let mut child = command.spawn()?;
         let lines = Arc::default();
         let stdout = child.stdout.take().expect("stdout is piped");
         let stderr = child.stderr.take().expect("stderr is piped");
         let readers = [keep(stdout, false, &lines), keep(stderr, true, &lines)];
-        Ok(Self { child, lines, readers })
+        Ok(Self {
+            child,
+            lines,
+            readers,
+        })
     }
 
     /// All lines so far.
@@ -59,7 +67,10 @@ impl Process {
 
     /// Everything said so far, for messages.
     pub fn transcript(&self) -> String {
-        self.lines().iter().map(|line| format!("{}\n", line.text)).collect()
+        self.lines()
+            .iter()
+            .map(|line| format!("{}\n", line.text))
+            .collect()
     }
 
     /// The first line from number `from` on in which `found` finds something.
@@ -77,7 +88,11 @@ impl Process {
             if let Some(found) = self.lines().iter().skip(from).find_map(&found) {
                 return found;
             }
-            let why = if ended { "it ended" } else { "the time is over" };
+            let why = if ended {
+                "it ended"
+            } else {
+                "the time is over"
+            };
             assert!(
                 !ended && Instant::now() < deadline,
                 "waited for {what}, but {why}. It said:\n{}",
@@ -100,7 +115,9 @@ impl Process {
     fn kib(&self, what: &str) -> u64 {
         let pid = self.child.id().expect("the process has not ended");
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-        let value = status.lines().find_map(|line| line.strip_prefix(what)?.strip_suffix(" kB"));
+        let value = status
+            .lines()
+            .find_map(|line| line.strip_prefix(what)?.strip_suffix(" kB"));
         value.expect("Linux says so").trim().parse().unwrap()
     }
 
@@ -108,7 +125,10 @@ impl Process {
     pub async fn stop_listening(&mut self) {
         for reader in &mut self.readers {
             reader.abort();
-            assert!(reader.await.is_err_and(|end| end.is_cancelled()), "it has ended before");
+            assert!(
+                reader.await.is_err_and(|end| end.is_cancelled()),
+                "it has ended before"
+            );
         }
     }
 
@@ -120,10 +140,20 @@ impl Process {
 
     pub async fn ended(&mut self, within: Duration) -> Ended {
         let Ok(status) = timeout(within, self.child.wait()).await else {
-            panic!("did not end within {within:?}. It said:\n{}", self.transcript())
+            panic!(
+                "did not end within {within:?}. It said:\n{}",
+                self.transcript()
+            )
         };
-        for reader in self.readers.iter_mut().filter(|reader| !reader.is_finished()) {
-            timeout(SOON, reader).await.expect("a dead process closes its pipes").unwrap();
+        for reader in self
+            .readers
+            .iter_mut()
+            .filter(|reader| !reader.is_finished())
+        {
+            timeout(SOON, reader)
+                .await
+                .expect("a dead process closes its pipes")
+                .unwrap();
         }
         let text = |stderr| -> String {
             self.lines()
@@ -132,7 +162,11 @@ impl Process {
                 .map(|line| line.text.clone() + "\n")
                 .collect()
         };
-        Ended { status: status.unwrap(), stdout: text(false), stderr: text(true) }
+        Ended {
+            status: status.unwrap(),
+            stdout: text(false),
+            stderr: text(true),
+        }
     }
 
     pub fn is_running(&mut self) -> bool {
@@ -143,7 +177,11 @@ impl Process {
 /// Sends a signal, named as in `kill -TERM`. Whether it arrived.
 pub fn signal(pid: u32, name: &str) -> bool {
     let kill = ["-c", "kill -$1 $2", "sh", name, &pid.to_string()];
-    std::process::Command::new("sh").args(kill).status().unwrap().success()
+    std::process::Command::new("sh")
+        .args(kill)
+        .status()
+        .unwrap()
+        .success()
 }
 
 /// Runs a command to its end.
@@ -160,7 +198,11 @@ fn keep(
     tokio::spawn(async move {
         let mut pipe = BufReader::new(pipe);
         let mut text = Vec::new();
-        while pipe.read_until(b'\n', &mut text).await.is_ok_and(|read| read > 0) {
+        while pipe
+            .read_until(b'\n', &mut text)
+            .await
+            .is_ok_and(|read| read > 0)
+        {
             let line = String::from_utf8_lossy(&text).trim_end().to_owned();
             lines.lock().unwrap().push(Line { stderr, text: line });
             text.clear();

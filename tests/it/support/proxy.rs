@@ -44,7 +44,11 @@ impl Proxy {
 
     /// In front of an upstream, with policies and otherwise defaults.
     pub async fn start(config: &str, upstream: SocketAddr) -> Self {
-        Self::builder().config(config).upstream(upstream).start().await
+        Self::builder()
+            .config(config)
+            .upstream(upstream)
+            .start()
+            .await
     }
 
     pub fn ask(&self, method: &str, target: &str) -> Ask {
@@ -79,13 +83,20 @@ impl Proxy {
 
     /// Where the admin port listens.
     pub fn admin(&self) -> SocketAddr {
-        self.logged_address("admin listening").expect("the admin port listens before the proxy does")
+        self.logged_address("admin listening")
+            .expect("the admin port listens before the proxy does")
     }
 
     /// One number of the metrics page, by name and labels; 0 if it is not there.
     pub async fn metric(&self, series: &str) -> f64 {
-        let page = Ask::new(self.admin(), "GET", "/metrics").header("Host", "localhost").send().await.text();
-        let value = page.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+        let page = Ask::new(self.admin(), "GET", "/metrics")
+            .header("Host", "localhost")
+            .send()
+            .await
+            .text();
+        let value = page
+            .lines()
+            .find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
         value.map_or(0.0, |value| value.parse().unwrap())
     }
 
@@ -93,7 +104,11 @@ impl Proxy {
     pub async fn store_up(&self) {
         let deadline = Instant::now() + SOON;
         while self.metric("tidegate_store_up").await != 1.0 {
-            assert!(Instant::now() < deadline, "the store is not there: {}", self.log());
+            assert!(
+                Instant::now() < deadline,
+                "the store is not there: {}",
+                self.log()
+            );
             sleep(Duration::from_millis(10)).await;
         }
     }
@@ -107,7 +122,8 @@ impl Proxy {
     pub fn logged_address(&self, message: &str) -> Option<SocketAddr> {
         self.process.lines().iter().find_map(|line| {
             let line = LogLine(serde_json::from_str(&line.text).ok()?);
-            line.says(message).then(|| line.field("address").parse().unwrap())
+            line.says(message)
+                .then(|| line.field("address").parse().unwrap())
         })
     }
 
@@ -124,8 +140,15 @@ impl Proxy {
         within: Duration,
         wanted: impl Fn(&LogLine) -> bool,
     ) -> LogLine {
-        let found = |text: &str| serde_json::from_str(text).ok().map(LogLine).filter(|line| wanted(line));
-        self.process.wait_for(what, mark, within, |line| found(&line.text)).await
+        let found = |text: &str| {
+            serde_json::from_str(text)
+                .ok()
+                .map(LogLine)
+                .filter(|line| wanted(line))
+        };
+        self.process
+            .wait_for(what, mark, within, |line| found(&line.text))
+            .await
     }
 
     /// The log after the mark, so far.
@@ -212,10 +235,18 @@ impl ProxyBuilder {
         let process = Process::start(&mut command).unwrap();
         let listening = |text: &str| {
             let line = LogLine(serde_json::from_str(text).ok()?);
-            line.says("listening").then(|| line.field("address").parse().unwrap())
+            line.says("listening")
+                .then(|| line.field("address").parse().unwrap())
         };
-        let address = process.wait_for("the proxy to listen", 0, SOON, |line| listening(&line.text)).await;
-        Proxy { address, process, config, _dir: dir }
+        let address = process
+            .wait_for("the proxy to listen", 0, SOON, |line| listening(&line.text))
+            .await;
+        Proxy {
+            address,
+            process,
+            config,
+            _dir: dir,
+        }
     }
 }
 
@@ -237,7 +268,10 @@ impl LogLine {
     /// A field as text, empty if it is not there.
     pub fn field(&self, name: &str) -> String {
         let value = self.0["fields"].get(name).or_else(|| self.0.get(name));
-        value
-            .map_or_else(String::new, |value| value.as_str().map_or_else(|| value.to_string(), str::to_owned))
+        value.map_or_else(String::new, |value| {
+            value
+                .as_str()
+                .map_or_else(|| value.to_string(), str::to_owned)
+        })
     }
 }

@@ -30,7 +30,12 @@ impl Server {
         for _ in 0..20 {
             let (port, directory) = (free_port(), tempfile::tempdir().unwrap());
             let child = spawn(port, &directory, &args);
-            let mut server = Self { child, port, directory, args: args.clone() };
+            let mut server = Self {
+                child,
+                port,
+                directory,
+                args: args.clone(),
+            };
             if server.answers() {
                 return server;
             }
@@ -43,8 +48,14 @@ impl Server {
         let port = free_port().to_string();
         let files = ["server.pem", "server.key", "ca.pem"].map(|file| authority.text(file));
         let names = ["--tls-cert-file", "--tls-key-file", "--tls-ca-cert-file"];
-        let files = names.iter().zip(&files).flat_map(|(name, file)| [*name, file.as_str()]);
-        let tls = ["--tls-port", &port].into_iter().chain(files).chain(args.iter().map(AsRef::as_ref));
+        let files = names
+            .iter()
+            .zip(&files)
+            .flat_map(|(name, file)| [*name, file.as_str()]);
+        let tls = ["--tls-port", &port]
+            .into_iter()
+            .chain(files)
+            .chain(args.iter().map(AsRef::as_ref));
         Self::with(&tls.collect::<Vec<_>>())
     }
 
@@ -83,7 +94,10 @@ impl Server {
         let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
         let deadline = Instant::now() + Duration::from_secs(10);
         while client.get_multiplexed_async_connection().await.is_err() {
-            assert!(Instant::now() < deadline, "redis-server does not start again");
+            assert!(
+                Instant::now() < deadline,
+                "redis-server does not start again"
+            );
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -108,14 +122,20 @@ impl Server {
         let patient = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(Duration::from_secs(5)))
             .set_response_timeout(Some(Duration::from_secs(5)));
-        client.get_multiplexed_async_connection_with_config(&patient).await.unwrap()
+        client
+            .get_multiplexed_async_connection_with_config(&patient)
+            .await
+            .unwrap()
     }
 
     /// The same, for thousands of questions on a busy machine: no answer is late.
     pub(crate) async fn patient_connection(&self) -> MultiplexedConnection {
         let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
         let patient = redis::AsyncConnectionConfig::new().set_response_timeout(None);
-        client.get_multiplexed_async_connection_with_config(&patient).await.unwrap()
+        client
+            .get_multiplexed_async_connection_with_config(&patient)
+            .await
+            .unwrap()
     }
 
     /// Runs one command, e.g. `"CONFIG SET maxmemory 1"`, on a connection of its own.
@@ -124,14 +144,22 @@ impl Server {
         for word in words.split(' ') {
             command.arg(word);
         }
-        command.query_async(&mut self.connection().await).await.unwrap()
+        command
+            .query_async(&mut self.connection().await)
+            .await
+            .unwrap()
     }
 
     /// One number of INFO, such as `("memory", "number_of_cached_scripts")`.
     pub(crate) async fn info(&self, section: &str, name: &str) -> u64 {
         let text: String = self.command(&format!("INFO {section}")).await;
-        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-        let number = line.unwrap_or("0").split(|c: char| !c.is_ascii_digit()).find(|part| !part.is_empty());
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        let number = line
+            .unwrap_or("0")
+            .split(|c: char| !c.is_ascii_digit())
+            .find(|part| !part.is_empty());
         number.unwrap().parse().unwrap()
     }
 
@@ -145,7 +173,10 @@ impl Server {
     }
 
     fn signal(&self, signal: &str) {
-        let status = Command::new("kill").args([signal, &self.child.id().to_string()]).status().unwrap();
+        let status = Command::new("kill")
+            .args([signal, &self.child.id().to_string()])
+            .status()
+            .unwrap();
         assert!(status.success());
     }
 
@@ -190,7 +221,10 @@ pub(crate) fn settings(port: u16) -> RedisSettings {
 
 /// A port of this machine.
 pub(crate) fn tcp(port: u16) -> Address {
-    Address::Tcp { host: "127.0.0.1".to_owned(), port }
+    Address::Tcp {
+        host: "127.0.0.1".to_owned(),
+        port,
+    }
 }
 
 /// A handle whose first connection is ready.
@@ -204,15 +238,23 @@ pub(crate) async fn ready(settings: RedisSettings) -> (Shared, Redis) {
 /// All keys that a server holds, but for the sets of the instances.
 pub(crate) async fn keys(server: &Server) -> Vec<String> {
     let keys: Vec<String> = server.command("KEYS *").await;
-    keys.into_iter().filter(|key| !key.contains(":v1:instances")).collect()
+    keys.into_iter()
+        .filter(|key| !key.contains(":v1:instances"))
+        .collect()
 }
 
 pub(crate) fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port()
 }
 
 pub(crate) fn ping(port: u16) -> bool {
-    let Ok(client) = redis::Client::open(("127.0.0.1", port)) else { return false };
+    let Ok(client) = redis::Client::open(("127.0.0.1", port)) else {
+        return false;
+    };
     let Ok(mut connection) = client.get_connection_with_timeout(Duration::from_millis(200)) else {
         return false;
     };
@@ -225,7 +267,16 @@ pub(crate) fn ping(port: u16) -> bool {
 
 fn spawn(port: u16, directory: &TempDir, args: &[String]) -> Child {
     let child = Command::new("redis-server")
-        .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
+        .args([
+            "--port",
+            &port.to_string(),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ])
         .arg("--dir")
         .arg(directory.path())
         .args(args)

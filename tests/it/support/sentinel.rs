@@ -49,9 +49,10 @@ impl Watched {
         let prompt = ["--repl-diskless-sync-delay", "0"];
         let server = |args: &[&str]| match authority {
             None => Server::with(&[&prompt, args].concat()),
-            Some(authority) => {
-                Server::with_tls(authority, &[&prompt, &["--tls-replication", "yes"], args].concat())
-            }
+            Some(authority) => Server::with_tls(
+                authority,
+                &[&prompt, &["--tls-replication", "yes"], args].concat(),
+            ),
         };
         let speaks_tls = authority.is_some();
         let mut servers = vec![server(&[])];
@@ -60,15 +61,26 @@ impl Watched {
             servers.push(server(&["--replicaof", "127.0.0.1", &master.to_string()]));
         }
         let sentinels = (0..3).map(|_| Sentinel::start(master, authority)).collect();
-        let watched = Self { servers, sentinels, speaks_tls };
+        let watched = Self {
+            servers,
+            sentinels,
+            speaks_tls,
+        };
         watched.is_whole(replicas).await;
         watched
     }
 
     pub fn settings(&self) -> RedisSettings {
         RedisSettings {
-            topology: Topology::Sentinel { master: MASTER.to_owned(), login: Login::default() },
-            servers: self.sentinels.iter().map(|sentinel| tcp(sentinel.port)).collect(),
+            topology: Topology::Sentinel {
+                master: MASTER.to_owned(),
+                login: Login::default(),
+            },
+            servers: self
+                .sentinels
+                .iter()
+                .map(|sentinel| tcp(sentinel.port))
+                .collect(),
             ..settings(0)
         }
     }
@@ -80,7 +92,10 @@ impl Watched {
             false => format!("\"redis://127.0.0.1:{}\"", one.port),
         };
         let urls: Vec<_> = self.sentinels.iter().map(url).collect();
-        format!("topology = \"sentinel\"\nsentinel_master = \"{MASTER}\"\nurls = [{}]", urls.join(", "))
+        format!(
+            "topology = \"sentinel\"\nsentinel_master = \"{MASTER}\"\nurls = [{}]",
+            urls.join(", ")
+        )
     }
 
     /// The port of whom the first sentinel that lives takes for the master.
@@ -88,8 +103,12 @@ impl Watched {
         let mut asked = redis::cmd("SENTINEL");
         asked.arg("GET-MASTER-ADDR-BY-NAME").arg(MASTER);
         for sentinel in &self.sentinels {
-            let Ok(client) = redis::Client::open(("127.0.0.1", sentinel.port)) else { continue };
-            let Ok(mut connection) = client.get_multiplexed_async_connection().await else { continue };
+            let Ok(client) = redis::Client::open(("127.0.0.1", sentinel.port)) else {
+                continue;
+            };
+            let Ok(mut connection) = client.get_multiplexed_async_connection().await else {
+                continue;
+            };
             let (_, port): (String, u16) = asked.query_async(&mut connection).await.unwrap();
             return port;
         }
@@ -98,7 +117,10 @@ impl Watched {
 
     pub fn server(&mut self, port: u16) -> &mut Server {
         let speaks_tls = self.speaks_tls;
-        self.servers.iter_mut().find(|server| port_of(server, speaks_tls) == port).unwrap()
+        self.servers
+            .iter_mut()
+            .find(|server| port_of(server, speaks_tls) == port)
+            .unwrap()
     }
 
     async fn is_whole(&self, replicas: usize) {
@@ -110,7 +132,10 @@ impl Watched {
         eventually("sentinels and replicas to know each other", SOON, || {
             let all = states.iter_mut().all(|connection| {
                 let state: redis::RedisResult<std::collections::HashMap<String, String>> =
-                    redis::cmd("SENTINEL").arg("MASTER").arg(MASTER).query(connection);
+                    redis::cmd("SENTINEL")
+                        .arg("MASTER")
+                        .arg(MASTER)
+                        .query(connection);
                 state.is_ok_and(|state| {
                     state["num-slaves"] == replicas.to_string()
                         && state["num-other-sentinels"] == "2"
@@ -123,11 +148,20 @@ impl Watched {
         let mut master = self.servers[0].connection().await;
         // Until replicas are in step, none can be promoted.
         let wanted = i64::try_from(replicas).unwrap();
-        redis::cmd("SET").arg("x").arg(1).exec_async(&mut master).await.unwrap();
+        redis::cmd("SET")
+            .arg("x")
+            .arg(1)
+            .exec_async(&mut master)
+            .await
+            .unwrap();
         let deadline = Instant::now() + SOON;
         loop {
-            let acknowledged: i64 =
-                redis::cmd("WAIT").arg(replicas).arg(100).query_async(&mut master).await.unwrap();
+            let acknowledged: i64 = redis::cmd("WAIT")
+                .arg(replicas)
+                .arg(100)
+                .query_async(&mut master)
+                .await
+                .unwrap();
             if acknowledged == wanted {
                 break;
             }
@@ -138,7 +172,11 @@ impl Watched {
 
 /// By which the others know it.
 fn port_of(server: &Server, speaks_tls: bool) -> u16 {
-    if speaks_tls { server.tls_port() } else { server.port() }
+    if speaks_tls {
+        server.tls_port()
+    } else {
+        server.port()
+    }
 }
 
 impl Sentinel {
@@ -169,7 +207,12 @@ impl Sentinel {
                 .stderr(Stdio::null())
                 .spawn()
                 .unwrap();
-            let mut sentinel = Self { child, port, tls_port, _folder: folder };
+            let mut sentinel = Self {
+                child,
+                port,
+                tls_port,
+                _folder: folder,
+            };
             if sentinel.answers() {
                 return sentinel;
             }
@@ -183,7 +226,10 @@ impl Sentinel {
         let mut words = words.split(' ');
         let mut command = redis::cmd(words.next().unwrap());
         command.arg(words.collect::<Vec<_>>());
-        command.query_async(&mut client.get_multiplexed_async_connection().await.unwrap()).await.unwrap()
+        command
+            .query_async(&mut client.get_multiplexed_async_connection().await.unwrap())
+            .await
+            .unwrap()
     }
 
     pub fn kill(&mut self) {

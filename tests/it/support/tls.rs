@@ -3,8 +3,8 @@
 use super::SOON;
 use super::client::{RawClient, Wire};
 use rcgen::{
-    BasicConstraints, CertificateParams, CertificateRevocationListParams, DistinguishedName, DnType, IsCa,
-    Issuer, KeyIdMethod, KeyPair, RevokedCertParams, SerialNumber, date_time_ymd,
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, DistinguishedName,
+    DnType, IsCa, Issuer, KeyIdMethod, KeyPair, RevokedCertParams, SerialNumber, date_time_ymd,
 };
 use std::fs;
 use std::io;
@@ -19,7 +19,9 @@ use tokio_rustls::rustls::crypto::aws_lc_rs;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tokio_rustls::rustls::server::WebPkiClientVerifier;
-use tokio_rustls::rustls::{ClientConfig, RootCertStore, ServerConfig, SupportedProtocolVersion, version};
+use tokio_rustls::rustls::{
+    ClientConfig, RootCertStore, ServerConfig, SupportedProtocolVersion, version,
+};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 /// Somebody who signs certificates, with a folder for them.
@@ -34,8 +36,15 @@ impl Authority {
         let mut params = named("an authority", Vec::new());
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let key = KeyPair::generate().unwrap();
-        fs::write(folder.path().join("ca.pem"), params.self_signed(&key).unwrap().pem()).unwrap();
-        Self { folder, issuer: Issuer::new(params, key) }
+        fs::write(
+            folder.path().join("ca.pem"),
+            params.self_signed(&key).unwrap().pem(),
+        )
+        .unwrap();
+        Self {
+            folder,
+            issuer: Issuer::new(params, key),
+        }
     }
 
     /// Makes `<file>.pem` and `<file>.key`: a certificate for a name or an address.
@@ -46,8 +55,11 @@ impl Authority {
     /// The same, of a certificate that says this.
     pub fn sign_as(&self, file: &str, params: CertificateParams) {
         let key = KeyPair::generate().unwrap();
-        fs::write(self.path(&format!("{file}.pem")), params.signed_by(&key, &self.issuer).unwrap().pem())
-            .unwrap();
+        fs::write(
+            self.path(&format!("{file}.pem")),
+            params.signed_by(&key, &self.issuer).unwrap().pem(),
+        )
+        .unwrap();
         fs::write(self.path(&format!("{file}.key")), key.serialize_pem()).unwrap();
     }
 
@@ -67,7 +79,11 @@ impl Authority {
             revoked_certs: revoked_certs.collect(),
             key_identifier_method: KeyIdMethod::Sha256,
         };
-        fs::write(self.path(file), list.signed_by(&self.issuer).unwrap().pem().unwrap()).unwrap();
+        fs::write(
+            self.path(file),
+            list.signed_by(&self.issuer).unwrap().pem().unwrap(),
+        )
+        .unwrap();
     }
 
     /// A server with the certificate of `file`, that offers `protocols`, and asks clients for a certificate signed by
@@ -75,17 +91,22 @@ impl Authority {
     pub fn server(&self, file: &str, protocols: &[&str], clients: Option<&Self>) -> TlsAcceptor {
         let roots = |authority: &Self| {
             let mut roots = RootCertStore::empty();
-            roots.add(CertificateDer::from_pem_file(authority.path("ca.pem")).unwrap()).unwrap();
+            roots
+                .add(CertificateDer::from_pem_file(authority.path("ca.pem")).unwrap())
+                .unwrap();
             Arc::new(roots)
         };
         let provider = Arc::new(aws_lc_rs::default_provider());
         let verifier = clients.map(|authority| {
-            let building =
-                WebPkiClientVerifier::builder_with_provider(roots(authority), Arc::clone(&provider));
+            let building = WebPkiClientVerifier::builder_with_provider(
+                roots(authority),
+                Arc::clone(&provider),
+            );
             building.build().unwrap()
         });
-        let config =
-            ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+        let config = ServerConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .unwrap();
         let config = match verifier {
             Some(verifier) => config.with_client_cert_verifier(verifier),
             None => config.with_no_client_auth(),
@@ -93,7 +114,10 @@ impl Authority {
         let certificate = CertificateDer::from_pem_file(self.path(&format!("{file}.pem"))).unwrap();
         let key = PrivateKeyDer::from_pem_file(self.path(&format!("{file}.key"))).unwrap();
         let mut config = config.with_single_cert(vec![certificate], key).unwrap();
-        config.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
+        config.alpn_protocols = protocols
+            .iter()
+            .map(|protocol| protocol.as_bytes().to_vec())
+            .collect();
         TlsAcceptor::from(Arc::new(config))
     }
 
@@ -119,7 +143,11 @@ impl TlsClient {
 
     /// With a certificate of its own, that somebody else may have signed.
     pub fn with_certificate(trusted: &Authority, signer: &Authority, file: &str) -> Self {
-        Self::speaking(trusted, &[&version::TLS13, &version::TLS12], Some((signer, file)))
+        Self::speaking(
+            trusted,
+            &[&version::TLS13, &version::TLS12],
+            Some((signer, file)),
+        )
     }
 
     pub fn speaking(
@@ -151,8 +179,10 @@ impl TlsClient {
         Self(match certificate {
             None => config.with_no_client_auth(),
             Some((signer, file)) => {
-                let chain = CertificateDer::from_pem_file(signer.path(&format!("{file}.pem"))).unwrap();
-                let key = PrivateKeyDer::from_pem_file(signer.path(&format!("{file}.key"))).unwrap();
+                let chain =
+                    CertificateDer::from_pem_file(signer.path(&format!("{file}.pem"))).unwrap();
+                let key =
+                    PrivateKeyDer::from_pem_file(signer.path(&format!("{file}.key"))).unwrap();
                 config.with_client_auth_cert(vec![chain], key).unwrap()
             }
         })
@@ -160,12 +190,19 @@ impl TlsClient {
 
     /// What it offers by ALPN, best first.
     pub fn offering(mut self, protocols: &[&str]) -> Self {
-        self.0.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
+        self.0.alpn_protocols = protocols
+            .iter()
+            .map(|protocol| protocol.as_bytes().to_vec())
+            .collect();
         self
     }
 
     /// Connects to the server of this name, or of this address, which is not told to the server.
-    pub async fn connect(&self, address: SocketAddr, name: &str) -> io::Result<TlsStream<TcpStream>> {
+    pub async fn connect(
+        &self,
+        address: SocketAddr,
+        name: &str,
+    ) -> io::Result<TlsStream<TcpStream>> {
         let socket = TcpStream::connect(address).await?;
         self.wrap(socket, name).await
     }
@@ -174,12 +211,18 @@ impl TlsClient {
     pub async fn wrap<S: Wire>(&self, socket: S, name: &str) -> io::Result<TlsStream<S>> {
         let name = ServerName::try_from(name.to_owned()).unwrap();
         let connector = TlsConnector::from(Arc::new(self.0.clone()));
-        timeout(SOON, connector.connect(name, socket)).await.expect("no handshake in time")
+        timeout(SOON, connector.connect(name, socket))
+            .await
+            .expect("no handshake in time")
     }
 
     /// A connection to the server of this name, for HTTP/1.1.
     pub async fn http1(&self, address: SocketAddr, name: &str) -> RawClient {
-        RawClient::over(self.connect(address, name).await.unwrap_or_else(|error| panic!("{name}: {error}")))
+        RawClient::over(
+            self.connect(address, name)
+                .await
+                .unwrap_or_else(|error| panic!("{name}: {error}")),
+        )
     }
 }
 

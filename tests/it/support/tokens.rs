@@ -35,17 +35,31 @@ impl Issuer {
             // What is inside of PKCS #8, behind a frame of 26 bytes.
             _ => EncodingKey::from_rsa_der(&der[26..]),
         };
-        Self { kid: kid.to_owned(), alg, key }
+        Self {
+            kid: kid.to_owned(),
+            alg,
+            key,
+        }
     }
 
     pub fn with_secret(secret: &str) -> Self {
-        Self { kid: "any".into(), alg: Algorithm::HS256, key: EncodingKey::from_secret(secret.as_bytes()) }
+        Self {
+            kid: "any".into(),
+            alg: Algorithm::HS256,
+            key: EncodingKey::from_secret(secret.as_bytes()),
+        }
     }
 
     /// The value of `authorization` with a token that says `claims`.
     pub fn bearer(&self, claims: &Value) -> String {
-        let header = Header { kid: Some(self.kid.clone()), ..Header::new(self.alg) };
-        format!("Bearer {}", jsonwebtoken::encode(&header, claims, &self.key).unwrap())
+        let header = Header {
+            kid: Some(self.kid.clone()),
+            ..Header::new(self.alg)
+        };
+        format!(
+            "Bearer {}",
+            jsonwebtoken::encode(&header, claims, &self.key).unwrap()
+        )
     }
 
     /// The same, of somebody called `sub`, for an hour.

@@ -55,8 +55,15 @@ impl Upstream {
     {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let (seen, connections) = (Arc::<Mutex<Vec<Seen>>>::default(), Arc::<Mutex<usize>>::default());
-        let (seeing, counting, handler) = (Arc::clone(&seen), Arc::clone(&connections), Arc::new(handler));
+        let (seen, connections) = (
+            Arc::<Mutex<Vec<Seen>>>::default(),
+            Arc::<Mutex<usize>>::default(),
+        );
+        let (seeing, counting, handler) = (
+            Arc::clone(&seen),
+            Arc::clone(&connections),
+            Arc::new(handler),
+        );
         let task = tokio::spawn(async move {
             let mut open = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
@@ -73,7 +80,12 @@ impl Upstream {
                 open.spawn(async move { connection.await.is_ok() });
             }
         });
-        Self { address, seen, connections, task }
+        Self {
+            address,
+            seen,
+            connections,
+            task,
+        }
     }
 
     /// The requests so far.
@@ -83,7 +95,9 @@ impl Upstream {
 
     /// The last request.
     pub fn last(&self) -> Seen {
-        self.seen().pop().expect("no request has reached the upstream")
+        self.seen()
+            .pop()
+            .expect("no request has reached the upstream")
     }
 
     /// Connections accepted so far.
@@ -101,7 +115,10 @@ impl Drop for Upstream {
 impl Seen {
     fn new(request: &Request<Incoming>) -> Self {
         let header = |(name, value): (&hyper::header::HeaderName, &hyper::header::HeaderValue)| {
-            (name.to_string(), String::from_utf8_lossy(value.as_bytes()).into_owned())
+            (
+                name.to_string(),
+                String::from_utf8_lossy(value.as_bytes()).into_owned(),
+            )
         };
         Self {
             method: request.method().to_string(),
@@ -112,7 +129,11 @@ impl Seen {
 
     /// All values of a header.
     pub fn all(&self, name: &str) -> Vec<&str> {
-        self.headers.iter().filter(|(given, _)| given == name).map(|(_, value)| value.as_str()).collect()
+        self.headers
+            .iter()
+            .filter(|(given, _)| given == name)
+            .map(|(_, value)| value.as_str())
+            .collect()
     }
 
     /// The value of a header that is there exactly once.
@@ -134,7 +155,9 @@ pub async fn echo(request: Request<Incoming>) -> Answer {
         "body_len": len, "body_sha256": sha256,
     });
     let mut answer = Response::new(full(text.to_string()));
-    answer.headers_mut().insert("content-type", "application/json".parse().unwrap());
+    answer
+        .headers_mut()
+        .insert("content-type", "application/json".parse().unwrap());
     answer
 }
 
@@ -152,7 +175,9 @@ pub async fn digest(mut body: Incoming) -> (u64, String) {
 
 /// A body that is there at once, with its length.
 pub fn full(bytes: impl Into<Bytes>) -> UpstreamBody {
-    Full::new(bytes.into()).map_err(|never| match never {}).boxed()
+    Full::new(bytes.into())
+        .map_err(|never| match never {})
+        .boxed()
 }
 
 /// A body that the test feeds.
@@ -172,12 +197,18 @@ impl Feeder {
     }
 
     pub async fn trailers(self, trailers: HeaderMap) {
-        self.0.send(Ok(Frame::trailers(trailers))).await.expect("the peer is there");
+        self.0
+            .send(Ok(Frame::trailers(trailers)))
+            .await
+            .expect("the peer is there");
     }
 
     /// Breaks the body off.
     pub async fn fail(self) {
-        self.0.send(Err(io::Error::other("broken off"))).await.expect("the peer is there");
+        self.0
+            .send(Err(io::Error::other("broken off")))
+            .await
+            .expect("the peer is there");
     }
 
     /// Waits until nobody wants the body any more.
@@ -249,13 +280,27 @@ impl RawUpstream {
         let task = tokio::spawn(async move {
             let mut open = JoinSet::new();
             for number in 0.. {
-                let Ok((stream, _)) = listener.accept().await else { break };
+                let Ok((stream, _)) = listener.accept().await else {
+                    break;
+                };
                 receiving.lock().unwrap().push(Vec::new());
                 let received = Arc::clone(&receiving);
-                open.spawn(script(number, RawSocket { stream, received, number, taken: 0 }));
+                open.spawn(script(
+                    number,
+                    RawSocket {
+                        stream,
+                        received,
+                        number,
+                        taken: 0,
+                    },
+                ));
             }
         });
-        Self { address, received, task }
+        Self {
+            address,
+            received,
+            task,
+        }
     }
 
     /// All bytes so far, connection after connection.
@@ -325,8 +370,10 @@ fn request_len(bytes: &[u8]) -> Option<usize> {
     };
     let head_len = find(b"\r\n\r\n", 0)?;
     let field = |name: &str| {
-        let line =
-            text.split("\r\n").take_while(|line| !line.is_empty()).find_map(|line| line.strip_prefix(name));
+        let line = text
+            .split("\r\n")
+            .take_while(|line| !line.is_empty())
+            .find_map(|line| line.strip_prefix(name));
         line.map(|value| value.trim().to_owned())
     };
     if field("transfer-encoding:").is_some() {

@@ -4,12 +4,22 @@ fn policy(name: &str, passed: u64, refused: u64) -> Policy {
     let mut minutes = vec![(0, 0); 60];
     minutes[57] = (passed + refused, refused);
     minutes[30] = (5, 0);
-    Policy { name: name.to_owned(), hour_passed: passed, hour_refused: refused, minutes, ..Policy::default() }
+    Policy {
+        name: name.to_owned(),
+        hour_passed: passed,
+        hour_refused: refused,
+        minutes,
+        ..Policy::default()
+    }
 }
 
 fn seen() -> Seen {
-    let ranked =
-        |text: &str, count, error| Ranked { policy: "api".to_owned(), text: text.to_owned(), count, error };
+    let ranked = |text: &str, count, error| Ranked {
+        policy: "api".to_owned(),
+        text: text.to_owned(),
+        count,
+        error,
+    };
     Seen {
         version: "1.2.3".to_owned(),
         instance: "abc".to_owned(),
@@ -31,7 +41,11 @@ fn seen() -> Seen {
             p50_s: Some(0.0004),
             p99_s: Some(0.0125),
         }],
-        policies: vec![policy("login", 10, 0), policy("api", 90, 60), policy("a.very.long.name", 0, 0)],
+        policies: vec![
+            policy("login", 10, 0),
+            policy("api", 90, 60),
+            policy("a.very.long.name", 0, 0),
+        ],
         keys: vec![ranked("ann", 40, 0), ranked("bob", 30, 12)],
         paths: vec![ranked("/api/orders", 70, 0)],
         ..Seen::default()
@@ -40,7 +54,10 @@ fn seen() -> Seen {
 
 #[test]
 fn a_table_for_a_pipe() {
-    let look = Look { from: "127.0.0.1:9090".to_owned(), ..Look::default() };
+    let look = Look {
+        from: "127.0.0.1:9090".to_owned(),
+        ..Look::default()
+    };
     let told = whole(&seen(), &look, 120);
     let expected = "\
 tidegate 1.2.3  ready  instance abc  up 1h2m  generation 2  at 127.0.0.1:9090
@@ -67,18 +84,32 @@ a.very.long.name                0         0       -           .
 fn every_screen_is_filled_exactly() {
     let mut seen = seen();
     seen.alerts = vec!["the store is away: policies decide by on_store_failure".to_owned(); 3];
-    seen.policies.extend((0..40).map(|n| policy(&format!("p{n}"), n, n)));
+    seen.policies
+        .extend((0..40).map(|n| policy(&format!("p{n}"), n, n)));
     for width in 0..140 {
         for height in 0..60 {
-            let lines = screen(&seen, &Look { scrolled: 7, ..Look::default() }, width, height);
+            let lines = screen(
+                &seen,
+                &Look {
+                    scrolled: 7,
+                    ..Look::default()
+                },
+                width,
+                height,
+            );
             assert_eq!(lines.len(), height, "{width}x{height}");
             assert!(
                 lines.iter().all(|line| line.text.chars().count() <= width),
                 "{width}x{height}: {lines:?}"
             );
             let is_small = width < LEAST.0 || height < LEAST.1;
-            let says_so = lines.first().is_some_and(|line| line.text.starts_with("too small"));
-            assert!(says_so == is_small || width < 10 || height == 0, "{width}x{height}");
+            let says_so = lines
+                .first()
+                .is_some_and(|line| line.text.starts_with("too small"));
+            assert!(
+                says_so == is_small || width < 10 || height == 0,
+                "{width}x{height}"
+            );
             if !is_small {
                 assert!(
                     lines.iter().any(|line| line.text.starts_with("POLICY")),
@@ -92,18 +123,39 @@ fn every_screen_is_filled_exactly() {
 #[test]
 fn policies_are_sorted_and_scrolled() {
     let mut seen = seen();
-    seen.policies.extend((0..40).map(|n| policy(&format!("p{n:02}"), 1000, 0)));
+    seen.policies
+        .extend((0..40).map(|n| policy(&format!("p{n:02}"), 1000, 0)));
     let first = |order, scrolled| {
-        let look = Look { order, scrolled, ..Look::default() };
-        policies(&seen, &look, 10, 80)[1].text.split(' ').next().unwrap().to_owned()
+        let look = Look {
+            order,
+            scrolled,
+            ..Look::default()
+        };
+        policies(&seen, &look, 10, 80)[1]
+            .text
+            .split(' ')
+            .next()
+            .unwrap()
+            .to_owned()
     };
     assert_eq!(first(Order::Refused, 0), "api");
     assert_eq!(first(Order::Requests, 0), "p00");
     assert_eq!(first(Order::Name, 0), "a.very.long.name");
     assert_eq!(first(Order::Applied, 0), "login");
     assert_eq!(first(Order::Applied, 2), "a.very.long.name");
-    let lines = policies(&seen, &Look { scrolled: 999, ..Look::default() }, 10, 80);
-    assert!(lines.last().unwrap().text.starts_with("a.very"), "the last is seen: {lines:?}");
+    let lines = policies(
+        &seen,
+        &Look {
+            scrolled: 999,
+            ..Look::default()
+        },
+        10,
+        80,
+    );
+    assert!(
+        lines.last().unwrap().text.starts_with("a.very"),
+        "the last is seen: {lines:?}"
+    );
 }
 
 #[test]
@@ -112,6 +164,12 @@ fn a_sparkline_tells_none_from_none_refused() {
     minutes[3] = (9, 0);
     minutes[59] = (9, 9);
     minutes[56] = (9, 1);
-    assert_eq!(sparkline(&minutes, Glyphs::Ascii), " .                ::".replace("::", ":@"));
-    assert_eq!(sparkline(&minutes, Glyphs::Blocks).chars().last(), Some('█'));
+    assert_eq!(
+        sparkline(&minutes, Glyphs::Ascii),
+        " .                ::".replace("::", ":@")
+    );
+    assert_eq!(
+        sparkline(&minutes, Glyphs::Blocks).chars().last(),
+        Some('█')
+    );
 }

@@ -7,20 +7,28 @@ use std::net::{IpAddr, SocketAddr};
 pub(in crate::proxy) fn any(bytes: &[u8]) {
     let mut answer = None;
     for len in 0..=bytes.len() {
-        let Some(begin) = bytes.get(..len) else { return };
+        let Some(begin) = bytes.get(..len) else {
+            return;
+        };
         let now = parse(begin);
         match (answer, now) {
             (Some(known), now) => assert_eq!(now, known, "{begin:?}"),
             (None, Ok(None)) => {}
             (None, now) => {
                 if let Ok(Some(header)) = now {
-                    assert_eq!(header.len, len, "whole as soon as its last byte is there: {begin:?}");
+                    assert_eq!(
+                        header.len, len,
+                        "whole as soon as its last byte is there: {begin:?}"
+                    );
                 }
                 answer = Some(now);
             }
         }
     }
-    assert!(answer.is_some() || bytes.len() < V2_MAX_BYTES, "nobody is listened to for ever");
+    assert!(
+        answer.is_some() || bytes.len() < V2_MAX_BYTES,
+        "nobody is listened to for ever"
+    );
 }
 
 /// What is written as the protocol says is read as it was meant, whatever follows it; and a header with a checksum
@@ -29,8 +37,12 @@ pub(in crate::proxy) fn any(bytes: &[u8]) {
 /// The first bytes choose version, address and port; the others are extensions of one kind after another, and the
 /// client's own bytes.
 pub(in crate::proxy) fn written(bytes: &[u8]) {
-    let Some(([choice, at, change], rest)) = bytes.split_first_chunk::<3>() else { return };
-    let Some((address, rest)) = rest.split_first_chunk::<18>() else { return };
+    let Some(([choice, at, change], rest)) = bytes.split_first_chunk::<3>() else {
+        return;
+    };
+    let Some((address, rest)) = rest.split_first_chunk::<18>() else {
+        return;
+    };
     let [ip @ .., high, low] = *address;
     let ip = if choice & 1 == 0 {
         let [a, b, c, d, ..] = ip;
@@ -40,9 +52,13 @@ pub(in crate::proxy) fn written(bytes: &[u8]) {
     };
     let source = SocketAddr::new(ip, u16::from_be_bytes([high, low]));
     let is_checked = choice & 4 != 0;
-    let header = if choice & 2 == 0 { version_1(source) } else { version_2(source, rest, is_checked) };
-    let parsed =
-        parse(&[&header, rest].concat()).map(|header| header.map(|header| (header.source, header.len)));
+    let header = if choice & 2 == 0 {
+        version_1(source)
+    } else {
+        version_2(source, rest, is_checked)
+    };
+    let parsed = parse(&[&header, rest].concat())
+        .map(|header| header.map(|header| (header.source, header.len)));
     // One address has one spelling.
     let meant = SocketAddr::new(source.ip().to_canonical(), source.port());
     assert_eq!(parsed, Ok(Some((Some(meant), header.len()))), "{header:?}");
@@ -60,8 +76,17 @@ pub(in crate::proxy) fn written(bytes: &[u8]) {
 }
 
 fn version_1(source: SocketAddr) -> Vec<u8> {
-    let (family, other) = if source.is_ipv4() { ("TCP4", "198.51.100.1") } else { ("TCP6", "2001:db8::2") };
-    format!("PROXY {family} {} {other} {} 443\r\n", source.ip(), source.port()).into_bytes()
+    let (family, other) = if source.is_ipv4() {
+        ("TCP4", "198.51.100.1")
+    } else {
+        ("TCP6", "2001:db8::2")
+    };
+    format!(
+        "PROXY {family} {} {other} {} 443\r\n",
+        source.ip(),
+        source.port()
+    )
+    .into_bytes()
 }
 
 /// `extensions`: of each of these bytes one is made, with a value as long as the byte says, up to 15.
@@ -72,7 +97,11 @@ fn version_2(source: SocketAddr, extensions: &[u8], is_checked: bool) -> Vec<u8>
     };
     block.extend(source.port().to_be_bytes());
     block.extend([1, 0xbb]);
-    for byte in extensions.iter().take(100).filter(|byte| **byte != TLV_CRC32C) {
+    for byte in extensions
+        .iter()
+        .take(100)
+        .filter(|byte| **byte != TLV_CRC32C)
+    {
         block.extend([*byte, 0, byte % 16]);
         block.extend(std::iter::repeat_n(*byte, usize::from(byte % 16)));
     }

@@ -8,7 +8,11 @@ use tokio::task::{LocalSet, yield_now};
 fn pool(scheme: Scheme, address: SocketAddr) -> Rc<Pool> {
     let long = Duration::from_secs(60);
     let settings = UpstreamSettings {
-        url: UpstreamUrl::Net { scheme, host: address.ip().to_string(), port: address.port() },
+        url: UpstreamUrl::Net {
+            scheme,
+            host: address.ip().to_string(),
+            port: address.port(),
+        },
         connect_timeout: long,
         response_timeout: None,
         body_idle_timeout: None,
@@ -62,11 +66,15 @@ async fn by_http2_what_is_under_way_there_ends_first() {
         tokio::task::spawn_local(async move {
             while let Ok((socket, _)) = listener.accept().await {
                 let mut connection = h2::server::handshake(socket).await.unwrap();
-                tokio::task::spawn_local(async move { while connection.accept().await.is_some() {} });
+                tokio::task::spawn_local(
+                    async move { while connection.accept().await.is_some() {} },
+                );
             }
         });
         let busy = pool.acquire(&mut 0).await.unwrap();
-        let Wire::Http2(place) = &busy.wire else { panic!("it speaks HTTP/2") };
+        let Wire::Http2(place) = &busy.wire else {
+            panic!("it speaks HTTP/2")
+        };
         let link = Rc::clone(place.link());
         for _ in 0..2 {
             assert!(pool.take_idle(Instant::now()).is_some());

@@ -68,7 +68,9 @@ impl Map {
         }
         let place = |slot: u16| self.slots.get(usize::from(slot)).copied().flatten();
         let is_meant = |place: u16| meant.get(usize::from(place)).copied().unwrap_or_default();
-        (0..SLOTS).filter(|slot| !place(*slot).is_some_and(is_meant)).collect()
+        (0..SLOTS)
+            .filter(|slot| !place(*slot).is_some_and(is_meant))
+            .collect()
     }
 
     pub(super) fn at(&self, address: &Address) -> Option<&Arc<Node>> {
@@ -79,16 +81,28 @@ impl Map {
 /// Reads the answer to `CLUSTER SLOTS`: the masters' ranges. Where a node doesn't say its name, it has that of the one
 /// who was asked. `None`: it isn't such an answer.
 pub(super) fn ranges(reply: &Value, asked: &Address) -> Option<Vec<Range>> {
-    let Value::Array(entries) = reply else { return None };
+    let Value::Array(entries) = reply else {
+        return None;
+    };
     entries.iter().map(|entry| range(entry, asked)).collect()
 }
 
 fn range(entry: &Value, asked: &Address) -> Option<Range> {
-    let Value::Array(entry) = entry else { return None };
-    let [Value::Int(first), Value::Int(last), Value::Array(master), ..] = entry.as_slice() else {
+    let Value::Array(entry) = entry else {
         return None;
     };
-    let [host, Value::Int(port), ..] = master.as_slice() else { return None };
+    let [
+        Value::Int(first),
+        Value::Int(last),
+        Value::Array(master),
+        ..,
+    ] = entry.as_slice()
+    else {
+        return None;
+    };
+    let [host, Value::Int(port), ..] = master.as_slice() else {
+        return None;
+    };
     let host = match host {
         Value::BulkString(host) => String::from_utf8(host.clone()).ok()?,
         Value::Nil => String::new(),
@@ -103,7 +117,10 @@ fn range(entry: &Value, asked: &Address) -> Option<Range> {
 /// An address as a node gives it, perhaps without its host.
 pub(super) fn named(host: String, port: u16, asked: &Address) -> Address {
     match (host.as_str(), asked) {
-        ("" | "?", Address::Tcp { host, .. }) => Address::Tcp { host: host.clone(), port },
+        ("" | "?", Address::Tcp { host, .. }) => Address::Tcp {
+            host: host.clone(),
+            port,
+        },
         _ => Address::Tcp { host, port },
     }
 }
@@ -111,7 +128,9 @@ pub(super) fn named(host: String, port: u16, asked: &Address) -> Address {
 /// A counter that is in one of the slots of the node at an address: its own question about itself.
 pub(super) async fn probe(ranges: &[Range], address: &Address) -> Key {
     let is_own = |slot: u16| {
-        ranges.iter().any(|(first, last, owner)| owner == address && (*first..=*last).contains(&slot))
+        ranges
+            .iter()
+            .any(|(first, last, owner)| owner == address && (*first..=*last).contains(&slot))
     };
     let named = |number: u32| {
         let mut key = KeyBuilder::new(PROBE);
@@ -120,7 +139,11 @@ pub(super) async fn probe(ranges: &[Range], address: &Address) -> Key {
     };
     let mut untried = (0..PROBES).map(named).peekable();
     while untried.peek().is_some() {
-        if let Some(key) = untried.by_ref().take(PROBES_AT_ONCE).find(|key| is_own(slot_of(key))) {
+        if let Some(key) = untried
+            .by_ref()
+            .take(PROBES_AT_ONCE)
+            .find(|key| is_own(slot_of(key)))
+        {
             return key;
         }
         tokio::task::yield_now().await;
@@ -137,14 +160,21 @@ pub(in crate::store::redis) fn slot_of(key: &Key) -> u16 {
 
 /// The slot of a name in Redis: of what stands in its first braces, if anything does.
 pub(in crate::store::redis) fn slot_of_name(name: &str) -> u16 {
-    let tag = name.split_once('{').and_then(|(_, rest)| rest.split_once('}'));
-    crc16(tag.map_or(name, |(tag, _)| if tag.is_empty() { name } else { tag }).as_bytes()) % SLOTS
+    let tag = name
+        .split_once('{')
+        .and_then(|(_, rest)| rest.split_once('}'));
+    crc16(
+        tag.map_or(name, |(tag, _)| if tag.is_empty() { name } else { tag })
+            .as_bytes(),
+    ) % SLOTS
 }
 
 /// CRC-16/XMODEM, which Redis Cluster prescribes.
 fn crc16(bytes: &[u8]) -> u16 {
     bytes.iter().fold(0, |crc, byte| {
-        (0..8).fold(crc ^ (u16::from(*byte) << 8), |crc, _| (crc << 1) ^ ((crc >> 15) * 0x1021))
+        (0..8).fold(crc ^ (u16::from(*byte) << 8), |crc, _| {
+            (crc << 1) ^ ((crc >> 15) * 0x1021)
+        })
     })
 }
 
@@ -154,29 +184,49 @@ mod tests {
     use std::pin::pin;
 
     fn tcp(host: &str, port: u16) -> Address {
-        Address::Tcp { host: host.to_owned(), port }
+        Address::Tcp {
+            host: host.to_owned(),
+            port,
+        }
     }
 
     #[test]
     fn slots_are_those_of_the_specification() {
         assert_eq!(crc16(b"123456789"), 0x31c3);
         assert_eq!(slot_of_name("foo"), 12_182);
-        assert_eq!(slot_of_name("{user1000}.following"), slot_of_name("user1000"));
+        assert_eq!(
+            slot_of_name("{user1000}.following"),
+            slot_of_name("user1000")
+        );
         assert_eq!(slot_of_name("foo{}{bar}"), crc16(b"foo{}{bar}") % SLOTS);
         let key = KeyBuilder::new("p").finish();
-        assert_eq!(slot_of(&key), slot_of_name(&format!("t:v1:{{{:032x}}}:sliding_log:1", key.id())));
+        assert_eq!(
+            slot_of(&key),
+            slot_of_name(&format!("t:v1:{{{:032x}}}:sliding_log:1", key.id()))
+        );
     }
 
     #[test]
     fn nodes_without_a_name_are_where_the_asked_one_is() {
-        let node = |host, port| Value::Array(vec![host, Value::Int(port), Value::BulkString(b"id".into())]);
-        let range = |first, last, node| Value::Array(vec![Value::Int(first), Value::Int(last), node]);
+        let node = |host, port| {
+            Value::Array(vec![
+                host,
+                Value::Int(port),
+                Value::BulkString(b"id".into()),
+            ])
+        };
+        let range =
+            |first, last, node| Value::Array(vec![Value::Int(first), Value::Int(last), node]);
         let reply = Value::Array(vec![
             range(0, 99, node(Value::Nil, 1)),
             range(100, 199, node(Value::BulkString(b"".into()), 2)),
             range(200, 16_383, node(Value::BulkString(b"c".into()), 3)),
         ]);
-        let wanted = vec![(0, 99, tcp("a", 1)), (100, 199, tcp("a", 2)), (200, 16_383, tcp("c", 3))];
+        let wanted = vec![
+            (0, 99, tcp("a", 1)),
+            (100, 199, tcp("a", 2)),
+            (200, 16_383, tcp("c", 3)),
+        ];
         assert_eq!(ranges(&reply, &tcp("a", 9)), Some(wanted));
         for lie in [
             Value::Nil,
@@ -192,7 +242,11 @@ mod tests {
 
     #[tokio::test]
     async fn each_node_has_a_counter_of_its_own_and_others_go_on_while_it_is_looked_for() {
-        let ranges = [(0, 99, tcp("a", 1)), (100, 16_382, tcp("b", 1)), (16_383, 16_383, tcp("c", 1))];
+        let ranges = [
+            (0, 99, tcp("a", 1)),
+            (100, 16_382, tcp("b", 1)),
+            (16_383, 16_383, tcp("c", 1)),
+        ];
         for (first, last, address) in &ranges {
             let (mut probe, mut others) = (pin!(probe(&ranges, address)), 0);
             let key = loop {

@@ -32,8 +32,25 @@ impl Part {
 
 impl Owned {
     fn of(charge: &Charge<'_>) -> Self {
-        let Charge { limit, key, cost, group, shadow, counts_rejected, slot, .. } = *charge;
-        Self { limit: *limit, key: key.clone(), cost, group, shadow, counts_rejected, slot }
+        let Charge {
+            limit,
+            key,
+            cost,
+            group,
+            shadow,
+            counts_rejected,
+            slot,
+            ..
+        } = *charge;
+        Self {
+            limit: *limit,
+            key: key.clone(),
+            cost,
+            group,
+            shadow,
+            counts_rejected,
+            slot,
+        }
     }
 
     /// It says that it may be given back. It comes without a lease: what one slot lends, another's refusal could not take
@@ -112,7 +129,10 @@ pub(super) fn together(
     }
     match (whole, away) {
         // Whatever the others would have said.
-        (Some(whole), _) if !whole.admitted => Ok(Decision { delay_us: 0, ..whole }),
+        (Some(whole), _) if !whole.admitted => Ok(Decision {
+            delay_us: 0,
+            ..whole
+        }),
         (_, Some(failure)) => Err(failure),
         (Some(whole), None) => Ok(whole),
         (None, None) => Err(Failure::ClusterDown),
@@ -125,11 +145,19 @@ mod tests {
     use super::*;
     use crate::limiter::{Algorithm, KeyBuilder, Refusal, Standing};
 
-    const LIMIT: Limit = Limit { requests: 9, per_us: 1_000_000, algorithm: Algorithm::SlidingLog };
+    const LIMIT: Limit = Limit {
+        requests: 9,
+        per_us: 1_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
 
     fn decision(now_us: u64, until_us: Option<u64>) -> Decision {
         let refusal = until_us.map(Refusal::Until);
-        let standing = Standing { remaining: 3, grows_at_us: Some(now_us + 500), refusal };
+        let standing = Standing {
+            remaining: 3,
+            grows_at_us: Some(now_us + 500),
+            refusal,
+        };
         Decision {
             now_us,
             admitted: until_us.is_none(),
@@ -142,16 +170,32 @@ mod tests {
 
     fn merged(shadow: bool, answers: [Result<Decision, Failure>; 2]) -> Result<Decision, Failure> {
         // In slots of their own.
-        let (one, other) = (KeyBuilder::new("one").finish(), KeyBuilder::new("other").finish());
-        let charges =
-            [Charge::new(&LIMIT, &one, 1), Charge { group: 1, shadow, ..Charge::new(&LIMIT, &other, 1) }];
+        let (one, other) = (
+            KeyBuilder::new("one").finish(),
+            KeyBuilder::new("other").finish(),
+        );
+        let charges = [
+            Charge::new(&LIMIT, &one, 1),
+            Charge {
+                group: 1,
+                shadow,
+                ..Charge::new(&LIMIT, &other, 1)
+            },
+        ];
         assert!(is_split(&charges) && parts(&charges).len() == 2);
         together(2, &parts(&charges), &answers)
     }
 
     #[test]
     fn several_clocks_become_one() {
-        let whole = merged(false, [Ok(decision(1_000_000, None)), Ok(decision(5_000, Some(7_000)))]).unwrap();
+        let whole = merged(
+            false,
+            [
+                Ok(decision(1_000_000, None)),
+                Ok(decision(5_000, Some(7_000))),
+            ],
+        )
+        .unwrap();
         assert_eq!((whole.now_us, whole.admitted), (1_000_000, false));
         let other = whole.standings[1].unwrap();
         assert_eq!(other.refusal, Some(Refusal::Until(1_002_000)));
@@ -161,11 +205,17 @@ mod tests {
     #[test]
     fn a_slot_that_is_away_degrades_who_needs_it_and_nobody_who_is_refused_anyhow() {
         let away = || Err(Failure::Timeout);
-        assert_eq!(merged(false, [Ok(decision(1000, None)), away()]).unwrap_err(), Failure::Timeout);
+        assert_eq!(
+            merged(false, [Ok(decision(1000, None)), away()]).unwrap_err(),
+            Failure::Timeout
+        );
         let refused = merged(false, [away(), Ok(decision(1000, Some(2000)))]).unwrap();
         assert!(!refused.admitted && refused.standings[0].is_none());
         let without_shadow = merged(true, [Ok(decision(1000, None)), away()]).unwrap();
         assert!(without_shadow.admitted && without_shadow.standings[1].is_none());
-        assert_eq!(merged(true, [away(), Ok(decision(1000, None))]).unwrap_err(), Failure::Timeout);
+        assert_eq!(
+            merged(true, [away(), Ok(decision(1000, None))]).unwrap_err(),
+            Failure::Timeout
+        );
     }
 }

@@ -19,7 +19,11 @@ const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LARGEST_PAUSE: Duration = Duration::from_millis(500);
 
 /// Renews the map when somebody finds it stale, and now and then.
-pub(super) async fn keep(context: Arc<Context>, publish: watch::Sender<Arc<Map>>, stale: Arc<Notify>) {
+pub(super) async fn keep(
+    context: Arc<Context>,
+    publish: watch::Sender<Arc<Map>>,
+    stale: Arc<Notify>,
+) {
     let health = &context.health;
     let (mut known, mut lost, mut pause): (Vec<Range>, _, _) = (Vec::new(), false, FIRST_PAUSE);
     loop {
@@ -65,9 +69,18 @@ async fn renewed(context: &Arc<Context>, before: &Map, ranges: &[Range]) -> Map 
         let target = Target::node(address.clone(), map::probe(ranges, address).await);
         let link = Arc::new(Link::start(Arc::clone(context), target));
         let failures = AtomicU32::new(0);
-        nodes.push(Arc::new(Node { address: address.clone(), link, failures, since: Instant::now() }));
+        nodes.push(Arc::new(Node {
+            address: address.clone(),
+            link,
+            failures,
+            since: Instant::now(),
+        }));
     }
-    for gone in before.nodes.iter().filter(|node| !nodes.iter().any(|other| Arc::ptr_eq(other, node))) {
+    for gone in before
+        .nodes
+        .iter()
+        .filter(|node| !nodes.iter().any(|other| Arc::ptr_eq(other, node)))
+    {
         let (gone, patience) = (Arc::clone(gone), context.settings.timeout);
         // What is on the way is still answered, if only with where to go.
         tokio::spawn(async move {
@@ -99,19 +112,26 @@ async fn ranges(context: &Context, map: &Map) -> Result<Vec<Range>, Trouble> {
         let asked = timeout(each, ask_stranger(context, address, &command)).await;
         match asked.unwrap_or_else(|late| Err(late.into())) {
             Ok(ranges) => return Ok(sorted(ranges)),
-            Err(error) => trouble = Trouble::new(error.failure, format!("{address}: {}", error.why)),
+            Err(error) => {
+                trouble = Trouble::new(error.failure, format!("{address}: {}", error.why))
+            }
         }
     }
     Err(trouble)
 }
 
-async fn ask_stranger(context: &Context, address: &Address, command: &Cmd) -> Result<Vec<Range>, Trouble> {
+async fn ask_stranger(
+    context: &Context,
+    address: &Address,
+    command: &Cmd,
+) -> Result<Vec<Range>, Trouble> {
     let (mut connection, _driver) = connect::open(address, context.settings.how()).await?;
     let reply = match connection.send_packed_command(command).await? {
         Value::ServerError(error) => return Err(RedisError::from(error).into()),
         reply => reply,
     };
-    map::ranges(&reply, address).ok_or_else(|| Trouble::new(Failure::Reply, "the answer makes no sense"))
+    map::ranges(&reply, address)
+        .ok_or_else(|| Trouble::new(Failure::Reply, "the answer makes no sense"))
 }
 
 /// So that two answers that say the same are the same.

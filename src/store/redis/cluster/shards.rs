@@ -18,10 +18,17 @@ impl Earlier {
         let now_us = decision.now_us;
         for (at, standing) in decision.standings.iter_mut().enumerate() {
             let earlier = self.standings.get(at).copied().flatten();
-            *standing = either(earlier.map(|earlier| earlier.on_clock(self.now_us, now_us)), *standing);
+            *standing = either(
+                earlier.map(|earlier| earlier.on_clock(self.now_us, now_us)),
+                *standing,
+            );
         }
         let is_refusal = |standing: &Standing| standing.refusal.is_some();
-        let standings = decision.standings.iter().map(|standing| standing.filter(is_refusal)).collect();
+        let standings = decision
+            .standings
+            .iter()
+            .map(|standing| standing.filter(is_refusal))
+            .collect();
         *self = Self { now_us, standings };
     }
 }
@@ -51,15 +58,23 @@ impl Cluster {
         let mut earlier = Earlier::default();
         loop {
             let shard = |charge: &Charge<'_>| {
-                let search = searches.iter().find(|search| search.policy == (charge.group, charge.shadow));
+                let search = searches
+                    .iter()
+                    .find(|search| search.policy == (charge.group, charge.shadow));
                 search.map(|search| (search.at, search.shards))
             };
-            let parts: SmallVec<[(Key, Limit); 4]> =
-                charges.iter().map(|charge| part(charge, shard(charge))).collect();
+            let parts: SmallVec<[(Key, Limit); 4]> = charges
+                .iter()
+                .map(|charge| part(charge, shard(charge)))
+                .collect();
             let asked: SmallVec<[Charge<'_>; 4]> = charges
                 .iter()
                 .zip(&parts)
-                .map(|(charge, (key, limit))| Charge { key, limit, ..*charge })
+                .map(|(charge, (key, limit))| Charge {
+                    key,
+                    limit,
+                    ..*charge
+                })
                 .collect();
             let (mut decision, giving_back) = self.decide_whole(&asked, deadline).await?;
             let refusing = |search: &Search| {
@@ -71,14 +86,20 @@ impl Cluster {
             };
             // Another shard may admit it, but only if nobody else refuses.
             let is_spread = |charge: &Charge<'_>| charge.shards > 1;
-            let others_refuse = charges.iter().zip(&decision.standings).any(|(charge, standing)| {
-                !charge.shadow
-                    && !is_spread(charge)
-                    && standing.is_some_and(|standing| standing.refusal.is_some())
-            });
+            let others_refuse =
+                charges
+                    .iter()
+                    .zip(&decision.standings)
+                    .any(|(charge, standing)| {
+                        !charge.shadow
+                            && !is_spread(charge)
+                            && standing.is_some_and(|standing| standing.refusal.is_some())
+                    });
             let mut stuck = decision.admitted || others_refuse;
-            let mut next: SmallVec<[&mut Search; 2]> =
-                searches.iter_mut().filter(|search| !search.policy.1 && refusing(search)).collect();
+            let mut next: SmallVec<[&mut Search; 2]> = searches
+                .iter_mut()
+                .filter(|search| !search.policy.1 && refusing(search))
+                .collect();
             stuck |= next.is_empty();
             for search in &mut next {
                 search.tried += 1;
@@ -97,15 +118,28 @@ impl Cluster {
     }
 
     /// Where spread charges stand as a whole.
-    async fn look_at_shards(&self, charges: &[Charge<'_>], deadline: Instant) -> Result<Decision, Failure> {
+    async fn look_at_shards(
+        &self,
+        charges: &[Charge<'_>],
+        deadline: Instant,
+    ) -> Result<Decision, Failure> {
         let all = charges.iter().enumerate().flat_map(|(place, charge)| {
             let shards = charge.shards.max(1);
-            (0..shards).map(move |at| (place, part(charge, Some((at, shards)).filter(|_| shards > 1))))
+            (0..shards).map(move |at| {
+                (
+                    place,
+                    part(charge, Some((at, shards)).filter(|_| shards > 1)),
+                )
+            })
         });
         let all: Vec<(usize, (Key, Limit))> = all.collect();
-        let asked = all
-            .iter()
-            .filter_map(|(place, (key, limit))| Some(Charge { key, limit, ..*charges.get(*place)? }));
+        let asked = all.iter().filter_map(|(place, (key, limit))| {
+            Some(Charge {
+                key,
+                limit,
+                ..*charges.get(*place)?
+            })
+        });
         let asked: Vec<Charge<'_>> = asked.collect();
         let (parts, _) = self.decide_whole(&asked, deadline).await?;
         let mut whole = Decision {
@@ -116,7 +150,10 @@ impl Cluster {
         for ((place, _), standing) in all.iter().zip(parts.standings) {
             if let (Some(sum), Some(standing)) = (whole.standings.get_mut(*place), standing) {
                 let remaining = sum.map_or(0, |sum: Standing| sum.remaining) + standing.remaining;
-                *sum = either(*sum, Some(standing)).map(|either| Standing { remaining, ..either });
+                *sum = either(*sum, Some(standing)).map(|either| Standing {
+                    remaining,
+                    ..either
+                });
             }
         }
         Ok(whole)
@@ -130,7 +167,12 @@ fn searches(charges: &[Charge<'_>]) -> SmallVec<[Search; 2]> {
         let policy = (charge.group, charge.shadow);
         if !searches.iter().any(|search| search.policy == policy) {
             let (shards, at) = (charge.shards, fastrand::u16(..charge.shards));
-            searches.push(Search { policy, shards, at, tried: 0 });
+            searches.push(Search {
+                policy,
+                shards,
+                at,
+                tried: 0,
+            });
         }
     }
     searches
@@ -146,10 +188,15 @@ fn part(charge: &Charge<'_>, shard: Option<(u16, u16)>) -> (Key, Limit) {
 
 /// What is known of a limit from two of its shards: what either has, whenever either frees.
 fn either(one: Option<Standing>, other: Option<Standing>) -> Option<Standing> {
-    let (Some(one), Some(other)) = (one, other) else { return other.or(one) };
-    let earlier = |a: Option<u64>, b: Option<u64>| a.zip(b).map_or(a.or(b), |(a, b)| Some(a.min(b)));
+    let (Some(one), Some(other)) = (one, other) else {
+        return other.or(one);
+    };
+    let earlier =
+        |a: Option<u64>, b: Option<u64>| a.zip(b).map_or(a.or(b), |(a, b)| Some(a.min(b)));
     let refusal = match (one.refusal, other.refusal) {
-        (Some(Refusal::Until(one)), Some(Refusal::Until(other))) => Some(Refusal::Until(one.min(other))),
+        (Some(Refusal::Until(one)), Some(Refusal::Until(other))) => {
+            Some(Refusal::Until(one.min(other)))
+        }
         // A share may be too small for what a larger one admits.
         (Some(Refusal::Never), refusal) | (refusal, Some(Refusal::Never)) => refusal,
         (one, other) => one.and(other),
@@ -167,8 +214,11 @@ mod tests {
 
     fn refused(now_us: u64, after_us: u64) -> Decision {
         let at_us = now_us + after_us;
-        let standing =
-            Standing { remaining: 1, grows_at_us: Some(at_us), refusal: Some(Refusal::Until(at_us)) };
+        let standing = Standing {
+            remaining: 1,
+            grows_at_us: Some(at_us),
+            refusal: Some(Refusal::Until(at_us)),
+        };
         Decision {
             now_us,
             admitted: false,
@@ -181,7 +231,11 @@ mod tests {
 
     #[test]
     fn the_earliest_end_is_found_whatever_the_clocks_of_the_nodes_show() {
-        for clocks_us in [[1_000, 9_000_000, 5_000], [9_000_000, 1_000, 1_000], [7, 7, 7]] {
+        for clocks_us in [
+            [1_000, 9_000_000, 5_000],
+            [9_000_000, 1_000, 1_000],
+            [7, 7, 7],
+        ] {
             for waits_us in [[50, 40, 60], [40, 50, 60], [60, 50, 40]] {
                 let (mut earlier, mut last) = (Earlier::default(), refused(1, 1));
                 for (now_us, wait_us) in clocks_us.into_iter().zip(waits_us) {
