@@ -125,8 +125,8 @@ envoy: ## Envoy and Traefik themselves in front, by the examples of docs/ENVOY.m
 # prost's, with a compiler of .proto files in Rust. A package of its own: nothing else needs either.
 .PHONY: proto
 proto: ## The messages of proto/rls.proto as Rust, checked in
-	cargo run --locked --quiet --manifest-path proto/Cargo.toml --target-dir $${CARGO_TARGET_DIR:-target}/proto -- src/proxy/rls/messages.rs
-	rustfmt --edition 2024 src/proxy/rls/messages.rs
+	cargo run --locked --quiet --manifest-path proto/Cargo.toml --target-dir $${CARGO_TARGET_DIR:-target}/proto -- src/proxy/rate_limit_service/messages.rs
+	rustfmt --edition 2024 src/proxy/rate_limit_service/messages.rs
 
 .PHONY: prove
 prove: ## For a minute each: a limit shared by two proxies is exact and used up; three keep it without Redis
@@ -184,7 +184,7 @@ fleet: ## Six nodes and three Redis masters in namespaces, restarted, killed, cu
 # A debug build takes ten minutes for it.
 .PHONY: scale
 scale: ## What docs/SCALE.md says of leases and local shares, beside a simulated fleet of 1,000 sidecars
-	TIDEGATE_SCALE=1000 cargo test --locked --release --lib leases::scale -- --nocapture --test-threads 1
+	TIDEGATE_SCALE=1000 cargo test --locked --release --lib leases::scale_simulation -- --nocapture --test-threads 1
 
 .PHONY: lint
 lint: fmt clippy deny architecture ## Formatting, clippy, dependencies, and who may import whom
@@ -214,7 +214,7 @@ architecture:
 
 .PHONY: pictures
 pictures: ## Draws the pictures of docs/ALGORITHMS.md anew; look at them before you commit
-	UPDATE_FIXTURES=1 cargo test --locked --test it pictures::
+	UPDATE_FIXTURES=1 cargo test --locked --test it algorithm_charts::
 
 .PHONY: bench
 bench: ## What finding a policy, a decision and a key cost, then decisions per second beside redis-benchmark; a Redis of its own

@@ -15,26 +15,26 @@ mod support;
 
 use redis::{Connection, Value};
 use std::time::Instant;
-use support::{PREFIX, Server};
+use support::{KEY_PREFIX, RedisServer};
 use tidegate::clock::Clock;
 use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit};
-use tidegate::store::redis::Script;
-use tidegate::store::{Memory, MemorySettings};
+use tidegate::store::redis::ScriptLibrary;
+use tidegate::store::{MemorySettings, MemoryStore};
 
 const HOUR_US: u64 = 3_600_000_000;
 /// An hour of the year 2100: no key expires while it is measured.
 const START_US: u64 = 4_102_444_800_000_000;
 const ROUNDS: usize = 5;
-const ROOMY: MemorySettings = MemorySettings {
+const LARGE_SETTINGS: MemorySettings = MemorySettings {
     max_keys: 1000,
     max_bytes: 1 << 30,
 };
 
 /// An algorithm for a limit of so many.
-type ForLimit = fn(u64) -> Algorithm;
+type AlgorithmForLimit = fn(u64) -> Algorithm;
 
 /// With bucket and line as large as the limit.
-const ALGORITHMS: [(&str, ForLimit); 7] = [
+const ALGORITHMS: [(&str, AlgorithmForLimit); 7] = [
     ("sliding_log", |_| Algorithm::SlidingLog),
     ("sliding_window", |_| Algorithm::SlidingWindow {
         buckets: 10,
@@ -58,7 +58,7 @@ const ALGORITHMS: [(&str, ForLimit); 7] = [
 ];
 
 fn main() {
-    let server = Server::start();
+    let server = RedisServer::start();
     println!("{:<16}{:>8}{:>30}{:>30}", "", "", "Redis", "memory");
     println!(
         "{:<16}{:>8}{:>10}{:>10}{:>10}{:>10}{:>10}{:>10}",
@@ -75,8 +75,8 @@ fn main() {
                 per_us: HOUR_US,
                 algorithm: algorithm(requests),
             };
-            let there = best(|| in_redis(&server, &limit));
-            let here = best(|| in_memory(&limit));
+            let there = measure_best(|| measure_in_redis(&server, &limit));
+            let here = measure_best(|| measure_in_memory(&limit));
             println!(
                 "{word:<16}{requests:>8}{:>10.1}{:>10.1}{:>10}{:>10.0}{:>10.0}{:>10}",
                 there.admitted_us,
@@ -90,15 +90,15 @@ fn main() {
     }
 }
 
-struct Cost {
+struct DecisionCost {
     admitted_us: f64,
     refused_us: f64,
     bytes: u64,
 }
 
-fn best(mut measure: impl FnMut() -> Cost) -> Cost {
+fn measure_best(mut measure: impl FnMut() -> DecisionCost) -> DecisionCost {
     let rounds = (0..ROUNDS).map(|_| measure());
-    let least = rounds.reduce(|a, b| Cost {
+    let least = rounds.reduce(|a, b| DecisionCost {
         admitted_us: a.admitted_us.min(b.admitted_us),
         refused_us: a.refused_us.min(b.refused_us),
         bytes: b.bytes,
@@ -107,18 +107,18 @@ fn best(mut measure: impl FnMut() -> Cost) -> Cost {
 }
 
 /// So many keys that the few asks of a small limit can be measured.
-fn owners(limit: &Limit) -> Vec<Key> {
+fn make_keys(limit: &Limit) -> Vec<Key> {
     let names = 0..20_000 / limit.requests;
     let owner = |n: u64| {
         let mut builder = KeyBuilder::new("api");
-        builder.part(Some(format!("user-{n:010}").as_bytes()));
+        builder.push_part(Some(format!("user-{n:010}").as_bytes()));
         builder.finish()
     };
     names.map(owner).collect()
 }
 
 /// When the n-th request comes. A bucket is filled at once: at an even pace it never would be.
-fn time_us(n: u64, limit: &Limit) -> u64 {
+fn request_time_us(n: u64, limit: &Limit) -> u64 {
     match limit.algorithm {
         Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => START_US,
         _ => START_US + n.min(limit.requests) * (HOUR_US - 1) / limit.requests,
@@ -126,21 +126,21 @@ fn time_us(n: u64, limit: &Limit) -> u64 {
 }
 
 /// The n-th request, which has a slot of its own.
-fn charge<'a>(limit: &'a Limit, key: &'a Key, n: u64) -> Charge<'a> {
+fn make_charge<'a>(limit: &'a Limit, key: &'a Key, n: u64) -> Charge<'a> {
     Charge {
-        slot: u128::from(n) + 1,
+        slot_id: u128::from(n) + 1,
         ..Charge::new(limit, key, 1)
     }
 }
 
 /// From half full to full, then as often refused.
-fn in_redis(server: &Server, limit: &Limit) -> Cost {
+fn measure_in_redis(server: &RedisServer, limit: &Limit) -> DecisionCost {
     server.flush();
     let mut connection = server.connection();
-    let (script, owners) = (Script::new(PREFIX), owners(limit));
+    let (script, owners) = (ScriptLibrary::new(KEY_PREFIX), make_keys(limit));
     let program = owners
         .iter()
-        .map(|owner| script.text(&[charge(limit, owner, 0)]))
+        .map(|owner| script.script_text(&[make_charge(limit, owner, 0)]))
         .next();
     let _: Value = redis::cmd("SCRIPT")
         .arg("LOAD")
@@ -156,20 +156,21 @@ fn in_redis(server: &Server, limit: &Limit) -> Cost {
             for start in (from..from + limit.requests / 2).step_by(50) {
                 let mut pipe = redis::pipe();
                 for n in start..start + 50 {
-                    pipe.add_command(
-                        script.decide(&[charge(limit, owner, n)], Some(time_us(n, limit))),
-                    );
+                    pipe.add_command(script.decide_command(
+                        &[make_charge(limit, owner, n)],
+                        Some(request_time_us(n, limit)),
+                    ));
                 }
                 let _: Vec<Value> = pipe.query(&mut connection).unwrap();
             }
         }
-        spent_us(&mut connection)
+        script_us_per_call(&mut connection)
     };
     ask(0);
     let admitted_us = ask(limit.requests / 2);
     let refused_us = ask(limit.requests);
     let bytes = owners.first().map(|owner| {
-        let name = script.key(&charge(limit, owner, 0));
+        let name = script.counter_key(&make_charge(limit, owner, 0));
         redis::cmd("MEMORY")
             .arg("USAGE")
             .arg(name)
@@ -178,7 +179,7 @@ fn in_redis(server: &Server, limit: &Limit) -> Cost {
             .query(&mut connection)
             .unwrap()
     });
-    Cost {
+    DecisionCost {
         admitted_us,
         refused_us,
         bytes: bytes.unwrap(),
@@ -186,7 +187,7 @@ fn in_redis(server: &Server, limit: &Limit) -> Cost {
 }
 
 /// What the server says that a call of the script has taken on average.
-fn spent_us(connection: &mut Connection) -> f64 {
+fn script_us_per_call(connection: &mut Connection) -> f64 {
     let text: String = redis::cmd("INFO")
         .arg("commandstats")
         .query(connection)
@@ -200,26 +201,26 @@ fn spent_us(connection: &mut Connection) -> f64 {
 }
 
 /// The same without a way to go.
-fn in_memory(limit: &Limit) -> Cost {
+fn measure_in_memory(limit: &Limit) -> DecisionCost {
     let (clock, hands) = Clock::manual(START_US);
-    let (store, owners) = (Memory::new(ROOMY, clock), owners(limit));
+    let (store, owners) = (MemoryStore::new(LARGE_SETTINGS, clock), make_keys(limit));
     let ask = |from: u64| {
         let start = Instant::now();
         // The clock of this store does not go back.
         for n in from..from + limit.requests / 2 {
-            hands.set_us(time_us(n, limit));
+            hands.set_us(request_time_us(n, limit));
             owners
                 .iter()
-                .for_each(|owner| drop(store.decide(&[charge(limit, owner, n)])));
+                .for_each(|owner| drop(store.decide(&[make_charge(limit, owner, n)])));
         }
         start.elapsed().as_secs_f64() * 1e6 / (limit.requests / 2 * owners.len() as u64) as f64
     };
     ask(0);
     let admitted_us = ask(limit.requests / 2);
     let refused_us = ask(limit.requests);
-    Cost {
+    DecisionCost {
         admitted_us,
         refused_us,
-        bytes: (store.bytes() / owners.len()) as u64,
+        bytes: (store.byte_count() / owners.len()) as u64,
     }
 }

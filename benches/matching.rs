@@ -12,16 +12,16 @@
 use http::{HeaderMap, HeaderName, HeaderValue, Method};
 use std::hint::black_box;
 use std::time::Instant;
-use tidegate::policy::path::{EscapedSlashes, Readings, Settings};
+use tidegate::policy::path::{EscapedSlashes, PathInterpretations, Settings};
 use tidegate::policy::{
-    Action, Facts, Fields, HostPattern, Matcher, Named, OnStoreFailure, PathPattern, Policy,
-    PolicyTable, Test, client, jwt,
+    Facts, HostPattern, Matcher, NamedCondition, OnStoreFailure, PathPattern, Policy, PolicyAction,
+    PolicyTable, RateLimitHeaderSettings, ValueCondition, client, jwt,
 };
 
 const SIZES: [usize; 4] = [10, 100, 1_000, 10_000];
 const ROUNDS: usize = 5;
-const ASKS: usize = 20_000;
-const PATH: Settings = Settings {
+const LOOKUPS_PER_ROUND: usize = 20_000;
+const PATH_SETTINGS: Settings = Settings {
     normalize: true,
     merge_slashes: true,
     escaped_slashes: EscapedSlashes::Both,
@@ -29,22 +29,24 @@ const PATH: Settings = Settings {
     strip_parameters: true,
     case_sensitive: true,
 };
-static TENANT: HeaderName = HeaderName::from_static("x-tenant");
+static TENANT_HEADER: HeaderName = HeaderName::from_static("x-tenant");
 
 /// The conditions of the n-th policy.
-type Conditions = fn(usize) -> Matcher;
+type MatcherFunction = fn(usize) -> Matcher;
 
-const SHAPES: [(&str, Conditions); 6] = [
-    ("path", |n| path(&format!("/shop/service-{n}/orders"))),
-    ("path with rest", |n| path(&format!("/shop/service-{n}/**"))),
-    ("path with wildcards", |n| {
-        path(&format!("/*/service-{n}/{{order}}"))
+const MATCHER_SHAPES: [(&str, MatcherFunction); 6] = [
+    ("path", |n| match_path(&format!("/shop/service-{n}/orders"))),
+    ("path with rest", |n| {
+        match_path(&format!("/shop/service-{n}/**"))
     }),
-    ("host", host),
-    ("header", tenant),
+    ("path with wildcards", |n| {
+        match_path(&format!("/*/service-{n}/{{order}}"))
+    }),
+    ("host", match_host),
+    ("header", match_tenant),
     ("header, below one path", |n| Matcher {
-        paths: path("/shop/**").paths,
-        ..tenant(n)
+        paths: match_path("/shop/**").paths,
+        ..match_tenant(n)
     }),
 ];
 
@@ -52,37 +54,46 @@ fn main() {
     print!("{:<26}", "ns per request, policies:");
     SIZES.iter().for_each(|size| print!("{size:>10}"));
     println!();
-    for (name, conditions) in SHAPES {
+    for (name, conditions) in MATCHER_SHAPES {
         print!("{name:<26}");
         for size in SIZES {
-            let cost_ns = (0..ROUNDS).map(|_| cost_ns(size, conditions)).min();
+            let cost_ns = (0..ROUNDS)
+                .map(|_| measure_lookup_ns(size, conditions))
+                .min();
             print!("{:>10}", cost_ns.unwrap());
         }
         println!();
     }
 }
 
-fn cost_ns(size: usize, conditions: Conditions) -> u128 {
-    let table = table((0..size).map(conditions));
+fn measure_lookup_ns(size: usize, conditions: MatcherFunction) -> u128 {
+    let table = make_policy_table((0..size).map(conditions));
     // By a stride, so that none lies beside the one before.
-    let requests: Vec<Request> = (0..size).map(|n| Request::to(n * 7919 % size)).collect();
-    let asks = ASKS.min(size * 100);
+    let requests: Vec<BenchRequest> = (0..size)
+        .map(|n| BenchRequest::for_policy(n * 7919 % size))
+        .collect();
+    let asks = LOOKUPS_PER_ROUND.min(size * 100);
     let start = Instant::now();
     for request in requests.iter().cycle().take(asks) {
-        assert_eq!(table.matching(black_box(&request.facts())).len(), 1);
+        assert_eq!(
+            table
+                .matching_policies(black_box(&request.as_facts()))
+                .len(),
+            1
+        );
     }
     start.elapsed().as_nanos() / asks as u128
 }
 
-fn table(conditions: impl Iterator<Item = Matcher>) -> PolicyTable {
+fn make_policy_table(conditions: impl Iterator<Item = Matcher>) -> PolicyTable {
     let policies = conditions.enumerate().map(|(n, matcher)| Policy {
         name: n.to_string().into(),
         priority: 0,
         matcher,
-        action: Action::Deny,
+        action: PolicyAction::Deny,
         shadow: false,
         on_store_failure: OnStoreFailure::Open,
-        reject: None,
+        reject_response: None,
     });
     let client = client::Settings {
         trusted_proxies: Vec::new(),
@@ -90,22 +101,22 @@ fn table(conditions: impl Iterator<Item = Matcher>) -> PolicyTable {
         ipv4_prefix: 32,
         ipv6_prefix: 64,
     };
-    let fields = Fields {
+    let fields = RateLimitHeaderSettings {
         standard: true,
         legacy: true,
         legacy_reset_epoch: false,
     };
-    PolicyTable::new(policies.collect(), PATH, client, fields)
+    PolicyTable::new(policies.collect(), PATH_SETTINGS, client, fields)
 }
 
-fn path(pattern: &str) -> Matcher {
+fn match_path(pattern: &str) -> Matcher {
     Matcher {
-        paths: vec![PathPattern::parse(pattern, &PATH).unwrap()],
+        paths: vec![PathPattern::parse(pattern, &PATH_SETTINGS).unwrap()],
         ..Matcher::default()
     }
 }
 
-fn host(n: usize) -> Matcher {
+fn match_host(n: usize) -> Matcher {
     let name = HostPattern::parse(&format!("service-{n}.example.com"));
     Matcher {
         hosts: vec![name.unwrap()],
@@ -113,26 +124,26 @@ fn host(n: usize) -> Matcher {
     }
 }
 
-fn tenant(n: usize) -> Matcher {
-    let test = Test::Is(format!("tenant-{n}").into());
+fn match_tenant(n: usize) -> Matcher {
+    let condition = ValueCondition::Equals(format!("tenant-{n}").into());
     Matcher {
-        headers: vec![Named {
-            name: TENANT.clone(),
-            test,
+        headers: vec![NamedCondition {
+            name: TENANT_HEADER.clone(),
+            condition,
         }],
         ..Matcher::default()
     }
 }
 
 /// A request to which the n-th policy of every table applies.
-struct Request {
+struct BenchRequest {
     host: String,
-    paths: Readings,
+    paths: PathInterpretations,
     headers: HeaderMap,
 }
 
-impl Request {
-    fn to(n: usize) -> Self {
+impl BenchRequest {
+    fn for_policy(n: usize) -> Self {
         let usual = [
             ("accept", "*/*"),
             ("user-agent", "bench"),
@@ -147,15 +158,16 @@ impl Request {
         let tenant = HeaderValue::try_from(format!("tenant-{n}")).unwrap();
         Self {
             host: format!("service-{n}.example.com"),
-            paths: Readings::of(&format!("/shop/service-{n}/orders"), &PATH).unwrap(),
+            paths: PathInterpretations::parse(&format!("/shop/service-{n}/orders"), &PATH_SETTINGS)
+                .unwrap(),
             headers: usual
                 .into_iter()
-                .chain([(TENANT.clone(), tenant)])
+                .chain([(TENANT_HEADER.clone(), tenant)])
                 .collect(),
         }
     }
 
-    fn facts(&self) -> Facts<'_> {
+    fn as_facts(&self) -> Facts<'_> {
         Facts {
             method: &Method::GET,
             host: &self.host,
@@ -163,7 +175,7 @@ impl Request {
             query: None,
             headers: &self.headers,
             client_ip: [127, 0, 0, 1].into(),
-            token: jwt::Token::none(),
+            token: jwt::RequestToken::none(),
             client_cert: None,
             descriptor: None,
         }

@@ -16,16 +16,16 @@ mod support;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use support::{PREFIX, Server};
+use support::{KEY_PREFIX, RedisServer};
 use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, Lease, Limit};
 use tidegate::store::Store;
-use tidegate::store::redis::{Redis, Script, Shared};
+use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
 
-const ROUND: Duration = Duration::from_secs(2);
-const KEYS: u32 = 10_000;
+const ROUND_LENGTH: Duration = Duration::from_secs(2);
+const KEY_COUNT: u32 = 10_000;
 
 fn main() {
-    let server = Server::start();
+    let server = RedisServer::start();
     println!(
         "{:<14} {:>9} {:>6} {:>10} {:>10} {:>6} {:>8} {:>8} {:>8}",
         "algorithm", "keys", "tasks", "checks/s", "RB -P 64", "ratio", "client", "server", "checks"
@@ -50,16 +50,16 @@ fn main() {
             per_us: 1_000_000,
             algorithm,
         };
-        for keys in [1, KEYS] {
-            let peer = peer_rate(&server, &limit, keys);
+        for keys in [1, KEY_COUNT] {
+            let peer = measure_redis_benchmark(&server, &limit, keys);
             let name = if keys == 1 { "hot" } else { "10,000" };
             for tasks in [1, 64, 256] {
-                row(
+                print_row(
                     word,
                     name,
                     tasks,
                     peer,
-                    &worker_rate(&server, &limit, keys, tasks, Way::Redis),
+                    &measure_worker(&server, &limit, keys, tasks, DecisionTarget::Redis),
                 );
             }
         }
@@ -69,27 +69,27 @@ fn main() {
             per_us: 60_000_000,
             ..limit
         };
-        let peer = peer_rate(&server, &limit, 1);
-        row(
+        let peer = measure_redis_benchmark(&server, &limit, 1);
+        print_row(
             word,
             "exhausted",
             64,
             peer,
-            &worker_rate(&server, &limit, 1, 64, Way::Store),
+            &measure_worker(&server, &limit, 1, 64, DecisionTarget::Store),
         );
     }
-    leased(&server);
+    run_leased(&server);
 }
 
 /// A hot key that is never exhausted, through the whole store.
-fn leased(server: &Server) {
+fn run_leased(server: &RedisServer) {
     let algorithm = Algorithm::SlidingWindow { buckets: 10 };
     let limit = Limit {
         requests: 1_000_000_000,
         per_us: 1_000_000,
         algorithm,
     };
-    let peer = peer_rate(server, &limit, 1);
+    let peer = measure_redis_benchmark(server, &limit, 1);
     println!();
     println!(
         "{:<13} {:>6} {:>6} {:>10} {:>10} {:>6} {:>14}",
@@ -97,7 +97,7 @@ fn leased(server: &Server) {
     );
     for size in [None, Some(50), Some(1000)] {
         server.flush();
-        let before = calls(server);
+        let before = count_script_calls(server);
         let lease = Lease {
             size,
             ttl_us: 100_000,
@@ -107,12 +107,12 @@ fn leased(server: &Server) {
             .build()
             .unwrap();
         let rate = runtime.block_on(async {
-            let redis = Redis::start(&Shared::new(server.settings()));
-            redis.first_ready().await;
+            let redis = RedisStore::start(&SharedRedisState::new(server.settings()));
+            redis.wait_until_ready().await;
             let (store, started) = (Store::redis(redis), Instant::now());
-            let end = started + ROUND;
+            let end = started + ROUND_LENGTH;
             let tasks: Vec<_> = (0..64)
-                .map(|_| tokio::spawn(work_leased(store.clone(), limit, lease, end)))
+                .map(|_| tokio::spawn(decide_leased_until(store.clone(), limit, lease, end)))
                 .collect();
             let mut checks = 0.0;
             for task in tasks {
@@ -120,20 +120,20 @@ fn leased(server: &Server) {
             }
             checks / started.elapsed().as_secs_f64()
         });
-        let calls = f64::from(calls(server) - before);
+        let calls = f64::from(count_script_calls(server) - before);
         let size = size.map_or_else(|| "auto".to_owned(), |size| size.to_string());
         println!(
             "{:<13} {size:>6} {:>6} {rate:>10.0} {peer:>10.0} {:>6.2} {:>14.3}",
             "",
             64,
             rate / peer,
-            calls * 100.0 / (rate * ROUND.as_secs_f64())
+            calls * 100.0 / (rate * ROUND_LENGTH.as_secs_f64())
         );
     }
 }
 
 /// Calls of programs so far.
-fn calls(server: &Server) -> u32 {
+fn count_script_calls(server: &RedisServer) -> u32 {
     let text: String = redis::cmd("INFO")
         .arg("commandstats")
         .query(&mut server.connection())
@@ -145,8 +145,8 @@ fn calls(server: &Server) -> u32 {
     calls.map_or(0, |calls| calls.parse().unwrap())
 }
 
-async fn work_leased(store: Store, limit: Limit, lease: Lease, end: Instant) -> u32 {
-    let (mut checks, owner) = (0, owner(0));
+async fn decide_leased_until(store: Store, limit: Limit, lease: Lease, end: Instant) -> u32 {
+    let (mut checks, owner) = (0, make_key(0));
     loop {
         let asked = tokio::time::Instant::now();
         if asked.into_std() >= end {
@@ -156,7 +156,7 @@ async fn work_leased(store: Store, limit: Limit, lease: Lease, end: Instant) -> 
             lease: Some(lease),
             ..Charge::new(&limit, &owner, 1)
         };
-        store.answer(&[charge], asked).await.unwrap();
+        store.decide_with_source(&[charge], asked).await.unwrap();
         checks += 1;
         // A request that waits for nothing still lets others in between.
         if checks % 64 == 0 {
@@ -165,69 +165,87 @@ async fn work_leased(store: Store, limit: Limit, lease: Lease, end: Instant) -> 
     }
 }
 
-fn row(word: &str, keys: &str, tasks: u32, peer: f64, measured: &Measured) {
+fn print_row(word: &str, keys: &str, tasks: u32, peer: f64, measured: &WorkerMeasurement) {
     println!(
         "{word:<14} {keys:>9} {tasks:>6} {:>10.0} {peer:>10.0} {:>6.2} {:>8.2} {:>8.2} {:>8.1}",
-        measured.rate,
-        measured.rate / peer,
+        measured.checks_per_second,
+        measured.checks_per_second / peer,
         measured.client_us,
         measured.server_us,
-        measured.per_call
+        measured.checks_per_call
     );
 }
 
-struct Measured {
-    rate: f64,
+struct WorkerMeasurement {
+    checks_per_second: f64,
     client_us: f64,
     server_us: f64,
     /// Checks that one call has answered.
-    per_call: f64,
+    checks_per_call: f64,
 }
 
 /// With the deny cache in front, or without: then every check goes to Redis.
 #[derive(Clone, Copy)]
-enum Way {
+enum DecisionTarget {
     Redis,
     Store,
 }
 
 /// As the proxy does it: a current_thread runtime, one connection, many requests at once.
-fn worker_rate(server: &Server, limit: &Limit, keys: u32, tasks: u32, way: Way) -> Measured {
+fn measure_worker(
+    server: &RedisServer,
+    limit: &Limit,
+    keys: u32,
+    tasks: u32,
+    way: DecisionTarget,
+) -> WorkerMeasurement {
     server.flush();
-    let owners: Arc<[Key]> = (0..keys).map(owner).collect();
+    let owners: Arc<[Key]> = (0..keys).map(make_key).collect();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .unwrap();
     runtime.block_on(async {
-        let redis = Redis::start(&Shared::new(server.settings()));
-        redis.first_ready().await;
-        let calls = server.calls();
-        let (started, client, busy) = (Instant::now(), cpu(std::process::id()), cpu(server.pid()));
+        let redis = RedisStore::start(&SharedRedisState::new(server.settings()));
+        redis.wait_until_ready().await;
+        let calls = server.count_script_calls();
+        let (started, client, busy) = (
+            Instant::now(),
+            cpu_seconds(std::process::id()),
+            cpu_seconds(server.pid()),
+        );
         let store = Store::redis(redis.clone());
         let way = || match way {
-            Way::Redis => (redis.clone(), None),
-            Way::Store => (redis.clone(), Some(store.clone())),
+            DecisionTarget::Redis => (redis.clone(), None),
+            DecisionTarget::Store => (redis.clone(), Some(store.clone())),
         };
-        let work = |n| work(way(), *limit, Arc::clone(&owners), n, started + ROUND);
+        let work = |n| {
+            decide_until(
+                way(),
+                *limit,
+                Arc::clone(&owners),
+                n,
+                started + ROUND_LENGTH,
+            )
+        };
         let tasks: Vec<_> = (0..tasks).map(|n| tokio::spawn(work(n))).collect();
         let mut checks = 0.0;
         for task in tasks {
             checks += f64::from(task.await.unwrap());
         }
         let took = started.elapsed().as_secs_f64();
-        let per_check = |from: f64, pid: u32| (cpu(pid) - from) * 1e6 / checks;
-        Measured {
-            rate: checks / took,
+        let per_check = |from: f64, pid: u32| (cpu_seconds(pid) - from) * 1e6 / checks;
+        WorkerMeasurement {
+            checks_per_second: checks / took,
             client_us: per_check(client, std::process::id()),
             server_us: per_check(busy, server.pid()),
-            per_call: checks / (server.calls() - calls),
+            checks_per_call: checks / (server.count_script_calls() - calls),
         }
     })
 }
 
-async fn work(
-    (redis, store): (Redis, Option<Store>),
+async fn decide_until(
+    (redis, store): (RedisStore, Option<Store>),
     limit: Limit,
     owners: Arc<[Key]>,
     task: u32,
@@ -242,7 +260,7 @@ async fn work(
         let charges = [Charge::new(&limit, &owners[next % owners.len()], 1)];
         match &store {
             None => drop(redis.decide(&charges, asked).await.unwrap()),
-            Some(store) => drop(store.answer(&charges, asked).await.unwrap()),
+            Some(store) => drop(store.decide_with_source(&charges, asked).await.unwrap()),
         }
         // Who is answered from memory would never let the others run.
         tokio::task::consume_budget().await;
@@ -252,16 +270,16 @@ async fn work(
     }
 }
 
-fn owner(n: u32) -> Key {
+fn make_key(n: u32) -> Key {
     let mut builder = KeyBuilder::new("api");
-    builder.part(Some(format!("{n:012}").as_bytes()));
+    builder.push_part(Some(format!("{n:012}").as_bytes()));
     builder.finish()
 }
 
 /// What redis-benchmark gets with 64 commands in flight on a connection.
-fn peer_rate(server: &Server, limit: &Limit, keys: u32) -> f64 {
+fn measure_redis_benchmark(server: &RedisServer, limit: &Limit, keys: u32) -> f64 {
     server.flush();
-    let (script, owner) = (Script::new(PREFIX), owner(0));
+    let (script, owner) = (ScriptLibrary::new(KEY_PREFIX), make_key(0));
     let charge = Charge::new(limit, &owner, 1);
     let load = Command::new("redis-cli")
         .args([
@@ -269,12 +287,12 @@ fn peer_rate(server: &Server, limit: &Limit, keys: u32) -> f64 {
             &server.port().to_string(),
             "SCRIPT",
             "LOAD",
-            script.text(&[charge]),
+            script.script_text(&[charge]),
         ])
         .stdout(Stdio::null())
         .status();
     assert!(load.unwrap().success());
-    let command = script.decide(&[charge], None);
+    let command = script.decide_command(&[charge], None);
     let mut args: Vec<String> = command
         .args_iter()
         .filter_map(|arg| match arg {
@@ -308,16 +326,16 @@ fn peer_rate(server: &Server, limit: &Limit, keys: u32) -> f64 {
         .lines()
         .last()
         .and_then(|line| line.split("\",\"").nth(1)?.parse().ok());
-    rate.unwrap_or_else(|| unreadable(&text))
+    rate.unwrap_or_else(|| panic_on_output(&text))
 }
 
 #[allow(clippy::panic, reason = "a benchmark stops at any error")]
-fn unreadable(text: &str) -> f64 {
+fn panic_on_output(text: &str) -> f64 {
     panic!("redis-benchmark says: {text}")
 }
 
 /// CPU seconds that a process has used, in and out of the kernel.
-fn cpu(pid: u32) -> f64 {
+fn cpu_seconds(pid: u32) -> f64 {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     // After the name, which may hold anything: utime and stime are the 12th and 13th.
     let ticks = stat

@@ -1,26 +1,27 @@
 //! The assembler: the only place that knows all rooms. Starts them, and ends them in order.
 
-pub(crate) mod explain;
-pub(crate) mod keys;
-pub(crate) mod limits;
-mod view;
+mod admin_view;
+pub(crate) mod explanation;
+pub(crate) mod key_status;
+pub(crate) mod limit_json;
 
-use crate::admin::{self, View};
+use crate::admin::{self, AdminBackend};
 use crate::clock::Clock;
-use crate::config::{Config, Sources, StoreSettings};
-use crate::enforcer::{Enforcer, Live};
+use crate::config::{Config, ConfigSources, StoreSettings};
+use crate::enforcer::{ActivePolicies, Enforcer};
 use crate::listen::ListenAddress;
 use crate::proxy::{
-    self, Door, ListenSettings, ProxyHeaderFault, Server, Service, SetupError, Stop, TlsFault,
-    Upstream, UpstreamErrorKind,
+    self, ListenSettings, ListenerKind, ProxyHeaderError, ProxyServer, ProxyService,
+    ShutdownSignal, TlsHandshakeError, UpstreamClient, UpstreamErrorKind, UpstreamUrlError,
 };
-use crate::reload::Reloader;
-use crate::store::redis::{self, Redis};
-use crate::store::{Leases, Memory, Store};
-use crate::telemetry::history::History;
-use crate::telemetry::metrics::{Kinds, Metrics, RedisVitals};
+use crate::reload::ConfigReloader;
+use crate::store::redis::{self, RedisStore};
+use crate::store::{LeasePool, MemoryStore, Store};
+use crate::telemetry::history::TrafficHistory;
+use crate::telemetry::metrics::{ErrorKindLabels, Metrics, RedisServerMetrics};
 use crate::tls;
 use crate::trace::Tracer;
+use admin_view::AdminViewState;
 use arc_swap::ArcSwap;
 use std::io;
 use std::process::ExitCode;
@@ -32,10 +33,9 @@ use tokio::runtime::{Builder, LocalOptions};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval};
-use view::Watched;
 
 /// How often the past is noted.
-const SAMPLING: Duration = Duration::from_secs(1);
+const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Why the proxy could not run, or stopped running.
 #[derive(Debug, thiserror::Error)]
@@ -55,26 +55,30 @@ enum AppError {
         cause: io::Error,
     },
     #[error("upstream: {0}")]
-    Upstream(#[from] SetupError),
+    Upstream(#[from] UpstreamUrlError),
     #[error("{0}")]
     Io(#[from] io::Error),
 }
 
 /// Where a running proxy is to be found.
 #[derive(Clone, Debug)]
-pub struct Addresses {
+pub struct ListeningAddresses {
     pub proxy: ListenAddress,
     pub admin: ListenAddress,
 }
 
 /// Runs the proxy until it is told to stop. `on_listening` hears the addresses once clients can connect.
-pub fn main(config: Config, sources: Sources, on_listening: impl FnOnce(Addresses)) -> ExitCode {
-    let ran = Builder::new_current_thread()
+pub fn main(
+    config: Config,
+    sources: ConfigSources,
+    on_listening: impl FnOnce(ListeningAddresses),
+) -> ExitCode {
+    let result = Builder::new_current_thread()
         .enable_all()
         .build_local(LocalOptions::default())
         .map_err(AppError::Io)
-        .and_then(|runtime| runtime.block_on(run(config, sources, on_listening)));
-    match ran {
+        .and_then(|runtime| runtime.block_on(run_proxy(config, sources, on_listening)));
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!(%error, "tidegate cannot run");
@@ -83,134 +87,149 @@ pub fn main(config: Config, sources: Sources, on_listening: impl FnOnce(Addresse
     }
 }
 
-async fn run(
+async fn run_proxy(
     config: Config,
-    sources: Sources,
-    on_listening: impl FnOnce(Addresses),
+    sources: ConfigSources,
+    on_listening: impl FnOnce(ListeningAddresses),
 ) -> Result<(), AppError> {
-    let started = Instant::now();
-    let (stopper, stop) = stop_on_signals()?;
+    let started_at = Instant::now();
+    let (shutdown_handle, stop) = install_signal_handlers()?;
     for warning in &config.warnings {
-        tracing::warn!("{}", warning.line());
+        tracing::warn!("{}", warning.to_line());
     }
-    let tls = tls::Current::new(config.tls.clone().into());
-    let mut server = Server::of(config.listen.threads);
-    let mut open = |door, listen: &ListenSettings, tls: &tls::Current| {
-        let opened = server.open(door, listen, Arc::clone(tls));
-        opened.map_err(|cause| AppError::Listen {
+    let tls = tls::ReloadableServerTls::new(config.tls.clone().into());
+    let mut server = ProxyServer::with_threads(config.listen.threads);
+    let mut open_listener = |kind, listen: &ListenSettings, tls: &tls::ReloadableServerTls| {
+        let listener = server.add_listener(kind, listen, Arc::clone(tls));
+        listener.map_err(|cause| AppError::Listen {
             address: listen.address.clone(),
             cause,
         })
     };
-    let mut doors = Doors::default();
-    if config.forwards {
-        doors.push(Door::Proxy, open(Door::Proxy, &config.listen, &tls)?, &tls);
+    let mut listeners = ListenerSet::default();
+    if config.has_upstream {
+        listeners.push(
+            ListenerKind::Proxy,
+            open_listener(ListenerKind::Proxy, &config.listen, &tls)?,
+            &tls,
+        );
     }
-    for settings in &config.doors {
-        let tls = tls::Current::new(settings.tls.clone().into());
-        doors.push(
-            settings.door,
-            open(settings.door, &settings.listen, &tls)?,
+    for settings in &config.service_listeners {
+        let tls = tls::ReloadableServerTls::new(settings.tls.clone().into());
+        listeners.push(
+            settings.kind,
+            open_listener(settings.kind, &settings.listen, &tls)?,
             &tls,
         );
     }
     let address = server.address()?;
-    let upstream = proxy::Shared::new(config.upstream.clone(), config.listen.threads)?;
-    let stores = Stores::new(&config.store);
+    let upstream = proxy::UpstreamSharedState::new(config.upstream.clone(), config.listen.threads)?;
+    let store_backend = StoreBackend::new(&config.store);
     let tracing = config
         .trace
         .as_ref()
-        .map(|settings| Tracer::start(settings, redis::instance()))
+        .map(|settings| Tracer::start(settings, redis::instance_id()))
         .transpose()?;
     let (tracer, exporter) = tracing.unzip();
-    let kinds = Kinds {
+    let kinds = ErrorKindLabels {
         upstream_errors: UpstreamErrorKind::NAMES,
-        tls_faults: TlsFault::NAMES,
-        proxy_header_faults: ProxyHeaderFault::NAMES,
+        tls_errors: TlsHandshakeError::NAMES,
+        proxy_header_errors: ProxyHeaderError::NAMES,
     };
     let metrics = Metrics::new(config.listen.threads, kinds);
-    let live = Live::new(Arc::clone(&config.table), Arc::clone(&metrics));
-    let (tls_of, renewed) = (doors.clone(), Arc::clone(&upstream));
-    let words = Arc::new(ArcSwap::from_pointee(config.words.clone()));
-    let said = Arc::clone(&words);
+    let active_policies =
+        ActivePolicies::new(Arc::clone(&config.policy_table), Arc::clone(&metrics));
+    let (tls_listeners, reloadable_upstream) = (listeners.clone(), Arc::clone(&upstream));
+    let policy_descriptions = Arc::new(ArcSwap::from_pointee(config.policy_descriptions.clone()));
+    let published_descriptions = Arc::clone(&policy_descriptions);
     let publish = Box::new(move |config: &Config| {
-        said.store(Arc::new(config.words.clone()));
-        tls_of.publish_tls(config);
-        renewed.renew(config.upstream.tls.as_ref());
+        published_descriptions.store(Arc::new(config.policy_descriptions.clone()));
+        tls_listeners.publish_tls(config);
+        reloadable_upstream.update_tls(config.upstream.tls.as_ref());
     });
-    let reloader = Reloader::new(sources, &config, live.clone(), publish);
+    let reloader = ConfigReloader::new(sources, &config, active_policies.clone(), publish);
     let listening = Arc::new(AtomicBool::new(false));
-    let watched = Watched {
+    let view_state = AdminViewState {
         stop: stop.clone(),
-        stopper,
+        shutdown_handle,
         shutdown: config.shutdown,
-        listening: Arc::clone(&listening),
+        is_listening: Arc::clone(&listening),
         load: server.load(),
         max_connections: config.listen.max_connections,
         workers: config.listen.threads,
-        stores: stores.clone(),
-        reload: reloader.status(),
-        live: live.clone(),
-        words,
-        doors: doors.clone(),
+        store_backend: store_backend.clone(),
+        reload_status: reloader.status(),
+        active_policies: active_policies.clone(),
+        policy_descriptions,
+        listeners: listeners.clone(),
         tracer: tracer.clone(),
-        started,
+        started_at,
     };
-    let history = Arc::new(History::new(Arc::clone(&metrics)));
-    tokio::task::spawn_local(sample(
+    let history = Arc::new(TrafficHistory::new(Arc::clone(&metrics)));
+    tokio::task::spawn_local(sample_history(
         Arc::clone(&history),
         Arc::clone(&metrics),
-        live.clone(),
+        active_policies.clone(),
     ));
     // Before the proxy: who asks why it does not start gets an answer.
-    let admin = start_admin(&config, watched.into_view(Arc::clone(&metrics), history))?;
+    let admin = start_admin(&config, view_state.into_view(Arc::clone(&metrics), history))?;
     let reloader = tokio::task::spawn_local(reloader.run());
 
     let (shutdown, workers, policies) = (
         config.shutdown,
         config.listen.threads,
-        config.table.policies().len(),
+        config.policy_table.policies().len(),
     );
-    let upstream_url = config.forwards.then(|| config.upstream.url.to_string());
+    let upstream_url = config.has_upstream.then(|| config.upstream.url.to_string());
     let store = match &config.store {
         StoreSettings::Memory(_) => "memory".to_owned(),
         StoreSettings::Redis(redis) => format!("redis {redis}"),
     };
-    let is_tls = doors
+    let is_tls = listeners
         .0
         .first()
         .is_some_and(|(_, _, tls)| tls.load().is_some());
     let config = Arc::new(config);
-    let told = stop.clone();
+    let stop_receiver = stop.clone();
     let make_service = move |worker| {
-        let (config, stores) = (Arc::clone(&config), stores.clone());
-        let (live, upstream, tracer) = (live.clone(), Arc::clone(&upstream), tracer.clone());
-        let stop = told.clone();
-        let shard = metrics.shard(worker);
+        let (config, store_backend) = (Arc::clone(&config), store_backend.clone());
+        let (active_policies, upstream, tracer) = (
+            active_policies.clone(),
+            Arc::clone(&upstream),
+            tracer.clone(),
+        );
+        let stop = stop_receiver.clone();
+        let shard = metrics.worker_metrics(worker);
         async move {
-            let enforcer = Enforcer::new(live, stores.for_worker().await, Arc::clone(&shard));
-            let upstream = Upstream::new(upstream);
-            let service =
-                Service::new(enforcer, upstream, &config.listen, &config.log, shard).traced(tracer);
+            let enforcer = Enforcer::new(
+                active_policies,
+                store_backend.open_for_worker().await,
+                Arc::clone(&shard),
+            );
+            let upstream = UpstreamClient::new(upstream);
+            let service = ProxyService::new(enforcer, upstream, &config.listen, &config.log, shard)
+                .with_tracer(tracer);
             Rc::new(
                 service
-                    .refusing_with(config.refused_status)
-                    .stopped_by(stop),
+                    .with_denied_status(config.ext_authz_denied_status)
+                    .with_shutdown_signal(stop),
             )
         }
     };
     let on_listening = move || {
         listening.store(true, Ordering::Relaxed);
-        for (door, address, _) in &doors.0 {
+        for (door, address, _) in &listeners.0 {
             match door {
-                Door::Proxy => {}
-                Door::Rls => tracing::info!(%address, "rate-limit service listening"),
-                Door::Check => tracing::info!(%address, "check listening"),
+                ListenerKind::Proxy => {}
+                ListenerKind::RateLimitService => {
+                    tracing::info!(%address, "rate-limit service listening")
+                }
+                ListenerKind::ExtAuthz => tracing::info!(%address, "check listening"),
             }
         }
         let tls = is_tls;
         tracing::info!(%address, tls, upstream = upstream_url, store, policies, workers, version = env!("CARGO_PKG_VERSION"), "listening");
-        on_listening(Addresses {
+        on_listening(ListeningAddresses {
             proxy: address,
             admin,
         });
@@ -228,10 +247,10 @@ async fn run(
 
 /// What is served where, and how TLS is spoken there.
 #[derive(Clone, Debug, Default)]
-struct Doors(Vec<(Door, ListenAddress, tls::Current)>);
+struct ListenerSet(Vec<(ListenerKind, ListenAddress, tls::ReloadableServerTls)>);
 
-impl Doors {
-    fn push(&mut self, door: Door, address: ListenAddress, tls: &tls::Current) {
+impl ListenerSet {
+    fn push(&mut self, door: ListenerKind, address: ListenAddress, tls: &tls::ReloadableServerTls) {
         self.0.push((door, address, Arc::clone(tls)));
     }
 
@@ -239,9 +258,9 @@ impl Doors {
     fn publish_tls(&self, config: &Config) {
         for (door, address, current) in &self.0 {
             let (table, new) = match door {
-                Door::Proxy => ("listen", Some(config.tls.as_ref())),
-                Door::Rls => ("rls", config.tls_of(*door)),
-                Door::Check => ("check", config.tls_of(*door)),
+                ListenerKind::Proxy => ("listen", Some(config.tls.as_ref())),
+                ListenerKind::RateLimitService => ("rls", config.listener_tls(*door)),
+                ListenerKind::ExtAuthz => ("check", config.listener_tls(*door)),
             };
             // A door that is gone stays open until a restart, as it was.
             let Some(new) = new.filter(|new| current.load().as_ref() != *new) else {
@@ -258,14 +277,14 @@ impl Doors {
     }
 
     /// When the certificates end that are shown.
-    fn expiries(&self) -> Vec<(String, u64)> {
-        let shown = self.0.iter().flat_map(|(_, _, tls)| {
+    fn certificate_expiries(&self) -> Vec<(String, u64)> {
+        let all_expiries = self.0.iter().flat_map(|(_, _, tls)| {
             tls.load()
                 .as_ref()
-                .map(|tls| tls.expiries().to_vec())
+                .map(|tls| tls.certificate_expiries().to_vec())
                 .unwrap_or_default()
         });
-        let mut expiries: Vec<_> = shown.collect();
+        let mut expiries: Vec<_> = all_expiries.collect();
         expiries.sort_unstable();
         expiries.dedup();
         expiries
@@ -273,29 +292,37 @@ impl Doors {
 }
 
 /// Notes the past, for ever.
-async fn sample(history: Arc<History>, metrics: Arc<Metrics>, live: Live) {
+async fn sample_history(
+    history: Arc<TrafficHistory>,
+    metrics: Arc<Metrics>,
+    active_policies: ActivePolicies,
+) {
     let clock = Clock::system();
-    let mut ticks = interval(SAMPLING);
+    let mut ticks = interval(SAMPLE_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
         let now_s = clock.now_us() / 1_000_000;
-        let (history, metrics, live) = (Arc::clone(&history), Arc::clone(&metrics), live.clone());
+        let (history, metrics, live) = (
+            Arc::clone(&history),
+            Arc::clone(&metrics),
+            active_policies.clone(),
+        );
         // Aside: of ten thousand policies it takes milliseconds, and this thread accepts connections.
-        let noted = tokio::task::spawn_blocking(move || {
-            history.sample(now_s, live.rules().tallies().iter());
-            metrics.top().tick(now_s);
+        let sample_task = tokio::task::spawn_blocking(move || {
+            history.sample(now_s, live.load_snapshot().tallies().iter());
+            metrics.top_refusals().rotate_generations(now_s);
         });
-        if let Err(error) = noted.await {
+        if let Err(error) = sample_task.await {
             tracing::error!(%error, "the past can't be noted");
         }
     }
 }
 
 /// Takes the admin port's addresses and answers there until the process ends. Returns the first.
-fn start_admin(config: &Config, view: View) -> Result<ListenAddress, AppError> {
+fn start_admin(config: &Config, view: AdminBackend) -> Result<ListenAddress, AppError> {
     let settings = config.admin.clone();
-    let failed = |key, address| {
+    let listen_error = |key, address| {
         move |cause| AppError::Admin {
             key,
             address,
@@ -303,13 +330,14 @@ fn start_admin(config: &Config, view: View) -> Result<ListenAddress, AppError> {
         }
     };
     if let Some(address) = settings.probes {
-        let probes = admin::Listener::probes(address, view.clone());
-        let probes = probes.map_err(failed("admin.probes", ListenAddress::Ip(address)))?;
+        let probes = admin::AdminListener::bind_probes(address, view.clone());
+        let probes = probes.map_err(listen_error("admin.probes", ListenAddress::Ip(address)))?;
         tracing::info!(address = %probes.address(), "probes listening");
         tokio::task::spawn_local(probes.run());
     }
     let address = settings.address.clone();
-    let admin = admin::Listener::admin(settings, view).map_err(failed("admin.address", address))?;
+    let admin = admin::AdminListener::bind_admin(settings, view)
+        .map_err(listen_error("admin.address", address))?;
     let address = admin.address().clone();
     tracing::info!(%address, "admin listening");
     tokio::task::spawn_local(admin.run());
@@ -318,52 +346,54 @@ fn start_admin(config: &Config, view: View) -> Result<ListenAddress, AppError> {
 
 /// What the workers' stores have in common.
 #[derive(Clone)]
-pub(crate) enum Stores {
-    Memory(Arc<Memory>),
-    Redis(redis::Shared, Arc<Leases>),
+pub(crate) enum StoreBackend {
+    Memory(Arc<MemoryStore>),
+    Redis(redis::SharedRedisState, Arc<LeasePool>),
 }
 
-impl Stores {
+impl StoreBackend {
     pub(crate) fn new(settings: &StoreSettings) -> Self {
         match settings {
             StoreSettings::Memory(settings) => {
-                Self::Memory(Arc::new(Memory::new(*settings, Clock::system())))
+                Self::Memory(Arc::new(MemoryStore::new(*settings, Clock::system())))
             }
-            StoreSettings::Redis(settings) => {
-                Self::Redis(redis::Shared::new((**settings).clone()), Arc::default())
-            }
+            StoreSettings::Redis(settings) => Self::Redis(
+                redis::SharedRedisState::new((**settings).clone()),
+                Arc::default(),
+            ),
         }
     }
 
     /// A store for a look from beside: over connections of its own, and no instance among those that share limits.
-    pub(crate) async fn for_looking(&self) -> Store {
+    pub(crate) async fn open_for_inspection(&self) -> Store {
         match self {
             Self::Memory(memory) => Store::Memory(Arc::clone(memory)),
             Self::Redis(shared, _) => {
-                let redis = Redis::start(&redis::Shared::new(shared.settings().clone()));
-                redis.first_ready().await;
+                let redis =
+                    RedisStore::start(&redis::SharedRedisState::new(shared.settings().clone()));
+                redis.wait_until_ready().await;
                 Store::redis(redis)
             }
         }
     }
 
     /// What Redis was last seen to say of itself, if it is the store.
-    fn vitals(&self) -> Option<RedisVitals> {
+    fn redis_server_info(&self) -> Option<RedisServerMetrics> {
         match self {
             Self::Memory(_) => None,
-            Self::Redis(redis, _) => Some(redis.vitals()),
+            Self::Redis(redis, _) => Some(redis.server_info()),
         }
     }
 
     /// One worker's store, on the worker's runtime. Redis gets `connect_timeout` to be there; without it
     /// the worker starts degraded.
-    pub(crate) async fn for_worker(&self) -> Store {
+    pub(crate) async fn open_for_worker(&self) -> Store {
         match self {
             Self::Memory(memory) => Store::Memory(Arc::clone(memory)),
             Self::Redis(shared, leases) => {
-                let redis = Redis::start(shared).join();
-                redis.first_ready().await;
-                Store::redis(redis).sharing(leases)
+                let redis = RedisStore::start(shared).join_membership();
+                redis.wait_until_ready().await;
+                Store::redis(redis).with_leases(leases)
             }
         }
     }
@@ -371,46 +401,46 @@ impl Stores {
 
 /// Asks for an orderly end.
 #[derive(Clone, Debug)]
-struct Stopper(watch::Sender<Stop>);
+struct ShutdownHandle(watch::Sender<ShutdownSignal>);
 
-impl Stopper {
+impl ShutdownHandle {
     /// Does nothing if the end has begun already.
-    fn drain(&self, asked_by: &str) {
-        let begins = self.0.send_if_modified(|asked| {
-            let begins = *asked < Stop::Drain;
-            if begins {
-                *asked = Stop::Drain;
+    fn begin_drain(&self, asked_by: &str) {
+        let is_first_request = self.0.send_if_modified(|state| {
+            let is_first_request = *state < ShutdownSignal::Drain;
+            if is_first_request {
+                *state = ShutdownSignal::Drain;
             }
-            begins
+            is_first_request
         });
-        if begins {
+        if is_first_request {
             tracing::info!(asked_by, "stopping; requests in flight may finish");
         }
     }
 }
 
 /// SIGTERM and Ctrl-C ask for an orderly end; a second one for an immediate end.
-fn stop_on_signals() -> io::Result<(Stopper, watch::Receiver<Stop>)> {
-    let (tell, stop) = watch::channel(Stop::Run);
-    let stopper = Stopper(tell.clone());
+fn install_signal_handlers() -> io::Result<(ShutdownHandle, watch::Receiver<ShutdownSignal>)> {
+    let (sender, stop) = watch::channel(ShutdownSignal::Run);
+    let shutdown_handle = ShutdownHandle(sender.clone());
     let (mut term, mut interrupt) = (
         signal(SignalKind::terminate())?,
         signal(SignalKind::interrupt())?,
     );
     tokio::task::spawn_local(async move {
-        for ask in [Stop::Drain, Stop::Now] {
+        for stop_mode in [ShutdownSignal::Drain, ShutdownSignal::Immediate] {
             let name = tokio::select! {
                 _ = term.recv() => "SIGTERM",
                 _ = interrupt.recv() => "SIGINT",
             };
-            match ask {
-                Stop::Now => tracing::info!(signal = name, "stopping at once"),
+            match stop_mode {
+                ShutdownSignal::Immediate => tracing::info!(signal = name, "stopping at once"),
                 _ => tracing::info!(signal = name, "stopping; requests in flight may finish"),
             }
-            tell.send_replace(ask);
+            sender.send_replace(stop_mode);
         }
         // The sender stays: its end would ask for a drain.
         std::future::pending::<()>().await;
     });
-    Ok((stopper, stop))
+    Ok((shutdown_handle, stop))
 }

@@ -9,17 +9,17 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Tells the time, or what a test says is the time.
 #[derive(Clone, Debug)]
-pub struct Clock(Source);
+pub struct Clock(ClockSource);
 
 #[derive(Clone, Debug)]
-enum Source {
+enum ClockSource {
     System { start: Instant, start_us: u64 },
     Manual(Arc<AtomicU64>),
 }
 
 /// Moves a manual [`Clock`]. It may go backwards: a limiter has to live with that.
 #[derive(Clone, Debug)]
-pub struct Hands(Arc<AtomicU64>);
+pub struct ManualClock(Arc<AtomicU64>);
 
 impl Clock {
     /// The wall clock as it stood at this call, going on without steps: who sets the machine's clock
@@ -32,30 +32,32 @@ impl Clock {
         let since_epoch = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .unwrap_or_default();
-        Self(Source::System {
+        Self(ClockSource::System {
             start: Instant::now(),
-            start_us: micros(since_epoch),
+            start_us: saturating_micros(since_epoch),
         })
     }
 
     /// A clock that stands still until its hands are moved.
-    pub fn manual(start_us: u64) -> (Self, Hands) {
+    pub fn manual(start_us: u64) -> (Self, ManualClock) {
         let time = Arc::new(AtomicU64::new(start_us));
-        (Self(Source::Manual(Arc::clone(&time))), Hands(time))
+        (
+            Self(ClockSource::Manual(Arc::clone(&time))),
+            ManualClock(time),
+        )
     }
 
     /// Microseconds since the Unix epoch.
     pub fn now_us(&self) -> u64 {
-        self.at_us(Instant::now())
+        self.time_at_us(Instant::now())
     }
 
     /// The time at a moment that was looked up before: who needs the time twice asks the system once.
-    pub fn at_us(&self, moment: Instant) -> u64 {
+    pub fn time_at_us(&self, instant: Instant) -> u64 {
         match &self.0 {
-            Source::System { start, start_us } => {
-                start_us.saturating_add(micros(moment.saturating_duration_since(*start)))
-            }
-            Source::Manual(time) => time.load(Ordering::Relaxed),
+            ClockSource::System { start, start_us } => start_us
+                .saturating_add(saturating_micros(instant.saturating_duration_since(*start))),
+            ClockSource::Manual(time) => time.load(Ordering::Relaxed),
         }
     }
 }
@@ -66,18 +68,18 @@ impl Clock {
     clippy::disallowed_methods,
     reason = "this is the one place that reads the system's clock"
 )]
-pub fn unix_s() -> u64 {
+pub fn unix_time_s() -> u64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default()
         .as_secs()
 }
 
-fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+fn saturating_micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-impl Hands {
+impl ManualClock {
     pub fn set_us(&self, now_us: u64) {
         self.0.store(now_us, Ordering::Relaxed);
     }

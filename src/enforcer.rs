@@ -3,31 +3,31 @@
 //! Facts go in, the table says which limits apply, the store decides them, and what comes out says
 //! whether to forward, what to answer if not, and which limits to tell the client about.
 
-mod call;
-mod estimate;
+mod active_policies;
+mod dry_run;
+mod estimated_charge;
 mod explain;
-mod keeper;
-mod live;
-mod rehearsal;
+mod rate_limit_call;
+mod settlements;
 
-pub use call::{Called, Status};
-pub use estimate::Estimate;
-pub use explain::{Explanation, Limits, Step, explain};
-pub use keeper::Hold;
-pub use live::{Live, Rules};
-pub use rehearsal::{Claimed, Past, Rehearsed, Told, rehearse};
+pub use active_policies::{ActivePolicies, PolicySnapshot};
+pub use dry_run::{DryRunOutcome, DryRunResult, PolicyOutcome, QuotaUsage, dry_run_request};
+pub use estimated_charge::EstimatedCharge;
+pub use explain::{PolicyExplanation, PolicyLimits, PolicyStep, explain_request};
+pub use rate_limit_call::{CallVerdict, DescriptorVerdict};
+pub use settlements::ConcurrencySlotGuard;
 
-use keeper::{Keeper, Place};
+use settlements::{CounterRef, SettlementQueue};
 
 use crate::limiter::{
-    Algorithm, Charge, Decision, Key, Lease, Limit, MAX_UNITS, Refusal, Standing,
+    Algorithm, Charge, Decision, Key, Lease, Limit, LimitStatus, MAX_UNITS, Refusal,
 };
 use crate::policy::{
-    Action, Descriptor, EstimateCost, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy,
-    PolicyTable, Reject,
+    Descriptor, EstimateCost, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy, PolicyAction,
+    PolicyTable, RejectResponse,
 };
-use crate::store::{Store, Unavailable};
-use crate::telemetry::metrics::{Decision as Did, Shard, Source};
+use crate::store::{Store, StoreUnavailable};
+use crate::telemetry::metrics::{DecisionSource, PolicyDecision, WorkerMetrics};
 use smallvec::SmallVec;
 use std::mem::take;
 use std::sync::Arc;
@@ -37,48 +37,48 @@ use tokio::time::Instant;
 /// Decides requests by the policies that hold now, and counts what they did; one per worker.
 #[derive(Clone, Debug)]
 pub struct Enforcer {
-    live: Live,
+    active_policies: ActivePolicies,
     store: Store,
-    shard: Arc<Shard>,
-    keeper: Keeper,
+    shard: Arc<WorkerMetrics>,
+    settlements: SettlementQueue,
 }
 
 /// What is to become of a request. Borrows the table that decided it.
 #[derive(Debug)]
 pub struct Verdict<'t> {
-    pub outcome: Outcome<'t>,
+    pub outcome: RequestOutcome<'t>,
     /// Every enforced limit that applied, in the order of the policies; empty if none was decided.
-    pub limits: SmallVec<[Reported<'t>; 4]>,
+    pub limits: SmallVec<[ReportedLimit<'t>; 4]>,
     /// The store's clock when it decided (µs since the epoch).
     pub now_us: u64,
     /// When the store answered, or was found not to; `None`: it was not asked.
-    pub at: Option<Instant>,
+    pub decided_at: Option<Instant>,
     /// Who answered.
-    pub source: Option<Source>,
+    pub source: Option<DecisionSource>,
     /// How long the request is to be held before it is forwarded.
     pub delay: Duration,
     /// An enforced limit applied, and was decided without the store.
-    pub degraded: bool,
+    pub is_degraded: bool,
     /// What the request keeps until it has ended wholly.
-    pub hold: Option<Hold>,
+    pub slot_guard: Option<ConcurrencySlotGuard>,
     /// What its response is to settle.
-    pub estimates: Vec<Estimate>,
+    pub estimated_charges: Vec<EstimatedCharge>,
     /// Shadow policies that would have refused.
     pub shadow_rejected: SmallVec<[&'t str; 1]>,
 }
 
 #[derive(Debug)]
-pub enum Outcome<'t> {
+pub enum RequestOutcome<'t> {
     Forward,
     /// Over a limit: 429.
-    Limited(Limited<'t>),
+    Limited(LimitRejection<'t>),
     /// A policy with `action = "deny"`: 403.
     Denied {
         policy: &'t str,
-        reject: Option<&'t Reject>,
+        reject: Option<&'t RejectResponse>,
     },
     /// The request cannot be keyed: 400.
-    BadKey {
+    InvalidKey {
         policy: &'t str,
         fault: KeyFault,
     },
@@ -91,20 +91,20 @@ pub enum Outcome<'t> {
 
 /// A refusal by one or more limits.
 #[derive(Debug)]
-pub struct Limited<'t> {
+pub struct LimitRejection<'t> {
     /// The policy of the limit that stays closed longest.
     pub policy: &'t str,
     /// The field names of all limits that refused.
-    pub violated: SmallVec<[&'t str; 2]>,
-    pub retry: Retry,
+    pub violated_limits: SmallVec<[&'t str; 2]>,
+    pub retry: RetryHint,
     /// A block that began earlier was met.
-    pub blocked: bool,
-    pub reject: Option<&'t Reject>,
+    pub is_blocked: bool,
+    pub reject: Option<&'t RejectResponse>,
 }
 
 /// When the same request would be admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Retry {
+pub enum RetryHint {
     /// After so many microseconds.
     After(u64),
     Never,
@@ -114,16 +114,16 @@ pub enum Retry {
 
 /// One limit as it goes into the rate-limit fields.
 #[derive(Clone, Copy, Debug)]
-pub struct Reported<'t> {
+pub struct ReportedLimit<'t> {
     pub limit: &'t NamedLimit,
-    pub standing: Standing,
+    pub standing: LimitStatus,
     /// Whose quota it is: [`Key::id`].
-    pub key: u128,
+    pub key_id: u128,
 }
 
-impl Reported<'_> {
+impl ReportedLimit<'_> {
     /// The one that refused, or that is nearest to refusing.
-    pub fn tightest(limits: &[Self]) -> Option<&Self> {
+    pub fn find_tightest(limits: &[Self]) -> Option<&Self> {
         limits
             .iter()
             .min_by_key(|one| (one.standing.refusal.is_none(), one.standing.remaining))
@@ -132,130 +132,139 @@ impl Reported<'_> {
 
 impl Enforcer {
     /// Counts with a worker's own shard.
-    pub fn new(live: Live, store: Store, shard: Arc<Shard>) -> Self {
+    pub fn new(active_policies: ActivePolicies, store: Store, shard: Arc<WorkerMetrics>) -> Self {
         Self {
-            live,
-            keeper: Keeper::new(store.clone(), Arc::clone(&shard)),
+            active_policies,
+            settlements: SettlementQueue::new(store.clone(), Arc::clone(&shard)),
             store,
             shard,
         }
     }
 
     /// The policies that hold now. A request keeps those that it started with.
-    pub fn rules(&self) -> Arc<Rules> {
-        self.live.rules()
+    pub fn policy_snapshot(&self) -> Arc<PolicySnapshot> {
+        self.active_policies.load_snapshot()
     }
 
     /// Decides one request, which arrived just now, by `rules`.
     pub async fn decide<'t>(
         &self,
-        rules: &'t Rules,
+        policies: &'t PolicySnapshot,
         facts: &Facts<'_>,
         arrived: Instant,
     ) -> Verdict<'t> {
-        let count = |at, key: Option<&Key>, did: Did| {
-            rules.count(at, &self.shard, did, (key, facts.place()))
+        let record_decision = |at, key: Option<&Key>, did: PolicyDecision| {
+            policies.record_decision(at, &self.shard, did, (key, facts.target()))
         };
-        let mut plan = match Plan::of(&rules.table, facts, count) {
+        let mut plan = match ChargePlan::from_facts(&policies.table, facts, record_decision) {
             Ok(plan) => plan,
-            Err(outcome) => return Verdict::of(outcome),
+            Err(outcome) => return Verdict::from_outcome(outcome),
         };
-        self.ask(&mut plan, count, arrived).await
+        self.decide_plan(&mut plan, record_decision, arrived).await
     }
 
     /// Has the store decide what a plan asks, and leaves nothing of it: by value it would take its room twice.
-    async fn ask<'t>(
+    async fn decide_plan<'t>(
         &self,
-        plan: &mut Plan<'t>,
-        count: impl Fn(usize, Option<&Key>, Did) + Copy,
+        plan: &mut ChargePlan<'t>,
+        record_decision: impl Fn(usize, Option<&Key>, PolicyDecision) + Copy,
         arrived: Instant,
     ) -> Verdict<'t> {
-        if plan.claims.is_empty() {
-            let shadow_rejected = take(&mut plan.shadow_denied);
+        if plan.policy_charges.is_empty() {
+            let shadow_rejected = take(&mut plan.shadow_denials);
             return Verdict {
                 shadow_rejected,
-                ..Verdict::of(Outcome::Forward)
+                ..Verdict::from_outcome(RequestOutcome::Forward)
             };
         }
         // Before the store is asked: who leaves meanwhile gives back what he may have got.
-        let hold = plan.hold(&self.keeper);
-        let charges = plan.charges(1, hold.as_ref().map_or(0, Hold::slot));
-        let answer = self.store.answer(&charges, arrived).await;
+        let slot_guard = plan.reserve_slots(&self.settlements);
+        let charges = plan.build_charges(
+            1,
+            slot_guard.as_ref().map_or(0, ConcurrencySlotGuard::slot_id),
+        );
+        let answer = self.store.decide_with_source(&charges, arrived).await;
         let (mut verdict, source) = match answer {
             // Refused beside the store: it does not know all yet.
-            Ok((decision, Source::Degraded)) => {
+            Ok((decision, DecisionSource::Degraded)) => {
                 drop(charges);
-                plan.count_degraded(Some(&decision), count);
+                plan.record_degraded_decisions(Some(&decision), record_decision);
                 (
                     Verdict {
-                        degraded: true,
+                        is_degraded: true,
                         ..take(plan).into_verdict(&decision)
                     },
-                    Source::Degraded,
+                    DecisionSource::Degraded,
                 )
             }
             Ok((decision, source)) => {
-                let hold = hold.and_then(|hold| plan.held(hold, &charges, &decision));
+                let slot_guard =
+                    slot_guard.and_then(|hold| plan.retain_taken_slots(hold, &charges, &decision));
                 drop(charges);
-                plan.count(&decision, count);
-                let estimates = plan.estimates(&decision, &self.keeper);
+                plan.record_decisions(&decision, record_decision);
+                let estimated_charges = plan.estimated_charges(&decision, &self.settlements);
                 (
                     Verdict {
-                        hold,
-                        estimates,
+                        slot_guard,
+                        estimated_charges,
                         ..take(plan).into_verdict(&decision)
                     },
                     source,
                 )
             }
             Err(unavailable) => {
-                let alone = plan
-                    .goes_on()
-                    .then(|| self.store.decide_alone(&charges))
+                let fallback_decision = plan
+                    .allows_fallback()
+                    .then(|| self.store.decide_by_fallback(&charges))
                     .flatten();
-                let hold = hold.and_then(|hold| plan.held(hold, &charges, alone.as_ref()?));
+                let slot_guard = slot_guard.and_then(|hold| {
+                    plan.retain_taken_slots(hold, &charges, fallback_decision.as_ref()?)
+                });
                 drop(charges);
-                plan.count_degraded(alone.as_ref(), count);
-                let estimates = |alone| plan.estimates(alone, &self.keeper);
-                let estimates = alone.as_ref().map(estimates).unwrap_or_default();
-                let verdict = take(plan).into_degraded(&unavailable, alone.as_ref());
+                plan.record_degraded_decisions(fallback_decision.as_ref(), record_decision);
+                let to_estimated_charges = |alone| plan.estimated_charges(alone, &self.settlements);
+                let estimated_charges = fallback_decision
+                    .as_ref()
+                    .map(to_estimated_charges)
+                    .unwrap_or_default();
+                let verdict = take(plan).into_degraded(&unavailable, fallback_decision.as_ref());
                 (
                     Verdict {
-                        hold,
-                        estimates,
+                        slot_guard,
+                        estimated_charges,
                         ..verdict
                     },
-                    Source::Degraded,
+                    DecisionSource::Degraded,
                 )
             }
         };
         let at = Instant::now();
         self.shard
-            .decided(source, at.saturating_duration_since(arrived));
-        (verdict.at, verdict.source) = (Some(at), Some(source));
+            .record_decision_time(source, at.saturating_duration_since(arrived));
+        (verdict.decided_at, verdict.source) = (Some(at), Some(source));
         verdict
     }
 
     /// Waits, but not for long, until the store knows of all requests that have ended, and that this process ends.
-    pub async fn finish(&self) {
-        self.keeper.flush().await;
-        self.store.leave().await;
+    pub async fn shut_down(&self) {
+        self.settlements.flush().await;
+        self.store.shut_down().await;
     }
 }
 
 impl<'t> Verdict<'t> {
     /// A verdict for which no limit was asked.
-    fn of(outcome: Outcome<'t>) -> Self {
+    fn from_outcome(outcome: RequestOutcome<'t>) -> Self {
         Self {
             outcome,
             limits: SmallVec::new(),
             now_us: 0,
-            at: None,
+            decided_at: None,
             source: None,
             delay: Duration::ZERO,
-            degraded: false,
-            hold: None,
-            estimates: Vec::new(),
+            is_degraded: false,
+            slot_guard: None,
+            estimated_charges: Vec::new(),
             shadow_rejected: SmallVec::new(),
         }
     }
@@ -263,17 +272,17 @@ impl<'t> Verdict<'t> {
 
 /// What one request asks of the store.
 #[derive(Default)]
-struct Plan<'t> {
+struct ChargePlan<'t> {
     /// With room for few: it is moved with every request, and a claim is large.
-    claims: SmallVec<[Claim<'t>; 2]>,
+    policy_charges: SmallVec<[PolicyCharge<'t>; 2]>,
     /// Shadow policies that would have denied it.
-    shadow_denied: SmallVec<[&'t str; 1]>,
+    shadow_denials: SmallVec<[&'t str; 1]>,
 }
 
 /// The limits of one matching policy, for the key that the request has there.
-struct Claim<'t> {
+struct PolicyCharge<'t> {
     /// The policy's place in the table.
-    at: usize,
+    policy_index: usize,
     policy: &'t Policy,
     key: Key,
     limits: &'t [NamedLimit],
@@ -287,92 +296,101 @@ struct Claim<'t> {
     lease: Option<Lease>,
 }
 
-impl<'t> Claim<'t> {
-    fn counts_with(&self, other: &Self) -> bool {
-        let identities = |claim: &Self| claim.limits.iter().map(|named| named.limit.identity());
-        self.at == other.at
+impl<'t> PolicyCharge<'t> {
+    fn shares_counters_with(&self, other: &Self) -> bool {
+        let identities = |claim: &Self| {
+            claim
+                .limits
+                .iter()
+                .map(|named| named.limit.counter_identity())
+        };
+        self.policy_index == other.policy_index
             && self.key.id() == other.key.id()
             && identities(self).eq(identities(other))
     }
 
     /// Takes over what another asks of the same counters. Limits differ only if descriptors that are the same bring
     /// different ones along: the tighter one holds.
-    fn join(&mut self, other: &Claim<'t>) {
+    fn merge(&mut self, other: &PolicyCharge<'t>) {
         self.cost = self.cost.saturating_add(other.cost).min(MAX_UNITS);
-        let least = |claim: &Claim<'t>| claim.limits.iter().map(|named| named.limit.requests).min();
-        if least(other) < least(self) {
+        let min_requests =
+            |claim: &PolicyCharge<'t>| claim.limits.iter().map(|named| named.limit.requests).min();
+        if min_requests(other) < min_requests(self) {
             self.limits = other.limits;
         }
     }
 
     /// Whether the policy is one of those for which requests are held.
-    fn holds(&self) -> bool {
-        let is_line =
+    fn delays_requests(&self) -> bool {
+        let is_leaky_bucket =
             |named: &NamedLimit| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. });
-        self.limits.iter().any(is_line)
+        self.limits.iter().any(is_leaky_bucket)
     }
 }
 
-impl<'t> Plan<'t> {
+impl<'t> ChargePlan<'t> {
     /// Walks the matching policies in order until one exempts or denies; limits met before it apply,
     /// but a denied request charges nothing. A shadow policy stops nothing. `count` hears what the policies
     /// without limits did.
-    fn of(
+    fn from_facts(
         table: &'t PolicyTable,
         facts: &Facts<'_>,
-        count: impl FnMut(usize, Option<&Key>, Did),
-    ) -> Result<Self, Outcome<'t>> {
+        record_decision: impl FnMut(usize, Option<&Key>, PolicyDecision),
+    ) -> Result<Self, RequestOutcome<'t>> {
         let mut plan = Self::default();
-        plan.add(table, facts, None, count)?;
+        plan.add_matching_policies(table, facts, None, record_decision)?;
         Ok(plan)
     }
 
     /// The same beside what is planned already. `descriptor` is that of `facts`, if they are about one. Says whether any
     /// policy applies.
-    fn add(
+    fn add_matching_policies(
         &mut self,
         table: &'t PolicyTable,
         facts: &Facts<'_>,
         descriptor: Option<&'t Descriptor<'t>>,
-        mut count: impl FnMut(usize, Option<&Key>, Did),
-    ) -> Result<bool, Outcome<'t>> {
-        let matching = table.matching(facts);
-        let is_met = !matching.is_empty();
+        mut record_decision: impl FnMut(usize, Option<&Key>, PolicyDecision),
+    ) -> Result<bool, RequestOutcome<'t>> {
+        let matching = table.matching_policies(facts);
+        let is_matched = !matching.is_empty();
         for (at, policy) in matching {
             let quota = match &policy.action {
-                Action::Limit(quota) => quota,
-                Action::Allow => {
-                    count(at, None, Did::Exempt);
+                PolicyAction::Limit(quota) => quota,
+                PolicyAction::Allow => {
+                    record_decision(at, None, PolicyDecision::Exempt);
                     if policy.shadow {
                         continue;
                     }
                     break;
                 }
-                Action::Deny if policy.shadow => {
-                    count(at, None, Did::ShadowRejected);
-                    self.shadow_denied.push(&*policy.name);
+                PolicyAction::Deny if policy.shadow => {
+                    record_decision(at, None, PolicyDecision::ShadowRejected);
+                    self.shadow_denials.push(&*policy.name);
                     continue;
                 }
-                Action::Deny => {
-                    count(at, None, Did::Denied);
-                    return Err(Outcome::Denied {
+                PolicyAction::Deny => {
+                    record_decision(at, None, PolicyDecision::Denied);
+                    return Err(RequestOutcome::Denied {
                         policy: &policy.name,
-                        reject: policy.reject.as_ref(),
+                        reject: policy.reject_response.as_ref(),
                     });
                 }
             };
             let selected = match descriptor {
-                Some(descriptor) => quota.select_for(&policy.name, descriptor, &table.client),
-                None => quota.select(&policy.name, facts, &table.client),
+                Some(descriptor) => {
+                    quota.select_for_descriptor(&policy.name, descriptor, &table.client)
+                }
+                None => quota.select_for_request(&policy.name, facts, &table.client),
             };
             match selected {
                 Ok(Some((key, limits))) => {
                     let block = quota.block.as_ref().filter(|_| !policy.shadow);
-                    let (cost, estimate) = (quota.cost.of(facts), quota.cost.estimate());
+                    let (cost, estimate) =
+                        (quota.cost.compute_units(facts), quota.cost.as_estimate());
                     let (counts_rejected, shards) = (quota.count_rejected, quota.shards);
                     let lease = quota.lease;
-                    self.claim(Claim {
-                        at,
+                    self.add_policy_charge(PolicyCharge {
+                        policy_index: at,
                         policy,
                         key,
                         limits,
@@ -385,42 +403,44 @@ impl<'t> Plan<'t> {
                     });
                 }
                 Ok(None) => {}
-                Err(_) if policy.shadow => count(at, None, Did::ShadowRejected),
+                Err(_) if policy.shadow => {
+                    record_decision(at, None, PolicyDecision::ShadowRejected)
+                }
                 Err(fault) => {
-                    count(at, None, Did::Denied);
-                    return Err(Outcome::BadKey {
+                    record_decision(at, None, PolicyDecision::Denied);
+                    return Err(RequestOutcome::InvalidKey {
                         policy: &policy.name,
                         fault,
                     });
                 }
             }
         }
-        Ok(is_met)
+        Ok(is_matched)
     }
 
     /// Asks for one more. Several descriptors of a call may use one counter, of which only one charge may be asked.
-    fn claim(&mut self, claim: Claim<'t>) {
-        let same = self
-            .claims
+    fn add_policy_charge(&mut self, claim: PolicyCharge<'t>) {
+        let existing = self
+            .policy_charges
             .iter_mut()
-            .find(|other| other.counts_with(&claim));
-        match same {
-            Some(same) => same.join(&claim),
-            None => self.claims.push(claim),
+            .find(|other| other.shares_counters_with(&claim));
+        match existing {
+            Some(same) => same.merge(&claim),
+            None => self.policy_charges.push(claim),
         }
     }
 
     /// `knock` is what a block or a slot is asked for: 1, also by a request that costs nothing, or 0 to look only. `slot` is the
     /// one that the request takes.
-    fn charges(&self, knock: u64, slot: u128) -> SmallVec<[Charge<'_>; 4]> {
+    fn build_charges(&self, fixed_cost: u64, slot: u128) -> SmallVec<[Charge<'_>; 4]> {
         (0..)
-            .zip(&self.claims)
+            .zip(&self.policy_charges)
             .flat_map(|(group, claim)| {
-                let block = claim.block.map(|block| (block, knock));
+                let block = claim.block.map(|block| (block, fixed_cost));
                 // A request takes one slot, whatever it costs.
                 let cost = |limit| {
                     if is_concurrency(limit) {
-                        knock
+                        fixed_cost
                     } else {
                         claim.cost
                     }
@@ -437,9 +457,9 @@ impl<'t> Plan<'t> {
                         shadow: claim.policy.shadow,
                         counts_rejected: claim.counts_rejected,
                         settles: claim.estimate.is_some(),
-                        slot,
-                        local: claim.policy.on_store_failure == OnStoreFailure::Local,
-                        shards: claim.shards,
+                        slot_id: slot,
+                        has_fallback: claim.policy.on_store_failure == OnStoreFailure::Local,
+                        shard_count: claim.shards,
                         lease: claim.lease,
                         ..Charge::new(limit, &claim.key, cost)
                     })
@@ -448,49 +468,58 @@ impl<'t> Plan<'t> {
     }
 
     /// Holds a slot for each limit that wants one.
-    fn hold(&self, keeper: &Keeper) -> Option<Hold> {
-        let places = self.claims.iter().flat_map(|claim| {
+    fn reserve_slots(&self, settlements: &SettlementQueue) -> Option<ConcurrencySlotGuard> {
+        let counters = self.policy_charges.iter().flat_map(|claim| {
             let limits = claim
                 .limits
                 .iter()
                 .filter(|named| is_concurrency(&named.limit));
             limits.map(|named| (named.limit, claim.key.clone()))
         });
-        let places: SmallVec<[Place; 1]> = places.collect();
-        (!places.is_empty()).then(|| keeper.hold(places))
+        let counters: SmallVec<[CounterRef; 1]> = counters.collect();
+        (!counters.is_empty()).then(|| settlements.reserve_slots(counters))
     }
 
     /// What is left of a hold once the store has decided.
-    fn held(&self, hold: Hold, charges: &[Charge<'_>], decision: &Decision) -> Option<Hold> {
-        let (taken, longest_us) = taken(charges, decision);
-        let mut hold = hold.taken_at(|(limit, key)| {
+    fn retain_taken_slots(
+        &self,
+        slot_guard: ConcurrencySlotGuard,
+        charges: &[Charge<'_>],
+        decision: &Decision,
+    ) -> Option<ConcurrencySlotGuard> {
+        let (taken, max_duration_us) = taken_slots(charges, decision);
+        let mut hold = slot_guard.retain_taken(|(limit, key)| {
             taken
                 .iter()
                 .any(|charge| *charge.limit == *limit && charge.key.id() == key.id())
         })?;
-        hold.end_at(longest_us.map(|us| Instant::now() + Duration::from_micros(us)));
+        hold.set_end(max_duration_us.map(|us| Instant::now() + Duration::from_micros(us)));
         Some(hold)
     }
 
     /// What was charged by estimate. A shadow policy that refused has charged nothing.
-    fn estimates(&self, decision: &Decision, keeper: &Keeper) -> Vec<Estimate> {
+    fn estimated_charges(
+        &self,
+        decision: &Decision,
+        settlements: &SettlementQueue,
+    ) -> Vec<EstimatedCharge> {
         let (mut estimates, mut next) = (Vec::new(), 0);
-        for claim in self.claims.iter().filter(|_| decision.admitted) {
+        for claim in self.policy_charges.iter().filter(|_| decision.admitted) {
             let first = next + usize::from(claim.block.is_some());
             let own = next..first + claim.limits.len();
             next = own.end;
-            let passes = |standing: &Option<Standing>| {
+            let passes = |standing: &Option<LimitStatus>| {
                 standing.is_some_and(|standing| standing.refusal.is_none())
             };
             let is_charged = decision
-                .standings
+                .statuses
                 .get(own)
                 .is_some_and(|own| own.iter().all(passes));
             if let Some(cost) = claim.estimate.filter(|_| is_charged) {
                 // Of what is not told nothing is given back.
                 let at_us = |at: usize| {
                     decision
-                        .stands_us
+                        .charged_at_us
                         .get(at)
                         .copied()
                         .flatten()
@@ -501,7 +530,11 @@ impl<'t> Plan<'t> {
                     .filter(|(_, named)| !is_concurrency(&named.limit))
                     .map(|(at, named)| ((named.limit, claim.key.clone()), at_us(at)))
                     .collect();
-                estimates.push(Estimate::new(Arc::clone(cost), places, keeper.clone()));
+                estimates.push(EstimatedCharge::new(
+                    Arc::clone(cost),
+                    places,
+                    settlements.clone(),
+                ));
             }
         }
         estimates
@@ -509,16 +542,16 @@ impl<'t> Plan<'t> {
 
     /// Puts the answer, one standing per charge, back beside the policies that asked.
     fn into_verdict(self, decision: &Decision) -> Verdict<'t> {
-        let mut verdict = Verdict::of(Outcome::Forward);
+        let mut verdict = Verdict::from_outcome(RequestOutcome::Forward);
         verdict.now_us = decision.now_us;
         verdict.delay = Duration::from_micros(decision.delay_us);
-        verdict.shadow_rejected = self.shadow_denied;
-        let mut refusals = Refusals::default();
-        let mut standings = decision.standings.iter();
-        for claim in &self.claims {
+        verdict.shadow_rejected = self.shadow_denials;
+        let mut refusals = RefusalSummary::default();
+        let mut standings = decision.statuses.iter();
+        for claim in &self.policy_charges {
             let block = claim.block.and_then(|_| *standings.next()?);
-            refusals.blocked |= block.is_some_and(|block| block.refusal.is_some());
-            let blocked_until_us = block.and_then(|block| block.grows_at_us);
+            refusals.is_blocked |= block.is_some_and(|block| block.refusal.is_some());
+            let blocked_until_us = block.and_then(|block| block.next_growth_us);
             for (limit, standing) in claim.limits.iter().zip(&mut standings) {
                 if claim.policy.shadow {
                     let name = &*claim.policy.name;
@@ -529,80 +562,88 @@ impl<'t> Plan<'t> {
                     continue;
                 }
                 let standing = match blocked_until_us {
-                    Some(until_us) => Some(shut(*standing, until_us)),
+                    Some(until_us) => Some(blocked_standing(*standing, until_us)),
                     None => *standing,
                 };
                 let Some(standing) = standing else { continue };
-                verdict.limits.push(Reported {
+                verdict.limits.push(ReportedLimit {
                     limit,
                     standing,
-                    key: claim.key.id(),
+                    key_id: claim.key.id(),
                 });
                 if let Some(refusal) = standing.refusal {
-                    refusals.add(claim.policy, limit, refusal);
+                    refusals.add_refusal(claim.policy, limit, refusal);
                 }
             }
         }
-        if let Some(limited) = refusals.into_limited(decision.now_us) {
-            verdict.outcome = Outcome::Limited(limited);
+        if let Some(limited) = refusals.into_rejection(decision.now_us) {
+            verdict.outcome = RequestOutcome::Limited(limited);
         }
         verdict
     }
 
     /// The enforced policies, in order.
-    fn enforced(&self) -> impl Iterator<Item = &'t Policy> {
-        self.claims
+    fn enforced_policies(&self) -> impl Iterator<Item = &'t Policy> {
+        self.policy_charges
             .iter()
             .map(|claim| claim.policy)
             .filter(|policy| !policy.shadow)
     }
 
     /// The first that refuses whatever it limits while the store is away.
-    fn closed(&self) -> Option<&'t Policy> {
-        self.enforced()
+    fn first_closed_policy(&self) -> Option<&'t Policy> {
+        self.enforced_policies()
             .find(|policy| policy.on_store_failure == OnStoreFailure::Closed)
     }
 
     /// Whether it is worth deciding without the store.
-    fn goes_on(&self) -> bool {
-        let mut enforced = self.enforced();
-        self.closed().is_none()
+    fn allows_fallback(&self) -> bool {
+        let mut enforced = self.enforced_policies();
+        self.first_closed_policy().is_none()
             && enforced.any(|policy| policy.on_store_failure == OnStoreFailure::Local)
     }
 
     /// The store gave no answer: one `closed` policy is enough to refuse, else those that go on without it have
     /// decided `alone`.
-    fn into_degraded(self, unavailable: &Unavailable, alone: Option<&Decision>) -> Verdict<'t> {
-        let degraded = self.enforced().next().is_some();
-        if let Some(policy) = self.closed() {
-            let outcome = Outcome::Unavailable {
+    fn into_degraded(
+        self,
+        unavailable: &StoreUnavailable,
+        fallback_decision: Option<&Decision>,
+    ) -> Verdict<'t> {
+        let degraded = self.enforced_policies().next().is_some();
+        if let Some(policy) = self.first_closed_policy() {
+            let outcome = RequestOutcome::Unavailable {
                 policy: &policy.name,
                 retry_after_us: unavailable.retry_after_us,
             };
             return Verdict {
-                degraded,
-                shadow_rejected: self.shadow_denied,
-                ..Verdict::of(outcome)
+                is_degraded: degraded,
+                shadow_rejected: self.shadow_denials,
+                ..Verdict::from_outcome(outcome)
             };
         }
-        match alone {
+        match fallback_decision {
             Some(decision) => Verdict {
-                degraded,
+                is_degraded: degraded,
                 ..self.into_verdict(decision)
             },
             None => Verdict {
-                degraded,
-                shadow_rejected: self.shadow_denied,
-                ..Verdict::of(Outcome::Forward)
+                is_degraded: degraded,
+                shadow_rejected: self.shadow_denials,
+                ..Verdict::from_outcome(RequestOutcome::Forward)
             },
         }
     }
 
     /// Counts what each policy did with a request that was decided; of one about whose limits the deny cache
     /// knows nothing, that is nothing.
-    fn count(&self, decision: &Decision, mut count: impl FnMut(usize, Option<&Key>, Did)) {
-        let mut standings = decision.standings.iter();
-        for claim in &self.claims {
+    fn record_decisions(
+        &self,
+        decision: &Decision,
+        mut count: impl FnMut(usize, Option<&Key>, PolicyDecision),
+    ) {
+        let mut standings = decision.statuses.iter();
+        for claim in &self.policy_charges {
             let block = claim.block.and_then(|_| *standings.next()?);
             let blocked = block.is_some_and(|block| block.refusal.is_some());
             let (mut refused, mut known) = (false, true);
@@ -610,22 +651,28 @@ impl<'t> Plan<'t> {
                 refused |= standing.is_some_and(|standing| standing.refusal.is_some());
                 known &= standing.is_some();
             }
-            let did = match (refused, claim.policy.shadow) {
-                _ if blocked => Did::Blocked,
-                (true, true) => Did::ShadowRejected,
-                (true, false) => Did::Rejected,
-                (false, false) if decision.delay_us > 0 && claim.holds() => Did::Delayed,
-                (false, _) if known => Did::Allowed,
+            let decision_label = match (refused, claim.policy.shadow) {
+                _ if blocked => PolicyDecision::Blocked,
+                (true, true) => PolicyDecision::ShadowRejected,
+                (true, false) => PolicyDecision::Rejected,
+                (false, false) if decision.delay_us > 0 && claim.delays_requests() => {
+                    PolicyDecision::Delayed
+                }
+                (false, _) if known => PolicyDecision::Allowed,
                 (false, _) => continue,
             };
-            count(claim.at, Some(&claim.key), did);
+            count(claim.policy_index, Some(&claim.key), decision_label);
         }
     }
 
     /// The same without an answer; `alone` is what was decided without it.
-    fn count_degraded(&self, alone: Option<&Decision>, count: impl Fn(usize, Option<&Key>, Did)) {
-        let mut standings = alone.map(|decision| decision.standings.iter());
-        for claim in &self.claims {
+    fn record_degraded_decisions(
+        &self,
+        fallback_decision: Option<&Decision>,
+        record_decision: impl Fn(usize, Option<&Key>, PolicyDecision),
+    ) {
+        let mut standings = fallback_decision.map(|decision| decision.statuses.iter());
+        for claim in &self.policy_charges {
             let charges = claim.limits.len() + usize::from(claim.block.is_some());
             let own = standings
                 .iter_mut()
@@ -636,49 +683,50 @@ impl<'t> Plan<'t> {
                 .filter(|standing| standing.refusal.is_some())
                 .count()
                 > 0;
-            let did = match claim.policy.on_store_failure {
-                _ if claim.policy.shadow => Did::Degraded,
-                OnStoreFailure::Open => Did::DegradedOpen,
-                OnStoreFailure::Closed => Did::DegradedClosed,
+            let decision_label = match claim.policy.on_store_failure {
+                _ if claim.policy.shadow => PolicyDecision::Degraded,
+                OnStoreFailure::Open => PolicyDecision::DegradedOpen,
+                OnStoreFailure::Closed => PolicyDecision::DegradedClosed,
                 // Another policy is closed: nothing was decided.
-                OnStoreFailure::Local if alone.is_none() => Did::Degraded,
-                OnStoreFailure::Local if refused => Did::DegradedLocalRejected,
-                OnStoreFailure::Local => Did::DegradedLocalAllowed,
+                OnStoreFailure::Local if fallback_decision.is_none() => PolicyDecision::Degraded,
+                OnStoreFailure::Local if refused => PolicyDecision::DegradedLocalRejected,
+                OnStoreFailure::Local => PolicyDecision::DegradedLocalAllowed,
             };
-            count(claim.at, Some(&claim.key), did);
+            record_decision(claim.policy_index, Some(&claim.key), decision_label);
         }
     }
 }
 
 /// The charges by which a request took slots, and how long it may keep them (µs), if that is bounded.
-fn taken<'c, 'k>(
+fn taken_slots<'c, 'k>(
     charges: &'c [Charge<'k>],
     decision: &Decision,
 ) -> (SmallVec<[&'c Charge<'k>; 1]>, Option<u64>) {
     let is_refused =
-        |standing: &Option<Standing>| standing.is_none_or(|standing| standing.refusal.is_some());
-    let refuses = |asked: &Charge<'_>| {
+        |standing: &Option<LimitStatus>| standing.is_none_or(|standing| standing.refusal.is_some());
+    let is_policy_refused = |asked: &Charge<'_>| {
         let mut of_policy = charges
             .iter()
-            .zip(&decision.standings)
-            .filter(|(charge, _)| asked.is_of_policy_of(charge));
+            .zip(&decision.statuses)
+            .filter(|(charge, _)| asked.is_same_policy(charge));
         of_policy.any(|(_, standing)| is_refused(standing))
     };
-    let mut longest_us = None;
+    let mut max_duration_us = None;
     let taken = charges
         .iter()
         .filter(|charge| decision.admitted && is_concurrency(charge.limit));
-    let taken: SmallVec<[&Charge<'_>; 1]> = taken.filter(|charge| !refuses(charge)).collect();
+    let taken: SmallVec<[&Charge<'_>; 1]> =
+        taken.filter(|charge| !is_policy_refused(charge)).collect();
     for charge in taken.iter().filter(|charge| !charge.shadow) {
         if let Algorithm::Concurrency {
             max_duration_us: most_us @ 1..,
         } = charge.limit.algorithm
         {
-            longest_us =
-                Some(longest_us.map_or(most_us, |longest_us: u64| longest_us.min(most_us)));
+            max_duration_us =
+                Some(max_duration_us.map_or(most_us, |longest_us: u64| longest_us.min(most_us)));
         }
     }
-    (taken, longest_us)
+    (taken, max_duration_us)
 }
 
 fn is_concurrency(limit: &Limit) -> bool {
@@ -686,51 +734,54 @@ fn is_concurrency(limit: &Limit) -> bool {
 }
 
 /// How a limit stands towards clients while a block holds: it gives nothing before its end.
-fn shut(standing: Option<Standing>, until_us: u64) -> Standing {
+fn blocked_standing(standing: Option<LimitStatus>, until_us: u64) -> LimitStatus {
     let grows_at_us = standing
-        .and_then(|standing| standing.grows_at_us)
+        .and_then(|standing| standing.next_growth_us)
         .unwrap_or(0);
     let refusal = match standing.and_then(|standing| standing.refusal) {
         Some(Refusal::Never) => Refusal::Never,
         Some(Refusal::Until(at_us)) => Refusal::Until(at_us.max(until_us)),
         Some(Refusal::Unknown) | None => Refusal::Until(until_us),
     };
-    Standing {
+    LimitStatus {
         remaining: 0,
-        grows_at_us: Some(grows_at_us.max(until_us)),
+        next_growth_us: Some(grows_at_us.max(until_us)),
         refusal: Some(refusal),
     }
 }
 
 /// Gathers refusals; the one that lasts longest speaks for all.
 #[derive(Default)]
-struct Refusals<'t> {
-    longest: Option<(&'t Policy, Refusal)>,
-    violated: SmallVec<[&'t str; 2]>,
-    blocked: bool,
+struct RefusalSummary<'t> {
+    longest_refusal: Option<(&'t Policy, Refusal)>,
+    violated_limits: SmallVec<[&'t str; 2]>,
+    is_blocked: bool,
 }
 
-impl<'t> Refusals<'t> {
-    fn add(&mut self, policy: &'t Policy, limit: &'t NamedLimit, refusal: Refusal) {
-        self.violated.push(&limit.name);
-        if self.longest.is_none_or(|(_, longest)| refusal > longest) {
-            self.longest = Some((policy, refusal));
+impl<'t> RefusalSummary<'t> {
+    fn add_refusal(&mut self, policy: &'t Policy, limit: &'t NamedLimit, refusal: Refusal) {
+        self.violated_limits.push(&limit.name);
+        if self
+            .longest_refusal
+            .is_none_or(|(_, longest)| refusal > longest)
+        {
+            self.longest_refusal = Some((policy, refusal));
         }
     }
 
-    fn into_limited(self, now_us: u64) -> Option<Limited<'t>> {
-        let (policy, refusal) = self.longest?;
+    fn into_rejection(self, now_us: u64) -> Option<LimitRejection<'t>> {
+        let (policy, refusal) = self.longest_refusal?;
         let retry = match refusal {
-            Refusal::Until(at_us) => Retry::After(at_us.saturating_sub(now_us)),
-            Refusal::Never => Retry::Never,
-            Refusal::Unknown => Retry::Unknown,
+            Refusal::Until(at_us) => RetryHint::After(at_us.saturating_sub(now_us)),
+            Refusal::Never => RetryHint::Never,
+            Refusal::Unknown => RetryHint::Unknown,
         };
-        Some(Limited {
+        Some(LimitRejection {
             policy: &policy.name,
-            violated: self.violated,
+            violated_limits: self.violated_limits,
             retry,
-            blocked: self.blocked,
-            reject: policy.reject.as_ref(),
+            is_blocked: self.is_blocked,
+            reject: policy.reject_response.as_ref(),
         })
     }
 }

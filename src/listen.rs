@@ -40,7 +40,7 @@ impl ListenAddress {
 
 /// An address that is ours; nobody can connect until [`Bound::listen`]. It doesn't block.
 #[derive(Debug)]
-pub(crate) struct Bound {
+pub(crate) struct BoundSocket {
     socket: Socket,
     file: Option<SocketFile>,
 }
@@ -50,12 +50,12 @@ pub(crate) struct Bound {
 pub(crate) struct SocketFile {
     path: PathBuf,
     /// Device and number: what somebody else has put there since is theirs.
-    identity: (u64, u64),
+    file_identity: (u64, u64),
 }
 
 /// Takes connections, by the runtime that it was made in.
 #[derive(Debug)]
-pub(crate) enum Accepting {
+pub(crate) enum SocketListener {
     Tcp(TcpListener),
     Unix {
         listener: UnixListener,
@@ -63,12 +63,12 @@ pub(crate) enum Accepting {
     },
 }
 
-impl Bound {
+impl BoundSocket {
     /// Takes the address. `mode` is that of a Unix socket's file: who may write to it may connect.
-    pub(crate) fn take(address: &ListenAddress, mode: u32) -> io::Result<Self> {
+    pub(crate) fn bind(address: &ListenAddress, mode: u32) -> io::Result<Self> {
         match address {
-            ListenAddress::Ip(address) => ip(*address),
-            ListenAddress::Unix(path) => unix(path, mode),
+            ListenAddress::Ip(address) => bind_ip(*address),
+            ListenAddress::Unix(path) => bind_unix(path, mode),
         }
     }
 
@@ -94,10 +94,10 @@ impl Bound {
     }
 
     /// For the runtime that this is called in.
-    pub(crate) fn into_accepting(self) -> io::Result<Accepting> {
+    pub(crate) fn into_listener(self) -> io::Result<SocketListener> {
         Ok(match self.file {
-            None => Accepting::Tcp(TcpListener::from_std(self.socket.into())?),
-            file => Accepting::Unix {
+            None => SocketListener::Tcp(TcpListener::from_std(self.socket.into())?),
+            file => SocketListener::Unix {
                 listener: UnixListener::from_std(self.socket.into())?,
                 _file: file,
             },
@@ -105,7 +105,7 @@ impl Bound {
     }
 }
 
-fn ip(address: SocketAddr) -> io::Result<Bound> {
+fn bind_ip(address: SocketAddr) -> io::Result<BoundSocket> {
     let socket = Socket::new(
         Domain::for_address(address),
         Type::STREAM,
@@ -118,29 +118,29 @@ fn ip(address: SocketAddr) -> io::Result<Bound> {
     }
     socket.set_nonblocking(true)?;
     socket.bind(&SockAddr::from(address))?;
-    Ok(Bound { socket, file: None })
+    Ok(BoundSocket { socket, file: None })
 }
 
-fn unix(path: &Path, mode: u32) -> io::Result<Bound> {
-    clear_the_way(path)?;
+fn bind_unix(path: &Path, mode: u32) -> io::Result<BoundSocket> {
+    remove_stale_socket(path)?;
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_nonblocking(true)?;
     socket.bind(&SockAddr::unix(path)?)?;
     let file = SocketFile {
         path: path.to_owned(),
-        identity: identity(path)?,
+        file_identity: read_file_identity(path)?,
     };
     fs::set_permissions(path, Permissions::from_mode(mode))?;
-    Ok(Bound {
+    Ok(BoundSocket {
         socket,
         file: Some(file),
     })
 }
 
 /// Removes what a process left that had no time to do so itself.
-fn clear_the_way(path: &Path) -> io::Result<()> {
+fn remove_stale_socket(path: &Path) -> io::Result<()> {
     let kind = match fs::symlink_metadata(path) {
-        Ok(found) => found.file_type(),
+        Ok(metadata) => metadata.file_type(),
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error),
     };
@@ -158,13 +158,13 @@ fn clear_the_way(path: &Path) -> io::Result<()> {
     }
 }
 
-fn identity(path: &Path) -> io::Result<(u64, u64)> {
+fn read_file_identity(path: &Path) -> io::Result<(u64, u64)> {
     fs::symlink_metadata(path).map(|file| (file.dev(), file.ino()))
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        let is_ours = identity(&self.path).is_ok_and(|found| found == self.identity);
+        let is_ours = read_file_identity(&self.path).is_ok_and(|found| found == self.file_identity);
         if is_ours && let Err(error) = fs::remove_file(&self.path) {
             tracing::warn!(%error, path = %self.path.display(), "the socket cannot be removed");
         }

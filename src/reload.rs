@@ -5,8 +5,10 @@
 //! system, and watches fail on busy nodes. Reading a few small files twice a second costs nothing.
 
 use crate::clock;
-use crate::config::{self, Config, Diagnostic, FileSet, Fixed, Report, Sources};
-use crate::enforcer::Live;
+use crate::config::{
+    self, Config, ConfigDiagnostic, ConfigErrors, ConfigSources, FileSet, RestartOnlySettings,
+};
+use crate::enforcer::ActivePolicies;
 use crate::policy::Policy;
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
@@ -20,48 +22,48 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout};
 
 /// How often the files are read.
-const INTERVAL: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// How long they must stay the same before they count: a half-written file is no configuration.
-const SETTLED: Duration = Duration::from_millis(100);
+const SETTLE_TIME: Duration = Duration::from_millis(100);
 
 /// How reloading went so far, for people who look.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Status {
+pub struct ReloadStatus {
     /// Grows by one with every configuration that took effect; that of the start is 1.
     pub generation: u64,
     /// Configurations that did not.
-    pub refused: u64,
+    pub rejected_count: u64,
     /// When a configuration was last loaded, in effect or not: seconds since the Unix epoch.
-    pub loaded_s: u64,
+    pub last_load_unix_s: u64,
     /// Why the newest files are not in effect, in lines; empty if they are.
     pub last_error: Vec<String>,
     /// What is in effect, as JSON.
-    pub effective: Arc<str>,
+    pub effective_json: Arc<str>,
     /// Since when, in seconds since the Unix epoch.
-    pub taken_at_s: u64,
+    pub applied_at_unix_s: u64,
     /// [`Config::hash`] of what is in effect.
-    pub hash: u64,
+    pub config_hash: u64,
 }
 
 /// What else a new configuration brings into effect, beside the policies: certificates.
-pub type Publish = Box<dyn Fn(&Config) + Send>;
+pub type ConfigPublisher = Box<dyn Fn(&Config) + Send>;
 
 /// Keeps a policy table up to date, and what is published with it.
-pub struct Reloader {
-    sources: Sources,
+pub struct ConfigReloader {
+    sources: ConfigSources,
     /// What the process started with and runs until its end.
-    running: Fixed,
-    live: Live,
-    publish: Publish,
+    restart_only: RestartOnlySettings,
+    active_policies: ActivePolicies,
+    publish: ConfigPublisher,
     files: FileSet,
-    settling: Settling<Fingerprint>,
-    status: Arc<Mutex<Status>>,
+    debouncer: ChangeDebouncer<FilesFingerprint>,
+    status: Arc<Mutex<ReloadStatus>>,
 }
 
 /// The contents of all files, hashed; names and failures count.
-type Fingerprint = [u8; 32];
+type FilesFingerprint = [u8; 32];
 
-impl fmt::Debug for Reloader {
+impl fmt::Debug for ConfigReloader {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Reloader")
             .field("files", &self.files)
@@ -70,69 +72,74 @@ impl fmt::Debug for Reloader {
     }
 }
 
-impl Reloader {
+impl ConfigReloader {
     /// `config` is what `sources` gave at the start; `live` is what requests are decided by.
-    pub fn new(sources: Sources, config: &Config, live: Live, publish: Publish) -> Self {
+    pub fn new(
+        sources: ConfigSources,
+        config: &Config,
+        active_policies: ActivePolicies,
+        publish: ConfigPublisher,
+    ) -> Self {
         let files = config.files.clone();
-        let settling = Settling::new(fingerprint(&files));
-        let running = config.fixed();
-        let mut status = Status::default();
-        status.take(config, &running);
+        let debouncer = ChangeDebouncer::new(hash_files(&files));
+        let restart_only = config.restart_only_settings();
+        let mut status = ReloadStatus::default();
+        status.record_applied(config, &restart_only);
         Self {
             sources,
-            running,
-            live,
+            restart_only,
+            active_policies,
             publish,
             files,
-            settling,
+            debouncer,
             status: Arc::new(Mutex::new(status)),
         }
     }
 
     /// How it goes, readable from anywhere.
-    pub fn status(&self) -> Arc<Mutex<Status>> {
+    pub fn status(&self) -> Arc<Mutex<ReloadStatus>> {
         Arc::clone(&self.status)
     }
 
     /// Watches for ever; SIGHUP makes it look at once.
     pub async fn run(self) {
         match signal(SignalKind::hangup()) {
-            Ok(mut hangup) => self.watch(async || _ = hangup.recv().await).await,
+            Ok(mut hangup) => self.watch_files(async || _ = hangup.recv().await).await,
             Err(error) => {
                 tracing::warn!(%error, "SIGHUP can't be listened for; the configuration is still watched");
-                self.watch(std::future::pending).await;
+                self.watch_files(std::future::pending).await;
             }
         }
     }
 
     /// `asked` completes when somebody wants a look now.
-    async fn watch(mut self, mut asked: impl AsyncFnMut()) {
+    async fn watch_files(mut self, mut check_requested: impl AsyncFnMut()) {
         loop {
             // On a thread of its own: disks may be slow and configurations large, and this one accepts connections.
-            let looked = spawn_blocking(move || {
-                let pause = self.look();
+            let check_task = spawn_blocking(move || {
+                let pause = self.check_files();
                 (self, pause)
             });
             let pause;
-            (self, pause) = match looked.await {
+            (self, pause) = match check_task.await {
                 Ok(looked) => looked,
                 Err(error) => {
                     return tracing::error!(%error, "the configuration is no longer watched");
                 }
             };
-            if timeout(pause, asked()).await.is_ok() {
+            if timeout(pause, check_requested()).await.is_ok() {
                 tracing::info!("SIGHUP: looking for a new configuration");
             }
         }
     }
 
     /// Reads the files once, and loads them if they are new and settled. Returns how long to wait for the next look.
-    fn look(&mut self) -> Duration {
-        let seen = fingerprint(&self.files);
-        match self.settling.see(seen, Instant::now()) {
-            Step::Known => return INTERVAL,
-            Step::Settling(rest) => return rest,
-            Step::New => {}
+    fn check_files(&mut self) -> Duration {
+        let content = hash_files(&self.files);
+        match self.debouncer.observe(content, Instant::now()) {
+            FileChangeState::Unchanged => return POLL_INTERVAL,
+            FileChangeState::Settling(rest) => return rest,
+            FileChangeState::Settled => {}
         }
         let loaded = config::load(&self.sources);
         let files = loaded
@@ -143,36 +150,40 @@ impl Reloader {
             self.files = files.clone();
             return Duration::ZERO;
         }
-        if fingerprint(&self.files) != seen {
+        if hash_files(&self.files) != content {
             // Written while it was loaded: what was loaded may be half of it.
-            return SETTLED;
+            return SETTLE_TIME;
         }
-        self.settling.know(seen);
+        self.debouncer.accept(content);
         match loaded {
-            Ok(config) => self.accept(config),
-            Err(report) => self.refuse(&report),
+            Ok(config) => self.apply_config(config),
+            Err(report) => self.record_rejection(&report),
         }
-        INTERVAL
+        POLL_INTERVAL
     }
 
-    fn accept(&self, config: Config) {
-        let changes = changes(self.live.rules().table.policies(), config.table.policies());
-        self.live.publish(Arc::clone(&config.table));
+    fn apply_config(&self, config: Config) {
+        let changes = describe_changes(
+            self.active_policies.load_snapshot().table.policies(),
+            config.policy_table.policies(),
+        );
+        self.active_policies
+            .publish(Arc::clone(&config.policy_table));
         (self.publish)(&config);
         let generation = {
             let mut status = self.status.lock();
-            status.take(&config, &self.running);
+            status.record_applied(&config, &self.restart_only);
             status.generation
         };
         tracing::info!(
             generation,
-            policies = config.table.policies().len(),
+            policies = config.policy_table.policies().len(),
             "new configuration: {changes}"
         );
         for warning in &config.warnings {
-            tracing::warn!("{}", warning.line());
+            tracing::warn!("{}", warning.to_line());
         }
-        for setting in self.running.changed_in(&config) {
+        for setting in self.restart_only.changed_keys(&config) {
             tracing::warn!(
                 setting,
                 "changed in the configuration, but takes effect only after a restart"
@@ -180,12 +191,16 @@ impl Reloader {
         }
     }
 
-    fn refuse(&self, report: &Report) {
-        let lines: Vec<String> = report.diagnostics.iter().map(Diagnostic::line).collect();
+    fn record_rejection(&self, report: &ConfigErrors) {
+        let lines: Vec<String> = report
+            .diagnostics
+            .iter()
+            .map(ConfigDiagnostic::to_line)
+            .collect();
         {
             let mut status = self.status.lock();
-            status.refused += 1;
-            status.loaded_s = clock::unix_s();
+            status.rejected_count += 1;
+            status.last_load_unix_s = clock::unix_time_s();
             status.last_error.clone_from(&lines);
         }
         tracing::error!(
@@ -198,20 +213,20 @@ impl Reloader {
     }
 }
 
-impl Status {
+impl ReloadStatus {
     /// A configuration takes effect beside what `running` says.
-    fn take(&mut self, config: &Config, running: &Fixed) {
+    fn record_applied(&mut self, config: &Config, restart_only: &RestartOnlySettings) {
         self.generation += 1;
         self.last_error.clear();
-        self.effective = config.effective(running).into();
-        self.taken_at_s = clock::unix_s();
-        self.loaded_s = self.taken_at_s;
-        self.hash = config.hash(running);
+        self.effective_json = config.effective_json(restart_only).into();
+        self.applied_at_unix_s = clock::unix_time_s();
+        self.last_load_unix_s = self.applied_at_unix_s;
+        self.config_hash = config.shared_settings_hash(restart_only);
     }
 }
 
 /// Which policies are new, gone or different, by name.
-fn changes(old: &[Policy], new: &[Policy]) -> String {
+fn describe_changes(old: &[Policy], new: &[Policy]) -> String {
     /// Longest list of names in a line of the log.
     const MAX_NAMES: usize = 20;
     // Their debug text holds all that a policy is.
@@ -265,7 +280,7 @@ fn changes(old: &[Policy], new: &[Policy]) -> String {
 }
 
 /// Links are followed anew each time, so that a swap anywhere on the way is seen.
-fn fingerprint(files: &FileSet) -> Fingerprint {
+fn hash_files(files: &FileSet) -> FilesFingerprint {
     let mut hash = Sha256::new();
     for path in files.paths() {
         hash.update(path.as_os_str().as_encoded_bytes());
@@ -279,52 +294,52 @@ fn fingerprint(files: &FileSet) -> Fingerprint {
 
 /// Tells new content that stays from content that is still being written.
 #[derive(Debug)]
-struct Settling<T> {
-    known: T,
+struct ChangeDebouncer<T> {
+    accepted: T,
     candidate: Option<(T, Instant)>,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum Step {
+enum FileChangeState {
     /// Nothing new.
-    Known,
+    Unchanged,
     /// New, but it has to stay this much longer.
     Settling(Duration),
     /// New, and settled.
-    New,
+    Settled,
 }
 
-impl<T: PartialEq> Settling<T> {
-    fn new(known: T) -> Self {
+impl<T: PartialEq> ChangeDebouncer<T> {
+    fn new(accepted: T) -> Self {
         Self {
-            known,
+            accepted,
             candidate: None,
         }
     }
 
-    fn see(&mut self, seen: T, now: Instant) -> Step {
-        if seen == self.known {
+    fn observe(&mut self, content: T, now: Instant) -> FileChangeState {
+        if content == self.accepted {
             self.candidate = None;
-            return Step::Known;
+            return FileChangeState::Unchanged;
         }
         match &self.candidate {
-            Some((candidate, since)) if *candidate == seen => {
+            Some((candidate, since)) if *candidate == content => {
                 let age = now.saturating_duration_since(*since);
-                if age < SETTLED {
-                    return Step::Settling(SETTLED.saturating_sub(age));
+                if age < SETTLE_TIME {
+                    return FileChangeState::Settling(SETTLE_TIME.saturating_sub(age));
                 }
-                Step::New
+                FileChangeState::Settled
             }
             _ => {
-                self.candidate = Some((seen, now));
-                Step::Settling(SETTLED)
+                self.candidate = Some((content, now));
+                FileChangeState::Settling(SETTLE_TIME)
             }
         }
     }
 
     /// What is known is not new again.
-    fn know(&mut self, seen: T) {
-        self.known = seen;
+    fn accept(&mut self, content: T) {
+        self.accepted = content;
         self.candidate = None;
     }
 }

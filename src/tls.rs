@@ -4,10 +4,11 @@ mod certificate;
 mod client;
 mod server;
 
-pub use certificate::{Certificate, Subject};
+pub use certificate::{CertificateSubject, ParsedCertificate};
 pub use client::ClientTls;
 pub use server::{
-    ClientAuth, Clients, Current, IdentityError, RevocationLists, ServerIdentity, ServerTls,
+    ClientAuth, ClientAuthSettings, IdentityError, ReloadableServerTls, RevocationLists,
+    ServerIdentity, ServerTls,
 };
 
 use std::sync::Arc;
@@ -17,13 +18,16 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::{ClientConfig, Error, RootCertStore};
 
 /// Our certificate, its chain behind it, and its key.
-pub type Identity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
+pub type ClientTlsIdentity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
 /// A client that trusts `roots`, and shows `identity` if it is asked for one.
 ///
 /// # Errors
 /// When certificate and key don't belong together, or can't be used.
-pub fn client(roots: RootCertStore, identity: Option<Identity>) -> Result<ClientConfig, Error> {
+pub fn build_client_config(
+    roots: RootCertStore,
+    identity: Option<ClientTlsIdentity>,
+) -> Result<ClientConfig, Error> {
     let builder = ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
         .with_safe_default_protocol_versions()?
         .with_root_certificates(roots);
@@ -37,9 +41,9 @@ pub fn client(roots: RootCertStore, identity: Option<Identity>) -> Result<Client
 ///
 /// # Errors
 /// Words that say what is wrong with the text.
-pub fn roots(pem: &[u8]) -> Result<RootCertStore, String> {
+pub fn parse_root_certificates(pem: &[u8]) -> Result<RootCertStore, String> {
     let mut roots = RootCertStore::empty();
-    for certificate in certificates(pem)? {
+    for certificate in parse_certificates(pem)? {
         roots.add(certificate).map_err(|error| error.to_string())?;
     }
     Ok(roots)
@@ -49,7 +53,7 @@ pub fn roots(pem: &[u8]) -> Result<RootCertStore, String> {
 ///
 /// # Errors
 /// Words that say why there is nothing.
-pub fn system_roots() -> Result<RootCertStore, String> {
+pub fn load_system_roots() -> Result<RootCertStore, String> {
     let found = rustls_native_certs::load_native_certs();
     let mut roots = RootCertStore::empty();
     // A system's bundle may hold what rustls does not accept; one bad apple is no reason to stop.
@@ -67,7 +71,7 @@ pub fn system_roots() -> Result<RootCertStore, String> {
 ///
 /// # Errors
 /// Words that say what is wrong with the text.
-pub fn certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, String> {
+pub fn parse_certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, String> {
     let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
     let certificates = certificates.map_err(|error| error.to_string())?;
     if certificates.is_empty() {
@@ -80,7 +84,7 @@ pub fn certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, String> 
 ///
 /// # Errors
 /// Words that show nothing of the text.
-pub fn private_key(pem: &[u8]) -> Result<PrivateKeyDer<'static>, String> {
+pub fn parse_private_key(pem: &[u8]) -> Result<PrivateKeyDer<'static>, String> {
     PrivateKeyDer::from_pem_slice(pem).map_err(|_hidden| {
         // In both ways of writing it: PKCS #8, and the older one with a field above the key.
         let is_encrypted = pem.windows(9).any(|part| part == b"ENCRYPTED");

@@ -17,7 +17,7 @@ use std::path::Path;
 use walkdir::WalkDir;
 
 /// Lowest floor first: a room may use what stands before it.
-const ROOMS: [&str; 17] = [
+const MODULE_LAYERS: [&str; 17] = [
     "clock",
     "listen",
     "telemetry",
@@ -38,7 +38,7 @@ const ROOMS: [&str; 17] = [
 ];
 
 /// Rooms below that must not be used all the same.
-const NEVER: [(&str, &str, &str); 5] = [
+const FORBIDDEN_USES: [(&str, &str, &str); 5] = [
     (
         "proxy",
         "store",
@@ -67,67 +67,72 @@ const NEVER: [(&str, &str, &str); 5] = [
 ];
 
 /// What a library may be named in, and what to do instead.
-struct Library {
+struct LibraryRule {
     name: &'static str,
-    allowed: fn(Place<'_>) -> bool,
-    instead: &'static str,
+    allowed: fn(ModuleFile<'_>) -> bool,
+    advice: &'static str,
 }
 
 #[derive(Clone, Copy)]
-struct Place<'a> {
-    room: &'a str,
+struct ModuleFile<'a> {
+    module: &'a str,
     /// Under `src/`.
     file: &'a str,
 }
 
-const LIBRARIES: [Library; 8] = [
-    Library {
+const LIBRARIES: [LibraryRule; 8] = [
+    LibraryRule {
         name: r"hyper|hyper_util|h2",
         // The demo brings a sample upstream of its own.
         allowed: |place| {
-            ["proxy", "admin", "trace"].contains(&place.room) || place.file.starts_with("cli/demo")
+            ["proxy", "admin", "trace"].contains(&place.module)
+                || place.file.starts_with("cli/demo")
         },
-        instead: "only proxy, admin and trace speak hyper: use the `http` vocabulary, or move this code into `proxy`",
+        advice: "only proxy, admin and trace speak hyper: use the `http` vocabulary, or move this code into `proxy`",
     },
-    Library {
+    LibraryRule {
         name: "axum",
-        allowed: |place| place.room == "admin",
-        instead: "routes are the admin port's; on the data path there are none",
+        allowed: |place| place.module == "admin",
+        advice: "routes are the admin port's; on the data path there are none",
     },
-    Library {
+    LibraryRule {
         name: "tokio|tokio_rustls",
-        allowed: |place| !["clock", "limiter", "policy"].contains(&place.room),
-        instead: "this room waits for nobody: do the waiting in `store` or `proxy` and pass the result in",
+        allowed: |place| !["clock", "limiter", "policy"].contains(&place.module),
+        advice: "this room waits for nobody: do the waiting in `store` or `proxy` and pass the result in",
     },
-    Library {
+    LibraryRule {
         name: "http",
-        allowed: |place| !["clock", "limiter"].contains(&place.room),
-        instead: "a limit knows no HTTP: turn the request into a key and a cost in `policy`",
+        allowed: |place| !["clock", "limiter"].contains(&place.module),
+        advice: "a limit knows no HTTP: turn the request into a key and a cost in `policy`",
     },
-    Library {
+    LibraryRule {
         name: "toml|figment",
-        allowed: |place| ["config", "reload", "app", "cli", "main"].contains(&place.room),
-        instead: "the file format is known to `config` only: give this room a plain `Settings` that `config` builds",
+        allowed: |place| ["config", "reload", "app", "cli", "main"].contains(&place.module),
+        advice: "the file format is known to `config` only: give this room a plain `Settings` that `config` builds",
     },
-    Library {
+    LibraryRule {
         name: "serde|serde_derive",
-        allowed: |place| !["clock", "limiter", "policy", "store", "enforcer"].contains(&place.room),
-        instead: "domain types have no serde: mirror them in `config::schema` or where they are written out",
+        allowed: |place| {
+            !["clock", "limiter", "policy", "store", "enforcer"].contains(&place.module)
+        },
+        advice: "domain types have no serde: mirror them in `config::schema` or where they are written out",
     },
-    Library {
+    LibraryRule {
         name: "redis",
-        allowed: |place| !["clock", "limiter", "policy", "enforcer", "proxy"].contains(&place.room),
-        instead: "only the store talks to Redis: ask `store` for what is needed",
+        allowed: |place| {
+            !["clock", "limiter", "policy", "enforcer", "proxy"].contains(&place.module)
+        },
+        advice: "only the store talks to Redis: ask `store` for what is needed",
     },
-    Library {
+    LibraryRule {
         name: "clap",
-        allowed: |place| ["cli", "main"].contains(&place.room),
-        instead: "the command line is read in `cli`, and handed on as plain values",
+        allowed: |place| ["cli", "main"].contains(&place.module),
+        advice: "the command line is read in `cli`, and handed on as plain values",
     },
 ];
 
 #[test]
-fn every_room_uses_only_what_stands_below_it() {
+fn every_module_uses_only_the_layers_below_it() {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut complaints = Vec::new();
     let mut read = 0;
@@ -140,7 +145,7 @@ fn every_room_uses_only_what_stands_below_it() {
             .is_some_and(|extension| extension == "rs")
             && !is_test_file(file)
         {
-            complaints.extend(complaints_about(
+            complaints.extend(find_violations(
                 file,
                 &fs::read_to_string(entry.path()).unwrap(),
             ));
@@ -156,37 +161,37 @@ fn every_room_uses_only_what_stands_below_it() {
 }
 
 /// What is wrong with one file under `src/`, each with its line and what to do.
-fn complaints_about(file: &str, text: &str) -> Vec<String> {
-    let Some(place) = place(file) else {
+fn find_violations(file: &str, text: &str) -> Vec<String> {
+    let Some(place) = module_of_file(file) else {
         return Vec::new();
     };
-    let Some(floor) = ROOMS.iter().position(|room| *room == place.room) else {
+    let Some(floor) = MODULE_LAYERS.iter().position(|room| *room == place.module) else {
         return vec![format!(
             "src/{file}: `{}` is no room yet. Give it a floor in tests/architecture.rs and a line in \
              docs/ARCHITECTURE.md, or put the file into the room that it belongs to.",
-            place.room
+            place.module
         )];
     };
     let code = production_code(text);
     let mut complaints = Vec::new();
-    for (line, used) in rooms_used(place, &code) {
-        let is_above = ROOMS
+    for (line, used) in used_modules(place, &code) {
+        let is_above = MODULE_LAYERS
             .iter()
             .position(|room| *room == used)
             .is_none_or(|other| other > floor);
-        let never = NEVER
+        let never = FORBIDDEN_USES
             .iter()
-            .find(|(room, other, _)| *room == place.room && *other == used);
+            .find(|(room, other, _)| *room == place.module && *other == used);
         if let Some((_, _, why)) = never {
             complaints.push(format!(
                 "src/{file}:{line}: `{}` must not use `{used}`: {why}.",
-                place.room
+                place.module
             ));
-        } else if used != place.room && is_above {
+        } else if used != place.module && is_above {
             complaints.push(format!(
                 "src/{file}:{line}: `{}` uses `{used}`, which stands above it. Pass what is needed down as an \
                  argument, or move it to a room that both may use.",
-                place.room
+                place.module
             ));
         }
     }
@@ -196,24 +201,26 @@ fn complaints_about(file: &str, text: &str) -> Vec<String> {
             library.name
         ))
         .unwrap();
-        complaints.extend(lines(&code).filter(|(_, line)| named.is_match(line)).map(
-            |(number, line)| {
-                format!(
-                    "src/{file}:{number}: `{}`: {}.",
-                    line.trim(),
-                    library.instead
-                )
-            },
-        ));
+        complaints.extend(
+            numbered_lines(&code)
+                .filter(|(_, line)| named.is_match(line))
+                .map(|(number, line)| {
+                    format!(
+                        "src/{file}:{number}: `{}`: {}.",
+                        line.trim(),
+                        library.advice
+                    )
+                }),
+        );
     }
     complaints
 }
 
 /// Where a file lives; `None` for the crate's root, which only lists the rooms.
-fn place(file: &str) -> Option<Place<'_>> {
+fn module_of_file(file: &str) -> Option<ModuleFile<'_>> {
     let room = file.split('/').next()?;
     let room = room.strip_suffix(".rs").unwrap_or(room);
-    (room != "lib").then_some(Place { room, file })
+    (room != "lib").then_some(ModuleFile { module: room, file })
 }
 
 fn is_test_file(file: &str) -> bool {
@@ -235,7 +242,7 @@ fn production_code(text: &str) -> String {
 }
 
 /// The rooms that paths from the crate's root lead to, with the lines they stand on.
-fn rooms_used(place: Place<'_>, code: &str) -> Vec<(usize, String)> {
+fn used_modules(place: ModuleFile<'_>, code: &str) -> Vec<(usize, String)> {
     // The binary sees the library by its name; a room's own root file sees the crate as `super`.
     let is_room_root = !place.file.contains('/')
         || place.file.ends_with("/mod.rs") && place.file.matches('/').count() == 1;
@@ -250,8 +257,8 @@ fn rooms_used(place: Place<'_>, code: &str) -> Vec<(usize, String)> {
         let line = code[..found.start()].matches('\n').count() + 1;
         let rest = &code[found.end()..];
         match rest.strip_prefix('{') {
-            Some(group) => used.extend(first_names(group).map(|name| (line, name))),
-            None => used.extend(first_names(rest).next().map(|name| (line, name))),
+            Some(group) => used.extend(leading_names(group).map(|name| (line, name))),
+            None => used.extend(leading_names(rest).next().map(|name| (line, name))),
         }
     }
     // What starts with a capital is an item of the root itself.
@@ -260,7 +267,7 @@ fn rooms_used(place: Place<'_>, code: &str) -> Vec<(usize, String)> {
 }
 
 /// The first names of a list of paths, up to the brace that ends the list.
-fn first_names(list: &str) -> impl Iterator<Item = String> + '_ {
+fn leading_names(list: &str) -> impl Iterator<Item = String> + '_ {
     let mut depth = 0_i32;
     let end = list.find(|letter| {
         depth += i32::from(letter == '{') - i32::from(letter == '}');
@@ -280,18 +287,18 @@ fn first_names(list: &str) -> impl Iterator<Item = String> + '_ {
     })
 }
 
-fn lines(code: &str) -> impl Iterator<Item = (usize, &str)> {
+fn numbered_lines(code: &str) -> impl Iterator<Item = (usize, &str)> {
     code.lines()
         .enumerate()
         .map(|(index, line)| (index + 1, line))
 }
 
-mod the_checker_itself {
-    use super::complaints_about;
+mod checker_tests {
+    use super::find_violations;
 
     #[track_caller]
-    fn complains(file: &str, text: &str, wanted: &str) {
-        let complaints = complaints_about(file, text);
+    fn assert_violation(file: &str, text: &str, wanted: &str) {
+        let complaints = find_violations(file, text);
         assert!(
             complaints.len() == 1 && complaints[0].contains(wanted),
             "{wanted:?} expected, got {complaints:?}"
@@ -299,44 +306,44 @@ mod the_checker_itself {
     }
 
     #[track_caller]
-    fn accepts(file: &str, text: &str) {
-        assert_eq!(complaints_about(file, text), Vec::<String>::new());
+    fn assert_accepted(file: &str, text: &str) {
+        assert_eq!(find_violations(file, text), Vec::<String>::new());
     }
 
     #[test]
-    fn complains_about_rooms_above() {
-        complains(
+    fn rejects_uses_of_higher_layers() {
+        assert_violation(
             "limiter/key.rs",
             "\nuse crate::policy::Facts;\n",
             "src/limiter/key.rs:2: `limiter` uses `policy`",
         );
-        complains(
+        assert_violation(
             "store/memory.rs",
             "fn f() { crate::enforcer::go() }",
             "`store` uses `enforcer`",
         );
-        complains("store/mod.rs", "use super::proxy;", "`store` uses `proxy`");
-        complains(
+        assert_violation("store/mod.rs", "use super::proxy;", "`store` uses `proxy`");
+        assert_violation(
             "policy/mod.rs",
             "use crate::{\n    limiter::{Key, Limit},\n    app::{a, b},\n};",
             "`policy` uses `app`",
         );
-        complains(
+        assert_violation(
             "telemetry/mod.rs",
             "use crate::limiter::Key;",
             "`telemetry` uses `limiter`",
         );
-        complains("cli/check.rs", "use tidegate::main;", "`cli` uses `main`");
+        assert_violation("cli/check.rs", "use tidegate::main;", "`cli` uses `main`");
     }
 
     #[test]
-    fn complains_about_what_must_never_meet() {
-        complains(
+    fn rejects_forbidden_uses() {
+        assert_violation(
             "proxy/service.rs",
             "use crate::store::Store;",
             "`proxy` must not use `store`",
         );
-        complains(
+        assert_violation(
             "limiter/mod.rs",
             "use crate::clock::Clock;",
             "pass the time in",
@@ -344,32 +351,32 @@ mod the_checker_itself {
     }
 
     #[test]
-    fn complains_about_libraries_in_the_wrong_room() {
-        complains(
+    fn rejects_libraries_in_the_wrong_module() {
+        assert_violation(
             "enforcer.rs",
             "fn f(request: hyper::Request<()>) {}",
             "only proxy, admin and trace speak hyper",
         );
-        complains(
+        assert_violation(
             "cli/explain.rs",
             "use hyper_util::rt::TokioIo;",
             "only proxy, admin and trace speak hyper",
         );
-        complains(
+        assert_violation(
             "limiter/mod.rs",
             "use http::Method;",
             "a limit knows no HTTP",
         );
-        complains("policy/table.rs", "tokio::spawn(f());", "waits for nobody");
-        complains("policy/table.rs", "use toml::Value;", "the file format");
-        complains("limiter/mod.rs", "#[derive(serde::Serialize)]", "no serde");
-        complains("app.rs", "use clap::Parser;", "the command line");
+        assert_violation("policy/table.rs", "tokio::spawn(f());", "waits for nobody");
+        assert_violation("policy/table.rs", "use toml::Value;", "the file format");
+        assert_violation("limiter/mod.rs", "#[derive(serde::Serialize)]", "no serde");
+        assert_violation("app.rs", "use clap::Parser;", "the command line");
     }
 
     #[test]
-    fn complains_about_rooms_that_nobody_knows() {
-        complains("util/mod.rs", "", "`util` is no room yet");
-        complains(
+    fn rejects_unknown_modules() {
+        assert_violation("util/mod.rs", "", "`util` is no room yet");
+        assert_violation(
             "policy/mod.rs",
             "use crate::util::x;",
             "`policy` uses `util`",
@@ -377,41 +384,41 @@ mod the_checker_itself {
     }
 
     #[test]
-    fn accepts_what_is_as_it_should_be() {
-        accepts(
+    fn accepts_allowed_uses() {
+        assert_accepted(
             "config/build.rs",
             "use crate::proxy::ListenSettings;\nuse crate::{limiter, policy::Policy};",
         );
-        accepts(
+        assert_accepted(
             "proxy/http.rs",
             "use hyper::body::Incoming;\nuse crate::enforcer::Enforcer;",
         );
-        accepts("cli/demo.rs", "use hyper::Response;");
-        accepts(
+        assert_accepted("cli/demo.rs", "use hyper::Response;");
+        assert_accepted(
             "policy/mod.rs",
             "use http::Method;\nuse self::facts::Facts;\nlet x = a.http::<u8>();",
         );
-        accepts("main.rs", "fn main() { tidegate::cli::run() }");
-        accepts("lib.rs", "pub mod util;");
+        assert_accepted("main.rs", "fn main() { tidegate::cli::run() }");
+        assert_accepted("lib.rs", "pub mod util;");
     }
 
     #[test]
     fn comments_literals_and_tests_do_not_count() {
-        accepts(
+        assert_accepted(
             "limiter/mod.rs",
             r#"let x = "a \" crate::store \
             tokio::x"; let y = '"'; let z = 1;"#,
         );
-        complains(
+        assert_violation(
             "limiter/mod.rs",
             "let y = \"\n\"; crate::store::go()",
             "src/limiter/mod.rs:2",
         );
-        accepts(
+        assert_accepted(
             "limiter/mod.rs",
             "//! See [`crate::store`].\nlet x = 1; // tokio::time\n",
         );
-        accepts(
+        assert_accepted(
             "limiter/mod.rs",
             "fn f() {}\n#[cfg(test)]\nmod tests { use crate::clock::Clock; }",
         );

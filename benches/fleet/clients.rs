@@ -1,7 +1,7 @@
 //! The clients, and the balancer in front of them, which believes the nodes' readiness.
 
-use crate::World;
-use crate::support::client::{Outcome, get, handshake1};
+use crate::FleetContext;
+use crate::support::client::{RequestOutcome, get, handshake_http1};
 use bytes::Bytes;
 use fastrand::Rng;
 use http_body_util::Full;
@@ -16,41 +16,46 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 /// Longer than anything takes, a busy machine included.
-const PATIENCE: Duration = Duration::from_secs(10);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 const CLIENTS_PER_KEY: u64 = 4;
 
 /// The nodes that take requests, and where.
 #[derive(Debug, Default)]
-pub(crate) struct Balancer(Mutex<BTreeMap<u8, SocketAddr>>);
+pub(crate) struct LoadBalancer(Mutex<BTreeMap<u8, SocketAddr>>);
 
-impl Balancer {
-    pub(crate) fn ready(&self) -> Vec<u8> {
+impl LoadBalancer {
+    pub(crate) fn ready_nodes(&self) -> Vec<u8> {
         self.0.lock().unwrap().keys().copied().collect()
     }
 
-    pub(crate) fn forget(&self, node: u8) {
+    pub(crate) fn remove(&self, node: u8) {
         self.0.lock().unwrap().remove(&node);
     }
 
-    fn any(&self, rng: &mut Rng) -> Option<(u8, SocketAddr)> {
+    fn choose_node(&self, rng: &mut Rng) -> Option<(u8, SocketAddr)> {
         let nodes = self.0.lock().unwrap();
         rng.choice(nodes.iter())
             .map(|(node, address)| (*node, *address))
     }
 
-    fn has(&self, node: u8) -> bool {
+    fn contains(&self, node: u8) -> bool {
         self.0.lock().unwrap().contains_key(&node)
     }
 }
 
-impl World {
+impl FleetContext {
     /// As the kubelet and whoever hears of it do: twice a second or so.
-    pub(crate) async fn probe(self: Arc<Self>, node: u8, probes: SocketAddr, address: SocketAddr) {
+    pub(crate) async fn probe_readiness(
+        self: Arc<Self>,
+        node: u8,
+        probes: SocketAddr,
+        address: SocketAddr,
+    ) {
         loop {
             match timeout(PROBE_TIMEOUT, get(probes, "/readyz")).await {
                 Ok(Ok((200, _))) => drop(self.balancer.0.lock().unwrap().insert(node, address)),
-                _ => self.balancer.forget(node),
+                _ => self.balancer.remove(node),
             }
             sleep(Duration::from_millis(fastrand::u64(300..700))).await;
         }
@@ -58,38 +63,44 @@ impl World {
 }
 
 /// All of them, until the time is over. What each one does is the seed's choice.
-pub(crate) fn start(world: &Arc<World>, seed: u64) -> Vec<JoinHandle<()>> {
+pub(crate) fn spawn_clients(world: &Arc<FleetContext>, seed: u64) -> Vec<JoinHandle<()>> {
     let keys = (0..world.keys.len()).flat_map(|key| (0..CLIENTS_PER_KEY).map(move |_| key));
     (seed..)
         .zip(keys)
-        .map(|(seed, key)| tokio::spawn(live(Arc::clone(world), key, Rng::with_seed(seed))))
+        .map(|(seed, key)| tokio::spawn(run_client(Arc::clone(world), key, Rng::with_seed(seed))))
         .collect()
 }
 
 /// One connection after the other, each to some node.
-async fn live(world: Arc<World>, key: usize, mut rng: Rng) {
+async fn run_client(world: Arc<FleetContext>, key: usize, mut rng: Rng) {
     while !world.is_over() {
-        if let Some((node, address)) = world.balancer.any(&mut rng) {
-            talk(&world, key, node, address, &mut rng).await;
+        if let Some((node, address)) = world.balancer.choose_node(&mut rng) {
+            run_connection(&world, key, node, address, &mut rng).await;
         }
-        pause(&mut rng).await;
+        sleep_randomly(&mut rng).await;
     }
 }
 
-async fn talk(world: &World, key: usize, node: u8, address: SocketAddr, rng: &mut Rng) {
-    let asked = world.books.ask(key, node);
-    let connected = timeout(PATIENCE, async {
-        handshake1(TcpStream::connect(address).await?).await
+async fn run_connection(
+    world: &FleetContext,
+    key: usize,
+    node: u8,
+    address: SocketAddr,
+    rng: &mut Rng,
+) {
+    let asked = world.ledger.begin_request(key, node);
+    let connected = timeout(RESPONSE_TIMEOUT, async {
+        handshake_http1(TcpStream::connect(address).await?).await
     })
     .await;
     let late = || Err(io::Error::from(io::ErrorKind::TimedOut));
     let mut sidecar = match connected.unwrap_or_else(|_| late()) {
         Ok(sidecar) => sidecar,
-        Err(error) => return asked.end(Outcome::Nothing(error.to_string())),
+        Err(error) => return asked.finish(RequestOutcome::NoAnswer(error.to_string())),
     };
-    let (path, user) = world.keys[key].request();
+    let (path, user) = world.keys[key].path_and_user();
     for _ in 0..rng.u32(1..60) {
-        if world.is_over() || !world.balancer.has(node) || sidecar.ready().await.is_err() {
+        if world.is_over() || !world.balancer.contains(node) || sidecar.ready().await.is_err() {
             break;
         }
         let number = rng.u32(..).to_string();
@@ -100,17 +111,19 @@ async fn talk(world: &World, key: usize, node: u8, address: SocketAddr, rng: &mu
             .header("x-number", &number)
             .body(Full::<Bytes>::default())
             .unwrap();
-        let asked = world.books.ask(key, node);
-        let outcome = Outcome::of(sidecar.send_request(request), &number, PATIENCE).await;
-        let goes_on = matches!(outcome, Outcome::Answered(_));
-        asked.end(outcome);
+        let asked = world.ledger.begin_request(key, node);
+        let outcome =
+            RequestOutcome::from_response(sidecar.send_request(request), &number, RESPONSE_TIMEOUT)
+                .await;
+        let goes_on = matches!(outcome, RequestOutcome::Answered(_));
+        asked.finish(outcome);
         if !goes_on {
             break;
         }
-        pause(rng).await;
+        sleep_randomly(rng).await;
     }
 }
 
-async fn pause(rng: &mut Rng) {
+async fn sleep_randomly(rng: &mut Rng) {
     sleep(Duration::from_millis(rng.u64(20..200))).await;
 }

@@ -29,83 +29,83 @@ mod support;
 #[allow(dead_code, reason = "here nobody kills it but with its node")]
 mod upstream;
 
-use books::Books;
-use clients::Balancer;
-use masters::Masters;
-use policies::Key;
+use books::RequestLedger;
+use clients::LoadBalancer;
+use masters::RedisMasters;
+use policies::FleetKey;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use story::Story;
-use support::client::setting;
+use story::FleetScenario;
+use support::client::read_env_number;
 use tokio::time::sleep;
-use upstream::{Speaks, Upstream};
+use upstream::{AppProtocol, AppServer};
 
-const LOOK: Duration = Duration::from_millis(50);
+const STALL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// A fourth of the time that Redis has to answer.
-const STILL: Duration = Duration::from_millis(500);
+const STALL_THRESHOLD: Duration = Duration::from_millis(500);
 
 /// What everybody knows.
-struct World {
-    keys: Vec<Key>,
-    balancer: Balancer,
-    books: Books,
+struct FleetContext {
+    keys: Vec<FleetKey>,
+    balancer: LoadBalancer,
+    ledger: RequestLedger,
     is_over: AtomicBool,
 }
 
-impl World {
+impl FleetContext {
     fn is_over(&self) -> bool {
         self.is_over.load(Ordering::Relaxed)
     }
 
-    fn end(&self) {
+    fn finish(&self) {
         self.is_over.store(true, Ordering::Relaxed);
     }
 }
 
 fn main() -> ExitCode {
     if std::env::args().nth(1).as_deref() == Some("app") {
-        app();
+        run_app();
     }
     if !net::is_isolated() {
-        return net::isolate();
+        return net::run_isolated();
     }
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .unwrap();
-    runtime.block_on(run())
+    runtime.block_on(run_fleet())
 }
 
 /// Runs on a node: says where it is, and ends with the node.
-fn app() -> ! {
-    let app = Upstream::start(Speaks::Http1);
+fn run_app() -> ! {
+    let app = AppServer::start(AppProtocol::Http1);
     println!("{}", app.url());
     loop {
         std::thread::park();
     }
 }
 
-async fn run() -> ExitCode {
-    let seed: u32 = setting("FLEET_SEED").unwrap_or_else(|| fastrand::u32(..));
+async fn run_fleet() -> ExitCode {
+    let seed: u32 = read_env_number("FLEET_SEED").unwrap_or_else(|| fastrand::u32(..));
     eprintln!("FLEET_SEED={seed}");
-    net::lay();
-    let masters = Masters::start().await;
-    let keys = policies::keys(&masters);
-    let (balancer, books) = (Balancer::default(), Books::new());
-    let world = Arc::new(World {
+    net::create_bridges();
+    let masters = RedisMasters::start().await;
+    let keys = policies::make_keys(&masters);
+    let (balancer, books) = (LoadBalancer::default(), RequestLedger::new());
+    let world = Arc::new(FleetContext {
         keys,
         balancer,
-        books,
+        ledger: books,
         is_over: AtomicBool::new(false),
     });
-    let watch = tokio::spawn(stands_still(Arc::clone(&world)));
-    let played = Story::new(&world, masters, seed.into())
-        .play(seed.into())
+    let watch = tokio::spawn(watch_for_stalls(Arc::clone(&world)));
+    let played = FleetScenario::new(&world, masters, seed.into())
+        .run(seed.into())
         .await;
     watch.abort();
-    if report::write(seed, &world, &played) {
+    if report::write_report(seed, &world, &played) {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
@@ -113,12 +113,12 @@ async fn run() -> ExitCode {
 }
 
 /// Notes when nothing went on here: then others may not have gone on, either.
-async fn stands_still(world: Arc<World>) {
+async fn watch_for_stalls(world: Arc<FleetContext>) {
     loop {
         let before = Instant::now();
-        sleep(LOOK).await;
-        if before.elapsed() > LOOK + STILL {
-            world.books.stood_still(before);
+        sleep(STALL_CHECK_INTERVAL).await;
+        if before.elapsed() > STALL_CHECK_INTERVAL + STALL_THRESHOLD {
+            world.ledger.record_stall(before);
         }
     }
 }

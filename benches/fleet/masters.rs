@@ -1,6 +1,6 @@
 //! A Redis Cluster of three masters without replicas, each on a machine of its own.
 
-use crate::net::{Machine, Net};
+use crate::net::{BridgeNetwork, NetworkMachine};
 use std::net::Ipv4Addr;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -8,26 +8,29 @@ use tempfile::TempDir;
 use tokio::process::{Child, Command};
 use tokio::time::sleep;
 
-pub(crate) const MASTERS: usize = 3;
-const PORT: u16 = 6379;
-const SLOTS: u16 = 16_384;
-const FIRST: u8 = 201;
+pub(crate) const MASTER_COUNT: usize = 3;
+const REDIS_PORT: u16 = 6379;
+const HASH_SLOTS: u16 = 16_384;
+const FIRST_MACHINE: u8 = 201;
 
-pub(crate) struct Master {
-    pub(crate) machine: Machine,
+pub(crate) struct RedisMaster {
+    pub(crate) machine: NetworkMachine,
     folder: TempDir,
     server: Child,
 }
 
-pub(crate) struct Masters(pub(crate) Vec<Master>);
+pub(crate) struct RedisMasters(pub(crate) Vec<RedisMaster>);
 
-impl Masters {
+impl RedisMasters {
     pub(crate) async fn start() -> Self {
         let mut masters = Vec::new();
-        for number in (FIRST..).take(MASTERS) {
-            let (machine, folder) = (Machine::new(number, &[Net::Back]), TempDir::new().unwrap());
-            let server = serve(&machine, &folder).await;
-            masters.push(Master {
+        for number in (FIRST_MACHINE..).take(MASTER_COUNT) {
+            let (machine, folder) = (
+                NetworkMachine::new(number, &[BridgeNetwork::Back]),
+                TempDir::new().unwrap(),
+            );
+            let server = start_redis(&machine, &folder).await;
+            masters.push(RedisMaster {
                 machine,
                 folder,
                 server,
@@ -38,7 +41,7 @@ impl Masters {
         create.args(
             masters
                 .iter()
-                .map(|master| format!("{}:{PORT}", master.address())),
+                .map(|master| format!("{}:{REDIS_PORT}", master.address())),
         );
         let created = create
             .arg("--cluster-yes")
@@ -52,7 +55,7 @@ impl Masters {
             String::from_utf8_lossy(&created.stdout)
         );
         let masters = Self(masters);
-        masters.agree().await;
+        masters.wait_for_cluster_ok().await;
         masters
     }
 
@@ -61,12 +64,12 @@ impl Masters {
         let urls = self
             .0
             .iter()
-            .map(|master| format!("'redis://{}:{PORT}'", master.address()));
+            .map(|master| format!("'redis://{}:{REDIS_PORT}'", master.address()));
         urls.collect::<Vec<_>>().join(", ")
     }
 
     /// Which of them keeps a key.
-    pub(crate) fn of(&self, key: &str) -> usize {
+    pub(crate) fn master_of_key(&self, key: &str) -> usize {
         let mut asked = redis::cmd("CLUSTER");
         let slot: u16 = asked
             .arg("KEYSLOT")
@@ -74,10 +77,10 @@ impl Masters {
             .query(&mut self.connection(0))
             .unwrap();
         // As redis-cli shares them out.
-        (usize::from(slot) * MASTERS / usize::from(SLOTS)).min(MASTERS - 1)
+        (usize::from(slot) * MASTER_COUNT / usize::from(HASH_SLOTS)).min(MASTER_COUNT - 1)
     }
 
-    pub(crate) fn has(&self, master: usize, key: &str) -> bool {
+    pub(crate) fn has_key(&self, master: usize, key: &str) -> bool {
         redis::cmd("EXISTS")
             .arg(key)
             .query(&mut self.connection(master))
@@ -86,14 +89,14 @@ impl Masters {
 
     fn connection(&self, master: usize) -> redis::Connection {
         let address = self.0[master].address().to_string();
-        redis::Client::open((address, PORT))
+        redis::Client::open((address, REDIS_PORT))
             .unwrap()
             .get_connection()
             .unwrap()
     }
 
     /// Waits until each of them thinks that all is well.
-    async fn agree(&self) {
+    async fn wait_for_cluster_ok(&self) {
         let deadline = Instant::now() + Duration::from_secs(30);
         let is_well = |master: usize| {
             let info: String = redis::cmd("CLUSTER")
@@ -102,16 +105,16 @@ impl Masters {
                 .unwrap();
             info.contains("cluster_state:ok") && info.contains("assigned:16384")
         };
-        while !(0..MASTERS).all(is_well) {
+        while !(0..MASTER_COUNT).all(is_well) {
             assert!(Instant::now() < deadline, "the masters do not agree");
             sleep(Duration::from_millis(50)).await;
         }
     }
 }
 
-impl Master {
+impl RedisMaster {
     fn address(&self) -> Ipv4Addr {
-        self.machine.address(Net::Back)
+        self.machine.address(BridgeNetwork::Back)
     }
 
     /// As `kill -9`: nothing is saved but who the others are.
@@ -121,16 +124,16 @@ impl Master {
 
     /// Starts it again, empty.
     pub(crate) async fn restart(&mut self) {
-        self.server = serve(&self.machine, &self.folder).await;
+        self.server = start_redis(&self.machine, &self.folder).await;
     }
 }
 
-async fn serve(machine: &Machine, folder: &TempDir) -> Child {
+async fn start_redis(machine: &NetworkMachine, folder: &TempDir) -> Child {
     let server = machine
         .command("redis-server")
         .args([
             "--port",
-            &PORT.to_string(),
+            &REDIS_PORT.to_string(),
             "--protected-mode",
             "no",
             "--save",
@@ -157,7 +160,7 @@ async fn serve(machine: &Machine, folder: &TempDir) -> Child {
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
-    let address = (machine.address(Net::Back), PORT);
+    let address = (machine.address(BridgeNetwork::Back), REDIS_PORT);
     while tokio::net::TcpStream::connect(address).await.is_err() {
         sleep(Duration::from_millis(10)).await;
     }

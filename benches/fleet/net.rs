@@ -8,31 +8,31 @@ use std::path::Path;
 use std::process::{Command, ExitCode};
 
 /// Set in the process that stands in namespaces of its own.
-const INSIDE: &str = "TIDEGATE_FLEET_INSIDE";
+const ISOLATED_VARIABLE: &str = "TIDEGATE_FLEET_INSIDE";
 
 /// Our own place on both.
-const US: u8 = 254;
+const HOST_NUMBER: u8 = 254;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Net {
+pub(crate) enum BridgeNetwork {
     Front,
     Back,
 }
 
 /// One namespace, removed on drop.
 #[derive(Debug)]
-pub(crate) struct Machine {
+pub(crate) struct NetworkMachine {
     number: u8,
-    nets: &'static [Net],
+    nets: &'static [BridgeNetwork],
 }
 
 pub(crate) fn is_isolated() -> bool {
-    env::var_os(INSIDE).is_some()
+    env::var_os(ISOLATED_VARIABLE).is_some()
 }
 
 /// Runs this program again in namespaces of its own, where everything ends with it. Root isn't needed where everybody
 /// may make namespaces of users.
-pub(crate) fn isolate() -> ExitCode {
+pub(crate) fn run_isolated() -> ExitCode {
     let mut unshare = Command::new("unshare");
     unshare.args([
         "--net",
@@ -47,7 +47,7 @@ pub(crate) fn isolate() -> ExitCode {
     }
     let ran = unshare
         .arg(env::current_exe().unwrap())
-        .env(INSIDE, "1")
+        .env(ISOLATED_VARIABLE, "1")
         .status();
     match ran.map(|status| status.code()) {
         Ok(Some(0)) => ExitCode::SUCCESS,
@@ -62,19 +62,22 @@ pub(crate) fn isolate() -> ExitCode {
 }
 
 /// Makes both bridges, with a place for us on each.
-pub(crate) fn lay() {
+pub(crate) fn create_bridges() {
     // Where `ip netns` keeps the names; the machine's own may not be ours to write.
-    run("mount", "-t tmpfs tmpfs /run");
-    ip("link set lo up");
-    for net in [Net::Front, Net::Back] {
+    run_command("mount", "-t tmpfs tmpfs /run");
+    run_ip("link set lo up");
+    for net in [BridgeNetwork::Front, BridgeNetwork::Back] {
         let name = net.name();
-        ip(&format!("link add {name} type bridge"));
-        ip(&format!("addr add {}/24 dev {name}", net.address(US)));
-        ip(&format!("link set {name} up"));
+        run_ip(&format!("link add {name} type bridge"));
+        run_ip(&format!(
+            "addr add {}/24 dev {name}",
+            net.address(HOST_NUMBER)
+        ));
+        run_ip(&format!("link set {name} up"));
     }
 }
 
-impl Net {
+impl BridgeNetwork {
     fn name(self) -> &'static str {
         match self {
             Self::Front => "front",
@@ -87,44 +90,44 @@ impl Net {
     }
 }
 
-impl Machine {
-    pub(crate) fn new(number: u8, nets: &'static [Net]) -> Self {
-        ip(&format!("netns add m{number}"));
-        ip(&format!("-n m{number} link set lo up"));
+impl NetworkMachine {
+    pub(crate) fn new(number: u8, nets: &'static [BridgeNetwork]) -> Self {
+        run_ip(&format!("netns add m{number}"));
+        run_ip(&format!("-n m{number} link set lo up"));
         for net in nets {
             let name = net.name();
-            ip(&format!(
+            run_ip(&format!(
                 "link add {name}{number} type veth peer name {name} netns m{number}"
             ));
-            ip(&format!(
+            run_ip(&format!(
                 "-n m{number} addr add {}/24 dev {name}",
                 net.address(number)
             ));
-            ip(&format!("-n m{number} link set {name} up"));
-            ip(&format!("link set {name}{number} master {name} up"));
+            run_ip(&format!("-n m{number} link set {name} up"));
+            run_ip(&format!("link set {name}{number} master {name} up"));
         }
         Self { number, nets }
     }
 
-    pub(crate) fn address(&self, net: Net) -> Ipv4Addr {
+    pub(crate) fn address(&self, net: BridgeNetwork) -> Ipv4Addr {
         net.address(self.number)
     }
 
     /// Nothing comes through any more, and nobody is told: as when a switch fails.
-    pub(crate) fn cut(&self, net: Net) {
-        ip(&format!("link set {}{} nomaster", net.name(), self.number));
+    pub(crate) fn disconnect(&self, net: BridgeNetwork) {
+        run_ip(&format!("link set {}{} nomaster", net.name(), self.number));
     }
 
-    pub(crate) fn join(&self, net: Net) {
-        ip(&format!(
+    pub(crate) fn reconnect(&self, net: BridgeNetwork) {
+        run_ip(&format!(
             "link set {0}{1} master {0}",
             net.name(),
             self.number
         ));
     }
 
-    pub(crate) fn cut_all(&self) {
-        self.nets.iter().for_each(|net| self.cut(*net));
+    pub(crate) fn disconnect_all(&self) {
+        self.nets.iter().for_each(|net| self.disconnect(*net));
     }
 
     /// A program to be run on it; it ends with us.
@@ -142,17 +145,17 @@ impl Machine {
     }
 }
 
-impl Drop for Machine {
+impl Drop for NetworkMachine {
     fn drop(&mut self) {
-        ip(&format!("netns del m{}", self.number));
+        run_ip(&format!("netns del m{}", self.number));
     }
 }
 
-fn ip(words: &str) {
-    run("ip", words);
+fn run_ip(words: &str) {
+    run_command("ip", words);
 }
 
-fn run(program: &str, words: &str) {
+fn run_command(program: &str, words: &str) {
     let status = Command::new(program).args(words.split(' ')).status();
     assert!(
         status.is_ok_and(|status| status.success()),

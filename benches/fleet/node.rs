@@ -1,8 +1,8 @@
 //! A node of the fleet: a machine with an app, a sidecar in front of it, and the folder that the kubelet mounts.
 
-use crate::World;
-use crate::net::{Machine, Net};
-use crate::support::client::{Metrics, SOON};
+use crate::FleetContext;
+use crate::net::{BridgeNetwork, NetworkMachine};
+use crate::support::client::{MetricsPage, PROMPT_TIMEOUT};
 use serde_json::Value;
 use std::fs;
 use std::net::SocketAddr;
@@ -15,30 +15,30 @@ use tokio::process::{Child, ChildStderr};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-const PORT: u16 = 8080;
-const PROBES: u16 = 9091;
+const PROXY_PORT: u16 = 8080;
+const PROBE_PORT: u16 = 9091;
 
-pub(crate) struct Node {
+pub(crate) struct FleetNode {
     pub(crate) id: u8,
-    pub(crate) machine: Machine,
-    mount: Mount,
+    pub(crate) machine: NetworkMachine,
+    mount: ConfigMount,
     app: Child,
     app_url: String,
     sidecar: Child,
-    probing: JoinHandle<()>,
-    world: Arc<World>,
+    probe_task: JoinHandle<()>,
+    context: Arc<FleetContext>,
 }
 
 /// A ConfigMap as the kubelet mounts it: the file is a link through `..data`, which is swapped as a whole.
-struct Mount {
+struct ConfigMount {
     folder: TempDir,
     version: u32,
 }
 
-impl Node {
+impl FleetNode {
     /// It takes requests when its probes say so.
-    pub(crate) async fn start(id: u8, world: &Arc<World>, config: &str) -> Self {
-        let machine = Machine::new(id, &[Net::Front, Net::Back]);
+    pub(crate) async fn start(id: u8, world: &Arc<FleetContext>, config: &str) -> Self {
+        let machine = NetworkMachine::new(id, &[BridgeNetwork::Front, BridgeNetwork::Back]);
         let mut app = machine
             .command(std::env::current_exe().unwrap())
             .arg("app")
@@ -46,19 +46,23 @@ impl Node {
             .spawn()
             .unwrap();
         let mut said = BufReader::new(app.stdout.take().unwrap()).lines();
-        let app_url = timeout(SOON, said.next_line())
+        let app_url = timeout(PROMPT_TIMEOUT, said.next_line())
             .await
             .expect("in time")
             .unwrap()
             .expect("its address");
-        let mut mount = Mount {
+        let mut mount = ConfigMount {
             folder: TempDir::new().unwrap(),
             version: 0,
         };
-        mount.write(&in_front_of(&app_url, config));
-        let sidecar = run(id, &machine, &mount, world);
-        let front = |port: u16| SocketAddr::from((machine.address(Net::Front), port));
-        let probing = tokio::spawn(Arc::clone(world).probe(id, front(PROBES), front(PORT)));
+        mount.write(&node_config(&app_url, config));
+        let sidecar = spawn_sidecar(id, &machine, &mount, world);
+        let front = |port: u16| SocketAddr::from((machine.address(BridgeNetwork::Front), port));
+        let probing = tokio::spawn(Arc::clone(world).probe_readiness(
+            id,
+            front(PROBE_PORT),
+            front(PROXY_PORT),
+        ));
         Self {
             id,
             machine,
@@ -66,28 +70,28 @@ impl Node {
             app,
             app_url,
             sidecar,
-            probing,
-            world: Arc::clone(world),
+            probe_task: probing,
+            context: Arc::clone(world),
         }
     }
 
     /// Writes another configuration.
-    pub(crate) fn mount(&mut self, config: &str) {
-        self.mount.write(&in_front_of(&self.app_url, config));
+    pub(crate) fn write_config(&mut self, config: &str) {
+        self.mount.write(&node_config(&self.app_url, config));
     }
 
     /// Asks the sidecar to end, and waits.
-    pub(crate) async fn end(&mut self) -> ExitStatus {
-        crate::support::signal(self.sidecar.id().expect("it has not ended"), "TERM");
-        timeout(3 * SOON, self.sidecar.wait())
+    pub(crate) async fn stop_sidecar(&mut self) -> ExitStatus {
+        crate::support::send_signal(self.sidecar.id().expect("it has not ended"), "TERM");
+        timeout(3 * PROMPT_TIMEOUT, self.sidecar.wait())
             .await
             .expect("it ends in time")
             .unwrap()
     }
 
     /// Starts another sidecar in its place.
-    pub(crate) fn begin(&mut self) {
-        self.sidecar = run(self.id, &self.machine, &self.mount, &self.world);
+    pub(crate) fn start_sidecar(&mut self) {
+        self.sidecar = spawn_sidecar(self.id, &self.machine, &self.mount, &self.context);
     }
 
     /// Everything on it, at once.
@@ -96,19 +100,19 @@ impl Node {
         app.and(sidecar).unwrap();
     }
 
-    pub(crate) async fn metrics(&self) -> Metrics {
-        Metrics::of((self.machine.address(Net::Front), PROBES).into()).await
+    pub(crate) async fn metrics(&self) -> MetricsPage {
+        MetricsPage::fetch((self.machine.address(BridgeNetwork::Front), PROBE_PORT).into()).await
     }
 }
 
-impl Drop for Node {
+impl Drop for FleetNode {
     fn drop(&mut self) {
-        self.probing.abort();
-        self.world.balancer.forget(self.id);
+        self.probe_task.abort();
+        self.context.balancer.remove(self.id);
     }
 }
 
-impl Mount {
+impl ConfigMount {
     fn write(&mut self, text: &str) {
         let at = self.folder.path();
         self.version += 1;
@@ -123,16 +127,21 @@ impl Mount {
     }
 }
 
-fn in_front_of(app_url: &str, config: &str) -> String {
+fn node_config(app_url: &str, config: &str) -> String {
     format!(
         "upstream.url = '{app_url}'
-listen = {{ address = '0.0.0.0:{PORT}', threads = 1 }}
-admin.probes = '0.0.0.0:{PROBES}'
+listen = {{ address = '0.0.0.0:{PROXY_PORT}', threads = 1 }}
+admin.probes = '0.0.0.0:{PROBE_PORT}'
 {config}"
     )
 }
 
-fn run(id: u8, machine: &Machine, mount: &Mount, world: &Arc<World>) -> Child {
+fn spawn_sidecar(
+    id: u8,
+    machine: &NetworkMachine,
+    mount: &ConfigMount,
+    world: &Arc<FleetContext>,
+) -> Child {
     let mut sidecar = machine
         .command(env!("CARGO_BIN_EXE_tidegate"))
         .args(["run", "--config"])
@@ -141,7 +150,7 @@ fn run(id: u8, machine: &Machine, mount: &Mount, world: &Arc<World>) -> Child {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    tokio::spawn(keep_books(
+    tokio::spawn(record_log(
         id,
         sidecar.stderr.take().unwrap(),
         Arc::clone(world),
@@ -149,15 +158,15 @@ fn run(id: u8, machine: &Machine, mount: &Mount, world: &Arc<World>) -> Child {
     sidecar
 }
 
-async fn keep_books(id: u8, log: ChildStderr, world: Arc<World>) {
+async fn record_log(id: u8, log: ChildStderr, world: Arc<FleetContext>) {
     let mut log = BufReader::new(log).lines();
     while let Ok(Some(text)) = log.next_line().await {
         let line: Value = serde_json::from_str(&text).unwrap_or_default();
         let field = |name| line.get(name).and_then(Value::as_str);
         if field("level") != Some("INFO") {
             world
-                .books
-                .logged(id, field("message").unwrap_or_default(), &text);
+                .ledger
+                .record_log_line(id, field("message").unwrap_or_default(), &text);
         }
     }
 }

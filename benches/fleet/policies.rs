@@ -1,98 +1,98 @@
 //! What is limited, and how: one policy per way to count and to go on without Redis, each with one key on every master.
 
-use crate::masters::{MASTERS, Masters};
+use crate::masters::{MASTER_COUNT, RedisMasters};
 use std::fmt::Write;
 use std::time::Duration;
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
-use tidegate::store::redis::Script;
+use tidegate::store::redis::ScriptLibrary;
 
-pub(crate) const PER: Duration = Duration::from_secs(2);
+pub(crate) const LIMIT_PERIOD: Duration = Duration::from_secs(2);
 const PREFIX: &str = "fleet";
 
 /// What becomes of a request without Redis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Without {
+pub(crate) enum StoreFailureMode {
     Open,
     Closed,
     Local,
 }
 
 #[derive(Debug)]
-pub(crate) struct Policy {
+pub(crate) struct FleetPolicy {
     pub(crate) name: &'static str,
     pub(crate) path: &'static str,
     pub(crate) requests: u64,
     /// How it counts, as the configuration says it, and as the code does.
-    pub(crate) counts: &'static str,
+    pub(crate) algorithm_name: &'static str,
     pub(crate) algorithm: Algorithm,
     pub(crate) lease: &'static str,
-    pub(crate) without: Without,
+    pub(crate) on_store_failure: StoreFailureMode,
     /// Of what is possible, at least so much is to be admitted while nothing is away, in percent.
-    pub(crate) used: u64,
+    pub(crate) min_used_percent: u64,
 }
 
-const LOG: Policy = Policy {
+const SLIDING_LOG_POLICY: FleetPolicy = FleetPolicy {
     name: "log",
     path: "/log",
     requests: 30,
-    counts: "sliding_log",
+    algorithm_name: "sliding_log",
     algorithm: Algorithm::SlidingLog,
     lease: "",
-    without: Without::Local,
-    used: 75,
+    on_store_failure: StoreFailureMode::Local,
+    min_used_percent: 75,
 };
 
-pub(crate) static POLICIES: [Policy; 5] = [
-    LOG,
+pub(crate) static POLICIES: [FleetPolicy; 5] = [
+    SLIDING_LOG_POLICY,
     // Six nodes with two units each may idle.
-    Policy {
+    FleetPolicy {
         name: "leased",
         path: "/leased",
         requests: 40,
         lease: "lease = { size = 2, ttl = '100ms' }",
-        used: 50,
-        ..LOG
+        min_used_percent: 50,
+        ..SLIDING_LOG_POLICY
     },
-    Policy {
+    FleetPolicy {
         name: "window",
         path: "/window",
-        counts: "sliding_window",
+        algorithm_name: "sliding_window",
         algorithm: Algorithm::SlidingWindow { buckets: 10 },
-        without: Without::Closed,
+        on_store_failure: StoreFailureMode::Closed,
         // A tenth or so is what the algorithm costs.
-        used: 65,
-        ..LOG
+        min_used_percent: 65,
+        ..SLIDING_LOG_POLICY
     },
-    Policy {
+    FleetPolicy {
         name: "fixed",
         path: "/fixed",
-        counts: "fixed_window",
+        algorithm_name: "fixed_window",
         algorithm: Algorithm::FixedWindow { offset_us: 0 },
-        without: Without::Closed,
-        ..LOG
+        on_store_failure: StoreFailureMode::Closed,
+        ..SLIDING_LOG_POLICY
     },
-    Policy {
+    FleetPolicy {
         name: "open",
         path: "/open",
-        without: Without::Open,
-        ..LOG
+        on_store_failure: StoreFailureMode::Open,
+        ..SLIDING_LOG_POLICY
     },
 ];
 
 /// Whose quota a client uses.
 #[derive(Debug)]
-pub(crate) struct Key {
+pub(crate) struct FleetKey {
     /// `None`: nothing is limited there.
-    pub(crate) policy: Option<&'static Policy>,
+    pub(crate) policy: Option<&'static FleetPolicy>,
     user: String,
     /// What Redis calls it, and which of them keeps it.
-    pub(crate) name: String,
+    pub(crate) redis_key: String,
     pub(crate) master: usize,
 }
 
-impl Key {
+impl FleetKey {
     /// Path and user of a request.
-    pub(crate) fn request(&self) -> (&str, &str) {
+    pub(crate) fn path_and_user(&self) -> (&str, &str) {
         (
             self.policy.map_or("/free", |policy| policy.path),
             &self.user,
@@ -100,9 +100,9 @@ impl Key {
     }
 }
 
-impl Policy {
+impl FleetPolicy {
     /// Units in a period; in some versions of the configuration fewer.
-    pub(crate) fn requests(&self, lowered: bool) -> u64 {
+    pub(crate) fn requests_per_period(&self, lowered: bool) -> u64 {
         if lowered {
             self.requests * 3 / 5
         } else {
@@ -115,37 +115,37 @@ impl Policy {
         matches!(self.algorithm, Algorithm::FixedWindow { .. })
     }
 
-    fn key(&'static self, user: String, masters: &Masters) -> Key {
-        let per_us = u64::try_from(PER.as_micros()).unwrap();
+    fn make_key(&'static self, user: String, masters: &RedisMasters) -> FleetKey {
+        let per_us = u64::try_from(LIMIT_PERIOD.as_micros()).unwrap();
         let limit = Limit {
             requests: self.requests,
             per_us,
             algorithm: self.algorithm,
         };
         let mut key = KeyBuilder::new(self.name);
-        key.part(Some(user.as_bytes()));
-        let name = Script::new(PREFIX).key(&Charge::new(&limit, &key.finish(), 1));
-        let master = masters.of(&name);
-        Key {
+        key.push_part(Some(user.as_bytes()));
+        let name = ScriptLibrary::new(PREFIX).counter_key(&Charge::new(&limit, &key.finish(), 1));
+        let master = masters.master_of_key(&name);
+        FleetKey {
             policy: Some(self),
             user,
-            name,
+            redis_key: name,
             master,
         }
     }
 }
 
 /// One of each policy on every master, and one that is not limited.
-pub(crate) fn keys(masters: &Masters) -> Vec<Key> {
-    let mut keys = vec![Key {
+pub(crate) fn make_keys(masters: &RedisMasters) -> Vec<FleetKey> {
+    let mut keys = vec![FleetKey {
         policy: None,
         user: "u".to_owned(),
-        name: String::new(),
+        redis_key: String::new(),
         master: 0,
     }];
     for policy in &POLICIES {
-        for master in 0..MASTERS {
-            let mut all = (0..).map(|user| policy.key(format!("u{user}"), masters));
+        for master in 0..MASTER_COUNT {
+            let mut all = (0..).map(|user| policy.make_key(format!("u{user}"), masters));
             keys.extend(all.find(|key| key.master == master));
         }
     }
@@ -153,7 +153,7 @@ pub(crate) fn keys(masters: &Masters) -> Vec<Key> {
 }
 
 /// All of the configuration but what is a node's own.
-pub(crate) fn config(urls: &str, lowered: bool) -> String {
+pub(crate) fn fleet_config(urls: &str, lowered: bool) -> String {
     // Patient, so that a busy machine is no outage.
     let mut text = format!(
         "log.access = 'off'
@@ -170,15 +170,15 @@ instances = 2
 "
     );
     for policy in &POLICIES {
-        let Policy {
+        let FleetPolicy {
             name,
             path,
-            counts,
+            algorithm_name: counts,
             lease,
-            without,
+            on_store_failure: without,
             ..
         } = policy;
-        let (requests, per) = (policy.requests(lowered), PER.as_secs());
+        let (requests, per) = (policy.requests_per_period(lowered), LIMIT_PERIOD.as_secs());
         let without = format!("{without:?}").to_lowercase();
         writeln!(
             text,

@@ -1,23 +1,27 @@
 //! The report, as Markdown.
 
-use crate::World;
-use crate::books::{Fullest, Share, Windows};
-use crate::masters::MASTERS;
-use crate::policies::{PER, POLICIES, Policy, Without};
-use crate::story::Played;
+use crate::FleetContext;
+use crate::books::{FullestWindow, RequestTotals, WindowReport};
+use crate::masters::MASTER_COUNT;
+use crate::policies::{FleetPolicy, LIMIT_PERIOD, POLICIES, StoreFailureMode};
+use crate::story::PhaseResult;
 use std::collections::BTreeMap;
 use std::process::Command;
 use std::time::Duration;
 
 /// In an outage shares are what there is: of those policies that go on by themselves at least so much, in percent.
-const USED_IN_OUTAGE: u64 = 30;
+const MIN_USED_PERCENT_IN_OUTAGE: u64 = 30;
 
 /// Who stood still for more of the time, in percent, has seen too little.
-const STILL_AT_MOST: u32 = 5;
+const MAX_STALL_PERCENT: u32 = 5;
 
 /// Judges what was seen, and says so. Whether all is well.
-pub(crate) fn write(seed: u32, world: &World, played: &[Played]) -> bool {
-    let World { books, keys, .. } = world;
+pub(crate) fn write_report(seed: u32, world: &FleetContext, played: &[PhaseResult]) -> bool {
+    let FleetContext {
+        ledger: books,
+        keys,
+        ..
+    } = world;
     books.judge_requests(keys);
     let windows = books.judge_windows(keys);
     let build = if cfg!(debug_assertions) {
@@ -36,10 +40,12 @@ pub(crate) fn write(seed: u32, world: &World, played: &[Played]) -> bool {
         .unwrap_or("?")
         .to_owned();
     println!(
-        "Seed {seed}: tidegate {} ({build} build), Redis {redis}, {MASTERS} masters, {} cores, {:.0} s.\n",
+        "Seed {seed}: tidegate {} ({build} build), Redis {redis}, {MASTER_COUNT} masters, {} cores, {:.0} s.\n",
         env!("CARGO_PKG_VERSION"),
         std::thread::available_parallelism().map_or(0, usize::from),
-        played.last().map_or(0.0, |last| books.at(last.ended)),
+        played
+            .last()
+            .map_or(0.0, |last| books.seconds_since_start(last.ended)),
     );
     let names: Vec<_> = POLICIES
         .iter()
@@ -50,23 +56,23 @@ pub(crate) fn write(seed: u32, world: &World, played: &[Played]) -> bool {
         names.join(" | ")
     );
     println!("|{}", "---|".repeat(7 + POLICIES.len()));
-    let mut all = Share::default();
+    let mut all = RequestTotals::default();
     for one in played {
-        let share = books.share(keys, one.began, one.ended);
+        let share = books.totals_between(keys, one.began, one.ended);
         println!(
             "| {:.0} | {} | {} | {} | {} | {} | {} | {} |",
-            books.at(one.began),
-            one.chapter.title(),
+            books.seconds_since_start(one.began),
+            one.phase.title(),
             one.nodes,
             share.requests,
             share.failed,
-            one.degraded,
+            one.degraded_decisions,
             one.recovery
                 .map(|time| format!("{:.1}", time.as_secs_f64()))
                 .unwrap_or_default(),
             POLICIES
                 .iter()
-                .map(|policy| used(world, one, policy, &share))
+                .map(|policy| check_used_percent(world, one, policy, &share))
                 .collect::<Vec<_>>()
                 .join(" | "),
         );
@@ -77,20 +83,20 @@ pub(crate) fn write(seed: u32, world: &World, played: &[Played]) -> bool {
         "\nUnder the policies' names: admitted, in percent of what could be: what was asked for, or what the limit (the lower one, where it changes) lets pass. Answers took {}.\n",
         ["half of them", "99 %", "99.9 %", "all"]
             .iter()
-            .zip(books.took(&[500, 990, 999, 1000]))
+            .zip(books.latency_quantiles(&[500, 990, 999, 1000]))
             .map(|(what, took)| format!("at most {:.1} ms ({what})", took.as_secs_f64() * 1000.0))
             .collect::<Vec<_>>()
             .join(", "),
     );
     println!(
         "| policy | | windows of {} s judged | fullest | fullest where a fault explains more |",
-        PER.as_secs()
+        LIMIT_PERIOD.as_secs()
     );
     println!("|---|---|---|---|---|");
     for policy in &POLICIES {
-        let Windows {
+        let WindowReport {
             count,
-            plain,
+            without_fault: plain,
             in_fault,
             unbounded,
         } = windows.get(policy.name).copied().unwrap_or_default();
@@ -102,7 +108,7 @@ pub(crate) fn write(seed: u32, world: &World, played: &[Played]) -> bool {
         println!(
             "| `{}` | {} | {count} | {plain} | {in_fault}{open} |",
             policy.name,
-            meaning(policy)
+            describe_policy(policy)
         );
     }
     println!("\nWhat faults explain:\n");
@@ -114,19 +120,19 @@ pub(crate) fn write(seed: u32, world: &World, played: &[Played]) -> bool {
         books.start,
         played.last().map_or(books.start, |last| last.ended),
     );
-    let still = books.still(from, to);
+    let still = books.total_stall(from, to);
     if still > Duration::ZERO {
         println!(
             "- {:.1} s in which this machine was too busy for anything",
             still.as_secs_f64()
         );
     }
-    if still * 100 > (to - from) * STILL_AT_MOST {
-        books.complain(format!(
+    if still * 100 > (to - from) * MAX_STALL_PERCENT {
+        books.record_unexplained(format!(
             "this machine stood still for {still:?}: it was too busy to tell"
         ));
     }
-    let complaints = books.complaints();
+    let complaints = books.unexplained_events();
     println!(
         "\n{} requests, {} of them failed, ",
         all.requests, all.failed
@@ -143,28 +149,36 @@ pub(crate) fn write(seed: u32, world: &World, played: &[Played]) -> bool {
 }
 
 /// How much of what was possible a policy admitted; too little is a complaint.
-fn used(world: &World, played: &Played, policy: &Policy, share: &Share) -> String {
-    let books = &world.books;
+fn check_used_percent(
+    world: &FleetContext,
+    played: &PhaseResult,
+    policy: &FleetPolicy,
+    share: &RequestTotals,
+) -> String {
+    let books = &world.ledger;
     let of = |counts: &BTreeMap<&str, u64>| counts.get(policy.name).copied().unwrap_or(0) as f64;
-    let possible = books.possible(policy, MASTERS as u64, played.began, played.ended);
-    let percent = 100.0 * of(&share.admitted) / possible.min(of(&share.asked)).max(1.0);
-    let is_still = !books.still(played.began, played.ended).is_zero();
-    let least = match (played.chapter.is_outage() || is_still, policy.without) {
-        (false, _) => policy.used,
-        (true, Without::Closed) => 0,
-        (true, Without::Open | Without::Local) => USED_IN_OUTAGE,
+    let possible = books.possible_units(policy, MASTER_COUNT as u64, played.began, played.ended);
+    let percent = 100.0 * of(&share.admitted) / possible.min(of(&share.requested)).max(1.0);
+    let is_still = !books.total_stall(played.began, played.ended).is_zero();
+    let least = match (
+        played.phase.is_outage() || is_still,
+        policy.on_store_failure,
+    ) {
+        (false, _) => policy.min_used_percent,
+        (true, StoreFailureMode::Closed) => 0,
+        (true, StoreFailureMode::Open | StoreFailureMode::Local) => MIN_USED_PERCENT_IN_OUTAGE,
     };
     if percent < least as f64 {
-        let (title, name) = (played.chapter.title(), policy.name);
-        books.complain(format!(
+        let (title, name) = (played.phase.title(), policy.name);
+        books.record_unexplained(format!(
             "{title}: {name} admitted {percent:.0} % of what it could, not {least} %"
         ));
     }
     format!("{percent:.0}")
 }
 
-fn meaning(policy: &Policy) -> String {
-    let without = format!("{:?}", policy.without).to_lowercase();
+fn describe_policy(policy: &FleetPolicy) -> String {
+    let without = format!("{:?}", policy.on_store_failure).to_lowercase();
     let lease = if policy.lease.is_empty() {
         ""
     } else {
@@ -173,14 +187,14 @@ fn meaning(policy: &Policy) -> String {
     format!(
         "{} in {} s by `{}`{lease}, {without}",
         policy.requests,
-        PER.as_secs(),
-        policy.counts
+        LIMIT_PERIOD.as_secs(),
+        policy.algorithm_name
     )
 }
 
-impl std::fmt::Display for Fullest {
+impl std::fmt::Display for FullestWindow {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.allowed {
+        match self.bound {
             0 => f.write_str("none"),
             allowed => write!(f, "{} of {allowed}", self.admitted),
         }

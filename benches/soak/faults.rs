@@ -1,17 +1,17 @@
 //! What goes wrong around the proxy, one thing after the other, each until the proxy has got over it.
 
-use crate::World;
-use crate::books::Fault;
-use crate::proxy::Config;
-use crate::support::client::{Metrics, SOON};
-use crate::support::{Server, signal};
-use crate::upstream::Upstream;
+use crate::SoakContext;
+use crate::books::SoakFault;
+use crate::proxy::ProxyConfigFile;
+use crate::support::client::{MetricsPage, PROMPT_TIMEOUT};
+use crate::support::{RedisServer, send_signal};
+use crate::upstream::AppServer;
 use fastrand::Rng;
 use std::time::{Duration, Instant};
 use tokio::time::sleep;
 
 #[derive(Clone, Copy)]
-enum Trouble {
+enum FaultKind {
     RedisHangs,
     RedisKilled,
     UpstreamKilled,
@@ -19,64 +19,64 @@ enum Trouble {
     BadConfig,
 }
 
-const ALL: [Trouble; 5] = [
-    Trouble::RedisHangs,
-    Trouble::RedisKilled,
-    Trouble::UpstreamKilled,
-    Trouble::NewConfig,
-    Trouble::BadConfig,
+const ALL_FAULTS: [FaultKind; 5] = [
+    FaultKind::RedisHangs,
+    FaultKind::RedisKilled,
+    FaultKind::UpstreamKilled,
+    FaultKind::NewConfig,
+    FaultKind::BadConfig,
 ];
 
 /// A proxy and what belongs to it alone.
-pub(crate) struct Around<'a> {
-    pub(crate) world: &'a World,
-    pub(crate) config: &'a Config,
-    pub(crate) upstream: &'a mut Upstream,
+pub(crate) struct FaultTarget<'a> {
+    pub(crate) context: &'a SoakContext,
+    pub(crate) config: &'a ProxyConfigFile,
+    pub(crate) upstream: &'a mut AppServer,
 }
 
 /// Until the time is over: all of them in some order, then all in another one. Each befalls all proxies at once.
-pub(crate) async fn run(scenes: &mut [Around<'_>], redis: &mut Server, seed: u64) {
-    let (mut rng, mut version, mut reloads) = (Rng::with_seed(seed), 1, Reloads::default());
+pub(crate) async fn run_faults(scenes: &mut [FaultTarget<'_>], redis: &mut RedisServer, seed: u64) {
+    let (mut rng, mut version, mut reloads) = (Rng::with_seed(seed), 1, ReloadCounts::default());
     while !is_over(scenes) {
-        let mut round = ALL;
+        let mut round = ALL_FAULTS;
         rng.shuffle(&mut round);
         for trouble in round {
-            some_time(&mut rng).await;
+            sleep_randomly(&mut rng).await;
             if is_over(scenes) {
                 break;
             }
             match trouble {
-                Trouble::RedisHangs => {
-                    begin(scenes, Fault::Redis);
-                    signal(redis.pid(), "STOP");
-                    some_time(&mut rng).await;
-                    signal(redis.pid(), "CONT");
-                    redis_is_back(scenes).await;
+                FaultKind::RedisHangs => {
+                    begin_fault(scenes, SoakFault::Redis);
+                    send_signal(redis.pid(), "STOP");
+                    sleep_randomly(&mut rng).await;
+                    send_signal(redis.pid(), "CONT");
+                    wait_for_redis_in_use(scenes).await;
                 }
-                Trouble::RedisKilled => {
-                    begin(scenes, Fault::Redis);
+                FaultKind::RedisKilled => {
+                    begin_fault(scenes, SoakFault::Redis);
                     redis.kill();
-                    some_time(&mut rng).await;
+                    sleep_randomly(&mut rng).await;
                     redis.restart();
-                    redis_is_back(scenes).await;
+                    wait_for_redis_in_use(scenes).await;
                 }
-                Trouble::UpstreamKilled => {
-                    begin(scenes, Fault::Upstream);
+                FaultKind::UpstreamKilled => {
+                    begin_fault(scenes, SoakFault::AppServer);
                     scenes.iter_mut().for_each(|scene| scene.upstream.kill());
-                    some_time(&mut rng).await;
+                    sleep_randomly(&mut rng).await;
                     scenes.iter_mut().for_each(|scene| scene.upstream.restart());
-                    end(scenes, Fault::Upstream);
+                    end_fault(scenes, SoakFault::AppServer);
                 }
-                Trouble::NewConfig => {
+                FaultKind::NewConfig => {
                     version += 1;
-                    reloads.write(scenes, Some(version)).await;
+                    reloads.write_and_wait(scenes, Some(version)).await;
                 }
-                Trouble::BadConfig => {
-                    begin(scenes, Fault::Config);
-                    reloads.write(scenes, None).await;
+                FaultKind::BadConfig => {
+                    begin_fault(scenes, SoakFault::Config);
+                    reloads.write_and_wait(scenes, None).await;
                     version += 1;
-                    reloads.write(scenes, Some(version)).await;
-                    end(scenes, Fault::Config);
+                    reloads.write_and_wait(scenes, Some(version)).await;
+                    end_fault(scenes, SoakFault::Config);
                 }
             }
         }
@@ -87,59 +87,61 @@ pub(crate) async fn run(scenes: &mut [Around<'_>], redis: &mut Server, seed: u64
     );
 }
 
-fn is_over(scenes: &[Around<'_>]) -> bool {
-    scenes.iter().any(|scene| scene.world.is_over())
+fn is_over(scenes: &[FaultTarget<'_>]) -> bool {
+    scenes.iter().any(|scene| scene.context.is_over())
 }
 
-fn begin(scenes: &[Around<'_>], fault: Fault) {
+fn begin_fault(scenes: &[FaultTarget<'_>], fault: SoakFault) {
     scenes
         .iter()
-        .for_each(|scene| scene.world.books.begin(fault));
+        .for_each(|scene| scene.context.ledger.begin_fault(fault));
 }
 
-fn end(scenes: &[Around<'_>], fault: Fault) {
-    scenes.iter().for_each(|scene| scene.world.books.end(fault));
+fn end_fault(scenes: &[FaultTarget<'_>], fault: SoakFault) {
+    scenes
+        .iter()
+        .for_each(|scene| scene.context.ledger.end_fault(fault));
 }
 
 /// Ends the fault when the proxies ask Redis again.
-async fn redis_is_back(scenes: &[Around<'_>]) {
-    let is_used = |metrics: &Metrics| {
+async fn wait_for_redis_in_use(scenes: &[FaultTarget<'_>]) {
+    let is_used = |metrics: &MetricsPage| {
         metrics.value("tidegate_store_up") == 1 && metrics.value("tidegate_breaker_open") == 0
     };
-    for Around { world, .. } in scenes {
-        if !becomes(world, is_used).await {
-            world
-                .books
-                .complain(format!("Redis is there again, and after {SOON:?} not used"));
+    for FaultTarget { context: world, .. } in scenes {
+        if !wait_for_metrics(world, is_used).await {
+            world.ledger.record_unexplained(format!(
+                "Redis is there again, and after {PROMPT_TIMEOUT:?} not used"
+            ));
         }
-        world.books.end(Fault::Redis);
+        world.ledger.end_fault(SoakFault::Redis);
     }
 }
 
 #[derive(Default)]
-struct Reloads {
+struct ReloadCounts {
     good: u64,
     bad: u64,
 }
 
-impl Reloads {
+impl ReloadCounts {
     /// Writes a configuration, or a bad one, and waits until the proxies have counted it.
-    async fn write(&mut self, scenes: &[Around<'_>], version: Option<u64>) {
+    async fn write_and_wait(&mut self, scenes: &[FaultTarget<'_>], version: Option<u64>) {
         match version {
             Some(_) => self.good += 1,
             None => self.bad += 1,
         }
         for scene in scenes {
-            scene.config.write(version);
+            scene.config.write_version(version);
         }
-        let are_counted = |metrics: &Metrics| {
+        let are_counted = |metrics: &MetricsPage| {
             metrics.value("tidegate_config_reloads_total{result=\"success\"}") == self.good
                 && metrics.value("tidegate_config_reloads_total{result=\"failure\"}") == self.bad
         };
-        for Around { world, .. } in scenes {
-            if !becomes(world, are_counted).await {
-                world.books.complain(format!(
-                    "{} good and {} bad configurations were written, and after {SOON:?} not counted",
+        for FaultTarget { context: world, .. } in scenes {
+            if !wait_for_metrics(world, are_counted).await {
+                world.ledger.record_unexplained(format!(
+                    "{} good and {} bad configurations were written, and after {PROMPT_TIMEOUT:?} not counted",
                     self.good, self.bad
                 ));
             }
@@ -148,9 +150,9 @@ impl Reloads {
 }
 
 /// Whether this comes to be said by the metrics soon.
-async fn becomes(world: &World, wanted: impl Fn(&Metrics) -> bool) -> bool {
-    let deadline = Instant::now() + SOON;
-    while !wanted(&Metrics::of(world.admin).await) {
+async fn wait_for_metrics(world: &SoakContext, wanted: impl Fn(&MetricsPage) -> bool) -> bool {
+    let deadline = Instant::now() + PROMPT_TIMEOUT;
+    while !wanted(&MetricsPage::fetch(world.admin).await) {
         if Instant::now() >= deadline {
             return false;
         }
@@ -160,6 +162,6 @@ async fn becomes(world: &World, wanted: impl Fn(&Metrics) -> bool) -> bool {
 }
 
 /// Long enough for the breaker to open, and for all that follows from a fault to be over.
-async fn some_time(rng: &mut Rng) {
+async fn sleep_randomly(rng: &mut Rng) {
     sleep(Duration::from_millis(rng.u64(1000..4000))).await;
 }

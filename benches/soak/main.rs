@@ -23,78 +23,78 @@ mod tls;
 mod traffic;
 mod upstream;
 
-use books::Books;
-use faults::Around;
-use proxy::Proxy;
+use books::SoakLedger;
+use faults::FaultTarget;
+use proxy::ProxyProcess;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use support::Server;
-use support::client::{Metrics, SOON, setting};
+use support::RedisServer;
+use support::client::{MetricsPage, PROMPT_TIMEOUT, read_env_number};
 use tokio::time::sleep;
-use upstream::{Speaks, Upstream};
+use upstream::{AppProtocol, AppServer};
 
 /// What the medians of the second and the last quarter may differ by, and what may be open at the end.
-const RSS_TOLERANCE: Tolerance = Tolerance {
+const RSS_TOLERANCE: GrowthTolerance = GrowthTolerance {
     percent: 5,
-    and: 4096,
+    absolute: 4096,
 };
-const FILES_TOLERANCE: Tolerance = Tolerance {
+const FILES_TOLERANCE: GrowthTolerance = GrowthTolerance {
     percent: 10,
-    and: 16,
+    absolute: 16,
 };
 const FILES_AT_REST: u64 = 8;
 
 /// What everybody who makes traffic or faults around one proxy knows.
-struct World {
+struct SoakContext {
     name: &'static str,
     proxy: SocketAddr,
-    tls: Option<tls::Clients>,
+    tls: Option<tls::TlsConnectors>,
     admin: SocketAddr,
-    ends: Instant,
-    books: Arc<Books>,
+    deadline: Instant,
+    ledger: Arc<SoakLedger>,
 }
 
 /// One proxy, what stands around it, and what it held at the start.
-struct Scene {
-    world: Arc<World>,
-    proxy: Proxy,
-    upstream: Upstream,
+struct ProxyFixture {
+    context: Arc<SoakContext>,
+    proxy: ProxyProcess,
+    upstream: AppServer,
     files_at_start: u64,
 }
 
-impl World {
+impl SoakContext {
     fn is_over(&self) -> bool {
-        Instant::now() >= self.ends
+        Instant::now() >= self.deadline
     }
 }
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> ExitCode {
-    let minutes: f64 = setting("SOAK_MINUTES").unwrap_or(30.0);
-    let seed: u32 = setting("SOAK_SEED").unwrap_or_else(|| fastrand::u32(..));
+    let minutes: f64 = read_env_number("SOAK_MINUTES").unwrap_or(30.0);
+    let seed: u32 = read_env_number("SOAK_SEED").unwrap_or_else(|| fastrand::u32(..));
     println!("SOAK_MINUTES={minutes} SOAK_SEED={seed}");
-    let (seed, mut redis) = (u64::from(seed), Server::start());
+    let (seed, mut redis) = (u64::from(seed), RedisServer::start());
     let ends = Instant::now() + Duration::from_secs_f64(minutes * 60.0);
     // One in the clear to HTTP/1.1, one by TLS to HTTP/2; Redis is the same, the counters are not.
-    let mut clear = Scene::set("clear", false, Speaks::Http1, &redis, ends).await;
-    let mut tls = Scene::set("tls", true, Speaks::H2c, &redis, ends).await;
+    let mut clear = ProxyFixture::start("clear", false, AppProtocol::Http1, &redis, ends).await;
+    let mut tls = ProxyFixture::start("tls", true, AppProtocol::H2c, &redis, ends).await;
 
-    let mut clients = traffic::start(&clear.world, seed);
-    clients.extend(traffic::start(&tls.world, seed + 1000));
-    let (around_clear, samples_clear) = clear.parts();
-    let (around_tls, samples_tls) = tls.parts();
+    let mut clients = traffic::spawn_clients(&clear.context, seed);
+    clients.extend(traffic::spawn_clients(&tls.context, seed + 1000));
+    let (around_clear, samples_clear) = clear.split_for_run();
+    let (around_tls, samples_tls) = tls.split_for_run();
     let mut scenes = [around_clear, around_tls];
-    let faults = faults::run(&mut scenes, &mut redis, seed);
+    let faults = faults::run_faults(&mut scenes, &mut redis, seed);
     let (samples_clear, samples_tls, ()) = tokio::join!(samples_clear, samples_tls, faults);
     for client in clients {
         client.await.unwrap();
     }
     let mut verdicts = Vec::new();
     for (scene, samples) in [(clear, samples_clear), (tls, samples_tls)] {
-        verdicts.push(scene.end(&samples).await);
+        verdicts.push(scene.finish(&samples).await);
     }
     if verdicts.contains(&false) {
         ExitCode::FAILURE
@@ -103,31 +103,31 @@ async fn main() -> ExitCode {
     }
 }
 
-impl Scene {
-    async fn set(
+impl ProxyFixture {
+    async fn start(
         name: &'static str,
         by_tls: bool,
-        speaks: Speaks,
-        redis: &Server,
+        speaks: AppProtocol,
+        redis: &RedisServer,
         ends: Instant,
     ) -> Self {
-        let (upstream, books) = (Upstream::start(speaks), Arc::<Books>::default());
-        let proxy = Proxy::start(name, by_tls, &books, upstream.url(), redis.port()).await;
+        let (upstream, books) = (AppServer::start(speaks), Arc::<SoakLedger>::default());
+        let proxy = ProxyProcess::start(name, by_tls, &books, upstream.url(), redis.port()).await;
         // The first scrape is over before what is open is counted.
-        drop(Metrics::of(proxy.admin).await);
+        drop(MetricsPage::fetch(proxy.admin).await);
         sleep(Duration::from_secs(1)).await;
-        let files_at_start = proxy.files();
+        let files_at_start = proxy.open_files();
         let (address, admin, tls) = (proxy.address, proxy.admin, proxy.tls.clone());
-        let world = Arc::new(World {
+        let world = Arc::new(SoakContext {
             name,
             proxy: address,
             tls,
             admin,
-            ends,
-            books,
+            deadline: ends,
+            ledger: books,
         });
         Self {
-            world,
+            context: world,
             proxy,
             upstream,
             files_at_start,
@@ -135,66 +135,66 @@ impl Scene {
     }
 
     /// What faults need to know, and samples until the time is over.
-    fn parts(&mut self) -> (Around<'_>, impl Future<Output = Vec<Sample>>) {
+    fn split_for_run(&mut self) -> (FaultTarget<'_>, impl Future<Output = Vec<ResourceSample>>) {
         let Self {
-            world,
+            context: world,
             proxy,
             upstream,
             ..
         } = self;
         (
-            Around {
-                world,
+            FaultTarget {
+                context: world,
                 config: &proxy.config,
                 upstream,
             },
-            sampled(world, proxy),
+            sample_resources(world, proxy),
         )
     }
 
     /// When all clients have gone: whether everything has its reason.
-    async fn end(self, samples: &[Sample]) -> bool {
+    async fn finish(self, samples: &[ResourceSample]) -> bool {
         let Self {
-            world,
+            context: world,
             proxy,
             files_at_start,
             ..
         } = self;
         println!("\n{}:", world.name);
-        at_rest(&world, &proxy, files_at_start).await;
-        add_up(&world.books, &Metrics::of(proxy.admin).await);
-        flat(&world.books, samples);
-        let status = proxy.end().await;
+        check_open_files_at_rest(&world, &proxy, files_at_start).await;
+        check_counted_answers(&world.ledger, &MetricsPage::fetch(proxy.admin).await);
+        check_growth(&world.ledger, samples);
+        let status = proxy.stop().await;
         if !status.success() {
             world
-                .books
-                .complain(format!("the proxy ended with {status}"));
+                .ledger
+                .record_unexplained(format!("the proxy ended with {status}"));
         }
-        verdict(&world.books)
+        print_verdict(&world.ledger)
     }
 }
 
 /// What the proxy held at one moment.
 #[derive(Clone, Copy)]
-struct Sample {
+struct ResourceSample {
     rss_kib: u64,
     files: u64,
 }
 
 /// Looks twice a second; says something once a minute.
-async fn sampled(world: &World, proxy: &Proxy) -> Vec<Sample> {
+async fn sample_resources(world: &SoakContext, proxy: &ProxyProcess) -> Vec<ResourceSample> {
     let mut samples = Vec::new();
     while !world.is_over() {
-        let sample = Sample {
+        let sample = ResourceSample {
             rss_kib: proxy.rss_kib(),
-            files: proxy.files(),
+            files: proxy.open_files(),
         };
         if samples.len() % 120 == 0 {
             let (left_s, sent) = (
-                world.ends.duration_since(Instant::now()).as_secs(),
-                world.books.sent(),
+                world.deadline.duration_since(Instant::now()).as_secs(),
+                world.ledger.sent(),
             );
-            let Sample { rss_kib, files } = sample;
+            let ResourceSample { rss_kib, files } = sample;
             let name = world.name;
             println!(
                 "{left_s:>5} s left, {name:>5}: {sent:>9} requests, RSS {rss_kib:>6} KiB, {files:>4} files"
@@ -207,26 +207,27 @@ async fn sampled(world: &World, proxy: &Proxy) -> Vec<Sample> {
 }
 
 #[derive(Clone, Copy)]
-struct Tolerance {
+struct GrowthTolerance {
     percent: u64,
-    and: u64,
+    absolute: u64,
 }
 
 /// The last quarter holds as much as the second; the first is for warming up.
-fn flat(books: &Books, samples: &[Sample]) {
-    let quarters: Vec<&[Sample]> = samples.chunks(samples.len().div_ceil(4).max(1)).collect();
+fn check_growth(books: &SoakLedger, samples: &[ResourceSample]) {
+    let quarters: Vec<&[ResourceSample]> =
+        samples.chunks(samples.len().div_ceil(4).max(1)).collect();
     let [_, second, _, last] = quarters[..] else {
-        return books.complain(format!("{} samples are not enough", samples.len()));
+        return books.record_unexplained(format!("{} samples are not enough", samples.len()));
     };
-    let rss = |samples: &[Sample]| median(samples.iter().map(|sample| sample.rss_kib));
-    let files = |samples: &[Sample]| median(samples.iter().map(|sample| sample.files));
+    let rss = |samples: &[ResourceSample]| median(samples.iter().map(|sample| sample.rss_kib));
+    let files = |samples: &[ResourceSample]| median(samples.iter().map(|sample| sample.files));
     for (what, before, after, tolerance) in [
         ("RSS in KiB", rss(second), rss(last), RSS_TOLERANCE),
         ("files", files(second), files(last), FILES_TOLERANCE),
     ] {
         println!("{what}: median {before} in the second quarter, {after} in the last");
-        if after > before + before * tolerance.percent / 100 + tolerance.and {
-            books.complain(format!("{what} grew from {before} to {after}"));
+        if after > before + before * tolerance.percent / 100 + tolerance.absolute {
+            books.record_unexplained(format!("{what} grew from {before} to {after}"));
         }
     }
 }
@@ -238,18 +239,21 @@ fn median(values: impl Iterator<Item = u64>) -> u64 {
 }
 
 /// Without clients nothing stays open but what was at the start, and a few connections to Redis.
-async fn at_rest(world: &World, proxy: &Proxy, files_at_start: u64) {
-    let (deadline, most) = (Instant::now() + 2 * SOON, files_at_start + FILES_AT_REST);
+async fn check_open_files_at_rest(world: &SoakContext, proxy: &ProxyProcess, files_at_start: u64) {
+    let (deadline, most) = (
+        Instant::now() + 2 * PROMPT_TIMEOUT,
+        files_at_start + FILES_AT_REST,
+    );
     loop {
-        let active = Metrics::of(world.admin)
+        let active = MetricsPage::fetch(world.admin)
             .await
             .value("tidegate_connections_active");
-        let files = proxy.files();
+        let files = proxy.open_files();
         if active == 0 && files <= most {
             return println!("at rest: {files} files, {files_at_start} at the start");
         }
         if Instant::now() >= deadline {
-            return world.books.complain(format!(
+            return world.ledger.record_unexplained(format!(
                 "all clients have gone, but {active} connections are counted and {files} files open ({files_at_start} at the start)"
             ));
         }
@@ -258,10 +262,10 @@ async fn at_rest(world: &World, proxy: &Proxy, files_at_start: u64) {
 }
 
 /// Each answer that a client saw was counted; more were counted only for requests whose answer nobody saw.
-fn add_up(books: &Books, metrics: &Metrics) {
+fn check_counted_answers(books: &SoakLedger, metrics: &MetricsPage) {
     let (seen, counted) = (
-        books.seen(),
-        metrics.responses().collect::<BTreeMap<_, _>>(),
+        books.answers_by_status(),
+        metrics.responses_by_status().collect::<BTreeMap<_, _>>(),
     );
     let total = |codes: &BTreeMap<u16, u64>| codes.values().sum::<u64>();
     println!("{:>6} {:>10} {:>10}", "code", "seen", "counted");
@@ -273,7 +277,7 @@ fn add_up(books: &Books, metrics: &Metrics) {
         let (seen, counted) = (of(&seen), of(&counted));
         println!("{code:>6} {seen:>10} {counted:>10}");
         if seen > counted {
-            books.complain(format!(
+            books.record_unexplained(format!(
                 "{code} was seen {seen} times and counted {counted} times"
             ));
         }
@@ -284,18 +288,18 @@ fn add_up(books: &Books, metrics: &Metrics) {
         books.given_up()
     );
     if counted > sent {
-        books.complain(format!(
+        books.record_unexplained(format!(
             "{counted} answers were counted for {sent} requests"
         ));
     }
 }
 
-fn verdict(books: &Books) -> bool {
+fn print_verdict(books: &SoakLedger) -> bool {
     println!("\nwhat faults explain:");
     for (what, times) in books.explained() {
         println!("{times:>8} {what}");
     }
-    let complaints = books.complaints();
+    let complaints = books.unexplained_events();
     if complaints.is_empty() {
         println!("\nnothing else happened");
         return true;

@@ -1,7 +1,7 @@
 //! The proxy under test: the binary, its configuration, its log, its metrics, and what it holds.
 
-use crate::books::Books;
-use crate::support::client::SOON;
+use crate::books::SoakLedger;
+use crate::support::client::PROMPT_TIMEOUT;
 use crate::tls;
 use serde_json::Value;
 use std::fs;
@@ -15,35 +15,35 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 /// A running proxy; killed on drop.
-pub(crate) struct Proxy {
+pub(crate) struct ProxyProcess {
     child: Child,
     log: JoinHandle<()>,
     pub(crate) address: SocketAddr,
     pub(crate) admin: SocketAddr,
-    pub(crate) config: Config,
+    pub(crate) config: ProxyConfigFile,
     /// How clients get in, if by TLS.
-    pub(crate) tls: Option<tls::Clients>,
+    pub(crate) tls: Option<tls::TlsConnectors>,
 }
 
 /// Its configuration file, which is written anew again and again.
 #[derive(Debug)]
-pub(crate) struct Config {
+pub(crate) struct ProxyConfigFile {
     directory: TempDir,
     name: &'static str,
     listen: String,
     upstream: String,
-    redis: u16,
+    redis_port: u16,
 }
 
-impl Config {
+impl ProxyConfigFile {
     /// In effect these differ by a policy that no request meets; `None`: one that can't be read.
-    pub(crate) fn write(&self, version: Option<u64>) {
+    pub(crate) fn write_version(&self, version: Option<u64>) {
         let Self {
             directory,
             name,
             listen,
             upstream,
-            redis,
+            redis_port: redis,
         } = self;
         let version = version.map_or("x".to_owned(), |version| version.to_string());
         let text = format!(
@@ -117,30 +117,30 @@ limit = {{ requests = {version}, per = '1s' }}
     }
 }
 
-impl Proxy {
+impl ProxyProcess {
     /// Starts it and waits until it listens. Its warnings and errors go to the books.
     pub(crate) async fn start(
         name: &'static str,
         by_tls: bool,
-        books: &Arc<Books>,
+        books: &Arc<SoakLedger>,
         upstream: String,
         redis: u16,
     ) -> Self {
         let directory = TempDir::new().unwrap();
-        let tls = by_tls.then(|| tls::sign(directory.path()));
+        let tls = by_tls.then(|| tls::create_certificate(directory.path()));
         let at = directory.path().display();
         let listen = match by_tls {
             true => format!(", tls = {{ cert = '{at}/tls.crt', key = '{at}/tls.key' }}"),
             false => String::new(),
         };
-        let config = Config {
+        let config = ProxyConfigFile {
             directory,
             name,
             listen,
             upstream,
-            redis,
+            redis_port: redis,
         };
-        config.write(Some(1));
+        config.write_version(Some(1));
         let mut child = Command::new(env!("CARGO_BIN_EXE_tidegate"))
             .env_clear()
             .args(["run", "--config"])
@@ -151,9 +151,9 @@ impl Proxy {
             .spawn()
             .unwrap();
         let mut log = BufReader::new(child.stderr.take().unwrap()).lines();
-        let admin = logged_address(&mut log, "admin listening").await;
-        let address = logged_address(&mut log, "listening").await;
-        let log = tokio::spawn(keep_books(log, Arc::clone(books)));
+        let admin = wait_for_logged_address(&mut log, "admin listening").await;
+        let address = wait_for_logged_address(&mut log, "listening").await;
+        let log = tokio::spawn(record_log(log, Arc::clone(books)));
         Self {
             child,
             log,
@@ -178,7 +178,7 @@ impl Proxy {
     }
 
     /// Open file descriptors.
-    pub(crate) fn files(&self) -> u64 {
+    pub(crate) fn open_files(&self) -> u64 {
         fs::read_dir(format!("/proc/{}/fd", self.pid()))
             .unwrap()
             .map(|_| 1)
@@ -186,9 +186,9 @@ impl Proxy {
     }
 
     /// Asks it to end, waits, and reads its last words.
-    pub(crate) async fn end(mut self) -> ExitStatus {
-        crate::support::signal(self.pid(), "TERM");
-        let status = timeout(3 * SOON, self.child.wait())
+    pub(crate) async fn stop(mut self) -> ExitStatus {
+        crate::support::send_signal(self.pid(), "TERM");
+        let status = timeout(3 * PROMPT_TIMEOUT, self.child.wait())
             .await
             .expect("it ends in time")
             .unwrap();
@@ -197,9 +197,12 @@ impl Proxy {
     }
 }
 
-async fn logged_address(log: &mut Lines<BufReader<ChildStderr>>, message: &str) -> SocketAddr {
+async fn wait_for_logged_address(
+    log: &mut Lines<BufReader<ChildStderr>>,
+    message: &str,
+) -> SocketAddr {
     loop {
-        let line = timeout(SOON, log.next_line())
+        let line = timeout(PROMPT_TIMEOUT, log.next_line())
             .await
             .expect("it starts in time")
             .unwrap();
@@ -213,13 +216,13 @@ async fn logged_address(log: &mut Lines<BufReader<ChildStderr>>, message: &str) 
     }
 }
 
-async fn keep_books(mut log: Lines<BufReader<ChildStderr>>, books: Arc<Books>) {
+async fn record_log(mut log: Lines<BufReader<ChildStderr>>, books: Arc<SoakLedger>) {
     while let Ok(Some(text)) = log.next_line().await {
         let line: Value = serde_json::from_str(&text).unwrap_or_default();
         let field = |name| line.get(name).and_then(Value::as_str);
         match field("level") {
             Some("INFO") => {}
-            level => books.logged(
+            level => books.record_log_line(
                 level.unwrap_or("?"),
                 field("message").unwrap_or_default(),
                 &text,

@@ -11,13 +11,13 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
 /// By ALPN: what a client offers.
 #[derive(Clone)]
-pub(crate) struct Clients {
+pub(crate) struct TlsConnectors {
     pub(crate) http1: TlsConnector,
     pub(crate) http2: TlsConnector,
 }
 
 /// Makes `tls.crt` and `tls.key`.
-pub(crate) fn sign(folder: &Path) -> Clients {
+pub(crate) fn create_certificate(folder: &Path) -> TlsConnectors {
     let key = KeyPair::generate().unwrap();
     let certificate = CertificateParams::new(["soak.test".to_owned()])
         .unwrap()
@@ -36,7 +36,7 @@ pub(crate) fn sign(folder: &Path) -> Clients {
         config.alpn_protocols = vec![protocol.to_vec()];
         TlsConnector::from(Arc::new(config))
     };
-    Clients {
+    TlsConnectors {
         http1: offering(b"http/1.1"),
         http2: offering(b"h2"),
     }

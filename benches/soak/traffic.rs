@@ -1,9 +1,9 @@
 //! The clients: those of every day, the slow, the impatient and the hostile.
 
-use crate::World;
-use crate::books::Route;
-use crate::support::client::{Outcome, Wire, handshake1};
-use crate::upstream::{BIG_BYTES, KEY};
+use crate::SoakContext;
+use crate::books::RouteExpectation;
+use crate::support::client::{ByteStream, RequestOutcome, handshake_http1};
+use crate::upstream::{BIG_BYTES, WEBSOCKET_KEY};
 use bytes::Bytes;
 use fastrand::Rng;
 use http_body_util::Full;
@@ -20,183 +20,202 @@ use tokio::time::{sleep, timeout};
 use tokio_rustls::rustls::pki_types::ServerName;
 
 /// Longer than anything takes that goes on at all.
-const PATIENCE: Duration = Duration::from_secs(20);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
 /// A policy's users; few, so that some are always over their limit, and so that what is kept per key fills up soon.
-const USERS: u32 = 500;
+const USER_COUNT: u32 = 500;
 
-const NO_MORE: &[u16] = &[200, 429];
-const ROUTES: [Route; 11] = [
-    route("/free", &[200]),
-    route("/log", NO_MORE),
-    route("/bucket", NO_MORE),
-    route("/leased", NO_MORE),
-    route("/local", NO_MORE),
-    route("/slots", NO_MORE),
-    route("/line", NO_MORE),
-    route("/settled", NO_MORE),
-    Route {
+const OK_OR_LIMITED: &[u16] = &[200, 429];
+const ROUTES: [RouteExpectation; 11] = [
+    make_route("/free", &[200]),
+    make_route("/log", OK_OR_LIMITED),
+    make_route("/bucket", OK_OR_LIMITED),
+    make_route("/leased", OK_OR_LIMITED),
+    make_route("/local", OK_OR_LIMITED),
+    make_route("/slots", OK_OR_LIMITED),
+    make_route("/line", OK_OR_LIMITED),
+    make_route("/settled", OK_OR_LIMITED),
+    RouteExpectation {
         without_redis: &[503],
-        ..route("/closed", NO_MORE)
+        ..make_route("/closed", OK_OR_LIMITED)
     },
-    route("/denied", &[403]),
-    route("/reset", &[502]),
+    make_route("/denied", &[403]),
+    make_route("/reset", &[502]),
 ];
-const CUT: Route = Route {
-    cut: true,
-    ..route("/cut", &[])
+const CUT_ROUTE: RouteExpectation = RouteExpectation {
+    is_truncated: true,
+    ..make_route("/cut", &[])
 };
-const BIG: Route = route("/big", &[200]);
-const SLOW: Route = route("/slow", &[200]);
-const SLOW_HEAD: Route = route("a head that doesn't end", &[408]);
-const UPLOAD: Route = route("/upload", NO_MORE);
-const SOCKET: Route = route("/socket", &[101]);
+const BIG_ROUTE: RouteExpectation = make_route("/big", &[200]);
+const SLOW_ROUTE: RouteExpectation = make_route("/slow", &[200]);
+const SLOW_HEAD_ROUTE: RouteExpectation = make_route("a head that doesn't end", &[408]);
+const UPLOAD_ROUTE: RouteExpectation = make_route("/upload", OK_OR_LIMITED);
+const SOCKET_ROUTE: RouteExpectation = make_route("/socket", &[101]);
 /// What a request that is none may get.
-const NOT_UNDERSTOOD: &[u16] = &[400, 408, 413, 414, 431, 501, 505];
+const BAD_REQUEST_STATUSES: &[u16] = &[400, 408, 413, 414, 431, 501, 505];
 
-const fn route(path: &'static str, usual: &'static [u16]) -> Route {
-    Route {
+const fn make_route(path: &'static str, usual: &'static [u16]) -> RouteExpectation {
+    RouteExpectation {
         path,
-        usual,
+        expected: usual,
         without_redis: &[],
-        cut: false,
+        is_truncated: false,
     }
 }
 
 #[derive(Clone, Copy)]
-enum Client {
+enum ClientKind {
     KeepAlive,
     Http2,
     Tunnel,
     Uploading,
     Slow,
-    Impatient,
+    Disconnecting,
     Hostile,
 }
 
-const CLIENTS: [(Client, usize); 7] = [
-    (Client::KeepAlive, 8),
-    (Client::Http2, 3),
-    (Client::Tunnel, 2),
-    (Client::Uploading, 2),
-    (Client::Slow, 4),
-    (Client::Impatient, 3),
-    (Client::Hostile, 2),
+const CLIENT_COUNTS: [(ClientKind, usize); 7] = [
+    (ClientKind::KeepAlive, 8),
+    (ClientKind::Http2, 3),
+    (ClientKind::Tunnel, 2),
+    (ClientKind::Uploading, 2),
+    (ClientKind::Slow, 4),
+    (ClientKind::Disconnecting, 3),
+    (ClientKind::Hostile, 2),
 ];
 
 /// All of them, until the time is over. What each one does is the seed's choice.
-pub(crate) fn start(world: &Arc<World>, seed: u64) -> Vec<JoinHandle<()>> {
-    let kinds = CLIENTS
+pub(crate) fn spawn_clients(world: &Arc<SoakContext>, seed: u64) -> Vec<JoinHandle<()>> {
+    let kinds = CLIENT_COUNTS
         .iter()
         .flat_map(|(client, count)| std::iter::repeat_n(*client, *count));
     (seed..)
         .zip(kinds)
-        .map(|(seed, client)| tokio::spawn(live(client, Arc::clone(world), Rng::with_seed(seed))))
+        .map(|(seed, client)| {
+            tokio::spawn(run_client(client, Arc::clone(world), Rng::with_seed(seed)))
+        })
         .collect()
 }
 
 /// One connection after the other.
-async fn live(client: Client, world: Arc<World>, mut rng: Rng) {
+async fn run_client(client: ClientKind, world: Arc<SoakContext>, mut rng: Rng) {
     while !world.is_over() {
         let lived = match client {
-            Client::KeepAlive => keep_alive(&world, &mut rng).await,
-            Client::Http2 => multiplexed(&world, &mut rng).await,
-            Client::Tunnel => tunnel(&world, &mut rng).await,
-            Client::Uploading => upload(&world, &mut rng).await,
-            Client::Slow => slow(&world, &mut rng).await,
-            Client::Impatient => impatient(&world, &mut rng).await,
-            Client::Hostile => hostile(&world, &mut rng).await,
+            ClientKind::KeepAlive => run_keep_alive(&world, &mut rng).await,
+            ClientKind::Http2 => run_multiplexed(&world, &mut rng).await,
+            ClientKind::Tunnel => run_tunnel(&world, &mut rng).await,
+            ClientKind::Uploading => run_upload(&world, &mut rng).await,
+            ClientKind::Slow => run_slow(&world, &mut rng).await,
+            ClientKind::Disconnecting => run_disconnecting(&world, &mut rng).await,
+            ClientKind::Hostile => run_hostile(&world, &mut rng).await,
         };
         // Everything that befalls a request is judged where it happens.
         if let Err(error) = lived {
             world
-                .books
-                .complain(format!("no connection to the proxy: {error}"));
+                .ledger
+                .record_unexplained(format!("no connection to the proxy: {error}"));
         }
-        pause(&mut rng, 50).await;
+        sleep_randomly(&mut rng, 50).await;
     }
 }
 
-async fn keep_alive(world: &World, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = handshake1(connect(world, Version::HTTP_11).await?).await?;
+async fn run_keep_alive(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+    let mut proxy = handshake_http1(connect_to_proxy(world, Version::HTTP_11).await?).await?;
     for _ in 0..rng.u32(1..200) {
         if world.is_over() || proxy.ready().await.is_err() {
             break;
         }
-        let route = if rng.u8(..) == 0 { &CUT } else { draw(rng) };
+        let route = if rng.u8(..) == 0 {
+            &CUT_ROUTE
+        } else {
+            choose_route(rng)
+        };
         let number = rng.u32(..);
-        let request = request("", route, rng, number, Bytes::new());
-        let asked = world.books.ask();
-        let outcome = Outcome::of(proxy.send_request(request), &number.to_string(), PATIENCE).await;
-        asked.judge(route, &outcome);
-        if !matches!(outcome, Outcome::Answered(_)) {
+        let request = make_request("", route, rng, number, Bytes::new());
+        let asked = world.ledger.begin_request();
+        let outcome = RequestOutcome::from_response(
+            proxy.send_request(request),
+            &number.to_string(),
+            RESPONSE_TIMEOUT,
+        )
+        .await;
+        asked.judge_outcome(route, &outcome);
+        if !matches!(outcome, RequestOutcome::Answered(_)) {
             break;
         }
-        pause(rng, 20).await;
+        sleep_randomly(rng, 20).await;
     }
     Ok(())
 }
 
-async fn multiplexed(world: &World, rng: &mut Rng) -> io::Result<()> {
-    let proxy = handshake2(connect(world, Version::HTTP_2).await?).await?;
+async fn run_multiplexed(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+    let proxy = handshake_http2(connect_to_proxy(world, Version::HTTP_2).await?).await?;
     for _ in 0..rng.u32(1..100) {
         if world.is_over() || proxy.is_closed() {
             break;
         }
         let together = (0..rng.u32(1..8)).map(|_| {
-            let (route, number, mut proxy) = (draw(rng), rng.u32(..), proxy.clone());
-            let request = request("http://soak.test", route, rng, number, Bytes::new());
+            let (route, number, mut proxy) = (choose_route(rng), rng.u32(..), proxy.clone());
+            let request = make_request("http://soak.test", route, rng, number, Bytes::new());
             async move {
-                let asked = world.books.ask();
-                let outcome =
-                    Outcome::of(proxy.send_request(request), &number.to_string(), PATIENCE).await;
-                asked.judge(route, &outcome);
+                let asked = world.ledger.begin_request();
+                let outcome = RequestOutcome::from_response(
+                    proxy.send_request(request),
+                    &number.to_string(),
+                    RESPONSE_TIMEOUT,
+                )
+                .await;
+                asked.judge_outcome(route, &outcome);
             }
         });
         futures_util::future::join_all(together).await;
-        pause(rng, 50).await;
+        sleep_randomly(rng, 50).await;
     }
     Ok(())
 }
 
-async fn tunnel(world: &World, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = connect(world, Version::HTTP_11).await?;
-    let asked = world.books.ask();
+async fn run_tunnel(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+    let mut proxy = connect_to_proxy(world, Version::HTTP_11).await?;
+    let asked = world.ledger.begin_request();
     let handshake = format!(
         "GET /socket HTTP/1.1\r\nHost: soak.test\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
-         Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {KEY}\r\n\r\n"
+         Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {WEBSOCKET_KEY}\r\n\r\n"
     );
-    let outcome = match raw(&mut proxy, handshake.as_bytes(), false).await {
-        Outcome::Answered(101) => echoed(world, &mut proxy, rng).await,
+    let outcome = match send_raw(&mut proxy, handshake.as_bytes(), false).await {
+        RequestOutcome::Answered(101) => check_echo(world, &mut proxy, rng).await,
         refused => refused,
     };
-    asked.judge(&SOCKET, &outcome);
+    asked.judge_outcome(&SOCKET_ROUTE, &outcome);
     Ok(())
 }
 
 /// What is sent into a tunnel comes back.
-async fn echoed(world: &World, proxy: &mut Socket, rng: &mut Rng) -> Outcome {
+async fn check_echo(
+    world: &SoakContext,
+    proxy: &mut ClientStream,
+    rng: &mut Rng,
+) -> RequestOutcome {
     for _ in 0..rng.u32(1..50) {
         if world.is_over() {
             break;
         }
-        let sent = noise(rng.usize(1..32_000), rng);
+        let sent = random_bytes(rng.usize(1..32_000), rng);
         let mut back = vec![0; sent.len()];
         let there_and_back = async {
             proxy.write_all(&sent).await?;
             proxy.read_exact(&mut back).await
         };
-        match timeout(PATIENCE, there_and_back).await {
-            Ok(Ok(_)) if back == sent => pause(rng, 50).await,
-            Ok(Ok(_)) => return Outcome::Mixed(101),
-            Ok(Err(_)) => return Outcome::Cut(101),
-            Err(_) => return Outcome::Hung,
+        match timeout(RESPONSE_TIMEOUT, there_and_back).await {
+            Ok(Ok(_)) if back == sent => sleep_randomly(rng, 50).await,
+            Ok(Ok(_)) => return RequestOutcome::Mismatched(101),
+            Ok(Err(_)) => return RequestOutcome::Truncated(101),
+            Err(_) => return RequestOutcome::TimedOut,
         }
     }
-    Outcome::Answered(101)
+    RequestOutcome::Answered(101)
 }
 
-async fn upload(world: &World, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = handshake1(connect(world, Version::HTTP_11).await?).await?;
+async fn run_upload(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+    let mut proxy = handshake_http1(connect_to_proxy(world, Version::HTTP_11).await?).await?;
     for _ in 0..rng.u32(1..20) {
         if world.is_over() || proxy.ready().await.is_err() {
             break;
@@ -206,81 +225,91 @@ async fn upload(world: &World, rng: &mut Rng) -> io::Result<()> {
             Bytes::from(vec![b'u'; rng.usize(1..BIG_BYTES)]),
         );
         let wanted = format!("{number} {}", body.len());
-        let request = request("", &UPLOAD, rng, number, body);
-        let asked = world.books.ask();
-        let outcome = Outcome::of(proxy.send_request(request), &wanted, PATIENCE).await;
-        asked.judge(&UPLOAD, &outcome);
-        if !matches!(outcome, Outcome::Answered(_)) {
+        let request = make_request("", &UPLOAD_ROUTE, rng, number, body);
+        let asked = world.ledger.begin_request();
+        let outcome =
+            RequestOutcome::from_response(proxy.send_request(request), &wanted, RESPONSE_TIMEOUT)
+                .await;
+        asked.judge_outcome(&UPLOAD_ROUTE, &outcome);
+        if !matches!(outcome, RequestOutcome::Answered(_)) {
             break;
         }
-        pause(rng, 200).await;
+        sleep_randomly(rng, 200).await;
     }
     Ok(())
 }
 
 /// In time, if only just; or not.
-async fn slow(world: &World, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = connect(world, Version::HTTP_11).await?;
-    let asked = world.books.ask();
+async fn run_slow(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
+    let mut proxy = connect_to_proxy(world, Version::HTTP_11).await?;
+    let asked = world.ledger.begin_request();
     match rng.u8(..4) {
         0 => {
-            let outcome = raw(&mut proxy, b"GET /slow HTTP/1.1\r\nHost: soak", true).await;
-            asked.judge(&SLOW_HEAD, &outcome);
+            let outcome = send_raw(&mut proxy, b"GET /slow HTTP/1.1\r\nHost: soak", true).await;
+            asked.judge_outcome(&SLOW_HEAD_ROUTE, &outcome);
         }
         1 => {
             let head = b"GET /slow HTTP/1.1\r\nHost: soak.test\r\nConnection: close\r\n\r\n";
-            asked.judge(&SLOW, &in_parts(&mut proxy, head, 10, rng).await);
+            asked.judge_outcome(&SLOW_ROUTE, &send_in_parts(&mut proxy, head, 10, rng).await);
         }
         2 => {
             let mut whole = b"POST /upload HTTP/1.1\r\nHost: soak.test\r\nConnection: close\r\n\
                 Content-Length: 20000\r\n\r\n"
                 .to_vec();
             whole.resize(whole.len() + 20_000, b's');
-            asked.judge(&UPLOAD, &in_parts(&mut proxy, &whole, 4000, rng).await);
+            asked.judge_outcome(
+                &UPLOAD_ROUTE,
+                &send_in_parts(&mut proxy, &whole, 4000, rng).await,
+            );
         }
         _ => {
             let head = b"GET /big HTTP/1.1\r\nHost: soak.test\r\nConnection: close\r\n\r\n";
-            let outcome = match raw(&mut proxy, head, false).await {
-                Outcome::Answered(200) => read_slowly(&mut proxy, rng).await,
+            let outcome = match send_raw(&mut proxy, head, false).await {
+                RequestOutcome::Answered(200) => read_slowly(&mut proxy, rng).await,
                 other => other,
             };
-            asked.judge(&BIG, &outcome);
+            asked.judge_outcome(&BIG_ROUTE, &outcome);
         }
     }
     Ok(())
 }
 
-async fn in_parts(proxy: &mut Socket, bytes: &[u8], part: usize, rng: &mut Rng) -> Outcome {
+async fn send_in_parts(
+    proxy: &mut ClientStream,
+    bytes: &[u8],
+    part: usize,
+    rng: &mut Rng,
+) -> RequestOutcome {
     for part in bytes.chunks(part) {
         // A proxy that has answered before the end may close.
         if proxy.write_all(part).await.is_err() {
             break;
         }
-        pause(rng, 150).await;
+        sleep_randomly(rng, 150).await;
     }
-    raw(proxy, b"", true).await
+    send_raw(proxy, b"", true).await
 }
 
-async fn read_slowly(proxy: &mut Socket, rng: &mut Rng) -> Outcome {
+async fn read_slowly(proxy: &mut ClientStream, rng: &mut Rng) -> RequestOutcome {
     let (mut left, mut some) = (BIG_BYTES, vec![0; 64 << 10]);
     while left > 0 {
-        match timeout(PATIENCE, proxy.read(&mut some)).await {
+        match timeout(RESPONSE_TIMEOUT, proxy.read(&mut some)).await {
             Ok(Ok(read @ 1..)) => left = left.saturating_sub(read),
-            Ok(_) => return Outcome::Cut(200),
-            Err(_) => return Outcome::Hung,
+            Ok(_) => return RequestOutcome::Truncated(200),
+            Err(_) => return RequestOutcome::TimedOut,
         }
-        pause(rng, 50).await;
+        sleep_randomly(rng, 50).await;
     }
-    Outcome::Answered(200)
+    RequestOutcome::Answered(200)
 }
 
 /// Leaves in the middle of something.
-async fn impatient(world: &World, rng: &mut Rng) -> io::Result<()> {
+async fn run_disconnecting(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     if rng.bool() {
-        return give_up_streams(world, rng.u32(1..20), rng).await;
+        return reset_streams(world, rng.u32(1..20), rng).await;
     }
-    let mut proxy = connect(world, Version::HTTP_11).await?;
-    let asked = world.books.ask();
+    let mut proxy = connect_to_proxy(world, Version::HTTP_11).await?;
+    let asked = world.ledger.begin_request();
     let begun: &[u8] = match rng.u8(..4) {
         0 => b"GET /slow HTTP/1.1\r\nHost: so",
         1 => b"GET /slots HTTP/1.1\r\nHost: soak.test\r\n\r\n",
@@ -288,7 +317,7 @@ async fn impatient(world: &World, rng: &mut Rng) -> io::Result<()> {
         _ => b"GET /big HTTP/1.1\r\nHost: soak.test\r\n\r\n",
     };
     proxy.write_all(begun).await?;
-    pause(rng, 100).await;
+    sleep_randomly(rng, 100).await;
     // What has not been read makes this a reset.
     drop(proxy);
     asked.give_up();
@@ -296,15 +325,15 @@ async fn impatient(world: &World, rng: &mut Rng) -> io::Result<()> {
 }
 
 /// Requests on HTTP/2 that are reset soon, or at once.
-async fn give_up_streams(world: &World, count: u32, rng: &mut Rng) -> io::Result<()> {
-    let mut proxy = handshake2(connect(world, Version::HTTP_2).await?).await?;
+async fn reset_streams(world: &SoakContext, count: u32, rng: &mut Rng) -> io::Result<()> {
+    let mut proxy = handshake_http2(connect_to_proxy(world, Version::HTTP_2).await?).await?;
     for number in 0..count {
         // Too many of them, and it is.
         if proxy.is_closed() {
             break;
         }
-        let request = request("http://soak.test", &SLOW, rng, number, Bytes::new());
-        let asked = world.books.ask();
+        let request = make_request("http://soak.test", &SLOW_ROUTE, rng, number, Bytes::new());
+        let asked = world.ledger.begin_request();
         let soon = Duration::from_millis(rng.u64(..3));
         drop(timeout(soon, proxy.send_request(request)).await);
         asked.give_up();
@@ -313,12 +342,12 @@ async fn give_up_streams(world: &World, count: u32, rng: &mut Rng) -> io::Result
 }
 
 /// What is no request, or wants to keep the proxy busy.
-async fn hostile(world: &World, rng: &mut Rng) -> io::Result<()> {
+async fn run_hostile(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     if world.tls.is_some() && rng.u8(..4) == 0 {
-        return no_handshake(world, rng).await;
+        return send_broken_handshake(world, rng).await;
     }
     let hostile: Vec<u8> = match rng.u8(..6) {
-        0 => [&noise(2000, rng)[..], b"\r\n\r\n"].concat(),
+        0 => [&random_bytes(2000, rng)[..], b"\r\n\r\n"].concat(),
         1 => {
             b"POST /free HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd"
                 .to_vec()
@@ -331,22 +360,22 @@ async fn hostile(world: &World, rng: &mut Rng) -> io::Result<()> {
         .into_bytes(),
         4 => [
             b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0",
-            &noise(500, rng)[..],
+            &random_bytes(500, rng)[..],
         ]
         .concat(),
-        _ => return give_up_streams(world, 600, rng).await,
+        _ => return reset_streams(world, 600, rng).await,
     };
-    let mut proxy = connect(world, Version::HTTP_11).await?;
-    let asked = world.books.ask();
-    let outcome = raw(&mut proxy, &hostile, false).await;
-    asked.refused(NOT_UNDERSTOOD, &outcome);
+    let mut proxy = connect_to_proxy(world, Version::HTTP_11).await?;
+    let asked = world.ledger.begin_request();
+    let outcome = send_raw(&mut proxy, &hostile, false).await;
+    asked.judge_hostile(BAD_REQUEST_STATUSES, &outcome);
     Ok(())
 }
 
 /// Begins as TLS, or doesn't, and never gets to a request.
-async fn no_handshake(world: &World, rng: &mut Rng) -> io::Result<()> {
+async fn send_broken_handshake(world: &SoakContext, rng: &mut Rng) -> io::Result<()> {
     let mut proxy = TcpStream::connect(world.proxy).await?;
-    let begun = [&b"\x16\x03\x01\x02\0\x01"[..], &noise(300, rng)].concat();
+    let begun = [&b"\x16\x03\x01\x02\0\x01"[..], &random_bytes(300, rng)].concat();
     proxy
         .write_all(if rng.bool() {
             &begun
@@ -354,18 +383,18 @@ async fn no_handshake(world: &World, rng: &mut Rng) -> io::Result<()> {
             b"GET /free HTTP/1.1\r\nHost: a\r\n\r\n"
         })
         .await?;
-    pause(rng, 200).await;
+    sleep_randomly(rng, 200).await;
     Ok(())
 }
 
-fn draw(rng: &mut Rng) -> &'static Route {
+fn choose_route(rng: &mut Rng) -> &'static RouteExpectation {
     rng.choice(&ROUTES).unwrap()
 }
 
 /// By some user, with a number that the answer has to repeat.
-fn request(
+fn make_request(
     origin: &str,
-    route: &Route,
+    route: &RouteExpectation,
     rng: &mut Rng,
     number: u32,
     body: Bytes,
@@ -374,7 +403,7 @@ fn request(
     let user = if rng.bool() {
         rng.u32(..5)
     } else {
-        rng.u32(..USERS)
+        rng.u32(..USER_COUNT)
     };
     let method = if body.is_empty() { "GET" } else { "POST" };
     let request = Request::builder()
@@ -393,7 +422,7 @@ fn request(
 }
 
 /// Sends bytes and reads the head of an answer; with `to_end` until the proxy closes.
-async fn raw(proxy: &mut Socket, bytes: &[u8], to_end: bool) -> Outcome {
+async fn send_raw(proxy: &mut ClientStream, bytes: &[u8], to_end: bool) -> RequestOutcome {
     let mut head = Vec::new();
     let there_and_back = async {
         // Who is refused early may find the connection closed, and the answer there.
@@ -406,29 +435,29 @@ async fn raw(proxy: &mut Socket, bytes: &[u8], to_end: bool) -> Outcome {
         }
         String::new()
     };
-    let Ok(error) = timeout(PATIENCE, there_and_back).await else {
-        return Outcome::Hung;
+    let Ok(error) = timeout(RESPONSE_TIMEOUT, there_and_back).await else {
+        return RequestOutcome::TimedOut;
     };
     let status = head
         .get(9..12)
         .and_then(|status| std::str::from_utf8(status).ok()?.parse().ok());
-    status.map_or(Outcome::Nothing(error), Outcome::Answered)
+    status.map_or(RequestOutcome::NoAnswer(error), RequestOutcome::Answered)
 }
 
-fn noise(len: usize, rng: &mut Rng) -> Vec<u8> {
+fn random_bytes(len: usize, rng: &mut Rng) -> Vec<u8> {
     let mut noise = vec![0; len];
     rng.fill(&mut noise);
     noise
 }
 
-async fn pause(rng: &mut Rng, most_ms: u64) {
+async fn sleep_randomly(rng: &mut Rng, most_ms: u64) {
     sleep(Duration::from_millis(rng.u64(..most_ms))).await;
 }
 
-type Socket = Box<dyn Wire>;
+type ClientStream = Box<dyn ByteStream>;
 
 /// A connection to the proxy, by TLS if it wants that.
-async fn connect(world: &World, version: Version) -> io::Result<Socket> {
+async fn connect_to_proxy(world: &SoakContext, version: Version) -> io::Result<ClientStream> {
     let stream = TcpStream::connect(world.proxy).await?;
     let Some(tls) = &world.tls else {
         return Ok(Box::new(stream));
@@ -442,7 +471,7 @@ async fn connect(world: &World, version: Version) -> io::Result<Socket> {
     Ok(Box::new(tls.connect(name, stream).await?))
 }
 
-async fn handshake2(socket: Socket) -> io::Result<http2::SendRequest<Full<Bytes>>> {
+async fn handshake_http2(socket: ClientStream) -> io::Result<http2::SendRequest<Full<Bytes>>> {
     let handshake = http2::handshake(TokioExecutor::new(), TokioIo::new(socket)).await;
     let (sender, connection) = handshake.map_err(io::Error::other)?;
     tokio::spawn(async move { connection.await.unwrap_or_default() });

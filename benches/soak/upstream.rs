@@ -23,40 +23,40 @@ use tokio::time::{sleep, timeout};
 /// What is long in these tests: more than all buffers on the way.
 pub(crate) const BIG_BYTES: usize = 1 << 20;
 /// A WebSocket's key and what proves that it was understood (RFC 6455, 1.3).
-pub(crate) const KEY: &str = "dGhlIHNhbXBsZSBub25jZQ==";
-const PROOF: &str = "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=";
+pub(crate) const WEBSOCKET_KEY: &str = "dGhlIHNhbXBsZSBub25jZQ==";
+const WEBSOCKET_ACCEPT: &str = "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=";
 
 /// Some connections by HTTP/2 say goodbye after so long, as if they were told to drain.
-const GOODBYE_AFTER_MS: std::ops::Range<u64> = 50..3000;
+const GOAWAY_AFTER_MS: std::ops::Range<u64> = 50..3000;
 
 /// Runs in a thread and runtime of its own: when these end, every connection ends with them.
 #[derive(Debug)]
-pub(crate) struct Upstream {
-    running: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
+pub(crate) struct AppServer {
+    server_thread: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
     address: SocketAddr,
-    speaks: Speaks,
+    protocol: AppProtocol,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Speaks {
+pub(crate) enum AppProtocol {
     Http1,
     /// HTTP/2 in the clear.
     H2c,
 }
 
-impl Upstream {
-    pub(crate) fn start(speaks: Speaks) -> Self {
+impl AppServer {
+    pub(crate) fn start(speaks: AppProtocol) -> Self {
         let mut upstream = Self {
-            running: None,
+            server_thread: None,
             address: ([127, 0, 0, 1], free_port()).into(),
-            speaks,
+            protocol: speaks,
         };
         upstream.restart();
         upstream
     }
 
     pub(crate) fn url(&self) -> String {
-        let scheme = if self.speaks == Speaks::H2c {
+        let scheme = if self.protocol == AppProtocol::H2c {
             "h2c"
         } else {
             "http"
@@ -66,7 +66,7 @@ impl Upstream {
 
     /// Its port refuses connections from now on.
     pub(crate) fn kill(&mut self) {
-        if let Some((alive, thread)) = self.running.take() {
+        if let Some((alive, thread)) = self.server_thread.take() {
             drop(alive);
             thread.join().unwrap();
         }
@@ -76,31 +76,31 @@ impl Upstream {
     pub(crate) fn restart(&mut self) {
         let listener = std::net::TcpListener::bind(self.address).unwrap();
         listener.set_nonblocking(true).unwrap();
-        let ((alive, killed), speaks) = (oneshot::channel(), self.speaks);
+        let ((alive, killed), speaks) = (oneshot::channel(), self.protocol);
         let thread = std::thread::spawn(move || {
             let runtime = Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
                 tokio::select! {
-                    () = accept(TcpListener::from_std(listener).unwrap(), speaks) => {}
+                    () = accept_connections(TcpListener::from_std(listener).unwrap(), speaks) => {}
                     _ = killed => {}
                 }
             });
         });
-        self.running = Some((alive, thread));
+        self.server_thread = Some((alive, thread));
     }
 }
 
-impl Drop for Upstream {
+impl Drop for AppServer {
     fn drop(&mut self) {
         self.kill();
     }
 }
 
-async fn accept(listener: TcpListener, speaks: Speaks) {
+async fn accept_connections(listener: TcpListener, speaks: AppProtocol) {
     while let Ok((stream, _)) = listener.accept().await {
         match speaks {
-            Speaks::Http1 => drop(tokio::spawn(serve(stream))),
-            Speaks::H2c => drop(tokio::spawn(serve_h2c(stream))),
+            AppProtocol::Http1 => drop(tokio::spawn(serve_http1(stream))),
+            AppProtocol::H2c => drop(tokio::spawn(serve_h2c(stream))),
         }
     }
 }
@@ -110,20 +110,20 @@ async fn serve_h2c(stream: TcpStream) {
     // away its last answers. A second handle keeps the socket open for a while.
     let stream = stream.into_std().unwrap();
     let mut rest = TcpStream::from_std(stream.try_clone().unwrap()).unwrap();
-    speak_h2c(TcpStream::from_std(stream).unwrap()).await;
+    serve_h2c_until_goaway(TcpStream::from_std(stream).unwrap()).await;
     let reading = async { while let Ok(1..) = rest.read(&mut [0; 1024]).await {} };
     timeout(Duration::from_secs(1), reading)
         .await
         .unwrap_or_default();
 }
 
-async fn speak_h2c(stream: TcpStream) {
+async fn serve_h2c_until_goaway(stream: TcpStream) {
     let mut http2 = http2::Builder::new(TokioExecutor::new());
     let connection = http2
         .enable_connect_protocol()
-        .serve_connection(TokioIo::new(stream), service_fn(answer));
+        .serve_connection(TokioIo::new(stream), service_fn(respond));
     let mut connection = std::pin::pin!(connection);
-    let goodbye = sleep(Duration::from_millis(fastrand::u64(GOODBYE_AFTER_MS)));
+    let goodbye = sleep(Duration::from_millis(fastrand::u64(GOAWAY_AFTER_MS)));
     tokio::select! {
         // That a peer leaves is what some of them are for.
         end = connection.as_mut() => return end.unwrap_or_default(),
@@ -133,7 +133,7 @@ async fn speak_h2c(stream: TcpStream) {
     connection.await.unwrap_or_default();
 }
 
-async fn serve(stream: TcpStream) {
+async fn serve_http1(stream: TcpStream) {
     // Half of the connections end with a reset, whenever we end them.
     if fastrand::bool() {
         socket2::SockRef::from(&stream)
@@ -141,15 +141,15 @@ async fn serve(stream: TcpStream) {
             .unwrap();
     }
     let connection =
-        http1::Builder::new().serve_connection(TokioIo::new(stream), service_fn(answer));
+        http1::Builder::new().serve_connection(TokioIo::new(stream), service_fn(respond));
     // That a peer leaves is what some of them are for.
     connection.with_upgrades().await.unwrap_or_default();
 }
 
-type Answer = Response<BoxBody<Bytes, io::Error>>;
+type AppResponse = Response<BoxBody<Bytes, io::Error>>;
 
 /// Each body begins with the request's number, so that it is noticed if somebody gets another's.
-async fn answer(mut request: Request<Incoming>) -> io::Result<Answer> {
+async fn respond(mut request: Request<Incoming>) -> io::Result<AppResponse> {
     let number = request.headers().get("x-number").cloned();
     let number = Bytes::from(
         number
@@ -175,7 +175,7 @@ async fn answer(mut request: Request<Incoming>) -> io::Result<Answer> {
         "/big" => {
             let mut body = number.to_vec();
             body.resize(BIG_BYTES, b'x');
-            Ok(Response::new(full(body)))
+            Ok(Response::new(full_body(body)))
         }
         "/upload" => {
             let body = request
@@ -184,7 +184,7 @@ async fn answer(mut request: Request<Incoming>) -> io::Result<Answer> {
                 .await
                 .map_err(io::Error::other)?
                 .to_bytes();
-            Ok(Response::new(full(
+            Ok(Response::new(full_body(
                 [&number[..], b" ", body.len().to_string().as_bytes()].concat(),
             )))
         }
@@ -199,14 +199,14 @@ async fn answer(mut request: Request<Incoming>) -> io::Result<Answer> {
             });
             // By HTTP/2, where it is a CONNECT (RFC 8441), any success opens it.
             if request.method() == Method::CONNECT {
-                return Ok(Response::new(full(Bytes::new())));
+                return Ok(Response::new(full_body(Bytes::new())));
             }
             let switch = Response::builder()
                 .status(StatusCode::SWITCHING_PROTOCOLS)
                 .header("connection", "upgrade")
                 .header("upgrade", "websocket")
-                .header("sec-websocket-accept", PROOF);
-            Ok(switch.body(full(Bytes::new())).unwrap())
+                .header("sec-websocket-accept", WEBSOCKET_ACCEPT);
+            Ok(switch.body(full_body(Bytes::new())).unwrap())
         }
         _ => {
             if path == "/slots" || path == "/slow" {
@@ -215,13 +215,13 @@ async fn answer(mut request: Request<Incoming>) -> io::Result<Answer> {
             let cost = fastrand::u32(1..5);
             Ok(Response::builder()
                 .header("x-cost", cost)
-                .body(full(number))
+                .body(full_body(number))
                 .unwrap())
         }
     }
 }
 
-fn full(body: impl Into<Bytes>) -> BoxBody<Bytes, io::Error> {
+fn full_body(body: impl Into<Bytes>) -> BoxBody<Bytes, io::Error> {
     Full::new(body.into())
         .map_err(|never| match never {})
         .boxed()

@@ -15,32 +15,32 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 /// For what should come at once.
-pub(crate) const SOON: Duration = Duration::from_secs(10);
+pub(crate) const PROMPT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What bytes go over.
-pub(crate) trait Wire: AsyncRead + AsyncWrite + Unpin + Send {}
+pub(crate) trait ByteStream: AsyncRead + AsyncWrite + Unpin + Send {}
 
-impl<T: AsyncRead + AsyncWrite + Unpin + Send> Wire for T {}
+impl<T: AsyncRead + AsyncWrite + Unpin + Send> ByteStream for T {}
 
 /// What became of a request.
 #[derive(Clone, Debug)]
-pub(crate) enum Outcome {
+pub(crate) enum RequestOutcome {
     /// Came whole.
     Answered(u16),
     /// The head came, the rest didn't.
-    Cut(u16),
+    Truncated(u16),
     /// Came whole, and belongs to another request or isn't what was sent.
-    Mixed(u16),
+    Mismatched(u16),
     /// The connection ended without an answer.
     #[allow(dead_code, reason = "why is shown by Debug")]
-    Nothing(String),
+    NoAnswer(String),
     /// Neither, for longer than anything should take.
-    Hung,
+    TimedOut,
 }
 
-impl Outcome {
+impl RequestOutcome {
     /// What comes within `patience`; the body of a 200 has to be `wanted`.
-    pub(crate) async fn of(
+    pub(crate) async fn from_response(
         response: impl Future<Output = hyper::Result<Response<Incoming>>>,
         wanted: &str,
         patience: Duration,
@@ -48,7 +48,7 @@ impl Outcome {
         let whole = async {
             let response = match response.await {
                 Ok(response) => response,
-                Err(error) => return Self::Nothing(format!("{error:?}")),
+                Err(error) => return Self::NoAnswer(format!("{error:?}")),
             };
             let status = response.status().as_u16();
             match response
@@ -57,17 +57,17 @@ impl Outcome {
                 .await
                 .map(http_body_util::Collected::to_bytes)
             {
-                Ok(body) if status == 200 && body != wanted => Self::Mixed(status),
+                Ok(body) if status == 200 && body != wanted => Self::Mismatched(status),
                 Ok(_) => Self::Answered(status),
-                Err(_) => Self::Cut(status),
+                Err(_) => Self::Truncated(status),
             }
         };
-        timeout(patience, whole).await.unwrap_or(Self::Hung)
+        timeout(patience, whole).await.unwrap_or(Self::TimedOut)
     }
 }
 
-pub(crate) async fn handshake1(
-    socket: impl Wire + 'static,
+pub(crate) async fn handshake_http1(
+    socket: impl ByteStream + 'static,
 ) -> io::Result<http1::SendRequest<Full<Bytes>>> {
     let (sender, connection) = http1::handshake(TokioIo::new(socket))
         .await
@@ -86,7 +86,7 @@ pub(crate) async fn get(address: SocketAddr, path: &str) -> io::Result<(u16, Byt
         .header("host", "localhost")
         .body(Full::<Bytes>::default())
         .unwrap();
-    let mut sender = handshake1(TcpStream::connect(address).await?).await?;
+    let mut sender = handshake_http1(TcpStream::connect(address).await?).await?;
     let response = sender
         .send_request(request)
         .await
@@ -105,11 +105,11 @@ pub(crate) async fn get(address: SocketAddr, path: &str) -> io::Result<(u16, Byt
 
 /// A page of metrics.
 #[derive(Debug)]
-pub(crate) struct Metrics(String);
+pub(crate) struct MetricsPage(String);
 
-impl Metrics {
-    pub(crate) async fn of(admin: SocketAddr) -> Self {
-        let (_, page) = timeout(SOON, get(admin, "/metrics"))
+impl MetricsPage {
+    pub(crate) async fn fetch(admin: SocketAddr) -> Self {
+        let (_, page) = timeout(PROMPT_TIMEOUT, get(admin, "/metrics"))
             .await
             .expect("the admin port answers")
             .unwrap();
@@ -126,7 +126,7 @@ impl Metrics {
     }
 
     /// Each value of a counter, with its labels.
-    pub(crate) fn each(&self, name: &str) -> impl Iterator<Item = (&str, u64)> {
+    pub(crate) fn labelled_values(&self, name: &str) -> impl Iterator<Item = (&str, u64)> {
         self.0.lines().filter_map(move |line| {
             let (labels, value) = line
                 .strip_prefix(name)?
@@ -137,8 +137,8 @@ impl Metrics {
     }
 
     /// Responses by status.
-    pub(crate) fn responses(&self) -> impl Iterator<Item = (u16, u64)> {
-        self.each("tidegate_http_requests_total")
+    pub(crate) fn responses_by_status(&self) -> impl Iterator<Item = (u16, u64)> {
+        self.labelled_values("tidegate_http_requests_total")
             .map(|(labels, count)| {
                 let code = labels
                     .strip_prefix("code=\"")
@@ -152,7 +152,7 @@ impl Metrics {
 }
 
 /// What the environment says, if anything.
-pub(crate) fn setting<T: std::str::FromStr>(name: &str) -> Option<T> {
+pub(crate) fn read_env_number<T: std::str::FromStr>(name: &str) -> Option<T> {
     let text = std::env::var(name).ok().filter(|text| !text.is_empty())?;
     let value = text.parse().ok();
     assert!(

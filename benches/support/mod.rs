@@ -7,21 +7,21 @@ pub(crate) mod client;
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
-use tidegate::store::redis::{Address, Login, RedisSettings, Topology};
+use tidegate::store::redis::{RedisAddress, RedisCredentials, RedisSettings, RedisTopology};
 
-pub(crate) const PREFIX: &str = "bench";
+pub(crate) const KEY_PREFIX: &str = "bench";
 
 /// A server of the benchmark's own; killed on drop.
-pub(crate) struct Server {
+pub(crate) struct RedisServer {
     child: Child,
     port: u16,
 }
 
-impl Server {
+impl RedisServer {
     pub(crate) fn start() -> Self {
         let port = free_port();
         Self {
-            child: spawn(port),
+            child: spawn_redis(port),
             port,
         }
     }
@@ -34,7 +34,7 @@ impl Server {
 
     /// Starts a killed server again, empty, on the same port.
     pub(crate) fn restart(&mut self) {
-        self.child = spawn(self.port);
+        self.child = spawn_redis(self.port);
     }
 
     pub(crate) fn port(&self) -> u16 {
@@ -55,7 +55,7 @@ impl Server {
     }
 
     /// Programs run so far.
-    pub(crate) fn calls(&self) -> f64 {
+    pub(crate) fn count_script_calls(&self) -> f64 {
         let mut connection = self.connection();
         let text: String = redis::cmd("INFO")
             .arg("commandstats")
@@ -79,16 +79,16 @@ impl Server {
 
     pub(crate) fn settings(&self) -> RedisSettings {
         RedisSettings {
-            topology: Topology::Standalone,
-            servers: vec![Address::Tcp {
+            topology: RedisTopology::Standalone,
+            servers: vec![RedisAddress::Tcp {
                 host: "127.0.0.1".to_owned(),
                 port: self.port,
             }],
             database: 0,
-            login: Login::default(),
+            credentials: RedisCredentials::default(),
             tls: None,
-            key_prefix: PREFIX.to_owned(),
-            instances: 1,
+            key_prefix: KEY_PREFIX.to_owned(),
+            initial_instances: 1,
             timeout: Duration::from_secs(1),
             connect_timeout: Duration::from_secs(1),
             breaker_failures: 5,
@@ -106,7 +106,7 @@ pub(crate) fn free_port() -> u16 {
 }
 
 /// Waits until it takes connections.
-fn spawn(port: u16) -> Child {
+fn spawn_redis(port: u16) -> Child {
     let child = Command::new("redis-server")
         .args([
             "--port",
@@ -127,7 +127,7 @@ fn spawn(port: u16) -> Child {
 }
 
 /// Sends a signal, named as in `kill -TERM`.
-pub(crate) fn signal(pid: u32, name: &str) {
+pub(crate) fn send_signal(pid: u32, name: &str) {
     // The shell's own: not every image has another.
     let sent = Command::new("sh")
         .args(["-c", "kill -$1 $2", "sh", name, &pid.to_string()])
@@ -135,7 +135,7 @@ pub(crate) fn signal(pid: u32, name: &str) {
     assert!(sent.unwrap().success(), "kill -{name} {pid}");
 }
 
-impl Drop for Server {
+impl Drop for RedisServer {
     fn drop(&mut self) {
         drop(self.child.kill());
         drop(self.child.wait());

@@ -1,4 +1,6 @@
-//! `X-Forwarded-For` and `Forwarded`.
+//! `X-Forwarded-For` and `UpstreamSpan`.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tidegate::policy::properties::client(bytes));
+libfuzzer_sys::fuzz_target!(
+    |bytes: &[u8]| tidegate::policy::properties::check_client_identity(bytes)
+);

@@ -16,10 +16,12 @@ limit = { requests = 1, per = '1s' }
 cost = { header = 'x-cost' }
 ";
 
-static TABLE: LazyLock<Arc<PolicyTable>> = LazyLock::new(|| {
-    tidegate::config::properties::read(POLICIES)
+static POLICY_TABLE: LazyLock<Arc<PolicyTable>> = LazyLock::new(|| {
+    tidegate::config::properties::load_text(POLICIES)
         .expect("it is right")
         .table
 });
 
-fuzz_target!(|bytes: &[u8]| tidegate::proxy::properties::forwarded(bytes, &TABLE));
+fuzz_target!(
+    |bytes: &[u8]| tidegate::proxy::properties::check_forwarded_request(bytes, &POLICY_TABLE)
+);

@@ -1,4 +1,6 @@
 //! JSON Web Tokens, forged and damaged.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tidegate::policy::properties::token(bytes));
+libfuzzer_sys::fuzz_target!(
+    |bytes: &[u8]| tidegate::policy::properties::check_token_verification(bytes)
+);

@@ -14,9 +14,9 @@ use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
 use std::sync::LazyLock;
 
-const FRAME: &str = include_str!("dashboard/index.html");
-const STYLES_HERE: &str = "<!--STYLES-->";
-const SCRIPTS_HERE: &str = "<!--SCRIPTS-->";
+const HTML_TEMPLATE: &str = include_str!("dashboard/index.html");
+const STYLES_PLACEHOLDER: &str = "<!--STYLES-->";
+const SCRIPTS_PLACEHOLDER: &str = "<!--SCRIPTS-->";
 
 /// uPlot is kept as its makers ship it (1.6.32); its licence is beside it.
 const STYLES: [&str; 2] = [
@@ -34,21 +34,21 @@ const SCRIPTS: [&str; 6] = [
     include_str!("dashboard/main.js"),
 ];
 
-struct Page {
+struct DashboardPage {
     html: String,
-    policy: HeaderValue,
+    csp: HeaderValue,
 }
 
-static PAGE: LazyLock<Page> = LazyLock::new(|| Page {
-    html: FRAME
-        .replace(STYLES_HERE, &each("style", &STYLES))
-        .replace(SCRIPTS_HERE, &each("script", &SCRIPTS)),
-    policy: HeaderValue::try_from(policy()).expect("hashes and names are printable"),
+static DASHBOARD_PAGE: LazyLock<DashboardPage> = LazyLock::new(|| DashboardPage {
+    html: HTML_TEMPLATE
+        .replace(STYLES_PLACEHOLDER, &wrap_in_tags("style", &STYLES))
+        .replace(SCRIPTS_PLACEHOLDER, &wrap_in_tags("script", &SCRIPTS)),
+    csp: HeaderValue::try_from(content_security_policy()).expect("hashes and names are printable"),
 });
 
 #[allow(clippy::unused_async, reason = "a handler is async")]
-pub(super) async fn page() -> Response {
-    let Page { html, policy } = &*PAGE;
+pub(super) async fn get_dashboard() -> Response {
+    let DashboardPage { html, csp: policy } = &*DASHBOARD_PAGE;
     let kind = HeaderValue::from_static("text/html; charset=utf-8");
     (
         [
@@ -60,7 +60,7 @@ pub(super) async fn page() -> Response {
         .into_response()
 }
 
-fn each(tag: &str, texts: &[&str]) -> String {
+fn wrap_in_tags(tag: &str, texts: &[&str]) -> String {
     texts
         .iter()
         .map(|text| format!("<{tag}>{text}</{tag}>\n"))
@@ -68,16 +68,16 @@ fn each(tag: &str, texts: &[&str]) -> String {
 }
 
 /// What the page may do (CSP level 3).
-fn policy() -> String {
+fn content_security_policy() -> String {
     format!(
         "default-src 'none'; script-src{}; style-src{}; connect-src 'self'; img-src data:; base-uri 'none'; \
          form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
-        hashes(&SCRIPTS),
-        hashes(&STYLES)
+        csp_hashes(&SCRIPTS),
+        csp_hashes(&STYLES)
     )
 }
 
-fn hashes(texts: &[&str]) -> String {
+fn csp_hashes(texts: &[&str]) -> String {
     texts.iter().fold(String::new(), |mut all, text| {
         write!(all, " 'sha256-{}'", STANDARD.encode(Sha256::digest(text)))
             .expect("a String takes everything");
@@ -91,22 +91,26 @@ mod tests {
 
     /// Whether a browser runs it is seen in one: `make test-browser`.
     #[test]
-    fn the_page_is_whole_small_and_its_own() {
-        let Page { html, policy } = &*PAGE;
+    fn page_is_small_and_self_contained() {
+        let DashboardPage { html, csp: policy } = &*DASHBOARD_PAGE;
         assert!(
             html.len() < 150 << 10,
             "{} bytes: who looks by a slow tunnel waits",
             html.len()
         );
-        assert!(!html.contains(STYLES_HERE) && !html.contains(SCRIPTS_HERE));
+        assert!(!html.contains(STYLES_PLACEHOLDER) && !html.contains(SCRIPTS_PLACEHOLDER));
         assert!(!policy.to_str().unwrap().contains("unsafe"));
-        let ours = SCRIPTS.iter().skip(1).chain([&FRAME]).chain(&STYLES);
+        let ours = SCRIPTS
+            .iter()
+            .skip(1)
+            .chain([&HTML_TEMPLATE])
+            .chain(&STYLES);
         for text in ours {
             assert!(!text.contains('\r'), "a browser would hash it without");
-            for way in ["src=", "@import", "url(", "https://", "eval("] {
+            for external_reference in ["src=", "@import", "url(", "https://", "eval("] {
                 assert!(
-                    !text.contains(way),
-                    "{way} brings something in from elsewhere"
+                    !text.contains(external_reference),
+                    "{external_reference} brings something in from elsewhere"
                 );
             }
         }

@@ -1,9 +1,9 @@
 //! Whether it lives, serves, and what it has counted: what gives nothing away.
 
-use super::View;
-use super::answer::Json;
-use super::looks::aside;
-use crate::telemetry::metrics::{Format, Observed, Phase};
+use super::AdminBackend;
+use super::queries::run_blocking;
+use super::responses::JsonResponse;
+use crate::telemetry::metrics::{ExpositionFormat, ProcessPhase, ProcessStatus};
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::header::{ACCEPT, CONTENT_TYPE};
@@ -11,40 +11,43 @@ use http::{HeaderMap, StatusCode};
 use serde_json::json;
 
 #[allow(clippy::unused_async, reason = "a handler is async")]
-pub(super) async fn live() -> &'static str {
+pub(super) async fn get_liveness() -> &'static str {
     "ok\n"
 }
 
 /// Fails only while clients cannot, or soon can no longer, be served. What is merely wrong is said: taking
 /// every replica out of service would not mend a store that is away.
 #[allow(clippy::unused_async, reason = "a handler is async")]
-pub(super) async fn ready(State(view): State<View>) -> Json {
-    let observed = (view.observe)();
+pub(super) async fn get_readiness(State(view): State<AdminBackend>) -> JsonResponse {
+    let observed = (view.read_status)();
     let status = match observed.phase {
-        Phase::Serving => StatusCode::OK,
-        Phase::Starting | Phase::Stopping => StatusCode::SERVICE_UNAVAILABLE,
+        ProcessPhase::Serving => StatusCode::OK,
+        ProcessPhase::Starting | ProcessPhase::Stopping => StatusCode::SERVICE_UNAVAILABLE,
     };
     let body = json!({
-        "status": phase(observed.phase),
+        "status": phase_label(observed.phase),
         "store": if observed.store_up { "up" } else { "degraded" },
-        "generation": observed.generation,
+        "generation": observed.config_generation,
         "reload_errors": observed.reload_errors,
         "untrusted_forwarding": view.metrics.untrusted_forwarding(),
-        "hints": hints(&observed, view.metrics.untrusted_forwarding()),
+        "hints": collect_hints(&observed, view.metrics.untrusted_forwarding()),
     });
-    Json(status, body)
+    JsonResponse(status, body)
 }
 
-pub(super) fn phase(phase: Phase) -> &'static str {
+pub(super) fn phase_label(phase: ProcessPhase) -> &'static str {
     match phase {
-        Phase::Starting => "starting",
-        Phase::Serving => "ready",
-        Phase::Stopping => "stopping",
+        ProcessPhase::Starting => "starting",
+        ProcessPhase::Serving => "ready",
+        ProcessPhase::Stopping => "stopping",
     }
 }
 
 /// What somebody should look at, and what to do.
-pub(super) fn hints(observed: &Observed, untrusted_forwarding: u64) -> Vec<&'static str> {
+pub(super) fn collect_hints(
+    observed: &ProcessStatus,
+    untrusted_forwarding: u64,
+) -> Vec<&'static str> {
     let all = [
         (
             !observed.store_up,
@@ -67,13 +70,13 @@ pub(super) fn hints(observed: &Observed, untrusted_forwarding: u64) -> Vec<&'sta
         .collect()
 }
 
-pub(super) async fn metrics(State(view): State<View>, headers: HeaderMap) -> Response {
+pub(super) async fn get_metrics(State(view): State<AdminBackend>, headers: HeaderMap) -> Response {
     let accept = headers
         .get(ACCEPT)
         .and_then(|accept| accept.to_str().ok())
         .unwrap_or_default();
-    let format = Format::accepted(accept);
-    match aside(move || view.metrics.page(&(view.observe)(), format)).await {
+    let format = ExpositionFormat::from_accept_header(accept);
+    match run_blocking(move || view.metrics.render_page(&(view.read_status)(), format)).await {
         Ok(page) => ([(CONTENT_TYPE, format.content_type())], page).into_response(),
         Err(problem) => problem.into_response(),
     }

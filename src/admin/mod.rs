@@ -3,22 +3,22 @@
 //! Never on the clients' port. It knows nothing of the rooms that it tells about: the assembler hands it a
 //! [`View`], and so it can answer whatever state they are in.
 
-mod access;
-mod acts;
-mod answer;
-mod asked;
+mod access_control;
+mod commands;
 mod dashboard;
 mod health;
 mod listener;
-mod looks;
+mod parameters;
+mod queries;
+mod responses;
 mod routes;
 
-pub(crate) use answer::harmless;
-pub use listener::Listener;
+pub use listener::AdminListener;
+pub(crate) use responses::escape_json;
 
 use crate::listen::ListenAddress;
-use crate::telemetry::history::History;
-use crate::telemetry::metrics::{Metrics, Observed, Tally};
+use crate::telemetry::history::TrafficHistory;
+use crate::telemetry::metrics::{Metrics, PolicyCounters, ProcessStatus};
 use serde_json::{Map, Value};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -33,41 +33,41 @@ pub struct AdminSettings {
     pub address: ListenAddress,
     /// A second address with only what gives nothing away: health and metrics.
     pub probes: Option<SocketAddr>,
-    pub token: Option<Token>,
+    pub token: Option<AdminToken>,
     /// Names that `Host` may hold, besides localhost and addresses; in lower case.
     pub allowed_hosts: Vec<String>,
 }
 
 /// A secret that never shows itself in logs.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Token(String);
+pub struct AdminToken(String);
 
 /// What there is to see, and the little there is to do. The functions are called for every request; those that have to
 /// wait for somebody give a future, which does so for some seconds at most.
 #[derive(Clone)]
-pub struct View {
-    pub about: About,
+pub struct AdminBackend {
+    pub instance: InstanceDescription,
     pub metrics: Arc<Metrics>,
-    pub history: Arc<History>,
-    pub observe: Arc<dyn Fn() -> Observed + Send + Sync>,
+    pub history: Arc<TrafficHistory>,
+    pub read_status: Arc<dyn Fn() -> ProcessStatus + Send + Sync>,
     /// The configuration in effect, as JSON without secrets.
-    pub config: Arc<dyn Fn() -> Arc<str> + Send + Sync>,
-    pub policies: Arc<dyn Fn(&Selection) -> Selected + Send + Sync>,
+    pub config_json: Arc<dyn Fn() -> Arc<str> + Send + Sync>,
+    pub select_policies: Arc<dyn Fn(&PolicySelection) -> PolicyPage + Send + Sync>,
     /// Where a key stands in the store.
-    pub key: Arc<dyn Fn(KeyAsked) -> Asking + Send + Sync>,
+    pub inspect_key: Arc<dyn Fn(KeyQuery) -> AdminFuture + Send + Sync>,
     /// Forgets what a key has used.
-    pub reset: Arc<dyn Fn(KeyAsked) -> Asking + Send + Sync>,
+    pub reset_key: Arc<dyn Fn(KeyQuery) -> AdminFuture + Send + Sync>,
     /// What becomes of a request.
-    pub explain: Arc<dyn Fn(Told) -> Asking + Send + Sync>,
+    pub explain_request: Arc<dyn Fn(ExplainRequest) -> AdminFuture + Send + Sync>,
     /// Begins the ordered end that SIGTERM begins, if it has not begun.
-    pub drain: Arc<dyn Fn() -> Draining + Send + Sync>,
+    pub start_drain: Arc<dyn Fn() -> DrainSchedule + Send + Sync>,
 }
 
 /// What stays the same while the process lives.
 #[derive(Clone, Debug)]
-pub struct About {
+pub struct InstanceDescription {
     /// The process's name among all instances, new with every start.
-    pub instance: &'static str,
+    pub id: &'static str,
     /// Seconds since the Unix epoch.
     pub started_s: u64,
     pub workers: usize,
@@ -79,46 +79,46 @@ pub struct About {
 
 /// Some of the policies.
 #[derive(Clone, Debug, Default)]
-pub struct Selection {
+pub struct PolicySelection {
     /// Only these; empty: all.
     pub names: Vec<String>,
     /// So many are left out, and at most so many told.
     pub offset: usize,
-    pub most: usize,
+    pub limit: usize,
 }
 
 #[derive(Debug)]
-pub struct Selected {
+pub struct PolicyPage {
     /// How many there are without `offset` and `most`.
     pub total: usize,
-    pub policies: Vec<Described>,
+    pub policies: Vec<PolicySummary>,
 }
 
 /// One policy.
 #[derive(Debug)]
-pub struct Described {
+pub struct PolicySummary {
     pub name: Box<str>,
     /// What it is.
-    pub about: Map<String, Value>,
+    pub description: Map<String, Value>,
     /// `None`: it is off.
-    pub tally: Option<Arc<Tally>>,
+    pub counters: Option<Arc<PolicyCounters>>,
 }
 
 /// A key by its policy and values: one per position, empty for what is absent.
 #[derive(Clone, Debug)]
-pub struct KeyAsked {
+pub struct KeyQuery {
     pub policy: String,
     pub values: Vec<String>,
 }
 
 /// A request, told by hand.
 #[derive(Clone, Debug)]
-pub struct Told {
+pub struct ExplainRequest {
     pub method: String,
     pub url: String,
     pub headers: Vec<(String, String)>,
     /// Who holds the other end of the socket.
-    pub ip: IpAddr,
+    pub peer_ip: IpAddr,
     /// The alternative name in the client's certificate.
     pub client_cert_san: Option<String>,
     /// The common name in the client's certificate.
@@ -126,29 +126,29 @@ pub struct Told {
 }
 
 /// An answer that has to be waited for.
-pub type Asking = Pin<Box<dyn Future<Output = Result<Value, Fault>> + Send>>;
+pub type AdminFuture = Pin<Box<dyn Future<Output = Result<Value, AdminError>> + Send>>;
 
 /// Why a question has no answer. The texts are for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Fault {
+pub enum AdminError {
     /// It was no question.
-    Wrong(String),
+    InvalidRequest(String),
     /// What it asks for doesn't exist.
-    Unknown(String),
+    NotFound(String),
     /// Who knows can't be asked now.
-    Away(String),
+    Unavailable(String),
 }
 
 /// How long an ordered end takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Draining {
+pub struct DrainSchedule {
     /// Requests are served as before, while readiness fails.
     pub delay: Duration,
     /// Then at most, until what is in flight has ended or is cut.
     pub grace: Duration,
 }
 
-impl Token {
+impl AdminToken {
     pub fn new(text: String) -> Self {
         Self(text)
     }
@@ -158,16 +158,16 @@ impl Token {
     }
 }
 
-impl fmt::Debug for Token {
+impl fmt::Debug for AdminToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("***")
     }
 }
 
-impl fmt::Debug for View {
+impl fmt::Debug for AdminBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("View")
-            .field("about", &self.about)
+            .field("about", &self.instance)
             .finish_non_exhaustive()
     }
 }

@@ -1,9 +1,9 @@
 //! What is answered where, and who may ask.
 
-use super::access::{Guard, guard, require_known_host};
-use super::answer::finish;
-use super::asked::MAX_BODY_BYTES;
-use super::{AdminSettings, View, acts, dashboard, health, looks};
+use super::access_control::{AccessGuard, authorize_request, require_known_host};
+use super::parameters::MAX_BODY_BYTES;
+use super::responses::finish_response;
+use super::{AdminBackend, AdminSettings, commands, dashboard, health, queries};
 use axum::Router;
 use axum::extract::DefaultBodyLimit;
 use axum::middleware::{from_fn, from_fn_with_state};
@@ -11,57 +11,63 @@ use axum::routing::{MethodRouter, get, post};
 use std::sync::Arc;
 
 /// Everything there is, each with who may ask for it. `openapi.json` tells the same to others; a test compares them.
-fn all() -> Vec<(&'static str, MethodRouter<View>)> {
-    let mut routes = health();
+fn all_routes() -> Vec<(&'static str, MethodRouter<AdminBackend>)> {
+    let mut routes = health_routes();
     routes.extend([
-        ("/", get(dashboard::page)),
-        ("/config", get(looks::config)),
-        ("/drain", post(acts::drain)),
-        ("/explain", post(acts::explain)),
-        ("/keys", get(acts::key).delete(acts::reset)),
-        ("/log-level", get(acts::log_level).put(acts::set_log_level)),
-        ("/openapi.json", get(looks::openapi)),
-        ("/overview", get(looks::overview)),
-        ("/policies", get(looks::policies)),
-        ("/top", get(looks::top)),
+        ("/", get(dashboard::get_dashboard)),
+        ("/config", get(queries::get_config)),
+        ("/drain", post(commands::start_drain)),
+        ("/explain", post(commands::explain_request)),
+        (
+            "/keys",
+            get(commands::inspect_key).delete(commands::reset_key),
+        ),
+        (
+            "/log-level",
+            get(commands::get_log_level).put(commands::set_log_level),
+        ),
+        ("/openapi.json", get(queries::get_openapi)),
+        ("/overview", get(queries::get_overview)),
+        ("/policies", get(queries::get_policies)),
+        ("/top", get(queries::get_top_refusals)),
     ]);
     routes
 }
 
-fn health() -> Vec<(&'static str, MethodRouter<View>)> {
+fn health_routes() -> Vec<(&'static str, MethodRouter<AdminBackend>)> {
     vec![
-        ("/livez", get(health::live)),
-        ("/readyz", get(health::ready)),
-        ("/metrics", get(health::metrics)),
+        ("/livez", get(health::get_liveness)),
+        ("/readyz", get(health::get_readiness)),
+        ("/metrics", get(health::get_metrics)),
     ]
 }
 
-pub(super) fn admin(settings: AdminSettings, view: View) -> Router {
-    let guarded = Guard::new(&settings);
+pub(super) fn admin_router(settings: AdminSettings, view: AdminBackend) -> Router {
+    let access_guard = AccessGuard::new(&settings);
     // Behind the choice of the method: what can't be asked at all is not forbidden.
-    let router = all()
+    let router = all_routes()
         .into_iter()
         .fold(Router::new(), |router, (path, methods)| {
             router.route(
                 path,
-                methods.route_layer(from_fn_with_state(guarded.clone(), guard)),
+                methods.route_layer(from_fn_with_state(access_guard.clone(), authorize_request)),
             )
         });
     router
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
         .layer(from_fn_with_state(Arc::new(settings), require_known_host))
-        .layer(from_fn(finish))
+        .layer(from_fn(finish_response))
         .with_state(view)
 }
 
 /// Only what gives nothing away; whatever name it is called by, as Prometheus finds it under many.
-pub(super) fn probes(view: View) -> Router {
-    let router = health()
+pub(super) fn probes_router(view: AdminBackend) -> Router {
+    let router = health_routes()
         .into_iter()
         .fold(Router::new(), |router, (path, methods)| {
             router.route(path, methods)
         });
-    router.layer(from_fn(finish)).with_state(view)
+    router.layer(from_fn(finish_response)).with_state(view)
 }
 
 #[cfg(test)]
@@ -71,18 +77,18 @@ mod tests {
 
     /// That each method is there, too, is seen over HTTP: see `asking` among the tests of the whole.
     #[test]
-    fn the_document_tells_of_every_route_and_of_no_other() {
-        let document: Value = serde_json::from_str(looks::OPENAPI).unwrap();
-        let mut told: Vec<&str> = document["paths"]
+    fn openapi_document_lists_exactly_the_routes() {
+        let document: Value = serde_json::from_str(queries::OPENAPI_JSON).unwrap();
+        let mut documented: Vec<&str> = document["paths"]
             .as_object()
             .unwrap()
             .keys()
             .map(String::as_str)
             .collect();
-        let mut routes: Vec<&str> = all().iter().map(|(path, _)| *path).collect();
-        told.sort_unstable();
+        let mut routes: Vec<&str> = all_routes().iter().map(|(path, _)| *path).collect();
+        documented.sort_unstable();
         routes.sort_unstable();
-        assert_eq!(told, routes);
+        assert_eq!(documented, routes);
         assert!(document["openapi"].as_str().unwrap().starts_with("3.1."));
     }
 }

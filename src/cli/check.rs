@@ -1,13 +1,13 @@
 //! `tidegate check`: is this configuration right, and does it say what its owner means?
 
-use crate::config::{self, Config, Diagnostic, Report, Sources};
+use crate::config::{self, Config, ConfigDiagnostic, ConfigErrors, ConfigSources};
 use serde_json::{Value, json};
 use std::io::{self, Write};
 use std::process::ExitCode;
 
 /// How to answer.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct How {
+pub(super) struct CheckOptions {
     pub(super) json: bool,
     /// Warnings fail too.
     pub(super) strict: bool,
@@ -16,69 +16,72 @@ pub(super) struct How {
 /// Prints each policy in words to `out`, and what is wrong or doubtful to `talk`; as JSON all of it to `out`. Fails if
 /// anything is wrong.
 pub(super) fn run(
-    sources: &Sources,
-    how: How,
+    sources: &ConfigSources,
+    options: CheckOptions,
     out: &mut impl Write,
-    talk: &mut impl Write,
+    diagnostics_out: &mut impl Write,
 ) -> ExitCode {
     let loaded = config::load(sources);
-    let is_right = loaded
+    let is_valid = loaded
         .as_ref()
-        .is_ok_and(|config| !how.strict || config.warnings.is_empty());
+        .is_ok_and(|config| !options.strict || config.warnings.is_empty());
     let (text, findings) = match &loaded {
-        _ if how.json => (format!("{:#}\n", in_json(&loaded, is_right)), String::new()),
+        _ if options.json => (
+            format!("{:#}\n", outcome_to_json(&loaded, is_valid)),
+            String::new(),
+        ),
         Ok(config) => {
-            let words: String = config
-                .words
+            let policies: String = config
+                .policy_descriptions
                 .iter()
                 .map(|words| format!("{words}\n"))
                 .collect();
             (
-                words,
+                policies,
                 config.warnings.iter().map(ToString::to_string).collect(),
             )
         }
         Err(report) => (String::new(), report.to_string()),
     };
     // Whoever closed the pipe has read enough; the exit code still tells.
-    let printed: io::Result<()> = talk
+    let printed: io::Result<()> = diagnostics_out
         .write_all(findings.as_bytes())
         .and_then(|()| out.write_all(text.as_bytes()));
-    if printed.is_ok() && is_right {
+    if printed.is_ok() && is_valid {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
     }
 }
 
-fn in_json(loaded: &Result<Config, Report>, is_right: bool) -> Value {
+fn outcome_to_json(loaded: &Result<Config, ConfigErrors>, is_valid: bool) -> Value {
     let (policies, warnings, errors) = match loaded {
         Ok(config) => (
-            config.words.as_slice(),
+            config.policy_descriptions.as_slice(),
             config.warnings.as_slice(),
             [].as_slice(),
         ),
         Err(report) => ([].as_slice(), [].as_slice(), report.diagnostics.as_slice()),
     };
-    let policies = policies
-        .iter()
-        .map(|words| json!({ "policy": words.policy, "off": words.off, "means": words.sentence }));
+    let policies = policies.iter().map(
+        |words| json!({ "policy": words.policy, "off": words.is_off, "means": words.sentence }),
+    );
     json!({
-        "ok": is_right,
+        "ok": is_valid,
         "policies": policies.collect::<Vec<_>>(),
-        "errors": errors.iter().map(finding).collect::<Vec<_>>(),
-        "warnings": warnings.iter().map(finding).collect::<Vec<_>>(),
+        "errors": errors.iter().map(diagnostic_to_json).collect::<Vec<_>>(),
+        "warnings": warnings.iter().map(diagnostic_to_json).collect::<Vec<_>>(),
     })
 }
 
-fn finding(found: &Diagnostic) -> Value {
-    let position = found.place.position.as_ref();
+fn diagnostic_to_json(diagnostic: &ConfigDiagnostic) -> Value {
+    let position = diagnostic.span.position.as_ref();
     json!({
-        "source": found.place.source,
+        "source": diagnostic.span.source,
         "line": position.map(|at| at.line),
         "column": position.map(|at| at.column),
-        "key": found.key,
-        "problem": found.problem,
+        "key": diagnostic.key,
+        "problem": diagnostic.problem,
     })
 }
 
@@ -87,22 +90,22 @@ mod tests {
     use super::*;
     use crate::config::FileSource;
 
-    fn check(text: &str) -> (ExitCode, String, String) {
-        check_as(text, How::default())
+    fn run_check(text: &str) -> (ExitCode, String, String) {
+        run_check_with(text, CheckOptions::default())
     }
 
-    fn check_as(text: &str, how: How) -> (ExitCode, String, String) {
+    fn run_check_with(text: &str, options: CheckOptions) -> (ExitCode, String, String) {
         let file = FileSource::Text {
             name: "test.toml".into(),
             text: text.into(),
         };
         let (mut out, mut talk) = (Vec::new(), Vec::new());
         let code = run(
-            &Sources {
+            &ConfigSources {
                 file,
-                ..Sources::default()
+                ..ConfigSources::default()
             },
-            how,
+            options,
             &mut out,
             &mut talk,
         );
@@ -114,8 +117,8 @@ mod tests {
     }
 
     #[test]
-    fn policies_are_said_in_words() {
-        let (code, out, talk) = check(
+    fn prints_policies_in_words() {
+        let (code, out, talk) = run_check(
             "upstream.url = \"http://app\"\n[[policy]]\nname = \"login\"\n\
              match = { methods = [\"POST\"], path = \"/api/login\" }\nkey = [\"client_ip\"]\n\
              limit = { requests = 5, per = \"1m\" }\non_store_failure = \"closed\"\n\
@@ -134,8 +137,8 @@ mod tests {
     }
 
     #[test]
-    fn errors_are_not_data() {
-        let (code, out, talk) = check("[log]\nlevel = \"loud\"\nformat = \"xml\"\n");
+    fn prints_errors_to_stderr_only() {
+        let (code, out, talk) = run_check("[log]\nlevel = \"loud\"\nformat = \"xml\"\n");
         assert_eq!((code, out.as_str()), (ExitCode::FAILURE, ""));
         assert!(
             talk.contains("upstream.url") && talk.ends_with("3 errors\n"),
@@ -144,34 +147,41 @@ mod tests {
     }
 
     #[test]
-    fn scripts_get_one_object() {
-        let json = How {
+    fn prints_one_json_object() {
+        let json = CheckOptions {
             json: true,
             strict: false,
         };
         let doubtful = "upstream.url = \"http://app\"\n[[policy]]\nname = \"a\"\nlimit = { requests = 0, per = \"1s\" }\n";
-        let (code, out, talk) = check_as(doubtful, json);
-        let told: Value = serde_json::from_str(&out).unwrap();
+        let (code, out, talk) = run_check_with(doubtful, json);
+        let result: Value = serde_json::from_str(&out).unwrap();
         assert_eq!(
-            (code, talk.as_str(), &told["ok"]),
+            (code, talk.as_str(), &result["ok"]),
             (ExitCode::SUCCESS, "", &json!(true))
         );
-        assert_eq!(told["policies"][0]["policy"], "a");
+        assert_eq!(result["policies"][0]["policy"], "a");
         assert_eq!(
-            (&told["warnings"][0]["line"], &told["warnings"][0]["column"]),
+            (
+                &result["warnings"][0]["line"],
+                &result["warnings"][0]["column"]
+            ),
             (&json!(4), &json!(22))
         );
 
-        let (code, out, _) = check_as("[log]\nlevel = \"loud\"\n", json);
-        let told: Value = serde_json::from_str(&out).unwrap();
+        let (code, out, _) = run_check_with("[log]\nlevel = \"loud\"\n", json);
+        let result: Value = serde_json::from_str(&out).unwrap();
         assert_eq!(
-            (code, &told["ok"], told["errors"].as_array().unwrap().len()),
+            (
+                code,
+                &result["ok"],
+                result["errors"].as_array().unwrap().len()
+            ),
             (ExitCode::FAILURE, &json!(false), 2)
         );
 
-        let (code, ..) = check_as(
+        let (code, ..) = run_check_with(
             doubtful,
-            How {
+            CheckOptions {
                 json: false,
                 strict: true,
             },

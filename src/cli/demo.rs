@@ -1,7 +1,7 @@
 //! `tidegate demo`: a sample upstream, the proxy and the memory store in one process, on a bare machine.
 
-use crate::app::Addresses;
-use crate::config::{FileSource, Flags, Sources};
+use crate::app::ListeningAddresses;
+use crate::config::{ConfigSources, FileSource, FlagOverrides};
 use crate::listen::ListenAddress;
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
@@ -15,7 +15,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// The same policies as in the file at the root of the project.
-const CONFIG: &str = include_str!("../../config.toml");
+const DEMO_CONFIG: &str = include_str!("../../config.toml");
 
 #[allow(
     clippy::print_stdout,
@@ -34,7 +34,7 @@ pub(super) fn run(listen: String, file: Option<PathBuf>) -> ExitCode {
         Some(path) => FileSource::Path(path),
         None => FileSource::Text {
             name: "config.toml".into(),
-            text: CONFIG.into(),
+            text: DEMO_CONFIG.into(),
         },
     };
     // No environment: a demo is the same everywhere. But the admin port may be in use.
@@ -42,18 +42,18 @@ pub(super) fn run(listen: String, file: Option<PathBuf>) -> ExitCode {
         "TIDEGATE_ADMIN__ADDRESS".to_owned(),
         "127.0.0.1:0".to_owned(),
     )];
-    let flags = Flags {
+    let flags = FlagOverrides {
         upstream: Some(format!("http://{upstream}")),
         listen: Some(listen),
     };
-    let sources = Sources { file, env, flags };
-    super::run::run(sources, |addresses| {
-        println!("{}", invitation(addresses, upstream))
+    let sources = ConfigSources { file, env, flags };
+    super::run::run_proxy(sources, |addresses| {
+        println!("{}", usage_text(addresses, upstream))
     })
 }
 
-fn invitation(addresses: Addresses, upstream: SocketAddr) -> String {
-    let Addresses { proxy, admin } = addresses;
+fn usage_text(addresses: ListeningAddresses, upstream: SocketAddr) -> String {
+    let ListeningAddresses { proxy, admin } = addresses;
     let proxy = match proxy {
         ListenAddress::Ip(address) => format!("http://{address}"),
         ListenAddress::Unix(path) => format!("--unix-socket {} http://localhost", path.display()),
@@ -103,7 +103,7 @@ fn start_upstream() -> std::io::Result<SocketAddr> {
                     };
                     tokio::spawn(
                         hyper::server::conn::http1::Builder::new()
-                            .serve_connection(TokioIo::new(socket), service_fn(answer)),
+                            .serve_connection(TokioIo::new(socket), service_fn(echo_request)),
                     );
                 }
             });
@@ -112,14 +112,14 @@ fn start_upstream() -> std::io::Result<SocketAddr> {
 }
 
 #[allow(clippy::unused_async, reason = "service_fn wants a future")]
-async fn answer(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
-    let seen = serde_json::json!({
+async fn echo_request(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
+    let body = serde_json::json!({
         "hello": "from the sample upstream",
         "method": request.method().as_str(),
         "path": request.uri().path(),
         "x-forwarded-for": request.headers().get("x-forwarded-for").and_then(|value| value.to_str().ok()),
     });
-    let mut response = Response::new(Full::from(format!("{seen}\n")));
+    let mut response = Response::new(Full::from(format!("{body}\n")));
     *response.status_mut() = StatusCode::OK;
     response.headers_mut().insert(
         "content-type",

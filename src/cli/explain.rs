@@ -1,12 +1,12 @@
 //! `tidegate explain`: what would happen to this request, and why?
 
-use super::request::Asked;
-use super::standing;
-use crate::admin::Told;
-use crate::app::Stores;
-use crate::app::explain::{self, Expected, Explained, Unclear};
-use crate::config::{self, Config, Sources, StoreSettings};
-use crate::enforcer::{Explanation, Step};
+use super::limit_status;
+use super::request::RequestArguments;
+use crate::admin::ExplainRequest;
+use crate::app::StoreBackend;
+use crate::app::explanation::{self, ExpectedOutcome, ExplainError, ExplainedRequest};
+use crate::config::{self, Config, ConfigSources, StoreSettings};
+use crate::enforcer::{PolicyExplanation, PolicyStep};
 use serde_json::json;
 
 /// Tells which policies match, which keys and limits the request would use, and where they stand: in words, or as the
@@ -15,95 +15,118 @@ use serde_json::json;
 /// # Errors
 /// A text for people, if the configuration or the request is wrong.
 #[allow(clippy::print_stderr, reason = "notes are no data")]
-pub(super) fn explain(sources: &Sources, asked: &Asked, as_json: bool) -> Result<String, String> {
+pub(super) fn explain_request(
+    sources: &ConfigSources,
+    arguments: &RequestArguments,
+    as_json: bool,
+) -> Result<String, String> {
     let config = config::load(sources).map_err(|report| report.to_string())?;
-    let (told, notes) = asked.told().map_err(|why| format!("error: {why}\n"))?;
+    let (request, notes) = arguments
+        .to_request()
+        .map_err(|why| format!("error: {why}\n"))?;
     for note in notes {
         eprintln!("note: {}", note.escape_debug());
     }
     let title = format!(
         "{} {} from {}\n\n",
-        told.method.escape_debug(),
-        told.url.escape_debug(),
-        told.ip
+        request.method.escape_debug(),
+        request.url.escape_debug(),
+        request.peer_ip
     );
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .map_err(|error| format!("error: {error}\n"))?;
     runtime.block_on(async {
-        let store = Stores::new(&config.store).for_looking().await;
-        match explain::explain(&store, &config.table, &told).await {
-            Ok(explained) if as_json => Ok(in_json(&config, &told, &explained)),
+        let store = StoreBackend::new(&config.store).open_for_inspection().await;
+        match explanation::explain_request(&store, &config.policy_table, &request).await {
+            Ok(explained) if as_json => Ok(explanation_to_json(&config, &request, &explained)),
             Ok(explained) => {
-                let token = explained.token.as_ref().map_or_else(String::new, |fault| {
-                    format!("The request's token says nothing: {fault}.\n")
-                });
-                Ok(title + &tell(&config, &explained.explanation) + &token)
+                let token = explained
+                    .token_fault
+                    .as_ref()
+                    .map_or_else(String::new, |fault| {
+                        format!("The request's token says nothing: {fault}.\n")
+                    });
+                Ok(title + &describe_explanation(&config, &explained.explanation) + &token)
             }
-            Err(Unclear::NoRequest(why)) => Err(format!("error: {why}\n")),
-            Err(Unclear::TurnedAway(why)) if as_json => Ok(format!(
+            Err(ExplainError::InvalidRequest(why)) => Err(format!("error: {why}\n")),
+            Err(ExplainError::RequestRejected(why)) if as_json => Ok(format!(
                 "{:#}\n",
-                with_request(&told, explain::turned_away(&why))
+                add_request(&request, explanation::rejected_request_to_json(&why))
             )),
-            Err(Unclear::TurnedAway(why)) => Err(format!("{title}error: {why}\n")),
+            Err(ExplainError::RequestRejected(why)) => Err(format!("{title}error: {why}\n")),
         }
     })
 }
 
-fn in_json(config: &Config, told: &Told, explained: &Explained<'_>) -> String {
+fn explanation_to_json(
+    config: &Config,
+    request: &ExplainRequest,
+    explained: &ExplainedRequest<'_>,
+) -> String {
     // An empty store in this process says nothing about the proxy's.
-    let known = matches!(config.store, StoreSettings::Redis(_));
+    let is_store_known = matches!(config.store, StoreSettings::Redis(_));
     format!(
         "{:#}\n",
-        with_request(told, explain::in_json(explained, known))
+        add_request(
+            request,
+            explanation::explanation_to_json(explained, is_store_known)
+        )
     )
 }
 
-fn with_request(told: &Told, mut answer: serde_json::Value) -> serde_json::Value {
+fn add_request(request: &ExplainRequest, mut answer: serde_json::Value) -> serde_json::Value {
     if let Some(answer) = answer.as_object_mut() {
         answer.insert(
             "request".to_owned(),
-            json!({ "method": told.method, "url": told.url, "ip": told.ip }),
+            json!({ "method": request.method, "url": request.url, "ip": request.peer_ip }),
         );
     }
     answer
 }
 
-fn tell(config: &Config, explanation: &Explanation<'_>) -> String {
-    let live = matches!(config.store, StoreSettings::Redis(_));
-    let now_us = explanation.store.as_ref().ok().copied().filter(|_| live);
+fn describe_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> String {
+    let is_redis = matches!(config.store, StoreSettings::Redis(_));
+    let now_us = explanation
+        .store
+        .as_ref()
+        .ok()
+        .copied()
+        .filter(|_| is_redis);
     let mut text = String::new();
     for (policy, step) in &explanation.steps {
         let shadow = if policy.shadow { " (shadow)" } else { "" };
-        let told = match step {
-            Step::Unmet(unmet) => unmet.to_string(),
-            Step::NotReached => "not reached".to_owned(),
-            Step::Exempts => "matches: exempt".to_owned(),
-            Step::Denies => "matches: denied".to_owned(),
-            Step::Skipped => "matches, but a part of its key is missing: skipped".to_owned(),
-            Step::CannotKey(fault) => format!("matches, but {fault}"),
-            Step::Limits(limits) => format!("matches: key {}, cost {}", limits.key, limits.cost),
+        let result = match step {
+            PolicyStep::NotMatched(unmet) => unmet.to_string(),
+            PolicyStep::NotReached => "not reached".to_owned(),
+            PolicyStep::Exempts => "matches: exempt".to_owned(),
+            PolicyStep::Denies => "matches: denied".to_owned(),
+            PolicyStep::Skipped => "matches, but a part of its key is missing: skipped".to_owned(),
+            PolicyStep::InvalidKey(fault) => format!("matches, but {fault}"),
+            PolicyStep::Limits(limits) => {
+                format!("matches: key {}, cost {}", limits.key, limits.cost)
+            }
         };
-        text.push_str(&format!("  {:<16} {told}{shadow}\n", policy.name));
-        if let Step::Limits(limits) = step {
+        text.push_str(&format!("  {:<16} {result}{shadow}\n", policy.name));
+        if let PolicyStep::Limits(limits) = step {
             if let Some((until_us, now_us)) = limits.blocked_until_us.zip(now_us) {
-                let left = standing::wait(until_us.saturating_sub(now_us));
-                text.push_str(&format!("  {:<16}   blocked for {left}\n", ""));
+                let remaining = limit_status::format_wait(until_us.saturating_sub(now_us));
+                text.push_str(&format!("  {:<16}   blocked for {remaining}\n", ""));
             }
             for (at, named) in limits.limits.iter().enumerate() {
-                let standing = limits.standings.get(at).zip(now_us);
+                let status = limits.standings.get(at).zip(now_us);
                 text.push_str(&format!(
                     "  {:<16}   {}\n",
                     "",
-                    standing::line(named, standing)
+                    limit_status::format_limit_line(named, status)
                 ));
             }
         }
     }
     text.push('\n');
-    text.push_str(&verdict(explanation, now_us.is_some()));
-    if !live {
+    text.push_str(&describe_verdict(explanation, now_us.is_some()));
+    if !is_redis {
         text.push_str(
             "Where limits stand is known only to the running proxy: store.kind is \"memory\".\n",
         );
@@ -116,13 +139,15 @@ fn tell(config: &Config, explanation: &Explanation<'_>) -> String {
 }
 
 /// What the client would get, as far as it can be told.
-fn verdict(explanation: &Explanation<'_>, known: bool) -> String {
-    match explain::expected(explanation, known) {
-        Expected::Denied(policy) => format!("Denied by {policy}: 403.\n"),
-        Expected::CannotKey(policy) => format!("Refused by {policy}: 400.\n"),
-        Expected::Free => "Admitted: no limit applies.\n".to_owned(),
-        Expected::Depends => "Admitted if these limits have room.\n".to_owned(),
-        Expected::Admitted => "Admitted.\n".to_owned(),
-        Expected::Rejected(policies) => format!("Rejected by {}: 429.\n", policies.join(", ")),
+fn describe_verdict(explanation: &PolicyExplanation<'_>, is_store_known: bool) -> String {
+    match explanation::predict_outcome(explanation, is_store_known) {
+        ExpectedOutcome::Denied(policy) => format!("Denied by {policy}: 403.\n"),
+        ExpectedOutcome::CannotKey(policy) => format!("Refused by {policy}: 400.\n"),
+        ExpectedOutcome::Unlimited => "Admitted: no limit applies.\n".to_owned(),
+        ExpectedOutcome::Unknown => "Admitted if these limits have room.\n".to_owned(),
+        ExpectedOutcome::Admitted => "Admitted.\n".to_owned(),
+        ExpectedOutcome::Rejected(policies) => {
+            format!("Rejected by {}: 429.\n", policies.join(", "))
+        }
     }
 }

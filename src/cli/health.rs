@@ -1,35 +1,35 @@
 //! `tidegate health`: does the proxy on this machine live?
 
-use super::ask::{ask, reachable};
-use super::print;
-use crate::admin::harmless;
-use crate::config::{self, Sources};
+use super::admin_client::{reachable_address, send_request};
+use super::print_result;
+use crate::admin::escape_json;
+use crate::config::{self, ConfigSources};
 use crate::listen::ListenAddress;
 use serde_json::json;
 use std::process::ExitCode;
 
 /// Asks `/livez` of the address that is configured for probes, or else of the admin port. `in_json`: what is wrong is
 /// told on stdout too.
-pub(super) fn run(sources: &Sources, in_json: bool) -> ExitCode {
-    let address = match address(sources) {
+pub(super) fn run(sources: &ConfigSources, as_json: bool) -> ExitCode {
+    let address = match probe_address(sources) {
         Ok(address) => address,
-        Err(report) => return print(Err(report)),
+        Err(report) => return print_result(Err(report)),
     };
-    let (status, error) = match ask(&address, "GET", "/livez", None) {
+    let (status, error) = match send_request(&address, "GET", "/livez", None) {
         Ok(answer) => (
             Some(answer.status),
             (answer.status != 200).then(|| format!("answered {}", answer.status)),
         ),
         Err(error) => (None, Some(error.to_string())),
     };
-    if !in_json {
-        return print(match error {
+    if !as_json {
+        return print_result(match error {
             None => Ok("ok\n".to_owned()),
             Some(error) => Err(format!("error: {address}: {error}\n")),
         });
     }
-    let told = json!({ "healthy": error.is_none(), "address": address.to_string(), "status": status, "error": error });
-    let printed = print(Ok(harmless(&format!("{told}\n"))));
+    let result = json!({ "healthy": error.is_none(), "address": address.to_string(), "status": status, "error": error });
+    let printed = print_result(Ok(escape_json(&format!("{result}\n"))));
     if error.is_none() {
         printed
     } else {
@@ -37,10 +37,10 @@ pub(super) fn run(sources: &Sources, in_json: bool) -> ExitCode {
     }
 }
 
-fn address(sources: &Sources) -> Result<ListenAddress, String> {
-    let admin = config::load_admin(sources).map_err(|report| report.to_string())?;
+fn probe_address(sources: &ConfigSources) -> Result<ListenAddress, String> {
+    let admin = config::load_admin_settings(sources).map_err(|report| report.to_string())?;
     match admin.probes {
-        Some(probes) => reachable(&ListenAddress::Ip(probes), "admin.probes"),
-        None => reachable(&admin.address, "admin.address"),
+        Some(probes) => reachable_address(&ListenAddress::Ip(probes), "admin.probes"),
+        None => reachable_address(&admin.address, "admin.address"),
     }
 }

@@ -1,17 +1,17 @@
 //! `tidegate keys`: the counters in Redis, for people on call.
 
-use super::standing::{self, wait};
-use crate::app::Stores;
-use crate::app::keys::{Found, find};
-use crate::app::limits::{self, algorithm};
-use crate::config::{self, Config, Sources, StoreSettings, duration_words};
+use super::limit_status::{self, format_wait};
+use crate::app::StoreBackend;
+use crate::app::key_status::{ResolvedKey, resolve_key};
+use crate::app::limit_json::{self, algorithm_name};
+use crate::config::{self, Config, ConfigSources, StoreSettings, format_duration};
 use crate::limiter::Algorithm;
-use crate::store::redis::{Counter, Inspector, RedisSettings};
+use crate::store::redis::{CounterInspector, RedisCounter, RedisSettings};
 use serde_json::{Value, json};
 use std::time::Duration;
 
 #[derive(clap::Subcommand, Debug)]
-pub(super) enum Command {
+pub(super) enum KeysCommand {
     /// List counters, the fullest first.
     List {
         /// Only those of this policy.
@@ -22,14 +22,14 @@ pub(super) enum Command {
         most: usize,
     },
     /// Show where one key of a policy stands.
-    Show(Which),
+    Show(KeySelector),
     /// Forget what one key of a policy has used. Felt by every instance within a second.
-    Reset(Which),
+    Reset(KeySelector),
 }
 
 /// A policy's key by its values.
 #[derive(clap::Args, Debug)]
-pub(super) struct Which {
+pub(super) struct KeySelector {
     /// The policy.
     policy: String,
     /// Its key's values in order, e.g. a client address; "" for one that is absent.
@@ -40,7 +40,11 @@ pub(super) struct Which {
 ///
 /// # Errors
 /// A text for people.
-pub(super) fn run(sources: &Sources, command: &Command, as_json: bool) -> Result<String, String> {
+pub(super) fn run(
+    sources: &ConfigSources,
+    command: &KeysCommand,
+    as_json: bool,
+) -> Result<String, String> {
     let config = config::load(sources).map_err(|report| report.to_string())?;
     let StoreSettings::Redis(redis) = &config.store else {
         return Err(
@@ -54,27 +58,36 @@ pub(super) fn run(sources: &Sources, command: &Command, as_json: bool) -> Result
         .map_err(|error| format!("error: {error}\n"))?;
     runtime.block_on(async {
         match command {
-            Command::List { policy, most } => list(redis, policy.as_deref(), *most, as_json).await,
-            Command::Show(which) => show(&config, which, as_json).await,
-            Command::Reset(which) => reset(&config, which, as_json).await,
+            KeysCommand::List { policy, most } => {
+                list_counters(redis, policy.as_deref(), *most, as_json).await
+            }
+            KeysCommand::Show(selector) => show_key(&config, selector, as_json).await,
+            KeysCommand::Reset(selector) => reset_key(&config, selector, as_json).await,
         }
     })
 }
 
-async fn list(
+async fn list_counters(
     redis: &RedisSettings,
     policy: Option<&str>,
-    most: usize,
+    max_counters: usize,
     as_json: bool,
 ) -> Result<String, String> {
-    let inspector = connect(redis).await?;
-    let (mut counters, more) = inspector.list(policy, most).await.map_err(sentence)?;
-    counters.sort_by(|a, b| b.used.cmp(&a.used).then_with(|| a.key.cmp(&b.key)));
+    let inspector = connect_inspector(redis).await?;
+    let (mut counters, has_more) = inspector
+        .list_counters(policy, max_counters)
+        .await
+        .map_err(format_error)?;
+    counters.sort_by(|a, b| {
+        b.used_units
+            .cmp(&a.used_units)
+            .then_with(|| a.key.cmp(&b.key))
+    });
     if as_json {
-        let counters: Vec<Value> = counters.iter().map(counter).collect();
+        let counters: Vec<Value> = counters.iter().map(counter_to_json).collect();
         return Ok(format!(
             "{:#}\n",
-            json!({ "counters": counters, "more": more })
+            json!({ "counters": counters, "more": has_more })
         ));
     }
     let mut text = format!(
@@ -84,21 +97,21 @@ async fn list(
     for counter in &counters {
         text.push_str(&format!(
             "{:>10}  {:<24} {:<14} {}\n",
-            counter.used,
-            counted_by(counter),
-            if counter.used == 0 {
+            counter.used_units,
+            describe_algorithm(counter),
+            if counter.used_units == 0 {
                 "-".to_owned()
             } else {
-                wait(counter.frees_in_us)
+                format_wait(counter.next_release_in_us)
             },
             counter
-                .readable
+                .readable_key
                 .as_deref()
                 .unwrap_or(&counter.key)
                 .escape_debug(),
         ));
     }
-    if more {
+    if has_more {
         text.push_str(&format!(
             "There are more: these {} were looked at (--most).\n",
             counters.len()
@@ -107,36 +120,40 @@ async fn list(
     Ok(text)
 }
 
-fn counter(counter: &Counter) -> Value {
+fn counter_to_json(counter: &RedisCounter) -> Value {
     json!({
         "key": counter.key,
-        "readable": counter.readable,
-        "algorithm": algorithm(counter.algorithm),
-        "per_s": limits::seconds(counter.per_us),
-        "used": counter.used,
-        "frees_in_s": if counter.used == 0 { Value::Null } else { limits::seconds(counter.frees_in_us) },
+        "readable": counter.readable_key,
+        "algorithm": algorithm_name(counter.algorithm),
+        "per_s": limit_json::micros_to_seconds_json(counter.per_us),
+        "used": counter.used_units,
+        "frees_in_s": if counter.used_units == 0 { Value::Null } else { limit_json::micros_to_seconds_json(counter.next_release_in_us) },
     })
 }
 
-async fn show(config: &Config, which: &Which, as_json: bool) -> Result<String, String> {
-    let found = which.find(config)?;
-    let store = Stores::new(&config.store).for_looking().await;
-    let stand = found.look(&store).await.map_err(sentence)?;
+async fn show_key(
+    config: &Config,
+    selector: &KeySelector,
+    as_json: bool,
+) -> Result<String, String> {
+    let found = selector.find_key(config)?;
+    let store = StoreBackend::new(&config.store).open_for_inspection().await;
+    let state = found.read_status(&store).await.map_err(format_error)?;
     if as_json {
-        return Ok(format!("{:#}\n", found.in_json(&stand)));
+        return Ok(format!("{:#}\n", found.status_to_json(&state)));
     }
     let mut text = format!("{}\n", found.key);
-    if let Some(until_us) = stand.blocked_until_us {
-        let left = standing::wait(until_us.saturating_sub(stand.now_us));
-        text.push_str(&format!("  blocked for {left}\n"));
+    if let Some(until_us) = state.blocked_until_us {
+        let remaining = limit_status::format_wait(until_us.saturating_sub(state.now_us));
+        text.push_str(&format!("  blocked for {remaining}\n"));
     }
-    for (named, standing) in found.limits.iter().zip(&stand.standings) {
+    for (named, status) in found.limits.iter().zip(&state.limit_statuses) {
         text.push_str(&format!(
             "  {}\n",
-            standing::line(named, Some((standing, stand.now_us)))
+            limit_status::format_limit_line(named, Some((status, state.now_us)))
         ));
     }
-    text.push_str(match (found.is_full(&stand), found.policy.shadow) {
+    text.push_str(match (found.is_exhausted(&state), found.policy.shadow) {
         (true, false) => "Rejected now.\n",
         (true, true) => "Would be rejected now (shadow).\n",
         (false, _) => "Admitted now.\n",
@@ -144,16 +161,19 @@ async fn show(config: &Config, which: &Which, as_json: bool) -> Result<String, S
     Ok(text)
 }
 
-async fn reset(config: &Config, which: &Which, as_json: bool) -> Result<String, String> {
-    let found = which.find(config)?;
+async fn reset_key(
+    config: &Config,
+    selector: &KeySelector,
+    as_json: bool,
+) -> Result<String, String> {
+    let found = selector.find_key(config)?;
     let count = found
-        .reset(&Stores::new(&config.store))
+        .reset_counters(&StoreBackend::new(&config.store))
         .await
-        .map_err(sentence)?;
+        .map_err(format_error)?;
     if as_json {
-        let told =
-            json!({ "policy": found.policy.name, "key": found.key.readable(), "forgotten": count });
-        return Ok(format!("{told:#}\n"));
+        let result = json!({ "policy": found.policy.name, "key": found.key.to_readable_string(), "forgotten": count });
+        return Ok(format!("{result:#}\n"));
     }
     Ok(format!(
         "{}: {count} of {} counters were in use, and are forgotten\n",
@@ -162,24 +182,26 @@ async fn reset(config: &Config, which: &Which, as_json: bool) -> Result<String, 
     ))
 }
 
-async fn connect(redis: &RedisSettings) -> Result<Inspector, String> {
-    Inspector::connect(redis.clone()).await.map_err(sentence)
+async fn connect_inspector(redis: &RedisSettings) -> Result<CounterInspector, String> {
+    CounterInspector::connect(redis.clone())
+        .await
+        .map_err(format_error)
 }
 
-fn sentence(error: impl std::fmt::Display) -> String {
+fn format_error(error: impl std::fmt::Display) -> String {
     format!("error: {error}\n")
 }
 
-impl Which {
-    fn find<'c>(&self, config: &'c Config) -> Result<Found<'c>, String> {
-        find(&config.table, &self.policy, &self.values).map_err(sentence)
+impl KeySelector {
+    fn find_key<'c>(&self, config: &'c Config) -> Result<ResolvedKey<'c>, String> {
+        resolve_key(&config.policy_table, &self.policy, &self.values).map_err(format_error)
     }
 }
 
-fn counted_by(counter: &Counter) -> String {
+fn describe_algorithm(counter: &RedisCounter) -> String {
     if counter.algorithm == Algorithm::Block {
-        return algorithm(counter.algorithm).to_owned();
+        return algorithm_name(counter.algorithm).to_owned();
     }
-    let per = duration_words(Duration::from_micros(counter.per_us));
-    format!("{} per {per}", algorithm(counter.algorithm))
+    let per = format_duration(Duration::from_micros(counter.per_us));
+    format!("{} per {per}", algorithm_name(counter.algorithm))
 }

@@ -1,20 +1,20 @@
 //! The command line: one file per command. Data goes to stdout, talk to stderr.
 
-mod ask;
+mod admin_client;
 mod check;
+mod completions;
 mod demo;
 mod drain;
 mod explain;
 mod health;
 mod keys;
+mod limit_status;
 mod replay;
 mod request;
 mod run;
-mod shell;
-mod standing;
 mod top;
 
-use crate::config::{FileSource, Flags, Sources};
+use crate::config::{ConfigSources, FileSource, FlagOverrides};
 use clap::{Args, Parser, Subcommand};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -25,20 +25,20 @@ use std::time::Duration;
 ///
 /// Without a command, tidegate runs the proxy.
 #[derive(Parser, Debug)]
-#[command(name = "tidegate", version, args_conflicts_with_subcommands = true, after_help = AT_ALL)]
-struct Cli {
+#[command(name = "tidegate", version, args_conflicts_with_subcommands = true, after_help = GENERAL_HELP)]
+struct CommandLine {
     #[command(subcommand)]
-    command: Option<Command>,
+    command: Option<CliCommand>,
     #[command(flatten)]
     run: RunFlags,
 }
 
 #[derive(Subcommand, Debug)]
-enum Command {
+enum CliCommand {
     /// Run the proxy.
-    #[command(after_help = RUN)]
+    #[command(after_help = RUN_HELP)]
     Run(RunFlags),
-    #[command(after_help = DEMO)]
+    #[command(after_help = DEMO_HELP)]
     /// Run everything in one process: a sample upstream, the proxy, the memory store. Prints curl lines to try.
     Demo {
         /// Where the proxy listens.
@@ -51,7 +51,7 @@ enum Command {
     /// Validate a configuration and say what each policy means. Exits with 1 and all errors if it is wrong.
     ///
     /// Policies in words go to stdout; errors, and warnings of what is legal but surely not meant, to stderr.
-    #[command(after_help = CHECK)]
+    #[command(after_help = CHECK_HELP)]
     Check {
         /// The file to check.
         #[arg(value_name = "FILE", default_value = DEFAULT_CONFIG)]
@@ -64,7 +64,7 @@ enum Command {
         strict: bool,
     },
     /// Tell why a request is limited, or not: which policies match, which keys and limits it would use, and where they stand.
-    #[command(after_help = EXPLAIN)]
+    #[command(after_help = EXPLAIN_HELP)]
     Explain {
         #[command(flatten)]
         config: ConfigFlag,
@@ -72,10 +72,10 @@ enum Command {
         #[arg(long)]
         json: bool,
         #[command(flatten)]
-        asked: Box<request::Asked>,
+        request: Box<request::RequestArguments>,
     },
     /// Ask the proxy on this machine whether it lives. Exits with 0 if so, for HEALTHCHECK and exec probes.
-    #[command(after_help = HEALTH)]
+    #[command(after_help = HEALTH_HELP)]
     Health {
         #[command(flatten)]
         config: ConfigFlag,
@@ -86,7 +86,7 @@ enum Command {
     /// End the proxy on this machine in good order, as SIGTERM does, and wait until it is gone. For preStop hooks.
     ///
     /// Exits with 0 when it is gone, and with 1 if nobody heard or it is still there after the time.
-    #[command(after_help = DRAIN)]
+    #[command(after_help = DRAIN_HELP)]
     Drain {
         #[command(flatten)]
         config: ConfigFlag,
@@ -99,20 +99,20 @@ enum Command {
         #[command(flatten)]
         config: ConfigFlag,
         #[command(flatten)]
-        asked: Box<replay::Asked>,
+        arguments: Box<replay::ReplayArguments>,
     },
     /// Watch the proxy on this machine: what policies do, who is refused most, how its store is.
     ///
     /// The same as the dashboard on the admin port shows, for a terminal. Keys: q quits, p pauses, s sorts, arrows scroll.
-    #[command(after_help = TOP)]
+    #[command(after_help = TOP_HELP)]
     Top {
         #[command(flatten)]
         config: ConfigFlag,
         #[command(flatten)]
-        flags: top::Flags,
+        flags: top::TopFlags,
     },
     /// Look at the counters in Redis, and reset them.
-    #[command(after_help = KEYS)]
+    #[command(after_help = KEYS_HELP)]
     Keys {
         #[command(flatten)]
         config: ConfigFlag,
@@ -120,42 +120,42 @@ enum Command {
         #[arg(long, global = true)]
         json: bool,
         #[command(subcommand)]
-        command: keys::Command,
+        command: keys::KeysCommand,
     },
     /// Print what a shell needs to complete tidegate's commands.
-    #[command(after_help = COMPLETIONS)]
+    #[command(after_help = COMPLETIONS_HELP)]
     Completions { shell: clap_complete::Shell },
     /// Print the manual, for man(1).
-    #[command(after_help = MAN)]
+    #[command(after_help = MAN_HELP)]
     Man,
 }
 
-const AT_ALL: &str = "\
+const GENERAL_HELP: &str = "\
 Examples:
   tidegate demo                                everything in one process, with curl lines to try
   tidegate check my.toml                       is it right, and what does it mean?
   tidegate run --config my.toml                run it
 
 Exit codes: 0 done; 1 what was asked for failed, and stderr says why; 2 the command line is wrong.";
-const RUN: &str = "\
+const RUN_HELP: &str = "\
 Examples:
   tidegate run --config my.toml
   tidegate run --upstream http://127.0.0.1:3000 --listen 127.0.0.1:8080
   TIDEGATE_STORE__REDIS__URL=redis://redis:6379/0 tidegate run
 
 Exit codes: 0 ended as asked; 1 the configuration is wrong, or an address can't be taken.";
-const DEMO: &str = "\
+const DEMO_HELP: &str = "\
 Examples:
   tidegate demo
   tidegate demo --listen 127.0.0.1:18080 --config my.toml";
-const CHECK: &str = "\
+const CHECK_HELP: &str = "\
 Examples:
   tidegate check                               config.toml here
   tidegate check my.toml --strict              for CI: warnings fail too
   tidegate check my.toml --json | jq .warnings
 
 Exit codes: 0 right; 1 wrong, or with --strict doubtful.";
-const EXPLAIN: &str = "\
+const EXPLAIN_HELP: &str = "\
 Examples:
   tidegate explain POST /api/login --ip 203.0.113.9
   tidegate explain GET http://shop.example/api/orders -H 'x-user-id: ann'
@@ -165,7 +165,7 @@ Examples:
 
 Nothing is charged. Where limits stand is told if the configuration names a Redis.
 Exit codes: 0 explained, whatever the request would get; 1 it can't be, and stderr says why.";
-const HEALTH: &str = "\
+const HEALTH_HELP: &str = "\
 Examples:
   tidegate health
   tidegate health --config /etc/tidegate/config.toml --json
@@ -173,7 +173,7 @@ Examples:
 
 It asks /livez of admin.probes, or else of admin.address.
 Exit codes: 0 it lives; 1 it gives no answer, or another one.";
-const DRAIN: &str = "\
+const DRAIN_HELP: &str = "\
 Examples:
   tidegate drain
   tidegate drain --config /etc/tidegate/config.toml --timeout 25
@@ -181,14 +181,14 @@ Examples:
 
 Readiness fails at once; requests are served for shutdown.delay and those in flight get shutdown.grace.
 Exit codes: 0 it is gone; 1 nobody heard, or it is still there after the time.";
-const TOP: &str = "\
+const TOP_HELP: &str = "\
 Examples:
   tidegate top
   tidegate top --once                          a table, for a pipe or a mail
   tidegate top --json | jq '.policies.policies[] | {name, rejected}'
 
 Exit codes: 0 somebody quit, or it was printed; 1 nobody answers.";
-const KEYS: &str = "\
+const KEYS_HELP: &str = "\
 Examples:
   tidegate keys list --policy login
   tidegate keys show login 203.0.113.9
@@ -196,12 +196,12 @@ Examples:
   tidegate keys reset login 203.0.113.9
 
 Exit codes: 0 done; 1 there is no such policy or key, or Redis is away.";
-const COMPLETIONS: &str = "\
+const COMPLETIONS_HELP: &str = "\
 Examples:
   tidegate completions bash > /etc/bash_completion.d/tidegate
   tidegate completions zsh > ~/.zfunc/_tidegate
   tidegate completions fish > ~/.config/fish/completions/tidegate.fish";
-const MAN: &str = "\
+const MAN_HELP: &str = "\
 Examples:
   tidegate man | man -l -
   tidegate man > /usr/local/share/man/man1/tidegate.1";
@@ -231,32 +231,41 @@ const DEFAULT_CONFIG: &str = "config.toml";
 
 /// Parses the arguments, runs the command and returns the process's exit code.
 pub fn main() -> ExitCode {
-    let cli = Cli::parse();
-    match cli.command.unwrap_or(Command::Run(cli.run)) {
-        Command::Run(flags) => run::run(flags.into_sources(), |_| {}),
-        Command::Demo { listen, config } => demo::run(listen, config),
-        Command::Explain {
+    let cli = CommandLine::parse();
+    match cli.command.unwrap_or(CliCommand::Run(cli.run)) {
+        CliCommand::Run(flags) => run::run_proxy(flags.into_sources(), |_| {}),
+        CliCommand::Demo { listen, config } => demo::run(listen, config),
+        CliCommand::Explain {
             config,
             json,
-            asked,
-        } => print(explain::explain(&config.into_sources(), &asked, json)),
-        Command::Completions { shell } => print(Ok(shell::completions(shell))),
-        Command::Man => print(shell::manual()),
-        Command::Health { config, json } => health::run(&config.into_sources(), json),
-        Command::Drain { config, timeout } => print(drain::run(
+            request: asked,
+        } => print_result(explain::explain_request(
+            &config.into_sources(),
+            &asked,
+            json,
+        )),
+        CliCommand::Completions { shell } => {
+            print_result(Ok(completions::generate_completions(shell)))
+        }
+        CliCommand::Man => print_result(completions::generate_manual()),
+        CliCommand::Health { config, json } => health::run(&config.into_sources(), json),
+        CliCommand::Drain { config, timeout } => print_result(drain::run(
             &config.into_sources(),
             timeout.map(Duration::from_secs),
         )),
-        Command::Replay { config, asked } => print(replay::replay(config.config, &asked)),
-        Command::Top { config, flags } => print(top::run(&config.into_sources(), &flags)),
-        Command::Keys {
+        CliCommand::Replay {
+            config,
+            arguments: asked,
+        } => print_result(replay::run_replay(config.config, &asked)),
+        CliCommand::Top { config, flags } => print_result(top::run(&config.into_sources(), &flags)),
+        CliCommand::Keys {
             config,
             json,
             command,
-        } => print(keys::run(&config.into_sources(), &command, json)),
-        Command::Check { file, json, strict } => check::run(
-            &sources(FileSource::Path(file), Flags::default()),
-            check::How { json, strict },
+        } => print_result(keys::run(&config.into_sources(), &command, json)),
+        CliCommand::Check { file, json, strict } => check::run(
+            &sources_with_environment(FileSource::Path(file), FlagOverrides::default()),
+            check::CheckOptions { json, strict },
             &mut std::io::stdout(),
             &mut std::io::stderr(),
         ),
@@ -265,16 +274,16 @@ pub fn main() -> ExitCode {
 
 impl ConfigFlag {
     /// The proxy's own sources, but for the upstream, which plays no part.
-    fn into_sources(self) -> Sources {
-        without_upstream(self.config)
+    fn into_sources(self) -> ConfigSources {
+        sources_without_upstream(self.config)
     }
 }
 
-fn without_upstream(config: PathBuf) -> Sources {
+fn sources_without_upstream(config: PathBuf) -> ConfigSources {
     let upstream = Some("http://127.0.0.1".to_owned());
-    sources(
+    sources_with_environment(
         FileSource::Path(config),
-        Flags {
+        FlagOverrides {
             upstream,
             listen: None,
         },
@@ -287,7 +296,7 @@ fn without_upstream(config: PathBuf) -> Sources {
     clippy::print_stderr,
     reason = "commands talk to people"
 )]
-fn print(result: Result<String, String>) -> ExitCode {
+fn print_result(result: Result<String, String>) -> ExitCode {
     match result {
         Ok(text) => {
             // Whoever closed the pipe has read enough.
@@ -304,15 +313,15 @@ fn print(result: Result<String, String>) -> ExitCode {
 }
 
 impl RunFlags {
-    fn into_sources(self) -> Sources {
+    fn into_sources(self) -> ConfigSources {
         let file = match self.config {
             Some(path) => FileSource::Path(path),
             None if Path::new(DEFAULT_CONFIG).exists() => FileSource::Path(DEFAULT_CONFIG.into()),
             None => FileSource::None,
         };
-        sources(
+        sources_with_environment(
             file,
-            Flags {
+            FlagOverrides {
                 upstream: self.upstream,
                 listen: self.listen,
             },
@@ -320,11 +329,11 @@ impl RunFlags {
     }
 }
 
-fn sources(file: FileSource, flags: Flags) -> Sources {
+fn sources_with_environment(file: FileSource, flags: FlagOverrides) -> ConfigSources {
     // Anybody's variable may hold bytes that are no text. In one of ours, they become an error like others.
     let text = |text: OsString| text.to_string_lossy().into_owned();
     let env = std::env::vars_os()
         .map(|(name, value)| (text(name), text(value)))
         .collect();
-    Sources { file, env, flags }
+    ConfigSources { file, env, flags }
 }

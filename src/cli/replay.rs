@@ -2,14 +2,14 @@
 
 use crate::config::{self, Config};
 use crate::policy::PolicyTable;
-use crate::replay::{self, Format, Progress, Settings};
+use crate::replay::{self, AccessLogFormat, ReplayProgress, Settings};
 use console::Term;
 use http::HeaderName;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const EXAMPLES: &str = "\
+const EXAMPLES_HELP: &str = "\
 Counts in the log's own time, by the same rules as the proxy and with counters in memory: a day takes seconds.
 The formats are found out by the first lines: nginx's and Apache's combined and common (with further fields behind
 them), Envoy's text, and JSON by Envoy, Traefik, Caddy, nginx or tidegate itself. Files may be packed by gzip, be
@@ -32,23 +32,23 @@ Exits with 0 once a report was made, whatever it says, and with 1 if a file can'
 
 /// What to replay, and how to tell it.
 #[derive(clap::Args, Debug)]
-#[command(after_long_help = EXAMPLES)]
-pub(super) struct Asked {
+#[command(after_long_help = EXAMPLES_HELP)]
+pub(super) struct ReplayArguments {
     /// Access logs, in any order; `-` is stdin.
     #[arg(required = true, value_name = "ACCESS_LOG")]
     logs: Vec<PathBuf>,
     /// How the logs are written: combined, envoy, tidegate, traefik-json, caddy, envoy-json, json.
-    #[arg(long, value_name = "FORMAT", value_parser = format)]
-    format: Option<Format>,
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    format: Option<AccessLogFormat>,
     /// A field of the log that holds a header: extra1, extra2, … are those after the user agent in text, remote_user is
     /// the user's name, and in JSON it is a field's path. May be given several times.
-    #[arg(long, value_name = "HEADER=FIELD", value_parser = header_from)]
+    #[arg(long, value_name = "HEADER=FIELD", value_parser = parse_header_mapping)]
     header_from: Vec<(HeaderName, String)>,
     /// A second configuration, shown side by side.
     #[arg(long, value_name = "FILE")]
     compare: Option<PathBuf>,
     /// Propose limits that would have touched at most so many percent of the keys, and show what that is drawn from.
-    #[arg(long, value_name = "PERCENT", num_args = 0..=1, require_equals = true, default_missing_value = "1", value_parser = share)]
+    #[arg(long, value_name = "PERCENT", num_args = 0..=1, require_equals = true, default_missing_value = "1", value_parser = parse_percent)]
     suggest: Option<f64>,
     /// How many of the most limited keys are shown.
     #[arg(long, value_name = "N", default_value_t = 10)]
@@ -68,61 +68,62 @@ pub(super) struct Asked {
 ///
 /// # Errors
 /// A text for people, if the configuration is wrong or a file can't be read or written.
-pub(super) fn replay(config: PathBuf, asked: &Asked) -> Result<String, String> {
-    let paths: Vec<PathBuf> = [Some(config), asked.compare.clone()]
+pub(super) fn run_replay(config: PathBuf, arguments: &ReplayArguments) -> Result<String, String> {
+    let paths: Vec<PathBuf> = [Some(config), arguments.compare.clone()]
         .into_iter()
         .flatten()
         .collect();
     let load = |path: &PathBuf| {
-        config::load(&super::without_upstream(path.clone())).map_err(|report| report.to_string())
+        config::load(&super::sources_without_upstream(path.clone()))
+            .map_err(|report| report.to_string())
     };
     let configs: Vec<Config> = paths.iter().map(load).collect::<Result<_, String>>()?;
     let sets: Vec<(String, &PolicyTable)> = paths
         .iter()
         .zip(&configs)
-        .map(|(path, config)| (path.display().to_string(), &*config.table))
+        .map(|(path, config)| (path.display().to_string(), &*config.policy_table))
         .collect();
     let settings = Settings {
-        logs: asked.logs.clone(),
-        format: asked.format,
-        told: asked.header_from.clone(),
-        spreads: !asked.no_spread,
-        suggest: asked.suggest,
-        top: asked.top.min(MOST_TOP),
+        logs: arguments.logs.clone(),
+        format: arguments.format,
+        header_fields: arguments.header_from.clone(),
+        spread_within_second: !arguments.no_spread,
+        suggest_percent: arguments.suggest,
+        top_keys: arguments.top.min(MAX_TOP_KEYS),
     };
-    let bar = bar(&asked.logs);
-    let report = replay::run(&settings, &sets, |Progress { bytes, requests }| {
+    let bar = progress_bar(&arguments.logs);
+    let report = replay::replay_logs(&settings, &sets, |ReplayProgress { bytes, requests }| {
         bar.set_position(bytes);
         bar.set_message(format!("{requests} requests"));
     });
     bar.finish_and_clear();
     let report = report?;
-    if let Some(path) = &asked.html {
-        fs::write(path, report.html())
+    if let Some(path) = &arguments.html {
+        fs::write(path, report.render_html())
             .map_err(|error| format!("error: {}: {error}\n", path.display()))?;
     }
-    if asked.json {
-        return Ok(report.json());
+    if arguments.json {
+        return Ok(report.render_json());
     }
     let terminal = Term::stdout();
     let width = if terminal.is_term() {
         usize::from(terminal.size().1)
     } else {
-        PLAIN_WIDTH
+        DEFAULT_WIDTH
     };
     let is_bold =
         terminal.is_term() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-    Ok(report.text(width, is_bold))
+    Ok(report.render_text(width, is_bold))
 }
 
 /// Nobody reads more.
-const MOST_TOP: usize = 10_000;
+const MAX_TOP_KEYS: usize = 10_000;
 
 /// Of a report that goes into a file or a pipe.
-const PLAIN_WIDTH: usize = 100;
+const DEFAULT_WIDTH: usize = 100;
 
 /// On stderr, if that is a terminal. How much there is isn't known of stdin.
-fn bar(logs: &[PathBuf]) -> ProgressBar {
+fn progress_bar(logs: &[PathBuf]) -> ProgressBar {
     let size = |path: &PathBuf| Some(fs::metadata(path).ok().filter(fs::Metadata::is_file)?.len());
     let total: Option<u64> = logs.iter().map(size).sum();
     let is_stdin = logs.iter().any(|path| path == Path::new("-"));
@@ -143,17 +144,20 @@ fn bar(logs: &[PathBuf]) -> ProgressBar {
     bar
 }
 
-fn format(text: &str) -> Result<Format, String> {
-    Format::ALL
+fn parse_format(text: &str) -> Result<AccessLogFormat, String> {
+    AccessLogFormat::ALL
         .into_iter()
         .find(|format| format.name() == text)
         .ok_or_else(|| {
-            let names: Vec<&str> = Format::ALL.iter().map(|format| format.name()).collect();
+            let names: Vec<&str> = AccessLogFormat::ALL
+                .iter()
+                .map(|format| format.name())
+                .collect();
             format!("expected one of {}", names.join(", "))
         })
 }
 
-fn header_from(text: &str) -> Result<(HeaderName, String), String> {
+fn parse_header_mapping(text: &str) -> Result<(HeaderName, String), String> {
     let (name, field) = text
         .split_once('=')
         .ok_or("expected HEADER=FIELD, e.g. x-user-id=remote_user")?;
@@ -164,7 +168,7 @@ fn header_from(text: &str) -> Result<(HeaderName, String), String> {
     Ok((name, field.trim().to_owned()))
 }
 
-fn share(text: &str) -> Result<f64, String> {
+fn parse_percent(text: &str) -> Result<f64, String> {
     let percent = text.trim_end_matches('%').trim().parse().ok();
     percent
         .filter(|percent| (0.0..=100.0).contains(percent))

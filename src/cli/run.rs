@@ -1,7 +1,7 @@
 //! `tidegate run`: the proxy.
 
-use crate::app::{self, Addresses};
-use crate::config::{self, Sources};
+use crate::app::{self, ListeningAddresses};
+use crate::config::{self, ConfigSources};
 use crate::telemetry;
 use std::process::ExitCode;
 
@@ -10,7 +10,10 @@ use std::process::ExitCode;
     clippy::print_stderr,
     reason = "until the log is set up, stderr is all there is"
 )]
-pub(super) fn run(sources: Sources, on_listening: impl FnOnce(Addresses)) -> ExitCode {
+pub(super) fn run_proxy(
+    sources: ConfigSources,
+    on_listening: impl FnOnce(ListeningAddresses),
+) -> ExitCode {
     let config = match config::load(&sources) {
         Ok(config) => config,
         Err(report) => {
@@ -18,6 +21,6 @@ pub(super) fn run(sources: Sources, on_listening: impl FnOnce(Addresses)) -> Exi
             return ExitCode::FAILURE;
         }
     };
-    telemetry::init(&config.log);
+    telemetry::init_logging(&config.log);
     app::main(config, sources, on_listening)
 }

@@ -1,6 +1,6 @@
 //! One TOML file: its values for merging, and where each of them stands.
 
-use super::diagnostic::Place;
+use super::diagnostic::SourceSpan;
 use figment::value::{Dict, Empty, Tag, Value};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,38 +10,42 @@ use toml::de::{DeInteger, DeTable, DeValue};
 
 /// A file as read.
 #[derive(Debug)]
-pub(super) struct Document {
+pub(super) struct TomlDocument {
     name: String,
     text: String,
     rank: usize,
     values: Dict,
-    spans: Spans,
+    spans: DocumentSpans,
 }
 
 /// A way to a value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct KeyPath(Vec<Step>);
+pub(super) struct KeyPath(Vec<KeyPathStep>);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Step {
+enum KeyPathStep {
     Key(String),
     Index(usize),
 }
 
 /// Byte ranges in the shape of the document.
 #[derive(Debug, Default)]
-struct Spans {
+struct DocumentSpans {
     key: Range<usize>,
     value: Range<usize>,
-    children: BTreeMap<String, Spans>,
-    items: Vec<Spans>,
+    children: BTreeMap<String, DocumentSpans>,
+    items: Vec<DocumentSpans>,
 }
 
-impl Document {
+impl TomlDocument {
     /// Reads TOML; with it come all syntax errors, as places and messages.
-    pub(super) fn parse(name: String, text: String, rank: usize) -> (Self, Vec<(Place, String)>) {
+    pub(super) fn parse(
+        name: String,
+        text: String,
+        rank: usize,
+    ) -> (Self, Vec<(SourceSpan, String)>) {
         let (table, errors) = DeTable::parse_recoverable(&text);
-        let mut spans = Spans::default();
+        let mut spans = DocumentSpans::default();
         let values = convert_table(table.get_ref(), &mut spans);
         let document = Self {
             name,
@@ -52,17 +56,17 @@ impl Document {
         };
         let document = Self { text, ..document };
         // Recovery after one error may stumble again in the same line: only the first says something.
-        let mut faults: Vec<(Place, String)> = Vec::new();
+        let mut syntax_errors: Vec<(SourceSpan, String)> = Vec::new();
         for error in errors {
-            let place = document.place(error.span().unwrap_or_default());
-            if faults
+            let span = document.source_span(error.span().unwrap_or_default());
+            if syntax_errors
                 .last()
-                .is_none_or(|(last, _)| last.order().1 != place.order().1)
+                .is_none_or(|(last, _)| last.sort_key().1 != span.sort_key().1)
             {
-                faults.push((place, error.message().replace('\n', " ")));
+                syntax_errors.push((span, error.message().replace('\n', " ")));
             }
         }
-        (document, faults)
+        (document, syntax_errors)
     }
 
     pub(super) fn values(&self) -> &Dict {
@@ -70,33 +74,33 @@ impl Document {
     }
 
     /// The value at `path`, or the innermost table above it that was written.
-    pub(super) fn place_of_value(&self, path: &KeyPath) -> Place {
-        match self.walk(path).0 {
-            spans if spans.value.is_empty() => Place::whole(&self.name, self.rank),
-            spans => self.place(spans.value.clone()),
+    pub(super) fn value_span(&self, path: &KeyPath) -> SourceSpan {
+        match self.find_innermost_spans(path).0 {
+            spans if spans.value.is_empty() => SourceSpan::from_source(&self.name, self.rank),
+            spans => self.source_span(spans.value.clone()),
         }
     }
 
     /// The name before the value at `path`.
-    pub(super) fn place_of_key(&self, path: &KeyPath) -> Place {
-        self.place(self.walk(path).0.key.clone())
+    pub(super) fn key_span(&self, path: &KeyPath) -> SourceSpan {
+        self.source_span(self.find_innermost_spans(path).0.key.clone())
     }
 
     /// The value at `path` as written.
-    pub(super) fn source(&self, path: &KeyPath) -> Option<&str> {
-        match self.walk(path) {
+    pub(super) fn source_text(&self, path: &KeyPath) -> Option<&str> {
+        match self.find_innermost_spans(path) {
             (spans, true) => self.text.get(spans.value.clone()),
             _ => None,
         }
     }
 
     /// The innermost spans on the way, and whether the way was walked to its end.
-    fn walk(&self, path: &KeyPath) -> (&Spans, bool) {
+    fn find_innermost_spans(&self, path: &KeyPath) -> (&DocumentSpans, bool) {
         let mut at = &self.spans;
         for step in &path.0 {
             let next = match step {
-                Step::Key(key) => at.children.get(key),
-                Step::Index(index) => at.items.get(*index),
+                KeyPathStep::Key(key) => at.children.get(key),
+                KeyPathStep::Index(index) => at.items.get(*index),
             };
             match next {
                 Some(next) => at = next,
@@ -106,7 +110,7 @@ impl Document {
         (at, true)
     }
 
-    fn place(&self, span: Range<usize>) -> Place {
+    fn source_span(&self, span: Range<usize>) -> SourceSpan {
         let before = self.text.get(..span.start).unwrap_or(&self.text);
         let line = before.matches('\n').count();
         let column = before
@@ -126,7 +130,7 @@ impl Document {
             .get(span)
             .and_then(|text| text.lines().next())
             .unwrap_or_default();
-        Place::in_file(
+        SourceSpan::from_position(
             &self.name,
             self.rank,
             line,
@@ -138,15 +142,15 @@ impl Document {
 }
 
 impl KeyPath {
-    pub(super) fn key(&self, key: &str) -> Self {
-        self.with(Step::Key(key.to_owned()))
+    pub(super) fn with_key(&self, key: &str) -> Self {
+        self.with_step(KeyPathStep::Key(key.to_owned()))
     }
 
-    pub(super) fn index(&self, index: usize) -> Self {
-        self.with(Step::Index(index))
+    pub(super) fn with_index(&self, index: usize) -> Self {
+        self.with_step(KeyPathStep::Index(index))
     }
 
-    fn with(&self, step: Step) -> Self {
+    fn with_step(&self, step: KeyPathStep) -> Self {
         let mut steps = self.0.clone();
         steps.push(step);
         Self(steps)
@@ -157,18 +161,18 @@ impl fmt::Display for KeyPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (at, step) in self.0.iter().enumerate() {
             match step {
-                Step::Key(key) if at == 0 => write!(f, "{}", key.escape_debug())?,
-                Step::Key(key) => write!(f, ".{}", key.escape_debug())?,
-                Step::Index(index) => write!(f, "[{index}]")?,
+                KeyPathStep::Key(key) if at == 0 => write!(f, "{}", key.escape_debug())?,
+                KeyPathStep::Key(key) => write!(f, ".{}", key.escape_debug())?,
+                KeyPathStep::Index(index) => write!(f, "[{index}]")?,
             }
         }
         Ok(())
     }
 }
 
-fn convert_table(table: &DeTable<'_>, spans: &mut Spans) -> Dict {
+fn convert_table(table: &DeTable<'_>, spans: &mut DocumentSpans) -> Dict {
     let entries = table.iter().map(|(key, value)| {
-        let (converted, mut inner) = convert(value);
+        let (converted, mut inner) = convert_value(value);
         inner.key = key.span();
         spans.children.insert(key.get_ref().to_string(), inner);
         (key.get_ref().to_string(), converted)
@@ -176,26 +180,26 @@ fn convert_table(table: &DeTable<'_>, spans: &mut Spans) -> Dict {
     entries.collect()
 }
 
-fn convert(value: &Spanned<DeValue<'_>>) -> (Value, Spans) {
-    let mut spans = Spans {
+fn convert_value(value: &Spanned<DeValue<'_>>) -> (Value, DocumentSpans) {
+    let mut spans = DocumentSpans {
         value: value.span(),
-        ..Spans::default()
+        ..DocumentSpans::default()
     };
     let converted = match value.get_ref() {
         DeValue::String(text) => Value::from(text.as_ref()),
-        DeValue::Integer(number) => integer(number),
+        DeValue::Integer(number) => convert_integer(number),
         DeValue::Float(number) => number
             .as_str()
             .parse::<f64>()
-            .map_or_else(|_| nothing(), Value::from),
+            .map_or_else(|_| empty_value(), Value::from),
         DeValue::Boolean(flag) => Value::from(*flag),
         // No key takes a date: whatever reads this says what it expected instead.
-        DeValue::Datetime(_) => nothing(),
+        DeValue::Datetime(_) => empty_value(),
         DeValue::Array(items) => {
             let (items, inner) = items
                 .iter()
-                .map(convert)
-                .unzip::<_, _, Vec<Value>, Vec<Spans>>();
+                .map(convert_value)
+                .unzip::<_, _, Vec<Value>, Vec<DocumentSpans>>();
             spans.items = inner;
             Value::from(items)
         }
@@ -205,10 +209,10 @@ fn convert(value: &Spanned<DeValue<'_>>) -> (Value, Spans) {
 }
 
 /// An integer beyond 64 bits is beyond the range of every key, and so is `nothing`.
-fn integer(number: &DeInteger<'_>) -> Value {
-    i64::from_str_radix(number.as_str(), number.radix()).map_or_else(|_| nothing(), Value::from)
+fn convert_integer(number: &DeInteger<'_>) -> Value {
+    i64::from_str_radix(number.as_str(), number.radix()).map_or_else(|_| empty_value(), Value::from)
 }
 
-fn nothing() -> Value {
+fn empty_value() -> Value {
     Value::Empty(Tag::Default, Empty::Unit)
 }

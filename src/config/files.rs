@@ -1,10 +1,10 @@
 //! The main file and what it includes.
 
 use super::FileSource;
-use super::cursor::{Cursor, Item};
-use super::diagnostic::Place;
-use super::input::Input;
+use super::diagnostic::SourceSpan;
+use super::input::ConfigInput;
 use super::schema;
+use super::table_reader::{ConfigValue, TableReader};
 use figment::value::Dict;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ pub struct FileSet {
 }
 
 impl FileSet {
-    pub(super) fn add(&mut self, file: PathBuf) {
+    pub(super) fn insert(&mut self, file: PathBuf) {
         if !self.files.contains(&file) {
             self.files.push(file);
         }
@@ -29,7 +29,7 @@ impl FileSet {
     pub fn paths(&self) -> Vec<PathBuf> {
         let mut paths = self.files.clone();
         for glob in &self.globs {
-            paths.extend(expand(glob).unwrap_or_default());
+            paths.extend(expand_glob(glob).unwrap_or_default());
         }
         paths.sort();
         paths.dedup();
@@ -38,27 +38,27 @@ impl FileSet {
 }
 
 /// Reads the main file; an absent one is empty. Returns its number, unless it is no TOML.
-pub(super) fn read_main(input: &mut Input, source: &FileSource) -> Option<usize> {
+pub(super) fn read_main_file(input: &mut ConfigInput, source: &FileSource) -> Option<usize> {
     match source {
         FileSource::Path(path) => {
             let name = path.display().to_string();
-            match input.read(path) {
-                Ok(text) => input.parse(name, text),
+            match input.read_file(path) {
+                Ok(text) => input.parse_document(name, text),
                 Err(error) => {
-                    input.error(Place::whole(&name, 0), String::new(), error);
+                    input.report_error(SourceSpan::from_source(&name, 0), String::new(), error);
                     return None;
                 }
             }
         }
-        FileSource::Text { name, text } => input.parse(name.clone(), text.clone()),
-        FileSource::None => input.parse("no configuration file".to_owned(), String::new()),
+        FileSource::Text { name, text } => input.parse_document(name.clone(), text.clone()),
+        FileSource::None => input.parse_document("no configuration file".to_owned(), String::new()),
     }
     .ok()
 }
 
 /// Reads all included files, in the order in which their policies count. Returns their numbers.
-pub(super) fn read_includes(
-    input: &mut Input,
+pub(super) fn read_included_files(
+    input: &mut ConfigInput,
     main: usize,
     values: &Dict,
     source: &FileSource,
@@ -74,14 +74,16 @@ pub(super) fn read_includes(
         .filter(|(key, _)| *key == "include")
         .map(|(k, v)| (k.clone(), v.clone()))
         .collect();
-    for item in Cursor::top(input, main, &schema::ROOT, &only_include).items("include") {
-        for path in included_by(input, &item, base) {
-            match input.read(&path) {
+    for item in
+        TableReader::from_document(input, main, &schema::ROOT, &only_include).get_items("include")
+    {
+        for path in expand_include(input, &item, base) {
+            match input.read_file(&path) {
                 Ok(text) => {
                     found.push((path.file_name().unwrap_or_default().to_owned(), path, text))
                 }
                 Err(error) => {
-                    item.fail::<()>(&format!("{} {error}", path.display()));
+                    item.report_error::<()>(&format!("{} {error}", path.display()));
                 }
             }
         }
@@ -91,13 +93,13 @@ pub(super) fn read_includes(
     // What could be said of half a file would mislead.
     found
         .into_iter()
-        .filter_map(|(_, path, text)| input.parse(path.display().to_string(), text).ok())
+        .filter_map(|(_, path, text)| input.parse_document(path.display().to_string(), text).ok())
         .collect()
 }
 
-fn included_by(input: &Input, item: &Item<'_>, base: &Path) -> Vec<PathBuf> {
+fn expand_include(input: &ConfigInput, item: &ConfigValue<'_>, base: &Path) -> Vec<PathBuf> {
     let Some(text) = item.value.as_str() else {
-        item.fail::<()>("expected a path or a glob such as \"policies/*.toml\"");
+        item.report_error::<()>("expected a path or a glob such as \"policies/*.toml\"");
         return Vec::new();
     };
     if !text.contains(['*', '?', '[']) {
@@ -109,17 +111,17 @@ fn included_by(input: &Input, item: &Item<'_>, base: &Path) -> Vec<PathBuf> {
         Some(_) if Path::new(text).is_absolute() => text.to_owned(),
         Some(base) => format!("{}/{text}", glob::Pattern::escape(base)),
     };
-    match expand(&glob) {
+    match expand_glob(&glob) {
         Ok(paths) => {
-            input.watch(|files| files.globs.push(glob));
+            input.update_file_set(|files| files.globs.push(glob));
             paths
         }
-        Err(error) => item.fail(&error).unwrap_or_default(),
+        Err(error) => item.report_error(&error).unwrap_or_default(),
     }
 }
 
 /// Hidden names are left out: in a mounted ConfigMap they are the machinery behind the links.
-fn expand(glob: &str) -> Result<Vec<PathBuf>, String> {
+fn expand_glob(glob: &str) -> Result<Vec<PathBuf>, String> {
     let options = glob::MatchOptions {
         case_sensitive: true,
         require_literal_separator: true,

@@ -1,8 +1,8 @@
 //! File, environment and flags, the later over the earlier, merged by figment.
 
-use super::input::Input;
-use super::schema::{self, Kind};
-use super::{Flags, values};
+use super::input::ConfigInput;
+use super::schema::{self, ValueKind};
+use super::{FlagOverrides, values};
 use figment::value::{Dict, Map, Value};
 use figment::{Figment, Metadata, Profile, Provider, Source};
 use std::path::PathBuf;
@@ -11,10 +11,10 @@ const PREFIX: &str = "TIDEGATE_";
 const SEPARATOR: &str = "__";
 
 /// The main file's values.
-struct File<'a>(&'a Dict);
+struct FileLayer<'a>(&'a Dict);
 
 /// One value from the environment or from a flag.
-struct Override<'a> {
+struct OverrideLayer<'a> {
     /// The variable or flag: what a message about the value names.
     label: &'a str,
     path: Vec<String>,
@@ -22,15 +22,15 @@ struct Override<'a> {
 }
 
 /// Merges all layers. Variables that mean nothing are reported and left out.
-pub(super) fn merge(
-    input: &Input,
+pub(super) fn merge_layers(
+    input: &ConfigInput,
     file: &Dict,
     env: &[(String, String)],
-    flags: &Flags,
+    flags: &FlagOverrides,
 ) -> Figment {
-    let mut figment = Figment::new().merge(File(file));
+    let mut figment = Figment::new().merge(FileLayer(file));
     for (name, text) in env {
-        if let Some(layer) = variable(input, name, text) {
+        if let Some(layer) = parse_env_override(input, name, text) {
             figment = figment.merge(layer);
         }
     }
@@ -41,7 +41,7 @@ pub(super) fn merge(
     for (label, path, text) in flags {
         if let Some(text) = text {
             let path = path.split('.').map(str::to_owned).collect();
-            figment = figment.merge(Override {
+            figment = figment.merge(OverrideLayer {
                 label,
                 path,
                 value: text.as_str().into(),
@@ -52,51 +52,55 @@ pub(super) fn merge(
 }
 
 /// Names without a double underscore are not ours: Kubernetes makes some for a Service called tidegate.
-fn variable<'a>(input: &Input, name: &'a str, text: &str) -> Option<Override<'a>> {
+fn parse_env_override<'a>(
+    input: &ConfigInput,
+    name: &'a str,
+    text: &str,
+) -> Option<OverrideLayer<'a>> {
     let rest = name
         .strip_prefix(PREFIX)
         .filter(|rest| rest.contains(SEPARATOR))?;
     let path: Vec<String> = rest.split(SEPARATOR).map(str::to_ascii_lowercase).collect();
     let key = path.join(".");
     if path.first().is_some_and(|first| first == "policy") {
-        input.error(
-            Input::override_place(name),
+        input.report_error(
+            ConfigInput::override_span(name),
             key,
             "policies can't be set from the environment".to_owned(),
         );
         return None;
     }
-    match schema::find_path(path.iter().map(String::as_str)) {
-        Some(schema::Key {
-            kind: Kind::Table(_) | Kind::Tables(_),
+    match schema::find_key_by_path(path.iter().map(String::as_str)) {
+        Some(schema::SchemaKey {
+            kind: ValueKind::Table(_) | ValueKind::TableList(_),
             ..
         }) => {
-            input.error(
-                Input::override_place(name),
+            input.report_error(
+                ConfigInput::override_span(name),
                 key,
                 "is a table; set the keys in it".to_owned(),
             );
             None
         }
-        Some(found) => Some(Override {
+        Some(found) => Some(OverrideLayer {
             label: name,
-            value: values::from_text(&found.kind, text),
+            value: values::value_from_text(&found.kind, text),
             path,
         }),
         None => {
-            input.error(
-                Input::override_place(name),
+            input.report_error(
+                ConfigInput::override_span(name),
                 key.clone(),
-                format!("unknown key{}", nearest_variable(&key)),
+                format!("unknown key{}", suggest_variable(&key)),
             );
             None
         }
     }
 }
 
-fn nearest_variable(key: &str) -> String {
+fn suggest_variable(key: &str) -> String {
     let likeness = |path: &String| strsim::jaro_winkler(path, key);
-    let paths = schema::paths().into_iter();
+    let paths = schema::key_paths().into_iter();
     let best = paths
         .max_by(|a, b| likeness(a).total_cmp(&likeness(b)))
         .filter(|path| likeness(path) > 0.8);
@@ -108,7 +112,7 @@ fn nearest_variable(key: &str) -> String {
     })
 }
 
-impl Provider for File<'_> {
+impl Provider for FileLayer<'_> {
     fn metadata(&self) -> Metadata {
         // The source tells this layer from the others, whose names are those of variables and flags.
         Metadata::from("file", Source::File(PathBuf::new()))
@@ -119,7 +123,7 @@ impl Provider for File<'_> {
     }
 }
 
-impl Provider for Override<'_> {
+impl Provider for OverrideLayer<'_> {
     fn metadata(&self) -> Metadata {
         Metadata::named(self.label.to_owned())
     }

@@ -1,26 +1,26 @@
 //! What a policy may take in advance.
 
-use super::cursor::Cursor;
-use super::values::duration_words;
+use super::table_reader::TableReader;
+use super::values::format_duration;
 use crate::limiter::{Algorithm, Lease};
-use crate::policy::{Cost, Quota};
+use crate::policy::{CostSource, Quota};
 use std::time::Duration;
 
 /// How long units are kept, unless the policy says otherwise or its periods are too short for that.
-const TTL_US: u64 = 100_000;
+const DEFAULT_TTL_US: u64 = 100_000;
 
 /// The lease of a policy that is otherwise read.
-pub(super) fn lease(
-    at: &Cursor<'_>,
+pub(super) fn build_lease(
+    reader: &TableReader<'_>,
     quota: &Quota,
     is_shadow: bool,
-    is_counted_here: bool,
+    uses_memory_store: bool,
 ) -> Option<Lease> {
-    let item = at.item("lease")?;
-    refuse_beside(at, quota);
+    let item = reader.get("lease")?;
+    reject_incompatible_settings(reader, quota);
     let overrides = quota
         .overrides
-        .list()
+        .as_slice()
         .iter()
         .flat_map(|entry| &entry.limits);
     let shortest_us = quota
@@ -30,19 +30,19 @@ pub(super) fn lease(
         .map(|named| named.limit.per_us)
         .min()?;
     let lease = if item.value.as_dict().is_some() {
-        let table = at.optional_table("lease")?;
-        let (size, ttl) = (table.whole::<i64>("size"), table.duration("ttl")?);
+        let table = reader.get_optional_table("lease")?;
+        let (size, ttl) = (table.get_integer::<i64>("size"), table.get_duration("ttl")?);
         let most = Duration::from_micros(shortest_us / 2);
         if ttl > most {
-            let most = duration_words(most);
-            table.fail(
+            let most = format_duration(most);
+            table.report_error(
                 "ttl",
                 &format!("more than half of the policy's shortest period; expected at most {most}"),
             );
         }
-        let (size, least) = (u64::try_from(size?).ok()?, quota.cost.least());
+        let (size, least) = (u64::try_from(size?).ok()?, quota.cost.min_units());
         if size < least {
-            table.warn(
+            table.report_warning(
                 "size",
                 &format!("no request is served from it: each takes {least}"),
             );
@@ -52,18 +52,18 @@ pub(super) fn lease(
             ttl_us: u64::try_from(ttl.as_micros()).ok()?,
         }
     } else {
-        at.word("lease", &[("auto", ())])?;
+        reader.get_keyword("lease", &[("auto", ())])?;
         Lease {
             size: None,
-            ttl_us: TTL_US.min(shortest_us / 2).max(1),
+            ttl_us: DEFAULT_TTL_US.min(shortest_us / 2).max(1),
         }
     };
-    match (is_shadow, is_counted_here) {
-        (true, _) => at.warn(
+    match (is_shadow, uses_memory_store) {
+        (true, _) => reader.report_warning(
             "lease",
             "a shadow policy takes nothing in advance: each request is counted in the store",
         ),
-        (_, true) => at.warn(
+        (_, true) => reader.report_warning(
             "lease",
             "without effect while store.kind = \"memory\": counters are in this process",
         ),
@@ -73,11 +73,11 @@ pub(super) fn lease(
 }
 
 /// What can't be decided with what was taken in advance.
-fn refuse_beside(at: &Cursor<'_>, quota: &Quota) {
+fn reject_incompatible_settings(reader: &TableReader<'_>, quota: &Quota) {
     let mut limits = quota.limits.iter().chain(
         quota
             .overrides
-            .list()
+            .as_slice()
             .iter()
             .flat_map(|entry| &entry.limits),
     );
@@ -105,12 +105,12 @@ fn refuse_beside(at: &Cursor<'_>, quota: &Quota) {
                 .then_some("count_rejected: the store has to hear of every refusal")
         })
         .or_else(|| {
-            let is_estimate = matches!(quota.cost, Cost::Estimate(_));
+            let is_estimate = matches!(quota.cost, CostSource::Estimate(_));
             is_estimate.then_some(
                 "an estimate as cost: what is settled was charged at a time that the store knows",
             )
         });
     if let Some(refused) = refused {
-        at.fail("lease", &format!("not with {refused}"));
+        reader.report_error("lease", &format!("not with {refused}"));
     }
 }

@@ -1,14 +1,15 @@
 //! From `[[policy]]` tables to policies.
 
-use super::build::{ALGORITHM, MISSING_KEY, ON_STORE_FAILURE};
-use super::cursor::Cursor;
-use super::diagnostic::Place;
-use super::doubts::Placed;
-use super::{Words, leases, matches, words};
+use super::diagnostic::SourceSpan;
+use super::lints::SpannedPolicy;
+use super::settings::{ALGORITHMS, MISSING_KEY_MODES, ON_STORE_FAILURE_MODES};
+use super::table_reader::TableReader;
+use super::{PolicyDescription, describe, leases, match_conditions};
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
 use crate::policy::{
-    Action, Actual, Cost, EstimateCost, HeaderCost, KeyPart, KeyTemplate, MissingKey, NamedLimit,
-    OnStoreFailure, Override, Overrides, Policy, Quota, Reject, client, path,
+    ActualCostSource, CostSource, EstimateCost, HeaderCost, KeyPart, KeyTemplate, LimitOverride,
+    LimitOverrides, MissingKeyAction, NamedLimit, OnStoreFailure, Policy, PolicyAction, Quota,
+    RejectResponse, client, path,
 };
 use http::{HeaderName, HeaderValue, StatusCode, header};
 use std::collections::BTreeMap;
@@ -16,164 +17,172 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// Above this, a log of single entries is an expensive way to count.
-const LARGE_LOG: u64 = 100_000;
+const LARGE_SLIDING_LOG: u64 = 100_000;
 
 /// How long a slot is kept for a sidecar that doesn't renew it.
-const LEASE_TTL: Duration = Duration::from_secs(10);
+const DEFAULT_SLOT_TTL: Duration = Duration::from_secs(10);
 
 /// What all policies share.
-pub(super) struct Scope {
+pub(super) struct PolicyContext {
     /// Counters are in a Redis Cluster.
-    pub has_cluster: bool,
+    pub uses_redis_cluster: bool,
     pub client: client::Settings,
     pub path: path::Settings,
     pub on_store_failure: OnStoreFailure,
     pub algorithm: Algorithm,
-    pub missing_key: MissingKey,
+    pub missing_key: MissingKeyAction,
     /// Whether clients are asked for certificates.
-    pub asks_for_certificates: bool,
-    pub counts_in_memory: bool,
+    pub requests_client_certificates: bool,
+    pub uses_memory_store: bool,
     /// Whose word a claim is, if it is anybody's.
-    pub claims: Option<Claims>,
+    pub claim_trust: Option<ClaimTrust>,
     /// Others may ask what the policies would do.
-    pub is_checked: bool,
+    pub has_ext_authz: bool,
 }
 
 /// Whether tokens are verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Claims {
+pub(super) enum ClaimTrust {
     Signed,
     Unverified,
 }
 
-impl Scope {
+impl PolicyContext {
     pub(super) fn is_client_chosen(&self, part: &KeyPart) -> bool {
         let is_claim = matches!(part, KeyPart::Claim(_));
-        part.is_client_chosen() || (is_claim && self.claims == Some(Claims::Unverified))
+        part.is_client_chosen() || (is_claim && self.claim_trust == Some(ClaimTrust::Unverified))
     }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Mode {
+enum PolicyMode {
     Enforce,
     Shadow,
     Off,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Does {
+enum PolicyActionKind {
     Limit,
     Allow,
     Deny,
 }
 
 /// Builds all policies in file order, and says each in words. Those that are off are checked and left out.
-pub(super) fn all<'a>(
-    tables: impl Iterator<Item = Cursor<'a>>,
-    scope: &Scope,
-) -> (Vec<Placed<'a>>, Vec<Words>) {
+pub(super) fn build_policies<'a>(
+    tables: impl Iterator<Item = TableReader<'a>>,
+    context: &PolicyContext,
+) -> (Vec<SpannedPolicy<'a>>, Vec<PolicyDescription>) {
     let mut names = BTreeMap::new();
-    let (mut placed, mut sentences) = (Vec::new(), Vec::new());
+    let (mut spanned_policies, mut descriptions) = (Vec::new(), Vec::new());
     for at in tables {
-        refuse_known_name(&at, &mut names);
-        let mode = at.word("mode", &MODE);
-        let Some(policy) = policy(&at, scope, mode == Some(Mode::Shadow)) else {
+        reject_duplicate_name(&at, &mut names);
+        let mode = at.get_keyword("mode", &POLICY_MODES);
+        let Some(policy) = build_policy(&at, context, mode == Some(PolicyMode::Shadow)) else {
             continue;
         };
-        let off = mode == Some(Mode::Off);
-        let sentence = words::sentence(&policy, &at, off);
-        sentences.push(Words {
+        let is_off = mode == Some(PolicyMode::Off);
+        let sentence = describe::describe_policy(&policy, &at, is_off);
+        descriptions.push(PolicyDescription {
             policy: policy.name.clone(),
-            off,
+            is_off,
             sentence,
         });
-        if !off {
-            placed.push(Placed { policy, at });
+        if !is_off {
+            spanned_policies.push(SpannedPolicy { policy, reader: at });
         }
     }
-    (placed, sentences)
+    (spanned_policies, descriptions)
 }
 
-const MODE: [(&str, Mode); 3] = [
-    ("enforce", Mode::Enforce),
-    ("shadow", Mode::Shadow),
-    ("off", Mode::Off),
+const POLICY_MODES: [(&str, PolicyMode); 3] = [
+    ("enforce", PolicyMode::Enforce),
+    ("shadow", PolicyMode::Shadow),
+    ("off", PolicyMode::Off),
 ];
 
 /// Names are unique over all files, also those of policies that are off or wrong.
-fn refuse_known_name(at: &Cursor<'_>, names: &mut BTreeMap<String, Place>) {
-    let Some(item) = at.item("name") else { return };
+fn reject_duplicate_name(reader: &TableReader<'_>, names: &mut BTreeMap<String, SourceSpan>) {
+    let Some(item) = reader.get("name") else {
+        return;
+    };
     let Some(name) = item.value.as_str() else {
         return;
     };
     match names.get(name) {
         Some(first) => {
-            item.fail::<()>(&format!(
+            item.report_error::<()>(&format!(
                 "another policy has this name, at {first}; expected a unique one"
             ));
         }
         None => {
-            names.insert(name.to_owned(), item.place());
+            names.insert(name.to_owned(), item.source_span());
         }
     }
 }
 
-fn policy(at: &Cursor<'_>, scope: &Scope, shadow: bool) -> Option<Policy> {
-    let name = at.parsed("name", name);
-    let does = at.word(
+fn build_policy(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
+    is_shadow: bool,
+) -> Option<Policy> {
+    let name = reader.get_parsed("name", parse_name);
+    let action_kind = reader.get_keyword(
         "action",
         &[
-            ("limit", Does::Limit),
-            ("allow", Does::Allow),
-            ("deny", Does::Deny),
+            ("limit", PolicyActionKind::Limit),
+            ("allow", PolicyActionKind::Allow),
+            ("deny", PolicyActionKind::Deny),
         ],
     )?;
-    let conditions = at
-        .optional_table("match")
-        .map(|table| matches::matcher(&table, &scope.path, scope.claims.is_some()));
-    let is_of_descriptors = conditions
+    let conditions = reader.get_optional_table("match").map(|table| {
+        match_conditions::build_matcher(&table, &context.path, context.claim_trust.is_some())
+    });
+    let matches_descriptors = conditions
         .as_ref()
-        .is_some_and(|matcher| matcher.described.is_some());
-    let action = match does {
-        Does::Limit => quota(at, scope, name.as_deref().unwrap_or("policy"))
-            .map(|quota| Action::Limit(Box::new(quota))),
-        Does::Allow => without_quota(at, "allow").map(|()| Action::Allow),
-        Does::Deny => without_quota(at, "deny").map(|()| Action::Deny),
-    };
-    let reject = at.optional_table("reject").and_then(|table| {
-        if does == Does::Allow {
-            at.fail("reject", "a policy with action = \"allow\" refuses nobody");
+        .is_some_and(|matcher| matcher.descriptor_conditions.is_some());
+    let action = match action_kind {
+        PolicyActionKind::Limit => {
+            build_quota(reader, context, name.as_deref().unwrap_or("policy"))
+                .map(|quota| PolicyAction::Limit(Box::new(quota)))
         }
-        if is_of_descriptors && table.has("status") {
-            table.fail(
+        PolicyActionKind::Allow => reject_quota_keys(reader, "allow").map(|()| PolicyAction::Allow),
+        PolicyActionKind::Deny => reject_quota_keys(reader, "deny").map(|()| PolicyAction::Deny),
+    };
+    let reject = reader.get_optional_table("reject").and_then(|table| {
+        if action_kind == PolicyActionKind::Allow {
+            reader.report_error("reject", "a policy with action = \"allow\" refuses nobody");
+        }
+        if matches_descriptors && table.contains_key("status") {
+            table.report_error(
                 "status",
                 "Envoy chooses it; expected none here, and rate_limited_status in Envoy's filter",
             );
         }
-        reject(
+        build_reject(
             &table,
-            if does == Does::Deny {
+            if action_kind == PolicyActionKind::Deny {
                 StatusCode::FORBIDDEN
             } else {
                 StatusCode::TOO_MANY_REQUESTS
             },
         )
     });
-    if let Some(Action::Limit(quota)) = &action {
-        match is_of_descriptors {
-            true => refuse_what_needs_a_request(at, quota),
-            false => refuse_descriptors(at, quota),
+    if let Some(PolicyAction::Limit(quota)) = &action {
+        match matches_descriptors {
+            true => reject_request_only_settings(reader, quota),
+            false => reject_descriptor_key_parts(reader, quota),
         }
-        if scope.is_checked && !is_of_descriptors {
-            refuse_what_needs_the_end(at, quota);
+        if context.has_ext_authz && !matches_descriptors {
+            reject_response_dependent_settings(reader, quota);
         }
     }
     Some(Policy {
-        priority: at.whole("priority")?,
+        priority: reader.get_integer("priority")?,
         matcher: conditions.unwrap_or_default(),
-        shadow,
-        on_store_failure: when_away(at, scope, is_of_descriptors),
-        reject,
+        shadow: is_shadow,
+        on_store_failure: read_store_failure_mode(reader, context, matches_descriptors),
+        reject_response: reject,
         // Last: what is wrong with the others has been said by now.
         action: action?,
         name: name?.into(),
@@ -181,53 +190,61 @@ fn policy(at: &Cursor<'_>, scope: &Scope, shadow: bool) -> Option<Policy> {
 }
 
 /// Who asks about descriptors has a failure mode of his own: what isn't decided here is left to him, by an error.
-fn when_away(at: &Cursor<'_>, scope: &Scope, is_of_descriptors: bool) -> OnStoreFailure {
-    let written = at.word("on_store_failure", &ON_STORE_FAILURE);
-    if !is_of_descriptors {
-        return written.unwrap_or(scope.on_store_failure);
+fn read_store_failure_mode(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
+    matches_descriptors: bool,
+) -> OnStoreFailure {
+    let configured = reader.get_keyword("on_store_failure", &ON_STORE_FAILURE_MODES);
+    if !matches_descriptors {
+        return configured.unwrap_or(context.on_store_failure);
     }
-    if written.is_some_and(|mode| mode != OnStoreFailure::Local) {
-        at.fail(
+    if configured.is_some_and(|mode| mode != OnStoreFailure::Local) {
+        reader.report_error(
             "on_store_failure",
             "a call is then answered UNAVAILABLE, and Envoy's failure_mode_deny decides; expected \"local\" or nothing",
         );
     }
-    match written.unwrap_or(scope.on_store_failure) {
+    match configured.unwrap_or(context.on_store_failure) {
         OnStoreFailure::Local => OnStoreFailure::Local,
         OnStoreFailure::Open | OnStoreFailure::Closed => OnStoreFailure::Closed,
     }
 }
 
 /// What a call of the rate-limit service doesn't bring: a request, its end, its response, somebody who waits.
-fn refuse_what_needs_a_request(at: &Cursor<'_>, quota: &Quota) {
+fn reject_request_only_settings(reader: &TableReader<'_>, quota: &Quota) {
     let expected = "expected descriptor:NAME, descriptor or const:TEXT";
     if let Some(part) = quota
         .key
         .parts()
         .iter()
-        .find(|part| part.is_of_descriptor() == Some(false))
+        .find(|part| part.is_from_descriptor() == Some(false))
     {
-        at.fail(
+        reader.report_error(
             "key",
             &format!("a call of the rate-limit service has no {part}; {expected}"),
         );
     }
     match &quota.cost {
-        Cost::Fixed(_) => {}
-        Cost::Header(_) => {
-            at.fail("cost", "a call of the rate-limit service has no header; expected a number, by which its hits_addend is multiplied");
+        CostSource::Fixed(_) => {}
+        CostSource::Header(_) => {
+            reader.report_error("cost", "a call of the rate-limit service has no header; expected a number, by which its hits_addend is multiplied");
         }
-        Cost::Estimate(_) => {
-            at.fail("cost", "a call of the rate-limit service has no response; expected a number, by which its hits_addend is multiplied");
+        CostSource::Estimate(_) => {
+            reader.report_error("cost", "a call of the rate-limit service has no response; expected a number, by which its hits_addend is multiplied");
         }
     }
-    let key = if at.has("limits") { "limits" } else { "limit" };
-    if all_limits(quota).any(takes_slots) {
-        at.fail(key, "a call of the rate-limit service doesn't tell when its request ends; expected no algorithm = \"concurrency\"");
+    let key = if reader.contains_key("limits") {
+        "limits"
+    } else {
+        "limit"
+    };
+    if all_limits(quota).any(is_concurrency_limit) {
+        reader.report_error(key, "a call of the rate-limit service doesn't tell when its request ends; expected no algorithm = \"concurrency\"");
     }
     if all_limits(quota).any(|named| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. }))
     {
-        at.fail(key, "a call of the rate-limit service can't be held; expected no algorithm = \"leaky_bucket\", perhaps \"token_bucket\" with burst = 1");
+        reader.report_error(key, "a call of the rate-limit service can't be held; expected no algorithm = \"leaky_bucket\", perhaps \"token_bucket\" with burst = 1");
     }
 }
 
@@ -235,20 +252,20 @@ fn all_limits(quota: &Quota) -> impl Iterator<Item = &NamedLimit> {
     quota.limits.iter().chain(
         quota
             .overrides
-            .list()
+            .as_slice()
             .iter()
             .flat_map(|entry| &entry.limits),
     )
 }
 
-fn refuse_descriptors(at: &Cursor<'_>, quota: &Quota) {
+fn reject_descriptor_key_parts(reader: &TableReader<'_>, quota: &Quota) {
     if let Some(part) = quota
         .key
         .parts()
         .iter()
-        .find(|part| part.is_of_descriptor() == Some(true))
+        .find(|part| part.is_from_descriptor() == Some(true))
     {
-        at.fail(
+        reader.report_error(
             "key",
             &format!("a request has no {part}; expected domain or descriptors in match beside it"),
         );
@@ -256,21 +273,25 @@ fn refuse_descriptors(at: &Cursor<'_>, quota: &Quota) {
 }
 
 /// What whoever asks `[check]` never tells.
-fn refuse_what_needs_the_end(at: &Cursor<'_>, quota: &Quota) {
-    if quota.cost.estimate().is_some() {
-        at.fail(
+fn reject_response_dependent_settings(reader: &TableReader<'_>, quota: &Quota) {
+    if quota.cost.as_estimate().is_some() {
+        reader.report_error(
             "cost",
             "who asks at check.address doesn't tell of the response; expected no estimate, or no [check]",
         );
     }
-    if all_limits(quota).any(takes_slots) {
-        let key = if at.has("limits") { "limits" } else { "limit" };
-        at.fail(key, "who asks at check.address doesn't tell when a request ends; expected no algorithm = \"concurrency\", or no [check]");
+    if all_limits(quota).any(is_concurrency_limit) {
+        let key = if reader.contains_key("limits") {
+            "limits"
+        } else {
+            "limit"
+        };
+        reader.report_error(key, "who asks at check.address doesn't tell when a request ends; expected no algorithm = \"concurrency\", or no [check]");
     }
 }
 
 /// `[A-Za-z0-9][A-Za-z0-9_.-]{0,62}`.
-fn name(text: &str) -> Result<String, String> {
+fn parse_name(text: &str) -> Result<String, String> {
     let starts_well = text.starts_with(|c: char| c.is_ascii_alphanumeric());
     if starts_well
         && text.len() <= 63
@@ -286,7 +307,7 @@ fn name(text: &str) -> Result<String, String> {
     )
 }
 
-fn without_quota(at: &Cursor<'_>, action: &str) -> Option<()> {
+fn reject_quota_keys(reader: &TableReader<'_>, action: &str) -> Option<()> {
     for key in [
         "key",
         "limit",
@@ -299,8 +320,8 @@ fn without_quota(at: &Cursor<'_>, action: &str) -> Option<()> {
         "on_store_failure",
         "override",
     ] {
-        if at.has(key) {
-            at.fail(
+        if reader.contains_key(key) {
+            reader.report_error(
                 key,
                 &format!("a policy with action = \"{action}\" counts nothing"),
             );
@@ -309,55 +330,58 @@ fn without_quota(at: &Cursor<'_>, action: &str) -> Option<()> {
     Some(())
 }
 
-fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
-    let parts = at.list("key", |text| match KeyPart::parse(text, &scope.path)? {
-        KeyPart::Claim(_) if scope.claims.is_none() => Err(matches::NO_TOKENS.to_owned()),
+fn build_quota(reader: &TableReader<'_>, context: &PolicyContext, name: &str) -> Option<Quota> {
+    let parts = reader.get_list("key", |text| match KeyPart::parse(text, &context.path)? {
+        KeyPart::Claim(_) if context.claim_trust.is_none() => {
+            Err(match_conditions::NO_TRUSTED_TOKENS.to_owned())
+        }
         part => Ok(part),
     });
     // With a part left out, overrides could not be counted.
-    let is_whole = parts.len() == at.items("key").len();
+    let all_parts_valid = parts.len() == reader.get_items("key").len();
     let key = KeyTemplate::new(parts);
-    let cost = cost(at);
-    let limits = limits(at, scope, name);
-    if cost.as_ref().is_some_and(|cost| cost.least() == 0) {
-        at.warn("cost", "requests that take nothing are never limited");
+    let cost = build_cost(reader);
+    let limits = build_limits(reader, context, name);
+    if cost.as_ref().is_some_and(|cost| cost.min_units() == 0) {
+        reader.report_warning("cost", "requests that take nothing are never limited");
     }
-    if let (Some(Cost::Estimate(_)), Some(limits)) = (&cost, &limits)
-        && limits.iter().all(takes_slots)
+    if let (Some(CostSource::Estimate(_)), Some(limits)) = (&cost, &limits)
+        && limits.iter().all(is_concurrency_limit)
     {
-        at.fail("cost", "nothing is ever settled: of concurrency a request takes one, whatever it costs; expected another limit too");
+        reader.report_error("cost", "nothing is ever settled: of concurrency a request takes one, whatever it costs; expected another limit too");
     }
-    let overrides = at.tables("override");
+    let overrides = reader.get_tables("override");
     let overrides = overrides
         .iter()
-        .filter_map(|table| over(table, scope, name, is_whole.then_some(&key)));
-    let overrides = Overrides::new(name, overrides.collect());
+        .filter_map(|table| build_override(table, context, name, all_parts_valid.then_some(&key)));
+    let overrides = LimitOverrides::new(name, overrides.collect());
     if let (Some(cost), Some(limits)) = (&cost, &limits) {
-        warn_of_impossible(at, cost.least(), limits);
+        warn_if_cost_exceeds_capacity(reader, cost.min_units(), limits);
     }
     let all_limits = || {
         limits
             .iter()
             .flatten()
-            .chain(overrides.list().iter().flat_map(|entry| &entry.limits))
+            .chain(overrides.as_slice().iter().flat_map(|entry| &entry.limits))
     };
     if let Some(cost) = &cost {
-        refuse_too_much_for_cold(at, cost.most(), all_limits());
+        reject_cost_above_cold_capacity(reader, cost.max_units(), all_limits());
     }
-    let count_rejected = at.flag("count_rejected");
-    if count_rejected == Some(true) && all_limits().any(takes_slots) {
-        at.fail(
+    let count_rejected = reader.get_bool("count_rejected");
+    if count_rejected == Some(true) && all_limits().any(is_concurrency_limit) {
+        reader.report_error(
             "count_rejected",
             "who is refused is not in flight: algorithm = \"concurrency\" can't count it",
         );
     }
-    let shards = at.whole("shards").unwrap_or(1);
+    let shards = reader.get_integer("shards").unwrap_or(1);
     if shards > 1 {
-        check_shards(at, scope, shards, cost.as_ref(), all_limits());
+        check_shards(reader, context, shards, cost.as_ref(), all_limits());
     }
-    let block_for = at.duration("block_for");
-    if block_for.is_some() && at.word("mode", &MODE) == Some(Mode::Shadow) {
-        at.warn(
+    let block_for = reader.get_duration("block_for");
+    if block_for.is_some() && reader.get_keyword("mode", &POLICY_MODES) == Some(PolicyMode::Shadow)
+    {
+        reader.report_warning(
             "block_for",
             "a shadow policy blocks nobody: what it measures are its limits alone",
         );
@@ -367,51 +391,51 @@ fn quota(at: &Cursor<'_>, scope: &Scope, name: &str) -> Option<Quota> {
         lease: None,
         block: block_for.map(|time| Limit {
             requests: 1,
-            per_us: micros(time),
+            per_us: to_micros(time),
             algorithm: Algorithm::Block,
         }),
-        missing_key: at
-            .word("missing_key", &MISSING_KEY)
-            .unwrap_or(scope.missing_key),
+        missing_key: reader
+            .get_keyword("missing_key", &MISSING_KEY_MODES)
+            .unwrap_or(context.missing_key),
         count_rejected: count_rejected?,
         shards,
         cost: cost?,
         limits: limits?,
         overrides,
     };
-    let is_shadow = at.word("mode", &MODE) == Some(Mode::Shadow);
+    let is_shadow = reader.get_keyword("mode", &POLICY_MODES) == Some(PolicyMode::Shadow);
     Some(Quota {
-        lease: leases::lease(at, &quota, is_shadow, scope.counts_in_memory),
+        lease: leases::build_lease(reader, &quota, is_shadow, context.uses_memory_store),
         ..quota
     })
 }
 
 /// Spread limits are decided by whichever counter is asked: what needs to know all of them can't be.
 fn check_shards<'a>(
-    at: &Cursor<'_>,
-    scope: &Scope,
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
     shards: u16,
-    cost: Option<&Cost>,
+    cost: Option<&CostSource>,
     limits: impl Iterator<Item = &'a NamedLimit> + Clone,
 ) {
-    if !scope.has_cluster {
-        at.warn(
+    if !context.uses_redis_cluster {
+        reader.report_warning(
             "shards",
             "without a Redis Cluster it has no effect: there is one counter per key",
         );
     }
-    if at.word("mode", &MODE) == Some(Mode::Shadow) {
-        at.warn(
+    if reader.get_keyword("mode", &POLICY_MODES) == Some(PolicyMode::Shadow) {
+        reader.report_warning(
             "shards",
             "a shadow policy asks one shard only: it seems to refuse more than it would",
         );
     }
-    let when_away = at
-        .word("on_store_failure", &ON_STORE_FAILURE)
-        .unwrap_or(scope.on_store_failure);
-    if scope.has_cluster && when_away == OnStoreFailure::Local {
+    let store_failure_mode = reader
+        .get_keyword("on_store_failure", &ON_STORE_FAILURE_MODES)
+        .unwrap_or(context.on_store_failure);
+    if context.uses_redis_cluster && store_failure_mode == OnStoreFailure::Local {
         let expected = "expected on_store_failure = \"open\" or \"closed\" beside it";
-        at.fail(
+        reader.report_error(
             "shards",
             &format!("what is admitted without Redis is written back to one counter; {expected}"),
         );
@@ -425,18 +449,17 @@ fn check_shards<'a>(
         .find(|named| least(&named.limit) < u64::from(shards))
     {
         let most = least(&few.limit);
-        at.fail(
+        reader.report_error(
             "shards",
             &format!(
                 "each needs a unit, and the limit \"{}\" has {most}; expected at most {most}",
                 few.name
             ),
         );
-    } else if let Some(few) = limits
-        .clone()
-        .find(|named| least(&named.limit) / u64::from(shards) < cost.map_or(0, Cost::most))
-    {
-        at.warn(
+    } else if let Some(few) = limits.clone().find(|named| {
+        least(&named.limit) / u64::from(shards) < cost.map_or(0, CostSource::max_units)
+    }) {
+        reader.report_warning(
             "shards",
             &format!(
                 "a request may take more than one shard of the limit \"{}\" has: such a one never passes",
@@ -445,7 +468,7 @@ fn check_shards<'a>(
         );
     }
     for (algorithm, is_used) in [
-        ("concurrency", limits.clone().any(takes_slots)),
+        ("concurrency", limits.clone().any(is_concurrency_limit)),
         (
             "leaky_bucket",
             limits
@@ -454,7 +477,7 @@ fn check_shards<'a>(
         ),
     ] {
         if is_used {
-            at.fail(
+            reader.report_error(
                 "shards",
                 &format!(
                     "algorithm = \"{algorithm}\" can't be spread; expected another, or no shards"
@@ -463,25 +486,25 @@ fn check_shards<'a>(
         }
     }
     for key in ["block_for", "count_rejected"] {
-        if at.has(key)
-            && at
-                .item(key)
+        if reader.contains_key(key)
+            && reader
+                .get(key)
                 .is_some_and(|item| item.value.to_bool() != Some(false))
         {
-            at.fail(
+            reader.report_error(
                 key,
                 "needs one counter that knows of every refusal; expected no shards beside it",
             );
         }
     }
-    if at.has("lease") {
-        at.fail(
+    if reader.contains_key("lease") {
+        reader.report_error(
             "lease",
             "units are lent by one counter; expected no shards beside it",
         );
     }
-    if cost.is_some_and(|cost| cost.estimate().is_some()) {
-        at.fail(
+    if cost.is_some_and(|cost| cost.as_estimate().is_some()) {
+        reader.report_error(
             "shards",
             "an estimate is settled on one counter; expected no shards beside it",
         );
@@ -489,32 +512,32 @@ fn check_shards<'a>(
 }
 
 /// A number, or what says it: a header of the request, or the response.
-fn cost(at: &Cursor<'_>) -> Option<Cost> {
-    if at
-        .item("cost")
+fn build_cost(reader: &TableReader<'_>) -> Option<CostSource> {
+    if reader
+        .get("cost")
         .is_none_or(|item| item.value.as_dict().is_none())
     {
-        return units(at, "cost").map(Cost::Fixed);
+        return get_units(reader, "cost").map(CostSource::Fixed);
     }
-    let table = at.optional_table("cost")?;
-    if table.has("estimate") || table.has("actual") {
-        return estimate(&table);
+    let table = reader.get_optional_table("cost")?;
+    if table.contains_key("estimate") || table.contains_key("actual") {
+        return build_estimate_cost(&table);
     }
-    let name = table.parsed("header", matches::header_name);
+    let name = table.get_parsed("header", match_conditions::parse_header_name);
     let (default, min, max) = (
-        units(&table, "default")?,
-        units(&table, "min")?,
-        units(&table, "max")?,
+        get_units(&table, "default")?,
+        get_units(&table, "min")?,
+        get_units(&table, "max")?,
     );
     if min > max {
-        table.fail("min", &format!("more than max; expected at most {max}"));
+        table.report_error("min", &format!("more than max; expected at most {max}"));
     } else if default < min {
-        table.warn(
+        table.report_warning(
             "default",
             "less than min: without the header a request takes less than with any",
         );
     }
-    Some(Cost::Header(Box::new(HeaderCost {
+    Some(CostSource::Header(Box::new(HeaderCost {
         name: name?,
         default,
         min,
@@ -522,31 +545,35 @@ fn cost(at: &Cursor<'_>) -> Option<Cost> {
     })))
 }
 
-fn estimate(at: &Cursor<'_>) -> Option<Cost> {
+fn build_estimate_cost(reader: &TableReader<'_>) -> Option<CostSource> {
     for key in ["header", "default", "min", "max"] {
-        if at.has(key) {
-            at.fail(
+        if reader.contains_key(key) {
+            reader.report_error(
                 key,
                 "beside an estimate; expected either header, or estimate and actual",
             );
         }
     }
-    let (estimate, actual) = (units(at, "estimate"), at.parsed("actual", Actual::parse));
-    Some(Cost::Estimate(Arc::new(EstimateCost {
+    let (estimate, actual) = (
+        get_units(reader, "estimate"),
+        reader.get_parsed("actual", ActualCostSource::parse),
+    );
+    Some(CostSource::Estimate(Arc::new(EstimateCost {
         estimate: estimate?,
-        actual: actual?,
+        actual_source: actual?,
     })))
 }
 
 /// The schema lets only what isn't negative through.
-fn units(at: &Cursor<'_>, name: &str) -> Option<u64> {
-    at.whole::<i64>(name)
+fn get_units(reader: &TableReader<'_>, name: &str) -> Option<u64> {
+    reader
+        .get_integer::<i64>(name)
         .and_then(|units| u64::try_from(units).ok())
 }
 
 /// Who only ever asks for more than a cold bucket holds would never warm it up.
-fn refuse_too_much_for_cold<'a>(
-    at: &Cursor<'_>,
+fn reject_cost_above_cold_capacity<'a>(
+    reader: &TableReader<'_>,
     cost: u64,
     mut limits: impl Iterator<Item = &'a NamedLimit>,
 ) {
@@ -554,22 +581,22 @@ fn refuse_too_much_for_cold<'a>(
         |limit: &Limit| limit.capacity() > limit.cold_capacity() && limit.cold_capacity() < cost;
     if let Some(limit) = limits.find(|limit| is_too_small(&limit.limit)) {
         let most = limit.limit.cold_capacity();
-        at.fail("cost", &format!("up to {cost}, but before its warm_up the limit \"{}\" has {most} at once, a third of burst; expected at most {most}", limit.name));
+        reader.report_error("cost", &format!("up to {cost}, but before its warm_up the limit \"{}\" has {most} at once, a third of burst; expected at most {most}", limit.name));
     }
 }
 
 /// Of these a request takes one, whatever it costs.
-fn takes_slots(named: &NamedLimit) -> bool {
+fn is_concurrency_limit(named: &NamedLimit) -> bool {
     matches!(named.limit.algorithm, Algorithm::Concurrency { .. })
 }
 
-fn warn_of_impossible(at: &Cursor<'_>, cost: u64, limits: &[NamedLimit]) {
-    let mut limits = limits.iter().filter(|named| !takes_slots(named));
+fn warn_if_cost_exceeds_capacity(reader: &TableReader<'_>, cost: u64, limits: &[NamedLimit]) {
+    let mut limits = limits.iter().filter(|named| !is_concurrency_limit(named));
     if let Some(limit) =
         limits.find(|limit| limit.limit.requests > 0 && limit.limit.capacity() < cost)
     {
         let most = limit.limit.capacity();
-        at.warn(
+        reader.report_warning(
             "cost",
             &format!("no request ever passes: it takes {cost} of at most {most}"),
         );
@@ -577,28 +604,32 @@ fn warn_of_impossible(at: &Cursor<'_>, cost: u64, limits: &[NamedLimit]) {
 }
 
 /// The limits of a policy or of an override, with distinct names and counters.
-fn limits(at: &Cursor<'_>, scope: &Scope, policy: &str) -> Option<Vec<NamedLimit>> {
-    let tables = match (at.has("limit"), at.has("limits")) {
+fn build_limits(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
+    policy: &str,
+) -> Option<Vec<NamedLimit>> {
+    let tables = match (reader.contains_key("limit"), reader.contains_key("limits")) {
         (true, true) => {
-            at.fail("limits", "beside limit; expected one of them");
+            reader.report_error("limits", "beside limit; expected one of them");
             return None;
         }
         (false, false) => {
-            at.fail(
+            reader.report_error(
                 "limit",
                 "missing; expected a limit such as { requests = 100, per = \"1m\" }",
             );
             return None;
         }
-        (true, false) => at.optional_table("limit").into_iter().collect(),
-        (false, true) => at.tables("limits"),
+        (true, false) => reader.get_optional_table("limit").into_iter().collect(),
+        (false, true) => reader.get_tables("limits"),
     };
     if tables.is_empty()
-        && at
-            .item("limits")
+        && reader
+            .get("limits")
             .is_some_and(|item| item.value.as_array().is_some_and(<[_]>::is_empty))
     {
-        at.fail(
+        reader.report_error(
             "limits",
             "expected at least one limit such as { requests = 100, per = \"1m\" }",
         );
@@ -606,7 +637,7 @@ fn limits(at: &Cursor<'_>, scope: &Scope, policy: &str) -> Option<Vec<NamedLimit
     let mut limits: Vec<NamedLimit> = Vec::new();
     let mut unnamed = 0_usize;
     for table in &tables {
-        let name = table.parsed("name", name).unwrap_or_else(|| {
+        let name = table.get_parsed("name", parse_name).unwrap_or_else(|| {
             unnamed += 1;
             if unnamed == 1 {
                 policy.to_owned()
@@ -614,11 +645,11 @@ fn limits(at: &Cursor<'_>, scope: &Scope, policy: &str) -> Option<Vec<NamedLimit
                 format!("{policy}-{unnamed}")
             }
         });
-        let Some(limit) = limit(table, scope) else {
+        let Some(limit) = build_limit(table, context) else {
             continue;
         };
         if limits.iter().any(|other| *other.name == *name) {
-            table.fail(
+            table.report_error(
                 "name",
                 &format!(
                     "another limit of this policy is called \"{name}\"; expected a unique name"
@@ -627,20 +658,20 @@ fn limits(at: &Cursor<'_>, scope: &Scope, policy: &str) -> Option<Vec<NamedLimit
         }
         if limits
             .iter()
-            .any(|other| other.limit.identity() == limit.identity())
+            .any(|other| other.limit.counter_identity() == limit.counter_identity())
         {
-            table.fail("per", "another limit of this policy has the same period and algorithm: they would share one counter");
+            table.report_error("per", "another limit of this policy has the same period and algorithm: they would share one counter");
         }
         limits.push(NamedLimit {
             name: name.into(),
-            unit: table.parsed("unit", unit),
+            unit: table.get_parsed("unit", parse_unit),
             limit,
         });
     }
     (limits.len() == tables.len() && !limits.is_empty()).then_some(limits)
 }
 
-fn unit(text: &str) -> Result<Box<str>, String> {
+fn parse_unit(text: &str) -> Result<Box<str>, String> {
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_-".contains(&byte);
     if (1..=32).contains(&text.len()) && text.bytes().all(fits) {
         return Ok(text.into());
@@ -648,29 +679,32 @@ fn unit(text: &str) -> Result<Box<str>, String> {
     Err("expected 1 to 32 letters, digits, \"_\" or \"-\"".to_owned())
 }
 
-fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
-    let requests = at
-        .whole::<i64>("requests")
+fn build_limit(reader: &TableReader<'_>, context: &PolicyContext) -> Option<Limit> {
+    let requests = reader
+        .get_integer::<i64>("requests")
         .and_then(|requests| u64::try_from(requests).ok());
-    let (per, lease_ttl) = (at.duration("per"), at.duration("lease_ttl"));
-    let written = at.word("algorithm", &ALGORITHM);
-    let offset = at.duration("offset");
-    if written.is_none() && at.has("algorithm") {
+    let (per, lease_ttl) = (reader.get_duration("per"), reader.get_duration("lease_ttl"));
+    let configured_algorithm = reader.get_keyword("algorithm", &ALGORITHMS);
+    let offset = reader.get_duration("offset");
+    if configured_algorithm.is_none() && reader.contains_key("algorithm") {
         // What is right for an algorithm that nobody knows?
         return None;
     }
-    let (buckets, burst) = (units(at, "buckets"), units(at, "burst"));
-    let (max_delay, max_duration) = (at.duration("max_delay"), at.duration("max_duration"));
-    let algorithm = match written.unwrap_or(scope.algorithm) {
+    let (buckets, burst) = (get_units(reader, "buckets"), get_units(reader, "burst"));
+    let (max_delay, max_duration) = (
+        reader.get_duration("max_delay"),
+        reader.get_duration("max_duration"),
+    );
+    let algorithm = match configured_algorithm.unwrap_or(context.algorithm) {
         algorithm @ (Algorithm::SlidingLog | Algorithm::Block) => algorithm,
         Algorithm::SlidingWindow { buckets: usual } => Algorithm::SlidingWindow {
             buckets: buckets.unwrap_or(usual),
         },
         Algorithm::FixedWindow { .. } => Algorithm::FixedWindow {
-            offset_us: micros(offset.unwrap_or_default()),
+            offset_us: to_micros(offset.unwrap_or_default()),
         },
         Algorithm::TokenBucket { .. } => {
-            let warm_up_us = at.duration("warm_up").map_or(0, micros);
+            let warm_up_us = reader.get_duration("warm_up").map_or(0, to_micros);
             Algorithm::TokenBucket {
                 burst: burst.or(requests).unwrap_or_default(),
                 warm_up_us,
@@ -679,10 +713,10 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
         Algorithm::LeakyBucket {
             max_delay_us: usual,
         } => Algorithm::LeakyBucket {
-            max_delay_us: max_delay.map_or(usual, micros),
+            max_delay_us: max_delay.map_or(usual, to_micros),
         },
         Algorithm::Concurrency { .. } => Algorithm::Concurrency {
-            max_duration_us: micros(max_duration.unwrap_or_default()),
+            max_duration_us: to_micros(max_duration.unwrap_or_default()),
         },
     };
     let counts_slots = matches!(algorithm, Algorithm::Concurrency { .. });
@@ -715,40 +749,40 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
         ("lease_ttl", "concurrency", counts_slots),
         ("max_duration", "concurrency", counts_slots),
     ] {
-        if at.has(key) && !right {
-            at.fail(
+        if reader.contains_key(key) && !right {
+            reader.report_error(
                 key,
                 &format!("only for algorithm = \"{of}\", which is expected beside it"),
             );
         }
     }
-    let per = match (counts_slots, at.has("per")) {
+    let per = match (counts_slots, reader.contains_key("per")) {
         (true, is_written) => {
             if is_written {
-                at.fail(
+                reader.report_error(
                     "per",
                     "not for algorithm = \"concurrency\", which counts requests in flight",
                 );
             }
-            Some(lease_ttl.unwrap_or(LEASE_TTL))
+            Some(lease_ttl.unwrap_or(DEFAULT_SLOT_TTL))
         }
         (false, true) => per,
         (false, false) => {
-            at.fail("per", "missing; expected a duration such as \"1m\"");
+            reader.report_error("per", "missing; expected a duration such as \"1m\"");
             None
         }
     };
     if let (Some(offset), Some(per)) = (offset, per)
         && offset >= per
     {
-        at.fail("offset", "expected less than per");
+        reader.report_error("offset", "expected less than per");
     }
     if let (Some(requests), Some(per)) = (requests, per) {
-        refuse_inexact(at, algorithm, requests, micros(per));
+        reject_inexact_limit(reader, algorithm, requests, to_micros(per));
     }
     match requests {
-        Some(0) => at.warn("requests", "0 refuses everything"),
-        Some(requests) if requests > LARGE_LOG && algorithm == Algorithm::SlidingLog => at.warn(
+        Some(0) => reader.report_warning("requests", "0 refuses everything"),
+        Some(requests) if requests > LARGE_SLIDING_LOG && algorithm == Algorithm::SlidingLog => reader.report_warning(
             "requests",
             "sliding_log keeps one entry per request; \"sliding_window\" needs no more memory for a large limit",
         ),
@@ -756,13 +790,18 @@ fn limit(at: &Cursor<'_>, scope: &Scope) -> Option<Limit> {
     }
     Some(Limit {
         requests: requests?,
-        per_us: micros(per?),
+        per_us: to_micros(per?),
         algorithm,
     })
 }
 
 /// What a bucket counts in has to stay whole in a double.
-fn refuse_inexact(at: &Cursor<'_>, algorithm: Algorithm, requests: u64, per_us: u64) {
+fn reject_inexact_limit(
+    reader: &TableReader<'_>,
+    algorithm: Algorithm,
+    requests: u64,
+    per_us: u64,
+) {
     let (key, most) = match algorithm {
         Algorithm::TokenBucket { burst, .. } if burst > requests => {
             ("burst", MAX_UNITS / per_us.max(1))
@@ -781,7 +820,7 @@ fn refuse_inexact(at: &Cursor<'_>, algorithm: Algorithm, requests: u64, per_us: 
     };
     if burst.max(requests) > most {
         let what = if burst > 0 { "a period" } else { "a max_delay" };
-        at.fail(
+        reader.report_error(
             key,
             &format!("too many to be counted exactly in {what} this long; expected at most {most}"),
         );
@@ -789,29 +828,29 @@ fn refuse_inexact(at: &Cursor<'_>, algorithm: Algorithm, requests: u64, per_us: 
 }
 
 /// The schema bounds periods to some hundred days.
-fn micros(duration: Duration) -> u64 {
+fn to_micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-fn over(
-    at: &Cursor<'_>,
-    scope: &Scope,
+fn build_override(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
     policy: &str,
     key: Option<&KeyTemplate>,
-) -> Option<Override> {
-    let limits = limits(at, scope, policy);
-    if !at.has("key") {
-        at.fail(
+) -> Option<LimitOverride> {
+    let limits = build_limits(reader, context, policy);
+    if !reader.contains_key("key") {
+        reader.report_error(
             "key",
             "missing; expected one value per position of the policy's key",
         );
         return None;
     }
-    let items = at.items("key");
+    let items = reader.get_items("key");
     let key = key?;
-    if items.len() != key.width() {
-        let width = key.width();
-        at.fail(
+    if items.len() != key.value_count() {
+        let width = key.value_count();
+        reader.report_error(
             "key",
             &format!(
                 "{} values; expected {width}, as many as the policy's key has positions",
@@ -824,51 +863,55 @@ fn over(
     for (position, item) in items.iter().enumerate() {
         match item.value.as_str() {
             Some("*") => values.push(None),
-            Some(text) => match key.canonical_value(position, text, &scope.client, &scope.path) {
-                Ok(value) => values.push(Some(value)),
-                Err(reason) => return item.fail(&reason),
-            },
-            None => return item.fail("expected a text; \"*\" is any value"),
+            Some(text) => {
+                match key.canonicalize_value(position, text, &context.client, &context.path) {
+                    Ok(value) => values.push(Some(value)),
+                    Err(reason) => return item.report_error(&reason),
+                }
+            }
+            None => return item.report_error("expected a text; \"*\" is any value"),
         }
     }
-    Some(Override {
+    Some(LimitOverride {
         values,
         limits: limits?,
     })
 }
 
-fn reject(at: &Cursor<'_>, status: StatusCode) -> Option<Reject> {
-    let status = at
-        .whole::<u16>("status")
+fn build_reject(reader: &TableReader<'_>, status: StatusCode) -> Option<RejectResponse> {
+    let status = reader
+        .get_integer::<u16>("status")
         .and_then(|code| StatusCode::from_u16(code).ok())
         .unwrap_or(status);
-    let headers = at
-        .entries("headers")
+    let headers = reader
+        .get_entries("headers")
         .into_iter()
         .filter_map(|(name, item)| {
             let Some(text) = item.value.as_str() else {
-                return item.fail("expected a text");
+                return item.report_error("expected a text");
             };
-            match (reject_header(name), HeaderValue::from_str(text)) {
+            match (parse_reject_header(name), HeaderValue::from_str(text)) {
                 (Ok(name), Ok(value)) => Some((name, value)),
-                (Err(reason), _) => item.fail(&reason),
-                (_, Err(_)) => item.fail("expected a text that a header can hold"),
+                (Err(reason), _) => item.report_error(&reason),
+                (_, Err(_)) => item.report_error("expected a text that a header can hold"),
             }
         });
-    Some(Reject {
+    Some(RejectResponse {
         status,
         headers: headers.collect(),
-        body: at.text("body")?.into(),
-        content_type: at.parsed("content_type", |text| match HeaderValue::from_str(text) {
-            Ok(value) if text.contains('/') => Ok(value),
-            _ => Err("expected a media type such as \"application/json\"".to_owned()),
+        body: reader.get_string("body")?.into(),
+        content_type: reader.get_parsed("content_type", |text| {
+            match HeaderValue::from_str(text) {
+                Ok(value) if text.contains('/') => Ok(value),
+                _ => Err("expected a media type such as \"application/json\"".to_owned()),
+            }
         })?,
     })
 }
 
 /// Fields that frame or route a message are not the owner's to set.
-fn reject_header(text: &str) -> Result<HeaderName, String> {
-    const OURS: [HeaderName; 8] = [
+fn parse_reject_header(text: &str) -> Result<HeaderName, String> {
+    const RESERVED_HEADERS: [HeaderName; 8] = [
         header::CONNECTION,
         header::CONTENT_LENGTH,
         header::CONTENT_TYPE,
@@ -878,9 +921,9 @@ fn reject_header(text: &str) -> Result<HeaderName, String> {
         header::UPGRADE,
         header::RETRY_AFTER,
     ];
-    match matches::header_name(text)? {
+    match match_conditions::parse_header_name(text)? {
         header::CONTENT_TYPE => Err("expected content_type beside headers instead".to_owned()),
-        name if OURS.contains(&name) => Err(format!("{name} is set by tidegate")),
+        name if RESERVED_HEADERS.contains(&name) => Err(format!("{name} is set by tidegate")),
         name => Ok(name),
     }
 }

@@ -1,11 +1,11 @@
 //! What holds for any text at all. The suite draws some at random, `fuzz/` looks for the others.
 
-use super::{Config, FileSource, Flags, Report, Sources, load};
+use super::{Config, ConfigErrors, ConfigSources, FileSource, FlagOverrides, load};
 
 /// A text is a configuration, or everything that is wrong with it is said; the same each time.
 ///
 /// Texts that would make it read files are left out.
-pub fn text(bytes: &[u8]) {
+pub fn check_any_text(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
     };
@@ -16,16 +16,19 @@ pub fn text(bytes: &[u8]) {
     {
         return;
     }
-    let (first, second) = (read(text), read(text));
+    let (first, second) = (load_text(text), load_text(text));
     match (&first, &second) {
         (Ok(first), Ok(second)) => {
-            assert_eq!(first.words, second.words);
-            assert_eq!(first.table.policies().len(), second.table.policies().len());
+            assert_eq!(first.policy_descriptions, second.policy_descriptions);
+            assert_eq!(
+                first.policy_table.policies().len(),
+                second.policy_table.policies().len()
+            );
             assert!(
                 first
                     .warnings
                     .iter()
-                    .all(|warning| !warning.line().is_empty())
+                    .all(|warning| !warning.to_line().is_empty())
             );
         }
         (Err(first), Err(second)) => {
@@ -43,16 +46,16 @@ pub fn text(bytes: &[u8]) {
 ///
 /// # Errors
 /// What is wrong with it.
-pub fn read(text: &str) -> Result<Config, Report> {
+pub fn load_text(text: &str) -> Result<Config, ConfigErrors> {
     let file = FileSource::Text {
         name: "config.toml".to_owned(),
         text: text.to_owned(),
     };
-    let flags = Flags {
+    let flags = FlagOverrides {
         upstream: Some("http://127.0.0.1:9".to_owned()),
         listen: None,
     };
-    load(&Sources {
+    load(&ConfigSources {
         file,
         env: Vec::new(),
         flags,
@@ -71,7 +74,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_text(lines in prop::collection::vec(LINE, 0..8)) {
-            super::text(lines.join("\n").as_bytes());
+            super::check_any_text(lines.join("\n").as_bytes());
         }
     }
 }

@@ -1,56 +1,64 @@
 //! `[store.redis]`: which Redis, and how to speak to it.
 
-use super::build::{present, secret};
-use super::cursor::Cursor;
-use super::input::Input;
+use super::client_tls;
+use super::input::ConfigInput;
 use super::schema;
-use super::tls;
+use super::settings::{read_secret_file, require_nonempty};
+use super::table_reader::TableReader;
 use super::values::{self, RedisUrl};
-use crate::store::redis::{Address, Login, Password, RedisSettings, Topology};
+use crate::store::redis::{
+    RedisAddress, RedisCredentials, RedisPassword, RedisSettings, RedisTopology,
+};
 
 /// All settings of Redis. Files are read only if it `is_used`.
-pub(super) fn settings(input: &Input, at: &Cursor<'_>, is_used: bool) -> Option<RedisSettings> {
-    let breaker = at.table("breaker");
-    let kind = at.word(
+pub(super) fn build_redis_settings(
+    input: &ConfigInput,
+    reader: &TableReader<'_>,
+    is_used: bool,
+) -> Option<RedisSettings> {
+    let breaker = reader.get_table("breaker");
+    let kind = reader.get_keyword(
         "topology",
         &[
-            ("standalone", Kind::Standalone),
-            ("sentinel", Kind::Sentinel),
-            ("cluster", Kind::Cluster),
+            ("standalone", RedisTopologyKind::Standalone),
+            ("sentinel", RedisTopologyKind::Sentinel),
+            ("cluster", RedisTopologyKind::Cluster),
         ],
     )?;
-    let urls = if kind == Kind::Standalone {
-        one(at)
+    let urls = if kind == RedisTopologyKind::Standalone {
+        read_single_url(reader)
     } else {
-        several(at, kind)
+        read_node_urls(reader, kind)
     };
     let first = urls.first()?;
     let topology = match kind {
-        Kind::Standalone => Topology::Standalone,
-        Kind::Cluster => Topology::Cluster,
-        Kind::Sentinel => Topology::Sentinel {
-            master: at.parsed("sentinel_master", |text| {
-                present(text, "the name of a master")
+        RedisTopologyKind::Standalone => RedisTopology::Standalone,
+        RedisTopologyKind::Cluster => RedisTopology::Cluster,
+        RedisTopologyKind::Sentinel => RedisTopology::Sentinel {
+            master: reader.get_parsed("sentinel_master", |text| {
+                require_nonempty(text, "the name of a master")
             })?,
-            login: sentinel_login(input, at, is_used),
+            credentials: build_sentinel_login(input, reader, is_used),
         },
     };
-    let of_sentinels = [
+    let sentinel_keys = [
         ("sentinel_master", "mymaster"),
         ("sentinel_username", ""),
         ("sentinel_password_file", ""),
     ];
-    for (key, default) in of_sentinels {
-        if kind != Kind::Sentinel && at.text(key).is_some_and(|text| text != default) {
-            at.fail(key, "is for topology = \"sentinel\" only");
+    for (key, default) in sentinel_keys {
+        if kind != RedisTopologyKind::Sentinel
+            && reader.get_string(key).is_some_and(|text| text != default)
+        {
+            reader.report_error(key, "is for topology = \"sentinel\" only");
         }
     }
     if is_used
-        && at
-            .text("key_prefix")
+        && reader
+            .get_string("key_prefix")
             .is_some_and(|prefix| prefix == schema::DEFAULT_KEY_PREFIX)
     {
-        at.warn(
+        reader.report_warning(
             "key_prefix",
             "the default: services that share this Redis would share counters; give each a prefix of its own",
         );
@@ -58,88 +66,94 @@ pub(super) fn settings(input: &Input, at: &Cursor<'_>, is_used: bool) -> Option<
     Some(RedisSettings {
         topology,
         database: first.database,
-        login: login(input, at, first, is_used),
-        tls: tls::client(
+        credentials: build_login(input, reader, first, is_used),
+        tls: client_tls::build_client_tls(
             input,
-            at,
-            tls::Wanted {
-                is_tls: first.tls,
+            reader,
+            client_tls::TlsRequirement {
+                is_tls: first.is_tls,
                 is_used,
-                by: "rediss:// in the URL",
+                enabled_by: "rediss:// in the URL",
             },
         ),
         servers: urls.iter().map(|url| url.address.clone()).collect(),
-        key_prefix: at.parsed("key_prefix", key_prefix)?,
-        instances: at.whole("instances")?,
-        timeout: at.duration("timeout")?,
-        connect_timeout: at.duration("connect_timeout")?,
-        breaker_failures: breaker.whole("failures")?,
-        probe_interval: breaker.duration("probe_interval")?,
+        key_prefix: reader.get_parsed("key_prefix", parse_key_prefix)?,
+        initial_instances: reader.get_integer("instances")?,
+        timeout: reader.get_duration("timeout")?,
+        connect_timeout: reader.get_duration("connect_timeout")?,
+        breaker_failures: breaker.get_integer("failures")?,
+        probe_interval: breaker.get_duration("probe_interval")?,
     })
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum RedisTopologyKind {
     Standalone,
     Sentinel,
     Cluster,
 }
 
-fn one(at: &Cursor<'_>) -> Vec<RedisUrl> {
-    if !at.items("urls").is_empty() {
-        at.fail(
+fn read_single_url(reader: &TableReader<'_>) -> Vec<RedisUrl> {
+    if !reader.get_items("urls").is_empty() {
+        reader.report_error(
             "urls",
             "one server has one address; expected url, or topology = \"sentinel\" or \"cluster\"",
         );
     }
-    at.parsed("url", values::redis_url).into_iter().collect()
+    reader
+        .get_parsed("url", values::parse_redis_url)
+        .into_iter()
+        .collect()
 }
 
 /// All that is told beside the addresses holds for all of them.
-fn several(at: &Cursor<'_>, kind: Kind) -> Vec<RedisUrl> {
-    if at
-        .text("url")
+fn read_node_urls(reader: &TableReader<'_>, kind: RedisTopologyKind) -> Vec<RedisUrl> {
+    if reader
+        .get_string("url")
         .is_some_and(|url| url != schema::DEFAULT_REDIS_URL)
     {
-        at.fail(
+        reader.report_error(
             "url",
             "is for topology = \"standalone\" only; expected urls",
         );
     }
-    let urls = at.list("urls", values::redis_url);
+    let urls = reader.get_list("urls", values::parse_redis_url);
     let Some(first) = urls.first() else {
-        if at.items("urls").is_empty() {
-            at.fail(
+        if reader.get_items("urls").is_empty() {
+            reader.report_error(
                 "urls",
                 "expected at least one URL such as \"redis://host:port\"",
             );
         }
         return urls;
     };
-    let beside = |url: &RedisUrl| (url.tls, url.database, url.login.clone());
-    if urls.iter().any(|url| beside(url) != beside(first)) {
-        at.fail(
+    let shared_parts = |url: &RedisUrl| (url.is_tls, url.database, url.login.clone());
+    if urls
+        .iter()
+        .any(|url| shared_parts(url) != shared_parts(first))
+    {
+        reader.report_error(
             "urls",
             "they differ in more than host and port; expected the same of everything else",
         );
     }
     if urls
         .iter()
-        .any(|url| matches!(url.address, Address::Unix(_)))
+        .any(|url| matches!(url.address, RedisAddress::Unix(_)))
     {
-        at.fail(
+        reader.report_error(
             "urls",
             "a Unix socket is one server; expected \"redis://host:port\" or \"rediss://host:port\"",
         );
     }
-    if kind == Kind::Cluster && first.database != 0 {
-        at.fail(
+    if kind == RedisTopologyKind::Cluster && first.database != 0 {
+        reader.report_error(
             "urls",
             "a cluster has no databases but 0; expected nothing behind the port",
         );
     }
-    if kind == Kind::Sentinel && first.login != Login::default() {
-        at.fail(
+    if kind == RedisTopologyKind::Sentinel && first.login != RedisCredentials::default() {
+        reader.report_error(
             "urls",
             "they name sentinels; expected their user in sentinel_username and sentinel_password_file, the master's in username and password_file",
         );
@@ -147,44 +161,57 @@ fn several(at: &Cursor<'_>, kind: Kind) -> Vec<RedisUrl> {
     urls
 }
 
-fn sentinel_login(input: &Input, at: &Cursor<'_>, is_used: bool) -> Login {
-    let username = at.text("sentinel_username").filter(|name| !name.is_empty());
+fn build_sentinel_login(
+    input: &ConfigInput,
+    reader: &TableReader<'_>,
+    is_used: bool,
+) -> RedisCredentials {
+    let username = reader
+        .get_string("sentinel_username")
+        .filter(|name| !name.is_empty());
     let password = is_used
-        .then(|| secret(input, at, "sentinel_password_file", "password"))
+        .then(|| read_secret_file(input, reader, "sentinel_password_file", "password"))
         .flatten();
-    Login {
+    RedisCredentials {
         username,
-        password: password.map(Password::new),
+        password: password.map(RedisPassword::new),
     }
 }
 
-fn login(input: &Input, at: &Cursor<'_>, url: &RedisUrl, is_used: bool) -> Login {
-    let username = at.text("username").filter(|name| !name.is_empty());
+fn build_login(
+    input: &ConfigInput,
+    reader: &TableReader<'_>,
+    url: &RedisUrl,
+    is_used: bool,
+) -> RedisCredentials {
+    let username = reader
+        .get_string("username")
+        .filter(|name| !name.is_empty());
     if username.is_some() && url.login.username.is_some() {
-        at.fail("username", "the URL holds a user too; expected one of them");
+        reader.report_error("username", "the URL holds a user too; expected one of them");
     }
     let password = is_used
-        .then(|| secret(input, at, "password_file", "password"))
+        .then(|| read_secret_file(input, reader, "password_file", "password"))
         .flatten()
-        .map(Password::new);
+        .map(RedisPassword::new);
     if password.is_some() && url.login.password.is_some() {
-        at.fail(
+        reader.report_error(
             "password_file",
             "the URL holds a password too; expected one of them",
         );
     }
-    let Login {
-        username: in_url,
-        password: with_it,
+    let RedisCredentials {
+        username: url_username,
+        password: url_password,
     } = url.login.clone();
-    Login {
-        username: username.or(in_url),
-        password: password.or(with_it),
+    RedisCredentials {
+        username: username.or(url_username),
+        password: password.or(url_password),
     }
 }
 
 /// Braces would move the hash tag of all keys, and people have to read and type it.
-fn key_prefix(text: &str) -> Result<String, String> {
+fn parse_key_prefix(text: &str) -> Result<String, String> {
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-:/".contains(&byte);
     if (1..=64).contains(&text.len()) && text.bytes().all(fits) {
         return Ok(text.to_owned());

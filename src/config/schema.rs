@@ -7,10 +7,10 @@ mod policy;
 mod proxy;
 mod store;
 
-pub(super) use policy::TEST;
+pub(super) use policy::VALUE_TEST;
 pub(super) use store::{DEFAULT_KEY_PREFIX, DEFAULT_REDIS_URL};
 
-use super::values::duration_words;
+use super::values::format_duration;
 use policy::POLICY;
 use proxy::{CHECK, CLIENT, LISTEN, PATH, RLS, UPSTREAM, UPSTREAM_TLS};
 use std::fmt;
@@ -19,17 +19,17 @@ use store::STORE;
 
 /// One key of a table.
 #[derive(Debug)]
-pub(super) struct Key {
+pub(super) struct SchemaKey {
     pub name: &'static str,
-    pub kind: Kind,
-    pub need: Need,
+    pub kind: ValueKind,
+    pub requirement: KeyRequirement,
     /// Sentences for `docs/CONFIGURATION.md`; the first one goes into messages too.
     pub doc: &'static str,
 }
 
 /// What holds without the key.
 #[derive(Debug)]
-pub(super) enum Need {
+pub(super) enum KeyRequirement {
     Required,
     Optional,
     Default(&'static str),
@@ -37,23 +37,23 @@ pub(super) enum Need {
 
 /// What a key takes.
 #[derive(Debug)]
-pub(super) enum Kind {
+pub(super) enum ValueKind {
     Bool,
     /// Both ends included.
-    Whole {
+    Integer {
         min: i64,
         max: i64,
     },
     /// A number as above, or a table that says where it comes from.
-    WholeOrTable {
+    IntegerOrTable {
         min: i64,
         max: i64,
-        table: &'static [Key],
+        table: &'static [SchemaKey],
     },
     /// A word, or a table that says more.
-    WordOrTable {
-        word: &'static str,
-        table: &'static [Key],
+    KeywordOrTable {
+        keyword: &'static str,
+        table: &'static [SchemaKey],
     },
     /// 0 to 1.
     Fraction,
@@ -62,27 +62,29 @@ pub(super) enum Kind {
         max: Duration,
     },
     /// Bytes.
-    Size {
+    ByteSize {
         min: u64,
         max: u64,
     },
-    Word(&'static [&'static str]),
+    Keyword(&'static [&'static str]),
     /// A text, and which.
     Text(&'static str),
     /// A text that no message repeats.
     Secret(&'static str),
     /// A list of texts, or one.
-    Texts(&'static str),
+    TextList(&'static str),
     /// The same, of texts that no message repeats.
-    Secrets(&'static str),
-    Table(&'static [Key]),
-    Tables(&'static [Key]),
+    SecretList(&'static str),
+    Table(&'static [SchemaKey]),
+    TableList(&'static [SchemaKey]),
     /// A table whose keys are names of the user's choice.
-    Names(&'static str),
+    Map(&'static str),
 }
 
-use Kind::{Bool, Fraction, Names, Secret, Secrets, Table, Tables, Text, Texts, Word};
-use Need::{Default, Optional, Required};
+use KeyRequirement::{Default, Optional, Required};
+use ValueKind::{
+    Bool, Fraction, Keyword, Map, Secret, SecretList, Table, TableList, Text, TextList,
+};
 
 /// Largest integer that a double holds exactly, which Redis computes with.
 const MAX_UNITS: i64 = 1 << 53;
@@ -91,20 +93,20 @@ const MAX_WARM_UP: Duration = Duration::from_micros(crate::limiter::MAX_WARM_UP_
 const MAX_PERIOD: Duration = Duration::from_secs(400 * 86_400);
 
 /// At least a millisecond: 0 is no way to switch this off.
-const POSITIVE: Kind = Kind::Duration {
+const POSITIVE_DURATION: ValueKind = ValueKind::Duration {
     min: Duration::from_millis(1),
     max: DAY,
 };
-const DURATION: Kind = Kind::Duration {
+const DURATION: ValueKind = ValueKind::Duration {
     min: Duration::ZERO,
     max: DAY,
 };
 
 /// The main file.
-pub(super) static ROOT: [Key; 15] = [
+pub(super) static ROOT: [SchemaKey; 15] = [
     key(
         "include",
-        Texts("paths or globs such as \"policies/*.toml\""),
+        TextList("paths or globs such as \"policies/*.toml\""),
         Default(""),
         "More files with [[policy]] tables, relative to this file. Nothing else may stand in them. This file's policies come first, then theirs by file name. A path that can't be read is an error.",
     ),
@@ -161,13 +163,14 @@ pub(super) static ROOT: [Key; 15] = [
         Optional,
         "Spans by OTLP. Without this table, a client's traceparent is passed on as it came, and nothing else.",
     ),
-    key("policy", Tables(&POLICY), Optional, "The policies."),
+    key("policy", TableList(&POLICY), Optional, "The policies."),
 ];
 
 /// An included file.
-pub(super) static INCLUDED: [Key; 1] = [key("policy", Tables(&POLICY), Optional, "The policies.")];
+pub(super) static INCLUDED_ROOT: [SchemaKey; 1] =
+    [key("policy", TableList(&POLICY), Optional, "The policies.")];
 
-static DEFAULTS: [Key; 3] = [
+static DEFAULTS: [SchemaKey; 3] = [
     key(
         "on_store_failure",
         ON_STORE_FAILURE,
@@ -188,8 +191,8 @@ static DEFAULTS: [Key; 3] = [
     ),
 ];
 
-const ON_STORE_FAILURE: Kind = Word(&["open", "closed", "local"]);
-const ALGORITHM: Kind = Word(&[
+const ON_STORE_FAILURE: ValueKind = Keyword(&["open", "closed", "local"]);
+const ALGORITHM: ValueKind = Keyword(&[
     "sliding_log",
     "sliding_window",
     "fixed_window",
@@ -197,25 +200,25 @@ const ALGORITHM: Kind = Word(&[
     "leaky_bucket",
     "concurrency",
 ]);
-const MISSING_KEY: Kind = Word(&["shared", "skip", "reject"]);
+const MISSING_KEY: ValueKind = Keyword(&["shared", "skip", "reject"]);
 
-static RESPONSE_CORS: [Key; 1] = [key(
+static RESPONSE_CORS: [SchemaKey; 1] = [key(
     "allow_origins",
-    Texts("origins such as \"https://app.example.com\", or \"*\""),
+    TextList("origins such as \"https://app.example.com\", or \"*\""),
     Default(""),
     "Whose scripts may read tidegate's own answers in a browser, such as a 429 and its Retry-After. What your app answers stays as it is.",
 )];
 
-static RESPONSE: [Key; 3] = [
+static RESPONSE: [SchemaKey; 3] = [
     key(
         "headers",
-        Word(&["standard", "legacy", "both", "none"]),
+        Keyword(&["standard", "legacy", "both", "none"]),
         Default("both"),
         "RateLimit and RateLimit-Policy with every limit that applied; X-RateLimit-* for the tightest; both; none.",
     ),
     key(
         "legacy_reset",
-        Word(&["delta", "epoch"]),
+        Keyword(&["delta", "epoch"]),
         Default("delta"),
         "X-RateLimit-Reset: seconds from now, or since 1970.",
     ),
@@ -227,7 +230,7 @@ static RESPONSE: [Key; 3] = [
     ),
 ];
 
-static SHUTDOWN: [Key; 2] = [
+static SHUTDOWN: [SchemaKey; 2] = [
     key(
         "delay",
         DURATION,
@@ -242,7 +245,7 @@ static SHUTDOWN: [Key; 2] = [
     ),
 ];
 
-static ADMIN: [Key; 4] = [
+static ADMIN: [SchemaKey; 4] = [
     key(
         "address",
         Text("an IP address and port such as \"127.0.0.1:9090\", or \"unix:/path\""),
@@ -263,16 +266,16 @@ static ADMIN: [Key; 4] = [
     ),
     key(
         "allowed_hosts",
-        Texts("host names such as \"admin.internal\""),
+        TextList("host names such as \"admin.internal\""),
         Default(""),
         "Names in Host that are answered, besides localhost and addresses: other names may be DNS rebinding.",
     ),
 ];
 
-static LOG: [Key; 4] = [
+static LOG: [SchemaKey; 4] = [
     key(
         "format",
-        Word(&["json", "text"]),
+        Keyword(&["json", "text"]),
         Default("json"),
         "One JSON object per line, or text.",
     ),
@@ -286,7 +289,7 @@ static LOG: [Key; 4] = [
     ),
     key(
         "access",
-        Word(&["off", "rejected", "all"]),
+        Keyword(&["off", "rejected", "all"]),
         Default("rejected"),
         "Which requests get a line.",
     ),
@@ -298,7 +301,7 @@ static LOG: [Key; 4] = [
     ),
 ];
 
-static TRACE: [Key; 4] = [
+static TRACE: [SchemaKey; 4] = [
     key(
         "otlp",
         Text("a collector such as \"http://127.0.0.1:4317\""),
@@ -320,34 +323,41 @@ static TRACE: [Key; 4] = [
     ),
 ];
 
-const fn key(name: &'static str, kind: Kind, need: Need, doc: &'static str) -> Key {
-    Key {
+const fn key(
+    name: &'static str,
+    kind: ValueKind,
+    requirement: KeyRequirement,
+    doc: &'static str,
+) -> SchemaKey {
+    SchemaKey {
         name,
         kind,
-        need,
+        requirement,
         doc,
     }
 }
 
-const fn whole(min: i64, max: i64) -> Kind {
-    Kind::Whole { min, max }
+const fn integer(min: i64, max: i64) -> ValueKind {
+    ValueKind::Integer { min, max }
 }
 
-const fn size(min: u64, max: u64) -> Kind {
-    Kind::Size { min, max }
+const fn byte_size(min: u64, max: u64) -> ValueKind {
+    ValueKind::ByteSize { min, max }
 }
 
 /// The key called `name` in a table.
-pub(super) fn find(table: &'static [Key], name: &str) -> Option<&'static Key> {
+pub(super) fn find_key(table: &'static [SchemaKey], name: &str) -> Option<&'static SchemaKey> {
     table.iter().find(|key| key.name == name)
 }
 
 /// The key at a dotted path below the root; not inside policies.
-pub(super) fn find_path<'p>(path: impl IntoIterator<Item = &'p str>) -> Option<&'static Key> {
-    let mut table: &'static [Key] = &ROOT;
+pub(super) fn find_key_by_path<'p>(
+    path: impl IntoIterator<Item = &'p str>,
+) -> Option<&'static SchemaKey> {
+    let mut table: &'static [SchemaKey] = &ROOT;
     let mut found = None;
     for name in path {
-        let key = find(table, name)?;
+        let key = find_key(table, name)?;
         table = if let Table(inner) = &key.kind {
             inner
         } else {
@@ -359,8 +369,8 @@ pub(super) fn find_path<'p>(path: impl IntoIterator<Item = &'p str>) -> Option<&
 }
 
 /// What a user who wrote `name` into `table` might have meant.
-pub(super) fn advice(table: &'static [Key], name: &str) -> String {
-    let likeness = |key: &Key| strsim::jaro_winkler(key.name, &name.to_ascii_lowercase());
+pub(super) fn suggest_key(table: &'static [SchemaKey], name: &str) -> String {
+    let likeness = |key: &SchemaKey| strsim::jaro_winkler(key.name, &name.to_ascii_lowercase());
     let best = table
         .iter()
         .max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
@@ -373,33 +383,33 @@ pub(super) fn advice(table: &'static [Key], name: &str) -> String {
             .trim_end_matches('.');
         return format!("did you mean \"{}\"? ({gist}.)", key.name);
     }
-    if let Some(path) = paths()
+    if let Some(path) = key_paths()
         .into_iter()
         .find(|path| path.rsplit('.').next() == Some(name))
     {
         return format!("did you mean {path}?");
     }
     let known: Vec<&str> = table.iter().map(|key| key.name).collect();
-    format!("expected {}", any_of(&known))
+    format!("expected {}", join_alternatives(&known))
 }
 
 /// The dotted paths of all keys outside of policies that take a value.
-pub(super) fn paths() -> Vec<String> {
-    fn collect(table: &'static [Key], above: &str, paths: &mut Vec<String>) {
+pub(super) fn key_paths() -> Vec<String> {
+    fn collect_paths(table: &'static [SchemaKey], above: &str, paths: &mut Vec<String>) {
         for key in table {
             match &key.kind {
-                Table(inner) => collect(inner, &format!("{above}{}.", key.name), paths),
-                Tables(_) if above.is_empty() => {}
+                Table(inner) => collect_paths(inner, &format!("{above}{}.", key.name), paths),
+                TableList(_) if above.is_empty() => {}
                 _ => paths.push(format!("{above}{}", key.name)),
             }
         }
     }
     let mut paths = Vec::new();
-    collect(&ROOT, "", &mut paths);
+    collect_paths(&ROOT, "", &mut paths);
     paths
 }
 
-fn any_of(words: &[&str]) -> String {
+fn join_alternatives(words: &[&str]) -> String {
     let quoted: Vec<String> = words.iter().map(|word| format!("\"{word}\"")).collect();
     match quoted.split_last() {
         Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
@@ -408,41 +418,41 @@ fn any_of(words: &[&str]) -> String {
 }
 
 /// What would be right: follows "expected".
-impl fmt::Display for Kind {
+impl fmt::Display for ValueKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Bool => f.write_str("true or false"),
-            Kind::Whole {
+            ValueKind::Integer {
                 min: i64::MIN,
                 max: i64::MAX,
             } => f.write_str("a whole number"),
-            Kind::Whole { min, max } => write!(f, "a whole number from {min} to {max}"),
-            Kind::WholeOrTable { min, max, .. } => {
+            ValueKind::Integer { min, max } => write!(f, "a whole number from {min} to {max}"),
+            ValueKind::IntegerOrTable { min, max, .. } => {
                 write!(
                     f,
                     "a whole number from {min} to {max}, or a table such as {{ header = \"x-cost\", max = 100 }}"
                 )
             }
-            Kind::WordOrTable { word, .. } => {
+            ValueKind::KeywordOrTable { keyword: word, .. } => {
                 write!(
                     f,
                     "\"{word}\", or a table such as {{ size = 50, ttl = \"100ms\" }}"
                 )
             }
             Fraction => f.write_str("a number from 0 to 1"),
-            Kind::Duration { min, max } => {
+            ValueKind::Duration { min, max } => {
                 write!(f, "a duration such as \"250ms\", \"1s\", \"5m\"")?;
                 match min.is_zero() {
-                    true => write!(f, ", at most {}", duration_words(*max)),
+                    true => write!(f, ", at most {}", format_duration(*max)),
                     false => write!(
                         f,
                         ", from {} to {}",
-                        duration_words(*min),
-                        duration_words(*max)
+                        format_duration(*min),
+                        format_duration(*max)
                     ),
                 }
             }
-            Kind::Size { min, max } => {
+            ValueKind::ByteSize { min, max } => {
                 write!(f, "a size such as \"64KiB\", \"1MiB\"")?;
                 if *min > 0 {
                     write!(f, ", at least {min} bytes")?;
@@ -453,11 +463,11 @@ impl fmt::Display for Kind {
                     Ok(())
                 }
             }
-            Word(words) => f.write_str(&any_of(words)),
-            Text(what) | Secret(what) | Names(what) => f.write_str(what),
-            Texts(what) | Secrets(what) => write!(f, "a list of {what}"),
+            Keyword(words) => f.write_str(&join_alternatives(words)),
+            Text(what) | Secret(what) | Map(what) => f.write_str(what),
+            TextList(what) | SecretList(what) => write!(f, "a list of {what}"),
             Table(_) => f.write_str("a table"),
-            Tables(_) => f.write_str("a list of tables"),
+            TableList(_) => f.write_str("a list of tables"),
         }
     }
 }

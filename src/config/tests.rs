@@ -1,7 +1,7 @@
 //! The fixtures, and what they can't say: environment, flags, includes that change.
 
 use super::*;
-use crate::policy::{Action, OnStoreFailure};
+use crate::policy::{OnStoreFailure, PolicyAction};
 use std::fmt::Write;
 use std::fs;
 use std::path::Path;
@@ -9,17 +9,17 @@ use std::time::Duration;
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/config/");
 
-fn text(text: &str) -> Sources {
-    Sources {
+fn text_sources(text: &str) -> ConfigSources {
+    ConfigSources {
         file: FileSource::Text {
             name: "test.toml".into(),
             text: text.into(),
         },
-        ..Sources::default()
+        ..ConfigSources::default()
     }
 }
 
-fn with_env(mut sources: Sources, env: &[(&str, &str)]) -> Sources {
+fn with_env(mut sources: ConfigSources, env: &[(&str, &str)]) -> ConfigSources {
     sources.env = env
         .iter()
         .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
@@ -27,10 +27,10 @@ fn with_env(mut sources: Sources, env: &[(&str, &str)]) -> Sources {
     sources
 }
 
-fn path(path: &Path) -> Sources {
-    Sources {
+fn file_sources(path: &Path) -> ConfigSources {
+    ConfigSources {
         file: FileSource::Path(path.to_owned()),
-        ..Sources::default()
+        ..ConfigSources::default()
     }
 }
 
@@ -38,7 +38,7 @@ const URL: &str = "upstream.url = \"http://127.0.0.1:3000\"\n";
 
 /// Compares what loading each file of a folder says with the text beside it.
 /// With UPDATE_FIXTURES=1 the texts are written anew: read the difference before you commit it.
-fn walk(folder: &str, expect_ok: bool) {
+fn check_fixtures(folder: &str, expect_ok: bool) {
     let mut wrong = Vec::new();
     let mut count = 0;
     let mut entries: Vec<_> = fs::read_dir(format!("{FIXTURES}{folder}"))
@@ -51,12 +51,12 @@ fn walk(folder: &str, expect_ok: bool) {
         .filter(|file| file.extension().is_some_and(|ext| ext == "toml"))
     {
         count += 1;
-        let loaded = load(&path(file));
+        let loaded = load(&file_sources(file));
         assert_eq!(loaded.is_ok(), expect_ok, "{}: {loaded:?}", file.display());
         let said = match loaded {
             Ok(config) => {
                 config
-                    .words
+                    .policy_descriptions
                     .iter()
                     .map(|words| format!("{words}\n"))
                     .collect::<String>()
@@ -70,11 +70,11 @@ fn walk(folder: &str, expect_ok: bool) {
         };
         let said = said.replace(&format!("{FIXTURES}{folder}/"), "");
         assert!(!said.contains("hunter2"), "{}: {said}", file.display());
-        let beside = file.with_extension("expected");
+        let expected_file = file.with_extension("expected");
         if std::env::var_os("UPDATE_FIXTURES").is_some() {
-            fs::write(&beside, &said).unwrap();
+            fs::write(&expected_file, &said).unwrap();
         }
-        let expected = fs::read_to_string(&beside).unwrap_or_default();
+        let expected = fs::read_to_string(&expected_file).unwrap_or_default();
         if said != expected {
             wrong.push(format!(
                 "{}\n--- expected\n{expected}--- said\n{said}",
@@ -87,25 +87,25 @@ fn walk(folder: &str, expect_ok: bool) {
 }
 
 #[test]
-fn what_is_wrong_is_said_with_its_place() {
-    walk("invalid", false);
+fn invalid_configurations_report_errors_with_positions() {
+    check_fixtures("invalid", false);
 }
 
 #[test]
-fn what_is_right_is_said_in_words() {
-    walk("valid", true);
+fn valid_configurations_are_described() {
+    check_fixtures("valid", true);
 }
 
 #[test]
-fn what_is_surely_not_meant_is_said_with_its_place() {
-    walk("doubtful", true);
+fn doubtful_configurations_produce_warnings() {
+    check_fixtures("doubtful", true);
     for file in fs::read_dir(format!("{FIXTURES}doubtful"))
         .unwrap()
         .map(|entry| entry.unwrap().path())
     {
         let is_config = file.extension().is_some_and(|ext| ext == "toml");
         assert!(
-            !is_config || !load(&path(&file)).unwrap().warnings.is_empty(),
+            !is_config || !load(&file_sources(&file)).unwrap().warnings.is_empty(),
             "{}",
             file.display()
         );
@@ -113,16 +113,19 @@ fn what_is_surely_not_meant_is_said_with_its_place() {
 }
 
 #[test]
-fn what_only_looks_like_it_is_not_warned_of() {
+fn near_misses_produce_no_warnings() {
     for name in ["near_misses", "minimal", "includes", "warm_up"] {
-        let config = load(&path(Path::new(&format!("{FIXTURES}valid/{name}.toml")))).unwrap();
+        let config = load(&file_sources(Path::new(&format!(
+            "{FIXTURES}valid/{name}.toml"
+        ))))
+        .unwrap();
         assert!(config.warnings.is_empty(), "{name}: {:#?}", config.warnings);
     }
 }
 
 #[test]
 fn every_default_is_right() {
-    let config = load(&text(URL)).unwrap();
+    let config = load(&text_sources(URL)).unwrap();
     assert_eq!(config.listen.address.to_string(), "0.0.0.0:8080");
     assert_eq!(config.listen.proxy_protocol_from, None);
     assert!(config.listen.threads >= 1);
@@ -138,8 +141,11 @@ fn every_default_is_right() {
             max_bytes: 256 << 20
         })
     );
-    assert_eq!(config.table.client.ipv6_prefix, 64);
-    assert!(config.table.fields.standard && config.table.fields.legacy);
+    assert_eq!(config.policy_table.client.ipv6_prefix, 64);
+    assert!(
+        config.policy_table.rate_limit_headers.standard
+            && config.policy_table.rate_limit_headers.legacy
+    );
     assert_eq!(config.shutdown.grace, Duration::from_secs(25));
     assert!(config.warnings.is_empty());
 }
@@ -147,9 +153,9 @@ fn every_default_is_right() {
 #[test]
 fn the_example_names_every_key_with_its_default() {
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("config.toml");
-    let config = load(&path(&example)).unwrap();
+    let config = load(&file_sources(&example)).unwrap();
     assert!(config.warnings.is_empty(), "{:?}", config.warnings);
-    assert!(config.table.policies().len() >= 6);
+    assert!(config.policy_table.policies().len() >= 6);
     // Everything that is commented out, put in, changes nothing.
     let written = fs::read_to_string(&example).unwrap();
     let (settings, _) = written.split_once("\n[[policy]]").unwrap();
@@ -171,13 +177,13 @@ fn the_example_names_every_key_with_its_default() {
         };
         writeln!(all, "{line}").unwrap();
     }
-    let filled = load(&text(&all)).unwrap();
-    let fresh = load(&text(URL)).unwrap();
-    for path in schema::paths() {
-        let here = filled.written.value(&path);
-        let has_default = fresh.written.value(&path).is_some();
+    let filled = load(&text_sources(&all)).unwrap();
+    let fresh = load(&text_sources(URL)).unwrap();
+    for path in schema::key_paths() {
+        let here = filled.raw.value_or_default(&path);
+        let has_default = fresh.raw.value_or_default(&path).is_some();
         assert!(
-            !has_default || here == fresh.written.value(&path),
+            !has_default || here == fresh.raw.value_or_default(&path),
             "{path} is not its default"
         );
         let name = path.rsplit('.').next().unwrap();
@@ -191,7 +197,9 @@ fn the_example_names_every_key_with_its_default() {
 #[test]
 fn the_environment_overrides_the_file_and_flags_override_both() {
     let mut sources = with_env(
-        text("[upstream]\nurl = \"http://file:1\"\nretry_connect = 2\nconnect_timeout = \"7s\"\n"),
+        text_sources(
+            "[upstream]\nurl = \"http://file:1\"\nretry_connect = 2\nconnect_timeout = \"7s\"\n",
+        ),
         &[
             ("TIDEGATE_UPSTREAM__URL", "http://env:2"),
             ("TIDEGATE_UPSTREAM__RETRY_CONNECT", "5"),
@@ -213,7 +221,7 @@ fn the_environment_overrides_the_file_and_flags_override_both() {
     );
     assert_eq!(config.upstream.connect_timeout, Duration::from_secs(7));
     assert_eq!(config.listen.address.to_string(), "127.0.0.1:1");
-    assert_eq!(config.table.client.trusted_proxies.len(), 2);
+    assert_eq!(config.policy_table.client.trusted_proxies.len(), 2);
     assert!((config.log.access_sample - 0.5).abs() < 1e-9);
     let StoreSettings::Redis(redis) = &config.store else {
         panic!("{:?}", config.store)
@@ -222,7 +230,7 @@ fn the_environment_overrides_the_file_and_flags_override_both() {
     assert!(redis.servers[0].to_string().ends_with(":6380"));
     assert!(!format!("{config:?}").contains("pw@"));
 
-    sources.flags = Flags {
+    sources.flags = FlagOverrides {
         upstream: Some("http://flag:3".into()),
         listen: Some("[::1]:4".into()),
     };
@@ -232,7 +240,7 @@ fn the_environment_overrides_the_file_and_flags_override_both() {
 }
 
 #[test]
-fn variables_of_kubernetes_are_not_ours() {
+fn ignores_kubernetes_service_variables() {
     let noise = [
         ("TIDEGATE_PORT", "tcp://10.0.0.1:8080"),
         ("TIDEGATE_SERVICE_HOST", "10.0.0.1"),
@@ -240,17 +248,17 @@ fn variables_of_kubernetes_are_not_ours() {
         ("OTHER__KEY", "1"),
         ("PATH", "/bin"),
     ];
-    load(&with_env(text(URL), &noise)).unwrap();
+    load(&with_env(text_sources(URL), &noise)).unwrap();
 }
 
-fn errors(sources: &Sources) -> String {
+fn load_errors(sources: &ConfigSources) -> String {
     load(sources).unwrap_err().to_string()
 }
 
 #[test]
-fn what_is_wrong_in_the_environment_names_the_variable() {
-    let said = errors(&with_env(
-        text("[upstream]\nurl = 5\n"),
+fn environment_errors_name_the_variable() {
+    let said = load_errors(&with_env(
+        text_sources("[upstream]\nurl = 5\n"),
         &[
             ("TIDEGATE_LISTEN__ADRESS", "x"),
             ("TIDEGATE_LISTEN__THREADS", "many"),
@@ -277,23 +285,24 @@ fn what_is_wrong_in_the_environment_names_the_variable() {
         !said.contains("hunter2") && !said.contains('\u{1b}'),
         "{said}"
     );
-    let mut sources = text("");
+    let mut sources = text_sources("");
     sources.flags.upstream = Some("app".into());
     assert!(
-        errors(&sources).starts_with("error: --upstream: upstream.url: found \"app\"; expected")
+        load_errors(&sources)
+            .starts_with("error: --upstream: upstream.url: found \"app\"; expected")
     );
 }
 
 #[test]
-fn a_missing_file_is_an_error_and_no_file_is_none() {
-    let said = errors(&path(Path::new("/nonexistent/config.toml")));
+fn a_missing_file_is_an_error_but_a_file_is_optional() {
+    let said = load_errors(&file_sources(Path::new("/nonexistent/config.toml")));
     assert!(
         said.starts_with("error: /nonexistent/config.toml: can't be read: "),
         "{said}"
     );
-    let mut sources = Sources::default();
+    let mut sources = ConfigSources::default();
     assert!(
-        errors(&sources)
+        load_errors(&sources)
             .starts_with("error: no configuration file: upstream.url: missing; expected")
     );
     sources.flags.upstream = Some("http://app".into());
@@ -309,42 +318,54 @@ fn a_password_comes_from_its_file() {
         "{URL}[store]\nkind = \"redis\"\n[store.redis]\nkey_prefix = \"x\"\npassword_file = {:?}\n",
         file.display().to_string()
     );
-    let config = load(&text(&settings)).unwrap();
+    let config = load(&text_sources(&settings)).unwrap();
     let StoreSettings::Redis(redis) = &config.store else {
         panic!("{:?}", config.store)
     };
-    assert_eq!(redis.login.password.as_ref().unwrap().expose(), "hunter2");
+    assert_eq!(
+        redis.credentials.password.as_ref().unwrap().expose(),
+        "hunter2"
+    );
     assert!(!format!("{config:?}").contains("hunter2"));
     assert!(config.files.paths().contains(&file));
 
     let twice = settings.replace("key_prefix", "url = \"redis://:hunter3@host\"\nkey_prefix");
-    assert!(errors(&text(&twice)).contains("holds a password too"));
+    assert!(load_errors(&text_sources(&twice)).contains("holds a password too"));
     fs::write(&file, " \n").unwrap();
-    assert!(errors(&text(&settings)).contains("the file is empty"));
+    assert!(load_errors(&text_sources(&settings)).contains("the file is empty"));
 }
 
 #[test]
-fn what_a_collector_wants_to_hear_comes_from_a_file() {
+fn collector_headers_are_read_from_a_file() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("headers");
     let settings = format!(
         "{URL}[trace]\notlp = \"http://c\"\nheaders_file = {:?}\n",
         file.display().to_string()
     );
-    let told = |lines: &str| {
+    let sources_with_headers = |lines: &str| {
         fs::write(&file, lines).unwrap();
-        text(&settings)
+        text_sources(&settings)
     };
-    let running = load(&told("# a remark\n\nX-Api-Key: hunter2:3 \nx-team: a\n")).unwrap();
+    let running = load(&sources_with_headers(
+        "# a remark\n\nX-Api-Key: hunter2:3 \nx-team: a\n",
+    ))
+    .unwrap();
     let headers = &running.trace.as_ref().unwrap().headers;
     assert_eq!(
         (&headers["x-api-key"], &headers["x-team"], headers.len()),
         (&"hunter2:3".parse().unwrap(), &"a".parse().unwrap(), 2)
     );
-    assert!(!format!("{running:?}{}", running.effective(&running.fixed())).contains("hunter"));
-    let newer = load(&told("x-api-key: hunter4")).unwrap();
+    assert!(
+        !format!(
+            "{running:?}{}",
+            running.effective_json(&running.restart_only_settings())
+        )
+        .contains("hunter")
+    );
+    let newer = load(&sources_with_headers("x-api-key: hunter4")).unwrap();
     assert_eq!(
-        running.fixed().changed_in(&newer),
+        running.restart_only_settings().changed_keys(&newer),
         ["trace (what a file holds that it names)"]
     );
     for (lines, problem) in [
@@ -357,16 +378,16 @@ fn what_a_collector_wants_to_hear_comes_from_a_file() {
         ),
         ("", "the file is empty"),
     ] {
-        let said = errors(&told(lines));
+        let said = load_errors(&sources_with_headers(lines));
         assert!(said.contains(problem) && !said.contains("hunter"), "{said}");
     }
-    let plain = text(&format!(
+    let plain = text_sources(&format!(
         "{URL}[trace]\notlp = \"http://c\"\ntls.server_name = \"c\"\n"
     ));
     assert!(
-        errors(&plain).contains("expected https:// in trace.otlp"),
+        load_errors(&plain).contains("expected https:// in trace.otlp"),
         "{}",
-        errors(&plain)
+        load_errors(&plain)
     );
 }
 
@@ -395,9 +416,9 @@ fn included_policies_come_after_the_main_file_by_file_name() {
         ),
     )
     .unwrap();
-    let config = load(&path(&main)).unwrap();
+    let config = load(&file_sources(&main)).unwrap();
     let names: Vec<&str> = config
-        .table
+        .policy_table
         .policies()
         .iter()
         .map(|policy| &*policy.name)
@@ -411,20 +432,20 @@ fn included_policies_come_after_the_main_file_by_file_name() {
 
 #[test]
 fn policies_inherit_defaults_and_override_them() {
-    let config = load(&text(&format!(
+    let config = load(&text_sources(&format!(
         "{URL}[defaults]\non_store_failure = \"closed\"\nalgorithm = \"fixed_window\"\n\
          [[policy]]\nname = \"a\"\nlimit = {{ requests = 1, per = \"1s\" }}\n\
          [[policy]]\nname = \"b\"\non_store_failure = \"open\"\nlimits = [{{ requests = 1, per = \"1s\", algorithm = \"sliding_log\" }}, {{ requests = 1, per = \"2s\", name = \"x\" }}, {{ requests = 1, per = \"3s\" }}]\n"
     )))
     .unwrap();
-    let [a, b] = config.table.policies() else {
+    let [a, b] = config.policy_table.policies() else {
         panic!()
     };
     assert_eq!(
         (a.on_store_failure, b.on_store_failure),
         (OnStoreFailure::Closed, OnStoreFailure::Open)
     );
-    let (Action::Limit(a), Action::Limit(b)) = (&a.action, &b.action) else {
+    let (PolicyAction::Limit(a), PolicyAction::Limit(b)) = (&a.action, &b.action) else {
         panic!()
     };
     assert_eq!(
@@ -441,9 +462,10 @@ fn policies_inherit_defaults_and_override_them() {
 
 #[test]
 fn settings_that_need_a_restart_are_named() {
-    let running = load(&text(URL)).unwrap().fixed();
-    let changed =
-        |settings: &str| running.changed_in(&load(&text(&format!("{URL}{settings}"))).unwrap());
+    let running = load(&text_sources(URL)).unwrap().restart_only_settings();
+    let changed = |settings: &str| {
+        running.changed_keys(&load(&text_sources(&format!("{URL}{settings}"))).unwrap())
+    };
     assert_eq!(
         changed("[client]\nipv6_prefix = 56\n[path]\nnormalize = false\n"),
         [""; 0]
@@ -456,7 +478,7 @@ fn settings_that_need_a_restart_are_named() {
 }
 
 #[test]
-fn a_new_password_needs_a_restart_and_shows_nowhere() {
+fn a_new_password_needs_a_restart_and_is_never_printed() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("password");
     let settings = format!(
@@ -464,22 +486,24 @@ fn a_new_password_needs_a_restart_and_shows_nowhere() {
         file.display().to_string()
     );
     fs::write(&file, "hunter2").unwrap();
-    let running = load(&text(&settings)).unwrap().fixed();
+    let running = load(&text_sources(&settings))
+        .unwrap()
+        .restart_only_settings();
     fs::write(&file, "hunter3").unwrap();
-    let newer = load(&text(&settings)).unwrap();
+    let newer = load(&text_sources(&settings)).unwrap();
     assert_eq!(
-        running.changed_in(&newer),
+        running.changed_keys(&newer),
         ["store.redis (what a file holds that it names)"]
     );
     let sources = with_env(
-        text("x = \"hunter2\""),
+        text_sources("x = \"hunter2\""),
         &[("TIDEGATE_STORE__REDIS__URL", "redis://:hunter2@h")],
     );
     assert!(!format!("{running:?}{newer:?}{sources:?}").contains("hunter"));
 }
 
 #[test]
-fn absurd_nesting_is_an_error_like_others() {
+fn deep_nesting_is_rejected() {
     let deep = 5_000;
     for absurd in [
         format!("x = {}{}\n", "[".repeat(deep), "]".repeat(deep)),
@@ -487,6 +511,6 @@ fn absurd_nesting_is_an_error_like_others() {
         format!("x{} = 1\n", ".a".repeat(deep)),
         format!("[x{}]\n", ".a".repeat(deep)),
     ] {
-        assert!(load(&text(&format!("{URL}{absurd}"))).is_err());
+        assert!(load(&text_sources(&format!("{URL}{absurd}"))).is_err());
     }
 }

@@ -1,9 +1,9 @@
 //! Texts that mean something: durations, sizes, addresses, URLs.
 
-use super::schema::Kind;
+use super::schema::ValueKind;
 use crate::listen::ListenAddress;
-use crate::proxy::{Scheme, UpstreamUrl};
-use crate::store::redis::{Address, Login, Password};
+use crate::proxy::{UpstreamScheme, UpstreamUrl};
+use crate::store::redis::{RedisAddress, RedisCredentials, RedisPassword};
 use figment::value::Value;
 use ipnet::IpNet;
 use percent_encoding::percent_decode_str;
@@ -16,24 +16,24 @@ use std::time::Duration;
 const MAX_REGEX_BYTES: usize = 1 << 20;
 
 /// A text from the environment, a flag or the schema as a value of the kind that its key has.
-pub(super) fn from_text(kind: &Kind, text: &str) -> Value {
+pub(super) fn value_from_text(kind: &ValueKind, text: &str) -> Value {
     match kind {
-        Kind::Bool => text
+        ValueKind::Bool => text
             .parse::<bool>()
             .map_or_else(|_| text.into(), Value::from),
-        Kind::Whole { .. } | Kind::WholeOrTable { .. } => text
+        ValueKind::Integer { .. } | ValueKind::IntegerOrTable { .. } => text
             .parse::<i64>()
             .map_or_else(|_| text.into(), Value::from),
-        Kind::Fraction => text
+        ValueKind::Fraction => text
             .parse::<f64>()
             .map_or_else(|_| text.into(), Value::from),
-        Kind::Texts(_) | Kind::Secrets(_) => Value::from(list(text)),
+        ValueKind::TextList(_) | ValueKind::SecretList(_) => Value::from(parse_list(text)),
         _ => text.into(),
     }
 }
 
 /// `a, b` or `["a", "b"]`.
-fn list(text: &str) -> Vec<Value> {
+fn parse_list(text: &str) -> Vec<Value> {
     let text = text.trim();
     let inner = text
         .strip_prefix('[')
@@ -49,7 +49,7 @@ fn list(text: &str) -> Vec<Value> {
 }
 
 /// `"250ms"`, `"1s"`, `"5m"`, `"1h"`, `"1d"`, `"0"`.
-pub(super) fn duration(text: &str) -> Option<Duration> {
+pub(super) fn parse_duration(text: &str) -> Option<Duration> {
     let (number, unit) = split_unit(text)?;
     let ms: u64 = match unit {
         "ms" => 1,
@@ -64,7 +64,7 @@ pub(super) fn duration(text: &str) -> Option<Duration> {
 }
 
 /// `"512"`, `"64KiB"`, `"1MiB"`, `"2GiB"`, in bytes.
-pub(super) fn size(text: &str) -> Option<u64> {
+pub(super) fn parse_size(text: &str) -> Option<u64> {
     let (number, unit) = split_unit(text)?;
     let shift = match unit {
         "" | "B" => 0,
@@ -88,16 +88,16 @@ fn split_unit(text: &str) -> Option<(u64, &str)> {
 const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 /// `address:port`, or `unix:/path`.
-pub(super) fn listen_address(text: &str) -> Result<ListenAddress, String> {
-    either_address(text, "0.0.0.0:8080", "/run/tidegate.sock")
+pub(super) fn parse_listen_address(text: &str) -> Result<ListenAddress, String> {
+    parse_ip_or_unix_address(text, "0.0.0.0:8080", "/run/tidegate.sock")
 }
 
 /// The same, for the admin port.
-pub(super) fn admin_address(text: &str) -> Result<ListenAddress, String> {
-    either_address(text, "127.0.0.1:9090", "/run/tidegate/admin.sock")
+pub(super) fn parse_admin_address(text: &str) -> Result<ListenAddress, String> {
+    parse_ip_or_unix_address(text, "127.0.0.1:9090", "/run/tidegate/admin.sock")
 }
 
-fn either_address(text: &str, port: &str, path: &str) -> Result<ListenAddress, String> {
+fn parse_ip_or_unix_address(text: &str, port: &str, path: &str) -> Result<ListenAddress, String> {
     let Some(rest) = text.strip_prefix("unix:") else {
         let expected =
             || format!("expected an IP address and port such as \"{port}\", or \"unix:{path}\"");
@@ -107,11 +107,11 @@ fn either_address(text: &str, port: &str, path: &str) -> Result<ListenAddress, S
             .ok()
             .ok_or_else(expected);
     };
-    socket_path(rest).map(ListenAddress::Unix)
+    parse_socket_path(rest).map(ListenAddress::Unix)
 }
 
 /// A network, or one address.
-pub(super) fn network(text: &str) -> Result<IpNet, String> {
+pub(super) fn parse_network(text: &str) -> Result<IpNet, String> {
     let net = text
         .parse::<IpNet>()
         .or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
@@ -120,7 +120,7 @@ pub(super) fn network(text: &str) -> Result<IpNet, String> {
         .ok_or_else(|| "expected an address or a network such as \"10.0.0.0/8\"".to_owned())
 }
 
-pub(super) fn regex(text: &str) -> Result<Regex, String> {
+pub(super) fn parse_regex(text: &str) -> Result<Regex, String> {
     RegexBuilder::new(text)
         .size_limit(MAX_REGEX_BYTES)
         .build()
@@ -138,17 +138,17 @@ pub(super) fn regex(text: &str) -> Result<Regex, String> {
 }
 
 /// `http://host:port`, `https://`, `h2c://`, or `unix:/path`.
-pub(super) fn upstream_url(text: &str) -> Result<UpstreamUrl, String> {
+pub(super) fn parse_upstream_url(text: &str) -> Result<UpstreamUrl, String> {
     const EXPECTED: &str = "expected \"http://host:port\", \"https://host:port\", \"h2c://host:port\" or \"unix:/path\"";
     let (scheme, rest) = text.split_once(':').ok_or(EXPECTED)?;
     if scheme == "unix" {
-        return socket_path(rest).map(UpstreamUrl::Unix);
+        return parse_socket_path(rest).map(UpstreamUrl::Unix);
     }
     let rest = rest.strip_prefix("//").ok_or(EXPECTED)?;
     let (scheme, default_port) = match scheme {
-        "http" => (Scheme::Http, 80),
-        "https" => (Scheme::Https, 443),
-        "h2c" => (Scheme::H2c, 80),
+        "http" => (UpstreamScheme::Http, 80),
+        "https" => (UpstreamScheme::Https, 443),
+        "h2c" => (UpstreamScheme::H2c, 80),
         _ => return Err(EXPECTED.to_owned()),
     };
     if rest.contains('@') {
@@ -167,12 +167,12 @@ pub(super) fn upstream_url(text: &str) -> Result<UpstreamUrl, String> {
             "a path is not supported here: paths are forwarded as they came; {EXPECTED}"
         ));
     }
-    let (host, port) = host_and_port(authority, default_port)?;
+    let (host, port) = parse_host_and_port(authority, default_port)?;
     Ok(UpstreamUrl::Net { scheme, host, port })
 }
 
 /// The absolute path of a Unix socket, `//` before it or not.
-fn socket_path(text: &str) -> Result<PathBuf, String> {
+fn parse_socket_path(text: &str) -> Result<PathBuf, String> {
     let path = text.strip_prefix("//").unwrap_or(text);
     if !path.starts_with('/') || path.ends_with('/') || path.contains('\0') {
         return Err(
@@ -191,22 +191,22 @@ fn socket_path(text: &str) -> Result<PathBuf, String> {
 /// What the URL of a server says.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct RedisUrl {
-    pub tls: bool,
-    pub address: Address,
+    pub is_tls: bool,
+    pub address: RedisAddress,
     pub database: i64,
-    pub login: Login,
+    pub login: RedisCredentials,
 }
 
 /// `redis://[user]:[password]@host:port/database`, `rediss://` for TLS, or `unix:///path?db=0&user=..&pass=..`. What is
 /// said of an error holds nothing of the text.
-pub(super) fn redis_url(text: &str) -> Result<RedisUrl, String> {
+pub(super) fn parse_redis_url(text: &str) -> Result<RedisUrl, String> {
     const EXPECTED: &str =
         "expected \"redis://host:port/database\", \"rediss://…\" for TLS, or \"unix:///path\"";
     let (tls, rest) = match text.split_once(':') {
         Some(("redis", rest)) => (false, rest.strip_prefix("//").ok_or(EXPECTED)?),
         Some(("rediss", rest)) => (true, rest.strip_prefix("//").ok_or(EXPECTED)?),
         Some(("unix" | "redis+unix", rest)) => {
-            return unix_url(rest.strip_prefix("//").ok_or(EXPECTED)?);
+            return parse_redis_unix_url(rest.strip_prefix("//").ok_or(EXPECTED)?);
         }
         _ => return Err(EXPECTED.to_owned()),
     };
@@ -217,56 +217,58 @@ pub(super) fn redis_url(text: &str) -> Result<RedisUrl, String> {
         return Err(format!("parameters are not supported here; {EXPECTED}"));
     }
     let (authority, number) = server.split_once('/').unwrap_or((server, ""));
-    let database = database(number)
+    let database = parse_database(number)
         .ok_or_else(|| format!("after the slash stands the number of a database; {EXPECTED}"))?;
-    let (host, port) = host_and_port(authority, 6379)?;
+    let (host, port) = parse_host_and_port(authority, 6379)?;
     let (username, password) = login.map_or(("", ""), |login| {
         login.split_once(':').unwrap_or((login, ""))
     });
-    let login = Login {
-        username: decoded(username)?,
-        password: decoded(password)?.map(Password::new),
+    let login = RedisCredentials {
+        username: decode_percent(username)?,
+        password: decode_percent(password)?.map(RedisPassword::new),
     };
     Ok(RedisUrl {
-        tls,
-        address: Address::Tcp { host, port },
+        is_tls: tls,
+        address: RedisAddress::Tcp { host, port },
         database,
         login,
     })
 }
 
 /// What stands behind `unix://`.
-fn unix_url(text: &str) -> Result<RedisUrl, String> {
+fn parse_redis_unix_url(text: &str) -> Result<RedisUrl, String> {
     const EXPECTED: &str =
         "expected \"unix:///path\", perhaps with \"?db=0&user=name&pass=password\" behind it";
     let (path, parameters) = text.split_once('?').unwrap_or((text, ""));
-    let path = decoded(path)?
+    let path = decode_percent(path)?
         .filter(|path| path.starts_with('/'))
         .ok_or(EXPECTED)?;
-    let (mut login, mut number) = (Login::default(), 0);
+    let (mut login, mut number) = (RedisCredentials::default(), 0);
     for parameter in parameters
         .split('&')
         .filter(|parameter| !parameter.is_empty())
     {
         match parameter.split_once('=') {
             Some(("db", text)) => {
-                number = database(text).ok_or("db is the number of a database")?
+                number = parse_database(text).ok_or("db is the number of a database")?
             }
-            Some(("user", name)) => login.username = decoded(name)?,
-            Some(("pass", password)) => login.password = decoded(password)?.map(Password::new),
+            Some(("user", name)) => login.username = decode_percent(name)?,
+            Some(("pass", password)) => {
+                login.password = decode_percent(password)?.map(RedisPassword::new)
+            }
             _ => return Err(EXPECTED.to_owned()),
         }
     }
     Ok(RedisUrl {
-        tls: false,
-        address: Address::Unix(path.into()),
+        is_tls: false,
+        address: RedisAddress::Unix(path.into()),
         database: number,
         login,
     })
 }
 
 /// Nothing is 0.
-fn database(text: &str) -> Option<i64> {
+fn parse_database(text: &str) -> Option<i64> {
     if text.is_empty() {
         Some(0)
     } else {
@@ -275,7 +277,7 @@ fn database(text: &str) -> Option<i64> {
 }
 
 /// Percent-decoded; empty is none.
-fn decoded(text: &str) -> Result<Option<String>, String> {
+fn decode_percent(text: &str) -> Result<Option<String>, String> {
     let text = percent_decode_str(text).decode_utf8();
     let text = text
         .ok()
@@ -284,7 +286,7 @@ fn decoded(text: &str) -> Result<Option<String>, String> {
 }
 
 /// A name, an IPv4 or a bracketed IPv6 address, and perhaps a port.
-fn host_and_port(authority: &str, default_port: u16) -> Result<(String, u16), String> {
+fn parse_host_and_port(authority: &str, default_port: u16) -> Result<(String, u16), String> {
     let (host, port) = match authority
         .strip_prefix('[')
         .and_then(|rest| rest.split_once(']'))
@@ -327,7 +329,7 @@ fn host_and_port(authority: &str, default_port: u16) -> Result<(String, u16), St
 }
 
 /// A duration in the largest unit that says it exactly.
-pub fn duration_words(duration: Duration) -> String {
+pub fn format_duration(duration: Duration) -> String {
     let ms = duration.as_millis();
     let units = [
         ("d", 86_400_000),
@@ -350,9 +352,9 @@ mod tests {
 
     #[test]
     fn durations_have_one_number_and_one_unit() {
-        assert_eq!(duration("250ms"), Some(Duration::from_millis(250)));
-        assert_eq!(duration("1d"), Some(Duration::from_secs(86_400)));
-        assert_eq!(duration("0"), Some(Duration::ZERO));
+        assert_eq!(parse_duration("250ms"), Some(Duration::from_millis(250)));
+        assert_eq!(parse_duration("1d"), Some(Duration::from_secs(86_400)));
+        assert_eq!(parse_duration("0"), Some(Duration::ZERO));
         for wrong in [
             "",
             "5",
@@ -365,19 +367,19 @@ mod tests {
             "99999999999999999999s",
             "18446744073709551615d",
         ] {
-            assert_eq!(duration(wrong), None, "{wrong}");
+            assert_eq!(parse_duration(wrong), None, "{wrong}");
         }
         for text in ["250ms", "1s", "5m", "36h", "400d", "90s"] {
-            assert_eq!(duration_words(duration(text).unwrap()), text);
+            assert_eq!(format_duration(parse_duration(text).unwrap()), text);
         }
     }
 
     #[test]
     fn sizes_are_in_binary_units() {
-        assert_eq!(size("64KiB"), Some(65_536));
-        assert_eq!(size("512"), Some(512));
+        assert_eq!(parse_size("64KiB"), Some(65_536));
+        assert_eq!(parse_size("512"), Some(512));
         for wrong in ["", "64KB", "KiB", "1.5MiB", "99999999999GiB"] {
-            assert_eq!(size(wrong), None, "{wrong}");
+            assert_eq!(parse_size(wrong), None, "{wrong}");
         }
     }
 
@@ -390,26 +392,32 @@ mod tests {
                 port,
             })
         };
-        assert_eq!(upstream_url("http://app"), url(Scheme::Http, "app", 80));
         assert_eq!(
-            upstream_url("https://app.internal:8443/"),
-            url(Scheme::Https, "app.internal", 8443)
+            parse_upstream_url("http://app"),
+            url(UpstreamScheme::Http, "app", 80)
         );
         assert_eq!(
-            upstream_url("h2c://[::1]:3000"),
-            url(Scheme::H2c, "::1", 3000)
+            parse_upstream_url("https://app.internal:8443/"),
+            url(UpstreamScheme::Https, "app.internal", 8443)
         );
-        assert_eq!(upstream_url("h2c://app"), url(Scheme::H2c, "app", 80));
+        assert_eq!(
+            parse_upstream_url("h2c://[::1]:3000"),
+            url(UpstreamScheme::H2c, "::1", 3000)
+        );
+        assert_eq!(
+            parse_upstream_url("h2c://app"),
+            url(UpstreamScheme::H2c, "app", 80)
+        );
         for text in ["unix:/run/app.sock", "unix:///run/app.sock"] {
             assert_eq!(
-                upstream_url(text),
+                parse_upstream_url(text),
                 Ok(UpstreamUrl::Unix("/run/app.sock".into()))
             );
         }
         let longest = format!("unix:/{}", "s".repeat(106));
-        assert!(upstream_url(&longest).is_ok());
+        assert!(parse_upstream_url(&longest).is_ok());
         assert!(
-            upstream_url(&format!("{longest}s"))
+            parse_upstream_url(&format!("{longest}s"))
                 .unwrap_err()
                 .contains("108 bytes")
         );
@@ -435,14 +443,14 @@ mod tests {
             ("http://app:+80", "port"),
             ("http://app:65536", "port"),
         ] {
-            let error = upstream_url(wrong).unwrap_err();
+            let error = parse_upstream_url(wrong).unwrap_err();
             assert!(error.contains(reason), "{wrong}: {error}");
         }
     }
 
     #[test]
-    fn clients_connect_to_a_port_or_a_file() {
-        let shown = |text: &str| listen_address(text).map(|address| address.to_string());
+    fn listen_addresses_are_ip_addresses_or_unix_sockets() {
+        let shown = |text: &str| parse_listen_address(text).map(|address| address.to_string());
         for (written, read) in [
             ("[::]:80", "[::]:80"),
             ("unix:/run/t.sock", "unix:/run/t.sock"),
@@ -470,31 +478,31 @@ mod tests {
 
     #[test]
     fn a_redis_url_may_hold_a_login() {
-        let tcp = |host: &str, port| Address::Tcp {
+        let tcp = |host: &str, port| RedisAddress::Tcp {
             host: host.to_owned(),
             port,
         };
-        let url = redis_url("redis://ann:p%40s%2Fs@redis.internal:6380/3").unwrap();
+        let url = parse_redis_url("redis://ann:p%40s%2Fs@redis.internal:6380/3").unwrap();
         assert_eq!(
-            (url.address, url.database, url.tls),
+            (url.address, url.database, url.is_tls),
             (tcp("redis.internal", 6380), 3, false)
         );
         assert_eq!(url.login.username.as_deref(), Some("ann"));
         assert_eq!(url.login.password.unwrap().expose(), "p@s/s");
-        let url = redis_url("rediss://:pw@[::1]").unwrap();
+        let url = parse_redis_url("rediss://:pw@[::1]").unwrap();
         assert_eq!(
-            (url.address, url.login.username, url.tls),
+            (url.address, url.login.username, url.is_tls),
             (tcp("::1", 6379), None, true)
         );
-        let url = redis_url("unix:///run/redis.sock?db=2&user=ann&pass=p%26w").unwrap();
+        let url = parse_redis_url("unix:///run/redis.sock?db=2&user=ann&pass=p%26w").unwrap();
         assert_eq!(
             (url.address, url.database),
-            (Address::Unix("/run/redis.sock".into()), 2)
+            (RedisAddress::Unix("/run/redis.sock".into()), 2)
         );
         assert_eq!(url.login.password.unwrap().expose(), "p&w");
         assert_eq!(
-            redis_url("redis+unix:///a%20b").unwrap().address,
-            Address::Unix("/a b".into())
+            parse_redis_url("redis+unix:///a%20b").unwrap().address,
+            RedisAddress::Unix("/a b".into())
         );
         for (wrong, reason) in [
             ("http://host", "expected"),
@@ -510,7 +518,7 @@ mod tests {
             ("unix:///run/redis.sock?db=x", "db"),
             ("unix:///run/redis.sock?pass=hunter2&dbs=1", "expected"),
         ] {
-            let error = redis_url(wrong).unwrap_err();
+            let error = parse_redis_url(wrong).unwrap_err();
             assert!(
                 error.contains(reason) && !error.contains("hunter2"),
                 "{wrong}: {error}"
@@ -526,8 +534,8 @@ mod tests {
             "[\"10.0.0.0/8\", '::1']",
             " [10.0.0.0/8, ::1] ",
         ] {
-            assert_eq!(list(text), wanted, "{text}");
+            assert_eq!(parse_list(text), wanted, "{text}");
         }
-        assert_eq!(list(""), Vec::new());
+        assert_eq!(parse_list(""), Vec::new());
     }
 }

@@ -1,16 +1,18 @@
-//! Why a request gets what it gets: the walk of [`super::Plan`], told policy by policy, with nothing charged.
+//! Why a request gets what it gets: the walk of [`super::ChargePlan`], told policy by policy, with nothing charged.
 
-use super::{Claim, Plan};
-use crate::limiter::{Key, Limit, Standing};
-use crate::policy::{Action, Facts, KeyFault, NamedLimit, Policy, PolicyTable, Unmet};
-use crate::store::{Store, Unavailable};
+use super::{ChargePlan, PolicyCharge};
+use crate::limiter::{Key, Limit, LimitStatus};
+use crate::policy::{
+    Facts, KeyFault, NamedLimit, Policy, PolicyAction, PolicyTable, UnmetCondition,
+};
+use crate::store::{Store, StoreUnavailable};
 use smallvec::SmallVec;
 
 /// What one policy does with a request.
 #[derive(Debug)]
-pub enum Step<'t> {
+pub enum PolicyStep<'t> {
     /// It does not apply.
-    Unmet(Unmet<'t>),
+    NotMatched(UnmetCondition<'t>),
     /// A policy before it has ended the walk.
     NotReached,
     Exempts,
@@ -18,13 +20,13 @@ pub enum Step<'t> {
     /// A part of its key is missing, and so it does not apply.
     Skipped,
     /// The request is refused: it cannot be keyed.
-    CannotKey(KeyFault),
-    Limits(Limits<'t>),
+    InvalidKey(KeyFault),
+    Limits(PolicyLimits<'t>),
 }
 
 /// The limits that a request uses at one policy.
 #[derive(Debug)]
-pub struct Limits<'t> {
+pub struct PolicyLimits<'t> {
     pub key: Key,
     pub cost: u64,
     pub limits: &'t [NamedLimit],
@@ -32,34 +34,34 @@ pub struct Limits<'t> {
     /// The end of the block that holds (µs, store's clock), if one does.
     pub blocked_until_us: Option<u64>,
     /// Where each limit stands now; empty if the store does not tell.
-    pub standings: Vec<Standing>,
+    pub standings: Vec<LimitStatus>,
 }
 
 /// What every policy does with a request, in the order in which they apply.
 #[derive(Debug)]
-pub struct Explanation<'t> {
-    pub steps: Vec<(&'t Policy, Step<'t>)>,
+pub struct PolicyExplanation<'t> {
+    pub steps: Vec<(&'t Policy, PolicyStep<'t>)>,
     /// The store's clock (µs since the epoch), or why it does not tell where the limits stand.
-    pub store: Result<u64, Unavailable>,
+    pub store: Result<u64, StoreUnavailable>,
 }
 
 /// Explains what `table` does with a request. Reads the counters and changes none.
-pub async fn explain<'t>(
+pub async fn explain_request<'t>(
     store: &Store,
     table: &'t PolicyTable,
     facts: &Facts<'_>,
-) -> Explanation<'t> {
-    let mut steps = walk(table, facts);
+) -> PolicyExplanation<'t> {
+    let mut steps = walk_policies(table, facts);
     let claims = steps
         .iter()
         .enumerate()
         .filter_map(|(at, (policy, step))| match step {
-            Step::Limits(limits) => {
-                let Limits {
+            PolicyStep::Limits(limits) => {
+                let PolicyLimits {
                     key, limits, block, ..
                 } = limits;
-                Some(Claim {
-                    at,
+                Some(PolicyCharge {
+                    policy_index: at,
                     policy,
                     key: key.clone(),
                     limits,
@@ -67,7 +69,7 @@ pub async fn explain<'t>(
                     cost: 0,
                     estimate: None,
                     counts_rejected: false,
-                    shards: if let Action::Limit(quota) = &policy.action {
+                    shards: if let PolicyAction::Limit(quota) = &policy.action {
                         quota.shards
                     } else {
                         1
@@ -77,24 +79,24 @@ pub async fn explain<'t>(
             }
             _ => None,
         });
-    let plan = Plan {
-        claims: claims.collect(),
-        shadow_denied: SmallVec::new(),
+    let plan = ChargePlan {
+        policy_charges: claims.collect(),
+        shadow_denials: SmallVec::new(),
     };
-    let decision = match store.decide(&plan.charges(0, 0)).await {
+    let decision = match store.decide(&plan.build_charges(0, 0)).await {
         Ok(decision) => decision,
         Err(unavailable) => {
-            return Explanation {
+            return PolicyExplanation {
                 steps,
                 store: Err(unavailable),
             };
         }
     };
-    let mut standings = decision.standings.into_iter();
+    let mut standings = decision.statuses.into_iter();
     for (_, step) in &mut steps {
-        if let Step::Limits(limits) = step {
+        if let PolicyStep::Limits(limits) = step {
             let block = limits.block.and_then(|_| standings.next().flatten());
-            limits.blocked_until_us = block.and_then(|block| block.grows_at_us);
+            limits.blocked_until_us = block.and_then(|block| block.next_growth_us);
             limits.standings = standings
                 .by_ref()
                 .take(limits.limits.len())
@@ -102,38 +104,48 @@ pub async fn explain<'t>(
                 .collect();
         }
     }
-    Explanation {
+    PolicyExplanation {
         steps,
         store: Ok(decision.now_us),
     }
 }
 
-fn walk<'t>(table: &'t PolicyTable, facts: &Facts<'_>) -> Vec<(&'t Policy, Step<'t>)> {
-    let mut ended = false;
-    let told = table.policies().iter().map(|policy| {
-        let step = match policy.unmet(facts) {
-            _ if ended => Step::NotReached,
-            Some(unmet) => Step::Unmet(unmet),
-            None => apply(policy, table, facts),
+fn walk_policies<'t>(
+    table: &'t PolicyTable,
+    facts: &Facts<'_>,
+) -> Vec<(&'t Policy, PolicyStep<'t>)> {
+    let mut is_walk_ended = false;
+    let steps = table.policies().iter().map(|policy| {
+        let step = match policy.first_unmet_condition(facts) {
+            _ if is_walk_ended => PolicyStep::NotReached,
+            Some(unmet) => PolicyStep::NotMatched(unmet),
+            None => explain_policy(policy, table, facts),
         };
-        ended |=
-            !policy.shadow && matches!(step, Step::Exempts | Step::Denies | Step::CannotKey(_));
+        is_walk_ended |= !policy.shadow
+            && matches!(
+                step,
+                PolicyStep::Exempts | PolicyStep::Denies | PolicyStep::InvalidKey(_)
+            );
         (policy, step)
     });
-    told.collect()
+    steps.collect()
 }
 
-fn apply<'t>(policy: &'t Policy, table: &'t PolicyTable, facts: &Facts<'_>) -> Step<'t> {
+fn explain_policy<'t>(
+    policy: &'t Policy,
+    table: &'t PolicyTable,
+    facts: &Facts<'_>,
+) -> PolicyStep<'t> {
     let quota = match &policy.action {
-        Action::Allow => return Step::Exempts,
-        Action::Deny => return Step::Denies,
-        Action::Limit(quota) => quota,
+        PolicyAction::Allow => return PolicyStep::Exempts,
+        PolicyAction::Deny => return PolicyStep::Denies,
+        PolicyAction::Limit(quota) => quota,
     };
-    match quota.select(&policy.name, facts, &table.client) {
+    match quota.select_for_request(&policy.name, facts, &table.client) {
         Ok(Some((key, limits))) => {
             let block = quota.block.as_ref().filter(|_| !policy.shadow);
-            let cost = quota.cost.of(facts);
-            Step::Limits(Limits {
+            let cost = quota.cost.compute_units(facts);
+            PolicyStep::Limits(PolicyLimits {
                 key,
                 cost,
                 limits,
@@ -142,7 +154,7 @@ fn apply<'t>(policy: &'t Policy, table: &'t PolicyTable, facts: &Facts<'_>) -> S
                 standings: Vec::new(),
             })
         }
-        Ok(None) => Step::Skipped,
-        Err(fault) => Step::CannotKey(fault),
+        Ok(None) => PolicyStep::Skipped,
+        Err(fault) => PolicyStep::InvalidKey(fault),
     }
 }

@@ -1,30 +1,32 @@
 use super::*;
-use crate::clock::{Clock, Hands};
+use crate::clock::{Clock, ManualClock};
 use crate::limiter::{KeyBuilder, Limit};
-use crate::policy::path::{Readings, Settings};
+use crate::policy::path::{PathInterpretations, Settings};
 use crate::policy::{
-    Actual, Cost, EstimateCost, Fields, KeyPart, KeyTemplate, Matcher, MissingKey, Override,
-    Overrides, Quota, client,
+    ActualCostSource, CostSource, EstimateCost, KeyPart, KeyTemplate, LimitOverride,
+    LimitOverrides, Matcher, MissingKeyAction, Quota, RateLimitHeaderSettings, client,
 };
-use crate::store::redis::{Login, Redis, RedisSettings, Shared, Topology};
-use crate::store::{Memory, MemorySettings};
-use crate::telemetry::metrics::{Kinds, Metrics};
+use crate::store::redis::{
+    RedisCredentials, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
+};
+use crate::store::{MemorySettings, MemoryStore};
+use crate::telemetry::metrics::{ErrorKindLabels, Metrics};
 use http::{HeaderMap, Method};
 
-const PATH: Settings = Settings::USUAL;
+const PATH: Settings = Settings::DEFAULT;
 
 /// Nobody is asked before a connection is there.
-const NOBODY: RedisSettings = RedisSettings {
-    topology: Topology::Standalone,
+const UNREACHABLE_REDIS: RedisSettings = RedisSettings {
+    topology: RedisTopology::Standalone,
     servers: Vec::new(),
     database: 0,
-    login: Login {
+    credentials: RedisCredentials {
         username: None,
         password: None,
     },
     tls: None,
     key_prefix: String::new(),
-    instances: 1,
+    initial_instances: 1,
     timeout: Duration::from_millis(50),
     connect_timeout: Duration::from_secs(1),
     breaker_failures: 5,
@@ -44,43 +46,43 @@ fn limit(name: &str, requests: u64) -> NamedLimit {
     }
 }
 
-fn by_user(name: &str, requests: u64) -> Policy {
+fn policy_by_user(name: &str, requests: u64) -> Policy {
     Policy {
         name: name.into(),
         priority: 0,
         matcher: Matcher::default(),
-        action: Action::Limit(Box::new(Quota {
+        action: PolicyAction::Limit(Box::new(Quota {
             count_rejected: false,
             shards: 1,
             lease: None,
             key: KeyTemplate::new(vec![KeyPart::Header("x-user".parse().unwrap())]),
-            missing_key: MissingKey::Shared,
-            cost: Cost::Fixed(1),
+            missing_key: MissingKeyAction::Shared,
+            cost: CostSource::Fixed(1),
             limits: vec![limit(name, requests)],
             block: None,
-            overrides: Overrides::default(),
+            overrides: LimitOverrides::default(),
         })),
         shadow: false,
         on_store_failure: OnStoreFailure::Open,
-        reject: None,
+        reject_response: None,
     }
 }
 
-fn quota(policy: &mut Policy) -> &mut Quota {
+fn quota_mut(policy: &mut Policy) -> &mut Quota {
     match &mut policy.action {
-        Action::Limit(quota) => quota,
+        PolicyAction::Limit(quota) => quota,
         _ => panic!("not a limit"),
     }
 }
 
-struct Bench {
+struct EnforcerFixture {
     enforcer: Enforcer,
-    hands: Hands,
+    manual_clock: ManualClock,
     /// Decide by a Redis that is not there instead.
-    away: bool,
+    is_store_away: bool,
 }
 
-impl Bench {
+impl EnforcerFixture {
     fn new(policies: Vec<Policy>) -> Self {
         let client = client::Settings {
             trusted_proxies: Vec::new(),
@@ -88,36 +90,40 @@ impl Bench {
             ipv4_prefix: 32,
             ipv6_prefix: 64,
         };
-        let fields = Fields {
+        let fields = RateLimitHeaderSettings {
             standard: true,
             legacy: true,
             legacy_reset_epoch: false,
         };
         let table = PolicyTable::new(policies, PATH, client, fields);
         let (clock, hands) = Clock::manual(1_700_000_000_000_000);
-        let memory = Memory::new(
+        let memory = MemoryStore::new(
             MemorySettings {
                 max_keys: 1000,
                 max_bytes: 1 << 20,
             },
             clock,
         );
-        let metrics = Metrics::new(1, Kinds::default());
-        let live = Live::new(table.into(), Arc::clone(&metrics));
-        let enforcer = Enforcer::new(live, Store::Memory(Arc::new(memory)), metrics.shard(0));
+        let metrics = Metrics::new(1, ErrorKindLabels::default());
+        let live = ActivePolicies::new(table.into(), Arc::clone(&metrics));
+        let enforcer = Enforcer::new(
+            live,
+            Store::Memory(Arc::new(memory)),
+            metrics.worker_metrics(0),
+        );
         Self {
             enforcer,
-            hands,
-            away: false,
+            manual_clock: hands,
+            is_store_away: false,
         }
     }
 
-    fn ask<T>(&self, users: &[&str], look: impl FnOnce(Verdict<'_>) -> T) -> T {
+    fn decide_for_users<T>(&self, users: &[&str], inspect: impl FnOnce(Verdict<'_>) -> T) -> T {
         let mut headers = HeaderMap::new();
         for user in users {
             headers.append("x-user", user.parse().unwrap());
         }
-        let paths = Readings::of("/", &PATH).unwrap();
+        let paths = PathInterpretations::parse("/", &PATH).unwrap();
         let facts = Facts {
             method: &Method::GET,
             host: "h",
@@ -125,76 +131,80 @@ impl Bench {
             query: None,
             headers: &headers,
             client_ip: [127, 0, 0, 1].into(),
-            token: crate::policy::jwt::Token::none(),
+            token: crate::policy::jwt::RequestToken::none(),
             client_cert: None,
             descriptor: None,
         };
-        let rules = self.enforcer.rules();
+        let rules = self.enforcer.policy_snapshot();
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .unwrap();
         let verdict = runtime.block_on(async {
             let mut enforcer = self.enforcer.clone();
-            if self.away {
-                enforcer.store = Store::redis(Redis::start(&Shared::new(NOBODY)));
+            if self.is_store_away {
+                enforcer.store =
+                    Store::redis(RedisStore::start(&SharedRedisState::new(UNREACHABLE_REDIS)));
             }
             enforcer.decide(&rules, &facts, Instant::now()).await
         });
-        look(verdict)
+        inspect(verdict)
     }
 
-    fn passes(&self, user: &str) -> bool {
-        self.ask(&[user], |verdict| {
-            matches!(verdict.outcome, Outcome::Forward)
+    fn is_forwarded(&self, user: &str) -> bool {
+        self.decide_for_users(&[user], |verdict| {
+            matches!(verdict.outcome, RequestOutcome::Forward)
         })
     }
 }
 
 #[test]
 fn trap_11_a_refused_request_charges_no_policy() {
-    let bench = Bench::new(vec![by_user("wide", 10), by_user("narrow", 2)]);
-    let passed = (0..5).filter(|_| bench.passes("ann")).count();
+    let bench = EnforcerFixture::new(vec![
+        policy_by_user("wide", 10),
+        policy_by_user("narrow", 2),
+    ]);
+    let passed = (0..5).filter(|_| bench.is_forwarded("ann")).count();
     assert_eq!(passed, 2);
-    bench.ask(&["ann"], |verdict| {
+    bench.decide_for_users(&["ann"], |verdict| {
         let remaining: Vec<u64> = verdict
             .limits
             .iter()
             .map(|l| l.standing.remaining)
             .collect();
         assert_eq!(remaining, [8, 0]);
-        let Outcome::Limited(limited) = verdict.outcome else {
+        let RequestOutcome::Limited(limited) = verdict.outcome else {
             panic!("{:?}", verdict.outcome)
         };
         assert_eq!(
-            (limited.policy, limited.violated.as_slice()),
+            (limited.policy, limited.violated_limits.as_slice()),
             ("narrow", ["narrow"].as_slice())
         );
-        assert_eq!(limited.retry, Retry::After(10_000_000));
+        assert_eq!(limited.retry, RetryHint::After(10_000_000));
     });
-    bench.hands.advance_us(10_000_000);
-    assert!(bench.passes("ann"));
+    bench.manual_clock.advance_us(10_000_000);
+    assert!(bench.is_forwarded("ann"));
 }
 
 #[test]
-fn a_block_shuts_its_own_policy_until_it_ends() {
-    let mut narrow = by_user("narrow", 1);
+fn a_block_rejects_requests_of_its_own_policy_until_it_ends() {
+    let mut narrow = policy_by_user("narrow", 1);
     let block = Limit {
         requests: 1,
         per_us: 60_000_000,
         algorithm: Algorithm::Block,
     };
-    quota(&mut narrow).block = Some(block);
-    let bench = Bench::new(vec![by_user("wide", 10), narrow.clone()]);
-    assert!(bench.passes("ann"));
+    quota_mut(&mut narrow).block = Some(block);
+    let bench = EnforcerFixture::new(vec![policy_by_user("wide", 10), narrow.clone()]);
+    assert!(bench.is_forwarded("ann"));
     for (blocked, waits_us) in [(false, 60_000_000), (true, 20_000_000)] {
-        bench.ask(&["ann"], |verdict| {
-            let Outcome::Limited(limited) = verdict.outcome else {
+        bench.decide_for_users(&["ann"], |verdict| {
+            let RequestOutcome::Limited(limited) = verdict.outcome else {
                 panic!("{:?}", verdict.outcome)
             };
-            assert_eq!((limited.policy, limited.blocked), ("narrow", blocked));
-            assert_eq!(limited.violated.as_slice(), ["narrow"]);
-            assert_eq!(limited.retry, Retry::After(waits_us));
+            assert_eq!((limited.policy, limited.is_blocked), ("narrow", blocked));
+            assert_eq!(limited.violated_limits.as_slice(), ["narrow"]);
+            assert_eq!(limited.retry, RetryHint::After(waits_us));
             let remaining: Vec<u64> = verdict
                 .limits
                 .iter()
@@ -202,28 +212,28 @@ fn a_block_shuts_its_own_policy_until_it_ends() {
                 .collect();
             assert_eq!(remaining, if blocked { [10, 0] } else { [9, 0] });
         });
-        assert!(bench.passes(&format!("other {blocked}")));
-        bench.hands.advance_us(40_000_000);
+        assert!(bench.is_forwarded(&format!("other {blocked}")));
+        bench.manual_clock.advance_us(40_000_000);
     }
-    assert!(bench.passes("ann"));
+    assert!(bench.is_forwarded("ann"));
 
-    let shadow = Bench::new(vec![Policy {
+    let shadow = EnforcerFixture::new(vec![Policy {
         shadow: true,
         ..narrow
     }]);
-    assert!(shadow.passes("ann") && shadow.passes("ann"));
-    shadow.hands.advance_us(10_000_000);
-    shadow.ask(&["ann"], |verdict| {
+    assert!(shadow.is_forwarded("ann") && shadow.is_forwarded("ann"));
+    shadow.manual_clock.advance_us(10_000_000);
+    shadow.decide_for_users(&["ann"], |verdict| {
         assert!(verdict.shadow_rejected.is_empty(), "it blocks nobody")
     });
 }
 
 #[test]
-fn trap_20_without_the_store_nobody_is_told_to_be_over_a_limit() {
+fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
     let outcome = |policies: &[Policy]| {
         let key = KeyBuilder::new("p").finish();
-        let claim = |policy| Claim {
-            at: 0,
+        let claim = |policy| PolicyCharge {
+            policy_index: 0,
             policy,
             key: key.clone(),
             limits: &[],
@@ -234,21 +244,21 @@ fn trap_20_without_the_store_nobody_is_told_to_be_over_a_limit() {
             shards: 1,
             lease: None,
         };
-        let plan = Plan {
-            claims: policies.iter().map(claim).collect(),
-            shadow_denied: SmallVec::new(),
+        let plan = ChargePlan {
+            policy_charges: policies.iter().map(claim).collect(),
+            shadow_denials: SmallVec::new(),
         };
         let verdict = plan.into_degraded(
-            &Unavailable {
+            &StoreUnavailable {
                 kind: "timeout",
                 retry_after_us: 7,
             },
             None,
         );
-        assert!(verdict.degraded && verdict.limits.is_empty() && verdict.delay.is_zero());
+        assert!(verdict.is_degraded && verdict.limits.is_empty() && verdict.delay.is_zero());
         match verdict.outcome {
-            Outcome::Forward => None,
-            Outcome::Unavailable {
+            RequestOutcome::Forward => None,
+            RequestOutcome::Unavailable {
                 policy,
                 retry_after_us: 7,
             } => Some(policy.to_owned()),
@@ -258,74 +268,80 @@ fn trap_20_without_the_store_nobody_is_told_to_be_over_a_limit() {
     let closed = |shadow| Policy {
         on_store_failure: OnStoreFailure::Closed,
         shadow,
-        ..by_user("c", 1)
+        ..policy_by_user("c", 1)
     };
-    assert_eq!(outcome(&[by_user("open", 1)]), None);
+    assert_eq!(outcome(&[policy_by_user("open", 1)]), None);
     assert_eq!(
-        outcome(&[by_user("open", 1), closed(false)]).as_deref(),
+        outcome(&[policy_by_user("open", 1), closed(false)]).as_deref(),
         Some("c")
     );
-    assert_eq!(outcome(&[by_user("open", 1), closed(true)]), None);
+    assert_eq!(outcome(&[policy_by_user("open", 1), closed(true)]), None);
 }
 
 #[test]
-fn trap_25_a_missing_key_is_no_way_round() {
-    let shared = Bench::new(vec![by_user("p", 1)]);
-    assert_eq!((shared.passes(""), shared.passes("")), (true, false));
-    assert!(shared.passes("ann"));
+fn trap_25_a_missing_key_does_not_bypass_the_limit() {
+    let shared = EnforcerFixture::new(vec![policy_by_user("p", 1)]);
+    assert_eq!(
+        (shared.is_forwarded(""), shared.is_forwarded("")),
+        (true, false)
+    );
+    assert!(shared.is_forwarded("ann"));
 
-    let mut reject = by_user("p", 1);
-    quota(&mut reject).missing_key = MissingKey::Reject;
-    Bench::new(vec![reject]).ask(&[], |verdict| {
-        let Outcome::BadKey { fault, .. } = verdict.outcome else {
+    let mut reject = policy_by_user("p", 1);
+    quota_mut(&mut reject).missing_key = MissingKeyAction::Reject;
+    EnforcerFixture::new(vec![reject]).decide_for_users(&[], |verdict| {
+        let RequestOutcome::InvalidKey { fault, .. } = verdict.outcome else {
             panic!("{:?}", verdict.outcome)
         };
         assert_eq!(fault, KeyFault::Missing("header x-user".to_owned()));
     });
 
-    let mut skip = by_user("p", 1);
-    quota(&mut skip).missing_key = MissingKey::Skip;
-    let skip = Bench::new(vec![skip]);
-    assert!(skip.passes("") && skip.passes(""));
+    let mut skip = policy_by_user("p", 1);
+    quota_mut(&mut skip).missing_key = MissingKeyAction::Skip;
+    let skip = EnforcerFixture::new(vec![skip]);
+    assert!(skip.is_forwarded("") && skip.is_forwarded(""));
 }
 
 #[test]
-fn a_key_that_occurs_twice_is_refused() {
-    Bench::new(vec![by_user("p", 1)]).ask(&["ann", "bob"], |verdict| {
-        assert!(matches!(
-            verdict.outcome,
-            Outcome::BadKey {
-                fault: KeyFault::Repeated(_),
-                ..
-            }
-        ));
-    });
+fn a_repeated_key_header_is_rejected() {
+    EnforcerFixture::new(vec![policy_by_user("p", 1)]).decide_for_users(
+        &["ann", "bob"],
+        |verdict| {
+            assert!(matches!(
+                verdict.outcome,
+                RequestOutcome::InvalidKey {
+                    fault: KeyFault::Repeated(_),
+                    ..
+                }
+            ));
+        },
+    );
 }
 
 #[test]
-fn the_first_override_that_fits_replaces_all_limits() {
-    let mut policy = by_user("p", 1);
-    let entry = |value: Option<&str>, requests| Override {
+fn the_first_matching_override_replaces_all_limits() {
+    let mut policy = policy_by_user("p", 1);
+    let entry = |value: Option<&str>, requests| LimitOverride {
         values: vec![value.map(Into::into)],
         limits: vec![limit("o", requests)],
     };
-    quota(&mut policy).overrides = Overrides::new(
+    quota_mut(&mut policy).overrides = LimitOverrides::new(
         "p",
         vec![entry(Some("ann"), 3), entry(None, 2), entry(Some("bob"), 9)],
     );
-    let bench = Bench::new(vec![policy]);
-    let passed = |user: &str| (0..12).filter(|_| bench.passes(user)).count();
+    let bench = EnforcerFixture::new(vec![policy]);
+    let passed = |user: &str| (0..12).filter(|_| bench.is_forwarded(user)).count();
     assert_eq!((passed("ann"), passed("bob"), passed("eve")), (3, 2, 2));
 }
 
 #[test]
-fn shadow_policies_are_measured_and_stop_nothing() {
-    let mut shadow = by_user("shadow", 1);
+fn shadow_policies_are_counted_and_never_reject() {
+    let mut shadow = policy_by_user("shadow", 1);
     shadow.shadow = true;
-    let bench = Bench::new(vec![shadow, by_user("live", 3)]);
-    assert!(bench.passes("ann"));
-    bench.ask(&["ann"], |verdict| {
-        assert!(matches!(verdict.outcome, Outcome::Forward));
+    let bench = EnforcerFixture::new(vec![shadow, policy_by_user("live", 3)]);
+    assert!(bench.is_forwarded("ann"));
+    bench.decide_for_users(&["ann"], |verdict| {
+        assert!(matches!(verdict.outcome, RequestOutcome::Forward));
         assert_eq!(verdict.shadow_rejected.as_slice(), ["shadow"]);
         assert_eq!(
             verdict.limits.len(),
@@ -333,21 +349,21 @@ fn shadow_policies_are_measured_and_stop_nothing() {
             "shadow limits are not told to clients"
         );
     });
-    assert!(bench.passes("ann"));
-    assert!(!bench.passes("ann"));
+    assert!(bench.is_forwarded("ann"));
+    assert!(!bench.is_forwarded("ann"));
 }
 
 #[test]
 fn shadow_policies_that_would_deny_are_reported() {
     let shadow = Policy {
-        action: Action::Deny,
+        action: PolicyAction::Deny,
         shadow: true,
-        ..by_user("shadow", 0)
+        ..policy_by_user("shadow", 0)
     };
-    for others in [vec![], vec![by_user("live", 9)]] {
-        let bench = Bench::new([vec![shadow.clone()], others].concat());
-        bench.ask(&["ann"], |verdict| {
-            assert!(matches!(verdict.outcome, Outcome::Forward));
+    for others in [vec![], vec![policy_by_user("live", 9)]] {
+        let bench = EnforcerFixture::new([vec![shadow.clone()], others].concat());
+        bench.decide_for_users(&["ann"], |verdict| {
+            assert!(matches!(verdict.outcome, RequestOutcome::Forward));
             assert_eq!(verdict.shadow_rejected.as_slice(), ["shadow"]);
         });
     }
@@ -355,7 +371,7 @@ fn shadow_policies_that_would_deny_are_reported() {
 
 /// Nothing was ever connected when the question comes.
 #[test]
-fn what_is_decided_without_the_store_says_so() {
+fn verdicts_without_the_store_are_marked_degraded() {
     let modes = |modes: &[(OnStoreFailure, bool)]| {
         let policies = modes
             .iter()
@@ -363,14 +379,14 @@ fn what_is_decided_without_the_store_says_so() {
             .map(|(n, (on_store_failure, shadow))| Policy {
                 on_store_failure: *on_store_failure,
                 shadow: *shadow,
-                ..by_user(&n.to_string(), 1)
+                ..policy_by_user(&n.to_string(), 1)
             });
-        let mut bench = Bench::new(policies.collect());
-        bench.away = true;
-        bench.ask(&["ann"], |verdict| {
-            let passes = matches!(verdict.outcome, Outcome::Forward);
-            assert!(passes || matches!(verdict.outcome, Outcome::Unavailable { .. }));
-            (passes, verdict.degraded)
+        let mut bench = EnforcerFixture::new(policies.collect());
+        bench.is_store_away = true;
+        bench.decide_for_users(&["ann"], |verdict| {
+            let passes = matches!(verdict.outcome, RequestOutcome::Forward);
+            assert!(passes || matches!(verdict.outcome, RequestOutcome::Unavailable { .. }));
+            (passes, verdict.is_degraded)
         })
     };
     use OnStoreFailure::{Closed, Open};
@@ -385,7 +401,7 @@ fn what_is_decided_without_the_store_says_so() {
 }
 
 #[test]
-fn one_that_goes_on_alone_refuses_and_one_that_is_closed_decides() {
+fn local_policies_reject_by_share_and_a_closed_policy_overrides_them() {
     let ask = |policies: &[(OnStoreFailure, u64, bool)]| {
         let policies =
             policies
@@ -394,21 +410,21 @@ fn one_that_goes_on_alone_refuses_and_one_that_is_closed_decides() {
                 .map(|(n, (on_store_failure, requests, shadow))| Policy {
                     on_store_failure: *on_store_failure,
                     shadow: *shadow,
-                    ..by_user(&n.to_string(), *requests)
+                    ..policy_by_user(&n.to_string(), *requests)
                 });
-        let bench = Bench {
-            away: true,
-            ..Bench::new(policies.collect())
+        let bench = EnforcerFixture {
+            is_store_away: true,
+            ..EnforcerFixture::new(policies.collect())
         };
-        bench.ask(&["ann"], |verdict| {
-            assert!(verdict.degraded);
+        bench.decide_for_users(&["ann"], |verdict| {
+            assert!(verdict.is_degraded);
             let status = match verdict.outcome {
-                Outcome::Forward => 200,
-                Outcome::Limited(limited) => {
-                    assert_eq!(limited.violated.as_slice(), ["1"]);
+                RequestOutcome::Forward => 200,
+                RequestOutcome::Limited(limited) => {
+                    assert_eq!(limited.violated_limits.as_slice(), ["1"]);
                     429
                 }
-                Outcome::Unavailable { .. } => 503,
+                RequestOutcome::Unavailable { .. } => 503,
                 other => panic!("{other:?}"),
             };
             let names = verdict
@@ -419,68 +435,71 @@ fn one_that_goes_on_alone_refuses_and_one_that_is_closed_decides() {
         })
     };
     use OnStoreFailure::{Closed, Local, Open};
-    let told = |status, names: &str| (status, names.to_owned());
+    let response = |status, names: &str| (status, names.to_owned());
     assert_eq!(
         ask(&[(Open, 0, false), (Local, 1, false), (Local, 0, true)]),
-        told(200, "1")
+        response(200, "1")
     );
     assert_eq!(
         ask(&[(Local, 1, false), (Local, 0, false), (Open, 1, false)]),
-        told(429, "01")
+        response(429, "01")
     );
     assert_eq!(
         ask(&[(Local, 1, false), (Local, 0, false), (Closed, 1, true)]),
-        told(429, "01")
+        response(429, "01")
     );
     assert_eq!(
         ask(&[(Local, 1, false), (Local, 0, false), (Closed, 1, false)]),
-        told(503, "")
+        response(503, "")
     );
 }
 
 #[test]
-fn allow_stops_the_walk_and_deny_charges_nothing() {
+fn allow_ends_policy_evaluation_and_deny_charges_nothing() {
     let act = |action, priority| Policy {
         action,
         priority,
-        ..by_user("act", 0)
+        ..policy_by_user("act", 0)
     };
-    let exempt = Bench::new(vec![
-        by_user("before", 2),
-        act(Action::Allow, 0),
-        by_user("after", 0),
+    let exempt = EnforcerFixture::new(vec![
+        policy_by_user("before", 2),
+        act(PolicyAction::Allow, 0),
+        policy_by_user("after", 0),
     ]);
-    assert_eq!((0..5).filter(|_| exempt.passes("ann")).count(), 2);
+    assert_eq!((0..5).filter(|_| exempt.is_forwarded("ann")).count(), 2);
 
-    let denied = Bench::new(vec![by_user("before", 1), act(Action::Deny, 0)]);
+    let denied = EnforcerFixture::new(vec![
+        policy_by_user("before", 1),
+        act(PolicyAction::Deny, 0),
+    ]);
     for _ in 0..3 {
-        denied.ask(&["ann"], |verdict| {
+        denied.decide_for_users(&["ann"], |verdict| {
             assert!(matches!(
                 verdict.outcome,
-                Outcome::Denied { policy: "act", .. }
+                RequestOutcome::Denied { policy: "act", .. }
             ))
         });
     }
 }
 
 /// Reserves 4.
-fn by_estimate(name: &str, requests: u64) -> Policy {
-    let mut policy = by_user(name, requests);
-    let actual = Actual::parse("response_header:x-units").unwrap();
-    quota(&mut policy).cost = Cost::Estimate(Arc::new(EstimateCost {
+fn policy_by_estimate(name: &str, requests: u64) -> Policy {
+    let mut policy = policy_by_user(name, requests);
+    let actual = ActualCostSource::parse("response_header:x-units").unwrap();
+    quota_mut(&mut policy).cost = CostSource::Estimate(Arc::new(EstimateCost {
         estimate: 4,
-        actual,
+        actual_source: actual,
     }));
-    quota(&mut policy).limits[0].limit.algorithm = Algorithm::FixedWindow { offset_us: 0 };
+    quota_mut(&mut policy).limits[0].limit.algorithm = Algorithm::FixedWindow { offset_us: 0 };
     policy
 }
 
 #[test]
 fn an_estimate_is_settled_up_and_down_or_stands() {
-    let bench = Bench::new(vec![by_estimate("p", 20)]);
-    let remaining_after = |settle: &dyn Fn(Estimate)| {
-        bench.ask(&["ann"], |mut verdict| {
-            verdict.estimates.drain(..).for_each(settle);
+    let bench = EnforcerFixture::new(vec![policy_by_estimate("p", 20)]);
+    let remaining_after = |settle: &dyn Fn(EstimatedCharge)| {
+        bench.decide_for_users(&["ann"], |mut verdict| {
+            verdict.estimated_charges.drain(..).for_each(settle);
             verdict.limits[0].standing.remaining
         })
     };
@@ -492,42 +511,56 @@ fn an_estimate_is_settled_up_and_down_or_stands() {
         remaining_after(&|estimate| estimate.settle(1 << 53)),
         20 - 16 - 4
     );
-    assert!(!bench.passes("ann"));
-    assert!(bench.passes("bob"));
-    bench.hands.advance_us(10_000_000);
-    assert!(bench.passes("ann"));
+    assert!(!bench.is_forwarded("ann"));
+    assert!(bench.is_forwarded("bob"));
+    bench.manual_clock.advance_us(10_000_000);
+    assert!(bench.is_forwarded("ann"));
 }
 
 #[test]
-fn only_what_was_charged_by_estimate_is_to_be_settled() {
+fn only_estimates_that_were_charged_are_settled() {
     let shadow = |requests| Policy {
         shadow: true,
-        ..by_estimate("shadow", requests)
+        ..policy_by_estimate("shadow", requests)
     };
     let estimates = |policies: Vec<Policy>, away| {
-        let bench = Bench {
-            away,
-            ..Bench::new(policies)
+        let bench = EnforcerFixture {
+            is_store_away: away,
+            ..EnforcerFixture::new(policies)
         };
-        bench.ask(&["ann"], |verdict| verdict.estimates.len())
+        bench.decide_for_users(&["ann"], |verdict| verdict.estimated_charges.len())
     };
     assert_eq!(
-        estimates(vec![by_estimate("p", 4), by_user("q", 1), shadow(4)], false),
+        estimates(
+            vec![
+                policy_by_estimate("p", 4),
+                policy_by_user("q", 1),
+                shadow(4)
+            ],
+            false
+        ),
         2
     );
-    assert_eq!(estimates(vec![by_user("q", 1)], false), 0);
+    assert_eq!(estimates(vec![policy_by_user("q", 1)], false), 0);
     assert_eq!(
-        estimates(vec![by_estimate("p", 4), by_user("q", 0), shadow(4)], false),
+        estimates(
+            vec![
+                policy_by_estimate("p", 4),
+                policy_by_user("q", 0),
+                shadow(4)
+            ],
+            false
+        ),
         0,
         "refused"
     );
     assert_eq!(
-        estimates(vec![shadow(3), by_estimate("p", 4)], false),
+        estimates(vec![shadow(3), policy_by_estimate("p", 4)], false),
         1,
         "the shadow charges nothing"
     );
     assert_eq!(
-        estimates(vec![by_estimate("p", 4)], true),
+        estimates(vec![policy_by_estimate("p", 4)], true),
         0,
         "decided without the store"
     );
@@ -535,14 +568,14 @@ fn only_what_was_charged_by_estimate_is_to_be_settled() {
 
 #[test]
 fn a_shadow_policy_settles_its_own_counter() {
-    let bench = Bench::new(vec![Policy {
+    let bench = EnforcerFixture::new(vec![Policy {
         shadow: true,
-        ..by_estimate("p", 8)
+        ..policy_by_estimate("p", 8)
     }]);
     let ask = |actual| {
-        bench.ask(&["ann"], |mut verdict| {
+        bench.decide_for_users(&["ann"], |mut verdict| {
             verdict
-                .estimates
+                .estimated_charges
                 .drain(..)
                 .for_each(|estimate| estimate.settle(actual));
             verdict.shadow_rejected.len()

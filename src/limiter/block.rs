@@ -6,11 +6,11 @@
 //! Memory: one time.
 
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Block {
+pub(super) struct BlockState {
     pub(super) until_us: u64,
 }
 
-impl Block {
+impl BlockState {
     /// 1 while it holds.
     pub(super) fn used(self, now_us: u64) -> u64 {
         u64::from(now_us < self.until_us)

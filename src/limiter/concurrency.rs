@@ -12,22 +12,22 @@
 use indexmap::IndexMap;
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct Slots {
+pub(super) struct ConcurrencySlots {
     /// When each lease ends, by the slot's id.
-    ends: IndexMap<u128, u64, foldhash::fast::RandomState>,
+    expiries_us: IndexMap<u128, u64, foldhash::fast::RandomState>,
     /// None ends before this.
-    first_us: u64,
+    earliest_expiry_us: u64,
     /// None ends after this.
-    last_us: u64,
+    latest_expiry_us: u64,
 }
 
-impl Slots {
+impl ConcurrencySlots {
     /// Slots in use at `now_us`. Mostly none has lapsed, and nothing needs to be counted.
     pub(super) fn used(&self, now_us: u64) -> u64 {
-        let used = match self.first_us > now_us {
-            true => self.ends.len(),
+        let used = match self.earliest_expiry_us > now_us {
+            true => self.expiries_us.len(),
             false => self
-                .ends
+                .expiries_us
                 .values()
                 .filter(|ends_us| **ends_us > now_us)
                 .count(),
@@ -36,29 +36,29 @@ impl Slots {
     }
 
     /// Takes a slot, or keeps it, until `ends_us`.
-    pub(super) fn hold(&mut self, slot: u128, ends_us: u64, now_us: u64) {
-        if self.first_us <= now_us {
-            self.ends.retain(|_, ends_us| *ends_us > now_us);
-            self.first_us = self.ends.values().copied().min().unwrap_or(u64::MAX);
+    pub(super) fn hold_slot(&mut self, slot: u128, expires_at_us: u64, now_us: u64) {
+        if self.earliest_expiry_us <= now_us {
+            self.expiries_us.retain(|_, ends_us| *ends_us > now_us);
+            self.earliest_expiry_us = self.expiries_us.values().copied().min().unwrap_or(u64::MAX);
         }
-        self.ends.insert(slot, ends_us);
-        self.first_us = self.first_us.min(ends_us);
-        self.last_us = self.last_us.max(ends_us);
+        self.expiries_us.insert(slot, expires_at_us);
+        self.earliest_expiry_us = self.earliest_expiry_us.min(expires_at_us);
+        self.latest_expiry_us = self.latest_expiry_us.max(expires_at_us);
     }
 
-    pub(super) fn release(&mut self, slot: u128) {
-        self.ends.swap_remove(&slot);
+    pub(super) fn release_slot(&mut self, slot: u128) {
+        self.expiries_us.swap_remove(&slot);
     }
 
     pub(super) fn expires_at_us(&self) -> u64 {
-        if self.ends.is_empty() {
+        if self.expiries_us.is_empty() {
             0
         } else {
-            self.last_us
+            self.latest_expiry_us
         }
     }
 
     pub(super) fn heap_bytes(&self) -> usize {
-        self.ends.capacity() * (size_of::<(u128, u64)>() + 3 * size_of::<usize>())
+        self.expiries_us.capacity() * (size_of::<(u128, u64)>() + 3 * size_of::<usize>())
     }
 }

@@ -8,13 +8,13 @@
 use super::{Limit, MAX_UNITS};
 
 #[derive(Clone, Debug)]
-pub(super) struct Window {
+pub(super) struct FixedWindowState {
     offset_us: u64,
     start_us: u64,
     used: u64,
 }
 
-impl Window {
+impl FixedWindowState {
     pub(super) fn new(offset_us: u64) -> Self {
         Self {
             offset_us,
@@ -25,7 +25,7 @@ impl Window {
 
     /// Units in the window that holds `now_us`.
     pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
-        if self.start_us_at(limit, now_us) == self.start_us {
+        if self.window_start_us(limit, now_us) == self.start_us {
             self.used
         } else {
             0
@@ -34,44 +34,48 @@ impl Window {
 
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
         self.used = self.used(limit, now_us).saturating_add(cost).min(MAX_UNITS);
-        self.start_us = self.start_us_at(limit, now_us);
+        self.start_us = self.window_start_us(limit, now_us);
     }
 
-    /// As [`super::Effect::Press`] says.
-    pub(super) fn press(&mut self, limit: &Limit, cost: u64, now_us: u64) {
-        let room = limit.capacity().saturating_sub(self.used(limit, now_us));
-        if room > 0 {
-            self.charge(limit, cost.min(room), now_us);
+    /// As [`super::ChargeEffect::ChargeRejected`] says.
+    pub(super) fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+        let free_units = limit.capacity().saturating_sub(self.used(limit, now_us));
+        if free_units > 0 {
+            self.charge(limit, cost.min(free_units), now_us);
         }
     }
 
     /// Gives back units that were taken at `at_us`, if that window still holds.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
-        if self.start_us_at(limit, at_us) == self.start_us
-            && self.start_us_at(limit, now_us) == self.start_us
+        if self.window_start_us(limit, at_us) == self.start_us
+            && self.window_start_us(limit, now_us) == self.start_us
         {
             self.used = self.used.saturating_sub(units);
         }
     }
 
     /// The window's start: the latest time that the state proves to have passed.
-    pub(super) fn newest_us(&self) -> u64 {
+    pub(super) fn latest_proven_us(&self) -> u64 {
         self.start_us
     }
 
     /// The end of the window that holds `now_us`.
-    pub(super) fn end_us(&self, limit: &Limit, now_us: u64) -> u64 {
+    pub(super) fn window_end_us(&self, limit: &Limit, now_us: u64) -> u64 {
         match now_us.checked_sub(self.offset_us) {
-            Some(since) => now_us.saturating_add(limit.per_us - since % limit.per_us.max(1)),
+            Some(since_offset_us) => {
+                now_us.saturating_add(limit.per_us - since_offset_us % limit.per_us.max(1))
+            }
             None => self.offset_us,
         }
     }
 
     /// The start of the window that holds `now_us`. Before the first offset there is a short one from 0.
-    fn start_us_at(&self, limit: &Limit, now_us: u64) -> u64 {
+    fn window_start_us(&self, limit: &Limit, now_us: u64) -> u64 {
         now_us
             .checked_sub(self.offset_us)
-            .map_or(0, |since| now_us - since % limit.per_us.max(1))
+            .map_or(0, |since_offset_us| {
+                now_us - since_offset_us % limit.per_us.max(1)
+            })
     }
 }
 
@@ -81,23 +85,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_not_used_comes_back_while_the_window_lasts_and_a_refusal_takes_what_there_is() {
+    fn credits_count_in_the_same_window_only_and_rejected_charges_stop_at_the_capacity() {
         let limit = Limit {
             requests: 10,
             per_us: 100,
             algorithm: Algorithm::FixedWindow { offset_us: 30 },
         };
-        let mut window = Window::new(30);
+        let mut window = FixedWindowState::new(30);
         window.charge(&limit, 6, 1_031);
         window.credit(&limit, 2, 1_031, 1_129);
         assert_eq!(window.used(&limit, 1_129), 4);
-        window.press(&limit, 3, 1_129);
+        window.charge_rejected(&limit, 3, 1_129);
         assert_eq!(window.used(&limit, 1_129), 7);
-        window.press(&limit, 9, 1_129);
+        window.charge_rejected(&limit, 9, 1_129);
         assert_eq!(window.used(&limit, 1_129), 10);
         // Settled: more than there is.
         window.charge(&limit, 5, 1_129);
-        window.press(&limit, 1, 1_129);
+        window.charge_rejected(&limit, 1, 1_129);
         assert_eq!(window.used(&limit, 1_129), 15);
         window.credit(&limit, 2, 1_031, 1_130);
         assert_eq!(window.used(&limit, 1_130), 0);

@@ -15,71 +15,72 @@ const MAX_PART_BYTES: usize = 64;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Key {
     id: u128,
-    framed: SmallVec<[u8; 96]>,
+    encoded_values: SmallVec<[u8; 96]>,
 }
 
 /// Collects the values of a [`Key`] in order.
 #[derive(Debug)]
 pub struct KeyBuilder {
-    framed: SmallVec<[u8; 96]>,
+    encoded_values: SmallVec<[u8; 96]>,
 }
 
-const ABSENT: u8 = 0;
-const WHOLE: u8 = 1;
-const HASHED: u8 = 2;
-const SHARD: u8 = 3;
+const ABSENT_TAG: u8 = 0;
+const VERBATIM_TAG: u8 = 1;
+const HASHED_TAG: u8 = 2;
+const SHARD_TAG: u8 = 3;
 
 impl KeyBuilder {
     pub fn new(policy: &str) -> Self {
         let mut builder = Self {
-            framed: SmallVec::new(),
+            encoded_values: SmallVec::new(),
         };
-        builder.present(policy.as_bytes());
+        builder.push_value(policy.as_bytes());
         builder
     }
 
     /// Adds one value. Absent and empty are the same, and differ from every value.
-    pub fn part(&mut self, value: Option<&[u8]>) {
+    pub fn push_part(&mut self, value: Option<&[u8]>) {
         match value {
-            None | Some([]) => self.framed.push(ABSENT),
-            Some(value) => self.present(value),
+            None | Some([]) => self.encoded_values.push(ABSENT_TAG),
+            Some(value) => self.push_value(value),
         }
     }
 
     pub fn finish(self) -> Key {
-        Key::of(self.framed)
+        Key::from_encoded_values(self.encoded_values)
     }
 
-    fn present(&mut self, value: &[u8]) {
+    fn push_value(&mut self, value: &[u8]) {
         match u8::try_from(value.len()) {
             Ok(len) if value.len() <= MAX_PART_BYTES => {
-                self.framed.extend_from_slice(&[WHOLE, len]);
-                self.framed.extend_from_slice(value);
+                self.encoded_values.extend_from_slice(&[VERBATIM_TAG, len]);
+                self.encoded_values.extend_from_slice(value);
             }
             _ => {
-                self.framed.push(HASHED);
-                self.framed.extend_from_slice(&Sha256::digest(value));
+                self.encoded_values.push(HASHED_TAG);
+                self.encoded_values
+                    .extend_from_slice(&Sha256::digest(value));
             }
         }
     }
 }
 
 impl Key {
-    fn of(framed: SmallVec<[u8; 96]>) -> Self {
-        let digest = Sha256::digest(&framed);
+    fn from_encoded_values(encoded_values: SmallVec<[u8; 96]>) -> Self {
+        let digest = Sha256::digest(&encoded_values);
         let id = digest
             .iter()
             .take(16)
             .fold(0u128, |id, byte| id << 8 | u128::from(*byte));
-        Self { id, framed }
+        Self { id, encoded_values }
     }
 
     /// One of the counters that an owner's quota is spread over.
-    pub fn shard(&self, number: u16) -> Self {
-        let mut framed = self.framed.clone();
-        framed.push(SHARD);
-        framed.extend_from_slice(&number.to_be_bytes());
-        Self::of(framed)
+    pub fn shard_key(&self, number: u16) -> Self {
+        let mut encoded_values = self.encoded_values.clone();
+        encoded_values.push(SHARD_TAG);
+        encoded_values.extend_from_slice(&number.to_be_bytes());
+        Self::from_encoded_values(encoded_values)
     }
 
     /// 128 bits of SHA-256 over the framed values: the same in every process and version.
@@ -90,21 +91,21 @@ impl Key {
     /// The policy's name and the values, for people: `policy/value/value`. Bytes that could be mistaken
     /// for structure or harm a terminal are percent-escaped; an absent value is `-`, a hashed one `#` and hex, a shard
     /// `+` and its number.
-    pub fn readable(&self) -> String {
-        let mut text = String::with_capacity(self.framed.len());
+    pub fn to_readable_string(&self) -> String {
+        let mut text = String::with_capacity(self.encoded_values.len());
         self.push_readable(&mut text);
         text
     }
 
     /// Adds [`Key::readable`] to a text.
     pub fn push_readable(&self, text: &mut String) {
-        let (start, mut rest) = (text.len(), self.framed.as_slice());
+        let (start, mut rest) = (text.len(), self.encoded_values.as_slice());
         while let Some((kind, tail)) = rest.split_first() {
             if text.len() > start {
                 text.push('/');
             }
             rest = match *kind {
-                WHOLE => {
+                VERBATIM_TAG => {
                     let (len, tail) = tail.split_first().unwrap_or((&0, &[]));
                     let (value, tail) = tail
                         .split_at_checked(usize::from(*len))
@@ -112,15 +113,15 @@ impl Key {
                     push_escaped(text, value);
                     tail
                 }
-                HASHED => {
+                HASHED_TAG => {
                     let (hash, tail) = tail.split_at_checked(32).unwrap_or((tail, &[]));
                     text.push('#');
                     for byte in hash.iter().take(8) {
-                        push_hex(text, *byte);
+                        push_hex_byte(text, *byte);
                     }
                     tail
                 }
-                SHARD => {
+                SHARD_TAG => {
                     let (number, tail) = tail.split_at_checked(2).unwrap_or((tail, &[]));
                     let number = number
                         .iter()
@@ -140,7 +141,7 @@ impl Key {
 
 impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.readable())
+        f.write_str(&self.to_readable_string())
     }
 }
 
@@ -152,15 +153,15 @@ fn push_escaped(text: &mut String, value: &[u8]) {
     }
     let mut rest = value;
     while !rest.is_empty() {
-        let plain = rest
+        let plain_len = rest
             .iter()
             .position(|byte| !is_plain(*byte))
             .unwrap_or(rest.len());
-        let (run, tail) = rest.split_at(plain);
+        let (run, tail) = rest.split_at(plain_len);
         text.push_str(std::str::from_utf8(run).unwrap_or_default());
         rest = tail.split_first().map_or(&[], |(byte, tail)| {
             text.push('%');
-            push_hex(text, *byte);
+            push_hex_byte(text, *byte);
             tail
         });
     }
@@ -170,7 +171,7 @@ fn is_plain(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.' | b'~' | b'@' | b':')
 }
 
-fn push_hex(text: &mut String, byte: u8) {
+fn push_hex_byte(text: &mut String, byte: u8) {
     const DIGITS: [char; 16] = [
         '0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'A', 'B', 'C', 'D', 'E', 'F',
     ];
@@ -186,7 +187,7 @@ mod tests {
     fn key(policy: &str, parts: &[Option<&str>]) -> Key {
         let mut builder = KeyBuilder::new(policy);
         for part in parts {
-            builder.part(part.map(str::as_bytes));
+            builder.push_part(part.map(str::as_bytes));
         }
         builder.finish()
     }
@@ -202,19 +203,19 @@ mod tests {
             key("p", &[Some("a"), Some("b")]).id()
         );
         assert_ne!(
-            key("p", &[Some("a/b")]).readable(),
-            key("p", &[Some("a"), Some("b")]).readable()
+            key("p", &[Some("a/b")]).to_readable_string(),
+            key("p", &[Some("a"), Some("b")]).to_readable_string()
         );
         assert_ne!(key("pa", &[]).id(), key("p", &[Some("a")]).id());
     }
 
     #[test]
-    fn absent_is_empty_and_nothing_else() {
+    fn absent_equals_empty_and_differs_from_every_value() {
         assert_eq!(key("p", &[None]).id(), key("p", &[Some("")]).id());
         assert_ne!(key("p", &[None]).id(), key("p", &[Some("-")]).id());
         assert_ne!(
-            key("p", &[None]).readable(),
-            key("p", &[Some("-")]).readable()
+            key("p", &[None]).to_readable_string(),
+            key("p", &[Some("-")]).to_readable_string()
         );
         assert_ne!(
             key("p", &[None, Some("x")]).id(),
@@ -228,12 +229,12 @@ mod tests {
         let longer = format!("{long}y");
         let (a, b) = (key("p", &[Some(&long)]), key("p", &[Some(&longer)]));
         assert_ne!(a.id(), b.id());
-        assert!(a.readable().len() < 64, "{a}");
+        assert!(a.to_readable_string().len() < 64, "{a}");
     }
 
     #[test]
-    fn readable_text_holds_no_control_and_no_brace() {
-        let text = key("p", &[Some("{x}\u{1b}[31m\n")]).readable();
+    fn readable_string_escapes_control_characters_and_braces() {
+        let text = key("p", &[Some("{x}\u{1b}[31m\n")]).to_readable_string();
         assert_eq!(text, "p/%7Bx%7D%1B%5B31m%0A");
     }
 }

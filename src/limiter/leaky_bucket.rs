@@ -11,17 +11,17 @@
 //! Memory: three numbers; with costs that are settled later as `token_bucket`.
 
 use super::Limit;
-use super::token_bucket::Bucket;
+use super::token_bucket::TokenBucketState;
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct Line(Bucket);
+pub(super) struct LeakyBucketQueue(TokenBucketState);
 
-impl Line {
+impl LeakyBucketQueue {
     /// Units of the capacity that are not free at `now_us`.
     pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
         self.0
             .debt_at(limit, now_us)
-            .saturating_sub(limit.slack())
+            .saturating_sub(limit.delay_remainder())
             .div_ceil(limit.per_us)
     }
 
@@ -30,11 +30,11 @@ impl Line {
     }
 
     /// Takes what room there is, up to `cost`. Nobody stands there: it only keeps newcomers out.
-    pub(super) fn press(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
-        self.0.press(limit, cost, now_us, settles);
+    pub(super) fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
+        self.0.charge_rejected(limit, cost, now_us, settles);
     }
 
-    /// Gives places back, as [`Bucket::credit`] says. Those in line keep their turns, beside which newcomers may go.
+    /// Gives places back, as [`TokenBucketState::credit`] says. Those in line keep their turns, beside which newcomers may go.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
         self.0.credit(limit, units, at_us, now_us);
     }
@@ -46,20 +46,20 @@ impl Line {
     /// How long whoever came last has to be held.
     pub(super) fn delay_us(&self, limit: &Limit, now_us: u64) -> u64 {
         self.0
-            .pays_down_at_us(limit, now_us, limit.per_us)
+            .debt_drop_time_us(limit, now_us, limit.per_us)
             .saturating_sub(now_us)
     }
 
-    pub(super) fn newest_us(&self) -> u64 {
+    pub(super) fn latest_proven_us(&self) -> u64 {
         self.0.newest_us()
     }
 
     /// When at most `units` of the capacity are not free.
-    pub(super) fn at_most_at_us(&self, limit: &Limit, now_us: u64, units: u64) -> u64 {
+    pub(super) fn usage_drop_time_us(&self, limit: &Limit, now_us: u64, units: u64) -> u64 {
         let debt = units
             .saturating_mul(limit.per_us)
-            .saturating_add(limit.slack());
-        self.0.pays_down_at_us(limit, now_us, debt)
+            .saturating_add(limit.delay_remainder());
+        self.0.debt_drop_time_us(limit, now_us, debt)
     }
 
     pub(super) fn expires_at_us(&self, limit: &Limit) -> u64 {

@@ -24,7 +24,7 @@ use smallvec::SmallVec;
 pub const MAX_UNITS: u64 = 1 << 53;
 
 /// The last time that a rule tells, for the same reason: in the year 2255.
-const LAST_US: u64 = 1 << 53;
+const MAX_TIME_US: u64 = 1 << 53;
 
 /// The longest warm-up, a day: it is reckoned exactly up to some weeks.
 pub const MAX_WARM_UP_US: u64 = 86_400_000_000;
@@ -81,20 +81,20 @@ pub struct Charge<'a> {
     /// A shadow group is charged only if every enforced charge and its whole group admit,
     /// and never changes what the others get.
     pub shadow: bool,
-    /// Its policy counts what it refuses: [`Effect::Press`].
+    /// Its policy counts what it refuses: [`ChargeEffect::ChargeRejected`].
     pub counts_rejected: bool,
     /// What it really costs will be said later: [`Amendment::Credit`].
     pub settles: bool,
     /// The slot that a charge of [`Algorithm::Concurrency`] takes: unique among all replicas.
-    pub slot: u128,
+    pub slot_id: u128,
     /// Its policy goes on in this process while the store is away.
-    pub local: bool,
+    pub has_fallback: bool,
     /// How many counters of a cluster share the limit ([`Limit::shard`]); elsewhere it is one whatever this says.
-    pub shards: u16,
+    pub shard_count: u16,
     /// How its policy takes units in advance, if it does; the same for all charges of a group.
     pub lease: Option<Lease>,
     /// So many units are wanted in advance, if the request is admitted; 0: none. The same for all charges of a group.
-    pub wanted: u64,
+    pub requested_lease_units: u64,
 }
 
 /// How units are taken in advance, to be handed out without asking the store.
@@ -104,7 +104,7 @@ pub struct Charge<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Lease {
     /// Units in hand at most, at least 1; `None`: as the rate of requests suggests, and never more than one in
-    /// [`AUTO_SHARE`] of those that are free.
+    /// [`AUTO_LEASE_DIVISOR`] of those that are free.
     pub size: Option<u64>,
     /// How long they may be handed out, in microseconds, at least 1 and at most half of the policy's shortest period.
     pub ttl_us: u64,
@@ -112,11 +112,11 @@ pub struct Lease {
 
 /// What one process takes of the free units at a time, if its size is its own choice: near the limit nothing is lent,
 /// and who asks is decided exactly.
-pub const AUTO_SHARE: u64 = 4;
+pub const AUTO_LEASE_DIVISOR: u64 = 4;
 
 /// Units lent of all limits of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Grant {
+pub struct GrantedUnits {
     pub group: u32,
     /// At least 1.
     pub units: u64,
@@ -126,84 +126,92 @@ pub struct Grant {
 
 /// What a decision does to a charge's counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Effect {
-    Nothing,
+pub enum ChargeEffect {
+    NoChange,
     /// The units are taken.
     Charge,
     /// The units are taken as far as the capacity goes, though they were refused: what is in use ends at
     /// max(before, min(capacity, before + cost)), the newest units kept.
-    Press,
+    ChargeRejected,
 }
 
 /// What the decision does to the counter of the charge at `at`; `refusals` are those of all charges, found before
 /// anything was changed.
-pub fn effect(charges: &[Charge<'_>], refusals: &[Option<Refusal>], at: usize) -> Effect {
+pub fn determine_effect(
+    charges: &[Charge<'_>],
+    refusals: &[Option<Refusal>],
+    at: usize,
+) -> ChargeEffect {
     let Some(charge) = charges.get(at).filter(|charge| charge.cost > 0) else {
-        return Effect::Nothing;
+        return ChargeEffect::NoChange;
     };
     let refuses = |group: Option<u32>| {
         charges
             .iter()
             .zip(refusals)
-            .any(|(other, refusal)| refusal.is_some() && other.stands_in() == group)
+            .any(|(other, refusal)| refusal.is_some() && other.shadow_group() == group)
     };
     if charge.is_block() {
         // It begins when a limit of its own policy is full, and doesn't hold already.
-        let is_free = refusals.get(at).is_some_and(Option::is_none);
+        let is_inactive = refusals.get(at).is_some_and(Option::is_none);
         let is_full = charges.iter().zip(refusals).any(|(other, refusal)| {
-            let is_limit = charge.is_of_policy_of(other) && !other.is_block();
+            let is_limit = charge.is_same_policy(other) && !other.is_block();
             is_limit && matches!(refusal, Some(Refusal::Until(_) | Refusal::Unknown))
         });
-        return if is_free && is_full {
-            Effect::Charge
+        return if is_inactive && is_full {
+            ChargeEffect::Charge
         } else {
-            Effect::Nothing
+            ChargeEffect::NoChange
         };
     }
     let admitted = !refuses(None);
-    if admitted && !(charge.shadow && refuses(charge.stands_in())) {
-        return Effect::Charge;
+    if admitted && !(charge.shadow && refuses(charge.shadow_group())) {
+        return ChargeEffect::Charge;
     }
-    let mut own = charges
+    let mut policy_refusals = charges
         .iter()
         .zip(refusals)
-        .filter(|(other, _)| charge.is_of_policy_of(other));
+        .filter(|(other, _)| charge.is_same_policy(other));
     let counts = charge.counts_rejected && (admitted || !charge.shadow);
-    if counts && own.any(|(_, refusal)| refusal.is_some()) {
-        Effect::Press
+    if counts && policy_refusals.any(|(_, refusal)| refusal.is_some()) {
+        ChargeEffect::ChargeRejected
     } else {
-        Effect::Nothing
+        ChargeEffect::NoChange
     }
 }
 
 /// What is lent beside a request that was admitted, once its own units were taken. `lends` is [`View::lends`] for a
 /// charge's counter.
-pub fn grants(
+pub fn compute_grants(
     charges: &[Charge<'_>],
     now_us: u64,
-    lends: impl Fn(&Charge<'_>, u64) -> Option<(u64, u64)>,
-) -> SmallVec<[Grant; 1]> {
-    let of_policy = charges.chunk_by(|one, other| one.is_of_policy_of(other));
+    grantable_units: impl Fn(&Charge<'_>, u64) -> Option<(u64, u64)>,
+) -> SmallVec<[GrantedUnits; 1]> {
+    let by_policy = charges.chunk_by(|one, other| one.is_same_policy(other));
     let grant = |charges: &[Charge<'_>]| {
         let (first, lease) = charges
             .first()
             .and_then(|first| Some((first, first.lease?)))?;
-        let share = if lease.size.is_none() { AUTO_SHARE } else { 1 };
+        let divisor = if lease.size.is_none() {
+            AUTO_LEASE_DIVISOR
+        } else {
+            1
+        };
         let (mut units, mut until_us) = (
-            first.wanted,
+            first.requested_lease_units,
             now_us.saturating_add(lease.ttl_us.saturating_sub(1)),
         );
-        for charge in charges.iter().filter(|_| first.wanted > 0) {
-            let (free, ends_us) = lends(charge, until_us)?;
-            (units, until_us) = (units.min(free / share), ends_us);
+        for charge in charges.iter().filter(|_| first.requested_lease_units > 0) {
+            let (free, ends_us) = grantable_units(charge, until_us)?;
+            (units, until_us) = (units.min(free / divisor), ends_us);
         }
-        (units > 0).then_some(Grant {
+        (units > 0).then_some(GrantedUnits {
             group: first.group,
             units,
             until_us,
         })
     };
-    of_policy.filter_map(grant).collect()
+    by_policy.filter_map(grant).collect()
 }
 
 impl<'a> Charge<'a> {
@@ -217,17 +225,17 @@ impl<'a> Charge<'a> {
             shadow: false,
             counts_rejected: false,
             settles: false,
-            slot: 0,
-            local: false,
-            shards: 1,
+            slot_id: 0,
+            has_fallback: false,
+            shard_count: 1,
             lease: None,
-            wanted: 0,
+            requested_lease_units: 0,
         }
     }
 
     /// How units are taken in advance with this charge, if any are wanted.
-    pub fn wanted_lease(&self) -> Option<Lease> {
-        self.lease.filter(|_| self.wanted > 0)
+    pub fn requested_lease(&self) -> Option<Lease> {
+        self.lease.filter(|_| self.requested_lease_units > 0)
     }
 
     pub fn is_block(&self) -> bool {
@@ -235,12 +243,12 @@ impl<'a> Charge<'a> {
     }
 
     /// Whether both belong to one policy.
-    pub fn is_of_policy_of(&self, other: &Self) -> bool {
+    pub fn is_same_policy(&self, other: &Self) -> bool {
         (self.group, self.shadow) == (other.group, other.shadow)
     }
 
     /// Shadow groups have numbers; what is enforced stands together.
-    fn stands_in(&self) -> Option<u32> {
+    fn shadow_group(&self) -> Option<u32> {
         self.shadow.then_some(self.group)
     }
 }
@@ -252,7 +260,7 @@ pub enum Amendment {
     Charge(u64),
     /// So many units were taken `age_us` ago, and nobody has told yet. They are charged at that age, but not before
     /// the newest charge: a state has no room in between.
-    Back { units: u64, age_us: u64 },
+    BackdatedCharge { units: u64, age_us: u64 },
     /// It took fewer than the charge that stands at `at_us` ([`Decision::stands_us`]): so many units go back, as far as they
     /// still count.
     Credit { units: u64, at_us: u64 },
@@ -276,25 +284,25 @@ pub enum Refusal {
 
 /// Where one limit stands once the decision is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Standing {
+pub struct LimitStatus {
     /// Units that a further request would still get now.
     pub remaining: u64,
     /// When `remaining` next grows (µs, store's clock); `None` if it is as large as it ever gets.
-    pub grows_at_us: Option<u64>,
+    pub next_growth_us: Option<u64>,
     /// `None`: this limit admits the charge (which says nothing about the others').
     pub refusal: Option<Refusal>,
 }
 
-impl Standing {
+impl LimitStatus {
     /// The same, told by another clock: the one that said `to_us` when this one said `from_us`.
-    pub fn on_clock(self, from_us: u64, to_us: u64) -> Self {
-        let told = |at_us: u64| to_us.saturating_add(at_us.saturating_sub(from_us));
+    pub fn convert_clock(self, from_us: u64, to_us: u64) -> Self {
+        let convert = |at_us: u64| to_us.saturating_add(at_us.saturating_sub(from_us));
         let refusal = match self.refusal {
-            Some(Refusal::Until(until_us)) => Some(Refusal::Until(told(until_us))),
+            Some(Refusal::Until(until_us)) => Some(Refusal::Until(convert(until_us))),
             refusal => refusal,
         };
         Self {
-            grows_at_us: self.grows_at_us.map(told),
+            next_growth_us: self.next_growth_us.map(convert),
             refusal,
             ..self
         }
@@ -310,21 +318,21 @@ pub struct Decision {
     pub admitted: bool,
     /// One per charge, in the order asked. `None`: not known, because a refusal that the store gave
     /// before was answered from memory. At least one enforced standing then says why.
-    pub standings: SmallVec<[Option<Standing>; 4]>,
+    pub statuses: SmallVec<[Option<LimitStatus>; 4]>,
     /// How long an admitted request has to be held: the longest that an enforced limit wants, for most 0.
     pub delay_us: u64,
     /// What was lent beside.
-    pub grants: SmallVec<[Grant; 1]>,
+    pub grants: SmallVec<[GrantedUnits; 1]>,
     /// Where the charges that will be settled stand (µs), on the clock of the server that keeps them: what a later
     /// [`Amendment::Credit`] names. Mostly that is `now_us`, but beside a lease it is that one's end. One per charge, `None`
     /// where it was not made; empty if none settles.
-    pub stands_us: SmallVec<[Option<u64>; 1]>,
+    pub charged_at_us: SmallVec<[Option<u64>; 1]>,
 }
 
 impl Limit {
     /// Everything that names a counter beside its key: a changed amount keeps the usage so far,
     /// a changed algorithm or period starts a new counter.
-    pub fn identity(&self) -> (Algorithm, u64) {
+    pub fn counter_identity(&self) -> (Algorithm, u64) {
         let algorithm = match self.algorithm {
             // A changed `block_for` ends no block.
             Algorithm::Block => return (Algorithm::Block, 0),
@@ -348,9 +356,11 @@ impl Limit {
             _ if self.requests == 0 => 0,
             Algorithm::TokenBucket { burst, .. } => burst,
             Algorithm::LeakyBucket { max_delay_us } => {
-                let waiting = u128::from(max_delay_us) * u128::from(self.requests)
+                let queue_length = u128::from(max_delay_us) * u128::from(self.requests)
                     / u128::from(self.per_us.max(1));
-                u64::try_from(waiting).unwrap_or(u64::MAX).saturating_add(1)
+                u64::try_from(queue_length)
+                    .unwrap_or(u64::MAX)
+                    .saturating_add(1)
             }
             _ => self.requests,
         }
@@ -369,12 +379,12 @@ impl Limit {
 
     /// What the longest delay of [`Algorithm::LeakyBucket`] is worth beyond whole units, in units of 1 / per_us;
     /// else 0.
-    pub fn slack(&self) -> u64 {
+    pub fn delay_remainder(&self) -> u64 {
         match self.algorithm {
             Algorithm::LeakyBucket { max_delay_us } => {
-                let part = u128::from(max_delay_us) * u128::from(self.requests)
+                let remainder = u128::from(max_delay_us) * u128::from(self.requests)
                     % u128::from(self.per_us.max(1));
-                u64::try_from(part).unwrap_or_default()
+                u64::try_from(remainder).unwrap_or_default()
             }
             _ => 0,
         }
@@ -389,54 +399,60 @@ impl Limit {
     }
 
     /// The state of a key that was never seen.
-    pub fn fresh(&self) -> State {
-        State(match self.algorithm {
-            Algorithm::SlidingLog => Kind::SlidingLog(sliding_log::Log::default()),
-            Algorithm::SlidingWindow { .. } => {
-                Kind::SlidingWindow(sliding_window::Buckets::new(self.sub_window_us()))
-            }
+    pub fn initial_state(&self) -> CounterState {
+        CounterState(match self.algorithm {
+            Algorithm::SlidingLog => AlgorithmState::SlidingLog(sliding_log::ChargeLog::default()),
+            Algorithm::SlidingWindow { .. } => AlgorithmState::SlidingWindow(
+                sliding_window::SubWindowLog::new(self.sub_window_us()),
+            ),
             Algorithm::FixedWindow { offset_us } => {
-                Kind::FixedWindow(fixed_window::Window::new(offset_us))
+                AlgorithmState::FixedWindow(fixed_window::FixedWindowState::new(offset_us))
             }
-            Algorithm::TokenBucket { .. } => Kind::TokenBucket(token_bucket::Bucket::default()),
-            Algorithm::LeakyBucket { .. } => Kind::LeakyBucket(leaky_bucket::Line::default()),
-            Algorithm::Concurrency { .. } => Kind::Concurrency(concurrency::Slots::default()),
-            Algorithm::Block => Kind::Block(block::Block::default()),
+            Algorithm::TokenBucket { .. } => {
+                AlgorithmState::TokenBucket(token_bucket::TokenBucketState::default())
+            }
+            Algorithm::LeakyBucket { .. } => {
+                AlgorithmState::LeakyBucket(leaky_bucket::LeakyBucketQueue::default())
+            }
+            Algorithm::Concurrency { .. } => {
+                AlgorithmState::Concurrency(concurrency::ConcurrencySlots::default())
+            }
+            Algorithm::Block => AlgorithmState::Block(block::BlockState::default()),
         })
     }
 }
 
 /// What a store keeps for one key of one limit.
 #[derive(Clone, Debug)]
-pub struct State(Kind);
+pub struct CounterState(AlgorithmState);
 
 #[derive(Clone, Debug)]
-enum Kind {
-    SlidingLog(sliding_log::Log),
-    SlidingWindow(sliding_window::Buckets),
-    FixedWindow(fixed_window::Window),
-    TokenBucket(token_bucket::Bucket),
-    LeakyBucket(leaky_bucket::Line),
-    Concurrency(concurrency::Slots),
-    Block(block::Block),
+enum AlgorithmState {
+    SlidingLog(sliding_log::ChargeLog),
+    SlidingWindow(sliding_window::SubWindowLog),
+    FixedWindow(fixed_window::FixedWindowState),
+    TokenBucket(token_bucket::TokenBucketState),
+    LeakyBucket(leaky_bucket::LeakyBucketQueue),
+    Concurrency(concurrency::ConcurrencySlots),
+    Block(block::BlockState),
 }
 
-impl State {
+impl CounterState {
     /// The state as it stands at `now_us`, or at the newest charge it has seen: a clock that steps back
     /// never loosens. Looking changes nothing, so that a look at a time that the clock then takes back
     /// forgets no charge.
-    pub fn at<'a>(&'a self, limit: &'a Limit, now_us: u64) -> View<'a> {
-        let now_us = now_us.max(self.newest_us());
+    pub fn view_at<'a>(&'a self, limit: &'a Limit, now_us: u64) -> CounterView<'a> {
+        let now_us = now_us.max(self.latest_proven_us());
         let used = match &self.0 {
-            Kind::SlidingLog(log) => log.used(limit, now_us),
-            Kind::SlidingWindow(buckets) => buckets.used(limit, now_us),
-            Kind::TokenBucket(bucket) => bucket.used(limit, now_us),
-            Kind::LeakyBucket(line) => line.used(limit, now_us),
-            Kind::FixedWindow(window) => window.used(limit, now_us),
-            Kind::Concurrency(slots) => slots.used(now_us),
-            Kind::Block(block) => block.used(now_us),
+            AlgorithmState::SlidingLog(log) => log.used(limit, now_us),
+            AlgorithmState::SlidingWindow(buckets) => buckets.used(limit, now_us),
+            AlgorithmState::TokenBucket(bucket) => bucket.used(limit, now_us),
+            AlgorithmState::LeakyBucket(line) => line.used(limit, now_us),
+            AlgorithmState::FixedWindow(window) => window.used(limit, now_us),
+            AlgorithmState::Concurrency(slots) => slots.used(now_us),
+            AlgorithmState::Block(block) => block.used(now_us),
         };
-        View {
+        CounterView {
             state: self,
             limit,
             now_us,
@@ -446,31 +462,39 @@ impl State {
 
     /// Takes the units of a charge, at least 1, at the time that [`State::at`] would look at.
     pub fn charge(&mut self, charge: &Charge<'_>, now_us: u64) {
-        if let Kind::Concurrency(slots) = &mut self.0 {
-            return slots.hold(
-                charge.slot,
+        if let AlgorithmState::Concurrency(slots) = &mut self.0 {
+            return slots.hold_slot(
+                charge.slot_id,
                 now_us.saturating_add(charge.limit.per_us),
                 now_us,
             );
         }
-        self.take(charge.limit, charge.cost, now_us, charge.settles);
+        self.take_units(charge.limit, charge.cost, now_us, charge.settles);
     }
 
     /// Takes units, at least 1, that will be used until `until_us`, as [`grants`] says.
-    pub fn lend(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
+    pub fn grant_lease(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
         match &mut self.0 {
-            Kind::SlidingLog(log) => log.lend(limit, units, now_us, now_us, until_us),
-            Kind::SlidingWindow(buckets) => buckets.lend(limit, units, now_us, until_us),
-            Kind::FixedWindow(window) => window.charge(limit, units, now_us),
-            Kind::TokenBucket(bucket) => bucket.lend(limit, units, now_us, until_us),
+            AlgorithmState::SlidingLog(log) => {
+                log.grant_lease(limit, units, now_us, now_us, until_us)
+            }
+            AlgorithmState::SlidingWindow(buckets) => {
+                buckets.grant_lease(limit, units, now_us, until_us)
+            }
+            AlgorithmState::FixedWindow(window) => window.charge(limit, units, now_us),
+            AlgorithmState::TokenBucket(bucket) => {
+                bucket.grant_lease(limit, units, now_us, until_us)
+            }
             // These lend nothing.
-            Kind::LeakyBucket(_) | Kind::Concurrency(_) | Kind::Block(_) => {}
+            AlgorithmState::LeakyBucket(_)
+            | AlgorithmState::Concurrency(_)
+            | AlgorithmState::Block(_) => {}
         }
     }
 
-    /// Takes as much of a refused charge as [`Effect::Press`] says.
-    pub fn press(&mut self, charge: &Charge<'_>, now_us: u64) {
-        let now_us = now_us.max(self.newest_us());
+    /// Takes as much of a refused charge as [`ChargeEffect::ChargeRejected`] says.
+    pub fn charge_rejected(&mut self, charge: &Charge<'_>, now_us: u64) {
+        let now_us = now_us.max(self.latest_proven_us());
         let Charge {
             limit,
             cost,
@@ -478,111 +502,115 @@ impl State {
             ..
         } = *charge;
         match &mut self.0 {
-            Kind::FixedWindow(window) => window.press(limit, cost, now_us),
-            Kind::SlidingLog(log) => log.press(limit, cost, now_us),
-            Kind::SlidingWindow(buckets) => buckets.press(limit, cost, now_us),
-            Kind::TokenBucket(bucket) => bucket.press(limit, cost, now_us, settles),
-            Kind::LeakyBucket(line) => line.press(limit, cost, now_us, settles),
+            AlgorithmState::FixedWindow(window) => window.charge_rejected(limit, cost, now_us),
+            AlgorithmState::SlidingLog(log) => log.charge_rejected(limit, cost, now_us),
+            AlgorithmState::SlidingWindow(buckets) => buckets.charge_rejected(limit, cost, now_us),
+            AlgorithmState::TokenBucket(bucket) => {
+                bucket.charge_rejected(limit, cost, now_us, settles)
+            }
+            AlgorithmState::LeakyBucket(line) => line.charge_rejected(limit, cost, now_us, settles),
             // Slots are not spent, and a block counts nothing.
-            Kind::Concurrency(_) | Kind::Block(_) => {}
+            AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => {}
         }
     }
 
     /// Puts right what was charged before.
     pub fn amend(&mut self, limit: &Limit, amendment: Amendment, now_us: u64) {
         match amendment {
-            Amendment::Charge(units) => self.take(limit, units, now_us, true),
-            Amendment::Back { units, age_us } => {
-                self.take(limit, units, now_us.saturating_sub(age_us), true);
+            Amendment::Charge(units) => self.take_units(limit, units, now_us, true),
+            Amendment::BackdatedCharge { units, age_us } => {
+                self.take_units(limit, units, now_us.saturating_sub(age_us), true);
             }
             Amendment::Credit { units, at_us } => self.credit(limit, units, at_us, now_us),
             Amendment::Renew { slot } => {
-                if let Kind::Concurrency(slots) = &mut self.0 {
-                    slots.hold(slot, now_us.saturating_add(limit.per_us), now_us);
+                if let AlgorithmState::Concurrency(slots) = &mut self.0 {
+                    slots.hold_slot(slot, now_us.saturating_add(limit.per_us), now_us);
                 }
             }
             Amendment::Release { slot } => {
-                if let Kind::Concurrency(slots) = &mut self.0 {
-                    slots.release(slot);
+                if let AlgorithmState::Concurrency(slots) = &mut self.0 {
+                    slots.release_slot(slot);
                 }
             }
         }
     }
 
     fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
-        let now_us = now_us.max(self.newest_us());
+        let now_us = now_us.max(self.latest_proven_us());
         match &mut self.0 {
-            Kind::FixedWindow(window) => window.credit(limit, units, at_us, now_us),
-            Kind::SlidingLog(log) => log.credit(limit, units, at_us, now_us),
-            Kind::SlidingWindow(buckets) => buckets.credit(limit, units, at_us, now_us),
-            Kind::TokenBucket(bucket) => bucket.credit(limit, units, at_us, now_us),
-            Kind::LeakyBucket(line) => line.credit(limit, units, at_us, now_us),
-            Kind::Concurrency(_) | Kind::Block(_) => {}
+            AlgorithmState::FixedWindow(window) => window.credit(limit, units, at_us, now_us),
+            AlgorithmState::SlidingLog(log) => log.credit(limit, units, at_us, now_us),
+            AlgorithmState::SlidingWindow(buckets) => buckets.credit(limit, units, at_us, now_us),
+            AlgorithmState::TokenBucket(bucket) => bucket.credit(limit, units, at_us, now_us),
+            AlgorithmState::LeakyBucket(line) => line.credit(limit, units, at_us, now_us),
+            AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => {}
         }
     }
 
     /// `settles`: some of it may be given back.
-    fn take(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
-        let now_us = now_us.max(self.newest_us());
+    fn take_units(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
+        let now_us = now_us.max(self.latest_proven_us());
         match &mut self.0 {
-            Kind::SlidingLog(log) => log.charge(limit, cost, now_us),
-            Kind::SlidingWindow(buckets) => buckets.charge(limit, cost, now_us),
-            Kind::TokenBucket(bucket) => bucket.charge(limit, cost, now_us, settles),
-            Kind::LeakyBucket(line) => line.charge(limit, cost, now_us, settles),
-            Kind::FixedWindow(window) => window.charge(limit, cost, now_us),
-            Kind::Block(block) => block.until_us = now_us.saturating_add(limit.per_us),
+            AlgorithmState::SlidingLog(log) => log.charge(limit, cost, now_us),
+            AlgorithmState::SlidingWindow(buckets) => buckets.charge(limit, cost, now_us),
+            AlgorithmState::TokenBucket(bucket) => bucket.charge(limit, cost, now_us, settles),
+            AlgorithmState::LeakyBucket(line) => line.charge(limit, cost, now_us, settles),
+            AlgorithmState::FixedWindow(window) => window.charge(limit, cost, now_us),
+            AlgorithmState::Block(block) => block.until_us = now_us.saturating_add(limit.per_us),
             // Taken by their ids.
-            Kind::Concurrency(_) => {}
+            AlgorithmState::Concurrency(_) => {}
         }
     }
 
     /// When the state becomes indistinguishable from a fresh one.
     pub fn expires_at_us(&self, limit: &Limit) -> u64 {
         match &self.0 {
-            Kind::SlidingLog(log) => log.last_us().saturating_add(limit.per_us),
-            Kind::SlidingWindow(buckets) => buckets.expires_at_us(limit),
-            Kind::TokenBucket(bucket) => bucket.expires_at_us(limit),
-            Kind::LeakyBucket(line) => line.expires_at_us(limit),
-            Kind::FixedWindow(window) => window.end_us(limit, window.newest_us()),
-            Kind::Concurrency(slots) => slots.expires_at_us(),
-            Kind::Block(block) => block.until_us,
+            AlgorithmState::SlidingLog(log) => log.newest_entry_us().saturating_add(limit.per_us),
+            AlgorithmState::SlidingWindow(buckets) => buckets.expires_at_us(limit),
+            AlgorithmState::TokenBucket(bucket) => bucket.expires_at_us(limit),
+            AlgorithmState::LeakyBucket(line) => line.expires_at_us(limit),
+            AlgorithmState::FixedWindow(window) => {
+                window.window_end_us(limit, window.latest_proven_us())
+            }
+            AlgorithmState::Concurrency(slots) => slots.expires_at_us(),
+            AlgorithmState::Block(block) => block.until_us,
         }
     }
 
     /// Bytes held outside of the state itself.
     pub fn heap_bytes(&self) -> usize {
         match &self.0 {
-            Kind::SlidingLog(log) => log.heap_bytes(),
-            Kind::SlidingWindow(buckets) => buckets.heap_bytes(),
-            Kind::Concurrency(slots) => slots.heap_bytes(),
-            Kind::TokenBucket(bucket) => bucket.heap_bytes(),
-            Kind::LeakyBucket(line) => line.heap_bytes(),
-            Kind::FixedWindow(_) | Kind::Block(_) => 0,
+            AlgorithmState::SlidingLog(log) => log.heap_bytes(),
+            AlgorithmState::SlidingWindow(buckets) => buckets.heap_bytes(),
+            AlgorithmState::Concurrency(slots) => slots.heap_bytes(),
+            AlgorithmState::TokenBucket(bucket) => bucket.heap_bytes(),
+            AlgorithmState::LeakyBucket(line) => line.heap_bytes(),
+            AlgorithmState::FixedWindow(_) | AlgorithmState::Block(_) => 0,
         }
     }
 
-    fn newest_us(&self) -> u64 {
+    fn latest_proven_us(&self) -> u64 {
         match &self.0 {
-            Kind::SlidingLog(log) => log.newest_us(),
-            Kind::SlidingWindow(buckets) => buckets.newest_us(),
-            Kind::TokenBucket(bucket) => bucket.newest_us(),
-            Kind::LeakyBucket(line) => line.newest_us(),
-            Kind::FixedWindow(window) => window.newest_us(),
-            Kind::Concurrency(_) | Kind::Block(_) => 0,
+            AlgorithmState::SlidingLog(log) => log.latest_proven_us(),
+            AlgorithmState::SlidingWindow(buckets) => buckets.latest_proven_us(),
+            AlgorithmState::TokenBucket(bucket) => bucket.newest_us(),
+            AlgorithmState::LeakyBucket(line) => line.latest_proven_us(),
+            AlgorithmState::FixedWindow(window) => window.latest_proven_us(),
+            AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => 0,
         }
     }
 }
 
 /// A [`State`] under one limit at one time.
 #[derive(Clone, Copy, Debug)]
-pub struct View<'a> {
-    state: &'a State,
+pub struct CounterView<'a> {
+    state: &'a CounterState,
     limit: &'a Limit,
     now_us: u64,
     used: u64,
 }
 
-impl View<'_> {
+impl CounterView<'_> {
     /// Units in use. More than `requests` after a limit was lowered.
     pub fn used(&self) -> u64 {
         self.used
@@ -594,23 +622,29 @@ impl View<'_> {
         if cost > capacity || capacity == 0 {
             return Some(Refusal::Never);
         }
-        let room = capacity - cost;
-        (self.used > room).then(|| {
-            self.at_most_at_us(room)
+        let max_used = capacity - cost;
+        (self.used > max_used).then(|| {
+            self.usage_drop_time_us(max_used)
                 .map_or(Refusal::Unknown, Refusal::Until)
         })
     }
 
     /// How many units can be lent until a time, and until when at most; `None`: none can. `now_us` is the store's clock:
     /// while it stands behind the state, because it stepped back, nobody knows how long it is until then.
-    pub fn lends(&self, now_us: u64, until_us: u64) -> Option<(u64, u64)> {
+    pub fn grantable_units(&self, now_us: u64, until_us: u64) -> Option<(u64, u64)> {
         let until_us = match &self.state.0 {
-            Kind::FixedWindow(window) => {
-                until_us.min(window.end_us(self.limit, now_us).saturating_sub(1))
+            AlgorithmState::FixedWindow(window) => {
+                until_us.min(window.window_end_us(self.limit, now_us).saturating_sub(1))
             }
-            Kind::SlidingLog(log) if log.last_us() <= until_us => until_us,
-            Kind::SlidingWindow(buckets) if buckets.starts_by(until_us) => until_us,
-            Kind::TokenBucket(bucket) if bucket.lends(self.limit, now_us, until_us) => until_us,
+            AlgorithmState::SlidingLog(log) if log.newest_entry_us() <= until_us => until_us,
+            AlgorithmState::SlidingWindow(buckets) if buckets.has_newest_started_by(until_us) => {
+                until_us
+            }
+            AlgorithmState::TokenBucket(bucket)
+                if bucket.can_grant(self.limit, now_us, until_us) =>
+            {
+                until_us
+            }
             _ => return None,
         };
         (self.now_us == now_us)
@@ -618,50 +652,58 @@ impl View<'_> {
     }
 
     /// How the limit looks from here, with the refusal that was found before anything was charged.
-    pub fn standing(&self, refusal: Option<Refusal>) -> Standing {
+    pub fn limit_status(&self, refusal: Option<Refusal>) -> LimitStatus {
         let capacity = self.limit.capacity();
         let grows_at_us = match (capacity.checked_sub(1), self.used.checked_sub(1)) {
-            (Some(below_limit), Some(below_now)) => self.at_most_at_us(below_limit.min(below_now)),
+            (Some(below_limit), Some(below_now)) => {
+                self.usage_drop_time_us(below_limit.min(below_now))
+            }
             _ => None,
         };
-        Standing {
+        LimitStatus {
             remaining: capacity.saturating_sub(self.used),
-            grows_at_us,
+            next_growth_us: grows_at_us,
             refusal,
         }
     }
 
     /// Where what was charged last stands, or would if it were charged now.
-    pub fn stands_us(&self) -> u64 {
-        let newest_us = match &self.state.0 {
-            Kind::SlidingLog(log) => log.last_us(),
-            Kind::SlidingWindow(buckets) => buckets.last_start_us(),
+    pub fn charged_at_us(&self) -> u64 {
+        let newest_entry_us = match &self.state.0 {
+            AlgorithmState::SlidingLog(log) => log.newest_entry_us(),
+            AlgorithmState::SlidingWindow(buckets) => buckets.newest_start_us(),
             _ => 0,
         };
-        newest_us.max(self.now_us)
+        newest_entry_us.max(self.now_us)
     }
 
     /// How long the request that was charged last has to be held. A clock that stepped back makes nobody wait
     /// for longer than the limit says: it is counted from the time that the state looks at.
     pub fn delay_us(&self) -> u64 {
         match &self.state.0 {
-            Kind::LeakyBucket(line) => line.delay_us(self.limit, self.now_us),
+            AlgorithmState::LeakyBucket(line) => line.delay_us(self.limit, self.now_us),
             _ => 0,
         }
     }
 
     /// When, with nothing further charged, at most `units` of those in use still are; `None`: nobody knows.
-    fn at_most_at_us(&self, units: u64) -> Option<u64> {
+    fn usage_drop_time_us(&self, units: u64) -> Option<u64> {
         Some(match &self.state.0 {
-            Kind::SlidingLog(log) => log.at_most_at_us(self.limit, self.now_us, units),
-            Kind::SlidingWindow(buckets) => buckets.at_most_at_us(self.limit, self.now_us, units),
-            Kind::TokenBucket(bucket) => {
-                return bucket.at_most_at_us(self.limit, self.now_us, units);
+            AlgorithmState::SlidingLog(log) => {
+                log.usage_drop_time_us(self.limit, self.now_us, units)
             }
-            Kind::LeakyBucket(line) => line.at_most_at_us(self.limit, self.now_us, units),
-            Kind::FixedWindow(window) => window.end_us(self.limit, self.now_us),
-            Kind::Block(block) => block.until_us,
-            Kind::Concurrency(_) => return None,
+            AlgorithmState::SlidingWindow(buckets) => {
+                buckets.usage_drop_time_us(self.limit, self.now_us, units)
+            }
+            AlgorithmState::TokenBucket(bucket) => {
+                return bucket.usage_drop_time_us(self.limit, self.now_us, units);
+            }
+            AlgorithmState::LeakyBucket(line) => {
+                line.usage_drop_time_us(self.limit, self.now_us, units)
+            }
+            AlgorithmState::FixedWindow(window) => window.window_end_us(self.limit, self.now_us),
+            AlgorithmState::Block(block) => block.until_us,
+            AlgorithmState::Concurrency(_) => return None,
         })
     }
 }

@@ -8,9 +8,9 @@ use super::{Algorithm, Limit};
 impl Limit {
     /// The limit of one of `of` shards, `number` below it. They sum to the whole; none is 0 if the whole is at
     /// least `of`.
-    pub fn shard(&self, number: u16, of: u16) -> Self {
-        let (number, of) = (u64::from(number), u64::from(of.max(1)));
-        let part = |whole: u64| whole / of + u64::from(number < whole % of);
+    pub fn shard_limit(&self, number: u16, shard_count: u16) -> Self {
+        let (number, shard_count) = (u64::from(number), u64::from(shard_count.max(1)));
+        let part = |whole: u64| whole / shard_count + u64::from(number < whole % shard_count);
         let mut algorithm = self.algorithm;
         if let Algorithm::TokenBucket { burst, .. } = &mut algorithm {
             *burst = part(*burst);
@@ -28,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shards_sum_to_the_whole_and_none_is_empty() {
+    fn shard_limits_sum_to_the_whole_limit_and_none_is_zero() {
         for (requests, of) in [
             (1, 1),
             (7, 3),
@@ -42,7 +42,7 @@ mod tests {
                 algorithm: Algorithm::SlidingLog,
             };
             let shards: Vec<u64> = (0..of)
-                .map(|number| whole.shard(number, of).requests)
+                .map(|number| whole.shard_limit(number, of).requests)
                 .collect();
             assert_eq!(shards.iter().sum::<u64>(), requests);
             assert!(shards.iter().all(|shard| *shard >= 1), "{shards:?}");

@@ -4,51 +4,52 @@
 //! Worst case: exact; a client that spent everything at once waits one whole period.
 //! Retry: when the oldest entries that must leave for this cost to fit have left.
 //! Memory: 16 bytes per charge that still counts (charges in the same microsecond share one entry).
-//! Time: a look is a binary search; a charge adds one entry and drops at most [`TRIM`] that have left; a credit
-//! changes at most [`AMEND`] that came after.
+//! Time: a look is a binary search; a charge adds one entry and drops at most [`MAX_TRIMMED_ENTRIES`] that have left; a credit
+//! changes at most [`MAX_ENTRIES_AFTER_CREDIT`] that came after.
 
 use super::{Limit, MAX_UNITS};
 use std::collections::VecDeque;
 
 /// Entries that one charge drops at most: a long log that was idle must not stop the store at once.
-const TRIM: usize = 64;
+const MAX_TRIMMED_ENTRIES: usize = 64;
 
 /// Entries behind a charge that is credited at most: their sums change. Redis has the same bound.
-const AMEND: usize = 250;
+const MAX_ENTRIES_AFTER_CREDIT: usize = 250;
 
 /// Times grow from entry to entry, and so do sums; only the newest may carry nothing, after a credit.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Log {
-    entries: VecDeque<Entry>,
+pub(super) struct ChargeLog {
+    entries: VecDeque<ChargeLogEntry>,
     /// The sum before the first unit of these that counts: units of all entries that were dropped, and of the
     /// first what was pushed out.
-    dropped: u64,
+    dropped_total: u64,
     /// How far the newest entry stands ahead of the time that is proven to have passed: it was lent, or came while
     /// such a one was the newest.
     lead_us: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct ChargeLogEntry {
     at_us: u64,
     /// Units of all entries so far, this one and the dropped ones included. It may wrap: only differences count,
     /// and at most 2^53 units live at once.
-    sum: u64,
+    running_total: u64,
 }
 
-impl Log {
+impl ChargeLog {
     /// Units in the window that ends at `now_us`.
     pub(super) fn used(&self, limit: &Limit, now_us: u64) -> u64 {
-        let left = self.left(limit, now_us);
-        self.sum().wrapping_sub(self.before(left))
+        let expired_count = self.expired_count(limit, now_us);
+        self.running_total()
+            .wrapping_sub(self.total_before(expired_count))
     }
 
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
-        self.enter(limit, cost, now_us, now_us);
+        self.add_entry(limit, cost, now_us, now_us);
     }
 
     /// Takes units that stand at `until_us`, while a charge would stand at `at_us`.
-    pub(super) fn lend(
+    pub(super) fn grant_lease(
         &mut self,
         limit: &Limit,
         units: u64,
@@ -56,68 +57,77 @@ impl Log {
         at_us: u64,
         until_us: u64,
     ) {
-        self.enter(limit, units, now_us, until_us);
-        self.lead_us = self.last_us().saturating_sub(at_us);
+        self.add_entry(limit, units, now_us, until_us);
+        self.lead_us = self.newest_entry_us().saturating_sub(at_us);
     }
 
     /// Takes `cost` units of one who was refused, in place of the oldest where they don't fit.
-    pub(super) fn press(&mut self, limit: &Limit, cost: u64, now_us: u64) {
-        self.press_in(limit, cost, now_us, now_us);
+    pub(super) fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+        self.charge_rejected_at(limit, cost, now_us, now_us);
     }
 
-    /// Takes up to `units` off the charge made at `at_us`, if it still counts and no more than [`AMEND`] came after it.
+    /// Takes up to `units` off the charge made at `at_us`, if it still counts and no more than [`MAX_ENTRIES_AFTER_CREDIT`] came after it.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
         let nth = self.entries.partition_point(|entry| entry.at_us < at_us);
         let Some(entry) = self.entries.get(nth).copied() else {
             return;
         };
-        let behind = self.entries.len() - nth - 1;
-        if entry.at_us != at_us || at_us.saturating_add(limit.per_us) <= now_us || behind > AMEND {
+        let entries_after = self.entries.len() - nth - 1;
+        if entry.at_us != at_us
+            || at_us.saturating_add(limit.per_us) <= now_us
+            || entries_after > MAX_ENTRIES_AFTER_CREDIT
+        {
             return;
         }
-        let carried = entry.sum.wrapping_sub(self.before(nth));
+        let entry_units = entry.running_total.wrapping_sub(self.total_before(nth));
         for entry in self.entries.range_mut(nth..) {
-            entry.sum = entry.sum.wrapping_sub(units.min(carried));
+            entry.running_total = entry.running_total.wrapping_sub(units.min(entry_units));
         }
-        if units >= carried && behind > 0 {
+        if units >= entry_units && entries_after > 0 {
             self.entries.remove(nth);
         }
     }
 
     /// Adds an entry that stands at `at_us`, or with the newest if that stands later, and drops some that have left for
     /// good: time does not go back behind an entry.
-    pub(super) fn enter(&mut self, limit: &Limit, cost: u64, now_us: u64, at_us: u64) {
-        self.lead_us = self.last_us().saturating_sub(at_us);
-        let at_us = at_us.max(self.last_us());
-        let sum = self.sum().wrapping_add(cost);
+    pub(super) fn add_entry(&mut self, limit: &Limit, cost: u64, now_us: u64, at_us: u64) {
+        self.lead_us = self.newest_entry_us().saturating_sub(at_us);
+        let at_us = at_us.max(self.newest_entry_us());
+        let sum = self.running_total().wrapping_add(cost);
         let last = self.entries.len().saturating_sub(1);
-        let before = self.before(last);
+        let previous_total = self.total_before(last);
         match self.entries.back_mut() {
-            Some(newest) if newest.at_us == at_us || newest.sum == before => {
-                *newest = Entry { at_us, sum }
+            Some(newest) if newest.at_us == at_us || newest.running_total == previous_total => {
+                *newest = ChargeLogEntry {
+                    at_us,
+                    running_total: sum,
+                }
             }
-            _ => self.entries.push_back(Entry { at_us, sum }),
+            _ => self.entries.push_back(ChargeLogEntry {
+                at_us,
+                running_total: sum,
+            }),
         }
         if let Some(last) = self
             .entries
-            .drain(..self.left(limit, now_us).min(TRIM))
+            .drain(..self.expired_count(limit, now_us).min(MAX_TRIMMED_ENTRIES))
             .next_back()
         {
-            self.dropped = last.sum;
+            self.dropped_total = last.running_total;
         }
-        if self.entries.len().max(TRIM) < self.entries.capacity() / 4 {
+        if self.entries.len().max(MAX_TRIMMED_ENTRIES) < self.entries.capacity() / 4 {
             self.entries.shrink_to(self.entries.len() * 2);
         }
-        self.keep(limit, now_us, MAX_UNITS);
+        self.keep_newest_units(limit, now_us, MAX_UNITS);
     }
 
     /// [`Log::press`] with an entry that stands at `at_us`.
-    pub(super) fn press_in(&mut self, limit: &Limit, cost: u64, now_us: u64, at_us: u64) {
+    pub(super) fn charge_rejected_at(&mut self, limit: &Limit, cost: u64, now_us: u64, at_us: u64) {
         let (used, capacity) = (self.used(limit, now_us), limit.capacity());
         let cost = cost.min(capacity);
         if cost > 0 {
-            self.enter(limit, cost, now_us, at_us);
-            self.keep(
+            self.add_entry(limit, cost, now_us, at_us);
+            self.keep_newest_units(
                 limit,
                 now_us,
                 used.max(capacity.min(used.saturating_add(cost))),
@@ -126,43 +136,45 @@ impl Log {
     }
 
     /// Lets no more than the newest `most` units, at least 1, count.
-    fn keep(&mut self, limit: &Limit, now_us: u64, most: u64) {
-        if self.used(limit, now_us) > most {
-            let sum = self.sum();
-            let gone = self
+    fn keep_newest_units(&mut self, limit: &Limit, now_us: u64, max_units: u64) {
+        if self.used(limit, now_us) > max_units {
+            let sum = self.running_total();
+            let removed_count = self
                 .entries
-                .partition_point(|entry| sum.wrapping_sub(entry.sum) >= most);
-            self.entries.drain(..gone);
-            self.dropped = sum.wrapping_sub(most);
+                .partition_point(|entry| sum.wrapping_sub(entry.running_total) >= max_units);
+            self.entries.drain(..removed_count);
+            self.dropped_total = sum.wrapping_sub(max_units);
         }
     }
 
     /// The latest time that the entries prove to have passed.
-    pub(super) fn newest_us(&self) -> u64 {
-        self.last_us().saturating_sub(self.lead_us)
+    pub(super) fn latest_proven_us(&self) -> u64 {
+        self.newest_entry_us().saturating_sub(self.lead_us)
     }
 
     /// Where the newest entry stands.
-    pub(super) fn last_us(&self) -> u64 {
+    pub(super) fn newest_entry_us(&self) -> u64 {
         self.entries.back().map_or(0, |newest| newest.at_us)
     }
 
     pub(super) fn heap_bytes(&self) -> usize {
-        self.entries.capacity() * size_of::<Entry>()
+        self.entries.capacity() * size_of::<ChargeLogEntry>()
     }
 
     /// When enough of the oldest have left that at most `units` are in use.
-    pub(super) fn at_most_at_us(&self, limit: &Limit, now_us: u64, units: u64) -> u64 {
-        let sum = self.sum();
-        let enough = self
+    pub(super) fn usage_drop_time_us(&self, limit: &Limit, now_us: u64, units: u64) -> u64 {
+        let sum = self.running_total();
+        let expiring_count = self
             .entries
-            .partition_point(|entry| sum.wrapping_sub(entry.sum) > units);
-        let last = self.entries.get(enough.max(self.left(limit, now_us)));
+            .partition_point(|entry| sum.wrapping_sub(entry.running_total) > units);
+        let last = self
+            .entries
+            .get(expiring_count.max(self.expired_count(limit, now_us)));
         last.map_or(now_us, |last| last.at_us.saturating_add(limit.per_us))
     }
 
     /// How many entries have left the window that ends at `now_us`.
-    fn left(&self, limit: &Limit, now_us: u64) -> usize {
+    fn expired_count(&self, limit: &Limit, now_us: u64) -> usize {
         match self.entries.front() {
             // Most looks find the window full or filling up.
             Some(oldest) if oldest.at_us.saturating_add(limit.per_us) > now_us => 0,
@@ -173,16 +185,16 @@ impl Log {
     }
 
     /// The sum before the `nth` entry.
-    fn before(&self, nth: usize) -> u64 {
+    fn total_before(&self, nth: usize) -> u64 {
         nth.checked_sub(1)
             .and_then(|last| self.entries.get(last))
-            .map_or(self.dropped, |last| last.sum)
+            .map_or(self.dropped_total, |last| last.running_total)
     }
 
-    fn sum(&self) -> u64 {
+    fn running_total(&self) -> u64 {
         self.entries
             .back()
-            .map_or(self.dropped, |newest| newest.sum)
+            .map_or(self.dropped_total, |newest| newest.running_total)
     }
 }
 
@@ -192,14 +204,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_long_log_is_dropped_in_portions_counts_nothing_of_what_left_and_gives_its_memory_back() {
+    fn an_idle_log_is_trimmed_gradually_counts_no_expired_units_and_releases_its_memory() {
         const MANY: u64 = 10_000;
         let limit = Limit {
             requests: MANY,
             per_us: 1_000_000,
             algorithm: Algorithm::SlidingLog,
         };
-        let mut log = Log::default();
+        let mut log = ChargeLog::default();
         for now_us in 1..=MANY {
             log.charge(&limit, 2, now_us);
         }
@@ -209,7 +221,10 @@ mod tests {
         for rounds in 1..=MANY / 64 {
             log.charge(&limit, 1, idle_us + rounds);
             assert_eq!(log.used(&limit, idle_us + rounds), rounds);
-            assert!(full.0 - log.entries.len() <= TRIM * usize::try_from(rounds).unwrap());
+            assert!(
+                full.0 - log.entries.len()
+                    <= MAX_TRIMMED_ENTRIES * usize::try_from(rounds).unwrap()
+            );
         }
         assert!(
             log.entries.len() < 300 && log.heap_bytes() < full.1 / 8,
@@ -220,22 +235,24 @@ mod tests {
 
     /// Every charge with the units that it has left, oldest first; nothing is ever forgotten.
     #[derive(Default)]
-    struct Naive(Vec<(u64, u64)>);
+    struct ReferenceLog(Vec<(u64, u64)>);
 
-    impl Naive {
-        fn living(&self, limit: &Limit, now_us: u64) -> impl Iterator<Item = &(u64, u64)> {
+    impl ReferenceLog {
+        fn counted_charges(&self, limit: &Limit, now_us: u64) -> impl Iterator<Item = &(u64, u64)> {
             self.0
                 .iter()
                 .filter(move |(at_us, _)| at_us + limit.per_us > now_us)
         }
 
         fn used(&self, limit: &Limit, now_us: u64) -> u64 {
-            self.living(limit, now_us).map(|(_, units)| units).sum()
+            self.counted_charges(limit, now_us)
+                .map(|(_, units)| units)
+                .sum()
         }
 
-        fn at_most_at_us(&self, limit: &Limit, now_us: u64, most: u64) -> u64 {
+        fn usage_drop_time_us(&self, limit: &Limit, now_us: u64, most: u64) -> u64 {
             let leave = self
-                .living(limit, now_us)
+                .counted_charges(limit, now_us)
                 .map(|(at_us, _)| at_us + limit.per_us);
             let mut moments = [now_us].into_iter().chain(leave);
             moments
@@ -243,7 +260,7 @@ mod tests {
                 .unwrap()
         }
 
-        fn press(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+        fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64) {
             self.0.retain(|(at_us, _)| at_us + limit.per_us > now_us);
             let (before, cost) = (self.used(limit, now_us), cost.min(limit.requests));
             self.0.push((now_us, cost));
@@ -269,18 +286,18 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn what_is_pressed_charged_late_and_credited_is_as_if_each_unit_were_kept_apart(
+        fn rejected_charges_settlements_and_credits_match_a_reference_log(
             requests in 1..30u64,
             ops in proptest::collection::vec((0..4u8, 0..40u64, 1..12u64, 0..8usize), 1..120),
         ) {
             let limit = Limit { requests, per_us: 200, algorithm: Algorithm::SlidingLog };
-            let (mut log, mut naive, mut now_us, mut times) = (Log::default(), Naive::default(), 1_000, vec![0]);
+            let (mut log, mut naive, mut now_us, mut times) = (ChargeLog::default(), ReferenceLog::default(), 1_000, vec![0]);
             for (what, after_us, units, back) in ops {
                 now_us += after_us;
                 match what {
                     0 => {
-                        log.press(&limit, units, now_us);
-                        naive.press(&limit, units, now_us);
+                        log.charge_rejected(&limit, units, now_us);
+                        naive.charge_rejected(&limit, units, now_us);
                     }
                     1 => {
                         let at_us = times[times.len().saturating_sub(back + 1)];
@@ -297,21 +314,21 @@ mod tests {
                 let used = naive.used(&limit, now_us);
                 proptest::prop_assert_eq!(log.used(&limit, now_us), used);
                 for most in 0..used {
-                    let expected = naive.at_most_at_us(&limit, now_us, most);
-                    proptest::prop_assert_eq!(log.at_most_at_us(&limit, now_us, most), expected);
+                    let expected = naive.usage_drop_time_us(&limit, now_us, most);
+                    proptest::prop_assert_eq!(log.usage_drop_time_us(&limit, now_us, most), expected);
                 }
             }
         }
     }
 
     #[test]
-    fn nothing_is_given_back_once_too_many_came_after() {
+    fn ignores_a_credit_after_too_many_later_entries() {
         let limit = Limit {
             requests: MAX_UNITS,
             per_us: 1_000_000,
             algorithm: Algorithm::SlidingLog,
         };
-        let mut log = Log::default();
+        let mut log = ChargeLog::default();
         log.charge(&limit, 9, 1);
         for now_us in 2..=251 {
             log.charge(&limit, 1, now_us);
@@ -324,13 +341,13 @@ mod tests {
     }
 
     #[test]
-    fn a_debt_beyond_all_units_there_are_counts_as_that_many() {
+    fn used_units_saturate_at_the_maximum() {
         let limit = Limit {
             requests: 1,
             per_us: 1_000,
             algorithm: Algorithm::SlidingLog,
         };
-        let mut log = Log::default();
+        let mut log = ChargeLog::default();
         log.charge(&limit, MAX_UNITS, 1);
         log.charge(&limit, 7, 2);
         assert_eq!(log.used(&limit, 2), MAX_UNITS);

@@ -9,19 +9,19 @@
 //! Memory: at most buckets + 1 sub-windows; 16 bytes each here, about 4 to 8 in Redis.
 
 use super::Limit;
-use super::sliding_log::Log;
+use super::sliding_log::ChargeLog;
 
 #[derive(Clone, Debug)]
-pub(super) struct Buckets {
+pub(super) struct SubWindowLog {
     width_us: u64,
-    log: Log,
+    log: ChargeLog,
 }
 
-impl Buckets {
+impl SubWindowLog {
     pub(super) fn new(width_us: u64) -> Self {
         Self {
             width_us,
-            log: Log::default(),
+            log: ChargeLog::default(),
         }
     }
 
@@ -31,51 +31,54 @@ impl Buckets {
     }
 
     pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
-        self.log.enter(limit, cost, now_us, self.last_us(now_us));
+        self.log
+            .add_entry(limit, cost, now_us, self.sub_window_end_us(now_us));
     }
 
     /// Takes units that stand in a later sub-window, or in this.
-    pub(super) fn lend(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
-        self.log.lend(
+    pub(super) fn grant_lease(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
+        self.log.grant_lease(
             limit,
             units,
             now_us,
-            self.last_us(now_us),
-            self.last_us(until_us),
+            self.sub_window_end_us(now_us),
+            self.sub_window_end_us(until_us),
         );
     }
 
     /// Whether the newest sub-window has begun at a time.
-    pub(super) fn starts_by(&self, at_us: u64) -> bool {
-        self.log.last_us() <= self.last_us(at_us)
+    pub(super) fn has_newest_started_by(&self, at_us: u64) -> bool {
+        self.log.newest_entry_us() <= self.sub_window_end_us(at_us)
     }
 
     /// Takes `cost` units of one who was refused, in place of the oldest where they don't fit.
-    pub(super) fn press(&mut self, limit: &Limit, cost: u64, now_us: u64) {
-        self.log.press_in(limit, cost, now_us, self.last_us(now_us));
+    pub(super) fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+        self.log
+            .charge_rejected_at(limit, cost, now_us, self.sub_window_end_us(now_us));
     }
 
     /// Takes up to `units` off the sub-window of `at_us`, if it still counts.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
-        self.log.credit(limit, units, self.last_us(at_us), now_us);
+        self.log
+            .credit(limit, units, self.sub_window_end_us(at_us), now_us);
     }
 
     /// The start of the newest sub-window that is proven to have begun.
-    pub(super) fn newest_us(&self) -> u64 {
-        (self.log.newest_us() + 1).saturating_sub(self.width_us)
+    pub(super) fn latest_proven_us(&self) -> u64 {
+        (self.log.latest_proven_us() + 1).saturating_sub(self.width_us)
     }
 
     /// The start of the newest sub-window.
-    pub(super) fn last_start_us(&self) -> u64 {
-        (self.log.last_us() + 1).saturating_sub(self.width_us)
+    pub(super) fn newest_start_us(&self) -> u64 {
+        (self.log.newest_entry_us() + 1).saturating_sub(self.width_us)
     }
 
-    pub(super) fn at_most_at_us(&self, limit: &Limit, now_us: u64, units: u64) -> u64 {
-        self.log.at_most_at_us(limit, now_us, units)
+    pub(super) fn usage_drop_time_us(&self, limit: &Limit, now_us: u64, units: u64) -> u64 {
+        self.log.usage_drop_time_us(limit, now_us, units)
     }
 
     pub(super) fn expires_at_us(&self, limit: &Limit) -> u64 {
-        self.log.last_us().saturating_add(limit.per_us)
+        self.log.newest_entry_us().saturating_add(limit.per_us)
     }
 
     pub(super) fn heap_bytes(&self) -> usize {
@@ -83,7 +86,7 @@ impl Buckets {
     }
 
     /// The last instant of the sub-window of `at_us`.
-    fn last_us(&self, at_us: u64) -> u64 {
+    fn sub_window_end_us(&self, at_us: u64) -> u64 {
         (at_us - at_us % self.width_us).saturating_add(self.width_us - 1)
     }
 }

@@ -21,28 +21,28 @@ pub struct Settings {
 
 /// Who sent a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Client {
+pub struct ClientIdentity {
     pub ip: IpAddr,
     /// Whether the peer is one whose forwarding fields are believed, and so passed on.
     pub peer_trusted: bool,
 }
 
 impl Settings {
-    fn trusts(&self, ip: IpAddr) -> bool {
+    fn trusts_proxy(&self, ip: IpAddr) -> bool {
         self.trusted_proxies.iter().any(|net| net.contains(&ip))
     }
 }
 
 /// Elements that are looked at: a request that came through more proxies came through none of ours.
-const MOST_HOPS: usize = 100;
+const MAX_HOPS: usize = 100;
 
-impl Client {
+impl ClientIdentity {
     /// Finds the client behind `peer`: walking from the right, the first address that we do not trust.
     /// What stands left of it, or of something unreadable, is hearsay: then the last hop that was read counts.
     /// Empty elements are none (RFC 9110, 5.6.1.2).
     pub fn identify(peer: IpAddr, headers: &HeaderMap, settings: &Settings) -> Self {
         let peer = peer.to_canonical();
-        if !settings.trusts(peer) {
+        if !settings.trusts_proxy(peer) {
             return Self {
                 ip: peer,
                 peer_trusted: false,
@@ -52,8 +52,8 @@ impl Client {
         let lines = headers.get_all(&settings.ip_header).iter().rev();
         let mut ip = peer;
         for element in lines
-            .flat_map(|line| elements(line.as_bytes(), b','))
-            .take(MOST_HOPS)
+            .flat_map(|line| split_elements_from_right(line.as_bytes(), b','))
+            .take(MAX_HOPS)
         {
             let element = element.trim_ascii();
             if element.is_empty() {
@@ -61,13 +61,13 @@ impl Client {
             }
             // One element at a time: what a stranger wrote into a line must not spoil what a proxy appended to it.
             let hop = if is_forwarded {
-                forwarded_for(element)
+                parse_forwarded_element(element)
             } else {
-                listed(element)
+                parse_x_forwarded_for_element(element)
             };
             let Some(hop) = hop else { break };
             ip = hop;
-            if !settings.trusts(ip) {
+            if !settings.trusts_proxy(ip) {
                 break;
             }
         }
@@ -80,37 +80,37 @@ impl Client {
 
 /// An element of `X-Forwarded-For`, for which there is no grammar: an address, IPv6 perhaps in brackets, perhaps with a
 /// port, perhaps all of it in double quotes.
-fn listed(element: &[u8]) -> Option<IpAddr> {
+fn parse_x_forwarded_for_element(element: &[u8]) -> Option<IpAddr> {
     let text = str::from_utf8(element).ok()?;
     let text = text
         .strip_prefix('"')
         .and_then(|text| text.strip_suffix('"'))
         .unwrap_or(text);
-    match without_zone(text).parse::<Ipv6Addr>() {
+    match strip_zone_id(text).parse::<Ipv6Addr>() {
         Ok(ip) => Some(IpAddr::V6(ip).to_canonical()),
-        Err(_) => node(text),
+        Err(_) => parse_node(text),
     }
 }
 
 /// The `for` of one element of `Forwarded`: pairs in any order, names in any case, none twice (RFC 7239, 4).
 /// `unknown` and names that hide somebody (6.2, 6.3) are no addresses.
-fn forwarded_for(element: &[u8]) -> Option<IpAddr> {
+fn parse_forwarded_element(element: &[u8]) -> Option<IpAddr> {
     let mut found = None;
-    for pair in elements(element, b';')
+    for pair in split_elements_from_right(element, b';')
         .map(<[u8]>::trim_ascii)
         .filter(|pair| !pair.is_empty())
     {
         let (name, value) = str::from_utf8(pair).ok()?.split_once('=')?;
-        if name.eq_ignore_ascii_case("for") && found.replace(unquoted(value)?).is_some() {
+        if name.eq_ignore_ascii_case("for") && found.replace(unquote(value)?).is_some() {
             return None;
         }
     }
-    node(&found?)
+    parse_node(&found?)
 }
 
 /// A value without its quotes and escapes (RFC 9110, 5.6.4). Unquoted ones may hold what should be quoted: an address
 /// with a port is often seen so.
-fn unquoted(value: &str) -> Option<Cow<'_, str>> {
+fn unquote(value: &str) -> Option<Cow<'_, str>> {
     let Some(rest) = value.strip_prefix('"') else {
         return (!value.contains(['"', '\\'])).then_some(Cow::Borrowed(value));
     };
@@ -118,10 +118,10 @@ fn unquoted(value: &str) -> Option<Cow<'_, str>> {
     if !inner.contains(['"', '\\']) {
         return Some(Cow::Borrowed(inner));
     }
-    let (mut text, mut signs) = (String::with_capacity(inner.len()), inner.chars());
-    while let Some(sign) = signs.next() {
-        text.push(match sign {
-            '\\' => signs.next()?,
+    let (mut text, mut characters) = (String::with_capacity(inner.len()), inner.chars());
+    while let Some(character) = characters.next() {
+        text.push(match character {
+            '\\' => characters.next()?,
             '"' => return None,
             plain => plain,
         });
@@ -130,11 +130,11 @@ fn unquoted(value: &str) -> Option<Cow<'_, str>> {
 }
 
 /// `a`, `a:port`, `[v6]`, `[v6]:port` (RFC 7239, 6): IPv6 only in brackets, as its last group and a port look alike.
-fn node(text: &str) -> Option<IpAddr> {
+fn parse_node(text: &str) -> Option<IpAddr> {
     let (ip, rest) = match text.strip_prefix('[') {
         Some(rest) => {
             let (ip, rest) = rest.split_once(']')?;
-            (IpAddr::V6(without_zone(ip).parse().ok()?), rest)
+            (IpAddr::V6(strip_zone_id(ip).parse().ok()?), rest)
         }
         None => {
             let end = text.find(':').unwrap_or(text.len());
@@ -161,7 +161,7 @@ fn node(text: &str) -> Option<IpAddr> {
 }
 
 /// An address is the same whichever of our neighbour's interfaces it was seen on (RFC 6874).
-fn without_zone(text: &str) -> &str {
+fn strip_zone_id(text: &str) -> &str {
     match text.split_once('%') {
         Some((ip, zone)) if !zone.is_empty() && zone.bytes().all(|b| b.is_ascii_graphic()) => ip,
         _ => text,
@@ -170,7 +170,7 @@ fn without_zone(text: &str) -> &str {
 
 /// What stands between separators outside of double quotes, from the right: a quote that a stranger
 /// left open on the left cannot swallow what a trusted proxy appended.
-fn elements(text: &[u8], separator: u8) -> impl Iterator<Item = &[u8]> {
+fn split_elements_from_right(text: &[u8], separator: u8) -> impl Iterator<Item = &[u8]> {
     let mut rest = Some(text);
     std::iter::from_fn(move || {
         let text = rest?;
@@ -188,8 +188,8 @@ fn elements(text: &[u8], separator: u8) -> impl Iterator<Item = &[u8]> {
 }
 
 /// Whether an odd number of backslashes stands before a place.
-fn is_escaped(text: &[u8], at: usize) -> bool {
-    let before = text.get(..at).unwrap_or_default();
+fn is_escaped(text: &[u8], position: usize) -> bool {
+    let before = text.get(..position).unwrap_or_default();
     before
         .iter()
         .rev()
@@ -212,13 +212,13 @@ mod tests {
         }
     }
 
-    fn client(header: &str, lines: &[&str], peer: &str) -> String {
+    fn client_ip(header: &str, lines: &[&str], peer: &str) -> String {
         let settings = settings(header);
         let mut headers = HeaderMap::new();
         for line in lines {
             headers.append(&settings.ip_header, line.parse().unwrap());
         }
-        Client::identify(peer.parse().unwrap(), &headers, &settings)
+        ClientIdentity::identify(peer.parse().unwrap(), &headers, &settings)
             .ip
             .to_string()
     }
@@ -226,28 +226,28 @@ mod tests {
     #[test]
     fn trap_23_the_header_is_read_from_the_right_and_only_from_trusted_peers() {
         let xff = "x-forwarded-for";
-        assert_eq!(client(xff, &["1.1.1.1"], "9.9.9.9"), "9.9.9.9");
-        assert_eq!(client(xff, &["6.6.6.6, 1.1.1.1"], "10.0.0.1"), "1.1.1.1");
+        assert_eq!(client_ip(xff, &["1.1.1.1"], "9.9.9.9"), "9.9.9.9");
+        assert_eq!(client_ip(xff, &["6.6.6.6, 1.1.1.1"], "10.0.0.1"), "1.1.1.1");
         assert_eq!(
-            client(xff, &["6.6.6.6, 1.1.1.1, 10.0.0.2"], "10.0.0.1"),
+            client_ip(xff, &["6.6.6.6, 1.1.1.1, 10.0.0.2"], "10.0.0.1"),
             "1.1.1.1"
         );
         assert_eq!(
-            client(xff, &["6.6.6.6", "1.1.1.1, 10.0.0.2"], "10.0.0.1"),
+            client_ip(xff, &["6.6.6.6", "1.1.1.1, 10.0.0.2"], "10.0.0.1"),
             "1.1.1.1"
         );
         assert_eq!(
-            client(xff, &["6.6.6.6", "10.0.0.3", "10.0.0.2"], "10.0.0.1"),
+            client_ip(xff, &["6.6.6.6", "10.0.0.3", "10.0.0.2"], "10.0.0.1"),
             "6.6.6.6"
         );
-        assert_eq!(client(xff, &[], "10.0.0.1"), "10.0.0.1");
-        assert_eq!(client(xff, &["10.0.0.5"], "10.0.0.1"), "10.0.0.5");
+        assert_eq!(client_ip(xff, &[], "10.0.0.1"), "10.0.0.1");
+        assert_eq!(client_ip(xff, &["10.0.0.5"], "10.0.0.1"), "10.0.0.5");
     }
 
     /// All that may stand in a header, from a proxy at 10.0.0.1, and who the client is then.
     #[test]
-    fn addresses_are_read_in_all_their_written_forms() {
-        let nobody = "10.0.0.1";
+    fn parses_every_form_of_an_address() {
+        let proxy = "10.0.0.1";
         let table: [(&str, &[&str], &str); 72] = [
             // Forms of an address, where there is no grammar.
             ("x-forwarded-for", &["1.1.1.1:443"], "1.1.1.1"),
@@ -263,28 +263,28 @@ mod tests {
             ("x-forwarded-for", &["[fe80::1%25eth0]:80"], "fe80::1"),
             ("x-forwarded-for", &["\t 1.1.1.1\t,10.0.0.2 "], "1.1.1.1"),
             // What is no address hides whoever stands behind it.
-            ("x-forwarded-for", &["1.1.1.1, unknown"], nobody),
+            ("x-forwarded-for", &["1.1.1.1, unknown"], proxy),
             ("x-forwarded-for", &["1.1.1.1, x, 10.0.0.2"], "10.0.0.2"),
             ("x-forwarded-for", &["1.1.1.1", "x, 10.0.0.2"], "10.0.0.2"),
-            ("x-forwarded-for", &["01.1.1.1"], nobody),
-            ("x-forwarded-for", &["1.1.1.010"], nobody),
-            ("x-forwarded-for", &["1.1.1"], nobody),
-            ("x-forwarded-for", &["0x1.1.1.1"], nobody),
-            ("x-forwarded-for", &["16843009"], nobody),
-            ("x-forwarded-for", &["256.1.1.1"], nobody),
-            ("x-forwarded-for", &["1.1.1.1:"], nobody),
-            ("x-forwarded-for", &["1.1.1.1:65536"], nobody),
-            ("x-forwarded-for", &["1.1.1.1:+80"], nobody),
-            ("x-forwarded-for", &["1.1.1.1:000080"], nobody),
-            ("x-forwarded-for", &["1.1.1.1 2.2.2.2"], nobody),
-            ("x-forwarded-for", &["1.1.1.1/32"], nobody),
-            ("x-forwarded-for", &["[1.1.1.1]"], nobody),
-            ("x-forwarded-for", &["[2001:db8::1"], nobody),
-            ("x-forwarded-for", &["[2001:db8::1]x"], nobody),
-            ("x-forwarded-for", &["2001:db8:::1"], nobody),
-            ("x-forwarded-for", &["fe80::1%"], nobody),
-            ("x-forwarded-for", &["unix:"], nobody),
-            ("x-forwarded-for", &["localhost"], nobody),
+            ("x-forwarded-for", &["01.1.1.1"], proxy),
+            ("x-forwarded-for", &["1.1.1.010"], proxy),
+            ("x-forwarded-for", &["1.1.1"], proxy),
+            ("x-forwarded-for", &["0x1.1.1.1"], proxy),
+            ("x-forwarded-for", &["16843009"], proxy),
+            ("x-forwarded-for", &["256.1.1.1"], proxy),
+            ("x-forwarded-for", &["1.1.1.1:"], proxy),
+            ("x-forwarded-for", &["1.1.1.1:65536"], proxy),
+            ("x-forwarded-for", &["1.1.1.1:+80"], proxy),
+            ("x-forwarded-for", &["1.1.1.1:000080"], proxy),
+            ("x-forwarded-for", &["1.1.1.1 2.2.2.2"], proxy),
+            ("x-forwarded-for", &["1.1.1.1/32"], proxy),
+            ("x-forwarded-for", &["[1.1.1.1]"], proxy),
+            ("x-forwarded-for", &["[2001:db8::1"], proxy),
+            ("x-forwarded-for", &["[2001:db8::1]x"], proxy),
+            ("x-forwarded-for", &["2001:db8:::1"], proxy),
+            ("x-forwarded-for", &["fe80::1%"], proxy),
+            ("x-forwarded-for", &["unix:"], proxy),
+            ("x-forwarded-for", &["localhost"], proxy),
             // Lists: several lines are one, and empty elements are none.
             (
                 "x-forwarded-for",
@@ -294,8 +294,8 @@ mod tests {
             ("x-forwarded-for", &["1.1.1.1,"], "1.1.1.1"),
             ("x-forwarded-for", &["1.1.1.1, , ,10.0.0.2,\t"], "1.1.1.1"),
             ("x-forwarded-for", &["1.1.1.1", ""], "1.1.1.1"),
-            ("x-forwarded-for", &[""], nobody),
-            ("x-forwarded-for", &[" , ,"], nobody),
+            ("x-forwarded-for", &[""], proxy),
+            ("x-forwarded-for", &[" , ,"], proxy),
             ("x-forwarded-for", &["\"6.6.6.6, 1.1.1.1"], "1.1.1.1"),
             // Forwarded.
             ("forwarded", &["for=1.1.1.1"], "1.1.1.1"),
@@ -343,58 +343,58 @@ mod tests {
                 "1.1.1.1",
             ),
             ("forwarded", &[r#"for="6.6.6.6, for=1.1.1.1"#], "1.1.1.1"),
-            ("forwarded", &["for=6.6.6.6, for=unknown"], nobody),
-            ("forwarded", &["for=6.6.6.6, for=_hidden"], nobody),
-            ("forwarded", &["for=6.6.6.6, for=\"_hidden:80\""], nobody),
-            ("forwarded", &["for=6.6.6.6, proto=https"], nobody),
-            ("forwarded", &["for=6.6.6.6;for=1.1.1.1"], nobody),
-            ("forwarded", &["for = 1.1.1.1"], nobody),
-            ("forwarded", &["for=\"2001:db8::1\""], nobody),
-            ("forwarded", &["for=\"1.1.1.1"], nobody),
-            ("forwarded", &["for=1.1.1.1\""], nobody),
-            ("forwarded", &["for=\"1.1\"1.1"], nobody),
-            ("forwarded", &["for=1.1.1.1;proto"], nobody),
-            ("forwarded", &["1.1.1.1"], nobody),
+            ("forwarded", &["for=6.6.6.6, for=unknown"], proxy),
+            ("forwarded", &["for=6.6.6.6, for=_hidden"], proxy),
+            ("forwarded", &["for=6.6.6.6, for=\"_hidden:80\""], proxy),
+            ("forwarded", &["for=6.6.6.6, proto=https"], proxy),
+            ("forwarded", &["for=6.6.6.6;for=1.1.1.1"], proxy),
+            ("forwarded", &["for = 1.1.1.1"], proxy),
+            ("forwarded", &["for=\"2001:db8::1\""], proxy),
+            ("forwarded", &["for=\"1.1.1.1"], proxy),
+            ("forwarded", &["for=1.1.1.1\""], proxy),
+            ("forwarded", &["for=\"1.1\"1.1"], proxy),
+            ("forwarded", &["for=1.1.1.1;proto"], proxy),
+            ("forwarded", &["1.1.1.1"], proxy),
             // Other names hold one address, or a list of them.
             ("x-real-ip", &["1.1.1.1"], "1.1.1.1"),
             ("cf-connecting-ip", &["2001:db8::1"], "2001:db8::1"),
         ];
         for (header, lines, expected) in table {
             assert_eq!(
-                client(header, lines, "10.0.0.1"),
+                client_ip(header, lines, "10.0.0.1"),
                 expected,
                 "{header}: {lines:?}"
             );
         }
         assert_eq!(
-            client("x-forwarded-for", &["2001:db8::1"], "fd00::1"),
+            client_ip("x-forwarded-for", &["2001:db8::1"], "fd00::1"),
             "2001:db8::1"
         );
         assert_eq!(
-            client("x-forwarded-for", &["1.1.1.1"], "::ffff:10.0.0.1"),
+            client_ip("x-forwarded-for", &["1.1.1.1"], "::ffff:10.0.0.1"),
             "1.1.1.1"
         );
     }
 
     #[test]
-    fn what_a_stranger_wrote_does_not_spoil_what_a_proxy_appended() {
+    fn invalid_client_bytes_do_not_hide_addresses_appended_by_proxies() {
         let settings = settings("x-forwarded-for");
         let mut headers = HeaderMap::new();
         let line = http::HeaderValue::from_bytes(b"\xff\xfe, 1.1.1.1, 10.0.0.2").unwrap();
         headers.append(&settings.ip_header, line);
-        let client = Client::identify("10.0.0.1".parse().unwrap(), &headers, &settings);
+        let client = ClientIdentity::identify("10.0.0.1".parse().unwrap(), &headers, &settings);
         assert_eq!(client.ip.to_string(), "1.1.1.1");
     }
 
     #[test]
-    fn so_many_hops_are_looked_at_and_no_more() {
+    fn reads_at_most_max_hops_elements() {
         let hops = |count: usize| format!("1.1.1.1{}", ", 10.0.0.2".repeat(count));
         assert_eq!(
-            client("x-forwarded-for", &[&hops(MOST_HOPS - 1)], "10.0.0.1"),
+            client_ip("x-forwarded-for", &[&hops(MAX_HOPS - 1)], "10.0.0.1"),
             "1.1.1.1"
         );
         assert_eq!(
-            client("x-forwarded-for", &[&hops(MOST_HOPS)], "10.0.0.1"),
+            client_ip("x-forwarded-for", &[&hops(MAX_HOPS)], "10.0.0.1"),
             "10.0.0.2"
         );
     }

@@ -4,10 +4,10 @@ use http::{HeaderMap, HeaderValue, header};
 
 /// Origins that may read the answers that we make ourselves; what upstreams answer is theirs to say.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Cors(Vec<HeaderValue>);
+pub struct CorsOrigins(Vec<HeaderValue>);
 
-impl Cors {
-    /// As [`Cors::origin`] has read them.
+impl CorsOrigins {
+    /// As [`CorsOrigins::origin`] has read them.
     pub fn new(origins: Vec<HeaderValue>) -> Self {
         Self(origins)
     }
@@ -16,10 +16,10 @@ impl Cors {
     ///
     /// # Errors
     /// What is wrong, in words that follow "found …;".
-    pub fn origin(text: &str) -> Result<HeaderValue, String> {
+    pub fn parse_origin(text: &str) -> Result<HeaderValue, String> {
         const EXPECTED: &str =
             "expected \"*\", or an origin as browsers send it such as \"https://app.example.com\"";
-        let fits = |text: &str, more: &[u8]| {
+        let has_only_valid_bytes = |text: &str, more: &[u8]| {
             !text.is_empty()
                 && text
                     .bytes()
@@ -31,12 +31,12 @@ impl Cors {
             Some(_) if text.contains('*') => Some("a wildcard stands alone"),
             Some(_) if text.ends_with('/') => Some("without a slash at its end"),
             Some(_) if text.bytes().any(|byte| byte.is_ascii_uppercase()) => Some("in lower case"),
-            Some((scheme, place)) => {
-                let (host, port) = match place.rsplit_once(':') {
+            Some((scheme, authority)) => {
+                let (host, port) = match authority.rsplit_once(':') {
                     Some((host, port)) if !port.ends_with(']') => (host, Some(port)),
-                    _ => (place, None),
+                    _ => (authority, None),
                 };
-                let is_own = matches!(
+                let is_default_port = matches!(
                     (scheme, port),
                     ("http", Some("80")) | ("https", Some("443"))
                 );
@@ -45,8 +45,13 @@ impl Cors {
                         .is_ok_and(|n| n > 0 && n.to_string() == port)
                 });
                 match () {
-                    () if is_own => Some("without the port that is the scheme's own"),
-                    () if fits(scheme, b"+.-") && fits(host, b".-_[]:") && is_port => None,
+                    () if is_default_port => Some("without the port that is the scheme's own"),
+                    () if has_only_valid_bytes(scheme, b"+.-")
+                        && has_only_valid_bytes(host, b".-_[]:")
+                        && is_port =>
+                    {
+                        None
+                    }
                     () => Some("a scheme, a host and perhaps a port, and nothing else"),
                 }
             }
@@ -56,7 +61,7 @@ impl Cors {
     }
 
     /// Whether any origin may.
-    pub fn is_any(&self) -> bool {
+    pub fn allows_any_origin(&self) -> bool {
         self.0.iter().any(|origin| origin == "*")
     }
 
@@ -65,20 +70,20 @@ impl Cors {
     }
 
     /// What to tell a request's origin, if it may read our answer.
-    pub fn allowed(&self, headers: &HeaderMap) -> Option<&HeaderValue> {
-        let asking = headers.get(header::ORIGIN)?;
+    pub fn allowed_origin(&self, headers: &HeaderMap) -> Option<&HeaderValue> {
+        let request_origin = headers.get(header::ORIGIN)?;
         self.0
             .iter()
-            .find(|origin| *origin == asking || *origin == "*")
+            .find(|origin| *origin == request_origin || *origin == "*")
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::Cors;
+    use super::CorsOrigins;
 
     #[test]
-    fn an_origin_is_written_as_browsers_write_it() {
+    fn accepts_origins_only_as_browsers_send_them() {
         for right in [
             "*",
             "https://app.example.com",
@@ -90,7 +95,7 @@ mod tests {
             "chrome-extension://abcdef",
             "http://a_b.example",
         ] {
-            assert_eq!(Cors::origin(right).unwrap(), right);
+            assert_eq!(CorsOrigins::parse_origin(right).unwrap(), right);
         }
         for (wrong, why) in [
             ("", "scheme"),
@@ -112,7 +117,7 @@ mod tests {
             ("https://é.example", "nothing else"),
             ("https://a.example\r\n", "nothing else"),
         ] {
-            let error = Cors::origin(wrong).unwrap_err();
+            let error = CorsOrigins::parse_origin(wrong).unwrap_err();
             assert!(error.contains(why), "{wrong}: {error}");
         }
     }

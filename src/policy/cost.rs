@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 /// Where a policy's cost comes from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Cost {
+pub enum CostSource {
     Fixed(u64),
     Header(Box<HeaderCost>),
     /// Shared with the responses that are still to say what their requests took.
@@ -31,42 +31,42 @@ pub struct HeaderCost {
 pub struct EstimateCost {
     /// At least 1: who took nothing could be let in without end until the first response.
     pub estimate: u64,
-    pub actual: Actual,
+    pub actual_source: ActualCostSource,
 }
 
 /// Where a response says what its request took: one whole number, at most what a counter holds. A response that
 /// says nothing, or anything else, leaves the estimate as it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Actual {
+pub enum ActualCostSource {
     /// A field of the head, or of the trailers if the head has none.
     Header(HeaderName),
     /// A number in the body: in a JSON document, or in the last of many (lines, events of a stream) that has it.
-    Json(Pointer),
+    Json(JsonPointer),
 }
 
 /// A place inside a JSON document (RFC 6901).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pointer(Box<[Token]>);
+pub struct JsonPointer(Box<[JsonPointerToken]>);
 
-/// One step of a [`Pointer`].
+/// One step of a [`JsonPointer`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Token {
+pub struct JsonPointerToken {
     /// What a key of an object has to be.
     pub name: Box<str>,
     /// What an element of an array has to be, from 0; `None`: the step leads into no array.
     pub index: Option<u64>,
 }
 
-impl Cost {
+impl CostSource {
     /// The units that one request takes. A descriptor says how many it counts as.
-    pub fn of(&self, facts: &Facts<'_>) -> u64 {
+    pub fn compute_units(&self, facts: &Facts<'_>) -> u64 {
         match self {
-            Self::Fixed(units) => units.saturating_mul(facts.hits()).min(MAX_UNITS),
+            Self::Fixed(units) => units.saturating_mul(facts.hit_count()).min(MAX_UNITS),
             Self::Header(cost) => {
                 let mut values = facts::header_values(facts.headers, &cost.name);
                 match (values.next(), values.next()) {
                     (None, _) => cost.default,
-                    (Some(value), None) => whole(&value)
+                    (Some(value), None) => parse_whole_number(&value)
                         .filter(|units| (cost.min..=cost.max).contains(units))
                         .unwrap_or(cost.max),
                     (Some(_), Some(_)) => cost.max,
@@ -77,7 +77,7 @@ impl Cost {
     }
 
     /// What is to be settled later, if it is that kind of cost.
-    pub fn estimate(&self) -> Option<&Arc<EstimateCost>> {
+    pub fn as_estimate(&self) -> Option<&Arc<EstimateCost>> {
         match self {
             Self::Estimate(cost) => Some(cost),
             Self::Fixed(_) | Self::Header(_) => None,
@@ -85,7 +85,7 @@ impl Cost {
     }
 
     /// The most units that any request takes.
-    pub fn most(&self) -> u64 {
+    pub fn max_units(&self) -> u64 {
         match self {
             Self::Fixed(units) => *units,
             Self::Header(cost) => cost.default.max(cost.max),
@@ -94,7 +94,7 @@ impl Cost {
     }
 
     /// The fewest units that any request takes.
-    pub fn least(&self) -> u64 {
+    pub fn min_units(&self) -> u64 {
         match self {
             Self::Fixed(units) => *units,
             Self::Header(cost) => cost.default.min(cost.min),
@@ -103,7 +103,7 @@ impl Cost {
     }
 }
 
-impl Actual {
+impl ActualCostSource {
     /// Reads `response_header:NAME` or `response_json:/POINTER`.
     ///
     /// # Errors
@@ -116,13 +116,13 @@ impl Actual {
                     "expected the name of a header after \"response_header:\"".to_owned()
                 })
             }
-            Some(("response_json", pointer)) => Pointer::parse(pointer).map(Self::Json),
+            Some(("response_json", pointer)) => JsonPointer::parse(pointer).map(Self::Json),
             _ => Err("expected \"response_header:NAME\" or \"response_json:/POINTER\"".to_owned()),
         }
     }
 }
 
-impl fmt::Display for Actual {
+impl fmt::Display for ActualCostSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Header(name) => write!(f, "header {name}"),
@@ -131,7 +131,7 @@ impl fmt::Display for Actual {
     }
 }
 
-impl Pointer {
+impl JsonPointer {
     /// Longer ones are a mistake; so every response needs little memory to look for them.
     const MAX_BYTES: usize = 256;
 
@@ -149,18 +149,18 @@ impl Pointer {
         }
         steps
             .split('/')
-            .map(Token::parse)
+            .map(JsonPointerToken::parse)
             .collect::<Result<_, _>>()
             .map(Self)
     }
 
     /// At least one.
-    pub fn tokens(&self) -> &[Token] {
+    pub fn tokens(&self) -> &[JsonPointerToken] {
         &self.0
     }
 }
 
-impl fmt::Display for Pointer {
+impl fmt::Display for JsonPointer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.iter().try_for_each(|token| {
             write!(f, "/{}", token.name.replace('~', "~0").replace('/', "~1"))
@@ -168,7 +168,7 @@ impl fmt::Display for Pointer {
     }
 }
 
-impl Token {
+impl JsonPointerToken {
     fn parse(text: &str) -> Result<Self, String> {
         let mut escapes = text.split('~').skip(1);
         if !escapes.all(|rest| rest.starts_with(['0', '1'])) {
@@ -178,7 +178,7 @@ impl Token {
             );
         }
         let is_index = text == "0" || !text.starts_with('0');
-        let index = whole(text.as_bytes()).filter(|_| is_index);
+        let index = parse_whole_number(text.as_bytes()).filter(|_| is_index);
         Ok(Self {
             name: text.replace("~1", "/").replace("~0", "~").into(),
             index,
@@ -187,7 +187,7 @@ impl Token {
 }
 
 /// Digits only: an upstream may read signs, fractions, exponents and lists in more than one way.
-pub fn whole(value: &[u8]) -> Option<u64> {
+pub fn parse_whole_number(value: &[u8]) -> Option<u64> {
     let text = str::from_utf8(value).ok()?;
     text.bytes()
         .all(|byte| byte.is_ascii_digit())
@@ -197,17 +197,17 @@ pub fn whole(value: &[u8]) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::path::{Readings, Settings};
+    use crate::policy::path::{PathInterpretations, Settings};
     use http::{HeaderMap, HeaderValue, Method};
 
-    const PATH: Settings = Settings::USUAL;
+    const PATH_SETTINGS: Settings = Settings::DEFAULT;
 
-    fn cost_of(values: &[&[u8]]) -> u64 {
+    fn header_cost(values: &[&[u8]]) -> u64 {
         let mut headers = HeaderMap::new();
         for value in values {
             headers.append("x-cost", HeaderValue::from_bytes(value).unwrap());
         }
-        let paths = Readings::of("/", &PATH).unwrap();
+        let paths = PathInterpretations::parse("/", &PATH_SETTINGS).unwrap();
         let facts = Facts {
             method: &Method::GET,
             host: "h",
@@ -215,7 +215,7 @@ mod tests {
             query: None,
             headers: &headers,
             client_ip: [127, 0, 0, 1].into(),
-            token: crate::policy::jwt::Token::none(),
+            token: crate::policy::jwt::RequestToken::none(),
             client_cert: None,
             descriptor: None,
         };
@@ -225,20 +225,20 @@ mod tests {
             min: 3,
             max: 100,
         };
-        Cost::Header(Box::new(cost)).of(&facts)
+        CostSource::Header(Box::new(cost)).compute_units(&facts)
     }
 
     #[test]
-    fn nonsense_pays_the_most() {
-        assert_eq!(cost_of(&[]), 2);
+    fn invalid_cost_headers_cost_the_maximum() {
+        assert_eq!(header_cost(&[]), 2);
         for (value, units) in [("3", 3), ("007", 7), ("99", 99), ("100", 100)] {
-            assert_eq!(cost_of(&[value.as_bytes()]), units, "{value}");
+            assert_eq!(header_cost(&[value.as_bytes()]), units, "{value}");
         }
         for value in [
             "", "0", "2", "101", "-5", "+5", "5.0", "5,5", "5 5", "0x5", "5e0", "NaN", "inf",
             "1e30",
         ] {
-            assert_eq!(cost_of(&[value.as_bytes()]), 100, "{value}");
+            assert_eq!(header_cost(&[value.as_bytes()]), 100, "{value}");
         }
         for value in [
             &[b'9'; 31][..],
@@ -246,15 +246,17 @@ mod tests {
             b"\xff",
             "\u{665}".as_bytes(),
         ] {
-            assert_eq!(cost_of(&[value]), 100, "{value:?}");
+            assert_eq!(header_cost(&[value]), 100, "{value:?}");
         }
-        assert_eq!(cost_of(&[b"5", b"5"]), 100);
+        assert_eq!(header_cost(&[b"5", b"5"]), 100);
     }
 
     #[test]
-    fn a_pointer_is_read_as_rfc_6901_says() {
+    fn parses_json_pointers_per_rfc_6901() {
         let tokens = |text: &str| {
-            let Ok(Actual::Json(pointer)) = Actual::parse(&format!("response_json:{text}")) else {
+            let Ok(ActualCostSource::Json(pointer)) =
+                ActualCostSource::parse(&format!("response_json:{text}"))
+            else {
                 panic!("{text}")
             };
             assert_eq!(pointer.to_string(), text);
@@ -303,11 +305,11 @@ mod tests {
             " response_json:/a",
             &long,
         ] {
-            assert!(Actual::parse(wrong).is_err(), "{wrong}");
+            assert!(ActualCostSource::parse(wrong).is_err(), "{wrong}");
         }
         assert_eq!(
-            Actual::parse("response_header:X-Units"),
-            Ok(Actual::Header("x-units".parse().unwrap()))
+            ActualCostSource::parse("response_header:X-Units"),
+            Ok(ActualCostSource::Header("x-units".parse().unwrap()))
         );
     }
 }

@@ -1,12 +1,12 @@
 //! What others ask a rate-limit service about: descriptors, lists of named values, instead of requests.
 
-use super::{Named, NamedLimit, Unmet};
+use super::{NamedCondition, NamedLimit, UnmetCondition};
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
 use std::borrow::Cow;
 use std::sync::OnceLock;
 
 /// Above this, an override of a limit is counted in parts instead of one by one.
-const LARGE_LOG: u64 = 100_000;
+const MAX_SLIDING_LOG_REQUESTS: u64 = 100_000;
 
 /// One descriptor of a call, borrowed from the call. Who sent it has read the request; there is no head to look at.
 #[derive(Debug)]
@@ -17,18 +17,18 @@ pub struct Descriptor<'a> {
     /// How often the request counts, at most [`MAX_UNITS`]. 0: it is only asked whether anything is left.
     pub hits: u64,
     /// So many units per so many microseconds (at least 1), instead of what policies say.
-    pub instead: Option<(u32, u64)>,
-    limit: OnceLock<NamedLimit>,
+    pub limit_override: Option<(u32, u64)>,
+    override_limit: OnceLock<NamedLimit>,
 }
 
 /// Conditions on a descriptor. A matcher that has them is for descriptors only, one without for requests only.
 #[derive(Clone, Debug, Default)]
-pub struct Described {
+pub struct DescriptorConditions {
     /// `None`: any.
     pub domain: Option<Box<str>>,
     /// The entries that there have to be, in whatever order, and no others: a descriptor that says more asks for another
     /// limit. `None`: any.
-    pub entries: Option<Vec<Named<Box<str>>>>,
+    pub entries: Option<Vec<NamedCondition<Box<str>>>>,
 }
 
 impl<'a> Descriptor<'a> {
@@ -36,14 +36,14 @@ impl<'a> Descriptor<'a> {
         domain: &'a str,
         entries: &'a [(&'a str, &'a str)],
         hits: u64,
-        instead: Option<(u32, u64)>,
+        limit_override: Option<(u32, u64)>,
     ) -> Self {
         Self {
             domain,
             entries,
             hits: hits.min(MAX_UNITS),
-            instead,
-            limit: OnceLock::new(),
+            limit_override,
+            override_limit: OnceLock::new(),
         }
     }
 
@@ -53,7 +53,7 @@ impl<'a> Descriptor<'a> {
     }
 
     /// All entries as one value, no two lists as the same one: `generic_key=api,path=/a`.
-    pub fn text(&self) -> String {
+    pub fn canonical_text(&self) -> String {
         let mut text = String::new();
         for (nth, (name, value)) in self.entries.iter().enumerate() {
             if nth > 0 {
@@ -67,15 +67,23 @@ impl<'a> Descriptor<'a> {
     }
 
     /// The limit that it brings along, counted as the first policy that it meets counts.
-    pub(super) fn own_limit(&self, policy: &str, usual: &[NamedLimit]) -> Option<&[NamedLimit]> {
-        let (requests, per_us) = self.instead?;
+    pub(super) fn resolve_override_limit(
+        &self,
+        policy_name: &str,
+        policy_limits: &[NamedLimit],
+    ) -> Option<&[NamedLimit]> {
+        let (requests, per_us) = self.limit_override?;
         let requests = u64::from(requests);
-        let limit = self.limit.get_or_init(|| {
-            let usual = usual.first();
-            let algorithm = counted_as(usual.map(|named| named.limit.algorithm), requests, per_us);
+        let limit = self.override_limit.get_or_init(|| {
+            let usual = policy_limits.first();
+            let algorithm = choose_override_algorithm(
+                usual.map(|named| named.limit.algorithm),
+                requests,
+                per_us,
+            );
             let unit = usual.and_then(|named| named.unit.clone());
             NamedLimit {
-                name: policy.into(),
+                name: policy_name.into(),
                 unit,
                 limit: Limit {
                     requests,
@@ -89,8 +97,12 @@ impl<'a> Descriptor<'a> {
 }
 
 /// The algorithm for an amount that nobody has checked: the usual one, unless it can't count so many.
-fn counted_as(usual: Option<Algorithm>, requests: u64, per_us: u64) -> Algorithm {
-    match usual {
+fn choose_override_algorithm(
+    policy_algorithm: Option<Algorithm>,
+    requests: u64,
+    per_us: u64,
+) -> Algorithm {
+    match policy_algorithm {
         Some(Algorithm::SlidingWindow { buckets }) => Algorithm::SlidingWindow { buckets },
         Some(Algorithm::FixedWindow { .. }) => Algorithm::FixedWindow { offset_us: 0 },
         Some(Algorithm::TokenBucket { .. })
@@ -103,37 +115,44 @@ fn counted_as(usual: Option<Algorithm>, requests: u64, per_us: u64) -> Algorithm
                 warm_up_us: 0,
             }
         }
-        Some(Algorithm::SlidingLog) | None if requests <= LARGE_LOG => Algorithm::SlidingLog,
+        Some(Algorithm::SlidingLog) | None if requests <= MAX_SLIDING_LOG_REQUESTS => {
+            Algorithm::SlidingLog
+        }
         _ => Algorithm::SlidingWindow { buckets: 10 },
     }
 }
 
 fn push_escaped(text: &mut String, part: &str) {
-    for sign in part.chars() {
-        if matches!(sign, ',' | '=' | '\\') {
+    for character in part.chars() {
+        if matches!(character, ',' | '=' | '\\') {
             text.push('\\');
         }
-        text.push(sign);
+        text.push(character);
     }
 }
 
-impl Described {
-    pub(super) fn first_unmet(&self, descriptor: &Descriptor<'_>) -> Option<Unmet<'_>> {
+impl DescriptorConditions {
+    pub(super) fn first_unmet_condition(
+        &self,
+        descriptor: &Descriptor<'_>,
+    ) -> Option<UnmetCondition<'_>> {
         if self
             .domain
             .as_deref()
             .is_some_and(|domain| domain != descriptor.domain)
         {
-            return Some(Unmet::Domain);
+            return Some(UnmetCondition::Domain);
         }
         let wanted = self.entries.as_ref()?;
         let unmet = wanted
             .iter()
-            .find(|entry| !entry.test.holds(descriptor.values(&entry.name)));
+            .find(|entry| !entry.condition.is_met_by(descriptor.values(&entry.name)));
         match unmet {
-            Some(entry) => Some(Unmet::Entry(&entry.name)),
+            Some(entry) => Some(UnmetCondition::Entry(&entry.name)),
             // Names that are wanted are different ones, so there are others, or one of these twice.
-            None => (wanted.len() != descriptor.entries.len()).then_some(Unmet::OtherEntries),
+            None => {
+                (wanted.len() != descriptor.entries.len()).then_some(UnmetCondition::ExtraEntries)
+            }
         }
     }
 
@@ -144,7 +163,8 @@ impl Described {
                 (None, _) => true,
                 (Some(_), None) => false,
                 (Some(mine), Some(others)) => {
-                    mine.len() == others.len() && super::covers::implied(mine, others)
+                    mine.len() == others.len()
+                        && super::coverage::are_conditions_implied(mine, others)
                 }
             }
     }
@@ -153,28 +173,33 @@ impl Described {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::Test;
+    use crate::policy::ValueCondition;
 
-    fn described(domain: Option<&str>, entries: Option<&[(&str, Option<&str>)]>) -> Described {
-        let entry = |(name, value): &(&str, Option<&str>)| Named {
+    fn conditions(
+        domain: Option<&str>,
+        entries: Option<&[(&str, Option<&str>)]>,
+    ) -> DescriptorConditions {
+        let entry = |(name, value): &(&str, Option<&str>)| NamedCondition {
             name: (*name).into(),
-            test: value.map_or(Test::Present(true), |value| Test::Is(value.into())),
+            condition: value.map_or(ValueCondition::Present(true), |value| {
+                ValueCondition::Equals(value.into())
+            }),
         };
-        Described {
+        DescriptorConditions {
             domain: domain.map(Into::into),
             entries: entries.map(|entries| entries.iter().map(entry).collect()),
         }
     }
 
-    fn matches(described: &Described, entries: &[(&str, &str)]) -> bool {
+    fn matches(described: &DescriptorConditions, entries: &[(&str, &str)]) -> bool {
         described
-            .first_unmet(&Descriptor::new("edge", entries, 1, None))
+            .first_unmet_condition(&Descriptor::new("edge", entries, 1, None))
             .is_none()
     }
 
     #[test]
-    fn a_descriptor_has_what_is_wanted_and_nothing_else() {
-        let both = described(
+    fn a_descriptor_must_have_exactly_the_expected_entries() {
+        let both = conditions(
             Some("edge"),
             Some(&[("tenant", Some("acme")), ("path", None)]),
         );
@@ -191,30 +216,31 @@ mod tests {
         ] {
             assert!(!matches(&both, other), "{other:?}");
         }
-        assert!(!matches(&described(Some("other"), None), &[("a", "b")]));
+        assert!(!matches(&conditions(Some("other"), None), &[("a", "b")]));
         assert!(matches(
-            &described(Some("edge"), None),
+            &conditions(Some("edge"), None),
             &[("a", "b"), ("a", "c")]
         ));
-        assert!(matches(&described(None, Some(&[])), &[]));
+        assert!(matches(&conditions(None, Some(&[])), &[]));
     }
 
     #[test]
-    fn conditions_cover_what_asks_for_more() {
-        let all = described(None, None);
-        let edge = described(Some("edge"), None);
-        let any = described(Some("edge"), Some(&[("a", None)]));
-        let one = described(Some("edge"), Some(&[("a", Some("1"))]));
+    fn general_conditions_cover_specific_ones() {
+        let all = conditions(None, None);
+        let edge = conditions(Some("edge"), None);
+        let any = conditions(Some("edge"), Some(&[("a", None)]));
+        let one = conditions(Some("edge"), Some(&[("a", Some("1"))]));
         for (wide, narrow) in [(&all, &edge), (&edge, &any), (&any, &one), (&all, &one)] {
             assert!(wide.covers(narrow) && !narrow.covers(wide));
         }
-        let two = described(Some("edge"), Some(&[("a", None), ("b", None)]));
+        let two = conditions(Some("edge"), Some(&[("a", None), ("b", None)]));
         assert!(!any.covers(&two) && !two.covers(&any));
     }
 
     #[test]
-    fn no_two_descriptors_read_alike() {
-        let text = |entries: &[(&str, &str)]| Descriptor::new("d", entries, 1, None).text();
+    fn different_descriptors_have_different_texts() {
+        let text =
+            |entries: &[(&str, &str)]| Descriptor::new("d", entries, 1, None).canonical_text();
         assert_eq!(
             text(&[("generic_key", "api"), ("path", "/a")]),
             "generic_key=api,path=/a"
@@ -225,36 +251,36 @@ mod tests {
     }
 
     #[test]
-    fn an_amount_that_nobody_has_checked_is_counted_by_what_can() {
+    fn override_limits_use_an_algorithm_that_can_count_them() {
         let bucket = Some(Algorithm::TokenBucket {
             burst: 5,
             warm_up_us: 9,
         });
         let year = 31_536_000_000_000;
         assert_eq!(
-            counted_as(bucket, 60, 60_000_000),
+            choose_override_algorithm(bucket, 60, 60_000_000),
             Algorithm::TokenBucket {
                 burst: 60,
                 warm_up_us: 0
             }
         );
         assert_eq!(
-            counted_as(bucket, u32::MAX.into(), year),
+            choose_override_algorithm(bucket, u32::MAX.into(), year),
             Algorithm::SlidingWindow { buckets: 10 }
         );
         assert_eq!(
-            counted_as(Some(Algorithm::SlidingLog), 100, year),
+            choose_override_algorithm(Some(Algorithm::SlidingLog), 100, year),
             Algorithm::SlidingLog
         );
         assert_eq!(
-            counted_as(Some(Algorithm::SlidingLog), 1 << 20, year),
+            choose_override_algorithm(Some(Algorithm::SlidingLog), 1 << 20, year),
             Algorithm::SlidingWindow { buckets: 10 }
         );
         let hour = Some(Algorithm::FixedWindow {
             offset_us: 3_600_000_000,
         });
         assert_eq!(
-            counted_as(hour, 5, 1_000_000),
+            choose_override_algorithm(hour, 5, 1_000_000),
             Algorithm::FixedWindow { offset_us: 0 }
         );
     }

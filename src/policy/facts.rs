@@ -1,9 +1,9 @@
 //! What policies may know of a request.
 
 use super::Descriptor;
-use super::jwt::Token;
-use super::path::Readings;
-use crate::tls::Subject;
+use super::jwt::RequestToken;
+use super::path::PathInterpretations;
+use crate::tls::CertificateSubject;
 use http::{HeaderMap, HeaderName, Method, header::COOKIE};
 use std::borrow::Cow;
 use std::net::{IpAddr, Ipv4Addr};
@@ -18,15 +18,15 @@ pub struct Facts<'a> {
     pub method: &'a Method,
     /// Lower case, without port and trailing dot.
     pub host: &'a str,
-    pub paths: &'a Readings,
+    pub paths: &'a PathInterpretations,
     /// Without the question mark.
     pub query: Option<&'a str>,
     pub headers: &'a HeaderMap,
     pub client_ip: IpAddr,
     /// Read when a policy asks for a claim.
-    pub token: &'a Token,
+    pub token: &'a RequestToken,
     /// Whom the client's certificate is about, if it has shown one.
-    pub client_cert: Option<&'a Subject>,
+    pub client_cert: Option<&'a CertificateSubject>,
     /// What a call of the rate-limit service asks about. Then there is no request, everything else says nothing, and no
     /// policy for requests applies.
     pub descriptor: Option<&'a Descriptor<'a>>,
@@ -34,9 +34,9 @@ pub struct Facts<'a> {
 
 impl<'a> Facts<'a> {
     /// Of a descriptor, beside which there is no request.
-    pub fn of(descriptor: &'a Descriptor<'a>) -> Self {
+    pub fn from_descriptor(descriptor: &'a Descriptor<'a>) -> Self {
         static METHOD: Method = Method::GET;
-        static PATHS: LazyLock<Readings> = LazyLock::new(Readings::default);
+        static PATHS: LazyLock<PathInterpretations> = LazyLock::new(PathInterpretations::default);
         static HEADERS: LazyLock<HeaderMap> = LazyLock::new(HeaderMap::new);
         Self {
             method: &METHOD,
@@ -45,14 +45,14 @@ impl<'a> Facts<'a> {
             query: None,
             headers: &HEADERS,
             client_ip: Ipv4Addr::UNSPECIFIED.into(),
-            token: Token::none(),
+            token: RequestToken::none(),
             client_cert: None,
             descriptor: Some(descriptor),
         }
     }
 
     /// What is asked for, for people: the path, or the domain.
-    pub fn place(&self) -> &'a str {
+    pub fn target(&self) -> &'a str {
         match self.descriptor {
             Some(descriptor) => descriptor.domain,
             None => self.paths.iter().next().unwrap_or_default(),
@@ -60,7 +60,7 @@ impl<'a> Facts<'a> {
     }
 
     /// How often the request counts.
-    pub(super) fn hits(&self) -> u64 {
+    pub(super) fn hit_count(&self) -> u64 {
         self.descriptor.map_or(1, |descriptor| descriptor.hits)
     }
 }
@@ -85,8 +85,8 @@ pub(super) fn query_values<'a>(
         .split('&')
         .filter(|pair| !pair.is_empty())
         .map(|pair| pair.split_once('=').unwrap_or((pair, "")))
-        .filter(move |(found, _)| *form_decoded(found) == *name.as_bytes())
-        .map(|(_, value)| form_decoded(value))
+        .filter(move |(found, _)| *decode_form_value(found) == *name.as_bytes())
+        .map(|(_, value)| decode_form_value(value))
 }
 
 /// The values of a cookie over all `Cookie` lines (HTTP/2 may send one line per cookie).
@@ -100,21 +100,21 @@ pub(super) fn cookie_values<'a>(
         .flat_map(|line| line.as_bytes().split(|byte| *byte == b';'))
         .filter_map(move |pair| {
             let mut halves = pair.splitn(2, |byte| *byte == b'=').map(<[u8]>::trim_ascii);
-            (halves.next()? == name.as_bytes()).then(|| halves.next().map(cookie_decoded))?
+            (halves.next()? == name.as_bytes()).then(|| halves.next().map(decode_cookie_value))?
         })
 }
 
 /// Upstreams differ in whether they take off quotes and percent-encoding: a cookie that some of them
 /// read alike must not have a quota per spelling.
-fn cookie_decoded(value: &[u8]) -> Cow<'_, [u8]> {
-    let bare = value
+fn decode_cookie_value(value: &[u8]) -> Cow<'_, [u8]> {
+    let unquoted = value
         .strip_prefix(b"\"")
         .and_then(|value| value.strip_suffix(b"\""))
         .unwrap_or(value);
-    percent_encoding::percent_decode(bare).into()
+    percent_encoding::percent_decode(unquoted).into()
 }
 
-fn form_decoded(text: &str) -> Cow<'_, [u8]> {
+fn decode_form_value(text: &str) -> Cow<'_, [u8]> {
     if text.contains('+') {
         let spaced = text.replace('+', " ");
         return Cow::Owned(percent_encoding::percent_decode_str(&spaced).collect());
@@ -126,32 +126,35 @@ fn form_decoded(text: &str) -> Cow<'_, [u8]> {
 mod tests {
     use super::*;
 
-    fn text<'a>(values: impl Iterator<Item = Cow<'a, [u8]>>) -> Vec<String> {
+    fn to_strings<'a>(values: impl Iterator<Item = Cow<'a, [u8]>>) -> Vec<String> {
         values
             .map(|value| String::from_utf8(value.into_owned()).unwrap())
             .collect()
     }
 
     #[test]
-    fn query_values_are_decoded_and_all_found() {
+    fn finds_and_decodes_all_query_values() {
         assert_eq!(
-            text(query_values(Some("a=1&b=2&%61=x%20y+z&a"), "a")),
+            to_strings(query_values(Some("a=1&b=2&%61=x%20y+z&a"), "a")),
             ["1", "x y z", ""]
         );
-        assert_eq!(text(query_values(None, "a")), Vec::<String>::new());
-        assert_eq!(text(query_values(Some("&&"), "")), Vec::<String>::new());
+        assert_eq!(to_strings(query_values(None, "a")), Vec::<String>::new());
+        assert_eq!(
+            to_strings(query_values(Some("&&"), "")),
+            Vec::<String>::new()
+        );
     }
 
     #[test]
-    fn cookies_are_found_over_all_lines() {
+    fn finds_cookies_across_all_cookie_headers() {
         let mut headers = HeaderMap::new();
         headers.append(COOKIE, "id=1; idx=2;id=3".parse().unwrap());
         headers.append(COOKIE, "id=4".parse().unwrap());
-        assert_eq!(text(cookie_values(&headers, "id")), ["1", "3", "4"]);
+        assert_eq!(to_strings(cookie_values(&headers, "id")), ["1", "3", "4"]);
     }
 
     #[test]
-    fn every_spelling_of_a_cookie_reads_alike() {
+    fn equivalent_cookie_encodings_decode_equally() {
         for spelling in [
             "id=a:b",
             "id=\"a:b\"",
@@ -162,10 +165,14 @@ mod tests {
         ] {
             let mut headers = HeaderMap::new();
             headers.append(COOKIE, spelling.parse().unwrap());
-            assert_eq!(text(cookie_values(&headers, "id")), ["a:b"], "{spelling}");
+            assert_eq!(
+                to_strings(cookie_values(&headers, "id")),
+                ["a:b"],
+                "{spelling}"
+            );
         }
         let mut headers = HeaderMap::new();
         headers.append(COOKIE, "id; ID=1; id=; id=\"".parse().unwrap());
-        assert_eq!(text(cookie_values(&headers, "id")), ["", "\""]);
+        assert_eq!(to_strings(cookie_values(&headers, "id")), ["", "\""]);
     }
 }

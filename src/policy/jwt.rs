@@ -6,9 +6,9 @@
 
 mod keys;
 
-pub use keys::Keys;
+pub use keys::VerificationKeys;
 
-use super::cost::Pointer;
+use super::cost::JsonPointer;
 use foldhash::fast::RandomState;
 use http::{HeaderMap, HeaderName};
 use indexmap::IndexMap;
@@ -29,16 +29,16 @@ pub const LEEWAY_S: u64 = 30;
 pub struct Settings {
     /// `authorization`, or a header that holds the token alone.
     pub header: HeaderName,
-    pub trust: Trust,
+    pub verification: SignatureVerification,
 }
 
 /// Whose word a claim is.
 #[derive(Debug)]
-pub enum Trust {
+pub enum SignatureVerification {
     /// That of whoever has one of these keys.
-    Keys(Keys),
+    Keys(VerificationKeys),
     /// Anybody's: no signature is looked at.
-    Anybody,
+    Disabled,
 }
 
 /// A claim that policies ask for: by its name, or by a JSON pointer (RFC 6901) if it begins with a slash.
@@ -47,33 +47,33 @@ pub struct ClaimName(Box<str>);
 
 /// What a token says of one claim.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Claim {
+pub(super) enum ClaimValue {
     /// Nothing, or `null`.
     Absent,
     /// A text, or a number or truth value as JSON writes it.
-    One(Box<str>),
+    Single(Box<str>),
     /// A list, of which only such values are kept.
-    Many(Box<[Box<str>]>),
+    List(Box<[Box<str>]>),
     /// Something with a shape of its own.
     Object,
 }
 
 /// Reads tokens for the policies of one table.
 #[derive(Debug)]
-pub struct Reader {
+pub struct TokenReader {
     settings: Settings,
     /// Those that some policy asks for, each once; of the others nothing is kept.
-    claims: Box<[ClaimName]>,
-    known: Known,
+    claim_names: Box<[ClaimName]>,
+    cache: VerifiedTokenCache,
 }
 
 /// The token of one request, not looked at before somebody asks.
 #[derive(Debug, Default)]
-pub struct Token {
-    reader: Option<Arc<Reader>>,
+pub struct RequestToken {
+    reader: Option<Arc<TokenReader>>,
     /// Seconds since the Unix epoch, by the wall clock.
     now_s: u64,
-    said: OnceLock<Result<Arc<Said>, TokenFault>>,
+    claims_result: OnceLock<Result<Arc<TokenClaims>, TokenFault>>,
 }
 
 /// Why a token says nothing. Tells nothing of what is in it.
@@ -88,23 +88,23 @@ pub enum TokenFault {
     #[error("no key that is trusted has its key id and algorithm")]
     UnknownKey,
     #[error("its signature is not by a key that is trusted")]
-    Signature,
+    InvalidSignature,
     #[error("its exp or nbf is no number")]
-    Dates,
+    InvalidDates,
     #[error("it has expired")]
     Expired,
     #[error("it does not hold yet")]
-    NotYet,
+    NotYetValid,
 }
 
 /// What a token that can be believed says.
 #[derive(Debug)]
-struct Said {
+struct TokenClaims {
     /// In the order of [`Reader::claims`].
-    claims: Box<[Claim]>,
+    claims: Box<[ClaimValue]>,
     /// Seconds since the Unix epoch; without one, the token has no end.
-    expires_s: Option<u64>,
-    begins_s: Option<u64>,
+    expires_at_s: Option<u64>,
+    not_before_s: Option<u64>,
 }
 
 impl ClaimName {
@@ -115,12 +115,12 @@ impl ClaimName {
             return Err("a claim has a name, such as \"sub\"".to_owned());
         }
         if text.starts_with('/') {
-            Pointer::parse(text)?;
+            JsonPointer::parse(text)?;
         }
         Ok(Self(text.into()))
     }
 
-    fn find<'v>(&self, claims: &'v Value) -> Option<&'v Value> {
+    fn find_in<'v>(&self, claims: &'v Value) -> Option<&'v Value> {
         if self.0.starts_with('/') {
             claims.pointer(&self.0)
         } else {
@@ -141,13 +141,13 @@ impl AsRef<str> for ClaimName {
     }
 }
 
-impl Claim {
-    fn of(value: Option<&Value>) -> Self {
+impl ClaimValue {
+    fn from_json(value: Option<&Value>) -> Self {
         match value {
             None | Some(Value::Null) => Self::Absent,
             Some(Value::Object(_)) => Self::Object,
-            Some(Value::Array(items)) => Self::Many(items.iter().filter_map(plain).collect()),
-            Some(value) => plain(value).map_or(Self::Absent, Self::One),
+            Some(Value::Array(items)) => Self::List(items.iter().filter_map(scalar_text).collect()),
+            Some(value) => scalar_text(value).map_or(Self::Absent, Self::Single),
         }
     }
 
@@ -158,21 +158,21 @@ impl Claim {
     /// All that a condition may be fulfilled by.
     pub(super) fn texts(&self) -> impl Iterator<Item = &[u8]> {
         let texts = match self {
-            Self::One(text) => std::slice::from_ref(text),
-            Self::Many(texts) => texts,
+            Self::Single(text) => std::slice::from_ref(text),
+            Self::List(texts) => texts,
             Self::Absent | Self::Object => &[],
         };
         texts.iter().map(|text| text.as_bytes())
     }
 
     /// What a key takes: one value, also if it stands alone in a list (as `aud` may).
-    pub(super) fn only(&self) -> Option<&[u8]> {
+    pub(super) fn single_text(&self) -> Option<&[u8]> {
         let mut texts = self.texts();
         texts.next().filter(|_| texts.next().is_none())
     }
 }
 
-fn plain(value: &Value) -> Option<Box<str>> {
+fn scalar_text(value: &Value) -> Option<Box<str>> {
     match value {
         Value::String(text) => Some(text.as_str().into()),
         Value::Number(number) => Some(number.to_string().into()),
@@ -181,40 +181,45 @@ fn plain(value: &Value) -> Option<Box<str>> {
     }
 }
 
-impl Token {
+impl RequestToken {
     /// One to be read by `reader` at a time (seconds since the Unix epoch); without a reader, no token says anything.
-    pub fn new(reader: Option<&Arc<Reader>>, now_s: u64) -> Self {
+    pub fn new(reader: Option<&Arc<TokenReader>>, now_s: u64) -> Self {
         Self {
             reader: reader.cloned(),
             now_s,
-            said: OnceLock::new(),
+            claims_result: OnceLock::new(),
         }
     }
 
     /// For requests that are asked for none.
     pub fn none() -> &'static Self {
-        static NONE: Token = Token {
+        static NONE: RequestToken = RequestToken {
             reader: None,
             now_s: 0,
-            said: OnceLock::new(),
+            claims_result: OnceLock::new(),
         };
         &NONE
     }
 
     /// What the token in `headers`, always those of one request, says of a claim.
-    pub(super) fn claim(&self, headers: &HeaderMap, name: &ClaimName) -> &Claim {
+    pub(super) fn claim(&self, headers: &HeaderMap, name: &ClaimName) -> &ClaimValue {
         let Some(reader) = &self.reader else {
-            return &Claim::Absent;
+            return &ClaimValue::Absent;
         };
-        let said = self.said.get_or_init(|| reader.read(headers, self.now_s));
-        let place = reader.claims.iter().position(|asked| asked == name);
-        let claim = said.as_ref().ok().and_then(|said| said.claims.get(place?));
-        claim.unwrap_or(&Claim::Absent)
+        let claims_result = self
+            .claims_result
+            .get_or_init(|| reader.read_claims(headers, self.now_s));
+        let position = reader.claim_names.iter().position(|asked| asked == name);
+        let claim = claims_result
+            .as_ref()
+            .ok()
+            .and_then(|said| said.claims.get(position?));
+        claim.unwrap_or(&ClaimValue::Absent)
     }
 
     /// Why the token was not believed, if there was one and somebody asked.
     pub fn fault(&self) -> Option<TokenFault> {
-        self.said
+        self.claims_result
             .get()?
             .as_ref()
             .err()
@@ -223,22 +228,22 @@ impl Token {
     }
 }
 
-impl Reader {
+impl TokenReader {
     pub(super) fn new(settings: Settings, claims: Vec<ClaimName>) -> Self {
         Self {
             settings,
-            claims: claims.into(),
-            known: Known::default(),
+            claim_names: claims.into(),
+            cache: VerifiedTokenCache::default(),
         }
     }
 
     /// Where tokens stand.
-    pub fn header(&self) -> &HeaderName {
+    pub fn header_name(&self) -> &HeaderName {
         &self.settings.header
     }
 
     /// Whether the header occurs more than once. Whoever reads one of two tokens may read another than the upstream.
-    pub fn is_ambiguous(&self, headers: &HeaderMap) -> bool {
+    pub fn has_duplicate_header(&self, headers: &HeaderMap) -> bool {
         headers
             .get_all(&self.settings.header)
             .iter()
@@ -246,27 +251,30 @@ impl Reader {
             .is_some()
     }
 
-    fn read(&self, headers: &HeaderMap, now_s: u64) -> Result<Arc<Said>, TokenFault> {
-        let token = self.token(headers)?;
-        let keys = match &self.settings.trust {
-            Trust::Keys(keys) => keys,
-            Trust::Anybody => {
-                let said = Said::new(&keys::unverified(token)?, &self.claims)?;
-                return said.check(now_s).map(|()| Arc::new(said));
+    fn read_claims(&self, headers: &HeaderMap, now_s: u64) -> Result<Arc<TokenClaims>, TokenFault> {
+        let token = self.extract_token(headers)?;
+        let keys = match &self.settings.verification {
+            SignatureVerification::Keys(keys) => keys,
+            SignatureVerification::Disabled => {
+                let claims = TokenClaims::new(&keys::decode_unverified(token)?, &self.claim_names)?;
+                return claims.check_dates(now_s).map(|()| Arc::new(claims));
             }
         };
         let id: [u8; 32] = Sha256::digest(token).into();
-        if let Some(said) = self.known.find(&id) {
-            return said.check(now_s).map(|()| said);
+        if let Some(claims) = self.cache.get(&id) {
+            return claims.check_dates(now_s).map(|()| claims);
         }
-        let said = Arc::new(Said::new(&keys.verify(token)?, &self.claims)?);
-        said.check(now_s)?;
-        self.known.keep(id, &said);
-        Ok(said)
+        let claims = Arc::new(TokenClaims::new(
+            &keys.verify_token(token)?,
+            &self.claim_names,
+        )?);
+        claims.check_dates(now_s)?;
+        self.cache.insert(id, &claims);
+        Ok(claims)
     }
 
     /// The one token, without what stands around it.
-    fn token<'h>(&self, headers: &'h HeaderMap) -> Result<&'h str, TokenFault> {
+    fn extract_token<'h>(&self, headers: &'h HeaderMap) -> Result<&'h str, TokenFault> {
         let value = headers
             .get(&self.settings.header)
             .ok_or(TokenFault::Absent)?;
@@ -290,49 +298,49 @@ impl Reader {
     }
 }
 
-impl Said {
-    fn new(claims: &Value, asked: &[ClaimName]) -> Result<Self, TokenFault> {
+impl TokenClaims {
+    fn new(claims: &Value, claim_names: &[ClaimName]) -> Result<Self, TokenFault> {
         if !claims.is_object() {
             return Err(TokenFault::Malformed);
         }
         Ok(Self {
-            claims: asked
+            claims: claim_names
                 .iter()
-                .map(|name| Claim::of(name.find(claims)))
+                .map(|name| ClaimValue::from_json(name.find_in(claims)))
                 .collect(),
-            expires_s: date(claims, "exp")?,
-            begins_s: date(claims, "nbf")?,
+            expires_at_s: parse_numeric_date(claims, "exp")?,
+            not_before_s: parse_numeric_date(claims, "nbf")?,
         })
     }
 
-    fn check(&self, now_s: u64) -> Result<(), TokenFault> {
+    fn check_dates(&self, now_s: u64) -> Result<(), TokenFault> {
         if self
-            .expires_s
+            .expires_at_s
             .is_some_and(|end_s| now_s >= end_s.saturating_add(LEEWAY_S))
         {
             return Err(TokenFault::Expired);
         }
         if self
-            .begins_s
+            .not_before_s
             .is_some_and(|start_s| start_s > now_s.saturating_add(LEEWAY_S))
         {
-            return Err(TokenFault::NotYet);
+            return Err(TokenFault::NotYetValid);
         }
         Ok(())
     }
 
     /// Bytes of all texts.
-    fn size(&self) -> usize {
+    fn text_bytes(&self) -> usize {
         self.claims
             .iter()
-            .flat_map(Claim::texts)
+            .flat_map(ClaimValue::texts)
             .map(<[u8]>::len)
             .sum()
     }
 }
 
 /// A date in whole seconds since the Unix epoch (RFC 7519, 2: it may have a fraction).
-fn date(claims: &Value, name: &str) -> Result<Option<u64>, TokenFault> {
+fn parse_numeric_date(claims: &Value, name: &str) -> Result<Option<u64>, TokenFault> {
     let Some(value) = claims.get(name) else {
         return Ok(None);
     };
@@ -345,45 +353,45 @@ fn date(claims: &Value, name: &str) -> Result<Option<u64>, TokenFault> {
         .as_u64()
         .or_else(fraction)
         .map(Some)
-        .ok_or(TokenFault::Dates)
+        .ok_or(TokenFault::InvalidDates)
 }
 
 /// Tokens whose signatures have been verified, by their hashes: verifying costs as much as all else that is done for a
 /// request, and clients send a token many times. A reader's keys never change, so nothing here is ever wrong; what is
 /// expired is found so when it is asked for.
 #[derive(Debug, Default)]
-struct Known([Mutex<Tokens>; SHARDS]);
+struct VerifiedTokenCache([Mutex<TokenCacheShard>; CACHE_SHARDS]);
 
-type Tokens = IndexMap<[u8; 32], Arc<Said>, RandomState>;
+type TokenCacheShard = IndexMap<[u8; 32], Arc<TokenClaims>, RandomState>;
 
 /// Workers look up at the same time, and shall not wait for each other.
-const SHARDS: usize = 16;
+const CACHE_SHARDS: usize = 16;
 /// Makes 4096 tokens, a few hundred bytes each.
-const MOST_PER_SHARD: usize = 256;
+const MAX_TOKENS_PER_SHARD: usize = 256;
 /// What says more is verified every time, so that memory is bounded whatever issuers write.
-const MAX_KEPT_BYTES: usize = 1 << 10;
+const MAX_CACHED_CLAIM_BYTES: usize = 1 << 10;
 
-impl Known {
-    fn shard(&self, id: &[u8; 32]) -> Option<&Mutex<Tokens>> {
-        self.0.get(usize::from(id[0]) % SHARDS)
+impl VerifiedTokenCache {
+    fn shard(&self, id: &[u8; 32]) -> Option<&Mutex<TokenCacheShard>> {
+        self.0.get(usize::from(id[0]) % CACHE_SHARDS)
     }
 
-    fn find(&self, id: &[u8; 32]) -> Option<Arc<Said>> {
+    fn get(&self, id: &[u8; 32]) -> Option<Arc<TokenClaims>> {
         self.shard(id)?.lock().get(id).cloned()
     }
 
-    fn keep(&self, id: [u8; 32], said: &Arc<Said>) {
-        if said.size() > MAX_KEPT_BYTES {
+    fn insert(&self, id: [u8; 32], claims: &Arc<TokenClaims>) {
+        if claims.text_bytes() > MAX_CACHED_CLAIM_BYTES {
             return;
         }
         let Some(shard) = self.shard(&id) else { return };
         let mut shard = shard.lock();
-        if shard.len() >= MOST_PER_SHARD {
+        if shard.len() >= MAX_TOKENS_PER_SHARD {
             // Any: nobody gains by it, and it needs no order to be kept.
-            let place = fastrand::usize(..shard.len());
-            shard.swap_remove_index(place);
+            let index = fastrand::usize(..shard.len());
+            shard.swap_remove_index(index);
         }
-        shard.insert(id, Arc::clone(said));
+        shard.insert(id, Arc::clone(claims));
     }
 }
 

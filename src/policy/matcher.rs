@@ -1,7 +1,7 @@
 //! The conditions under which a policy applies.
 
-use super::jwt::{Claim, ClaimName};
-use super::{Described, Facts, PathPattern, facts};
+use super::jwt::{ClaimName, ClaimValue};
+use super::{DescriptorConditions, Facts, PathPattern, facts};
 use http::{HeaderName, Method};
 use ipnet::IpNet;
 use regex::Regex;
@@ -14,28 +14,28 @@ pub struct Matcher {
     pub hosts: Vec<HostPattern>,
     pub paths: Vec<PathPattern>,
     pub path_regex: Option<Regex>,
-    pub headers: Vec<Named<HeaderName>>,
-    pub query: Vec<Named<Box<str>>>,
-    pub cookies: Vec<Named<Box<str>>>,
+    pub headers: Vec<NamedCondition<HeaderName>>,
+    pub query: Vec<NamedCondition<Box<str>>>,
+    pub cookies: Vec<NamedCondition<Box<str>>>,
     pub client_ips: Vec<IpNet>,
-    pub claims: Vec<Named<ClaimName>>,
+    pub claims: Vec<NamedCondition<ClaimName>>,
     /// For descriptors; with it, the others are empty, those of `not` too.
-    pub described: Option<Described>,
+    pub descriptor_conditions: Option<DescriptorConditions>,
     /// Must *not* hold as a whole.
     pub not: Option<Box<Matcher>>,
 }
 
 /// A condition on a named value.
 #[derive(Clone, Debug)]
-pub struct Named<N> {
+pub struct NamedCondition<N> {
     pub name: N,
-    pub test: Test,
+    pub condition: ValueCondition,
 }
 
 /// A condition on a value. With several values of one name, any may fulfil it.
 #[derive(Clone, Debug)]
-pub enum Test {
-    Is(Box<str>),
+pub enum ValueCondition {
+    Equals(Box<str>),
     Regex(Regex),
     /// Whether the name occurs at all.
     Present(bool),
@@ -43,7 +43,7 @@ pub enum Test {
 
 /// A condition that a request does not fulfil.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unmet<'a> {
+pub enum UnmetCondition<'a> {
     Method,
     Host,
     Path,
@@ -54,17 +54,17 @@ pub enum Unmet<'a> {
     Cookie(&'a str),
     Claim(&'a str),
     /// It is about descriptors.
-    Service,
+    RequestKind,
     Domain,
     Entry(&'a str),
     /// A descriptor says more than was asked for.
-    OtherEntries,
+    ExtraEntries,
     /// What must not hold holds.
-    Not,
+    Exclusion,
 }
 
 /// For people: `its path is another`.
-impl fmt::Display for Unmet<'_> {
+impl fmt::Display for UnmetCondition<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Method => f.write_str("not for this method"),
@@ -76,13 +76,13 @@ impl fmt::Display for Unmet<'_> {
             Self::Query(name) => write!(f, "the condition on query parameter {name} does not hold"),
             Self::Cookie(name) => write!(f, "the condition on cookie {name} does not hold"),
             Self::Claim(name) => write!(f, "the condition on claim {name} does not hold"),
-            Self::Service => f.write_str("for calls of the rate-limit service only"),
+            Self::RequestKind => f.write_str("for calls of the rate-limit service only"),
             Self::Domain => f.write_str("not for this domain"),
             Self::Entry(name) => {
                 write!(f, "the condition on descriptor entry {name} does not hold")
             }
-            Self::OtherEntries => f.write_str("the descriptor has other entries too"),
-            Self::Not => f.write_str("excepted by its `not`"),
+            Self::ExtraEntries => f.write_str("the descriptor has other entries too"),
+            Self::Exclusion => f.write_str("excepted by its `not`"),
         }
     }
 }
@@ -96,86 +96,92 @@ pub struct MethodSet(Vec<Method>);
 pub enum HostPattern {
     Exact(Box<str>),
     /// The part after the star, with its dot.
-    Below(Box<str>),
+    Subdomains(Box<str>),
 }
 
 impl Matcher {
     /// Whether all conditions hold for one reading of the path.
     pub fn matches(&self, facts: &Facts<'_>, path: &str) -> bool {
-        self.first_unmet(facts, path).is_none()
+        self.first_unmet_condition(facts, path).is_none()
     }
 
     /// The first condition that does not hold, cheapest first.
-    pub fn first_unmet(&self, facts: &Facts<'_>, path: &str) -> Option<Unmet<'_>> {
-        match (&self.described, facts.descriptor) {
+    pub fn first_unmet_condition(
+        &self,
+        facts: &Facts<'_>,
+        path: &str,
+    ) -> Option<UnmetCondition<'_>> {
+        match (&self.descriptor_conditions, facts.descriptor) {
             (None, None) => {}
             (Some(described), Some(descriptor)) => {
-                let not = || {
+                let exclusion = || {
                     self.not
                         .as_ref()
                         .filter(|not| not.matches(facts, path))
-                        .map(|_| Unmet::Not)
+                        .map(|_| UnmetCondition::Exclusion)
                 };
-                return described.first_unmet(descriptor).or_else(not);
+                return described
+                    .first_unmet_condition(descriptor)
+                    .or_else(exclusion);
             }
-            _ => return Some(Unmet::Service),
+            _ => return Some(UnmetCondition::RequestKind),
         }
         if !self.methods.contains(facts.method) {
-            return Some(Unmet::Method);
+            return Some(UnmetCondition::Method);
         }
-        if !any(&self.hosts, |host| host.matches(facts.host)) {
-            return Some(Unmet::Host);
+        if !is_empty_or_any(&self.hosts, |host| host.matches(facts.host)) {
+            return Some(UnmetCondition::Host);
         }
-        if !any(&self.paths, |pattern| pattern.matches(path)) {
-            return Some(Unmet::Path);
+        if !is_empty_or_any(&self.paths, |pattern| pattern.matches(path)) {
+            return Some(UnmetCondition::Path);
         }
         if self
             .path_regex
             .as_ref()
             .is_some_and(|regex| !regex.is_match(path))
         {
-            return Some(Unmet::PathRegex);
+            return Some(UnmetCondition::PathRegex);
         }
-        if !any(&self.client_ips, |net| net.contains(&facts.client_ip)) {
-            return Some(Unmet::ClientIp);
+        if !is_empty_or_any(&self.client_ips, |net| net.contains(&facts.client_ip)) {
+            return Some(UnmetCondition::ClientIp);
         }
         for header in &self.headers {
             if !header
-                .test
-                .holds(facts::header_values(facts.headers, &header.name))
+                .condition
+                .is_met_by(facts::header_values(facts.headers, &header.name))
             {
-                return Some(Unmet::Header(header.name.as_str()));
+                return Some(UnmetCondition::Header(header.name.as_str()));
             }
         }
         for parameter in &self.query {
             if !parameter
-                .test
-                .holds(facts::query_values(facts.query, &parameter.name))
+                .condition
+                .is_met_by(facts::query_values(facts.query, &parameter.name))
             {
-                return Some(Unmet::Query(&parameter.name));
+                return Some(UnmetCondition::Query(&parameter.name));
             }
         }
         for cookie in &self.cookies {
             if !cookie
-                .test
-                .holds(facts::cookie_values(facts.headers, &cookie.name))
+                .condition
+                .is_met_by(facts::cookie_values(facts.headers, &cookie.name))
             {
-                return Some(Unmet::Cookie(&cookie.name));
+                return Some(UnmetCondition::Cookie(&cookie.name));
             }
         }
         // Last: it may take a signature to be verified.
         for claim in &self.claims {
             if !claim
-                .test
-                .holds_for(facts.token.claim(facts.headers, &claim.name))
+                .condition
+                .is_met_by_claim(facts.token.claim(facts.headers, &claim.name))
             {
-                return Some(Unmet::Claim(claim.name.as_ref()));
+                return Some(UnmetCondition::Claim(claim.name.as_ref()));
             }
         }
         self.not
             .as_ref()
             .filter(|not| not.matches(facts, path))
-            .map(|_| Unmet::Not)
+            .map(|_| UnmetCondition::Exclusion)
     }
 
     /// The headers that these conditions read.
@@ -193,8 +199,12 @@ impl Matcher {
     }
 
     /// Whether they ask for the client's address.
-    pub(super) fn asks_for_client(&self) -> bool {
-        !self.client_ips.is_empty() || self.not.as_ref().is_some_and(|not| not.asks_for_client())
+    pub(super) fn has_client_ip_condition(&self) -> bool {
+        !self.client_ips.is_empty()
+            || self
+                .not
+                .as_ref()
+                .is_some_and(|not| not.has_client_ip_condition())
     }
 
     /// The claims that these conditions ask for.
@@ -205,14 +215,14 @@ impl Matcher {
     }
 }
 
-fn any<T>(alternatives: &[T], holds: impl FnMut(&T) -> bool) -> bool {
-    alternatives.is_empty() || alternatives.iter().any(holds)
+fn is_empty_or_any<T>(alternatives: &[T], is_met: impl FnMut(&T) -> bool) -> bool {
+    alternatives.is_empty() || alternatives.iter().any(is_met)
 }
 
-impl Test {
-    pub(super) fn holds<V: AsRef<[u8]>>(&self, mut values: impl Iterator<Item = V>) -> bool {
+impl ValueCondition {
+    pub(super) fn is_met_by<V: AsRef<[u8]>>(&self, mut values: impl Iterator<Item = V>) -> bool {
         match self {
-            Self::Is(wanted) => values.any(|value| value.as_ref() == wanted.as_bytes()),
+            Self::Equals(wanted) => values.any(|value| value.as_ref() == wanted.as_bytes()),
             Self::Regex(regex) => {
                 values.any(|value| regex.is_match(&String::from_utf8_lossy(value.as_ref())))
             }
@@ -221,10 +231,10 @@ impl Test {
     }
 
     /// Of a list, any element may fulfil it.
-    fn holds_for(&self, claim: &Claim) -> bool {
+    fn is_met_by_claim(&self, claim: &ClaimValue) -> bool {
         match self {
             Self::Present(wanted) => claim.is_present() == *wanted,
-            Self::Is(_) | Self::Regex(_) => self.holds(claim.texts()),
+            Self::Equals(_) | Self::Regex(_) => self.is_met_by(claim.texts()),
         }
     }
 }
@@ -235,7 +245,7 @@ impl MethodSet {
     }
 
     /// As written; empty means all.
-    pub fn listed(&self) -> &[Method] {
+    pub fn as_slice(&self) -> &[Method] {
         &self.0
     }
 
@@ -244,7 +254,7 @@ impl MethodSet {
     }
 
     pub fn contains(&self, method: &Method) -> bool {
-        any(&self.0, |listed| {
+        is_empty_or_any(&self.0, |listed| {
             listed == method || (listed == Method::GET && method == Method::HEAD)
         })
     }
@@ -257,16 +267,19 @@ impl HostPattern {
     /// A sentence that says what is wrong with it.
     pub fn parse(text: &str) -> Result<Self, String> {
         let text = text.strip_suffix('.').unwrap_or(text).to_ascii_lowercase();
-        let (below, name) = match text.strip_prefix("*.") {
+        let (is_wildcard, name) = match text.strip_prefix("*.") {
             Some(name) => (true, name),
             None => (false, text.as_str()),
         };
-        let address = name.starts_with('[') && name.ends_with(']') && !below;
-        if name.is_empty() || name.contains(['*', '/', '@']) || (name.contains(':') && !address) {
+        let is_ip_literal = name.starts_with('[') && name.ends_with(']') && !is_wildcard;
+        if name.is_empty()
+            || name.contains(['*', '/', '@'])
+            || (name.contains(':') && !is_ip_literal)
+        {
             return Err("a host is a name or *.name, without port".to_owned());
         }
-        Ok(if below {
-            Self::Below(format!(".{name}").into())
+        Ok(if is_wildcard {
+            Self::Subdomains(format!(".{name}").into())
         } else {
             Self::Exact(name.into())
         })
@@ -275,7 +288,7 @@ impl HostPattern {
     pub fn matches(&self, host: &str) -> bool {
         match self {
             Self::Exact(name) => **name == *host,
-            Self::Below(suffix) => host.len() > suffix.len() && host.ends_with(&**suffix),
+            Self::Subdomains(suffix) => host.len() > suffix.len() && host.ends_with(&**suffix),
         }
     }
 }

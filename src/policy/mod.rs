@@ -6,28 +6,33 @@
 pub mod client;
 mod cors;
 mod cost;
-mod covers;
+mod coverage;
 mod descriptor;
 mod facts;
 pub mod jwt;
-mod key;
+mod key_template;
 mod matcher;
 pub mod path;
-mod pattern;
+mod path_pattern;
 #[cfg(any(test, fuzzing))]
 pub mod properties;
 mod quota;
 mod table;
 
-pub use cors::Cors;
-pub use cost::{Actual, Cost, EstimateCost, HeaderCost, Pointer, Token, whole};
-pub use descriptor::{Described, Descriptor};
+pub use cors::CorsOrigins;
+pub use cost::{
+    ActualCostSource, CostSource, EstimateCost, HeaderCost, JsonPointer, JsonPointerToken,
+    parse_whole_number,
+};
+pub use descriptor::{Descriptor, DescriptorConditions};
 pub use facts::Facts;
-pub use key::{KeyFault, KeyPart, KeyTemplate, KeyValues, MissingKey};
-pub use matcher::{HostPattern, Matcher, MethodSet, Named, Test, Unmet};
-pub use pattern::PathPattern;
-pub use quota::{NamedLimit, Override, Overrides, Quota};
-pub use table::{Fields, PolicyTable};
+pub use key_template::{KeyFault, KeyPart, KeyTemplate, KeyValues, MissingKeyAction};
+pub use matcher::{
+    HostPattern, Matcher, MethodSet, NamedCondition, UnmetCondition, ValueCondition,
+};
+pub use path_pattern::PathPattern;
+pub use quota::{LimitOverride, LimitOverrides, NamedLimit, Quota};
+pub use table::{PolicyTable, RateLimitHeaderSettings};
 
 use bytes::Bytes;
 use http::{HeaderName, HeaderValue, StatusCode};
@@ -40,17 +45,17 @@ pub struct Policy {
     /// Higher first; file order among equals.
     pub priority: i64,
     pub matcher: Matcher,
-    pub action: Action,
+    pub action: PolicyAction,
     /// Decides and counts, but never rejects, exempts or denies.
     pub shadow: bool,
     pub on_store_failure: OnStoreFailure,
     /// What a refused client gets instead of the standard answer.
-    pub reject: Option<Reject>,
+    pub reject_response: Option<RejectResponse>,
 }
 
 /// What a policy does with a request that it matches.
 #[derive(Clone, Debug)]
-pub enum Action {
+pub enum PolicyAction {
     Limit(Box<Quota>),
     /// Exempt: no later policy applies.
     Allow,
@@ -69,7 +74,7 @@ pub enum OnStoreFailure {
 
 /// An owner's own words to refused clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Reject {
+pub struct RejectResponse {
     pub status: StatusCode,
     pub body: Bytes,
     pub content_type: HeaderValue,

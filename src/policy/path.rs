@@ -21,7 +21,7 @@ pub struct Settings {
 #[cfg(test)]
 impl Settings {
     /// The defaults of the configuration.
-    pub(crate) const USUAL: Self = Self {
+    pub(crate) const DEFAULT: Self = Self {
         normalize: true,
         merge_slashes: true,
         escaped_slashes: EscapedSlashes::Both,
@@ -51,7 +51,7 @@ pub enum EscapedSlashes {
 /// With `normalize` a reading is ASCII in one spelling: what can be written plainly is, everything else is
 /// percent-encoded in upper case, so that two readings are equal exactly if they decode to the same bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Readings(SmallVec<[Box<str>; 2]>);
+pub struct PathInterpretations(SmallVec<[Box<str>; 2]>);
 
 /// Why a path cannot be matched safely.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -65,67 +65,72 @@ pub enum PathFault {
 }
 
 /// Of the root.
-impl Default for Readings {
+impl Default for PathInterpretations {
     fn default() -> Self {
         Self(smallvec!["/".into()])
     }
 }
 
-impl Readings {
+impl PathInterpretations {
     /// Reads the path of a request target (no query). `*` (of `OPTIONS *`) reads as `/`, so that policies
     /// for every path hold for it too.
     ///
     /// # Errors
     /// A [`PathFault`] for a path that the client should not have sent.
-    pub fn of(path: &str, settings: &Settings) -> Result<Self, PathFault> {
+    pub fn parse(path: &str, settings: &Settings) -> Result<Self, PathFault> {
         if path == "*" {
             return Ok(Self::default());
         }
         if !path.starts_with('/') {
             return Err(PathFault::NotAbsolute);
         }
-        if !settings.normalize || is_plain(path, settings) {
+        if !settings.normalize || is_already_normalized(path, settings) {
             return Ok(Self(smallvec![path.into()]));
         }
-        if escapes(path).any(|byte| byte == 0) {
+        if escaped_bytes(path).any(|byte| byte == 0) {
             return Err(PathFault::Nul);
         }
-        let escaped_slash = escapes(path).any(|byte| byte == b'/');
-        let backslash = path.contains('\\') || escapes(path).any(|byte| byte == b'\\');
+        let escaped_slash = escaped_bytes(path).any(|byte| byte == b'/');
+        let backslash = path.contains('\\') || escaped_bytes(path).any(|byte| byte == b'\\');
         if settings.escaped_slashes == EscapedSlashes::Reject && (escaped_slash || backslash) {
             return Err(PathFault::EscapedSlash);
         }
         // Whether they separate, where that is a question; each may without the other.
-        let choices = |is_there: bool| -> &[bool] {
+        let separator_choices = |is_present: bool| -> &[bool] {
             match settings.escaped_slashes {
-                EscapedSlashes::Both if is_there => &[true, false],
+                EscapedSlashes::Both if is_present => &[true, false],
                 EscapedSlashes::Keep => &[false],
                 _ => &[true],
             }
         };
-        let strips: &[bool] = match settings.strip_parameters {
+        let strip_choices: &[bool] = match settings.strip_parameters {
             true if path.contains(';') => &[true, false],
             strips => &[strips],
         };
         let mut texts: SmallVec<[String; 4]> = SmallVec::new();
-        for escaped_slash in choices(escaped_slash) {
-            for backslash in choices(backslash) {
-                let separators = Separators {
+        for escaped_slash in separator_choices(escaped_slash) {
+            for backslash in separator_choices(backslash) {
+                let separators = SegmentSeparators {
                     escaped_slash: *escaped_slash,
                     backslash: *backslash,
                 };
-                texts.push(canonical(path, settings, separators));
+                texts.push(canonicalize(path, settings, separators));
             }
         }
-        let dots: &[Dots] = match texts.iter().any(|text| has_odd_segments(text)) {
-            true => &[Dots::AfterAll, Dots::BeforeAll, Dots::Never],
-            false => &[Dots::AfterAll],
-        };
+        let dot_resolutions: &[DotSegmentResolution] =
+            match texts.iter().any(|text| has_ambiguous_segments(text)) {
+                true => &[
+                    DotSegmentResolution::AfterNormalization,
+                    DotSegmentResolution::BeforeNormalization,
+                    DotSegmentResolution::Never,
+                ],
+                false => &[DotSegmentResolution::AfterNormalization],
+            };
         let mut readings: SmallVec<[Box<str>; 2]> = SmallVec::new();
-        for dots in dots {
-            for strips in strips {
+        for dots in dot_resolutions {
+            for strip_parameters in strip_choices {
                 for text in &texts {
-                    let reading = resolve(text, settings, *dots, *strips);
+                    let reading = resolve_segments(text, settings, *dots, *strip_parameters);
                     if !readings.contains(&reading) {
                         readings.push(reading);
                     }
@@ -141,23 +146,23 @@ impl Readings {
 }
 
 /// One literal segment of a pattern in the spelling that readings have.
-pub(super) fn canonical_segment(segment: &str, settings: &Settings) -> Box<str> {
+pub(super) fn canonicalize_segment(segment: &str, settings: &Settings) -> Box<str> {
     if !settings.normalize {
         return segment.into();
     }
-    let separators = Separators {
+    let separators = SegmentSeparators {
         escaped_slash: false,
         backslash: false,
     };
-    let text = canonical(segment, settings, separators);
+    let text = canonicalize(segment, settings, separators);
     let mut name = String::with_capacity(text.len());
-    push_name(&mut name, &text, settings);
+    push_segment(&mut name, &text, settings);
     name.into()
 }
 
 /// What ends a segment, beside a slash.
 #[derive(Clone, Copy)]
-struct Separators {
+struct SegmentSeparators {
     /// `%2F`.
     escaped_slash: bool,
     /// `\` and `%5C`.
@@ -166,17 +171,17 @@ struct Separators {
 
 /// When `..` takes a segment away.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Dots {
+enum DotSegmentResolution {
     /// When parameters are gone and slashes merged: `/a/..;x/b` and `/a//../b` are `/b`.
-    AfterAll,
+    AfterNormalization,
     /// Before: `..;x` is a name like others, and an empty segment one that `..` takes away. Both are below `/a`.
-    BeforeAll,
+    BeforeNormalization,
     /// An app that routes by the path as it came: `/a/../b` is below `/a`.
     Never,
 }
 
 /// Whether normalizing would change nothing: the usual case, decided in one pass.
-fn is_plain(path: &str, settings: &Settings) -> bool {
+fn is_already_normalized(path: &str, settings: &Settings) -> bool {
     let mut previous = 0;
     for byte in path.bytes() {
         match byte {
@@ -191,31 +196,36 @@ fn is_plain(path: &str, settings: &Settings) -> bool {
 }
 
 /// Whether a path has segments that servers treat differently: of dots, empty, or of nothing but a parameter.
-fn has_odd_segments(text: &str) -> bool {
+fn has_ambiguous_segments(text: &str) -> bool {
     ["/.", "//", "/;"].iter().any(|odd| text.contains(odd))
 }
 
 /// One reading of a path in canonical spelling.
-fn resolve(text: &str, settings: &Settings, dots: Dots, strips: bool) -> Box<str> {
+fn resolve_segments(
+    text: &str,
+    settings: &Settings,
+    dots: DotSegmentResolution,
+    strip_parameters: bool,
+) -> Box<str> {
     let mut segments: SmallVec<[&str; 16]> = SmallVec::new();
-    let mut ends_open = false;
+    let mut ends_with_slash = false;
     for whole in text.split('/').skip(1) {
         let name = match whole.split_once(';') {
-            Some((before, _)) if strips => before,
+            Some((before, _)) if strip_parameters => before,
             _ => whole,
         };
         let is_dots = match dots {
-            Dots::AfterAll => matches!(name, "." | ".."),
-            Dots::BeforeAll => matches!(whole, "." | ".."),
-            Dots::Never => false,
+            DotSegmentResolution::AfterNormalization => matches!(name, "." | ".."),
+            DotSegmentResolution::BeforeNormalization => matches!(whole, "." | ".."),
+            DotSegmentResolution::Never => false,
         };
-        ends_open = is_dots || name.is_empty();
+        ends_with_slash = is_dots || name.is_empty();
         match name {
             "." if is_dots => {}
             ".." if is_dots => {
                 segments.pop();
             }
-            "" if settings.merge_slashes && dots != Dots::BeforeAll => {}
+            "" if settings.merge_slashes && dots != DotSegmentResolution::BeforeNormalization => {}
             name => segments.push(name),
         }
     }
@@ -227,16 +237,16 @@ fn resolve(text: &str, settings: &Settings, dots: Dots, strips: bool) -> Box<str
     let mut path = String::with_capacity(text.len());
     for segment in &segments {
         path.push('/');
-        push_name(&mut path, segment, settings);
+        push_segment(&mut path, segment, settings);
     }
-    if segments.is_empty() || (ends_open && !settings.ignore_trailing_slash) {
+    if segments.is_empty() || (ends_with_slash && !settings.ignore_trailing_slash) {
         path.push('/');
     }
     path.into()
 }
 
 /// Appends a segment that stays as it is: where semicolons begin parameters, this one's begin none.
-fn push_name(out: &mut String, segment: &str, settings: &Settings) {
+fn push_segment(out: &mut String, segment: &str, settings: &Settings) {
     for (at, part) in segment.split(';').enumerate() {
         match settings.strip_parameters {
             _ if at == 0 => {}
@@ -250,19 +260,24 @@ fn push_name(out: &mut String, segment: &str, settings: &Settings) {
 
 /// A path or segment, decoded once where that is plain, else escaped in upper case; with semicolons that may begin
 /// parameters as they are.
-fn canonical(text: &str, settings: &Settings, separators: Separators) -> String {
+fn canonicalize(text: &str, settings: &Settings, separators: SegmentSeparators) -> String {
     let mut out = String::with_capacity(text.len());
-    push_canonical(&mut out, text, settings, separators);
+    push_canonicalized(&mut out, text, settings, separators);
     if !settings.case_sensitive {
         out.make_ascii_lowercase();
     }
     out
 }
 
-fn push_canonical(out: &mut String, text: &str, settings: &Settings, separators: Separators) {
+fn push_canonicalized(
+    out: &mut String,
+    text: &str,
+    settings: &Settings,
+    separators: SegmentSeparators,
+) {
     let mut rest = text.as_bytes();
     while let Some((first, tail)) = rest.split_first() {
-        let (byte, escaped, tail) = match escape(rest) {
+        let (byte, escaped, tail) = match decode_escape(rest) {
             Some(byte) => (byte, true, tail.get(2..).unwrap_or_default()),
             None => (*first, false, tail),
         };
@@ -281,18 +296,18 @@ fn push_canonical(out: &mut String, text: &str, settings: &Settings, separators:
 }
 
 /// The byte that a `%XX` at the beginning of `text` stands for.
-fn escape(text: &[u8]) -> Option<u8> {
+fn decode_escape(text: &[u8]) -> Option<u8> {
     match text {
-        [b'%', high, low, ..] => Some(hex(*high)? << 4 | hex(*low)?),
+        [b'%', high, low, ..] => Some(parse_hex_digit(*high)? << 4 | parse_hex_digit(*low)?),
         _ => None,
     }
 }
 
-fn escapes(text: &str) -> impl Iterator<Item = u8> {
-    text.as_bytes().windows(3).filter_map(escape)
+fn escaped_bytes(text: &str) -> impl Iterator<Item = u8> {
+    text.as_bytes().windows(3).filter_map(decode_escape)
 }
 
-fn hex(digit: u8) -> Option<u8> {
+fn parse_hex_digit(digit: u8) -> Option<u8> {
     match digit {
         b'0'..=b'9' => Some(digit - b'0'),
         b'a'..=b'f' => Some(digit - b'a' + 10),
@@ -317,10 +332,10 @@ fn push_escape(out: &mut String, byte: u8) {
 mod tests {
     use super::*;
 
-    const USUAL: Settings = Settings::USUAL;
+    const DEFAULT_SETTINGS: Settings = Settings::DEFAULT;
 
-    fn read(path: &str, settings: Settings) -> Vec<String> {
-        Readings::of(path, &settings)
+    fn interpret(path: &str, settings: Settings) -> Vec<String> {
+        PathInterpretations::parse(path, &settings)
             .unwrap()
             .iter()
             .map(str::to_owned)
@@ -328,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn trap_24_every_spelling_of_a_path_reads_alike() {
+    fn trap_24_equivalent_path_spellings_normalize_equally() {
         for path in [
             "/api/login",
             "/api/login/",
@@ -342,76 +357,88 @@ mod tests {
             "/api/login/.",
             "/api/login/x/..",
         ] {
-            assert_eq!(read(path, USUAL)[0], "/api/login", "{path}");
+            assert_eq!(interpret(path, DEFAULT_SETTINGS)[0], "/api/login", "{path}");
         }
     }
 
     #[test]
-    fn an_escaped_slash_is_read_both_ways() {
-        assert_eq!(read("/a%2Fb", USUAL), ["/a/b", "/a%2Fb"]);
-        assert_eq!(read("/a%5cb", USUAL), ["/a/b", "/a%5Cb"]);
-        assert_eq!(read("/a\\b", USUAL), ["/a/b", "/a%5Cb"]);
+    fn an_escaped_slash_has_both_interpretations() {
+        assert_eq!(interpret("/a%2Fb", DEFAULT_SETTINGS), ["/a/b", "/a%2Fb"]);
+        assert_eq!(interpret("/a%5cb", DEFAULT_SETTINGS), ["/a/b", "/a%5Cb"]);
+        assert_eq!(interpret("/a\\b", DEFAULT_SETTINGS), ["/a/b", "/a%5Cb"]);
         assert_eq!(
-            read("/public/..%2fapi", USUAL),
+            interpret("/public/..%2fapi", DEFAULT_SETTINGS),
             ["/api", "/public/..%2Fapi", "/public/../api"]
         );
         assert_eq!(
-            read(
+            interpret(
                 "/a%2Fb",
                 Settings {
                     escaped_slashes: EscapedSlashes::Decode,
-                    ..USUAL
+                    ..DEFAULT_SETTINGS
                 }
             ),
             ["/a/b"]
         );
         assert_eq!(
-            read(
+            interpret(
                 "/a%2fb",
                 Settings {
                     escaped_slashes: EscapedSlashes::Keep,
-                    ..USUAL
+                    ..DEFAULT_SETTINGS
                 }
             ),
             ["/a%2Fb"]
         );
-        let refused = Readings::of(
+        let refused = PathInterpretations::parse(
             "/a%2fb",
             &Settings {
                 escaped_slashes: EscapedSlashes::Reject,
-                ..USUAL
+                ..DEFAULT_SETTINGS
             },
         );
         assert_eq!(refused, Err(PathFault::EscapedSlash));
     }
 
     #[test]
-    fn where_servers_differ_each_reading_counts() {
-        assert_eq!(read("/a/../b", USUAL), ["/b", "/a/../b"]);
-        assert_eq!(read("/a/./b", USUAL), ["/a/b", "/a/./b"]);
-        assert_eq!(read("/a/..;x/b", USUAL), ["/b", "/a/..%3Bx/b", "/a/../b"]);
-        assert_eq!(read("/a/.;x/b", USUAL), ["/a/b", "/a/.%3Bx/b", "/a/./b"]);
-        assert_eq!(read("/a//../b", USUAL), ["/b", "/a/b", "/a/../b"]);
-        assert_eq!(read("/a//b;x/c", USUAL), ["/a/b/c", "/a/b%3Bx/c"]);
-        assert_eq!(read("/a/;x", USUAL), ["/a", "/a/%3Bx"]);
+    fn ambiguous_paths_have_every_interpretation() {
+        assert_eq!(interpret("/a/../b", DEFAULT_SETTINGS), ["/b", "/a/../b"]);
+        assert_eq!(interpret("/a/./b", DEFAULT_SETTINGS), ["/a/b", "/a/./b"]);
         assert_eq!(
-            read(
+            interpret("/a/..;x/b", DEFAULT_SETTINGS),
+            ["/b", "/a/..%3Bx/b", "/a/../b"]
+        );
+        assert_eq!(
+            interpret("/a/.;x/b", DEFAULT_SETTINGS),
+            ["/a/b", "/a/.%3Bx/b", "/a/./b"]
+        );
+        assert_eq!(
+            interpret("/a//../b", DEFAULT_SETTINGS),
+            ["/b", "/a/b", "/a/../b"]
+        );
+        assert_eq!(
+            interpret("/a//b;x/c", DEFAULT_SETTINGS),
+            ["/a/b/c", "/a/b%3Bx/c"]
+        );
+        assert_eq!(interpret("/a/;x", DEFAULT_SETTINGS), ["/a", "/a/%3Bx"]);
+        assert_eq!(
+            interpret(
                 "/a//../b",
                 Settings {
                     merge_slashes: false,
-                    ..USUAL
+                    ..DEFAULT_SETTINGS
                 }
             ),
             ["/a/b", "/a//../b"]
         );
         let kept = Settings {
             strip_parameters: false,
-            ..USUAL
+            ..DEFAULT_SETTINGS
         };
-        assert_eq!(read("/a/..;x/b", kept), ["/a/..;x/b"]);
+        assert_eq!(interpret("/a/..;x/b", kept), ["/a/..;x/b"]);
         // Slashes of two kinds, and each may separate without the other.
         assert_eq!(
-            read("/a%2Fb%5C..", USUAL),
+            interpret("/a%2Fb%5C..", DEFAULT_SETTINGS),
             [
                 "/a",
                 "/a/b%5C..",
@@ -424,77 +451,80 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_decoded_once_and_only_once() {
-        assert_eq!(read("/%252e%252e/a", USUAL), ["/%252e%252e/a"]);
-        assert_eq!(read("/a%zz", USUAL), ["/a%25zz"]);
-        assert_eq!(read("/%c3%a9", USUAL), ["/%C3%A9"]);
-        assert_eq!(read("/é", USUAL), ["/%C3%A9"]);
-        assert_eq!(read("/a%3Bb", USUAL), ["/a%3Bb"]);
+    fn a_path_is_decoded_exactly_once() {
+        assert_eq!(
+            interpret("/%252e%252e/a", DEFAULT_SETTINGS),
+            ["/%252e%252e/a"]
+        );
+        assert_eq!(interpret("/a%zz", DEFAULT_SETTINGS), ["/a%25zz"]);
+        assert_eq!(interpret("/%c3%a9", DEFAULT_SETTINGS), ["/%C3%A9"]);
+        assert_eq!(interpret("/é", DEFAULT_SETTINGS), ["/%C3%A9"]);
+        assert_eq!(interpret("/a%3Bb", DEFAULT_SETTINGS), ["/a%3Bb"]);
     }
 
     #[test]
-    fn each_setting_does_what_it_says() {
+    fn each_setting_has_its_documented_effect() {
         let off = Settings {
             normalize: false,
-            ..USUAL
+            ..DEFAULT_SETTINGS
         };
-        assert_eq!(read("/A//b/../%61/", off), ["/A//b/../%61/"]);
+        assert_eq!(interpret("/A//b/../%61/", off), ["/A//b/../%61/"]);
         assert_eq!(
-            read(
+            interpret(
                 "/a//b",
                 Settings {
                     merge_slashes: false,
-                    ..USUAL
+                    ..DEFAULT_SETTINGS
                 }
             ),
             ["/a//b"]
         );
         assert_eq!(
-            read(
+            interpret(
                 "/a/b/",
                 Settings {
                     ignore_trailing_slash: false,
-                    ..USUAL
+                    ..DEFAULT_SETTINGS
                 }
             ),
             ["/a/b/"]
         );
         assert_eq!(
-            read(
+            interpret(
                 "/a/b/..",
                 Settings {
                     ignore_trailing_slash: false,
-                    ..USUAL
+                    ..DEFAULT_SETTINGS
                 }
             ),
             ["/a/", "/a/b/.."]
         );
         assert_eq!(
-            read(
+            interpret(
                 "/a;x/b",
                 Settings {
                     strip_parameters: false,
-                    ..USUAL
+                    ..DEFAULT_SETTINGS
                 }
             ),
             ["/a;x/b"]
         );
         assert_eq!(
-            read(
+            interpret(
                 "/a%3bx",
                 Settings {
                     strip_parameters: false,
-                    ..USUAL
+                    ..DEFAULT_SETTINGS
                 }
             ),
             ["/a;x"]
         );
         assert_eq!(
-            read(
+            interpret(
                 "/API",
                 Settings {
                     case_sensitive: false,
-                    ..USUAL
+                    ..DEFAULT_SETTINGS
                 }
             ),
             ["/api"]
@@ -502,22 +532,31 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_a_path_is_refused() {
-        assert_eq!(Readings::of("/a%00b", &USUAL), Err(PathFault::Nul));
-        assert_eq!(Readings::of("foo", &USUAL), Err(PathFault::NotAbsolute));
-        assert_eq!(Readings::of("", &USUAL), Err(PathFault::NotAbsolute));
-        assert_eq!(read("*", USUAL), ["/"]);
-        assert_eq!(read("/", USUAL), ["/"]);
-        assert_eq!(read("//", USUAL), ["/"]);
+    fn rejects_invalid_paths() {
+        assert_eq!(
+            PathInterpretations::parse("/a%00b", &DEFAULT_SETTINGS),
+            Err(PathFault::Nul)
+        );
+        assert_eq!(
+            PathInterpretations::parse("foo", &DEFAULT_SETTINGS),
+            Err(PathFault::NotAbsolute)
+        );
+        assert_eq!(
+            PathInterpretations::parse("", &DEFAULT_SETTINGS),
+            Err(PathFault::NotAbsolute)
+        );
+        assert_eq!(interpret("*", DEFAULT_SETTINGS), ["/"]);
+        assert_eq!(interpret("/", DEFAULT_SETTINGS), ["/"]);
+        assert_eq!(interpret("//", DEFAULT_SETTINGS), ["/"]);
     }
 
     proptest::proptest! {
         #[test]
-        fn reading_a_reading_changes_nothing(path in "/[a-b%.;/\\\\2fF5cC0-9A]{0,24}") {
-            let settings = Settings { escaped_slashes: EscapedSlashes::Decode, ..USUAL };
-            if let Ok(first) = Readings::of(&path, &settings) {
+        fn normalization_is_idempotent(path in "/[a-b%.;/\\\\2fF5cC0-9A]{0,24}") {
+            let settings = Settings { escaped_slashes: EscapedSlashes::Decode, ..DEFAULT_SETTINGS };
+            if let Ok(first) = PathInterpretations::parse(&path, &settings) {
                 for reading in first.iter() {
-                    let again = Readings::of(reading, &settings).unwrap();
+                    let again = PathInterpretations::parse(reading, &settings).unwrap();
                     proptest::prop_assert!(again.iter().any(|same| same == reading), "{} {:?}", reading, again);
                     proptest::prop_assert!(!reading.contains("//"));
                 }

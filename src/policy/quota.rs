@@ -1,6 +1,8 @@
 //! How much a policy allows, to whom.
 
-use super::{Cost, Descriptor, Facts, KeyFault, KeyTemplate, KeyValues, MissingKey, client, path};
+use super::{
+    CostSource, Descriptor, Facts, KeyFault, KeyTemplate, KeyValues, MissingKeyAction, client, path,
+};
 use crate::limiter::{Key, KeyBuilder, Lease, Limit};
 use foldhash::HashMap;
 use std::fmt;
@@ -9,23 +11,23 @@ use std::fmt;
 #[derive(Clone, Debug)]
 pub struct Quota {
     pub key: KeyTemplate,
-    pub missing_key: MissingKey,
-    pub cost: Cost,
+    pub missing_key: MissingKeyAction,
+    pub cost: CostSource,
     /// At least one.
     pub limits: Vec<NamedLimit>,
     /// How long a key stays closed once one of the limits has refused it ([`Algorithm::Block`]).
     ///
     /// [`Algorithm::Block`]: crate::limiter::Algorithm::Block
     pub block: Option<Limit>,
-    /// What the policy refuses uses its limits too ([`Effect::Press`]).
+    /// What the policy refuses uses its limits too ([`ChargeEffect::ChargeRejected`]).
     ///
-    /// [`Effect::Press`]: crate::limiter::Effect::Press
+    /// [`ChargeEffect::ChargeRejected`]: crate::limiter::Effect::Press
     pub count_rejected: bool,
     /// Over how many counters of a cluster each key is spread; 1: it isn't.
     pub shards: u16,
     /// How it takes units in advance, if it does.
     pub lease: Option<Lease>,
-    pub overrides: Overrides,
+    pub overrides: LimitOverrides,
 }
 
 /// A limit with its name in the rate-limit fields.
@@ -39,17 +41,17 @@ pub struct NamedLimit {
 
 /// Limits of their own for some keys. The first that fits replaces all limits of the policy.
 #[derive(Clone, Default)]
-pub struct Overrides {
-    list: Vec<Override>,
+pub struct LimitOverrides {
+    entries: Vec<LimitOverride>,
     /// Those without a wildcard, by [`Key::id`]: thousands of them must not make a request slower.
-    exact: HashMap<u128, usize>,
+    exact_by_key_id: HashMap<u128, usize>,
     /// Those with one, in order.
-    wild: Vec<usize>,
+    wildcard_indices: Vec<usize>,
 }
 
-/// One entry of [`Overrides`].
+/// One entry of [`LimitOverrides`].
 #[derive(Clone, Debug)]
-pub struct Override {
+pub struct LimitOverride {
     /// One per key position (see [`KeyTemplate::width`]); `None` matches any value.
     pub values: Vec<Option<Box<str>>>,
     pub limits: Vec<NamedLimit>,
@@ -60,41 +62,41 @@ impl Quota {
     ///
     /// # Errors
     /// A [`KeyFault`] for a request that cannot be keyed.
-    pub fn select<'t>(
+    pub fn select_for_request<'t>(
         &'t self,
         name: &str,
         facts: &Facts<'_>,
         client: &client::Settings,
     ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyFault> {
-        let values = self.key.values(facts, client, self.missing_key)?;
-        if self.missing_key == MissingKey::Skip && values.iter().any(Option::is_none) {
+        let values = self.key.extract_values(facts, client, self.missing_key)?;
+        if self.missing_key == MissingKeyAction::Skip && values.iter().any(Option::is_none) {
             return Ok(None);
         }
-        Ok(Some(self.of(name, &values)))
+        Ok(Some(self.key_and_limits(name, &values)))
     }
 
     /// The same for a descriptor, which may bring a limit along. Then that is the limit, and nobody else's: the whole
     /// descriptor is part of its key.
     ///
     /// # Errors
-    /// As [`Quota::select`].
-    pub fn select_for<'t>(
+    /// As [`Quota::select_for_request`].
+    pub fn select_for_descriptor<'t>(
         &'t self,
         name: &str,
         descriptor: &'t Descriptor<'t>,
         client: &client::Settings,
     ) -> Result<Option<(Key, &'t [NamedLimit])>, KeyFault> {
-        let facts = Facts::of(descriptor);
-        let Some(limits) = descriptor.own_limit(name, &self.limits) else {
-            return self.select(name, &facts, client);
+        let facts = Facts::from_descriptor(descriptor);
+        let Some(limits) = descriptor.resolve_override_limit(name, &self.limits) else {
+            return self.select_for_request(name, &facts, client);
         };
-        let mut values = self.key.values(&facts, client, self.missing_key)?;
-        if self.missing_key == MissingKey::Skip && values.iter().any(Option::is_none) {
+        let mut values = self.key.extract_values(&facts, client, self.missing_key)?;
+        if self.missing_key == MissingKeyAction::Skip && values.iter().any(Option::is_none) {
             return Ok(None);
         }
         // One more than the policy's key has: it meets none of the others.
-        values.push(Some(descriptor.text().into_bytes().into()));
-        Ok(Some((framed(name, &values), limits)))
+        values.push(Some(descriptor.canonical_text().into_bytes().into()));
+        Ok(Some((build_key(name, &values), limits)))
     }
 
     /// The key and limits that belong to values given by hand, one per position; an empty text is an absent
@@ -102,14 +104,14 @@ impl Quota {
     ///
     /// # Errors
     /// A sentence that says what is wrong with the values.
-    pub fn select_by_hand<'t>(
+    pub fn select_for_values<'t>(
         &'t self,
         name: &str,
         values: &[String],
         client: &client::Settings,
         path: &path::Settings,
     ) -> Result<(Key, &'t [NamedLimit]), String> {
-        let width = self.key.width();
+        let width = self.key.value_count();
         if values.len() != width {
             let parts: Vec<String> = self.key.parts().iter().map(ToString::to_string).collect();
             let parts = if parts.is_empty() {
@@ -127,31 +129,34 @@ impl Quota {
             .enumerate()
             .map(|(position, text)| match text.as_str() {
                 "" => Ok("".into()),
-                text => self.key.canonical_value(position, text, client, path),
+                text => self.key.canonicalize_value(position, text, client, path),
             })
             .collect::<Result<_, _>>()?;
         let values = values
             .iter()
             .map(|text| Some(text.as_bytes().into()).filter(|_| !text.is_empty()));
-        Ok(self.of(name, &values.collect()))
+        Ok(self.key_and_limits(name, &values.collect()))
     }
 
-    fn of(&self, name: &str, values: &KeyValues<'_>) -> (Key, &[NamedLimit]) {
-        let key = framed(name, values);
-        let limits = self.overrides.find(&key, values).unwrap_or(&self.limits);
+    fn key_and_limits(&self, name: &str, values: &KeyValues<'_>) -> (Key, &[NamedLimit]) {
+        let key = build_key(name, values);
+        let limits = self
+            .overrides
+            .find_limits(&key, values)
+            .unwrap_or(&self.limits);
         (key, limits)
     }
 }
 
-impl Overrides {
+impl LimitOverrides {
     /// Those of policy `name`.
-    pub fn new(name: &str, list: Vec<Override>) -> Self {
+    pub fn new(name: &str, entries: Vec<LimitOverride>) -> Self {
         let mut overrides = Self {
-            list,
-            exact: HashMap::default(),
-            wild: Vec::new(),
+            entries,
+            exact_by_key_id: HashMap::default(),
+            wildcard_indices: Vec::new(),
         };
-        for (at, entry) in overrides.list.iter().enumerate() {
+        for (at, entry) in overrides.entries.iter().enumerate() {
             match entry
                 .values
                 .iter()
@@ -159,50 +164,50 @@ impl Overrides {
                 .collect::<Option<Vec<_>>>()
             {
                 Some(values) => {
-                    let id = framed(
+                    let id = build_key(
                         name,
                         &values.into_iter().map(|value| Some(value.into())).collect(),
                     )
                     .id();
-                    overrides.exact.entry(id).or_insert(at);
+                    overrides.exact_by_key_id.entry(id).or_insert(at);
                 }
-                None => overrides.wild.push(at),
+                None => overrides.wildcard_indices.push(at),
             }
         }
         overrides
     }
 
-    pub fn list(&self) -> &[Override] {
-        &self.list
+    pub fn as_slice(&self) -> &[LimitOverride] {
+        &self.entries
     }
 
-    fn find(&self, key: &Key, values: &KeyValues<'_>) -> Option<&[NamedLimit]> {
-        if self.list.is_empty() {
+    fn find_limits(&self, key: &Key, values: &KeyValues<'_>) -> Option<&[NamedLimit]> {
+        if self.entries.is_empty() {
             return None;
         }
-        let exact = self.exact.get(&key.id()).copied();
-        let wild = self
-            .wild
-            .iter()
-            .copied()
-            .find(|at| self.list.get(*at).is_some_and(|entry| entry.fits(values)));
+        let exact = self.exact_by_key_id.get(&key.id()).copied();
+        let wild = self.wildcard_indices.iter().copied().find(|at| {
+            self.entries
+                .get(*at)
+                .is_some_and(|entry| entry.matches_values(values))
+        });
         let first = match (exact, wild) {
             (Some(exact), Some(wild)) => exact.min(wild),
             (one, other) => one.or(other)?,
         };
-        self.list.get(first).map(|entry| entry.limits.as_slice())
+        self.entries.get(first).map(|entry| entry.limits.as_slice())
     }
 }
 
 /// What was written, and nothing of what is derived from it in no certain order: equal overrides read alike.
-impl fmt::Debug for Overrides {
+impl fmt::Debug for LimitOverrides {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.list.fmt(f)
+        self.entries.fmt(f)
     }
 }
 
-impl Override {
-    fn fits(&self, values: &KeyValues<'_>) -> bool {
+impl LimitOverride {
+    fn matches_values(&self, values: &KeyValues<'_>) -> bool {
         self.values.len() == values.len()
             && self
                 .values
@@ -216,10 +221,10 @@ impl Override {
     }
 }
 
-fn framed(name: &str, values: &KeyValues<'_>) -> Key {
+fn build_key(name: &str, values: &KeyValues<'_>) -> Key {
     let mut builder = KeyBuilder::new(name);
     for value in values {
-        builder.part(value.as_deref());
+        builder.push_part(value.as_deref());
     }
     builder.finish()
 }

@@ -1,8 +1,8 @@
 //! The compiled policies: built once, never changed, swapped as a whole.
 
 use super::{
-    Action, Cors, Cost, Descriptor, Facts, HostPattern, KeyPart, Matcher, Policy, Test, Unmet,
-    client, jwt, path, pattern::PathIndex,
+    CorsOrigins, CostSource, Descriptor, Facts, HostPattern, KeyPart, Matcher, Policy,
+    PolicyAction, UnmetCondition, ValueCondition, client, jwt, path, path_pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
 use http::HeaderName;
@@ -14,20 +14,20 @@ use std::sync::Arc;
 pub struct PolicyTable {
     pub path: path::Settings,
     pub client: client::Settings,
-    pub fields: Fields,
+    pub rate_limit_headers: RateLimitHeaderSettings,
     /// Nobody, unless said otherwise.
-    pub cors: Cors,
+    pub cors: CorsOrigins,
     /// In the order in which they apply.
     policies: Vec<Policy>,
-    index: Index,
-    headers: HashSet<HeaderName>,
-    asks_for_client: bool,
-    tokens: Option<Arc<jwt::Reader>>,
+    policy_index: PolicyIndex,
+    referenced_headers: HashSet<HeaderName>,
+    distinguishes_clients: bool,
+    token_reader: Option<Arc<jwt::TokenReader>>,
 }
 
 /// Which rate-limit fields answers carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fields {
+pub struct RateLimitHeaderSettings {
     /// `RateLimit` and `RateLimit-Policy`.
     pub standard: bool,
     /// `X-RateLimit-*`.
@@ -42,52 +42,53 @@ impl PolicyTable {
         mut policies: Vec<Policy>,
         path: path::Settings,
         client: client::Settings,
-        fields: Fields,
+        rate_limit_headers: RateLimitHeaderSettings,
     ) -> Self {
         policies.sort_by_key(|policy| std::cmp::Reverse(policy.priority));
-        let index = Index::of(&policies);
-        let mut headers: HashSet<HeaderName> = policies.iter().flat_map(headers_read_by).collect();
-        headers.insert(client.ip_header.clone());
-        let asks_for_client = policies.iter().any(asks_for_client);
+        let policy_index = PolicyIndex::from_policies(&policies);
+        let mut referenced_headers: HashSet<HeaderName> =
+            policies.iter().flat_map(headers_referenced_by).collect();
+        referenced_headers.insert(client.ip_header.clone());
+        let distinguishes_clients = policies.iter().any(policy_distinguishes_clients);
         Self {
             path,
             client,
-            fields,
-            cors: Cors::default(),
+            rate_limit_headers,
+            cors: CorsOrigins::default(),
             policies,
-            index,
-            headers,
-            asks_for_client,
-            tokens: None,
+            policy_index,
+            referenced_headers,
+            distinguishes_clients,
+            token_reader: None,
         }
     }
 
     /// The same table, with tokens believed as `settings` say. Without, no token says anything.
     #[must_use]
-    pub fn with_tokens(mut self, settings: jwt::Settings) -> Self {
+    pub fn with_token_settings(mut self, settings: jwt::Settings) -> Self {
         let mut claims: Vec<jwt::ClaimName> = Vec::new();
-        for claim in self.policies.iter().flat_map(claims_asked_by) {
+        for claim in self.policies.iter().flat_map(claims_referenced_by) {
             if !claims.contains(&claim) {
                 claims.push(claim);
             }
         }
         if !claims.is_empty() {
-            self.headers.insert(settings.header.clone());
-            self.tokens = Some(Arc::new(jwt::Reader::new(settings, claims)));
+            self.referenced_headers.insert(settings.header.clone());
+            self.token_reader = Some(Arc::new(jwt::TokenReader::new(settings, claims)));
         }
         self
     }
 
     /// The same table, with answers of ours that scripts of these origins may read.
     #[must_use]
-    pub fn with_cors(mut self, cors: Cors) -> Self {
+    pub fn with_cors(mut self, cors: CorsOrigins) -> Self {
         self.cors = cors;
         self
     }
 
     /// What reads tokens, if any policy asks for a claim.
-    pub fn tokens(&self) -> Option<&Arc<jwt::Reader>> {
-        self.tokens.as_ref()
+    pub fn token_reader(&self) -> Option<&Arc<jwt::TokenReader>> {
+        self.token_reader.as_ref()
     }
 
     /// In the order in which they apply.
@@ -97,44 +98,48 @@ impl PolicyTable {
 
     /// The policies whose conditions hold, in the order in which they apply, each with its place in
     /// [`PolicyTable::policies`].
-    pub fn matching(&self, facts: &Facts<'_>) -> SmallVec<[(usize, &Policy); 8]> {
-        let places = self
-            .index
-            .candidates(facts)
+    pub fn matching_policies(&self, facts: &Facts<'_>) -> SmallVec<[(usize, &Policy); 8]> {
+        let positions = self
+            .policy_index
+            .find_candidates(facts)
             .into_iter()
             .filter_map(|at| usize::try_from(at).ok());
-        places
+        positions
             .filter_map(|at| Some((at, self.policies.get(at)?)))
-            .filter(|(_, policy)| policy.unmet(facts).is_none())
+            .filter(|(_, policy)| policy.first_unmet_condition(facts).is_none())
             .collect()
     }
 
     /// Whether a request tells of a client behind its peer, but the peer is not trusted, while a policy tells
     /// clients apart: behind an ingress, everybody would share the ingress's quota.
-    pub fn overhears(&self, client: &client::Client, headers: &http::HeaderMap) -> bool {
-        let tells = |name: &HeaderName| headers.contains_key(name);
-        let is_told = || {
-            tells(&self.client.ip_header)
-                || tells(&http::header::FORWARDED)
+    pub fn ignores_forwarding_headers(
+        &self,
+        client: &client::ClientIdentity,
+        headers: &http::HeaderMap,
+    ) -> bool {
+        let has_header = |name: &HeaderName| headers.contains_key(name);
+        let has_forwarding_header = || {
+            has_header(&self.client.ip_header)
+                || has_header(&http::header::FORWARDED)
                 || headers.contains_key("x-forwarded-for")
         };
-        self.asks_for_client && !client.peer_trusted && is_told()
+        self.distinguishes_clients && !client.peer_trusted && has_forwarding_header()
     }
 
     /// Whether a policy tells clients apart.
-    pub fn asks_for_client(&self) -> bool {
-        self.asks_for_client
+    pub fn distinguishes_clients(&self) -> bool {
+        self.distinguishes_clients
     }
 
     /// Whether a header decides anything: it is part of a key, a match or a cost, or names the client.
     /// Such a header must mean the same to us and to the upstream.
     pub fn reads_header(&self, name: &HeaderName) -> bool {
-        self.headers.contains(name)
+        self.referenced_headers.contains(name)
     }
 
     /// All such headers, in no certain order.
-    pub fn headers_read(&self) -> impl Iterator<Item = &HeaderName> {
-        self.headers.iter()
+    pub fn referenced_headers(&self) -> impl Iterator<Item = &HeaderName> {
+        self.referenced_headers.iter()
     }
 }
 
@@ -143,27 +148,27 @@ impl Policy {
     ///
     /// A path may have two readings. A policy that limits or denies applies if either matches; one that
     /// exempts only if both do: an exemption must not be had by an ambiguous spelling.
-    pub fn unmet(&self, facts: &Facts<'_>) -> Option<Unmet<'_>> {
+    pub fn first_unmet_condition(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
         let mut unmet = facts
             .paths
             .iter()
-            .map(|path| self.matcher.first_unmet(facts, path));
+            .map(|path| self.matcher.first_unmet_condition(facts, path));
         match self.action {
-            Action::Allow => unmet.find(Option::is_some).flatten(),
-            Action::Limit(_) | Action::Deny => unmet.reduce(Option::and).flatten(),
+            PolicyAction::Allow => unmet.find(Option::is_some).flatten(),
+            PolicyAction::Limit(_) | PolicyAction::Deny => unmet.reduce(Option::and).flatten(),
         }
     }
 }
 
-fn asks_for_client(policy: &Policy) -> bool {
-    matches!(&policy.action, Action::Limit(quota) if quota.key.parts().contains(&KeyPart::ClientIp))
-        || policy.matcher.asks_for_client()
+fn policy_distinguishes_clients(policy: &Policy) -> bool {
+    matches!(&policy.action, PolicyAction::Limit(quota) if quota.key.parts().contains(&KeyPart::ClientIp))
+        || policy.matcher.has_client_ip_condition()
 }
 
-fn headers_read_by(policy: &Policy) -> Vec<HeaderName> {
+fn headers_referenced_by(policy: &Policy) -> Vec<HeaderName> {
     let mut names = policy.matcher.header_names();
-    if let Action::Limit(quota) = &policy.action {
-        if let Cost::Header(cost) = &quota.cost {
+    if let PolicyAction::Limit(quota) = &policy.action {
+        if let CostSource::Header(cost) = &quota.cost {
             names.push(cost.name.clone());
         }
         names.extend(quota.key.parts().iter().filter_map(|part| match part {
@@ -175,9 +180,9 @@ fn headers_read_by(policy: &Policy) -> Vec<HeaderName> {
     names
 }
 
-fn claims_asked_by(policy: &Policy) -> Vec<jwt::ClaimName> {
+fn claims_referenced_by(policy: &Policy) -> Vec<jwt::ClaimName> {
     let mut names = policy.matcher.claim_names();
-    if let Action::Limit(quota) = &policy.action {
+    if let PolicyAction::Limit(quota) = &policy.action {
         names.extend(quota.key.parts().iter().filter_map(|part| match part {
             KeyPart::Claim(name) => Some(name.clone()),
             _ => None,
@@ -189,102 +194,104 @@ fn claims_asked_by(policy: &Policy) -> Vec<jwt::ClaimName> {
 /// Finds the few policies that can match, by path and by a host or a header's value; what they say beyond that is
 /// checked after.
 #[derive(Debug, Default)]
-struct Index {
-    by_host: HashMap<Box<str>, Candidates>,
-    by_header: HashMap<HeaderName, HashMap<Box<[u8]>, Candidates>>,
-    others: Candidates,
-    described: DescribedIndex,
+struct PolicyIndex {
+    by_host: HashMap<Box<str>, CandidatePolicies>,
+    by_header: HashMap<HeaderName, HashMap<Box<[u8]>, CandidatePolicies>>,
+    unindexed: CandidatePolicies,
+    by_descriptor: DescriptorPolicyIndex,
 }
 
 /// The same for policies about descriptors.
 #[derive(Debug, Default)]
-struct DescribedIndex {
+struct DescriptorPolicyIndex {
     by_domain: HashMap<Box<str>, Vec<u32>>,
     by_entry: HashMap<Box<str>, HashMap<Box<str>, Vec<u32>>>,
-    others: Vec<u32>,
+    unindexed: Vec<u32>,
 }
 
 #[derive(Debug, Default)]
-struct Candidates {
+struct CandidatePolicies {
     by_path: PathIndex,
     any_path: Vec<u32>,
 }
 
 /// What a condition asks to be so and not otherwise.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum Exact<'p> {
+enum ExactCondition<'p> {
     Host(&'p str),
     Header(&'p HeaderName, &'p str),
     Domain(&'p str),
     Entry(&'p str, &'p str),
 }
 
-impl Index {
+impl PolicyIndex {
     /// Each policy is found by that of its exact conditions which the fewest policies share: thousands may differ in
     /// a header and have their host in common, or the other way round.
-    fn of(policies: &[Policy]) -> Self {
-        let mut sharing: HashMap<Exact<'_>, usize> = HashMap::default();
+    fn from_policies(policies: &[Policy]) -> Self {
+        let mut policies_per_condition: HashMap<ExactCondition<'_>, usize> = HashMap::default();
         for exact in policies
             .iter()
             .flat_map(|policy| exact_conditions(&policy.matcher))
             .flatten()
         {
-            *sharing.entry(exact).or_default() += 1;
+            *policies_per_condition.entry(exact).or_default() += 1;
         }
-        let most = |alternatives: &Vec<Exact<'_>>| {
+        let max_policies = |alternatives: &Vec<ExactCondition<'_>>| {
             alternatives
                 .iter()
-                .map(|exact| sharing.get(exact).copied())
+                .map(|exact| policies_per_condition.get(exact).copied())
                 .max()
         };
         let mut index = Self::default();
         for (id, policy) in (0..).zip(policies) {
             let conditions = exact_conditions(&policy.matcher);
-            match conditions.into_iter().min_by_key(most) {
+            match conditions.into_iter().min_by_key(max_policies) {
                 Some(alternatives) => {
                     for exact in alternatives {
                         index.insert(exact, &policy.matcher, id);
                     }
                 }
-                None if policy.matcher.described.is_some() => index.described.others.push(id),
-                None => index.others.insert(&policy.matcher, id),
+                None if policy.matcher.descriptor_conditions.is_some() => {
+                    index.by_descriptor.unindexed.push(id)
+                }
+                None => index.unindexed.insert(&policy.matcher, id),
             }
         }
         index
     }
 
-    fn insert(&mut self, exact: Exact<'_>, matcher: &Matcher, id: u32) {
+    fn insert(&mut self, exact: ExactCondition<'_>, matcher: &Matcher, id: u32) {
         match exact {
-            Exact::Host(name) => self
+            ExactCondition::Host(name) => self
                 .by_host
                 .entry(name.into())
                 .or_default()
                 .insert(matcher, id),
-            Exact::Header(name, value) => {
+            ExactCondition::Header(name, value) => {
                 let by_value = self.by_header.entry(name.clone()).or_default();
                 by_value
                     .entry(value.as_bytes().into())
                     .or_default()
                     .insert(matcher, id);
             }
-            Exact::Domain(name) => self
-                .described
+            ExactCondition::Domain(name) => self
+                .by_descriptor
                 .by_domain
                 .entry(name.into())
                 .or_default()
                 .push(id),
-            Exact::Entry(name, value) => {
-                let by_value = self.described.by_entry.entry(name.into()).or_default();
+            ExactCondition::Entry(name, value) => {
+                let by_value = self.by_descriptor.by_entry.entry(name.into()).or_default();
                 by_value.entry(value.into()).or_default().push(id);
             }
         }
     }
 
     /// Ids in ascending order, each once.
-    fn candidates(&self, facts: &Facts<'_>) -> SmallVec<[u32; 16]> {
+    fn find_candidates(&self, facts: &Facts<'_>) -> SmallVec<[u32; 16]> {
         let mut found = SmallVec::new();
         if let Some(descriptor) = facts.descriptor {
-            self.described.find(descriptor, &mut found);
+            self.by_descriptor.find_candidates(descriptor, &mut found);
             found.sort_unstable();
             found.dedup();
             return found;
@@ -297,10 +304,14 @@ impl Index {
                 .filter_map(|value| by_value.get(value.as_bytes()))
         });
         let by_host = self.by_host.get(facts.host);
-        for candidates in by_host.into_iter().chain(by_header).chain([&self.others]) {
+        for candidates in by_host
+            .into_iter()
+            .chain(by_header)
+            .chain([&self.unindexed])
+        {
             found.extend_from_slice(&candidates.any_path);
             for path in facts.paths.iter() {
-                candidates.by_path.find(path, &mut found);
+                candidates.by_path.find_matches(path, &mut found);
             }
         }
         found.sort_unstable();
@@ -309,8 +320,8 @@ impl Index {
     }
 }
 
-impl DescribedIndex {
-    fn find(&self, descriptor: &Descriptor<'_>, found: &mut SmallVec<[u32; 16]>) {
+impl DescriptorPolicyIndex {
+    fn find_candidates(&self, descriptor: &Descriptor<'_>, found: &mut SmallVec<[u32; 16]>) {
         let by_entry = descriptor
             .entries
             .iter()
@@ -320,7 +331,7 @@ impl DescribedIndex {
             .get(descriptor.domain)
             .into_iter()
             .chain(by_entry)
-            .chain([&self.others])
+            .chain([&self.unindexed])
         {
             found.extend_from_slice(ids);
         }
@@ -329,33 +340,38 @@ impl DescribedIndex {
 
 /// For each condition by which a policy can be found the values that fulfil it: a request that has none of them is none
 /// of the policy's.
-fn exact_conditions(matcher: &Matcher) -> Vec<Vec<Exact<'_>>> {
-    if let Some(described) = &matcher.described {
-        let entries = described
-            .entries
-            .iter()
-            .flatten()
-            .filter_map(|entry| match &entry.test {
-                Test::Is(value) => Some(vec![Exact::Entry(&entry.name, value)]),
-                Test::Regex(_) | Test::Present(_) => None,
-            });
+fn exact_conditions(matcher: &Matcher) -> Vec<Vec<ExactCondition<'_>>> {
+    if let Some(described) = &matcher.descriptor_conditions {
+        let entries =
+            described
+                .entries
+                .iter()
+                .flatten()
+                .filter_map(|entry| match &entry.condition {
+                    ValueCondition::Equals(value) => {
+                        Some(vec![ExactCondition::Entry(&entry.name, value)])
+                    }
+                    ValueCondition::Regex(_) | ValueCondition::Present(_) => None,
+                });
         let domain = described
             .domain
             .iter()
-            .map(|domain| vec![Exact::Domain(domain)]);
+            .map(|domain| vec![ExactCondition::Domain(domain)]);
         return domain.chain(entries).collect();
     }
     let hosts = matcher.hosts.iter().map(|host| match host {
-        HostPattern::Exact(name) => Some(Exact::Host(name)),
-        HostPattern::Below(_) => None,
+        HostPattern::Exact(name) => Some(ExactCondition::Host(name)),
+        HostPattern::Subdomains(_) => None,
     });
     let hosts: Option<Vec<_>> = hosts.collect();
     let headers = matcher
         .headers
         .iter()
-        .filter_map(|header| match &header.test {
-            Test::Is(value) => Some(vec![Exact::Header(&header.name, value)]),
-            Test::Regex(_) | Test::Present(_) => None,
+        .filter_map(|header| match &header.condition {
+            ValueCondition::Equals(value) => {
+                Some(vec![ExactCondition::Header(&header.name, value)])
+            }
+            ValueCondition::Regex(_) | ValueCondition::Present(_) => None,
         });
     hosts
         .filter(|hosts| !hosts.is_empty())
@@ -364,7 +380,7 @@ fn exact_conditions(matcher: &Matcher) -> Vec<Vec<Exact<'_>>> {
         .collect()
 }
 
-impl Candidates {
+impl CandidatePolicies {
     fn insert(&mut self, matcher: &Matcher, id: u32) {
         if matcher.paths.is_empty() {
             self.any_path.push(id);
@@ -377,17 +393,17 @@ impl Candidates {
 
 #[cfg(test)]
 mod tests {
-    use super::super::path::Readings;
-    use super::super::{MethodSet, Named, OnStoreFailure, PathPattern};
+    use super::super::path::PathInterpretations;
+    use super::super::{MethodSet, NamedCondition, OnStoreFailure, PathPattern};
     use super::*;
     use http::{HeaderMap, Method};
 
-    const PATH: path::Settings = path::Settings::USUAL;
+    const PATH_SETTINGS: path::Settings = path::Settings::DEFAULT;
 
-    fn policy(name: &str, action: Action, paths: &[&str]) -> Policy {
+    fn policy(name: &str, action: PolicyAction, paths: &[&str]) -> Policy {
         let paths = paths
             .iter()
-            .map(|text| PathPattern::parse(text, &PATH).unwrap())
+            .map(|text| PathPattern::parse(text, &PATH_SETTINGS).unwrap())
             .collect();
         Policy {
             name: name.into(),
@@ -399,7 +415,7 @@ mod tests {
             action,
             shadow: false,
             on_store_failure: OnStoreFailure::Open,
-            reject: None,
+            reject_response: None,
         }
     }
 
@@ -412,9 +428,9 @@ mod tests {
         };
         PolicyTable::new(
             policies,
-            PATH,
+            PATH_SETTINGS,
             client,
-            Fields {
+            RateLimitHeaderSettings {
                 standard: true,
                 legacy: true,
                 legacy_reset_epoch: false,
@@ -422,9 +438,13 @@ mod tests {
         )
     }
 
-    fn facts<'a>(host: &'a str, paths: &'a Readings, headers: &'a HeaderMap) -> Facts<'a> {
+    fn facts<'a>(
+        host: &'a str,
+        paths: &'a PathInterpretations,
+        headers: &'a HeaderMap,
+    ) -> Facts<'a> {
         let client_ip = [127, 0, 0, 1].into();
-        let token = super::super::jwt::Token::none();
+        let token = super::super::jwt::RequestToken::none();
         let client_cert = None;
         Facts {
             method: &Method::HEAD,
@@ -439,64 +459,79 @@ mod tests {
         }
     }
 
-    fn names(table: &PolicyTable, host: &str, path: &str) -> Vec<String> {
-        let (paths, headers) = (Readings::of(path, &PATH).unwrap(), HeaderMap::new());
-        let matching = table.matching(&facts(host, &paths, &headers));
+    fn matching_names(table: &PolicyTable, host: &str, path: &str) -> Vec<String> {
+        let (paths, headers) = (
+            PathInterpretations::parse(path, &PATH_SETTINGS).unwrap(),
+            HeaderMap::new(),
+        );
+        let matching = table.matching_policies(&facts(host, &paths, &headers));
         matching
             .iter()
             .map(|(_, policy)| policy.name.to_string())
             .collect()
     }
 
-    fn is(name: &'static str, value: &str) -> Named<HeaderName> {
-        Named {
+    fn header_equals(name: &'static str, value: &str) -> NamedCondition<HeaderName> {
+        NamedCondition {
             name: HeaderName::from_static(name),
-            test: Test::Is(value.into()),
+            condition: ValueCondition::Equals(value.into()),
         }
     }
 
     #[test]
     fn policies_apply_by_priority_and_then_in_file_order() {
-        let mut late = policy("late", Action::Deny, &["/**"]);
+        let mut late = policy("late", PolicyAction::Deny, &["/**"]);
         late.priority = -1;
-        let mut early = policy("early", Action::Deny, &["/a/**"]);
+        let mut early = policy("early", PolicyAction::Deny, &["/a/**"]);
         early.priority = 5;
         let table = table(vec![
             late,
-            policy("b", Action::Deny, &[]),
+            policy("b", PolicyAction::Deny, &[]),
             early,
-            policy("c", Action::Deny, &["/a/*"]),
+            policy("c", PolicyAction::Deny, &["/a/*"]),
         ]);
-        assert_eq!(names(&table, "h", "/a/x"), ["early", "b", "c", "late"]);
-        assert_eq!(names(&table, "h", "/x"), ["b", "late"]);
+        assert_eq!(
+            matching_names(&table, "h", "/a/x"),
+            ["early", "b", "c", "late"]
+        );
+        assert_eq!(matching_names(&table, "h", "/x"), ["b", "late"]);
     }
 
     #[test]
-    fn hosts_are_exact_or_below() {
-        let mut exact = policy("exact", Action::Deny, &["/**"]);
+    fn host_patterns_match_exactly_or_by_subdomain() {
+        let mut exact = policy("exact", PolicyAction::Deny, &["/**"]);
         exact.matcher.hosts = vec![HostPattern::parse("API.example.com.").unwrap()];
-        let mut below = policy("below", Action::Deny, &["/**"]);
+        let mut below = policy("below", PolicyAction::Deny, &["/**"]);
         below.matcher.hosts = vec![HostPattern::parse("*.example.com").unwrap()];
         let table = table(vec![exact, below]);
-        assert_eq!(names(&table, "api.example.com", "/"), ["exact", "below"]);
-        assert_eq!(names(&table, "x.y.example.com", "/"), ["below"]);
-        assert_eq!(names(&table, "example.com", "/"), Vec::<String>::new());
-        assert_eq!(names(&table, "badexample.com", "/"), Vec::<String>::new());
+        assert_eq!(
+            matching_names(&table, "api.example.com", "/"),
+            ["exact", "below"]
+        );
+        assert_eq!(matching_names(&table, "x.y.example.com", "/"), ["below"]);
+        assert_eq!(
+            matching_names(&table, "example.com", "/"),
+            Vec::<String>::new()
+        );
+        assert_eq!(
+            matching_names(&table, "badexample.com", "/"),
+            Vec::<String>::new()
+        );
     }
 
     #[test]
-    fn the_index_finds_what_trying_each_policy_finds() {
+    fn the_index_finds_the_same_policies_as_a_scan() {
         let hosts = [vec![], vec!["a"], vec!["a", "b"], vec!["a", "*.b"]];
-        let present = Named {
+        let present = NamedCondition {
             name: HeaderName::from_static("x"),
-            test: Test::Present(true),
+            condition: ValueCondition::Present(true),
         };
         let headers = [
             vec![],
             vec![present.clone()],
-            vec![is("x", "1")],
-            vec![is("x", "2"), present],
-            vec![is("x", "1"), is("y", "1")],
+            vec![header_equals("x", "1")],
+            vec![header_equals("x", "2"), present],
+            vec![header_equals("x", "1"), header_equals("y", "1")],
         ];
         let mut policies = Vec::new();
         for (hosts, headers) in hosts
@@ -504,7 +539,7 @@ mod tests {
             .flat_map(|hosts| headers.iter().map(move |all| (hosts, all)))
         {
             for paths in [&[][..], &["/p"], &["/q/**", "/p"]] {
-                let mut policy = policy(&policies.len().to_string(), Action::Deny, paths);
+                let mut policy = policy(&policies.len().to_string(), PolicyAction::Deny, paths);
                 policy.matcher.hosts = hosts
                     .iter()
                     .map(|host| HostPattern::parse(host).unwrap())
@@ -526,33 +561,40 @@ mod tests {
                 .into_iter()
                 .flat_map(move |path| lines.map(|lines| (host, path, lines)))
         }) {
-            let (paths, mut headers) = (Readings::of(path, &PATH).unwrap(), HeaderMap::new());
+            let (paths, mut headers) = (
+                PathInterpretations::parse(path, &PATH_SETTINGS).unwrap(),
+                HeaderMap::new(),
+            );
             for (name, value) in lines {
                 headers.append(HeaderName::from_static(name), value.parse().unwrap());
             }
             let facts = facts(host, &paths, &headers);
-            let found: Vec<usize> = table.matching(&facts).iter().map(|(at, _)| *at).collect();
+            let found: Vec<usize> = table
+                .matching_policies(&facts)
+                .iter()
+                .map(|(at, _)| *at)
+                .collect();
             let each = table.policies().iter().enumerate();
-            let tried: Vec<usize> = each
-                .filter(|(_, policy)| policy.unmet(&facts).is_none())
+            let scanned: Vec<usize> = each
+                .filter(|(_, policy)| policy.first_unmet_condition(&facts).is_none())
                 .map(|(at, _)| at)
                 .collect();
-            assert_eq!(found, tried, "{host} {path} {lines:?}");
+            assert_eq!(found, scanned, "{host} {path} {lines:?}");
         }
     }
 
     #[test]
-    fn a_policy_is_found_by_what_it_shares_with_the_fewest() {
+    fn policies_are_indexed_by_their_most_selective_condition() {
         let with = |host: &str, tenant: &str| {
-            let mut policy = policy(&format!("{host}{tenant}"), Action::Deny, &[]);
+            let mut policy = policy(&format!("{host}{tenant}"), PolicyAction::Deny, &[]);
             policy.matcher.hosts = vec![HostPattern::parse(host).unwrap()];
-            policy.matcher.headers = vec![is("x", tenant)];
+            policy.matcher.headers = vec![header_equals("x", tenant)];
             policy
         };
         let headers: HeaderMap = [(HeaderName::from_static("x"), "1".parse().unwrap())]
             .into_iter()
             .collect();
-        let paths = Readings::of("/", &PATH).unwrap();
+        let paths = PathInterpretations::parse("/", &PATH_SETTINGS).unwrap();
         for policies in [
             ["1", "2", "3"].map(|tenant| with("a", tenant)),
             ["a", "b", "c"].map(|host| with(host, "1")),
@@ -560,8 +602,8 @@ mod tests {
             let table = table(policies.to_vec());
             assert_eq!(
                 table
-                    .index
-                    .candidates(&facts("a", &paths, &headers))
+                    .policy_index
+                    .find_candidates(&facts("a", &paths, &headers))
                     .to_vec(),
                 [0]
             );
@@ -569,34 +611,34 @@ mod tests {
     }
 
     #[test]
-    fn an_exemption_is_not_had_by_an_ambiguous_spelling() {
+    fn an_ambiguous_path_does_not_match_an_exemption() {
         let table = table(vec![
-            policy("free", Action::Allow, &["/public/**"]),
-            policy("guard", Action::Deny, &["/api/**"]),
+            policy("free", PolicyAction::Allow, &["/public/**"]),
+            policy("guard", PolicyAction::Deny, &["/api/**"]),
         ]);
-        assert_eq!(names(&table, "h", "/public/x"), ["free"]);
-        assert_eq!(names(&table, "h", "/public/..%2fapi/x"), ["guard"]);
-        assert_eq!(names(&table, "h", "/api%2fx"), ["guard"]);
+        assert_eq!(matching_names(&table, "h", "/public/x"), ["free"]);
+        assert_eq!(matching_names(&table, "h", "/public/..%2fapi/x"), ["guard"]);
+        assert_eq!(matching_names(&table, "h", "/api%2fx"), ["guard"]);
     }
 
     #[test]
-    fn get_means_head_and_not_negates_a_whole_match() {
-        let mut get = policy("get", Action::Deny, &[]);
+    fn get_also_matches_head_and_not_negates_a_whole_matcher() {
+        let mut get = policy("get", PolicyAction::Deny, &[]);
         get.matcher.methods = MethodSet::new(vec![Method::GET]);
-        let mut post = policy("post", Action::Deny, &[]);
+        let mut post = policy("post", PolicyAction::Deny, &[]);
         post.matcher.methods = MethodSet::new(vec![Method::POST]);
-        let mut not = policy("not", Action::Deny, &["/**"]);
+        let mut not = policy("not", PolicyAction::Deny, &["/**"]);
         let inner = Matcher {
             methods: MethodSet::new(vec![Method::GET]),
-            headers: vec![Named {
+            headers: vec![NamedCondition {
                 name: "x-internal".parse().unwrap(),
-                test: Test::Present(true),
+                condition: ValueCondition::Present(true),
             }],
             ..Matcher::default()
         };
         not.matcher.not = Some(Box::new(inner));
         let table = table(vec![get, post, not]);
-        assert_eq!(names(&table, "h", "/"), ["get", "not"]);
+        assert_eq!(matching_names(&table, "h", "/"), ["get", "not"]);
         assert!(table.reads_header(&"x-internal".parse().unwrap()));
         assert!(table.reads_header(&"x-forwarded-for".parse().unwrap()));
         assert!(!table.reads_header(&"accept".parse().unwrap()));

@@ -3,7 +3,7 @@
 //! Both stream frame by frame without a buffer of their own. Both make sure that what was cut off
 //! never looks complete on the other side: an error in a body closes the connection that carries it.
 
-mod kept;
+mod replay_buffer;
 
 use bytes::Bytes;
 use http::HeaderMap;
@@ -17,19 +17,19 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
-use super::alarm::Alarm;
-use super::meter::Bill;
+use super::connection_timeouts::ActiveRequest;
+use super::lazy_timer::LazyTimer;
+use super::response_cost::CostMeter;
 use super::tunnel::Tunnel;
-use super::upstream::{Lease, Receiving, with_causes};
-use super::watch::Active;
-use crate::enforcer::Hold;
-use crate::telemetry::metrics::Closed;
-use crate::trace::Recording;
-use kept::Kept;
+use super::upstream::{Http2ResponseBody, PooledConnection, format_error_chain};
+use crate::enforcer::ConcurrencySlotGuard;
+use crate::telemetry::metrics::ConnectionCloseReason;
+use crate::trace::RequestRecording;
+use replay_buffer::ReplayBuffer;
 
 /// An unwanted request body is read up to here so that its connection can be used again.
-const DISCARD_BYTES: u64 = 256 * 1024;
-const DISCARD_TIME: Duration = Duration::from_secs(1);
+const MAX_DISCARD_BYTES: u64 = 256 * 1024;
+const DISCARD_TIMEOUT: Duration = Duration::from_secs(1);
 /// Why a body broke off.
 #[derive(Debug, thiserror::Error)]
 pub enum BodyError {
@@ -41,16 +41,16 @@ pub enum BodyError {
     TooLarge,
     /// The client went away, or sent something that is no body.
     #[error("the client broke off the request body: {0}")]
-    ClientGone(String),
+    ClientAborted(String),
     /// The upstream sent nothing for `body_idle_timeout`.
     #[error("the upstream stopped sending the response body")]
     UpstreamTimeout,
     /// The request took longer than a limit allows.
     #[error("the request took longer than allowed")]
-    Overlong,
+    MaxDurationExceeded,
     /// The upstream closed before the end, or broke the protocol.
     #[error("the upstream broke off the response body: {0}")]
-    Upstream(String),
+    UpstreamAborted(String),
 }
 
 impl BodyError {
@@ -59,10 +59,10 @@ impl BodyError {
         match self {
             Self::ClientTimeout => "client_timeout",
             Self::TooLarge => "too_large",
-            Self::ClientGone(_) => "client_gone",
+            Self::ClientAborted(_) => "client_gone",
             Self::UpstreamTimeout => "upstream_timeout",
-            Self::Overlong => "overlong",
-            Self::Upstream(_) => "upstream_broken",
+            Self::MaxDurationExceeded => "overlong",
+            Self::UpstreamAborted(_) => "upstream_broken",
         }
     }
 }
@@ -71,7 +71,7 @@ impl BodyError {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BodyLimits {
     /// No progress for this long is an error.
-    pub(super) idle: Duration,
+    pub(super) idle_timeout: Duration,
     /// `None`: any size.
     pub(super) max_bytes: Option<u64>,
 }
@@ -79,43 +79,43 @@ pub(super) struct BodyLimits {
 /// The body of a request as it comes from the client. Dropping it unread makes an HTTP/1 connection
 /// end with its response, which says so; see [`RequestBody::discard`].
 #[derive(Debug, Default)]
-pub struct RequestBody(Option<Rc<RefCell<Streaming>>>);
+pub struct RequestBody(Option<Rc<RefCell<RequestBodyStream>>>);
 
 #[derive(Debug)]
-struct Streaming {
+struct RequestBodyStream {
     incoming: Incoming,
     limits: BodyLimits,
     received: u64,
     /// Reading anything makes hyper ask the client for the body with `100 Continue`.
     expects_continue: bool,
     multiplexed: bool,
-    kept: Kept,
+    replay_buffer: ReplayBuffer,
     /// The client has sent all of it.
-    over: bool,
+    is_complete: bool,
     pending_since: Option<Instant>,
-    alarm: Alarm,
-    progress: Rc<Progress>,
-    active: Active,
+    idle_timer: LazyTimer,
+    progress: Rc<RequestBodyProgress>,
+    active: ActiveRequest,
 }
 
 /// How far a request body has come, for those who wait for what follows it.
 #[derive(Debug)]
-pub(super) struct Progress {
-    state: Cell<Sending>,
-    moved: Cell<Instant>,
+pub(super) struct RequestBodyProgress {
+    state: Cell<RequestBodyState>,
+    last_progress_at: Cell<Instant>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Sending {
+pub(super) enum RequestBodyState {
     /// The upstream could have more, the client does not send.
-    AwaitsClient,
+    AwaitingClient,
     /// The next part is for the upstream to take.
-    Moving,
+    Transferring,
     /// All of it has been handed over, or nobody wants the rest.
-    Over,
+    Finished,
     ClientTimeout,
     TooLarge,
-    ClientGone,
+    ClientAborted,
 }
 
 impl RequestBody {
@@ -123,25 +123,25 @@ impl RequestBody {
         request: &http::request::Parts,
         incoming: Incoming,
         limits: BodyLimits,
-        active: &Active,
+        active: &ActiveRequest,
     ) -> Self {
         if incoming.is_end_stream() {
             return Self(None);
         }
-        let progress = Progress {
-            state: Cell::new(Sending::Moving),
-            moved: Cell::new(Instant::now()),
+        let progress = RequestBodyProgress {
+            state: Cell::new(RequestBodyState::Transferring),
+            last_progress_at: Cell::new(Instant::now()),
         };
-        Self(Some(Rc::new(RefCell::new(Streaming {
+        Self(Some(Rc::new(RefCell::new(RequestBodyStream {
             incoming,
             limits,
             received: 0,
             expects_continue: request.headers.contains_key(http::header::EXPECT),
             multiplexed: request.version == http::Version::HTTP_2,
-            kept: Kept::default(),
-            over: false,
+            replay_buffer: ReplayBuffer::default(),
+            is_complete: false,
             pending_since: None,
-            alarm: Alarm::default(),
+            idle_timer: LazyTimer::default(),
             progress: Rc::new(progress),
             active: active.clone(),
         }))))
@@ -162,26 +162,26 @@ impl RequestBody {
             let is_small = body
                 .size_hint()
                 .upper()
-                .is_some_and(|rest| rest <= DISCARD_BYTES);
+                .is_some_and(|rest| rest <= MAX_DISCARD_BYTES);
             if body.expects_continue || body.multiplexed || !is_small {
                 return;
             }
         }
-        tokio::task::spawn_local(timeout(DISCARD_TIME, async move {
+        tokio::task::spawn_local(timeout(DISCARD_TIMEOUT, async move {
             while let Some(Ok(_)) = poll_fn(|cx| body.borrow_mut().poll_frame(cx)).await {}
         }));
     }
 
     /// The answer is there. If the body is not over yet, nobody may read its rest: an upstream that has answered may
     /// want no more of it.
-    pub(super) fn outrun(&self) {
+    pub(super) fn mark_rest_unread(&self) {
         if let Some(body) = &self.0 {
-            body.borrow().leave_unread();
+            body.borrow().mark_rest_unread();
         }
     }
 
     /// Where the transfer stands; `None` for no body.
-    pub(super) fn progress(&self) -> Option<Rc<Progress>> {
+    pub(super) fn progress(&self) -> Option<Rc<RequestBodyProgress>> {
         self.0
             .as_ref()
             .map(|body| Rc::clone(&body.borrow().progress))
@@ -189,21 +189,21 @@ impl RequestBody {
 
     /// Another handle on the same body, for whoever may have to send it elsewhere. The body is dropped with the
     /// last one.
-    pub(super) fn another(&self) -> Self {
+    pub(super) fn clone_handle(&self) -> Self {
         Self(self.0.clone())
     }
 
     /// From here on what is read is kept, as far as there is room, so that it can be sent once more.
-    pub(super) fn keep(&self) {
+    pub(super) fn enable_replay(&self) {
         if let Some(body) = &self.0 {
-            body.borrow_mut().kept.begin();
+            body.borrow_mut().replay_buffer.enable();
         }
     }
 
     /// It will not have to be sent once more.
-    pub(super) fn forget(&self) {
+    pub(super) fn disable_replay(&self) {
         if let Some(body) = &self.0 {
-            body.borrow_mut().kept.end();
+            body.borrow_mut().replay_buffer.disable();
         }
     }
 
@@ -215,65 +215,72 @@ impl RequestBody {
     }
 }
 
-impl Progress {
-    pub(super) fn state(&self) -> Sending {
+impl RequestBodyProgress {
+    pub(super) fn state(&self) -> RequestBodyState {
         self.state.get()
     }
 
     /// When the last part was handed over.
-    pub(super) fn moved(&self) -> Instant {
-        self.moved.get()
+    pub(super) fn last_progress_at(&self) -> Instant {
+        self.last_progress_at.get()
     }
 }
 
-impl Streaming {
+impl RequestBodyStream {
     fn poll_frame(
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        if let Some(part) = self.kept.again() {
-            self.progress.moved.set(Instant::now());
+        if let Some(part) = self.replay_buffer.next_frame() {
+            self.progress.last_progress_at.set(Instant::now());
             if self.is_end_stream() {
-                self.progress.state.set(Sending::Over);
+                self.progress.state.set(RequestBodyState::Finished);
             }
             return Poll::Ready(Some(Ok(part)));
         }
-        if self.over {
+        if self.is_complete {
             return Poll::Ready(None);
         }
         let Poll::Ready(frame) = Pin::new(&mut self.incoming).poll_frame(cx) else {
-            self.progress.state.set(Sending::AwaitsClient);
-            let due = *self.pending_since.get_or_insert_with(Instant::now) + self.limits.idle;
-            return self.alarm.poll(due, cx).map(|()| {
-                self.progress.state.set(Sending::ClientTimeout);
-                self.active.watch().count(Closed::BodyTimeout);
+            self.progress.state.set(RequestBodyState::AwaitingClient);
+            let deadline =
+                *self.pending_since.get_or_insert_with(Instant::now) + self.limits.idle_timeout;
+            return self.idle_timer.poll(deadline, cx).map(|()| {
+                self.progress.state.set(RequestBodyState::ClientTimeout);
+                self.active
+                    .monitor()
+                    .record_close(ConnectionCloseReason::BodyTimeout);
                 Some(Err(BodyError::ClientTimeout))
             });
         };
         self.pending_since = None;
-        self.progress.moved.set(Instant::now());
-        self.progress.state.set(Sending::Moving);
+        self.progress.last_progress_at.set(Instant::now());
+        self.progress.state.set(RequestBodyState::Transferring);
         Poll::Ready(match frame {
-            Some(Ok(frame)) => Some(self.count(frame)),
-            Some(Err(error)) => Some(Err(self.gone(error.to_string()))),
+            Some(Ok(frame)) => Some(self.account_frame(frame)),
+            Some(Err(error)) => Some(Err(self.record_client_abort(error.to_string()))),
             // hyper takes a stream that was reset with NO_ERROR for one that ended.
             None if self.multiplexed && !self.incoming.is_end_stream() => {
-                Some(Err(self.gone("stream reset".to_owned())))
+                Some(Err(self.record_client_abort("stream reset".to_owned())))
             }
             None => {
-                self.over = true;
-                self.progress.state.set(Sending::Over);
+                self.is_complete = true;
+                self.progress.state.set(RequestBodyState::Finished);
                 None
             }
         })
     }
 
     fn is_end_stream(&self) -> bool {
-        self.kept.is_told() && (self.over || self.incoming.is_end_stream())
+        self.replay_buffer.is_fully_replayed()
+            && (self.is_complete || self.incoming.is_end_stream())
     }
 
     fn size_hint(&self) -> SizeHint {
-        let (mut hint, kept) = (self.incoming.size_hint(), self.kept.untold_bytes());
+        let (mut hint, kept) = (
+            self.incoming.size_hint(),
+            self.replay_buffer.pending_bytes(),
+        );
         if let Some(upper) = hint.upper() {
             hint.set_upper(upper.saturating_add(kept));
         }
@@ -284,53 +291,62 @@ impl Streaming {
     fn rewind(&mut self) -> bool {
         match self.progress.state() {
             // What the client broke off must not look complete the second time.
-            Sending::ClientTimeout | Sending::TooLarge | Sending::ClientGone => return false,
-            Sending::AwaitsClient | Sending::Moving | Sending::Over => {}
+            RequestBodyState::ClientTimeout
+            | RequestBodyState::TooLarge
+            | RequestBodyState::ClientAborted => return false,
+            RequestBodyState::AwaitingClient
+            | RequestBodyState::Transferring
+            | RequestBodyState::Finished => {}
         }
-        let is_there = self.kept.rewind();
-        if is_there {
-            self.progress.state.set(Sending::Moving);
-            self.progress.moved.set(Instant::now());
+        let can_replay = self.replay_buffer.rewind();
+        if can_replay {
+            self.progress.state.set(RequestBodyState::Transferring);
+            self.progress.last_progress_at.set(Instant::now());
         }
-        is_there
+        can_replay
     }
 
-    fn count(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, BodyError> {
+    fn account_frame(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, BodyError> {
         let bytes = frame.data_ref().map_or(0, Bytes::len);
         self.received = self
             .received
             .saturating_add(u64::try_from(bytes).unwrap_or(u64::MAX));
         if self.limits.max_bytes.is_some_and(|max| self.received > max) {
-            self.progress.state.set(Sending::TooLarge);
+            self.progress.state.set(RequestBodyState::TooLarge);
             return Err(BodyError::TooLarge);
         }
-        self.over |= frame.is_trailers();
-        if self.over || self.incoming.is_end_stream() {
-            self.progress.state.set(Sending::Over);
+        self.is_complete |= frame.is_trailers();
+        if self.is_complete || self.incoming.is_end_stream() {
+            self.progress.state.set(RequestBodyState::Finished);
         }
-        self.kept.add(&frame);
+        self.replay_buffer.record_frame(&frame);
         Ok(frame)
     }
 
-    fn leave_unread(&self) {
+    fn mark_rest_unread(&self) {
         // The rest of an HTTP/2 stream is in nobody's way.
-        if !self.multiplexed && self.progress.state() != Sending::Over {
-            self.active.watch().set_unread();
+        if !self.multiplexed && self.progress.state() != RequestBodyState::Finished {
+            self.active.monitor().set_unread_input();
         }
     }
 
-    fn gone(&self, why: String) -> BodyError {
-        self.progress.state.set(Sending::ClientGone);
-        BodyError::ClientGone(why)
+    fn record_client_abort(&self, reason: String) -> BodyError {
+        self.progress.state.set(RequestBodyState::ClientAborted);
+        BodyError::ClientAborted(reason)
     }
 }
 
-impl Drop for Streaming {
+impl Drop for RequestBodyStream {
     fn drop(&mut self) {
-        self.leave_unread();
+        self.mark_rest_unread();
         match self.progress.state() {
-            Sending::AwaitsClient | Sending::Moving => self.progress.state.set(Sending::Over),
-            Sending::Over | Sending::ClientTimeout | Sending::TooLarge | Sending::ClientGone => {}
+            RequestBodyState::AwaitingClient | RequestBodyState::Transferring => {
+                self.progress.state.set(RequestBodyState::Finished)
+            }
+            RequestBodyState::Finished
+            | RequestBodyState::ClientTimeout
+            | RequestBodyState::TooLarge
+            | RequestBodyState::ClientAborted => {}
         }
     }
 }
@@ -370,7 +386,7 @@ pub enum ResponseBody {
     /// Made here.
     Full(Bytes),
     /// The same, and what follows it.
-    Message(Bytes, Option<HeaderMap>),
+    FullWithTrailers(Bytes, Option<HeaderMap>),
     /// Passed on from the upstream.
     Upstream(UpstreamBody),
     /// None: what follows the head is another protocol.
@@ -379,20 +395,20 @@ pub enum ResponseBody {
 
 /// Where a response body comes from.
 #[derive(Debug)]
-pub(super) enum Source {
+pub(super) enum UpstreamBodySource {
     Http1(Incoming),
-    Http2(Receiving),
+    Http2(Http2ResponseBody),
 }
 
-impl Source {
+impl UpstreamBodySource {
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, String>>> {
         match self {
             Self::Http1(incoming) => Pin::new(incoming)
                 .poll_frame(cx)
-                .map_err(|error| with_causes(&error)),
+                .map_err(|error| format_error_chain(&error)),
             Self::Http2(receiving) => receiving
                 .poll_frame(cx)
-                .map_err(|error| with_causes(&error)),
+                .map_err(|error| format_error_chain(&error)),
         }
     }
 
@@ -415,90 +431,98 @@ impl Source {
 /// dropped before, it closes the connection, and the upstream learns that nobody listens.
 #[derive(Debug)]
 pub struct UpstreamBody {
-    source: Source,
-    lease: Option<Lease>,
-    idle: Option<Duration>,
+    source: UpstreamBodySource,
+    lease: Option<PooledConnection>,
+    idle_timeout: Option<Duration>,
     pending_since: Option<Instant>,
-    hold: Option<Box<Hold>>,
-    recording: Option<Box<Recording>>,
-    bill: Option<Box<Bill>>,
+    slot_guard: Option<Box<ConcurrencySlotGuard>>,
+    recording: Option<Box<RequestRecording>>,
+    cost_meter: Option<Box<CostMeter>>,
 }
 
 impl UpstreamBody {
-    pub(super) fn new(source: Source, lease: Lease, idle: Option<Duration>) -> Self {
+    pub(super) fn new(
+        source: UpstreamBodySource,
+        lease: PooledConnection,
+        idle_timeout: Option<Duration>,
+    ) -> Self {
         let pending_since = None;
         Self {
             source,
             lease: Some(lease),
-            idle,
+            idle_timeout,
             pending_since,
-            hold: None,
+            slot_guard: None,
             recording: None,
-            bill: None,
+            cost_meter: None,
         }
     }
 
     /// Keeps what the request holds until the end of the body, and ends the body when that has to end.
-    pub(super) fn keep(&mut self, hold: Option<Hold>) {
-        self.hold = hold.map(Box::new);
+    pub(super) fn attach_slot_guard(&mut self, slot_guard: Option<ConcurrencySlotGuard>) {
+        self.slot_guard = slot_guard.map(Box::new);
     }
 
     /// The request's recording ends with the body.
-    pub(super) fn record(&mut self, recording: Option<Box<Recording>>) {
+    pub(super) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
         self.recording = recording
-            .filter(|_| !self.is_all_there())
-            .map(Recording::streaming);
+            .filter(|_| !self.is_fully_received())
+            .map(RequestRecording::mark_streaming);
     }
 
     /// hyper asks for no end of what has none, nor of what has come in full: an HTTP/2 stream may say later that it has
     /// ended.
-    fn is_all_there(&self) -> bool {
+    fn is_fully_received(&self) -> bool {
         self.source.is_end_stream() || self.source.size_hint().exact() == Some(0)
     }
 
     /// Reads the body for what is to be settled by its end. Broken off or dropped, it settles nothing.
-    pub(super) fn meter(&mut self, bill: Option<Box<Bill>>) {
-        self.bill = bill;
+    pub(super) fn attach_cost_meter(&mut self, cost_meter: Option<Box<CostMeter>>) {
+        self.cost_meter = cost_meter;
     }
 
     fn poll_frame(
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let ends_at = self.hold.as_ref().and_then(|hold| hold.ends_at());
+        let ends_at = self.slot_guard.as_ref().and_then(|hold| hold.ends_at());
         if ends_at.is_some_and(|ends_at| ends_at <= Instant::now()) {
-            return Poll::Ready(Some(Err(self.broken(BodyError::Overlong))));
+            return Poll::Ready(Some(Err(self.fail(BodyError::MaxDurationExceeded))));
         }
         let Poll::Ready(frame) = self.source.poll_frame(cx) else {
             return self
-                .poll_overdue(ends_at, cx)
-                .map(|error| Some(Err(self.broken(error))));
+                .poll_deadlines(ends_at, cx)
+                .map(|error| Some(Err(self.fail(error))));
         };
         self.pending_since = None;
         Poll::Ready(match frame {
             Some(Ok(frame)) => {
-                if let Some(bill) = &mut self.bill {
-                    bill.read(&frame);
+                if let Some(bill) = &mut self.cost_meter {
+                    bill.read_frame(&frame);
                 }
                 // hyper asks no further then.
                 if frame.is_trailers() || self.source.is_end_stream() {
-                    self.end();
-                } else if self.recording.is_some() && self.is_all_there() {
-                    self.recorded(Ok(()));
+                    self.finish();
+                } else if self.recording.is_some() && self.is_fully_received() {
+                    self.finish_recording(Ok(()));
                 }
                 Some(Ok(frame))
             }
-            Some(Err(error)) => Some(Err(self.broken(BodyError::Upstream(error)))),
+            Some(Err(error)) => Some(Err(self.fail(BodyError::UpstreamAborted(error)))),
             None => {
-                self.end();
+                self.finish();
                 None
             }
         })
     }
 
     /// Ready when the upstream is silent for too long, or the request has to end.
-    fn poll_overdue(&mut self, ends_at: Option<Instant>, cx: &mut Context<'_>) -> Poll<BodyError> {
-        let idle_at = match self.idle {
+    fn poll_deadlines(
+        &mut self,
+        ends_at: Option<Instant>,
+        cx: &mut Context<'_>,
+    ) -> Poll<BodyError> {
+        let idle_at = match self.idle_timeout {
             Some(idle) => Some(*self.pending_since.get_or_insert_with(Instant::now) + idle),
             None => None,
         };
@@ -509,36 +533,36 @@ impl UpstreamBody {
             return Poll::Pending;
         };
         lease
-            .alarm()
+            .timer()
             .poll(due, cx)
             .map(|()| match ends_at == Some(due) {
-                true => BodyError::Overlong,
+                true => BodyError::MaxDurationExceeded,
                 false => BodyError::UpstreamTimeout,
             })
     }
 
-    fn broken(&mut self, error: BodyError) -> BodyError {
+    fn fail(&mut self, error: BodyError) -> BodyError {
         self.lease = None;
-        self.hold = None;
-        self.bill = None;
-        self.recorded(Err(error.name()));
+        self.slot_guard = None;
+        self.cost_meter = None;
+        self.finish_recording(Err(error.name()));
         error
     }
 
-    fn recorded(&mut self, result: Result<(), &'static str>) {
+    fn finish_recording(&mut self, result: Result<(), &'static str>) {
         if let Some(recording) = self.recording.take() {
-            recording.streamed(result);
+            recording.finish_body(result);
         }
     }
 
-    fn end(&mut self) {
-        if let Some(bill) = self.bill.take() {
+    fn finish(&mut self) {
+        if let Some(bill) = self.cost_meter.take() {
             bill.settle();
         }
-        self.hold = None;
-        self.recorded(Ok(()));
+        self.slot_guard = None;
+        self.finish_recording(Ok(()));
         if let Some(lease) = self.lease.take() {
-            lease.give_back();
+            lease.return_to_pool();
         }
     }
 }
@@ -566,12 +590,14 @@ impl Body for ResponseBody {
             Self::Empty | Self::Tunnel(_) => Poll::Ready(None),
             Self::Full(bytes) if bytes.is_empty() => Poll::Ready(None),
             Self::Full(bytes) => Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes))))),
-            Self::Message(bytes, trailers) if bytes.is_empty() => Poll::Ready(
+            Self::FullWithTrailers(bytes, trailers) if bytes.is_empty() => Poll::Ready(
                 trailers
                     .take()
                     .map(|trailers| Ok(Frame::trailers(trailers))),
             ),
-            Self::Message(bytes, _) => Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes))))),
+            Self::FullWithTrailers(bytes, _) => {
+                Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes)))))
+            }
             Self::Upstream(body) => body.poll_frame(cx),
         }
     }
@@ -580,7 +606,7 @@ impl Body for ResponseBody {
         match self {
             Self::Empty | Self::Tunnel(_) => true,
             Self::Full(bytes) => bytes.is_empty(),
-            Self::Message(bytes, trailers) => bytes.is_empty() && trailers.is_none(),
+            Self::FullWithTrailers(bytes, trailers) => bytes.is_empty() && trailers.is_none(),
             Self::Upstream(body) => body.source.is_end_stream(),
         }
     }
@@ -588,7 +614,7 @@ impl Body for ResponseBody {
     fn size_hint(&self) -> SizeHint {
         match self {
             Self::Empty | Self::Tunnel(_) => SizeHint::with_exact(0),
-            Self::Full(bytes) | Self::Message(bytes, _) => {
+            Self::Full(bytes) | Self::FullWithTrailers(bytes, _) => {
                 SizeHint::with_exact(u64::try_from(bytes.len()).unwrap_or(u64::MAX))
             }
             Self::Upstream(body) => body.source.size_hint(),

@@ -1,7 +1,7 @@
 //! One client's connection: which protocol, which requests, and when it has to end.
 
-mod handover;
 mod streams;
+mod upgrade_handover;
 
 use bytes::Bytes;
 use http::{HeaderValue, Request, Response, StatusCode, Version, header};
@@ -24,42 +24,44 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::time::{Instant, timeout};
 
 use super::ListenSettings;
-use super::alarm::Alarm;
+use super::accept::AcceptedConnection;
+use super::allocator_trim::AllocatorTrim;
 use super::body::{BodyError, BodyLimits, RequestBody, ResponseBody};
-use super::entrance::Entered;
-use super::interim::Interim;
-use super::server::{Door, Handler, Load, Peer};
-use super::tidy::Tidy;
-use super::watch::{Active, Overdue, Patience, Watch, WatchedSocket};
-use crate::telemetry::metrics::Closed;
-use handover::{Handover, Switched};
+use super::connection_timeouts::{
+    ActiveRequest, ConnectionMonitor, ConnectionTimeouts, MonitoredSocket, TimeoutKind,
+};
+use super::informational_responses::InformationalForwarder;
+use super::lazy_timer::LazyTimer;
+use super::server::{ConnectionPeer, ListenerKind, RequestHandler, ServerLoad};
+use crate::telemetry::metrics::ConnectionCloseReason;
 use streams::StreamTasks;
+use upgrade_handover::{UpgradeHandover, UpgradedRequest};
 
 /// What an HTTP/2 client sends first.
-const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-const TOO_SLOW: &[u8] =
+const HTTP2_PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+const REQUEST_TIMEOUT_RESPONSE: &[u8] =
     b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
 /// The last words to a client must not wait for it.
-const LAST_WORDS_TIME: Duration = Duration::from_secs(3);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Before an idle connection is closed in a shutdown: a request may have arrived that the runtime has
 /// not yet heard of.
-const LAST_LOOK: Duration = Duration::from_millis(5);
+const DRAIN_IDLE_DELAY: Duration = Duration::from_millis(5);
 /// The same, if the shutdown began while the client was still on its way in: its request may be a round trip away.
-const FIRST_LOOK: Duration = Duration::from_secs(1);
+const DRAIN_HANDSHAKE_DELAY: Duration = Duration::from_secs(1);
 
 /// hyper's parser takes this many fields from the stack; any other number costs an allocation.
-const CHEAP_MAX_HEADERS: usize = 100;
+const HYPER_STACK_MAX_HEADERS: usize = 100;
 /// Least room for an HTTP/1 connection's buffers, each way.
 const MIN_BUFFER_BYTES: usize = 64 * 1024;
 /// A stream's part of the answer that waits for the client's window.
 const H2_SEND_BUFFER_BYTES: usize = 64 * 1024;
 /// An answer is handed to HTTP/2 in parts of this size: that the next one is asked for shows that
 /// the client reads, even if it does so slowly.
-const H2_PART_BYTES: usize = 16 * 1024;
+const H2_CHUNK_BYTES: usize = 16 * 1024;
 /// What a client may send before we read: per stream, and per connection.
-const H2_STREAM_WINDOW: u32 = 256 * 1024;
-const H2_CONNECTION_WINDOW: u32 = 1024 * 1024;
+const H2_STREAM_WINDOW_BYTES: u32 = 256 * 1024;
+const H2_CONNECTION_WINDOW_BYTES: u32 = 1024 * 1024;
 /// Streams that a client opened and reset at once ("rapid reset").
 const H2_MAX_PENDING_RESETS: usize = 20;
 /// Streams that we reset because of the client's errors, before the connection ends.
@@ -70,17 +72,22 @@ const H2_PING_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How connections are served; one per worker.
 #[derive(Clone, Debug)]
-pub(super) struct Protocols {
+pub(super) struct HttpProtocols {
     http1: http1::Builder,
     settings: ListenSettings,
-    door: Door,
-    load: Load,
-    tidy: Rc<Tidy>,
+    listener_kind: ListenerKind,
+    load: ServerLoad,
+    allocator_trim: Rc<AllocatorTrim>,
 }
 
-impl Protocols {
+impl HttpProtocols {
     /// `load`: where panics are counted.
-    pub(super) fn new(settings: &ListenSettings, door: Door, load: Load, tidy: Rc<Tidy>) -> Self {
+    pub(super) fn new(
+        settings: &ListenSettings,
+        listener_kind: ListenerKind,
+        load: ServerLoad,
+        allocator_trim: Rc<AllocatorTrim>,
+    ) -> Self {
         let mut http1 = http1::Builder::new();
         http1
             .half_close(false)
@@ -91,53 +98,57 @@ impl Protocols {
                 .saturating_add(1)
                 .max(MIN_BUFFER_BYTES),
         );
-        if settings.max_headers != CHEAP_MAX_HEADERS {
+        if settings.max_headers != HYPER_STACK_MAX_HEADERS {
             http1.max_headers(settings.max_headers);
         }
         Self {
             http1,
             settings: settings.clone(),
-            door,
+            listener_kind,
             load,
-            tidy,
+            allocator_trim,
         }
     }
 
-    pub(super) fn patience(&self) -> Patience {
-        Patience {
+    pub(super) fn timeouts(&self) -> ConnectionTimeouts {
+        ConnectionTimeouts {
             idle: self.settings.idle_timeout,
-            head: self.settings.header_timeout,
-            stalled: self.settings.body_idle_timeout,
+            request_head: self.settings.header_timeout,
+            write_stall: self.settings.body_idle_timeout,
         }
     }
 
     fn body_limits(&self) -> BodyLimits {
         BodyLimits {
-            idle: self.settings.body_idle_timeout,
+            idle_timeout: self.settings.body_idle_timeout,
             max_bytes: self.settings.max_body_bytes,
         }
     }
 
     /// A proxy that waits some milliseconds only gives up all that it has asked when we come late.
-    fn pending_resets(&self) -> usize {
-        match self.door.is_public() {
+    fn max_pending_resets(&self) -> usize {
+        match self.listener_kind.is_public() {
             true => H2_MAX_PENDING_RESETS,
             false => usize::try_from(self.settings.max_concurrent_streams).unwrap_or(usize::MAX),
         }
     }
 
-    fn http2(&self, watch: &Rc<Watch>, handover: &Rc<Handover>) -> http2::Builder<StreamTasks> {
-        let tasks = StreamTasks::new(Rc::clone(watch), Rc::clone(handover), self.load.clone());
+    fn build_http2(
+        &self,
+        monitor: &Rc<ConnectionMonitor>,
+        handover: &Rc<UpgradeHandover>,
+    ) -> http2::Builder<StreamTasks> {
+        let tasks = StreamTasks::new(Rc::clone(monitor), Rc::clone(handover), self.load.clone());
         let mut http2 = http2::Builder::new(tasks);
         http2
             .timer(TokioTimer::new())
             .enable_connect_protocol()
             .max_concurrent_streams(self.settings.max_concurrent_streams)
             .max_header_list_size(u32::try_from(self.settings.max_header_bytes).unwrap_or(u32::MAX))
-            .initial_stream_window_size(H2_STREAM_WINDOW)
-            .initial_connection_window_size(H2_CONNECTION_WINDOW)
+            .initial_stream_window_size(H2_STREAM_WINDOW_BYTES)
+            .initial_connection_window_size(H2_CONNECTION_WINDOW_BYTES)
             .max_send_buf_size(H2_SEND_BUFFER_BYTES)
-            .max_pending_accept_reset_streams(self.pending_resets())
+            .max_pending_accept_reset_streams(self.max_pending_resets())
             .max_local_error_reset_streams(H2_MAX_LOCAL_RESETS)
             .keep_alive_interval(H2_PING_INTERVAL)
             .keep_alive_timeout(H2_PING_TIMEOUT);
@@ -146,62 +157,70 @@ impl Protocols {
 }
 
 /// Serves one connection to its end.
-pub(super) async fn serve<H: Handler>(
-    entered: Entered,
+pub(super) async fn serve_connection<H: RequestHandler>(
+    connection: AcceptedConnection,
     handler: Rc<H>,
-    protocols: Rc<Protocols>,
-    watch: Rc<Watch>,
+    protocols: Rc<HttpProtocols>,
+    monitor: Rc<ConnectionMonitor>,
 ) {
-    let Entered {
+    let AcceptedConnection {
         socket,
         peer,
-        http2,
-    } = entered;
+        negotiated_http2: http2,
+    } = connection;
     let peer = Arc::new(peer);
-    watch.set_entered();
-    let mut driver = Driver::new(Rc::clone(&watch));
-    let mut socket = WatchedSocket::new(socket, Rc::clone(&watch));
-    let mut first = Vec::with_capacity(PREFACE.len());
-    let sniffed = driver
-        .drive(|cx, close| poll_sniff(&mut socket, &mut first, cx, close))
+    monitor.set_accepted();
+    let mut driver = ConnectionDriver::new(Rc::clone(&monitor));
+    let mut socket = MonitoredSocket::new(socket, Rc::clone(&monitor));
+    let mut first_bytes = Vec::with_capacity(HTTP2_PREFACE.len());
+    let detected = driver
+        .drive(|cx, close| poll_detect_protocol(&mut socket, &mut first_bytes, cx, close))
         .await;
-    socket.unread(&first);
+    socket.put_back(&first_bytes);
     let limits = protocols.body_limits();
-    let handover = Rc::<Handover>::default();
+    let handover = Rc::<UpgradeHandover>::default();
     // Of a request's future, 4 KiB, nothing is copied: it is made in the box, after that is there.
     let requests = service_fn(|request| {
-        let room = Box::new_uninit();
-        let answer = answer(
+        let allocation = Box::new_uninit();
+        let handling = handle_request(
             request,
             Arc::clone(&peer),
             &handler,
             limits,
-            &watch,
+            &monitor,
             &handover,
         );
-        Box::into_pin(Box::write(room, answer))
+        Box::into_pin(Box::write(allocation, handling))
     });
-    let sniffed = sniffed.map(|sniffed| match (sniffed, http2) {
+    let detected = detected.map(|sniffed| match (sniffed, http2) {
         // What was agreed on holds, whatever the client goes on with.
-        (Sniffed::Http2, Some(false)) => Sniffed::Http1,
-        (Sniffed::Http1, Some(true)) => Sniffed::Http2,
+        (DetectedProtocol::Http2, Some(false)) => DetectedProtocol::Http1,
+        (DetectedProtocol::Http1, Some(true)) => DetectedProtocol::Http2,
         (sniffed, _) => sniffed,
     });
-    let unread = |status| handler.unread(status, &peer);
-    match sniffed {
-        Ok(Sniffed::Http1) => {
-            serve_http1(socket, &protocols, driver, requests, &handover, unread).await
+    let record_unreadable = |status| handler.record_unreadable_request(status, &peer);
+    match detected {
+        Ok(DetectedProtocol::Http1) => {
+            serve_http1(
+                socket,
+                &protocols,
+                driver,
+                requests,
+                &handover,
+                record_unreadable,
+            )
+            .await
         }
-        Ok(Sniffed::Http2) => {
-            watch.set_multiplexed();
+        Ok(DetectedProtocol::Http2) => {
+            monitor.set_http2();
             // Boxed, or every connection would have room for it.
             Box::pin(serve_http2(socket, &protocols, driver, requests, &handover)).await;
         }
         // To a TLS client, an end that nobody announced is a broken connection.
-        Ok(Sniffed::Nothing) => say_goodbye(&mut socket).await,
-        Err(overdue) => part(socket, overdue, &watch, unread).await,
+        Ok(DetectedProtocol::Disconnected) => close_gracefully(&mut socket).await,
+        Err(overdue) => close_timed_out(socket, overdue, &monitor, record_unreadable).await,
     }
-    protocols.tidy.freed();
+    protocols.allocator_trim.record_release();
 }
 
 /// Serves HTTP/1 to the end of the connection. hyper and its buffers, some 20 KiB, are there only while the client has
@@ -209,59 +228,71 @@ pub(super) async fn serve<H: Handler>(
 ///
 /// `unread` is told the status when what came could not be read as a request.
 async fn serve_http1<S, F>(
-    mut socket: WatchedSocket,
-    protocols: &Protocols,
-    mut driver: Driver,
+    mut socket: MonitoredSocket,
+    protocols: &HttpProtocols,
+    mut driver: ConnectionDriver,
     mut requests: S,
-    handover: &Handover,
-    unread: impl Fn(StatusCode),
+    handover: &UpgradeHandover,
+    record_unreadable: impl Fn(StatusCode),
 ) where
-    S: Service<Request<Incoming>, Response = Response<AnswerBody>, Error = Infallible, Future = F>,
-    F: Future<Output = Result<Response<AnswerBody>, Infallible>>,
+    S: Service<
+            Request<Incoming>,
+            Response = Response<TrackedResponseBody>,
+            Error = Infallible,
+            Future = F,
+        >,
+    F: Future<Output = Result<Response<TrackedResponseBody>, Infallible>>,
 {
     loop {
-        driver.watch.set_awake(true);
-        let awake = Box::pin(serve_requests(
+        driver.monitor.set_has_buffers(true);
+        let idle_connection = Box::pin(serve_http1_until_idle(
             socket,
             protocols,
             &mut driver,
             requests,
             handover,
-            &unread,
+            &record_unreadable,
         ))
         .await;
-        driver.watch.set_awake(false);
-        match awake {
-            Some(resting) => {
-                (socket, requests) = resting;
-                protocols.tidy.freed();
+        driver.monitor.set_has_buffers(false);
+        match idle_connection {
+            Some(idle) => {
+                (socket, requests) = idle;
+                protocols.allocator_trim.record_release();
             }
             None => return,
         }
-        let goes_on = driver.drive(|cx, close| match socket.poll_begin(cx) {
+        let next_request = driver.drive(|cx, close| match socket.poll_next_request(cx) {
             Poll::Pending if close => Poll::Ready(false),
             begun => begun,
         });
-        match goes_on.await {
+        match next_request.await {
             Ok(true) => {}
-            Ok(false) => return say_goodbye(&mut socket).await,
-            Err(overdue) => return part(socket, overdue, &driver.watch, unread).await,
+            Ok(false) => return close_gracefully(&mut socket).await,
+            Err(overdue) => {
+                return close_timed_out(socket, overdue, &driver.monitor, record_unreadable).await;
+            }
         }
     }
 }
 
 /// Serves HTTP/1 until the connection ends, or is given back because it can rest.
-async fn serve_requests<S, F>(
-    socket: WatchedSocket,
-    protocols: &Protocols,
-    driver: &mut Driver,
+async fn serve_http1_until_idle<S, F>(
+    socket: MonitoredSocket,
+    protocols: &HttpProtocols,
+    driver: &mut ConnectionDriver,
     requests: S,
-    handover: &Handover,
-    unread: &impl Fn(StatusCode),
-) -> Option<(WatchedSocket, S)>
+    handover: &UpgradeHandover,
+    record_unreadable: &impl Fn(StatusCode),
+) -> Option<(MonitoredSocket, S)>
 where
-    S: Service<Request<Incoming>, Response = Response<AnswerBody>, Error = Infallible, Future = F>,
-    F: Future<Output = Result<Response<AnswerBody>, Infallible>>,
+    S: Service<
+            Request<Incoming>,
+            Response = Response<TrackedResponseBody>,
+            Error = Infallible,
+            Future = F,
+        >,
+    F: Future<Output = Result<Response<TrackedResponseBody>, Infallible>>,
 {
     let mut connection = protocols
         .http1
@@ -276,31 +307,33 @@ where
         Ok(Ok(())) => {
             let Parts { io, read_buf, .. } = connection.into_parts();
             let mut socket = io.into_inner();
-            socket.unread(&read_buf);
+            socket.put_back(&read_buf);
             drop(read_buf);
             match handover.take() {
                 // Without its head, a tunnel's bytes would be taken for an answer.
-                Some(switched) if driver.watch.is_caught_up() => {
+                Some(switched) if driver.monitor.has_no_blocked_write() => {
                     // Boxed, or every connection would have room for it.
-                    Box::pin(switched.serve_http1(socket, protocols.settings.body_idle_timeout))
-                        .await;
+                    Box::pin(
+                        switched.serve_http1_tunnel(socket, protocols.settings.body_idle_timeout),
+                    )
+                    .await;
                 }
                 // hyper leaves the end to us once a client has spoken of an upgrade.
-                None if handover.was_offered() => say_goodbye(&mut socket).await,
+                None if handover.was_upgrade_requested() => close_gracefully(&mut socket).await,
                 _ => {}
             }
         }
         Ok(Err(error)) => {
             tracing::debug!(%error, "a client's connection ended");
-            if let Some(status) = status_of(&error) {
-                driver.watch.count(Closed::Protocol);
-                unread(status);
+            if let Some(status) = parse_error_status(&error) {
+                driver.monitor.record_close(ConnectionCloseReason::Protocol);
+                record_unreadable(status);
             }
-            if error.is_user() && driver.watch.ends_by_close() {
+            if error.is_user() && driver.monitor.is_close_delimited() {
                 connection.into_parts().io.into_inner().abort();
             }
         }
-        Err(Overdue::Resting) => {
+        Err(TimeoutKind::IdleBuffers) => {
             let Parts {
                 io,
                 read_buf,
@@ -308,15 +341,15 @@ where
                 ..
             } = connection.into_parts();
             let mut socket = io.into_inner();
-            socket.unread(&read_buf);
+            socket.put_back(&read_buf);
             return Some((socket, service));
         }
         Err(overdue) => {
-            part(
+            close_timed_out(
                 connection.into_parts().io.into_inner(),
                 overdue,
-                &driver.watch,
-                unread,
+                &driver.monitor,
+                record_unreadable,
             )
             .await;
         }
@@ -325,7 +358,7 @@ where
 }
 
 /// What hyper has answered to something that is no HTTP/1 request; `None`: nothing.
-fn status_of(error: &hyper::Error) -> Option<StatusCode> {
+fn parse_error_status(error: &hyper::Error) -> Option<StatusCode> {
     match () {
         () if !error.is_parse() || error.is_parse_version_h2() => None,
         () if !error.is_parse_too_large() => Some(StatusCode::BAD_REQUEST),
@@ -336,16 +369,21 @@ fn status_of(error: &hyper::Error) -> Option<StatusCode> {
 }
 
 async fn serve_http2<S, F>(
-    socket: WatchedSocket,
-    protocols: &Protocols,
-    mut driver: Driver,
+    socket: MonitoredSocket,
+    protocols: &HttpProtocols,
+    mut driver: ConnectionDriver,
     requests: S,
-    handover: &Rc<Handover>,
+    handover: &Rc<UpgradeHandover>,
 ) where
-    S: Service<Request<Incoming>, Response = Response<AnswerBody>, Error = Infallible, Future = F>,
-    F: Future<Output = Result<Response<AnswerBody>, Infallible>> + 'static,
+    S: Service<
+            Request<Incoming>,
+            Response = Response<TrackedResponseBody>,
+            Error = Infallible,
+            Future = F,
+        >,
+    F: Future<Output = Result<Response<TrackedResponseBody>, Infallible>> + 'static,
 {
-    let http2 = protocols.http2(&driver.watch, handover);
+    let http2 = protocols.build_http2(&driver.monitor, handover);
     let mut connection = http2.serve_connection(TokioIo::new(socket), requests);
     let end = driver.drive(|cx, close| {
         if close {
@@ -357,21 +395,24 @@ async fn serve_http2<S, F>(
         Ok(Ok(())) => {}
         Ok(Err(error)) => {
             tracing::debug!(%error, "a client's connection ended");
-            if let Some(reason) = offence(&error, &driver.watch) {
-                driver.watch.count(reason);
+            if let Some(reason) = close_reason(&error, &driver.monitor) {
+                driver.monitor.record_close(reason);
             }
         }
         Err(overdue) => {
             tracing::debug!(?overdue, "cutting a client's connection");
-            driver.watch.count(Closed::SlowRead);
+            driver.monitor.record_close(ConnectionCloseReason::SlowRead);
         }
     }
 }
 
 /// Why an HTTP/2 connection had to end; `None`: it is not what the client did.
-fn offence(error: &hyper::Error, watch: &Watch) -> Option<Closed> {
-    if watch.budget().is_exhausted() {
-        return Some(Closed::Flood);
+fn close_reason(
+    error: &hyper::Error,
+    monitor: &ConnectionMonitor,
+) -> Option<ConnectionCloseReason> {
+    if monitor.frame_budget().is_exhausted() {
+        return Some(ConnectionCloseReason::Flood);
     }
     let error = error
         .source()?
@@ -379,8 +420,8 @@ fn offence(error: &hyper::Error, watch: &Watch) -> Option<Closed> {
         .filter(|error| error.is_library())?;
     match error.reason()? {
         h2::Reason::NO_ERROR => None,
-        h2::Reason::ENHANCE_YOUR_CALM => Some(Closed::Flood),
-        _ => Some(Closed::Protocol),
+        h2::Reason::ENHANCE_YOUR_CALM => Some(ConnectionCloseReason::Flood),
+        _ => Some(ConnectionCloseReason::Protocol),
     }
 }
 
@@ -388,55 +429,51 @@ fn offence(error: &hyper::Error, watch: &Watch) -> Option<Closed> {
 ///
 /// Inlined, or its future would be made elsewhere and copied to where it stays.
 #[inline(always)]
-fn answer<H: Handler>(
+fn handle_request<H: RequestHandler>(
     request: Request<Incoming>,
-    peer: Arc<Peer>,
+    peer: Arc<ConnectionPeer>,
     handler: &Rc<H>,
     limits: BodyLimits,
-    watch: &Rc<Watch>,
-    handover: &Rc<Handover>,
-) -> impl Future<Output = Result<Response<AnswerBody>, Infallible>> + use<H> {
-    let active = watch.begin();
+    monitor: &Rc<ConnectionMonitor>,
+    handover: &Rc<UpgradeHandover>,
+) -> impl Future<Output = Result<Response<TrackedResponseBody>, Infallible>> + use<H> {
+    let active = monitor.begin_request();
     let (mut head, incoming) = request.into_parts();
     let upgrade = head.extensions.remove::<OnUpgrade>();
     if upgrade.is_some() {
-        handover.set_offered();
+        handover.set_upgrade_requested();
     }
     let handover = Rc::clone(handover);
     if head.version == Version::HTTP_10 {
-        watch.set_ends_by_close();
+        monitor.set_close_delimited();
     }
-    let multiplexed = head.version == Version::HTTP_2;
-    let part = if multiplexed {
-        H2_PART_BYTES
-    } else {
-        usize::MAX
-    };
+    let is_http2 = head.version == Version::HTTP_2;
+    let max_frame_bytes = if is_http2 { H2_CHUNK_BYTES } else { usize::MAX };
     let body = RequestBody::new(&head, incoming, limits, &active);
-    let may_not_give_up = multiplexed && peer.door.is_public();
-    let mut turn = Turn {
-        active,
-        arrived: may_not_give_up.then(Instant::now),
-        over: false,
+    let charges_early_reset = is_http2 && peer.listener_kind.is_public();
+    let mut guard = RequestGuard {
+        request: active,
+        arrived_at: charges_early_reset.then(Instant::now),
+        is_complete: false,
     };
     let handler = Rc::clone(handler);
-    let interim = Interim::new(head.version, watch);
+    let interim = InformationalForwarder::new(head.version, monitor);
     async move {
         // Made where it stays. It has room for everything that a request may come to need, and made before it would be
         // here twice, in every connection, and be copied twice with every request.
-        let mut answer = pin!(handler.handle(Request::from_parts(head, body), peer, interim));
+        let mut handling = pin!(handler.handle(Request::from_parts(head, body), peer, interim));
         let response = poll_fn(|cx| {
-            let answer = answer.as_mut().poll(cx);
-            if answer.is_pending() {
-                turn.active.watch().excuse();
+            let polled = handling.as_mut().poll(cx);
+            if polled.is_pending() {
+                guard.request.monitor().mark_progress();
             }
-            answer
+            polled
         });
         let mut response = response.await;
-        let watch = turn.active.watch();
-        watch.budget().earn();
-        if !multiplexed
-            && (watch.is_leaving() || watch.is_unread())
+        let monitor = guard.request.monitor();
+        monitor.frame_budget().credit_response();
+        if !is_http2
+            && (monitor.is_draining() || monitor.has_unread_input())
             && response.status() != StatusCode::SWITCHING_PROTOCOLS
         {
             // Before hyper knows: it is told only when there is surely nothing more to come, and of a body that nobody
@@ -446,81 +483,78 @@ fn answer<H: Handler>(
                 .insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         if let (Some(tunnel), Some(client)) = (response.body_mut().take_tunnel(), upgrade) {
-            handover.put(Switched::new(tunnel, client, turn.active.clone()));
+            handover.put(UpgradedRequest::new(tunnel, client, guard.request.clone()));
         }
         Ok(response.map(|body| {
-            turn.over = body.is_end_stream();
-            AnswerBody {
+            guard.is_complete = body.is_end_stream();
+            TrackedResponseBody {
                 body,
-                turn,
-                part,
-                rest: Bytes::new(),
+                guard,
+                max_frame_bytes,
+                remainder: Bytes::new(),
             }
         }))
     }
 }
 
 /// The end of a connection that took too long.
-async fn part(
-    mut socket: WatchedSocket,
-    overdue: Overdue,
-    watch: &Watch,
-    unread: impl Fn(StatusCode),
+async fn close_timed_out(
+    mut socket: MonitoredSocket,
+    overdue: TimeoutKind,
+    monitor: &ConnectionMonitor,
+    record_unreadable: impl Fn(StatusCode),
 ) {
     tracing::debug!(?overdue, "cutting a client's connection");
     match overdue {
-        Overdue::SlowHead => watch.count(Closed::HeaderTimeout),
-        Overdue::Stalled => {
-            watch.count(Closed::SlowRead);
+        TimeoutKind::SlowHead => monitor.record_close(ConnectionCloseReason::HeaderTimeout),
+        TimeoutKind::Stalled => {
+            monitor.record_close(ConnectionCloseReason::SlowRead);
             return socket.abort();
         }
         // Who rests is not parted from.
-        Overdue::Idle | Overdue::Resting => return socket.abort(),
+        TimeoutKind::Idle | TimeoutKind::IdleBuffers => return socket.abort(),
     }
-    unread(StatusCode::REQUEST_TIMEOUT);
-    socket.forget_rest();
-    let said = timeout(LAST_WORDS_TIME, async {
-        socket.write_all(TOO_SLOW).await?;
+    record_unreadable(StatusCode::REQUEST_TIMEOUT);
+    socket.ignore_remaining_input();
+    let response_sent = timeout(CLOSE_TIMEOUT, async {
+        socket.write_all(REQUEST_TIMEOUT_RESPONSE).await?;
         socket.shutdown().await
     });
-    if !matches!(said.await, Ok(Ok(()))) {
+    if !matches!(response_sent.await, Ok(Ok(()))) {
         tracing::debug!("the client was not there to be told");
     }
 }
 
 /// Ends a connection in good order.
-async fn say_goodbye(socket: &mut (impl AsyncWrite + Unpin)) {
-    if !matches!(
-        timeout(LAST_WORDS_TIME, socket.shutdown()).await,
-        Ok(Ok(()))
-    ) {
+async fn close_gracefully(socket: &mut (impl AsyncWrite + Unpin)) {
+    if !matches!(timeout(CLOSE_TIMEOUT, socket.shutdown()).await, Ok(Ok(()))) {
         tracing::debug!("the client was not there to be told");
     }
 }
 
-/// Polls a connection's work and ends it when its [`Watch`] says so.
-struct Driver {
-    watch: Rc<Watch>,
-    alarm: Alarm,
+/// Polls a connection's work and ends it when its [`ConnectionMonitor`] says so.
+struct ConnectionDriver {
+    monitor: Rc<ConnectionMonitor>,
+    timer: LazyTimer,
     /// When to tell the work that it should end.
     close_at: Option<Instant>,
-    told_to_close: bool,
-    last_look: Duration,
+    is_closing: bool,
+    drain_delay: Duration,
 }
 
-impl Driver {
-    fn new(watch: Rc<Watch>) -> Self {
-        let last_look = if watch.is_to_drain() {
-            FIRST_LOOK
+impl ConnectionDriver {
+    fn new(monitor: Rc<ConnectionMonitor>) -> Self {
+        let drain_delay = if monitor.is_drain_pending() {
+            DRAIN_HANDSHAKE_DELAY
         } else {
-            LAST_LOOK
+            DRAIN_IDLE_DELAY
         };
         Self {
-            watch,
-            alarm: Alarm::default(),
+            monitor,
+            timer: LazyTimer::default(),
             close_at: None,
-            told_to_close: false,
-            last_look,
+            is_closing: false,
+            drain_delay,
         }
     }
 
@@ -528,15 +562,15 @@ impl Driver {
     async fn drive<T>(
         &mut self,
         mut work: impl FnMut(&mut Context<'_>, bool) -> Poll<T>,
-    ) -> Result<T, Overdue> {
+    ) -> Result<T, TimeoutKind> {
         // Earlier work was told already: so must this be.
-        if std::mem::take(&mut self.told_to_close) {
+        if std::mem::take(&mut self.is_closing) {
             self.close_at = Some(Instant::now());
         }
         poll_fn(|cx| {
-            self.watch.set_driver(cx.waker());
-            if self.watch.take_drain() && !self.told_to_close {
-                self.close_at = Some(Instant::now() + self.last_look);
+            self.monitor.set_driver_waker(cx.waker());
+            if self.monitor.take_drain_request() && !self.is_closing {
+                self.close_at = Some(Instant::now() + self.drain_delay);
             }
             // An answer that is under way can still say that it is the last one.
             if let Poll::Ready(end) = self.close_if_active(cx, &mut work) {
@@ -548,15 +582,15 @@ impl Driver {
             if let Poll::Ready(end) = self.close_if_active(cx, &mut work) {
                 return Poll::Ready(Ok(end));
             }
-            while let Some((due, overdue)) = self.due() {
-                if self.alarm.poll(due, cx).is_pending() {
+            while let Some((deadline, overdue)) = self.next_deadline() {
+                if self.timer.poll(deadline, cx).is_pending() {
                     return Poll::Pending;
                 }
-                if overdue != Overdue::Idle || self.told_to_close {
+                if overdue != TimeoutKind::Idle || self.is_closing {
                     return Poll::Ready(Err(overdue));
                 }
                 if self.close_at.is_none() {
-                    self.watch.count(Closed::Idle);
+                    self.monitor.record_close(ConnectionCloseReason::Idle);
                 }
                 if let Poll::Ready(end) = self.close(cx, &mut work) {
                     return Poll::Ready(Ok(end));
@@ -567,10 +601,10 @@ impl Driver {
         .await
     }
 
-    fn due(&self) -> Option<(Instant, Overdue)> {
+    fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
         self.close_at
-            .map(|at| (at, Overdue::Idle))
-            .or_else(|| self.watch.due())
+            .map(|at| (at, TimeoutKind::Idle))
+            .or_else(|| self.monitor.next_deadline())
     }
 
     fn close_if_active<T>(
@@ -578,7 +612,7 @@ impl Driver {
         cx: &mut Context<'_>,
         work: &mut impl FnMut(&mut Context<'_>, bool) -> Poll<T>,
     ) -> Poll<T> {
-        if self.close_at.is_some() && self.watch.is_active() {
+        if self.close_at.is_some() && self.monitor.has_active_requests() {
             self.close(cx, work)
         } else {
             Poll::Pending
@@ -591,78 +625,85 @@ impl Driver {
         work: &mut impl FnMut(&mut Context<'_>, bool) -> Poll<T>,
     ) -> Poll<T> {
         self.close_at = None;
-        self.told_to_close = true;
-        self.watch.set_closing();
+        self.is_closing = true;
+        self.monitor.set_closing();
         work(cx, true)
     }
 }
 
-enum Sniffed {
+enum DetectedProtocol {
     Http1,
     Http2,
     /// The client left, or was asked to, before it said anything.
-    Nothing,
+    Disconnected,
 }
 
 /// Reads until the first bytes cannot be, or are, the preface of HTTP/2; `close`: do not wait.
-fn poll_sniff(
-    socket: &mut WatchedSocket,
-    first: &mut Vec<u8>,
+fn poll_detect_protocol(
+    socket: &mut MonitoredSocket,
+    first_bytes: &mut Vec<u8>,
     cx: &mut Context<'_>,
     close: bool,
-) -> Poll<Sniffed> {
+) -> Poll<DetectedProtocol> {
     loop {
-        let mut bytes = [0; PREFACE.len()];
-        let room = bytes.get_mut(first.len()..).unwrap_or_default();
+        let mut bytes = [0; HTTP2_PREFACE.len()];
+        let room = bytes.get_mut(first_bytes.len()..).unwrap_or_default();
         let mut into = ReadBuf::new(room);
         match Pin::new(&mut *socket).poll_read(cx, &mut into) {
-            Poll::Pending if close && first.is_empty() => return Poll::Ready(Sniffed::Nothing),
+            Poll::Pending if close && first_bytes.is_empty() => {
+                return Poll::Ready(DetectedProtocol::Disconnected);
+            }
             Poll::Pending => return Poll::Pending,
-            Poll::Ready(Err(_)) => return Poll::Ready(Sniffed::Nothing),
-            Poll::Ready(Ok(())) if into.filled().is_empty() && first.is_empty() => {
-                return Poll::Ready(Sniffed::Nothing);
+            Poll::Ready(Err(_)) => return Poll::Ready(DetectedProtocol::Disconnected),
+            Poll::Ready(Ok(())) if into.filled().is_empty() && first_bytes.is_empty() => {
+                return Poll::Ready(DetectedProtocol::Disconnected);
             }
             // hyper knows what to do with half a request.
-            Poll::Ready(Ok(())) if into.filled().is_empty() => return Poll::Ready(Sniffed::Http1),
-            Poll::Ready(Ok(())) => first.extend_from_slice(into.filled()),
+            Poll::Ready(Ok(())) if into.filled().is_empty() => {
+                return Poll::Ready(DetectedProtocol::Http1);
+            }
+            Poll::Ready(Ok(())) => first_bytes.extend_from_slice(into.filled()),
         }
-        if !PREFACE.starts_with(first) {
-            return Poll::Ready(Sniffed::Http1);
+        if !HTTP2_PREFACE.starts_with(first_bytes) {
+            return Poll::Ready(DetectedProtocol::Http1);
         }
-        if first.len() == PREFACE.len() {
-            return Poll::Ready(Sniffed::Http2);
+        if first_bytes.len() == HTTP2_PREFACE.len() {
+            return Poll::Ready(DetectedProtocol::Http2);
         }
     }
 }
 
 /// A request's turn, from its arrival to the end of its answer.
-struct Turn {
-    active: Active,
+struct RequestGuard {
+    request: ActiveRequest,
     /// Of HTTP/2 only, where a client can give up one request and go on with others, and not of our own proxies, who do so
     /// when their time is up.
-    arrived: Option<Instant>,
-    over: bool,
+    arrived_at: Option<Instant>,
+    is_complete: bool,
 }
 
-impl Drop for Turn {
+impl Drop for RequestGuard {
     fn drop(&mut self) {
-        if let Some(arrived) = self.arrived.filter(|_| !self.over) {
-            self.active.watch().budget().given_up(arrived.elapsed());
+        if let Some(arrived) = self.arrived_at.filter(|_| !self.is_complete) {
+            self.request
+                .monitor()
+                .frame_budget()
+                .charge_reset(arrived.elapsed());
         }
     }
 }
 
 /// A response body that keeps its request active and tells whose turn it is.
-struct AnswerBody {
+struct TrackedResponseBody {
     body: ResponseBody,
-    turn: Turn,
+    guard: RequestGuard,
     /// The most bytes in a frame.
-    part: usize,
+    max_frame_bytes: usize,
     /// Of the last frame, what is to follow.
-    rest: Bytes,
+    remainder: Bytes,
 }
 
-impl Body for AnswerBody {
+impl Body for TrackedResponseBody {
     type Data = Bytes;
     type Error = BodyError;
 
@@ -671,37 +712,41 @@ impl Body for AnswerBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         // hyper asks for more only when the client has room for it.
-        self.turn.active.watch().excuse();
-        if self.rest.is_empty() {
+        self.guard.request.monitor().mark_progress();
+        if self.remainder.is_empty() {
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
                 Some(Ok(frame)) => match frame.into_data() {
-                    Ok(data) => self.rest = data,
+                    Ok(data) => self.remainder = data,
                     Err(trailers) => {
-                        self.turn.over = true;
+                        self.guard.is_complete = true;
                         return Poll::Ready(Some(Ok(trailers)));
                     }
                 },
                 end => {
-                    self.turn.over = true;
+                    self.guard.is_complete = true;
                     return Poll::Ready(end);
                 }
             }
         }
-        self.turn.active.watch().budget().earn();
-        let part = self.part.min(self.rest.len());
-        let part = self.rest.split_to(part);
-        self.turn.over = self.is_end_stream();
-        Poll::Ready(Some(Ok(Frame::data(part))))
+        self.guard
+            .request
+            .monitor()
+            .frame_budget()
+            .credit_response();
+        let frame_bytes = self.max_frame_bytes.min(self.remainder.len());
+        let frame = self.remainder.split_to(frame_bytes);
+        self.guard.is_complete = self.is_end_stream();
+        Poll::Ready(Some(Ok(Frame::data(frame))))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.rest.is_empty() && self.body.is_end_stream()
+        self.remainder.is_empty() && self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
         let (mut hint, rest) = (
             self.body.size_hint(),
-            u64::try_from(self.rest.len()).unwrap_or(u64::MAX),
+            u64::try_from(self.remainder.len()).unwrap_or(u64::MAX),
         );
         if let Some(upper) = hint.upper() {
             hint.set_upper(upper.saturating_add(rest));

@@ -9,22 +9,22 @@ use http::{
 use http_body_util::BodyExt;
 use prost::Message;
 
-static STATUS: HeaderName = HeaderName::from_static("grpc-status");
-static MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
+static GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 const MEDIA_TYPE: &[u8] = b"application/grpc";
 /// The only way to write messages that is read here; gRPC knows others, and is served to browsers as `grpc-web`.
-const PROTO: &[u8] = b"+proto";
+const PROTO_SUFFIX: &[u8] = b"+proto";
 
 /// Whether it is compressed, and its length.
 const PREFIX_BYTES: usize = 5;
 
 /// Why a call fails. The text is public, and ASCII without percent signs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Failure(pub(super) Code, pub(super) &'static str);
+pub(super) struct GrpcError(pub(super) GrpcStatusCode, pub(super) &'static str);
 
 /// Those that are used here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Code {
+pub(super) enum GrpcStatusCode {
     Cancelled = 1,
     InvalidArgument = 3,
     NotFound = 5,
@@ -34,8 +34,8 @@ pub(super) enum Code {
 }
 
 /// What to answer to a request that is no call at all.
-pub(super) fn not_a_call(parts: &request::Parts) -> Option<Response<ResponseBody>> {
-    let kind = parts
+pub(super) fn reject_non_grpc(parts: &request::Parts) -> Option<Response<ResponseBody>> {
+    let content_type = parts
         .headers
         .get(header::CONTENT_TYPE)
         .map_or(&[][..], HeaderValue::as_bytes);
@@ -43,7 +43,7 @@ pub(super) fn not_a_call(parts: &request::Parts) -> Option<Response<ResponseBody
         StatusCode::HTTP_VERSION_NOT_SUPPORTED
     } else if parts.method != Method::POST {
         StatusCode::METHOD_NOT_ALLOWED
-    } else if !is_grpc(kind) {
+    } else if !is_grpc_content_type(content_type) {
         StatusCode::UNSUPPORTED_MEDIA_TYPE
     } else {
         return None;
@@ -53,49 +53,64 @@ pub(super) fn not_a_call(parts: &request::Parts) -> Option<Response<ResponseBody
     Some(response)
 }
 
-fn is_grpc(content_type: &[u8]) -> bool {
-    let kind = content_type
+fn is_grpc_content_type(content_type: &[u8]) -> bool {
+    let media_type = content_type
         .split(|byte| *byte == b';')
         .next()
         .unwrap_or_default()
         .trim_ascii();
-    let rest = kind.split_at_checked(MEDIA_TYPE.len());
+    let rest = media_type.split_at_checked(MEDIA_TYPE.len());
     rest.is_some_and(|(kind, rest)| {
         kind.eq_ignore_ascii_case(MEDIA_TYPE)
-            && (rest.is_empty() || rest.eq_ignore_ascii_case(PROTO))
+            && (rest.is_empty() || rest.eq_ignore_ascii_case(PROTO_SUFFIX))
     })
 }
 
 /// The message of a call.
-pub(super) async fn read<M: Message + Default>(body: RequestBody) -> Result<M, Failure> {
+pub(super) async fn read_message<M: Message + Default>(body: RequestBody) -> Result<M, GrpcError> {
     let mut bytes = match body.collect().await {
         Ok(body) => body.to_bytes(),
         Err(BodyError::TooLarge) => {
-            return Err(Failure(Code::ResourceExhausted, "the message is too large"));
+            return Err(GrpcError(
+                GrpcStatusCode::ResourceExhausted,
+                "the message is too large",
+            ));
         }
-        Err(_) => return Err(Failure(Code::Cancelled, "the message broke off")),
+        Err(_) => {
+            return Err(GrpcError(
+                GrpcStatusCode::Cancelled,
+                "the message broke off",
+            ));
+        }
     };
     if bytes.len() < PREFIX_BYTES {
-        return Err(Failure(Code::InvalidArgument, "there is no message"));
+        return Err(GrpcError(
+            GrpcStatusCode::InvalidArgument,
+            "there is no message",
+        ));
     }
     if bytes.get_u8() != 0 {
-        return Err(Failure(
-            Code::Unimplemented,
+        return Err(GrpcError(
+            GrpcStatusCode::Unimplemented,
             "compressed messages are not supported",
         ));
     }
     if usize::try_from(bytes.get_u32()) != Ok(bytes.len()) {
-        return Err(Failure(
-            Code::InvalidArgument,
+        return Err(GrpcError(
+            GrpcStatusCode::InvalidArgument,
             "a call has one message, whose length stands before it",
         ));
     }
-    M::decode(bytes)
-        .map_err(|_undecodable| Failure(Code::InvalidArgument, "the message cannot be read"))
+    M::decode(bytes).map_err(|_undecodable| {
+        GrpcError(
+            GrpcStatusCode::InvalidArgument,
+            "the message cannot be read",
+        )
+    })
 }
 
 /// A message as it is sent.
-pub(super) fn framed(message: &impl Message) -> Bytes {
+pub(super) fn frame_message(message: &impl Message) -> Bytes {
     let length = message.encoded_len();
     let mut bytes = BytesMut::with_capacity(PREFIX_BYTES + length);
     bytes.put_u8(0);
@@ -105,22 +120,23 @@ pub(super) fn framed(message: &impl Message) -> Bytes {
 }
 
 /// The answer to a call.
-pub(super) fn reply(answer: Result<Bytes, Failure>) -> Response<ResponseBody> {
+pub(super) fn build_reply(result: Result<Bytes, GrpcError>) -> Response<ResponseBody> {
     let mut response = Response::new(ResponseBody::Empty);
     response.headers_mut().insert(
         header::CONTENT_TYPE,
         HeaderValue::from_static("application/grpc"),
     );
-    match answer {
+    match result {
         Ok(message) => {
-            let trailers = HeaderMap::from_iter([(STATUS.clone(), HeaderValue::from_static("0"))]);
-            *response.body_mut() = ResponseBody::Message(message, Some(trailers));
+            let trailers =
+                HeaderMap::from_iter([(GRPC_STATUS.clone(), HeaderValue::from_static("0"))]);
+            *response.body_mut() = ResponseBody::FullWithTrailers(message, Some(trailers));
         }
         // Without a message, what follows it stands in the head.
-        Err(Failure(code, why)) => {
+        Err(GrpcError(code, why)) => {
             let headers = response.headers_mut();
-            headers.insert(&STATUS, HeaderValue::from(code as u16));
-            headers.insert(&MESSAGE, HeaderValue::from_static(why));
+            headers.insert(&GRPC_STATUS, HeaderValue::from(code as u16));
+            headers.insert(&GRPC_MESSAGE, HeaderValue::from_static(why));
         }
     }
     response

@@ -6,61 +6,64 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use super::transport::Stream;
-use crate::listen::{Accepting, Bound, ListenAddress};
+use super::transport::ClientStream;
+use crate::listen::{BoundSocket, ListenAddress, SocketListener};
 
 /// Connections that the kernel completes before we accept them.
 pub(super) const BACKLOG: i32 = 4096;
 /// A client that vanished is found after half as long again, also in the middle of a quiet response: it may hold a slot.
-const KEEPALIVE: Duration = Duration::from_secs(60);
+const KEEPALIVE_TIME: Duration = Duration::from_secs(60);
 /// Everybody on this machine may connect, as to a port: who should not is kept out by the folder's permissions.
 const SOCKET_MODE: u32 = 0o666;
 /// Whom a client of a Unix socket is taken for.
-const LOCAL_PEER: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
+const UNIX_PEER_ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
 /// An accepted connection that no runtime watches yet.
 #[derive(Debug)]
-pub(super) enum NewSocket {
+pub(super) enum AcceptedSocket {
     Tcp(std::net::TcpStream),
     Unix(UnixStream),
 }
 
 /// Takes the address; nobody can connect yet.
-pub(super) fn bind(address: &ListenAddress) -> io::Result<Bound> {
-    let bound = Bound::take(address, SOCKET_MODE)?;
+pub(super) fn bind(address: &ListenAddress) -> io::Result<BoundSocket> {
+    let bound = BoundSocket::bind(address, SOCKET_MODE)?;
     if matches!(address, ListenAddress::Ip(_)) {
         // Accepted sockets inherit it.
         let keepalive = TcpKeepalive::new()
-            .with_time(KEEPALIVE)
-            .with_interval(KEEPALIVE / 6)
+            .with_time(KEEPALIVE_TIME)
+            .with_interval(KEEPALIVE_TIME / 6)
             .with_retries(3);
         bound.socket().set_tcp_keepalive(&keepalive)?;
         #[cfg(target_os = "linux")]
         bound
             .socket()
-            .set_tcp_user_timeout(Some(KEEPALIVE * 3 / 2))?;
+            .set_tcp_user_timeout(Some(KEEPALIVE_TIME * 3 / 2))?;
     }
     Ok(bound)
 }
 
-impl Accepting {
+impl SocketListener {
     /// The next connection, and who has opened it.
-    pub(super) async fn accept(&self) -> io::Result<(NewSocket, SocketAddr)> {
+    pub(super) async fn accept(&self) -> io::Result<(AcceptedSocket, SocketAddr)> {
         // The worker's runtime will watch over it, not this one.
         match self {
             Self::Tcp(listener) => {
                 let (socket, addr) = listener.accept().await?;
-                Ok((NewSocket::Tcp(socket.into_std()?), addr))
+                Ok((AcceptedSocket::Tcp(socket.into_std()?), addr))
             }
             Self::Unix { listener, .. } => {
                 let (socket, _nameless) = listener.accept().await?;
-                Ok((NewSocket::Unix(socket.into_std()?), LOCAL_PEER))
+                Ok((AcceptedSocket::Unix(socket.into_std()?), UNIX_PEER_ADDRESS))
             }
         }
     }
 
     /// Hands over those that the kernel has completed by now, until `take` wants no more; then nobody can connect.
-    pub(super) fn take_rest(self, mut take: impl FnMut(NewSocket, SocketAddr) -> bool) {
+    pub(super) fn drain_backlog(
+        self,
+        mut on_connection: impl FnMut(AcceptedSocket, SocketAddr) -> bool,
+    ) {
         match self {
             Self::Tcp(listener) => {
                 let Ok(listener) = listener.into_std() else {
@@ -68,7 +71,7 @@ impl Accepting {
                 };
                 while let Ok((socket, addr)) = listener.accept()
                     && socket.set_nonblocking(true).is_ok()
-                    && take(NewSocket::Tcp(socket), addr)
+                    && on_connection(AcceptedSocket::Tcp(socket), addr)
                 {}
             }
             Self::Unix { listener, _file } => {
@@ -77,23 +80,24 @@ impl Accepting {
                 };
                 while let Ok((socket, _nameless)) = listener.accept()
                     && socket.set_nonblocking(true).is_ok()
-                    && take(NewSocket::Unix(socket), LOCAL_PEER)
-                {}
+                    && on_connection(AcceptedSocket::Unix(socket), UNIX_PEER_ADDRESS)
+                {
+                }
             }
         }
     }
 }
 
-impl NewSocket {
+impl AcceptedSocket {
     /// For the runtime that this is called in.
-    pub(super) fn adopt(self) -> io::Result<Stream> {
+    pub(super) fn into_client_stream(self) -> io::Result<ClientStream> {
         Ok(match self {
             Self::Tcp(socket) => {
                 let socket = tokio::net::TcpStream::from_std(socket)?;
                 socket.set_nodelay(true)?;
-                Stream::Tcp(socket)
+                ClientStream::Tcp(socket)
             }
-            Self::Unix(socket) => Stream::Unix(tokio::net::UnixStream::from_std(socket)?),
+            Self::Unix(socket) => ClientStream::Unix(tokio::net::UnixStream::from_std(socket)?),
         })
     }
 }

@@ -1,45 +1,50 @@
 //! The data path: everything between the client's socket and the upstream's.
 
-mod access;
-mod alarm;
+mod accept;
+mod access_log;
+mod allocator_trim;
 mod body;
-mod check;
 mod connection;
-mod entrance;
-mod fields;
-mod flood;
-mod gate;
+mod connection_timeouts;
+mod ext_authz;
+mod frame_limits;
 mod grpc;
 mod headers;
-mod inbound;
-mod interim;
+mod inbound_request;
+mod informational_responses;
+mod lazy_timer;
 mod listener;
-mod meter;
+mod local_replies;
 #[cfg(any(test, fuzzing))]
 pub mod properties;
-mod replies;
-mod rls;
+mod rate_limit_headers;
+mod rate_limit_service;
+mod request_validation;
+mod response_cost;
 mod server;
 mod service;
 #[cfg(test)]
 mod tests;
-mod tidy;
 mod transport;
 mod tunnel;
 mod upgrade;
 mod upstream;
-mod watch;
 
+pub use accept::{HandshakeError, ProxyHeaderError, TlsHandshakeError};
 pub use body::{BodyError, RequestBody, ResponseBody, UpstreamBody};
-pub use entrance::{EntryFault, ProxyHeaderFault, TlsFault};
-pub use gate::{GateFault, host_for_policies, is_taken_away};
-pub use inbound::{Inbound, InboundFault};
-pub use interim::Interim;
-pub use rls::MAX_MESSAGE_BYTES;
-pub use server::{Door, Handler, Load, Peer, Server, Stop};
-pub use service::Service;
+pub use inbound_request::{InboundRequest, InboundRequestError};
+pub use informational_responses::InformationalForwarder;
+pub use rate_limit_service::MAX_MESSAGE_BYTES;
+pub use request_validation::{RequestValidationError, is_stripped_before_policies, normalize_host};
+pub use server::{
+    ConnectionPeer, ListenerKind, ProxyServer, RequestHandler, ServerLoad, ShutdownSignal,
+};
+pub use service::ProxyService;
 pub use tunnel::Tunnel;
-pub use upstream::{Fault, SetupError, Shared, Upstream, UpstreamError, UpstreamErrorKind};
+pub use upstream::{
+    UpstreamClient, UpstreamError, UpstreamErrorKind, UpstreamErrorOrigin, UpstreamSharedState,
+    UpstreamUrlError,
+};
 
 use crate::listen::ListenAddress;
 use crate::tls::{ClientTls, ServerTls};
@@ -77,8 +82,8 @@ pub struct ListenSettings {
 
 /// What is served beside the proxy, or instead of it, by the same workers.
 #[derive(Clone, Debug, PartialEq)]
-pub struct DoorSettings {
-    pub door: Door,
+pub struct ExtraListenerSettings {
+    pub kind: ListenerKind,
     pub listen: ListenSettings,
     /// `None`: cleartext.
     pub tls: Option<Arc<ServerTls>>,
@@ -116,7 +121,7 @@ pub struct UpstreamSettings {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum UpstreamUrl {
     Net {
-        scheme: Scheme,
+        scheme: UpstreamScheme,
         /// A name or an address, without brackets.
         host: String,
         port: u16,
@@ -126,7 +131,7 @@ pub enum UpstreamUrl {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scheme {
+pub enum UpstreamScheme {
     /// HTTP/1.1.
     Http,
     /// HTTP/2 or HTTP/1.1, as the server prefers.
@@ -147,8 +152,12 @@ impl UpstreamUrl {
         } else {
             host.clone()
         };
-        let usual = if *scheme == Scheme::Https { 443 } else { 80 };
-        if *port == usual {
+        let default_port = if *scheme == UpstreamScheme::Https {
+            443
+        } else {
+            80
+        };
+        if *port == default_port {
             host
         } else {
             format!("{host}:{port}")
@@ -160,15 +169,15 @@ impl fmt::Display for UpstreamUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let scheme = match self {
             Self::Net {
-                scheme: Scheme::Http,
+                scheme: UpstreamScheme::Http,
                 ..
             } => "http",
             Self::Net {
-                scheme: Scheme::Https,
+                scheme: UpstreamScheme::Https,
                 ..
             } => "https",
             Self::Net {
-                scheme: Scheme::H2c,
+                scheme: UpstreamScheme::H2c,
                 ..
             } => "h2c",
             Self::Unix(path) => return write!(f, "unix:{}", path.display()),

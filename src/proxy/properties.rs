@@ -1,17 +1,17 @@
 //! What holds for any bytes at all. The suite draws some at random, `fuzz/` looks for the others.
 
-use super::entrance::proxy_header::properties as proxy_header;
-use super::flood::Frames;
-use super::gate;
-use super::headers::{self, AddressText, Hop};
-use super::inbound::Inbound;
-use super::meter::Scan;
-use crate::policy::{Pointer, PolicyTable};
+use super::accept::proxy_header::properties as proxy_header;
+use super::frame_limits::FrameScanner;
+use super::headers::{self, AddressText, ForwardingContext};
+use super::inbound_request::InboundRequest;
+use super::request_validation;
+use super::response_cost::JsonPointerScanner;
+use crate::policy::{JsonPointer, PolicyTable};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version, header};
 use std::net::IpAddr;
 
 /// Fields that an upstream must not get, or no more than once.
-const BOUND_TO_A_CONNECTION: [&str; 7] = [
+const HOP_BY_HOP_FIELDS: [&str; 7] = [
     "connection",
     "keep-alive",
     "proxy-connection",
@@ -23,11 +23,11 @@ const BOUND_TO_A_CONNECTION: [&str; 7] = [
 
 /// A request that passes the gate and is made into the upstream's can be read in one way only. `bytes` are lines:
 /// method and target, then fields; the first byte chooses version and peer.
-pub fn forwarded(bytes: &[u8], table: &PolicyTable) {
+pub fn check_forwarded_request(bytes: &[u8], table: &PolicyTable) {
     let Some((choice, rest)) = bytes.split_first() else {
         return;
     };
-    let Some(mut parts) = head(*choice, rest) else {
+    let Some(mut parts) = parse_head(*choice, rest) else {
         return;
     };
     let (version_in, before) = (parts.version, parts.headers.clone());
@@ -36,15 +36,15 @@ pub fn forwarded(bytes: &[u8], table: &PolicyTable) {
     } else {
         IpAddr::from([203, 0, 113, 7])
     };
-    let Ok(inbound) = Inbound::read(&mut parts, peer, table) else {
+    let Ok(inbound) = InboundRequest::from_parts(&mut parts, peer, table) else {
         return;
     };
-    let wants_upgrade = inbound.target.wanted.is_some();
+    let wants_upgrade = inbound.target.upgrade_request.is_some();
     let has_body = choice & 8 != 0;
-    let hop = Hop {
+    let hop = ForwardingContext {
         peer: &AddressText::new(peer),
         client: inbound.client,
-        https: false,
+        is_https: false,
         version_in,
         ip_header: &table.client.ip_header,
         has_body,
@@ -54,7 +54,8 @@ pub fn forwarded(bytes: &[u8], table: &PolicyTable) {
     headers::forward_request(&mut parts, &inbound.target, &hop);
     let fields = &parts.headers;
     assert!(
-        only(fields, "host") && fields.contains_key(header::HOST) || version_in == Version::HTTP_10
+        occurs_at_most_once(fields, "host") && fields.contains_key(header::HOST)
+            || version_in == Version::HTTP_10
     );
     assert!(
         parts.uri.authority().is_none() && parts.uri.to_string().starts_with(['/', '*']),
@@ -71,7 +72,10 @@ pub fn forwarded(bytes: &[u8], table: &PolicyTable) {
         "{}",
         parts.method
     );
-    assert!(only(fields, "content-length") && only(fields, "transfer-encoding"));
+    assert!(
+        occurs_at_most_once(fields, "content-length")
+            && occurs_at_most_once(fields, "transfer-encoding")
+    );
     assert!(
         !(fields.contains_key(header::CONTENT_LENGTH)
             && fields.contains_key(header::TRANSFER_ENCODING))
@@ -88,32 +92,34 @@ pub fn forwarded(bytes: &[u8], table: &PolicyTable) {
             "{coding:?}"
         );
     }
-    for name in BOUND_TO_A_CONNECTION {
-        let said_anew = match name {
+    for name in HOP_BY_HOP_FIELDS {
+        let is_rebuilt = match name {
             "te" => true,
             "connection" => wants_upgrade || fields.contains_key(header::TE),
             _ => wants_upgrade && name == "upgrade",
         };
         assert!(
-            !fields.contains_key(name) || said_anew,
+            !fields.contains_key(name) || is_rebuilt,
             "{name} in {fields:?}"
         );
     }
-    for nominated in before
+    for option in before
         .get_all(header::CONNECTION)
         .iter()
-        .flat_map(gate::nominated)
+        .flat_map(request_validation::connection_options)
     {
-        let ours = fields
-            .get_all(&nominated)
+        let is_replaced = fields
+            .get_all(&option)
             .iter()
-            .all(|value| !before.get_all(&nominated).iter().any(|was| was == value));
+            .all(|value| !before.get_all(&option).iter().any(|was| was == value));
         assert!(
-            ours || wants_upgrade || is_ours(&nominated),
-            "{nominated} in {fields:?}"
+            is_replaced || wants_upgrade || is_written_by_proxy(&option),
+            "{option} in {fields:?}"
         );
     }
-    assert!(only(fields, "x-forwarded-for") && only(fields, "forwarded"));
+    assert!(
+        occurs_at_most_once(fields, "x-forwarded-for") && occurs_at_most_once(fields, "forwarded")
+    );
     let chain = fields
         .get("x-forwarded-for")
         .map(HeaderValue::as_bytes)
@@ -128,19 +134,19 @@ pub fn forwarded(bytes: &[u8], table: &PolicyTable) {
     }
 }
 
-fn only(fields: &HeaderMap, name: &str) -> bool {
+fn occurs_at_most_once(fields: &HeaderMap, name: &str) -> bool {
     fields.get_all(name).iter().count() <= 1
 }
 
 /// What we write ourselves may be what was there.
-fn is_ours(name: &HeaderName) -> bool {
+fn is_written_by_proxy(name: &HeaderName) -> bool {
     matches!(
         *name,
         header::HOST | header::TE | header::VIA | header::FORWARDED | header::TRANSFER_ENCODING
     ) || name.as_str().starts_with("x-forwarded-")
 }
 
-fn head(choice: u8, bytes: &[u8]) -> Option<http::request::Parts> {
+fn parse_head(choice: u8, bytes: &[u8]) -> Option<http::request::Parts> {
     let mut lines = bytes.split(|byte| *byte == b'\n');
     let first = lines.next()?;
     let space = first.iter().position(|byte| *byte == b' ')?;
@@ -167,16 +173,16 @@ fn head(choice: u8, bytes: &[u8]) -> Option<http::request::Parts> {
 
 /// A number in JSON is found as a parser of the whole finds it, however the bytes are cut. The first byte chooses
 /// where to cut.
-pub fn number(bytes: &[u8]) {
+pub fn check_json_number(bytes: &[u8]) {
     let Some((step, document)) = bytes.split_first() else {
         return;
     };
     let pointers = ["/usage/total_tokens", "/a", "/0", "/a/0", "/0/b"];
     for text in pointers {
-        let Ok(pointer) = Pointer::parse(text) else {
+        let Ok(pointer) = JsonPointer::parse(text) else {
             return;
         };
-        let mut scan = Scan::default();
+        let mut scan = JsonPointerScanner::default();
         document
             .chunks(usize::from(*step).max(1))
             .for_each(|part| scan.read(part, &pointer));
@@ -196,25 +202,25 @@ pub fn number(bytes: &[u8]) {
 
 /// A PROXY header is read as it was meant, and everything else is none. The first byte chooses whether the others are
 /// one, or what one is made of.
-pub fn proxy_header(bytes: &[u8]) {
+pub fn check_proxy_header(bytes: &[u8]) {
     match bytes.split_first() {
-        Some((0, bytes)) => proxy_header::any(bytes),
-        Some((_, bytes)) => proxy_header::written(bytes),
+        Some((0, bytes)) => proxy_header::check_incremental_parsing(bytes),
+        Some((_, bytes)) => proxy_header::check_generated_header(bytes),
         None => {}
     }
 }
 
 /// Frames are found where they are, however the bytes are cut.
-pub fn frames(bytes: &[u8]) {
+pub fn check_frames(bytes: &[u8]) {
     let Some((step, bytes)) = bytes.split_first() else {
         return;
     };
-    let mut whole = Frames::default();
-    let expected = whole.wasted(bytes);
-    let mut parts = Frames::default();
+    let mut whole = FrameScanner::default();
+    let expected = whole.count_costly_frames(bytes);
+    let mut parts = FrameScanner::default();
     let found: u32 = bytes
         .chunks(usize::from(*step).max(1))
-        .map(|part| parts.wasted(part))
+        .map(|part| parts.count_costly_frames(part))
         .sum();
     assert_eq!(found, expected);
 }
@@ -222,7 +228,7 @@ pub fn frames(bytes: &[u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::{Fields, client, path};
+    use crate::policy::{RateLimitHeaderSettings, client, path};
     use proptest::prelude::*;
 
     fn table() -> PolicyTable {
@@ -232,12 +238,12 @@ mod tests {
             ipv4_prefix: 32,
             ipv6_prefix: 64,
         };
-        let fields = Fields {
+        let fields = RateLimitHeaderSettings {
             standard: true,
             legacy: true,
             legacy_reset_epoch: false,
         };
-        PolicyTable::new(Vec::new(), path::Settings::USUAL, client, fields)
+        PolicyTable::new(Vec::new(), path::Settings::DEFAULT, client, fields)
     }
 
     const NAMES: &str = "(host|connection|te|trailer|expect|content-length|transfer-encoding|upgrade|forwarded|\
@@ -247,7 +253,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_head(
+        fn forwarded_requests_are_unambiguous(
             choice in any::<u8>(),
             line in "(GET|POST|OPTIONS|TRACE|CONNECT|X|get) (/[!-~]{0,9}|\\*|http://(a|u@a|\\[::1\\])(:80)?/x|a:80|[!-~]{1,9})",
             fields in prop::collection::vec((NAMES, VALUES), 0..7),
@@ -255,17 +261,17 @@ mod tests {
         ) {
             let fields: String = fields.iter().map(|(name, value)| format!("\n{name}: {value}")).collect();
             let host = if host { "\nhost: a" } else { "" };
-            forwarded(&[&[choice], format!("{line}{host}{fields}").as_bytes()].concat(), &table());
+            check_forwarded_request(&[&[choice], format!("{line}{host}{fields}").as_bytes()].concat(), &table());
         }
 
         #[test]
-        fn any_number(step in any::<u8>(), document in r#"([\[\]{},:0-9eE."\\-]|"a":|"usage":|"total_tokens":|\{"a":|[0-9]{1,20}| |\\u0061|true|null){0,16}"#) {
-            number(&[&[step], document.as_bytes()].concat());
+        fn json_numbers_are_found_however_bytes_are_split(step in any::<u8>(), document in r#"([\[\]{},:0-9eE."\\-]|"a":|"usage":|"total_tokens":|\{"a":|[0-9]{1,20}| |\\u0061|true|null){0,16}"#) {
+            check_json_number(&[&[step], document.as_bytes()].concat());
         }
 
         #[test]
-        fn any_frames(bytes in prop::collection::vec(prop_oneof![0..3_u8, any::<u8>()], 0..200)) {
-            frames(&bytes);
+        fn frames_are_counted_however_bytes_are_split(bytes in prop::collection::vec(prop_oneof![0..3_u8, any::<u8>()], 0..200)) {
+            check_frames(&bytes);
         }
     }
 }

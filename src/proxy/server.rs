@@ -22,45 +22,45 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
+use super::accept::{HandshakeAcceptor, HandshakeError};
+use super::allocator_trim::AllocatorTrim;
 use super::body::{RequestBody, ResponseBody};
-use super::connection::{Protocols, serve};
-use super::entrance::{Entrance, EntryFault};
+use super::connection::{HttpProtocols, serve_connection};
+use super::connection_timeouts::ConnectionMonitor;
 use super::headers::AddressText;
-use super::interim::Interim;
-use super::listener::{self, NewSocket};
-use super::tidy::Tidy;
+use super::informational_responses::InformationalForwarder;
+use super::listener::{self, AcceptedSocket};
 use super::transport::RawSocket;
-use super::watch::Watch;
 use super::{ListenSettings, ShutdownSettings};
-use crate::listen::{Accepting, Bound, ListenAddress};
-use crate::telemetry::metrics::Shard;
-use crate::tls::{self, Subject};
+use crate::listen::{BoundSocket, ListenAddress, SocketListener};
+use crate::telemetry::metrics::WorkerMetrics;
+use crate::tls::{self, CertificateSubject};
 
 /// Accepted connections that a worker has not yet taken.
-const HANDOFF_QUEUE: usize = 256;
+const WORKER_QUEUE_CAPACITY: usize = 256;
 /// When the process has no file descriptors left, others have to close some first.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 /// Threads per worker for looking up names; a lookup may hang for long after we gave it up.
-const LOOKUP_THREADS: usize = 16;
+const DNS_LOOKUP_THREADS: usize = 16;
 
 /// Answers requests.
-pub trait Handler: 'static {
+pub trait RequestHandler: 'static {
     /// Answers one request. The future is dropped when the client leaves. `interim` takes what comes before the answer.
     fn handle(
         self: Rc<Self>,
         request: Request<RequestBody>,
-        peer: Arc<Peer>,
-        interim: Interim,
+        peer: Arc<ConnectionPeer>,
+        interim: InformationalForwarder,
     ) -> impl Future<Output = Response<ResponseBody>> + 'static;
 
     /// A connection ended before its first request.
-    fn not_entered(&self, _fault: EntryFault) {}
+    fn record_handshake_error(&self, _fault: HandshakeError) {}
 
     /// A head that could not be read to its end was answered with this.
-    fn unread(&self, _status: StatusCode, _peer: &Peer) {}
+    fn record_unreadable_request(&self, _status: StatusCode, _peer: &ConnectionPeer) {}
 
     /// Where this worker counts.
-    fn counts(&self) -> Option<Arc<Shard>> {
+    fn metrics_shard(&self) -> Option<Arc<WorkerMetrics>> {
         None
     }
 
@@ -72,17 +72,17 @@ pub trait Handler: 'static {
 
 /// What is asked on an address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Door {
+pub enum ListenerKind {
     /// Requests to be forwarded.
     #[default]
     Proxy,
     /// Calls of Envoy's rate-limit service.
-    Rls,
+    RateLimitService,
     /// Whether a request that somebody else forwards may pass.
-    Check,
+    ExtAuthz,
 }
 
-impl Door {
+impl ListenerKind {
     /// Whether anybody may come, and not only proxies of our own.
     pub(super) fn is_public(self) -> bool {
         self == Self::Proxy
@@ -91,92 +91,92 @@ impl Door {
 
 /// The other end of a connection.
 #[derive(Debug)]
-pub struct Peer {
-    pub door: Door,
+pub struct ConnectionPeer {
+    pub listener_kind: ListenerKind,
     /// An IPv4 client of an IPv6 socket appears as IPv4, one of a Unix socket as 127.0.0.1. What a PROXY header says
     /// takes the place of the socket's own.
     pub addr: SocketAddr,
-    pub tls: bool,
+    pub is_tls: bool,
     /// Whom the certificate is about that the client has shown.
-    pub certificate: Option<Subject>,
+    pub certificate_subject: Option<CertificateSubject>,
     /// The address as forwarding fields have it, printed once.
-    pub(super) text: AddressText,
+    pub(super) address_text: AddressText,
 }
 
-impl Peer {
+impl ConnectionPeer {
     pub(super) fn new(addr: SocketAddr) -> Self {
         let addr = SocketAddr::new(addr.ip().to_canonical(), addr.port());
         Self {
-            door: Door::Proxy,
+            listener_kind: ListenerKind::Proxy,
             addr,
-            tls: false,
-            certificate: None,
-            text: AddressText::new(addr.ip()),
+            is_tls: false,
+            certificate_subject: None,
+            address_text: AddressText::new(addr.ip()),
         }
     }
 }
 
 /// What the server is asked to do; it only ever goes forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Stop {
+pub enum ShutdownSignal {
     Run,
     /// Finish what is in flight, as [`ShutdownSettings`] say.
     Drain,
     /// End at once.
-    Now,
+    Immediate,
 }
 
 /// Addresses that are ours; nobody can connect until [`Server::run`].
 #[derive(Debug)]
-pub struct Server {
+pub struct ProxyServer {
     /// At least one.
-    entries: Vec<Entry>,
+    listeners: Vec<ServerListener>,
     threads: usize,
-    load: Load,
+    load: ServerLoad,
 }
 
 /// One of the addresses.
 #[derive(Debug)]
-struct Entry {
-    door: Door,
-    listener: Bound,
+struct ServerListener {
+    kind: ListenerKind,
+    socket: BoundSocket,
     settings: ListenSettings,
-    tls: tls::Current,
+    tls: tls::ReloadableServerTls,
 }
 
 /// How busy the server is.
 #[derive(Clone, Debug)]
-pub struct Load(Arc<Counters>);
+pub struct ServerLoad(Arc<LoadCounters>);
 
 #[derive(Debug)]
-struct Counters {
-    live: Box<[AtomicUsize]>,
+struct LoadCounters {
+    open_connections: Box<[AtomicUsize]>,
     panics: AtomicU64,
-    full: AtomicU64,
+    connection_limit_hits: AtomicU64,
 }
 
-impl Server {
+impl ProxyServer {
     /// Takes the proxy's address. `tls` may change while it runs.
     ///
     /// # Errors
     /// When the address is taken, not ours, or not allowed.
-    pub fn bind(settings: &ListenSettings, tls: tls::Current) -> io::Result<Self> {
-        let mut server = Self::of(settings.threads);
-        server.open(Door::Proxy, settings, tls)?;
+    pub fn bind(settings: &ListenSettings, tls: tls::ReloadableServerTls) -> io::Result<Self> {
+        let mut server = Self::with_threads(settings.threads);
+        server.add_listener(ListenerKind::Proxy, settings, tls)?;
         Ok(server)
     }
 
     /// With so many workers, at least 1, and no address yet.
-    pub fn of(threads: usize) -> Self {
+    pub fn with_threads(threads: usize) -> Self {
         let threads = threads.max(1);
-        let live = (0..threads).map(|_| AtomicUsize::new(0)).collect();
-        let load = Load(Arc::new(Counters {
-            live,
+        let open_connections = (0..threads).map(|_| AtomicUsize::new(0)).collect();
+        let load = ServerLoad(Arc::new(LoadCounters {
+            open_connections,
             panics: AtomicU64::new(0),
-            full: AtomicU64::new(0),
+            connection_limit_hits: AtomicU64::new(0),
         }));
         Self {
-            entries: Vec::new(),
+            listeners: Vec::new(),
             threads,
             load,
         }
@@ -187,17 +187,17 @@ impl Server {
     ///
     /// # Errors
     /// As [`Server::bind`].
-    pub fn open(
+    pub fn add_listener(
         &mut self,
-        door: Door,
+        kind: ListenerKind,
         settings: &ListenSettings,
-        tls: tls::Current,
+        tls: tls::ReloadableServerTls,
     ) -> io::Result<ListenAddress> {
-        let listener = listener::bind(&settings.address)?;
-        let address = listener.address()?;
-        self.entries.push(Entry {
-            door,
-            listener,
+        let socket = listener::bind(&settings.address)?;
+        let address = socket.address()?;
+        self.listeners.push(ServerListener {
+            kind,
+            socket,
             settings: settings.clone(),
             tls,
         });
@@ -210,25 +210,25 @@ impl Server {
     /// When the socket has none, which no system is known to say of a bound socket.
     pub fn address(&self) -> io::Result<ListenAddress> {
         let first = self
-            .entries
+            .listeners
             .first()
             .ok_or_else(|| io::Error::other("no address"))?;
-        first.listener.address()
+        first.socket.address()
     }
 
     /// Lets clients connect; they wait in the kernel until they are accepted.
     pub(super) fn listen(&self) -> io::Result<()> {
-        self.entries
+        self.listeners
             .iter()
-            .try_for_each(|entry| entry.listener.listen(listener::BACKLOG))
+            .try_for_each(|listener| listener.socket.listen(listener::BACKLOG))
     }
 
     /// The live counts of connections, for metrics.
-    pub fn load(&self) -> Load {
+    pub fn load(&self) -> ServerLoad {
         self.load.clone()
     }
 
-    /// Serves until `stop` says otherwise, or its sender is gone, which counts as [`Stop::Drain`].
+    /// Serves until `stop` says otherwise, or its sender is gone, which counts as [`ShutdownSignal::Drain`].
     /// `make_handler` runs once in each worker's runtime with the worker's index; when all handlers are
     /// there clients can connect, and `on_listening` is called. Returns how many connections were cut
     /// at the end.
@@ -239,105 +239,114 @@ impl Server {
         self,
         make_handler: M,
         shutdown: ShutdownSettings,
-        mut stop: watch::Receiver<Stop>,
+        mut shutdown_signal: watch::Receiver<ShutdownSignal>,
         on_listening: impl FnOnce(),
     ) -> io::Result<usize>
     where
-        H: Handler,
+        H: RequestHandler,
         M: Fn(usize) -> F + Clone + Send + 'static,
         F: Future<Output = Rc<H>> + 'static,
     {
         let (cut, cut_rx) = watch::channel(false);
         let mut workers = Vec::new();
         for index in 0..self.threads {
-            workers.push(Worker::start(
+            workers.push(WorkerThread::spawn(
                 index,
-                &self.entries,
+                &self.listeners,
                 &self.load,
                 make_handler.clone(),
                 cut_rx.clone(),
             )?);
         }
-        let mut asked = stop.clone();
+        let mut drain_signal = shutdown_signal.clone();
         tokio::select! {
             biased;
-            () = until(&mut asked, Stop::Drain) => return Ok(0),
-            ready = all_ready(&mut workers) => ready?,
+            () = wait_for_signal(&mut drain_signal, ShutdownSignal::Drain) => return Ok(0),
+            ready = wait_until_ready(&mut workers) => ready?,
         }
         self.listen()?;
         on_listening();
-        let accepting = self.entries.into_iter().enumerate();
-        let accepting = accepting.map(|(place, entry)| Acceptor::new(place, entry, &workers));
-        let mut accepting = accepting.collect::<io::Result<Vec<_>>>()?;
+        let listeners = self.listeners.into_iter().enumerate();
+        let acceptors =
+            listeners.map(|(index, listener)| ListenerAcceptor::new(index, listener, &workers));
+        let mut acceptors = acceptors.collect::<io::Result<Vec<_>>>()?;
         let drain = async {
-            until(&mut asked, Stop::Drain).await;
+            wait_for_signal(&mut drain_signal, ShutdownSignal::Drain).await;
             sleep(shutdown.delay).await;
         };
-        let failed = tokio::select! {
+        let accept_error = tokio::select! {
             biased;
-            () = until(&mut stop, Stop::Now) => None,
+            () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => None,
             () = drain => None,
-            (error, ..) = select_all(accepting.iter_mut().map(|one| Box::pin(one.run(&self.load)))) => Some(error),
+            (error, ..) = select_all(acceptors.iter_mut().map(|one| Box::pin(one.run(&self.load)))) => Some(error),
         };
-        let rest: Vec<Rest> = accepting.into_iter().map(Acceptor::take_rest).collect();
+        let pending: Vec<PendingConnections> = acceptors
+            .into_iter()
+            .map(ListenerAcceptor::into_pending_connections)
+            .collect();
         // The listener is closed. A worker may be busy, but nobody waits for it longer than for the rest of the end.
-        let told = Instant::now();
+        let drain_started = Instant::now();
         tokio::select! {
             biased;
-            () = until(&mut stop, Stop::Now) => {}
-            handed = timeout(shutdown.grace, join_all(rest.into_iter().map(|rest| rest.hand_over(&self.load)))) => {
-                if handed.is_err() {
+            () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => {}
+            dispatched = timeout(shutdown.grace, join_all(pending.into_iter().map(|rest| rest.dispatch_all(&self.load)))) => {
+                if dispatched.is_err() {
                     tracing::warn!("no worker took the last connections in time");
                 }
             }
         }
         // Workers see the end of their queues, and finish what they have.
         let threads: Vec<_> = workers.into_iter().map(|worker| worker.thread).collect();
-        let mut ended = tokio::task::spawn_blocking(|| {
+        let mut joined_workers = tokio::task::spawn_blocking(|| {
             threads
                 .into_iter()
                 .map(JoinHandle::join)
                 .collect::<Vec<_>>()
         });
-        let finished = tokio::select! {
+        let joined_in_time = tokio::select! {
             biased;
-            () = until(&mut stop, Stop::Now) => None,
-            ended = timeout_at(told + shutdown.grace, &mut ended) => ended.ok(),
+            () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => None,
+            ended = timeout_at(drain_started + shutdown.grace, &mut joined_workers) => ended.ok(),
         };
-        let counts = match finished {
+        let counts = match joined_in_time {
             Some(counts) => counts,
             None => {
                 cut.send_replace(true);
-                ended.await
+                joined_workers.await
             }
         };
-        match failed {
+        match accept_error {
             Some(error) => Err(error),
             None => counts?
                 .into_iter()
-                .map(|count| count.map_err(|_panic| worker_died()))
+                .map(|count| count.map_err(|_panic| worker_died_error()))
                 .sum(),
         }
     }
 }
 
 /// Waits until the server is asked for `what`, or more.
-async fn until(stop: &mut watch::Receiver<Stop>, what: Stop) {
+async fn wait_for_signal(signal: &mut watch::Receiver<ShutdownSignal>, at_least: ShutdownSignal) {
     // Nobody left to say more: drain, but do not hurry.
-    if stop.wait_for(|asked| *asked >= what).await.is_err() && what > Stop::Drain {
+    if signal
+        .wait_for(|current| *current >= at_least)
+        .await
+        .is_err()
+        && at_least > ShutdownSignal::Drain
+    {
         std::future::pending().await
     }
 }
 
-fn worker_died() -> io::Error {
+fn worker_died_error() -> io::Error {
     io::Error::other("a worker thread died")
 }
 
-impl Load {
+impl ServerLoad {
     /// Connections that are open now.
-    pub fn connections(&self) -> usize {
+    pub fn open_connections(&self) -> usize {
         self.0
-            .live
+            .open_connections
             .iter()
             .map(|live| live.load(Ordering::Relaxed))
             .sum()
@@ -349,40 +358,40 @@ impl Load {
     }
 
     /// How often `max_connections` were open, and new ones had to wait.
-    pub fn full(&self) -> u64 {
-        self.0.full.load(Ordering::Relaxed)
+    pub fn connection_limit_hits(&self) -> u64 {
+        self.0.connection_limit_hits.load(Ordering::Relaxed)
     }
 
-    pub(super) fn note_panic(&self) {
+    pub(super) fn record_panic(&self) {
         self.0.panics.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn of(&self, worker: usize) -> usize {
+    fn worker_connections(&self, worker: usize) -> usize {
         self.0
-            .live
+            .open_connections
             .get(worker)
             .map_or(usize::MAX, |live| live.load(Ordering::Relaxed))
     }
 }
 
 /// A connection on its way to a worker, and counted until its end.
-struct Accepted {
+struct QueuedConnection {
     /// The place of the address among the server's.
-    entry: usize,
-    socket: NewSocket,
+    listener_index: usize,
+    socket: AcceptedSocket,
     addr: SocketAddr,
-    counted: Counted,
+    count_guard: ConnectionCountGuard,
 }
 
-struct Counted {
-    load: Load,
+struct ConnectionCountGuard {
+    load: ServerLoad,
     worker: usize,
     _permit: OwnedSemaphorePermit,
 }
 
-impl Counted {
-    fn new(load: &Load, worker: usize, permit: OwnedSemaphorePermit) -> Self {
-        if let Some(live) = load.0.live.get(worker) {
+impl ConnectionCountGuard {
+    fn new(load: &ServerLoad, worker: usize, permit: OwnedSemaphorePermit) -> Self {
+        if let Some(live) = load.0.open_connections.get(worker) {
             live.fetch_add(1, Ordering::Relaxed);
         }
         Self {
@@ -393,126 +402,147 @@ impl Counted {
     }
 }
 
-impl Drop for Counted {
+impl Drop for ConnectionCountGuard {
     fn drop(&mut self) {
-        if let Some(live) = self.load.0.live.get(self.worker) {
+        if let Some(live) = self.load.0.open_connections.get(self.worker) {
             live.fetch_sub(1, Ordering::Relaxed);
         }
     }
 }
 
-struct Acceptor {
-    entry: usize,
-    listener: Accepting,
-    room: Arc<Semaphore>,
-    queues: Vec<mpsc::Sender<Accepted>>,
-    failing: bool,
+struct ListenerAcceptor {
+    listener_index: usize,
+    listener: SocketListener,
+    connection_slots: Arc<Semaphore>,
+    worker_queues: Vec<mpsc::Sender<QueuedConnection>>,
+    is_failing: bool,
     /// Accepted, and no worker has taken it yet.
-    in_hand: Option<InHand>,
+    unassigned: Option<UnassignedConnection>,
 }
 
-type InHand = (NewSocket, SocketAddr, OwnedSemaphorePermit);
+type UnassignedConnection = (AcceptedSocket, SocketAddr, OwnedSemaphorePermit);
 
 /// What was accepted before the listener was closed, and no worker has yet.
-struct Rest {
-    entry: usize,
-    connections: Vec<InHand>,
-    queues: Vec<mpsc::Sender<Accepted>>,
+struct PendingConnections {
+    listener_index: usize,
+    connections: Vec<UnassignedConnection>,
+    worker_queues: Vec<mpsc::Sender<QueuedConnection>>,
 }
 
-impl Acceptor {
-    fn new(place: usize, entry: Entry, workers: &[Worker]) -> io::Result<Self> {
+impl ListenerAcceptor {
+    fn new(
+        listener_index: usize,
+        listener: ServerListener,
+        workers: &[WorkerThread],
+    ) -> io::Result<Self> {
         Ok(Self {
-            entry: place,
-            listener: entry.listener.into_accepting()?,
-            room: Arc::new(Semaphore::new(
-                entry
+            listener_index,
+            listener: listener.socket.into_listener()?,
+            connection_slots: Arc::new(Semaphore::new(
+                listener
                     .settings
                     .max_connections
                     .clamp(1, Semaphore::MAX_PERMITS),
             )),
-            queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
-            failing: false,
-            in_hand: None,
+            worker_queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
+            is_failing: false,
+            unassigned: None,
         })
     }
 
     /// Returns when a worker is gone.
-    async fn run(&mut self, load: &Load) -> io::Error {
+    async fn run(&mut self, load: &ServerLoad) -> io::Error {
         loop {
-            let Some(permit) = self.room(load).await else {
-                return worker_died();
+            let Some(permit) = self.acquire_slot(load).await else {
+                return worker_died_error();
             };
             let (socket, addr) = self.accept().await;
             // Who is told to end while a worker's queue is full still has it.
-            self.in_hand = Some((socket, addr, permit));
-            if !hand_over(&self.queues, load, self.entry, &mut self.in_hand).await {
-                return worker_died();
+            self.unassigned = Some((socket, addr, permit));
+            if !dispatch_connection(
+                &self.worker_queues,
+                load,
+                self.listener_index,
+                &mut self.unassigned,
+            )
+            .await
+            {
+                return worker_died_error();
             }
         }
     }
 
     /// Takes what the kernel has completed by now, as far as there is room, and closes the listener. These clients
     /// may have sent a request, and closing would answer it with a reset.
-    fn take_rest(self) -> Rest {
+    fn into_pending_connections(self) -> PendingConnections {
         let Self {
-            entry,
+            listener_index,
             listener,
-            room,
-            queues,
-            in_hand,
+            connection_slots,
+            worker_queues,
+            unassigned,
             ..
         } = self;
-        let mut connections = Vec::from_iter(in_hand);
-        listener.take_rest(|socket, addr| {
-            let Ok(permit) = Arc::clone(&room).try_acquire_owned() else {
+        let mut connections = Vec::from_iter(unassigned);
+        listener.drain_backlog(|socket, addr| {
+            let Ok(permit) = Arc::clone(&connection_slots).try_acquire_owned() else {
                 return false;
             };
             connections.push((socket, addr, permit));
             true
         });
-        Rest {
-            entry,
+        PendingConnections {
+            listener_index,
             connections,
-            queues,
+            worker_queues,
         }
     }
 
     /// Without room for it, a connection is better off in the kernel's backlog.
-    async fn room(&self, load: &Load) -> Option<OwnedSemaphorePermit> {
-        if let Ok(permit) = Arc::clone(&self.room).try_acquire_owned() {
+    async fn acquire_slot(&self, load: &ServerLoad) -> Option<OwnedSemaphorePermit> {
+        if let Ok(permit) = Arc::clone(&self.connection_slots).try_acquire_owned() {
             return Some(permit);
         }
-        load.0.full.fetch_add(1, Ordering::Relaxed);
-        Arc::clone(&self.room).acquire_owned().await.ok()
+        load.0.connection_limit_hits.fetch_add(1, Ordering::Relaxed);
+        Arc::clone(&self.connection_slots)
+            .acquire_owned()
+            .await
+            .ok()
     }
 
     /// The next connection. Errors never end it: they are a lack of resources, or a client's haste.
-    async fn accept(&mut self) -> (NewSocket, SocketAddr) {
+    async fn accept(&mut self) -> (AcceptedSocket, SocketAddr) {
         loop {
             match self.listener.accept().await {
                 Ok(accepted) => {
-                    if std::mem::take(&mut self.failing) {
+                    if std::mem::take(&mut self.is_failing) {
                         tracing::info!("connections can be accepted again");
                     }
                     return accepted;
                 }
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
-                    if !std::mem::replace(&mut self.failing, true) {
+                    if !std::mem::replace(&mut self.is_failing, true) {
                         tracing::error!(%error, "connections cannot be accepted");
                     }
-                    sleep(ACCEPT_PAUSE).await;
+                    sleep(ACCEPT_RETRY_DELAY).await;
                 }
             }
         }
     }
 }
 
-impl Rest {
-    async fn hand_over(self, load: &Load) {
+impl PendingConnections {
+    async fn dispatch_all(self, load: &ServerLoad) {
         for connection in self.connections {
-            if !hand_over(&self.queues, load, self.entry, &mut Some(connection)).await {
+            if !dispatch_connection(
+                &self.worker_queues,
+                load,
+                self.listener_index,
+                &mut Some(connection),
+            )
+            .await
+            {
                 return;
             }
         }
@@ -520,70 +550,70 @@ impl Rest {
 }
 
 /// Gives a connection to the worker with the fewest, which takes it out of `in_hand`. `false`: that worker is gone.
-async fn hand_over(
-    queues: &[mpsc::Sender<Accepted>],
-    load: &Load,
-    entry: usize,
-    in_hand: &mut Option<InHand>,
+async fn dispatch_connection(
+    worker_queues: &[mpsc::Sender<QueuedConnection>],
+    load: &ServerLoad,
+    listener_index: usize,
+    unassigned: &mut Option<UnassignedConnection>,
 ) -> bool {
-    let Some((worker, queue)) = idlest(queues, load) else {
+    let Some((worker, queue)) = select_least_loaded_worker(worker_queues, load) else {
         return false;
     };
-    let Ok(place) = queue.reserve().await else {
+    let Ok(queue_slot) = queue.reserve().await else {
         return false;
     };
-    if let Some((socket, addr, permit)) = in_hand.take() {
-        place.send(Accepted {
-            entry,
+    if let Some((socket, addr, permit)) = unassigned.take() {
+        queue_slot.send(QueuedConnection {
+            listener_index,
             socket,
             addr,
-            counted: Counted::new(load, worker, permit),
+            count_guard: ConnectionCountGuard::new(load, worker, permit),
         });
     }
     true
 }
 
 /// The worker with the fewest connections.
-fn idlest<'q>(
-    queues: &'q [mpsc::Sender<Accepted>],
-    load: &Load,
-) -> Option<(usize, &'q mpsc::Sender<Accepted>)> {
-    queues
+fn select_least_loaded_worker<'q>(
+    worker_queues: &'q [mpsc::Sender<QueuedConnection>],
+    load: &ServerLoad,
+) -> Option<(usize, &'q mpsc::Sender<QueuedConnection>)> {
+    worker_queues
         .iter()
         .enumerate()
-        .min_by_key(|(worker, _)| load.of(*worker))
+        .min_by_key(|(worker, _)| load.worker_connections(*worker))
 }
 
 /// A thread that serves connections.
-struct Worker {
+struct WorkerThread {
     thread: JoinHandle<usize>,
-    queue: mpsc::Sender<Accepted>,
+    queue: mpsc::Sender<QueuedConnection>,
     ready: oneshot::Receiver<io::Result<()>>,
 }
 
-impl Worker {
-    fn start<H, M, F>(
+impl WorkerThread {
+    fn spawn<H, M, F>(
         index: usize,
-        entries: &[Entry],
-        load: &Load,
+        listeners: &[ServerListener],
+        load: &ServerLoad,
         make_handler: M,
         cut: watch::Receiver<bool>,
     ) -> io::Result<Self>
     where
-        H: Handler,
+        H: RequestHandler,
         M: Fn(usize) -> F + Send + 'static,
         F: Future<Output = Rc<H>> + 'static,
     {
-        let (queue, accepted) = mpsc::channel(HANDOFF_QUEUE);
-        let (tell_ready, ready) = oneshot::channel();
+        let (queue, queued) = mpsc::channel(WORKER_QUEUE_CAPACITY);
+        let (ready_tx, ready) = oneshot::channel();
         let load = load.clone();
-        let entrances: Vec<_> = entries
+        let listener_configs: Vec<_> = listeners
             .iter()
-            .map(|entry| {
+            .map(|listener| {
                 (
-                    entry.door,
-                    Entrance::new(&entry.settings, &entry.tls),
-                    entry.settings.clone(),
+                    listener.kind,
+                    HandshakeAcceptor::new(&listener.settings, &listener.tls),
+                    listener.settings.clone(),
                 )
             })
             .collect();
@@ -592,30 +622,44 @@ impl Worker {
             .spawn(move || {
                 let runtime = match Builder::new_current_thread()
                     .enable_all()
-                    .max_blocking_threads(LOOKUP_THREADS)
+                    .max_blocking_threads(DNS_LOOKUP_THREADS)
                     .build_local(LocalOptions::default())
                 {
                     Ok(runtime) => runtime,
                     Err(error) => {
-                        drop(tell_ready.send(Err(error)));
+                        drop(ready_tx.send(Err(error)));
                         return 0;
                     }
                 };
                 let cut = runtime.block_on(async {
                     let handler = make_handler(index).await;
-                    drop(tell_ready.send(Ok(())));
-                    let tidy = Rc::<Tidy>::default();
-                    let ways = entrances.into_iter().map(|(door, entrance, settings)| {
-                        let tidy = Rc::clone(&tidy);
-                        let protocols =
-                            Rc::new(Protocols::new(&settings, door, load.clone(), tidy));
-                        Way {
-                            door,
-                            entrance: entrance.into(),
-                            protocols,
-                        }
-                    });
-                    let cut = work(Rc::clone(&handler), ways.collect(), accepted, cut, &load).await;
+                    drop(ready_tx.send(Ok(())));
+                    let allocator_trim = Rc::<AllocatorTrim>::default();
+                    let worker_listeners =
+                        listener_configs
+                            .into_iter()
+                            .map(|(kind, acceptor, settings)| {
+                                let allocator_trim = Rc::clone(&allocator_trim);
+                                let protocols = Rc::new(HttpProtocols::new(
+                                    &settings,
+                                    kind,
+                                    load.clone(),
+                                    allocator_trim,
+                                ));
+                                WorkerListener {
+                                    kind,
+                                    acceptor: acceptor.into(),
+                                    protocols,
+                                }
+                            });
+                    let cut = run_worker(
+                        Rc::clone(&handler),
+                        worker_listeners.collect(),
+                        queued,
+                        cut,
+                        &load,
+                    )
+                    .await;
                     // Connections that were cut let go of their requests.
                     tokio::task::yield_now().await;
                     handler.finish().await;
@@ -633,105 +677,105 @@ impl Worker {
     }
 }
 
-async fn all_ready(workers: &mut [Worker]) -> io::Result<()> {
+async fn wait_until_ready(workers: &mut [WorkerThread]) -> io::Result<()> {
     for worker in workers {
         (&mut worker.ready)
             .await
-            .unwrap_or_else(|_dropped| Err(worker_died()))?;
+            .unwrap_or_else(|_dropped| Err(worker_died_error()))?;
     }
     Ok(())
 }
 
 /// How connections of one address come in and are served, on one worker.
-struct Way {
-    door: Door,
-    entrance: Rc<Entrance>,
-    protocols: Rc<Protocols>,
+struct WorkerListener {
+    kind: ListenerKind,
+    acceptor: Rc<HandshakeAcceptor>,
+    protocols: Rc<HttpProtocols>,
 }
 
 /// A worker's life. Returns how many connections were cut.
-async fn work<H: Handler>(
+async fn run_worker<H: RequestHandler>(
     handler: Rc<H>,
-    ways: Vec<Way>,
-    mut accepted: mpsc::Receiver<Accepted>,
+    listeners: Vec<WorkerListener>,
+    mut queued: mpsc::Receiver<QueuedConnection>,
     mut cut: watch::Receiver<bool>,
-    load: &Load,
+    load: &ServerLoad,
 ) -> usize {
     let mut connections = JoinSet::new();
-    let watches: Rc<RefCell<HashMap<u64, Rc<Watch>>>> = Rc::default();
-    let mut serial = 0;
+    let monitors: Rc<RefCell<HashMap<u64, Rc<ConnectionMonitor>>>> = Rc::default();
+    let mut last_id = 0;
     loop {
         tokio::select! {
-            next = accepted.recv() => {
+            next = queued.recv() => {
                 let Some(next) = next else { break };
-                let Some(Way { door, entrance, protocols }) = ways.get(next.entry) else { continue };
-                let watch = Watch::new(protocols.patience(), handler.counts());
-                serial += 1;
-                watches.borrow_mut().insert(serial, Rc::clone(&watch));
-                let listed = Listed { watches: Rc::clone(&watches), serial };
+                let Some(WorkerListener { kind, acceptor, protocols }) = listeners.get(next.listener_index) else { continue };
+                let monitor = ConnectionMonitor::new(protocols.timeouts(), handler.metrics_shard());
+                last_id += 1;
+                monitors.borrow_mut().insert(last_id, Rc::clone(&monitor));
+                let registration = MonitorRegistration { monitors: Rc::clone(&monitors), id: last_id };
                 let (handler, protocols) = (Rc::clone(&handler), Rc::clone(protocols));
-                let (door, entrance) = (*door, Rc::clone(entrance));
+                let (kind, acceptor) = (*kind, Rc::clone(acceptor));
                 connections.spawn_local(async move {
-                    let _listed = listed;
-                    let Accepted { socket, addr, counted: _counted, .. } = next;
-                    let socket = match socket.adopt() {
-                        Ok(socket) => RawSocket::new(socket, Rc::clone(&watch)),
+                    let _registration = registration;
+                    let QueuedConnection { socket, addr, count_guard: _counted, .. } = next;
+                    let socket = match socket.into_client_stream() {
+                        Ok(socket) => RawSocket::new(socket, Rc::clone(&monitor)),
                         Err(error) => return tracing::debug!(%error, "a connection ended before it began"),
                     };
-                    match entrance.enter(socket, addr).await {
-                        Ok(mut entered) => {
-                            entered.peer.door = door;
-                            serve(entered, handler, protocols, watch).await;
+                    match acceptor.accept(socket, addr).await {
+                        Ok(mut connection) => {
+                            connection.peer.listener_kind = kind;
+                            serve_connection(connection, handler, protocols, monitor).await;
                         }
-                        Err(turned_away) => {
-                            if let Some(fault) = turned_away.fault {
-                                handler.not_entered(fault);
+                        Err(failed) => {
+                            if let Some(fault) = failed.fault {
+                                handler.record_handshake_error(fault);
                             }
-                            Box::pin(turned_away.part()).await;
+                            Box::pin(failed.close()).await;
                         }
                     }
                 });
             }
-            Some(ended) = connections.join_next() => note_end(ended, load),
-            _ = cut.wait_for(|cut| *cut) => return unfinished(connections),
+            Some(ended) = connections.join_next() => record_connection_end(ended, load),
+            _ = cut.wait_for(|cut| *cut) => return count_unfinished(connections),
         }
     }
-    for watch in watches.borrow().values() {
-        watch.drain();
+    for monitor in monitors.borrow().values() {
+        monitor.start_drain();
     }
     loop {
         tokio::select! {
             biased;
             ended = connections.join_next() => match ended {
-                Some(ended) => note_end(ended, load),
+                Some(ended) => record_connection_end(ended, load),
                 None => return 0,
             },
-            _ = cut.wait_for(|cut| *cut) => return unfinished(connections),
+            _ = cut.wait_for(|cut| *cut) => return count_unfinished(connections),
         }
     }
 }
 
-fn unfinished(mut connections: JoinSet<()>) -> usize {
+fn count_unfinished(mut connections: JoinSet<()>) -> usize {
     while connections.try_join_next().is_some() {}
     connections.len()
 }
 
 /// A panic ends its own connection only, but must not pass unseen.
-fn note_end(ended: Result<(), JoinError>, load: &Load) {
+fn record_connection_end(ended: Result<(), JoinError>, load: &ServerLoad) {
     if let Err(error) = ended {
-        load.note_panic();
+        load.record_panic();
         tracing::error!(%error, "a connection ended in a panic");
     }
 }
 
 /// Takes a connection off the list of those to be told of the end.
-struct Listed {
-    watches: Rc<RefCell<HashMap<u64, Rc<Watch>>>>,
-    serial: u64,
+struct MonitorRegistration {
+    monitors: Rc<RefCell<HashMap<u64, Rc<ConnectionMonitor>>>>,
+    id: u64,
 }
 
-impl Drop for Listed {
+impl Drop for MonitorRegistration {
     fn drop(&mut self) {
-        self.watches.borrow_mut().remove(&self.serial);
+        self.monitors.borrow_mut().remove(&self.id);
     }
 }

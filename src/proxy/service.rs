@@ -1,23 +1,25 @@
 //! One request, top to bottom. The order is the documentation.
 
-use super::access::{AccessLog, Entry};
-use super::entrance::EntryFault;
-use super::gate::Target;
-use super::headers::{self, Hop};
-use super::inbound::Inbound;
-use super::interim::Interim;
-use super::meter::Bill;
-use super::replies::{self, Local, Style};
-use super::server::{Door, Handler, Peer, Stop};
-use super::upgrade::Wanted;
-use super::upstream::{Upstream, UpstreamError, UpstreamErrorKind};
-use super::{ListenSettings, RequestBody, ResponseBody, fields};
-use crate::enforcer::{Enforcer, Estimate, Hold, Outcome, Reported, Verdict};
+use super::accept::HandshakeError;
+use super::access_log::{AccessLog, AccessLogEntry};
+use super::headers::{self, ForwardingContext};
+use super::inbound_request::InboundRequest;
+use super::informational_responses::InformationalForwarder;
+use super::local_replies::{self, ProxyErrorType, ReplyStyle};
+use super::request_validation::RequestTarget;
+use super::response_cost::CostMeter;
+use super::server::{ConnectionPeer, ListenerKind, RequestHandler, ShutdownSignal};
+use super::upgrade::UpgradeRequest;
+use super::upstream::{UpstreamClient, UpstreamError, UpstreamErrorKind};
+use super::{ListenSettings, RequestBody, ResponseBody, rate_limit_headers};
+use crate::enforcer::{
+    ConcurrencySlotGuard, Enforcer, EstimatedCharge, ReportedLimit, RequestOutcome, Verdict,
+};
 use crate::policy::PolicyTable;
-use crate::policy::client::Client;
+use crate::policy::client::ClientIdentity;
 use crate::telemetry::LogSettings;
-use crate::telemetry::metrics::{Answer, Shard, Source};
-use crate::trace::{self, Context, Recording, TraceId, Tracer};
+use crate::telemetry::metrics::{DecisionSource, RequestDecision, WorkerMetrics};
+use crate::trace::{self, RequestRecording, TraceContext, TraceId, Tracer};
 use bytes::Bytes;
 use http::{HeaderMap, Method, Request, Response, StatusCode, header, request};
 use ipnet::IpNet;
@@ -30,310 +32,330 @@ use tokio::time::{Instant, timeout_at};
 
 /// Answers requests: asks the enforcer, then forwards or refuses. One per worker, with its counts.
 #[derive(Debug)]
-pub struct Service {
+pub struct ProxyService {
     pub(super) enforcer: Enforcer,
-    pub(super) upstream: Upstream,
+    pub(super) upstream: UpstreamClient,
     max_headers: usize,
     max_body_bytes: Option<u64>,
-    pub(super) access: AccessLog,
-    pub(super) shard: Arc<Shard>,
+    pub(super) access_log: AccessLog,
+    pub(super) metrics: Arc<WorkerMetrics>,
     tracer: Option<Tracer>,
     /// Of all refusals by [`Service::check`]; `None`: their own.
-    pub(super) refused_status: Option<StatusCode>,
+    pub(super) denied_status: Option<StatusCode>,
     /// `None`: it runs for ever.
-    stop: Option<watch::Receiver<Stop>>,
+    shutdown_signal: Option<watch::Receiver<ShutdownSignal>>,
 }
 
-impl Service {
+impl ProxyService {
     pub fn new(
         enforcer: Enforcer,
-        upstream: Upstream,
+        upstream: UpstreamClient,
         listen: &ListenSettings,
         log: &LogSettings,
-        shard: Arc<Shard>,
+        shard: Arc<WorkerMetrics>,
     ) -> Self {
         Self {
             enforcer,
             upstream,
             max_headers: listen.max_headers,
             max_body_bytes: listen.max_body_bytes,
-            access: AccessLog::new(log),
-            shard,
+            access_log: AccessLog::new(log),
+            metrics: shard,
             tracer: None,
-            refused_status: None,
-            stop: None,
+            denied_status: None,
+            shutdown_signal: None,
         }
     }
 
     /// The same, and who only asks whether a request may pass is told so by this status if not.
-    pub fn refusing_with(self, status: Option<StatusCode>) -> Self {
+    pub fn with_denied_status(self, status: Option<StatusCode>) -> Self {
         Self {
-            refused_status: status,
+            denied_status: status,
             ..self
         }
     }
 
     /// The same, and who asks for its health is told that it is about to end.
-    pub fn stopped_by(self, stop: watch::Receiver<Stop>) -> Self {
+    pub fn with_shutdown_signal(self, shutdown_signal: watch::Receiver<ShutdownSignal>) -> Self {
         Self {
-            stop: Some(stop),
+            shutdown_signal: Some(shutdown_signal),
             ..self
         }
     }
 
     /// Whether it was asked to end, and so serves for a little while only.
-    pub(super) fn is_ending(&self) -> bool {
-        self.stop
+    pub(super) fn is_shutting_down(&self) -> bool {
+        self.shutdown_signal
             .as_ref()
-            .is_some_and(|stop| *stop.borrow() > Stop::Run)
+            .is_some_and(|stop| *stop.borrow() > ShutdownSignal::Run)
     }
 
     /// The same, and some requests are recorded.
-    pub fn traced(self, tracer: Option<Tracer>) -> Self {
+    pub fn with_tracer(self, tracer: Option<Tracer>) -> Self {
         Self { tracer, ..self }
     }
 
-    async fn answer(
+    async fn handle_proxy_request(
         &self,
         request: Request<RequestBody>,
-        peer: &Peer,
-        interim: &mut Interim,
+        peer: &ConnectionPeer,
+        interim: &mut InformationalForwarder,
     ) -> Response<ResponseBody> {
-        let arrived = Instant::now();
+        let arrived_at = Instant::now();
         let (mut parts, body) = request.into_parts();
         let version_in = parts.version;
-        let rules = self.enforcer.rules();
+        let rules = self.enforcer.policy_snapshot();
         let table = &*rules.table;
-        let style = Style::of(&parts, &table.cors);
+        let style = ReplyStyle::from_request(&parts, &table.cors);
 
         // 1. Only what front and back read alike gets further.
-        let inbound = match self.read(&mut parts, peer, table, style) {
+        let inbound = match self.read_request(&mut parts, peer, table, style) {
             Ok(inbound) => inbound,
-            Err(reply) => return self.turn_away(&parts, body, peer, *reply, arrived),
+            Err(reply) => return self.reject_unreadable(&parts, body, peer, *reply, arrived_at),
         };
 
-        let said = Context::of(&parts.headers);
-        let recording = self.record(said, &parts, &inbound, peer, arrived);
+        let incoming_trace = TraceContext::from_headers(&parts.headers);
+        let recording = self.start_recording(incoming_trace, &parts, &inbound, peer, arrived_at);
 
         // 2. One question, one verdict.
         let mut verdict = self
             .enforcer
             .decide(
                 &rules,
-                &inbound.facts(&parts, peer.certificate.as_ref()),
-                arrived,
+                &inbound.facts(&parts, peer.certificate_subject.as_ref()),
+                arrived_at,
             )
             .await;
-        let decided = verdict.at.unwrap_or(arrived);
-        self.shard.answer(answer(&verdict));
-        if let Some(fault) = inbound.token_fault() {
-            self.shard.token_refused();
+        let decided_at = verdict.decided_at.unwrap_or(arrived_at);
+        self.metrics
+            .record_request_decision(classify_verdict(&verdict));
+        if let Some(fault) = inbound.token_error() {
+            self.metrics.record_rejected_token();
             tracing::debug!(%fault, peer = %peer.addr, "a request's token is not believed");
         }
-        let trace = recording
+        let trace_id = recording
             .as_ref()
             .and_then(|recording| recording.context())
-            .or(said)
+            .or(incoming_trace)
             .map(|context| context.trace);
-        let (target, client) = inbound.into_rest();
-        let mut asked = Asked {
+        let (target, client) = inbound.into_target_and_client();
+        let mut summary = RequestSummary {
             method: parts.method.clone(),
             target,
             client,
-            arrived,
-            trace,
+            arrived_at,
+            trace_id,
             recording,
         };
-        if let Some(reply) = replies::refusal(&verdict, table.fields, style) {
-            self.log(&mut asked, &verdict, reply.status(), decided);
-            return self.refuse(body, reply, decided - arrived);
+        if let Some(reply) =
+            local_replies::build_rejection(&verdict, table.rate_limit_headers, style)
+        {
+            self.log_request(&mut summary, &verdict, reply.status(), decided_at);
+            return self.respond_without_upstream(body, reply, decided_at - arrived_at);
         }
 
         // What it holds is given back when its response has ended, or this future is dropped.
-        let hold = verdict.hold.take();
-        let estimates = std::mem::take(&mut verdict.estimates);
-        let ends_at = hold.as_ref().and_then(Hold::ends_at);
+        let hold = verdict.slot_guard.take();
+        let estimates = std::mem::take(&mut verdict.estimated_charges);
+        let ends_at = hold.as_ref().and_then(ConcurrencySlotGuard::ends_at);
 
         // 3. Its turn comes; a client that leaves before ends this future, and his place in the line stays taken.
-        let turn = pin!(self.upstream.hold(verdict.delay, decided));
-        let ready = match before(ends_at, turn).await {
+        let queue_turn = pin!(self.upstream.delay_request(verdict.delay, decided_at));
+        let ready = match complete_before(ends_at, queue_turn).await {
             Some(Ok(ready)) => ready,
             not_ready => {
                 body.discard();
                 let response = match not_ready {
-                    Some(Err(error)) => self.not_forwarded(&error, estimates, style),
-                    _ => replies::local(Local::Overlong, style).map(ResponseBody::Full),
+                    Some(Err(error)) => self.respond_to_upstream_error(&error, estimates, style),
+                    _ => {
+                        local_replies::build_proxy_error(ProxyErrorType::MaxDurationExceeded, style)
+                            .map(ResponseBody::Full)
+                    }
                 };
-                return self.done(response, &mut asked, &verdict, table);
+                return self.complete_response(response, &mut summary, &verdict, table);
             }
         };
 
         // 4. Forward, and say how much is left.
-        let hop = Hop {
-            peer: &peer.text,
-            client: asked.client,
-            https: peer.tls,
+        let hop = ForwardingContext {
+            peer: &peer.address_text,
+            client: summary.client,
+            is_https: peer.is_tls,
             version_in,
             ip_header: &table.client.ip_header,
             has_body: !body.is_empty(),
             preserve_host: self.upstream.settings().preserve_host,
             upstream_authority: self.upstream.authority(),
         };
-        headers::forward_request(&mut parts, &asked.target, &hop);
-        if estimates.iter().any(Estimate::reads_body) {
-            headers::ask_for_plain_body(&mut parts.headers);
+        headers::forward_request(&mut parts, &summary.target, &hop);
+        if estimates.iter().any(EstimatedCharge::reads_body) {
+            headers::request_full_identity_body(&mut parts.headers);
         }
-        if let Some(recording) = &mut asked.recording {
-            recording.forward(
+        if let Some(recording) = &mut summary.recording {
+            recording.start_upstream_span(
                 &mut parts.headers,
                 self.upstream.authority().to_str().unwrap_or_default(),
             );
         }
-        let rest = body.another();
+        let request_body = body.clone_handle();
         let send = pin!(
             self.upstream
                 .send(Request::from_parts(parts, body), ready, interim)
         );
-        let wanted = asked.target.wanted.as_ref();
-        let answer = before(ends_at, send).await;
-        if let Some(recording) = &mut asked.recording {
-            recording.forwarded(match &answer {
+        let upgrade = summary.target.upgrade_request.as_ref();
+        let upstream_result = complete_before(ends_at, send).await;
+        if let Some(recording) = &mut summary.recording {
+            recording.finish_upstream_span(match &upstream_result {
                 Some(Ok(response)) => Ok(response.status().as_u16()),
                 Some(Err(error)) => Err(error.kind.name()),
                 None => Err("overlong"),
             });
         }
-        let mut response = match answer {
+        let mut response = match upstream_result {
             Some(Ok(response)) => {
-                rest.outrun();
-                self.pass_on(response, estimates, version_in, wanted, style)
+                request_body.mark_rest_unread();
+                self.forward_response(response, estimates, version_in, upgrade, style)
             }
             Some(Err(error)) => {
                 if error.kind.is_unsent() {
-                    rest.discard();
+                    request_body.discard();
                 } else {
-                    rest.outrun();
+                    request_body.mark_rest_unread();
                 }
-                self.not_forwarded(&error, estimates, style)
+                self.respond_to_upstream_error(&error, estimates, style)
             }
             None => {
-                rest.outrun();
-                replies::local(Local::Overlong, style).map(ResponseBody::Full)
+                request_body.mark_rest_unread();
+                local_replies::build_proxy_error(ProxyErrorType::MaxDurationExceeded, style)
+                    .map(ResponseBody::Full)
             }
         };
         match response.body_mut() {
-            ResponseBody::Upstream(body) => body.keep(hold),
-            ResponseBody::Tunnel(tunnel) => tunnel.keep(hold),
-            ResponseBody::Empty | ResponseBody::Full(_) | ResponseBody::Message(..) => {}
+            ResponseBody::Upstream(body) => body.attach_slot_guard(hold),
+            ResponseBody::Tunnel(tunnel) => tunnel.attach_slot_guard(hold),
+            ResponseBody::Empty | ResponseBody::Full(_) | ResponseBody::FullWithTrailers(..) => {}
         }
-        let mut response = self.done(response, &mut asked, &verdict, table);
+        let mut response = self.complete_response(response, &mut summary, &verdict, table);
         match response.body_mut() {
-            ResponseBody::Upstream(body) => body.record(asked.recording.take()),
-            ResponseBody::Tunnel(tunnel) => tunnel.record(asked.recording.take()),
-            ResponseBody::Empty | ResponseBody::Full(_) | ResponseBody::Message(..) => {}
+            ResponseBody::Upstream(body) => body.attach_recording(summary.recording.take()),
+            ResponseBody::Tunnel(tunnel) => tunnel.attach_recording(summary.recording.take()),
+            ResponseBody::Empty | ResponseBody::Full(_) | ResponseBody::FullWithTrailers(..) => {}
         }
         response
     }
 
     /// Lets a request through the gate, or says what to answer.
-    pub(super) fn read(
+    pub(super) fn read_request(
         &self,
         parts: &mut request::Parts,
-        peer: &Peer,
+        peer: &ConnectionPeer,
         table: &PolicyTable,
-        style: Style<'_>,
-    ) -> Result<Inbound, Box<Response<Bytes>>> {
-        if has_more_headers(&parts.headers, self.max_headers) {
-            return Err(replies::local(Local::TooManyHeaders, style).into());
+        style: ReplyStyle<'_>,
+    ) -> Result<InboundRequest, Box<Response<Bytes>>> {
+        if exceeds_header_count(&parts.headers, self.max_headers) {
+            return Err(
+                local_replies::build_proxy_error(ProxyErrorType::TooManyHeaders, style).into(),
+            );
         }
-        let inbound = Inbound::read(parts, peer.addr.ip(), table).map_err(|fault| {
-            tracing::debug!(%fault, peer = %peer.addr, "request refused at the gate");
-            replies::inbound_fault(fault, style)
-        })?;
+        let inbound =
+            InboundRequest::from_parts(parts, peer.addr.ip(), table).map_err(|fault| {
+                tracing::debug!(%fault, peer = %peer.addr, "request refused at the gate");
+                local_replies::build_inbound_error(fault, style)
+            })?;
         if self
             .max_body_bytes
             .is_some_and(|most| inbound.target.content_length > Some(most))
         {
-            return Err(replies::local(Local::BodyTooLarge, style).into());
+            return Err(
+                local_replies::build_proxy_error(ProxyErrorType::BodyTooLarge, style).into(),
+            );
         }
-        if table.overhears(&inbound.client, &parts.headers) {
-            self.shard
-                .forwarding_not_trusted(peer.addr.ip().to_canonical());
-            hint_at_trusted_proxies(peer, table);
+        if table.ignores_forwarding_headers(&inbound.client, &parts.headers) {
+            self.metrics
+                .record_untrusted_forwarding(peer.addr.ip().to_canonical());
+            warn_about_untrusted_proxy(peer, table);
         }
         Ok(inbound)
     }
 
-    fn not_forwarded(
+    fn respond_to_upstream_error(
         &self,
         error: &UpstreamError,
-        estimates: Vec<Estimate>,
-        style: Style<'_>,
+        estimates: Vec<EstimatedCharge>,
+        style: ReplyStyle<'_>,
     ) -> Response<ResponseBody> {
         if error.kind.is_unsent() {
             estimates
                 .into_iter()
                 .for_each(|estimate| estimate.settle(0));
         }
-        self.shard.upstream_error(error.kind as usize);
-        self.upstream.tell(error);
-        failed(error, style)
+        self.metrics.record_upstream_error(error.kind as usize);
+        self.upstream.log_error(error);
+        build_upstream_error_response(error, style)
     }
 
     /// Says how much is left, and writes down what became of an admitted request.
-    fn done(
+    fn complete_response(
         &self,
         mut response: Response<ResponseBody>,
-        asked: &mut Asked,
+        summary: &mut RequestSummary,
         verdict: &Verdict<'_>,
         table: &PolicyTable,
     ) -> Response<ResponseBody> {
-        fields::write(verdict, table.fields, response.headers_mut());
-        let responded = Instant::now();
-        self.log(asked, verdict, response.status(), responded);
-        self.shard
-            .responded(response.status().as_u16(), responded - asked.arrived);
+        rate_limit_headers::write_headers(
+            verdict,
+            table.rate_limit_headers,
+            response.headers_mut(),
+        );
+        let responded_at = Instant::now();
+        self.log_request(summary, verdict, response.status(), responded_at);
+        self.metrics.record_response(
+            response.status().as_u16(),
+            responded_at - summary.arrived_at,
+        );
         response
     }
 
-    fn pass_on(
+    fn forward_response(
         &self,
         response: Response<ResponseBody>,
-        estimates: Vec<Estimate>,
+        estimates: Vec<EstimatedCharge>,
         version_in: http::Version,
-        wanted: Option<&Wanted>,
-        style: Style<'_>,
+        upgrade: Option<&UpgradeRequest>,
+        style: ReplyStyle<'_>,
     ) -> Response<ResponseBody> {
         let (mut parts, mut body) = response.into_parts();
-        match headers::forward_response(&mut parts, version_in, wanted) {
+        match headers::forward_response(&mut parts, version_in, upgrade) {
             Ok(()) => {
-                let bill = Bill::open(estimates, &parts);
+                let cost_meter = CostMeter::from_response_head(estimates, &parts);
                 if let ResponseBody::Upstream(body) = &mut body {
-                    body.meter(bill);
+                    body.attach_cost_meter(cost_meter);
                 }
                 Response::from_parts(parts, body)
             }
             Err(fault) => {
-                self.shard
-                    .upstream_error(UpstreamErrorKind::Protocol as usize);
+                self.metrics
+                    .record_upstream_error(UpstreamErrorKind::Protocol as usize);
                 tracing::warn!(%fault, "upstream response refused");
-                replies::local(Local::Protocol, style).map(ResponseBody::Full)
+                local_replies::build_proxy_error(ProxyErrorType::ProtocolError, style)
+                    .map(ResponseBody::Full)
             }
         }
     }
 
     /// Answers a request that no policy gets to see.
-    pub(super) fn turn_away(
+    pub(super) fn reject_unreadable(
         &self,
         parts: &request::Parts,
         body: RequestBody,
-        peer: &Peer,
+        peer: &ConnectionPeer,
         reply: Response<Bytes>,
-        arrived: Instant,
+        arrived_at: Instant,
     ) -> Response<ResponseBody> {
-        let took = arrived.elapsed();
-        self.shard.answer(Answer::Malformed);
-        self.access.write(&Entry {
+        let elapsed = arrived_at.elapsed();
+        self.metrics
+            .record_request_decision(RequestDecision::Malformed);
+        self.access_log.write(&AccessLogEntry {
             method: parts.method.as_str(),
             host: parts
                 .headers
@@ -341,152 +363,171 @@ impl Service {
                 .and_then(|host| host.to_str().ok())
                 .unwrap_or_default(),
             path: parts.uri.path(),
-            head: took,
-            trace: Context::of(&parts.headers).map(|context| context.trace),
-            ..Entry::unread(peer.addr.ip(), reply.status())
+            time_to_head: elapsed,
+            trace_id: TraceContext::from_headers(&parts.headers).map(|context| context.trace),
+            ..AccessLogEntry::for_unreadable_request(peer.addr.ip(), reply.status())
         });
-        self.refuse(body, reply, took)
+        self.respond_without_upstream(body, reply, elapsed)
     }
 
     /// Answers without the upstream; what the client still sends of its body is nobody's business.
-    fn refuse(
+    fn respond_without_upstream(
         &self,
         body: RequestBody,
         reply: Response<Bytes>,
-        took: Duration,
+        elapsed: Duration,
     ) -> Response<ResponseBody> {
         body.discard();
-        self.shard.responded(reply.status().as_u16(), took);
+        self.metrics
+            .record_response(reply.status().as_u16(), elapsed);
         reply.map(ResponseBody::Full)
     }
 
-    pub(super) fn log(
+    pub(super) fn log_request(
         &self,
-        asked: &mut Asked,
+        summary: &mut RequestSummary,
         verdict: &Verdict<'_>,
         status: StatusCode,
-        responded: Instant,
+        responded_at: Instant,
     ) {
         let policy = match &verdict.outcome {
-            Outcome::Forward => None,
-            Outcome::Limited(limited) => Some(limited.policy),
-            Outcome::Denied { policy, .. }
-            | Outcome::BadKey { policy, .. }
-            | Outcome::Unavailable { policy, .. } => Some(*policy),
+            RequestOutcome::Forward => None,
+            RequestOutcome::Limited(limited) => Some(limited.policy),
+            RequestOutcome::Denied { policy, .. }
+            | RequestOutcome::InvalidKey { policy, .. }
+            | RequestOutcome::Unavailable { policy, .. } => Some(*policy),
         };
         let is_rejected = policy.is_some() || !verdict.shadow_rejected.is_empty();
-        if asked.recording.is_none() && !self.access.wants(is_rejected) {
+        if summary.recording.is_none() && !self.access_log.is_enabled_for(is_rejected) {
             return;
         }
-        let entry = Entry {
-            method: asked.method.as_str(),
-            host: asked.target.host(),
-            path: asked.target.path(),
-            client_ip: asked.client.ip,
+        let entry = AccessLogEntry {
+            method: summary.method.as_str(),
+            host: summary.target.host(),
+            path: summary.target.path(),
+            client_ip: summary.client.ip,
             status,
-            head: responded - asked.arrived,
-            decision: answer(verdict).word(),
+            time_to_head: responded_at - summary.arrived_at,
+            decision: classify_verdict(verdict).label(),
             policy,
             shadow_rejected: &verdict.shadow_rejected,
             limits: &verdict.limits,
             source: verdict.source,
-            decided: verdict.at.map(|at| at - asked.arrived),
-            trace: asked.trace,
+            time_to_decision: verdict.decided_at.map(|at| at - summary.arrived_at),
+            trace_id: summary.trace_id,
         };
-        self.access.write(&entry);
-        if let Some(recording) = &mut asked.recording {
-            let tightest = Reported::tightest(&verdict.limits);
-            recording.answered(&trace::Answered {
+        self.access_log.write(&entry);
+        if let Some(recording) = &mut summary.recording {
+            let tightest = ReportedLimit::find_tightest(&verdict.limits);
+            recording.set_response(&trace::TracedResponse {
                 status: status.as_u16(),
                 decision: entry.decision,
                 policy,
-                limit: tightest.map(|one| (&*one.limit.name, one.key, one.standing.remaining)),
-                source: verdict.source.map(Source::word).zip(verdict.at),
+                limit: tightest.map(|one| (&*one.limit.name, one.key_id, one.standing.remaining)),
+                source: verdict
+                    .source
+                    .map(DecisionSource::label)
+                    .zip(verdict.decided_at),
             });
         }
     }
 
     /// A request of which no more is wanted.
-    pub(super) fn asked(
+    pub(super) fn summarize_request(
         &self,
         parts: &request::Parts,
-        target: Target,
-        client: Client,
-        arrived: Instant,
-    ) -> Asked {
-        let trace = Context::of(&parts.headers).map(|context| context.trace);
-        Asked {
+        target: RequestTarget,
+        client: ClientIdentity,
+        arrived_at: Instant,
+    ) -> RequestSummary {
+        let trace_id = TraceContext::from_headers(&parts.headers).map(|context| context.trace);
+        RequestSummary {
             method: parts.method.clone(),
             target,
             client,
-            arrived,
-            trace,
+            arrived_at,
+            trace_id,
             recording: None,
         }
     }
 
     /// A recording of the request, if there is to be one.
-    fn record(
+    fn start_recording(
         &self,
-        said: Option<Context>,
+        incoming_trace: Option<TraceContext>,
         parts: &request::Parts,
-        inbound: &Inbound,
-        peer: &Peer,
-        arrived: Instant,
-    ) -> Option<Box<Recording>> {
+        inbound: &InboundRequest,
+        peer: &ConnectionPeer,
+        arrived_at: Instant,
+    ) -> Option<Box<RequestRecording>> {
         let tracer = self.tracer.as_ref()?;
-        let asked = trace::Asked {
+        let traced_request = trace::TracedRequest {
             method: &parts.method,
             host: inbound.target.host(),
             path: inbound.target.path(),
             client: inbound.client.ip,
-            is_tls: peer.tls,
+            is_tls: peer.is_tls,
         };
-        tracer.begin(said, &parts.headers, &asked, arrived)
+        tracer.start_recording(incoming_trace, &parts.headers, &traced_request, arrived_at)
     }
 }
 
-impl Handler for Service {
+impl RequestHandler for ProxyService {
     async fn handle(
         self: Rc<Self>,
         request: Request<RequestBody>,
-        peer: Arc<Peer>,
-        mut interim: Interim,
+        peer: Arc<ConnectionPeer>,
+        mut interim: InformationalForwarder,
     ) -> Response<ResponseBody> {
-        match peer.door {
-            Door::Proxy => self.answer(request, &peer, &mut interim).await,
+        match peer.listener_kind {
+            ListenerKind::Proxy => {
+                self.handle_proxy_request(request, &peer, &mut interim)
+                    .await
+            }
             // Boxed, or every request would have room for them.
-            Door::Rls => Box::pin(self.rls(request, &peer)).await,
-            Door::Check => Box::pin(self.check(request, &peer)).await,
+            ListenerKind::RateLimitService => {
+                Box::pin(self.answer_rate_limit_call(request, &peer)).await
+            }
+            ListenerKind::ExtAuthz => Box::pin(self.check_authorization(request, &peer)).await,
         }
     }
 
-    fn not_entered(&self, fault: EntryFault) {
+    fn record_handshake_error(&self, fault: HandshakeError) {
         match fault {
-            EntryFault::ProxyHeader(fault) => self.shard.proxy_header_fault(fault as usize),
-            EntryFault::Tls(fault) => self.shard.tls_fault(fault as usize),
+            HandshakeError::ProxyHeader(fault) => {
+                self.metrics.record_proxy_header_error(fault as usize)
+            }
+            HandshakeError::Tls(fault) => self.metrics.record_tls_error(fault as usize),
         }
     }
 
-    fn unread(&self, status: StatusCode, peer: &Peer) {
-        self.shard.answered(status.as_u16());
-        self.shard.answer(Answer::Malformed);
-        self.access.write(&Entry::unread(peer.addr.ip(), status));
+    fn record_unreadable_request(&self, status: StatusCode, peer: &ConnectionPeer) {
+        self.metrics.record_status(status.as_u16());
+        self.metrics
+            .record_request_decision(RequestDecision::Malformed);
+        self.access_log
+            .write(&AccessLogEntry::for_unreadable_request(
+                peer.addr.ip(),
+                status,
+            ));
     }
 
-    fn counts(&self) -> Option<Arc<Shard>> {
-        Some(Arc::clone(&self.shard))
+    fn metrics_shard(&self) -> Option<Arc<WorkerMetrics>> {
+        Some(Arc::clone(&self.metrics))
     }
 
     async fn finish(&self) {
-        self.enforcer.finish().await;
+        self.enforcer.shut_down().await;
     }
 }
 
 /// What comes of `future` if it comes before `ends_at`.
 ///
 /// Taken where it stays: as a value it would take its room three times, once per way through here.
-async fn before<F: Future>(ends_at: Option<Instant>, future: Pin<&mut F>) -> Option<F::Output> {
+async fn complete_before<F: Future>(
+    ends_at: Option<Instant>,
+    future: Pin<&mut F>,
+) -> Option<F::Output> {
     match ends_at {
         None => Some(future.await),
         // What is late already is not even begun.
@@ -496,21 +537,21 @@ async fn before<F: Future>(ends_at: Option<Instant>, future: Pin<&mut F>) -> Opt
 }
 
 /// What became of a request, in one word.
-pub(super) fn answer(verdict: &Verdict<'_>) -> Answer {
+pub(super) fn classify_verdict(verdict: &Verdict<'_>) -> RequestDecision {
     match &verdict.outcome {
-        Outcome::Forward if verdict.degraded => Answer::Degraded,
-        Outcome::Forward if !verdict.delay.is_zero() => Answer::Delayed,
-        Outcome::Forward => Answer::Allowed,
-        Outcome::Limited(limited) if limited.blocked => Answer::Blocked,
-        Outcome::Limited(_) => Answer::Rejected,
-        Outcome::Denied { .. } => Answer::Denied,
-        Outcome::BadKey { .. } => Answer::Malformed,
-        Outcome::Unavailable { .. } => Answer::Unavailable,
+        RequestOutcome::Forward if verdict.is_degraded => RequestDecision::Degraded,
+        RequestOutcome::Forward if !verdict.delay.is_zero() => RequestDecision::Delayed,
+        RequestOutcome::Forward => RequestDecision::Allowed,
+        RequestOutcome::Limited(limited) if limited.is_blocked => RequestDecision::Blocked,
+        RequestOutcome::Limited(_) => RequestDecision::Rejected,
+        RequestOutcome::Denied { .. } => RequestDecision::Denied,
+        RequestOutcome::InvalidKey { .. } => RequestDecision::Malformed,
+        RequestOutcome::Unavailable { .. } => RequestDecision::Unavailable,
     }
 }
 
 /// hyper counts for HTTP/1 only. HTTP/2 clients may send a line per cookie; together these count as one.
-fn has_more_headers(headers: &HeaderMap, max: usize) -> bool {
+fn exceeds_header_count(headers: &HeaderMap, max: usize) -> bool {
     let cookies = || {
         headers
             .get_all(header::COOKIE)
@@ -522,9 +563,9 @@ fn has_more_headers(headers: &HeaderMap, max: usize) -> bool {
 }
 
 /// Once is enough: after that it would only fill the log.
-fn hint_at_trusted_proxies(peer: &Peer, table: &PolicyTable) {
-    static TOLD: std::sync::Once = std::sync::Once::new();
-    TOLD.call_once(|| {
+fn warn_about_untrusted_proxy(peer: &ConnectionPeer, table: &PolicyTable) {
+    static WARNED: std::sync::Once = std::sync::Once::new();
+    WARNED.call_once(|| {
         let ip = peer.addr.ip().to_canonical();
         tracing::warn!(
             peer = %ip,
@@ -537,47 +578,50 @@ fn hint_at_trusted_proxies(peer: &Peer, table: &PolicyTable) {
 }
 
 /// What is still wanted of a request that is given away.
-pub(super) struct Asked {
+pub(super) struct RequestSummary {
     method: Method,
-    target: Target,
-    client: Client,
-    arrived: Instant,
-    trace: Option<TraceId>,
-    recording: Option<Box<Recording>>,
+    target: RequestTarget,
+    client: ClientIdentity,
+    arrived_at: Instant,
+    trace_id: Option<TraceId>,
+    recording: Option<Box<RequestRecording>>,
 }
 
 /// The answer when the upstream gave none.
-fn failed(error: &UpstreamError, style: Style<'_>) -> Response<ResponseBody> {
+fn build_upstream_error_response(
+    error: &UpstreamError,
+    style: ReplyStyle<'_>,
+) -> Response<ResponseBody> {
     use UpstreamErrorKind as Kind;
-    let what = match error.kind {
-        Kind::ConnectRefused | Kind::ConnectFailed => Local::ConnectRefused,
-        Kind::ConnectTimeout => Local::ConnectTimeout,
-        Kind::Dns => Local::Dns,
-        Kind::Tls => Local::Tls,
-        Kind::QueueFull | Kind::QueueTimeout => Local::QueueFull,
-        Kind::ResponseTimeout => Local::ResponseTimeout,
-        Kind::Terminated | Kind::Reset => Local::Terminated,
-        Kind::Upgrade => Local::Upgrade,
-        Kind::Protocol => Local::Protocol,
-        Kind::RequestBodyTooLarge => Local::BodyTooLarge,
-        Kind::RequestBodyTimeout => Local::BodyTimeout,
+    let reply = match error.kind {
+        Kind::ConnectRefused | Kind::ConnectFailed => ProxyErrorType::ConnectRefused,
+        Kind::ConnectTimeout => ProxyErrorType::ConnectTimeout,
+        Kind::Dns => ProxyErrorType::DnsError,
+        Kind::Tls => ProxyErrorType::TlsError,
+        Kind::QueueFull | Kind::QueueTimeout => ProxyErrorType::QueueFull,
+        Kind::ResponseTimeout => ProxyErrorType::ResponseTimeout,
+        Kind::ConnectionTerminated | Kind::StreamReset => ProxyErrorType::ConnectionTerminated,
+        Kind::UpgradeUnsupported => ProxyErrorType::UpgradeFailed,
+        Kind::Protocol => ProxyErrorType::ProtocolError,
+        Kind::RequestBodyTooLarge => ProxyErrorType::BodyTooLarge,
+        Kind::RequestBodyTimeout => ProxyErrorType::BodyTimeout,
         // A client that left reads no answer; one that sent nonsense does.
-        Kind::ClientGone => Local::BodyBroken,
+        Kind::ClientDisconnected => ProxyErrorType::BodyInvalid,
     };
-    replies::local(what, style).map(ResponseBody::Full)
+    local_replies::build_proxy_error(reply, style).map(ResponseBody::Full)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Handler, Service};
+    use super::{ProxyService, RequestHandler};
 
     /// Each connection keeps room for a request, and each request moves through it.
     #[test]
-    fn a_request_takes_little_room() {
-        fn room<A, B, C, D, F>(_handle: impl FnOnce(A, B, C, D) -> F) -> usize {
+    fn request_future_stays_below_its_size_limit() {
+        fn future_size<A, B, C, D, F>(_handle: impl FnOnce(A, B, C, D) -> F) -> usize {
             size_of::<F>()
         }
-        let bytes = room(<Service as Handler>::handle);
+        let bytes = future_size(<ProxyService as RequestHandler>::handle);
         assert!(
             bytes <= 4_608,
             "{bytes}: is something rare awaited without a box?"

@@ -8,38 +8,38 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::server::TlsStream;
 
-use super::watch::Watch;
+use super::connection_timeouts::ConnectionMonitor;
 
 /// A client's connection to this machine.
 #[derive(Debug)]
-pub(super) enum Stream {
+pub(super) enum ClientStream {
     Tcp(TcpStream),
     Unix(UnixStream),
 }
 
-/// A client's socket, which marks in a [`Watch`] whether the client takes what is written.
+/// A client's socket, which marks in a [`ConnectionMonitor`] whether the client takes what is written.
 ///
 /// That is seen here and not above TLS, which takes some bytes in any case, and then tells of none until all of them
 /// are gone.
 #[derive(Debug)]
 pub(super) struct RawSocket {
-    stream: Stream,
-    watch: Rc<Watch>,
+    stream: ClientStream,
+    monitor: Rc<ConnectionMonitor>,
     /// Read ahead, and not ours: to be read again first.
-    ahead: Vec<u8>,
+    read_ahead: Vec<u8>,
     /// Whether anything was read of it.
-    spoken: bool,
+    has_received: bool,
 }
 
 /// A client's bytes, as HTTP has them.
 #[derive(Debug)]
-pub(super) enum Transport {
+pub(super) enum ClientTransport {
     Plain(RawSocket),
     // Several times as large.
     Tls(Box<TlsStream<RawSocket>>),
 }
 
-impl Stream {
+impl ClientStream {
     fn reader(&mut self) -> Pin<&mut (dyn AsyncRead + Unpin)> {
         match self {
             Self::Tcp(socket) => Pin::new(socket),
@@ -63,42 +63,42 @@ impl Stream {
 }
 
 impl RawSocket {
-    pub(super) fn new(stream: Stream, watch: Rc<Watch>) -> Self {
+    pub(super) fn new(stream: ClientStream, monitor: Rc<ConnectionMonitor>) -> Self {
         Self {
             stream,
-            watch,
-            ahead: Vec::new(),
-            spoken: false,
+            monitor,
+            read_ahead: Vec::new(),
+            has_received: false,
         }
     }
 
     /// Puts bytes back that stand behind what was for us. It is the client's turn now.
     pub(super) fn put_back(&mut self, bytes: &[u8]) {
-        self.spoken = !bytes.is_empty();
-        self.ahead = bytes.to_vec();
+        self.has_received = !bytes.is_empty();
+        self.read_ahead = bytes.to_vec();
     }
 
     /// Whether the client has sent a byte.
-    pub(super) fn has_spoken(&self) -> bool {
-        self.spoken
+    pub(super) fn has_received(&self) -> bool {
+        self.has_received
     }
 
-    pub(super) fn watch(&self) -> Rc<Watch> {
-        Rc::clone(&self.watch)
+    pub(super) fn monitor(&self) -> Rc<ConnectionMonitor> {
+        Rc::clone(&self.monitor)
     }
 
     /// Makes the end of the socket a reset. Unix sockets know none: their client sees an end.
-    pub(super) fn set_abort(&self) -> io::Result<()> {
+    pub(super) fn set_reset_on_close(&self) -> io::Result<()> {
         match &self.stream {
-            Stream::Tcp(socket) => socket.set_zero_linger(),
-            Stream::Unix(_) => Ok(()),
+            ClientStream::Tcp(socket) => socket.set_zero_linger(),
+            ClientStream::Unix(_) => Ok(()),
         }
     }
 }
 
-impl Transport {
+impl ClientTransport {
     /// What is below TLS.
-    pub(super) fn raw(&mut self) -> &mut RawSocket {
+    pub(super) fn raw_socket(&mut self) -> &mut RawSocket {
         match self {
             Self::Plain(socket) => socket,
             Self::Tls(stream) => stream.get_mut().0,
@@ -121,7 +121,7 @@ impl Transport {
 }
 
 /// Moves as many bytes as there is room for, and lets go of the memory with the last.
-pub(super) fn give(bytes: &mut Vec<u8>, into: &mut ReadBuf<'_>) {
+pub(super) fn move_buffered(bytes: &mut Vec<u8>, into: &mut ReadBuf<'_>) {
     let n = bytes.len().min(into.remaining());
     into.put_slice(bytes.drain(..n).as_slice());
     if bytes.is_empty() {
@@ -136,13 +136,13 @@ impl AsyncRead for RawSocket {
         into: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        if !this.ahead.is_empty() {
-            give(&mut this.ahead, into);
+        if !this.read_ahead.is_empty() {
+            move_buffered(&mut this.read_ahead, into);
             return Poll::Ready(Ok(()));
         }
         let before = into.filled().len();
         let read = this.stream.reader().poll_read(cx, into);
-        this.spoken |= into.filled().len() > before;
+        this.has_received |= into.filled().len() > before;
         read
     }
 }
@@ -155,7 +155,7 @@ impl AsyncWrite for RawSocket {
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let result = this.stream.writer().poll_write(cx, bytes);
-        this.watch.note_write(&result);
+        this.monitor.record_write(&result);
         result
     }
 
@@ -166,7 +166,7 @@ impl AsyncWrite for RawSocket {
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let result = this.stream.writer().poll_write_vectored(cx, bytes);
-        this.watch.note_write(&result);
+        this.monitor.record_write(&result);
         result
     }
 
@@ -183,7 +183,7 @@ impl AsyncWrite for RawSocket {
     }
 }
 
-impl AsyncRead for Transport {
+impl AsyncRead for ClientTransport {
     fn poll_read(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -193,7 +193,7 @@ impl AsyncRead for Transport {
     }
 }
 
-impl AsyncWrite for Transport {
+impl AsyncWrite for ClientTransport {
     fn poll_write(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,

@@ -15,91 +15,91 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
-use super::alarm::Alarm;
-use super::upstream::Duplex;
-use crate::enforcer::Hold;
-use crate::trace::Recording;
+use super::lazy_timer::LazyTimer;
+use super::upstream::Http2TunnelIo;
+use crate::enforcer::ConcurrencySlotGuard;
+use crate::trace::RequestRecording;
 
 /// The most that waits in each direction.
-const PART_BYTES: usize = 16 * 1024;
+const CHUNK_BYTES: usize = 16 * 1024;
 
 /// An upstream's connection that no longer speaks HTTP. Dropping it closes it.
 #[derive(Debug)]
 pub struct Tunnel {
-    upstream: Far,
+    upstream: TunnelUpstream,
     /// Nothing moves in either direction for this long: the end. `None`: no limit.
-    idle: Option<Duration>,
-    hold: Option<Hold>,
+    idle_timeout: Option<Duration>,
+    slot_guard: Option<ConcurrencySlotGuard>,
     /// Dropped with the tunnel, it ends.
-    _recording: Option<Box<Recording>>,
-    up: Flow,
-    down: Flow,
-    moved: Instant,
+    _recording: Option<Box<RequestRecording>>,
+    client_to_upstream: TunnelDirection,
+    upstream_to_client: TunnelDirection,
+    last_activity_at: Instant,
     /// Since when it is the client's turn.
-    owing_since: Option<Instant>,
+    client_stalled_since: Option<Instant>,
     /// Since when the upstream has left alone what the client sent.
-    ignoring_since: Option<Instant>,
-    alarm: Alarm,
+    upstream_stalled_since: Option<Instant>,
+    timer: LazyTimer,
 }
 
 /// The upstream's end.
 #[derive(Debug)]
-pub(super) enum Far {
+pub(super) enum TunnelUpstream {
     /// A whole connection.
     Http1(TokioIo<Upgraded>),
     /// A stream of one.
-    Http2(Duplex),
+    Http2(Http2TunnelIo),
 }
 
 /// How a tunnel ended.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Over {
+pub(super) enum TunnelEndReason {
     /// Both sides have said all they had to say.
     #[error("both sides are done")]
-    Done,
+    Completed,
     /// The client's connection broke.
     #[error("the client's connection broke: {0}")]
-    ClientGone(io::Error),
+    ClientDisconnected(io::Error),
     /// The upstream's connection broke. The client has all that came before.
     #[error("the upstream's connection broke: {0}")]
-    UpstreamGone(io::Error),
+    UpstreamDisconnected(io::Error),
     /// Nothing moved for too long.
     #[error("nothing moved")]
-    Idle,
+    IdleTimeout,
     /// The request took longer than a limit allows.
     #[error("it took longer than allowed")]
-    Overlong,
+    MaxDurationExceeded,
     /// The client does not read, or does not come to an end after the upstream has.
     #[error("the client does not read, or does not end")]
-    Stalled,
+    ClientStalled,
     /// The upstream does not read, at the expense of others.
     #[error("the upstream does not read, and holds up what else the client sends")]
-    Ignored,
+    UpstreamStalled,
 }
 
 impl Tunnel {
-    pub(super) fn new(upstream: Far, idle: Option<Duration>) -> Self {
+    pub(super) fn new(upstream: TunnelUpstream, idle_timeout: Option<Duration>) -> Self {
         Self {
             upstream,
-            idle,
-            hold: None,
+            idle_timeout,
+            slot_guard: None,
             _recording: None,
-            up: Flow::default(),
-            down: Flow::default(),
-            moved: Instant::now(),
-            owing_since: None,
-            ignoring_since: None,
-            alarm: Alarm::default(),
+            client_to_upstream: TunnelDirection::default(),
+            upstream_to_client: TunnelDirection::default(),
+            last_activity_at: Instant::now(),
+            client_stalled_since: None,
+            upstream_stalled_since: None,
+            timer: LazyTimer::default(),
         }
     }
 
     /// Keeps what the request holds until the end of the tunnel, and ends the tunnel when that has to end.
-    pub(super) fn keep(&mut self, hold: Option<Hold>) {
-        self.hold = hold;
+    pub(super) fn attach_slot_guard(&mut self, slot_guard: Option<ConcurrencySlotGuard>) {
+        self.slot_guard = slot_guard;
     }
 
     /// The request's recording ends with the tunnel.
-    pub(super) fn record(&mut self, recording: Option<Box<Recording>>) {
+    pub(super) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
         self._recording = recording;
     }
 
@@ -111,83 +111,99 @@ impl Tunnel {
     pub(super) async fn run<C>(
         &mut self,
         client: &mut C,
-        patience: Duration,
+        stall_timeout: Duration,
         shares_window: bool,
-    ) -> Over
+    ) -> TunnelEndReason
     where
         C: AsyncRead + AsyncWrite + Unpin,
     {
         poll_fn(|cx| {
             // Down first: what the upstream said last arrives before it is found to be gone.
-            let down = match self.down.poll(&mut self.upstream, client, cx) {
-                Poll::Ready(Err(Broken::Source(error))) => {
-                    return Poll::Ready(Over::UpstreamGone(error));
-                }
-                Poll::Ready(Err(Broken::Sink(error))) => {
-                    return Poll::Ready(Over::ClientGone(error));
-                }
-                down => down.is_ready(),
-            };
-            let up = match self.up.poll(client, &mut self.upstream, cx) {
-                Poll::Ready(Err(Broken::Source(error))) => {
-                    return Poll::Ready(Over::ClientGone(error));
-                }
-                Poll::Ready(Err(Broken::Sink(error))) => {
-                    return Poll::Ready(Over::UpstreamGone(error));
-                }
-                up => up.is_ready(),
-            };
-            if down && up {
-                return Poll::Ready(Over::Done);
+            let is_down_closed =
+                match self
+                    .upstream_to_client
+                    .poll_copy(&mut self.upstream, client, cx)
+                {
+                    Poll::Ready(Err(TunnelCopyError::Source(error))) => {
+                        return Poll::Ready(TunnelEndReason::UpstreamDisconnected(error));
+                    }
+                    Poll::Ready(Err(TunnelCopyError::Sink(error))) => {
+                        return Poll::Ready(TunnelEndReason::ClientDisconnected(error));
+                    }
+                    down => down.is_ready(),
+                };
+            let is_up_closed =
+                match self
+                    .client_to_upstream
+                    .poll_copy(client, &mut self.upstream, cx)
+                {
+                    Poll::Ready(Err(TunnelCopyError::Source(error))) => {
+                        return Poll::Ready(TunnelEndReason::ClientDisconnected(error));
+                    }
+                    Poll::Ready(Err(TunnelCopyError::Sink(error))) => {
+                        return Poll::Ready(TunnelEndReason::UpstreamDisconnected(error));
+                    }
+                    up => up.is_ready(),
+                };
+            if is_down_closed && is_up_closed {
+                return Poll::Ready(TunnelEndReason::Completed);
             }
-            self.poll_overdue(patience, shares_window, cx)
+            self.poll_timeouts(stall_timeout, shares_window, cx)
         })
         .await
     }
 
-    fn poll_overdue(
+    fn poll_timeouts(
         &mut self,
-        patience: Duration,
+        stall_timeout: Duration,
         shares_window: bool,
         cx: &mut Context<'_>,
-    ) -> Poll<Over> {
-        let (up_moved, down_moved) = (self.up.take_moved(), self.down.take_moved());
-        if up_moved || down_moved {
-            self.moved = Instant::now();
-            self.owing_since = None;
+    ) -> Poll<TunnelEndReason> {
+        let (up_progressed, down_progressed) = (
+            self.client_to_upstream.take_progressed(),
+            self.upstream_to_client.take_progressed(),
+        );
+        if up_progressed || down_progressed {
+            self.last_activity_at = Instant::now();
+            self.client_stalled_since = None;
         }
-        if up_moved || !self.up.lags {
-            self.ignoring_since = None;
+        if up_progressed || !self.client_to_upstream.is_sink_blocked {
+            self.upstream_stalled_since = None;
         }
-        if shares_window && self.up.lags {
-            self.ignoring_since.get_or_insert_with(Instant::now);
+        if shares_window && self.client_to_upstream.is_sink_blocked {
+            self.upstream_stalled_since.get_or_insert_with(Instant::now);
         }
-        let ignored = self
-            .ignoring_since
-            .map(|since| (since + patience, Over::Ignored));
-        let owes = self.down.lags || self.down.stage == Stage::Over && !self.up.lags;
-        self.owing_since = owes.then(|| self.owing_since.unwrap_or_else(Instant::now));
-        let stalled = self
-            .owing_since
-            .map(|since| (since + patience, Over::Stalled));
-        let idle = self.idle.map(|idle| (self.moved + idle, Over::Idle));
-        let overlong = self
-            .hold
+        let upstream_stalled = self
+            .upstream_stalled_since
+            .map(|since| (since + stall_timeout, TunnelEndReason::UpstreamStalled));
+        let is_client_stalled = self.upstream_to_client.is_sink_blocked
+            || self.upstream_to_client.state == TunnelDirectionState::Closed
+                && !self.client_to_upstream.is_sink_blocked;
+        self.client_stalled_since =
+            is_client_stalled.then(|| self.client_stalled_since.unwrap_or_else(Instant::now));
+        let client_stalled = self
+            .client_stalled_since
+            .map(|since| (since + stall_timeout, TunnelEndReason::ClientStalled));
+        let idle = self
+            .idle_timeout
+            .map(|idle| (self.last_activity_at + idle, TunnelEndReason::IdleTimeout));
+        let duration_exceeded = self
+            .slot_guard
             .as_ref()
-            .and_then(Hold::ends_at)
-            .map(|at| (at, Over::Overlong));
-        match [stalled, ignored, idle, overlong]
+            .and_then(ConcurrencySlotGuard::ends_at)
+            .map(|at| (at, TunnelEndReason::MaxDurationExceeded));
+        match [client_stalled, upstream_stalled, idle, duration_exceeded]
             .into_iter()
             .flatten()
             .min_by_key(|(due, _)| *due)
         {
-            Some((due, over)) => self.alarm.poll(due, cx).map(|()| over),
+            Some((due, over)) => self.timer.poll(due, cx).map(|()| over),
             None => Poll::Pending,
         }
     }
 }
 
-impl Far {
+impl TunnelUpstream {
     fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Unpin)> {
         match self {
             Self::Http1(io) => Pin::new(io),
@@ -196,7 +212,7 @@ impl Far {
     }
 }
 
-impl AsyncRead for Far {
+impl AsyncRead for TunnelUpstream {
     fn poll_read(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -209,7 +225,7 @@ impl AsyncRead for Far {
     }
 }
 
-impl AsyncWrite for Far {
+impl AsyncWrite for TunnelUpstream {
     fn poll_write(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -229,111 +245,114 @@ impl AsyncWrite for Far {
 
 /// One direction.
 #[derive(Debug, Default)]
-struct Flow {
+struct TunnelDirection {
     /// Read, and not yet written.
     unsent: Bytes,
-    stage: Stage,
+    state: TunnelDirectionState,
     /// It waits for the receiver, not for the sender.
-    lags: bool,
+    is_sink_blocked: bool,
     /// Something has happened since the last look.
-    moved: bool,
+    has_progressed: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Stage {
+enum TunnelDirectionState {
     #[default]
     Open,
     /// The sender has ended; the receiver is to be told.
-    Ending,
-    Over,
+    Closing,
+    Closed,
 }
 
 /// Which end of a direction failed.
-enum Broken {
+enum TunnelCopyError {
     Source(io::Error),
     Sink(io::Error),
 }
 
-impl Flow {
+impl TunnelDirection {
     /// Ready when the sender's end has reached the receiver.
-    fn poll<S, T>(
+    fn poll_copy<S, T>(
         &mut self,
         source: &mut S,
         sink: &mut T,
         cx: &mut Context<'_>,
-    ) -> Poll<Result<(), Broken>>
+    ) -> Poll<Result<(), TunnelCopyError>>
     where
         S: AsyncRead + Unpin,
         T: AsyncWrite + Unpin,
     {
-        self.lags = true;
+        self.is_sink_blocked = true;
         loop {
             while !self.unsent.is_empty() {
-                let taken = ready!(write(sink, &self.unsent, cx))?;
-                self.unsent.advance(taken);
-                self.moved = true;
+                let written = ready!(poll_write_some(sink, &self.unsent, cx))?;
+                self.unsent.advance(written);
+                self.has_progressed = true;
             }
             self.unsent = Bytes::new();
-            match self.stage {
-                Stage::Open => {}
-                Stage::Ending => {
-                    ready!(Pin::new(&mut *sink).poll_shutdown(cx)).map_err(Broken::Sink)?;
-                    (self.stage, self.moved) = (Stage::Over, true);
+            match self.state {
+                TunnelDirectionState::Open => {}
+                TunnelDirectionState::Closing => {
+                    ready!(Pin::new(&mut *sink).poll_shutdown(cx))
+                        .map_err(TunnelCopyError::Sink)?;
+                    (self.state, self.has_progressed) = (TunnelDirectionState::Closed, true);
                 }
-                Stage::Over => {
-                    self.lags = false;
+                TunnelDirectionState::Closed => {
+                    self.is_sink_blocked = false;
                     return Poll::Ready(Ok(()));
                 }
             }
-            if self.stage == Stage::Open && self.poll_part(source, sink, cx)?.is_pending() {
+            if self.state == TunnelDirectionState::Open
+                && self.poll_copy_chunk(source, sink, cx)?.is_pending()
+            {
                 // Also how a receiver that is gone can be noticed while there is nothing for it.
-                ready!(Pin::new(&mut *sink).poll_flush(cx)).map_err(Broken::Sink)?;
-                self.lags = false;
+                ready!(Pin::new(&mut *sink).poll_flush(cx)).map_err(TunnelCopyError::Sink)?;
+                self.is_sink_blocked = false;
                 return Poll::Pending;
             }
         }
     }
 
     /// Reads a part and writes what of it is taken at once.
-    fn poll_part<S, T>(
+    fn poll_copy_chunk<S, T>(
         &mut self,
         source: &mut S,
         sink: &mut T,
         cx: &mut Context<'_>,
-    ) -> Poll<Result<(), Broken>>
+    ) -> Poll<Result<(), TunnelCopyError>>
     where
         S: AsyncRead + Unpin,
         T: AsyncWrite + Unpin,
     {
-        let mut room = [const { MaybeUninit::uninit() }; PART_BYTES];
-        let mut part = ReadBuf::uninit(&mut room);
-        ready!(Pin::new(source).poll_read(cx, &mut part)).map_err(Broken::Source)?;
-        self.moved = true;
-        if part.filled().is_empty() {
-            self.stage = Stage::Ending;
+        let mut storage = [const { MaybeUninit::uninit() }; CHUNK_BYTES];
+        let mut chunk = ReadBuf::uninit(&mut storage);
+        ready!(Pin::new(source).poll_read(cx, &mut chunk)).map_err(TunnelCopyError::Source)?;
+        self.has_progressed = true;
+        if chunk.filled().is_empty() {
+            self.state = TunnelDirectionState::Closing;
             return Poll::Ready(Ok(()));
         }
-        let taken = match write(sink, part.filled(), cx)? {
+        let written = match poll_write_some(sink, chunk.filled(), cx)? {
             Poll::Ready(taken) => taken,
             Poll::Pending => 0,
         };
-        self.unsent = Bytes::copy_from_slice(part.filled().get(taken..).unwrap_or_default());
+        self.unsent = Bytes::copy_from_slice(chunk.filled().get(written..).unwrap_or_default());
         Poll::Ready(Ok(()))
     }
 
-    fn take_moved(&mut self) -> bool {
-        std::mem::take(&mut self.moved)
+    fn take_progressed(&mut self) -> bool {
+        std::mem::take(&mut self.has_progressed)
     }
 }
 
 /// Writes at least one byte.
-fn write<T: AsyncWrite + Unpin>(
+fn poll_write_some<T: AsyncWrite + Unpin>(
     sink: &mut T,
     bytes: &[u8],
     cx: &mut Context<'_>,
-) -> Poll<Result<usize, Broken>> {
+) -> Poll<Result<usize, TunnelCopyError>> {
     match ready!(Pin::new(sink).poll_write(cx, bytes)) {
-        Ok(0) => Poll::Ready(Err(Broken::Sink(io::ErrorKind::WriteZero.into()))),
-        written => Poll::Ready(written.map_err(Broken::Sink)),
+        Ok(0) => Poll::Ready(Err(TunnelCopyError::Sink(io::ErrorKind::WriteZero.into()))),
+        written => Poll::Ready(written.map_err(TunnelCopyError::Sink)),
     }
 }

@@ -3,45 +3,45 @@
 //! Once an upgrade is granted, bytes pass that no policy sees. So nothing is asked for in which further
 //! HTTP requests could come: whoever may open one WebSocket must not thereby get round every limit.
 
-use super::gate::{GateFault, elements};
+use super::request_validation::{RequestValidationError, list_elements};
 use http::{HeaderMap, HeaderValue, Method, Version, header, request};
 use hyper::ext::Protocol;
 use sha1_smol::Sha1;
 
 /// Names under which HTTP itself goes on, in the clear or not.
-const HTTP_AGAIN: [&[u8]; 4] = [b"h2c", b"h2", b"http", b"tls"];
+const HTTP_PROTOCOL_NAMES: [&[u8]; 4] = [b"h2c", b"h2", b"http", b"tls"];
 /// How further such names begin: SPDY and drafts of HTTP/2.
-const HTTP_KIN: [&[u8]; 2] = [b"spdy", b"h2c-"];
+const HTTP_PROTOCOL_PREFIXES: [&[u8]; 2] = [b"spdy", b"h2c-"];
 /// What a server joins to the key to show that it knows WebSockets (RFC 6455, 4.2.2).
 const WEBSOCKET_GUID: &[u8] = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
 
 /// What a request asks for beside an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Wanted {
+pub(super) enum UpgradeRequest {
     /// The protocols of its `Upgrade` fields (RFC 9110, 7.8); the key, if one of them may be a WebSocket's.
-    Upgrade { websocket_key: Option<HeaderValue> },
+    Http1Upgrade { websocket_key: Option<HeaderValue> },
     /// A WebSocket on an HTTP/2 stream (RFC 8441). Upstreams get an HTTP/1.1 handshake with this key.
-    WebSocket(HeaderValue),
+    Http2WebSocket(HeaderValue),
 }
 
 /// Whether an `Upgrade` list is one that we pass on: all of it well-formed, and none of it HTTP.
-pub(super) fn may_pass(list: &[HeaderValue]) -> bool {
-    let mut protocols = list.iter().flat_map(elements).peekable();
+pub(super) fn is_forwardable_upgrade(list: &[HeaderValue]) -> bool {
+    let mut protocols = list.iter().flat_map(list_elements).peekable();
     protocols.peek().is_some()
-        && protocols.all(|protocol| is_protocol(protocol) && !is_http(protocol))
+        && protocols.all(|protocol| is_protocol_token(protocol) && !is_http_protocol(protocol))
 }
 
 /// Whether a `101` switches to nothing but what was offered.
-pub(super) fn grants(offered: &[HeaderValue], response: &HeaderMap) -> bool {
+pub(super) fn selects_offered_protocol(offered: &[HeaderValue], response: &HeaderMap) -> bool {
     let mut chosen = response
         .get_all(header::UPGRADE)
         .iter()
-        .flat_map(elements)
+        .flat_map(list_elements)
         .peekable();
     let is_offered = |protocol: &[u8]| {
         offered
             .iter()
-            .flat_map(elements)
+            .flat_map(list_elements)
             .any(|offered| offered.eq_ignore_ascii_case(protocol))
     };
     chosen.peek().is_some() && chosen.all(is_offered)
@@ -51,51 +51,54 @@ pub(super) fn grants(offered: &[HeaderValue], response: &HeaderMap) -> bool {
 /// key for its handshake.
 ///
 /// # Errors
-/// [`GateFault::Connect`] for a plain CONNECT, [`GateFault::ConnectProtocol`] for other protocols.
-pub(super) fn get_from_connect(parts: &mut request::Parts) -> Result<HeaderValue, GateFault> {
+/// [`RequestValidationError::Connect`] for a plain CONNECT, [`RequestValidationError::ConnectProtocol`] for other protocols.
+pub(super) fn convert_connect_to_get(
+    parts: &mut request::Parts,
+) -> Result<HeaderValue, RequestValidationError> {
     let protocol = parts
         .extensions
         .remove::<Protocol>()
         .filter(|_| parts.version == Version::HTTP_2);
-    let protocol = protocol.ok_or(GateFault::Connect)?;
+    let protocol = protocol.ok_or(RequestValidationError::Connect)?;
     if !protocol.as_str().eq_ignore_ascii_case("websocket") {
-        return Err(GateFault::ConnectProtocol);
+        return Err(RequestValidationError::ConnectProtocol);
     }
     parts.method = Method::GET;
     let nonce = fastrand::u128(..).to_be_bytes();
-    Ok(HeaderValue::try_from(base64(&nonce)).expect("base64 is made of visible signs"))
+    Ok(HeaderValue::try_from(encode_base64(&nonce)).expect("base64 is made of visible signs"))
 }
 
 /// Whether a request wants a WebSocket, or a response switches to one.
 pub(super) fn is_websocket(head: &HeaderMap) -> bool {
-    let mut chosen = head.get_all(header::UPGRADE).iter().flat_map(elements);
+    let mut chosen = head.get_all(header::UPGRADE).iter().flat_map(list_elements);
     chosen.any(|protocol| protocol.eq_ignore_ascii_case(b"websocket"))
 }
 
 /// Whether a response proves that a WebSocket was opened for `key`.
-pub(super) fn accepts(key: &HeaderValue, response: &HeaderMap) -> bool {
+pub(super) fn has_valid_websocket_accept(key: &HeaderValue, response: &HeaderMap) -> bool {
     let mut proofs = response.get_all(header::SEC_WEBSOCKET_ACCEPT).iter();
-    let right = accept(key.as_bytes());
+    let expected = compute_websocket_accept(key.as_bytes());
     proofs
         .next()
-        .is_some_and(|proof| proof.as_bytes() == right.as_bytes())
+        .is_some_and(|proof| proof.as_bytes() == expected.as_bytes())
         && proofs.next().is_none()
 }
 
 /// The proof that a server knows what a client with `key` wants (RFC 6455, 4.2.2).
-pub(super) fn proof_for(key: &HeaderValue) -> HeaderValue {
-    HeaderValue::try_from(accept(key.as_bytes())).expect("base64 is made of visible signs")
+pub(super) fn websocket_accept_value(key: &HeaderValue) -> HeaderValue {
+    HeaderValue::try_from(compute_websocket_accept(key.as_bytes()))
+        .expect("base64 is made of visible signs")
 }
 
-fn accept(key: &[u8]) -> String {
+fn compute_websocket_accept(key: &[u8]) -> String {
     let mut hash = Sha1::new();
     hash.update(key);
     hash.update(WEBSOCKET_GUID);
-    base64(&hash.digest().bytes())
+    encode_base64(&hash.digest().bytes())
 }
 
 /// `name` or `name/version`, both tokens.
-fn is_protocol(text: &[u8]) -> bool {
+fn is_protocol_token(text: &[u8]) -> bool {
     let is_token = |text: &[u8]| {
         !text.is_empty()
             && text
@@ -106,23 +109,23 @@ fn is_protocol(text: &[u8]) -> bool {
     parts.all(is_token)
 }
 
-fn is_http(protocol: &[u8]) -> bool {
+fn is_http_protocol(protocol: &[u8]) -> bool {
     let name = protocol
         .split(|byte| *byte == b'/')
         .next()
         .unwrap_or_default();
-    let begins = |kin: &[u8]| {
+    let has_prefix = |kin: &[u8]| {
         name.get(..kin.len())
             .is_some_and(|start| start.eq_ignore_ascii_case(kin))
     };
-    HTTP_AGAIN
+    HTTP_PROTOCOL_NAMES
         .iter()
         .any(|known| name.eq_ignore_ascii_case(known))
-        || HTTP_KIN.iter().any(|kin| begins(kin))
+        || HTTP_PROTOCOL_PREFIXES.iter().any(|kin| has_prefix(kin))
 }
 
-fn base64(bytes: &[u8]) -> String {
-    const SIGNS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+fn encode_base64(bytes: &[u8]) -> String {
+    const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
     for group in bytes.chunks(3) {
         let mut three = [0; 3];
@@ -131,11 +134,11 @@ fn base64(bytes: &[u8]) -> String {
         }
         let [a, b, c] = three.map(u32::from);
         let bits = a << 16 | b << 8 | c;
-        for place in 0..4 {
-            let sign = usize::try_from(bits >> (18 - 6 * place) & 63)
+        for digit_index in 0..4 {
+            let sign = usize::try_from(bits >> (18 - 6 * digit_index) & 63)
                 .ok()
-                .and_then(|sign| SIGNS.get(sign));
-            let is_padding = place > group.len();
+                .and_then(|sign| ALPHABET.get(sign));
+            let is_padding = digit_index > group.len();
             text.push(
                 sign.filter(|_| !is_padding)
                     .map_or('=', |sign| char::from(*sign)),
@@ -149,19 +152,19 @@ fn base64(bytes: &[u8]) -> String {
 mod tests {
     use super::*;
 
-    fn list(text: &str) -> Vec<HeaderValue> {
+    fn header_values(text: &str) -> Vec<HeaderValue> {
         text.split('\n').map(|line| line.parse().unwrap()).collect()
     }
 
-    fn answer(name: header::HeaderName, lines: &str) -> HeaderMap {
-        list(lines)
+    fn response_headers(name: header::HeaderName, lines: &str) -> HeaderMap {
+        header_values(lines)
             .into_iter()
             .map(|line| (name.clone(), line))
             .collect()
     }
 
     #[test]
-    fn what_would_go_on_as_http_does_not_pass() {
+    fn rejects_upgrades_to_http_protocols() {
         for passes in [
             "websocket",
             "WebSocket",
@@ -171,7 +174,7 @@ mod tests {
             ", x,",
             "h2cc",
         ] {
-            assert!(may_pass(&list(passes)), "{passes}");
+            assert!(is_forwardable_upgrade(&header_values(passes)), "{passes}");
         }
         for stays in [
             "",
@@ -193,41 +196,53 @@ mod tests {
             "\u{e9}",
             "a;b",
         ] {
-            assert!(!may_pass(&list(stays)), "{stays}");
+            assert!(!is_forwardable_upgrade(&header_values(stays)), "{stays}");
         }
     }
 
     #[test]
-    fn only_what_was_offered_is_granted() {
-        let grants =
-            |offered, chosen| super::grants(&list(offered), &answer(header::UPGRADE, chosen));
-        assert!(grants("websocket", "WebSocket"));
-        assert!(grants("a/1, b\nc", "c"));
-        assert!(grants("a, b, c", "a, c"));
-        assert!(!grants("websocket", "h2c"));
-        assert!(!grants("websocket", "websocket, h2c"));
-        assert!(!grants("websocket", "websocket\nh2c"));
-        assert!(!grants("a/1", "a/2"));
-        assert!(!grants("websocket", ""));
-        assert!(!super::grants(&list("websocket"), &HeaderMap::new()));
-        assert!(!super::grants(&[], &answer(header::UPGRADE, "websocket")));
+    fn a_switch_must_select_an_offered_protocol() {
+        let selects = |offered, chosen| {
+            super::selects_offered_protocol(
+                &header_values(offered),
+                &response_headers(header::UPGRADE, chosen),
+            )
+        };
+        assert!(selects("websocket", "WebSocket"));
+        assert!(selects("a/1, b\nc", "c"));
+        assert!(selects("a, b, c", "a, c"));
+        assert!(!selects("websocket", "h2c"));
+        assert!(!selects("websocket", "websocket, h2c"));
+        assert!(!selects("websocket", "websocket\nh2c"));
+        assert!(!selects("a/1", "a/2"));
+        assert!(!selects("websocket", ""));
+        assert!(!super::selects_offered_protocol(
+            &header_values("websocket"),
+            &HeaderMap::new()
+        ));
+        assert!(!super::selects_offered_protocol(
+            &[],
+            &response_headers(header::UPGRADE, "websocket")
+        ));
     }
 
     #[test]
-    fn the_proof_is_that_of_the_standard() {
+    fn websocket_accept_follows_rfc_6455() {
         // RFC 6455, 1.3.
         let key = HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ==");
-        let proves = |lines| accepts(&key, &answer(header::SEC_WEBSOCKET_ACCEPT, lines));
-        assert!(proves("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
-        assert!(!proves("s3pPLMBiTxaQ9kYGzzhZRbK+xOo"));
-        assert!(!proves(
+        let is_accepted = |lines| {
+            has_valid_websocket_accept(&key, &response_headers(header::SEC_WEBSOCKET_ACCEPT, lines))
+        };
+        assert!(is_accepted("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
+        assert!(!is_accepted("s3pPLMBiTxaQ9kYGzzhZRbK+xOo"));
+        assert!(!is_accepted(
             "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\ns3pPLMBiTxaQ9kYGzzhZRbK+xOo="
         ));
-        assert!(!accepts(&key, &HeaderMap::new()));
+        assert!(!has_valid_websocket_accept(&key, &HeaderMap::new()));
     }
 
     #[test]
-    fn base64_pads() {
+    fn base64_output_is_padded() {
         for (bytes, text) in [
             ("", ""),
             ("f", "Zg=="),
@@ -235,7 +250,7 @@ mod tests {
             ("foo", "Zm9v"),
             ("\u{ff}?", "w78/"),
         ] {
-            assert_eq!(base64(bytes.as_bytes()), text);
+            assert_eq!(encode_base64(bytes.as_bytes()), text);
         }
     }
 }

@@ -4,13 +4,13 @@
 //! threads; what all workers may do together is counted in [`Shared`].
 
 mod addresses;
-mod again;
-mod connect;
-mod early;
+mod connector;
 mod http2;
+mod http2_stream;
+mod informational_responses;
 mod pool;
-mod shared;
-mod stream;
+mod retry;
+mod shared_state;
 
 use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header};
 use hyper::body::Incoming;
@@ -28,28 +28,31 @@ use tokio::task::yield_now;
 use tokio::time::Instant;
 
 use super::UpstreamSettings;
-use super::body::{Progress, RequestBody, ResponseBody, Sending, Source, UpstreamBody};
-use super::interim::Interim;
-use super::tunnel::{Far, Tunnel};
+use super::body::{
+    RequestBody, RequestBodyProgress, RequestBodyState, ResponseBody, UpstreamBody,
+    UpstreamBodySource,
+};
+use super::informational_responses::InformationalForwarder;
+use super::tunnel::{Tunnel, TunnelUpstream};
 use super::upgrade;
-use again::Again;
-use pool::{Connection, Pool, Wire};
-use stream::Upload;
+use http2_stream::BodyUpload;
+use pool::{ConnectionProtocol, UpstreamConnection, UpstreamPool};
+use retry::RetryRequest;
 
-pub use connect::SetupError;
-pub(super) use pool::Lease;
-pub use shared::Shared;
-pub(super) use stream::{Duplex, Receiving};
+pub use connector::UpstreamUrlError;
+pub(super) use http2_stream::{Http2ResponseBody, Http2TunnelIo};
+pub(super) use pool::PooledConnection;
+pub use shared_state::UpstreamSharedState;
 
 /// A busy connection that its upstream closes leaves many requests behind, and they may meet the next one just as late.
-const MAX_GOODBYES: u32 = 5;
+const MAX_GOAWAY_RETRIES: u32 = 5;
 /// The head of a response; more is no answer.
 const MAX_RESPONSE_HEAD_BYTES: u32 = 256 * 1024;
 
 /// Sends requests to the upstream over one worker's connections. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct Upstream {
-    pool: Rc<Pool>,
+pub struct UpstreamClient {
+    pool: Rc<UpstreamPool>,
 }
 
 /// A request that got no response, and whose fault it is.
@@ -81,36 +84,36 @@ pub enum UpstreamErrorKind {
     /// No response head within `response_timeout`.
     ResponseTimeout,
     /// The connection ended before the response head.
-    Terminated,
+    ConnectionTerminated,
     /// The answer is not HTTP.
     Protocol,
     /// It reset the request's stream: an HTTP/2 upstream's way to say no.
-    Reset,
+    StreamReset,
     /// It speaks HTTP/2, and opens no WebSockets by that.
-    Upgrade,
+    UpgradeUnsupported,
     /// The client's: it stopped sending the request body.
     RequestBodyTimeout,
     /// The client's: the request body is larger than allowed.
     RequestBodyTooLarge,
     /// The client's: it left in the middle of the request body.
-    ClientGone,
+    ClientDisconnected,
 }
 
 /// Who is to blame for an [`UpstreamError`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
+pub enum UpstreamErrorOrigin {
     Client,
     Upstream,
     /// A limit of ours.
-    Us,
+    Proxy,
 }
 
-impl Upstream {
+impl UpstreamClient {
     /// One worker's connections; to be called inside the worker's runtime, where a task sweeps out
     /// idle connections for as long as the upstream is in use.
-    pub fn new(shared: Arc<Shared>) -> Self {
+    pub fn new(shared: Arc<UpstreamSharedState>) -> Self {
         Self {
-            pool: Pool::new(shared),
+            pool: UpstreamPool::new(shared),
         }
     }
 
@@ -125,12 +128,15 @@ impl Upstream {
 
     /// Logs why a request was not forwarded: what clients do wrong in detail only, trouble of ours or of the
     /// upstream now and then.
-    pub(super) fn tell(&self, error: &UpstreamError) {
-        let told = match error.kind.fault() {
-            Fault::Client => None,
-            Fault::Upstream | Fault::Us => self.pool.trouble().tell(std::time::Instant::now()),
+    pub(super) fn log_error(&self, error: &UpstreamError) {
+        let occurrences = match error.kind.origin() {
+            UpstreamErrorOrigin::Client => None,
+            UpstreamErrorOrigin::Upstream | UpstreamErrorOrigin::Proxy => self
+                .pool
+                .error_log_throttle()
+                .record_occurrence(std::time::Instant::now()),
         };
-        match told {
+        match occurrences {
             Some(requests) => tracing::warn!(%error, requests, "requests are not forwarded"),
             None => tracing::debug!(%error, "request not forwarded"),
         }
@@ -140,7 +146,7 @@ impl Upstream {
     ///
     /// # Errors
     /// At once, when more than `max_requests_waiting` wait.
-    pub(super) async fn hold(
+    pub(super) async fn delay_request(
         &self,
         delay: Duration,
         since: Instant,
@@ -148,7 +154,7 @@ impl Upstream {
         if delay.is_zero() {
             return Ok(since);
         }
-        self.pool.hold_until(since + delay).await?;
+        self.pool.delay_until(since + delay).await?;
         Ok(Instant::now())
     }
 
@@ -164,90 +170,103 @@ impl Upstream {
         &self,
         mut request: Request<RequestBody>,
         now: Instant,
-        interim: &mut Interim,
+        interim: &mut InformationalForwarder,
     ) -> Result<Response<ResponseBody>, UpstreamError> {
         let settings = self.pool.settings();
         *request.version_mut() = Version::HTTP_11;
-        let mut may_repeat = settings.retry_idempotent && is_repeatable(&request);
-        let (mut may_send_again, mut goodbyes_left) = (true, MAX_GOODBYES);
+        let mut may_retry_idempotent = settings.retry_idempotent && is_retryable(&request);
+        let (mut may_retry_refused, mut goaway_retries_left) = (true, MAX_GOAWAY_RETRIES);
         let mut connects_left = settings.retry_connect;
-        let (mut connection, mut sent) = match self.pool.take_idle(now) {
+        let (mut connection, mut sent_at) = match self.pool.take_idle(now) {
             Some(connection) => (connection, now),
             None => (self.pool.acquire(&mut connects_left).await?, Instant::now()),
         };
         loop {
             if request.headers().contains_key(header::UPGRADE) {
                 connection = self
-                    .fit_for_upgrade(connection, &request, &mut connects_left)
+                    .ensure_upgrade_support(connection, &request, &mut connects_left)
                     .await?;
             }
             let reused = connection.is_reused();
-            let is_shared = matches!(connection.wire, Wire::Http2(_));
-            let copy = (is_shared || reused && may_repeat).then(|| Again::of(&request));
-            match is_shared {
+            let is_http2 = matches!(connection.protocol, ConnectionProtocol::Http2(_));
+            let retry = (is_http2 || reused && may_retry_idempotent)
+                .then(|| RetryRequest::from_request(&request));
+            match is_http2 {
                 // It may say that it has not looked at the request, also when the body has been sent.
-                true => request.body().keep(),
-                false => request.body().forget(),
+                true => request.body().enable_replay(),
+                false => request.body().disable_replay(),
             }
             let (failure, error) = match self
-                .exchange(connection, request, sent, interim, reused && !may_repeat)
+                .exchange(
+                    connection,
+                    request,
+                    sent_at,
+                    interim,
+                    reused && !may_retry_idempotent,
+                )
                 .await
             {
                 Ok(response) => {
-                    copy.inspect(|copy| copy.body.forget());
+                    retry.inspect(|copy| copy.body.disable_replay());
                     return Ok(response);
                 }
                 Err(failed) => failed,
             };
-            (request, connection) = match (failure, copy) {
-                (Failure::Unsent(unsent), copy) if reused || connects_left > 0 => {
+            (request, connection) = match (failure, retry) {
+                (ExchangeFailure::NotSent(unsent), copy) if reused || connects_left > 0 => {
                     connects_left -= u32::from(!reused);
-                    let again = || copy.map(Again::into_request);
-                    let Some(request) = unsent.map(|unsent| *unsent).or_else(again) else {
+                    let rebuild = || copy.map(RetryRequest::into_request);
+                    let Some(request) = unsent.map(|unsent| *unsent).or_else(rebuild) else {
                         return Err(error);
                     };
                     (request, self.pool.acquire(&mut connects_left).await?)
                 }
-                (Failure::Refused, Some(copy)) if may_send_again && copy.body.rewind() => {
+                (ExchangeFailure::RefusedStream, Some(copy))
+                    if may_retry_refused && copy.body.rewind() =>
+                {
                     tracing::debug!(%error, "sending again what the upstream did not look at");
-                    may_send_again = false;
+                    may_retry_refused = false;
                     let next = self.pool.acquire_new(&mut connects_left).await;
                     (copy.into_request(), next.map_err(|_other| error)?)
                 }
-                (Failure::TooLate, Some(copy)) if goodbyes_left > 0 && copy.body.rewind() => {
+                (ExchangeFailure::GoAway, Some(copy))
+                    if goaway_retries_left > 0 && copy.body.rewind() =>
+                {
                     tracing::debug!(%error, "sending on another connection what came too late for this one");
-                    goodbyes_left -= 1;
+                    goaway_retries_left -= 1;
                     let next = self.pool.acquire_new(&mut connects_left).await;
                     (copy.into_request(), next.map_err(|_other| error)?)
                 }
                 (_, Some(copy))
-                    if may_repeat && reused && error.kind == UpstreamErrorKind::Terminated =>
+                    if may_retry_idempotent
+                        && reused
+                        && error.kind == UpstreamErrorKind::ConnectionTerminated =>
                 {
                     tracing::debug!(%error, "asking once more on a new connection");
-                    may_repeat = false;
+                    may_retry_idempotent = false;
                     // The first connection may have taken it to the upstream: that tells more than why there is no other.
                     let next = self.pool.acquire_new(&mut connects_left).await;
                     (copy.into_request(), next.map_err(|_other| error)?)
                 }
                 _ => return Err(error),
             };
-            sent = Instant::now();
+            sent_at = Instant::now();
         }
     }
 
     /// A connection on which what a request asks for is possible, if there can be one. By HTTP/2 that is a WebSocket,
     /// and an upstream must have said that it knows how; anything else stays a plain request.
-    async fn fit_for_upgrade(
+    async fn ensure_upgrade_support(
         &self,
-        connection: Box<Connection>,
+        connection: Box<UpstreamConnection>,
         request: &Request<RequestBody>,
         retries: &mut u32,
-    ) -> Result<Box<Connection>, UpstreamError> {
-        let Wire::Http2(place) = &connection.wire else {
+    ) -> Result<Box<UpstreamConnection>, UpstreamError> {
+        let ConnectionProtocol::Http2(slot) = &connection.protocol else {
             return Ok(connection);
         };
         let is_websocket = upgrade::is_websocket(request.headers());
-        if is_websocket && place.allows_tunnels() {
+        if is_websocket && slot.allows_tunnels() {
             return Ok(connection);
         }
         if self.pool.settings().tls.is_some() {
@@ -258,7 +277,7 @@ impl Upstream {
             let detail = "the upstream has not said that it opens WebSockets by HTTP/2 (RFC 8441)"
                 .to_owned();
             return Err(UpstreamError {
-                kind: UpstreamErrorKind::Upgrade,
+                kind: UpstreamErrorKind::UpgradeUnsupported,
                 detail,
             });
         }
@@ -269,142 +288,182 @@ impl Upstream {
     /// it before this goes on.
     async fn exchange(
         &self,
-        mut connection: Box<Connection>,
+        mut connection: Box<UpstreamConnection>,
         mut request: Request<RequestBody>,
-        sent: Instant,
-        interim: &mut Interim,
-        looks_first: bool,
-    ) -> Result<Response<ResponseBody>, (Failure, UpstreamError)> {
-        let Wire::Http1(http1) = &mut connection.wire else {
-            return Box::pin(self.exchange_http2(connection, request, sent, interim)).await;
+        sent_at: Instant,
+        interim: &mut InformationalForwarder,
+        yield_first: bool,
+    ) -> Result<Response<ResponseBody>, (ExchangeFailure, UpstreamError)> {
+        let ConnectionProtocol::Http1(http1) = &mut connection.protocol else {
+            return Box::pin(self.exchange_http2(connection, request, sent_at, interim)).await;
         };
-        if looks_first {
+        if yield_first {
             yield_now().await;
         }
-        let early = Arc::clone(&http1.early);
-        early.listen(&mut request);
+        let informational = Arc::clone(&http1.informational);
+        informational.attach_to_request(&mut request);
         let progress = request.body().progress();
-        let offered: SmallVec<[_; 1]> = request
+        let requested_protocols: SmallVec<[_; 1]> = request
             .headers()
             .get_all(header::UPGRADE)
             .iter()
             .cloned()
             .collect();
-        let mut answer = pin!(http1.sender.try_send_request(request));
-        let answer = poll_fn(|cx| {
-            let answer = answer.as_mut().poll(cx);
-            early.pass_on(interim, answer.is_pending().then(|| cx.waker()));
+        let mut response_future = pin!(http1.sender.try_send_request(request));
+        let response_future = poll_fn(|cx| {
+            let answer = response_future.as_mut().poll(cx);
+            informational.forward_responses(interim, answer.is_pending().then(|| cx.waker()));
             answer
         });
         let response = match self
-            .in_time(&mut connection, answer, progress.as_deref(), sent)
+            .await_within_response_timeout(
+                &mut connection,
+                response_future,
+                progress.as_deref(),
+                sent_at,
+            )
             .await
         {
             Some(Ok(response)) => response,
-            Some(Err(failed)) => return Err(unanswered(failed, progress.as_deref())),
-            None => return Err((Failure::Sent, UpstreamError::response_timeout())),
+            Some(Err(failed)) => {
+                return Err(exchange_failure_from_hyper(failed, progress.as_deref()));
+            }
+            None => {
+                return Err((
+                    ExchangeFailure::MaybeProcessed,
+                    UpstreamError::response_timeout(),
+                ));
+            }
         };
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-            let switched = Box::pin(self.switch(response, connection, &offered)).await;
-            return switched.map_err(|error| (Failure::Sent, error));
+            let switched =
+                Box::pin(self.switch_protocols(response, connection, &requested_protocols)).await;
+            return switched.map_err(|error| (ExchangeFailure::MaybeProcessed, error));
         }
-        Ok(response.map(|incoming| self.receive(Source::Http1(incoming), connection)))
+        Ok(response.map(|incoming| {
+            self.build_response_body(UpstreamBodySource::Http1(incoming), connection)
+        }))
     }
 
     /// The same on a stream of a shared connection.
     async fn exchange_http2(
         &self,
-        mut connection: Box<Connection>,
+        mut connection: Box<UpstreamConnection>,
         request: Request<RequestBody>,
-        sent: Instant,
-        interim: &mut Interim,
-    ) -> Result<Response<ResponseBody>, (Failure, UpstreamError)> {
+        sent_at: Instant,
+        interim: &mut InformationalForwarder,
+    ) -> Result<Response<ResponseBody>, (ExchangeFailure, UpstreamError)> {
         let (mut head, body) = request.into_parts();
         let invalid = |what: &str| {
             let detail = what.to_owned();
             (
-                Failure::Sent,
+                ExchangeFailure::MaybeProcessed,
                 UpstreamError {
                     kind: UpstreamErrorKind::Protocol,
                     detail,
                 },
             )
         };
-        let Wire::Http2(place) = &mut connection.wire else {
+        let ConnectionProtocol::Http2(slot) = &mut connection.protocol else {
             return Err(invalid("no HTTP/2"));
         };
-        let key = match upgrade::is_websocket(&head.headers) && place.allows_tunnels() {
-            true => stream::connect_from_get(&mut head),
+        let websocket_key = match upgrade::is_websocket(&head.headers) && slot.allows_tunnels() {
+            true => http2_stream::convert_to_extended_connect(&mut head),
             false => None,
         };
-        if stream::head_for_http2(&mut head, self.pool.settings().tls.is_some()).is_none() {
+        if http2_stream::convert_head_to_http2(&mut head, self.pool.settings().tls.is_some())
+            .is_none()
+        {
             return Err(invalid("the request's Host is no authority"));
         }
-        let declared = head
+        let declared_trailers = head
             .headers
             .get_all(header::TRAILER)
             .iter()
             .cloned()
             .collect();
-        let goes_on = key.is_some() || !body.is_empty();
-        let (mut answer, sending) = match place.begin(Request::from_parts(head, ()), goes_on) {
-            Ok(begun) => begun,
-            Err(error) => {
-                let failure = if error.is_gone {
-                    Failure::Unsent(None)
-                } else {
-                    Failure::Sent
-                };
-                return Err((failure, of_stream(&error.error, None)));
-            }
-        };
+        let keeps_stream_open = websocket_key.is_some() || !body.is_empty();
+        let (mut response_future, send_stream) =
+            match slot.send_request_head(Request::from_parts(head, ()), keeps_stream_open) {
+                Ok(begun) => begun,
+                Err(error) => {
+                    let failure = if error.is_connection_closed {
+                        ExchangeFailure::NotSent(None)
+                    } else {
+                        ExchangeFailure::MaybeProcessed
+                    };
+                    return Err((failure, upstream_error_from_h2(&error.error, None)));
+                }
+            };
         let progress = body.progress();
         let mut tunnel = None;
-        if key.is_some() {
-            tunnel = Some(sending);
-        } else if goes_on && let Some(upload) = Upload::start(body, sending, declared).await {
-            place.keep(upload);
+        if websocket_key.is_some() {
+            tunnel = Some(send_stream);
+        } else if keeps_stream_open
+            && let Some(upload) = BodyUpload::start(body, send_stream, declared_trailers).await
+        {
+            slot.attach_upload(upload);
         }
-        let answer = poll_fn(|cx| {
-            while let Poll::Ready(Some(Ok(early))) = answer.poll_informational(cx) {
-                interim.pass_on(early.status(), early.headers(), Version::HTTP_2);
+        let response_future = poll_fn(|cx| {
+            while let Poll::Ready(Some(Ok(informational))) = response_future.poll_informational(cx)
+            {
+                interim.forward(
+                    informational.status(),
+                    informational.headers(),
+                    Version::HTTP_2,
+                );
             }
-            Pin::new(&mut answer).poll(cx)
+            Pin::new(&mut response_future).poll(cx)
         });
         let response = match self
-            .in_time(&mut connection, answer, progress.as_deref(), sent)
+            .await_within_response_timeout(
+                &mut connection,
+                response_future,
+                progress.as_deref(),
+                sent_at,
+            )
             .await
         {
             Some(Ok(response)) => response,
             Some(Err(error)) => {
-                let failure = http2::failure(&error);
-                return Err((failure, of_stream(&error, progress.as_deref())));
+                let failure = http2::classify_failure(&error);
+                return Err((failure, upstream_error_from_h2(&error, progress.as_deref())));
             }
             None => {
-                if let Wire::Http2(place) = &connection.wire {
-                    place.suspect();
+                if let ConnectionProtocol::Http2(slot) = &connection.protocol {
+                    slot.mark_suspect();
                 }
-                return Err((Failure::Sent, UpstreamError::response_timeout()));
+                return Err((
+                    ExchangeFailure::MaybeProcessed,
+                    UpstreamError::response_timeout(),
+                ));
             }
         };
-        let (head, receiving) = response.into_parts();
+        let (head, recv_stream) = response.into_parts();
         let mut response = Response::from_parts(head, ResponseBody::Empty);
-        if let (Some(key), Some(sending), true) = (key, tunnel, response.status().is_success()) {
-            stream::switched(&mut response, &key);
-            let far = Far::Http2(Duplex::new(sending, receiving, connection));
+        if let (Some(key), Some(sending), true) =
+            (websocket_key, tunnel, response.status().is_success())
+        {
+            http2_stream::convert_to_switching_protocols(&mut response, &key);
+            let far = TunnelUpstream::Http2(Http2TunnelIo::new(sending, recv_stream, connection));
             let tunnel = Tunnel::new(far, self.pool.settings().body_idle_timeout);
             *response.body_mut() = ResponseBody::Tunnel(Box::new(tunnel));
             return Ok(response);
         }
-        let receiving = Receiving::new(receiving, response.headers());
-        *response.body_mut() = self.receive(Source::Http2(receiving), connection);
+        let incoming_body = Http2ResponseBody::new(recv_stream, response.headers());
+        *response.body_mut() =
+            self.build_response_body(UpstreamBodySource::Http2(incoming_body), connection);
         Ok(response)
     }
 
-    fn receive(&self, source: Source, connection: Box<Connection>) -> ResponseBody {
-        let lease = Lease::new(Rc::clone(&self.pool), connection);
+    fn build_response_body(
+        &self,
+        source: UpstreamBodySource,
+        connection: Box<UpstreamConnection>,
+    ) -> ResponseBody {
+        let lease = PooledConnection::new(Rc::clone(&self.pool), connection);
         if source.is_end_stream() {
-            lease.give_back();
+            lease.return_to_pool();
             return ResponseBody::Empty;
         }
         ResponseBody::Upstream(UpstreamBody::new(
@@ -416,13 +475,13 @@ impl Upstream {
 
     /// Takes a connection out of the pool for the protocol that the upstream switched to. It counts as open until it
     /// is closed.
-    async fn switch(
+    async fn switch_protocols(
         &self,
         mut response: Response<Incoming>,
-        connection: Box<Connection>,
-        offered: &[HeaderValue],
+        connection: Box<UpstreamConnection>,
+        requested_protocols: &[HeaderValue],
     ) -> Result<Response<ResponseBody>, UpstreamError> {
-        if !upgrade::grants(offered, response.headers()) {
+        if !upgrade::selects_offered_protocol(requested_protocols, response.headers()) {
             let detail = "switched to a protocol that was not asked for".to_owned();
             return Err(UpstreamError {
                 kind: UpstreamErrorKind::Protocol,
@@ -432,13 +491,13 @@ impl Upstream {
         let upgraded = hyper::upgrade::on(&mut response)
             .await
             .map_err(|error| UpstreamError {
-                kind: UpstreamErrorKind::Terminated,
-                detail: with_causes(&error),
+                kind: UpstreamErrorKind::ConnectionTerminated,
+                detail: format_error_chain(&error),
             })?;
         // Only now: dropping it would end the task that gives the socket away.
         drop(connection);
         let tunnel = Tunnel::new(
-            Far::Http1(TokioIo::new(upgraded)),
+            TunnelUpstream::Http1(TokioIo::new(upgraded)),
             self.pool.settings().body_idle_timeout,
         );
         Ok(response.map(|_empty| ResponseBody::Tunnel(Box::new(tunnel))))
@@ -447,14 +506,14 @@ impl Upstream {
     /// Waits for `answer`, at most `response_timeout` after the last part of the request was handed
     /// over, a bodiless one at `sent`; `None` then. While the client is the one who keeps the upstream waiting, its own
     /// deadline is in force.
-    async fn in_time<T>(
+    async fn await_within_response_timeout<T>(
         &self,
-        connection: &mut Connection,
-        answer: impl Future<Output = T>,
-        progress: Option<&Progress>,
-        sent: Instant,
+        connection: &mut UpstreamConnection,
+        response_future: impl Future<Output = T>,
+        progress: Option<&RequestBodyProgress>,
+        sent_at: Instant,
     ) -> Option<T> {
-        let mut answer = pin!(answer);
+        let mut answer = pin!(response_future);
         let Some(limit) = self.pool.settings().response_timeout else {
             return Some(answer.await);
         };
@@ -462,79 +521,85 @@ impl Upstream {
             if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
                 return Poll::Ready(Some(answer));
             }
-            let since = match progress.map(|progress| (progress.state(), progress.moved())) {
-                Some((Sending::AwaitsClient, _)) => Instant::now(),
-                Some((_, moved)) => moved,
-                None => sent,
-            };
-            connection.alarm.poll(since + limit, cx).map(|()| None)
+            let since =
+                match progress.map(|progress| (progress.state(), progress.last_progress_at())) {
+                    Some((RequestBodyState::AwaitingClient, _)) => Instant::now(),
+                    Some((_, moved)) => moved,
+                    None => sent_at,
+                };
+            connection.timer.poll(since + limit, cx).map(|()| None)
         })
         .await
     }
 }
 
 /// What became of a request that got no response.
-enum Failure {
+enum ExchangeFailure {
     /// No byte of it was written: it may go elsewhere. Here it is, unless there is a copy.
-    Unsent(Option<Box<Request<RequestBody>>>),
+    NotSent(Option<Box<Request<RequestBody>>>),
     /// The upstream says that it has not looked at it, and doesn't want to.
-    Refused,
+    RefusedStream,
     /// The connection was on its way out, and the upstream has not looked at it.
-    TooLate,
-    Sent,
+    GoAway,
+    MaybeProcessed,
 }
 
-fn unanswered(
+fn exchange_failure_from_hyper(
     mut failed: TrySendError<Request<RequestBody>>,
-    progress: Option<&Progress>,
-) -> (Failure, UpstreamError) {
+    progress: Option<&RequestBodyProgress>,
+) -> (ExchangeFailure, UpstreamError) {
     let unsent = failed.take_message();
     let error = failed.into_error();
     let kind = if error.is_parse() {
         UpstreamErrorKind::Protocol
     } else {
-        UpstreamErrorKind::Terminated
+        UpstreamErrorKind::ConnectionTerminated
     };
     let error = UpstreamError {
-        kind: fault_of_client(progress).unwrap_or(kind),
-        detail: with_causes(&error),
+        kind: client_error_kind(progress).unwrap_or(kind),
+        detail: format_error_chain(&error),
     };
     (
-        unsent.map_or(Failure::Sent, |request| {
-            Failure::Unsent(Some(Box::new(request)))
+        unsent.map_or(ExchangeFailure::MaybeProcessed, |request| {
+            ExchangeFailure::NotSent(Some(Box::new(request)))
         }),
         error,
     )
 }
 
-fn of_stream(error: &h2::Error, progress: Option<&Progress>) -> UpstreamError {
-    let kind = fault_of_client(progress).unwrap_or_else(|| http2::kind(error));
+fn upstream_error_from_h2(
+    error: &h2::Error,
+    progress: Option<&RequestBodyProgress>,
+) -> UpstreamError {
+    let kind = client_error_kind(progress).unwrap_or_else(|| http2::error_kind(error));
     UpstreamError {
         kind,
-        detail: with_causes(error),
+        detail: format_error_chain(error),
     }
 }
 
 /// Why a request broke off, if it was the client's doing.
-fn fault_of_client(progress: Option<&Progress>) -> Option<UpstreamErrorKind> {
+fn client_error_kind(progress: Option<&RequestBodyProgress>) -> Option<UpstreamErrorKind> {
     match progress?.state() {
-        Sending::ClientTimeout => Some(UpstreamErrorKind::RequestBodyTimeout),
-        Sending::TooLarge => Some(UpstreamErrorKind::RequestBodyTooLarge),
-        Sending::ClientGone => Some(UpstreamErrorKind::ClientGone),
-        Sending::AwaitsClient | Sending::Moving | Sending::Over => None,
+        RequestBodyState::ClientTimeout => Some(UpstreamErrorKind::RequestBodyTimeout),
+        RequestBodyState::TooLarge => Some(UpstreamErrorKind::RequestBodyTooLarge),
+        RequestBodyState::ClientAborted => Some(UpstreamErrorKind::ClientDisconnected),
+        RequestBodyState::AwaitingClient
+        | RequestBodyState::Transferring
+        | RequestBodyState::Finished => None,
     }
 }
 
 /// Sent twice it does what it does sent once (RFC 9110, 9.2.2), and there is no body that would be
 /// gone after the first time.
-fn is_repeatable(request: &Request<RequestBody>) -> bool {
+fn is_retryable(request: &Request<RequestBody>) -> bool {
     let method = request.method();
     request.body().is_empty()
         && (method.is_safe() || [Method::PUT, Method::DELETE].contains(method))
 }
 
 /// An error and what led to it, in one line.
-pub(super) fn with_causes(error: &dyn std::error::Error) -> String {
+pub(super) fn format_error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next {
@@ -546,13 +611,13 @@ pub(super) fn with_causes(error: &dyn std::error::Error) -> String {
 }
 
 impl UpstreamErrorKind {
-    pub fn fault(self) -> Fault {
+    pub fn origin(self) -> UpstreamErrorOrigin {
         match self {
-            Self::QueueFull | Self::QueueTimeout => Fault::Us,
-            Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientGone => {
-                Fault::Client
+            Self::QueueFull | Self::QueueTimeout => UpstreamErrorOrigin::Proxy,
+            Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientDisconnected => {
+                UpstreamErrorOrigin::Client
             }
-            _ => Fault::Upstream,
+            _ => UpstreamErrorOrigin::Upstream,
         }
     }
 
@@ -565,9 +630,14 @@ impl UpstreamErrorKind {
             | Self::Dns
             | Self::Tls => true,
             Self::QueueFull | Self::QueueTimeout => true,
-            Self::Upgrade => true,
-            Self::ResponseTimeout | Self::Terminated | Self::Protocol | Self::Reset => false,
-            Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientGone => false,
+            Self::UpgradeUnsupported => true,
+            Self::ResponseTimeout
+            | Self::ConnectionTerminated
+            | Self::Protocol
+            | Self::StreamReset => false,
+            Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientDisconnected => {
+                false
+            }
         }
     }
 
@@ -581,13 +651,13 @@ impl UpstreamErrorKind {
         Self::QueueFull.name(),
         Self::QueueTimeout.name(),
         Self::ResponseTimeout.name(),
-        Self::Terminated.name(),
+        Self::ConnectionTerminated.name(),
         Self::Protocol.name(),
-        Self::Reset.name(),
-        Self::Upgrade.name(),
+        Self::StreamReset.name(),
+        Self::UpgradeUnsupported.name(),
         Self::RequestBodyTimeout.name(),
         Self::RequestBodyTooLarge.name(),
-        Self::ClientGone.name(),
+        Self::ClientDisconnected.name(),
     ];
 
     /// The name in metrics and logs.
@@ -601,13 +671,13 @@ impl UpstreamErrorKind {
             Self::QueueFull => "queue_full",
             Self::QueueTimeout => "queue_timeout",
             Self::ResponseTimeout => "response_timeout",
-            Self::Terminated => "terminated",
+            Self::ConnectionTerminated => "terminated",
             Self::Protocol => "protocol",
-            Self::Reset => "reset",
-            Self::Upgrade => "upgrade",
+            Self::StreamReset => "reset",
+            Self::UpgradeUnsupported => "upgrade",
             Self::RequestBodyTimeout => "request_body_timeout",
             Self::RequestBodyTooLarge => "request_body_too_large",
-            Self::ClientGone => "client_gone",
+            Self::ClientDisconnected => "client_gone",
         }
     }
 }
@@ -646,12 +716,12 @@ impl UpstreamError {
 
 #[cfg(test)]
 mod tests {
-    use super::{RequestBody, UpstreamErrorKind, is_repeatable};
+    use super::{RequestBody, UpstreamErrorKind, is_retryable};
     use http::Request;
 
     #[test]
-    fn names_stand_where_their_kinds_count() {
-        let last = UpstreamErrorKind::ClientGone;
+    fn error_kind_names_are_in_declaration_order() {
+        let last = UpstreamErrorKind::ClientDisconnected;
         assert_eq!(UpstreamErrorKind::NAMES.len(), last as usize + 1);
         for kind in [
             UpstreamErrorKind::ConnectRefused,
@@ -663,13 +733,13 @@ mod tests {
     }
 
     #[test]
-    fn only_what_does_no_harm_twice_is_repeatable() {
+    fn only_idempotent_requests_are_retryable() {
         let repeatable = |method| {
             let request = Request::builder()
                 .method(method)
                 .body(RequestBody::default())
                 .unwrap();
-            is_repeatable(&request)
+            is_retryable(&request)
         };
         for method in ["GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"] {
             assert!(repeatable(method), "{method}");

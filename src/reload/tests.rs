@@ -1,58 +1,82 @@
 use super::*;
 use crate::config::FileSource;
-use crate::telemetry::metrics::{Kinds, Metrics};
+use crate::telemetry::metrics::{ErrorKindLabels, Metrics};
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
 const A: &str = "a";
 const B: &str = "b";
 
-fn at(ms: u64, start: Instant) -> Instant {
+fn instant_at(ms: u64, start: Instant) -> Instant {
     start + Duration::from_millis(ms)
 }
 
 #[tokio::test]
-async fn content_counts_once_it_has_stayed() {
+async fn content_is_settled_after_the_settle_time() {
     let start = Instant::now();
-    let mut settling = Settling::new(A);
-    assert_eq!(settling.see(A, at(0, start)), Step::Known);
-    assert_eq!(settling.see(B, at(500, start)), Step::Settling(SETTLED));
+    let mut settling = ChangeDebouncer::new(A);
     assert_eq!(
-        settling.see(B, at(530, start)),
-        Step::Settling(Duration::from_millis(70))
+        settling.observe(A, instant_at(0, start)),
+        FileChangeState::Unchanged
     );
-    assert_eq!(settling.see(B, at(600, start)), Step::New);
+    assert_eq!(
+        settling.observe(B, instant_at(500, start)),
+        FileChangeState::Settling(SETTLE_TIME)
+    );
+    assert_eq!(
+        settling.observe(B, instant_at(530, start)),
+        FileChangeState::Settling(Duration::from_millis(70))
+    );
+    assert_eq!(
+        settling.observe(B, instant_at(600, start)),
+        FileChangeState::Settled
+    );
     // Until it is known, it is still new: loading it may have been in vain.
-    assert_eq!(settling.see(B, at(700, start)), Step::New);
-    settling.know(B);
-    assert_eq!(settling.see(B, at(800, start)), Step::Known);
+    assert_eq!(
+        settling.observe(B, instant_at(700, start)),
+        FileChangeState::Settled
+    );
+    settling.accept(B);
+    assert_eq!(
+        settling.observe(B, instant_at(800, start)),
+        FileChangeState::Unchanged
+    );
 }
 
 #[tokio::test]
-async fn what_is_being_written_has_to_stay_anew() {
+async fn each_write_restarts_the_settle_time() {
     let start = Instant::now();
-    let mut settling = Settling::new(A);
+    let mut settling = ChangeDebouncer::new(A);
     for (ms, half) in [(0, "b"), (60, "bb"), (120, "bbb")] {
         assert_eq!(
-            settling.see(half, at(ms, start)),
-            Step::Settling(SETTLED),
+            settling.observe(half, instant_at(ms, start)),
+            FileChangeState::Settling(SETTLE_TIME),
             "{half}"
         );
     }
-    assert_eq!(settling.see("bbb", at(220, start)), Step::New);
+    assert_eq!(
+        settling.observe("bbb", instant_at(220, start)),
+        FileChangeState::Settled
+    );
 }
 
 #[tokio::test]
-async fn content_that_goes_back_and_forth_never_counts() {
+async fn alternating_content_never_settles() {
     let start = Instant::now();
-    let mut settling = Settling::new(A);
+    let mut settling = ChangeDebouncer::new(A);
     for ms in [0, 100, 200, 300] {
-        assert_eq!(settling.see(B, at(ms, start)), Step::Settling(SETTLED));
-        assert_eq!(settling.see(A, at(ms + 50, start)), Step::Known);
+        assert_eq!(
+            settling.observe(B, instant_at(ms, start)),
+            FileChangeState::Settling(SETTLE_TIME)
+        );
+        assert_eq!(
+            settling.observe(A, instant_at(ms + 50, start)),
+            FileChangeState::Unchanged
+        );
     }
 }
 
-fn policies(names: &[&str]) -> String {
+fn config_with_denied_policies(names: &[&str]) -> String {
     let policies = names
         .iter()
         .map(|name| format!("[[policy]]\nname = \"{name}\"\naction = \"deny\"\n"));
@@ -62,34 +86,42 @@ fn policies(names: &[&str]) -> String {
     )
 }
 
-struct Running {
-    reloader: Reloader,
-    live: Live,
+struct ReloaderFixture {
+    reloader: ConfigReloader,
+    active_policies: ActivePolicies,
 }
 
-impl Running {
+impl ReloaderFixture {
     fn start(file: &Path) -> Self {
-        let sources = Sources {
+        let sources = ConfigSources {
             file: FileSource::Path(file.to_owned()),
-            ..Sources::default()
+            ..ConfigSources::default()
         };
         let config = config::load(&sources).unwrap();
-        let live = Live::new(Arc::clone(&config.table), Metrics::new(0, Kinds::default()));
+        let active_policies = ActivePolicies::new(
+            Arc::clone(&config.policy_table),
+            Metrics::new(0, ErrorKindLabels::default()),
+        );
         Self {
-            reloader: Reloader::new(sources, &config, live.clone(), Box::new(|_config| {})),
-            live,
+            reloader: ConfigReloader::new(
+                sources,
+                &config,
+                active_policies.clone(),
+                Box::new(|_config| {}),
+            ),
+            active_policies,
         }
     }
 
     /// Lets the reloader look until this much time has passed.
-    async fn after(&mut self, ms: u64) -> Vec<String> {
+    async fn policies_after(&mut self, ms: u64) -> Vec<String> {
         let end = Instant::now() + Duration::from_millis(ms);
         while Instant::now() < end {
-            let pause = self.reloader.look();
+            let pause = self.reloader.check_files();
             tokio::time::sleep(pause.min(end.duration_since(Instant::now()))).await;
         }
-        self.live
-            .rules()
+        self.active_policies
+            .load_snapshot()
             .table
             .policies()
             .iter()
@@ -97,12 +129,12 @@ impl Running {
             .collect()
     }
 
-    fn told(&self) -> (u64, Vec<String>) {
+    fn generation_and_errors(&self) -> (u64, Vec<String>) {
         let status = self.status();
         (status.generation, status.last_error)
     }
 
-    fn status(&self) -> Status {
+    fn status(&self) -> ReloadStatus {
         self.reloader.status().lock().clone()
     }
 }
@@ -111,17 +143,17 @@ impl Running {
 async fn edits_in_place_renames_and_includes_take_effect_within_two_seconds() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.toml");
-    fs::write(&file, policies(&["a"])).unwrap();
-    let mut running = Running::start(&file);
-    assert_eq!(running.after(2000).await, ["a"]);
+    fs::write(&file, config_with_denied_policies(&["a"])).unwrap();
+    let mut running = ReloaderFixture::start(&file);
+    assert_eq!(running.policies_after(2000).await, ["a"]);
 
-    fs::write(&file, policies(&["a", "b"])).unwrap();
-    assert_eq!(running.after(2000).await, ["a", "b"]);
+    fs::write(&file, config_with_denied_policies(&["a", "b"])).unwrap();
+    assert_eq!(running.policies_after(2000).await, ["a", "b"]);
 
     let new = folder.path().join("new");
-    fs::write(&new, policies(&["c"])).unwrap();
+    fs::write(&new, config_with_denied_policies(&["c"])).unwrap();
     fs::rename(&new, &file).unwrap();
-    assert_eq!(running.after(2000).await, ["c"]);
+    assert_eq!(running.policies_after(2000).await, ["c"]);
 
     fs::create_dir(folder.path().join("more")).unwrap();
     fs::write(
@@ -129,17 +161,17 @@ async fn edits_in_place_renames_and_includes_take_effect_within_two_seconds() {
         "[[policy]]\nname = \"x\"\naction = \"deny\"\n",
     )
     .unwrap();
-    assert_eq!(running.after(2000).await, ["c", "x"]);
-    assert_eq!(running.told(), (4, Vec::new()));
+    assert_eq!(running.policies_after(2000).await, ["c", "x"]);
+    assert_eq!(running.generation_and_errors(), (4, Vec::new()));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_config_map_swap_is_seen_every_time() {
+async fn every_config_map_swap_is_detected() {
     let folder = tempfile::tempdir().unwrap();
     let publish = |version: &str, names: &[&str]| {
         let data = folder.path().join(version);
         fs::create_dir(&data).unwrap();
-        fs::write(data.join("config.toml"), policies(names)).unwrap();
+        fs::write(data.join("config.toml"), config_with_denied_policies(names)).unwrap();
         symlink(version, folder.path().join("..data_tmp")).unwrap();
         fs::rename(
             folder.path().join("..data_tmp"),
@@ -150,22 +182,22 @@ async fn a_config_map_swap_is_seen_every_time() {
     publish("..1", &["a"]);
     let file = folder.path().join("config.toml");
     symlink("..data/config.toml", &file).unwrap();
-    let mut running = Running::start(&file);
+    let mut running = ReloaderFixture::start(&file);
     for (version, name) in [("..2", "b"), ("..3", "c"), ("..4", "d")] {
         publish(version, &[name]);
-        assert_eq!(running.after(2000).await, [name]);
+        assert_eq!(running.policies_after(2000).await, [name]);
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_bad_file_changes_nothing_and_is_reported_until_it_is_good_again() {
+async fn an_invalid_file_changes_nothing_and_is_reported_until_it_is_valid() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.toml");
-    fs::write(&file, policies(&["a"])).unwrap();
-    let mut running = Running::start(&file);
+    fs::write(&file, config_with_denied_policies(&["a"])).unwrap();
+    let mut running = ReloaderFixture::start(&file);
 
-    fs::write(&file, policies(&["not a name"])).unwrap();
-    assert_eq!(running.after(2000).await, ["a"]);
+    fs::write(&file, config_with_denied_policies(&["not a name"])).unwrap();
+    assert_eq!(running.policies_after(2000).await, ["a"]);
     let status = running.status();
     assert_eq!((status.generation, status.last_error.len()), (1, 1));
     assert!(
@@ -174,43 +206,49 @@ async fn a_bad_file_changes_nothing_and_is_reported_until_it_is_good_again() {
     );
 
     fs::write(&file, "[[policy").unwrap();
-    assert_eq!(running.after(2000).await, ["a"]);
+    assert_eq!(running.policies_after(2000).await, ["a"]);
     assert!(running.status().last_error[0].contains("not TOML"));
 
     fs::remove_file(&file).unwrap();
-    assert_eq!(running.after(2000).await, ["a"]);
+    assert_eq!(running.policies_after(2000).await, ["a"]);
     assert!(running.status().last_error[0].contains("can't be read"));
 
-    fs::write(&file, policies(&["b"])).unwrap();
-    assert_eq!(running.after(2000).await, ["b"]);
-    assert_eq!(running.told(), (2, Vec::new()));
+    fs::write(&file, config_with_denied_policies(&["b"])).unwrap();
+    assert_eq!(running.policies_after(2000).await, ["b"]);
+    assert_eq!(running.generation_and_errors(), (2, Vec::new()));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_signal_makes_it_look_at_once() {
+async fn a_signal_triggers_an_immediate_check() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.toml");
-    fs::write(&file, policies(&["a"])).unwrap();
-    let Running { reloader, live } = Running::start(&file);
-    let asked = Arc::new(tokio::sync::Notify::new());
+    fs::write(&file, config_with_denied_policies(&["a"])).unwrap();
+    let ReloaderFixture {
+        reloader,
+        active_policies,
+    } = ReloaderFixture::start(&file);
+    let check_request = Arc::new(tokio::sync::Notify::new());
     let watch = tokio::spawn({
-        let asked = Arc::clone(&asked);
-        reloader.watch(async move || asked.notified().await)
+        let check_request = Arc::clone(&check_request);
+        reloader.watch_files(async move || check_request.notified().await)
     });
     tokio::task::yield_now().await;
-    fs::write(&file, policies(&["b"])).unwrap();
-    asked.notify_one();
-    tokio::time::sleep(SETTLED + Duration::from_millis(5)).await;
-    assert_eq!(&*live.rules().table.policies()[0].name, "b");
+    fs::write(&file, config_with_denied_policies(&["b"])).unwrap();
+    check_request.notify_one();
+    tokio::time::sleep(SETTLE_TIME + Duration::from_millis(5)).await;
+    assert_eq!(
+        &*active_policies.load_snapshot().table.policies()[0].name,
+        "b"
+    );
     watch.abort();
 }
 
 #[tokio::test]
-async fn a_slow_disk_holds_nobody_else_up() {
+async fn a_slow_disk_does_not_block_the_runtime() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.toml");
-    fs::write(&file, policies(&["a"])).unwrap();
-    let Running { reloader, .. } = Running::start(&file);
+    fs::write(&file, config_with_denied_policies(&["a"])).unwrap();
+    let ReloaderFixture { reloader, .. } = ReloaderFixture::start(&file);
     fs::remove_file(&file).unwrap();
     assert!(
         std::process::Command::new("mkfifo")
@@ -219,19 +257,21 @@ async fn a_slow_disk_holds_nobody_else_up() {
             .unwrap()
             .success()
     );
-    let (tell, told) = tokio::sync::oneshot::channel();
-    let (answer, answered) = std::sync::mpsc::sync_channel(1);
+    let (opened_sender, opened_receiver) = tokio::sync::oneshot::channel();
+    let (release_sender, release_receiver) = std::sync::mpsc::sync_channel(1);
     let disk = std::thread::spawn(move || {
         // Opens once somebody opens it for reading, who then waits until it is dropped.
         let pipe = fs::OpenOptions::new().write(true).open(&file).unwrap();
-        tell.send(()).unwrap();
-        let on_time = answered.recv_timeout(Duration::from_secs(5)).is_ok();
+        opened_sender.send(()).unwrap();
+        let on_time = release_receiver
+            .recv_timeout(Duration::from_secs(5))
+            .is_ok();
         drop(pipe);
         on_time
     });
-    let watch = tokio::spawn(reloader.watch(std::future::pending));
-    told.await.unwrap();
-    answer.send(()).unwrap();
+    let watch = tokio::spawn(reloader.watch_files(std::future::pending));
+    opened_receiver.await.unwrap();
+    release_sender.send(()).unwrap();
     assert!(
         disk.join().unwrap(),
         "the runtime stood still while a file was read"
@@ -240,30 +280,30 @@ async fn a_slow_disk_holds_nobody_else_up() {
 }
 
 #[test]
-fn changes_are_named() {
+fn describes_added_removed_and_changed_policies() {
     let load = |text: &str| {
         let text = format!("[upstream]\nurl = \"http://a\"\n{text}");
-        let sources = Sources {
+        let sources = ConfigSources {
             file: FileSource::Text {
                 name: "t".into(),
                 text,
             },
-            ..Sources::default()
+            ..ConfigSources::default()
         };
         config::load(&sources).unwrap()
     };
-    let old = load(&policies_only(&[
+    let old = load(&policy_tables(&[
         ("a", "deny"),
         ("b", "deny"),
         ("c", "deny"),
     ]));
-    let new = load(&policies_only(&[
+    let new = load(&policy_tables(&[
         ("b", "deny"),
         ("c", "allow"),
         ("d", "deny"),
     ]));
     assert_eq!(
-        changes(old.table.policies(), new.table.policies()),
+        describe_changes(old.policy_table.policies(), new.policy_table.policies()),
         "added d; removed a; changed c"
     );
     // Maps without an order must not make a difference where there is none.
@@ -277,11 +317,14 @@ fn changes_are_named() {
     let many = format!(
         "[[policy]]\nname = \"o\"\nkey = [\"host\"]\nlimit = {{ requests = 1, per = \"1s\" }}\n{keys}"
     );
-    let same = changes(load(&many).table.policies(), load(&many).table.policies());
+    let same = describe_changes(
+        load(&many).policy_table.policies(),
+        load(&many).policy_table.policies(),
+    );
     assert_eq!(same, "the policies are the same");
 }
 
-fn policies_only(policies: &[(&str, &str)]) -> String {
+fn policy_tables(policies: &[(&str, &str)]) -> String {
     policies
         .iter()
         .map(|(name, action)| format!("[[policy]]\nname = \"{name}\"\naction = \"{action}\"\n"))

@@ -4,25 +4,25 @@
 //! enforcer's own walk and the limiter's own rules, with counters in memory and a clock that the log moves. [`report`] tells
 //! what came of it.
 
-mod input;
-mod lacks;
-mod lines;
-mod order;
+mod log_merge;
+mod log_reader;
+mod missing_fields;
+mod parsers;
 mod report;
-mod run;
-mod suggest;
-mod tally;
+mod simulator;
+mod statistics;
+mod suggestions;
 
-pub use lines::Format;
-pub use report::Report;
+pub use parsers::AccessLogFormat;
+pub use report::ReplayReport;
 
 use crate::policy::PolicyTable;
 use http::HeaderName;
-use input::Input;
-use lines::{Parser, Wanted};
-use order::Source;
-use report::{Log, Set};
-use run::Judge;
+use log_merge::LogSource;
+use log_reader::AccessLogReader;
+use parsers::{LineParser, RequiredHeaders};
+use report::{LogSummary, PolicySetReport};
+use simulator::PolicySimulator;
 use std::cell::Cell;
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -33,20 +33,20 @@ pub struct Settings {
     /// `-` is stdin.
     pub logs: Vec<PathBuf>,
     /// `None`: found out for each log.
-    pub format: Option<Format>,
+    pub format: Option<AccessLogFormat>,
     /// Headers, and the fields of the log that hold them.
-    pub told: Vec<(HeaderName, String)>,
+    pub header_fields: Vec<(HeaderName, String)>,
     /// Whether requests of one second are spread over it.
-    pub spreads: bool,
+    pub spread_within_second: bool,
     /// The share of keys, in percent, that a suggested limit may touch.
-    pub suggest: Option<f64>,
+    pub suggest_percent: Option<f64>,
     /// How many of the most limited keys are told.
-    pub top: usize,
+    pub top_keys: usize,
 }
 
 /// How far it is.
 #[derive(Clone, Copy, Debug)]
-pub struct Progress {
+pub struct ReplayProgress {
     /// Bytes read of all logs, as they are on the disk.
     pub bytes: u64,
     pub requests: u64,
@@ -57,43 +57,47 @@ pub struct Progress {
 ///
 /// # Errors
 /// A text for people, if a log can't be opened, or is none.
-pub fn run(
+pub fn replay_logs(
     settings: &Settings,
     sets: &[(String, &PolicyTable)],
-    mut on_progress: impl FnMut(Progress),
-) -> Result<Report, String> {
-    let names = sets.iter().flat_map(|(_, table)| table.headers_read());
-    let wanted = Wanted::new(names, &settings.told);
-    let bytes = Rc::new(Cell::new(0));
+    mut on_progress: impl FnMut(ReplayProgress),
+) -> Result<ReplayReport, String> {
+    let names = sets
+        .iter()
+        .flat_map(|(_, table)| table.referenced_headers());
+    let required_headers = RequiredHeaders::new(names, &settings.header_fields);
+    let bytes_read = Rc::new(Cell::new(0));
     let mut formats = Vec::new();
     let mut sources = Vec::new();
     for path in &settings.logs {
-        let (source, format) = open(path, settings, &wanted, Rc::clone(&bytes))?;
+        let (source, format) = open_log(path, settings, &required_headers, Rc::clone(&bytes_read))?;
         formats.push(format);
         sources.push(source);
     }
-    let suggests = settings.suggest.is_some();
-    let mut judges: Vec<Judge<'_>> = sets
+    let with_suggestions = settings.suggest_percent.is_some();
+    let mut simulators: Vec<PolicySimulator<'_>> = sets
         .iter()
-        .map(|(_, table)| Judge::new(table, &wanted, suggests))
+        .map(|(_, table)| PolicySimulator::new(table, &required_headers, with_suggestions))
         .collect();
-    let mut parted = [0u64; 2];
-    order::merge(
+    let mut refused_by_one_set = [0u64; 2];
+    log_merge::merge_by_time(
         &mut sources,
-        |at, request| {
-            let tells_query = formats.get(at).is_some_and(|format| format.tells_query());
-            let mut forwards = judges
+        |log_index, request| {
+            let log_has_query = formats
+                .get(log_index)
+                .is_some_and(|format| format.records_query());
+            let mut verdicts = simulators
                 .iter_mut()
-                .map(|judge| judge.judge(request, tells_query));
-            match (forwards.next(), forwards.next()) {
-                (Some(true), Some(false)) => parted[0] += 1,
-                (Some(false), Some(true)) => parted[1] += 1,
+                .map(|judge| judge.evaluate_request(request, log_has_query));
+            match (verdicts.next(), verdicts.next()) {
+                (Some(true), Some(false)) => refused_by_one_set[0] += 1,
+                (Some(false), Some(true)) => refused_by_one_set[1] += 1,
                 _ => {}
             }
         },
         |requests| {
-            on_progress(Progress {
-                bytes: bytes.get(),
+            on_progress(ReplayProgress {
+                bytes: bytes_read.get(),
                 requests,
             })
         },
@@ -101,37 +105,46 @@ pub fn run(
     let logs = sources
         .into_iter()
         .zip(formats)
-        .map(|(source, format)| Log::of(source, format))
+        .map(|(source, format)| LogSummary::from_source(source, format))
         .collect();
-    let sets = sets
-        .iter()
-        .zip(judges)
-        .map(|((name, _), judge)| Set::of(name.clone(), judge, &wanted, settings));
-    Ok(Report::new(logs, sets.collect(), parted, settings))
+    let sets = sets.iter().zip(simulators).map(|((name, _), judge)| {
+        PolicySetReport::from_simulator(name.clone(), judge, &required_headers, settings)
+    });
+    Ok(ReplayReport::new(
+        logs,
+        sets.collect(),
+        refused_by_one_set,
+        settings,
+    ))
 }
 
-fn open(
+fn open_log(
     path: &std::path::Path,
     settings: &Settings,
-    wanted: &Wanted,
-    bytes: Rc<Cell<u64>>,
-) -> Result<(Source, Format), String> {
-    let shown = path.display().to_string();
-    let shown = shown.escape_debug();
-    let mut input =
-        Input::open(path, bytes).map_err(|error| format!("error: {shown}: {error}\n"))?;
-    let format = settings.format.or_else(|| input.detect()).ok_or_else(|| {
-        let names: Vec<&str> = Format::ALL.iter().map(|format| format.name()).collect();
-        let fault = input.fault.as_ref().map_or_else(String::new, |fault| format!(" ({fault})"));
+    required_headers: &RequiredHeaders,
+    bytes_read: Rc<Cell<u64>>,
+) -> Result<(LogSource, AccessLogFormat), String> {
+    let path_text = path.display().to_string();
+    let escaped_path = path_text.escape_debug();
+    let mut input = AccessLogReader::open(path, bytes_read)
+        .map_err(|error| format!("error: {escaped_path}: {error}\n"))?;
+    let format = settings.format.or_else(|| input.detect_format()).ok_or_else(|| {
+        let names: Vec<&str> = AccessLogFormat::ALL.iter().map(|format| format.name()).collect();
+        let fault = input.read_error.as_ref().map_or_else(String::new, |fault| format!(" ({fault})"));
         format!(
-            "error: {shown}: none of the first lines is a request in a format that is known{fault}; there are {} \
+            "error: {escaped_path}: none of the first lines is a request in a format that is known{fault}; there are {} \
              (--format)\n",
             names.join(", ")
         )
     })?;
-    let parser = Parser::new(format, wanted);
+    let parser = LineParser::new(format, required_headers);
     Ok((
-        Source::new(input, parser, settings.spreads, settings.logs.len()),
+        LogSource::new(
+            input,
+            parser,
+            settings.spread_within_second,
+            settings.logs.len(),
+        ),
         format,
     ))
 }

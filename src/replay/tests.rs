@@ -1,28 +1,28 @@
 use super::*;
-use crate::config::{self, Config, FileSource, Flags, Sources};
+use crate::config::{self, Config, ConfigSources, FileSource, FlagOverrides};
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
 use tempfile::TempDir;
 
 /// A configuration and logs in a folder.
-struct Office {
+struct ReplayFixture {
     config: Config,
     dir: TempDir,
     settings: Settings,
 }
 
-impl Office {
-    fn of(policies: &str) -> Self {
+impl ReplayFixture {
+    fn new(policies: &str) -> Self {
         let file = FileSource::Text {
             name: "test.toml".into(),
             text: policies.into(),
         };
-        let flags = Flags {
+        let flags = FlagOverrides {
             upstream: Some("http://127.0.0.1".into()),
             listen: None,
         };
-        let config = config::load(&Sources {
+        let config = config::load(&ConfigSources {
             file,
             env: Vec::new(),
             flags,
@@ -31,10 +31,10 @@ impl Office {
         let settings = Settings {
             logs: Vec::new(),
             format: None,
-            told: Vec::new(),
-            spreads: true,
-            suggest: None,
-            top: 10,
+            header_fields: Vec::new(),
+            spread_within_second: true,
+            suggest_percent: None,
+            top_keys: 10,
         };
         Self {
             config,
@@ -43,43 +43,43 @@ impl Office {
         }
     }
 
-    fn log(mut self, name: &str, bytes: impl AsRef<[u8]>) -> Self {
+    fn with_log(mut self, name: &str, bytes: impl AsRef<[u8]>) -> Self {
         let path = self.dir.path().join(name);
         fs::write(&path, bytes).unwrap();
         self.settings.logs.push(path);
         self
     }
 
-    fn report(&self) -> Report {
-        run(
+    fn report(&self) -> ReplayReport {
+        replay_logs(
             &self.settings,
-            &[("test.toml".to_owned(), &*self.config.table)],
+            &[("test.toml".to_owned(), &*self.config.policy_table)],
             |_| {},
         )
         .unwrap()
     }
 
-    fn json(&self) -> Value {
-        serde_json::from_str(&self.report().json()).unwrap()
+    fn report_json(&self) -> Value {
+        serde_json::from_str(&self.report().render_json()).unwrap()
     }
 }
 
-fn line(at_s: u64, client: &str, rest: &str) -> String {
+fn log_line(at_s: u64, client: &str, request: &str) -> String {
     format!(
-        "{client} - - [18/Nov/2026:11:{:02}:{:02} +0000] \"{rest} HTTP/1.1\" 200 5\n",
+        "{client} - - [18/Nov/2026:11:{:02}:{:02} +0000] \"{request} HTTP/1.1\" 200 5\n",
         at_s / 60,
         at_s % 60
     )
 }
 
-fn lines(at_s: u64, client: &str, rest: &str, count: usize) -> String {
-    line(at_s, client, rest).repeat(count)
+fn log_lines(at_s: u64, client: &str, request: &str, count: usize) -> String {
+    log_line(at_s, client, request).repeat(count)
 }
 
 const ONE_LIMIT: &str =
     "[[policy]]\nname = 'all'\nkey = ['client_ip']\nlimit = { requests = 3, per = '10s' }\n";
 
-fn refused(json: &Value, policy: usize) -> u64 {
+fn refused_requests(json: &Value, policy: usize) -> u64 {
     let policy = &json["sets"][0]["policies"][policy];
     ["rejected", "blocked", "denied", "shadow_rejected"]
         .iter()
@@ -88,13 +88,15 @@ fn refused(json: &Value, policy: usize) -> u64 {
 }
 
 #[test]
-fn who_would_have_been_limited_and_when() {
-    let log = lines(0, "1.1.1.1", "GET /", 5)
-        + &lines(5, "2.2.2.2", "GET /", 3)
-        + &lines(10, "1.1.1.1", "GET /", 3);
-    let json = Office::of(ONE_LIMIT).log("a.log", log).json();
+fn reports_the_limited_keys_and_when_they_were_refused() {
+    let log = log_lines(0, "1.1.1.1", "GET /", 5)
+        + &log_lines(5, "2.2.2.2", "GET /", 3)
+        + &log_lines(10, "1.1.1.1", "GET /", 3);
+    let json = ReplayFixture::new(ONE_LIMIT)
+        .with_log("a.log", log)
+        .report_json();
     // Two of the five in the first second. Ten seconds later those that were let in have left one by one.
-    assert_eq!(refused(&json, 0), 2, "{json:#}");
+    assert_eq!(refused_requests(&json, 0), 2, "{json:#}");
     let top = &json["sets"][0]["top"][0];
     assert_eq!(
         (&top["key"], &top["refused"], &top["requests"]),
@@ -106,25 +108,32 @@ fn who_would_have_been_limited_and_when() {
 }
 
 #[test]
-fn lines_out_of_order_and_files_in_any_order_are_one_log() {
+fn merges_unordered_lines_and_files_into_one_log() {
     let in_order: String = (0..40)
-        .map(|second| lines(second, "1.1.1.1", "GET /", 1))
+        .map(|second| log_lines(second, "1.1.1.1", "GET /", 1))
         .collect();
-    let expected = refused(&Office::of(ONE_LIMIT).log("a", &in_order).json(), 0);
+    let expected = refused_requests(
+        &ReplayFixture::new(ONE_LIMIT)
+            .with_log("a", &in_order)
+            .report_json(),
+        0,
+    );
     let mut shuffled: Vec<&str> = in_order.lines().collect();
     shuffled.chunks_mut(5).for_each(<[_]>::reverse);
-    let late = Office::of(ONE_LIMIT).log("a", shuffled.join("\n")).json();
+    let late = ReplayFixture::new(ONE_LIMIT)
+        .with_log("a", shuffled.join("\n"))
+        .report_json();
     assert_eq!(
-        (refused(&late, 0), &late["sets"][0]["late"]),
+        (refused_requests(&late, 0), &late["sets"][0]["late"]),
         (expected, &0.into())
     );
     let (first, second) = in_order.split_at(in_order.len() / 2);
     assert_eq!(
-        refused(
-            &Office::of(ONE_LIMIT)
-                .log("b", second)
-                .log("a", first)
-                .json(),
+        refused_requests(
+            &ReplayFixture::new(ONE_LIMIT)
+                .with_log("b", second)
+                .with_log("a", first)
+                .report_json(),
             0
         ),
         expected
@@ -137,8 +146,11 @@ fn lines_out_of_order_and_files_in_any_order_are_one_log() {
         .collect::<Vec<_>>()
         .join("\n");
     assert_eq!(
-        refused(
-            &Office::of(ONE_LIMIT).log("a", odds).log("b", evens).json(),
+        refused_requests(
+            &ReplayFixture::new(ONE_LIMIT)
+                .with_log("a", odds)
+                .with_log("b", evens)
+                .report_json(),
             0
         ),
         expected
@@ -146,24 +158,24 @@ fn lines_out_of_order_and_files_in_any_order_are_one_log() {
 }
 
 #[test]
-fn what_is_much_too_late_is_counted_and_told() {
+fn counts_and_reports_requests_that_are_far_out_of_order() {
     let mut log: String = (0..50)
-        .map(|second| lines(second, "1.1.1.1", "GET /", 200))
+        .map(|second| log_lines(second, "1.1.1.1", "GET /", 200))
         .collect();
-    log += &lines(3, "2.2.2.2", "GET /", 4);
-    let office = Office::of(ONE_LIMIT).log("a", log);
-    assert_eq!(office.json()["sets"][0]["late"], 4);
+    log += &log_lines(3, "2.2.2.2", "GET /", 4);
+    let fixture = ReplayFixture::new(ONE_LIMIT).with_log("a", log);
+    assert_eq!(fixture.report_json()["sets"][0]["late"], 4);
     assert!(
-        office
+        fixture
             .report()
-            .text(80, false)
+            .render_text(80, false)
             .contains("4 requests stand more than 10 s too late")
     );
 }
 
 #[test]
-fn all_that_a_policy_says_holds() {
-    let office = Office::of(
+fn applies_every_policy_action_and_algorithm() {
+    let fixture = ReplayFixture::new(
         "[[policy]]\nname = 'health'\nmatch = { path = '/health' }\naction = 'allow'\n\
          [[policy]]\nname = 'admin'\nmatch = { path = '/admin/**' }\naction = 'deny'\n\
          [[policy]]\nname = 'login'\nmatch = { path = '/login' }\nkey = ['client_ip']\n\
@@ -175,31 +187,39 @@ fn all_that_a_policy_says_holds() {
          [[policy.override]]\nkey = ['9.9.9.9']\nlimit = { requests = 3, per = '1h' }\n",
     );
     let log = [
-        lines(0, "1.1.1.1", "GET /health", 4),
-        lines(0, "1.1.1.1", "GET /admin/x", 2),
-        lines(1, "1.1.1.1", "POST /login", 3),
-        lines(20, "1.1.1.1", "POST /login", 1),
-        lines(22, "1.1.1.1", "POST /login", 1),
-        lines(23, "1.1.1.1", "GET /slow", 4),
-        lines(24, "1.1.1.1", "GET /try", 3),
-        lines(25, "1.1.1.1", "GET /vip", 3),
-        lines(26, "9.9.9.9", "GET /vip", 4),
-        lines(27, "9.9.9.9", "GET /%00", 1),
+        log_lines(0, "1.1.1.1", "GET /health", 4),
+        log_lines(0, "1.1.1.1", "GET /admin/x", 2),
+        log_lines(1, "1.1.1.1", "POST /login", 3),
+        log_lines(20, "1.1.1.1", "POST /login", 1),
+        log_lines(22, "1.1.1.1", "POST /login", 1),
+        log_lines(23, "1.1.1.1", "GET /slow", 4),
+        log_lines(24, "1.1.1.1", "GET /try", 3),
+        log_lines(25, "1.1.1.1", "GET /vip", 3),
+        log_lines(26, "9.9.9.9", "GET /vip", 4),
+        log_lines(27, "9.9.9.9", "GET /%00", 1),
     ];
-    let json = office.log("a", log.concat()).json();
+    let json = fixture.with_log("a", log.concat()).report_json();
     let policies = &json["sets"][0]["policies"];
-    let of = |at: usize, word: &str| policies[at][word].as_u64().unwrap();
-    assert_eq!((of(0, "exempt"), of(1, "denied")), (4, 2));
+    let count = |at: usize, word: &str| policies[at][word].as_u64().unwrap();
+    assert_eq!((count(0, "exempt"), count(1, "denied")), (4, 2));
     assert_eq!(
-        (of(2, "allowed"), of(2, "rejected"), of(2, "blocked")),
+        (
+            count(2, "allowed"),
+            count(2, "rejected"),
+            count(2, "blocked")
+        ),
         (3, 1, 1)
     );
     assert_eq!(
-        (of(3, "allowed"), of(3, "delayed"), of(3, "rejected")),
+        (
+            count(3, "allowed"),
+            count(3, "delayed"),
+            count(3, "rejected")
+        ),
         (1, 3, 0)
     );
-    assert_eq!((of(4, "allowed"), of(4, "shadow_rejected")), (1, 2));
-    assert_eq!((of(5, "allowed"), of(5, "rejected")), (4, 3));
+    assert_eq!((count(4, "allowed"), count(4, "shadow_rejected")), (1, 2));
+    assert_eq!((count(5, "allowed"), count(5, "rejected")), (4, 3));
     let set = &json["sets"][0];
     assert_eq!(
         (&set["denied"], &set["malformed"], &set["delayed"]),
@@ -209,8 +229,8 @@ fn all_that_a_policy_says_holds() {
 }
 
 #[test]
-fn concurrency_is_judged_by_durations() {
-    let office = "[[policy]]\nname = 'p'\nlimit = { requests = 2, algorithm = 'concurrency' }\n";
+fn simulates_concurrency_limits_from_request_durations() {
+    let policies = "[[policy]]\nname = 'p'\nlimit = { requests = 2, algorithm = 'concurrency' }\n";
     let line = |at_s: u64, took_s: u64| {
         format!(
             "{{\"ts\":{},\"duration\":{took_s},\"status\":200,\"request\":{{\"remote_ip\":\"1.1.1.1\",\"method\":\"GET\",\"uri\":\"/\"}}}}\n",
@@ -218,8 +238,8 @@ fn concurrency_is_judged_by_durations() {
         )
     };
     // Two that last for a minute, longer than a slot does by itself; one meanwhile, one after.
-    let json = Office::of(office)
-        .log(
+    let json = ReplayFixture::new(policies)
+        .with_log(
             "a",
             [
                 line(1_795_000_000, 60),
@@ -229,16 +249,16 @@ fn concurrency_is_judged_by_durations() {
             ]
             .concat(),
         )
-        .json();
+        .report_json();
     assert_eq!(
-        (refused(&json, 0), &json["sets"][0]["late"]),
+        (refused_requests(&json, 0), &json["sets"][0]["late"]),
         (1, &0.into()),
         "{json:#}"
     );
-    let without = Office::of(office).log("a", lines(0, "1.1.1.1", "GET /", 9));
-    assert_eq!(refused(&without.json(), 0), 0);
+    let without = ReplayFixture::new(policies).with_log("a", log_lines(0, "1.1.1.1", "GET /", 9));
+    assert_eq!(refused_requests(&without.report_json(), 0), 0);
     assert!(
-        without.json()["sets"][0]["lacks"][0]
+        without.report_json()["sets"][0]["lacks"][0]
             .as_str()
             .unwrap()
             .contains("no duration")
@@ -246,17 +266,17 @@ fn concurrency_is_judged_by_durations() {
 }
 
 #[test]
-fn what_a_log_does_not_tell_is_said() {
-    let office = Office::of(
+fn warns_about_fields_missing_from_the_log() {
+    let fixture = ReplayFixture::new(
         "[client]\ntrusted_proxies = ['10.0.0.0/8']\n\
          [[policy]]\nname = 'users'\nkey = ['header:x-user-id', 'client_ip']\nlimit = { requests = 1, per = '1h' }\n\
          [[policy]]\nname = 'host'\nmatch = { hosts = ['a.example'], headers = { x-beta = '1' } }\nkey = ['client_ip']\n\
          cost = { header = 'x-cost', default = 2 }\nlimit = { requests = 9, per = '1h' }\n",
     )
-    .log("a", lines(0, "10.0.0.1", "GET /", 2));
-    let text = office
+    .with_log("a", log_lines(0, "10.0.0.1", "GET /", 2));
+    let text = fixture
         .report()
-        .text(80, false)
+        .render_text(80, false)
         .split_whitespace()
         .collect::<Vec<_>>()
         .join(" ");
@@ -272,17 +292,17 @@ fn what_a_log_does_not_tell_is_said() {
 }
 
 #[test]
-fn broken_lines_are_counted_and_harmless() {
+fn counts_and_escapes_broken_lines() {
     let hostile = "\u{1b}[2J\u{202e}<script>alert(1)</script>";
-    let mut log = lines(0, "1.1.1.1", "GET /", 5).into_bytes();
+    let mut log = log_lines(0, "1.1.1.1", "GET /", 5).into_bytes();
     log.extend(format!("{hostile}\r\n\r\n\n").as_bytes());
     log.extend(b"\xff\x00\x80\n");
     log.extend("x".repeat(1 << 20).as_bytes());
     log.extend(b"\n");
-    log.extend(line(1, &format!("1.1.1.1 {hostile}"), "GET /<b>\u{1b}[31m").as_bytes());
-    log.extend(lines(2, "1.1.1.1", "GET /", 1).trim_end().as_bytes());
-    let office = Office::of(ONE_LIMIT).log("<i>.log", &log);
-    let json = office.json();
+    log.extend(log_line(1, &format!("1.1.1.1 {hostile}"), "GET /<b>\u{1b}[31m").as_bytes());
+    log.extend(log_lines(2, "1.1.1.1", "GET /", 1).trim_end().as_bytes());
+    let fixture = ReplayFixture::new(ONE_LIMIT).with_log("<i>.log", &log);
+    let json = fixture.report_json();
     assert_eq!(
         (
             &json["logs"][0]["broken"],
@@ -291,8 +311,8 @@ fn broken_lines_are_counted_and_harmless() {
         ),
         (&3.into(), &10.into(), &7.into())
     );
-    let report = office.report();
-    let (text, html) = (report.text(80, true), report.html());
+    let report = fixture.report();
+    let (text, html) = (report.render_text(80, true), report.render_html());
     assert!(
         !text
             .replace("\u{1b}[1m", "")
@@ -309,7 +329,7 @@ fn broken_lines_are_counted_and_harmless() {
 }
 
 #[test]
-fn packed_logs_are_unpacked_and_broken_ones_read_as_far_as_they_go() {
+fn decompresses_gzip_logs_and_reads_truncated_ones_to_the_break() {
     use std::io::Write;
     let mut packed = Vec::new();
     // Two members, as logs that were appended to have.
@@ -317,7 +337,7 @@ fn packed_logs_are_unpacked_and_broken_ones_read_as_far_as_they_go() {
         let mut out = flate2::write::GzEncoder::new(&mut packed, flate2::Compression::fast());
         for second in 0..1000 {
             out.write_all(
-                lines(
+                log_lines(
                     half * 1000 + second,
                     &format!("1.1.{}.{}", second / 250, second % 250),
                     "GET /",
@@ -329,13 +349,15 @@ fn packed_logs_are_unpacked_and_broken_ones_read_as_far_as_they_go() {
         }
         out.finish().unwrap();
     }
-    let whole = Office::of(ONE_LIMIT).log("a.gz", &packed).json();
+    let whole = ReplayFixture::new(ONE_LIMIT)
+        .with_log("a.gz", &packed)
+        .report_json();
     assert_eq!(
         (&whole["requests"], &whole["logs"][0]["fault"]),
         (&2000.into(), &Value::Null)
     );
-    let cut = Office::of(ONE_LIMIT).log("a.gz", &packed[..packed.len() * 3 / 4]);
-    let (json, text) = (cut.json(), cut.report().text(80, false));
+    let cut = ReplayFixture::new(ONE_LIMIT).with_log("a.gz", &packed[..packed.len() * 3 / 4]);
+    let (json, text) = (cut.report_json(), cut.report().render_text(80, false));
     assert!(
         (1000..2000).contains(&json["requests"].as_u64().unwrap()),
         "{json:#}"
@@ -344,18 +366,18 @@ fn packed_logs_are_unpacked_and_broken_ones_read_as_far_as_they_go() {
 }
 
 #[test]
-fn two_sets_side_by_side() {
-    let strict = Office::of(ONE_LIMIT).log(
+fn compares_two_policy_sets_side_by_side() {
+    let strict = ReplayFixture::new(ONE_LIMIT).with_log(
         "a",
-        lines(0, "1.1.1.1", "GET /", 5) + &lines(1, "2.2.2.2", "GET /", 4),
+        log_lines(0, "1.1.1.1", "GET /", 5) + &log_lines(1, "2.2.2.2", "GET /", 4),
     );
-    let lax = Office::of(&ONE_LIMIT.replace("requests = 3", "requests = 4"));
+    let lax = ReplayFixture::new(&ONE_LIMIT.replace("requests = 3", "requests = 4"));
     let sets = [
-        ("old".to_owned(), &*strict.config.table),
-        ("new".to_owned(), &*lax.config.table),
+        ("old".to_owned(), &*strict.config.policy_table),
+        ("new".to_owned(), &*lax.config.policy_table),
     ];
-    let report = run(&strict.settings, &sets, |_| {}).unwrap();
-    let json: Value = serde_json::from_str(&report.json()).unwrap();
+    let report = replay_logs(&strict.settings, &sets, |_| {}).unwrap();
+    let json: Value = serde_json::from_str(&report.render_json()).unwrap();
     assert_eq!(
         (
             &json["refused_by_first_only"],
@@ -368,18 +390,19 @@ fn two_sets_side_by_side() {
         (&3.into(), &1.into())
     );
     assert!(
-        report.text(80, false).contains("SIDE BY SIDE") && report.html().contains("Side by side")
+        report.render_text(80, false).contains("SIDE BY SIDE")
+            && report.render_html().contains("Side by side")
     );
 }
 
 #[test]
-fn a_suggested_limit_touches_as_few_as_it_says() {
+fn a_suggested_limit_touches_as_many_keys_as_it_predicts() {
     let log: String = (1..=100)
-        .map(|client| lines(0, &format!("1.1.1.{client}"), "GET /", client))
+        .map(|client| log_lines(0, &format!("1.1.1.{client}"), "GET /", client))
         .collect();
-    let mut office = Office::of(ONE_LIMIT).log("a", &log);
-    office.settings.suggest = Some(5.0);
-    let json = office.json();
+    let mut fixture = ReplayFixture::new(ONE_LIMIT).with_log("a", &log);
+    fixture.settings.suggest_percent = Some(5.0);
+    let json = fixture.report_json();
     let drawn = &json["sets"][0]["policies"][0]["suggested"][0]["drawn"];
     assert_eq!(
         (&drawn["requests"], &drawn["touched"], &drawn["touched_now"]),
@@ -387,32 +410,34 @@ fn a_suggested_limit_touches_as_few_as_it_says() {
     );
     assert_eq!(json["sets"][0]["policies"][0]["keys_touched"], 97);
     // What it says of the future is what the present does.
-    let tried = Office::of(&ONE_LIMIT.replace("requests = 3", "requests = 95"))
-        .log("a", &log)
-        .json();
+    let tried = ReplayFixture::new(&ONE_LIMIT.replace("requests = 3", "requests = 95"))
+        .with_log("a", &log)
+        .report_json();
     assert_eq!(tried["sets"][0]["policies"][0]["keys_touched"], 5);
 }
 
 #[test]
-fn what_is_no_log_is_refused() {
-    let fails = |office: Office| {
-        run(
-            &office.settings,
-            &[("t".to_owned(), &*office.config.table)],
+fn rejects_files_that_are_not_logs() {
+    let fails = |fixture: ReplayFixture| {
+        replay_logs(
+            &fixture.settings,
+            &[("t".to_owned(), &*fixture.config.policy_table)],
             |_| {},
         )
         .unwrap_err()
     };
-    let unknown = fails(Office::of(ONE_LIMIT).log("a", "hello\nworld\n"));
+    let unknown = fails(ReplayFixture::new(ONE_LIMIT).with_log("a", "hello\nworld\n"));
     assert!(
         unknown.contains("none of the first lines is a request"),
         "{unknown}"
     );
-    let mut missing = Office::of(ONE_LIMIT);
+    let mut missing = ReplayFixture::new(ONE_LIMIT);
     missing
         .settings
         .logs
         .push(Path::new("/nowhere/\u{1b}[1m").into());
     assert!(fails(missing).contains("\\u{1b}"));
-    assert!(fails(Office::of(ONE_LIMIT).log("a", "")).contains("none of the first lines"));
+    assert!(
+        fails(ReplayFixture::new(ONE_LIMIT).with_log("a", "")).contains("none of the first lines")
+    );
 }

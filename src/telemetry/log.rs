@@ -11,23 +11,23 @@ use tracing_subscriber::reload::Handle;
 /// What is logged, and how.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LogSettings {
-    pub format: Format,
-    pub level: Level,
+    pub format: LogFormat,
+    pub level: LogLevel,
     /// Which requests get a line.
-    pub access: Access,
+    pub access: AccessLogFilter,
     /// The share of those that does, 0 to 1.
     pub access_sample: f64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
+pub enum LogFormat {
     /// One object per line, times in RFC 3339.
     Json,
     Text,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum AccessLogFilter {
     Off,
     Rejected,
     All,
@@ -35,9 +35,9 @@ pub enum Access {
 
 /// `info`, or with exceptions: `info,tidegate::proxy=debug`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Level(String);
+pub struct LogLevel(String);
 
-impl Level {
+impl LogLevel {
     /// # Errors
     /// Words that say what would be right.
     pub fn parse(text: &str) -> Result<Self, String> {
@@ -58,116 +58,118 @@ impl Level {
 
     /// h2 warns of each PING that it did not ask for, rustls of each odd name in a handshake: a client could fill the
     /// log. Who wants to read that says `h2=warn` or `rustls=warn`.
-    fn filter(&self) -> EnvFilter {
+    fn to_env_filter(&self) -> EnvFilter {
         EnvFilter::builder().parse_lossy(format!("h2=error,rustls=error,{}", self.0))
     }
 }
 
-impl fmt::Display for Level {
+impl fmt::Display for LogLevel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
 /// The level in effect, and what changes it.
-struct Switch {
-    level: Mutex<Level>,
-    turn: Box<dyn Fn(EnvFilter) -> bool + Send + Sync>,
+struct LogLevelHandle {
+    level: Mutex<LogLevel>,
+    reload_filter: Box<dyn Fn(EnvFilter) -> bool + Send + Sync>,
 }
 
-static SWITCH: OnceLock<Switch> = OnceLock::new();
+static LOG_LEVEL_HANDLE: OnceLock<LogLevelHandle> = OnceLock::new();
 
-impl Switch {
-    fn new<S: 'static>(level: &Level, handle: Handle<EnvFilter, S>) -> Self {
-        let turn = Box::new(move |filter| handle.reload(filter).is_ok());
+impl LogLevelHandle {
+    fn new<S: 'static>(level: &LogLevel, handle: Handle<EnvFilter, S>) -> Self {
+        let reload_filter = Box::new(move |filter| handle.reload(filter).is_ok());
         Self {
             level: Mutex::new(level.clone()),
-            turn,
+            reload_filter,
         }
     }
 }
 
 /// Sets the log up for the whole process. Only the first call does something.
-pub fn init(settings: &LogSettings) {
+pub fn init_logging(settings: &LogSettings) {
     // No colours: with them, escape sequences of our own could not be told from those of strangers.
     // Nor is it told on stderr that stderr can't be written to: that panics, in whatever wanted to log.
     let builder = tracing_subscriber::fmt()
-        .with_env_filter(settings.level.filter())
+        .with_env_filter(settings.level.to_env_filter())
         .with_ansi(false)
         .log_internal_errors(false);
-    let writer = Printable {
+    let writer = EscapingMakeWriter {
         inner: io::stderr,
         format: settings.format,
     };
-    let (switch, result) = match settings.format {
-        Format::Json => {
+    let (level_handle, result) = match settings.format {
+        LogFormat::Json => {
             let builder = builder
                 .json()
                 .flatten_event(true)
                 .with_writer(writer)
                 .with_filter_reloading();
             (
-                Switch::new(&settings.level, builder.reload_handle()),
+                LogLevelHandle::new(&settings.level, builder.reload_handle()),
                 builder.try_init(),
             )
         }
-        Format::Text => {
+        LogFormat::Text => {
             let builder = builder.with_writer(writer).with_filter_reloading();
             (
-                Switch::new(&settings.level, builder.reload_handle()),
+                LogLevelHandle::new(&settings.level, builder.reload_handle()),
                 builder.try_init(),
             )
         }
     };
     match result {
-        Ok(()) => drop(SWITCH.set(switch)),
+        Ok(()) => drop(LOG_LEVEL_HANDLE.set(level_handle)),
         Err(error) => tracing::debug!(%error, "the log is set up already"),
     }
 }
 
-/// The level in effect; `None` before [`init`].
-pub fn level() -> Option<Level> {
-    SWITCH.get().map(|switch| switch.level.lock().clone())
+/// The level in effect; `None` before [`init_logging`].
+pub fn log_level() -> Option<LogLevel> {
+    LOG_LEVEL_HANDLE
+        .get()
+        .map(|switch| switch.level.lock().clone())
 }
 
-/// Logs at another level from now on, until the process ends. Returns whether that worked: not before [`init`].
-pub fn set_level(level: Level) -> bool {
-    let Some(switch) = SWITCH.get() else {
+/// Logs at another level from now on, until the process ends. Returns whether that worked: not before [`init_logging`].
+pub fn set_log_level(level: LogLevel) -> bool {
+    let Some(level_handle) = LOG_LEVEL_HANDLE.get() else {
         return false;
     };
-    let mut current = switch.level.lock();
-    let turned = (switch.turn)(level.filter());
-    if turned {
+    let mut current = level_handle.level.lock();
+    let reloaded = (level_handle.reload_filter)(level.to_env_filter());
+    if reloaded {
         tracing::info!(from = %current, to = %level, "log level changed");
         *current = level;
     }
-    turned
+    reloaded
 }
 
 /// Makes each record one line of letters that are seen, whatever a client put into it.
-struct Printable<M> {
+struct EscapingMakeWriter<M> {
     inner: M,
-    format: Format,
+    format: LogFormat,
 }
 
 /// Writes one record.
-struct PrintableWriter<W> {
+struct EscapingWriter<W> {
     inner: W,
-    format: Format,
+    format: LogFormat,
 }
 
-impl<'a, M: MakeWriter<'a>> MakeWriter<'a> for Printable<M> {
-    type Writer = PrintableWriter<M::Writer>;
+impl<'a, M: MakeWriter<'a>> MakeWriter<'a> for EscapingMakeWriter<M> {
+    type Writer = EscapingWriter<M::Writer>;
 
     fn make_writer(&'a self) -> Self::Writer {
-        PrintableWriter {
+        EscapingWriter {
             inner: self.inner.make_writer(),
             format: self.format,
         }
     }
 }
 
-impl<W: Write> Write for PrintableWriter<W> {
+impl<W: Write> Write for EscapingWriter<W> {
     /// A record comes as a whole, ended by a newline.
     fn write(&mut self, record: &[u8]) -> io::Result<usize> {
         let (line, end) = match record.split_last() {
@@ -175,21 +177,21 @@ impl<W: Write> Write for PrintableWriter<W> {
             _ => (record, ""),
         };
         let text = String::from_utf8_lossy(line);
-        let mut shown = String::with_capacity(record.len());
+        let mut escaped = String::with_capacity(record.len());
         for letter in text.chars() {
-            match (is_unseen(letter), self.format) {
-                (false, _) => shown.push(letter),
+            match (is_unprintable(letter), self.format) {
+                (false, _) => escaped.push(letter),
                 // In JSON such a letter can only stand in a text.
-                (true, Format::Json) => {
+                (true, LogFormat::Json) => {
                     for unit in letter.encode_utf16(&mut [0; 2]) {
-                        shown.push_str(&format!("\\u{unit:04x}"));
+                        escaped.push_str(&format!("\\u{unit:04x}"));
                     }
                 }
-                (true, Format::Text) => shown.extend(letter.escape_unicode()),
+                (true, LogFormat::Text) => escaped.extend(letter.escape_unicode()),
             }
         }
-        shown.push_str(end);
-        self.inner.write_all(shown.as_bytes())?;
+        escaped.push_str(end);
+        self.inner.write_all(escaped.as_bytes())?;
         Ok(record.len())
     }
 
@@ -200,7 +202,7 @@ impl<W: Write> Write for PrintableWriter<W> {
 
 /// Whether a terminal or a page would act on a letter instead of showing it: control characters of both sets, ends of
 /// lines, and what is invisible or turns the direction of writing.
-fn is_unseen(letter: char) -> bool {
+fn is_unprintable(letter: char) -> bool {
     let is_format = |letter| {
         matches!(letter, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}'
             | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{e0000}'..='\u{e007f}')
@@ -214,9 +216,9 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     #[derive(Clone, Default)]
-    struct Captured(Arc<Mutex<Vec<u8>>>);
+    struct CapturedLog(Arc<Mutex<Vec<u8>>>);
 
-    impl Write for Captured {
+    impl Write for CapturedLog {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
             self.0.lock().unwrap().extend_from_slice(bytes);
             Ok(bytes.len())
@@ -230,10 +232,10 @@ mod tests {
     const HOSTILE: &str = "a\u{1b}[31m\nlevel=ERROR forged\r\u{9b}m\u{85}\u{7f}\u{202e}\u{2066}\u{2028}\u{200b}\u{feff}\u{e0041}\u{fc}";
 
     /// What is logged of hostile text in each place where it can stand.
-    fn logged(format: Format) -> String {
-        let captured = Captured::default();
+    fn capture_log(format: LogFormat) -> String {
+        let captured = CapturedLog::default();
         let copy = captured.clone();
-        let writer = Printable {
+        let writer = EscapingMakeWriter {
             inner: move || copy.clone(),
             format,
         };
@@ -241,7 +243,7 @@ mod tests {
             || tracing::info!(field = %HOSTILE, text = HOSTILE, debug = ?HOSTILE, "said {HOSTILE}");
         let builder = tracing_subscriber::fmt().with_ansi(false);
         match format {
-            Format::Json => tracing::subscriber::with_default(
+            LogFormat::Json => tracing::subscriber::with_default(
                 builder
                     .json()
                     .flatten_event(true)
@@ -249,7 +251,7 @@ mod tests {
                     .finish(),
                 log,
             ),
-            Format::Text => {
+            LogFormat::Text => {
                 tracing::subscriber::with_default(builder.with_writer(writer).finish(), log)
             }
         }
@@ -258,37 +260,38 @@ mod tests {
     }
 
     #[test]
-    fn a_client_cannot_write_what_is_not_seen_nor_lines_of_its_own() {
-        for format in [Format::Json, Format::Text] {
-            let text = logged(format);
+    fn clients_cannot_inject_invisible_characters_or_lines() {
+        for format in [LogFormat::Json, LogFormat::Text] {
+            let text = capture_log(format);
             let line = text.strip_suffix('\n').unwrap();
             assert!(
                 line.contains("forged") && line.contains('\u{fc}'),
                 "{line:?}"
             );
-            let unseen = line.chars().filter(|letter| {
-                letter.is_control() || HOSTILE.contains(*letter) && is_unseen(*letter)
+            let unprintable = line.chars().filter(|letter| {
+                letter.is_control() || HOSTILE.contains(*letter) && is_unprintable(*letter)
             });
-            assert_eq!(unseen.collect::<String>(), "", "{format:?}");
+            assert_eq!(unprintable.collect::<String>(), "", "{format:?}");
         }
     }
 
     #[test]
-    fn json_says_exactly_what_the_client_said() {
-        let record: serde_json::Value = serde_json::from_str(&logged(Format::Json)).unwrap();
+    fn json_log_preserves_client_text() {
+        let record: serde_json::Value =
+            serde_json::from_str(&capture_log(LogFormat::Json)).unwrap();
         assert_eq!(record["field"], HOSTILE);
         assert_eq!(record["text"], HOSTILE);
     }
 
     #[test]
-    fn a_level_is_a_word_or_a_list_of_exceptions() {
+    fn level_is_a_word_or_a_list_of_exceptions() {
         for right in [
             "info",
             "off",
             "warn,tidegate::proxy=debug",
             "info,hyper=off",
         ] {
-            assert!(Level::parse(right).is_ok(), "{right}");
+            assert!(LogLevel::parse(right).is_ok(), "{right}");
         }
         for wrong in [
             "",
@@ -299,7 +302,7 @@ mod tests {
             "tidegate=loud",
             "info,[{=debug",
         ] {
-            assert!(Level::parse(wrong).is_err(), "{wrong}");
+            assert!(LogLevel::parse(wrong).is_err(), "{wrong}");
         }
     }
 }

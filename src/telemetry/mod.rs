@@ -4,7 +4,9 @@ pub mod history;
 mod log;
 pub mod metrics;
 mod throttle;
-pub mod top;
+pub mod top_refusals;
 
-pub use log::{Access, Format, Level, LogSettings, init, level, set_level};
-pub use throttle::Throttle;
+pub use log::{
+    AccessLogFilter, LogFormat, LogLevel, LogSettings, init_logging, log_level, set_log_level,
+};
+pub use throttle::LogThrottle;

@@ -5,37 +5,37 @@ use std::time::{Duration, Instant};
 
 /// Lets something be told at most once per pause, and counts what was not told.
 #[derive(Debug)]
-pub struct Throttle {
-    pause: Duration,
-    state: Mutex<State>,
+pub struct LogThrottle {
+    interval: Duration,
+    state: Mutex<ThrottleState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    told: Option<Instant>,
-    untold: u64,
+struct ThrottleState {
+    last_logged: Option<Instant>,
+    unlogged_count: u64,
 }
 
-impl Throttle {
-    pub fn new(pause: Duration) -> Self {
+impl LogThrottle {
+    pub fn new(interval: Duration) -> Self {
         Self {
-            pause,
+            interval,
             state: Mutex::default(),
         }
     }
 
     /// How often it happened since it was last told, this time included, if it is time to tell it again.
-    pub fn tell(&self, now: Instant) -> Option<u64> {
+    pub fn record_occurrence(&self, now: Instant) -> Option<u64> {
         let mut state = self.state.lock();
-        state.untold += 1;
+        state.unlogged_count += 1;
         if state
-            .told
-            .is_some_and(|told| now.saturating_duration_since(told) < self.pause)
+            .last_logged
+            .is_some_and(|last_logged| now.saturating_duration_since(last_logged) < self.interval)
         {
             return None;
         }
-        state.told = Some(now);
-        Some(std::mem::take(&mut state.untold))
+        state.last_logged = Some(now);
+        Some(std::mem::take(&mut state.unlogged_count))
     }
 }
 
@@ -44,14 +44,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_is_told_at_once_and_the_rest_in_sums() {
+    fn logs_the_first_event_at_once_and_the_rest_as_counts() {
         let start = Instant::now();
-        let throttle = Throttle::new(Duration::from_secs(10));
-        let tell = |seconds| throttle.tell(start + Duration::from_secs(seconds));
+        let throttle = LogThrottle::new(Duration::from_secs(10));
+        let record = |seconds| throttle.record_occurrence(start + Duration::from_secs(seconds));
         assert_eq!(
-            [tell(0), tell(1), tell(9), tell(10), tell(11)],
+            [record(0), record(1), record(9), record(10), record(11)],
             [Some(1), None, None, Some(3), None]
         );
-        assert_eq!(tell(60), Some(2));
+        assert_eq!(record(60), Some(2));
     }
 }

@@ -9,17 +9,17 @@ use x509_parser::time::ASN1Time;
 
 /// The names and the validity of one certificate.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Certificate {
+pub struct ParsedCertificate {
     /// DNS names that it is valid for, in lower case; `*.example.com` for all names one level below.
     pub dns_names: Vec<Box<str>>,
-    pub subject: Subject,
+    pub subject: CertificateSubject,
     /// First and last second of its validity, since the Unix epoch.
-    pub valid: (u64, u64),
+    pub validity_s: (u64, u64),
 }
 
 /// Whom a certificate is about.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Subject {
+pub struct CertificateSubject {
     /// Of the subject alternative names the first URI (a SPIFFE ID is one), else the first DNS name, else the first
     /// e-mail address, else the first IP address; as written in the certificate.
     pub san: Option<Box<str>>,
@@ -27,12 +27,12 @@ pub struct Subject {
     pub cn: Option<Box<str>>,
 }
 
-impl Certificate {
+impl ParsedCertificate {
     /// Reads a certificate.
     ///
     /// # Errors
     /// Words that say what is wrong with it.
-    pub fn read(der: &[u8]) -> Result<Self, String> {
+    pub fn from_der(der: &[u8]) -> Result<Self, String> {
         let (_, certificate) = X509Certificate::from_der(der).map_err(|error| error.to_string())?;
         let names = match certificate.subject_alternative_name() {
             Ok(Some(extension)) => extension.value.general_names.as_slice(),
@@ -51,11 +51,14 @@ impl Certificate {
         let valid = certificate.validity();
         Ok(Self {
             dns_names: dns_names.collect(),
-            subject: Subject {
-                san: alternative(names),
+            subject: CertificateSubject {
+                san: select_alternative_name(names),
                 cn: cn.map(Into::into),
             },
-            valid: (since_epoch(valid.not_before), since_epoch(valid.not_after)),
+            validity_s: (
+                to_unix_seconds(valid.not_before),
+                to_unix_seconds(valid.not_after),
+            ),
         })
     }
 }
@@ -64,30 +67,30 @@ impl Certificate {
 ///
 /// # Errors
 /// Words that say what is wrong with it.
-pub(super) fn next_update(der: &[u8]) -> Result<Option<u64>, String> {
+pub(super) fn parse_next_update(der: &[u8]) -> Result<Option<u64>, String> {
     let (_, list) = CertificateRevocationList::from_der(der).map_err(|error| error.to_string())?;
-    Ok(list.next_update().map(since_epoch))
+    Ok(list.next_update().map(to_unix_seconds))
 }
 
 /// Nobody cares how long before 1970.
-fn since_epoch(time: ASN1Time) -> u64 {
+fn to_unix_seconds(time: ASN1Time) -> u64 {
     u64::try_from(time.timestamp()).unwrap_or(0)
 }
 
 /// The most telling of several names.
-fn alternative(names: &[GeneralName<'_>]) -> Option<Box<str>> {
+fn select_alternative_name(names: &[GeneralName<'_>]) -> Option<Box<str>> {
     let ranked = names.iter().filter_map(|name| match name {
         GeneralName::URI(uri) => Some((0, (*uri).into())),
         GeneralName::DNSName(name) => Some((1, (*name).into())),
         GeneralName::RFC822Name(address) => Some((2, (*address).into())),
-        GeneralName::IPAddress(bytes) => Some((3, ip(bytes)?)),
+        GeneralName::IPAddress(bytes) => Some((3, format_ip_address(bytes)?)),
         _ => None,
     });
     // The first among equals.
     ranked.min_by_key(|(rank, _)| *rank).map(|(_, name)| name)
 }
 
-fn ip(bytes: &[u8]) -> Option<Box<str>> {
+fn format_ip_address(bytes: &[u8]) -> Option<Box<str>> {
     let v4 = <[u8; 4]>::try_from(bytes).map(|octets| Ipv4Addr::from(octets).to_string());
     let any = v4
         .or_else(|_| <[u8; 16]>::try_from(bytes).map(|octets| Ipv6Addr::from(octets).to_string()));
@@ -99,7 +102,7 @@ mod tests {
     use super::*;
     use rcgen::{CertificateParams, DnType, KeyPair, SanType, date_time_ymd};
 
-    fn certificate(sans: Vec<SanType>, cn: Option<&str>) -> Certificate {
+    fn self_signed_certificate(sans: Vec<SanType>, cn: Option<&str>) -> ParsedCertificate {
         let mut params = CertificateParams::default();
         params.distinguished_name = rcgen::DistinguishedName::new();
         if let Some(cn) = cn {
@@ -108,7 +111,7 @@ mod tests {
         params.subject_alt_names = sans;
         params.not_before = date_time_ymd(2026, 1, 1);
         params.not_after = date_time_ymd(2026, 1, 2);
-        Certificate::read(
+        ParsedCertificate::from_der(
             params
                 .self_signed(&KeyPair::generate().unwrap())
                 .unwrap()
@@ -118,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn the_most_telling_name_is_the_subject() {
+    fn subject_prefers_uri_then_dns_then_email_then_ip() {
         let dns = |name: &str| SanType::DnsName(name.try_into().unwrap());
         let (uri, mail) = ("spiffe://mesh/ns/a", "ann@example.com");
         let mail_san = || SanType::Rfc822Name(mail.try_into().unwrap());
@@ -145,23 +148,26 @@ mod tests {
             (vec![], None),
         ];
         for (sans, expected) in cases {
-            let read = certificate(sans, Some("Ann, \"the\" user"));
+            let read = self_signed_certificate(sans, Some("Ann, \"the\" user"));
             assert_eq!(read.subject.san.as_deref(), expected);
             assert_eq!(read.subject.cn.as_deref(), Some("Ann, \"the\" user"));
         }
-        assert_eq!(certificate(vec![], None).subject, Subject::default());
+        assert_eq!(
+            self_signed_certificate(vec![], None).subject,
+            CertificateSubject::default()
+        );
     }
 
     #[test]
-    fn names_and_validity_are_read() {
+    fn reads_dns_names_and_validity() {
         let dns =
             ["*.Example.com", "b.example"].map(|name| SanType::DnsName(name.try_into().unwrap()));
-        let read = certificate(dns.to_vec(), None);
+        let read = self_signed_certificate(dns.to_vec(), None);
         assert_eq!(
             read.dns_names,
             ["*.example.com", "b.example"].map(Box::from)
         );
-        assert_eq!(read.valid, (1_767_225_600, 1_767_312_000));
-        assert!(Certificate::read(b"nonsense").is_err());
+        assert_eq!(read.validity_s, (1_767_225_600, 1_767_312_000));
+        assert!(ParsedCertificate::from_der(b"nonsense").is_err());
     }
 }

@@ -38,7 +38,7 @@ impl ClientTls {
     ///
     /// # Errors
     /// When a certificate can't be for such a name.
-    pub fn name_of(&self, host: &str) -> Result<ServerName<'static>, InvalidDnsNameError> {
+    pub fn server_name_for(&self, host: &str) -> Result<ServerName<'static>, InvalidDnsNameError> {
         match &self.server_name {
             Some(name) => Ok(name.clone()),
             None => ServerName::try_from(host.to_owned()),

@@ -1,7 +1,7 @@
 //! TLS towards clients: which certificates we show, and which of theirs we ask for.
 
-use super::certificate::{self, Certificate};
-use super::{certificates, private_key};
+use super::certificate::{self, ParsedCertificate};
+use super::{parse_certificates, parse_private_key};
 use arc_swap::ArcSwapOption;
 use sha2::{Digest, Sha256};
 use std::fmt;
@@ -28,9 +28,9 @@ pub enum ClientAuth {
 
 /// Which certificates of clients are believed.
 #[derive(Debug)]
-pub struct Clients {
+pub struct ClientAuthSettings {
     pub auth: ClientAuth,
-    /// What has to stand behind them: PEM; needed unless `auth` is [`ClientAuth::None`].
+    /// What has to stand behind them: PEM; needed unless `auth` is [`ClientAuth::Retry`].
     pub ca: Option<Vec<u8>>,
     /// What is not believed any more. `None`: nobody says so.
     pub crl: Option<RevocationLists>,
@@ -41,20 +41,20 @@ pub struct Clients {
 pub struct RevocationLists {
     lists: Vec<CertificateRevocationListDer<'static>>,
     /// The earliest time at which one should have been replaced, in seconds since the Unix epoch.
-    pub expiry: Option<u64>,
+    pub expiry_s: Option<u64>,
 }
 
 /// What holds for new connections, replaced by a reload. `None`: cleartext.
-pub type Current = Arc<ArcSwapOption<ServerTls>>;
+pub type ReloadableServerTls = Arc<ArcSwapOption<ServerTls>>;
 
 /// A certificate that we show, with its chain and its key.
 #[derive(Clone)]
 pub struct ServerIdentity {
     key: Arc<CertifiedKey>,
     /// The certificate itself; what stands behind it in the chain is for clients.
-    pub certificate: Certificate,
+    pub certificate: ParsedCertificate,
     /// The earliest end in the chain, in seconds since the Unix epoch.
-    pub expiry: u64,
+    pub expiry_s: u64,
     digest: [u8; 32],
 }
 
@@ -62,7 +62,7 @@ pub struct ServerIdentity {
 pub struct ServerTls {
     config: Arc<ServerConfig>,
     /// Where each certificate came from, and when it ends.
-    expiries: Vec<(String, u64)>,
+    certificate_expiries: Vec<(String, u64)>,
     /// Stands for all that it was made of.
     digest: [u8; 32],
 }
@@ -81,10 +81,10 @@ impl ServerIdentity {
     ///
     /// # Errors
     /// An [`IdentityError`] in words that show nothing of the key.
-    pub fn read(chain_pem: &[u8], key_pem: &[u8]) -> Result<Self, IdentityError> {
-        let chain = certificates(chain_pem).map_err(IdentityError::Certificate)?;
-        let mut read = chain.iter().map(|der| Certificate::read(der));
-        let certificate = match read.next() {
+    pub fn from_pem(chain_pem: &[u8], key_pem: &[u8]) -> Result<Self, IdentityError> {
+        let chain = parse_certificates(chain_pem).map_err(IdentityError::Certificate)?;
+        let mut parsed_certificates = chain.iter().map(|der| ParsedCertificate::from_der(der));
+        let certificate = match parsed_certificates.next() {
             Some(first) => first.map_err(IdentityError::Certificate)?,
             None => {
                 return Err(IdentityError::Certificate(
@@ -92,10 +92,10 @@ impl ServerIdentity {
                 ));
             }
         };
-        let expiry = read
-            .filter_map(|issuer| Some(issuer.ok()?.valid.1))
-            .fold(certificate.valid.1, u64::min);
-        let key = private_key(key_pem).map_err(IdentityError::Key)?;
+        let expiry = parsed_certificates
+            .filter_map(|issuer| Some(issuer.ok()?.validity_s.1))
+            .fold(certificate.validity_s.1, u64::min);
+        let key = parse_private_key(key_pem).map_err(IdentityError::Key)?;
         let key = CertifiedKey::from_der(chain, key, &aws_lc_rs::default_provider()).map_err(
             |error| match error {
                 Error::InconsistentKeys(_) => {
@@ -104,21 +104,21 @@ impl ServerIdentity {
                 error => IdentityError::Key(format!("the key can't be used: {error}")),
             },
         )?;
-        let digest = digest([chain_pem, key_pem]);
+        let digest = digest_texts([chain_pem, key_pem]);
         Ok(Self {
             key: Arc::new(key),
             certificate,
-            expiry,
+            expiry_s: expiry,
             digest,
         })
     }
 
-    fn is_for(&self, name: &str) -> bool {
+    fn has_dns_name(&self, name: &str) -> bool {
         self.certificate.dns_names.iter().any(|own| **own == *name)
     }
 
     /// Whether a wildcard covers the name: it stands for one label.
-    fn covers(&self, name: &str) -> bool {
+    fn has_wildcard_for(&self, name: &str) -> bool {
         let Some((_, parent)) = name.split_once('.') else {
             return false;
         };
@@ -128,7 +128,7 @@ impl ServerIdentity {
             .any(|own| own.strip_prefix("*.") == Some(parent))
     }
 
-    fn suits(&self, hello: &ClientHello<'_>) -> bool {
+    fn supports_signature_schemes(&self, hello: &ClientHello<'_>) -> bool {
         self.key
             .key
             .choose_scheme(hello.signature_schemes())
@@ -148,7 +148,7 @@ impl fmt::Debug for ServerIdentity {
 impl RevocationLists {
     /// # Errors
     /// Words that say what is wrong with the PEM text.
-    pub fn read(pem: &[u8]) -> Result<Self, String> {
+    pub fn from_pem(pem: &[u8]) -> Result<Self, String> {
         let lists: Result<Vec<_>, _> = CertificateRevocationListDer::pem_slice_iter(pem).collect();
         let lists = lists.map_err(|error| error.to_string())?;
         if lists.is_empty() {
@@ -156,10 +156,13 @@ impl RevocationLists {
         }
         let mut expiry = None;
         for list in &lists {
-            let end = certificate::next_update(list)?;
+            let end = certificate::parse_next_update(list)?;
             expiry = [expiry, end].into_iter().flatten().min();
         }
-        Ok(Self { lists, expiry })
+        Ok(Self {
+            lists,
+            expiry_s: expiry,
+        })
     }
 }
 
@@ -170,35 +173,35 @@ impl ServerTls {
     /// Words that say what is wrong with the CA.
     pub fn new(
         identities: Vec<(String, ServerIdentity)>,
-        clients: &Clients,
+        clients: &ClientAuthSettings,
     ) -> Result<Self, String> {
         let mut hash = Sha256::new();
         for (_, identity) in &identities {
             hash.update(identity.digest);
         }
         hash.update([clients.auth as u8]);
-        hash.update(digest([clients.ca.as_deref().unwrap_or_default()]));
-        hash.update(digest(
+        hash.update(digest_texts([clients.ca.as_deref().unwrap_or_default()]));
+        hash.update(digest_texts(
             clients
                 .crl
                 .iter()
                 .flat_map(|crl| &crl.lists)
                 .map(AsRef::as_ref),
         ));
-        let expiries = identities
+        let certificate_expiries = identities
             .iter()
-            .map(|(name, identity)| (name.clone(), identity.expiry))
+            .map(|(name, identity)| (name.clone(), identity.expiry_s))
             .collect();
-        let shown = Arc::new(Shown(
+        let resolver = Arc::new(CertificateResolver(
             identities
                 .into_iter()
                 .map(|(_, identity)| identity)
                 .collect(),
         ));
-        let config = config(shown, clients)?;
+        let config = build_server_config(resolver, clients)?;
         Ok(Self {
             config: Arc::new(config),
-            expiries,
+            certificate_expiries,
             digest: hash.finalize().into(),
         })
     }
@@ -209,8 +212,8 @@ impl ServerTls {
     }
 
     /// Where each certificate came from, and when the first of its chain ends: seconds since the Unix epoch.
-    pub fn expiries(&self) -> &[(String, u64)] {
-        &self.expiries
+    pub fn certificate_expiries(&self) -> &[(String, u64)] {
+        &self.certificate_expiries
     }
 }
 
@@ -223,21 +226,24 @@ impl PartialEq for ServerTls {
 impl fmt::Debug for ServerTls {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ServerTls")
-            .field("expiries", &self.expiries)
+            .field("expiries", &self.certificate_expiries)
             .finish_non_exhaustive()
     }
 }
 
 /// Each has its own key for tickets: a session that was begun under other rules is not resumed under these, as a
 /// resumption does not look at certificates again.
-fn config(shown: Arc<Shown>, clients: &Clients) -> Result<ServerConfig, String> {
+fn build_server_config(
+    resolver: Arc<CertificateResolver>,
+    clients: &ClientAuthSettings,
+) -> Result<ServerConfig, String> {
     let provider = Arc::new(aws_lc_rs::default_provider());
     let verifier = match (clients.auth, &clients.ca) {
         (ClientAuth::None, _) => Arc::new(NoClientAuth),
         (_, None) => return Err("there is no CA to check clients' certificates against".to_owned()),
         (auth, Some(pem)) => {
             let builder = WebPkiClientVerifier::builder_with_provider(
-                super::roots(pem)?.into(),
+                super::parse_root_certificates(pem)?.into(),
                 Arc::clone(&provider),
             );
             let builder = if auth == ClientAuth::Optional {
@@ -259,7 +265,7 @@ fn config(shown: Arc<Shown>, clients: &Clients) -> Result<ServerConfig, String> 
         .map_err(|error| error.to_string())?;
     let mut config = builder
         .with_client_cert_verifier(verifier)
-        .with_cert_resolver(shown);
+        .with_cert_resolver(resolver);
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     // Kept by clients: a memory of ours would have to be bounded, and so be forgotten under load.
     config.ticketer = Ticketer::new().map_err(|error| error.to_string())?;
@@ -268,40 +274,43 @@ fn config(shown: Arc<Shown>, clients: &Clients) -> Result<ServerConfig, String> 
 
 /// What we show to whom.
 #[derive(Debug)]
-struct Shown(Vec<ServerIdentity>);
+struct CertificateResolver(Vec<ServerIdentity>);
 
-impl ResolvesServerCert for Shown {
+impl ResolvesServerCert for CertificateResolver {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        let chosen = self.choose(hello.server_name().unwrap_or_default(), |identity| {
-            identity.suits(&hello)
+        let chosen = self.select_identity(hello.server_name().unwrap_or_default(), |identity| {
+            identity.supports_signature_schemes(&hello)
         });
         chosen.map(|identity| Arc::clone(&identity.key))
     }
 }
 
-impl Shown {
+impl CertificateResolver {
     /// The first whose name is asked for, before one by wildcard, before the first of all. Among several for one name,
     /// one whose kind of key the client knows. `name`: in lower case, as rustls has it.
-    fn choose(
+    fn select_identity(
         &self,
         name: &str,
-        suits: impl Fn(&ServerIdentity) -> bool,
+        is_supported: impl Fn(&ServerIdentity) -> bool,
     ) -> Option<&ServerIdentity> {
         let name = name.strip_suffix('.').unwrap_or(name);
-        let of = |is: fn(&ServerIdentity, &str) -> bool| {
-            self.0.iter().filter(move |identity| is(identity, name))
+        let matching = |matches: fn(&ServerIdentity, &str) -> bool| {
+            self.0
+                .iter()
+                .filter(move |identity| matches(identity, name))
         };
-        let named = of(ServerIdentity::is_for).chain(of(ServerIdentity::covers));
-        let usual = || named.clone().next().or(self.0.first());
-        named
+        let candidates = matching(ServerIdentity::has_dns_name)
+            .chain(matching(ServerIdentity::has_wildcard_for));
+        let fallback = || candidates.clone().next().or(self.0.first());
+        candidates
             .clone()
-            .find(|identity| suits(identity))
-            .or_else(usual)
+            .find(|identity| is_supported(identity))
+            .or_else(fallback)
     }
 }
 
 /// Of several texts, so that nothing moves from one to the next unseen.
-fn digest<'t>(texts: impl IntoIterator<Item = &'t [u8]>) -> [u8; 32] {
+fn digest_texts<'t>(texts: impl IntoIterator<Item = &'t [u8]>) -> [u8; 32] {
     let mut hash = Sha256::new();
     for text in texts {
         hash.update(Sha256::digest(text));
@@ -316,7 +325,7 @@ mod tests {
     use tokio_rustls::rustls::SignatureAlgorithm;
 
     #[test]
-    fn of_several_for_one_name_a_client_gets_what_it_can_check() {
+    fn selects_the_certificate_whose_key_type_the_client_supports() {
         let kinds = [&PKCS_ECDSA_P256_SHA256, &PKCS_ED25519];
         let names = [
             "first.example",
@@ -331,39 +340,45 @@ mod tests {
                 .unwrap()
                 .self_signed(&key)
                 .unwrap();
-            ServerIdentity::read(certificate.pem().as_bytes(), key.serialize_pem().as_bytes())
+            ServerIdentity::from_pem(certificate.pem().as_bytes(), key.serialize_pem().as_bytes())
                 .unwrap()
         });
-        let shown = Shown(identities.collect());
-        let chosen = |name: &str, known: &[SignatureAlgorithm]| {
-            let chosen = shown
-                .choose(name, |identity| {
-                    known.contains(&identity.key.key.algorithm())
+        let resolver = CertificateResolver(identities.collect());
+        let selected_index = |name: &str, supported: &[SignatureAlgorithm]| {
+            let chosen = resolver
+                .select_identity(name, |identity| {
+                    supported.contains(&identity.key.key.algorithm())
                 })
                 .unwrap();
-            shown
+            resolver
                 .0
                 .iter()
                 .position(|identity| identity.digest == chosen.digest)
                 .unwrap()
         };
         use SignatureAlgorithm::{ECDSA, ED25519, RSA};
-        assert_eq!(chosen("a.example", &[ECDSA, ED25519]), 1);
+        assert_eq!(selected_index("a.example", &[ECDSA, ED25519]), 1);
         assert_eq!(
-            chosen("a.example.", &[ECDSA, ED25519]),
+            selected_index("a.example.", &[ECDSA, ED25519]),
             1,
             "the root's dot says nothing"
         );
-        assert_eq!(chosen("a.example", &[ECDSA]), 2);
-        assert_eq!(chosen("b.example", &[ED25519]), 3);
-        assert_eq!(chosen("b.example", &[ECDSA]), 4);
+        assert_eq!(selected_index("a.example", &[ECDSA]), 2);
+        assert_eq!(selected_index("b.example", &[ED25519]), 3);
+        assert_eq!(selected_index("b.example", &[ECDSA]), 4);
         // Nobody can be helped whose kind isn't there, and whose name isn't gets the first.
         assert_eq!(
-            (chosen("a.example", &[RSA]), chosen("c.d.example", &[ECDSA])),
+            (
+                selected_index("a.example", &[RSA]),
+                selected_index("c.d.example", &[ECDSA])
+            ),
             (1, 0)
         );
         assert_eq!(
-            (chosen("", &[ED25519]), chosen("first.example", &[RSA])),
+            (
+                selected_index("", &[ED25519]),
+                selected_index("first.example", &[RSA])
+            ),
             (0, 0)
         );
     }

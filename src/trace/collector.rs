@@ -28,7 +28,7 @@ const GRPC_PATH: &str = "/opentelemetry.proto.collector.trace.v1.TraceService/Ex
 const HTTP_PATH: &str = "/v1/traces";
 
 /// What a collector answers is short.
-const LARGEST_ANSWER: usize = 64 << 10;
+const MAX_RESPONSE_BYTES: usize = 64 << 10;
 
 /// Where spans go.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,24 +38,24 @@ pub struct CollectorUrl {
     port: u16,
     pub is_tls: bool,
     /// `None`: by gRPC.
-    path: Option<String>,
+    http_path: Option<String>,
 }
 
 /// A collector, and the connection to it.
-pub(super) struct Collector {
+pub(super) struct CollectorClient {
     url: CollectorUrl,
     headers: HeaderMap,
     tls: Option<ClientTls>,
-    connection: Option<Connection>,
+    connection: Option<CollectorConnection>,
 }
 
-enum Connection {
+enum CollectorConnection {
     Grpc(http2::SendRequest<Full<Bytes>>),
     Http(http1::SendRequest<Full<Bytes>>),
 }
 
 /// Why spans were not taken, for people.
-pub(super) type Refused = String;
+pub(super) type SpanExportError = String;
 
 impl CollectorUrl {
     /// `http` or `https`, host, port (4317 if absent). Port 4318 or a path: OTLP over HTTP; else gRPC.
@@ -63,14 +63,14 @@ impl CollectorUrl {
     /// # Errors
     /// Words that say what would be right.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let wrong = || "expected a collector such as \"http://127.0.0.1:4317\"".to_owned();
-        let uri: Uri = text.parse().ok().ok_or_else(wrong)?;
+        let invalid = || "expected a collector such as \"http://127.0.0.1:4317\"".to_owned();
+        let uri: Uri = text.parse().ok().ok_or_else(invalid)?;
         let is_tls = match uri.scheme_str() {
             Some("http") => false,
             Some("https") => true,
-            _ => return Err(wrong()),
+            _ => return Err(invalid()),
         };
-        let authority = uri.authority().ok_or_else(wrong)?;
+        let authority = uri.authority().ok_or_else(invalid)?;
         if authority.as_str().contains('@') || uri.query().is_some() {
             return Err(
                 "a collector is not logged in to by its URL; expected scheme, host, port and perhaps a path"
@@ -85,7 +85,7 @@ impl CollectorUrl {
         let port = match authority.port_u16() {
             Some(port @ 1..) => port,
             None if authority.as_str() == authority.host() => GRPC_PORT,
-            _ => return Err(wrong()),
+            _ => return Err(invalid()),
         };
         let path = match uri.path() {
             "" | "/" if port == HTTP_PORT => Some(HTTP_PATH.to_owned()),
@@ -93,13 +93,13 @@ impl CollectorUrl {
             path => Some(path.to_owned()),
         };
         if host.is_empty() {
-            Err(wrong())
+            Err(invalid())
         } else {
             Ok(Self {
                 host,
                 port,
                 is_tls,
-                path,
+                http_path: path,
             })
         }
     }
@@ -119,7 +119,7 @@ impl CollectorUrl {
     }
 }
 
-impl Collector {
+impl CollectorClient {
     pub(super) fn new(settings: TraceSettings) -> Self {
         let TraceSettings {
             collector,
@@ -140,76 +140,82 @@ impl Collector {
     pub(super) async fn export(
         &mut self,
         spans: &ExportTraceServiceRequest,
-    ) -> Result<u64, Refused> {
+    ) -> Result<u64, SpanExportError> {
         let mut connection = match self.connection.take() {
             Some(connection) if connection.is_open() => connection,
             _ => self.connect().await?,
         };
         let rejected = match &mut connection {
-            Connection::Grpc(sender) => call(sender, self.grpc_request(spans)?).await,
-            Connection::Http(sender) => post(sender, self.http_request(spans)?).await,
+            CollectorConnection::Grpc(sender) => {
+                call_grpc(sender, self.build_grpc_request(spans)?).await
+            }
+            CollectorConnection::Http(sender) => {
+                post_http(sender, self.build_http_request(spans)?).await
+            }
         };
         self.connection = Some(connection);
         rejected
     }
 
-    async fn connect(&self) -> Result<Connection, Refused> {
+    async fn connect(&self) -> Result<CollectorConnection, SpanExportError> {
         let socket = TcpStream::connect((self.url.host.as_str(), self.url.port))
             .await
-            .map_err(told)?;
-        socket.set_nodelay(true).map_err(told)?;
+            .map_err(to_export_error)?;
+        socket.set_nodelay(true).map_err(to_export_error)?;
         let Some(tls) = &self.tls else {
-            return self.begin(socket).await;
+            return self.handshake(socket).await;
         };
         let mut config = (**tls.config()).clone();
-        let protocol: &[u8] = if self.url.path.is_some() {
+        let protocol: &[u8] = if self.url.http_path.is_some() {
             b"http/1.1"
         } else {
             b"h2"
         };
         config.alpn_protocols = vec![protocol.to_vec()];
-        let name = tls.name_of(&self.url.host).map_err(told)?;
-        self.begin(
+        let name = tls
+            .server_name_for(&self.url.host)
+            .map_err(to_export_error)?;
+        self.handshake(
             TlsConnector::from(Arc::new(config))
                 .connect(name, socket)
                 .await
-                .map_err(told)?,
+                .map_err(to_export_error)?,
         )
         .await
     }
 
-    async fn begin(
+    async fn handshake(
         &self,
         stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    ) -> Result<Connection, Refused> {
+    ) -> Result<CollectorConnection, SpanExportError> {
         let stream = TokioIo::new(stream);
-        Ok(match self.url.path {
+        Ok(match self.url.http_path {
             None => {
                 let (sender, driver) = http2::handshake(TokioExecutor::new(), stream)
                     .await
-                    .map_err(told)?;
+                    .map_err(to_export_error)?;
                 tokio::spawn(driver);
-                Connection::Grpc(sender)
+                CollectorConnection::Grpc(sender)
             }
             Some(_) => {
-                let (sender, driver) = http1::handshake(stream).await.map_err(told)?;
+                let (sender, driver) = http1::handshake(stream).await.map_err(to_export_error)?;
                 tokio::spawn(driver);
-                Connection::Http(sender)
+                CollectorConnection::Http(sender)
             }
         })
     }
 
-    fn grpc_request(
+    fn build_grpc_request(
         &self,
         spans: &ExportTraceServiceRequest,
-    ) -> Result<Request<Full<Bytes>>, Refused> {
+    ) -> Result<Request<Full<Bytes>>, SpanExportError> {
         let length = spans.encoded_len();
         let mut body = BytesMut::with_capacity(5 + length);
         body.put_u8(0);
-        body.put_u32(u32::try_from(length).map_err(told)?);
-        spans.encode(&mut body).map_err(told)?;
+        body.put_u32(u32::try_from(length).map_err(to_export_error)?);
+        spans.encode(&mut body).map_err(to_export_error)?;
         let scheme = if self.url.is_tls { "https" } else { "http" };
-        let mut request = self.request(
+        let mut request = self.build_request(
             format!("{scheme}://{}{GRPC_PATH}", self.url.authority()),
             body.freeze(),
         )?;
@@ -222,29 +228,33 @@ impl Collector {
         Ok(request)
     }
 
-    fn http_request(
+    fn build_http_request(
         &self,
         spans: &ExportTraceServiceRequest,
-    ) -> Result<Request<Full<Bytes>>, Refused> {
-        let path = self.url.path.clone().unwrap_or_default();
-        let mut request = self.request(path, spans.encode_to_vec().into())?;
+    ) -> Result<Request<Full<Bytes>>, SpanExportError> {
+        let path = self.url.http_path.clone().unwrap_or_default();
+        let mut request = self.build_request(path, spans.encode_to_vec().into())?;
         request.headers_mut().insert(
             CONTENT_TYPE,
             HeaderValue::from_static("application/x-protobuf"),
         );
         request.headers_mut().insert(
             HOST,
-            HeaderValue::try_from(self.url.authority()).map_err(told)?,
+            HeaderValue::try_from(self.url.authority()).map_err(to_export_error)?,
         );
         Ok(request)
     }
 
-    fn request(&self, uri: String, body: Bytes) -> Result<Request<Full<Bytes>>, Refused> {
+    fn build_request(
+        &self,
+        uri: String,
+        body: Bytes,
+    ) -> Result<Request<Full<Bytes>>, SpanExportError> {
         let request = Request::builder()
             .method(Method::POST)
             .uri(uri)
             .body(Full::new(body));
-        let mut request = request.map_err(told)?;
+        let mut request = request.map_err(to_export_error)?;
         *request.headers_mut() = self.headers.clone();
         let agent = HeaderValue::from_static(concat!("tidegate/", env!("CARGO_PKG_VERSION")));
         request.headers_mut().insert(USER_AGENT, agent);
@@ -252,7 +262,7 @@ impl Collector {
     }
 }
 
-impl Connection {
+impl CollectorConnection {
     fn is_open(&self) -> bool {
         match self {
             Self::Grpc(sender) => !sender.is_closed(),
@@ -261,71 +271,79 @@ impl Connection {
     }
 }
 
-async fn call(
+async fn call_grpc(
     sender: &mut http2::SendRequest<Full<Bytes>>,
     request: Request<Full<Bytes>>,
-) -> Result<u64, Refused> {
-    let answer = sender.send_request(request).await.map_err(told)?;
-    let (status, headers) = (answer.status(), answer.headers().clone());
-    let (body, trailers) = whole(answer).await?;
+) -> Result<u64, SpanExportError> {
+    let response = sender
+        .send_request(request)
+        .await
+        .map_err(to_export_error)?;
+    let (status, headers) = (response.status(), response.headers().clone());
+    let (body, trailers) = read_response(response).await?;
     if status != StatusCode::OK {
         return Err(format!("HTTP status {status}"));
     }
     // A call that fails at once has no trailers: their fields are in the head.
-    let said = trailers
+    let status_fields = trailers
         .as_ref()
         .filter(|fields| fields.contains_key("grpc-status"))
         .unwrap_or(&headers);
-    match text(said, "grpc-status") {
-        "0" => Ok(rejected(body.get(5..).unwrap_or_default())),
+    match header_text(status_fields, "grpc-status") {
+        "0" => Ok(count_rejected_spans(body.get(5..).unwrap_or_default())),
         code => Err(format!(
             "gRPC status {code:?}: {}",
-            text(said, "grpc-message")
+            header_text(status_fields, "grpc-message")
         )),
     }
 }
 
-async fn post(
+async fn post_http(
     sender: &mut http1::SendRequest<Full<Bytes>>,
     request: Request<Full<Bytes>>,
-) -> Result<u64, Refused> {
-    let answer = sender.send_request(request).await.map_err(told)?;
-    let status = answer.status();
-    let (body, _) = whole(answer).await?;
+) -> Result<u64, SpanExportError> {
+    let response = sender
+        .send_request(request)
+        .await
+        .map_err(to_export_error)?;
+    let status = response.status();
+    let (body, _) = read_response(response).await?;
     if status.is_success() {
-        Ok(rejected(&body))
+        Ok(count_rejected_spans(&body))
     } else {
         Err(format!("HTTP status {status}"))
     }
 }
 
-async fn whole(answer: Response<Incoming>) -> Result<(Bytes, Option<HeaderMap>), Refused> {
-    let body = Limited::new(answer.into_body(), LARGEST_ANSWER)
+async fn read_response(
+    response: Response<Incoming>,
+) -> Result<(Bytes, Option<HeaderMap>), SpanExportError> {
+    let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES)
         .collect()
         .await
-        .map_err(told)?;
+        .map_err(to_export_error)?;
     let trailers = body.trailers().cloned();
     Ok((body.to_bytes(), trailers))
 }
 
 /// How many spans were not taken; an answer that can't be read tells of none.
-fn rejected(answer: &[u8]) -> u64 {
-    let partly = ExportTraceServiceResponse::decode(answer)
+fn count_rejected_spans(message: &[u8]) -> u64 {
+    let partial_success = ExportTraceServiceResponse::decode(message)
         .ok()
         .and_then(|answer| answer.partial_success);
-    partly.map_or(0, |partly| {
+    partial_success.map_or(0, |partly| {
         u64::try_from(partly.rejected_spans).unwrap_or(0)
     })
 }
 
-fn text<'h>(fields: &'h HeaderMap, name: &str) -> &'h str {
+fn header_text<'h>(fields: &'h HeaderMap, name: &str) -> &'h str {
     fields
         .get(name)
         .and_then(|value| value.to_str().ok())
         .unwrap_or_default()
 }
 
-fn told(error: impl fmt::Display) -> Refused {
+fn to_export_error(error: impl fmt::Display) -> SpanExportError {
     error.to_string()
 }
 
@@ -336,7 +354,7 @@ impl fmt::Display for CollectorUrl {
             f,
             "{scheme}://{}{}",
             self.authority(),
-            self.path.as_deref().unwrap_or_default()
+            self.http_path.as_deref().unwrap_or_default()
         )
     }
 }
@@ -346,7 +364,7 @@ mod tests {
     use super::CollectorUrl;
 
     #[test]
-    fn port_and_path_say_how_it_is_spoken_to() {
+    fn port_and_path_select_the_protocol() {
         for (text, shown, is_grpc) in [
             ("http://127.0.0.1:4317", "http://127.0.0.1:4317", true),
             ("http://127.0.0.1:4317/", "http://127.0.0.1:4317", true),
@@ -367,7 +385,7 @@ mod tests {
         ] {
             let url = CollectorUrl::parse(text).unwrap();
             assert_eq!(
-                (url.to_string().as_str(), url.path.is_none()),
+                (url.to_string().as_str(), url.http_path.is_none()),
                 (shown, is_grpc),
                 "{text}"
             );
@@ -375,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_collector_is_said_so() {
+    fn rejects_an_invalid_collector_url() {
         for text in [
             "",
             "127.0.0.1:4317",

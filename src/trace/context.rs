@@ -10,12 +10,12 @@ use std::hash::BuildHasher;
 pub(super) const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 pub(super) const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 
-const SAMPLED: u8 = 1;
+const SAMPLED_FLAG: u8 = 1;
 /// The trace's id is random: what counts ids may rely on it (level 2 of the recommendation).
-const RANDOM: u8 = 2;
+const RANDOM_ID_FLAG: u8 = 2;
 
 /// Length of version 00, and of what stands in front in any later one.
-const LENGTH: usize = 55;
+const TRACEPARENT_LEN: usize = 55;
 
 /// A trace, the same in all services that a request passes; shown as 32 hexadecimal digits. Never 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,16 +27,16 @@ pub struct SpanId(pub(super) u64);
 
 /// One valid `traceparent`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Context {
+pub struct TraceContext {
     pub trace: TraceId,
     /// Of the one who says it.
     pub span: SpanId,
     flags: u8,
 }
 
-impl Context {
+impl TraceContext {
     /// What a request's headers say; `None` also if they say it twice or wrongly: then it counts as unsaid.
-    pub fn of(headers: &HeaderMap) -> Option<Self> {
+    pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
         let mut values = headers.get_all(TRACEPARENT).iter();
         let value = values.next()?;
         values
@@ -47,17 +47,17 @@ impl Context {
     }
 
     fn parse(text: &[u8]) -> Option<Self> {
-        let (known, rest) = text.split_at_checked(LENGTH)?;
+        let (known, rest) = text.split_at_checked(TRACEPARENT_LEN)?;
         let known = std::str::from_utf8(known).ok()?;
         let mut parts = known.split('-');
         let mut part = |length: usize| {
             parts
                 .next()
-                .filter(|part| part.len() == length && is_hex(part))
+                .filter(|part| part.len() == length && is_lowercase_hex(part))
         };
         let (version, trace, span, flags) = (part(2)?, part(32)?, part(16)?, part(2)?);
         // A later version may say more behind these.
-        let ends_well = match version {
+        let is_end_valid = match version {
             "ff" => false,
             "00" => rest.is_empty(),
             _ => matches!(rest, [] | [b'-', ..]),
@@ -68,35 +68,35 @@ impl Context {
         let context = Self {
             trace: TraceId(trace),
             span: SpanId(span),
-            flags: flags & (SAMPLED | RANDOM),
+            flags: flags & (SAMPLED_FLAG | RANDOM_ID_FLAG),
         };
-        (ends_well && parts.next().is_none()).then_some(context)
+        (is_end_valid && parts.next().is_none()).then_some(context)
     }
 
     /// Whoever began the trace has it recorded.
     pub fn is_sampled(self) -> bool {
-        self.flags & SAMPLED != 0
+        self.flags & SAMPLED_FLAG != 0
     }
 
     /// The begin of a trace that is recorded.
-    pub(super) fn begin() -> Self {
-        let high = u128::from(random()) << 64;
+    pub(super) fn new_root() -> Self {
+        let high = u128::from(random_id()) << 64;
         Self {
-            trace: TraceId(high | u128::from(random())),
-            span: SpanId(random()),
-            flags: SAMPLED | RANDOM,
+            trace: TraceId(high | u128::from(random_id())),
+            span: SpanId(random_id()),
+            flags: SAMPLED_FLAG | RANDOM_ID_FLAG,
         }
     }
 
     /// A new span in the same trace.
-    pub(super) fn child(self) -> Self {
+    pub(super) fn new_child(self) -> Self {
         Self {
-            span: SpanId(random()),
+            span: SpanId(random_id()),
             ..self
         }
     }
 
-    pub(super) fn header(self) -> Option<HeaderValue> {
+    pub(super) fn to_header_value(self) -> Option<HeaderValue> {
         HeaderValue::try_from(format!(
             "00-{}-{}-{:02x}",
             self.trace, self.span, self.flags
@@ -111,13 +111,13 @@ impl Context {
 }
 
 /// The recommendation has lower case only.
-fn is_hex(text: &str) -> bool {
+fn is_lowercase_hex(text: &str) -> bool {
     text.bytes()
         .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 /// By the system's randomness: generators seeded with the time would meet in replicas that start together.
-fn random() -> u64 {
+fn random_id() -> u64 {
     RandomState::new().hash_one(0_u8).max(1)
 }
 
@@ -140,33 +140,40 @@ mod tests {
 
     const VALID: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
-    fn parse(text: &str) -> Option<Context> {
-        Context::parse(text.as_bytes())
+    fn parse(text: &str) -> Option<TraceContext> {
+        TraceContext::parse(text.as_bytes())
     }
 
     #[test]
-    fn what_is_valid_is_read_and_written_again() {
+    fn a_valid_traceparent_round_trips() {
         let context = parse(VALID).unwrap();
         assert!(context.is_sampled());
-        assert_eq!(context.header().unwrap(), VALID);
+        assert_eq!(context.to_header_value().unwrap(), VALID);
         assert_eq!(
             context.trace.to_string(),
             "4bf92f3577b34da6a3ce929d0e0e4736"
         );
-        let child = context.child();
+        let child = context.new_child();
         assert_eq!(child.trace, context.trace);
         assert_ne!(child.span, context.span);
         assert!(!parse(&VALID.replace("-01", "-00")).unwrap().is_sampled());
     }
 
     #[test]
-    fn flags_that_nobody_knows_are_not_passed_on() {
+    fn unknown_flags_are_not_forwarded() {
         let context = parse(&VALID.replace("-01", "-ff")).unwrap();
-        assert!(context.header().unwrap().to_str().unwrap().ends_with("-03"));
+        assert!(
+            context
+                .to_header_value()
+                .unwrap()
+                .to_str()
+                .unwrap()
+                .ends_with("-03")
+        );
     }
 
     #[test]
-    fn a_later_version_may_say_more() {
+    fn accepts_extra_fields_of_later_versions() {
         let later = VALID.replacen("00", "01", 1);
         for text in [
             later.clone(),
@@ -179,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_valid_counts_as_unsaid() {
+    fn ignores_an_invalid_or_repeated_traceparent() {
         for text in [
             String::new(),
             VALID.replacen("00", "ff", 1),
@@ -199,10 +206,10 @@ mod tests {
         }
         let mut headers = HeaderMap::new();
         headers.append(TRACEPARENT, HeaderValue::from_static(VALID));
-        assert!(Context::of(&headers).is_some());
+        assert!(TraceContext::from_headers(&headers).is_some());
         headers.append(TRACEPARENT, HeaderValue::from_static(VALID));
         assert_eq!(
-            Context::of(&headers),
+            TraceContext::from_headers(&headers),
             None,
             "who says it twice says nothing"
         );
@@ -210,15 +217,15 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_is_taken_is_written_as_it_was(trace in 1_u128.., span in 1_u64.., flags in 0_u8..4) {
+        fn an_accepted_traceparent_is_written_unchanged(trace in 1_u128.., span in 1_u64.., flags in 0_u8..4) {
             let text = format!("00-{trace:032x}-{span:016x}-{flags:02x}");
-            let header = parse(&text).unwrap().header().unwrap();
+            let header = parse(&text).unwrap().to_header_value().unwrap();
             prop_assert_eq!(header.to_str().unwrap(), text);
         }
 
         #[test]
-        fn nothing_makes_it_stumble(bytes in proptest::collection::vec(any::<u8>(), 0..70)) {
-            let _ = Context::parse(&bytes);
+        fn parsing_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..70)) {
+            let _ = TraceContext::parse(&bytes);
         }
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! Nothing that serves clients waits for it. What does not fit into the queue is dropped, and counted.
 
-use super::collector::{Collector, Refused};
-use super::span::Recorded;
+use super::collector::{CollectorClient, SpanExportError};
+use super::span::RequestSpans;
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::common::v1::InstrumentationScope;
 use opentelemetry_proto::tonic::resource::v1::Resource;
@@ -18,19 +18,19 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{sleep, timeout};
 
 /// Requests that wait for their export: some MiB at most.
-pub(super) const QUEUE: usize = 2048;
+pub(super) const QUEUE_CAPACITY: usize = 2048;
 /// Requests whose spans go together.
-const BATCH: usize = 256;
+const MAX_BATCH_REQUESTS: usize = 256;
 /// How long the first of a batch waits for others.
-const LINGER: Duration = Duration::from_secs(1);
+const MAX_BATCH_DELAY: Duration = Duration::from_secs(1);
 /// Of one batch, connecting included.
-const DEADLINE: Duration = Duration::from_secs(5);
+const EXPORT_TIMEOUT: Duration = Duration::from_secs(5);
 /// What the end of the process waits for.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What became of spans.
 #[derive(Debug, Default)]
-pub(super) struct Counts {
+pub(super) struct SpanExportCounters {
     pub(super) exported: AtomicU64,
     pub(super) dropped: AtomicU64,
     pub(super) failed: AtomicU64,
@@ -38,41 +38,41 @@ pub(super) struct Counts {
 
 /// The end of the export.
 #[derive(Debug)]
-pub struct Exporter {
+pub struct SpanExporter {
     stop: oneshot::Sender<()>,
     done: oneshot::Receiver<()>,
 }
 
 /// What the thread works with.
-struct Export {
-    collector: Collector,
+struct SpanExportWorker {
+    collector: CollectorClient,
     resource: Resource,
-    counts: Arc<Counts>,
+    counters: Arc<SpanExportCounters>,
     has_failed: bool,
 }
 
-impl Exporter {
+impl SpanExporter {
     /// Starts the thread.
     pub(super) fn start(
-        collector: Collector,
+        collector: CollectorClient,
         resource: Resource,
-        counts: Arc<Counts>,
-        queue: mpsc::Receiver<Recorded>,
+        counters: Arc<SpanExportCounters>,
+        queue: mpsc::Receiver<RequestSpans>,
     ) -> io::Result<Self> {
         let (stop, stopped) = oneshot::channel();
-        let (tell, done) = oneshot::channel();
+        let (done_sender, done) = oneshot::channel();
         let runtime = Builder::new_current_thread().enable_all().build()?;
         thread::Builder::new()
             .name("trace".to_owned())
             .spawn(move || {
-                let export = Export {
+                let worker = SpanExportWorker {
                     collector,
                     resource,
-                    counts,
+                    counters,
                     has_failed: false,
                 };
-                runtime.block_on(export.run(queue, stopped));
-                drop(tell);
+                runtime.block_on(worker.run(queue, stopped));
+                drop(done_sender);
             })?;
         Ok(Self { stop, done })
     }
@@ -82,33 +82,33 @@ impl Exporter {
         let Self { stop, done } = self;
         drop(stop);
         // Both ends are told by the other's end.
-        if timeout(LAST_WORDS, done).await.is_err() {
+        if timeout(SHUTDOWN_TIMEOUT, done).await.is_err() {
             tracing::warn!("the last spans were not exported");
         }
     }
 }
 
 /// Ends when a batch is full, or nothing more will come.
-async fn fill(batch: &mut Vec<Recorded>, queue: &mut mpsc::Receiver<Recorded>) {
-    while batch.len() < BATCH {
-        let room = BATCH - batch.len();
-        if queue.recv_many(batch, room).await == 0 {
+async fn fill_batch(batch: &mut Vec<RequestSpans>, queue: &mut mpsc::Receiver<RequestSpans>) {
+    while batch.len() < MAX_BATCH_REQUESTS {
+        let remaining = MAX_BATCH_REQUESTS - batch.len();
+        if queue.recv_many(batch, remaining).await == 0 {
             return;
         }
     }
 }
 
-impl Export {
+impl SpanExportWorker {
     async fn run(
         mut self,
-        mut queue: mpsc::Receiver<Recorded>,
+        mut queue: mpsc::Receiver<RequestSpans>,
         mut stopped: oneshot::Receiver<()>,
     ) {
         let mut is_ending = false;
         loop {
             let mut batch = Vec::new();
             tokio::select! {
-                taken = queue.recv_many(&mut batch, BATCH) => if taken == 0 { return },
+                taken = queue.recv_many(&mut batch, MAX_BATCH_REQUESTS) => if taken == 0 { return },
                 _ = &mut stopped, if !is_ending => {
                     is_ending = true;
                     queue.close();
@@ -117,8 +117,8 @@ impl Export {
             }
             if !is_ending {
                 tokio::select! {
-                    () = fill(&mut batch, &mut queue) => {}
-                    () = sleep(LINGER) => {}
+                    () = fill_batch(&mut batch, &mut queue) => {}
+                    () = sleep(MAX_BATCH_DELAY) => {}
                     _ = &mut stopped => is_ending = true,
                 }
                 if is_ending {
@@ -129,12 +129,12 @@ impl Export {
         }
     }
 
-    async fn export(&mut self, batch: Vec<Recorded>) {
+    async fn export(&mut self, batch: Vec<RequestSpans>) {
         let spans: Vec<_> = batch
             .into_iter()
             .flat_map(|recorded| recorded.into_spans())
             .collect();
-        let number = u64::try_from(spans.len()).unwrap_or(u64::MAX);
+        let span_count = u64::try_from(spans.len()).unwrap_or(u64::MAX);
         let scope = InstrumentationScope {
             name: "tidegate".to_owned(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -152,24 +152,26 @@ impl Export {
             ..ResourceSpans::default()
         }];
         let request = ExportTraceServiceRequest { resource_spans };
-        let taken = timeout(DEADLINE, self.collector.export(&request)).await;
-        match taken.unwrap_or_else(|_| Err("no answer in time".to_owned())) {
+        let result = timeout(EXPORT_TIMEOUT, self.collector.export(&request)).await;
+        match result.unwrap_or_else(|_| Err("no answer in time".to_owned())) {
             Ok(rejected) => {
-                let rejected = rejected.min(number);
-                self.counts.failed.fetch_add(rejected, Ordering::Relaxed);
-                self.counts
+                let rejected = rejected.min(span_count);
+                self.counters.failed.fetch_add(rejected, Ordering::Relaxed);
+                self.counters
                     .exported
-                    .fetch_add(number - rejected, Ordering::Relaxed);
+                    .fetch_add(span_count - rejected, Ordering::Relaxed);
                 if std::mem::replace(&mut self.has_failed, false) {
                     tracing::info!("spans are exported again");
                 }
             }
-            Err(refused) => self.failed(number, &refused),
+            Err(refused) => self.record_failure(span_count, &refused),
         }
     }
 
-    fn failed(&mut self, number: u64, error: &Refused) {
-        self.counts.failed.fetch_add(number, Ordering::Relaxed);
+    fn record_failure(&mut self, span_count: u64, error: &SpanExportError) {
+        self.counters
+            .failed
+            .fetch_add(span_count, Ordering::Relaxed);
         if !std::mem::replace(&mut self.has_failed, true) {
             tracing::warn!(error, "spans can't be exported");
         }

@@ -10,18 +10,18 @@ mod exporter;
 mod span;
 
 pub use collector::CollectorUrl;
-pub use context::{Context, SpanId, TraceId};
-pub use exporter::Exporter;
-pub use span::{Answered, Asked, Recording};
+pub use context::{SpanId, TraceContext, TraceId};
+pub use exporter::SpanExporter;
+pub use span::{RequestRecording, TracedRequest, TracedResponse};
 
 use crate::clock::Clock;
-use crate::telemetry::metrics::Spans;
+use crate::telemetry::metrics::SpanExportCounts;
 use crate::tls::ClientTls;
-use collector::Collector;
-use exporter::{Counts, QUEUE};
+use collector::CollectorClient;
+use exporter::{QUEUE_CAPACITY, SpanExportCounters};
 use http::HeaderMap;
 use opentelemetry_proto::tonic::resource::v1::Resource;
-use span::{Recorded, text};
+use span::{RequestSpans, string_attribute};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -37,12 +37,12 @@ pub struct TraceSettings {
     /// For https; there if and only if the URL says so.
     pub tls: Option<ClientTls>,
     /// Of requests whose caller says nothing, this share is recorded, 0 to 1.
-    pub sample: f64,
+    pub sample_ratio: f64,
 }
 
 impl TraceSettings {
     /// What messages are written with, and HTTP/2 doesn't know: nobody else sets these.
-    pub const OWN_HEADERS: [&str; 10] = [
+    pub const RESERVED_HEADERS: [&str; 10] = [
         "connection",
         "content-encoding",
         "content-length",
@@ -58,13 +58,13 @@ impl TraceSettings {
 
 /// Records requests; cheap to clone, shared by all workers.
 #[derive(Clone, Debug)]
-pub struct Tracer(Arc<Inner>);
+pub struct Tracer(Arc<TracerInner>);
 
-struct Inner {
-    sample: f64,
+struct TracerInner {
+    sample_ratio: f64,
     clock: Clock,
-    queue: mpsc::Sender<Recorded>,
-    counts: Arc<Counts>,
+    queue: mpsc::Sender<RequestSpans>,
+    counters: Arc<SpanExportCounters>,
 }
 
 impl Tracer {
@@ -72,53 +72,57 @@ impl Tracer {
     ///
     /// # Errors
     /// When there can't be another thread.
-    pub fn start(settings: &TraceSettings, instance: &str) -> io::Result<(Self, Exporter)> {
-        let (queue, recorded) = mpsc::channel(QUEUE);
-        let counts = Arc::<Counts>::default();
+    pub fn start(settings: &TraceSettings, instance: &str) -> io::Result<(Self, SpanExporter)> {
+        let (queue, recorded) = mpsc::channel(QUEUE_CAPACITY);
+        let counters = Arc::<SpanExportCounters>::default();
         let attributes = vec![
-            text("service.name", "tidegate"),
-            text("service.version", env!("CARGO_PKG_VERSION")),
-            text("service.instance.id", instance),
+            string_attribute("service.name", "tidegate"),
+            string_attribute("service.version", env!("CARGO_PKG_VERSION")),
+            string_attribute("service.instance.id", instance),
         ];
         let resource = Resource {
             attributes,
             ..Resource::default()
         };
-        let collector = Collector::new(settings.clone());
-        let exporter = Exporter::start(collector, resource, Arc::clone(&counts), recorded)?;
-        let inner = Inner {
-            sample: settings.sample,
+        let collector = CollectorClient::new(settings.clone());
+        let exporter = SpanExporter::start(collector, resource, Arc::clone(&counters), recorded)?;
+        let inner = TracerInner {
+            sample_ratio: settings.sample_ratio,
             clock: Clock::system(),
             queue,
-            counts,
+            counters,
         };
         Ok((Self(Arc::new(inner)), exporter))
     }
 
     /// A recording of the request, if it is to be recorded. `said` is what its headers say of its trace.
-    pub fn begin(
+    pub fn start_recording(
         &self,
-        said: Option<Context>,
+        caller: Option<TraceContext>,
         headers: &HeaderMap,
-        asked: &Asked<'_>,
+        request: &TracedRequest<'_>,
         arrived: Instant,
-    ) -> Option<Box<Recording>> {
-        let is_wanted = match said {
+    ) -> Option<Box<RequestRecording>> {
+        let is_sampled = match caller {
             Some(caller) => caller.is_sampled(),
-            None => fastrand::f64() < self.0.sample,
+            None => fastrand::f64() < self.0.sample_ratio,
         };
-        is_wanted.then(|| Box::new(Recording::begin(self, said, headers, asked, arrived)))
+        is_sampled.then(|| {
+            Box::new(RequestRecording::new(
+                self, caller, headers, request, arrived,
+            ))
+        })
     }
 
     /// What became of all spans so far.
-    pub fn spans(&self) -> Spans {
-        let count = |count: fn(&Counts) -> &std::sync::atomic::AtomicU64| {
-            count(&self.0.counts).load(Ordering::Relaxed)
+    pub fn span_counts(&self) -> SpanExportCounts {
+        let load = |count: fn(&SpanExportCounters) -> &std::sync::atomic::AtomicU64| {
+            count(&self.0.counters).load(Ordering::Relaxed)
         };
-        Spans {
-            exported: count(|counts| &counts.exported),
-            dropped: count(|counts| &counts.dropped),
-            failed: count(|counts| &counts.failed),
+        SpanExportCounts {
+            exported: load(|counts| &counts.exported),
+            dropped: load(|counts| &counts.dropped),
+            failed: load(|counts| &counts.failed),
         }
     }
 }

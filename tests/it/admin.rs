@@ -1,11 +1,11 @@
 //! The admin port: what it counts, what it says of health, and whom it answers.
 
-use crate::support::client::{Ask, RawClient, Reply};
-use crate::support::process::{Process, run, tidegate};
+use crate::support::client::{ClientRequest, RawClient, RawResponse};
+use crate::support::process::{ChildProcess, run_command, tidegate_command};
 use crate::support::proxy::Proxy;
-use crate::support::redis::Server;
-use crate::support::upstream::{Upstream, fed};
-use crate::support::{SOON, eventually};
+use crate::support::redis::RedisServer;
+use crate::support::upstream::{Upstream, channel_body};
+use crate::support::{TEST_TIMEOUT, eventually};
 use hyper::Response;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,11 +17,11 @@ use tempfile::TempDir;
 
 /// A page of metrics, read strictly: whatever Prometheus would not take fails the test.
 #[derive(Debug)]
-struct Metrics(BTreeMap<String, f64>);
+struct MetricsPage(BTreeMap<String, f64>);
 
-impl Metrics {
-    async fn of(proxy: &Proxy) -> Self {
-        let reply = Ask::new(proxy.admin(), "GET", "/metrics")
+impl MetricsPage {
+    async fn fetch(proxy: &Proxy) -> Self {
+        let reply = ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
             .send_to_localhost()
             .await;
         assert_eq!(
@@ -81,7 +81,7 @@ impl Metrics {
     }
 
     /// What a policy did: its counts that are not 0.
-    fn policy(&self, name: &str) -> Vec<(&str, f64)> {
+    fn policy_counts(&self, name: &str) -> Vec<(&str, f64)> {
         let prefix = format!("tidegate_requests_total{{policy=\"{name}\",decision=\"");
         let counts = self.0.iter().filter_map(|(series, count)| {
             Some((series.strip_prefix(&prefix)?.strip_suffix("\"}")?, *count))
@@ -89,7 +89,7 @@ impl Metrics {
         counts.filter(|(_, count)| *count > 0.0).collect()
     }
 
-    fn series(&self) -> BTreeSet<&String> {
+    fn series_names(&self) -> BTreeSet<&String> {
         self.0.keys().collect()
     }
 }
@@ -104,24 +104,24 @@ fn assert_labels(series: &str) {
     assert!(labels_are.is_match(labels), "{series}");
 }
 
-impl Ask {
-    async fn send_to_localhost(self) -> Reply {
+impl ClientRequest {
+    async fn send_to_localhost(self) -> RawResponse {
         self.header("Host", "localhost").send().await
     }
 }
 
-async fn see(proxy: &Proxy, target: &str) -> Reply {
-    Ask::new(proxy.admin(), "GET", target)
+async fn admin_get(proxy: &Proxy, target: &str) -> RawResponse {
+    ClientRequest::new(proxy.admin_address(), "GET", target)
         .send_to_localhost()
         .await
 }
 
-async fn ready(proxy: &Proxy) -> (u16, Value) {
-    let reply = see(proxy, "/readyz").await;
+async fn get_readiness(proxy: &Proxy) -> (u16, Value) {
+    let reply = admin_get(proxy, "/readyz").await;
     (reply.status, reply.json())
 }
 
-const EVERY_KIND: &str = r#"
+const EVERY_POLICY_KIND: &str = r#"
 [listen]
 threads = 2
 [[policy]]
@@ -142,7 +142,7 @@ limit = { requests = 3, per = "1h" }
 "#;
 
 #[tokio::test]
-async fn who_was_held_counts_as_delayed() {
+async fn queued_requests_count_as_delayed() {
     let upstream = Upstream::echo().await;
     let line = "limit = { requests = 1, per = '1s', algorithm = 'leaky_bucket', max_delay = '5s' }";
     let policies = format!(
@@ -153,38 +153,45 @@ async fn who_was_held_counts_as_delayed() {
     let proxy = Proxy::start(&policies, upstream.address).await;
     let start = Instant::now();
     let _ = tokio::join!(proxy.get("/"), proxy.get("/"), proxy.get("/"));
-    assert!(start.elapsed() < SOON, "the shadow holds nobody");
-    let metrics = Metrics::of(&proxy).await;
-    assert_eq!(metrics.policy("line"), [("allowed", 1.0), ("delayed", 2.0)]);
-    assert_eq!(metrics.policy("other"), [("allowed", 3.0)]);
+    assert!(start.elapsed() < TEST_TIMEOUT, "the shadow holds nobody");
+    let metrics = MetricsPage::fetch(&proxy).await;
+    assert_eq!(
+        metrics.policy_counts("line"),
+        [("allowed", 1.0), ("delayed", 2.0)]
+    );
+    assert_eq!(metrics.policy_counts("other"), [("allowed", 3.0)]);
     let _ = proxy
-        .wait_for_log("the access log to say so", 0, SOON, |line| {
+        .wait_for_log("the access log to say so", 0, TEST_TIMEOUT, |line| {
             line.field("decision") == "delayed"
         })
         .await;
 }
 
 #[tokio::test]
-async fn what_was_counted_is_what_happened() {
+async fn metrics_match_the_requests_served() {
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(EVERY_KIND, upstream.address).await;
-    assert_eq!(proxy.statuses("/", 5).await, [200, 200, 200, 429, 429]);
-    assert_eq!(proxy.statuses("/free", 2).await, [200, 200]);
-    assert_eq!(proxy.statuses("/closed", 4).await, [403; 4]);
+    let proxy = Proxy::start(EVERY_POLICY_KIND, upstream.address).await;
+    assert_eq!(proxy.get_statuses("/", 5).await, [200, 200, 200, 429, 429]);
+    assert_eq!(proxy.get_statuses("/free", 2).await, [200, 200]);
+    assert_eq!(proxy.get_statuses("/closed", 4).await, [403; 4]);
     assert_eq!(
-        proxy.ask("GET", "/").header("Host", "a b").status().await,
+        proxy
+            .request("GET", "/")
+            .header("Host", "a b")
+            .send_for_status()
+            .await,
         400
     );
-    let metrics = Metrics::of(&proxy).await;
-    assert_eq!(metrics.policy("free"), [("exempt", 2.0)]);
-    assert_eq!(metrics.policy("closed"), [("denied", 4.0)]);
+    let metrics = MetricsPage::fetch(&proxy).await;
+    assert_eq!(metrics.policy_counts("free"), [("exempt", 2.0)]);
+    assert_eq!(metrics.policy_counts("closed"), [("denied", 4.0)]);
     assert_eq!(
-        metrics.policy("live"),
+        metrics.policy_counts("live"),
         [("allowed", 3.0), ("rejected", 2.0)]
     );
     // A shadow policy is charged by what is admitted, so its two are gone after the second.
     assert_eq!(
-        metrics.policy("candidate"),
+        metrics.policy_counts("candidate"),
         [("allowed", 2.0), ("shadow_rejected", 3.0)]
     );
     for (series, count) in [
@@ -207,10 +214,10 @@ async fn what_was_counted_is_what_happened() {
 }
 
 #[tokio::test]
-async fn errors_of_the_upstream_and_connections_are_counted() {
-    let (feeder, body) = fed();
+async fn upstream_errors_and_connections_are_counted() {
+    let (feeder, body) = channel_body();
     let body = Mutex::new(Some(body));
-    let upstream = Upstream::serving(move |_| {
+    let upstream = Upstream::with_handler(move |_| {
         let body = body.lock().unwrap().take().unwrap_or_default();
         async { Response::new(body) }
     })
@@ -221,15 +228,15 @@ async fn errors_of_the_upstream_and_connections_are_counted() {
     feeder.send("x").await;
     client.read_past(b"x").await;
     assert_eq!(
-        Metrics::of(&proxy)
+        MetricsPage::fetch(&proxy)
             .await
             .value("tidegate_connections_active"),
         1.0
     );
 
     let nobody = Proxy::builder().start().await;
-    assert_eq!(nobody.statuses("/", 2).await, [502, 502]);
-    let metrics = Metrics::of(&nobody).await;
+    assert_eq!(nobody.get_statuses("/", 2).await, [502, 502]);
+    let metrics = MetricsPage::fetch(&nobody).await;
     assert_eq!(
         metrics.value("tidegate_upstream_errors_total{kind=\"connect_refused\"}"),
         2.0
@@ -244,7 +251,7 @@ async fn errors_of_the_upstream_and_connections_are_counted() {
     );
 }
 
-fn on_redis(port: u16) -> String {
+fn redis_config(port: u16) -> String {
     format!(
         "[store]\nkind = \"redis\"\n[store.redis]\nurl = \"redis://127.0.0.1:{port}/0\"\nkey_prefix = \"t\"\n\
          timeout = \"2s\"\n[store.redis.breaker]\nfailures = 2\nprobe_interval = \"20ms\"\n\
@@ -256,14 +263,14 @@ fn on_redis(port: u16) -> String {
 }
 
 #[tokio::test]
-async fn an_outage_of_redis_is_counted_and_said_and_readiness_holds() {
-    let mut redis = Server::start();
+async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready() {
+    let mut redis = RedisServer::start();
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&on_redis(redis.port()), upstream.address).await;
-    assert_eq!(proxy.statuses("/shut", 1).await, [200]);
+    let proxy = Proxy::start(&redis_config(redis.port()), upstream.address).await;
+    assert_eq!(proxy.get_statuses("/shut", 1).await, [200]);
     // The first refusal is Redis', the next is known, if the same worker is asked.
-    assert_eq!(proxy.statuses("/shut", 3).await, [429; 3]);
-    let metrics = Metrics::of(&proxy).await;
+    assert_eq!(proxy.get_statuses("/shut", 3).await, [429; 3]);
+    let metrics = MetricsPage::fetch(&proxy).await;
     let by_source = |source: &str| {
         metrics.value(&format!(
             "tidegate_decision_seconds_count{{source=\"{source}\"}}"
@@ -271,7 +278,7 @@ async fn an_outage_of_redis_is_counted_and_said_and_readiness_holds() {
     };
     assert_eq!(by_source("redis") + by_source("deny_cache"), 4.0);
     assert_eq!(
-        metrics.policy("shut"),
+        metrics.policy_counts("shut"),
         [("allowed", 1.0), ("rejected", 3.0)]
     );
     assert_eq!(
@@ -281,7 +288,7 @@ async fn an_outage_of_redis_is_counted_and_said_and_readiness_holds() {
         ),
         (1.0, 0.0)
     );
-    let (status, said) = ready(&proxy).await;
+    let (status, said) = get_readiness(&proxy).await;
     assert_eq!(
         (status, &said["store"]),
         (200, &Value::from("up")),
@@ -289,19 +296,19 @@ async fn an_outage_of_redis_is_counted_and_said_and_readiness_holds() {
     );
 
     redis.kill();
-    until_store(&proxy, "degraded").await;
-    assert_eq!(proxy.statuses("/", 3).await, [200; 3]);
-    let metrics = Metrics::of(&proxy).await;
+    wait_for_store_status(&proxy, "degraded").await;
+    assert_eq!(proxy.get_statuses("/", 3).await, [200; 3]);
+    let metrics = MetricsPage::fetch(&proxy).await;
     assert_eq!(
         metrics
-            .policy("open")
+            .policy_counts("open")
             .iter()
             .find(|(did, _)| *did == "degraded"),
         Some(&("degraded", 3.0))
     );
     assert_eq!(
         metrics
-            .policy("shadow")
+            .policy_counts("shadow")
             .iter()
             .find(|(did, _)| *did == "degraded"),
         Some(&("degraded", 3.0))
@@ -334,53 +341,53 @@ async fn an_outage_of_redis_is_counted_and_said_and_readiness_holds() {
             .sum::<f64>()
             > 0.0
     );
-    let (status, said) = ready(&proxy).await;
+    let (status, said) = get_readiness(&proxy).await;
     assert_eq!(
         status, 200,
         "degraded is no reason to be taken out of service: {said}"
     );
 
     redis.restart();
-    until_store(&proxy, "up").await;
+    wait_for_store_status(&proxy, "up").await;
     let decided =
-        |metrics: &Metrics| metrics.value("tidegate_decision_seconds_count{source=\"redis\"}");
-    let before = decided(&Metrics::of(&proxy).await);
-    assert_eq!(proxy.statuses("/", 1).await, [200]);
+        |metrics: &MetricsPage| metrics.value("tidegate_decision_seconds_count{source=\"redis\"}");
+    let before = decided(&MetricsPage::fetch(&proxy).await);
+    assert_eq!(proxy.get_statuses("/", 1).await, [200]);
     assert_eq!(
-        decided(&Metrics::of(&proxy).await) - before,
+        decided(&MetricsPage::fetch(&proxy).await) - before,
         1.0,
         "Redis decides again"
     );
 }
 
-async fn until_store(proxy: &Proxy, wanted: &str) {
-    let deadline = Instant::now() + SOON;
-    while ready(proxy).await.1["store"] != wanted {
+async fn wait_for_store_status(proxy: &Proxy, wanted: &str) {
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while get_readiness(proxy).await.1["store"] != wanted {
         assert!(
             Instant::now() < deadline,
             "the store is not {wanted}:\n{}",
-            proxy.log()
+            proxy.log_text()
         );
         tokio::time::sleep(std::time::Duration::from_millis(10)).await;
     }
 }
 
 #[tokio::test]
-async fn closed_policies_count_as_closed() {
+async fn fail_closed_policies_count_degraded_rejections() {
     let upstream = Upstream::echo().await;
-    let mut redis = Server::start();
-    let proxy = Proxy::start(&on_redis(redis.port()), upstream.address).await;
+    let mut redis = RedisServer::start();
+    let proxy = Proxy::start(&redis_config(redis.port()), upstream.address).await;
     redis.kill();
-    until_store(&proxy, "degraded").await;
-    assert_eq!(proxy.statuses("/shut", 2).await, [503; 2]);
-    let metrics = Metrics::of(&proxy).await;
+    wait_for_store_status(&proxy, "degraded").await;
+    assert_eq!(proxy.get_statuses("/shut", 2).await, [503; 2]);
+    let metrics = MetricsPage::fetch(&proxy).await;
     assert_eq!(
         metrics.value("tidegate_degraded_total{policy=\"shut\",outcome=\"closed\"}"),
         2.0
     );
-    assert_eq!(metrics.policy("shut"), [("degraded", 2.0)]);
+    assert_eq!(metrics.policy_counts("shut"), [("degraded", 2.0)]);
     // They were refused, and people are told so.
-    assert_eq!(proxy.statuses("/", 3).await, [200; 3]);
+    assert_eq!(proxy.get_statuses("/", 3).await, [200; 3]);
     let total = |column: &Value| {
         column
             .as_array()
@@ -389,10 +396,10 @@ async fn closed_policies_count_as_closed() {
             .filter_map(Value::as_u64)
             .sum::<u64>()
     };
-    let deadline = Instant::now() + SOON;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     loop {
-        let overview = see(&proxy, "/overview").await.json();
-        let policies = see(&proxy, "/policies").await.json();
+        let overview = admin_get(&proxy, "/overview").await.json();
+        let policies = admin_get(&proxy, "/policies").await.json();
         let seconds = &overview["requests"]["seconds"];
         let seen = [&seconds["degraded"], &seconds["degraded_refused"]].map(total);
         let hour = |at: usize| {
@@ -406,10 +413,10 @@ async fn closed_policies_count_as_closed() {
         assert!(Instant::now() < deadline, "{seconds:#}\n{policies:#}");
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }
-    let mut top = tidegate();
+    let mut top = tidegate_command();
     top.args(["top", "--once", "--config"])
         .arg(proxy.config_path());
-    let table = run(top.env("TIDEGATE_ADMIN__ADDRESS", proxy.admin().to_string()))
+    let table = run_command(top.env("TIDEGATE_ADMIN__ADDRESS", proxy.admin_address().to_string()))
         .await
         .stdout;
     let line = table
@@ -424,10 +431,10 @@ async fn closed_policies_count_as_closed() {
 }
 
 #[tokio::test]
-async fn readiness_fails_before_the_delay_and_the_admin_port_stays_to_the_end() {
-    let (feeder, body) = fed();
+async fn readiness_fails_before_the_delay_and_the_admin_port_stays_open_until_exit() {
+    let (feeder, body) = channel_body();
     let body = Mutex::new(Some(body));
-    let upstream = Upstream::serving(move |_| {
+    let upstream = Upstream::with_handler(move |_| {
         let body = body.lock().unwrap().take().unwrap_or_default();
         async { Response::new(body) }
     })
@@ -437,44 +444,47 @@ async fn readiness_fails_before_the_delay_and_the_admin_port_stays_to_the_end() 
     busy.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     feeder.send("x").await;
     busy.read_past(b"x").await;
-    assert_eq!(ready(&proxy).await.1["status"], "ready");
+    assert_eq!(get_readiness(&proxy).await.1["status"], "ready");
     let mark = proxy.log_mark();
-    proxy.sigterm();
+    proxy.send_sigterm();
     proxy
-        .wait_for_log("SIGTERM to arrive", mark, SOON, |line| {
-            line.mentions("SIGTERM")
+        .wait_for_log("SIGTERM to arrive", mark, TEST_TIMEOUT, |line| {
+            line.contains("SIGTERM")
         })
         .await;
-    let (status, said) = ready(&proxy).await;
+    let (status, said) = get_readiness(&proxy).await;
     assert_eq!((status, &said["status"]), (503, &Value::from("stopping")));
     assert_eq!(proxy.get("/").await.status, 200, "it still serves");
-    assert_eq!(see(&proxy, "/livez").await.status, 200);
+    assert_eq!(admin_get(&proxy, "/livez").await.status, 200);
     let address = proxy.address;
-    eventually("the listener to close", SOON, || {
+    eventually("the listener to close", TEST_TIMEOUT, || {
         std::net::TcpStream::connect(address).is_err().then_some(())
     })
     .await;
     assert_eq!(
-        see(&proxy, "/livez").await.status,
+        admin_get(&proxy, "/livez").await.status,
         200,
         "the admin port stays"
     );
     drop(feeder);
-    assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
+    assert_eq!(
+        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
+        Some(0)
+    );
 }
 
 #[tokio::test]
-async fn it_lives_but_is_not_ready_before_it_listens() {
-    let redis = Server::start();
-    redis.stop();
+async fn it_is_live_but_not_ready_before_it_listens() {
+    let redis = RedisServer::start();
+    redis.pause();
     let dir = TempDir::new().unwrap();
     let config = dir.path().join("config.toml");
     fs::write(
         &config,
-        on_redis(redis.port()).replace("timeout = \"2s\"", "connect_timeout = \"5s\""),
+        redis_config(redis.port()).replace("timeout = \"2s\"", "connect_timeout = \"5s\""),
     )
     .unwrap();
-    let mut command = tidegate();
+    let mut command = tidegate_command();
     command
         .args([
             "run",
@@ -485,22 +495,24 @@ async fn it_lives_but_is_not_ready_before_it_listens() {
             "--config",
         ])
         .arg(&config);
-    let process = Process::start(&mut command).unwrap();
+    let process = ChildProcess::start(&mut command).unwrap();
     let admin: SocketAddr = process
-        .wait_for("the admin port", 0, SOON, |line| {
+        .wait_for("the admin port", 0, TEST_TIMEOUT, |line| {
             let line: Value = serde_json::from_str(&line.text).ok()?;
             (line["message"] == "admin listening")
                 .then(|| line["address"].as_str().unwrap().parse().unwrap())
         })
         .await;
     assert_eq!(
-        Ask::new(admin, "GET", "/livez")
+        ClientRequest::new(admin, "GET", "/livez")
             .send_to_localhost()
             .await
             .status,
         200
     );
-    let reply = Ask::new(admin, "GET", "/readyz").send_to_localhost().await;
+    let reply = ClientRequest::new(admin, "GET", "/readyz")
+        .send_to_localhost()
+        .await;
     assert_eq!(
         (reply.status, &reply.json()["status"]),
         (503, &Value::from("starting"))
@@ -509,7 +521,7 @@ async fn it_lives_but_is_not_ready_before_it_listens() {
 }
 
 #[tokio::test]
-async fn generation_and_reloads_are_told() {
+async fn config_generation_and_reload_results_are_reported() {
     let policies = |requests| {
         format!("[[policy]]\nname = \"p\"\nlimit = {{ requests = {requests}, per = \"1h\" }}\n")
     };
@@ -523,10 +535,12 @@ async fn generation_and_reloads_are_told() {
         let mark = proxy.log_mark();
         proxy.write_config(&text);
         proxy
-            .wait_for_log(logged, mark, SOON, |line| line.says(logged))
+            .wait_for_log(logged, mark, TEST_TIMEOUT, |line| {
+                line.message_starts_with(logged)
+            })
             .await;
     }
-    let shown = see(&proxy, "/config").await.json();
+    let shown = admin_get(&proxy, "/config").await.json();
     assert_eq!(shown["generation"], 2);
     assert!(
         shown["reload_errors"].to_string().contains("nonsense"),
@@ -538,7 +552,7 @@ async fn generation_and_reloads_are_told() {
         format!("http://{}", upstream.address)
     );
     assert_eq!(shown["config"]["listen"]["max_connections"], 10_000);
-    let metrics = Metrics::of(&proxy).await;
+    let metrics = MetricsPage::fetch(&proxy).await;
     assert_eq!(
         metrics.value("tidegate_config_reloads_total{result=\"success\"}"),
         1.0
@@ -548,7 +562,7 @@ async fn generation_and_reloads_are_told() {
         1.0
     );
     assert_eq!(metrics.value("tidegate_config_generation"), 2.0);
-    let (status, said) = ready(&proxy).await;
+    let (status, said) = get_readiness(&proxy).await;
     assert_eq!(status, 200);
     assert!(
         said["reload_errors"][0]
@@ -560,18 +574,18 @@ async fn generation_and_reloads_are_told() {
     let mark = proxy.log_mark();
     proxy.write_config(&policies(30).replace("\"p\"", "\"q\""));
     proxy
-        .wait_for_log("the third", mark, SOON, |line| {
-            line.says("new configuration")
+        .wait_for_log("the third", mark, TEST_TIMEOUT, |line| {
+            line.message_starts_with("new configuration")
         })
         .await;
     assert_eq!(
-        ready(&proxy).await.1["reload_errors"],
+        get_readiness(&proxy).await.1["reload_errors"],
         Value::Array(Vec::new())
     );
     assert_eq!(proxy.get("/").await.status, 200);
-    let metrics = Metrics::of(&proxy).await;
+    let metrics = MetricsPage::fetch(&proxy).await;
     assert_eq!(
-        (metrics.policy("p"), metrics.policy("q")),
+        (metrics.policy_counts("p"), metrics.policy_counts("q")),
         (vec![("allowed", 1.0)], vec![("allowed", 1.0)])
     );
 }
@@ -583,7 +597,7 @@ async fn secrets_are_not_shown() {
         "[store]\nkind = \"redis\"\n[store.redis]\nkey_prefix = \"t\"\nconnect_timeout = \"50ms\"\nurl = \"{url}\"\n"
     );
     let proxy = Proxy::builder().config(&text).start().await;
-    let reply = see(&proxy, "/config").await;
+    let reply = admin_get(&proxy, "/config").await;
     assert_eq!(
         reply.json()["config"]["store"]["redis"]["url"],
         "redis://***@127.0.0.1:1/0"
@@ -598,48 +612,54 @@ async fn trap_26_nothing_that_a_client_sends_becomes_a_label() {
     let proxy = Proxy::start(keyed, upstream.address).await;
     assert_eq!(
         proxy
-            .ask("GET", "/first")
+            .request("GET", "/first")
             .header("x-user", "a")
-            .status()
+            .send_for_status()
             .await,
         200
     );
-    let before = Metrics::of(&proxy).await;
+    let before = MetricsPage::fetch(&proxy).await;
     for user in 0..20 {
         let hostile = format!("u{user}\"}} 1\\n# HELP x");
         let ask = proxy
-            .ask("PURGE", &format!("/{user}/%22%7D"))
+            .request("PURGE", &format!("/{user}/%22%7D"))
             .header("x-user", &hostile);
-        assert_eq!(ask.header("User-Agent", &hostile).status().await, 200);
+        assert_eq!(
+            ask.header("User-Agent", &hostile).send_for_status().await,
+            200
+        );
     }
-    let after = Metrics::of(&proxy).await;
-    assert_eq!(before.series(), after.series());
-    assert_eq!(after.policy("p"), [("allowed", 21.0)]);
+    let after = MetricsPage::fetch(&proxy).await;
+    assert_eq!(before.series_names(), after.series_names());
+    assert_eq!(after.policy_counts("p"), [("allowed", 21.0)]);
 }
 
 #[tokio::test]
-async fn an_ingress_that_is_not_trusted_is_told() {
+async fn an_untrusted_ingress_is_reported_as_a_hint() {
     let upstream = Upstream::echo().await;
     let keyed =
         "[[policy]]\nname = \"p\"\nkey = [\"client_ip\"]\nlimit = { requests = 9, per = \"1h\" }\n";
     let proxy = Proxy::start(keyed, upstream.address).await;
     assert_eq!(proxy.get("/").await.status, 200);
-    assert_eq!(ready(&proxy).await.1["hints"], Value::Array(Vec::new()));
+    assert_eq!(
+        get_readiness(&proxy).await.1["hints"],
+        Value::Array(Vec::new())
+    );
     assert_eq!(
         proxy
-            .ask("GET", "/")
+            .request("GET", "/")
             .header("X-Forwarded-For", "192.0.2.1")
-            .status()
+            .send_for_status()
             .await,
         200
     );
     assert_eq!(
-        Metrics::of(&proxy)
+        MetricsPage::fetch(&proxy)
             .await
             .value("tidegate_untrusted_forwarding_total"),
         1.0
     );
-    let (status, said) = ready(&proxy).await;
+    let (status, said) = get_readiness(&proxy).await;
     assert_eq!(status, 200);
     let hint = said["hints"][0].as_str().unwrap();
     assert!(
@@ -647,13 +667,13 @@ async fn an_ingress_that_is_not_trusted_is_told() {
         "{said}"
     );
     // Who may look is told who it is, and so is the log. (The dashboard: tests/browser.)
-    let overview = see(&proxy, "/overview").await.json();
+    let overview = admin_get(&proxy, "/overview").await.json();
     assert_eq!(
         overview["untrusted_peers"],
         serde_json::json!(["127.0.0.1"])
     );
-    let told = |line: &crate::support::proxy::LogLine| line.mentions("client.trusted_proxies");
-    let line = proxy.wait_for_log("a hint", 0, SOON, told).await;
+    let told = |line: &crate::support::proxy::LogLine| line.contains("client.trusted_proxies");
+    let line = proxy.wait_for_log("a hint", 0, TEST_TIMEOUT, told).await;
     assert_eq!(
         [line.field("peer"), line.field("write")],
         ["127.0.0.1", "[\"127.0.0.1/32\"]"]
@@ -661,7 +681,7 @@ async fn an_ingress_that_is_not_trusted_is_told() {
 }
 
 #[tokio::test]
-async fn the_dashboard_is_given_to_all_that_reach_the_port_and_holds_nothing() {
+async fn the_dashboard_page_needs_no_token_and_contains_no_data() {
     let dir = tempfile::TempDir::new().unwrap();
     let token = dir.path().join("token");
     std::fs::write(&token, "s3cret").unwrap();
@@ -670,7 +690,7 @@ async fn the_dashboard_is_given_to_all_that_reach_the_port_and_holds_nothing() {
         .config(&config)
         .env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0");
     let proxy = builder.start().await;
-    let page = see(&proxy, "/").await;
+    let page = admin_get(&proxy, "/").await;
     assert_eq!(
         (page.status, page.header("content-type")),
         (200, Some("text/html; charset=utf-8"))
@@ -687,14 +707,21 @@ async fn the_dashboard_is_given_to_all_that_reach_the_port_and_holds_nothing() {
     assert!(!policy.contains("unsafe"), "{policy}");
     assert_eq!(page.header("cache-control"), Some("no-store"));
     assert_eq!(
-        see(&proxy, "/overview").await.status,
+        admin_get(&proxy, "/overview").await.status,
         401,
         "the data is not given to all"
     );
-    let ask = |address, method, host| Ask::new(address, method, "/").header("Host", host).status();
-    assert_eq!(ask(proxy.admin(), "POST", "localhost").await, 405);
-    assert_eq!(ask(proxy.admin(), "GET", "evil.example").await, 403);
-    assert_eq!(ask(proxy.probes().unwrap(), "GET", "localhost").await, 404);
+    let ask = |address, method, host| {
+        ClientRequest::new(address, method, "/")
+            .header("Host", host)
+            .send_for_status()
+    };
+    assert_eq!(ask(proxy.admin_address(), "POST", "localhost").await, 405);
+    assert_eq!(ask(proxy.admin_address(), "GET", "evil.example").await, 403);
+    assert_eq!(
+        ask(proxy.probe_address().unwrap(), "GET", "localhost").await,
+        404
+    );
 }
 
 #[tokio::test]
@@ -704,9 +731,9 @@ async fn only_known_hosts_and_known_routes_are_answered() {
         .start()
         .await;
     let status = |host: &str| {
-        Ask::new(proxy.admin(), "GET", "/config")
+        ClientRequest::new(proxy.admin_address(), "GET", "/config")
             .header("Host", host)
-            .status()
+            .send_for_status()
     };
     for host in [
         "localhost:9090",
@@ -720,12 +747,13 @@ async fn only_known_hosts_and_known_routes_are_answered() {
         assert_eq!(status(host).await, 403, "{host}");
     }
     for target in ["/livez", "/metrics", "/nowhere"] {
-        let ask = Ask::new(proxy.admin(), "GET", target).header("Host", "evil.example");
-        assert_eq!(ask.status().await, 403, "{target}");
+        let ask =
+            ClientRequest::new(proxy.admin_address(), "GET", target).header("Host", "evil.example");
+        assert_eq!(ask.send_for_status().await, 403, "{target}");
     }
-    assert_eq!(see(&proxy, "/nowhere").await.status, 404);
+    assert_eq!(admin_get(&proxy, "/nowhere").await.status, 404);
     assert_eq!(
-        Ask::new(proxy.admin(), "POST", "/config")
+        ClientRequest::new(proxy.admin_address(), "POST", "/config")
             .send_to_localhost()
             .await
             .status,
@@ -739,7 +767,7 @@ async fn only_known_hosts_and_known_routes_are_answered() {
 }
 
 #[tokio::test]
-async fn an_address_for_others_needs_a_token_and_health_does_not() {
+async fn a_non_loopback_admin_address_requires_a_token_except_for_probes() {
     let dir = TempDir::new().unwrap();
     let token = dir.path().join("token");
     fs::write(&token, "s3cret\n").unwrap();
@@ -752,8 +780,8 @@ async fn an_address_for_others_needs_a_token_and_health_does_not() {
         address.set_ip([127, 0, 0, 1].into());
         address
     };
-    let admin = local(proxy.admin());
-    let ask = |target: &str| Ask::new(admin, "GET", target).header("Host", "localhost");
+    let admin = local(proxy.admin_address());
+    let ask = |target: &str| ClientRequest::new(admin, "GET", target).header("Host", "localhost");
     let refused = ask("/config").send().await;
     assert_eq!(
         (refused.status, refused.header("www-authenticate")),
@@ -762,7 +790,7 @@ async fn an_address_for_others_needs_a_token_and_health_does_not() {
     assert_eq!(
         ask("/config")
             .header("Authorization", "Bearer wrong!")
-            .status()
+            .send_for_status()
             .await,
         401
     );
@@ -772,33 +800,33 @@ async fn an_address_for_others_needs_a_token_and_health_does_not() {
         .await;
     assert_eq!(allowed.status, 200);
     assert!(!allowed.text().contains("s3cret"));
-    let probes = proxy.probes().unwrap();
+    let probes = proxy.probe_address().unwrap();
     for target in ["/livez", "/readyz", "/metrics"] {
-        assert_eq!(ask(target).status().await, 200, "{target}");
+        assert_eq!(ask(target).send_for_status().await, 200, "{target}");
         assert_eq!(
-            Ask::new(probes, "GET", target)
+            ClientRequest::new(probes, "GET", target)
                 .header("Host", "orders.svc")
-                .status()
+                .send_for_status()
                 .await,
             200,
             "{target}"
         );
     }
     assert_eq!(
-        Ask::new(probes, "GET", "/config")
+        ClientRequest::new(probes, "GET", "/config")
             .header("Authorization", "Bearer s3cret")
-            .status()
+            .send_for_status()
             .await,
         404
     );
 
     let without = dir.path().join("config.toml");
     fs::write(&without, "[admin]\n").unwrap();
-    let mut command = tidegate();
+    let mut command = tidegate_command();
     command
         .args(["run", "--upstream", "http://127.0.0.1:9", "--config"])
         .arg(&without);
-    let ended = run(command.env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0")).await;
+    let ended = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0")).await;
     assert_eq!(ended.status.code(), Some(1));
     assert!(
         ended.stderr.contains("admin.token_file"),
@@ -808,9 +836,9 @@ async fn an_address_for_others_needs_a_token_and_health_does_not() {
 }
 
 #[tokio::test]
-async fn an_admin_address_that_is_taken_is_a_clear_error() {
+async fn an_admin_address_in_use_is_a_clear_error() {
     let taken = Upstream::echo().await;
-    let mut command = tidegate();
+    let mut command = tidegate_command();
     command.args([
         "run",
         "--listen",
@@ -818,7 +846,8 @@ async fn an_admin_address_that_is_taken_is_a_clear_error() {
         "--upstream",
         "http://127.0.0.1:9",
     ]);
-    let ended = run(command.env("TIDEGATE_ADMIN__ADDRESS", taken.address.to_string())).await;
+    let ended =
+        run_command(command.env("TIDEGATE_ADMIN__ADDRESS", taken.address.to_string())).await;
     assert_eq!(ended.status.code(), Some(1));
     for said in [
         "admin.address",
@@ -834,28 +863,30 @@ async fn an_admin_address_that_is_taken_is_a_clear_error() {
 }
 
 #[tokio::test]
-async fn a_client_that_says_nothing_or_too_much_holds_no_place() {
+async fn silent_and_oversized_admin_clients_are_disconnected() {
     let proxy = Proxy::builder().start().await;
-    let mut large = RawClient::connect(proxy.admin()).await;
+    let mut large = RawClient::connect(proxy.admin_address()).await;
     large
         .send(format!(
             "GET /livez HTTP/1.1\r\nHost: localhost\r\nX: {}\r\n\r\n",
             "x".repeat(20_000)
         ))
         .await;
-    let refused = large.reply_or_close().await;
+    let refused = large.read_response_or_close().await;
     assert!(
         refused.is_none_or(|reply| reply.status == 431),
         "a head that is too large"
     );
-    let mut silent = RawClient::connect(proxy.admin()).await;
+    let mut silent = RawClient::connect(proxy.admin_address()).await;
     silent.send("GET /livez HTTP/1.1\r\n").await;
-    let late = tokio::time::timeout(SOON + SOON, async { silent.rest().await });
+    let late = tokio::time::timeout(TEST_TIMEOUT + TEST_TIMEOUT, async {
+        silent.read_to_close().await
+    });
     assert!(late.await.is_ok());
 }
 
 #[tokio::test]
-async fn health_asks_whatever_has_become_of_the_rest_of_the_configuration() {
+async fn the_health_command_ignores_errors_elsewhere_in_the_configuration() {
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start("", upstream.address).await;
     let dir = TempDir::new().unwrap();
@@ -866,11 +897,11 @@ async fn health_asks_whatever_has_become_of_the_rest_of_the_configuration() {
     )
     .unwrap();
     let health = async |address: SocketAddr| {
-        let mut command = tidegate();
+        let mut command = tidegate_command();
         command.arg("health").arg("--config").arg(&config);
-        run(command.env("TIDEGATE_ADMIN__ADDRESS", address.to_string())).await
+        run_command(command.env("TIDEGATE_ADMIN__ADDRESS", address.to_string())).await
     };
-    let ended = health(proxy.admin()).await;
+    let ended = health(proxy.admin_address()).await;
     assert_eq!(
         (ended.status.code(), ended.stdout.as_str()),
         (Some(0), "ok\n"),
@@ -889,9 +920,9 @@ async fn health_asks_whatever_has_become_of_the_rest_of_the_configuration() {
     assert!(ended.stderr.contains("127.0.0.1:1"), "{}", ended.stderr);
 
     let in_json = async |address: SocketAddr| {
-        let mut command = tidegate();
+        let mut command = tidegate_command();
         command.args(["health", "--json", "--config"]).arg(&config);
-        let ended = run(command.env("TIDEGATE_ADMIN__ADDRESS", address.to_string())).await;
+        let ended = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", address.to_string())).await;
         let told: Value = serde_json::from_str(&ended.stdout).unwrap();
         assert_eq!(told["address"], address.to_string());
         (
@@ -902,7 +933,7 @@ async fn health_asks_whatever_has_become_of_the_rest_of_the_configuration() {
         )
     };
     assert_eq!(
-        in_json(proxy.admin()).await,
+        in_json(proxy.admin_address()).await,
         (Some(0), true.into(), 200.into(), false)
     );
     assert_eq!(

@@ -1,8 +1,8 @@
 //! The admin port as a Unix socket: who may connect is a matter of its file.
 
-use crate::support::SOON;
-use crate::support::client::{RawClient, Reply};
-use crate::support::process::{Ended, run, tidegate};
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::{RawClient, RawResponse};
+use crate::support::process::{ProcessOutput, run_command, tidegate_command};
 use crate::support::proxy::Proxy;
 use crate::support::upstream::Upstream;
 use std::fs;
@@ -14,15 +14,15 @@ use tokio::net::UnixStream;
 const POLICY: &str = "[[policy]]\nname = 'all'\nlimit = { requests = 2, per = '1h' }\n";
 
 /// A proxy whose admin port is a socket, and who asks it.
-struct Desk {
+struct UnixAdminProxy {
     proxy: Proxy,
     _upstream: Upstream,
     path: PathBuf,
     _dir: TempDir,
 }
 
-impl Desk {
-    async fn open() -> Self {
+impl UnixAdminProxy {
+    async fn start() -> Self {
         let dir = TempDir::new().unwrap();
         let path = dir.path().join("admin.sock");
         let upstream = Upstream::echo().await;
@@ -42,21 +42,21 @@ impl Desk {
         }
     }
 
-    async fn ask(&self, line: &str, host: &str) -> Reply {
-        let mut client = RawClient::over(UnixStream::connect(&self.path).await.unwrap());
+    async fn send_request(&self, line: &str, host: &str) -> RawResponse {
+        let mut client = RawClient::from_stream(UnixStream::connect(&self.path).await.unwrap());
         client
             .send(format!("{line} HTTP/1.1\r\nHost: {host}\r\n\r\n"))
             .await;
-        client.reply().await
+        client.read_response().await
     }
 
-    async fn command(&self, words: &[&str]) -> Ended {
-        let mut command = tidegate();
+    async fn run_command(&self, words: &[&str]) -> ProcessOutput {
+        let mut command = tidegate_command();
         command
             .args(words)
             .arg("--config")
             .arg(self.proxy.config_path());
-        run(command.env(
+        run_command(command.env(
             "TIDEGATE_ADMIN__ADDRESS",
             format!("unix:{}", self.path.display()),
         ))
@@ -65,26 +65,36 @@ impl Desk {
 }
 
 #[tokio::test]
-async fn it_answers_who_may_write_to_its_file_as_it_would_this_machine() {
-    let desk = Desk::open().await;
+async fn clients_with_write_access_to_the_socket_are_treated_as_local() {
+    let desk = UnixAdminProxy::start().await;
     assert_eq!(
         fs::metadata(&desk.path).unwrap().permissions().mode() & 0o777,
         0o660
     );
-    let log = desk.proxy.log();
+    let log = desk.proxy.log_text();
     assert!(
         log.contains(&format!("\"address\":\"unix:{}\"", desk.path.display())),
         "{log}"
     );
-    assert_eq!(desk.ask("GET /livez", "localhost").await.status, 200);
-    let told = desk.ask("GET /policies", "localhost").await;
+    assert_eq!(
+        desk.send_request("GET /livez", "localhost").await.status,
+        200
+    );
+    let told = desk.send_request("GET /policies", "localhost").await;
     assert_eq!(
         (told.status, &told.json()["policies"][0]["name"]),
         (200, &"all".into())
     );
     // A proxy that somebody puts in front may be reached by any name.
-    assert_eq!(desk.ask("GET /policies", "evil.example").await.status, 403);
-    let refused = desk.ask("DELETE /keys?policy=all", "localhost").await;
+    assert_eq!(
+        desk.send_request("GET /policies", "evil.example")
+            .await
+            .status,
+        403
+    );
+    let refused = desk
+        .send_request("DELETE /keys?policy=all", "localhost")
+        .await;
     assert!(
         refused.status == 403 && refused.text().contains("admin.token_file"),
         "{}",
@@ -93,33 +103,36 @@ async fn it_answers_who_may_write_to_its_file_as_it_would_this_machine() {
 }
 
 #[tokio::test]
-async fn commands_find_it() {
-    let mut desk = Desk::open().await;
-    assert_eq!(desk.proxy.statuses("/", 3).await, [200, 200, 429]);
-    let health = desk.command(&["health"]).await;
+async fn commands_connect_through_the_socket() {
+    let mut desk = UnixAdminProxy::start().await;
+    assert_eq!(desk.proxy.get_statuses("/", 3).await, [200, 200, 429]);
+    let health = desk.run_command(&["health"]).await;
     assert_eq!(
         (health.status.code(), health.stdout.as_str()),
         (Some(0), "ok\n"),
         "{}",
         health.stderr
     );
-    let top = desk.command(&["top", "--once"]).await;
+    let top = desk.run_command(&["top", "--once"]).await;
     assert!(
         top.status.success() && top.stdout.contains("\nall "),
         "{}{}",
         top.stdout,
         top.stderr
     );
-    let drained = desk.command(&["drain"]).await;
+    let drained = desk.run_command(&["drain"]).await;
     assert!(
         drained.stdout.starts_with("drained in "),
         "{}{}",
         drained.stdout,
         drained.stderr
     );
-    assert_eq!(desk.proxy.ended(SOON).await.status.code(), Some(0));
+    assert_eq!(
+        desk.proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
+        Some(0)
+    );
     assert!(!desk.path.exists(), "the socket is gone");
-    let gone = desk.command(&["health"]).await;
+    let gone = desk.run_command(&["health"]).await;
     assert_eq!(gone.status.code(), Some(1));
     assert!(
         gone.stderr.starts_with(&format!(
@@ -132,10 +145,10 @@ async fn commands_find_it() {
 }
 
 #[tokio::test]
-async fn one_that_is_taken_is_named() {
-    let desk = Desk::open().await;
+async fn a_socket_in_use_is_named_in_the_error() {
+    let desk = UnixAdminProxy::start().await;
     let ended = desk
-        .command(&[
+        .run_command(&[
             "run",
             "--upstream",
             "http://127.0.0.1:9",
@@ -155,7 +168,7 @@ async fn one_that_is_taken_is_named() {
         ended.stderr
     );
     assert_eq!(
-        desk.ask("GET /livez", "localhost").await.status,
+        desk.send_request("GET /livez", "localhost").await.status,
         200,
         "the first goes on"
     );

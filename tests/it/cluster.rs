@@ -1,26 +1,26 @@
 //! A Redis Cluster: limits hold whatever slots their keys are in, and while slots and nodes come and go.
 
-use crate::outage::{POLICIES, Rig, SLACK, TIMEOUT, Way};
-use crate::support::SOON;
-use crate::support::cluster::{Cluster, node_of, slot_of};
-use crate::support::process::{run, tidegate};
+use crate::redis_outage::{OutageFixture, POLICIES, PolicyRoute, TIMEOUT, TIMEOUT_SLACK};
+use crate::support::TEST_TIMEOUT;
+use crate::support::cluster::{RedisCluster, hash_slot, initial_node};
+use crate::support::process::{run_command, tidegate_command};
 use crate::support::proxy::Proxy;
-use crate::support::redis::{Server, ready, settings};
+use crate::support::redis::{RedisServer, connect_redis, redis_settings};
 use crate::support::upstream::Upstream;
 use std::fs;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Lease, Limit};
-use tidegate::store::redis::{Inspector, RedisSettings, Shared, Topology};
-use tidegate::store::{Late, Store, Unavailable};
+use tidegate::store::redis::{CounterInspector, RedisSettings, RedisTopology, SharedRedisState};
+use tidegate::store::{Settlement, Store, StoreUnavailable};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-const DAILY: Limit = Limit {
+const DAILY_LIMIT: Limit = Limit {
     requests: 1000,
     per_us: 86_400_000_000,
     algorithm: Algorithm::FixedWindow { offset_us: 0 },
 };
-const SLOTS: Limit = Limit {
+const CONCURRENCY_LIMIT: Limit = Limit {
     requests: 3,
     per_us: 10_000_000,
     algorithm: Algorithm::Concurrency { max_duration_us: 0 },
@@ -29,7 +29,7 @@ const SLOTS: Limit = Limit {
 /// From the end of a fault until decisions are made again.
 const RECOVERY: Duration = Duration::from_secs(4);
 
-fn key(name: &str) -> Key {
+fn policy_key(name: &str) -> Key {
     KeyBuilder::new(name).finish()
 }
 
@@ -37,32 +37,38 @@ fn key(name: &str) -> Key {
 fn key_on(node: usize, policy: &str) -> Key {
     let named = |number: u32| {
         let mut key = KeyBuilder::new(policy);
-        key.part(Some(number.to_string().as_bytes()));
+        key.push_part(Some(number.to_string().as_bytes()));
         key.finish()
     };
-    (0..).map(named).find(|key| node_of(key) == node).unwrap()
+    (0..)
+        .map(named)
+        .find(|key| initial_node(key) == node)
+        .unwrap()
 }
 
-async fn store(cluster: &Cluster) -> (Shared, Store) {
-    let (shared, redis) = ready(cluster.settings()).await;
-    eventually("all nodes to be connected", SOON, async || shared.is_up()).await;
+async fn connect_store(cluster: &RedisCluster) -> (SharedRedisState, Store) {
+    let (shared, redis) = connect_redis(cluster.settings()).await;
+    wait_until("all nodes to be connected", TEST_TIMEOUT, async || {
+        shared.is_up()
+    })
+    .await;
     (shared, Store::redis(redis))
 }
 
-async fn ask(store: &Store, limit: &Limit, key: &Key) -> Result<Decision, Unavailable> {
+async fn decide_one(store: &Store, limit: &Limit, key: &Key) -> Result<Decision, StoreUnavailable> {
     store.decide(&[Charge::new(limit, key, 1)]).await
 }
 
-async fn left(store: &Store, limit: &Limit, key: &Key) -> u64 {
+async fn remaining_units(store: &Store, limit: &Limit, key: &Key) -> u64 {
     let decision = store.decide(&[Charge::new(limit, key, 0)]).await.unwrap();
-    decision.standings[0].unwrap().remaining
+    decision.statuses[0].unwrap().remaining
 }
 
-fn errors(shared: &Shared) -> u64 {
-    shared.errors().map(|(_, count)| count).sum()
+fn error_count(shared: &SharedRedisState) -> u64 {
+    shared.error_counts().map(|(_, count)| count).sum()
 }
 
-async fn eventually(what: &str, within: Duration, mut holds: impl AsyncFnMut() -> bool) {
+async fn wait_until(what: &str, within: Duration, mut holds: impl AsyncFnMut() -> bool) {
     let deadline = Instant::now() + within;
     while !holds().await {
         assert!(Instant::now() < deadline, "waited {within:?} for {what}");
@@ -72,13 +78,13 @@ async fn eventually(what: &str, within: Duration, mut holds: impl AsyncFnMut() -
 
 #[tokio::test]
 async fn limits_are_exact_over_two_proxies_and_all_slots() {
-    let cluster = Cluster::start().await;
+    let cluster = RedisCluster::start().await;
     let policies = "[[policy]]\nname = 'each'\nkey = 'header:x-user-id'\non_store_failure = 'closed'\n\
                     limit = { requests = 5, per = '1h' }\n\
                     [[policy]]\nname = 'all'\nlimit = { requests = 10000, per = '1h' }\n";
     let rigs = [
-        Rig::over(&cluster.lines(), policies).await,
-        Rig::over(&cluster.lines(), policies).await,
+        OutageFixture::with_redis(&cluster.config_lines(), policies).await,
+        OutageFixture::with_redis(&cluster.config_lines(), policies).await,
     ];
     let mut asking = JoinSet::new();
     for at in 0..8 {
@@ -89,7 +95,7 @@ async fn limits_are_exact_over_two_proxies_and_all_slots() {
                     user,
                     rigs[at % 2]
                         .proxy
-                        .ask("GET", "/")
+                        .request("GET", "/")
                         .header("x-user-id", &format!("user-{user}")),
                 )
             })
@@ -97,7 +103,7 @@ async fn limits_are_exact_over_two_proxies_and_all_slots() {
         asking.spawn(async move {
             let mut passed = [0; 20];
             for (user, ask) in asks {
-                match ask.status().await {
+                match ask.send_for_status().await {
                     200 => passed[user] += 1,
                     status => assert_eq!(status, 429),
                 }
@@ -127,32 +133,32 @@ async fn limits_are_exact_over_two_proxies_and_all_slots() {
 }
 
 #[tokio::test]
-async fn what_is_refused_in_one_slot_is_given_back_in_the_others() {
-    let cluster = Cluster::start().await;
-    let (shared, store) = store(&cluster).await;
+async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
+    let cluster = RedisCluster::start().await;
+    let (shared, store) = connect_store(&cluster).await;
     let narrow = Limit {
         requests: 5,
-        ..DAILY
+        ..DAILY_LIMIT
     };
     let (wide, tight, room) = (key_on(0, "wide"), key_on(1, "tight"), key_on(2, "room"));
     let mut admitted = 0;
     for slot in 1..=20 {
         let charges = [
-            Charge::new(&DAILY, &wide, 2),
+            Charge::new(&DAILY_LIMIT, &wide, 2),
             Charge {
                 group: 1,
                 ..Charge::new(&narrow, &tight, 1)
             },
             Charge {
                 group: 2,
-                slot,
-                ..Charge::new(&SLOTS, &room, 1)
+                slot_id: slot,
+                ..Charge::new(&CONCURRENCY_LIMIT, &room, 1)
             },
         ];
         let decision = store.decide(&charges).await.unwrap();
         admitted += u64::from(decision.admitted);
         let refusing = decision
-            .standings
+            .statuses
             .iter()
             .flatten()
             .filter(|standing| standing.refusal.is_some());
@@ -160,42 +166,46 @@ async fn what_is_refused_in_one_slot_is_given_back_in_the_others() {
     }
     assert_eq!(admitted, 3, "there are three slots");
     // Refunds are on their way when the answer is given.
-    eventually("what was refused to be given back", SOON, async || {
-        left(&store, &DAILY, &wide).await == 1000 - 2 * 3
-            && left(&store, &narrow, &tight).await == 5 - 3
-    })
+    wait_until(
+        "what was refused to be given back",
+        TEST_TIMEOUT,
+        async || {
+            remaining_units(&store, &DAILY_LIMIT, &wide).await == 1000 - 2 * 3
+                && remaining_units(&store, &narrow, &tight).await == 5 - 3
+        },
+    )
     .await;
-    assert_eq!(left(&store, &SLOTS, &room).await, 0);
+    assert_eq!(remaining_units(&store, &CONCURRENCY_LIMIT, &room).await, 0);
 
     // The other way round: a slot that was taken is free again.
     let (full, free) = (key_on(0, "full"), key_on(1, "free"));
     let nothing = Limit {
         requests: 0,
-        ..DAILY
+        ..DAILY_LIMIT
     };
     let charges = [
         Charge::new(&nothing, &full, 1),
         Charge {
             group: 1,
-            slot: 7,
-            ..Charge::new(&SLOTS, &free, 1)
+            slot_id: 7,
+            ..Charge::new(&CONCURRENCY_LIMIT, &free, 1)
         },
     ];
     assert!(!store.decide(&charges).await.unwrap().admitted);
-    eventually("the slot to come free", SOON, async || {
-        left(&store, &SLOTS, &free).await == 3
+    wait_until("the slot to come free", TEST_TIMEOUT, async || {
+        remaining_units(&store, &CONCURRENCY_LIMIT, &free).await == 3
     })
     .await;
-    assert_eq!(errors(&shared), 0);
+    assert_eq!(error_count(&shared), 0);
 }
 
 #[tokio::test]
-async fn every_algorithm_gives_back() {
-    let cluster = Cluster::start().await;
-    let (_shared, store) = store(&cluster).await;
+async fn every_algorithm_refunds_denied_charges() {
+    let cluster = RedisCluster::start().await;
+    let (_shared, store) = connect_store(&cluster).await;
     let nothing = Limit {
         requests: 0,
-        ..DAILY
+        ..DAILY_LIMIT
     };
     let (full, owner) = (key_on(0, "full"), key_on(1, "owner"));
     let all = [
@@ -208,7 +218,10 @@ async fn every_algorithm_gives_back() {
         },
     ];
     for algorithm in all {
-        let limit = Limit { algorithm, ..DAILY };
+        let limit = Limit {
+            algorithm,
+            ..DAILY_LIMIT
+        };
         // Whatever stands in the counter before.
         for spent in [0, 10] {
             if spent > 0 {
@@ -228,9 +241,11 @@ async fn every_algorithm_gives_back() {
                 },
             ];
             assert!(!store.decide(&charges).await.unwrap().admitted);
-            eventually(&format!("{algorithm:?} to give back"), SOON, async || {
-                left(&store, &limit, &owner).await == 1000 - spent
-            })
+            wait_until(
+                &format!("{algorithm:?} to give back"),
+                TEST_TIMEOUT,
+                async || remaining_units(&store, &limit, &owner).await == 1000 - spent,
+            )
             .await;
         }
     }
@@ -238,14 +253,17 @@ async fn every_algorithm_gives_back() {
 
 /// What is charged while units are lent stands with them, at their end.
 #[tokio::test]
-async fn what_is_refused_beside_a_lease_is_given_back() {
-    let cluster = Cluster::start().await;
-    let (shared, redis) = ready(cluster.settings()).await;
-    eventually("all nodes to be connected", SOON, async || shared.is_up()).await;
+async fn denied_charges_are_refunded_while_units_are_leased() {
+    let cluster = RedisCluster::start().await;
+    let (shared, redis) = connect_redis(cluster.settings()).await;
+    wait_until("all nodes to be connected", TEST_TIMEOUT, async || {
+        shared.is_up()
+    })
+    .await;
     let store = Store::redis(redis.clone());
     let nothing = Limit {
         requests: 0,
-        ..DAILY
+        ..DAILY_LIMIT
     };
     let full = key_on(0, "full");
     let all = [
@@ -258,16 +276,22 @@ async fn what_is_refused_beside_a_lease_is_given_back() {
         },
     ];
     for algorithm in all {
-        let (limit, owner) = (Limit { algorithm, ..DAILY }, key_on(1, "owner"));
+        let (limit, owner) = (
+            Limit {
+                algorithm,
+                ..DAILY_LIMIT
+            },
+            key_on(1, "owner"),
+        );
         // Two that end at different times.
-        for ttl_us in [DAILY.per_us / 4, DAILY.per_us / 2] {
+        for ttl_us in [DAILY_LIMIT.per_us / 4, DAILY_LIMIT.per_us / 2] {
             let lease = Some(Lease {
                 size: Some(25),
                 ttl_us,
             });
             let charge = Charge {
                 lease,
-                wanted: 25,
+                requested_lease_units: 25,
                 ..Charge::new(&limit, &owner, 0)
             };
             let lent = redis
@@ -290,21 +314,23 @@ async fn what_is_refused_beside_a_lease_is_given_back() {
             ];
             assert!(!store.decide(&charges).await.unwrap().admitted);
         }
-        eventually(&format!("{algorithm:?} to give back"), SOON, async || {
-            left(&store, &limit, &owner).await == 950
-        })
+        wait_until(
+            &format!("{algorithm:?} to give back"),
+            TEST_TIMEOUT,
+            async || remaining_units(&store, &limit, &owner).await == 950,
+        )
         .await;
     }
 }
 
 /// Each server has its own clock.
 #[tokio::test]
-async fn what_was_estimated_in_several_slots_is_settled_in_each() {
-    let cluster = Cluster::start().await;
-    let (_shared, store) = store(&cluster).await;
+async fn estimated_costs_in_several_slots_are_settled_in_each() {
+    let cluster = RedisCluster::start().await;
+    let (_shared, store) = connect_store(&cluster).await;
     let limit = Limit {
         algorithm: Algorithm::SlidingLog,
-        ..DAILY
+        ..DAILY_LIMIT
     };
     let keys = [0, 1, 2].map(|node| key_on(node, "tokens"));
     let charges: Vec<_> = (0..)
@@ -317,31 +343,37 @@ async fn what_was_estimated_in_several_slots_is_settled_in_each() {
         .collect();
     let decision = store.decide(&charges).await.unwrap();
     assert!(decision.admitted);
-    let late = keys.iter().zip(&decision.stands_us).map(|(key, at_us)| {
-        let amendment = Amendment::Credit {
-            units: 90,
-            at_us: at_us.unwrap(),
-        };
-        Late {
-            limit: &limit,
-            key,
-            amendment,
-        }
-    });
-    store.amend(&late.collect::<Vec<_>>()).await.unwrap();
+    let late = keys
+        .iter()
+        .zip(&decision.charged_at_us)
+        .map(|(key, at_us)| {
+            let amendment = Amendment::Credit {
+                units: 90,
+                at_us: at_us.unwrap(),
+            };
+            Settlement {
+                limit: &limit,
+                key,
+                amendment,
+            }
+        });
+    store
+        .apply_settlements(&late.collect::<Vec<_>>())
+        .await
+        .unwrap();
     for key in &keys {
-        assert_eq!(left(&store, &limit, key).await, 990);
+        assert_eq!(remaining_units(&store, &limit, key).await, 990);
     }
 }
 
 #[tokio::test]
-async fn shards_admit_as_much_as_the_whole_and_no_more() {
-    let cluster = Cluster::start().await;
+async fn shards_together_admit_exactly_the_limit() {
+    let cluster = RedisCluster::start().await;
     let policies = "[[policy]]\nname = 'hot'\nshards = 7\non_store_failure = 'closed'\n\
                     limit = { requests = 100, per = '1h' }\n\
                     [[policy]]\nname = 'beside'\nmatch = { path = '/beside' }\nshards = 2\n\
                     limit = { requests = 4, per = '1h' }\n";
-    let rig = Rig::over(&cluster.lines(), policies).await;
+    let rig = OutageFixture::with_redis(&cluster.config_lines(), policies).await;
     // Two that are spread, found together: of the second less is there than anywhere of the first.
     for _ in 0..8 {
         rig.proxy.get("/beside").await;
@@ -350,7 +382,7 @@ async fn shards_admit_as_much_as_the_whole_and_no_more() {
     let mut last = None;
     for _ in 0..110 {
         let reply = rig.proxy.get("/").await;
-        let remaining = reply.parameter("ratelimit", "hot", "r").unwrap();
+        let remaining = reply.list_parameter("ratelimit", "hot", "r").unwrap();
         assert!(
             remaining <= 100 - passed,
             "{remaining} are said to be left after {passed}"
@@ -376,35 +408,35 @@ async fn shards_admit_as_much_as_the_whole_and_no_more() {
 }
 
 #[tokio::test]
-async fn shards_are_looked_at_and_reset_as_one() {
-    let cluster = Cluster::start().await;
-    let (_shared, store) = store(&cluster).await;
-    let owner = key("hot");
+async fn shards_are_inspected_and_reset_as_one_counter() {
+    let cluster = RedisCluster::start().await;
+    let (_shared, store) = connect_store(&cluster).await;
+    let owner = policy_key("hot");
     let charge = |cost| Charge {
-        shards: 5,
-        ..Charge::new(&DAILY, &owner, cost)
+        shard_count: 5,
+        ..Charge::new(&DAILY_LIMIT, &owner, cost)
     };
     for _ in 0..10 {
         assert!(store.decide(&[charge(1)]).await.unwrap().admitted);
     }
     let whole = async || {
-        store.decide(&[charge(0)]).await.unwrap().standings[0]
+        store.decide(&[charge(0)]).await.unwrap().statuses[0]
             .unwrap()
             .remaining
     };
     assert_eq!(whole().await, 990);
-    let inspector = Inspector::connect(cluster.settings()).await.unwrap();
-    assert!(inspector.reset(&[charge(0)]).await.unwrap() >= 1);
+    let inspector = CounterInspector::connect(cluster.settings()).await.unwrap();
+    assert!(inspector.reset_counters(&[charge(0)]).await.unwrap() >= 1);
     assert_eq!(whole().await, 1000);
 }
 
 #[tokio::test]
-async fn a_shadow_policy_of_another_slot_is_charged_only_with_the_others() {
-    let cluster = Cluster::start().await;
-    let (_shared, store) = store(&cluster).await;
+async fn a_shadow_policy_in_another_slot_is_charged_only_for_admitted_requests() {
+    let cluster = RedisCluster::start().await;
+    let (_shared, store) = connect_store(&cluster).await;
     let narrow = Limit {
         requests: 2,
-        ..DAILY
+        ..DAILY_LIMIT
     };
     let (enforced, shadow) = (key_on(0, "enforced"), key_on(2, "shadow"));
     for _ in 0..6 {
@@ -413,83 +445,89 @@ async fn a_shadow_policy_of_another_slot_is_charged_only_with_the_others() {
             Charge {
                 group: 1,
                 shadow: true,
-                ..Charge::new(&DAILY, &shadow, 1)
+                ..Charge::new(&DAILY_LIMIT, &shadow, 1)
             },
         ];
         store.decide(&charges).await.unwrap();
     }
-    eventually("the shadow to be right", SOON, async || {
-        left(&store, &DAILY, &shadow).await == 998
+    wait_until("the shadow to be right", TEST_TIMEOUT, async || {
+        remaining_units(&store, &DAILY_LIMIT, &shadow).await == 998
     })
     .await;
 }
 
 #[tokio::test]
-async fn scripts_that_are_lost_are_healed_on_every_node() {
-    let cluster = Cluster::start().await;
-    let (shared, store) = store(&cluster).await;
+async fn lost_scripts_are_reloaded_on_every_node() {
+    let cluster = RedisCluster::start().await;
+    let (shared, store) = connect_store(&cluster).await;
     for _ in 0..3 {
-        let _: Vec<()> = cluster.each("SCRIPT FLUSH").await;
+        let _: Vec<()> = cluster.command_on_each_node("SCRIPT FLUSH").await;
         let mut asking = JoinSet::new();
         for name in 0..64 {
             let store = store.clone();
-            asking.spawn(async move { ask(&store, &DAILY, &key(&name.to_string())).await });
+            asking.spawn(async move {
+                decide_one(&store, &DAILY_LIMIT, &policy_key(&name.to_string())).await
+            });
         }
         assert!(asking.join_all().await.iter().all(Result::is_ok));
     }
-    assert_eq!(errors(&shared), 0);
+    assert_eq!(error_count(&shared), 0);
 }
 
 #[tokio::test]
-async fn slots_that_move_are_followed_and_nothing_is_lost() {
-    let cluster = Cluster::start().await;
-    let (shared, store) = store(&cluster).await;
+async fn migrated_slots_are_followed_without_losing_charges() {
+    let cluster = RedisCluster::start().await;
+    let (shared, store) = connect_store(&cluster).await;
     let log = Limit {
         algorithm: Algorithm::SlidingLog,
-        ..DAILY
+        ..DAILY_LIMIT
     };
     let owner = key_on(0, "moving");
-    for limit in [&DAILY, &log] {
-        ask(&store, limit, &owner).await.unwrap();
+    for limit in [&DAILY_LIMIT, &log] {
+        decide_one(&store, limit, &owner).await.unwrap();
     }
     // New counters of the slot are made where it goes to: ASK. One is here and one there: TRYAGAIN, for both together.
-    let slot = slot_of(&owner);
+    let slot = hash_slot(&owner);
     cluster
         .move_slot(slot, 0, 1, async || {
-            for limit in [&DAILY, &log] {
-                ask(&store, limit, &owner).await.unwrap();
+            for limit in [&DAILY_LIMIT, &log] {
+                decide_one(&store, limit, &owner).await.unwrap();
             }
             let window = Limit {
                 algorithm: Algorithm::SlidingWindow { buckets: 2 },
-                ..DAILY
+                ..DAILY_LIMIT
             };
-            ask(&store, &window, &owner).await.unwrap();
+            decide_one(&store, &window, &owner).await.unwrap();
         })
         .await;
     // MOVED, to a node that is known.
-    for limit in [&DAILY, &log] {
-        ask(&store, limit, &owner).await.unwrap();
-        assert_eq!(left(&store, limit, &owner).await, 1000 - 3);
+    for limit in [&DAILY_LIMIT, &log] {
+        decide_one(&store, limit, &owner).await.unwrap();
+        assert_eq!(remaining_units(&store, limit, &owner).await, 1000 - 3);
     }
-    assert_eq!(errors(&shared), 0);
+    assert_eq!(error_count(&shared), 0);
     // The map is renewed: by and by nobody is sent on any more.
-    let moved = async || cluster.nodes[0].info("errorstats", "errorstat_MOVED").await;
-    eventually("the map to be renewed", SOON, async || {
+    let moved = async || {
+        cluster.nodes[0]
+            .read_info_number("errorstats", "errorstat_MOVED")
+            .await
+    };
+    wait_until("the map to be renewed", TEST_TIMEOUT, async || {
         let before = moved().await;
-        ask(&store, &DAILY, &owner).await.unwrap();
+        decide_one(&store, &DAILY_LIMIT, &owner).await.unwrap();
         moved().await == before
     })
     .await;
 }
 
 #[tokio::test]
-async fn resharding_under_load_costs_nobody_an_answer() {
-    let cluster = Cluster::start().await;
-    let rig = Rig::over(&cluster.lines(), POLICIES).await;
-    let load = rig.load().await;
-    for owner in [key("open"), key("closed")] {
-        let slot = slot_of(&owner);
-        let (from, to) = (node_of(&owner), (node_of(&owner) + 1) % 3);
+async fn resharding_under_load_fails_no_request() {
+    let cluster = RedisCluster::start().await;
+    let rig = OutageFixture::with_redis(&cluster.config_lines(), POLICIES).await;
+    let load = rig.start_load().await;
+    for owner in [policy_key("open"), policy_key("closed")] {
+        let slot = hash_slot(&owner);
+        let (from, to) = (initial_node(&owner), (initial_node(&owner) + 1) % 3);
         cluster
             .move_slot(slot, from, to, async || {
                 sleep(Duration::from_millis(200)).await
@@ -502,81 +540,81 @@ async fn resharding_under_load_costs_nobody_an_answer() {
             })
             .await;
     }
-    load.is_decided_since(Instant::now()).await;
-    let asked = load.end().await;
+    load.wait_until_decided_since(Instant::now()).await;
+    let asked = load.finish().await;
     let undecided = asked
         .iter()
-        .filter(|asked| asked.way != Way::Past && !asked.decided)
+        .filter(|asked| asked.route != PolicyRoute::Unlimited && !asked.decided)
         .count();
-    assert_eq!(undecided, 0, "of {}: {}", asked.len(), rig.proxy.log());
+    assert_eq!(undecided, 0, "of {}: {}", asked.len(), rig.proxy.log_text());
     let passed = asked
         .iter()
-        .filter(|asked| asked.way == Way::Closed)
+        .filter(|asked| asked.route == PolicyRoute::Closed)
         .count() as u64;
     let left = rig
         .proxy
         .get("/closed")
         .await
-        .parameter("ratelimit", "closed", "r")
+        .list_parameter("ratelimit", "closed", "r")
         .unwrap();
     assert_eq!(100_000 - left, passed + 1, "each was counted once");
     println!(
         "resharding: {} requests, slowest {:?}",
         asked.len(),
-        asked.iter().map(|asked| asked.took).max()
+        asked.iter().map(|asked| asked.latency).max()
     );
 }
 
 /// Users whose counters are on the first node, and on others.
-const USERS: &str = "[[policy]]\nname = 'user'\nkey = 'header:x-user-id'\n\
+const USER_POLICY: &str = "[[policy]]\nname = 'user'\nkey = 'header:x-user-id'\n\
                      limit = { requests = 100000, per = '1h' }\non_store_failure = 'closed'\n";
 
-fn user_on(node: usize) -> String {
+fn user_on_node(node: usize) -> String {
     let user = |number: u32| {
         let mut key = KeyBuilder::new("user");
-        key.part(Some(number.to_string().as_bytes()));
-        (node_of(&key.finish()) == node).then(|| number.to_string())
+        key.push_part(Some(number.to_string().as_bytes()));
+        (initial_node(&key.finish()) == node).then(|| number.to_string())
     };
     (0..).find_map(user).unwrap()
 }
 
-async fn status(proxy: &Proxy, user: &str) -> (u16, Duration) {
+async fn status_for_user(proxy: &Proxy, user: &str) -> (u16, Duration) {
     let asked = Instant::now();
     let status = proxy
-        .ask("GET", "/")
+        .request("GET", "/")
         .header("x-user-id", user)
-        .status()
+        .send_for_status()
         .await;
     (status, asked.elapsed())
 }
 
 /// One node is away: whose counters it has is told so, at once, and nobody else notices.
-async fn one_is_away(
+async fn assert_one_node_fault_is_isolated(
     what: &str,
-    fault: impl AsyncFnOnce(&mut Cluster),
-    heal: impl AsyncFnOnce(&mut Cluster),
+    fault: impl AsyncFnOnce(&mut RedisCluster),
+    heal: impl AsyncFnOnce(&mut RedisCluster),
 ) {
-    let mut cluster = Cluster::start().await;
-    let rig = Rig::over(&cluster.lines(), USERS).await;
-    let users: Vec<String> = (0..3).map(user_on).collect();
+    let mut cluster = RedisCluster::start().await;
+    let rig = OutageFixture::with_redis(&cluster.config_lines(), USER_POLICY).await;
+    let users: Vec<String> = (0..3).map(user_on_node).collect();
     for user in &users {
-        assert_eq!(status(&rig.proxy, user).await.0, 200);
+        assert_eq!(status_for_user(&rig.proxy, user).await.0, 200);
     }
     fault(&mut cluster).await;
     let began = Instant::now();
     let (mut others, mut late, mut waited, mut asked) = (Vec::new(), 0, 0, 0);
     while began.elapsed() < Duration::from_secs(3) {
-        let (answer, took) = status(&rig.proxy, &users[0]).await;
+        let (answer, took) = status_for_user(&rig.proxy, &users[0]).await;
         assert_eq!(answer, 503, "{what}");
         waited += usize::from(took >= TIMEOUT);
         for user in &users[1..] {
-            let (answer, took) = status(&rig.proxy, user).await;
+            let (answer, took) = status_for_user(&rig.proxy, user).await;
             // On a machine that is too busy for the deadline.
             let is_late = answer == 503 && took >= TIMEOUT;
             assert!(
                 answer == 200 || is_late,
                 "{what}: it needs another node: {}",
-                rig.proxy.log()
+                rig.proxy.log_text()
             );
             late += usize::from(is_late);
             others.push(took);
@@ -587,7 +625,7 @@ async fn one_is_away(
     others.sort_unstable();
     let median = others[others.len() / 2];
     assert!(
-        median <= SLACK / 2,
+        median <= TIMEOUT_SLACK / 2,
         "{what}: {median:?} for who doesn't need the node"
     );
     assert!(
@@ -599,8 +637,8 @@ async fn one_is_away(
     assert!(waited <= 6, "{what}: {waited} of {asked} waited");
     heal(&mut cluster).await;
     let healed = Instant::now();
-    eventually("the node to be asked again", RECOVERY, async || {
-        status(&rig.proxy, &users[0]).await.0 == 200
+    wait_until("the node to be asked again", RECOVERY, async || {
+        status_for_user(&rig.proxy, &users[0]).await.0 == 200
     })
     .await;
     println!(
@@ -610,39 +648,40 @@ async fn one_is_away(
 }
 
 #[tokio::test]
-async fn a_dead_node_takes_only_its_own_slots_along() {
-    let kill = async |cluster: &mut Cluster| cluster.nodes[0].kill();
-    one_is_away("SIGKILL of a master", kill, async |cluster| {
-        cluster.nodes[0].restart_aside().await
+async fn a_dead_node_affects_only_its_own_slots() {
+    let kill = async |cluster: &mut RedisCluster| cluster.nodes[0].kill();
+    assert_one_node_fault_is_isolated("SIGKILL of a master", kill, async |cluster| {
+        cluster.nodes[0].restart_async().await
     })
     .await;
 }
 
 #[tokio::test]
-async fn a_hung_node_takes_only_its_own_slots_along() {
-    let stop = async |cluster: &mut Cluster| cluster.nodes[0].stop();
-    one_is_away("SIGSTOP of a master", stop, async |cluster| {
+async fn a_hung_node_affects_only_its_own_slots() {
+    let stop = async |cluster: &mut RedisCluster| cluster.nodes[0].pause();
+    assert_one_node_fault_is_isolated("SIGSTOP of a master", stop, async |cluster| {
         cluster.nodes[0].resume()
     })
     .await;
 }
 
 #[tokio::test]
-async fn a_full_node_takes_only_its_own_slots_along() {
-    let full =
-        async |cluster: &mut Cluster| cluster.nodes[0].command("CONFIG SET maxmemory 100kb").await;
-    one_is_away("a full master", full, async |cluster| {
+async fn a_node_out_of_memory_affects_only_its_own_slots() {
+    let full = async |cluster: &mut RedisCluster| {
+        cluster.nodes[0].command("CONFIG SET maxmemory 100kb").await
+    };
+    assert_one_node_fault_is_isolated("a full master", full, async |cluster| {
         cluster.nodes[0].command("CONFIG SET maxmemory 0").await
     })
     .await;
 }
 
 #[tokio::test]
-async fn a_node_that_lets_nobody_in_takes_only_its_own_slots_along() {
-    let cluster = Cluster::start().await;
-    let (shared, store) = store(&cluster).await;
+async fn a_node_at_its_client_limit_affects_only_its_own_slots() {
+    let cluster = RedisCluster::start().await;
+    let (shared, store) = connect_store(&cluster).await;
     let (here, there) = (key_on(0, "p"), key_on(1, "p"));
-    ask(&store, &DAILY, &here).await.unwrap();
+    decide_one(&store, &DAILY_LIMIT, &here).await.unwrap();
     // Stays open, for healing.
     let mut admin = cluster.nodes[0].connection().await;
     redis::cmd("CONFIG")
@@ -656,14 +695,14 @@ async fn a_node_that_lets_nobody_in_takes_only_its_own_slots_along() {
         .exec_async(&mut admin)
         .await
         .unwrap();
-    eventually("the node to be away", SOON, async || {
-        ask(&store, &DAILY, &here).await.is_err()
+    wait_until("the node to be away", TEST_TIMEOUT, async || {
+        decide_one(&store, &DAILY_LIMIT, &here).await.is_err()
     })
     .await;
     for _ in 0..50 {
         let asked = Instant::now();
-        ask(&store, &DAILY, &there).await.unwrap();
-        ask(&store, &DAILY, &here).await.unwrap_err();
+        decide_one(&store, &DAILY_LIMIT, &there).await.unwrap();
+        decide_one(&store, &DAILY_LIMIT, &here).await.unwrap_err();
         assert!(
             asked.elapsed() < cluster.settings().timeout / 2,
             "{:?}",
@@ -676,36 +715,36 @@ async fn a_node_that_lets_nobody_in_takes_only_its_own_slots_along() {
         .exec_async(&mut admin)
         .await
         .unwrap();
-    eventually("the node to come back", RECOVERY, async || {
-        ask(&store, &DAILY, &here).await.is_ok() && shared.is_up()
+    wait_until("the node to come back", RECOVERY, async || {
+        decide_one(&store, &DAILY_LIMIT, &here).await.is_ok() && shared.is_up()
     })
     .await;
 }
 
 #[tokio::test]
-async fn a_replica_that_takes_over_is_followed() {
-    let mut cluster = Cluster::start().await;
-    let replica = cluster.replica_of(0).await;
-    let (shared, store) = store(&cluster).await;
+async fn a_promoted_replica_is_followed() {
+    let mut cluster = RedisCluster::start().await;
+    let replica = cluster.add_replica(0).await;
+    let (shared, store) = connect_store(&cluster).await;
     let owner = key_on(0, "p");
-    ask(&store, &DAILY, &owner).await.unwrap();
+    decide_one(&store, &DAILY_LIMIT, &owner).await.unwrap();
     // On request: nobody notices, but in the moment in which the nodes don't agree.
     let _: () = cluster.nodes[replica].command("CLUSTER FAILOVER").await;
     let began = Instant::now();
     let mut first_failed = None;
     while cluster.nodes[replica]
-        .info("commandstats", "cmdstat_evalsha")
+        .read_info_number("commandstats", "cmdstat_evalsha")
         .await
         == 0
     {
-        if ask(&store, &DAILY, &owner).await.is_err() {
+        if decide_one(&store, &DAILY_LIMIT, &owner).await.is_err() {
             first_failed = first_failed.or_else(|| Some(Instant::now()));
         }
-        assert!(began.elapsed() < SOON, "nobody asks the new master");
+        assert!(began.elapsed() < TEST_TIMEOUT, "nobody asks the new master");
         sleep(Duration::from_millis(5)).await;
     }
-    eventually("decisions by the new master", RECOVERY, async || {
-        ask(&store, &DAILY, &owner).await.is_ok()
+    wait_until("decisions by the new master", RECOVERY, async || {
+        decide_one(&store, &DAILY_LIMIT, &owner).await.is_ok()
     })
     .await;
     assert!(
@@ -713,7 +752,7 @@ async fn a_replica_that_takes_over_is_followed() {
         "{first_failed:?}"
     );
     // By death: for as long as the nodes take to agree.
-    eventually("the old master to follow", SOON, async || {
+    wait_until("the old master to follow", TEST_TIMEOUT, async || {
         cluster.nodes[0]
             .command::<String>("INFO replication")
             .await
@@ -723,10 +762,10 @@ async fn a_replica_that_takes_over_is_followed() {
     cluster.nodes[replica].kill();
     let died = Instant::now();
     let mut failed = 0;
-    eventually("the replica to take over", SOON, async || {
+    wait_until("the replica to take over", TEST_TIMEOUT, async || {
         let asked = Instant::now();
-        let answer = ask(&store, &DAILY, &owner).await;
-        assert!(asked.elapsed() <= cluster.settings().timeout + SLACK);
+        let answer = decide_one(&store, &DAILY_LIMIT, &owner).await;
+        assert!(asked.elapsed() <= cluster.settings().timeout + TIMEOUT_SLACK);
         failed += usize::from(answer.is_err());
         answer.is_ok()
     })
@@ -736,49 +775,57 @@ async fn a_replica_that_takes_over_is_followed() {
         died.elapsed()
     );
     assert!(
-        left(&store, &DAILY, &owner).await < 999,
+        remaining_units(&store, &DAILY_LIMIT, &owner).await < 999,
         "what was charged before is known"
     );
-    eventually("all to be well", RECOVERY, async || shared.is_up()).await;
+    wait_until("all to be well", RECOVERY, async || shared.is_up()).await;
 }
 
 #[tokio::test]
-async fn started_before_its_cluster_and_restarted_with_it() {
-    let mut cluster = Cluster::start().await;
+async fn connects_to_a_cluster_that_starts_later_or_restarts() {
+    let mut cluster = RedisCluster::start().await;
     for node in &mut cluster.nodes {
         node.kill();
     }
-    let (shared, redis) = ready(cluster.settings()).await;
+    let (shared, redis) = connect_redis(cluster.settings()).await;
     let store = Store::redis(redis);
     assert!(!shared.is_up());
     let asked = Instant::now();
     assert_eq!(
-        ask(&store, &DAILY, &key("k")).await.unwrap_err().kind,
+        decide_one(&store, &DAILY_LIMIT, &policy_key("k"))
+            .await
+            .unwrap_err()
+            .kind,
         "clusterdown"
     );
     assert!(asked.elapsed() < cluster.settings().timeout / 2);
     for round in 0..2 {
         for node in &mut cluster.nodes {
-            node.restart_aside().await;
+            node.restart_async().await;
         }
-        cluster.agree().await;
-        eventually("decisions", RECOVERY, async || {
-            ask(&store, &DAILY, &key("k")).await.is_ok()
+        cluster.wait_until_consistent().await;
+        wait_until("decisions", RECOVERY, async || {
+            decide_one(&store, &DAILY_LIMIT, &policy_key("k"))
+                .await
+                .is_ok()
         })
         .await;
-        eventually("all to be well", RECOVERY, async || shared.is_up()).await;
+        wait_until("all to be well", RECOVERY, async || shared.is_up()).await;
         if round == 0 {
             for node in &mut cluster.nodes {
                 node.kill();
             }
-            eventually("the loss to be seen", SOON, async || !shared.is_up()).await;
+            wait_until("the loss to be seen", TEST_TIMEOUT, async || {
+                !shared.is_up()
+            })
+            .await;
         }
     }
 }
 
 #[tokio::test]
-async fn a_server_that_is_no_cluster_is_named_as_such() {
-    let server = Server::start();
+async fn a_server_without_cluster_support_is_reported() {
+    let server = RedisServer::start();
     let upstream = Upstream::echo().await;
     let text = format!(
         "[store]\nkind = 'redis'\n[store.redis]\ntopology = 'cluster'\nurls = ['redis://127.0.0.1:{}']\n\
@@ -791,31 +838,33 @@ async fn a_server_that_is_no_cluster_is_named_as_such() {
         .start()
         .await;
     let down = proxy
-        .wait_for_log("a word", 0, SOON, |line| line.says("Redis is down"))
+        .wait_for_log("a word", 0, TEST_TIMEOUT, |line| {
+            line.message_starts_with("Redis is down")
+        })
         .await;
     assert!(
         down.field("reason").contains("cluster support disabled"),
         "{}",
-        proxy.log()
+        proxy.log_text()
     );
     let cluster = RedisSettings {
-        topology: Topology::Cluster,
-        ..settings(1)
+        topology: RedisTopology::Cluster,
+        ..redis_settings(1)
     };
     assert_eq!(cluster.to_string(), "cluster 127.0.0.1:1");
 }
 
 #[tokio::test]
 async fn the_commands_find_counters_on_every_node() {
-    let cluster = Cluster::start().await;
+    let cluster = RedisCluster::start().await;
     let folder = tempfile::TempDir::new().unwrap();
     let file = folder.path().join("config.toml");
     let upstream = Upstream::echo().await;
     let text = format!(
         "[upstream]\nurl = 'http://{}'\n[store]\nkind = 'redis'\n[store.redis]\n{}\nkey_prefix = 'shop'\n\
-         timeout = '1s'\n{USERS}",
+         timeout = '1s'\n{USER_POLICY}",
         upstream.address,
-        cluster.lines()
+        cluster.config_lines()
     );
     fs::write(&file, &text).unwrap();
     let proxy = Proxy::builder()
@@ -823,13 +872,13 @@ async fn the_commands_find_counters_on_every_node() {
         .upstream(upstream.address)
         .start()
         .await;
-    let users: Vec<String> = (0..3).map(user_on).collect();
+    let users: Vec<String> = (0..3).map(user_on_node).collect();
     for user in &users {
-        assert_eq!(status(&proxy, user).await.0, 200);
+        assert_eq!(status_for_user(&proxy, user).await.0, 200);
     }
     let says = async |words: &[&str]| {
-        let mut command = tidegate();
-        let ended = run(command.args(words).arg("--config").arg(&file)).await;
+        let mut command = tidegate_command();
+        let ended = run_command(command.args(words).arg("--config").arg(&file)).await;
         assert!(ended.status.success(), "{words:?}: {}", ended.stderr);
         ended.stdout
     };
@@ -855,32 +904,32 @@ async fn the_commands_find_counters_on_every_node() {
 }
 
 #[tokio::test]
-async fn handles_end_their_connections() {
-    let cluster = Cluster::start().await;
+async fn dropping_the_store_closes_its_connections() {
+    let cluster = RedisCluster::start().await;
     let open = async || {
         let mut open = 0;
         for node in &cluster.nodes {
-            open += node.info("clients", "connected_clients").await;
+            open += node.read_info_number("clients", "connected_clients").await;
         }
         open
     };
     let before = open().await;
     for _ in 0..3 {
-        drop(store(&cluster).await);
+        drop(connect_store(&cluster).await);
     }
-    eventually("all connections to end", SOON, async || {
+    wait_until("all connections to end", TEST_TIMEOUT, async || {
         open().await <= before
     })
     .await;
 }
 
 #[tokio::test]
-async fn who_leaves_while_slots_are_asked_takes_nothing_from_others() {
-    let cluster = Cluster::start().await;
-    let (_shared, store) = store(&cluster).await;
+async fn a_decision_cancelled_between_slots_refunds_its_charges() {
+    let cluster = RedisCluster::start().await;
+    let (_shared, store) = connect_store(&cluster).await;
     let nothing = Limit {
         requests: 0,
-        ..DAILY
+        ..DAILY_LIMIT
     };
     let (full, free) = (key_on(0, "full"), key_on(1, "free"));
     for _ in 0..10 {
@@ -888,7 +937,7 @@ async fn who_leaves_while_slots_are_asked_takes_nothing_from_others() {
             Charge::new(&nothing, &full, 1),
             Charge {
                 group: 1,
-                ..Charge::new(&DAILY, &free, 1)
+                ..Charge::new(&DAILY_LIMIT, &free, 1)
             },
         ];
         tokio::select! {
@@ -898,31 +947,34 @@ async fn who_leaves_while_slots_are_asked_takes_nothing_from_others() {
         }
     }
     // This is asked behind them.
-    eventually("all to be given back", SOON, async || {
-        left(&store, &DAILY, &free).await == 1000
+    wait_until("all to be given back", TEST_TIMEOUT, async || {
+        remaining_units(&store, &DAILY_LIMIT, &free).await == 1000
     })
     .await;
 }
 
 #[tokio::test]
-async fn who_looks_for_a_shard_with_room_is_not_in_his_own_way() {
-    let cluster = Cluster::start().await;
-    let (_shared, store) = store(&cluster).await;
+async fn retries_on_other_shards_do_not_deny_the_request_themselves() {
+    let cluster = RedisCluster::start().await;
+    let (_shared, store) = connect_store(&cluster).await;
     let (sixteen, one) = (
         Limit {
             requests: 16,
-            ..DAILY
+            ..DAILY_LIMIT
         },
         Limit {
             requests: 1,
-            ..DAILY
+            ..DAILY_LIMIT
         },
     );
     for round in 0..8 {
-        let (hot, own) = (key(&format!("hot-{round}")), key(&format!("own-{round}")));
+        let (hot, own) = (
+            policy_key(&format!("hot-{round}")),
+            policy_key(&format!("own-{round}")),
+        );
         let spread = Charge {
             group: 1,
-            shards: 16,
+            shard_count: 16,
             ..Charge::new(&sixteen, &hot, 1)
         };
         for _ in 0..15 {

@@ -1,41 +1,41 @@
 //! `concurrency` as clients meet it: slots are taken by requests in flight, and come back whatever ends them.
 
-use crate::support::SOON;
-use crate::support::client::{RawClient, Reply};
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::{RawClient, RawResponse};
 use crate::support::proxy::Proxy;
-use crate::support::redis::{Server, keys};
-use crate::support::upstream::{Answer, Feeder, Upstream, fed};
+use crate::support::redis::{RedisServer, list_counter_keys};
+use crate::support::upstream::{BodySender, Upstream, UpstreamResponse, channel_body};
 use hyper::Response;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::time::{sleep, timeout};
 
-const TWO: &str = r#"
+const TWO_SLOTS: &str = r#"
 [[policy]]
 name = "slots"
 match = { path = "/jobs/**" }
 limit = { requests = 2, algorithm = "concurrency", lease_ttl = "1s" }
 "#;
-const LEASE: Duration = Duration::from_secs(1);
+const LEASE_TTL: Duration = Duration::from_secs(1);
 
 /// An upstream whose responses go on until the test ends them.
-struct Work {
+struct SlowUpstream {
     upstream: Upstream,
-    feeders: Arc<Mutex<VecDeque<Feeder>>>,
+    feeders: Arc<Mutex<VecDeque<BodySender>>>,
 }
 
-impl Work {
+impl SlowUpstream {
     async fn start() -> Self {
-        let feeders = Arc::<Mutex<VecDeque<Feeder>>>::default();
+        let feeders = Arc::<Mutex<VecDeque<BodySender>>>::default();
         let started = Arc::clone(&feeders);
-        let upstream = Upstream::serving(move |request| {
-            let (feeder, body) = fed();
+        let upstream = Upstream::with_handler(move |request| {
+            let (feeder, body) = channel_body();
             // What is asked for under /jobs/quick has ended already.
             if !request.uri().path().ends_with("quick") {
                 started.lock().unwrap().push_back(feeder);
             }
-            async { Answer::from(Response::new(body)) }
+            async { UpstreamResponse::from(Response::new(body)) }
         });
         Self {
             upstream: upstream.await,
@@ -43,7 +43,7 @@ impl Work {
         }
     }
 
-    async fn proxy(&self, server: Option<&Server>, policies: &str) -> Proxy {
+    async fn start_proxy(&self, server: Option<&RedisServer>, policies: &str) -> Proxy {
         let store = server.map_or(String::new(), |server| {
             let url = format!("redis://127.0.0.1:{}/0", server.port());
             format!("\n[store]\nkind = 'redis'\nredis.url = '{url}'\nredis.timeout = '2s'\nredis.key_prefix = 'c'\n")
@@ -52,7 +52,7 @@ impl Work {
     }
 
     /// The oldest one's end.
-    fn take(&self) -> Feeder {
+    fn take_oldest_body(&self) -> BodySender {
         self.feeders
             .lock()
             .unwrap()
@@ -62,7 +62,7 @@ impl Work {
 }
 
 /// A request whose response has begun, and goes on.
-async fn begin(proxy: &Proxy) -> RawClient {
+async fn begin_request(proxy: &Proxy) -> RawClient {
     let mut client = RawClient::connect(proxy.address).await;
     client.send("GET /jobs/ HTTP/1.1\r\nHost: a\r\n\r\n").await;
     let head = client.read_past(b"\r\n\r\n").await;
@@ -74,15 +74,15 @@ async fn begin(proxy: &Proxy) -> RawClient {
     client
 }
 
-async fn quick(proxy: &Proxy) -> Reply {
+async fn send_quick_request(proxy: &Proxy) -> RawResponse {
     proxy.get("/jobs/quick").await
 }
 
 /// How long until a request gets in.
-async fn admitted_after(proxy: &Proxy) -> Duration {
+async fn wait_until_admitted(proxy: &Proxy) -> Duration {
     let start = Instant::now();
-    let admitted = timeout(SOON, async {
-        while quick(proxy).await.status != 200 {
+    let admitted = timeout(TEST_TIMEOUT, async {
+        while send_quick_request(proxy).await.status != 200 {
             sleep(Duration::from_millis(5)).await;
         }
     });
@@ -90,7 +90,7 @@ async fn admitted_after(proxy: &Proxy) -> Duration {
     start.elapsed()
 }
 
-fn is_refused(reply: &Reply) {
+fn assert_rejected(reply: &RawResponse) {
     assert_eq!(reply.status, 429);
     assert_eq!(reply.header("retry-after"), Some("1"));
     assert_eq!(reply.header("ratelimit-policy"), Some("\"slots\";q=2"));
@@ -100,48 +100,48 @@ fn is_refused(reply: &Reply) {
     assert_eq!(problem.get("retry_after"), None, "nobody knows");
 }
 
-async fn slots_are_taken_and_come_back(server: Option<&Server>) {
-    let work = Work::start().await;
-    let proxy = work.proxy(server, TWO).await;
-    let first = quick(&proxy).await;
+async fn assert_slots_are_taken_and_returned(server: Option<&RedisServer>) {
+    let work = SlowUpstream::start().await;
+    let proxy = work.start_proxy(server, TWO_SLOTS).await;
+    let first = send_quick_request(&proxy).await;
     assert_eq!(
         (first.status, first.header("ratelimit")),
         (200, Some("\"slots\";r=1"))
     );
-    admitted_after(&proxy).await;
+    wait_until_admitted(&proxy).await;
 
-    let (mut one, two) = (begin(&proxy).await, begin(&proxy).await);
-    is_refused(&quick(&proxy).await);
+    let (mut one, two) = (begin_request(&proxy).await, begin_request(&proxy).await);
+    assert_rejected(&send_quick_request(&proxy).await);
     // Renewed for as long as they last, which is longer than a lease.
     let start = Instant::now();
-    while start.elapsed() < LEASE * 5 / 2 {
-        is_refused(&quick(&proxy).await);
+    while start.elapsed() < LEASE_TTL * 5 / 2 {
+        assert_rejected(&send_quick_request(&proxy).await);
         sleep(Duration::from_millis(50)).await;
     }
     // One ends well, of the other the client leaves.
-    drop(work.take());
+    drop(work.take_oldest_body());
     one.read_past(b"0\r\n\r\n").await;
-    admitted_after(&proxy).await;
-    let three = begin(&proxy).await;
-    is_refused(&quick(&proxy).await);
+    wait_until_admitted(&proxy).await;
+    let three = begin_request(&proxy).await;
+    assert_rejected(&send_quick_request(&proxy).await);
     drop(two);
     assert!(
-        admitted_after(&proxy).await < LEASE,
+        wait_until_admitted(&proxy).await < LEASE_TTL,
         "it was given back, not left to lapse"
     );
     drop(three);
 }
 
 #[tokio::test]
-async fn slots_are_taken_and_come_back_in_this_process() {
-    slots_are_taken_and_come_back(None).await;
+async fn slots_are_taken_and_returned_in_memory() {
+    assert_slots_are_taken_and_returned(None).await;
 }
 
 #[tokio::test]
-async fn slots_are_taken_and_come_back_in_redis() {
-    let server = Server::start();
-    slots_are_taken_and_come_back(Some(&server)).await;
-    let listed = keys(&server).await;
+async fn slots_are_taken_and_returned_in_redis() {
+    let server = RedisServer::start();
+    assert_slots_are_taken_and_returned(Some(&server)).await;
+    let listed = list_counter_keys(&server).await;
     assert!(
         listed
             .iter()
@@ -151,26 +151,31 @@ async fn slots_are_taken_and_come_back_in_redis() {
 }
 
 #[tokio::test]
-async fn trap_16_a_crashed_sidecars_slots_come_back_and_no_sooner_than_its_lease_ends() {
-    let (server, work) = (Server::start(), Work::start().await);
+async fn trap_16_the_slots_of_a_crashed_sidecar_return_only_when_its_lease_ends() {
+    let (server, work) = (RedisServer::start(), SlowUpstream::start().await);
     let (crashing, proxy) = (
-        work.proxy(Some(&server), TWO).await,
-        work.proxy(Some(&server), TWO).await,
+        work.start_proxy(Some(&server), TWO_SLOTS).await,
+        work.start_proxy(Some(&server), TWO_SLOTS).await,
     );
     let begun = Instant::now();
-    let _clients = (begin(&crashing).await, begin(&crashing).await);
-    is_refused(&quick(&proxy).await);
+    let _clients = (
+        begin_request(&crashing).await,
+        begin_request(&crashing).await,
+    );
+    assert_rejected(&send_quick_request(&proxy).await);
     drop(crashing);
-    admitted_after(&proxy).await;
-    assert!(begun.elapsed() >= LEASE, "{:?}", begun.elapsed());
+    wait_until_admitted(&proxy).await;
+    assert!(begun.elapsed() >= LEASE_TTL, "{:?}", begun.elapsed());
 }
 
 #[tokio::test]
-async fn who_leaves_before_redis_has_answered_leaves_no_slot_taken() {
-    let (server, work) = (Server::start(), Work::start().await);
-    let proxy = work.proxy(Some(&server), &TWO.replace("1s", "1h")).await;
-    quick(&proxy).await;
-    server.stop();
+async fn a_client_that_disconnects_before_redis_replies_holds_no_slot() {
+    let (server, work) = (RedisServer::start(), SlowUpstream::start().await);
+    let proxy = work
+        .start_proxy(Some(&server), &TWO_SLOTS.replace("1s", "1h"))
+        .await;
+    send_quick_request(&proxy).await;
+    server.pause();
     for _ in 0..2 {
         let mut client = RawClient::connect(proxy.address).await;
         client.send("GET /jobs/ HTTP/1.1\r\nHost: a\r\n\r\n").await;
@@ -179,45 +184,45 @@ async fn who_leaves_before_redis_has_answered_leaves_no_slot_taken() {
     }
     sleep(Duration::from_millis(50)).await;
     server.resume();
-    admitted_after(&proxy).await;
-    let _both = (begin(&proxy).await, begin(&proxy).await);
+    wait_until_admitted(&proxy).await;
+    let _both = (begin_request(&proxy).await, begin_request(&proxy).await);
 }
 
 #[tokio::test]
-async fn an_ending_proxy_gives_back_what_it_held() {
-    let (server, work) = (Server::start(), Work::start().await);
-    let policies = format!("shutdown.grace = '200ms'\n{TWO}").replace("1s", "1h");
-    let mut proxy = work.proxy(Some(&server), &policies).await;
-    let _clients = (begin(&proxy).await, begin(&proxy).await);
-    assert_eq!(keys(&server).await.len(), 1);
-    proxy.sigterm();
-    proxy.ended(SOON).await;
-    assert_eq!(keys(&server).await, Vec::<String>::new());
+async fn a_stopping_proxy_releases_its_slots() {
+    let (server, work) = (RedisServer::start(), SlowUpstream::start().await);
+    let policies = format!("shutdown.grace = '200ms'\n{TWO_SLOTS}").replace("1s", "1h");
+    let mut proxy = work.start_proxy(Some(&server), &policies).await;
+    let _clients = (begin_request(&proxy).await, begin_request(&proxy).await);
+    assert_eq!(list_counter_keys(&server).await.len(), 1);
+    proxy.send_sigterm();
+    proxy.wait_for_exit(TEST_TIMEOUT).await;
+    assert_eq!(list_counter_keys(&server).await, Vec::<String>::new());
 }
 
 #[tokio::test]
-async fn what_takes_longer_than_max_duration_is_ended() {
-    let work = Work::start().await;
-    let policies = TWO.replace("lease_ttl = \"1s\"", "max_duration = \"300ms\"");
-    let proxy = work.proxy(None, &policies).await;
+async fn a_request_longer_than_max_duration_is_aborted() {
+    let work = SlowUpstream::start().await;
+    let policies = TWO_SLOTS.replace("lease_ttl = \"1s\"", "max_duration = \"300ms\"");
+    let proxy = work.start_proxy(None, &policies).await;
     let start = Instant::now();
-    let mut client = begin(&proxy).await;
-    let feeder = work.take();
+    let mut client = begin_request(&proxy).await;
+    let feeder = work.take_oldest_body();
     feeder.send("some").await;
-    let rest = client.rest().await;
+    let rest = client.read_to_close().await;
     assert!(start.elapsed() >= Duration::from_millis(300));
     assert!(
         !rest.ends_with(b"0\r\n\r\n"),
         "a response that was cut looks whole"
     );
-    timeout(SOON, feeder.gone())
+    timeout(TEST_TIMEOUT, feeder.wait_until_dropped())
         .await
         .expect("the upstream is told");
 
     // And before a head has come.
-    let silent = Upstream::serving(|_request| std::future::pending()).await;
+    let silent = Upstream::with_handler(|_request| std::future::pending()).await;
     let proxy = Proxy::start(&policies, silent.address).await;
-    let reply = quick(&proxy).await;
+    let reply = send_quick_request(&proxy).await;
     assert_eq!(reply.status, 504);
     let problem: serde_json::Value = serde_json::from_slice(&reply.body).unwrap();
     assert_eq!(
@@ -227,35 +232,35 @@ async fn what_takes_longer_than_max_duration_is_ended() {
 }
 
 #[tokio::test]
-async fn a_slot_is_one_of_several_limits() {
-    let work = Work::start().await;
-    let policies = TWO.replace(
+async fn concurrency_combines_with_other_limits() {
+    let work = SlowUpstream::start().await;
+    let policies = TWO_SLOTS.replace(
         "limit = {",
         "limits = [{ requests = 3, per = \"1h\", name = \"hourly\" }, {",
     );
     let proxy = work
-        .proxy(
+        .start_proxy(
             None,
             &policies.replace("lease_ttl = \"1s\" }", "name = \"slots\" }]"),
         )
         .await;
-    let _two = (begin(&proxy).await, begin(&proxy).await);
+    let _two = (begin_request(&proxy).await, begin_request(&proxy).await);
     // Refused for want of a slot, which uses nothing of the hour.
     for _ in 0..3 {
-        let reply = quick(&proxy).await;
+        let reply = send_quick_request(&proxy).await;
         assert_eq!(reply.status, 429);
         assert_eq!(
             reply.header("ratelimit"),
             Some("\"hourly\";r=1;t=1, \"slots\";r=0")
         );
     }
-    drop(work.take());
-    admitted_after(&proxy).await;
+    drop(work.take_oldest_body());
+    wait_until_admitted(&proxy).await;
     // Refused by the hour, which takes no slot: one is still free when the hour is over.
-    let reply = quick(&proxy).await;
+    let reply = send_quick_request(&proxy).await;
     assert!(
         reply.retry_after_us() > 3_000_000_000,
         "the hour's, which is known"
     );
-    assert_eq!(reply.parameter("ratelimit", "slots", "r"), Some(1));
+    assert_eq!(reply.list_parameter("ratelimit", "slots", "r"), Some(1));
 }

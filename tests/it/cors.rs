@@ -1,11 +1,11 @@
 //! What scripts in a browser may read of our own answers.
 
-use crate::support::client::{Ask, Reply};
+use crate::support::client::{ClientRequest, RawResponse};
 use crate::support::proxy::Proxy;
-use crate::support::upstream::{Upstream, full};
+use crate::support::upstream::{Upstream, full_body};
 use hyper::Response;
 
-const APP: &str = "https://app.example";
+const APP_ORIGIN: &str = "https://app.example";
 
 const POLICIES: &str = r#"
 [[policy]]
@@ -23,7 +23,7 @@ limit = { requests = 0, per = "1h" }
 reject = { status = 420, body = "no", headers = { access-control-allow-origin = "https://own.example" } }
 "#;
 
-fn told(reply: &Reply) -> [Option<&str>; 3] {
+fn cors_headers(reply: &RawResponse) -> [Option<&str>; 3] {
     [
         "access-control-allow-origin",
         "access-control-allow-credentials",
@@ -32,28 +32,29 @@ fn told(reply: &Reply) -> [Option<&str>; 3] {
     .map(|name| reply.header(name))
 }
 
-fn from(proxy: &Proxy, target: &str, origin: &str) -> Ask {
-    proxy.ask("GET", target).header("Origin", origin)
+fn request_from_origin(proxy: &Proxy, target: &str, origin: &str) -> ClientRequest {
+    proxy.request("GET", target).header("Origin", origin)
 }
 
 #[tokio::test]
-async fn listed_origins_may_read_our_answers_and_no_others() {
-    let upstream = Upstream::serving(|_| async {
-        let mut answer = Response::new(full("ok"));
+async fn only_listed_origins_may_read_generated_responses() {
+    let upstream = Upstream::with_handler(|_| async {
+        let mut answer = Response::new(full_body("ok"));
         answer
             .headers_mut()
             .insert("vary", "Accept".parse().unwrap());
         answer
     })
     .await;
-    let cors =
-        format!("[response.cors]\nallow_origins = ['{APP}', 'http://localhost:3000']\n{POLICIES}");
+    let cors = format!(
+        "[response.cors]\nallow_origins = ['{APP_ORIGIN}', 'http://localhost:3000']\n{POLICIES}"
+    );
     let proxy = Proxy::start(&cors, upstream.address).await;
     for (target, status) in [("/limited", 429), ("/denied", 403), ("/a%00", 400)] {
-        let reply = from(&proxy, target, APP).send().await;
+        let reply = request_from_origin(&proxy, target, APP_ORIGIN).send().await;
         assert_eq!(
-            (reply.status, told(&reply)),
-            (status, [Some(APP), Some("true"), Some("Origin")]),
+            (reply.status, cors_headers(&reply)),
+            (status, [Some(APP_ORIGIN), Some("true"), Some("Origin")]),
             "{target}"
         );
         let exposed = reply.header("access-control-expose-headers").unwrap();
@@ -77,62 +78,69 @@ async fn listed_origins_may_read_our_answers_and_no_others() {
             "null",
             "",
         ] {
-            let reply = from(&proxy, target, stranger).send().await;
+            let reply = request_from_origin(&proxy, target, stranger).send().await;
             assert_eq!(
-                told(&reply),
+                cors_headers(&reply),
                 [None, None, Some("Origin")],
                 "{target} {stranger}"
             );
             assert_eq!(reply.header("access-control-expose-headers"), None);
         }
-        assert_eq!(told(&proxy.get(target).await), [None, None, Some("Origin")]);
+        assert_eq!(
+            cors_headers(&proxy.get(target).await),
+            [None, None, Some("Origin")]
+        );
     }
-    let own = from(&proxy, "/own", APP).send().await;
+    let own = request_from_origin(&proxy, "/own", APP_ORIGIN).send().await;
     assert_eq!(
-        (own.status, told(&own)),
+        (own.status, cors_headers(&own)),
         (420, [Some("https://own.example"), None, None])
     );
-    let theirs = from(&proxy, "/", APP).send().await;
+    let theirs = request_from_origin(&proxy, "/", APP_ORIGIN).send().await;
     assert_eq!(
-        (theirs.status, told(&theirs)),
+        (theirs.status, cors_headers(&theirs)),
         (200, [None, None, Some("Accept")]),
         "the app's own answer"
     );
 }
 
 #[tokio::test]
-async fn any_origin_may_without_credentials() {
+async fn a_wildcard_origin_allows_reads_without_credentials() {
     let any = format!("[response.cors]\nallow_origins = ['*']\n{POLICIES}");
     // Nobody listens there.
     let proxy = Proxy::builder().config(&any).start().await;
     for (target, status) in [("/limited", 429), ("/", 502)] {
-        let reply = from(&proxy, target, "https://anywhere.example")
+        let reply = request_from_origin(&proxy, target, "https://anywhere.example")
             .send()
             .await;
         assert_eq!(
-            (reply.status, told(&reply)),
+            (reply.status, cors_headers(&reply)),
             (status, [Some("*"), None, Some("Origin")]),
             "{target}"
         );
     }
     let proxy = Proxy::builder().config(POLICIES).start().await;
     assert_eq!(
-        told(&from(&proxy, "/limited", APP).send().await),
+        cors_headers(
+            &request_from_origin(&proxy, "/limited", APP_ORIGIN)
+                .send()
+                .await
+        ),
         [None; 3],
         "nothing is said unless asked for"
     );
 }
 
 #[tokio::test]
-async fn a_refusal_while_the_store_is_away_is_read_too() {
+async fn a_rejection_during_a_store_outage_has_cors_headers() {
     let config = format!(
-        "[response.cors]\nallow_origins = '{APP}'\n[store]\nkind = 'redis'\nredis.url = 'redis://127.0.0.1:9'\n\
+        "[response.cors]\nallow_origins = '{APP_ORIGIN}'\n[store]\nkind = 'redis'\nredis.url = 'redis://127.0.0.1:9'\n\
          [[policy]]\nname = 'p'\nlimit = {{ requests = 9, per = '1h' }}\non_store_failure = 'closed'\n"
     );
     let proxy = Proxy::builder().config(&config).start().await;
-    let reply = from(&proxy, "/", APP).send().await;
+    let reply = request_from_origin(&proxy, "/", APP_ORIGIN).send().await;
     assert_eq!(
-        (reply.status, told(&reply)),
-        (503, [Some(APP), Some("true"), Some("Origin")])
+        (reply.status, cors_headers(&reply)),
+        (503, [Some(APP_ORIGIN), Some("true"), Some("Origin")])
     );
 }

@@ -1,10 +1,10 @@
 //! SIGTERM under load: nothing that was sent in time is lost.
 
-use crate::support::client::{Ask, ClientBody, RawClient, http2};
-use crate::support::frames::*;
+use crate::support::client::{ClientBody, ClientRequest, RawClient, open_http2_connection};
+use crate::support::h2_frames::*;
 use crate::support::proxy::Proxy;
 use crate::support::upstream::{RawUpstream, Upstream, echo};
-use crate::support::{SOON, eventually};
+use crate::support::{TEST_TIMEOUT, eventually};
 use hyper::{Request, StatusCode};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -14,18 +14,18 @@ use tokio::net::TcpStream;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 
-const DELAY: Duration = Duration::from_millis(800);
+const SHUTDOWN_DELAY: Duration = Duration::from_millis(800);
 
 /// What clients have seen.
 #[derive(Clone, Default)]
-struct Seen {
+struct ClientResults {
     answered: Arc<AtomicU64>,
     /// When each request was sent that got no whole answer.
     lost: Arc<std::sync::Mutex<Vec<(&'static str, Instant)>>>,
 }
 
-impl Seen {
-    fn note(&self, who: &'static str, sent: Instant, whole: bool) {
+impl ClientResults {
+    fn record(&self, who: &'static str, sent: Instant, whole: bool) {
         match whole {
             true => _ = self.answered.fetch_add(1, Ordering::Relaxed),
             false => self.lost.lock().unwrap().push((who, sent)),
@@ -34,9 +34,9 @@ impl Seen {
 }
 
 /// Answers after some milliseconds, and echoes what follows an upgrade.
-async fn upstream() -> RawUpstream {
-    RawUpstream::scripted(|_, mut socket| async move {
-        while let Some(request) = socket.request().await {
+async fn start_upstream() -> RawUpstream {
+    RawUpstream::with_script(|_, mut socket| async move {
+        while let Some(request) = socket.read_request().await {
             if request
                 .windows(8)
                 .any(|part| part.eq_ignore_ascii_case(b"upgrade:"))
@@ -60,7 +60,7 @@ async fn upstream() -> RawUpstream {
 }
 
 /// Connects until nobody listens any more, and says when it last could.
-async fn probe(address: SocketAddr) -> Instant {
+async fn connect_until_refused(address: SocketAddr) -> Instant {
     let mut last = Instant::now();
     loop {
         let start = Instant::now();
@@ -73,21 +73,24 @@ async fn probe(address: SocketAddr) -> Instant {
 }
 
 /// One request after the other; a connection that has said that it closes is replaced.
-async fn keep_alive(address: SocketAddr, pause: Duration, seen: Seen) {
+async fn run_http1_client(address: SocketAddr, pause: Duration, seen: ClientResults) {
     while let Ok(socket) = TcpStream::connect(address).await {
-        let mut client = RawClient::over(socket);
+        let mut client = RawClient::from_stream(socket);
         loop {
             // A close between requests is no loss, if it is seen before the next one is sent.
-            if client.closes(pause.max(Duration::from_micros(1))).await {
+            if client
+                .closes_within(pause.max(Duration::from_micros(1)))
+                .await
+            {
                 break;
             }
             let sent = Instant::now();
             let reply = client
                 .send("GET / HTTP/1.1\r\nHost: a\r\n\r\n")
                 .await
-                .reply_or_close()
+                .read_response_or_close()
                 .await;
-            seen.note(
+            seen.record(
                 "h1",
                 sent,
                 reply
@@ -102,9 +105,9 @@ async fn keep_alive(address: SocketAddr, pause: Duration, seen: Seen) {
 }
 
 /// The same by HTTP/2. What GOAWAY keeps from being sent is not lost.
-async fn multiplexed(address: SocketAddr, seen: Seen) {
+async fn run_http2_client(address: SocketAddr, seen: ClientResults) {
     while TcpStream::connect(address).await.is_ok() {
-        let mut sender = http2(address).await;
+        let mut sender = open_http2_connection(address).await;
         while sender.ready().await.is_ok() {
             let sent = Instant::now();
             match sender
@@ -115,26 +118,35 @@ async fn multiplexed(address: SocketAddr, seen: Seen) {
                 )
                 .await
             {
-                Ok(answer) => seen.note("h2", sent, answer.status() == StatusCode::OK),
+                Ok(answer) => seen.record("h2", sent, answer.status() == StatusCode::OK),
                 Err(error) if error.is_canceled() => break,
-                Err(_) => seen.note("h2", sent, false),
+                Err(_) => seen.record("h2", sent, false),
             }
         }
     }
 }
 
 /// Talks through a tunnel until it is told to end, in good order.
-async fn chat(address: SocketAddr, mut end: watch::Receiver<bool>, seen: Seen) {
+async fn run_tunnel_client(
+    address: SocketAddr,
+    mut end: watch::Receiver<bool>,
+    seen: ClientResults,
+) {
     let mut client = RawClient::connect(address).await;
     let upgrade = "GET /chat HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: chat\r\n\r\n";
     assert_eq!(
-        client.send(upgrade).await.any_reply(false).await.status,
+        client
+            .send(upgrade)
+            .await
+            .read_any_response(false)
+            .await
+            .status,
         101
     );
     while !*end.borrow_and_update() {
         let sent = Instant::now();
         client.send("hello?").await;
-        seen.note(
+        seen.record(
             "tunnel",
             sent,
             client.read_past(b"hello?").await == b"hello?",
@@ -144,47 +156,51 @@ async fn chat(address: SocketAddr, mut end: watch::Receiver<bool>, seen: Seen) {
 }
 
 #[tokio::test]
-async fn a_load_of_all_kinds_loses_nothing_that_was_sent_before_the_listener_closed() {
-    let upstream = upstream().await;
+async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
+    let upstream = start_upstream().await;
     let config = format!(
         "[shutdown]\ndelay = '{}ms'\ngrace = '20s'",
-        DELAY.as_millis()
+        SHUTDOWN_DELAY.as_millis()
     );
     let mut proxy = Proxy::start(&config, upstream.address).await;
-    let (seen, (end, ended), address) = (Seen::default(), watch::channel(false), proxy.address);
+    let (seen, (end, ended), address) = (
+        ClientResults::default(),
+        watch::channel(false),
+        proxy.address,
+    );
     let mut clients = JoinSet::new();
     for n in 0..6 {
         // Some send at once, some think for a while.
-        clients.spawn(keep_alive(
+        clients.spawn(run_http1_client(
             address,
             Duration::from_millis(n * 3),
             seen.clone(),
         ));
     }
     for _ in 0..3 {
-        clients.spawn(multiplexed(address, seen.clone()));
+        clients.spawn(run_http2_client(address, seen.clone()));
     }
     let mut chats = JoinSet::new();
     for _ in 0..3 {
-        chats.spawn(chat(address, ended.clone(), seen.clone()));
+        chats.spawn(run_tunnel_client(address, ended.clone(), seen.clone()));
     }
     let mut upload = RawClient::connect(address).await;
     upload
         .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nhalf")
         .await;
     let answered = || seen.answered.load(Ordering::Relaxed);
-    eventually("all to be under way", SOON, || {
+    eventually("all to be under way", TEST_TIMEOUT, || {
         (answered() > 100).then_some(())
     })
     .await;
 
     let told = Instant::now();
-    proxy.sigterm();
-    let admin = proxy.admin();
+    proxy.send_sigterm();
+    let admin = proxy.admin_address();
     let not_ready = async {
-        while Ask::new(admin, "GET", "/readyz")
+        while ClientRequest::new(admin, "GET", "/readyz")
             .header("host", "localhost")
-            .status()
+            .send_for_status()
             .await
             != 503
         {
@@ -192,13 +208,13 @@ async fn a_load_of_all_kinds_loses_nothing_that_was_sent_before_the_listener_clo
         }
         told.elapsed()
     };
-    let (closed, not_ready) = tokio::join!(probe(address), not_ready);
+    let (closed, not_ready) = tokio::join!(connect_until_refused(address), not_ready);
     assert!(
-        not_ready < DELAY / 2,
+        not_ready < SHUTDOWN_DELAY / 2,
         "readiness comes first, not after {not_ready:?}"
     );
     assert!(
-        closed >= told + DELAY - Duration::from_millis(50),
+        closed >= told + SHUTDOWN_DELAY - Duration::from_millis(50),
         "it listens for the delay"
     );
     clients.join_all().await;
@@ -215,27 +231,30 @@ async fn a_load_of_all_kinds_loses_nothing_that_was_sent_before_the_listener_clo
     assert!(proxy.is_running(), "tunnels and the upload are still open");
     let before = answered();
     upload.send("-done!").await;
-    let reply = upload.reply().await;
+    let reply = upload.read_response().await;
     assert_eq!(
         (reply.status, reply.header("connection")),
         (200, Some("close"))
     );
-    eventually("tunnels to go on", SOON, || {
+    eventually("tunnels to go on", TEST_TIMEOUT, || {
         (answered() > before + 10).then_some(())
     })
     .await;
     end.send_replace(true);
     chats.join_all().await;
-    assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
-    let said = proxy.log();
+    assert_eq!(
+        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
+        Some(0)
+    );
+    let said = proxy.log_text();
     assert!(said.contains("\"connections_cut\":0"), "{said}");
 }
 
 #[tokio::test]
-async fn http2_clients_are_told_before_they_are_left() {
+async fn http2_clients_get_a_goaway_before_the_connection_closes() {
     let gate = Arc::new(Semaphore::new(0));
     let opened = Arc::clone(&gate);
-    let upstream = Upstream::serving(move |request| {
+    let upstream = Upstream::with_handler(move |request| {
         let gate = Arc::clone(&gate);
         async move {
             gate.acquire().await.unwrap().forget();
@@ -244,47 +263,52 @@ async fn http2_clients_are_told_before_they_are_left() {
     })
     .await;
     let mut proxy = Proxy::start("", upstream.address).await;
-    let mut client = Framed::connect(proxy.address, &[]).await;
-    client.send(get(1, "/")).await;
-    eventually("the request to arrive", SOON, || {
-        (upstream.seen().len() == 1).then_some(())
+    let mut client = FrameClient::connect(proxy.address, &[]).await;
+    client.send(get_frame(1, "/")).await;
+    eventually("the request to arrive", TEST_TIMEOUT, || {
+        (upstream.requests().len() == 1).then_some(())
     })
     .await;
-    proxy.sigterm();
-    let first = client.find("a warning", |frame| frame.kind == GOAWAY).await;
-    assert_eq!(first.code(), Some(0));
+    proxy.send_sigterm();
+    let first = client
+        .wait_for_frame("a warning", |frame| frame.kind == GOAWAY)
+        .await;
+    assert_eq!(first.error_code(), Some(0));
     assert_eq!(
         first.payload[..4],
         [0x7f, 0xff, 0xff, 0xff],
         "no stream is refused yet"
     );
     let ping = client
-        .find("a question", |frame| (frame.kind, frame.flags) == (PING, 0))
+        .wait_for_frame("a question", |frame| (frame.kind, frame.flags) == (PING, 0))
         .await;
     // Sent before the warning was seen.
-    client.send(get(3, "/")).await;
-    eventually("it to arrive too", SOON, || {
-        (upstream.seen().len() == 2).then_some(())
+    client.send(get_frame(3, "/")).await;
+    eventually("it to arrive too", TEST_TIMEOUT, || {
+        (upstream.requests().len() == 2).then_some(())
     })
     .await;
-    client.send(frame(PING, ACK, 0, &ping.payload)).await;
+    client.send(encode_frame(PING, ACK, 0, &ping.payload)).await;
     let second = client
-        .find("the last word", |frame| frame.kind == GOAWAY)
+        .wait_for_frame("the last word", |frame| frame.kind == GOAWAY)
         .await;
     assert_eq!(
-        (second.code(), &second.payload[..4]),
+        (second.error_code(), &second.payload[..4]),
         (Some(0), &[0, 0, 0, 3][..])
     );
     opened.add_permits(2);
     let mut ended = Vec::new();
     while ended.len() < 2 {
         let end = client
-            .find("both ends", |frame| {
+            .wait_for_frame("both ends", |frame| {
                 frame.kind == DATA && frame.flags & END_STREAM != 0
             })
             .await;
         ended.push(end.stream);
     }
-    assert!(client.end(SOON).await.0);
-    assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
+    assert!(client.wait_for_close(TEST_TIMEOUT).await.0);
+    assert_eq!(
+        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
+        Some(0)
+    );
 }

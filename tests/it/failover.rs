@@ -1,22 +1,24 @@
 //! Sentinels: the master changes, and clients hardly notice.
 
-use crate::outage::{Asked, POLICIES, Rig, SLACK, TIMEOUT, Way};
-use crate::support::redis::{Server, keys, ready};
-use crate::support::sentinel::{MASTER, Watched};
+use crate::redis_outage::{
+    OutageFixture, POLICIES, PolicyRoute, RequestSample, TIMEOUT, TIMEOUT_SLACK,
+};
+use crate::support::redis::{RedisServer, connect_redis, list_counter_keys};
+use crate::support::sentinel::{MASTER_NAME, SentinelDeployment};
 use std::time::{Duration, Instant};
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
 use tidegate::store::Store;
-use tidegate::store::redis::{Login, RedisSettings, Topology};
+use tidegate::store::redis::{RedisCredentials, RedisSettings, RedisTopology};
 use tokio::time::sleep;
 
 /// From the moment when the sentinels name another master until the last request that Redis did not decide.
-const RECOVERY: Duration = Duration::from_secs(2);
+const RECOVERY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Sentinels that vote at once elect nobody, and try again after a while.
-const ELECTION: Duration = Duration::from_secs(30);
+const ELECTION_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// After this, a replica has heard of a charge.
-const REPLICATED: Duration = Duration::from_millis(200);
+const REPLICATION_DELAY: Duration = Duration::from_millis(200);
 
 const LIMIT: Limit = Limit {
     requests: 1000,
@@ -24,61 +26,61 @@ const LIMIT: Limit = Limit {
     algorithm: Algorithm::SlidingLog,
 };
 
-async fn remaining(store: &Store) -> Result<u64, &'static str> {
+async fn remaining_units(store: &Store) -> Result<u64, &'static str> {
     let key = KeyBuilder::new("k").finish();
     let decision = store.decide(&[Charge::new(&LIMIT, &key, 1)]).await;
     decision
-        .map(|decision| decision.standings[0].unwrap().remaining)
+        .map(|decision| decision.statuses[0].unwrap().remaining)
         .map_err(|error| error.kind)
 }
 
 /// Puts a fault into a deployment under load, and judges what clients met.
-async fn judge(
+async fn assert_failover_is_handled(
     what: &str,
-    rig: &Rig,
-    watched: &mut Watched,
-    fault: impl AsyncFnOnce(&mut Watched, u16),
+    rig: &OutageFixture,
+    watched: &mut SentinelDeployment,
+    fault: impl AsyncFnOnce(&mut SentinelDeployment, u16),
 ) {
-    let load = rig.load().await;
-    let old = watched.master().await;
+    let load = rig.start_load().await;
+    let old = watched.master_port().await;
     let began = Instant::now();
     fault(watched, old).await;
-    let deadline = Instant::now() + ELECTION;
-    while watched.master().await == old {
+    let deadline = Instant::now() + ELECTION_TIMEOUT;
+    while watched.master_port().await == old {
         assert!(Instant::now() < deadline, "{what}: nobody was promoted");
         sleep(Duration::from_millis(20)).await;
     }
     let elected = Instant::now();
-    let new = watched.master().await;
+    let new = watched.master_port().await;
     while watched
-        .server(new)
-        .info("commandstats", "cmdstat_evalsha")
+        .server_by_port(new)
+        .read_info_number("commandstats", "cmdstat_evalsha")
         .await
         == 0
     {
         assert!(
-            elected.elapsed() < RECOVERY,
+            elected.elapsed() < RECOVERY_TIMEOUT,
             "{what}: nobody asks the new master"
         );
         sleep(Duration::from_millis(20)).await;
     }
     let followed = elected.elapsed();
-    load.is_decided_since(elected).await;
-    let asked = load.end().await;
+    load.wait_until_decided_since(elected).await;
+    let asked = load.finish().await;
 
     let slowest = |past: bool| {
         asked
             .iter()
-            .filter(|asked| (asked.way == Way::Past) == past)
-            .map(|asked| asked.took)
+            .filter(|asked| (asked.route == PolicyRoute::Unlimited) == past)
+            .map(|asked| asked.latency)
             .max()
     };
     let (limited, machine) = (slowest(false).unwrap(), slowest(true).unwrap());
     assert!(
-        limited <= TIMEOUT + SLACK + machine,
+        limited <= TIMEOUT + TIMEOUT_SLACK + machine,
         "{what}: {limited:?}, past all policies {machine:?}"
     );
-    let lost = |asked: &&Asked| asked.way != Way::Past && !asked.decided;
+    let lost = |asked: &&RequestSample| asked.route != PolicyRoute::Unlimited && !asked.decided;
     let last = asked
         .iter()
         .filter(lost)
@@ -86,10 +88,10 @@ async fn judge(
         .max()
         .unwrap_or(elected);
     let recovery = last.saturating_duration_since(elected);
-    assert!(recovery < RECOVERY, "{what}: {recovery:?}");
+    assert!(recovery < RECOVERY_TIMEOUT, "{what}: {recovery:?}");
     let refused = asked.iter().filter(|asked| asked.status == 503).count();
     assert_eq!(
-        rig.upstream.seen().len(),
+        rig.upstream.requests().len(),
         asked.len() - refused,
         "{what}: every request had one answer"
     );
@@ -102,8 +104,9 @@ async fn judge(
     );
 
     // What the new master did not hear of is lost at most, and it counts what comes now.
-    let left =
-        |reply: crate::support::client::Reply| reply.parameter("ratelimit", "closed", "r").unwrap();
+    let left = |reply: crate::support::client::RawResponse| {
+        reply.list_parameter("ratelimit", "closed", "r").unwrap()
+    };
     // Until the old one is told that it is none any more, a worker that follows later may still ask it.
     let first = loop {
         let first = left(rig.proxy.get("/closed").await);
@@ -112,14 +115,14 @@ async fn judge(
             break first;
         }
         assert!(
-            elected.elapsed() < 2 * RECOVERY,
+            elected.elapsed() < 2 * RECOVERY_TIMEOUT,
             "{what}: {first}, then {second}"
         );
     };
-    let before = |asked: &&Asked| {
-        asked.way == Way::Closed
+    let before = |asked: &&RequestSample| {
+        asked.route == PolicyRoute::Closed
             && asked.status == 200
-            && asked.sent + asked.took + REPLICATED < began
+            && asked.sent + asked.latency + REPLICATION_DELAY < began
     };
     let known = asked.iter().filter(before).count() as u64;
     assert!(
@@ -129,10 +132,10 @@ async fn judge(
 }
 
 #[tokio::test]
-async fn a_failover_on_request_is_followed() {
-    let mut watched = Watched::start(1).await;
-    let rig = Rig::over(&watched.lines(), POLICIES).await;
-    judge(
+async fn a_requested_failover_is_followed() {
+    let mut watched = SentinelDeployment::start(1).await;
+    let rig = OutageFixture::with_redis(&watched.config_lines(), POLICIES).await;
+    assert_failover_is_handled(
         "SENTINEL FAILOVER",
         &rig,
         &mut watched,
@@ -141,7 +144,7 @@ async fn a_failover_on_request_is_followed() {
             let mut sentinel = client.get_multiplexed_async_connection().await.unwrap();
             let _: () = redis::cmd("SENTINEL")
                 .arg("FAILOVER")
-                .arg(MASTER)
+                .arg(MASTER_NAME)
                 .query_async(&mut sentinel)
                 .await
                 .unwrap();
@@ -152,81 +155,96 @@ async fn a_failover_on_request_is_followed() {
 
 #[tokio::test]
 async fn a_dead_master_is_replaced() {
-    let mut watched = Watched::start(2).await;
-    let rig = Rig::over(&watched.lines(), POLICIES).await;
-    judge(
+    let mut watched = SentinelDeployment::start(2).await;
+    let rig = OutageFixture::with_redis(&watched.config_lines(), POLICIES).await;
+    assert_failover_is_handled(
         "kill -9 of the master",
         &rig,
         &mut watched,
-        async |watched, old| watched.server(old).kill(),
+        async |watched, old| watched.server_by_port(old).kill(),
     )
     .await;
 }
 
 #[tokio::test]
 async fn a_hung_master_is_replaced() {
-    let mut watched = Watched::start(1).await;
-    let rig = Rig::over(&watched.lines(), POLICIES).await;
-    judge(
+    let mut watched = SentinelDeployment::start(1).await;
+    let rig = OutageFixture::with_redis(&watched.config_lines(), POLICIES).await;
+    assert_failover_is_handled(
         "SIGSTOP of the master",
         &rig,
         &mut watched,
-        async |watched, old| watched.server(old).stop(),
+        async |watched, old| watched.server_by_port(old).pause(),
     )
     .await;
 }
 
 #[tokio::test]
-async fn one_sentinel_that_lives_is_enough() {
-    let mut watched = Watched::start(1).await;
+async fn one_live_sentinel_is_enough() {
+    let mut watched = SentinelDeployment::start(1).await;
     watched.sentinels[0].kill();
     watched.sentinels[1].kill();
     for _ in 0..3 {
-        let (shared, redis) = ready(watched.settings()).await;
+        let (shared, redis) = connect_redis(watched.settings()).await;
         assert!(shared.is_up());
-        remaining(&Store::redis(redis)).await.unwrap();
+        remaining_units(&Store::redis(redis)).await.unwrap();
     }
     watched.sentinels[2].kill();
-    let (_shared, redis) = ready(watched.settings()).await;
-    assert_eq!(remaining(&Store::redis(redis)).await, Err("refused"));
+    let (_shared, redis) = connect_redis(watched.settings()).await;
+    assert_eq!(remaining_units(&Store::redis(redis)).await, Err("refused"));
 }
 
 #[tokio::test]
-async fn sentinels_that_know_no_such_master_say_so() {
-    let watched = Watched::start(0).await;
+async fn sentinels_without_the_named_master_are_reported() {
+    let watched = SentinelDeployment::start(0).await;
     let settings = RedisSettings {
-        topology: Topology::Sentinel {
+        topology: RedisTopology::Sentinel {
             master: "other".to_owned(),
-            login: Login::default(),
+            credentials: RedisCredentials::default(),
         },
         ..watched.settings()
     };
-    let (_shared, redis) = ready(settings).await;
-    assert_eq!(remaining(&Store::redis(redis)).await, Err("masterdown"));
+    let (_shared, redis) = connect_redis(settings).await;
+    assert_eq!(
+        remaining_units(&Store::redis(redis)).await,
+        Err("masterdown")
+    );
 }
 
 /// Cut off from its sentinels, an old master knows nothing of a new one and goes on as if nothing had happened.
 #[tokio::test]
-async fn a_master_that_is_none_any_more_is_left_though_it_answers() {
-    let watched = Watched::start(0).await;
-    let (_shared, redis) = ready(watched.settings()).await;
+async fn a_demoted_master_is_abandoned_though_it_still_replies() {
+    let watched = SentinelDeployment::start(0).await;
+    let (_shared, redis) = connect_redis(watched.settings()).await;
     let store = Store::redis(redis);
-    assert_eq!(remaining(&store).await, Ok(999));
-    let other = Server::start();
+    assert_eq!(remaining_units(&store).await, Ok(999));
+    let other = RedisServer::start();
     for sentinel in &watched.sentinels {
-        let _: () = sentinel.command(&format!("SENTINEL REMOVE {MASTER}")).await;
-        let other = format!("SENTINEL MONITOR {MASTER} 127.0.0.1 {} 2", other.port());
+        let _: () = sentinel
+            .command(&format!("SENTINEL REMOVE {MASTER_NAME}"))
+            .await;
+        let other = format!(
+            "SENTINEL MONITOR {MASTER_NAME} 127.0.0.1 {} 2",
+            other.port()
+        );
         let _: () = sentinel.command(&other).await;
     }
     let moved = Instant::now();
-    while !keys(&other).await.iter().any(|key| key.ends_with(":k")) {
-        assert!(moved.elapsed() < RECOVERY, "it stays with the old master");
+    while !list_counter_keys(&other)
+        .await
+        .iter()
+        .any(|key| key.ends_with(":k"))
+    {
+        assert!(
+            moved.elapsed() < RECOVERY_TIMEOUT,
+            "it stays with the old master"
+        );
         // It may have no answer on the way.
-        remaining(&store).await.unwrap_or_default();
+        remaining_units(&store).await.unwrap_or_default();
         sleep(Duration::from_millis(20)).await;
     }
     assert!(
-        remaining(&store).await.unwrap() > 990,
+        remaining_units(&store).await.unwrap() > 990,
         "the new master counts from the start"
     );
 }

@@ -1,15 +1,15 @@
 //! What one full counter costs in each store. `docs/ALGORITHMS.md` has the figures; they are printed here.
 
-use crate::support::judge::{DAY_US, Judge, START_US};
+use crate::support::store_harness::{DAY_US, START_US, StoreUnderTest};
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit, MAX_UNITS};
 
 const MINUTE_US: u64 = 60_000_000;
 /// What a key of constant size may take, name and all; and one whose costs are settled, so that it remembers more.
-const SMALL_BYTES: u64 = 512;
-const SETTLED_BYTES: u64 = 1_024;
+const MAX_KEY_BYTES: u64 = 512;
+const MAX_SETTLED_KEY_BYTES: u64 = 1_024;
 
 /// Each with whether its size is to be constant. A new algorithm is a line here.
-const EACH: [(&str, Algorithm, bool); 7] = [
+const MEASURED_ALGORITHMS: [(&str, Algorithm, bool); 7] = [
     ("sliding_log", Algorithm::SlidingLog, false),
     (
         "sliding_window",
@@ -52,10 +52,16 @@ const EACH: [(&str, Algorithm, bool); 7] = [
 ];
 
 /// Fills a limit by requests at even distances, which may be settled later, and says how many bytes its key then takes.
-fn full(judge: &mut Judge, limit: &Limit, cost: u64, times: u64, settles: bool) -> u64 {
-    judge.forget();
+fn fill_and_measure(
+    judge: &mut StoreUnderTest,
+    limit: &Limit,
+    cost: u64,
+    times: u64,
+    settles: bool,
+) -> u64 {
+    judge.reset();
     let mut key = KeyBuilder::new("api");
-    key.part(Some(b"user-0123456789"));
+    key.push_part(Some(b"user-0123456789"));
     let key = key.finish();
     let charge = Charge {
         settles,
@@ -65,32 +71,32 @@ fn full(judge: &mut Judge, limit: &Limit, cost: u64, times: u64, settles: bool) 
     let start_us = START_US / limit.per_us * limit.per_us;
     for n in 0..times {
         let charge = Charge {
-            slot: u128::from(n) + 1,
+            slot_id: u128::from(n) + 1,
             ..charge
         };
         let decision = judge.decide(&[charge], start_us + n * (limit.per_us - 1) / times);
         assert!(decision.admitted, "{limit:?}, {n}: {decision:?}");
     }
-    judge.bytes(&charge)
+    judge.counter_bytes(&charge)
 }
 
 #[test]
-fn a_key_is_small_whatever_its_limit_unless_it_lists_requests() {
-    let [mut memory, mut redis] = Judge::both();
+fn keys_stay_small_unless_the_algorithm_lists_requests() {
+    let [mut memory, mut redis] = StoreUnderTest::both_stores();
     println!("{:<16}{:>8}{:>8}{:>8}", "", "limit", "memory", "Redis");
-    for (name, algorithm, is_small) in EACH {
+    for (name, algorithm, is_small) in MEASURED_ALGORITHMS {
         for requests in [100, 10_000] {
             let limit = Limit {
                 requests,
                 per_us: MINUTE_US,
                 algorithm,
             };
-            for (settles, most) in [(false, SMALL_BYTES), (true, SETTLED_BYTES)] {
+            for (settles, most) in [(false, MAX_KEY_BYTES), (true, MAX_SETTLED_KEY_BYTES)] {
                 if settles && !is_small {
                     continue; // It remembers each charge as it is.
                 }
                 let bytes = [&mut memory, &mut redis]
-                    .map(|judge| full(judge, &limit, 1, requests, settles));
+                    .map(|judge| fill_and_measure(judge, &limit, 1, requests, settles));
                 let what = if settles { "settled" } else { "" };
                 println!(
                     "{name:<16}{requests:>8}{:>8}{:>8} {what}",
@@ -107,7 +113,7 @@ fn a_key_is_small_whatever_its_limit_unless_it_lists_requests() {
 
 /// The longest numbers that a state can hold.
 #[test]
-fn a_key_is_small_at_the_largest_limits_too() {
+fn keys_stay_small_at_the_largest_limits() {
     let windows = [
         Algorithm::SlidingWindow { buckets: 10 },
         Algorithm::FixedWindow { offset_us: 0 },
@@ -143,10 +149,13 @@ fn a_key_is_small_at_the_largest_limits_too() {
         };
         (limit, limit.capacity() / 11)
     });
-    for mut judge in Judge::both() {
+    for mut judge in StoreUnderTest::both_stores() {
         for (limit, cost) in windows.iter().chain(&buckets) {
-            let bytes = full(&mut judge, limit, *cost, 11, false);
-            assert!(bytes < SMALL_BYTES, "{bytes} bytes in {judge:?}: {limit:?}");
+            let bytes = fill_and_measure(&mut judge, limit, *cost, 11, false);
+            assert!(
+                bytes < MAX_KEY_BYTES,
+                "{bytes} bytes in {judge:?}: {limit:?}"
+            );
         }
     }
 }

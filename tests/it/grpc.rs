@@ -1,9 +1,9 @@
 //! gRPC end to end: calls of all four kinds, their ends, and refusals that a gRPC client understands.
 
-use crate::support::SOON;
-use crate::support::h2_upstream::{Exchange, H2Upstream};
+use crate::support::TEST_TIMEOUT;
+use crate::support::h2_upstream::{H2Exchange, H2Upstream};
 use crate::support::proxy::Proxy;
-use crate::support::tls::Authority;
+use crate::support::tls::CertificateAuthority;
 use crate::support::upstream::RawUpstream;
 use bytes::{BufMut, Bytes, BytesMut};
 use h2::client::SendRequest;
@@ -17,7 +17,7 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 /// A message as it is framed: not compressed, and its length.
-fn message(text: &str) -> Bytes {
+fn encode_message(text: &str) -> Bytes {
     let mut framed = BytesMut::new();
     framed.put_u8(0);
     framed.put_u32(u32::try_from(text.len()).unwrap());
@@ -26,12 +26,12 @@ fn message(text: &str) -> Bytes {
 }
 
 /// Reads messages out of a stream's parts.
-struct Messages {
+struct MessageReader {
     stream: RecvStream,
     unread: BytesMut,
 }
 
-impl Messages {
+impl MessageReader {
     fn new(stream: RecvStream) -> Self {
         Self {
             stream,
@@ -40,7 +40,7 @@ impl Messages {
     }
 
     /// The next one, if there is any.
-    async fn next(&mut self) -> Option<String> {
+    async fn next_message(&mut self) -> Option<String> {
         loop {
             if let Some(length) = self.unread.get(1..5) {
                 let end = 5 + u32::from_be_bytes(length.try_into().unwrap()) as usize;
@@ -49,7 +49,7 @@ impl Messages {
                     return Some(String::from_utf8(framed[5..].to_vec()).unwrap());
                 }
             }
-            let part = timeout(SOON, self.stream.data())
+            let part = timeout(TEST_TIMEOUT, self.stream.data())
                 .await
                 .expect("no message in time")?
                 .unwrap();
@@ -61,16 +61,16 @@ impl Messages {
         }
     }
 
-    async fn all(&mut self) -> Vec<String> {
+    async fn read_all(&mut self) -> Vec<String> {
         let mut all = Vec::new();
-        while let Some(message) = self.next().await {
+        while let Some(message) = self.next_message().await {
             all.push(message);
         }
         all
     }
 
-    async fn trailers(&mut self) -> HeaderMap {
-        timeout(SOON, self.stream.trailers())
+    async fn read_trailers(&mut self) -> HeaderMap {
+        timeout(TEST_TIMEOUT, self.stream.trailers())
             .await
             .unwrap()
             .unwrap()
@@ -79,8 +79,8 @@ impl Messages {
 }
 
 /// Echoes each message as it comes; `/fail` fails at once, `/many` sends three for one, `/sum` one for all.
-async fn serve(exchange: Exchange) {
-    let Exchange {
+async fn serve_calls(exchange: H2Exchange) {
+    let H2Exchange {
         request,
         mut respond,
         ..
@@ -89,7 +89,7 @@ async fn serve(exchange: Exchange) {
     assert_eq!(head.headers["te"], "trailers");
     assert_eq!(head.headers["grpc-timeout"], "5S");
     let response = Response::builder().header("content-type", "application/grpc");
-    let mut incoming = Messages::new(body);
+    let mut incoming = MessageReader::new(body);
     if head.uri.path() == "/a.Service/fail" {
         let only = response
             .header("grpc-status", "5")
@@ -103,19 +103,21 @@ async fn serve(exchange: Exchange) {
         .send_response(response.body(()).unwrap(), false)
         .unwrap();
     let mut all = Vec::new();
-    while let Some(text) = incoming.next().await {
+    while let Some(text) = incoming.next_message().await {
         match head.uri.path() {
             "/a.Service/sum" => all.push(text),
             "/a.Service/many" => (0..3).for_each(|n| {
                 stream
-                    .send_data(message(&format!("{text}{n}")), false)
+                    .send_data(encode_message(&format!("{text}{n}")), false)
                     .unwrap()
             }),
-            _ => stream.send_data(message(&text), false).unwrap(),
+            _ => stream.send_data(encode_message(&text), false).unwrap(),
         }
     }
     if !all.is_empty() {
-        stream.send_data(message(&all.concat()), false).unwrap();
+        stream
+            .send_data(encode_message(&all.concat()), false)
+            .unwrap();
     }
     let mut trailers = HeaderMap::new();
     trailers.insert("grpc-status", "0".parse().unwrap());
@@ -123,7 +125,7 @@ async fn serve(exchange: Exchange) {
     stream.send_trailers(trailers).unwrap();
 }
 
-async fn client(address: SocketAddr) -> SendRequest<Bytes> {
+async fn connect_client(address: SocketAddr) -> SendRequest<Bytes> {
     let (sender, connection) = h2::client::handshake(TcpStream::connect(address).await.unwrap())
         .await
         .unwrap();
@@ -131,7 +133,7 @@ async fn client(address: SocketAddr) -> SendRequest<Bytes> {
     sender
 }
 
-async fn call(
+async fn start_call(
     sender: &SendRequest<Bytes>,
     method: &str,
 ) -> (h2::client::ResponseFuture, SendStream<Bytes>) {
@@ -145,31 +147,31 @@ async fn call(
     sender.send_request(request, false).unwrap()
 }
 
-async fn answer(response: h2::client::ResponseFuture) -> Response<RecvStream> {
-    timeout(SOON, response)
+async fn await_response(response: h2::client::ResponseFuture) -> Response<RecvStream> {
+    timeout(TEST_TIMEOUT, response)
         .await
         .expect("no answer in time")
         .unwrap()
 }
 
-async fn all_kinds_of_calls_work(proxy: &Proxy) {
-    let sender = client(proxy.address).await;
+async fn assert_all_call_types_work(proxy: &Proxy) {
+    let sender = connect_client(proxy.address).await;
     for (method, asked, told) in [
         ("unary", vec!["a"], vec!["a"]),
         ("many", vec!["a"], vec!["a0", "a1", "a2"]),
         ("sum", vec!["a", "b", "c"], vec!["abc"]),
     ] {
-        let (response, mut sending) = call(&sender, method).await;
+        let (response, mut sending) = start_call(&sender, method).await;
         for (n, text) in asked.iter().enumerate() {
             sending
-                .send_data(message(text), n + 1 == asked.len())
+                .send_data(encode_message(text), n + 1 == asked.len())
                 .unwrap();
         }
-        let response = answer(response).await;
+        let response = await_response(response).await;
         assert_eq!(response.headers()["content-type"], "application/grpc");
-        let mut messages = Messages::new(response.into_body());
-        assert_eq!(messages.all().await, told, "{method}");
-        let trailers = messages.trailers().await;
+        let mut messages = MessageReader::new(response.into_body());
+        assert_eq!(messages.read_all().await, told, "{method}");
+        let trailers = messages.read_trailers().await;
         assert_eq!(
             (&trailers["grpc-status"], &trailers["x-custom-bin"]),
             (&"0".parse().unwrap(), &"AAA=".parse().unwrap())
@@ -177,18 +179,18 @@ async fn all_kinds_of_calls_work(proxy: &Proxy) {
     }
 
     // Each answer is there before the next question.
-    let (response, mut sending) = call(&sender, "bidi").await;
-    let mut messages = Messages::new(answer(response).await.into_body());
+    let (response, mut sending) = start_call(&sender, "bidi").await;
+    let mut messages = MessageReader::new(await_response(response).await.into_body());
     for text in ["a", "b", "c"] {
-        sending.send_data(message(text), false).unwrap();
-        assert_eq!(messages.next().await.as_deref(), Some(text));
+        sending.send_data(encode_message(text), false).unwrap();
+        assert_eq!(messages.next_message().await.as_deref(), Some(text));
     }
     sending.send_data(Bytes::new(), true).unwrap();
-    assert_eq!(messages.next().await, None);
-    assert_eq!(messages.trailers().await["grpc-status"], "0");
+    assert_eq!(messages.next_message().await, None);
+    assert_eq!(messages.read_trailers().await["grpc-status"], "0");
 
-    let (response, _sending) = call(&sender, "fail").await;
-    let response = answer(response).await;
+    let (response, _sending) = start_call(&sender, "fail").await;
+    let response = await_response(response).await;
     assert_eq!(
         (
             &response.headers()["grpc-status"],
@@ -200,36 +202,40 @@ async fn all_kinds_of_calls_work(proxy: &Proxy) {
 }
 
 #[tokio::test]
-async fn all_kinds_of_calls_work_in_the_clear() {
-    let upstream = H2Upstream::serving(Builder::new(), serve).await;
+async fn all_call_types_work_over_cleartext() {
+    let upstream = H2Upstream::with_handler(Builder::new(), serve_calls).await;
     let proxy = Proxy::builder()
         .config("listen.threads = 1")
         .upstream_url(&upstream.url())
         .start()
         .await;
-    all_kinds_of_calls_work(&proxy).await;
-    assert_eq!(upstream.connections(), 1);
+    assert_all_call_types_work(&proxy).await;
+    assert_eq!(upstream.connection_count(), 1);
 }
 
 #[tokio::test]
-async fn all_kinds_of_calls_work_by_tls() {
-    let authority = Authority::new();
+async fn all_call_types_work_over_tls() {
+    let authority = CertificateAuthority::new();
     authority.sign("server", "127.0.0.1");
-    let upstream = H2Upstream::by_tls(authority.server("server", &["h2"], None), serve).await;
-    let config = format!("[upstream.tls]\nca = '{}'\n", authority.text("ca.pem"));
+    let upstream =
+        H2Upstream::with_tls(authority.tls_acceptor("server", &["h2"], None), serve_calls).await;
+    let config = format!(
+        "[upstream.tls]\nca = '{}'\n",
+        authority.path_string("ca.pem")
+    );
     let url = format!("https://{}", upstream.address);
     let proxy = Proxy::builder()
         .config(&config)
         .upstream_url(&url)
         .start()
         .await;
-    all_kinds_of_calls_work(&proxy).await;
+    assert_all_call_types_work(&proxy).await;
 }
 
 /// Whether a call is refused by headers only, with this status; returns the message.
-async fn refused(proxy: &Proxy, status: &str) -> String {
-    let (response, _sending) = call(&client(proxy.address).await, "unary").await;
-    let response = answer(response).await;
+async fn assert_call_rejected(proxy: &Proxy, status: &str) -> String {
+    let (response, _sending) = start_call(&connect_client(proxy.address).await, "unary").await;
+    let response = await_response(response).await;
     assert_eq!(response.status(), 200, "{response:?}");
     let headers = response.headers();
     assert_eq!(headers["grpc-status"], status, "{headers:?}");
@@ -239,21 +245,21 @@ async fn refused(proxy: &Proxy, status: &str) -> String {
 }
 
 #[tokio::test]
-async fn refusals_speak_grpc() {
-    let upstream = H2Upstream::serving(Builder::new(), serve).await;
+async fn rejections_are_grpc_statuses() {
+    let upstream = H2Upstream::with_handler(Builder::new(), serve_calls).await;
     let limited = "[[policy]]\nname = 'p'\nmatch = { path = '/a.Service/**' }\nlimit = { requests = 1, per = '1h' }";
     let proxy = Proxy::builder()
         .config(limited)
         .upstream_url(&upstream.url())
         .start()
         .await;
-    let (response, mut sending) = call(&client(proxy.address).await, "unary").await;
-    sending.send_data(message("a"), true).unwrap();
+    let (response, mut sending) = start_call(&connect_client(proxy.address).await, "unary").await;
+    sending.send_data(encode_message("a"), true).unwrap();
     assert_eq!(
-        answer(response).await.headers()["x-ratelimit-remaining"],
+        await_response(response).await.headers()["x-ratelimit-remaining"],
         "0"
     );
-    let told = refused(&proxy, "8").await;
+    let told = assert_call_rejected(&proxy, "8").await;
     assert!(
         told.starts_with("Over the limit of policy \"p\"."),
         "{told}"
@@ -267,13 +273,13 @@ async fn refusals_speak_grpc() {
         .upstream_url(&format!("h2c://{nobody}"))
         .start()
         .await;
-    refused(&proxy, "14").await;
+    assert_call_rejected(&proxy, "14").await;
 
-    let silent = RawUpstream::scripted(|_, mut socket| async move {
+    let silent = RawUpstream::with_script(|_, mut socket| async move {
         socket
             .send(b"\0\0\0\x04\0\0\0\0\0\0\0\0\x04\x01\0\0\0\0")
             .await;
-        socket.drain().await;
+        socket.read_to_close().await;
     })
     .await;
     let config = "upstream.response_timeout = '200ms'";
@@ -283,17 +289,17 @@ async fn refusals_speak_grpc() {
         .upstream_url(&url)
         .start()
         .await;
-    let (response, mut sending) = call(&client(proxy.address).await, "unary").await;
-    sending.send_data(message("a"), true).unwrap();
-    let response = answer(response).await;
+    let (response, mut sending) = start_call(&connect_client(proxy.address).await, "unary").await;
+    sending.send_data(encode_message("a"), true).unwrap();
+    let response = await_response(response).await;
     assert_eq!(response.headers()["grpc-status"], "4");
 }
 
 #[tokio::test]
-async fn a_call_that_is_cut_off_has_no_status() {
+async fn a_truncated_call_has_no_status() {
     let gate = Arc::new(Semaphore::new(0));
     let waiting = Arc::clone(&gate);
-    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange: Exchange| {
+    let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange: H2Exchange| {
         let gate = Arc::clone(&waiting);
         async move {
             let response = Response::builder()
@@ -301,18 +307,18 @@ async fn a_call_that_is_cut_off_has_no_status() {
                 .body(())
                 .unwrap();
             let mut stream = exchange.respond.send_response(response, false).unwrap();
-            stream.send_data(message("half"), false).unwrap();
+            stream.send_data(encode_message("half"), false).unwrap();
             gate.acquire().await.unwrap().forget();
             stream.send_reset(h2::Reason::CANCEL);
         }
     })
     .await;
     let proxy = Proxy::builder().upstream_url(&upstream.url()).start().await;
-    let (response, _sending) = call(&client(proxy.address).await, "unary").await;
-    let mut stream = answer(response).await.into_body();
+    let (response, _sending) = start_call(&connect_client(proxy.address).await, "unary").await;
+    let mut stream = await_response(response).await.into_body();
     gate.add_permits(1);
     let end = loop {
-        match timeout(SOON, stream.data()).await.unwrap() {
+        match timeout(TEST_TIMEOUT, stream.data()).await.unwrap() {
             Some(Ok(_)) => {}
             end => break end,
         }

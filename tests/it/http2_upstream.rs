@@ -2,13 +2,15 @@
 
 mod bodies;
 
-use crate::support::client::{Ask, ClientBody, RawClient, answered, http2};
-use crate::support::frames;
-use crate::support::h2_upstream::{Exchange, H2Upstream};
+use crate::support::client::{
+    ClientBody, ClientRequest, RawClient, await_response, open_http2_connection,
+};
+use crate::support::h2_frames;
+use crate::support::h2_upstream::{H2Exchange, H2Upstream};
 use crate::support::nginx::Nginx;
 use crate::support::proxy::Proxy;
 use crate::support::upstream::{RawSocket, RawUpstream};
-use crate::support::{SOON, eventually, noise, sha256};
+use crate::support::{TEST_TIMEOUT, eventually, pseudo_random_bytes, sha256};
 use h2::Reason;
 use h2::server::Builder;
 use http_body_util::BodyExt;
@@ -24,7 +26,7 @@ use tokio::time::timeout;
 /// One worker, so that it is known whose connections are whose.
 const ONE_WORKER: &str = "listen.threads = 1\n";
 
-async fn in_front_of(upstream: &H2Upstream, config: &str) -> Proxy {
+async fn start_proxy(upstream: &H2Upstream, config: &str) -> Proxy {
     Proxy::builder()
         .config(&format!("{ONE_WORKER}{config}"))
         .upstream_url(&upstream.url())
@@ -33,29 +35,29 @@ async fn in_front_of(upstream: &H2Upstream, config: &str) -> Proxy {
 }
 
 /// Answers when it is let.
-fn held(
+fn respond_when_released(
     gate: &Arc<Semaphore>,
-) -> impl Fn(Exchange) -> std::pin::Pin<Box<dyn Future<Output = ()> + Send>> + Clone + use<> {
+) -> impl Fn(H2Exchange) -> std::pin::Pin<Box<dyn Future<Output = ()> + Send>> + Clone + use<> {
     let gate = Arc::clone(gate);
     move |exchange| {
         let gate = Arc::clone(&gate);
         Box::pin(async move {
             gate.acquire().await.unwrap().forget();
-            exchange.answer(200, "ok");
+            exchange.respond_with(200, "ok");
         })
     }
 }
 
-fn get(proxy: &Proxy, target: &str) -> tokio::task::JoinHandle<u16> {
-    tokio::spawn(Ask::new(proxy.address, "GET", target).status())
+fn spawn_get(proxy: &Proxy, target: &str) -> tokio::task::JoinHandle<u16> {
+    tokio::spawn(ClientRequest::new(proxy.address, "GET", target).send_for_status())
 }
 
 #[tokio::test]
-async fn a_request_is_said_anew_in_http_2() {
+async fn a_request_is_translated_to_http2() {
     let upstream = H2Upstream::echo().await;
-    let proxy = in_front_of(&upstream, "").await;
+    let proxy = start_proxy(&upstream, "").await;
     let ask = proxy
-        .ask("POST", "/a//b?x=1&y")
+        .request("POST", "/a//b?x=1&y")
         .header("Host", "shop.example:81")
         .header("TE", "trailers");
     let ask = ask
@@ -103,7 +105,12 @@ async fn a_request_is_said_anew_in_http_2() {
             .headers_mut()
             .append("cookie", crumb.parse().unwrap());
     }
-    let answer = answered(http2(proxy.address).await.send_request(request)).await;
+    let answer = await_response(
+        open_http2_connection(proxy.address)
+            .await
+            .send_request(request),
+    )
+    .await;
     let text = String::from_utf8(
         answer
             .into_body()
@@ -118,9 +125,9 @@ async fn a_request_is_said_anew_in_http_2() {
         text.lines().any(|line| line == "cookie: a=1; b=2"),
         "{text}"
     );
-    assert_eq!(upstream.connections(), 1);
+    assert_eq!(upstream.connection_count(), 1);
 
-    let proxy = in_front_of(&upstream, "upstream.preserve_host = false").await;
+    let proxy = start_proxy(&upstream, "upstream.preserve_host = false").await;
     let text = proxy.get("/").await.text();
     assert!(
         text.starts_with(&format!("GET http://{}/\n", upstream.address)),
@@ -130,38 +137,38 @@ async fn a_request_is_said_anew_in_http_2() {
 }
 
 #[tokio::test]
-async fn one_connection_carries_many_requests_at_a_time() {
+async fn one_connection_carries_many_concurrent_requests() {
     let gate = Arc::new(Semaphore::new(0));
-    let upstream = H2Upstream::serving(Builder::new(), held(&gate)).await;
-    let proxy = in_front_of(&upstream, "").await;
-    let asked: Vec<_> = (0..60).map(|_| get(&proxy, "/")).collect();
+    let upstream = H2Upstream::with_handler(Builder::new(), respond_when_released(&gate)).await;
+    let proxy = start_proxy(&upstream, "").await;
+    let asked: Vec<_> = (0..60).map(|_| spawn_get(&proxy, "/")).collect();
     gate.add_permits(60);
     for asked in asked {
-        assert_eq!(timeout(SOON, asked).await.unwrap().unwrap(), 200);
+        assert_eq!(timeout(TEST_TIMEOUT, asked).await.unwrap().unwrap(), 200);
     }
     assert_eq!(
-        upstream.connections(),
+        upstream.connection_count(),
         1,
         "though all came at once, before there was any"
     );
 }
 
 #[tokio::test]
-async fn a_further_connection_is_made_for_what_the_first_has_no_room_for() {
+async fn another_connection_is_opened_when_all_streams_are_in_use() {
     let gate = Arc::new(Semaphore::new(0));
     let mut builder = Builder::new();
     builder.max_concurrent_streams(2);
-    let (slow, seen) = (held(&gate), Arc::<AtomicUsize>::default());
+    let (slow, seen) = (respond_when_released(&gate), Arc::<AtomicUsize>::default());
     let seeing = Arc::clone(&seen);
-    let upstream = H2Upstream::serving(builder, move |exchange| {
+    let upstream = H2Upstream::with_handler(builder, move |exchange| {
         seeing.fetch_add(1, Ordering::SeqCst);
         slow(exchange)
     })
     .await;
     let config = "upstream.max_connections = 2\nupstream.queue_timeout = '200ms'";
-    let proxy = in_front_of(&upstream, config).await;
-    let asked: Vec<_> = (0..4).map(|_| get(&proxy, "/")).collect();
-    eventually("four to be there", SOON, || {
+    let proxy = start_proxy(&upstream, config).await;
+    let asked: Vec<_> = (0..4).map(|_| spawn_get(&proxy, "/")).collect();
+    eventually("four to be there", TEST_TIMEOUT, || {
         (seen.load(Ordering::SeqCst) == 4).then_some(())
     })
     .await;
@@ -172,48 +179,48 @@ async fn a_further_connection_is_made_for_what_the_first_has_no_room_for() {
     );
     gate.add_permits(4);
     for asked in asked {
-        assert_eq!(timeout(SOON, asked).await.unwrap().unwrap(), 200);
+        assert_eq!(timeout(TEST_TIMEOUT, asked).await.unwrap().unwrap(), 200);
     }
-    assert_eq!(upstream.connections(), 2);
+    assert_eq!(upstream.connection_count(), 2);
 
     // Who has time to wait gets its turn.
     let config = "upstream.max_connections = 1\nupstream.queue_timeout = '10s'";
-    let proxy = in_front_of(&upstream, config).await;
-    let asked: Vec<_> = (0..6).map(|_| get(&proxy, "/")).collect();
+    let proxy = start_proxy(&upstream, config).await;
+    let asked: Vec<_> = (0..6).map(|_| spawn_get(&proxy, "/")).collect();
     gate.add_permits(6);
     for asked in asked {
-        assert_eq!(timeout(SOON, asked).await.unwrap().unwrap(), 200);
+        assert_eq!(timeout(TEST_TIMEOUT, asked).await.unwrap().unwrap(), 200);
     }
     // It is closed for others when one who just got his turn seems to wait still.
     assert!(
-        (3..=4).contains(&upstream.connections()),
+        (3..=4).contains(&upstream.connection_count()),
         "{}",
-        upstream.connections()
+        upstream.connection_count()
     );
 }
 
 #[tokio::test]
-async fn who_says_goodbye_is_left_after_what_is_under_way() {
+async fn after_goaway_a_connection_only_finishes_its_open_streams() {
     let gate = Arc::new(Semaphore::new(0));
-    let slow = held(&gate);
-    let upstream = H2Upstream::serving(Builder::new(), move |exchange| {
+    let slow = respond_when_released(&gate);
+    let upstream = H2Upstream::with_handler(Builder::new(), move |exchange| {
         let slow = (exchange.request.uri().path() == "/slow").then(|| slow.clone());
         async move {
             match slow {
                 None => {
-                    let connection = exchange.connection.to_string();
-                    exchange.answer(200, connection);
+                    let connection = exchange.connection_index.to_string();
+                    exchange.respond_with(200, connection);
                 }
                 Some(slow) => slow(exchange).await,
             }
         }
     })
     .await;
-    let proxy = in_front_of(&upstream, "").await;
-    let under_way = get(&proxy, "/slow");
+    let proxy = start_proxy(&upstream, "").await;
+    let under_way = spawn_get(&proxy, "/slow");
     assert_eq!(
         proxy
-            .ask("GET", "/")
+            .request("GET", "/")
             .header("X-Go-Away", "1")
             .send()
             .await
@@ -222,18 +229,28 @@ async fn who_says_goodbye_is_left_after_what_is_under_way() {
     );
     // Which is the first to know of it is a matter of luck; all are answered.
     for _ in 0..20 {
-        assert_eq!(proxy.ask("POST", "/").body("body").status().await, 200);
+        assert_eq!(
+            proxy
+                .request("POST", "/")
+                .body("body")
+                .send_for_status()
+                .await,
+            200
+        );
     }
     assert_eq!(proxy.get("/").await.text(), "1");
     gate.add_permits(1);
-    assert_eq!(timeout(SOON, under_way).await.unwrap().unwrap(), 200);
+    assert_eq!(
+        timeout(TEST_TIMEOUT, under_way).await.unwrap().unwrap(),
+        200
+    );
 }
 
 #[tokio::test]
-async fn what_was_refused_unseen_is_sent_once_more() {
+async fn a_refused_stream_is_retried_once() {
     let seen = Arc::<AtomicUsize>::default();
     let counted = Arc::clone(&seen);
-    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+    let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
         let number = counted.fetch_add(1, Ordering::SeqCst);
         async move {
             let refusals: usize = exchange.request.headers()["x-refusals"]
@@ -241,16 +258,16 @@ async fn what_was_refused_unseen_is_sent_once_more() {
                 .unwrap()
                 .parse()
                 .unwrap();
-            let body = exchange.body().await.unwrap();
+            let body = exchange.read_body().await.unwrap();
             if number < refusals {
                 exchange.respond.send_reset(Reason::REFUSED_STREAM);
             } else {
-                exchange.answer(200, body);
+                exchange.respond_with(200, body);
             }
         }
     })
     .await;
-    let proxy = in_front_of(&upstream, "").await;
+    let proxy = start_proxy(&upstream, "").await;
     for (method, length, refusals, status, times) in [
         ("GET", 0, "1", 200, 2),
         // Nothing has happened, so even this may be sent again.
@@ -263,9 +280,9 @@ async fn what_was_refused_unseen_is_sent_once_more() {
         ("POST", 200_000, "1", 502, 1),
     ] {
         seen.store(0, Ordering::SeqCst);
-        let body = noise(length);
+        let body = pseudo_random_bytes(length);
         let reply = proxy
-            .ask(method, "/")
+            .request(method, "/")
             .header("X-Refusals", refusals)
             .body(body.clone())
             .send()
@@ -274,17 +291,17 @@ async fn what_was_refused_unseen_is_sent_once_more() {
         assert!(status != 200 || reply.body == body, "{method} {length}");
         assert_eq!(seen.load(Ordering::SeqCst), times, "{method} {length}");
     }
-    assert_eq!(upstream.connections(), 1);
+    assert_eq!(upstream.connection_count(), 1);
 }
 
 /// A server's SETTINGS, all as by default, and its word that it has seen ours.
-const SETTINGS: &[u8] = b"\0\0\0\x04\0\0\0\0\0\0\0\0\x04\x01\0\0\0\0";
+const SERVER_SETTINGS: &[u8] = b"\0\0\0\x04\0\0\0\0\0\0\0\0\x04\x01\0\0\0\0";
 
 /// GOAWAY: the last request that was looked at is none.
-const GOAWAY: &[u8] = b"\0\0\x08\x07\0\0\0\0\0\0\0\0\0\0\0\0\0";
+const GOAWAY_NO_STREAMS: &[u8] = b"\0\0\x08\x07\0\0\0\0\0\0\0\0\0\0\0\0\0";
 
 /// Reads the preface and frames, until there is one of type HEADERS.
-async fn request_head(socket: &mut RawSocket) {
+async fn read_request_head(socket: &mut RawSocket) {
     let stream = socket.stream();
     stream.read_exact(&mut [0; 24]).await.unwrap();
     loop {
@@ -299,17 +316,17 @@ async fn request_head(socket: &mut RawSocket) {
 }
 
 #[tokio::test]
-async fn what_came_too_late_for_a_connection_is_sent_on_another() {
-    let upstream = RawUpstream::scripted(|number, mut socket| async move {
-        socket.send(SETTINGS).await;
-        request_head(&mut socket).await;
+async fn a_request_after_goaway_is_retried_on_another_connection() {
+    let upstream = RawUpstream::with_script(|number, mut socket| async move {
+        socket.send(SERVER_SETTINGS).await;
+        read_request_head(&mut socket).await;
         if number == 0 {
-            socket.send(GOAWAY).await;
+            socket.send(GOAWAY_NO_STREAMS).await;
         } else {
             // :status 204 by HPACK's static table, END_STREAM and END_HEADERS.
             socket.send(b"\0\0\x01\x01\x05\0\0\0\x01\x89").await;
         }
-        socket.drain().await;
+        socket.read_to_close().await;
     })
     .await;
     let proxy = Proxy::builder()
@@ -317,17 +334,17 @@ async fn what_came_too_late_for_a_connection_is_sent_on_another() {
         .upstream_url(&format!("h2c://{}", upstream.address))
         .start()
         .await;
-    assert_eq!(proxy.ask("POST", "/").status().await, 204);
-    assert_eq!(upstream.connections(), 2);
+    assert_eq!(proxy.request("POST", "/").send_for_status().await, 204);
+    assert_eq!(upstream.connection_count(), 2);
 }
 
 #[tokio::test]
-async fn a_reset_instead_of_an_answer_is_a_502() {
-    let upstream = H2Upstream::serving(Builder::new(), |mut exchange| async move {
+async fn a_reset_instead_of_a_response_is_a_502() {
+    let upstream = H2Upstream::with_handler(Builder::new(), |mut exchange| async move {
         exchange.respond.send_reset(Reason::INTERNAL_ERROR);
     })
     .await;
-    let proxy = in_front_of(&upstream, "").await;
+    let proxy = start_proxy(&upstream, "").await;
     let reply = proxy.get("/").await;
     assert_eq!(reply.status, 502);
     assert!(
@@ -336,7 +353,7 @@ async fn a_reset_instead_of_an_answer_is_a_502() {
             .unwrap()
             .contains("connection_terminated")
     );
-    let metrics = Ask::new(proxy.admin(), "GET", "/metrics")
+    let metrics = ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
         .header("Host", "localhost")
         .send()
         .await
@@ -348,14 +365,14 @@ async fn a_reset_instead_of_an_answer_is_a_502() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_ends_its_request_and_no_other() {
+async fn a_client_disconnect_cancels_only_its_own_request() {
     let (told, mut given_up) = mpsc::channel(8);
-    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+    let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
         let told = told.clone();
         async move {
             let begins = exchange.request.uri().path() == "/begun";
             if exchange.request.uri().path() == "/" {
-                return exchange.answer(200, "ok");
+                return exchange.respond_with(200, "ok");
             }
             let mut stream = None;
             if begins {
@@ -368,13 +385,13 @@ async fn a_client_that_leaves_ends_its_request_and_no_other() {
             }
             let reason = match &mut stream {
                 Some(stream) => std::future::poll_fn(|cx| stream.poll_reset(cx)).await.ok(),
-                None => exchange.given_up().await,
+                None => exchange.wait_for_reset().await,
             };
             told.send(reason).await.unwrap();
         }
     })
     .await;
-    let proxy = in_front_of(&upstream, "").await;
+    let proxy = start_proxy(&upstream, "").await;
     for (target, framing) in [
         ("/begun", "\r\n"),
         ("/silent", "\r\n"),
@@ -392,41 +409,41 @@ async fn a_client_that_leaves_ends_its_request_and_no_other() {
         }
         drop(client);
         assert_eq!(
-            timeout(SOON, given_up.recv()).await.unwrap(),
+            timeout(TEST_TIMEOUT, given_up.recv()).await.unwrap(),
             Some(Some(Reason::CANCEL)),
             "{target} {framing}"
         );
     }
     assert_eq!(proxy.get("/").await.status, 200);
-    assert_eq!(upstream.connections(), 1);
+    assert_eq!(upstream.connection_count(), 1);
 }
 
 /// Servers end a connection on which many requests are taken back before they have looked at them.
 #[tokio::test]
-async fn who_leaves_with_many_requests_ends_nobody_elses() {
+async fn a_client_that_cancels_many_requests_does_not_affect_others() {
     let (told, mut given_up) = mpsc::channel(100);
     let gate = Arc::new(Semaphore::new(0));
-    let slow = held(&gate);
-    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+    let slow = respond_when_released(&gate);
+    let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
         let (slow, told) = (slow.clone(), told.clone());
         async move {
             if exchange.request.uri().path() == "/others" {
                 return slow(exchange).await;
             }
-            told.send(exchange.given_up().await).await.unwrap();
+            told.send(exchange.wait_for_reset().await).await.unwrap();
         }
     })
     .await;
-    let proxy = in_front_of(&upstream, "").await;
-    let others = get(&proxy, "/others");
-    eventually("a connection", SOON, || {
-        (upstream.connections() == 1).then_some(())
+    let proxy = start_proxy(&upstream, "").await;
+    let others = spawn_get(&proxy, "/others");
+    eventually("a connection", TEST_TIMEOUT, || {
+        (upstream.connection_count() == 1).then_some(())
     })
     .await;
 
-    let mut attack = frames::PREFACE.to_vec();
-    attack.extend(frames::frame(frames::SETTINGS, 0, 0, []));
-    (0..60).for_each(|n| attack.extend(frames::get(2 * n + 1, "/")));
+    let mut attack = h2_frames::PREFACE.to_vec();
+    attack.extend(h2_frames::encode_frame(h2_frames::SETTINGS, 0, 0, []));
+    (0..60).for_each(|n| attack.extend(h2_frames::get_frame(2 * n + 1, "/")));
     let mut attacker = std::net::TcpStream::connect(proxy.address).unwrap();
     attacker.write_all(&attack).unwrap();
     // The upstream runs in this thread: it is busy, and then all has come at once.
@@ -436,26 +453,26 @@ async fn who_leaves_with_many_requests_ends_nobody_elses() {
 
     for _ in 0..50 {
         assert_eq!(
-            timeout(SOON, given_up.recv()).await.unwrap(),
+            timeout(TEST_TIMEOUT, given_up.recv()).await.unwrap(),
             Some(Some(Reason::CANCEL))
         );
     }
-    let next = get(&proxy, "/others");
+    let next = spawn_get(&proxy, "/others");
     gate.add_permits(2);
     assert_eq!((others.await.unwrap(), next.await.unwrap()), (200, 200));
-    assert_eq!(upstream.connections(), 2, "the first gets no more");
+    assert_eq!(upstream.connection_count(), 2, "the first gets no more");
 }
 
 #[tokio::test]
-async fn who_does_not_answer_in_time_is_given_up_and_suspected() {
+async fn a_connection_whose_response_timed_out_is_not_reused() {
     // Agrees to HTTP/2 and is never heard of again: the first connection only.
-    let upstream = RawUpstream::scripted(|number, mut socket| async move {
-        socket.send(SETTINGS).await;
-        request_head(&mut socket).await;
+    let upstream = RawUpstream::with_script(|number, mut socket| async move {
+        socket.send(SERVER_SETTINGS).await;
+        read_request_head(&mut socket).await;
         if number > 0 {
             socket.send(b"\0\0\x01\x01\x05\0\0\0\x01\x89").await;
         }
-        socket.drain().await;
+        socket.read_to_close().await;
     })
     .await;
     let url = format!("h2c://{}", upstream.address);
@@ -468,17 +485,18 @@ async fn who_does_not_answer_in_time_is_given_up_and_suspected() {
     assert_eq!(proxy.get("/").await.status, 504);
     assert_eq!(proxy.get("/").await.status, 204);
     assert_eq!(
-        upstream.connections(),
+        upstream.connection_count(),
         2,
         "nothing more is sent where nobody answers"
     );
 }
 
 #[tokio::test]
-async fn who_speaks_no_http_2_is_found_out_before_there_is_a_request() {
+async fn an_upstream_without_http2_is_detected_before_a_request_is_sent() {
     let upstream =
-        RawUpstream::answering("HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n").await;
-    let silent = RawUpstream::scripted(|_, mut socket| async move { socket.drain().await }).await;
+        RawUpstream::with_response("HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n").await;
+    let silent =
+        RawUpstream::with_script(|_, mut socket| async move { socket.read_to_close().await }).await;
     for (upstream, status) in [(upstream, 502), (silent, 504)] {
         let url = format!("h2c://{}", upstream.address);
         let config = "upstream.connect_timeout = '300ms'\nupstream.retry_connect = 0";
@@ -487,11 +505,11 @@ async fn who_speaks_no_http_2_is_found_out_before_there_is_a_request() {
             .upstream_url(&url)
             .start()
             .await;
-        let asked: Vec<_> = (0..3).map(|_| get(&proxy, "/secret")).collect();
+        let asked: Vec<_> = (0..3).map(|_| spawn_get(&proxy, "/secret")).collect();
         for asked in asked {
-            assert_eq!(timeout(SOON, asked).await.unwrap().unwrap(), status);
+            assert_eq!(timeout(TEST_TIMEOUT, asked).await.unwrap().unwrap(), status);
         }
-        assert!(!String::from_utf8_lossy(&upstream.received()).contains("secret"));
+        assert!(!String::from_utf8_lossy(&upstream.received_bytes()).contains("secret"));
     }
     let nobody = std::net::TcpListener::bind("127.0.0.1:0")
         .unwrap()
@@ -512,25 +530,25 @@ async fn who_speaks_no_http_2_is_found_out_before_there_is_a_request() {
 }
 
 #[tokio::test]
-async fn an_idle_connection_is_closed_in_time_and_kept_until_then() {
+async fn an_idle_connection_is_kept_until_its_timeout() {
     let upstream = H2Upstream::echo().await;
-    let proxy = in_front_of(&upstream, "upstream.pool_idle_timeout = '400ms'").await;
+    let proxy = start_proxy(&upstream, "upstream.pool_idle_timeout = '400ms'").await;
     for _ in 0..3 {
         assert_eq!(proxy.get("/").await.status, 200);
     }
-    assert_eq!(upstream.connections(), 1);
+    assert_eq!(upstream.connection_count(), 1);
     tokio::time::sleep(Duration::from_millis(900)).await;
     assert_eq!(proxy.get("/").await.status, 200);
-    assert_eq!(upstream.connections(), 2);
-    let none = in_front_of(&upstream, "upstream.pool_max_idle = 0").await;
+    assert_eq!(upstream.connection_count(), 2);
+    let none = start_proxy(&upstream, "upstream.pool_max_idle = 0").await;
     for _ in 0..2 {
         assert_eq!(none.get("/").await.status, 200);
     }
-    assert_eq!(upstream.connections(), 4);
+    assert_eq!(upstream.connection_count(), 4);
 }
 
 #[tokio::test]
-async fn no_worker_starves_beside_one_that_has_the_only_connection() {
+async fn a_worker_gets_a_connection_while_another_worker_holds_the_only_one() {
     let upstream = H2Upstream::echo().await;
     let config = "listen.threads = 2\nupstream.max_connections = 1\nupstream.queue_timeout = '5s'";
     let proxy = Proxy::builder()
@@ -548,7 +566,7 @@ async fn no_worker_starves_beside_one_that_has_the_only_connection() {
                 client
                     .send("GET / HTTP/1.1\r\nHost: a\r\n\r\n")
                     .await
-                    .reply()
+                    .read_response()
                     .await
                     .status,
                 200
@@ -559,10 +577,10 @@ async fn no_worker_starves_beside_one_that_has_the_only_connection() {
 }
 
 #[tokio::test]
-async fn nginx_is_spoken_to_by_http_2() {
-    let nginx = Nginx::by_http2().await;
-    let content = noise(5 << 20);
-    nginx.file("big", &content);
+async fn nginx_is_proxied_over_http2() {
+    let nginx = Nginx::start_http2().await;
+    let content = pseudo_random_bytes(5 << 20);
+    nginx.write_file("big", &content);
     let proxy = Proxy::builder()
         .upstream_url(&format!("h2c://{}", nginx.address))
         .start()
@@ -571,8 +589,12 @@ async fn nginx_is_spoken_to_by_http_2() {
     assert_eq!(sha256(&reply.body), sha256(&content));
     assert_eq!(reply.header("via"), Some("2 tidegate"));
     assert_eq!(
-        proxy.ask("PUT", "/up").body(content.clone()).status().await,
+        proxy
+            .request("PUT", "/up")
+            .body(content.clone())
+            .send_for_status()
+            .await,
         201
     );
-    assert_eq!(sha256(&nginx.uploaded("up")), sha256(&content));
+    assert_eq!(sha256(&nginx.uploaded_file("up")), sha256(&content));
 }

@@ -1,10 +1,10 @@
 //! Leases: proxies that take units in advance, one Redis, and a judge at the upstream.
 
-use crate::support::SOON;
-use crate::support::client::{Ask, RawClient};
-use crate::support::cluster::{Cluster, node_of};
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::{ClientRequest, RawClient};
+use crate::support::cluster::{RedisCluster, initial_node};
 use crate::support::proxy::Proxy;
-use crate::support::redis::Server;
+use crate::support::redis::RedisServer;
 use crate::support::upstream::{Upstream, echo};
 use std::net::SocketAddr;
 use std::pin::pin;
@@ -15,7 +15,7 @@ use tidegate::store::Store;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 
-async fn proxy(server: &Server, upstream: &Upstream, policy: &str) -> Proxy {
+async fn start_proxy(server: &RedisServer, upstream: &Upstream, policy: &str) -> Proxy {
     let config = format!(
         r#"
 store = {{ kind = "redis", redis = {{ url = "redis://127.0.0.1:{}/0", key_prefix = "shop", timeout = "2s" }} }}
@@ -28,33 +28,35 @@ on_store_failure = "closed"
         server.port(),
     );
     let proxy = Proxy::start(&config, upstream.address).await;
-    proxy.store_up().await;
+    proxy.wait_for_store().await;
     proxy
 }
 
 /// How long a refusal is remembered where units are lent.
-const REMEMBERED: Duration = Duration::from_millis(20);
+const REFUSAL_CACHE_TTL: Duration = Duration::from_millis(20);
 
 /// Calls of our programs so far.
-async fn calls(server: &Server) -> u64 {
-    server.info("commandstats", "cmdstat_evalsha").await
+async fn count_script_calls(server: &RedisServer) -> u64 {
+    server
+        .read_info_number("commandstats", "cmdstat_evalsha")
+        .await
 }
 
 #[tokio::test]
-async fn a_hot_key_asks_redis_less_than_once_in_a_hundred_requests() {
-    let (server, upstream) = (Server::start(), Upstream::echo().await);
+async fn a_hot_key_calls_redis_less_than_once_per_hundred_requests() {
+    let (server, upstream) = (RedisServer::start(), Upstream::echo().await);
     let policy = r#"
 limit = { requests = 100000, per = "1h", algorithm = "sliding_window" }
 lease = { size = 500, ttl = "10m" }
 "#;
-    let proxy = proxy(&server, &upstream, policy).await;
-    let before = calls(&server).await;
+    let proxy = start_proxy(&server, &upstream, policy).await;
+    let before = count_script_calls(&server).await;
     let mut client = RawClient::connect(proxy.address).await;
     for nth in 1..=2_000_u64 {
         let reply = client
             .send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
             .await
-            .reply()
+            .read_response()
             .await;
         assert_eq!(reply.status, 200, "{}", reply.text());
         let remaining: u64 = reply
@@ -67,9 +69,9 @@ lease = { size = 500, ttl = "10m" }
             "{remaining} after {nth}"
         );
     }
-    let asked = calls(&server).await - before;
+    let asked = count_script_calls(&server).await - before;
     assert!(asked < 20, "{asked} calls for 2,000 requests");
-    let metrics = Ask::new(proxy.admin(), "GET", "/metrics")
+    let metrics = ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
         .header("Host", "localhost")
         .send()
         .await
@@ -79,17 +81,17 @@ lease = { size = 500, ttl = "10m" }
 }
 
 #[tokio::test]
-async fn an_exhausted_key_asks_redis_now_and_then_only() {
-    let (server, upstream) = (Server::start(), Upstream::echo().await);
+async fn an_exhausted_key_calls_redis_only_after_the_refusal_cache_expires() {
+    let (server, upstream) = (RedisServer::start(), Upstream::echo().await);
     let policy = "limit = { requests = 20, per = \"1h\" }\nlease = { size = 5, ttl = \"100ms\" }";
-    let proxy = proxy(&server, &upstream, policy).await;
+    let proxy = start_proxy(&server, &upstream, policy).await;
     let mut client = RawClient::connect(proxy.address).await;
-    let (before, began, mut passed) = (calls(&server).await, Instant::now(), 0);
+    let (before, began, mut passed) = (count_script_calls(&server).await, Instant::now(), 0);
     for _ in 0..1_000 {
         let reply = client
             .send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
             .await
-            .reply()
+            .read_response()
             .await;
         passed += usize::from(reply.status == 200);
         assert!(
@@ -98,8 +100,8 @@ async fn an_exhausted_key_asks_redis_now_and_then_only() {
         );
     }
     // Each moment one question, and one for the instances each second.
-    let moments = began.elapsed().div_duration_f64(REMEMBERED) as u64;
-    let asked = calls(&server).await - before;
+    let moments = began.elapsed().div_duration_f64(REFUSAL_CACHE_TTL) as u64;
+    let asked = count_script_calls(&server).await - before;
     assert_eq!(passed, 20);
     assert!(
         asked <= 20 + moments + moments / 50,
@@ -108,9 +110,9 @@ async fn an_exhausted_key_asks_redis_now_and_then_only() {
 }
 
 #[tokio::test]
-async fn what_redis_does_not_let_us_charge_is_not_lent() {
-    let server = Server::start();
-    let (_shared, redis) = server.redis().await;
+async fn nothing_is_granted_when_redis_rejects_writes() {
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
     let key = KeyBuilder::new("p").finish();
     let lends = [
         Algorithm::SlidingLog,
@@ -134,7 +136,7 @@ async fn what_redis_does_not_let_us_charge_is_not_lent() {
         });
         let charge = Charge {
             lease,
-            wanted: 5,
+            requested_lease_units: 5,
             ..Charge::new(limit, &key, 0)
         };
         redis.decide(&[charge], Instant::now()).await
@@ -161,53 +163,57 @@ async fn what_redis_does_not_let_us_charge_is_not_lent() {
 }
 
 #[tokio::test]
-async fn what_was_not_used_is_given_back_when_the_process_ends() {
-    let (server, upstream) = (Server::start(), Upstream::echo().await);
+async fn unused_units_are_returned_when_the_process_ends() {
+    let (server, upstream) = (RedisServer::start(), Upstream::echo().await);
     let policy = "limit = { requests = 10, per = \"1h\" }\nlease = { size = 50, ttl = \"30m\" }";
-    let mut first = proxy(&server, &upstream, policy).await;
-    let second = proxy(&server, &upstream, policy).await;
-    assert_eq!(first.statuses("/", 3).await, [200; 3]);
-    assert_eq!(second.statuses("/", 2).await, [429; 2], "the rest is lent");
-    first.sigterm();
-    first.ended(SOON).await;
-    // A refusal is remembered for a moment.
-    sleep(REMEMBERED).await;
+    let mut first = start_proxy(&server, &upstream, policy).await;
+    let second = start_proxy(&server, &upstream, policy).await;
+    assert_eq!(first.get_statuses("/", 3).await, [200; 3]);
     assert_eq!(
-        second.statuses("/", 9).await,
+        second.get_statuses("/", 2).await,
+        [429; 2],
+        "the rest is lent"
+    );
+    first.send_sigterm();
+    first.wait_for_exit(TEST_TIMEOUT).await;
+    // A refusal is remembered for a moment.
+    sleep(REFUSAL_CACHE_TTL).await;
+    assert_eq!(
+        second.get_statuses("/", 9).await,
         [200, 200, 200, 200, 200, 200, 200, 429, 429]
     );
 }
 
 #[tokio::test]
-async fn what_was_not_used_is_given_back_when_the_lease_ends() {
-    let (server, upstream) = (Server::start(), Upstream::echo().await);
+async fn unused_units_are_returned_when_the_lease_expires() {
+    let (server, upstream) = (RedisServer::start(), Upstream::echo().await);
     let lent = "limit = { requests = 10, per = \"1h\" }\nlease = { size = 50, ttl = \"1s\" }";
     let alone = "limit = { requests = 10, per = \"1h\" }";
     let (first, second) = (
-        proxy(&server, &upstream, lent).await,
-        proxy(&server, &upstream, alone).await,
+        start_proxy(&server, &upstream, lent).await,
+        start_proxy(&server, &upstream, alone).await,
     );
-    assert_eq!(first.statuses("/", 3).await, [200; 3]);
-    let deadline = Instant::now() + SOON;
+    assert_eq!(first.get_statuses("/", 3).await, [200; 3]);
+    let deadline = Instant::now() + TEST_TIMEOUT;
     while second.get("/").await.status != 200 {
         assert!(Instant::now() < deadline, "nothing was given back");
         // A refusal is remembered for a second where nothing is lent.
         sleep(Duration::from_millis(50)).await;
     }
     assert_eq!(
-        second.statuses("/", 8).await,
+        second.get_statuses("/", 8).await,
         [200, 200, 200, 200, 200, 200, 429, 429]
     );
 }
 
 #[tokio::test]
-async fn what_is_in_hand_is_used_while_redis_is_away() {
-    let (mut server, upstream) = (Server::start(), Upstream::echo().await);
+async fn leased_units_are_used_while_redis_is_down() {
+    let (mut server, upstream) = (RedisServer::start(), Upstream::echo().await);
     let policy = "limit = { requests = 1000, per = \"1h\" }\nlease = { size = 40, ttl = \"30m\" }";
-    let proxy = proxy(&server, &upstream, policy).await;
+    let proxy = start_proxy(&server, &upstream, policy).await;
     assert_eq!(proxy.get("/").await.status, 200);
     server.kill();
-    let statuses = proxy.statuses("/", 45).await;
+    let statuses = proxy.get_statuses("/", 45).await;
     assert_eq!(
         statuses.iter().filter(|status| **status == 200).count(),
         40,
@@ -217,8 +223,8 @@ async fn what_is_in_hand_is_used_while_redis_is_away() {
 }
 
 #[tokio::test]
-async fn a_policy_beside_is_charged_and_a_refusal_by_it_gives_the_unit_back() {
-    let (server, upstream) = (Server::start(), Upstream::echo().await);
+async fn a_refusal_by_an_unleased_policy_returns_the_leased_unit() {
+    let (server, upstream) = (RedisServer::start(), Upstream::echo().await);
     let policy = r#"
 limit = { requests = 30, per = "1h" }
 lease = { size = 40, ttl = "30m" }
@@ -227,12 +233,12 @@ name = "narrow"
 match = { path = "/narrow" }
 limit = { requests = 3, per = "1h" }
 "#;
-    let proxy = proxy(&server, &upstream, policy).await;
+    let proxy = start_proxy(&server, &upstream, policy).await;
     assert_eq!(
-        proxy.statuses("/narrow", 8).await,
+        proxy.get_statuses("/narrow", 8).await,
         [200, 200, 200, 429, 429, 429, 429, 429]
     );
-    let statuses = proxy.statuses("/", 29).await;
+    let statuses = proxy.get_statuses("/", 29).await;
     assert_eq!(
         statuses.iter().filter(|status| **status == 200).count(),
         27,
@@ -240,19 +246,19 @@ limit = { requests = 3, per = "1h" }
     );
 }
 
-const LIMIT: usize = 200;
-const PER: Duration = Duration::from_secs(1);
+const LIMIT_UNITS: usize = 200;
+const LIMIT_PERIOD: Duration = Duration::from_secs(1);
 
 /// An upstream that notes what reaches it.
-struct Judge {
+struct RecordingUpstream {
     start: Instant,
-    arrivals: Arc<Mutex<Vec<Arrival>>>,
+    arrivals: Arc<Mutex<Vec<RequestArrival>>>,
     upstream: Upstream,
 }
 
 /// It was decided between these two.
 #[derive(Clone, Debug)]
-struct Arrival {
+struct RequestArrival {
     path: String,
     sent: Instant,
     arrived: Instant,
@@ -260,17 +266,17 @@ struct Arrival {
 
 /// One request and its answer.
 #[derive(Clone, Copy, Debug)]
-struct Asked {
+struct ClientSample {
     sent: Instant,
-    took: Duration,
+    latency: Duration,
     status: u16,
 }
 
-impl Judge {
+impl RecordingUpstream {
     async fn start() -> Self {
-        let (start, arrivals) = (Instant::now(), Arc::<Mutex<Vec<Arrival>>>::default());
+        let (start, arrivals) = (Instant::now(), Arc::<Mutex<Vec<RequestArrival>>>::default());
         let seen = Arc::clone(&arrivals);
-        let upstream = Upstream::serving(move |request| {
+        let upstream = Upstream::with_handler(move |request| {
             let sent_us = request.headers()["x-sent-us"]
                 .to_str()
                 .unwrap()
@@ -278,7 +284,7 @@ impl Judge {
                 .unwrap();
             let sent = start + Duration::from_micros(sent_us);
             let path = request.uri().path().to_owned();
-            seen.lock().unwrap().push(Arrival {
+            seen.lock().unwrap().push(RequestArrival {
                 path,
                 sent,
                 arrived: Instant::now(),
@@ -293,7 +299,7 @@ impl Judge {
     }
 
     /// What arrived at a path, in order.
-    fn arrivals(&self, path: &str) -> Vec<Arrival> {
+    fn arrivals(&self, path: &str) -> Vec<RequestArrival> {
         let arrivals = self.arrivals.lock().unwrap();
         let mut own: Vec<_> = arrivals
             .iter()
@@ -305,32 +311,47 @@ impl Judge {
     }
 
     /// Asks for a path until a time.
-    fn client(&self, proxy: &Proxy, path: &str, until: Instant) -> JoinHandle<Vec<Asked>> {
-        tokio::spawn(client(proxy.address, path.to_owned(), self.start, until))
+    fn spawn_client(
+        &self,
+        proxy: &Proxy,
+        path: &str,
+        until: Instant,
+    ) -> JoinHandle<Vec<ClientSample>> {
+        tokio::spawn(send_requests_until(
+            proxy.address,
+            path.to_owned(),
+            self.start,
+            until,
+        ))
     }
 }
 
 /// The most that were certainly decided within less than a period.
-fn fullest(arrivals: &[Arrival]) -> usize {
-    let within = |(nth, last): (usize, &Arrival)| {
+fn max_arrivals_in_a_period(arrivals: &[RequestArrival]) -> usize {
+    let within = |(nth, last): (usize, &RequestArrival)| {
         arrivals[..=nth]
             .iter()
-            .filter(|one| one.sent + PER > last.arrived)
+            .filter(|one| one.sent + LIMIT_PERIOD > last.arrived)
             .count()
     };
     arrivals.iter().enumerate().map(within).max().unwrap_or(0)
 }
 
-async fn client(address: SocketAddr, path: String, start: Instant, until: Instant) -> Vec<Asked> {
+async fn send_requests_until(
+    address: SocketAddr,
+    path: String,
+    start: Instant,
+    until: Instant,
+) -> Vec<ClientSample> {
     let (mut client, mut all) = (RawClient::connect(address).await, Vec::new());
     while Instant::now() < until {
         let (sent, sent_us) = (Instant::now(), start.elapsed().as_micros());
         let request =
             format!("GET {path} HTTP/1.1\r\nHost: shop.example\r\nX-Sent-Us: {sent_us}\r\n\r\n");
-        let status = client.send(request).await.reply().await.status;
-        all.push(Asked {
+        let status = client.send(request).await.read_response().await.status;
+        all.push(ClientSample {
             sent,
-            took: sent.elapsed(),
+            latency: sent.elapsed(),
             status,
         });
         if status != 200 {
@@ -342,20 +363,24 @@ async fn client(address: SocketAddr, path: String, start: Instant, until: Instan
 
 #[tokio::test]
 async fn three_proxies_keep_the_limit_while_one_is_killed() {
-    let (server, judge) = (Server::start(), Judge::start().await);
+    let (server, judge) = (RedisServer::start(), RecordingUpstream::start().await);
     let policy = format!(
-        "limit = {{ requests = {LIMIT}, per = \"{}ms\" }}\nlease = {{ size = 20, ttl = \"100ms\" }}",
-        PER.as_millis()
+        "limit = {{ requests = {LIMIT_UNITS}, per = \"{}ms\" }}\nlease = {{ size = 20, ttl = \"100ms\" }}",
+        LIMIT_PERIOD.as_millis()
     );
     let mut proxies = Vec::new();
     for _ in 0..3 {
-        proxies.push(proxy(&server, &judge.upstream, &policy).await);
+        proxies.push(start_proxy(&server, &judge.upstream, &policy).await);
     }
-    let length = 4 * PER;
+    let length = 4 * LIMIT_PERIOD;
     let until = Instant::now() + length;
     let mut clients: Vec<Vec<_>> = Vec::new();
     for proxy in &proxies {
-        clients.push((0..6).map(|_| judge.client(proxy, "/", until)).collect());
+        clients.push(
+            (0..6)
+                .map(|_| judge.spawn_client(proxy, "/", until))
+                .collect(),
+        );
     }
     sleep(length / 3).await;
     for client in clients.remove(0) {
@@ -374,12 +399,12 @@ async fn three_proxies_keep_the_limit_while_one_is_killed() {
     let arrivals = judge.arrivals("/");
     println!("{} admitted", arrivals.len());
     assert!(
-        fullest(&arrivals) <= LIMIT,
+        max_arrivals_in_a_period(&arrivals) <= LIMIT_UNITS,
         "{} in a period",
-        fullest(&arrivals)
+        max_arrivals_in_a_period(&arrivals)
     );
     assert!(
-        arrivals.len() > 2 * LIMIT,
+        arrivals.len() > 2 * LIMIT_UNITS,
         "only {} were admitted in {length:?}",
         arrivals.len()
     );
@@ -387,44 +412,47 @@ async fn three_proxies_keep_the_limit_while_one_is_killed() {
 
 /// `store.redis.timeout` of the proxies in front of a cluster, and what a busy machine may add to it.
 const TIMEOUT: Duration = Duration::from_millis(300);
-const SLACK: Duration = Duration::from_millis(300);
+const TIMEOUT_SLACK: Duration = Duration::from_millis(300);
 
 /// From the return of a node until its keys are decided.
-const RECOVERY: Duration = Duration::from_secs(4);
+const MAX_RECOVERY: Duration = Duration::from_secs(4);
 
 /// Units in hand of one proxy.
-const SIZE: usize = 20;
-const TTL: Duration = Duration::from_millis(100);
+const LEASE_UNITS: usize = 20;
+const LEASE_TTL: Duration = Duration::from_millis(100);
 
 /// It loses what it has counted, which lets in one further limit for its own keys, and the others go on.
 #[tokio::test]
-async fn a_node_of_a_cluster_dies_and_comes_back_empty() {
-    let (mut cluster, judge) = (Cluster::start().await, Judge::start().await);
+async fn a_cluster_node_is_killed_and_restarts_empty() {
+    let (mut cluster, judge) = (
+        RedisCluster::start().await,
+        RecordingUpstream::start().await,
+    );
     let names = [0, 1].map(|node| {
         let mut names = (0..).map(|number| format!("p{number}"));
         names
-            .find(|name| node_of(&KeyBuilder::new(name).finish()) == node)
+            .find(|name| initial_node(&KeyBuilder::new(name).finish()) == node)
             .unwrap()
     });
     let policies = names.each_ref().map(|name| {
         format!(
             "[[policy]]\nname = \"{name}\"\nmatch = {{ path = \"/{name}\" }}\non_store_failure = \"closed\"\n\
-             limit = {{ requests = {LIMIT}, per = \"{}ms\" }}\nlease = {{ size = {SIZE}, ttl = \"{}ms\" }}\n",
-            PER.as_millis(),
-            TTL.as_millis()
+             limit = {{ requests = {LIMIT_UNITS}, per = \"{}ms\" }}\nlease = {{ size = {LEASE_UNITS}, ttl = \"{}ms\" }}\n",
+            LIMIT_PERIOD.as_millis(),
+            LEASE_TTL.as_millis()
         )
     });
     let config = format!(
         "log = {{ access = \"off\" }}\n[store]\nkind = \"redis\"\n[store.redis]\n{}\nkey_prefix = \"shop\"\n\
          timeout = \"{}ms\"\n{}",
-        cluster.lines(),
+        cluster.config_lines(),
         TIMEOUT.as_millis(),
         policies.concat()
     );
     let mut proxies = Vec::new();
     for _ in 0..3 {
         let proxy = Proxy::start(&config, judge.upstream.address).await;
-        proxy.store_up().await;
+        proxy.wait_for_store().await;
         proxies.push(proxy);
     }
     let paths = names.each_ref().map(|name| format!("/{name}"));
@@ -432,17 +460,17 @@ async fn a_node_of_a_cluster_dies_and_comes_back_empty() {
     let [gone, there] = paths.each_ref().map(|path| {
         let clients = proxies.iter().flat_map(|proxy| [proxy; 3]);
         clients
-            .map(|proxy| judge.client(proxy, path, until))
+            .map(|proxy| judge.spawn_client(proxy, path, until))
             .collect::<Vec<_>>()
     });
-    sleep(3 * PER / 2).await;
+    sleep(3 * LIMIT_PERIOD / 2).await;
     cluster.nodes[0].kill();
     let died = Instant::now();
-    sleep(3 * PER / 2).await;
+    sleep(3 * LIMIT_PERIOD / 2).await;
     let restarted = Instant::now();
-    cluster.nodes[0].restart_aside().await;
+    cluster.nodes[0].restart_async().await;
     let healed = Instant::now();
-    let all = async |clients: Vec<JoinHandle<Vec<Asked>>>| {
+    let all = async |clients: Vec<JoinHandle<Vec<ClientSample>>>| {
         let mut all = Vec::new();
         for client in clients {
             all.extend(client.await.unwrap());
@@ -454,13 +482,13 @@ async fn a_node_of_a_cluster_dies_and_comes_back_empty() {
     let slowest = there
         .iter()
         .chain(&gone)
-        .map(|asked| asked.took)
+        .map(|asked| asked.latency)
         .max()
         .unwrap();
-    assert!(slowest <= TIMEOUT + SLACK, "{slowest:?}");
+    assert!(slowest <= TIMEOUT + TIMEOUT_SLACK, "{slowest:?}");
     let arrivals = judge.arrivals(&paths[1]);
     let of_second = |n: u32| {
-        let (from, to) = (died + PER * n, died + PER * (n + 1));
+        let (from, to) = (died + LIMIT_PERIOD * n, died + LIMIT_PERIOD * (n + 1));
         arrivals
             .iter()
             .filter(|one| (from..to).contains(&one.arrived))
@@ -468,19 +496,19 @@ async fn a_node_of_a_cluster_dies_and_comes_back_empty() {
     };
     let others: Vec<usize> = (0..6).map(of_second).collect();
     assert!(
-        fullest(&arrivals) <= LIMIT,
+        max_arrivals_in_a_period(&arrivals) <= LIMIT_UNITS,
         "{} of the others in a period",
-        fullest(&arrivals)
+        max_arrivals_in_a_period(&arrivals)
     );
     // What is lent counts until the lease's end: they come in heaps, a little more than a period apart.
     let heaps = others.windows(2).map(|two| two[0] + two[1]);
     assert!(
-        heaps.min() >= Some(LIMIT * 9 / 10),
+        heaps.min() >= Some(LIMIT_UNITS * 9 / 10),
         "others went on: {others:?}"
     );
     let late = there.iter().filter(|asked| asked.status == 503);
     assert!(
-        late.clone().all(|asked| asked.took >= TIMEOUT),
+        late.clone().all(|asked| asked.latency >= TIMEOUT),
         "they need another node"
     );
     assert!(late.count() <= there.len() / 20);
@@ -497,27 +525,30 @@ async fn a_node_of_a_cluster_dies_and_comes_back_empty() {
         .cloned()
         .collect::<Vec<_>>();
     assert!(
-        fullest(&before) <= LIMIT,
+        max_arrivals_in_a_period(&before) <= LIMIT_UNITS,
         "{} in a period before",
-        fullest(&before)
+        max_arrivals_in_a_period(&before)
     );
     assert!(
-        fullest(&after) <= LIMIT,
+        max_arrivals_in_a_period(&after) <= LIMIT_UNITS,
         "{} in a period after",
-        fullest(&after)
+        max_arrivals_in_a_period(&after)
     );
     assert!(
-        fullest(&arrivals) <= 2 * LIMIT,
+        max_arrivals_in_a_period(&arrivals) <= 2 * LIMIT_UNITS,
         "{} in a period across",
-        fullest(&arrivals)
+        max_arrivals_in_a_period(&arrivals)
     );
     let in_hand = before.iter().filter(|one| one.sent >= died).count();
     assert!(
-        in_hand <= 3 * SIZE,
+        in_hand <= 3 * LEASE_UNITS,
         "{in_hand} were admitted without the node"
     );
     let held = before.last().unwrap().sent.saturating_duration_since(died);
-    assert!(held <= TTL + SLACK, "units were handed out for {held:?}");
+    assert!(
+        held <= LEASE_TTL + TIMEOUT_SLACK,
+        "units were handed out for {held:?}"
+    );
     let refused = gone.iter().filter(|asked| asked.status == 503).count();
     assert!(
         gone.iter()
@@ -533,7 +564,7 @@ async fn a_node_of_a_cluster_dies_and_comes_back_empty() {
         .unwrap();
     let recovery = last.saturating_duration_since(healed);
     assert!(
-        recovery < RECOVERY && after.len() > LIMIT,
+        recovery < MAX_RECOVERY && after.len() > LIMIT_UNITS,
         "{recovery:?}, {} after",
         after.len()
     );
@@ -545,9 +576,9 @@ async fn a_node_of_a_cluster_dies_and_comes_back_empty() {
 }
 
 #[tokio::test]
-async fn what_is_lent_for_one_who_leaves_is_for_others() {
-    let server = Server::start();
-    let (_shared, redis) = server.redis().await;
+async fn units_leased_for_a_cancelled_request_serve_other_requests() {
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
     let store = Store::redis(redis);
     let limit = Limit {
         requests: 1000,
@@ -578,14 +609,14 @@ async fn what_is_lent_for_one_who_leaves_is_for_others() {
     }
     // This is asked behind them.
     let look = store.decide(&[Charge { cost: 0, ..charge }]).await.unwrap();
-    let left = look.standings[0].unwrap().remaining;
+    let left = look.statuses[0].unwrap().remaining;
     assert!(left >= 1000 - 50 - 10, "{left}");
 }
 
 #[tokio::test]
-async fn what_was_lent_under_other_limits_comes_back_at_once() {
-    let server = Server::start();
-    let (_shared, redis) = server.redis().await;
+async fn units_leased_under_old_limits_are_returned_at_once() {
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
     let store = Store::redis(redis);
     let lease = Some(Lease {
         size: Some(50),
@@ -609,10 +640,10 @@ async fn what_was_lent_under_other_limits_comes_back_at_once() {
             ..Charge::new(limit, &key, 1)
         };
         assert!(store.decide(&[charge]).await.unwrap().admitted);
-        let deadline = Instant::now() + SOON;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         let look = Charge::new(limit, &key, 0);
         // Two requests at most, and one lease.
-        while store.decide(&[look]).await.unwrap().standings[0]
+        while store.decide(&[look]).await.unwrap().statuses[0]
             .unwrap()
             .remaining
             < limit.requests - 52
@@ -627,9 +658,9 @@ async fn what_was_lent_under_other_limits_comes_back_at_once() {
 }
 
 #[tokio::test]
-async fn a_short_lease_does_not_wait_for_the_end_of_a_long_one() {
-    let server = Server::start();
-    let (_shared, redis) = server.redis().await;
+async fn a_short_lease_expires_before_an_older_long_one() {
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
     let store = Store::redis(redis);
     let limit = Limit {
         requests: 1000,
@@ -650,10 +681,10 @@ async fn a_short_lease_does_not_wait_for_the_end_of_a_long_one() {
                 .unwrap()
                 .admitted
         );
-        let deadline = Instant::now() + SOON;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         let look = [Charge { cost: 0, ..charge }];
         let left = async || {
-            store.decide(&look).await.unwrap().standings[0]
+            store.decide(&look).await.unwrap().statuses[0]
                 .unwrap()
                 .remaining
         };

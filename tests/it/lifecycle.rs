@@ -1,10 +1,10 @@
 //! Start and end, and the commands around them.
 
-use crate::support::SOON;
-use crate::support::client::{Ask, RawClient};
-use crate::support::process::{Process, run, tidegate};
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::{ClientRequest, RawClient};
+use crate::support::process::{ChildProcess, run_command, tidegate_command};
 use crate::support::proxy::Proxy;
-use crate::support::upstream::{Upstream, fed};
+use crate::support::upstream::{Upstream, channel_body};
 use hyper::Response;
 use std::ffi::OsStr;
 use std::fs;
@@ -17,9 +17,9 @@ use tokio::net::TcpStream;
 
 #[tokio::test]
 async fn sigterm_lets_requests_in_flight_finish_and_exits_with_0() {
-    let (feeder, body) = fed();
+    let (feeder, body) = channel_body();
     let body = Mutex::new(Some(body));
-    let upstream = Upstream::serving(move |_| {
+    let upstream = Upstream::with_handler(move |_| {
         let body = body.lock().unwrap().take().unwrap_or_default();
         async { Response::new(body) }
     })
@@ -31,10 +31,10 @@ async fn sigterm_lets_requests_in_flight_finish_and_exits_with_0() {
     feeder.send("before").await;
     busy.read_past(b"before").await;
     idle.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-    assert_eq!(idle.reply().await.status, 200);
-    proxy.sigterm();
+    assert_eq!(idle.read_response().await.status, 200);
+    proxy.send_sigterm();
     assert!(
-        idle.closes(SOON).await,
+        idle.closes_within(TEST_TIMEOUT).await,
         "idle keep-alive connections are closed"
     );
     assert!(
@@ -46,18 +46,24 @@ async fn sigterm_lets_requests_in_flight_finish_and_exits_with_0() {
     drop(feeder);
     busy.read_past(b"after").await;
     busy.read_past(b"0\r\n\r\n").await;
-    assert!(busy.closes(SOON).await);
-    assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
+    assert!(busy.closes_within(TEST_TIMEOUT).await);
+    assert_eq!(
+        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
+        Some(0)
+    );
 }
 
 #[tokio::test]
-async fn sigterm_with_nothing_to_do_is_quick() {
+async fn sigterm_without_requests_in_flight_exits_quickly() {
     let upstream = Upstream::echo().await;
     let mut proxy = Proxy::start("", upstream.address).await;
     assert_eq!(proxy.get("/").await.status, 200);
     let start = Instant::now();
-    proxy.sigterm();
-    assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
+    proxy.send_sigterm();
+    assert_eq!(
+        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
+        Some(0)
+    );
     assert!(
         start.elapsed() < Duration::from_secs(5),
         "{:?}",
@@ -67,57 +73,67 @@ async fn sigterm_with_nothing_to_do_is_quick() {
 
 /// As when a container's runtime dies: its pipe is broken, and the standard library's printing would panic.
 #[tokio::test]
-async fn a_log_that_nobody_reads_any_more_is_no_reason_to_fail() {
+async fn a_broken_log_pipe_does_not_stop_the_proxy() {
     let upstream = Upstream::echo().await;
     let config =
         "[log]\naccess = 'all'\n[[policy]]\nname = 'p'\nlimit = { requests = 1, per = '1h' }";
     let mut proxy = Proxy::start(config, upstream.address).await;
-    proxy.break_log().await;
-    assert_eq!(proxy.statuses("/", 3).await, [200, 429, 429]);
+    proxy.break_log_pipe().await;
+    assert_eq!(proxy.get_statuses("/", 3).await, [200, 429, 429]);
     proxy.write_config("nonsense");
-    let deadline = Instant::now() + SOON;
-    while proxy.metric("tidegate_config_last_reload_successful").await != 0.0 {
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while proxy
+        .read_metric("tidegate_config_last_reload_successful")
+        .await
+        != 0.0
+    {
         assert!(
             Instant::now() < deadline,
             "the reload must have failed, and have been logged"
         );
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    proxy.sigterm();
-    assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
+    proxy.send_sigterm();
+    assert_eq!(
+        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
+        Some(0)
+    );
 }
 
 #[tokio::test]
-async fn sigterm_waits_no_longer_than_grace() {
-    let upstream = Upstream::serving(|_| std::future::pending()).await;
+async fn sigterm_waits_at_most_the_grace_period() {
+    let upstream = Upstream::with_handler(|_| std::future::pending()).await;
     let mut proxy = Proxy::start("[shutdown]\ngrace = '200ms'", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
     client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-    crate::support::eventually("the request to arrive", SOON, || {
-        upstream.seen().first().map(|_| ())
+    crate::support::eventually("the request to arrive", TEST_TIMEOUT, || {
+        upstream.requests().first().map(|_| ())
     })
     .await;
-    proxy.sigterm();
-    proxy.ended(SOON).await;
+    proxy.send_sigterm();
+    proxy.wait_for_exit(TEST_TIMEOUT).await;
 }
 
 #[tokio::test]
-async fn sigterm_keeps_serving_for_the_delay() {
+async fn sigterm_keeps_serving_during_the_shutdown_delay() {
     let upstream = Upstream::echo().await;
     let mut proxy = Proxy::start("[shutdown]\ndelay = '1s'", upstream.address).await;
     let start = Instant::now();
-    proxy.sigterm();
+    proxy.send_sigterm();
     while start.elapsed() < Duration::from_millis(700) {
         let status = proxy.get("/").await.status;
         assert_eq!(status, 200);
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    assert_eq!(proxy.ended(SOON).await.status.code(), Some(0));
+    assert_eq!(
+        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
+        Some(0)
+    );
     assert!(start.elapsed() >= Duration::from_secs(1));
 }
 
 /// A file with several things wrong in it, and what has to be said about them.
-const BAD: &str = r#"
+const INVALID_CONFIG: &str = r#"
 [listen]
 adress = "127.0.0.1:0"
 max_connections = "many"
@@ -135,7 +151,7 @@ name = "twice"
 match = { path = "no-slash" }
 limit = { requests = 1, per = "1m", algorithm = "sliding_lag" }
 "#;
-const SAID: [&str; 9] = [
+const EXPECTED_ERROR_TEXTS: [&str; 9] = [
     "adress",
     "address",
     "max_connections",
@@ -147,7 +163,7 @@ const SAID: [&str; 9] = [
     "sliding_log",
 ];
 
-fn file(text: &str) -> (TempDir, PathBuf) {
+fn write_config_file(text: &str) -> (TempDir, PathBuf) {
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("config.toml");
     fs::write(&path, text).unwrap();
@@ -155,22 +171,24 @@ fn file(text: &str) -> (TempDir, PathBuf) {
 }
 
 #[tokio::test]
-async fn a_bad_configuration_ends_the_start_with_1_and_all_errors() {
-    let (_dir, path) = file(BAD);
+async fn an_invalid_configuration_exits_with_1_and_lists_all_errors() {
+    let (_dir, path) = write_config_file(INVALID_CONFIG);
     let listen = [
         "--listen",
         "127.0.0.1:0",
         "--upstream",
         "http://127.0.0.1:9",
     ];
-    let ended = run(tidegate()
-        .arg("run")
-        .arg("--config")
-        .arg(&path)
-        .args(listen))
+    let ended = run_command(
+        tidegate_command()
+            .arg("run")
+            .arg("--config")
+            .arg(&path)
+            .args(listen),
+    )
     .await;
     assert_eq!(ended.status.code(), Some(1));
-    for said in SAID {
+    for said in EXPECTED_ERROR_TEXTS {
         assert!(
             ended.stderr.contains(said),
             "{said:?} is not in {}",
@@ -180,11 +198,11 @@ async fn a_bad_configuration_ends_the_start_with_1_and_all_errors() {
 }
 
 #[tokio::test]
-async fn check_tells_every_error_with_its_place() {
-    let (_dir, path) = file(BAD);
-    let ended = run(tidegate().arg("check").arg(&path)).await;
+async fn check_reports_every_error_with_its_position() {
+    let (_dir, path) = write_config_file(INVALID_CONFIG);
+    let ended = run_command(tidegate_command().arg("check").arg(&path)).await;
     assert_eq!(ended.status.code(), Some(1));
-    for said in SAID {
+    for said in EXPECTED_ERROR_TEXTS {
         assert!(
             ended.stderr.contains(said),
             "{said:?} is not in {}",
@@ -206,15 +224,23 @@ async fn check_tells_every_error_with_its_place() {
 }
 
 #[tokio::test]
-async fn variables_that_are_no_text_end_nothing_unless_they_are_ours() {
-    let (_dir, path) = file("[upstream]\nurl = \"http://127.0.0.1:9\"\n");
+async fn non_utf8_variables_are_errors_only_with_the_tidegate_prefix() {
+    let (_dir, path) = write_config_file("[upstream]\nurl = \"http://127.0.0.1:9\"\n");
     let odd = OsStr::from_bytes(b"\xff");
-    let ended = run(tidegate().arg("check").arg(&path).env("SOMEBODYS", odd)).await;
+    let ended = run_command(
+        tidegate_command()
+            .arg("check")
+            .arg(&path)
+            .env("SOMEBODYS", odd),
+    )
+    .await;
     assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
-    let ended = run(tidegate()
-        .arg("check")
-        .arg(&path)
-        .env("TIDEGATE_LISTEN__ADDRESS", odd))
+    let ended = run_command(
+        tidegate_command()
+            .arg("check")
+            .arg(&path)
+            .env("TIDEGATE_LISTEN__ADDRESS", odd),
+    )
     .await;
     assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
     assert!(
@@ -227,7 +253,7 @@ async fn variables_that_are_no_text_end_nothing_unless_they_are_ours() {
 }
 
 #[tokio::test]
-async fn check_explains_a_good_file_in_words() {
+async fn check_describes_a_valid_file() {
     let text = r#"
 [upstream]
 url = "http://127.0.0.1:9"
@@ -237,8 +263,8 @@ match = { methods = ["POST"], path = "/api/login" }
 key = ["client_ip"]
 limit = { requests = 5, per = "1m" }
 "#;
-    let (_dir, path) = file(text);
-    let ended = run(tidegate().arg("check").arg(&path)).await;
+    let (_dir, path) = write_config_file(text);
+    let ended = run_command(tidegate_command().arg("check").arg(&path)).await;
     assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
     for said in ["login", "POST", "/api/login", "5"] {
         assert!(
@@ -252,12 +278,12 @@ limit = { requests = 5, per = "1m" }
 #[tokio::test]
 async fn check_accepts_the_configuration_of_this_repository() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/config.toml");
-    let ended = run(tidegate().args(["check", path])).await;
+    let ended = run_command(tidegate_command().args(["check", path])).await;
     assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
 }
 
 #[tokio::test]
-async fn secrets_are_read_from_files_and_never_shown() {
+async fn secrets_are_read_from_files_and_never_printed() {
     let dir = TempDir::new().unwrap();
     let secret = dir.path().join("password");
     fs::write(&secret, "hunter2-in-a-file\n").unwrap();
@@ -268,7 +294,7 @@ async fn secrets_are_read_from_files_and_never_shown() {
         let head =
             "[upstream]\nurl = \"http://127.0.0.1:9\"\n[store]\nkind = \"redis\"\n[store.redis]\n";
         fs::write(&config, format!("{head}key_prefix = \"t\"\n{redis}")).unwrap();
-        let ended = run(tidegate().arg("check").arg(&config)).await;
+        let ended = run_command(tidegate_command().arg("check").arg(&config)).await;
         assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
         let said = ended.stdout + &ended.stderr;
         assert!(!said.contains("hunter2"), "{said}");
@@ -298,23 +324,25 @@ async fn the_environment_overrides_the_file_and_flags_override_both() {
 }
 
 #[tokio::test]
-async fn a_configuration_without_an_upstream_says_how_to_give_one() {
-    let (_dir, path) = file("");
-    let ended = run(tidegate()
-        .arg("run")
-        .arg("--config")
-        .arg(&path)
-        .args(["--listen", "127.0.0.1:0"]))
+async fn a_configuration_without_an_upstream_names_the_missing_key() {
+    let (_dir, path) = write_config_file("");
+    let ended = run_command(
+        tidegate_command()
+            .arg("run")
+            .arg("--config")
+            .arg(&path)
+            .args(["--listen", "127.0.0.1:0"]),
+    )
     .await;
     assert_eq!(ended.status.code(), Some(1));
     assert!(ended.stderr.contains("upstream.url"), "{}", ended.stderr);
 }
 
 #[tokio::test]
-async fn an_address_that_is_taken_is_a_clear_error() {
+async fn an_address_in_use_is_reported_with_the_address() {
     let taken = Upstream::echo().await;
-    let (_dir, path) = file("");
-    let mut command = tidegate();
+    let (_dir, path) = write_config_file("");
+    let mut command = tidegate_command();
     command.arg("run").arg("--config").arg(&path);
     command.args([
         "--upstream",
@@ -322,7 +350,7 @@ async fn an_address_that_is_taken_is_a_clear_error() {
         "--listen",
         &taken.address.to_string(),
     ]);
-    let ended = run(&mut command).await;
+    let ended = run_command(&mut command).await;
     assert_eq!(ended.status.code(), Some(1));
     assert!(
         ended.stderr.contains(&taken.address.to_string()),
@@ -332,23 +360,23 @@ async fn an_address_that_is_taken_is_a_clear_error() {
 }
 
 #[tokio::test]
-async fn the_demo_prints_curl_lines_that_do_what_it_says() {
-    let mut command = tidegate();
+async fn the_demo_prints_curl_commands_that_reach_the_limit() {
+    let mut command = tidegate_command();
     command
         .args(["demo", "--listen", "127.0.0.1:0"])
         .current_dir(env!("CARGO_MANIFEST_DIR"));
-    let mut demo = Process::start(&mut command).unwrap();
-    demo.wait_for("a curl line", 0, SOON, |line| {
+    let mut demo = ChildProcess::start(&mut command).unwrap();
+    demo.wait_for("a curl line", 0, TEST_TIMEOUT, |line| {
         line.text.contains("curl ").then_some(())
     })
     .await;
     let mut limited = false;
-    for (address, path) in plain_gets(&demo.transcript()) {
+    for (address, path) in find_plain_get_urls(&demo.transcript()) {
         let mut statuses = Vec::new();
         for _ in 0..30 {
             statuses.push(
-                Ask::new(address.parse().unwrap(), "GET", &path)
-                    .status()
+                ClientRequest::new(address.parse().unwrap(), "GET", &path)
+                    .send_for_status()
                     .await,
             );
         }
@@ -360,12 +388,15 @@ async fn the_demo_prints_curl_lines_that_do_what_it_says() {
         "no plain GET turns from 200 to 429 within 30 calls:\n{}",
         demo.transcript()
     );
-    demo.signal("TERM");
-    assert_eq!(demo.ended(SOON).await.status.code(), Some(0));
+    demo.send_signal("TERM");
+    assert_eq!(
+        demo.wait_for_exit(TEST_TIMEOUT).await.status.code(),
+        Some(0)
+    );
 }
 
 /// Address and path of the curl lines that send nothing but a GET.
-fn plain_gets(text: &str) -> Vec<(String, String)> {
+fn find_plain_get_urls(text: &str) -> Vec<(String, String)> {
     let curls = text
         .lines()
         .filter_map(|line| Some(line.split_once("curl ")?.1));
@@ -390,10 +421,10 @@ fn plain_gets(text: &str) -> Vec<(String, String)> {
 }
 
 #[tokio::test]
-async fn an_upstream_that_is_away_does_not_flood_the_log() {
+async fn an_unreachable_upstream_is_logged_once() {
     let proxy = Proxy::builder().start().await;
-    assert_eq!(proxy.statuses("/", 30).await, [502; 30]);
-    let lines = proxy.log();
+    assert_eq!(proxy.get_statuses("/", 30).await, [502; 30]);
+    let lines = proxy.log_text();
     let told: Vec<&str> = lines
         .lines()
         .filter(|line| line.contains("requests are not forwarded"))
@@ -403,11 +434,13 @@ async fn an_upstream_that_is_away_does_not_flood_the_log() {
 }
 
 #[tokio::test]
-async fn what_no_policy_could_see_is_in_the_access_log() {
+async fn a_malformed_request_is_in_the_access_log() {
     let proxy = Proxy::builder().start().await;
-    assert_eq!(proxy.ask("GET", "/a%00b").status().await, 400);
+    assert_eq!(proxy.request("GET", "/a%00b").send_for_status().await, 400);
     let line = proxy
-        .wait_for_log("an access line", 0, SOON, |line| line.says("request"))
+        .wait_for_log("an access line", 0, TEST_TIMEOUT, |line| {
+            line.message_starts_with("request")
+        })
         .await;
     assert_eq!(
         (line.field("decision").as_str(), line.field("path").as_str()),

@@ -1,13 +1,13 @@
 //! Limits as clients meet them: admitted, counted down, refused, told the truth.
 
 use crate::support::proxy::Proxy;
-use crate::support::upstream::{Upstream, full};
+use crate::support::upstream::{Upstream, full_body};
 use hyper::Response;
 use std::time::{Duration, Instant};
 use tidegate::clock::Clock;
 use tokio::time::sleep_until;
 
-const HOURLY: &str = r#"
+const HOURLY_POLICY: &str = r#"
 [[policy]]
 name = "api"
 match = { path = "/api/**" }
@@ -15,20 +15,26 @@ key = ["header:x-user"]
 limit = { requests = 3, per = "1h" }
 "#;
 
-pub(crate) async fn proxy(config: &str) -> (Proxy, Upstream) {
+pub(crate) async fn start_proxy(config: &str) -> (Proxy, Upstream) {
     let upstream = Upstream::echo().await;
     (Proxy::start(config, upstream.address).await, upstream)
 }
 
 #[tokio::test]
-async fn remaining_counts_down_and_then_429_comes_with_the_truth() {
-    let (proxy, upstream) = proxy(HOURLY).await;
+async fn remaining_counts_down_and_the_429_has_an_exact_retry_after() {
+    let (proxy, upstream) = start_proxy(HOURLY_POLICY).await;
     for left in [2, 1, 0] {
         let reply = proxy.get("/api/x").await;
         assert_eq!(reply.status, 200);
-        assert_eq!(reply.parameter("ratelimit-policy", "api", "q"), Some(3));
-        assert_eq!(reply.parameter("ratelimit-policy", "api", "w"), Some(3600));
-        assert_eq!(reply.parameter("ratelimit", "api", "r"), Some(left));
+        assert_eq!(
+            reply.list_parameter("ratelimit-policy", "api", "q"),
+            Some(3)
+        );
+        assert_eq!(
+            reply.list_parameter("ratelimit-policy", "api", "w"),
+            Some(3600)
+        );
+        assert_eq!(reply.list_parameter("ratelimit", "api", "r"), Some(left));
         assert_eq!(reply.header("x-ratelimit-limit"), Some("3"));
         assert_eq!(
             reply.header("x-ratelimit-remaining"),
@@ -45,8 +51,8 @@ async fn remaining_counts_down_and_then_429_comes_with_the_truth() {
         reply.retry_after_us().div_ceil(1_000_000),
         "rounded up"
     );
-    assert_eq!(reply.parameter("ratelimit", "api", "r"), Some(0));
-    assert!(reply.parameter("ratelimit", "api", "t").unwrap() <= retry_after);
+    assert_eq!(reply.list_parameter("ratelimit", "api", "r"), Some(0));
+    assert!(reply.list_parameter("ratelimit", "api", "t").unwrap() <= retry_after);
     assert_eq!(reply.header("x-ratelimit-remaining"), Some("0"));
     assert_eq!(
         reply.header("x-ratelimit-reset").unwrap(),
@@ -73,33 +79,33 @@ async fn remaining_counts_down_and_then_429_comes_with_the_truth() {
         );
     }
     assert_eq!(
-        upstream.seen().len(),
+        upstream.requests().len(),
         3,
         "what was refused did not reach the upstream"
     );
 }
 
 #[tokio::test]
-async fn other_paths_and_other_users_are_not_concerned() {
-    let (proxy, _upstream) = proxy(HOURLY).await;
-    assert_eq!(proxy.statuses("/api/x", 4).await, [200, 200, 200, 429]);
+async fn other_paths_and_other_users_are_not_limited() {
+    let (proxy, _upstream) = start_proxy(HOURLY_POLICY).await;
+    assert_eq!(proxy.get_statuses("/api/x", 4).await, [200, 200, 200, 429]);
     let other = proxy.get("/other").await;
     assert_eq!(other.status, 200);
     assert!(other.header("ratelimit").is_none() && other.header("x-ratelimit-limit").is_none());
     assert_eq!(
         proxy
-            .ask("GET", "/api/x")
+            .request("GET", "/api/x")
             .header("X-User", "u")
-            .status()
+            .send_for_status()
             .await,
         200
     );
 }
 
 #[tokio::test]
-async fn trap_10_whoever_waits_as_told_gets_in_and_nobody_before() {
+async fn trap_10_requests_are_admitted_after_retry_after_and_not_before() {
     let config = "[[policy]]\nname = 'p'\nlimit = { requests = 2, per = '3s' }";
-    let (proxy, _upstream) = proxy(config).await;
+    let (proxy, _upstream) = start_proxy(config).await;
     assert_eq!(proxy.get("/").await.status, 200);
     // So that the end of the wait is not a whole period away.
     sleep_until((Instant::now() + Duration::from_millis(400)).into()).await;
@@ -126,14 +132,14 @@ async fn trap_10_whoever_waits_as_told_gets_in_and_nobody_before() {
 }
 
 #[tokio::test]
-async fn a_token_bucket_gives_its_burst_and_then_comes_back_evenly() {
+async fn a_token_bucket_admits_its_burst_and_refills_evenly() {
     let config = r#"
 [[policy]]
 name = "p"
 limit = { requests = 10, per = "5s", algorithm = "token_bucket", burst = 3 }
 "#;
-    let (proxy, _upstream) = proxy(config).await;
-    assert_eq!(proxy.statuses("/", 3).await, [200, 200, 200]);
+    let (proxy, _upstream) = start_proxy(config).await;
+    assert_eq!(proxy.get_statuses("/", 3).await, [200, 200, 200]);
     let refused = proxy.get("/").await;
     assert_eq!(refused.status, 429);
     assert_eq!(refused.header("ratelimit-policy"), Some("\"p\";q=3;w=5"));
@@ -144,20 +150,20 @@ limit = { requests = 10, per = "5s", algorithm = "token_bucket", burst = 3 }
         "one unit is back after half a second: {wait_us}"
     );
     tokio::time::sleep(Duration::from_micros(wait_us + 2_000)).await;
-    assert_eq!(proxy.statuses("/", 2).await, [200, 429]);
+    assert_eq!(proxy.get_statuses("/", 2).await, [200, 429]);
 }
 
 #[tokio::test]
-async fn a_sliding_window_is_never_too_lax_and_tells_when_it_frees() {
+async fn a_sliding_window_never_exceeds_its_limit_and_reports_retry_after() {
     let config = r#"
 [[policy]]
 name = "p"
 limit = { requests = 4, per = "1s", algorithm = "sliding_window", buckets = 5 }
 "#;
-    let (proxy, _upstream) = proxy(config).await;
+    let (proxy, _upstream) = start_proxy(config).await;
     let clock = Clock::system();
     let first_us = clock.now_us();
-    assert_eq!(proxy.statuses("/", 4).await, [200; 4]);
+    assert_eq!(proxy.get_statuses("/", 4).await, [200; 4]);
     let refused = proxy.get("/").await;
     assert_eq!(refused.status, 429);
     // The last instant of the oldest sub-window has to be a whole period old.
@@ -173,13 +179,13 @@ limit = { requests = 4, per = "1s", algorithm = "sliding_window", buckets = 5 }
 }
 
 #[tokio::test]
-async fn a_fixed_window_ends_at_its_edge_on_the_clock() {
+async fn a_fixed_window_ends_at_a_multiple_of_its_length() {
     let config = r#"
 [[policy]]
 name = "p"
 limit = { requests = 2, per = "2s", algorithm = "fixed_window" }
 "#;
-    let (proxy, _upstream) = proxy(config).await;
+    let (proxy, _upstream) = start_proxy(config).await;
     let clock = Clock::system();
     let mut asked = 0;
     let edge_us = loop {
@@ -204,8 +210,8 @@ limit = { requests = 2, per = "2s", algorithm = "fixed_window" }
 }
 
 #[tokio::test]
-async fn several_limits_are_all_told_and_the_tightest_binds() {
-    let (proxy, _upstream) = proxy(
+async fn all_limits_are_in_the_headers_and_the_tightest_applies() {
+    let (proxy, _upstream) = start_proxy(
         r#"
 [[policy]]
 name = "p"
@@ -218,9 +224,12 @@ limits = [
     )
     .await;
     let reply = proxy.get("/").await;
-    let left = ["p", "p-2", "daily"].map(|name| reply.parameter("ratelimit", name, "r"));
+    let left = ["p", "p-2", "daily"].map(|name| reply.list_parameter("ratelimit", name, "r"));
     assert_eq!(left, [Some(8), Some(1), Some(4)]);
-    assert_eq!(reply.parameter("ratelimit-policy", "p-2", "w"), Some(3_600));
+    assert_eq!(
+        reply.list_parameter("ratelimit-policy", "p-2", "w"),
+        Some(3_600)
+    );
     assert!(
         reply
             .header("ratelimit-policy")
@@ -232,12 +241,12 @@ limits = [
         Some("2"),
         "the least r/q"
     );
-    assert_eq!(proxy.statuses("/", 2).await, [200, 429]);
+    assert_eq!(proxy.get_statuses("/", 2).await, [200, 429]);
 }
 
 #[tokio::test]
 async fn an_override_replaces_the_limits_of_its_key() {
-    let (proxy, _upstream) = proxy(
+    let (proxy, _upstream) = start_proxy(
         r#"
 [[policy]]
 name = "p"
@@ -258,7 +267,7 @@ limit = { requests = 2, per = "1h" }
         ("else", "boss", "1"),
     ] {
         let ask = proxy
-            .ask("GET", "/")
+            .request("GET", "/")
             .header("x-tenant", tenant)
             .header("x-user", user);
         let reply = ask.send().await;
@@ -271,8 +280,8 @@ limit = { requests = 2, per = "1h" }
 }
 
 #[tokio::test]
-async fn a_shadow_never_refuses_and_is_not_told() {
-    let (proxy, _upstream) = proxy(
+async fn a_shadow_policy_never_refuses_and_sends_no_headers() {
+    let (proxy, _upstream) = start_proxy(
         r#"
 [[policy]]
 name = "candidate"
@@ -306,8 +315,8 @@ action = "deny"
 }
 
 #[tokio::test]
-async fn priority_decides_between_allow_and_deny_and_limits_met_before_apply() {
-    let (proxy, upstream) = proxy(
+async fn priority_orders_allow_and_deny_and_earlier_limits_still_apply() {
+    let (proxy, upstream) = start_proxy(
         r#"
 [[policy]]
 name = "everyone"
@@ -330,7 +339,7 @@ limit = { requests = 1, per = "1h" }
 "#,
     )
     .await;
-    assert_eq!(proxy.statuses("/health", 5).await, [200; 5], "exempt");
+    assert_eq!(proxy.get_statuses("/health", 5).await, [200; 5], "exempt");
     let denied = proxy.get("/internal/x").await;
     assert_eq!(denied.status, 403);
     assert_eq!(
@@ -339,28 +348,33 @@ limit = { requests = 1, per = "1h" }
     );
     assert_eq!(denied.json()["status"], 403);
     assert!(denied.header("retry-after").is_none());
-    let beta = || proxy.ask("GET", "/health").header("x-beta", "yes").status();
+    let beta = || {
+        proxy
+            .request("GET", "/health")
+            .header("x-beta", "yes")
+            .send_for_status()
+    };
     assert_eq!(
         [beta().await, beta().await],
         [200, 429],
         "met before the exemption"
     );
     assert_eq!(
-        proxy.statuses("/x", 2).await,
+        proxy.get_statuses("/x", 2).await,
         [200, 429],
         "neither used the others' quota"
     );
     assert!(
         upstream
-            .seen()
+            .requests()
             .iter()
             .all(|seen| !seen.target.contains("internal"))
     );
 }
 
 #[tokio::test]
-async fn trap_25_a_missing_key_is_no_way_round() {
-    let (proxy, _upstream) = proxy(
+async fn trap_25_a_missing_key_does_not_bypass_the_limit() {
+    let (proxy, _upstream) = start_proxy(
         r#"
 [[policy]]
 name = "shared"
@@ -382,31 +396,31 @@ limit = { requests = 1, per = "1h" }
 "#,
     )
     .await;
-    assert_eq!(proxy.statuses("/shared", 2).await, [200, 429]);
+    assert_eq!(proxy.get_statuses("/shared", 2).await, [200, 429]);
     assert_eq!(
         proxy
-            .ask("GET", "/shared")
+            .request("GET", "/shared")
             .header("x-user", "")
-            .status()
+            .send_for_status()
             .await,
         429,
         "empty is absent"
     );
-    assert_eq!(proxy.statuses("/skip", 3).await, [200, 200, 200]);
-    assert_eq!(proxy.statuses("/reject", 1).await, [400]);
+    assert_eq!(proxy.get_statuses("/skip", 3).await, [200, 200, 200]);
+    assert_eq!(proxy.get_statuses("/reject", 1).await, [400]);
     assert_eq!(
         proxy
-            .ask("GET", "/reject")
+            .request("GET", "/reject")
             .header("x-user", "u")
-            .status()
+            .send_for_status()
             .await,
         200
     );
 }
 
 #[tokio::test]
-async fn trap_11_what_one_policy_refuses_is_not_charged_to_another() {
-    let (proxy, _upstream) = proxy(
+async fn trap_11_a_request_refused_by_one_policy_is_not_charged_to_another() {
+    let (proxy, _upstream) = start_proxy(
         r#"
 [[policy]]
 name = "wide"
@@ -418,7 +432,7 @@ limit = { requests = 1, per = "1h" }
 "#,
     )
     .await;
-    let ask = |user: &'static str| proxy.ask("GET", "/").header("x-user", user).send();
+    let ask = |user: &'static str| proxy.request("GET", "/").header("x-user", user).send();
     assert_eq!(ask("noisy").await.status, 200);
     for _ in 0..5 {
         let refused = ask("noisy").await;
@@ -438,9 +452,9 @@ limit = { requests = 1, per = "1h" }
 }
 
 #[tokio::test]
-async fn trap_2_knocking_does_not_prolong_the_wait() {
+async fn trap_2_retrying_early_does_not_prolong_the_wait() {
     let config = "[[policy]]\nname = 'p'\nlimit = { requests = 1, per = '1s' }";
-    let (proxy, _upstream) = proxy(config).await;
+    let (proxy, _upstream) = start_proxy(config).await;
     let start = Instant::now();
     assert_eq!(proxy.get("/").await.status, 200);
     while proxy.get("/").await.status == 429 {
@@ -449,8 +463,8 @@ async fn trap_2_knocking_does_not_prolong_the_wait() {
 }
 
 #[tokio::test]
-async fn trap_21_keys_neither_collide_nor_get_cut() {
-    let (proxy, _upstream) = proxy(
+async fn trap_21_keys_neither_collide_nor_are_truncated() {
+    let (proxy, _upstream) = start_proxy(
         r#"
 [[policy]]
 name = "p"
@@ -459,7 +473,13 @@ limit = { requests = 1, per = "1h" }
 "#,
     )
     .await;
-    let ask = |a: &str, b: &str| proxy.ask("GET", "/").header("a", a).header("b", b).status();
+    let ask = |a: &str, b: &str| {
+        proxy
+            .request("GET", "/")
+            .header("a", a)
+            .header("b", b)
+            .send_for_status()
+    };
     let long = "x".repeat(3_000);
     let pairs = [
         ("a:b", "c"),
@@ -481,8 +501,8 @@ limit = { requests = 1, per = "1h" }
 }
 
 #[tokio::test]
-async fn a_key_that_can_be_read_two_ways_is_a_bad_request() {
-    let (proxy, upstream) = proxy(
+async fn an_ambiguous_key_is_a_bad_request() {
+    let (proxy, upstream) = start_proxy(
         r#"
 [[policy]]
 name = "p"
@@ -492,7 +512,7 @@ limit = { requests = 1000, per = "1h" }
     )
     .await;
     let header = proxy
-        .ask("GET", "/")
+        .request("GET", "/")
         .header("X-User", "a")
         .header("x-user", "b")
         .send()
@@ -510,13 +530,13 @@ limit = { requests = 1000, per = "1h" }
     );
     assert_eq!(
         proxy
-            .ask("GET", "/")
+            .request("GET", "/")
             .header("cookie", "sid=1; sid=2")
-            .status()
+            .send_for_status()
             .await,
         400
     );
-    assert!(upstream.seen().is_empty());
+    assert!(upstream.requests().is_empty());
     assert_eq!(
         proxy.get("/?tenant=a&other=b&other=c").await.status,
         200,
@@ -525,10 +545,15 @@ limit = { requests = 1000, per = "1h" }
 }
 
 #[tokio::test]
-async fn a_refusal_speaks_plain_text_to_whom_that_is_better() {
-    let (proxy, _upstream) = proxy(HOURLY).await;
-    proxy.statuses("/api/x", 3).await;
-    let ask = |accept: &'static str| proxy.ask("GET", "/api/x").header("accept", accept).send();
+async fn a_refusal_is_plain_text_if_the_client_prefers_it() {
+    let (proxy, _upstream) = start_proxy(HOURLY_POLICY).await;
+    proxy.get_statuses("/api/x", 3).await;
+    let ask = |accept: &'static str| {
+        proxy
+            .request("GET", "/api/x")
+            .header("accept", accept)
+            .send()
+    };
     let plain = ask("text/plain").await;
     assert_eq!(plain.status, 429);
     assert!(
@@ -556,25 +581,32 @@ async fn a_refusal_speaks_plain_text_to_whom_that_is_better() {
 }
 
 #[tokio::test]
-async fn get_means_head_too_and_a_refused_head_has_no_body() {
+async fn get_policies_apply_to_head_and_a_refused_head_has_no_body() {
     let config = "[[policy]]\nname = 'p'\nmatch = { methods = ['GET'] }\nlimit = { requests = 2, per = '1h' }";
-    let (proxy, _upstream) = proxy(config).await;
+    let (proxy, _upstream) = start_proxy(config).await;
     assert_eq!(proxy.get("/").await.status, 200);
-    assert_eq!(proxy.ask("HEAD", "/").status().await, 200);
+    assert_eq!(proxy.request("HEAD", "/").send_for_status().await, 200);
     let mut client = crate::support::client::RawClient::connect(proxy.address).await;
     client
         .send("HEAD / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         .await;
-    let refused = client.any_reply(true).await;
+    let refused = client.read_any_response(true).await;
     assert_eq!(refused.status, 429);
     assert!(refused.header("retry-after").is_some());
-    assert!(client.rest().await.is_empty(), "nothing after the head");
-    assert_eq!(proxy.ask("POST", "/").status().await, 200, "not concerned");
+    assert!(
+        client.read_to_close().await.is_empty(),
+        "nothing after the head"
+    );
+    assert_eq!(
+        proxy.request("POST", "/").send_for_status().await,
+        200,
+        "not concerned"
+    );
 }
 
 #[tokio::test]
-async fn a_limit_of_none_refuses_for_ever_and_says_so() {
-    let (proxy, _upstream) = proxy(
+async fn a_limit_of_zero_always_refuses_without_retry_after() {
+    let (proxy, _upstream) = start_proxy(
         r#"
 [[policy]]
 name = "closed"
@@ -594,7 +626,9 @@ limit = { requests = 7, per = "1h" }
         never.header("retry-after").is_none(),
         "there is nothing to wait for"
     );
-    let left = |reply: &crate::support::client::Reply| reply.parameter("ratelimit", "dear", "r");
+    let left = |reply: &crate::support::client::RawResponse| {
+        reply.list_parameter("ratelimit", "dear", "r")
+    };
     assert_eq!(left(&proxy.get("/dear").await), Some(4));
     assert_eq!(left(&proxy.get("/dear").await), Some(1));
     let refused = proxy.get("/dear").await;
@@ -606,8 +640,8 @@ limit = { requests = 7, per = "1h" }
 }
 
 #[tokio::test]
-async fn owners_can_word_their_refusal() {
-    let (proxy, _upstream) = proxy(
+async fn the_refusal_response_is_configurable() {
+    let (proxy, _upstream) = start_proxy(
         r#"
 [[policy]]
 name = "p"
@@ -623,15 +657,15 @@ reject = { status = 420, body = "calm down", content_type = "text/html", headers
 }
 
 #[tokio::test]
-async fn the_fields_are_those_that_were_chosen() {
+async fn the_configured_rate_limit_headers_are_sent() {
     for (chosen, standard, legacy) in [
         ("standard", true, false),
         ("legacy", false, true),
         ("both", true, true),
         ("none", false, false),
     ] {
-        let config = format!("[response]\nheaders = \"{chosen}\"\n{HOURLY}");
-        let (proxy, _upstream) = proxy(&config).await;
+        let config = format!("[response]\nheaders = \"{chosen}\"\n{HOURLY_POLICY}");
+        let (proxy, _upstream) = start_proxy(&config).await;
         let reply = proxy.get("/api/x").await;
         assert_eq!(reply.header("ratelimit").is_some(), standard, "{chosen}");
         assert_eq!(
@@ -645,8 +679,10 @@ async fn the_fields_are_those_that_were_chosen() {
             "{chosen}"
         );
     }
-    let (proxy, _upstream) =
-        proxy(&format!("[response]\nlegacy_reset = \"epoch\"\n{HOURLY}")).await;
+    let (proxy, _upstream) = start_proxy(&format!(
+        "[response]\nlegacy_reset = \"epoch\"\n{HOURLY_POLICY}"
+    ))
+    .await;
     let reset: u64 = proxy
         .get("/api/x")
         .await
@@ -659,9 +695,9 @@ async fn the_fields_are_those_that_were_chosen() {
 }
 
 #[tokio::test]
-async fn an_upstreams_own_fields_stay() {
-    let upstream = Upstream::serving(|_| async {
-        let mut response = Response::new(full("ok"));
+async fn the_upstreams_rate_limit_headers_are_kept() {
+    let upstream = Upstream::with_handler(|_| async {
+        let mut response = Response::new(full_body("ok"));
         response
             .headers_mut()
             .insert("ratelimit", "\"app\";r=1;t=5".parse().unwrap());
@@ -711,7 +747,7 @@ async fn an_upstreams_own_fields_stay() {
 
 /// One proxy, one policy for each condition; a policy that matches answers 403.
 #[tokio::test]
-async fn every_condition_matches_what_it_says() {
+async fn every_match_condition_selects_the_expected_requests() {
     let conditions = [
         r#"{ path = "/methods", methods = ["POST", "DELETE"] }"#,
         r#"{ path = "/hosts", hosts = ["api.example", "*.wild.example"] }"#,
@@ -733,8 +769,8 @@ async fn every_condition_matches_what_it_says() {
             format!("[[policy]]\nname = \"p{number}\"\nmatch = {condition}\naction = \"deny\"\n")
         })
         .collect();
-    let (proxy, _upstream) = proxy(&config).await;
-    let get = |target: &str| proxy.ask("GET", target);
+    let (proxy, _upstream) = start_proxy(&config).await;
+    let get = |target: &str| proxy.request("GET", target);
     let abc = |b: &str| {
         get("/headers")
             .header("x-a", "1")
@@ -742,7 +778,7 @@ async fn every_condition_matches_what_it_says() {
             .header("X-C", "")
     };
     let cases = [
-        (proxy.ask("POST", "/methods"), 403),
+        (proxy.request("POST", "/methods"), 403),
         (get("/methods"), 200),
         (get("/hosts").header("host", "api.example"), 403),
         (get("/hosts").header("host", "API.example.:80"), 403),
@@ -774,16 +810,16 @@ async fn every_condition_matches_what_it_says() {
     ];
     for (ask, expected) in cases {
         let asked = format!("{ask:?}");
-        assert_eq!(ask.status().await, expected, "{asked}");
+        assert_eq!(ask.send_for_status().await, expected, "{asked}");
     }
 }
 
 #[tokio::test]
 async fn a_refused_grpc_call_gets_a_grpc_status() {
     let (proxy, _upstream) =
-        proxy("[[policy]]\nname = 'p'\nlimit = { requests = 0, per = '1h' }").await;
+        start_proxy("[[policy]]\nname = 'p'\nlimit = { requests = 0, per = '1h' }").await;
     let reply = proxy
-        .ask("POST", "/svc/Call")
+        .request("POST", "/svc/Call")
         .header("content-type", "application/grpc")
         .send()
         .await;

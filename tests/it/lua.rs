@@ -1,40 +1,40 @@
 //! Lua decides as Rust does, whatever comes.
 
 use crate::redis_store::*;
-use crate::support::redis::Server;
+use crate::support::redis::RedisServer;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use redis::aio::MultiplexedConnection;
 use tidegate::limiter::*;
-use tidegate::store::Late;
-use tidegate::store::redis::Batch;
+use tidegate::store::Settlement;
+use tidegate::store::redis::DecisionBatch;
 
 /// One question: how the clock moves, and what is asked of which of a few counters.
 #[derive(Clone, Debug)]
-struct Step {
-    clock: Move,
-    asks: Vec<Ask>,
+struct DecisionStep {
+    clock: ClockMove,
+    charges: Vec<ChargeSpec>,
     /// Which policies count what they refuse: bits by group, enforced and shadow.
-    counting: u8,
+    counts_rejected_bits: u8,
     /// What the first policy wants to be lent.
     lease: Option<(Lease, u64)>,
-    late: Vec<(usize, Change)>,
+    settlements: Vec<(usize, SettlementSpec)>,
 }
 
 /// What is found out afterwards of what was charged so many steps ago.
 #[derive(Clone, Copy, Debug)]
-enum Change {
-    More(u64),
-    Back {
+enum SettlementSpec {
+    ChargeMore(u64),
+    ChargeInThePast {
         units: u64,
         age_us: u64,
     },
-    Less {
+    CreditCharged {
         units: u64,
         steps: usize,
     },
     /// Of what was lent.
-    Unused {
+    CreditLeased {
         units: u64,
         steps: usize,
     },
@@ -43,7 +43,7 @@ enum Change {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Move {
+enum ClockMove {
     Stay,
     Forward(u64),
     Back(u64),
@@ -52,7 +52,7 @@ enum Move {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Ask {
+struct ChargeSpec {
     counter: usize,
     cost: u64,
     requests: u64,
@@ -61,25 +61,27 @@ struct Ask {
     settles: bool,
 }
 
-impl Move {
-    fn from(self, time_us: u64) -> u64 {
+impl ClockMove {
+    fn apply(self, time_us: u64) -> u64 {
         match self {
             Self::Stay => time_us,
             Self::Forward(us) => time_us + us,
             Self::Back(us) => time_us - us,
-            Self::Edge(off) => (time_us - time_us % PER_US + PER_US).saturating_add_signed(off),
+            Self::Edge(off) => {
+                (time_us - time_us % PERIOD_US + PERIOD_US).saturating_add_signed(off)
+            }
         }
     }
 }
 
-impl Ask {
-    fn charge<'a>(&self, limit: &'a Limit, keys: &'a [Key]) -> Charge<'a> {
+impl ChargeSpec {
+    fn to_charge<'a>(self, limit: &'a Limit, keys: &'a [Key]) -> Charge<'a> {
         let Self {
             group,
             shadow,
             settles,
             ..
-        } = *self;
+        } = self;
         Charge {
             group,
             shadow,
@@ -89,11 +91,11 @@ impl Ask {
     }
 }
 
-pub(crate) const PER_US: u64 = 1_000;
-const COUNTERS: usize = 20;
+pub(crate) const PERIOD_US: u64 = 1_000;
+const COUNTER_COUNT: usize = 20;
 
 /// Counters by number, each with a period of its own.
-fn limit_of(counter: usize, requests: u64) -> Limit {
+fn make_limit(counter: usize, requests: u64) -> Limit {
     match counter {
         // First, as it stands before the limits of its policy.
         0 => Limit {
@@ -101,49 +103,49 @@ fn limit_of(counter: usize, requests: u64) -> Limit {
             per_us: 1 + requests % 3_000,
             algorithm: Algorithm::Block,
         },
-        13 => log(requests, PER_US),
-        14 => slots(requests, PER_US),
-        15 => slots(requests, 7),
-        1 => window(requests, PER_US, 0),
-        2 => log(requests, 7),
-        3 => window(requests, PER_US, 333),
-        4 => log(requests, 86_400_000_000),
-        5 => sub_windows(requests, PER_US, 10),
-        6 => sub_windows(requests, 7, 3),
-        7 => bucket(requests, PER_US, requests),
-        8 => bucket(requests, 7, 4),
-        9 => bucket(requests, 86_400_000_000, 3 * requests),
-        10 => line(requests, PER_US, 1_700),
-        11 => line(requests, 7, 0),
-        12 => line(requests, 86_400_000_000, 3_600_000_000),
+        13 => sliding_log(requests, PERIOD_US),
+        14 => concurrency(requests, PERIOD_US),
+        15 => concurrency(requests, 7),
+        1 => fixed_window(requests, PERIOD_US, 0),
+        2 => sliding_log(requests, 7),
+        3 => fixed_window(requests, PERIOD_US, 333),
+        4 => sliding_log(requests, 86_400_000_000),
+        5 => sliding_window(requests, PERIOD_US, 10),
+        6 => sliding_window(requests, 7, 3),
+        7 => token_bucket(requests, PERIOD_US, requests),
+        8 => token_bucket(requests, 7, 4),
+        9 => token_bucket(requests, 86_400_000_000, 3 * requests),
+        10 => leaky_bucket(requests, PERIOD_US, 1_700),
+        11 => leaky_bucket(requests, 7, 0),
+        12 => leaky_bucket(requests, 86_400_000_000, 3_600_000_000),
         // Some reloads add and remove the warm-up.
-        16 => warming(
+        16 => warm_up_bucket(
             requests,
-            PER_US,
+            PERIOD_US,
             9,
             if requests % 4 == 3 { 0 } else { 1_700 },
         ),
-        17 => warming(requests, 7, 30, 250),
-        18 => warming(requests, 86_400_000_000, 3 * requests, MAX_WARM_UP_US),
+        17 => warm_up_bucket(requests, 7, 30, 250),
+        18 => warm_up_bucket(requests, 86_400_000_000, 3 * requests, MAX_WARM_UP_US),
         // What is charged is owed for many periods.
-        _ => bucket(requests, PER_US, 60),
+        _ => token_bucket(requests, PERIOD_US, 60),
     }
 }
 
 /// Counters that lend.
-const LENDING: [usize; 10] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13];
+const LEASABLE_COUNTERS: [usize; 10] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13];
 
 /// A slot is numbered by the step that takes it.
-const SLOTS: u128 = 20;
+const SLOT_COUNT: u128 = 20;
 
-fn steps() -> impl Strategy<Value = Vec<Step>> {
+fn generate_steps() -> impl Strategy<Value = Vec<DecisionStep>> {
     let clock = prop_oneof![
-        3 => Just(Move::Stay),
-        3 => (1..20u64).prop_map(Move::Forward),
-        3 => (1..2 * PER_US).prop_map(Move::Forward),
-        1 => (1..200_000_000_000u64).prop_map(Move::Forward),
-        1 => (1..3 * PER_US).prop_map(Move::Back),
-        3 => (-1..=1i64).prop_map(Move::Edge),
+        3 => Just(ClockMove::Stay),
+        3 => (1..20u64).prop_map(ClockMove::Forward),
+        3 => (1..2 * PERIOD_US).prop_map(ClockMove::Forward),
+        1 => (1..200_000_000_000u64).prop_map(ClockMove::Forward),
+        1 => (1..3 * PERIOD_US).prop_map(ClockMove::Back),
+        3 => (-1..=1i64).prop_map(ClockMove::Edge),
     ];
     let cost = prop_oneof![
         6 => Just(1u64), 2 => 2..5u64, 1 => Just(0u64), 1 => 5..12u64,
@@ -165,7 +167,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         let mut taken = Vec::new();
         for (skip, (cost, requests, group, shadow, settles)) in asks {
             counter += skip;
-            if counter >= COUNTERS {
+            if counter >= COUNTER_COUNT {
                 break;
             }
             let (cost, shadow) = match counter {
@@ -173,7 +175,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
                 14..=15 => (cost.min(1), shadow),
                 _ => (cost, shadow),
             };
-            taken.push(Ask {
+            taken.push(ChargeSpec {
                 counter,
                 cost,
                 requests,
@@ -187,22 +189,22 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     });
     let units = prop_oneof![3 => 1..4u64, 1 => 4..20u64, 1 => 20..200u64];
     let change = prop_oneof![
-        1 => units.clone().prop_map(Change::More),
-        1 => (units.clone(), prop_oneof![0..3 * PER_US, 0..200_000_000_000u64])
-            .prop_map(|(units, age_us)| Change::Back { units, age_us }),
-        2 => (units.clone(), 0..6usize).prop_map(|(units, steps)| Change::Less { units, steps }),
-        2 => (units, 0..6usize).prop_map(|(units, steps)| Change::Unused { units, steps }),
+        1 => units.clone().prop_map(SettlementSpec::ChargeMore),
+        1 => (units.clone(), prop_oneof![0..3 * PERIOD_US, 0..200_000_000_000u64])
+            .prop_map(|(units, age_us)| SettlementSpec::ChargeInThePast { units, age_us }),
+        2 => (units.clone(), 0..6usize).prop_map(|(units, steps)| SettlementSpec::CreditCharged { units, steps }),
+        2 => (units, 0..6usize).prop_map(|(units, steps)| SettlementSpec::CreditLeased { units, steps }),
     ];
     let slot = prop_oneof![
-        (0..SLOTS).prop_map(Change::Renew),
-        (0..SLOTS).prop_map(Change::Release)
+        (0..SLOT_COUNT).prop_map(SettlementSpec::Renew),
+        (0..SLOT_COUNT).prop_map(SettlementSpec::Release)
     ];
-    let settled = prop_oneof![1..14usize, 16..COUNTERS];
-    let lending = prop::sample::select(LENDING.to_vec());
+    let settled = prop_oneof![1..14usize, 16..COUNTER_COUNT];
+    let lending = prop::sample::select(LEASABLE_COUNTERS.to_vec());
     let late = prop_oneof![
         3 => (settled, change.clone()), 2 => (lending, change), 1 => (14..16usize, slot)
     ];
-    let lease = prop::option::weighted(0.3, leases());
+    let lease = prop::option::weighted(0.3, generate_leases());
     let step = (
         clock,
         asks,
@@ -214,94 +216,101 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         if lease.is_some() {
             // What one policy is lent, all its counters lend, and they stand side by side.
             for ask in &mut asks {
-                ask.group = u32::from(!LENDING.contains(&ask.counter));
+                ask.group = u32::from(!LEASABLE_COUNTERS.contains(&ask.counter));
                 ask.shadow &= ask.group == 1;
             }
             asks.sort_by_key(|ask| (ask.group, ask.shadow));
         }
-        Step {
+        DecisionStep {
             clock,
-            asks,
-            counting,
+            charges: asks,
+            counts_rejected_bits: counting,
             lease,
-            late,
+            settlements: late,
         }
     });
     prop::collection::vec(step, 1..60)
 }
 
-async fn same_answers(
+async fn compare_decisions(
     connection: &mut MultiplexedConnection,
-    steps: &[Step],
+    steps: &[DecisionStep],
 ) -> Result<(), TestCaseError> {
     let _: () = redis::cmd("FLUSHALL")
         .query_async(connection)
         .await
         .unwrap();
-    let keys: Vec<Key> = (0..COUNTERS).map(|n| key(&format!("k{n}"))).collect();
+    let keys: Vec<Key> = (0..COUNTER_COUNT)
+        .map(|n| make_key(&format!("k{n}")))
+        .collect();
     let (mut model, mut time_us, mut times_us, mut lent_us) =
-        (Model::default(), START_US, Vec::new(), vec![0]);
+        (StateModel::default(), START_US, Vec::new(), vec![0]);
     for (n, step) in steps.iter().enumerate() {
-        time_us = step.clock.from(time_us);
+        time_us = step.clock.apply(time_us);
         let limits: Vec<Limit> = step
-            .asks
+            .charges
             .iter()
-            .map(|ask| limit_of(ask.counter, ask.requests))
+            .map(|ask| make_limit(ask.counter, ask.requests))
             .collect();
         let charges: Vec<Charge<'_>> = step
-            .asks
+            .charges
             .iter()
             .zip(&limits)
             .map(|(ask, limit)| Charge {
-                counts_rejected: step.counting >> (2 * ask.group + u32::from(ask.shadow)) & 1 == 1,
-                slot: n as u128,
+                counts_rejected: step.counts_rejected_bits
+                    >> (2 * ask.group + u32::from(ask.shadow))
+                    & 1
+                    == 1,
+                slot_id: n as u128,
                 lease: step
                     .lease
                     .filter(|_| ask.group == 0)
                     .map(|(lease, _)| lease),
-                wanted: step
+                requested_lease_units: step
                     .lease
                     .filter(|_| ask.group == 0)
                     .map_or(0, |(_, wanted)| wanted),
-                ..ask.charge(limit, &keys)
+                ..ask.to_charge(limit, &keys)
             })
             .collect();
         let expected = model.decide(&charges, time_us);
         lent_us.extend(expected.grants.iter().map(|grant| grant.until_us));
-        let answer = ask(connection, &charges, time_us).await;
+        let answer = decide_in_redis(connection, &charges, time_us).await;
         prop_assert_eq!(answer, expected, "step {} at {}", n, time_us);
 
         times_us.push(time_us);
         let limits: Vec<Limit> = step
-            .late
+            .settlements
             .iter()
-            .map(|(counter, _)| limit_of(*counter, 5))
+            .map(|(counter, _)| make_limit(*counter, 5))
             .collect();
         let late = step
-            .late
+            .settlements
             .iter()
             .zip(&limits)
             .map(|((counter, change), limit)| {
                 let amendment = match *change {
-                    Change::More(units) => Amendment::Charge(units),
-                    Change::Back { units, age_us } => Amendment::Back { units, age_us },
-                    Change::Less { units, steps } => Amendment::Credit {
+                    SettlementSpec::ChargeMore(units) => Amendment::Charge(units),
+                    SettlementSpec::ChargeInThePast { units, age_us } => {
+                        Amendment::BackdatedCharge { units, age_us }
+                    }
+                    SettlementSpec::CreditCharged { units, steps } => Amendment::Credit {
                         units,
                         at_us: times_us[times_us.len().saturating_sub(steps + 1)],
                     },
-                    Change::Unused { units, steps } => Amendment::Credit {
+                    SettlementSpec::CreditLeased { units, steps } => Amendment::Credit {
                         units,
                         at_us: lent_us[lent_us.len().saturating_sub(steps + 1)],
                     },
                     // Nobody takes a slot that he holds.
-                    Change::Renew(slot) => Amendment::Renew {
+                    SettlementSpec::Renew(slot) => Amendment::Renew {
                         slot: slot.min(n as u128),
                     },
-                    Change::Release(slot) => Amendment::Release {
+                    SettlementSpec::Release(slot) => Amendment::Release {
                         slot: slot.min(n as u128),
                     },
                 };
-                Late {
+                Settlement {
                     limit,
                     key: &keys[*counter],
                     amendment,
@@ -309,22 +318,22 @@ async fn same_answers(
             });
         let late: Vec<_> = late.collect();
         if !late.is_empty() {
-            model.amend(&late, time_us);
-            run(connection, &SCRIPT.amend(&late, Some(time_us))).await;
+            model.apply_settlements(&late, time_us);
+            run_script(connection, &SCRIPT.amend_command(&late, Some(time_us))).await;
         }
     }
     Ok(())
 }
 
-fn differential(runner: &mut TestRunner) {
+fn run_differential_test(runner: &mut TestRunner) {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .unwrap();
-    let server = Server::start();
+    let server = RedisServer::start();
     let connection = runtime.block_on(server.connection());
-    let checked = runner.run(&steps(), |steps| {
-        runtime.block_on(same_answers(&mut connection.clone(), &steps))
+    let checked = runner.run(&generate_steps(), |steps| {
+        runtime.block_on(compare_decisions(&mut connection.clone(), &steps))
     });
     if let Err(failure) = checked {
         panic!("{failure}");
@@ -338,7 +347,7 @@ fn lua_decides_as_rust_does() {
         failure_persistence: None,
         ..Config::default()
     };
-    differential(&mut TestRunner::new_with_rng(
+    run_differential_test(&mut TestRunner::new_with_rng(
         config,
         TestRng::deterministic_rng(RngAlgorithm::ChaCha),
     ));
@@ -351,13 +360,13 @@ fn lua_decides_as_rust_does_at_random() {
         failure_persistence: None,
         ..Config::default()
     };
-    differential(&mut TestRunner::new(config));
+    run_differential_test(&mut TestRunner::new(config));
 }
 
-fn leases() -> impl Strategy<Value = (Lease, u64)> {
+fn generate_leases() -> impl Strategy<Value = (Lease, u64)> {
     let lease = (
         prop_oneof![Just(None), Just(Some(1u64))],
-        1..PER_US / 2,
+        1..PERIOD_US / 2,
         1..8u64,
     );
     lease.prop_map(|(size, ttl_us, wanted)| (Lease { size, ttl_us }, wanted))
@@ -365,24 +374,26 @@ fn leases() -> impl Strategy<Value = (Lease, u64)> {
 
 /// Questions that are asked at one time.
 #[derive(Clone, Debug)]
-struct Round {
-    clock: Move,
-    questions: Vec<Vec<Ask>>,
-    counting: u8,
+struct BatchRound {
+    clock: ClockMove,
+    decisions: Vec<Vec<ChargeSpec>>,
+    counts_rejected_bits: u8,
     lease: Option<(Lease, u64)>,
 }
 
-impl Round {
+impl BatchRound {
     /// What the first policy of a question wants in advance: one in three does, where its counters can lend together.
-    fn lease(&self, question: usize) -> Option<(Lease, u64)> {
-        let asks = self.questions.get(question)?;
-        let lends = |ask: &Ask| ask.group > 0 || (LENDING.contains(&ask.counter) && !ask.shadow);
+    fn lease_for(&self, question: usize) -> Option<(Lease, u64)> {
+        let asks = self.decisions.get(question)?;
+        let lends = |ask: &ChargeSpec| {
+            ask.group > 0 || (LEASABLE_COUNTERS.contains(&ask.counter) && !ask.shadow)
+        };
         let may = asks.iter().all(lends) && asks.is_sorted_by_key(|ask| ask.group);
         self.lease.filter(|_| question.is_multiple_of(3) && may)
     }
 }
 
-fn rounds() -> impl Strategy<Value = Vec<Round>> {
+fn generate_rounds() -> impl Strategy<Value = Vec<BatchRound>> {
     // Of counters at which equal questions meet, few costs.
     let counter = prop::sample::select(vec![1usize, 2, 4, 5, 7, 9, 13]);
     let requests = prop_oneof![6 => Just(5u64), 1 => 0..9u64, 1 => Just(MAX_UNITS)];
@@ -392,7 +403,7 @@ fn rounds() -> impl Strategy<Value = Vec<Round>> {
         requests,
     );
     let single = single.prop_map(|(counter, cost, requests)| {
-        vec![Ask {
+        vec![ChargeSpec {
             counter,
             cost,
             requests,
@@ -402,61 +413,65 @@ fn rounds() -> impl Strategy<Value = Vec<Round>> {
         }]
     });
     let several = (single, 1..9usize).prop_map(|(question, times)| vec![question; times]);
-    let mixed = steps().prop_map(|steps| steps.into_iter().take(2).map(|step| step.asks).collect());
+    let mixed = generate_steps()
+        .prop_map(|steps| steps.into_iter().take(2).map(|step| step.charges).collect());
     let questions = prop::collection::vec(prop_oneof![3 => several, 1 => mixed], 1..6);
     let clock = prop_oneof![
-        Just(Move::Stay),
-        (1..20u64).prop_map(Move::Forward),
-        (1..2 * PER_US).prop_map(Move::Forward),
-        (1..3 * PER_US).prop_map(Move::Back),
-        (-1..=1i64).prop_map(Move::Edge),
+        Just(ClockMove::Stay),
+        (1..20u64).prop_map(ClockMove::Forward),
+        (1..2 * PERIOD_US).prop_map(ClockMove::Forward),
+        (1..3 * PERIOD_US).prop_map(ClockMove::Back),
+        (-1..=1i64).prop_map(ClockMove::Edge),
     ];
-    let lease = prop::option::of(leases());
+    let lease = prop::option::of(generate_leases());
     let round =
         (clock, questions, any::<u8>(), lease).prop_map(|(clock, questions, counting, lease)| {
-            Round {
+            BatchRound {
                 clock,
-                questions: questions.into_iter().flatten().collect(),
-                counting,
+                decisions: questions.into_iter().flatten().collect(),
+                counts_rejected_bits: counting,
                 lease,
             }
         });
     prop::collection::vec(round, 1..20)
 }
 
-async fn same_answers_together(
+async fn compare_batched_decisions(
     connection: &mut MultiplexedConnection,
-    rounds: &[Round],
+    rounds: &[BatchRound],
 ) -> Result<(), TestCaseError> {
     let _: () = redis::cmd("FLUSHALL")
         .query_async(connection)
         .await
         .unwrap();
-    let keys: Vec<Key> = (0..COUNTERS).map(|n| key(&format!("k{n}"))).collect();
-    let (mut model, mut time_us, mut slot) = (Model::default(), START_US, 0);
+    let keys: Vec<Key> = (0..COUNTER_COUNT)
+        .map(|n| make_key(&format!("k{n}")))
+        .collect();
+    let (mut model, mut time_us, mut slot) = (StateModel::default(), START_US, 0);
     for (n, round) in rounds.iter().enumerate() {
-        time_us = round.clock.from(time_us);
-        let limits = round.questions.iter().map(|asks| {
+        time_us = round.clock.apply(time_us);
+        let limits = round.decisions.iter().map(|asks| {
             asks.iter()
-                .map(|ask| limit_of(ask.counter, ask.requests))
+                .map(|ask| make_limit(ask.counter, ask.requests))
                 .collect::<Vec<Limit>>()
         });
         let limits: Vec<_> = limits.collect();
         let questions =
             round
-                .questions
+                .decisions
                 .iter()
                 .zip(&limits)
                 .enumerate()
                 .map(|(at, (asks, limits))| {
                     slot += 1;
-                    let (lease, wanted) = round.lease(at).unzip();
+                    let (lease, wanted) = round.lease_for(at).unzip();
                     let charges = asks.iter().zip(limits).map(|(ask, limit)| Charge {
-                        counts_rejected: asks.len() > 1 && round.counting >> ask.group & 1 == 1,
-                        slot,
+                        counts_rejected: asks.len() > 1
+                            && round.counts_rejected_bits >> ask.group & 1 == 1,
+                        slot_id: slot,
                         lease: lease.filter(|_| ask.group == 0),
-                        wanted: wanted.filter(|_| ask.group == 0).unwrap_or(0),
-                        ..ask.charge(limit, &keys)
+                        requested_lease_units: wanted.filter(|_| ask.group == 0).unwrap_or(0),
+                        ..ask.to_charge(limit, &keys)
                     });
                     charges.collect::<Vec<_>>()
                 });
@@ -466,20 +481,27 @@ async fn same_answers_together(
             .map(|charges| model.decide(charges, time_us))
             .collect();
 
-        let mut batch = Batch::default();
+        let mut batch = DecisionBatch::default();
         let (mut asked, mut times) = (Vec::new(), Vec::new());
         for charges in &questions {
-            let number = batch.add(&SCRIPT, charges);
+            let number = batch.add_request(&SCRIPT, charges);
             times.resize(batch.len(), 0);
             asked.push((number, times[number]));
             times[number] += 1;
         }
-        let reply = run(connection, &batch.command(&SCRIPT, &times, Some(time_us))).await;
-        let answers = batch.answers(reply, &times).unwrap();
+        let reply = run_script(
+            connection,
+            &batch.build_command(&SCRIPT, &times, Some(time_us)),
+        )
+        .await;
+        let answers = batch.parse_reply(reply, &times).unwrap();
         for (at, ((charges, (number, nth)), expected)) in
             questions.iter().zip(asked).zip(expected).enumerate()
         {
-            let answer = answers.of(number, nth).unwrap().decision(charges);
+            let answer = answers
+                .caller_reply(number, nth)
+                .unwrap()
+                .parse_decision(charges);
             prop_assert_eq!(
                 answer,
                 Ok(expected),
@@ -494,20 +516,20 @@ async fn same_answers_together(
 }
 
 #[test]
-fn a_batch_answers_as_if_one_question_came_after_the_other() {
+fn a_batch_decides_as_the_same_calls_in_sequence() {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .unwrap();
-    let server = Server::start();
+    let server = RedisServer::start();
     let connection = runtime.block_on(server.connection());
     let config = Config {
         cases: 400,
         failure_persistence: None,
         ..Config::default()
     };
-    let checked = TestRunner::new(config).run(&rounds(), |rounds| {
-        runtime.block_on(same_answers_together(&mut connection.clone(), &rounds))
+    let checked = TestRunner::new(config).run(&generate_rounds(), |rounds| {
+        runtime.block_on(compare_batched_decisions(&mut connection.clone(), &rounds))
     });
     if let Err(failure) = checked {
         panic!("{failure}");

@@ -1,32 +1,32 @@
 //! What `docs/migration/` calls the same is the same: nginx and the proxy get the same requests.
 
-use super::pages::{Block, blocks};
-use super::support::SOON;
-use super::support::client::{Ask, RawClient};
+use super::documentation::{CodeBlock, read_code_blocks};
+use super::support::TEST_TIMEOUT;
+use super::support::client::{ClientRequest, RawClient};
 use super::support::nginx::Nginx;
 use super::support::proxy::Proxy;
 use futures_util::future::join_all;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-const PAGE: &str = "docs/migration/nginx-limit-req.md";
+const NGINX_PAGE: &str = "docs/migration/nginx-limit-req.md";
 
 /// nginx and the proxy, each as a section of the page says; the proxy in front of an nginx without limits.
-struct Pair {
+struct ProxyPair {
     nginx: Nginx,
     proxy: Proxy,
-    behind: Nginx,
+    upstream: Nginx,
 }
 
-impl Pair {
-    async fn of(heading: &str) -> Self {
-        let blocks = blocks(PAGE);
-        let find = |language: &str| -> Block {
+impl ProxyPair {
+    async fn from_page_section(heading: &str) -> Self {
+        let blocks = read_code_blocks(NGINX_PAGE);
+        let find = |language: &str| -> CodeBlock {
             let found = blocks
                 .iter()
                 .find(|block| block.heading == heading && block.language == language);
             found
-                .unwrap_or_else(|| panic!("{PAGE} has no {language} below {heading:?}"))
+                .unwrap_or_else(|| panic!("{NGINX_PAGE} has no {language} below {heading:?}"))
                 .clone()
         };
         let (zones, limits): (Vec<_>, Vec<_>) = {
@@ -38,19 +38,19 @@ impl Pair {
             };
             text.lines().map(str::to_owned).partition(is_zone)
         };
-        let nginx = Nginx::limited(&zones.join("\n"), &limits.join("\n")).await;
-        nginx.file("x", b"ok");
+        let nginx = Nginx::start_with_config(&zones.join("\n"), &limits.join("\n")).await;
+        nginx.write_file("x", b"ok");
         let behind = Nginx::start().await;
-        behind.file("x", b"ok");
+        behind.write_file("x", b"ok");
         let proxy = Proxy::start(&find("toml").text, behind.address).await;
         Self {
             nginx,
             proxy,
-            behind,
+            upstream: behind,
         }
     }
 
-    fn both(&self) -> [(&'static str, SocketAddr); 2] {
+    fn targets(&self) -> [(&'static str, SocketAddr); 2] {
         [
             ("nginx", self.nginx.address),
             ("tidegate", self.proxy.address),
@@ -59,18 +59,19 @@ impl Pair {
 }
 
 /// How many of so many requests, one right after the other, get in, and how long that took.
-async fn admitted(address: SocketAddr, times: usize) -> (usize, Duration) {
+async fn count_admitted(address: SocketAddr, times: usize) -> (usize, Duration) {
     let (began, mut admitted) = (Instant::now(), 0);
     for _ in 0..times {
-        admitted += usize::from(Ask::new(address, "GET", "/x").send().await.status == 200);
+        admitted +=
+            usize::from(ClientRequest::new(address, "GET", "/x").send().await.status == 200);
     }
     (admitted, began.elapsed())
 }
 
 /// What flows in during the burst is the only difference, and both have the same of it per time.
-async fn gets(pair: &Pair, at_once: usize, per_s: f64) {
-    for (who, address) in pair.both() {
-        let (admitted, took) = admitted(address, at_once + 10).await;
+async fn assert_burst_admitted(pair: &ProxyPair, at_once: usize, per_s: f64) {
+    for (who, address) in pair.targets() {
+        let (admitted, took) = count_admitted(address, at_once + 10).await;
         let more = (took.as_secs_f64() * per_s).ceil() as usize;
         assert!(
             (at_once..=at_once + more).contains(&admitted),
@@ -80,22 +81,32 @@ async fn gets(pair: &Pair, at_once: usize, per_s: f64) {
 }
 
 #[tokio::test]
-async fn nginx_without_burst_is_a_bucket_of_one() {
-    gets(&Pair::of("Without burst").await, 1, 10.0).await;
+async fn nginx_without_burst_equals_a_token_bucket_of_one() {
+    assert_burst_admitted(
+        &ProxyPair::from_page_section("Without burst").await,
+        1,
+        10.0,
+    )
+    .await;
 }
 
 #[tokio::test]
-async fn nginx_with_burst_and_nodelay_is_a_bucket_of_one_more() {
-    gets(&Pair::of("Burst, nodelay").await, 21, 10.0).await;
+async fn nginx_with_burst_and_nodelay_equals_a_token_bucket_of_burst_plus_one() {
+    assert_burst_admitted(
+        &ProxyPair::from_page_section("Burst, nodelay").await,
+        21,
+        10.0,
+    )
+    .await;
 }
 
 #[tokio::test]
-async fn nginx_with_burst_is_a_line() {
-    let pair = Pair::of("Burst, delayed").await;
-    for (who, address) in pair.both() {
+async fn nginx_with_burst_equals_a_leaky_bucket() {
+    let pair = ProxyPair::from_page_section("Burst, delayed").await;
+    for (who, address) in pair.targets() {
         let began = Instant::now();
         let one = || async {
-            let status = Ask::new(address, "GET", "/x").send().await.status;
+            let status = ClientRequest::new(address, "GET", "/x").send().await.status;
             (status, began.elapsed())
         };
         let replies = join_all((0..9).map(|_| one())).await;
@@ -123,12 +134,13 @@ async fn nginx_with_burst_is_a_line() {
 }
 
 #[tokio::test]
-async fn who_is_exempt_in_nginx_is_exempt_here_and_others_get_the_old_status() {
-    let pair = Pair::of("Who is exempt, who has more, and the old status").await;
-    for (who, address) in pair.both() {
+async fn clients_exempt_in_nginx_are_exempt_and_others_get_status_503() {
+    let pair =
+        ProxyPair::from_page_section("Who is exempt, who has more, and the old status").await;
+    for (who, address) in pair.targets() {
         let mut statuses = Vec::new();
         for _ in 0..40 {
-            statuses.push(Ask::new(address, "GET", "/x").send().await.status);
+            statuses.push(ClientRequest::new(address, "GET", "/x").send().await.status);
         }
         assert!(
             statuses.contains(&200) && statuses.contains(&503),
@@ -142,13 +154,13 @@ async fn who_is_exempt_in_nginx_is_exempt_here_and_others_get_the_old_status() {
 }
 
 #[tokio::test]
-async fn who_has_as_many_in_flight_as_nginx_lets_him_is_refused_here_too() {
-    let pair = Pair::of("In flight at a time").await;
+async fn requests_beyond_the_limit_conn_of_nginx_are_refused() {
+    let pair = ProxyPair::from_page_section("In flight at a time").await;
     // More than sockets hold, for clients that don't read on.
     let large = vec![0; 32 << 20];
-    pair.nginx.file("large", &large);
-    pair.behind.file("large", &large);
-    for (who, address) in pair.both() {
+    pair.nginx.write_file("large", &large);
+    pair.upstream.write_file("large", &large);
+    for (who, address) in pair.targets() {
         let mut holders = Vec::new();
         for _ in 0..4 {
             let mut client = RawClient::connect(address).await;
@@ -156,11 +168,11 @@ async fn who_has_as_many_in_flight_as_nginx_lets_him_is_refused_here_too() {
             client.read_past(b"200 OK").await;
             holders.push(client);
         }
-        let one_more = async || Ask::new(address, "GET", "/x").send().await.status;
+        let one_more = async || ClientRequest::new(address, "GET", "/x").send().await.status;
         let refused = one_more().await;
         assert!([429, 503].contains(&refused), "{who}: {refused}");
         drop(holders.pop());
-        let deadline = Instant::now() + SOON;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         while one_more().await != 200 {
             assert!(
                 Instant::now() < deadline,

@@ -1,11 +1,11 @@
 //! The metrics as Prometheus takes them: a real server, and its own checker.
 
-use crate::support::SOON;
-use crate::support::client::{Ask, RawClient};
-use crate::support::process::{Line, Process};
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::{ClientRequest, RawClient};
+use crate::support::process::{ChildProcess, OutputLine};
 use crate::support::proxy::Proxy;
-use crate::support::redis::Server;
-use crate::support::tls::Authority;
+use crate::support::redis::RedisServer;
+use crate::support::tls::CertificateAuthority;
 use crate::support::upstream::Upstream;
 use regex::Regex;
 use serde_json::Value;
@@ -29,14 +29,14 @@ limit = { requests = 1000, per = "1h" }
 "#;
 
 /// A server that scrapes one address five times a second; killed when dropped.
-struct Prometheus {
+struct PrometheusServer {
     address: SocketAddr,
-    _process: Process,
+    _process: ChildProcess,
     _folder: TempDir,
 }
 
-impl Prometheus {
-    async fn scraping(target: SocketAddr) -> Self {
+impl PrometheusServer {
+    async fn start_scraping(target: SocketAddr) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let config = folder.path().join("prometheus.yml");
         let text = format!(
@@ -51,17 +51,17 @@ impl Prometheus {
             folder.path().join("data").display()
         ));
         command.arg("--web.listen-address=127.0.0.1:0");
-        let process =
-            Process::start(&mut command).expect("prometheus, of the Debian package prometheus");
+        let process = ChildProcess::start(&mut command)
+            .expect("prometheus, of the Debian package prometheus");
         let listens = Regex::new(r#"msg="Listening on" address=(\S+)"#).unwrap();
         let address = process
-            .wait_for("Prometheus to listen", 0, SOON, |line| {
+            .wait_for("Prometheus to listen", 0, TEST_TIMEOUT, |line| {
                 Some(listens.captures(&line.text)?[1].parse().unwrap())
             })
             .await;
-        let ready = |line: &Line| line.text.contains("Server is ready").then_some(());
+        let ready = |line: &OutputLine| line.text.contains("Server is ready").then_some(());
         process
-            .wait_for("Prometheus to be ready", 0, SOON, ready)
+            .wait_for("Prometheus to be ready", 0, TEST_TIMEOUT, ready)
             .await;
         Self {
             address,
@@ -70,8 +70,8 @@ impl Prometheus {
         }
     }
 
-    async fn api(&self, path: &str) -> Value {
-        let reply = Ask::new(self.address, "GET", &format!("/api/v1/{path}"))
+    async fn query_api(&self, path: &str) -> Value {
+        let reply = ClientRequest::new(self.address, "GET", &format!("/api/v1/{path}"))
             .send()
             .await
             .json();
@@ -80,28 +80,28 @@ impl Prometheus {
     }
 
     /// What a query says, once it says something: one number.
-    async fn number(&self, query: &str) -> f64 {
-        let deadline = Instant::now() + 2 * SOON;
+    async fn query_number(&self, query: &str) -> f64 {
+        let deadline = Instant::now() + 2 * TEST_TIMEOUT;
         loop {
             let encoded: String = query.bytes().map(|byte| format!("%{byte:02X}")).collect();
-            let found = self.api(&format!("query?query={encoded}")).await;
+            let found = self.query_api(&format!("query?query={encoded}")).await;
             if let Some(value) = found["result"][0]["value"][1].as_str() {
                 return value.parse().unwrap();
             }
             assert!(
                 Instant::now() < deadline,
                 "{query} has no value; {}",
-                self.api("targets").await
+                self.query_api("targets").await
             );
             sleep(Duration::from_millis(50)).await;
         }
     }
 
     /// Waits until a query says a number.
-    async fn says(&self, query: &str, wanted: f64) {
-        let deadline = Instant::now() + 2 * SOON;
+    async fn wait_for_value(&self, query: &str, wanted: f64) {
+        let deadline = Instant::now() + 2 * TEST_TIMEOUT;
         loop {
-            let number = self.number(query).await;
+            let number = self.query_number(query).await;
             if number == wanted {
                 return;
             }
@@ -114,8 +114,8 @@ impl Prometheus {
     }
 }
 
-async fn page(proxy: &Proxy) -> String {
-    Ask::new(proxy.admin(), "GET", "/metrics")
+async fn get_metrics(proxy: &Proxy) -> String {
+    ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
         .header("Host", "localhost")
         .send()
         .await
@@ -123,7 +123,7 @@ async fn page(proxy: &Proxy) -> String {
 }
 
 /// Name and kind of every metric of a page.
-fn families(page: &str) -> BTreeMap<String, String> {
+fn parse_metric_types(page: &str) -> BTreeMap<String, String> {
     let kinds = page
         .lines()
         .filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '));
@@ -133,81 +133,92 @@ fn families(page: &str) -> BTreeMap<String, String> {
 }
 
 /// A proxy that counts in Redis, has met everything once and speaks TLS.
-async fn with_everything(redis: &Server, authority: &Authority, upstream: &Upstream) -> Proxy {
+async fn start_full_proxy(
+    redis: &RedisServer,
+    authority: &CertificateAuthority,
+    upstream: &Upstream,
+) -> Proxy {
     authority.sign("server", "127.0.0.1");
     let tls = format!(
         "[listen.tls]\ncert = '{}'\nkey = '{}'\n",
-        authority.text("server.pem"),
-        authority.text("server.key")
+        authority.path_string("server.pem"),
+        authority.path_string("server.key")
     );
-    let store = redis.as_store();
+    let store = redis.store_config();
     let proxy = Proxy::start(&format!("{store}\n{tls}{POLICIES}"), upstream.address).await;
-    proxy.store_up().await;
+    proxy.wait_for_store().await;
     proxy
 }
 
 #[tokio::test]
-async fn a_real_server_takes_all_of_it() {
+async fn prometheus_scrapes_all_metrics() {
     let (upstream, redis) = (
         Upstream::echo().await,
-        Server::with(&["--maxmemory", "64mb"]),
+        RedisServer::start_with(&["--maxmemory", "64mb"]),
     );
     let proxy = Proxy::start(
-        &format!("{}\n{POLICIES}", redis.as_store()),
+        &format!("{}\n{POLICIES}", redis.store_config()),
         upstream.address,
     )
     .await;
-    proxy.store_up().await;
-    assert_eq!(proxy.statuses("/few", 5).await, [200, 200, 429, 429, 429]);
+    proxy.wait_for_store().await;
+    assert_eq!(
+        proxy.get_statuses("/few", 5).await,
+        [200, 200, 429, 429, 429]
+    );
     RawClient::connect(proxy.address)
         .await
         .send("no HTTP\r\n\r\n")
         .await
-        .rest()
+        .read_to_close()
         .await;
-    let prometheus = Prometheus::scraping(proxy.admin()).await;
-    prometheus.says("up", 1.0).await;
+    let prometheus = PrometheusServer::start_scraping(proxy.admin_address()).await;
+    prometheus.wait_for_value("up", 1.0).await;
     prometheus
-        .says(
+        .wait_for_value(
             "tidegate_requests_total{policy=\"few\",decision=\"rejected\"}",
             3.0,
         )
         .await;
     prometheus
-        .says(
+        .wait_for_value(
             "tidegate_requests_total{policy=\"many\",decision=\"allowed\"}",
             5.0,
         )
         .await;
     prometheus
-        .says("tidegate_http_requests_total{code=\"400\"}", 1.0)
+        .wait_for_value("tidegate_http_requests_total{code=\"400\"}", 1.0)
         .await;
     prometheus
-        .says("sum(tidegate_decision_seconds_count)", 5.0)
+        .wait_for_value("sum(tidegate_decision_seconds_count)", 5.0)
         .await;
     let median = prometheus
-        .number("histogram_quantile(0.5, sum by (le) (tidegate_decision_seconds_bucket))");
+        .query_number("histogram_quantile(0.5, sum by (le) (tidegate_decision_seconds_bucket))");
     assert!((0.000_001..1.0).contains(&median.await));
     let used = prometheus
-        .number("tidegate_redis_memory_bytes / tidegate_redis_memory_max_bytes")
+        .query_number("tidegate_redis_memory_bytes / tidegate_redis_memory_max_bytes")
         .await;
     assert!((0.001..1.0).contains(&used), "{used}");
-    let skew = prometheus.number("tidegate_redis_clock_skew_seconds").await;
+    let skew = prometheus
+        .query_number("tidegate_redis_clock_skew_seconds")
+        .await;
     assert!(skew.abs() < 1.0, "one machine has one clock, not {skew}");
-    prometheus.says("tidegate_redis_may_evict", 0.0).await;
     prometheus
-        .says("tidegate_config_last_reload_successful", 1.0)
+        .wait_for_value("tidegate_redis_may_evict", 0.0)
+        .await;
+    prometheus
+        .wait_for_value("tidegate_config_last_reload_successful", 1.0)
         .await;
     let age = prometheus
-        .number("time() - tidegate_config_last_reload_success_timestamp_seconds")
+        .query_number("time() - tidegate_config_last_reload_success_timestamp_seconds")
         .await;
     assert!((-5.0..60.0).contains(&age), "{age}");
     // An alert as OPERATIONS has it: replicas that disagree.
     prometheus
-        .says("count(count_values(\"hash\", tidegate_config_hash))", 1.0)
+        .wait_for_value("count(count_values(\"hash\", tidegate_config_hash))", 1.0)
         .await;
-    let metadata = prometheus.api("metadata").await;
-    for (name, kind) in families(&page(&proxy).await) {
+    let metadata = prometheus.query_api("metadata").await;
+    for (name, kind) in parse_metric_types(&get_metrics(&proxy).await) {
         // OpenMetrics, which the server asks for, has the ending in the samples only.
         let family = name.strip_suffix("_total").unwrap_or(&name);
         let known = &metadata[family][0];
@@ -222,9 +233,13 @@ async fn a_real_server_takes_all_of_it() {
 }
 
 #[tokio::test]
-async fn its_checker_finds_nothing_to_say() {
-    let (upstream, redis, authority) = (Upstream::echo().await, Server::start(), Authority::new());
-    let proxy = with_everything(&redis, &authority, &upstream).await;
+async fn promtool_reports_no_problems() {
+    let (upstream, redis, authority) = (
+        Upstream::echo().await,
+        RedisServer::start(),
+        CertificateAuthority::new(),
+    );
+    let proxy = start_full_proxy(&redis, &authority, &upstream).await;
     let mut checker = Command::new("promtool")
         .args(["check", "metrics"])
         .stdin(Stdio::piped())
@@ -236,7 +251,7 @@ async fn its_checker_finds_nothing_to_say() {
         .stdin
         .take()
         .unwrap()
-        .write_all(page(&proxy).await.as_bytes())
+        .write_all(get_metrics(&proxy).await.as_bytes())
         .unwrap();
     let said = checker.wait_with_output().unwrap();
     let words = String::from_utf8_lossy(&[said.stdout, said.stderr].concat()).into_owned();
@@ -244,17 +259,17 @@ async fn its_checker_finds_nothing_to_say() {
 }
 
 #[tokio::test]
-async fn the_operations_page_lists_exactly_what_there_is() {
-    let redis = Server::with(&["--maxmemory", "64mb"]);
-    let (upstream, authority) = (Upstream::echo().await, Authority::new());
-    let in_redis = with_everything(&redis, &authority, &upstream).await;
+async fn the_operations_page_lists_exactly_the_exported_metrics() {
+    let redis = RedisServer::start_with(&["--maxmemory", "64mb"]);
+    let (upstream, authority) = (Upstream::echo().await, CertificateAuthority::new());
+    let in_redis = start_full_proxy(&redis, &authority, &upstream).await;
     let in_memory = Proxy::start("[trace]\notlp = 'http://127.0.0.1:9'\n", upstream.address).await;
     assert_eq!(in_memory.get("/").await.status, 200);
-    let pages = [page(&in_redis).await, page(&in_memory).await];
+    let pages = [get_metrics(&in_redis).await, get_metrics(&in_memory).await];
     let mut there: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     let label = Regex::new(r#"[{,]([a-z_]+)=""#).unwrap();
     for page in &pages {
-        for name in families(page).into_keys() {
+        for name in parse_metric_types(page).into_keys() {
             let samples = page.lines().filter(|line| line.starts_with(&name));
             let labels =
                 samples.flat_map(|line| label.captures_iter(line).map(|found| found[1].to_owned()));

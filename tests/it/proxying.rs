@@ -1,10 +1,12 @@
 //! What a proxy owes both sides: every byte, in order, as it comes, and the truth when it breaks.
 
-use crate::support::client::{ClientBody, RawClient, answered, http1, http2};
+use crate::support::client::{
+    ClientBody, RawClient, await_response, open_http1_connection, open_http2_connection,
+};
 use crate::support::nginx::Nginx;
 use crate::support::proxy::Proxy;
-use crate::support::upstream::{RawUpstream, Upstream, digest, echo, fed, full};
-use crate::support::{SOON, eventually, noise, sha256};
+use crate::support::upstream::{RawUpstream, Upstream, channel_body, echo, full_body, hash_body};
+use crate::support::{TEST_TIMEOUT, eventually, pseudo_random_bytes, sha256};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use hyper::body::{Body, Frame, Incoming};
@@ -20,20 +22,20 @@ use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
-const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
-const BIG: usize = 100 << 20;
+const OK_RESPONSE: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
+const LARGE_BODY_BYTES: usize = 100 << 20;
 
 /// Gives its value to the first request that asks.
-fn once<T>(value: T) -> impl Fn() -> T {
+fn take_once<T>(value: T) -> impl Fn() -> T {
     let value = Mutex::new(Some(value));
     move || value.lock().unwrap().take().expect("one request only")
 }
 
 #[tokio::test]
 async fn a_response_streams_its_first_byte_before_its_last() {
-    let (feeder, body) = fed();
-    let body = once(body);
-    let upstream = Upstream::serving(move |_| {
+    let (feeder, body) = channel_body();
+    let body = take_once(body);
+    let upstream = Upstream::with_handler(move |_| {
         let body = body();
         async { Response::new(body) }
     })
@@ -52,15 +54,15 @@ async fn a_response_streams_its_first_byte_before_its_last() {
 #[tokio::test]
 async fn a_request_streams_its_first_byte_before_its_last() {
     let (told, first_seen) = oneshot::channel();
-    let told = once(told);
-    let upstream = Upstream::serving(move |request: Request<Incoming>| {
+    let told = take_once(told);
+    let upstream = Upstream::with_handler(move |request: Request<Incoming>| {
         let told = told();
         async move {
             let mut body = request.into_body();
             let first = body.frame().await.unwrap().unwrap().into_data().unwrap();
             told.send(first).unwrap();
-            let (rest, _) = digest(body).await;
-            Response::new(full(rest.to_string()))
+            let (rest, _) = hash_body(body).await;
+            Response::new(full_body(rest.to_string()))
         }
     })
     .await;
@@ -69,50 +71,57 @@ async fn a_request_streams_its_first_byte_before_its_last() {
     client
         .send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n")
         .await;
-    assert_eq!(timeout(SOON, first_seen).await.unwrap().unwrap(), "first");
+    assert_eq!(
+        timeout(TEST_TIMEOUT, first_seen).await.unwrap().unwrap(),
+        "first"
+    );
     client.send("4\r\nlast\r\n0\r\n\r\n").await;
-    assert_eq!(client.reply().await.text(), "4");
+    assert_eq!(client.read_response().await.text(), "4");
 }
 
 #[tokio::test]
 async fn a_hundred_megabytes_come_down_from_nginx_unchanged() {
     let nginx = Nginx::start().await;
-    let content = noise(BIG);
-    nginx.file("big", &content);
+    let content = pseudo_random_bytes(LARGE_BODY_BYTES);
+    nginx.write_file("big", &content);
     let proxy = Proxy::start("", nginx.address).await;
     let (len, sha) = download(proxy.address, "/big").await;
-    assert_eq!((len, sha), (BIG as u64, sha256(&content)));
+    assert_eq!((len, sha), (LARGE_BODY_BYTES as u64, sha256(&content)));
 }
 
 #[tokio::test]
 async fn a_hundred_megabytes_go_up_to_nginx_unchanged() {
     let nginx = Nginx::start().await;
     let proxy = Proxy::start("", nginx.address).await;
-    let content = Bytes::from(noise(BIG));
+    let content = Bytes::from(pseudo_random_bytes(LARGE_BODY_BYTES));
     let request = Request::put("/up")
         .header("host", "a")
         .body(Full::new(content.clone()).boxed())
         .unwrap();
     assert_eq!(
-        answered(http1(proxy.address).await.send_request(request))
-            .await
-            .status(),
+        await_response(
+            open_http1_connection(proxy.address)
+                .await
+                .send_request(request)
+        )
+        .await
+        .status(),
         201
     );
-    assert_eq!(sha256(&nginx.uploaded("up")), sha256(&content));
+    assert_eq!(sha256(&nginx.uploaded_file("up")), sha256(&content));
 }
 
 #[tokio::test]
 async fn chunked_bodies_of_any_size_pass_both_ways_unchanged() {
-    let content = Bytes::from(noise(10 << 20));
+    let content = Bytes::from(pseudo_random_bytes(10 << 20));
     let served = content.clone();
-    let upstream = Upstream::serving(move |request: Request<Incoming>| {
+    let upstream = Upstream::with_handler(move |request: Request<Incoming>| {
         let served = served.clone();
         async move {
             if request.uri() == "/up" {
                 return echo(request).await;
             }
-            let (feeder, body) = fed();
+            let (feeder, body) = channel_body();
             tokio::spawn(async move {
                 for piece in served.chunks(77_777) {
                     feeder.send(Bytes::copy_from_slice(piece)).await;
@@ -127,7 +136,7 @@ async fn chunked_bodies_of_any_size_pass_both_ways_unchanged() {
         download(proxy.address, "/down").await,
         (10 << 20, sha256(&content))
     );
-    let (sender, body) = pieces();
+    let (sender, body) = streamed_body();
     let sending = content.clone();
     tokio::spawn(async move {
         for piece in sending.chunks(33_333) {
@@ -135,7 +144,12 @@ async fn chunked_bodies_of_any_size_pass_both_ways_unchanged() {
         }
     });
     let request = Request::post("/up").header("host", "a").body(body).unwrap();
-    let answer = answered(http1(proxy.address).await.send_request(request)).await;
+    let answer = await_response(
+        open_http1_connection(proxy.address)
+            .await
+            .send_request(request),
+    )
+    .await;
     let told = answer.into_body().collect().await.unwrap().to_bytes();
     assert!(String::from_utf8_lossy(&told).contains(&sha256(&content)));
 }
@@ -146,18 +160,18 @@ async fn download(address: SocketAddr, target: &str) -> (u64, String) {
         .header("host", "a")
         .body(ClientBody::default())
         .unwrap();
-    let mut sender = http1(address).await;
-    let answer = answered(sender.send_request(request)).await;
+    let mut sender = open_http1_connection(address).await;
+    let answer = await_response(sender.send_request(request)).await;
     assert_eq!(answer.status(), 200);
-    timeout(Duration::from_secs(60), digest(answer.into_body()))
+    timeout(Duration::from_secs(60), hash_body(answer.into_body()))
         .await
         .unwrap()
 }
 
 /// A request body of unknown length, fed through a channel.
-fn pieces() -> (mpsc::Sender<Bytes>, ClientBody) {
-    struct Pieces(mpsc::Receiver<Bytes>);
-    impl Body for Pieces {
+fn streamed_body() -> (mpsc::Sender<Bytes>, ClientBody) {
+    struct ChannelBody(mpsc::Receiver<Bytes>);
+    impl Body for ChannelBody {
         type Data = Bytes;
         type Error = Infallible;
         fn poll_frame(
@@ -170,14 +184,14 @@ fn pieces() -> (mpsc::Sender<Bytes>, ClientBody) {
         }
     }
     let (sender, receiver) = mpsc::channel(1);
-    (sender, Pieces(receiver).boxed())
+    (sender, ChannelBody(receiver).boxed())
 }
 
 #[tokio::test]
-async fn hop_by_hop_headers_end_here_and_forwarding_ones_begin() {
+async fn hop_by_hop_headers_are_removed_and_forwarding_headers_added() {
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start("", upstream.address).await;
-    let ask = proxy.ask("GET", "/").header("Host", "shop.example");
+    let ask = proxy.request("GET", "/").header("Host", "shop.example");
     let ask = ask
         .header("Connection", "keep-alive, X-Hop")
         .header("X-Hop", "1")
@@ -189,8 +203,8 @@ async fn hop_by_hop_headers_end_here_and_forwarding_ones_begin() {
     let ask = ask
         .header("Proxy-Authorization", "Basic x")
         .header("Via", "1.0 front");
-    assert_eq!(ask.status().await, 200);
-    let seen = upstream.last();
+    assert_eq!(ask.send_for_status().await, 200);
+    let seen = upstream.last_request();
     for name in [
         "x-hop",
         "keep-alive",
@@ -199,18 +213,21 @@ async fn hop_by_hop_headers_end_here_and_forwarding_ones_begin() {
         "upgrade",
         "transfer-encoding",
     ] {
-        assert!(seen.all(name).is_empty(), "{name} in {seen:?}");
+        assert!(seen.header_values(name).is_empty(), "{name} in {seen:?}");
     }
     assert_eq!(
-        (seen.one("host"), seen.one("x-end")),
+        (seen.single_header("host"), seen.single_header("x-end")),
         ("shop.example", "kept")
     );
-    assert_eq!(seen.one("x-forwarded-for"), "127.0.0.1");
+    assert_eq!(seen.single_header("x-forwarded-for"), "127.0.0.1");
     assert_eq!(
-        (seen.one("x-forwarded-proto"), seen.one("x-forwarded-host")),
+        (
+            seen.single_header("x-forwarded-proto"),
+            seen.single_header("x-forwarded-host")
+        ),
         ("http", "shop.example")
     );
-    let via = seen.all("via").join(", ");
+    let via = seen.header_values("via").join(", ");
     assert!(
         via.starts_with("1.0 front, 1.1 ") && via.contains("tidegate"),
         "{via}"
@@ -218,7 +235,7 @@ async fn hop_by_hop_headers_end_here_and_forwarding_ones_begin() {
 }
 
 #[tokio::test]
-async fn forwarding_headers_are_continued_for_the_trusted_and_begun_anew_for_others() {
+async fn forwarding_headers_are_extended_for_trusted_peers_and_replaced_for_others() {
     let upstream = Upstream::echo().await;
     for (trusted, list, proto) in [
         ("127.0.0.0/8", "1.2.3.4, 127.0.0.1", "https"),
@@ -227,25 +244,29 @@ async fn forwarding_headers_are_continued_for_the_trusted_and_begun_anew_for_oth
         let config = format!("[client]\ntrusted_proxies = ['{trusted}']");
         let proxy = Proxy::start(&config, upstream.address).await;
         let ask = proxy
-            .ask("GET", "/")
+            .request("GET", "/")
             .header("X-Forwarded-For", "1.2.3.4")
             .header("X-Forwarded-Proto", "https");
-        assert_eq!(ask.status().await, 200);
-        let seen = upstream.last();
+        assert_eq!(ask.send_for_status().await, 200);
+        let seen = upstream.last_request();
         assert_eq!(
-            seen.all("x-forwarded-for").join(", "),
+            seen.header_values("x-forwarded-for").join(", "),
             list,
             "from {trusted}"
         );
-        assert_eq!(seen.one("x-forwarded-proto"), proto, "from {trusted}");
+        assert_eq!(
+            seen.single_header("x-forwarded-proto"),
+            proto,
+            "from {trusted}"
+        );
     }
 }
 
 #[tokio::test]
-async fn an_answers_hop_by_hop_headers_end_here_too() {
+async fn hop_by_hop_headers_of_responses_are_removed() {
     let answer = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: X-Hop, keep-alive\r\nX-Hop: 1\r\n\
                   Keep-Alive: timeout=5\r\nSet-Cookie: a=1\r\nSet-Cookie: b=2\r\n\r\nok";
-    let upstream = RawUpstream::answering(answer).await;
+    let upstream = RawUpstream::with_response(answer).await;
     let proxy = Proxy::start("", upstream.address).await;
     let reply = proxy.get("/").await;
     assert_eq!((reply.status, reply.text().as_str()), (200, "ok"));
@@ -264,10 +285,10 @@ async fn an_answers_hop_by_hop_headers_end_here_too() {
 }
 
 #[tokio::test]
-async fn trailers_come_through_to_those_who_asked() {
-    let (feeder, body) = fed();
-    let body = once(body);
-    let upstream = Upstream::serving(move |_| {
+async fn trailers_are_forwarded_to_clients_that_accept_them() {
+    let (feeder, body) = channel_body();
+    let body = take_once(body);
+    let upstream = Upstream::with_handler(move |_| {
         let mut response = Response::new(body());
         response
             .headers_mut()
@@ -282,7 +303,7 @@ async fn trailers_come_through_to_those_who_asked() {
         .await;
     feeder.send("body").await;
     feeder
-        .trailers(
+        .send_trailers(
             [("x-sum".parse().unwrap(), "42".parse().unwrap())]
                 .into_iter()
                 .collect(),
@@ -297,7 +318,7 @@ async fn trailers_come_through_to_those_who_asked() {
 }
 
 #[tokio::test]
-async fn an_upstream_that_is_not_there_is_a_502() {
+async fn an_unreachable_upstream_is_a_502() {
     // Bound and let go of: nobody listens.
     let nobody = TcpListener::bind("127.0.0.1:0")
         .unwrap()
@@ -331,7 +352,8 @@ async fn an_upstream_that_is_not_there_is_a_502() {
 
 #[tokio::test]
 async fn an_upstream_that_does_not_answer_is_a_504() {
-    let upstream = RawUpstream::scripted(|_, mut socket| async move { socket.drain().await }).await;
+    let upstream =
+        RawUpstream::with_script(|_, mut socket| async move { socket.read_to_close().await }).await;
     let proxy = Proxy::start("[upstream]\nresponse_timeout = '200ms'", upstream.address).await;
     let reply = proxy.get("/").await;
     assert_eq!(
@@ -347,7 +369,7 @@ async fn an_upstream_that_does_not_answer_is_a_504() {
 }
 
 #[tokio::test]
-async fn an_upload_that_nobody_takes_does_not_cost_the_connection() {
+async fn an_upload_to_an_unreachable_upstream_keeps_the_connection_open() {
     let nobody = TcpListener::bind("127.0.0.1:0")
         .unwrap()
         .local_addr()
@@ -359,57 +381,64 @@ async fn an_upload_that_nobody_takes_does_not_cost_the_connection() {
             .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n")
             .await;
         client.send(vec![b'x'; 40_000]).await;
-        let reply = client.reply().await;
+        let reply = client.read_response().await;
         assert_eq!((reply.status, reply.header("connection")), (502, None));
         client.send(vec![b'x'; 60_000]).await;
     }
 }
 
 #[tokio::test]
-async fn an_answer_that_is_no_http_is_a_502() {
+async fn a_response_that_is_not_http_is_a_502() {
     for nonsense in [
         "SSH-2.0-OpenSSH\r\n\r\n",
         "HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
         "",
     ] {
-        let upstream = RawUpstream::scripted(move |_, mut socket| async move {
-            socket.request().await;
+        let upstream = RawUpstream::with_script(move |_, mut socket| async move {
+            socket.read_request().await;
             socket.send(nonsense.as_bytes()).await;
         })
         .await;
         let proxy = Proxy::start("", upstream.address).await;
-        assert_eq!(proxy.ask("POST", "/").status().await, 502, "{nonsense:?}");
+        assert_eq!(
+            proxy.request("POST", "/").send_for_status().await,
+            502,
+            "{nonsense:?}"
+        );
     }
 }
 
 #[tokio::test]
-async fn a_truncated_answer_never_looks_complete() {
+async fn a_truncated_response_never_looks_complete() {
     for cut in [
         "HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nshort",
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nshort\r\n",
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\na\r\nshort",
     ] {
-        let upstream = RawUpstream::scripted(move |_, mut socket| async move {
-            socket.request().await;
+        let upstream = RawUpstream::with_script(move |_, mut socket| async move {
+            socket.read_request().await;
             socket.send(cut.as_bytes()).await;
         })
         .await;
         let proxy = Proxy::start("", upstream.address).await;
         let reply = proxy.get("/").await;
         assert!(!reply.complete, "{cut:?} became {reply:?}");
-        let mut h2 = http2(proxy.address).await;
+        let mut h2 = open_http2_connection(proxy.address).await;
         let request = Request::get("http://a/")
             .body(ClientBody::default())
             .unwrap();
-        let answer = answered(h2.send_request(request)).await;
-        let body = timeout(SOON, answer.into_body().collect()).await.unwrap();
+        let answer = await_response(h2.send_request(request)).await;
+        let body = timeout(TEST_TIMEOUT, answer.into_body().collect())
+            .await
+            .unwrap();
         assert!(body.is_err(), "{cut:?} over HTTP/2");
     }
 }
 
 #[tokio::test]
 async fn a_truncated_upload_never_looks_complete() {
-    let upstream = RawUpstream::scripted(|_, mut socket| async move { socket.drain().await }).await;
+    let upstream =
+        RawUpstream::with_script(|_, mut socket| async move { socket.read_to_close().await }).await;
     let proxy = Proxy::start("", upstream.address).await;
     let heads = [
         "Content-Length: 10\r\n\r\nshort",
@@ -420,8 +449,8 @@ async fn a_truncated_upload_never_looks_complete() {
         client
             .send(format!("POST / HTTP/1.1\r\nHost: a\r\n{head}"))
             .await;
-        eventually("the upload to begin", SOON, || {
-            let received = String::from_utf8(upstream.received()).unwrap();
+        eventually("the upload to begin", TEST_TIMEOUT, || {
+            let received = String::from_utf8(upstream.received_bytes()).unwrap();
             (received.matches("short").count() > before).then_some(())
         })
         .await;
@@ -430,7 +459,7 @@ async fn a_truncated_upload_never_looks_complete() {
     tokio::time::sleep(Duration::from_millis(200)).await;
     assert!(
         !upstream
-            .received()
+            .received_bytes()
             .windows(5)
             .any(|end| end == b"0\r\n\r\n"),
         "an end that nobody sent"
@@ -438,9 +467,9 @@ async fn a_truncated_upload_never_looks_complete() {
 }
 
 #[tokio::test]
-async fn an_upload_that_its_client_resets_never_looks_complete() {
+async fn an_upload_reset_by_its_client_never_looks_complete() {
     let (told, mut uploads) = mpsc::channel(4);
-    let upstream = RawUpstream::scripted(move |_, mut socket| {
+    let upstream = RawUpstream::with_script(move |_, mut socket| {
         let told = told.clone();
         async move {
             let mut all = Vec::new();
@@ -466,12 +495,12 @@ async fn an_upload_that_its_client_resets_never_looks_complete() {
         let request = Request::post("http://a/up").body(()).unwrap();
         let (_answer, mut sending) = sender.send_request(request, false).unwrap();
         sending.send_data("half".into(), false).unwrap();
-        eventually("the upload to begin", SOON, || {
-            (upstream.connections() > tried).then_some(())
+        eventually("the upload to begin", TEST_TIMEOUT, || {
+            (upstream.connection_count() > tried).then_some(())
         })
         .await;
         sending.send_reset(reason);
-        let upload = timeout(SOON, uploads.recv())
+        let upload = timeout(TEST_TIMEOUT, uploads.recv())
             .await
             .expect("the upstream still waits")
             .unwrap();
@@ -485,9 +514,9 @@ async fn an_upload_that_its_client_resets_never_looks_complete() {
 
 #[tokio::test]
 async fn http_1_0_clients_are_served() {
-    let (feeder, body) = fed();
-    let body = once(body);
-    let upstream = Upstream::serving(move |_| {
+    let (feeder, body) = channel_body();
+    let body = take_once(body);
+    let upstream = Upstream::with_handler(move |_| {
         let body = body();
         async { Response::new(body) }
     })
@@ -497,14 +526,14 @@ async fn http_1_0_clients_are_served() {
     client.send("GET / HTTP/1.0\r\nHost: a\r\n\r\n").await;
     feeder.send("streamed").await;
     drop(feeder);
-    let reply = client.reply().await;
+    let reply = client.read_response().await;
     assert_eq!((reply.status, reply.text().as_str()), (200, "streamed"));
     assert!(
         reply.header("transfer-encoding").is_none(),
         "HTTP/1.0 knows no chunks"
     );
     assert!(
-        client.rest().await.is_empty(),
+        client.read_to_close().await.is_empty(),
         "and ends with the connection"
     );
 }
@@ -514,46 +543,46 @@ async fn http_2_clients_are_served_limited_and_forwarded_as_http_1() {
     let upstream = Upstream::echo().await;
     let config = "[[policy]]\nname = 'p'\nmatch = { hosts = ['shop.example'] }\nlimit = { requests = 3, per = '1h' }";
     let proxy = Proxy::start(config, upstream.address).await;
-    let h2 = http2(proxy.address).await;
+    let h2 = open_http2_connection(proxy.address).await;
     let mut statuses = Vec::new();
     for _ in 0..4 {
         let request = Request::post("http://shop.example/x?y")
             .body(Full::from("body").boxed())
             .unwrap();
         statuses.push(
-            answered(h2.clone().send_request(request))
+            await_response(h2.clone().send_request(request))
                 .await
                 .status()
                 .as_u16(),
         );
     }
     assert_eq!(statuses, [200, 200, 200, 429]);
-    let seen = upstream.last();
+    let seen = upstream.last_request();
     assert_eq!(
-        (seen.target.as_str(), seen.one("host")),
+        (seen.target.as_str(), seen.single_header("host")),
         ("/x?y", "shop.example")
     );
-    assert!(seen.one("via").starts_with("2"), "{seen:?}");
+    assert!(seen.single_header("via").starts_with("2"), "{seen:?}");
 }
 
 #[tokio::test]
 async fn http_2_streams_do_not_wait_for_each_other() {
-    let (feeder, body) = fed();
-    let body = once(body);
-    let upstream = Upstream::serving(move |request: Request<Incoming>| {
+    let (feeder, body) = channel_body();
+    let body = take_once(body);
+    let upstream = Upstream::with_handler(move |request: Request<Incoming>| {
         let slow = (request.uri() == "/slow").then(&body);
-        async { Response::new(slow.unwrap_or_else(|| full("quick"))) }
+        async { Response::new(slow.unwrap_or_else(|| full_body("quick"))) }
     })
     .await;
     let proxy = Proxy::start("", upstream.address).await;
-    let h2 = http2(proxy.address).await;
+    let h2 = open_http2_connection(proxy.address).await;
     let get = |path: &str| {
         Request::get(format!("http://a{path}"))
             .body(ClientBody::default())
             .unwrap()
     };
-    let slow = answered(h2.clone().send_request(get("/slow"))).await;
-    let quick = answered(h2.clone().send_request(get("/quick"))).await;
+    let slow = await_response(h2.clone().send_request(get("/slow"))).await;
+    let quick = await_response(h2.clone().send_request(get("/quick"))).await;
     assert_eq!(
         quick.into_body().collect().await.unwrap().to_bytes(),
         "quick"
@@ -570,14 +599,41 @@ async fn a_refused_upload_is_not_asked_to_continue() {
     let proxy = Proxy::start(config, upstream.address).await;
     let head = "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n";
     let mut client = RawClient::connect(proxy.address).await;
-    assert_eq!(client.send(head).await.any_reply(false).await.status, 100);
-    assert_eq!(client.send("body").await.any_reply(false).await.status, 200);
-    assert!(upstream.last().all("expect").is_empty(), "answered here");
+    assert_eq!(
+        client
+            .send(head)
+            .await
+            .read_any_response(false)
+            .await
+            .status,
+        100
+    );
+    assert_eq!(
+        client
+            .send("body")
+            .await
+            .read_any_response(false)
+            .await
+            .status,
+        200
+    );
+    assert!(
+        upstream.last_request().header_values("expect").is_empty(),
+        "answered here"
+    );
     let mut refused = RawClient::connect(proxy.address).await;
-    assert_eq!(refused.send(head).await.any_reply(false).await.status, 429);
+    assert_eq!(
+        refused
+            .send(head)
+            .await
+            .read_any_response(false)
+            .await
+            .status,
+        429
+    );
     // Nobody knows whether the body comes all the same: what does is no request.
     refused.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-    assert_eq!(refused.rest().await, Vec::<u8>::new());
+    assert_eq!(refused.read_to_close().await, Vec::<u8>::new());
 }
 
 #[tokio::test]
@@ -591,18 +647,18 @@ async fn a_refusal_reaches_a_client_that_is_still_uploading() {
             1 << 20
         ))
         .await;
-    client.send(noise(256 << 10)).await;
-    assert_eq!(client.reply().await.status, 403);
+    client.send(pseudo_random_bytes(256 << 10)).await;
+    assert_eq!(client.read_response().await.status, 403);
 }
 
 #[tokio::test]
-async fn an_early_answer_ends_the_upload_and_not_the_proxy() {
-    let upstream = RawUpstream::scripted(|_, mut socket| async move {
-        while !socket.read().await {}
+async fn an_early_response_ends_the_upload_and_closes_the_connection() {
+    let upstream = RawUpstream::with_script(|_, mut socket| async move {
+        while !socket.read_chunk().await {}
         socket
             .send(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nearly")
             .await;
-        socket.drain().await;
+        socket.read_to_close().await;
     })
     .await;
     let proxy = Proxy::start("", upstream.address).await;
@@ -610,24 +666,24 @@ async fn an_early_answer_ends_the_upload_and_not_the_proxy() {
     client
         .send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n")
         .await;
-    let early = client.reply().await;
+    let early = client.read_response().await;
     assert_eq!(
         (early.text(), early.header("connection")),
         ("early".to_owned(), Some("close"))
     );
     assert!(
-        client.closes(SOON).await,
+        client.closes_within(TEST_TIMEOUT).await,
         "the rest of the upload has no reader"
     );
 }
 
 /// A client that isn't told would send its next request into a connection that nobody reads any more.
 #[tokio::test]
-async fn who_has_not_sent_all_when_the_upstream_dies_is_told_that_the_connection_ends() {
-    let upstream = RawUpstream::scripted(|nth, mut socket| async move {
+async fn an_unfinished_upload_to_a_dead_upstream_gets_connection_close() {
+    let upstream = RawUpstream::with_script(|nth, mut socket| async move {
         match nth {
-            0 => drop(socket.read().await),
-            _ => drop(socket.request().await),
+            0 => drop(socket.read_chunk().await),
+            _ => drop(socket.read_request().await),
         }
     })
     .await;
@@ -637,8 +693,8 @@ async fn who_has_not_sent_all_when_the_upstream_dies_is_told_that_the_connection
         client
             .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n")
             .await;
-        client.send(noise(sent)).await;
-        let broken = client.reply().await;
+        client.send(pseudo_random_bytes(sent)).await;
+        let broken = client.read_response().await;
         assert_eq!(
             (broken.status, broken.header("connection")),
             (502, told),
@@ -648,9 +704,9 @@ async fn who_has_not_sent_all_when_the_upstream_dies_is_told_that_the_connection
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_aborts_its_request_upstream() {
+async fn a_disconnected_client_aborts_its_upstream_request() {
     let (entered, mut enter) = mpsc::channel::<oneshot::Receiver<()>>(1);
-    let upstream = Upstream::serving(move |_| {
+    let upstream = Upstream::with_handler(move |_| {
         let entered = entered.clone();
         async move {
             // Held while the request lives, and dropped with it.
@@ -663,10 +719,10 @@ async fn a_client_that_leaves_aborts_its_request_upstream() {
     let proxy = Proxy::start("", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
     client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-    let gone = timeout(SOON, enter.recv()).await.unwrap().unwrap();
+    let gone = timeout(TEST_TIMEOUT, enter.recv()).await.unwrap().unwrap();
     drop(client);
     assert!(
-        timeout(SOON, gone)
+        timeout(TEST_TIMEOUT, gone)
             .await
             .expect("the upstream still works for nobody")
             .is_err()
@@ -674,10 +730,10 @@ async fn a_client_that_leaves_aborts_its_request_upstream() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_in_the_middle_of_an_answer_aborts_it() {
-    let (feeder, body) = fed();
-    let body = once(body);
-    let upstream = Upstream::serving(move |_| {
+async fn a_disconnect_during_the_response_aborts_the_upstream_response() {
+    let (feeder, body) = channel_body();
+    let body = take_once(body);
+    let upstream = Upstream::with_handler(move |_| {
         let body = body();
         async { Response::new(body) }
     })
@@ -688,16 +744,16 @@ async fn a_client_that_leaves_in_the_middle_of_an_answer_aborts_it() {
     feeder.send("first").await;
     client.read_past(b"first").await;
     drop(client);
-    timeout(SOON, feeder.gone())
+    timeout(TEST_TIMEOUT, feeder.wait_until_dropped())
         .await
         .expect("the upstream still sends to nobody");
 }
 
 #[tokio::test]
 async fn a_slow_reader_slows_the_upstream_down() {
-    let (feeder, body) = fed();
-    let body = once(body);
-    let upstream = Upstream::serving(move |_| {
+    let (feeder, body) = channel_body();
+    let body = take_once(body);
+    let upstream = Upstream::with_handler(move |_| {
         let body = body();
         async { Response::new(body) }
     })
@@ -721,15 +777,15 @@ async fn a_slow_reader_slows_the_upstream_down() {
 }
 
 #[tokio::test]
-async fn connections_are_used_again_on_both_sides() {
-    let upstream = RawUpstream::answering(OK).await;
+async fn connections_are_reused_on_both_sides() {
+    let upstream = RawUpstream::with_response(OK_RESPONSE).await;
     let proxy = Proxy::start("[listen]\nthreads = 1", upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
     for _ in 0..10 {
         client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-        assert_eq!(client.reply().await.text(), "ok");
+        assert_eq!(client.read_response().await.text(), "ok");
     }
-    assert_eq!(upstream.connections(), 1);
+    assert_eq!(upstream.connection_count(), 1);
 }
 
 #[tokio::test]
@@ -742,42 +798,55 @@ async fn pipelined_requests_are_answered_in_order() {
         .collect();
     client.send(requests).await;
     for n in 0..5 {
-        assert_eq!(client.reply().await.json()["target"], format!("/{n}"));
+        assert_eq!(
+            client.read_response().await.json()["target"],
+            format!("/{n}")
+        );
     }
 }
 
 #[tokio::test]
-async fn an_upstream_that_closes_idle_connections_is_asked_again() {
+async fn requests_are_retried_when_the_upstream_closes_idle_connections() {
     // Every connection answers once, lets the second request come, and closes on it.
-    let upstream = RawUpstream::scripted(|_, mut socket| async move {
-        socket.request().await;
-        socket.send(OK.as_bytes()).await;
-        socket.request().await;
+    let upstream = RawUpstream::with_script(|_, mut socket| async move {
+        socket.read_request().await;
+        socket.send(OK_RESPONSE.as_bytes()).await;
+        socket.read_request().await;
     })
     .await;
     let proxy = Proxy::start("[listen]\nthreads = 1", upstream.address).await;
-    assert_eq!(proxy.statuses("/", 6).await, [200; 6]);
+    assert_eq!(proxy.get_statuses("/", 6).await, [200; 6]);
 }
 
 #[tokio::test]
-async fn what_is_not_idempotent_is_never_sent_twice() {
-    let upstream = RawUpstream::scripted(|_, mut socket| async move {
-        socket.request().await;
-        socket.send(OK.as_bytes()).await;
-        socket.request().await;
+async fn non_idempotent_requests_are_never_sent_twice() {
+    let upstream = RawUpstream::with_script(|_, mut socket| async move {
+        socket.read_request().await;
+        socket.send(OK_RESPONSE.as_bytes()).await;
+        socket.read_request().await;
     })
     .await;
     let proxy = Proxy::start("[listen]\nthreads = 1", upstream.address).await;
     assert_eq!(proxy.get("/").await.status, 200);
-    assert_eq!(proxy.ask("POST", "/once").body("x").status().await, 502);
-    let received = String::from_utf8(upstream.received()).unwrap();
+    assert_eq!(
+        proxy
+            .request("POST", "/once")
+            .body("x")
+            .send_for_status()
+            .await,
+        502
+    );
+    let received = String::from_utf8(upstream.received_bytes()).unwrap();
     assert_eq!(received.matches("POST /once").count(), 1, "{received}");
 }
 
 #[tokio::test]
-async fn the_upstreams_own_name_replaces_the_host_if_wanted() {
+async fn preserve_host_false_sends_the_upstreams_own_name() {
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start("[upstream]\npreserve_host = false", upstream.address).await;
     assert_eq!(proxy.get("/").await.status, 200);
-    assert_eq!(upstream.last().one("host"), upstream.address.to_string());
+    assert_eq!(
+        upstream.last_request().single_header("host"),
+        upstream.address.to_string()
+    );
 }

@@ -1,11 +1,15 @@
 //! What becomes of decisions when Redis misbehaves: quick errors by kind, and recovery by itself.
 
-use crate::support::peer::{Relay, liar};
-use crate::support::redis::{Server, free_port, keys, ready, settings};
+use crate::support::fake_redis::{TcpRelay, start_faulty_redis};
+use crate::support::redis::{
+    RedisServer, connect_redis, free_port, list_counter_keys, redis_settings,
+};
 use std::time::{Duration, Instant};
 use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Limit};
-use tidegate::store::redis::{Login, Password, Redis, Script, Shared};
-use tidegate::store::{Late, Store, Unavailable};
+use tidegate::store::redis::{
+    RedisCredentials, RedisPassword, RedisStore, ScriptLibrary, SharedRedisState,
+};
+use tidegate::store::{Settlement, Store, StoreUnavailable};
 use tokio::time::sleep;
 
 const LIMIT: Limit = Limit {
@@ -15,44 +19,56 @@ const LIMIT: Limit = Limit {
 };
 
 /// What a loaded machine may add to a deadline.
-const SLACK: Duration = Duration::from_millis(100);
+const TIMEOUT_SLACK: Duration = Duration::from_millis(100);
 
 /// What a call may take that doesn't ask Redis.
-const NOTHING: Duration = Duration::from_millis(20);
+const MAX_LOCAL_LATENCY: Duration = Duration::from_millis(20);
 
-const RECOVERY: Duration = Duration::from_secs(2);
+const MAX_RECOVERY: Duration = Duration::from_secs(2);
 
-fn key(name: &str) -> Key {
+fn make_key(name: &str) -> Key {
     KeyBuilder::new(name).finish()
 }
 
-async fn ask(store: &Store, name: &str) -> Result<Decision, Unavailable> {
-    let key = key(name);
+async fn decide(store: &Store, name: &str) -> Result<Decision, StoreUnavailable> {
+    let key = make_key(name);
     store.decide(&[Charge::new(&LIMIT, &key, 1)]).await
 }
 
-async fn store(server: &Server) -> (Shared, Store) {
-    let (shared, redis) = server.redis().await;
+async fn start_store(server: &RedisServer) -> (SharedRedisState, Store) {
+    let (shared, redis) = server.connect().await;
     let store = Store::redis(redis);
-    ask(&store, "first").await.unwrap();
+    decide(&store, "first").await.unwrap();
     (shared, store)
 }
 
-fn count(shared: &Shared, kind: &str) -> u64 {
-    shared.errors().find(|(word, _)| *word == kind).unwrap().1
+fn error_count(shared: &SharedRedisState, kind: &str) -> u64 {
+    shared
+        .error_counts()
+        .find(|(word, _)| *word == kind)
+        .unwrap()
+        .1
 }
 
 /// Asks until the breaker opens; every call ends in time. Returns the kinds met.
-async fn break_it(shared: &Shared, store: &Store, timeout: Duration) -> Vec<&'static str> {
+async fn open_breaker(
+    shared: &SharedRedisState,
+    store: &Store,
+    timeout: Duration,
+) -> Vec<&'static str> {
     let mut kinds = Vec::new();
     for _ in 0..50 {
         let asked = Instant::now();
-        let answer = ask(store, "k").await;
-        assert!(asked.elapsed() <= timeout + SLACK, "{:?}", asked.elapsed());
+        let answer = decide(store, "k").await;
+        assert!(
+            asked.elapsed() <= timeout + TIMEOUT_SLACK,
+            "{:?}",
+            asked.elapsed()
+        );
         if let Err(unavailable) = answer {
             kinds.push(unavailable.kind);
         }
-        if shared.breaker_open() {
+        if shared.is_breaker_open() {
             assert!(!shared.is_up());
             return kinds;
         }
@@ -61,44 +77,44 @@ async fn break_it(shared: &Shared, store: &Store, timeout: Duration) -> Vec<&'st
 }
 
 /// With the breaker open a call costs nothing.
-async fn costs_nothing(store: &Store) {
+async fn assert_fails_fast(store: &Store) {
     for _ in 0..20 {
         let asked = Instant::now();
-        let answer = ask(store, "k").await;
+        let answer = decide(store, "k").await;
         assert!(
-            answer.is_err() && asked.elapsed() < NOTHING,
+            answer.is_err() && asked.elapsed() < MAX_LOCAL_LATENCY,
             "{answer:?} after {:?}",
             asked.elapsed()
         );
     }
 }
 
-async fn recovers(shared: &Shared, store: &Store) {
+async fn wait_for_recovery(shared: &SharedRedisState, store: &Store) {
     let back = Instant::now();
-    while ask(store, "back").await.is_err() || !shared.is_up() {
-        assert!(back.elapsed() < RECOVERY, "no recovery");
+    while decide(store, "back").await.is_err() || !shared.is_up() {
+        assert!(back.elapsed() < MAX_RECOVERY, "no recovery");
         sleep(Duration::from_millis(5)).await;
     }
-    assert!(!shared.breaker_open());
+    assert!(!shared.is_breaker_open());
 }
 
 #[tokio::test]
-async fn killed_and_restarted_empty() {
-    let mut server = Server::start();
-    let (shared, store) = store(&server).await;
+async fn redis_is_killed_and_restarts_empty() {
+    let mut server = RedisServer::start();
+    let (shared, store) = start_store(&server).await;
     server.kill();
-    let kinds = break_it(&shared, &store, Duration::ZERO).await;
+    let kinds = open_breaker(&shared, &store, Duration::ZERO).await;
     assert!(
         kinds
             .iter()
             .all(|kind| ["connection", "refused"].contains(kind)),
         "{kinds:?}"
     );
-    costs_nothing(&store).await;
+    assert_fails_fast(&store).await;
     server.restart();
-    recovers(&shared, &store).await;
+    wait_for_recovery(&shared, &store).await;
     assert_eq!(
-        ask(&store, "first").await.unwrap().standings[0]
+        decide(&store, "first").await.unwrap().statuses[0]
             .unwrap()
             .remaining,
         999
@@ -106,119 +122,134 @@ async fn killed_and_restarted_empty() {
 }
 
 #[tokio::test]
-async fn started_before_its_redis() {
-    let mut server = Server::start();
+async fn the_store_recovers_when_redis_starts_later() {
+    let mut server = RedisServer::start();
     server.kill();
-    let (shared, redis) = server.redis().await;
+    let (shared, redis) = server.connect().await;
     let store = Store::redis(redis);
-    assert_eq!(ask(&store, "k").await.unwrap_err().kind, "refused");
+    assert_eq!(decide(&store, "k").await.unwrap_err().kind, "refused");
     server.restart();
-    recovers(&shared, &store).await;
+    wait_for_recovery(&shared, &store).await;
 }
 
 #[tokio::test]
-async fn hung() {
-    let server = Server::start();
-    let (shared, store) = store(&server).await;
-    server.stop();
-    let kinds = break_it(&shared, &store, server.settings().timeout).await;
+async fn redis_hangs() {
+    let server = RedisServer::start();
+    let (shared, store) = start_store(&server).await;
+    server.pause();
+    let kinds = open_breaker(&shared, &store, server.settings().timeout).await;
     assert!(kinds.contains(&"timeout"), "{kinds:?}");
-    costs_nothing(&store).await;
+    assert_fails_fast(&store).await;
     server.resume();
-    recovers(&shared, &store).await;
+    wait_for_recovery(&shared, &store).await;
 }
 
 #[tokio::test]
-async fn hung_under_many_callers_at_once() {
-    let server = Server::start();
-    let (shared, store) = store(&server).await;
-    server.stop();
+async fn redis_hangs_under_many_concurrent_callers() {
+    let server = RedisServer::start();
+    let (shared, store) = start_store(&server).await;
+    server.pause();
     let asked = Instant::now();
     let calls: Vec<_> = (0..64)
         .map(|_| {
             let store = store.clone();
-            tokio::spawn(async move { ask(&store, "k").await.is_err() })
+            tokio::spawn(async move { decide(&store, "k").await.is_err() })
         })
         .collect();
     for call in calls {
         assert!(call.await.unwrap());
     }
-    assert!(asked.elapsed() <= server.settings().timeout + SLACK);
-    assert!(shared.breaker_open());
+    assert!(asked.elapsed() <= server.settings().timeout + TIMEOUT_SLACK);
+    assert!(shared.is_breaker_open());
     server.resume();
-    recovers(&shared, &store).await;
+    wait_for_recovery(&shared, &store).await;
 }
 
 #[tokio::test]
 async fn flushed_scripts_are_loaded_once_for_all_callers() {
-    let server = Server::start();
-    let (shared, store) = store(&server).await;
-    ask(&store, "first").await.unwrap();
-    let loads = server.info("commandstats", "cmdstat_script|load").await;
-    let programs = server.info("memory", "number_of_cached_scripts").await;
+    let server = RedisServer::start();
+    let (shared, store) = start_store(&server).await;
+    decide(&store, "first").await.unwrap();
+    let loads = server
+        .read_info_number("commandstats", "cmdstat_script|load")
+        .await;
+    let programs = server
+        .read_info_number("memory", "number_of_cached_scripts")
+        .await;
     for round in 1..=5 {
         let _: () = server.command("SCRIPT FLUSH").await;
         let calls: Vec<_> = (0..64)
             .map(|n| {
                 let store = store.clone();
-                tokio::spawn(async move { ask(&store, &n.to_string()).await })
+                tokio::spawn(async move { decide(&store, &n.to_string()).await })
             })
             .collect();
         for call in calls {
             call.await.unwrap().unwrap();
         }
         assert_eq!(
-            server.info("commandstats", "cmdstat_script|load").await,
+            server
+                .read_info_number("commandstats", "cmdstat_script|load")
+                .await,
             loads + round * programs
         );
     }
-    assert_eq!(shared.errors().map(|(_, count)| count).sum::<u64>(), 0);
+    assert_eq!(
+        shared.error_counts().map(|(_, count)| count).sum::<u64>(),
+        0
+    );
 }
 
 #[tokio::test]
 async fn a_lost_connection_is_noticed_and_replaced_without_a_request() {
-    let server = Server::start();
-    let (shared, store) = store(&server).await;
-    let connections = server.info("stats", "total_connections_received").await;
+    let server = RedisServer::start();
+    let (shared, store) = start_store(&server).await;
+    let connections = server
+        .read_info_number("stats", "total_connections_received")
+        .await;
     let _: () = server.command("CLIENT KILL TYPE normal SKIPME yes").await;
     let killed = Instant::now();
     // The command and each look count as one more.
     let mut looks = 2;
-    while server.info("stats", "total_connections_received").await <= connections + looks {
-        assert!(killed.elapsed() < RECOVERY);
+    while server
+        .read_info_number("stats", "total_connections_received")
+        .await
+        <= connections + looks
+    {
+        assert!(killed.elapsed() < MAX_RECOVERY);
         looks += 1;
         sleep(Duration::from_millis(5)).await;
     }
-    sleep(SLACK).await;
-    ask(&store, "k").await.unwrap();
+    sleep(TIMEOUT_SLACK).await;
+    decide(&store, "k").await.unwrap();
     assert!(shared.is_up());
 }
 
 #[tokio::test]
-async fn out_of_memory() {
-    let server = Server::start();
-    let (shared, store) = store(&server).await;
+async fn redis_is_out_of_memory() {
+    let server = RedisServer::start();
+    let (shared, store) = start_store(&server).await;
     let _: () = server.command("CONFIG SET maxmemory 100kb").await;
     assert_eq!(
-        break_it(&shared, &store, server.settings().timeout).await,
+        open_breaker(&shared, &store, server.settings().timeout).await,
         ["oom"; 5]
     );
     // Probes meet the same, so requests are spared until there is room.
     sleep(3 * server.settings().probe_interval).await;
-    costs_nothing(&store).await;
+    assert_fails_fast(&store).await;
     let _: () = server.command("CONFIG SET maxmemory 0").await;
-    recovers(&shared, &store).await;
+    wait_for_recovery(&shared, &store).await;
 }
 
 #[tokio::test]
-async fn half_a_request_is_never_charged_for_want_of_memory() {
-    let server = Server::start();
-    let (_shared, redis) = server.redis().await;
+async fn out_of_memory_never_charges_half_a_request() {
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
     let daily = Limit {
         algorithm: Algorithm::FixedWindow { offset_us: 0 },
         ..LIMIT
     };
-    let owner = key("k");
+    let owner = make_key("k");
     let charge = |limit| Charge::new(limit, &owner, 1);
     let _: () = server.command("CONFIG SET maxmemory 100kb").await;
     let answer = redis
@@ -228,13 +259,18 @@ async fn half_a_request_is_never_charged_for_want_of_memory() {
         )
         .await;
     assert_eq!(answer.unwrap_err().kind, "oom");
-    assert!(keys(&server).await.iter().all(|key| key.ends_with("probe")));
+    assert!(
+        list_counter_keys(&server)
+            .await
+            .iter()
+            .all(|key| key.ends_with("probe"))
+    );
 }
 
 #[tokio::test]
-async fn password_changed_at_run_time() {
-    let server = Server::start();
-    let (shared, store) = store(&server).await;
+async fn the_redis_password_changes_at_run_time() {
+    let server = RedisServer::start();
+    let (shared, store) = start_store(&server).await;
     let mut admin = server.connection().await;
     let set = |password: &str| {
         let mut command = redis::cmd("CONFIG");
@@ -247,38 +283,38 @@ async fn password_changed_at_run_time() {
         .query_async(&mut admin)
         .await
         .unwrap();
-    let kinds = break_it_when_down(&shared, &store).await;
+    let kinds = open_breaker_on_reconnect(&shared, &store).await;
     assert!(kinds.contains(&"noauth"), "{kinds:?}");
     let _: () = set("").query_async(&mut admin).await.unwrap();
-    recovers(&shared, &store).await;
+    wait_for_recovery(&shared, &store).await;
 }
 
 /// The same as [`break_it`], for faults that show on the next connection.
-async fn break_it_when_down(shared: &Shared, store: &Store) -> Vec<&'static str> {
+async fn open_breaker_on_reconnect(shared: &SharedRedisState, store: &Store) -> Vec<&'static str> {
     let down = Instant::now();
-    while count(shared, "noauth") < 2 {
-        assert!(down.elapsed() < RECOVERY);
+    while error_count(shared, "noauth") < 2 {
+        assert!(down.elapsed() < MAX_RECOVERY);
         sleep(Duration::from_millis(5)).await;
     }
-    break_it(shared, store, Duration::ZERO).await
+    open_breaker(shared, store, Duration::ZERO).await
 }
 
 #[tokio::test]
-async fn passwords_right_and_wrong() {
-    let server = Server::with(&["--requirepass", "secret"]);
+async fn a_wrong_password_is_a_noauth_error() {
+    let server = RedisServer::start_with(&["--requirepass", "secret"]);
     for (password, kind) in [("secret", None), ("wrong", Some("noauth"))] {
-        let password = Some(Password::new(password.to_owned()));
-        let (_shared, redis) = ready(tidegate::store::redis::RedisSettings {
-            login: Login {
+        let password = Some(RedisPassword::new(password.to_owned()));
+        let (_shared, redis) = connect_redis(tidegate::store::redis::RedisSettings {
+            credentials: RedisCredentials {
                 password,
-                ..Login::default()
+                ..RedisCredentials::default()
             },
             connect_timeout: Duration::from_millis(300),
             ..server.settings()
         })
         .await;
         assert_eq!(
-            ask(&Store::redis(redis), "k")
+            decide(&Store::redis(redis), "k")
                 .await
                 .err()
                 .map(|unavailable| unavailable.kind),
@@ -288,19 +324,19 @@ async fn passwords_right_and_wrong() {
 }
 
 #[tokio::test]
-async fn a_foreign_value_under_a_key_harms_that_key_alone() {
-    let server = Server::start();
-    let (shared, store) = store(&server).await;
+async fn a_foreign_value_fails_only_its_key() {
+    let server = RedisServer::start();
+    let (shared, store) = start_store(&server).await;
     let daily = Limit {
         algorithm: Algorithm::FixedWindow { offset_us: 0 },
         ..LIMIT
     };
-    let (bad, good) = (key("bad"), key("good"));
+    let (bad, good) = (make_key("bad"), make_key("good"));
     let charge = |limit, key| Charge::new(limit, key, 1);
-    let script = Script::new("t");
+    let script = ScriptLibrary::new("t");
     let (log, window) = (
-        script.key(&charge(&LIMIT, &bad)),
-        script.key(&charge(&daily, &bad)),
+        script.counter_key(&charge(&LIMIT, &bad)),
+        script.counter_key(&charge(&daily, &bad)),
     );
     let mut planted = 0;
     for (limit, plant) in [
@@ -328,20 +364,23 @@ async fn a_foreign_value_under_a_key_harms_that_key_alone() {
             planted += 1;
         }
     }
-    assert_eq!(count(&shared, "wrongtype"), planted);
-    assert!(shared.is_up() && !shared.breaker_open());
+    assert_eq!(error_count(&shared, "wrongtype"), planted);
+    assert!(shared.is_up() && !shared.is_breaker_open());
     let answer = store.decide(&[charge(&LIMIT, &good)]).await.unwrap();
     assert_eq!(
-        answer.standings[0].unwrap().remaining,
+        answer.statuses[0].unwrap().remaining,
         999,
         "no half of a request was charged"
     );
 }
 
 /// Asks for one unit of each key, all at once and so in few calls.
-async fn together(redis: &Redis, names: &[String]) -> Vec<Result<Decision, Unavailable>> {
+async fn decide_together(
+    redis: &RedisStore,
+    names: &[String],
+) -> Vec<Result<Decision, StoreUnavailable>> {
     let calls = names.iter().map(|name| {
-        let (redis, key) = (redis.clone(), key(name));
+        let (redis, key) = (redis.clone(), make_key(name));
         tokio::spawn(async move {
             redis
                 .decide(&[Charge::new(&LIMIT, &key, 1)], tokio::time::Instant::now())
@@ -356,16 +395,16 @@ async fn together(redis: &Redis, names: &[String]) -> Vec<Result<Decision, Unava
 }
 
 #[tokio::test]
-async fn a_foreign_value_harms_no_question_of_the_same_call() {
-    let server = Server::start();
-    let (shared, redis) = server.redis().await;
+async fn a_foreign_value_does_not_fail_other_decisions_of_the_batch() {
+    let server = RedisServer::start();
+    let (shared, redis) = server.connect().await;
     assert!(
-        together(&redis, &["first".to_owned()])
+        decide_together(&redis, &["first".to_owned()])
             .await
             .iter()
             .all(Result::is_ok)
     );
-    let bad = Script::new("t").key(&Charge::new(&LIMIT, &key("bad"), 1));
+    let bad = ScriptLibrary::new("t").counter_key(&Charge::new(&LIMIT, &make_key("bad"), 1));
     let names: Vec<String> = (0..60)
         .map(|n| {
             if n % 3 == 0 {
@@ -378,9 +417,14 @@ async fn a_foreign_value_harms_no_question_of_the_same_call() {
     for plant in [format!("SET {bad} x"), format!("ZADD {bad} 5 1:x")] {
         let _: u64 = server.command(&format!("DEL {bad}")).await;
         let _: redis::Value = server.command(&plant).await;
-        let before = server.info("commandstats", "cmdstat_evalsha").await;
-        let answers = together(&redis, &names).await;
-        let calls = server.info("commandstats", "cmdstat_evalsha").await - before;
+        let before = server
+            .read_info_number("commandstats", "cmdstat_evalsha")
+            .await;
+        let answers = decide_together(&redis, &names).await;
+        let calls = server
+            .read_info_number("commandstats", "cmdstat_evalsha")
+            .await
+            - before;
         assert!(calls <= 2, "{calls} calls");
         for (name, answer) in names.iter().zip(answers) {
             match answer {
@@ -391,15 +435,15 @@ async fn a_foreign_value_harms_no_question_of_the_same_call() {
             }
         }
     }
-    assert_eq!(count(&shared, "wrongtype"), 40);
-    assert!(shared.is_up() && !shared.breaker_open());
+    assert_eq!(error_count(&shared, "wrongtype"), 40);
+    assert!(shared.is_up() && !shared.is_breaker_open());
 }
 
 #[tokio::test]
-async fn want_of_memory_harms_only_those_of_a_call_who_would_write() {
-    let server = Server::start();
-    let (_shared, redis) = server.redis().await;
-    let spent = key("spent");
+async fn out_of_memory_fails_only_the_writing_decisions_of_a_batch() {
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
+    let spent = make_key("spent");
     let all = Charge::new(&LIMIT, &spent, LIMIT.requests);
     assert!(
         redis
@@ -418,7 +462,7 @@ async fn want_of_memory_harms_only_those_of_a_call_who_would_write() {
             }
         })
         .collect();
-    for (name, answer) in names.iter().zip(together(&redis, &names).await) {
+    for (name, answer) in names.iter().zip(decide_together(&redis, &names).await) {
         match answer {
             Ok(decision) => assert!(!decision.admitted && name == "spent"),
             Err(unavailable) => {
@@ -432,10 +476,10 @@ async fn want_of_memory_harms_only_those_of_a_call_who_would_write() {
 }
 
 #[tokio::test]
-async fn equal_questions_share_a_call_and_the_units_that_are_left() {
-    let server = Server::start();
-    let (_shared, redis) = server.redis().await;
-    let few = key("k");
+async fn equal_decisions_share_a_call_and_the_remaining_units() {
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
+    let few = make_key("k");
     let nearly_all = Charge::new(&LIMIT, &few, LIMIT.requests - 10);
     assert!(
         redis
@@ -444,53 +488,63 @@ async fn equal_questions_share_a_call_and_the_units_that_are_left() {
             .unwrap()
             .admitted
     );
-    let before = server.info("commandstats", "cmdstat_evalsha").await;
-    let answers = together(&redis, &vec!["k".to_owned(); 200]).await;
+    let before = server
+        .read_info_number("commandstats", "cmdstat_evalsha")
+        .await;
+    let answers = decide_together(&redis, &vec!["k".to_owned(); 200]).await;
     assert_eq!(
-        server.info("commandstats", "cmdstat_evalsha").await,
+        server
+            .read_info_number("commandstats", "cmdstat_evalsha")
+            .await,
         before + 1
     );
     let remaining = answers.iter().map(|answer| {
         let decision = answer.as_ref().unwrap();
-        (decision.admitted, decision.standings[0].unwrap().remaining)
+        (decision.admitted, decision.statuses[0].unwrap().remaining)
     });
     let expected = (0..200).map(|n| (n < 10, 9_u64.saturating_sub(n)));
     assert!(remaining.eq(expected), "{answers:?}");
 }
 
 #[tokio::test]
-async fn who_leaves_before_his_question_is_sent_is_not_charged() {
-    let server = Server::start();
-    let (_shared, store) = store(&server).await;
+async fn a_decision_cancelled_before_sending_is_not_charged() {
+    let server = RedisServer::start();
+    let (_shared, store) = start_store(&server).await;
     for _ in 0..20 {
         // Polled once, and dropped before anybody else runs.
         tokio::select! {
             biased;
-            _ = ask(&store, "left") => {}
+            _ = decide(&store, "left") => {}
             () = std::future::ready(()) => {}
         }
     }
-    let answer = ask(&store, "left").await.unwrap();
-    assert_eq!(answer.standings[0].unwrap().remaining, LIMIT.requests - 1);
+    let answer = decide(&store, "left").await.unwrap();
+    assert_eq!(answer.statuses[0].unwrap().remaining, LIMIT.requests - 1);
 }
 
 /// Each answer takes two fifths of the deadline, one after the other. The third question must not wait for the first
 /// answer before it is sent.
 #[tokio::test]
-async fn a_call_that_takes_long_makes_room_for_the_next() {
-    let server = Server::start();
-    let relay = Relay::to(server.port()).await;
-    let (_shared, redis) = ready(settings(relay.port)).await;
+async fn a_slow_call_does_not_delay_the_next() {
+    let server = RedisServer::start();
+    let relay = TcpRelay::start(server.port()).await;
+    let (_shared, redis) = connect_redis(redis_settings(relay.port)).await;
     let store = Store::redis(redis);
-    ask(&store, "k").await.unwrap();
-    let before = server.info("commandstats", "cmdstat_evalsha").await;
-    relay.delay(server.settings().timeout * 2 / 5);
+    decide(&store, "k").await.unwrap();
+    let before = server
+        .read_info_number("commandstats", "cmdstat_evalsha")
+        .await;
+    relay.delay_replies(server.settings().timeout * 2 / 5);
     let mut calls = Vec::new();
     for n in 1..=3 {
         let store = store.clone();
-        calls.push(tokio::spawn(async move { ask(&store, "k").await }));
+        calls.push(tokio::spawn(async move { decide(&store, "k").await }));
         let asked = Instant::now();
-        while server.info("commandstats", "cmdstat_evalsha").await < before + n {
+        while server
+            .read_info_number("commandstats", "cmdstat_evalsha")
+            .await
+            < before + n
+        {
             assert!(
                 asked.elapsed() < server.settings().timeout / 5,
                 "question {n} is not sent"
@@ -504,13 +558,13 @@ async fn a_call_that_takes_long_makes_room_for_the_next() {
 }
 
 #[tokio::test]
-async fn demoted_to_replica() {
-    let server = Server::start();
-    let (shared, store) = store(&server).await;
+async fn redis_is_demoted_to_replica() {
+    let server = RedisServer::start();
+    let (shared, store) = start_store(&server).await;
     let _: () = server
         .command(&format!("REPLICAOF 127.0.0.1 {}", free_port()))
         .await;
-    let kinds = break_it(&shared, &store, server.settings().timeout).await;
+    let kinds = open_breaker(&shared, &store, server.settings().timeout).await;
     // A call under way on the connection that is given up loses it.
     assert!(
         kinds
@@ -520,43 +574,43 @@ async fn demoted_to_replica() {
     );
     assert!(kinds.contains(&"readonly"));
     let _: () = server.command("REPLICAOF NO ONE").await;
-    recovers(&shared, &store).await;
+    wait_for_recovery(&shared, &store).await;
 }
 
 #[tokio::test]
-async fn a_network_that_loses_answers() {
-    let server = Server::start();
-    let relay = Relay::to(server.port()).await;
-    let (shared, redis) = ready(settings(relay.port)).await;
+async fn the_network_loses_replies() {
+    let server = RedisServer::start();
+    let relay = TcpRelay::start(server.port()).await;
+    let (shared, redis) = connect_redis(redis_settings(relay.port)).await;
     let store = Store::redis(redis);
-    ask(&store, "k").await.unwrap();
-    relay.swallow();
-    let kinds = break_it(&shared, &store, server.settings().timeout).await;
+    decide(&store, "k").await.unwrap();
+    relay.drop_replies();
+    let kinds = open_breaker(&shared, &store, server.settings().timeout).await;
     assert!(kinds.contains(&"timeout"), "{kinds:?}");
-    costs_nothing(&store).await;
-    relay.pass();
-    recovers(&shared, &store).await;
+    assert_fails_fast(&store).await;
+    relay.forward_at_once();
+    wait_for_recovery(&shared, &store).await;
 }
 
 /// More than fits one call, and each call as late as a whole deadline allows.
 #[tokio::test]
-async fn what_is_put_right_reaches_a_slow_redis_to_the_last() {
-    let server = Server::start();
-    let relay = Relay::to(server.port()).await;
-    let (_shared, redis) = ready(settings(relay.port)).await;
+async fn all_settlements_reach_a_slow_redis() {
+    let server = RedisServer::start();
+    let relay = TcpRelay::start(server.port()).await;
+    let (_shared, redis) = connect_redis(redis_settings(relay.port)).await;
     let store = Store::redis(redis);
     let limit = Limit {
         algorithm: Algorithm::FixedWindow { offset_us: 0 },
         per_us: 86_400_000_000,
         ..LIMIT
     };
-    let owner = key("late");
+    let owner = make_key("late");
     store
         .decide(&[Charge::new(&limit, &owner, 1)])
         .await
         .unwrap();
     let late = vec![
-        Late {
+        Settlement {
             limit: &limit,
             key: &owner,
             amendment: Amendment::Charge(1)
@@ -564,73 +618,76 @@ async fn what_is_put_right_reaches_a_slow_redis_to_the_last() {
         300
     ];
     // With the program loaded, whose size counts in round trips.
-    store.amend(&late[..1]).await.unwrap();
-    relay.delay(server.settings().timeout / 4);
-    store.amend(&late[1..]).await.unwrap();
+    store.apply_settlements(&late[..1]).await.unwrap();
+    relay.delay_replies(server.settings().timeout / 4);
+    store.apply_settlements(&late[1..]).await.unwrap();
     let value: String = server
         .command(&format!(
             "GET {}",
-            Script::new("t").key(&Charge::new(&limit, &owner, 1))
+            ScriptLibrary::new("t").counter_key(&Charge::new(&limit, &owner, 1))
         ))
         .await;
     assert!(value.ends_with(":301"), "{value}");
 }
 
 #[tokio::test]
-async fn a_slow_network_is_waited_for_until_the_deadline_only() {
-    let server = Server::start();
-    let relay = Relay::to(server.port()).await;
-    let (shared, redis) = ready(settings(relay.port)).await;
+async fn a_slow_network_is_waited_for_only_until_the_deadline() {
+    let server = RedisServer::start();
+    let relay = TcpRelay::start(server.port()).await;
+    let (shared, redis) = connect_redis(redis_settings(relay.port)).await;
     let store = Store::redis(redis);
     // Its program is loaded.
-    ask(&store, "first").await.unwrap();
-    relay.delay(server.settings().timeout / 4);
-    ask(&store, "k").await.unwrap();
-    relay.delay(server.settings().timeout * 2);
+    decide(&store, "first").await.unwrap();
+    relay.delay_replies(server.settings().timeout / 4);
+    decide(&store, "k").await.unwrap();
+    relay.delay_replies(server.settings().timeout * 2);
     let asked = Instant::now();
-    assert_eq!(ask(&store, "k").await.unwrap_err().kind, "timeout");
-    assert!(asked.elapsed() <= server.settings().timeout + SLACK);
-    relay.pass();
-    recovers(&shared, &store).await;
-    let answer = ask(&store, "k").await.unwrap();
+    assert_eq!(decide(&store, "k").await.unwrap_err().kind, "timeout");
+    assert!(asked.elapsed() <= server.settings().timeout + TIMEOUT_SLACK);
+    relay.forward_at_once();
+    wait_for_recovery(&shared, &store).await;
+    let answer = decide(&store, "k").await.unwrap();
     assert_eq!(
-        answer.standings[0].unwrap().remaining,
+        answer.statuses[0].unwrap().remaining,
         997,
         "a charge whose answer was late stands"
     );
 }
 
 #[tokio::test]
-async fn a_connection_closed_by_the_other_side() {
-    let server = Server::start();
-    let relay = Relay::to(server.port()).await;
-    let (shared, redis) = ready(settings(relay.port)).await;
+async fn a_connection_closed_by_the_peer_is_a_connection_error() {
+    let server = RedisServer::start();
+    let relay = TcpRelay::start(server.port()).await;
+    let (shared, redis) = connect_redis(redis_settings(relay.port)).await;
     let store = Store::redis(redis);
-    ask(&store, "k").await.unwrap();
-    relay.hang_up();
-    assert_eq!(ask(&store, "k").await.unwrap_err().kind, "connection");
-    relay.pass();
-    recovers(&shared, &store).await;
+    decide(&store, "k").await.unwrap();
+    relay.close_server_side();
+    assert_eq!(decide(&store, "k").await.unwrap_err().kind, "connection");
+    relay.forward_at_once();
+    wait_for_recovery(&shared, &store).await;
 }
 
 #[tokio::test]
-async fn requests_that_leave_break_nothing() {
-    let server = Server::start();
-    let (shared, store) = store(&server).await;
+async fn cancelled_decisions_cause_no_errors() {
+    let server = RedisServer::start();
+    let (shared, store) = start_store(&server).await;
     for _ in 0..200 {
         // Polled once, so that it is under way, and dropped.
         tokio::select! {
             biased;
-            _ = ask(&store, "left") => {}
+            _ = decide(&store, "left") => {}
             () = tokio::task::yield_now() => {}
         }
     }
-    ask(&store, "k").await.unwrap();
-    assert_eq!(shared.errors().map(|(_, count)| count).sum::<u64>(), 0);
+    decide(&store, "k").await.unwrap();
+    assert_eq!(
+        shared.error_counts().map(|(_, count)| count).sum::<u64>(),
+        0
+    );
 }
 
 #[tokio::test]
-async fn answers_that_make_no_sense() {
+async fn malformed_replies_are_errors_of_the_right_kind() {
     let cases: &[(&'static [u8], &str)] = &[
         (b"+OK\r\n", "reply"),
         (b":5\r\n", "reply"),
@@ -660,25 +717,31 @@ async fn answers_that_make_no_sense() {
         (b"", "connection"),
     ];
     for &(answer, kind) in cases {
-        let (shared, redis) = ready(settings(liar(answer).await)).await;
-        let got = ask(&Store::redis(redis), "k").await;
+        let (shared, redis) = connect_redis(redis_settings(start_faulty_redis(answer).await)).await;
+        let got = decide(&Store::redis(redis), "k").await;
         let text = String::from_utf8_lossy(answer);
         assert_eq!(got.unwrap_err().kind, kind, "{text}");
-        assert_eq!(count(&shared, kind), 1, "{text}");
+        assert_eq!(error_count(&shared, kind), 1, "{text}");
     }
 }
 
 #[tokio::test]
-async fn handles_end_their_connections() {
-    let server = Server::start();
-    let before = server.info("clients", "connected_clients").await;
+async fn dropped_handles_close_their_connections() {
+    let server = RedisServer::start();
+    let before = server
+        .read_info_number("clients", "connected_clients")
+        .await;
     for _ in 0..5 {
-        let (_shared, redis): (Shared, Redis) = server.redis().await;
+        let (_shared, redis): (SharedRedisState, RedisStore) = server.connect().await;
         drop(redis);
     }
     let dropped = Instant::now();
-    while server.info("clients", "connected_clients").await > before {
-        assert!(dropped.elapsed() < RECOVERY);
+    while server
+        .read_info_number("clients", "connected_clients")
+        .await
+        > before
+    {
+        assert!(dropped.elapsed() < MAX_RECOVERY);
         sleep(Duration::from_millis(5)).await;
     }
 }

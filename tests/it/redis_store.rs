@@ -1,7 +1,7 @@
 //! The Lua against the Rust: the same sequence at the same times gets the same answers.
 
-use crate::lua::PER_US;
-use crate::support::redis::{Server, keys};
+use crate::lua::PERIOD_US;
+use crate::support::redis::{RedisServer, list_counter_keys};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use redis::aio::MultiplexedConnection;
@@ -10,20 +10,20 @@ use std::collections::HashMap;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
-    Algorithm, Amendment, Charge, Decision, Effect, Grant, Key, KeyBuilder, Lease, Limit,
-    MAX_UNITS, Refusal, Standing, State, effect, grants,
+    Algorithm, Amendment, Charge, ChargeEffect, CounterState, Decision, GrantedUnits, Key,
+    KeyBuilder, Lease, Limit, LimitStatus, MAX_UNITS, Refusal, compute_grants, determine_effect,
 };
-use tidegate::store::redis::{Redis, Script, Shared};
-use tidegate::store::{Late, Store};
+use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
+use tidegate::store::{Settlement, Store};
 
 /// A time in the year 2100: far enough ahead that no key expires while a test steps through it.
 pub(crate) const START_US: u64 = 4_102_444_800_000_000;
 
-pub(crate) fn key(policy: &str) -> Key {
+pub(crate) fn make_key(policy: &str) -> Key {
     KeyBuilder::new(policy).finish()
 }
 
-pub(crate) fn log(requests: u64, per_us: u64) -> Limit {
+pub(crate) fn sliding_log(requests: u64, per_us: u64) -> Limit {
     Limit {
         requests,
         per_us,
@@ -31,7 +31,7 @@ pub(crate) fn log(requests: u64, per_us: u64) -> Limit {
     }
 }
 
-pub(crate) fn window(requests: u64, per_us: u64, offset_us: u64) -> Limit {
+pub(crate) fn fixed_window(requests: u64, per_us: u64, offset_us: u64) -> Limit {
     Limit {
         requests,
         per_us,
@@ -39,7 +39,7 @@ pub(crate) fn window(requests: u64, per_us: u64, offset_us: u64) -> Limit {
     }
 }
 
-pub(crate) fn sub_windows(requests: u64, per_us: u64, buckets: u64) -> Limit {
+pub(crate) fn sliding_window(requests: u64, per_us: u64, buckets: u64) -> Limit {
     Limit {
         requests,
         per_us,
@@ -48,12 +48,12 @@ pub(crate) fn sub_windows(requests: u64, per_us: u64, buckets: u64) -> Limit {
 }
 
 /// As large as a bucket may be: max(burst, requests) × per fits 2^53.
-pub(crate) fn bucket(requests: u64, per_us: u64, burst: u64) -> Limit {
-    warming(requests, per_us, burst, 0)
+pub(crate) fn token_bucket(requests: u64, per_us: u64, burst: u64) -> Limit {
+    warm_up_bucket(requests, per_us, burst, 0)
 }
 
 /// A third of it at first.
-pub(crate) fn warming(requests: u64, per_us: u64, burst: u64, warm_up_us: u64) -> Limit {
+pub(crate) fn warm_up_bucket(requests: u64, per_us: u64, burst: u64, warm_up_us: u64) -> Limit {
     let most = MAX_UNITS / per_us;
     let (requests, burst) = (requests.min(most), burst.clamp(1, most));
     Limit {
@@ -64,7 +64,7 @@ pub(crate) fn warming(requests: u64, per_us: u64, burst: u64, warm_up_us: u64) -
 }
 
 /// As large as a line may be: max_delay × requests + per fits 2^53.
-pub(crate) fn slots(requests: u64, lease_us: u64) -> Limit {
+pub(crate) fn concurrency(requests: u64, lease_us: u64) -> Limit {
     Limit {
         requests,
         per_us: lease_us,
@@ -72,7 +72,7 @@ pub(crate) fn slots(requests: u64, lease_us: u64) -> Limit {
     }
 }
 
-pub(crate) fn line(requests: u64, per_us: u64, max_delay_us: u64) -> Limit {
+pub(crate) fn leaky_bucket(requests: u64, per_us: u64, max_delay_us: u64) -> Limit {
     let requests = requests.min((MAX_UNITS - per_us) / max_delay_us.max(1));
     Limit {
         requests,
@@ -81,25 +81,27 @@ pub(crate) fn line(requests: u64, per_us: u64, max_delay_us: u64) -> Limit {
     }
 }
 
-pub(crate) fn charge<'a>(limit: &'a Limit, key: &'a Key, cost: u64) -> Charge<'a> {
+pub(crate) fn make_charge<'a>(limit: &'a Limit, key: &'a Key, cost: u64) -> Charge<'a> {
     Charge::new(limit, key, cost)
 }
 
 /// All or nothing over the rules in Rust, as plainly as it can be said: a state changes by a charge only.
 #[derive(Default)]
-pub(crate) struct Model {
-    states: HashMap<(u128, Algorithm, u64), State>,
+pub(crate) struct StateModel {
+    states: HashMap<(u128, Algorithm, u64), CounterState>,
 }
 
-impl Model {
+impl StateModel {
     pub(crate) fn decide(&mut self, charges: &[Charge<'_>], time_us: u64) -> Decision {
-        let mut asked: Vec<(State, Option<Refusal>)> = charges
+        let mut asked: Vec<(CounterState, Option<Refusal>)> = charges
             .iter()
             .map(|charge| {
-                let (algorithm, per_us) = charge.limit.identity();
+                let (algorithm, per_us) = charge.limit.counter_identity();
                 let kept = self.states.get(&(charge.key.id(), algorithm, per_us));
-                let state = kept.cloned().unwrap_or_else(|| charge.limit.fresh());
-                let refusal = state.at(charge.limit, time_us).refusal(charge.cost);
+                let state = kept
+                    .cloned()
+                    .unwrap_or_else(|| charge.limit.initial_state());
+                let refusal = state.view_at(charge.limit, time_us).refusal(charge.cost);
                 (state, refusal)
             })
             .collect();
@@ -111,56 +113,66 @@ impl Model {
         let (mut standings, mut delay_us, mut stands_us) = (Vec::new(), 0, SmallVec::new());
         let settles = charges.iter().any(|charge| charge.settles);
         for (at, (charge, (state, refusal))) in charges.iter().zip(&mut asked).enumerate() {
-            let effect = effect(charges, &refusals, at);
+            let effect = determine_effect(charges, &refusals, at);
             match effect {
-                Effect::Nothing => {}
-                Effect::Charge => {
+                ChargeEffect::NoChange => {}
+                ChargeEffect::Charge => {
                     state.charge(charge, time_us);
                     if !charge.shadow {
-                        delay_us = state.at(charge.limit, time_us).delay_us().max(delay_us);
+                        delay_us = state
+                            .view_at(charge.limit, time_us)
+                            .delay_us()
+                            .max(delay_us);
                     }
                 }
-                Effect::Press => {
-                    state.press(charge, time_us);
-                    *refusal = state.at(charge.limit, time_us).refusal(charge.cost);
+                ChargeEffect::ChargeRejected => {
+                    state.charge_rejected(charge, time_us);
+                    *refusal = state.view_at(charge.limit, time_us).refusal(charge.cost);
                 }
             }
             if settles {
-                let is_told = charge.settles && effect == Effect::Charge;
-                stands_us.push(is_told.then(|| state.at(charge.limit, time_us).stands_us()));
+                let is_told = charge.settles && effect == ChargeEffect::Charge;
+                stands_us
+                    .push(is_told.then(|| state.view_at(charge.limit, time_us).charged_at_us()));
             }
-            let (algorithm, per_us) = charge.limit.identity();
+            let (algorithm, per_us) = charge.limit.counter_identity();
             self.states
                 .insert((charge.key.id(), algorithm, per_us), state.clone());
-            standings.push(Some(state.at(charge.limit, time_us).standing(*refusal)));
+            standings.push(Some(
+                state.view_at(charge.limit, time_us).limit_status(*refusal),
+            ));
         }
         let grants = if admitted {
-            self.lend(charges, time_us)
+            self.grant_leases(charges, time_us)
         } else {
             <_>::default()
         };
         Decision {
             now_us: time_us,
             admitted,
-            standings: standings.into(),
+            statuses: standings.into(),
             delay_us,
             grants,
-            stands_us,
+            charged_at_us: stands_us,
         }
     }
 
-    pub(crate) fn lend(&mut self, charges: &[Charge<'_>], time_us: u64) -> SmallVec<[Grant; 1]> {
+    pub(crate) fn grant_leases(
+        &mut self,
+        charges: &[Charge<'_>],
+        time_us: u64,
+    ) -> SmallVec<[GrantedUnits; 1]> {
         let id = |charge: &Charge<'_>| {
             (
                 charge.key.id(),
-                charge.limit.identity().0,
-                charge.limit.identity().1,
+                charge.limit.counter_identity().0,
+                charge.limit.counter_identity().1,
             )
         };
-        let grants = grants(charges, time_us, |charge, until_us| {
+        let grants = compute_grants(charges, time_us, |charge, until_us| {
             self.states[&id(charge)]
-                .at(charge.limit, time_us)
-                .lends(time_us, until_us)
+                .view_at(charge.limit, time_us)
+                .grantable_units(time_us, until_us)
         });
         for grant in &grants {
             for charge in charges
@@ -168,36 +180,39 @@ impl Model {
                 .filter(|charge| charge.group == grant.group && !charge.shadow)
             {
                 let state = self.states.get_mut(&id(charge)).unwrap();
-                state.lend(charge.limit, grant.units, time_us, grant.until_us);
+                state.grant_lease(charge.limit, grant.units, time_us, grant.until_us);
             }
         }
         grants
     }
 
-    pub(crate) fn amend(&mut self, late: &[Late<'_>], time_us: u64) {
+    pub(crate) fn apply_settlements(&mut self, late: &[Settlement<'_>], time_us: u64) {
         for late in late {
-            let (algorithm, per_us) = late.limit.identity();
+            let (algorithm, per_us) = late.limit.counter_identity();
             let state = self.states.entry((late.key.id(), algorithm, per_us));
-            state
-                .or_insert_with(|| late.limit.fresh())
-                .amend(late.limit, late.amendment, time_us);
+            state.or_insert_with(|| late.limit.initial_state()).amend(
+                late.limit,
+                late.amendment,
+                time_us,
+            );
         }
     }
 }
 
-pub(crate) async fn ask(
+pub(crate) async fn decide_in_redis(
     connection: &mut MultiplexedConnection,
     charges: &[Charge<'_>],
     time_us: u64,
 ) -> Decision {
-    let reply = run(connection, &SCRIPT.decide(charges, Some(time_us))).await;
-    Script::decision(&reply, charges).unwrap_or_else(|| panic!("{reply:?} for {charges:?}"))
+    let reply = run_script(connection, &SCRIPT.decide_command(charges, Some(time_us))).await;
+    ScriptLibrary::parse_decision_reply(&reply, charges)
+        .unwrap_or_else(|| panic!("{reply:?} for {charges:?}"))
 }
 
-pub(crate) static SCRIPT: LazyLock<Script> = LazyLock::new(|| Script::new("t"));
+pub(crate) static SCRIPT: LazyLock<ScriptLibrary> = LazyLock::new(|| ScriptLibrary::new("t"));
 
 /// Runs a program, loaded if need be.
-pub(crate) async fn run(
+pub(crate) async fn run_script(
     connection: &mut MultiplexedConnection,
     command: &redis::Cmd,
 ) -> redis::Value {
@@ -205,7 +220,7 @@ pub(crate) async fn run(
         Ok(redis::Value::ServerError(error)) if error.code() == "NOSCRIPT" => {}
         reply => return reply.unwrap(),
     }
-    let loads = SCRIPT.load();
+    let loads = SCRIPT.load_pipeline();
     connection
         .send_packed_commands(&loads, 0, loads.len())
         .await
@@ -214,15 +229,23 @@ pub(crate) async fn run(
 }
 
 #[tokio::test]
-async fn sums_may_come_again_after_all_units_there_are() {
-    let server = Server::start();
+async fn charges_of_max_units_expire_and_can_be_repeated() {
+    let server = RedisServer::start();
     let mut connection = server.connection().await;
-    let (owner, limit, mut model) = (key("most"), log(MAX_UNITS, 1_000), Model::default());
+    let (owner, limit, mut model) = (
+        make_key("most"),
+        sliding_log(MAX_UNITS, 1_000),
+        StateModel::default(),
+    );
     for n in 0..6 {
-        let asked = [charge(&limit, &owner, if n == 4 { 1 } else { MAX_UNITS })];
+        let asked = [make_charge(
+            &limit,
+            &owner,
+            if n == 4 { 1 } else { MAX_UNITS },
+        )];
         for time_us in [START_US + n * 1_000, START_US + n * 1_000 + 1] {
             assert_eq!(
-                ask(&mut connection, &asked, time_us).await,
+                decide_in_redis(&mut connection, &asked, time_us).await,
                 model.decide(&asked, time_us)
             );
         }
@@ -232,22 +255,23 @@ async fn sums_may_come_again_after_all_units_there_are() {
 /// Long logs: trims in portions, and searches for the unit that must leave.
 #[tokio::test]
 async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
-    let server = Server::start();
+    let server = RedisServer::start();
     let mut connection = server.connection().await;
-    let (key, mut model, mut time_us) = (key("long"), Model::default(), START_US);
-    let name = Script::new("t").key(&charge(&log(1, 1_000_000), &key, 1));
+    let (key, mut model, mut time_us) = (make_key("long"), StateModel::default(), START_US);
+    let name =
+        ScriptLibrary::new("t").counter_key(&make_charge(&sliding_log(1, 1_000_000), &key, 1));
     for round in 0..3u64 {
         for n in 0..700u64 {
             time_us += 3;
-            let limit = log(if n % 5 == 0 { 40 } else { 2_000 }, 1_000_000);
-            let asked = [charge(
+            let limit = sliding_log(if n % 5 == 0 { 40 } else { 2_000 }, 1_000_000);
+            let asked = [make_charge(
                 &limit,
                 &key,
                 [1, 1, 3, 7][usize::try_from(n % 4).unwrap()],
             )];
             let expected = model.decide(&asked, time_us);
             assert_eq!(
-                ask(&mut connection, &asked, time_us).await,
+                decide_in_redis(&mut connection, &asked, time_us).await,
                 expected,
                 "round {round}, {n}"
             );
@@ -255,7 +279,7 @@ async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
         // All but the last few leave at once.
         time_us += 1_000_000 - 10;
     }
-    let limit = log(2_000, 1_000_000);
+    let limit = sliding_log(2_000, 1_000_000);
     let mut entries: u64 = redis::cmd("ZCARD")
         .arg(&name)
         .query_async(&mut connection)
@@ -263,9 +287,9 @@ async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
         .unwrap();
     while entries > 20 {
         time_us += 1;
-        let asked = [charge(&limit, &key, 1)];
+        let asked = [make_charge(&limit, &key, 1)];
         assert_eq!(
-            ask(&mut connection, &asked, time_us).await,
+            decide_in_redis(&mut connection, &asked, time_us).await,
             model.decide(&asked, time_us)
         );
         let left: u64 = redis::cmd("ZCARD")
@@ -282,7 +306,7 @@ async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
 }
 
 /// What policies with `count_rejected`, costs that are settled later and leases do to one counter.
-async fn same_ends(
+async fn compare_amended_decisions(
     connection: &mut MultiplexedConnection,
     limit: &Limit,
     steps: &[(u8, u64, u64, usize)],
@@ -291,8 +315,12 @@ async fn same_ends(
         .query_async(connection)
         .await
         .unwrap();
-    let (owner, mut model, mut time_us, mut times) =
-        (key("k"), Model::default(), START_US, vec![START_US]);
+    let (owner, mut model, mut time_us, mut times) = (
+        make_key("k"),
+        StateModel::default(),
+        START_US,
+        vec![START_US],
+    );
     for (n, (what, after_us, units, back)) in steps.iter().enumerate() {
         time_us += after_us;
         let lease = (*what == 7).then_some(Lease {
@@ -302,8 +330,8 @@ async fn same_ends(
         let asked = [Charge {
             counts_rejected: true,
             lease,
-            wanted: *units,
-            ..charge(limit, &owner, *units)
+            requested_lease_units: *units,
+            ..make_charge(limit, &owner, *units)
         }];
         let at_us = times[times.len().saturating_sub(back + 1)];
         let amendment = match what {
@@ -314,15 +342,15 @@ async fn same_ends(
             1 => Some(Amendment::Charge(*units)),
             _ => None,
         };
-        let look = [charge(limit, &owner, 0)];
+        let look = [make_charge(limit, &owner, 0)];
         let asked = if let Some(amendment) = amendment {
-            let late = [Late {
+            let late = [Settlement {
                 limit,
                 key: &owner,
                 amendment,
             }];
-            run(connection, &SCRIPT.amend(&late, Some(time_us))).await;
-            model.amend(&late, time_us);
+            run_script(connection, &SCRIPT.amend_command(&late, Some(time_us))).await;
+            model.apply_settlements(&late, time_us);
             &look
         } else {
             times.push(time_us);
@@ -331,7 +359,7 @@ async fn same_ends(
         let expected = model.decide(asked, time_us);
         times.extend(expected.grants.iter().map(|grant| grant.until_us));
         prop_assert_eq!(
-            ask(connection, asked, time_us).await,
+            decide_in_redis(connection, asked, time_us).await,
             expected,
             "step {} at {}",
             n,
@@ -342,19 +370,19 @@ async fn same_ends(
 }
 
 #[test]
-fn lua_counts_the_rejected_and_settles_costs_as_rust_does() {
+fn lua_counts_rejected_requests_and_settles_costs_as_rust_does() {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .unwrap();
-    let server = Server::start();
+    let server = RedisServer::start();
     let connection = runtime.block_on(server.connection());
     // With the long period up to some hundred charges live at once: some are bundled.
     let limits = [
-        log(5, PER_US),
-        log(300, 20 * PER_US),
-        log(2_000, 20 * PER_US),
-        sub_windows(40, PER_US, 10),
+        sliding_log(5, PERIOD_US),
+        sliding_log(300, 20 * PERIOD_US),
+        sliding_log(2_000, 20 * PERIOD_US),
+        sliding_window(40, PERIOD_US, 10),
     ];
     let units = prop_oneof![18 => Just(1u64), 4 => 2..6u64, 1 => 6..90u64];
     let step = (
@@ -370,7 +398,11 @@ fn lua_counts_the_rejected_and_settles_costs_as_rust_does() {
         ..Config::default()
     };
     let checked = TestRunner::new(config).run(&cases, |(limit, steps)| {
-        runtime.block_on(same_ends(&mut connection.clone(), &limits[limit], &steps))
+        runtime.block_on(compare_amended_decisions(
+            &mut connection.clone(),
+            &limits[limit],
+            &steps,
+        ))
     });
     if let Err(failure) = checked {
         panic!("{failure}");
@@ -378,15 +410,15 @@ fn lua_counts_the_rejected_and_settles_costs_as_rust_does() {
 }
 
 #[tokio::test]
-async fn a_small_log_is_one_entry_per_charge_and_a_large_one_is_small() {
-    let server = Server::start();
+async fn a_small_log_has_one_entry_per_charge_and_a_large_one_is_compressed() {
+    let server = RedisServer::start();
     let mut connection = server.connection().await;
-    let (limit, owner) = (log(10_000, 60_000_000), key("k"));
-    let asked = [charge(&limit, &owner, 1)];
-    let name = Script::new("t").key(&asked[0]);
+    let (limit, owner) = (sliding_log(10_000, 60_000_000), make_key("k"));
+    let asked = [make_charge(&limit, &owner, 1)];
+    let name = ScriptLibrary::new("t").counter_key(&asked[0]);
     for n in 1..=10_000 {
         assert!(
-            ask(&mut connection, &asked, START_US + n * 1_000)
+            decide_in_redis(&mut connection, &asked, START_US + n * 1_000)
                 .await
                 .admitted
         );
@@ -416,44 +448,47 @@ async fn a_small_log_is_one_entry_per_charge_and_a_large_one_is_small() {
 }
 
 #[tokio::test]
-async fn a_clock_that_ran_ahead_for_one_key_ages_no_other() {
-    let server = Server::start();
+async fn a_clock_that_ran_ahead_for_one_key_does_not_affect_others() {
+    let server = RedisServer::start();
     let mut connection = server.connection().await;
-    let (limit, ahead, here) = (log(1, 1_000), key("ahead"), key("here"));
-    ask(&mut connection, &[charge(&limit, &here, 1)], START_US).await;
-    ask(
+    let (limit, ahead, here) = (sliding_log(1, 1_000), make_key("ahead"), make_key("here"));
+    decide_in_redis(&mut connection, &[make_charge(&limit, &here, 1)], START_US).await;
+    decide_in_redis(
         &mut connection,
-        &[charge(&limit, &ahead, 1)],
+        &[make_charge(&limit, &ahead, 1)],
         START_US + 10_000,
     )
     .await;
-    let both = [charge(&limit, &ahead, 1), charge(&limit, &here, 1)];
-    let answer = ask(&mut connection, &both, START_US + 1).await;
-    let until = |answer: &Decision, n: usize| answer.standings[n].unwrap().refusal;
+    let both = [
+        make_charge(&limit, &ahead, 1),
+        make_charge(&limit, &here, 1),
+    ];
+    let answer = decide_in_redis(&mut connection, &both, START_US + 1).await;
+    let until = |answer: &Decision, n: usize| answer.statuses[n].unwrap().refusal;
     assert_eq!(until(&answer, 0), Some(Refusal::Until(START_US + 11_000)));
     assert_eq!(until(&answer, 1), Some(Refusal::Until(START_US + 1_000)));
 }
 
 #[tokio::test]
-async fn keys_live_until_their_state_is_fresh_and_not_longer() {
-    let server = Server::start();
-    let (_shared, redis) = server.redis().await;
+async fn keys_expire_exactly_when_their_state_is_fresh_again() {
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
     let (log, window, owner) = (
-        log(5, 60_000_000),
-        window(5, 60_000_000, 7_000_000),
-        key("ttl"),
+        sliding_log(5, 60_000_000),
+        fixed_window(5, 60_000_000, 7_000_000),
+        make_key("ttl"),
     );
-    let line = line(5, 60_000_000, 1_000_000);
+    let line = leaky_bucket(5, 60_000_000, 1_000_000);
     let charges = [
-        charge(&log, &owner, 1),
-        charge(&window, &owner, 1),
-        charge(&line, &owner, 1),
+        make_charge(&log, &owner, 1),
+        make_charge(&window, &owner, 1),
+        make_charge(&line, &owner, 1),
     ];
     let answer = redis
         .decide(&charges, tokio::time::Instant::now())
         .await
         .unwrap();
-    let script = Script::new("t");
+    let script = ScriptLibrary::new("t");
     for (charge, ends_us) in [
         (&charges[0], answer.now_us + 60_000_000),
         (&charges[2], answer.now_us + 12_000_000),
@@ -463,31 +498,50 @@ async fn keys_live_until_their_state_is_fresh_and_not_longer() {
         ),
     ] {
         let expires_ms: u64 = server
-            .command(&format!("PEXPIRETIME {}", script.key(charge)))
+            .command(&format!("PEXPIRETIME {}", script.counter_key(charge)))
             .await;
         assert_eq!(expires_ms, ends_us.div_ceil(1000));
     }
 }
 
 #[tokio::test]
-async fn a_refusal_leaves_no_trace_and_every_key_expires() {
-    let server = Server::start();
+async fn a_refusal_writes_nothing_and_every_key_expires() {
+    let server = RedisServer::start();
     let mut connection = server.connection().await;
-    let (one, none, owner, other) = (log(1, 1_000_000), log(0, 1_000_000), key("a"), key("b"));
-    let asked = [charge(&one, &owner, 1), charge(&none, &other, 1)];
-    assert!(!ask(&mut connection, &asked, START_US).await.admitted);
-    assert_eq!(keys(&server).await, Vec::<String>::new());
-    assert!(ask(&mut connection, &asked[..1], START_US).await.admitted);
+    let (one, none, owner, other) = (
+        sliding_log(1, 1_000_000),
+        sliding_log(0, 1_000_000),
+        make_key("a"),
+        make_key("b"),
+    );
+    let asked = [make_charge(&one, &owner, 1), make_charge(&none, &other, 1)];
+    assert!(
+        !decide_in_redis(&mut connection, &asked, START_US)
+            .await
+            .admitted
+    );
+    assert_eq!(list_counter_keys(&server).await, Vec::<String>::new());
+    assert!(
+        decide_in_redis(&mut connection, &asked[..1], START_US)
+            .await
+            .admitted
+    );
     let before: u64 = server
-        .command(&format!("PEXPIRETIME {}", keys(&server).await[0]))
+        .command(&format!(
+            "PEXPIRETIME {}",
+            list_counter_keys(&server).await[0]
+        ))
         .await;
     assert!(
-        !ask(&mut connection, &asked[..1], START_US + 500_000)
+        !decide_in_redis(&mut connection, &asked[..1], START_US + 500_000)
             .await
             .admitted
     );
     let after: u64 = server
-        .command(&format!("PEXPIRETIME {}", keys(&server).await[0]))
+        .command(&format!(
+            "PEXPIRETIME {}",
+            list_counter_keys(&server).await[0]
+        ))
         .await;
     assert_eq!(
         (before, after),
@@ -496,32 +550,51 @@ async fn a_refusal_leaves_no_trace_and_every_key_expires() {
 }
 
 #[tokio::test]
-async fn there_is_one_program_per_set_of_algorithms_whatever_is_asked() {
-    let server = Server::start();
-    let (_shared, redis) = server.redis().await;
+async fn there_is_one_script_per_set_of_algorithms() {
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
     // What asks for nothing, and what proves the connection.
-    assert_eq!(server.info("memory", "number_of_cached_scripts").await, 2);
+    assert_eq!(
+        server
+            .read_info_number("memory", "number_of_cached_scripts")
+            .await,
+        2
+    );
     for n in 1..50 {
-        let (limit, owner) = (log(n, n * 1_000_000), key(&n.to_string()));
+        let (limit, owner) = (sliding_log(n, n * 1_000_000), make_key(&n.to_string()));
         redis
-            .decide(&[charge(&limit, &owner, n)], tokio::time::Instant::now())
+            .decide(
+                &[make_charge(&limit, &owner, n)],
+                tokio::time::Instant::now(),
+            )
             .await
             .unwrap();
     }
-    assert_eq!(server.info("memory", "number_of_cached_scripts").await, 3);
+    assert_eq!(
+        server
+            .read_info_number("memory", "number_of_cached_scripts")
+            .await,
+        3
+    );
 }
 
 /// Real time, real contention: no window holds more than the limit, and what could be admitted was.
 #[tokio::test]
-async fn many_tasks_on_one_key_never_pass_the_limit_and_use_it_up() {
+async fn many_tasks_on_one_key_use_up_the_limit_and_never_exceed_it() {
     const LIMIT: u64 = 400;
     const PER_US: u64 = 500_000;
     const SECONDS: u64 = 3;
-    let server = Server::start();
-    let handles = [server.redis().await.1, server.redis().await.1];
+    let server = RedisServer::start();
+    let handles = [server.connect().await.1, server.connect().await.1];
     let end = Instant::now() + Duration::from_secs(SECONDS);
     let tasks: Vec<_> = (0..64)
-        .map(|n| tokio::spawn(hammer(handles[n % 2].clone(), log(LIMIT, PER_US), end)))
+        .map(|n| {
+            tokio::spawn(decide_until(
+                handles[n % 2].clone(),
+                sliding_log(LIMIT, PER_US),
+                end,
+            ))
+        })
         .collect();
     let mut times = Vec::new();
     for task in tasks {
@@ -545,11 +618,14 @@ async fn many_tasks_on_one_key_never_pass_the_limit_and_use_it_up() {
 }
 
 /// Asks as fast as it can, and returns when it was admitted, on the store's clock.
-async fn hammer(redis: Redis, limit: Limit, end: Instant) -> Vec<u64> {
-    let (owner, mut admitted) = (key("hot"), Vec::new());
+async fn decide_until(redis: RedisStore, limit: Limit, end: Instant) -> Vec<u64> {
+    let (owner, mut admitted) = (make_key("hot"), Vec::new());
     while Instant::now() < end {
         let answer = redis
-            .decide(&[charge(&limit, &owner, 1)], tokio::time::Instant::now())
+            .decide(
+                &[make_charge(&limit, &owner, 1)],
+                tokio::time::Instant::now(),
+            )
             .await;
         let answer = answer.expect("nothing fails here");
         if answer.admitted {
@@ -561,23 +637,23 @@ async fn hammer(redis: Redis, limit: Limit, end: Instant) -> Vec<u64> {
 
 /// Whoever waits as long as a refusal says is admitted, also when the deny cache said it.
 #[tokio::test]
-async fn a_refusal_tells_the_truth() {
+async fn a_request_is_admitted_after_the_reported_wait() {
     const PER: Duration = Duration::from_millis(60);
-    let server = Server::start();
-    let store = Store::redis(server.redis().await.1);
+    let server = RedisServer::start();
+    let store = Store::redis(server.connect().await.1);
     for (name, limit) in [
-        ("log", log(3, 60_000)),
-        ("window", window(3, 60_000, 0)),
-        ("line", line(3, 60_000, 45_000)),
+        ("log", sliding_log(3, 60_000)),
+        ("window", fixed_window(3, 60_000, 0)),
+        ("line", leaky_bucket(3, 60_000, 45_000)),
     ] {
-        let owner = key(name);
+        let owner = make_key(name);
         for round in 0..20 {
-            let asked = [charge(&limit, &owner, 1)];
+            let asked = [make_charge(&limit, &owner, 1)];
             let mut refusals = 0;
             // The first comes from Redis, the others from memory; the wait is the last one's.
             let wait = loop {
                 let answer = store.decide(&asked).await.unwrap();
-                match answer.standings[0].unwrap().refusal {
+                match answer.statuses[0].unwrap().refusal {
                     Some(Refusal::Until(until_us)) if refusals == 2 => {
                         break until_us - answer.now_us;
                     }
@@ -596,21 +672,28 @@ async fn a_refusal_tells_the_truth() {
 }
 
 #[tokio::test]
-async fn an_exhausted_key_is_refused_without_asking_redis() {
-    let mut server = Server::start();
-    let shared = Shared::new(server.settings());
-    let redis = Redis::start(&shared);
-    redis.first_ready().await;
+async fn an_exhausted_key_is_refused_without_calling_redis() {
+    let mut server = RedisServer::start();
+    let shared = SharedRedisState::new(server.settings());
+    let redis = RedisStore::start(&shared);
+    redis.wait_until_ready().await;
     let store = Store::redis(redis);
-    let (limit, owner) = (log(1, 10_000_000), key("spent"));
-    let asked = [charge(&limit, &owner, 1)];
+    let (limit, owner) = (sliding_log(1, 10_000_000), make_key("spent"));
+    let asked = [make_charge(&limit, &owner, 1)];
     assert!(store.decide(&asked).await.unwrap().admitted);
     let refused = store.decide(&asked).await.unwrap();
-    let calls = server.info("commandstats", "cmdstat_evalsha").await;
+    let calls = server
+        .read_info_number("commandstats", "cmdstat_evalsha")
+        .await;
     let again = store.decide(&asked).await.unwrap();
-    assert_eq!(server.info("commandstats", "cmdstat_evalsha").await, calls);
-    let wait = |decision: &Decision| match decision.standings[0] {
-        Some(Standing {
+    assert_eq!(
+        server
+            .read_info_number("commandstats", "cmdstat_evalsha")
+            .await,
+        calls
+    );
+    let wait = |decision: &Decision| match decision.statuses[0] {
+        Some(LimitStatus {
             refusal: Some(Refusal::Until(until_us)),
             ..
         }) => until_us - decision.now_us,
@@ -622,18 +705,23 @@ async fn an_exhausted_key_is_refused_without_asking_redis() {
         !store.decide(&asked).await.unwrap().admitted,
         "known, whatever becomes of Redis"
     );
-    let other = key("other");
-    assert!(store.decide(&[charge(&limit, &other, 1)]).await.is_err());
+    let other = make_key("other");
+    assert!(
+        store
+            .decide(&[make_charge(&limit, &other, 1)])
+            .await
+            .is_err()
+    );
 }
 
 /// What one limit is known to say must not be told to a client whom another keeps out for longer.
 #[tokio::test]
-async fn the_wait_of_several_limits_is_the_longest_also_when_they_were_exhausted_apart() {
-    let server = Server::start();
-    let store = Store::redis(server.redis().await.1);
-    let (short, long) = (log(1, 2_000_000), log(1, 60_000_000));
-    let (one, other) = (key("one"), key("other"));
-    let asked = [charge(&short, &one, 1), charge(&long, &other, 1)];
+async fn the_longest_wait_is_reported_when_limits_were_exhausted_separately() {
+    let server = RedisServer::start();
+    let store = Store::redis(server.connect().await.1);
+    let (short, long) = (sliding_log(1, 2_000_000), sliding_log(1, 60_000_000));
+    let (one, other) = (make_key("one"), make_key("other"));
+    let asked = [make_charge(&short, &one, 1), make_charge(&long, &other, 1)];
     for apart in [&asked[..1], &asked[1..]] {
         assert!(store.decide(apart).await.unwrap().admitted);
     }
@@ -642,7 +730,7 @@ async fn the_wait_of_several_limits_is_the_longest_also_when_they_were_exhausted
         let answer = store.decide(&asked).await.unwrap();
         let until_us =
             answer
-                .standings
+                .statuses
                 .iter()
                 .flatten()
                 .filter_map(|standing| match standing.refusal {
@@ -658,16 +746,16 @@ async fn the_wait_of_several_limits_is_the_longest_also_when_they_were_exhausted
 
 #[tokio::test]
 async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
-    let server = Server::start();
-    let (_shared, redis) = server.redis().await;
-    let (owner, one) = (key("p"), log(1, 60_000_000));
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
+    let (owner, one) = (make_key("p"), sliding_log(1, 60_000_000));
     let block = |per_us| Limit {
         requests: 1,
         per_us,
         algorithm: Algorithm::Block,
     };
     let (short, long) = (block(90_000_000), block(900_000_000));
-    let charges = |block| [charge(block, &owner, 1), charge(&one, &owner, 1)];
+    let charges = |block| [make_charge(block, &owner, 1), make_charge(&one, &owner, 1)];
     let decide = async |block| {
         redis
             .decide(&charges(block), tokio::time::Instant::now())
@@ -677,7 +765,7 @@ async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
     assert!(decide(&short).await.admitted);
     // Beside the connection's own probe.
     let kept = async || -> Vec<String> {
-        keys(&server)
+        list_counter_keys(&server)
             .await
             .into_iter()
             .filter(|name| name.ends_with(":p"))
@@ -686,14 +774,14 @@ async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
     assert_eq!(kept().await.len(), 1, "nobody is blocked");
     let begins = decide(&short).await;
     let ends_us = begins.now_us + 90_000_000;
-    let name = Script::new("t").key(&charge(&short, &owner, 1));
+    let name = ScriptLibrary::new("t").counter_key(&make_charge(&short, &owner, 1));
     let tag = |name: &str| name[name.find('{').unwrap()..=name.find('}').unwrap()].to_owned();
     let kept = kept().await;
     assert!(kept.len() == 2 && kept.contains(&name), "{kept:?}");
     assert_eq!(tag(&kept[0]), tag(&kept[1]));
     // A longer block_for after a reload is the same block, and knocking leaves it as it is.
     assert_eq!(
-        decide(&long).await.standings[0].unwrap().refusal,
+        decide(&long).await.statuses[0].unwrap().refusal,
         Some(Refusal::Until(ends_us))
     );
     let expires_ms: u64 = server.command(&format!("PEXPIRETIME {name}")).await;
@@ -701,41 +789,44 @@ async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
 }
 
 #[tokio::test]
-async fn a_block_that_is_remembered_says_how_long_it_lasts() {
-    let server = Server::start();
-    let (_shared, redis) = server.redis().await;
+async fn a_cached_block_reports_how_long_it_lasts() {
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
     let store = Store::redis(redis);
-    let (owner, one) = (key("p"), log(1, 100_000));
+    let (owner, one) = (make_key("p"), sliding_log(1, 100_000));
     let block = Limit {
         requests: 1,
         per_us: 60_000_000,
         algorithm: Algorithm::Block,
     };
-    let charges = [charge(&block, &owner, 1), charge(&one, &owner, 1)];
+    let charges = [make_charge(&block, &owner, 1), make_charge(&one, &owner, 1)];
     while store.decide(&charges).await.unwrap().admitted {}
     let again = store.decide(&charges).await.unwrap();
-    let standing = again.standings[0].unwrap();
+    let standing = again.statuses[0].unwrap();
     assert!(
         !again.admitted && standing.refusal.is_some(),
         "{standing:?}"
     );
-    assert_eq!(standing.refusal, standing.grows_at_us.map(Refusal::Until));
+    assert_eq!(
+        standing.refusal,
+        standing.next_growth_us.map(Refusal::Until)
+    );
 }
 
 #[tokio::test]
-async fn a_foreign_value_in_place_of_a_block_is_not_believed() {
-    let server = Server::start();
+async fn a_foreign_value_in_place_of_a_block_is_an_error() {
+    let server = RedisServer::start();
     let mut connection = server.connection().await;
-    let (owner, one) = (key("p"), log(1, 1_000));
+    let (owner, one) = (make_key("p"), sliding_log(1, 1_000));
     let block = Limit {
         requests: 1,
         per_us: 1_000,
         algorithm: Algorithm::Block,
     };
-    let charges = [charge(&block, &owner, 1), charge(&one, &owner, 1)];
-    ask(&mut connection, &charges, START_US).await;
+    let charges = [make_charge(&block, &owner, 1), make_charge(&one, &owner, 1)];
+    decide_in_redis(&mut connection, &charges, START_US).await;
     let _: () = server.command("FLUSHDB").await;
-    let name = SCRIPT.key(&charges[0]);
+    let name = SCRIPT.counter_key(&charges[0]);
     for foreign in ["", "x", "-1", "1e3", "99999999999999999999", "1:2"] {
         let _: () = redis::cmd("SET")
             .arg(&name)
@@ -744,14 +835,14 @@ async fn a_foreign_value_in_place_of_a_block_is_not_believed() {
             .await
             .unwrap();
         let reply = connection
-            .send_packed_command(&SCRIPT.decide(&charges, Some(START_US)))
+            .send_packed_command(&SCRIPT.decide_command(&charges, Some(START_US)))
             .await;
         assert!(
             format!("{reply:?}").contains("FOREIGN"),
             "{foreign:?}: {reply:?}"
         );
         assert_eq!(
-            keys(&server).await,
+            list_counter_keys(&server).await,
             std::slice::from_ref(&name),
             "nothing is written"
         );

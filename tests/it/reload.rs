@@ -1,9 +1,9 @@
 //! New policies without a restart: however the file changes, and whatever is in it.
 
-use crate::support::SOON;
+use crate::support::TEST_TIMEOUT;
 use crate::support::client::RawClient;
 use crate::support::proxy::{LogLine, Proxy};
-use crate::support::upstream::{Upstream, fed};
+use crate::support::upstream::{Upstream, channel_body};
 use hyper::Response;
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -13,52 +13,55 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// The promise is 2 s; the rest is for a busy machine.
-const RELOADED_WITHIN: Duration = Duration::from_millis(2_500);
+const RELOAD_TIMEOUT: Duration = Duration::from_millis(2_500);
 
-fn policy(requests: u64) -> String {
+fn make_policy(requests: u64) -> String {
     format!("[[policy]]\nname = \"p\"\nlimit = {{ requests = {requests}, per = \"1h\" }}\n")
 }
 
 /// The limit that answers speak of; asking uses quota, or is refused.
-async fn limit(proxy: &Proxy) -> Option<u64> {
-    proxy.get("/").await.parameter("ratelimit-policy", "p", "q")
+async fn get_limit(proxy: &Proxy) -> Option<u64> {
+    proxy
+        .get("/")
+        .await
+        .list_parameter("ratelimit-policy", "p", "q")
 }
 
-async fn takes_effect(proxy: &Proxy, requests: u64, what: &str) {
+async fn wait_for_limit(proxy: &Proxy, requests: u64, what: &str) {
     let changed = Instant::now();
-    while limit(proxy).await != Some(requests) {
+    while get_limit(proxy).await != Some(requests) {
         assert!(
-            changed.elapsed() < RELOADED_WITHIN,
+            changed.elapsed() < RELOAD_TIMEOUT,
             "{what}: limit {requests} does not hold. The proxy said:\n{}",
-            proxy.log()
+            proxy.log_text()
         );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 
-fn is_complaint(line: &LogLine) -> bool {
+fn is_warning_or_error(line: &LogLine) -> bool {
     line.is_level("WARN") || line.is_level("ERROR")
 }
 
 #[tokio::test]
 async fn an_edit_in_place_takes_effect() {
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
+    let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
     for requests in [2_000, 3_000, 4_000] {
-        proxy.write_config(&policy(requests));
-        takes_effect(&proxy, requests, "edited in place").await;
+        proxy.write_config(&make_policy(requests));
+        wait_for_limit(&proxy, requests, "edited in place").await;
     }
 }
 
 #[tokio::test]
 async fn a_file_renamed_over_it_takes_effect() {
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
+    let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
     for requests in [2_000, 3_000] {
         let new = proxy.config_path().with_extension("new");
-        fs::write(&new, policy(requests)).unwrap();
+        fs::write(&new, make_policy(requests)).unwrap();
         fs::rename(&new, proxy.config_path()).unwrap();
-        takes_effect(&proxy, requests, "renamed over").await;
+        wait_for_limit(&proxy, requests, "renamed over").await;
     }
 }
 
@@ -67,31 +70,31 @@ async fn an_edited_include_takes_effect() {
     let dir = TempDir::new().unwrap();
     let included = dir.path().join("policies");
     fs::create_dir(&included).unwrap();
-    fs::write(included.join("a.toml"), policy(1_000)).unwrap();
+    fs::write(included.join("a.toml"), make_policy(1_000)).unwrap();
     fs::write(
         dir.path().join("config.toml"),
         "include = [\"policies/*.toml\"]\n",
     )
     .unwrap();
     let upstream = Upstream::echo().await;
-    let builder = Proxy::builder().config_at(&dir.path().join("config.toml"));
+    let builder = Proxy::builder().config_file(&dir.path().join("config.toml"));
     let proxy = builder.upstream(upstream.address).start().await;
-    assert_eq!(limit(&proxy).await, Some(1_000));
-    fs::write(included.join("a.toml"), policy(2_000)).unwrap();
-    takes_effect(&proxy, 2_000, "an include edited").await;
+    assert_eq!(get_limit(&proxy).await, Some(1_000));
+    fs::write(included.join("a.toml"), make_policy(2_000)).unwrap();
+    wait_for_limit(&proxy, 2_000, "an include edited").await;
     fs::remove_file(included.join("a.toml")).unwrap();
-    fs::write(included.join("b.toml"), policy(3_000)).unwrap();
-    takes_effect(&proxy, 3_000, "another include in its place").await;
+    fs::write(included.join("b.toml"), make_policy(3_000)).unwrap();
+    wait_for_limit(&proxy, 3_000, "another include in its place").await;
 }
 
 /// As the kubelet does it: a directory with the time in its name, `..data` pointing to it and switched by
 /// a rename, the file itself a link through `..data`, the old directory removed.
-struct ConfigMap {
+struct ConfigMapVolume {
     dir: TempDir,
 }
 
-impl ConfigMap {
-    fn mounted(content: &str) -> Self {
+impl ConfigMapVolume {
+    fn mount(content: &str) -> Self {
         let map = Self {
             dir: TempDir::new().unwrap(),
         };
@@ -112,42 +115,42 @@ impl ConfigMap {
         }
     }
 
-    fn config(&self) -> impl AsRef<Path> {
+    fn config_path(&self) -> impl AsRef<Path> {
         self.dir.path().join("config.toml")
     }
 }
 
 #[tokio::test]
 async fn a_config_map_takes_effect_at_every_one_of_three_swaps() {
-    let map = ConfigMap::mounted(&policy(1_000));
+    let map = ConfigMapVolume::mount(&make_policy(1_000));
     let upstream = Upstream::echo().await;
     let builder = Proxy::builder()
-        .config_at(map.config().as_ref())
+        .config_file(map.config_path().as_ref())
         .upstream(upstream.address);
     let proxy = builder.start().await;
-    assert_eq!(limit(&proxy).await, Some(1_000));
+    assert_eq!(get_limit(&proxy).await, Some(1_000));
     for swap in 2..=4 {
         map.swap(
             &format!("..2026_11_20_10_00_0{swap}.{swap}"),
-            &policy(swap * 1_000),
+            &make_policy(swap * 1_000),
         );
-        takes_effect(&proxy, swap * 1_000, &format!("swap {}", swap - 1)).await;
+        wait_for_limit(&proxy, swap * 1_000, &format!("swap {}", swap - 1)).await;
     }
 }
 
 #[tokio::test]
-async fn sighup_reads_again_at_once() {
+async fn sighup_reloads_at_once() {
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
-    proxy.write_config(&policy(2_000));
-    proxy.sighup();
-    takes_effect(&proxy, 2_000, "SIGHUP").await;
+    let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
+    proxy.write_config(&make_policy(2_000));
+    proxy.send_sighup();
+    wait_for_limit(&proxy, 2_000, "SIGHUP").await;
 }
 
 #[tokio::test]
-async fn a_bad_file_changes_nothing_and_is_told_until_a_good_one_comes() {
+async fn an_invalid_file_changes_nothing_and_is_logged() {
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
+    let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
     let bad = [
         ("no TOML", "[[policy]\nname = \"p\"", ""),
         (
@@ -169,79 +172,87 @@ async fn a_bad_file_changes_nothing_and_is_told_until_a_good_one_comes() {
     for (what, text, told) in bad {
         let mark = proxy.log_mark();
         proxy.write_config(text);
-        let complaint = |line: &LogLine| is_complaint(line) && line.mentions(told);
+        let complaint = |line: &LogLine| is_warning_or_error(line) && line.contains(told);
         proxy
-            .wait_for_log(&format!("a complaint about {what}"), mark, SOON, complaint)
+            .wait_for_log(
+                &format!("a complaint about {what}"),
+                mark,
+                TEST_TIMEOUT,
+                complaint,
+            )
             .await;
         assert_eq!(
-            limit(&proxy).await,
+            get_limit(&proxy).await,
             Some(1_000),
             "{what} must change nothing"
         );
     }
-    proxy.write_config(&policy(2_000));
-    takes_effect(&proxy, 2_000, "a good file after bad ones").await;
+    proxy.write_config(&make_policy(2_000));
+    wait_for_limit(&proxy, 2_000, "a good file after bad ones").await;
 }
 
 #[tokio::test]
 async fn a_removed_file_changes_nothing() {
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
+    let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
     let mark = proxy.log_mark();
     fs::remove_file(proxy.config_path()).unwrap();
     proxy
         .wait_for_log(
             "a complaint about the missing file",
             mark,
-            SOON,
-            is_complaint,
+            TEST_TIMEOUT,
+            is_warning_or_error,
         )
         .await;
-    assert_eq!(limit(&proxy).await, Some(1_000));
-    proxy.write_config(&policy(2_000));
-    takes_effect(&proxy, 2_000, "the file is back").await;
+    assert_eq!(get_limit(&proxy).await, Some(1_000));
+    proxy.write_config(&make_policy(2_000));
+    wait_for_limit(&proxy, 2_000, "the file is back").await;
 }
 
 /// What a writer has written so far may parse and mean something else.
 #[tokio::test]
-async fn a_half_written_file_is_not_a_configuration() {
+async fn a_half_written_file_is_not_applied() {
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
-    let whole = format!("{}# {}\n", policy(2_000), "filler ".repeat(100));
+    let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
+    let whole = format!("{}# {}\n", make_policy(2_000), "filler ".repeat(100));
     // Every 40 ms a bit more, for over two seconds: never the same twice, 100 ms apart.
     for end in (1..whole.len()).step_by(whole.len() / 60) {
         proxy.write_config(&whole[..end]);
         tokio::time::sleep(Duration::from_millis(40)).await;
-        if end < policy(2_000).len() {
-            assert_eq!(limit(&proxy).await, Some(1_000), "after {end} bytes");
+        if end < make_policy(2_000).len() {
+            assert_eq!(get_limit(&proxy).await, Some(1_000), "after {end} bytes");
         }
     }
     proxy.write_config(&whole);
-    takes_effect(&proxy, 2_000, "written to its end").await;
+    wait_for_limit(&proxy, 2_000, "written to its end").await;
 }
 
 #[tokio::test]
-async fn trap_15_usage_is_kept_a_raised_limit_frees_and_a_lowered_one_binds_at_once() {
+async fn trap_15_usage_is_kept_and_a_changed_limit_applies_at_once() {
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&policy(3), upstream.address).await;
-    assert_eq!(proxy.statuses("/", 4).await, [200, 200, 200, 429]);
+    let proxy = Proxy::start(&make_policy(3), upstream.address).await;
+    assert_eq!(proxy.get_statuses("/", 4).await, [200, 200, 200, 429]);
     // Raised: two more than are used. Polling for it is refused until then, and then uses one.
-    proxy.write_config(&policy(5));
-    takes_effect(&proxy, 5, "raised").await;
+    proxy.write_config(&make_policy(5));
+    wait_for_limit(&proxy, 5, "raised").await;
     assert_eq!(
-        proxy.statuses("/", 2).await,
+        proxy.get_statuses("/", 2).await,
         [200, 429],
         "three were used, one by looking"
     );
-    proxy.write_config(&policy(2));
-    takes_effect(&proxy, 2, "lowered").await;
+    proxy.write_config(&make_policy(2));
+    wait_for_limit(&proxy, 2, "lowered").await;
     let refused = proxy.get("/").await;
     assert_eq!(
-        (refused.status, refused.parameter("ratelimit", "p", "r")),
+        (
+            refused.status,
+            refused.list_parameter("ratelimit", "p", "r")
+        ),
         (429, Some(0))
     );
-    proxy.write_config(&policy(6));
-    takes_effect(&proxy, 6, "raised again").await;
+    proxy.write_config(&make_policy(6));
+    wait_for_limit(&proxy, 6, "raised again").await;
     assert_eq!(
         proxy.get("/").await.status,
         429,
@@ -252,13 +263,13 @@ async fn trap_15_usage_is_kept_a_raised_limit_frees_and_a_lowered_one_binds_at_o
 #[tokio::test]
 async fn trap_15_counters_survive_a_reload_that_changes_something_else() {
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&policy(2), upstream.address).await;
-    assert_eq!(proxy.statuses("/", 3).await, [200, 200, 429]);
+    let proxy = Proxy::start(&make_policy(2), upstream.address).await;
+    assert_eq!(proxy.get_statuses("/", 3).await, [200, 200, 429]);
     let extra = "[[policy]]\nname = \"new\"\nmatch = { path = \"/new\" }\naction = \"deny\"\n";
-    proxy.write_config(&format!("{extra}{}", policy(2)));
+    proxy.write_config(&format!("{extra}{}", make_policy(2)));
     let changed = Instant::now();
     while proxy.get("/new").await.status != 403 {
-        assert!(changed.elapsed() < RELOADED_WITHIN, "{}", proxy.log());
+        assert!(changed.elapsed() < RELOAD_TIMEOUT, "{}", proxy.log_text());
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     assert_eq!(proxy.get("/").await.status, 429);
@@ -266,9 +277,9 @@ async fn trap_15_counters_survive_a_reload_that_changes_something_else() {
 
 #[tokio::test]
 async fn a_request_in_flight_survives_a_reload() {
-    let (feeder, body) = fed();
+    let (feeder, body) = channel_body();
     let body = Mutex::new(Some(body));
-    let upstream = Upstream::serving(move |request| {
+    let upstream = Upstream::with_handler(move |request| {
         let slow = if request.uri() == "/slow" {
             body.lock().unwrap().take()
         } else {
@@ -277,13 +288,13 @@ async fn a_request_in_flight_survives_a_reload() {
         async { Response::new(slow.unwrap_or_default()) }
     })
     .await;
-    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
+    let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
     client.send("GET /slow HTTP/1.1\r\nHost: a\r\n\r\n").await;
     feeder.send("before").await;
     client.read_past(b"before").await;
-    proxy.write_config(&policy(2_000));
-    takes_effect(&proxy, 2_000, "while a request is in flight").await;
+    proxy.write_config(&make_policy(2_000));
+    wait_for_limit(&proxy, 2_000, "while a request is in flight").await;
     feeder.send("after").await;
     drop(feeder);
     client.read_past(b"after").await;
@@ -292,20 +303,28 @@ async fn a_request_in_flight_survives_a_reload() {
 }
 
 #[tokio::test]
-async fn what_needs_a_restart_is_said_so() {
+async fn a_change_that_needs_a_restart_is_logged() {
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&policy(1_000), upstream.address).await;
+    let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
     let mark = proxy.log_mark();
-    proxy.write_config(&format!("[listen]\nmax_connections = 5\n{}", policy(2_000)));
-    takes_effect(&proxy, 2_000, "the policies beside it").await;
-    let told = |line: &LogLine| is_complaint(line) && line.mentions("restart");
+    proxy.write_config(&format!(
+        "[listen]\nmax_connections = 5\n{}",
+        make_policy(2_000)
+    ));
+    wait_for_limit(&proxy, 2_000, "the policies beside it").await;
+    let told = |line: &LogLine| is_warning_or_error(line) && line.contains("restart");
     proxy
-        .wait_for_log("word that the listener needs a restart", mark, SOON, told)
+        .wait_for_log(
+            "word that the listener needs a restart",
+            mark,
+            TEST_TIMEOUT,
+            told,
+        )
         .await;
 }
 
 #[tokio::test]
-async fn a_reload_that_changes_block_for_ends_no_block() {
+async fn a_reload_that_changes_block_for_does_not_end_a_block() {
     let policy = |requests: u64, block: &str| {
         format!(
             "[[policy]]\nname = \"p\"\nlimit = {{ requests = {requests}, per = \"1ms\" }}\n{block}"
@@ -319,11 +338,11 @@ async fn a_reload_that_changes_block_for_ends_no_block() {
         "never is no reason for a block"
     );
     proxy.write_config(&policy(1, "block_for = \"1h\""));
-    takes_effect(&proxy, 1, "one a millisecond").await;
-    while proxy.statuses("/", 8).await.ends_with(&[200]) {}
+    wait_for_limit(&proxy, 1, "one a millisecond").await;
+    while proxy.get_statuses("/", 8).await.ends_with(&[200]) {}
     for (requests, block) in [(2_000, "block_for = \"1m\""), (3_000, "block_for = \"2h\"")] {
         proxy.write_config(&policy(requests, block));
-        takes_effect(&proxy, requests, "blocked, with another block_for").await;
+        wait_for_limit(&proxy, requests, "blocked, with another block_for").await;
         let reply = proxy.get("/").await;
         assert_eq!(reply.status, 429, "{block}");
         let left_us = reply.retry_after_us();
@@ -333,6 +352,6 @@ async fn a_reload_that_changes_block_for_ends_no_block() {
         );
     }
     proxy.write_config(&policy(4_000, ""));
-    takes_effect(&proxy, 4_000, "without a block").await;
+    wait_for_limit(&proxy, 4_000, "without a block").await;
     assert_eq!(proxy.get("/").await.status, 200);
 }

@@ -1,7 +1,7 @@
 //! `tidegate replay`: what policies would have done to the requests of a past log.
 
-use crate::support::old_log::{self, Answers};
-use crate::support::process::{Ended, Process, tidegate};
+use crate::support::generated_log::{self, ExpectedReport};
+use crate::support::process::{ChildProcess, ProcessOutput, tidegate_command};
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
@@ -10,38 +10,40 @@ use std::time::Duration;
 use tempfile::TempDir;
 use tokio::io::AsyncWriteExt;
 
-fn draw(dir: &Path, requests: u64) -> Answers {
+fn write_sample_log(dir: &Path, requests: u64) -> ExpectedReport {
     let mut log = Vec::new();
-    let answers = old_log::write(&mut log, requests, 11).unwrap();
+    let answers = generated_log::generate_log(&mut log, requests, 11).unwrap();
     fs::write(dir.join("access.log"), log).unwrap();
-    fs::write(dir.join("config.toml"), old_log::POLICIES).unwrap();
+    fs::write(dir.join("config.toml"), generated_log::POLICIES).unwrap();
     answers
 }
 
-async fn replay(dir: &Path, args: &[&str]) -> Ended {
-    let mut process = Process::start(tidegate().current_dir(dir).arg("replay").args(args)).unwrap();
+async fn run_replay(dir: &Path, args: &[&str]) -> ProcessOutput {
+    let mut process =
+        ChildProcess::start(tidegate_command().current_dir(dir).arg("replay").args(args)).unwrap();
     // Many lines for a binary that wasn't built to be fast.
-    process.ended(Duration::from_secs(60)).await
+    process.wait_for_exit(Duration::from_secs(60)).await
 }
 
-fn read(ended: &Ended) -> Value {
+fn parse_report(ended: &ProcessOutput) -> Value {
     assert!(ended.status.success(), "{}", ended.stderr);
     serde_json::from_str(&ended.stdout).unwrap()
 }
 
 #[tokio::test]
-async fn a_log_with_known_answers_gives_them() {
+async fn the_report_has_the_known_answers_of_a_sample_log() {
     let dir = TempDir::new().unwrap();
-    let answers = draw(dir.path(), 50_000);
+    let answers = write_sample_log(dir.path(), 50_000);
     assert!(
-        answers.broken > 0 && answers.limited > 1000 && answers.forwarded > 1000,
+        answers.malformed > 0 && answers.limited > 1000 && answers.forwarded > 1000,
         "nothing to see"
     );
-    let report = read(&replay(dir.path(), &["--json", "--top=1000000", "access.log"]).await);
+    let report =
+        parse_report(&run_replay(dir.path(), &["--json", "--top=1000000", "access.log"]).await);
     let set = &report["sets"][0];
     assert_eq!(report["lines"], answers.lines);
     assert_eq!(report["requests"], answers.requests);
-    assert_eq!(report["logs"][0]["broken"], answers.broken);
+    assert_eq!(report["logs"][0]["broken"], answers.malformed);
     assert_eq!(
         (&set["forwarded"], &set["limited"]),
         (&answers.forwarded.into(), &answers.limited.into())
@@ -54,7 +56,7 @@ async fn a_log_with_known_answers_gives_them() {
             policy["rejected"].as_u64().unwrap() + policy["shadow_rejected"].as_u64().unwrap();
         assert_eq!(refused, wanted.refused, "{name}");
         assert_eq!(policy["keys"], wanted.keys.len(), "{name}");
-        assert_eq!(policy["keys_touched"], wanted.touched(), "{name}");
+        assert_eq!(policy["keys_touched"], wanted.limited_keys(), "{name}");
         let told = set["top"]
             .as_array()
             .unwrap()
@@ -73,15 +75,15 @@ async fn a_log_with_known_answers_gives_them() {
                 (Some(requests), Some(refused))
             });
         });
-        assert_eq!(told.count() as u64, wanted.touched(), "{name}");
+        assert_eq!(told.count() as u64, wanted.limited_keys(), "{name}");
     }
 }
 
 #[tokio::test]
-async fn a_report_for_people_and_a_page() {
+async fn replay_writes_a_text_report_and_an_html_page() {
     let dir = TempDir::new().unwrap();
-    draw(dir.path(), 10_000);
-    let more = old_log::POLICIES.replace("requests = 20", "requests = 200");
+    write_sample_log(dir.path(), 10_000);
+    let more = generated_log::POLICIES.replace("requests = 20", "requests = 200");
     fs::write(dir.path().join("more.toml"), more).unwrap();
     let args = [
         "--suggest",
@@ -89,7 +91,7 @@ async fn a_report_for_people_and_a_page() {
         "--html=report.html",
         "access.log",
     ];
-    let ended = replay(dir.path(), &args).await;
+    let ended = run_replay(dir.path(), &args).await;
     assert!(
         ended.status.success() && ended.stderr.is_empty(),
         "{}",
@@ -125,10 +127,10 @@ async fn a_report_for_people_and_a_page() {
 }
 
 #[tokio::test]
-async fn a_log_comes_by_stdin_too() {
+async fn a_log_is_read_from_stdin() {
     let dir = TempDir::new().unwrap();
-    let answers = draw(dir.path(), 10_000);
-    let mut command = tidegate();
+    let answers = write_sample_log(dir.path(), 10_000);
+    let mut command = tidegate_command();
     command
         .current_dir(dir.path())
         .args(["replay", "--json", "-"]);
@@ -153,9 +155,9 @@ async fn a_log_comes_by_stdin_too() {
 }
 
 #[tokio::test]
-async fn what_is_wrong_is_said() {
+async fn invalid_arguments_and_files_are_reported() {
     let dir = TempDir::new().unwrap();
-    draw(dir.path(), 100);
+    write_sample_log(dir.path(), 100);
     for (args, said) in [
         (&["nowhere.log"][..], "nowhere.log: No such file"),
         (&["config.toml"], "none of the first lines is a request"),
@@ -165,7 +167,7 @@ async fn what_is_wrong_is_said() {
         (&["--suggest=101", "access.log"], "expected a percentage"),
         (&[], "ACCESS_LOG"),
     ] {
-        let ended = replay(dir.path(), args).await;
+        let ended = run_replay(dir.path(), args).await;
         assert!(
             !ended.status.success() && ended.stdout.is_empty(),
             "{args:?}"

@@ -3,10 +3,10 @@
 //! Judged by what Redis itself saw: `MONITOR` shows every charge that the script writes, with the decision's
 //! time in it and Redis' own beside it. So no delay between a decision and its effect blurs the picture.
 
-use crate::support::SOON;
+use crate::support::TEST_TIMEOUT;
 use crate::support::client::RawClient;
 use crate::support::proxy::Proxy;
-use crate::support::redis::Server;
+use crate::support::redis::RedisServer;
 use crate::support::upstream::Upstream;
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -15,53 +15,57 @@ use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 
-const CLIENTS: usize = 64;
-const LIMIT: usize = 100;
+const CLIENT_COUNT: usize = 64;
+const LIMIT_UNITS: usize = 100;
 
 /// The run lasts this many periods of the limit.
-const PERIODS: u64 = 6;
+const PERIODS_PER_RUN: u64 = 6;
 
 /// Each window of a log begins when somebody comes for it: on a busy machine, a little late. This much in all is
 /// the machine's fault.
-const DRIFT: Duration = Duration::from_millis(700);
+const ALLOWED_DRIFT: Duration = Duration::from_millis(700);
 
 /// How long an impatient client waits before it knocks again. (The others wait as long as they are told.)
-const IMPATIENT: Duration = Duration::from_millis(20);
+const IMPATIENT_DELAY: Duration = Duration::from_millis(20);
 
 /// One write that the script made: Redis' clock when it ran, and the arguments.
 #[derive(Clone, Debug)]
-struct Write {
+struct ScriptWrite {
     at_us: u64,
-    words: Vec<String>,
+    arguments: Vec<String>,
 }
 
 /// What came of a run.
-struct Run {
+struct SharedLimitRun {
     per_us: u64,
     /// Answers of 200 that the clients got.
     admitted: usize,
     /// The units, in the order in which they were charged, each with the write that did it.
-    charges: Vec<Write>,
+    charges: Vec<ScriptWrite>,
     /// Answers by Redis and by the proxies' own memory of refusals.
     refused: usize,
 }
 
-impl Run {
+impl SharedLimitRun {
     /// The length is `TIDEGATE_TEST_SECONDS`, 6 unless set; the limit's period is a sixth of it.
     /// `total` says what a write counts, and how many units of that it has seen.
-    async fn of(algorithm: &str, writes: &'static str, total: fn(&Write) -> (u64, u64)) -> Self {
+    async fn execute(
+        algorithm: &str,
+        writes: &'static str,
+        total: fn(&ScriptWrite) -> (u64, u64),
+    ) -> Self {
         let seconds =
             std::env::var("TIDEGATE_TEST_SECONDS").map_or(6, |seconds| seconds.parse().unwrap());
         let length = Duration::from_secs(seconds);
-        let per = length / u32::try_from(PERIODS).unwrap();
-        let (server, upstream) = (Server::start(), Upstream::echo().await);
+        let per = length / u32::try_from(PERIODS_PER_RUN).unwrap();
+        let (server, upstream) = (RedisServer::start(), Upstream::echo().await);
         let config = format!(
             r#"
 store = {{ kind = "redis", redis = {{ url = "redis://127.0.0.1:{}/0", key_prefix = "shop", timeout = "5s" }} }}
 log = {{ access = "off" }}
 [[policy]]
 name = "hot"
-limit = {{ requests = {LIMIT}, per = "{}ms", algorithm = "{algorithm}" }}
+limit = {{ requests = {LIMIT_UNITS}, per = "{}ms", algorithm = "{algorithm}" }}
 on_store_failure = "closed"
 "#,
             server.port(),
@@ -71,12 +75,12 @@ on_store_failure = "closed"
             Proxy::start(&config, upstream.address).await,
             Proxy::start(&config, upstream.address).await,
         ];
-        let monitor = Monitor::start(&server, writes).await;
-        let until = Instant::now() + length + DRIFT;
-        let clients: Vec<_> = (0..CLIENTS)
+        let monitor = MonitorRecorder::start(&server, writes).await;
+        let until = Instant::now() + length + ALLOWED_DRIFT;
+        let clients: Vec<_> = (0..CLIENT_COUNT)
             .map(|n| {
                 let patient = n % 4 < 2;
-                tokio::spawn(client(proxies[n % 2].address, patient, until))
+                tokio::spawn(send_requests_until(proxies[n % 2].address, patient, until))
             })
             .collect();
         let (mut admitted, mut refused) = (0, 0);
@@ -86,7 +90,7 @@ on_store_failure = "closed"
             refused += no;
         }
         assert_eq!(
-            upstream.seen().len(),
+            upstream.requests().len(),
             admitted,
             "only what was admitted reached the upstream"
         );
@@ -111,14 +115,14 @@ on_store_failure = "closed"
         }
     }
 
-    fn asked_hard(&self) {
+    fn assert_limit_was_reached(&self) {
         println!(
             "{} of {} asks admitted",
             self.admitted,
             self.admitted + self.refused
         );
         assert!(
-            self.refused > CLIENTS,
+            self.refused > CLIENT_COUNT,
             "the limit was hardly asked for: {} refusals",
             self.refused
         );
@@ -126,13 +130,13 @@ on_store_failure = "closed"
 }
 
 /// At least 99 % of what could be admitted was.
-fn used_up(made: usize, possible: usize) {
+fn assert_used_up(made: usize, possible: usize) {
     println!("{made} of {possible} admitted");
     assert!(made * 100 >= possible * 99, "only {made} of {possible}");
 }
 
 /// The clock that decided is Redis' own.
-fn decided_by_redis(decided_us: u64, write: &Write) {
+fn assert_decided_by_redis_clock(decided_us: u64, write: &ScriptWrite) {
     assert!(
         decided_us.abs_diff(write.at_us) < 1_000_000,
         "decided at {decided_us}: {write:?}"
@@ -141,50 +145,54 @@ fn decided_by_redis(decided_us: u64, write: &Write) {
 
 #[tokio::test]
 async fn a_sliding_log_shared_by_two_proxies_is_exact_and_used_up() {
-    let run = Run::of("sliding_log", "ZADD", |write| {
-        let sum = write.words[3].split(':').next().unwrap();
+    let run = SharedLimitRun::execute("sliding_log", "ZADD", |write| {
+        let sum = write.arguments[3].split(':').next().unwrap();
         (0, sum.parse().unwrap())
     })
     .await;
     let times_us: Vec<u64> = run
         .charges
         .iter()
-        .map(|write| write.words[2].parse().unwrap())
+        .map(|write| write.arguments[2].parse().unwrap())
         .collect();
     for (decided_us, write) in times_us.iter().zip(&run.charges) {
-        decided_by_redis(*decided_us, write);
+        assert_decided_by_redis_clock(*decided_us, write);
     }
     assert!(times_us.is_sorted());
     for (nth, first_us) in times_us.iter().enumerate() {
-        if let Some(beyond_us) = times_us.get(nth + LIMIT) {
+        if let Some(beyond_us) = times_us.get(nth + LIMIT_UNITS) {
             let span_us = beyond_us - first_us;
             assert!(
                 span_us >= run.per_us,
                 "{} requests within {span_us} µs",
-                LIMIT + 1
+                LIMIT_UNITS + 1
             );
         }
     }
-    run.asked_hard();
+    run.assert_limit_was_reached();
     // All windows can have begun when one less than all have passed, and a window is used up at once.
-    let by_us =
-        times_us[0] + (PERIODS - 1) * run.per_us + u64::try_from(DRIFT.as_micros()).unwrap();
+    let by_us = times_us[0]
+        + (PERIODS_PER_RUN - 1) * run.per_us
+        + u64::try_from(ALLOWED_DRIFT.as_micros()).unwrap();
     let made = times_us.iter().filter(|at_us| **at_us < by_us).count();
-    used_up(made, LIMIT * usize::try_from(PERIODS).unwrap());
-    let last = usize::try_from(PERIODS - 1).unwrap() * LIMIT;
+    assert_used_up(
+        made,
+        LIMIT_UNITS * usize::try_from(PERIODS_PER_RUN).unwrap(),
+    );
+    let last = usize::try_from(PERIODS_PER_RUN - 1).unwrap() * LIMIT_UNITS;
     let late_us = times_us
         .get(last)
-        .map(|at_us| at_us - times_us[0] - (PERIODS - 1) * run.per_us);
+        .map(|at_us| at_us - times_us[0] - (PERIODS_PER_RUN - 1) * run.per_us);
     println!("the last window began {late_us:?} µs after the earliest moment");
 }
 
 #[tokio::test]
 async fn a_fixed_window_shared_by_two_proxies_is_exact_and_used_up() {
-    let state = |write: &Write| -> (u64, u64) {
-        let (start_us, used) = write.words[2].split_once(':').unwrap();
+    let state = |write: &ScriptWrite| -> (u64, u64) {
+        let (start_us, used) = write.arguments[2].split_once(':').unwrap();
         (start_us.parse().unwrap(), used.parse().unwrap())
     };
-    let run = Run::of("fixed_window", "SET", state).await;
+    let run = SharedLimitRun::execute("fixed_window", "SET", state).await;
     let mut windows: Vec<(u64, usize)> = Vec::new();
     for write in &run.charges {
         let (start_us, used) = state(write);
@@ -205,15 +213,17 @@ async fn a_fixed_window_shared_by_two_proxies_is_exact_and_used_up() {
             }
             _ => windows.push((start_us, used)),
         }
-        assert!(used <= LIMIT, "{write:?}");
+        assert!(used <= LIMIT_UNITS, "{write:?}");
     }
     assert!(windows.is_sorted(), "no window comes twice");
-    run.asked_hard();
+    run.assert_limit_was_reached();
     // Whole ones only: the run began within the first, and ended within the last.
-    let whole = windows.get(1..usize::try_from(PERIODS).unwrap()).unwrap();
-    used_up(
+    let whole = windows
+        .get(1..usize::try_from(PERIODS_PER_RUN).unwrap())
+        .unwrap();
+    assert_used_up(
         whole.iter().map(|(_, count)| count).sum(),
-        LIMIT * whole.len(),
+        LIMIT_UNITS * whole.len(),
     );
     let starts = whole
         .windows(2)
@@ -223,20 +233,25 @@ async fn a_fixed_window_shared_by_two_proxies_is_exact_and_used_up() {
 
 /// Asks again and again on one connection, and waits after a refusal: as long as it was told if it is patient.
 /// Returns how often it was admitted and refused.
-async fn client(address: SocketAddr, patient: bool, until: Instant) -> (usize, usize) {
+async fn send_requests_until(address: SocketAddr, patient: bool, until: Instant) -> (usize, usize) {
     let (mut client, mut admitted, mut refused) = (RawClient::connect(address).await, 0, 0);
     while Instant::now() < until {
         let reply = client
             .send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
             .await
-            .reply()
+            .read_response()
             .await;
         match reply.status {
             200 => admitted += 1,
             429 => {
                 refused += 1;
                 let told = Duration::from_micros(reply.retry_after_us());
-                sleep(if patient { told } else { IMPATIENT.min(told) }).await;
+                sleep(if patient {
+                    told
+                } else {
+                    IMPATIENT_DELAY.min(told)
+                })
+                .await;
             }
             other => panic!("{other}: {}", reply.text()),
         }
@@ -245,19 +260,19 @@ async fn client(address: SocketAddr, patient: bool, until: Instant) -> (usize, u
 }
 
 /// Keeps one kind of write that scripts make.
-struct Monitor(JoinHandle<Vec<Write>>);
+struct MonitorRecorder(JoinHandle<Vec<ScriptWrite>>);
 
-impl Monitor {
-    const END: &str = "monitor-ends";
+impl MonitorRecorder {
+    const END_MARKER: &str = "monitor-ends";
 
-    async fn start(server: &Server, writes: &'static str) -> Self {
+    async fn start(server: &RedisServer, writes: &'static str) -> Self {
         let stream = TcpStream::connect(("127.0.0.1", server.port()))
             .await
             .unwrap();
         let mut stream = BufReader::new(stream);
         stream.write_all(b"MONITOR\r\n").await.unwrap();
         let mut line = String::new();
-        timeout(SOON, stream.read_line(&mut line))
+        timeout(TEST_TIMEOUT, stream.read_line(&mut line))
             .await
             .unwrap()
             .unwrap();
@@ -265,7 +280,7 @@ impl Monitor {
         Self(tokio::spawn(async move {
             let (mut kept, mut lines) = (Vec::new(), stream.lines());
             while let Some(line) = lines.next_line().await.unwrap() {
-                if line.contains(Self::END) {
+                if line.contains(Self::END_MARKER) {
                     return kept;
                 }
                 // `+1700000000.123456 [0 lua] "ZADD" "key" …`; probes and instances are none of ours.
@@ -279,9 +294,9 @@ impl Monitor {
                 let is_ours =
                     |key: &String| !key.ends_with("-probe") && !key.contains(":v1:instances");
                 if words[0] == writes && words.get(1).is_some_and(is_ours) {
-                    kept.push(Write {
+                    kept.push(ScriptWrite {
                         at_us: stamp.replace('.', "").parse().unwrap(),
-                        words,
+                        arguments: words,
                     });
                 }
             }
@@ -290,9 +305,9 @@ impl Monitor {
     }
 
     /// What it kept, after everything that Redis did before this call.
-    async fn stop(self, server: &Server) -> Vec<Write> {
-        let _: String = server.command(&format!("ECHO {}", Self::END)).await;
-        timeout(SOON, self.0)
+    async fn stop(self, server: &RedisServer) -> Vec<ScriptWrite> {
+        let _: String = server.command(&format!("ECHO {}", Self::END_MARKER)).await;
+        timeout(TEST_TIMEOUT, self.0)
             .await
             .expect("MONITOR shows what happened")
             .unwrap()

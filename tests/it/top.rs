@@ -1,8 +1,8 @@
 //! `tidegate top`: as a table, as JSON, and live in a terminal that it gives back.
 
-use crate::support::desk::Desk;
-use crate::support::process::{Ended, run, signal, tidegate};
-use crate::support::{SOON, eventually};
+use crate::support::admin_proxy::AdminProxy;
+use crate::support::process::{ProcessOutput, run_command, send_signal_to, tidegate_command};
+use crate::support::{TEST_TIMEOUT, eventually};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
-const TIDEGATE: &str = env!("CARGO_BIN_EXE_tidegate");
+const TIDEGATE_BINARY: &str = env!("CARGO_BIN_EXE_tidegate");
 
 const POLICIES: &str = r#"
 [[policy]]
@@ -24,47 +24,50 @@ mode = "shadow"
 limit = { requests = 100, per = "1h" }
 "#;
 
-const HOSTILE: &[u8] = b"\x1b[2Jann\xc2\x9b31m";
+const HOSTILE_USER: &[u8] = b"\x1b[2Jann\xc2\x9b31m";
 
 /// A proxy whose policy has refused somebody with a hostile name.
-async fn desk() -> Desk {
-    let desk = Desk::open(POLICIES).await;
+async fn start_fixture() -> AdminProxy {
+    let desk = AdminProxy::start(POLICIES).await;
     // A header's value may hold any byte but controls: an escape can't come this way, but in a path.
     for _ in 0..5 {
-        let value = String::from_utf8_lossy(HOSTILE).replace('\u{1b}', "~");
+        let value = String::from_utf8_lossy(HOSTILE_USER).replace('\u{1b}', "~");
         desk.proxy
-            .ask("GET", "/%1b%5b2J")
+            .request("GET", "/%1b%5b2J")
             .header("x-user", &value)
-            .status()
+            .send_for_status()
             .await;
     }
-    desk.policy("api", |told| !told["last_hour"]["rejected"].is_null())
+    desk.wait_for_policy("api", |told| !told["last_hour"]["rejected"].is_null())
         .await;
     desk
 }
 
-async fn top(desk: &Desk, words: &[&str]) -> Ended {
-    desk.command(&[&["top"], words].concat()).await
+async fn run_top(desk: &AdminProxy, words: &[&str]) -> ProcessOutput {
+    desk.run_command(&[&["top"], words].concat()).await
 }
 
 /// `tidegate top` in a terminal of 100 columns and 30 lines, made by `script`. What it is written is in what comes out.
 struct Terminal {
     child: Child,
-    seen: String,
+    output: String,
     /// Holds the number of what runs in it.
-    pid: PathBuf,
+    pid_file: PathBuf,
 }
 
 impl Terminal {
-    fn open(desk: &Desk) -> Self {
+    fn open(desk: &AdminProxy) -> Self {
         let pid = desk.dir().join("pid");
         let line = format!(
-            "stty cols 100 rows 30; echo $$ > {pid:?}; exec {TIDEGATE:?} top --every 1 --config {:?}",
+            "stty cols 100 rows 30; echo $$ > {pid:?}; exec {TIDEGATE_BINARY:?} top --every 1 --config {:?}",
             desk.proxy.config_path(),
         );
         let child = Command::new("script")
             .args(["-qfec", &line, "/dev/null"])
-            .env("TIDEGATE_ADMIN__ADDRESS", desk.proxy.admin().to_string())
+            .env(
+                "TIDEGATE_ADMIN__ADDRESS",
+                desk.proxy.admin_address().to_string(),
+            )
             .env("TERM", "xterm")
             .env("LC_ALL", "C")
             .stdin(Stdio::piped())
@@ -74,23 +77,23 @@ impl Terminal {
             .expect("script is part of every Debian");
         Self {
             child,
-            seen: String::new(),
-            pid,
+            output: String::new(),
+            pid_file: pid,
         }
     }
 
     /// What runs in it.
-    fn pid(&self) -> u32 {
-        fs::read_to_string(&self.pid)
+    fn child_pid(&self) -> u32 {
+        fs::read_to_string(&self.pid_file)
             .unwrap()
             .trim()
             .parse()
             .unwrap()
     }
 
-    async fn shows(&mut self, text: &str) {
+    async fn wait_for_output(&mut self, text: &str) {
         let found = async {
-            while !self.seen.contains(text) {
+            while !self.output.contains(text) {
                 let mut bytes = [0; 4096];
                 let read = self
                     .child
@@ -100,17 +103,18 @@ impl Terminal {
                     .read(&mut bytes)
                     .await
                     .unwrap();
-                assert!(read > 0, "it ended without {text:?}: {:?}", self.seen);
-                self.seen.push_str(&String::from_utf8_lossy(&bytes[..read]));
+                assert!(read > 0, "it ended without {text:?}: {:?}", self.output);
+                self.output
+                    .push_str(&String::from_utf8_lossy(&bytes[..read]));
             }
         };
-        if timeout(SOON, found).await.is_err() {
-            panic!("waited for {text:?}: {:?}", self.seen);
+        if timeout(TEST_TIMEOUT, found).await.is_err() {
+            panic!("waited for {text:?}: {:?}", self.output);
         }
     }
 
-    async fn press(&mut self, keys: &str) {
-        self.seen.clear();
+    async fn type_keys(&mut self, keys: &str) {
+        self.output.clear();
         self.child
             .stdin
             .as_mut()
@@ -121,17 +125,17 @@ impl Terminal {
     }
 
     /// The other screen is left, the cursor is there again, and it has ended well.
-    async fn comes_back(mut self) {
-        self.shows("\u{1b}[?25h").await;
-        self.shows("\u{1b}[?1049l").await;
+    async fn assert_restored(mut self) {
+        self.wait_for_output("\u{1b}[?25h").await;
+        self.wait_for_output("\u{1b}[?1049l").await;
         assert!(
-            timeout(SOON, self.child.wait())
+            timeout(TEST_TIMEOUT, self.child.wait())
                 .await
                 .expect("it ends")
                 .unwrap()
                 .success(),
             "{:?}",
-            self.seen
+            self.output
         );
     }
 }
@@ -139,32 +143,34 @@ impl Terminal {
 /// With `script` alone killed, what runs in it would go on if it doesn't notice, which is what is tested.
 impl Drop for Terminal {
     fn drop(&mut self) {
-        let Some(pid) = fs::read_to_string(&self.pid)
+        let Some(pid) = fs::read_to_string(&self.pid_file)
             .ok()
             .and_then(|pid| pid.trim().parse().ok())
         else {
             return;
         };
         // The number may be somebody else's by now.
-        if fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe == Path::new(TIDEGATE)) {
-            signal(pid, "KILL");
+        if fs::read_link(format!("/proc/{pid}/exe"))
+            .is_ok_and(|exe| exe == Path::new(TIDEGATE_BINARY))
+        {
+            send_signal_to(pid, "KILL");
         }
     }
 }
 
-fn is_harmless(text: &str) -> bool {
+fn is_printable_ascii(text: &str) -> bool {
     text.chars()
         .all(|letter| letter == '\n' || (' '..='~').contains(&letter))
 }
 
 #[tokio::test]
 async fn without_a_terminal_it_prints_a_table_once() {
-    let desk = desk().await;
+    let desk = start_fixture().await;
     for words in [&["--once"][..], &[]] {
-        let ended = top(&desk, words).await;
+        let ended = run_top(&desk, words).await;
         assert!(ended.status.success(), "{}", ended.stderr);
         let table = ended.stdout;
-        assert!(is_harmless(&table), "{table:?}");
+        assert!(is_printable_ascii(&table), "{table:?}");
         let line = |start: &str| {
             table
                 .lines()
@@ -184,11 +190,11 @@ async fn without_a_terminal_it_prints_a_table_once() {
 }
 
 #[tokio::test]
-async fn json_is_what_the_admin_port_tells() {
-    let desk = desk().await;
-    let ended = top(&desk, &["--json"]).await;
+async fn json_output_has_the_admin_data() {
+    let desk = start_fixture().await;
+    let ended = run_top(&desk, &["--json"]).await;
     assert!(
-        ended.status.success() && is_harmless(&ended.stdout),
+        ended.status.success() && is_printable_ascii(&ended.stdout),
         "{}{}",
         ended.stdout,
         ended.stderr
@@ -200,65 +206,68 @@ async fn json_is_what_the_admin_port_tells() {
 }
 
 #[tokio::test]
-async fn who_cannot_be_asked_is_an_error_with_a_reason() {
-    let desk = desk().await;
-    let mut command = tidegate();
+async fn an_unreachable_admin_port_is_an_error_with_its_address() {
+    let desk = start_fixture().await;
+    let mut command = tidegate_command();
     command
         .args(["top", "--once", "--config"])
         .arg(desk.proxy.config_path());
-    let ended = run(command.env("TIDEGATE_ADMIN__ADDRESS", "127.0.0.1:9")).await;
+    let ended = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", "127.0.0.1:9")).await;
     assert_eq!((ended.status.code(), ended.stdout.as_str()), (Some(1), ""));
     assert!(
         ended.stderr.starts_with("error: 127.0.0.1:9: "),
         "{}",
         ended.stderr
     );
-    assert_eq!(top(&desk, &["--every", "0"]).await.status.code(), Some(2));
-}
-
-#[tokio::test]
-async fn live_it_hears_keys_and_gives_the_terminal_back() {
-    let desk = desk().await;
-    let mut terminal = Terminal::open(&desk);
-    terminal.shows("\u{1b}[?1049h").await;
-    terminal.shows("60.0%").await;
-    // Rates are there from the second look on.
-    terminal.shows("refused/s").await;
-    terminal.press("s").await;
-    terminal.shows("sort: requests").await;
-    terminal.press("p").await;
-    terminal.shows("[paused]").await;
-    assert!(
-        !terminal.seen.contains('\u{9b}') && !terminal.seen.contains("\u{1b}[2Jann"),
-        "{:?}",
-        terminal.seen
+    assert_eq!(
+        run_top(&desk, &["--every", "0"]).await.status.code(),
+        Some(2)
     );
-    terminal.press("q").await;
-    terminal.comes_back().await;
 }
 
 #[tokio::test]
-async fn a_signal_gives_the_terminal_back_too() {
-    let desk = desk().await;
+async fn the_live_view_handles_keys_and_restores_the_terminal() {
+    let desk = start_fixture().await;
     let mut terminal = Terminal::open(&desk);
-    terminal.shows("60.0%").await;
-    terminal.seen.clear();
-    assert!(signal(terminal.pid(), "TERM"));
-    terminal.comes_back().await;
+    terminal.wait_for_output("\u{1b}[?1049h").await;
+    terminal.wait_for_output("60.0%").await;
+    // Rates are there from the second look on.
+    terminal.wait_for_output("refused/s").await;
+    terminal.type_keys("s").await;
+    terminal.wait_for_output("sort: requests").await;
+    terminal.type_keys("p").await;
+    terminal.wait_for_output("[paused]").await;
+    assert!(
+        !terminal.output.contains('\u{9b}') && !terminal.output.contains("\u{1b}[2Jann"),
+        "{:?}",
+        terminal.output
+    );
+    terminal.type_keys("q").await;
+    terminal.assert_restored().await;
+}
+
+#[tokio::test]
+async fn a_signal_restores_the_terminal() {
+    let desk = start_fixture().await;
+    let mut terminal = Terminal::open(&desk);
+    terminal.wait_for_output("60.0%").await;
+    terminal.output.clear();
+    assert!(send_signal_to(terminal.child_pid(), "TERM"));
+    terminal.assert_restored().await;
 }
 
 /// The window is closed: its program is not left behind, turning.
 #[tokio::test]
-async fn it_ends_with_its_terminal() {
-    let desk = desk().await;
+async fn it_exits_when_its_terminal_closes() {
+    let desk = start_fixture().await;
     // What it is doing at that moment makes a difference.
     for _ in 0..3 {
         let mut terminal = Terminal::open(&desk);
-        terminal.shows("60.0%").await;
-        let stat = format!("/proc/{}/stat", terminal.pid());
+        terminal.wait_for_output("60.0%").await;
+        let stat = format!("/proc/{}/stat", terminal.child_pid());
         assert!(fs::read_to_string(&stat).is_ok());
         terminal.child.kill().await.unwrap();
-        eventually("its end", SOON, || {
+        eventually("its end", TEST_TIMEOUT, || {
             // Nobody may be there to ask how it ended.
             fs::read_to_string(&stat).map_or(Some(()), |stat| stat.contains(") Z ").then_some(()))
         })
@@ -267,14 +276,14 @@ async fn it_ends_with_its_terminal() {
 }
 
 #[tokio::test]
-async fn an_instance_that_is_gone_is_told_and_what_was_seen_stays() {
-    let desk = desk().await;
+async fn an_unreachable_instance_is_shown_and_the_last_data_stays() {
+    let desk = start_fixture().await;
     let mut terminal = Terminal::open(&desk);
-    terminal.shows("60.0%").await;
-    desk.proxy.sigterm();
-    terminal.seen.clear();
-    terminal.shows("[NO ANSWER]").await;
-    terminal.shows("60.0%").await;
-    terminal.press("q").await;
-    terminal.comes_back().await;
+    terminal.wait_for_output("60.0%").await;
+    desk.proxy.send_sigterm();
+    terminal.output.clear();
+    terminal.wait_for_output("[NO ANSWER]").await;
+    terminal.wait_for_output("60.0%").await;
+    terminal.type_keys("q").await;
+    terminal.assert_restored().await;
 }

@@ -1,12 +1,12 @@
 //! Traces: what is passed on, and what a collector gets.
 
-use crate::support::client::{Ask, RawClient};
+use crate::support::client::{ClientRequest, RawClient};
 use crate::support::h2_upstream::H2Upstream;
 use crate::support::proxy::Proxy;
 use crate::support::redis::free_port;
-use crate::support::tls::Authority;
-use crate::support::upstream::{Answer, Feeder, Upstream, fed, full};
-use crate::support::{SOON, eventually};
+use crate::support::tls::CertificateAuthority;
+use crate::support::upstream::{BodySender, Upstream, UpstreamResponse, channel_body, full_body};
+use crate::support::{TEST_TIMEOUT, eventually};
 use bytes::Bytes;
 use http_body_util::BodyExt;
 use hyper::service::service_fn;
@@ -31,29 +31,29 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio_rustls::TlsAcceptor;
 use tonic::{Code, Status};
 
-const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
-const CALLER: &str = "00f067aa0ba902b7";
+const TRACE_ID: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
+const PARENT_SPAN_ID: &str = "00f067aa0ba902b7";
 
-const POLICY: &str =
+const LIMITED_POLICY: &str =
     "[[policy]]\nname = 'p'\nmatch = { path = '/limited' }\nlimit = { requests = 1, per = '1h' }\n";
 
 /// What a collector was given.
 #[derive(Clone, Default)]
-struct Received {
+struct ReceivedSpans {
     requests: Arc<Mutex<Vec<ExportTraceServiceRequest>>>,
     /// Who doesn't send this in `x-api-key` is not let in.
-    wants: Option<&'static str>,
+    required_api_key: Option<&'static str>,
 }
 
 /// A real gRPC server, ended when dropped.
-struct Collector {
+struct TraceCollector {
     address: SocketAddr,
-    received: Received,
+    received: ReceivedSpans,
     server: JoinHandle<()>,
 }
 
 #[tonic::async_trait]
-impl TraceService for Received {
+impl TraceService for ReceivedSpans {
     async fn export(
         &self,
         request: tonic::Request<ExportTraceServiceRequest>,
@@ -71,7 +71,7 @@ impl TraceService for Received {
             .metadata()
             .get("x-api-key")
             .map(|key| key.as_bytes())
-            != self.wants.map(str::as_bytes)
+            != self.required_api_key.map(str::as_bytes)
         {
             return Err(Status::new(Code::Unauthenticated, "who are you?"));
         }
@@ -81,10 +81,10 @@ impl TraceService for Received {
 }
 
 /// Says no.
-struct Refusing;
+struct RefusingCollector;
 
 #[tonic::async_trait]
-impl TraceService for Refusing {
+impl TraceService for RefusingCollector {
     async fn export(
         &self,
         _request: tonic::Request<ExportTraceServiceRequest>,
@@ -93,25 +93,25 @@ impl TraceService for Refusing {
     }
 }
 
-impl Collector {
+impl TraceCollector {
     async fn start() -> Self {
-        Self::at(0).await
+        Self::start_on_port(0).await
     }
 
-    async fn at(port: u16) -> Self {
-        let received = Received::default();
+    async fn start_on_port(port: u16) -> Self {
+        let received = ReceivedSpans::default();
         let service = TraceServiceServer::new(received.clone());
-        Self::serving(port, service, received).await
+        Self::serve(port, service, received).await
     }
 
-    async fn serving<S: TraceService>(
+    async fn serve<S: TraceService>(
         port: u16,
         service: TraceServiceServer<S>,
-        received: Received,
+        received: ReceivedSpans,
     ) -> Self {
         // Who listened there before may just be ending.
         let bind = || std::net::TcpListener::bind(("127.0.0.1", port)).ok();
-        let listener = eventually("the port to be free", SOON, bind).await;
+        let listener = eventually("the port to be free", TEST_TIMEOUT, bind).await;
         listener.set_nonblocking(true).unwrap();
         let listener = TcpListener::from_std(listener).unwrap();
         let address = listener.local_addr().unwrap();
@@ -132,7 +132,7 @@ impl Collector {
     }
 
     /// The same behind TLS: gRPC if the client wants HTTP/2.
-    async fn secured(
+    async fn serve_tls(
         service: TraceServiceServer<impl TraceService>,
         tls: TlsAcceptor,
     ) -> (SocketAddr, JoinHandle<()>) {
@@ -157,31 +157,31 @@ impl Collector {
         (address, server)
     }
 
-    fn lines(&self, sample: &str) -> String {
+    fn trace_config(&self, sample: &str) -> String {
         format!(
-            "[trace]\notlp = 'http://{}'\nsample = {sample}\n{POLICY}",
+            "[trace]\notlp = 'http://{}'\nsample = {sample}\n{LIMITED_POLICY}",
             self.address
         )
     }
 
     /// All spans, once there are as many.
-    async fn spans(&self, number: usize) -> Vec<Span> {
-        eventually("spans", SOON, || {
-            let spans = self.received.spans();
+    async fn wait_for_spans(&self, number: usize) -> Vec<Span> {
+        eventually("spans", TEST_TIMEOUT, || {
+            let spans = self.received.all_spans();
             (spans.len() >= number).then_some(spans)
         })
         .await
     }
 }
 
-impl Drop for Collector {
+impl Drop for TraceCollector {
     fn drop(&mut self) {
         self.server.abort();
     }
 }
 
-impl Received {
-    fn spans(&self) -> Vec<Span> {
+impl ReceivedSpans {
+    fn all_spans(&self) -> Vec<Span> {
         let requests = self.requests.lock().unwrap().clone();
         let resources = requests
             .into_iter()
@@ -193,11 +193,11 @@ impl Received {
     }
 }
 
-fn hex(bytes: &[u8]) -> String {
+fn encode_hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn attributes(of: &[KeyValue]) -> BTreeMap<&str, String> {
+fn attribute_map(of: &[KeyValue]) -> BTreeMap<&str, String> {
     let text = |value: &any_value::Value| match value {
         any_value::Value::StringValue(text) => text.clone(),
         any_value::Value::IntValue(number) => number.to_string(),
@@ -209,7 +209,7 @@ fn attributes(of: &[KeyValue]) -> BTreeMap<&str, String> {
         .collect()
 }
 
-fn of_kind(spans: &[Span], kind: SpanKind, name: &str) -> Span {
+fn find_single_span(spans: &[Span], kind: SpanKind, name: &str) -> Span {
     let mut found = spans
         .iter()
         .filter(|span| span.kind() == kind && span.name == name);
@@ -221,60 +221,69 @@ fn of_kind(spans: &[Span], kind: SpanKind, name: &str) -> Span {
     one
 }
 
-fn said(flags: &str) -> String {
-    format!("00-{TRACE}-{CALLER}-{flags}")
+fn make_traceparent(flags: &str) -> String {
+    format!("00-{TRACE_ID}-{PARENT_SPAN_ID}-{flags}")
 }
 
-async fn traced(proxy: &Proxy, path: &str, flags: &str) -> u16 {
+async fn send_traced_request(proxy: &Proxy, path: &str, flags: &str) -> u16 {
     let ask = proxy
-        .ask("GET", path)
-        .header("traceparent", &said(flags))
+        .request("GET", path)
+        .header("traceparent", &make_traceparent(flags))
         .header("tracestate", "a=1,b=2");
-    ask.status().await
+    ask.send_for_status().await
 }
 
 #[tokio::test]
-async fn without_a_collector_all_is_passed_on_as_it_came() {
+async fn without_a_collector_trace_headers_are_forwarded_unchanged() {
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start("", upstream.address).await;
-    assert_eq!(traced(&proxy, "/", "01").await, 200);
-    let seen = upstream.last();
+    assert_eq!(send_traced_request(&proxy, "/", "01").await, 200);
+    let seen = upstream.last_request();
     assert_eq!(
-        (seen.one("traceparent"), seen.one("tracestate")),
-        (said("01").as_str(), "a=1,b=2")
+        (
+            seen.single_header("traceparent"),
+            seen.single_header("tracestate")
+        ),
+        (make_traceparent("01").as_str(), "a=1,b=2")
     );
     assert_eq!(proxy.get("/").await.status, 200);
     assert!(
-        upstream.last().all("traceparent").is_empty(),
+        upstream
+            .last_request()
+            .header_values("traceparent")
+            .is_empty(),
         "nothing is made up"
     );
 }
 
 #[tokio::test]
-async fn a_sampled_request_makes_spans_that_hang_together() {
-    let (upstream, collector) = (Upstream::echo().await, Collector::start().await);
-    let proxy = Proxy::start(&collector.lines("0"), upstream.address).await;
-    assert_eq!(traced(&proxy, "/limited?secret=1", "01").await, 200);
-    let spans = collector.spans(3).await;
-    let server = of_kind(&spans, SpanKind::Server, "GET");
-    let decide = of_kind(&spans, SpanKind::Internal, "decide");
-    let client = of_kind(&spans, SpanKind::Client, "GET");
+async fn a_sampled_request_exports_connected_spans() {
+    let (upstream, collector) = (Upstream::echo().await, TraceCollector::start().await);
+    let proxy = Proxy::start(&collector.trace_config("0"), upstream.address).await;
+    assert_eq!(
+        send_traced_request(&proxy, "/limited?secret=1", "01").await,
+        200
+    );
+    let spans = collector.wait_for_spans(3).await;
+    let server = find_single_span(&spans, SpanKind::Server, "GET");
+    let decide = find_single_span(&spans, SpanKind::Internal, "decide");
+    let client = find_single_span(&spans, SpanKind::Client, "GET");
     assert!(
         spans
             .iter()
-            .all(|span| hex(&span.trace_id) == TRACE && span.trace_state == "a=1,b=2")
+            .all(|span| encode_hex(&span.trace_id) == TRACE_ID && span.trace_state == "a=1,b=2")
     );
-    assert_eq!(hex(&server.parent_span_id), CALLER);
+    assert_eq!(encode_hex(&server.parent_span_id), PARENT_SPAN_ID);
     assert_eq!(
         (&decide.parent_span_id, &client.parent_span_id),
         (&server.span_id, &server.span_id)
     );
-    let seen = upstream.last();
+    let seen = upstream.last_request();
     assert_eq!(
-        seen.one("traceparent"),
-        format!("00-{TRACE}-{}-01", hex(&client.span_id))
+        seen.single_header("traceparent"),
+        format!("00-{TRACE_ID}-{}-01", encode_hex(&client.span_id))
     );
-    assert_eq!(seen.one("tracestate"), "a=1,b=2");
+    assert_eq!(seen.single_header("tracestate"), "a=1,b=2");
     let times = [&server, &decide, &client]
         .map(|span| (span.start_time_unix_nano, span.end_time_unix_nano));
     assert!(
@@ -290,7 +299,7 @@ async fn a_sampled_request_makes_spans_that_hang_together() {
             < 60_000_000_000,
         "{times:?}"
     );
-    let told = attributes(&server.attributes);
+    let told = attribute_map(&server.attributes);
     for (key, value) in [
         ("http.request.method", "GET"),
         ("http.response.status_code", "200"),
@@ -308,28 +317,34 @@ async fn a_sampled_request_makes_spans_that_hang_together() {
             "{key} in {told:?}"
         );
     }
-    assert_eq!(attributes(&decide.attributes)["tidegate.source"], "memory");
     assert_eq!(
-        attributes(&client.attributes)["server.address"],
+        attribute_map(&decide.attributes)["tidegate.source"],
+        "memory"
+    );
+    assert_eq!(
+        attribute_map(&client.attributes)["server.address"],
         upstream.address.to_string()
     );
     let resource = collector.received.requests.lock().unwrap()[0].resource_spans[0]
         .resource
         .clone()
         .unwrap();
-    assert_eq!(attributes(&resource.attributes)["service.name"], "tidegate");
+    assert_eq!(
+        attribute_map(&resource.attributes)["service.name"],
+        "tidegate"
+    );
 }
 
 #[tokio::test]
-async fn a_refusal_has_its_policy_and_no_span_to_the_upstream() {
-    let (upstream, collector) = (Upstream::echo().await, Collector::start().await);
-    let proxy = Proxy::start(&collector.lines("0"), upstream.address).await;
+async fn a_refused_request_has_its_policy_and_no_upstream_span() {
+    let (upstream, collector) = (Upstream::echo().await, TraceCollector::start().await);
+    let proxy = Proxy::start(&collector.trace_config("0"), upstream.address).await;
     assert_eq!(proxy.get("/limited").await.status, 200);
-    assert_eq!(traced(&proxy, "/limited", "01").await, 429);
-    let spans = collector.spans(2).await;
+    assert_eq!(send_traced_request(&proxy, "/limited", "01").await, 429);
+    let spans = collector.wait_for_spans(2).await;
     assert_eq!(spans.len(), 2, "{spans:#?}");
-    let told = of_kind(&spans, SpanKind::Server, "GET");
-    let told = attributes(&told.attributes);
+    let told = find_single_span(&spans, SpanKind::Server, "GET");
+    let told = attribute_map(&told.attributes);
     assert_eq!(
         (
             told["tidegate.decision"].as_str(),
@@ -338,72 +353,98 @@ async fn a_refusal_has_its_policy_and_no_span_to_the_upstream() {
         ("rejected", "p")
     );
     let line = proxy
-        .wait_for_log("its line", 0, SOON, |line| line.field("trace_id") == TRACE)
+        .wait_for_log("its line", 0, TEST_TIMEOUT, |line| {
+            line.field("trace_id") == TRACE_ID
+        })
         .await;
     assert_eq!(line.field("decision"), "rejected");
 }
 
 #[tokio::test]
-async fn who_is_not_sampled_is_left_alone_and_what_is_said_wrongly_is_not_believed() {
-    let (upstream, collector) = (Upstream::echo().await, Collector::start().await);
-    let all = Proxy::start(&collector.lines("1"), upstream.address).await;
-    let none = Proxy::start(&collector.lines("0"), upstream.address).await;
+async fn unsampled_requests_export_nothing_and_invalid_traceparents_are_replaced() {
+    let (upstream, collector) = (Upstream::echo().await, TraceCollector::start().await);
+    let all = Proxy::start(&collector.trace_config("1"), upstream.address).await;
+    let none = Proxy::start(&collector.trace_config("0"), upstream.address).await;
     // The caller's word holds against the share.
-    assert_eq!(traced(&all, "/", "00").await, 200);
-    assert_eq!(upstream.last().one("traceparent"), said("00"));
+    assert_eq!(send_traced_request(&all, "/", "00").await, 200);
+    assert_eq!(
+        upstream.last_request().single_header("traceparent"),
+        make_traceparent("00")
+    );
     assert_eq!(none.get("/").await.status, 200);
-    assert!(upstream.last().all("traceparent").is_empty());
+    assert!(
+        upstream
+            .last_request()
+            .header_values("traceparent")
+            .is_empty()
+    );
     for wrong in [
-        said("01").to_uppercase(),
-        format!("{}-x", said("01")),
-        said("01").replace(CALLER, &"0".repeat(16)),
+        make_traceparent("01").to_uppercase(),
+        format!("{}-x", make_traceparent("01")),
+        make_traceparent("01").replace(PARENT_SPAN_ID, &"0".repeat(16)),
     ] {
         let ask = all
-            .ask("GET", "/")
+            .request("GET", "/")
             .header("traceparent", &wrong)
             .header("tracestate", "a=1");
-        assert_eq!(ask.status().await, 200);
-        let seen = upstream.last();
-        let told = seen.one("traceparent").to_owned();
+        assert_eq!(ask.send_for_status().await, 200);
+        let seen = upstream.last_request();
+        let told = seen.single_header("traceparent").to_owned();
         assert!(
-            told.len() == 55 && !told.contains(TRACE) && told.ends_with("-03"),
+            told.len() == 55 && !told.contains(TRACE_ID) && told.ends_with("-03"),
             "{told}"
         );
         assert!(
-            seen.all("tracestate").is_empty(),
+            seen.header_values("tracestate").is_empty(),
             "it belonged to the other"
         );
     }
     let twice = all
-        .ask("GET", "/")
-        .header("traceparent", &said("01"))
-        .header("traceparent", &said("01"));
-    assert_eq!(twice.status().await, 200);
-    assert!(!upstream.last().one("traceparent").contains(TRACE));
-    let spans = collector.spans(8).await;
-    assert!(spans.iter().all(|span| hex(&span.trace_id) != TRACE));
+        .request("GET", "/")
+        .header("traceparent", &make_traceparent("01"))
+        .header("traceparent", &make_traceparent("01"));
+    assert_eq!(twice.send_for_status().await, 200);
+    assert!(
+        !upstream
+            .last_request()
+            .single_header("traceparent")
+            .contains(TRACE_ID)
+    );
+    let spans = collector.wait_for_spans(8).await;
+    assert!(
+        spans
+            .iter()
+            .all(|span| encode_hex(&span.trace_id) != TRACE_ID)
+    );
 }
 
 #[tokio::test]
-async fn an_upstream_that_fails_and_hostile_text_are_told_within_bounds() {
-    let collector = Collector::start().await;
-    let proxy = Proxy::builder().config(&collector.lines("1")).start().await;
+async fn upstream_errors_and_long_text_are_recorded_within_bounds() {
+    let collector = TraceCollector::start().await;
+    let proxy = Proxy::builder()
+        .config(&collector.trace_config("1"))
+        .start()
+        .await;
     let long = format!("/{}", "a".repeat(9000));
     assert_eq!(
-        proxy.ask("BREW", &long).header("Host", "h").status().await,
+        proxy
+            .request("BREW", &long)
+            .header("Host", "h")
+            .send_for_status()
+            .await,
         502
     );
-    let spans = collector.spans(2).await;
-    let server = of_kind(&spans, SpanKind::Server, "HTTP");
-    let told = attributes(&server.attributes);
+    let spans = collector.wait_for_spans(2).await;
+    let server = find_single_span(&spans, SpanKind::Server, "HTTP");
+    let told = attribute_map(&server.attributes);
     assert_eq!(
         (told["http.request.method"].as_str(), told["url.path"].len()),
         ("_OTHER", 256)
     );
     assert_eq!(told["error.type"], "502");
-    let client = of_kind(&spans, SpanKind::Client, "HTTP");
+    let client = find_single_span(&spans, SpanKind::Client, "HTTP");
     assert_eq!(
-        attributes(&client.attributes)["error.type"],
+        attribute_map(&client.attributes)["error.type"],
         "connect_refused"
     );
     assert_eq!(
@@ -413,53 +454,57 @@ async fn an_upstream_that_fails_and_hostile_text_are_told_within_bounds() {
 }
 
 #[tokio::test]
-async fn the_last_spans_are_exported_before_the_end() {
-    let (upstream, collector) = (Upstream::echo().await, Collector::start().await);
-    let mut proxy = Proxy::start(&collector.lines("1"), upstream.address).await;
-    assert_eq!(proxy.statuses("/", 5).await, [200; 5]);
-    proxy.sigterm();
-    assert!(proxy.ended(SOON).await.status.success());
-    assert_eq!(collector.received.spans().len(), 10);
+async fn the_last_spans_are_exported_before_exit() {
+    let (upstream, collector) = (Upstream::echo().await, TraceCollector::start().await);
+    let mut proxy = Proxy::start(&collector.trace_config("1"), upstream.address).await;
+    assert_eq!(proxy.get_statuses("/", 5).await, [200; 5]);
+    proxy.send_sigterm();
+    assert!(proxy.wait_for_exit(TEST_TIMEOUT).await.status.success());
+    assert_eq!(collector.received.all_spans().len(), 10);
 }
 
 #[tokio::test]
-async fn a_collector_that_is_away_or_refuses_costs_clients_nothing_and_is_told_once() {
+async fn an_unavailable_collector_does_not_affect_clients_and_is_logged_once() {
     let upstream = Upstream::echo().await;
     let port = free_port();
     let lines = format!("[trace]\notlp = 'http://127.0.0.1:{port}'\nsample = 1\n");
     let proxy = Proxy::start(&lines, upstream.address).await;
     let failed = async |number: f64| {
-        let deadline = tokio::time::Instant::now() + SOON;
+        let deadline = tokio::time::Instant::now() + TEST_TIMEOUT;
         while proxy
-            .metric("tidegate_trace_spans_total{result=\"failed\"}")
+            .read_metric("tidegate_trace_spans_total{result=\"failed\"}")
             .await
             < number
         {
-            assert!(tokio::time::Instant::now() < deadline, "{}", proxy.log());
+            assert!(
+                tokio::time::Instant::now() < deadline,
+                "{}",
+                proxy.log_text()
+            );
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
     assert_eq!(proxy.get("/").await.status, 200);
     failed(2.0).await;
     {
-        let refusing = TraceServiceServer::new(Refusing);
-        let _collector = Collector::serving(port, refusing, Received::default()).await;
+        let refusing = TraceServiceServer::new(RefusingCollector);
+        let _collector = TraceCollector::serve(port, refusing, ReceivedSpans::default()).await;
         assert_eq!(proxy.get("/").await.status, 200);
         failed(4.0).await;
     }
-    let failures = || proxy.log().matches("spans can't be exported").count();
-    assert_eq!(failures(), 1, "{}", proxy.log());
-    let collector = Collector::at(port).await;
+    let failures = || proxy.log_text().matches("spans can't be exported").count();
+    assert_eq!(failures(), 1, "{}", proxy.log_text());
+    let collector = TraceCollector::start_on_port(port).await;
     assert_eq!(proxy.get("/").await.status, 200);
-    collector.spans(2).await;
+    collector.wait_for_spans(2).await;
     proxy
-        .wait_for_log("the change", 0, SOON, |line| {
-            line.says("spans are exported again")
+        .wait_for_log("the change", 0, TEST_TIMEOUT, |line| {
+            line.message_starts_with("spans are exported again")
         })
         .await;
     assert_eq!(
         proxy
-            .metric("tidegate_trace_spans_total{result=\"exported\"}")
+            .read_metric("tidegate_trace_spans_total{result=\"exported\"}")
             .await,
         2.0
     );
@@ -468,16 +513,16 @@ async fn a_collector_that_is_away_or_refuses_costs_clients_nothing_and_is_told_o
 
 /// A collector as a service elsewhere: TLS, a certificate that only our file vouches for, a key in a header.
 #[tokio::test]
-async fn by_tls_with_a_key_in_a_header() {
-    let authority = Authority::new();
+async fn spans_are_exported_over_tls_with_a_header_from_a_file() {
+    let authority = CertificateAuthority::new();
     authority.sign("collector", "localhost");
-    let received = Received {
-        wants: Some("s3cret k3y"),
-        ..Received::default()
+    let received = ReceivedSpans {
+        required_api_key: Some("s3cret k3y"),
+        ..ReceivedSpans::default()
     };
-    let tls = authority.server("collector", &["h2"], None);
+    let tls = authority.tls_acceptor("collector", &["h2"], None);
     let (address, server) =
-        Collector::secured(TraceServiceServer::new(received.clone()), tls).await;
+        TraceCollector::serve_tls(TraceServiceServer::new(received.clone()), tls).await;
     let headers = authority.path("headers");
     std::fs::write(
         &headers,
@@ -490,17 +535,17 @@ async fn by_tls_with_a_key_in_a_header() {
         format!("[trace]\notlp = '{url}'\nsample = 1\nheaders_file = {headers:?}\n{ca}")
     };
     let proxy = Proxy::start(
-        &lines(&format!("tls.ca = {:?}\n", authority.text("ca.pem"))),
+        &lines(&format!("tls.ca = {:?}\n", authority.path_string("ca.pem"))),
         upstream.address,
     )
     .await;
     assert_eq!(proxy.get("/").await.status, 200);
-    let spans = eventually("spans", SOON, || {
-        Some(received.spans()).filter(|spans| spans.len() == 2)
+    let spans = eventually("spans", TEST_TIMEOUT, || {
+        Some(received.all_spans()).filter(|spans| spans.len() == 2)
     })
     .await;
-    of_kind(&spans, SpanKind::Server, "GET");
-    let shown = Ask::new(proxy.admin(), "GET", "/config")
+    find_single_span(&spans, SpanKind::Server, "GET");
+    let shown = ClientRequest::new(proxy.admin_address(), "GET", "/config")
         .header("Host", "localhost")
         .send()
         .await
@@ -510,24 +555,24 @@ async fn by_tls_with_a_key_in_a_header() {
         "{shown}"
     );
     // Nothing is sent to somebody whom nobody vouches for.
-    let stranger = Authority::new();
-    let other = format!("tls.ca = {:?}\n", stranger.text("ca.pem"));
+    let stranger = CertificateAuthority::new();
+    let other = format!("tls.ca = {:?}\n", stranger.path_string("ca.pem"));
     let trusting = Proxy::start(&lines(&other), upstream.address).await;
     assert_eq!(trusting.get("/").await.status, 200);
     trusting
-        .wait_for_log("the refusal", 0, SOON, |line| {
-            line.says("spans can't be exported")
+        .wait_for_log("the refusal", 0, TEST_TIMEOUT, |line| {
+            line.message_starts_with("spans can't be exported")
         })
         .await;
-    assert_eq!(received.spans().len(), 2);
-    assert!(!trusting.log().contains("k3y"));
+    assert_eq!(received.all_spans().len(), 2);
+    assert!(!trusting.log_text().contains("k3y"));
     server.abort();
 }
 
 /// Somebody takes connections and says nothing: what is recorded waits, then is dropped and counted, and neither clients
 /// nor the end of the process wait for it.
 #[tokio::test]
-async fn a_collector_that_hangs_fills_the_queue_and_holds_up_nobody() {
+async fn a_hanging_collector_fills_the_queue_and_delays_neither_clients_nor_exit() {
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = silent.local_addr().unwrap();
     let upstream = Upstream::echo().await;
@@ -544,13 +589,13 @@ async fn a_collector_that_hangs_fills_the_queue_and_holds_up_nobody() {
             let mut client = RawClient::connect(address).await;
             for _ in 0..100_000 {
                 client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-                assert_eq!(client.reply().await.status, 403);
+                assert_eq!(client.read_response().await.status, 403);
             }
         });
     }
-    let deadline = tokio::time::Instant::now() + 6 * SOON;
+    let deadline = tokio::time::Instant::now() + 6 * TEST_TIMEOUT;
     while proxy
-        .metric("tidegate_trace_spans_total{result=\"dropped\"}")
+        .read_metric("tidegate_trace_spans_total{result=\"dropped\"}")
         .await
         == 0.0
     {
@@ -561,13 +606,15 @@ async fn a_collector_that_hangs_fills_the_queue_and_holds_up_nobody() {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     clients.shutdown().await;
-    proxy.sigterm();
+    proxy.send_sigterm();
     // Not for all that waits: that would take the better part of a minute.
-    assert!(proxy.ended(SOON).await.status.success());
+    assert!(proxy.wait_for_exit(TEST_TIMEOUT).await.status.success());
     assert!(
-        proxy.log().contains("the last spans were not exported"),
+        proxy
+            .log_text()
+            .contains("the last spans were not exported"),
         "{}",
-        proxy.log()
+        proxy.log_text()
     );
     drop(silent);
 }
@@ -575,19 +622,22 @@ async fn a_collector_that_hangs_fills_the_queue_and_holds_up_nobody() {
 /// Of three responses one ends, one is left by its client, one breaks off.
 #[tokio::test]
 async fn a_span_ends_with_the_body() {
-    let collector = Collector::start().await;
-    let feeders = Arc::<Mutex<Vec<Feeder>>>::default();
+    let collector = TraceCollector::start().await;
+    let feeders = Arc::<Mutex<Vec<BodySender>>>::default();
     let begun = Arc::clone(&feeders);
-    let upstream = Upstream::serving(move |_request| {
-        let (feeder, body) = fed();
+    let upstream = Upstream::with_handler(move |_request| {
+        let (feeder, body) = channel_body();
         begun.lock().unwrap().push(feeder);
-        async { Answer::from(Response::new(body)) }
+        async { UpstreamResponse::from(Response::new(body)) }
     })
     .await;
-    let proxy = Proxy::start(&collector.lines("1"), upstream.address).await;
+    let proxy = Proxy::start(&collector.trace_config("1"), upstream.address).await;
     let ask = async |client: &mut RawClient| {
         client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-        let feeder = eventually("the request", SOON, || feeders.lock().unwrap().pop()).await;
+        let feeder = eventually("the request", TEST_TIMEOUT, || {
+            feeders.lock().unwrap().pop()
+        })
+        .await;
         assert!(feeder.send("part").await);
         client.read_past(b"part").await;
         feeder
@@ -596,71 +646,74 @@ async fn a_span_ends_with_the_body() {
     let feeder = ask(&mut client).await;
     tokio::time::sleep(Duration::from_millis(300)).await;
     drop(feeder);
-    let spans = collector.spans(2).await;
+    let spans = collector.wait_for_spans(2).await;
     let (server, way) = (
-        of_kind(&spans, SpanKind::Server, "GET"),
-        of_kind(&spans, SpanKind::Client, "GET"),
+        find_single_span(&spans, SpanKind::Server, "GET"),
+        find_single_span(&spans, SpanKind::Client, "GET"),
     );
     let took_ms = |span: &Span| (span.end_time_unix_nano - span.start_time_unix_nano) / 1_000_000;
     assert!(
         took_ms(&server) >= 300 && took_ms(&server) > took_ms(&way),
         "{server:?} {way:?}"
     );
-    assert!(server.status.is_none() && !attributes(&server.attributes).contains_key("error.type"));
+    assert!(
+        server.status.is_none() && !attribute_map(&server.attributes).contains_key("error.type")
+    );
 
     let mut leaver = RawClient::connect(proxy.address).await;
     let feeder = ask(&mut leaver).await;
     drop(leaver);
-    feeder.gone().await;
+    feeder.wait_until_dropped().await;
     let cut = async |number: usize| {
-        let spans = collector.spans(number).await.split_off(number - 2);
-        let server = of_kind(&spans, SpanKind::Server, "GET");
+        let spans = collector.wait_for_spans(number).await.split_off(number - 2);
+        let server = find_single_span(&spans, SpanKind::Server, "GET");
         assert_eq!(server.status.unwrap().code, 2);
-        attributes(&server.attributes)["error.type"].clone()
+        attribute_map(&server.attributes)["error.type"].clone()
     };
     assert_eq!(cut(4).await, "cancelled");
 
     let mut client = RawClient::connect(proxy.address).await;
-    ask(&mut client).await.fail().await;
-    client.rest().await;
+    ask(&mut client).await.send_error().await;
+    client.read_to_close().await;
     assert_eq!(cut(6).await, "upstream_broken");
 }
 
 /// Servers of HTTP/2 may say the end after the last byte, when nobody asks for it any more.
 #[tokio::test]
-async fn a_body_that_came_in_full_was_not_cut_off() {
-    let collector = Collector::start().await;
-    let upstream = H2Upstream::serving(h2::server::Builder::new(), |mut exchange| async move {
-        let head = Response::builder()
-            .header("content-length", "4")
-            .body(())
-            .unwrap();
-        let mut stream = exchange.respond.send_response(head, false).unwrap();
-        stream.send_data("part".into(), false).unwrap();
-        // Nobody waits for the end.
-        assert!(
-            std::future::poll_fn(|cx| stream.poll_reset(cx))
-                .await
-                .is_ok()
-        );
-    })
-    .await;
+async fn a_complete_body_without_end_of_stream_is_no_error() {
+    let collector = TraceCollector::start().await;
+    let upstream =
+        H2Upstream::with_handler(h2::server::Builder::new(), |mut exchange| async move {
+            let head = Response::builder()
+                .header("content-length", "4")
+                .body(())
+                .unwrap();
+            let mut stream = exchange.respond.send_response(head, false).unwrap();
+            stream.send_data("part".into(), false).unwrap();
+            // Nobody waits for the end.
+            assert!(
+                std::future::poll_fn(|cx| stream.poll_reset(cx))
+                    .await
+                    .is_ok()
+            );
+        })
+        .await;
     let proxy = Proxy::builder()
-        .config(&collector.lines("1"))
+        .config(&collector.trace_config("1"))
         .upstream_url(&upstream.url())
         .start()
         .await;
     assert_eq!(proxy.get("/").await.text(), "part");
-    let spans = collector.spans(2).await;
-    let server = of_kind(&spans, SpanKind::Server, "GET");
+    let spans = collector.wait_for_spans(2).await;
+    let server = find_single_span(&spans, SpanKind::Server, "GET");
     assert!(server.status.is_none(), "{server:?}");
 }
 
 #[tokio::test]
-async fn by_http_the_same_messages_come() {
+async fn spans_are_exported_over_http() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let received = Received::default();
+    let received = ReceivedSpans::default();
     let kept = received.clone();
     tokio::spawn(async move {
         while let Ok((socket, _)) = listener.accept().await {
@@ -675,7 +728,7 @@ async fn by_http_the_same_messages_come() {
                         .lock()
                         .unwrap()
                         .push(prost::Message::decode(body).unwrap());
-                    Ok::<_, hyper::Error>(Response::new(full(Bytes::new())))
+                    Ok::<_, hyper::Error>(Response::new(full_body(Bytes::new())))
                 }
             });
             tokio::spawn(
@@ -687,10 +740,15 @@ async fn by_http_the_same_messages_come() {
     let upstream = Upstream::echo().await;
     let lines = format!("[trace]\notlp = 'http://{address}/v1/traces'\nsample = 1\n");
     let proxy = Proxy::start(&lines, upstream.address).await;
-    assert_eq!(Ask::new(proxy.address, "GET", "/").status().await, 200);
-    let spans = eventually("spans", SOON, || {
-        Some(received.spans()).filter(|spans| spans.len() == 2)
+    assert_eq!(
+        ClientRequest::new(proxy.address, "GET", "/")
+            .send_for_status()
+            .await,
+        200
+    );
+    let spans = eventually("spans", TEST_TIMEOUT, || {
+        Some(received.all_spans()).filter(|spans| spans.len() == 2)
     })
     .await;
-    of_kind(&spans, SpanKind::Server, "GET");
+    find_single_span(&spans, SpanKind::Server, "GET");
 }

@@ -1,65 +1,67 @@
 //! The traps of `docs/CONTRIBUTING.md` that any algorithm can fall into: each for every algorithm, in both stores.
 //! Those about one algorithm or one room stand beside it.
 
-use crate::support::judge::{EVERY_ALGORITHM, Judge, START_US, any_time_us, seed, until_us};
-use crate::support::redis::Server;
+use crate::support::redis::RedisServer;
+use crate::support::store_harness::{
+    EVERY_ALGORITHM, START_US, StoreUnderTest, admissible_at_us, draw_duration_us, test_seed,
+};
 use fastrand::Rng;
 use tidegate::limiter::{
-    Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Limit, MAX_UNITS, Standing,
+    Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Limit, LimitStatus, MAX_UNITS,
 };
 
 /// One key of one limit in one store, whose clock goes on when it is told to.
-struct Desk<'a> {
-    judge: &'a mut Judge,
+struct LimitFixture<'a> {
+    judge: &'a mut StoreUnderTest,
     limit: Limit,
     key: Key,
     now_us: u64,
 }
 
-impl Desk<'_> {
-    fn ask(&mut self, cost: u64) -> Decision {
+impl LimitFixture<'_> {
+    fn decide(&mut self, cost: u64) -> Decision {
         let charge = Charge::new(&self.limit, &self.key, cost);
         self.judge.decide(&[charge], self.now_us)
     }
 
     fn admits(&mut self, cost: u64) -> bool {
-        self.ask(cost).admitted
+        self.decide(cost).admitted
     }
 
-    fn standing(&mut self) -> Standing {
-        self.ask(0).standings[0].unwrap()
+    fn limit_status(&mut self) -> LimitStatus {
+        self.decide(0).statuses[0].unwrap()
     }
 
     /// What is sure to be admitted at once where nothing was used.
-    fn most(&self) -> u64 {
+    fn cold_capacity(&self) -> u64 {
         self.limit.cold_capacity()
     }
 
     fn remaining(&mut self) -> u64 {
-        self.standing().remaining
+        self.limit_status().remaining
     }
 
     /// When a refused cost would be admitted.
-    fn until_us(&mut self, cost: u64) -> Option<u64> {
-        let decision = self.ask(cost);
+    fn retry_at_us(&mut self, cost: u64) -> Option<u64> {
+        let decision = self.decide(cost);
         let charge = Charge::new(&self.limit, &self.key, cost);
-        until_us(&[charge], &decision)
+        admissible_at_us(&[charge], &decision)
     }
 }
 
 /// A test for every algorithm, with a few hundred limits each.
-fn everywhere(test: impl Fn(&mut Desk<'_>, &mut Rng)) {
-    let seed = seed();
-    for mut judge in Judge::both() {
+fn for_each_algorithm_and_store(test: impl Fn(&mut LimitFixture<'_>, &mut Rng)) {
+    let seed = test_seed();
+    for mut judge in StoreUnderTest::both_stores() {
         let mut rng = Rng::with_seed(seed);
         for (name, draw) in EVERY_ALGORITHM {
             for number in 0..100 {
-                judge.forget();
+                judge.reset();
                 let (limit, key) = (draw(&mut rng), KeyBuilder::new("p").finish());
                 let now_us = START_US + rng.u64(..limit.per_us);
                 let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                     test(
-                        &mut Desk {
+                        &mut LimitFixture {
                             judge: &mut judge,
                             limit,
                             key,
@@ -78,32 +80,32 @@ fn everywhere(test: impl Fn(&mut Desk<'_>, &mut Rng)) {
 }
 
 /// A cost that is admitted, and leaves something to ask for.
-fn part(most: u64, rng: &mut Rng) -> u64 {
+fn random_partial_cost(most: u64, rng: &mut Rng) -> u64 {
     rng.u64(1..=most.div_ceil(2))
 }
 
 #[test]
-fn trap_1_requests_in_the_same_microsecond_all_count() {
-    everywhere(|desk, _| {
-        let capacity = desk.most();
-        desk.ask(capacity.saturating_sub(4));
+fn trap_1_all_requests_in_the_same_microsecond_are_counted() {
+    for_each_algorithm_and_store(|desk, _| {
+        let capacity = desk.cold_capacity();
+        desk.decide(capacity.saturating_sub(4));
         let admitted = (0..10).filter(|_| desk.admits(1)).count() as u64;
         assert_eq!(admitted, capacity.min(4));
     });
 }
 
 #[test]
-fn trap_2_the_refused_are_not_counted() {
-    everywhere(|desk, rng| {
-        let capacity = desk.most();
-        desk.ask(capacity);
-        let Some(until_us) = desk.until_us(capacity) else {
+fn trap_2_refused_requests_are_not_counted() {
+    for_each_algorithm_and_store(|desk, rng| {
+        let capacity = desk.cold_capacity();
+        desk.decide(capacity);
+        let Some(until_us) = desk.retry_at_us(capacity) else {
             panic!("all is taken")
         };
         for _ in 0..5 {
             desk.now_us += rng.u64(..until_us - desk.now_us);
             assert_eq!(
-                desk.until_us(capacity),
+                desk.retry_at_us(capacity),
                 Some(until_us),
                 "knocking prolongs the wait"
             );
@@ -116,26 +118,26 @@ fn trap_2_the_refused_are_not_counted() {
 /// Where refusals are counted it is the other way round: who knocks faster than units come back never gets in, and who
 /// stops is in as soon as he was told, after no longer than if he had taken everything just now.
 #[test]
-fn trap_2_the_other_way_round_the_refused_are_counted_where_that_is_wanted() {
-    everywhere(|desk, rng| {
+fn trap_2_refused_requests_are_counted_with_count_rejected() {
+    for_each_algorithm_and_store(|desk, rng| {
         desk.limit.requests = desk.limit.requests.min(10);
         let Limit {
             requests,
             per_us,
             algorithm,
         } = desk.limit;
-        let knock = |desk: &mut Desk<'_>| {
+        let knock = |desk: &mut LimitFixture<'_>| {
             let charge = Charge {
                 counts_rejected: true,
                 ..Charge::new(&desk.limit, &desk.key, 1)
             };
             let decision = desk.judge.decide(&[charge], desk.now_us);
-            until_us(&[charge], &decision)
+            admissible_at_us(&[charge], &decision)
         };
         let place_us = (per_us - 1) / requests;
-        desk.ask(desk.most());
+        desk.decide(desk.cold_capacity());
         let mut told_us = knock(desk).expect("all is taken");
-        let edge_us = desk.until_us(1).unwrap();
+        let edge_us = desk.retry_at_us(1).unwrap();
         for _ in 0..2 * requests {
             desk.now_us += rng.u64(1..=place_us);
             if matches!(algorithm, Algorithm::FixedWindow { .. }) && desk.now_us >= edge_us {
@@ -145,11 +147,11 @@ fn trap_2_the_other_way_round_the_refused_are_counted_where_that_is_wanted() {
             assert_eq!(desk.remaining(), 0);
         }
         // In a line a refusal can fill the last part of a place.
-        let most = desk.most();
-        let (free_us, key) = (desk.until_us(most).unwrap(), desk.key.clone());
+        let most = desk.cold_capacity();
+        let (free_us, key) = (desk.retry_at_us(most).unwrap(), desk.key.clone());
         desk.key = KeyBuilder::new("other").finish();
-        desk.ask(most);
-        let all_taken_us = desk.until_us(most).unwrap();
+        desk.decide(most);
+        let all_taken_us = desk.retry_at_us(most).unwrap();
         assert!(
             free_us <= all_taken_us + place_us + 1,
             "{free_us}, {all_taken_us}"
@@ -162,12 +164,12 @@ fn trap_2_the_other_way_round_the_refused_are_counted_where_that_is_wanted() {
 
 /// In steady use, so that nothing expires as a whole: what leaves has to make room by itself.
 #[test]
-fn trap_3_what_has_left_counts_no_more() {
-    everywhere(|desk, _| {
+fn trap_3_expired_charges_are_no_longer_counted() {
+    for_each_algorithm_and_store(|desk, _| {
         let Limit {
             requests, per_us, ..
         } = desk.limit;
-        let cost = (requests / 8).min(desk.most());
+        let cost = (requests / 8).min(desk.cold_capacity());
         for round in 0..40 {
             assert!(
                 desk.admits(cost),
@@ -179,26 +181,26 @@ fn trap_3_what_has_left_counts_no_more() {
 }
 
 #[test]
-fn trap_6_and_7_a_key_expires_when_it_is_as_if_never_seen_and_not_later() {
-    let (mut judge, seed) = (Judge::redis(), seed());
+fn trap_6_and_7_a_key_expires_exactly_when_its_state_is_fresh() {
+    let (mut judge, seed) = (StoreUnderTest::redis(), test_seed());
     let mut rng = Rng::with_seed(seed);
     for (name, draw) in EVERY_ALGORITHM {
         for _ in 0..100 {
-            judge.forget();
+            judge.reset();
             let (limit, key) = (draw(&mut rng), KeyBuilder::new("p").finish());
-            let mut state = limit.fresh();
+            let mut state = limit.initial_state();
             let mut at_us = START_US + rng.u64(..limit.per_us);
             // A lifetime has to be set by every charge, not only by the first.
             for _ in 0..4 {
                 at_us += rng.u64(..limit.per_us);
                 let charge = |cost| Charge::new(&limit, &key, cost);
-                let cost = part(limit.cold_capacity(), &mut rng);
+                let cost = random_partial_cost(limit.cold_capacity(), &mut rng);
                 if judge.decide(&[charge(cost)], at_us).admitted {
                     state.charge(&charge(cost), at_us);
                 }
                 let ends_ms = state.expires_at_us(&limit).div_ceil(1_000);
                 assert_eq!(
-                    judge.expires_ms(&charge(cost)),
+                    judge.expires_at_ms(&charge(cost)),
                     ends_ms,
                     "{name}, seed {seed}: {limit:?}"
                 );
@@ -209,9 +211,9 @@ fn trap_6_and_7_a_key_expires_when_it_is_as_if_never_seen_and_not_later() {
 
 /// By the server's own clock: a key that expires a moment too early lets a second request into the same millisecond.
 #[tokio::test]
-async fn trap_6_a_period_of_one_millisecond_holds() {
-    let server = Server::start();
-    let (_shared, redis) = server.redis().await;
+async fn trap_6_a_period_of_one_millisecond_is_enforced() {
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
     for algorithm in [
         Algorithm::SlidingLog,
         Algorithm::SlidingWindow { buckets: 10 },
@@ -254,17 +256,20 @@ async fn trap_6_a_period_of_one_millisecond_holds() {
 
 #[test]
 fn trap_11_a_limit_is_not_charged_when_another_refuses() {
-    everywhere(|desk, rng| {
+    for_each_algorithm_and_store(|desk, rng| {
         let one = Limit {
             requests: 1,
-            per_us: any_time_us(rng),
+            per_us: draw_duration_us(rng),
             algorithm: Algorithm::SlidingLog,
         };
-        let (other, cost) = (KeyBuilder::new("other").finish(), part(desk.most(), rng));
+        let (other, cost) = (
+            KeyBuilder::new("other").finish(),
+            random_partial_cost(desk.cold_capacity(), rng),
+        );
         desk.judge
             .decide(&[Charge::new(&one, &other, 1)], desk.now_us);
-        desk.ask(cost);
-        let (before, key, limit) = (desk.standing(), desk.key.clone(), desk.limit);
+        desk.decide(cost);
+        let (before, key, limit) = (desk.limit_status(), desk.key.clone(), desk.limit);
         let charge = |limit, key| Charge::new(limit, key, 1);
         for both in [
             [charge(&limit, &key), charge(&one, &other)],
@@ -272,20 +277,20 @@ fn trap_11_a_limit_is_not_charged_when_another_refuses() {
         ] {
             assert!(!desk.judge.decide(&both, desk.now_us).admitted);
         }
-        assert_eq!(desk.standing(), before);
+        assert_eq!(desk.limit_status(), before);
     });
 }
 
 #[test]
 fn trap_12_a_cost_is_checked_before_it_is_added() {
-    everywhere(|desk, _| {
-        let most = desk.most();
+    for_each_algorithm_and_store(|desk, _| {
+        let most = desk.cold_capacity();
         assert!(!desk.admits(most + 1), "more than there is");
         assert!(desk.admits(most), "all there is");
         assert_eq!((desk.admits(1), desk.remaining()), (false, 0));
     });
-    everywhere(|desk, _| {
-        desk.ask(1);
+    for_each_algorithm_and_store(|desk, _| {
+        desk.decide(1);
         let (left, capacity) = (desk.remaining(), desk.limit.capacity());
         if left < capacity {
             assert_eq!(
@@ -299,7 +304,7 @@ fn trap_12_a_cost_is_checked_before_it_is_added() {
 
 /// The largest amounts at large times: one unit more or less has to show.
 #[test]
-fn trap_13_lua_counts_to_2_to_the_53_without_losing_one() {
+fn trap_13_lua_counts_exactly_up_to_2_to_the_53() {
     let of_a_log = [
         Algorithm::SlidingLog,
         Algorithm::SlidingWindow { buckets: 10 },
@@ -321,11 +326,11 @@ fn trap_13_lua_counts_to_2_to_the_53_without_losing_one() {
         per_us: 1_000,
         algorithm,
     }));
-    for mut judge in Judge::both() {
+    for mut judge in StoreUnderTest::both_stores() {
         for limit in &limits {
-            judge.forget();
+            judge.reset();
             let (key, capacity) = (KeyBuilder::new("p").finish(), limit.capacity());
-            let mut desk = Desk {
+            let mut desk = LimitFixture {
                 judge: &mut judge,
                 limit: *limit,
                 key,
@@ -339,7 +344,7 @@ fn trap_13_lua_counts_to_2_to_the_53_without_losing_one() {
                 !desk.admits(2) && desk.admits(1) && !desk.admits(1),
                 "{limit:?}"
             );
-            let until_us = desk.until_us(1).unwrap();
+            let until_us = desk.retry_at_us(1).unwrap();
             desk.now_us = until_us - 1;
             assert!(!desk.admits(1), "{limit:?}");
             desk.now_us = until_us;
@@ -350,7 +355,7 @@ fn trap_13_lua_counts_to_2_to_the_53_without_losing_one() {
 
 /// The window is (now − per, now]: what is exactly one period old is out, and a microsecond before it is in.
 #[test]
-fn trap_14_a_charge_leaves_when_it_is_exactly_one_period_old() {
+fn trap_14_a_charge_expires_when_it_is_exactly_one_period_old() {
     let log = Limit {
         requests: 3,
         per_us: 1_000,
@@ -364,12 +369,12 @@ fn trap_14_a_charge_leaves_when_it_is_exactly_one_period_old() {
         algorithm: Algorithm::FixedWindow { offset_us: 0 },
         ..log
     };
-    for mut judge in Judge::both() {
+    for mut judge in StoreUnderTest::both_stores() {
         // The last instant of a sub-window of 100 µs, and the edge of a window, stand for what is in it.
         for (limit, leaves_us) in [(log, 1_042), (buckets, 1_099), (window, 1_000)] {
-            judge.forget();
+            judge.reset();
             let key = KeyBuilder::new("p").finish();
-            let mut desk = Desk {
+            let mut desk = LimitFixture {
                 judge: &mut judge,
                 limit,
                 key,
@@ -386,7 +391,7 @@ fn trap_14_a_charge_leaves_when_it_is_exactly_one_period_old() {
 
 /// Without a lease a slot would be lost with its holder; without renewal a long stream would lose its own.
 #[test]
-fn trap_16_a_crashed_holders_slot_comes_back_and_a_renewed_one_stays() {
+fn trap_16_a_crashed_holders_slot_expires_and_a_renewed_one_stays() {
     const LEASE_US: u64 = 10_000_000;
     let algorithm = Algorithm::Concurrency { max_duration_us: 0 };
     let (limit, key) = (
@@ -397,12 +402,12 @@ fn trap_16_a_crashed_holders_slot_comes_back_and_a_renewed_one_stays() {
         },
         KeyBuilder::new("p").finish(),
     );
-    for mut judge in Judge::both() {
-        let take = |judge: &mut Judge, slot, at_us| {
+    for mut judge in StoreUnderTest::both_stores() {
+        let take = |judge: &mut StoreUnderTest, slot, at_us| {
             judge
                 .decide(
                     &[Charge {
-                        slot,
+                        slot_id: slot,
                         ..Charge::new(&limit, &key, 1)
                     }],
                     START_US + at_us,
@@ -412,7 +417,7 @@ fn trap_16_a_crashed_holders_slot_comes_back_and_a_renewed_one_stays() {
         assert!(take(&mut judge, 1, 0) && take(&mut judge, 2, 0));
         // The first is renewed all the time, the second has crashed.
         for at_us in [LEASE_US / 3, LEASE_US * 2 / 3, LEASE_US - 1] {
-            judge.amend(&limit, &key, Amendment::Renew { slot: 1 }, START_US + at_us);
+            judge.apply_amendment(&limit, &key, Amendment::Renew { slot: 1 }, START_US + at_us);
             assert!(
                 !take(&mut judge, 3, at_us),
                 "both slots are taken in {judge:?} after {at_us}"
@@ -426,7 +431,7 @@ fn trap_16_a_crashed_holders_slot_comes_back_and_a_renewed_one_stays() {
             !take(&mut judge, 5, LEASE_US),
             "the renewed one's is not in {judge:?}"
         );
-        judge.amend(
+        judge.apply_amendment(
             &limit,
             &key,
             Amendment::Release { slot: 1 },
@@ -438,8 +443,8 @@ fn trap_16_a_crashed_holders_slot_comes_back_and_a_renewed_one_stays() {
 
 /// What is used stays used whatever the amount is changed to, and nobody is kept out longer than he was told.
 #[test]
-fn trap_15_a_changed_amount_frees_or_binds_at_once_and_keeps_what_was_used() {
-    everywhere(|desk, rng| {
+fn trap_15_a_changed_limit_applies_at_once_and_keeps_usage() {
+    for_each_algorithm_and_store(|desk, rng| {
         let (before, capacity) = (desk.limit, desk.limit.capacity());
         if matches!(
             before.algorithm,
@@ -450,10 +455,10 @@ fn trap_15_a_changed_amount_frees_or_binds_at_once_and_keeps_what_was_used() {
         ) {
             return; // How much a bucket grows that is not warm yet is not plain to see.
         }
-        let cost = part(capacity, rng);
+        let cost = random_partial_cost(capacity, rng);
         assert!(desk.admits(cost));
         let left = desk.remaining();
-        let raised = with_room(before, capacity + 7);
+        let raised = with_capacity(before, capacity + 7);
         let grown = raised.capacity() - capacity;
         desk.limit = raised;
         assert_eq!(
@@ -463,9 +468,9 @@ fn trap_15_a_changed_amount_frees_or_binds_at_once_and_keeps_what_was_used() {
         );
         desk.limit = before;
         assert_eq!(desk.remaining(), left, "back: usage is kept");
-        desk.limit = with_room(before, (capacity - left).max(1));
+        desk.limit = with_capacity(before, (capacity - left).max(1));
         if desk.limit.capacity() == capacity - left {
-            let until_us = desk.until_us(1).expect("lowered: binds at once");
+            let until_us = desk.retry_at_us(1).expect("lowered: binds at once");
             desk.now_us = until_us;
             assert!(desk.admits(1), "lowered: but not for ever");
         }
@@ -475,7 +480,7 @@ fn trap_15_a_changed_amount_frees_or_binds_at_once_and_keeps_what_was_used() {
 /// A bucket that was filled under a slow rate empties at the new one as soon as that is faster.
 #[test]
 fn trap_15_a_raised_rate_pays_back_old_debts() {
-    everywhere(|desk, _| {
+    for_each_algorithm_and_store(|desk, _| {
         let (before, capacity) = (desk.limit, desk.limit.capacity());
         let requests = 2 * before.requests;
         let algorithm = match before.algorithm {
@@ -489,15 +494,15 @@ fn trap_15_a_raised_rate_pays_back_old_debts() {
             },
             _ => return,
         };
-        desk.ask(capacity);
-        let slow_us = desk.until_us(capacity).unwrap() - desk.now_us;
+        desk.decide(capacity);
+        let slow_us = desk.retry_at_us(capacity).unwrap() - desk.now_us;
         desk.limit = Limit {
             requests,
             algorithm,
             ..before
         };
         let most = desk.limit.capacity().min(capacity);
-        let until_us = desk.until_us(most).unwrap();
+        let until_us = desk.retry_at_us(most).unwrap();
         assert!(
             until_us - desk.now_us <= slow_us / 2 + 1,
             "{} of {slow_us}",
@@ -511,8 +516,8 @@ fn trap_15_a_raised_rate_pays_back_old_debts() {
 /// One reload adds the warm-up, another removes it: neither gives or takes anything at that moment, and nobody waits
 /// for longer than he was told.
 #[test]
-fn trap_15_a_warm_up_that_comes_and_goes_neither_refills_nor_freezes() {
-    everywhere(|desk, rng| {
+fn trap_15_adding_or_removing_a_warm_up_neither_refills_nor_freezes() {
+    for_each_algorithm_and_store(|desk, rng| {
         let Algorithm::TokenBucket {
             burst,
             warm_up_us: 1..,
@@ -520,7 +525,7 @@ fn trap_15_a_warm_up_that_comes_and_goes_neither_refills_nor_freezes() {
         else {
             return;
         };
-        let (warming, cost) = (desk.limit, part(desk.most(), rng));
+        let (warming, cost) = (desk.limit, random_partial_cost(desk.cold_capacity(), rng));
         let warm = Limit {
             algorithm: Algorithm::TokenBucket {
                 burst,
@@ -530,19 +535,19 @@ fn trap_15_a_warm_up_that_comes_and_goes_neither_refills_nor_freezes() {
         };
         // Begun warm, or cold.
         for (first, second) in [(warm, warming), (warming, warm)] {
-            desk.judge.forget();
+            desk.judge.reset();
             desk.limit = first;
             assert!(desk.admits(cost));
             let left = desk.remaining();
             assert_eq!(left, first.cold_capacity() - cost);
-            let told_us = desk.until_us(desk.most());
+            let told_us = desk.retry_at_us(desk.cold_capacity());
             desk.limit = second;
             assert_eq!(desk.remaining(), left, "neither refilled nor frozen");
             desk.limit = first;
             assert_eq!(desk.remaining(), left, "nor by the way back");
             desk.limit = second;
             let wanted = warming.cold_capacity();
-            if let Some(until_us) = desk.until_us(wanted) {
+            if let Some(until_us) = desk.retry_at_us(wanted) {
                 assert!(
                     told_us.is_some_and(|told_us| until_us <= told_us),
                     "{told_us:?}, then {until_us}"
@@ -556,7 +561,7 @@ fn trap_15_a_warm_up_that_comes_and_goes_neither_refills_nor_freezes() {
 }
 
 /// The same limit with another capacity, as near to it as it can be.
-fn with_room(limit: Limit, capacity: u64) -> Limit {
+fn with_capacity(limit: Limit, capacity: u64) -> Limit {
     let Limit {
         requests, per_us, ..
     } = limit;

@@ -9,7 +9,7 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
 /// A request that was read, and what was passed over in it.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(in crate::cli) struct Read {
+pub(in crate::cli) struct ImportedRequest {
     pub(in crate::cli) method: String,
     pub(in crate::cli) url: String,
     pub(in crate::cli) headers: Vec<(String, String)>,
@@ -18,31 +18,31 @@ pub(in crate::cli) struct Read {
 }
 
 /// Options that take a value and change nothing that a policy sees.
-const VALUES: &str = "--aws-sigv4 --cacert --capath --cert --cert-type --ciphers --config --connect-timeout --connect-to \
+const IGNORED_VALUE_OPTIONS: &str = "--aws-sigv4 --cacert --capath --cert --cert-type --ciphers --config --connect-timeout --connect-to \
 --continue-at --cookie-jar --crlfile --curves --dns-servers --doh-url --dump-header --expect100-timeout --interface --keepalive-time --key \
 --key-type --limit-rate --local-port --max-filesize --max-redirs --max-time --netrc-file --noproxy --output \
 --output-dir --parallel-max --pass --pinnedpubkey --proto --proto-default --proto-redir --proxy --proxy-header --proxy-user --rate \
 --resolve --retry --retry-delay --retry-max-time --socks5 --socks5-hostname --speed-limit --speed-time --stderr \
 --tls-max --tls13-ciphers --trace --trace-ascii --unix-socket --write-out";
-const SHORT_VALUES: &str = "cCDEKmoPQtUwxyYz";
+const IGNORED_SHORT_VALUE_OPTIONS: &str = "cCDEKmoPQtUwxyYz";
 
 /// Options without a value, of the same kind.
-const FLAGS: &str = "--anyauth --basic --cert-status --compressed-ssh --digest --disable --fail --fail-early --fail-with-body \
+const IGNORED_FLAGS: &str = "--anyauth --basic --cert-status --compressed-ssh --digest --disable --fail --fail-early --fail-with-body \
 --globoff --http0.9 --http1.0 --http1.1 --http2 --http2-prior-knowledge --http3 --include --insecure --ipv4 --ipv6 --location \
 --location-trusted --netrc --next --no-buffer --no-keepalive --no-progress-meter --parallel --path-as-is --post301 --post302 --post303 \
 --progress-bar --proxy-insecure --remote-name --remote-header-name --retry-all-errors --retry-connrefused --show-error --show-headers --silent --ssl-reqd \
 --styled-output --tcp-nodelay --tlsv1 --tlsv1.0 --tlsv1.1 --tlsv1.2 --tlsv1.3 --tr-encoding --trace-time --verbose";
-const SHORT_FLAGS: &str = "0123456afgijJkLMnNOpqRsSvZ#";
+const IGNORED_SHORT_FLAGS: &str = "0123456afgijJkLMnNOpqRsSvZ#";
 
 /// What forms leave as it is.
-const FORM: AsciiSet = NON_ALPHANUMERIC
+const FORM_ENCODE_SET: AsciiSet = NON_ALPHANUMERIC
     .remove(b'-')
     .remove(b'_')
     .remove(b'.')
     .remove(b'~');
 
 /// Short options that are understood, by their long names.
-const SHORT: [(char, &str); 14] = [
+const SHORT_OPTIONS: [(char, &str); 14] = [
     ('X', "--request"),
     ('H', "--header"),
     ('d', "--data"),
@@ -63,56 +63,58 @@ const SHORT: [(char, &str); 14] = [
 ///
 /// # Errors
 /// A sentence, if it can't be a request.
-pub(in crate::cli) fn line(line: &str) -> Result<Read, String> {
+pub(in crate::cli) fn parse_curl_line(line: &str) -> Result<ImportedRequest, String> {
     // Lines are broken with backslashes; a browser's "copy as cURL" does so.
     let words =
         shlex::split(line).ok_or_else(|| "a quote in the curl line has no end".to_owned())?;
-    self::words(&words)
+    self::parse_curl_words(&words)
 }
 
 /// Reads what a shell has split already. The first word is `curl`.
 ///
 /// # Errors
 /// A sentence, if it can't be a request.
-pub(in crate::cli) fn words(words: &[String]) -> Result<Read, String> {
+pub(in crate::cli) fn parse_curl_words(words: &[String]) -> Result<ImportedRequest, String> {
     let mut words = words.iter().map(String::as_str).filter(|word| *word != "$");
     match words.next() {
         Some(first) if first == "curl" || first.ends_with("/curl") => {}
         _ => return Err("a curl line begins with curl".to_owned()),
     }
-    let mut told = Told::default();
-    let mut is_option = true;
+    let mut options = CurlOptions::default();
+    let mut allows_options = true;
     while let Some(word) = words.next() {
         match word {
-            "--" if is_option => is_option = false,
-            _ if is_option && word.starts_with("--") => told.long(word, &mut words)?,
-            _ if is_option && word.starts_with('-') && word.len() > 1 => {
-                told.short(word, &mut words)?
+            "--" if allows_options => allows_options = false,
+            _ if allows_options && word.starts_with("--") => {
+                options.apply_long_option(word, &mut words)?
             }
-            _ => told.url(word),
+            _ if allows_options && word.starts_with('-') && word.len() > 1 => {
+                options.apply_short_options(word, &mut words)?
+            }
+            _ => options.set_url(word),
         }
     }
-    told.finish()
+    options.into_request()
 }
 
 /// What the options have said so far.
 #[derive(Debug, Default)]
-struct Told {
+struct CurlOptions {
     method: Option<String>,
     url: Option<String>,
     headers: Vec<(String, String)>,
     /// Headers that curl sends by itself, and that are told not to be.
-    removed: Vec<String>,
-    data: Vec<String>,
-    body: Option<&'static str>,
+    removed_headers: Vec<String>,
+    form_data: Vec<String>,
+    content_type: Option<&'static str>,
     is_head: bool,
     is_get: bool,
     is_upload: bool,
     notes: Vec<String>,
 }
 
-impl Told {
-    fn url(&mut self, url: &str) {
+impl CurlOptions {
+    fn set_url(&mut self, url: &str) {
         match &self.url {
             None => self.url = Some(url.to_owned()),
             Some(first) => self
@@ -121,7 +123,7 @@ impl Told {
         }
     }
 
-    fn short<'w>(
+    fn apply_short_options<'w>(
         &mut self,
         word: &'w str,
         rest: &mut impl Iterator<Item = &'w str>,
@@ -129,18 +131,19 @@ impl Told {
         let mut letters = word.chars();
         letters.next();
         while let Some(letter) = letters.next() {
-            if SHORT_FLAGS.contains(letter) {
+            if IGNORED_SHORT_FLAGS.contains(letter) {
                 continue;
             }
-            let long = SHORT
+            let long = SHORT_OPTIONS
                 .iter()
                 .find(|(short, _)| *short == letter)
                 .map(|(_, long)| *long);
-            let takes_value = long.is_some_and(takes_value) || SHORT_VALUES.contains(letter);
+            let takes_value =
+                long.is_some_and(takes_value) || IGNORED_SHORT_VALUE_OPTIONS.contains(letter);
             if !takes_value {
                 match long {
-                    Some(long) => self.flag(long),
-                    None => self.unknown(&format!("-{letter}")),
+                    Some(long) => self.apply_flag(long),
+                    None => self.note_unknown_option(&format!("-{letter}")),
                 }
                 continue;
             }
@@ -151,82 +154,88 @@ impl Told {
                 joined => joined,
             };
             return match long {
-                Some(long) => self.value(long, value),
+                Some(long) => self.apply_value_option(long, value),
                 None => Ok(()),
             };
         }
         Ok(())
     }
 
-    fn long<'w>(
+    fn apply_long_option<'w>(
         &mut self,
         word: &'w str,
         rest: &mut impl Iterator<Item = &'w str>,
     ) -> Result<(), String> {
-        let is_passed_over = VALUES.split(' ').any(|known| known == word);
+        let is_passed_over = IGNORED_VALUE_OPTIONS.split(' ').any(|known| known == word);
         if takes_value(word) || is_passed_over {
             let value = rest.next().ok_or_else(|| format!("{word} needs a value"))?;
             return if is_passed_over {
                 Ok(())
             } else {
-                self.value(word, value)
+                self.apply_value_option(word, value)
             };
         }
         let positive = word.strip_prefix("--no-").map(|name| format!("--{name}"));
-        if !FLAGS
+        if !IGNORED_FLAGS
             .split(' ')
             .any(|known| known == word || positive.as_deref() == Some(known))
         {
-            self.flag(word);
+            self.apply_flag(word);
         }
         Ok(())
     }
 
-    fn flag(&mut self, name: &str) {
+    fn apply_flag(&mut self, name: &str) {
         match name {
             "--head" => self.is_head = true,
             "--get" => self.is_get = true,
-            "--compressed" => self.header("accept-encoding", "deflate, gzip, br, zstd"),
+            "--compressed" => self.push_header("accept-encoding", "deflate, gzip, br, zstd"),
             "--list-only" | "--use-ascii" => {}
-            name => self.unknown(name),
+            name => self.note_unknown_option(name),
         }
     }
 
-    fn value(&mut self, name: &str, value: &str) -> Result<(), String> {
+    fn apply_value_option(&mut self, name: &str, value: &str) -> Result<(), String> {
         match name {
             "--request" => self.method = Some(value.to_owned()),
-            "--url" => self.url(value),
-            "--header" => self.header_line(value)?,
+            "--url" => self.set_url(value),
+            "--header" => self.apply_header_line(value)?,
             "--json" => {
-                self.data.push(value.to_owned());
-                self.body = Some("application/json");
-                self.header_if_absent("accept", "application/json");
+                self.form_data.push(value.to_owned());
+                self.content_type = Some("application/json");
+                self.push_header_if_absent("accept", "application/json");
             }
             "--data" | "--data-ascii" | "--data-binary" if value.starts_with('@') => {
-                self.file(value)
+                self.note_data_file(value)
             }
-            "--data-urlencode" if value.contains('@') && !value.contains('=') => self.file(value),
-            "--data-urlencode" => self.form(&urlencoded(value)),
-            "--data" | "--data-ascii" | "--data-binary" | "--data-raw" => self.form(value),
-            "--form" | "--form-string" => self.body = Some("multipart/form-data"),
-            "--user" => self.header_if_absent(
+            "--data-urlencode" if value.contains('@') && !value.contains('=') => {
+                self.note_data_file(value)
+            }
+            "--data-urlencode" => self.push_form_data(&urlencode(value)),
+            "--data" | "--data-ascii" | "--data-binary" | "--data-raw" => {
+                self.push_form_data(value)
+            }
+            "--form" | "--form-string" => self.content_type = Some("multipart/form-data"),
+            "--user" => self.push_header_if_absent(
                 "authorization",
                 &format!("Basic {}", BASE64_STANDARD.encode(value)),
             ),
-            "--oauth2-bearer" => self.header_if_absent("authorization", &format!("Bearer {value}")),
-            "--cookie" if value.contains('=') => self.header("cookie", value),
+            "--oauth2-bearer" => {
+                self.push_header_if_absent("authorization", &format!("Bearer {value}"))
+            }
+            "--cookie" if value.contains('=') => self.push_header("cookie", value),
             "--cookie" => self
                 .notes
                 .push(format!("the cookies in the file {value} are not read")),
-            "--user-agent" => self.header("user-agent", value),
-            "--referer" => self.header("referer", value.trim_end_matches(";auto")),
-            "--range" => self.header("range", &format!("bytes={value}")),
+            "--user-agent" => self.push_header("user-agent", value),
+            "--referer" => self.push_header("referer", value.trim_end_matches(";auto")),
+            "--range" => self.push_header("range", &format!("bytes={value}")),
             _ => self.is_upload = true,
         }
         Ok(())
     }
 
-    fn header_line(&mut self, line: &str) -> Result<(), String> {
+    fn apply_header_line(&mut self, line: &str) -> Result<(), String> {
         if line.starts_with('@') {
             self.notes
                 .push(format!("the headers in the file {line} are not read"));
@@ -234,47 +243,51 @@ impl Told {
         }
         match (line.split_once(':'), line.strip_suffix(';')) {
             (Some((name, value)), _) if value.trim().is_empty() => {
-                self.removed.push(name.trim().to_ascii_lowercase());
+                self.removed_headers.push(name.trim().to_ascii_lowercase());
             }
-            (Some((name, value)), _) => self.header(name.trim(), value.trim()),
-            (None, Some(name)) => self.header(name.trim(), ""),
+            (Some((name, value)), _) => self.push_header(name.trim(), value.trim()),
+            (None, Some(name)) => self.push_header(name.trim(), ""),
             (None, None) => return Err(format!("{line:?} is no header: write \"name: value\"")),
         }
         Ok(())
     }
 
-    fn header(&mut self, name: &str, value: &str) {
+    fn push_header(&mut self, name: &str, value: &str) {
         self.headers.push((name.to_owned(), value.to_owned()));
     }
 
-    fn header_if_absent(&mut self, name: &str, value: &str) {
-        let is_there = self
+    fn push_header_if_absent(&mut self, name: &str, value: &str) {
+        let is_present = self
             .headers
             .iter()
             .any(|(known, _)| known.eq_ignore_ascii_case(name));
-        if !is_there && !self.removed.iter().any(|removed| removed == name) {
-            self.header(name, value);
+        if !is_present && !self.removed_headers.iter().any(|removed| removed == name) {
+            self.push_header(name, value);
         }
     }
 
-    fn form(&mut self, data: &str) {
-        self.data.push(data.to_owned());
-        self.body = self.body.or(Some("application/x-www-form-urlencoded"));
+    fn push_form_data(&mut self, data: &str) {
+        self.form_data.push(data.to_owned());
+        self.content_type = self
+            .content_type
+            .or(Some("application/x-www-form-urlencoded"));
     }
 
-    fn file(&mut self, name: &str) {
-        self.body = self.body.or(Some("application/x-www-form-urlencoded"));
+    fn note_data_file(&mut self, name: &str) {
+        self.content_type = self
+            .content_type
+            .or(Some("application/x-www-form-urlencoded"));
         if self.is_get {
             self.notes
                 .push(format!("the data in the file {name} is not read"));
         }
     }
 
-    fn unknown(&mut self, option: &str) {
+    fn note_unknown_option(&mut self, option: &str) {
         self.notes.push(format!("passed over: {option}"));
     }
 
-    fn finish(mut self) -> Result<Read, String> {
+    fn into_request(mut self) -> Result<ImportedRequest, String> {
         let url = self
             .url
             .take()
@@ -285,10 +298,10 @@ impl Told {
             format!("http://{url}")
         };
         let mut url = url.split('#').next().unwrap_or_default().to_owned();
-        let has_body = self.body.is_some() && !self.is_get && !self.is_head;
-        if self.is_get && !self.data.is_empty() {
+        let has_body = self.content_type.is_some() && !self.is_get && !self.is_head;
+        if self.is_get && !self.form_data.is_empty() {
             url.push(if url.contains('?') { '&' } else { '?' });
-            url.push_str(&self.data.join("&"));
+            url.push_str(&self.form_data.join("&"));
         }
         let method = match self.method.take() {
             Some(method) => method,
@@ -297,12 +310,12 @@ impl Told {
             None if has_body => "POST".to_owned(),
             None => "GET".to_owned(),
         };
-        if let Some(kind) = self.body.filter(|_| has_body) {
-            self.header_if_absent("content-type", kind);
+        if let Some(content_type) = self.content_type.filter(|_| has_body) {
+            self.push_header_if_absent("content-type", content_type);
         }
-        self.header_if_absent("accept", "*/*");
-        self.header_if_absent("user-agent", "curl");
-        Ok(Read {
+        self.push_header_if_absent("accept", "*/*");
+        self.push_header_if_absent("user-agent", "curl");
+        Ok(ImportedRequest {
             method,
             url,
             headers: self.headers,
@@ -337,11 +350,13 @@ fn takes_value(long: &str) -> bool {
 }
 
 /// `content`, `=content` or `name=content`.
-fn urlencoded(data: &str) -> String {
+fn urlencode(data: &str) -> String {
     match data.split_once('=') {
-        Some(("", content)) => utf8_percent_encode(content, &FORM).to_string(),
-        Some((name, content)) => format!("{name}={}", utf8_percent_encode(content, &FORM)),
-        None => utf8_percent_encode(data, &FORM).to_string(),
+        Some(("", content)) => utf8_percent_encode(content, &FORM_ENCODE_SET).to_string(),
+        Some((name, content)) => {
+            format!("{name}={}", utf8_percent_encode(content, &FORM_ENCODE_SET))
+        }
+        None => utf8_percent_encode(data, &FORM_ENCODE_SET).to_string(),
     }
 }
 
@@ -349,11 +364,11 @@ fn urlencoded(data: &str) -> String {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Read {
-        line(text).unwrap()
+    fn parse(text: &str) -> ImportedRequest {
+        parse_curl_line(text).unwrap()
     }
 
-    fn header<'r>(read: &'r Read, name: &str) -> Option<&'r str> {
+    fn find_header<'r>(read: &'r ImportedRequest, name: &str) -> Option<&'r str> {
         read.headers
             .iter()
             .find(|(known, _)| known == name)
@@ -361,24 +376,24 @@ mod tests {
     }
 
     #[test]
-    fn a_line_says_method_url_and_headers() {
-        let said = read(
+    fn reads_method_url_and_headers() {
+        let request = parse(
             "curl -sSkX POST 'https://shop.example/api?a=1#part' -H 'x-a: b c' -d x -o /dev/null --max-time 5",
         );
         assert_eq!(
-            (said.method.as_str(), said.url.as_str()),
+            (request.method.as_str(), request.url.as_str()),
             ("POST", "https://shop.example/api?a=1")
         );
-        assert_eq!(header(&said, "x-a"), Some("b c"));
+        assert_eq!(find_header(&request, "x-a"), Some("b c"));
         assert_eq!(
-            header(&said, "content-type"),
+            find_header(&request, "content-type"),
             Some("application/x-www-form-urlencoded")
         );
-        assert_eq!(said.notes, [""; 0]);
+        assert_eq!(request.notes, [""; 0]);
     }
 
     #[test]
-    fn the_method_follows_from_the_rest_as_in_curl() {
+    fn derives_the_method_as_curl_does() {
         for (line, method) in [
             ("curl h", "GET"),
             ("curl -I h", "HEAD"),
@@ -391,17 +406,17 @@ mod tests {
             ("curl -XDELETE h", "DELETE"),
             ("curl -d x -X PATCH h", "PATCH"),
         ] {
-            assert_eq!(read(line).method, method, "{line}");
+            assert_eq!(parse(line).method, method, "{line}");
         }
         assert_eq!(
-            read("curl -G h/a?b=1 -d c=2 --data-urlencode 'd=e f&'").url,
+            parse("curl -G h/a?b=1 -d c=2 --data-urlencode 'd=e f&'").url,
             "http://h/a?b=1&c=2&d=e%20f%26"
         );
     }
 
     #[test]
-    fn what_stands_for_headers_becomes_headers() {
-        let said = read(
+    fn converts_options_to_headers() {
+        let request = parse(
             "curl h -u ann:pw -b 'a=1; b=2' -A agent -e http://r -H 'Accept:' -H 'x-empty;' -r 0-9 --compressed",
         );
         for (name, value) in [
@@ -413,30 +428,30 @@ mod tests {
             ("range", Some("bytes=0-9")),
             ("accept", None),
         ] {
-            assert_eq!(header(&said, name), value, "{name}");
+            assert_eq!(find_header(&request, name), value, "{name}");
         }
         assert_eq!(
-            header(&read("curl --json '{}' h"), "content-type"),
+            find_header(&parse("curl --json '{}' h"), "content-type"),
             Some("application/json")
         );
         assert_eq!(
-            header(&read("curl --oauth2-bearer t h"), "authorization"),
+            find_header(&parse("curl --oauth2-bearer t h"), "authorization"),
             Some("Bearer t")
         );
     }
 
     #[test]
-    fn what_is_not_understood_is_said() {
-        let said = read("curl --frobnicate h second -b jar.txt -H @file -l");
-        assert_eq!(said.url, "http://h");
-        let notes = said.notes.join("\n");
+    fn notes_options_that_are_not_understood() {
+        let request = parse("curl --frobnicate h second -b jar.txt -H @file -l");
+        assert_eq!(request.url, "http://h");
+        let notes = request.notes.join("\n");
         for word in ["--frobnicate", "second", "jar.txt", "@file"] {
             assert!(notes.contains(word), "{word} is not in {notes}");
         }
     }
 
     #[test]
-    fn what_is_no_request_is_an_error() {
+    fn rejects_invalid_curl_lines() {
         for (line, why) in [
             ("wget h", "begins with curl"),
             ("", "begins with curl"),
@@ -446,16 +461,16 @@ mod tests {
             ("curl -H nothing h", "no header"),
             ("curl --data", "--data needs a value"),
         ] {
-            let error = super::line(line).unwrap_err();
+            let error = super::parse_curl_line(line).unwrap_err();
             assert!(error.contains(why), "{line}: {error}");
         }
     }
 
     #[test]
-    fn a_browsers_copy_is_read() {
-        let said = read("curl 'https://h/x' \\\n  -H 'accept: text/html' \\\n  --compressed");
+    fn reads_a_line_copied_from_a_browser() {
+        let request = parse("curl 'https://h/x' \\\n  -H 'accept: text/html' \\\n  --compressed");
         assert_eq!(
-            (said.url.as_str(), header(&said, "accept")),
+            (request.url.as_str(), find_header(&request, "accept")),
             ("https://h/x", Some("text/html"))
         );
     }
@@ -464,7 +479,7 @@ mod tests {
         /// Whatever somebody pastes.
         #[test]
         fn nothing_panics(text in "curl [ -~é\\n]{0,60}") {
-            if let Ok(read) = line(&text) {
+            if let Ok(read) = parse_curl_line(&text) {
                 proptest::prop_assert!(!read.method.is_empty());
             }
         }

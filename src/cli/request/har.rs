@@ -1,6 +1,6 @@
 //! A request as a browser's HAR file tells it ("Save all as HAR").
 
-use super::curl::Read;
+use super::curl::ImportedRequest;
 use serde_json::Value;
 use std::fs::File;
 use std::io::Read as _;
@@ -13,7 +13,10 @@ const MAX_FILE_BYTES: u64 = 256 << 20;
 ///
 /// # Errors
 /// A sentence: what is wrong with the file, or how many entries it has.
-pub(in crate::cli) fn entry(path: &Path, number: Option<usize>) -> Result<Read, String> {
+pub(in crate::cli) fn read_har_entry(
+    path: &Path,
+    number: Option<usize>,
+) -> Result<ImportedRequest, String> {
     let name = path.display();
     let mut text = Vec::new();
     let file = File::open(path).map_err(|error| format!("{name} can't be read: {error}"))?;
@@ -30,10 +33,10 @@ pub(in crate::cli) fn entry(path: &Path, number: Option<usize>) -> Result<Read, 
     let text = text.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&text);
     let har: Value =
         serde_json::from_slice(text).map_err(|error| format!("{name} is no JSON: {error}"))?;
-    pick(&har, number).map_err(|why| format!("{name}: {why}"))
+    select_entry(&har, number).map_err(|why| format!("{name}: {why}"))
 }
 
-fn pick(har: &Value, number: Option<usize>) -> Result<Read, String> {
+fn select_entry(har: &Value, number: Option<usize>) -> Result<ImportedRequest, String> {
     let entries = har
         .pointer("/log/entries")
         .and_then(Value::as_array)
@@ -57,19 +60,19 @@ fn pick(har: &Value, number: Option<usize>) -> Result<Read, String> {
         .get("headers")
         .and_then(Value::as_array)
         .map_or(&[] as &[Value], Vec::as_slice);
-    let of =
+    let text_field =
         |header: &Value, name: &str| header.get(name).and_then(Value::as_str).map(str::to_owned);
     // HTTP/2's `:path` and the like say again what method and URL say.
     let headers = listed
         .iter()
-        .filter_map(|header| Some((of(header, "name")?, of(header, "value")?)));
+        .filter_map(|header| Some((text_field(header, "name")?, text_field(header, "value")?)));
     let headers = headers.filter(|(name, _)| !name.starts_with(':')).collect();
     let notes = if count > 1 {
         vec![format!("entry {number} of {count}")]
     } else {
         Vec::new()
     };
-    Ok(Read {
+    Ok(ImportedRequest {
         method,
         url: url.split('#').next().unwrap_or_default().to_owned(),
         headers,
@@ -92,37 +95,47 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_is_a_request() {
-        let first = pick(&har(), None).unwrap();
+    fn reads_an_entry_as_a_request() {
+        let first = select_entry(&har(), None).unwrap();
         assert_eq!(
             (first.method.as_str(), first.url.as_str()),
             ("GET", "https://h/1")
         );
         assert_eq!(first.headers, [("X-User".to_owned(), "ann".to_owned())]);
         assert_eq!(first.notes, ["entry 1 of 3"]);
-        assert_eq!(pick(&har(), Some(2)).unwrap().url, "https://h/2");
+        assert_eq!(select_entry(&har(), Some(2)).unwrap().url, "https://h/2");
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn reports_invalid_har_files() {
         for (number, why) in [
             (0, "expected 1 to 3"),
             (4, "expected 1 to 3"),
             (3, "has no request"),
         ] {
             assert!(
-                pick(&har(), Some(number)).unwrap_err().contains(why),
+                select_entry(&har(), Some(number))
+                    .unwrap_err()
+                    .contains(why),
                 "{number}"
             );
         }
-        assert!(pick(&json!({}), None).unwrap_err().contains("log.entries"));
         assert!(
-            entry(Path::new("/nonexistent"), None)
+            select_entry(&json!({}), None)
+                .unwrap_err()
+                .contains("log.entries")
+        );
+        assert!(
+            read_har_entry(Path::new("/nonexistent"), None)
                 .unwrap_err()
                 .contains("can't be read")
         );
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "\u{feff}{").unwrap();
-        assert!(entry(file.path(), None).unwrap_err().contains("no JSON"));
+        assert!(
+            read_har_entry(file.path(), None)
+                .unwrap_err()
+                .contains("no JSON")
+        );
     }
 }

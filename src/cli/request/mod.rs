@@ -3,15 +3,15 @@
 mod curl;
 mod har;
 
-pub(super) use curl::Read;
+pub(super) use curl::ImportedRequest;
 
-use crate::admin::Told;
+use crate::admin::ExplainRequest;
 use std::net::IpAddr;
 use std::path::PathBuf;
 
 /// A request as it is told on the command line.
 #[derive(clap::Args, Debug)]
-pub(super) struct Asked {
+pub(super) struct RequestArguments {
     /// METHOD and URL, e.g. GET http://shop.example/api/orders?page=2; only a URL is a GET, and only a path will do. Or a
     /// curl command: put -- in front of it.
     #[arg(value_name = "METHOD URL", required_unless_present_any = ["curl", "har"], conflicts_with_all = ["curl", "har", "entry"])]
@@ -39,51 +39,52 @@ pub(super) struct Asked {
     client_cert_cn: Option<String>,
 }
 
-impl Asked {
+impl RequestArguments {
     /// The request, and what was passed over in telling it.
     ///
     /// # Errors
     /// A sentence.
-    pub(super) fn told(&self) -> Result<(Told, Vec<String>), String> {
-        let mut read = self.read()?;
+    pub(super) fn to_request(&self) -> Result<(ExplainRequest, Vec<String>), String> {
+        let mut imported = self.import_request()?;
         for line in &self.headers {
             let (name, value) = line
                 .split_once(':')
                 .ok_or_else(|| format!("{line:?} is no header: write \"name: value\""))?;
-            read.headers
+            imported
+                .headers
                 .push((name.trim().to_owned(), value.trim().to_owned()));
         }
-        let Read {
+        let ImportedRequest {
             method,
             url,
             headers,
             notes,
-        } = read;
-        let told = Told {
+        } = imported;
+        let request = ExplainRequest {
             method,
             url,
             headers,
-            ip: self.ip,
+            peer_ip: self.ip,
             client_cert_san: self.client_cert_san.clone(),
             client_cert_cn: self.client_cert_cn.clone(),
         };
-        Ok((told, notes))
+        Ok((request, notes))
     }
 
-    fn read(&self) -> Result<Read, String> {
+    fn import_request(&self) -> Result<ImportedRequest, String> {
         if let Some(line) = &self.curl {
-            return curl::line(line);
+            return curl::parse_curl_line(line);
         }
         if let Some(file) = &self.har {
-            return har::entry(file, self.entry);
+            return har::read_har_entry(file, self.entry);
         }
-        let plain = |method: &str, url: &str| Read {
+        let plain = |method: &str, url: &str| ImportedRequest {
             method: method.into(),
             url: url.into(),
-            ..Read::default()
+            ..ImportedRequest::default()
         };
         match self.request.as_slice() {
-            [first, ..] if first == "curl" => curl::words(&self.request),
+            [first, ..] if first == "curl" => curl::parse_curl_words(&self.request),
             [url] if url.contains('/') => Ok(plain("GET", url)),
             [method, url] => Ok(plain(method, url)),
             _ => Err("expected METHOD and URL, as in: tidegate explain GET /api/orders".to_owned()),

@@ -1,46 +1,46 @@
 //! What is shown, as lines of text: the same for a terminal of any size and for a pipe.
 
-use super::seen::{Policy, Ranked, Seen, Times};
+use super::snapshot::{AdminApiSnapshot, TopLatencyEntry, TopPolicyEntry, TopRankedEntry};
 use std::cmp::Reverse;
 use std::fmt::Write as _;
 
 /// Less than this shows nothing useful.
-pub(super) const LEAST: (usize, usize) = (48, 10);
+pub(super) const MIN_SIZE: (usize, usize) = (48, 10);
 /// Minutes in one letter of a sparkline.
-const GROUP: usize = 3;
+const MINUTES_PER_GLYPH: usize = 3;
 
 /// How a line is shown, where colours can be. What it says is said in words too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Style {
+pub(super) enum LineStyle {
     #[default]
     Plain,
     Title,
-    Head,
-    Bad,
-    Quiet,
+    TableHeader,
+    Alert,
+    Dim,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Line {
-    pub(super) style: Style,
+pub(super) struct ScreenLine {
+    pub(super) style: LineStyle,
     /// Printable, and each letter one column wide.
     pub(super) text: String,
 }
 
 /// What comes first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Order {
+pub(super) enum PolicySortOrder {
     #[default]
     Refused,
     Requests,
     Name,
     /// As they apply.
-    Applied,
+    PolicyOrder,
 }
 
 /// Letters of a sparkline: no request, requests and none refused, then more and more refused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Glyphs {
+pub(super) enum SparklineGlyphs {
     #[default]
     Ascii,
     Blocks,
@@ -48,41 +48,41 @@ pub(super) enum Glyphs {
 
 /// How it is looked at.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Look {
-    pub(super) order: Order,
-    pub(super) glyphs: Glyphs,
-    pub(super) paused: bool,
+pub(super) struct ViewState {
+    pub(super) sort_order: PolicySortOrder,
+    pub(super) glyphs: SparklineGlyphs,
+    pub(super) is_paused: bool,
     /// Policies that are scrolled away.
-    pub(super) scrolled: usize,
+    pub(super) scroll_offset: usize,
     /// Where it was asked.
-    pub(super) from: String,
+    pub(super) address: String,
     /// Why the newest look failed; what is shown is older.
-    pub(super) trouble: Option<String>,
+    pub(super) last_error: Option<String>,
 }
 
-impl Order {
+impl PolicySortOrder {
     pub(super) fn next(self) -> Self {
         match self {
             Self::Refused => Self::Requests,
             Self::Requests => Self::Name,
-            Self::Name => Self::Applied,
-            Self::Applied => Self::Refused,
+            Self::Name => Self::PolicyOrder,
+            Self::PolicyOrder => Self::Refused,
         }
     }
 
-    fn word(self) -> &'static str {
+    fn label(self) -> &'static str {
         match self {
             Self::Refused => "refused",
             Self::Requests => "requests",
             Self::Name => "name",
-            Self::Applied => "order",
+            Self::PolicyOrder => "order",
         }
     }
 }
 
-impl Glyphs {
+impl SparklineGlyphs {
     /// Blocks where letters beyond ASCII are expected.
-    pub(super) fn of_this_terminal() -> Self {
+    pub(super) fn from_locale() -> Self {
         let named = ["LC_ALL", "LC_CTYPE", "LANG"]
             .into_iter()
             .filter_map(|name| std::env::var(name).ok());
@@ -106,12 +106,12 @@ impl Glyphs {
 }
 
 /// All of it, for a pipe.
-pub(super) fn whole(seen: &Seen, look: &Look, width: usize) -> String {
-    let mut lines = top(seen, look);
-    lines.extend(policies(seen, look, usize::MAX, width));
-    for (title, ranking) in rankings(seen) {
-        lines.push(Line::plain(String::new()));
-        lines.extend(ranks(title, ranking, 10, width));
+pub(super) fn render_table(snapshot: &AdminApiSnapshot, view: &ViewState, width: usize) -> String {
+    let mut lines = header_lines(snapshot, view);
+    lines.extend(policy_lines(snapshot, view, usize::MAX, width));
+    for (title, ranking) in rankings(snapshot) {
+        lines.push(ScreenLine::plain(String::new()));
+        lines.extend(ranking_lines(title, ranking, 10, width));
     }
     lines.iter().fold(String::new(), |mut text, line| {
         text.push_str(line.text.trim_end());
@@ -121,107 +121,139 @@ pub(super) fn whole(seen: &Seen, look: &Look, width: usize) -> String {
 }
 
 /// A screen: exactly `height` lines, none wider than `width`.
-pub(super) fn screen(seen: &Seen, look: &Look, width: usize, height: usize) -> Vec<Line> {
-    if width < LEAST.0 || height < LEAST.1 {
-        let text = format!("too small: {width}x{height}, needs {}x{}", LEAST.0, LEAST.1);
-        return fit(vec![Line::bad(text)], width, height);
+pub(super) fn render_screen(
+    snapshot: &AdminApiSnapshot,
+    view: &ViewState,
+    width: usize,
+    height: usize,
+) -> Vec<ScreenLine> {
+    if width < MIN_SIZE.0 || height < MIN_SIZE.1 {
+        let text = format!(
+            "too small: {width}x{height}, needs {}x{}",
+            MIN_SIZE.0, MIN_SIZE.1
+        );
+        return fit_to_screen(vec![ScreenLine::alert(text)], width, height);
     }
     let keys = format!(
         "q quit  p {}  s sort: {}  up/down scroll",
-        if look.paused { "go on" } else { "pause" },
-        look.order.word()
+        if view.is_paused { "go on" } else { "pause" },
+        view.sort_order.label()
     );
-    let mut lines = top(seen, look);
+    let mut lines = header_lines(snapshot, view);
     // The last line is for the keys, and at least one policy is seen whatever else there is to say.
     lines.truncate(height.saturating_sub(4));
-    let room = height.saturating_sub(lines.len() + 1);
-    let ranked = if room >= 12 { room / 3 } else { 0 };
-    lines.extend(policies(seen, look, room.saturating_sub(ranked), width));
-    if ranked > 0 {
-        lines.push(Line::plain(String::new()));
+    let available_lines = height.saturating_sub(lines.len() + 1);
+    let ranking_height = if available_lines >= 12 {
+        available_lines / 3
+    } else {
+        0
+    };
+    lines.extend(policy_lines(
+        snapshot,
+        view,
+        available_lines.saturating_sub(ranking_height),
+        width,
+    ));
+    if ranking_height > 0 {
+        lines.push(ScreenLine::plain(String::new()));
         let half = width / 2;
-        let [(keys_title, keys), (paths_title, paths)] = rankings(seen);
+        let [(keys_title, keys), (paths_title, paths)] = rankings(snapshot);
         match width >= 100 {
-            true => lines.extend(beside(
-                ranks(
+            true => lines.extend(join_columns(
+                ranking_lines(
                     keys_title,
                     keys,
-                    ranked.saturating_sub(2),
+                    ranking_height.saturating_sub(2),
                     half.saturating_sub(2),
                 ),
-                ranks(paths_title, paths, ranked.saturating_sub(2), width - half),
+                ranking_lines(
+                    paths_title,
+                    paths,
+                    ranking_height.saturating_sub(2),
+                    width - half,
+                ),
                 half,
             )),
-            false => lines.extend(ranks(keys_title, keys, ranked.saturating_sub(2), width)),
+            false => lines.extend(ranking_lines(
+                keys_title,
+                keys,
+                ranking_height.saturating_sub(2),
+                width,
+            )),
         }
     }
-    let mut lines = fit(lines, width, height - 1);
-    lines.push(Line::quiet(cut(&keys, width)));
+    let mut lines = fit_to_screen(lines, width, height - 1);
+    lines.push(ScreenLine::dim(truncate_text(&keys, width)));
     lines
 }
 
-fn top(seen: &Seen, look: &Look) -> Vec<Line> {
-    let state = match (&look.trouble, look.paused) {
+fn header_lines(snapshot: &AdminApiSnapshot, view: &ViewState) -> Vec<ScreenLine> {
+    let state = match (&view.last_error, view.is_paused) {
         (Some(_), _) => "[NO ANSWER] ",
         (None, true) => "[paused] ",
         (None, false) => "",
     };
-    let from = if look.from.is_empty() {
+    let from = if view.address.is_empty() {
         String::new()
     } else {
-        format!("  at {}", look.from)
+        format!("  at {}", view.address)
     };
-    let mut lines = vec![Line {
-        style: Style::Title,
+    let mut lines = vec![ScreenLine {
+        style: LineStyle::Title,
         text: format!(
             "tidegate {}  {state}{}  instance {}  up {}  generation {}{from}",
-            seen.version,
-            seen.status,
+            snapshot.version,
+            snapshot.status,
             // As much of it as tells instances apart.
-            seen.instance.get(..8).unwrap_or(&seen.instance),
-            lasting(seen.uptime_s),
-            seen.generation
+            snapshot.instance.get(..8).unwrap_or(&snapshot.instance),
+            format_uptime(snapshot.uptime_s),
+            snapshot.generation
         ),
     }];
-    lines.extend(look.trouble.iter().map(|why| Line::bad(format!("! {why}"))));
     lines.extend(
-        seen.alerts
+        view.last_error
             .iter()
-            .map(|alert| Line::bad(format!("! {alert}"))),
+            .map(|why| ScreenLine::alert(format!("! {why}"))),
     );
-    let fleet = seen.instances.map_or(String::new(), |instances| {
+    lines.extend(
+        snapshot
+            .alerts
+            .iter()
+            .map(|alert| ScreenLine::alert(format!("! {alert}"))),
+    );
+    let instances = snapshot.instances.map_or(String::new(), |instances| {
         format!("  instances {instances}")
     });
-    lines.push(Line::plain(format!(
+    lines.push(ScreenLine::plain(format!(
         "requests {}/s  refused {}  degraded {}  (of {} in {})  connections {}/{}",
-        rate(seen.rate),
-        share(seen.refused, seen.requests),
-        share(seen.degraded, seen.requests),
-        seen.requests,
-        lasting(seen.window_s),
-        seen.connections.0,
-        seen.connections.1
+        format_rate(snapshot.requests_per_s),
+        format_share(snapshot.refused, snapshot.requests),
+        format_share(snapshot.degraded, snapshot.requests),
+        snapshot.requests,
+        format_uptime(snapshot.window_s),
+        snapshot.connections.0,
+        snapshot.connections.1
     )));
-    let style = if seen.store_up {
-        Style::Plain
+    let style = if snapshot.store_up {
+        LineStyle::Plain
     } else {
-        Style::Bad
+        LineStyle::Alert
     };
-    lines.push(Line {
+    lines.push(ScreenLine {
         style,
-        text: format!("store {}{fleet}", seen.store),
+        text: format!("store {}{instances}", snapshot.store),
     });
-    lines.push(Line::plain(decisions(&seen.latency)));
-    lines.push(Line::plain(String::new()));
+    lines.push(ScreenLine::plain(latency_line(&snapshot.latency)));
+    lines.push(ScreenLine::plain(String::new()));
     lines
 }
 
-fn decisions(latency: &[Times]) -> String {
+fn latency_line(latency: &[TopLatencyEntry]) -> String {
     let mut text = "decisions in the last minute:".to_owned();
     if latency.is_empty() {
         text.push_str(" none");
     }
-    for Times {
+    for TopLatencyEntry {
         source,
         count,
         p50_s,
@@ -231,8 +263,8 @@ fn decisions(latency: &[Times]) -> String {
         write!(
             text,
             "  {source} {count}, 50% in {}, 99% in {}",
-            took(*p50_s),
-            took(*p99_s)
+            format_latency(*p50_s),
+            format_latency(*p99_s)
         )
         .expect("a String takes everything");
     }
@@ -240,112 +272,126 @@ fn decisions(latency: &[Times]) -> String {
 }
 
 /// A table with a head, `room` lines at most.
-fn policies(seen: &Seen, look: &Look, room: usize, width: usize) -> Vec<Line> {
-    if seen.policies.is_empty() {
-        return vec![Line::plain(
+fn policy_lines(
+    snapshot: &AdminApiSnapshot,
+    view: &ViewState,
+    max_lines: usize,
+    width: usize,
+) -> Vec<ScreenLine> {
+    if snapshot.policies.is_empty() {
+        return vec![ScreenLine::plain(
             "There is no policy: every request passes.".to_owned(),
         )];
     }
-    let mut shown: Vec<&Policy> = seen.policies.iter().collect();
-    match look.order {
-        Order::Refused => {
-            shown.sort_by_key(|policy| Reverse((policy.hour_refused, policy.hour_passed)))
+    let mut sorted: Vec<&TopPolicyEntry> = snapshot.policies.iter().collect();
+    match view.sort_order {
+        PolicySortOrder::Refused => {
+            sorted.sort_by_key(|policy| Reverse((policy.hour_refused, policy.hour_passed)))
         }
-        Order::Requests => {
-            shown.sort_by_key(|policy| Reverse(policy.hour_refused + policy.hour_passed))
+        PolicySortOrder::Requests => {
+            sorted.sort_by_key(|policy| Reverse(policy.hour_refused + policy.hour_passed))
         }
-        Order::Name => shown.sort_by(|a, b| a.name.cmp(&b.name)),
-        Order::Applied => {}
+        PolicySortOrder::Name => sorted.sort_by(|a, b| a.name.cmp(&b.name)),
+        PolicySortOrder::PolicyOrder => {}
     }
-    let live = shown.iter().any(|policy| policy.rates.is_some());
+    let has_rates = sorted.iter().any(|policy| policy.rates_per_s.is_some());
     let has_spark = width >= 76;
     let spark = if has_spark { "last hour, refused" } else { "" };
-    let rates = if live {
+    let rates = if has_rates {
         format!("{:>9} {:>9}", "passed/s", "refused/s")
     } else {
         String::new()
     };
     let fixed = 34 + rates.len() + if has_spark { 23 } else { 0 };
-    let names = shown
+    let names = sorted
         .iter()
         .map(|policy| policy.name.len())
         .max()
         .unwrap_or(6);
-    let name = names.clamp(6, width.saturating_sub(fixed).max(8));
+    let name_width = names.clamp(6, width.saturating_sub(fixed).max(8));
     let head = format!(
-        "{:<name$} {:<6} {rates}{:>9} {:>9} {:>7} {spark}",
+        "{:<name_width$} {:<6} {rates}{:>9} {:>9} {:>7} {spark}",
         "POLICY", "", "passed", "refused", "share"
     );
-    let mut lines = vec![Line {
-        style: Style::Head,
-        text: cut(&head, width),
+    let mut lines = vec![ScreenLine {
+        style: LineStyle::TableHeader,
+        text: truncate_text(&head, width),
     }];
     // One line is the head.
-    let room = room.saturating_sub(1);
-    let skipped = look.scrolled.min(shown.len().saturating_sub(room.max(1)));
-    let left = shown.len() - skipped;
-    let rows = if left > room {
-        room.saturating_sub(1)
+    let max_rows = max_lines.saturating_sub(1);
+    let first_row = view
+        .scroll_offset
+        .min(sorted.len().saturating_sub(max_rows.max(1)));
+    let remaining = sorted.len() - first_row;
+    let rows = if remaining > max_rows {
+        max_rows.saturating_sub(1)
     } else {
-        left
+        remaining
     };
-    for policy in shown.iter().skip(skipped).take(rows) {
-        let rates = match (live, policy.rates) {
-            (true, Some((passed, refused))) => format!("{:>9} {:>9}", rate(passed), rate(refused)),
+    for policy in sorted.iter().skip(first_row).take(rows) {
+        let rates = match (has_rates, policy.rates_per_s) {
+            (true, Some((passed, refused))) => {
+                format!("{:>9} {:>9}", format_rate(passed), format_rate(refused))
+            }
             (true, None) => format!("{:>9} {:>9}", "-", "-"),
             (false, _) => String::new(),
         };
         let all = policy.hour_passed + policy.hour_refused;
         let spark = if has_spark {
-            sparkline(&policy.minutes, look.glyphs)
+            render_sparkline(&policy.minutes, view.glyphs)
         } else {
             String::new()
         };
         let text = format!(
-            "{:<name$} {:<6} {rates}{:>9} {:>9} {:>7} {spark}",
-            cut(&policy.name, name),
+            "{:<name_width$} {:<6} {rates}{:>9} {:>9} {:>7} {spark}",
+            truncate_text(&policy.name, name_width),
             policy.kind,
             policy.hour_passed,
             policy.hour_refused,
-            share(policy.hour_refused, all)
+            format_share(policy.hour_refused, all)
         );
-        lines.push(Line::plain(cut(&text, width)));
+        lines.push(ScreenLine::plain(truncate_text(&text, width)));
     }
-    let hidden = (left - rows) as u64 + seen.more_policies;
+    let hidden = (remaining - rows) as u64 + snapshot.omitted_policies;
     if hidden > 0 {
-        lines.push(Line::quiet(format!("... {hidden} more")));
+        lines.push(ScreenLine::dim(format!("... {hidden} more")));
     }
     lines
 }
 
-fn rankings(seen: &Seen) -> [(&'static str, &[Ranked]); 2] {
+fn rankings(snapshot: &AdminApiSnapshot) -> [(&'static str, &[TopRankedEntry]); 2] {
     [
-        ("KEYS REFUSED MOST", &seen.keys),
-        ("PATHS REFUSED MOST", &seen.paths),
+        ("KEYS REFUSED MOST", &snapshot.keys),
+        ("PATHS REFUSED MOST", &snapshot.paths),
     ]
 }
 
 /// A head, and `most` lines.
-fn ranks(title: &str, ranking: &[Ranked], most: usize, width: usize) -> Vec<Line> {
-    let mut lines = vec![Line {
-        style: Style::Head,
+fn ranking_lines(
+    title: &str,
+    ranking: &[TopRankedEntry],
+    max_entries: usize,
+    width: usize,
+) -> Vec<ScreenLine> {
+    let mut lines = vec![ScreenLine {
+        style: LineStyle::TableHeader,
         text: format!("{:>13} {title}", "refused"),
     }];
     if ranking.is_empty() {
-        lines.push(Line::quiet(format!("{:>13} nobody lately", "-")));
+        lines.push(ScreenLine::dim(format!("{:>13} nobody lately", "-")));
     }
-    for Ranked {
+    for TopRankedEntry {
         policy,
         text,
         count,
         error,
-    } in ranking.iter().take(most)
+    } in ranking.iter().take(max_entries)
     {
         let count = match error {
             0 => count.to_string(),
             _ => format!("{}-{count}", count.saturating_sub(*error)),
         };
-        lines.push(Line::plain(cut(
+        lines.push(ScreenLine::plain(truncate_text(
             &format!("{count:>13} {policy}  {text}"),
             width,
         )));
@@ -354,7 +400,7 @@ fn ranks(title: &str, ranking: &[Ranked], most: usize, width: usize) -> Vec<Line
 }
 
 /// Two columns, the right one from column `at` on.
-fn beside(left: Vec<Line>, right: Vec<Line>, at: usize) -> Vec<Line> {
+fn join_columns(left: Vec<ScreenLine>, right: Vec<ScreenLine>, at: usize) -> Vec<ScreenLine> {
     let count = left.len().max(right.len());
     let (mut left, mut right) = (left.into_iter(), right.into_iter());
     let rows = (0..count).map(|_| (left.next(), right.next()));
@@ -362,9 +408,9 @@ fn beside(left: Vec<Line>, right: Vec<Line>, at: usize) -> Vec<Line> {
         let style = left
             .as_ref()
             .or(right.as_ref())
-            .map_or(Style::Plain, |line| line.style);
-        let text = |line: Option<Line>| line.map(|line| line.text).unwrap_or_default();
-        Line {
+            .map_or(LineStyle::Plain, |line| line.style);
+        let text = |line: Option<ScreenLine>| line.map(|line| line.text).unwrap_or_default();
+        ScreenLine {
             style,
             text: format!("{:<at$}{}", text(left), text(right)),
         }
@@ -372,16 +418,16 @@ fn beside(left: Vec<Line>, right: Vec<Line>, at: usize) -> Vec<Line> {
     .collect()
 }
 
-fn fit(mut lines: Vec<Line>, width: usize, height: usize) -> Vec<Line> {
-    lines.resize(height, Line::plain(String::new()));
+fn fit_to_screen(mut lines: Vec<ScreenLine>, width: usize, height: usize) -> Vec<ScreenLine> {
+    lines.resize(height, ScreenLine::plain(String::new()));
     for line in &mut lines {
-        line.text = cut(&line.text, width);
+        line.text = truncate_text(&line.text, width);
     }
     lines
 }
 
 /// At most `width` letters, the last of them a `~` if there were more.
-fn cut(text: &str, width: usize) -> String {
+fn truncate_text(text: &str, width: usize) -> String {
     if text.chars().count() <= width {
         return text.to_owned();
     }
@@ -392,9 +438,9 @@ fn cut(text: &str, width: usize) -> String {
         .collect()
 }
 
-fn sparkline(minutes: &[(u64, u64)], glyphs: Glyphs) -> String {
+fn render_sparkline(minutes: &[(u64, u64)], glyphs: SparklineGlyphs) -> String {
     let groups: Vec<(u64, u64)> = minutes
-        .chunks(GROUP)
+        .chunks(MINUTES_PER_GLYPH)
         .map(|group| {
             group.iter().fold((0, 0), |(all, bad), (more, refused)| {
                 (all + more, bad + refused)
@@ -425,7 +471,7 @@ fn sparkline(minutes: &[(u64, u64)], glyphs: Glyphs) -> String {
 }
 
 /// `0`, `0.4`, `12`, `12000`.
-fn rate(per_s: f64) -> String {
+fn format_rate(per_s: f64) -> String {
     match per_s {
         0.0 => "0".to_owned(),
         per_s if per_s < 9.95 => format!("{per_s:.1}"),
@@ -433,7 +479,7 @@ fn rate(per_s: f64) -> String {
     }
 }
 
-fn share(part: u64, all: u64) -> String {
+fn format_share(part: u64, all: u64) -> String {
     match (part, all) {
         (_, 0) => "-".to_owned(),
         (0, _) => "0%".to_owned(),
@@ -441,7 +487,7 @@ fn share(part: u64, all: u64) -> String {
     }
 }
 
-fn took(seconds: Option<f64>) -> String {
+fn format_latency(seconds: Option<f64>) -> String {
     match seconds {
         None => "-".to_owned(),
         Some(s) if s < 0.001 => format!("{:.0}us", s * 1e6),
@@ -450,7 +496,7 @@ fn took(seconds: Option<f64>) -> String {
     }
 }
 
-fn lasting(s: u64) -> String {
+fn format_uptime(s: u64) -> String {
     match s {
         0..60 => format!("{s}s"),
         60..3600 => format!("{}m{}s", s / 60, s % 60),
@@ -459,24 +505,24 @@ fn lasting(s: u64) -> String {
     }
 }
 
-impl Line {
+impl ScreenLine {
     fn plain(text: String) -> Self {
         Self {
-            style: Style::Plain,
+            style: LineStyle::Plain,
             text,
         }
     }
 
-    fn quiet(text: String) -> Self {
+    fn dim(text: String) -> Self {
         Self {
-            style: Style::Quiet,
+            style: LineStyle::Dim,
             text,
         }
     }
 
-    fn bad(text: String) -> Self {
+    fn alert(text: String) -> Self {
         Self {
-            style: Style::Bad,
+            style: LineStyle::Alert,
             text,
         }
     }

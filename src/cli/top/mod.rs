@@ -2,27 +2,27 @@
 
 mod frame;
 mod screen;
-mod seen;
+mod snapshot;
 
-use super::ask::{Answer, admin, ask};
-use crate::admin::{AdminSettings, harmless};
-use crate::config::{self, Sources};
+use super::admin_client::{AdminClientResponse, admin_address, send_request};
+use crate::admin::{AdminSettings, escape_json};
+use crate::config::{self, ConfigSources};
 use crate::listen::ListenAddress;
-use frame::{Glyphs, Look, Order};
-use seen::Seen;
+use frame::{PolicySortOrder, SparklineGlyphs, ViewState};
 use serde_json::{Value, json};
+use snapshot::AdminApiSnapshot;
 use std::io::IsTerminal;
 use std::time::Duration;
 
 /// Policies that are asked for: more than a screen shows, few enough for an answer every second.
-const POLICIES: usize = 200;
+const MAX_POLICIES: usize = 200;
 /// Keys and paths.
-const RANKS: usize = 30;
+const MAX_RANKED_ENTRIES: usize = 30;
 /// A table that goes into a pipe is as wide as it needs, within reason.
-const WIDE: usize = 120;
+const PIPE_WIDTH: usize = 120;
 
 #[derive(clap::Args, Debug)]
-pub(super) struct Flags {
+pub(super) struct TopFlags {
     /// Print a table once and end. It is what happens anyway where there is no terminal.
     #[arg(long)]
     once: bool,
@@ -36,7 +36,7 @@ pub(super) struct Flags {
 
 /// Whom to ask.
 #[derive(Clone, Debug)]
-struct Desk {
+struct AdminClient {
     address: ListenAddress,
     settings: AdminSettings,
 }
@@ -45,31 +45,31 @@ struct Desk {
 ///
 /// # Errors
 /// A text for people, if nobody answers or the terminal can't be used.
-pub(super) fn run(sources: &Sources, flags: &Flags) -> Result<String, String> {
-    let settings = config::load_admin(sources).map_err(|report| report.to_string())?;
-    let desk = Desk {
-        address: admin(&settings)?,
+pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, String> {
+    let settings = config::load_admin_settings(sources).map_err(|report| report.to_string())?;
+    let client = AdminClient {
+        address: admin_address(&settings)?,
         settings,
     };
     if flags.json {
-        return Ok(harmless(&format!("{}\n", desk.look()?)));
+        return Ok(escape_json(&format!("{}\n", client.fetch_snapshot()?)));
     }
-    let seen = Seen::of(&desk.look()?, None);
-    let glyphs = Glyphs::of_this_terminal();
+    let snapshot = AdminApiSnapshot::from_json(&client.fetch_snapshot()?, None);
+    let glyphs = SparklineGlyphs::from_locale();
     let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
     if flags.once || is_dumb || !std::io::stdout().is_terminal() {
-        let look = Look {
-            order: Order::Refused,
+        let view = ViewState {
+            sort_order: PolicySortOrder::Refused,
             glyphs,
-            ..Look::default()
+            ..ViewState::default()
         };
-        return Ok(frame::whole(&seen, &look, WIDE));
+        return Ok(frame::render_table(&snapshot, &view, PIPE_WIDTH));
     }
-    let from = desk.address.to_string();
-    screen::show(
-        move || desk.look(),
-        seen,
-        &from,
+    let address = client.address.to_string();
+    screen::run_screen(
+        move || client.fetch_snapshot(),
+        snapshot,
+        &address,
         Duration::from_secs(flags.every),
         glyphs,
     )
@@ -77,30 +77,31 @@ pub(super) fn run(sources: &Sources, flags: &Flags) -> Result<String, String> {
     .map_err(|error| format!("error: the terminal can't be used: {error}\n"))
 }
 
-impl Desk {
+impl AdminClient {
     /// All that is shown, at about one time.
-    fn look(&self) -> Result<Value, String> {
+    fn fetch_snapshot(&self) -> Result<Value, String> {
         Ok(json!({
-            "overview": self.ask("/overview?seconds=61")?,
-            "policies": self.ask(&format!("/policies?limit={POLICIES}"))?,
-            "top": self.ask(&format!("/top?n={RANKS}"))?,
+            "overview": self.fetch_json("/overview?seconds=61")?,
+            "policies": self.fetch_json(&format!("/policies?limit={MAX_POLICIES}"))?,
+            "top": self.fetch_json(&format!("/top?n={MAX_RANKED_ENTRIES}"))?,
         }))
     }
 
-    fn ask(&self, target: &str) -> Result<Value, String> {
-        let at = &self.address;
-        let Answer { status, body } = ask(at, "GET", target, self.settings.token.as_ref())
-            .map_err(|error| format!("error: {at}: {error}\n"))?;
-        let told: Option<Value> = serde_json::from_str(&body).ok();
-        match (status, told) {
-            (200, Some(told)) => Ok(told),
-            (_, told) => {
-                let detail = told
+    fn fetch_json(&self, target: &str) -> Result<Value, String> {
+        let address = &self.address;
+        let AdminClientResponse { status, body } =
+            send_request(address, "GET", target, self.settings.token.as_ref())
+                .map_err(|error| format!("error: {address}: {error}\n"))?;
+        let json: Option<Value> = serde_json::from_str(&body).ok();
+        match (status, json) {
+            (200, Some(json)) => Ok(json),
+            (_, json) => {
+                let detail = json
                     .as_ref()
                     .and_then(|told| told.get("detail")?.as_str())
                     .unwrap_or_default();
                 Err(format!(
-                    "error: {at}: answered {status}: {}\n",
+                    "error: {address}: answered {status}: {}\n",
                     detail.escape_debug()
                 ))
             }

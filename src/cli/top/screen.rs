@@ -1,7 +1,7 @@
 //! The terminal: taken, drawn on, and given back as it was, however it ends.
 
-use super::frame::{self, Glyphs, Line, Look, Style};
-use super::seen::Seen;
+use super::frame::{self, LineStyle, ScreenLine, SparklineGlyphs, ViewState};
+use super::snapshot::AdminApiSnapshot;
 use crossterm::cursor::{Hide, MoveTo, Show};
 use crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use crossterm::style::{Attribute, Color, Print, ResetColor, SetAttribute, SetForegroundColor};
@@ -20,54 +20,54 @@ use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// How soon a key, a signal or an answer is seen.
-const TICK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// How soon it is seen that there is no terminal any more.
-const GONE: Duration = Duration::from_secs(1);
+const TERMINAL_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Shows what `look` tells, again and again, until somebody quits or a signal comes.
 ///
 /// # Errors
 /// When the terminal can't be used.
-pub(super) fn show(
-    look: impl Fn() -> Result<Value, String> + Send + 'static,
-    mut seen: Seen,
-    from: &str,
-    every: Duration,
-    glyphs: Glyphs,
+pub(super) fn run_screen(
+    fetch: impl Fn() -> Result<Value, String> + Send + 'static,
+    mut snapshot: AdminApiSnapshot,
+    address: &str,
+    interval: Duration,
+    glyphs: SparklineGlyphs,
 ) -> io::Result<()> {
-    let told_to_end = Arc::new(AtomicBool::new(false));
-    end_on_signals(&told_to_end)?;
-    let mut shown = Look {
+    let stop_requested = Arc::new(AtomicBool::new(false));
+    stop_on_signals(&stop_requested)?;
+    let mut view = ViewState {
         glyphs,
-        from: from.to_owned(),
-        ..Look::default()
+        address: address.to_owned(),
+        ..ViewState::default()
     };
-    let mut screen = Screen::take()?;
+    let mut screen = TerminalScreen::open()?;
     // Asking may take seconds: keys are heard meanwhile.
-    let answers = ask_again_and_again(look, every);
-    let mut is_new = true;
-    while !told_to_end.load(Ordering::Relaxed) {
-        if let Ok(told) = answers.try_recv()
-            && !shown.paused
+    let responses = spawn_poller(fetch, interval);
+    let mut needs_redraw = true;
+    while !stop_requested.load(Ordering::Relaxed) {
+        if let Ok(response) = responses.try_recv()
+            && !view.is_paused
         {
-            match told {
-                Ok(told) => {
-                    seen = Seen::of(&told, Some(&seen));
-                    shown.trouble = None;
+            match response {
+                Ok(response) => {
+                    snapshot = AdminApiSnapshot::from_json(&response, Some(&snapshot));
+                    view.last_error = None;
                 }
-                Err(why) => shown.trouble = Some(why.trim_end().to_owned()),
+                Err(why) => view.last_error = Some(why.trim_end().to_owned()),
             }
-            is_new = true;
+            needs_redraw = true;
         }
-        if is_new {
-            screen.draw(&seen, &shown)?;
-            is_new = false;
+        if needs_redraw {
+            screen.draw(&snapshot, &view)?;
+            needs_redraw = false;
         }
-        if event::poll(TICK)? {
-            match react(&event::read()?, &mut shown, seen.policies.len()) {
-                Reaction::Quit => break,
-                Reaction::Draw => is_new = true,
-                Reaction::Nothing => {}
+        if event::poll(POLL_INTERVAL)? {
+            match handle_event(&event::read()?, &mut view, snapshot.policies.len()) {
+                InputReaction::Quit => break,
+                InputReaction::Draw => needs_redraw = true,
+                InputReaction::Nothing => {}
             }
         }
     }
@@ -75,61 +75,65 @@ pub(super) fn show(
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reaction {
+enum InputReaction {
     Quit,
     Draw,
     Nothing,
 }
 
-fn react(event: &Event, look: &mut Look, policies: usize) -> Reaction {
+fn handle_event(event: &Event, view: &mut ViewState, policies: usize) -> InputReaction {
     let key = match event {
-        Event::Resize(..) => return Reaction::Draw,
+        Event::Resize(..) => return InputReaction::Draw,
         Event::Key(key) if key.kind != KeyEventKind::Release => key,
-        _ => return Reaction::Nothing,
+        _ => return InputReaction::Nothing,
     };
     let last = policies.saturating_sub(1);
     match key.code {
         KeyCode::Char('c' | 'd') if key.modifiers.contains(KeyModifiers::CONTROL) => {
-            return Reaction::Quit;
+            return InputReaction::Quit;
         }
-        KeyCode::Char('q') | KeyCode::Esc => return Reaction::Quit,
-        KeyCode::Char('p' | ' ') => look.paused = !look.paused,
-        KeyCode::Char('s') => (look.order, look.scrolled) = (look.order.next(), 0),
-        KeyCode::Up | KeyCode::Char('k') => look.scrolled = look.scrolled.saturating_sub(1),
-        KeyCode::Down | KeyCode::Char('j') => look.scrolled = (look.scrolled + 1).min(last),
-        KeyCode::PageUp => look.scrolled = look.scrolled.saturating_sub(10),
-        KeyCode::PageDown => look.scrolled = (look.scrolled + 10).min(last),
-        KeyCode::Home => look.scrolled = 0,
-        KeyCode::End => look.scrolled = last,
-        _ => return Reaction::Nothing,
+        KeyCode::Char('q') | KeyCode::Esc => return InputReaction::Quit,
+        KeyCode::Char('p' | ' ') => view.is_paused = !view.is_paused,
+        KeyCode::Char('s') => (view.sort_order, view.scroll_offset) = (view.sort_order.next(), 0),
+        KeyCode::Up | KeyCode::Char('k') => {
+            view.scroll_offset = view.scroll_offset.saturating_sub(1)
+        }
+        KeyCode::Down | KeyCode::Char('j') => {
+            view.scroll_offset = (view.scroll_offset + 1).min(last)
+        }
+        KeyCode::PageUp => view.scroll_offset = view.scroll_offset.saturating_sub(10),
+        KeyCode::PageDown => view.scroll_offset = (view.scroll_offset + 10).min(last),
+        KeyCode::Home => view.scroll_offset = 0,
+        KeyCode::End => view.scroll_offset = last,
+        _ => return InputReaction::Nothing,
     }
-    Reaction::Draw
+    InputReaction::Draw
 }
 
 /// One answer waits at most; the thread ends with the process, or when nobody takes them.
-fn ask_again_and_again(
-    look: impl Fn() -> Result<Value, String> + Send + 'static,
-    every: Duration,
+fn spawn_poller(
+    fetch: impl Fn() -> Result<Value, String> + Send + 'static,
+    interval: Duration,
 ) -> Receiver<Result<Value, String>> {
-    let (give, take): (SyncSender<_>, _) = sync_channel(1);
+    let (sender, receiver): (SyncSender<_>, _) = sync_channel(1);
     thread::spawn(move || {
         loop {
-            thread::sleep(every);
-            if give.send(look()).is_err() {
+            thread::sleep(interval);
+            if sender.send(fetch()).is_err() {
                 return;
             }
         }
     });
-    take
+    receiver
 }
 
 /// They end it in order, as a key does.
-fn end_on_signals(told: &Arc<AtomicBool>) -> io::Result<()> {
+fn stop_on_signals(stop_requested: &Arc<AtomicBool>) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
     let signals = {
-        let _here = runtime.enter();
+        let _runtime_context = runtime.enter();
         [
             SignalKind::terminate(),
             SignalKind::hangup(),
@@ -138,24 +142,24 @@ fn end_on_signals(told: &Arc<AtomicBool>) -> io::Result<()> {
         ]
         .map(signal)
     };
-    for heard in signals {
-        let (mut heard, told) = (heard?, Arc::clone(told));
+    for stream in signals {
+        let (mut stream, stop_requested) = (stream?, Arc::clone(stop_requested));
         runtime.spawn(async move {
-            while heard.recv().await.is_some() {
-                told.store(true, Ordering::Relaxed);
+            while stream.recv().await.is_some() {
+                stop_requested.store(true, Ordering::Relaxed);
             }
         });
     }
-    thread::spawn(move || runtime.block_on(end_with_the_terminal()));
+    thread::spawn(move || runtime.block_on(exit_when_terminal_closes()));
     Ok(())
 }
 
 /// Whoever closes the window sees no last word. crossterm reads the end of a terminal again and again and never comes
 /// back, so nobody but this would end.
-async fn end_with_the_terminal() {
-    let mut looks = tokio::time::interval(GONE);
+async fn exit_when_terminal_closes() {
+    let mut checks = tokio::time::interval(TERMINAL_CHECK_INTERVAL);
     loop {
-        looks.tick().await;
+        checks.tick().await;
         if !io::stdout().is_terminal() {
             std::process::exit(1);
         }
@@ -163,14 +167,14 @@ async fn end_with_the_terminal() {
 }
 
 /// The terminal while it is ours.
-struct Screen {
+struct TerminalScreen {
     out: Stdout,
     has_colours: bool,
 }
 
-impl Screen {
-    fn take() -> io::Result<Self> {
-        give_back_before_a_panic_is_told();
+impl TerminalScreen {
+    fn open() -> io::Result<Self> {
+        restore_terminal_before_panic_message();
         terminal::enable_raw_mode()?;
         // From here on it is given back when this is dropped.
         let mut screen = Self {
@@ -186,13 +190,13 @@ impl Screen {
         Ok(screen)
     }
 
-    fn draw(&mut self, seen: &Seen, look: &Look) -> io::Result<()> {
+    fn draw(&mut self, snapshot: &AdminApiSnapshot, view: &ViewState) -> io::Result<()> {
         let (width, height) = terminal::size()?;
-        let lines = frame::screen(seen, look, width.into(), height.into());
+        let lines = frame::render_screen(snapshot, view, width.into(), height.into());
         queue!(self.out, BeginSynchronizedUpdate)?;
-        for (row, Line { style, text }) in (0..height).zip(&lines) {
+        for (row, ScreenLine { style, text }) in (0..height).zip(&lines) {
             queue!(self.out, MoveTo(0, row))?;
-            self.begin(*style)?;
+            self.set_style(*style)?;
             queue!(
                 self.out,
                 Print(text),
@@ -205,13 +209,13 @@ impl Screen {
         self.out.flush()
     }
 
-    fn begin(&mut self, style: Style) -> io::Result<()> {
+    fn set_style(&mut self, style: LineStyle) -> io::Result<()> {
         match style {
-            Style::Plain => Ok(()),
-            Style::Title => queue!(self.out, SetAttribute(Attribute::Bold)),
-            Style::Head => queue!(self.out, SetAttribute(Attribute::Underlined)),
-            Style::Quiet => queue!(self.out, SetAttribute(Attribute::Dim)),
-            Style::Bad => {
+            LineStyle::Plain => Ok(()),
+            LineStyle::Title => queue!(self.out, SetAttribute(Attribute::Bold)),
+            LineStyle::TableHeader => queue!(self.out, SetAttribute(Attribute::Underlined)),
+            LineStyle::Dim => queue!(self.out, SetAttribute(Attribute::Dim)),
+            LineStyle::Alert => {
                 queue!(self.out, SetAttribute(Attribute::Bold))?;
                 match self.has_colours {
                     true => queue!(self.out, SetForegroundColor(Color::Red)),
@@ -222,14 +226,14 @@ impl Screen {
     }
 }
 
-impl Drop for Screen {
+impl Drop for TerminalScreen {
     fn drop(&mut self) {
-        give_back();
+        restore_terminal();
     }
 }
 
 /// As it was. If that fails there is nobody to tell.
-fn give_back() {
+fn restore_terminal() {
     execute!(
         io::stdout(),
         SetAttribute(Attribute::Reset),
@@ -242,35 +246,35 @@ fn give_back() {
 }
 
 /// What a panic says would be lost with the screen that it is said on.
-fn give_back_before_a_panic_is_told() {
+fn restore_terminal_before_panic_message() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        let told = std::panic::take_hook();
+        let default_hook = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
-            give_back();
-            told(panic);
+            restore_terminal();
+            default_hook(panic);
         }));
     });
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::frame::Order;
+    use super::super::frame::PolicySortOrder;
     use super::*;
     use crossterm::event::KeyEvent;
 
     #[test]
-    fn keys_do_what_the_last_line_says() {
-        let mut look = Look::default();
+    fn handles_the_keys_named_in_the_help_line() {
+        let mut view = ViewState::default();
         let mut press = |code| {
-            react(
+            handle_event(
                 &Event::Key(KeyEvent::new(code, KeyModifiers::NONE)),
-                &mut look,
+                &mut view,
                 3,
             )
         };
-        assert_eq!(press(KeyCode::Char('q')), Reaction::Quit);
-        assert_eq!(press(KeyCode::Char('x')), Reaction::Nothing);
+        assert_eq!(press(KeyCode::Char('q')), InputReaction::Quit);
+        assert_eq!(press(KeyCode::Char('x')), InputReaction::Nothing);
         for code in [
             KeyCode::Char('p'),
             KeyCode::Char('s'),
@@ -278,14 +282,17 @@ mod tests {
             KeyCode::Down,
             KeyCode::PageDown,
         ] {
-            assert_eq!(press(code), Reaction::Draw);
+            assert_eq!(press(code), InputReaction::Draw);
         }
         assert_eq!(
-            (look.paused, look.order, look.scrolled),
-            (true, Order::Requests, 2)
+            (view.is_paused, view.sort_order, view.scroll_offset),
+            (true, PolicySortOrder::Requests, 2)
         );
         let control_c = Event::Key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL));
-        assert_eq!(react(&control_c, &mut look, 3), Reaction::Quit);
-        assert_eq!(react(&Event::Resize(3, 3), &mut look, 3), Reaction::Draw);
+        assert_eq!(handle_event(&control_c, &mut view, 3), InputReaction::Quit);
+        assert_eq!(
+            handle_event(&Event::Resize(3, 3), &mut view, 3),
+            InputReaction::Draw
+        );
     }
 }

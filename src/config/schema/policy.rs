@@ -2,7 +2,7 @@
 
 use super::*;
 
-pub(super) static POLICY: [Key; 17] = [
+pub(super) static POLICY: [SchemaKey; 17] = [
     key(
         "name",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
@@ -11,7 +11,7 @@ pub(super) static POLICY: [Key; 17] = [
     ),
     key(
         "priority",
-        whole(i64::MIN, i64::MAX),
+        integer(i64::MIN, i64::MAX),
         Default("0"),
         "Higher first; file order among equals.",
     ),
@@ -23,7 +23,7 @@ pub(super) static POLICY: [Key; 17] = [
     ),
     key(
         "key",
-        Texts("key parts such as \"client_ip\" or \"header:x-user-id\""),
+        TextList("key parts such as \"client_ip\" or \"header:x-user-id\""),
         Default(""),
         "Whose quota. Empty: one for everybody who matches.",
     ),
@@ -33,22 +33,22 @@ pub(super) static POLICY: [Key; 17] = [
         Optional,
         "How much. A policy with action \"limit\" has this or limits, others neither.",
     ),
-    key("limits", Tables(&LIMIT), Optional, "The same, several."),
+    key("limits", TableList(&LIMIT), Optional, "The same, several."),
     key(
         "action",
-        Word(&["limit", "allow", "deny"]),
+        Keyword(&["limit", "allow", "deny"]),
         Default("limit"),
         "Limit; exempt, so that no later policy applies; refuse with 403, and nothing is counted.",
     ),
     key(
         "mode",
-        Word(&["enforce", "shadow", "off"]),
+        Keyword(&["enforce", "shadow", "off"]),
         Default("enforce"),
         "A shadow policy decides, counts (on counters of its own) and logs, but stops nothing. \"off\": as if it weren't there.",
     ),
     key(
         "cost",
-        Kind::WholeOrTable {
+        ValueKind::IntegerOrTable {
             min: 0,
             max: MAX_UNITS,
             table: &COST,
@@ -58,7 +58,7 @@ pub(super) static POLICY: [Key; 17] = [
     ),
     key(
         "block_for",
-        Kind::Duration {
+        ValueKind::Duration {
             min: Duration::from_millis(1),
             max: MAX_PERIOD,
         },
@@ -73,14 +73,14 @@ pub(super) static POLICY: [Key; 17] = [
     ),
     key(
         "shards",
-        whole(1, 64),
+        integer(1, 64),
         Default("1"),
         "Redis Cluster only: spreads one very hot key over so many counters, each with its part of the limit. A refusal asks all of them. Not with on_store_failure = \"local\".",
     ),
     key(
         "lease",
-        Kind::WordOrTable {
-            word: "auto",
+        ValueKind::KeywordOrTable {
+            keyword: "auto",
             table: &LEASE,
         },
         Optional,
@@ -101,13 +101,13 @@ pub(super) static POLICY: [Key; 17] = [
     ),
     key(
         "override",
-        Tables(&OVERRIDE),
+        TableList(&OVERRIDE),
         Optional,
         "Limits of their own for some keys. The first that matches replaces all limits of the policy.",
     ),
 ];
 
-pub(super) static COST: [Key; 6] = [
+pub(super) static COST: [SchemaKey; 6] = [
     key(
         "header",
         Text("the name of a header"),
@@ -116,25 +116,25 @@ pub(super) static COST: [Key; 6] = [
     ),
     key(
         "default",
-        whole(0, MAX_UNITS),
+        integer(0, MAX_UNITS),
         Default("1"),
         "Units of a request without the header.",
     ),
     key(
         "min",
-        whole(0, MAX_UNITS),
+        integer(0, MAX_UNITS),
         Default("1"),
         "The fewest that the header may say.",
     ),
     key(
         "max",
-        whole(0, MAX_UNITS),
+        integer(0, MAX_UNITS),
         Default("100"),
         "The most that it may say, and what a request takes whose header is anything else: empty, signed, a fraction, out of range, repeated.",
     ),
     key(
         "estimate",
-        whole(1, MAX_UNITS),
+        integer(1, MAX_UNITS),
         Required,
         "Units that a request takes when it comes. When its response says what it really took, the difference is charged or given back; if it doesn't say, the estimate stands.",
     ),
@@ -146,16 +146,16 @@ pub(super) static COST: [Key; 6] = [
     ),
 ];
 
-pub(super) static LEASE: [Key; 2] = [
+pub(super) static LEASE: [SchemaKey; 2] = [
     key(
         "size",
-        whole(1, 1_000_000),
+        integer(1, 1_000_000),
         Required,
         "Units in hand at most, per key and proxy.",
     ),
     key(
         "ttl",
-        Kind::Duration {
+        ValueKind::Duration {
             min: Duration::from_millis(1),
             max: MAX_PERIOD,
         },
@@ -164,22 +164,22 @@ pub(super) static LEASE: [Key; 2] = [
     ),
 ];
 
-pub(super) static MATCH: [Key; 12] = [
+pub(super) static MATCH: [SchemaKey; 12] = [
     key(
         "methods",
-        Texts("methods such as \"GET\""),
+        TextList("methods such as \"GET\""),
         Default(""),
         "GET also means HEAD.",
     ),
     key(
         "hosts",
-        Texts("hosts such as \"example.com\" or \"*.example.com\""),
+        TextList("hosts such as \"example.com\" or \"*.example.com\""),
         Default(""),
         "Without port. \"*.example.com\" is every name below it.",
     ),
     key(
         "path",
-        Texts("path patterns such as \"/api/**\""),
+        TextList("path patterns such as \"/api/**\""),
         Default(""),
         "{name} and * are one segment, ** at the end is any rest.",
     ),
@@ -191,26 +191,31 @@ pub(super) static MATCH: [Key; 12] = [
     ),
     key(
         "headers",
-        Names(TESTS),
+        Map(VALUE_TEST_FORMAT),
         Optional,
         "Conditions on headers. With several values of a name, any may fulfil one.",
     ),
     key(
         "query",
-        Names(TESTS),
+        Map(VALUE_TEST_FORMAT),
         Optional,
         "Conditions on query parameters.",
     ),
-    key("cookies", Names(TESTS), Optional, "Conditions on cookies."),
+    key(
+        "cookies",
+        Map(VALUE_TEST_FORMAT),
+        Optional,
+        "Conditions on cookies.",
+    ),
     key(
         "client_ips",
-        Texts("networks such as \"10.0.0.0/8\""),
+        TextList("networks such as \"10.0.0.0/8\""),
         Default(""),
         "Networks of clients.",
     ),
     key(
         "jwt",
-        Names(TESTS),
+        Map(VALUE_TEST_FORMAT),
         Optional,
         "Conditions on claims of the request's token: a name, or a JSON pointer such as \"/realm_access/roles\". Of a list, any element may fulfil one. Needs [client.jwt].",
     ),
@@ -222,7 +227,7 @@ pub(super) static MATCH: [Key; 12] = [
     ),
     key(
         "descriptors",
-        Names(ENTRIES),
+        Map(DESCRIPTOR_ENTRY_FORMAT),
         Optional,
         "For calls of the rate-limit service: the entries that a descriptor has. It must have all of them, in whatever order, and no others. Absent beside domain: any.",
     ),
@@ -234,12 +239,12 @@ pub(super) static MATCH: [Key; 12] = [
     ),
 ];
 
-const TESTS: &str = "a table such as { name = \"value\" }, { name = { regex = \"…\" } } or { name = { present = true } }";
+const VALUE_TEST_FORMAT: &str = "a table such as { name = \"value\" }, { name = { regex = \"…\" } } or { name = { present = true } }";
 
-const ENTRIES: &str = "a table such as { generic_key = \"api\", remote_address = \"*\" }, where \"*\" is any value, or { name = { regex = \"…\" } }";
+const DESCRIPTOR_ENTRY_FORMAT: &str = "a table such as { generic_key = \"api\", remote_address = \"*\" }, where \"*\" is any value, or { name = { regex = \"…\" } }";
 
 /// A condition that isn't just a text.
-pub(in crate::config) static TEST: [Key; 2] = [
+pub(in crate::config) static VALUE_TEST: [SchemaKey; 2] = [
     key(
         "regex",
         Text("a regular expression"),
@@ -249,16 +254,16 @@ pub(in crate::config) static TEST: [Key; 2] = [
     key("present", Bool, Optional, "Whether there is a value."),
 ];
 
-pub(super) static LIMIT: [Key; 12] = [
+pub(super) static LIMIT: [SchemaKey; 12] = [
     key(
         "requests",
-        whole(0, MAX_UNITS),
+        integer(0, MAX_UNITS),
         Required,
         "Units per period, or requests in flight. 0 refuses everything. Above 100,000 with sliding_log, check warns about the memory.",
     ),
     key(
         "per",
-        Kind::Duration {
+        ValueKind::Duration {
             min: Duration::from_millis(1),
             max: MAX_PERIOD,
         },
@@ -268,19 +273,19 @@ pub(super) static LIMIT: [Key; 12] = [
     key("algorithm", ALGORITHM, Optional, "As in [defaults]."),
     key(
         "buckets",
-        whole(2, 100),
+        integer(2, 100),
         Optional,
         "sliding_window only: sub-windows per period; 10 if absent. More are more exact and take more memory.",
     ),
     key(
         "burst",
-        whole(1, MAX_UNITS),
+        integer(1, MAX_UNITS),
         Optional,
         "token_bucket only: units that may be taken at once; `requests` if absent.",
     ),
     key(
         "warm_up",
-        Kind::Duration {
+        ValueKind::Duration {
             min: Duration::from_millis(1),
             max: MAX_WARM_UP,
         },
@@ -295,7 +300,7 @@ pub(super) static LIMIT: [Key; 12] = [
     ),
     key(
         "offset",
-        Kind::Duration {
+        ValueKind::Duration {
             min: Duration::ZERO,
             max: MAX_PERIOD,
         },
@@ -304,7 +309,7 @@ pub(super) static LIMIT: [Key; 12] = [
     ),
     key(
         "lease_ttl",
-        Kind::Duration {
+        ValueKind::Duration {
             min: Duration::from_secs(1),
             max: Duration::from_secs(3600),
         },
@@ -331,10 +336,10 @@ pub(super) static LIMIT: [Key; 12] = [
     ),
 ];
 
-pub(super) static REJECT: [Key; 4] = [
+pub(super) static REJECT: [SchemaKey; 4] = [
     key(
         "status",
-        whole(400, 599),
+        integer(400, 599),
         Optional,
         "Absent: 429, for deny 403.",
     ),
@@ -347,19 +352,19 @@ pub(super) static REJECT: [Key; 4] = [
     ),
     key(
         "headers",
-        Names("a table such as { x-reason = \"quota\" }"),
+        Map("a table such as { x-reason = \"quota\" }"),
         Optional,
         "More header fields.",
     ),
 ];
 
-pub(super) static OVERRIDE: [Key; 3] = [
+pub(super) static OVERRIDE: [SchemaKey; 3] = [
     key(
         "key",
-        Texts("one value per position of the policy's key"),
+        TextList("one value per position of the policy's key"),
         Required,
         "\"*\" is any value.",
     ),
     key("limit", Table(&LIMIT), Optional, "How much."),
-    key("limits", Tables(&LIMIT), Optional, "The same, several."),
+    key("limits", TableList(&LIMIT), Optional, "The same, several."),
 ];

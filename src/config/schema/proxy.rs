@@ -2,7 +2,7 @@
 
 use super::*;
 
-pub(super) static LISTEN: [Key; 7] = [
+pub(super) static LISTEN: [SchemaKey; 7] = [
     key(
         "address",
         Text("an IP address and port such as \"0.0.0.0:8080\", or \"unix:/path\""),
@@ -11,25 +11,25 @@ pub(super) static LISTEN: [Key; 7] = [
     ),
     key(
         "proxy_protocol",
-        Word(&["off", "require"]),
+        Keyword(&["off", "require"]),
         Default("off"),
         "Whether every connection begins with a PROXY header, version 1 or 2, that says who the client is. \"require\": without one, or with a wrong one, it is closed.",
     ),
     key(
         "proxy_protocol_from",
-        Texts("networks such as \"10.0.0.0/8\""),
+        TextList("networks such as \"10.0.0.0/8\""),
         Default(""),
         "The load balancers that send it. Connections from all others are closed.",
     ),
     key(
         "max_connections",
-        whole(1, 1_000_000),
+        integer(1, 1_000_000),
         Default("10000"),
         "Connections served at a time; further ones wait in the kernel's backlog.",
     ),
     key(
         "threads",
-        whole(0, 1024),
+        integer(0, 1024),
         Default("0"),
         "Worker threads. 0: as many as the container may use; a CPU limit counts.",
     ),
@@ -42,125 +42,125 @@ pub(super) static LISTEN: [Key; 7] = [
     ),
 ];
 
-pub(super) static LISTEN_TLS: [Key; 6] = [
+pub(super) static LISTEN_TLS: [SchemaKey; 6] = [
     key(
         "cert",
-        PEM,
+        PEM_PATH,
         Required,
         "The certificate that clients see, with its chain behind it. For clients that name no host, or one that no other certificate has.",
     ),
     key(
         "key",
-        PEM,
+        PEM_PATH,
         Required,
         "Its private key, without a passphrase.",
     ),
     key(
         "client_ca",
-        PEM,
+        PEM_PATH,
         Optional,
         "Certificates that have to stand behind those of clients. Needed unless client_auth is \"none\".",
     ),
     key(
         "client_crl",
-        PEM,
+        PEM_PATH,
         Optional,
         "Lists of revoked certificates (CRLs), one of every issuer that a client's certificate may have, all in one file. A certificate of an issuer without a list, or with one that is out of date, is refused.",
     ),
     key(
         "client_auth",
-        Word(&["none", "optional", "require"]),
+        Keyword(&["none", "optional", "require"]),
         Default("none"),
         "Whether clients are asked for a certificate. \"optional\": it may be missing, but not be wrong. Who fails doesn't get past the handshake.",
     ),
     key(
         "certificates",
-        Tables(&LISTEN_TLS_CERTIFICATES),
+        TableList(&LISTEN_TLS_CERTIFICATES),
         Optional,
         "More certificates, chosen by the host that a client names (SNI).",
     ),
 ];
 
-pub(super) static LISTEN_TLS_CERTIFICATES: [Key; 2] = [
+pub(super) static LISTEN_TLS_CERTIFICATES: [SchemaKey; 2] = [
     key(
         "cert",
-        PEM,
+        PEM_PATH,
         Required,
         "A certificate and its chain. It is for the DNS names in it; *.example.com covers one label.",
     ),
-    key("key", PEM, Required, "Its private key."),
+    key("key", PEM_PATH, Required, "Its private key."),
 ];
 
-const PEM: Kind = Text("the path of a PEM file");
+const PEM_PATH: ValueKind = Text("the path of a PEM file");
 
-pub(super) static LISTEN_HTTP: [Key; 8] = [
+pub(super) static LISTEN_HTTP: [SchemaKey; 8] = [
     key(
         "header_timeout",
-        POSITIVE,
+        POSITIVE_DURATION,
         Default("10s"),
         "For a whole request head, from its first byte.",
     ),
     key(
         "idle_timeout",
-        POSITIVE,
+        POSITIVE_DURATION,
         Default("75s"),
         "How long a connection may stay open without a request.",
     ),
     key(
         "body_idle_timeout",
-        POSITIVE,
+        POSITIVE_DURATION,
         Default("30s"),
         "How long a request body may make no progress, or a client not read its response or what comes through a tunnel.",
     ),
     // hyper needs room for 8 KiB.
     key(
         "max_header_bytes",
-        size(8 << 10, 16 << 20),
+        byte_size(8 << 10, 16 << 20),
         Default("64KiB"),
         "Largest request head. Above: 431.",
     ),
     key(
         "max_headers",
-        whole(1, 10_000),
+        integer(1, 10_000),
         Default("100"),
         "Most header fields of a request; an HTTP/2 client's cookies count as one. Above: 431.",
     ),
     key(
         "max_body_bytes",
-        size(0, u64::MAX),
+        byte_size(0, u64::MAX),
         Default("0"),
         "Largest request body. Above: 413. \"0\": no limit.",
     ),
     key(
         "max_concurrent_streams",
-        whole(1, 1_000_000),
+        integer(1, 1_000_000),
         Default("200"),
         "Requests at a time on one HTTP/2 connection.",
     ),
     key(
         "max_requests_waiting",
-        whole(0, 1_000_000),
+        integer(0, 1_000_000),
         Default("1024"),
         "Requests that leaky_bucket holds or that wait for an upstream connection, all together. Further ones get 503 at once.",
     ),
 ];
 
-pub(super) static RLS: [Key; 4] = [
+pub(super) static RLS: [SchemaKey; 4] = [
     key(
         "address",
-        ADDRESS,
+        SERVICE_ADDRESS,
         Default("127.0.0.1:8081"),
         "IP address and port that Envoys connect to, or a Unix socket. Whoever can connect is believed.",
     ),
     key(
         "max_connections",
-        whole(1, 1_000_000),
+        integer(1, 1_000_000),
         Default("1000"),
         "Connections at a time.",
     ),
     key(
         "max_concurrent_streams",
-        whole(1, 1_000_000),
+        integer(1, 1_000_000),
         Default("1000"),
         "Calls at a time on one connection.",
     ),
@@ -172,22 +172,22 @@ pub(super) static RLS: [Key; 4] = [
     ),
 ];
 
-pub(super) static CHECK: [Key; 4] = [
+pub(super) static CHECK: [SchemaKey; 4] = [
     key(
         "address",
-        ADDRESS,
+        SERVICE_ADDRESS,
         Default("127.0.0.1:8082"),
         "IP address and port that the proxy in front asks, or a Unix socket. Whoever can connect is believed what it says of a request; for the client's address client.trusted_proxies holds as ever.",
     ),
     key(
         "max_connections",
-        whole(1, 1_000_000),
+        integer(1, 1_000_000),
         Default("1000"),
         "Connections at a time.",
     ),
     key(
         "refused_status",
-        whole(401, 403),
+        integer(401, 403),
         Optional,
         "Status of all refusals, for nginx, which understands 401 and 403 only. What it would have been stands in X-Tidegate-Status. Absent: 429, 403, 503 and so on, as from the proxy; to Envoy, 429 instead of 503.",
     ),
@@ -199,9 +199,10 @@ pub(super) static CHECK: [Key; 4] = [
     ),
 ];
 
-const ADDRESS: Kind = Text("an IP address and port such as \"127.0.0.1:8081\", or \"unix:/path\"");
+const SERVICE_ADDRESS: ValueKind =
+    Text("an IP address and port such as \"127.0.0.1:8081\", or \"unix:/path\"");
 
-pub(super) static UPSTREAM: [Key; 12] = [
+pub(super) static UPSTREAM: [SchemaKey; 12] = [
     key(
         "url",
         Text("\"http://host:port\", \"https://host:port\", \"h2c://host:port\" or \"unix:/path\""),
@@ -210,7 +211,7 @@ pub(super) static UPSTREAM: [Key; 12] = [
     ),
     key(
         "connect_timeout",
-        POSITIVE,
+        POSITIVE_DURATION,
         Default("1s"),
         "For one try to connect, TLS included.",
     ),
@@ -228,13 +229,13 @@ pub(super) static UPSTREAM: [Key; 12] = [
     ),
     key(
         "pool_idle_timeout",
-        POSITIVE,
+        POSITIVE_DURATION,
         Default("90s"),
         "How long an idle connection is kept. Set it below the keep-alive time of your app (5 s in Node.js).",
     ),
     key(
         "pool_max_idle",
-        whole(0, 1_000_000),
+        integer(0, 1_000_000),
         Default("256"),
         "Idle connections kept, over all workers. 0: none.",
     ),
@@ -246,7 +247,7 @@ pub(super) static UPSTREAM: [Key; 12] = [
     ),
     key(
         "max_connections",
-        whole(1, 1_000_000),
+        integer(1, 1_000_000),
         Default("1024"),
         "Connections to the upstream at a time, over all workers; open WebSockets count. One by HTTP/2 carries up to 100 requests.",
     ),
@@ -258,7 +259,7 @@ pub(super) static UPSTREAM: [Key; 12] = [
     ),
     key(
         "retry_connect",
-        whole(0, 100),
+        integer(0, 100),
         Default("1"),
         "Further tries to connect when no byte of the request was sent.",
     ),
@@ -276,10 +277,10 @@ pub(super) static UPSTREAM: [Key; 12] = [
     ),
 ];
 
-pub(super) static UPSTREAM_TLS: [Key; 4] = [
+pub(super) static UPSTREAM_TLS: [SchemaKey; 4] = [
     key(
         "ca",
-        PEM,
+        PEM_PATH,
         Optional,
         "Certificates to trust. Absent: the system's.",
     ),
@@ -303,10 +304,10 @@ pub(super) static UPSTREAM_TLS: [Key; 4] = [
     ),
 ];
 
-pub(super) static CLIENT: [Key; 5] = [
+pub(super) static CLIENT: [SchemaKey; 5] = [
     key(
         "trusted_proxies",
-        Texts("networks such as \"10.0.0.0/8\""),
+        TextList("networks such as \"10.0.0.0/8\""),
         Default(""),
         "Proxies in front of tidegate, e.g. an ingress, whose forwarding header is believed.",
     ),
@@ -318,13 +319,13 @@ pub(super) static CLIENT: [Key; 5] = [
     ),
     key(
         "ipv6_prefix",
-        whole(0, 128),
+        integer(0, 128),
         Default("64"),
         "IPv6 clients are told apart by this many bits. Whoever has one address of a /64 has all of them.",
     ),
     key(
         "ipv4_prefix",
-        whole(0, 32),
+        integer(0, 32),
         Default("32"),
         "IPv4 clients are told apart by this many bits.",
     ),
@@ -336,7 +337,7 @@ pub(super) static CLIENT: [Key; 5] = [
     ),
 ];
 
-pub(super) static CLIENT_JWT: [Key; 4] = [
+pub(super) static CLIENT_JWT: [SchemaKey; 4] = [
     key(
         "keys_file",
         Text("the path of a JWK set"),
@@ -363,7 +364,7 @@ pub(super) static CLIENT_JWT: [Key; 4] = [
     ),
 ];
 
-pub(super) static PATH: [Key; 6] = [
+pub(super) static PATH: [SchemaKey; 6] = [
     key(
         "normalize",
         Bool,
@@ -373,19 +374,19 @@ pub(super) static PATH: [Key; 6] = [
     key("merge_slashes", Bool, Default("true"), "// is /."),
     key(
         "escaped_slashes",
-        Word(&["both", "reject", "keep", "decode"]),
+        Keyword(&["both", "reject", "keep", "decode"]),
         Default("both"),
         "How %2F, %5C and \\ are read. As separators and as part of the segment, and a policy matches if either does; such a request gets 400; part of the segment; separators.",
     ),
     key(
         "trailing_slash",
-        Word(&["ignore", "significant"]),
+        Keyword(&["ignore", "significant"]),
         Default("ignore"),
         "Whether /a/ is /a. \"ignore\": it is.",
     ),
     key(
         "path_parameters",
-        Word(&["strip", "keep"]),
+        Keyword(&["strip", "keep"]),
         Default("strip"),
         "Whether /a;x=1 is /a. \"strip\": it is.",
     ),

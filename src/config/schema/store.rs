@@ -2,10 +2,10 @@
 
 use super::*;
 
-pub(super) static STORE: [Key; 3] = [
+pub(super) static STORE: [SchemaKey; 3] = [
     key(
         "kind",
-        Word(&["memory", "redis"]),
+        Keyword(&["memory", "redis"]),
         Default("memory"),
         "In this process only and lost at its end, or shared by all replicas.",
     ),
@@ -23,25 +23,25 @@ pub(super) static STORE: [Key; 3] = [
     ),
 ];
 
-pub(super) static STORE_MEMORY: [Key; 2] = [
+pub(super) static STORE_MEMORY: [SchemaKey; 2] = [
     key(
         "max_keys",
-        whole(1, 1 << 32),
+        integer(1, 1 << 32),
         Default("1000000"),
         "Most counters kept.",
     ),
     key(
         "max_bytes",
-        size(1 << 10, 1 << 50),
+        byte_size(1 << 10, 1 << 50),
         Default("256MiB"),
         "Most memory for them. Keep it well below the container's limit.",
     ),
 ];
 
-pub(super) static STORE_REDIS: [Key; 17] = [
+pub(super) static STORE_REDIS: [SchemaKey; 17] = [
     key(
         "topology",
-        Word(&["standalone", "sentinel", "cluster"]),
+        Keyword(&["standalone", "sentinel", "cluster"]),
         Default("standalone"),
         "One server, or whatever stands behind one address; a master that sentinels know; a Redis Cluster.",
     ),
@@ -53,7 +53,7 @@ pub(super) static STORE_REDIS: [Key; 17] = [
     ),
     key(
         "urls",
-        Secrets("URLs such as \"redis://host:port\""),
+        SecretList("URLs such as \"redis://host:port\""),
         Default(""),
         "With \"sentinel\": the sentinels; a database stands behind the slash. With \"cluster\": some nodes, which name the others.",
     ),
@@ -119,19 +119,19 @@ pub(super) static STORE_REDIS: [Key; 17] = [
     ),
     key(
         "instances",
-        whole(1, 100_000),
+        integer(1, 100_000),
         Default("1"),
         "How many instances share the limits while Redis is away, for on_store_failure = \"local\", until they have been counted.",
     ),
     key(
         "timeout",
-        POSITIVE,
+        POSITIVE_DURATION,
         Default("50ms"),
         "For one decision, all in. Passed: on_store_failure decides.",
     ),
     key(
         "connect_timeout",
-        POSITIVE,
+        POSITIVE_DURATION,
         Default("1s"),
         "For one try to connect. The listener waits this long for the first connection at start.",
     ),
@@ -146,16 +146,16 @@ pub(super) static STORE_REDIS: [Key; 17] = [
 pub(in crate::config) const DEFAULT_REDIS_URL: &str = "redis://127.0.0.1:6379/0";
 pub(in crate::config) const DEFAULT_KEY_PREFIX: &str = "tidegate";
 
-pub(super) static STORE_REDIS_BREAKER: [Key; 2] = [
+pub(super) static STORE_REDIS_BREAKER: [SchemaKey; 2] = [
     key(
         "failures",
-        whole(1, 1_000_000),
+        integer(1, 1_000_000),
         Default("5"),
         "Failures in a row after which requests don't ask Redis any more.",
     ),
     key(
         "probe_interval",
-        POSITIVE,
+        POSITIVE_DURATION,
         Default("500ms"),
         "How often a probe in the background, never a user's request, then tries again.",
     ),

@@ -7,17 +7,17 @@ use serde_json::Value;
 
 /// Of several keys that a token may be signed by, because it names none, so many are tried: a stranger's nonsense must
 /// not cost a verification for every key of a large set.
-const MOST_TRIED: usize = 4;
+const MAX_KEYS_TRIED: usize = 4;
 /// What HMAC with SHA-256 needs at least (RFC 7518, 3.2).
-const LEAST_SECRET_BYTES: usize = 32;
+const MIN_SECRET_BYTES: usize = 32;
 
 /// Keys that are trusted; at least one.
 #[derive(Debug)]
-pub struct Keys(Box<[Trusted]>);
+pub struct VerificationKeys(Box<[VerificationKey]>);
 
 #[derive(Debug)]
-struct Trusted {
-    named: Named,
+struct VerificationKey {
+    key_id: KeyIdRule,
     /// Shows nothing of itself.
     key: DecodingKey,
     /// Those that it may be used with, and no other.
@@ -25,30 +25,30 @@ struct Trusted {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum Named {
+enum KeyIdRule {
     /// The only key there is, whatever tokens call it.
-    Anyhow,
+    Any,
     /// As tokens call it, or not at all.
-    By(Option<String>),
+    Exact(Option<String>),
 }
 
-impl Keys {
+impl VerificationKeys {
     /// One secret shared with who signs. Returns what is doubtful about it, too.
-    pub fn secret(secret: &[u8]) -> (Self, Vec<String>) {
-        let doubts = doubt_short(secret.len()).map(|doubt| format!("the secret {doubt}"));
-        let trusted = Trusted {
-            named: Named::Anyhow,
+    pub fn from_secret(secret: &[u8]) -> (Self, Vec<String>) {
+        let warning = short_secret_warning(secret.len()).map(|doubt| format!("the secret {doubt}"));
+        let trusted = VerificationKey {
+            key_id: KeyIdRule::Any,
             key: DecodingKey::from_secret(secret),
-            algorithms: &HMAC,
+            algorithms: &HMAC_ALGORITHMS,
         };
-        (Self([trusted].into()), doubts.into_iter().collect())
+        (Self([trusted].into()), warning.into_iter().collect())
     }
 
     /// The usable keys of a JWK set (RFC 7517). Returns why others are left out, and what is doubtful, too.
     ///
     /// # Errors
     /// What is wrong, in words that tell nothing of what the text holds.
-    pub fn jwks(text: &str) -> Result<(Self, Vec<String>), String> {
+    pub fn from_jwks(text: &str) -> Result<(Self, Vec<String>), String> {
         const EXPECTED: &str = "expected a JWK set such as {\"keys\": [{\"kty\": \"RSA\", …}]}";
         let mut set: Value = serde_json::from_str(text).map_err(|error| {
             format!(
@@ -60,34 +60,34 @@ impl Keys {
         let Some(Value::Array(keys)) = set.get_mut("keys").map(Value::take) else {
             return Err(EXPECTED.to_owned());
         };
-        let (mut trusted, mut doubts) = (Vec::new(), Vec::new());
+        let (mut trusted, mut warnings) = (Vec::new(), Vec::new());
         for (number, key) in (1..).zip(keys) {
             let is_private = key.get("d").is_some();
-            match Trusted::read(key) {
+            match VerificationKey::from_jwk(key) {
                 Ok((key, doubt)) => {
-                    doubts.extend(doubt.map(|doubt| format!("key {number} {doubt}")));
+                    warnings.extend(doubt.map(|doubt| format!("key {number} {doubt}")));
                     trusted.push(key);
                 }
-                Err(Some(reason)) => doubts.push(format!("key {number} is left out: {reason}")),
+                Err(Some(reason)) => warnings.push(format!("key {number} is left out: {reason}")),
                 Err(None) => {}
             }
             if is_private {
-                doubts.push(format!(
+                warnings.push(format!(
                     "key {number} has its private part: whoever reads the file can sign tokens"
                 ));
             }
         }
         if trusted.is_empty() {
-            let why = doubts
+            let why = warnings
                 .first()
                 .map_or_else(String::new, |doubt| format!(" ({doubt})"));
             return Err(format!("no key in it can verify a token{why}"));
         }
-        Ok((Self(trusted.into()), doubts))
+        Ok((Self(trusted.into()), warnings))
     }
 
     /// What the token says, if one of these keys has signed it.
-    pub(super) fn verify(&self, token: &str) -> Result<Value, TokenFault> {
+    pub(super) fn verify_token(&self, token: &str) -> Result<Value, TokenFault> {
         let (signed, signature) = token.rsplit_once('.').ok_or(TokenFault::Malformed)?;
         // Also what is signed by no algorithm that we know: "none".
         let header = jsonwebtoken::decode_header(token).map_err(|_broken| TokenFault::Malformed)?;
@@ -95,42 +95,42 @@ impl Keys {
             // What must be understood (RFC 7515, 4.1.11), and we know no extension.
             return Err(TokenFault::Malformed);
         }
-        let fits = |key: &&Trusted| {
-            key.algorithms.contains(&header.alg) && key.named.may_be(header.kid.as_deref())
+        let is_candidate = |key: &&VerificationKey| {
+            key.algorithms.contains(&header.alg) && key.key_id.accepts(header.kid.as_deref())
         };
         let mut fault = TokenFault::UnknownKey;
-        for trusted in self.0.iter().filter(fits).take(MOST_TRIED) {
+        for trusted in self.0.iter().filter(is_candidate).take(MAX_KEYS_TRIED) {
             // Not `decode`, which has ideas of its own about dates, and refuses a `sub` that is no text.
             if let Ok(true) =
                 jsonwebtoken::crypto::verify(signature, signed.as_bytes(), &trusted.key, header.alg)
             {
-                return unverified(token);
+                return decode_unverified(token);
             }
-            fault = TokenFault::Signature;
+            fault = TokenFault::InvalidSignature;
         }
         Err(fault)
     }
 }
 
 /// What a token says, whoever wrote it.
-pub(super) fn unverified(token: &str) -> Result<Value, TokenFault> {
+pub(super) fn decode_unverified(token: &str) -> Result<Value, TokenFault> {
     if token.split('.').count() != 3 {
         return Err(TokenFault::Malformed);
     }
     jsonwebtoken::dangerous::insecure_decode_claims(token).map_err(|_broken| TokenFault::Malformed)
 }
 
-impl Named {
-    fn may_be(&self, kid: Option<&str>) -> bool {
+impl KeyIdRule {
+    fn accepts(&self, kid: Option<&str>) -> bool {
         match (self, kid) {
-            (Self::Anyhow, _) | (_, None) => true,
-            (Self::By(own), Some(kid)) => own.as_deref() == Some(kid),
+            (Self::Any, _) | (_, None) => true,
+            (Self::Exact(own), Some(kid)) => own.as_deref() == Some(kid),
         }
     }
 }
 
-const HMAC: [Algorithm; 3] = [Algorithm::HS256, Algorithm::HS384, Algorithm::HS512];
-const RSA: [Algorithm; 6] = [
+const HMAC_ALGORITHMS: [Algorithm; 3] = [Algorithm::HS256, Algorithm::HS384, Algorithm::HS512];
+const RSA_ALGORITHMS: [Algorithm; 6] = [
     Algorithm::RS256,
     Algorithm::RS384,
     Algorithm::RS512,
@@ -139,74 +139,75 @@ const RSA: [Algorithm; 6] = [
     Algorithm::PS512,
 ];
 
-impl Trusted {
+impl VerificationKey {
     /// A key of a set, and what is doubtful about it.
     ///
     /// # Errors
     /// Why it can't be used; `None` if it is plainly meant for something else.
-    fn read(key: Value) -> Result<(Self, Option<String>), Option<String>> {
-        let wrong = |reason: &str| Some(reason.to_owned());
+    fn from_jwk(key: Value) -> Result<(Self, Option<String>), Option<String>> {
+        let unusable = |reason: &str| Some(reason.to_owned());
         // Its error would repeat what stands there.
         let jwk: Jwk = serde_json::from_value(key)
-            .map_err(|_unread| wrong("it is not written as a key has to be"))?;
-        let is_for_others = match (&jwk.common.public_key_use, &jwk.common.key_operations) {
+            .map_err(|_unread| unusable("it is not written as a key has to be"))?;
+        let is_for_other_use = match (&jwk.common.public_key_use, &jwk.common.key_operations) {
             (Some(used_for), _) if *used_for != PublicKeyUse::Signature => true,
             (_, Some(operations)) => !operations.contains(&KeyOperations::Verify),
             _ => false,
         };
-        if is_for_others {
+        if is_for_other_use {
             return Err(None);
         }
         if let AlgorithmParameters::Other(_) = jwk.algorithm {
-            return Err(wrong(
+            return Err(unusable(
                 "it lacks what its kty needs, or that is not supported",
             ));
         }
-        let key = DecodingKey::from_jwk(&jwk).map_err(|_broken| wrong("it is not in base64url"))?;
+        let key =
+            DecodingKey::from_jwk(&jwk).map_err(|_broken| unusable("it is not in base64url"))?;
         let bytes = key.try_get_as_bytes().map_or(0, <[u8]>::len);
-        let (algorithms, fits): (&'static [Algorithm], _) = match &jwk.algorithm {
+        let (algorithms, has_valid_size): (&'static [Algorithm], _) = match &jwk.algorithm {
             // Six bits per sign; 2048 bits are 342 of them.
-            AlgorithmParameters::RSA(rsa) => (&RSA, rsa.n.len() >= 341),
+            AlgorithmParameters::RSA(rsa) => (&RSA_ALGORITHMS, rsa.n.len() >= 341),
             AlgorithmParameters::EllipticCurve(ec) => match ec.curve {
                 EllipticCurve::P256 => (&[Algorithm::ES256], bytes == 65),
                 EllipticCurve::P384 => (&[Algorithm::ES384], bytes == 97),
-                _ => return Err(wrong("its curve is not supported")),
+                _ => return Err(unusable("its curve is not supported")),
             },
             AlgorithmParameters::OctetKeyPair(pair) => match pair.curve {
                 EllipticCurve::Ed25519 => (&[Algorithm::EdDSA], bytes == 32),
-                _ => return Err(wrong("its curve is not supported")),
+                _ => return Err(unusable("its curve is not supported")),
             },
-            AlgorithmParameters::OctetKey(_) => (&HMAC, bytes > 0),
-            _ => return Err(wrong("its kind is not supported")),
+            AlgorithmParameters::OctetKey(_) => (&HMAC_ALGORITHMS, bytes > 0),
+            _ => return Err(unusable("its kind is not supported")),
         };
-        if !fits {
-            return Err(wrong("it has not the size that its kind needs"));
+        if !has_valid_size {
+            return Err(unusable("it has not the size that its kind needs"));
         }
-        let said = jwk.common.key_algorithm.map(Algorithm::try_from);
-        let algorithms = match said {
+        let declared = jwk.common.key_algorithm.map(Algorithm::try_from);
+        let algorithms = match declared {
             None => algorithms,
             Some(Ok(said)) => algorithms
                 .iter()
                 .position(|known| *known == said)
-                .and_then(|place| algorithms.get(place..=place))
-                .ok_or_else(|| wrong("its alg and its kty contradict each other"))?,
+                .and_then(|index| algorithms.get(index..=index))
+                .ok_or_else(|| unusable("its alg and its kty contradict each other"))?,
             Some(Err(_unsupported)) => return Err(None),
         };
         let is_secret = matches!(jwk.algorithm, AlgorithmParameters::OctetKey(_));
-        let doubt = doubt_short(bytes).filter(|_| is_secret);
+        let warning = short_secret_warning(bytes).filter(|_| is_secret);
         Ok((
             Self {
-                named: Named::By(jwk.common.key_id),
+                key_id: KeyIdRule::Exact(jwk.common.key_id),
                 key,
                 algorithms,
             },
-            doubt,
+            warning,
         ))
     }
 }
 
-fn doubt_short(bytes: usize) -> Option<String> {
-    (bytes < LEAST_SECRET_BYTES).then(|| {
-        format!("has {bytes} bytes and may be guessed; expected {LEAST_SECRET_BYTES} or more")
+fn short_secret_warning(bytes: usize) -> Option<String> {
+    (bytes < MIN_SECRET_BYTES).then(|| {
+        format!("has {bytes} bytes and may be guessed; expected {MIN_SECRET_BYTES} or more")
     })
 }

@@ -9,14 +9,14 @@ const NOW_S: u64 = 1_800_000_000;
 const SECRET: &[u8] = b"a secret that is long enough to be one";
 
 /// Who signs: what is published of the key, and the key.
-struct Issuer {
+struct TestIssuer {
     jwk: Value,
     key: EncodingKey,
     /// DER of the public key.
     public: Vec<u8>,
 }
 
-impl Issuer {
+impl TestIssuer {
     fn new(kid: &str, alg: Algorithm) -> Self {
         let kind = match alg {
             Algorithm::ES256 => &PKCS_ECDSA_P256_SHA256,
@@ -44,7 +44,7 @@ impl Issuer {
         }
     }
 
-    fn signs(&self, header: &Value, claims: &Value) -> String {
+    fn sign_token(&self, header: &Value, claims: &Value) -> String {
         let alg: Algorithm = header["alg"].as_str().unwrap().parse().unwrap();
         let message = format!(
             "{}.{}",
@@ -71,19 +71,21 @@ fn base64url(bytes: impl AsRef<[u8]>) -> String {
     text
 }
 
-static RSA: LazyLock<Issuer> = LazyLock::new(|| Issuer::new("rsa", Algorithm::RS256));
-static EC: LazyLock<Issuer> = LazyLock::new(|| Issuer::new("ec", Algorithm::ES256));
-static ED: LazyLock<Issuer> = LazyLock::new(|| Issuer::new("ed", Algorithm::EdDSA));
+static RSA: LazyLock<TestIssuer> = LazyLock::new(|| TestIssuer::new("rsa", Algorithm::RS256));
+static EC: LazyLock<TestIssuer> = LazyLock::new(|| TestIssuer::new("ec", Algorithm::ES256));
+static ED: LazyLock<TestIssuer> = LazyLock::new(|| TestIssuer::new("ed", Algorithm::EdDSA));
 
-fn jwks(keys: &[Value]) -> Keys {
-    Keys::jwks(&json!({ "keys": keys }).to_string()).unwrap().0
+fn keys_from_jwks(keys: &[Value]) -> VerificationKeys {
+    VerificationKeys::from_jwks(&json!({ "keys": keys }).to_string())
+        .unwrap()
+        .0
 }
 
-fn all() -> Keys {
-    jwks(&[RSA.jwk.clone(), EC.jwk.clone(), ED.jwk.clone()])
+fn all_keys() -> VerificationKeys {
+    keys_from_jwks(&[RSA.jwk.clone(), EC.jwk.clone(), ED.jwk.clone()])
 }
 
-const ASKED: [&str; 6] = [
+const CLAIM_NAMES: [&str; 6] = [
     "sub",
     "plan",
     "/realm_access/roles",
@@ -92,15 +94,15 @@ const ASKED: [&str; 6] = [
     "https://a.example/x",
 ];
 
-fn reader(header: &str, trust: Trust) -> Arc<Reader> {
-    let claims = ASKED
+fn reader(header: &str, verification: SignatureVerification) -> Arc<TokenReader> {
+    let claims = CLAIM_NAMES
         .iter()
         .map(|name| ClaimName::parse(name).unwrap())
         .collect();
-    Arc::new(Reader::new(
+    Arc::new(TokenReader::new(
         Settings {
             header: header.parse().unwrap(),
-            trust,
+            verification,
         },
         claims,
     ))
@@ -116,15 +118,15 @@ fn headers(name: &str, value: &str) -> HeaderMap {
 }
 
 /// What a key would take of `sub`, and why nothing if there is a reason.
-fn sub(
-    reader: &Arc<Reader>,
+fn subject_claim(
+    reader: &Arc<TokenReader>,
     headers: &HeaderMap,
     now_s: u64,
 ) -> Result<Option<String>, TokenFault> {
-    let token = Token::new(Some(reader), now_s);
+    let token = RequestToken::new(Some(reader), now_s);
     let sub = token
         .claim(headers, &ClaimName::parse("sub").unwrap())
-        .only();
+        .single_text();
     let sub = sub.map(|text| String::from_utf8(text.to_vec()).unwrap());
     match token.fault() {
         Some(fault) => {
@@ -135,54 +137,70 @@ fn sub(
     }
 }
 
-fn told_by(trust: Keys, token: &str) -> Result<Option<String>, TokenFault> {
-    let reader = reader("authorization", Trust::Keys(trust));
-    sub(
+fn subject_from_token(keys: VerificationKeys, token: &str) -> Result<Option<String>, TokenFault> {
+    let reader = reader("authorization", SignatureVerification::Keys(keys));
+    subject_claim(
         &reader,
         &headers("authorization", &format!("Bearer {token}")),
         NOW_S,
     )
 }
 
-fn ann() -> Value {
+fn ann_claims() -> Value {
     json!({ "sub": "ann" })
 }
 
 #[test]
-fn a_token_is_believed_by_the_key_that_signed_it() {
+fn accepts_tokens_signed_by_a_configured_key() {
     let ann = Ok(Some("ann".to_owned()));
     for (issuer, alg) in [(&*RSA, "RS256"), (&*EC, "ES256"), (&*ED, "EdDSA")] {
         let kid = issuer.jwk["kid"].clone();
         assert_eq!(
-            told_by(
-                all(),
-                &issuer.signs(&json!({ "alg": alg, "kid": kid }), &self::ann())
+            subject_from_token(
+                all_keys(),
+                &issuer.sign_token(&json!({ "alg": alg, "kid": kid }), &self::ann_claims())
             ),
             ann,
             "{alg}"
         );
-        let unnamed = issuer.signs(&json!({ "alg": alg }), &self::ann());
-        assert_eq!(told_by(all(), &unnamed), ann, "{alg} without kid");
+        let unnamed = issuer.sign_token(&json!({ "alg": alg }), &self::ann_claims());
+        assert_eq!(
+            subject_from_token(all_keys(), &unnamed),
+            ann,
+            "{alg} without kid"
+        );
     }
     for alg in [Algorithm::HS256, Algorithm::HS384, Algorithm::HS512] {
         let header = Header {
             kid: Some("any".into()),
             ..Header::new(alg)
         };
-        let token =
-            jsonwebtoken::encode(&header, &self::ann(), &EncodingKey::from_secret(SECRET)).unwrap();
-        assert_eq!(told_by(Keys::secret(SECRET).0, &token), ann, "{alg:?}");
+        let token = jsonwebtoken::encode(
+            &header,
+            &self::ann_claims(),
+            &EncodingKey::from_secret(SECRET),
+        )
+        .unwrap();
+        assert_eq!(
+            subject_from_token(VerificationKeys::from_secret(SECRET).0, &token),
+            ann,
+            "{alg:?}"
+        );
         let oct = json!({ "kty": "oct", "kid": "any", "k": base64url(SECRET) });
-        assert_eq!(told_by(jwks(&[oct]), &token), ann, "{alg:?} by JWK");
+        assert_eq!(
+            subject_from_token(keys_from_jwks(&[oct]), &token),
+            ann,
+            "{alg:?} by JWK"
+        );
     }
     // A key that doesn't say which of its algorithms: all of them.
     let mut any = RSA.jwk.clone();
     any.as_object_mut().unwrap().remove("alg");
     for alg in ["RS512", "PS256"] {
         assert_eq!(
-            told_by(
-                jwks(&[any.clone()]),
-                &RSA.signs(&json!({ "alg": alg, "kid": "rsa" }), &self::ann())
+            subject_from_token(
+                keys_from_jwks(&[any.clone()]),
+                &RSA.sign_token(&json!({ "alg": alg, "kid": "rsa" }), &self::ann_claims())
             ),
             ann
         );
@@ -191,31 +209,31 @@ fn a_token_is_believed_by_the_key_that_signed_it() {
 
 /// RFC 8725, 2.1 and 3.1: the key says which algorithm.
 #[test]
-fn confusion_about_algorithms_gets_nobody_in() {
+fn rejects_algorithm_confusion() {
     let hmac = |secret: &[u8], kid: Option<&str>| {
         let header = Header {
             kid: kid.map(str::to_owned),
             ..Header::new(Algorithm::HS256)
         };
-        jsonwebtoken::encode(&header, &ann(), &EncodingKey::from_secret(secret)).unwrap()
+        jsonwebtoken::encode(&header, &ann_claims(), &EncodingKey::from_secret(secret)).unwrap()
     };
     let pem = format!(
         "-----BEGIN PUBLIC KEY-----\n{}\n-----END PUBLIC KEY-----\n",
         base64url(&RSA.public)
     );
     let n = RSA.jwk["n"].as_str().unwrap();
-    let good = RSA.signs(&json!({ "alg": "RS256", "kid": "rsa" }), &ann());
+    let good = RSA.sign_token(&json!({ "alg": "RS256", "kid": "rsa" }), &ann_claims());
     let parts: Vec<&str> = good.split('.').collect();
-    let with = |header: Value, signature: &str| {
+    let token_with_header = |header: Value, signature: &str| {
         format!(
             "{}.{}.{signature}",
             base64url(header.to_string()),
-            base64url(ann().to_string())
+            base64url(ann_claims().to_string())
         )
     };
-    let stranger = Issuer::new("rsa", Algorithm::RS256);
+    let stranger = TestIssuer::new("rsa", Algorithm::RS256);
     let own_key = json!({ "alg": "RS256", "kid": "rsa", "jwk": stranger.jwk, "jku": "https://evil.example/" });
-    use TokenFault::{Malformed, Signature, UnknownKey};
+    use TokenFault::{InvalidSignature, Malformed, UnknownKey};
     for (what, token, fault) in [
         (
             "HMAC by the public key's DER",
@@ -233,51 +251,55 @@ fn confusion_about_algorithms_gets_nobody_in() {
             UnknownKey,
         ),
         ("HMAC by nothing, without kid", hmac(b"", None), UnknownKey),
-        ("none", with(json!({ "alg": "none" }), ""), Malformed),
+        (
+            "none",
+            token_with_header(json!({ "alg": "none" }), ""),
+            Malformed,
+        ),
         (
             "None",
-            with(json!({ "alg": "NoNe", "kid": "rsa" }), ""),
+            token_with_header(json!({ "alg": "NoNe", "kid": "rsa" }), ""),
             Malformed,
         ),
         (
             "none, with a signature",
-            with(json!({ "alg": "none", "kid": "rsa" }), parts[2]),
+            token_with_header(json!({ "alg": "none", "kid": "rsa" }), parts[2]),
             Malformed,
         ),
         (
             "no algorithm",
-            with(json!({ "kid": "rsa" }), parts[2]),
+            token_with_header(json!({ "kid": "rsa" }), parts[2]),
             Malformed,
         ),
         (
             "another algorithm of the same key",
-            RSA.signs(&json!({ "alg": "RS384", "kid": "rsa" }), &ann()),
+            RSA.sign_token(&json!({ "alg": "RS384", "kid": "rsa" }), &ann_claims()),
             UnknownKey,
         ),
         (
             "another key's kid",
-            RSA.signs(&json!({ "alg": "RS256", "kid": "ec" }), &ann()),
+            RSA.sign_token(&json!({ "alg": "RS256", "kid": "ec" }), &ann_claims()),
             UnknownKey,
         ),
         (
             "an unknown kid",
-            RSA.signs(&json!({ "alg": "RS256", "kid": "x" }), &ann()),
+            RSA.sign_token(&json!({ "alg": "RS256", "kid": "x" }), &ann_claims()),
             UnknownKey,
         ),
         (
             "a stranger's key of that name",
-            stranger.signs(&json!({ "alg": "RS256", "kid": "rsa" }), &ann()),
-            Signature,
+            stranger.sign_token(&json!({ "alg": "RS256", "kid": "rsa" }), &ann_claims()),
+            InvalidSignature,
         ),
         (
             "a key brought along",
-            stranger.signs(&own_key, &ann()),
-            Signature,
+            stranger.sign_token(&own_key, &ann_claims()),
+            InvalidSignature,
         ),
         (
             "no signature",
             format!("{}.{}.", parts[0], parts[1]),
-            Signature,
+            InvalidSignature,
         ),
         (
             "other claims",
@@ -287,13 +309,13 @@ fn confusion_about_algorithms_gets_nobody_in() {
                 base64url("{\"sub\":\"bob\"}"),
                 parts[2]
             ),
-            Signature,
+            InvalidSignature,
         ),
         (
             "an extension",
-            RSA.signs(
+            RSA.sign_token(
                 &json!({ "alg": "RS256", "kid": "rsa", "crit": ["b64"], "b64": false }),
-                &ann(),
+                &ann_claims(),
             ),
             Malformed,
         ),
@@ -308,25 +330,34 @@ fn confusion_about_algorithms_gets_nobody_in() {
         ),
         (
             "a list",
-            RSA.signs(&json!({ "alg": "RS256" }), &json!(["sub", "ann"])),
+            RSA.sign_token(&json!({ "alg": "RS256" }), &json!(["sub", "ann"])),
             Malformed,
         ),
     ] {
-        assert_eq!(told_by(all(), &token), Err(fault), "{what}");
+        assert_eq!(subject_from_token(all_keys(), &token), Err(fault), "{what}");
     }
     // An ECDSA signature of zeros (CVE-2022-21449).
-    let zeros = with(json!({ "alg": "ES256", "kid": "ec" }), &base64url([0; 64]));
-    assert_eq!(told_by(all(), &zeros), Err(Signature));
+    let zeros = token_with_header(json!({ "alg": "ES256", "kid": "ec" }), &base64url([0; 64]));
+    assert_eq!(
+        subject_from_token(all_keys(), &zeros),
+        Err(InvalidSignature)
+    );
     // And one secret is no other.
     assert_eq!(
-        told_by(Keys::secret(b"another").0, &hmac(SECRET, None)),
-        Err(Signature)
+        subject_from_token(
+            VerificationKeys::from_secret(b"another").0,
+            &hmac(SECRET, None)
+        ),
+        Err(InvalidSignature)
     );
-    assert_eq!(told_by(Keys::secret(SECRET).0, &good), Err(UnknownKey));
+    assert_eq!(
+        subject_from_token(VerificationKeys::from_secret(SECRET).0, &good),
+        Err(UnknownKey)
+    );
 }
 
 #[test]
-fn keys_for_something_else_are_not_used() {
+fn ignores_keys_for_other_uses() {
     let changed = |change: Value| {
         let mut key = RSA.jwk.clone();
         for (name, value) in change.as_object().unwrap() {
@@ -334,7 +365,7 @@ fn keys_for_something_else_are_not_used() {
         }
         key
     };
-    let token = RSA.signs(&json!({ "alg": "RS256", "kid": "rsa" }), &ann());
+    let token = RSA.sign_token(&json!({ "alg": "RS256", "kid": "rsa" }), &ann_claims());
     for unfit in [
         json!({ "use": "enc" }),
         json!({ "key_ops": ["encrypt"] }),
@@ -344,10 +375,12 @@ fn keys_for_something_else_are_not_used() {
         json!({ "n": "AQAB" }),
         json!({ "n": "!" }),
     ] {
-        let (keys, _) =
-            Keys::jwks(&json!({ "keys": [changed(unfit.clone()), EC.jwk] }).to_string()).unwrap();
+        let (keys, _) = VerificationKeys::from_jwks(
+            &json!({ "keys": [changed(unfit.clone()), EC.jwk] }).to_string(),
+        )
+        .unwrap();
         assert_eq!(
-            told_by(keys, &token),
+            subject_from_token(keys, &token),
             Err(TokenFault::UnknownKey),
             "{unfit}"
         );
@@ -358,14 +391,14 @@ fn keys_for_something_else_are_not_used() {
         json!({ "x5t": "abc" }),
     ] {
         assert_eq!(
-            told_by(jwks(&[changed(fit)]), &token),
+            subject_from_token(keys_from_jwks(&[changed(fit)]), &token),
             Ok(Some("ann".into()))
         );
     }
 }
 
 #[test]
-fn a_set_without_a_usable_key_is_refused_in_words_that_tell_nothing_of_it() {
+fn rejects_unusable_key_sets_without_revealing_their_content() {
     for text in [
         "",
         "hunter2",
@@ -380,7 +413,7 @@ fn a_set_without_a_usable_key_is_refused_in_words_that_tell_nothing_of_it() {
         r#"{"keys":[{"kty":"EC","crv":"P-521","x":"hunter2","y":"hunter2"}]}"#,
         r#"{"keys":[{"kty":"EC","crv":"P-256","x":"AAAA","y":"AAAA"}]}"#,
     ] {
-        let error = Keys::jwks(text).unwrap_err();
+        let error = VerificationKeys::from_jwks(text).unwrap_err();
         assert!(
             !error.contains("hunter2") && error.contains("ke"),
             "{text}: {error}"
@@ -389,12 +422,13 @@ fn a_set_without_a_usable_key_is_refused_in_words_that_tell_nothing_of_it() {
     let mut private = EC.jwk.clone();
     private["d"] = json!("hunter2");
     let short = json!({ "kty": "oct", "k": "c2hvcnQ" });
-    let (keys, doubts) = Keys::jwks(&json!({ "keys": [private, short] }).to_string()).unwrap();
+    let (keys, doubts) =
+        VerificationKeys::from_jwks(&json!({ "keys": [private, short] }).to_string()).unwrap();
     assert!(
         doubts[0].contains("private") && doubts[1].contains("5 bytes"),
         "{doubts:?}"
     );
-    let shown = format!("{keys:?}{:?}", Keys::secret(b"hunter2"));
+    let shown = format!("{keys:?}{:?}", VerificationKeys::from_secret(b"hunter2"));
     assert!(
         !shown.contains("hunter2") && !shown.contains("104, 117"),
         "{shown}"
@@ -402,10 +436,15 @@ fn a_set_without_a_usable_key_is_refused_in_words_that_tell_nothing_of_it() {
 }
 
 #[test]
-fn dates_hold_with_a_little_leeway() {
-    let fault =
-        |claims: Value| told_by(all(), &EC.signs(&json!({ "alg": "ES256" }), &claims)).err();
-    use TokenFault::{Dates, Expired, NotYet};
+fn validity_dates_have_a_leeway() {
+    let fault = |claims: Value| {
+        subject_from_token(
+            all_keys(),
+            &EC.sign_token(&json!({ "alg": "ES256" }), &claims),
+        )
+        .err()
+    };
+    use TokenFault::{Expired, InvalidDates, NotYetValid};
     for (dates, expected) in [
         (json!({}), None),
         (json!({ "exp": NOW_S + 1 }), None),
@@ -415,13 +454,13 @@ fn dates_hold_with_a_little_leeway() {
         (json!({ "exp": 0 }), Some(Expired)),
         (json!({ "exp": 1.5 }), Some(Expired)),
         (json!({ "exp": u64::MAX }), None),
-        (json!({ "exp": 1e300 }), Some(Dates)),
-        (json!({ "exp": -1 }), Some(Dates)),
-        (json!({ "exp": "1900000000" }), Some(Dates)),
-        (json!({ "exp": null }), Some(Dates)),
+        (json!({ "exp": 1e300 }), Some(InvalidDates)),
+        (json!({ "exp": -1 }), Some(InvalidDates)),
+        (json!({ "exp": "1900000000" }), Some(InvalidDates)),
+        (json!({ "exp": null }), Some(InvalidDates)),
         (json!({ "nbf": NOW_S + LEEWAY_S }), None),
-        (json!({ "nbf": NOW_S + LEEWAY_S + 1 }), Some(NotYet)),
-        (json!({ "nbf": "x" }), Some(Dates)),
+        (json!({ "nbf": NOW_S + LEEWAY_S + 1 }), Some(NotYetValid)),
+        (json!({ "nbf": "x" }), Some(InvalidDates)),
         (json!({ "iat": "x" }), None),
     ] {
         assert_eq!(fault(dates.clone()), expected, "{dates}");
@@ -429,9 +468,9 @@ fn dates_hold_with_a_little_leeway() {
 }
 
 #[test]
-fn what_is_known_is_believed_no_longer_than_it_holds() {
-    let reader = reader("authorization", Trust::Keys(all()));
-    let token = EC.signs(
+fn cached_tokens_are_rejected_outside_their_validity_dates() {
+    let reader = reader("authorization", SignatureVerification::Keys(all_keys()));
+    let token = EC.sign_token(
         &json!({ "alg": "ES256" }),
         &json!({ "sub": "ann", "exp": NOW_S, "nbf": NOW_S }),
     );
@@ -441,19 +480,22 @@ fn what_is_known_is_believed_no_longer_than_it_holds() {
         (29, Ok(Some("ann".into()))),
         (30, Err(TokenFault::Expired)),
     ] {
-        assert_eq!(sub(&reader, &headers, NOW_S + later_s), expected);
+        assert_eq!(subject_claim(&reader, &headers, NOW_S + later_s), expected);
     }
     assert_eq!(
-        sub(&reader, &headers, NOW_S - 31),
-        Err(TokenFault::NotYet),
+        subject_claim(&reader, &headers, NOW_S - 31),
+        Err(TokenFault::NotYetValid),
         "also by a clock that steps back"
     );
 }
 
 #[test]
-fn what_is_known_is_bounded() {
-    let reader = reader("authorization", Trust::Keys(Keys::secret(SECRET).0));
-    let show = |sub: &str| {
+fn the_token_cache_is_bounded() {
+    let reader = reader(
+        "authorization",
+        SignatureVerification::Keys(VerificationKeys::from_secret(SECRET).0),
+    );
+    let present_token = |sub: &str| {
         let claims = json!({ "sub": sub });
         let token = jsonwebtoken::encode(
             &Header::default(),
@@ -462,7 +504,7 @@ fn what_is_known_is_bounded() {
         )
         .unwrap();
         assert_eq!(
-            self::sub(
+            self::subject_claim(
                 &reader,
                 &headers("authorization", &format!("Bearer {token}")),
                 NOW_S
@@ -470,48 +512,48 @@ fn what_is_known_is_bounded() {
             Ok(Some(sub.into()))
         );
     };
-    let known = || {
+    let cached_tokens = || {
         reader
-            .known
+            .cache
             .0
             .iter()
             .map(|shard| shard.lock().len())
             .sum::<usize>()
     };
-    for number in 0..SHARDS * MOST_PER_SHARD + 3000 {
-        show(&number.to_string());
+    for number in 0..CACHE_SHARDS * MAX_TOKENS_PER_SHARD + 3000 {
+        present_token(&number.to_string());
     }
-    assert_eq!(known(), SHARDS * MOST_PER_SHARD);
-    show(&"x".repeat(MAX_KEPT_BYTES + 1));
-    let held = |shard: &Mutex<IndexMap<_, Arc<Said>, _>>| {
-        shard.lock().values().map(|said| said.size()).max()
+    assert_eq!(cached_tokens(), CACHE_SHARDS * MAX_TOKENS_PER_SHARD);
+    present_token(&"x".repeat(MAX_CACHED_CLAIM_BYTES + 1));
+    let max_text_bytes = |shard: &Mutex<IndexMap<_, Arc<TokenClaims>, _>>| {
+        shard.lock().values().map(|said| said.text_bytes()).max()
     };
-    assert!(reader.known.0.iter().filter_map(held).max() <= Some(MAX_KEPT_BYTES));
+    assert!(reader.cache.0.iter().filter_map(max_text_bytes).max() <= Some(MAX_CACHED_CLAIM_BYTES));
 }
 
 #[test]
-fn the_token_is_found_in_all_written_forms() {
-    let token = ED.signs(&json!({ "alg": "EdDSA" }), &ann());
-    let told = |header: &str, value: &str| {
-        sub(
-            &reader(header, Trust::Keys(all())),
+fn finds_the_token_in_every_header_form() {
+    let token = ED.sign_token(&json!({ "alg": "EdDSA" }), &ann_claims());
+    let read_subject = |header: &str, value: &str| {
+        subject_claim(
+            &reader(header, SignatureVerification::Keys(all_keys())),
             &headers(header, value),
             NOW_S,
         )
     };
     for scheme in ["Bearer ", "bearer ", "BEARER  ", "bEaReR\t", "  Bearer "] {
         assert_eq!(
-            told("authorization", &format!("{scheme}{token} ")),
+            read_subject("authorization", &format!("{scheme}{token} ")),
             Ok(Some("ann".into())),
             "{scheme:?}"
         );
         assert_eq!(
-            told("x-jwt", &format!("{scheme}{token}")),
+            read_subject("x-jwt", &format!("{scheme}{token}")),
             Ok(Some("ann".into())),
             "{scheme:?}"
         );
     }
-    assert_eq!(told("x-jwt", &token), Ok(Some("ann".into())));
+    assert_eq!(read_subject("x-jwt", &token), Ok(Some("ann".into())));
     for none in [
         "",
         "Bearer",
@@ -521,29 +563,29 @@ fn the_token_is_found_in_all_written_forms() {
         &format!("Bearer{token}"),
         "DPoP x",
     ] {
-        assert_eq!(told("authorization", none), Ok(None), "{none}");
+        assert_eq!(read_subject("authorization", none), Ok(None), "{none}");
     }
     assert_eq!(
-        told("authorization", &format!("Bearer {token} {token}")),
+        read_subject("authorization", &format!("Bearer {token} {token}")),
         Err(TokenFault::Malformed)
     );
     assert_eq!(
-        told(
+        read_subject(
             "authorization",
             &format!("Bearer {}", "x".repeat(MAX_TOKEN_BYTES))
         ),
         Err(TokenFault::Malformed)
     );
     assert_eq!(
-        told(
+        read_subject(
             "authorization",
             &format!("Bearer {}", "x".repeat(MAX_TOKEN_BYTES + 1))
         ),
         Err(TokenFault::TooLarge)
     );
     assert_eq!(
-        sub(
-            &reader("authorization", Trust::Keys(all())),
+        subject_claim(
+            &reader("authorization", SignatureVerification::Keys(all_keys())),
             &HeaderMap::new(),
             NOW_S
         ),
@@ -552,27 +594,27 @@ fn the_token_is_found_in_all_written_forms() {
 }
 
 #[test]
-fn claims_become_texts() {
+fn claims_are_converted_to_texts() {
     let claims = json!({
         "sub": ["alone"], "plan": ["a", 7, true, null, {}, []], "realm_access": { "roles": ["x", "y"] },
         "level": 7.5, "admin": false, "https://a.example/x": { "y": 1 },
     });
-    let token = EC.signs(&json!({ "alg": "ES256" }), &claims);
+    let token = EC.sign_token(&json!({ "alg": "ES256" }), &claims);
     let headers = headers("authorization", &format!("Bearer {token}"));
-    let reader = reader("authorization", Trust::Keys(all()));
-    let token = Token::new(Some(&reader), NOW_S);
+    let reader = reader("authorization", SignatureVerification::Keys(all_keys()));
+    let token = RequestToken::new(Some(&reader), NOW_S);
     let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
-    let told = ASKED.map(|name| {
+    let texts = CLAIM_NAMES.map(|name| {
         let claim = token.claim(&headers, &ClaimName::parse(name).unwrap());
         (
             claim.texts().map(text).collect::<Vec<_>>().join(" "),
-            claim.only().map(text),
+            claim.single_text().map(text),
             claim.is_present(),
         )
     });
     let some = |text: &str| Some(text.to_owned());
     assert_eq!(
-        told,
+        texts,
         [
             ("alone".to_owned(), some("alone"), true),
             ("a 7 true".to_owned(), None, true),
@@ -588,7 +630,7 @@ fn claims_become_texts() {
             .is_present()
     );
     assert!(
-        !Token::none()
+        !RequestToken::none()
             .claim(&headers, &ClaimName::parse("sub").unwrap())
             .is_present()
     );
@@ -597,8 +639,11 @@ fn claims_become_texts() {
         (json!(-1.5), "-1.5"),
         (json!(u64::MAX), "18446744073709551615"),
     ] {
-        let token = EC.signs(&json!({ "alg": "ES256" }), &json!({ "sub": number }));
-        assert_eq!(told_by(all(), &token), Ok(Some(text.to_owned())));
+        let token = EC.sign_token(&json!({ "alg": "ES256" }), &json!({ "sub": number }));
+        assert_eq!(
+            subject_from_token(all_keys(), &token),
+            Ok(Some(text.to_owned()))
+        );
     }
     for wrong in ["", "/a~2"] {
         assert!(ClaimName::parse(wrong).is_err(), "{wrong}");
@@ -606,37 +651,44 @@ fn claims_become_texts() {
 }
 
 #[test]
-fn without_verification_anybodys_word_is_taken_and_dates_still_hold() {
-    let reader = reader("authorization", Trust::Anybody);
-    let told = |token: &str| {
-        sub(
+fn unverified_tokens_are_accepted_but_dates_are_checked() {
+    let reader = reader("authorization", SignatureVerification::Disabled);
+    let read_subject = |token: &str| {
+        subject_claim(
             &reader,
             &headers("authorization", &format!("Bearer {token}")),
             NOW_S,
         )
     };
-    let part = |json: Value| base64url(json.to_string());
+    let encode_part = |json: Value| base64url(json.to_string());
     for header in [
         "x".to_owned(),
-        part(json!({ "alg": "none" })),
-        part(json!({ "alg": "ES512", "kid": "?" })),
+        encode_part(json!({ "alg": "none" })),
+        encode_part(json!({ "alg": "ES512", "kid": "?" })),
     ] {
         assert_eq!(
-            told(&format!("{header}.{}.", part(ann()))),
+            read_subject(&format!("{header}.{}.", encode_part(ann_claims()))),
             Ok(Some("ann".into()))
         );
     }
     assert_eq!(
-        told(&format!("x.{}.y", part(json!({ "sub": "ann", "exp": 1 })))),
+        read_subject(&format!(
+            "x.{}.y",
+            encode_part(json!({ "sub": "ann", "exp": 1 }))
+        )),
         Err(TokenFault::Expired)
     );
     for broken in [
         "x.y.z".to_owned(),
-        part(ann()),
-        format!("x.{}", part(ann())),
-        format!("x.{}.y", part(json!(1))),
-        format!("x.y.{}.z", part(ann())),
+        encode_part(ann_claims()),
+        format!("x.{}", encode_part(ann_claims())),
+        format!("x.{}.y", encode_part(json!(1))),
+        format!("x.y.{}.z", encode_part(ann_claims())),
     ] {
-        assert_eq!(told(&broken), Err(TokenFault::Malformed), "{broken}");
+        assert_eq!(
+            read_subject(&broken),
+            Err(TokenFault::Malformed),
+            "{broken}"
+        );
     }
 }

@@ -5,11 +5,11 @@ use std::rc::Rc;
 use std::task::Poll;
 use tokio::time::Instant;
 
-use super::handover::Handover;
-use crate::proxy::alarm::Alarm;
-use crate::proxy::server::Load;
-use crate::proxy::watch::Watch;
-use crate::telemetry::metrics::Closed;
+use super::upgrade_handover::UpgradeHandover;
+use crate::proxy::connection_timeouts::ConnectionMonitor;
+use crate::proxy::lazy_timer::LazyTimer;
+use crate::proxy::server::ServerLoad;
+use crate::telemetry::metrics::ConnectionCloseReason;
 
 /// Runs the streams of an HTTP/2 connection, each in its own task, and resets those whose client
 /// does not read: it can keep the connection busy while it grants a stream no window.
@@ -17,15 +17,19 @@ use crate::telemetry::metrics::Closed;
 /// What a stream itself wants to be run is the sending half of its tunnel.
 #[derive(Clone, Debug)]
 pub(super) struct StreamTasks {
-    watch: Rc<Watch>,
-    handover: Rc<Handover>,
-    load: Load,
+    monitor: Rc<ConnectionMonitor>,
+    handover: Rc<UpgradeHandover>,
+    load: ServerLoad,
 }
 
 impl StreamTasks {
-    pub(super) fn new(watch: Rc<Watch>, handover: Rc<Handover>, load: Load) -> Self {
+    pub(super) fn new(
+        monitor: Rc<ConnectionMonitor>,
+        handover: Rc<UpgradeHandover>,
+        load: ServerLoad,
+    ) -> Self {
         Self {
-            watch,
+            monitor,
             handover,
             load,
         }
@@ -33,12 +37,12 @@ impl StreamTasks {
 }
 
 /// Tells of a panic: nobody waits for the end of these tasks.
-struct Witness(Load);
+struct StreamPanicReporter(ServerLoad);
 
-impl Drop for Witness {
+impl Drop for StreamPanicReporter {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.note_panic();
+            self.0.record_panic();
             tracing::error!("a request ended in a panic");
         }
     }
@@ -46,36 +50,36 @@ impl Drop for Witness {
 
 impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTasks {
     fn execute(&self, stream: F) {
-        let (watch, handover) = (Rc::clone(&self.watch), Rc::clone(&self.handover));
-        let witness = Witness(self.load.clone());
-        if let Some(switched) = handover.take() {
-            let tunnel = switched.serve_http2(stream, watch.stall_limit());
+        let (monitor, handover) = (Rc::clone(&self.monitor), Rc::clone(&self.handover));
+        let panic_reporter = StreamPanicReporter(self.load.clone());
+        if let Some(upgraded_request) = handover.take() {
+            let tunnel = upgraded_request.serve_http2_tunnel(stream, monitor.stall_timeout());
             tokio::task::spawn_local(async move {
-                let _witness = witness;
+                let _panic_reporter = panic_reporter;
                 tunnel.await;
             });
             return;
         }
         tokio::task::spawn_local(async move {
-            let _witness = witness;
-            let (mut stream, mut alarm) = (Box::pin(stream), Alarm::default());
+            let _panic_reporter = panic_reporter;
+            let (mut stream, mut timer) = (Box::pin(stream), LazyTimer::default());
             let mut stalled_since = None;
             poll_fn(|cx| {
-                watch.take_excused();
+                monitor.take_progress();
                 let done = stream.as_mut().poll(cx);
                 // Not taken up: the client left at the last moment.
                 drop(handover.take());
                 if done.is_ready() {
                     return Poll::Ready(());
                 }
-                if watch.take_excused() {
+                if monitor.take_progress() {
                     stalled_since = None;
                     return Poll::Pending;
                 }
                 let since = *stalled_since.get_or_insert_with(Instant::now);
-                alarm
-                    .poll(since + watch.stall_limit(), cx)
-                    .map(|()| watch.count(Closed::SlowRead))
+                timer
+                    .poll(since + monitor.stall_timeout(), cx)
+                    .map(|()| monitor.record_close(ConnectionCloseReason::SlowRead))
             })
             .await;
         });

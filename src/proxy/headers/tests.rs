@@ -10,18 +10,18 @@ use tokio::io::AsyncReadExt;
 const UPSTREAM: HeaderValue = HeaderValue::from_static("127.0.0.1:3000");
 const PEER: &str = "192.0.2.1";
 
-fn hop(peer: &str, client: Option<&str>) -> Hop<'static> {
+fn forwarding_context(peer: &str, client: Option<&str>) -> ForwardingContext<'static> {
     // Leaked, for tests to be short.
     let peer: &AddressText = Box::leak(Box::new(AddressText::new(peer.parse().unwrap())));
     static UPSTREAM_AUTHORITY: HeaderValue = UPSTREAM;
     static IP_HEADER: HeaderName = HeaderName::from_static("x-client-ip");
-    Hop {
+    ForwardingContext {
         peer,
-        client: Client {
+        client: ClientIdentity {
             ip: client.map_or(peer.ip, |client| client.parse().unwrap()),
             peer_trusted: client.is_some(),
         },
-        https: true,
+        is_https: true,
         version_in: Version::HTTP_11,
         ip_header: &IP_HEADER,
         has_body: false,
@@ -30,19 +30,19 @@ fn hop(peer: &str, client: Option<&str>) -> Hop<'static> {
     }
 }
 
-fn forwarded(hop: &Hop<'_>, fields: &[(&str, &str)]) -> HeaderMap {
+fn forwarded_headers(hop: &ForwardingContext<'_>, fields: &[(&str, &str)]) -> HeaderMap {
     let mut builder = http::Request::builder().uri("/").version(hop.version_in);
     for (name, value) in fields {
         builder = builder.header(*name, *value);
     }
     let mut parts = builder.body(()).unwrap().into_parts().0;
-    let target = gate::check(&mut parts, &|_| false).unwrap();
+    let target = request_validation::validate_request(&mut parts, &|_| false).unwrap();
     forward_request(&mut parts, &target, hop);
     parts.headers
 }
 
 /// Every field with its lines.
-fn listed(headers: &HeaderMap) -> BTreeMap<&str, Vec<&str>> {
+fn values_by_name(headers: &HeaderMap) -> BTreeMap<&str, Vec<&str>> {
     let mut map = BTreeMap::<_, Vec<_>>::new();
     for (name, value) in headers {
         map.entry(name.as_str())
@@ -53,9 +53,9 @@ fn listed(headers: &HeaderMap) -> BTreeMap<&str, Vec<&str>> {
 }
 
 #[test]
-fn a_strangers_claims_are_replaced() {
-    let headers = forwarded(
-        &hop(PEER, None),
+fn forwarding_headers_of_an_untrusted_peer_are_replaced() {
+    let headers = forwarded_headers(
+        &forwarding_context(PEER, None),
         &[
             ("host", "a.example:8443"),
             ("x-forwarded-for", "10.0.0.1"),
@@ -83,15 +83,15 @@ fn a_strangers_claims_are_replaced() {
         ("x-real-ip", PEER),
     ];
     assert_eq!(
-        listed(&headers),
+        values_by_name(&headers),
         expected.map(|(name, value)| (name, vec![value])).into()
     );
 }
 
 #[test]
-fn a_trusted_proxys_words_are_continued() {
-    let headers = forwarded(
-        &hop("2001:db8::1", Some("10.0.0.2")),
+fn forwarding_headers_of_a_trusted_peer_are_extended() {
+    let headers = forwarded_headers(
+        &forwarding_context("2001:db8::1", Some("10.0.0.2")),
         &[
             ("host", "a.example"),
             ("x-forwarded-for", "10.0.0.1"),
@@ -116,9 +116,9 @@ fn a_trusted_proxys_words_are_continued() {
 }
 
 #[test]
-fn the_field_that_a_trusted_proxy_left_out_starts_with_the_client() {
-    let headers = forwarded(
-        &hop("::ffff:192.0.2.1", Some("2001:db8::2")),
+fn a_missing_forwarding_header_starts_with_the_client_address() {
+    let headers = forwarded_headers(
+        &forwarding_context("::ffff:192.0.2.1", Some("2001:db8::2")),
         &[("host", "a.example"), ("x-forwarded-for", "2001:db8::2")],
     );
     assert_eq!(headers["x-forwarded-for"], "2001:db8::2, 192.0.2.1");
@@ -126,8 +126,8 @@ fn the_field_that_a_trusted_proxy_left_out_starts_with_the_client() {
         headers["forwarded"],
         "for=\"[2001:db8::2]\", for=192.0.2.1;host=\"a.example\";proto=https"
     );
-    let headers = forwarded(
-        &hop(PEER, Some("2001:db8::2")),
+    let headers = forwarded_headers(
+        &forwarding_context(PEER, Some("2001:db8::2")),
         &[
             ("host", "a.example"),
             ("forwarded", "for=\"[2001:db8::2]\""),
@@ -137,13 +137,16 @@ fn the_field_that_a_trusted_proxy_left_out_starts_with_the_client() {
 }
 
 #[test]
-fn the_host_is_the_clients_or_the_upstreams() {
+fn host_is_preserved_or_replaced_by_the_upstream_authority() {
     let fields = [("host", "a.example")];
-    assert_eq!(forwarded(&hop(PEER, None), &fields)["host"], "a.example");
-    let headers = forwarded(
-        &Hop {
+    assert_eq!(
+        forwarded_headers(&forwarding_context(PEER, None), &fields)["host"],
+        "a.example"
+    );
+    let headers = forwarded_headers(
+        &ForwardingContext {
             preserve_host: false,
-            ..hop(PEER, None)
+            ..forwarding_context(PEER, None)
         },
         &fields,
     );
@@ -151,10 +154,10 @@ fn the_host_is_the_clients_or_the_upstreams() {
         (&headers["host"], &headers["x-forwarded-host"]),
         (&UPSTREAM, &"a.example".parse().unwrap())
     );
-    let headers = forwarded(
-        &Hop {
+    let headers = forwarded_headers(
+        &ForwardingContext {
             version_in: Version::HTTP_10,
-            ..hop(PEER, None)
+            ..forwarding_context(PEER, None)
         },
         &[],
     );
@@ -167,38 +170,41 @@ fn the_host_is_the_clients_or_the_upstreams() {
 }
 
 #[test]
-fn cookies_that_http_2_split_are_one_line() {
+fn split_http_2_cookies_are_joined() {
     let fields = [("host", "h"), ("cookie", "a=1"), ("cookie", "b=2; c=3")];
-    let headers = forwarded(
-        &Hop {
+    let headers = forwarded_headers(
+        &ForwardingContext {
             version_in: Version::HTTP_2,
-            ..hop(PEER, None)
+            ..forwarding_context(PEER, None)
         },
         &fields,
     );
-    assert_eq!(listed(&headers)["cookie"], ["a=1; b=2; c=3"]);
+    assert_eq!(values_by_name(&headers)["cookie"], ["a=1; b=2; c=3"]);
     assert_eq!(headers["via"], "2 tidegate");
 }
 
 #[test]
 fn a_body_without_a_length_is_chunked_whatever_the_method() {
-    let with_body = Hop {
+    let with_body = ForwardingContext {
         has_body: true,
-        ..hop(PEER, None)
+        ..forwarding_context(PEER, None)
     };
     assert_eq!(
-        forwarded(&with_body, &[("host", "h")])["transfer-encoding"],
+        forwarded_headers(&with_body, &[("host", "h")])["transfer-encoding"],
         "chunked"
     );
-    let headers = forwarded(&with_body, &[("host", "h"), ("content-length", "3")]);
+    let headers = forwarded_headers(&with_body, &[("host", "h"), ("content-length", "3")]);
     assert!(!headers.contains_key("transfer-encoding"));
-    assert!(!forwarded(&hop(PEER, None), &[("host", "h")]).contains_key("transfer-encoding"));
+    assert!(
+        !forwarded_headers(&forwarding_context(PEER, None), &[("host", "h")])
+            .contains_key("transfer-encoding")
+    );
 }
 
 /// A body that doesn't tell its length, as one that is passed through.
-struct Streamed(Option<Bytes>);
+struct UnsizedTestBody(Option<Bytes>);
 
-impl http_body::Body for Streamed {
+impl http_body::Body for UnsizedTestBody {
     type Data = Bytes;
     type Error = Infallible;
 
@@ -215,7 +221,11 @@ impl http_body::Body for Streamed {
 }
 
 /// What hyper makes of a request on its way to the upstream.
-async fn on_the_wire(method: &str, body: Option<&'static str>, fields: &[(&str, &str)]) -> String {
+async fn serialize_request(
+    method: &str,
+    body: Option<&'static str>,
+    fields: &[(&str, &str)],
+) -> String {
     let mut builder = http::Request::builder()
         .method(method)
         .uri("/p?q")
@@ -224,16 +234,16 @@ async fn on_the_wire(method: &str, body: Option<&'static str>, fields: &[(&str, 
         builder = builder.header(*name, *value);
     }
     let mut parts = builder.body(()).unwrap().into_parts().0;
-    let target = gate::check(&mut parts, &|_| false).unwrap();
+    let target = request_validation::validate_request(&mut parts, &|_| false).unwrap();
     forward_request(
         &mut parts,
         &target,
-        &Hop {
+        &ForwardingContext {
             has_body: body.is_some(),
-            ..hop(PEER, None)
+            ..forwarding_context(PEER, None)
         },
     );
-    let request = http::Request::from_parts(parts, Streamed(body.map(Bytes::from)));
+    let request = http::Request::from_parts(parts, UnsizedTestBody(body.map(Bytes::from)));
     let (ours, mut upstream) = tokio::io::duplex(4096);
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(hyper_util::rt::TokioIo::new(ours))
@@ -251,7 +261,7 @@ async fn on_the_wire(method: &str, body: Option<&'static str>, fields: &[(&str, 
 }
 
 #[tokio::test]
-async fn the_upstream_sees_one_framing() {
+async fn requests_have_exactly_one_framing_header() {
     for (method, body, fields, framing, end) in [
         ("GET", None, &[][..], None, "\r\n\r\n"),
         ("POST", None, &[], None, "\r\n\r\n"),
@@ -284,7 +294,7 @@ async fn the_upstream_sees_one_framing() {
             "3\r\nabc\r\n0\r\n\r\n",
         ),
     ] {
-        let sent = on_the_wire(method, body, fields).await;
+        let sent = serialize_request(method, body, fields).await;
         assert!(
             sent.starts_with(&format!("{method} /p?q HTTP/1.1\r\nhost: h\r\n")),
             "{sent}"
@@ -300,7 +310,10 @@ async fn the_upstream_sees_one_framing() {
     }
 }
 
-fn answered(version: Version, fields: &[(&str, &str)]) -> Result<response::Parts, ResponseFault> {
+fn forwarded_response(
+    version: Version,
+    fields: &[(&str, &str)],
+) -> Result<response::Parts, ResponseValidationError> {
     let mut builder = http::Response::builder().version(version);
     for (name, value) in fields {
         builder = builder.header(*name, *value);
@@ -310,8 +323,8 @@ fn answered(version: Version, fields: &[(&str, &str)]) -> Result<response::Parts
 }
 
 #[test]
-fn a_response_loses_what_belongs_to_the_upstreams_connection() {
-    let parts = answered(
+fn removes_connection_headers_from_responses() {
+    let parts = forwarded_response(
         Version::HTTP_10,
         &[
             ("connection", "close, x-gone, content-type"),
@@ -331,18 +344,19 @@ fn a_response_loses_what_belongs_to_the_upstreams_connection() {
         ("trailer", vec!["x-sum"]),
         ("via", vec!["1.0 tidegate"]),
     ];
-    assert_eq!(listed(&parts.headers), expected.into());
+    assert_eq!(values_by_name(&parts.headers), expected.into());
     assert_eq!(parts.version, Version::HTTP_11);
 }
 
 #[test]
-fn a_response_has_one_framing() {
-    let fields =
-        |fields: &[(&str, &str)]| answered(Version::HTTP_11, fields).map(|parts| parts.headers);
+fn responses_have_one_framing() {
+    let fields = |fields: &[(&str, &str)]| {
+        forwarded_response(Version::HTTP_11, fields).map(|parts| parts.headers)
+    };
     let headers = fields(&[("transfer-encoding", "chunked"), ("content-length", "3")]).unwrap();
     assert!(!headers.contains_key("content-length") && !headers.contains_key("transfer-encoding"));
     let headers = fields(&[("content-length", "3"), ("content-length", "3")]).unwrap();
-    assert_eq!(listed(&headers)["content-length"], ["3"]);
+    assert_eq!(values_by_name(&headers)["content-length"], ["3"]);
     assert_eq!(
         fields(&[("content-length", "3, 3")]).unwrap()["content-length"],
         "3"
@@ -350,14 +364,14 @@ fn a_response_has_one_framing() {
     for coding in ["gzip, chunked", "gzip", "identity"] {
         assert_eq!(
             fields(&[("transfer-encoding", coding)]),
-            Err(ResponseFault::TransferEncoding)
+            Err(ResponseValidationError::TransferEncoding)
         );
     }
 }
 
 #[test]
-fn a_granted_upgrade_is_told_to_the_client() {
-    let switched = |wanted: &Wanted, version_in, fields: &[(&str, &str)]| {
+fn a_granted_upgrade_is_forwarded_to_the_client() {
+    let switch_protocols = |wanted: &UpgradeRequest, version_in, fields: &[(&str, &str)]| {
         let mut builder = http::Response::builder()
             .status(101)
             .version(Version::HTTP_11);
@@ -377,9 +391,10 @@ fn a_granted_upgrade_is_told_to_the_client() {
     let body = [("content-length", "5"), ("sec-websocket-protocol", "chat")];
     let key = HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ==");
     let proof = ("sec-websocket-accept", "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=");
-    let asked = |websocket_key| Wanted::Upgrade { websocket_key };
+    let http1_upgrade = |websocket_key| UpgradeRequest::Http1Upgrade { websocket_key };
     let fields = [proof, body[0], body[1]];
-    let parts = switched(&asked(Some(key.clone())), Version::HTTP_11, &fields).unwrap();
+    let parts =
+        switch_protocols(&http1_upgrade(Some(key.clone())), Version::HTTP_11, &fields).unwrap();
     let expected = [
         ("connection", vec!["upgrade"]),
         ("sec-websocket-accept", vec![proof.1]),
@@ -388,34 +403,34 @@ fn a_granted_upgrade_is_told_to_the_client() {
         ("via", vec!["1.1 tidegate"]),
     ];
     assert_eq!(
-        (listed(&parts.headers), parts.status),
+        (values_by_name(&parts.headers), parts.status),
         (expected.into(), StatusCode::SWITCHING_PROTOCOLS)
     );
 
     // Who can't prove it doesn't know what a WebSocket is.
     for (key, fields) in [(Some(key.clone()), &body[..]), (None, &fields)] {
-        let refused = switched(&asked(key), Version::HTTP_11, fields).unwrap_err();
-        assert_eq!(refused, ResponseFault::NotProven);
+        let refused = switch_protocols(&http1_upgrade(key), Version::HTTP_11, fields).unwrap_err();
+        assert_eq!(refused, ResponseValidationError::InvalidWebSocketAccept);
     }
 
-    let wanted = Wanted::WebSocket(key);
-    let parts = switched(&wanted, Version::HTTP_2, &[proof, body[1]]).unwrap();
+    let wanted = UpgradeRequest::Http2WebSocket(key);
+    let parts = switch_protocols(&wanted, Version::HTTP_2, &[proof, body[1]]).unwrap();
     let expected = [
         ("sec-websocket-protocol", vec!["chat"]),
         ("via", vec!["1.1 tidegate"]),
     ];
     assert_eq!(
-        (listed(&parts.headers), parts.status),
+        (values_by_name(&parts.headers), parts.status),
         (expected.into(), StatusCode::OK)
     );
     assert_eq!(
-        switched(&wanted, Version::HTTP_2, &body).unwrap_err(),
-        ResponseFault::NotProven
+        switch_protocols(&wanted, Version::HTTP_2, &body).unwrap_err(),
+        ResponseValidationError::InvalidWebSocketAccept
     );
 }
 
 #[test]
-fn an_unasked_switch_of_protocols_is_a_fault() {
+fn rejects_an_unrequested_protocol_switch() {
     let mut parts = http::Response::builder()
         .status(101)
         .body(())
@@ -424,13 +439,13 @@ fn an_unasked_switch_of_protocols_is_a_fault() {
         .0;
     assert_eq!(
         forward_response(&mut parts, Version::HTTP_11, None),
-        Err(ResponseFault::Switched)
+        Err(ResponseValidationError::UnrequestedSwitch)
     );
 }
 
 proptest! {
     #[test]
-    fn joining_never_loses_a_line(
+    fn joining_keeps_every_value(
         lines in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 0..6),
         peer in any::<[u8; 16]>(),
     ) {
@@ -442,10 +457,10 @@ proptest! {
         }
         let before: Vec<_> = headers.get_all(&X_FORWARDED_FOR).iter().cloned().collect();
         let peer = IpAddr::from(peer);
-        let hop = Hop {
+        let hop = ForwardingContext {
             peer: &AddressText::new(peer),
-            client: Client { ip: peer, peer_trusted: true },
-            ..hop(PEER, None)
+            client: ClientIdentity { ip: peer, peer_trusted: true },
+            ..forwarding_context(PEER, None)
         };
         append_forwarded_for(&mut headers, &hop);
         let after: Vec<_> = headers.get_all(&X_FORWARDED_FOR).iter().collect();

@@ -12,38 +12,41 @@ use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 
 /// Every request waits for a permit.
-fn gated(listen: &ListenSettings, shutdown: ShutdownSettings) -> (Running, Arc<Semaphore>) {
-    struct Gated(Arc<Semaphore>);
-    impl Handler for Gated {
+fn start_gated_server(
+    listen: &ListenSettings,
+    shutdown: ShutdownSettings,
+) -> (RunningServer, Arc<Semaphore>) {
+    struct GatedHandler(Arc<Semaphore>);
+    impl RequestHandler for GatedHandler {
         async fn handle(
             self: Rc<Self>,
             _: Request<RequestBody>,
-            _: Arc<Peer>,
-            _: Interim,
+            _: Arc<ConnectionPeer>,
+            _: InformationalForwarder,
         ) -> http::Response<ResponseBody> {
             self.0.acquire().await.unwrap().forget();
-            text(StatusCode::OK, "done")
+            text_response(StatusCode::OK, "done")
         }
     }
     let gate = Arc::new(Semaphore::new(0));
     let shared = Arc::clone(&gate);
-    let server = Running::start(listen, shutdown, move |_| {
+    let server = RunningServer::start(listen, shutdown, move |_| {
         let gate = Arc::clone(&shared);
-        async move { Rc::new(Gated(gate)) }
+        async move { Rc::new(GatedHandler(gate)) }
     });
     (server, gate)
 }
 
 #[tokio::test]
-async fn draining_finishes_what_is_in_flight_and_closes_what_is_idle() {
+async fn draining_finishes_active_requests_and_closes_idle_connections() {
     let shutdown = ShutdownSettings {
         delay: ms(300),
         grace: ms(4000),
     };
-    let (mut server, gate) = gated(
+    let (mut server, gate) = start_gated_server(
         &ListenSettings {
             threads: 2,
-            ..listen()
+            ..listen_settings()
         },
         shutdown,
     );
@@ -53,7 +56,7 @@ async fn draining_finishes_what_is_in_flight_and_closes_what_is_idle() {
         server.connect().await,
     );
     gate.add_permits(1);
-    idle.ask(GET).await;
+    idle.request(GET).await;
     busy.send(GET).await;
     let io = TokioIo::new(server.connect().await.0);
     let (mut sender, h2) = hyper::client::conn::http2::handshake(TokioExecutor::new(), io)
@@ -64,41 +67,41 @@ async fn draining_finishes_what_is_in_flight_and_closes_what_is_idle() {
         .body(Empty::<Bytes>::new())
         .unwrap();
     let stream = tokio::spawn(sender.send_request(request));
-    eventually(|| server.load.connections() == 4).await;
+    wait_until(|| server.load.open_connections() == 4).await;
 
-    server.stop.send_replace(Stop::Drain);
+    server.shutdown_signal.send_replace(ShutdownSignal::Drain);
     let mut late = server.connect().await;
     late.send(GET).await;
-    assert_eq!(silent.rest().await, "");
-    assert_eq!(idle.rest().await, "");
+    assert_eq!(silent.read_to_end().await, "");
+    assert_eq!(idle.read_to_end().await, "");
     TcpStream::connect(server.addr)
         .await
         .expect_err("nobody listens any more");
-    assert!(!server.ended.is_finished());
+    assert!(!server.task.is_finished());
     gate.add_permits(3);
     for client in [&mut busy, &mut late] {
-        let answer = client.rest().await;
+        let answer = client.read_to_end().await;
         assert!(
             answer.starts_with("HTTP/1.1 200") && answer.contains("connection: close"),
             "{answer}"
         );
     }
-    let response = soon(stream).await.unwrap().unwrap();
+    let response = with_timeout(stream).await.unwrap().unwrap();
     assert_eq!(
-        soon(response.into_body().collect())
+        with_timeout(response.into_body().collect())
             .await
             .unwrap()
             .to_bytes(),
         "done"
     );
-    soon(h2).await.unwrap().unwrap();
-    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
+    with_timeout(h2).await.unwrap().unwrap();
+    assert_eq!(with_timeout(&mut server.task).await.unwrap().unwrap(), 0);
 }
 
 #[tokio::test]
-async fn what_outlasts_the_grace_is_cut_and_counted() {
-    let (mut server, _gate) = gated(
-        &listen(),
+async fn connections_open_after_the_grace_period_are_cut_and_counted() {
+    let (mut server, _gate) = start_gated_server(
+        &listen_settings(),
         ShutdownSettings {
             delay: ms(0),
             grace: ms(50),
@@ -108,18 +111,18 @@ async fn what_outlasts_the_grace_is_cut_and_counted() {
     for client in &mut clients {
         client.send(GET).await;
     }
-    eventually(|| server.load.connections() == 2).await;
-    server.stop.send_replace(Stop::Drain);
-    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 2);
-    assert_eq!(clients[0].rest().await, "");
-    assert_eq!(server.load.connections(), 0);
+    wait_until(|| server.load.open_connections() == 2).await;
+    server.shutdown_signal.send_replace(ShutdownSignal::Drain);
+    assert_eq!(with_timeout(&mut server.task).await.unwrap().unwrap(), 2);
+    assert_eq!(clients[0].read_to_end().await, "");
+    assert_eq!(server.load.open_connections(), 0);
 }
 
 #[tokio::test]
-async fn a_second_signal_ends_at_once() {
+async fn a_second_signal_stops_at_once() {
     let minute = ms(60_000);
-    let (mut server, _gate) = gated(
-        &listen(),
+    let (mut server, _gate) = start_gated_server(
+        &listen_settings(),
         ShutdownSettings {
             delay: minute,
             grace: minute,
@@ -127,45 +130,47 @@ async fn a_second_signal_ends_at_once() {
     );
     let mut client = server.connect().await;
     client.send(GET).await;
-    eventually(|| server.load.connections() == 1).await;
-    server.stop.send_replace(Stop::Drain);
+    wait_until(|| server.load.open_connections() == 1).await;
+    server.shutdown_signal.send_replace(ShutdownSignal::Drain);
     tokio::time::sleep(ms(20)).await;
-    server.stop.send_replace(Stop::Now);
-    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 1);
+    server
+        .shutdown_signal
+        .send_replace(ShutdownSignal::Immediate);
+    assert_eq!(with_timeout(&mut server.task).await.unwrap().unwrap(), 1);
 }
 
 #[tokio::test]
-async fn a_stop_before_the_handlers_are_ready_is_heard() {
-    struct Never;
-    impl Handler for Never {
+async fn a_stop_before_the_handlers_are_ready_takes_effect() {
+    struct PendingHandler;
+    impl RequestHandler for PendingHandler {
         async fn handle(
             self: Rc<Self>,
             _: Request<RequestBody>,
-            _: Arc<Peer>,
-            _: Interim,
+            _: Arc<ConnectionPeer>,
+            _: InformationalForwarder,
         ) -> http::Response<ResponseBody> {
             std::future::pending().await
         }
     }
-    let mut server = Running::start(&listen(), at_once(), |_| async {
+    let mut server = RunningServer::start(&listen_settings(), immediate_shutdown(), |_| async {
         tokio::time::sleep(ms(100)).await;
-        Rc::new(Never)
+        Rc::new(PendingHandler)
     });
-    server.stop.send_replace(Stop::Drain);
-    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
+    server.shutdown_signal.send_replace(ShutdownSignal::Drain);
+    assert_eq!(with_timeout(&mut server.task).await.unwrap().unwrap(), 0);
 }
 
 #[tokio::test]
-async fn who_connected_before_the_end_is_served() {
-    let (mut server, gate) = gated(
-        &listen(),
+async fn connections_in_the_backlog_at_shutdown_are_served() {
+    let (mut server, gate) = start_gated_server(
+        &listen_settings(),
         ShutdownSettings {
             delay: ms(0),
             grace: ms(4000),
         },
     );
     gate.add_permits(6);
-    server.connect().await.ask(GET).await;
+    server.connect().await.request(GET).await;
     // Without an await between, the acceptor has no turn: these wait in the kernel.
     let mut waiting: Vec<_> = (0..5)
         .map(|_| std::net::TcpStream::connect(server.addr).unwrap())
@@ -173,17 +178,19 @@ async fn who_connected_before_the_end_is_served() {
     for client in &mut waiting {
         std::io::Write::write_all(client, GET).unwrap();
     }
-    server.stop.send_replace(Stop::Drain);
+    server.shutdown_signal.send_replace(ShutdownSignal::Drain);
     for client in waiting {
         client.set_nonblocking(true).unwrap();
-        let answer = Client(TcpStream::from_std(client).unwrap()).rest().await;
+        let answer = RawTestClient(TcpStream::from_std(client).unwrap())
+            .read_to_end()
+            .await;
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer:?}");
     }
-    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
+    assert_eq!(with_timeout(&mut server.task).await.unwrap().unwrap(), 0);
 }
 
 #[tokio::test]
-async fn who_connected_before_the_end_is_served_by_a_busy_worker_too() {
+async fn connections_in_the_backlog_at_shutdown_are_served_by_a_busy_worker() {
     // More than a worker's queue holds.
     const MANY: usize = 400;
     let (release, busy) = std::sync::mpsc::sync_channel::<()>(1);
@@ -193,82 +200,82 @@ async fn who_connected_before_the_end_is_served_by_a_busy_worker_too() {
         delay: ms(0),
         grace: ms(10_000),
     };
-    let mut server = Running::start(
+    let mut server = RunningServer::start(
         &ListenSettings {
             max_connections: 1000,
-            ..listen()
+            ..listen_settings()
         },
         shutdown,
         move |_| {
             let busy = Arc::clone(&busy);
-            async move { Rc::new(Blocking(busy)) }
+            async move { Rc::new(BlockingHandler(busy)) }
         },
     );
     let mut first = server.connect().await;
     first.send(GET).await;
-    eventually(|| is_taken.lock().unwrap().is_none()).await;
+    wait_until(|| is_taken.lock().unwrap().is_none()).await;
     let mut waiting = Vec::new();
     for _ in 0..MANY {
         let mut client = server.connect().await;
         client.send(GET).await;
         waiting.push(client);
     }
-    server.stop.send_replace(Stop::Drain);
+    server.shutdown_signal.send_replace(ShutdownSignal::Drain);
     // The end has begun: nobody can connect.
-    eventually(|| std::net::TcpStream::connect(server.addr).is_err()).await;
+    wait_until(|| std::net::TcpStream::connect(server.addr).is_err()).await;
     release.send(()).unwrap();
     for mut client in waiting.into_iter().chain([first]) {
-        let answer = client.rest().await;
+        let answer = client.read_to_end().await;
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer:?}");
     }
-    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
+    assert_eq!(with_timeout(&mut server.task).await.unwrap().unwrap(), 0);
 }
 
 #[tokio::test]
-async fn a_request_that_crosses_the_end_is_served() {
+async fn a_request_that_arrives_during_shutdown_is_served() {
     let busy = Arc::<std::sync::Mutex<Option<_>>>::default();
     let blocking = Arc::clone(&busy);
     let shutdown = ShutdownSettings {
         delay: ms(0),
         grace: ms(10_000),
     };
-    let mut server = Running::start(&listen(), shutdown, move |_| {
+    let mut server = RunningServer::start(&listen_settings(), shutdown, move |_| {
         let busy = Arc::clone(&blocking);
-        async move { Rc::new(Blocking(busy)) }
+        async move { Rc::new(BlockingHandler(busy)) }
     });
-    let (mut rested, mut awake, mut first) = (
+    let (mut idle, mut recently_active, mut first) = (
         server.connect().await,
         server.connect().await,
         server.connect().await,
     );
-    rested.ask(GET).await;
+    idle.request(GET).await;
     tokio::time::sleep(ms(300)).await;
-    awake.ask(GET).await;
+    recently_active.request(GET).await;
     let (release, wait) = std::sync::mpsc::sync_channel::<()>(1);
     busy.lock().unwrap().replace(wait);
     first.send(GET).await;
-    eventually(|| busy.lock().unwrap().is_none()).await;
+    wait_until(|| busy.lock().unwrap().is_none()).await;
     // Both are in the kernel, where the busy worker has not looked, when it is told to end.
-    rested.send(GET).await;
-    awake.send(GET).await;
-    server.stop.send_replace(Stop::Drain);
-    eventually(|| std::net::TcpStream::connect(server.addr).is_err()).await;
+    idle.send(GET).await;
+    recently_active.send(GET).await;
+    server.shutdown_signal.send_replace(ShutdownSignal::Drain);
+    wait_until(|| std::net::TcpStream::connect(server.addr).is_err()).await;
     tokio::time::sleep(ms(50)).await;
     release.send(()).unwrap();
-    for mut client in [rested, awake, first] {
-        let answer = client.rest().await;
+    for mut client in [idle, recently_active, first] {
+        let answer = client.read_to_end().await;
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer:?}");
     }
-    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
+    assert_eq!(with_timeout(&mut server.task).await.unwrap().unwrap(), 0);
 }
 
 #[tokio::test]
-async fn who_is_still_coming_in_at_the_end_may_ask() {
+async fn a_connection_in_its_handshake_at_shutdown_may_send_one_request() {
     let settings = ListenSettings {
         proxy_protocol_from: Some(vec!["127.0.0.0/8".parse().unwrap()]),
-        ..listen()
+        ..listen_settings()
     };
-    let (mut server, gate) = gated(
+    let (mut server, gate) = start_gated_server(
         &settings,
         ShutdownSettings {
             delay: ms(0),
@@ -277,26 +284,26 @@ async fn who_is_still_coming_in_at_the_end_may_ask() {
     );
     gate.add_permits(1);
     let mut client = server.connect().await;
-    eventually(|| server.load.connections() == 1).await;
-    server.stop.send_replace(Stop::Drain);
-    eventually(|| std::net::TcpStream::connect(server.addr).is_err()).await;
+    wait_until(|| server.load.open_connections() == 1).await;
+    server.shutdown_signal.send_replace(ShutdownSignal::Drain);
+    wait_until(|| std::net::TcpStream::connect(server.addr).is_err()).await;
     tokio::time::sleep(ms(50)).await;
     client.send(b"PROXY TCP4 10.0.0.1 10.0.0.2 1 2\r\n").await;
     // A round trip later.
     tokio::time::sleep(ms(50)).await;
     client.send(GET).await;
-    let answer = client.rest().await;
+    let answer = client.read_to_end().await;
     assert!(
         answer.starts_with("HTTP/1.1 200") && answer.contains("connection: close"),
         "{answer:?}"
     );
-    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
+    assert_eq!(with_timeout(&mut server.task).await.unwrap().unwrap(), 0);
 }
 
 #[tokio::test]
-async fn who_has_said_one_letter_at_the_end_may_finish_and_no_more() {
-    let (mut server, gate) = gated(
-        &listen(),
+async fn a_partial_request_at_shutdown_may_be_completed() {
+    let (mut server, gate) = start_gated_server(
+        &listen_settings(),
         ShutdownSettings {
             delay: ms(0),
             grace: ms(10_000),
@@ -306,49 +313,51 @@ async fn who_has_said_one_letter_at_the_end_may_finish_and_no_more() {
     let mut client = server.connect().await;
     // It could become the preface of HTTP/2.
     client.send(b"P").await;
-    eventually(|| server.load.connections() == 1).await;
-    server.stop.send_replace(Stop::Drain);
-    eventually(|| std::net::TcpStream::connect(server.addr).is_err()).await;
+    wait_until(|| server.load.open_connections() == 1).await;
+    server.shutdown_signal.send_replace(ShutdownSignal::Drain);
+    wait_until(|| std::net::TcpStream::connect(server.addr).is_err()).await;
     tokio::time::sleep(ms(50)).await;
     client
         .send(b"UT / HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n")
         .await;
-    let answer = client.response().await;
+    let answer = client.read_response().await;
     assert!(
         answer.starts_with("HTTP/1.1 200") && answer.contains("connection: close"),
         "{answer:?}"
     );
-    assert_eq!(soon(&mut server.ended).await.unwrap().unwrap(), 0);
+    assert_eq!(with_timeout(&mut server.task).await.unwrap().unwrap(), 0);
 }
 
 /// Its first request holds up its whole worker until it is let go.
-struct Blocking(Arc<std::sync::Mutex<Option<std::sync::mpsc::Receiver<()>>>>);
+struct BlockingHandler(Arc<std::sync::Mutex<Option<std::sync::mpsc::Receiver<()>>>>);
 
-impl Handler for Blocking {
+impl RequestHandler for BlockingHandler {
     async fn handle(
         self: Rc<Self>,
         _: Request<RequestBody>,
-        _: Arc<Peer>,
-        _: Interim,
+        _: Arc<ConnectionPeer>,
+        _: InformationalForwarder,
     ) -> http::Response<ResponseBody> {
         let busy = self.0.lock().unwrap().take();
         if let Some(busy) = busy {
             busy.recv().unwrap();
         }
-        text(StatusCode::OK, "done")
+        text_response(StatusCode::OK, "done")
     }
 }
 
 #[tokio::test]
-async fn a_name_that_is_still_looked_up_holds_up_nobody() {
-    let mut server = Running::answering(&listen(), |_, _| async {
+async fn a_hanging_dns_lookup_does_not_delay_shutdown() {
+    let mut server = RunningServer::start_with_fn(&listen_settings(), |_, _| async {
         // Stands for a resolver that does not answer.
         drop(tokio::task::spawn_blocking(|| {
             std::thread::sleep(ms(60_000))
         }));
-        text(StatusCode::OK, "")
+        text_response(StatusCode::OK, "")
     });
-    server.connect().await.ask(GET).await;
-    server.stop.send_replace(Stop::Now);
-    soon(&mut server.ended).await.unwrap().unwrap();
+    server.connect().await.request(GET).await;
+    server
+        .shutdown_signal
+        .send_replace(ShutdownSignal::Immediate);
+    with_timeout(&mut server.task).await.unwrap().unwrap();
 }

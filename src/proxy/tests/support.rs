@@ -21,14 +21,14 @@ pub(super) fn ms(n: u64) -> Duration {
 }
 
 /// No test waits longer than this for what should happen.
-pub(super) async fn soon<F: Future>(what: F) -> F::Output {
-    timeout(Duration::from_secs(5), what)
+pub(super) async fn with_timeout<F: Future>(future: F) -> F::Output {
+    timeout(Duration::from_secs(5), future)
         .await
         .expect("took too long")
 }
 
-pub(super) async fn eventually(mut condition: impl FnMut() -> bool) {
-    soon(async {
+pub(super) async fn wait_until(mut condition: impl FnMut() -> bool) {
+    with_timeout(async {
         while !condition() {
             tokio::time::sleep(ms(2)).await;
         }
@@ -36,7 +36,7 @@ pub(super) async fn eventually(mut condition: impl FnMut() -> bool) {
     .await;
 }
 
-pub(super) fn listen() -> ListenSettings {
+pub(super) fn listen_settings() -> ListenSettings {
     ListenSettings {
         address: ListenAddress::Ip("127.0.0.1:0".parse().unwrap()),
         proxy_protocol_from: None,
@@ -52,10 +52,10 @@ pub(super) fn listen() -> ListenSettings {
     }
 }
 
-pub(super) fn upstream_at(addr: SocketAddr) -> UpstreamSettings {
+pub(super) fn upstream_settings(addr: SocketAddr) -> UpstreamSettings {
     UpstreamSettings {
         url: UpstreamUrl::Net {
-            scheme: Scheme::Http,
+            scheme: UpstreamScheme::Http,
             host: addr.ip().to_string(),
             port: addr.port(),
         },
@@ -75,99 +75,99 @@ pub(super) fn upstream_at(addr: SocketAddr) -> UpstreamSettings {
 }
 
 /// A running server; dropping it ends it.
-pub(super) struct Running {
+pub(super) struct RunningServer {
     pub(super) addr: SocketAddr,
-    pub(super) load: Load,
-    pub(super) stop: watch::Sender<Stop>,
-    pub(super) ended: JoinHandle<std::io::Result<usize>>,
+    pub(super) load: ServerLoad,
+    pub(super) shutdown_signal: watch::Sender<ShutdownSignal>,
+    pub(super) task: JoinHandle<std::io::Result<usize>>,
 }
 
-impl Running {
+impl RunningServer {
     pub(super) fn start<H, M, F>(
         settings: &ListenSettings,
         shutdown: ShutdownSettings,
         handler: M,
     ) -> Self
     where
-        H: Handler,
+        H: RequestHandler,
         M: Fn(usize) -> F + Clone + Send + 'static,
         F: Future<Output = Rc<H>> + 'static,
     {
-        let server = Server::bind(settings, Arc::default()).unwrap();
+        let server = ProxyServer::bind(settings, Arc::default()).unwrap();
         let ListenAddress::Ip(addr) = server.address().unwrap() else {
             panic!("an IP address was asked for")
         };
         let load = server.load();
-        let (stop, asked) = watch::channel(Stop::Run);
+        let (shutdown_signal, signal_rx) = watch::channel(ShutdownSignal::Run);
         server.listen().unwrap();
-        let ended = tokio::spawn(server.run(handler, shutdown, asked, || {}));
+        let task = tokio::spawn(server.run(handler, shutdown, signal_rx, || {}));
         Self {
             addr,
             load,
-            stop,
-            ended,
+            shutdown_signal,
+            task,
         }
     }
 
     /// With a handler that is a function.
-    pub(super) fn answering<A, F>(settings: &ListenSettings, answer: A) -> Self
+    pub(super) fn start_with_fn<A, F>(settings: &ListenSettings, answer: A) -> Self
     where
         A: Fn(Request<RequestBody>, usize) -> F + Clone + Send + 'static,
         F: Future<Output = Response<ResponseBody>> + 'static,
     {
-        Self::start(settings, at_once(), move |worker| {
+        Self::start(settings, immediate_shutdown(), move |worker| {
             let answer = answer.clone();
-            async move { Rc::new(Answering { answer, worker }) }
+            async move { Rc::new(FunctionHandler { answer, worker }) }
         })
     }
 
     /// Forwards everything; errors are answered with their name.
-    pub(super) fn forwarding(listen: &ListenSettings, upstream: UpstreamSettings) -> Self {
-        Self::forwarding_until(listen, upstream, at_once())
+    pub(super) fn start_forwarding(listen: &ListenSettings, upstream: UpstreamSettings) -> Self {
+        Self::start_forwarding_with_shutdown(listen, upstream, immediate_shutdown())
     }
 
-    pub(super) fn forwarding_until(
+    pub(super) fn start_forwarding_with_shutdown(
         listen: &ListenSettings,
         upstream: UpstreamSettings,
         shutdown: ShutdownSettings,
     ) -> Self {
-        let shared = Shared::new(upstream, listen.threads).unwrap();
+        let shared = UpstreamSharedState::new(upstream, listen.threads).unwrap();
         Self::start(listen, shutdown, move |_| {
             let shared = Arc::clone(&shared);
-            async move { Rc::new(Forwarding(Upstream::new(shared))) }
+            async move { Rc::new(ForwardingHandler(UpstreamClient::new(shared))) }
         })
     }
 
-    pub(super) async fn connect(&self) -> Client {
-        Client(soon(TcpStream::connect(self.addr)).await.unwrap())
+    pub(super) async fn connect(&self) -> RawTestClient {
+        RawTestClient(with_timeout(TcpStream::connect(self.addr)).await.unwrap())
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningServer {
     fn drop(&mut self) {
-        self.stop.send_replace(Stop::Now);
+        self.shutdown_signal.send_replace(ShutdownSignal::Immediate);
     }
 }
 
-pub(super) fn at_once() -> ShutdownSettings {
+pub(super) fn immediate_shutdown() -> ShutdownSettings {
     ShutdownSettings {
         delay: Duration::ZERO,
         grace: Duration::ZERO,
     }
 }
 
-pub(super) fn text(status: StatusCode, text: impl Into<Bytes>) -> Response<ResponseBody> {
+pub(super) fn text_response(status: StatusCode, text: impl Into<Bytes>) -> Response<ResponseBody> {
     let mut response = Response::new(ResponseBody::Full(text.into()));
     *response.status_mut() = status;
     response
 }
 
-struct Answering<A> {
+struct FunctionHandler<A> {
     answer: A,
     worker: usize,
 }
 
-impl<A, F> Handler for Answering<A>
+impl<A, F> RequestHandler for FunctionHandler<A>
 where
     A: Fn(Request<RequestBody>, usize) -> F + 'static,
     F: Future<Output = Response<ResponseBody>> + 'static,
@@ -175,42 +175,42 @@ where
     async fn handle(
         self: Rc<Self>,
         request: Request<RequestBody>,
-        _peer: Arc<Peer>,
-        _interim: Interim,
+        _peer: Arc<ConnectionPeer>,
+        _interim: InformationalForwarder,
     ) -> Response<ResponseBody> {
         (self.answer)(request, self.worker).await
     }
 }
 
-struct Forwarding(Upstream);
+struct ForwardingHandler(UpstreamClient);
 
-impl Handler for Forwarding {
+impl RequestHandler for ForwardingHandler {
     async fn handle(
         self: Rc<Self>,
         request: Request<RequestBody>,
-        _peer: Arc<Peer>,
-        mut interim: Interim,
+        _peer: Arc<ConnectionPeer>,
+        mut interim: InformationalForwarder,
     ) -> Response<ResponseBody> {
         match self.0.send(request, Instant::now(), &mut interim).await {
             Ok(response) => response,
-            Err(error) => text(StatusCode::BAD_GATEWAY, error.kind.name()),
+            Err(error) => text_response(StatusCode::BAD_GATEWAY, error.kind.name()),
         }
     }
 }
 
 /// A client that writes bytes and reads what comes.
-pub(super) struct Client(pub(super) TcpStream);
+pub(super) struct RawTestClient(pub(super) TcpStream);
 
-impl Client {
+impl RawTestClient {
     pub(super) async fn send(&mut self, bytes: &[u8]) {
-        soon(self.0.write_all(bytes)).await.unwrap();
+        with_timeout(self.0.write_all(bytes)).await.unwrap();
     }
 
     /// One response with a content-length, head and body.
-    pub(super) async fn response(&mut self) -> String {
+    pub(super) async fn read_response(&mut self) -> String {
         let mut got = Vec::new();
         loop {
-            let byte = soon(self.0.read_u8()).await;
+            let byte = with_timeout(self.0.read_u8()).await;
             got.push(
                 byte.unwrap_or_else(|_| panic!("ended after {:?}", String::from_utf8_lossy(&got))),
             );
@@ -224,21 +224,21 @@ impl Client {
             .find_map(|line| line.strip_prefix("content-length: "))
             .map_or(0, |n| n.parse().unwrap());
         let mut body = vec![0; length];
-        soon(self.0.read_exact(&mut body)).await.unwrap();
+        with_timeout(self.0.read_exact(&mut body)).await.unwrap();
         text.push_str(std::str::from_utf8(&body).unwrap());
         text
     }
 
-    pub(super) async fn ask(&mut self, bytes: &[u8]) -> String {
+    pub(super) async fn request(&mut self, bytes: &[u8]) -> String {
         self.send(bytes).await;
-        self.response().await
+        self.read_response().await
     }
 
     /// All until the end; a reset is an end, too.
-    pub(super) async fn rest(&mut self) -> String {
+    pub(super) async fn read_to_end(&mut self) -> String {
         let mut got = Vec::new();
         let mut chunk = vec![0; 16384];
-        while let Ok(n @ 1..) = soon(self.0.read(&mut chunk)).await {
+        while let Ok(n @ 1..) = with_timeout(self.0.read(&mut chunk)).await {
             got.extend_from_slice(&chunk[..n]);
         }
         String::from_utf8(got).unwrap()
@@ -246,8 +246,8 @@ impl Client {
 }
 
 /// An upstream: what it does with its n-th connection.
-pub(super) async fn upstream<F>(
-    serve: impl Fn(Client, usize) -> F + Send + 'static,
+pub(super) async fn start_upstream<F>(
+    serve: impl Fn(RawTestClient, usize) -> F + Send + 'static,
 ) -> (SocketAddr, Arc<AtomicUsize>)
 where
     F: Future<Output = ()> + Send + 'static,
@@ -259,7 +259,7 @@ where
     tokio::spawn(async move {
         while let Ok((socket, _)) = listener.accept().await {
             tokio::spawn(serve(
-                Client(socket),
+                RawTestClient(socket),
                 counted.fetch_add(1, Ordering::SeqCst),
             ));
         }
@@ -267,9 +267,9 @@ where
     (addr, accepted)
 }
 
-impl Client {
+impl RawTestClient {
     /// As an upstream: reads one request head; `None` at the end of the connection.
-    pub(super) async fn head(&mut self) -> Option<String> {
+    pub(super) async fn read_head(&mut self) -> Option<String> {
         let mut got = Vec::new();
         while !got.ends_with(b"\r\n\r\n") {
             got.push(self.0.read_u8().await.ok()?);
@@ -278,8 +278,8 @@ impl Client {
     }
 
     /// As an upstream: the same answer to every request without body.
-    pub(super) async fn serve(&mut self, answer: &[u8]) {
-        while self.head().await.is_some() {
+    pub(super) async fn serve_response(&mut self, answer: &[u8]) {
+        while self.read_head().await.is_some() {
             if self.0.write_all(answer).await.is_err() {
                 return;
             }

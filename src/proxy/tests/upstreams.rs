@@ -11,110 +11,129 @@ use tokio::sync::{Notify, mpsc};
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::server::TlsStream;
 
-pub(super) const OK: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
+pub(super) const OK_RESPONSE: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
 
-pub(super) fn post(framing: &str) -> Vec<u8> {
+pub(super) fn post_request(framing: &str) -> Vec<u8> {
     format!("POST / HTTP/1.1\r\nhost: a\r\n{framing}\r\n\r\n").into_bytes()
 }
 
 #[tokio::test]
-async fn connections_are_used_again() {
-    let (addr, connections) = upstream(|mut client, _| async move {
+async fn upstream_connections_are_reused() {
+    let (addr, connections) = start_upstream(|mut client, _| async move {
         let chunked = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n";
-        for answer in [OK, b"HTTP/1.1 204 No Content\r\n\r\n", chunked, OK, OK] {
-            client.head().await;
+        for answer in [
+            OK_RESPONSE,
+            b"HTTP/1.1 204 No Content\r\n\r\n",
+            chunked,
+            OK_RESPONSE,
+            OK_RESPONSE,
+        ] {
+            client.read_head().await;
             client.send(answer).await;
         }
-        client.rest().await;
+        client.read_to_end().await;
     })
     .await;
-    let server = Running::forwarding(&listen(), upstream_at(addr));
+    let server = RunningServer::start_forwarding(&listen_settings(), upstream_settings(addr));
     let mut client = server.connect().await;
-    assert!(client.ask(GET).await.ends_with("ok"));
-    assert!(client.ask(GET).await.starts_with("HTTP/1.1 204"));
+    assert!(client.request(GET).await.ends_with("ok"));
+    assert!(client.request(GET).await.starts_with("HTTP/1.1 204"));
     client.send(GET).await;
     let mut all = String::new();
     while !all.ends_with("0\r\n\r\n") {
-        all.push(soon(client.0.read_u8()).await.unwrap().into());
+        all.push(with_timeout(client.0.read_u8()).await.unwrap().into());
     }
-    assert!(client.ask(GET).await.ends_with("ok"));
-    assert!(server.connect().await.ask(GET).await.ends_with("ok"));
+    assert!(client.request(GET).await.ends_with("ok"));
+    assert!(server.connect().await.request(GET).await.ends_with("ok"));
     assert_eq!(connections.load(Ordering::SeqCst), 1);
 }
 
 #[tokio::test]
-async fn idle_connections_are_closed_in_time() {
-    let (addr, connections) = upstream(|mut client, _| async move { client.serve(OK).await }).await;
-    let server = Running::forwarding(
-        &listen(),
+async fn idle_upstream_connections_are_closed() {
+    let (addr, connections) =
+        start_upstream(|mut client, _| async move { client.serve_response(OK_RESPONSE).await })
+            .await;
+    let server = RunningServer::start_forwarding(
+        &listen_settings(),
         UpstreamSettings {
             pool_idle_timeout: ms(50),
-            ..upstream_at(addr)
+            ..upstream_settings(addr)
         },
     );
     let mut client = server.connect().await;
-    client.ask(GET).await;
+    client.request(GET).await;
     tokio::time::sleep(ms(100)).await;
-    client.ask(GET).await;
+    client.request(GET).await;
     assert_eq!(connections.load(Ordering::SeqCst), 2);
 }
 
 /// Answers once, then closes on the next request's arrival.
-async fn dies_at_the_second_request() -> std::net::SocketAddr {
-    upstream(|mut client, _| async move {
-        client.head().await;
-        client.send(OK).await;
-        client.head().await;
+async fn start_upstream_closing_at_second_request() -> std::net::SocketAddr {
+    start_upstream(|mut client, _| async move {
+        client.read_head().await;
+        client.send(OK_RESPONSE).await;
+        client.read_head().await;
     })
     .await
     .0
 }
 
 #[tokio::test]
-async fn a_reused_connection_that_dies_is_tried_once_more_if_that_does_no_harm() {
-    let server = Running::forwarding(&listen(), upstream_at(dies_at_the_second_request().await));
+async fn retries_idempotent_requests_on_a_dead_reused_connection() {
+    let server = RunningServer::start_forwarding(
+        &listen_settings(),
+        upstream_settings(start_upstream_closing_at_second_request().await),
+    );
     let mut client = server.connect().await;
     for _ in 0..4 {
-        assert!(client.ask(GET).await.ends_with("ok"));
+        assert!(client.request(GET).await.ends_with("ok"));
     }
     let settings = UpstreamSettings {
         retry_idempotent: false,
-        ..upstream_at(dies_at_the_second_request().await)
+        ..upstream_settings(start_upstream_closing_at_second_request().await)
     };
-    let server = Running::forwarding(&listen(), settings);
+    let server = RunningServer::start_forwarding(&listen_settings(), settings);
     let mut client = server.connect().await;
-    assert!(client.ask(GET).await.ends_with("ok"));
-    assert!(client.ask(GET).await.ends_with("terminated"));
+    assert!(client.request(GET).await.ends_with("ok"));
+    assert!(client.request(GET).await.ends_with("terminated"));
 }
 
 #[tokio::test]
 async fn a_post_is_not_sent_twice() {
-    let server = Running::forwarding(&listen(), upstream_at(dies_at_the_second_request().await));
+    let server = RunningServer::start_forwarding(
+        &listen_settings(),
+        upstream_settings(start_upstream_closing_at_second_request().await),
+    );
     let mut client = server.connect().await;
-    assert!(client.ask(&post("content-length: 0")).await.ends_with("ok"));
     assert!(
         client
-            .ask(&post("content-length: 0"))
+            .request(&post_request("content-length: 0"))
+            .await
+            .ends_with("ok")
+    );
+    assert!(
+        client
+            .request(&post_request("content-length: 0"))
             .await
             .ends_with("terminated")
     );
     // What could be sent twice has a body that is gone after the first time.
-    assert!(client.ask(GET).await.ends_with("ok"));
+    assert!(client.request(GET).await.ends_with("ok"));
     let put =
         b"PUT / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n";
-    assert!(client.ask(put).await.ends_with("terminated"));
+    assert!(client.request(put).await.ends_with("terminated"));
 }
 
 #[tokio::test]
-async fn a_new_connection_that_dies_is_not_tried_again() {
+async fn a_request_on_a_new_connection_that_dies_is_not_retried() {
     let (addr, connections) =
-        upstream(|mut client, _| async move { drop(client.head().await) }).await;
-    let server = Running::forwarding(&listen(), upstream_at(addr));
+        start_upstream(|mut client, _| async move { drop(client.read_head().await) }).await;
+    let server = RunningServer::start_forwarding(&listen_settings(), upstream_settings(addr));
     assert!(
         server
             .connect()
             .await
-            .ask(GET)
+            .request(GET)
             .await
             .ends_with("terminated")
     );
@@ -122,39 +141,39 @@ async fn a_new_connection_that_dies_is_not_tried_again() {
 }
 
 #[tokio::test]
-async fn refused_connections_and_unknown_names_are_told_apart() {
+async fn distinguishes_refused_connections_from_unknown_names() {
     let free = std::net::TcpListener::bind("127.0.0.1:0")
         .unwrap()
         .local_addr()
         .unwrap();
-    let server = Running::forwarding(
-        &listen(),
+    let server = RunningServer::start_forwarding(
+        &listen_settings(),
         UpstreamSettings {
             retry_connect: 2,
-            ..upstream_at(free)
+            ..upstream_settings(free)
         },
     );
     assert!(
         server
             .connect()
             .await
-            .ask(GET)
+            .request(GET)
             .await
             .ends_with("connect_refused")
     );
     let url = UpstreamUrl::Net {
-        scheme: Scheme::Http,
+        scheme: UpstreamScheme::Http,
         host: "no such host".to_owned(),
         port: 80,
     };
-    let server = Running::forwarding(
-        &listen(),
+    let server = RunningServer::start_forwarding(
+        &listen_settings(),
         UpstreamSettings {
             url,
-            ..upstream_at(free)
+            ..upstream_settings(free)
         },
     );
-    assert!(server.connect().await.ask(GET).await.ends_with("dns"));
+    assert!(server.connect().await.request(GET).await.ends_with("dns"));
 }
 
 #[tokio::test]
@@ -164,9 +183,17 @@ async fn an_answer_that_is_not_http_is_a_protocol_error() {
         b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
     ] {
         let (addr, _) =
-            upstream(move |mut client, _| async move { client.serve(answer).await }).await;
-        let server = Running::forwarding(&listen(), upstream_at(addr));
-        assert!(server.connect().await.ask(GET).await.ends_with("protocol"));
+            start_upstream(move |mut client, _| async move { client.serve_response(answer).await })
+                .await;
+        let server = RunningServer::start_forwarding(&listen_settings(), upstream_settings(addr));
+        assert!(
+            server
+                .connect()
+                .await
+                .request(GET)
+                .await
+                .ends_with("protocol")
+        );
     }
 }
 
@@ -174,26 +201,26 @@ async fn an_answer_that_is_not_http_is_a_protocol_error() {
 async fn an_early_answer_ends_the_upload() {
     let closed = Arc::new(Notify::new());
     let notify = Arc::clone(&closed);
-    let (addr, _) = upstream(move |mut client, _| {
+    let (addr, _) = start_upstream(move |mut client, _| {
         let notify = Arc::clone(&notify);
         async move {
-            client.head().await;
+            client.read_head().await;
             client
                 .send(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 2\r\n\r\nno")
                 .await;
-            client.rest().await;
+            client.read_to_end().await;
             notify.notify_one();
         }
     })
     .await;
-    let server = Running::forwarding(&listen(), upstream_at(addr));
+    let server = RunningServer::start_forwarding(&listen_settings(), upstream_settings(addr));
     let mut client = server.connect().await;
-    client.send(&post("content-length: 10000000")).await;
+    client.send(&post_request("content-length: 10000000")).await;
     client.send(b"only a part").await;
-    assert!(client.response().await.starts_with("HTTP/1.1 401"));
-    soon(closed.notified()).await;
+    assert!(client.read_response().await.starts_with("HTTP/1.1 401"));
+    with_timeout(closed.notified()).await;
     drop(client);
-    eventually(|| server.load.connections() == 0).await;
+    wait_until(|| server.load.open_connections() == 0).await;
 }
 
 #[tokio::test]
@@ -204,191 +231,217 @@ async fn a_truncated_answer_never_looks_complete() {
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n10\r\npart",
     ];
     for answer in cut {
-        let (addr, _) = upstream(move |mut client, _| async move {
-            client.head().await;
+        let (addr, _) = start_upstream(move |mut client, _| async move {
+            client.read_head().await;
             client.send(answer).await;
         })
         .await;
-        let server = Running::forwarding(&listen(), upstream_at(addr));
+        let server = RunningServer::start_forwarding(&listen_settings(), upstream_settings(addr));
         let mut client = server.connect().await;
         client.send(GET).await;
-        let got = client.rest().await;
+        let got = client.read_to_end().await;
         assert!(!got.ends_with("0\r\n\r\n") && got.len() < 150, "{got}");
         // The end of the connection would be the end of the body.
         let mut old = server.connect().await;
         old.send(b"GET / HTTP/1.0\r\nhost: a\r\n\r\n").await;
-        soon(old.0.read_to_end(&mut Vec::new()))
+        with_timeout(old.0.read_to_end(&mut Vec::new()))
             .await
             .expect_err("must have been reset");
     }
 }
 
 #[tokio::test]
-async fn a_silent_answer_is_cut() {
-    let (addr, _) = upstream(move |mut client, _| async move {
+async fn a_stalled_response_is_cut() {
+    let (addr, _) = start_upstream(move |mut client, _| async move {
         client
-            .serve(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\npart")
+            .serve_response(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\npart")
             .await;
     })
     .await;
     let settings = UpstreamSettings {
         body_idle_timeout: Some(ms(100)),
-        ..upstream_at(addr)
+        ..upstream_settings(addr)
     };
-    let server = Running::forwarding(&listen(), settings);
+    let server = RunningServer::start_forwarding(&listen_settings(), settings);
     let mut client = server.connect().await;
     client.send(GET).await;
-    assert!(client.rest().await.ends_with("part"));
+    assert!(client.read_to_end().await.ends_with("part"));
 }
 
 #[tokio::test]
-async fn a_slow_upload_is_no_slow_response() {
-    let (addr, _) = upstream(|mut client, _| async move {
-        client.head().await;
+async fn a_slow_upload_does_not_count_as_response_time() {
+    let (addr, _) = start_upstream(|mut client, _| async move {
+        client.read_head().await;
         client.0.read_exact(&mut [0; 3]).await.unwrap();
         if client.0.read_u8().await.unwrap() == b'!' {
-            client.send(OK).await;
+            client.send(OK_RESPONSE).await;
         }
-        client.rest().await;
+        client.read_to_end().await;
     })
     .await;
-    let server = Running::forwarding(
-        &listen(),
+    let server = RunningServer::start_forwarding(
+        &listen_settings(),
         UpstreamSettings {
             response_timeout: Some(ms(100)),
-            ..upstream_at(addr)
+            ..upstream_settings(addr)
         },
     );
     for (last, answer) in [(b"!", "ok"), (b"?", "response_timeout")] {
         let mut client = server.connect().await;
-        client.send(&post("content-length: 4")).await;
+        client.send(&post_request("content-length: 4")).await;
         for _ in 0..3 {
             tokio::time::sleep(ms(60)).await;
             client.send(b"x").await;
         }
-        assert!(client.ask(last).await.ends_with(answer));
+        assert!(client.request(last).await.ends_with(answer));
     }
 }
 
 #[tokio::test]
-async fn an_upstream_that_does_not_read_is_a_slow_response() {
-    let (addr, _) = upstream(|client, _| async move {
+async fn an_upstream_that_does_not_read_times_out() {
+    let (addr, _) = start_upstream(|client, _| async move {
         let _unread = client;
         std::future::pending::<()>().await;
     })
     .await;
-    let server = Running::forwarding(
-        &listen(),
+    let server = RunningServer::start_forwarding(
+        &listen_settings(),
         UpstreamSettings {
             response_timeout: Some(ms(100)),
-            ..upstream_at(addr)
+            ..upstream_settings(addr)
         },
     );
     let client = server.connect().await;
     let (mut reads, mut writes) = client.0.into_split();
     tokio::spawn(async move {
         writes
-            .write_all(&post("content-length: 50000000"))
+            .write_all(&post_request("content-length: 50000000"))
             .await
             .unwrap();
         while writes.write_all(&[b'x'; 65536]).await.is_ok() {}
     });
     let mut head = [0; 12];
-    soon(reads.read_exact(&mut head)).await.unwrap();
+    with_timeout(reads.read_exact(&mut head)).await.unwrap();
     assert_eq!(&head, b"HTTP/1.1 502");
 }
 
 /// What an upstream gets of a chunked request that breaks off.
-async fn uploads(
+async fn start_chunked_upload(
     listen: ListenSettings,
     parts: &[&[u8]],
-) -> (Running, Client, mpsc::Receiver<String>) {
-    let (tell, told) = mpsc::channel(1);
-    let (addr, _) = upstream(move |mut client, _| {
-        let tell = tell.clone();
+) -> (RunningServer, RawTestClient, mpsc::Receiver<String>) {
+    let (received_tx, received_rx) = mpsc::channel(1);
+    let (addr, _) = start_upstream(move |mut client, _| {
+        let received_tx = received_tx.clone();
         async move {
-            client.head().await;
-            tell.send(client.rest().await).await.unwrap();
+            client.read_head().await;
+            received_tx.send(client.read_to_end().await).await.unwrap();
         }
     })
     .await;
-    let server = Running::forwarding(&listen, upstream_at(addr));
+    let server = RunningServer::start_forwarding(&listen, upstream_settings(addr));
     let mut client = server.connect().await;
-    client.send(&post("transfer-encoding: chunked")).await;
+    client
+        .send(&post_request("transfer-encoding: chunked"))
+        .await;
     for part in parts {
         client.send(part).await;
         tokio::time::sleep(ms(5)).await;
     }
-    (server, client, told)
+    (server, client, received_rx)
 }
 
 #[tokio::test]
 async fn a_body_that_is_too_large_is_not_completed() {
     let settings = ListenSettings {
         max_body_bytes: Some(6),
-        ..listen()
+        ..listen_settings()
     };
     let (_server, mut client, mut upstream) =
-        uploads(settings, &[b"4\r\nabcd\r\n", b"4\r\nefgh\r\n0\r\n\r\n"]).await;
-    assert!(client.response().await.ends_with("request_body_too_large"));
-    assert_eq!(soon(upstream.recv()).await.unwrap(), "4\r\nabcd\r\n");
+        start_chunked_upload(settings, &[b"4\r\nabcd\r\n", b"4\r\nefgh\r\n0\r\n\r\n"]).await;
+    assert!(
+        client
+            .read_response()
+            .await
+            .ends_with("request_body_too_large")
+    );
+    assert_eq!(
+        with_timeout(upstream.recv()).await.unwrap(),
+        "4\r\nabcd\r\n"
+    );
 }
 
 #[tokio::test]
 async fn a_body_that_stops_is_not_completed() {
     let settings = ListenSettings {
         body_idle_timeout: ms(100),
-        ..listen()
+        ..listen_settings()
     };
-    let (_server, mut client, mut upstream) = uploads(settings, &[b"4\r\nabcd\r\n"]).await;
-    assert!(client.response().await.ends_with("request_body_timeout"));
-    assert_eq!(soon(upstream.recv()).await.unwrap(), "4\r\nabcd\r\n");
+    let (_server, mut client, mut upstream) =
+        start_chunked_upload(settings, &[b"4\r\nabcd\r\n"]).await;
+    assert!(
+        client
+            .read_response()
+            .await
+            .ends_with("request_body_timeout")
+    );
+    assert_eq!(
+        with_timeout(upstream.recv()).await.unwrap(),
+        "4\r\nabcd\r\n"
+    );
 }
 
 #[tokio::test]
-async fn a_body_whose_client_leaves_is_not_completed() {
-    let (_server, client, mut upstream) = uploads(listen(), &[b"4\r\nabcd\r\n"]).await;
+async fn the_body_of_a_disconnected_client_is_not_completed() {
+    let (_server, client, mut upstream) =
+        start_chunked_upload(listen_settings(), &[b"4\r\nabcd\r\n"]).await;
     drop(client);
-    assert_eq!(soon(upstream.recv()).await.unwrap(), "4\r\nabcd\r\n");
+    assert_eq!(
+        with_timeout(upstream.recv()).await.unwrap(),
+        "4\r\nabcd\r\n"
+    );
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_ends_its_upstream_request() {
-    let (tell, mut told) = mpsc::channel(2);
-    let (addr, _) = upstream(move |mut client, n| {
-        let tell = tell.clone();
+async fn a_client_disconnect_cancels_its_upstream_request() {
+    let (received_tx, mut received_rx) = mpsc::channel(2);
+    let (addr, _) = start_upstream(move |mut client, n| {
+        let received_tx = received_tx.clone();
         async move {
-            tell.send(client.head().await.unwrap()).await.unwrap();
+            received_tx
+                .send(client.read_head().await.unwrap())
+                .await
+                .unwrap();
             if n == 1 {
                 client
                     .send(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\npart")
                     .await;
             }
-            tell.send(client.rest().await).await.unwrap();
+            received_tx.send(client.read_to_end().await).await.unwrap();
         }
     })
     .await;
-    let server = Running::forwarding(&listen(), upstream_at(addr));
+    let server = RunningServer::start_forwarding(&listen_settings(), upstream_settings(addr));
     for _ in 0..2 {
         let mut client = server.connect().await;
         client.send(GET).await;
-        soon(told.recv()).await.unwrap();
+        with_timeout(received_rx.recv()).await.unwrap();
         drop(client);
-        assert_eq!(soon(told.recv()).await.unwrap(), "");
+        assert_eq!(with_timeout(received_rx.recv()).await.unwrap(), "");
     }
 }
 
 /// An upstream that answers one request per permit, and tells how many are connected.
-async fn slow(
+async fn start_gated_upstream(
     gate: &Arc<tokio::sync::Semaphore>,
 ) -> (std::net::SocketAddr, Arc<std::sync::atomic::AtomicUsize>) {
     let gate = Arc::clone(gate);
-    upstream(move |mut client, _| {
+    start_upstream(move |mut client, _| {
         let gate = Arc::clone(&gate);
         async move {
-            while client.head().await.is_some() {
+            while client.read_head().await.is_some() {
                 gate.acquire().await.unwrap().forget();
-                client.send(OK).await;
+                client.send(OK_RESPONSE).await;
             }
         }
     })
@@ -396,16 +449,16 @@ async fn slow(
 }
 
 #[tokio::test]
-async fn requests_wait_for_a_connection_but_not_for_ever_and_not_too_many() {
+async fn waiting_for_a_connection_is_bounded_in_time_and_number() {
     let gate = Arc::new(tokio::sync::Semaphore::new(0));
-    let (addr, connections) = slow(&gate).await;
-    let server = Running::forwarding(
-        &listen(),
+    let (addr, connections) = start_gated_upstream(&gate).await;
+    let server = RunningServer::start_forwarding(
+        &listen_settings(),
         UpstreamSettings {
             max_connections: 1,
             max_requests_waiting: 1,
             queue_timeout: ms(400),
-            ..upstream_at(addr)
+            ..upstream_settings(addr)
         },
     );
     let (mut first, mut second, mut third) = (
@@ -414,16 +467,16 @@ async fn requests_wait_for_a_connection_but_not_for_ever_and_not_too_many() {
         server.connect().await,
     );
     first.send(GET).await;
-    eventually(|| connections.load(Ordering::SeqCst) == 1).await;
+    wait_until(|| connections.load(Ordering::SeqCst) == 1).await;
     second.send(GET).await;
     tokio::time::sleep(ms(30)).await;
-    assert!(third.ask(GET).await.ends_with("queue_full"));
-    assert!(second.response().await.ends_with("queue_timeout"));
+    assert!(third.request(GET).await.ends_with("queue_full"));
+    assert!(second.read_response().await.ends_with("queue_timeout"));
     second.send(GET).await;
     tokio::time::sleep(ms(30)).await;
     gate.add_permits(2);
-    assert!(first.response().await.ends_with("ok"));
-    assert!(second.response().await.ends_with("ok"));
+    assert!(first.read_response().await.ends_with("ok"));
+    assert!(second.read_response().await.ends_with("ok"));
     assert_eq!(
         connections.load(Ordering::SeqCst),
         1,
@@ -432,19 +485,19 @@ async fn requests_wait_for_a_connection_but_not_for_ever_and_not_too_many() {
 }
 
 #[tokio::test]
-async fn who_leaves_the_queue_leaves_his_place() {
+async fn a_disconnected_client_frees_its_queue_slot() {
     let gate = Arc::new(tokio::sync::Semaphore::new(0));
-    let (addr, connections) = slow(&gate).await;
+    let (addr, connections) = start_gated_upstream(&gate).await;
     let settings = UpstreamSettings {
         max_connections: 1,
         max_requests_waiting: 1,
         queue_timeout: Duration::from_secs(5),
-        ..upstream_at(addr)
+        ..upstream_settings(addr)
     };
-    let server = Running::forwarding(&listen(), settings);
+    let server = RunningServer::start_forwarding(&listen_settings(), settings);
     let mut first = server.connect().await;
     first.send(GET).await;
-    eventually(|| connections.load(Ordering::SeqCst) == 1).await;
+    wait_until(|| connections.load(Ordering::SeqCst) == 1).await;
     for _ in 0..3 {
         let mut second = server.connect().await;
         second.send(GET).await;
@@ -452,29 +505,32 @@ async fn who_leaves_the_queue_leaves_his_place() {
         let mut third = server.connect().await;
         third.send(GET).await;
         let full = tokio::select! {
-            answer = second.response() => answer,
-            answer = third.response() => answer,
+            answer = second.read_response() => answer,
+            answer = third.read_response() => answer,
         };
         assert!(full.ends_with("queue_full"));
         drop((second, third));
-        eventually(|| server.load.connections() == 1).await;
+        wait_until(|| server.load.open_connections() == 1).await;
     }
     gate.add_permits(2);
-    assert!(first.response().await.ends_with("ok"));
-    assert!(first.ask(GET).await.ends_with("ok"), "nobody is before him");
+    assert!(first.read_response().await.ends_with("ok"));
+    assert!(
+        first.request(GET).await.ends_with("ok"),
+        "nobody is before him"
+    );
     assert_eq!(connections.load(Ordering::SeqCst), 1);
 }
 
 #[tokio::test]
-async fn an_early_answer_costs_no_room_for_connections() {
-    let (addr, connections) = upstream(|mut client, _| async move {
-        while let Some(head) = client.head().await {
+async fn an_early_response_frees_its_connection_slot() {
+    let (addr, connections) = start_upstream(|mut client, _| async move {
+        while let Some(head) = client.read_head().await {
             let early = head.starts_with("POST");
             client
                 .send(if early {
                     b"HTTP/1.1 401 No\r\ncontent-length: 2\r\n\r\nno"
                 } else {
-                    OK
+                    OK_RESPONSE
                 })
                 .await;
         }
@@ -482,16 +538,16 @@ async fn an_early_answer_costs_no_room_for_connections() {
     .await;
     let settings = UpstreamSettings {
         max_connections: 1,
-        ..upstream_at(addr)
+        ..upstream_settings(addr)
     };
-    let server = Running::forwarding(&listen(), settings);
+    let server = RunningServer::start_forwarding(&listen_settings(), settings);
     for _ in 0..3 {
         let mut client = server.connect().await;
-        client.send(&post("content-length: 10000000")).await;
+        client.send(&post_request("content-length: 10000000")).await;
         client.send(b"only a part").await;
-        assert!(client.response().await.starts_with("HTTP/1.1 401"));
+        assert!(client.read_response().await.starts_with("HTTP/1.1 401"));
         // This one is still there, and might go on for long.
-        assert!(server.connect().await.ask(GET).await.ends_with("ok"));
+        assert!(server.connect().await.request(GET).await.ends_with("ok"));
     }
     assert!(
         connections.load(Ordering::SeqCst) > 1,
@@ -500,39 +556,43 @@ async fn an_early_answer_costs_no_room_for_connections() {
 }
 
 #[tokio::test]
-async fn an_idle_connection_of_one_worker_makes_room_for_another_worker() {
-    let (addr, connections) = upstream(|mut client, _| async move { client.serve(OK).await }).await;
-    let server = Running::forwarding(
+async fn an_idle_connection_of_one_worker_yields_its_slot_to_another() {
+    let (addr, connections) =
+        start_upstream(|mut client, _| async move { client.serve_response(OK_RESPONSE).await })
+            .await;
+    let server = RunningServer::start_forwarding(
         &ListenSettings {
             threads: 2,
-            ..listen()
+            ..listen_settings()
         },
         UpstreamSettings {
             max_connections: 1,
             queue_timeout: ms(2000),
-            ..upstream_at(addr)
+            ..upstream_settings(addr)
         },
     );
     let (mut one, mut two) = (server.connect().await, server.connect().await);
     for _ in 0..3 {
-        assert!(one.ask(GET).await.ends_with("ok"));
-        assert!(two.ask(GET).await.ends_with("ok"));
+        assert!(one.request(GET).await.ends_with("ok"));
+        assert!(two.request(GET).await.ends_with("ok"));
     }
     assert_eq!(connections.load(Ordering::SeqCst), 6);
 }
 
 #[tokio::test]
 async fn no_worker_starves_while_others_are_busy() {
-    let (addr, _) = upstream(|mut client, _| async move { client.serve(OK).await }).await;
-    let server = Running::forwarding(
+    let (addr, _) =
+        start_upstream(|mut client, _| async move { client.serve_response(OK_RESPONSE).await })
+            .await;
+    let server = RunningServer::start_forwarding(
         &ListenSettings {
             threads: 2,
-            ..listen()
+            ..listen_settings()
         },
         UpstreamSettings {
             max_connections: 2,
             queue_timeout: ms(3000),
-            ..upstream_at(addr)
+            ..upstream_settings(addr)
         },
     );
     let mut clients = Vec::new();
@@ -557,22 +617,22 @@ async fn no_worker_starves_while_others_are_busy() {
         let served = Arc::clone(&served);
         tokio::spawn(async move {
             while !served.load(Ordering::SeqCst) {
-                assert!(client.ask(GET).await.ends_with("ok"));
+                assert!(client.request(GET).await.ends_with("ok"));
             }
         })
     });
     let busy: Vec<_> = busy.collect();
     for _ in 0..5 {
-        assert!(lonely.ask(GET).await.ends_with("ok"));
+        assert!(lonely.request(GET).await.ends_with("ok"));
     }
     served.store(true, Ordering::SeqCst);
     for task in busy {
-        soon(task).await.unwrap();
+        with_timeout(task).await.unwrap();
     }
 }
 
 /// An upstream that speaks TLS as `orders.internal`.
-pub(super) async fn tls_upstream<F>(
+pub(super) async fn start_tls_upstream<F>(
     serve: impl Fn(TlsStream<TcpStream>) -> F + Send + Sync + 'static,
 ) -> std::net::SocketAddr
 where
@@ -589,7 +649,7 @@ where
         .unwrap();
     let acceptor = tokio_rustls::TlsAcceptor::from(Arc::new(config));
     let serve = Arc::new(serve);
-    upstream(move |client, _| {
+    start_upstream(move |client, _| {
         let (acceptor, serve) = (acceptor.clone(), Arc::clone(&serve));
         async move {
             if let Ok(stream) = acceptor.accept(client.0).await {
@@ -601,29 +661,32 @@ where
     .0
 }
 
-pub(super) fn tls_settings(addr: std::net::SocketAddr, name: Option<&str>) -> UpstreamSettings {
-    let roots = tls::roots(include_bytes!("tls/ca.pem")).unwrap();
+pub(super) fn tls_upstream_settings(
+    addr: std::net::SocketAddr,
+    name: Option<&str>,
+) -> UpstreamSettings {
+    let roots = tls::parse_root_certificates(include_bytes!("tls/ca.pem")).unwrap();
     let name = name.map(|name| name.to_owned().try_into().unwrap());
     UpstreamSettings {
         url: UpstreamUrl::Net {
-            scheme: Scheme::Https,
+            scheme: UpstreamScheme::Https,
             host: "127.0.0.1".to_owned(),
             port: addr.port(),
         },
         tls: Some(ClientTls::new(
-            tls::client(roots, None).unwrap(),
+            tls::build_client_config(roots, None).unwrap(),
             name,
             [0; 32],
         )),
-        ..upstream_at(addr)
+        ..upstream_settings(addr)
     }
 }
 
 #[tokio::test]
 async fn https_upstreams_are_verified() {
-    let addr = tls_upstream(|mut stream| async move {
+    let addr = start_tls_upstream(|mut stream| async move {
         while let Ok(1..) = stream.read(&mut [0; 4096]).await {
-            stream.write_all(OK).await.unwrap();
+            stream.write_all(OK_RESPONSE).await.unwrap();
         }
     })
     .await;
@@ -632,46 +695,51 @@ async fn https_upstreams_are_verified() {
         (Some("other.internal"), "tls"),
         (None, "tls"),
     ] {
-        let server = Running::forwarding(&listen(), tls_settings(addr, name));
+        let server =
+            RunningServer::start_forwarding(&listen_settings(), tls_upstream_settings(addr, name));
         let mut client = server.connect().await;
         for _ in 0..2 {
-            assert!(client.ask(GET).await.ends_with(answer), "{name:?}");
+            assert!(client.request(GET).await.ends_with(answer), "{name:?}");
         }
     }
 }
 
 #[tokio::test]
-async fn bytes_behind_an_answer_are_nobodys_answer() {
-    let (addr, connections) = upstream(|mut client, n| async move {
-        client.head().await;
-        client.send(OK).await;
+async fn bytes_after_a_response_are_not_used_as_a_response() {
+    let (addr, connections) = start_upstream(|mut client, n| async move {
+        client.read_head().await;
+        client.send(OK_RESPONSE).await;
         if n == 0 {
             client
                 .send(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil")
                 .await;
         }
-        client.rest().await;
+        client.read_to_end().await;
     })
     .await;
-    let server = Running::forwarding(&listen(), upstream_at(addr));
+    let server = RunningServer::start_forwarding(&listen_settings(), upstream_settings(addr));
     let mut client = server.connect().await;
-    assert!(client.ask(GET).await.ends_with("ok"));
+    assert!(client.request(GET).await.ends_with("ok"));
     tokio::time::sleep(ms(20)).await;
-    assert!(client.ask(GET).await.ends_with("ok"));
+    assert!(client.request(GET).await.ends_with("ok"));
     assert_eq!(connections.load(Ordering::SeqCst), 2);
 }
 
 #[tokio::test]
-async fn an_early_answer_is_passed_on_though_the_upload_breaks() {
-    let (addr, _) = upstream(|mut client, _| async move {
-        client.head().await;
+async fn an_early_response_is_forwarded_although_the_upload_breaks() {
+    let (addr, _) = start_upstream(|mut client, _| async move {
+        client.read_head().await;
         client
             .send(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno")
             .await;
     })
     .await;
-    let server = Running::forwarding(&listen(), upstream_at(addr));
-    let upload = [post("content-length: 3000000"), vec![b'x'; 3_000_000]].concat();
+    let server = RunningServer::start_forwarding(&listen_settings(), upstream_settings(addr));
+    let upload = [
+        post_request("content-length: 3000000"),
+        vec![b'x'; 3_000_000],
+    ]
+    .concat();
     // Which of the two the proxy meets first is a matter of luck.
     for _ in 0..30 {
         let (mut reading, mut writing) = server.connect().await.0.into_split();
@@ -679,7 +747,7 @@ async fn an_early_answer_is_passed_on_though_the_upload_breaks() {
         // Given back, for its end would be the client's.
         let sent = tokio::spawn(async move { (writing.write_all(&upload).await.is_ok(), writing) });
         let mut answer = [0; 12];
-        soon(reading.read_exact(&mut answer)).await.unwrap();
+        with_timeout(reading.read_exact(&mut answer)).await.unwrap();
         assert_eq!(&answer, b"HTTP/1.1 413");
         sent.abort();
     }

@@ -11,32 +11,32 @@ pub(super) const LOOKUP_INTERVAL: Duration = Duration::from_secs(10);
 
 /// What was found the last time and the time before: some name servers tell some of many addresses at a time.
 #[derive(Debug, Default)]
-pub(super) struct Addresses {
-    older: Vec<IpAddr>,
-    newer: Vec<IpAddr>,
+pub(super) struct ResolvedAddresses {
+    previous: Vec<IpAddr>,
+    latest: Vec<IpAddr>,
 }
 
-impl Addresses {
-    pub(super) fn learn(&mut self, found: Vec<IpAddr>) {
-        self.older = std::mem::replace(&mut self.newer, found);
+impl ResolvedAddresses {
+    pub(super) fn update(&mut self, resolved: Vec<IpAddr>) {
+        self.previous = std::mem::replace(&mut self.latest, resolved);
     }
 
     /// Whether the name has not had the address twice running.
-    pub(super) fn have_lost(&self, address: Option<IpAddr>) -> bool {
+    pub(super) fn is_stale(&self, address: Option<IpAddr>) -> bool {
         let Some(address) = address else { return false };
-        [&self.older, &self.newer]
+        [&self.previous, &self.latest]
             .iter()
             .all(|found| !found.is_empty() && !found.contains(&address))
     }
 }
 
 /// Whether the upstream has a name, whose addresses may change.
-pub(super) fn has_name(url: &UpstreamUrl) -> bool {
+pub(super) fn has_dns_name(url: &UpstreamUrl) -> bool {
     matches!(url, UpstreamUrl::Net { host, .. } if host.parse::<IpAddr>().is_err())
 }
 
 /// The addresses that the upstream's name has now, if they can be found out.
-pub(super) async fn look_up(url: &UpstreamUrl) -> Option<Vec<IpAddr>> {
+pub(super) async fn resolve_addresses(url: &UpstreamUrl) -> Option<Vec<IpAddr>> {
     let UpstreamUrl::Net { host, port, .. } = url else {
         return None;
     };
@@ -46,20 +46,20 @@ pub(super) async fn look_up(url: &UpstreamUrl) -> Option<Vec<IpAddr>> {
 
 #[cfg(test)]
 mod tests {
-    use super::Addresses;
+    use super::ResolvedAddresses;
     use std::net::IpAddr;
 
     #[test]
-    fn an_address_is_lost_when_the_name_has_not_had_it_twice_running() {
-        let mut addresses = Addresses::default();
+    fn address_is_stale_after_two_lookups_without_it() {
+        let mut addresses = ResolvedAddresses::default();
         let [old, new]: [IpAddr; 2] =
             ["10.0.0.1", "10.0.0.2"].map(|address| address.parse().unwrap());
-        let mut lost = Vec::new();
+        let mut stale = Vec::new();
         for found in [vec![old], vec![new], vec![old, new], vec![new], vec![new]] {
-            addresses.learn(found);
-            lost.push([Some(old), Some(new), None].map(|address| addresses.have_lost(address)));
+            addresses.update(found);
+            stale.push([Some(old), Some(new), None].map(|address| addresses.is_stale(address)));
         }
         let none = [false; 3];
-        assert_eq!(lost, [none, none, none, none, [true, false, false]]);
+        assert_eq!(stale, [none, none, none, none, [true, false, false]]);
     }
 }

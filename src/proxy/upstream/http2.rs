@@ -19,14 +19,16 @@ use std::time::Duration;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-use super::connect::Stream;
-use super::pool::Pool;
-use super::stream::Upload;
-use super::{Failure, MAX_RESPONSE_HEAD_BYTES, UpstreamError, UpstreamErrorKind, with_causes};
-use crate::proxy::alarm::Alarm;
+use super::connector::UpstreamSocket;
+use super::http2_stream::BodyUpload;
+use super::pool::UpstreamPool;
+use super::{
+    ExchangeFailure, MAX_RESPONSE_HEAD_BYTES, UpstreamError, UpstreamErrorKind, format_error_chain,
+};
+use crate::proxy::lazy_timer::LazyTimer;
 
 /// Requests at a time on one connection, if the upstream allows as many.
-pub(super) const MAX_STREAMS: usize = 100;
+pub(super) const MAX_CONCURRENT_STREAMS: usize = 100;
 /// What an upstream may send before the client has taken it: per request, and per connection. The second is so
 /// large that clients who don't read hold up nobody but themselves.
 const STREAM_WINDOW_BYTES: u32 = 256 * 1024;
@@ -34,19 +36,19 @@ const CONNECTION_WINDOW_BYTES: u32 = 100 * STREAM_WINDOW_BYTES;
 /// A request's part that waits for the upstream's window.
 const SEND_BUFFER_BYTES: usize = 64 * 1024;
 /// Requests that were given up lately: what the upstream had already sent for them is not its fault.
-const RESETS_REMEMBERED: usize = 1000;
+const MAX_REMEMBERED_RESETS: usize = 1000;
 
 /// How many requests may be given up before the upstream has answered as many others, until a connection gets no more
 /// of them. Servers take a peer who sends requests and takes them back for an attacker and end the connection with all
 /// that is on it (CVE-2023-44487; h2 and hyper allow 20 that nobody has looked at yet): no client's doing may end the
 /// requests of others.
-const PATIENCE: u32 = 10;
+const CANCELLATION_BUDGET: u32 = 10;
 /// What is given up beyond that is so after this long only: by then the upstream has looked at it.
-const GRACE: Duration = Duration::from_secs(1);
+const DEFERRED_CANCEL_DELAY: Duration = Duration::from_secs(1);
 
 /// A silent upstream is asked for a sign of life. gRPC servers take more than two PINGs in a row for abuse if
 /// they come within five minutes of each other.
-const PING_AFTER: [Duration; 3] = [
+const PING_INTERVALS: [Duration; 3] = [
     Duration::from_secs(20),
     Duration::from_secs(60),
     Duration::from_secs(330),
@@ -54,51 +56,51 @@ const PING_AFTER: [Duration; 3] = [
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A connection. Dropping it closes it.
-pub(super) struct Link {
+pub(super) struct Http2Connection {
     sender: SendRequest<Bytes>,
     /// The address at the other end.
     pub(super) peer: Option<IpAddr>,
     /// Requests on it.
-    streams: Cell<usize>,
+    active_streams: Cell<usize>,
     /// It is over, or is to be when its last request is.
     closing: Cell<bool>,
     /// It was slow to answer, and hasn't been heard of since.
-    suspect: Cell<bool>,
-    used: Cell<bool>,
+    is_suspect: Cell<bool>,
+    was_used: Cell<bool>,
     /// Requests that may still be given up, see [`PATIENCE`].
-    patience: Cell<u32>,
-    given_up: RefCell<GivenUp>,
+    cancellation_budget: Cell<u32>,
+    deferred_cancels: RefCell<DeferredCancels>,
     idle_since: Cell<Instant>,
-    driver: RefCell<Option<Waker>>,
+    driver_waker: RefCell<Option<Waker>>,
     task: Cell<Option<AbortHandle>>,
 }
 
 /// Room for one request on a [`Link`]; dropping it ends the request.
 #[derive(Debug)]
-pub(super) struct Place {
-    link: Rc<Link>,
-    pool: Rc<Pool>,
+pub(super) struct StreamSlot {
+    connection: Rc<Http2Connection>,
+    pool: Rc<UpstreamPool>,
     is_first: bool,
-    upload: Option<Upload>,
+    upload: Option<BodyUpload>,
 }
 
 /// What the upstream says to a request. Dropped before that, the request is given up.
-pub(super) struct Answer {
-    awaited: Option<ResponseFuture>,
-    link: Rc<Link>,
+pub(super) struct Http2ResponseFuture {
+    response: Option<ResponseFuture>,
+    connection: Rc<Http2Connection>,
 }
 
 /// Requests that nobody waits for any more and that are not taken back yet.
 #[derive(Default)]
-struct GivenUp {
+struct DeferredCancels {
     requests: Vec<ResponseFuture>,
     since: Option<Instant>,
 }
 
 /// A request of which nothing was sent.
-pub(super) struct NotBegun {
+pub(super) struct StreamOpenError {
     /// The connection takes no more requests.
-    pub(super) is_gone: bool,
+    pub(super) is_connection_closed: bool,
     pub(super) error: h2::Error,
 }
 
@@ -107,11 +109,11 @@ pub(super) struct NotBegun {
 ///
 /// # Errors
 /// When the upstream says anything else, or nothing within `limit`.
-pub(super) async fn open(
-    stream: Stream,
+pub(super) async fn handshake(
+    stream: UpstreamSocket,
     limit: Duration,
-) -> Result<(Rc<Link>, Driver), UpstreamError> {
-    let (heard, peer) = (stream.heard(), stream.peer());
+) -> Result<(Rc<Http2Connection>, Http2Driver), UpstreamError> {
+    let (read_activity, peer) = (stream.read_activity(), stream.peer());
     let mut builder = Builder::new();
     builder
         .enable_push(false)
@@ -121,19 +123,19 @@ pub(super) async fn open(
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .max_header_list_size(MAX_RESPONSE_HEAD_BYTES)
         .max_send_buffer_size(SEND_BUFFER_BYTES)
-        .max_concurrent_reset_streams(RESETS_REMEMBERED)
+        .max_concurrent_reset_streams(MAX_REMEMBERED_RESETS)
         // Counted over the connection's life, which may be long.
         .max_local_error_reset_streams(None);
     let failed = |error: h2::Error| UpstreamError {
-        kind: kind(&error),
-        detail: format!("no HTTP/2: {}", with_causes(&error)),
+        kind: error_kind(&error),
+        detail: format!("no HTTP/2: {}", format_error_chain(&error)),
     };
-    let agreeing = async {
+    let handshake_future = async {
         let (sender, mut connection) = builder.handshake(stream).await.map_err(failed)?;
         poll_fn(|cx| match Pin::new(&mut connection).poll(cx) {
             Poll::Ready(Err(error)) => Poll::Ready(Err(failed(error))),
             Poll::Ready(Ok(())) => Poll::Ready(Err(UpstreamError {
-                kind: UpstreamErrorKind::Terminated,
+                kind: UpstreamErrorKind::ConnectionTerminated,
                 detail: "closed before it spoke HTTP/2".to_owned(),
             })),
             Poll::Pending if sender.current_max_send_streams() > 0 => Poll::Ready(Ok(())),
@@ -142,57 +144,66 @@ pub(super) async fn open(
         .await?;
         Ok((sender, connection))
     };
-    let (sender, mut connection) =
-        tokio::time::timeout(limit, agreeing)
-            .await
-            .unwrap_or_else(|_elapsed| {
-                let detail = format!("it did not begin to speak HTTP/2 within {limit:?}");
-                Err(UpstreamError {
-                    kind: UpstreamErrorKind::ConnectTimeout,
-                    detail,
-                })
-            })?;
-    let link = Rc::new(Link {
+    let (sender, mut connection) = tokio::time::timeout(limit, handshake_future)
+        .await
+        .unwrap_or_else(|_elapsed| {
+            let detail = format!("it did not begin to speak HTTP/2 within {limit:?}");
+            Err(UpstreamError {
+                kind: UpstreamErrorKind::ConnectTimeout,
+                detail,
+            })
+        })?;
+    let link = Rc::new(Http2Connection {
         sender,
         peer,
-        streams: Cell::new(0),
+        active_streams: Cell::new(0),
         closing: Cell::new(false),
-        suspect: Cell::new(false),
-        used: Cell::new(false),
-        patience: Cell::new(PATIENCE),
-        given_up: RefCell::default(),
+        is_suspect: Cell::new(false),
+        was_used: Cell::new(false),
+        cancellation_budget: Cell::new(CANCELLATION_BUDGET),
+        deferred_cancels: RefCell::default(),
         idle_since: Cell::new(Instant::now()),
-        driver: RefCell::default(),
+        driver_waker: RefCell::default(),
         task: Cell::default(),
     });
-    let pings = connection.ping_pong().map(|pings| Pings::new(pings, heard));
-    let driver = Driver {
+    let ping_monitor = connection
+        .ping_pong()
+        .map(|pings| PingMonitor::new(pings, read_activity));
+    let driver = Http2Driver {
         connection,
-        pings,
-        link: Rc::downgrade(&link),
-        grace: Alarm::default(),
+        ping_monitor,
+        http2_connection: Rc::downgrade(&link),
+        deferred_cancel_timer: LazyTimer::default(),
     };
     Ok((link, driver))
 }
 
-impl Link {
+impl Http2Connection {
     /// Lets `driver` run the connection until its end, which the pool is told of.
-    pub(super) fn run(&self, driver: Driver, pool: Weak<Pool>) {
+    pub(super) fn spawn_driver(&self, driver: Http2Driver, pool: Weak<UpstreamPool>) {
         let task = tokio::task::spawn_local(driver.run(pool));
         self.task.set(Some(task.abort_handle()));
     }
 
     /// Room for one more request, if there is.
-    pub(super) fn place(self: &Rc<Self>, pool: &Rc<Pool>) -> Option<Place> {
-        let is_good = !self.closing.get() && !self.suspect.get();
-        if !is_good || self.streams.get() >= self.sender.current_max_send_streams().min(MAX_STREAMS)
+    pub(super) fn try_reserve_stream(
+        self: &Rc<Self>,
+        pool: &Rc<UpstreamPool>,
+    ) -> Option<StreamSlot> {
+        let is_available = !self.closing.get() && !self.is_suspect.get();
+        if !is_available
+            || self.active_streams.get()
+                >= self
+                    .sender
+                    .current_max_send_streams()
+                    .min(MAX_CONCURRENT_STREAMS)
         {
             return None;
         }
-        self.streams.set(self.streams.get() + 1);
-        let is_first = !self.used.replace(true);
-        Some(Place {
-            link: Rc::clone(self),
+        self.active_streams.set(self.active_streams.get() + 1);
+        let is_first = !self.was_used.replace(true);
+        Some(StreamSlot {
+            connection: Rc::clone(self),
             pool: Rc::clone(pool),
             is_first,
             upload: None,
@@ -201,7 +212,9 @@ impl Link {
 
     /// How many requests the upstream allows on one connection, and we do.
     pub(super) fn capacity(&self) -> usize {
-        self.sender.current_max_send_streams().clamp(1, MAX_STREAMS)
+        self.sender
+            .current_max_send_streams()
+            .clamp(1, MAX_CONCURRENT_STREAMS)
     }
 
     /// No request will be added; the connection ends with its last one.
@@ -214,19 +227,19 @@ impl Link {
     }
 
     /// Takes a request back, or leaves that for later if there were many of late.
-    fn give_up(&self, request: ResponseFuture) {
-        match self.patience.get() {
+    fn cancel_request(&self, request: ResponseFuture) {
+        match self.cancellation_budget.get() {
             0 => {
-                let mut given_up = self.given_up.borrow_mut();
-                given_up.requests.push(request);
-                if given_up.since.is_none() {
-                    given_up.since = Some(Instant::now());
-                    self.wake();
+                let mut deferred = self.deferred_cancels.borrow_mut();
+                deferred.requests.push(request);
+                if deferred.since.is_none() {
+                    deferred.since = Some(Instant::now());
+                    self.wake_driver();
                 }
             }
-            left => {
-                self.patience.set(left - 1);
-                if left == 1 {
+            remaining => {
+                self.cancellation_budget.set(remaining - 1);
+                if remaining == 1 {
                     tracing::debug!(
                         "an upstream connection gets no more requests: too many were given up"
                     );
@@ -237,71 +250,73 @@ impl Link {
     }
 
     /// Takes back what was left for later, when it is time.
-    fn clear_up(&self, grace: &mut Alarm, cx: &mut Context<'_>) {
-        let Some(since) = self.given_up.borrow().since else {
+    fn flush_deferred_cancels(&self, timer: &mut LazyTimer, cx: &mut Context<'_>) {
+        let Some(since) = self.deferred_cancels.borrow().since else {
             return;
         };
-        if grace.poll(since + GRACE, cx).is_ready() {
-            drop(self.given_up.take());
+        if timer.poll(since + DEFERRED_CANCEL_DELAY, cx).is_ready() {
+            drop(self.deferred_cancels.take());
         }
     }
 
-    fn wake(&self) {
-        if let Some(driver) = &*self.driver.borrow() {
+    fn wake_driver(&self) {
+        if let Some(driver) = &*self.driver_waker.borrow() {
             driver.wake_by_ref();
         }
     }
 
     /// Since when it has had no request, if it has none.
     pub(super) fn idle_since(&self) -> Option<Instant> {
-        (self.streams.get() == 0).then(|| self.idle_since.get())
+        (self.active_streams.get() == 0).then(|| self.idle_since.get())
     }
 }
 
-impl Place {
+impl StreamSlot {
     /// Whether earlier requests were sent on the connection.
     pub(super) fn is_reused(&self) -> bool {
         !self.is_first
     }
 
-    pub(super) fn link(&self) -> &Rc<Link> {
-        &self.link
+    pub(super) fn connection(&self) -> &Rc<Http2Connection> {
+        &self.connection
     }
 
     /// Whether a stream may become a tunnel (RFC 8441, 3).
     pub(super) fn allows_tunnels(&self) -> bool {
-        self.link.sender.is_extended_connect_protocol_enabled()
+        self.connection
+            .sender
+            .is_extended_connect_protocol_enabled()
     }
 
     /// Sends a request's head. Its body, if it has one, is to follow.
     ///
     /// # Errors
     /// When the connection takes no more, or the request is one that can't be sent; nothing of it was.
-    pub(super) fn begin(
+    pub(super) fn send_request_head(
         &self,
         request: Request<()>,
         has_body: bool,
-    ) -> Result<(Answer, SendStream<Bytes>), NotBegun> {
+    ) -> Result<(Http2ResponseFuture, SendStream<Bytes>), StreamOpenError> {
         // A clone of its own: of those that wait for their turn, none stands in the way of the next.
-        let mut sender = self.link.sender.clone();
+        let mut sender = self.connection.sender.clone();
         match sender.poll_ready(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(Err(error)) => {
-                self.link.retire();
-                Err(NotBegun {
-                    is_gone: true,
+                self.connection.retire();
+                Err(StreamOpenError {
+                    is_connection_closed: true,
                     error,
                 })
             }
             _ => match sender.send_request(request, !has_body) {
-                Ok((awaited, sending)) => Ok((
-                    Answer {
-                        awaited: Some(awaited),
-                        link: Rc::clone(&self.link),
+                Ok((response, send_stream)) => Ok((
+                    Http2ResponseFuture {
+                        response: Some(response),
+                        connection: Rc::clone(&self.connection),
                     },
-                    sending,
+                    send_stream,
                 )),
-                Err(error) => Err(NotBegun {
-                    is_gone: false,
+                Err(error) => Err(StreamOpenError {
+                    is_connection_closed: false,
                     error,
                 }),
             },
@@ -309,67 +324,69 @@ impl Place {
     }
 
     /// Keeps the sending of the request's body, which is given up when this is dropped.
-    pub(super) fn keep(&mut self, upload: Upload) {
+    pub(super) fn attach_upload(&mut self, upload: BodyUpload) {
         self.upload = Some(upload);
     }
 
     /// The answer did not come in time. Perhaps nobody is there any more: until there is a sign of life,
     /// no further request is sent.
-    pub(super) fn suspect(&self) {
-        self.link.suspect.set(true);
-        self.link.wake();
+    pub(super) fn mark_suspect(&self) {
+        self.connection.is_suspect.set(true);
+        self.connection.wake_driver();
     }
 }
 
-impl Answer {
+impl Http2ResponseFuture {
     /// Heads that come before the answer's.
     pub(super) fn poll_informational(
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Response<()>, h2::Error>>> {
-        match &mut self.awaited {
-            Some(awaited) => awaited.poll_informational(cx),
+        match &mut self.response {
+            Some(response) => response.poll_informational(cx),
             None => Poll::Ready(None),
         }
     }
 }
 
-impl Future for Answer {
+impl Future for Http2ResponseFuture {
     type Output = Result<Response<RecvStream>, h2::Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let Some(awaited) = &mut self.awaited else {
+        let Some(response) = &mut self.response else {
             return Poll::Pending;
         };
-        let answer = ready!(Pin::new(awaited).poll(cx));
-        self.awaited = None;
-        let patience = &self.link.patience;
-        patience.set((patience.get() + 1).min(PATIENCE));
+        let answer = ready!(Pin::new(response).poll(cx));
+        self.response = None;
+        let budget = &self.connection.cancellation_budget;
+        budget.set((budget.get() + 1).min(CANCELLATION_BUDGET));
         Poll::Ready(answer)
     }
 }
 
-impl Drop for Answer {
+impl Drop for Http2ResponseFuture {
     fn drop(&mut self) {
-        if let Some(awaited) = self.awaited.take() {
-            self.link.give_up(awaited);
+        if let Some(response) = self.response.take() {
+            self.connection.cancel_request(response);
         }
     }
 }
 
-impl Drop for Place {
+impl Drop for StreamSlot {
     fn drop(&mut self) {
         self.upload = None;
-        let link = &self.link;
-        link.streams.set(link.streams.get() - 1);
-        if link.streams.get() == 0 {
-            link.idle_since.set(Instant::now());
+        let connection = &self.connection;
+        connection
+            .active_streams
+            .set(connection.active_streams.get() - 1);
+        if connection.active_streams.get() == 0 {
+            connection.idle_since.set(Instant::now());
         }
-        self.pool.freed(link);
+        self.pool.handle_stream_end(connection);
     }
 }
 
-impl Drop for Link {
+impl Drop for Http2Connection {
     fn drop(&mut self) {
         if let Some(task) = self.task.take() {
             task.abort();
@@ -377,58 +394,62 @@ impl Drop for Link {
     }
 }
 
-impl std::fmt::Debug for Link {
+impl std::fmt::Debug for Http2Connection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Link")
-            .field("streams", &self.streams)
+            .field("streams", &self.active_streams)
             .finish_non_exhaustive()
     }
 }
 
 /// What an error means for the request that met it.
-pub(super) fn kind(error: &h2::Error) -> UpstreamErrorKind {
+pub(super) fn error_kind(error: &h2::Error) -> UpstreamErrorKind {
     match error.is_remote() {
-        true if error.is_reset() => UpstreamErrorKind::Reset,
+        true if error.is_reset() => UpstreamErrorKind::StreamReset,
         // h2 tells a request of a GOAWAY only if the upstream says that it never saw the request.
-        true => UpstreamErrorKind::Terminated,
+        true => UpstreamErrorKind::ConnectionTerminated,
         false if error.is_library() => UpstreamErrorKind::Protocol,
-        false => UpstreamErrorKind::Terminated,
+        false => UpstreamErrorKind::ConnectionTerminated,
     }
 }
 
 /// Whether the upstream says that it did nothing about a request (RFC 9113, 8.7).
-pub(super) fn failure(error: &h2::Error) -> Failure {
+pub(super) fn classify_failure(error: &h2::Error) -> ExchangeFailure {
     match error.is_remote() {
-        true if error.is_go_away() => Failure::TooLate,
-        true if error.reason() == Some(h2::Reason::REFUSED_STREAM) => Failure::Refused,
-        _ => Failure::Sent,
+        true if error.is_go_away() => ExchangeFailure::GoAway,
+        true if error.reason() == Some(h2::Reason::REFUSED_STREAM) => {
+            ExchangeFailure::RefusedStream
+        }
+        _ => ExchangeFailure::MaybeProcessed,
     }
 }
 
 /// What reads and writes for all requests of a connection.
-pub(super) struct Driver {
-    connection: h2::client::Connection<Stream, Bytes>,
-    pings: Option<Pings>,
-    link: Weak<Link>,
-    grace: Alarm,
+pub(super) struct Http2Driver {
+    connection: h2::client::Connection<UpstreamSocket, Bytes>,
+    ping_monitor: Option<PingMonitor>,
+    http2_connection: Weak<Http2Connection>,
+    deferred_cancel_timer: LazyTimer,
 }
 
-impl Driver {
-    async fn run(mut self, pool: Weak<Pool>) {
+impl Http2Driver {
+    async fn run(mut self, pool: Weak<UpstreamPool>) {
         let end = poll_fn(|cx| {
             if let Poll::Ready(end) = Pin::new(&mut self.connection).poll(cx) {
-                return Poll::Ready(end.map_err(|error| with_causes(&error)));
+                return Poll::Ready(end.map_err(|error| format_error_chain(&error)));
             }
-            let Some(link) = self.link.upgrade() else {
+            let Some(http2_connection) = self.http2_connection.upgrade() else {
                 return Poll::Pending;
             };
-            link.driver.replace(Some(cx.waker().clone()));
-            link.clear_up(&mut self.grace, cx);
-            let Some(pings) = &mut self.pings else {
+            http2_connection
+                .driver_waker
+                .replace(Some(cx.waker().clone()));
+            http2_connection.flush_deferred_cancels(&mut self.deferred_cancel_timer, cx);
+            let Some(ping_monitor) = &mut self.ping_monitor else {
                 return Poll::Pending;
             };
-            pings
-                .poll(&link.suspect, cx)
+            ping_monitor
+                .poll(&http2_connection.is_suspect, cx)
                 .map(|()| Err("it does not answer a PING".to_owned()))
         });
         match end.await {
@@ -437,47 +458,49 @@ impl Driver {
         }
         // Its requests learn of it.
         drop(self.connection);
-        if let (Some(link), Some(pool)) = (self.link.upgrade(), pool.upgrade()) {
-            link.retire();
-            pool.freed(&link);
+        if let (Some(http2_connection), Some(pool)) =
+            (self.http2_connection.upgrade(), pool.upgrade())
+        {
+            http2_connection.retire();
+            pool.handle_stream_end(&http2_connection);
         }
     }
 }
 
 /// Finds out whether a silent upstream is still there.
-struct Pings {
-    pings: PingPong,
-    heard: Arc<AtomicBool>,
+struct PingMonitor {
+    ping_pong: PingPong,
+    read_activity: Arc<AtomicBool>,
     /// PINGs since anything else was heard.
-    unheard: usize,
+    pings_since_read: usize,
     /// When the last one was answered, or something else was last heard of.
-    since: Instant,
+    quiet_since: Instant,
     /// Until when the PING under way has to be answered.
-    due: Option<Instant>,
-    alarm: Alarm,
+    pong_deadline: Option<Instant>,
+    timer: LazyTimer,
 }
 
-impl Pings {
-    fn new(pings: PingPong, heard: Arc<AtomicBool>) -> Self {
+impl PingMonitor {
+    fn new(ping_pong: PingPong, read_activity: Arc<AtomicBool>) -> Self {
         Self {
-            pings,
-            heard,
-            unheard: 0,
-            since: Instant::now(),
-            due: None,
-            alarm: Alarm::default(),
+            ping_pong,
+            read_activity,
+            pings_since_read: 0,
+            quiet_since: Instant::now(),
+            pong_deadline: None,
+            timer: LazyTimer::default(),
         }
     }
 
     /// Ready when the upstream is gone. Whoever is `suspect` is asked at once.
     fn poll(&mut self, suspect: &Cell<bool>, cx: &mut Context<'_>) -> Poll<()> {
         loop {
-            let at = match self.due {
+            let deadline = match self.pong_deadline {
                 Some(due) => {
-                    match self.pings.poll_pong(cx) {
+                    match self.ping_pong.poll_pong(cx) {
                         Poll::Ready(Ok(_)) => {
-                            self.due = None;
-                            self.quiet(self.unheard);
+                            self.pong_deadline = None;
+                            self.restart_quiet_period(self.pings_since_read);
                             suspect.set(false);
                             continue;
                         }
@@ -487,43 +510,45 @@ impl Pings {
                     }
                 }
                 None if suspect.get() => {
-                    self.ask();
+                    self.send_ping();
                     continue;
                 }
                 None => {
-                    let pause = PING_AFTER.get(self.unheard).or(PING_AFTER.last());
-                    self.since + pause.copied().unwrap_or(PING_TIMEOUT)
+                    let pause = PING_INTERVALS
+                        .get(self.pings_since_read)
+                        .or(PING_INTERVALS.last());
+                    self.quiet_since + pause.copied().unwrap_or(PING_TIMEOUT)
                 }
             };
-            if self.alarm.poll(at, cx).is_pending() {
+            if self.timer.poll(deadline, cx).is_pending() {
                 return Poll::Pending;
             }
-            let heard = self.heard.load(Ordering::Relaxed);
-            match self.due {
+            let has_read = self.read_activity.load(Ordering::Relaxed);
+            match self.pong_deadline {
                 // Busy with much to say, and the answer stands behind all that.
-                Some(_) if heard => {
-                    self.quiet(0);
-                    self.due = Some(self.since + PING_TIMEOUT);
+                Some(_) if has_read => {
+                    self.restart_quiet_period(0);
+                    self.pong_deadline = Some(self.quiet_since + PING_TIMEOUT);
                 }
                 Some(_) => return Poll::Ready(()),
-                None if heard => self.quiet(0),
-                None => self.ask(),
+                None if has_read => self.restart_quiet_period(0),
+                None => self.send_ping(),
             }
         }
     }
 
-    fn ask(&mut self) {
-        if self.pings.send_ping(Ping::opaque()).is_ok() {
-            self.unheard += 1;
+    fn send_ping(&mut self) {
+        if self.ping_pong.send_ping(Ping::opaque()).is_ok() {
+            self.pings_since_read += 1;
         }
-        self.heard.store(false, Ordering::Relaxed);
-        self.due = Some(Instant::now() + PING_TIMEOUT);
+        self.read_activity.store(false, Ordering::Relaxed);
+        self.pong_deadline = Some(Instant::now() + PING_TIMEOUT);
     }
 
     /// Silence begins anew.
-    fn quiet(&mut self, unheard: usize) {
-        self.heard.store(false, Ordering::Relaxed);
-        self.since = Instant::now();
-        self.unheard = unheard;
+    fn restart_quiet_period(&mut self, pings_since_read: usize) {
+        self.read_activity.store(false, Ordering::Relaxed);
+        self.quiet_since = Instant::now();
+        self.pings_since_read = pings_since_read;
     }
 }

@@ -2,28 +2,31 @@
 //!
 //! All that comes from a log or a file's name goes through [`Text`], and nothing of it into an attribute that does anything.
 
-use super::super::run::PolicyBook;
-use super::super::suggest::{Drawn, Suggestion};
-use super::super::tally::{Bin, Series};
-use super::{PolicyWords, Report, Set, count, keys, moment, share, span};
-use crate::config::duration_words;
+use super::super::simulator::ReplayPolicyStats;
+use super::super::statistics::{RequestSeries, SeriesBin};
+use super::super::suggestions::{LimitProposal, LimitSuggestion};
+use super::{
+    PolicySetReport, ReplayPolicySummary, ReplayReport, format_count, format_key_count,
+    format_share, format_time, format_time_range,
+};
+use crate::config::format_duration;
 use std::fmt::{self, Display, Write};
 use std::time::Duration;
 
 const STYLE: &str = include_str!("style.css");
 
 /// Steps of time in the large plot, and in those of the policies.
-const STEPS: usize = 120;
-const SMALL_STEPS: usize = 48;
+const TIMELINE_STEPS: usize = 120;
+const SPARKLINE_STEPS: usize = 48;
 
-pub(super) fn write(report: &Report) -> String {
+pub(super) fn render_html(report: &ReplayReport) -> String {
     let mut page = String::with_capacity(64 << 10);
     // Writing to a text doesn't fail.
-    let _written = render(&mut page, report);
+    let _written = write_page(&mut page, report);
     page
 }
 
-fn render(page: &mut String, report: &Report) -> fmt::Result {
+fn write_page(page: &mut String, report: &ReplayReport) -> fmt::Result {
     write!(
         page,
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
@@ -32,9 +35,9 @@ fn render(page: &mut String, report: &Report) -> fmt::Result {
          <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\
          <title>tidegate replay</title><style>{STYLE}</style></head><body><main>"
     )?;
-    head(page, report)?;
+    write_header(page, report)?;
     if let [first, second, ..] = report.sets.as_slice() {
-        compare(page, report, first, second)?;
+        write_comparison(page, report, first, second)?;
     }
     let several = if report.sets.len() > 1 {
         " class=\"pair\""
@@ -49,24 +52,24 @@ fn render(page: &mut String, report: &Report) -> fmt::Result {
             1 => ("these policies", " class=\"unseen\""),
             _ => (set.name.as_str(), ""),
         };
-        write!(page, "<h2{class}>By {}</h2>", Text(name))?;
-        tiles(page, set)?;
-        timeline(page, report, set)?;
-        policies(page, report, set)?;
-        top(page, set)?;
-        suggestions(page, report, set)?;
+        write!(page, "<h2{class}>By {}</h2>", EscapedText(name))?;
+        write_tiles(page, set)?;
+        write_timeline(page, report, set)?;
+        write_policies(page, report, set)?;
+        write_most_refused_keys(page, set)?;
+        write_suggestions(page, report, set)?;
         page.push_str("</article>");
     }
     page.push_str("</div>");
-    warnings(page, report)?;
+    write_warnings(page, report)?;
     page.push_str("</main></body></html>\n");
     Ok(())
 }
 
 /// A text as it is, for a place between tags or in quotes. Signs that change how others are shown are written out.
-struct Text<'a>(&'a str);
+struct EscapedText<'a>(&'a str);
 
-impl Display for Text<'_> {
+impl Display for EscapedText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for sign in self.0.chars() {
             match sign {
@@ -84,27 +87,27 @@ impl Display for Text<'_> {
     }
 }
 
-fn head(page: &mut String, report: &Report) -> fmt::Result {
+fn write_header(page: &mut String, report: &ReplayReport) -> fmt::Result {
     page.push_str("<header><h1>What the policies would have done</h1><p>");
     for (at, log) in report.logs.iter().enumerate() {
         let comma = if at > 0 { ", " } else { "" };
         write!(
             page,
             "{comma}<code>{}</code> ({})",
-            Text(&log.name),
+            EscapedText(&log.name),
             log.format
         )?;
     }
     write!(
         page,
         ": {} requests in {} lines",
-        count(report.requests()),
-        count(report.lines())
+        format_count(report.request_count()),
+        format_count(report.line_count())
     )?;
-    if report.requests() > 0 {
+    if report.request_count() > 0 {
         let (from, to) = (
-            moment(report.from_s * 1_000_000),
-            moment(report.to_s * 1_000_000),
+            format_time(report.from_s * 1_000_000),
+            format_time(report.to_s * 1_000_000),
         );
         write!(page, ", {from} to {to} UTC")?;
     }
@@ -112,59 +115,64 @@ fn head(page: &mut String, report: &Report) -> fmt::Result {
     Ok(())
 }
 
-fn compare(page: &mut String, report: &Report, first: &Set, second: &Set) -> fmt::Result {
+fn write_comparison(
+    page: &mut String,
+    report: &ReplayReport,
+    first: &PolicySetReport,
+    second: &PolicySetReport,
+) -> fmt::Result {
     write!(
         page,
         "<section><h2>Side by side</h2><div class=\"scroll\"><table class=\"sides\"><thead><tr><th scope=\"col\">Policy</th>\
          <th scope=\"col\" class=\"n\">{}</th><th scope=\"col\" class=\"n\">{}</th></tr></thead><tbody>",
-        Text(&first.name),
-        Text(&second.name)
+        EscapedText(&first.name),
+        EscapedText(&second.name)
     )?;
     let mut row = |name: &str, one: String, other: String| {
         write!(
             page,
             "<tr><th scope=\"row\">{}</th><td class=\"n\">{one}</td><td class=\"n\">{other}</td></tr>",
-            Text(name)
+            EscapedText(name)
         )
     };
-    let forwarded = |set: &Set| {
+    let forwarded = |set: &PolicySetReport| {
         format!(
             "{} ({})",
-            count(set.books.forwarded),
-            share(set.books.forwarded, set.books.told.requests)
+            format_count(set.stats.forwarded),
+            format_share(set.stats.forwarded, set.stats.field_coverage.requests)
         )
     };
     row("all: forwarded", forwarded(first), forwarded(second))?;
-    for policy in super::names(first, second) {
-        let refused = |set: &Set| {
-            set.book(policy).map_or("–".to_owned(), |book| {
+    for policy in super::policy_names(first, second) {
+        let refused = |set: &PolicySetReport| {
+            set.policy_stats(policy).map_or("–".to_owned(), |book| {
                 format!(
                     "{} of {} refused",
-                    count(book.refused()),
-                    count(book.matched())
+                    format_count(book.refused_count()),
+                    format_count(book.matched_count())
                 )
             })
         };
         row(policy, refused(first), refused(second))?;
     }
-    let [gained, lost] = report.parted;
+    let [gained, lost] = report.refused_by_one_set;
     write!(
         page,
         "</tbody></table></div><p>Refused by the second only: <b>{}</b> requests. By the first only: <b>{}</b>.</p></section>",
-        count(gained),
-        count(lost)
+        format_count(gained),
+        format_count(lost)
     )
 }
 
-fn tiles(page: &mut String, set: &Set) -> fmt::Result {
+fn write_tiles(page: &mut String, set: &PolicySetReport) -> fmt::Result {
     page.push_str("<dl class=\"tiles\">");
     for (label, number) in set.outcomes() {
         if number > 0 || label == "forwarded" {
-            let part = share(number, set.books.told.requests);
+            let part = format_share(number, set.stats.field_coverage.requests);
             write!(
                 page,
                 "<div><dt>{label}</dt><dd>{}<small>{part}</small></dd></div>",
-                count(number)
+                format_count(number)
             )?;
         }
     }
@@ -172,33 +180,37 @@ fn tiles(page: &mut String, set: &Set) -> fmt::Result {
     Ok(())
 }
 
-fn timeline(page: &mut String, report: &Report, set: &Set) -> fmt::Result {
-    if set.books.told.requests == 0 {
+fn write_timeline(page: &mut String, report: &ReplayReport, set: &PolicySetReport) -> fmt::Result {
+    if set.stats.field_coverage.requests == 0 {
         return Ok(());
     }
-    let bins = report.bins(&set.books.series, STEPS);
-    let most = bins.iter().map(|bin| bin.all).max().unwrap_or_default();
+    let bins = report.resample_series(&set.stats.series, TIMELINE_STEPS);
+    let most = bins
+        .iter()
+        .map(|bin| bin.requests)
+        .max()
+        .unwrap_or_default();
     page.push_str(
         "<section><h3>When</h3><p class=\"legend\"><i class=\"ok\"></i>forwarded <i class=\"bad\"></i>refused, on top</p>",
     );
-    let (width_s, _) = report.grid(STEPS);
-    let each = duration_words(Duration::from_secs(width_s));
+    let (width_s, _) = report.time_grid(TIMELINE_STEPS);
+    let bar_duration = format_duration(Duration::from_secs(width_s));
     write!(
         page,
-        "<p class=\"axis\"><span>a bar is {each}, the highest {}</span></p>",
-        count(most)
+        "<p class=\"axis\"><span>a bar is {bar_duration}, the highest {}</span></p>",
+        format_count(most)
     )?;
-    bars(
+    write_bars(
         page,
-        (report, STEPS),
+        (report, TIMELINE_STEPS),
         &bins,
         "plot",
         160,
         "Requests over time, forwarded and refused",
     )?;
     let (from, to) = (
-        moment(report.from_s * 1_000_000),
-        moment(report.to_s * 1_000_000),
+        format_time(report.from_s * 1_000_000),
+        format_time(report.to_s * 1_000_000),
     );
     write!(
         page,
@@ -207,17 +219,17 @@ fn timeline(page: &mut String, report: &Report, set: &Set) -> fmt::Result {
 }
 
 /// Stacked bars: what was refused stands on what was not.
-fn bars(
+fn write_bars(
     page: &mut String,
-    (report, most_steps): (&Report, usize),
-    bins: &[Bin],
+    (report, most_steps): (&ReplayReport, usize),
+    bins: &[SeriesBin],
     class: &str,
     height: u64,
     label: &str,
 ) -> fmt::Result {
     let most = bins
         .iter()
-        .map(|bin| bin.all)
+        .map(|bin| bin.requests)
         .max()
         .unwrap_or_default()
         .max(1);
@@ -227,7 +239,7 @@ fn bars(
         "<svg class=\"{class}\" viewBox=\"0 0 {width} {height}\" preserveAspectRatio=\"none\" role=\"img\" \
          aria-label=\"{label}\">"
     )?;
-    let tall = |number: u64| {
+    let bar_height = |number: u64| {
         let scaled = u128::from(number) * u128::from(height) / u128::from(most);
         // One refusal among a million is seen, too.
         if number == 0 {
@@ -236,23 +248,23 @@ fn bars(
             u64::try_from(scaled).unwrap_or(height).max(2)
         }
     };
-    let (width_s, _) = report.grid(most_steps);
-    for (at, bin) in (0u64..).zip(bins).filter(|(_, bin)| bin.all > 0) {
-        let refused = tall(bin.refused);
-        let forwarded = tall(bin.all).saturating_sub(refused);
+    let (width_s, _) = report.time_grid(most_steps);
+    for (at, bin) in (0u64..).zip(bins).filter(|(_, bin)| bin.requests > 0) {
+        let refused = bar_height(bin.refused);
+        let forwarded = bar_height(bin.requests).saturating_sub(refused);
         let from_s = report.from_s + at * width_s;
         write!(
             page,
             "<g><title>{} UTC: {} requests, {} refused</title>",
-            moment(from_s * 1_000_000),
-            count(bin.all),
-            count(bin.refused)
+            format_time(from_s * 1_000_000),
+            format_count(bin.requests),
+            format_count(bin.refused)
         )?;
-        let mut bar = |class: &str, top: u64, tall: u64| {
+        let mut bar = |class: &str, top: u64, rect_height: u64| {
             let left = at * 10;
             write!(
                 page,
-                "<rect class=\"{class}\" x=\"{left}\" y=\"{top}\" width=\"9\" height=\"{tall}\"/>"
+                "<rect class=\"{class}\" x=\"{left}\" y=\"{top}\" width=\"9\" height=\"{rect_height}\"/>"
             )
         };
         bar("ok", height - forwarded, forwarded)?;
@@ -263,70 +275,82 @@ fn bars(
     Ok(())
 }
 
-fn policies(page: &mut String, report: &Report, set: &Set) -> fmt::Result {
+fn write_policies(page: &mut String, report: &ReplayReport, set: &PolicySetReport) -> fmt::Result {
     page.push_str(
         "<section><h3>Policies</h3><div class=\"scroll\"><table><thead><tr><th scope=\"col\">Policy</th>\
          <th scope=\"col\" class=\"n\">Matched</th><th scope=\"col\" class=\"n\">Refused</th><th scope=\"col\" class=\"n\">Share</th>\
          <th scope=\"col\" class=\"n\">Held back</th><th scope=\"col\" class=\"n\">Keys</th><th scope=\"col\" class=\"n\">Touched</th>\
          <th scope=\"col\">When; first and last refusal</th></tr></thead><tbody>",
     );
-    for (words, book) in set.policies.iter().zip(&set.books.policies) {
-        policy(page, report, words, book)?;
+    for (words, book) in set.policies.iter().zip(&set.stats.policies) {
+        write_policy(page, report, words, book)?;
     }
     page.push_str("</tbody></table></div></section>");
     Ok(())
 }
 
-fn policy(
+fn write_policy(
     page: &mut String,
-    report: &Report,
-    words: &PolicyWords,
-    book: &PolicyBook,
+    report: &ReplayReport,
+    summary: &ReplayPolicySummary,
+    stats: &ReplayPolicyStats,
 ) -> fmt::Result {
-    let (matched, refused) = (book.matched(), book.refused());
-    let (keys, touched) = match words.action {
-        None => (keys(book), count(book.keys.touched())),
+    let (matched, refused) = (stats.matched_count(), stats.refused_count());
+    let (keys, touched) = match summary.action {
+        None => (
+            format_key_count(stats),
+            format_count(stats.keys.refused_keys()),
+        ),
         Some(_) => ("–".to_owned(), "–".to_owned()),
     };
-    write!(page, "<tr><th scope=\"row\">{}", Text(&words.name))?;
-    if words.shadow {
+    write!(page, "<tr><th scope=\"row\">{}", EscapedText(&summary.name))?;
+    if summary.shadow {
         page.push_str("<small>shadow: refuses nobody yet</small>");
     }
-    if let Some(action) = words.action {
+    if let Some(action) = summary.action {
         write!(page, "<small>{action}</small>")?;
     }
-    if book.blocked > 0 {
-        write!(page, "<small>{} by block_for</small>", count(book.blocked))?;
+    if stats.blocked > 0 {
+        write!(
+            page,
+            "<small>{} by block_for</small>",
+            format_count(stats.blocked)
+        )?;
     }
     write!(
         page,
         "</th><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
          <td class=\"n\">{keys}</td><td class=\"n\">{touched}</td><td>",
-        count(matched),
-        count(refused),
-        share(refused, matched),
-        count(book.delayed),
+        format_count(matched),
+        format_count(refused),
+        format_share(refused, matched),
+        format_count(stats.delayed),
     )?;
-    sparkline(page, report, &book.series, &words.name)?;
+    write_sparkline(page, report, &stats.series, &summary.name)?;
     if refused > 0 {
         write!(
             page,
             "<small>{}</small>",
-            span(book.first_refused_us, book.last_refused_us)
+            format_time_range(stats.first_refused_us, stats.last_refused_us)
         )?;
     }
     page.push_str("</td></tr>");
     Ok(())
 }
 
-fn sparkline(page: &mut String, report: &Report, series: &Series, name: &str) -> fmt::Result {
-    let bins = report.bins(series, SMALL_STEPS);
-    let label = format!("Requests over time of policy {}", Text(name));
-    bars(page, (report, SMALL_STEPS), &bins, "spark", 40, &label)
+fn write_sparkline(
+    page: &mut String,
+    report: &ReplayReport,
+    series: &RequestSeries,
+    name: &str,
+) -> fmt::Result {
+    let bins = report.resample_series(series, SPARKLINE_STEPS);
+    let label = format!("Requests over time of policy {}", EscapedText(name));
+    write_bars(page, (report, SPARKLINE_STEPS), &bins, "spark", 40, &label)
 }
 
-fn top(page: &mut String, set: &Set) -> fmt::Result {
-    if set.top.is_empty() {
+fn write_most_refused_keys(page: &mut String, set: &PolicySetReport) -> fmt::Result {
+    if set.most_refused_keys.is_empty() {
         return Ok(());
     }
     page.push_str(
@@ -334,33 +358,40 @@ fn top(page: &mut String, set: &Set) -> fmt::Result {
          <th scope=\"col\">Key</th><th scope=\"col\" class=\"n\">Refused</th><th scope=\"col\" class=\"n\">Of</th>\
          <th scope=\"col\">First and last (UTC)</th></tr></thead><tbody>",
     );
-    for top in &set.top {
-        let error = if top.error > 0 {
-            format!("<small>or {} more</small>", count(top.error))
+    for key in &set.most_refused_keys {
+        let error = if key.error > 0 {
+            format!("<small>or {} more</small>", format_count(key.error))
         } else {
             String::new()
         };
         write!(
             page,
             "<tr><td>{}{}</td><td><code>{}</code></td><td class=\"n\">{}{error}</td><td class=\"n\">{}</td><td class=\"when\">{}</td></tr>",
-            Text(&top.policy),
-            if top.shadow {
+            EscapedText(&key.policy),
+            if key.shadow {
                 " <small>shadow</small>"
             } else {
                 ""
             },
-            Text(&top.key),
-            count(top.refused),
-            count(top.requests),
-            span(top.first_us, top.last_us),
+            EscapedText(&key.key),
+            format_count(key.refused),
+            format_count(key.requests),
+            format_time_range(key.first_refused_us, key.last_refused_us),
         )?;
     }
     page.push_str("</tbody></table></div></section>");
     Ok(())
 }
 
-fn suggestions(page: &mut String, report: &Report, set: &Set) -> fmt::Result {
-    let Some(percent) = report.percent.filter(|_| !set.suggestions.is_empty()) else {
+fn write_suggestions(
+    page: &mut String,
+    report: &ReplayReport,
+    set: &PolicySetReport,
+) -> fmt::Result {
+    let Some(percent) = report
+        .suggest_percent
+        .filter(|_| !set.suggestions.is_empty())
+    else {
         return Ok(());
     };
     write!(
@@ -371,7 +402,7 @@ fn suggestions(page: &mut String, report: &Report, set: &Set) -> fmt::Result {
         let name = set.policies.get(*at).map_or("", |words| &words.name);
         for suggestion in suggestions {
             page.push_str("<div class=\"card\">");
-            suggested(page, name, suggestion)?;
+            write_suggestion(page, name, suggestion)?;
             page.push_str("</div>");
         }
     }
@@ -379,63 +410,63 @@ fn suggestions(page: &mut String, report: &Report, set: &Set) -> fmt::Result {
     Ok(())
 }
 
-fn suggested(page: &mut String, policy: &str, suggestion: &Suggestion) -> fmt::Result {
+fn write_suggestion(page: &mut String, policy: &str, suggestion: &LimitSuggestion) -> fmt::Result {
     let limit = &suggestion.limit;
-    let per = duration_words(Duration::from_micros(limit.limit.per_us));
-    write!(page, "<h4>{}", Text(policy))?;
+    let per = format_duration(Duration::from_micros(limit.limit.per_us));
+    write!(page, "<h4>{}", EscapedText(policy))?;
     if *limit.name != *policy {
-        write!(page, " / {}", Text(&limit.name))?;
+        write!(page, " / {}", EscapedText(&limit.name))?;
     }
     page.push_str("</h4>");
-    let Some(drawn) = &suggestion.drawn else {
+    let Some(proposal) = &suggestion.proposal else {
         page.push_str("<p>Nothing to draw from.</p>");
         return Ok(());
     };
-    let Drawn {
+    let LimitProposal {
         requests,
-        touched,
-        touched_now,
-        keys,
+        touched_keys: touched,
+        touched_keys_now: touched_now,
+        sampled_keys: keys,
         ..
-    } = drawn;
+    } = proposal;
     write!(
         page,
         "<p><code>requests = {requests}, per = \"{per}\"</code> touches {} of {} keys ({}). Now: {}, which touches {} ({}) at most.</p>",
-        count(*touched),
-        count(*keys),
-        share(*touched, *keys),
-        count(limit.limit.requests),
-        count(*touched_now),
-        share(*touched_now, *keys),
+        format_count(*touched),
+        format_count(*keys),
+        format_share(*touched, *keys),
+        format_count(limit.limit.requests),
+        format_count(*touched_now),
+        format_share(*touched_now, *keys),
     )?;
     page.push_str("<p>At its busiest, ");
-    for (at, (of_1000, peak)) in drawn.quantiles.iter().enumerate() {
+    for (at, (of_1000, peak)) in proposal.quantiles.iter().enumerate() {
         let comma = if at > 0 { ", " } else { "" };
         match of_1000 {
-            1000 => write!(page, "{comma}and the busiest {}", count(*peak))?,
+            1000 => write!(page, "{comma}and the busiest {}", format_count(*peak))?,
             _ => write!(
                 page,
                 "{comma}{} % of the keys asked up to {}",
                 f64::from(*of_1000) / 10.0,
-                count(*peak)
+                format_count(*peak)
             )?,
         }
     }
     write!(page, " in {per}.</p>")?;
-    histogram(page, drawn)?;
-    if drawn.one_in > 1 {
+    write_histogram(page, proposal)?;
+    if proposal.keys_per_sample > 1 {
         write!(
             page,
             "<p><small>Drawn from one key in {}.</small></p>",
-            count(drawn.one_in)
+            format_count(proposal.keys_per_sample)
         )?;
     }
     Ok(())
 }
 
 /// Keys by their peak. What the suggestion would touch is marked.
-fn histogram(page: &mut String, drawn: &Drawn) -> fmt::Result {
-    let most = drawn
+fn write_histogram(page: &mut String, proposal: &LimitProposal) -> fmt::Result {
+    let most = proposal
         .histogram
         .iter()
         .map(|(_, keys)| *keys)
@@ -444,49 +475,49 @@ fn histogram(page: &mut String, drawn: &Drawn) -> fmt::Result {
     write!(
         page,
         "<table class=\"hist\"><caption>Keys by what they asked at their busiest; more than {} is touched</caption><tbody>",
-        count(drawn.requests)
+        format_count(proposal.requests)
     )?;
     let mut above = 0;
-    for (upto, keys) in &drawn.histogram {
+    for (upto, keys) in &proposal.histogram {
         let from = above + 1;
         above = *upto;
         let range = if from == *upto {
-            count(*upto)
+            format_count(*upto)
         } else {
-            format!("{} – {}", count(from), count(*upto))
+            format!("{} – {}", format_count(from), format_count(*upto))
         };
         // In 1/10 %, and always to be seen.
-        let wide = if *keys == 0 {
+        let bar_width = if *keys == 0 {
             0
         } else {
             (u128::from(*keys) * 1000 / u128::from(most.max(1))).max(4)
         };
-        let (class, touched) = match (*keys, drawn.requests) {
+        let (class, touched) = match (*keys, proposal.requests) {
             (1.., requests) if from > requests => ("bad", "touched".to_owned()),
             (1.., requests) if *upto > requests => {
-                ("ok", format!("touched above {}", count(requests)))
+                ("ok", format!("touched above {}", format_count(requests)))
             }
             _ => ("ok", String::new()),
         };
         write!(
             page,
             "<tr><th scope=\"row\" class=\"n\">{range}</th><td><svg viewBox=\"0 0 1000 10\" preserveAspectRatio=\"none\" \
-             aria-hidden=\"true\"><rect class=\"{class}\" width=\"{wide}\" height=\"10\"/></svg></td><td class=\"n\">{}</td><td><small>{touched}</small></td></tr>",
-            count(*keys)
+             aria-hidden=\"true\"><rect class=\"{class}\" width=\"{bar_width}\" height=\"10\"/></svg></td><td class=\"n\">{}</td><td><small>{touched}</small></td></tr>",
+            format_count(*keys)
         )?;
     }
     page.push_str("</tbody></table>");
     Ok(())
 }
 
-fn warnings(page: &mut String, report: &Report) -> fmt::Result {
+fn write_warnings(page: &mut String, report: &ReplayReport) -> fmt::Result {
     let warnings = report.warnings();
     if warnings.is_empty() {
         return Ok(());
     }
     page.push_str("<section><h2>To be known</h2><ul>");
     for warning in &warnings {
-        write!(page, "<li>{}</li>", Text(warning))?;
+        write!(page, "<li>{}</li>", EscapedText(warning))?;
     }
     page.push_str("</ul></section>");
     Ok(())
@@ -494,13 +525,13 @@ fn warnings(page: &mut String, report: &Report) -> fmt::Result {
 
 #[cfg(test)]
 mod tests {
-    use super::Text;
+    use super::EscapedText;
 
     #[test]
-    fn nothing_of_a_stranger_is_markup() {
+    fn escapes_markup_in_untrusted_text() {
         let hostile = "<script>alert('1')</script>\"&\u{202e}\u{1b}[31m\n\\x";
         assert_eq!(
-            Text(hostile).to_string(),
+            EscapedText(hostile).to_string(),
             "&lt;script&gt;alert(&#39;1&#39;)&lt;/script&gt;&quot;&amp;\\u{202e}\\u{1b}[31m\\n\\x"
         );
     }

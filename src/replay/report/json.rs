@@ -1,121 +1,121 @@
 //! The report for scripts: one JSON object. Times are seconds since the epoch.
 
-use super::super::run::PolicyBook;
-use super::super::suggest::Suggestion;
-use super::super::tally::Series;
-use super::{Log, PolicyWords, Report, Set, Top};
+use super::super::simulator::ReplayPolicyStats;
+use super::super::statistics::RequestSeries;
+use super::super::suggestions::LimitSuggestion;
+use super::{LogSummary, MostRefusedKey, PolicySetReport, ReplayPolicySummary, ReplayReport};
 use serde_json::{Value, json};
 
 /// Steps of time in it at most.
-const STEPS: usize = 60;
+const MAX_STEPS: usize = 60;
 
-pub(super) fn write(report: &Report) -> String {
-    let logs: Vec<Value> = report.logs.iter().map(log).collect();
+pub(super) fn render_json(report: &ReplayReport) -> String {
+    let logs: Vec<Value> = report.logs.iter().map(log_to_json).collect();
     let sets: Vec<Value> = report
         .sets
         .iter()
-        .map(|of_set| set(report, of_set))
+        .map(|of_set| set_to_json(report, of_set))
         .collect();
     // Of one set nothing differs.
-    let parted = (report.sets.len() > 1).then_some(report.parted);
+    let refused_by_one_set = (report.sets.len() > 1).then_some(report.refused_by_one_set);
     let value = json!({
-        "requests": report.requests(),
-        "lines": report.lines(),
+        "requests": report.request_count(),
+        "lines": report.line_count(),
         "from": report.from_s,
         "to": report.to_s,
         "logs": logs,
         "sets": sets,
-        "refused_by_second_only": parted.map(|[second, _]| second),
-        "refused_by_first_only": parted.map(|[_, first]| first),
+        "refused_by_second_only": refused_by_one_set.map(|[second, _]| second),
+        "refused_by_first_only": refused_by_one_set.map(|[_, first]| first),
         "warnings": report.warnings(),
     });
     format!("{value:#}\n")
 }
 
-fn log(log: &Log) -> Value {
+fn log_to_json(log: &LogSummary) -> Value {
     json!({
         "name": log.name,
         "format": log.format.name(),
         "lines": log.lines,
         "requests": log.requests,
-        "other": log.other,
-        "broken": log.broken,
-        "fault": log.fault,
+        "other": log.other_records,
+        "broken": log.broken_lines,
+        "fault": log.read_error,
     })
 }
 
-fn set(report: &Report, set: &Set) -> Value {
-    let books = &set.books;
-    let policies = set.policies.iter().zip(&books.policies).enumerate();
+fn set_to_json(report: &ReplayReport, set: &PolicySetReport) -> Value {
+    let stats = &set.stats;
+    let policies = set.policies.iter().zip(&stats.policies).enumerate();
     let policies: Vec<Value> = policies
         .map(|(at, (words, book))| {
-            let suggested = set.suggestions.iter().find(|(of, _)| *of == at);
-            policy(
+            let suggestions = set.suggestions.iter().find(|(of, _)| *of == at);
+            policy_to_json(
                 report,
                 words,
                 book,
-                suggested.map_or(&[], |(_, all)| all.as_slice()),
+                suggestions.map_or(&[], |(_, all)| all.as_slice()),
             )
         })
         .collect();
     json!({
         "config": set.name,
-        "forwarded": books.forwarded,
-        "delayed": books.delayed,
-        "longest_delay_seconds": seconds(books.longest_delay_us),
-        "limited": books.limited,
-        "denied": books.denied,
-        "bad_key": books.bad_key,
-        "malformed": books.malformed,
-        "late": books.late,
-        "refused_then": books.told.refused_then,
-        "evicted_counters": set.evicted,
-        "series": series(report, &books.series),
+        "forwarded": stats.forwarded,
+        "delayed": stats.delayed,
+        "longest_delay_seconds": micros_to_seconds(stats.max_delay_us),
+        "limited": stats.limited,
+        "denied": stats.denied,
+        "bad_key": stats.bad_key,
+        "malformed": stats.malformed,
+        "late": stats.late_requests,
+        "refused_then": stats.field_coverage.answered_429,
+        "evicted_counters": set.evicted_counters,
+        "series": series_to_json(report, &stats.series),
         "policies": policies,
-        "top": set.top.iter().map(top).collect::<Vec<_>>(),
-        "lacks": set.lacks,
+        "top": set.most_refused_keys.iter().map(most_refused_key_to_json).collect::<Vec<_>>(),
+        "lacks": set.missing_fields,
     })
 }
 
-fn policy(
-    report: &Report,
-    words: &PolicyWords,
-    book: &PolicyBook,
-    suggested: &[Suggestion],
+fn policy_to_json(
+    report: &ReplayReport,
+    summary: &ReplayPolicySummary,
+    stats: &ReplayPolicyStats,
+    suggestions: &[LimitSuggestion],
 ) -> Value {
-    let (keys, exact) = book.keys.count();
-    let refused_at = |at_us: u64| (book.refused() > 0).then(|| seconds(at_us));
+    let (keys, exact) = stats.keys.key_count();
+    let refused_at = |at_us: u64| (stats.refused_count() > 0).then(|| micros_to_seconds(at_us));
     json!({
-        "name": words.name,
-        "shadow": words.shadow,
-        "action": words.action.unwrap_or("limit"),
-        "matched": book.matched(),
-        "allowed": book.allowed,
-        "delayed": book.delayed,
-        "rejected": book.rejected,
-        "blocked": book.blocked,
-        "denied": book.denied,
-        "exempt": book.exempt,
-        "shadow_rejected": book.shadow_rejected,
+        "name": summary.name,
+        "shadow": summary.shadow,
+        "action": summary.action.unwrap_or("limit"),
+        "matched": stats.matched_count(),
+        "allowed": stats.allowed,
+        "delayed": stats.delayed,
+        "rejected": stats.rejected,
+        "blocked": stats.blocked,
+        "denied": stats.denied,
+        "exempt": stats.exempt,
+        "shadow_rejected": stats.shadow_rejected,
         "keys": keys,
         "keys_exact": exact,
-        "keys_touched": book.keys.touched(),
-        "first_refused": refused_at(book.first_refused_us),
-        "last_refused": refused_at(book.last_refused_us),
-        "series": series(report, &book.series),
-        "suggested": suggested.iter().map(suggestion).collect::<Vec<_>>(),
+        "keys_touched": stats.keys.refused_keys(),
+        "first_refused": refused_at(stats.first_refused_us),
+        "last_refused": refused_at(stats.last_refused_us),
+        "series": series_to_json(report, &stats.series),
+        "suggested": suggestions.iter().map(suggestion_to_json).collect::<Vec<_>>(),
     })
 }
 
-fn suggestion(suggestion: &Suggestion) -> Value {
+fn suggestion_to_json(suggestion: &LimitSuggestion) -> Value {
     let limit = &suggestion.limit;
-    let drawn = suggestion.drawn.as_ref().map(|drawn| {
+    let proposal = suggestion.proposal.as_ref().map(|drawn| {
         json!({
             "requests": drawn.requests,
-            "touched": drawn.touched,
-            "touched_now": drawn.touched_now,
-            "keys": drawn.keys,
-            "one_key_in": drawn.one_in,
+            "touched": drawn.touched_keys,
+            "touched_now": drawn.touched_keys_now,
+            "keys": drawn.sampled_keys,
+            "one_key_in": drawn.keys_per_sample,
             "quantiles": drawn.quantiles.iter().map(|(share, peak)| json!([f64::from(*share) / 1000.0, peak]))
                 .collect::<Vec<_>>(),
             "histogram": drawn.histogram,
@@ -124,21 +124,21 @@ fn suggestion(suggestion: &Suggestion) -> Value {
     json!({
         "limit": limit.name,
         "now": limit.limit.requests,
-        "per_seconds": seconds(limit.limit.per_us),
-        "drawn": drawn,
+        "per_seconds": micros_to_seconds(limit.limit.per_us),
+        "drawn": proposal,
     })
 }
 
-fn series(report: &Report, series: &Series) -> Value {
-    let bins = report.bins(series, STEPS);
+fn series_to_json(report: &ReplayReport, series: &RequestSeries) -> Value {
+    let bins = report.resample_series(series, MAX_STEPS);
     json!({
-        "step_seconds": report.grid(STEPS).0,
-        "requests": bins.iter().map(|bin| bin.all).collect::<Vec<_>>(),
+        "step_seconds": report.time_grid(MAX_STEPS).0,
+        "requests": bins.iter().map(|bin| bin.requests).collect::<Vec<_>>(),
         "refused": bins.iter().map(|bin| bin.refused).collect::<Vec<_>>(),
     })
 }
 
-fn top(top: &Top) -> Value {
+fn most_refused_key_to_json(top: &MostRefusedKey) -> Value {
     json!({
         "policy": top.policy,
         "shadow": top.shadow,
@@ -146,8 +146,8 @@ fn top(top: &Top) -> Value {
         "requests": top.requests,
         "refused": top.refused,
         "error": top.error,
-        "first": seconds(top.first_us),
-        "last": seconds(top.last_us),
+        "first": micros_to_seconds(top.first_refused_us),
+        "last": micros_to_seconds(top.last_refused_us),
     })
 }
 
@@ -155,6 +155,6 @@ fn top(top: &Top) -> Value {
     clippy::cast_precision_loss,
     reason = "microseconds of this century are exact in a double"
 )]
-fn seconds(us: u64) -> f64 {
+fn micros_to_seconds(us: u64) -> f64 {
     us as f64 / 1e6
 }

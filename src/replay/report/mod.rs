@@ -5,25 +5,25 @@ mod json;
 mod text;
 
 use super::Settings;
-use super::lacks::lacks;
-use super::lines::{Format, Wanted};
-use super::order::Source;
-use super::run::{Books, Judge, PolicyBook};
-use super::suggest::{Peaks, Suggestion};
-use super::tally::{Bin, Series};
-use crate::policy::Action;
+use super::log_merge::LogSource;
+use super::missing_fields::describe_missing_fields;
+use super::parsers::{AccessLogFormat, RequiredHeaders};
+use super::simulator::{PolicySimulator, ReplayPolicyStats, SimulationStats};
+use super::statistics::{RequestSeries, SeriesBin};
+use super::suggestions::{LimitSuggestion, PeakDemandTracker};
+use crate::policy::PolicyAction;
 use time::OffsetDateTime;
 use time::macros::format_description;
 
 /// All figures of one replay.
 #[derive(Debug)]
-pub struct Report {
-    logs: Vec<Log>,
+pub struct ReplayReport {
+    logs: Vec<LogSummary>,
     /// One set of policies, or several that were compared.
-    sets: Vec<Set>,
+    sets: Vec<PolicySetReport>,
     /// Forwarded by the first set and not by the second, and the other way round.
-    parted: [u64; 2],
-    percent: Option<f64>,
+    refused_by_one_set: [u64; 2],
+    suggest_percent: Option<f64>,
     /// Bounds of the chart's time (s).
     from_s: u64,
     to_s: u64,
@@ -31,35 +31,35 @@ pub struct Report {
 
 /// What was read of one log.
 #[derive(Debug)]
-pub(super) struct Log {
+pub(super) struct LogSummary {
     name: String,
-    format: Format,
+    format: AccessLogFormat,
     lines: u64,
     requests: u64,
-    other: u64,
-    broken: u64,
+    other_records: u64,
+    broken_lines: u64,
     /// Number and beginning of broken lines, shown so that no terminal obeys them.
-    examples: Vec<(u64, String)>,
+    broken_examples: Vec<(u64, String)>,
     /// Why it ended too early.
-    fault: Option<String>,
+    read_error: Option<String>,
 }
 
 /// What one set of policies did.
 #[derive(Debug)]
-pub(super) struct Set {
+pub(super) struct PolicySetReport {
     name: String,
-    books: Books,
-    policies: Vec<PolicyWords>,
-    top: Vec<Top>,
-    suggestions: Vec<(usize, Vec<Suggestion>)>,
+    stats: SimulationStats,
+    policies: Vec<ReplayPolicySummary>,
+    most_refused_keys: Vec<MostRefusedKey>,
+    suggestions: Vec<(usize, Vec<LimitSuggestion>)>,
     /// What couldn't be judged.
-    lacks: Vec<String>,
-    evicted: u64,
+    missing_fields: Vec<String>,
+    evicted_counters: u64,
 }
 
 /// What a policy is, for people.
 #[derive(Debug)]
-struct PolicyWords {
+struct ReplayPolicySummary {
     name: String,
     shadow: bool,
     /// It has no limits.
@@ -68,91 +68,91 @@ struct PolicyWords {
 
 /// One of the keys that were refused most.
 #[derive(Debug)]
-struct Top {
+struct MostRefusedKey {
     policy: String,
     shadow: bool,
     key: String,
     requests: u64,
     refused: u64,
     error: u64,
-    first_us: u64,
-    last_us: u64,
+    first_refused_us: u64,
+    last_refused_us: u64,
 }
 
-impl Report {
+impl ReplayReport {
     pub(super) fn new(
-        logs: Vec<Log>,
-        sets: Vec<Set>,
-        parted: [u64; 2],
+        logs: Vec<LogSummary>,
+        sets: Vec<PolicySetReport>,
+        refused_by_one_set: [u64; 2],
         settings: &Settings,
     ) -> Self {
         let from_s = sets
             .iter()
-            .map(|set| set.books.first_us / 1_000_000)
+            .map(|set| set.stats.first_request_us / 1_000_000)
             .min()
             .unwrap_or_default();
         let to_s = sets
             .iter()
-            .map(|set| set.books.last_us / 1_000_000 + 1)
+            .map(|set| set.stats.last_request_us / 1_000_000 + 1)
             .max()
             .unwrap_or_default();
         Self {
             logs,
             sets,
-            parted,
-            percent: settings.suggest,
+            refused_by_one_set,
+            suggest_percent: settings.suggest_percent,
             from_s,
             to_s,
         }
     }
 
     /// For a terminal so many columns wide.
-    pub fn text(&self, width: usize, is_bold: bool) -> String {
-        text::write(self, width, is_bold)
+    pub fn render_text(&self, width: usize, is_bold: bool) -> String {
+        text::render_text(self, width, is_bold)
     }
 
     /// For scripts.
-    pub fn json(&self) -> String {
-        json::write(self)
+    pub fn render_json(&self) -> String {
+        json::render_json(self)
     }
 
     /// A page that needs nothing else.
-    pub fn html(&self) -> String {
-        html::write(self)
+    pub fn render_html(&self) -> String {
+        html::render_html(self)
     }
 
-    fn requests(&self) -> u64 {
+    fn request_count(&self) -> u64 {
         self.logs.iter().map(|log| log.requests).sum()
     }
 
-    fn lines(&self) -> u64 {
+    fn line_count(&self) -> u64 {
         self.logs.iter().map(|log| log.lines).sum()
     }
 
     /// How a plot of at most so many steps divides the time: the width of one in seconds, and how many there are. None is
     /// wider than another, or steady traffic would look like a comb.
-    fn grid(&self, most: usize) -> (u64, usize) {
+    fn time_grid(&self, max_steps: usize) -> (u64, usize) {
         let span_s = self.to_s.saturating_sub(self.from_s).max(1);
-        let counted_s = self
+        let bin_width_s = self
             .sets
             .iter()
-            .map(|set| set.books.series.width_s())
+            .map(|set| set.stats.series.bin_width_s())
             .max()
             .unwrap_or(1);
         let width_s = span_s
-            .div_ceil((most as u64).max(1))
-            .next_multiple_of(counted_s.max(1));
+            .div_ceil((max_steps as u64).max(1))
+            .next_multiple_of(bin_width_s.max(1));
         (
             width_s,
             usize::try_from(span_s.div_ceil(width_s))
-                .unwrap_or(most)
-                .clamp(1, most.max(1)),
+                .unwrap_or(max_steps)
+                .clamp(1, max_steps.max(1)),
         )
     }
 
-    fn bins(&self, series: &Series, most: usize) -> Vec<Bin> {
-        let (width_s, count) = self.grid(most);
-        series.over(self.from_s, width_s, count)
+    fn resample_series(&self, series: &RequestSeries, max_steps: usize) -> Vec<SeriesBin> {
+        let (width_s, count) = self.time_grid(max_steps);
+        series.resample(self.from_s, width_s, count)
     }
 
     /// What the reader should know before he believes the figures.
@@ -160,45 +160,45 @@ impl Report {
         let mut warnings = Vec::new();
         for log in &self.logs {
             let name = log.name.escape_debug();
-            if let Some(fault) = &log.fault {
+            if let Some(fault) = &log.read_error {
                 warnings.push(format!(
                     "{name}: it ended too early ({fault}): what was read until then is reported"
                 ));
             }
-            if log.broken > 0 {
+            if log.broken_lines > 0 {
                 warnings.push(format!(
                     "{name}: {} of {} lines are broken",
-                    count(log.broken),
-                    count(log.lines)
+                    format_count(log.broken_lines),
+                    format_count(log.lines)
                 ));
                 warnings.extend(
-                    log.examples
+                    log.broken_examples
                         .iter()
                         .map(|(line, text)| format!("{name}: line {line}: {text}")),
                 );
             }
-            if log.other > 0 {
+            if log.other_records > 0 {
                 warnings.push(format!(
                     "{name}: {} lines tell of no request",
-                    count(log.other)
+                    format_count(log.other_records)
                 ));
             }
         }
         for set in &self.sets {
-            let of_set = if self.sets.len() > 1 {
+            let prefix = if self.sets.len() > 1 {
                 format!("{}: ", set.name.escape_debug())
             } else {
                 String::new()
             };
             warnings.extend(
-                set.lacks
+                set.missing_fields
                     .iter()
-                    .map(|sentence| format!("{of_set}{sentence}")),
+                    .map(|sentence| format!("{prefix}{sentence}")),
             );
-            if set.evicted > 0 {
+            if set.evicted_counters > 0 {
                 warnings.push(format!(
-                    "{of_set}{} counters were given up for want of memory: figures may be too low",
-                    count(set.evicted)
+                    "{prefix}{} counters were given up for want of memory: figures may be too low",
+                    format_count(set.evicted_counters)
                 ));
             }
         }
@@ -206,127 +206,153 @@ impl Report {
         if let Some(refused) = self
             .sets
             .first()
-            .map(|set| set.books.told.refused_then)
+            .map(|set| set.stats.field_coverage.answered_429)
             .filter(|then| *then > 0)
         {
             warnings.push(format!(
                 "{} requests were answered 429 then; they are judged like the others",
-                count(refused)
+                format_count(refused)
             ));
         }
         if let Some(late) = self
             .sets
             .first()
-            .map(|set| set.books.late)
+            .map(|set| set.stats.late_requests)
             .filter(|late| *late > 0)
         {
             warnings.push(format!(
                 "{} requests stand more than 10 s too late in the log: they were judged when they were read",
-                count(late)
+                format_count(late)
             ));
         }
         warnings
     }
 }
 
-impl Log {
-    pub(super) fn of(source: Source, format: Format) -> Self {
-        let Source { input, counts, .. } = source;
-        let shown = |bytes: &[u8]| String::from_utf8_lossy(bytes).escape_debug().to_string();
+impl LogSummary {
+    pub(super) fn from_source(source: LogSource, format: AccessLogFormat) -> Self {
+        let LogSource {
+            reader: input,
+            counts,
+            ..
+        } = source;
+        let escape_bytes = |bytes: &[u8]| String::from_utf8_lossy(bytes).escape_debug().to_string();
         Self {
             name: input.name,
             format,
             lines: counts.lines,
             requests: counts.requests,
-            other: counts.other,
-            broken: counts.broken,
-            examples: counts
-                .examples
+            other_records: counts.other_records,
+            broken_lines: counts.broken_lines,
+            broken_examples: counts
+                .broken_examples
                 .iter()
-                .map(|(line, text)| (*line, shown(text)))
+                .map(|(line, text)| (*line, escape_bytes(text)))
                 .collect(),
-            fault: input.fault.map(|fault| fault.to_string()),
+            read_error: input.read_error.map(|fault| fault.to_string()),
         }
     }
 }
 
-impl Set {
-    pub(super) fn of(name: String, judge: Judge<'_>, wanted: &Wanted, settings: &Settings) -> Self {
-        let policies = judge.table.policies();
-        let mut top = Vec::new();
+impl PolicySetReport {
+    pub(super) fn from_simulator(
+        name: String,
+        simulator: PolicySimulator<'_>,
+        required_headers: &RequiredHeaders,
+        settings: &Settings,
+    ) -> Self {
+        let policies = simulator.table.policies();
+        let mut most_refused_keys = Vec::new();
         let mut suggestions = Vec::new();
-        for (at, (policy, book)) in policies.iter().zip(&judge.books.policies).enumerate() {
-            top.extend(book.keys.top(settings.top).into_iter().map(|seen| {
-                Top {
-                    policy: policy.name.to_string(),
-                    shadow: policy.shadow,
-                    // The policy's name stands beside it.
-                    key: seen
-                        .name
-                        .split_once('/')
-                        .map_or("(everybody)", |(_, values)| values)
-                        .to_owned(),
-                    requests: seen.requests,
-                    refused: seen.refused,
-                    error: seen.error,
-                    first_us: seen.first_us,
-                    last_us: seen.last_us,
-                }
-            }));
-            let drawn = judge.peaks.as_ref().zip(settings.suggest);
-            if let (Action::Limit(quota), Some((peaks, percent))) = (&policy.action, drawn) {
-                suggestions.push((at, Peaks::suggest(peaks, at, &quota.limits, percent)));
+        for (policy_index, (policy, stats)) in
+            policies.iter().zip(&simulator.stats.policies).enumerate()
+        {
+            most_refused_keys.extend(
+                stats
+                    .keys
+                    .most_refused_keys(settings.top_keys)
+                    .into_iter()
+                    .map(|key| {
+                        MostRefusedKey {
+                            policy: policy.name.to_string(),
+                            shadow: policy.shadow,
+                            // The policy's name stands beside it.
+                            key: key
+                                .readable_key
+                                .split_once('/')
+                                .map_or("(everybody)", |(_, values)| values)
+                                .to_owned(),
+                            requests: key.requests,
+                            refused: key.refused,
+                            error: key.error,
+                            first_refused_us: key.first_refused_us,
+                            last_refused_us: key.last_refused_us,
+                        }
+                    }),
+            );
+            let peaks_and_percent = simulator.peaks.as_ref().zip(settings.suggest_percent);
+            if let (PolicyAction::Limit(quota), Some((peaks, percent))) =
+                (&policy.action, peaks_and_percent)
+            {
+                suggestions.push((
+                    policy_index,
+                    PeakDemandTracker::suggest_limits(peaks, policy_index, &quota.limits, percent),
+                ));
             }
         }
-        top.sort_by_key(|top| std::cmp::Reverse(top.refused));
-        top.truncate(settings.top);
-        let words = policies.iter().map(|policy| PolicyWords {
+        most_refused_keys.sort_by_key(|top| std::cmp::Reverse(top.refused));
+        most_refused_keys.truncate(settings.top_keys);
+        let summaries = policies.iter().map(|policy| ReplayPolicySummary {
             name: policy.name.to_string(),
             shadow: policy.shadow,
             action: match policy.action {
-                Action::Limit(_) => None,
-                Action::Allow => Some("allow"),
-                Action::Deny => Some("deny"),
+                PolicyAction::Limit(_) => None,
+                PolicyAction::Allow => Some("allow"),
+                PolicyAction::Deny => Some("deny"),
             },
         });
         Self {
             name,
-            policies: words.collect(),
-            top,
+            policies: summaries.collect(),
+            most_refused_keys,
             suggestions,
-            lacks: lacks(judge.table, &judge.books.told, wanted),
-            evicted: judge.evicted(),
-            books: judge.books,
+            missing_fields: describe_missing_fields(
+                simulator.table,
+                &simulator.stats.field_coverage,
+                required_headers,
+            ),
+            evicted_counters: simulator.evicted_counters(),
+            stats: simulator.stats,
         }
     }
 }
 
-impl Set {
+impl PolicySetReport {
     /// What became of the requests.
     fn outcomes(&self) -> [(&'static str, u64); 6] {
-        let books = &self.books;
+        let stats = &self.stats;
         [
-            ("forwarded", books.forwarded),
-            ("of them held back", books.delayed),
-            ("rejected (429)", books.limited),
-            ("denied (403)", books.denied),
-            ("without a key (400)", books.bad_key),
-            ("malformed (400)", books.malformed),
+            ("forwarded", stats.forwarded),
+            ("of them held back", stats.delayed),
+            ("rejected (429)", stats.limited),
+            ("denied (403)", stats.denied),
+            ("without a key (400)", stats.bad_key),
+            ("malformed (400)", stats.malformed),
         ]
     }
 
     /// What a policy did, if there is one of that name.
-    fn book(&self, policy: &str) -> Option<&PolicyBook> {
+    fn policy_stats(&self, policy: &str) -> Option<&ReplayPolicyStats> {
         let at = self
             .policies
             .iter()
             .position(|words| words.name == policy)?;
-        self.books.policies.get(at)
+        self.stats.policies.get(at)
     }
 }
 
 /// The policies of two sets, each once.
-fn names<'s>(first: &'s Set, second: &'s Set) -> Vec<&'s str> {
+fn policy_names<'s>(first: &'s PolicySetReport, second: &'s PolicySetReport) -> Vec<&'s str> {
     let mut names: Vec<&str> = Vec::new();
     for policy in first.policies.iter().chain(&second.policies) {
         if !names.contains(&policy.name.as_str()) {
@@ -337,7 +363,7 @@ fn names<'s>(first: &'s Set, second: &'s Set) -> Vec<&'s str> {
 }
 
 /// `1,234,567`.
-fn count(number: u64) -> String {
+fn format_count(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::with_capacity(digits.len() * 4 / 3);
     for (at, digit) in digits.chars().enumerate() {
@@ -350,7 +376,7 @@ fn count(number: u64) -> String {
 }
 
 /// `2026-11-19 13:55:36`, in UTC.
-fn moment(at_us: u64) -> String {
+fn format_time(at_us: u64) -> String {
     let format = format_description!("[year]-[month]-[day] [hour]:[minute]:[second]");
     let at = i64::try_from(at_us / 1_000_000)
         .ok()
@@ -360,8 +386,8 @@ fn moment(at_us: u64) -> String {
 }
 
 /// From one moment to another; a day that both have is said once.
-fn span(from_us: u64, to_us: u64) -> String {
-    let (from, to) = (moment(from_us), moment(to_us));
+fn format_time_range(from_us: u64, to_us: u64) -> String {
+    let (from, to) = (format_time(from_us), format_time(to_us));
     let time = match (from.get(..10), to.split_once(' ')) {
         (Some(from_day), Some((day, time))) if day == from_day => time,
         _ => &to,
@@ -370,7 +396,7 @@ fn span(from_us: u64, to_us: u64) -> String {
 }
 
 #[allow(clippy::cast_precision_loss, reason = "shares are for people")]
-fn percent(part: u64, whole: u64) -> f64 {
+fn percent_of(part: u64, whole: u64) -> f64 {
     if whole == 0 {
         0.0
     } else {
@@ -379,8 +405,8 @@ fn percent(part: u64, whole: u64) -> f64 {
 }
 
 /// `12.3 %`; what is little isn't nothing.
-fn share(part: u64, whole: u64) -> String {
-    match percent(part, whole) {
+fn format_share(part: u64, whole: u64) -> String {
+    match percent_of(part, whole) {
         _ if part == 0 => "0 %".to_owned(),
         share if share < 0.01 => "<0.01 %".to_owned(),
         share if share < 10.0 => format!("{share:.2} %"),
@@ -389,19 +415,19 @@ fn share(part: u64, whole: u64) -> String {
 }
 
 /// `at least 5` where some are forgotten.
-fn keys(book: &PolicyBook) -> String {
-    let (keys, exact) = book.keys.count();
-    format!("{}{}", if exact { "" } else { ">" }, count(keys))
+fn format_key_count(stats: &ReplayPolicyStats) -> String {
+    let (keys, exact) = stats.keys.key_count();
+    format!("{}{}", if exact { "" } else { ">" }, format_count(keys))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::span;
+    use super::format_time_range;
 
     #[test]
-    fn a_day_is_said_once_and_another_one_too() {
+    fn a_time_range_repeats_the_date_only_if_it_differs() {
         let from_us = 1_795_000_000_000_000;
-        let to = |seconds: u64| span(from_us, from_us + seconds * 1_000_000);
+        let to = |seconds: u64| format_time_range(from_us, from_us + seconds * 1_000_000);
         assert_eq!(to(60), "2026-11-18 11:06:40 … 11:07:40");
         assert_eq!(to(86_460), "2026-11-18 11:06:40 … 2026-11-19 11:07:40");
     }

@@ -1,144 +1,164 @@
 //! The report for a terminal.
 
-use super::super::suggest::{Drawn, Suggestion};
-use super::super::tally::Series;
-use super::{Report, Set, count, keys, moment, names, share, span};
-use crate::config::duration_words;
+use super::super::statistics::RequestSeries;
+use super::super::suggestions::{LimitProposal, LimitSuggestion};
+use super::{
+    PolicySetReport, ReplayReport, format_count, format_key_count, format_share, format_time,
+    format_time_range, policy_names,
+};
+use crate::config::format_duration;
 use std::fmt::Write;
 use std::time::Duration;
 
 /// Names longer than that are cut.
-const NAME: usize = 18;
+const NAME_WIDTH: usize = 18;
 
-pub(super) fn write(report: &Report, width: usize, is_bold: bool) -> String {
-    let mut page = Page {
+pub(super) fn render_text(report: &ReplayReport, width: usize, is_bold: bool) -> String {
+    let mut page = TextReportPage {
         text: String::new(),
         width: width.clamp(60, 200),
         is_bold,
     };
-    page.head(report);
+    page.push_header(report);
     if report.sets.len() > 1 {
-        page.compare(report);
+        page.push_comparison(report);
     }
     for set in &report.sets {
         if report.sets.len() > 1 {
-            page.title(&format!("BY {}", set.name.escape_debug()));
+            page.push_title(&format!("BY {}", set.name.escape_debug()));
         }
-        page.outcomes(set);
-        page.policies(set);
-        page.chart(report, set);
-        page.top(set);
-        page.suggestions(set, report.percent);
+        page.push_outcomes(set);
+        page.push_policies(set);
+        page.push_chart(report, set);
+        page.push_most_refused_keys(set);
+        page.push_suggestions(set, report.suggest_percent);
     }
-    page.warnings(report);
+    page.push_warnings(report);
     page.text
 }
 
-struct Page {
+struct TextReportPage {
     text: String,
     width: usize,
     is_bold: bool,
 }
 
-impl Page {
-    fn line(&mut self, text: &str) {
+impl TextReportPage {
+    fn push_line(&mut self, text: &str) {
         self.text.push_str(text.trim_end());
         self.text.push('\n');
     }
 
-    fn title(&mut self, text: &str) {
+    fn push_title(&mut self, text: &str) {
         self.text.push('\n');
         let text = if self.is_bold {
             format!("\u{1b}[1m{text}\u{1b}[0m")
         } else {
             text.to_owned()
         };
-        self.line(&text);
+        self.push_line(&text);
     }
 
-    fn head(&mut self, report: &Report) {
+    fn push_header(&mut self, report: &ReplayReport) {
         let files: Vec<String> = report
             .logs
             .iter()
             .map(|log| format!("{} ({})", log.name.escape_debug(), log.format))
             .collect();
-        let lines = count(report.lines());
-        self.line(&format!(
+        let lines = format_count(report.line_count());
+        self.push_line(&format!(
             "{} requests in {lines} lines of {}",
-            count(report.requests()),
+            format_count(report.request_count()),
             files.join(", ")
         ));
-        if let Some(set) = report.sets.first().filter(|_| report.requests() > 0) {
-            let (first, last) = (moment(set.books.first_us), moment(set.books.last_us));
-            self.line(&format!("from {first} to {last} UTC"));
+        if let Some(set) = report.sets.first().filter(|_| report.request_count() > 0) {
+            let (first, last) = (
+                format_time(set.stats.first_request_us),
+                format_time(set.stats.last_request_us),
+            );
+            self.push_line(&format!("from {first} to {last} UTC"));
         }
     }
 
-    fn compare(&mut self, report: &Report) {
+    fn push_comparison(&mut self, report: &ReplayReport) {
         let [first, second, ..] = report.sets.as_slice() else {
             return;
         };
-        self.title("SIDE BY SIDE");
-        let cell = NAME + 4;
+        self.push_title("SIDE BY SIDE");
+        let cell = NAME_WIDTH + 4;
         let row = |name: &str, one: String, other: String| {
-            format!("{:<cell$} {one:>24} {other:>24}", cut(name, cell))
+            format!("{:<cell$} {one:>24} {other:>24}", truncate_text(name, cell))
         };
-        let name = |set: &Set| cut(&set.name.escape_debug().to_string(), 24);
-        self.line(&row("", name(first), name(second)));
+        let name = |set: &PolicySetReport| truncate_text(&set.name.escape_debug().to_string(), 24);
+        self.push_line(&row("", name(first), name(second)));
         for ((label, one), (_, other)) in first.outcomes().into_iter().zip(second.outcomes()) {
             if one + other > 0 {
-                self.line(&row(label, count(one), count(other)));
+                self.push_line(&row(label, format_count(one), format_count(other)));
             }
         }
-        for policy in names(first, second) {
-            let refused = |set: &Set| {
-                set.book(policy).map_or("-".to_owned(), |book| {
-                    format!("{} of {}", count(book.refused()), count(book.matched()))
+        for policy in policy_names(first, second) {
+            let refused = |set: &PolicySetReport| {
+                set.policy_stats(policy).map_or("-".to_owned(), |book| {
+                    format!(
+                        "{} of {}",
+                        format_count(book.refused_count()),
+                        format_count(book.matched_count())
+                    )
                 })
             };
-            self.line(&row(policy, refused(first), refused(second)));
+            self.push_line(&row(policy, refused(first), refused(second)));
         }
-        let [gained, lost] = report.parted;
-        self.line(&format!(
+        let [gained, lost] = report.refused_by_one_set;
+        self.push_line(&format!(
             "Refused by the second only: {}. By the first only: {}.",
-            count(gained),
-            count(lost)
+            format_count(gained),
+            format_count(lost)
         ));
     }
 
-    fn outcomes(&mut self, set: &Set) {
-        let books = &set.books;
-        let all = books.told.requests;
+    fn push_outcomes(&mut self, set: &PolicySetReport) {
+        let stats = &set.stats;
+        let all = stats.field_coverage.requests;
         let parts = set.outcomes().into_iter().filter(|(_, number)| *number > 0);
         let parts: Vec<String> = parts
-            .map(|(label, number)| format!("{} {label} ({})", count(number), share(number, all)))
+            .map(|(label, number)| {
+                format!(
+                    "{} {label} ({})",
+                    format_count(number),
+                    format_share(number, all)
+                )
+            })
             .collect();
         self.text.push('\n');
-        self.wrapped("", &parts.join(", "));
+        self.push_wrapped("", &parts.join(", "));
     }
 
-    fn policies(&mut self, set: &Set) {
-        self.title(&format!(
-            "{:<NAME$} {:>11} {:>11} {:>10} {:>8} {:>8} {:>7}",
+    fn push_policies(&mut self, set: &PolicySetReport) {
+        self.push_title(&format!(
+            "{:<NAME_WIDTH$} {:>11} {:>11} {:>10} {:>8} {:>8} {:>7}",
             "POLICY", "MATCHED", "ALLOWED", "REJECTED", "SHARE", "KEYS", "TOUCHED"
         ));
-        for (words, book) in set.policies.iter().zip(&set.books.policies) {
-            let (matched, refused) = (book.matched(), book.refused());
+        for (words, book) in set.policies.iter().zip(&set.stats.policies) {
+            let (matched, refused) = (book.matched_count(), book.refused_count());
             let allowed = book.allowed + book.delayed + book.exempt;
             let has_keys = words.action.is_none();
-            let keys = if has_keys { keys(book) } else { "-".to_owned() };
-            let touched = if has_keys {
-                count(book.keys.touched())
+            let keys = if has_keys {
+                format_key_count(book)
             } else {
                 "-".to_owned()
             };
-            self.line(&format!(
-                "{:<NAME$} {:>11} {:>11} {:>10} {:>8} {keys:>8} {touched:>7}",
-                cut(&words.name, NAME),
-                count(matched),
-                count(allowed),
-                count(refused),
-                share(refused, matched),
+            let touched = if has_keys {
+                format_count(book.keys.refused_keys())
+            } else {
+                "-".to_owned()
+            };
+            self.push_line(&format!(
+                "{:<NAME_WIDTH$} {:>11} {:>11} {:>10} {:>8} {keys:>8} {touched:>7}",
+                truncate_text(&words.name, NAME_WIDTH),
+                format_count(matched),
+                format_count(allowed),
+                format_count(refused),
+                format_share(refused, matched),
             ));
             let mut notes = Vec::new();
             if words.shadow {
@@ -150,69 +170,76 @@ impl Page {
                 (book.blocked, "of them by block_for"),
             ] {
                 if number > 0 {
-                    notes.push(format!("{} {label}", count(number)));
+                    notes.push(format!("{} {label}", format_count(number)));
                 }
             }
             if refused > 0 {
-                notes.push(span(book.first_refused_us, book.last_refused_us));
+                notes.push(format_time_range(
+                    book.first_refused_us,
+                    book.last_refused_us,
+                ));
             }
             if !notes.is_empty() {
-                self.line(&format!("  {}", notes.join("; ")));
+                self.push_line(&format!("  {}", notes.join("; ")));
             }
         }
-        if set.books.delayed > 0 {
-            let longest_ms = set.books.longest_delay_us / 1000;
-            self.line(&format!("Held back for {longest_ms} ms at most."));
+        if set.stats.delayed > 0 {
+            let longest_ms = set.stats.max_delay_us / 1000;
+            self.push_line(&format!("Held back for {longest_ms} ms at most."));
         }
     }
 
-    fn chart(&mut self, report: &Report, set: &Set) {
-        let most = self.width.saturating_sub(NAME + 14);
-        let (width_s, columns) = report.grid(most);
-        if set.books.told.requests == 0 {
+    fn push_chart(&mut self, report: &ReplayReport, set: &PolicySetReport) {
+        let max_columns = self.width.saturating_sub(NAME_WIDTH + 14);
+        let (width_s, columns) = report.time_grid(max_columns);
+        if set.stats.field_coverage.requests == 0 {
             return;
         }
-        let each = about(width_s);
-        self.title(&format!(
-            "WHEN: one column is {each}; the number is that of the highest"
+        let column_duration = format_rounded_duration(width_s);
+        self.push_title(&format!(
+            "WHEN: one column is {column_duration}; the number is that of the highest"
         ));
-        let row = |name: &str, series: &Series, refused: bool| {
-            let bins = report.bins(series, most);
+        let row = |name: &str, series: &RequestSeries, refused: bool| {
+            let bins = report.resample_series(series, max_columns);
             let counts = bins
                 .iter()
-                .map(|bin| if refused { bin.refused } else { bin.all });
-            let (bars, most) = bars(&counts.collect::<Vec<_>>());
-            format!("{:<NAME$} {bars} {:>10}", cut(name, NAME), count(most))
+                .map(|bin| if refused { bin.refused } else { bin.requests });
+            let (bars, most) = render_bars(&counts.collect::<Vec<_>>());
+            format!(
+                "{:<NAME_WIDTH$} {bars} {:>10}",
+                truncate_text(name, NAME_WIDTH),
+                format_count(most)
+            )
         };
-        self.line(&row("requests", &set.books.series, false));
-        self.line(&row("refused", &set.books.series, true));
+        self.push_line(&row("requests", &set.stats.series, false));
+        self.push_line(&row("refused", &set.stats.series, true));
         for (words, book) in set
             .policies
             .iter()
-            .zip(&set.books.policies)
-            .filter(|(_, book)| book.refused() > 0)
+            .zip(&set.stats.policies)
+            .filter(|(_, book)| book.refused_count() > 0)
         {
-            self.line(&row(&words.name, &book.series, true));
+            self.push_line(&row(&words.name, &book.series, true));
         }
         let (from, to) = (
-            moment(report.from_s * 1_000_000),
-            moment(report.to_s * 1_000_000),
+            format_time(report.from_s * 1_000_000),
+            format_time(report.to_s * 1_000_000),
         );
         let gap = columns.saturating_sub(from.len() + to.len());
         if gap > 0 {
-            self.line(&format!("{:NAME$} {from}{:gap$}{to}", "", ""));
+            self.push_line(&format!("{:NAME_WIDTH$} {from}{:gap$}{to}", "", ""));
         }
     }
 
-    fn top(&mut self, set: &Set) {
-        if set.top.is_empty() {
+    fn push_most_refused_keys(&mut self, set: &PolicySetReport) {
+        if set.most_refused_keys.is_empty() {
             return;
         }
         // Both times where there is room for them.
         let is_wide = self.width >= 100;
-        let times = set.top.iter().map(|top| match is_wide {
-            true => span(top.first_us, top.last_us),
-            false => moment(top.first_us),
+        let times = set.most_refused_keys.iter().map(|top| match is_wide {
+            true => format_time_range(top.first_refused_us, top.last_refused_us),
+            false => format_time(top.first_refused_us),
         });
         let times: Vec<String> = times.collect();
         let widest = times
@@ -220,118 +247,128 @@ impl Page {
             .map(|times| times.chars().count())
             .max()
             .unwrap_or_default();
-        let room = self.width.saturating_sub(NAME + 24 + widest);
-        self.title(&format!(
-            "{:<NAME$} {:<room$} {:>10} {:>9}  {}",
+        let key_width = self.width.saturating_sub(NAME_WIDTH + 24 + widest);
+        self.push_title(&format!(
+            "{:<NAME_WIDTH$} {:<key_width$} {:>10} {:>9}  {}",
             "MOST LIMITED KEYS",
             "",
             "REJECTED",
             "OF",
             if is_wide { "FIRST … LAST" } else { "FIRST" }
         ));
-        for (top, times) in set.top.iter().zip(&times) {
-            let error = if top.error > 0 {
-                format!(" (or {} more)", count(top.error))
+        for (key, times) in set.most_refused_keys.iter().zip(&times) {
+            let error = if key.error > 0 {
+                format!(" (or {} more)", format_count(key.error))
             } else {
                 String::new()
             };
-            self.line(&format!(
-                "{:<NAME$} {:<room$} {:>10} {:>9}  {times}{error}",
-                cut(&top.policy, NAME),
-                cut(&top.key, room),
-                count(top.refused),
-                count(top.requests),
+            self.push_line(&format!(
+                "{:<NAME_WIDTH$} {:<key_width$} {:>10} {:>9}  {times}{error}",
+                truncate_text(&key.policy, NAME_WIDTH),
+                truncate_text(&key.key, key_width),
+                format_count(key.refused),
+                format_count(key.requests),
             ));
         }
     }
 
-    fn suggestions(&mut self, set: &Set, percent: Option<f64>) {
+    fn push_suggestions(&mut self, set: &PolicySetReport, percent: Option<f64>) {
         let Some(percent) = percent.filter(|_| !set.suggestions.is_empty()) else {
             return;
         };
-        self.title(&format!(
+        self.push_title(&format!(
             "SUGGESTED: limits that would have touched at most {percent} % of the keys"
         ));
         for (at, suggestions) in &set.suggestions {
             let name = set.policies.get(*at).map_or("", |words| &words.name);
             for suggestion in suggestions {
-                self.suggestion(name, suggestion);
+                self.push_suggestion(name, suggestion);
             }
         }
     }
 
-    fn suggestion(&mut self, policy: &str, suggestion: &Suggestion) {
+    fn push_suggestion(&mut self, policy: &str, suggestion: &LimitSuggestion) {
         let limit = &suggestion.limit.limit;
-        let per = duration_words(Duration::from_micros(limit.per_us));
+        let per = format_duration(Duration::from_micros(limit.per_us));
         let name = if *suggestion.limit.name == *policy {
             policy.to_owned()
         } else {
             format!("{policy} / {}", suggestion.limit.name)
         };
-        let Some(drawn) = &suggestion.drawn else {
-            self.line(&format!("{name}: nothing to draw from"));
+        let Some(proposal) = &suggestion.proposal else {
+            self.push_line(&format!("{name}: nothing to draw from"));
             return;
         };
-        let Drawn {
+        let LimitProposal {
             requests,
-            touched,
-            touched_now,
-            keys,
+            touched_keys: touched,
+            touched_keys_now: touched_now,
+            sampled_keys: keys,
             ..
-        } = drawn;
-        self.line(&format!(
+        } = proposal;
+        self.push_line(&format!(
             "{name}: requests = {requests}, per = \"{per}\" touches {} of {} keys ({})",
-            count(*touched),
-            count(*keys),
-            share(*touched, *keys),
+            format_count(*touched),
+            format_count(*keys),
+            format_share(*touched, *keys),
         ));
-        self.line(&format!(
+        self.push_line(&format!(
             "  now it is {}, which touches {} ({}) at most",
             limit.requests,
-            count(*touched_now),
-            share(*touched_now, *keys),
+            format_count(*touched_now),
+            format_share(*touched_now, *keys),
         ));
-        let quantiles = drawn.quantiles.iter().map(|(of_1000, peak)| match of_1000 {
-            1000 => format!("the busiest {}", count(*peak)),
-            _ => format!("{} % up to {}", f64::from(*of_1000) / 10.0, count(*peak)),
-        });
+        let quantiles = proposal
+            .quantiles
+            .iter()
+            .map(|(of_1000, peak)| match of_1000 {
+                1000 => format!("the busiest {}", format_count(*peak)),
+                _ => format!(
+                    "{} % up to {}",
+                    f64::from(*of_1000) / 10.0,
+                    format_count(*peak)
+                ),
+            });
         let quantiles = quantiles.collect::<Vec<_>>().join(", ");
-        self.wrapped(
+        self.push_wrapped(
             "  ",
             &format!("at its busiest a key asked, per {per}: {quantiles}"),
         );
-        let counts: Vec<u64> = drawn.histogram.iter().map(|(_, count)| *count).collect();
-        let last = drawn.histogram.last().map_or(0, |(upto, _)| *upto);
-        self.line(&format!(
+        let counts: Vec<u64> = proposal.histogram.iter().map(|(_, count)| *count).collect();
+        let last = proposal.histogram.last().map_or(0, |(upto, _)| *upto);
+        self.push_line(&format!(
             "  keys by their peak: 1 {} {} (each step doubles)",
-            bars(&counts).0,
-            count(last)
+            render_bars(&counts).0,
+            format_count(last)
         ));
-        if drawn.one_in > 1 {
-            self.line(&format!("  drawn from one key in {}", drawn.one_in));
+        if proposal.keys_per_sample > 1 {
+            self.push_line(&format!(
+                "  drawn from one key in {}",
+                proposal.keys_per_sample
+            ));
         }
     }
 
-    fn warnings(&mut self, report: &Report) {
+    fn push_warnings(&mut self, report: &ReplayReport) {
         let warnings = report.warnings();
         if warnings.is_empty() {
             return;
         }
-        self.title("TO BE KNOWN");
+        self.push_title("TO BE KNOWN");
         for warning in warnings {
-            self.wrapped("- ", &warning);
+            self.push_wrapped("- ", &warning);
         }
     }
 
     /// Breaks a text at blanks.
-    fn wrapped(&mut self, mark: &str, text: &str) {
-        let mut line = mark.to_owned();
-        let indent = " ".repeat(mark.chars().count());
+    fn push_wrapped(&mut self, bullet: &str, text: &str) {
+        let mut line = bullet.to_owned();
+        let indent = " ".repeat(bullet.chars().count());
         let mut length = indent.len();
         for word in text.split(' ') {
             let word_length = word.chars().count();
             if length > indent.len() && length + 1 + word_length > self.width {
-                self.line(&line);
+                self.push_line(&line);
                 line.clone_from(&indent);
                 length = indent.len();
             }
@@ -342,12 +379,12 @@ impl Page {
             let _written = write!(line, "{word}");
             length += word_length;
         }
-        self.line(&line);
+        self.push_line(&line);
     }
 }
 
 /// A time in one round number.
-fn about(seconds: u64) -> String {
+fn format_rounded_duration(seconds: u64) -> String {
     match seconds {
         0..120 => format!("{} s", seconds.max(1)),
         120..7200 => format!("{} min", (seconds + 30) / 60),
@@ -357,18 +394,18 @@ fn about(seconds: u64) -> String {
 }
 
 /// At most so many signs of it.
-fn cut(text: &str, most: usize) -> String {
-    if text.chars().count() <= most {
+fn truncate_text(text: &str, max_chars: usize) -> String {
+    if text.chars().count() <= max_chars {
         return text.to_owned();
     }
     text.chars()
-        .take(most.saturating_sub(1))
+        .take(max_chars.saturating_sub(1))
         .chain(['…'])
         .collect()
 }
 
 /// A bar for each number, and the largest. What is little is still seen.
-fn bars(counts: &[u64]) -> (String, u64) {
+fn render_bars(counts: &[u64]) -> (String, u64) {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let most = counts.iter().copied().max().unwrap_or_default();
     let bar = |count: &u64| match count {

@@ -5,18 +5,18 @@
 //! the others wait for that; if it is nothing, all others ask, each for himself: near the limit everybody is decided
 //! exactly.
 
-mod book;
 #[cfg(test)]
-mod fleet;
+mod fault_simulation;
+mod lease_table;
 #[cfg(test)]
-mod scale;
+mod scale_simulation;
 
-use super::redis::Redis;
-use super::{Ask, Late, without_hand};
-use crate::limiter::{Charge, Decision, Limit, Standing};
-use crate::store::Unavailable;
-use crate::telemetry::metrics::Source;
-use book::{Book, Else, Permit, Return, Taken};
+use super::redis::RedisStore;
+use super::{RedisDecider, Settlement, exclude_leased_units};
+use crate::limiter::{Charge, Decision, Limit, LimitStatus};
+use crate::store::StoreUnavailable;
+use crate::telemetry::metrics::DecisionSource;
+use lease_table::{LeaseAction, LeasePermit, LeaseReturn, LeaseTable, OnLeaseExhausted};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -24,146 +24,166 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 
 /// How often at most the book is looked through for what has ended.
-const LOOK: Duration = Duration::from_millis(10);
+const SWEEP_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The longest that an ending process waits until Redis knows what was not used.
-const FLUSH: Duration = Duration::from_secs(1);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What the workers of one process have been lent.
 #[derive(Debug, Default)]
-pub struct Leases {
-    book: Book,
+pub struct LeasePool {
+    table: LeaseTable,
     /// Whether a task gives back what has ended.
-    is_attended: Mutex<bool>,
+    is_return_task_running: Mutex<bool>,
 }
 
 /// What a request has taken; dropped before it was admitted, that goes back.
 #[derive(Debug)]
-struct Hand<'l> {
-    leases: &'l Arc<Leases>,
-    redis: &'l Redis,
+struct LeasePermitGuard<'l> {
+    leases: &'l Arc<LeasePool>,
+    redis: &'l RedisStore,
     /// Each with the place of its policy's first charge.
-    permits: SmallVec<[(usize, Permit); 1]>,
-    asking: SmallVec<[Asking; 1]>,
+    permits: SmallVec<[(usize, LeasePermit); 1]>,
+    renewals: SmallVec<[LeaseRenewalGuard; 1]>,
 }
 
 /// One asks for a key; dropped, he is done.
 #[derive(Debug)]
-struct Asking {
-    leases: Arc<Leases>,
+struct LeaseRenewalGuard {
+    leases: Arc<LeasePool>,
     key: u128,
 }
 
-impl Leases {
+impl LeasePool {
     /// Decides charges of which some come with a lease, as [`super::Store::answer`]; `ask` is asked for what isn't in
     /// hand.
-    pub(super) async fn answer(
+    pub(super) async fn decide(
         self: &Arc<Self>,
-        ask: Ask<'_>,
+        decider: RedisDecider<'_>,
         charges: &[Charge<'_>],
-        asked: Instant,
-    ) -> Result<(Decision, Source), Unavailable> {
-        let deadline = asked + ask.redis.timeout();
+        requested_at: Instant,
+    ) -> Result<(Decision, DecisionSource), StoreUnavailable> {
+        let deadline = requested_at + decider.redis.timeout();
         // Then there is still time to ask.
-        let patience = asked + ask.redis.timeout() / 2;
+        let wait_deadline = requested_at + decider.redis.timeout() / 2;
         // While an outage ends Redis would lend what others have admitted without it and not yet written back.
-        let lends = !ask.redis.breaker_open() && !ask.redis.local().is_away_for(charges);
-        let mut or = if lends { Else::Wait } else { Else::Nothing };
-        let mut now = asked;
+        let may_renew =
+            !decider.redis.is_breaker_open() && !decider.redis.fallback().is_in_outage_for(charges);
+        let mut on_exhausted = if may_renew {
+            OnLeaseExhausted::WaitForRenewal
+        } else {
+            OnLeaseExhausted::SkipRenewal
+        };
+        let mut now = requested_at;
         loop {
-            let mut hand = Hand {
+            let mut guard = LeasePermitGuard {
                 leases: self,
-                redis: ask.redis,
+                redis: decider.redis,
                 permits: SmallVec::new(),
-                asking: SmallVec::new(),
+                renewals: SmallVec::new(),
             };
-            let rest = match hand.take(charges, now, deadline, or) {
+            let remaining = match guard.take_permits(charges, now, deadline, on_exhausted) {
                 Ok(rest) => rest,
-                Err(told) => {
-                    drop(hand);
-                    drop(timeout_at(patience, told).await);
+                Err(renewal_done) => {
+                    drop(guard);
+                    drop(timeout_at(wait_deadline, renewal_done).await);
                     now = Instant::now();
-                    or = if now < patience {
-                        Else::Wait
+                    on_exhausted = if now < wait_deadline {
+                        OnLeaseExhausted::WaitForRenewal
                     } else {
-                        Else::Ask
+                        OnLeaseExhausted::QueryStore
                     };
                     continue;
                 }
             };
-            if rest.is_empty() {
-                return Ok((hand.decision(charges, None), Source::Lease));
+            if remaining.is_empty() {
+                return Ok((guard.into_decision(charges, None), DecisionSource::Lease));
             }
-            let mut others: SmallVec<[Charge<'_>; 4]> =
-                rest.iter().map(|(_, charge)| *charge).collect();
-            let (decision, source) = match ask.refusal(&others, asked) {
-                Some(refusal) => refusal,
-                None => {
-                    hand.fetch(&mut others);
-                    ask.redis(&others, asked).await?
-                }
-            };
-            return Ok((hand.decision(charges, Some((&rest, decision))), source));
+            let mut remaining_charges: SmallVec<[Charge<'_>; 4]> =
+                remaining.iter().map(|(_, charge)| *charge).collect();
+            let (decision, source) =
+                match decider.find_local_refusal(&remaining_charges, requested_at) {
+                    Some(refusal) => refusal,
+                    None => {
+                        guard.start_renewals(&mut remaining_charges);
+                        decider
+                            .decide_in_redis(&remaining_charges, requested_at)
+                            .await?
+                    }
+                };
+            return Ok((
+                guard.into_decision(charges, Some((&remaining, decision))),
+                source,
+            ));
         }
     }
 
     /// Gives everything back, but doesn't take long for it, and lends nothing any more.
-    pub(super) async fn finish(&self, redis: &Redis) {
-        drop(timeout(FLUSH, self.give_back(redis, self.book.close())).await);
+    pub(super) async fn shut_down(&self, redis: &RedisStore) {
+        drop(timeout(FLUSH_TIMEOUT, self.send_returns(redis, self.table.close())).await);
     }
 
     /// Units that were lent and not used, and of which the store was not told, as far as is known.
-    pub fn lost(&self) -> u64 {
-        self.book.lost()
+    pub fn lost_units(&self) -> u64 {
+        self.table.lost_units()
     }
 
     /// What fails is not tried again: it counts until it has left.
-    async fn give_back(&self, redis: &Redis, returns: Vec<Return>) {
-        let (owners, late): (Vec<&Return>, Vec<Late<'_>>) = returns
+    async fn send_returns(&self, redis: &RedisStore, returns: Vec<LeaseReturn>) {
+        let (returned, settlements): (Vec<&LeaseReturn>, Vec<Settlement<'_>>) = returns
             .iter()
-            .flat_map(|one| one.late().map(move |late| (one, late)))
+            .flat_map(|one| one.settlements().map(move |late| (one, late)))
             .unzip();
-        if late.is_empty() {
+        if settlements.is_empty() {
             return;
         }
-        let untold = match redis.breaker_open() {
-            true => (0..late.len()).collect(),
+        let unsent_indices = match redis.is_breaker_open() {
+            true => (0..settlements.len()).collect(),
             false => redis
-                .amend(&late)
+                .amend(&settlements)
                 .await
                 .err()
-                .map(|untold| untold.places)
+                .map(|untold| untold.unsent_indices)
                 .unwrap_or_default(),
         };
-        let mut lost: Vec<&Return> = untold
+        let mut lost: Vec<&LeaseReturn> = unsent_indices
             .iter()
-            .filter_map(|place| owners.get(*place).copied())
+            .filter_map(|place| returned.get(*place).copied())
             .collect();
         // One that several limits were not told of.
         lost.dedup_by(|one, other| std::ptr::eq(*one, *other));
-        self.book.lose(lost.iter().map(|one| one.units()).sum());
+        self.table
+            .record_lost_units(lost.iter().map(|one| one.units()).sum());
     }
 
-    /// As [`Book::due`]; `None` if nothing is lent and nobody attends any more. Who is lent something after that finds
+    /// As [`LeaseTable::due`]; `None` if nothing is lent and nobody attends any more. Who is lent something after that finds
     /// nobody attending.
-    fn due(&self) -> Option<(Vec<Return>, Option<Instant>)> {
-        let mut is_attended = self.is_attended.lock();
-        let (returns, next) = self.book.due(Instant::now());
-        *is_attended = next.is_some() || !returns.is_empty();
-        is_attended.then_some((returns, next))
+    fn take_due_returns(&self) -> Option<(Vec<LeaseReturn>, Option<Instant>)> {
+        let mut is_running = self.is_return_task_running.lock();
+        let (returns, next) = self.table.take_due_returns(Instant::now());
+        *is_running = next.is_some() || !returns.is_empty();
+        is_running.then_some((returns, next))
     }
 
-    fn asking(self: &Arc<Self>, key: u128) -> Asking {
-        Asking {
+    fn renewal_guard(self: &Arc<Self>, key: u128) -> LeaseRenewalGuard {
+        LeaseRenewalGuard {
             leases: Arc::clone(self),
             key,
         }
     }
 
     /// Asks for more while the rest is handed out.
-    fn fetch(asking: Asking, redis: &Redis, policy: &[Charge<'_>], wanted: u64) {
+    fn spawn_renewal(
+        guard: LeaseRenewalGuard,
+        redis: &RedisStore,
+        policy: &[Charge<'_>],
+        units: u64,
+    ) {
         let Some(Charge {
-            key, lease, local, ..
+            key,
+            lease,
+            has_fallback: local,
+            ..
         }) = policy.first()
         else {
             return;
@@ -174,68 +194,68 @@ impl Leases {
         tokio::spawn(async move {
             let charges = limits.iter().map(|limit| Charge {
                 lease,
-                wanted,
-                local,
+                requested_lease_units: units,
+                has_fallback: local,
                 ..Charge::new(limit, &key, 0)
             });
-            let (charges, sent): (SmallVec<[_; 2]>, _) = (charges.collect(), Instant::now());
-            if let Ok(decision) = redis.decide(&charges, sent).await {
-                let local = redis.local();
-                local.remember(
+            let (charges, sent_at): (SmallVec<[_; 2]>, _) = (charges.collect(), Instant::now());
+            if let Ok(decision) = redis.decide(&charges, sent_at).await {
+                let local = redis.fallback();
+                local.cache_standings(
                     &charges,
-                    &without_hand(&charges, &decision, local.share()),
-                    sent.into_std(),
+                    &exclude_leased_units(&charges, &decision, local.share()),
+                    sent_at.into_std(),
                 );
-                let leases = &asking.leases;
-                leases.book.lent(
+                let leases = &guard.leases;
+                leases.table.record_grant(
                     &charges,
-                    &decision.standings,
+                    &decision.statuses,
                     &decision,
-                    (sent, Instant::now()),
+                    (sent_at, Instant::now()),
                 );
-                leases.attend(&redis);
+                leases.ensure_return_task(&redis);
             }
         });
     }
 
-    fn attend(self: &Arc<Self>, redis: &Redis) {
-        if !std::mem::replace(&mut *self.is_attended.lock(), true) {
-            tokio::spawn(attend(Arc::clone(self), redis.clone()));
+    fn ensure_return_task(self: &Arc<Self>, redis: &RedisStore) {
+        if !std::mem::replace(&mut *self.is_return_task_running.lock(), true) {
+            tokio::spawn(run_return_task(Arc::clone(self), redis.clone()));
         }
     }
 }
 
 /// Gives back what has ended, until nothing is lent.
-async fn attend(leases: Arc<Leases>, redis: Redis) {
-    while let Some((returns, next)) = leases.due() {
-        leases.give_back(&redis, returns).await;
-        sleep(LOOK).await;
+async fn run_return_task(leases: Arc<LeasePool>, redis: RedisStore) {
+    while let Some((returns, next)) = leases.take_due_returns() {
+        leases.send_returns(&redis, returns).await;
+        sleep(SWEEP_INTERVAL).await;
         let Some(next) = next else { continue };
         tokio::select! {
             () = sleep_until(next) => {}
-            () = leases.book.changed() => {}
+            () = leases.table.wait_for_change() => {}
         }
     }
 }
 
-impl Hand<'_> {
+impl LeasePermitGuard<'_> {
     /// Takes what is in hand for each policy with a lease. What is left has to be asked of the store.
     ///
     /// # Errors
     /// What to wait for, if somebody is just asking.
-    fn take<'c>(
+    fn take_permits<'c>(
         &mut self,
         charges: &[Charge<'c>],
         now: Instant,
         deadline: Instant,
-        or: Else,
+        on_exhausted: OnLeaseExhausted,
     ) -> Result<SmallVec<[(usize, Charge<'c>); 4]>, tokio::sync::futures::OwnedNotified> {
-        let mut rest = SmallVec::new();
+        let mut remaining = SmallVec::new();
         let mut next = 0;
-        for policy in charges.chunk_by(Charge::is_of_policy_of) {
+        for policy in charges.chunk_by(Charge::is_same_policy) {
             let first = next;
             next += policy.len();
-            let mut wanted = 0;
+            let mut units_to_request = 0;
             if let [
                 Charge {
                     lease: Some(_),
@@ -245,100 +265,126 @@ impl Hand<'_> {
                 ..,
             ] = policy
             {
-                match self.leases.book.take(policy, now, or) {
-                    Taken::Permit { permit, wanted } => {
+                match self.leases.table.take_permit(policy, now, on_exhausted) {
+                    LeaseAction::Permit {
+                        permit,
+                        units_to_request: wanted,
+                    } => {
                         self.permits.push((first, permit));
                         if wanted > 0 {
-                            Leases::fetch(self.leases.asking(key.id()), self.redis, policy, wanted);
+                            LeasePool::spawn_renewal(
+                                self.leases.renewal_guard(key.id()),
+                                self.redis,
+                                policy,
+                                wanted,
+                            );
                         }
                         continue;
                     }
-                    Taken::Wait(told) => return Err(told),
-                    Taken::Ask { wanted: units } => wanted = units,
+                    LeaseAction::WaitForRenewal(renewal_done) => return Err(renewal_done),
+                    LeaseAction::QueryStore {
+                        units_to_request: units,
+                    } => units_to_request = units,
                 }
-                if wanted > 0 {
-                    self.asking.push(self.leases.asking(key.id()));
+                if units_to_request > 0 {
+                    self.renewals.push(self.leases.renewal_guard(key.id()));
                 }
             }
-            rest.extend(
-                (first..)
-                    .zip(policy)
-                    .map(|(at, charge)| (at, Charge { wanted, ..*charge })),
-            );
+            remaining.extend((first..).zip(policy).map(|(at, charge)| {
+                (
+                    at,
+                    Charge {
+                        requested_lease_units: units_to_request,
+                        ..*charge
+                    },
+                )
+            }));
         }
-        if !rest.is_empty() {
+        if !remaining.is_empty() {
             // The store decides when the request is admitted: by then a lease must not have ended.
-            let (lasting, ending): (SmallVec<[_; 1]>, SmallVec<[_; 1]>) = self
+            let (valid, expiring): (SmallVec<[_; 1]>, SmallVec<[_; 1]>) = self
                 .permits
                 .drain(..)
-                .partition(|(_, permit)| permit.ends > deadline);
-            self.permits = lasting;
-            for (first, permit) in ending {
-                self.leases.book.put_back(&permit);
+                .partition(|(_, permit)| permit.expires_at > deadline);
+            self.permits = valid;
+            for (first, permit) in expiring {
+                self.leases.table.return_permit(&permit);
                 let policy = charges
                     .get(first..)
-                    .and_then(|rest| rest.chunk_by(Charge::is_of_policy_of).next());
-                rest.extend(
+                    .and_then(|rest| rest.chunk_by(Charge::is_same_policy).next());
+                remaining.extend(
                     (first..)
                         .zip(policy.unwrap_or_default())
                         .map(|(at, charge)| (at, *charge)),
                 );
             }
-            rest.sort_unstable_by_key(|(at, _)| *at);
+            remaining.sort_unstable_by_key(|(at, _)| *at);
         }
-        Ok(rest)
+        Ok(remaining)
     }
 
     /// Asks for leases apart: who asks first may leave, or be refused by another policy or server, and what is lent is
     /// for all. On one connection both questions go in one call.
-    fn fetch(&mut self, charges: &mut [Charge<'_>]) {
-        for policy in charges.chunk_by_mut(Charge::is_of_policy_of) {
-            let wanted = policy.first().map_or(0, |charge| charge.wanted);
-            policy.iter_mut().for_each(|charge| charge.wanted = 0);
+    fn start_renewals(&mut self, charges: &mut [Charge<'_>]) {
+        for policy in charges.chunk_by_mut(Charge::is_same_policy) {
+            let units_to_request = policy
+                .first()
+                .map_or(0, |charge| charge.requested_lease_units);
+            policy
+                .iter_mut()
+                .for_each(|charge| charge.requested_lease_units = 0);
             let key = policy.first().map(|charge| charge.key.id());
             if let Some(at) = self
-                .asking
+                .renewals
                 .iter()
                 .position(|asking| Some(asking.key) == key)
             {
-                Leases::fetch(self.asking.remove(at), self.redis, policy, wanted);
+                LeasePool::spawn_renewal(
+                    self.renewals.remove(at),
+                    self.redis,
+                    policy,
+                    units_to_request,
+                );
             }
         }
     }
 
     /// Puts what the store has decided beside what was in hand.
-    fn decision(
+    fn into_decision(
         mut self,
         charges: &[Charge<'_>],
-        rest: Option<(&[(usize, Charge<'_>)], Decision)>,
+        store_decision: Option<(&[(usize, Charge<'_>)], Decision)>,
     ) -> Decision {
-        let mut standings: SmallVec<[Option<Standing>; 4]> =
+        let mut standings: SmallVec<[Option<LimitStatus>; 4]> =
             SmallVec::from_elem(None, charges.len());
         for (first, permit) in &self.permits {
             for (place, standing) in standings.iter_mut().skip(*first).zip(&permit.standings) {
                 *place = Some(*standing);
             }
         }
-        let Some((rest, decision)) = rest else {
-            let now_us = self.permits.first().map_or(0, |(_, permit)| permit.now_us);
+        let Some((rest, decision)) = store_decision else {
+            let now_us = self
+                .permits
+                .first()
+                .map_or(0, |(_, permit)| permit.store_now_us);
             self.permits.clear();
             return Decision {
                 now_us,
                 admitted: true,
-                standings,
+                statuses: standings,
                 delay_us: 0,
                 grants: SmallVec::new(),
-                stands_us: SmallVec::new(),
+                charged_at_us: SmallVec::new(),
             };
         };
-        for ((at, _), standing) in rest.iter().zip(decision.standings) {
+        for ((at, _), standing) in rest.iter().zip(decision.statuses) {
             if let Some(place) = standings.get_mut(*at) {
                 *place = standing;
             }
         }
-        let mut stands_us = SmallVec::from_elem(None, charges.len());
-        for ((at, _), at_us) in rest.iter().zip(&decision.stands_us) {
-            if let Some(place) = stands_us.get_mut(*at) {
+        let mut entry_times_us = SmallVec::from_elem(None, charges.len());
+        for ((at, _), at_us) in rest.iter().zip(&decision.charged_at_us) {
+            if let Some(place) = entry_times_us.get_mut(*at) {
                 *place = *at_us;
             }
         }
@@ -346,23 +392,23 @@ impl Hand<'_> {
             self.permits.clear();
         }
         Decision {
-            standings,
-            stands_us,
+            statuses: standings,
+            charged_at_us: entry_times_us,
             ..decision
         }
     }
 }
 
-impl Drop for Hand<'_> {
+impl Drop for LeasePermitGuard<'_> {
     fn drop(&mut self) {
         for (_, permit) in &self.permits {
-            self.leases.book.put_back(permit);
+            self.leases.table.return_permit(permit);
         }
     }
 }
 
-impl Drop for Asking {
+impl Drop for LeaseRenewalGuard {
     fn drop(&mut self) {
-        self.leases.book.asked(self.key);
+        self.leases.table.finish_renewal(self.key);
     }
 }

@@ -4,8 +4,8 @@
 //! are admitted. That is what they would have got one by one at the same time, as nothing that touches the counter
 //! stands between them.
 
-use super::failure::Failure;
-use super::script::{self, Script};
+use super::error::RedisErrorKind;
+use super::scripts::{self, ScriptLibrary};
 use crate::limiter::{Algorithm, Charge, Decision, Limit};
 use redis::{Cmd, RedisWrite, Value};
 use std::ops::Range;
@@ -17,164 +17,179 @@ const MAX_CHARGES: usize = 32;
 
 /// Questions in the order in which they came. It borrows nothing: who asks may leave.
 #[derive(Debug, Default)]
-pub struct Batch {
+pub struct DecisionBatch {
     /// Bits of the programs that are needed.
-    programs: usize,
+    script_flags: usize,
     /// Of every charge its key in Redis and what is asked of it.
-    text: String,
-    charges: Vec<Written>,
+    encoded_text: String,
+    encoded_charges: Vec<EncodedCharge>,
     /// Whose counter each charge names, in the order of `charges`.
-    owners: Vec<u128>,
-    questions: Vec<Question>,
+    key_ids: Vec<u128>,
+    requests: Vec<BatchedRequest>,
 }
 
 /// A charge by its place in the text.
 #[derive(Debug)]
-struct Written {
-    key: Range<usize>,
-    ask: Range<usize>,
-    question: usize,
+struct EncodedCharge {
+    key_range: Range<usize>,
+    argument_range: Range<usize>,
+    request_index: usize,
 }
 
 #[derive(Debug)]
-struct Question {
-    charges: Range<usize>,
+struct BatchedRequest {
+    charge_range: Range<usize>,
     /// Limit and cost, if others may ask along.
-    plain: Option<(Limit, u64)>,
+    mergeable_charge: Option<(Limit, u64)>,
 }
 
 /// What a call has brought.
 #[derive(Debug)]
-pub struct Answers {
-    reply: Arc<Reply>,
+pub struct BatchReply {
+    raw_reply: Arc<RawBatchReply>,
     /// By question: its part of the reply, and how often it was asked.
-    parts: Vec<(Range<usize>, u32)>,
+    request_parts: Vec<(Range<usize>, u32)>,
 }
 
 /// What it has brought for one caller.
 #[derive(Debug)]
-pub struct Answer {
-    reply: Arc<Reply>,
-    part: Range<usize>,
-    place: Place,
+pub struct CallerReply {
+    raw_reply: Arc<RawBatchReply>,
+    text_range: Range<usize>,
+    position: CallerPosition,
 }
 
 /// One of those who asked the same, counted from 0 in the order of arrival.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
-    pub(super) nth: u32,
-    pub(super) of: u32,
+pub(super) struct CallerPosition {
+    pub(super) index: u32,
+    pub(super) total: u32,
 }
 
 #[derive(Debug)]
-struct Reply {
+struct RawBatchReply {
     text: String,
     now_us: u64,
 }
 
-impl Batch {
+impl DecisionBatch {
     /// Whether another question has to wait for another call.
     pub fn is_full(&self) -> bool {
-        self.charges.len() >= MAX_CHARGES
+        self.encoded_charges.len() >= MAX_CHARGES
     }
 
     /// How many questions there are.
     pub fn len(&self) -> usize {
-        self.questions.len()
+        self.requests.len()
     }
 
     pub fn is_empty(&self) -> bool {
-        self.questions.is_empty()
+        self.requests.is_empty()
     }
 
     /// Adds a question, or finds the same among those that are there. Returns its number.
-    pub fn add(&mut self, script: &Script, charges: &[Charge<'_>]) -> usize {
-        let plain = plain(charges);
-        if let Some(same) = plain.and_then(|charge| self.same(charge)) {
-            return same;
+    pub fn add_request(&mut self, script: &ScriptLibrary, charges: &[Charge<'_>]) -> usize {
+        let mergeable = find_mergeable_charge(charges);
+        if let Some(existing) = mergeable.and_then(|charge| self.find_identical_request(charge)) {
+            return existing;
         }
-        let (number, first) = (self.questions.len(), self.charges.len());
+        let (request_index, first_charge) = (self.requests.len(), self.encoded_charges.len());
         for (nth, charge) in charges.iter().enumerate() {
-            let start = self.text.len();
-            script.push_key(&mut self.text, charge);
-            let middle = self.text.len();
-            script::push_ask(&mut self.text, charge, charge.limit.requests, nth > 0);
-            self.programs |= script::bits_of_charge(charge);
-            let written = Written {
-                key: start..middle,
-                ask: middle..self.text.len(),
-                question: number,
+            let start = self.encoded_text.len();
+            script.push_counter_key(&mut self.encoded_text, charge);
+            let key_end = self.encoded_text.len();
+            scripts::push_charge_argument(
+                &mut self.encoded_text,
+                charge,
+                charge.limit.requests,
+                nth > 0,
+            );
+            self.script_flags |= scripts::charge_flags(charge);
+            let encoded = EncodedCharge {
+                key_range: start..key_end,
+                argument_range: key_end..self.encoded_text.len(),
+                request_index,
             };
-            self.charges.push(written);
-            self.owners.push(charge.key.id());
+            self.encoded_charges.push(encoded);
+            self.key_ids.push(charge.key.id());
         }
-        let plain = plain.map(|charge| (*charge.limit, charge.cost));
-        self.questions.push(Question {
-            charges: first..self.charges.len(),
-            plain,
+        let mergeable_charge = mergeable.map(|charge| (*charge.limit, charge.cost));
+        self.requests.push(BatchedRequest {
+            charge_range: first_charge..self.encoded_charges.len(),
+            mergeable_charge,
         });
-        number
+        request_index
     }
 
     /// The last question about the charge's counter, if it asks just this.
-    fn same(&self, charge: &Charge<'_>) -> Option<usize> {
-        let last = self
-            .owners
+    fn find_identical_request(&self, charge: &Charge<'_>) -> Option<usize> {
+        let last_charge = self
+            .key_ids
             .iter()
             .rposition(|owner| *owner == charge.key.id())?;
-        let question = self.charges.get(last)?.question;
-        let is_same = self.questions.get(question)?.plain == Some((*charge.limit, charge.cost));
-        is_same.then_some(question)
+        let request_index = self.encoded_charges.get(last_charge)?.request_index;
+        let is_same = self.requests.get(request_index)?.mergeable_charge
+            == Some((*charge.limit, charge.cost));
+        is_same.then_some(request_index)
     }
 
     /// What asks everything, each question as often as `times` says; 0: not at all. `time_us` stands in for the
     /// server's clock in tests.
-    pub fn command(&self, script: &Script, times: &[u32], time_us: Option<u64>) -> Cmd {
-        let asked = || {
-            let questions = self
-                .questions
+    pub fn build_command(
+        &self,
+        script: &ScriptLibrary,
+        repeat_counts: &[u32],
+        time_us: Option<u64>,
+    ) -> Cmd {
+        let repeated_charges = || {
+            let requests = self
+                .requests
                 .iter()
-                .zip(times)
+                .zip(repeat_counts)
                 .filter(|(_, times)| **times > 0);
-            questions.flat_map(|(question, times)| {
+            requests.flat_map(|(question, times)| {
                 let charges = self
-                    .charges
-                    .get(question.charges.clone())
+                    .encoded_charges
+                    .get(question.charge_range.clone())
                     .unwrap_or_default();
                 charges.iter().map(|charge| (charge, *times))
             })
         };
-        let text =
-            |range: &Range<usize>| self.text.get(range.clone()).unwrap_or_default().as_bytes();
-        let mut command = script.call(self.programs, asked().count());
-        for (charge, _) in asked() {
-            command.write_arg(text(&charge.key));
+        let text = |range: &Range<usize>| {
+            self.encoded_text
+                .get(range.clone())
+                .unwrap_or_default()
+                .as_bytes()
+        };
+        let mut command = script.start_evalsha(self.script_flags, repeated_charges().count());
+        for (charge, _) in repeated_charges() {
+            command.write_arg(text(&charge.key_range));
         }
-        script::push_time(&mut command, time_us);
-        let mut ask = Vec::with_capacity(64);
-        for (charge, times) in asked() {
-            ask.clear();
-            ask.extend_from_slice(text(&charge.ask));
+        scripts::push_time_argument(&mut command, time_us);
+        let mut argument = Vec::with_capacity(64);
+        for (charge, times) in repeated_charges() {
+            argument.clear();
+            argument.extend_from_slice(text(&charge.argument_range));
             if times > 1 {
-                ask.push(b' ');
-                ask.extend_from_slice(itoa::Buffer::new().format(times).as_bytes());
+                argument.push(b' ');
+                argument.extend_from_slice(itoa::Buffer::new().format(times).as_bytes());
             }
-            command.write_arg(&ask);
+            command.write_arg(&argument);
         }
         command
     }
 
     /// Reads the reply. `None`: it isn't one.
-    pub fn answers(&self, reply: Value, times: &[u32]) -> Option<Answers> {
+    pub fn parse_reply(&self, reply: Value, repeat_counts: &[u32]) -> Option<BatchReply> {
         let Value::BulkString(text) = reply else {
             return None;
         };
         let text = String::from_utf8(text).ok()?;
         let (now, answers) = text.split_once(' ')?;
-        let now_us = script::now_us(now)?;
+        let now_us = scripts::parse_now_us(now)?;
         let (mut lines, mut start) = (answers.split('\n'), now.len() + 1);
-        let mut parts = Vec::with_capacity(times.len());
-        for times in times {
+        let mut parts = Vec::with_capacity(repeat_counts.len());
+        for times in repeat_counts {
             let line = if *times > 0 { lines.next()? } else { "" };
             parts.push((start..start + line.len(), *times));
             start += if *times > 0 { line.len() + 1 } else { 0 };
@@ -182,44 +197,52 @@ impl Batch {
         if lines.next().is_some() {
             return None;
         }
-        Some(Answers {
-            reply: Arc::new(Reply { text, now_us }),
-            parts,
+        Some(BatchReply {
+            raw_reply: Arc::new(RawBatchReply { text, now_us }),
+            request_parts: parts,
         })
     }
 }
 
-impl Answers {
+impl BatchReply {
     /// For the `nth` of those who asked a question, from 0 on. `None`: nobody did.
-    pub fn of(&self, question: usize, nth: u32) -> Option<Answer> {
-        let (part, of) = self.parts.get(question)?.clone();
-        (nth < of).then(|| Answer {
-            reply: Arc::clone(&self.reply),
-            part,
-            place: Place { nth, of },
+    pub fn caller_reply(&self, request_index: usize, caller_index: u32) -> Option<CallerReply> {
+        let (part, total) = self.request_parts.get(request_index)?.clone();
+        (caller_index < total).then(|| CallerReply {
+            raw_reply: Arc::clone(&self.raw_reply),
+            text_range: part,
+            position: CallerPosition {
+                index: caller_index,
+                total,
+            },
         })
     }
 }
 
-impl Answer {
+impl CallerReply {
     /// Reads it, for who has asked for these charges.
     ///
     /// # Errors
     /// What is wrong with one of their counters, or with the answer.
-    pub fn decision(&self, charges: &[Charge<'_>]) -> Result<Decision, Failure> {
-        let text = self.reply.text.get(self.part.clone()).unwrap_or_default();
+    pub fn parse_decision(&self, charges: &[Charge<'_>]) -> Result<Decision, RedisErrorKind> {
+        let text = self
+            .raw_reply
+            .text
+            .get(self.text_range.clone())
+            .unwrap_or_default();
         if let Some(error) = text.strip_prefix('!') {
-            return Err(Failure::of_text(error));
+            return Err(RedisErrorKind::from_error_text(error));
         }
-        Script::read(self.reply.now_us, text, charges, self.place).ok_or(Failure::Reply)
+        ScriptLibrary::parse_request_decision(self.raw_reply.now_us, text, charges, self.position)
+            .ok_or(RedisErrorKind::InvalidReply)
     }
 }
 
 /// The only charge of a question, if whoever asks the same can be told by the same answer: it takes units or leaves
 /// no trace, and what it has taken doesn't depend on who it was.
-fn plain<'a, 'b>(charges: &'b [Charge<'a>]) -> Option<&'b Charge<'a>> {
+fn find_mergeable_charge<'a, 'b>(charges: &'b [Charge<'a>]) -> Option<&'b Charge<'a>> {
     let [charge] = charges else { return None };
-    let adds = match charge.limit.algorithm {
+    let is_additive = match charge.limit.algorithm {
         Algorithm::SlidingLog
         | Algorithm::SlidingWindow { .. }
         | Algorithm::FixedWindow { .. }
@@ -229,11 +252,11 @@ fn plain<'a, 'b>(charges: &'b [Charge<'a>]) -> Option<&'b Charge<'a>> {
         | Algorithm::Concurrency { .. }
         | Algorithm::Block => false,
     };
-    let has_wants = charge.shadow
+    let has_options = charge.shadow
         || charge.counts_rejected
         || charge.settles
-        || charge.wanted_lease().is_some();
-    (adds && !has_wants && charge.cost > 0).then_some(charge)
+        || charge.requested_lease().is_some();
+    (is_additive && !has_options && charge.cost > 0).then_some(charge)
 }
 
 #[cfg(test)]
@@ -251,7 +274,7 @@ mod tests {
         KeyBuilder::new(policy).finish()
     }
 
-    fn asks(command: &Cmd) -> Vec<String> {
+    fn charge_arguments(command: &Cmd) -> Vec<String> {
         let args = command.args_iter().filter_map(|arg| match arg {
             redis::Arg::Simple(bytes) => Some(String::from_utf8_lossy(bytes).into_owned()),
             _ => None,
@@ -261,9 +284,9 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_the_same_goes_along_unless_another_question_about_the_counter_stands_between() {
-        let (script, a, b) = (Script::new("t"), key("a"), key("b"));
-        let line = Limit {
+    fn identical_requests_are_merged_unless_another_request_for_the_counter_is_between_them() {
+        let (script, a, b) = (ScriptLibrary::new("t"), key("a"), key("b"));
+        let leaky_bucket = Limit {
             algorithm: Algorithm::LeakyBucket { max_delay_us: 0 },
             ..LIMIT
         };
@@ -273,8 +296,8 @@ mod tests {
         };
         let one = Charge::new(&LIMIT, &a, 1);
         let other = Charge::new(&LIMIT, &b, 1);
-        let mut batch = Batch::default();
-        let mut add = |charges: &[Charge<'_>]| batch.add(&script, charges);
+        let mut batch = DecisionBatch::default();
+        let mut add = |charges: &[Charge<'_>]| batch.add_request(&script, charges);
         assert_eq!(
             [add(&[one]), add(&[other]), add(&[one])],
             [0, 1, 0],
@@ -297,7 +320,7 @@ mod tests {
                     size: None,
                     ttl_us: 9,
                 }),
-                wanted: 7,
+                requested_lease_units: 7,
                 ..one
             },
             Charge {
@@ -309,7 +332,7 @@ mod tests {
                 ..one
             },
             Charge {
-                limit: &line,
+                limit: &leaky_bucket,
                 ..one
             },
         ]
@@ -321,7 +344,7 @@ mod tests {
         assert_eq!(
             [
                 add(&[Charge {
-                    limit: &line,
+                    limit: &leaky_bucket,
                     ..one
                 }]),
                 add(&[one])
@@ -330,7 +353,7 @@ mod tests {
         );
         let times = [2, 1, 1, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0];
         assert_eq!(
-            asks(&batch.command(&script, &times, None)),
+            charge_arguments(&batch.build_command(&script, &times, None)),
             [
                 "l 0 1 5 1000000 0 2",
                 "l 0 1 5 1000000 0",
@@ -344,49 +367,58 @@ mod tests {
     }
 
     #[test]
-    fn the_first_that_fit_are_admitted_and_one_fault_is_one_questions() {
-        let (script, keys) = (Script::new("t"), [key("a"), key("b"), key("c")]);
+    fn admits_merged_callers_in_order_and_reports_an_error_to_its_request_only() {
+        let (script, keys) = (ScriptLibrary::new("t"), [key("a"), key("b"), key("c")]);
         let charges = keys.each_ref().map(|key| Charge::new(&LIMIT, key, 2));
-        let mut batch = Batch::default();
+        let mut batch = DecisionBatch::default();
         for charge in &charges {
-            batch.add(&script, &[*charge]);
+            batch.add_request(&script, &[*charge]);
         }
         let reply = "1000 2000 1 2000 2\n!FOREIGN 1\n!@user_script: 9: -OOM command not allowed";
         let answers = batch
-            .answers(Value::BulkString(reply.into()), &[3, 2, 1])
+            .parse_reply(Value::BulkString(reply.into()), &[3, 2, 1])
             .unwrap();
-        let of = |question: usize, nth| {
+        let caller_decision = |question: usize, nth| {
             answers
-                .of(question, nth)
+                .caller_reply(question, nth)
                 .unwrap()
-                .decision(&charges[question..=question])
+                .parse_decision(&charges[question..=question])
         };
-        let told: Vec<_> = (0..3).map(|nth| of(0, nth).unwrap()).collect();
-        let remaining = told.iter().map(|told| told.standings[0].unwrap().remaining);
+        let decisions: Vec<_> = (0..3).map(|nth| caller_decision(0, nth).unwrap()).collect();
+        let remaining = decisions
+            .iter()
+            .map(|told| told.statuses[0].unwrap().remaining);
         assert_eq!(remaining.collect::<Vec<_>>(), [3, 1, 1]);
         assert_eq!(
-            [told[0].admitted, told[1].admitted, told[2].admitted],
+            [
+                decisions[0].admitted,
+                decisions[1].admitted,
+                decisions[2].admitted
+            ],
             [true, true, false]
         );
         assert_eq!(
-            told[2].standings[0].unwrap().refusal,
+            decisions[2].statuses[0].unwrap().refusal,
             Some(Refusal::Until(2000))
         );
         assert_eq!(
-            [of(1, 0), of(1, 1)],
-            [Err(Failure::WrongType(1)), Err(Failure::WrongType(1))]
+            [caller_decision(1, 0), caller_decision(1, 1)],
+            [
+                Err(RedisErrorKind::WrongType(1)),
+                Err(RedisErrorKind::WrongType(1))
+            ]
         );
-        assert_eq!(of(2, 0), Err(Failure::OutOfMemory));
-        assert!(answers.of(0, 3).is_none() && answers.of(3, 0).is_none());
+        assert_eq!(caller_decision(2, 0), Err(RedisErrorKind::OutOfMemory));
+        assert!(answers.caller_reply(0, 3).is_none() && answers.caller_reply(3, 0).is_none());
     }
 
     #[test]
-    fn what_cannot_be_true_is_no_answer() {
-        let (script, key) = (Script::new("t"), key("a"));
+    fn rejects_impossible_replies() {
+        let (script, key) = (ScriptLibrary::new("t"), key("a"));
         let charge = Charge::new(&LIMIT, &key, 2);
-        let mut batch = Batch::default();
-        batch.add(&script, &[charge]);
-        for lie in [
+        let mut batch = DecisionBatch::default();
+        batch.add_request(&script, &[charge]);
+        for invalid in [
             "",
             "1000",
             "0 0 1 2000 3",
@@ -394,11 +426,13 @@ mod tests {
             "1000 0 1 2000 3\n0 1 2000",
         ] {
             assert!(
-                batch.answers(Value::BulkString(lie.into()), &[3]).is_none(),
-                "{lie}"
+                batch
+                    .parse_reply(Value::BulkString(invalid.into()), &[3])
+                    .is_none(),
+                "{invalid}"
             );
         }
-        for lie in [
+        for invalid in [
             "",
             "0 1 2000",
             "0 1 2000 2",
@@ -407,14 +441,14 @@ mod tests {
             "2000 4 2000 2",
             "2000 1 2000 -1",
         ] {
-            let reply = Value::BulkString(format!("1000 {lie}").into());
+            let reply = Value::BulkString(format!("1000 {invalid}").into());
             let answer = batch
-                .answers(reply, &[3])
+                .parse_reply(reply, &[3])
                 .unwrap()
-                .of(0, 0)
+                .caller_reply(0, 0)
                 .unwrap()
-                .decision(&[charge]);
-            assert_eq!(answer, Err(Failure::Reply), "{lie}");
+                .parse_decision(&[charge]);
+            assert_eq!(answer, Err(RedisErrorKind::InvalidReply), "{invalid}");
         }
     }
 }

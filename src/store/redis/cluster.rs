@@ -7,23 +7,25 @@
 //! Charges of several slots are asked at once, one call per slot. If any enforced one is refused, what the other slots
 //! have charged is given back: too strict for a moment, never too lax.
 
-mod map;
-mod parts;
-mod renewal;
-mod shards;
+mod shard_search;
+mod slot_charges;
+mod slot_map;
+mod slot_map_refresh;
 
-use super::connect::{Address, Task};
-use super::failure::Failure;
-use super::link::{Context, Link, Live, State};
-use super::script::Script;
-use super::{LATE_CALLS, calls, untold};
-use crate::limiter::{Algorithm, Amendment, Charge, Decision, Effect, Standing, effect};
-use crate::store::Late;
+use super::connection::{LiveConnection, RedisConnectionState, RedisContext, SupervisedConnection};
+use super::connector::{AbortOnDropTask, RedisAddress};
+use super::error::RedisErrorKind;
+use super::scripts::ScriptLibrary;
+use super::{MAX_PIPELINED_CALLS, collect_failed_calls, split_into_calls};
+use crate::limiter::{
+    Algorithm, Amendment, Charge, ChargeEffect, Decision, LimitStatus, determine_effect,
+};
+use crate::store::Settlement;
 use futures_util::future::join_all;
-use map::{Map, Node};
-use parts::{Part, parts, together};
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
-use renewal::keep;
+use slot_charges::{SlotCharges, group_by_slot, merge_slot_decisions};
+use slot_map::{ClusterNode, ClusterSlotMap};
+use slot_map_refresh::run_slot_map_refresh;
 use smallvec::SmallVec;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -32,86 +34,93 @@ use tokio::sync::{Notify, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-pub(super) use map::{slot_of, slot_of_name};
+pub(super) use slot_map::{slot_for_key, slot_for_name};
 
 /// Redirections followed for one question: more mean that the nodes don't agree.
-const HOPS: u32 = 8;
+const MAX_REDIRECTIONS: u32 = 8;
 
 /// So long a node that has not been connected to yet is waited for, as far as a deadline allows; then it is away.
-const NEWCOMER: Duration = Duration::from_secs(1);
+const NEW_NODE_WAIT: Duration = Duration::from_secs(1);
 
 /// Pause before a question is repeated whose keys are just being moved.
-const MOVING: Duration = Duration::from_millis(2);
+const TRY_AGAIN_DELAY: Duration = Duration::from_millis(2);
 
 #[derive(Debug)]
-pub(super) struct Cluster {
-    nodes: Nodes,
-    _keeper: Task,
+pub(super) struct ClusterClient {
+    router: ClusterRouter,
+    _refresh_task: AbortOnDropTask,
 }
 
 /// How a node is found and asked.
 #[derive(Clone, Debug)]
-struct Nodes {
-    context: Arc<Context>,
-    map: watch::Receiver<Arc<Map>>,
+struct ClusterRouter {
+    context: Arc<RedisContext>,
+    slot_map: watch::Receiver<Arc<ClusterSlotMap>>,
     /// Somebody has met what the map doesn't say.
-    stale: Arc<Notify>,
+    refresh_requested: Arc<Notify>,
 }
 
 /// A call without a useful answer, and which node failed to give it, in which state, if one was asked.
-struct Lost {
-    failure: Failure,
-    by: Option<(Arc<Node>, Arc<State>)>,
+struct FailedClusterCall {
+    kind: RedisErrorKind,
+    node_state: Option<(Arc<ClusterNode>, Arc<RedisConnectionState>)>,
 }
 
-impl From<Failure> for Lost {
-    fn from(failure: Failure) -> Self {
-        Self { failure, by: None }
+impl From<RedisErrorKind> for FailedClusterCall {
+    fn from(failure: RedisErrorKind) -> Self {
+        Self {
+            kind: failure,
+            node_state: None,
+        }
     }
 }
 
 /// Whether one counter does not know all: charges are in several slots, or spread over shards.
 pub(super) fn is_split(charges: &[Charge<'_>]) -> bool {
-    is_spread(charges) || are_apart(charges)
+    is_sharded(charges) || spans_several_slots(charges)
 }
 
-fn is_spread(charges: &[Charge<'_>]) -> bool {
-    charges.iter().any(|charge| charge.shards > 1)
+fn is_sharded(charges: &[Charge<'_>]) -> bool {
+    charges.iter().any(|charge| charge.shard_count > 1)
 }
 
 /// Whether charges are in several slots.
-fn are_apart(charges: &[Charge<'_>]) -> bool {
+fn spans_several_slots(charges: &[Charge<'_>]) -> bool {
     let mut keys = charges.iter().map(|charge| charge.key);
     keys.next().is_some_and(|first| {
-        keys.any(|key| key.id() != first.id() && slot_of(key) != slot_of(first))
+        keys.any(|key| key.id() != first.id() && slot_for_key(key) != slot_for_key(first))
     })
 }
 
-impl Cluster {
+impl ClusterClient {
     /// Learns who is there, connects to all masters, and stays connected as long as the value lives.
-    pub(super) fn start(context: Arc<Context>) -> Self {
-        let (publish, map) = watch::channel(Arc::default());
-        let stale = Arc::new(Notify::new());
-        let keeper = keep(Arc::clone(&context), publish, Arc::clone(&stale));
+    pub(super) fn start(context: Arc<RedisContext>) -> Self {
+        let (map_sender, slot_map) = watch::channel(Arc::default());
+        let refresh_requested = Arc::new(Notify::new());
+        let refresh_loop = run_slot_map_refresh(
+            Arc::clone(&context),
+            map_sender,
+            Arc::clone(&refresh_requested),
+        );
         Self {
-            nodes: Nodes {
+            router: ClusterRouter {
                 context,
-                map,
-                stale,
+                slot_map,
+                refresh_requested,
             },
-            _keeper: Task(tokio::spawn(keeper)),
+            _refresh_task: AbortOnDropTask(tokio::spawn(refresh_loop)),
         }
     }
 
     /// Waits for the first proven connection to every master.
-    pub(super) async fn ready(&self) {
-        let mut map = self.nodes.map.clone();
-        let nodes = match map.wait_for(|map| !map.nodes.is_empty()).await {
+    pub(super) async fn wait_until_ready(&self) {
+        let mut slot_map = self.router.slot_map.clone();
+        let nodes = match slot_map.wait_for(|map| !map.nodes.is_empty()).await {
             Ok(map) => map.nodes.clone(),
             // The keeper is gone, and with it the runtime: nothing to wait for.
             Err(_) => return,
         };
-        join_all(nodes.iter().map(|node| node.link.ready())).await;
+        join_all(nodes.iter().map(|node| node.connection.wait_until_ready())).await;
     }
 
     /// Decides charges, in whatever slots they are.
@@ -123,66 +132,83 @@ impl Cluster {
         &self,
         charges: &[Charge<'_>],
         deadline: Instant,
-    ) -> Result<Decision, Failure> {
-        match is_spread(charges) {
-            true => self.decide_over_shards(charges, deadline).await,
+    ) -> Result<Decision, RedisErrorKind> {
+        match is_sharded(charges) {
+            true => self.decide_across_shards(charges, deadline).await,
             false => self
-                .decide_whole(charges, deadline)
+                .decide_by_slot(charges, deadline)
                 .await
                 .map(|(decision, _)| decision),
         }
     }
 
     /// Decides charges as they stand, each on the counter of its key. When the task ends what was refused is given back.
-    async fn decide_whole(
+    async fn decide_by_slot(
         &self,
         charges: &[Charge<'_>],
         deadline: Instant,
-    ) -> Result<(Decision, Option<JoinHandle<()>>), Failure> {
-        if !are_apart(charges) {
-            let slot = charges.first().map_or(0, |charge| slot_of(charge.key));
-            return Ok((self.nodes.ask(slot, charges, deadline).await?, None));
+    ) -> Result<(Decision, Option<JoinHandle<()>>), RedisErrorKind> {
+        if !spans_several_slots(charges) {
+            let slot = charges.first().map_or(0, |charge| slot_for_key(charge.key));
+            return Ok((
+                self.router
+                    .request_decision(slot, charges, deadline)
+                    .await?,
+                None,
+            ));
         }
-        let (tell, told) = oneshot::channel();
+        let (decision_sender, decision_receiver) = oneshot::channel();
         // By itself: who leaves meanwhile would leave behind what one slot has charged and another refuses.
-        let task = self
-            .nodes
-            .clone()
-            .reserve(parts(charges), charges.len(), deadline, tell);
+        let task = self.router.clone().decide_across_slots(
+            group_by_slot(charges),
+            charges.len(),
+            deadline,
+            decision_sender,
+        );
         let task = tokio::spawn(task);
         // It is always told, but when the runtime ends.
-        Ok((told.await.unwrap_or(Err(Failure::Connection))?, Some(task)))
+        Ok((
+            decision_receiver
+                .await
+                .unwrap_or(Err(RedisErrorKind::Connection))?,
+            Some(task),
+        ))
     }
 
     /// Puts charges right. Those of one counter stay in order. Returns the places that each call that failed had in the
     /// list; the others were made.
-    pub(super) async fn amend(&self, late: &[Late<'_>]) -> Vec<(Vec<usize>, Failure)> {
+    pub(super) async fn amend(
+        &self,
+        settlements: &[Settlement<'_>],
+    ) -> Vec<(Vec<usize>, RedisErrorKind)> {
         let mut slots: SmallVec<[(u16, Vec<usize>); 4]> = SmallVec::new();
-        for (place, late) in late.iter().enumerate() {
-            let slot = slot_of(late.key);
+        for (position, settlement) in settlements.iter().enumerate() {
+            let slot = slot_for_key(settlement.key);
             match slots.iter_mut().find(|(other, _)| *other == slot) {
-                Some((_, places)) => places.push(place),
-                None => slots.push((slot, vec![place])),
+                Some((_, positions)) => positions.push(position),
+                None => slots.push((slot, vec![position])),
             }
         }
         let slots = slots.iter().map(|(slot, places)| async move {
-            let late: Vec<Late<'_>> = places
+            let slot_settlements: Vec<Settlement<'_>> = places
                 .iter()
-                .filter_map(|place| late.get(*place))
+                .filter_map(|place| settlements.get(*place))
                 .copied()
                 .collect();
-            let (calls, mut told) = (calls(&late), Vec::new());
-            for calls in calls.chunks(LATE_CALLS) {
-                let script = &self.nodes.context.script;
-                let commands: Vec<Cmd> =
-                    calls.iter().map(|late| script.amend(late, None)).collect();
-                told.extend(self.nodes.tell(*slot, &commands).await);
+            let (calls, mut results) = (split_into_calls(&slot_settlements), Vec::new());
+            for calls in calls.chunks(MAX_PIPELINED_CALLS) {
+                let script = &self.router.context.scripts;
+                let commands: Vec<Cmd> = calls
+                    .iter()
+                    .map(|late| script.amend_command(late, None))
+                    .collect();
+                results.extend(self.router.send_amendments(*slot, &commands).await);
             }
-            let own = |nth: &usize| places.get(*nth).copied();
-            let failed = untold(&calls, told).into_iter();
+            let original_position = |nth: &usize| places.get(*nth).copied();
+            let failed = collect_failed_calls(&calls, results).into_iter();
             failed
-                .map(|(nth, failure)| (nth.iter().filter_map(own).collect(), failure))
-                .collect::<Vec<(Vec<usize>, Failure)>>()
+                .map(|(nth, failure)| (nth.iter().filter_map(original_position).collect(), failure))
+                .collect::<Vec<(Vec<usize>, RedisErrorKind)>>()
         });
         join_all(slots).await.into_iter().flatten().collect()
     }
@@ -191,248 +217,282 @@ impl Cluster {
     ///
     /// # Errors
     /// As [`Cluster::decide`]; it is counted.
-    pub(super) async fn call(
+    pub(super) async fn run_on_slot(
         &self,
         slot: u16,
         command: &Cmd,
         deadline: Instant,
-    ) -> Result<Value, Failure> {
-        self.nodes.call(slot, command, deadline).await
+    ) -> Result<Value, RedisErrorKind> {
+        self.router.run_on_slot(slot, command, deadline).await
     }
 
     /// Whether any master would be asked.
-    pub(super) fn is_reachable(&self) -> bool {
-        self.masters()
+    pub(super) fn is_any_master_reachable(&self) -> bool {
+        self.master_connections()
             .iter()
-            .any(|master| matches!(&*master.state(), State::Up(_)))
+            .any(|master| matches!(&*master.state(), RedisConnectionState::Up(_)))
     }
 
     /// Whether all nodes that keep these charges would be asked; of a key that is spread, all nodes.
-    pub(super) fn reaches(&self, charges: &[Charge<'_>]) -> bool {
-        let map = self.nodes.map.borrow();
-        let is_there = |charge: &Charge<'_>| match charge.shards {
+    pub(super) fn is_reachable_for(&self, charges: &[Charge<'_>]) -> bool {
+        let map = self.router.slot_map.borrow();
+        let is_available = |charge: &Charge<'_>| match charge.shard_count {
             0 | 1 => map
-                .of_slot(slot_of(charge.key))
-                .is_some_and(|node| node.is_there()),
-            _ => map.nodes.iter().all(|node| node.is_there()),
+                .node_for_slot(slot_for_key(charge.key))
+                .is_some_and(|node| node.is_available()),
+            _ => map.nodes.iter().all(|node| node.is_available()),
         };
-        charges.iter().all(is_there)
+        charges.iter().all(is_available)
     }
 
     /// The slots that nobody would be asked about.
-    pub(super) fn slots_away(&self) -> Vec<u16> {
-        self.nodes
-            .map
+    pub(super) fn unreachable_slots(&self) -> Vec<u16> {
+        self.router
+            .slot_map
             .borrow()
-            .slots_without(|node| node.is_there())
+            .slots_not_served_by(|node| node.is_available())
     }
 
     /// The slots of masters that seem to be there and don't answer: a node that hangs is missed only by those who ask it.
-    pub(super) async fn slots_silent(&self) -> Vec<u16> {
-        let nodes = self.nodes.map.borrow().nodes.clone();
-        let within = self.nodes.context.settings.connect_timeout;
-        let is_silent = async |node: &Arc<Node>| {
-            let state = node.link.state();
-            let State::Up(live) = &*state else {
+    pub(super) async fn find_unresponsive_slots(&self) -> Vec<u16> {
+        let nodes = self.router.slot_map.borrow().nodes.clone();
+        let call_timeout = self.router.context.settings.connect_timeout;
+        let find_unresponsive = async |node: &Arc<ClusterNode>| {
+            let state = node.connection.state();
+            let RedisConnectionState::Up(live) = &*state else {
                 return None;
             };
-            let answer = timeout(within, live.answer(&redis::cmd("PING"), false)).await;
+            let answer = timeout(
+                call_timeout,
+                live.send_with_script_reload(&redis::cmd("PING"), false),
+            )
+            .await;
             let late = answer.err()?;
-            live.give_up(self.nodes.counted(late.into()));
+            live.request_replacement(self.router.count_failure(late.into()));
             Some(Arc::clone(node))
         };
-        let silent: Vec<_> = join_all(nodes.iter().map(is_silent))
+        let unresponsive: Vec<_> = join_all(nodes.iter().map(find_unresponsive))
             .await
             .into_iter()
             .flatten()
             .collect();
-        match silent.is_empty() {
+        match unresponsive.is_empty() {
             true => Vec::new(),
             false => {
-                let answers =
-                    |node: &Node| silent.iter().all(|silent| silent.address != node.address);
-                self.nodes.map.borrow().slots_without(answers)
+                let is_responsive = |node: &ClusterNode| {
+                    unresponsive
+                        .iter()
+                        .all(|silent| silent.address != node.address)
+                };
+                self.router
+                    .slot_map
+                    .borrow()
+                    .slots_not_served_by(is_responsive)
             }
         }
     }
 
     /// The links to all masters that are known.
-    pub(super) fn masters(&self) -> Vec<Arc<Link>> {
-        self.nodes
-            .map
+    pub(super) fn master_connections(&self) -> Vec<Arc<SupervisedConnection>> {
+        self.router
+            .slot_map
             .borrow()
             .nodes
             .iter()
-            .map(|node| Arc::clone(&node.link))
+            .map(|node| Arc::clone(&node.connection))
             .collect()
     }
 }
 
-impl Nodes {
+impl ClusterRouter {
     /// Runs one program on whichever node holds a slot.
     ///
     /// # Errors
     /// At once if that node is away; else within the deadline. It is counted.
-    async fn call(&self, slot: u16, command: &Cmd, deadline: Instant) -> Result<Value, Failure> {
-        self.attempt(slot, command, deadline)
+    async fn run_on_slot(
+        &self,
+        slot: u16,
+        command: &Cmd,
+        deadline: Instant,
+    ) -> Result<Value, RedisErrorKind> {
+        self.try_on_slot(slot, command, deadline)
             .await
-            .map_err(|lost| self.note(&lost))
+            .map_err(|lost| self.record_failure(&lost))
     }
 
     /// Runs some programs that put charges of a slot right, in order. Those that fail together are counted once.
-    async fn tell(&self, slot: u16, commands: &[Cmd]) -> Vec<Result<(), Failure>> {
-        let (start, within) = (Instant::now(), self.context.settings.timeout);
+    async fn send_amendments(
+        &self,
+        slot: u16,
+        commands: &[Cmd],
+    ) -> Vec<Result<(), RedisErrorKind>> {
+        let (start, call_timeout) = (Instant::now(), self.context.settings.timeout);
         let answers = (1..)
             .zip(commands)
-            .map(|(turn, command)| self.attempt(slot, command, start + within * turn));
-        let told = join_all(answers).await;
-        if let Some(lost) = told.iter().find_map(|told| told.as_ref().err()) {
-            self.note(lost);
+            .map(|(turn, command)| self.try_on_slot(slot, command, start + call_timeout * turn));
+        let results = join_all(answers).await;
+        if let Some(lost) = results.iter().find_map(|told| told.as_ref().err()) {
+            self.record_failure(lost);
         }
-        told.into_iter()
-            .map(|told| told.map(drop).map_err(|lost| lost.failure))
+        results
+            .into_iter()
+            .map(|told| told.map(drop).map_err(|lost| lost.kind))
             .collect()
     }
 
-    /// As [`Nodes::call`], but what fails has still to be noted.
-    async fn attempt(&self, slot: u16, command: &Cmd, deadline: Instant) -> Result<Value, Lost> {
-        let mut hop: Option<(Address, bool)> = None;
-        let mut hops = 0;
-        while hops < HOPS {
-            let node = match &hop {
-                None => self.map.borrow().of_slot(slot).cloned(),
-                Some((address, _)) => Some(self.newcomer(address, deadline).await?),
+    /// As [`ClusterRouter::call`], but what fails has still to be noted.
+    async fn try_on_slot(
+        &self,
+        slot: u16,
+        command: &Cmd,
+        deadline: Instant,
+    ) -> Result<Value, FailedClusterCall> {
+        let mut redirected_to: Option<(RedisAddress, bool)> = None;
+        let mut redirections = 0;
+        while redirections < MAX_REDIRECTIONS {
+            let node = match &redirected_to {
+                None => self.slot_map.borrow().node_for_slot(slot).cloned(),
+                Some((address, _)) => Some(self.wait_for_node(address, deadline).await?),
             };
             let Some(node) = node else { break };
-            let state = node.link.state();
+            let state = node.connection.state();
             let live = match &*state {
-                State::Up(live) => live,
-                State::Down(_)
+                RedisConnectionState::Up(live) => live,
+                RedisConnectionState::Down(_)
                     if node.is_connecting()
-                        && timeout_at(deadline, node.link.ready()).await.is_ok() =>
+                        && timeout_at(deadline, node.connection.wait_until_ready())
+                            .await
+                            .is_ok() =>
                 {
                     continue;
                 }
-                State::Down(failure) => {
-                    self.stale.notify_one();
+                RedisConnectionState::Down(failure) => {
+                    self.refresh_requested.notify_one();
                     return Err((*failure).into());
                 }
             };
-            let asking = hop.as_ref().is_some_and(|(_, asking)| *asking);
-            let error = match timeout_at(deadline, live.answer(command, asking)).await {
-                Ok(Ok(value)) => {
-                    node.answered();
-                    return Ok(value);
-                }
-                Ok(Err(error)) => error,
-                Err(late) => {
-                    return Err(Lost {
-                        failure: late.into(),
-                        by: Some((node, state)),
-                    });
-                }
-            };
-            match redirection(&error, &node.address) {
-                Some(Redirection::To(address, asking)) => {
-                    if !asking {
-                        self.stale.notify_one();
+            let asking = redirected_to.as_ref().is_some_and(|(_, asking)| *asking);
+            let error =
+                match timeout_at(deadline, live.send_with_script_reload(command, asking)).await {
+                    Ok(Ok(value)) => {
+                        node.record_success();
+                        return Ok(value);
                     }
-                    hop = Some((address, asking));
-                    hops += 1;
+                    Ok(Err(error)) => error,
+                    Err(elapsed) => {
+                        return Err(FailedClusterCall {
+                            kind: elapsed.into(),
+                            node_state: Some((node, state)),
+                        });
+                    }
+                };
+            match parse_redirection(&error, &node.address) {
+                Some(ClusterRedirection::ToNode(address, asking)) => {
+                    if !asking {
+                        self.refresh_requested.notify_one();
+                    }
+                    redirected_to = Some((address, asking));
+                    redirections += 1;
                 }
-                Some(Redirection::Again) if Instant::now() + MOVING < deadline => {
-                    sleep(MOVING).await
+                Some(ClusterRedirection::TryAgain)
+                    if Instant::now() + TRY_AGAIN_DELAY < deadline =>
+                {
+                    sleep(TRY_AGAIN_DELAY).await
                 }
-                Some(Redirection::Again) => return Err(Failure::Timeout.into()),
+                Some(ClusterRedirection::TryAgain) => return Err(RedisErrorKind::Timeout.into()),
                 None => {
-                    return Err(Lost {
-                        failure: Failure::from(&error),
-                        by: Some((node, state)),
+                    return Err(FailedClusterCall {
+                        kind: RedisErrorKind::from(&error),
+                        node_state: Some((node, state)),
                     });
                 }
             }
         }
-        self.stale.notify_one();
-        Err(Failure::ClusterDown.into())
+        self.refresh_requested.notify_one();
+        Err(RedisErrorKind::ClusterDown.into())
     }
 
     /// Asks all slots at once, and tells what that comes to. If one refuses, the others are given back what they took.
-    async fn reserve(
+    async fn decide_across_slots(
         self,
-        parts: SmallVec<[Part; 4]>,
-        count: usize,
+        slots: SmallVec<[SlotCharges; 4]>,
+        charge_count: usize,
         deadline: Instant,
-        tell: oneshot::Sender<Result<Decision, Failure>>,
+        decision_sender: oneshot::Sender<Result<Decision, RedisErrorKind>>,
     ) {
-        let ask = async |part: &Part| self.ask(part.slot, &part.charges(), deadline).await;
-        let answers = join_all(parts.iter().map(ask)).await;
-        let decision = together(count, &parts, &answers);
+        let decide_slot = async |part: &SlotCharges| {
+            self.request_decision(part.slot, &part.borrow_charges(), deadline)
+                .await
+        };
+        let answers = join_all(slots.iter().map(decide_slot)).await;
+        let decision = merge_slot_decisions(charge_count, &slots, &answers);
         let is_refused = decision.as_ref().is_ok_and(|decision| !decision.admitted);
         // Perhaps nobody is there any more.
-        drop(tell.send(decision));
+        drop(decision_sender.send(decision));
         if is_refused {
-            let made = parts
+            let made = slots
                 .iter()
                 .zip(&answers)
                 .filter_map(|(part, answer)| Some((part, answer.as_ref().ok()?)));
-            join_all(made.map(|(part, answer)| self.give_back(part, answer))).await;
+            join_all(made.map(|(part, answer)| self.credit_slot(part, answer))).await;
         }
     }
 
     /// Gives back what one slot has charged. If that fails, it stands.
-    async fn give_back(&self, part: &Part, decision: &Decision) {
+    async fn credit_slot(&self, part: &SlotCharges, decision: &Decision) {
         let refusals: SmallVec<[_; 4]> = decision
-            .standings
+            .statuses
             .iter()
             .map(|standing| standing.and_then(|standing| standing.refusal))
             .collect();
-        let charges = part.charges();
-        let made = charges.iter().enumerate().filter(|(at, charge)| {
+        let charges = part.borrow_charges();
+        let made_charges = charges.iter().enumerate().filter(|(at, charge)| {
             // A block begins because its own policy refuses.
-            !charge.is_block() && effect(&charges, &refusals, *at) == Effect::Charge
+            !charge.is_block() && determine_effect(&charges, &refusals, *at) == ChargeEffect::Charge
         });
-        let late = made.filter_map(|(at, charge)| {
-            let at_us = decision.stands_us.get(at).copied().flatten()?;
+        let settlements = made_charges.filter_map(|(at, charge)| {
+            let at_us = decision.charged_at_us.get(at).copied().flatten()?;
             let amendment = match charge.limit.algorithm {
-                Algorithm::Concurrency { .. } => Amendment::Release { slot: charge.slot },
+                Algorithm::Concurrency { .. } => Amendment::Release {
+                    slot: charge.slot_id,
+                },
                 _ => Amendment::Credit {
                     units: charge.cost,
                     at_us,
                 },
             };
-            Some(Late {
+            Some(Settlement {
                 limit: charge.limit,
                 key: charge.key,
                 amendment,
             })
         });
-        let late: SmallVec<[Late<'_>; 4]> = late.collect();
-        if !late.is_empty() {
-            let command = self.context.script.amend(&late, None);
+        let settlements: SmallVec<[Settlement<'_>; 4]> = settlements.collect();
+        if !settlements.is_empty() {
+            let command = self.context.scripts.amend_command(&settlements, None);
             let deadline = Instant::now() + self.context.settings.timeout;
-            drop(self.call(part.slot, &command, deadline).await);
+            drop(self.run_on_slot(part.slot, &command, deadline).await);
         }
     }
 
-    async fn ask(
+    async fn request_decision(
         &self,
         slot: u16,
         charges: &[Charge<'_>],
         deadline: Instant,
-    ) -> Result<Decision, Failure> {
-        let script = &self.context.script;
+    ) -> Result<Decision, RedisErrorKind> {
+        let script = &self.context.scripts;
         match self
-            .call(slot, &script.decide(charges, None), deadline)
+            .run_on_slot(slot, &script.decide_command(charges, None), deadline)
             .await
         {
-            Ok(reply) => {
-                Script::decision(&reply, charges).ok_or_else(|| self.counted(Failure::Reply))
-            }
-            Err(Failure::WrongType(position)) => {
+            Ok(reply) => ScriptLibrary::parse_decision_reply(&reply, charges)
+                .ok_or_else(|| self.count_failure(RedisErrorKind::InvalidReply)),
+            Err(RedisErrorKind::WrongType(position)) => {
                 self.context
-                    .health
-                    .foreign(|| script.counter_at(charges, position));
-                Err(Failure::WrongType(position))
+                    .breaker
+                    .record_foreign_value(|| script.counter_name_at(charges, position));
+                Err(RedisErrorKind::WrongType(position))
             }
             Err(failure) => Err(failure),
         }
@@ -440,100 +500,115 @@ impl Nodes {
 
     /// The node at an address that another has named. One that isn't known yet is waited for: it is the map that is
     /// late.
-    async fn newcomer(&self, address: &Address, deadline: Instant) -> Result<Arc<Node>, Lost> {
-        if let Some(node) = self.map.borrow().at(address) {
+    async fn wait_for_node(
+        &self,
+        address: &RedisAddress,
+        deadline: Instant,
+    ) -> Result<Arc<ClusterNode>, FailedClusterCall> {
+        if let Some(node) = self.slot_map.borrow().node_at(address) {
             return Ok(Arc::clone(node));
         }
-        self.stale.notify_one();
-        let mut map = self.map.clone();
-        let known = async {
+        self.refresh_requested.notify_one();
+        let mut map = self.slot_map.clone();
+        let known_node = async {
             let node = map
-                .wait_for(|map| map.at(address).is_some())
+                .wait_for(|map| map.node_at(address).is_some())
                 .await
                 .ok()?
-                .at(address)
+                .node_at(address)
                 .cloned()?;
-            node.link.ready().await;
+            node.connection.wait_until_ready().await;
             Some(node)
         };
-        match timeout_at(deadline, known).await {
+        match timeout_at(deadline, known_node).await {
             Ok(Some(node)) => Ok(node),
-            Ok(None) | Err(_) => Err(Failure::ClusterDown.into()),
+            Ok(None) | Err(_) => Err(RedisErrorKind::ClusterDown.into()),
         }
     }
 
     /// Notes that there was no useful answer.
-    fn note(&self, lost: &Lost) -> Failure {
-        match &lost.by {
+    fn record_failure(&self, call: &FailedClusterCall) -> RedisErrorKind {
+        match &call.node_state {
             Some((node, state)) => match &**state {
-                State::Up(live) => self.failed(node, live, lost.failure),
-                State::Down(_) => self.counted(lost.failure),
+                RedisConnectionState::Up(live) => self.record_node_failure(node, live, call.kind),
+                RedisConnectionState::Down(_) => self.count_failure(call.kind),
             },
-            None => self.counted(lost.failure),
+            None => self.count_failure(call.kind),
         }
     }
 
     /// The same of a node that was asked.
-    fn failed(&self, node: &Node, live: &Live, failure: Failure) -> Failure {
-        if matches!(failure, Failure::WrongType(_)) {
+    fn record_node_failure(
+        &self,
+        node: &ClusterNode,
+        live: &LiveConnection,
+        failure: RedisErrorKind,
+    ) -> RedisErrorKind {
+        if matches!(failure, RedisErrorKind::WrongType(_)) {
             // One key's fault; it is counted where it is told.
             return failure;
         }
-        if failure == Failure::ClusterDown || failure.ends_connection() {
-            self.stale.notify_one();
+        if failure == RedisErrorKind::ClusterDown || failure.requires_reconnect() {
+            self.refresh_requested.notify_one();
         }
-        live.failed(failure);
+        live.record_failure(failure);
         let failures = node
-            .failures
+            .consecutive_failures
             .fetch_add(1, Ordering::Relaxed)
             .saturating_add(1);
         if failures >= self.context.settings.breaker_failures {
-            node.failures.store(0, Ordering::Relaxed);
-            live.give_up(failure);
+            node.consecutive_failures.store(0, Ordering::Relaxed);
+            live.request_replacement(failure);
         }
-        self.counted(failure)
+        self.count_failure(failure)
     }
 
-    fn counted(&self, failure: Failure) -> Failure {
-        self.context.health.count(failure);
+    fn count_failure(&self, failure: RedisErrorKind) -> RedisErrorKind {
+        self.context.breaker.count_failure(failure);
         failure
     }
 }
 
-impl Node {
+impl ClusterNode {
     /// Whether it was heard of just now. Slots that move to it shall cost nobody an answer.
     fn is_connecting(&self) -> bool {
-        !self.link.was_ready() && self.since.elapsed() < NEWCOMER
+        !self.connection.was_ready() && self.discovered_at.elapsed() < NEW_NODE_WAIT
     }
 
     /// Whether it would be asked, or waited for.
-    fn is_there(&self) -> bool {
-        matches!(&*self.link.state(), State::Up(_)) || self.is_connecting()
+    fn is_available(&self) -> bool {
+        matches!(&*self.connection.state(), RedisConnectionState::Up(_)) || self.is_connecting()
     }
 
-    fn answered(&self) {
-        if self.failures.load(Ordering::Relaxed) != 0 {
-            self.failures.store(0, Ordering::Relaxed);
+    fn record_success(&self) {
+        if self.consecutive_failures.load(Ordering::Relaxed) != 0 {
+            self.consecutive_failures.store(0, Ordering::Relaxed);
         }
     }
 }
 
-enum Redirection {
+enum ClusterRedirection {
     /// Another node has the slot; `true`: is just getting it.
-    To(Address, bool),
+    ToNode(RedisAddress, bool),
     /// The keys are partly here and partly there.
-    Again,
+    TryAgain,
 }
 
-fn redirection(error: &RedisError, from: &Address) -> Option<Redirection> {
-    let asking = match error.kind() {
+fn parse_redirection(
+    error: &RedisError,
+    source_address: &RedisAddress,
+) -> Option<ClusterRedirection> {
+    let is_asking = match error.kind() {
         ErrorKind::Server(ServerErrorKind::Moved) => false,
         ErrorKind::Server(ServerErrorKind::Ask) => true,
-        ErrorKind::Server(ServerErrorKind::TryAgain) => return Some(Redirection::Again),
+        ErrorKind::Server(ServerErrorKind::TryAgain) => return Some(ClusterRedirection::TryAgain),
         _ => return None,
     };
-    match Address::parse(error.redirect_node()?.0)? {
-        Address::Tcp { host, port } => Some(Redirection::To(map::named(host, port, from), asking)),
-        Address::Unix(_) => None,
+    match RedisAddress::parse(error.redirect_node()?.0)? {
+        RedisAddress::Tcp { host, port } => Some(ClusterRedirection::ToNode(
+            slot_map::resolve_node_address(host, port, source_address),
+            is_asking,
+        )),
+        RedisAddress::Unix(_) => None,
     }
 }

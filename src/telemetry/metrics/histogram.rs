@@ -5,26 +5,26 @@ use std::time::Duration;
 
 /// A count that one thread writes and any may read: without a second writer, adding needs no locked instruction.
 #[derive(Debug, Default)]
-pub(super) struct Count(AtomicU64);
+pub(super) struct SingleWriterCounter(AtomicU64);
 
 /// How often something took how long.
 #[derive(Debug)]
-pub(super) struct Histogram {
-    bounds: &'static [Bound],
+pub(super) struct DurationHistogram {
+    bounds: &'static [BucketBound],
     /// One more than bounds: what is above all of them. Not cumulative.
-    counts: [Count; BUCKETS + 1],
-    sum_ns: Count,
+    counts: [SingleWriterCounter; BUCKET_COUNT + 1],
+    sum_ns: SingleWriterCounter,
 }
 
 /// A bucket's upper end, and how it is written.
-pub(super) type Bound = (Duration, &'static str);
+pub(super) type BucketBound = (Duration, &'static str);
 
 /// As many for every histogram. Objectives are set in round numbers and timeouts too: each has its bound, and none is
 /// more than three times the one before, or a quantile would be a guess.
-pub(super) const BUCKETS: usize = 18;
+pub(super) const BUCKET_COUNT: usize = 18;
 
 /// From a look into memory to the longest that anybody configures for a round trip.
-pub(super) static DECISION_BOUNDS: [Bound; BUCKETS] = [
+pub(super) static DECISION_BOUNDS: [BucketBound; BUCKET_COUNT] = [
     (Duration::from_micros(2), "0.000002"),
     (Duration::from_micros(5), "0.000005"),
     (Duration::from_micros(10), "0.00001"),
@@ -46,7 +46,7 @@ pub(super) static DECISION_BOUNDS: [Bound; BUCKETS] = [
 ];
 
 /// From an answer of our own to the default `upstream.response_timeout`.
-pub(super) static REQUEST_BOUNDS: [Bound; BUCKETS] = [
+pub(super) static REQUEST_BOUNDS: [BucketBound; BUCKET_COUNT] = [
     (Duration::from_micros(100), "0.0001"),
     (Duration::from_micros(250), "0.00025"),
     (Duration::from_micros(500), "0.0005"),
@@ -67,9 +67,10 @@ pub(super) static REQUEST_BOUNDS: [Bound; BUCKETS] = [
     (Duration::from_secs(60), "60"),
 ];
 
-impl Count {
-    pub(super) fn add(&self, n: u64) {
-        self.0.store(self.get().wrapping_add(n), Ordering::Relaxed);
+impl SingleWriterCounter {
+    pub(super) fn add(&self, amount: u64) {
+        self.0
+            .store(self.get().wrapping_add(amount), Ordering::Relaxed);
     }
 
     pub(super) fn get(&self) -> u64 {
@@ -77,12 +78,12 @@ impl Count {
     }
 }
 
-impl Histogram {
-    pub(super) fn new(bounds: &'static [Bound; BUCKETS]) -> Self {
+impl DurationHistogram {
+    pub(super) fn new(bounds: &'static [BucketBound; BUCKET_COUNT]) -> Self {
         Self {
             bounds,
-            counts: std::array::from_fn(|_| Count::default()),
-            sum_ns: Count::default(),
+            counts: std::array::from_fn(|_| SingleWriterCounter::default()),
+            sum_ns: SingleWriterCounter::default(),
         }
     }
 
@@ -98,24 +99,24 @@ impl Histogram {
 
 /// Histograms of the same bounds, added up at one moment.
 #[derive(Clone, Debug)]
-pub struct Buckets {
-    bounds: &'static [Bound; BUCKETS],
+pub struct HistogramSnapshot {
+    bounds: &'static [BucketBound; BUCKET_COUNT],
     /// Not cumulative.
-    counts: [u64; BUCKETS + 1],
+    counts: [u64; BUCKET_COUNT + 1],
     sum_ns: u64,
 }
 
-impl Buckets {
-    pub(super) fn of<'a>(
-        bounds: &'static [Bound; BUCKETS],
-        parts: impl Iterator<Item = &'a Histogram>,
+impl HistogramSnapshot {
+    pub(super) fn from_histograms<'a>(
+        bounds: &'static [BucketBound; BUCKET_COUNT],
+        histograms: impl Iterator<Item = &'a DurationHistogram>,
     ) -> Self {
-        let (mut counts, mut sum_ns) = ([0; BUCKETS + 1], 0_u64);
-        for part in parts {
-            for (sum, count) in counts.iter_mut().zip(&part.counts) {
+        let (mut counts, mut sum_ns) = ([0; BUCKET_COUNT + 1], 0_u64);
+        for histogram in histograms {
+            for (sum, count) in counts.iter_mut().zip(&histogram.counts) {
                 *sum += count.get();
             }
-            sum_ns = sum_ns.saturating_add(part.sum_ns.get());
+            sum_ns = sum_ns.saturating_add(histogram.sum_ns.get());
         }
         Self {
             bounds,
@@ -126,7 +127,7 @@ impl Buckets {
 
     /// What came since an earlier look at the same histograms.
     #[must_use]
-    pub fn since(mut self, earlier: &Self) -> Self {
+    pub fn delta_since(mut self, earlier: &Self) -> Self {
         for (count, earlier) in self.counts.iter_mut().zip(&earlier.counts) {
             *count = count.saturating_sub(*earlier);
         }
@@ -148,17 +149,17 @@ impl Buckets {
             reason = "a rank among at most 2^52 that were counted"
         )]
         let rank = ((self.count() as f64 * share).ceil() as u64).max(1);
-        let mut seen = 0;
+        let mut cumulative = 0;
         let reached = self.counts.iter().position(|count| {
-            seen += count;
-            seen >= rank
+            cumulative += count;
+            cumulative >= rank
         });
         self.bounds.get(reached?).map(|(bound, _)| *bound)
     }
 }
 
 /// The same, as Prometheus wants it.
-pub(super) struct Summed {
+pub(super) struct CumulativeBuckets {
     /// Each bucket's upper end and all that was at most that.
     pub(super) buckets: Vec<(&'static str, u64)>,
     /// The last bucket's, which has no end.
@@ -166,18 +167,19 @@ pub(super) struct Summed {
     pub(super) sum: Duration,
 }
 
-impl Summed {
-    pub(super) fn of<'a>(
-        bounds: &'static [Bound; BUCKETS],
-        parts: impl Iterator<Item = &'a Histogram>,
+impl CumulativeBuckets {
+    pub(super) fn from_histograms<'a>(
+        bounds: &'static [BucketBound; BUCKET_COUNT],
+        histograms: impl Iterator<Item = &'a DurationHistogram>,
     ) -> Self {
-        let Buckets { counts, sum_ns, .. } = Buckets::of(bounds, parts);
+        let HistogramSnapshot { counts, sum_ns, .. } =
+            HistogramSnapshot::from_histograms(bounds, histograms);
         let mut count = 0;
-        let mut up_to = |(own, (_, text)): (&u64, &Bound)| {
+        let mut accumulate = |(own, (_, text)): (&u64, &BucketBound)| {
             count += own;
             (*text, count)
         };
-        let buckets = counts.iter().zip(bounds).map(&mut up_to).collect();
+        let buckets = counts.iter().zip(bounds).map(&mut accumulate).collect();
         let count = counts.iter().sum();
         Self {
             buckets,

@@ -1,46 +1,46 @@
 use super::*;
 
-const KINDS: Kinds = Kinds {
+const ERROR_KINDS: ErrorKindLabels = ErrorKindLabels {
     upstream_errors: &["dns", "tls"],
-    tls_faults: &["closed", "invalid"],
-    proxy_header_faults: &["absent"],
+    tls_errors: &["closed", "invalid"],
+    proxy_header_errors: &["absent"],
 };
 
-fn observed() -> Observed {
-    Observed {
-        phase: Phase::Serving,
+fn sample_status() -> ProcessStatus {
+    ProcessStatus {
+        phase: ProcessPhase::Serving,
         uptime_s: 60,
-        policies: 2,
-        connections: 3,
-        connections_max: 10,
-        connections_full: 6,
+        policy_count: 2,
+        open_connections: 3,
+        max_connections: 10,
+        connection_limit_hits: 6,
         panics: 1,
         store_up: true,
         breaker_open: false,
         store_errors: vec![("timeout", 2)],
         lease_units_lost: Some(70),
-        instances: Some(3),
-        redis: Some(RedisVitals {
+        instance_count: Some(3),
+        redis: Some(RedisServerMetrics {
             calls: 9,
             memory_bytes: Some(1000),
             memory_max_bytes: None,
             may_evict: Some(true),
             clock_skew_us: Some(-1_250_000),
         }),
-        memory: Some(MemoryUse {
+        memory: Some(MemoryStoreUsage {
             keys: 5,
             bytes: 700,
             evictions: 1,
         }),
-        generation: 4,
-        spans: Some(Spans {
+        config_generation: 4,
+        spans: Some(SpanExportCounts {
             exported: 8,
             dropped: 1,
             failed: 2,
         }),
-        reloads_refused: 2,
-        loaded_s: 1_700_000_000,
-        configured_at_s: 1_700_000_000,
+        rejected_reloads: 2,
+        last_load_at_s: 1_700_000_000,
+        config_applied_at_s: 1_700_000_000,
         config_hash: 77,
         reload_errors: Vec::new(),
         certificates: vec![("a.crt".to_owned(), 1_800_000_000)],
@@ -48,7 +48,7 @@ fn observed() -> Observed {
 }
 
 #[track_caller]
-fn has(page: &str, line: &str) {
+fn assert_has_line(page: &str, line: &str) {
     assert!(
         page.lines().any(|known| known == line),
         "{line:?} is not in\n{page}"
@@ -56,28 +56,28 @@ fn has(page: &str, line: &str) {
 }
 
 #[test]
-fn what_workers_count_alone_is_added_up() {
-    let metrics = Metrics::new(3, KINDS);
-    let tallies = metrics.tallies(["a", "b"].into_iter());
+fn sums_counts_of_all_workers() {
+    let metrics = Metrics::new(3, ERROR_KINDS);
+    let tallies = metrics.policy_counters(["a", "b"].into_iter());
     for worker in 0..3 {
-        let shard = metrics.shard(worker);
+        let shard = metrics.worker_metrics(worker);
         for _ in 0..=worker {
-            shard.policy(&tallies[0], Decision::Allowed);
-            shard.upstream_error(1);
-            shard.tls_fault(0);
-            shard.proxy_header_fault(0);
-            shard.closed(Closed::Flood);
-            shard.forwarding_not_trusted(IpAddr::from([10, 0, 0, 1]));
-            shard.token_refused();
-            shard.settlements_lost(2);
+            shard.record_policy_decision(&tallies[0], PolicyDecision::Allowed);
+            shard.record_upstream_error(1);
+            shard.record_tls_error(0);
+            shard.record_proxy_header_error(0);
+            shard.record_connection_closed(ConnectionCloseReason::Flood);
+            shard.record_untrusted_forwarding(IpAddr::from([10, 0, 0, 1]));
+            shard.record_rejected_token();
+            shard.record_lost_settlements(2);
         }
-        shard.policy(&tallies[1], Decision::DegradedClosed);
-        shard.policy(&tallies[1], Decision::Degraded);
+        shard.record_policy_decision(&tallies[1], PolicyDecision::DegradedClosed);
+        shard.record_policy_decision(&tallies[1], PolicyDecision::Degraded);
     }
     metrics
-        .shard(3)
-        .forwarding_not_trusted(IpAddr::from([10, 0, 0, 2]));
-    let page = metrics.page(&observed(), Format::Classic);
+        .worker_metrics(3)
+        .record_untrusted_forwarding(IpAddr::from([10, 0, 0, 2]));
+    let page = metrics.render_page(&sample_status(), ExpositionFormat::PrometheusText);
     for line in [
         "tidegate_requests_total{policy=\"a\",decision=\"allowed\"} 6",
         "tidegate_requests_total{policy=\"b\",decision=\"allowed\"} 0",
@@ -119,23 +119,23 @@ fn what_workers_count_alone_is_added_up() {
             "\"} 1"
         ),
     ] {
-        has(&page, line);
+        assert_has_line(&page, line);
     }
 }
 
 #[test]
-fn counters_outlive_the_table_that_named_them() {
-    let metrics = Metrics::new(1, KINDS);
-    let shard = metrics.shard(0);
-    shard.policy(
-        &metrics.tallies(["a", "gone"].into_iter())[1],
-        Decision::Rejected,
+fn counters_survive_a_policy_reload() {
+    let metrics = Metrics::new(1, ERROR_KINDS);
+    let shard = metrics.worker_metrics(0);
+    shard.record_policy_decision(
+        &metrics.policy_counters(["a", "gone"].into_iter())[1],
+        PolicyDecision::Rejected,
     );
-    let again = metrics.tallies(["new", "a"].into_iter());
-    shard.policy(&again[1], Decision::Rejected);
-    let page = metrics.page(&observed(), Format::Classic);
+    let reloaded = metrics.policy_counters(["new", "a"].into_iter());
+    shard.record_policy_decision(&reloaded[1], PolicyDecision::Rejected);
+    let page = metrics.render_page(&sample_status(), ExpositionFormat::PrometheusText);
     for policy in ["a", "gone"] {
-        has(
+        assert_has_line(
             &page,
             &format!("tidegate_requests_total{{policy=\"{policy}\",decision=\"rejected\"}} 1"),
         );
@@ -143,15 +143,17 @@ fn counters_outlive_the_table_that_named_them() {
 }
 
 #[test]
-fn buckets_hold_what_is_at_most_their_end() {
-    let metrics = Metrics::new(2, KINDS);
+fn buckets_count_durations_up_to_their_bound() {
+    let metrics = Metrics::new(2, ERROR_KINDS);
     let times = [0, 2_000, 2_001, 50_000_000, 3_000_000_000].map(Duration::from_nanos);
     for (at, time) in times.into_iter().enumerate() {
-        metrics.shard(at % 2).decided(Source::Memory, time);
+        metrics
+            .worker_metrics(at % 2)
+            .record_decision_time(DecisionSource::Memory, time);
     }
-    let page = metrics.page(&observed(), Format::Classic);
+    let page = metrics.render_page(&sample_status(), ExpositionFormat::PrometheusText);
     let bucket = |le: &str, count: u64| {
-        has(
+        assert_has_line(
             &page,
             &format!("tidegate_decision_seconds_bucket{{source=\"memory\",le=\"{le}\"}} {count}"),
         );
@@ -162,19 +164,19 @@ fn buckets_hold_what_is_at_most_their_end() {
     bucket("0.05", 4);
     bucket("1", 4);
     bucket("+Inf", 5);
-    has(
+    assert_has_line(
         &page,
         "tidegate_decision_seconds_sum{source=\"memory\"} 3.050004001",
     );
-    has(
+    assert_has_line(
         &page,
         "tidegate_decision_seconds_count{source=\"memory\"} 5",
     );
-    has(&page, "tidegate_decision_seconds_count{source=\"redis\"} 0");
+    assert_has_line(&page, "tidegate_decision_seconds_count{source=\"redis\"} 0");
 }
 
 #[test]
-fn bounds_ascend_and_are_written_as_they_are() {
+fn bounds_ascend_and_match_their_labels() {
     for bounds in [&DECISION_BOUNDS, &REQUEST_BOUNDS] {
         assert!(bounds.is_sorted_by(|a, b| a.0 < b.0));
         for (bound, text) in bounds {
@@ -184,7 +186,7 @@ fn bounds_ascend_and_are_written_as_they_are() {
 }
 
 #[test]
-fn bounds_tell_objectives_and_default_timeouts_exactly_and_leave_no_gap() {
+fn bounds_include_objectives_and_default_timeouts() {
     for bounds in [&DECISION_BOUNDS, &REQUEST_BOUNDS] {
         for pair in bounds.windows(2) {
             assert!(
@@ -195,27 +197,28 @@ fn bounds_tell_objectives_and_default_timeouts_exactly_and_leave_no_gap() {
             );
         }
     }
-    let has =
-        |bounds: &[histogram::Bound], ms| bounds.iter().any(|(bound, _)| bound.as_millis() == ms);
+    let has_bound = |bounds: &[histogram::BucketBound], ms| {
+        bounds.iter().any(|(bound, _)| bound.as_millis() == ms)
+    };
     for ms in [1, 5, 10, 25, 50, 100, 250, 500, 1000] {
         assert!(
-            has(&DECISION_BOUNDS, ms) && has(&REQUEST_BOUNDS, ms),
+            has_bound(&DECISION_BOUNDS, ms) && has_bound(&REQUEST_BOUNDS, ms),
             "{ms} ms"
         );
     }
     for ms in [2_500, 5_000, 10_000, 30_000, 60_000] {
-        assert!(has(&REQUEST_BOUNDS, ms), "{ms} ms");
+        assert!(has_bound(&REQUEST_BOUNDS, ms), "{ms} ms");
     }
 }
 
 #[test]
-fn only_codes_that_occurred_have_a_line() {
-    let metrics = Metrics::new(1, KINDS);
-    let shard = metrics.shard(0);
+fn only_observed_status_codes_have_a_line() {
+    let metrics = Metrics::new(1, ERROR_KINDS);
+    let shard = metrics.worker_metrics(0);
     for code in [100, 200, 200, 999] {
-        shard.responded(code, Duration::ZERO);
+        shard.record_response(code, Duration::ZERO);
     }
-    let page = metrics.page(&observed(), Format::Classic);
+    let page = metrics.render_page(&sample_status(), ExpositionFormat::PrometheusText);
     let lines: Vec<&str> = page
         .lines()
         .filter(|line| line.contains("{code="))
@@ -225,10 +228,10 @@ fn only_codes_that_occurred_have_a_line() {
 }
 
 #[test]
-fn a_label_cannot_end_before_its_time() {
-    let mut page = Page::new(Format::OpenMetrics);
-    page.family(Kind::Gauge, "x", "Help.")
-        .sample(&[("l", "a\"} 9\n\\")], 1);
+fn escapes_label_values() {
+    let mut page = ExpositionWriter::new(ExpositionFormat::OpenMetrics);
+    page.begin_family(MetricKind::Gauge, "x", "Help.")
+        .write_sample(&[("l", "a\"} 9\n\\")], 1);
     assert_eq!(
         page.finish(),
         "# HELP x Help.\n# TYPE x gauge\nx{l=\"a\\\"} 9\\n\\\\\"} 1\n# EOF\n"
@@ -236,14 +239,19 @@ fn a_label_cannot_end_before_its_time() {
 }
 
 #[test]
-fn the_two_formats_differ_in_the_names_of_counters_and_the_end() {
-    let metrics = Metrics::new(1, KINDS);
-    let classic = metrics.page(&observed(), Format::accepted("text/plain"));
-    let open = metrics.page(
-        &observed(),
-        Format::accepted("application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.2"),
+fn formats_differ_in_counter_names_and_the_end_marker() {
+    let metrics = Metrics::new(1, ERROR_KINDS);
+    let classic = metrics.render_page(
+        &sample_status(),
+        ExpositionFormat::from_accept_header("text/plain"),
     );
-    has(&classic, "# TYPE tidegate_requests_total counter");
-    has(&open, "# TYPE tidegate_requests counter");
+    let open = metrics.render_page(
+        &sample_status(),
+        ExpositionFormat::from_accept_header(
+            "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.2",
+        ),
+    );
+    assert_has_line(&classic, "# TYPE tidegate_requests_total counter");
+    assert_has_line(&open, "# TYPE tidegate_requests counter");
     assert!(open.ends_with("} 1\n# EOF\n") && !classic.contains("EOF"));
 }

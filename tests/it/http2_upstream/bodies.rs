@@ -1,11 +1,11 @@
 //! Bodies, up and down: whole, cut off, refused and unread.
 
-use super::{GOAWAY, ONE_WORKER, SETTINGS, in_front_of, request_head};
-use crate::support::client::{ClientBody, RawClient, answered, http2};
-use crate::support::h2_upstream::{Exchange, H2Upstream, whole};
+use super::{GOAWAY_NO_STREAMS, ONE_WORKER, SERVER_SETTINGS, read_request_head, start_proxy};
+use crate::support::client::{ClientBody, RawClient, await_response, open_http2_connection};
+use crate::support::h2_upstream::{H2Exchange, H2Upstream, full_body};
 use crate::support::proxy::Proxy;
 use crate::support::upstream::{RawSocket, RawUpstream};
-use crate::support::{SOON, eventually, noise, sha256};
+use crate::support::{TEST_TIMEOUT, eventually, pseudo_random_bytes, sha256};
 use bytes::Bytes;
 use h2::Reason;
 use h2::server::Builder;
@@ -17,7 +17,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
 
 /// Takes what comes until there are so many bytes of DATA.
-async fn request_body(socket: &mut RawSocket, mut left: usize) {
+async fn read_request_body(socket: &mut RawSocket, mut left: usize) {
     let stream = socket.stream();
     while left > 0 {
         let mut head = [0; 9];
@@ -31,25 +31,25 @@ async fn request_body(socket: &mut RawSocket, mut left: usize) {
 }
 
 #[tokio::test]
-async fn an_upload_that_meets_a_goodbye_is_sent_on_another_connection() {
+async fn an_upload_is_retried_on_another_connection_after_goaway() {
     // The first two connections take the begin of the upload, and say that they have looked at none of it.
-    let upstream = RawUpstream::scripted(|number, mut socket| async move {
+    let upstream = RawUpstream::with_script(|number, mut socket| async move {
         if number < 2 {
-            socket.send(SETTINGS).await;
-            request_head(&mut socket).await;
-            request_body(&mut socket, 5).await;
-            socket.send(GOAWAY).await;
-            return socket.drain().await;
+            socket.send(SERVER_SETTINGS).await;
+            read_request_head(&mut socket).await;
+            read_request_body(&mut socket, 5).await;
+            socket.send(GOAWAY_NO_STREAMS).await;
+            return socket.read_to_close().await;
         }
         let mut h2 = h2::server::handshake(socket.stream()).await.unwrap();
         while let Some(Ok((request, respond))) = h2.accept().await {
             tokio::spawn(async move {
-                let mut exchange = Exchange {
-                    connection: number,
+                let mut exchange = H2Exchange {
+                    connection_index: number,
                     request,
                     respond,
                 };
-                let body = exchange.body().await.unwrap();
+                let body = exchange.read_body().await.unwrap();
                 let trailers = exchange
                     .request
                     .body_mut()
@@ -61,7 +61,7 @@ async fn an_upload_that_meets_a_goodbye_is_sent_on_another_connection() {
                     .get("x-sum")
                     .map(|sum| sum.as_bytes().to_vec())
                     .unwrap_or_default();
-                exchange.answer(200, [body, sum].concat());
+                exchange.respond_with(200, [body, sum].concat());
             });
         }
     })
@@ -75,26 +75,30 @@ async fn an_upload_that_meets_a_goodbye_is_sent_on_another_connection() {
     let mut client = RawClient::connect(proxy.address).await;
     let head = "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTrailer: x-sum\r\n\r\n";
     client.send(format!("{head}5\r\nfirst\r\n")).await;
-    eventually("the third try", SOON, || {
-        (upstream.connections() == 3).then_some(())
+    eventually("the third try", TEST_TIMEOUT, || {
+        (upstream.connection_count() == 3).then_some(())
     })
     .await;
     client.send("6\r\nsecond\r\n0\r\nx-sum: 11\r\n\r\n").await;
-    let reply = client.reply().await;
+    let reply = client.read_response().await;
     assert_eq!(
         (reply.status, reply.text().as_str()),
         (200, "firstsecond11")
     );
     // With a length, and all there at once.
-    let upload = proxy.ask("POST", "/").body(noise(30_000)).send().await;
-    assert!(upload.status == 200 && upload.body == noise(30_000));
+    let upload = proxy
+        .request("POST", "/")
+        .body(pseudo_random_bytes(30_000))
+        .send()
+        .await;
+    assert!(upload.status == 200 && upload.body == pseudo_random_bytes(30_000));
 }
 
 #[tokio::test]
-async fn what_is_reset_never_looks_complete() {
+async fn a_reset_response_never_looks_complete() {
     let gate = Arc::new(Semaphore::new(0));
     let waiting = Arc::clone(&gate);
-    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+    let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
         let gate = Arc::clone(&waiting);
         async move {
             let reason = match exchange.request.uri().path() {
@@ -103,7 +107,7 @@ async fn what_is_reset_never_looks_complete() {
                 _ => Reason::INTERNAL_ERROR,
             };
             if exchange.request.uri().query().is_none() {
-                exchange.body().await.unwrap();
+                exchange.read_body().await.unwrap();
             }
             let mut stream = exchange
                 .respond
@@ -115,7 +119,7 @@ async fn what_is_reset_never_looks_complete() {
         }
     })
     .await;
-    let proxy = in_front_of(&upstream, "").await;
+    let proxy = start_proxy(&upstream, "").await;
     for target in ["/none", "/cancel", "/error", "/none?upload"] {
         let mut client = RawClient::connect(proxy.address).await;
         let framing = if target.ends_with("upload") {
@@ -129,33 +133,40 @@ async fn what_is_reset_never_looks_complete() {
         client.read_past(b"\r\nsome\r\n").await;
         gate.add_permits(1);
         assert_eq!(
-            client.rest().await,
+            client.read_to_close().await,
             b"",
             "{target}: an end that nobody said"
         );
         let request = Request::post(format!("http://a{target}"))
             .body(ClientBody::default())
             .unwrap();
-        let answer = answered(http2(proxy.address).await.send_request(request)).await;
+        let answer = await_response(
+            open_http2_connection(proxy.address)
+                .await
+                .send_request(request),
+        )
+        .await;
         gate.add_permits(1);
-        let body = timeout(SOON, answer.into_body().collect()).await.unwrap();
+        let body = timeout(TEST_TIMEOUT, answer.into_body().collect())
+            .await
+            .unwrap();
         assert!(body.is_err(), "{target} by HTTP/2");
     }
     assert_eq!(
-        upstream.connections(),
+        upstream.connection_count(),
         1,
         "each was the end of one request only"
     );
 }
 
 #[tokio::test]
-async fn an_answer_may_come_before_the_end_of_an_upload() {
+async fn a_response_may_arrive_before_the_end_of_an_upload() {
     let (told, mut given_up) = mpsc::channel(8);
-    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+    let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
         let told = told.clone();
         async move {
             if exchange.request.uri().path() == "/" {
-                return exchange.answer(200, "ok");
+                return exchange.respond_with(200, "ok");
             }
             let mut stream = exchange
                 .respond
@@ -173,42 +184,45 @@ async fn an_answer_may_come_before_the_end_of_an_upload() {
         }
     })
     .await;
-    let proxy = in_front_of(&upstream, "").await;
+    let proxy = start_proxy(&upstream, "").await;
     let mut client = RawClient::connect(proxy.address).await;
     client
         .send("POST /up HTTP/1.1\r\nHost: a\r\nContent-Length: 100000000\r\n\r\n")
         .await;
     client.send(vec![b'x'; 100_000]).await;
-    let reply = client.reply().await;
+    let reply = client.read_response().await;
     assert_eq!(
         (reply.status, reply.text().as_str(), reply.complete),
         (413, "too much", true)
     );
     assert_eq!(
-        timeout(SOON, given_up.recv()).await.unwrap(),
+        timeout(TEST_TIMEOUT, given_up.recv()).await.unwrap(),
         Some(true),
         "the upload was cut off, not ended"
     );
-    assert!(client.closes(SOON).await, "nobody reads the rest");
+    assert!(
+        client.closes_within(TEST_TIMEOUT).await,
+        "nobody reads the rest"
+    );
     assert_eq!(proxy.get("/").await.status, 200);
-    assert_eq!(upstream.connections(), 1);
+    assert_eq!(upstream.connection_count(), 1);
 }
 
 #[tokio::test]
-async fn a_cut_off_upload_never_looks_complete() {
+async fn a_truncated_upload_never_looks_complete() {
     let (told, mut ends) = mpsc::channel(8);
-    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+    let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
         let told = told.clone();
         async move {
-            let end = exchange.body().await;
+            let end = exchange.read_body().await;
             told.send(end.map_err(|error| error.reason()))
                 .await
                 .unwrap();
-            exchange.answer(200, "ok");
+            exchange.respond_with(200, "ok");
         }
     })
     .await;
-    let proxy = in_front_of(
+    let proxy = start_proxy(
         &upstream,
         "[listen.http]\nbody_idle_timeout = '300ms'\nmax_body_bytes = '8'",
     )
@@ -225,9 +239,9 @@ async fn a_cut_off_upload_never_looks_complete() {
         client
             .send(format!("POST / HTTP/1.1\r\nHost: a\r\n{framing}"))
             .await;
-        assert_eq!(client.reply().await.status, status);
+        assert_eq!(client.read_response().await.status, status);
         assert_eq!(
-            timeout(SOON, ends.recv()).await.unwrap(),
+            timeout(TEST_TIMEOUT, ends.recv()).await.unwrap(),
             Some(Err(Some(Reason::CANCEL))),
             "{framing}"
         );
@@ -235,9 +249,9 @@ async fn a_cut_off_upload_never_looks_complete() {
 }
 
 #[tokio::test]
-async fn trailers_come_through_both_ways() {
-    let upstream = H2Upstream::serving(Builder::new(), |mut exchange| async move {
-        let body = exchange.body().await.unwrap();
+async fn trailers_are_forwarded_both_ways() {
+    let upstream = H2Upstream::with_handler(Builder::new(), |mut exchange| async move {
+        let body = exchange.read_body().await.unwrap();
         let trailers = exchange
             .request
             .body_mut()
@@ -259,7 +273,7 @@ async fn trailers_come_through_both_ways() {
         stream.send_trailers(trailers).unwrap();
     })
     .await;
-    let proxy = in_front_of(&upstream, "").await;
+    let proxy = start_proxy(&upstream, "").await;
     let mut client = RawClient::connect(proxy.address).await;
     let request = "POST / HTTP/1.1\r\nHost: a\r\nTE: trailers\r\nConnection: TE\r\nTransfer-Encoding: chunked\r\n\
                    Trailer: x-a\r\n\r\n4\r\nbody\r\n0\r\nx-a: 1\r\nx-b: 2\r\n\r\n";
@@ -270,19 +284,24 @@ async fn trailers_come_through_both_ways() {
     // A trailer that was not announced was seen by no gate.
     let mut trailers = HeaderMap::new();
     trailers.insert("x-user-id", "ann".parse().unwrap());
-    let body = whole("body")
+    let body = full_body("body")
         .with_trailers(async move { Some(Ok(trailers)) })
         .boxed();
     let request = Request::post("http://a/").body(body).unwrap();
-    let answer = answered(http2(proxy.address).await.send_request(request)).await;
+    let answer = await_response(
+        open_http2_connection(proxy.address)
+            .await
+            .send_request(request),
+    )
+    .await;
     let body = answer.into_body().collect().await.unwrap();
     assert_eq!(body.trailers().unwrap()["x-sum"], "42");
     assert_eq!(body.to_bytes(), "body ");
 }
 
 #[tokio::test]
-async fn answers_without_a_body_have_none() {
-    let upstream = H2Upstream::serving(Builder::new(), |mut exchange| async move {
+async fn responses_without_a_body_have_none() {
+    let upstream = H2Upstream::with_handler(Builder::new(), |mut exchange| async move {
         let status: u16 = exchange
             .request
             .uri()
@@ -307,7 +326,7 @@ async fn answers_without_a_body_have_none() {
             .unwrap();
     })
     .await;
-    let proxy = in_front_of(&upstream, "").await;
+    let proxy = start_proxy(&upstream, "").await;
     let mut client = RawClient::connect(proxy.address).await;
     for (method, status, length) in [
         ("HEAD", 200, Some("12345")),
@@ -318,8 +337,8 @@ async fn answers_without_a_body_have_none() {
         client
             .send(format!("{method} /{status} HTTP/1.1\r\nHost: a\r\n\r\n"))
             .await;
-        assert_eq!(client.any_reply(false).await.status, 103);
-        let reply = client.any_reply(method == "HEAD").await;
+        assert_eq!(client.read_any_response(false).await.status, 103);
+        let reply = client.read_any_response(method == "HEAD").await;
         assert_eq!(
             (reply.status, reply.header("content-length")),
             (status, length),
@@ -327,13 +346,13 @@ async fn answers_without_a_body_have_none() {
         );
         assert!(reply.complete && reply.header("transfer-encoding").is_none());
     }
-    assert_eq!(upstream.connections(), 1);
+    assert_eq!(upstream.connection_count(), 1);
 }
 
 #[tokio::test]
-async fn a_silent_body_is_cut_and_told() {
+async fn a_stalled_response_body_is_reset_after_the_idle_timeout() {
     let (told, mut given_up) = mpsc::channel(8);
-    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+    let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
         let told = told.clone();
         async move {
             let mut stream = exchange
@@ -347,20 +366,20 @@ async fn a_silent_body_is_cut_and_told() {
         }
     })
     .await;
-    let proxy = in_front_of(&upstream, "upstream.body_idle_timeout = '200ms'").await;
+    let proxy = start_proxy(&upstream, "upstream.body_idle_timeout = '200ms'").await;
     let reply = proxy.get("/").await;
     assert_eq!((reply.text().as_str(), reply.complete), ("some", false));
     assert_eq!(
-        timeout(SOON, given_up.recv()).await.unwrap(),
+        timeout(TEST_TIMEOUT, given_up.recv()).await.unwrap(),
         Some(Some(Reason::CANCEL))
     );
 }
 
 #[tokio::test]
-async fn clients_who_do_not_read_hold_up_nobody_else() {
-    let content = Bytes::from(noise(4 << 20));
+async fn clients_that_do_not_read_do_not_stall_other_clients() {
+    let content = Bytes::from(pseudo_random_bytes(4 << 20));
     let served = content.clone();
-    let upstream = H2Upstream::serving(Builder::new(), move |mut exchange| {
+    let upstream = H2Upstream::with_handler(Builder::new(), move |mut exchange| {
         let mut left = served.clone();
         async move {
             let mut stream = exchange
@@ -379,7 +398,7 @@ async fn clients_who_do_not_read_hold_up_nobody_else() {
         }
     })
     .await;
-    let proxy = in_front_of(&upstream, "").await;
+    let proxy = start_proxy(&upstream, "").await;
     let mut sleepers = Vec::new();
     for _ in 0..60 {
         let mut client = RawClient::connect(proxy.address).await;
@@ -387,22 +406,26 @@ async fn clients_who_do_not_read_hold_up_nobody_else() {
         client.read_past(b"\r\n\r\n").await;
         sleepers.push(client);
     }
-    let reply = timeout(SOON, proxy.get("/"))
+    let reply = timeout(TEST_TIMEOUT, proxy.get("/"))
         .await
         .expect("others wait for those who sleep");
     assert_eq!(sha256(&reply.body), sha256(&content));
-    assert_eq!(upstream.connections(), 1);
+    assert_eq!(upstream.connection_count(), 1);
 }
 
 #[tokio::test]
-async fn megabytes_go_up_and_come_down_unchanged_by_http_2() {
-    let upstream = H2Upstream::serving(Builder::new(), |mut exchange| async move {
-        let body = exchange.body().await.unwrap();
-        exchange.answer(200, body);
+async fn large_bodies_pass_unchanged_both_ways_over_http2() {
+    let upstream = H2Upstream::with_handler(Builder::new(), |mut exchange| async move {
+        let body = exchange.read_body().await.unwrap();
+        exchange.respond_with(200, body);
     })
     .await;
-    let proxy = in_front_of(&upstream, "").await;
-    let content = noise(8 << 20);
-    let reply = proxy.ask("POST", "/").body(content.clone()).send().await;
+    let proxy = start_proxy(&upstream, "").await;
+    let content = pseudo_random_bytes(8 << 20);
+    let reply = proxy
+        .request("POST", "/")
+        .body(content.clone())
+        .send()
+        .await;
     assert!(reply.complete && reply.body == content);
 }

@@ -1,6 +1,6 @@
 //! Clients: exact bytes on a socket, one plain request, and hyper's over HTTP/1.1 and HTTP/2.
 
-use super::SOON;
+use super::TEST_TIMEOUT;
 use bytes::Bytes;
 use http_body_util::combinators::BoxBody;
 use hyper::body::Incoming;
@@ -21,19 +21,19 @@ pub type ClientBody = BoxBody<Bytes, Infallible>;
 /// A connection to which exactly the bytes are sent that the test says.
 #[derive(Debug)]
 pub struct RawClient {
-    stream: Box<dyn Wire>,
+    stream: Box<dyn ByteStream>,
     /// Read and not yet given out.
     buffer: Vec<u8>,
 }
 
 /// What bytes go over.
-pub trait Wire: AsyncRead + AsyncWrite + Unpin + Send + Debug {}
+pub trait ByteStream: AsyncRead + AsyncWrite + Unpin + Send + Debug {}
 
-impl<T: AsyncRead + AsyncWrite + Unpin + Send + Debug> Wire for T {}
+impl<T: AsyncRead + AsyncWrite + Unpin + Send + Debug> ByteStream for T {}
 
 /// One response as it came.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Reply {
+pub struct RawResponse {
     pub status: u16,
     /// In order, names in lower case.
     pub headers: Vec<(String, String)>,
@@ -44,7 +44,7 @@ pub struct Reply {
 
 /// One request on a connection of its own, sent as written: nothing is normalized.
 #[derive(Debug)]
-pub struct Ask {
+pub struct ClientRequest {
     address: SocketAddr,
     method: String,
     target: String,
@@ -54,14 +54,14 @@ pub struct Ask {
 
 impl RawClient {
     pub async fn connect(address: SocketAddr) -> Self {
-        let stream = timeout(SOON, TcpStream::connect(address))
+        let stream = timeout(TEST_TIMEOUT, TcpStream::connect(address))
             .await
             .expect("connecting takes too long");
-        Self::over(stream.unwrap_or_else(|error| panic!("{address}: {error}")))
+        Self::from_stream(stream.unwrap_or_else(|error| panic!("{address}: {error}")))
     }
 
     /// Over a connection that is there, TLS for instance.
-    pub fn over(stream: impl Wire + 'static) -> Self {
+    pub fn from_stream(stream: impl ByteStream + 'static) -> Self {
         Self {
             stream: Box::new(stream),
             buffer: Vec::new(),
@@ -70,18 +70,18 @@ impl RawClient {
 
     /// Sends these bytes. A peer that has closed already is found out by reading.
     pub async fn send(&mut self, bytes: impl AsRef<[u8]>) -> &mut Self {
-        let sent = timeout(SOON, self.stream.write_all(bytes.as_ref())).await;
+        let sent = timeout(TEST_TIMEOUT, self.stream.write_all(bytes.as_ref())).await;
         match sent.expect("the peer does not read") {
             Ok(()) => {}
-            Err(error) => assert!(is_gone(&error), "{error}"),
+            Err(error) => assert!(is_disconnect(&error), "{error}"),
         }
         self
     }
 
     /// The final response to a request other than HEAD; interim (1xx) ones are passed over.
-    pub async fn reply(&mut self) -> Reply {
+    pub async fn read_response(&mut self) -> RawResponse {
         loop {
-            let reply = self.any_reply(false).await;
+            let reply = self.read_any_response(false).await;
             if reply.status >= 200 {
                 return reply;
             }
@@ -89,22 +89,27 @@ impl RawClient {
     }
 
     /// The next response, interim or not.
-    pub async fn any_reply(&mut self, to_head: bool) -> Reply {
-        let got = timeout(SOON, self.read_reply(to_head)).await;
-        got.unwrap_or_else(|_| panic!("no whole response in time, only {:?}", self.unread()))
-            .unwrap_or_else(|| panic!("closed without a whole head, after {:?}", self.unread()))
+    pub async fn read_any_response(&mut self, to_head: bool) -> RawResponse {
+        let got = timeout(TEST_TIMEOUT, self.try_read_response(to_head)).await;
+        got.unwrap_or_else(|_| panic!("no whole response in time, only {:?}", self.unread_text()))
+            .unwrap_or_else(|| {
+                panic!(
+                    "closed without a whole head, after {:?}",
+                    self.unread_text()
+                )
+            })
     }
 
     /// A response, or `None` if the connection closes without one.
-    pub async fn reply_or_close(&mut self) -> Option<Reply> {
-        let got = timeout(SOON, self.read_reply(false)).await;
-        got.unwrap_or_else(|_| panic!("neither answered nor closed, only {:?}", self.unread()))
+    pub async fn read_response_or_close(&mut self) -> Option<RawResponse> {
+        let got = timeout(TEST_TIMEOUT, self.try_read_response(false)).await;
+        got.unwrap_or_else(|_| panic!("neither answered nor closed, only {:?}", self.unread_text()))
     }
 
     /// Reads HTTP/2 frames until one says what became of stream 1 (HEADERS, RST_STREAM, GOAWAY), or the peer closes;
     /// `false` if neither happens.
-    pub async fn answered_on_stream_1(&mut self) -> bool {
-        let answered = timeout(SOON, async {
+    pub async fn waits_for_stream_1_result(&mut self) -> bool {
+        let answered = timeout(TEST_TIMEOUT, async {
             loop {
                 while self.buffer.len() >= 9 {
                     let size = self.buffer[..3]
@@ -118,7 +123,7 @@ impl RawClient {
                         return;
                     }
                 }
-                if !self.fill().await {
+                if !self.fill_buffer().await {
                     return;
                 }
             }
@@ -127,20 +132,20 @@ impl RawClient {
     }
 
     /// Everything until the peer closes.
-    pub async fn rest(&mut self) -> Vec<u8> {
-        let closed = timeout(SOON, async { while self.fill().await {} }).await;
+    pub async fn read_to_close(&mut self) -> Vec<u8> {
+        let closed = timeout(TEST_TIMEOUT, async { while self.fill_buffer().await {} }).await;
         assert!(
             closed.is_ok(),
             "the peer does not close, after {:?}",
-            self.unread()
+            self.unread_text()
         );
         std::mem::take(&mut self.buffer)
     }
 
     /// The first bytes that come, none if the peer closes or breaks off.
-    pub async fn first_bytes(&mut self) -> Vec<u8> {
+    pub async fn read_first_bytes(&mut self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(1024);
-        match timeout(SOON, self.stream.read_buf(&mut bytes))
+        match timeout(TEST_TIMEOUT, self.stream.read_buf(&mut bytes))
             .await
             .expect("neither answered nor closed")
         {
@@ -151,15 +156,15 @@ impl RawClient {
 
     /// Waits until these bytes have come, and takes everything up to their end.
     pub async fn read_past(&mut self, wanted: &[u8]) -> Vec<u8> {
-        let found = timeout(SOON, async {
+        let found = timeout(TEST_TIMEOUT, async {
             loop {
-                if let Some(at) = find(&self.buffer, wanted) {
+                if let Some(at) = find_bytes(&self.buffer, wanted) {
                     return self.buffer.drain(..at + wanted.len()).collect();
                 }
                 assert!(
-                    self.fill().await,
+                    self.fill_buffer().await,
                     "closed before {wanted:?}, after {:?}",
-                    self.unread()
+                    self.unread_text()
                 );
             }
         });
@@ -168,27 +173,27 @@ impl RawClient {
             panic!(
                 "no {:?} in time, only {:?}",
                 String::from_utf8_lossy(wanted),
-                self.unread()
+                self.unread_text()
             )
         })
     }
 
     /// Whether the peer has closed within this time, with nothing more to read.
-    pub async fn closes(&mut self, within: Duration) -> bool {
-        self.buffer.is_empty() && timeout(within, self.fill()).await == Ok(false)
+    pub async fn closes_within(&mut self, within: Duration) -> bool {
+        self.buffer.is_empty() && timeout(within, self.fill_buffer()).await == Ok(false)
     }
 
     /// Whether something has been read that no one has taken yet.
-    pub fn reply_is_there(&self) -> bool {
+    pub fn has_buffered_bytes(&self) -> bool {
         !self.buffer.is_empty()
     }
 
-    async fn read_reply(&mut self, to_head: bool) -> Option<Reply> {
+    async fn try_read_response(&mut self, to_head: bool) -> Option<RawResponse> {
         let head_len = loop {
-            if let Some(at) = find(&self.buffer, b"\r\n\r\n") {
+            if let Some(at) = find_bytes(&self.buffer, b"\r\n\r\n") {
                 break at + 4;
             }
-            if !self.fill().await {
+            if !self.fill_buffer().await {
                 return None;
             }
         };
@@ -200,7 +205,7 @@ impl RawClient {
     }
 
     /// Whether the body is whole.
-    async fn read_body(&mut self, reply: &mut Reply) -> bool {
+    async fn read_body(&mut self, reply: &mut RawResponse) -> bool {
         if reply
             .header("transfer-encoding")
             .is_some_and(|value| value.contains("chunked"))
@@ -211,18 +216,18 @@ impl RawClient {
             .header("content-length")
             .map(|len| len.parse::<usize>().unwrap())
         else {
-            while self.fill().await {}
+            while self.fill_buffer().await {}
             reply.body = std::mem::take(&mut self.buffer);
             return true;
         };
-        while self.buffer.len() < len && self.fill().await {}
+        while self.buffer.len() < len && self.fill_buffer().await {}
         reply.body = self.buffer.drain(..len.min(self.buffer.len())).collect();
         reply.body.len() == len
     }
 
     async fn read_chunks(&mut self, body: &mut Vec<u8>) -> bool {
         loop {
-            let Some(line) = self.line().await else {
+            let Some(line) = self.read_line().await else {
                 return false;
             };
             let size = line.split(';').next().unwrap_or_default().trim();
@@ -230,11 +235,11 @@ impl RawClient {
                 usize::from_str_radix(size, 16).unwrap_or_else(|_| panic!("chunk size {line:?}"));
             if size == 0 {
                 // Trailers, up to the empty line.
-                while self.line().await.is_some_and(|line| !line.is_empty()) {}
+                while self.read_line().await.is_some_and(|line| !line.is_empty()) {}
                 return true;
             }
             while self.buffer.len() < size + 2 {
-                if !self.fill().await {
+                if !self.fill_buffer().await {
                     body.append(&mut self.buffer);
                     return false;
                 }
@@ -248,35 +253,35 @@ impl RawClient {
         }
     }
 
-    async fn line(&mut self) -> Option<String> {
+    async fn read_line(&mut self) -> Option<String> {
         loop {
-            if let Some(at) = find(&self.buffer, b"\r\n") {
+            if let Some(at) = find_bytes(&self.buffer, b"\r\n") {
                 let line: Vec<u8> = self.buffer.drain(..at + 2).collect();
                 return Some(String::from_utf8_lossy(&line[..at]).into_owned());
             }
-            if !self.fill().await {
+            if !self.fill_buffer().await {
                 return None;
             }
         }
     }
 
     /// Reads more; `false` when the peer has closed.
-    async fn fill(&mut self) -> bool {
+    async fn fill_buffer(&mut self) -> bool {
         // Into the heap: an array here would sit in every future that reads.
         self.buffer.reserve(64 << 10);
         match self.stream.read_buf(&mut self.buffer).await {
             Ok(read) => read > 0,
-            Err(error) if is_gone(&error) => false,
+            Err(error) if is_disconnect(&error) => false,
             Err(error) => panic!("{error}"),
         }
     }
 
-    fn unread(&self) -> String {
+    fn unread_text(&self) -> String {
         String::from_utf8_lossy(&self.buffer[..self.buffer.len().min(400)]).into_owned()
     }
 }
 
-impl Reply {
+impl RawResponse {
     /// The value of a header that is there at most once.
     pub fn header(&self, name: &str) -> Option<&str> {
         let mut values = self.headers.iter().filter(|(given, _)| given == name);
@@ -299,7 +304,7 @@ impl Reply {
     }
 
     /// A parameter of a named item of a structured list, as in `RateLimit: "api";r=3;t=10`.
-    pub fn parameter(&self, field: &str, item: &str, parameter: &str) -> Option<u64> {
+    pub fn list_parameter(&self, field: &str, item: &str, parameter: &str) -> Option<u64> {
         let list = self.header(field)?;
         let item = list.split(',').map(str::trim).find_map(|entry| {
             entry
@@ -324,7 +329,7 @@ impl Reply {
     }
 }
 
-impl Ask {
+impl ClientRequest {
     pub fn new(address: SocketAddr, method: &str, target: &str) -> Self {
         let (method, target) = (method.to_owned(), target.to_owned());
         Self {
@@ -347,23 +352,23 @@ impl Ask {
         self
     }
 
-    pub async fn send(self) -> Reply {
+    pub async fn send(self) -> RawResponse {
         let mut client = RawClient::connect(self.address).await;
-        client.send(self.bytes()).await;
+        client.send(self.encode()).await;
         let to_head = self.method == "HEAD";
         loop {
-            let reply = client.any_reply(to_head).await;
+            let reply = client.read_any_response(to_head).await;
             if reply.status >= 200 {
                 return reply;
             }
         }
     }
 
-    pub async fn status(self) -> u16 {
+    pub async fn send_for_status(self) -> u16 {
         self.send().await.status
     }
 
-    fn bytes(&self) -> Vec<u8> {
+    fn encode(&self) -> Vec<u8> {
         let given = |name: &str| {
             self.headers
                 .iter()
@@ -384,7 +389,7 @@ impl Ask {
 }
 
 /// An HTTP/1.1 connection that streams, by hyper.
-pub async fn http1(address: SocketAddr) -> http1::SendRequest<ClientBody> {
+pub async fn open_http1_connection(address: SocketAddr) -> http1::SendRequest<ClientBody> {
     let stream = TcpStream::connect(address).await.unwrap();
     let (sender, connection) = http1::handshake(TokioIo::new(stream)).await.unwrap();
     tokio::spawn(connection);
@@ -392,12 +397,14 @@ pub async fn http1(address: SocketAddr) -> http1::SendRequest<ClientBody> {
 }
 
 /// A cleartext HTTP/2 connection with prior knowledge.
-pub async fn http2(address: SocketAddr) -> http2::SendRequest<ClientBody> {
-    http2_over(TcpStream::connect(address).await.unwrap()).await
+pub async fn open_http2_connection(address: SocketAddr) -> http2::SendRequest<ClientBody> {
+    open_http2_over_stream(TcpStream::connect(address).await.unwrap()).await
 }
 
 /// HTTP/2 over a connection that is there.
-pub async fn http2_over(stream: impl Wire + 'static) -> http2::SendRequest<ClientBody> {
+pub async fn open_http2_over_stream(
+    stream: impl ByteStream + 'static,
+) -> http2::SendRequest<ClientBody> {
     let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(stream))
         .await
         .unwrap();
@@ -406,16 +413,16 @@ pub async fn http2_over(stream: impl Wire + 'static) -> http2::SendRequest<Clien
 }
 
 /// Waits for an answer by hyper, with a deadline.
-pub async fn answered(
+pub async fn await_response(
     answer: impl Future<Output = hyper::Result<hyper::Response<Incoming>>>,
 ) -> hyper::Response<Incoming> {
-    timeout(SOON, answer)
+    timeout(TEST_TIMEOUT, answer)
         .await
         .expect("no answer in time")
         .unwrap()
 }
 
-fn parse_head(head: &[u8]) -> Reply {
+fn parse_head(head: &[u8]) -> RawResponse {
     let head = String::from_utf8_lossy(head);
     let mut lines = head.split("\r\n");
     let status_line = lines.next().unwrap_or_default();
@@ -429,7 +436,7 @@ fn parse_head(head: &[u8]) -> Reply {
             .unwrap_or_else(|| panic!("header line {line:?}"));
         (name.to_ascii_lowercase(), value.trim().to_owned())
     });
-    Reply {
+    RawResponse {
         status: status.unwrap_or_else(|| panic!("status line {status_line:?}")),
         headers: headers.collect(),
         body: Vec::new(),
@@ -437,7 +444,7 @@ fn parse_head(head: &[u8]) -> Reply {
     }
 }
 
-fn is_gone(error: &io::Error) -> bool {
+fn is_disconnect(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::ConnectionReset
@@ -446,7 +453,7 @@ fn is_gone(error: &io::Error) -> bool {
     )
 }
 
-fn find(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
+fn find_bytes(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
     bytes
         .windows(wanted.len())
         .position(|window| window == wanted)

@@ -1,53 +1,62 @@
 //! A Redis Cluster of real servers.
 
-use super::SOON;
-use super::redis::{Server, free_port, settings, tcp};
-use super::tls::Authority;
+use super::TEST_TIMEOUT;
+use super::redis::{RedisServer, free_port, local_address, redis_settings};
+use super::tls::CertificateAuthority;
 use redis::aio::MultiplexedConnection;
 use redis::{FromRedisValue, cmd};
 use std::time::{Duration, Instant};
 use tidegate::limiter::Key;
-use tidegate::store::redis::{RedisSettings, Topology};
+use tidegate::store::redis::{RedisSettings, RedisTopology};
 use tokio::time::sleep;
 
-const SLOTS: u16 = 16_384;
+const SLOT_COUNT: u16 = 16_384;
 
-pub struct Cluster {
-    pub nodes: Vec<Server>,
-    speaks_tls: bool,
+pub struct RedisCluster {
+    pub nodes: Vec<RedisServer>,
+    uses_tls: bool,
 }
 
-impl Cluster {
+impl RedisCluster {
     /// Three masters with a third of the slots each. They serve what they have if one is away.
     pub async fn start() -> Self {
-        Self::of((0..3).map(|_| Server::with(&args())).collect(), false).await
+        Self::form_cluster(
+            (0..3)
+                .map(|_| RedisServer::start_with(&cluster_args()))
+                .collect(),
+            false,
+        )
+        .await
     }
 
     /// The same with ports that speak TLS to whoever has a certificate.
-    pub async fn with_tls(authority: &Authority) -> Self {
+    pub async fn with_tls(authority: &CertificateAuthority) -> Self {
         authority.sign("server", "127.0.0.1");
         let args = || {
-            let mut args = args();
+            let mut args = cluster_args();
             args.extend(["--tls-cluster", "yes", "--tls-replication", "yes"].map(str::to_owned));
             args
         };
-        Self::of(
+        Self::form_cluster(
             (0..3)
-                .map(|_| Server::with_tls(authority, &args()))
+                .map(|_| RedisServer::start_with_tls(authority, &args()))
                 .collect(),
             true,
         )
         .await
     }
 
-    async fn of(nodes: Vec<Server>, speaks_tls: bool) -> Self {
-        let cluster = Self { nodes, speaks_tls };
+    async fn form_cluster(nodes: Vec<RedisServer>, speaks_tls: bool) -> Self {
+        let cluster = Self {
+            nodes,
+            uses_tls: speaks_tls,
+        };
         for (at, node) in cluster.nodes.iter().enumerate() {
-            let first = SLOTS / 3 * at as u16;
+            let first = SLOT_COUNT / 3 * at as u16;
             let last = if at == 2 {
-                SLOTS - 1
+                SLOT_COUNT - 1
             } else {
-                SLOTS / 3 * (at as u16 + 1) - 1
+                SLOT_COUNT / 3 * (at as u16 + 1) - 1
             };
             let _: () = node
                 .command(&format!("CLUSTER SET-CONFIG-EPOCH {}", at + 1))
@@ -57,15 +66,15 @@ impl Cluster {
                 .await;
         }
         for other in &cluster.nodes[1..] {
-            meet(&cluster.nodes[0], other).await;
+            meet_node(&cluster.nodes[0], other).await;
         }
-        cluster.agree().await;
+        cluster.wait_until_consistent().await;
         cluster
     }
 
     /// Waits until all nodes think that all is well, and see the same slots.
-    pub async fn agree(&self) {
-        let deadline = Instant::now() + SOON;
+    pub async fn wait_until_consistent(&self) {
+        let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
             let mut views = Vec::new();
             for node in &self.nodes {
@@ -87,23 +96,23 @@ impl Cluster {
 
     pub fn settings(&self) -> RedisSettings {
         RedisSettings {
-            topology: Topology::Cluster,
+            topology: RedisTopology::Cluster,
             servers: self
                 .nodes
                 .iter()
                 .take(2)
-                .map(|node| tcp(node.port()))
+                .map(|node| local_address(node.port()))
                 .collect(),
             // Four servers and the test share the machine with other tests.
             timeout: Duration::from_secs(1),
             connect_timeout: Duration::from_secs(3),
-            ..settings(0)
+            ..redis_settings(0)
         }
     }
 
     /// The same for a configuration file.
-    pub fn lines(&self) -> String {
-        let url = |node: &Server| match self.speaks_tls {
+    pub fn config_lines(&self) -> String {
+        let url = |node: &RedisServer| match self.uses_tls {
             true => format!("\"rediss://127.0.0.1:{}\"", node.tls_port()),
             false => format!("\"redis://127.0.0.1:{}\"", node.port()),
         };
@@ -160,7 +169,7 @@ impl Cluster {
     }
 
     /// What a command says on every node.
-    pub async fn each<T: FromRedisValue>(&self, words: &str) -> Vec<T> {
+    pub async fn command_on_each_node<T: FromRedisValue>(&self, words: &str) -> Vec<T> {
         let mut answers = Vec::new();
         for node in &self.nodes {
             answers.push(node.command(words).await);
@@ -169,11 +178,11 @@ impl Cluster {
     }
 
     /// A further node without slots that follows one of the masters.
-    pub async fn replica_of(&mut self, master: usize) -> usize {
-        let replica = Server::with(&args());
-        meet(&self.nodes[0], &replica).await;
+    pub async fn add_replica(&mut self, master: usize) -> usize {
+        let replica = RedisServer::start_with(&cluster_args());
+        meet_node(&self.nodes[0], &replica).await;
         let id: String = self.nodes[master].command("CLUSTER MYID").await;
-        let deadline = Instant::now() + SOON;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         let mut connection = replica.connection().await;
         let follow = async |connection: &mut MultiplexedConnection| {
             cmd("CLUSTER")
@@ -200,27 +209,27 @@ impl Cluster {
             sleep(Duration::from_millis(20)).await;
         }
         // It needs the others' votes.
-        self.agree().await;
+        self.wait_until_consistent().await;
         at
     }
 }
 
 /// The slot of what is kept for a key.
-pub fn slot_of(key: &Key) -> u16 {
-    redis_slot(&format!("{:032x}", key.id()))
+pub fn hash_slot(key: &Key) -> u16 {
+    crc16_slot(&format!("{:032x}", key.id()))
 }
 
 /// The node that has it at the start.
-pub fn node_of(key: &Key) -> usize {
-    usize::from(slot_of(key) / (SLOTS / 3)).min(2)
+pub fn initial_node(key: &Key) -> usize {
+    usize::from(hash_slot(key) / (SLOT_COUNT / 3)).min(2)
 }
 
 /// The node that has a name without braces at the start.
-pub fn node_of_name(name: &str) -> usize {
-    usize::from(redis_slot(name) / (SLOTS / 3)).min(2)
+pub fn initial_node_for_name(name: &str) -> usize {
+    usize::from(crc16_slot(name) / (SLOT_COUNT / 3)).min(2)
 }
 
-fn redis_slot(tag: &str) -> u16 {
+fn crc16_slot(tag: &str) -> u16 {
     let crc = tag.bytes().fold(0_u16, |crc, byte| {
         (0..8).fold(crc ^ (u16::from(byte) << 8), |crc, _| {
             if crc & 0x8000 == 0 {
@@ -230,10 +239,10 @@ fn redis_slot(tag: &str) -> u16 {
             }
         })
     });
-    crc % SLOTS
+    crc % SLOT_COUNT
 }
 
-fn args() -> Vec<String> {
+fn cluster_args() -> Vec<String> {
     [
         "--cluster-enabled",
         "yes",
@@ -250,7 +259,7 @@ fn args() -> Vec<String> {
     .to_vec()
 }
 
-async fn meet(one: &Server, other: &Server) {
+async fn meet_node(one: &RedisServer, other: &RedisServer) {
     let mut connection = other.connection().await;
     let (_, bus): (String, u16) = cmd("CONFIG")
         .arg("GET")

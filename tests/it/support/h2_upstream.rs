@@ -17,33 +17,33 @@ use tokio_rustls::TlsAcceptor;
 #[derive(Debug)]
 pub struct H2Upstream {
     pub address: SocketAddr,
-    connections: Arc<AtomicUsize>,
+    accepted_connections: Arc<AtomicUsize>,
     task: JoinHandle<()>,
 }
 
 /// One request on its way.
 #[derive(Debug)]
-pub struct Exchange {
+pub struct H2Exchange {
     /// Of the connection, from 0.
-    pub connection: usize,
+    pub connection_index: usize,
     pub request: Request<RecvStream>,
     pub respond: SendResponse<Bytes>,
 }
 
 impl H2Upstream {
     /// In the clear, as `builder` says.
-    pub async fn serving<H, F>(builder: Builder, handler: H) -> Self
+    pub async fn with_handler<H, F>(builder: Builder, handler: H) -> Self
     where
-        H: Fn(Exchange) -> F + Send + Sync + 'static,
+        H: Fn(H2Exchange) -> F + Send + Sync + 'static,
         F: Future<Output = ()> + Send + 'static,
     {
         Self::start(builder, None, handler).await
     }
 
     /// By TLS, with whatever `tls` offers.
-    pub async fn by_tls<H, F>(tls: TlsAcceptor, handler: H) -> Self
+    pub async fn with_tls<H, F>(tls: TlsAcceptor, handler: H) -> Self
     where
-        H: Fn(Exchange) -> F + Send + Sync + 'static,
+        H: Fn(H2Exchange) -> F + Send + Sync + 'static,
         F: Future<Output = ()> + Send + 'static,
     {
         Self::start(Builder::new(), Some(tls), handler).await
@@ -51,7 +51,7 @@ impl H2Upstream {
 
     async fn start<H, F>(builder: Builder, tls: Option<TlsAcceptor>, handler: H) -> Self
     where
-        H: Fn(Exchange) -> F + Send + Sync + 'static,
+        H: Fn(H2Exchange) -> F + Send + Sync + 'static,
         F: Future<Output = ()> + Send + 'static,
     {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -65,10 +65,10 @@ impl H2Upstream {
                 let (builder, tls, handler) = (builder.clone(), tls.clone(), Arc::clone(&handler));
                 open.spawn(async move {
                     match tls {
-                        None => serve(stream, number, &builder, &*handler).await,
+                        None => serve_connection(stream, number, &builder, &*handler).await,
                         Some(tls) => {
                             if let Ok(stream) = tls.accept(stream).await {
-                                serve(stream, number, &builder, &*handler).await;
+                                serve_connection(stream, number, &builder, &*handler).await;
                             }
                         }
                     }
@@ -77,19 +77,19 @@ impl H2Upstream {
         });
         Self {
             address,
-            connections,
+            accepted_connections: connections,
             task,
         }
     }
 
     /// Answers with method, target and headers as text, and the body of the request behind them.
     pub async fn echo() -> Self {
-        Self::serving(Builder::new(), |exchange| exchange.echo()).await
+        Self::with_handler(Builder::new(), |exchange| exchange.echo()).await
     }
 
     /// Connections accepted so far.
-    pub fn connections(&self) -> usize {
-        self.connections.load(Ordering::SeqCst)
+    pub fn connection_count(&self) -> usize {
+        self.accepted_connections.load(Ordering::SeqCst)
     }
 
     pub fn url(&self) -> String {
@@ -97,13 +97,13 @@ impl H2Upstream {
     }
 }
 
-async fn serve<H, F>(
+async fn serve_connection<H, F>(
     stream: impl AsyncRead + AsyncWrite + Unpin,
     connection: usize,
     builder: &Builder,
     handler: &H,
 ) where
-    H: Fn(Exchange) -> F,
+    H: Fn(H2Exchange) -> F,
     F: Future<Output = ()> + Send + 'static,
 {
     let Ok(mut h2) = builder.handshake::<_, Bytes>(stream).await else {
@@ -112,8 +112,8 @@ async fn serve<H, F>(
     let mut requests = JoinSet::new();
     while let Some(Ok((request, respond))) = h2.accept().await {
         let goes_away = request.headers().contains_key("x-go-away");
-        requests.spawn(handler(Exchange {
-            connection,
+        requests.spawn(handler(H2Exchange {
+            connection_index: connection,
             request,
             respond,
         }));
@@ -131,9 +131,9 @@ impl Drop for H2Upstream {
     }
 }
 
-impl Exchange {
+impl H2Exchange {
     /// Answers with a whole body.
-    pub fn answer(mut self, status: u16, body: impl Into<Bytes>) {
+    pub fn respond_with(mut self, status: u16, body: impl Into<Bytes>) {
         let head = Response::builder().status(status).body(()).unwrap();
         let body = body.into();
         if let Ok(mut stream) = self.respond.send_response(head, body.is_empty())
@@ -144,7 +144,7 @@ impl Exchange {
     }
 
     /// The whole body of the request; an error if it was cut off.
-    pub async fn body(&mut self) -> Result<Vec<u8>, h2::Error> {
+    pub async fn read_body(&mut self) -> Result<Vec<u8>, h2::Error> {
         let body = self.request.body_mut();
         let mut all = Vec::new();
         while let Some(part) = body.data().await {
@@ -156,16 +156,18 @@ impl Exchange {
     }
 
     pub async fn echo(mut self) {
-        let Ok(body) = self.body().await else { return };
+        let Ok(body) = self.read_body().await else {
+            return;
+        };
         let mut text = format!("{} {}\n", self.request.method(), self.request.uri());
         for (name, value) in self.request.headers() {
             text += &format!("{name}: {}\n", String::from_utf8_lossy(value.as_bytes()));
         }
-        self.answer(200, [text.as_bytes(), b"\n", &body].concat());
+        self.respond_with(200, [text.as_bytes(), b"\n", &body].concat());
     }
 
     /// Waits until the proxy gives the request up, and returns its reason.
-    pub async fn given_up(&mut self) -> Option<Reason> {
+    pub async fn wait_for_reset(&mut self) -> Option<Reason> {
         std::future::poll_fn(|cx| self.respond.poll_reset(cx))
             .await
             .ok()
@@ -173,6 +175,6 @@ impl Exchange {
 }
 
 /// A request body that is there at once.
-pub fn whole(bytes: impl Into<Bytes>) -> super::client::ClientBody {
+pub fn full_body(bytes: impl Into<Bytes>) -> super::client::ClientBody {
     http_body_util::BodyExt::boxed(Full::new(bytes.into()))
 }

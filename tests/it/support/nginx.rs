@@ -1,7 +1,7 @@
 //! A real server: nginx, serving files and taking uploads.
 
-use super::process::Process;
-use super::{SOON, eventually};
+use super::process::ChildProcess;
+use super::{TEST_TIMEOUT, eventually};
 use std::fs;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
@@ -13,26 +13,26 @@ use tokio::process::Command;
 pub struct Nginx {
     pub address: SocketAddr,
     root: PathBuf,
-    _process: Process,
+    _process: ChildProcess,
     _dir: TempDir,
 }
 
 impl Nginx {
     pub async fn start() -> Self {
-        Self::listening("", "", "").await
+        Self::launch("", "", "").await
     }
 
     /// With limits: what stands in `http`, and what stands in `server`.
-    pub async fn limited(zones: &str, limits: &str) -> Self {
-        Self::listening("", zones, limits).await
+    pub async fn start_with_config(zones: &str, limits: &str) -> Self {
+        Self::launch("", zones, limits).await
     }
 
     /// In the clear, to clients that know.
-    pub async fn by_http2() -> Self {
-        Self::listening("http2", "", "").await
+    pub async fn start_http2() -> Self {
+        Self::launch("http2", "", "").await
     }
 
-    async fn listening(how: &str, zones: &str, limits: &str) -> Self {
+    async fn launch(how: &str, zones: &str, limits: &str) -> Self {
         let dir = TempDir::new().unwrap();
         let root = dir.path().join("root");
         fs::create_dir(&root).unwrap();
@@ -43,7 +43,7 @@ impl Nginx {
             .local_addr()
             .unwrap();
         let config = dir.path().join("nginx.conf");
-        fs::write(&config, configuration(address, how, zones, limits)).unwrap();
+        fs::write(&config, render_config(address, how, zones, limits)).unwrap();
         let mut command = Command::new("nginx");
         command
             .arg("-p")
@@ -51,10 +51,10 @@ impl Nginx {
             .arg("-c")
             .arg(&config)
             .args(["-e", "stderr"]);
-        let process = Process::start(&mut command).unwrap_or_else(|error| {
+        let process = ChildProcess::start(&mut command).unwrap_or_else(|error| {
             panic!("cannot run nginx ({error}); install it: apt-get install nginx")
         });
-        eventually("nginx to accept connections", SOON, || {
+        eventually("nginx to accept connections", TEST_TIMEOUT, || {
             assert!(
                 !process.transcript().contains("[emerg]"),
                 "nginx: {}",
@@ -72,19 +72,19 @@ impl Nginx {
     }
 
     /// Serves a file at `/name`.
-    pub fn file(&self, name: &str, content: &[u8]) {
+    pub fn write_file(&self, name: &str, content: &[u8]) {
         fs::write(self.root.join(name), content).unwrap();
     }
 
     /// What was uploaded with `PUT /name`.
-    pub fn uploaded(&self, name: &str) -> Vec<u8> {
+    pub fn uploaded_file(&self, name: &str) -> Vec<u8> {
         fs::read(self.root.join(name)).unwrap()
     }
 }
 
 /// One process, so that killing it leaves nothing behind. Uploads use the WebDAV module, which the
 /// Debian package has built in.
-fn configuration(address: SocketAddr, how: &str, zones: &str, limits: &str) -> String {
+fn render_config(address: SocketAddr, how: &str, zones: &str, limits: &str) -> String {
     let temp = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
         .map(|kind| format!("{kind}_temp_path tmp/{kind};"))
         .join(" ");

@@ -1,6 +1,6 @@
 //! A child process whose output is kept, line by line.
 
-use super::SOON;
+use super::TEST_TIMEOUT;
 use std::io;
 use std::process::{ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
 /// The binary under test.
-pub fn tidegate() -> Command {
+pub fn tidegate_command() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     command.env_clear().env("RUST_BACKTRACE", "1");
     // Many run side by side.
@@ -21,27 +21,27 @@ pub fn tidegate() -> Command {
 
 /// A running child; killed when dropped.
 #[derive(Debug)]
-pub struct Process {
+pub struct ChildProcess {
     child: Child,
-    lines: Arc<Mutex<Vec<Line>>>,
+    lines: Arc<Mutex<Vec<OutputLine>>>,
     readers: [JoinHandle<()>; 2],
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Line {
+pub struct OutputLine {
     pub stderr: bool,
     pub text: String,
 }
 
 /// How a child ended, and all that it said.
 #[derive(Debug)]
-pub struct Ended {
+pub struct ProcessOutput {
     pub status: ExitStatus,
     pub stdout: String,
     pub stderr: String,
 }
 
-impl Process {
+impl ChildProcess {
     pub fn start(command: &mut Command) -> io::Result<Self> {
         command
             .stdin(Stdio::null())
@@ -52,7 +52,10 @@ impl Process {
         let lines = Arc::default();
         let stdout = child.stdout.take().expect("stdout is piped");
         let stderr = child.stderr.take().expect("stderr is piped");
-        let readers = [keep(stdout, false, &lines), keep(stderr, true, &lines)];
+        let readers = [
+            spawn_output_reader(stdout, false, &lines),
+            spawn_output_reader(stderr, true, &lines),
+        ];
         Ok(Self {
             child,
             lines,
@@ -61,7 +64,7 @@ impl Process {
     }
 
     /// All lines so far.
-    pub fn lines(&self) -> Vec<Line> {
+    pub fn lines(&self) -> Vec<OutputLine> {
         self.lines.lock().unwrap().clone()
     }
 
@@ -79,7 +82,7 @@ impl Process {
         what: &str,
         from: usize,
         within: Duration,
-        found: impl Fn(&Line) -> Option<T>,
+        found: impl Fn(&OutputLine) -> Option<T>,
     ) -> T {
         let deadline = Instant::now() + within;
         loop {
@@ -104,15 +107,15 @@ impl Process {
 
     /// The memory that it has, in KiB, as the system counts it.
     pub fn rss_kib(&self) -> u64 {
-        self.kib("VmRSS:")
+        self.read_status_kib("VmRSS:")
     }
 
     /// The same without what stands in files as well: the binary's pages.
-    pub fn heap_kib(&self) -> u64 {
-        self.kib("RssAnon:")
+    pub fn anonymous_kib(&self) -> u64 {
+        self.read_status_kib("RssAnon:")
     }
 
-    fn kib(&self, what: &str) -> u64 {
+    fn read_status_kib(&self, what: &str) -> u64 {
         let pid = self.child.id().expect("the process has not ended");
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         let value = status
@@ -122,7 +125,7 @@ impl Process {
     }
 
     /// From here on nobody reads what it says: its pipes are broken.
-    pub async fn stop_listening(&mut self) {
+    pub async fn close_output_pipes(&mut self) {
         for reader in &mut self.readers {
             reader.abort();
             assert!(
@@ -133,12 +136,12 @@ impl Process {
     }
 
     /// Sends a signal, named as in `kill -TERM`.
-    pub fn signal(&self, name: &str) {
+    pub fn send_signal(&self, name: &str) {
         let pid = self.child.id().expect("the process has not ended");
-        assert!(signal(pid, name), "kill -{name} {pid}");
+        assert!(send_signal_to(pid, name), "kill -{name} {pid}");
     }
 
-    pub async fn ended(&mut self, within: Duration) -> Ended {
+    pub async fn wait_for_exit(&mut self, within: Duration) -> ProcessOutput {
         let Ok(status) = timeout(within, self.child.wait()).await else {
             panic!(
                 "did not end within {within:?}. It said:\n{}",
@@ -150,7 +153,7 @@ impl Process {
             .iter_mut()
             .filter(|reader| !reader.is_finished())
         {
-            timeout(SOON, reader)
+            timeout(TEST_TIMEOUT, reader)
                 .await
                 .expect("a dead process closes its pipes")
                 .unwrap();
@@ -162,7 +165,7 @@ impl Process {
                 .map(|line| line.text.clone() + "\n")
                 .collect()
         };
-        Ended {
+        ProcessOutput {
             status: status.unwrap(),
             stdout: text(false),
             stderr: text(true),
@@ -175,7 +178,7 @@ impl Process {
 }
 
 /// Sends a signal, named as in `kill -TERM`. Whether it arrived.
-pub fn signal(pid: u32, name: &str) -> bool {
+pub fn send_signal_to(pid: u32, name: &str) -> bool {
     let kill = ["-c", "kill -$1 $2", "sh", name, &pid.to_string()];
     std::process::Command::new("sh")
         .args(kill)
@@ -185,14 +188,17 @@ pub fn signal(pid: u32, name: &str) -> bool {
 }
 
 /// Runs a command to its end.
-pub async fn run(command: &mut Command) -> Ended {
-    Process::start(command).unwrap().ended(SOON).await
+pub async fn run_command(command: &mut Command) -> ProcessOutput {
+    ChildProcess::start(command)
+        .unwrap()
+        .wait_for_exit(TEST_TIMEOUT)
+        .await
 }
 
-fn keep(
+fn spawn_output_reader(
     pipe: impl AsyncRead + Unpin + Send + 'static,
     stderr: bool,
-    lines: &Arc<Mutex<Vec<Line>>>,
+    lines: &Arc<Mutex<Vec<OutputLine>>>,
 ) -> JoinHandle<()> {
     let lines = Arc::clone(lines);
     tokio::spawn(async move {
@@ -204,7 +210,10 @@ fn keep(
             .is_ok_and(|read| read > 0)
         {
             let line = String::from_utf8_lossy(&text).trim_end().to_owned();
-            lines.lock().unwrap().push(Line { stderr, text: line });
+            lines
+                .lock()
+                .unwrap()
+                .push(OutputLine { stderr, text: line });
             text.clear();
         }
     })

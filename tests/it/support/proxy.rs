@@ -1,8 +1,8 @@
 //! The proxy, as its users run it: the binary with a configuration file.
 
-use super::SOON;
-use super::client::{Ask, Reply};
-use super::process::{Ended, Process, tidegate};
+use super::TEST_TIMEOUT;
+use super::client::{ClientRequest, RawResponse};
+use super::process::{ChildProcess, ProcessOutput, tidegate_command};
 use serde_json::Value;
 use std::fs;
 use std::net::SocketAddr;
@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep};
 #[derive(Debug)]
 pub struct Proxy {
     pub address: SocketAddr,
-    process: Process,
+    process: ChildProcess,
     config: PathBuf,
     _dir: TempDir,
 }
@@ -23,7 +23,7 @@ pub struct Proxy {
 #[derive(Debug)]
 pub struct ProxyBuilder {
     config: String,
-    config_at: Option<PathBuf>,
+    config_file: Option<PathBuf>,
     upstream: String,
     env: Vec<(String, String)>,
 }
@@ -36,7 +36,7 @@ impl Proxy {
     pub fn builder() -> ProxyBuilder {
         ProxyBuilder {
             config: String::new(),
-            config_at: None,
+            config_file: None,
             upstream: "http://127.0.0.1:9".into(),
             env: Vec::new(),
         }
@@ -51,16 +51,16 @@ impl Proxy {
             .await
     }
 
-    pub fn ask(&self, method: &str, target: &str) -> Ask {
-        Ask::new(self.address, method, target)
+    pub fn request(&self, method: &str, target: &str) -> ClientRequest {
+        ClientRequest::new(self.address, method, target)
     }
 
-    pub async fn get(&self, target: &str) -> Reply {
-        self.ask("GET", target).send().await
+    pub async fn get(&self, target: &str) -> RawResponse {
+        self.request("GET", target).send().await
     }
 
     /// The statuses of so many GETs, one after the other.
-    pub async fn statuses(&self, target: &str, times: usize) -> Vec<u16> {
+    pub async fn get_statuses(&self, target: &str, times: usize) -> Vec<u16> {
         let mut statuses = Vec::new();
         for _ in 0..times {
             statuses.push(self.get(target).await.status);
@@ -69,8 +69,8 @@ impl Proxy {
     }
 
     /// From here on its log goes nowhere.
-    pub async fn break_log(&mut self) {
-        self.process.stop_listening().await;
+    pub async fn break_log_pipe(&mut self) {
+        self.process.close_output_pipes().await;
     }
 
     pub fn write_config(&self, text: &str) {
@@ -82,14 +82,14 @@ impl Proxy {
     }
 
     /// Where the admin port listens.
-    pub fn admin(&self) -> SocketAddr {
+    pub fn admin_address(&self) -> SocketAddr {
         self.logged_address("admin listening")
             .expect("the admin port listens before the proxy does")
     }
 
     /// One number of the metrics page, by name and labels; 0 if it is not there.
-    pub async fn metric(&self, series: &str) -> f64 {
-        let page = Ask::new(self.admin(), "GET", "/metrics")
+    pub async fn read_metric(&self, series: &str) -> f64 {
+        let page = ClientRequest::new(self.admin_address(), "GET", "/metrics")
             .header("Host", "localhost")
             .send()
             .await
@@ -101,20 +101,20 @@ impl Proxy {
     }
 
     /// Waits until every worker is connected to the store: a busy machine may let it start without.
-    pub async fn store_up(&self) {
-        let deadline = Instant::now() + SOON;
-        while self.metric("tidegate_store_up").await != 1.0 {
+    pub async fn wait_for_store(&self) {
+        let deadline = Instant::now() + TEST_TIMEOUT;
+        while self.read_metric("tidegate_store_up").await != 1.0 {
             assert!(
                 Instant::now() < deadline,
                 "the store is not there: {}",
-                self.log()
+                self.log_text()
             );
             sleep(Duration::from_millis(10)).await;
         }
     }
 
     /// Where the probes listen, if they do.
-    pub fn probes(&self) -> Option<SocketAddr> {
+    pub fn probe_address(&self) -> Option<SocketAddr> {
         self.logged_address("probes listening")
     }
 
@@ -122,7 +122,7 @@ impl Proxy {
     pub fn logged_address(&self, message: &str) -> Option<SocketAddr> {
         self.process.lines().iter().find_map(|line| {
             let line = LogLine(serde_json::from_str(&line.text).ok()?);
-            line.says(message)
+            line.message_starts_with(message)
                 .then(|| line.field("address").parse().unwrap())
         })
     }
@@ -162,32 +162,32 @@ impl Proxy {
     }
 
     /// Everything logged so far, for messages.
-    pub fn log(&self) -> String {
+    pub fn log_text(&self) -> String {
         self.process.transcript()
     }
 
-    pub fn sigterm(&self) {
-        self.process.signal("TERM");
+    pub fn send_sigterm(&self) {
+        self.process.send_signal("TERM");
     }
 
-    pub fn sighup(&self) {
-        self.process.signal("HUP");
+    pub fn send_sighup(&self) {
+        self.process.send_signal("HUP");
     }
 
     pub fn rss_kib(&self) -> u64 {
         self.process.rss_kib()
     }
 
-    pub fn heap_kib(&self) -> u64 {
-        self.process.heap_kib()
+    pub fn anonymous_kib(&self) -> u64 {
+        self.process.anonymous_kib()
     }
 
     pub fn is_running(&mut self) -> bool {
         self.process.is_running()
     }
 
-    pub async fn ended(&mut self, within: Duration) -> Ended {
-        self.process.ended(within).await
+    pub async fn wait_for_exit(&mut self, within: Duration) -> ProcessOutput {
+        self.process.wait_for_exit(within).await
     }
 }
 
@@ -199,8 +199,8 @@ impl ProxyBuilder {
     }
 
     /// Use the file that is there instead.
-    pub fn config_at(mut self, path: &Path) -> Self {
-        self.config_at = Some(path.to_owned());
+    pub fn config_file(mut self, path: &Path) -> Self {
+        self.config_file = Some(path.to_owned());
         self
     }
 
@@ -223,23 +223,25 @@ impl ProxyBuilder {
     /// Starts it and waits until it listens.
     pub async fn start(self) -> Proxy {
         let dir = TempDir::new().unwrap();
-        let config = self.config_at.unwrap_or_else(|| {
+        let config = self.config_file.unwrap_or_else(|| {
             let path = dir.path().join("config.toml");
             fs::write(&path, &self.config).unwrap();
             path
         });
-        let mut command = tidegate();
+        let mut command = tidegate_command();
         command.arg("run").arg("--config").arg(&config);
         command.args(["--listen", "127.0.0.1:0", "--upstream", &self.upstream]);
         command.envs(self.env);
-        let process = Process::start(&mut command).unwrap();
+        let process = ChildProcess::start(&mut command).unwrap();
         let listening = |text: &str| {
             let line = LogLine(serde_json::from_str(text).ok()?);
-            line.says("listening")
+            line.message_starts_with("listening")
                 .then(|| line.field("address").parse().unwrap())
         };
         let address = process
-            .wait_for("the proxy to listen", 0, SOON, |line| listening(&line.text))
+            .wait_for("the proxy to listen", 0, TEST_TIMEOUT, |line| {
+                listening(&line.text)
+            })
             .await;
         Proxy {
             address,
@@ -252,7 +254,7 @@ impl ProxyBuilder {
 
 impl LogLine {
     /// Whether the message is, or starts with, these words.
-    pub fn says(&self, words: &str) -> bool {
+    pub fn message_starts_with(&self, words: &str) -> bool {
         self.field("message").starts_with(words)
     }
 
@@ -261,7 +263,7 @@ impl LogLine {
     }
 
     /// Whether these words are anywhere in the line.
-    pub fn mentions(&self, words: &str) -> bool {
+    pub fn contains(&self, words: &str) -> bool {
         self.0.to_string().contains(words)
     }
 

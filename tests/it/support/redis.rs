@@ -1,42 +1,44 @@
 //! A real redis-server per test: own process, own port, nothing kept.
 
-use super::tls::Authority;
+use super::tls::CertificateAuthority;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Cmd, FromRedisValue, Value};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
-use tidegate::store::redis::{Address, Login, Redis, RedisSettings, Shared, Topology};
+use tidegate::store::redis::{
+    RedisAddress, RedisCredentials, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
+};
 
 /// A running server; killed on drop.
-pub(crate) struct Server {
+pub(crate) struct RedisServer {
     child: Child,
     port: u16,
     directory: TempDir,
     args: Vec<String>,
 }
 
-impl Server {
+impl RedisServer {
     /// Starts a server on a free port and waits until it answers.
     pub(crate) fn start() -> Self {
-        Self::with::<&str>(&[])
+        Self::start_with::<&str>(&[])
     }
 
     /// The same with further arguments, e.g. `["--requirepass", "x"]`.
-    pub(crate) fn with<S: AsRef<str>>(args: &[S]) -> Self {
+    pub(crate) fn start_with<S: AsRef<str>>(args: &[S]) -> Self {
         let args: Vec<String> = args.iter().map(|arg| arg.as_ref().to_owned()).collect();
         // Somebody else may take the free port before the server does: then it ends, and another is tried.
         for _ in 0..20 {
             let (port, directory) = (free_port(), tempfile::tempdir().unwrap());
-            let child = spawn(port, &directory, &args);
+            let child = spawn_server(port, &directory, &args);
             let mut server = Self {
                 child,
                 port,
                 directory,
                 args: args.clone(),
             };
-            if server.answers() {
+            if server.wait_until_ready() {
                 return server;
             }
         }
@@ -44,9 +46,12 @@ impl Server {
     }
 
     /// The same with a second port that speaks TLS, by the authority's `server.pem`, also to other servers.
-    pub(crate) fn with_tls<S: AsRef<str>>(authority: &Authority, args: &[S]) -> Self {
+    pub(crate) fn start_with_tls<S: AsRef<str>>(
+        authority: &CertificateAuthority,
+        args: &[S],
+    ) -> Self {
         let port = free_port().to_string();
-        let files = ["server.pem", "server.key", "ca.pem"].map(|file| authority.text(file));
+        let files = ["server.pem", "server.key", "ca.pem"].map(|file| authority.path_string(file));
         let names = ["--tls-cert-file", "--tls-key-file", "--tls-ca-cert-file"];
         let files = names
             .iter()
@@ -56,7 +61,7 @@ impl Server {
             .into_iter()
             .chain(files)
             .chain(args.iter().map(AsRef::as_ref));
-        Self::with(&tls.collect::<Vec<_>>())
+        Self::start_with(&tls.collect::<Vec<_>>())
     }
 
     /// Of [`Server::with_tls`].
@@ -69,7 +74,7 @@ impl Server {
     }
 
     /// The setting of a proxy that counts here; patient, so that a busy machine is no outage.
-    pub(crate) fn as_store(&self) -> String {
+    pub(crate) fn store_config(&self) -> String {
         let port = self.port;
         format!(
             "store = {{ kind = 'redis', redis = {{ url = 'redis://127.0.0.1:{port}/0', timeout = '5s', key_prefix = 'test' }} }}"
@@ -84,13 +89,13 @@ impl Server {
 
     /// Starts a killed server again, empty, on the same port.
     pub(crate) fn restart(&mut self) {
-        self.spawn_again();
-        assert!(self.answers(), "redis-server does not start again");
+        self.respawn();
+        assert!(self.wait_until_ready(), "redis-server does not start again");
     }
 
     /// The same, and the test's other tasks go on meanwhile.
-    pub(crate) async fn restart_aside(&mut self) {
-        self.spawn_again();
+    pub(crate) async fn restart_async(&mut self) {
+        self.respawn();
         let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
         let deadline = Instant::now() + Duration::from_secs(10);
         while client.get_multiplexed_async_connection().await.is_err() {
@@ -103,17 +108,17 @@ impl Server {
     }
 
     /// The same, without waiting until it answers.
-    pub(crate) fn spawn_again(&mut self) {
-        self.child = spawn(self.port, &self.directory, &self.args);
+    pub(crate) fn respawn(&mut self) {
+        self.child = spawn_server(self.port, &self.directory, &self.args);
     }
 
     /// SIGSTOP: sockets stay open, nothing is answered.
-    pub(crate) fn stop(&self) {
-        self.signal("-STOP");
+    pub(crate) fn pause(&self) {
+        self.send_signal("-STOP");
     }
 
     pub(crate) fn resume(&self) {
-        self.signal("-CONT");
+        self.send_signal("-CONT");
     }
 
     /// A connection for looking and meddling.
@@ -129,7 +134,7 @@ impl Server {
     }
 
     /// The same, for thousands of questions on a busy machine: no answer is late.
-    pub(crate) async fn patient_connection(&self) -> MultiplexedConnection {
+    pub(crate) async fn connection_without_timeout(&self) -> MultiplexedConnection {
         let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
         let patient = redis::AsyncConnectionConfig::new().set_response_timeout(None);
         client
@@ -151,7 +156,7 @@ impl Server {
     }
 
     /// One number of INFO, such as `("memory", "number_of_cached_scripts")`.
-    pub(crate) async fn info(&self, section: &str, name: &str) -> u64 {
+    pub(crate) async fn read_info_number(&self, section: &str, name: &str) -> u64 {
         let text: String = self.command(&format!("INFO {section}")).await;
         let line = text
             .lines()
@@ -164,15 +169,15 @@ impl Server {
     }
 
     pub(crate) fn settings(&self) -> RedisSettings {
-        settings(self.port)
+        redis_settings(self.port)
     }
 
     /// A ready handle with settings fit for tests.
-    pub(crate) async fn redis(&self) -> (Shared, Redis) {
-        ready(self.settings()).await
+    pub(crate) async fn connect(&self) -> (SharedRedisState, RedisStore) {
+        connect_redis(self.settings()).await
     }
 
-    fn signal(&self, signal: &str) {
+    fn send_signal(&self, signal: &str) {
         let status = Command::new("kill")
             .args([signal, &self.child.id().to_string()])
             .status()
@@ -180,7 +185,7 @@ impl Server {
         assert!(status.success());
     }
 
-    fn answers(&mut self) -> bool {
+    fn wait_until_ready(&mut self) -> bool {
         let deadline = Instant::now() + Duration::from_secs(10);
         while Instant::now() < deadline {
             if self.child.try_wait().unwrap().is_some() {
@@ -195,7 +200,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for RedisServer {
     fn drop(&mut self) {
         drop(self.child.kill());
         drop(self.child.wait());
@@ -203,15 +208,15 @@ impl Drop for Server {
 }
 
 /// Settings fit for tests: deadlines that a busy machine can keep.
-pub(crate) fn settings(port: u16) -> RedisSettings {
+pub(crate) fn redis_settings(port: u16) -> RedisSettings {
     RedisSettings {
-        topology: Topology::Standalone,
-        servers: vec![tcp(port)],
+        topology: RedisTopology::Standalone,
+        servers: vec![local_address(port)],
         database: 0,
-        login: Login::default(),
+        credentials: RedisCredentials::default(),
         tls: None,
         key_prefix: "t".to_owned(),
-        instances: 1,
+        initial_instances: 1,
         timeout: Duration::from_millis(200),
         connect_timeout: Duration::from_secs(1),
         breaker_failures: 5,
@@ -220,23 +225,23 @@ pub(crate) fn settings(port: u16) -> RedisSettings {
 }
 
 /// A port of this machine.
-pub(crate) fn tcp(port: u16) -> Address {
-    Address::Tcp {
+pub(crate) fn local_address(port: u16) -> RedisAddress {
+    RedisAddress::Tcp {
         host: "127.0.0.1".to_owned(),
         port,
     }
 }
 
 /// A handle whose first connection is ready.
-pub(crate) async fn ready(settings: RedisSettings) -> (Shared, Redis) {
-    let shared = Shared::new(settings);
-    let redis = Redis::start(&shared);
-    redis.first_ready().await;
+pub(crate) async fn connect_redis(settings: RedisSettings) -> (SharedRedisState, RedisStore) {
+    let shared = SharedRedisState::new(settings);
+    let redis = RedisStore::start(&shared);
+    redis.wait_until_ready().await;
     (shared, redis)
 }
 
 /// All keys that a server holds, but for the sets of the instances.
-pub(crate) async fn keys(server: &Server) -> Vec<String> {
+pub(crate) async fn list_counter_keys(server: &RedisServer) -> Vec<String> {
     let keys: Vec<String> = server.command("KEYS *").await;
     keys.into_iter()
         .filter(|key| !key.contains(":v1:instances"))
@@ -265,7 +270,7 @@ pub(crate) fn ping(port: u16) -> bool {
     }
 }
 
-fn spawn(port: u16, directory: &TempDir, args: &[String]) -> Child {
+fn spawn_server(port: u16, directory: &TempDir, args: &[String]) -> Child {
     let child = Command::new("redis-server")
         .args([
             "--port",

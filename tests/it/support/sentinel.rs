@@ -1,30 +1,30 @@
 //! A master, its replicas, and sentinels that watch over them.
 
-use super::redis::{Server, free_port, ping, settings, tcp};
-use super::tls::Authority;
-use super::{SOON, eventually};
+use super::redis::{RedisServer, free_port, local_address, ping, redis_settings};
+use super::tls::CertificateAuthority;
+use super::{TEST_TIMEOUT, eventually};
 use redis::FromRedisValue;
 use std::fs;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
-use tidegate::store::redis::{Login, RedisSettings, Topology};
+use tidegate::store::redis::{RedisCredentials, RedisSettings, RedisTopology};
 
 /// What the sentinels call the master.
-pub const MASTER: &str = "shop";
+pub const MASTER_NAME: &str = "shop";
 
 /// How long a server is silent before it counts as down.
 const DOWN_AFTER_MS: u32 = 300;
 
-pub struct Watched {
+pub struct SentinelDeployment {
     /// The first one is the master at the start.
-    pub servers: Vec<Server>,
-    pub sentinels: Vec<Sentinel>,
-    speaks_tls: bool,
+    pub servers: Vec<RedisServer>,
+    pub sentinels: Vec<SentinelProcess>,
+    uses_tls: bool,
 }
 
 /// One process; killed on drop.
-pub struct Sentinel {
+pub struct SentinelProcess {
     child: Child,
     pub port: u16,
     /// If it speaks TLS.
@@ -32,76 +32,78 @@ pub struct Sentinel {
     _folder: TempDir,
 }
 
-impl Watched {
+impl SentinelDeployment {
     /// Starts a master, `replicas`, and three sentinels, and waits until all know each other.
     pub async fn start(replicas: usize) -> Self {
-        Self::of(replicas, None).await
+        Self::launch(replicas, None).await
     }
 
     /// The same, and all speak TLS to each other, and to whoever has a certificate.
-    pub async fn with_tls(authority: &Authority, replicas: usize) -> Self {
+    pub async fn with_tls(authority: &CertificateAuthority, replicas: usize) -> Self {
         authority.sign("server", "127.0.0.1");
-        Self::of(replicas, Some(authority)).await
+        Self::launch(replicas, Some(authority)).await
     }
 
-    async fn of(replicas: usize, authority: Option<&Authority>) -> Self {
+    async fn launch(replicas: usize, authority: Option<&CertificateAuthority>) -> Self {
         // Else a master waits some seconds for further replicas.
         let prompt = ["--repl-diskless-sync-delay", "0"];
         let server = |args: &[&str]| match authority {
-            None => Server::with(&[&prompt, args].concat()),
-            Some(authority) => Server::with_tls(
+            None => RedisServer::start_with(&[&prompt, args].concat()),
+            Some(authority) => RedisServer::start_with_tls(
                 authority,
                 &[&prompt, &["--tls-replication", "yes"], args].concat(),
             ),
         };
         let speaks_tls = authority.is_some();
         let mut servers = vec![server(&[])];
-        let master = port_of(&servers[0], speaks_tls);
+        let master = server_port(&servers[0], speaks_tls);
         for _ in 0..replicas {
             servers.push(server(&["--replicaof", "127.0.0.1", &master.to_string()]));
         }
-        let sentinels = (0..3).map(|_| Sentinel::start(master, authority)).collect();
+        let sentinels = (0..3)
+            .map(|_| SentinelProcess::start(master, authority))
+            .collect();
         let watched = Self {
             servers,
             sentinels,
-            speaks_tls,
+            uses_tls: speaks_tls,
         };
-        watched.is_whole(replicas).await;
+        watched.wait_until_synchronized(replicas).await;
         watched
     }
 
     pub fn settings(&self) -> RedisSettings {
         RedisSettings {
-            topology: Topology::Sentinel {
-                master: MASTER.to_owned(),
-                login: Login::default(),
+            topology: RedisTopology::Sentinel {
+                master: MASTER_NAME.to_owned(),
+                credentials: RedisCredentials::default(),
             },
             servers: self
                 .sentinels
                 .iter()
-                .map(|sentinel| tcp(sentinel.port))
+                .map(|sentinel| local_address(sentinel.port))
                 .collect(),
-            ..settings(0)
+            ..redis_settings(0)
         }
     }
 
     /// The same for a configuration file.
-    pub fn lines(&self) -> String {
-        let url = |one: &Sentinel| match self.speaks_tls {
+    pub fn config_lines(&self) -> String {
+        let url = |one: &SentinelProcess| match self.uses_tls {
             true => format!("\"rediss://127.0.0.1:{}\"", one.tls_port),
             false => format!("\"redis://127.0.0.1:{}\"", one.port),
         };
         let urls: Vec<_> = self.sentinels.iter().map(url).collect();
         format!(
-            "topology = \"sentinel\"\nsentinel_master = \"{MASTER}\"\nurls = [{}]",
+            "topology = \"sentinel\"\nsentinel_master = \"{MASTER_NAME}\"\nurls = [{}]",
             urls.join(", ")
         )
     }
 
     /// The port of whom the first sentinel that lives takes for the master.
-    pub async fn master(&self) -> u16 {
+    pub async fn master_port(&self) -> u16 {
         let mut asked = redis::cmd("SENTINEL");
-        asked.arg("GET-MASTER-ADDR-BY-NAME").arg(MASTER);
+        asked.arg("GET-MASTER-ADDR-BY-NAME").arg(MASTER_NAME);
         for sentinel in &self.sentinels {
             let Ok(client) = redis::Client::open(("127.0.0.1", sentinel.port)) else {
                 continue;
@@ -115,35 +117,39 @@ impl Watched {
         panic!("no sentinel lives");
     }
 
-    pub fn server(&mut self, port: u16) -> &mut Server {
-        let speaks_tls = self.speaks_tls;
+    pub fn server_by_port(&mut self, port: u16) -> &mut RedisServer {
+        let speaks_tls = self.uses_tls;
         self.servers
             .iter_mut()
-            .find(|server| port_of(server, speaks_tls) == port)
+            .find(|server| server_port(server, speaks_tls) == port)
             .unwrap()
     }
 
-    async fn is_whole(&self, replicas: usize) {
+    async fn wait_until_synchronized(&self, replicas: usize) {
         let mut states = Vec::new();
         for sentinel in &self.sentinels {
             let client = redis::Client::open(("127.0.0.1", sentinel.port)).unwrap();
             states.push(client.get_connection().unwrap());
         }
-        eventually("sentinels and replicas to know each other", SOON, || {
-            let all = states.iter_mut().all(|connection| {
-                let state: redis::RedisResult<std::collections::HashMap<String, String>> =
-                    redis::cmd("SENTINEL")
-                        .arg("MASTER")
-                        .arg(MASTER)
-                        .query(connection);
-                state.is_ok_and(|state| {
-                    state["num-slaves"] == replicas.to_string()
-                        && state["num-other-sentinels"] == "2"
-                        && state["flags"] == "master"
-                })
-            });
-            all.then_some(())
-        })
+        eventually(
+            "sentinels and replicas to know each other",
+            TEST_TIMEOUT,
+            || {
+                let all = states.iter_mut().all(|connection| {
+                    let state: redis::RedisResult<std::collections::HashMap<String, String>> =
+                        redis::cmd("SENTINEL")
+                            .arg("MASTER")
+                            .arg(MASTER_NAME)
+                            .query(connection);
+                    state.is_ok_and(|state| {
+                        state["num-slaves"] == replicas.to_string()
+                            && state["num-other-sentinels"] == "2"
+                            && state["flags"] == "master"
+                    })
+                });
+                all.then_some(())
+            },
+        )
         .await;
         let mut master = self.servers[0].connection().await;
         // Until replicas are in step, none can be promoted.
@@ -154,7 +160,7 @@ impl Watched {
             .exec_async(&mut master)
             .await
             .unwrap();
-        let deadline = Instant::now() + SOON;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
             let acknowledged: i64 = redis::cmd("WAIT")
                 .arg(replicas)
@@ -171,7 +177,7 @@ impl Watched {
 }
 
 /// By which the others know it.
-fn port_of(server: &Server, speaks_tls: bool) -> u16 {
+fn server_port(server: &RedisServer, speaks_tls: bool) -> u16 {
     if speaks_tls {
         server.tls_port()
     } else {
@@ -179,13 +185,13 @@ fn port_of(server: &Server, speaks_tls: bool) -> u16 {
     }
 }
 
-impl Sentinel {
-    fn start(master: u16, authority: Option<&Authority>) -> Self {
+impl SentinelProcess {
+    fn start(master: u16, authority: Option<&CertificateAuthority>) -> Self {
         // Somebody else may take the free port before it does.
         for _ in 0..20 {
             let (port, tls_port, folder) = (free_port(), free_port(), TempDir::new().unwrap());
             let tls = authority.map(|authority| {
-                let [cert, key, ca] = ["server.pem", "server.key", "ca.pem"].map(|file| authority.text(file));
+                let [cert, key, ca] = ["server.pem", "server.key", "ca.pem"].map(|file| authority.path_string(file));
                 format!(
                     "tls-port {tls_port}\ntls-replication yes\ntls-cert-file {cert}\ntls-key-file {key}\n\
                      tls-ca-cert-file {ca}\n"
@@ -193,9 +199,9 @@ impl Sentinel {
             });
             let file = folder.path().join("sentinel.conf");
             let text = format!(
-                "port {port}\nbind 127.0.0.1\ndir {}\n{}sentinel monitor {MASTER} 127.0.0.1 {master} 2\n\
-                 sentinel down-after-milliseconds {MASTER} {DOWN_AFTER_MS}\n\
-                 sentinel failover-timeout {MASTER} 1000\n",
+                "port {port}\nbind 127.0.0.1\ndir {}\n{}sentinel monitor {MASTER_NAME} 127.0.0.1 {master} 2\n\
+                 sentinel down-after-milliseconds {MASTER_NAME} {DOWN_AFTER_MS}\n\
+                 sentinel failover-timeout {MASTER_NAME} 1000\n",
                 folder.path().display(),
                 tls.unwrap_or_default()
             );
@@ -213,7 +219,7 @@ impl Sentinel {
                 tls_port,
                 _folder: folder,
             };
-            if sentinel.answers() {
+            if sentinel.wait_until_ready() {
                 return sentinel;
             }
         }
@@ -237,8 +243,8 @@ impl Sentinel {
         self.child.wait().unwrap();
     }
 
-    fn answers(&mut self) -> bool {
-        let deadline = Instant::now() + SOON;
+    fn wait_until_ready(&mut self) -> bool {
+        let deadline = Instant::now() + TEST_TIMEOUT;
         while Instant::now() < deadline && self.child.try_wait().unwrap().is_none() {
             if ping(self.port) {
                 return true;
@@ -249,7 +255,7 @@ impl Sentinel {
     }
 }
 
-impl Drop for Sentinel {
+impl Drop for SentinelProcess {
     fn drop(&mut self) {
         drop(self.child.kill());
         drop(self.child.wait());

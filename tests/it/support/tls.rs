@@ -1,7 +1,7 @@
 //! Certificates, made anew for each test, and clients that speak TLS.
 
-use super::SOON;
-use super::client::{RawClient, Wire};
+use super::TEST_TIMEOUT;
+use super::client::{ByteStream, RawClient};
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateRevocationListParams, DistinguishedName,
     DnType, IsCa, Issuer, KeyIdMethod, KeyPair, RevokedCertParams, SerialNumber, date_time_ymd,
@@ -25,15 +25,15 @@ use tokio_rustls::rustls::{
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 /// Somebody who signs certificates, with a folder for them.
-pub struct Authority {
+pub struct CertificateAuthority {
     folder: TempDir,
     issuer: Issuer<'static, KeyPair>,
 }
 
-impl Authority {
+impl CertificateAuthority {
     pub fn new() -> Self {
         let folder = TempDir::new().unwrap();
-        let mut params = named("an authority", Vec::new());
+        let mut params = certificate_params("an authority", Vec::new());
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let key = KeyPair::generate().unwrap();
         fs::write(
@@ -49,11 +49,11 @@ impl Authority {
 
     /// Makes `<file>.pem` and `<file>.key`: a certificate for a name or an address.
     pub fn sign(&self, file: &str, name: &str) {
-        self.sign_as(file, named(name, vec![name.to_owned()]));
+        self.sign_params(file, certificate_params(name, vec![name.to_owned()]));
     }
 
     /// The same, of a certificate that says this.
-    pub fn sign_as(&self, file: &str, params: CertificateParams) {
+    pub fn sign_params(&self, file: &str, params: CertificateParams) {
         let key = KeyPair::generate().unwrap();
         fs::write(
             self.path(&format!("{file}.pem")),
@@ -64,7 +64,7 @@ impl Authority {
     }
 
     /// Makes `file`: a list, good until the end of a year, of the certificates with these numbers.
-    pub fn revoke(&self, file: &str, serials: &[u64], until: i32) {
+    pub fn write_revocation_list(&self, file: &str, serials: &[u64], until: i32) {
         let revoked_certs = serials.iter().map(|serial| RevokedCertParams {
             serial_number: SerialNumber::from(*serial),
             revocation_time: date_time_ymd(2026, 1, 1),
@@ -88,7 +88,12 @@ impl Authority {
 
     /// A server with the certificate of `file`, that offers `protocols`, and asks clients for a certificate signed by
     /// `clients`.
-    pub fn server(&self, file: &str, protocols: &[&str], clients: Option<&Self>) -> TlsAcceptor {
+    pub fn tls_acceptor(
+        &self,
+        file: &str,
+        protocols: &[&str],
+        clients: Option<&Self>,
+    ) -> TlsAcceptor {
         let roots = |authority: &Self| {
             let mut roots = RootCertStore::empty();
             roots
@@ -127,7 +132,7 @@ impl Authority {
     }
 
     /// The same as text, for arguments.
-    pub fn text(&self, file: &str) -> String {
+    pub fn path_string(&self, file: &str) -> String {
         self.path(file).to_str().unwrap().to_owned()
     }
 }
@@ -137,36 +142,40 @@ impl Authority {
 pub struct TlsClient(ClientConfig);
 
 impl TlsClient {
-    pub fn new(trusted: &Authority) -> Self {
-        Self::speaking(trusted, &[&version::TLS13, &version::TLS12], None)
+    pub fn new(trusted: &CertificateAuthority) -> Self {
+        Self::with_versions(trusted, &[&version::TLS13, &version::TLS12], None)
     }
 
     /// With a certificate of its own, that somebody else may have signed.
-    pub fn with_certificate(trusted: &Authority, signer: &Authority, file: &str) -> Self {
-        Self::speaking(
+    pub fn with_certificate(
+        trusted: &CertificateAuthority,
+        signer: &CertificateAuthority,
+        file: &str,
+    ) -> Self {
+        Self::with_versions(
             trusted,
             &[&version::TLS13, &version::TLS12],
             Some((signer, file)),
         )
     }
 
-    pub fn speaking(
-        trusted: &Authority,
+    pub fn with_versions(
+        trusted: &CertificateAuthority,
         versions: &[&'static SupportedProtocolVersion],
-        certificate: Option<(&Authority, &str)>,
+        certificate: Option<(&CertificateAuthority, &str)>,
     ) -> Self {
         Self::build(&trusted.path("ca.pem"), versions, certificate)
     }
 
     /// One that trusts all that are in a file.
-    pub fn trusting_file(roots: &Path) -> Self {
+    pub fn with_roots_file(roots: &Path) -> Self {
         Self::build(roots, &[&version::TLS13, &version::TLS12], None)
     }
 
     fn build(
         trusted: &Path,
         versions: &[&'static SupportedProtocolVersion],
-        certificate: Option<(&Authority, &str)>,
+        certificate: Option<(&CertificateAuthority, &str)>,
     ) -> Self {
         let mut roots = RootCertStore::empty();
         for root in CertificateDer::pem_file_iter(trusted).unwrap() {
@@ -189,7 +198,7 @@ impl TlsClient {
     }
 
     /// What it offers by ALPN, best first.
-    pub fn offering(mut self, protocols: &[&str]) -> Self {
+    pub fn with_alpn(mut self, protocols: &[&str]) -> Self {
         self.0.alpn_protocols = protocols
             .iter()
             .map(|protocol| protocol.as_bytes().to_vec())
@@ -204,21 +213,25 @@ impl TlsClient {
         name: &str,
     ) -> io::Result<TlsStream<TcpStream>> {
         let socket = TcpStream::connect(address).await?;
-        self.wrap(socket, name).await
+        self.handshake(socket, name).await
     }
 
     /// The same, on a connection that is there.
-    pub async fn wrap<S: Wire>(&self, socket: S, name: &str) -> io::Result<TlsStream<S>> {
+    pub async fn handshake<S: ByteStream>(
+        &self,
+        socket: S,
+        name: &str,
+    ) -> io::Result<TlsStream<S>> {
         let name = ServerName::try_from(name.to_owned()).unwrap();
         let connector = TlsConnector::from(Arc::new(self.0.clone()));
-        timeout(SOON, connector.connect(name, socket))
+        timeout(TEST_TIMEOUT, connector.connect(name, socket))
             .await
             .expect("no handshake in time")
     }
 
     /// A connection to the server of this name, for HTTP/1.1.
-    pub async fn http1(&self, address: SocketAddr, name: &str) -> RawClient {
-        RawClient::over(
+    pub async fn connect_http1(&self, address: SocketAddr, name: &str) -> RawClient {
+        RawClient::from_stream(
             self.connect(address, name)
                 .await
                 .unwrap_or_else(|error| panic!("{name}: {error}")),
@@ -227,7 +240,7 @@ impl TlsClient {
 }
 
 /// Whoever signs and whoever is signed for must not share a name.
-pub fn named(name: &str, valid_for: Vec<String>) -> CertificateParams {
+pub fn certificate_params(name: &str, valid_for: Vec<String>) -> CertificateParams {
     let mut params = CertificateParams::new(valid_for).unwrap();
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, name);

@@ -21,20 +21,20 @@ use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
 
 pub type UpstreamBody = BoxBody<Bytes, io::Error>;
-pub type Answer = Response<UpstreamBody>;
+pub type UpstreamResponse = Response<UpstreamBody>;
 
 /// A hyper server; its connections end when it is dropped.
 #[derive(Debug)]
 pub struct Upstream {
     pub address: SocketAddr,
-    seen: Arc<Mutex<Vec<Seen>>>,
-    connections: Arc<Mutex<usize>>,
+    received_requests: Arc<Mutex<Vec<ReceivedRequest>>>,
+    accepted_connections: Arc<Mutex<usize>>,
     task: JoinHandle<()>,
 }
 
 /// A request's head as it reached the upstream.
 #[derive(Clone, Debug)]
-pub struct Seen {
+pub struct ReceivedRequest {
     pub method: String,
     pub target: String,
     /// In order, names in lower case.
@@ -44,19 +44,19 @@ pub struct Seen {
 impl Upstream {
     /// Answers every request with what it got: see [`echo`].
     pub async fn echo() -> Self {
-        Self::serving(echo).await
+        Self::with_handler(echo).await
     }
 
     /// Answers by `handler`. A client that leaves drops the handler's future.
-    pub async fn serving<H, F>(handler: H) -> Self
+    pub async fn with_handler<H, F>(handler: H) -> Self
     where
         H: Fn(Request<Incoming>) -> F + Send + Sync + 'static,
-        F: Future<Output = Answer> + Send + 'static,
+        F: Future<Output = UpstreamResponse> + Send + 'static,
     {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (seen, connections) = (
-            Arc::<Mutex<Vec<Seen>>>::default(),
+            Arc::<Mutex<Vec<ReceivedRequest>>>::default(),
             Arc::<Mutex<usize>>::default(),
         );
         let (seeing, counting, handler) = (
@@ -70,7 +70,7 @@ impl Upstream {
                 *counting.lock().unwrap() += 1;
                 let (seeing, handler) = (Arc::clone(&seeing), Arc::clone(&handler));
                 let service = service_fn(move |request: Request<Incoming>| {
-                    seeing.lock().unwrap().push(Seen::new(&request));
+                    seeing.lock().unwrap().push(ReceivedRequest::new(&request));
                     let answer = handler(request);
                     async move { Ok::<_, Infallible>(answer.await) }
                 });
@@ -82,27 +82,27 @@ impl Upstream {
         });
         Self {
             address,
-            seen,
-            connections,
+            received_requests: seen,
+            accepted_connections: connections,
             task,
         }
     }
 
     /// The requests so far.
-    pub fn seen(&self) -> Vec<Seen> {
-        self.seen.lock().unwrap().clone()
+    pub fn requests(&self) -> Vec<ReceivedRequest> {
+        self.received_requests.lock().unwrap().clone()
     }
 
     /// The last request.
-    pub fn last(&self) -> Seen {
-        self.seen()
+    pub fn last_request(&self) -> ReceivedRequest {
+        self.requests()
             .pop()
             .expect("no request has reached the upstream")
     }
 
     /// Connections accepted so far.
-    pub fn connections(&self) -> usize {
-        *self.connections.lock().unwrap()
+    pub fn connection_count(&self) -> usize {
+        *self.accepted_connections.lock().unwrap()
     }
 }
 
@@ -112,7 +112,7 @@ impl Drop for Upstream {
     }
 }
 
-impl Seen {
+impl ReceivedRequest {
     fn new(request: &Request<Incoming>) -> Self {
         let header = |(name, value): (&hyper::header::HeaderName, &hyper::header::HeaderValue)| {
             (
@@ -128,7 +128,7 @@ impl Seen {
     }
 
     /// All values of a header.
-    pub fn all(&self, name: &str) -> Vec<&str> {
+    pub fn header_values(&self, name: &str) -> Vec<&str> {
         self.headers
             .iter()
             .filter(|(given, _)| given == name)
@@ -137,8 +137,8 @@ impl Seen {
     }
 
     /// The value of a header that is there exactly once.
-    pub fn one(&self, name: &str) -> &str {
-        match self.all(name)[..] {
+    pub fn single_header(&self, name: &str) -> &str {
+        match self.header_values(name)[..] {
             [value] => value,
             ref values => panic!("{name} is {values:?} in {self:?}"),
         }
@@ -147,14 +147,14 @@ impl Seen {
 
 /// Reads the body to its end and answers with JSON: `method`, `target`, `headers` (pairs in order),
 /// `body_len`, `body_sha256`.
-pub async fn echo(request: Request<Incoming>) -> Answer {
-    let seen = Seen::new(&request);
-    let (len, sha256) = digest(request.into_body()).await;
+pub async fn echo(request: Request<Incoming>) -> UpstreamResponse {
+    let seen = ReceivedRequest::new(&request);
+    let (len, sha256) = hash_body(request.into_body()).await;
     let text = json!({
         "method": seen.method, "target": seen.target, "headers": seen.headers,
         "body_len": len, "body_sha256": sha256,
     });
-    let mut answer = Response::new(full(text.to_string()));
+    let mut answer = Response::new(full_body(text.to_string()));
     answer
         .headers_mut()
         .insert("content-type", "application/json".parse().unwrap());
@@ -162,7 +162,7 @@ pub async fn echo(request: Request<Incoming>) -> Answer {
 }
 
 /// Length and SHA-256 of a body, without keeping it.
-pub async fn digest(mut body: Incoming) -> (u64, String) {
+pub async fn hash_body(mut body: Incoming) -> (u64, String) {
     let (mut len, mut hasher) = (0, Sha256::new());
     while let Some(Ok(frame)) = body.frame().await {
         if let Some(data) = frame.data_ref() {
@@ -170,33 +170,33 @@ pub async fn digest(mut body: Incoming) -> (u64, String) {
             hasher.update(data);
         }
     }
-    (len, super::hex(&hasher.finalize()))
+    (len, super::hex_encode(&hasher.finalize()))
 }
 
 /// A body that is there at once, with its length.
-pub fn full(bytes: impl Into<Bytes>) -> UpstreamBody {
+pub fn full_body(bytes: impl Into<Bytes>) -> UpstreamBody {
     Full::new(bytes.into())
         .map_err(|never| match never {})
         .boxed()
 }
 
 /// A body that the test feeds.
-pub fn fed() -> (Feeder, UpstreamBody) {
+pub fn channel_body() -> (BodySender, UpstreamBody) {
     let (sender, receiver) = mpsc::channel(1);
-    (Feeder(sender), Fed(receiver).boxed())
+    (BodySender(sender), ChannelBody(receiver).boxed())
 }
 
 /// Feeds a body; dropping it ends the body well.
 #[derive(Debug)]
-pub struct Feeder(mpsc::Sender<io::Result<Frame<Bytes>>>);
+pub struct BodySender(mpsc::Sender<io::Result<Frame<Bytes>>>);
 
-impl Feeder {
+impl BodySender {
     /// Waits while the peer does not read; `false` if it has gone.
     pub async fn send(&self, bytes: impl Into<Bytes>) -> bool {
         self.0.send(Ok(Frame::data(bytes.into()))).await.is_ok()
     }
 
-    pub async fn trailers(self, trailers: HeaderMap) {
+    pub async fn send_trailers(self, trailers: HeaderMap) {
         self.0
             .send(Ok(Frame::trailers(trailers)))
             .await
@@ -204,7 +204,7 @@ impl Feeder {
     }
 
     /// Breaks the body off.
-    pub async fn fail(self) {
+    pub async fn send_error(self) {
         self.0
             .send(Err(io::Error::other("broken off")))
             .await
@@ -212,14 +212,14 @@ impl Feeder {
     }
 
     /// Waits until nobody wants the body any more.
-    pub async fn gone(&self) {
+    pub async fn wait_until_dropped(&self) {
         self.0.closed().await;
     }
 }
 
-struct Fed(mpsc::Receiver<io::Result<Frame<Bytes>>>);
+struct ChannelBody(mpsc::Receiver<io::Result<Frame<Bytes>>>);
 
-impl Body for Fed {
+impl Body for ChannelBody {
     type Data = Bytes;
     type Error = io::Error;
 
@@ -235,31 +235,31 @@ impl Body for Fed {
 #[derive(Debug)]
 pub struct RawUpstream {
     pub address: SocketAddr,
-    received: Received,
+    received: ReceivedBytes,
     task: JoinHandle<()>,
 }
 
 /// What came, per connection.
-type Received = Arc<Mutex<Vec<Vec<u8>>>>;
+type ReceivedBytes = Arc<Mutex<Vec<Vec<u8>>>>;
 
 /// The upstream's end of one connection; dropping it closes.
 #[derive(Debug)]
 pub struct RawSocket {
     stream: TcpStream,
-    received: Received,
+    received: ReceivedBytes,
     number: usize,
     /// Bytes of `received` already given out as requests.
-    taken: usize,
+    consumed_bytes: usize,
 }
 
 impl RawUpstream {
     /// Answers every whole request with these bytes and leaves the connection open.
-    pub async fn answering(answer: impl AsRef<[u8]> + Send + Sync + 'static) -> Self {
+    pub async fn with_response(answer: impl AsRef<[u8]> + Send + Sync + 'static) -> Self {
         let answer = Arc::new(answer);
-        Self::scripted(move |_, mut socket| {
+        Self::with_script(move |_, mut socket| {
             let answer = Arc::clone(&answer);
             async move {
-                while socket.request().await.is_some() {
+                while socket.read_request().await.is_some() {
                     socket.send((*answer).as_ref()).await;
                 }
             }
@@ -268,14 +268,14 @@ impl RawUpstream {
     }
 
     /// Runs `script` with each connection and its number, from 0.
-    pub async fn scripted<S, F>(script: S) -> Self
+    pub async fn with_script<S, F>(script: S) -> Self
     where
         S: Fn(usize, RawSocket) -> F + Send + 'static,
         F: Future<Output = ()> + Send + 'static,
     {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let received = Received::default();
+        let received = ReceivedBytes::default();
         let receiving = Arc::clone(&received);
         let task = tokio::spawn(async move {
             let mut open = JoinSet::new();
@@ -291,7 +291,7 @@ impl RawUpstream {
                         stream,
                         received,
                         number,
-                        taken: 0,
+                        consumed_bytes: 0,
                     },
                 ));
             }
@@ -304,11 +304,11 @@ impl RawUpstream {
     }
 
     /// All bytes so far, connection after connection.
-    pub fn received(&self) -> Vec<u8> {
+    pub fn received_bytes(&self) -> Vec<u8> {
         self.received.lock().unwrap().concat()
     }
 
-    pub fn connections(&self) -> usize {
+    pub fn connection_count(&self) -> usize {
         self.received.lock().unwrap().len()
     }
 }
@@ -321,22 +321,23 @@ impl Drop for RawUpstream {
 
 impl RawSocket {
     /// The next whole request, head and body as they came; `None` when the peer closes.
-    pub async fn request(&mut self) -> Option<Vec<u8>> {
+    pub async fn read_request(&mut self) -> Option<Vec<u8>> {
         loop {
-            let pending = self.received.lock().unwrap()[self.number][self.taken..].to_vec();
+            let pending =
+                self.received.lock().unwrap()[self.number][self.consumed_bytes..].to_vec();
             if let Some(len) = request_len(&pending) {
-                self.taken += len;
+                self.consumed_bytes += len;
                 return Some(pending[..len].to_vec());
             }
-            if !self.read().await {
+            if !self.read_chunk().await {
                 return None;
             }
         }
     }
 
     /// Reads until the peer closes.
-    pub async fn drain(&mut self) {
-        while self.read().await {}
+    pub async fn read_to_close(&mut self) {
+        while self.read_chunk().await {}
     }
 
     /// The socket itself: what is read from it is not remembered.
@@ -350,7 +351,7 @@ impl RawSocket {
     }
 
     /// Reads some bytes; `false` when the peer has closed.
-    pub async fn read(&mut self) -> bool {
+    pub async fn read_chunk(&mut self) -> bool {
         let mut chunk = Vec::with_capacity(16 << 10);
         let read = self.stream.read_buf(&mut chunk).await.unwrap_or(0);
         self.received.lock().unwrap()[self.number].append(&mut chunk);

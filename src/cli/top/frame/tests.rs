@@ -1,26 +1,26 @@
 use super::*;
 
-fn policy(name: &str, passed: u64, refused: u64) -> Policy {
+fn policy(name: &str, passed: u64, refused: u64) -> TopPolicyEntry {
     let mut minutes = vec![(0, 0); 60];
     minutes[57] = (passed + refused, refused);
     minutes[30] = (5, 0);
-    Policy {
+    TopPolicyEntry {
         name: name.to_owned(),
         hour_passed: passed,
         hour_refused: refused,
         minutes,
-        ..Policy::default()
+        ..TopPolicyEntry::default()
     }
 }
 
-fn seen() -> Seen {
-    let ranked = |text: &str, count, error| Ranked {
+fn snapshot() -> AdminApiSnapshot {
+    let ranked = |text: &str, count, error| TopRankedEntry {
         policy: "api".to_owned(),
         text: text.to_owned(),
         count,
         error,
     };
-    Seen {
+    AdminApiSnapshot {
         version: "1.2.3".to_owned(),
         instance: "abc".to_owned(),
         status: "ready".to_owned(),
@@ -30,12 +30,12 @@ fn seen() -> Seen {
         requests: 1000,
         refused: 55,
         degraded: 0,
-        rate: 16.66,
+        requests_per_s: 16.66,
         store: "redis r:6379 up".to_owned(),
         store_up: true,
         instances: Some(3),
         connections: (4, 1000),
-        latency: vec![Times {
+        latency: vec![TopLatencyEntry {
             source: "redis".to_owned(),
             count: 9,
             p50_s: Some(0.0004),
@@ -48,17 +48,17 @@ fn seen() -> Seen {
         ],
         keys: vec![ranked("ann", 40, 0), ranked("bob", 30, 12)],
         paths: vec![ranked("/api/orders", 70, 0)],
-        ..Seen::default()
+        ..AdminApiSnapshot::default()
     }
 }
 
 #[test]
-fn a_table_for_a_pipe() {
-    let look = Look {
-        from: "127.0.0.1:9090".to_owned(),
-        ..Look::default()
+fn renders_a_table_for_a_pipe() {
+    let view = ViewState {
+        address: "127.0.0.1:9090".to_owned(),
+        ..ViewState::default()
     };
-    let told = whole(&seen(), &look, 120);
+    let table = render_table(&snapshot(), &view, 120);
     let expected = "\
 tidegate 1.2.3  ready  instance abc  up 1h2m  generation 2  at 127.0.0.1:9090
 requests 17/s  refused 5.5%  degraded 0%  (of 1000 in 1m0s)  connections 4/1000
@@ -77,22 +77,23 @@ a.very.long.name                0         0       -           .
       refused PATHS REFUSED MOST
            70 api  /api/orders
 ";
-    assert_eq!(told, expected);
+    assert_eq!(table, expected);
 }
 
 #[test]
-fn every_screen_is_filled_exactly() {
-    let mut seen = seen();
-    seen.alerts = vec!["the store is away: policies decide by on_store_failure".to_owned(); 3];
-    seen.policies
+fn fills_every_screen_size_exactly() {
+    let mut snapshot = snapshot();
+    snapshot.alerts = vec!["the store is away: policies decide by on_store_failure".to_owned(); 3];
+    snapshot
+        .policies
         .extend((0..40).map(|n| policy(&format!("p{n}"), n, n)));
     for width in 0..140 {
         for height in 0..60 {
-            let lines = screen(
-                &seen,
-                &Look {
-                    scrolled: 7,
-                    ..Look::default()
+            let lines = render_screen(
+                &snapshot,
+                &ViewState {
+                    scroll_offset: 7,
+                    ..ViewState::default()
                 },
                 width,
                 height,
@@ -102,7 +103,7 @@ fn every_screen_is_filled_exactly() {
                 lines.iter().all(|line| line.text.chars().count() <= width),
                 "{width}x{height}: {lines:?}"
             );
-            let is_small = width < LEAST.0 || height < LEAST.1;
+            let is_small = width < MIN_SIZE.0 || height < MIN_SIZE.1;
             let says_so = lines
                 .first()
                 .is_some_and(|line| line.text.starts_with("too small"));
@@ -122,32 +123,33 @@ fn every_screen_is_filled_exactly() {
 
 #[test]
 fn policies_are_sorted_and_scrolled() {
-    let mut seen = seen();
-    seen.policies
+    let mut snapshot = snapshot();
+    snapshot
+        .policies
         .extend((0..40).map(|n| policy(&format!("p{n:02}"), 1000, 0)));
     let first = |order, scrolled| {
-        let look = Look {
-            order,
-            scrolled,
-            ..Look::default()
+        let view = ViewState {
+            sort_order: order,
+            scroll_offset: scrolled,
+            ..ViewState::default()
         };
-        policies(&seen, &look, 10, 80)[1]
+        policy_lines(&snapshot, &view, 10, 80)[1]
             .text
             .split(' ')
             .next()
             .unwrap()
             .to_owned()
     };
-    assert_eq!(first(Order::Refused, 0), "api");
-    assert_eq!(first(Order::Requests, 0), "p00");
-    assert_eq!(first(Order::Name, 0), "a.very.long.name");
-    assert_eq!(first(Order::Applied, 0), "login");
-    assert_eq!(first(Order::Applied, 2), "a.very.long.name");
-    let lines = policies(
-        &seen,
-        &Look {
-            scrolled: 999,
-            ..Look::default()
+    assert_eq!(first(PolicySortOrder::Refused, 0), "api");
+    assert_eq!(first(PolicySortOrder::Requests, 0), "p00");
+    assert_eq!(first(PolicySortOrder::Name, 0), "a.very.long.name");
+    assert_eq!(first(PolicySortOrder::PolicyOrder, 0), "login");
+    assert_eq!(first(PolicySortOrder::PolicyOrder, 2), "a.very.long.name");
+    let lines = policy_lines(
+        &snapshot,
+        &ViewState {
+            scroll_offset: 999,
+            ..ViewState::default()
         },
         10,
         80,
@@ -159,17 +161,19 @@ fn policies_are_sorted_and_scrolled() {
 }
 
 #[test]
-fn a_sparkline_tells_none_from_none_refused() {
+fn a_sparkline_distinguishes_no_requests_from_no_refusals() {
     let mut minutes = vec![(0, 0); 60];
     minutes[3] = (9, 0);
     minutes[59] = (9, 9);
     minutes[56] = (9, 1);
     assert_eq!(
-        sparkline(&minutes, Glyphs::Ascii),
+        render_sparkline(&minutes, SparklineGlyphs::Ascii),
         " .                ::".replace("::", ":@")
     );
     assert_eq!(
-        sparkline(&minutes, Glyphs::Blocks).chars().last(),
+        render_sparkline(&minutes, SparklineGlyphs::Blocks)
+            .chars()
+            .last(),
         Some('█')
     );
 }

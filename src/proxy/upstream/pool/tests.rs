@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use tokio::net::TcpListener;
 use tokio::task::{LocalSet, yield_now};
 
-fn pool(scheme: Scheme, address: SocketAddr) -> Rc<Pool> {
+fn new_pool(scheme: UpstreamScheme, address: SocketAddr) -> Rc<UpstreamPool> {
     let long = Duration::from_secs(60);
     let settings = UpstreamSettings {
         url: UpstreamUrl::Net {
@@ -26,13 +26,13 @@ fn pool(scheme: Scheme, address: SocketAddr) -> Rc<Pool> {
         retry_idempotent: true,
         tls: None,
     };
-    Pool::new(Shared::new(settings, 1).unwrap())
+    UpstreamPool::new(UpstreamSharedState::new(settings, 1).unwrap())
 }
 
 /// A connection whose request is over.
-async fn used(pool: &Rc<Pool>) -> Box<Connection> {
+async fn open_ready_connection(pool: &Rc<UpstreamPool>) -> Box<UpstreamConnection> {
     let connection = pool.acquire_new(&mut 0).await.unwrap();
-    while let Wire::Http1(http1) = &connection.wire
+    while let ConnectionProtocol::Http1(http1) = &connection.protocol
         && !http1.sender.is_ready()
     {
         yield_now().await;
@@ -41,28 +41,31 @@ async fn used(pool: &Rc<Pool>) -> Box<Connection> {
 }
 
 #[tokio::test]
-async fn an_address_that_the_name_has_lost_is_left_though_somebody_is_there() {
+async fn drops_connections_to_addresses_removed_from_dns() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let other = || vec![IpAddr::from([127, 0, 0, 2])];
-    let working = async {
-        let pool = pool(Scheme::Http, listener.local_addr().unwrap());
-        let (idle, busy) = (used(&pool).await, used(&pool).await);
-        pool.put_back(idle);
-        pool.follow(other());
+    let other_address = || vec![IpAddr::from([127, 0, 0, 2])];
+    let scenario = async {
+        let pool = new_pool(UpstreamScheme::Http, listener.local_addr().unwrap());
+        let (idle, busy) = (
+            open_ready_connection(&pool).await,
+            open_ready_connection(&pool).await,
+        );
+        pool.return_connection(idle);
+        pool.apply_resolved_addresses(other_address());
         assert_eq!(pool.idle_count(), 1, "told once, it may be of many");
-        pool.follow(other());
+        pool.apply_resolved_addresses(other_address());
         assert_eq!(pool.idle_count(), 0);
-        pool.put_back(busy);
+        pool.return_connection(busy);
         assert_eq!(pool.idle_count(), 0);
     };
-    LocalSet::new().run_until(working).await;
+    LocalSet::new().run_until(scenario).await;
 }
 
 #[tokio::test]
-async fn by_http2_what_is_under_way_there_ends_first() {
+async fn http2_requests_finish_before_a_stale_connection_closes() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let working = async {
-        let pool = pool(Scheme::H2c, listener.local_addr().unwrap());
+    let scenario = async {
+        let pool = new_pool(UpstreamScheme::H2c, listener.local_addr().unwrap());
         tokio::task::spawn_local(async move {
             while let Ok((socket, _)) = listener.accept().await {
                 let mut connection = h2::server::handshake(socket).await.unwrap();
@@ -72,16 +75,16 @@ async fn by_http2_what_is_under_way_there_ends_first() {
             }
         });
         let busy = pool.acquire(&mut 0).await.unwrap();
-        let Wire::Http2(place) = &busy.wire else {
+        let ConnectionProtocol::Http2(slot) = &busy.protocol else {
             panic!("it speaks HTTP/2")
         };
-        let link = Rc::clone(place.link());
+        let http2_connection = Rc::clone(slot.connection());
         for _ in 0..2 {
             assert!(pool.take_idle(Instant::now()).is_some());
-            pool.follow(vec![IpAddr::from([127, 0, 0, 2])]);
+            pool.apply_resolved_addresses(vec![IpAddr::from([127, 0, 0, 2])]);
         }
-        assert!(pool.take_idle(Instant::now()).is_none() && link.is_closing());
-        assert_eq!(link.idle_since(), None, "its request goes on");
+        assert!(pool.take_idle(Instant::now()).is_none() && http2_connection.is_closing());
+        assert_eq!(http2_connection.idle_since(), None, "its request goes on");
     };
-    LocalSet::new().run_until(working).await;
+    LocalSet::new().run_until(scenario).await;
 }

@@ -1,0 +1,452 @@
+//! Who is answered: not a browser that was led here by another name or from another page, and only who has the token.
+
+use super::responses::ProblemDetails;
+use super::{AdminSettings, AdminToken};
+use axum::extract::{Extension, Request, State};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use http::header::{AUTHORIZATION, HOST, ORIGIN, WWW_AUTHENTICATE};
+use http::{HeaderMap, Method, StatusCode, Uri};
+use std::net::{IpAddr, Ipv6Addr};
+use std::sync::Arc;
+use std::time::Duration;
+use subtle::ConstantTimeEq;
+use tokio::time::timeout;
+
+/// The longest that an answer takes: longer than anything that it waits for.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Who holds the other end of the connection.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AdminPeer(pub(super) IpAddr);
+
+/// Lets through who may ask for what a route does.
+#[derive(Clone, Debug)]
+pub(super) struct AccessGuard {
+    token: Option<AdminToken>,
+    /// Others than this machine can reach the port: looking needs the token too.
+    is_exposed: bool,
+}
+
+/// What a request would do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum RequiredAccess {
+    /// What gives nothing away: health, and the page that asks for the rest.
+    Public,
+    Read,
+    /// As kubelet does before it stops a pod, by a command inside of it.
+    Drain,
+    Write,
+}
+
+impl AccessGuard {
+    pub(super) fn new(settings: &AdminSettings) -> Self {
+        Self {
+            token: settings.token.clone(),
+            is_exposed: !settings.address.is_local(),
+        }
+    }
+
+    /// # Errors
+    /// The refusal.
+    fn authorize(
+        &self,
+        method: &Method,
+        path: &str,
+        headers: &HeaderMap,
+        peer: AdminPeer,
+    ) -> Result<(), ProblemDetails> {
+        let required = RequiredAccess::from_request(method, path);
+        // A link may lead here from anywhere: it shows what there is to whoever follows it, and tells the other page nothing.
+        let is_link = method.is_safe() && is_navigation(headers);
+        if !is_link && is_cross_origin(headers) {
+            return Err(forbidden("another page's script, or its form, sent this"));
+        }
+        let has_token = self
+            .token
+            .as_ref()
+            .is_some_and(|token| has_token(headers, token));
+        match (required, &self.token) {
+            (RequiredAccess::Public, _) => Ok(()),
+            (RequiredAccess::Read, _) if !self.is_exposed => Ok(()),
+            _ if has_token => Ok(()),
+            (_, Some(_)) => Err(ProblemDetails::new(
+                StatusCode::UNAUTHORIZED,
+                "a bearer token is needed: see admin.token_file",
+            )),
+            (RequiredAccess::Drain, None) if !peer.0.to_canonical().is_loopback() => Err(
+                forbidden("without admin.token_file, only who is on this machine may ask for this"),
+            ),
+            (RequiredAccess::Drain, None) if is_from_browser(headers) => Err(forbidden(
+                "without admin.token_file, no browser may ask for this",
+            )),
+            (RequiredAccess::Drain, None) => Ok(()),
+            _ => Err(forbidden(
+                "nothing can be changed here without a token: name a file that holds one in admin.token_file, \
+                 and send it as Authorization: Bearer",
+            )),
+        }
+    }
+}
+
+impl RequiredAccess {
+    /// What is not known to be harmless is a change.
+    fn from_request(method: &Method, path: &str) -> Self {
+        match (method.as_str(), path) {
+            ("GET" | "HEAD", "/" | "/livez" | "/readyz" | "/metrics") => Self::Public,
+            ("GET" | "HEAD", _) | ("POST", "/explain") => Self::Read,
+            ("POST", "/drain") => Self::Drain,
+            _ => Self::Write,
+        }
+    }
+}
+
+fn forbidden(why: &str) -> ProblemDetails {
+    ProblemDetails::new(StatusCode::FORBIDDEN, why)
+}
+
+/// Answers who may ask, in time.
+pub(super) async fn authorize_request(
+    State(guard): State<AccessGuard>,
+    Extension(peer): Extension<AdminPeer>,
+    request: Request,
+    next: Next,
+) -> Response {
+    if let Err(refusal) = guard.authorize(
+        request.method(),
+        request.uri().path(),
+        request.headers(),
+        peer,
+    ) {
+        let needs_token = refusal.status == StatusCode::UNAUTHORIZED;
+        let mut response = refusal.into_response();
+        if needs_token {
+            response
+                .headers_mut()
+                .insert(WWW_AUTHENTICATE, http::HeaderValue::from_static("Bearer"));
+        }
+        return response;
+    }
+    timeout(RESPONSE_TIMEOUT, next.run(request))
+        .await
+        .unwrap_or_else(|_late| {
+            ProblemDetails::new(
+                StatusCode::GATEWAY_TIMEOUT,
+                "this took too long and was given up",
+            )
+            .into_response()
+        })
+}
+
+/// Answers only requests whose `Host` is known to mean us.
+///
+/// A page from anywhere can make a browser call any address, under a name that its owner lets point there (DNS
+/// rebinding). The browser then sends that name. A page can't choose an address as its name, so addresses are
+/// let through: probes and people use them.
+pub(super) async fn require_known_host(
+    State(settings): State<Arc<AdminSettings>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    match is_known_host(request.headers(), &settings.allowed_hosts) {
+        true => next.run(request).await,
+        false => forbidden("this Host is not answered: see admin.allowed_hosts").into_response(),
+    }
+}
+
+/// Whether a browser says that the request was made by a page that is not ours.
+fn is_cross_origin(headers: &HeaderMap) -> bool {
+    let site = headers.get_all("sec-fetch-site").iter();
+    let foreign = site
+        .filter(|site| !matches!(site.as_bytes(), b"same-origin" | b"none"))
+        .count()
+        > 0;
+    let host = headers.get(HOST).map(http::HeaderValue::as_bytes);
+    let is_ours = |origin: &http::HeaderValue| {
+        let uri = origin
+            .to_str()
+            .ok()
+            .and_then(|origin| origin.parse::<Uri>().ok());
+        let authority = uri
+            .as_ref()
+            .and_then(Uri::authority)
+            .map(|authority| authority.as_str().as_bytes());
+        authority
+            .zip(host)
+            .is_some_and(|(authority, host)| authority.eq_ignore_ascii_case(host))
+    };
+    foreign || !headers.get_all(ORIGIN).iter().all(is_ours)
+}
+
+/// Whether a browser says that somebody goes where the request goes, in a window of its own or instead of another page.
+fn is_navigation(headers: &HeaderMap) -> bool {
+    let has_value = |name, value: &[u8]| {
+        headers
+            .get_all(name)
+            .iter()
+            .any(|said| said.as_bytes() == value)
+    };
+    has_value("sec-fetch-mode", b"navigate") && has_value("sec-fetch-dest", b"document")
+}
+
+fn is_from_browser(headers: &HeaderMap) -> bool {
+    headers.contains_key(ORIGIN) || headers.contains_key("sec-fetch-site")
+}
+
+fn is_known_host(headers: &HeaderMap, allowed: &[String]) -> bool {
+    let mut hosts = headers.get_all(HOST).iter();
+    let (Some(host), None) = (hosts.next(), hosts.next()) else {
+        return false;
+    };
+    let Ok(host) = host.to_str() else {
+        return false;
+    };
+    if let Some(rest) = host.strip_prefix('[') {
+        return rest
+            .split_once(']')
+            .is_some_and(|(address, _)| address.parse::<Ipv6Addr>().is_ok());
+    }
+    let name = host
+        .split_once(':')
+        .map_or(host, |(name, _port)| name)
+        .to_ascii_lowercase();
+    name == "localhost" || name.parse::<IpAddr>().is_ok() || allowed.contains(&name)
+}
+
+/// In a time that does not tell how much of a guess is right.
+fn has_token(headers: &HeaderMap, token: &AdminToken) -> bool {
+    let mut given = headers.get_all(AUTHORIZATION).iter();
+    let (Some(given), None) = (given.next(), given.next()) else {
+        return false;
+    };
+    let given = given.as_bytes().split_at_checked("Bearer ".len());
+    given.is_some_and(|(scheme, given)| {
+        scheme.eq_ignore_ascii_case(b"Bearer ") && given.ct_eq(token.0.as_bytes()).into()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::HeaderName;
+
+    fn headers(name: HeaderName, values: &[&str]) -> HeaderMap {
+        values
+            .iter()
+            .map(|value| (name.clone(), value.parse().unwrap()))
+            .collect()
+    }
+
+    #[test]
+    fn rejects_unknown_host_names() {
+        let allowed = ["admin.internal".to_owned()];
+        let known = |hosts: &[&str]| is_known_host(&headers(HOST, hosts), &allowed);
+        for host in [
+            "localhost",
+            "LOCALHOST:9090",
+            "127.0.0.1:9090",
+            "10.1.2.3",
+            "[::1]:9090",
+            "Admin.Internal:1",
+        ] {
+            assert!(known(&[host]), "{host}");
+        }
+        for host in [
+            "",
+            "evil.example",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "[evil]",
+            "[::1",
+        ] {
+            assert!(!known(&[host]), "{host}");
+        }
+        assert!(!known(&[]) && !known(&["localhost", "evil.example"]));
+    }
+
+    const LOCAL: AdminPeer = AdminPeer(IpAddr::V6(Ipv6Addr::LOCALHOST));
+
+    fn status(
+        guard: &AccessGuard,
+        method: Method,
+        path: &str,
+        lines: &[(&'static str, &str)],
+        peer: AdminPeer,
+    ) -> u16 {
+        let line = |(name, value): &(&'static str, &str)| {
+            (
+                HeaderName::from_static(name),
+                value.parse::<http::HeaderValue>().unwrap(),
+            )
+        };
+        let headers: HeaderMap = lines
+            .iter()
+            .map(line)
+            .chain([(HOST, "localhost:1".parse().unwrap())])
+            .collect();
+        let admitted = guard.authorize(&method, path, &headers, peer);
+        admitted.map_or_else(|problem| problem.status.as_u16(), |()| 200)
+    }
+
+    #[test]
+    fn each_route_requires_its_access_level() {
+        let token = Some(AdminToken::new("t".to_owned()));
+        let (get, delete, post) = (Method::GET, Method::DELETE, Method::POST);
+        // Without a token, with one, and with one that is sent; on loopback and not.
+        let cases = [
+            (&get, "/livez", [200, 200, 200], [200, 200]),
+            (&get, "/", [200, 200, 200], [200, 200]),
+            (&post, "/", [403, 401, 200], [401, 200]),
+            (&get, "/policies", [200, 200, 200], [401, 200]),
+            (&post, "/explain", [200, 200, 200], [401, 200]),
+            (&post, "/drain", [200, 401, 200], [401, 200]),
+            (&delete, "/keys", [403, 401, 200], [401, 200]),
+            (&Method::PUT, "/log-level", [403, 401, 200], [401, 200]),
+            (&post, "/something-new", [403, 401, 200], [401, 200]),
+        ];
+        let sent = &[("authorization", "Bearer t")][..];
+        for (method, path, local, exposed) in cases {
+            let request_status =
+                |guard: &AccessGuard, lines| status(guard, method.clone(), path, lines, LOCAL);
+            let (without, with) = (
+                AccessGuard {
+                    token: None,
+                    is_exposed: false,
+                },
+                AccessGuard {
+                    token: token.clone(),
+                    is_exposed: false,
+                },
+            );
+            assert_eq!(
+                [
+                    request_status(&without, &[]),
+                    request_status(&with, &[]),
+                    request_status(&with, sent)
+                ],
+                local,
+                "{method} {path}"
+            );
+            let everywhere = AccessGuard {
+                token: token.clone(),
+                is_exposed: true,
+            };
+            assert_eq!(
+                [
+                    request_status(&everywhere, &[]),
+                    request_status(&everywhere, sent)
+                ],
+                exposed,
+                "{method} {path}"
+            );
+        }
+    }
+
+    #[test]
+    fn without_a_token_only_local_non_browser_clients_may_drain() {
+        let guard = AccessGuard {
+            token: None,
+            is_exposed: false,
+        };
+        let drain = |lines: &[(&'static str, &str)], peer| {
+            status(&guard, Method::POST, "/drain", lines, peer)
+        };
+        assert_eq!(drain(&[], LOCAL), 200);
+        assert_eq!(
+            drain(&[], AdminPeer("::ffff:127.0.0.1".parse().unwrap())),
+            200
+        );
+        assert_eq!(drain(&[], AdminPeer("10.0.0.1".parse().unwrap())), 403);
+        assert_eq!(drain(&[("sec-fetch-site", "same-origin")], LOCAL), 403);
+        assert_eq!(drain(&[("origin", "http://localhost:1")], LOCAL), 403);
+    }
+
+    #[test]
+    fn cross_origin_changes_are_refused_even_with_a_token() {
+        let guard = AccessGuard {
+            token: Some(AdminToken::new("t".to_owned())),
+            is_exposed: false,
+        };
+        let reset = |name, value| {
+            let lines = [("authorization", "Bearer t"), (name, value)];
+            status(&guard, Method::DELETE, "/keys", &lines, LOCAL)
+        };
+        for (name, value) in [
+            ("sec-fetch-site", "same-origin"),
+            ("sec-fetch-site", "none"),
+            ("origin", "http://localhost:1"),
+            ("origin", "http://LOCALHOST:1"),
+        ] {
+            assert_eq!(reset(name, value), 200, "{name}: {value}");
+        }
+        for (name, value) in [
+            ("sec-fetch-site", "cross-site"),
+            ("sec-fetch-site", "same-site"),
+            ("sec-fetch-site", ""),
+            ("origin", "null"),
+            ("origin", ""),
+            ("origin", "http://localhost"),
+            ("origin", "http://localhost:2"),
+            ("origin", "http://evil.example"),
+            ("origin", "http://localhost:1.evil.example"),
+        ] {
+            assert_eq!(reset(name, value), 403, "{name}: {value}");
+        }
+    }
+
+    #[test]
+    fn cross_origin_reads_are_refused_except_navigation() {
+        let guard = AccessGuard {
+            token: None,
+            is_exposed: false,
+        };
+        let get_status =
+            |lines: &[(&'static str, &str)]| status(&guard, Method::GET, "/keys", lines, LOCAL);
+        assert_eq!(get_status(&[("origin", "http://evil.example")]), 403);
+        let site = ("sec-fetch-site", "cross-site");
+        let (script, image) = (("sec-fetch-dest", "script"), ("sec-fetch-dest", "image"));
+        assert_eq!(get_status(&[site]), 403);
+        assert_eq!(
+            get_status(&[site, ("sec-fetch-mode", "no-cors"), script]),
+            403
+        );
+        assert_eq!(
+            get_status(&[site, ("sec-fetch-mode", "no-cors"), image]),
+            403
+        );
+        let navigate = ("sec-fetch-mode", "navigate");
+        assert_eq!(
+            get_status(&[site, navigate, ("sec-fetch-dest", "iframe")]),
+            403
+        );
+        assert_eq!(
+            get_status(&[site, navigate, ("sec-fetch-dest", "document")]),
+            200
+        );
+        let post = [site, navigate, ("sec-fetch-dest", "document")];
+        assert_eq!(
+            status(&guard, Method::POST, "/explain", &post, LOCAL),
+            403,
+            "a form is no link"
+        );
+    }
+
+    #[test]
+    fn only_the_exact_token_is_accepted() {
+        let token = AdminToken::new("s3cret".to_owned());
+        let has = |values: &[&str]| has_token(&headers(AUTHORIZATION, values), &token);
+        assert!(has(&["Bearer s3cret"]) && has(&["bearer s3cret"]));
+        for wrong in [
+            "",
+            "Bearer",
+            "Bearer ",
+            "Bearer s3cre",
+            "Bearer s3crets",
+            "Basic s3cret",
+            "s3cret",
+        ] {
+            assert!(!has(&[wrong]), "{wrong}");
+        }
+        assert!(!has(&[]) && !has(&["Bearer s3cret", "Bearer s3cret"]));
+    }
+}

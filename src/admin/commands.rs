@@ -1,0 +1,84 @@
+//! Questions about one key or request, and the little that can be changed.
+
+use super::parameters::{self, QueryParameters};
+use super::responses::{JsonResponse, ProblemDetails};
+use super::{AdminBackend, DrainSchedule};
+use crate::telemetry::{self, LogLevel};
+use axum::body::Bytes;
+use axum::extract::rejection::BytesRejection;
+use axum::extract::{RawQuery, State};
+use http::{HeaderMap, StatusCode};
+use serde_json::json;
+
+pub(super) async fn inspect_key(
+    State(view): State<AdminBackend>,
+    RawQuery(query): RawQuery,
+) -> Result<JsonResponse, ProblemDetails> {
+    let query = parameters::parse_key_query(query.as_deref())?;
+    Ok(JsonResponse(
+        StatusCode::OK,
+        (view.inspect_key)(query).await?,
+    ))
+}
+
+pub(super) async fn reset_key(
+    State(view): State<AdminBackend>,
+    RawQuery(query): RawQuery,
+) -> Result<JsonResponse, ProblemDetails> {
+    let query = parameters::parse_key_query(query.as_deref())?;
+    Ok(JsonResponse(StatusCode::OK, (view.reset_key)(query).await?))
+}
+
+pub(super) async fn explain_request(
+    State(view): State<AdminBackend>,
+    headers: HeaderMap,
+    body: Result<Bytes, BytesRejection>,
+) -> Result<JsonResponse, ProblemDetails> {
+    let request =
+        parameters::parse_explain_request(&parameters::parse_json_object(&headers, body)?)?;
+    Ok(JsonResponse(
+        StatusCode::OK,
+        (view.explain_request)(request).await?,
+    ))
+}
+
+#[allow(clippy::unused_async, reason = "a handler is async")]
+pub(super) async fn start_drain(
+    State(view): State<AdminBackend>,
+    RawQuery(query): RawQuery,
+) -> Result<JsonResponse, ProblemDetails> {
+    QueryParameters::parse(query.as_deref(), &[])?;
+    let DrainSchedule { delay, grace } = (view.start_drain)();
+    let body = json!({ "status": "stopping", "delay_s": delay.as_secs_f64(), "grace_s": grace.as_secs_f64() });
+    Ok(JsonResponse(StatusCode::ACCEPTED, body))
+}
+
+#[allow(clippy::unused_async, reason = "a handler is async")]
+pub(super) async fn get_log_level() -> JsonResponse {
+    JsonResponse(
+        StatusCode::OK,
+        json!({ "level": telemetry::log_level().map(|level| level.to_string()) }),
+    )
+}
+
+/// `{"level": "info,tidegate::proxy=debug"}`, as in the configuration.
+#[allow(clippy::unused_async, reason = "a handler is async")]
+pub(super) async fn set_log_level(
+    headers: HeaderMap,
+    body: Result<Bytes, BytesRejection>,
+) -> Result<JsonResponse, ProblemDetails> {
+    let object = parameters::parse_json_object(&headers, body)?;
+    parameters::reject_unknown_fields(&object, "", &["level"])?;
+    let Some(text) = parameters::get_text(&object, "level")? else {
+        return Err(ProblemDetails::bad_request("level is missing"));
+    };
+    let level = LogLevel::parse(&text)
+        .map_err(|why| ProblemDetails::bad_request(format!("level {text:?}: {why}")))?;
+    match telemetry::set_log_level(level) {
+        true => Ok(JsonResponse(StatusCode::OK, json!({ "level": text }))),
+        false => Err(ProblemDetails::new(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "there is no log whose level could change",
+        )),
+    }
+}

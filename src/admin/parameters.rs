@@ -1,0 +1,232 @@
+//! What a request asks for: its query and its body.
+
+use super::responses::ProblemDetails;
+use super::{ExplainRequest, KeyQuery};
+use axum::body::Bytes;
+use axum::extract::rejection::BytesRejection;
+use http::header::CONTENT_TYPE;
+use http::{HeaderMap, StatusCode};
+use serde_json::Value;
+use std::net::{IpAddr, Ipv4Addr};
+
+/// The longest body that is read.
+pub(super) const MAX_BODY_BYTES: usize = 64 << 10;
+
+/// A query's parameters, decoded as forms are, in order.
+#[derive(Debug)]
+pub(super) struct QueryParameters(Vec<(String, String)>);
+
+impl QueryParameters {
+    /// # Errors
+    /// If there is a parameter that is not in `known`: a misspelt filter must not look like one that finds all.
+    pub(super) fn parse(query: Option<&str>, known: &[&str]) -> Result<Self, ProblemDetails> {
+        let pairs = form_urlencoded::parse(query.unwrap_or_default().as_bytes());
+        let pairs: Vec<(String, String)> = pairs.into_owned().collect();
+        match pairs
+            .iter()
+            .find(|(name, _)| !known.contains(&name.as_str()))
+        {
+            Some((name, _)) => {
+                let known = if known.is_empty() {
+                    "no parameter".to_owned()
+                } else {
+                    known.join(", ")
+                };
+                Err(ProblemDetails::bad_request(format!(
+                    "unknown parameter {name:?}; expected {known}"
+                )))
+            }
+            None => Ok(Self(pairs)),
+        }
+    }
+
+    pub(super) fn get_all(self, name: &str) -> Vec<String> {
+        self.0
+            .into_iter()
+            .filter(|(known, _)| known == name)
+            .map(|(_, value)| value)
+            .collect()
+    }
+
+    /// # Errors
+    /// If it is there twice: which of them counts?
+    pub(super) fn get_one(&self, name: &str) -> Result<Option<&str>, ProblemDetails> {
+        let mut values = self.0.iter().filter(|(known, _)| known == name);
+        match (values.next(), values.next()) {
+            (first, None) => Ok(first.map(|(_, value)| value.as_str())),
+            _ => Err(ProblemDetails::bad_request(format!(
+                "parameter {name} is given more than once"
+            ))),
+        }
+    }
+
+    /// A whole number up to `most`, or `default`.
+    pub(super) fn get_number(
+        &self,
+        name: &str,
+        default: usize,
+        max: usize,
+    ) -> Result<usize, ProblemDetails> {
+        let Some(text) = self.get_one(name)? else {
+            return Ok(default);
+        };
+        let number = text.parse().ok().filter(|number| *number <= max);
+        number.ok_or_else(|| {
+            ProblemDetails::bad_request(format!(
+                "{name}={text:?}: expected a whole number from 0 to {max}"
+            ))
+        })
+    }
+
+    /// `true`, `false`, or `default`.
+    pub(super) fn get_flag(&self, name: &str, default: bool) -> Result<bool, ProblemDetails> {
+        match self.get_one(name)? {
+            None => Ok(default),
+            Some("true") => Ok(true),
+            Some("false") => Ok(false),
+            Some(text) => Err(ProblemDetails::bad_request(format!(
+                "{name}={text:?}: expected true or false"
+            ))),
+        }
+    }
+}
+
+/// `policy=NAME&key=VALUE`, a `key` per position.
+pub(super) fn parse_key_query(query: Option<&str>) -> Result<KeyQuery, ProblemDetails> {
+    let query = QueryParameters::parse(query, &["policy", "key"])?;
+    let Some(policy) = query.get_one("policy")?.map(str::to_owned) else {
+        return Err(ProblemDetails::bad_request(
+            "policy=NAME is missing; after it comes a key=VALUE for each value of the policy's key, in order",
+        ));
+    };
+    Ok(KeyQuery {
+        policy,
+        values: query.get_all("key"),
+    })
+}
+
+/// A JSON object in a body that says that it is JSON.
+pub(super) fn parse_json_object(
+    headers: &HeaderMap,
+    body: Result<Bytes, BytesRejection>,
+) -> Result<serde_json::Map<String, Value>, ProblemDetails> {
+    let content_type = headers
+        .get(CONTENT_TYPE)
+        .and_then(|kind| kind.to_str().ok())
+        .unwrap_or_default();
+    let media_type = content_type.split(';').next().unwrap_or_default().trim();
+    // A page elsewhere can send other types without asking anybody.
+    if !media_type.eq_ignore_ascii_case("application/json") {
+        return Err(ProblemDetails::new(
+            StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            format!("expected Content-Type: application/json, found {media_type:?}"),
+        ));
+    }
+    let body = body.map_err(|rejection| match rejection.status() {
+        StatusCode::PAYLOAD_TOO_LARGE => ProblemDetails::new(
+            StatusCode::PAYLOAD_TOO_LARGE,
+            format!("a body has {MAX_BODY_BYTES} bytes at most here"),
+        ),
+        _ => ProblemDetails::bad_request("the body ended early"),
+    })?;
+    match serde_json::from_slice(&body) {
+        Ok(Value::Object(object)) => Ok(object),
+        Ok(_) => Err(ProblemDetails::bad_request("expected a JSON object")),
+        Err(error) => Err(ProblemDetails::bad_request(format!(
+            "the body is no JSON: {error}"
+        ))),
+    }
+}
+
+const EXPLAIN_FIELDS: [&str; 5] = ["method", "url", "headers", "ip", "client_cert"];
+
+/// A request as it is told in JSON.
+pub(super) fn parse_explain_request(
+    object: &serde_json::Map<String, Value>,
+) -> Result<ExplainRequest, ProblemDetails> {
+    reject_unknown_fields(object, "", &EXPLAIN_FIELDS)?;
+    let Some(url) = get_text(object, "url")? else {
+        return Err(ProblemDetails::bad_request(
+            "url is missing, e.g. \"http://shop.example/api/orders\" or \"/api/orders\"",
+        ));
+    };
+    let ip = match get_text(object, "ip")? {
+        None => IpAddr::V4(Ipv4Addr::LOCALHOST),
+        Some(text) => text
+            .parse()
+            .map_err(|error| ProblemDetails::bad_request(format!("ip {text:?}: {error}")))?,
+    };
+    let certificate = match object.get("client_cert") {
+        None | Some(Value::Null) => None,
+        Some(Value::Object(certificate)) => {
+            reject_unknown_fields(certificate, "client_cert.", &["san", "cn"])?;
+            Some(certificate)
+        }
+        Some(_) => {
+            return Err(ProblemDetails::bad_request(
+                "client_cert: expected an object with san and cn",
+            ));
+        }
+    };
+    let certificate_name =
+        |name| certificate.map_or(Ok(None), |certificate| get_text(certificate, name));
+    Ok(ExplainRequest {
+        method: get_text(object, "method")?.unwrap_or_else(|| "GET".to_owned()),
+        url,
+        headers: parse_headers(object.get("headers"))?,
+        peer_ip: ip,
+        client_cert_san: certificate_name("san")?,
+        client_cert_cn: certificate_name("cn")?,
+    })
+}
+
+pub(super) fn reject_unknown_fields(
+    object: &serde_json::Map<String, Value>,
+    path_prefix: &str,
+    known: &[&str],
+) -> Result<(), ProblemDetails> {
+    match object.keys().find(|name| !known.contains(&name.as_str())) {
+        Some(name) => Err(ProblemDetails::bad_request(format!(
+            "unknown key {path_prefix}{name:?}; expected {}",
+            known.join(", ")
+        ))),
+        None => Ok(()),
+    }
+}
+
+pub(super) fn get_text(
+    object: &serde_json::Map<String, Value>,
+    name: &str,
+) -> Result<Option<String>, ProblemDetails> {
+    match object.get(name) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text.clone())),
+        Some(_) => Err(ProblemDetails::bad_request(format!(
+            "{name}: expected a text"
+        ))),
+    }
+}
+
+/// `{"name": "value"}`, a list of values for what occurs more than once.
+fn parse_headers(value: Option<&Value>) -> Result<Vec<(String, String)>, ProblemDetails> {
+    let expected = || {
+        ProblemDetails::bad_request("headers: expected an object of texts, or of lists of texts")
+    };
+    let object = match value {
+        None | Some(Value::Null) => return Ok(Vec::new()),
+        Some(value) => value.as_object().ok_or_else(expected)?,
+    };
+    let mut headers = Vec::new();
+    for (name, value) in object {
+        let values = value
+            .as_array()
+            .map_or(std::slice::from_ref(value), Vec::as_slice);
+        for value in values {
+            headers.push((
+                name.clone(),
+                value.as_str().ok_or_else(expected)?.to_owned(),
+            ));
+        }
+    }
+    Ok(headers)
+}

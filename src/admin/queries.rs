@@ -1,0 +1,360 @@
+//! What is seen without changing anything.
+//!
+//! With ten thousand policies an answer takes milliseconds to write, so it is written aside: the thread that accepts
+//! connections goes on.
+
+use super::health::{collect_hints, phase_label};
+use super::parameters::QueryParameters;
+use super::responses::{JsonResponse, ProblemDetails, escape_json};
+use super::{AdminBackend, PolicySelection};
+use crate::telemetry::history::{
+    DurationHistograms, PolicyTimeline, SECONDS_KEPT, STATUS_CLASSES, SecondCounts, TimelineAxis,
+};
+use crate::telemetry::metrics::{
+    DECISION_LABELS, DEGRADED_REFUSED, HISTORY_DECISION_LABELS, HistogramSnapshot, ProcessStatus,
+    RequestDecision,
+};
+use crate::telemetry::top_refusals::{RefusalDimension, RefusalRanking};
+use axum::extract::{RawQuery, State};
+use axum::response::{IntoResponse, Response};
+use http::StatusCode;
+use http::header::CONTENT_TYPE;
+use serde_json::{Map, Value, json};
+use std::time::Duration;
+
+/// Policies in one answer, unless less are asked for, and at most.
+const DEFAULT_PAGE_SIZE: usize = 100;
+const MAX_PAGE_SIZE: usize = 1000;
+/// More policies than a file can hold.
+const MAX_OFFSET: usize = 1_000_000;
+/// Entries of a ranking, likewise.
+const DEFAULT_RANKS: usize = 20;
+const MAX_RANKS: usize = 500;
+/// Seconds of the past in an overview, unless more or less are asked for.
+const DEFAULT_SECONDS: usize = 120;
+
+pub(super) const OPENAPI_JSON: &str = include_str!("openapi.json");
+
+/// Runs what takes long on a thread of its own.
+pub(super) async fn run_blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ProblemDetails> {
+    tokio::task::spawn_blocking(work).await.map_err(|error| {
+        ProblemDetails::new(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            format!("this is a bug: {error}"),
+        )
+    })
+}
+
+pub(super) async fn get_config(
+    State(view): State<AdminBackend>,
+    RawQuery(query): RawQuery,
+) -> Result<Response, ProblemDetails> {
+    QueryParameters::parse(query.as_deref(), &[])?;
+    run_blocking(move || {
+        let observed = (view.read_status)();
+        let errors = json!(observed.reload_errors);
+        let (generation, config) = (observed.config_generation, (view.config_json)());
+        let body = format!(
+            "{{\"generation\":{generation},\"reload_errors\":{errors},\"config\":{config}}}\n"
+        );
+        ([(CONTENT_TYPE, "application/json")], escape_json(&body)).into_response()
+    })
+    .await
+}
+
+#[allow(clippy::unused_async, reason = "a handler is async")]
+pub(super) async fn get_openapi() -> Response {
+    ([(CONTENT_TYPE, "application/json")], OPENAPI_JSON).into_response()
+}
+
+/// Each policy: what it is, what it did since the start, in the last hour by minute and in the last day by hour.
+pub(super) async fn get_policies(
+    State(view): State<AdminBackend>,
+    RawQuery(query): RawQuery,
+) -> Result<JsonResponse, ProblemDetails> {
+    let query =
+        QueryParameters::parse(query.as_deref(), &["policy", "limit", "offset", "history"])?;
+    let (limit, offset) = (
+        query.get_number("limit", DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)?,
+        query.get_number("offset", 0, MAX_OFFSET)?,
+    );
+    let with_history = query.get_flag("history", true)?;
+    let selection = PolicySelection {
+        names: query.get_all("policy"),
+        offset,
+        limit,
+    };
+    run_blocking(move || {
+        let selected = (view.select_policies)(&selection);
+        let names = selected.policies.iter().map(|policy| &*policy.name);
+        let (axis, timelines) = view.history.policy_timelines(names);
+        let policies = selected
+            .policies
+            .iter()
+            .zip(timelines)
+            .map(|(policy, past)| {
+                let mut summary = policy.description.clone();
+                if let Some(tally) = &policy.counters {
+                    summary.extend(counts_by_name(
+                        DECISION_LABELS,
+                        tally.requests_by_decision(),
+                    ));
+                    summary.insert(
+                        "degraded_by".to_owned(),
+                        Value::Object(pairs_to_map(tally.degraded_by_outcome())),
+                    );
+                }
+                if with_history {
+                    summary.extend(history_columns(past.as_ref()));
+                }
+                Value::Object(summary)
+            });
+        let policies: Vec<Value> = policies.collect();
+        let mut body = json!({
+            "generation": (view.read_status)().config_generation,
+            "total": selected.total,
+            "offset": selection.offset,
+            "policies": policies,
+        });
+        if let Some(body) = body.as_object_mut().filter(|_| with_history) {
+            let TimelineAxis { minutes, hours } = axis;
+            body.extend([
+                ("minutes".to_owned(), json!(minutes)),
+                ("hours".to_owned(), json!(hours)),
+            ]);
+        }
+        JsonResponse(StatusCode::OK, body)
+    })
+    .await
+}
+
+/// A series per decision that was made at all, beside the times that the whole answer has in common.
+fn history_columns(timeline: Option<&PolicyTimeline>) -> [(String, Value); 2] {
+    let series = |parts: &[[u32; HISTORY_DECISION_LABELS.len()]]| {
+        let columns = HISTORY_DECISION_LABELS
+            .iter()
+            .enumerate()
+            .filter_map(|(at, name)| {
+                let column: Vec<u32> = parts
+                    .iter()
+                    .filter_map(|did| did.get(at).copied())
+                    .collect();
+                column
+                    .iter()
+                    .any(|count| *count > 0)
+                    .then(|| ((*name).to_owned(), json!(column)))
+            });
+        Value::Object(columns.collect())
+    };
+    let (minutes, hours) = timeline.map_or((&[][..], &[][..]), |past| (&past.minutes, &past.hours));
+    [
+        ("last_hour".to_owned(), series(minutes)),
+        ("last_day".to_owned(), series(hours)),
+    ]
+}
+
+/// What a dashboard shows beside the policies, all at once.
+pub(super) async fn get_overview(
+    State(view): State<AdminBackend>,
+    RawQuery(query): RawQuery,
+) -> Result<JsonResponse, ProblemDetails> {
+    let query = QueryParameters::parse(query.as_deref(), &["seconds"])?;
+    let seconds = query.get_number("seconds", DEFAULT_SECONDS, SECONDS_KEPT)?;
+    run_blocking(move || JsonResponse(StatusCode::OK, build_overview(&view, seconds))).await
+}
+
+fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
+    let observed = (view.read_status)();
+    let (from_s, seconds) = view.history.last_seconds(max_seconds);
+    let (window_s, times) = view.history.recent_durations();
+    let untrusted = view.metrics.untrusted_forwarding();
+    let answers = view.metrics.request_decisions();
+    let totals = RequestDecision::ALL.map(|answer| {
+        labelled_count(answer, |one| {
+            answers.get(one as usize).copied().unwrap_or_default()
+        })
+    });
+    json!({
+        "instance": {
+            "id": view.instance.id,
+            "version": env!("CARGO_PKG_VERSION"),
+            "started_s": view.instance.started_s,
+            "uptime_s": observed.uptime_s,
+            "workers": view.instance.workers,
+        },
+        "status": phase_label(observed.phase),
+        "policies": observed.policy_count,
+        "generation": observed.config_generation,
+        "last_reload": {
+            "at_s": observed.last_load_at_s,
+            "refused": observed.rejected_reloads,
+            "errors": observed.reload_errors,
+        },
+        "store": store_json(view, &observed),
+        "connections": {
+            "open": observed.open_connections,
+            "max": observed.max_connections,
+            "full": observed.connection_limit_hits,
+        },
+        "requests": {
+            "total": Value::Object(pairs_to_map(totals)),
+            "seconds": traffic_columns(from_s, &seconds),
+        },
+        "http": {
+            "codes": Value::Object(
+                view.metrics.status_counts().into_iter().map(|(code, count)| (code.to_string(), json!(count))).collect(),
+            ),
+            "upstream_errors": Value::Object(pairs_to_map(view.metrics.upstream_errors())),
+        },
+        "latency": latency_json(window_s, &times),
+        "certificates": observed.certificates.iter()
+            .map(|(file, at)| json!({ "file": file, "ends_s": at })).collect::<Vec<_>>(),
+        "untrusted_forwarding": untrusted,
+        "untrusted_peers": view.metrics.untrusted_peers(),
+        "hints": collect_hints(&observed, untrusted),
+    })
+}
+
+fn store_json(view: &AdminBackend, observed: &ProcessStatus) -> Value {
+    json!({
+        "kind": view.instance.store,
+        "address": view.instance.store_address,
+        "up": observed.store_up,
+        "breaker_open": observed.breaker_open,
+        "errors": Value::Object(pairs_to_map(observed.store_errors.iter().copied())),
+        "instances": observed.instance_count,
+        "lease_units_lost": observed.lease_units_lost,
+        "memory": observed.memory.map(|memory| json!({
+            "keys": memory.keys, "bytes": memory.bytes, "evictions": memory.evictions,
+        })),
+    })
+}
+
+/// Columns, as charts want them. The last second is not over yet.
+fn traffic_columns(from_s: u64, seconds: &[SecondCounts]) -> Value {
+    let at: Vec<u64> = (from_s..).zip(seconds).map(|(at, _)| at).collect();
+    let mut columns = Map::new();
+    columns.insert("at".to_owned(), json!(at));
+    for answer in RequestDecision::ALL {
+        let count = |second: &SecondCounts| {
+            labelled_count(answer, |one| {
+                second
+                    .decisions
+                    .get(one as usize)
+                    .copied()
+                    .map_or(0, u64::from)
+            })
+            .1
+        };
+        let (name, _) = labelled_count(answer, |_| 0);
+        columns.insert(
+            name.to_owned(),
+            json!(seconds.iter().map(count).collect::<Vec<_>>()),
+        );
+    }
+    for class in 0..STATUS_CLASSES {
+        let column = seconds
+            .iter()
+            .filter_map(|second| second.status_classes.get(class));
+        columns.insert(
+            format!("{}xx", class + 1),
+            json!(column.collect::<Vec<_>>()),
+        );
+    }
+    Value::Object(columns)
+}
+
+/// How an answer is called, and how often it was given: `degraded` is all that was decided without the store, beside it
+/// stands its part that was refused.
+fn labelled_count(
+    decision: RequestDecision,
+    count: impl Fn(RequestDecision) -> u64,
+) -> (&'static str, u64) {
+    match decision {
+        RequestDecision::Degraded => (
+            decision.label(),
+            count(decision) + count(RequestDecision::Unavailable),
+        ),
+        RequestDecision::Unavailable => (DEGRADED_REFUSED, count(decision)),
+        _ => (decision.label(), count(decision)),
+    }
+}
+
+fn latency_json(window_s: u64, times: &DurationHistograms) -> Value {
+    let decisions = times
+        .decisions
+        .iter()
+        .filter(|(_, buckets)| buckets.count() > 0);
+    json!({
+        "window_s": window_s,
+        "decisions": Value::Object(
+            decisions.map(|(source, buckets)| ((*source).to_owned(), quantiles_json(buckets))).collect(),
+        ),
+        "responses": quantiles_json(&times.responses),
+    })
+}
+
+fn quantiles_json(buckets: &HistogramSnapshot) -> Value {
+    let at = |share| buckets.quantile(share).as_ref().map(Duration::as_secs_f64);
+    json!({ "count": buckets.count(), "p50_s": at(0.5), "p90_s": at(0.9), "p99_s": at(0.99), "p999_s": at(0.999) })
+}
+
+/// Who is refused most, by key and by path.
+pub(super) async fn get_top_refusals(
+    State(view): State<AdminBackend>,
+    RawQuery(query): RawQuery,
+) -> Result<JsonResponse, ProblemDetails> {
+    let query = QueryParameters::parse(query.as_deref(), &["n", "policy"])?;
+    let limit = query.get_number("n", DEFAULT_RANKS, MAX_RANKS)?;
+    let policy = query.get_one("policy")?.map(str::to_owned);
+    run_blocking(move || {
+        let rank = |what| {
+            ranking_json(
+                &view
+                    .metrics
+                    .top_refusals()
+                    .ranking(what, policy.as_deref(), limit),
+                what,
+            )
+        };
+        JsonResponse(
+            StatusCode::OK,
+            json!({ "keys": rank(RefusalDimension::Keys), "paths": rank(RefusalDimension::Paths) }),
+        )
+    })
+    .await
+}
+
+fn ranking_json(ranking: &RefusalRanking, dimension: RefusalDimension) -> Value {
+    let name = match dimension {
+        RefusalDimension::Keys => "key",
+        RefusalDimension::Paths => "path",
+    };
+    let entries = ranking.entries.iter().map(|entry| {
+        json!({
+            "policy": &*entry.policy,
+            name: &*entry.text,
+            "count": entry.count,
+            "error": entry.max_error,
+        })
+    });
+    json!({
+        "since_s": ranking.since_s,
+        "refused": ranking.total,
+        "unseen_at_most": ranking.max_unlisted,
+        "entries": entries.collect::<Vec<_>>(),
+    })
+}
+
+fn counts_by_name<const N: usize>(names: [&str; N], counts: [u64; N]) -> Map<String, Value> {
+    pairs_to_map(names.into_iter().zip(counts))
+}
+
+fn pairs_to_map<'n>(pairs: impl IntoIterator<Item = (&'n str, u64)>) -> Map<String, Value> {
+    pairs
+        .into_iter()
+        .map(|(name, count)| (name.to_owned(), json!(count)))
+        .collect()
+}

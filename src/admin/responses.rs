@@ -1,0 +1,153 @@
+//! How answers are written: JSON that harms nobody who shows it, and errors with a sentence.
+
+use super::AdminError;
+use axum::extract::Request;
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use http::header::{
+    ALLOW, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, REFERRER_POLICY,
+    X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
+};
+use http::{HeaderName, HeaderValue, StatusCode};
+use serde_json::{Value, json};
+use std::fmt::Write as _;
+
+/// An answer that is data.
+pub(super) struct JsonResponse(pub(super) StatusCode, pub(super) Value);
+
+/// An error: `application/problem+json` (RFC 9457) with a sentence that says what would be right.
+#[derive(Debug)]
+pub(super) struct ProblemDetails {
+    pub(super) status: StatusCode,
+    pub(super) detail: String,
+}
+
+impl ProblemDetails {
+    pub(super) fn new(status: StatusCode, detail: impl Into<String>) -> Self {
+        Self {
+            status,
+            detail: detail.into(),
+        }
+    }
+
+    pub(super) fn bad_request(detail: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, detail)
+    }
+}
+
+impl From<AdminError> for ProblemDetails {
+    fn from(fault: AdminError) -> Self {
+        match fault {
+            AdminError::InvalidRequest(why) => Self::bad_request(why),
+            AdminError::NotFound(why) => Self::new(StatusCode::NOT_FOUND, why),
+            AdminError::Unavailable(why) => Self::new(StatusCode::SERVICE_UNAVAILABLE, why),
+        }
+    }
+}
+
+impl IntoResponse for JsonResponse {
+    fn into_response(self) -> Response {
+        let Self(status, value) = self;
+        (
+            status,
+            [(CONTENT_TYPE, "application/json")],
+            escape_json(&format!("{value}\n")),
+        )
+            .into_response()
+    }
+}
+
+impl IntoResponse for ProblemDetails {
+    fn into_response(self) -> Response {
+        let Self { status, detail } = self;
+        let title = status.canonical_reason().unwrap_or("Error");
+        let body = json!({ "type": "about:blank", "title": title, "status": status.as_u16(), "detail": detail });
+        let body = escape_json(&format!("{body}\n"));
+        (status, [(CONTENT_TYPE, "application/problem+json")], body).into_response()
+    }
+}
+
+/// JSON with nothing in it that a terminal or a browser could take for its own: control and directional characters
+/// that JSON allows as they are, and the letters of HTML. All of them stand in texts only, where an escape means the same.
+pub(crate) fn escape_json(json: &str) -> String {
+    let is_plain = |c: char| c == '\n' || (' '..='~').contains(&c) && !matches!(c, '<' | '>' | '&');
+    let mut text = String::with_capacity(json.len());
+    for letter in json.chars() {
+        if is_plain(letter) {
+            text.push(letter);
+            continue;
+        }
+        for unit in letter.encode_utf16(&mut [0; 2]) {
+            write!(text, "\\u{unit:04x}").expect("a String takes everything");
+        }
+    }
+    text
+}
+
+/// What a browser may do with an answer: nothing, unless it says otherwise.
+const DEFAULT_HEADERS: [(HeaderName, HeaderValue); 6] = [
+    (CACHE_CONTROL, HeaderValue::from_static("no-store")),
+    (
+        CONTENT_SECURITY_POLICY,
+        HeaderValue::from_static(
+            "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        ),
+    ),
+    (REFERRER_POLICY, HeaderValue::from_static("no-referrer")),
+    (X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
+    (X_FRAME_OPTIONS, HeaderValue::from_static("DENY")),
+    (
+        HeaderName::from_static("cross-origin-resource-policy"),
+        HeaderValue::from_static("same-origin"),
+    ),
+];
+
+/// The last word on every answer: where the router has only a status to say there is a sentence, and browsers are told
+/// what to make of it.
+pub(super) async fn finish_response(request: Request, next: Next) -> Response {
+    let path = request.uri().path().to_owned();
+    let mut response = next.run(request).await;
+    if !response.headers().contains_key(CONTENT_TYPE) {
+        let detail = match response.status() {
+            StatusCode::NOT_FOUND => {
+                format!("there is nothing at {path}: /openapi.json lists all that there is")
+            }
+            StatusCode::METHOD_NOT_ALLOWED => {
+                format!("{path} can't be asked this way: see the Allow field")
+            }
+            _ => String::new(),
+        };
+        if !detail.is_empty() {
+            let allow = response.headers().get(ALLOW).cloned();
+            response = ProblemDetails::new(response.status(), detail).into_response();
+            response
+                .headers_mut()
+                .extend(allow.map(|allow| (ALLOW, allow)));
+        }
+    }
+    for (name, value) in DEFAULT_HEADERS {
+        response.headers_mut().entry(name).or_insert(value);
+    }
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn escapes_unsafe_characters_without_changing_the_value() {
+        let hostile =
+            "<script>&\u{1b}[31m\u{9b}\u{7f}\u{202e}\u{2066}\u{feff}\u{2028}\u{1f300}é\"\\\n";
+        let written = escape_json(&json!({ hostile: hostile }).to_string());
+        assert!(
+            written.bytes().all(|byte| (b' '..=b'~').contains(&byte)),
+            "{written}"
+        );
+        assert!(!written.contains(['<', '>', '&']), "{written}");
+        assert_eq!(
+            serde_json::from_str::<Value>(&written).unwrap(),
+            json!({ hostile: hostile })
+        );
+    }
+}

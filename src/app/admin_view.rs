@@ -1,0 +1,385 @@
+//! What the admin port sees of the other rooms, and does to them.
+
+use super::explanation::{self, ExplainError};
+use super::key_status::{self, KeyLookupError, ResolvedKey};
+use super::limit_json;
+use super::{ListenerSet, ShutdownHandle, StoreBackend};
+use crate::admin::{
+    AdminBackend, AdminError, AdminFuture, DrainSchedule, ExplainRequest, InstanceDescription,
+    KeyQuery, PolicyPage, PolicySelection, PolicySummary,
+};
+use crate::clock;
+use crate::config::PolicyDescription;
+use crate::enforcer::ActivePolicies;
+use crate::policy::{OnStoreFailure, Policy, PolicyAction};
+use crate::proxy::{ServerLoad, ShutdownSettings, ShutdownSignal};
+use crate::reload;
+use crate::store::redis;
+use crate::telemetry::history::TrafficHistory;
+use crate::telemetry::metrics::{MemoryStoreUsage, Metrics, ProcessPhase, ProcessStatus};
+use crate::trace::Tracer;
+use arc_swap::ArcSwap;
+use parking_lot::Mutex;
+use serde_json::{Map, Value, json};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+use tokio::sync::{Semaphore, watch};
+use tokio::task::spawn_local;
+
+/// Looks into a store at a time: each may open connections of its own.
+const MAX_CONCURRENT_LOOKUPS: usize = 4;
+
+/// What the admin port tells of the other rooms.
+pub(super) struct AdminViewState {
+    pub(super) stop: watch::Receiver<ShutdownSignal>,
+    pub(super) shutdown_handle: ShutdownHandle,
+    pub(super) shutdown: ShutdownSettings,
+    /// Clients can connect, or could.
+    pub(super) is_listening: Arc<AtomicBool>,
+    pub(super) load: ServerLoad,
+    pub(super) max_connections: usize,
+    pub(super) workers: usize,
+    pub(super) store_backend: StoreBackend,
+    pub(super) reload_status: Arc<Mutex<reload::ReloadStatus>>,
+    pub(super) active_policies: ActivePolicies,
+    /// What the policies mean, as it was last loaded.
+    pub(super) policy_descriptions: Arc<ArcSwap<Vec<PolicyDescription>>>,
+    pub(super) listeners: ListenerSet,
+    pub(super) tracer: Option<Tracer>,
+    pub(super) started_at: Instant,
+}
+
+impl AdminViewState {
+    /// All of it, as the admin port wants it.
+    pub(super) fn into_view(
+        self,
+        metrics: Arc<Metrics>,
+        history: Arc<TrafficHistory>,
+    ) -> AdminBackend {
+        let (store, store_address) = match &self.store_backend {
+            StoreBackend::Memory(_) => ("memory", String::new()),
+            StoreBackend::Redis(shared, _) => ("redis", shared.settings().to_string()),
+        };
+        let about = InstanceDescription {
+            id: redis::instance_id(),
+            started_s: clock::unix_time_s(),
+            workers: self.workers,
+            store,
+            store_address,
+        };
+        let this = Arc::new(self);
+        let lookup_permits = Arc::new(Semaphore::new(MAX_CONCURRENT_LOOKUPS));
+        let clone_handles = || (Arc::clone(&this), Arc::clone(&lookup_permits));
+        let observe_state = Arc::clone(&this);
+        let config_state = Arc::clone(&this);
+        let policies_state = Arc::clone(&this);
+        let (key_handles, reset_handles, explain_handles, drain_state) = (
+            clone_handles(),
+            clone_handles(),
+            clone_handles(),
+            Arc::clone(&this),
+        );
+        AdminBackend {
+            instance: about,
+            metrics,
+            history,
+            read_status: Arc::new(move || observe_state.observe()),
+            config_json: Arc::new(move || {
+                Arc::clone(&config_state.reload_status.lock().effective_json)
+            }),
+            select_policies: Arc::new(move |selection| policies_state.select_policies(selection)),
+            inspect_key: Arc::new(move |asked| {
+                spawn_store_lookup(&key_handles, |this| async move {
+                    this.inspect_key(&asked).await
+                })
+            }),
+            reset_key: Arc::new(move |asked| {
+                spawn_store_lookup(&reset_handles, |this| async move {
+                    this.reset_key(&asked).await
+                })
+            }),
+            explain_request: Arc::new(move |description| {
+                spawn_store_lookup(&explain_handles, |this| async move {
+                    this.explain_request(&description).await
+                })
+            }),
+            start_drain: Arc::new(move || drain_state.begin_drain()),
+        }
+    }
+
+    fn observe(&self) -> ProcessStatus {
+        let (store_up, breaker_open, store_errors, memory) = match &self.store_backend {
+            StoreBackend::Memory(memory) => {
+                let (keys, bytes, evictions) =
+                    (memory.key_count(), memory.byte_count(), memory.evictions());
+                (
+                    true,
+                    false,
+                    Vec::new(),
+                    Some(MemoryStoreUsage {
+                        keys,
+                        bytes,
+                        evictions,
+                    }),
+                )
+            }
+            StoreBackend::Redis(redis, _) => (
+                redis.is_up(),
+                redis.is_breaker_open(),
+                redis.error_counts().collect(),
+                None,
+            ),
+        };
+        let (instances, lease_units_lost) = match &self.store_backend {
+            StoreBackend::Memory(_) => (None, None),
+            StoreBackend::Redis(redis, leases) => {
+                (Some(redis.instance_count()), Some(leases.lost_units()))
+            }
+        };
+        let reload = self.reload_status.lock();
+        ProcessStatus {
+            phase: self.current_phase(),
+            uptime_s: self.started_at.elapsed().as_secs(),
+            policy_count: self.active_policies.load_snapshot().table.policies().len(),
+            open_connections: self.load.open_connections(),
+            max_connections: self.max_connections,
+            connection_limit_hits: self.load.connection_limit_hits(),
+            panics: self.load.panics(),
+            store_up,
+            breaker_open,
+            store_errors,
+            instance_count: instances,
+            lease_units_lost,
+            spans: self.tracer.as_ref().map(Tracer::span_counts),
+            redis: self.store_backend.redis_server_info(),
+            memory,
+            config_generation: reload.generation,
+            rejected_reloads: reload.rejected_count,
+            last_load_at_s: reload.last_load_unix_s,
+            config_applied_at_s: reload.applied_at_unix_s,
+            config_hash: reload.config_hash,
+            reload_errors: reload.last_error.clone(),
+            certificates: self.listeners.certificate_expiries(),
+        }
+    }
+
+    fn current_phase(&self) -> ProcessPhase {
+        if *self.stop.borrow() != ShutdownSignal::Run {
+            ProcessPhase::Stopping
+        } else if self.is_listening.load(Ordering::Relaxed) {
+            ProcessPhase::Serving
+        } else {
+            ProcessPhase::Starting
+        }
+    }
+
+    fn begin_drain(&self) -> DrainSchedule {
+        self.shutdown_handle.begin_drain("admin");
+        DrainSchedule {
+            delay: self.shutdown.delay,
+            grace: self.shutdown.grace,
+        }
+    }
+
+    /// In the order in which they apply; those that are off come last.
+    fn select_policies(&self, selection: &PolicySelection) -> PolicyPage {
+        let (rules, descriptions) = (
+            self.active_policies.load_snapshot(),
+            self.policy_descriptions.load(),
+        );
+        let is_selected = |name: &str| {
+            selection.names.is_empty() || selection.names.iter().any(|selected| selected == name)
+        };
+        let sentences: HashMap<&str, &str> = descriptions
+            .iter()
+            .map(|words| (&*words.policy, words.sentence.as_str()))
+            .collect();
+        let active = rules
+            .table
+            .policies()
+            .iter()
+            .zip(rules.tallies())
+            .filter(|(p, _)| is_selected(&p.name));
+        let disabled = descriptions
+            .iter()
+            .filter(|words| words.is_off && is_selected(&words.policy));
+        let total = active.clone().count() + disabled.clone().count();
+        let active = active.map(|(policy, tally)| {
+            let sentence = sentences.get(&*policy.name).copied().unwrap_or_default();
+            let (name, about) = (policy.name.clone(), describe_policy(policy, sentence));
+            PolicySummary {
+                name,
+                description: about,
+                counters: Some(Arc::clone(tally)),
+            }
+        });
+        let disabled = disabled.map(|words| {
+            let fields = json!({ "name": words.policy, "mode": "off", "words": words.sentence });
+            let about = fields.as_object().cloned().unwrap_or_default();
+            PolicySummary {
+                name: words.policy.clone(),
+                description: about,
+                counters: None,
+            }
+        });
+        let policies = active
+            .chain(disabled)
+            .skip(selection.offset)
+            .take(selection.limit)
+            .collect();
+        PolicyPage { total, policies }
+    }
+
+    async fn inspect_key(&self, asked: &KeyQuery) -> Result<Value, AdminError> {
+        self.check_store_available()?;
+        let rules = self.active_policies.load_snapshot();
+        let found = key_status::resolve_key(&rules.table, &asked.policy, &asked.values)
+            .map_err(lookup_error_to_fault)?;
+        let status = found
+            .read_status(&self.store_backend.open_for_inspection().await)
+            .await
+            .map_err(|e| AdminError::Unavailable(e.to_string()))?;
+        let mut response = found.status_to_json(&status);
+        if let Some(fields) = response.as_object_mut() {
+            fields.insert("counters".to_owned(), json!(self.counter_keys(&found)));
+        }
+        Ok(response)
+    }
+
+    /// Where in Redis a key is counted; empty for memory.
+    fn counter_keys(&self, found: &ResolvedKey<'_>) -> Vec<String> {
+        match &self.store_backend {
+            StoreBackend::Memory(_) => Vec::new(),
+            StoreBackend::Redis(shared, _) => found
+                .charges()
+                .iter()
+                .flat_map(|charge| shared.counter_names(charge))
+                .collect(),
+        }
+    }
+
+    async fn reset_key(&self, asked: &KeyQuery) -> Result<Value, AdminError> {
+        self.check_store_available()?;
+        let rules = self.active_policies.load_snapshot();
+        let found = key_status::resolve_key(&rules.table, &asked.policy, &asked.values)
+            .map_err(lookup_error_to_fault)?;
+        let count = found
+            .reset_counters(&self.store_backend)
+            .await
+            .map_err(|error| AdminError::Unavailable(error.to_string()))?;
+        // Who, as the log names keys: without what the client has written.
+        tracing::info!(
+            policy = asked.policy,
+            counters = count,
+            "a key was reset by hand"
+        );
+        Ok(
+            json!({ "policy": asked.policy, "key": found.key.to_readable_string(), "counters_forgotten": count }),
+        )
+    }
+
+    async fn explain_request(&self, description: &ExplainRequest) -> Result<Value, AdminError> {
+        let rules = self.active_policies.load_snapshot();
+        let store = self.store_backend.open_for_inspection().await;
+        match explanation::explain_request(&store, &rules.table, description).await {
+            Ok(explained) => Ok(explanation::explanation_to_json(&explained, true)),
+            Err(ExplainError::InvalidRequest(why)) => Err(AdminError::InvalidRequest(why)),
+            Err(ExplainError::RequestRejected(why)) => {
+                Ok(explanation::rejected_request_to_json(&why))
+            }
+        }
+    }
+
+    /// Nobody waits for a store that is known to be away.
+    fn check_store_available(&self) -> Result<(), AdminError> {
+        match &self.store_backend {
+            StoreBackend::Redis(redis, _) if !redis.is_up() => Err(AdminError::Unavailable(
+                "the store is away: where its keys stand is not known".to_owned(),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Runs what looks into stores: it stays on this thread, while the admin port's own tasks could do without.
+fn spawn_store_lookup<F: Future<Output = Result<Value, AdminError>> + 'static>(
+    (this, permits): &(Arc<AdminViewState>, Arc<Semaphore>),
+    work: impl FnOnce(Arc<AdminViewState>) -> F + 'static,
+) -> AdminFuture {
+    let (this, permits) = (Arc::clone(this), Arc::clone(permits));
+    let task = spawn_local(async move {
+        let _permit = permits.acquire_owned().await;
+        work(this).await
+    });
+    Box::pin(async move {
+        task.await
+            .unwrap_or_else(|error| Err(AdminError::Unavailable(error.to_string())))
+    })
+}
+
+fn lookup_error_to_fault(no_key: KeyLookupError) -> AdminError {
+    match no_key {
+        KeyLookupError::UnknownPolicy(why) => AdminError::NotFound(why),
+        KeyLookupError::InvalidValues(why) => AdminError::InvalidRequest(why),
+    }
+}
+
+fn describe_policy(policy: &Policy, sentence: &str) -> Map<String, Value> {
+    let mut fields = Map::new();
+    let mut set_field = |name: &str, value: Value| fields.insert(name.to_owned(), value);
+    set_field("name", json!(policy.name));
+    set_field(
+        "mode",
+        json!(if policy.shadow { "shadow" } else { "enforce" }),
+    );
+    set_field("words", json!(sentence));
+    set_field("priority", json!(policy.priority));
+    let PolicyAction::Limit(quota) = &policy.action else {
+        set_field(
+            "action",
+            json!(if matches!(policy.action, PolicyAction::Allow) {
+                "allow"
+            } else {
+                "deny"
+            }),
+        );
+        return fields;
+    };
+    set_field("action", json!("limit"));
+    set_field("key", json!(quota.key.describe_positions()));
+    set_field(
+        "limits",
+        quota
+            .limits
+            .iter()
+            .map(|named| Value::Object(limit_json::limit_to_json(named)))
+            .collect(),
+    );
+    set_field("overrides", json!(quota.overrides.as_slice().len()));
+    set_field(
+        "on_store_failure",
+        json!(match policy.on_store_failure {
+            OnStoreFailure::Open => "open",
+            OnStoreFailure::Closed => "closed",
+            OnStoreFailure::Local => "local",
+        }),
+    );
+    set_field(
+        "block_s",
+        json!(
+            quota
+                .block
+                .map(|block| limit_json::micros_to_seconds_json(block.per_us))
+        ),
+    );
+    set_field(
+        "lease",
+        json!(quota.lease.map(|lease| json!({
+            "size": lease.size.map_or_else(|| json!("auto"), |size| json!(size)),
+            "ttl_s": limit_json::micros_to_seconds_json(lease.ttl_us),
+        }))),
+    );
+    fields
+}

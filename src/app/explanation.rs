@@ -1,0 +1,221 @@
+//! A request told by hand, and what becomes of it. For `tidegate explain` and the admin port.
+
+use super::limit_json;
+use crate::admin::ExplainRequest;
+use crate::enforcer::{self, PolicyExplanation, PolicyStep};
+use crate::policy::PolicyTable;
+use crate::proxy::InboundRequest;
+use crate::store::Store;
+use crate::tls::CertificateSubject;
+use http::{HeaderName, HeaderValue, Method, Request, Uri, request};
+use serde_json::{Value, json};
+
+/// What every policy does with a request, and what is wrong with its token.
+#[derive(Debug)]
+pub(crate) struct ExplainedRequest<'t> {
+    pub(crate) explanation: PolicyExplanation<'t>,
+    pub(crate) token_fault: Option<String>,
+}
+
+/// Why there is nothing to explain. For people.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum ExplainError {
+    /// What was told is no request.
+    #[error("{0}")]
+    InvalidRequest(String),
+    /// No policy would see it.
+    #[error("{0}")]
+    RequestRejected(String),
+}
+
+/// What the client would get, as far as it can be told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum ExpectedOutcome<'t> {
+    Denied(&'t str),
+    CannotKey(&'t str),
+    /// No limit applies.
+    Unlimited,
+    /// By limits that have room.
+    Admitted,
+    /// Where its limits stand is not known.
+    Unknown,
+    Rejected(Vec<&'t str>),
+}
+
+/// Explains what `table` does with a request, and where its limits stand in `store`. Changes nothing.
+///
+/// # Errors
+/// [`Unclear`], with a sentence for people.
+pub(crate) async fn explain_request<'t>(
+    store: &Store,
+    table: &'t PolicyTable,
+    description: &ExplainRequest,
+) -> Result<ExplainedRequest<'t>, ExplainError> {
+    let mut parts = build_request_head(description).map_err(ExplainError::InvalidRequest)?;
+    let text = |text: &Option<String>| text.as_deref().map(Into::into);
+    let certificate = CertificateSubject {
+        san: text(&description.client_cert_san),
+        cn: text(&description.client_cert_cn),
+    };
+    let inbound =
+        InboundRequest::from_parts(&mut parts, description.peer_ip, table).map_err(|fault| {
+            ExplainError::RequestRejected(format!(
+                "the request is refused before any policy sees it: {fault}"
+            ))
+        })?;
+    let explanation =
+        enforcer::explain_request(store, table, &inbound.facts(&parts, Some(&certificate))).await;
+    Ok(ExplainedRequest {
+        explanation,
+        token_fault: inbound.token_error().map(|fault| fault.to_string()),
+    })
+}
+
+fn build_request_head(description: &ExplainRequest) -> Result<request::Parts, String> {
+    let method: Method = description
+        .method
+        .parse()
+        .map_err(|error| format!("method {:?}: {error}", description.method))?;
+    let uri: Uri = description
+        .url
+        .parse()
+        .map_err(|error| format!("{:?} is no URL: {error}", description.url))?;
+    let mut request = Request::builder().method(method);
+    let mut has_host = false;
+    for (name, value) in &description.headers {
+        let name: HeaderName = name
+            .parse()
+            .map_err(|error| format!("header name {name:?}: {error}"))?;
+        let value = HeaderValue::from_str(value)
+            .map_err(|error| format!("header value {value:?}: {error}"))?;
+        has_host |= name == http::header::HOST;
+        request = request.header(name, value);
+    }
+    if !has_host {
+        request = request.header(
+            "host",
+            uri.authority()
+                .map_or("localhost", |authority| authority.as_str()),
+        );
+    }
+    let request = request
+        .uri(uri)
+        .body(())
+        .map_err(|error| error.to_string())?;
+    Ok(request.into_parts().0)
+}
+
+/// `known`: where the limits stand may be believed.
+pub(crate) fn predict_outcome<'t>(
+    explanation: &PolicyExplanation<'t>,
+    is_limit_status_known: bool,
+) -> ExpectedOutcome<'t> {
+    let (mut exhausted, mut has_limits) = (Vec::new(), false);
+    for (policy, step) in explanation
+        .steps
+        .iter()
+        .filter(|(policy, _)| !policy.shadow)
+    {
+        match step {
+            PolicyStep::Denies => return ExpectedOutcome::Denied(&policy.name),
+            PolicyStep::InvalidKey(_) => return ExpectedOutcome::CannotKey(&policy.name),
+            PolicyStep::Limits(limits) => {
+                has_limits = true;
+                let is_exhausted = limits
+                    .standings
+                    .iter()
+                    .any(|standing| standing.remaining < limits.cost);
+                if is_exhausted || limits.blocked_until_us.is_some() {
+                    exhausted.push(&*policy.name);
+                }
+            }
+            _ => {}
+        }
+    }
+    match (has_limits, is_limit_status_known, exhausted.is_empty()) {
+        (false, ..) => ExpectedOutcome::Unlimited,
+        (true, false, _) => ExpectedOutcome::Unknown,
+        (true, true, true) => ExpectedOutcome::Admitted,
+        (true, true, false) => ExpectedOutcome::Rejected(exhausted),
+    }
+}
+
+/// For programs: what every policy does, and what is to be expected. `known`: where the limits stand may be believed.
+pub(crate) fn explanation_to_json(
+    explained: &ExplainedRequest<'_>,
+    is_limit_status_known: bool,
+) -> Value {
+    let explanation = &explained.explanation;
+    let now_us = explanation
+        .store
+        .as_ref()
+        .ok()
+        .copied()
+        .filter(|_| is_limit_status_known);
+    let policies = explanation.steps.iter().map(|(policy, step)| {
+        let (result, why) = match step {
+            PolicyStep::NotMatched(unmet) => ("unmet", Some(unmet.to_string())),
+            PolicyStep::NotReached => ("not_reached", None),
+            PolicyStep::Exempts => ("exempts", None),
+            PolicyStep::Denies => ("denies", None),
+            PolicyStep::Skipped => ("skipped", Some("a part of its key is missing".to_owned())),
+            PolicyStep::InvalidKey(fault) => ("cannot_key", Some(fault.to_string())),
+            PolicyStep::Limits(_) => ("limits", None),
+        };
+        let mut policy_json =
+            json!({ "policy": policy.name, "shadow": policy.shadow, "result": result, "why": why });
+        if let (PolicyStep::Limits(limited), Some(policy_json)) =
+            (step, policy_json.as_object_mut())
+        {
+            let blocked = limited.blocked_until_us.zip(now_us);
+            let limits = limited.limits.iter().enumerate().map(|(at, named)| {
+                let mut limit_json = limit_json::limit_to_json(named);
+                if let Some((standing, now_us)) = limited.standings.get(at).zip(now_us) {
+                    limit_json.extend(limit_json::limit_status_to_json(
+                        &named.limit,
+                        standing,
+                        now_us,
+                    ));
+                }
+                Value::Object(limit_json)
+            });
+            policy_json.insert("key".to_owned(), json!(limited.key.to_readable_string()));
+            policy_json.insert("cost".to_owned(), json!(limited.cost));
+            policy_json.insert("limits".to_owned(), limits.collect());
+            let blocked_s = blocked
+                .map(|(until, now)| limit_json::micros_to_seconds_json(until.saturating_sub(now)));
+            policy_json.insert("blocked_s".to_owned(), json!(blocked_s));
+        }
+        policy_json
+    });
+    json!({
+        "expected": outcome_to_json(&predict_outcome(explanation, now_us.is_some())),
+        "policies": policies.collect::<Vec<_>>(),
+        "store_error": explanation.store.as_ref().err().map(ToString::to_string),
+        "token_fault": explained.token_fault,
+    })
+}
+
+/// The same of a request that no policy sees.
+pub(crate) fn rejected_request_to_json(why: &str) -> Value {
+    json!({ "expected": { "status": 400, "why": why }, "policies": [] })
+}
+
+fn outcome_to_json(expected: &ExpectedOutcome<'_>) -> Value {
+    match expected {
+        ExpectedOutcome::Denied(policy) => {
+            json!({ "status": 403, "decision": "denied", "by": [policy] })
+        }
+        ExpectedOutcome::CannotKey(policy) => {
+            json!({ "status": 400, "decision": "malformed", "by": [policy] })
+        }
+        ExpectedOutcome::Rejected(policies) => {
+            json!({ "status": 429, "decision": "rejected", "by": policies })
+        }
+        ExpectedOutcome::Unlimited => json!({ "decision": "allowed", "why": "no limit applies" }),
+        ExpectedOutcome::Admitted => json!({ "decision": "allowed" }),
+        ExpectedOutcome::Unknown => {
+            json!({ "decision": null, "why": "where the limits stand is not known" })
+        }
+    }
+}

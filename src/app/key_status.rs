@@ -1,0 +1,160 @@
+//! One key of a policy, named by hand: where it stands in the store, and how it is forgotten. For `tidegate keys` and
+//! the admin port.
+
+use super::{StoreBackend, limit_json};
+use crate::limiter::{Charge, Key, LimitStatus};
+use crate::policy::{NamedLimit, Policy, PolicyAction, PolicyTable, Quota};
+use crate::store::redis::{CounterInspector, InspectError};
+use crate::store::{Store, StoreUnavailable};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+
+/// Names that an error lists.
+const MAX_LISTED_NAMES: usize = 20;
+
+/// A key and what limits it.
+#[derive(Debug)]
+pub(crate) struct ResolvedKey<'t> {
+    pub(crate) policy: &'t Policy,
+    pub(crate) quota: &'t Quota,
+    pub(crate) key: Key,
+    pub(crate) limits: &'t [NamedLimit],
+}
+
+/// Why there is no such key. For people.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum KeyLookupError {
+    #[error("{0}")]
+    UnknownPolicy(String),
+    #[error("{0}")]
+    InvalidValues(String),
+}
+
+/// Where a key stands.
+#[derive(Debug)]
+pub(crate) struct KeyStatus {
+    /// The store's clock.
+    pub(crate) now_us: u64,
+    pub(crate) blocked_until_us: Option<u64>,
+    /// One per limit.
+    pub(crate) limit_statuses: Vec<LimitStatus>,
+}
+
+/// The key of a policy by its values: one per position, an empty one for what is absent.
+///
+/// # Errors
+/// [`KeyLookupError`]: there is no such policy, it has no limits, or these are no values of its key.
+pub(crate) fn resolve_key<'t>(
+    table: &'t PolicyTable,
+    policy: &str,
+    values: &[String],
+) -> Result<ResolvedKey<'t>, KeyLookupError> {
+    let policies = table.policies();
+    let Some(policy) = policies.iter().find(|known| *known.name == *policy) else {
+        let names: BTreeSet<&str> = policies.iter().map(|policy| &*policy.name).collect();
+        let more = if names.len() > MAX_LISTED_NAMES {
+            ", ..."
+        } else {
+            ""
+        };
+        let names: Vec<&str> = names.into_iter().take(MAX_LISTED_NAMES).collect();
+        return Err(KeyLookupError::UnknownPolicy(format!(
+            "no policy is called {policy:?}; there are {}{more}",
+            names.join(", ")
+        )));
+    };
+    let PolicyAction::Limit(quota) = &policy.action else {
+        return Err(KeyLookupError::InvalidValues(format!(
+            "policy {} has no limits",
+            policy.name
+        )));
+    };
+    let (key, limits) = quota
+        .select_for_values(&policy.name, values, &table.client, &table.path)
+        .map_err(KeyLookupError::InvalidValues)?;
+    Ok(ResolvedKey {
+        policy,
+        quota,
+        key,
+        limits,
+    })
+}
+
+impl ResolvedKey<'_> {
+    /// What is kept for the key: the block first, if there is one. They cost nothing: to look, or to forget.
+    pub(crate) fn charges(&self) -> Vec<Charge<'_>> {
+        let limits = self.limits.iter().map(|named| &named.limit);
+        let stored_limits = self.quota.block.iter().chain(limits);
+        stored_limits
+            .map(|limit| Charge {
+                shard_count: self.quota.shards,
+                ..Charge::new(limit, &self.key, 0)
+            })
+            .collect()
+    }
+
+    /// Looks, all limits at one moment, and changes nothing.
+    pub(crate) async fn read_status(&self, store: &Store) -> Result<KeyStatus, StoreUnavailable> {
+        let decision = store.decide(&self.charges()).await?;
+        let mut standings = decision.statuses.into_iter().flatten();
+        let blocked_until_us = self
+            .quota
+            .block
+            .and_then(|_| standings.next()?.next_growth_us);
+        Ok(KeyStatus {
+            now_us: decision.now_us,
+            blocked_until_us,
+            limit_statuses: standings.collect(),
+        })
+    }
+
+    /// Whether a request would be refused that costs the least that one costs.
+    pub(crate) fn is_exhausted(&self, status: &KeyStatus) -> bool {
+        let min_cost = self.quota.cost.min_units();
+        status.blocked_until_us.is_some()
+            || status
+                .limit_statuses
+                .iter()
+                .any(|standing| standing.remaining < min_cost)
+    }
+
+    /// For programs.
+    pub(crate) fn status_to_json(&self, status: &KeyStatus) -> Value {
+        let limits = self
+            .limits
+            .iter()
+            .zip(&status.limit_statuses)
+            .map(|(named, standing)| {
+                let mut fields = limit_json::limit_to_json(named);
+                fields.extend(limit_json::limit_status_to_json(
+                    &named.limit,
+                    standing,
+                    status.now_us,
+                ));
+                Value::Object(fields)
+            });
+        let left = |until_us: u64| {
+            limit_json::micros_to_seconds_json(until_us.saturating_sub(status.now_us))
+        };
+        json!({
+            "policy": self.policy.name,
+            "key": self.key.to_readable_string(),
+            "admitted": !self.is_exhausted(status),
+            "shadow": self.policy.shadow,
+            "least_cost": self.quota.cost.min_units(),
+            "blocked_s": status.blocked_until_us.map(left),
+            "limits": limits.collect::<Vec<Value>>(),
+        })
+    }
+
+    /// Forgets what the key has used. Returns how many counters there were.
+    pub(crate) async fn reset_counters(&self, stores: &StoreBackend) -> Result<u64, InspectError> {
+        match stores {
+            StoreBackend::Memory(memory) => Ok(memory.remove_counters(&self.charges())),
+            StoreBackend::Redis(redis, _) => {
+                let inspector = CounterInspector::connect(redis.settings().clone()).await?;
+                inspector.reset_counters(&self.charges()).await
+            }
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! A limit and where it stands, as JSON.
+
+use crate::config::format_duration;
+use crate::limiter::{Algorithm, Limit, LimitStatus};
+use crate::policy::NamedLimit;
+use serde_json::{Map, Value, json};
+use std::time::Duration;
+
+pub(crate) fn algorithm_name(algorithm: Algorithm) -> &'static str {
+    match algorithm {
+        Algorithm::SlidingLog => "sliding_log",
+        Algorithm::SlidingWindow { .. } => "sliding_window",
+        Algorithm::FixedWindow { .. } => "fixed_window",
+        Algorithm::TokenBucket { .. } => "token_bucket",
+        Algorithm::LeakyBucket { .. } => "leaky_bucket",
+        Algorithm::Concurrency { .. } => "concurrency",
+        Algorithm::Block => "block",
+    }
+}
+
+/// What a limit is, in the words of the configuration; durations in seconds.
+pub(crate) fn limit_to_json(named: &NamedLimit) -> Map<String, Value> {
+    let Limit {
+        requests, per_us, ..
+    } = named.limit;
+    let mut fields = Map::new();
+    let mut set_field = |name: &str, value: Value| fields.insert(name.to_owned(), value);
+    set_field("name", json!(named.name));
+    set_field("algorithm", json!(algorithm_name(named.limit.algorithm)));
+    set_field("requests", json!(requests));
+    if !matches!(named.limit.algorithm, Algorithm::Concurrency { .. }) {
+        set_field("per", json!(format_duration(Duration::from_micros(per_us))));
+        set_field("per_s", micros_to_seconds_json(per_us));
+    }
+    if let Some(unit) = &named.unit {
+        set_field("unit", json!(unit));
+    }
+    match named.limit.algorithm {
+        Algorithm::SlidingWindow { buckets } => _ = set_field("buckets", json!(buckets)),
+        Algorithm::FixedWindow { offset_us } => {
+            _ = set_field("offset_s", micros_to_seconds_json(offset_us))
+        }
+        Algorithm::TokenBucket { burst, warm_up_us } => {
+            set_field("burst", json!(burst));
+            set_field("warm_up_s", micros_to_seconds_json(warm_up_us));
+        }
+        Algorithm::LeakyBucket { max_delay_us } => {
+            _ = set_field("max_delay_s", micros_to_seconds_json(max_delay_us))
+        }
+        Algorithm::Concurrency { max_duration_us } => {
+            _ = set_field("max_duration_s", micros_to_seconds_json(max_duration_us));
+        }
+        Algorithm::SlidingLog | Algorithm::Block => {}
+    }
+    fields
+}
+
+/// Where it stands at `now_us`: units used and remaining, and the seconds until more remain (null: nothing is used).
+pub(crate) fn limit_status_to_json(
+    limit: &Limit,
+    standing: &LimitStatus,
+    now_us: u64,
+) -> [(String, Value); 3] {
+    let used = limit.capacity().saturating_sub(standing.remaining);
+    let grows = standing
+        .next_growth_us
+        .map(|at_us| micros_to_seconds_json(at_us.saturating_sub(now_us)));
+    [
+        ("used".to_owned(), json!(used)),
+        ("remaining".to_owned(), json!(standing.remaining)),
+        ("grows_in_s".to_owned(), json!(grows)),
+    ]
+}
+
+pub(crate) fn micros_to_seconds_json(us: u64) -> Value {
+    json!(Duration::from_micros(us).as_secs_f64())
+}

@@ -1,0 +1,135 @@
+//! Asking the proxy on this machine, over its admin port.
+
+use crate::admin::{AdminSettings, AdminToken};
+use crate::listen::ListenAddress;
+use socket2::{Domain, SockAddr, Socket, Type};
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::time::{Duration, Instant};
+
+/// For connecting, and for each step after it: who hangs gives no answer.
+const IO_TIMEOUT: Duration = Duration::from_secs(2);
+/// For all of them: longer than the proxy takes for anything.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(12);
+/// More than any answer that a command reads.
+const MAX_RESPONSE_BYTES: usize = 8 << 20;
+
+/// An answer.
+#[derive(Debug)]
+pub(super) struct AdminClientResponse {
+    pub(super) status: u16,
+    pub(super) body: String,
+}
+
+/// Where to ask: who listens everywhere listens on loopback too.
+///
+/// # Errors
+/// A text for people, if nobody can know.
+pub(super) fn reachable_address(
+    address: &ListenAddress,
+    config_key: &str,
+) -> Result<ListenAddress, String> {
+    let ListenAddress::Ip(mut address) = *address else {
+        return Ok(address.clone());
+    };
+    if address.port() == 0 {
+        return Err(format!(
+            "error: {config_key} has no port of its own: nobody can know where to ask\n"
+        ));
+    }
+    if address.ip().is_unspecified() {
+        address.set_ip(match address.ip() {
+            IpAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
+            IpAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
+        });
+    }
+    Ok(ListenAddress::Ip(address))
+}
+
+/// The admin port, as [`reachable_address`].
+pub(super) fn admin_address(settings: &AdminSettings) -> Result<ListenAddress, String> {
+    reachable_address(&settings.address, "admin.address")
+}
+
+/// One request without a body, on a connection of its own.
+///
+/// # Errors
+/// When nobody answers, or not in HTTP.
+pub(super) fn send_request(
+    address: &ListenAddress,
+    method: &str,
+    target: &str,
+    token: Option<&AdminToken>,
+) -> io::Result<AdminClientResponse> {
+    let mut socket = connect(address)?;
+    socket.set_read_timeout(Some(IO_TIMEOUT))?;
+    socket.set_write_timeout(Some(IO_TIMEOUT))?;
+    let token = token.map_or_else(String::new, |token| {
+        format!("Authorization: Bearer {}\r\n", token.expose())
+    });
+    let head = format!(
+        "{method} {target} HTTP/1.1\r\nHost: localhost\r\n{token}Content-Length: 0\r\nConnection: close\r\n\r\n"
+    );
+    socket.write_all(head.as_bytes())?;
+    let (mut bytes, mut chunk) = (Vec::new(), [0; 4096]);
+    let deadline = Instant::now() + RESPONSE_TIMEOUT;
+    while bytes.len() < MAX_RESPONSE_BYTES && Instant::now() < deadline {
+        match socket.read(&mut chunk)? {
+            0 => break,
+            read => bytes.extend(chunk.iter().take(read)),
+        }
+    }
+    parse_response(&bytes).ok_or_else(|| {
+        let start = String::from_utf8_lossy(bytes.get(..64).unwrap_or(&bytes)).into_owned();
+        io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("answered {:?}", start.lines().next().unwrap_or("")),
+        )
+    })
+}
+
+fn connect(address: &ListenAddress) -> io::Result<Socket> {
+    let (domain, address) = match address {
+        ListenAddress::Ip(address) => (Domain::for_address(*address), SockAddr::from(*address)),
+        ListenAddress::Unix(path) => (Domain::UNIX, SockAddr::unix(path)?),
+    };
+    let socket = Socket::new(domain, Type::STREAM, None)?;
+    socket.connect_timeout(&address, IO_TIMEOUT)?;
+    Ok(socket)
+}
+
+/// An answer whose body ends with the connection.
+fn parse_response(bytes: &[u8]) -> Option<AdminClientResponse> {
+    let text = String::from_utf8_lossy(bytes);
+    let (head, body) = text.split_once("\r\n\r\n")?;
+    let status = head.strip_prefix("HTTP/1.")?.split(' ').nth(1)?;
+    Some(AdminClientResponse {
+        status: status.parse().ok()?,
+        body: body.to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rejects_malformed_http_responses() {
+        let status =
+            |text: &str| parse_response(text.as_bytes()).map(|answer| (answer.status, answer.body));
+        assert_eq!(
+            status("HTTP/1.1 200 OK\r\nA: b\r\n\r\nok\n"),
+            Some((200, "ok\n".to_owned()))
+        );
+        assert_eq!(status("HTTP/1.0 503 x\r\n\r\n"), Some((503, String::new())));
+        for nonsense in [
+            "",
+            "HTTP/1.1 200 OK\r\n",
+            "SSH-2.0-x\r\n\r\n",
+            "HTTP/1.1 abc\r\n\r\n",
+            "HTTP/1.1\r\n\r\n",
+        ] {
+            assert_eq!(status(nonsense), None, "{nonsense:?}");
+        }
+    }
+}

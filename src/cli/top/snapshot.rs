@@ -1,0 +1,428 @@
+//! What the admin port told, as far as it is shown. Nothing that is missing or odd is an error: an older or newer
+//! proxy is shown as well as it goes. Every text is made harmless here, so nothing after this can write what a client
+//! chose to a terminal.
+
+use serde_json::Value;
+
+/// Of one policy, by the minute.
+pub(super) const HISTORY_MINUTES: usize = 60;
+
+/// The last is a part of what is degraded.
+const REFUSED_COUNTERS: [&str; 5] = [
+    "rejected",
+    "blocked",
+    "denied",
+    "shadow_rejected",
+    "degraded_refused",
+];
+const ALL_COUNTERS: [&str; 8] = [
+    "allowed",
+    "exempt",
+    "delayed",
+    "degraded",
+    "rejected",
+    "blocked",
+    "denied",
+    "shadow_rejected",
+];
+
+/// One look.
+#[derive(Clone, Debug, Default)]
+pub(super) struct AdminApiSnapshot {
+    pub(super) version: String,
+    pub(super) instance: String,
+    pub(super) uptime_s: u64,
+    pub(super) status: String,
+    pub(super) generation: u64,
+    /// What somebody should look at.
+    pub(super) alerts: Vec<String>,
+    /// Of all requests in the last minute, or less right after the start.
+    pub(super) window_s: u64,
+    pub(super) requests: u64,
+    pub(super) refused: u64,
+    pub(super) degraded: u64,
+    /// Requests per second: of the last seconds.
+    pub(super) requests_per_s: f64,
+    pub(super) store: String,
+    pub(super) store_up: bool,
+    pub(super) instances: Option<u64>,
+    pub(super) connections: (u64, u64),
+    pub(super) latency: Vec<TopLatencyEntry>,
+    pub(super) policies: Vec<TopPolicyEntry>,
+    /// There are more that were not asked for.
+    pub(super) omitted_policies: u64,
+    pub(super) keys: Vec<TopRankedEntry>,
+    pub(super) paths: Vec<TopRankedEntry>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct TopLatencyEntry {
+    pub(super) source: String,
+    pub(super) count: u64,
+    pub(super) p50_s: Option<f64>,
+    pub(super) p99_s: Option<f64>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct TopPolicyEntry {
+    pub(super) name: String,
+    /// `shadow`, `off`, `deny`, `exempt`, or empty.
+    pub(super) kind: &'static str,
+    /// Since the start.
+    pub(super) passed: u64,
+    pub(super) refused: u64,
+    /// Per second since the look before, if there was one.
+    pub(super) rates_per_s: Option<(f64, f64)>,
+    /// In the last hour.
+    pub(super) hour_passed: u64,
+    pub(super) hour_refused: u64,
+    /// By minute, oldest first: all, and refused.
+    pub(super) minutes: Vec<(u64, u64)>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct TopRankedEntry {
+    pub(super) policy: String,
+    pub(super) text: String,
+    /// So often, or less by at most `error`.
+    pub(super) count: u64,
+    pub(super) error: u64,
+}
+
+impl AdminApiSnapshot {
+    /// `before` is an earlier look at the same process: rates are since then.
+    pub(super) fn from_json(response: &Value, previous: Option<&Self>) -> Self {
+        let [overview, policies, top] = ["overview", "policies", "top"].map(|name| &response[name]);
+        let instance = text_or_empty(value_at(overview, "/instance/id"));
+        let uptime_s = number_or_zero(value_at(overview, "/instance/uptime_s"));
+        let previous =
+            previous.filter(|before| before.instance == instance && before.uptime_s < uptime_s);
+        let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+        let seconds = value_at(overview, "/requests/seconds");
+        let outcome_counters = [
+            "allowed",
+            "delayed",
+            "rejected",
+            "blocked",
+            "denied",
+            "degraded",
+            "malformed",
+        ];
+        // The last second is not over yet.
+        let window = list(value_at(seconds, "/at")).len().saturating_sub(1);
+        let sum_counters = |names: &[&str], last: usize| -> u64 {
+            names
+                .iter()
+                .map(|name| sum_tail(seconds[*name].as_array(), window, last))
+                .sum()
+        };
+        let recent_s = window.clamp(1, 5);
+        let store = value_at(overview, "/store");
+        let policy_entries = list(value_at(policies, "/policies"));
+        let parsed_policies: Vec<_> = policy_entries
+            .iter()
+            .map(|entry| parse_policy(entry, previous, uptime_s))
+            .collect();
+        let parse_ranking = |what: &str, entries: &str| -> Vec<TopRankedEntry> {
+            list(value_at(top, entries))
+                .iter()
+                .map(|entry| parse_ranked_entry(entry, what, &parsed_policies))
+                .collect()
+        };
+        let latency = value_at(overview, "/latency/decisions")
+            .as_object()
+            .into_iter()
+            .flatten();
+        Self {
+            version: text_or_empty(value_at(overview, "/instance/version")),
+            status: text_or_empty(value_at(overview, "/status")),
+            generation: number_or_zero(value_at(overview, "/generation")),
+            alerts: collect_alerts(overview),
+            window_s: window as u64,
+            requests: sum_counters(&outcome_counters, window),
+            refused: sum_counters(
+                &["rejected", "blocked", "denied", "degraded_refused"],
+                window,
+            ),
+            degraded: sum_counters(&["degraded"], window),
+            requests_per_s: sum_counters(&outcome_counters, recent_s) as f64 / recent_s as f64,
+            store: describe_store(store),
+            store_up: value_at(store, "/up") == true && value_at(store, "/breaker_open") != true,
+            instances: value_at(store, "/instances").as_u64(),
+            connections: (
+                number_or_zero(value_at(overview, "/connections/open")),
+                number_or_zero(value_at(overview, "/connections/max")),
+            ),
+            latency: latency
+                .map(|(source, times)| parse_latency(source, times))
+                .collect(),
+            omitted_policies: number_or_zero(value_at(policies, "/total"))
+                .saturating_sub(policy_entries.len() as u64),
+            keys: parse_ranking("key", "/keys/entries"),
+            paths: parse_ranking("path", "/paths/entries"),
+            policies: parsed_policies,
+            instance,
+            uptime_s,
+        }
+    }
+}
+
+fn parse_policy(
+    entry: &Value,
+    previous: Option<&AdminApiSnapshot>,
+    uptime_s: u64,
+) -> TopPolicyEntry {
+    let name = text_or_empty(value_at(entry, "/name"));
+    let total = |names: &[&str]| {
+        names
+            .iter()
+            .map(|name| number_or_zero(&entry[*name]))
+            .sum::<u64>()
+    };
+    // What came of those that were decided without the store since the start stands by its outcome.
+    let degraded_by = value_at(entry, "/degraded_by");
+    let refused = total(&REFUSED_COUNTERS)
+        + number_or_zero(&degraded_by["closed"])
+        + number_or_zero(&degraded_by["local_rejected"]);
+    let passed = total(&ALL_COUNTERS).saturating_sub(refused);
+    let rates = previous.and_then(|before| {
+        let earlier = before.policies.iter().find(|policy| policy.name == name)?;
+        let elapsed_s = uptime_s.saturating_sub(before.uptime_s) as f64;
+        let per_s = |now: u64, then: u64| now.saturating_sub(then) as f64 / elapsed_s;
+        Some((
+            per_s(passed, earlier.passed),
+            per_s(refused, earlier.refused),
+        ))
+    });
+    let hour = value_at(entry, "/last_hour");
+    let in_minute = |names: &[&str], minute: usize| -> u64 {
+        names
+            .iter()
+            .map(|name| number_or_zero(hour[*name].get(minute).unwrap_or(&Value::Null)))
+            .sum()
+    };
+    let minutes: Vec<(u64, u64)> = (0..HISTORY_MINUTES)
+        .map(|minute| {
+            (
+                in_minute(&ALL_COUNTERS, minute),
+                in_minute(&REFUSED_COUNTERS, minute),
+            )
+        })
+        .collect();
+    let hour_refused: u64 = minutes.iter().map(|(_, refused)| refused).sum();
+    let hour_all: u64 = minutes.iter().map(|(all, _)| all).sum();
+    let kind = match (
+        value_at(entry, "/mode").as_str(),
+        value_at(entry, "/action").as_str(),
+    ) {
+        (Some("off"), _) => "off",
+        (Some("shadow"), _) => "shadow",
+        (_, Some("deny")) => "deny",
+        (_, Some("allow")) => "exempt",
+        _ => "",
+    };
+    TopPolicyEntry {
+        name,
+        kind,
+        passed,
+        refused,
+        rates_per_s: rates,
+        hour_passed: hour_all.saturating_sub(hour_refused),
+        hour_refused,
+        minutes,
+    }
+}
+
+fn parse_ranked_entry(
+    entry: &Value,
+    text_key: &str,
+    policies: &[TopPolicyEntry],
+) -> TopRankedEntry {
+    let (mut policy, entry_text) = (
+        text_or_empty(value_at(entry, "/policy")),
+        text_or_empty(&entry[text_key]),
+    );
+    // Nobody was refused by it yet.
+    if policies
+        .iter()
+        .any(|seen| seen.name == policy && seen.kind == "shadow")
+    {
+        policy.push_str(" (shadow)");
+    }
+    // A key begins with its policy's name, which has a column of its own.
+    let entry_text = match (text_key, entry_text.split_once('/')) {
+        ("key", Some((_, values))) => values.to_owned(),
+        ("key", None) => "(one for all)".to_owned(),
+        _ => entry_text,
+    };
+    TopRankedEntry {
+        policy,
+        text: entry_text,
+        count: number_or_zero(value_at(entry, "/count")),
+        error: number_or_zero(value_at(entry, "/error")),
+    }
+}
+
+fn collect_alerts(overview: &Value) -> Vec<String> {
+    let texts = |value: &Value| -> Vec<String> {
+        value
+            .as_array()
+            .into_iter()
+            .flatten()
+            .map(text_or_empty)
+            .collect()
+    };
+    let peers = texts(value_at(overview, "/untrusted_peers"));
+    let peers = (!peers.is_empty())
+        .then(|| format!("not trusted, and names clients: {}", peers.join(", ")));
+    let breaker = (value_at(overview, "/store/breaker_open") == true)
+        .then(|| "the breaker is open: requests don't ask the store".to_owned());
+    let errors = texts(value_at(overview, "/last_reload/errors"));
+    texts(value_at(overview, "/hints"))
+        .into_iter()
+        .chain(breaker)
+        .chain(errors)
+        .chain(peers)
+        .collect()
+}
+
+fn describe_store(store: &Value) -> String {
+    let location = [value_at(store, "/kind"), value_at(store, "/address")]
+        .map(text_or_empty)
+        .join(" ");
+    let state = match (
+        value_at(store, "/up").as_bool(),
+        value_at(store, "/breaker_open").as_bool(),
+    ) {
+        (Some(true), Some(true)) => "breaker open",
+        (Some(true), _) => "up",
+        _ => "AWAY",
+    };
+    format!("{} {state}", location.trim_end())
+}
+
+fn parse_latency(source: &str, times: &Value) -> TopLatencyEntry {
+    TopLatencyEntry {
+        source: escape_text(source),
+        count: number_or_zero(value_at(times, "/count")),
+        p50_s: value_at(times, "/p50_s").as_f64(),
+        p99_s: value_at(times, "/p99_s").as_f64(),
+    }
+}
+
+/// The last `last` of the first `of`.
+fn sum_tail(column: Option<&Vec<Value>>, length: usize, last: usize) -> u64 {
+    let column = column.map(Vec::as_slice).unwrap_or_default();
+    column
+        .iter()
+        .take(length)
+        .skip(length.saturating_sub(last))
+        .map(number_or_zero)
+        .sum()
+}
+
+/// Null where there is none.
+fn value_at<'v>(value: &'v Value, path: &str) -> &'v Value {
+    value.pointer(path).unwrap_or(&Value::Null)
+}
+
+fn number_or_zero(value: &Value) -> u64 {
+    value.as_u64().unwrap_or_default()
+}
+
+fn text_or_empty(value: &Value) -> String {
+    escape_text(value.as_str().unwrap_or_default())
+}
+
+/// Printable ASCII only: each letter is one column wide, and none is an order to a terminal.
+fn escape_text(text: &str) -> String {
+    let mut clean = String::with_capacity(text.len());
+    for letter in text.chars() {
+        match letter {
+            ' '..='~' => clean.push(letter),
+            _ => clean.extend(letter.escape_default()),
+        }
+    }
+    clean
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn escapes_control_characters_in_all_texts() {
+        let evil = "\u{1b}[2J\u{9b}31m\u{202e}\r\nü";
+        let response = json!({
+            "overview": {
+                "instance": { "id": evil, "version": evil }, "status": evil, "hints": [evil], "untrusted_peers": [evil],
+                "last_reload": { "errors": [evil] }, "store": { "kind": evil, "address": evil },
+                "latency": { "decisions": { evil: { "count": 1 } } },
+            },
+            "policies": { "policies": [{ "name": evil }] },
+            "top": { "keys": { "entries": [{ "policy": evil, "key": evil }] }, "paths": { "entries": [{ "policy": evil, "path": evil }] } },
+        });
+        let snapshot = format!("{:?}", AdminApiSnapshot::from_json(&response, None));
+        assert!(
+            snapshot.chars().all(|letter| (' '..='~').contains(&letter)),
+            "{snapshot}"
+        );
+        assert_eq!(escape_text("\u{1b}[31mé"), "\\u{1b}[31m\\u{e9}");
+    }
+
+    #[test]
+    fn rates_are_relative_to_the_previous_snapshot_of_the_same_process() {
+        let response = |id: &str, uptime_s: u64, allowed: u64, rejected: u64| {
+            json!({
+                "overview": { "instance": { "id": id, "uptime_s": uptime_s } },
+                "policies": { "policies": [{ "name": "p", "allowed": allowed, "rejected": rejected }] },
+            })
+        };
+        let first = AdminApiSnapshot::from_json(&response("a", 10, 100, 4), None);
+        assert_eq!(first.policies[0].rates_per_s, None);
+        let rates = |value: &Value| {
+            AdminApiSnapshot::from_json(value, Some(&first)).policies[0].rates_per_s
+        };
+        assert_eq!(rates(&response("a", 12, 120, 5)), Some((10.0, 0.5)));
+        assert_eq!(
+            rates(&response("a", 10, 120, 5)),
+            None,
+            "no time has passed"
+        );
+        assert_eq!(rates(&response("b", 12, 1, 0)), None, "it was started anew");
+    }
+
+    #[test]
+    fn marks_ranked_entries_of_shadow_policies() {
+        let ranked =
+            |policy: &str| json!({ "policy": policy, "key": "p/ann", "path": "/a", "count": 1 });
+        let response = json!({
+            "policies": { "policies": [{ "name": "api" }, { "name": "candidate", "mode": "shadow" }] },
+            "top": { "keys": { "entries": [ranked("candidate"), ranked("api")] }, "paths": { "entries": [ranked("candidate")] } },
+        });
+        let snapshot = AdminApiSnapshot::from_json(&response, None);
+        let policies: Vec<_> = snapshot
+            .keys
+            .iter()
+            .chain(&snapshot.paths)
+            .map(|ranked| ranked.policy.as_str())
+            .collect();
+        assert_eq!(
+            policies,
+            ["candidate (shadow)", "api", "candidate (shadow)"]
+        );
+    }
+
+    #[test]
+    fn accepts_missing_and_malformed_fields() {
+        for odd in [
+            json!(null),
+            json!([]),
+            json!({ "overview": 3, "policies": { "policies": [1, null] } }),
+        ] {
+            let snapshot = AdminApiSnapshot::from_json(&odd, None);
+            assert_eq!((snapshot.requests, snapshot.store.as_str()), (0, " AWAY"));
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! The keys `ca`, `cert`, `key` and `server_name`: TLS towards a server.
+
+use super::input::ConfigInput;
+use super::settings::read_secret_file;
+use super::table_reader::TableReader;
+use crate::tls::{self, ClientTls};
+use sha2::{Digest, Sha256};
+use tokio_rustls::rustls::RootCertStore;
+use tokio_rustls::rustls::pki_types::ServerName;
+
+/// What the keys are for.
+#[derive(Clone, Copy)]
+pub(super) struct TlsRequirement {
+    /// The server speaks TLS. If not, the keys are errors.
+    pub(super) is_tls: bool,
+    /// The server will be asked: only then files are read.
+    pub(super) is_used: bool,
+    /// How TLS is asked for.
+    pub(super) enabled_by: &'static str,
+}
+
+/// Reads what the keys of `at` name; the files are watched from now on.
+pub(super) fn build_client_tls(
+    input: &ConfigInput,
+    reader: &TableReader<'_>,
+    requirement: TlsRequirement,
+) -> Option<ClientTls> {
+    let text = |key: &str| reader.get_string(key).filter(|text| !text.is_empty());
+    if !requirement.is_tls {
+        for key in ["ca", "cert", "key", "server_name"]
+            .into_iter()
+            .filter(|key| text(key).is_some())
+        {
+            reader.report_error(
+                key,
+                &format!("is for TLS only; expected {}", requirement.enabled_by),
+            );
+        }
+        return None;
+    }
+    let server_name = text("server_name").and_then(|name| {
+        let checked = ServerName::try_from(name)
+            .map_err(|_invalid| reader.report_error("server_name", "expected a host name"));
+        checked.ok()
+    });
+    if text("cert").is_some() != text("key").is_some() {
+        let (missing, given) = if text("cert").is_some() {
+            ("key", "cert")
+        } else {
+            ("cert", "key")
+        };
+        reader.report_error(
+            given,
+            &format!("a certificate and its key belong together; expected {missing} too"),
+        );
+    }
+    if !requirement.is_used {
+        return None;
+    }
+    let mut digest = Sha256::new();
+    let mut pem = |key: &str| {
+        let pem = read_secret_file(input, reader, key, "PEM text")?;
+        digest.update(Sha256::digest(&pem));
+        Some(pem)
+    };
+    let (ca, cert, key) = (pem("ca"), pem("cert"), pem("key"));
+    digest.update(text("server_name").unwrap_or_default());
+    let roots = read_root_certificates(reader, ca.as_deref());
+    let wrong = |key: &'static str| {
+        move |reason: String| reader.report_error(key, &format!("in the file: {reason}"))
+    };
+    let chain = cert.and_then(|pem| {
+        tls::parse_certificates(pem.as_bytes())
+            .map_err(wrong("cert"))
+            .ok()
+    });
+    let key = key.and_then(|pem| {
+        tls::parse_private_key(pem.as_bytes())
+            .map_err(wrong("key"))
+            .ok()
+    });
+    let client = tls::build_client_config(roots?, chain.zip(key)).map_err(|error| {
+        reader.report_error(
+            "cert",
+            &format!("certificate and key can't be used: {error}"),
+        );
+    });
+    Some(ClientTls::new(
+        client.ok()?,
+        server_name,
+        digest.finalize().into(),
+    ))
+}
+
+fn read_root_certificates(reader: &TableReader<'_>, ca: Option<&str>) -> Option<RootCertStore> {
+    let roots = match (
+        ca,
+        reader.get_string("ca").is_some_and(|path| !path.is_empty()),
+    ) {
+        (Some(pem), _) => tls::parse_root_certificates(pem.as_bytes())
+            .map_err(|reason| format!("in the file: {reason}")),
+        // Said by now.
+        (None, true) => return None,
+        (None, false) => tls::load_system_roots().map_err(|reason| {
+            format!(
+                "no trusted certificates on this system ({reason}); expected the path of a PEM file"
+            )
+        }),
+    };
+    roots
+        .map_err(|problem| reader.report_error("ca", &problem))
+        .ok()
+}

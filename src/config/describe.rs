@@ -1,0 +1,274 @@
+//! A policy in words, for people who want to know whether they wrote what they mean.
+
+use super::table_reader::TableReader;
+use super::values::format_duration;
+use crate::limiter::{Algorithm, Limit};
+use crate::policy::{
+    CostSource, EstimateCost, HeaderCost, NamedLimit, OnStoreFailure, Policy, PolicyAction, Quota,
+};
+use figment::value::{Num, Value};
+use std::time::Duration;
+
+/// One line. Conditions are said as they were written, which a compiled policy no longer knows.
+pub(super) fn describe_policy(policy: &Policy, reader: &TableReader<'_>, is_off: bool) -> String {
+    let mode = match (is_off, policy.shadow) {
+        (true, _) => " (off)",
+        (_, true) => " (shadow)",
+        _ => "",
+    };
+    let requests = match policy.matcher.descriptor_conditions {
+        None => describe_conditions(reader.get("match").map(|item| item.value)),
+        Some(_) => format!(
+            "descriptors{}",
+            describe_descriptors(reader.get("match").map(|item| item.value))
+        ),
+    };
+    let matches_descriptors = policy.matcher.descriptor_conditions.is_some();
+    let does = match &policy.action {
+        PolicyAction::Allow => ": exempt, no later policy applies".to_owned(),
+        PolicyAction::Deny => ": refused".to_owned(),
+        PolicyAction::Limit(quota) => {
+            format!(
+                ", {}{}",
+                self::describe_quota(quota),
+                describe_store_failure(policy.on_store_failure, matches_descriptors)
+            )
+        }
+    };
+    let priority = match policy.priority {
+        0 => String::new(),
+        priority => format!("; priority {priority}"),
+    };
+    // What was written may hold anything.
+    format!("{}{mode}: {requests}{does}{priority}", policy.name)
+        .chars()
+        .map(|c| if c.is_control() { '\u{fffd}' } else { c })
+        .collect()
+}
+
+fn describe_store_failure(mode: OnStoreFailure, matches_descriptors: bool) -> &'static str {
+    match mode {
+        OnStoreFailure::Open => "; store away: let through",
+        OnStoreFailure::Closed if matches_descriptors => "; store away: Envoy decides",
+        OnStoreFailure::Closed => "; store away: rejected",
+        OnStoreFailure::Local => "; store away: limited by this instance's share",
+    }
+}
+
+fn describe_quota(quota: &Quota) -> String {
+    let parts: Vec<String> = quota.key.parts().iter().map(ToString::to_string).collect();
+    let per = match parts.is_empty() {
+        true => "all together".to_owned(),
+        false => format!("per {}", parts.join(" and ")),
+    };
+    let cost = match &quota.cost {
+        CostSource::Fixed(1) => String::new(),
+        CostSource::Fixed(units) => format!(", each counting {units}"),
+        CostSource::Header(cost) => {
+            let HeaderCost {
+                name,
+                default,
+                min,
+                max,
+            } = &**cost;
+            format!(
+                ", each counting what header {name} says from {min} to {max}, without it {default}"
+            )
+        }
+        CostSource::Estimate(cost) => {
+            let EstimateCost {
+                estimate,
+                actual_source: actual,
+            } = &**cost;
+            format!(", each counting what the response says (its {actual}), until then {estimate}")
+        }
+    };
+    let block = quota.block.map_or_else(String::new, |block| {
+        format!("; {}", describe_limit(&block, None))
+    });
+    let overrides = quota.overrides.as_slice().iter().map(|entry| {
+        let values = entry
+            .values
+            .iter()
+            .map(|value| value.as_deref().unwrap_or("*"));
+        format!(
+            "; for {}: {}",
+            values.collect::<Vec<_>>().join(", "),
+            describe_limits(&entry.limits)
+        )
+    });
+    let rejected = if quota.count_rejected {
+        "; what is refused counts too"
+    } else {
+        ""
+    };
+    let lease = quota.lease.map_or_else(String::new, |lease| {
+        let size = lease.size.map_or_else(
+            || "as many as needed".to_owned(),
+            |size| format!("up to {size}"),
+        );
+        let ttl = format_duration(Duration::from_micros(lease.ttl_us));
+        format!("; {size} taken in advance for {ttl}")
+    });
+    format!(
+        "{per}: {}{cost}{}{block}{rejected}{lease}",
+        describe_limits(&quota.limits),
+        overrides.collect::<String>()
+    )
+}
+
+fn describe_limits(limits: &[NamedLimit]) -> String {
+    let limits = limits
+        .iter()
+        .map(|named| describe_limit(&named.limit, named.unit.as_deref()));
+    limits.collect::<Vec<_>>().join(" and ")
+}
+
+fn describe_limit(limit: &Limit, unit: Option<&str>) -> String {
+    let Limit {
+        requests,
+        per_us,
+        algorithm,
+    } = *limit;
+    let unit = unit.unwrap_or(if requests == 1 { "request" } else { "requests" });
+    let per = format_duration(Duration::from_micros(per_us));
+    match algorithm {
+        Algorithm::SlidingLog => format!("at most {requests} {unit} in any {per} window"),
+        Algorithm::SlidingWindow { buckets } => {
+            format!("at most {requests} {unit} in any {per} window, counted in {buckets} parts")
+        }
+        Algorithm::Concurrency { max_duration_us } => {
+            let most = match max_duration_us {
+                0 => String::new(),
+                us => format!(
+                    ", each for at most {}",
+                    format_duration(Duration::from_micros(us))
+                ),
+            };
+            format!("at most {requests} {unit} at a time{most}")
+        }
+        Algorithm::Block => format!("once over, blocked for {per}"),
+        Algorithm::TokenBucket {
+            burst,
+            warm_up_us: 0,
+        } => {
+            format!("{requests} {unit} per {per} on average, at most {burst} at once")
+        }
+        Algorithm::TokenBucket { burst, warm_up_us } => {
+            let (cold, warm_up) = (
+                limit.cold_capacity(),
+                format_duration(Duration::from_micros(warm_up_us)),
+            );
+            format!(
+                "{requests} {unit} per {per} on average, at most {burst} at once; after {warm_up} without any, from {cold} at once and a third of the rate, growing for {warm_up}"
+            )
+        }
+        Algorithm::LeakyBucket { max_delay_us } => {
+            let delay = format_duration(Duration::from_micros(max_delay_us));
+            format!("{requests} {unit} per {per} one by one, held up to {delay} for their turn")
+        }
+        Algorithm::FixedWindow { offset_us: 0 } => {
+            format!("at most {requests} {unit} in each {per} of the clock")
+        }
+        Algorithm::FixedWindow { offset_us } => {
+            let offset = format_duration(Duration::from_micros(offset_us));
+            format!("at most {requests} {unit} in each {per} of the clock, shifted by {offset}")
+        }
+    }
+}
+
+fn describe_conditions(value: Option<&Value>) -> String {
+    let Some(table) = value
+        .and_then(Value::as_dict)
+        .filter(|table| !table.is_empty())
+    else {
+        return "all requests".to_owned();
+    };
+    let mut words = Vec::new();
+    let start = ["methods", "hosts", "path"];
+    words.extend(
+        start
+            .iter()
+            .filter_map(|key| table.get(*key))
+            .map(format_value),
+    );
+    for (key, value) in table
+        .iter()
+        .filter(|(key, _)| !start.contains(&key.as_str()))
+    {
+        words.push(match (key.as_str(), value) {
+            ("path_regex", value) => format!("path like {}", format_value(value)),
+            ("client_ips", value) => format!("from {}", format_value(value)),
+            ("not", value) => format!("but not ({})", describe_conditions(Some(value))),
+            (key, Value::Dict(_, entries)) => {
+                let what = match key {
+                    "headers" => "header",
+                    "cookies" => "cookie",
+                    "jwt" => "claim",
+                    _ => "query parameter",
+                };
+                let tests = entries
+                    .iter()
+                    .map(|(name, test)| format!("with {what} {name}{}", self::describe_test(test)));
+                tests.collect::<Vec<_>>().join(" and ")
+            }
+            (_, value) => format_value(value),
+        });
+    }
+    words.join(" ")
+}
+
+fn describe_descriptors(value: Option<&Value>) -> String {
+    let Some(table) = value.and_then(Value::as_dict) else {
+        return String::new();
+    };
+    let domain = table.get("domain").map_or_else(String::new, |domain| {
+        format!(" of {}", format_value(domain))
+    });
+    let entries = match table.get("descriptors").and_then(Value::as_dict) {
+        None => String::new(),
+        Some(entries) if entries.is_empty() => " without entries".to_owned(),
+        Some(entries) => {
+            let entries = entries.iter().map(|(name, test)| match test.as_str() {
+                Some("*") => name.clone(),
+                _ => format!("{name}{}", self::describe_test(test)),
+            });
+            format!(
+                " with {} and nothing else",
+                entries.collect::<Vec<_>>().join(", ")
+            )
+        }
+    };
+    let not = table.get("not").map_or_else(String::new, |not| {
+        format!(" but not those{}", describe_descriptors(Some(not)))
+    });
+    format!("{domain}{entries}{not}")
+}
+
+fn describe_test(test: &Value) -> String {
+    match (
+        test.as_str(),
+        test.find_ref("regex"),
+        test.find_ref("present").and_then(Value::to_bool),
+    ) {
+        (Some(text), ..) => format!(" = \"{text}\""),
+        (_, Some(regex), _) => format!(" like {}", format_value(regex)),
+        (_, _, Some(false)) => " absent".to_owned(),
+        _ if test.as_dict().is_none() => format!(" = {}", format_value(test)),
+        _ => String::new(),
+    }
+}
+
+fn format_value(value: &Value) -> String {
+    match value {
+        Value::String(_, text) => text.clone(),
+        Value::Bool(_, flag) => flag.to_string(),
+        Value::Num(_, Num::I64(number)) => number.to_string(),
+        Value::Array(_, items) => items
+            .iter()
+            .map(format_value)
+            .collect::<Vec<_>>()
+            .join(" or "),
+        _ => String::new(),
+    }
+}

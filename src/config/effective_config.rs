@@ -1,0 +1,184 @@
+//! What is in effect, for people who look: every key with its value, and the policies as they were written.
+
+use super::schema::{self, ValueKind};
+use super::{Config, RestartOnlySettings, is_reloadable};
+use figment::value::Value;
+use serde_json::{Map, Value as Json};
+use sha2::{Digest, Sha256};
+
+/// Where replicas may well differ: addresses of a pod, a level of the log that somebody has turned.
+const PER_INSTANCE_TABLES: [&str; 5] = ["listen", "admin", "log", "trace", "shutdown"];
+
+impl Config {
+    /// This configuration as JSON where a reload brought it into effect, and `running` everywhere else. Holds no
+    /// secret: not even a user's name in a URL.
+    pub fn effective_json(&self, running: &RestartOnlySettings) -> String {
+        Json::Object(self.effective_values(running)).to_string()
+    }
+
+    fn effective_values(&self, running: &RestartOnlySettings) -> Map<String, Json> {
+        let mut top = Map::new();
+        for path in schema::key_paths() {
+            let written = if is_reloadable(&path) {
+                &self.raw
+            } else {
+                &running.raw
+            };
+            let Some(value) = written.value_or_default(&path) else {
+                continue;
+            };
+            let shown = match (
+                schema::find_key_by_path(path.split('.')).map(|key| &key.kind),
+                &value,
+            ) {
+                (Some(ValueKind::SecretList(_)), Value::Array(_, urls)) => {
+                    urls.iter().map(mask_login).collect()
+                }
+                (Some(ValueKind::Secret(_) | ValueKind::SecretList(_)), url) => mask_login(url),
+                _ => to_json(&value),
+            };
+            insert_at_path(&mut top, &path, shown);
+        }
+        top.insert(
+            "policy".into(),
+            self.raw
+                .0
+                .get("policy")
+                .map_or(Json::Array(Vec::new()), to_json),
+        );
+        top
+    }
+
+    /// A number for what replicas of one service should have alike: what is in effect, as shown, without the tables that
+    /// are about one instance. 48 bits, so that a double holds it.
+    pub fn shared_settings_hash(&self, running: &RestartOnlySettings) -> u64 {
+        let mut top = self.effective_values(running);
+        top.retain(|table, _| !PER_INSTANCE_TABLES.contains(&table.as_str()));
+        let hash = Sha256::digest(Json::Object(top).to_string());
+        hash.iter()
+            .take(6)
+            .fold(0, |number, byte| number << 8 | u64::from(*byte))
+    }
+}
+
+fn insert_at_path(top: &mut Map<String, Json>, path: &str, value: Json) {
+    let Some((table, rest)) = path.split_once('.') else {
+        top.insert(path.to_owned(), value);
+        return;
+    };
+    let inner = top.entry(table).or_insert_with(|| Json::Object(Map::new()));
+    if let Json::Object(inner) = inner {
+        insert_at_path(inner, rest, value);
+    }
+}
+
+fn to_json(value: &Value) -> Json {
+    serde_json::to_value(value).unwrap_or(Json::Null)
+}
+
+/// A URL without user and password; anything else shows nothing.
+fn mask_login(url: &Value) -> Json {
+    let shown = url.as_str().and_then(|text| {
+        let (scheme, rest) = text.split_once("://")?;
+        let server = match (
+            scheme.ends_with("unix"),
+            rest.split_once('?'),
+            rest.rsplit_once('@'),
+        ) {
+            // A socket's parameters may hold both.
+            (true, Some((path, _)), _) => format!("{path}?***"),
+            (false, _, Some((_, server))) => format!("***@{server}"),
+            _ => rest.to_owned(),
+        };
+        Some(format!("{scheme}://{server}"))
+    });
+    shown.unwrap_or_else(|| "***".to_owned()).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{ConfigSources, FileSource, load};
+    use super::*;
+
+    fn load_config(text: &str) -> Config {
+        let file = FileSource::Text {
+            name: "t.toml".into(),
+            text: text.into(),
+        };
+        load(&ConfigSources {
+            file,
+            ..ConfigSources::default()
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn hash_covers_shared_settings_and_ignores_per_instance_ones() {
+        let hash = |text: &str| {
+            let config = load_config(&format!("upstream.url = 'http://a'\n{text}"));
+            config.shared_settings_hash(&config.restart_only_settings())
+        };
+        let policy = "[[policy]]\nname = \"p\"\nlimit = { requests = 5, per = \"1s\" }\n";
+        let first = hash(policy);
+        assert_eq!(
+            first,
+            hash(&format!(
+                "log.level = 'warn'\nlisten.address = '10.0.0.7:80'\n{policy}"
+            ))
+        );
+        assert_ne!(first, hash(&policy.replace('5', "6")));
+        assert_ne!(first, hash(&format!("client.ipv4_prefix = 24\n{policy}")));
+        assert!(first < 1 << 48);
+    }
+
+    #[test]
+    fn restart_only_keys_show_the_running_value() {
+        let start = load_config("upstream.url = \"http://a\"\nresponse.headers = \"none\"\n");
+        let newer = load_config(
+            "upstream.url = \"http://b\"\nresponse.headers = \"legacy\"\n[[policy]]\nname = \"p\"\naction = \"deny\"\n",
+        );
+        let shown: Json =
+            serde_json::from_str(&newer.effective_json(&start.restart_only_settings())).unwrap();
+        assert_eq!(shown["upstream"]["url"], "http://a");
+        assert_eq!(shown["response"]["headers"], "legacy");
+        assert_eq!(shown["listen"]["http"]["max_headers"], 100);
+        assert_eq!(
+            shown["policy"],
+            serde_json::json!([{ "name": "p", "action": "deny" }])
+        );
+    }
+
+    #[test]
+    fn masks_logins_in_urls() {
+        for (url, shown) in [
+            (
+                "redis://ann:hunter2@redis:6380/3",
+                "redis://***@redis:6380/3",
+            ),
+            ("redis://redis:6380/3", "redis://redis:6380/3"),
+            (
+                "unix:///run/redis.sock?user=ann&pass=hunter2@",
+                "unix:///run/redis.sock?***",
+            ),
+            ("unix:///run/redis.sock", "unix:///run/redis.sock"),
+        ] {
+            let config = load_config(&format!(
+                "upstream.url = \"http://a\"\nstore.redis.url = \"{url}\"\n"
+            ));
+            let text = config.effective_json(&config.restart_only_settings());
+            let json: Json = serde_json::from_str(&text).unwrap();
+            assert_eq!(json["store"]["redis"]["url"], shown);
+            assert!(!text.contains("hunter2") && !text.contains("ann"), "{text}");
+        }
+        let config = load_config(
+            "upstream.url = \"http://a\"\nstore.redis.topology = \"cluster\"\n\
+             store.redis.urls = [\"redis://ann:hunter2@a\", \"redis://ann:hunter2@b:1\"]\n",
+        );
+        let json: Json =
+            serde_json::from_str(&config.effective_json(&config.restart_only_settings())).unwrap();
+        assert_eq!(
+            json["store"]["redis"]["urls"],
+            serde_json::json!(["redis://***@a", "redis://***@b:1"])
+        );
+    }
+}

@@ -1,0 +1,228 @@
+//! What policies do to each other.
+
+use super::SpannedPolicy;
+use crate::config::policies::PolicyContext;
+use crate::policy::{
+    KeyPart, Matcher, MissingKeyAction, NamedCondition, PolicyAction, ValueCondition,
+};
+use std::cmp::Reverse;
+use std::collections::HashMap;
+
+/// Comparisons of two policies in one load. With thousands of policies not all are compared with all: a doubt that is
+/// not found does less harm than a reload that takes seconds.
+const MAX_COMPARISONS: usize = 200_000;
+
+pub(super) fn check_policy_interactions(policies: &[SpannedPolicy<'_>], context: &PolicyContext) {
+    let mut comparisons_left = MAX_COMPARISONS;
+    warn_unreachable_policies(policies, &mut comparisons_left);
+    warn_duplicate_policies(policies);
+    warn_duplicate_limit_names(policies, &mut comparisons_left);
+    warn_skippable_keys(policies, &mut comparisons_left);
+    warn_client_chosen_keys(policies, context);
+}
+
+/// `false` once there have been too many.
+fn take_comparison(comparisons_left: &mut usize) -> bool {
+    let is_allowed = *comparisons_left > 0;
+    *comparisons_left = comparisons_left.saturating_sub(1);
+    is_allowed
+}
+
+fn warn_unreachable_policies(policies: &[SpannedPolicy<'_>], comparisons_left: &mut usize) {
+    let mut in_order: Vec<&SpannedPolicy<'_>> = policies.iter().collect();
+    in_order.sort_by_key(|one| Reverse(one.policy.priority));
+    let mut terminal_policies: Vec<&SpannedPolicy<'_>> = Vec::new();
+    for spanned in in_order {
+        let matcher = &spanned.policy.matcher;
+        match terminal_policies
+            .iter()
+            .find(|end| take_comparison(comparisons_left) && end.policy.matcher.covers(matcher))
+        {
+            Some(end) => {
+                let does = if matches!(end.policy.action, PolicyAction::Allow) {
+                    "exempts"
+                } else {
+                    "refuses"
+                };
+                spanned.reader.report_warning(
+                    "name",
+                    &format!(
+                        "never reached: before it, {} {does} all that this one matches; put this one first, or give it a higher priority",
+                        end.quote_name()
+                    ),
+                );
+            }
+            None if spanned.quota().is_none() && !spanned.policy.shadow => {
+                terminal_policies.push(spanned)
+            }
+            None => {}
+        }
+    }
+}
+
+fn warn_duplicate_policies(policies: &[SpannedPolicy<'_>]) {
+    let mut known: HashMap<String, &SpannedPolicy<'_>> = HashMap::new();
+    for spanned in policies {
+        let Some(quota) = spanned.quota() else {
+            continue;
+        };
+        let limits: Vec<_> = quota.limits.iter().map(|named| named.limit).collect();
+        let overrides: Vec<_> = quota
+            .overrides
+            .as_slice()
+            .iter()
+            .map(|entry| &entry.values)
+            .collect();
+        let fingerprint = format!(
+            "{:?}",
+            (
+                &spanned.policy.matcher,
+                spanned.policy.shadow,
+                &quota.key,
+                &quota.cost,
+                limits,
+                overrides
+            )
+        );
+        match known.get(&fingerprint) {
+            Some(first) => spanned.reader.report_warning(
+                "name",
+                &format!(
+                    "limits the same requests by the same key as {}, and no less: one of them is enough",
+                    first.quote_name()
+                ),
+            ),
+            None => {
+                known.insert(fingerprint, spanned);
+            }
+        }
+    }
+}
+
+/// A field that has one name twice says nothing.
+fn warn_duplicate_limit_names(policies: &[SpannedPolicy<'_>], comparisons_left: &mut usize) {
+    let mut known: HashMap<&str, Vec<&SpannedPolicy<'_>>> = HashMap::new();
+    for spanned in policies.iter().filter(|one| !one.policy.shadow) {
+        for named in spanned.quota().iter().flat_map(|quota| &quota.limits) {
+            let others = known.entry(&named.name).or_default();
+            let overlaps = |other: &&&SpannedPolicy<'_>| {
+                let (mine, others) = (&spanned.policy.matcher, &other.policy.matcher);
+                take_comparison(comparisons_left) && (mine.covers(others) || others.covers(mine))
+            };
+            if let Some(other) = others.iter().find(overlaps) {
+                spanned.reader.report_warning(
+                    "name",
+                    &format!(
+                        "a limit of {} is called \"{}\" in the rate-limit fields too; expected another name, or a name in that limit",
+                        other.quote_name(),
+                        named.name
+                    ),
+                );
+            }
+            others.push(spanned);
+        }
+    }
+}
+
+fn warn_skippable_keys(policies: &[SpannedPolicy<'_>], comparisons_left: &mut usize) {
+    for (index, spanned) in policies
+        .iter()
+        .enumerate()
+        .filter(|(_, one)| !one.policy.shadow)
+    {
+        let Some(part) = find_skippable_part(spanned) else {
+            continue;
+        };
+        let Some(without) = narrow_to_missing_part(&spanned.policy.matcher, part) else {
+            continue;
+        };
+        let is_caught = policies.iter().enumerate().any(|(other_index, other)| {
+            let limits = match other.policy.action {
+                PolicyAction::Limit(_) => find_skippable_part(other).is_none(),
+                PolicyAction::Deny => true,
+                PolicyAction::Allow => false,
+            };
+            other_index != index
+                && !other.policy.shadow
+                && limits
+                && take_comparison(comparisons_left)
+                && other.policy.matcher.covers(&without)
+        });
+        if !is_caught && *comparisons_left > 0 {
+            let key = if spanned.reader.contains_key("missing_key") {
+                "missing_key"
+            } else {
+                "key"
+            };
+            spanned.reader.report_warning(
+                key,
+                &format!(
+                    "who sends no {part} is not limited at all (missing_key = \"skip\"); expected \"shared\" or \"reject\", or a policy with the key \"client_ip\" beside it"
+                ),
+            );
+        }
+    }
+}
+
+/// The first part of its key that a client can leave out to get past it.
+fn find_skippable_part<'a>(spanned: &'a SpannedPolicy<'_>) -> Option<&'a KeyPart> {
+    let quota = spanned
+        .quota()
+        .filter(|quota| quota.missing_key == MissingKeyAction::Skip)?;
+    quota
+        .key
+        .parts()
+        .iter()
+        .find(|part| narrow_to_missing_part(&spanned.policy.matcher, part).is_some())
+}
+
+/// The requests among those matched that don't have the part; `None` if there are none, or the client has no say.
+fn narrow_to_missing_part(matcher: &Matcher, part: &KeyPart) -> Option<Matcher> {
+    let mut narrower = matcher.clone();
+    match part {
+        KeyPart::Header(name) => require_absent(&mut narrower.headers, name)?,
+        KeyPart::Query(name) => require_absent(&mut narrower.query, name)?,
+        KeyPart::Cookie(name) => require_absent(&mut narrower.cookies, name)?,
+        KeyPart::Claim(name) => require_absent(&mut narrower.claims, name)?,
+        _ => return None,
+    }
+    Some(narrower)
+}
+
+fn require_absent<N: PartialEq + Clone>(
+    conditions: &mut Vec<NamedCondition<N>>,
+    name: &N,
+) -> Option<()> {
+    let requires_value = |test: &ValueCondition| !matches!(test, ValueCondition::Present(false));
+    if conditions
+        .iter()
+        .any(|named| named.name == *name && requires_value(&named.condition))
+    {
+        return None;
+    }
+    conditions.push(NamedCondition {
+        name: name.clone(),
+        condition: ValueCondition::Present(false),
+    });
+    Some(())
+}
+
+fn warn_client_chosen_keys(policies: &[SpannedPolicy<'_>], context: &PolicyContext) {
+    let has_client_chosen_key = |one: &SpannedPolicy<'_>| {
+        one.key_parts()
+            .iter()
+            .any(|part| context.is_client_chosen(part))
+    };
+    // Whether one client can't get round it by inventing values.
+    let limits_by_client_ip = |one: &SpannedPolicy<'_>| {
+        !one.policy.shadow
+            && one.key_parts().contains(&KeyPart::ClientIp)
+            && !has_client_chosen_key(one)
+    };
+    if policies.iter().any(limits_by_client_ip) {
+        return;
+    }
+    for spanned in policies.iter().filter(|one| has_client_chosen_key(one)) {
+        spanned.reader.report_warning("key", "clients choose these values and can make counters at will; put a policy with the key \"client_ip\" beside it");
+    }
+}

@@ -1,0 +1,84 @@
+//! Settings that don't go with the policies, or with each other.
+
+use super::{LintContext, SpannedPolicy};
+use crate::config::StoreSettings;
+use crate::listen::ListenAddress;
+use crate::policy::{KeyPart, OnStoreFailure};
+use crate::proxy::UpstreamUrl;
+
+pub(super) fn check_settings(policies: &[SpannedPolicy<'_>], context: &LintContext<'_>) {
+    warn_if_all_proxies_are_trusted(context);
+    warn_if_upstream_is_own_listener(context);
+    warn_if_socket_hides_client_ips(policies, context);
+    warn_if_instances_is_unset(policies, context);
+}
+
+fn warn_if_all_proxies_are_trusted(context: &LintContext<'_>) {
+    if context
+        .policy_context
+        .client
+        .trusted_proxies
+        .iter()
+        .any(|net| net.prefix_len() == 0)
+    {
+        context.root.get_table("client").report_warning(
+            "trusted_proxies",
+            "everybody is believed: clients choose the address that they are limited by; expected the networks of your proxies",
+        );
+    }
+}
+
+fn warn_if_upstream_is_own_listener(context: &LintContext<'_>) {
+    let (ListenAddress::Ip(listen), UpstreamUrl::Net { host, port, .. }) =
+        (&context.listen.address, &context.upstream.url)
+    else {
+        return;
+    };
+    let is_this_machine = match host.parse::<std::net::IpAddr>() {
+        Ok(ip) => ip == listen.ip() || (ip.is_loopback() && listen.ip().is_unspecified()),
+        Err(_) => {
+            host == "localhost" && (listen.ip().is_loopback() || listen.ip().is_unspecified())
+        }
+    };
+    if is_this_machine && *port == listen.port() {
+        context.root.get_table("upstream").report_warning(
+            "url",
+            &format!("that is listen.address, {listen}: every request would come back; expected your app's"),
+        );
+    }
+}
+
+fn warn_if_socket_hides_client_ips(policies: &[SpannedPolicy<'_>], context: &LintContext<'_>) {
+    let is_socket = matches!(context.listen.address, ListenAddress::Unix(_));
+    let uses_client_ip_key = || {
+        policies
+            .iter()
+            .any(|one| one.key_parts().contains(&KeyPart::ClientIp))
+    };
+    let knows_client_ip = context.listen.proxy_protocol_from.is_some()
+        || !context.policy_context.client.trusted_proxies.is_empty();
+    if is_socket && !knows_client_ip && uses_client_ip_key() {
+        context.root.get_table("listen").report_warning(
+            "address",
+            "clients of a Unix socket are all 127.0.0.1, so the key \"client_ip\" is one for everybody; expected client.trusted_proxies = [\"127.0.0.1\"] if a proxy in front says who they are",
+        );
+    }
+}
+
+fn warn_if_instances_is_unset(policies: &[SpannedPolicy<'_>], context: &LintContext<'_>) {
+    let is_limited_locally = |one: &SpannedPolicy<'_>| {
+        !one.policy.shadow
+            && one.quota().is_some()
+            && one.policy.on_store_failure == OnStoreFailure::Local
+    };
+    let redis = context.root.get_table("store").get_table("redis");
+    if matches!(context.store, StoreSettings::Redis(_))
+        && !redis.contains_key("instances")
+        && policies.iter().any(is_limited_locally)
+    {
+        redis.report_warning(
+            "instances",
+            "not said: an instance that starts while Redis is away takes the whole limit as its share (on_store_failure = \"local\"); expected how many instances there are",
+        );
+    }
+}

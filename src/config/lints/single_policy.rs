@@ -1,0 +1,304 @@
+//! What one policy says that has no effect, or another than it seems.
+
+use super::{LintContext, SpannedPolicy, path_regex};
+use crate::config::format_duration;
+use crate::config::table_reader::TableReader;
+use crate::limiter::{Algorithm, Limit};
+use crate::policy::{
+    CostSource, KeyPart, LimitOverride, Matcher, MissingKeyAction, NamedLimit, Quota,
+};
+use crate::proxy::is_stripped_before_policies;
+use http::HeaderName;
+use ipnet::IpNet;
+use std::collections::HashSet;
+use std::net::IpAddr;
+use std::time::Duration;
+
+/// In memory, counters for longer than this seldom see the end of their period.
+const LONG_MEMORY_PERIOD: Duration = Duration::from_secs(86_400);
+/// Clients and load balancers seldom wait longer than this.
+const LONG_DELAY: Duration = Duration::from_secs(60);
+
+pub(super) fn check_policy(spanned: &SpannedPolicy<'_>, context: &LintContext<'_>) {
+    let reader = &spanned.reader;
+    if spanned.policy.matcher.never_matches() {
+        reader.report_warning(
+            "match",
+            "no request is ever matched: its `not` takes away all that the rest lets through",
+        );
+    }
+    if spanned.policy.matcher.descriptor_conditions.is_some() && !context.has_rls {
+        reader.report_warning(
+            "match",
+            "never used: nobody can call the rate-limit service; expected [rls] with its address",
+        );
+    }
+    if let Some(table) = reader.get_optional_table("match") {
+        check_conditions(&table, &spanned.policy.matcher);
+    }
+    if spanned.policy.shadow {
+        for (key, why) in [
+            ("reject", "refuses nobody"),
+            ("on_store_failure", "lets every request through"),
+        ] {
+            if reader.contains_key(key) {
+                reader.report_warning(key, &format!("without effect: a shadow policy {why}"));
+            }
+        }
+    }
+    let Some(quota) = spanned.quota() else { return };
+    check_key(reader, quota, context);
+    check_limits(reader, &quota.limits, quota, context);
+    check_overrides(reader, &spanned.policy.matcher, quota, context);
+    if let Some(block) = quota.block {
+        check_memory_period(reader, "block_for", &block, context);
+    }
+}
+
+fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher) {
+    if let Some(pattern) = matcher
+        .path_regex
+        .as_ref()
+        .and_then(|regex| path_regex::path_pattern_from_regex(regex.as_str()))
+    {
+        reader.report_warning(
+            "path_regex",
+            &format!("path = \"{pattern}\" says the same, and is found without being tried on each request"),
+        );
+    }
+    for (name, item) in reader.get_entries("headers") {
+        if name
+            .parse()
+            .is_ok_and(|name| is_stripped_before_policies(&name))
+        {
+            item.report_warning(STRIPPED_HEADER_WARNING);
+        }
+    }
+    if let (Some(table), Some(not)) = (reader.get_optional_table("not"), &matcher.not) {
+        check_conditions(&table, not);
+    }
+}
+
+const STRIPPED_HEADER_WARNING: &str = "no policy ever sees this header: it is about the connection to us alone, and is taken away first";
+
+fn check_key(reader: &TableReader<'_>, quota: &Quota, context: &LintContext<'_>) {
+    let is_stripped = |name: &HeaderName| is_stripped_before_policies(name);
+    if quota
+        .key
+        .parts()
+        .iter()
+        .any(|part| matches!(part, KeyPart::Header(name) if is_stripped(name)))
+    {
+        reader.report_warning("key", STRIPPED_HEADER_WARNING);
+    }
+    if matches!(&quota.cost, CostSource::Header(cost) if is_stripped(&cost.name)) {
+        reader.report_warning("cost", STRIPPED_HEADER_WARNING);
+    }
+    if !context.policy_context.requests_client_certificates
+        && quota
+            .key
+            .parts()
+            .iter()
+            .any(KeyPart::is_from_client_certificate)
+    {
+        reader.report_warning("key", "clients are not asked for certificates, so this part is always missing; expected listen.tls.client_auth = \"optional\" or \"require\"");
+    }
+}
+
+/// The limits of a policy or of an override.
+fn check_limits(
+    reader: &TableReader<'_>,
+    limits: &[NamedLimit],
+    quota: &Quota,
+    context: &LintContext<'_>,
+) {
+    let tables = match reader.contains_key("limit") {
+        true => reader.get_optional_table("limit").into_iter().collect(),
+        false => reader.get_tables("limits"),
+    };
+    let mut unreachable_limits: Vec<&NamedLimit> = Vec::new();
+    for (table, named) in tables.iter().zip(limits) {
+        let limit = &named.limit;
+        check_memory_period(table, "per", limit, context);
+        match limit.algorithm {
+            Algorithm::Concurrency { .. } => {
+                if let Some(most) = context
+                    .max_upstream_concurrency()
+                    .filter(|most| limit.requests > *most)
+                {
+                    table.report_warning("requests", &format!("never reached: upstream.max_connections lets {most} requests through at a time; the others wait there, and then get 503"));
+                }
+            }
+            Algorithm::LeakyBucket { max_delay_us } => {
+                check_leaky_bucket(table, limit, max_delay_us, context)
+            }
+            _ => {}
+        }
+        // What is settled later may pass a limit, so nothing is certain.
+        let is_stricter = |other: &&NamedLimit| {
+            !std::ptr::eq(*other, named)
+                && !unreachable_limits
+                    .iter()
+                    .any(|one| std::ptr::eq(*one, *other))
+                && max_admitted_within(&other.limit, limit)
+                    .is_some_and(|most| most <= limit.requests)
+        };
+        if quota.cost.as_estimate().is_none()
+            && let Some(other) = limits.iter().find(is_stricter)
+        {
+            table.report_warning(
+                "requests",
+                &format!(
+                    "never reached: the limit \"{}\" beside it allows no more in the same time",
+                    other.name
+                ),
+            );
+            unreachable_limits.push(named);
+        }
+    }
+}
+
+/// How much `tight` lets through at most in any time over which `wide` counts.
+fn max_admitted_within(tight: &Limit, wide: &Limit) -> Option<u64> {
+    let is_hard = matches!(
+        tight.algorithm,
+        Algorithm::SlidingLog | Algorithm::SlidingWindow { .. }
+    );
+    if !is_hard || tight.requests == 0 || tight.per_us == 0 {
+        return None;
+    }
+    let counted_us = match wide.algorithm {
+        Algorithm::SlidingLog | Algorithm::FixedWindow { .. } => wide.per_us,
+        // Its oldest part counts as a whole.
+        Algorithm::SlidingWindow { buckets } => wide
+            .per_us
+            .saturating_add(wide.per_us.div_ceil(buckets.max(1))),
+        _ => return None,
+    };
+    tight
+        .requests
+        .checked_mul(counted_us.div_ceil(tight.per_us))
+}
+
+fn check_leaky_bucket(
+    reader: &TableReader<'_>,
+    limit: &Limit,
+    max_delay_us: u64,
+    context: &LintContext<'_>,
+) {
+    let places =
+        u128::from(limit.requests) * u128::from(max_delay_us) / u128::from(limit.per_us.max(1));
+    let most = context.upstream.max_requests_waiting;
+    if places > u128::try_from(most).unwrap_or(u128::MAX) {
+        reader.report_warning("max_delay", &format!("one key's requests alone would be {places} in line, and listen.http.max_requests_waiting has room for {most} of all keys; the others are refused"));
+    }
+    let delay = Duration::from_micros(max_delay_us);
+    if delay > LONG_DELAY {
+        let long = format_duration(LONG_DELAY);
+        reader.report_warning(
+            "max_delay",
+            &format!("few clients, and few load balancers, wait longer than {long} for an answer"),
+        );
+    }
+}
+
+fn check_memory_period(
+    reader: &TableReader<'_>,
+    key: &str,
+    limit: &Limit,
+    context: &LintContext<'_>,
+) {
+    let per = Duration::from_micros(limit.per_us);
+    if context.policy_context.uses_memory_store && per > LONG_MEMORY_PERIOD {
+        reader.report_warning(key, "counters in memory end with the process, and few live this long; expected store.kind = \"redis\"");
+    }
+}
+
+fn check_overrides(
+    reader: &TableReader<'_>,
+    matcher: &Matcher,
+    quota: &Quota,
+    context: &LintContext<'_>,
+) {
+    let mut exact_keys: HashSet<&[Option<Box<str>>]> = HashSet::new();
+    let mut wildcard_overrides: Vec<&LimitOverride> = Vec::new();
+    for (table, entry) in reader
+        .get_tables("override")
+        .iter()
+        .zip(quota.overrides.as_slice())
+    {
+        check_limits(table, &entry.limits, quota, context);
+        if exact_keys.contains(&*entry.values)
+            || wildcard_overrides.iter().any(|before| before.covers(entry))
+        {
+            table.report_warning(
+                "key",
+                "never used: one before it fits every key that this one does",
+            );
+        } else if let Some(position) = find_impossible_position(entry, matcher, quota) {
+            table.report_warning(
+                "key",
+                &format!(
+                    "never used: no request that the policy matches has value {} there",
+                    position + 1
+                ),
+            );
+        }
+        if entry.values.contains(&None) {
+            wildcard_overrides.push(entry);
+        } else {
+            exact_keys.insert(&entry.values);
+        }
+    }
+}
+
+/// From 0.
+fn find_impossible_position(
+    entry: &LimitOverride,
+    matcher: &Matcher,
+    quota: &Quota,
+) -> Option<usize> {
+    entry
+        .values
+        .iter()
+        .enumerate()
+        .position(|(position, value)| {
+            let (Some(value), Some(part)) = (value, quota.key.part_at(position)) else {
+                return false;
+            };
+            is_impossible_value(value, part, matcher, quota.missing_key)
+        })
+}
+
+fn is_impossible_value(
+    value: &str,
+    part: &KeyPart,
+    matcher: &Matcher,
+    missing: MissingKeyAction,
+) -> bool {
+    if value.is_empty() {
+        return missing != MissingKeyAction::Shared;
+    }
+    match part {
+        KeyPart::Const(text) => **text != *value,
+        KeyPart::Host => {
+            !matcher.hosts.is_empty() && !matcher.hosts.iter().any(|host| host.matches(value))
+        }
+        KeyPart::Method => value
+            .parse()
+            .is_ok_and(|method| !matcher.methods.contains(&method)),
+        KeyPart::ClientIp => {
+            let net = value
+                .parse::<IpNet>()
+                .or_else(|_| value.parse::<IpAddr>().map(IpNet::from));
+            let overlaps = |net: &IpNet| {
+                matcher
+                    .client_ips
+                    .iter()
+                    .any(|allowed| allowed.contains(net) || net.contains(allowed))
+            };
+            !matcher.client_ips.is_empty() && net.is_ok_and(|net| !overlaps(&net))
+        }
+        _ => false,
+    }
+}

@@ -1,0 +1,173 @@
+//! The conditions of a policy.
+
+use super::table_reader::{ConfigValue, TableReader};
+use super::{schema, values};
+use crate::policy::jwt::ClaimName;
+use crate::policy::path;
+use crate::policy::{
+    DescriptorConditions, HostPattern, Matcher, MethodSet, NamedCondition, PathPattern,
+    ValueCondition,
+};
+use figment::value::{Num, Value};
+use http::{HeaderName, Method};
+
+/// What makes a policy one for descriptors.
+const DESCRIPTOR_KEYS: [&str; 2] = ["domain", "descriptors"];
+
+/// Conditions on a request.
+const REQUEST_KEYS: [&str; 9] = [
+    "methods",
+    "hosts",
+    "path",
+    "path_regex",
+    "headers",
+    "query",
+    "cookies",
+    "client_ips",
+    "jwt",
+];
+
+/// `tokens`: whether any are believed.
+pub(super) fn build_matcher(
+    reader: &TableReader<'_>,
+    path: &path::Settings,
+    accepts_tokens: bool,
+) -> Matcher {
+    let matches_descriptors = DESCRIPTOR_KEYS.iter().any(|key| reader.contains_key(key));
+    if matches_descriptors {
+        for key in REQUEST_KEYS
+            .into_iter()
+            .filter(|key| reader.contains_key(key))
+        {
+            reader.report_error(key, "beside domain or descriptors: a call of the rate-limit service brings descriptors and no request; expected one or the other");
+        }
+    }
+    let not = reader.get_optional_table("not");
+    if let Some(not) = &not {
+        let negates_descriptors = DESCRIPTOR_KEYS.iter().any(|key| not.contains_key(key));
+        match matches_descriptors {
+            true if !negates_descriptors => {
+                reader.report_error("not", "expected domain or descriptors in it, as beside it");
+            }
+            false if negates_descriptors => {
+                reader.report_error(
+                    "not",
+                    "a request has no descriptors; expected domain or descriptors beside it too",
+                );
+            }
+            _ => {}
+        }
+    }
+    if reader.contains_key("jwt") && !accepts_tokens {
+        reader.report_error("jwt", NO_TRUSTED_TOKENS);
+    }
+    Matcher {
+        methods: MethodSet::new(reader.get_list("methods", parse_method)),
+        hosts: reader.get_list("hosts", HostPattern::parse),
+        paths: reader.get_list("path", |text| PathPattern::parse(text, path)),
+        path_regex: reader.get_parsed("path_regex", values::parse_regex),
+        headers: parse_conditions(reader, "headers", parse_header_name, parse_value_test),
+        query: parse_conditions(reader, "query", parse_nonempty_name, parse_value_test),
+        cookies: parse_conditions(reader, "cookies", parse_nonempty_name, parse_value_test),
+        client_ips: reader.get_list("client_ips", values::parse_network),
+        claims: parse_conditions(reader, "jwt", ClaimName::parse, parse_claim_test),
+        descriptor_conditions: matches_descriptors.then(|| DescriptorConditions {
+            domain: reader.get_parsed("domain", parse_nonempty_name),
+            entries: reader.contains_key("descriptors").then(|| {
+                parse_conditions(
+                    reader,
+                    "descriptors",
+                    parse_nonempty_name,
+                    parse_descriptor_test,
+                )
+            }),
+        }),
+        not: not.map(|not| Box::new(build_matcher(&not, path, accepts_tokens))),
+    }
+}
+
+/// What is wrong with asking for a claim when nobody's is believed.
+pub(super) const NO_TRUSTED_TOKENS: &str =
+    "nobody's tokens are believed; expected [client.jwt] with keys_file or secret_file";
+
+/// Methods are case-sensitive: a lower-case one would never match what clients send.
+fn parse_method(text: &str) -> Result<Method, String> {
+    match Method::from_bytes(text.as_bytes()) {
+        Ok(method) if !text.bytes().any(|byte| byte.is_ascii_lowercase()) => Ok(method),
+        _ => Err("expected a method in capitals such as \"GET\"".to_owned()),
+    }
+}
+
+pub(super) fn parse_header_name(text: &str) -> Result<HeaderName, String> {
+    HeaderName::from_bytes(text.as_bytes())
+        .ok()
+        .ok_or_else(|| format!("{text:?} is no name of a header"))
+}
+
+fn parse_nonempty_name(text: &str) -> Result<Box<str>, String> {
+    if text.is_empty() {
+        Err("the name is empty".to_owned())
+    } else {
+        Ok(text.into())
+    }
+}
+
+fn parse_conditions<N>(
+    reader: &TableReader<'_>,
+    key: &str,
+    parse: impl Fn(&str) -> Result<N, String>,
+    test: fn(&ConfigValue<'_>) -> Option<ValueCondition>,
+) -> Vec<NamedCondition<N>> {
+    let condition = |(name, item): (&str, ConfigValue<'_>)| {
+        let test = test(&item);
+        match parse(name) {
+            Ok(name) => Some(NamedCondition {
+                name,
+                condition: test?,
+            }),
+            Err(reason) => item.report_error(&reason),
+        }
+    };
+    reader
+        .get_entries(key)
+        .into_iter()
+        .filter_map(condition)
+        .collect()
+}
+
+/// Claims may be `true` or `7`.
+fn parse_claim_test(item: &ConfigValue<'_>) -> Option<ValueCondition> {
+    match item.value {
+        Value::Bool(_, flag) => Some(ValueCondition::Equals(flag.to_string().into())),
+        Value::Num(_, Num::I64(number)) => Some(ValueCondition::Equals(number.to_string().into())),
+        _ => parse_value_test(item),
+    }
+}
+
+/// Entries that aren't named must not be there, so there is nothing to say of absent ones.
+fn parse_descriptor_test(item: &ConfigValue<'_>) -> Option<ValueCondition> {
+    match parse_value_test(item)? {
+        ValueCondition::Equals(text) if *text == *"*" => Some(ValueCondition::Present(true)),
+        ValueCondition::Present(false) => item.report_error(
+            "a descriptor with other entries is never matched; expected it to be left out",
+        ),
+        test => Some(test),
+    }
+}
+
+fn parse_value_test(item: &ConfigValue<'_>) -> Option<ValueCondition> {
+    const EXPECTED: &str = "expected a text, { regex = \"…\" } or { present = true }";
+    if let Some(text) = item.value.as_str() {
+        return Some(ValueCondition::Equals(text.into()));
+    }
+    let Some(table) = item.open_table(&schema::VALUE_TEST) else {
+        return item.report_error(EXPECTED);
+    };
+    match (table.contains_key("regex"), table.contains_key("present")) {
+        (true, false) => table
+            .get_parsed("regex", values::parse_regex)
+            .map(ValueCondition::Regex),
+        (false, true) => table.get_bool("present").map(ValueCondition::Present),
+        _ => item.report_error(EXPECTED),
+    }
+}

@@ -1,0 +1,168 @@
+//! The tables of `docs/CONFIGURATION.md` come from the schema, so that the page can't say anything else.
+//!
+//! A table stands between `<!-- keys: NAME -->` and `<!-- end -->`. With UPDATE_FIXTURES=1 the tables are written
+//! anew: read the difference before you commit it.
+
+use super::RELOADABLE_KEY_PREFIXES;
+use super::schema::{KeyRequirement, ROOT, SchemaKey, ValueKind};
+use super::values::format_duration;
+use std::fs;
+
+const PAGE_PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/CONFIGURATION.md");
+
+#[test]
+fn configuration_page_matches_the_schema() {
+    let page = fs::read_to_string(PAGE_PATH).unwrap();
+    let mut tables = Vec::new();
+    collect_tables("", &ROOT, &mut tables);
+    let fresh = tables.iter().fold(page.clone(), |page, (path, table)| {
+        replace_table(&page, path, table)
+    });
+    if std::env::var_os("UPDATE_FIXTURES").is_some() {
+        fs::write(PAGE_PATH, &fresh).unwrap();
+        return;
+    }
+    assert!(
+        fresh == page,
+        "docs/CONFIGURATION.md is stale: UPDATE_FIXTURES=1 cargo test --lib config"
+    );
+}
+
+/// Every table once, by the path at which it is first met.
+fn collect_tables(
+    path: &str,
+    table: &'static [SchemaKey],
+    tables: &mut Vec<(String, &'static [SchemaKey])>,
+) {
+    if tables.iter().any(|(_, known)| std::ptr::eq(*known, table)) {
+        return;
+    }
+    tables.push((path.to_owned(), table));
+    for key in table {
+        if let ValueKind::Table(inner)
+        | ValueKind::TableList(inner)
+        | ValueKind::IntegerOrTable { table: inner, .. }
+        | ValueKind::KeywordOrTable { table: inner, .. } = key.kind
+        {
+            collect_tables(
+                format!("{path}.{}", key.name).trim_start_matches('.'),
+                inner,
+                tables,
+            );
+        }
+    }
+}
+
+/// The page with the rows of one table as they are now. The sign of what is reloaded is in its heading.
+fn replace_table(page: &str, path: &str, table: &[SchemaKey]) -> String {
+    let mark = format!(
+        "<!-- keys: {} -->\n",
+        if path.is_empty() { "top level" } else { path }
+    );
+    let (before, rest) = page
+        .split_once(&mark)
+        .unwrap_or_else(|| panic!("the page has no {mark}"));
+    let (_, after) = rest
+        .split_once("<!-- end -->")
+        .unwrap_or_else(|| panic!("no end of {mark}"));
+    let heading = before
+        .lines()
+        .rfind(|line| line.starts_with('#'))
+        .unwrap_or_default();
+    let is_policy = path.starts_with("policy");
+    let is_reloadable = is_policy
+        || RELOADABLE_KEY_PREFIXES
+            .iter()
+            .any(|live| format!("{path}.").starts_with(live));
+    assert_eq!(
+        is_reloadable,
+        heading.contains('↻') && !path.is_empty(),
+        "the ↻ of {heading}"
+    );
+    let rows = table.iter().filter(|key| {
+        is_policy || !matches!(key.kind, ValueKind::Table(_) | ValueKind::TableList(_))
+    });
+    let rows: String = rows.map(format_row).collect();
+    format!(
+        "{before}{mark}| key | default | takes | meaning |\n|---|---|---|---|\n{rows}<!-- end -->{after}"
+    )
+}
+
+fn format_row(key: &SchemaKey) -> String {
+    let default = match (&key.requirement, &key.kind) {
+        (KeyRequirement::Required, _) => "must be set".to_owned(),
+        (KeyRequirement::Default(""), ValueKind::TextList(_) | ValueKind::SecretList(_)) => {
+            "`[]`".to_owned()
+        }
+        (
+            KeyRequirement::Default(text),
+            ValueKind::Bool
+            | ValueKind::Integer { .. }
+            | ValueKind::IntegerOrTable { .. }
+            | ValueKind::Fraction,
+        ) => format!("`{text}`"),
+        (KeyRequirement::Default(text), _) => format!("`\"{text}\"`"),
+        (KeyRequirement::Optional, _) => "absent".to_owned(),
+    };
+    let plain = |text: &str| text.replace('|', "\\|").replace('*', "\\*");
+    format!(
+        "| `{}` | {default} | {} | {} |\n",
+        key.name,
+        plain(&format_kind(&key.kind)),
+        plain(key.doc)
+    )
+}
+
+fn format_kind(kind: &ValueKind) -> String {
+    match kind {
+        ValueKind::Integer { min: i64::MIN, .. } => "a whole number".to_owned(),
+        ValueKind::Integer { min, max } => format!("{min} to {}", format_count(*max)),
+        ValueKind::IntegerOrTable { min, max, .. } => {
+            format!("{min} to {}, or a table", format_count(*max))
+        }
+        ValueKind::KeywordOrTable { keyword: word, .. } => format!("`\"{word}\"`, or a table"),
+        ValueKind::Fraction => "0.0 to 1.0".to_owned(),
+        ValueKind::Duration { min, max } => {
+            format!(
+                "{} to {}",
+                if min.is_zero() {
+                    "0".into()
+                } else {
+                    format_duration(*min)
+                },
+                format_duration(*max)
+            )
+        }
+        ValueKind::ByteSize { min, max: u64::MAX } => format!("{} or more", format_size(*min)),
+        ValueKind::ByteSize { min, max } => {
+            format!("{} to {}", format_size(*min), format_size(*max))
+        }
+        ValueKind::Keyword(words) => words
+            .iter()
+            .map(|word| format!("`\"{word}\"`"))
+            .collect::<Vec<_>>()
+            .join(", "),
+        other => other.to_string(),
+    }
+}
+
+/// Large powers of two are known by their exponent.
+fn format_count(number: i64) -> String {
+    match u64::try_from(number) {
+        Ok(number) if number > 1 << 20 && number.is_power_of_two() => {
+            format!("2^{}", number.trailing_zeros())
+        }
+        _ => number.to_string(),
+    }
+}
+
+fn format_size(bytes: u64) -> String {
+    let units = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
+    match units
+        .iter()
+        .find(|(_, shift)| bytes > 0 && bytes.is_multiple_of(1 << shift))
+    {
+        Some((unit, shift)) => format!("{}{unit}", bytes >> shift),
+        None => bytes.to_string(),
+    }
+}

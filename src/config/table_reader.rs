@@ -1,0 +1,422 @@
+//! Reads values by the schema, and goes on after an error, so that one load finds all of them.
+//!
+//! A value that is wrong is reported, and its default stands in for it: whatever is built from it is
+//! thrown away at the end, but what else is wrong comes to light.
+
+use super::diagnostic::{SourceSpan, quote_source};
+use super::document::KeyPath;
+use super::input::ConfigInput;
+use super::schema::{self, KeyRequirement, SchemaKey, ValueKind};
+use super::values;
+use figment::value::{Dict, Num, Value};
+use std::time::Duration;
+
+/// A table that is being read.
+#[derive(Clone, Debug)]
+pub(super) struct TableReader<'a> {
+    input: &'a ConfigInput,
+    document: usize,
+    keys: &'static [SchemaKey],
+    /// `None`: not written, so everything has its default.
+    values: Option<&'a Dict>,
+    path: KeyPath,
+}
+
+/// A value that is being read.
+#[derive(Clone, Debug)]
+pub(super) struct ConfigValue<'a> {
+    input: &'a ConfigInput,
+    document: usize,
+    pub(super) value: &'a Value,
+    path: KeyPath,
+    is_secret: bool,
+}
+
+/// What is wrong with a value.
+enum ConfigValueError {
+    /// It is none of what the schema says.
+    SchemaMismatch,
+    /// This.
+    Invalid(String),
+}
+
+impl From<String> for ConfigValueError {
+    fn from(reason: String) -> Self {
+        Self::Invalid(reason)
+    }
+}
+
+impl<'a> TableReader<'a> {
+    /// The top of a document, or of the layers merged over it. Unknown keys are reported.
+    pub(super) fn from_document(
+        input: &'a ConfigInput,
+        document: usize,
+        table: &'static [SchemaKey],
+        values: &'a Dict,
+    ) -> Self {
+        Self::open_table(input, document, table, Some(values), KeyPath::default())
+    }
+
+    pub(super) fn contains_key(&self, name: &str) -> bool {
+        self.values.is_some_and(|values| values.contains_key(name))
+    }
+
+    /// `None` for a key that isn't written. So it is with all readers below: a key with a default
+    /// always has a value, and only where the schema says otherwise `None` is absent or wrong.
+    pub(super) fn get(&self, name: &str) -> Option<ConfigValue<'a>> {
+        let value = self.values?.get(name)?;
+        let secret = self
+            .schema_key(name)
+            .is_some_and(|key| matches!(key.kind, ValueKind::Secret(_) | ValueKind::SecretList(_)));
+        Some(ConfigValue {
+            input: self.input,
+            document: self.document,
+            value,
+            path: self.path.with_key(name),
+            is_secret: secret,
+        })
+    }
+
+    pub(super) fn get_bool(&self, name: &str) -> Option<bool> {
+        self.read_value(name, |_, value| {
+            value.to_bool().ok_or(ConfigValueError::SchemaMismatch)
+        })
+    }
+
+    /// The schema's range has to fit into `T`.
+    pub(super) fn get_integer<T: TryFrom<i64>>(&self, name: &str) -> Option<T> {
+        self.read_value(name, |kind, value| match (kind, value) {
+            (
+                ValueKind::Integer { min, max } | ValueKind::IntegerOrTable { min, max, .. },
+                Value::Num(_, Num::I64(number)),
+            ) if (min..=max).contains(&number) => T::try_from(*number)
+                .ok()
+                .ok_or(ConfigValueError::SchemaMismatch),
+            _ => Err(ConfigValueError::SchemaMismatch),
+        })
+    }
+
+    pub(super) fn get_fraction(&self, name: &str) -> Option<f64> {
+        self.read_value(name, |_, value| match value {
+            Value::Num(_, Num::F64(number)) if (0.0..=1.0).contains(number) => Ok(*number),
+            Value::Num(_, Num::I64(0)) => Ok(0.0),
+            Value::Num(_, Num::I64(1)) => Ok(1.0),
+            _ => Err(ConfigValueError::SchemaMismatch),
+        })
+    }
+
+    pub(super) fn get_duration(&self, name: &str) -> Option<Duration> {
+        self.read_value(name, |kind, value| {
+            match (kind, value.as_str().and_then(values::parse_duration)) {
+                (ValueKind::Duration { min, max }, Some(duration))
+                    if (*min..=*max).contains(&duration) =>
+                {
+                    Ok(duration)
+                }
+                _ => Err(ConfigValueError::SchemaMismatch),
+            }
+        })
+    }
+
+    /// Bytes.
+    pub(super) fn get_byte_size<T: TryFrom<u64>>(&self, name: &str) -> Option<T> {
+        self.read_value(name, |kind, value| {
+            match (kind, value.as_str().and_then(values::parse_size)) {
+                (ValueKind::ByteSize { min, max }, Some(size)) if (*min..=*max).contains(&size) => {
+                    T::try_from(size)
+                        .ok()
+                        .ok_or(ConfigValueError::SchemaMismatch)
+                }
+                _ => Err(ConfigValueError::SchemaMismatch),
+            }
+        })
+    }
+
+    /// What one of the schema's words means. `meanings` lists all of them.
+    pub(super) fn get_keyword<T: Copy>(&self, name: &str, meanings: &[(&str, T)]) -> Option<T> {
+        self.read_value(name, |_, value| {
+            let meaning = meanings
+                .iter()
+                .find(|(word, _)| value.as_str() == Some(word));
+            meaning
+                .map(|(_, meaning)| *meaning)
+                .ok_or(ConfigValueError::SchemaMismatch)
+        })
+    }
+
+    /// What a text means to `parse`, whose errors are words that follow "found …;".
+    pub(super) fn get_parsed<T>(
+        &self,
+        name: &str,
+        parse: impl Fn(&str) -> Result<T, String>,
+    ) -> Option<T> {
+        self.read_value(name, |_, value| {
+            Ok(parse(
+                value.as_str().ok_or(ConfigValueError::SchemaMismatch)?,
+            )?)
+        })
+    }
+
+    pub(super) fn get_string(&self, name: &str) -> Option<String> {
+        self.get_parsed(name, |text| Ok(text.to_owned()))
+    }
+
+    /// What each text of a list means to `parse`; those that are wrong are left out.
+    pub(super) fn get_list<T>(
+        &self,
+        name: &str,
+        parse: impl Fn(&str) -> Result<T, String>,
+    ) -> Vec<T> {
+        let parse = |item: ConfigValue<'_>| match item.value.as_str().map(&parse) {
+            Some(Ok(value)) => Some(value),
+            Some(Err(reason)) => item.report_error(&reason),
+            None => item.report_error(&self.expected_text(name)),
+        };
+        self.get_items(name).into_iter().filter_map(parse).collect()
+    }
+
+    /// The items of a list. A lone text is a list of one.
+    pub(super) fn get_items(&self, name: &str) -> Vec<ConfigValue<'a>> {
+        match self.get(name) {
+            None => Vec::new(),
+            Some(ConfigValue {
+                value: Value::Array(_, values),
+                path,
+                is_secret: secret,
+                ..
+            }) => values
+                .iter()
+                .enumerate()
+                .map(|(at, value)| ConfigValue {
+                    input: self.input,
+                    document: self.document,
+                    value,
+                    path: path.with_index(at),
+                    is_secret: secret,
+                })
+                .collect(),
+            Some(item) if item.value.as_str().is_some() => vec![item],
+            Some(item) => {
+                item.report_error::<()>(&self.expected_text(name));
+                Vec::new()
+            }
+        }
+    }
+
+    /// The entries of a table whose keys are names of the user's choice.
+    pub(super) fn get_entries(&self, name: &str) -> Vec<(&'a str, ConfigValue<'a>)> {
+        let Some(item) = self.get(name) else {
+            return Vec::new();
+        };
+        let Value::Dict(_, entries) = item.value else {
+            item.report_error::<()>(&self.expected_text(name));
+            return Vec::new();
+        };
+        let entry = |(name, value): (&'a String, &'a Value)| {
+            let path = item.path.with_key(name);
+            (
+                name.as_str(),
+                ConfigValue {
+                    value,
+                    path,
+                    ..item.clone()
+                },
+            )
+        };
+        entries.iter().map(entry).collect()
+    }
+
+    /// A table in which every key has a default, so that it makes no difference whether it is written.
+    pub(super) fn get_table(&self, name: &str) -> Self {
+        self.get_optional_table(name).unwrap_or_else(|| {
+            let table = self
+                .schema_key(name)
+                .map_or(&[] as &[SchemaKey], |key| nested_keys(&key.kind));
+            Self::open_table(
+                self.input,
+                self.document,
+                table,
+                None,
+                self.path.with_key(name),
+            )
+        })
+    }
+
+    pub(super) fn get_optional_table(&self, name: &str) -> Option<Self> {
+        let item = self.get(name)?;
+        item.open_table(nested_keys(&self.schema_key(name)?.kind))
+            .or_else(|| item.report_error(&self.expected_text(name)))
+    }
+
+    /// A list of tables; items that are none are reported and left out.
+    pub(super) fn get_tables(&self, name: &str) -> Vec<Self> {
+        let Some(key) = self.schema_key(name) else {
+            return Vec::new();
+        };
+        let open = |item: ConfigValue<'a>| {
+            item.open_table(nested_keys(&key.kind))
+                .or_else(|| item.report_error("expected a table"))
+        };
+        self.get_items(name).into_iter().filter_map(open).collect()
+    }
+
+    /// Reports the value of a key, or the table if the key isn't written.
+    pub(super) fn report_error(&self, name: &str, problem: &str) {
+        let value = self.values.and_then(|values| values.get(name));
+        let path = self.path.with_key(name);
+        self.input.report_error(
+            self.input.value_span(self.document, &path, value),
+            path.to_string(),
+            problem.to_owned(),
+        );
+    }
+
+    /// The same, of what works but may not be meant.
+    pub(super) fn report_warning(&self, name: &str, problem: &str) {
+        let value = self.values.and_then(|values| values.get(name));
+        let path = self.path.with_key(name);
+        self.input.report_warning(
+            self.input.value_span(self.document, &path, value),
+            path.to_string(),
+            problem.to_owned(),
+        );
+    }
+
+    fn open_table(
+        input: &'a ConfigInput,
+        document: usize,
+        table: &'static [SchemaKey],
+        values: Option<&'a Dict>,
+        path: KeyPath,
+    ) -> Self {
+        for (name, value) in values.into_iter().flatten() {
+            if schema::find_key(table, name).is_none() {
+                let path = path.with_key(name);
+                let span = input.key_span(document, &path, value);
+                input.report_error(
+                    span,
+                    path.to_string(),
+                    format!("unknown key; {}", schema::suggest_key(table, name)),
+                );
+            }
+        }
+        Self {
+            input,
+            document,
+            keys: table,
+            values,
+            path,
+        }
+    }
+
+    fn read_value<T>(
+        &self,
+        name: &str,
+        parse: impl Fn(&ValueKind, &Value) -> Result<T, ConfigValueError>,
+    ) -> Option<T> {
+        let key = self.schema_key(name)?;
+        match (self.get(name), &key.requirement) {
+            (Some(item), _) => match parse(&key.kind, item.value) {
+                Ok(value) => return Some(value),
+                Err(ConfigValueError::SchemaMismatch) => {
+                    item.report_error(&self.expected_text(name))
+                }
+                Err(ConfigValueError::Invalid(reason)) => item.report_error(&reason),
+            },
+            (None, KeyRequirement::Required) => {
+                self.report_error(name, &format!("missing; {}", self.expected_text(name)));
+                None
+            }
+            (None, _) => None,
+        }
+        .or_else(|| match key.requirement {
+            KeyRequirement::Default(text) => {
+                parse(&key.kind, &values::value_from_text(&key.kind, text)).ok()
+            }
+            KeyRequirement::Required | KeyRequirement::Optional => None,
+        })
+    }
+
+    fn expected_text(&self, name: &str) -> String {
+        self.schema_key(name)
+            .map_or_else(String::new, |key| format!("expected {}", key.kind))
+    }
+
+    fn schema_key(&self, name: &str) -> Option<&'static SchemaKey> {
+        let key = schema::find_key(self.keys, name);
+        debug_assert!(
+            key.is_some(),
+            "the schema has no key {name:?} at {}",
+            self.path
+        );
+        key
+    }
+}
+
+fn nested_keys(kind: &ValueKind) -> &'static [SchemaKey] {
+    match kind {
+        ValueKind::Table(table)
+        | ValueKind::TableList(table)
+        | ValueKind::IntegerOrTable { table, .. }
+        | ValueKind::KeywordOrTable { table, .. } => table,
+        _ => &[],
+    }
+}
+
+impl<'a> ConfigValue<'a> {
+    /// `None` if the value is no table.
+    pub(super) fn open_table(&self, table: &'static [SchemaKey]) -> Option<TableReader<'a>> {
+        let values = self.value.as_dict()?;
+        Some(TableReader::open_table(
+            self.input,
+            self.document,
+            table,
+            Some(values),
+            self.path.clone(),
+        ))
+    }
+
+    /// Reports the value with what would be right, and is `None`, for use in place of what it should be.
+    pub(super) fn report_error<T>(&self, problem: &str) -> Option<T> {
+        let problem = match self.quote_found() {
+            Some(found) => format!("found {found}; {problem}"),
+            None => problem.to_owned(),
+        };
+        self.input
+            .report_error(self.source_span(), self.path.to_string(), problem);
+        None
+    }
+
+    /// Reports the value, of what works but may not be meant.
+    pub(super) fn report_warning(&self, problem: &str) {
+        self.input.report_warning(
+            self.source_span(),
+            self.path.to_string(),
+            problem.to_owned(),
+        );
+    }
+
+    /// Where the value was written.
+    pub(super) fn source_span(&self) -> SourceSpan {
+        self.input
+            .value_span(self.document, &self.path, Some(self.value))
+    }
+
+    fn quote_found(&self) -> Option<String> {
+        if self.is_secret {
+            return None;
+        }
+        match (
+            self.input
+                .source_text(self.document, &self.path, self.value),
+            self.value,
+        ) {
+            (Some(source), _) => Some(quote_source(source)),
+            (None, Value::String(_, text)) => Some(format!("\"{}\"", quote_source(text))),
+            (None, Value::Num(_, Num::I64(number))) => Some(number.to_string()),
+            (None, Value::Num(_, Num::F64(number))) => Some(number.to_string()),
+            (None, Value::Bool(_, flag)) => Some(flag.to_string()),
+            (None, _) => None,
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! A call of the rate-limit service: several descriptors, decided together, each with a status of its own.
+
+use super::{
+    ChargePlan, Enforcer, PolicyDecision, PolicySnapshot, ReportedLimit, RequestOutcome, Verdict,
+};
+use crate::limiter::{Decision, Key, Refusal};
+use crate::policy::{Descriptor, Facts};
+use crate::telemetry::metrics::DecisionSource;
+use smallvec::SmallVec;
+use std::mem::take;
+use tokio::time::Instant;
+
+/// What is to become of a call.
+#[derive(Debug)]
+pub struct CallVerdict<'t> {
+    pub verdict: Verdict<'t>,
+    /// One per descriptor.
+    pub statuses: Vec<DescriptorVerdict<'t>>,
+}
+
+/// How one descriptor stands.
+#[derive(Debug, Default)]
+pub struct DescriptorVerdict<'t> {
+    /// Any policy is about it.
+    pub is_matched: bool,
+    pub is_over_limit: bool,
+    /// Of its limits the one that refused, or that is nearest to refusing.
+    pub tightest_limit: Option<ReportedLimit<'t>>,
+}
+
+impl Enforcer {
+    /// Decides a call, which arrived just now, by `rules`: all descriptors are charged, or none is.
+    pub async fn decide_call<'t>(
+        &self,
+        policies: &'t PolicySnapshot,
+        descriptors: &'t [Descriptor<'t>],
+        arrived: Instant,
+    ) -> CallVerdict<'t> {
+        let mut plan = ChargePlan::default();
+        let mut statuses: Vec<DescriptorVerdict<'t>> = Vec::with_capacity(descriptors.len());
+        // Whose quotas each uses.
+        let mut key_ids_by_descriptor: SmallVec<[SmallVec<[u128; 2]>; 4]> = SmallVec::new();
+        let domain = descriptors
+            .first()
+            .map_or("", |descriptor| descriptor.domain);
+        let record_decision = |at, key: Option<&Key>, did: PolicyDecision| {
+            policies.record_decision(at, &self.shard, did, (key, domain))
+        };
+        for descriptor in descriptors {
+            let mut descriptor_plan = ChargePlan::default();
+            match descriptor_plan.add_matching_policies(
+                &policies.table,
+                &Facts::from_descriptor(descriptor),
+                Some(descriptor),
+                record_decision,
+            ) {
+                Ok(is_met) => statuses.push(DescriptorVerdict {
+                    is_matched: is_met,
+                    ..DescriptorVerdict::default()
+                }),
+                Err(outcome) => {
+                    statuses.push(DescriptorVerdict {
+                        is_matched: true,
+                        is_over_limit: true,
+                        tightest_limit: None,
+                    });
+                    statuses.resize_with(descriptors.len(), || DescriptorVerdict {
+                        is_matched: true,
+                        ..DescriptorVerdict::default()
+                    });
+                    return CallVerdict {
+                        verdict: Verdict::from_outcome(outcome),
+                        statuses,
+                    };
+                }
+            }
+            key_ids_by_descriptor.push(
+                descriptor_plan
+                    .policy_charges
+                    .iter()
+                    .map(|claim| claim.key.id())
+                    .collect(),
+            );
+            plan.shadow_denials.extend(descriptor_plan.shadow_denials);
+            descriptor_plan
+                .policy_charges
+                .into_iter()
+                .for_each(|claim| plan.add_policy_charge(claim));
+        }
+        let has_zero_cost = plan.policy_charges.iter().any(|claim| claim.cost == 0);
+        let verdict = match has_zero_cost {
+            true => {
+                self.decide_zero_cost_plan(&mut plan, record_decision, arrived)
+                    .await
+            }
+            false => self.decide_plan(&mut plan, record_decision, arrived).await,
+        };
+        for (status, keys) in statuses.iter_mut().zip(&key_ids_by_descriptor) {
+            let mut own: SmallVec<[ReportedLimit<'t>; 4]> = verdict.limits.clone();
+            own.retain(|reported| keys.contains(&reported.key_id));
+            status.tightest_limit = ReportedLimit::find_tightest(&own).copied();
+            status.is_over_limit = own
+                .iter()
+                .any(|reported| reported.standing.refusal.is_some());
+        }
+        CallVerdict { verdict, statuses }
+    }
+
+    /// Decides a plan that asks of some counters only whether anything is left. If nothing is, nobody is charged; else
+    /// the others are charged at a second question.
+    async fn decide_zero_cost_plan<'t>(
+        &self,
+        plan: &mut ChargePlan<'t>,
+        record_decision: impl Fn(usize, Option<&Key>, PolicyDecision) + Copy,
+        arrived: Instant,
+    ) -> Verdict<'t> {
+        let mut charges = plan.build_charges(0, 0);
+        for charge in &mut charges {
+            (charge.cost, charge.lease) = (0, None);
+        }
+        let answer = match self.store.decide_with_source(&charges, arrived).await {
+            Ok(answer) => Some(answer),
+            Err(_) if plan.allows_fallback() => self
+                .store
+                .decide_by_fallback(&charges)
+                .map(|alone| (alone, DecisionSource::Degraded)),
+            Err(_) => None,
+        };
+        drop(charges);
+        let is_all_zero_cost = plan.policy_charges.iter().all(|claim| claim.cost == 0);
+        let Some((mut decision, source)) = answer else {
+            return self.decide_plan(plan, record_decision, arrived).await;
+        };
+        let degraded = source == DecisionSource::Degraded;
+        if !plan.refuse_exhausted(&mut decision) && (degraded || !is_all_zero_cost) {
+            return self.decide_plan(plan, record_decision, arrived).await;
+        }
+        match degraded {
+            true => plan.record_degraded_decisions(Some(&decision), record_decision),
+            false => plan.record_decisions(&decision, record_decision),
+        }
+        let at = Instant::now();
+        self.shard
+            .record_decision_time(source, at.saturating_duration_since(arrived));
+        Verdict {
+            decided_at: Some(at),
+            source: Some(source),
+            is_degraded: degraded,
+            ..take(plan).into_verdict(&decision)
+        }
+    }
+}
+
+impl ChargePlan<'_> {
+    /// Turns a look at all counters into the refusal that it would be, if one that is only looked at has nothing left.
+    fn refuse_exhausted(&self, decision: &mut Decision) -> bool {
+        let mut is_refused = false;
+        let mut standings = decision.statuses.iter_mut();
+        for claim in &self.policy_charges {
+            // A block is asked nothing by who only looks; that it ends tells that it holds.
+            let mut is_exhausted = false;
+            if claim.block.is_some()
+                && let Some(Some(block)) = standings.next()
+                && let Some(until_us) = block.next_growth_us
+            {
+                block.refusal = Some(Refusal::Until(until_us));
+                is_exhausted = true;
+            }
+            for standing in standings.by_ref().take(claim.limits.len()).flatten() {
+                if standing.refusal.is_none() && standing.remaining < claim.cost.max(1) {
+                    standing.refusal = Some(
+                        standing
+                            .next_growth_us
+                            .map_or(Refusal::Never, Refusal::Until),
+                    );
+                }
+                is_exhausted |= standing.refusal.is_some();
+            }
+            is_refused |= is_exhausted && claim.cost == 0 && !claim.policy.shadow;
+        }
+        decision.admitted &= !is_refused;
+        is_refused
+    }
+}
+
+impl RequestOutcome<'_> {
+    /// Whether it is the client who is refused, and not we who can't tell.
+    pub fn is_over_limit(&self) -> bool {
+        matches!(
+            self,
+            Self::Limited(_) | Self::Denied { .. } | Self::InvalidKey { .. }
+        )
+    }
+}

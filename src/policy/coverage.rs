@@ -1,0 +1,253 @@
+//! Which conditions hold wherever others do. For `check`: what a policy before leaves for one behind.
+//!
+//! All answers are on the safe side: `true` is certain, `false` may only be unknown. Two regular expressions, for
+//! instance, are the same only if they are written alike.
+
+use super::{
+    HostPattern, LimitOverride, Matcher, MethodSet, NamedCondition, PathPattern, ValueCondition,
+};
+
+impl Matcher {
+    /// Whether every request that `other` matches is certainly matched by these conditions too.
+    pub fn covers(&self, other: &Self) -> bool {
+        match (&self.descriptor_conditions, &other.descriptor_conditions) {
+            (None, None) => {}
+            (Some(mine), Some(others)) => {
+                return mine.covers(others) && self.excludes_no_more_than(other);
+            }
+            _ => return false,
+        }
+        self.methods.covers(&other.methods)
+            && covers_alternatives(&self.hosts, &other.hosts, HostPattern::covers)
+            && self.covers_paths(other)
+            && covers_path_regex(self, other)
+            && are_conditions_implied(&self.headers, &other.headers)
+            && are_conditions_implied(&self.query, &other.query)
+            && are_conditions_implied(&self.cookies, &other.cookies)
+            && are_conditions_implied(&self.claims, &other.claims)
+            && covers_alternatives(&self.client_ips, &other.client_ips, |net, inner| {
+                net.contains(inner)
+            })
+            && self.excludes_no_more_than(other)
+    }
+
+    fn excludes_no_more_than(&self, other: &Self) -> bool {
+        match (&self.not, &other.not) {
+            (None, _) => true,
+            (Some(not), Some(others)) => others.covers(not),
+            (Some(_), None) => false,
+        }
+    }
+
+    /// Whether its own `not` takes away all that the other conditions let through.
+    pub fn never_matches(&self) -> bool {
+        let covers_all_without_exclusion = |not: &Self| {
+            not.covers(&Self {
+                not: None,
+                ..self.clone()
+            })
+        };
+        self.not
+            .as_deref()
+            .is_some_and(covers_all_without_exclusion)
+    }
+
+    fn covers_paths(&self, other: &Self) -> bool {
+        match other.paths.is_empty() {
+            true => self.paths.is_empty() || self.paths.iter().any(PathPattern::matches_any_path),
+            false => covers_alternatives(&self.paths, &other.paths, PathPattern::covers),
+        }
+    }
+}
+
+impl LimitOverride {
+    /// Whether it fits every key that `other` fits.
+    pub fn covers(&self, other: &Self) -> bool {
+        self.values.len() == other.values.len()
+            && self
+                .values
+                .iter()
+                .zip(&other.values)
+                .all(|(mine, others)| mine.is_none() || mine == others)
+    }
+}
+
+/// Whether each of the others' alternatives has one here that covers it. No alternatives: no condition.
+fn covers_alternatives<T>(mine: &[T], others: &[T], covers: impl Fn(&T, &T) -> bool) -> bool {
+    mine.is_empty()
+        || (!others.is_empty()
+            && others
+                .iter()
+                .all(|other| mine.iter().any(|one| covers(one, other))))
+}
+
+fn covers_path_regex(mine: &Matcher, other: &Matcher) -> bool {
+    match (&mine.path_regex, &other.path_regex) {
+        (None, _) => true,
+        (Some(mine), Some(others)) => mine.as_str() == others.as_str(),
+        (Some(_), None) => false,
+    }
+}
+
+/// Whether each of our conditions follows from one of the others'.
+pub(super) fn are_conditions_implied<N: PartialEq>(
+    mine: &[NamedCondition<N>],
+    others: &[NamedCondition<N>],
+) -> bool {
+    mine.iter().all(|one| {
+        others
+            .iter()
+            .any(|other| one.name == other.name && one.condition.is_implied_by(&other.condition))
+    })
+}
+
+impl ValueCondition {
+    fn is_implied_by(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Present(true), Self::Equals(_) | Self::Regex(_)) => true,
+            (Self::Present(mine), Self::Present(others)) => mine == others,
+            (Self::Equals(mine), Self::Equals(others)) => mine == others,
+            (Self::Regex(mine), Self::Regex(others)) => mine.as_str() == others.as_str(),
+            (Self::Regex(mine), Self::Equals(text)) => mine.is_match(text),
+            _ => false,
+        }
+    }
+}
+
+impl MethodSet {
+    fn covers(&self, other: &Self) -> bool {
+        self.is_any()
+            || (!other.is_any() && other.as_slice().iter().all(|method| self.contains(method)))
+    }
+}
+
+impl HostPattern {
+    fn covers(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Exact(mine), Self::Exact(others)) => mine == others,
+            (Self::Subdomains(_), Self::Exact(name)) => self.matches(name),
+            (Self::Subdomains(mine), Self::Subdomains(others)) => others.ends_with(&**mine),
+            (Self::Exact(_), Self::Subdomains(_)) => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::path::Settings;
+    use super::*;
+    use http::Method;
+    use regex::Regex;
+
+    fn pattern(text: &str) -> PathPattern {
+        PathPattern::parse(text, &Settings::DEFAULT).unwrap()
+    }
+
+    #[test]
+    fn general_patterns_cover_specific_ones() {
+        for (wide, narrow) in [
+            ("/a/**", "/a/b"),
+            ("/a/**", "/a/b/**"),
+            ("/a/**", "/a"),
+            ("/**", "/"),
+            ("/a/*", "/a/b"),
+            ("/a/{id}/c", "/a/*/c"),
+            ("/*/b", "/a/b"),
+        ] {
+            assert!(
+                pattern(wide).covers(&pattern(narrow)),
+                "{wide} covers {narrow}"
+            );
+            assert!(
+                wide == narrow || !pattern(narrow).covers(&pattern(wide)) || wide.contains('{')
+            );
+        }
+        for (one, other) in [
+            ("/a/*", "/a/**"),
+            ("/a/b", "/a/*"),
+            ("/a/b/**", "/a/**"),
+            ("/a/**", "/b/**"),
+            ("/*", "/"),
+        ] {
+            assert!(
+                !pattern(one).covers(&pattern(other)),
+                "{one} does not cover {other}"
+            );
+        }
+    }
+
+    #[test]
+    fn general_matchers_cover_specific_ones() {
+        let all = Matcher::default();
+        let path = |texts: &[&str]| Matcher {
+            paths: texts.iter().map(|t| pattern(t)).collect(),
+            ..Matcher::default()
+        };
+        assert!(
+            all.covers(&path(&["/a"]))
+                && !path(&["/a"]).covers(&all)
+                && path(&["/**"]).covers(&all)
+        );
+        assert!(path(&["/a", "/b/**"]).covers(&path(&["/b/c", "/a"])));
+        assert!(!path(&["/a", "/b/**"]).covers(&path(&["/b/c", "/c"])));
+
+        let methods = |list: &[Method]| Matcher {
+            methods: MethodSet::new(list.to_vec()),
+            ..Matcher::default()
+        };
+        assert!(methods(&[Method::GET]).covers(&methods(&[Method::HEAD])));
+        assert!(!methods(&[Method::HEAD]).covers(&methods(&[Method::GET])));
+        assert!(!methods(&[Method::GET]).covers(&all));
+
+        let hosts = |list: &[&str]| Matcher {
+            hosts: list
+                .iter()
+                .map(|text| HostPattern::parse(text).unwrap())
+                .collect(),
+            ..Matcher::default()
+        };
+        assert!(hosts(&["*.example.com"]).covers(&hosts(&["a.example.com", "*.b.example.com"])));
+        assert!(!hosts(&["*.example.com"]).covers(&hosts(&["example.com"])));
+
+        let header = |condition: ValueCondition| Matcher {
+            headers: vec![NamedCondition {
+                name: "x-a".parse().unwrap(),
+                condition,
+            }],
+            ..Matcher::default()
+        };
+        let regex = |text: &str| ValueCondition::Regex(Regex::new(text).unwrap());
+        assert!(
+            header(ValueCondition::Present(true))
+                .covers(&header(ValueCondition::Equals("1".into())))
+        );
+        assert!(header(regex("^a")).covers(&header(ValueCondition::Equals("abc".into()))));
+        assert!(!header(regex("^a")).covers(&header(regex("^ab"))));
+        assert!(!header(ValueCondition::Present(false)).covers(&all));
+
+        let except = |not: Matcher| Matcher {
+            not: Some(Box::new(not)),
+            ..Matcher::default()
+        };
+        assert!(except(path(&["/a"])).covers(&except(path(&["/a/**"]))));
+        assert!(!except(path(&["/a/**"])).covers(&except(path(&["/a"]))));
+        assert!(except(all.clone()).never_matches() && !except(path(&["/a"])).never_matches());
+    }
+
+    proptest::proptest! {
+        /// Certain means certain: no path may be matched by the covered pattern alone.
+        #[test]
+        fn a_covering_pattern_matches_every_path_of_the_covered_pattern(
+            one in "/([ab*]|\\{x\\})(/([ab*]|\\{x\\})){0,2}(/\\*\\*)?",
+            other in "/([ab*]|\\{x\\})(/([ab*]|\\{x\\})){0,2}(/\\*\\*)?",
+            paths in proptest::collection::vec("(/[abc]){1,4}", 20),
+        ) {
+            let (one, other) = (pattern(&one), pattern(&other));
+            if one.covers(&other) {
+                for path in &paths {
+                    proptest::prop_assert!(!other.matches(path) || one.matches(path), "{path}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,395 @@
+//! Whose quota a request uses: values taken from it, as the policy's key says.
+
+use super::jwt::ClaimName;
+use super::{Facts, PathPattern, client, facts, path};
+use http::HeaderName;
+use smallvec::SmallVec;
+use std::borrow::Cow;
+use std::fmt;
+use std::net::IpAddr;
+
+/// Where one value of a key comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KeyPart {
+    ClientIp,
+    Header(HeaderName),
+    Query(Box<str>),
+    Cookie(Box<str>),
+    /// Of the token that a request carries (see [`super::jwt`]).
+    Claim(ClaimName),
+    /// The captures of a pattern, one value each.
+    PathCaptures(PathPattern),
+    Method,
+    Host,
+    WholePath,
+    Const(Box<str>),
+    /// An entry of a descriptor.
+    DescriptorEntry(Box<str>),
+    /// All entries of a descriptor, with their names.
+    WholeDescriptor,
+    /// The alternative name in the client's certificate.
+    ClientCertSan,
+    /// The common name in the client's certificate.
+    ClientCertCn,
+}
+
+/// The parts of a policy's key, in order. Empty: one quota for everybody who matches.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KeyTemplate(Vec<KeyPart>);
+
+/// What to do when a part is absent or empty.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MissingKeyAction {
+    /// All such requests share one quota.
+    Shared,
+    /// The policy does not apply.
+    Skip,
+    /// The request is refused.
+    Reject,
+}
+
+/// Why a request cannot be keyed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum KeyFault {
+    #[error("{0} occurs more than once")]
+    Repeated(String),
+    #[error("{0} is missing")]
+    Missing(String),
+}
+
+/// The values of one request, one per position; `None` where it has none.
+pub type KeyValues<'a> = SmallVec<[Option<Cow<'a, [u8]>>; 4]>;
+
+impl KeyPart {
+    /// Reads a part as written, e.g. `header:x-user-id`.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong with it.
+    pub fn parse(text: &str, settings: &path::Settings) -> Result<Self, String> {
+        let (kind, name) = text.split_once(':').unwrap_or((text, ""));
+        match (kind, name) {
+            ("client_ip", "") => Ok(Self::ClientIp),
+            ("method", "") => Ok(Self::Method),
+            ("host", "") => Ok(Self::Host),
+            ("path", "") => Ok(Self::WholePath),
+            ("client_cert", "san") => Ok(Self::ClientCertSan),
+            ("client_cert", "cn") => Ok(Self::ClientCertCn),
+            ("descriptor", "") => Ok(Self::WholeDescriptor),
+            ("descriptor", name) => Ok(Self::DescriptorEntry(name.into())),
+            ("header" | "query" | "cookie" | "jwt" | "const", "") => {
+                Err(format!("{kind} needs a name, as in \"{kind}:NAME\""))
+            }
+            ("header", name) => HeaderName::from_bytes(name.as_bytes())
+                .map(Self::Header)
+                .map_err(|error| format!("{name:?}: {error}")),
+            ("query", name) => Ok(Self::Query(name.into())),
+            ("cookie", name) => Ok(Self::Cookie(name.into())),
+            ("jwt", name) => ClaimName::parse(name).map(Self::Claim),
+            ("const", text) => Ok(Self::Const(text.into())),
+            ("path", pattern) => match PathPattern::parse(pattern, settings)? {
+                pattern if pattern.capture_count() == 0 => {
+                    Err(format!("{pattern_text:?} captures nothing: write {{name}} for a segment to key by", pattern_text = name))
+                }
+                pattern => Ok(Self::PathCaptures(pattern)),
+            },
+            _ => Err("a key part is client_ip, header:NAME, query:NAME, cookie:NAME, jwt:CLAIM, path:PATTERN, method, host, path, client_cert:san, client_cert:cn, const:TEXT, or of a call of the rate-limit service descriptor:NAME or descriptor".to_owned()),
+        }
+    }
+
+    /// Whether the client writes the value as it likes. A claim is the word of who signed the token.
+    pub fn is_client_chosen(&self) -> bool {
+        !matches!(
+            self,
+            Self::ClientIp
+                | Self::Method
+                | Self::Const(_)
+                | Self::Claim(_)
+                // Whoever made the descriptor knows.
+                | Self::DescriptorEntry(_)
+                | Self::WholeDescriptor
+                | Self::ClientCertSan
+                | Self::ClientCertCn
+        )
+    }
+
+    /// Whether the value comes from the client's certificate.
+    pub fn is_from_client_certificate(&self) -> bool {
+        matches!(self, Self::ClientCertSan | Self::ClientCertCn)
+    }
+
+    /// Whether the value is of a descriptor (`true`), or of a request. `None`: of neither.
+    pub fn is_from_descriptor(&self) -> Option<bool> {
+        match self {
+            Self::DescriptorEntry(_) | Self::WholeDescriptor => Some(true),
+            Self::Const(_) => None,
+            _ => Some(false),
+        }
+    }
+
+    fn value_count(&self) -> usize {
+        match self {
+            Self::PathCaptures(pattern) => pattern.capture_count(),
+            _ => 1,
+        }
+    }
+
+    fn push_values<'a>(
+        &'a self,
+        facts: &Facts<'a>,
+        client: &client::Settings,
+        values: &mut KeyValues<'a>,
+    ) -> Result<(), KeyFault> {
+        let value = match self {
+            Self::ClientIp => Some(Cow::Owned(
+                format_client_network(facts.client_ip, client).into_bytes(),
+            )),
+            Self::Header(name) => self.single_value(facts::header_values(facts.headers, name))?,
+            Self::Query(name) => self.single_value(facts::query_values(facts.query, name))?,
+            Self::Cookie(name) => self.single_value(facts::cookie_values(facts.headers, name))?,
+            Self::Claim(name) => facts
+                .token
+                .claim(facts.headers, name)
+                .single_text()
+                .map(Cow::Borrowed),
+            Self::Method => Some(Cow::Borrowed(facts.method.as_str().as_bytes())),
+            Self::Host => Some(Cow::Borrowed(facts.host.as_bytes())),
+            Self::WholePath => facts
+                .paths
+                .iter()
+                .next()
+                .map(|path| Cow::Borrowed(path.as_bytes())),
+            Self::Const(text) => Some(Cow::Borrowed(text.as_bytes())),
+            Self::DescriptorEntry(name) => match facts.descriptor {
+                Some(descriptor) => self.single_value(descriptor.values(name))?,
+                None => None,
+            },
+            Self::WholeDescriptor => facts
+                .descriptor
+                .map(|descriptor| descriptor.canonical_text().into_bytes().into()),
+            Self::ClientCertSan => facts
+                .client_cert
+                .and_then(|cert| text_bytes(cert.san.as_deref())),
+            Self::ClientCertCn => facts
+                .client_cert
+                .and_then(|cert| text_bytes(cert.cn.as_deref())),
+            Self::PathCaptures(pattern) => {
+                match facts.paths.iter().find_map(|path| pattern.captures(path)) {
+                    Some(found) => {
+                        values.extend(
+                            found
+                                .iter()
+                                .map(|value| Some(Cow::Borrowed(value.as_bytes()))),
+                        );
+                    }
+                    None => values.extend(std::iter::repeat_n(None, pattern.capture_count())),
+                }
+                return Ok(());
+            }
+        };
+        values.push(value.filter(|value| !value.is_empty()));
+        Ok(())
+    }
+
+    /// Of several values the upstream might take another than we do.
+    fn single_value<'a>(
+        &self,
+        mut values: impl Iterator<Item = Cow<'a, [u8]>>,
+    ) -> Result<Option<Cow<'a, [u8]>>, KeyFault> {
+        let first = values.next();
+        if values.next().is_some() {
+            return Err(KeyFault::Repeated(self.to_string()));
+        }
+        Ok(first)
+    }
+}
+
+fn text_bytes(text: Option<&str>) -> Option<Cow<'_, [u8]>> {
+    text.map(|text| Cow::Borrowed(text.as_bytes()))
+}
+
+/// For people: `header x-user-id`.
+impl fmt::Display for KeyPart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ClientIp => f.write_str("client IP"),
+            Self::Header(name) => write!(f, "header {name}"),
+            Self::Query(name) => write!(f, "query parameter {name}"),
+            Self::Cookie(name) => write!(f, "cookie {name}"),
+            Self::Claim(name) => write!(f, "claim {name}"),
+            Self::PathCaptures(_) => f.write_str("path segment"),
+            Self::Method => f.write_str("method"),
+            Self::Host => f.write_str("host"),
+            Self::WholePath => f.write_str("path"),
+            Self::Const(text) => write!(f, "constant {text}"),
+            Self::DescriptorEntry(name) => write!(f, "descriptor entry {name}"),
+            Self::WholeDescriptor => f.write_str("whole descriptor"),
+            Self::ClientCertSan => f.write_str("client certificate's name"),
+            Self::ClientCertCn => f.write_str("client certificate's CN"),
+        }
+    }
+}
+
+impl KeyTemplate {
+    pub fn new(parts: Vec<KeyPart>) -> Self {
+        Self(parts)
+    }
+
+    /// What stands in each position, for people.
+    pub fn describe_positions(&self) -> Vec<String> {
+        let repeated = |part: &KeyPart| std::iter::repeat_n(part.to_string(), part.value_count());
+        self.0.iter().flat_map(repeated).collect()
+    }
+
+    pub fn parts(&self) -> &[KeyPart] {
+        &self.0
+    }
+
+    /// Positions that an override counts: one per part, but one per capture of a `path:` part.
+    pub fn value_count(&self) -> usize {
+        self.0.iter().map(KeyPart::value_count).sum()
+    }
+
+    /// The part that gives the value at a position, from 0.
+    pub fn part_at(&self, position: usize) -> Option<&KeyPart> {
+        self.0
+            .iter()
+            .flat_map(|part| std::iter::repeat_n(part, part.value_count()))
+            .nth(position)
+    }
+
+    /// The values of one request.
+    ///
+    /// # Errors
+    /// [`KeyFault::Repeated`] if a value that must be one occurs more than once, and with
+    /// `missing = Reject` [`KeyFault::Missing`] for the first that is absent.
+    pub fn extract_values<'a>(
+        &'a self,
+        facts: &Facts<'a>,
+        client: &client::Settings,
+        missing: MissingKeyAction,
+    ) -> Result<KeyValues<'a>, KeyFault> {
+        let mut values = KeyValues::new();
+        for part in &self.0 {
+            let part_start = values.len();
+            part.push_values(facts, client, &mut values)?;
+            let has_missing_value = || values.iter().skip(part_start).any(Option::is_none);
+            if missing == MissingKeyAction::Reject && has_missing_value() {
+                return Err(KeyFault::Missing(part.to_string()));
+            }
+        }
+        Ok(values)
+    }
+
+    /// A value of an override at a position, in the form that requests have there.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong with it.
+    pub fn canonicalize_value(
+        &self,
+        position: usize,
+        text: &str,
+        client: &client::Settings,
+        path: &path::Settings,
+    ) -> Result<Box<str>, String> {
+        match self.part_at(position) {
+            Some(KeyPart::ClientIp) => {
+                let address = text.split_once('/').map_or(text, |(address, _)| address);
+                let ip: IpAddr = address.parse().map_err(|error| {
+                    format!("{text:?} stands where the key has the client's address: {error}")
+                })?;
+                let canonical = format_client_network(ip.to_canonical(), client);
+                if text.contains('/') && text != canonical {
+                    return Err(format!(
+                        "clients are keyed as {canonical} (client.ipv4_prefix, client.ipv6_prefix)"
+                    ));
+                }
+                Ok(canonical.into())
+            }
+            Some(KeyPart::Host) => Ok(text
+                .strip_suffix('.')
+                .unwrap_or(text)
+                .to_ascii_lowercase()
+                .into()),
+            Some(KeyPart::PathCaptures(_)) => Ok(path::canonicalize_segment(text, path)),
+            Some(KeyPart::WholePath) => path::PathInterpretations::parse(text, path)
+                .map_err(|fault| fault.to_string())
+                .and_then(|read| read.iter().next().map(Into::into).ok_or_else(String::new)),
+            _ => Ok(text.into()),
+        }
+    }
+}
+
+/// The client's network as text: the address alone if the prefix spans it.
+fn format_client_network(ip: IpAddr, settings: &client::Settings) -> String {
+    match ip {
+        IpAddr::V4(ip) if settings.ipv4_prefix >= 32 => ip.to_string(),
+        IpAddr::V6(ip) if settings.ipv6_prefix >= 128 => ip.to_string(),
+        IpAddr::V4(_) => format_network(ip, settings.ipv4_prefix),
+        IpAddr::V6(_) => format_network(ip, settings.ipv6_prefix),
+    }
+}
+
+fn format_network(ip: IpAddr, prefix: u8) -> String {
+    ipnet::IpNet::new(ip, prefix).map_or_else(|_| ip.to_string(), |net| net.trunc().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::{HeaderMap, Method};
+
+    const PATH_SETTINGS: path::Settings = path::Settings {
+        case_sensitive: false,
+        ..path::Settings::DEFAULT
+    };
+
+    #[test]
+    fn override_values_are_canonicalized_like_request_values() {
+        let client = client::Settings {
+            trusted_proxies: Vec::new(),
+            ip_header: "x-forwarded-for".parse().unwrap(),
+            ipv4_prefix: 24,
+            ipv6_prefix: 64,
+        };
+        let parts = ["client_ip", "host", "path:/{tenant}/**", "path"];
+        let parts = parts
+            .iter()
+            .map(|text| KeyPart::parse(text, &PATH_SETTINGS).unwrap());
+        let key = KeyTemplate::new(parts.collect());
+        let (headers, paths) = (
+            HeaderMap::new(),
+            path::PathInterpretations::parse("/Caf%c3%a9/x/", &PATH_SETTINGS).unwrap(),
+        );
+        let facts = Facts {
+            method: &Method::GET,
+            host: "a.example",
+            paths: &paths,
+            query: None,
+            headers: &headers,
+            client_ip: [10, 1, 2, 3].into(),
+            token: crate::policy::jwt::RequestToken::none(),
+            client_cert: None,
+            descriptor: None,
+        };
+        let values = key
+            .extract_values(&facts, &client, MissingKeyAction::Shared)
+            .unwrap();
+        for (position, written) in ["10.1.2.9", "A.example.", "café", "/café//x"]
+            .into_iter()
+            .enumerate()
+        {
+            let canonical = key
+                .canonicalize_value(position, written, &client, &PATH_SETTINGS)
+                .unwrap();
+            assert_eq!(
+                values[position].as_deref(),
+                Some(canonical.as_bytes()),
+                "{written}"
+            );
+        }
+        assert!(
+            key.canonicalize_value(3, "no/slash", &client, &PATH_SETTINGS)
+                .is_err()
+        );
+    }
+}

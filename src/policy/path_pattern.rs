@@ -1,0 +1,341 @@
+//! Path patterns, and the index that finds the patterns which match a path without trying each.
+
+use super::path;
+use foldhash::HashMap;
+use smallvec::SmallVec;
+
+/// `/a/b` exact, `{name}` and `*` one segment, `**` (only last) any rest including none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PathPattern {
+    segments: Vec<PatternSegment>,
+    /// Ends in `**`.
+    matches_any_suffix: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum PatternSegment {
+    /// In the spelling of [`path::PathInterpretations`]; empty for what follows a last slash that matters.
+    Literal(Box<str>),
+    /// One segment that isn't empty; `true` if its value is captured.
+    Wildcard { captured: bool },
+}
+
+impl PathPattern {
+    /// Reads a pattern as written; literals are normalized as paths are.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong with it.
+    pub fn parse(text: &str, settings: &path::Settings) -> Result<Self, String> {
+        let Some(rest) = text.strip_prefix('/') else {
+            return Err("a path pattern begins with a slash".to_owned());
+        };
+        let mut words: Vec<&str> = rest.split('/').collect();
+        let matches_any_suffix = words.last() == Some(&"**");
+        let ends_with_slash = words.len() > 1 && words.last() == Some(&"");
+        if matches_any_suffix
+            || (ends_with_slash && settings.normalize && settings.ignore_trailing_slash)
+        {
+            words.pop();
+        }
+        let last = words.len().saturating_sub(1);
+        let segments = words
+            .iter()
+            .enumerate()
+            .map(|(at, word)| {
+                PatternSegment::parse(word, at == last && !matches_any_suffix, settings)
+            })
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            segments,
+            matches_any_suffix,
+        })
+    }
+
+    pub fn matches(&self, path: &str) -> bool {
+        self.match_segments(path, |_| {})
+    }
+
+    /// How many values [`PathPattern::captures`] gives.
+    pub fn capture_count(&self) -> usize {
+        self.segments
+            .iter()
+            .filter(|segment| matches!(segment, PatternSegment::Wildcard { captured: true }))
+            .count()
+    }
+
+    /// The segments at `{name}`s, if the path matches.
+    pub fn captures<'p>(&self, path: &'p str) -> Option<SmallVec<[&'p str; 4]>> {
+        let mut values = SmallVec::new();
+        self.match_segments(path, |value| values.push(value))
+            .then_some(values)
+    }
+
+    /// Whether every path that `other` matches is matched by this one.
+    pub fn covers(&self, other: &Self) -> bool {
+        let long_enough = match (self.matches_any_suffix, other.matches_any_suffix) {
+            (false, true) => false,
+            (false, false) => self.segments.len() == other.segments.len(),
+            (true, _) => self.segments.len() <= other.segments.len(),
+        };
+        long_enough
+            && self
+                .segments
+                .iter()
+                .zip(&other.segments)
+                .all(|(mine, others)| mine.covers(others))
+    }
+
+    /// Whether it is `/**`.
+    pub fn matches_any_path(&self) -> bool {
+        self.matches_any_suffix && self.segments.is_empty()
+    }
+
+    fn match_segments<'p>(&self, path: &'p str, mut capture: impl FnMut(&'p str)) -> bool {
+        let mut words = split_segments(path);
+        for segment in &self.segments {
+            let Some(word) = words.next() else {
+                return false;
+            };
+            match segment {
+                PatternSegment::Literal(literal) if **literal == *word => {}
+                PatternSegment::Wildcard { captured } if !word.is_empty() => {
+                    if *captured {
+                        capture(word);
+                    }
+                }
+                _ => return false,
+            }
+        }
+        self.matches_any_suffix || words.next().is_none()
+    }
+}
+
+impl PatternSegment {
+    fn parse(word: &str, is_last: bool, settings: &path::Settings) -> Result<Self, String> {
+        if word == "*" {
+            return Ok(Self::Wildcard { captured: false });
+        }
+        if let Some(name) = word
+            .strip_prefix('{')
+            .and_then(|word| word.strip_suffix('}'))
+        {
+            let is_valid_name =
+                !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
+            return if is_valid_name {
+                Ok(Self::Wildcard { captured: true })
+            } else {
+                Err(format!(
+                    "{{{name}}} is no capture: between the braces stand letters, digits and _"
+                ))
+            };
+        }
+        if word == "**" {
+            return Err("** stands only at the end".to_owned());
+        }
+        if word.contains(['*', '{', '}']) {
+            return Err(format!(
+                "{word:?} mixes text and a wildcard: a wildcard is a whole segment"
+            ));
+        }
+        if settings.normalize {
+            if matches!(word, "." | "..") {
+                return Err(format!("{word:?} never occurs in a normalized path"));
+            }
+            if word.is_empty() && !is_last && settings.merge_slashes {
+                return Err(
+                    "an empty segment never occurs while path.merge_slashes is on".to_owned(),
+                );
+            }
+            if word.contains(';') && settings.strip_parameters {
+                return Err("a ; never occurs while path.path_parameters is \"strip\"".to_owned());
+            }
+        }
+        if word.contains(['?', '#']) {
+            return Err(
+                "a path has no query and no fragment (match a query with `query`)".to_owned(),
+            );
+        }
+        Ok(Self::Literal(path::canonicalize_segment(word, settings)))
+    }
+
+    fn covers(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Wildcard { .. }, Self::Wildcard { .. }) => true,
+            (Self::Wildcard { .. }, Self::Literal(word)) => !word.is_empty(),
+            (Self::Literal(mine), Self::Literal(others)) => mine == others,
+            (Self::Literal(_), Self::Wildcard { .. }) => false,
+        }
+    }
+}
+
+type PathSegments<'p> = std::str::Split<'p, char>;
+
+fn split_segments(path: &str) -> PathSegments<'_> {
+    path.strip_prefix('/').unwrap_or(path).split('/')
+}
+
+/// Finds all patterns that match a path; the cost grows with the path, not with the number of patterns.
+#[derive(Debug, Default)]
+pub(super) struct PathIndex {
+    nodes: Vec<PathIndexNode>,
+}
+
+#[derive(Debug, Default)]
+struct PathIndexNode {
+    literals: HashMap<Box<str>, usize>,
+    wildcard: Option<usize>,
+    /// Patterns that end here.
+    terminal_ids: Vec<u32>,
+    /// Patterns that end here with `**`.
+    suffix_wildcard_ids: Vec<u32>,
+}
+
+impl PathIndex {
+    pub(super) fn insert(&mut self, pattern: &PathPattern, id: u32) {
+        let mut node_index = self.ensure_root_node();
+        for segment in &pattern.segments {
+            node_index = self.ensure_child_node(node_index, segment);
+        }
+        if let Some(node) = self.nodes.get_mut(node_index) {
+            if pattern.matches_any_suffix {
+                node.suffix_wildcard_ids.push(id)
+            } else {
+                node.terminal_ids.push(id)
+            }
+        }
+    }
+
+    /// Adds the ids of all patterns that match, in no order, some perhaps twice.
+    pub(super) fn find_matches(&self, path: &str, found: &mut SmallVec<[u32; 16]>) {
+        if let Some(root) = self.nodes.first() {
+            self.collect_matches(root, split_segments(path), found);
+        }
+    }
+
+    fn collect_matches(
+        &self,
+        node: &PathIndexNode,
+        mut rest: PathSegments<'_>,
+        found: &mut SmallVec<[u32; 16]>,
+    ) {
+        found.extend_from_slice(&node.suffix_wildcard_ids);
+        let Some(word) = rest.next() else {
+            found.extend_from_slice(&node.terminal_ids);
+            return;
+        };
+        if let Some(child) = node.literals.get(word).and_then(|at| self.nodes.get(*at)) {
+            self.collect_matches(child, rest.clone(), found);
+        }
+        if let Some(child) = node.wildcard.and_then(|at| self.nodes.get(at))
+            && !word.is_empty()
+        {
+            self.collect_matches(child, rest, found);
+        }
+    }
+
+    fn ensure_root_node(&mut self) -> usize {
+        if self.nodes.is_empty() {
+            self.nodes.push(PathIndexNode::default());
+        }
+        0
+    }
+
+    fn ensure_child_node(&mut self, parent: usize, segment: &PatternSegment) -> usize {
+        let next = self.nodes.len();
+        let Some(node) = self.nodes.get_mut(parent) else {
+            return parent;
+        };
+        let child_index = match segment {
+            PatternSegment::Literal(word) => *node.literals.entry(word.clone()).or_insert(next),
+            PatternSegment::Wildcard { .. } => *node.wildcard.get_or_insert(next),
+        };
+        if child_index == next {
+            self.nodes.push(PathIndexNode::default());
+        }
+        child_index
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::path::Settings;
+    use super::*;
+
+    const DEFAULT_SETTINGS: Settings = Settings::DEFAULT;
+
+    fn pattern(text: &str) -> PathPattern {
+        PathPattern::parse(text, &DEFAULT_SETTINGS).unwrap()
+    }
+
+    #[test]
+    fn patterns_match_exact_wildcard_and_suffix_paths() {
+        for (text, hits, misses) in [
+            ("/a/b", vec!["/a/b"], vec!["/a", "/a/b/c", "/a/c"]),
+            ("/a/*", vec!["/a/b"], vec!["/a", "/a/b/c", "/a/"]),
+            ("/a/{id}/c", vec!["/a/x/c"], vec!["/a/c", "/a/x/y/c"]),
+            ("/a/**", vec!["/a", "/a/b", "/a/b/c"], vec!["/", "/ab"]),
+            ("/**", vec!["/", "/a", "/a/b"], vec![]),
+            ("/", vec!["/"], vec!["/a"]),
+            ("/a/b/", vec!["/a/b"], vec!["/a"]),
+            ("/%61", vec!["/a"], vec!["/%61"]),
+        ] {
+            for path in hits {
+                assert!(pattern(text).matches(path), "{text} should match {path}");
+            }
+            for path in misses {
+                assert!(
+                    !pattern(text).matches(path),
+                    "{text} should not match {path}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn captures_are_the_named_segments() {
+        let found = pattern("/api/{service}/*/{id}/**");
+        assert_eq!(found.capture_count(), 2);
+        assert_eq!(
+            found.captures("/api/pay/v1/42/x").unwrap().as_slice(),
+            ["pay", "42"]
+        );
+        assert_eq!(found.captures("/api/pay/v1"), None);
+    }
+
+    #[test]
+    fn rejects_impossible_patterns_with_a_reason() {
+        for (text, reason) in [
+            ("a", "slash"),
+            ("/a/**/b", "only at the end"),
+            ("/a*", "whole segment"),
+            ("/{}", "no capture"),
+            ("/a//b", "merge_slashes"),
+            ("/a/../b", "normalized"),
+            ("/a;b", "path_parameters"),
+            ("/a?b=1", "query"),
+        ] {
+            let error = PathPattern::parse(text, &DEFAULT_SETTINGS).unwrap_err();
+            assert!(error.contains(reason), "{text}: {error}");
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn the_index_finds_the_same_patterns_as_a_scan(
+            patterns in proptest::collection::vec("/([ab*]|\\{x\\})(/([ab*]|\\{x\\})){0,3}(/\\*\\*)?", 1..12),
+            path in "/[ab](/[abc]){0,4}",
+        ) {
+            let patterns: Vec<PathPattern> = patterns.iter().map(|text| pattern(text)).collect();
+            let mut index = PathIndex::default();
+            for (id, pattern) in patterns.iter().enumerate() {
+                index.insert(pattern, u32::try_from(id).unwrap());
+            }
+            let mut found = SmallVec::new();
+            index.find_matches(&path, &mut found);
+            found.sort_unstable();
+            found.dedup();
+            let scanned: Vec<u32> = (0..).zip(&patterns).filter(|(_, p)| p.matches(&path)).map(|(id, _)| id).collect();
+            proptest::prop_assert_eq!(found.as_slice(), scanned.as_slice());
+        }
+    }
+}

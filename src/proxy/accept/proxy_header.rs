@@ -1,0 +1,228 @@
+//! The PROXY protocol's header, versions 1 and 2, as in HAProxy's `proxy-protocol.txt`: who a connection comes from,
+//! told by the load balancer that opened it.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+/// Longest header of version 1, its line end included ("2.1. Human-readable header format").
+const V1_MAX_BYTES: usize = 107;
+/// Longest header of version 2 that is accepted. The protocol allows 64 KiB; the addresses and what else is sent in
+/// practice (TLS names, identifiers of networks) take some hundred bytes.
+const V2_MAX_BYTES: usize = 4096;
+
+const V1_PREFIX: &[u8] = b"PROXY ";
+const V2_SIGNATURE: &[u8; 12] = b"\r\n\r\n\0\r\nQUIT\n";
+/// The signature, version and command, family, and length.
+const V2_FIXED_BYTES: usize = 16;
+const V2_INET_BYTES: usize = 12;
+const V2_INET6_BYTES: usize = 36;
+const V2_UNIX_BYTES: usize = 216;
+/// A checksum of the whole header ("2.2.5. The type PP2_TYPE_CRC32C").
+const TLV_CRC32C: u8 = 0x03;
+
+/// A whole header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ProxyHeader {
+    /// The client; `None`: whoever opened the connection (LOCAL, UNKNOWN, or a family that is none of IP).
+    pub(super) source: Option<SocketAddr>,
+    /// How many bytes it takes. What follows is the client's.
+    pub(super) len: usize,
+}
+
+/// Why bytes are no header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum ProxyHeaderParseError {
+    #[error("there is no PROXY header")]
+    Absent,
+    #[error("the PROXY header is malformed")]
+    Malformed,
+    #[error("the PROXY header is too long")]
+    TooLong,
+    #[error("the PROXY header's checksum is wrong")]
+    Checksum,
+}
+
+/// Reads a header from the first bytes of a connection. `None`: more bytes are needed.
+///
+/// # Errors
+/// A [`ProxyHeaderParseError`], as soon as no further byte could make it a header. Then more bytes don't change the answer.
+pub(super) fn parse(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> {
+    let matches_prefix = |start: &[u8]| {
+        bytes
+            .iter()
+            .zip(start)
+            .all(|(byte, expected)| byte == expected)
+    };
+    if matches_prefix(V2_SIGNATURE) && !bytes.is_empty() {
+        parse_v2(bytes)
+    } else if matches_prefix(V1_PREFIX) {
+        parse_v1(bytes)
+    } else {
+        Err(ProxyHeaderParseError::Absent)
+    }
+}
+
+/// `PROXY TCP4 192.0.2.1 198.51.100.1 56324 443\r\n`
+fn parse_v1(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> {
+    let line = bytes.get(..V1_MAX_BYTES).unwrap_or(bytes);
+    let Some(end) = line.iter().position(|byte| matches!(byte, b'\r' | b'\n')) else {
+        return if line.len() < V1_MAX_BYTES {
+            Ok(None)
+        } else {
+            Err(ProxyHeaderParseError::TooLong)
+        };
+    };
+    match line.get(end..) {
+        Some([b'\r', b'\n', ..]) => {}
+        Some([b'\r']) if line.len() < V1_MAX_BYTES => return Ok(None),
+        Some([b'\r']) => return Err(ProxyHeaderParseError::TooLong),
+        _ => return Err(ProxyHeaderParseError::Malformed),
+    }
+    let fields = line
+        .get(V1_PREFIX.len()..end)
+        .ok_or(ProxyHeaderParseError::Malformed)?;
+    let source = if fields == b"UNKNOWN" || fields.starts_with(b"UNKNOWN ") {
+        None
+    } else {
+        Some(parse_v1_source(fields).ok_or(ProxyHeaderParseError::Malformed)?)
+    };
+    Ok(Some(ProxyHeader {
+        source,
+        len: end + 2,
+    }))
+}
+
+/// What stands between `PROXY` and the line end, with one space between all parts and nothing else.
+fn parse_v1_source(fields: &[u8]) -> Option<SocketAddr> {
+    let mut parts = std::str::from_utf8(fields).ok()?.split(' ');
+    let family = parts.next()?;
+    let mut address = || -> Option<IpAddr> {
+        let text = parts.next()?;
+        match family {
+            "TCP4" => text.parse::<Ipv4Addr>().ok().map(IpAddr::V4),
+            "TCP6" => text.parse::<Ipv6Addr>().ok().map(IpAddr::V6),
+            _ => None,
+        }
+    };
+    let (source, _destination) = (address()?, address()?);
+    let mut port = || -> Option<u16> {
+        let text = parts.next()?;
+        let is_plain = text.bytes().all(|byte| byte.is_ascii_digit())
+            && (text == "0" || !text.starts_with('0'));
+        if is_plain { text.parse().ok() } else { None }
+    };
+    let (source_port, _destination_port) = (port()?, port()?);
+    if parts.next().is_some() {
+        return None;
+    }
+    Some(SocketAddr::new(source.to_canonical(), source_port))
+}
+
+fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> {
+    // Each byte is judged when it is there, whatever is still to come.
+    let is_local = match bytes.get(12) {
+        None => return Ok(None),
+        Some(0x20) => true,
+        Some(0x21) => false,
+        Some(_) => return Err(ProxyHeaderParseError::Malformed),
+    };
+    let Some(&[family, high, low]) = bytes.get(13..V2_FIXED_BYTES) else {
+        return Ok(None);
+    };
+    let len = V2_FIXED_BYTES + usize::from(u16::from_be_bytes([high, low]));
+    if len > V2_MAX_BYTES {
+        return Err(ProxyHeaderParseError::TooLong);
+    }
+    // The family of the addresses, and whether it is a stream or datagrams.
+    if !is_local && (family >> 4 > 3 || family & 0xf > 2) {
+        return Err(ProxyHeaderParseError::Malformed);
+    }
+    let Some(header) = bytes.get(..len) else {
+        return Ok(None);
+    };
+    // "the receiver must … discard the protocol block including the family which is ignored"
+    if is_local || family >> 4 == 0 {
+        return Ok(Some(ProxyHeader { source: None, len }));
+    }
+    let block = header
+        .get(V2_FIXED_BYTES..)
+        .ok_or(ProxyHeaderParseError::Malformed)?;
+    let address_bytes = match family >> 4 {
+        1 => V2_INET_BYTES,
+        2 => V2_INET6_BYTES,
+        _ => V2_UNIX_BYTES,
+    };
+    let (addresses, extensions) = block
+        .split_at_checked(address_bytes)
+        .ok_or(ProxyHeaderParseError::Malformed)?;
+    validate_extensions(header, extensions)?;
+    // Datagrams don't come over a connection: what is said of them is none of ours.
+    let source = if family & 0xf == 1 {
+        parse_v2_source(addresses)
+    } else {
+        None
+    };
+    Ok(Some(ProxyHeader { source, len }))
+}
+
+/// The first of two addresses, and the first of two ports behind them.
+fn parse_v2_source(addresses: &[u8]) -> Option<SocketAddr> {
+    if let Ok([a, b, c, d, _, _, _, _, high, low, _, _]) =
+        <[u8; V2_INET_BYTES]>::try_from(addresses)
+    {
+        return Some(SocketAddr::new(
+            Ipv4Addr::new(a, b, c, d).into(),
+            u16::from_be_bytes([high, low]),
+        ));
+    }
+    if addresses.len() != V2_INET6_BYTES {
+        return None;
+    }
+    let ip = Ipv6Addr::from(*addresses.first_chunk::<16>()?);
+    let port = u16::from_be_bytes(*addresses.get(32..)?.first_chunk::<2>()?);
+    Some(SocketAddr::new(IpAddr::V6(ip).to_canonical(), port))
+}
+
+/// Goes through all extensions (type, length, value), so that a broken list is found, and a wrong checksum.
+fn validate_extensions(header: &[u8], extensions: &[u8]) -> Result<(), ProxyHeaderParseError> {
+    let mut rest = extensions;
+    while let Some((&[kind, high, low], behind)) = rest.split_first_chunk::<3>() {
+        let len = usize::from(u16::from_be_bytes([high, low]));
+        let (value, further) = behind
+            .split_at_checked(len)
+            .ok_or(ProxyHeaderParseError::Malformed)?;
+        if kind == TLV_CRC32C {
+            let stated =
+                <[u8; 4]>::try_from(value).map_err(|_length| ProxyHeaderParseError::Malformed)?;
+            let at = header.len() - further.len() - stated.len();
+            // The field itself counts as zeros.
+            let zeroed = header
+                .iter()
+                .enumerate()
+                .map(|(n, byte)| if (at..at + 4).contains(&n) { 0 } else { *byte });
+            if crc32c(zeroed) != u32::from_be_bytes(stated) {
+                return Err(ProxyHeaderParseError::Checksum);
+            }
+        }
+        rest = further;
+    }
+    if rest.is_empty() {
+        Ok(())
+    } else {
+        Err(ProxyHeaderParseError::Malformed)
+    }
+}
+
+/// CRC-32C (RFC 3720, appendix B.4), bit by bit: it is computed once per connection, over some hundred bytes.
+fn crc32c(bytes: impl Iterator<Item = u8>) -> u32 {
+    let fold = |crc: u32, byte: u8| {
+        (0..8).fold(crc ^ u32::from(byte), |crc, _| {
+            (crc >> 1) ^ if crc & 1 == 1 { 0x82f6_3b78 } else { 0 }
+        })
+    };
+    !bytes.fold(u32::MAX, fold)
+}
+
+#[cfg(any(test, fuzzing))]
+pub(in crate::proxy) mod properties;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,127 @@
+//! What holds for any bytes at all.
+
+use super::{ProxyHeaderParseError, TLV_CRC32C, V2_MAX_BYTES, V2_SIGNATURE, crc32c, parse};
+use std::net::{IpAddr, SocketAddr};
+
+/// However bytes arrive, the first answer stays, and takes no byte that isn't the header's.
+pub(in crate::proxy) fn check_incremental_parsing(bytes: &[u8]) {
+    let mut result = None;
+    for len in 0..=bytes.len() {
+        let Some(begin) = bytes.get(..len) else {
+            return;
+        };
+        let now = parse(begin);
+        match (result, now) {
+            (Some(known), now) => assert_eq!(now, known, "{begin:?}"),
+            (None, Ok(None)) => {}
+            (None, now) => {
+                if let Ok(Some(header)) = now {
+                    assert_eq!(
+                        header.len, len,
+                        "whole as soon as its last byte is there: {begin:?}"
+                    );
+                }
+                result = Some(now);
+            }
+        }
+    }
+    assert!(
+        result.is_some() || bytes.len() < V2_MAX_BYTES,
+        "nobody is listened to for ever"
+    );
+}
+
+/// What is written as the protocol says is read as it was meant, whatever follows it; and a header with a checksum
+/// whose addresses were changed is none.
+///
+/// The first bytes choose version, address and port; the others are extensions of one kind after another, and the
+/// client's own bytes.
+pub(in crate::proxy) fn check_generated_header(bytes: &[u8]) {
+    let Some(([choice, at, change], rest)) = bytes.split_first_chunk::<3>() else {
+        return;
+    };
+    let Some((address, rest)) = rest.split_first_chunk::<18>() else {
+        return;
+    };
+    let [ip @ .., high, low] = *address;
+    let ip = if choice & 1 == 0 {
+        let [a, b, c, d, ..] = ip;
+        IpAddr::from([a, b, c, d])
+    } else {
+        IpAddr::from(ip)
+    };
+    let source = SocketAddr::new(ip, u16::from_be_bytes([high, low]));
+    let is_checked = choice & 4 != 0;
+    let header = if choice & 2 == 0 {
+        build_version_1(source)
+    } else {
+        build_version_2(source, rest, is_checked)
+    };
+    let parsed = parse(&[&header, rest].concat())
+        .map(|header| header.map(|header| (header.source, header.len)));
+    // One address has one spelling.
+    let expected = SocketAddr::new(source.ip().to_canonical(), source.port());
+    assert_eq!(
+        parsed,
+        Ok(Some((Some(expected), header.len()))),
+        "{header:?}"
+    );
+    check_incremental_parsing(&header);
+    // In the addresses: elsewhere another length may make a list of others, without a checksum.
+    let addresses = if ip.is_ipv4() { 12 } else { 36 };
+    let mut changed = header;
+    if choice & 6 == 6
+        && let Some(byte) = changed.get_mut(16 + usize::from(*at) % addresses)
+        && *change != 0
+    {
+        *byte ^= change;
+        assert_eq!(
+            parse(&changed),
+            Err(ProxyHeaderParseError::Checksum),
+            "{changed:?}"
+        );
+    }
+}
+
+fn build_version_1(source: SocketAddr) -> Vec<u8> {
+    let (family, other) = if source.is_ipv4() {
+        ("TCP4", "198.51.100.1")
+    } else {
+        ("TCP6", "2001:db8::2")
+    };
+    format!(
+        "PROXY {family} {} {other} {} 443\r\n",
+        source.ip(),
+        source.port()
+    )
+    .into_bytes()
+}
+
+/// `extensions`: of each of these bytes one is made, with a value as long as the byte says, up to 15.
+fn build_version_2(source: SocketAddr, extensions: &[u8], is_checked: bool) -> Vec<u8> {
+    let mut block = match source.ip() {
+        IpAddr::V4(ip) => [ip.octets(), [198, 51, 100, 1]].concat(),
+        IpAddr::V6(ip) => [ip.octets(), [7; 16]].concat(),
+    };
+    block.extend(source.port().to_be_bytes());
+    block.extend([1, 0xbb]);
+    for byte in extensions
+        .iter()
+        .take(100)
+        .filter(|byte| **byte != TLV_CRC32C)
+    {
+        block.extend([*byte, 0, byte % 16]);
+        block.extend(std::iter::repeat_n(*byte, usize::from(byte % 16)));
+    }
+    if is_checked {
+        block.extend([TLV_CRC32C, 0, 4, 0, 0, 0, 0]);
+    }
+    let [high, low] = u16::try_from(block.len()).unwrap_or(u16::MAX).to_be_bytes();
+    let family = if source.is_ipv4() { 0x11 } else { 0x21 };
+    let mut header = [V2_SIGNATURE.as_slice(), &[0x21, family, high, low], &block].concat();
+    let sum = crc32c(header.iter().copied()).to_be_bytes();
+    if is_checked && let Some(place) = header.last_chunk_mut::<4>() {
+        *place = sum;
+    }
+    header
+}

@@ -1,0 +1,122 @@
+//! The access log: one line per request, or per rejected request.
+//!
+//! Values that come from clients are fields, never text of the message: the formatter escapes them.
+
+use crate::enforcer::ReportedLimit;
+use crate::telemetry::metrics::{DecisionSource, RequestDecision};
+use crate::telemetry::{AccessLogFilter, LogSettings};
+use crate::trace::TraceId;
+use http::StatusCode;
+use std::net::IpAddr;
+use std::time::Duration;
+
+/// Writes what was decided about requests, as far as the owner wants to read it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AccessLog {
+    mode: AccessLogFilter,
+    /// Share of the lines that is written, 0.0..=1.0.
+    sample_rate: f64,
+}
+
+/// One request, once its response head is known.
+#[derive(Debug)]
+pub(super) struct AccessLogEntry<'a> {
+    /// Empty, as host and path, if the head could not be read.
+    pub(super) method: &'a str,
+    pub(super) host: &'a str,
+    /// As it came, without the query, which may hold secrets.
+    pub(super) path: &'a str,
+    pub(super) client_ip: IpAddr,
+    pub(super) status: StatusCode,
+    /// From the request's arrival to the head of the response.
+    pub(super) time_to_head: Duration,
+    /// allowed, rejected, blocked, denied, degraded, malformed
+    pub(super) decision: &'static str,
+    /// The policy that refused, if one did.
+    pub(super) policy: Option<&'a str>,
+    pub(super) shadow_rejected: &'a [&'a str],
+    /// Those that were decided.
+    pub(super) limits: &'a [ReportedLimit<'a>],
+    /// Who decided them, and how long after the request's arrival.
+    pub(super) source: Option<DecisionSource>,
+    pub(super) time_to_decision: Option<Duration>,
+    pub(super) trace_id: Option<TraceId>,
+}
+
+impl AccessLogEntry<'_> {
+    /// Of what could not be read as a request.
+    pub(super) fn for_unreadable_request(client_ip: IpAddr, status: StatusCode) -> Self {
+        Self {
+            method: "",
+            host: "",
+            path: "",
+            client_ip,
+            status,
+            time_to_head: Duration::ZERO,
+            decision: RequestDecision::Malformed.label(),
+            policy: None,
+            shadow_rejected: &[],
+            limits: &[],
+            source: None,
+            time_to_decision: None,
+            trace_id: None,
+        }
+    }
+}
+
+impl AccessLog {
+    pub(super) fn new(settings: &LogSettings) -> Self {
+        Self {
+            mode: settings.access,
+            sample_rate: settings.access_sample,
+        }
+    }
+
+    /// Whether a line may be written about a request that was rejected, or one that was not.
+    pub(super) fn is_enabled_for(&self, is_rejected: bool) -> bool {
+        match self.mode {
+            AccessLogFilter::Off => false,
+            AccessLogFilter::Rejected => is_rejected,
+            AccessLogFilter::All => true,
+        }
+    }
+
+    pub(super) fn write(&self, entry: &AccessLogEntry<'_>) {
+        // By who refused, not by the decision: an outage must not write a line per request that it let through.
+        let is_refused = entry.policy.is_some() || entry.decision == "malformed";
+        let is_rejected = is_refused || !entry.shadow_rejected.is_empty();
+        if !self.is_enabled_for(is_rejected)
+            || (self.sample_rate < 1.0 && fastrand::f64() >= self.sample_rate)
+        {
+            return;
+        }
+        let tightest = ReportedLimit::find_tightest(entry.limits);
+        tracing::info!(
+            target: "access",
+            method = entry.method,
+            host = entry.host,
+            path = entry.path,
+            client_ip = %entry.client_ip,
+            status = entry.status.as_u16(),
+            decision = entry.decision,
+            policy = entry.policy,
+            shadow_rejected = join_policy_names(entry.shadow_rejected),
+            limit = tightest.map(|limit| &*limit.limit.name),
+            key = tightest.map(|limit| format!("{:032x}", limit.key_id)),
+            remaining = tightest.map(|limit| limit.standing.remaining),
+            source = entry.source.map(DecisionSource::label),
+            trace_id = entry.trace_id.map(|trace| trace.to_string()),
+            decision_ms = entry.time_to_decision.map(to_millis),
+            head_ms = to_millis(entry.time_to_head),
+            "request"
+        );
+    }
+}
+
+fn join_policy_names(names: &[&str]) -> Option<String> {
+    (!names.is_empty()).then(|| names.join(","))
+}
+
+fn to_millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1000.0
+}

@@ -1,0 +1,690 @@
+//! What a client's connection is doing, and how long it may go on with it.
+//!
+//! hyper has no limits in time but one, and that one cuts connections between requests too. So the
+//! connection's socket and its requests leave marks in a [`ConnectionMonitor`], and the task that drives the
+//! connection reads from it what is due next. Marks are cells in one thread: nothing on the way of
+//! a request touches a timer.
+
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker, ready};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::Instant;
+
+use super::frame_limits::{FrameBudget, FrameScanner};
+use super::lazy_timer::LazyTimer;
+use super::transport::{ClientTransport, move_buffered};
+use crate::telemetry::metrics::{ConnectionCloseReason, WorkerMetrics};
+
+/// A closed connection's unread bytes are read and thrown away up to here, so that the kernel does
+/// not answer them with a reset that destroys our last response on its way.
+const LINGER_BYTES: usize = 1024 * 1024;
+const LINGER_TIME: Duration = Duration::from_secs(2);
+/// An HTTP/2 client without requests that was told to go away answers that, and goes.
+const GOAWAY_TIMEOUT: Duration = Duration::from_secs(2);
+/// A client that has asked nothing for so long may not ask soon: what its next request will need is given back until
+/// then. Having it made again costs about 2 µs: little for who asks less than ten times a second.
+const BUFFER_RELEASE_DELAY: Duration = Duration::from_millis(100);
+
+/// How long a client may take.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ConnectionTimeouts {
+    /// Without a request.
+    pub(super) idle: Duration,
+    /// From the first byte of a request to the end of its head.
+    pub(super) request_head: Duration,
+    /// Without reading a byte of what we have to write.
+    pub(super) write_stall: Duration,
+}
+
+/// Why a connection has to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TimeoutKind {
+    /// No request for a while: nothing has to end, but what requests need is not needed.
+    IdleBuffers,
+    /// No request for too long: close in good order.
+    Idle,
+    /// A request head that does not come to its end.
+    SlowHead,
+    /// A client that does not read, or does not leave.
+    Stalled,
+}
+
+#[derive(Debug)]
+pub(super) struct ConnectionMonitor {
+    timeouts: ConnectionTimeouts,
+    phase: Cell<ConnectionPhase>,
+    /// Requests whose handling, request body or response body is not over.
+    active_requests: Cell<usize>,
+    write_blocked_since: Cell<Option<Instant>>,
+    closing_since: Cell<Option<Instant>>,
+    is_http2: Cell<bool>,
+    /// Buffers are there that can be given back.
+    has_buffers: Cell<bool>,
+    has_unread_input: Cell<bool>,
+    /// The client takes the end of the connection for the end of a response.
+    is_close_delimited: Cell<bool>,
+    /// In this turn, the client did its part: see [`ConnectionMonitor::mark_progress`].
+    has_progressed: Cell<bool>,
+    drain_requested: Cell<bool>,
+    /// It was asked to end.
+    is_draining: Cell<bool>,
+    frame_budget: FrameBudget,
+    metrics: Option<Arc<WorkerMetrics>>,
+    /// The task that drives the connection.
+    driver_waker: RefCell<Option<Waker>>,
+    /// What stands before the next answer, and hyper knows nothing of.
+    informational_heads: RefCell<Vec<u8>>,
+    /// All that hyper had to write is written.
+    is_flushed: Cell<bool>,
+}
+
+/// What holds while no request is active.
+#[derive(Clone, Copy, Debug)]
+enum ConnectionPhase {
+    Idle(Instant),
+    RequestHead(Instant),
+}
+
+impl ConnectionMonitor {
+    /// `counts`: where it is counted what had to end.
+    pub(super) fn new(
+        timeouts: ConnectionTimeouts,
+        metrics: Option<Arc<WorkerMetrics>>,
+    ) -> Rc<Self> {
+        let now = Instant::now();
+        Rc::new(Self {
+            timeouts,
+            phase: Cell::new(ConnectionPhase::Idle(now)),
+            active_requests: Cell::new(0),
+            write_blocked_since: Cell::new(None),
+            closing_since: Cell::new(None),
+            is_http2: Cell::new(false),
+            has_buffers: Cell::new(false),
+            has_unread_input: Cell::new(false),
+            is_close_delimited: Cell::new(false),
+            has_progressed: Cell::new(false),
+            drain_requested: Cell::new(false),
+            is_draining: Cell::new(false),
+            frame_budget: FrameBudget::new(now),
+            metrics,
+            driver_waker: RefCell::new(None),
+            informational_heads: RefCell::default(),
+            is_flushed: Cell::new(true),
+        })
+    }
+
+    /// A request has arrived; it is active until all clones of the answer are gone.
+    pub(super) fn begin_request(self: &Rc<Self>) -> ActiveRequest {
+        if self.active_requests.get() == 0 {
+            self.has_unread_input.set(false);
+        }
+        self.active_requests.set(self.active_requests.get() + 1);
+        ActiveRequest(Rc::clone(self))
+    }
+
+    /// Whether any request is active.
+    pub(super) fn has_active_requests(&self) -> bool {
+        self.active_requests.get() > 0
+    }
+
+    /// From here on the client may send a request.
+    pub(super) fn set_accepted(&self) {
+        self.phase.set(ConnectionPhase::Idle(Instant::now()));
+    }
+
+    /// From here on bytes are frames: reading some does not mean that a request began.
+    pub(super) fn set_http2(&self) {
+        self.is_http2.set(true);
+        self.phase.set(ConnectionPhase::Idle(Instant::now()));
+    }
+
+    /// Whether the connection has what only requests need, and wants to know when it can do without.
+    pub(super) fn set_has_buffers(&self, has_buffers: bool) {
+        self.has_buffers.set(has_buffers);
+    }
+
+    /// The client has sent, or is sending, what nobody will read.
+    pub(super) fn set_unread_input(&self) {
+        self.has_unread_input.set(true);
+    }
+
+    pub(super) fn has_unread_input(&self) -> bool {
+        self.has_unread_input.get()
+    }
+
+    /// The client speaks HTTP/1.0, where a response may end with the connection.
+    pub(super) fn set_close_delimited(&self) {
+        self.is_close_delimited.set(true);
+    }
+
+    pub(super) fn is_close_delimited(&self) -> bool {
+        self.is_close_delimited.get()
+    }
+
+    /// It is not the client that keeps its answer from going on: the next part is not there yet, or
+    /// the last one has just been taken.
+    pub(super) fn mark_progress(&self) {
+        self.has_progressed.set(true);
+    }
+
+    /// Whether [`ConnectionMonitor::mark_progress`] was called since the last look.
+    pub(super) fn take_progress(&self) -> bool {
+        self.has_progressed.take()
+    }
+
+    /// What an HTTP/2 client may still waste.
+    pub(super) fn frame_budget(&self) -> &FrameBudget {
+        &self.frame_budget
+    }
+
+    /// Counts the end of the connection, or of a stream, that the client did not choose.
+    pub(super) fn record_close(&self, reason: ConnectionCloseReason) {
+        if let Some(counts) = &self.metrics {
+            counts.record_connection_closed(reason);
+        }
+    }
+
+    /// Asks the connection to end as soon as what it is doing is done.
+    pub(super) fn start_drain(&self) {
+        self.drain_requested.set(true);
+        self.is_draining.set(true);
+        self.wake_driver();
+    }
+
+    /// Whether [`ConnectionMonitor::drain`] was called: the next answer is the last one.
+    pub(super) fn is_draining(&self) -> bool {
+        self.is_draining.get()
+    }
+
+    /// Whether [`ConnectionMonitor::drain`] was called, and nobody has taken notice of it.
+    pub(super) fn is_drain_pending(&self) -> bool {
+        self.drain_requested.get()
+    }
+
+    /// True once after [`ConnectionMonitor::drain`].
+    pub(super) fn take_drain_request(&self) -> bool {
+        self.drain_requested.take()
+    }
+
+    /// The connection has been told to close.
+    pub(super) fn set_closing(&self) {
+        self.closing_since
+            .set(Some(self.closing_since.get().unwrap_or_else(Instant::now)));
+    }
+
+    pub(super) fn set_driver_waker(&self, waker: &Waker) {
+        let mut driver = self.driver_waker.borrow_mut();
+        match &mut *driver {
+            Some(known) => known.clone_from(waker),
+            none => *none = Some(waker.clone()),
+        }
+    }
+
+    fn wake_driver(&self) {
+        if let Some(driver) = &*self.driver_waker.borrow() {
+            driver.wake_by_ref();
+        }
+    }
+
+    /// Whether all that was written has been taken.
+    pub(super) fn has_no_blocked_write(&self) -> bool {
+        self.write_blocked_since.get().is_none()
+    }
+
+    /// Writes a head to an HTTP/1.1 client that waits for an answer, before all that hyper writes from now on. It is
+    /// dropped if something of earlier answers has still to be written.
+    ///
+    /// hyper flushes the socket when, and only when, it has written all that it had.
+    pub(super) fn queue_informational_head(&self, head: &[u8]) {
+        if self.is_flushed.get() {
+            self.informational_heads
+                .borrow_mut()
+                .extend_from_slice(head);
+            self.wake_driver();
+        }
+    }
+
+    /// How long a client may leave a write alone.
+    pub(super) fn stall_timeout(&self) -> Duration {
+        self.timeouts.write_stall
+    }
+
+    /// What is due next, if nothing happens before.
+    pub(super) fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
+        // While there is something to write, the connection is not idle, whatever its requests do.
+        if let Some(since) = self.write_blocked_since.get() {
+            return Some((since + self.timeouts.write_stall, TimeoutKind::Stalled));
+        }
+        match (
+            self.active_requests.get(),
+            self.phase.get(),
+            self.closing_since.get(),
+        ) {
+            (0, ConnectionPhase::RequestHead(since), _) => {
+                Some((since + self.timeouts.request_head, TimeoutKind::SlowHead))
+            }
+            (0, ConnectionPhase::Idle(since), None)
+                if self.has_buffers.get() && self.timeouts.idle > BUFFER_RELEASE_DELAY =>
+            {
+                Some((since + BUFFER_RELEASE_DELAY, TimeoutKind::IdleBuffers))
+            }
+            (0, ConnectionPhase::Idle(since), None) => {
+                Some((since + self.timeouts.idle, TimeoutKind::Idle))
+            }
+            // Told to go away, with nothing left to read but that.
+            (0, ConnectionPhase::Idle(since), Some(closing_since)) => Some((
+                closing_since.max(since) + GOAWAY_TIMEOUT,
+                TimeoutKind::Stalled,
+            )),
+            _ => None,
+        }
+    }
+
+    fn record_read(&self) {
+        if self.active_requests.get() == 0
+            && !self.is_http2.get()
+            && matches!(self.phase.get(), ConnectionPhase::Idle(_))
+        {
+            self.phase.set(ConnectionPhase::RequestHead(Instant::now()));
+        }
+    }
+
+    pub(super) fn record_write<T>(&self, result: &Poll<io::Result<T>>) {
+        match result {
+            Poll::Pending if self.write_blocked_since.get().is_none() => {
+                self.write_blocked_since.set(Some(Instant::now()))
+            }
+            Poll::Pending => {}
+            Poll::Ready(_) => self.write_blocked_since.set(None),
+        }
+    }
+}
+
+/// Keeps a request counted as active.
+#[derive(Debug)]
+pub(super) struct ActiveRequest(Rc<ConnectionMonitor>);
+
+impl ActiveRequest {
+    pub(super) fn monitor(&self) -> &ConnectionMonitor {
+        &self.0
+    }
+}
+
+impl Clone for ActiveRequest {
+    fn clone(&self) -> Self {
+        self.0.begin_request()
+    }
+}
+
+impl Drop for ActiveRequest {
+    fn drop(&mut self) {
+        let monitor = &self.0;
+        monitor
+            .active_requests
+            .set(monitor.active_requests.get() - 1);
+        if monitor.active_requests.get() == 0 {
+            monitor.phase.set(ConnectionPhase::Idle(Instant::now()));
+            // Streams end in tasks of their own: the driver would not look at the clock again.
+            if monitor.is_http2.get() {
+                monitor.wake_driver();
+            }
+        }
+    }
+}
+
+/// A client's socket, or what TLS makes of it, that leaves its marks in a [`ConnectionMonitor`], gives back bytes that were
+/// looked at before the protocol was known, and lingers when it is shut down.
+#[derive(Debug)]
+pub(super) struct MonitoredSocket {
+    transport: ClientTransport,
+    monitor: Rc<ConnectionMonitor>,
+    read_ahead: Vec<u8>,
+    frame_scanner: FrameScanner,
+    /// The end of what we write is not the end of what we read.
+    is_half_close: bool,
+    /// Both ways have ended. What still comes is thrown away, and the rest of it must not be read as something else: as
+    /// another request, or as what TLS has not said.
+    is_closed: bool,
+    linger: Option<LingerState>,
+}
+
+#[derive(Debug)]
+struct LingerState {
+    remaining_bytes: usize,
+    deadline: Instant,
+    timer: LazyTimer,
+}
+
+impl MonitoredSocket {
+    pub(super) fn new(transport: ClientTransport, monitor: Rc<ConnectionMonitor>) -> Self {
+        Self {
+            transport,
+            monitor,
+            read_ahead: Vec::new(),
+            frame_scanner: FrameScanner::default(),
+            is_half_close: false,
+            is_closed: false,
+            linger: None,
+        }
+    }
+
+    /// Puts bytes back that will be read again first.
+    pub(super) fn put_back(&mut self, bytes: &[u8]) {
+        self.read_ahead.splice(0..0, bytes.iter().copied());
+    }
+
+    /// Waits until the client goes on; what it sends stays to be read. `false`: it has left.
+    pub(super) fn poll_next_request(&mut self, cx: &mut Context<'_>) -> Poll<bool> {
+        let mut bytes = [0; 512];
+        let mut into = ReadBuf::new(&mut bytes);
+        let is_open = ready!(Pin::new(&mut *self).poll_read(cx, &mut into)).is_ok();
+        self.put_back(into.filled());
+        if !into.filled().is_empty() {
+            // Also if it has been read before, behind the last request.
+            self.monitor.record_read();
+        }
+        Poll::Ready(is_open && !into.filled().is_empty())
+    }
+
+    /// Closes with a reset: what was sent so far cannot be taken for the whole, and what the client
+    /// has not fetched holds no memory.
+    pub(super) fn abort(mut self) {
+        if let Err(error) = self.transport.raw_socket().set_reset_on_close() {
+            tracing::debug!(%error, "a connection could not be reset");
+        }
+    }
+
+    /// Whether a shutdown ends writing only, and lets the client go on.
+    pub(super) fn set_half_close(&mut self, is_half_close: bool) {
+        self.is_half_close = is_half_close;
+    }
+
+    /// What the client still sends will not be read.
+    pub(super) fn ignore_remaining_input(&self) {
+        self.monitor.set_unread_input();
+    }
+
+    /// Writes what stands before that which hyper has to write.
+    fn poll_write_informational_heads(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut informational_heads = self.monitor.informational_heads.borrow_mut();
+        while !informational_heads.is_empty() {
+            let written =
+                ready!(Pin::new(&mut self.transport).poll_write(cx, &informational_heads))?;
+            if written == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            informational_heads.drain(..written);
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// Reads and forgets until the client closes, or has had enough of our time.
+    fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let linger = self.linger.get_or_insert_with(|| LingerState {
+            remaining_bytes: LINGER_BYTES,
+            deadline: Instant::now() + LINGER_TIME,
+            timer: LazyTimer::default(),
+        });
+        let mut scratch = [0; 8192];
+        loop {
+            let mut into = ReadBuf::new(&mut scratch);
+            match Pin::new(self.transport.raw_socket()).poll_read(cx, &mut into) {
+                Poll::Ready(Ok(())) if !into.filled().is_empty() => {
+                    self.monitor.set_unread_input();
+                    linger.remaining_bytes =
+                        linger.remaining_bytes.saturating_sub(into.filled().len());
+                    if linger.remaining_bytes == 0 {
+                        return Poll::Ready(());
+                    }
+                }
+                Poll::Ready(_) => return Poll::Ready(()),
+                Poll::Pending if !self.monitor.has_unread_input() => return Poll::Ready(()),
+                Poll::Pending => return linger.timer.poll(linger.deadline, cx),
+            }
+        }
+    }
+}
+
+impl AsyncRead for MonitoredSocket {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if this.is_closed {
+            return Poll::Ready(Ok(()));
+        }
+        if !this.read_ahead.is_empty() {
+            move_buffered(&mut this.read_ahead, into);
+            return Poll::Ready(Ok(()));
+        }
+        let before = into.filled().len();
+        ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
+        let received = into.filled().get(before..).unwrap_or_default();
+        if !received.is_empty() {
+            this.monitor.record_read();
+        }
+        if this.monitor.is_http2.get() {
+            let costly_frames = this.frame_scanner.count_costly_frames(received);
+            this.monitor.frame_budget.charge_frames(costly_frames);
+            if this.monitor.frame_budget.is_exhausted() {
+                return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for MonitoredSocket {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        ready!(this.poll_write_informational_heads(cx))?;
+        this.monitor.is_flushed.set(false);
+        Pin::new(&mut this.transport).poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        ready!(this.poll_write_informational_heads(cx))?;
+        this.monitor.is_flushed.set(false);
+        Pin::new(&mut this.transport).poll_write_vectored(cx, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.transport.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        this.monitor.is_flushed.set(true);
+        ready!(this.poll_write_informational_heads(cx))?;
+        Pin::new(&mut this.transport).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        this.is_closed |= !this.is_half_close;
+        if this.linger.is_none() {
+            ready!(Pin::new(&mut this.transport).poll_shutdown(cx))?;
+        }
+        if this.is_half_close {
+            return Poll::Ready(Ok(()));
+        }
+        this.poll_linger(cx).map(Ok)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        BUFFER_RELEASE_DELAY, ConnectionMonitor, ConnectionTimeouts, MonitoredSocket, TimeoutKind,
+    };
+    use crate::proxy::transport::{ClientStream, ClientTransport, RawSocket};
+    use std::future::poll_fn;
+    use std::pin::Pin;
+    use std::rc::Rc;
+    use std::task::Poll;
+    use std::time::Duration;
+    use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
+    use tokio::net::UnixStream;
+    use tokio::time::{Instant, advance};
+
+    const TIMEOUTS: ConnectionTimeouts = ConnectionTimeouts {
+        idle: Duration::from_secs(75),
+        request_head: Duration::from_secs(10),
+        write_stall: Duration::from_secs(30),
+    };
+
+    fn next_deadline_s(monitor: &ConnectionMonitor) -> Option<(u64, TimeoutKind)> {
+        monitor
+            .next_deadline()
+            .map(|(at, what)| ((at - Instant::now()).as_secs(), what))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_phase_has_its_own_deadline() {
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        assert_eq!(next_deadline_s(&monitor), Some((75, TimeoutKind::Idle)));
+        advance(Duration::from_secs(5)).await;
+        monitor.record_read();
+        assert_eq!(next_deadline_s(&monitor), Some((10, TimeoutKind::SlowHead)));
+        advance(Duration::from_secs(4)).await;
+        monitor.record_read();
+        assert_eq!(
+            next_deadline_s(&monitor),
+            Some((6, TimeoutKind::SlowHead)),
+            "more bytes buy no more time"
+        );
+        let request = monitor.begin_request();
+        assert_eq!(next_deadline_s(&monitor), None);
+        let body = request.clone();
+        drop(request);
+        assert_eq!(
+            next_deadline_s(&monitor),
+            None,
+            "a body keeps its request active"
+        );
+        drop(body);
+        assert_eq!(next_deadline_s(&monitor), Some((75, TimeoutKind::Idle)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_idle_connection_releases_its_buffers_before_its_timeout() {
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        monitor.set_has_buffers(true);
+        assert_eq!(
+            monitor.next_deadline(),
+            Some((
+                Instant::now() + BUFFER_RELEASE_DELAY,
+                TimeoutKind::IdleBuffers
+            ))
+        );
+        let request = monitor.begin_request();
+        assert_eq!(next_deadline_s(&monitor), None);
+        drop(request);
+        monitor.set_closing();
+        assert_eq!(
+            next_deadline_s(&monitor),
+            Some((2, TimeoutKind::Stalled)),
+            "who leaves needs no rest"
+        );
+        let short_idle = ConnectionMonitor::new(
+            ConnectionTimeouts {
+                idle: BUFFER_RELEASE_DELAY,
+                ..TIMEOUTS
+            },
+            None,
+        );
+        short_idle.set_has_buffers(true);
+        assert_eq!(
+            short_idle.next_deadline(),
+            Some((Instant::now() + BUFFER_RELEASE_DELAY, TimeoutKind::Idle))
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_blocked_write_has_a_deadline_in_any_phase() {
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        let request = monitor.begin_request();
+        monitor.record_write(&Poll::<std::io::Result<()>>::Pending);
+        advance(Duration::from_secs(10)).await;
+        monitor.record_write(&Poll::<std::io::Result<()>>::Pending);
+        assert_eq!(next_deadline_s(&monitor), Some((20, TimeoutKind::Stalled)));
+        drop(request);
+        assert_eq!(next_deadline_s(&monitor), Some((20, TimeoutKind::Stalled)));
+        monitor.record_write(&Poll::Ready(Ok(1)));
+        assert_eq!(next_deadline_s(&monitor), Some((75, TimeoutKind::Idle)));
+    }
+
+    #[tokio::test]
+    async fn informational_heads_are_written_between_responses() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        let raw = RawSocket::new(ClientStream::Unix(ours), Rc::clone(&monitor));
+        let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor));
+        monitor.queue_informational_head(b"<1>");
+        socket.flush().await.unwrap();
+        monitor.queue_informational_head(b"<2>");
+        let mut sent = 0;
+        // As much as nobody reads: the rest of the answer has to wait.
+        poll_fn(|cx| {
+            while let Poll::Ready(written) = Pin::new(&mut socket).poll_write(cx, &[b'a'; 4096]) {
+                sent += written.unwrap();
+            }
+            Poll::Ready(())
+        })
+        .await;
+        monitor.queue_informational_head(b"<dropped>");
+        let mut got = vec![0; 6 + sent];
+        theirs.read_exact(&mut got).await.unwrap();
+        socket.write_all(b"end").await.unwrap();
+        monitor.queue_informational_head(b"<dropped>");
+        socket.flush().await.unwrap();
+        monitor.queue_informational_head(b"<3>");
+        socket.write_all(b"next").await.unwrap();
+        drop(socket);
+        theirs.read_to_end(&mut got).await.unwrap();
+        let text = String::from_utf8(got).unwrap();
+        assert_eq!(text, format!("<1><2>{}end<3>next", "a".repeat(sent)));
+    }
+
+    #[tokio::test]
+    async fn input_after_shutdown_is_not_read() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        let raw = RawSocket::new(ClientStream::Unix(ours), Rc::clone(&monitor));
+        let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor));
+        socket.put_back(b"read too early");
+        socket.ignore_remaining_input();
+        let lingers =
+            poll_fn(|cx| Poll::Ready(Pin::new(&mut socket).poll_shutdown(cx).is_pending())).await;
+        assert!(lingers);
+        theirs.write_all(b"GET / HTTP/1.1").await.unwrap();
+        assert_eq!(socket.read(&mut [0; 32]).await.unwrap(), 0);
+        assert!(!poll_fn(|cx| socket.poll_next_request(cx)).await);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn http2_frames_start_no_head_timeout_and_closing_has_a_deadline() {
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None);
+        monitor.set_http2();
+        monitor.record_read();
+        assert_eq!(next_deadline_s(&monitor), Some((75, TimeoutKind::Idle)));
+        monitor.set_closing();
+        assert_eq!(next_deadline_s(&monitor), Some((2, TimeoutKind::Stalled)));
+    }
+}

@@ -1,0 +1,508 @@
+use super::*;
+use crate::policy::KeyFault;
+use crate::policy::path::PathFault;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use smallvec::{SmallVec, smallvec};
+use std::time::Duration;
+
+const JSON: ReplyStyle<'_> = ReplyStyle {
+    format: ReplyFormat::Json,
+    is_head_request: false,
+    version: Version::HTTP_11,
+    cors: CorsDecision::NotConfigured,
+};
+const TEXT: ReplyStyle<'_> = ReplyStyle {
+    format: ReplyFormat::Text,
+    ..JSON
+};
+const GRPC: ReplyStyle<'_> = ReplyStyle {
+    format: ReplyFormat::Grpc,
+    ..JSON
+};
+const BOTH: RateLimitHeaderSettings = RateLimitHeaderSettings {
+    standard: true,
+    legacy: true,
+    legacy_reset_epoch: false,
+};
+
+fn style_for_headers(fields: &[(&str, &str)]) -> ReplyStyle<'static> {
+    static NO_CORS: std::sync::LazyLock<CorsOrigins> =
+        std::sync::LazyLock::new(CorsOrigins::default);
+    let mut builder = http::Request::get("/");
+    for (name, value) in fields {
+        builder = builder.header(*name, *value);
+    }
+    ReplyStyle::from_request(&builder.body(()).unwrap().into_parts().0, &NO_CORS)
+}
+
+fn rejection(outcome: RequestOutcome<'_>, style: ReplyStyle<'_>) -> Response<Bytes> {
+    let verdict = Verdict {
+        slot_guard: None,
+        estimated_charges: Vec::new(),
+        outcome,
+        limits: SmallVec::new(),
+        now_us: 0,
+        decided_at: None,
+        source: None,
+        delay: Duration::ZERO,
+        is_degraded: false,
+        shadow_rejected: SmallVec::new(),
+    };
+    build_rejection(&verdict, BOTH, style).unwrap()
+}
+
+fn limited_outcome(retry: RetryHint, reject: Option<&RejectResponse>) -> RequestOutcome<'_> {
+    RequestOutcome::Limited(LimitRejection {
+        policy: "login",
+        violated_limits: smallvec!["login", "login-2"],
+        retry,
+        is_blocked: false,
+        reject,
+    })
+}
+
+fn json_body(response: &Response<Bytes>) -> Value {
+    serde_json::from_slice(response.body()).unwrap()
+}
+
+fn header_text<'r>(response: &'r Response<Bytes>, name: &str) -> &'r str {
+    response
+        .headers()
+        .get(name)
+        .map_or("", |value| value.to_str().unwrap())
+}
+
+#[test]
+fn limit_rejection_is_429_with_retry_headers_and_details() {
+    let response = rejection(limited_outcome(RetryHint::After(41_000_001), None), JSON);
+    assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(
+        header_text(&response, "content-type"),
+        "application/problem+json"
+    );
+    assert_eq!(header_text(&response, "retry-after"), "42");
+    assert_eq!(header_text(&response, "cache-control"), "no-store");
+    assert_eq!(
+        header_text(&response, "proxy-status"),
+        "tidegate; error=http_request_error"
+    );
+    assert_eq!(
+        header_text(&response, "content-length"),
+        response.body().len().to_string()
+    );
+    let raw = std::str::from_utf8(response.body()).unwrap();
+    assert!(raw.contains("\"retry_after\":41.000001}"), "{raw}");
+    let expected = json!({
+        "type": QUOTA_EXCEEDED, "title": "Quota Exceeded", "status": 429, "policy": "login",
+        "detail": "Over the limit of policy \"login\". Try again in 42 s.",
+        "violated-policies": ["login", "login-2"], "retry_after": 41.000001,
+    });
+    assert_eq!(json_body(&response), expected);
+}
+
+#[test]
+fn a_request_above_capacity_has_no_retry_after() {
+    let response = rejection(limited_outcome(RetryHint::Never, None), JSON);
+    assert_eq!(header_text(&response, "retry-after"), "");
+    let body = json_body(&response);
+    assert!(body.get("retry_after").is_none());
+    assert!(body["detail"].as_str().unwrap().contains("never"));
+}
+
+#[test]
+fn rejections_carry_rate_limit_headers() {
+    use crate::limiter::{Algorithm, Limit, LimitStatus, Refusal};
+    let limit = Limit {
+        requests: 5,
+        per_us: 60_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
+    let limit = crate::policy::NamedLimit {
+        name: "login".into(),
+        unit: None,
+        limit,
+    };
+    let standing = LimitStatus {
+        remaining: 0,
+        next_growth_us: Some(7),
+        refusal: Some(Refusal::Until(42_000_000)),
+    };
+    let reported = crate::enforcer::ReportedLimit {
+        limit: &limit,
+        standing,
+        key_id: 7,
+    };
+    let verdict = Verdict {
+        slot_guard: None,
+        estimated_charges: Vec::new(),
+        is_degraded: false,
+        outcome: limited_outcome(RetryHint::After(42_000_000), None),
+        limits: smallvec![reported],
+        now_us: 0,
+        decided_at: None,
+        source: None,
+        delay: Duration::ZERO,
+        shadow_rejected: SmallVec::new(),
+    };
+    let response = build_rejection(&verdict, BOTH, JSON).unwrap();
+    assert_eq!(header_text(&response, "ratelimit"), "\"login\";r=0;t=1");
+    assert_eq!(header_text(&response, "x-ratelimit-reset"), "42");
+    let forwarded = Verdict {
+        outcome: RequestOutcome::Forward,
+        ..verdict
+    };
+    assert!(build_rejection(&forwarded, BOTH, JSON).is_none());
+}
+
+#[test]
+fn denied_bad_key_and_unavailable_have_their_status() {
+    let denied = rejection(
+        RequestOutcome::Denied {
+            policy: "wall",
+            reject: None,
+        },
+        JSON,
+    );
+    assert_eq!(
+        (denied.status(), json_body(&denied)["policy"].as_str()),
+        (StatusCode::FORBIDDEN, Some("wall"))
+    );
+    assert_eq!(
+        header_text(&denied, "proxy-status"),
+        "tidegate; error=http_request_denied"
+    );
+    let fault = KeyFault::Repeated("header x".into());
+    let bad = rejection(RequestOutcome::InvalidKey { policy: "p", fault }, JSON);
+    assert_eq!(bad.status(), StatusCode::BAD_REQUEST);
+    assert!(
+        json_body(&bad)["detail"]
+            .as_str()
+            .unwrap()
+            .ends_with("header x occurs more than once.")
+    );
+    let unavailable = rejection(
+        RequestOutcome::Unavailable {
+            policy: "p",
+            retry_after_us: 500_000,
+        },
+        JSON,
+    );
+    assert_eq!(unavailable.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(
+        (
+            header_text(&unavailable, "retry-after"),
+            &json_body(&unavailable)["type"]
+        ),
+        ("1", &json!(REDUCED_CAPACITY))
+    );
+    for response in [denied, bad, unavailable] {
+        assert_eq!(header_text(&response, "cache-control"), "no-store");
+    }
+}
+
+#[test]
+fn a_custom_reject_response_keeps_retry_and_cache_headers() {
+    let reject = RejectResponse {
+        status: StatusCode::IM_A_TEAPOT,
+        body: Bytes::from_static(b"<p>later"),
+        content_type: HeaderValue::from_static("text/html"),
+        headers: vec![
+            (
+                HeaderName::from_static("x-a"),
+                HeaderValue::from_static("1"),
+            ),
+            (header::CACHE_CONTROL, HeaderValue::from_static("public")),
+            (header::RETRY_AFTER, HeaderValue::from_static("0")),
+        ],
+    };
+    let response = rejection(
+        limited_outcome(RetryHint::After(2_000_000), Some(&reject)),
+        TEXT,
+    );
+    assert_eq!(
+        (response.status(), &response.body()[..]),
+        (StatusCode::IM_A_TEAPOT, &b"<p>later"[..])
+    );
+    let sent_headers = ["content-type", "x-a", "cache-control", "retry-after"]
+        .map(|name| header_text(&response, name));
+    assert_eq!(sent_headers, ["text/html", "1", "no-store", "2"]);
+    assert_eq!(response.headers().get_all("retry-after").iter().count(), 1);
+    let never = rejection(limited_outcome(RetryHint::Never, Some(&reject)), JSON);
+    assert!(!never.headers().contains_key("retry-after"));
+    let denied = rejection(
+        RequestOutcome::Denied {
+            policy: "p",
+            reject: Some(&reject),
+        },
+        JSON,
+    );
+    assert_eq!(header_text(&denied, "retry-after"), "0");
+    let empty = RejectResponse {
+        status: StatusCode::NO_CONTENT,
+        ..reject
+    };
+    let response = rejection(
+        RequestOutcome::Denied {
+            policy: "p",
+            reject: Some(&empty),
+        },
+        JSON,
+    );
+    assert!(response.body().is_empty() && !response.headers().contains_key("content-length"));
+}
+
+#[test]
+fn an_invalid_request_closes_the_connection() {
+    let response = build_inbound_error(RequestValidationError::HostMissing.into(), JSON);
+    assert_eq!(
+        (response.status(), header_text(&response, "connection")),
+        (StatusCode::BAD_REQUEST, "close")
+    );
+    assert_eq!(json_body(&response)["detail"], "A request needs a Host.");
+    assert_eq!(json_body(&response)["type"], "about:blank");
+    assert!(
+        header_text(
+            &build_inbound_error(RequestValidationError::Connect.into(), JSON),
+            "allow"
+        )
+        .contains("GET")
+    );
+    let response = build_inbound_error(
+        RequestValidationError::Expect.into(),
+        ReplyStyle {
+            version: Version::HTTP_2,
+            ..JSON
+        },
+    );
+    assert_eq!(
+        (
+            response.status().as_u16(),
+            header_text(&response, "connection")
+        ),
+        (417, "")
+    );
+    let response = build_inbound_error(PathFault::Nul.into(), TEXT);
+    assert_eq!(header_text(&response, "connection"), "close");
+    assert_eq!(
+        response.body(),
+        "Bad Request\nThe path holds an escaped NUL.\n"
+    );
+}
+
+#[test]
+fn proxy_errors_have_their_status_and_error_type() {
+    for (what, status, error, grpc) in [
+        (
+            ProxyErrorType::ConnectRefused,
+            502,
+            "connection_refused",
+            "14",
+        ),
+        (
+            ProxyErrorType::ConnectTimeout,
+            504,
+            "connection_timeout",
+            "4",
+        ),
+        (ProxyErrorType::DnsError, 502, "dns_error", "14"),
+        (ProxyErrorType::TlsError, 502, "tls_protocol_error", "14"),
+        (
+            ProxyErrorType::ConnectionTerminated,
+            502,
+            "connection_terminated",
+            "14",
+        ),
+        (
+            ProxyErrorType::ProtocolError,
+            502,
+            "http_protocol_error",
+            "14",
+        ),
+        (
+            ProxyErrorType::ResponseTimeout,
+            504,
+            "connection_read_timeout",
+            "4",
+        ),
+        (
+            ProxyErrorType::QueueFull,
+            503,
+            "connection_limit_reached",
+            "14",
+        ),
+        (ProxyErrorType::BodyTooLarge, 413, "http_request_error", "8"),
+        (ProxyErrorType::BodyTimeout, 408, "http_request_error", "4"),
+        (ProxyErrorType::BodyInvalid, 400, "http_request_error", "3"),
+        (
+            ProxyErrorType::TooManyHeaders,
+            431,
+            "http_request_error",
+            "3",
+        ),
+    ] {
+        let response = build_proxy_error(what, JSON);
+        assert_eq!(response.status().as_u16(), status, "{what:?}");
+        assert_eq!(
+            header_text(&response, "proxy-status"),
+            format!("tidegate; error={error}")
+        );
+        assert_eq!(json_body(&response)["status"], status);
+        assert_eq!(
+            header_text(&response, "connection"),
+            if matches!(status, 400 | 408 | 413) {
+                "close"
+            } else {
+                ""
+            }
+        );
+        assert_eq!(
+            header_text(&build_proxy_error(what, GRPC), "grpc-status"),
+            grpc,
+            "{what:?}"
+        );
+    }
+    assert_eq!(
+        header_text(
+            &build_proxy_error(ProxyErrorType::QueueFull, JSON),
+            "retry-after"
+        ),
+        "1"
+    );
+}
+
+#[test]
+fn grpc_rejections_are_headers_only() {
+    let response = rejection(limited_outcome(RetryHint::After(2_000_000), None), GRPC);
+    assert_eq!(
+        (response.status(), response.body().len()),
+        (StatusCode::OK, 0)
+    );
+    let header_names = [
+        "content-type",
+        "grpc-status",
+        "grpc-message",
+        "retry-after",
+        "cache-control",
+    ];
+    assert_eq!(
+        header_names.map(|name| header_text(&response, name)),
+        [
+            "application/grpc",
+            "8",
+            "Over the limit of policy \"login\". Try again in 2 s.",
+            "2",
+            "no-store"
+        ]
+    );
+    let code = |outcome| header_text(&rejection(outcome, GRPC), "grpc-status").to_owned();
+    assert_eq!(
+        code(RequestOutcome::Denied {
+            policy: "p",
+            reject: None
+        }),
+        "7"
+    );
+    assert_eq!(
+        code(RequestOutcome::Unavailable {
+            policy: "p",
+            retry_after_us: 1
+        }),
+        "14"
+    );
+    assert_eq!(
+        code(RequestOutcome::InvalidKey {
+            policy: "p",
+            fault: KeyFault::Missing("x".into())
+        }),
+        "3"
+    );
+    assert_eq!(percent_encode("100% \u{e9}\n"), "100%25 %C3%A9%0A");
+}
+
+#[test]
+fn head_replies_have_the_headers_of_get() {
+    let get = rejection(limited_outcome(RetryHint::After(1), None), JSON);
+    let head = rejection(
+        limited_outcome(RetryHint::After(1), None),
+        ReplyStyle {
+            is_head_request: true,
+            ..JSON
+        },
+    );
+    assert_eq!(head.headers(), get.headers());
+    assert!(head.body().is_empty() && !get.body().is_empty());
+}
+
+#[test]
+fn the_format_follows_accept() {
+    for (accept, format) in [
+        ("*/*", ReplyFormat::Json),
+        ("", ReplyFormat::Json),
+        ("text/plain", ReplyFormat::Text),
+        ("text/html", ReplyFormat::Json),
+        (
+            "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8",
+            ReplyFormat::Json,
+        ),
+        ("application/json, text/plain", ReplyFormat::Json),
+        (
+            "application/json;q=0.5, text/plain;q=0.51",
+            ReplyFormat::Text,
+        ),
+        (
+            "TEXT/Plain ; Q=0.9, application/problem+json; q=0.899",
+            ReplyFormat::Text,
+        ),
+        ("text/plain, */*;q=0.1", ReplyFormat::Text),
+        ("*/*, text/plain;q=0.1", ReplyFormat::Json),
+        ("text/plain, application/*;q=0.2", ReplyFormat::Text),
+        ("text/*, application/json;q=0.9", ReplyFormat::Text),
+        ("text/plain;q=0", ReplyFormat::Json),
+        ("text/plain;q=2", ReplyFormat::Json),
+        ("text/plain;q=0.0001", ReplyFormat::Json),
+        ("text/plain;q=x", ReplyFormat::Json),
+    ] {
+        assert_eq!(
+            style_for_headers(&[("accept", accept)]).format,
+            format,
+            "{accept}"
+        );
+    }
+    assert_eq!(style_for_headers(&[]).format, ReplyFormat::Json);
+    let lines = [
+        ("accept", "application/json;q=0.1"),
+        ("accept", "text/plain"),
+    ];
+    assert_eq!(style_for_headers(&lines).format, ReplyFormat::Text);
+    let grpc = [
+        ("content-type", "Application/grpc+proto"),
+        ("accept", "text/plain"),
+    ];
+    assert_eq!(style_for_headers(&grpc).format, ReplyFormat::Grpc);
+}
+
+proptest! {
+    #[test]
+    fn push_seconds_is_exact(us: u64) {
+        let mut out = String::new();
+        push_seconds(&mut out, us);
+        let (whole, fraction) = out.split_once('.').unwrap();
+        prop_assert_eq!(fraction.len(), 6);
+        let back = whole.parse::<u128>().unwrap() * 1_000_000 + fraction.parse::<u128>().unwrap();
+        prop_assert_eq!(back, u128::from(us));
+    }
+
+    #[test]
+    fn any_text_is_encoded_as_a_json_string(text: String) {
+        let mut out = String::new();
+        push_json_string(&mut out, &text);
+        prop_assert_eq!(serde_json::from_str::<String>(&out).unwrap(), text);
+    }
+
+    #[test]
+    fn any_accept_header_is_handled(accept in prop::collection::vec(any::<u8>(), 0..40)) {
+        let Ok(accept) = HeaderValue::from_bytes(&accept) else { return Ok(()) };
+        prefers_text(&HeaderMap::from_iter([(header::ACCEPT, accept)]));
+    }
+}

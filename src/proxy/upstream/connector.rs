@@ -1,0 +1,465 @@
+//! New connections: name, address, socket, TLS.
+
+use arc_swap::ArcSwap;
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
+use std::fmt;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpStream, UnixStream, lookup_host};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_rustls::rustls::ClientConfig;
+
+use super::{UpstreamError, UpstreamErrorKind, format_error_chain};
+use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
+use crate::tls::ClientTls;
+
+/// Of a name's addresses, the next one is tried when the last one has not answered for so long (RFC 8305, 5).
+const HAPPY_EYEBALLS_DELAY: Duration = Duration::from_millis(250);
+/// A machine that vanished is found after half as long again, also in the middle of a quiet response.
+const TCP_KEEPALIVE_TIME: Duration = Duration::from_secs(60);
+
+/// A URL whose host can't be spoken of.
+#[derive(Debug, thiserror::Error)]
+#[error("upstream.url: {0:?} cannot stand in a Host header")]
+pub struct UpstreamUrlError(pub(super) String);
+
+/// Makes connections to the one upstream there is.
+pub(super) struct UpstreamConnector {
+    /// What holds for new connections; a reload changes it.
+    tls: Option<ArcSwap<UpstreamTls>>,
+}
+
+/// Which protocols a server may choose from, where it has a choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AlpnOffer {
+    /// HTTP/2 and HTTP/1.1.
+    Http2AndHttp1,
+    /// HTTP/1.1, in which an upgrade is possible.
+    Http1Only,
+}
+
+struct UpstreamTls {
+    client_tls: ClientTls,
+    http2_connector: TlsConnector,
+    http1_connector: TlsConnector,
+}
+
+impl UpstreamConnector {
+    pub(super) fn new(settings: &UpstreamSettings) -> Self {
+        Self {
+            tls: settings
+                .tls
+                .clone()
+                .map(|client| ArcSwap::from_pointee(UpstreamTls::new(client))),
+        }
+    }
+
+    /// Uses other certificates from now on. An upstream that is not spoken to by TLS stays so.
+    pub(super) fn update_tls(&self, client: &ClientTls) {
+        if let Some(tls) = &self.tls
+            && tls.load().client_tls != *client
+        {
+            tls.store(Arc::new(UpstreamTls::new(client.clone())));
+            tracing::info!("new connections to the upstream use the new certificates");
+        }
+    }
+
+    /// One try, all in, within `connect_timeout`.
+    pub(super) async fn connect(
+        &self,
+        settings: &UpstreamSettings,
+        offer: AlpnOffer,
+    ) -> Result<UpstreamSocket, UpstreamError> {
+        let limit = settings.connect_timeout;
+        let (host, port, scheme) = match &settings.url {
+            UpstreamUrl::Net { host, port, scheme } => (host, *port, *scheme),
+            UpstreamUrl::Unix(path) => {
+                let socket = with_connect_timeout(limit, async {
+                    UnixStream::connect(path).await.map_err(map_connect_error)
+                });
+                return Ok(UpstreamSocket::new(
+                    SocketTransport::Unix(socket.await?),
+                    false,
+                ));
+            }
+        };
+        with_connect_timeout(limit, async {
+            let socket = connect_tcp(host, port).await?;
+            match &self.tls {
+                None => Ok(UpstreamSocket::new(
+                    SocketTransport::Plain(socket),
+                    scheme == UpstreamScheme::H2c,
+                )),
+                Some(tls) => perform_tls_handshake(&tls.load_full(), host, socket, offer).await,
+            }
+        })
+        .await
+    }
+}
+
+async fn with_connect_timeout<T>(
+    limit: Duration,
+    connecting: impl Future<Output = Result<T, UpstreamError>>,
+) -> Result<T, UpstreamError> {
+    timeout(limit, connecting).await.unwrap_or_else(|_elapsed| {
+        let detail = format!("no connection within {limit:?}");
+        Err(UpstreamError {
+            kind: UpstreamErrorKind::ConnectTimeout,
+            detail,
+        })
+    })
+}
+
+impl UpstreamTls {
+    fn new(client: ClientTls) -> Self {
+        let connector_with_alpn = |protocols: &[&[u8]]| {
+            let mut config = ClientConfig::clone(client.config());
+            config.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
+            TlsConnector::from(Arc::new(config))
+        };
+        let (http2_connector, http1_connector) = (
+            connector_with_alpn(&[b"h2", b"http/1.1"]),
+            connector_with_alpn(&[b"http/1.1"]),
+        );
+        Self {
+            client_tls: client,
+            http2_connector,
+            http1_connector,
+        }
+    }
+}
+
+async fn perform_tls_handshake(
+    tls: &UpstreamTls,
+    host: &str,
+    socket: TcpStream,
+    offer: AlpnOffer,
+) -> Result<UpstreamSocket, UpstreamError> {
+    let failed = |detail| UpstreamError {
+        kind: UpstreamErrorKind::Tls,
+        detail,
+    };
+    let name = tls.client_tls.server_name_for(host);
+    let name =
+        name.map_err(|_invalid| failed(format!("{host:?} can't be the name in a certificate")))?;
+    let connector = if offer == AlpnOffer::Http2AndHttp1 {
+        &tls.http2_connector
+    } else {
+        &tls.http1_connector
+    };
+    let stream = connector
+        .connect(name, socket)
+        .await
+        .map_err(|error| failed(format_error_chain(&error)))?;
+    let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
+    Ok(UpstreamSocket::new(
+        SocketTransport::Tls(Box::new(stream)),
+        is_http2,
+    ))
+}
+
+/// The name is looked up each time: in a cluster addresses change. Its addresses are tried in their order, the two
+/// families by turns, each for a moment alone.
+async fn connect_tcp(host: &str, port: u16) -> Result<TcpStream, UpstreamError> {
+    let dns = |why: String| UpstreamError {
+        kind: UpstreamErrorKind::Dns,
+        detail: format!("{host}: {why}"),
+    };
+    let addresses = lookup_host((host, port))
+        .await
+        .map_err(|error| dns(error.to_string()))?;
+    let mut addresses = interleave_address_families(addresses.collect())
+        .into_iter()
+        .peekable();
+    let (mut tries, mut failed) = (FuturesUnordered::new(), None);
+    loop {
+        tries.extend(addresses.next().map(TcpStream::connect));
+        tokio::select! {
+            biased;
+            tried = tries.next() => match tried {
+                Some(Ok(socket)) => {
+                    set_socket_options(&socket).map_err(map_connect_error)?;
+                    return Ok(socket);
+                }
+                Some(Err(error)) => failed = Some(map_connect_error(error)),
+                None => return Err(failed.unwrap_or_else(|| dns("no addresses".to_owned()))),
+            },
+            () = sleep(HAPPY_EYEBALLS_DELAY), if addresses.peek().is_some() => {}
+        }
+    }
+}
+
+/// The families by turns, beginning with the first one's (RFC 8305, 4): a family that leads nowhere must not use up all
+/// the time.
+fn interleave_address_families(addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
+    let ipv6_first = addresses.first().is_some_and(SocketAddr::is_ipv6);
+    let (first, second): (Vec<_>, Vec<_>) = addresses
+        .into_iter()
+        .partition(|address| address.is_ipv6() == ipv6_first);
+    let turns = first.len().max(second.len());
+    (0..turns)
+        .flat_map(|turn| first.get(turn).into_iter().chain(second.get(turn)))
+        .copied()
+        .collect()
+}
+
+fn set_socket_options(socket: &TcpStream) -> io::Result<()> {
+    // Without it, small requests may wait for the acknowledgement of the last ones.
+    socket.set_nodelay(true)?;
+    let keepalive = socket2::TcpKeepalive::new()
+        .with_time(TCP_KEEPALIVE_TIME)
+        .with_interval(TCP_KEEPALIVE_TIME / 6)
+        .with_retries(3);
+    socket2::SockRef::from(socket).set_tcp_keepalive(&keepalive)
+}
+
+fn map_connect_error(error: io::Error) -> UpstreamError {
+    let kind = match error.kind() {
+        io::ErrorKind::ConnectionRefused => UpstreamErrorKind::ConnectRefused,
+        io::ErrorKind::TimedOut => UpstreamErrorKind::ConnectTimeout,
+        _ => UpstreamErrorKind::ConnectFailed,
+    };
+    UpstreamError {
+        kind,
+        detail: format_error_chain(&error),
+    }
+}
+
+impl fmt::Debug for UpstreamConnector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connector")
+            .field("tls", &self.tls.is_some())
+            .finish()
+    }
+}
+
+/// A connection's bytes, in the clear or not.
+///
+/// An upstream may answer an upload early, e.g. with 413, and close: writing then fails while the answer
+/// waits to be read. So a broken write is passed over, and the reading side tells how it ended,
+/// unless it has said so before: in a tunnel, writing may go on after that.
+#[derive(Debug)]
+pub(super) struct UpstreamSocket {
+    transport: SocketTransport,
+    is_http2: bool,
+    /// Something has been read since somebody asked.
+    read_activity: Arc<AtomicBool>,
+    /// Writing has failed.
+    write_failed: bool,
+    /// Reading has come to an end in good order.
+    read_ended: bool,
+    /// Free when the socket is closed, not when somebody wants it closed.
+    _permit: Option<OwnedSemaphorePermit>,
+}
+
+#[derive(Debug)]
+enum SocketTransport {
+    Plain(TcpStream),
+    Unix(UnixStream),
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+impl UpstreamSocket {
+    fn new(io: SocketTransport, is_http2: bool) -> Self {
+        Self {
+            transport: io,
+            is_http2,
+            read_activity: Arc::default(),
+            write_failed: false,
+            read_ended: false,
+            _permit: None,
+        }
+    }
+
+    /// What was agreed upon.
+    pub(super) fn is_http2(&self) -> bool {
+        self.is_http2
+    }
+
+    /// Set whenever something has been read.
+    pub(super) fn read_activity(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.read_activity)
+    }
+
+    /// Holds `permit` as long as the connection is open.
+    pub(super) fn with_permit(self, permit: OwnedSemaphorePermit) -> Self {
+        Self {
+            _permit: Some(permit),
+            ..self
+        }
+    }
+
+    /// The address that was connected to.
+    pub(super) fn peer(&self) -> Option<IpAddr> {
+        let socket = match &self.transport {
+            SocketTransport::Plain(socket) => socket,
+            SocketTransport::Tls(stream) => stream.get_ref().0,
+            SocketTransport::Unix(_) => return None,
+        };
+        socket.peer_addr().ok().map(|address| address.ip())
+    }
+
+    fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Unpin)> {
+        match &mut self.transport {
+            SocketTransport::Plain(socket) => Pin::new(socket),
+            SocketTransport::Unix(socket) => Pin::new(socket),
+            SocketTransport::Tls(stream) => Pin::new(stream.as_mut()),
+        }
+    }
+
+    /// What a write came to; `unheard` if it broke.
+    fn mask_write_failure<T>(
+        &mut self,
+        result: Poll<io::Result<T>>,
+        value_if_broken: T,
+    ) -> Poll<io::Result<T>> {
+        match result {
+            Poll::Ready(Err(error))
+                if !self.read_ended
+                    && matches!(
+                        error.kind(),
+                        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
+                    ) =>
+            {
+                self.write_failed = true;
+                Poll::Ready(Ok(value_if_broken))
+            }
+            result => result,
+        }
+    }
+}
+
+impl AsyncRead for UpstreamSocket {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let before = into.filled().len();
+        ready!(match &mut this.transport {
+            SocketTransport::Plain(socket) => Pin::new(socket).poll_read(cx, into),
+            SocketTransport::Unix(socket) => Pin::new(socket).poll_read(cx, into),
+            SocketTransport::Tls(stream) => Pin::new(stream).poll_read(cx, into),
+        })?;
+        if this.write_failed && into.filled().len() == before {
+            // No end in good order: the failed write has used up the error that reading would have had.
+            return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
+        }
+        this.read_activity.store(true, Ordering::Relaxed);
+        this.read_ended |= into.filled().len() == before && into.remaining() > 0;
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for UpstreamSocket {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let result = this.writer().poll_write(cx, bytes);
+        this.mask_write_failure(result, bytes.len())
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let result = this.writer().poll_write_vectored(cx, bytes);
+        this.mask_write_failure(result, bytes.iter().map(|slice| slice.len()).sum())
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match &self.transport {
+            SocketTransport::Plain(socket) => socket.is_write_vectored(),
+            SocketTransport::Unix(socket) => socket.is_write_vectored(),
+            SocketTransport::Tls(stream) => stream.is_write_vectored(),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let result = this.writer().poll_flush(cx);
+        this.mask_write_failure(result, ())
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.get_mut().writer().poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{SocketTransport, UpstreamSocket, interleave_address_families};
+    use std::net::SocketAddr;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::{TcpListener, TcpStream};
+
+    #[test]
+    fn interleaves_ipv4_and_ipv6_addresses() {
+        let interleave = |found: &[&str]| {
+            let found: Vec<SocketAddr> = found
+                .iter()
+                .map(|address| address.parse().unwrap())
+                .collect();
+            interleave_address_families(found)
+                .iter()
+                .map(SocketAddr::to_string)
+                .collect::<Vec<_>>()
+        };
+        let (four, six) = (
+            ["1.0.0.1:1", "1.0.0.2:1"],
+            ["[::1]:1", "[::2]:1", "[::3]:1"],
+        );
+        assert_eq!(
+            interleave(&[six[0], six[1], six[2], four[0], four[1]]),
+            [six[0], four[0], six[1], four[1], six[2]]
+        );
+        assert_eq!(
+            interleave(&[four[0], four[1], six[0]]),
+            [four[0], six[0], four[1]]
+        );
+        assert_eq!(interleave(&six), six);
+        assert!(interleave(&[]).is_empty());
+    }
+
+    #[tokio::test]
+    async fn reads_the_response_after_a_write_failed() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let ours = TcpStream::connect(listener.local_addr().unwrap())
+            .await
+            .unwrap();
+        let (mut theirs, _) = listener.accept().await.unwrap();
+        let mut stream = UpstreamSocket::new(SocketTransport::Plain(ours), false);
+        stream.write_all(b"never read").await.unwrap();
+        theirs.readable().await.unwrap();
+        theirs.write_all(b"no").await.unwrap();
+        // With bytes unread, the kernel resets.
+        drop(theirs);
+        while !stream.write_failed {
+            stream.write_all(b"more").await.unwrap();
+        }
+        let mut answer = [0; 2];
+        stream.read_exact(&mut answer).await.unwrap();
+        assert_eq!(&answer, b"no");
+        stream.read_u8().await.expect_err("cut off, not ended");
+        assert_eq!(
+            stream.read(&mut answer).await.unwrap_err().kind(),
+            std::io::ErrorKind::ConnectionReset
+        );
+    }
+}

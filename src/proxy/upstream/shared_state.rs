@@ -1,0 +1,100 @@
+//! What all workers' connections to the upstream have in common.
+
+use http::HeaderValue;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+use tokio::sync::{Semaphore, watch};
+
+use super::UpstreamError;
+use super::connector::{UpstreamConnector, UpstreamUrlError};
+use crate::proxy::UpstreamSettings;
+use crate::telemetry::LogThrottle;
+use crate::tls::ClientTls;
+
+/// While the upstream is away, the log says so this often.
+const ERROR_LOG_INTERVAL: Duration = Duration::from_secs(10);
+
+/// What all workers may do together, and how to reach the upstream.
+#[derive(Debug)]
+pub struct UpstreamSharedState {
+    pub(super) settings: UpstreamSettings,
+    /// The upstream's name in a `Host` field.
+    pub(super) authority: HeaderValue,
+    pub(super) connector: UpstreamConnector,
+    pub(super) max_idle_per_worker: usize,
+    /// A permit per open connection.
+    pub(super) connection_permits: Arc<Semaphore>,
+    /// Requests that wait for one.
+    pub(super) queued_requests: AtomicUsize,
+    /// Requests that wait for their turn first.
+    pub(super) delayed_requests: AtomicUsize,
+    /// Changes whenever a request begins to wait.
+    pub(super) queue_signal: watch::Sender<()>,
+    /// For the log, when no request gets through.
+    pub(super) error_log_throttle: LogThrottle,
+}
+
+impl UpstreamSharedState {
+    /// `workers`: how many will share.
+    ///
+    /// # Errors
+    /// When the URL names no valid host.
+    pub fn new(settings: UpstreamSettings, workers: usize) -> Result<Arc<Self>, UpstreamUrlError> {
+        let connector = UpstreamConnector::new(&settings);
+        let authority = settings.url.authority();
+        let authority =
+            HeaderValue::try_from(&authority).map_err(|_invalid| UpstreamUrlError(authority))?;
+        Ok(Arc::new(Self {
+            connector,
+            authority,
+            max_idle_per_worker: settings.pool_max_idle.div_ceil(workers.max(1)),
+            connection_permits: Arc::new(Semaphore::new(
+                settings.max_connections.min(Semaphore::MAX_PERMITS),
+            )),
+            queued_requests: AtomicUsize::new(0),
+            delayed_requests: AtomicUsize::new(0),
+            queue_signal: watch::Sender::new(()),
+            error_log_throttle: LogThrottle::new(ERROR_LOG_INTERVAL),
+            settings,
+        }))
+    }
+
+    /// What a reload brings: new connections show and trust these certificates.
+    pub fn update_tls(&self, tls: Option<&ClientTls>) {
+        if let Some(tls) = tls {
+            self.connector.update_tls(tls);
+        }
+    }
+}
+
+impl UpstreamSharedState {
+    /// Counts one more in a queue, unless all queues together are full.
+    pub(super) fn reserve_queue_slot(&self, queue: &AtomicUsize) -> Result<(), UpstreamError> {
+        let limit = self.settings.max_requests_waiting;
+        queue.fetch_add(1, Ordering::SeqCst);
+        let total = self.queued_requests.load(Ordering::SeqCst)
+            + self.delayed_requests.load(Ordering::SeqCst);
+        if total > limit {
+            queue.fetch_sub(1, Ordering::SeqCst);
+            return Err(UpstreamError::queue_full(limit));
+        }
+        Ok(())
+    }
+}
+
+/// A place among the held.
+pub(super) struct DelaySlotGuard<'s>(&'s UpstreamSharedState);
+
+impl<'s> DelaySlotGuard<'s> {
+    pub(super) fn acquire(shared: &'s UpstreamSharedState) -> Result<Self, UpstreamError> {
+        shared.reserve_queue_slot(&shared.delayed_requests)?;
+        Ok(Self(shared))
+    }
+}
+
+impl Drop for DelaySlotGuard<'_> {
+    fn drop(&mut self) {
+        self.0.delayed_requests.fetch_sub(1, Ordering::SeqCst);
+    }
+}

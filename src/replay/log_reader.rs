@@ -1,0 +1,206 @@
+//! The bytes of a log, line by line: a file or stdin, packed by gzip or not. Whatever is in it, a line is bounded, and
+//! what can't be read ends it there.
+
+use super::parsers::AccessLogFormat;
+use flate2::bufread::MultiGzDecoder;
+use std::cell::Cell;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
+use std::rc::Rc;
+
+/// The longest line that is read, in bytes; a longer one counts as broken.
+pub(super) const MAX_LINE_BYTES: usize = (64 << 10) - 1;
+
+/// Bytes read at a time, at least twice [`MAX_LINE_BYTES`].
+const BUFFER_BYTES: usize = 256 << 10;
+
+/// Lines that are looked at to find out the format.
+const DETECTION_LINES: usize = 50;
+
+/// One log.
+pub(super) struct AccessLogReader {
+    /// For people.
+    pub(super) name: String,
+    reader: Box<dyn Read>,
+    buffer: Box<[u8]>,
+    start: usize,
+    end: usize,
+    /// Nothing more comes.
+    ended: bool,
+    /// What ended it too early.
+    pub(super) read_error: Option<io::Error>,
+}
+
+/// A line, or why there is none.
+pub(super) enum RawLogLine<'i> {
+    Line(&'i [u8]),
+    /// Longer than [`MAX_LINE_BYTES`]; its beginning.
+    TooLong(&'i [u8]),
+    End,
+}
+
+impl AccessLogReader {
+    /// Opens a file, or stdin for `-`. `progress` hears of the bytes read, before they are unpacked.
+    ///
+    /// # Errors
+    /// If it can't be opened, or its first bytes can't be read.
+    pub(super) fn open(path: &Path, bytes_read: Rc<Cell<u64>>) -> io::Result<Self> {
+        let (name, raw): (_, Box<dyn Read>) = if path.as_os_str() == "-" {
+            ("stdin".to_owned(), Box::new(io::stdin().lock()))
+        } else {
+            let file = File::open(path)?;
+            if file.metadata()?.is_dir() {
+                return Err(io::ErrorKind::IsADirectory.into());
+            }
+            (path.display().to_string(), Box::new(file))
+        };
+        let mut raw = BufReader::with_capacity(
+            64 << 10,
+            CountingReader {
+                inner: raw,
+                bytes_read,
+            },
+        );
+        // The magic bytes, by RFC 1952, 2.3.1.
+        let is_gzip = raw.fill_buf()?.starts_with(&[0x1f, 0x8b]);
+        let reader: Box<dyn Read> = if is_gzip {
+            Box::new(MultiGzDecoder::new(raw))
+        } else {
+            Box::new(raw)
+        };
+        Ok(Self {
+            name,
+            reader,
+            buffer: vec![0; BUFFER_BYTES].into(),
+            start: 0,
+            end: 0,
+            ended: false,
+            read_error: None,
+        })
+    }
+
+    /// The format of its first lines, which are read once more later. `None`: nothing that is known.
+    pub(super) fn detect_format(&mut self) -> Option<AccessLogFormat> {
+        while !self.ended
+            && self.end < self.buffer.len()
+            && self.first_lines().count() <= DETECTION_LINES
+        {
+            self.fill_buffer();
+        }
+        AccessLogFormat::detect(self.first_lines())
+    }
+
+    fn first_lines(&self) -> impl Iterator<Item = &[u8]> + Clone {
+        let head = self.buffer.get(self.start..self.end).unwrap_or_default();
+        head.split(|byte| *byte == b'\n')
+            .filter(|line| !line.trim_ascii().is_empty())
+            .take(DETECTION_LINES)
+    }
+
+    /// The next line that isn't empty, without its newline.
+    pub(super) fn next_line(&mut self) -> RawLogLine<'_> {
+        loop {
+            let rest = self.buffer.get(self.start..self.end).unwrap_or_default();
+            if let Some(length) = memchr::memchr(b'\n', rest) {
+                let from = self.start;
+                self.start += length + 1;
+                let length = if rest.get(..length).is_some_and(|line| line.ends_with(b"\r")) {
+                    length - 1
+                } else {
+                    length
+                };
+                match length {
+                    0 => continue,
+                    1..=MAX_LINE_BYTES => return RawLogLine::Line(self.slice(from, length)),
+                    _ => return RawLogLine::TooLong(self.slice(from, MAX_LINE_BYTES)),
+                }
+            }
+            if rest.len() > MAX_LINE_BYTES {
+                return self.skip_oversized_line();
+            }
+            if self.ended {
+                let (from, length) = (self.start, rest.len());
+                self.start = self.end;
+                return if length == 0 {
+                    RawLogLine::End
+                } else {
+                    RawLogLine::Line(self.slice(from, length))
+                };
+            }
+            self.fill_buffer();
+        }
+    }
+
+    fn slice(&self, from: usize, length: usize) -> &[u8] {
+        self.buffer.get(from..from + length).unwrap_or_default()
+    }
+
+    /// Passes by a line that is too long, keeping its beginning for people.
+    fn skip_oversized_line(&mut self) -> RawLogLine<'_> {
+        // What is moved to the front stays there: only what comes behind it is filled again.
+        self.buffer.copy_within(self.start..self.end, 0);
+        let mut end = self.end - self.start;
+        loop {
+            let newline = memchr::memchr(
+                b'\n',
+                self.buffer.get(MAX_LINE_BYTES..end).unwrap_or_default(),
+            );
+            if let Some(at) = newline {
+                (self.start, self.end) = (MAX_LINE_BYTES + at + 1, end);
+                break;
+            }
+            end = MAX_LINE_BYTES;
+            match self.read_into(end) {
+                0 => {
+                    (self.start, self.end) = (0, 0);
+                    break;
+                }
+                read => end += read,
+            }
+        }
+        RawLogLine::TooLong(self.slice(0, MAX_LINE_BYTES))
+    }
+
+    fn fill_buffer(&mut self) {
+        self.buffer.copy_within(self.start..self.end, 0);
+        (self.start, self.end) = (0, self.end - self.start);
+        let read = self.read_into(self.end);
+        self.end += read;
+    }
+
+    /// How many bytes came; 0: there are no more.
+    fn read_into(&mut self, from: usize) -> usize {
+        loop {
+            let read = self
+                .reader
+                .read(self.buffer.get_mut(from..).unwrap_or_default());
+            match read {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Ok(read @ 1..) => return read,
+                Ok(_) => {
+                    self.ended = true;
+                    return 0;
+                }
+                Err(error) => {
+                    self.ended = true;
+                    self.read_error = Some(error);
+                    return 0;
+                }
+            }
+        }
+    }
+}
+
+struct CountingReader<R> {
+    inner: R,
+    bytes_read: Rc<Cell<u64>>,
+}
+
+impl<R: Read> Read for CountingReader<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.inner.read(buffer)?;
+        self.bytes_read.set(self.bytes_read.get() + read as u64);
+        Ok(read)
+    }
+}

@@ -1,0 +1,224 @@
+//! What a log does not tell, and which policies can't be judged because of it.
+
+use super::parsers::RequiredHeaders;
+use crate::limiter::Algorithm;
+use crate::policy::{
+    CostSource, KeyPart, Matcher, MissingKeyAction, Policy, PolicyAction, PolicyTable, Quota,
+};
+use http::HeaderName;
+use http::header::COOKIE;
+use std::collections::BTreeSet;
+
+/// How many requests told what.
+#[derive(Clone, Debug, Default)]
+pub(super) struct FieldCoverage {
+    pub(super) requests: u64,
+    pub(super) with_peer: u64,
+    pub(super) with_host: u64,
+    pub(super) with_duration: u64,
+    /// Answered 429 then.
+    pub(super) answered_429: u64,
+    /// By place in [`Wanted`].
+    pub(super) with_header: Vec<u64>,
+    /// Requests of a log that has no queries.
+    pub(super) without_query: u64,
+    /// Whose peer is a trusted proxy, but who is behind it isn't told.
+    pub(super) hidden_clients: u64,
+}
+
+/// Sentences about what could not be judged, for people.
+pub(super) fn describe_missing_fields(
+    table: &PolicyTable,
+    coverage: &FieldCoverage,
+    required_headers: &RequiredHeaders,
+) -> Vec<String> {
+    if coverage.requests == 0 {
+        return Vec::new();
+    }
+    let has_header = |name: &HeaderName| {
+        let header_index = required_headers
+            .names()
+            .iter()
+            .position(|wanted| wanted == name);
+        header_index
+            .and_then(|place| coverage.with_header.get(place))
+            .is_some_and(|count| *count > 0)
+    };
+    let check = MissingFieldCheck {
+        coverage,
+        has_header: &has_header,
+        token_header: table.token_reader().map(|reader| reader.header_name()),
+    };
+    let mut sentences: Vec<String> = table
+        .policies()
+        .iter()
+        .filter_map(|policy| check.describe_policy(policy))
+        .collect();
+    if table.distinguishes_clients() {
+        if coverage.with_peer < coverage.requests {
+            let missing = coverage.requests - coverage.with_peer;
+            sentences.push(format!(
+                "{missing} of {} requests have no client address in the log: they were judged as one client, 0.0.0.0",
+                coverage.requests
+            ));
+        }
+        if coverage.hidden_clients > 0 {
+            sentences.push(format!(
+                "{} of {} requests came from a trusted proxy, and the log doesn't tell {} for them: everybody behind \
+                 that proxy was judged as one client. Where the log has it, say so: --header-from {}=FIELD",
+                coverage.hidden_clients, coverage.requests, table.client.ip_header, table.client.ip_header
+            ));
+        }
+    }
+    sentences
+}
+
+struct MissingFieldCheck<'a> {
+    coverage: &'a FieldCoverage,
+    has_header: &'a dyn Fn(&HeaderName) -> bool,
+    /// Where tokens would stand.
+    token_header: Option<&'a HeaderName>,
+}
+
+impl MissingFieldCheck<'_> {
+    fn describe_policy(&self, policy: &Policy) -> Option<String> {
+        let mut missing_conditions = BTreeSet::new();
+        self.collect_missing_conditions(&policy.matcher, &mut missing_conditions);
+        let mut texts = Vec::new();
+        if !missing_conditions.is_empty() {
+            let names: Vec<String> = missing_conditions.into_iter().collect();
+            texts.push(format!(
+                "its conditions on {} were judged as if no request had any",
+                names.join(", ")
+            ));
+        }
+        if let PolicyAction::Limit(quota) = &policy.action {
+            self.describe_quota(quota, &mut texts);
+        }
+        (!texts.is_empty()).then(|| {
+            format!(
+                "policy {}: the log doesn't tell all: {}",
+                policy.name,
+                texts.join("; ")
+            )
+        })
+    }
+
+    fn describe_quota(&self, quota: &Quota, texts: &mut Vec<String>) {
+        let missing = quota
+            .key
+            .parts()
+            .iter()
+            .filter(|part| !self.has_key_part(part));
+        let missing: Vec<String> = missing.map(ToString::to_string).collect();
+        if !missing.is_empty() {
+            let consequence = match quota.missing_key {
+                MissingKeyAction::Shared => {
+                    "all requests share that part (missing_key = \"shared\")"
+                }
+                MissingKeyAction::Skip => "it applied to nobody (missing_key = \"skip\")",
+                MissingKeyAction::Reject => "it refused everybody (missing_key = \"reject\")",
+            };
+            texts.push(format!(
+                "of its key {} is missing, so {consequence}",
+                missing.join(", ")
+            ));
+        }
+        match &quota.cost {
+            CostSource::Header(cost) if !(self.has_header)(&cost.name) => {
+                texts.push(format!(
+                    "every request cost {}, for want of {}",
+                    cost.default, cost.name
+                ));
+            }
+            CostSource::Estimate(cost) => {
+                texts.push(format!(
+                    "every request cost its estimate, {}: responses are not in a log",
+                    cost.estimate
+                ));
+            }
+            CostSource::Fixed(_) | CostSource::Header(_) => {}
+        }
+        let mut limits = quota.limits.iter().chain(
+            quota
+                .overrides
+                .as_slice()
+                .iter()
+                .flat_map(|entry| &entry.limits),
+        );
+        let is_concurrency =
+            limits.any(|named| matches!(named.limit.algorithm, Algorithm::Concurrency { .. }));
+        if is_concurrency && self.coverage.with_duration < self.coverage.requests {
+            let without = self.coverage.requests - self.coverage.with_duration;
+            texts.push(format!(
+                "{without} of {} requests have no duration, so its concurrency was judged without them",
+                self.coverage.requests
+            ));
+        }
+    }
+
+    fn has_key_part(&self, part: &KeyPart) -> bool {
+        match part {
+            KeyPart::Header(name) => (self.has_header)(name),
+            KeyPart::Cookie(_) => (self.has_header)(&COOKIE),
+            KeyPart::Query(_) => self.has_query(),
+            KeyPart::Host => self.coverage.with_host > 0,
+            KeyPart::Claim(_) => self.has_token(),
+            KeyPart::ClientCertSan | KeyPart::ClientCertCn => false,
+            KeyPart::ClientIp
+            | KeyPart::PathCaptures(_)
+            | KeyPart::Method
+            | KeyPart::WholePath
+            | KeyPart::Const(_)
+            // A log has requests: such a policy matches none.
+            | KeyPart::DescriptorEntry(_)
+            | KeyPart::WholeDescriptor => true,
+        }
+    }
+
+    fn has_query(&self) -> bool {
+        self.coverage.without_query < self.coverage.requests
+    }
+
+    fn has_token(&self) -> bool {
+        self.token_header.is_some_and(self.has_header)
+    }
+
+    fn collect_missing_conditions(&self, matcher: &Matcher, missing: &mut BTreeSet<String>) {
+        let headers = matcher
+            .headers
+            .iter()
+            .filter(|header| !(self.has_header)(&header.name));
+        missing.extend(headers.map(|header| format!("header {}", header.name)));
+        if !(self.has_header)(&COOKIE) {
+            missing.extend(
+                matcher
+                    .cookies
+                    .iter()
+                    .map(|cookie| format!("cookie {}", cookie.name)),
+            );
+        }
+        if !self.has_query() {
+            missing.extend(
+                matcher
+                    .query
+                    .iter()
+                    .map(|query| format!("query parameter {}", query.name)),
+            );
+        }
+        if !self.has_token() {
+            missing.extend(
+                matcher
+                    .claims
+                    .iter()
+                    .map(|claim| format!("claim {}", claim.name.as_ref())),
+            );
+        }
+        if !matcher.hosts.is_empty() && self.coverage.with_host == 0 {
+            missing.insert("the host".to_owned());
+        }
+        if let Some(not) = &matcher.not {
+            self.collect_missing_conditions(not, missing);
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! nginx's and Apache's formats, and those that followed them:
+//!
+//! `[vhost:port ]peer ident user [time] "request" status bytes[ "referer" "user agent"[ further…]]`
+//!
+//! Further fields, quoted or not, are called `extra1`, `extra2`, …. Traefik's text ends in a quoted router and service and
+//! a number of milliseconds.
+
+use super::timestamps::{CLF_TIME_LEN, ClfTimeParser};
+use super::{
+    ParsedHeaders, ParsedLine, ParsedRequest, RequiredHeaders, parse_address, parse_number,
+    parse_request_line, present_value, split_at_quote, unescape,
+};
+use smallvec::SmallVec;
+use std::borrow::Cow;
+
+#[derive(Debug)]
+pub(in super::super) struct ClfLineParser {
+    time_parser: ClfTimeParser,
+    user_headers: SmallVec<[u16; 1]>,
+    referer_headers: SmallVec<[u16; 1]>,
+    user_agent_headers: SmallVec<[u16; 1]>,
+    /// In the order of the fields.
+    extra_headers: Vec<SmallVec<[u16; 1]>>,
+}
+
+/// Fields after the user agent that are looked at.
+const MAX_EXTRA_FIELDS: usize = 32;
+
+impl ClfLineParser {
+    pub(super) fn new(required_headers: &RequiredHeaders) -> Self {
+        let extras: Vec<_> = (1..=MAX_EXTRA_FIELDS)
+            .map(|number| required_headers.indices_for_field(&format!("extra{number}"), None))
+            .collect();
+        let used = extras
+            .iter()
+            .rposition(|places| !places.is_empty())
+            .map_or(0, |last| last + 1);
+        Self {
+            time_parser: ClfTimeParser::new(),
+            user_headers: required_headers.indices_for_field("remote_user", None),
+            referer_headers: required_headers.indices_for_field("referer", Some("referer")),
+            user_agent_headers: required_headers
+                .indices_for_field("user_agent", Some("user-agent")),
+            extra_headers: extras.into_iter().take(used).collect(),
+        }
+    }
+
+    pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> ParsedLine<'l> {
+        self.parse_request(line).unwrap_or(ParsedLine::Broken)
+    }
+
+    fn parse_request<'l>(&mut self, line: &'l [u8]) -> Option<ParsedLine<'l>> {
+        let (head, at_us, rest) = self.split_at_timestamp(line)?;
+        let (request, rest) = split_at_quote(rest.strip_prefix(b" \"")?)?;
+        let (status, rest) = split_word(rest.strip_prefix(b" ")?);
+        let (_bytes, rest) = split_word(rest);
+        let status = parse_number(status).and_then(|status| u16::try_from(status).ok())?;
+        let request = unescape(request);
+        let (method, target) = match &request {
+            // What no client has sent as a request: bytes of TLS, nothing at all.
+            Cow::Borrowed(text) => match parse_request_line(text) {
+                Some((method, target)) => (method.into(), target.into()),
+                None => return Some(ParsedLine::Other),
+            },
+            Cow::Owned(text) => match parse_request_line(text) {
+                Some((method, target)) => (method.to_vec().into(), target.to_vec().into()),
+                None => return Some(ParsedLine::Other),
+            },
+        };
+        let (host, peer, user) = split_client_fields(head)?;
+        let mut headers = ParsedHeaders::new();
+        push_header_values(&mut headers, &self.user_headers, user);
+        let duration_us = self.parse_trailing_fields(&mut headers, rest);
+        let host = Cow::Borrowed(host);
+        Some(ParsedLine::Request(ParsedRequest {
+            arrival_us: at_us,
+            has_whole_second_time: true,
+            duration_us,
+            peer: parse_address(peer),
+            status,
+            method,
+            target,
+            host,
+            headers,
+        }))
+    }
+
+    /// What stands before the time, the time, and what stands after. A user's name may hold brackets, too.
+    fn split_at_timestamp<'l>(&mut self, line: &'l [u8]) -> Option<(&'l [u8], u64, &'l [u8])> {
+        let mut from = 0;
+        loop {
+            let at = from + memchr::memchr(b'[', line.get(from..)?)?;
+            let text = line.get(at + 1..)?;
+            if let Some(at_us) = text
+                .get(..CLF_TIME_LEN)
+                .and_then(|text| self.time_parser.parse(text))
+                && text.get(CLF_TIME_LEN) == Some(&b']')
+            {
+                return Some((line.get(..at)?, at_us, text.get(CLF_TIME_LEN + 1..)?));
+            }
+            from = at + 1;
+        }
+    }
+
+    /// Reads what follows the size, and the duration that Traefik ends its lines with.
+    fn parse_trailing_fields<'l>(
+        &self,
+        headers: &mut ParsedHeaders<'l>,
+        rest: &'l [u8],
+    ) -> Option<u64> {
+        let has_no_mappings = self.referer_headers.is_empty()
+            && self.user_agent_headers.is_empty()
+            && self.extra_headers.is_empty();
+        if !has_no_mappings {
+            let mut rest = rest;
+            for header_indices in [&self.referer_headers, &self.user_agent_headers]
+                .into_iter()
+                .chain(&self.extra_headers)
+            {
+                let Some((field, after)) = split_field(rest) else {
+                    break;
+                };
+                push_header_values(headers, header_indices, field);
+                rest = after;
+            }
+        }
+        let digits = rest.strip_suffix(b"ms")?;
+        let start = memchr::memrchr(b' ', digits)? + 1;
+        parse_number(digits.get(start..)?)?.checked_mul(1000)
+    }
+}
+
+fn push_header_values<'l>(headers: &mut ParsedHeaders<'l>, header_indices: &[u16], text: &'l [u8]) {
+    if let (Some(text), false) = (present_value(text), header_indices.is_empty()) {
+        headers.extend(header_indices.iter().map(|place| (*place, unescape(text))));
+    }
+}
+
+/// Virtual host, peer, user.
+fn split_client_fields(head: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
+    let (first, rest) = split_word(head);
+    let (second, after) = split_word(rest);
+    // Nothing but an address begins with a digit or holds a colon and no dot, and most lines begin with one.
+    let is_virtual_host = parse_address(first).is_none() && parse_address(second).is_some();
+    let (host, peer, rest) = if is_virtual_host {
+        (first, second, after)
+    } else {
+        (&[][..], first, rest)
+    };
+    let (_ident, user) = split_word(rest);
+    (!peer.is_empty()).then_some((host, peer, user.trim_ascii_end()))
+}
+
+/// Up to the next blank, and what follows it.
+fn split_word(text: &[u8]) -> (&[u8], &[u8]) {
+    match memchr::memchr(b' ', text).and_then(|at| text.split_at_checked(at)) {
+        Some((word, rest)) => (word, rest.get(1..).unwrap_or_default()),
+        None => (text, &[]),
+    }
+}
+
+/// The next field, in quotes or not.
+fn split_field(text: &[u8]) -> Option<(&[u8], &[u8])> {
+    let text = text.trim_ascii_start();
+    match text.strip_prefix(b"\"") {
+        Some(quoted) => split_at_quote(quoted),
+        None if text.is_empty() => None,
+        None => Some(split_word(text)),
+    }
+}

@@ -1,0 +1,92 @@
+//! Envoy's default text:
+//!
+//! `[START_TIME] "METHOD PATH PROTOCOL" CODE FLAGS RECEIVED SENT DURATION SERVICE_TIME "X-FORWARDED-FOR" "USER-AGENT"
+//! "REQUEST-ID" "AUTHORITY" "UPSTREAM_HOST"`
+//!
+//! It names no peer. Envoy adds its own to `X-Forwarded-For` before it writes the line, so the last one there is it.
+
+use super::timestamps::parse_rfc3339;
+use super::{
+    ParsedHeaders, ParsedLine, ParsedRequest, RequiredHeaders, parse_address, parse_number,
+    parse_request_line, present_value, split_at_quote, unescape,
+};
+use smallvec::SmallVec;
+
+#[derive(Debug)]
+pub(in super::super) struct EnvoyLineParser {
+    forwarded_for_headers: SmallVec<[u16; 1]>,
+    user_agent_headers: SmallVec<[u16; 1]>,
+    request_id_headers: SmallVec<[u16; 1]>,
+}
+
+impl EnvoyLineParser {
+    pub(super) fn new(required_headers: &RequiredHeaders) -> Self {
+        Self {
+            forwarded_for_headers: required_headers
+                .indices_for_field("x_forwarded_for", Some("x-forwarded-for")),
+            user_agent_headers: required_headers
+                .indices_for_field("user_agent", Some("user-agent")),
+            request_id_headers: required_headers
+                .indices_for_field("request_id", Some("x-request-id")),
+        }
+    }
+
+    pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> ParsedLine<'l> {
+        self.parse_request(line).unwrap_or(ParsedLine::Broken)
+    }
+
+    fn parse_request<'l>(&self, line: &'l [u8]) -> Option<ParsedLine<'l>> {
+        let rest = line.strip_prefix(b"[")?;
+        let (time, rest) = rest.split_at_checked(memchr::memchr(b']', rest)?)?;
+        let (at_us, has_whole_second_time) = parse_rfc3339(time)?;
+        let (request, rest) = split_at_quote(rest.strip_prefix(b"] \"")?)?;
+        let Some((method, target)) = parse_request_line(request) else {
+            return Some(ParsedLine::Other);
+        };
+        // Nothing is escaped here, and clients choose most of it: an agent's quotes must not move the other fields.
+        let (words, rest) = rest.split_at_checked(memchr::memchr(b'"', rest)?)?;
+        let (forwarded, rest) = split_at_quote(rest.get(1..)?)?;
+        let (rest, _upstream) = split_last_quoted(rest)?;
+        let (rest, authority) = split_last_quoted(rest)?;
+        let (rest, request_id) = split_last_quoted(rest)?;
+        let agent = rest.trim_ascii().strip_prefix(b"\"")?.strip_suffix(b"\"")?;
+        let mut words = words
+            .split(|byte| *byte == b' ')
+            .filter(|word| !word.is_empty());
+        let status = parse_number(words.next()?)?;
+        let mut from_end = words.rev();
+        let (_service_time, duration) = (from_end.next()?, from_end.next()?);
+        let (before, peer) = match memchr::memrchr(b',', forwarded) {
+            Some(at) => (forwarded.get(..at)?, forwarded.get(at + 1..)?),
+            None => (&[][..], forwarded),
+        };
+        let mut headers = ParsedHeaders::new();
+        for (header_indices, text) in [
+            (&self.forwarded_for_headers, before),
+            (&self.user_agent_headers, agent),
+            (&self.request_id_headers, request_id),
+        ] {
+            if let Some(text) = present_value(text) {
+                headers.extend(header_indices.iter().map(|place| (*place, unescape(text))));
+            }
+        }
+        Some(ParsedLine::Request(ParsedRequest {
+            arrival_us: at_us,
+            has_whole_second_time,
+            duration_us: parse_number(duration).map(|ms| ms.saturating_mul(1000)),
+            peer: parse_address(peer.trim_ascii()),
+            status: u16::try_from(status).ok()?,
+            method: method.into(),
+            target: unescape(target),
+            host: present_value(authority).unwrap_or_default().into(),
+            headers,
+        }))
+    }
+}
+
+/// What stands before the last quoted field, and that.
+fn split_last_quoted(text: &[u8]) -> Option<(&[u8], &[u8])> {
+    let text = text.trim_ascii_end().strip_suffix(b"\"")?;
+    let start = memchr::memrchr(b'"', text)?;
+    Some((text.get(..start)?, text.get(start + 1..)?))
+}

@@ -1,0 +1,336 @@
+//! Logs with one JSON object per line.
+
+use super::timestamps::{ClfTimeParser, parse_epoch_seconds, parse_rfc3339};
+use super::{
+    ParsedHeaders, ParsedLine, ParsedRequest, RequiredHeaders, parse_address, parse_request_line,
+};
+use serde_json::Value;
+use std::borrow::Cow;
+
+/// Where a program writes what. A field is a path of names with dots between; of several the first that is there counts.
+#[derive(Debug)]
+pub(super) struct JsonLogSchema {
+    /// The time, and whether it is that of the end.
+    time: &'static [(&'static str, bool)],
+    method: &'static [&'static str],
+    target: &'static [&'static str],
+    query: &'static [&'static str],
+    /// `METHOD TARGET PROTOCOL`, if method and target stand nowhere else.
+    request: &'static [&'static str],
+    host: &'static [&'static str],
+    peer: &'static [&'static str],
+    status: &'static [&'static str],
+    /// The duration, and how many microseconds its unit has.
+    duration: &'static [(&'static str, f64)],
+    /// How a header's field is called.
+    header_fields: fn(&str) -> [String; 2],
+    /// The last address in `X-Forwarded-For` is the peer's.
+    peer_from_forwarded_for: bool,
+    /// What a record has to say to tell of a request.
+    record_marker: Option<(&'static str, &'static str)>,
+}
+
+pub(super) static TIDEGATE_SCHEMA: JsonLogSchema = JsonLogSchema {
+    time: &[("timestamp", true)],
+    method: &["method"],
+    target: &["path"],
+    query: &[],
+    request: &[],
+    host: &["host"],
+    peer: &["client_ip"],
+    status: &["status"],
+    duration: &[("head_ms", 1e3)],
+    header_fields: |name| [name.to_owned(), String::new()],
+    peer_from_forwarded_for: false,
+    record_marker: Some(("target", "access")),
+};
+
+pub(super) static TRAEFIK_SCHEMA: JsonLogSchema = JsonLogSchema {
+    time: &[("StartUTC", false), ("StartLocal", false), ("time", true)],
+    method: &["RequestMethod"],
+    target: &["RequestPath"],
+    query: &[],
+    request: &[],
+    host: &["RequestHost", "RequestAddr"],
+    peer: &["ClientHost", "ClientAddr"],
+    status: &["DownstreamStatus"],
+    duration: &[("Duration", 1e-3)],
+    header_fields: |name| {
+        [
+            format!("request_{}", capitalize_header_name(name)),
+            String::new(),
+        ]
+    },
+    peer_from_forwarded_for: false,
+    record_marker: None,
+};
+
+pub(super) static CADDY_SCHEMA: JsonLogSchema = JsonLogSchema {
+    time: &[("ts", true)],
+    method: &["request.method"],
+    target: &["request.uri"],
+    query: &[],
+    request: &[],
+    host: &["request.host"],
+    peer: &["request.remote_ip", "request.remote_addr"],
+    status: &["status"],
+    duration: &[("duration", 1e6)],
+    header_fields: |name| {
+        [
+            format!("request.headers.{}", capitalize_header_name(name)),
+            String::new(),
+        ]
+    },
+    peer_from_forwarded_for: false,
+    record_marker: None,
+};
+
+pub(super) static ENVOY_SCHEMA: JsonLogSchema = JsonLogSchema {
+    time: &[("start_time", false)],
+    method: &["method"],
+    target: &["path", "x_envoy_original_path", "x-envoy-origin-path"],
+    query: &[],
+    request: &[],
+    host: &["authority", ":authority"],
+    peer: &[
+        "downstream_direct_remote_address",
+        "downstream_remote_address",
+    ],
+    status: &["response_code"],
+    duration: &[("duration", 1e3)],
+    header_fields: |name| [name.replace('-', "_"), name.to_owned()],
+    peer_from_forwarded_for: true,
+    record_marker: None,
+};
+
+pub(super) static NGINX_SCHEMA: JsonLogSchema = JsonLogSchema {
+    time: &[
+        ("msec", true),
+        ("time_iso8601", true),
+        ("time_local", true),
+        ("time", true),
+        ("timestamp", true),
+        ("@timestamp", true),
+        ("ts", true),
+    ],
+    method: &["request_method", "method"],
+    target: &["request_uri", "uri", "path", "url"],
+    query: &["args", "query_string"],
+    request: &["request"],
+    host: &["host", "http_host", "server_name"],
+    peer: &["remote_addr", "remote_ip", "client_ip"],
+    status: &["status"],
+    duration: &[("request_time", 1e6)],
+    header_fields: |name| [format!("http_{}", name.replace('-', "_")), name.to_owned()],
+    peer_from_forwarded_for: false,
+    record_marker: None,
+};
+
+/// `x-user-id` as `X-User-Id`.
+fn capitalize_header_name(name: &str) -> String {
+    let mut starts_word = true;
+    let letters = name.chars().map(|letter| {
+        let letter = if starts_word {
+            letter.to_ascii_uppercase()
+        } else {
+            letter
+        };
+        starts_word = letter == '-';
+        letter
+    });
+    letters.collect()
+}
+
+#[derive(Debug)]
+pub(in super::super) struct JsonLineParser {
+    schema: &'static JsonLogSchema,
+    clf_time_parser: ClfTimeParser,
+    /// Place of a header, and its fields.
+    headers: Vec<(u16, Vec<Box<str>>)>,
+    forwarded_for_index: Option<u16>,
+}
+
+impl JsonLineParser {
+    pub(super) fn new(schema: &'static JsonLogSchema, required_headers: &RequiredHeaders) -> Self {
+        let fields_of_header = |place: u16, name: &str| {
+            let mapped = required_headers
+                .field_mappings
+                .iter()
+                .filter(|(at, _)| *at == place)
+                .map(|(_, field)| field.clone());
+            let said: Vec<Box<str>> = mapped.collect();
+            let default_fields = (schema.header_fields)(name)
+                .into_iter()
+                .filter(|field| !field.is_empty());
+            if said.is_empty() {
+                default_fields.map(Into::into).collect()
+            } else {
+                said
+            }
+        };
+        let headers = (0..)
+            .zip(&required_headers.names)
+            .map(|(place, name)| (place, fields_of_header(place, name.as_str())));
+        Self {
+            schema,
+            clf_time_parser: ClfTimeParser::new(),
+            headers: headers.collect(),
+            forwarded_for_index: required_headers.header_index("x-forwarded-for"),
+        }
+    }
+
+    pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> ParsedLine<'l> {
+        let Ok(record) = serde_json::from_slice::<Value>(line) else {
+            return ParsedLine::Broken;
+        };
+        match self.schema.record_marker {
+            Some((field, wanted))
+                if text_at(&record, field).as_deref() != Some(wanted.as_bytes()) =>
+            {
+                if record.is_object() {
+                    ParsedLine::Other
+                } else {
+                    ParsedLine::Broken
+                }
+            }
+            _ => self.parse_request(&record).unwrap_or(ParsedLine::Broken),
+        }
+    }
+
+    fn parse_request<'l>(&mut self, record: &Value) -> Option<ParsedLine<'l>> {
+        let schema = self.schema;
+        let duration_us = schema
+            .duration
+            .iter()
+            .find_map(|(field, unit)| Some(parse_decimal(value_at(record, field)?)? * unit));
+        let took_us = duration_us.and_then(|us| {
+            u64::try_from(
+                std::time::Duration::try_from_secs_f64(us / 1e6)
+                    .ok()?
+                    .as_micros(),
+            )
+            .ok()
+        });
+        let (at_us, has_whole_second_time, is_end) =
+            schema.time.iter().find_map(|(field, is_end)| {
+                let (at_us, has_whole_second_time) = self.parse_time(value_at(record, field)?)?;
+                Some((at_us, has_whole_second_time, *is_end))
+            })?;
+        // A whole second less a fraction is no more exact than before.
+        let at_us = at_us.saturating_sub(
+            took_us
+                .filter(|_| is_end && !has_whole_second_time)
+                .unwrap_or_default(),
+        );
+        let first_text = |fields: &[&str]| fields.iter().find_map(|field| text_at(record, field));
+        let (method, mut target) = match (first_text(schema.method), first_text(schema.target)) {
+            (Some(method), Some(target)) => (method, target),
+            _ => {
+                let request = first_text(schema.request)?;
+                let (method, target) = match parse_request_line(&request) {
+                    Some((method, target)) => (method.to_vec(), target.to_vec()),
+                    None => return Some(ParsedLine::Other),
+                };
+                (method.into(), target.into())
+            }
+        };
+        if let Some(query) = first_text(schema.query).filter(|_| !target.contains(&b'?')) {
+            target.to_mut().push(b'?');
+            target.to_mut().extend_from_slice(&query);
+        }
+        let mut headers = ParsedHeaders::new();
+        for (place, fields) in &self.headers {
+            if let Some(values) = fields.iter().find_map(|field| header_values(record, field)) {
+                headers.extend(values.into_iter().map(|value| (*place, value)));
+            }
+        }
+        let mut peer = first_text(schema.peer).and_then(|peer| parse_address(&peer));
+        if schema.peer_from_forwarded_for && peer.is_none() {
+            peer = self.take_peer_from_forwarded_for(record, &mut headers);
+        }
+        let status = first_text(schema.status).and_then(|status| super::parse_number(&status));
+        Some(ParsedLine::Request(ParsedRequest {
+            arrival_us: at_us,
+            has_whole_second_time,
+            duration_us: took_us,
+            peer,
+            status: status
+                .and_then(|status| u16::try_from(status).ok())
+                .unwrap_or_default(),
+            method,
+            target,
+            host: first_text(schema.host).unwrap_or_default(),
+            headers,
+        }))
+    }
+
+    fn parse_time(&mut self, value: &Value) -> Option<(u64, bool)> {
+        match value {
+            Value::Number(seconds) => parse_epoch_seconds(seconds.as_f64()?),
+            Value::String(text) => parse_rfc3339(text.as_bytes())
+                .or_else(|| Some((self.clf_time_parser.parse(text.as_bytes())?, true)))
+                .or_else(|| parse_epoch_seconds(text.parse().ok()?)),
+            _ => None,
+        }
+    }
+
+    /// Takes the last address out of `X-Forwarded-For`.
+    fn take_peer_from_forwarded_for(
+        &self,
+        record: &Value,
+        headers: &mut ParsedHeaders<'_>,
+    ) -> Option<std::net::IpAddr> {
+        let forwarded =
+            text_at(record, "x_forwarded_for").or_else(|| text_at(record, "x-forwarded-for"))?;
+        let start = memchr::memrchr(b',', &forwarded).map_or(0, |comma| comma + 1);
+        headers.retain(|(place, _)| Some(*place) != self.forwarded_for_index);
+        if let (Some(place), Some(before @ [_, ..])) = (
+            self.forwarded_for_index,
+            forwarded.get(..start.saturating_sub(1)),
+        ) {
+            headers.push((place, before.to_vec().into()));
+        }
+        parse_address(forwarded.get(start..)?.trim_ascii())
+    }
+}
+
+/// The value at a path of names. A name may hold dots itself.
+fn value_at<'v>(record: &'v Value, path: &str) -> Option<&'v Value> {
+    record.get(path).or_else(|| {
+        let mut dots = path.match_indices('.');
+        dots.find_map(|(dot, _)| value_at(record.get(path.get(..dot)?)?, path.get(dot + 1..)?))
+    })
+}
+
+/// A text, or a number in its digits; `None` for what is absent, empty or `-`.
+fn text_at<'l>(record: &Value, path: &str) -> Option<Cow<'l, [u8]>> {
+    non_empty_text(value_at(record, path)?)
+}
+
+fn non_empty_text<'l>(value: &Value) -> Option<Cow<'l, [u8]>> {
+    let text = match value {
+        Value::String(text) => text.clone(),
+        Value::Number(number) => number.to_string(),
+        _ => return None,
+    };
+    super::present_value(text.as_bytes())
+        .is_some()
+        .then(|| text.into_bytes().into())
+}
+
+/// A header's lines: one text, or a list of them.
+fn header_values<'l>(record: &Value, path: &str) -> Option<Vec<Cow<'l, [u8]>>> {
+    let values: Vec<_> = match value_at(record, path)? {
+        Value::Array(lines) => lines.iter().filter_map(non_empty_text).collect(),
+        line => non_empty_text(line).into_iter().collect(),
+    };
+    (!values.is_empty()).then_some(values)
+}
+
+fn parse_decimal(value: &Value) -> Option<f64> {
+    match value {
+        Value::Number(number) => number.as_f64(),
+        Value::String(text) => text.trim_end_matches("ms").parse().ok(),
+        _ => None,
+    }
+}

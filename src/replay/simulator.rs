@@ -1,0 +1,487 @@
+//! Judges requests of the past by one set of policies, and keeps the books.
+
+use super::log_merge::LoggedRequest;
+use super::missing_fields::FieldCoverage;
+use super::parsers::RequiredHeaders;
+use super::statistics::{ReplayKeyTable, RequestSeries};
+use super::suggestions::PeakDemandTracker;
+use crate::clock::{Clock, ManualClock};
+use crate::enforcer::{DryRunOutcome, PolicyOutcome, dry_run_request};
+use crate::limiter::{Amendment, Key, Limit};
+use crate::policy::client::ClientIdentity;
+use crate::policy::jwt::RequestToken;
+use crate::policy::path::PathInterpretations;
+use crate::policy::{Facts, PolicyAction, PolicyTable};
+use crate::proxy::normalize_host;
+use crate::store::{MemorySettings, MemoryStore, Settlement};
+use crate::telemetry::metrics::PolicyDecision;
+use http::{HeaderMap, HeaderValue, Method};
+use smallvec::SmallVec;
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::Instant;
+
+/// Counters of one set of policies; as many again for suggestions.
+const COUNTER_STORE_SETTINGS: MemorySettings = MemorySettings {
+    max_keys: 1 << 20,
+    max_bytes: 256 << 20,
+};
+
+/// Keys whose refusals are counted one by one, of all policies together.
+const MAX_TRACKED_KEYS: usize = 1 << 20;
+
+/// Requests that hold slots at a time; more are judged as if they had ended at once.
+const MAX_IN_FLIGHT: usize = 1 << 18;
+
+/// Longer ones hold no slot for longer, or a mistaken log could hold one for ever.
+const MAX_HOLD_US: u64 = 86_400_000_000;
+
+/// One set of policies and what it did.
+#[derive(Debug)]
+pub(super) struct PolicySimulator<'t> {
+    pub(super) table: &'t PolicyTable,
+    required_headers: &'t RequiredHeaders,
+    memory: MemoryStore,
+    clock_control: ManualClock,
+    /// The moment that rehearsals are asked at: the clock is moved by hand.
+    fixed_instant: Instant,
+    in_flight: InFlightRequests,
+    pub(super) stats: SimulationStats,
+    pub(super) peaks: Option<PeakDemandTracker>,
+}
+
+/// What is counted of one set of policies.
+#[derive(Debug)]
+pub(super) struct SimulationStats {
+    pub(super) forwarded: u64,
+    pub(super) delayed: u64,
+    pub(super) limited: u64,
+    pub(super) denied: u64,
+    pub(super) bad_key: u64,
+    /// Refused before any policy sees them.
+    pub(super) malformed: u64,
+    /// Longest and total time that requests were held (µs).
+    pub(super) max_delay_us: u64,
+    pub(super) series: RequestSeries,
+    /// In the order of the table.
+    pub(super) policies: Vec<ReplayPolicyStats>,
+    pub(super) field_coverage: FieldCoverage,
+    /// Older than one that was judged before.
+    pub(super) late_requests: u64,
+    pub(super) first_request_us: u64,
+    pub(super) last_request_us: u64,
+}
+
+/// What is counted of one policy.
+#[derive(Debug)]
+pub(super) struct ReplayPolicyStats {
+    pub(super) allowed: u64,
+    pub(super) delayed: u64,
+    pub(super) rejected: u64,
+    pub(super) blocked: u64,
+    pub(super) denied: u64,
+    pub(super) exempt: u64,
+    pub(super) shadow_rejected: u64,
+    pub(super) first_refused_us: u64,
+    pub(super) last_refused_us: u64,
+    pub(super) series: RequestSeries,
+    pub(super) keys: ReplayKeyTable,
+}
+
+impl<'t> PolicySimulator<'t> {
+    pub(super) fn new(
+        table: &'t PolicyTable,
+        required_headers: &'t RequiredHeaders,
+        with_suggestions: bool,
+    ) -> Self {
+        let (clock, clock_control) = Clock::manual(0);
+        let policy_count = table.policies().len();
+        let max_keys = (MAX_TRACKED_KEYS / policy_count.max(1)).max(1 << 10);
+        Self {
+            table,
+            required_headers,
+            peaks: with_suggestions
+                .then(|| PeakDemandTracker::new(table, COUNTER_STORE_SETTINGS, clock.clone())),
+            memory: MemoryStore::new(COUNTER_STORE_SETTINGS, clock),
+            clock_control,
+            fixed_instant: Instant::now(),
+            in_flight: InFlightRequests::default(),
+            stats: SimulationStats::new(policy_count, max_keys, required_headers.names().len()),
+        }
+    }
+
+    /// Counters that were dropped for want of room while they still mattered.
+    pub(super) fn evicted_counters(&self) -> u64 {
+        self.memory.evictions()
+            + self
+                .peaks
+                .as_ref()
+                .map_or(0, PeakDemandTracker::evicted_counters)
+    }
+
+    /// Judges one request, not before those that were judged before. Whether it would have been forwarded.
+    pub(super) fn evaluate_request(
+        &mut self,
+        request: &LoggedRequest<'_>,
+        log_has_query: bool,
+    ) -> bool {
+        let stats = &mut self.stats;
+        let now_us = request.arrival_us.max(stats.last_request_us);
+        stats.late_requests += u64::from(now_us > request.arrival_us);
+        stats.first_request_us = if stats.field_coverage.requests == 0 {
+            now_us
+        } else {
+            stats.first_request_us
+        };
+        stats.last_request_us = now_us;
+        self.in_flight
+            .process_due(now_us, &self.memory, &self.clock_control);
+        self.clock_control.set_us(now_us);
+
+        let headers = self.request_headers(request);
+        let client = ClientIdentity::identify(
+            request.peer.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED)),
+            &headers,
+            &self.table.client,
+        );
+        let is_client_hidden =
+            client.peer_trusted && !headers.contains_key(&self.table.client.ip_header);
+        self.stats
+            .field_coverage
+            .record_request(request, log_has_query, is_client_hidden);
+        let Some(target) = LoggedTarget::from_request(request) else {
+            return self.reject_malformed(now_us);
+        };
+        let Ok(paths) = PathInterpretations::parse(target.path, &self.table.path) else {
+            return self.reject_malformed(now_us);
+        };
+        let Ok(method) = Method::from_bytes(request.method) else {
+            return self.reject_malformed(now_us);
+        };
+        let Some(host) =
+            normalize_host(target.host).or_else(|| target.host.is_empty().then(|| "".into()))
+        else {
+            return self.reject_malformed(now_us);
+        };
+        let token = match self.table.token_reader() {
+            Some(reader) if reader.has_duplicate_header(&headers) => {
+                return self.reject_malformed(now_us);
+            }
+            Some(reader) => RequestToken::new(Some(reader), now_us / 1_000_000),
+            None => RequestToken::default(),
+        };
+        let facts = Facts {
+            method: &method,
+            host: &host,
+            paths: &paths,
+            query: target.query,
+            headers: &headers,
+            client_ip: client.ip,
+            token: &token,
+            client_cert: None,
+            descriptor: None,
+        };
+        self.apply_policies(&facts, now_us, request.duration_us)
+    }
+
+    fn apply_policies(&mut self, facts: &Facts<'_>, now_us: u64, duration_us: Option<u64>) -> bool {
+        let (stats, peaks, table) = (&mut self.stats, &mut self.peaks, self.table);
+        let slot = self.in_flight.allocate_slot();
+        let instant = self.fixed_instant;
+        let result = dry_run_request(&self.memory, table, facts, (slot, instant), |outcome| {
+            stats.record_policy_outcome(&outcome, now_us);
+            let quota = table
+                .policies()
+                .get(outcome.policy_index)
+                .and_then(|policy| match &policy.action {
+                    PolicyAction::Limit(quota) => Some(quota),
+                    PolicyAction::Allow | PolicyAction::Deny => None,
+                });
+            if let (Some(peaks), Some(claim), Some(quota)) =
+                (peaks.as_mut(), &outcome.quota_usage, quota)
+            {
+                peaks.record_demand(outcome.policy_index, &quota.limits, claim, instant);
+            }
+        });
+        stats.record_request_outcome(result.outcome, result.delay_us, now_us);
+        if !result.slot_counters.is_empty() {
+            // A request that waits has its slot already.
+            let duration_us = duration_us
+                .unwrap_or_default()
+                .saturating_add(result.delay_us);
+            let duration_us = duration_us
+                .min(result.max_duration_us.unwrap_or(MAX_HOLD_US))
+                .min(MAX_HOLD_US);
+            self.in_flight.add_request(
+                slot,
+                result.slot_counters,
+                now_us,
+                now_us.saturating_add(duration_us),
+            );
+        }
+        result.outcome == DryRunOutcome::Forwarded
+    }
+
+    fn reject_malformed(&mut self, now_us: u64) -> bool {
+        self.stats.malformed += 1;
+        self.stats.series.record_request(now_us, true);
+        false
+    }
+
+    fn request_headers(&self, request: &LoggedRequest<'_>) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for (header_index, value) in request.headers() {
+            let name = self
+                .required_headers
+                .names()
+                .get(header_index)
+                .filter(|name| self.table.reads_header(name));
+            if let (Some(name), Ok(value)) = (name, HeaderValue::from_bytes(value)) {
+                headers.append(name.clone(), value);
+            }
+        }
+        if !request.host.is_empty() && self.table.reads_header(&http::header::HOST) {
+            headers.extend(
+                HeaderValue::from_bytes(request.host)
+                    .ok()
+                    .map(|host| (http::header::HOST, host)),
+            );
+        }
+        headers
+    }
+}
+
+/// Where a request wanted to go.
+struct LoggedTarget<'a> {
+    host: &'a str,
+    path: &'a str,
+    query: Option<&'a str>,
+}
+
+impl<'a> LoggedTarget<'a> {
+    /// `None`: no request has such a target.
+    fn from_request(request: &LoggedRequest<'a>) -> Option<Self> {
+        let target = str::from_utf8(request.target).ok()?;
+        let mut host = str::from_utf8(request.host).ok()?;
+        let mut rest = target;
+        // A whole URL (RFC 9112, 3.2.2).
+        for scheme in ["http://", "https://"] {
+            if let Some(after) = target.strip_prefix(scheme) {
+                let end = after.find(['/', '?']).unwrap_or(after.len());
+                (host, rest) = after.split_at_checked(end)?;
+            }
+        }
+        let (path, query) = rest
+            .split_once('?')
+            .map_or((rest, None), |(path, query)| (path, Some(query)));
+        Some(Self {
+            host,
+            path: if path.is_empty() { "/" } else { path },
+            query,
+        })
+    }
+}
+
+impl SimulationStats {
+    fn new(policy_count: usize, max_keys: usize, header_count: usize) -> Self {
+        let new_policy_stats = || ReplayPolicyStats {
+            allowed: 0,
+            delayed: 0,
+            rejected: 0,
+            blocked: 0,
+            denied: 0,
+            exempt: 0,
+            shadow_rejected: 0,
+            first_refused_us: 0,
+            last_refused_us: 0,
+            series: RequestSeries::new(),
+            keys: ReplayKeyTable::new(max_keys),
+        };
+        Self {
+            forwarded: 0,
+            delayed: 0,
+            limited: 0,
+            denied: 0,
+            bad_key: 0,
+            malformed: 0,
+            max_delay_us: 0,
+            series: RequestSeries::new(),
+            policies: (0..policy_count).map(|_| new_policy_stats()).collect(),
+            field_coverage: FieldCoverage {
+                with_header: vec![0; header_count],
+                ..FieldCoverage::default()
+            },
+            late_requests: 0,
+            first_request_us: 0,
+            last_request_us: 0,
+        }
+    }
+
+    fn record_policy_outcome(&mut self, outcome: &PolicyOutcome<'_, '_>, now_us: u64) {
+        let Some(policy) = self.policies.get_mut(outcome.policy_index) else {
+            return;
+        };
+        let (count, refused) = match outcome.decision {
+            PolicyDecision::Allowed => (&mut policy.allowed, false),
+            PolicyDecision::Delayed => (&mut policy.delayed, false),
+            PolicyDecision::Exempt => (&mut policy.exempt, false),
+            PolicyDecision::Rejected => (&mut policy.rejected, true),
+            PolicyDecision::Blocked => (&mut policy.blocked, true),
+            PolicyDecision::Denied => (&mut policy.denied, true),
+            PolicyDecision::ShadowRejected => (&mut policy.shadow_rejected, true),
+            // Memory is always there.
+            PolicyDecision::Degraded
+            | PolicyDecision::DegradedOpen
+            | PolicyDecision::DegradedClosed
+            | PolicyDecision::DegradedLocalAllowed
+            | PolicyDecision::DegradedLocalRejected => return,
+        };
+        *count += 1;
+        policy.series.record_request(now_us, refused);
+        if refused {
+            if policy.first_refused_us == 0 {
+                policy.first_refused_us = now_us;
+            }
+            policy.last_refused_us = now_us;
+        }
+        if let Some(claim) = &outcome.quota_usage {
+            policy.keys.record_request(claim.key, now_us, refused);
+        }
+    }
+
+    fn record_request_outcome(&mut self, outcome: DryRunOutcome, delay_us: u64, now_us: u64) {
+        let count = match outcome {
+            DryRunOutcome::Forwarded => &mut self.forwarded,
+            DryRunOutcome::Limited => &mut self.limited,
+            DryRunOutcome::Denied => &mut self.denied,
+            DryRunOutcome::InvalidKey => &mut self.bad_key,
+        };
+        *count += 1;
+        self.delayed += u64::from(delay_us > 0);
+        self.max_delay_us = self.max_delay_us.max(delay_us);
+        self.series
+            .record_request(now_us, outcome != DryRunOutcome::Forwarded);
+    }
+}
+
+impl ReplayPolicyStats {
+    pub(super) fn refused_count(&self) -> u64 {
+        self.rejected + self.blocked + self.denied + self.shadow_rejected
+    }
+
+    pub(super) fn matched_count(&self) -> u64 {
+        self.allowed + self.delayed + self.exempt + self.refused_count()
+    }
+}
+
+impl FieldCoverage {
+    fn record_request(
+        &mut self,
+        request: &LoggedRequest<'_>,
+        log_has_query: bool,
+        is_client_hidden: bool,
+    ) {
+        self.requests += 1;
+        self.with_peer += u64::from(request.peer.is_some());
+        self.with_host += u64::from(!request.host.is_empty());
+        self.with_duration += u64::from(request.duration_us.is_some());
+        self.answered_429 += u64::from(request.status == 429);
+        self.without_query += u64::from(!log_has_query);
+        self.hidden_clients += u64::from(is_client_hidden);
+        for (header_index, _) in request.headers() {
+            if let Some(count) = self.with_header.get_mut(header_index) {
+                *count += 1;
+            }
+        }
+    }
+}
+
+/// The slots that requests hold, renewed and given back when it is time, as the proxy's keeper does.
+#[derive(Debug, Default)]
+struct InFlightRequests {
+    last_slot_id: u128,
+    requests_by_slot: HashMap<u128, InFlightRequest, foldhash::fast::RandomState>,
+    /// When to look after which.
+    due_queue: BinaryHeap<Reverse<(u64, u128)>>,
+}
+
+#[derive(Debug)]
+struct InFlightRequest {
+    counters: SmallVec<[(Limit, Key); 1]>,
+    ends_us: u64,
+}
+
+impl InFlightRequest {
+    /// When it ends, or has to be renewed before.
+    fn next_due_us(&self, now_us: u64) -> u64 {
+        let shortest_us = self
+            .counters
+            .iter()
+            .map(|(limit, _)| limit.per_us)
+            .min()
+            .unwrap_or_default();
+        self.ends_us
+            .min(now_us.saturating_add((shortest_us / 3).max(1)))
+    }
+}
+
+impl InFlightRequests {
+    fn allocate_slot(&mut self) -> u128 {
+        self.last_slot_id += 1;
+        self.last_slot_id
+    }
+
+    fn add_request(
+        &mut self,
+        slot: u128,
+        counters: SmallVec<[(Limit, Key); 1]>,
+        now_us: u64,
+        ends_us: u64,
+    ) {
+        let ends_us = if self.requests_by_slot.len() < MAX_IN_FLIGHT {
+            ends_us
+        } else {
+            now_us
+        };
+        let request = InFlightRequest { counters, ends_us };
+        self.due_queue
+            .push(Reverse((request.next_due_us(now_us), slot)));
+        self.requests_by_slot.insert(slot, request);
+    }
+
+    /// Does all that was to be done until `now_us`.
+    fn process_due(&mut self, now_us: u64, memory: &MemoryStore, clock_control: &ManualClock) {
+        while let Some(Reverse((due_us, slot))) = self
+            .due_queue
+            .peek()
+            .copied()
+            .filter(|Reverse((at, _))| *at <= now_us)
+        {
+            self.due_queue.pop();
+            clock_control.set_us(due_us);
+            let Some(request) = self.requests_by_slot.get(&slot) else {
+                continue;
+            };
+            let has_ended = request.ends_us <= due_us;
+            let amendment = if has_ended {
+                Amendment::Release { slot }
+            } else {
+                Amendment::Renew { slot }
+            };
+            for (limit, key) in &request.counters {
+                memory.apply_settlements(&[Settlement {
+                    limit,
+                    key,
+                    amendment,
+                }]);
+            }
+            if has_ended {
+                self.requests_by_slot.remove(&slot);
+            } else {
+                self.due_queue
+                    .push(Reverse((request.next_due_us(due_us), slot)));
+            }
+        }
+    }
+}

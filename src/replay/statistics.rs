@@ -1,0 +1,309 @@
+//! What is counted of requests: by time, and by key. All of it is bounded, however long the log is.
+
+use crate::limiter::Key;
+use foldhash::HashMap;
+
+/// Counts over time: at most [`RequestSeries::MAX_BINS`] bins of equal width, which doubles as the time grows.
+#[derive(Clone, Debug)]
+pub(super) struct RequestSeries {
+    start_s: u64,
+    bin_width_s: u64,
+    bins: Vec<SeriesBin>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct SeriesBin {
+    pub(super) requests: u64,
+    pub(super) refused: u64,
+}
+
+impl RequestSeries {
+    const MAX_BINS: usize = 480;
+
+    pub(super) fn new() -> Self {
+        Self {
+            start_s: 0,
+            bin_width_s: 1,
+            bins: Vec::new(),
+        }
+    }
+
+    /// Counts a request. One before the first counts with that.
+    pub(super) fn record_request(&mut self, at_us: u64, refused: bool) {
+        let at_s = at_us / 1_000_000;
+        if self.bins.is_empty() {
+            self.start_s = at_s;
+        }
+        let at = loop {
+            let at = usize::try_from(at_s.saturating_sub(self.start_s) / self.bin_width_s)
+                .unwrap_or(usize::MAX);
+            if at < Self::MAX_BINS {
+                break at;
+            }
+            self.double_bin_width();
+        };
+        if at >= self.bins.len() {
+            self.bins.resize(at + 1, SeriesBin::default());
+        }
+        if let Some(bin) = self.bins.get_mut(at) {
+            bin.requests += 1;
+            bin.refused += u64::from(refused);
+        }
+    }
+
+    fn double_bin_width(&mut self) {
+        self.bin_width_s *= 2;
+        let pairs = self.bins.chunks(2).map(|pair| {
+            pair.iter()
+                .fold(SeriesBin::default(), |sum, bin| SeriesBin {
+                    requests: sum.requests + bin.requests,
+                    refused: sum.refused + bin.refused,
+                })
+        });
+        self.bins = pairs.collect();
+    }
+
+    /// The same in `count` bins of a width from a time on.
+    pub(super) fn resample(&self, from_s: u64, width_s: u64, count: usize) -> Vec<SeriesBin> {
+        let mut out = vec![SeriesBin::default(); count];
+        for (at, bin) in (0u64..).zip(&self.bins) {
+            let since_s = (self.start_s + at * self.bin_width_s).saturating_sub(from_s);
+            let index = usize::try_from(since_s / width_s.max(1)).unwrap_or(usize::MAX);
+            if let Some(sum) = out.get_mut(index.min(count.saturating_sub(1))) {
+                sum.requests += bin.requests;
+                sum.refused += bin.refused;
+            }
+        }
+        out
+    }
+
+    /// How wide a bin is, in seconds.
+    pub(super) fn bin_width_s(&self) -> u64 {
+        self.bin_width_s
+    }
+}
+
+/// What the keys of one policy did. Exact up to a bound; beyond it the keys that were refused least are forgotten, as a
+/// space-saving sketch does.
+#[derive(Debug)]
+pub(super) struct ReplayKeyTable {
+    max_keys: usize,
+    stats_by_key: HashMap<u128, ReplayKeyStats>,
+    /// Nobody who was forgotten had more refusals than that.
+    error_floor: u64,
+    evicted_keys: u64,
+    refused_keys: u64,
+}
+
+/// What one key did.
+#[derive(Clone, Debug, Default)]
+pub(super) struct ReplayKeyStats {
+    pub(super) requests: u64,
+    pub(super) refused: u64,
+    /// It may have had so many refusals more, before it was forgotten and came again.
+    pub(super) error: u64,
+    /// When it was refused (µs).
+    pub(super) first_refused_us: u64,
+    pub(super) last_refused_us: u64,
+    /// For people, once it was refused.
+    pub(super) readable_key: Box<str>,
+}
+
+impl ReplayKeyTable {
+    /// Of at most `bound` keys, at least 2.
+    pub(super) fn new(bound: usize) -> Self {
+        Self {
+            max_keys: bound.max(2),
+            stats_by_key: HashMap::default(),
+            error_floor: 0,
+            evicted_keys: 0,
+            refused_keys: 0,
+        }
+    }
+
+    pub(super) fn record_request(&mut self, key: &Key, at_us: u64, refused: bool) {
+        if self.stats_by_key.len() >= self.max_keys && !self.stats_by_key.contains_key(&key.id()) {
+            self.evict_least_refused();
+        }
+        let error_floor = self.error_floor;
+        let stats = self
+            .stats_by_key
+            .entry(key.id())
+            .or_insert_with(|| ReplayKeyStats {
+                error: error_floor,
+                ..ReplayKeyStats::default()
+            });
+        stats.requests += 1;
+        if !refused {
+            return;
+        }
+        if stats.refused == 0 {
+            stats.first_refused_us = at_us;
+            stats.readable_key = key.to_readable_string().into();
+            self.refused_keys += 1;
+        }
+        stats.refused += 1;
+        stats.last_refused_us = at_us;
+    }
+
+    /// Forgets half of the keys: those refused least, and of these those that asked least.
+    fn evict_least_refused(&mut self) {
+        let ranked = self
+            .stats_by_key
+            .iter()
+            .map(|(id, seen)| (seen.refused + seen.error, seen.requests, *id));
+        let mut ranked: Vec<_> = ranked.collect();
+        let half = ranked.len() / 2;
+        ranked.select_nth_unstable(half);
+        for (refused, _, id) in ranked.iter().take(half) {
+            self.stats_by_key.remove(id);
+            self.error_floor = self.error_floor.max(*refused);
+        }
+        self.evicted_keys += half as u64;
+    }
+
+    /// How many keys are known, and whether that is all there were: some may have been forgotten.
+    pub(super) fn key_count(&self) -> (u64, bool) {
+        (self.stats_by_key.len() as u64, self.evicted_keys == 0)
+    }
+
+    /// How many of them were ever refused.
+    pub(super) fn refused_keys(&self) -> u64 {
+        self.refused_keys
+    }
+
+    /// Those refused most, at most `most`.
+    pub(super) fn most_refused_keys(&self, max_keys: usize) -> Vec<&ReplayKeyStats> {
+        let mut refused: Vec<&ReplayKeyStats> = self
+            .stats_by_key
+            .values()
+            .filter(|seen| seen.refused > 0)
+            .collect();
+        refused.sort_by(|a, b| {
+            b.refused
+                .cmp(&a.refused)
+                .then_with(|| a.readable_key.cmp(&b.readable_key))
+        });
+        refused.truncate(max_keys);
+        refused
+    }
+}
+
+/// A number for each key, of at most `bound` keys: beyond, of every second, every fourth, … A key's id is a hash,
+/// so which ones these are is chance, and the distribution stays what it is.
+#[derive(Debug)]
+pub(super) struct KeySample {
+    max_keys: usize,
+    values: HashMap<u128, u64>,
+    /// Ids end in so many zeros.
+    min_trailing_zeros: u32,
+}
+
+impl KeySample {
+    pub(super) fn new(max_keys: usize) -> Self {
+        Self {
+            max_keys,
+            values: HashMap::default(),
+            min_trailing_zeros: 0,
+        }
+    }
+
+    /// Keeps the larger one.
+    pub(super) fn record_max(&mut self, id: u128, value: u64) {
+        if id.trailing_zeros() < self.min_trailing_zeros {
+            return;
+        }
+        let max_value = self.values.entry(id).or_default();
+        *max_value = value.max(*max_value);
+        while self.values.len() > self.max_keys {
+            self.min_trailing_zeros += 1;
+            self.values
+                .retain(|id, _| id.trailing_zeros() >= self.min_trailing_zeros);
+        }
+    }
+
+    /// One key in so many is in it.
+    pub(super) fn keys_per_sample(&self) -> u64 {
+        1u64.checked_shl(self.min_trailing_zeros)
+            .unwrap_or(u64::MAX)
+    }
+
+    /// In ascending order.
+    pub(super) fn sorted_values(&self) -> Vec<u64> {
+        let mut values: Vec<u64> = self.values.values().copied().collect();
+        values.sort_unstable();
+        values
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::KeyBuilder;
+
+    fn key(name: u64) -> Key {
+        let mut builder = KeyBuilder::new("p");
+        builder.push_part(Some(name.to_string().as_bytes()));
+        builder.finish()
+    }
+
+    #[test]
+    fn a_series_keeps_its_sums_whatever_its_width() {
+        let mut series = RequestSeries::new();
+        for second in 0..10_000 {
+            series.record_request(5_000_000_000 + second * 1_000_000, second % 10 == 0);
+        }
+        assert!(
+            series.bins.len() <= RequestSeries::MAX_BINS,
+            "{}",
+            series.bins.len()
+        );
+        assert_eq!(series.bin_width_s, 32);
+        for (width_s, count) in [(10_000, 1), (1440, 7), (192, 53), (1, 3)] {
+            let bins = series.resample(5000, width_s, count);
+            assert_eq!(bins.iter().map(|bin| bin.requests).sum::<u64>(), 10_000);
+            assert_eq!(bins.iter().map(|bin| bin.refused).sum::<u64>(), 1000);
+        }
+    }
+
+    #[test]
+    fn the_keys_refused_most_are_found_among_many_more_than_are_kept() {
+        let mut keys = ReplayKeyTable::new(100);
+        for round in 0..50 {
+            for heavy in 0..5 {
+                (0..=heavy).for_each(|_| keys.record_request(&key(heavy), round, true));
+            }
+            for light in 0..100 {
+                keys.record_request(&key(1000 + round * 100 + light), round, false);
+            }
+        }
+        assert!(keys.stats_by_key.len() <= 100 && !keys.key_count().1);
+        let top: Vec<_> = keys
+            .most_refused_keys(3)
+            .iter()
+            .map(|seen| (seen.readable_key.to_string(), seen.refused, seen.error))
+            .collect();
+        assert_eq!(
+            top,
+            [
+                ("p/4".into(), 250, 0),
+                ("p/3".into(), 200, 0),
+                ("p/2".into(), 150, 0)
+            ]
+        );
+        assert_eq!(keys.refused_keys(), 5);
+    }
+
+    #[test]
+    fn a_sample_keeps_the_distribution() {
+        let mut sample = KeySample::new(1 << 12);
+        let count = 5 << 12;
+        for id in 0..count {
+            sample.record_max(key(id).id(), id * 100 / count);
+        }
+        assert_eq!(sample.keys_per_sample(), 8);
+        let sorted = sample.sorted_values();
+        let median = sorted[sorted.len() / 2];
+        assert!((47..=53).contains(&median), "{median}");
+    }
+}

@@ -1,0 +1,249 @@
+//! Which limit would have touched few: how much each key has asked for within one period, at its busiest.
+//!
+//! It is counted by the limiter's own rules, under a limit that nobody reaches. A limit of n touches exactly the keys whose
+//! peak is above n: until it refuses for the first time it has counted the same. Windows that slide are counted in
+//! hundredths of their period, so a peak may be taken for a little larger than it was, and the suggestion with it. What other
+//! policies refuse is counted all the same.
+
+use super::statistics::KeySample;
+use crate::clock::Clock;
+use crate::enforcer::QuotaUsage;
+use crate::limiter::{Algorithm, Charge, Limit};
+use crate::policy::{NamedLimit, PolicyAction, PolicyTable};
+use crate::store::{MemorySettings, MemoryStore};
+use std::time::Instant;
+
+/// Nobody's.
+const UNREACHABLE_LIMIT: u64 = 1 << 40;
+
+/// Keys whose peaks are kept, of each limit.
+const MAX_SAMPLED_KEYS: usize = 1 << 18;
+
+/// Counts the peaks of all keys.
+#[derive(Debug)]
+pub(super) struct PeakDemandTracker {
+    memory: MemoryStore,
+    /// By a policy's place, and then by the limit's.
+    limits_by_policy: Vec<Vec<LimitPeakSample>>,
+}
+
+#[derive(Debug)]
+struct LimitPeakSample {
+    /// `None`: it can't be counted like this.
+    counting_limit: Option<Limit>,
+    sample: KeySample,
+}
+
+/// What is proposed for one limit.
+#[derive(Clone, Debug)]
+pub(super) struct LimitSuggestion {
+    pub(super) limit: NamedLimit,
+    /// `None`: nobody asked, or it can't be told.
+    pub(super) proposal: Option<LimitProposal>,
+}
+
+/// A proposal and what it is drawn from.
+#[derive(Clone, Debug)]
+pub(super) struct LimitProposal {
+    /// What to write for `requests`.
+    pub(super) requests: u64,
+    /// Keys that it would touch, and that the present one does, of those looked at.
+    pub(super) touched_keys: u64,
+    pub(super) touched_keys_now: u64,
+    pub(super) sampled_keys: u64,
+    /// One key in so many was looked at.
+    pub(super) keys_per_sample: u64,
+    /// The share of the keys in 1/1000, and the peak that so many have at most.
+    pub(super) quantiles: Vec<(u16, u64)>,
+    /// Up to which peak, and how many keys have it, more than the one before.
+    pub(super) histogram: Vec<(u64, u64)>,
+}
+
+const QUANTILES: [u16; 5] = [500, 900, 990, 999, 1000];
+
+impl PeakDemandTracker {
+    pub(super) fn new(table: &PolicyTable, settings: MemorySettings, clock: Clock) -> Self {
+        let new_samples = |action: &PolicyAction| match action {
+            PolicyAction::Limit(quota) => quota.limits.iter().map(LimitPeakSample::new).collect(),
+            PolicyAction::Allow | PolicyAction::Deny => Vec::new(),
+        };
+        let policies = table
+            .policies()
+            .iter()
+            .map(|policy| new_samples(&policy.action));
+        Self {
+            limits_by_policy: policies.collect(),
+            memory: MemoryStore::new(settings, clock),
+        }
+    }
+
+    /// Counts what a request asked of a policy's own limits; overrides are choices made already.
+    pub(super) fn record_demand(
+        &mut self,
+        policy_index: usize,
+        policy_limits: &[NamedLimit],
+        claim: &QuotaUsage<'_, '_>,
+        instant: Instant,
+    ) {
+        let Some(peaks) = self
+            .limits_by_policy
+            .get_mut(policy_index)
+            .filter(|_| std::ptr::eq(policy_limits, claim.limits))
+        else {
+            return;
+        };
+        for peak in peaks {
+            let Some(limit) = &peak.counting_limit else {
+                continue;
+            };
+            let used = self
+                .memory
+                .charge_unconditionally_at(&Charge::new(limit, claim.key, claim.cost), instant);
+            peak.sample.record_max(claim.key.id(), used);
+        }
+    }
+
+    /// For each limit of a policy the one that touches at most `percent` of the keys.
+    pub(super) fn suggest_limits(
+        &self,
+        policy_index: usize,
+        policy_limits: &[NamedLimit],
+        percent: f64,
+    ) -> Vec<LimitSuggestion> {
+        let peaks = self
+            .limits_by_policy
+            .get(policy_index)
+            .map(Vec::as_slice)
+            .unwrap_or_default();
+        let suggestions = policy_limits
+            .iter()
+            .zip(peaks)
+            .map(|(limit, peak)| LimitSuggestion {
+                limit: limit.clone(),
+                proposal: peak
+                    .counting_limit
+                    .and_then(|_| propose_limit(&peak.sample, limit.limit.requests, percent)),
+            });
+        suggestions.collect()
+    }
+
+    /// Keys of which less is known than was asked.
+    pub(super) fn evicted_counters(&self) -> u64 {
+        self.memory.evictions()
+    }
+}
+
+impl LimitPeakSample {
+    fn new(named: &NamedLimit) -> Self {
+        let Limit {
+            per_us, algorithm, ..
+        } = named.limit;
+        let algorithm = match algorithm {
+            Algorithm::FixedWindow { .. } => Some(algorithm),
+            Algorithm::SlidingWindow { .. } | Algorithm::SlidingLog => {
+                Some(Algorithm::SlidingWindow { buckets: 100 })
+            }
+            // A bucket of as much as was ever asked in one period refuses nobody.
+            Algorithm::TokenBucket { .. } => Some(Algorithm::SlidingWindow { buckets: 100 }),
+            Algorithm::LeakyBucket { .. } | Algorithm::Concurrency { .. } | Algorithm::Block => {
+                None
+            }
+        };
+        let limit = algorithm.map(|algorithm| Limit {
+            requests: UNREACHABLE_LIMIT,
+            per_us,
+            algorithm,
+        });
+        Self {
+            counting_limit: limit,
+            sample: KeySample::new(MAX_SAMPLED_KEYS),
+        }
+    }
+}
+
+fn propose_limit(sample: &KeySample, current_requests: u64, percent: f64) -> Option<LimitProposal> {
+    let sorted = sample.sorted_values();
+    let count = sorted.len();
+    let keys_above =
+        |requests: u64| (count - sorted.partition_point(|peak| *peak <= requests)) as u64;
+    #[allow(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss,
+        reason = "a share of a count, rounded down"
+    )]
+    let may_touch = (count as f64 * percent / 100.0) as usize;
+    let at = count.checked_sub(may_touch.min(count.saturating_sub(1)) + 1)?;
+    let requests = (*sorted.get(at)?).max(1);
+    let quantile = |share: u16| {
+        let index = (usize::from(share) * count).div_ceil(1000).max(1) - 1;
+        Some((share, *sorted.get(index)?))
+    };
+    Some(LimitProposal {
+        requests,
+        touched_keys: keys_above(requests),
+        touched_keys_now: keys_above(current_requests),
+        sampled_keys: count as u64,
+        keys_per_sample: sample.keys_per_sample(),
+        quantiles: QUANTILES.into_iter().filter_map(quantile).collect(),
+        histogram: build_histogram(&sorted),
+    })
+}
+
+/// By powers of two.
+fn build_histogram(sorted: &[u64]) -> Vec<(u64, u64)> {
+    let most = sorted.last().copied().unwrap_or_default();
+    let (mut bars, mut below, mut upto) = (Vec::new(), 0, 1u64);
+    loop {
+        let index = sorted.partition_point(|peak| *peak <= upto);
+        bars.push((upto, (index - below) as u64));
+        below = index;
+        if upto >= most {
+            return bars;
+        }
+        upto = upto.saturating_mul(2);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn proposes_the_smallest_limit_that_touches_few_enough_keys() {
+        let mut sample = KeySample::new(MAX_SAMPLED_KEYS);
+        (1..=200u64).for_each(|peak| sample.record_max(u128::from(peak), peak));
+        let proposal = |percent| propose_limit(&sample, 150, percent).unwrap();
+        assert_eq!(
+            (
+                proposal(1.0).requests,
+                proposal(1.0).touched_keys,
+                proposal(1.0).touched_keys_now
+            ),
+            (198, 2, 50)
+        );
+        assert_eq!(
+            (proposal(0.0).requests, proposal(0.0).touched_keys),
+            (200, 0)
+        );
+        assert_eq!(
+            (proposal(0.6).requests, proposal(0.6).touched_keys),
+            (199, 1)
+        );
+        assert_eq!(proposal(100.0).requests, 1);
+        assert_eq!(
+            proposal(1.0).quantiles,
+            [(500, 100), (900, 180), (990, 198), (999, 200), (1000, 200)]
+        );
+        assert_eq!(
+            proposal(1.0)
+                .histogram
+                .iter()
+                .map(|(_, count)| count)
+                .sum::<u64>(),
+            200
+        );
+        assert_eq!(proposal(1.0).histogram.first(), Some(&(1, 1)));
+        assert!(propose_limit(&KeySample::new(MAX_SAMPLED_KEYS), 1, 1.0).is_none());
+    }
+}

@@ -1,0 +1,41 @@
+//! Which parts of the store something is true of: one, or each of the slots of a cluster.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// For 16,384 slots.
+const WORD_COUNT: usize = 256;
+
+#[derive(Debug)]
+pub(super) struct PartitionSet([AtomicU64; WORD_COUNT]);
+
+impl Default for PartitionSet {
+    fn default() -> Self {
+        Self([const { AtomicU64::new(0) }; WORD_COUNT])
+    }
+}
+
+impl PartitionSet {
+    pub(super) fn insert(&self, partition: u16) {
+        // Read first: in an outage every request comes by.
+        if let Some(word) = self.word(partition)
+            && !self.contains(partition)
+        {
+            word.fetch_or(1 << (partition % 64), Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn contains(&self, partition: u16) -> bool {
+        self.word(partition)
+            .is_some_and(|word| word.load(Ordering::Relaxed) >> (partition % 64) & 1 == 1)
+    }
+
+    pub(super) fn clear(&self) {
+        self.0
+            .iter()
+            .for_each(|word| word.store(0, Ordering::Relaxed));
+    }
+
+    fn word(&self, partition: u16) -> Option<&AtomicU64> {
+        self.0.get(usize::from(partition / 64))
+    }
+}

@@ -1,0 +1,612 @@
+use super::*;
+use crate::clock::ManualClock;
+use crate::limiter::KeyBuilder;
+use std::collections::BTreeSet;
+use std::sync::Barrier;
+use std::thread;
+
+const START_US: u64 = 1_700_000_000_000_000;
+const PER_US: u64 = 10_000_000;
+const LIMIT_UNITS: u64 = 20;
+
+/// A fleet before a Redis that is a memory store here, all by one clock.
+struct SimulatedFleet {
+    manual_clock: ManualClock,
+    redis: MemoryStore,
+    instances: Vec<FallbackStore>,
+    limit: Limit,
+    key: Key,
+    now_us: u64,
+    /// When units were admitted, by whomever.
+    admitted_at_us: Vec<u64>,
+}
+
+impl SimulatedFleet {
+    fn new(instances: u32, algorithm: Algorithm) -> Self {
+        let (clock, hands) = Clock::manual(START_US);
+        let redis = MemoryStore::new(COUNTER_BOUNDS, clock.clone());
+        let instances = (0..instances).map(|place| {
+            let local = FallbackStore::new(1, clock.clone());
+            local.set_share(Share::with_rank(instances, place));
+            local
+        });
+        let limit = Limit {
+            requests: LIMIT_UNITS,
+            per_us: PER_US,
+            algorithm,
+        };
+        let key = KeyBuilder::new("p").finish();
+        Self {
+            instances: instances.collect(),
+            manual_clock: hands,
+            redis,
+            limit,
+            key,
+            now_us: START_US,
+            admitted_at_us: Vec::new(),
+        }
+    }
+
+    fn advance_us(&mut self, us: u64) {
+        self.now_us += us;
+        self.manual_clock.set_us(self.now_us);
+    }
+
+    fn charge(&self) -> Charge<'_> {
+        Charge {
+            has_fallback: true,
+            ..Charge::new(&self.limit, &self.key, 1)
+        }
+    }
+
+    fn decide_in_redis(&mut self, instance: usize) -> bool {
+        let charges = [self.charge()];
+        let decision = self.redis.decide(&charges);
+        self.instances[instance].cache_standings(&charges, &decision, Instant::now());
+        self.record_admission(decision.admitted)
+    }
+
+    fn decide_by_share(&mut self, instance: usize) -> bool {
+        let decision = self.instances[instance].decide(&[self.charge()], Instant::now());
+        self.record_admission(decision.admitted)
+    }
+
+    fn record_admission(&mut self, admitted: bool) -> bool {
+        self.admitted_at_us.extend(admitted.then_some(self.now_us));
+        admitted
+    }
+
+    /// Asks all alone until nobody admits any more.
+    fn exhaust_shares(&mut self) -> usize {
+        (0..self.instances.len())
+            .map(|n| (0..100).filter(|_| self.decide_by_share(n)).count())
+            .sum()
+    }
+
+    fn write_back(&mut self) {
+        for fallback in &self.instances {
+            while fallback.has_pending_write_back() {
+                let owed = fallback.take_write_back([]);
+                for (limit, key, amendment) in &fallback.write_back_amendments(&owed) {
+                    self.redis.apply_settlements(&[Settlement {
+                        limit,
+                        key,
+                        amendment: *amendment,
+                    }]);
+                }
+                fallback.finish_write_back();
+            }
+            fallback.end_outage();
+        }
+    }
+
+    /// The most that was admitted from a time on in any window of the limit's period.
+    fn fullest_window_since(&self, from_us: u64) -> usize {
+        let within = |start: u64| {
+            self.admitted_at_us
+                .iter()
+                .filter(|at| (start..start + PER_US).contains(*at))
+                .count()
+        };
+        self.admitted_at_us
+            .iter()
+            .filter(|at| **at >= from_us)
+            .map(|at| within(*at))
+            .max()
+            .unwrap_or(0)
+    }
+}
+
+#[test]
+fn shares_sum_to_the_limit_whatever_it_is() {
+    for live in 1..60_u32 {
+        for units in (0..130).chain([crate::limiter::MAX_UNITS]) {
+            let parts: Vec<u64> = (0..live)
+                .map(|place| Share::with_rank(live, place).scale_units(units))
+                .collect();
+            assert_eq!(parts.iter().sum::<u64>(), units, "{live} of {units}");
+            assert!(
+                parts.is_sorted_by(|low, high| low >= high),
+                "the lowest have the remainder: {parts:?}"
+            );
+            assert!(parts[0] - parts[parts.len() - 1] <= 1);
+            let unranked_total =
+                Share::with_unknown_rank(live).scale_units(units) * u64::from(live);
+            assert!(
+                unranked_total <= units,
+                "who doesn't know his place takes no more than any: {live} of {units}"
+            );
+        }
+        for share in [
+            Share::with_rank(live, live - 1),
+            Share::with_unknown_rank(live),
+        ] {
+            assert_eq!(Share::from_bits(share.to_bits()), share);
+        }
+    }
+}
+
+#[test]
+fn both_amounts_of_a_bucket_are_shared_and_the_counter_stays_the_same() {
+    let bucket = Algorithm::TokenBucket {
+        burst: 8,
+        warm_up_us: 5,
+    };
+    for algorithm in [
+        bucket,
+        Algorithm::LeakyBucket {
+            max_delay_us: 3 * PER_US,
+        },
+        Algorithm::SlidingLog,
+    ] {
+        let limit = Limit {
+            requests: 10,
+            per_us: PER_US,
+            algorithm,
+        };
+        let shared_limit = Share::with_rank(3, 0).scale_limit(&limit);
+        assert_eq!(
+            (shared_limit.requests, shared_limit.counter_identity()),
+            (4, limit.counter_identity())
+        );
+    }
+    let limit = Limit {
+        requests: 10,
+        per_us: PER_US,
+        algorithm: bucket,
+    };
+    let bursts = [0, 1, 2].map(|place| Share::with_rank(3, place).scale_limit(&limit).capacity());
+    assert_eq!(bursts, [3, 3, 2]);
+    let block = Limit {
+        requests: 1,
+        per_us: PER_US,
+        algorithm: Algorithm::Block,
+    };
+    assert_eq!(Share::with_rank(3, 2).scale_limit(&block), block);
+}
+
+#[test]
+fn a_fleet_admits_the_remaining_units_and_an_exhausted_key_stays_exhausted() {
+    for used in 0..=20 {
+        let mut fleet = SimulatedFleet::new(3, Algorithm::SlidingLog);
+        assert_eq!((0..used).filter(|_| fleet.decide_in_redis(0)).count(), used);
+        // All have just heard how it stands.
+        for local in &fleet.instances {
+            let zero_cost = [Charge {
+                cost: 0,
+                ..fleet.charge()
+            }];
+            local.cache_standings(&zero_cost, &fleet.redis.decide(&zero_cost), Instant::now());
+        }
+        fleet.advance_us(1_000_000);
+        assert_eq!(fleet.exhaust_shares(), 20 - used, "{used} were used");
+        fleet.advance_us(PER_US - 1_000_000);
+        assert_eq!(
+            fleet.exhaust_shares(),
+            used,
+            "what was used before comes back after a period"
+        );
+    }
+}
+
+#[test]
+fn an_unknown_key_starts_with_the_whole_share_of_its_instance() {
+    let mut fleet = SimulatedFleet::new(3, Algorithm::SlidingLog);
+    assert_eq!((0..50).filter(|_| fleet.decide_by_share(0)).count(), 7);
+    assert_eq!((0..50).filter(|_| fleet.decide_by_share(2)).count(), 6);
+}
+
+#[test]
+fn a_refusal_above_the_share_is_not_permanent() {
+    let fleet = SimulatedFleet::new(30, Algorithm::SlidingLog);
+    let refusal = |local: &FallbackStore, cost| {
+        let charges = [Charge {
+            cost,
+            ..fleet.charge()
+        }];
+        local.decide(&charges, Instant::now()).statuses[0]
+            .unwrap()
+            .refusal
+    };
+    assert_eq!(
+        refusal(&fleet.instances[19], 1),
+        None,
+        "the lowest have one each"
+    );
+    assert_eq!(refusal(&fleet.instances[20], 1), Some(Refusal::Unknown));
+    assert_eq!(refusal(&fleet.instances[0], 20), Some(Refusal::Unknown));
+    assert_eq!(refusal(&fleet.instances[0], 21), Some(Refusal::Never));
+}
+
+#[test]
+fn charges_are_all_or_nothing_and_only_local_policies_are_decided() {
+    let (clock, _) = Clock::manual(START_US);
+    let local = FallbackStore::new(1, clock);
+    let keys = ["a", "b", "c", "d"].map(|name| KeyBuilder::new(name).finish());
+    let [wide, narrow] = [9, 2].map(|requests| Limit {
+        requests,
+        per_us: PER_US,
+        algorithm: Algorithm::SlidingLog,
+    });
+    let charges = [
+        Charge {
+            has_fallback: true,
+            ..Charge::new(&wide, &keys[0], 1)
+        },
+        Charge {
+            group: 1,
+            ..Charge::new(&narrow, &keys[1], 5)
+        },
+        Charge {
+            group: 2,
+            has_fallback: true,
+            shadow: true,
+            ..Charge::new(&narrow, &keys[2], 5)
+        },
+        Charge {
+            group: 3,
+            has_fallback: true,
+            ..Charge::new(&narrow, &keys[3], 1)
+        },
+    ];
+    let admitted = (0..5)
+        .filter(|_| local.decide(&charges, Instant::now()).admitted)
+        .count();
+    assert_eq!(admitted, 2);
+    let last = local.decide(&charges, Instant::now());
+    assert_eq!(
+        last.statuses[0].unwrap().remaining,
+        7,
+        "the refused were not charged"
+    );
+    assert_eq!((last.statuses[1], last.statuses[2]), (None, None));
+    assert!(last.statuses[3].unwrap().refusal.is_some());
+}
+
+#[test]
+fn a_block_known_from_redis_continues_and_a_new_block_begins() {
+    let (clock, manual_clock) = Clock::manual(START_US);
+    let (redis, local) = (
+        MemoryStore::new(COUNTER_BOUNDS, clock.clone()),
+        FallbackStore::new(1, clock),
+    );
+    let key = KeyBuilder::new("p").finish();
+    let block = Limit {
+        requests: 1,
+        per_us: 60_000_000,
+        algorithm: Algorithm::Block,
+    };
+    let limit = Limit {
+        requests: 1,
+        per_us: 1_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
+    let charges = [&block, &limit].map(|limit| Charge {
+        has_fallback: true,
+        ..Charge::new(limit, &key, 1)
+    });
+    for at_us in [0, 1, 20_000_000] {
+        manual_clock.set_us(START_US + at_us);
+        local.cache_standings(&charges, &redis.decide(&charges), Instant::now());
+    }
+    let ends_us = START_US + 60_000_001;
+    for (at_us, admitted) in [
+        (ends_us - 1, false),
+        (ends_us, true),
+        (ends_us + 1, false),
+        (ends_us + 2_000_000, false),
+    ] {
+        manual_clock.set_us(at_us);
+        assert_eq!(
+            local.decide(&charges, Instant::now()).admitted,
+            admitted,
+            "at {}",
+            at_us - START_US
+        );
+    }
+    manual_clock.set_us(ends_us + 1 + 60_000_000);
+    assert!(local.decide(&charges, Instant::now()).admitted);
+}
+
+#[test]
+fn slots_in_flight_are_counted_and_written_back_only_while_held() {
+    let (clock, _) = Clock::manual(START_US);
+    let local = FallbackStore::new(1, clock);
+    let key = KeyBuilder::new("p").finish();
+    let limit = Limit {
+        requests: 3,
+        per_us: PER_US,
+        algorithm: Algorithm::Concurrency { max_duration_us: 0 },
+    };
+    let charge = |slot| {
+        [Charge {
+            has_fallback: true,
+            slot_id: slot,
+            ..Charge::new(&limit, &key, 1)
+        }]
+    };
+    let standing = LimitStatus {
+        remaining: 2,
+        next_growth_us: None,
+        refusal: None,
+    };
+    let admitted = Decision {
+        now_us: START_US,
+        admitted: true,
+        statuses: [Some(standing)].into_iter().collect(),
+        delay_us: 0,
+        grants: SmallVec::new(),
+        charged_at_us: SmallVec::new(),
+    };
+    local.cache_standings(&charge(1), &admitted, Instant::now());
+    let decide_slot = |slot| local.decide(&charge(slot), Instant::now()).admitted;
+    assert_eq!(
+        [decide_slot(2), decide_slot(3), decide_slot(4)],
+        [true, true, false],
+        "one was in flight before"
+    );
+    let release = |slot| {
+        local.apply_settlements(&[Settlement {
+            limit: &limit,
+            key: &key,
+            amendment: Amendment::Release { slot },
+        }]);
+    };
+    release(1);
+    assert!(decide_slot(5));
+    release(2);
+    let written_back_slots: BTreeSet<_> = local
+        .write_back_amendments(&local.take_write_back([]))
+        .into_iter()
+        .map(|(.., amendment)| match amendment {
+            Amendment::Renew { slot } => slot,
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(written_back_slots, BTreeSet::from([3, 5]));
+}
+
+/// Calm, an outage, and calm again, with asks of everybody at random times.
+fn simulate_outage(algorithm: Algorithm, seed: u64) -> (SimulatedFleet, u64) {
+    let mut random = fastrand::Rng::with_seed(seed);
+    let mut fleet = SimulatedFleet::new(random.u32(1..6), algorithm);
+    let count = fleet.instances.len();
+    let pause_us = random.u64(1..PER_US / 4);
+    for _ in 0..60 {
+        fleet.advance_us(random.u64(0..pause_us));
+        fleet.decide_in_redis(random.usize(0..count));
+    }
+    let outage_start_us = fleet.now_us;
+    for _ in 0..random.usize(1..200) {
+        fleet.advance_us(random.u64(0..pause_us));
+        fleet.decide_by_share(random.usize(0..count));
+    }
+    fleet.write_back();
+    for _ in 0..100 {
+        fleet.advance_us(random.u64(0..pause_us));
+        fleet.decide_in_redis(random.usize(0..count));
+    }
+    (fleet, outage_start_us)
+}
+
+#[test]
+fn no_window_after_the_outage_begins_exceeds_the_limit() {
+    let sliding = [
+        Algorithm::SlidingLog,
+        Algorithm::SlidingWindow { buckets: 10 },
+    ];
+    for (seed, algorithm) in (0..400).flat_map(|seed| sliding.map(|algorithm| (seed, algorithm))) {
+        let (fleet, fault_us) = simulate_outage(algorithm, seed);
+        let limit = usize::try_from(LIMIT_UNITS).unwrap();
+        let fullest = fleet.fullest_window_since(fault_us);
+        assert!(
+            fullest <= limit,
+            "{fullest} in a window: seed {seed}, {algorithm:?}"
+        );
+        assert!(
+            fleet.fullest_window_since(0) <= 2 * limit,
+            "across the fault: seed {seed}, {algorithm:?}"
+        );
+    }
+}
+
+#[test]
+fn no_fixed_window_after_the_outage_begins_exceeds_the_limit() {
+    for seed in 0..400 {
+        let (fleet, fault_us) = simulate_outage(Algorithm::FixedWindow { offset_us: 0 }, seed);
+        let first = fault_us.div_ceil(PER_US);
+        for window in first..=fleet.now_us / PER_US {
+            let count = fleet
+                .admitted_at_us
+                .iter()
+                .filter(|at| **at / PER_US == window)
+                .count();
+            assert!(
+                count <= usize::try_from(LIMIT_UNITS).unwrap(),
+                "{count}: seed {seed}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_token_bucket_stays_within_burst_and_rate_after_the_outage_begins() {
+    for seed in 0..400 {
+        let algorithm = Algorithm::TokenBucket {
+            burst: 12,
+            warm_up_us: 0,
+        };
+        let (fleet, fault_us) = simulate_outage(algorithm, seed);
+        let times: Vec<u64> = fleet
+            .admitted_at_us
+            .iter()
+            .copied()
+            .filter(|at| *at >= fault_us)
+            .collect();
+        for (nth, from_us) in times.iter().enumerate() {
+            for (count, to_us) in (1..).zip(&times[nth..]) {
+                let max_units = 12 * PER_US + LIMIT_UNITS * (to_us - from_us);
+                assert!(
+                    count * PER_US <= max_units,
+                    "{count} in {} µs: seed {seed}",
+                    to_us - from_us
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn usage_written_back_after_a_long_outage_expires_within_a_period() {
+    for algorithm in [
+        Algorithm::TokenBucket {
+            burst: 12,
+            warm_up_us: 0,
+        },
+        Algorithm::SlidingLog,
+    ] {
+        let mut fleet = SimulatedFleet::new(3, algorithm);
+        for _ in 0..4_000 {
+            fleet.advance_us(PER_US / 20);
+            for instance in 0..3 {
+                fleet.decide_by_share(instance);
+            }
+        }
+        fleet.write_back();
+        fleet.advance_us(PER_US);
+        let after = (0..100).filter(|_| fleet.decide_in_redis(0)).count();
+        assert!(after >= 12, "{after} after a period: {algorithm:?}");
+    }
+}
+
+#[test]
+fn write_back_entries_are_bounded_and_lose_no_units_of_known_keys() {
+    let (clock, manual_clock) = Clock::manual(START_US);
+    let local = FallbackStore::new(1, clock);
+    let limit = Limit {
+        requests: 1_000_000,
+        per_us: PER_US,
+        algorithm: Algorithm::SlidingLog,
+    };
+    let key = KeyBuilder::new("p").finish();
+    let charges = [Charge {
+        has_fallback: true,
+        ..Charge::new(&limit, &key, 1)
+    }];
+    for n in 0..20_000 {
+        manual_clock.set_us(START_US + n * 499);
+        assert!(local.decide(&charges, Instant::now()).admitted);
+    }
+    let batch = local.take_write_back([]);
+    let amendments = local.write_back_amendments(&batch);
+    let units: u64 = amendments
+        .iter()
+        .map(|(.., amendment)| match amendment {
+            Amendment::BackdatedCharge { units, .. } => *units,
+            other => panic!("{other:?}"),
+        })
+        .sum();
+    assert_eq!(units, 20_000);
+    assert!(
+        amendments.len() <= 66,
+        "{} entries for one period",
+        amendments.len()
+    );
+    assert!(local.has_pending_write_back(), "until it is paid");
+    let settlements: Vec<_> = amendments
+        .iter()
+        .map(|(limit, key, amendment)| Settlement {
+            limit,
+            key,
+            amendment: *amendment,
+        })
+        .collect();
+    local.requeue_unsent(batch, settlements.iter());
+    assert_eq!(
+        local.write_back_amendments(&local.take_write_back([])),
+        amendments,
+        "what was not paid is owed again"
+    );
+    local.finish_write_back();
+    assert!(!local.has_pending_write_back());
+}
+
+#[test]
+fn redis_answers_without_pending_write_back_are_not_cached() {
+    let mut fleet = SimulatedFleet::new(1, Algorithm::SlidingLog);
+    assert!(fleet.decide_by_share(0) && fleet.decide_by_share(0) && fleet.decide_in_redis(0));
+    assert_eq!(
+        fleet.exhaust_shares(),
+        18,
+        "Redis' answer lacks two: it is not where it starts"
+    );
+    fleet.write_back();
+    assert!(!fleet.decide_in_redis(0));
+    fleet.advance_us(PER_US);
+    assert!(fleet.decide_in_redis(0));
+    assert_eq!(fleet.exhaust_shares(), 19, "and now it is");
+}
+
+#[test]
+fn workers_that_enter_an_outage_at_once_never_exceed_the_share() {
+    let algorithm = Algorithm::FixedWindow { offset_us: 0 };
+    let limit = Limit {
+        requests: LIMIT_UNITS,
+        per_us: PER_US,
+        algorithm,
+    };
+    let key = KeyBuilder::new("p").finish();
+    let charge = Charge {
+        has_fallback: true,
+        ..Charge::new(&limit, &key, 1)
+    };
+    let standing = LimitStatus {
+        remaining: 2,
+        next_growth_us: Some(START_US + PER_US),
+        refusal: None,
+    };
+    let answer = Decision {
+        now_us: START_US,
+        admitted: true,
+        statuses: SmallVec::from_elem(Some(standing), 1),
+        delay_us: 0,
+        grants: SmallVec::new(),
+        charged_at_us: SmallVec::new(),
+    };
+    for round in 0..10_000 {
+        let local = FallbackStore::new(1, Clock::manual(START_US).0);
+        local.cache_standings(&[charge], &answer, Instant::now());
+        let barrier = Barrier::new(2);
+        let count_admitted = || {
+            barrier.wait();
+            (0..4)
+                .filter(|_| local.decide(&[charge], Instant::now()).admitted)
+                .count()
+        };
+        let admitted = thread::scope(|scope| {
+            let other = scope.spawn(count_admitted);
+            count_admitted() + other.join().unwrap()
+        });
+        assert_eq!(admitted, 2, "in round {round}");
+    }
+}

@@ -1,0 +1,715 @@
+//! A fleet in virtual time: some proxies, one store, and everything that can go wrong between them, by a seed.
+//!
+//! The proxies run the real book, the store the real rules. What is admitted is judged on the store's clock, at the
+//! moment of the decision, or at which a unit was handed out.
+
+use super::lease_table::{LeaseAction, LeasePermit, LeaseReturn, LeaseTable, OnLeaseExhausted};
+use crate::clock::{Clock, ManualClock};
+use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Lease, Limit};
+use crate::store::{MemorySettings, MemoryStore};
+use smallvec::SmallVec;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::time::Duration;
+use tokio::time::Instant;
+
+const SEED_COUNT: u64 = 1_000;
+const START_US: u64 = 4_102_444_800_000_000;
+const TIMEOUT_US: u64 = 5_000;
+const DURATION_US: u64 = 160_000;
+
+#[test]
+fn no_limit_is_exceeded_under_random_faults() {
+    let seeds = match std::env::var("TIDEGATE_FLEET_SEED") {
+        Ok(seed) => seed.parse().map(|seed: u64| seed..=seed).unwrap(),
+        Err(_) => 0..=SEED_COUNT - 1,
+    };
+    let mut total = FaultSimulationTotals::default();
+    for seed in seeds {
+        let mut simulation = FaultSimulation::new(seed, false);
+        if let Err(violation) = simulation.run() {
+            let mut simulation = FaultSimulation::new(seed, true);
+            drop(simulation.run());
+            panic!(
+                "{violation}\n{}\nTIDEGATE_FLEET_SEED={seed} shows it again",
+                simulation.event_log.unwrap_or_default().join("\n")
+            );
+        }
+        total.add(&simulation.totals);
+    }
+    // Else nothing was tried.
+    assert!(
+        total.admitted_by_lease > total.admitted_by_store / 3,
+        "{total:?}"
+    );
+    assert!(
+        total.crashes > 0 && total.data_losses > 0 && total.rejected > 0 && total.return_calls > 0,
+        "{total:?}"
+    );
+}
+
+#[derive(Debug, Default)]
+struct FaultSimulationTotals {
+    admitted_by_lease: u64,
+    admitted_by_store: u64,
+    rejected: u64,
+    unanswered: u64,
+    return_calls: u64,
+    crashes: u64,
+    data_losses: u64,
+}
+
+impl FaultSimulationTotals {
+    fn add(&mut self, other: &Self) {
+        self.admitted_by_lease += other.admitted_by_lease;
+        self.admitted_by_store += other.admitted_by_store;
+        self.rejected += other.rejected;
+        self.unanswered += other.unanswered;
+        self.return_calls += other.return_calls;
+        self.crashes += other.crashes;
+        self.data_losses += other.data_losses;
+    }
+}
+
+struct FaultSimulation {
+    random: fastrand::Rng,
+    now_us: u64,
+    event_queue: BinaryHeap<Reverse<(u64, u64, usize)>>,
+    events: Vec<Option<FaultSimulationEvent>>,
+    instances: Vec<SimulatedInstance>,
+    key: Key,
+    limits: Vec<Limit>,
+    memory: MemoryStore,
+    manual_clock: ManualClock,
+    /// What was admitted: when, and how many units.
+    admitted_units: Vec<(u64, u64)>,
+    /// When the store lost its data.
+    data_losses_us: Vec<u64>,
+    fault_rates: FaultRates,
+    totals: FaultSimulationTotals,
+    event_log: Option<Vec<String>>,
+}
+
+/// What may go wrong, in percent.
+struct FaultRates {
+    message_loss_percent: u64,
+    has_crashes: bool,
+    has_data_loss: bool,
+    max_latency_us: u64,
+}
+
+struct SimulatedInstance {
+    table: LeaseTable,
+    lease: Option<Lease>,
+    /// Its clock: where it began, and how fast it goes, in millionths.
+    start: Instant,
+    clock_rate_millionths: u64,
+    /// Grows with every crash: what was meant for the one before is for nobody.
+    generation: u64,
+    cost: u64,
+}
+
+enum FaultSimulationEvent {
+    Request {
+        instance: usize,
+    },
+    StoreReceivesQuery {
+        instance: usize,
+        generation: u64,
+        cost: u64,
+        units_to_request: u64,
+        sent_at: Instant,
+        sent_us: u64,
+    },
+    InstanceReceivesAnswer {
+        instance: usize,
+        generation: u64,
+        cost: u64,
+        units_to_request: u64,
+        sent_at: Instant,
+        answer: Option<Decision>,
+    },
+    PermitIsResolved {
+        instance: usize,
+        generation: u64,
+        permit: LeasePermit,
+        admitted: bool,
+    },
+    InstanceSweepsLeases {
+        instance: usize,
+        generation: u64,
+    },
+    StoreReceivesReturns {
+        returns: Vec<LeaseReturn>,
+    },
+    InstanceCrashes {
+        instance: usize,
+    },
+    StoreLosesData,
+}
+
+impl FaultSimulation {
+    fn new(seed: u64, keeps_log: bool) -> Self {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let per_us = random.u64(10_000..80_000);
+        let requests = random.u64(1..300);
+        let mut limits = vec![Limit {
+            requests,
+            per_us,
+            algorithm: draw_algorithm(&mut random, per_us),
+        }];
+        if random.u8(..3) == 0 {
+            let per_us = per_us * random.u64(2..4);
+            let requests = requests * random.u64(1..3);
+            limits.push(Limit {
+                requests,
+                per_us,
+                algorithm: draw_algorithm(&mut random, per_us),
+            });
+        }
+        let (clock, hands) = Clock::manual(START_US);
+        let memory = MemoryStore::new(
+            MemorySettings {
+                max_keys: 10,
+                max_bytes: 1 << 20,
+            },
+            clock,
+        );
+        let faults = FaultRates {
+            message_loss_percent: [0, 0, 5, 30][random.usize(..4)],
+            has_crashes: random.bool(),
+            has_data_loss: random.u8(..4) == 0,
+            max_latency_us: [200, 2_000, 20_000][random.usize(..3)],
+        };
+        let instances = (0..random.usize(3..6))
+            .map(|_| SimulatedInstance::new(&mut random, per_us))
+            .collect();
+        let mut simulation = Self {
+            random,
+            now_us: START_US,
+            event_queue: BinaryHeap::new(),
+            events: Vec::new(),
+            instances,
+            key: KeyBuilder::new("p").finish(),
+            limits,
+            memory,
+            manual_clock: hands,
+            admitted_units: Vec::new(),
+            data_losses_us: Vec::new(),
+            fault_rates: faults,
+            totals: FaultSimulationTotals::default(),
+            event_log: keeps_log.then(Vec::new),
+        };
+        simulation.schedule_external_events();
+        simulation
+    }
+
+    /// Puts on the agenda what comes from outside: requests, crashes, losses.
+    fn schedule_external_events(&mut self) {
+        // Bursts and pauses; from a third of what is allowed to four times as much.
+        let mean_gap_us =
+            self.limits[0].per_us * 3 / self.limits[0].requests / self.random.u64(1..12);
+        let mut at_us = START_US;
+        while at_us < START_US + DURATION_US {
+            at_us += match self.random.u8(..60) {
+                0 => self.limits[0].per_us / 2,
+                _ => self.random.u64(0..2 * mean_gap_us.max(10)),
+            };
+            let instance = self.random.usize(..self.instances.len());
+            self.schedule(at_us, FaultSimulationEvent::Request { instance });
+        }
+        for _ in 0..if self.fault_rates.has_crashes {
+            self.random.u64(1..8)
+        } else {
+            0
+        } {
+            let at_us = START_US + self.random.u64(..DURATION_US);
+            let instance = self.random.usize(..self.instances.len());
+            self.schedule(at_us, FaultSimulationEvent::InstanceCrashes { instance });
+        }
+        for _ in 0..if self.fault_rates.has_data_loss {
+            self.random.u64(1..3)
+        } else {
+            0
+        } {
+            let at_us = START_US + self.random.u64(..DURATION_US);
+            self.schedule(at_us, FaultSimulationEvent::StoreLosesData);
+        }
+    }
+
+    fn schedule(&mut self, at_us: u64, event: FaultSimulationEvent) {
+        let event_index = self.events.len();
+        // Events of one moment come in any order.
+        self.event_queue
+            .push(Reverse((at_us, self.random.u64(..), event_index)));
+        self.events.push(Some(event));
+    }
+
+    /// A message on its way; `None`: it is lost.
+    fn draw_arrival_us(&mut self) -> Option<u64> {
+        let is_lost = self.random.u64(..100) < self.fault_rates.message_loss_percent;
+        let slowest_us = if self.random.u8(..10) == 0 {
+            self.fault_rates.max_latency_us
+        } else {
+            200
+        };
+        let us = self.random.u64(10..slowest_us);
+        (!is_lost).then_some(self.now_us + us)
+    }
+
+    fn log_event(&mut self, text: impl FnOnce() -> String) {
+        let now_us = self.now_us - START_US;
+        if let Some(event_log) = &mut self.event_log {
+            event_log.push(format!("{now_us:>8} {}", text()));
+        }
+    }
+
+    fn run(&mut self) -> Result<(), String> {
+        if let Some(limits) = self
+            .event_log
+            .is_some()
+            .then(|| format!("{:?}", self.limits))
+        {
+            self.log_event(|| limits);
+        }
+        while let Some(Reverse((at_us, _, nth))) = self.event_queue.pop() {
+            self.now_us = at_us;
+            if let Some(event) = self.events[nth].take() {
+                self.handle_event(event);
+            }
+        }
+        self.check_limits()
+    }
+
+    fn handle_event(&mut self, event: FaultSimulationEvent) {
+        match event {
+            FaultSimulationEvent::Request { instance } => self.handle_request(instance),
+            FaultSimulationEvent::StoreReceivesQuery {
+                instance,
+                generation: life,
+                cost,
+                units_to_request: wanted,
+                sent_at: asked,
+                sent_us,
+            } => {
+                let decision = self.decide_in_store(instance, cost, wanted);
+                self.log_event(|| {
+                    format!(
+                        "store to {instance}, sent {}: {decision:?}",
+                        sent_us - START_US
+                    )
+                });
+                let in_time = |at_us: &u64| *at_us <= sent_us + TIMEOUT_US;
+                let answer = self.draw_arrival_us().filter(in_time);
+                if answer.is_some()
+                    && decision.admitted
+                    && self.instances[instance].generation == life
+                {
+                    self.admitted_units.push((self.now_us, cost));
+                    self.totals.admitted_by_store += u64::from(cost > 0);
+                }
+                self.totals.rejected += u64::from(!decision.admitted);
+                let (at_us, answer) = match answer {
+                    Some(at_us) => (at_us, Some(decision)),
+                    None => (sent_us + TIMEOUT_US, None),
+                };
+                let at_us = at_us.max(self.now_us);
+                self.schedule(
+                    at_us,
+                    FaultSimulationEvent::InstanceReceivesAnswer {
+                        instance,
+                        generation: life,
+                        cost,
+                        units_to_request: wanted,
+                        sent_at: asked,
+                        answer,
+                    },
+                );
+            }
+            FaultSimulationEvent::InstanceReceivesAnswer {
+                instance,
+                generation: life,
+                cost,
+                units_to_request: wanted,
+                sent_at: asked,
+                answer,
+            } => {
+                self.handle_answer(instance, life, cost, wanted, asked, answer);
+            }
+            FaultSimulationEvent::PermitIsResolved {
+                instance,
+                generation: life,
+                permit,
+                admitted,
+            } => {
+                if self.instances[instance].generation != life {
+                } else if admitted {
+                    self.record_lease_use(instance, permit);
+                } else {
+                    self.instances[instance].table.return_permit(&permit);
+                }
+            }
+            FaultSimulationEvent::InstanceSweepsLeases {
+                instance,
+                generation: life,
+            } if self.instances[instance].generation == life => self.sweep_leases(instance),
+            FaultSimulationEvent::InstanceSweepsLeases { .. } => {}
+            FaultSimulationEvent::StoreReceivesReturns { returns } => {
+                self.manual_clock.set_us(self.now_us);
+                for late in returns.iter().flat_map(LeaseReturn::settlements) {
+                    self.log_event(|| format!("store gets back {:?}", late.amendment));
+                    self.memory.apply_settlements(&[late]);
+                }
+                self.totals.return_calls += 1;
+            }
+            FaultSimulationEvent::InstanceCrashes { instance } => {
+                self.log_event(|| format!("{instance} crashes"));
+                let per_us = self.limits[0].per_us;
+                let life = self.instances[instance].generation + 1;
+                self.instances[instance] = SimulatedInstance {
+                    generation: life,
+                    ..SimulatedInstance::new(&mut self.random, per_us)
+                };
+                self.totals.crashes += 1;
+            }
+            FaultSimulationEvent::StoreLosesData => {
+                self.log_event(|| "store loses its data".to_owned());
+                let (clock, hands) = Clock::manual(self.now_us);
+                self.memory = MemoryStore::new(
+                    MemorySettings {
+                        max_keys: 10,
+                        max_bytes: 1 << 20,
+                    },
+                    clock,
+                );
+                self.manual_clock = hands;
+                self.data_losses_us.push(self.now_us);
+                self.totals.data_losses += 1;
+            }
+        }
+    }
+
+    fn handle_request(&mut self, instance_index: usize) {
+        let instance = &self.instances[instance_index];
+        let (life, cost, now) = (
+            instance.generation,
+            instance.cost,
+            instance.local_clock(self.now_us),
+        );
+        let is_breaker_open = self.random.u8(..50) == 0;
+        let on_exhausted = if is_breaker_open {
+            OnLeaseExhausted::SkipRenewal
+        } else {
+            OnLeaseExhausted::QueryStore
+        };
+        let action = {
+            let charges = charges_for(&self.limits, &self.key, cost, instance.lease, 0);
+            instance.table.take_permit(&charges, now, on_exhausted)
+        };
+        if let LeaseAction::Permit {
+            units_to_request: wanted @ 1..,
+            ..
+        } = action
+        {
+            self.send_query(instance_index, 0, wanted, now);
+        }
+        match action {
+            LeaseAction::Permit { permit, .. } if self.random.u8(..4) > 0 => {
+                self.record_lease_use(instance_index, permit)
+            }
+            LeaseAction::Permit { permit, .. } => {
+                // Another policy has to be asked: that takes time, and it may refuse.
+                let deadline = now + Duration::from_micros(TIMEOUT_US);
+                if permit.expires_at <= deadline {
+                    self.instances[instance_index].table.return_permit(&permit);
+                    return self.send_query(instance_index, cost, 0, now);
+                }
+                let slow = self.random.u64(..TIMEOUT_US * 999 / 1_000);
+                let admitted = self.random.bool();
+                self.schedule(
+                    self.now_us + slow,
+                    FaultSimulationEvent::PermitIsResolved {
+                        instance: instance_index,
+                        generation: life,
+                        permit,
+                        admitted,
+                    },
+                );
+            }
+            LeaseAction::QueryStore { .. } if is_breaker_open => self.totals.unanswered += 1,
+            LeaseAction::QueryStore {
+                units_to_request: wanted,
+            } => self.send_query(instance_index, cost, wanted, now),
+            LeaseAction::WaitForRenewal(_) => unreachable!("nobody was told to wait"),
+        }
+    }
+
+    fn send_query(&mut self, instance: usize, cost: u64, wanted: u64, sent_at: Instant) {
+        let (life, sent_us) = (self.instances[instance].generation, self.now_us);
+        match self.draw_arrival_us() {
+            Some(at_us) => self.schedule(
+                at_us,
+                FaultSimulationEvent::StoreReceivesQuery {
+                    instance,
+                    generation: life,
+                    cost,
+                    units_to_request: wanted,
+                    sent_at,
+                    sent_us,
+                },
+            ),
+            None => {
+                let timeout_event = FaultSimulationEvent::InstanceReceivesAnswer {
+                    instance,
+                    generation: life,
+                    cost,
+                    units_to_request: wanted,
+                    sent_at,
+                    answer: None,
+                };
+                self.schedule(sent_us + TIMEOUT_US, timeout_event);
+            }
+        }
+    }
+
+    fn decide_in_store(&mut self, instance: usize, cost: u64, wanted: u64) -> Decision {
+        self.manual_clock.set_us(self.now_us);
+        let charges = charges_for(
+            &self.limits,
+            &self.key,
+            cost,
+            self.instances[instance].lease,
+            wanted,
+        );
+        self.memory.decide(&charges)
+    }
+
+    fn handle_answer(
+        &mut self,
+        instance_index: usize,
+        generation: u64,
+        cost: u64,
+        units_to_request: u64,
+        sent_at: Instant,
+        answer: Option<Decision>,
+    ) {
+        let instance = &self.instances[instance_index];
+        if instance.generation != generation {
+            return;
+        }
+        let Some(decision) = answer else {
+            self.totals.unanswered += 1;
+            if units_to_request > 0 {
+                instance.table.finish_renewal(self.key.id());
+            }
+            return;
+        };
+        if units_to_request == 0 {
+            return;
+        }
+        let received = instance.local_clock(self.now_us);
+        {
+            let charges = charges_for(
+                &self.limits,
+                &self.key,
+                cost,
+                instance.lease,
+                units_to_request,
+            );
+            instance.table.record_grant(
+                &charges,
+                &decision.statuses,
+                &decision,
+                (sent_at, received),
+            );
+        }
+        instance.table.finish_renewal(self.key.id());
+        if !decision.grants.is_empty() {
+            let at_us = self.now_us + self.random.u64(..1_000);
+            self.schedule(
+                at_us,
+                FaultSimulationEvent::InstanceSweepsLeases {
+                    instance: instance_index,
+                    generation,
+                },
+            );
+        }
+    }
+
+    fn record_lease_use(&mut self, instance: usize, permit: LeasePermit) {
+        let units = permit.units;
+        self.log_event(|| format!("{instance} hands out {units}"));
+        self.admitted_units.push((self.now_us, units));
+        self.totals.admitted_by_lease += 1;
+    }
+
+    /// As the task that attends to the leases does.
+    fn sweep_leases(&mut self, instance_index: usize) {
+        let instance = &self.instances[instance_index];
+        let (life, now) = (instance.generation, instance.local_clock(self.now_us));
+        let (returns, next) = instance.table.take_due_returns(now);
+        if !returns.is_empty()
+            && let Some(at_us) = self.draw_arrival_us()
+        {
+            self.schedule(
+                at_us,
+                FaultSimulationEvent::StoreReceivesReturns { returns },
+            );
+        }
+        if let Some(next) = next {
+            let wait = u64::try_from(next.saturating_duration_since(now).as_micros()).unwrap();
+            let at_us = self.now_us + wait.max(1_000) + self.random.u64(..500);
+            self.schedule(
+                at_us,
+                FaultSimulationEvent::InstanceSweepsLeases {
+                    instance: instance_index,
+                    generation: life,
+                },
+            );
+        }
+    }
+
+    /// The promise of each limit, and one further limit for each loss of data.
+    fn check_limits(&mut self) -> Result<(), String> {
+        self.admitted_units.sort_unstable();
+        self.data_losses_us.sort_unstable();
+        for limit in &self.limits {
+            if let Algorithm::TokenBucket { burst, .. } = limit.algorithm {
+                self.check_token_bucket(limit, burst)?;
+                continue;
+            }
+            let per_us = limit.per_us;
+            let window_start_us = |at_us: u64| match limit.algorithm {
+                Algorithm::FixedWindow { offset_us } => at_us - (at_us - offset_us) % per_us,
+                _ => at_us - per_us + 1,
+            };
+            let (mut first, mut sum) = (0, 0);
+            for (at_us, units) in &self.admitted_units {
+                sum += units;
+                while self.admitted_units[first].0 < window_start_us(*at_us) {
+                    sum -= self.admitted_units[first].1;
+                    first += 1;
+                }
+                // What was lost may have been charged one period, or a lease, before.
+                let is_relevant_loss =
+                    |lost_us: &&u64| **lost_us <= *at_us && **lost_us + 2 * per_us >= *at_us;
+                let losses =
+                    u64::try_from(self.data_losses_us.iter().filter(is_relevant_loss).count())
+                        .unwrap();
+                if sum > limit.requests * (1 + losses) {
+                    let at_us = at_us - START_US;
+                    return Err(format!(
+                        "{sum} units up to {at_us}, after {losses} losses, of {limit:?}"
+                    ));
+                }
+            }
+        }
+        self.check_returned_units()
+    }
+
+    /// In any time t no more than burst + rate · t: a debt that is never above burst.
+    fn check_token_bucket(&self, limit: &Limit, burst: u64) -> Result<(), String> {
+        let (mut debt, mut last_us, mut losses) =
+            (0_u64, START_US, self.data_losses_us.iter().peekable());
+        for (at_us, units) in &self.admitted_units {
+            while losses.next_if(|lost_us| *lost_us <= at_us).is_some() {
+                debt = debt.saturating_sub(burst * limit.per_us);
+            }
+            debt = debt.saturating_sub((at_us - last_us) * limit.requests) + units * limit.per_us;
+            last_us = *at_us;
+            if debt > burst * limit.per_us {
+                let (debt, at_us) = (debt.div_ceil(limit.per_us), at_us - START_US);
+                return Err(format!("{debt} units in debt at {at_us} of {limit:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Where nothing went wrong, what was lent and not used is free again.
+    fn check_returned_units(&mut self) -> Result<(), String> {
+        if self.fault_rates.message_loss_percent > 0
+            || self.fault_rates.has_crashes
+            || self.fault_rates.has_data_loss
+            || self.totals.unanswered > 0
+        {
+            return Ok(());
+        }
+        self.manual_clock.set_us(self.now_us);
+        let charges = charges_for(&self.limits, &self.key, 0, None, 0);
+        let decision = self.memory.decide(&charges);
+        for (limit, standing) in self.limits.iter().zip(decision.statuses) {
+            // Counted at the lease's end at the latest, and up to a sub-window longer.
+            let longest_us = limit.per_us + self.limits[0].per_us / 2 + limit.sub_window_us();
+            let recent = self
+                .admitted_units
+                .iter()
+                .filter(|(at_us, _)| at_us + longest_us > self.now_us);
+            let recent_units = recent.map(|(_, units)| units).sum::<u64>();
+            let used = limit.capacity() - standing.unwrap().remaining;
+            if used > recent_units {
+                return Err(format!(
+                    "{used} units in use of {recent_units} admitted lately, of {limit:?}"
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn draw_algorithm(random: &mut fastrand::Rng, per_us: u64) -> Algorithm {
+    match random.u8(..4) {
+        0 => Algorithm::SlidingLog,
+        1 => Algorithm::SlidingWindow {
+            buckets: random.u64(2..20),
+        },
+        2 => Algorithm::TokenBucket {
+            burst: random.u64(1..200),
+            warm_up_us: 0,
+        },
+        _ => Algorithm::FixedWindow {
+            offset_us: START_US % per_us,
+        },
+    }
+}
+
+fn charges_for<'c>(
+    limits: &'c [Limit],
+    key: &'c Key,
+    cost: u64,
+    lease: Option<Lease>,
+    units_to_request: u64,
+) -> SmallVec<[Charge<'c>; 2]> {
+    limits
+        .iter()
+        .map(|limit| Charge {
+            lease,
+            requested_lease_units: units_to_request,
+            ..Charge::new(limit, key, cost)
+        })
+        .collect()
+}
+
+impl SimulatedInstance {
+    /// Some lend, some don't, as during a roll-out; each for its own time.
+    fn new(random: &mut fastrand::Rng, per_us: u64) -> Self {
+        let ttl_us = random.u64(1_000..=per_us / 2);
+        let size = random.bool().then(|| random.u64(1..60));
+        Self {
+            table: LeaseTable::default(),
+            lease: (random.u8(..4) > 0).then_some(Lease { size, ttl_us }),
+            start: Instant::now(),
+            clock_rate_millionths: random.u64(996_500..=1_003_500),
+            generation: 0,
+            cost: if random.u8(..4) == 0 {
+                random.u64(1..4)
+            } else {
+                1
+            },
+        }
+    }
+
+    fn local_clock(&self, now_us: u64) -> Instant {
+        self.start
+            + Duration::from_micros((now_us - START_US) * self.clock_rate_millionths / 1_000_000)
+    }
+}

@@ -1,0 +1,661 @@
+//! A large fleet in virtual time: do the formulas of docs/SCALE.md say what comes of leases and of local shares?
+//!
+//! The sidecars run the real book, the real memory of refusals and the real shares, the store the real rules. Nothing
+//! goes wrong here; what may go wrong is [`super::fleet`]'s.
+//!
+//! `TIDEGATE_SCALE` says how many sidecars (`make scale`: 1,000), `TIDEGATE_TEST_SEED` what is drawn.
+
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::print_stdout,
+    reason = "numbers of a simulation, far below any edge, and a table of them"
+)]
+
+use super::lease_table::{LeaseAction, LeaseReturn, LeaseTable, OnLeaseExhausted};
+use crate::clock::{Clock, ManualClock};
+use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Lease, Limit};
+use crate::store::deny_cache::{DenyCache, DenyMatchScope};
+use crate::store::{FallbackStore, MemorySettings, MemoryStore, Share};
+use std::cmp::{Ordering, Reverse};
+use std::collections::{BinaryHeap, VecDeque};
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// A whole second of the clock, so that windows begin at it.
+const START_US: u64 = 4_102_444_800_000_000;
+const SECOND_US: u64 = 1_000_000;
+const PER_US: u64 = SECOND_US / 2;
+const TTL_US: u64 = PER_US / 10;
+/// The first periods are for warming up.
+const WARM_UP_US: u64 = 2 * PER_US;
+const DURATION_US: u64 = WARM_UP_US + 8 * PER_US;
+/// One way between sidecar and store.
+const ONE_WAY_LATENCY_US: std::ops::Range<u64> = 100..400;
+/// Requests of a sidecar per second.
+const REQUESTS_PER_SECOND: u64 = 1_000;
+const DEFAULT_SIDECARS: u64 = 10;
+/// A `sliding_log` takes nothing back of a lease that more charges came after: with more sidecars than this it is
+/// [`Algorithm::SlidingWindow`], in so many parts.
+const MAX_SIDECARS_WITH_LOG: u64 = 200;
+const BUCKETS: u64 = 50;
+
+fn env_setting(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |number| number.parse().unwrap())
+}
+
+/// What comes of a formula and of the simulation, side by side.
+fn print_row(measure: &str, expected: Option<f64>, simulated: f64) {
+    let says = expected.map_or(String::new(), |says| format!("{says:.4}"));
+    println!("| {measure} | {says} | {simulated:.4} |");
+}
+
+fn assert_near(measure: &str, expected: f64, simulated: f64, tolerance: f64) {
+    print_row(measure, Some(expected), simulated);
+    assert!(
+        (simulated - expected).abs() <= expected * tolerance,
+        "{measure}: {simulated}, and the formula says {expected}"
+    );
+}
+
+fn assert_at_least(measure: &str, expected: f64, simulated: f64) {
+    print_row(&format!("{measure}, at least"), Some(expected), simulated);
+    assert!(
+        simulated >= expected,
+        "{measure}: {simulated}, and the formula says at least {expected}"
+    );
+}
+
+fn assert_at_most(measure: &str, expected: f64, simulated: f64) {
+    print_row(&format!("{measure}, at most"), Some(expected), simulated);
+    assert!(
+        simulated <= expected,
+        "{measure}: {simulated}, and the formula says at most {expected}"
+    );
+}
+
+#[test]
+fn lease_calls_and_unused_units_match_the_formulas() {
+    let (sidecars, seed) = (
+        env_setting("TIDEGATE_SCALE", DEFAULT_SIDECARS),
+        env_setting("TIDEGATE_TEST_SEED", 1),
+    );
+    let (rate, ttl_s) = (REQUESTS_PER_SECOND as f64, TTL_US as f64 / SECOND_US as f64);
+    println!(
+        "{sidecars} sidecars, {REQUESTS_PER_SECOND} requests per second each; TIDEGATE_TEST_SEED={seed}"
+    );
+    println!("| | formula | simulated |\n|---|---|---|");
+
+    // Far more than is asked for.
+    let ample_limit = sidecars * REQUESTS_PER_SECOND * 4;
+    let units_per_renewal = |size: u64| (size - size / 4) as f64;
+    for (name, size, says) in [
+        // A lease is spent long before its end.
+        (
+            "calls per request, size = 20",
+            Some(20),
+            1.0 / units_per_renewal(20),
+        ),
+        // What was asked for in the time of one.
+        (
+            "calls per request, auto",
+            None,
+            1.0 / units_per_renewal(REQUESTS_PER_SECOND * TTL_US / SECOND_US),
+        ),
+        // It ends before it is spent: one at a time, and the next when somebody asks.
+        (
+            "calls per request, size = 1000",
+            Some(1000),
+            1.0 / (rate * (ttl_s + 1.0 / rate)),
+        ),
+    ] {
+        let sums = ScaleSimulation::new(sidecars, ample_limit, size, seed).run();
+        assert_near(name, says, sums.calls as f64 / sums.requests as f64, 0.2);
+        assert_at_most("  refused", 0.0, sums.rejected as f64);
+        if let Some(size) = size {
+            assert_at_most(
+                "  units in hand, of all",
+                (size * sidecars) as f64,
+                sums.max_leased_units as f64,
+            );
+        }
+    }
+
+    // Two thirds of what is asked for.
+    let short_limit = sidecars * REQUESTS_PER_SECOND * 2 / 3;
+    let requests = short_limit * PER_US / SECOND_US;
+    // What is lent stands until a period after its end, so a key that is always spent comes round once in this time;
+    // what was counted may have begun and ended in the middle.
+    let cycle_us = PER_US
+        + TTL_US
+        + if sidecars > MAX_SIDECARS_WITH_LOG {
+            PER_US / BUCKETS
+        } else {
+            0
+        };
+    let cycles = (DURATION_US - WARM_UP_US) as f64 / cycle_us as f64;
+    let usable_part = PER_US as f64 / cycle_us as f64 * (cycles - 1.0) / cycles;
+    for size in [Some(4), Some(20), None] {
+        let sums = ScaleSimulation::new(sidecars, short_limit, size, seed).run();
+        let name = size.map_or("auto".to_owned(), |size| format!("size = {size}"));
+        // "auto": what is asked for in the time of a lease.
+        let in_hand = size.unwrap_or(REQUESTS_PER_SECOND * TTL_US / SECOND_US) * sidecars;
+        let idle_part = in_hand as f64 / requests as f64;
+        assert_at_least(
+            &format!("used of a limit that is short, {name}"),
+            (1.0 - idle_part) * usable_part,
+            sums.used_part(short_limit),
+        );
+        assert_at_most(
+            "  fullest window, of the limit",
+            1.0,
+            sums.fullest_window as f64 / requests as f64,
+        );
+        print_row(
+            "  calls per request",
+            None,
+            sums.calls as f64 / sums.requests as f64,
+        );
+    }
+}
+
+#[test]
+fn share_admissions_match_the_formulas() {
+    let (sidecars, seed) = (
+        env_setting("TIDEGATE_SCALE", DEFAULT_SIDECARS),
+        env_setting("TIDEGATE_TEST_SEED", 1),
+    );
+    println!("{sidecars} sidecars without their store; TIDEGATE_TEST_SEED={seed}");
+    println!("| | formula | simulated |\n|---|---|---|");
+    for each in [1, 4, 25, 100] {
+        let requests = sidecars * each + sidecars / 2;
+        let (admitted, requested) = simulate_shares(sidecars, requests, seed);
+        assert_at_most(
+            &format!("in a window, of {requests}"),
+            requests as f64,
+            fullest_window(&admitted) as f64,
+        );
+        // Of requests that come at random, as many as there are units, a share loses what comes above it.
+        let rejected = (0..sidecars).map(|place| {
+            let share = requests / sidecars + u64::from(place < requests % sidecars);
+            share as f64 * poisson_probability(share)
+        });
+        let expected = 1.0 - rejected.sum::<f64>() / requests as f64;
+        let (total_admitted, total_requested) =
+            (admitted.iter().sum::<u64>(), requested.iter().sum::<u64>());
+        assert_near(
+            "  admitted of what was asked for",
+            expected,
+            total_admitted as f64 / total_requested as f64,
+            0.03,
+        );
+    }
+    // Fewer units than instances: some have one, the others none.
+    let (admitted, _) = simulate_shares(sidecars, sidecars / 4, seed);
+    assert_at_most(
+        "in a window, of a quarter of a unit each",
+        (sidecars / 4) as f64,
+        fullest_window(&admitted) as f64,
+    );
+}
+
+fn fullest_window(admitted: &[u64]) -> u64 {
+    admitted.iter().copied().max().unwrap_or(0)
+}
+
+/// Admitted and asked in each aligned window, with as many requests as there are units, at random moments and sidecars.
+fn simulate_shares(sidecars: u64, requests: u64, seed: u64) -> (Vec<u64>, Vec<u64>) {
+    let windows = (20_000 / requests).max(4);
+    let (clock, hands) = Clock::manual(START_US);
+    let count = u32::try_from(sidecars).unwrap();
+    let new_fallback = |place| {
+        let fallback = FallbackStore::new(1, clock.clone());
+        fallback.set_share(Share::with_rank(count, place));
+        fallback
+    };
+    let fallback_stores: Vec<FallbackStore> = (0..count).map(new_fallback).collect();
+    let total_share: u64 = fallback_stores
+        .iter()
+        .map(|local| local.share().scale_units(requests))
+        .sum();
+    assert_eq!(total_share, requests, "the shares are the limit");
+    let limit = Limit {
+        requests,
+        per_us: PER_US,
+        algorithm: Algorithm::FixedWindow { offset_us: 0 },
+    };
+    let key = KeyBuilder::new("p").finish();
+    let charge = [Charge {
+        has_fallback: true,
+        ..Charge::new(&limit, &key, 1)
+    }];
+    let mut random = fastrand::Rng::with_seed(seed);
+    let (mut admitted, mut requested) = (vec![0; windows as usize], vec![0; windows as usize]);
+    // Those with one unit more are asked by so much more.
+    let weights: Vec<u64> = fallback_stores
+        .iter()
+        .map(|local| local.share().scale_units(requests))
+        .collect();
+    let instances_by_share: Vec<usize> = weights
+        .iter()
+        .enumerate()
+        .flat_map(|(at, units)| std::iter::repeat_n(at, *units as usize))
+        .collect();
+    for window in 0..windows {
+        let mut at_us = START_US + window * PER_US;
+        let end_us = at_us + PER_US;
+        loop {
+            at_us += draw_gap_us(&mut random, requests as f64 / PER_US as f64);
+            if at_us >= end_us {
+                break;
+            }
+            hands.set_us(at_us);
+            requested[window as usize] += 1;
+            let at = instances_by_share[random.usize(..instances_by_share.len())];
+            let decision = fallback_stores[at].decide(&charge, std::time::Instant::now());
+            admitted[window as usize] += u64::from(decision.admitted);
+        }
+    }
+    (admitted, requested)
+}
+
+/// That of so many expected events exactly so many come (Poisson): what comes above `mean` is on average `mean` times this.
+fn poisson_probability(mean: u64) -> f64 {
+    let mean_f = mean as f64;
+    (1..=mean).fold((-mean_f).exp(), |product, nth| {
+        product * mean_f / nth as f64
+    })
+}
+
+/// Until the next of so many per microsecond that come at random.
+fn draw_gap_us(random: &mut fastrand::Rng, rate: f64) -> u64 {
+    (-(1.0 - random.f64()).ln() / rate).round() as u64
+}
+
+#[derive(Debug, Default)]
+struct ScaleSimulationTotals {
+    requests: u64,
+    admitted: u64,
+    rejected: u64,
+    /// Questions to the store: who asks for himself and for more asks once.
+    calls: u64,
+    fullest_window: u64,
+    max_leased_units: u64,
+}
+
+impl ScaleSimulationTotals {
+    fn used_part(&self, rate: u64) -> f64 {
+        self.admitted as f64 / (rate as f64 * (DURATION_US - WARM_UP_US) as f64 / SECOND_US as f64)
+    }
+}
+
+struct ScaleSimulation {
+    random: fastrand::Rng,
+    now_us: u64,
+    start: Instant,
+    event_queue: BinaryHeap<ScheduledEvent>,
+    scheduled_events: u64,
+    sidecars: Vec<SimulatedSidecar>,
+    memory: MemoryStore,
+    manual_clock: ManualClock,
+    key: Key,
+    limit: Limit,
+    lease: Lease,
+    /// When the units of the last period were admitted.
+    admitted_at_us: VecDeque<u64>,
+    leased_units: u64,
+    totals: ScaleSimulationTotals,
+}
+
+#[derive(Default)]
+struct SimulatedSidecar {
+    table: LeaseTable,
+    deny_cache: DenyCache,
+    /// Requests that wait for who asks just now.
+    waiting_requests: usize,
+    is_return_task_running: bool,
+}
+
+struct ScheduledEvent {
+    at_us: u64,
+    sequence: u64,
+    event: ScaleSimulationEvent,
+}
+
+enum ScaleSimulationEvent {
+    Request {
+        sidecar: usize,
+    },
+    StoreReceivesQuery {
+        sidecar: usize,
+        cost: u64,
+        units_to_request: u64,
+        sent_at: Instant,
+    },
+    SidecarReceivesAnswer {
+        sidecar: usize,
+        cost: u64,
+        units_to_request: u64,
+        sent_at: Instant,
+        decision: Box<Decision>,
+    },
+    SidecarSweepsLeases {
+        sidecar: usize,
+    },
+    StoreReceivesReturns {
+        returns: Vec<LeaseReturn>,
+    },
+}
+
+impl ScaleSimulation {
+    /// With `rate` units per second for all.
+    fn new(sidecars: u64, rate: u64, size: Option<u64>, seed: u64) -> Self {
+        let (clock, hands) = Clock::manual(START_US);
+        let mut simulation = Self {
+            random: fastrand::Rng::with_seed(seed),
+            now_us: START_US,
+            start: Instant::now(),
+            event_queue: BinaryHeap::new(),
+            scheduled_events: 0,
+            sidecars: (0..sidecars).map(|_| SimulatedSidecar::default()).collect(),
+            memory: MemoryStore::new(
+                MemorySettings {
+                    max_keys: 10,
+                    max_bytes: 1 << 30,
+                },
+                clock,
+            ),
+            manual_clock: hands,
+            key: KeyBuilder::new("p").finish(),
+            limit: Limit {
+                requests: rate * PER_US / SECOND_US,
+                per_us: PER_US,
+                algorithm: match sidecars {
+                    ..=MAX_SIDECARS_WITH_LOG => Algorithm::SlidingLog,
+                    _ => Algorithm::SlidingWindow { buckets: BUCKETS },
+                },
+            },
+            lease: Lease {
+                size,
+                ttl_us: TTL_US,
+            },
+            admitted_at_us: VecDeque::new(),
+            leased_units: 0,
+            totals: ScaleSimulationTotals::default(),
+        };
+        for sidecar in 0..simulation.sidecars.len() {
+            simulation.schedule_next_request(sidecar);
+        }
+        simulation
+    }
+
+    fn run(mut self) -> ScaleSimulationTotals {
+        while let Some(ScheduledEvent { at_us, event, .. }) = self.event_queue.pop() {
+            if at_us >= START_US + DURATION_US {
+                break;
+            }
+            self.now_us = at_us;
+            self.handle_event(event);
+        }
+        self.totals
+    }
+
+    fn schedule(&mut self, delay_us: u64, event: ScaleSimulationEvent) {
+        let (at_us, sequence) = (self.now_us + delay_us, self.scheduled_events);
+        self.scheduled_events += 1;
+        self.event_queue.push(ScheduledEvent {
+            at_us,
+            sequence,
+            event,
+        });
+    }
+
+    fn schedule_next_request(&mut self, sidecar: usize) {
+        let in_us = draw_gap_us(
+            &mut self.random,
+            REQUESTS_PER_SECOND as f64 / SECOND_US as f64,
+        );
+        self.schedule(in_us, ScaleSimulationEvent::Request { sidecar });
+    }
+
+    fn current_instant(&self) -> Instant {
+        self.start + Duration::from_micros(self.now_us - START_US)
+    }
+
+    /// Whether it counts.
+    fn is_warmed_up(&self) -> bool {
+        self.now_us >= START_US + WARM_UP_US
+    }
+
+    fn charge(&self, cost: u64, wanted: u64) -> Charge<'_> {
+        Charge {
+            lease: Some(self.lease),
+            requested_lease_units: wanted,
+            ..Charge::new(&self.limit, &self.key, cost)
+        }
+    }
+
+    fn handle_event(&mut self, event: ScaleSimulationEvent) {
+        match event {
+            ScaleSimulationEvent::Request { sidecar } => {
+                self.totals.requests += u64::from(self.is_warmed_up());
+                self.decide_request(sidecar);
+                self.schedule_next_request(sidecar);
+            }
+            ScaleSimulationEvent::StoreReceivesQuery {
+                sidecar,
+                cost,
+                units_to_request: wanted,
+                sent_at: sent,
+            } => {
+                self.manual_clock.set_us(self.now_us);
+                let decision = Box::new(self.memory.decide(&[self.charge(cost, wanted)]));
+                if cost > 0 && decision.admitted {
+                    self.record_admission();
+                }
+                let in_us = self.random.u64(ONE_WAY_LATENCY_US);
+                self.schedule(
+                    in_us,
+                    ScaleSimulationEvent::SidecarReceivesAnswer {
+                        sidecar,
+                        cost,
+                        units_to_request: wanted,
+                        sent_at: sent,
+                        decision,
+                    },
+                );
+            }
+            ScaleSimulationEvent::SidecarReceivesAnswer {
+                sidecar,
+                cost,
+                units_to_request: wanted,
+                sent_at: sent,
+                decision,
+            } => {
+                self.handle_answer(sidecar, cost, wanted, sent, &decision);
+            }
+            ScaleSimulationEvent::SidecarSweepsLeases { sidecar } => self.sweep_leases(sidecar),
+            ScaleSimulationEvent::StoreReceivesReturns { returns } => {
+                self.manual_clock.set_us(self.now_us);
+                for late in returns.iter().flat_map(LeaseReturn::settlements) {
+                    self.memory.apply_settlements(&[late]);
+                }
+            }
+        }
+    }
+
+    /// As [`super::LeasePool::answer`] does, over one policy.
+    fn decide_request(&mut self, sidecar_index: usize) {
+        let now = self.current_instant();
+        let charges = [self.charge(1, 0)];
+        let SimulatedSidecar {
+            table: book,
+            deny_cache: refusals,
+            ..
+        } = &self.sidecars[sidecar_index];
+        match book.take_permit(&charges, now, OnLeaseExhausted::WaitForRenewal) {
+            LeaseAction::Permit {
+                units_to_request: wanted,
+                ..
+            } => {
+                self.leased_units -= 1;
+                self.record_admission();
+                if wanted > 0 {
+                    self.send_queries(sidecar_index, [(0, wanted)]);
+                }
+            }
+            LeaseAction::WaitForRenewal(_) => self.sidecars[sidecar_index].waiting_requests += 1,
+            LeaseAction::QueryStore {
+                units_to_request: wanted,
+            } => {
+                if refusals
+                    .find_refusal(&charges, now, DenyMatchScope::AllLimits)
+                    .is_some()
+                {
+                    if wanted > 0 {
+                        book.finish_renewal(self.key.id());
+                    }
+                    self.record_rejection();
+                } else if wanted > 0 {
+                    self.send_queries(sidecar_index, [(1, 0), (0, wanted)]);
+                } else {
+                    self.send_queries(sidecar_index, [(1, 0)]);
+                }
+            }
+        }
+    }
+
+    /// Questions of some cost, for some units, in one call.
+    fn send_queries(&mut self, sidecar: usize, queries: impl IntoIterator<Item = (u64, u64)>) {
+        let (sent, in_us) = (self.current_instant(), self.random.u64(ONE_WAY_LATENCY_US));
+        self.totals.calls += u64::from(self.is_warmed_up());
+        for (cost, wanted) in queries {
+            self.schedule(
+                in_us,
+                ScaleSimulationEvent::StoreReceivesQuery {
+                    sidecar,
+                    cost,
+                    units_to_request: wanted,
+                    sent_at: sent,
+                },
+            );
+        }
+    }
+
+    fn handle_answer(
+        &mut self,
+        sidecar_index: usize,
+        cost: u64,
+        units_to_request: u64,
+        sent_at: Instant,
+        decision: &Decision,
+    ) {
+        let (received_at, charges) = (
+            self.current_instant(),
+            [self.charge(cost, units_to_request)],
+        );
+        if cost > 0 {
+            if !decision.admitted {
+                self.sidecars[sidecar_index].deny_cache.record_refusal(
+                    &charges,
+                    decision,
+                    sent_at,
+                    received_at,
+                );
+                self.record_rejection();
+            }
+            return;
+        }
+        let book = &self.sidecars[sidecar_index].table;
+        book.record_grant(
+            &charges,
+            &decision.statuses,
+            decision,
+            (sent_at, received_at),
+        );
+        book.finish_renewal(self.key.id());
+        self.leased_units += decision.grants.iter().map(|grant| grant.units).sum::<u64>();
+        self.totals.max_leased_units = self.totals.max_leased_units.max(self.leased_units);
+        if !std::mem::replace(
+            &mut self.sidecars[sidecar_index].is_return_task_running,
+            true,
+        ) {
+            self.schedule(
+                0,
+                ScaleSimulationEvent::SidecarSweepsLeases {
+                    sidecar: sidecar_index,
+                },
+            );
+        }
+        for _ in 0..std::mem::take(&mut self.sidecars[sidecar_index].waiting_requests) {
+            self.decide_request(sidecar_index);
+        }
+    }
+
+    /// As the task that attends to the leases does.
+    fn sweep_leases(&mut self, sidecar_index: usize) {
+        let now = self.current_instant();
+        let (returns, next) = self.sidecars[sidecar_index].table.take_due_returns(now);
+        self.leased_units -= returns.iter().map(LeaseReturn::units).sum::<u64>();
+        self.sidecars[sidecar_index].is_return_task_running = next.is_some() || !returns.is_empty();
+        if !returns.is_empty() {
+            let in_us = self.random.u64(ONE_WAY_LATENCY_US);
+            self.schedule(
+                in_us,
+                ScaleSimulationEvent::StoreReceivesReturns { returns },
+            );
+        }
+        if self.sidecars[sidecar_index].is_return_task_running {
+            let look_us = super::SWEEP_INTERVAL.as_micros() as u64;
+            let wait = next.map_or(Duration::ZERO, |next| next.saturating_duration_since(now));
+            self.schedule(
+                look_us.max(wait.as_micros() as u64 + 1),
+                ScaleSimulationEvent::SidecarSweepsLeases {
+                    sidecar: sidecar_index,
+                },
+            );
+        }
+    }
+
+    /// One unit, now.
+    fn record_admission(&mut self) {
+        while self
+            .admitted_at_us
+            .front()
+            .is_some_and(|at_us| at_us + self.limit.per_us <= self.now_us)
+        {
+            self.admitted_at_us.pop_front();
+        }
+        self.admitted_at_us.push_back(self.now_us);
+        self.totals.fullest_window = self
+            .totals
+            .fullest_window
+            .max(self.admitted_at_us.len() as u64);
+        self.totals.admitted += u64::from(self.is_warmed_up());
+    }
+
+    fn record_rejection(&mut self) {
+        self.totals.rejected += u64::from(self.is_warmed_up());
+    }
+}
+
+impl PartialEq for ScheduledEvent {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other).is_eq()
+    }
+}
+
+impl Eq for ScheduledEvent {}
+
+impl PartialOrd for ScheduledEvent {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+/// The earliest is the greatest: a heap gives that first.
+impl Ord for ScheduledEvent {
+    fn cmp(&self, other: &Self) -> Ordering {
+        Reverse((self.at_us, self.sequence)).cmp(&Reverse((other.at_us, other.sequence)))
+    }
+}

@@ -1,0 +1,291 @@
+//! Which node of a cluster holds which slot.
+
+use super::super::connection::{PROBE_POLICY, SupervisedConnection};
+use super::super::connector::RedisAddress;
+use crate::limiter::{Key, KeyBuilder};
+use crate::store::redis::scripts::push_hex_id;
+use redis::Value;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use tokio::time::Instant;
+
+/// How many there are in every cluster.
+const SLOT_COUNT: u16 = 16_384;
+
+/// Names tried to find a counter in one of a node's slots: enough to find it in a single slot, as good as always.
+const MAX_PROBE_NAMES: u32 = 200_000;
+
+/// Then the worker's requests have their turn: each name costs about a microsecond.
+const PROBE_NAMES_PER_YIELD: usize = 100;
+
+/// A master, as far as this worker is concerned.
+#[derive(Debug)]
+pub(super) struct ClusterNode {
+    pub(super) address: RedisAddress,
+    pub(super) connection: Arc<SupervisedConnection>,
+    /// Failures in a row, after which its connection has to prove itself anew: it is this node's breaker.
+    pub(super) consecutive_failures: AtomicU32,
+    /// When it was first heard of.
+    pub(super) discovered_at: Instant,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct ClusterSlotMap {
+    pub(super) nodes: Vec<Arc<ClusterNode>>,
+    /// For each slot the place of its node, where it has one.
+    node_indexes: Vec<Option<u16>>,
+}
+
+/// Slots from one to another, both included, and whose they are.
+pub(super) type SlotRange = (u16, u16, RedisAddress);
+
+impl ClusterSlotMap {
+    pub(super) fn new(nodes: Vec<Arc<ClusterNode>>, ranges: &[SlotRange]) -> Self {
+        let mut slots = vec![None; usize::from(SLOT_COUNT)];
+        for (first, last, address) in ranges {
+            let node_index = nodes.iter().position(|node| node.address == *address);
+            let node_index = node_index.and_then(|place| u16::try_from(place).ok());
+            if let Some(slots) = slots.get_mut(usize::from(*first)..=usize::from(*last)) {
+                slots.fill(node_index);
+            }
+        }
+        Self {
+            nodes,
+            node_indexes: slots,
+        }
+    }
+
+    pub(super) fn node_for_slot(&self, slot: u16) -> Option<&Arc<ClusterNode>> {
+        let node_index = self
+            .node_indexes
+            .get(usize::from(slot))
+            .copied()
+            .flatten()?;
+        self.nodes.get(usize::from(node_index))
+    }
+
+    /// All slots but those of the nodes that are meant.
+    pub(super) fn slots_not_served_by(
+        &self,
+        is_serving: impl Fn(&ClusterNode) -> bool,
+    ) -> Vec<u16> {
+        let serving: Vec<bool> = self.nodes.iter().map(|node| is_serving(node)).collect();
+        if serving.iter().all(|is_meant| *is_meant)
+            && self.node_indexes.iter().all(Option::is_some)
+            && !serving.is_empty()
+        {
+            return Vec::new();
+        }
+        let node_index = |slot: u16| self.node_indexes.get(usize::from(slot)).copied().flatten();
+        let is_serving_index =
+            |place: u16| serving.get(usize::from(place)).copied().unwrap_or_default();
+        (0..SLOT_COUNT)
+            .filter(|slot| !node_index(*slot).is_some_and(is_serving_index))
+            .collect()
+    }
+
+    pub(super) fn node_at(&self, address: &RedisAddress) -> Option<&Arc<ClusterNode>> {
+        self.nodes.iter().find(|node| node.address == *address)
+    }
+}
+
+/// Reads the answer to `CLUSTER SLOTS`: the masters' ranges. Where a node doesn't say its name, it has that of the one
+/// who was asked. `None`: it isn't such an answer.
+pub(super) fn parse_cluster_slots(
+    reply: &Value,
+    queried_node: &RedisAddress,
+) -> Option<Vec<SlotRange>> {
+    let Value::Array(entries) = reply else {
+        return None;
+    };
+    entries
+        .iter()
+        .map(|entry| parse_slot_range(entry, queried_node))
+        .collect()
+}
+
+fn parse_slot_range(entry: &Value, queried_node: &RedisAddress) -> Option<SlotRange> {
+    let Value::Array(entry) = entry else {
+        return None;
+    };
+    let [
+        Value::Int(first),
+        Value::Int(last),
+        Value::Array(master),
+        ..,
+    ] = entry.as_slice()
+    else {
+        return None;
+    };
+    let [host, Value::Int(port), ..] = master.as_slice() else {
+        return None;
+    };
+    let host = match host {
+        Value::BulkString(host) => String::from_utf8(host.clone()).ok()?,
+        Value::Nil => String::new(),
+        _ => return None,
+    };
+    let slot = |number: i64| u16::try_from(number).ok().filter(|slot| *slot < SLOT_COUNT);
+    let (first, last) = (slot(*first)?, slot(*last)?);
+    let port = u16::try_from(*port).ok()?;
+    (first <= last).then(|| (first, last, resolve_node_address(host, port, queried_node)))
+}
+
+/// An address as a node gives it, perhaps without its host.
+pub(super) fn resolve_node_address(
+    host: String,
+    port: u16,
+    queried_node: &RedisAddress,
+) -> RedisAddress {
+    match (host.as_str(), queried_node) {
+        ("" | "?", RedisAddress::Tcp { host, .. }) => RedisAddress::Tcp {
+            host: host.clone(),
+            port,
+        },
+        _ => RedisAddress::Tcp { host, port },
+    }
+}
+
+/// A counter that is in one of the slots of the node at an address: its own question about itself.
+pub(super) async fn find_probe_key(ranges: &[SlotRange], address: &RedisAddress) -> Key {
+    let is_slot_of_node = |slot: u16| {
+        ranges
+            .iter()
+            .any(|(first, last, owner)| owner == address && (*first..=*last).contains(&slot))
+    };
+    let probe_key = |number: u32| {
+        let mut key = KeyBuilder::new(PROBE_POLICY);
+        key.push_part(Some(number.to_string().as_bytes()));
+        key.finish()
+    };
+    let mut candidates = (0..MAX_PROBE_NAMES).map(probe_key).peekable();
+    while candidates.peek().is_some() {
+        if let Some(key) = candidates
+            .by_ref()
+            .take(PROBE_NAMES_PER_YIELD)
+            .find(|key| is_slot_of_node(slot_for_key(key)))
+        {
+            return key;
+        }
+        tokio::task::yield_now().await;
+    }
+    probe_key(0)
+}
+
+/// The slot of everything that is kept for a key.
+pub(in crate::store::redis) fn slot_for_key(key: &Key) -> u16 {
+    let mut tag = String::with_capacity(32);
+    push_hex_id(&mut tag, key.id());
+    crc16(tag.as_bytes()) % SLOT_COUNT
+}
+
+/// The slot of a name in Redis: of what stands in its first braces, if anything does.
+pub(in crate::store::redis) fn slot_for_name(name: &str) -> u16 {
+    let tag = name
+        .split_once('{')
+        .and_then(|(_, rest)| rest.split_once('}'));
+    crc16(
+        tag.map_or(name, |(tag, _)| if tag.is_empty() { name } else { tag })
+            .as_bytes(),
+    ) % SLOT_COUNT
+}
+
+/// CRC-16/XMODEM, which Redis Cluster prescribes.
+fn crc16(bytes: &[u8]) -> u16 {
+    bytes.iter().fold(0, |crc, byte| {
+        (0..8).fold(crc ^ (u16::from(*byte) << 8), |crc, _| {
+            (crc << 1) ^ ((crc >> 15) * 0x1021)
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::pin::pin;
+
+    fn tcp(host: &str, port: u16) -> RedisAddress {
+        RedisAddress::Tcp {
+            host: host.to_owned(),
+            port,
+        }
+    }
+
+    #[test]
+    fn computes_slots_as_the_redis_cluster_specification_does() {
+        assert_eq!(crc16(b"123456789"), 0x31c3);
+        assert_eq!(slot_for_name("foo"), 12_182);
+        assert_eq!(
+            slot_for_name("{user1000}.following"),
+            slot_for_name("user1000")
+        );
+        assert_eq!(
+            slot_for_name("foo{}{bar}"),
+            crc16(b"foo{}{bar}") % SLOT_COUNT
+        );
+        let key = KeyBuilder::new("p").finish();
+        assert_eq!(
+            slot_for_key(&key),
+            slot_for_name(&format!("t:v1:{{{:032x}}}:sliding_log:1", key.id()))
+        );
+    }
+
+    #[test]
+    fn nodes_without_a_host_use_the_host_of_the_queried_node() {
+        let node = |host, port| {
+            Value::Array(vec![
+                host,
+                Value::Int(port),
+                Value::BulkString(b"id".into()),
+            ])
+        };
+        let range =
+            |first, last, node| Value::Array(vec![Value::Int(first), Value::Int(last), node]);
+        let reply = Value::Array(vec![
+            range(0, 99, node(Value::Nil, 1)),
+            range(100, 199, node(Value::BulkString(b"".into()), 2)),
+            range(200, 16_383, node(Value::BulkString(b"c".into()), 3)),
+        ]);
+        let expected = vec![
+            (0, 99, tcp("a", 1)),
+            (100, 199, tcp("a", 2)),
+            (200, 16_383, tcp("c", 3)),
+        ];
+        assert_eq!(parse_cluster_slots(&reply, &tcp("a", 9)), Some(expected));
+        for invalid in [
+            Value::Nil,
+            Value::Array(vec![Value::Int(1)]),
+            Value::Array(vec![range(5, 4, node(Value::Nil, 1))]),
+            Value::Array(vec![range(0, 16_384, node(Value::Nil, 1))]),
+            Value::Array(vec![range(0, 1, node(Value::Nil, 65_536))]),
+            Value::Array(vec![range(0, 1, Value::Array(Vec::new()))]),
+        ] {
+            assert_eq!(
+                parse_cluster_slots(&invalid, &tcp("a", 9)),
+                None,
+                "{invalid:?}"
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn finds_a_probe_key_for_each_node_without_blocking_other_tasks() {
+        let ranges = [
+            (0, 99, tcp("a", 1)),
+            (100, 16_382, tcp("b", 1)),
+            (16_383, 16_383, tcp("c", 1)),
+        ];
+        for (first, last, address) in &ranges {
+            let (mut probe, mut others) = (pin!(find_probe_key(&ranges, address)), 0);
+            let key = loop {
+                tokio::select! {
+                    biased;
+                    key = &mut probe => break key,
+                    () = tokio::task::yield_now() => others += 1,
+                }
+            };
+            assert!((*first..=*last).contains(&slot_for_key(&key)));
+            assert!(others > 10 || first < last, "{others}");
+        }
+    }
+}

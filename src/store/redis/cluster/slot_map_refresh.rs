@@ -1,0 +1,171 @@
+//! The task that renews the map, when somebody finds it stale, and now and then.
+
+use super::slot_map::{self, ClusterNode, ClusterSlotMap, SlotRange};
+use crate::store::redis::connection::{
+    RedisConnectionState, RedisConnectionTarget, RedisContext, SupervisedConnection,
+};
+use crate::store::redis::connector::{self, RedisAddress};
+use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
+use redis::{Cmd, RedisError, Value};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::time::Duration;
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, sleep, timeout};
+
+/// The map is renewed this often, if nothing asks for it before.
+const REFRESH_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Pause between two renewals that are asked for: doubled up to the largest while nothing new comes of it.
+const INITIAL_BACKOFF: Duration = Duration::from_millis(10);
+const MAX_BACKOFF: Duration = Duration::from_millis(500);
+
+/// Renews the map when somebody finds it stale, and now and then.
+pub(super) async fn run_slot_map_refresh(
+    context: Arc<RedisContext>,
+    map_sender: watch::Sender<Arc<ClusterSlotMap>>,
+    refresh_requested: Arc<Notify>,
+) {
+    let breaker = &context.breaker;
+    let (mut known_ranges, mut is_lost, mut backoff): (Vec<SlotRange>, _, _) =
+        (Vec::new(), false, INITIAL_BACKOFF);
+    loop {
+        let previous_map = map_sender.borrow().clone();
+        match fetch_slot_ranges(&context, &previous_map).await {
+            Ok(ranges) if ranges.is_empty() => breaker.count_failure(RedisErrorKind::ClusterDown),
+            Ok(ranges) => {
+                if std::mem::take(&mut is_lost) {
+                    breaker.record_connection_restored();
+                }
+                if ranges != known_ranges {
+                    map_sender.send_replace(Arc::new(
+                        build_slot_map(&context, &previous_map, &ranges).await,
+                    ));
+                    (known_ranges, backoff) = (ranges, INITIAL_BACKOFF);
+                }
+            }
+            Err(error) => {
+                breaker.count_failure(error.kind);
+                // Whoever knows nodes knows it from their links.
+                if known_ranges.is_empty() && !std::mem::replace(&mut is_lost, true) {
+                    breaker.record_connection_lost(&error);
+                }
+            }
+        }
+        sleep(backoff.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+        backoff = (backoff * 2).min(MAX_BACKOFF);
+        if !known_ranges.is_empty()
+            && timeout(REFRESH_INTERVAL, refresh_requested.notified())
+                .await
+                .is_err()
+        {
+            backoff = INITIAL_BACKOFF;
+        }
+    }
+}
+
+/// A map in which nodes that stay keep their connections.
+async fn build_slot_map(
+    context: &Arc<RedisContext>,
+    previous_map: &ClusterSlotMap,
+    ranges: &[SlotRange],
+) -> ClusterSlotMap {
+    let mut nodes: Vec<Arc<ClusterNode>> = Vec::new();
+    for (_, _, address) in ranges {
+        if nodes.iter().any(|node| node.address == *address) {
+            continue;
+        }
+        if let Some(known) = previous_map.node_at(address) {
+            nodes.push(Arc::clone(known));
+            continue;
+        }
+        let target = RedisConnectionTarget::from_node(
+            address.clone(),
+            slot_map::find_probe_key(ranges, address).await,
+        );
+        let connection = Arc::new(SupervisedConnection::start(Arc::clone(context), target));
+        let failures = AtomicU32::new(0);
+        nodes.push(Arc::new(ClusterNode {
+            address: address.clone(),
+            connection,
+            consecutive_failures: failures,
+            discovered_at: Instant::now(),
+        }));
+    }
+    for removed_node in previous_map
+        .nodes
+        .iter()
+        .filter(|node| !nodes.iter().any(|other| Arc::ptr_eq(other, node)))
+    {
+        let (removed_node, call_timeout) = (Arc::clone(removed_node), context.settings.timeout);
+        // What is on the way is still answered, if only with where to go.
+        tokio::spawn(async move {
+            sleep(call_timeout).await;
+            removed_node.connection.stop();
+        });
+    }
+    ClusterSlotMap::new(nodes, ranges)
+}
+
+/// Asks for the map: first those who are connected, one after the other, then whoever was configured.
+async fn fetch_slot_ranges(
+    context: &RedisContext,
+    slot_map: &ClusterSlotMap,
+) -> Result<Vec<SlotRange>, RedisConnectionError> {
+    let settings = &context.settings;
+    let mut command = Cmd::new();
+    command.arg("CLUSTER").arg("SLOTS");
+    let mut nodes = slot_map.nodes.clone();
+    fastrand::shuffle(&mut nodes);
+    for node in nodes {
+        if let RedisConnectionState::Up(live) = &*node.connection.state()
+            && let Ok(Ok(reply)) = timeout(
+                settings.timeout,
+                live.send_with_script_reload(&command, false),
+            )
+            .await
+            && let Some(ranges) = slot_map::parse_cluster_slots(&reply, &node.address)
+        {
+            return Ok(sort_ranges(ranges));
+        }
+    }
+    let mut last_error = RedisConnectionError::new(RedisErrorKind::Dns, "no address is known");
+    let timeout_per_server = settings.connect_timeout / 2;
+    for address in &settings.servers {
+        let fetched = timeout(
+            timeout_per_server,
+            query_configured_server(context, address, &command),
+        )
+        .await;
+        match fetched.unwrap_or_else(|late| Err(late.into())) {
+            Ok(ranges) => return Ok(sort_ranges(ranges)),
+            Err(error) => {
+                last_error =
+                    RedisConnectionError::new(error.kind, format!("{address}: {}", error.message))
+            }
+        }
+    }
+    Err(last_error)
+}
+
+async fn query_configured_server(
+    context: &RedisContext,
+    address: &RedisAddress,
+    command: &Cmd,
+) -> Result<Vec<SlotRange>, RedisConnectionError> {
+    let (mut connection, _driver) =
+        connector::open_connection(address, context.settings.connect_options()).await?;
+    let reply = match connection.send_packed_command(command).await? {
+        Value::ServerError(error) => return Err(RedisError::from(error).into()),
+        reply => reply,
+    };
+    slot_map::parse_cluster_slots(&reply, address).ok_or_else(|| {
+        RedisConnectionError::new(RedisErrorKind::InvalidReply, "the answer makes no sense")
+    })
+}
+
+/// So that two answers that say the same are the same.
+fn sort_ranges(mut ranges: Vec<SlotRange>) -> Vec<SlotRange> {
+    ranges.sort_unstable_by_key(|(first, last, _)| (*first, *last));
+    ranges
+}

@@ -1,0 +1,503 @@
+//! One worker's connection to Redis, and the task that keeps it.
+//!
+//! A request never waits for a connection: it finds one that is proven, or the reason why there is none.
+//! redis-rs' own `ConnectionManager` was not taken: it makes callers wait through its retries, and stays on a
+//! hung server and on a demoted master for ever.
+
+use super::circuit_breaker::RedisCircuitBreaker;
+use super::connector::{self, AbortOnDropTask, RedisAddress};
+use super::error::{RedisConnectionError, RedisErrorKind};
+use super::scripts::ScriptLibrary;
+use super::sentinel::SentinelGroup;
+use super::server_info::ServerInfoCache;
+use super::{RedisSettings, RedisTopology};
+use crate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
+use crate::store::FallbackStore;
+use crate::store::fallback::SINGLE_PARTITION;
+use arc_swap::ArcSwap;
+use redis::aio::MultiplexedConnection;
+use redis::{Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, sleep, timeout};
+
+/// Pause between attempts to connect: doubled up to the largest, and jittered down to half.
+const INITIAL_BACKOFF: Duration = Duration::from_millis(25);
+const MAX_BACKOFF: Duration = Duration::from_millis(500);
+
+/// A connection that lived shorter than this did not end the trouble: attempts stay paced.
+const STABLE_CONNECTION_AGE: Duration = Duration::from_secs(1);
+
+/// Consecutive timeouts after which a connection is given up: the server may hang, or be another by now.
+const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
+
+/// Whose counter proves that Redis takes our writes. No policy can have this name.
+pub(super) const PROBE_POLICY: &str = "-probe";
+
+/// What all links of the process share.
+#[derive(Debug)]
+pub(super) struct RedisContext {
+    pub(super) settings: RedisSettings,
+    pub(super) scripts: ScriptLibrary,
+    pub(super) breaker: RedisCircuitBreaker,
+    /// What was asked of Redis so far.
+    pub(super) call_count: Arc<AtomicU64>,
+    pub(super) server_info: ServerInfoCache,
+    pub(super) fallback: FallbackStore,
+    /// Whether somebody speaks for the process.
+    pub(super) has_joined_membership: AtomicBool,
+}
+
+/// A worker's way to Redis.
+#[derive(Debug)]
+pub(super) struct SupervisedConnection {
+    state: Arc<ArcSwap<RedisConnectionState>>,
+    ready: watch::Receiver<bool>,
+    context: Arc<RedisContext>,
+    /// The health counts it as down.
+    is_lost: Arc<AtomicBool>,
+    supervisor: AbortOnDropTask,
+}
+
+/// Whom a link leads to.
+#[derive(Debug)]
+pub(super) struct RedisConnectionTarget {
+    /// `None`: the master of whom the sentinels know.
+    address: Option<RedisAddress>,
+    /// The counter that proves that the server takes our writes.
+    probe_key: Key,
+    /// Sentinels asked so far: each time another is the first.
+    next_sentinel: AtomicUsize,
+}
+
+#[derive(Debug)]
+pub(super) enum RedisConnectionState {
+    Down(RedisErrorKind),
+    Up(LiveConnection),
+}
+
+/// A connection to a server that ran a program and let it write.
+#[derive(Debug)]
+pub(super) struct LiveConnection {
+    connection: MultiplexedConnection,
+    call_count: Arc<AtomicU64>,
+    /// Consecutive.
+    consecutive_timeouts: AtomicU32,
+    replacement_reason: OnceLock<RedisErrorKind>,
+    replacement_requested: Notify,
+    /// Times that the programs were loaded again, and how many somebody waits for.
+    load_count: watch::Sender<u64>,
+    requested_load: watch::Sender<u64>,
+}
+
+impl RedisConnectionTarget {
+    /// The one server that writes go to.
+    pub(super) fn from_settings(settings: &RedisSettings) -> Self {
+        let is_known = settings.topology == RedisTopology::Standalone;
+        let address = settings.servers.first().filter(|_| is_known).cloned();
+        Self {
+            address,
+            probe_key: KeyBuilder::new(PROBE_POLICY).finish(),
+            next_sentinel: AtomicUsize::new(fastrand::usize(..1024)),
+        }
+    }
+
+    /// A server of several, which proves itself on a counter that is its own.
+    pub(super) fn from_node(address: RedisAddress, probe: Key) -> Self {
+        Self {
+            address: Some(address),
+            probe_key: probe,
+            next_sentinel: AtomicUsize::new(0),
+        }
+    }
+
+    /// Where to connect to now.
+    async fn resolve_address(
+        &self,
+        settings: &RedisSettings,
+    ) -> Result<RedisAddress, RedisConnectionError> {
+        match (&self.address, &settings.topology) {
+            (Some(address), _) => Ok(address.clone()),
+            (
+                None,
+                RedisTopology::Sentinel {
+                    master,
+                    credentials: login,
+                },
+            ) => {
+                let first_sentinel = self.next_sentinel.fetch_add(1, Ordering::Relaxed);
+                SentinelGroup {
+                    settings,
+                    master_name: master,
+                    credentials: login,
+                }
+                .resolve_master(first_sentinel)
+                .await
+            }
+            (None, _) => Err(RedisConnectionError::new(
+                RedisErrorKind::Dns,
+                "no address is known",
+            )),
+        }
+    }
+
+    /// Ends when the server at an address is no longer the one.
+    async fn wait_until_moved(&self, settings: &RedisSettings, current_address: &RedisAddress) {
+        match &settings.topology {
+            RedisTopology::Sentinel {
+                master,
+                credentials: login,
+            } => {
+                let first_sentinel = self.next_sentinel.load(Ordering::Relaxed);
+                SentinelGroup {
+                    settings,
+                    master_name: master,
+                    credentials: login,
+                }
+                .wait_for_master_change(current_address, first_sentinel)
+                .await;
+            }
+            _ => std::future::pending().await,
+        }
+    }
+}
+
+impl SupervisedConnection {
+    /// Connects, and stays connected as long as the link lives.
+    pub(super) fn start(context: Arc<RedisContext>, target: RedisConnectionTarget) -> Self {
+        let state = Arc::new(ArcSwap::from_pointee(RedisConnectionState::Down(
+            RedisErrorKind::Connection,
+        )));
+        let (ready_sender, ready) = watch::channel(false);
+        let is_lost = Arc::default();
+        let supervisor = supervise_connection(
+            Arc::clone(&context),
+            target,
+            Arc::clone(&state),
+            Arc::clone(&is_lost),
+            ready_sender,
+        );
+        Self {
+            state,
+            ready,
+            context,
+            is_lost,
+            supervisor: AbortOnDropTask(tokio::spawn(supervisor)),
+        }
+    }
+
+    /// Whether there was a proven connection at any time.
+    pub(super) fn was_ready(&self) -> bool {
+        *self.ready.borrow()
+    }
+
+    /// Ends: nobody is missing this server any more.
+    pub(super) fn stop(&self) {
+        self.supervisor.0.abort();
+        if self.is_lost.swap(false, Ordering::Relaxed) {
+            self.context.breaker.record_connection_restored();
+        }
+    }
+
+    pub(super) fn state(&self) -> Arc<RedisConnectionState> {
+        self.state.load_full()
+    }
+
+    /// Waits for the first proven connection.
+    pub(super) async fn wait_until_ready(&self) {
+        // An error means that the supervisor is gone, and with it the runtime: nothing to wait for.
+        drop(self.ready.clone().wait_for(|ready| *ready).await);
+    }
+}
+
+impl LiveConnection {
+    /// Runs a program, and loads all again if Redis does not have it. The caller sets the deadline.
+    pub(super) async fn run_command(&self, command: &Cmd) -> Result<Value, RedisErrorKind> {
+        self.send_with_script_reload(command, false)
+            .await
+            .map_err(|error| RedisErrorKind::from(&error))
+    }
+
+    /// The same, with the whole error. `asking`: a node that is just taking over the key's slot shall answer.
+    pub(super) async fn send_with_script_reload(
+        &self,
+        command: &Cmd,
+        is_asking: bool,
+    ) -> RedisResult<Value> {
+        loop {
+            let load_count = *self.load_count.borrow();
+            self.call_count.fetch_add(1, Ordering::Relaxed);
+            let answer = match is_asking {
+                false => self.send_command(command).await,
+                true => self.send_with_asking(command).await,
+            };
+            match answer {
+                Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
+                    self.wait_for_reload(load_count).await;
+                }
+                answer => {
+                    if self.consecutive_timeouts.load(Ordering::Relaxed) != 0 {
+                        self.consecutive_timeouts.store(0, Ordering::Relaxed);
+                    }
+                    return answer;
+                }
+            }
+        }
+    }
+
+    async fn send_command(&self, command: &Cmd) -> RedisResult<Value> {
+        match self.connection.clone().send_packed_command(command).await? {
+            Value::ServerError(error) => Err(error.into()),
+            value => Ok(value),
+        }
+    }
+
+    async fn send_with_asking(&self, command: &Cmd) -> RedisResult<Value> {
+        let mut pipeline = redis::pipe();
+        pipeline.cmd("ASKING").add_command(command.clone());
+        let replies = self
+            .connection
+            .clone()
+            .send_packed_commands(&pipeline, 1, 1)
+            .await?;
+        match replies.into_iter().next() {
+            Some(Value::ServerError(error)) => Err(error.into()),
+            Some(value) => Ok(value),
+            None => Err(RedisError::from((
+                ErrorKind::UnexpectedReturnType,
+                "no reply",
+            ))),
+        }
+    }
+
+    /// Notes a failed call; the connection is replaced if that may help.
+    pub(super) fn record_failure(&self, kind: RedisErrorKind) {
+        let is_hanging = kind == RedisErrorKind::Timeout
+            && self
+                .consecutive_timeouts
+                .fetch_add(1, Ordering::Relaxed)
+                .saturating_add(1)
+                >= MAX_CONSECUTIVE_TIMEOUTS;
+        if is_hanging || kind.requires_reconnect() {
+            self.request_replacement(kind);
+        }
+    }
+
+    /// Has the connection replaced.
+    pub(super) fn request_replacement(&self, kind: RedisErrorKind) {
+        self.replacement_reason.get_or_init(|| kind);
+        self.replacement_requested.notify_one();
+    }
+
+    /// Waits until the programs were loaded more often than `loads` times. The supervisor loads them once for
+    /// everybody who found one missing since.
+    async fn wait_for_reload(&self, seen_load_count: u64) {
+        self.requested_load.send_if_modified(|wanted| {
+            let is_new_request = *wanted <= seen_load_count;
+            *wanted = (*wanted).max(seen_load_count + 1);
+            is_new_request
+        });
+        let mut load_count = self.load_count.subscribe();
+        // The sender is ours, so it is there.
+        drop(load_count.wait_for(|now| *now > seen_load_count).await);
+    }
+
+    /// The number of a load that somebody waits for.
+    async fn wait_for_load_request(&self) -> u64 {
+        let load_count = *self.load_count.borrow();
+        let mut requested_load = self.requested_load.subscribe();
+        requested_load
+            .wait_for(|wanted| *wanted > load_count)
+            .await
+            .map_or(load_count, |wanted| *wanted)
+    }
+}
+
+async fn supervise_connection(
+    context: Arc<RedisContext>,
+    target: RedisConnectionTarget,
+    state: Arc<ArcSwap<RedisConnectionState>>,
+    is_lost: Arc<AtomicBool>,
+    ready_sender: watch::Sender<bool>,
+) {
+    let breaker = &context.breaker;
+    let mut backoff = INITIAL_BACKOFF;
+    loop {
+        let started = Instant::now();
+        let connected = timeout(
+            context.settings.connect_timeout,
+            connect_and_probe(&context, &target),
+        )
+        .await;
+        let error = match connected.unwrap_or_else(|late| Err(late.into())) {
+            Ok((live, address, mut driver)) => {
+                let up_state = Arc::new(RedisConnectionState::Up(live));
+                state.store(Arc::clone(&up_state));
+                if is_lost.swap(false, Ordering::Relaxed) {
+                    breaker.record_connection_restored();
+                }
+                breaker.record_probe_success();
+                ready_sender.send_replace(true);
+                tokio::select! {
+                    failure = run_connection(&context, &target, &up_state, &mut driver) => failure.into(),
+                    () = target.wait_until_moved(&context.settings, &address) => {
+                        RedisConnectionError::new(RedisErrorKind::ReadOnly, format!("{address} is no longer the master"))
+                    }
+                }
+            }
+            Err(error) => {
+                breaker.count_failure(error.kind);
+                // That no connection is there yet is no outage, nor is one that is replaced at once: servers close those
+                // that idle. Of a cluster's nodes only the map says what they keep.
+                if *ready_sender.borrow() && context.settings.topology != RedisTopology::Cluster {
+                    context.fallback.mark_unreachable([SINGLE_PARTITION]);
+                }
+                error
+            }
+        };
+        state.store(Arc::new(RedisConnectionState::Down(error.kind)));
+        if !is_lost.swap(true, Ordering::Relaxed) {
+            breaker.record_connection_lost(&error);
+        }
+        backoff = if started.elapsed() >= STABLE_CONNECTION_AGE {
+            INITIAL_BACKOFF
+        } else {
+            (backoff * 2).min(MAX_BACKOFF)
+        };
+        sleep(backoff.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+    }
+}
+
+/// Serves a live connection until it has to be replaced, and says why.
+async fn run_connection(
+    context: &RedisContext,
+    target: &RedisConnectionTarget,
+    state: &RedisConnectionState,
+    driver: &mut AbortOnDropTask,
+) -> RedisErrorKind {
+    let RedisConnectionState::Up(live) = state else {
+        return RedisErrorKind::Connection;
+    };
+    loop {
+        tokio::select! {
+            _ = &mut driver.0 => return RedisErrorKind::Connection,
+            () = live.replacement_requested.notified() => {
+                return live.replacement_reason.get().copied().unwrap_or(RedisErrorKind::Connection);
+            }
+            number = live.wait_for_load_request() => {
+                let loaded = timeout(context.settings.timeout, load_scripts(context, live)).await;
+                match loaded.map_err(RedisErrorKind::from).and_then(|done| done.map_err(|error| RedisErrorKind::from(&error))) {
+                    Ok(()) => drop(live.load_count.send_replace(number)),
+                    Err(failure) => return failure,
+                }
+            }
+            () = sleep(context.settings.probe_interval) => {
+                if !context.breaker.is_open() {
+                    continue;
+                }
+                match probe_writes(context, target, live).await {
+                    Ok(()) => context.breaker.record_probe_success(),
+                    Err(error) => {
+                        context.breaker.count_failure(error.kind);
+                        live.record_failure(error.kind);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Connects to a target and has it prove itself. The caller sets the deadline.
+pub(super) async fn connect_and_probe(
+    context: &RedisContext,
+    target: &RedisConnectionTarget,
+) -> Result<(LiveConnection, RedisAddress, AbortOnDropTask), RedisConnectionError> {
+    let address = target.resolve_address(&context.settings).await?;
+    let (connection, driver) =
+        connector::open_connection(&address, context.settings.connect_options()).await?;
+    let live = LiveConnection {
+        connection,
+        call_count: Arc::clone(&context.call_count),
+        consecutive_timeouts: AtomicU32::new(0),
+        replacement_reason: OnceLock::new(),
+        replacement_requested: Notify::new(),
+        load_count: watch::Sender::new(0),
+        requested_load: watch::Sender::new(0),
+    };
+    // First a question about nothing. From those who have not logged in Redis reads ten arguments and 16 KiB at
+    // most, and says of more that the protocol is broken: nobody would learn that a password is missing.
+    let empty_command = context.scripts.decide_command(&[], None);
+    run_loading_scripts(context, &live, &empty_command).await?;
+    probe_writes(context, target, &live).await?;
+    Ok((live, address, driver))
+}
+
+/// Runs a program without the supervisor's help: it is the supervisor who asks, or there is none.
+pub(super) async fn run_loading_scripts(
+    context: &RedisContext,
+    live: &LiveConnection,
+    command: &Cmd,
+) -> RedisResult<Value> {
+    match live.send_command(command).await {
+        Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
+            load_scripts(context, live).await?;
+            live.send_command(command).await
+        }
+        answer => answer,
+    }
+}
+
+async fn load_scripts(context: &RedisContext, live: &LiveConnection) -> RedisResult<()> {
+    let pipeline = context.scripts.load_pipeline();
+    for reply in live
+        .connection
+        .clone()
+        .send_packed_commands(&pipeline, 0, pipeline.len())
+        .await?
+    {
+        if let Value::ServerError(error) = reply {
+            return Err(error.into());
+        }
+    }
+    Ok(())
+}
+
+/// Asks for a decision as requests do, within their deadline, on a counter of our own that lives a millisecond:
+/// whoever answers has the script, a clock and memory, and takes our writes.
+async fn probe_writes(
+    context: &RedisContext,
+    target: &RedisConnectionTarget,
+    live: &LiveConnection,
+) -> Result<(), RedisConnectionError> {
+    let limit = Limit {
+        requests: MAX_UNITS,
+        per_us: 1000,
+        algorithm: Algorithm::FixedWindow { offset_us: 0 },
+    };
+    let charges = [Charge::new(&limit, &target.probe_key, 1)];
+    let command = context.scripts.decide_command(&charges, None);
+    let reply = match timeout(
+        context.settings.timeout,
+        run_loading_scripts(context, live, &command),
+    )
+    .await?
+    {
+        // The slot has moved since: this node knows its place, and the map of slots is being renewed.
+        Err(error)
+            if context.settings.topology == RedisTopology::Cluster
+                && error.redirect_node().is_some() =>
+        {
+            return Ok(());
+        }
+        reply => reply?,
+    };
+    match ScriptLibrary::parse_decision_reply(&reply, &charges) {
+        Some(decision) if decision.admitted => Ok(()),
+        _ => Err(RedisConnectionError::new(
+            RedisErrorKind::InvalidReply,
+            "the answer makes no sense",
+        )),
+    }
+}

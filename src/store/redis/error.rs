@@ -1,0 +1,296 @@
+//! What can go wrong with Redis, in stable words.
+
+use redis::{ErrorKind, RedisError, ServerErrorKind};
+use std::error::Error;
+use std::io;
+use std::sync::Arc;
+use tokio_rustls::rustls;
+
+/// Why Redis gave no answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RedisErrorKind {
+    /// No answer within the deadline. What was asked may have happened.
+    Timeout,
+    /// Not connected, or the connection broke.
+    Connection,
+    /// Nobody listens at the address.
+    ConnectionRefused,
+    /// The name does not resolve.
+    Dns,
+    /// One side does not accept the other's certificate, or does not speak TLS.
+    Tls,
+    /// A replica.
+    ReadOnly,
+    /// Still reading its data from disk.
+    Loading,
+    MasterDown,
+    ClusterDown,
+    /// Password or user are wrong, missing or not allowed to do this.
+    NoAuth,
+    OutOfMemory,
+    /// Redis can't persist or replicate and was told not to write then.
+    Misconfigured,
+    /// Another script runs for too long.
+    Busy,
+    /// A value under one of our keys that we didn't write: a fault of that key alone. Keys are counted from 1.
+    WrongType(usize),
+    /// An answer that makes no sense.
+    InvalidReply,
+    /// The script was forgotten: healed, and an error only if that fails.
+    NoScript,
+    Other,
+}
+
+/// Why there is no connection: the word for machines, and what the other side or the system said, for people.
+#[derive(Debug)]
+pub(super) struct RedisConnectionError {
+    pub(super) kind: RedisErrorKind,
+    pub(super) message: String,
+}
+
+impl RedisConnectionError {
+    pub(super) fn new(kind: RedisErrorKind, message: impl Into<String>) -> Self {
+        Self {
+            kind,
+            message: message.into(),
+        }
+    }
+}
+
+impl From<RedisErrorKind> for RedisConnectionError {
+    fn from(kind: RedisErrorKind) -> Self {
+        Self::new(kind, kind.as_str())
+    }
+}
+
+impl From<tokio::time::error::Elapsed> for RedisConnectionError {
+    fn from(_: tokio::time::error::Elapsed) -> Self {
+        Self::new(RedisErrorKind::Timeout, "no answer in time")
+    }
+}
+
+impl From<io::Error> for RedisConnectionError {
+    fn from(error: io::Error) -> Self {
+        Self::from(RedisError::from(error))
+    }
+}
+
+impl From<RedisError> for RedisConnectionError {
+    fn from(error: RedisError) -> Self {
+        Self::new(RedisErrorKind::from(&error), error.to_string())
+    }
+}
+
+impl RedisErrorKind {
+    /// Every [`Failure::word`], in alphabetical order.
+    pub(super) const NAMES: [&str; 17] = [
+        "busy",
+        "clusterdown",
+        "connection",
+        "dns",
+        "loading",
+        "masterdown",
+        "misconf",
+        "noauth",
+        "noscript",
+        "oom",
+        "other",
+        "readonly",
+        "refused",
+        "reply",
+        "timeout",
+        "tls",
+        "wrongtype",
+    ];
+
+    /// The word in logs and metrics.
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Self::Timeout => "timeout",
+            Self::Connection => "connection",
+            Self::ConnectionRefused => "refused",
+            Self::Dns => "dns",
+            Self::Tls => "tls",
+            Self::ReadOnly => "readonly",
+            Self::Loading => "loading",
+            Self::MasterDown => "masterdown",
+            Self::ClusterDown => "clusterdown",
+            Self::NoAuth => "noauth",
+            Self::OutOfMemory => "oom",
+            Self::Misconfigured => "misconf",
+            Self::Busy => "busy",
+            Self::WrongType(_) => "wrongtype",
+            Self::InvalidReply => "reply",
+            Self::NoScript => "noscript",
+            Self::Other => "other",
+        }
+    }
+
+    /// Whether a new connection may help: the old one is dead, out of step or leads to the wrong server.
+    pub(super) fn requires_reconnect(self) -> bool {
+        matches!(
+            self,
+            Self::Connection
+                | Self::ReadOnly
+                | Self::Loading
+                | Self::MasterDown
+                | Self::NoAuth
+                | Self::InvalidReply
+        )
+    }
+}
+
+impl RedisErrorKind {
+    /// What the text of an error means. Where a program has met it, Redis 6 puts the place in the program before it:
+    /// once where it was caught, and once more, with the program's name, where nobody did.
+    pub(super) fn from_error_text(text: &str) -> Self {
+        let has_location = text.starts_with('@') || text.starts_with("ERR Error running script");
+        let without_location = text.rsplit_once(": -").or_else(|| text.rsplit_once(": "));
+        let text = without_location
+            .filter(|_| has_location)
+            .map_or(text, |(_, text)| text);
+        let (code, detail) = text.trim().split_once(' ').unwrap_or((text.trim(), ""));
+        match code {
+            "READONLY" => Self::ReadOnly,
+            "LOADING" => Self::Loading,
+            "MASTERDOWN" => Self::MasterDown,
+            "CLUSTERDOWN" => Self::ClusterDown,
+            "NOAUTH" | "WRONGPASS" | "NOPERM" => Self::NoAuth,
+            "OOM" => Self::OutOfMemory,
+            "MISCONF" | "NOREPLICAS" => Self::Misconfigured,
+            "BUSY" => Self::Busy,
+            "FOREIGN" => Self::WrongType(detail.parse().unwrap_or(0)),
+            // Redis before 7.2 has no word for it inside programs.
+            _ if text.contains("The user executing the script can't") => Self::NoAuth,
+            _ => Self::Other,
+        }
+    }
+}
+
+impl From<tokio::time::error::Elapsed> for RedisErrorKind {
+    fn from(_: tokio::time::error::Elapsed) -> Self {
+        Self::Timeout
+    }
+}
+
+impl From<std::io::Error> for RedisErrorKind {
+    fn from(error: std::io::Error) -> Self {
+        Self::from(&RedisError::from(error))
+    }
+}
+
+impl From<&RedisError> for RedisErrorKind {
+    fn from(error: &RedisError) -> Self {
+        if error.is_connection_refusal() {
+            return Self::ConnectionRefused;
+        }
+        match error.kind() {
+            ErrorKind::AuthenticationFailed => return Self::NoAuth,
+            ErrorKind::Parse | ErrorKind::UnexpectedReturnType => return Self::InvalidReply,
+            ErrorKind::Io if is_tls_error(error) => return Self::Tls,
+            ErrorKind::Io if error.is_timeout() => return Self::Timeout,
+            ErrorKind::Io => return Self::Connection,
+            ErrorKind::Server(ServerErrorKind::NoScript) => return Self::NoScript,
+            _ => {}
+        }
+        Self::from_error_text(
+            &[error.code(), error.detail()]
+                .map(Option::unwrap_or_default)
+                .join(" "),
+        )
+    }
+}
+
+/// What rustls has to say comes wrapped into an error of input and output.
+fn is_tls_error(error: &RedisError) -> bool {
+    let mut cause: Option<&(dyn Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        let inner = match error.downcast_ref::<io::Error>().or_else(|| {
+            error
+                .downcast_ref::<Arc<dyn Error + Send + Sync>>()
+                .and_then(|error| error.downcast_ref())
+        }) {
+            Some(error) => error.get_ref().map(|inner| inner as &(dyn Error + 'static)),
+            None => None,
+        };
+        if inner.is_some_and(|inner| inner.is::<rustls::Error>()) {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use redis::Value;
+
+    #[test]
+    fn error_kind_names_are_sorted_for_binary_search() {
+        assert!(RedisErrorKind::NAMES.is_sorted());
+    }
+
+    /// As Redis 6.2 says it, and as 7 does, as an error of the whole call.
+    #[test]
+    fn classifies_script_errors_with_and_without_a_source_location() {
+        let classify = |text: &str| {
+            let reply = redis::parse_redis_value(format!("-{text}\r\n").as_bytes()).unwrap();
+            let Value::ServerError(error) = reply else {
+                panic!("{reply:?}")
+            };
+            (
+                RedisErrorKind::from_error_text(text),
+                RedisErrorKind::from(&RedisError::from(error)),
+            )
+        };
+        for (text, failure) in [
+            (
+                "@user_script: 9: -OOM command not allowed when used memory > 'maxmemory'.  ",
+                RedisErrorKind::OutOfMemory,
+            ),
+            (
+                "@user_script: 9: -READONLY You can't write against a read only replica.  ",
+                RedisErrorKind::ReadOnly,
+            ),
+            (
+                "@user_script: 12: -MISCONF Redis is configured to save RDB snapshots, but it is currently not able to \
+                 persist on disk.",
+                RedisErrorKind::Misconfigured,
+            ),
+            (
+                "@user_script: 3: -NOREPLICAS Not enough good replicas to write.",
+                RedisErrorKind::Misconfigured,
+            ),
+            (
+                "ERR Error running script (call to f_d1b3bbfd2f5b5f0ad2cb1b1e3b4a52e93b6eb1f5): @user_script:140: \
+                 @user_script: 140: -READONLY You can't write against a read only replica.  ",
+                RedisErrorKind::ReadOnly,
+            ),
+            (
+                "@user_script: 5: The user executing the script can't run this command or subcommand",
+                RedisErrorKind::NoAuth,
+            ),
+            (
+                "ERR The user executing the script can't run this command or subcommand",
+                RedisErrorKind::NoAuth,
+            ),
+            (
+                "OOM command not allowed when used memory > 'maxmemory'. script: d1b3bb, on @user_script:9.",
+                RedisErrorKind::OutOfMemory,
+            ),
+            (
+                "NOPERM this user has no permissions to run the 'evalsha' command",
+                RedisErrorKind::NoAuth,
+            ),
+            ("FOREIGN 3", RedisErrorKind::WrongType(3)),
+            (
+                "@user_script:7: attempt to index a nil value",
+                RedisErrorKind::Other,
+            ),
+            ("ERR unknown command", RedisErrorKind::Other),
+        ] {
+            assert_eq!(classify(text), (failure, failure), "{text}");
+        }
+    }
+}

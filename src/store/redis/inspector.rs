@@ -1,0 +1,297 @@
+//! Looking at counters from outside of the request path, for people on call.
+
+use super::cluster::{self, ClusterClient};
+use super::connection::{
+    self, LiveConnection, RedisConnectionState, RedisConnectionTarget, RedisContext,
+};
+use super::connector;
+use super::error::{RedisConnectionError, RedisErrorKind};
+use super::scripts::ScriptLibrary;
+use super::{RedisSettings, RedisTopology, SharedRedisState};
+use crate::limiter::{Algorithm, Charge, Limit, MAX_UNITS};
+use redis::{Cmd, Value, from_redis_value};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::{Instant, timeout};
+
+/// Keys that one step of a scan looks at: few enough that Redis has time for requests between two steps.
+const SCAN_COUNT: u64 = 256;
+/// Counters asked for in one call.
+const MAX_COUNTERS_PER_CALL: usize = 64;
+/// Whoever asks by hand can wait longer than a request.
+const CALL_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A connection of its own for looking at counters and resetting them.
+#[derive(Debug)]
+pub struct CounterInspector {
+    context: Arc<RedisContext>,
+    backend: InspectorBackend,
+}
+
+#[derive(Debug)]
+enum InspectorBackend {
+    SingleServer {
+        live: LiveConnection,
+        _driver: connector::AbortOnDropTask,
+    },
+    Cluster(ClusterClient),
+}
+
+/// Why nothing was found out.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("Redis gave no answer {0}")]
+pub struct InspectError(String);
+
+/// One counter as it is found in Redis.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RedisCounter {
+    /// Its name in Redis.
+    pub key: String,
+    /// Policy and values, for people; `None` if they were too long to be kept.
+    pub readable_key: Option<String>,
+    pub algorithm: Algorithm,
+    pub per_us: u64,
+    pub used_units: u64,
+    /// Until some units come back (µs from now); 0 if none are in use.
+    pub next_release_in_us: u64,
+}
+
+impl CounterInspector {
+    /// # Errors
+    /// When Redis can't be reached within `connect_timeout`, or does not let us in.
+    pub async fn connect(settings: RedisSettings) -> Result<Self, InspectError> {
+        let connect_timeout = settings.connect_timeout;
+        let SharedRedisState(context) = SharedRedisState::new(settings);
+        let backend = if context.settings.topology == RedisTopology::Cluster {
+            let cluster = ClusterClient::start(Arc::clone(&context));
+            timeout(connect_timeout, cluster.wait_until_ready())
+                .await
+                .map_err(RedisConnectionError::from)?;
+            InspectorBackend::Cluster(cluster)
+        } else {
+            let target = RedisConnectionTarget::from_settings(&context.settings);
+            let connected = timeout(
+                connect_timeout,
+                connection::connect_and_probe(&context, &target),
+            )
+            .await
+            .map_err(RedisConnectionError::from)?;
+            let (live, _, driver) = connected?;
+            InspectorBackend::SingleServer {
+                live,
+                _driver: driver,
+            }
+        };
+        Ok(Self { context, backend })
+    }
+
+    /// Up to `most` counters of our prefix, in no order; with `policy` only that policy's, as far as their
+    /// names are readable. The second value says whether there may be more.
+    ///
+    /// # Errors
+    /// When Redis does not answer.
+    pub async fn list_counters(
+        &self,
+        policy: Option<&str>,
+        max_counters: usize,
+    ) -> Result<(Vec<RedisCounter>, bool), InspectError> {
+        let pattern = self.context.scripts.scan_pattern(policy);
+        let (mut keys, mut has_more) = (Vec::new(), false);
+        match &self.backend {
+            InspectorBackend::SingleServer { live, .. } => {
+                has_more = self
+                    .scan_server(live, &pattern, policy, max_counters, &mut keys)
+                    .await?
+            }
+            InspectorBackend::Cluster(cluster) => {
+                for master in cluster.master_connections() {
+                    match &*master.state() {
+                        RedisConnectionState::Up(live) => {
+                            has_more |= self
+                                .scan_server(live, &pattern, policy, max_counters, &mut keys)
+                                .await?
+                        }
+                        RedisConnectionState::Down(failure) => return Err((*failure).into()),
+                    }
+                }
+            }
+        }
+        // A scan may show a key twice.
+        keys.sort_unstable();
+        keys.dedup();
+        has_more |= keys.len() > max_counters;
+        keys.truncate(max_counters);
+        let mut counters = Vec::new();
+        for keys in self.split_into_batches(&mut keys) {
+            counters.extend(self.read_counters(keys).await?);
+        }
+        Ok((counters, has_more))
+    }
+
+    /// Adds one server's keys until there are more than `most`. Returns whether some were left.
+    async fn scan_server(
+        &self,
+        live: &LiveConnection,
+        pattern: &str,
+        policy: Option<&str>,
+        max_counters: usize,
+        keys: &mut Vec<String>,
+    ) -> Result<bool, InspectError> {
+        let mut cursor = 0_u64;
+        loop {
+            let mut command = Cmd::new();
+            command
+                .arg("SCAN")
+                .arg(cursor)
+                .arg("MATCH")
+                .arg(pattern)
+                .arg("COUNT")
+                .arg(SCAN_COUNT);
+            let reply = timeout(CALL_TIMEOUT, live.run_command(&command))
+                .await
+                .map_err(RedisErrorKind::from)??;
+            let found_keys: Vec<String>;
+            (cursor, found_keys) =
+                from_redis_value(reply).map_err(|_other| RedisErrorKind::InvalidReply)?;
+            keys.extend(found_keys.into_iter().filter(|key| {
+                let readable_key = self
+                    .context
+                    .scripts
+                    .parse_counter_key(key)
+                    .and_then(|(_, _, readable)| readable);
+                let readable_key = readable_key.unwrap_or_default();
+                let owner = readable_key.split('/').next().unwrap_or_default();
+                // The pattern lets other policies through whose names only begin alike.
+                owner != connection::PROBE_POLICY && policy.is_none_or(|policy| owner == policy)
+            }));
+            if cursor == 0 || keys.len() > max_counters {
+                return Ok(cursor != 0);
+            }
+        }
+    }
+
+    /// Keys that one call can look at.
+    fn split_into_batches<'k>(&self, keys: &'k mut [String]) -> Vec<&'k [String]> {
+        match self.backend {
+            InspectorBackend::SingleServer { .. } => keys.chunks(MAX_COUNTERS_PER_CALL).collect(),
+            InspectorBackend::Cluster(_) => {
+                keys.sort_by_cached_key(|key| cluster::slot_for_name(key));
+                let keys_by_slot =
+                    keys.chunk_by(|a, b| cluster::slot_for_name(a) == cluster::slot_for_name(b));
+                keys_by_slot
+                    .flat_map(|keys| keys.chunks(MAX_COUNTERS_PER_CALL))
+                    .collect()
+            }
+        }
+    }
+
+    /// Forgets the counters of charges. Returns how many there were.
+    ///
+    /// # Errors
+    /// When Redis does not answer.
+    pub async fn reset_counters(&self, charges: &[Charge<'_>]) -> Result<u64, InspectError> {
+        let shared = SharedRedisState(Arc::clone(&self.context));
+        let mut keys: Vec<String> = charges
+            .iter()
+            .flat_map(|charge| shared.counter_names(charge))
+            .collect();
+        let mut deleted = 0;
+        for keys in self.split_into_batches(&mut keys) {
+            let mut command = Cmd::new();
+            command.arg("DEL").arg(keys);
+            let reply = self.run_command(keys, &command).await?;
+            deleted +=
+                from_redis_value::<u64>(reply).map_err(|_other| RedisErrorKind::InvalidReply)?;
+        }
+        Ok(deleted)
+    }
+
+    /// Where counters stand. Names and values that are not ours are left out.
+    async fn read_counters(&self, keys: &[String]) -> Result<Vec<RedisCounter>, InspectError> {
+        let mut parsed_keys: Vec<(&String, Limit, Option<String>)> = keys
+            .iter()
+            .filter_map(|key| {
+                let (algorithm, per_us, readable) = self.context.scripts.parse_counter_key(key)?;
+                Some((
+                    key,
+                    Limit {
+                        requests: MAX_UNITS,
+                        per_us,
+                        algorithm,
+                    },
+                    readable,
+                ))
+            })
+            .collect();
+        loop {
+            let queried_counters: Vec<(&str, &Limit)> = parsed_keys
+                .iter()
+                .map(|(key, limit, _)| (key.as_str(), limit))
+                .collect();
+            let reply = match self
+                .run_command(keys, &self.context.scripts.read_command(&queried_counters))
+                .await
+            {
+                Ok(reply) => reply,
+                // Each turn leaves fewer.
+                Err(RedisErrorKind::WrongType(position))
+                    if (1..=parsed_keys.len()).contains(&position) =>
+                {
+                    parsed_keys.remove(position - 1);
+                    continue;
+                }
+                Err(failure) => return Err(failure.into()),
+            };
+            let (now_us, standings) = ScriptLibrary::parse_read_reply(&reply, &queried_counters)
+                .ok_or(RedisErrorKind::InvalidReply)?;
+            let counters =
+                parsed_keys
+                    .into_iter()
+                    .zip(standings)
+                    .map(|((key, limit, readable), standing)| RedisCounter {
+                        key: key.clone(),
+                        readable_key: readable,
+                        algorithm: limit.algorithm,
+                        per_us: limit.per_us,
+                        used_units: limit.requests - standing.remaining,
+                        next_release_in_us: standing
+                            .next_growth_us
+                            .map_or(0, |at_us| at_us.saturating_sub(now_us)),
+                    });
+            return Ok(counters.collect());
+        }
+    }
+
+    /// Runs what is about some keys of one slot.
+    async fn run_command(&self, keys: &[String], command: &Cmd) -> Result<Value, RedisErrorKind> {
+        match &self.backend {
+            // Nobody attends to this connection: what is missing is loaded here.
+            InspectorBackend::SingleServer { live, .. } => {
+                let reply = timeout(
+                    CALL_TIMEOUT,
+                    connection::run_loading_scripts(&self.context, live, command),
+                )
+                .await?;
+                reply.map_err(|error| RedisErrorKind::from(&error))
+            }
+            InspectorBackend::Cluster(cluster) => {
+                let slot = keys.first().map_or(0, |key| cluster::slot_for_name(key));
+                cluster
+                    .run_on_slot(slot, command, Instant::now() + CALL_TIMEOUT)
+                    .await
+            }
+        }
+    }
+}
+
+impl From<RedisErrorKind> for InspectError {
+    fn from(failure: RedisErrorKind) -> Self {
+        Self(format!("({})", failure.as_str()))
+    }
+}
+
+impl From<RedisConnectionError> for InspectError {
+    fn from(error: RedisConnectionError) -> Self {
+        Self(format!("({}): {}", error.kind.as_str(), error.message))
+    }
+}

@@ -1,0 +1,420 @@
+//! How many instances share the limits, and when all of them know of an outage's end.
+//!
+//! Every process is in a sorted set per prefix while it lives, and in a second one that tells places. A background task of one of its workers keeps it
+//! there, counts the others, and writes back what was admitted while Redis was away (see [`crate::store::Local`]).
+//! It also says whether something is left to write back: who is heard of after an outage without that has told all.
+//!
+//! Of a cluster only some slots may be away. Then what can be told is, the process stays in the count, and the outage
+//! ends for all slots that were in it together.
+
+use super::cluster::slot_for_name;
+use super::error::RedisErrorKind;
+use super::{RedisBackend, RedisStore};
+use crate::store::fallback::SINGLE_PARTITION;
+use crate::store::{Settlement, Share};
+use redis::{Cmd, Value};
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher;
+use std::sync::LazyLock;
+use std::time::Duration;
+use tokio::time::{Instant, sleep, timeout};
+
+/// How often an instance makes itself known.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The same while an outage ends, and the least time between two rounds.
+const RECOVERY_HEARTBEAT_INTERVAL: Duration = Duration::from_millis(100);
+
+/// After so much silence an instance is counted no more.
+const MEMBER_TTL: Duration = Duration::from_secs(5);
+
+/// How long those are waited for who were there before: after an outage, or a loss of data, all are silent.
+const MEMBERSHIP_GRACE_PERIOD: Duration = Duration::from_secs(3);
+
+/// What an ending process has left to write back in.
+const SHUTDOWN_WRITE_BACK_TIMEOUT: Duration = Duration::from_secs(1);
+
+const MEMBERSHIP_SCRIPT: &str = include_str!("fleet.lua");
+
+/// This process among all others.
+static INSTANCE_ID: LazyLock<String> = LazyLock::new(|| {
+    let [high, low] = [0, 1].map(|half| RandomState::new().hash_one(half));
+    format!("{high:016x}{low:016x}")
+});
+
+/// The name of this process among all others: 32 hexadecimal digits, new with every start.
+pub fn instance_id() -> &'static str {
+    &INSTANCE_ID
+}
+
+/// What an instance does with the set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum MembershipOperation {
+    Heartbeat,
+    /// It lives, but has not told all.
+    HeartbeatPending,
+    Read,
+}
+
+/// What the set says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct MembershipReply {
+    now_us: u64,
+    live_instances: u32,
+    rank: u32,
+    recovered_instances: u32,
+}
+
+/// What is believed of the fleet.
+#[derive(Debug)]
+struct MembershipTracker {
+    share: Share,
+    /// Since when fewer have been seen.
+    decrease_since: Option<Instant>,
+    /// Redis answers, but does not count.
+    is_rejected: bool,
+    /// What Redis' clock showed (µs), at the latest when we heard of it.
+    redis_clock: Option<(u64, Instant)>,
+}
+
+/// Where an outage's end is.
+#[derive(Clone, Copy, Debug)]
+struct OutageRecovery {
+    /// When Redis answered again: by our clock, and by its own if it said that.
+    started_at: Instant,
+    started_us: Option<u64>,
+}
+
+/// Speaks for the process for as long as it is polled.
+pub(super) async fn run_membership(redis: RedisStore) {
+    // That no connection is there yet is no outage.
+    redis.wait_until_ready().await;
+    let fallback = redis.fallback();
+    let mut tracker = MembershipTracker {
+        share: fallback.share(),
+        decrease_since: None,
+        is_rejected: false,
+        redis_clock: None,
+    };
+    let mut recovery = None;
+    loop {
+        recovery = run_heartbeat_round(&redis, &mut tracker, recovery)
+            .await
+            .unwrap_or_default();
+        sleep(add_jitter(RECOVERY_HEARTBEAT_INTERVAL)).await;
+        if recovery.is_none() && !fallback.is_in_outage() && !fallback.has_pending_write_back() {
+            tokio::select! {
+                () = sleep(add_jitter(HEARTBEAT_INTERVAL).saturating_sub(RECOVERY_HEARTBEAT_INTERVAL)) => {}
+                () = fallback.wait_for_change() => {}
+            }
+        }
+    }
+}
+
+/// Writes back, makes the process known, and ends an outage that is over. Returns where that is, if it isn't yet.
+async fn run_heartbeat_round(
+    redis: &RedisStore,
+    tracker: &mut MembershipTracker,
+    recovery: Option<OutageRecovery>,
+) -> Result<Option<OutageRecovery>, RedisErrorKind> {
+    let fallback = redis.fallback();
+    let has_failed = fallback.take_failure();
+    // Other workers may still be without a connection.
+    let is_up = redis.context.breaker.is_up();
+    let recovery = recovery.filter(|_| !has_failed && is_up);
+    fallback.mark_unreachable(redis.unreachable_partitions());
+    fallback.mark_unreachable(redis.find_unresponsive_partitions().await);
+    if !redis.is_reachable() {
+        return Ok(None);
+    }
+    match write_back(redis).await {
+        // The rest of a cluster may well be there.
+        Err(_) if redis.is_cluster() => {}
+        result => result?,
+    }
+    let since_us = recovery.and_then(|recovery| recovery.started_us);
+    // A worker that has no connection yet goes on by the share, and will have something to tell.
+    let is_written_back = !fallback.has_pending_write_back() && redis.context.breaker.is_up();
+    let operation = if is_written_back {
+        MembershipOperation::Heartbeat
+    } else {
+        MembershipOperation::HeartbeatPending
+    };
+    let call_timeout = redis.context.settings.connect_timeout;
+    let reply = match query_membership(
+        redis,
+        operation,
+        since_us,
+        tracker.predict_redis_time_us(Instant::now() + call_timeout),
+    )
+    .await
+    {
+        Ok(reply) => {
+            let now = Instant::now();
+            fallback.set_share(tracker.update_share(reply, now));
+            (tracker.is_rejected, tracker.redis_clock) = (false, Some((reply.now_us, now)));
+            Some(reply)
+        }
+        Err(failure) if is_unresponsive(failure) => {
+            if !redis.is_cluster() {
+                fallback.mark_unreachable([SINGLE_PARTITION]);
+            }
+            return Err(failure);
+        }
+        // It answers, but not this: nobody can be waited for.
+        Err(failure) => {
+            if !std::mem::replace(&mut tracker.is_rejected, true) {
+                tracing::warn!(
+                    kind = failure.as_str(),
+                    "Redis does not let the instances be counted"
+                );
+            }
+            None
+        }
+    };
+    if !fallback.is_in_outage() || !is_up || fallback.has_pending_write_back() {
+        return Ok(None);
+    }
+    let start_recovery = || OutageRecovery {
+        started_at: Instant::now(),
+        started_us: reply.map(|seen| seen.now_us),
+    };
+    let recovery = recovery.unwrap_or_else(start_recovery);
+    let all_recovered =
+        reply.is_some_and(|seen| seen.recovered_instances >= tracker.share.instances());
+    if all_recovered || recovery.started_at.elapsed() >= MEMBERSHIP_GRACE_PERIOD {
+        fallback.end_outage();
+        return Ok(None);
+    }
+    Ok(Some(recovery))
+}
+
+/// Takes the process out of the set, once nothing is left to write back.
+pub(super) async fn remove_member(redis: &RedisStore) {
+    let write_back_result = timeout(SHUTDOWN_WRITE_BACK_TIMEOUT, write_back(redis)).await;
+    if let Err(failure) = write_back_result.unwrap_or_else(|late| Err(late.into())) {
+        tracing::warn!(
+            kind = failure.as_str(),
+            "what was admitted without Redis was not written back"
+        );
+    }
+    for key in redis.context.scripts.membership_keys() {
+        let mut command = redis::cmd("ZREM");
+        command.arg(key).arg(&*INSTANCE_ID);
+        drop(run_command(redis, &command).await);
+    }
+}
+
+/// Tells Redis all that was admitted without it. What fails is told again: perhaps twice, never not at all.
+async fn write_back(redis: &RedisStore) -> Result<(), RedisErrorKind> {
+    let fallback = redis.fallback();
+    if !fallback.has_pending_write_back() {
+        return Ok(());
+    }
+    // What a server that hangs is told it hears when it goes on, every time. (A node of a cluster is given up after some.)
+    if !redis.is_cluster()
+        && let Err(failure) = query_membership(redis, MembershipOperation::Read, None, None).await
+        && is_unresponsive(failure)
+    {
+        return Err(failure);
+    }
+    while fallback.has_pending_write_back() {
+        let owed_charges = fallback.take_write_back(redis.unreachable_partitions());
+        if owed_charges.is_empty() {
+            return Err(RedisErrorKind::Connection);
+        }
+        let amendments = fallback.write_back_amendments(&owed_charges);
+        let settlements: Vec<_> = amendments
+            .iter()
+            .map(|(limit, key, amendment)| Settlement {
+                limit,
+                key,
+                amendment: *amendment,
+            })
+            .collect();
+        if let Err(error) = redis.amend(&settlements).await {
+            fallback.requeue_unsent(
+                owed_charges,
+                error
+                    .unsent_indices
+                    .iter()
+                    .filter_map(|place| settlements.get(*place)),
+            );
+            return Err(RedisErrorKind::Timeout);
+        }
+        fallback.finish_write_back();
+    }
+    Ok(())
+}
+
+/// `until_us`: when Redis' clock shows this, nobody waits for the answer any more.
+async fn query_membership(
+    redis: &RedisStore,
+    operation: MembershipOperation,
+    since_us: Option<u64>,
+    deadline_us: Option<u64>,
+) -> Result<MembershipReply, RedisErrorKind> {
+    let mut command = redis::cmd("EVAL");
+    let keys = redis.context.scripts.membership_keys();
+    command
+        .arg(MEMBERSHIP_SCRIPT)
+        .arg(keys.len())
+        .arg(&keys)
+        .arg(&*INSTANCE_ID);
+    command.arg(match operation {
+        MembershipOperation::Heartbeat => "beat",
+        MembershipOperation::HeartbeatPending => "owe",
+        MembershipOperation::Read => "look",
+    });
+    command.arg(u64::try_from(MEMBER_TTL.as_micros()).unwrap_or(u64::MAX));
+    for time_us in [since_us, deadline_us] {
+        command.arg(time_us.map_or_else(String::new, |time_us| time_us.to_string()));
+    }
+    MembershipReply::parse(&run_command(redis, &command).await?).ok_or(RedisErrorKind::InvalidReply)
+}
+
+async fn run_command(redis: &RedisStore, command: &Cmd) -> Result<Value, RedisErrorKind> {
+    let connection = match &redis.backend {
+        RedisBackend::SingleServer(connection, _) => connection,
+        RedisBackend::Cluster(cluster) => {
+            let [instances, _] = redis.context.scripts.membership_keys();
+            let slot = slot_for_name(&instances);
+            return cluster
+                .run_on_slot(
+                    slot,
+                    command,
+                    Instant::now() + redis.context.settings.connect_timeout,
+                )
+                .await;
+        }
+    };
+    let state = connection.state();
+    let super::RedisConnectionState::Up(live) = &*state else {
+        return Err(RedisErrorKind::Connection);
+    };
+    let call_timeout = redis.context.settings.connect_timeout;
+    let reply = timeout(call_timeout, live.run_command(command))
+        .await
+        .unwrap_or_else(|late| Err(late.into()));
+    if let Err(failure) = reply {
+        redis.context.breaker.count_failure(failure);
+        // Whom Redis does not let count it may well let decide.
+        if is_unresponsive(failure) {
+            live.record_failure(failure);
+        }
+    }
+    reply
+}
+
+/// Whether nobody answered.
+fn is_unresponsive(failure: RedisErrorKind) -> bool {
+    matches!(
+        failure,
+        RedisErrorKind::Timeout | RedisErrorKind::Connection
+    )
+}
+
+/// So that instances that were started together don't ask together.
+fn add_jitter(pause: Duration) -> Duration {
+    pause.mul_f64(0.75 + fastrand::f64() / 2.0)
+}
+
+impl MembershipTracker {
+    /// What Redis' clock will show at a time, if it goes on as it did; rather too early.
+    fn predict_redis_time_us(&self, at: Instant) -> Option<u64> {
+        let (now_us, read_at) = self.redis_clock?;
+        let since_us = u64::try_from(at.saturating_duration_since(read_at).as_micros()).ok()?;
+        now_us.checked_add(since_us)
+    }
+
+    /// Hears what was seen at `now`. More are believed at once; fewer when it has been said for a while.
+    fn update_share(&mut self, reply: MembershipReply, now: Instant) -> Share {
+        let is_decrease = reply.live_instances < self.share.instances();
+        if is_decrease
+            && now.duration_since(*self.decrease_since.get_or_insert(now)) < MEMBERSHIP_GRACE_PERIOD
+        {
+            return self.share;
+        }
+        self.decrease_since = None;
+        self.share = Share::with_rank(reply.live_instances, reply.rank);
+        self.share
+    }
+}
+
+impl MembershipReply {
+    /// Reads a reply; `None`: it isn't one.
+    fn parse(reply: &Value) -> Option<Self> {
+        let Value::Array(numbers) = reply else {
+            return None;
+        };
+        let [
+            Value::Int(now_us),
+            Value::Int(live),
+            Value::Int(place),
+            Value::Int(heard),
+        ] = numbers.as_slice()
+        else {
+            return None;
+        };
+        let to_u32 = |number: &i64| u32::try_from(*number).ok();
+        Some(Self {
+            now_us: u64::try_from(*now_us).ok()?,
+            live_instances: to_u32(live)?,
+            rank: to_u32(place)?,
+            recovered_instances: to_u32(heard)?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn membership_reply(live_instances: u32, rank: u32) -> MembershipReply {
+        MembershipReply {
+            now_us: 1,
+            live_instances,
+            rank,
+            recovered_instances: 1,
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn more_instances_take_effect_at_once_and_fewer_after_the_grace_period() {
+        let mut tracker = MembershipTracker {
+            share: Share::with_unknown_rank(3),
+            decrease_since: None,
+            is_rejected: false,
+            redis_clock: None,
+        };
+        let start = Instant::now();
+        assert_eq!(
+            tracker.update_share(membership_reply(1, 0), start),
+            Share::with_unknown_rank(3),
+            "others may not have come yet"
+        );
+        assert_eq!(
+            tracker.update_share(membership_reply(4, 2), start + HEARTBEAT_INTERVAL),
+            Share::with_rank(4, 2)
+        );
+        assert_eq!(
+            tracker.update_share(membership_reply(2, 1), start + 2 * HEARTBEAT_INTERVAL),
+            Share::with_rank(4, 2)
+        );
+        assert_eq!(
+            tracker.update_share(membership_reply(4, 3), start + 3 * HEARTBEAT_INTERVAL),
+            Share::with_rank(4, 3),
+            "only late"
+        );
+        for beat in 4..7 {
+            assert_eq!(
+                tracker.update_share(membership_reply(2, 1), start + beat * HEARTBEAT_INTERVAL),
+                Share::with_rank(4, 3)
+            );
+        }
+        assert_eq!(
+            tracker.update_share(membership_reply(2, 1), start + 7 * HEARTBEAT_INTERVAL),
+            Share::with_rank(2, 1)
+        );
+    }
+}

@@ -1,0 +1,241 @@
+//! What Redis says of itself: its memory, whether it evicts, its clock. For people only: no decision depends on it.
+
+use super::RedisStore;
+use super::connection::{LiveConnection, RedisConnectionState};
+use crate::clock::Clock;
+use crate::telemetry::metrics::RedisServerMetrics;
+use parking_lot::Mutex;
+use redis::{Value, cmd, from_redis_value};
+use std::time::Duration;
+use tokio::time::{sleep, timeout};
+
+/// How often it is asked, more or less: `INFO memory` and `TIME` take a server some microseconds.
+const POLL_INTERVAL: Duration = Duration::from_secs(10);
+
+/// What was last seen. Empty while there is nobody to ask.
+#[derive(Debug, Default)]
+pub(super) struct ServerInfoCache(Mutex<RedisServerMetrics>);
+
+/// What one server says; `None` where it doesn't, because an ACL forbids the question or no answer came.
+#[derive(Debug, Default, PartialEq)]
+struct ServerInfoReply {
+    memory: Option<ServerMemoryInfo>,
+    clock_skew_us: Option<i64>,
+}
+
+#[derive(Debug, PartialEq)]
+struct ServerMemoryInfo {
+    used_bytes: u64,
+    /// 0: no limit.
+    max_bytes: u64,
+    eviction_policy: String,
+}
+
+impl ServerInfoCache {
+    pub(super) fn latest(&self) -> RedisServerMetrics {
+        *self.0.lock()
+    }
+}
+
+/// Asks now and then, for as long as it is polled.
+pub(super) async fn run_server_info_poller(redis: RedisStore) {
+    redis.wait_until_ready().await;
+    let mut warned_policy = None;
+    loop {
+        let mut server_infos = Vec::new();
+        for master in redis.master_states() {
+            server_infos.push(match &*master {
+                RedisConnectionState::Up(live) => {
+                    query_server_info(live, redis.context.settings.connect_timeout).await
+                }
+                RedisConnectionState::Down(_) => ServerInfoReply::default(),
+            });
+        }
+        warn_about_eviction(&server_infos, &mut warned_policy);
+        *redis.context.server_info.0.lock() = aggregate_server_info(&server_infos);
+        sleep(POLL_INTERVAL.mul_f64(0.75 + fastrand::f64() / 2.0)).await;
+    }
+}
+
+/// A server that gives no answer costs `within`, twice; whether it still lives is for others to find out.
+async fn query_server_info(live: &LiveConnection, call_timeout: Duration) -> ServerInfoReply {
+    let mut info = cmd("INFO");
+    info.arg("memory");
+    let memory = timeout(call_timeout, live.send_with_script_reload(&info, false)).await;
+    let clock = Clock::system();
+    let sent_at_us = clock.now_us();
+    let time = timeout(
+        call_timeout,
+        live.send_with_script_reload(&cmd("TIME"), false),
+    )
+    .await;
+    let received_at_us = clock.now_us();
+    ServerInfoReply {
+        memory: memory.ok().and_then(Result::ok).and_then(parse_memory_info),
+        clock_skew_us: time
+            .ok()
+            .and_then(Result::ok)
+            .and_then(parse_time_reply)
+            .and_then(|server_time_us| {
+                // It looked at its clock somewhere on the way: in the middle, if both ways take as long.
+                sent_at_us
+                    .midpoint(received_at_us)
+                    .checked_signed_diff(server_time_us)
+            }),
+    }
+}
+
+fn parse_memory_info(info: Value) -> Option<ServerMemoryInfo> {
+    let info: String = from_redis_value(info).ok()?;
+    let field = |name: &str| {
+        info.lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+    };
+    let eviction_policy = field("maxmemory_policy")?.to_owned();
+    Some(ServerMemoryInfo {
+        used_bytes: field("used_memory")?.parse().ok()?,
+        max_bytes: field("maxmemory")?.parse().ok()?,
+        eviction_policy,
+    })
+}
+
+/// The reply to TIME: seconds, and microseconds.
+fn parse_time_reply(reply: Value) -> Option<u64> {
+    let (seconds, micros): (u64, u64) = from_redis_value(reply).ok()?;
+    seconds.checked_mul(1_000_000)?.checked_add(micros)
+}
+
+/// Of several masters: memory is the sum, and known if all say it; the skew is the largest.
+fn aggregate_server_info(server_infos: &[ServerInfoReply]) -> RedisServerMetrics {
+    let memory: Option<Vec<&ServerMemoryInfo>> = server_infos
+        .iter()
+        .map(|said| said.memory.as_ref())
+        .collect();
+    let memory = memory.filter(|servers| !servers.is_empty());
+    let sum = |part: fn(&ServerMemoryInfo) -> u64| {
+        memory
+            .as_ref()
+            .map(|all| all.iter().map(|one| part(one)).sum())
+    };
+    let is_bounded = memory
+        .as_ref()
+        .is_some_and(|all| all.iter().all(|one| one.max_bytes > 0));
+    let skew = server_infos
+        .iter()
+        .filter_map(|said| said.clock_skew_us)
+        .max_by_key(|skew| skew.unsigned_abs());
+    RedisServerMetrics {
+        calls: 0,
+        memory_bytes: sum(|one| one.used_bytes),
+        memory_max_bytes: sum(|one| one.max_bytes).filter(|_| is_bounded),
+        may_evict: memory.map(|all| all.iter().any(|one| one.may_evict())),
+        clock_skew_us: skew,
+    }
+}
+
+/// Once per change: a Redis that evicts forgets who has used what.
+fn warn_about_eviction(server_infos: &[ServerInfoReply], warned_policy: &mut Option<String>) {
+    let memories = || server_infos.iter().filter_map(|said| said.memory.as_ref());
+    let Some(policy) = memories()
+        .find(|one| one.may_evict())
+        .map(|one| &one.eviction_policy)
+    else {
+        // Who says nothing may still evict.
+        if memories().next().is_some() {
+            *warned_policy = None;
+        }
+        return;
+    };
+    if warned_policy.as_ref() != Some(policy) {
+        tracing::warn!(
+            maxmemory_policy = policy,
+            "Redis may evict counters, which admits more than the limits say: set maxmemory-policy noeviction"
+        );
+        *warned_policy = Some(policy.clone());
+    }
+}
+
+impl ServerMemoryInfo {
+    fn may_evict(&self) -> bool {
+        self.eviction_policy != "noeviction"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn server_info(used: u64, max: u64, eviction_policy: &str, skew: i64) -> ServerInfoReply {
+        ServerInfoReply {
+            memory: Some(ServerMemoryInfo {
+                used_bytes: used,
+                max_bytes: max,
+                eviction_policy: eviction_policy.to_owned(),
+            }),
+            clock_skew_us: Some(skew),
+        }
+    }
+
+    #[test]
+    fn parses_info_memory_and_time_replies() {
+        let info = "# Memory\r\nused_memory:1048576\r\nused_memory_human:1.00M\r\nmaxmemory:2097152\r\n\
+                    maxmemory_human:2.00M\r\nmaxmemory_policy:allkeys-lru\r\n";
+        let memory = parse_memory_info(Value::BulkString(info.into()));
+        assert_eq!(
+            memory,
+            Some(ServerMemoryInfo {
+                used_bytes: 1 << 20,
+                max_bytes: 2 << 20,
+                eviction_policy: "allkeys-lru".to_owned()
+            })
+        );
+        assert_eq!(
+            parse_memory_info(Value::BulkString(b"used_memory:many\r\n".to_vec())),
+            None
+        );
+        let reply = ["7", "000250"]
+            .map(|text| Value::BulkString(text.into()))
+            .to_vec();
+        assert_eq!(parse_time_reply(Value::Array(reply)), Some(7_000_250));
+        assert_eq!(parse_time_reply(Value::Nil), None);
+    }
+
+    #[test]
+    fn aggregates_the_memory_sum_and_the_largest_clock_skew_of_all_servers() {
+        let aggregated = aggregate_server_info(&[
+            server_info(10, 100, "noeviction", 5),
+            server_info(20, 200, "noeviction", -9),
+        ]);
+        assert_eq!(
+            (
+                aggregated.memory_bytes,
+                aggregated.memory_max_bytes,
+                aggregated.may_evict
+            ),
+            (Some(30), Some(300), Some(false))
+        );
+        assert_eq!(aggregated.clock_skew_us, Some(-9));
+        let aggregated = aggregate_server_info(&[
+            server_info(10, 0, "noeviction", 1),
+            server_info(20, 200, "volatile-ttl", 0),
+        ]);
+        assert_eq!(
+            (aggregated.memory_max_bytes, aggregated.may_evict),
+            (None, Some(true)),
+            "one has no limit, one evicts"
+        );
+        let partly_unanswered = aggregate_server_info(&[
+            server_info(10, 100, "noeviction", 5),
+            ServerInfoReply::default(),
+        ]);
+        assert_eq!(
+            (
+                partly_unanswered.memory_bytes,
+                partly_unanswered.clock_skew_us
+            ),
+            (None, Some(5)),
+            "half a sum is none"
+        );
+        assert_eq!(aggregate_server_info(&[]), RedisServerMetrics::default());
+    }
+}

@@ -1,0 +1,950 @@
+//! Asking a running instance, over its admin port: what policies did, who is limited most, where a key stands; and the
+//! little that can be changed there.
+
+use crate::support::admin_proxy::AdminProxy;
+use crate::support::client::{ClientRequest, RawClient, RawResponse};
+use crate::support::cluster::RedisCluster;
+use crate::support::process::{run_command, tidegate_command};
+use crate::support::proxy::Proxy;
+use crate::support::redis::RedisServer;
+use crate::support::sentinel::SentinelDeployment;
+use crate::support::upstream::{BodySender, Upstream, channel_body};
+use crate::support::{TEST_TIMEOUT, unix_s};
+use hyper::Response;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+const POLICIES: &str = r#"
+[[policy]]
+name = "free"
+match = { path = "/free" }
+action = "allow"
+[[policy]]
+name = "shut"
+match = { path = "/shut/**" }
+action = "deny"
+[[policy]]
+name = "api"
+match = { path = "/api/**" }
+key = ["header:x-user", "path:/api/{service}/**"]
+block_for = "1h"
+limits = [
+  { requests = 2, per = "1h" },
+  { requests = 100, per = "1d", algorithm = "token_bucket", burst = 50, name = "daily" },
+]
+[[policy]]
+name = "all"
+match = { path = "/all" }
+limit = { requests = 2, per = "1h" }
+[[policy]]
+name = "candidate"
+mode = "shadow"
+match = { path = "/all" }
+limit = { requests = 1, per = "1h" }
+[[policy]]
+name = "asleep"
+mode = "off"
+limit = { requests = 1, per = "1s" }
+"#;
+
+fn sum_series(series: &Value) -> u64 {
+    series
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_u64)
+        .sum()
+}
+
+fn assert_problem(reply: &RawResponse, status: u16) -> String {
+    let body = reply.json();
+    assert_eq!(
+        (reply.status, reply.header("content-type"), &body["status"]),
+        (status, Some("application/problem+json"), &json!(status)),
+        "{body}"
+    );
+    body["detail"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn policies_report_their_settings_and_counts() {
+    let desk = AdminProxy::start(POLICIES).await;
+    assert_eq!(desk.proxy.get_statuses("/all", 3).await, [200, 200, 429]);
+    assert_eq!(desk.proxy.get_statuses("/free", 1).await, [200]);
+    assert_eq!(desk.proxy.get_statuses("/shut/x", 2).await, [403, 403]);
+    let all = desk
+        .wait_for_policy("all", |told| {
+            sum_series(&told["last_hour"]["rejected"]) == 1
+        })
+        .await;
+    assert_eq!(
+        (&all["allowed"], &all["rejected"], &all["degraded"]),
+        (&json!(2), &json!(1), &json!(0))
+    );
+    assert_eq!(sum_series(&all["last_hour"]["allowed"]), 2);
+    assert_eq!(
+        (
+            sum_series(&all["last_day"]["allowed"]),
+            sum_series(&all["last_day"]["rejected"])
+        ),
+        (2, 1)
+    );
+    assert_eq!(
+        all["last_hour"]["blocked"],
+        Value::Null,
+        "what never happened has no series"
+    );
+    assert_eq!(
+        (&all["mode"], &all["action"], &all["key"]),
+        (&json!("enforce"), &json!("limit"), &json!([]))
+    );
+    assert_eq!(
+        all["limits"],
+        json!([{ "name": "all", "algorithm": "sliding_log", "requests": 2, "per": "1h", "per_s": 3600.0 }])
+    );
+    let api = desk.wait_for_policy("api", |_| true).await;
+    assert_eq!(api["key"], json!(["header x-user", "path segment"]));
+    assert_eq!(
+        (&api["block_s"], &api["limits"][1]["burst"]),
+        (&json!(3600.0), &json!(50))
+    );
+
+    let told = desk.get_json("/policies").await;
+    let names: Vec<&str> = told["policies"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|p| p["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(names, ["free", "shut", "api", "all", "candidate", "asleep"]);
+    assert_eq!(
+        (&told["total"], &told["policies"][5]["mode"]),
+        (&json!(6), &json!("off"))
+    );
+    let (minutes, hours) = (
+        told["minutes"].as_array().unwrap(),
+        told["hours"].as_array().unwrap(),
+    );
+    assert_eq!((minutes.len(), hours.len()), (60, 24));
+    let newest = minutes[59].as_u64().unwrap();
+    assert!(
+        newest.is_multiple_of(60) && newest.abs_diff(unix_s()) < 120,
+        "{newest}"
+    );
+    // The same words as `check` has.
+    let checked = run_command(
+        tidegate_command()
+            .arg("check")
+            .arg(desk.proxy.config_path()),
+    )
+    .await;
+    let words: Vec<&str> = told["policies"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|p| p["words"].as_str().unwrap())
+        .collect();
+    for line in checked.stdout.lines() {
+        assert!(words.contains(&line), "{line:?} is not in {words:#?}");
+    }
+
+    let page = desk
+        .get_json("/policies?limit=2&offset=1&history=false")
+        .await;
+    assert_eq!(
+        (&page["total"], page["policies"].as_array().unwrap().len()),
+        (&json!(6), 2)
+    );
+    assert_eq!(
+        (&page["policies"][0]["name"], &page["minutes"]),
+        (&json!("shut"), &Value::Null)
+    );
+    assert_eq!(page["policies"][0]["denied"], 2);
+}
+
+#[tokio::test]
+async fn a_reload_shows_the_new_policies_and_keeps_the_history_of_the_old() {
+    let text = |requests: u32, name: &str| {
+        format!("[[policy]]\nname = {name:?}\nlimit = {{ requests = {requests}, per = '1h' }}\n")
+    };
+    let desk = AdminProxy::start_without_token(&text(9, "p")).await;
+    assert_eq!(desk.proxy.get_statuses("/", 2).await, [200; 2]);
+    desk.wait_for_policy("p", |told| sum_series(&told["last_hour"]["allowed"]) == 2)
+        .await;
+    let mark = desk.proxy.log_mark();
+    desk.proxy
+        .write_config(&format!("{}{}", text(30, "p"), text(40, "q")));
+    desk.proxy
+        .wait_for_log("the reload", mark, TEST_TIMEOUT, |line| {
+            line.message_starts_with("new configuration")
+        })
+        .await;
+    assert_eq!(desk.proxy.get_statuses("/", 1).await, [200]);
+    let p = desk
+        .wait_for_policy("p", |told| sum_series(&told["last_hour"]["allowed"]) == 3)
+        .await;
+    assert_eq!(p["limits"][0]["requests"], 30);
+    assert!(
+        p["words"].as_str().unwrap().contains("at most 30 requests"),
+        "{p}"
+    );
+    desk.wait_for_policy("q", |told| sum_series(&told["last_hour"]["allowed"]) == 1)
+        .await;
+    let overview = desk.get_json("/overview").await;
+    assert_eq!(
+        (&overview["generation"], &overview["policies"]),
+        (&json!(2), &json!(2))
+    );
+    assert!(
+        overview["last_reload"]["at_s"]
+            .as_u64()
+            .unwrap()
+            .abs_diff(unix_s())
+            < 30,
+        "{overview}"
+    );
+    let mark = desk.proxy.log_mark();
+    desk.proxy.write_config("nonsense = 1");
+    desk.proxy
+        .wait_for_log("the refusal", mark, TEST_TIMEOUT, |line| {
+            line.message_starts_with("the new configuration is")
+        })
+        .await;
+    let overview = desk.get_json("/overview").await;
+    assert!(
+        overview["last_reload"]["errors"][0]
+            .as_str()
+            .unwrap()
+            .contains("nonsense"),
+        "{overview}"
+    );
+    assert_eq!(overview["last_reload"]["refused"], 1);
+}
+
+#[tokio::test]
+async fn the_overview_has_the_fields_of_the_dashboard() {
+    let desk = AdminProxy::start(POLICIES).await;
+    assert_eq!(desk.proxy.get_statuses("/all", 3).await, [200, 200, 429]);
+    assert_eq!(
+        desk.proxy
+            .request("GET", "/")
+            .header("Host", "a b")
+            .send_for_status()
+            .await,
+        400
+    );
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    let told = loop {
+        let told = desk.get_json("/overview?seconds=600").await;
+        if sum_series(&told["requests"]["seconds"]["malformed"]) == 1 {
+            break told;
+        }
+        assert!(Instant::now() < deadline, "{told:#}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    let seconds = &told["requests"]["seconds"];
+    for (name, count) in [
+        ("allowed", 2),
+        ("rejected", 1),
+        ("malformed", 1),
+        ("2xx", 2),
+        ("4xx", 2),
+        ("5xx", 0),
+    ] {
+        assert_eq!(sum_series(&seconds[name]), count, "{name}: {seconds}");
+    }
+    assert_eq!(seconds["at"].as_array().unwrap().len(), 600);
+    assert_eq!(
+        (
+            &told["requests"]["total"]["allowed"],
+            &told["http"]["codes"]["429"]
+        ),
+        (&json!(2), &json!(1))
+    );
+    assert_eq!(
+        (&told["status"], &told["generation"]),
+        (&json!("ready"), &json!(1))
+    );
+    assert_eq!(
+        (&told["store"]["kind"], &told["store"]["up"]),
+        (&json!("memory"), &json!(true))
+    );
+    assert!(
+        told["store"]["memory"]["keys"].as_u64().unwrap() >= 1,
+        "{told}"
+    );
+    assert_eq!(told["instance"]["id"].as_str().unwrap().len(), 32);
+    assert_eq!(told["instance"]["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(
+        (&told["connections"]["max"], &told["hints"]),
+        (&json!(10_000), &json!([]))
+    );
+    assert!(told["latency"]["window_s"].is_u64(), "{told}");
+    assert_eq!(
+        desk.get_json("/overview?seconds=0").await["requests"]["seconds"]["at"],
+        json!([])
+    );
+}
+
+#[tokio::test]
+async fn the_most_limited_keys_are_listed_with_hostile_values_escaped() {
+    let desk = AdminProxy::start(POLICIES).await;
+    let hostile = "<img src=x>\u{e9}\"";
+    for (user, times) in [("ann", 6), ("bob", 3), (hostile, 4)] {
+        for _ in 0..times {
+            desk.status_for_user(user, "/api/pay/1").await;
+        }
+    }
+    assert_eq!(
+        desk.proxy
+            .get_statuses("/shut/%1b%5b31m/%3Cb%3E?secret=1", 2)
+            .await,
+        [403; 2]
+    );
+    assert_eq!(desk.proxy.get_statuses("/all", 3).await, [200, 200, 429]);
+    let reply = desk.admin_request("GET", "/top?n=2").send().await;
+    assert!(
+        reply
+            .body
+            .iter()
+            .all(|byte| *byte == b'\n' || (b' '..=b'~').contains(byte))
+    );
+    assert!(!reply.text().contains(['<', '>']), "{}", reply.text());
+    let told = reply.json();
+    // Two of each were admitted; a shadow's refusals count too.
+    assert_eq!(told["keys"]["refused"], 4 + 1 + 2 + 1 + 2);
+    let worst =
+        |key: &str, count: u64| json!({ "policy": "api", "key": key, "count": count, "error": 0 });
+    let entries = told["keys"]["entries"].as_array().unwrap();
+    assert_eq!(entries[0], worst("api/ann/pay", 4));
+    assert_eq!(entries.len(), 2);
+    let of_api = desk.get_json("/top?policy=api").await;
+    let keys: Vec<&str> = of_api["keys"]["entries"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|e| e["key"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        keys,
+        [
+            "api/ann/pay",
+            "api/%3Cimg%20src%3Dx%3E%C3%A9%22/pay",
+            "api/bob/pay"
+        ]
+    );
+    assert_eq!(
+        of_api["paths"]["entries"],
+        json!([{ "policy": "api", "path": "/api/pay/1", "count": 7, "error": 0 }])
+    );
+    let of_shut = desk.get_json("/top?policy=shut").await;
+    assert_eq!(of_shut["keys"]["entries"], json!([]), "it has no keys");
+    assert_eq!(of_shut["paths"]["entries"][0]["count"], 2);
+    assert!(!of_shut.to_string().contains("secret"), "{of_shut}");
+    assert!(
+        told["keys"]["since_s"].as_u64().unwrap().abs_diff(unix_s()) < 60,
+        "{told}"
+    );
+}
+
+/// Where a key stands, and that a reset is felt, over either store.
+/// For so long a refusal may be answered from memory.
+const DENY_CACHE_TTL: Duration = Duration::from_secs(1);
+
+async fn assert_key_can_be_inspected_and_reset(desk: &AdminProxy, counters: usize) {
+    for expected in [200, 200, 429, 429] {
+        assert_eq!(desk.status_for_user("ann", "/api/pay/1").await, expected);
+    }
+    let key = "/keys?policy=api&key=ann&key=pay";
+    let told = desk.get_json(key).await;
+    assert_eq!(
+        (&told["admitted"], &told["key"]),
+        (&json!(false), &json!("api/ann/pay"))
+    );
+    assert!(told["blocked_s"].as_f64().unwrap() > 3500.0, "{told}");
+    let limits = told["limits"].as_array().unwrap();
+    assert_eq!(
+        (&limits[0]["used"], &limits[0]["remaining"]),
+        (&json!(2), &json!(0))
+    );
+    assert!(
+        (3500.0..=3600.0).contains(&limits[0]["grows_in_s"].as_f64().unwrap()),
+        "{told}"
+    );
+    assert_eq!(
+        (&limits[1]["name"], &limits[1]["remaining"]),
+        (&json!("daily"), &json!(48))
+    );
+    assert_eq!(told["counters"].as_array().unwrap().len(), counters);
+    let other = desk.get_json("/keys?policy=api&key=&key=pay").await;
+    assert_eq!(
+        (&other["admitted"], &other["key"]),
+        (&json!(true), &json!("api/-/pay"))
+    );
+    assert_eq!(
+        (
+            &other["limits"][0]["used"],
+            &other["limits"][0]["grows_in_s"]
+        ),
+        (&json!(0), &Value::Null)
+    );
+
+    assert_eq!(desk.admin_request("DELETE", key).send().await.status, 401);
+    assert_eq!(desk.status_for_user("ann", "/api/pay/1").await, 429);
+    let refused = Instant::now();
+    let forgotten = desk.authorized_request("DELETE", key).send().await;
+    assert_eq!(
+        (forgotten.status, &forgotten.json()["counters_forgotten"]),
+        (200, &json!(3))
+    );
+    // An instance may know for up to a second that the key is exhausted: who asks later than that is let through,
+    // however long the answers take.
+    loop {
+        let asked = Instant::now();
+        if desk.status_for_user("ann", "/api/pay/1").await == 200 {
+            break;
+        }
+        assert!(asked <= refused + DENY_CACHE_TTL, "still refused");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(desk.get_json(key).await["limits"][0]["used"], 1);
+    let again = desk.authorized_request("DELETE", key).send().await.json();
+    assert_eq!(again["counters_forgotten"], 2, "there was no block");
+    assert_eq!(desk.get_json("/keys?policy=all").await["key"], "all");
+}
+
+#[tokio::test]
+async fn a_key_in_memory_can_be_inspected_and_reset() {
+    assert_key_can_be_inspected_and_reset(&AdminProxy::start(POLICIES).await, 0).await;
+}
+
+fn redis_config(port: u16) -> String {
+    format!(
+        "[store]\nkind = 'redis'\n[store.redis]\nurl = 'redis://127.0.0.1:{port}/0'\nkey_prefix = 't'\n\
+         timeout = '2s'\n[store.redis.breaker]\nprobe_interval = '50ms'\n{POLICIES}"
+    )
+}
+
+#[tokio::test]
+async fn a_key_in_redis_can_be_inspected_and_reset_and_an_outage_is_reported() {
+    let mut redis = RedisServer::start();
+    let desk = AdminProxy::start(&redis_config(redis.port())).await;
+    desk.proxy.wait_for_store().await;
+    assert_key_can_be_inspected_and_reset(&desk, 3).await;
+    let told = desk.get_json("/keys?policy=api&key=ann&key=pay").await;
+    let name = told["counters"][1].as_str().unwrap();
+    assert!(
+        name.starts_with("t:v1:{") && name.ends_with("api/ann/pay"),
+        "{told}"
+    );
+    let overview = desk.get_json("/overview").await;
+    let store = &overview["store"];
+    assert_eq!(
+        (&store["kind"], &store["up"], &store["instances"]),
+        (&json!("redis"), &json!(true), &json!(1))
+    );
+    assert_eq!(store["address"], format!("127.0.0.1:{}", redis.port()));
+    assert!(
+        overview["latency"]["decisions"]["redis"]["count"].as_u64() > Some(0),
+        "{overview}"
+    );
+
+    redis.kill();
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while desk.get_json("/overview").await["store"]["up"] == true {
+        assert!(Instant::now() < deadline, "{}", desk.proxy.log_text());
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let away = desk
+        .admin_request("GET", "/keys?policy=api&key=ann&key=pay")
+        .send()
+        .await;
+    assert!(assert_problem(&away, 503).contains("the store is away"));
+    let away = desk
+        .authorized_request("DELETE", "/keys?policy=api&key=ann&key=pay")
+        .send()
+        .await;
+    assert!(assert_problem(&away, 503).contains("the store is away"));
+    let told = post_explain(
+        &desk,
+        json!({ "url": "/api/pay/1", "headers": { "x-user": "ann" } }),
+    )
+    .await;
+    assert!(
+        told["store_error"].as_str().unwrap().contains("no answer"),
+        "{told}"
+    );
+    assert_eq!(told["expected"]["decision"], Value::Null);
+    assert!(
+        desk.get_json("/overview").await["hints"][0]
+            .as_str()
+            .unwrap()
+            .contains("the store is away")
+    );
+}
+
+#[tokio::test]
+async fn a_key_can_be_inspected_and_reset_with_sentinel_and_cluster() {
+    let on = |lines: &str| {
+        format!(
+            "[store]\nkind = 'redis'\n[store.redis]\n{lines}\nkey_prefix = 't'\ntimeout = '2s'\n{POLICIES}"
+        )
+    };
+    let watched = SentinelDeployment::start(1).await;
+    let desk = AdminProxy::start(&on(&watched.config_lines())).await;
+    desk.proxy.wait_for_store().await;
+    assert_key_can_be_inspected_and_reset(&desk, 3).await;
+    let cluster = RedisCluster::start().await;
+    let desk = AdminProxy::start(&on(&cluster.config_lines())).await;
+    desk.proxy.wait_for_store().await;
+    assert_key_can_be_inspected_and_reset(&desk, 3).await;
+}
+
+async fn post_explain(desk: &AdminProxy, request: Value) -> Value {
+    let body = request.to_string().into_bytes();
+    let reply = desk
+        .admin_request("POST", "/explain")
+        .header("Content-Type", "application/json")
+        .body(body)
+        .send()
+        .await;
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    reply.json()
+}
+
+#[tokio::test]
+async fn a_request_is_explained_by_the_active_policies_without_being_charged() {
+    let desk = AdminProxy::start(POLICIES).await;
+    assert_eq!(desk.status_for_user("ann", "/api/pay/1").await, 200);
+    let request = json!({
+        "method": "GET", "url": "http://shop.example//api/pay/2?x", "headers": { "x-user": "ann", "accept": ["a", "b"] },
+        "ip": "2001:db8::1",
+    });
+    for _ in 0..3 {
+        let told = post_explain(&desk, request.clone()).await;
+        let steps = told["policies"].as_array().unwrap();
+        let results: Vec<(&str, &str)> = steps
+            .iter()
+            .map(|s| (s["policy"].as_str().unwrap(), s["result"].as_str().unwrap()))
+            .collect();
+        let expected = [
+            ("free", "unmet"),
+            ("shut", "unmet"),
+            ("api", "limits"),
+            ("all", "unmet"),
+            ("candidate", "unmet"),
+        ];
+        assert_eq!(results, expected);
+        assert_eq!(
+            (&steps[0]["why"], &steps[2]["key"]),
+            (&json!("not for this path"), &json!("api/ann/pay"))
+        );
+        assert_eq!(steps[2]["limits"][0]["remaining"], 1);
+        assert_eq!(told["expected"], json!({ "decision": "allowed" }));
+    }
+    assert_eq!(
+        [
+            desk.status_for_user("ann", "/api/pay/1").await,
+            desk.status_for_user("ann", "/api/pay/1").await
+        ],
+        [200, 429]
+    );
+    let told = post_explain(&desk, request).await;
+    assert_eq!(
+        told["expected"],
+        json!({ "status": 429, "decision": "rejected", "by": ["api"] })
+    );
+    assert!(
+        told["policies"][2]["blocked_s"].as_f64().unwrap() > 3000.0,
+        "{told}"
+    );
+    let told = post_explain(&desk, json!({ "url": "/shut/x" })).await;
+    assert_eq!(
+        told["expected"],
+        json!({ "status": 403, "decision": "denied", "by": ["shut"] })
+    );
+    let told = post_explain(
+        &desk,
+        json!({ "url": "/x", "headers": { "host": ["a", "b"] } }),
+    )
+    .await;
+    assert!(
+        told["expected"]["why"]
+            .as_str()
+            .unwrap()
+            .contains("before any policy sees it"),
+        "{told}"
+    );
+}
+
+#[tokio::test]
+async fn invalid_requests_get_a_descriptive_problem() {
+    let desk = AdminProxy::start(POLICIES).await;
+    for (target, status, words) in [
+        ("/keys", 400, "policy=NAME is missing"),
+        (
+            "/keys?policy=nope&key=x",
+            404,
+            "no policy is called \"nope\"; there are all, api",
+        ),
+        (
+            "/keys?policy=api&key=x",
+            400,
+            "has 2 values (header x-user, path segment), not 1",
+        ),
+        ("/keys?policy=all&key=", 400, "has 0 values, not 1"),
+        ("/keys?policy=free", 400, "policy free has no limits"),
+        ("/keys?policy=api&policy=all", 400, "more than once"),
+        (
+            "/keys?polcy=api",
+            400,
+            "unknown parameter \"polcy\"; expected policy, key",
+        ),
+        ("/policies?limit=1001", 400, "from 0 to 1000"),
+        ("/policies?history=maybe", 400, "expected true or false"),
+        ("/top?n=-1", 400, "from 0 to 500"),
+        ("/overview?seconds=601", 400, "from 0 to 600"),
+        (
+            "/config?x",
+            400,
+            "unknown parameter \"x\"; expected no parameter",
+        ),
+        ("/nowhere", 404, "there is nothing at /nowhere"),
+        ("/policies/", 404, "/openapi.json"),
+    ] {
+        let detail = assert_problem(&desk.admin_request("GET", target).send().await, status);
+        assert!(detail.contains(words), "{target}: {detail}");
+    }
+    let wrong = desk.admin_request("PATCH", "/keys").send().await;
+    assert_problem(&wrong, 405);
+    assert_eq!(wrong.header("allow"), Some("GET,HEAD,DELETE"));
+    let post = |body: &str| {
+        let body = body.to_owned().into_bytes();
+        desk.admin_request("POST", "/explain")
+            .header("Content-Type", "application/json")
+            .body(body)
+    };
+    for (body, words) in [
+        ("", "the body is no JSON"),
+        ("[]", "expected a JSON object"),
+        ("{\"url\": 1}", "url: expected a text"),
+        ("{}", "url is missing"),
+        ("{\"url\":\"/\",\"uri\":1}", "unknown key \"uri\""),
+        ("{\"url\":\"/\",\"ip\":\"x\"}", "invalid IP address"),
+        (
+            "{\"url\":\"/\",\"headers\":[1]}",
+            "expected an object of texts",
+        ),
+        (
+            "{\"url\":\"/\",\"headers\":{\"a b\":\"\"}}",
+            "header name \"a b\"",
+        ),
+        (
+            "{\"url\":\"/\",\"headers\":{\"a\":\"\\n\"}}",
+            "header value",
+        ),
+        ("{\"url\":\"/\",\"method\":\"G T\"}", "method \"G T\""),
+        ("{\"url\":\"http://\"}", "no URL"),
+    ] {
+        let detail = assert_problem(&post(body).send().await, 400);
+        assert!(detail.contains(words), "{body}: {detail}");
+    }
+    assert_problem(
+        &desk
+            .admin_request("POST", "/explain")
+            .body(b"{}".to_vec())
+            .send()
+            .await,
+        415,
+    );
+    assert_problem(
+        &post(&format!("{{\"url\":\"/{}\"}}", "x".repeat(70_000)))
+            .send()
+            .await,
+        413,
+    );
+}
+
+#[tokio::test]
+async fn each_route_accepts_exactly_the_methods_in_the_openapi_document() {
+    let desk = AdminProxy::start(POLICIES).await;
+    let document = desk.get_json("/openapi.json").await;
+    for (path, methods) in document["paths"].as_object().unwrap() {
+        let mut told: Vec<String> = methods
+            .as_object()
+            .unwrap()
+            .keys()
+            .map(|method| method.to_uppercase())
+            .collect();
+        if told.contains(&"GET".to_owned()) {
+            told.push("HEAD".to_owned());
+        }
+        let other = desk.admin_request("TRACE", path).send().await;
+        assert_problem(&other, 405);
+        let mut allowed: Vec<&str> = other.header("allow").unwrap().split(',').collect();
+        told.sort();
+        allowed.sort_unstable();
+        assert_eq!(told, allowed, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn cross_site_requests_are_rejected_and_security_headers_are_set() {
+    let desk = AdminProxy::start(POLICIES).await;
+    let order = |lines: &[(&str, &str)]| {
+        let ask = desk
+            .authorized_request("PUT", "/log-level")
+            .header("Content-Type", "application/json");
+        let ask = lines
+            .iter()
+            .fold(ask, |ask, (name, value)| ask.header(name, value));
+        ask.body(b"{\"level\":\"debug\"}".to_vec()).send()
+    };
+    for foreign in [
+        ("Origin", "http://evil.example"),
+        ("Origin", "null"),
+        ("Sec-Fetch-Site", "cross-site"),
+    ] {
+        let detail = assert_problem(&order(&[foreign]).await, 403);
+        assert!(detail.contains("another page"), "{detail}");
+    }
+    assert_eq!(desk.get_json("/log-level").await["level"], "info");
+    let own = [
+        ("Origin", "http://localhost"),
+        ("Sec-Fetch-Site", "same-origin"),
+    ];
+    assert_eq!(order(&own).await.status, 200);
+    assert_eq!(desk.get_json("/log-level").await["level"], "debug");
+    // Nor do they have it looked up; a link to here may be followed.
+    let foreign = |mode: &str, dest: &str| {
+        let ask = desk
+            .admin_request("GET", "/keys?policy=all")
+            .header("Sec-Fetch-Site", "cross-site");
+        ask.header("Sec-Fetch-Mode", mode)
+            .header("Sec-Fetch-Dest", dest)
+            .send()
+    };
+    assert!(assert_problem(&foreign("no-cors", "script").await, 403).contains("another page"));
+    assert_eq!(foreign("navigate", "document").await.status, 200);
+    for target in ["/livez", "/config", "/nowhere", "/policies"] {
+        let reply = desk.admin_request("GET", target).send().await;
+        for (name, value) in [
+            ("x-content-type-options", "nosniff"),
+            ("cache-control", "no-store"),
+            ("x-frame-options", "DENY"),
+            ("cross-origin-resource-policy", "same-origin"),
+            ("referrer-policy", "no-referrer"),
+        ] {
+            assert_eq!(reply.header(name), Some(value), "{target}");
+        }
+        let policy = reply.header("content-security-policy").unwrap();
+        assert!(
+            policy.contains("default-src 'none'") && policy.contains("frame-ancestors 'none'"),
+            "{policy}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn the_log_level_can_be_changed_at_run_time() {
+    let desk = AdminProxy::start("").await;
+    let level = |level: &str| {
+        let body = json!({ "level": level }).to_string().into_bytes();
+        desk.authorized_request("PUT", "/log-level")
+            .header("Content-Type", "application/json")
+            .body(body)
+            .send()
+    };
+    let debugged = |mark: usize| {
+        desk.proxy
+            .log_since(mark)
+            .iter()
+            .any(|line| line.is_level("DEBUG"))
+    };
+    let refuse = || {
+        desk.proxy
+            .request("GET", "/")
+            .header("Host", "a b")
+            .send_for_status()
+    };
+    let mark = desk.proxy.log_mark();
+    refuse().await;
+    assert!(!debugged(mark));
+    assert_eq!(level("debug,hyper=off").await.status, 200);
+    refuse().await;
+    desk.proxy
+        .wait_for_log("what is debugged", mark, TEST_TIMEOUT, |line| {
+            line.is_level("DEBUG")
+        })
+        .await;
+    assert!(assert_problem(&level("loud").await, 400).contains("expected \"error\""));
+    assert_eq!(
+        desk.get_json("/log-level").await["level"],
+        "debug,hyper=off"
+    );
+    assert_eq!(level("off").await.status, 200);
+    let mark = desk.proxy.log_mark();
+    assert_eq!(level("info").await.status, 200);
+    refuse().await;
+    assert!(!debugged(mark));
+    let without = desk
+        .admin_request("PUT", "/log-level")
+        .body(b"{\"level\":\"debug\"}".to_vec());
+    assert_problem(
+        &without
+            .header("Content-Type", "application/json")
+            .send()
+            .await,
+        401,
+    );
+}
+
+#[tokio::test]
+async fn without_a_token_only_drain_is_accepted() {
+    let upstream = Upstream::echo().await;
+    let mut proxy = Proxy::start(POLICIES, upstream.address).await;
+    let admin = proxy.admin_address();
+    let ask = |method: &str, target: &str| {
+        ClientRequest::new(admin, method, target).header("Host", "localhost")
+    };
+    for (method, target) in [("DELETE", "/keys?policy=all"), ("PUT", "/log-level")] {
+        let detail = assert_problem(&ask(method, target).send().await, 403);
+        assert!(detail.contains("admin.token_file"), "{detail}");
+    }
+    let by_a_page = ask("POST", "/drain")
+        .header("Origin", "http://localhost")
+        .send()
+        .await;
+    assert!(assert_problem(&by_a_page, 403).contains("browser"));
+    assert!(proxy.is_running());
+    let accepted = ask("POST", "/drain").send().await;
+    assert_eq!(
+        (accepted.status, &accepted.json()["status"]),
+        (202, &json!("stopping"))
+    );
+    assert_eq!(
+        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
+        Some(0)
+    );
+}
+
+/// A proxy with a request in flight, which ends when the feeder is dropped.
+async fn start_with_request_in_flight(shutdown: &str) -> (AdminProxy, RawClient, BodySender) {
+    let (feeder, body) = channel_body();
+    let body = Mutex::new(Some(body));
+    let upstream = Upstream::with_handler(move |_| {
+        let body = body.lock().unwrap().take().unwrap_or_default();
+        async { Response::new(body) }
+    })
+    .await;
+    let desk = AdminProxy::start_with_upstream(upstream, &format!("[shutdown]\n{shutdown}")).await;
+    let mut client = RawClient::connect(desk.proxy.address).await;
+    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    feeder.send("x").await;
+    client.read_past(b"x").await;
+    (desk, client, feeder)
+}
+
+#[tokio::test]
+async fn drain_lets_requests_finish_and_waits_for_the_exit() {
+    let (mut desk, mut client, feeder) =
+        start_with_request_in_flight("delay = '300ms'\ngrace = '20s'").await;
+    assert_problem(&desk.admin_request("POST", "/drain").send().await, 401);
+    let rest = async {
+        desk.proxy
+            .wait_for_log("the end to begin", 0, TEST_TIMEOUT, |line| {
+                line.field("asked_by") == "admin"
+            })
+            .await;
+        assert_eq!(
+            desk.admin_request("GET", "/readyz").send().await.status,
+            503
+        );
+        assert_eq!(
+            desk.authorized_request("POST", "/drain")
+                .send()
+                .await
+                .json()["grace_s"],
+            20.0,
+            "asked again"
+        );
+        drop(feeder);
+        client.read_to_close().await
+    };
+    let (drained, rest) = tokio::join!(desk.run_command(&["drain"]), rest);
+    assert_eq!(drained.status.code(), Some(0), "{}", drained.stderr);
+    assert!(
+        drained.stdout.starts_with("drained in "),
+        "{}",
+        drained.stdout
+    );
+    assert!(rest.ends_with(b"0\r\n\r\n"), "{rest:?}");
+    assert_eq!(
+        desk.proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
+        Some(0)
+    );
+    let log = desk.proxy.log_text();
+    assert!(log.contains("\"connections_cut\":0"), "{log}");
+    assert_eq!(
+        log.matches("requests in flight may finish").count(),
+        1,
+        "{log}"
+    );
+
+    let nobody = desk.run_command(&["drain"]).await;
+    assert_eq!(nobody.status.code(), Some(1));
+    assert!(
+        nobody.stderr.starts_with("error: 127.0.0.1:"),
+        "{}",
+        nobody.stderr
+    );
+}
+
+#[tokio::test]
+async fn drain_stops_waiting_after_its_timeout() {
+    let (desk, _client, _feeder) = start_with_request_in_flight("grace = '60s'").await;
+    let impatient = desk.run_command(&["drain", "--timeout", "1"]).await;
+    assert_eq!(impatient.status.code(), Some(1));
+    assert!(
+        impatient.stderr.contains("still there after 1.0 s"),
+        "{}",
+        impatient.stderr
+    );
+}
+
+#[tokio::test]
+async fn drain_rejects_servers_that_are_not_a_tidegate_admin_port() {
+    let upstream = Upstream::echo().await;
+    let dir = TempDir::new().unwrap();
+    let config: PathBuf = dir.path().join("config.toml");
+    fs::write(&config, "").unwrap();
+    let drain = async |address: &str| {
+        let mut command = tidegate_command();
+        command
+            .arg("drain")
+            .arg("--config")
+            .arg(&config)
+            .env("TIDEGATE_ADMIN__ADDRESS", address);
+        let ended = run_command(&mut command).await;
+        assert_eq!(ended.status.code(), Some(1), "{}", ended.stdout);
+        ended.stderr
+    };
+    let other = drain(&upstream.address.to_string()).await;
+    assert!(other.contains("answered 200"), "{other}");
+    assert!(
+        drain("127.0.0.1:0")
+            .await
+            .contains("admin.address has no port")
+    );
+    let mute = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let start = Instant::now();
+    drain(&mute.local_addr().unwrap().to_string()).await;
+    assert!(
+        start.elapsed() < TEST_TIMEOUT,
+        "who says nothing is not waited for"
+    );
+}

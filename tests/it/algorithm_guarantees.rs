@@ -1,0 +1,395 @@
+//! What each algorithm promises, judged by what was admitted and by nothing else, on both stores: random and
+//! adversarial schedules (bursts at edges, waits of exactly `retry`, a clock that steps back), under limits that are
+//! changed midway.
+
+use crate::support::store_harness::{
+    START_US, StoreUnderTest, admissible_at_us, draw_duration_us, draw_limit_for, test_seed,
+};
+use fastrand::Rng;
+use tidegate::limiter::{
+    Algorithm, Amendment, Charge, Key, KeyBuilder, Limit, MAX_UNITS, MAX_WARM_UP_US,
+};
+
+/// Schedules per algorithm. Redis answers as the memory store does; it is asked to show that it is held to the same.
+const SCHEDULES_PER_STORE: [usize; 2] = [1_000, 100];
+const STEPS_PER_SCHEDULE: usize = 80;
+
+/// One request that was admitted.
+#[derive(Clone, Copy, Debug)]
+struct Admission {
+    /// On the store's clock, which doesn't step back.
+    at_us: u64,
+    cost: u64,
+    delay_us: u64,
+    /// As it was then.
+    limit: Limit,
+    /// How often it had been changed.
+    version: u32,
+}
+
+/// One client who makes the most of one limit.
+struct ClientSchedule<'a> {
+    judge: &'a mut StoreUnderTest,
+    rng: &'a mut Rng,
+    limit: Limit,
+    version: u32,
+    clock_us: u64,
+    retry_at_us: Option<u64>,
+    admitted: Vec<Admission>,
+}
+
+impl ClientSchedule<'_> {
+    fn run_step(&mut self, key: &Key) {
+        if self.rng.u8(..20) == 0 {
+            self.limit = change_limit(self.limit, self.rng);
+            self.version += 1;
+        }
+        self.clock_us = self.choose_next_us();
+        // A burst: as much as fits, then something that doesn't.
+        for _ in 0..self.rng.usize(1..=6) {
+            let most = self.limit.capacity();
+            let cost = if self.rng.bool() {
+                1
+            } else {
+                self.rng.u64(1..=most)
+            };
+            self.decide(key, cost);
+        }
+    }
+
+    fn choose_next_us(&mut self) -> u64 {
+        let (now_us, per_us) = (self.clock_us, self.limit.per_us);
+        let near = |at_us: u64, rng: &mut Rng| at_us + rng.u64(0..3) - 1;
+        match self.rng.u8(..10) {
+            0..3 => self.retry_at_us.unwrap_or(now_us),
+            3 => near(self.retry_at_us.unwrap_or(now_us), self.rng),
+            4 => near((now_us / per_us + 1) * per_us, self.rng),
+            5 => near(
+                (now_us / self.limit.sub_window_us() + 1) * self.limit.sub_window_us(),
+                self.rng,
+            ),
+            6 => now_us + self.rng.u64(..=2 * (per_us / self.limit.requests)),
+            7 => now_us + self.rng.u64(..per_us),
+            8 => now_us.saturating_sub(self.rng.u64(..per_us)).max(START_US),
+            _ => now_us,
+        }
+    }
+
+    fn decide(&mut self, key: &Key, cost: u64) {
+        let charge = Charge::new(&self.limit, key, cost);
+        let decision = self.judge.decide(&[charge], self.clock_us);
+        self.retry_at_us = admissible_at_us(&[charge], &decision).or(self.retry_at_us);
+        if decision.admitted {
+            let newest_us = self.admitted.last().map_or(0, |last| last.at_us);
+            self.admitted.push(Admission {
+                at_us: decision.now_us.max(newest_us),
+                cost,
+                delay_us: decision.delay_us,
+                limit: self.limit,
+                version: self.version,
+            });
+            assert!(guarantee_holds(&self.admitted), "{:?}", self.admitted);
+        }
+    }
+}
+
+/// Another amount, and whatever else doesn't begin a new counter.
+fn change_limit(limit: Limit, rng: &mut Rng) -> Limit {
+    let requests = match rng.bool() {
+        true => limit.requests * rng.u64(1..=3),
+        false => limit.requests.div_ceil(rng.u64(1..=3)),
+    };
+    match limit.algorithm {
+        Algorithm::TokenBucket { warm_up_us, .. } => {
+            let most = MAX_UNITS / limit.per_us;
+            let burst = rng.u64(1..=3 * requests).min(most);
+            // A reload may add it, and remove it.
+            let warm_up_us = match rng.u8(..6) {
+                0 => 0,
+                1 => draw_duration_us(rng).min(MAX_WARM_UP_US),
+                _ => warm_up_us,
+            };
+            let algorithm = Algorithm::TokenBucket { burst, warm_up_us };
+            Limit {
+                requests: requests.min(most),
+                algorithm,
+                ..limit
+            }
+        }
+        Algorithm::LeakyBucket { max_delay_us } => {
+            let max_delay_us = rng.u64(..=max_delay_us);
+            let most = (MAX_UNITS - limit.per_us) / max_delay_us.max(1);
+            Limit {
+                requests: requests.min(most),
+                algorithm: Algorithm::LeakyBucket { max_delay_us },
+                ..limit
+            }
+        }
+        _ => Limit { requests, ..limit },
+    }
+}
+
+/// Whether the promise holds at the newest admission. `docs/ALGORITHMS.md` states it in the same words.
+fn guarantee_holds(admitted: &[Admission]) -> bool {
+    let Some((newest, before)) = admitted.split_last() else {
+        return true;
+    };
+    let Limit {
+        requests,
+        per_us,
+        algorithm,
+    } = newest.limit;
+    let units_while = |holds: &dyn Fn(u64) -> bool| -> u64 {
+        admitted
+            .iter()
+            .rev()
+            .take_while(|one| holds(one.at_us))
+            .map(|one| one.cost)
+            .sum()
+    };
+    match algorithm {
+        Algorithm::SlidingLog | Algorithm::SlidingWindow { .. } => {
+            units_while(&|at_us| at_us + per_us > newest.at_us) <= requests
+        }
+        Algorithm::FixedWindow { offset_us } => {
+            let number = |at_us: u64| (at_us - offset_us) / per_us;
+            units_while(&|at_us| number(at_us) == number(newest.at_us)) <= requests
+        }
+        Algorithm::TokenBucket { burst, warm_up_us } => {
+            is_within_refill(admitted, u128::from(burst) * u128::from(per_us))
+                && (warm_up_us == 0 || is_within_warm_up(admitted))
+        }
+        Algorithm::LeakyBucket { max_delay_us } => {
+            let waits = u128::from(max_delay_us) * u128::from(requests);
+            newest.delay_us <= max_delay_us
+                && is_within_refill(admitted, u128::from(per_us) + waits)
+                && before
+                    .last()
+                    .is_none_or(|last| is_spaced_after(last, newest))
+        }
+        Algorithm::Concurrency { .. } | Algorithm::Block => {
+            unreachable!("nothing comes back with time")
+        }
+    }
+}
+
+/// Whether up to the newest no time saw more than `most` and what flows in meanwhile, both in units of 1 / per.
+/// After a change that is at most what the faster of the rates brings.
+fn is_within_refill(admitted: &[Admission], most: u128) -> bool {
+    let newest = admitted.last().expect("one was admitted");
+    let (mut units, mut rate) = (0, 0);
+    admitted.iter().rev().all(|one| {
+        units += u128::from(one.cost);
+        rate = rate.max(one.limit.requests);
+        let flown = u128::from(rate) * u128::from(newest.at_us - one.at_us);
+        units * u128::from(newest.limit.per_us) <= most + flown
+    })
+}
+
+/// Whether what was taken since a cold start is no more than a third of the burst and what flows in meanwhile, by a rate
+/// that grows evenly from a third. Judged until a change.
+fn is_within_warm_up(admitted: &[Admission]) -> bool {
+    let newest = admitted.last().expect("one was admitted");
+    let Limit {
+        requests, per_us, ..
+    } = newest.limit;
+    let Algorithm::TokenBucket { warm_up_us, .. } = newest.limit.algorithm else {
+        unreachable!("it warms up")
+    };
+    let mut units = 0;
+    for (n, one) in admitted.iter().enumerate().rev() {
+        if one.version != newest.version {
+            return true;
+        }
+        units += u128::from(one.cost);
+        let before = n.checked_sub(1).map(|before| admitted[before].at_us);
+        if before.is_none_or(|before_us| before_us + warm_up_us <= one.at_us) {
+            let (since, all) = (u128::from(newest.at_us - one.at_us), u128::from(warm_up_us));
+            // The rate's integral, in microseconds at the full rate, rounded up.
+            let warming = since.min(all);
+            let worth = (warming * (all + warming)).div_ceil(3 * all) + (since - warming);
+            let most = u128::from(newest.limit.cold_capacity()) * u128::from(per_us);
+            return units * u128::from(per_us) <= most + worth * u128::from(requests);
+        }
+    }
+    true
+}
+
+/// Whether a request leaves as many places behind the one before as it costs. Whole microseconds: one may be told
+/// up to one later, the next not. After a change those in line keep their turns.
+fn is_spaced_after(last: &Admission, next: &Admission) -> bool {
+    let apart_us = next.cost * next.limit.per_us / next.limit.requests;
+    last.version != next.version
+        || next.at_us + next.delay_us >= last.at_us + last.delay_us + apart_us
+}
+
+fn check_guarantee(algorithm: &str) {
+    let seed = test_seed();
+    for (mut judge, schedules) in StoreUnderTest::both_stores()
+        .into_iter()
+        .zip(SCHEDULES_PER_STORE)
+    {
+        let mut rng = Rng::with_seed(seed);
+        for number in 0..schedules {
+            judge.reset();
+            let (limit, key) = (
+                draw_limit_for(algorithm, &mut rng),
+                KeyBuilder::new("p").finish(),
+            );
+            let clock_us = START_US + rng.u64(..limit.per_us);
+            let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                let (judge, rng) = (&mut judge, &mut rng);
+                let mut schedule = ClientSchedule {
+                    judge,
+                    rng,
+                    limit,
+                    version: 0,
+                    clock_us,
+                    retry_at_us: None,
+                    admitted: Vec::new(),
+                };
+                (0..STEPS_PER_SCHEDULE).for_each(|_| schedule.run_step(&key));
+                schedule.admitted.len()
+            }));
+            let admitted = run.unwrap_or(0);
+            assert!(
+                admitted > 0,
+                "TIDEGATE_TEST_SEED={seed}, schedule {number} in {judge:?}: {limit:?}"
+            );
+        }
+    }
+}
+
+macro_rules! guarantee_tests {
+    ($($name:ident: $algorithm:literal)*) => { $(
+        #[test]
+        fn $name() {
+            check_guarantee($algorithm);
+        }
+    )* };
+}
+
+guarantee_tests! {
+    sliding_log_never_exceeds_the_limit_in_any_window: "sliding_log"
+    trap_9_sliding_window_never_exceeds_the_limit_in_any_window: "sliding_window"
+    fixed_window_never_exceeds_the_limit_in_a_clock_window: "fixed_window"
+    token_bucket_never_exceeds_its_burst_plus_refill: "token_bucket"
+    a_cold_token_bucket_admits_a_third_of_its_burst_plus_warm_up_refill: "warm_up"
+    leaky_bucket_releases_requests_evenly: "leaky_bucket"
+}
+
+/// Requests come, end, and vanish with their sidecar; who lives renews in time, and the limit is changed meanwhile.
+#[test]
+fn concurrency_never_exceeds_the_limit_and_loses_no_slot() {
+    let seed = test_seed();
+    for (mut judge, schedules) in StoreUnderTest::both_stores().into_iter().zip([200, 20]) {
+        let mut rng = Rng::with_seed(seed);
+        for number in 0..schedules {
+            judge.reset();
+            let key = KeyBuilder::new("p").finish();
+            let algorithm = Algorithm::Concurrency { max_duration_us: 0 };
+            let mut limit = Limit {
+                requests: rng.u64(1..=8),
+                per_us: rng.u64(1_000..100_000),
+                algorithm,
+            };
+            let (mut now_us, mut slot) = (START_US, 0);
+            // Each slot with the end of its lease; those that live, and those whose sidecar has crashed.
+            let (mut alive, mut lost) = (Vec::<(u128, u64)>::new(), Vec::<u64>::new());
+            for step in 0..200 {
+                now_us += rng.u64(..limit.per_us / 3);
+                for (slot, ends_us) in &mut alive {
+                    judge.apply_amendment(&limit, &key, Amendment::Renew { slot: *slot }, now_us);
+                    *ends_us = now_us + limit.per_us;
+                }
+                lost.retain(|ends_us| *ends_us > now_us);
+                match rng.u8(..8) {
+                    0 if !alive.is_empty() => {
+                        lost.push(alive.swap_remove(rng.usize(..alive.len())).1);
+                    }
+                    1..3 if !alive.is_empty() => {
+                        let (slot, _) = alive.swap_remove(rng.usize(..alive.len()));
+                        judge.apply_amendment(&limit, &key, Amendment::Release { slot }, now_us);
+                    }
+                    3 => limit.requests = rng.u64(1..=8),
+                    _ => {}
+                }
+                slot += 1;
+                let charge = Charge {
+                    slot_id: slot,
+                    ..Charge::new(&limit, &key, 1)
+                };
+                let free = ((alive.len() + lost.len()) as u64) < limit.requests;
+                let admitted = judge.decide(&[charge], now_us).admitted;
+                assert_eq!(
+                    admitted,
+                    free,
+                    "TIDEGATE_TEST_SEED={seed}, schedule {number}, step {step} in {judge:?}: \
+                     {} in flight, {} lost, of {}",
+                    alive.len(),
+                    lost.len(),
+                    limit.requests
+                );
+                if admitted {
+                    alive.push((slot, now_us + limit.per_us));
+                }
+            }
+        }
+    }
+}
+
+/// Who always takes what he can gets the whole limit in any stretch as long as the period and a sub-window, and so
+/// at least `buckets` / (`buckets` + 1) of it in the long run, wherever in their sub-windows his first requests fell.
+#[test]
+fn a_sliding_window_delays_units_by_at_most_one_sub_window() {
+    let seed = test_seed();
+    let mut rng = Rng::with_seed(seed);
+    let mut judge = StoreUnderTest::memory();
+    for number in 0..200 {
+        judge.reset();
+        let (limit, key) = (
+            draw_limit_for("sliding_window", &mut rng),
+            KeyBuilder::new("p").finish(),
+        );
+        let Algorithm::SlidingWindow { buckets } = limit.algorithm else {
+            panic!("{limit:?}")
+        };
+        let limit = Limit {
+            requests: limit.requests.min(300),
+            ..limit
+        };
+        let charge = Charge::new(&limit, &key, 1);
+        let begin_us = START_US + rng.u64(..limit.per_us);
+        let (mut now_us, mut times) = (begin_us, Vec::new());
+        // The first period is taken unevenly, the others as soon as it is possible.
+        while now_us < begin_us + 12 * limit.per_us {
+            let decision = judge.decide(&[charge], now_us);
+            match admissible_at_us(&[charge], &decision) {
+                Some(until_us) => now_us = until_us,
+                None => times.push(now_us),
+            }
+            if now_us < begin_us + limit.per_us {
+                now_us += rng.u64(..=2 * limit.per_us / limit.requests);
+            }
+        }
+        let saturated: Vec<u64> = times
+            .into_iter()
+            .filter(|at| *at >= begin_us + limit.per_us)
+            .collect();
+        let stretch_us = limit.per_us + limit.sub_window_us() - 1;
+        let many = usize::try_from(limit.requests).unwrap();
+        let what = format!("TIDEGATE_TEST_SEED={seed}, run {number}: {limit:?}");
+        for (first, beyond) in saturated
+            .iter()
+            .zip(&saturated[many.min(saturated.len())..])
+        {
+            assert!(
+                beyond - first <= stretch_us,
+                "{what}: the same unit is back after {}",
+                beyond - first
+            );
+        }
+        let got = saturated.len() as u64 * (buckets + 1);
+        assert!(got >= limit.requests * 10 * buckets, "{what}: {got}");
+    }
+}

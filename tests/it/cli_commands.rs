@@ -1,0 +1,232 @@
+//! The commands as people and scripts use them: ways to tell a request, JSON, help, completions, the manual.
+
+use super::support::process::{ProcessOutput, run_command, tidegate_command};
+use serde_json::{Value, json};
+use std::fs;
+use tempfile::TempDir;
+
+const POLICIES: &str = r#"
+[[policy]]
+name = "login"
+match = { methods = ["POST"], path = "/api/login" }
+key = ["client_ip"]
+limit = { requests = 5, per = "1m" }
+
+[[policy]]
+name = "api"
+match = { path = "/api/**" }
+key = ["header:x-user-id"]
+limit = { requests = 100, per = "1m" }
+"#;
+
+struct ConfigDir(TempDir);
+
+impl ConfigDir {
+    fn new() -> Self {
+        let desk = Self(TempDir::new().unwrap());
+        fs::write(desk.0.path().join("config.toml"), POLICIES).unwrap();
+        desk
+    }
+
+    async fn explain(&self, args: &[&str]) -> ProcessOutput {
+        run_command(
+            tidegate_command()
+                .current_dir(self.0.path())
+                .arg("explain")
+                .args(args),
+        )
+        .await
+    }
+}
+
+#[tokio::test]
+async fn a_request_in_any_of_four_formats_gets_the_same_explanation() {
+    let desk = ConfigDir::new();
+    let plain = desk
+        .explain(&[
+            "POST",
+            "http://shop.example/api/login",
+            "-H",
+            "x-user-id: ann",
+        ])
+        .await;
+    assert!(
+        plain
+            .stdout
+            .contains("api              matches: key api/ann, cost 1"),
+        "{}",
+        plain.stdout
+    );
+    let line = "curl -X POST http://shop.example/api/login -H 'x-user-id: ann'";
+    let curl = desk.explain(&["--curl", line]).await;
+    let words = [
+        "--",
+        "curl",
+        "-d",
+        "pw=x",
+        "http://shop.example/api/login",
+        "-H",
+        "x-user-id: ann",
+    ];
+    let split = desk.explain(&words).await;
+    let har = json!({ "log": { "entries": [{}, { "request": {
+        "method": "POST", "url": "http://shop.example/api/login",
+        "headers": [{ "name": "X-User-Id", "value": "ann" }],
+    } }] } });
+    fs::write(desk.0.path().join("session.har"), har.to_string()).unwrap();
+    let from_har = desk
+        .explain(&["--har", "session.har", "--entry", "2"])
+        .await;
+    for other in [&curl, &split, &from_har] {
+        assert_eq!(other.stdout, plain.stdout, "{}", other.stderr);
+    }
+    assert_eq!(
+        (curl.stderr.as_str(), from_har.stderr.as_str()),
+        ("", "note: entry 2 of 2\n")
+    );
+}
+
+#[tokio::test]
+async fn invalid_requests_are_reported_on_stderr() {
+    let desk = ConfigDir::new();
+    fs::write(desk.0.path().join("no.har"), "{}").unwrap();
+    for (args, code, why) in [
+        (vec!["--curl", "wget x"], 1, "a curl line begins with curl"),
+        (vec!["--har", "no.har"], 1, "no HAR: it has no log.entries"),
+        (vec!["--har", "none.har"], 1, "can't be read"),
+        (vec!["POST", "a", "b"], 1, "expected METHOD and URL"),
+        (vec![], 2, "required"),
+        (
+            vec!["--curl", "curl h", "GET", "/"],
+            2,
+            "cannot be used with",
+        ),
+        (vec!["--entry", "1", "GET", "/"], 2, "--entry"),
+    ] {
+        let said = desk.explain(&args).await;
+        assert_eq!(
+            (said.status.code(), said.stdout.as_str()),
+            (Some(code), ""),
+            "{args:?}: {}",
+            said.stderr
+        );
+        assert!(said.stderr.contains(why), "{args:?}: {}", said.stderr);
+    }
+    // What is pasted does not reach the terminal as it is.
+    let said = desk
+        .explain(&["--curl", "curl /api/x --frob\u{1b}[31m"])
+        .await;
+    assert!(
+        said.stderr.contains("note: passed over: --frob\\u{1b}[31m"),
+        "{}",
+        said.stderr
+    );
+}
+
+#[tokio::test]
+async fn explain_prints_json_for_scripts() {
+    let desk = ConfigDir::new();
+    let said = desk.explain(&["--json", "POST", "/api/login"]).await;
+    let told: Value = serde_json::from_str(&said.stdout).unwrap();
+    assert_eq!(
+        told["request"],
+        json!({ "method": "POST", "url": "/api/login", "ip": "127.0.0.1" })
+    );
+    assert_eq!(told["policies"][0]["key"], "login/127.0.0.1");
+    assert_eq!(told["policies"][0]["limits"][0]["requests"], 5);
+    // The running proxy's counters are not in here: nothing may be said of them.
+    assert_eq!(
+        (
+            &told["expected"]["decision"],
+            &told["policies"][0]["limits"][0]["remaining"]
+        ),
+        (&Value::Null, &Value::Null)
+    );
+    let said = desk.explain(&["--json", "CONNECT", "http://h/"]).await;
+    let told: Value = serde_json::from_str(&said.stdout).unwrap();
+    assert_eq!(told["expected"]["status"], 400);
+}
+
+const COMMANDS: [&str; 11] = [
+    "run",
+    "demo",
+    "check",
+    "explain",
+    "health",
+    "drain",
+    "replay",
+    "top",
+    "keys",
+    "completions",
+    "man",
+];
+
+#[tokio::test]
+async fn completions_and_the_manual_cover_every_command() {
+    for shell in ["bash", "zsh", "fish"] {
+        let script = run_command(tidegate_command().args(["completions", shell])).await;
+        assert!(
+            script.status.success() && COMMANDS.iter().all(|name| script.stdout.contains(name)),
+            "{shell}"
+        );
+    }
+    // bash is everywhere: what it gets must be its language, and must complete.
+    let script = run_command(tidegate_command().args(["completions", "bash"]))
+        .await
+        .stdout;
+    let ask = "COMP_WORDS=(tidegate expl); COMP_CWORD=1; _tidegate tidegate expl tidegate; echo \"${COMPREPLY[@]}\"";
+    let mut bash = tokio::process::Command::new("bash");
+    let completed = run_command(bash.args(["-c", &format!("{script}\n{ask}")])).await;
+    assert_eq!(completed.stdout, "explain\n", "{}", completed.stderr);
+
+    let page = run_command(tidegate_command().arg("man")).await.stdout;
+    assert!(page.contains(".TH tidegate 1"), "{page}");
+    for name in COMMANDS {
+        assert!(
+            page.contains(&format!(".SH COMMAND {}\n", name.to_uppercase())),
+            "{name}"
+        );
+    }
+}
+
+/// Every example of the help is a command with these arguments.
+#[tokio::test]
+async fn the_examples_in_the_help_are_valid_commands() {
+    let mut tried = 0;
+    for name in [""].into_iter().chain(COMMANDS) {
+        let args: Vec<&str> = [name, "--help"]
+            .into_iter()
+            .filter(|arg| !arg.is_empty())
+            .collect();
+        let help = run_command(tidegate_command().args(&args)).await.stdout;
+        let examples = help.lines().skip_while(|line| *line != "Examples:").skip(1);
+        let examples = examples
+            .map(str::trim_start)
+            .take_while(|line| !line.is_empty());
+        let mut any = false;
+        for example in examples.filter(|line| line.contains("tidegate ")) {
+            // What stands behind two spaces is a remark.
+            let command = example.split("  ").next().unwrap();
+            let words = shlex::split(command).unwrap_or_else(|| panic!("{command}"));
+            let ours = words.iter().skip_while(|word| *word != "tidegate").skip(1);
+            let ours = ours.take_while(|word| !["|", ">"].contains(&word.as_str()));
+            let mut ours: Vec<&str> = ours.map(String::as_str).collect();
+            // Behind two hyphens nothing is a flag.
+            ours.insert(
+                ours.iter()
+                    .position(|word| *word == "--")
+                    .unwrap_or(ours.len()),
+                "--no-such-flag",
+            );
+            let said = run_command(tidegate_command().args(&ours)).await;
+            assert!(
+                said.stderr.contains("unexpected argument '--no-such-flag'"),
+                "{command}: {}",
+                said.stderr
+            );
+            (any, tried) = (true, tried + 1);
+        }
+        assert!(any, "{name} has no examples:\n{help}");
+    }
+    assert!(tried > 15, "{tried}");
+}

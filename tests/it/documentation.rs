@@ -1,0 +1,340 @@
+//! The pages as users take them: what they can copy has to work.
+
+use super::support::client::ClientRequest;
+use super::support::process::{run_command, tidegate_command};
+use super::support::tls::CertificateAuthority;
+use std::fs;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+use walkdir::WalkDir;
+
+/// A fenced block of a page.
+#[derive(Clone, Debug)]
+pub struct CodeBlock {
+    /// `docs/OPERATIONS.md:18`.
+    pub location: String,
+    /// The nearest heading above it.
+    pub heading: String,
+    pub language: String,
+    pub text: String,
+}
+
+/// The blocks of one page.
+pub fn read_code_blocks(page: &str) -> Vec<CodeBlock> {
+    let text = fs::read_to_string(repository_root().join(page)).unwrap();
+    let (mut blocks, mut open, mut heading) =
+        (Vec::new(), None::<(CodeBlock, usize)>, String::new());
+    for (number, line) in text.lines().enumerate() {
+        match &mut open {
+            Some((block, _)) if line.trim() == "```" => {
+                blocks.push(block.clone());
+                open = None;
+            }
+            Some((block, indent)) => {
+                block.text.push_str(line.get(*indent..).unwrap_or(""));
+                block.text.push('\n');
+            }
+            None if line.trim_start().starts_with("```") => {
+                let place = format!("{page}:{}", number + 1);
+                let language = line.trim().trim_matches('`').to_owned();
+                let block = CodeBlock {
+                    location: place,
+                    heading: heading.clone(),
+                    language,
+                    text: String::new(),
+                };
+                open = Some((block, line.len() - line.trim_start().len()));
+            }
+            None if line.starts_with('#') => {
+                heading = line.trim_start_matches(['#', ' ']).to_owned()
+            }
+            None => {}
+        }
+    }
+    assert!(open.is_none(), "{page}: a block has no end");
+    blocks
+}
+
+/// README and everything in `docs/`.
+fn list_pages() -> Vec<String> {
+    let docs = WalkDir::new(repository_root().join("docs"))
+        .sort_by_file_name()
+        .into_iter()
+        .map(|entry| entry.unwrap());
+    let docs = docs.filter(|entry| entry.path().extension().is_some_and(|ext| ext == "md"));
+    let docs = docs.map(|entry| {
+        entry
+            .path()
+            .strip_prefix(repository_root())
+            .unwrap()
+            .display()
+            .to_string()
+    });
+    std::iter::once("README.md".to_owned())
+        .chain(docs)
+        .collect()
+}
+
+fn repository_root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Where files that pages name are, for as long as it lives.
+struct MountedFiles {
+    folder: TempDir,
+}
+
+impl MountedFiles {
+    fn new() -> Self {
+        let folder = TempDir::new().unwrap();
+        let authority = CertificateAuthority::new();
+        authority.sign("tls", "shop.example");
+        let tls = folder.path().join("tidegate/tls");
+        fs::create_dir_all(&tls).unwrap();
+        for (from, to) in [
+            ("tls.pem", "tls.crt"),
+            ("tls.key", "tls.key"),
+            ("ca.pem", "ca.crt"),
+        ] {
+            fs::copy(authority.path(from), tls.join(to)).unwrap();
+        }
+        Self { folder }
+    }
+
+    /// A file of its own for what a page says, completed where it is a fragment.
+    fn write_config(&self, name: &str, text: &str) -> PathBuf {
+        let mut whole = text.replace("\"/etc/", &format!("\"{}/", self.folder.path().display()));
+        // What a secret is read from holds one.
+        for file in whole
+            .lines()
+            .filter_map(|line| line.split_once("_file = \"")?.1.split('"').next())
+        {
+            fs::create_dir_all(Path::new(file).parent().unwrap()).unwrap();
+            // In a file of header fields, the secret is one's value.
+            fs::write(file, "name: secret").unwrap();
+        }
+        if text.trim_start().starts_with("[[policy.override]]") {
+            whole = format!(
+                "[[policy]]\nname = \"the-policy\"\nkey = [\"client_ip\", \"const:x\"]\nlimit = {{ requests = 1, per = \"1h\" }}\n{}",
+                whole.replace("key = [\"acme\", \"*\"]", "key = [\"10.0.0.1\", \"*\"]")
+            );
+        }
+        if !text.contains("[upstream]") {
+            whole = format!("upstream.url = \"http://127.0.0.1:3000\"\n{whole}");
+        }
+        let file = self.folder.path().join(name);
+        fs::write(&file, whole).unwrap();
+        file
+    }
+}
+
+#[tokio::test]
+async fn every_configuration_in_the_docs_is_valid_without_warnings() {
+    let mounted = MountedFiles::new();
+    let mut checked = 0;
+    let examples = list_pages()
+        .into_iter()
+        .flat_map(|page| read_code_blocks(&page));
+    for block in examples.filter(|block| block.language == "toml") {
+        let file = mounted.write_config("page.toml", &block.text);
+        let said = run_command(tidegate_command().arg("check").arg(&file)).await;
+        assert!(
+            said.status.success() && said.stderr.is_empty(),
+            "{}: {}",
+            block.location,
+            said.stderr
+        );
+        checked += 1;
+    }
+    assert!(checked >= 18, "only {checked} blocks were found");
+    let secret = mounted.folder.path().join("secret");
+    fs::write(&secret, "secret").unwrap();
+    for file in ["config.toml", "k8s/base/config.toml"] {
+        let mut check = tidegate_command();
+        check
+            .env("TIDEGATE_STORE__REDIS__PASSWORD_FILE", &secret)
+            .arg("check")
+            .arg(repository_root().join(file));
+        let said = run_command(&mut check).await;
+        assert!(
+            said.status.success() && said.stderr.is_empty(),
+            "{file}: {}",
+            said.stderr
+        );
+    }
+}
+
+/// Commands that a reader types, without the `$`, with what stands below them.
+fn parse_commands(block: &CodeBlock) -> Vec<(String, String)> {
+    let mut commands: Vec<(String, String)> = Vec::new();
+    for line in block.text.lines() {
+        match (line.strip_prefix("$ "), commands.last_mut()) {
+            (Some(command), _) => commands.push((command.to_owned(), String::new())),
+            (None, Some((_, output))) => {
+                output.push_str(line);
+                output.push('\n');
+            }
+            (None, None) => {}
+        }
+    }
+    commands
+}
+
+/// Every `tidegate` that pages tell readers to type is a command with these arguments.
+#[tokio::test]
+async fn every_tidegate_command_in_the_docs_is_accepted() {
+    let mut tried = 0;
+    for block in list_pages()
+        .into_iter()
+        .flat_map(|page| read_code_blocks(&page))
+    {
+        let lines: Vec<String> = match block.language.as_str() {
+            "console" => parse_commands(&block)
+                .into_iter()
+                .map(|(command, _)| command)
+                .collect(),
+            "sh" | "bash" => block
+                .text
+                .replace("\\\n", " ")
+                .lines()
+                .map(str::to_owned)
+                .collect(),
+            _ => continue,
+        };
+        for line in lines
+            .into_iter()
+            .filter(|line| line.contains("tidegate ") || line.contains("run --release"))
+        {
+            let line = line
+                .replace("cargo run --release -- ", "tidegate ")
+                .replace("target/release/", "");
+            let Some(words) = shlex::split(&line) else {
+                panic!("{}: {line}", block.location)
+            };
+            let begins = |word: &String| word == "tidegate";
+            let ours: Vec<String> = words
+                .iter()
+                .skip_while(|word| !begins(word))
+                .skip(1)
+                .take_while(|word| !["|", ";", ">"].contains(&&***word))
+                .cloned()
+                .collect();
+            if !words.iter().any(begins) {
+                continue;
+            }
+            // clap reads all arguments before it sees this one.
+            let said = run_command(tidegate_command().args(&ours).arg("--no-such-flag")).await;
+            assert!(
+                said.stderr.contains("unexpected argument '--no-such-flag'"),
+                "{}: {line}: {}",
+                block.location,
+                said.stderr
+            );
+            tried += 1;
+        }
+    }
+    assert!(tried >= 8, "only {tried} commands were found");
+}
+
+/// What the tour shows of `check` is what it says.
+#[tokio::test]
+async fn the_readme_shows_the_output_of_check() {
+    let tour: Vec<_> = read_code_blocks("README.md")
+        .iter()
+        .flat_map(parse_commands)
+        .collect();
+    let (_, shown) = tour
+        .iter()
+        .find(|(command, _)| command.ends_with("check config.toml"))
+        .unwrap();
+    let said = run_command(
+        tidegate_command()
+            .arg("check")
+            .arg(repository_root().join("config.toml")),
+    )
+    .await;
+    assert_eq!(said.stdout.trim_end(), shown.trim_end());
+}
+
+/// The curl lines of the tour, in order, against a demo: the statuses are those that are shown.
+#[tokio::test]
+async fn the_readme_shows_the_responses_of_the_demo() {
+    let tour: Vec<_> = read_code_blocks("README.md")
+        .iter()
+        .flat_map(parse_commands)
+        .collect();
+    let shown = |part: &str| {
+        tour.iter()
+            .find(|(command, _)| command.contains(part))
+            .unwrap()
+            .1
+            .clone()
+    };
+    let demo = super::support::process::ChildProcess::start(tidegate_command().args([
+        "demo",
+        "--listen",
+        "127.0.0.1:0",
+    ]))
+    .unwrap();
+    let address = demo
+        .wait_for(
+            "the demo's address",
+            0,
+            super::support::TEST_TIMEOUT,
+            |line| {
+                line.text
+                    .trim()
+                    .strip_prefix("proxy ")?
+                    .trim()
+                    .strip_prefix("http://")?
+                    .parse()
+                    .ok()
+            },
+        )
+        .await;
+    let mut statuses = Vec::new();
+    for _ in 0..25 {
+        statuses.push(
+            ClientRequest::new(address, "GET", "/hello")
+                .send()
+                .await
+                .status
+                .to_string(),
+        );
+    }
+    assert_eq!(statuses.join(" "), shown("seq 25").trim());
+
+    for (part, ask) in [
+        (
+            "curl -i http://127.0.0.1:8080/hello",
+            ClientRequest::new(address, "GET", "/hello"),
+        ),
+        (
+            "x-user-id: ann",
+            ClientRequest::new(address, "GET", "/api/orders").header("x-user-id", "ann"),
+        ),
+    ] {
+        let (reply, shown) = (ask.header("Accept", "*/*").send().await, shown(part));
+        let mut lines = shown.lines();
+        let status = lines.next().unwrap().split(' ').nth(1).unwrap();
+        assert_eq!(reply.status.to_string(), status);
+        for line in lines.take_while(|line| !line.is_empty()) {
+            let (name, value) = line.split_once(": ").unwrap();
+            let found = reply
+                .header(name)
+                .unwrap_or_else(|| panic!("{part}: no {name}"));
+            // What the time tells is another each time.
+            let changes = [
+                "date",
+                "content-length",
+                "retry-after",
+                "x-ratelimit-reset",
+                "ratelimit",
+            ];
+            assert!(
+                changes.contains(&name) || found == value,
+                "{part}: {name}: {found}, and not {value}"
+            );
+        }
+    }
+}

@@ -1,0 +1,490 @@
+//! Who only asks whether a request may pass: by the words of nginx, Traefik and Envoy, and by nginx itself.
+//! `tests/envoy.sh` has Traefik and Envoy themselves ask.
+
+use super::documentation::read_code_blocks;
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::{ClientRequest, RawClient, RawResponse};
+use crate::support::nginx::Nginx;
+use crate::support::process::{ChildProcess, tidegate_command};
+use crate::support::proxy::{LogLine, Proxy};
+use crate::support::tls::{CertificateAuthority, TlsClient};
+use crate::support::upstream::Upstream;
+use std::net::SocketAddr;
+use tokio::net::UnixStream;
+
+const CHECK_LISTENER: &str =
+    "client.trusted_proxies = ['127.0.0.1']\n[check]\naddress = '127.0.0.1:0'\n";
+
+const API_POLICY: &str = "[[policy]]
+name = 'api'
+match = { methods = ['POST'], hosts = ['shop.example'], path = '/api/**' }
+key = ['client_ip']
+limit = { requests = 2, per = '1h' }\n";
+
+async fn start_check_listener(config: &str) -> (Proxy, SocketAddr) {
+    let proxy = Proxy::builder().config(config).start().await;
+    let check = proxy
+        .logged_address("check listening")
+        .expect("an address to ask at");
+    (proxy, check)
+}
+
+fn traefik_request(at: SocketAddr, method: &str, target: &str) -> ClientRequest {
+    ClientRequest::new(at, "GET", "/check/traefik")
+        .header("Host", "tidegate:8082")
+        .header("X-Forwarded-Method", method)
+        .header("X-Forwarded-Proto", "https")
+        .header("X-Forwarded-Host", "Shop.Example:443")
+        .header("X-Forwarded-Uri", target)
+        .header("X-Forwarded-For", "10.1.1.1")
+}
+
+fn nginx_request(at: SocketAddr, method: &str, target: &str) -> ClientRequest {
+    ClientRequest::new(at, "GET", "/check/nginx")
+        .header("Host", "shop.example")
+        .header("X-Original-Method", method)
+        .header("X-Original-URI", target)
+        .header("X-Forwarded-For", "10.1.1.1")
+}
+
+fn envoy_request(at: SocketAddr, method: &str, target: &str) -> ClientRequest {
+    ClientRequest::new(at, method, &format!("/check/envoy{target}"))
+        .header("Host", "shop.example")
+        .header("Content-Length", "0")
+        .header("X-Forwarded-For", "10.1.1.1")
+}
+
+#[tokio::test]
+async fn each_proxy_describes_the_request_in_its_own_format() {
+    for question in [traefik_request, nginx_request, envoy_request] {
+        let (proxy, at) = start_check_listener(&format!("{CHECK_LISTENER}{API_POLICY}")).await;
+        let passes = question(at, "POST", "/api/x?y=1").send().await;
+        assert_eq!(
+            (passes.status, passes.text().as_str()),
+            (200, ""),
+            "{passes:?}"
+        );
+        assert!(
+            header_or_empty(&passes, "ratelimit").starts_with("\"api\";r=1;t="),
+            "{passes:?}"
+        );
+        assert_eq!(
+            question(at, "POST", "/x/..//api/%78").send().await.status,
+            200
+        );
+        for spelling in [
+            "/api/x",
+            "/API/../api/x",
+            "/%61pi/",
+            "/api",
+            "/x/%2e%2e/api/y",
+            "/x%2f..%2fapi%2fy",
+        ] {
+            let refused = question(at, "POST", spelling).send().await;
+            assert_eq!(
+                (
+                    refused.status,
+                    header_or_empty(&refused, "x-tidegate-status")
+                ),
+                (429, "429"),
+                "{spelling}"
+            );
+            assert!(
+                !header_or_empty(&refused, "retry-after").is_empty(),
+                "{refused:?}"
+            );
+        }
+        for (method, target) in [("GET", "/api/x"), ("POST", "/other"), ("PUT", "/api")] {
+            assert_eq!(
+                question(at, method, target).send().await.status,
+                200,
+                "{method} {target}"
+            );
+        }
+        // The quota is the proxy's.
+        let proxied = proxy
+            .request("POST", "/api/x")
+            .header("Host", "shop.example");
+        assert_eq!(
+            proxied
+                .header("X-Forwarded-For", "10.1.1.1")
+                .send()
+                .await
+                .status,
+            429
+        );
+    }
+}
+
+/// Each passes on what clients write into the headers that are the others' own.
+#[tokio::test]
+async fn the_calling_proxy_is_determined_by_the_path_and_not_by_headers() {
+    let (_proxy, at) = start_check_listener(&format!("{CHECK_LISTENER}{API_POLICY}")).await;
+    let statuses = |asks: Vec<ClientRequest>| async {
+        let mut statuses = Vec::new();
+        for ask in asks {
+            statuses.push(ask.send().await.status);
+        }
+        statuses
+    };
+    let forged = |ask: ClientRequest| {
+        ask.header("X-Original-URI", "/free")
+            .header("X-Original-Method", "GET")
+    };
+    let asks = (0..3).map(|_| forged(traefik_request(at, "POST", "/api/x")));
+    assert_eq!(statuses(asks.collect()).await, [200, 200, 429]);
+    let forged = |ask: ClientRequest| {
+        ask.header("X-Forwarded-Uri", "/free")
+            .header("X-Forwarded-Method", "GET")
+    };
+    assert_eq!(
+        statuses(vec![forged(nginx_request(at, "POST", "/api/x"))]).await,
+        [429]
+    );
+    assert_eq!(
+        statuses(vec![forged(envoy_request(at, "POST", "/api/x"))]).await,
+        [429]
+    );
+    // Twice is none.
+    assert_eq!(
+        statuses(vec![
+            nginx_request(at, "POST", "/api/x").header("X-Original-URI", "/free")
+        ])
+        .await,
+        [400]
+    );
+}
+
+#[tokio::test]
+async fn an_incomplete_check_request_is_rejected() {
+    let (proxy, at) = start_check_listener(&format!(
+        "{CHECK_LISTENER}refused_status = 403\n{API_POLICY}"
+    ))
+    .await;
+    let ask = |path: &str| ClientRequest::new(at, "GET", path).header("Host", "shop.example");
+    let bare = ask("/check/nginx").send().await;
+    assert_eq!(
+        (bare.status, bare.text().as_str()),
+        (400, "the header x-original-uri must be there, once\n")
+    );
+    assert_eq!(
+        ask("/check/nginx")
+            .header("X-Original-URI", "/")
+            .send()
+            .await
+            .status,
+        400
+    );
+    assert_eq!(ask("/check/traefik").send().await.status, 400);
+    for path in [
+        "/",
+        "/check",
+        "/check/",
+        "/check/other",
+        "/check/envoy",
+        "/check/envoyapi",
+        "/api/x",
+    ] {
+        assert_eq!(ask(path).send().await.status, 404, "{path}");
+    }
+    let hints = |line: &LogLine| {
+        line.is_level("WARN") && line.message_starts_with("a question can't be understood")
+    };
+    let hint = proxy.wait_for_log("the hint", 0, TEST_TIMEOUT, hints).await;
+    assert_eq!(
+        hint.field("unclear"),
+        "the header x-original-uri must be there, once"
+    );
+    assert_eq!(
+        proxy.log_since(0).iter().filter(|line| hints(line)).count(),
+        1,
+        "once"
+    );
+    // What the client did wrong is its own refusal, in the status that the proxy understands.
+    for (method, target) in [
+        ("post", "/api"),
+        ("CONNECT", "/"),
+        ("GET", "no-path"),
+        ("GET", "/%00"),
+        ("GET", "/api x"),
+        ("GET", "/free#/../api"),
+    ] {
+        let refused = nginx_request(at, method, target).send().await;
+        assert_eq!(refused.status, 403, "{method} {target}: {refused:?}");
+        assert!(
+            ["400", "405"].contains(&header_or_empty(&refused, "x-tidegate-status")),
+            "{refused:?}"
+        );
+    }
+}
+
+/// gRPC refuses with a 200, which to whoever asks would mean that the request may pass.
+#[tokio::test]
+async fn a_grpc_request_is_denied_with_an_http_error_status() {
+    for question in [traefik_request, nginx_request, envoy_request] {
+        let (_proxy, at) = start_check_listener(&format!("{CHECK_LISTENER}{API_POLICY}")).await;
+        for kind in ["application/grpc", "Application/grpc-web+proto"] {
+            let asks = async || {
+                question(at, "POST", "/api/x")
+                    .header("Content-Type", kind)
+                    .send()
+                    .await
+            };
+            if kind == "application/grpc" {
+                assert_eq!((asks().await.status, asks().await.status), (200, 200));
+            }
+            let refused = asks().await;
+            assert_eq!(
+                (
+                    refused.status,
+                    header_or_empty(&refused, "x-tidegate-status")
+                ),
+                (429, "429"),
+                "{refused:?}"
+            );
+            assert_eq!(refused.json()["status"], 429);
+            // What the gate refuses, too.
+            let odd = question(at, "post", "/api/x")
+                .header("Content-Type", kind)
+                .send()
+                .await;
+            assert_eq!(odd.status, 400, "{odd:?}");
+        }
+    }
+}
+
+/// Envoy takes these for no answer at all, and lets the request pass if `failure_mode_allow` says so.
+#[tokio::test]
+async fn envoy_never_gets_a_denial_with_a_5xx_status() {
+    let away = "[store]\nkind = 'redis'\n[store.redis]\nurl = 'redis://127.0.0.1:1/0'\nkey_prefix = 'x'\nconnect_timeout = '100ms'\n";
+    let closed = format!("{API_POLICY}on_store_failure = 'closed'\n");
+    let sold = "[[policy]]\nname = 'sold'\nmatch = { path = '/sold' }\naction = 'deny'\nreject = { status = 503, body = 'sold out' }\n";
+    let (_proxy, at) = start_check_listener(&format!("{CHECK_LISTENER}{closed}{sold}{away}")).await;
+    for (question, status) in [
+        (envoy_request as fn(_, &str, &str) -> ClientRequest, 429),
+        (traefik_request, 503),
+        (nginx_request, 503),
+    ] {
+        let refused = question(at, "POST", "/api/x").send().await;
+        assert_eq!(
+            (
+                refused.status,
+                header_or_empty(&refused, "x-tidegate-status")
+            ),
+            (status, "503"),
+            "{refused:?}"
+        );
+        assert_eq!(
+            (
+                header_or_empty(&refused, "retry-after"),
+                &refused.json()["status"]
+            ),
+            ("1", &503.into())
+        );
+        let denied = question(at, "GET", "/sold").send().await;
+        assert_eq!(
+            (denied.status, header_or_empty(&denied, "x-tidegate-status")),
+            (status, "503")
+        );
+        assert_eq!(denied.text(), "sold out");
+    }
+    let (_proxy, at) = start_check_listener(&format!(
+        "{CHECK_LISTENER}refused_status = 403\n{closed}{away}"
+    ))
+    .await;
+    assert_eq!(envoy_request(at, "POST", "/api/x").send().await.status, 403);
+}
+
+#[tokio::test]
+async fn a_check_request_has_exactly_one_host() {
+    let (_proxy, at) = start_check_listener(&format!("{CHECK_LISTENER}{API_POLICY}")).await;
+    let ask =
+        |target: &str, host: &str| ClientRequest::new(at, "POST", target).header("Host", host);
+    let other = ask("http://shop.example/check/envoy/api/x", "other.example")
+        .send()
+        .await;
+    assert_eq!(
+        (other.status, other.text().as_str()),
+        (400, "the header host differs from the host that is asked\n")
+    );
+    let same = ask("http://shop.example/check/envoy/api/x", "Shop.Example")
+        .send()
+        .await;
+    assert!(
+        same.status == 200 && header_or_empty(&same, "ratelimit").contains("r=1"),
+        "{same:?}"
+    );
+    let twice = ask("/check/envoy/api/x", "shop.example")
+        .header("Host", "other.example")
+        .send()
+        .await;
+    assert_eq!(twice.status, 400);
+    // Traefik's question goes to us, and tells the host in a header.
+    let asked = traefik_request(at, "POST", "/api/x").send().await;
+    assert!(
+        asked.status == 200 && header_or_empty(&asked, "ratelimit").contains("r=1"),
+        "{asked:?}"
+    );
+}
+
+/// The certificate of a proxy that asks lets it ask, and says nothing of whom it asks about.
+#[tokio::test]
+async fn the_certificate_of_the_calling_proxy_is_not_the_certificate_of_the_client() {
+    let ca = CertificateAuthority::new();
+    ca.sign("check", "check.internal");
+    ca.sign("front", "front");
+    let of_check = format!(
+        "cert = {:?}, key = {:?}",
+        ca.path_string("check.pem"),
+        ca.path_string("check.key")
+    );
+    let asks = format!(
+        "client_ca = {:?}, client_auth = 'require'",
+        ca.path_string("ca.pem")
+    );
+    let policy = "[[policy]]\nname = 'cn'\nkey = ['client_cert:cn']\nmissing_key = 'skip'\nlimit = { requests = 1, per = '1h' }\n";
+    let (_proxy, at) = start_check_listener(&format!(
+        "{CHECK_LISTENER}tls = {{ {of_check}, {asks} }}\n{policy}{API_POLICY}"
+    ))
+    .await;
+    let front = TlsClient::with_certificate(&ca, &ca, "front");
+    let mut client = front.connect_http1(at, "check.internal").await;
+    let question = "GET /check/nginx HTTP/1.1\r\nHost: shop.example\r\nX-Original-Method: POST\r\nX-Original-URI: /api/x\r\n\r\n";
+    let mut statuses = Vec::new();
+    for _ in 0..3 {
+        statuses.push(client.send(question).await.read_response().await.status);
+    }
+    assert_eq!(
+        statuses,
+        [200, 200, 429],
+        "by the policy for its client, not by that for its certificate"
+    );
+    let stranger = TlsClient::new(&ca).connect(at, "check.internal").await;
+    if let Ok(stranger) = stranger {
+        let mut stranger = RawClient::from_stream(stranger);
+        stranger.send(question).await;
+        assert_eq!(stranger.read_first_bytes().await, Vec::<u8>::new());
+    }
+    let in_the_clear = RawClient::connect(at)
+        .await
+        .send(question)
+        .await
+        .read_to_close()
+        .await;
+    assert!(!in_the_clear.starts_with(b"HTTP/"), "{in_the_clear:?}");
+}
+
+#[tokio::test]
+async fn check_requests_are_accepted_on_a_unix_socket() {
+    let dir = tempfile::tempdir().unwrap();
+    let (socket, path) = (
+        dir.path().join("check.sock"),
+        dir.path().join("config.toml"),
+    );
+    let config = format!(
+        "admin = {{ address = '127.0.0.1:0' }}\n{}{API_POLICY}",
+        CHECK_LISTENER.replace("127.0.0.1:0", &format!("unix:{}", socket.display()))
+    );
+    std::fs::write(&path, config).unwrap();
+    let process =
+        ChildProcess::start(tidegate_command().arg("run").arg("--config").arg(&path)).unwrap();
+    let listens = |text: &str| text.contains("\"listening\"").then_some(());
+    process
+        .wait_for("it to listen", 0, TEST_TIMEOUT, |line| listens(&line.text))
+        .await;
+    let ask = async |client: &str| {
+        let question = format!(
+            "POST /check/envoy/api/x HTTP/1.1\r\nHost: shop.example\r\nContent-Length: 0\r\nX-Forwarded-For: {client}\r\n\r\n"
+        );
+        let mut asker = RawClient::from_stream(UnixStream::connect(&socket).await.unwrap());
+        asker.send(question).await.read_response().await.status
+    };
+    // Who is on this machine may name clients as 127.0.0.1 may.
+    assert_eq!(
+        [
+            ask("10.1.1.1").await,
+            ask("10.1.1.1").await,
+            ask("10.1.1.1").await
+        ],
+        [200, 200, 429]
+    );
+    assert_eq!(ask("10.1.1.2").await, 200);
+}
+
+/// Empty if it isn't there.
+fn header_or_empty<'r>(reply: &'r RawResponse, header: &str) -> &'r str {
+    reply.header(header).unwrap_or_default()
+}
+
+async fn get_through_nginx(nginx: &Nginx, path: &str) -> RawResponse {
+    ClientRequest::new(nginx.address, "GET", path).send().await
+}
+
+/// As `docs/ENVOY.md` says.
+#[tokio::test]
+async fn nginx_auth_request_enforces_the_decisions() {
+    let page = read_code_blocks("docs/ENVOY.md");
+    let text = |language: &str, word: &str| {
+        let found = page
+            .iter()
+            .find(|block| block.language == language && block.text.contains(word));
+        found.expect("it is on the page").text.clone()
+    };
+    let config = text("toml", "[check]").replace("127.0.0.1:8082", "127.0.0.1:0");
+    let denied = "[[policy]]\nname = 'no'\nmatch = { path = '/api/no' }\naction = 'deny'\n[[policy]]\nname = 'host'\nmatch = { hosts = ['secret.example'] }\naction = 'deny'\n";
+    let app = Upstream::echo().await;
+    let config = format!("{config}\n{denied}");
+    let proxy = Proxy::builder()
+        .config(&config)
+        .upstream(app.address)
+        .start()
+        .await;
+    let check = proxy.logged_address("check listening").unwrap();
+    let server = text("nginx", "auth_request").replace("127.0.0.1:8082", &check.to_string());
+    let server = server.replace(
+        "auth_request /tidegate;",
+        &format!("auth_request /tidegate; proxy_pass http://{};", app.address),
+    );
+    let nginx = Nginx::start_with_config("", &server).await;
+    for left in (0..10).rev() {
+        let passes = get_through_nginx(&nginx, "/api/x").await;
+        assert_eq!(passes.status, 200, "{passes:?} {}", proxy.log_text());
+        assert!(
+            header_or_empty(&passes, "ratelimit").contains(&format!("r={left}")),
+            "{passes:?}"
+        );
+    }
+    let forged = |name: &str, value: &str| {
+        ClientRequest::new(nginx.address, "GET", "/api/x").header(name, value)
+    };
+    for ask in [
+        forged("X-Original-URI", "/free"),
+        forged("X-Forwarded-Uri", "/free"),
+        forged("X-Original-Method", "HEAD"),
+        forged("X-Forwarded-For", "10.9.9.9"),
+        forged("Content-Type", "application/grpc"),
+        ClientRequest::new(nginx.address, "GET", "/free/../api/x"),
+        ClientRequest::new(nginx.address, "GET", "/api%2fx"),
+        ClientRequest::new(nginx.address, "POST", "/api/x").body("some"),
+    ] {
+        let refused = ask.send().await;
+        assert_eq!(refused.status, 429, "{refused:?}");
+        assert!(
+            !header_or_empty(&refused, "retry-after").is_empty()
+                && header_or_empty(&refused, "ratelimit").contains("r=0")
+        );
+    }
+    assert_eq!(get_through_nginx(&nginx, "/api/no").await.status, 403);
+    assert_eq!(get_through_nginx(&nginx, "/free").await.status, 200);
+    // What it lets through, and no app should see, is the client's fault and no 500.
+    assert_eq!(get_through_nginx(&nginx, "/free#/../api").await.status, 403);
+    // nginx goes by the host of the target, if there is one.
+    let whole = ClientRequest::new(nginx.address, "GET", "http://secret.example/free")
+        .header("Host", "shop.example");
+    assert_eq!(whole.send().await.status, 403);
+    assert!(
+        app.requests()
+            .iter()
+            .all(|request| !request.target.contains("check"))
+    );
+}

@@ -1,0 +1,478 @@
+//! HTTP/2 as RFC 9113 has it: what a client does wrong ends its stream or its connection, with the right code.
+
+use crate::support::h2_frames::*;
+use crate::support::proxy::Proxy;
+use crate::support::upstream::{Upstream, echo};
+use std::future::pending;
+use std::net::SocketAddr;
+
+/// What becomes of a stream or a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum StreamOutcome {
+    /// A response on stream 1.
+    Answered,
+    /// RST_STREAM on stream 1; the connection goes on.
+    StreamReset(u32),
+    /// GOAWAY, and the end.
+    ConnectionClosed(u32),
+}
+use StreamOutcome::{Answered, ConnectionClosed, StreamReset};
+
+async fn start_upstream() -> Upstream {
+    Upstream::with_handler(|request| async move {
+        match request.uri().path() {
+            "/never" => pending().await,
+            _ => echo(request).await,
+        }
+    })
+    .await
+}
+
+/// What comes of these frames, after a connection has begun as usual.
+async fn send_and_observe(address: SocketAddr, name: &str, frames: &[u8]) -> StreamOutcome {
+    let mut client = FrameClient::connect(address, &[]).await;
+    client
+        .wait_for_frame("settings", |frame| frame.kind == SETTINGS)
+        .await;
+    client.send(encode_frame(SETTINGS, ACK, 0, "")).await;
+    client.send(frames).await;
+    let told = client.wait_for_frame(name, |frame| match frame.kind {
+        HEADERS | RST_STREAM => frame.stream == 1,
+        kind => kind == GOAWAY,
+    });
+    let told = told.await;
+    match (told.kind, told.error_code()) {
+        (GOAWAY, Some(code)) => {
+            assert!(
+                client.wait_for_close(crate::support::TEST_TIMEOUT).await.0,
+                "{name}: it stays open"
+            );
+            ConnectionClosed(code)
+        }
+        (RST_STREAM, Some(code)) => {
+            client.send(get_frame(101, "/")).await;
+            client
+                .wait_for_frame("another answer", |frame| {
+                    (frame.kind, frame.stream) == (HEADERS, 101)
+                })
+                .await;
+            StreamReset(code)
+        }
+        _ => Answered,
+    }
+}
+
+async fn assert_outcomes(cases: Vec<(&str, Vec<u8>, StreamOutcome)>) {
+    let upstream = start_upstream().await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut wrong = Vec::new();
+    for (name, frames, expected) in &cases {
+        let got = send_and_observe(proxy.address, name, frames).await;
+        if got != *expected {
+            wrong.push(format!("{name}: {got:?} instead of {expected:?}"));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    let bad: Vec<_> = upstream
+        .requests()
+        .into_iter()
+        .filter(|seen| seen.target == "/bad")
+        .collect();
+    assert!(bad.is_empty(), "the upstream saw {bad:?}");
+}
+
+/// Where RFC 9113 asks for a more special code (FRAME_SIZE_ERROR, COMPRESSION_ERROR, STREAM_CLOSED), or for the end of
+/// one stream only, h2 ends the connection with this one.
+const STRICTER_THAN_RFC: StreamOutcome = ConnectionClosed(PROTOCOL_ERROR);
+
+/// A POST that the upstream never answers.
+fn post_head_frame(fields: &[(&str, &str)]) -> Vec<u8> {
+    let post = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":authority", "a"),
+        (":path", "/never"),
+    ];
+    request_head_frame(1, &[&post, fields].concat())
+}
+
+#[tokio::test]
+async fn malformed_frames() {
+    assert_outcomes(vec![
+        (
+            "SETTINGS of 5 bytes",
+            encode_frame(SETTINGS, 0, 0, [0; 5]),
+            STRICTER_THAN_RFC,
+        ),
+        (
+            "an ACK with settings",
+            encode_frame(SETTINGS, ACK, 0, encode_setting(4, 1)),
+            STRICTER_THAN_RFC,
+        ),
+        (
+            "PING of 7 bytes",
+            encode_frame(PING, 0, 0, [0; 7]),
+            STRICTER_THAN_RFC,
+        ),
+        (
+            "RST_STREAM of 3 bytes",
+            [
+                get_frame(1, "/never"),
+                encode_frame(RST_STREAM, 0, 1, [0; 3]),
+            ]
+            .concat(),
+            STRICTER_THAN_RFC,
+        ),
+        (
+            "WINDOW_UPDATE of 3 bytes",
+            encode_frame(WINDOW_UPDATE, 0, 0, [0; 3]),
+            STRICTER_THAN_RFC,
+        ),
+        (
+            "a frame of 16,385 bytes",
+            encode_frame(DATA, 0, 1, vec![0; 16_385]),
+            ConnectionClosed(FRAME_SIZE_ERROR),
+        ),
+        (
+            "more padding than DATA",
+            [
+                post_head_frame(&[]),
+                encode_frame(DATA, PADDED, 1, [5, 0, 0]),
+            ]
+            .concat(),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "more padding than HEADERS",
+            encode_frame(HEADERS, PADDED | END_HEADERS, 1, [9, 0]),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "SETTINGS_ENABLE_PUSH of 2",
+            encode_frame(SETTINGS, 0, 0, encode_setting(2, 2)),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "a window of 2^31",
+            encode_frame(SETTINGS, 0, 0, encode_setting(4, 1 << 31)),
+            STRICTER_THAN_RFC,
+        ),
+        (
+            "frames of at most 100 bytes",
+            encode_frame(SETTINGS, 0, 0, encode_setting(5, 100)),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "an unknown setting",
+            [
+                encode_frame(SETTINGS, 0, 0, encode_setting(999, 9)),
+                get_frame(1, "/"),
+            ]
+            .concat(),
+            Answered,
+        ),
+        (
+            "an unknown frame",
+            [encode_frame(77, 255, 1, "?"), get_frame(1, "/")].concat(),
+            Answered,
+        ),
+        (
+            "a field that is in no table",
+            encode_frame(HEADERS, END_HEADERS, 1, [0xff, 0x7f]),
+            STRICTER_THAN_RFC,
+        ),
+        (
+            "half a field",
+            encode_frame(HEADERS, END_STREAM | END_HEADERS, 1, [0x40, 10, b'x']),
+            STRICTER_THAN_RFC,
+        ),
+    ])
+    .await;
+}
+
+#[tokio::test]
+async fn frames_on_invalid_streams() {
+    let never = get_frame(1, "/never");
+    let after = |frame: Vec<u8>| [never.clone(), frame].concat();
+    let begun = encode_frame(HEADERS, END_STREAM, 1, encode_header_block(&GET_FIELDS));
+    assert_outcomes(vec![
+        (
+            "DATA on 0",
+            encode_frame(DATA, 0, 0, "x"),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "HEADERS on 0",
+            encode_frame(HEADERS, END_HEADERS, 0, encode_header_block(&GET_FIELDS)),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "PRIORITY on 0",
+            encode_frame(PRIORITY, 0, 0, [0; 5]),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "RST_STREAM on 0",
+            rst_stream_frame(0),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "CONTINUATION on 0",
+            encode_frame(CONTINUATION, 0, 0, ""),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "SETTINGS on a stream",
+            encode_frame(SETTINGS, 0, 1, ""),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "PING on a stream",
+            encode_frame(PING, 0, 1, [0; 8]),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "GOAWAY on a stream",
+            encode_frame(GOAWAY, 0, 1, [0; 8]),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "a promise by a client",
+            after(encode_frame(PUSH_PROMISE, END_HEADERS, 1, [0, 0, 0, 2])),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "a stream of the server's",
+            get_frame(2, "/"),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "streams in the wrong order",
+            [get_frame(5, "/never"), get_frame(1, "/")].concat(),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "DATA on an idle stream",
+            encode_frame(DATA, 0, 9, "x"),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "RST_STREAM on an idle stream",
+            rst_stream_frame(9),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "WINDOW_UPDATE on an idle stream",
+            window_update_frame(9, 1),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "PRIORITY on an idle stream",
+            [encode_frame(PRIORITY, 0, 9, [0; 5]), get_frame(1, "/")].concat(),
+            Answered,
+        ),
+        (
+            "CONTINUATION of nothing",
+            after(encode_frame(CONTINUATION, END_HEADERS, 1, "")),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "DATA inside a head",
+            [begun.clone(), encode_frame(DATA, 0, 1, "x")].concat(),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "PING inside a head",
+            [begun.clone(), encode_frame(PING, 0, 0, [0; 8])].concat(),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "somebody else's CONTINUATION",
+            [
+                begun.clone(),
+                encode_frame(CONTINUATION, END_HEADERS, 3, ""),
+            ]
+            .concat(),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "a head in parts",
+            [
+                begun,
+                encode_frame(
+                    CONTINUATION,
+                    END_HEADERS,
+                    1,
+                    encode_header_block(&[("a", "b")]),
+                ),
+            ]
+            .concat(),
+            Answered,
+        ),
+        (
+            "DATA after the end",
+            after(encode_frame(DATA, END_STREAM, 1, "x")),
+            STRICTER_THAN_RFC,
+        ),
+        (
+            "HEADERS after the end",
+            after(request_frame(1, &GET_FIELDS)),
+            STRICTER_THAN_RFC,
+        ),
+        (
+            "no window added to a stream",
+            after(window_update_frame(1, 0)),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "no window added to all",
+            window_update_frame(0, 0),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "too much window for a stream",
+            after(window_update_frame(1, (1 << 31) - 1)),
+            StreamReset(FLOW_CONTROL_ERROR),
+        ),
+        (
+            "too much window for all",
+            window_update_frame(0, (1 << 31) - 1),
+            ConnectionClosed(FLOW_CONTROL_ERROR),
+        ),
+        (
+            "an ACK of nothing",
+            encode_frame(SETTINGS, ACK, 0, ""),
+            ConnectionClosed(PROTOCOL_ERROR),
+        ),
+        (
+            "a stream that depends on itself",
+            encode_frame(
+                HEADERS,
+                END_STREAM | END_HEADERS | 0x20,
+                1,
+                [&[0, 0, 0, 1, 0][..], &encode_header_block(&GET_FIELDS)].concat(),
+            ),
+            StreamReset(PROTOCOL_ERROR),
+        ),
+    ])
+    .await;
+}
+
+#[tokio::test]
+async fn malformed_header_blocks_and_bodies() {
+    let bad = get_fields_with(":path", "/bad");
+    let and = |name, value| request_frame(1, &[&bad[..], &[(name, value)]].concat());
+    let without = |name| {
+        request_frame(
+            1,
+            &bad.iter()
+                .copied()
+                .filter(|(given, _)| *given != name)
+                .collect::<Vec<_>>(),
+        )
+    };
+    let wrong = StreamReset(PROTOCOL_ERROR);
+    assert_outcomes(vec![
+        ("an upper-case name", and("X-Upper", "1"), STRICTER_THAN_RFC),
+        ("a name with a space", and("x y", "1"), STRICTER_THAN_RFC),
+        ("an empty name", and("", "1"), STRICTER_THAN_RFC),
+        (
+            "a value with a line feed",
+            and("x", "1\n2"),
+            STRICTER_THAN_RFC,
+        ),
+        ("a value with NUL", and("x", "1\0"), STRICTER_THAN_RFC),
+        (
+            "an unknown pseudo-field",
+            and(":proto", "1"),
+            STRICTER_THAN_RFC,
+        ),
+        (":status in a request", and(":status", "200"), wrong),
+        (
+            "a pseudo-field after others",
+            request_frame(1, &[&[("x", "1")], &bad[..]].concat()),
+            wrong,
+        ),
+        (":method twice", and(":method", "GET"), wrong),
+        (":path twice", and(":path", "/other"), wrong),
+        (":scheme twice", and(":scheme", "http"), wrong),
+        (":authority twice", and(":authority", "b"), wrong),
+        ("no :method", without(":method"), wrong),
+        ("no :scheme", without(":scheme"), wrong),
+        ("no :path", without(":path"), wrong),
+        (
+            "an empty :path",
+            request_frame(1, &get_fields_with(":path", "")),
+            wrong,
+        ),
+        ("connection", and("connection", "keep-alive"), wrong),
+        ("keep-alive", and("keep-alive", "5"), wrong),
+        ("proxy-connection", and("proxy-connection", "close"), wrong),
+        (
+            "transfer-encoding",
+            and("transfer-encoding", "chunked"),
+            wrong,
+        ),
+        ("upgrade", and("upgrade", "websocket"), wrong),
+        ("te", and("te", "gzip"), wrong),
+        (
+            "te: trailers",
+            request_frame(1, &[&GET_FIELDS[..], &[("te", "trailers")]].concat()),
+            Answered,
+        ),
+        ("a length, and no body", and("content-length", "1"), wrong),
+        ("two lengths", and("content-length", "1, 2"), wrong),
+        (
+            "less than its length",
+            [
+                post_head_frame(&[("content-length", "5")]),
+                encode_frame(DATA, END_STREAM, 1, "123"),
+            ]
+            .concat(),
+            wrong,
+        ),
+        (
+            "more than its length",
+            [
+                post_head_frame(&[("content-length", "2")]),
+                encode_frame(DATA, 0, 1, "123"),
+            ]
+            .concat(),
+            wrong,
+        ),
+        (
+            "trailers that do not end it",
+            [post_head_frame(&[]), request_head_frame(1, &[("x", "1")])].concat(),
+            wrong,
+        ),
+        // h2 drops them, and so the upstream sees none.
+        (
+            "trailers with pseudo-fields",
+            [
+                request_head_frame(1, &GET_FIELDS),
+                request_frame(1, &[(":path", "/bad")]),
+            ]
+            .concat(),
+            Answered,
+        ),
+    ])
+    .await;
+}
+
+/// What is right is answered: a PING, and settings, at once and in order.
+#[tokio::test]
+async fn pings_and_settings_are_acknowledged() {
+    let upstream = start_upstream().await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut client = FrameClient::connect(proxy.address, &encode_setting(3, 50)).await;
+    client.send(encode_frame(PING, 0, 0, "abcdefgh")).await;
+    client
+        .wait_for_frame("an ACK", |frame| {
+            (frame.kind, frame.flags) == (SETTINGS, ACK)
+        })
+        .await;
+    let pong = client
+        .wait_for_frame("a pong", |frame| (frame.kind, frame.flags) == (PING, ACK))
+        .await;
+    assert_eq!(pong.payload, b"abcdefgh");
+}

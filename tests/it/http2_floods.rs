@@ -1,0 +1,573 @@
+//! HTTP/2 clients that want to keep us busy: they go, others don't notice, and a metric counts it.
+
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::{ClientRequest, RawClient};
+use crate::support::h2_frames::*;
+use crate::support::proxy::Proxy;
+use crate::support::upstream::{Upstream, echo, full_body};
+use hyper::Response;
+use std::future::pending;
+use std::time::{Duration, Instant};
+
+/// What a process may grow by while it is attacked.
+const MAX_GROWTH_KIB: u64 = 48 << 10;
+
+/// Answers at once, with much, or never.
+async fn start_upstream() -> Upstream {
+    Upstream::with_handler(|request| async move {
+        match request.uri().path() {
+            "/never" => pending().await,
+            "/big" => Response::new(full_body(vec![b'x'; 4 << 20])),
+            _ => echo(request).await,
+        }
+    })
+    .await
+}
+
+/// Sends what `round` makes, again and again, until the proxy closes; meanwhile somebody else is served.
+/// Returns how many rounds were sent, and the code of the GOAWAY if there was one.
+async fn send_until_closed(
+    proxy: &Proxy,
+    opening: impl AsRef<[u8]>,
+    most: u32,
+    pause: Duration,
+    round: impl Fn(u32) -> Vec<u8>,
+) -> (u32, Option<u32>) {
+    let mut attacker = FrameClient::connect(proxy.address, &[]).await;
+    assert!(attacker.send(opening).await);
+    let other = tokio::spawn(keep_requesting(proxy.address));
+    let (deadline, mut sent) = (Instant::now() + 2 * TEST_TIMEOUT, 0);
+    while sent < most && !attacker.is_closed() && attacker.send(round(sent)).await {
+        assert!(
+            Instant::now() < deadline,
+            "after {sent} rounds it still listens"
+        );
+        sent += 1;
+        if !pause.is_zero() {
+            tokio::time::sleep(pause).await;
+        }
+    }
+    let (closed, code) = attacker.wait_for_close(TEST_TIMEOUT).await;
+    assert!(closed, "after {sent} rounds it is still there");
+    other.abort();
+    if let Err(error) = other.await {
+        assert!(error.is_cancelled(), "the other client: {error}");
+    }
+    (sent, code)
+}
+
+async fn keep_requesting(address: std::net::SocketAddr) {
+    loop {
+        let start = Instant::now();
+        assert_eq!(
+            ClientRequest::new(address, "GET", "/")
+                .send_for_status()
+                .await,
+            200
+        );
+        assert!(start.elapsed() < TEST_TIMEOUT / 2, "{:?}", start.elapsed());
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// How often this reason is on the metrics page.
+async fn closed_connections(proxy: &Proxy, reason: &str) -> u64 {
+    let page = fetch_metrics(proxy).await;
+    let line = format!("tidegate_connections_closed_total{{reason=\"{reason}\"}} ");
+    let value = page.lines().find_map(|known| known.strip_prefix(&line));
+    value
+        .unwrap_or_else(|| panic!("no {line} in {page}"))
+        .parse()
+        .unwrap()
+}
+
+/// Waits until it is: the client may know of its end before we have counted it.
+async fn wait_for_closed_connections(proxy: &Proxy, reason: &str, count: u64) {
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    loop {
+        let found = closed_connections(proxy, reason).await;
+        if found == count {
+            return;
+        }
+        assert!(
+            found < count && Instant::now() < deadline,
+            "{reason}: {found} instead of {count}"
+        );
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+async fn fetch_metrics(proxy: &Proxy) -> String {
+    ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
+        .header("host", "localhost")
+        .send()
+        .await
+        .text()
+}
+
+/// Runs [`attack`], and sees that it was counted as a flood and took no memory.
+async fn assert_flood_is_stopped(
+    name: &str,
+    opening: impl AsRef<[u8]>,
+    most: u32,
+    round: impl Fn(u32) -> Vec<u8>,
+) {
+    assert_paced_flood_is_stopped(name, opening, most, Duration::ZERO, round).await;
+}
+
+async fn assert_paced_flood_is_stopped(
+    name: &str,
+    opening: impl AsRef<[u8]>,
+    most: u32,
+    pause: Duration,
+    round: impl Fn(u32) -> Vec<u8>,
+) {
+    let upstream = start_upstream().await;
+    let proxy = Proxy::start("", upstream.address).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    let (before, mark) = (proxy.rss_kib(), proxy.log_mark());
+    let (rounds, code) = send_until_closed(&proxy, opening, most, pause, round).await;
+    assert!(
+        code.is_none_or(|code| code == ENHANCE_YOUR_CALM),
+        "{name}: {code:?} after {rounds}"
+    );
+    wait_for_closed_connections(&proxy, "flood", 1).await;
+    let grown = proxy.rss_kib().saturating_sub(before);
+    assert!(grown < MAX_GROWTH_KIB, "{name}: {grown} KiB more");
+    let told: Vec<_> = proxy
+        .log_since(mark)
+        .into_iter()
+        .filter(|line| !line.is_level("INFO"))
+        .collect();
+    assert!(
+        told.is_empty(),
+        "{name}: an attacker wrote to the log: {told:?}"
+    );
+    assert_eq!(proxy.get("/").await.status, 200, "{name}");
+}
+
+fn stream_id(round: u32) -> u32 {
+    round * 2 + 1
+}
+
+#[tokio::test]
+async fn requests_reset_before_they_are_forwarded() {
+    assert_flood_is_stopped("rapid reset", "", 100_000, |n| {
+        [get_frame(stream_id(n), "/"), rst_stream_frame(stream_id(n))].concat()
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn requests_reset_as_soon_as_they_are_forwarded() {
+    let each = 10;
+    let some = |round: u32, make: &dyn Fn(u32) -> Vec<u8>| -> Vec<u8> {
+        (round * each..(round + 1) * each)
+            .flat_map(|n| make(stream_id(n)))
+            .collect()
+    };
+    // A round's requests are forwarded while it sleeps, and given up at the begin of the next one.
+    let round = |n: u32| {
+        let given_up = n
+            .checked_sub(1)
+            .map_or_else(Vec::new, |last| some(last, &rst_stream_frame));
+        [given_up, some(n, &|id| get_frame(id, "/never"))].concat()
+    };
+    assert_paced_flood_is_stopped(
+        "rapid reset, slower",
+        "",
+        2_000,
+        Duration::from_millis(10),
+        round,
+    )
+    .await;
+}
+
+#[tokio::test]
+async fn requests_that_provoke_a_reset_by_the_server() {
+    // A window that grows beyond all measure is an error of the stream, and we have to reset it.
+    let round = |n| {
+        [
+            get_frame(stream_id(n), "/never"),
+            window_update_frame(stream_id(n), (1 << 31) - 1),
+        ]
+        .concat()
+    };
+    assert_flood_is_stopped("made you reset", "", 100_000, round).await;
+}
+
+#[tokio::test]
+async fn requests_beyond_the_concurrent_stream_limit() {
+    assert_flood_is_stopped("refused streams", "", 100_000, |n| {
+        get_frame(stream_id(n), "/never")
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn empty_header_blocks() {
+    assert_flood_is_stopped("empty HEADERS", "", 100_000, |n| {
+        encode_frame(HEADERS, END_STREAM | END_HEADERS, stream_id(n), "")
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn endless_continuation_frames() {
+    let junk = encode_header_block(&[("x-junk", &"j".repeat(1_000))]);
+    let opening = encode_frame(HEADERS, END_STREAM, 1, encode_header_block(&GET_FIELDS));
+    assert_flood_is_stopped("CONTINUATION", &opening, 1_000_000, |_| {
+        encode_frame(CONTINUATION, 0, 1, &junk)
+    })
+    .await;
+    assert_flood_is_stopped("empty CONTINUATION", &opening, 1_000_000, |_| {
+        encode_frame(CONTINUATION, 0, 1, "")
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn control_frames_without_effect() {
+    let many = |bytes: Vec<u8>| move |_| bytes.repeat(100);
+    assert_flood_is_stopped("PING", "", 100_000, many(encode_frame(PING, 0, 0, [7; 8]))).await;
+    assert_flood_is_stopped(
+        "PING that nobody asked for",
+        "",
+        100_000,
+        many(encode_frame(PING, ACK, 0, [7; 8])),
+    )
+    .await;
+    assert_flood_is_stopped(
+        "SETTINGS",
+        "",
+        100_000,
+        many(encode_frame(SETTINGS, 0, 0, "")),
+    )
+    .await;
+    assert_flood_is_stopped(
+        "PRIORITY",
+        "",
+        100_000,
+        many(encode_frame(PRIORITY, 0, 9, [0, 0, 0, 0, 1])),
+    )
+    .await;
+    assert_flood_is_stopped(
+        "WINDOW_UPDATE",
+        "",
+        100_000,
+        many(window_update_frame(0, 1)),
+    )
+    .await;
+    assert_flood_is_stopped(
+        "unknown frames",
+        "",
+        100_000,
+        many(encode_frame(0xb7, 0, 0, "anything")),
+    )
+    .await;
+    assert_flood_is_stopped(
+        "resets of what is over",
+        [get_frame(1, "/"), rst_stream_frame(1)].concat(),
+        100_000,
+        many(rst_stream_frame(1)),
+    )
+    .await;
+}
+
+#[tokio::test]
+async fn alternating_window_sizes_while_streams_wait() {
+    let opening: Vec<u8> = (0..150)
+        .flat_map(|n| get_frame(stream_id(n), "/big"))
+        .collect();
+    let swing = [
+        encode_frame(SETTINGS, 0, 0, encode_setting(4, 0)),
+        encode_frame(SETTINGS, 0, 0, encode_setting(4, 1)),
+    ]
+    .concat();
+    assert_flood_is_stopped("SETTINGS that swing", opening, 100_000, |_| {
+        swing.repeat(20)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn window_updates_of_one_byte() {
+    let opening = [
+        encode_frame(SETTINGS, 0, 0, encode_setting(4, 0)),
+        get_frame(1, "/big"),
+    ]
+    .concat();
+    assert_flood_is_stopped("WINDOW_UPDATE by the byte", opening, 100_000, |_| {
+        window_update_frame(1, 1).repeat(50)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn data_frames_without_payload() {
+    let opening = request_head_frame(
+        1,
+        &[
+            &[(":method", "POST")],
+            &GET_FIELDS[1..3],
+            &[(":path", "/never")],
+        ]
+        .concat(),
+    );
+    assert_flood_is_stopped("empty DATA", &opening, 100_000, |_| {
+        encode_frame(DATA, 0, 1, "")
+    })
+    .await;
+    assert_flood_is_stopped("padding", &opening, 100_000, |_| {
+        encode_frame(DATA, PADDED, 1, [vec![255], vec![0; 255]].concat())
+    })
+    .await;
+    assert_flood_is_stopped(
+        "DATA by the byte that nobody reads",
+        &opening,
+        100_000,
+        |_| encode_frame(DATA, 0, 1, "x"),
+    )
+    .await;
+}
+
+#[tokio::test]
+async fn a_header_block_that_decompresses_to_megabytes_is_a_431() {
+    let upstream = start_upstream().await;
+    let proxy = Proxy::start("", upstream.address).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    let before = proxy.rss_kib();
+    for references in [1_000, 16_000] {
+        let mut client = FrameClient::connect(proxy.address, &encode_setting(1, u32::MAX)).await;
+        // One byte per reference to a field of 4,000 bytes.
+        let bomb = [
+            encode_header_block(&GET_FIELDS),
+            encode_indexed_literal("x-bomb", &"b".repeat(4_000)),
+            vec![0xbe; references],
+        ]
+        .concat();
+        let (first, rest) = bomb.split_at(bomb.len().min(16_000));
+        client
+            .send(encode_frame(HEADERS, END_STREAM, 1, first))
+            .await;
+        client
+            .send(encode_frame(CONTINUATION, END_HEADERS, 1, rest))
+            .await;
+        let answer = client
+            .wait_for_frame("an answer", |frame| matches!(frame.kind, HEADERS | GOAWAY))
+            .await;
+        assert!(
+            answer.kind == GOAWAY || answer.status().is_none(),
+            "{answer:?}"
+        );
+    }
+    assert_eq!(upstream.requests().len(), 1, "the upstream saw none of it");
+    assert!(proxy.rss_kib() < before + MAX_GROWTH_KIB);
+}
+
+#[tokio::test]
+async fn streams_without_a_window_are_reset_and_others_are_served() {
+    let upstream = start_upstream().await;
+    let proxy = Proxy::start(
+        "[listen.http]\nbody_idle_timeout = '500ms'",
+        upstream.address,
+    )
+    .await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    let before = proxy.rss_kib();
+    let mut client = FrameClient::connect(proxy.address, &encode_setting(4, 0)).await;
+    let streams = 100;
+    client
+        .send(
+            (0..streams)
+                .flat_map(|n| get_frame(stream_id(n), "/big"))
+                .collect::<Vec<u8>>(),
+        )
+        .await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    for _ in 0..streams {
+        client
+            .wait_for_frame("a reset", |frame| frame.kind == RST_STREAM)
+            .await;
+    }
+    let grown = proxy.rss_kib().saturating_sub(before);
+    assert!(grown < MAX_GROWTH_KIB, "{grown} KiB more");
+    wait_for_closed_connections(&proxy, "slow_read", u64::from(streams)).await;
+    client
+        .send(
+            [
+                encode_frame(SETTINGS, 0, 0, encode_setting(4, 65_535)),
+                get_frame(stream_id(streams), "/"),
+            ]
+            .concat(),
+        )
+        .await;
+    let answer = client
+        .wait_for_frame("an answer", |frame| {
+            frame.kind == HEADERS && frame.stream == stream_id(streams)
+        })
+        .await;
+    assert_eq!(
+        answer.status(),
+        Some(200),
+        "the connection is as good as ever"
+    );
+}
+
+/// What looks like a flood and is none.
+#[tokio::test]
+async fn busy_clients_are_not_disconnected() {
+    let upstream = start_upstream().await;
+    let policy = "[[policy]]\nname = 'p'\nmatch = { path = '/limited' }\nlimit = { requests = 1, per = '1h' }";
+    let proxy = Proxy::start(policy, upstream.address).await;
+    let mut client = FrameClient::connect(proxy.address, &encode_setting(4, 1 << 24)).await;
+    client.send(window_update_frame(0, 1 << 30)).await;
+    let mut next = 0;
+    let mut stream = || {
+        next += 1;
+        stream_id(next - 1)
+    };
+    // Small answers, each thanked for as the chattiest clients do; refusals; and heads alone.
+    for path in ["/", "/limited"] {
+        for method in ["GET", "HEAD"] {
+            for _ in 0..1_500 {
+                let id = stream();
+                let fields = [&[(":method", method), (":path", path)], &GET_FIELDS[1..3]].concat();
+                client.send(request_frame(id, &fields)).await;
+                client
+                    .wait_for_frame("the end", |frame| {
+                        frame.stream == id && frame.flags & END_STREAM != 0
+                    })
+                    .await;
+                client
+                    .send(
+                        [
+                            window_update_frame(0, 100),
+                            encode_frame(PING, 0, 0, [1; 8]),
+                        ]
+                        .concat(),
+                    )
+                    .await;
+            }
+        }
+    }
+    // Many given up at once, as when somebody leaves a page.
+    let given_up: Vec<u32> = (0..150).map(|_| stream()).collect();
+    client
+        .send(
+            given_up
+                .iter()
+                .flat_map(|id| get_frame(*id, "/never"))
+                .collect::<Vec<u8>>(),
+        )
+        .await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    client
+        .send(
+            given_up
+                .iter()
+                .flat_map(|id| rst_stream_frame(*id))
+                .collect::<Vec<u8>>(),
+        )
+        .await;
+    let last = stream();
+    client.send(get_frame(last, "/")).await;
+    client
+        .wait_for_frame("an answer", |frame| {
+            frame.stream == last && frame.kind == HEADERS
+        })
+        .await;
+    assert_eq!(closed_connections(&proxy, "flood").await, 0);
+}
+
+/// The reasons that are no floods.
+#[tokio::test]
+async fn slow_and_malformed_clients_are_counted_by_reason() {
+    let upstream = start_upstream().await;
+    let config = "[listen.http]\nheader_timeout = '200ms'\nidle_timeout = '300ms'\nbody_idle_timeout = '200ms'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let mut slow = RawClient::connect(proxy.address).await;
+    slow.send("GET / HTTP/1.1\r\nHo").await;
+    assert_eq!(slow.read_response().await.status, 408);
+    let line = proxy
+        .wait_for_log("an access line", 0, TEST_TIMEOUT, |line| {
+            line.field("status") == "408"
+        })
+        .await;
+    assert_eq!(
+        (
+            line.field("decision").as_str(),
+            line.field("client_ip").as_str()
+        ),
+        ("malformed", "127.0.0.1")
+    );
+    let mut idle = RawClient::connect(proxy.address).await;
+    assert!(idle.closes_within(TEST_TIMEOUT).await);
+    let mut body = RawClient::connect(proxy.address).await;
+    body.send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nshort")
+        .await;
+    assert_eq!(body.read_response().await.status, 408);
+    let long = "x".repeat(70_000);
+    for (odd, status) in [
+        ("\0\r\n\r\n".to_owned(), 400),
+        (
+            format!("GET / HTTP/1.1\r\nHost: a\r\nX: {long}\r\n\r\n"),
+            431,
+        ),
+        (
+            "GET / HTTP/1.1\r\nHost: a\r\nX: y\r\n z\r\n\r\n".to_owned(),
+            400,
+        ),
+    ] {
+        let mark = proxy.log_mark();
+        assert_eq!(
+            RawClient::connect(proxy.address)
+                .await
+                .send(odd)
+                .await
+                .read_response()
+                .await
+                .status,
+            status
+        );
+        let status = status.to_string();
+        proxy
+            .wait_for_log("an access line", mark, TEST_TIMEOUT, |line| {
+                line.field("status") == status
+            })
+            .await;
+    }
+    let page = fetch_metrics(&proxy).await;
+    for line in ["{code=\"400\"} 2", "{code=\"408\"} 2", "{code=\"431\"} 1"] {
+        let line = format!("tidegate_http_requests_total{line}");
+        assert!(
+            page.lines().any(|known| known == line),
+            "{line} is not in {page}"
+        );
+    }
+    for (reason, count) in [("header_timeout", 1), ("body_timeout", 1), ("protocol", 3)] {
+        wait_for_closed_connections(&proxy, reason, count).await;
+    }
+    assert!(closed_connections(&proxy, "idle_timeout").await >= 1);
+}
+
+#[tokio::test]
+async fn reaching_the_connection_limit_is_counted() {
+    let upstream = start_upstream().await;
+    let proxy = Proxy::start("[listen]\nmax_connections = 2", upstream.address).await;
+    let held = [
+        RawClient::connect(proxy.address).await,
+        RawClient::connect(proxy.address).await,
+    ];
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    loop {
+        let page = fetch_metrics(&proxy).await;
+        assert!(page.contains("\ntidegate_connections_max 2\n"), "{page}");
+        if page.contains("\ntidegate_connections_full_total 1\n") {
+            break;
+        }
+        assert!(Instant::now() < deadline, "{page}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    drop(held);
+}

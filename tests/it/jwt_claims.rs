@@ -1,0 +1,291 @@
+//! Claims of tokens as keys and in matches, from file to socket.
+
+use crate::support::jwt_issuer::{TokenIssuer, write_jwks};
+use crate::support::proxy::{LogLine, Proxy};
+use crate::support::upstream::Upstream;
+use crate::support::{TEST_TIMEOUT, unix_s};
+use jsonwebtoken::Algorithm;
+use serde_json::json;
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// One request per user; all without one share one.
+const PER_USER_POLICY: &str = r#"
+[[policy]]
+name = "per-user"
+key = ["jwt:sub"]
+limit = { requests = 1, per = "1h" }
+"#;
+
+fn config_with_keys_file(file: &Path) -> String {
+    format!("[client.jwt]\nkeys_file = {file:?}\n{PER_USER_POLICY}")
+}
+
+async fn get_status(proxy: &Proxy, bearer: &str) -> u16 {
+    proxy
+        .request("GET", "/")
+        .header("Authorization", bearer)
+        .send_for_status()
+        .await
+}
+
+#[tokio::test]
+async fn every_verified_user_has_a_quota_and_all_others_share_one() {
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("jwks.json");
+    let issuers = [Algorithm::RS256, Algorithm::ES256, Algorithm::EdDSA]
+        .map(|alg| TokenIssuer::new(&format!("{alg:?}"), alg));
+    write_jwks(&file, &issuers.each_ref());
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&config_with_keys_file(&file), upstream.address).await;
+    for (issuer, user) in issuers.iter().zip(["ann", "bob", "cid"]) {
+        assert_eq!(
+            get_status(&proxy, &issuer.bearer_for_subject(user)).await,
+            200,
+            "{user}"
+        );
+    }
+    for user in ["ann", "bob", "cid"] {
+        assert_eq!(
+            get_status(&proxy, &issuers[1].bearer_for_subject(user)).await,
+            429,
+            "{user}, by another token"
+        );
+    }
+    assert_eq!(proxy.get("/").await.status, 200, "who is nobody");
+    let (ann, stranger) = (
+        issuers[0].bearer_for_subject("dan"),
+        TokenIssuer::new("RS256", Algorithm::RS256),
+    );
+    let expired = issuers[0].bearer(&json!({ "sub": "eve", "exp": unix_s() - 60 }));
+    for (what, bearer) in [
+        ("no token", String::new()),
+        ("a stranger's", stranger.bearer_for_subject("dan")),
+        (
+            "HMAC",
+            TokenIssuer::with_secret("RS256").bearer_for_subject("dan"),
+        ),
+        ("expired", expired),
+        ("cut", ann[..ann.len() - 4].to_owned()),
+        ("nonsense", "Bearer x".to_owned()),
+        ("too large", format!("Bearer {}", "x".repeat(20 << 10))),
+    ] {
+        assert_eq!(
+            get_status(&proxy, &bearer).await,
+            429,
+            "{what}: they all share one quota"
+        );
+    }
+    assert_eq!(
+        get_status(&proxy, &ann).await,
+        200,
+        "nobody has used it for him"
+    );
+    assert_eq!(
+        upstream.last_request().single_header("authorization"),
+        ann,
+        "forwarded as it came"
+    );
+    let twice = proxy
+        .request("GET", "/")
+        .header("Authorization", &ann)
+        .header("authorization", "Bearer x");
+    assert_eq!(twice.send_for_status().await, 400);
+    assert_eq!(upstream.requests().len(), 5);
+    let page = crate::support::client::ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
+        .header("Host", "localhost");
+    let page = page.send().await.text();
+    assert!(
+        page.contains("\ntidegate_tokens_refused_total 6\n"),
+        "{page}"
+    );
+}
+
+#[tokio::test]
+async fn policies_match_token_claims() {
+    let dir = TempDir::new().unwrap();
+    let secret = "a secret that is long enough to be one";
+    let file = dir.path().join("secret");
+    fs::write(&file, format!("{secret}\n")).unwrap();
+    let config = format!(
+        r#"
+[client.jwt]
+secret_file = {file:?}
+header = "x-identity"
+[[policy]]
+name = "staff"
+match = {{ jwt = {{ "/realm_access/roles" = "staff", aud = {{ regex = "^api" }} }} }}
+action = "allow"
+[[policy]]
+name = "suspended"
+match = {{ jwt = {{ suspended = true }} }}
+action = "deny"
+[[policy]]
+name = "anonymous"
+match = {{ jwt = {{ sub = {{ present = false }} }} }}
+limit = {{ requests = 1, per = "1h" }}
+[[policy]]
+name = "tenant"
+match = {{ not = {{ jwt = {{ plan = "gold" }} }} }}
+key = ["jwt:/org/id"]
+missing_key = "reject"
+limit = {{ requests = 1, per = "1h" }}
+"#
+    );
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let issuer = TokenIssuer::with_secret(secret);
+    let status = async |claims: serde_json::Value| {
+        let token = issuer.bearer(&claims);
+        let ask = proxy
+            .request("GET", "/")
+            .header("X-Identity", token.strip_prefix("Bearer ").unwrap());
+        ask.send_for_status().await
+    };
+    let staff = json!({ "realm_access": { "roles": ["user", "staff"] }, "aud": ["x", "api-1"], "suspended": true });
+    assert_eq!(
+        (status(staff.clone()).await, status(staff).await),
+        (200, 200)
+    );
+    assert_eq!(
+        status(json!({ "realm_access": { "roles": ["staff"] }, "aud": "y", "suspended": true }))
+            .await,
+        403
+    );
+    assert_eq!(status(json!({ "sub": "a", "org": { "id": 7 } })).await, 200);
+    assert_eq!(
+        status(json!({ "sub": "b", "org": { "id": 7 } })).await,
+        429,
+        "one organization"
+    );
+    assert_eq!(
+        status(json!({ "sub": "b", "org": { "id": 8 }, "suspended": false })).await,
+        200
+    );
+    assert_eq!(status(json!({ "sub": "a", "plan": "gold" })).await, 200);
+    assert_eq!(
+        status(json!({ "sub": "a", "org": { "id": { "x": 1 } } })).await,
+        400,
+        "no key"
+    );
+    assert_eq!(
+        status(json!({ "plan": "gold" })).await,
+        200,
+        "the one request of the anonymous"
+    );
+    assert_eq!(status(json!({ "plan": "gold" })).await, 429);
+}
+
+#[tokio::test]
+async fn keys_are_reloaded_and_invalid_key_files_change_nothing() {
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("jwks.json");
+    let (old, new) = (
+        TokenIssuer::new("old", Algorithm::ES256),
+        TokenIssuer::new("new", Algorithm::ES256),
+    );
+    write_jwks(&file, &[&old]);
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(
+        &format!(
+            "[defaults]\nmissing_key = 'reject'\n{}",
+            config_with_keys_file(&file)
+        ),
+        upstream.address,
+    )
+    .await;
+    assert_eq!(
+        get_status(&proxy, &old.bearer_for_subject("ann")).await,
+        200
+    );
+    assert_eq!(
+        get_status(&proxy, &new.bearer_for_subject("bob")).await,
+        400,
+        "not yet"
+    );
+    for bad in ["{", r#"{"keys":[]}"#, ""] {
+        let mark = proxy.log_mark();
+        fs::write(&file, bad).unwrap();
+        let told = |line: &LogLine| line.is_level("ERROR") && line.contains("client.jwt.keys_file");
+        proxy
+            .wait_for_log("a complaint about the keys", mark, TEST_TIMEOUT, told)
+            .await;
+        assert_eq!(
+            get_status(&proxy, &old.bearer_for_subject("ann")).await,
+            429,
+            "the old keys stay"
+        );
+    }
+    write_jwks(&file, &[&new]);
+    let changed = Instant::now();
+    while get_status(&proxy, &new.bearer_for_subject("bob")).await == 400 {
+        assert!(
+            changed.elapsed() < Duration::from_millis(2_500),
+            "{}",
+            proxy.log_text()
+        );
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(
+        get_status(&proxy, &old.bearer_for_subject("ann")).await,
+        400,
+        "known before, and no longer believed"
+    );
+    assert_eq!(
+        get_status(&proxy, &new.bearer_for_subject("ann")).await,
+        429,
+        "her counter has stayed"
+    );
+}
+
+#[tokio::test]
+async fn unverified_tokens_cause_a_warning_and_secrets_are_never_logged() {
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("secret");
+    fs::write(&file, "hunter2").unwrap();
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(
+        &format!("[client.jwt]\nverify = false\n{PER_USER_POLICY}"),
+        upstream.address,
+    )
+    .await;
+    let told = |line: &LogLine| line.is_level("WARN") && line.contains("unverified JWT");
+    proxy.wait_for_log("a warning", 0, TEST_TIMEOUT, told).await;
+    let (one, other) = (
+        TokenIssuer::with_secret("a").bearer_for_subject("ann"),
+        TokenIssuer::with_secret("b").bearer_for_subject("ann"),
+    );
+    assert_eq!(
+        (
+            get_status(&proxy, &one).await,
+            get_status(&proxy, &other).await
+        ),
+        (200, 429)
+    );
+
+    let config =
+        format!("[log]\nlevel = 'trace'\n[client.jwt]\nsecret_file = {file:?}\n{PER_USER_POLICY}");
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let token = TokenIssuer::with_secret("hunter2").bearer_for_subject("ann");
+    assert_eq!(get_status(&proxy, &token).await, 200);
+    assert_eq!(get_status(&proxy, &format!("{token}x")).await, 200);
+    let shown = crate::support::client::ClientRequest::new(proxy.admin_address(), "GET", "/config")
+        .header("Host", "localhost");
+    let shown = shown.send().await.text();
+    assert!(
+        shown.contains("secret_file") && !shown.contains("hunter2"),
+        "{shown}"
+    );
+    let log = proxy.log_text();
+    let signature = token.rsplit('.').next().unwrap();
+    assert!(
+        log.contains("7 bytes") && log.contains("its signature is not"),
+        "{log}"
+    );
+    assert!(
+        !log.contains("hunter2") && !log.contains(signature),
+        "{log}"
+    );
+}

@@ -1,0 +1,823 @@
+//! TLS with clients: who is shown what, who gets in, and what passes; `changes`: what becomes of it while it runs.
+
+mod reload;
+
+use crate::support::client::{
+    ClientBody, ClientRequest, RawClient, await_response, open_http2_over_stream,
+};
+use crate::support::proxy::Proxy;
+use crate::support::tls::{CertificateAuthority, TlsClient, certificate_params};
+use crate::support::upstream::{RawUpstream, Upstream, channel_body};
+use crate::support::{TEST_TIMEOUT, eventually, pseudo_random_bytes};
+use hyper::ext::Protocol;
+use hyper::{Request, Response};
+use hyper_util::rt::TokioIo;
+use rcgen::{CertificateParams, SanType, date_time_ymd};
+use std::fs;
+use std::net::SocketAddr;
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::rustls::version;
+
+const GET_REQUEST: &str = "GET / HTTP/1.1\r\nHost: a.example\r\n\r\n";
+
+/// `[listen.tls]` with the certificate called `a`.
+fn tls_config(ca: &CertificateAuthority, more: &str) -> String {
+    format!(
+        "[listen.tls]\ncert = {:?}\nkey = {:?}\n{more}\n",
+        ca.path_string("a.pem"),
+        ca.path_string("a.key")
+    )
+}
+
+/// An authority that has signed `a`, for a.example.
+fn new_authority() -> CertificateAuthority {
+    let ca = CertificateAuthority::new();
+    ca.sign("a", "a.example");
+    ca
+}
+
+async fn fetch_metrics(proxy: &Proxy) -> String {
+    ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
+        .header("Host", "localhost")
+        .send()
+        .await
+        .text()
+}
+
+/// The failed handshakes of a kind.
+async fn failed_handshakes(proxy: &Proxy, kind: &str) -> u64 {
+    let series = format!("tidegate_tls_handshake_errors_total{{kind=\"{kind}\"}} ");
+    let page = fetch_metrics(proxy).await;
+    page.lines()
+        .find_map(|line| line.strip_prefix(&series))
+        .unwrap()
+        .parse()
+        .unwrap()
+}
+
+/// Waits until so many handshakes of a kind have failed.
+async fn wait_for_failed_handshakes(proxy: &Proxy, kind: &str, times: u64) {
+    let deadline = std::time::Instant::now() + TEST_TIMEOUT;
+    while failed_handshakes(proxy, kind).await != times {
+        assert!(
+            std::time::Instant::now() < deadline,
+            "{kind}: {}",
+            fetch_metrics(proxy).await
+        );
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Waits until so many connections are open.
+async fn wait_for_open_connections(proxy: &Proxy, connections: usize) {
+    let wanted = format!("tidegate_connections_active {connections}");
+    let deadline = std::time::Instant::now() + TEST_TIMEOUT;
+    while !fetch_metrics(proxy)
+        .await
+        .lines()
+        .any(|line| line == wanted)
+    {
+        assert!(
+            std::time::Instant::now() < deadline,
+            "{wanted}: {}",
+            fetch_metrics(proxy).await
+        );
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+fn get_request(path: &str) -> Request<ClientBody> {
+    Request::get(format!("https://a.example{path}"))
+        .body(ClientBody::default())
+        .unwrap()
+}
+
+#[tokio::test]
+async fn alpn_selects_http1_or_http2() {
+    let ca = new_authority();
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&tls_config(&ca, ""), upstream.address).await;
+    for versions in [[&version::TLS13], [&version::TLS12]] {
+        let client = TlsClient::with_versions(&ca, &versions, None);
+        for offered in [vec![], vec!["http/1.1"]] {
+            let mut http1 = client
+                .clone()
+                .with_alpn(&offered)
+                .connect_http1(proxy.address, "a.example")
+                .await;
+            for _ in 0..2 {
+                assert_eq!(
+                    http1.send(GET_REQUEST).await.read_response().await.status,
+                    200
+                );
+            }
+            let seen = upstream.last_request();
+            assert_eq!(seen.single_header("x-forwarded-proto"), "https");
+            assert_eq!(
+                seen.single_header("forwarded"),
+                "for=127.0.0.1;host=\"a.example\";proto=https"
+            );
+            assert_eq!(seen.single_header("via"), "1.1 tidegate");
+        }
+        let h2 = client
+            .clone()
+            .with_alpn(&["h2", "http/1.1"])
+            .connect(proxy.address, "a.example")
+            .await
+            .unwrap();
+        assert_eq!(h2.get_ref().1.alpn_protocol(), Some(b"h2".as_slice()));
+        let mut h2 = open_http2_over_stream(h2).await;
+        assert_eq!(
+            await_response(h2.send_request(get_request("/")))
+                .await
+                .status(),
+            200
+        );
+        assert_eq!(
+            (
+                upstream.last_request().single_header("x-forwarded-proto"),
+                upstream.last_request().single_header("via")
+            ),
+            ("https", "2 tidegate")
+        );
+    }
+    // What was agreed on holds, whatever the client goes on with.
+    let mut h2 = TlsClient::new(&ca)
+        .with_alpn(&["h2"])
+        .connect(proxy.address, "a.example")
+        .await
+        .unwrap();
+    h2.write_all(GET_REQUEST.as_bytes()).await.unwrap();
+    let mut said = Vec::new();
+    let ended = tokio::time::timeout(TEST_TIMEOUT, h2.read_to_end(&mut said)).await;
+    assert!(
+        ended.is_ok() && !String::from_utf8_lossy(&said).contains("HTTP/1.1"),
+        "{ended:?} {said:?}"
+    );
+    let client = TlsClient::new(&ca).with_alpn(&["http/1.1"]);
+    let mut http1 = client.connect(proxy.address, "a.example").await.unwrap();
+    http1
+        .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0")
+        .await
+        .unwrap();
+    let ended = tokio::time::timeout(TEST_TIMEOUT, http1.read_to_end(&mut Vec::new())).await;
+    assert!(ended.is_ok(), "it is served by HTTP/2");
+    let strange = TlsClient::new(&ca)
+        .with_alpn(&["spdy/3"])
+        .connect(proxy.address, "a.example")
+        .await;
+    assert!(
+        strange
+            .unwrap_err()
+            .to_string()
+            .contains("NoApplicationProtocol")
+    );
+    wait_for_failed_handshakes(&proxy, "no_protocol", 1).await;
+}
+
+#[tokio::test]
+async fn sni_selects_the_certificate() {
+    let ca = new_authority();
+    for (file, name) in [
+        ("b", "b.example"),
+        ("wild", "*.wild.example"),
+        ("ip", "127.0.0.1"),
+    ] {
+        ca.sign(file, name);
+    }
+    let more = ["wild", "b"].map(|file| {
+        format!(
+            "[[listen.tls.certificates]]\ncert = {:?}\nkey = {:?}\n",
+            ca.path_string(&format!("{file}.pem")),
+            ca.path_string(&format!("{file}.key"))
+        )
+    });
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&tls_config(&ca, &more.concat()), upstream.address).await;
+    // The client verifies that the certificate is for the name.
+    for name in ["a.example", "b.example", "B.Example", "c.wild.example"] {
+        let mut client = TlsClient::new(&ca).connect_http1(proxy.address, name).await;
+        assert_eq!(
+            client.send(GET_REQUEST).await.read_response().await.status,
+            200,
+            "{name}"
+        );
+    }
+    for name in ["x.c.wild.example", "wild.example", "other.test"] {
+        let error = TlsClient::new(&ca)
+            .connect(proxy.address, name)
+            .await
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("a.example"),
+            "{name} gets the first: {error}"
+        );
+    }
+    wait_for_failed_handshakes(&proxy, "refused", 3).await;
+    // Who asks for an address names nobody.
+    let error = TlsClient::new(&ca)
+        .connect(proxy.address, "127.0.0.1")
+        .await
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("a.example"), "{error}");
+    let config =
+        tls_config(&ca, &more.concat()).replace(&ca.path_string("a."), &ca.path_string("ip."));
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let mut client = TlsClient::new(&ca)
+        .connect_http1(proxy.address, "127.0.0.1")
+        .await;
+    assert_eq!(
+        client.send(GET_REQUEST).await.read_response().await.status,
+        200
+    );
+}
+
+/// A certificate for `cn` with these alternative names.
+fn client_certificate(cn: &str, names: Vec<SanType>) -> CertificateParams {
+    let mut params = certificate_params(cn, Vec::new());
+    params.subject_alt_names = names;
+    params
+}
+
+#[tokio::test]
+async fn client_certificates_are_verified_and_used_as_keys() {
+    let (ca, other) = (new_authority(), CertificateAuthority::new());
+    let uri = |uri: &str| SanType::URI(uri.try_into().unwrap());
+    ca.sign_params(
+        "ann",
+        client_certificate("Ann", vec![uri("spiffe://mesh/ann")]),
+    );
+    ca.sign_params(
+        "bob",
+        client_certificate("Ann", vec![uri("spiffe://mesh/bob")]),
+    );
+    ca.sign_params("nameless", client_certificate("", Vec::new()));
+    other.sign_params(
+        "eve",
+        client_certificate("Ann", vec![uri("spiffe://mesh/ann")]),
+    );
+    let policies = "[[policy]]\nname = 'san'\nmatch = { path = '/san' }\nkey = ['client_cert:san']\nlimit = { requests = 1, per = '1h' }\nmissing_key = 'reject'\n\
+                    [[policy]]\nname = 'cn'\nmatch = { path = '/cn' }\nkey = ['client_cert:cn']\nlimit = { requests = 1, per = '1h' }\n";
+    let config = |auth: &str| {
+        tls_config(
+            &ca,
+            &format!(
+                "client_ca = {:?}\nclient_auth = '{auth}'\n{policies}",
+                ca.path_string("ca.pem")
+            ),
+        )
+    };
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&config("optional"), upstream.address).await;
+    let with = |signer, file| TlsClient::with_certificate(&ca, signer, file);
+    async fn send_request(client: TlsClient, address: SocketAddr, path: &str) -> u16 {
+        let mut client = client.connect_http1(address, "a.example").await;
+        client
+            .send(format!("GET {path} HTTP/1.1\r\nHost: a.example\r\n\r\n"))
+            .await
+            .read_response()
+            .await
+            .status
+    }
+    assert_eq!(
+        send_request(with(&ca, "ann"), proxy.address, "/san").await,
+        200
+    );
+    assert_eq!(
+        send_request(with(&ca, "ann"), proxy.address, "/san").await,
+        429
+    );
+    assert_eq!(
+        send_request(with(&ca, "bob"), proxy.address, "/san").await,
+        200
+    );
+    assert_eq!(
+        send_request(with(&ca, "ann"), proxy.address, "/cn").await,
+        200
+    );
+    assert_eq!(
+        send_request(with(&ca, "bob"), proxy.address, "/cn").await,
+        429,
+        "the same CN"
+    );
+    assert_eq!(
+        send_request(TlsClient::new(&ca), proxy.address, "/cn").await,
+        200,
+        "nobody is somebody, too"
+    );
+    assert_eq!(
+        send_request(with(&ca, "nameless"), proxy.address, "/cn").await,
+        429,
+        "and the same nobody"
+    );
+    assert_eq!(
+        send_request(TlsClient::new(&ca), proxy.address, "/san").await,
+        400
+    );
+    let explained = crate::support::process::run_command(
+        crate::support::process::tidegate_command()
+            .args(["explain", "--config"])
+            .arg(proxy.config_path())
+            .args(["GET", "/san", "--client-cert-san", "spiffe://mesh/ann"]),
+    )
+    .await;
+    assert!(
+        explained.stdout.contains("key san/spiffe:%2F%2Fmesh%2Fann"),
+        "{explained:?}"
+    );
+
+    assert_handshake_rejected(&proxy, &with(&other, "eve"), "bad_certificate").await;
+    let strict = Proxy::start(&config("require"), upstream.address).await;
+    assert_eq!(
+        send_request(with(&ca, "ann"), strict.address, "/san").await,
+        200
+    );
+    assert_handshake_rejected(&strict, &TlsClient::new(&ca), "no_certificate").await;
+    assert_handshake_rejected(&strict, &with(&other, "eve"), "bad_certificate").await;
+}
+
+/// The client is turned away, told why, and counted.
+async fn assert_handshake_rejected(proxy: &Proxy, client: &TlsClient, kind: &str) {
+    let before = failed_handshakes(proxy, kind).await;
+    // By TLS 1.3 the client has done its part before the server judges.
+    let told = match client.connect(proxy.address, "a.example").await {
+        Ok(mut stream) => {
+            stream
+                .write_all(GET_REQUEST.as_bytes())
+                .await
+                .unwrap_or_default();
+            stream.read_to_end(&mut Vec::new()).await.unwrap_err()
+        }
+        Err(error) => error,
+    };
+    assert!(told.to_string().contains("alert"), "{told}");
+    wait_for_failed_handshakes(proxy, kind, before + 1).await;
+}
+
+#[tokio::test]
+async fn failed_handshakes_end_in_time_and_are_counted_by_kind() {
+    let ca = new_authority();
+    let config = tls_config(&ca, "[listen.http]\nheader_timeout = '300ms'\n");
+    let proxy = Proxy::start(&config, "127.0.0.1:9".parse().unwrap()).await;
+    let mark = proxy.log_mark();
+    // Who only looks whether somebody listens does no wrong.
+    drop(RawClient::connect(proxy.address).await);
+    let mut plain = RawClient::connect(proxy.address).await;
+    plain.send(GET_REQUEST).await;
+    assert!(!String::from_utf8_lossy(&plain.read_to_close().await).contains("HTTP/"));
+    wait_for_failed_handshakes(&proxy, "invalid", 1).await;
+    let mut silent = RawClient::connect(proxy.address).await;
+    let mut slow = RawClient::connect(proxy.address).await;
+    slow.send(b"\x16\x03\x01\x02\x00\x01").await;
+    assert_eq!(
+        (silent.read_to_close().await, slow.read_to_close().await),
+        (vec![], vec![])
+    );
+    wait_for_failed_handshakes(&proxy, "timeout", 2).await;
+    RawClient::connect(proxy.address)
+        .await
+        .send(b"\x16\x03\x01\x02\x00\x01")
+        .await;
+    wait_for_failed_handshakes(&proxy, "closed", 1).await;
+    assert!(proxy.log_since(mark).is_empty(), "{}", proxy.log_text());
+    let expiry = fetch_metrics(&proxy).await;
+    assert!(
+        expiry.contains(&format!(
+            "tidegate_certificate_expiry_seconds{{file=\"{}\"}} ",
+            ca.path_string("a.pem")
+        )),
+        "{expiry}"
+    );
+}
+
+/// An upstream that grants an upgrade and sends back what comes.
+async fn start_echo_upstream() -> RawUpstream {
+    RawUpstream::with_script(|_, mut socket| async move {
+        let Some(head) = socket.read_request().await else { return };
+        let head = String::from_utf8_lossy(&head).into_owned();
+        let key = head.lines().find_map(|line| line.strip_prefix("sec-websocket-key: "));
+        let proof = key.map(crate::upgrades::accept_key_for).unwrap_or_default();
+        let switch = format!("HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: {proof}\r\n\r\n");
+        socket.send(switch.as_bytes()).await;
+        let (mut reads, mut writes) = socket.stream().split();
+        tokio::io::copy(&mut reads, &mut writes).await.unwrap_or_default();
+        writes.shutdown().await.unwrap_or_default();
+    })
+    .await
+}
+
+#[tokio::test]
+async fn tunnels_carry_every_byte_over_tls() {
+    let ca = new_authority();
+    let upstream = start_echo_upstream().await;
+    let proxy = Proxy::start(&tls_config(&ca, ""), upstream.address).await;
+    let bytes = pseudo_random_bytes(300_000);
+    let shake = "GET /chat HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n";
+    let mut stream = TlsClient::new(&ca)
+        .connect(proxy.address, "a.example")
+        .await
+        .unwrap();
+    // In one piece with the handshake: what TLS has read ahead must not be lost.
+    stream
+        .write_all(&[shake.as_bytes(), &bytes[..100]].concat())
+        .await
+        .unwrap();
+    let (mut reads, mut writes) = tokio::io::split(stream);
+    let sent = bytes.clone();
+    let sending = tokio::spawn(async move {
+        writes.write_all(&sent[100..]).await.unwrap();
+        // The end of one way is not the end of the other.
+        writes.shutdown().await.unwrap();
+    });
+    let mut got = Vec::new();
+    tokio::time::timeout(TEST_TIMEOUT, reads.read_to_end(&mut got))
+        .await
+        .unwrap()
+        .expect("closed in good order");
+    sending.await.unwrap();
+    let text = got.windows(4).position(|four| four == b"\r\n\r\n").unwrap();
+    assert!(got.starts_with(b"HTTP/1.1 101") && got[text + 4..] == bytes);
+
+    let h2 = TlsClient::new(&ca)
+        .with_alpn(&["h2"])
+        .connect(proxy.address, "a.example")
+        .await
+        .unwrap();
+    let mut h2 = open_http2_over_stream(h2).await;
+    let mut connect = Request::connect("https://a.example/chat")
+        .header("sec-websocket-version", "13")
+        .body(ClientBody::default())
+        .unwrap();
+    connect
+        .extensions_mut()
+        .insert(Protocol::from_static("websocket"));
+    let response = await_response(h2.send_request(connect)).await;
+    assert_eq!(response.status(), 200);
+    let mut tunnel = TokioIo::new(hyper::upgrade::on(response).await.unwrap());
+    tunnel.write_all(&bytes[..50_000]).await.unwrap();
+    let mut echoed = vec![0; 50_000];
+    tokio::time::timeout(TEST_TIMEOUT, tunnel.read_exact(&mut echoed))
+        .await
+        .unwrap()
+        .unwrap();
+    assert!(echoed == bytes[..50_000]);
+}
+
+#[tokio::test]
+async fn a_drain_closes_tls_connections_with_close_notify() {
+    let ca = new_authority();
+    let (feeder, body) = channel_body();
+    let body = std::sync::Mutex::new(Some(body));
+    let upstream = Upstream::with_handler(move |request| {
+        let body = if request.uri().path() == "/slow" {
+            body.lock().unwrap().take()
+        } else {
+            None
+        };
+        async { Response::new(body.unwrap_or_default()) }
+    })
+    .await;
+    let mut proxy = Proxy::start(&tls_config(&ca, ""), upstream.address).await;
+    let client = TlsClient::new(&ca);
+    let mut idle = client.connect_http1(proxy.address, "a.example").await;
+    assert_eq!(
+        idle.send(GET_REQUEST).await.read_response().await.status,
+        200
+    );
+    let mut fresh = client.connect_http1(proxy.address, "a.example").await;
+    let stream = client
+        .clone()
+        .with_alpn(&["h2"])
+        .connect(proxy.address, "a.example")
+        .await
+        .unwrap();
+    let (mut h2, connection) = hyper::client::conn::http2::handshake(
+        hyper_util::rt::TokioExecutor::new(),
+        TokioIo::new(stream),
+    )
+    .await
+    .unwrap();
+    let connection = tokio::spawn(connection);
+    let slow = await_response(h2.send_request(get_request("/slow"))).await;
+    // A client on its way in when the end begins.
+    let socket = TcpStream::connect(proxy.address).await.unwrap();
+    wait_for_open_connections(&proxy, 4).await;
+    proxy.send_sigterm();
+    // `rest` fails without a close_notify.
+    assert_eq!(
+        (idle.read_to_close().await, fresh.read_to_close().await),
+        (vec![], vec![])
+    );
+    let mut late = RawClient::from_stream(client.handshake(socket, "a.example").await.unwrap());
+    let reply = late.send(GET_REQUEST).await.read_response().await;
+    assert_eq!(
+        (reply.status, reply.header("connection")),
+        (200, Some("close"))
+    );
+    assert!(late.read_to_close().await.is_empty());
+    assert!(proxy.is_running(), "it waits for the stream");
+    feeder.send("the rest").await;
+    drop(feeder);
+    let whole = http_body_util::BodyExt::collect(slow.into_body())
+        .await
+        .unwrap()
+        .to_bytes();
+    assert_eq!(whole, "the rest");
+    tokio::time::timeout(TEST_TIMEOUT, connection)
+        .await
+        .unwrap()
+        .unwrap()
+        .expect("told to go away");
+    assert_eq!(
+        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
+        Some(0)
+    );
+}
+
+#[tokio::test]
+async fn a_truncated_upload_never_looks_complete() {
+    let ca = new_authority();
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&tls_config(&ca, ""), upstream.address).await;
+    let raw = RawUpstream::with_response("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
+    let chunked = Proxy::start(&tls_config(&ca, ""), raw.address).await;
+    for orderly in [true, false] {
+        let mut stream = TlsClient::new(&ca)
+            .connect(chunked.address, "a.example")
+            .await
+            .unwrap();
+        let head = "POST / HTTP/1.1\r\nHost: a.example\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n";
+        stream.write_all(head.as_bytes()).await.unwrap();
+        let seen = raw.connection_count();
+        eventually("the beginning to arrive", TEST_TIMEOUT, || {
+            String::from_utf8_lossy(&raw.received_bytes())
+                .contains("hello")
+                .then_some(())
+        })
+        .await;
+        if orderly {
+            stream.shutdown().await.unwrap();
+        }
+        drop(stream);
+        wait_for_open_connections(&chunked, 0).await;
+        assert!(
+            !String::from_utf8_lossy(&raw.received_bytes()).contains("\r\n0\r\n"),
+            "{orderly} {seen}"
+        );
+    }
+    let mut client = TlsClient::new(&ca)
+        .connect_http1(proxy.address, "a.example")
+        .await;
+    let body = pseudo_random_bytes(200_000);
+    client
+        .send(
+            [
+                format!(
+                    "PUT / HTTP/1.1\r\nHost: a.example\r\nContent-Length: {}\r\n\r\n",
+                    body.len()
+                )
+                .as_bytes(),
+                &body,
+            ]
+            .concat(),
+        )
+        .await;
+    assert_eq!(
+        client.read_response().await.json()["body_sha256"],
+        crate::support::sha256(&body)
+    );
+}
+
+#[tokio::test]
+async fn a_client_that_stops_reading_is_disconnected_and_a_slow_one_is_not() {
+    let ca = new_authority();
+    let upstream = Upstream::with_handler(|_| async {
+        Response::new(crate::support::upstream::full_body(vec![b'x'; 20 << 20]))
+    })
+    .await;
+    let config = tls_config(&ca, "[listen.http]\nbody_idle_timeout = '700ms'\n");
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let mut deaf = TlsClient::new(&ca)
+        .connect(proxy.address, "a.example")
+        .await
+        .unwrap();
+    deaf.write_all(GET_REQUEST.as_bytes()).await.unwrap();
+    let mut slow = TlsClient::new(&ca)
+        .connect(proxy.address, "a.example")
+        .await
+        .unwrap();
+    slow.write_all(GET_REQUEST.as_bytes()).await.unwrap();
+    let active = async || {
+        fetch_metrics(&proxy)
+            .await
+            .lines()
+            .any(|line| line == "tidegate_connections_active 1")
+    };
+    let deadline = std::time::Instant::now() + TEST_TIMEOUT;
+    let mut some = vec![0; 256 << 10];
+    let mut read = 0;
+    while !active().await {
+        assert!(
+            std::time::Instant::now() < deadline,
+            "the deaf client is still there"
+        );
+        read += slow.read(&mut some).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    while read < 20 << 20 {
+        match slow.read(&mut some).await.unwrap() {
+            0 => panic!("cut after {read}"),
+            n => read += n,
+        }
+    }
+}
+
+#[tokio::test]
+async fn certificate_errors_are_reported_by_check() {
+    let ca = new_authority();
+    ca.sign("b", "b.example");
+    let mut over = certificate_params("a.example", vec!["a.example".to_owned()]);
+    over.not_after = date_time_ymd(2020, 1, 1);
+    ca.sign_params("over", over);
+    fs::write(ca.path("empty"), "").unwrap();
+    fs::write(
+        ca.path("locked"),
+        "-----BEGIN ENCRYPTED PRIVATE KEY-----\nAAAA\n-----END ENCRYPTED PRIVATE KEY-----\n",
+    )
+    .unwrap();
+    let check = async |cert: &str, key: &str, more: &str| {
+        let (cert, key) = (ca.path_string(cert), ca.path_string(key));
+        let text = format!(
+            "upstream.url = 'http://a'\n[listen.tls]\ncert = {cert:?}\nkey = {key:?}\n{more}"
+        );
+        fs::write(ca.path("config.toml"), text).unwrap();
+        let ended = crate::support::process::run_command(
+            crate::support::process::tidegate_command()
+                .arg("check")
+                .arg(ca.path("config.toml")),
+        )
+        .await;
+        (ended.status.code(), ended.stderr)
+    };
+    let ca_file = format!("client_ca = {:?}\n", ca.path_string("ca.pem"));
+    for (cert, key, more, code, said) in [
+        ("a.pem", "a.key", "", 0, ""),
+        (
+            "a.pem",
+            "b.key",
+            "",
+            1,
+            "listen.tls.key: in the file: the key is not that of the certificate",
+        ),
+        (
+            "none",
+            "a.key",
+            "",
+            1,
+            "listen.tls.cert: the file can't be read: No such file",
+        ),
+        (
+            "empty",
+            "a.key",
+            "",
+            1,
+            "listen.tls.cert: in the file: there is no PEM certificate in it",
+        ),
+        (
+            "a.pem",
+            "a.pem",
+            "",
+            1,
+            "listen.tls.key: in the file: there is no PEM private key in it",
+        ),
+        (
+            "a.pem",
+            "locked",
+            "",
+            1,
+            "listen.tls.key: in the file: the private key is encrypted",
+        ),
+        ("over.pem", "over.key", "", 0, "warning: "),
+        (
+            "a.pem",
+            "a.key",
+            "client_auth = 'require'\n",
+            1,
+            "listen.tls.client_auth: certificates are checked against nothing",
+        ),
+        (
+            "a.pem",
+            "a.key",
+            "client_auth = 'optional'\nclient_ca = 'none'\n",
+            1,
+            "listen.tls.client_ca: the file can't be read",
+        ),
+        (
+            "a.pem",
+            "a.key",
+            &ca_file,
+            0,
+            "listen.tls.client_ca: clients are asked for no certificate",
+        ),
+        (
+            "a.pem",
+            "a.key",
+            "[[policy]]\nname = 'p'\nkey = ['client_cert:cn']\nlimit = { requests = 1, per = '1s' }\n",
+            0,
+            "clients are not asked for certificates",
+        ),
+        (
+            "a.pem",
+            "a.key",
+            "certificates = [{ cert = 'x' }]\n",
+            1,
+            "listen.tls.certificates[0].key: missing",
+        ),
+    ] {
+        let (ended, stderr) = check(cert, key, more).await;
+        assert_eq!(ended, Some(code), "{said}: {stderr}");
+        assert!(
+            stderr.contains(said) && (code == 1 || !said.is_empty() || stderr.is_empty()),
+            "{said}: {stderr}"
+        );
+    }
+    assert!(
+        check("over.pem", "over.key", "")
+            .await
+            .1
+            .contains("expired")
+    );
+}
+
+/// What a client says first that asks for a name.
+async fn capture_client_hello(ca: &CertificateAuthority, name: &'static str) -> Vec<u8> {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (client, address) = (TlsClient::new(ca), listener.local_addr().unwrap());
+    let asking = tokio::spawn(async move { drop(client.connect(address, name).await) });
+    let (mut socket, _) = listener.accept().await.unwrap();
+    let mut record = vec![0; 5];
+    socket.read_exact(&mut record).await.unwrap();
+    record.resize(
+        5 + usize::from(u16::from_be_bytes([record[3], record[4]])),
+        0,
+    );
+    socket.read_exact(&mut record[5..]).await.unwrap();
+    asking.abort();
+    record
+}
+
+#[tokio::test]
+async fn invalid_server_names_are_not_logged() {
+    let ca = new_authority();
+    let proxy = Proxy::start(&tls_config(&ca, ""), "127.0.0.1:9".parse().unwrap()).await;
+    let mark = proxy.log_mark();
+    let (name, address) = ("abcdefghi", b"127.0.0.1");
+    let mut hello = capture_client_hello(&ca, name).await;
+    let at = hello
+        .windows(name.len())
+        .position(|part| part == name.as_bytes())
+        .expect("it is in the clear");
+    hello[at..][..address.len()].copy_from_slice(address);
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send(&hello).await;
+    // A handshake's record: it was read, and answered.
+    client.read_past(b"\x16\x03\x03").await;
+    drop(client);
+    wait_for_failed_handshakes(&proxy, "closed", 1).await;
+    assert!(proxy.log_since(mark).is_empty(), "{}", proxy.log_text());
+}
+
+#[tokio::test]
+async fn data_sent_after_a_rejection_is_neither_a_request_nor_a_tls_error() {
+    let ca = new_authority();
+    let upstream = Upstream::echo().await;
+    let config = tls_config(&ca, "[listen.http]\nmax_body_bytes = '1KiB'\n");
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let mut client = TlsClient::new(&ca)
+        .connect(proxy.address, "a.example")
+        .await
+        .unwrap();
+    let head = "POST / HTTP/1.1\r\nHost: a.example\r\nContent-Length: 10000000\r\n\r\n";
+    client.write_all(head.as_bytes()).await.unwrap();
+    // Some of it is read as TLS, some is thrown away as it is, with the begin of a record.
+    client
+        .write_all(&pseudo_random_bytes(700_000))
+        .await
+        .unwrap();
+    let mut said = Vec::new();
+    client.read_to_end(&mut said).await.unwrap();
+    assert!(
+        said.starts_with(b"HTTP/1.1 413"),
+        "{}",
+        String::from_utf8_lossy(&said)
+    );
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    client.write_all(GET_REQUEST.as_bytes()).await.unwrap();
+    wait_for_open_connections(&proxy, 0).await;
+    assert!(upstream.requests().is_empty());
+    assert!(!proxy.log_text().contains("panic"), "{}", proxy.log_text());
+}

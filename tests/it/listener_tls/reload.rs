@@ -1,0 +1,345 @@
+//! What changes while it runs: certificates, authorities, lists of who is revoked, TLS itself.
+
+use super::{
+    GET_REQUEST, assert_handshake_rejected, client_certificate, new_authority, tls_config,
+    wait_for_failed_handshakes,
+};
+use crate::support::client::RawClient;
+use crate::support::proxy::Proxy;
+use crate::support::tls::{CertificateAuthority, TlsClient};
+use crate::support::upstream::Upstream;
+use crate::support::{TEST_TIMEOUT, eventually};
+use rcgen::{SerialNumber, date_time_ymd};
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio_rustls::rustls::{HandshakeKind, version};
+
+/// Whether new connections are shown a certificate that the authority signed.
+async fn is_served_certificate_of(proxy: &Proxy, ca: &CertificateAuthority) -> bool {
+    TlsClient::new(ca)
+        .connect(proxy.address, "a.example")
+        .await
+        .is_ok()
+}
+
+async fn wait_for_certificate_of(proxy: &Proxy, ca: &CertificateAuthority) {
+    let deadline = std::time::Instant::now() + Duration::from_secs(5);
+    while !is_served_certificate_of(proxy, ca).await {
+        assert!(std::time::Instant::now() < deadline, "{}", proxy.log_text());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_certificate_is_reloaded_when_it_matches_its_key() {
+    let (ca, newer, newest) = (new_authority(), new_authority(), new_authority());
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&tls_config(&ca, ""), upstream.address).await;
+    let mut old = TlsClient::new(&ca)
+        .connect_http1(proxy.address, "a.example")
+        .await;
+    assert_eq!(
+        old.send(GET_REQUEST).await.read_response().await.status,
+        200
+    );
+    let mark = proxy.log_mark();
+    fs::copy(newer.path("a.pem"), ca.path("a.pem")).unwrap();
+    proxy
+        .wait_for_log("an error", mark, TEST_TIMEOUT, |line| {
+            line.message_starts_with("the new configuration is wrong")
+        })
+        .await;
+    let said = proxy
+        .wait_for_log("why", mark, TEST_TIMEOUT, |line| {
+            line.message_starts_with("") && format!("{line:?}").contains("listen.tls.key")
+        })
+        .await;
+    assert!(
+        format!("{said:?}").contains("the key is not that of the certificate"),
+        "{said:?}"
+    );
+    assert!(
+        is_served_certificate_of(&proxy, &ca).await
+            && !is_served_certificate_of(&proxy, &newer).await
+    );
+    fs::copy(newer.path("a.key"), ca.path("a.key")).unwrap();
+    wait_for_certificate_of(&proxy, &newer).await;
+    assert_eq!(
+        old.send(GET_REQUEST).await.read_response().await.status,
+        200,
+        "who is in stays in"
+    );
+
+    // A rename over each of them, and a signal.
+    for half in ["key", "pem"] {
+        fs::copy(newest.path(&format!("a.{half}")), ca.path("next")).unwrap();
+        fs::rename(ca.path("next"), ca.path(&format!("a.{half}"))).unwrap();
+    }
+    proxy.send_sighup();
+    wait_for_certificate_of(&proxy, &newest).await;
+}
+
+#[tokio::test]
+async fn a_secret_swap_under_load_fails_no_request() {
+    let (one, two) = (new_authority(), new_authority());
+    let mount = tempfile::tempdir().unwrap();
+    let at = |name: &str| mount.path().join(name);
+    for (version, ca) in [("..one", &one), ("..two", &two)] {
+        fs::create_dir(at(version)).unwrap();
+        for file in ["a.pem", "a.key"] {
+            fs::copy(ca.path(file), at(version).join(file)).unwrap();
+        }
+    }
+    symlink("..one", at("..data")).unwrap();
+    for file in ["a.pem", "a.key"] {
+        symlink(format!("..data/{file}"), at(file)).unwrap();
+    }
+    let config = format!(
+        "[listen.tls]\ncert = {:?}\nkey = {:?}\n",
+        at("a.pem"),
+        at("a.key")
+    );
+    let upstream = Upstream::echo().await;
+    let proxy = Arc::new(Proxy::start(&config, upstream.address).await);
+    // Trusts both.
+    let mut both = fs::read_to_string(one.path("ca.pem")).unwrap();
+    both += &fs::read_to_string(two.path("ca.pem")).unwrap();
+    fs::write(one.path("both.pem"), both).unwrap();
+    let client = TlsClient::with_roots_file(&one.path("both.pem"));
+    let (stop, served) = (
+        Arc::new(AtomicBool::new(false)),
+        Arc::new(AtomicUsize::new(0)),
+    );
+    let load: Vec<_> = (0..4)
+        .map(|_| {
+            let (proxy, client, stop, served) = (
+                Arc::clone(&proxy),
+                client.clone(),
+                Arc::clone(&stop),
+                Arc::clone(&served),
+            );
+            tokio::spawn(async move {
+                while !stop.load(Ordering::Relaxed) {
+                    let mut client = client.connect_http1(proxy.address, "a.example").await;
+                    for _ in 0..3 {
+                        assert_eq!(
+                            client.send(GET_REQUEST).await.read_response().await.status,
+                            200
+                        );
+                        served.fetch_add(1, Ordering::Relaxed);
+                    }
+                }
+            })
+        })
+        .collect();
+    eventually("some requests", TEST_TIMEOUT, || {
+        (served.load(Ordering::Relaxed) > 20).then_some(())
+    })
+    .await;
+    symlink("..two", at("..data_tmp")).unwrap();
+    fs::rename(at("..data_tmp"), at("..data")).unwrap();
+    wait_for_certificate_of(&proxy, &two).await;
+    let so_far = served.load(Ordering::Relaxed);
+    eventually("some more", TEST_TIMEOUT, || {
+        (served.load(Ordering::Relaxed) > so_far + 20).then_some(())
+    })
+    .await;
+    stop.store(true, Ordering::Relaxed);
+    for client in load {
+        client.await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn no_session_is_resumed_after_its_client_ca_changed() {
+    let (ca, other) = (new_authority(), new_authority());
+    ca.sign_params("ann", client_certificate("Ann", Vec::new()));
+    fs::copy(ca.path("ca.pem"), ca.path("clients.pem")).unwrap();
+    let config = tls_config(
+        &ca,
+        &format!(
+            "client_ca = {:?}\nclient_auth = 'require'\n",
+            ca.path_string("clients.pem")
+        ),
+    );
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&config, upstream.address).await;
+    for versions in [[&version::TLS13], [&version::TLS12]] {
+        fs::copy(ca.path("ca.pem"), ca.path("clients.pem")).unwrap();
+        let client = TlsClient::with_versions(&ca, &versions, Some((&ca, "ann")));
+        let kind = async || {
+            let mut stream = client
+                .connect(proxy.address, "a.example")
+                .await
+                .map_err(|error| error.to_string())?;
+            stream
+                .write_all(GET_REQUEST.as_bytes())
+                .await
+                .unwrap_or_default();
+            // What is read holds the tickets, too.
+            let mut head = [0; 12];
+            stream
+                .read_exact(&mut head)
+                .await
+                .map_err(|error| error.to_string())?;
+            Ok::<_, String>(stream.get_ref().1.handshake_kind().unwrap())
+        };
+        let deadline = std::time::Instant::now() + TEST_TIMEOUT;
+        while kind().await != Ok(HandshakeKind::Resumed) {
+            assert!(std::time::Instant::now() < deadline, "{}", proxy.log_text());
+        }
+        // A policy that changes ends no session.
+        let mark = proxy.log_mark();
+        proxy.write_config(&format!(
+            "{config}[[policy]]\nname = 'p{mark}'\nmatch.path = '/p'\naction = 'deny'\n"
+        ));
+        proxy
+            .wait_for_log("a reload", mark, TEST_TIMEOUT, |line| {
+                line.message_starts_with("new configuration")
+            })
+            .await;
+        assert_eq!(kind().await, Ok(HandshakeKind::Resumed));
+        // Another authority does.
+        let mark = proxy.log_mark();
+        fs::copy(other.path("ca.pem"), ca.path("clients.pem")).unwrap();
+        proxy
+            .wait_for_log("a reload", mark, TEST_TIMEOUT, |line| {
+                line.message_starts_with("new certificates")
+            })
+            .await;
+        let refused = kind().await.unwrap_err();
+        assert!(refused.contains("alert"), "{refused}");
+    }
+}
+
+#[tokio::test]
+async fn no_session_is_resumed_with_an_expired_certificate() {
+    let ca = new_authority();
+    let mut brief = client_certificate("Ann", Vec::new());
+    brief.not_after =
+        date_time_ymd(1970, 1, 1) + Duration::from_secs(tidegate::clock::unix_time_s() + 3);
+    ca.sign_params("ann", brief);
+    let config = tls_config(
+        &ca,
+        &format!(
+            "client_ca = {:?}\nclient_auth = 'require'\n",
+            ca.path_string("ca.pem")
+        ),
+    );
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let client = TlsClient::with_certificate(&ca, &ca, "ann");
+    let (mut is_resumed, deadline) = (false, std::time::Instant::now() + TEST_TIMEOUT);
+    loop {
+        assert!(std::time::Instant::now() < deadline, "it is still let in");
+        let mut stream = client.connect(proxy.address, "a.example").await.unwrap();
+        stream
+            .write_all(GET_REQUEST.as_bytes())
+            .await
+            .unwrap_or_default();
+        if stream.read_exact(&mut [0; 12]).await.is_err() {
+            break;
+        }
+        is_resumed = stream.get_ref().1.handshake_kind() == Some(HandshakeKind::Resumed);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(is_resumed, "until then, it was");
+    wait_for_failed_handshakes(&proxy, "bad_certificate", 1).await;
+}
+
+#[tokio::test]
+async fn a_revoked_certificate_is_rejected_after_the_crl_changes() {
+    let ca = new_authority();
+    for (file, serial) in [("ann", 7), ("bob", 8)] {
+        let mut params = client_certificate(file, Vec::new());
+        params.serial_number = Some(SerialNumber::from(serial));
+        ca.sign_params(file, params);
+    }
+    ca.write_revocation_list("crl.pem", &[7], 2100);
+    let clients = format!(
+        "client_ca = {:?}\nclient_auth = 'require'\nclient_crl = {:?}\n",
+        ca.path_string("ca.pem"),
+        ca.path_string("crl.pem")
+    );
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&tls_config(&ca, &clients), upstream.address).await;
+    let [ann, bob] = ["ann", "bob"].map(|file| TlsClient::with_certificate(&ca, &ca, file));
+    assert_handshake_rejected(&proxy, &ann, "bad_certificate").await;
+    let mut stream = bob.connect_http1(proxy.address, "a.example").await;
+    assert_eq!(
+        stream.send(GET_REQUEST).await.read_response().await.status,
+        200
+    );
+    let changes = async |serials: &[u64], until| {
+        let mark = proxy.log_mark();
+        ca.write_revocation_list("crl.pem", serials, until);
+        proxy
+            .wait_for_log("a reload", mark, TEST_TIMEOUT, |line| {
+                line.message_starts_with("new certificates")
+            })
+            .await;
+    };
+    changes(&[7, 8], 2100).await;
+    // Also as one who has a session to resume.
+    assert_handshake_rejected(&proxy, &bob, "bad_certificate").await;
+    changes(&[8], 2100).await;
+    let mut stream = ann.connect_http1(proxy.address, "a.example").await;
+    assert_eq!(
+        stream.send(GET_REQUEST).await.read_response().await.status,
+        200
+    );
+    // Of a list that is out of date nobody knows who is missing in it.
+    changes(&[], 2025).await;
+    assert_handshake_rejected(&proxy, &ann, "bad_certificate").await;
+    // Nor of one by somebody else.
+    let mark = proxy.log_mark();
+    let other = new_authority();
+    other.write_revocation_list("crl.pem", &[], 2100);
+    fs::copy(other.path("crl.pem"), ca.path("crl.pem")).unwrap();
+    proxy
+        .wait_for_log("a reload", mark, TEST_TIMEOUT, |line| {
+            line.message_starts_with("new certificates")
+        })
+        .await;
+    assert_handshake_rejected(&proxy, &ann, "bad_certificate").await;
+    // What is no list changes nothing.
+    let mark = proxy.log_mark();
+    fs::copy(ca.path("ca.pem"), ca.path("crl.pem")).unwrap();
+    proxy
+        .wait_for_log("an error", mark, TEST_TIMEOUT, |line| {
+            line.message_starts_with("the new configuration is wrong")
+        })
+        .await;
+    assert_handshake_rejected(&proxy, &ann, "bad_certificate").await;
+}
+
+#[tokio::test]
+async fn tls_can_be_enabled_and_disabled_by_reload() {
+    let ca = new_authority();
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let mut plain = RawClient::connect(proxy.address).await;
+    assert_eq!(
+        plain.send(GET_REQUEST).await.read_response().await.status,
+        200
+    );
+    proxy.write_config(&tls_config(&ca, ""));
+    wait_for_certificate_of(&proxy, &ca).await;
+    assert_eq!(
+        plain.send(GET_REQUEST).await.read_response().await.status,
+        200,
+        "who is in stays in"
+    );
+    let mark = proxy.log_mark();
+    proxy.write_config("");
+    proxy
+        .wait_for_log("a warning", mark, TEST_TIMEOUT, |line| {
+            line.message_starts_with("no listen.tls any more")
+        })
+        .await;
+    assert_eq!(proxy.get("/").await.status, 200);
+}

@@ -1,0 +1,776 @@
+//! The memory store: agrees with the model at adversarial times, keeps the guarantee, stays bounded.
+
+use crate::reference_model::NaiveModel;
+use proptest::prelude::*;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::thread;
+use tidegate::clock::{Clock, ManualClock};
+use tidegate::limiter::{
+    Algorithm, Charge, Decision, Key, KeyBuilder, Limit, LimitStatus, Refusal,
+};
+use tidegate::store::{MemorySettings, MemoryStore};
+
+const START_US: u64 = 1_800_000_000_000_123;
+const LARGE_SETTINGS: MemorySettings = MemorySettings {
+    max_keys: 10_000,
+    max_bytes: 64 << 20,
+};
+const SLIDING_LOG: Algorithm = Algorithm::SlidingLog;
+const HOUR_US: u64 = 3_600_000_000;
+
+/// A policy's name, whether it is a shadow, and its limits.
+type PolicySpec = (&'static str, bool, &'static [(Algorithm, u64)]);
+
+/// Some policies as they meet in one process: several limits, shadows, short and long periods.
+const POLICIES: [PolicySpec; 9] = [
+    ("log", false, &[(SLIDING_LOG, 1_000)]),
+    (
+        "both",
+        false,
+        &[
+            (SLIDING_LOG, 50_000),
+            (Algorithm::FixedWindow { offset_us: 0 }, 10_000),
+        ],
+    ),
+    (
+        "shadow",
+        true,
+        &[
+            (SLIDING_LOG, 1_000),
+            (Algorithm::FixedWindow { offset_us: 300 }, 700),
+        ],
+    ),
+    (
+        "window",
+        false,
+        &[(Algorithm::FixedWindow { offset_us: 123 }, 700)],
+    ),
+    (
+        "sub",
+        false,
+        &[
+            (Algorithm::SlidingWindow { buckets: 10 }, 1_000),
+            (Algorithm::SlidingWindow { buckets: 3 }, 700),
+        ],
+    ),
+    (
+        "bucket",
+        false,
+        &[
+            (
+                Algorithm::TokenBucket {
+                    burst: 6,
+                    warm_up_us: 0,
+                },
+                1_000,
+            ),
+            (
+                Algorithm::TokenBucket {
+                    burst: 3,
+                    warm_up_us: 0,
+                },
+                70,
+            ),
+        ],
+    ),
+    (
+        "line",
+        false,
+        &[
+            (
+                Algorithm::LeakyBucket {
+                    max_delay_us: 1_100,
+                },
+                1_000,
+            ),
+            (Algorithm::LeakyBucket { max_delay_us: 0 }, 7),
+        ],
+    ),
+    // Cold, it has room for every cost that is asked.
+    (
+        "warm",
+        false,
+        &[(
+            Algorithm::TokenBucket {
+                burst: 24,
+                warm_up_us: 800,
+            },
+            90,
+        )],
+    ),
+    // Longer than its limits, so that who comes too early begins no new one.
+    (
+        "blocks",
+        false,
+        &[
+            (Algorithm::Block, 1_500),
+            (SLIDING_LOG, 1_000),
+            (Algorithm::FixedWindow { offset_us: 0 }, 900),
+        ],
+    ),
+];
+/// The one whose refusals leave a trace.
+const BLOCK_POLICY: usize = 8;
+const USER_COUNT: usize = 2;
+
+#[derive(Clone, Debug)]
+enum StoreStep {
+    MoveClock(ClockChange),
+    /// What one request asks: for each policy that matches it, a user and a cost.
+    Decide(Vec<(usize, usize, u64)>),
+    /// A reload: this policy's limits now allow so many requests.
+    ChangeLimit(usize, u64),
+}
+
+#[derive(Clone, Debug)]
+enum ClockChange {
+    Forward(u64),
+    Back(u64),
+    /// Next to a moment at which something comes back.
+    Edge {
+        which: prop::sample::Index,
+        offset_us: i64,
+    },
+    JumpAhead,
+}
+
+fn generate_steps() -> impl Strategy<Value = Vec<StoreStep>> {
+    prop::collection::vec(
+        prop_oneof![5 => generate_clock_moves().prop_map(StoreStep::MoveClock), 12 => generate_requests(), 1 => generate_limit_changes()],
+        1..60,
+    )
+}
+
+fn generate_steps_without_limit_changes() -> impl Strategy<Value = Vec<StoreStep>> {
+    prop::collection::vec(
+        prop_oneof![5 => generate_clock_moves().prop_map(StoreStep::MoveClock), 12 => generate_requests()],
+        1..60,
+    )
+}
+
+fn generate_clock_moves() -> impl Strategy<Value = ClockChange> {
+    prop_oneof![
+        3 => (0u64..1_500).prop_map(ClockChange::Forward),
+        1 => (0u64..60_000).prop_map(ClockChange::Forward),
+        1 => (1u64..2_500).prop_map(ClockChange::Back),
+        6 => (any::<prop::sample::Index>(), -1i64..=1).prop_map(|(which, by)| ClockChange::Edge { which, offset_us: by }),
+        1 => Just(ClockChange::JumpAhead),
+    ]
+}
+
+fn generate_requests() -> impl Strategy<Value = StoreStep> {
+    let one = (0..USER_COUNT, prop_oneof![6 => Just(1u64), 4 => 0u64..8]);
+    prop::collection::btree_map(0..POLICIES.len(), one, 1..=POLICIES.len()).prop_map(|asked| {
+        StoreStep::Decide(
+            asked
+                .into_iter()
+                .map(|(policy, (user, cost))| (policy, user, cost))
+                .collect(),
+        )
+    })
+}
+
+fn generate_limit_changes() -> impl Strategy<Value = StoreStep> {
+    (0..POLICIES.len(), 0u64..7)
+        .prop_map(|(policy, requests)| StoreStep::ChangeLimit(policy, requests))
+}
+
+/// A memory store under a clock that the test moves, and the policies that ask it.
+struct StoreFixture {
+    store: MemoryStore,
+    clock: Clock,
+    manual_clock: ManualClock,
+    limits: Vec<Vec<Limit>>,
+    keys: Vec<Vec<Key>>,
+}
+
+impl StoreFixture {
+    fn new() -> Self {
+        let (clock, hands) = Clock::manual(START_US);
+        let limits = POLICIES.iter().map(|(_, _, limits)| {
+            let amount = |algorithm| if algorithm == Algorithm::Block { 1 } else { 4 };
+            limits
+                .iter()
+                .map(|(algorithm, per_us)| make_limit(amount(*algorithm), *per_us, *algorithm))
+                .collect()
+        });
+        let keys = POLICIES.iter().map(|(name, ..)| {
+            (0..USER_COUNT)
+                .map(|user| make_key(name, &user.to_string()))
+                .collect()
+        });
+        let store = MemoryStore::new(LARGE_SETTINGS, clock.clone());
+        Self {
+            store,
+            manual_clock: hands,
+            limits: limits.collect(),
+            keys: keys.collect(),
+            clock,
+        }
+    }
+
+    fn make_charges(&self, asked: &[(usize, usize, u64)]) -> Vec<Charge<'_>> {
+        asked
+            .iter()
+            .flat_map(|(policy, user, cost)| {
+                self.limits[*policy].iter().map(|limit| {
+                    let cost = if limit.algorithm == Algorithm::Block {
+                        1
+                    } else {
+                        *cost
+                    };
+                    Charge {
+                        group: *policy as u32,
+                        shadow: POLICIES[*policy].1,
+                        ..Charge::new(limit, &self.keys[*policy][*user], cost)
+                    }
+                })
+            })
+            .collect()
+    }
+
+    fn change_limit(&mut self, policy: usize, requests: u64) {
+        for limit in &mut self.limits[policy] {
+            if limit.algorithm != Algorithm::Block {
+                limit.requests = requests;
+            }
+        }
+    }
+
+    /// `edges_us` are the moments that [`Move::Edge`] chooses from.
+    fn move_clock(&self, step: &ClockChange, edges_us: &[u64]) {
+        let now_us = self.clock.now_us();
+        self.manual_clock.set_us(match step {
+            ClockChange::Forward(by_us) => now_us + by_us,
+            ClockChange::Back(by_us) => now_us - by_us,
+            ClockChange::Edge {
+                which,
+                offset_us: by,
+            } if !edges_us.is_empty() => which.get(edges_us).saturating_add_signed(*by),
+            ClockChange::Edge { .. } => now_us,
+            ClockChange::JumpAhead => now_us + 40 * HOUR_US,
+        });
+    }
+}
+
+fn make_limit(requests: u64, per_us: u64, algorithm: Algorithm) -> Limit {
+    Limit {
+        requests,
+        per_us,
+        algorithm,
+    }
+}
+
+fn make_key(policy: &str, user: &str) -> Key {
+    let mut key = KeyBuilder::new(policy);
+    key.push_part(Some(user.as_bytes()));
+    key.finish()
+}
+
+fn with_cases(cases: u32) -> ProptestConfig {
+    ProptestConfig {
+        cases,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
+}
+
+proptest! {
+    #![proptest_config(with_cases(600))]
+
+    /// The store's clock is the newest time that it has read: it forgets what has expired, so a clock
+    /// that steps back must not take it to where that would still count.
+    #[test]
+    fn decisions_agree_with_the_model(steps in generate_steps()) {
+        let mut world = StoreFixture::new();
+        let mut newest_us = 0;
+        let mut model = NaiveModel::default();
+        for step in &steps {
+            match step {
+                StoreStep::MoveClock(step) => world.move_clock(step, &model.boundary_times_us()),
+                StoreStep::ChangeLimit(policy, requests) => world.change_limit(*policy, *requests),
+                StoreStep::Decide(asked) => {
+                    let charges = world.make_charges(asked);
+                    newest_us = newest_us.max(world.clock.now_us());
+                    let expected = model.decide(newest_us, &charges);
+                    prop_assert_eq!(world.store.decide(&charges), expected, "asked {:?}", charges);
+                }
+            }
+        }
+    }
+
+    /// Judged by what was admitted and nothing else, so that model and store cannot be wrong together.
+    #[test]
+    fn trap_9_and_14_no_window_ever_holds_more_than_the_limit(steps in generate_steps_without_limit_changes()) {
+        let world = StoreFixture::new();
+        let mut admitted: HashMap<(usize, usize), Vec<(u64, u64)>> = HashMap::new();
+        let mut edges = Vec::new();
+        for step in &steps {
+            match step {
+                StoreStep::MoveClock(step) => world.move_clock(step, &edges),
+                StoreStep::Decide(asked) => {
+                    let decision = world.store.decide(&world.make_charges(asked));
+                    for (policy, user, cost) in asked {
+                        if !decision.admitted || POLICIES[*policy].1 || *cost == 0 {
+                            continue;
+                        }
+                        let log = admitted.entry((*policy, *user)).or_default();
+                        let newest = log.last().map_or(0, |(at_us, _)| *at_us);
+                        log.push((decision.now_us.max(newest), *cost));
+                        edges.extend(POLICIES[*policy].2.iter().map(|(_, per_us)| decision.now_us + per_us));
+                    }
+                }
+                StoreStep::ChangeLimit(..) => {}
+            }
+        }
+        for ((policy, _), log) in &admitted {
+            for limit in world.limits[*policy].iter().filter(|limit| limit.algorithm != Algorithm::Block) {
+                prop_assert!(max_units_in_any_window(log, limit) <= limit.capacity(), "{limit:?} admitted {log:?}");
+            }
+        }
+    }
+
+    /// Whatever comes when: what was admitted leaves one unit per place, and nobody waits for too long.
+    #[test]
+    fn a_leaky_bucket_releases_requests_evenly(
+        requests in 1u64..20, per_us in 1u64..3_000, max_delay_us in 0u64..5_000,
+        asks in prop::collection::vec((0u64..400, 1u64..4), 1..80),
+    ) {
+        let (clock, hands) = Clock::manual(START_US);
+        let store = MemoryStore::new(LARGE_SETTINGS, clock.clone());
+        let (limit, key) = (make_limit(requests, per_us, Algorithm::LeakyBucket { max_delay_us }), make_key("line", ""));
+        let mut last_us = None;
+        for (after_us, cost) in asks {
+            hands.advance_us(after_us);
+            let charge = Charge::new(&limit, &key, cost);
+            let decision = store.decide(&[charge]);
+            if !decision.admitted {
+                prop_assert_eq!(decision.delay_us, 0);
+                continue;
+            }
+            prop_assert!(decision.delay_us <= max_delay_us);
+            let leaves_us = decision.now_us + decision.delay_us;
+            if let Some(last_us) = last_us {
+                // Whole microseconds: one place may be told up to one later, the next not.
+                let spaced_us = cost * per_us / requests;
+                prop_assert!(leaves_us >= last_us + spaced_us, "{last_us} and then {leaves_us}");
+            }
+            last_us = Some(leaves_us);
+        }
+    }
+
+    #[test]
+    fn trap_2_and_11_a_rejected_request_leaves_no_trace(steps in generate_steps_without_limit_changes()) {
+        let (with, without) = (StoreFixture::new(), StoreFixture::new());
+        let mut edges = Vec::new();
+        for step in &steps {
+            match step {
+                StoreStep::MoveClock(step) => {
+                    with.move_clock(step, &edges);
+                    without.manual_clock.set_us(with.clock.now_us());
+                }
+                StoreStep::Decide(asked) => {
+                    let asked: Vec<_> = asked.iter().copied().filter(|(policy, ..)| *policy != BLOCK_POLICY).collect();
+                    let asked = asked.as_slice();
+                    let decision = with.store.decide(&with.make_charges(asked));
+                    edges.extend(decision.statuses.iter().flatten().filter_map(|standing| standing.next_growth_us));
+                    if decision.admitted {
+                        prop_assert_eq!(without.store.decide(&without.make_charges(asked)), decision);
+                    } else {
+                        // Looking takes nothing, but shows this store the time too.
+                        let looks = without.make_charges(asked).into_iter().map(|charge| Charge { cost: 0, ..charge });
+                        without.store.decide(&looks.collect::<Vec<_>>());
+                    }
+                }
+                StoreStep::ChangeLimit(..) => {}
+            }
+        }
+    }
+
+    #[test]
+    fn trap_10_retry_after_is_exact_to_the_microsecond(steps in generate_steps()) {
+        let mut world = StoreFixture::new();
+        let mut edges = Vec::new();
+        for step in &steps {
+            match step {
+                StoreStep::MoveClock(step) => world.move_clock(step, &edges),
+                StoreStep::ChangeLimit(policy, requests) => world.change_limit(*policy, *requests),
+                StoreStep::Decide(asked) => {
+                    let charges = world.make_charges(asked);
+                    let decision = world.store.decide(&charges);
+                    edges.extend(decision.statuses.iter().flatten().filter_map(|standing| standing.next_growth_us));
+                    let Some(until_us) = retry_at_us(&charges, &decision) else { continue };
+                    world.manual_clock.set_us(until_us - 1);
+                    prop_assert!(!world.store.decide(&charges).admitted, "admitted before {until_us}");
+                    world.manual_clock.set_us(until_us);
+                    prop_assert!(world.store.decide(&charges).admitted, "still refused at {until_us}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn remaining_grows_at_the_reported_time(steps in generate_steps()) {
+        let mut world = StoreFixture::new();
+        let mut edges = Vec::new();
+        for step in &steps {
+            match step {
+                StoreStep::MoveClock(step) => world.move_clock(step, &edges),
+                StoreStep::ChangeLimit(policy, requests) => world.change_limit(*policy, *requests),
+                StoreStep::Decide(asked) => {
+                    let charges = world.make_charges(asked);
+                    let decision = world.store.decide(&charges);
+                    let grows = |(_, standing): &(_, &LimitStatus)| standing.next_growth_us;
+                    let first = charges.iter().zip(decision.statuses.iter().flatten()).filter(|it| grows(it).is_some()).min_by_key(grows);
+                    let Some((charge, standing)) = first else { continue };
+                    let grows_at_us = standing.next_growth_us.unwrap();
+                    edges.push(grows_at_us);
+                    let look = Charge { cost: 0, ..*charge };
+                    world.manual_clock.set_us(grows_at_us - 1);
+                    prop_assert_eq!(world.store.decide(&[look]).statuses[0].unwrap().remaining, standing.remaining);
+                    world.manual_clock.set_us(grows_at_us);
+                    prop_assert!(world.store.decide(&[look]).statuses[0].unwrap().remaining > standing.remaining);
+                }
+            }
+        }
+    }
+}
+
+/// When the whole request would be admitted, if it was refused and not for ever.
+fn retry_at_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
+    let refusals = charges
+        .iter()
+        .zip(decision.statuses.iter().flatten())
+        .filter(|(charge, _)| !charge.shadow);
+    let mut latest_us = None;
+    for (charge, standing) in refusals {
+        if charge.limit.algorithm == Algorithm::Block {
+            // It may have begun with this refusal.
+            latest_us = latest_us.max(standing.next_growth_us);
+        }
+        let Some(refusal) = standing.refusal else {
+            continue;
+        };
+        match refusal {
+            Refusal::Until(at_us) => latest_us = latest_us.max(Some(at_us)),
+            Refusal::Never | Refusal::Unknown => return None,
+        }
+    }
+    latest_us
+}
+
+/// The most units that one window held, `log` being admissions as (time, units) in order of time. For a
+/// bucket, the most that were taken in any time beyond what that time pays back.
+fn max_units_in_any_window(log: &[(u64, u64)], limit: &Limit) -> u64 {
+    let held = |same_window: &dyn Fn(u64) -> bool| -> u64 {
+        log.iter()
+            .filter(|(at_us, _)| same_window(*at_us))
+            .map(|(_, units)| units)
+            .sum()
+    };
+    let windows = log.iter().map(|(end_us, _)| match limit.algorithm {
+        // A line takes that at once, and lets it out one by one.
+        Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => {
+            let taken = |start_us: u64| held(&|at_us| (start_us..=*end_us).contains(&at_us));
+            let paid = |start_us: u64| {
+                (limit.requests * (end_us - start_us) + limit.delay_remainder()) / limit.per_us
+            };
+            log.iter()
+                .filter(|(start_us, _)| start_us <= end_us)
+                .map(|(start_us, _)| taken(*start_us).saturating_sub(paid(*start_us)))
+                .max()
+                .unwrap_or(0)
+        }
+        Algorithm::Block | Algorithm::Concurrency { .. } => 0,
+        Algorithm::SlidingLog | Algorithm::SlidingWindow { .. } => {
+            held(&|at_us| at_us <= *end_us && at_us > end_us - limit.per_us)
+        }
+        Algorithm::FixedWindow { offset_us } => {
+            let number = |at_us: u64| (at_us - offset_us) / limit.per_us;
+            held(&|at_us| number(at_us) == number(*end_us))
+        }
+    });
+    windows.max().unwrap_or(0)
+}
+
+/// One limit for many keys, in a store with given bounds.
+struct ManyKeysFixture {
+    store: MemoryStore,
+    manual_clock: ManualClock,
+    limit: Limit,
+}
+
+impl ManyKeysFixture {
+    fn new(settings: MemorySettings, requests: u64, per_us: u64) -> Self {
+        let (clock, hands) = Clock::manual(START_US);
+        Self {
+            store: MemoryStore::new(settings, clock),
+            manual_clock: hands,
+            limit: make_limit(requests, per_us, SLIDING_LOG),
+        }
+    }
+
+    fn decide(&self, user: &str, cost: u64) -> Decision {
+        let key = make_key("crowd", user);
+        self.store.decide(&[Charge::new(&self.limit, &key, cost)])
+    }
+
+    /// Units that the store still knows this user to have spent; looking costs nothing.
+    fn used_units(&self, user: &str) -> u64 {
+        self.limit.requests - self.decide(user, 0).statuses[0].unwrap().remaining
+    }
+}
+
+#[test]
+fn the_longest_delay_applies_and_shadow_policies_delay_no_request() {
+    let (clock, _hands) = Clock::manual(START_US);
+    let store = MemoryStore::new(LARGE_SETTINGS, clock);
+    let line = |requests, max_delay_us| {
+        make_limit(requests, 1_000_000, Algorithm::LeakyBucket { max_delay_us })
+    };
+    let (fast, slow, slowest) = (line(100, 50_000), line(10, 500_000), line(1, 9_000_000));
+    let keys = ["fast", "slow", "slowest"].map(|name| make_key(name, "a"));
+    let charge = |limit, key, group| Charge {
+        group,
+        ..Charge::new(limit, key, 1)
+    };
+    let charges = [
+        charge(&fast, &keys[0], 0),
+        charge(&slow, &keys[1], 1),
+        Charge {
+            shadow: true,
+            ..charge(&slowest, &keys[2], 2)
+        },
+    ];
+    let delays: Vec<u64> = (0..6).map(|_| store.decide(&charges).delay_us).collect();
+    assert_eq!(delays, [0, 100_000, 200_000, 300_000, 400_000, 500_000]);
+    let refused = store.decide(&charges);
+    assert!(!refused.admitted && refused.delay_us == 0);
+}
+
+#[test]
+fn trap_26_keys_are_bounded_by_number() {
+    let crowd = ManyKeysFixture::new(
+        MemorySettings {
+            max_keys: 100,
+            ..LARGE_SETTINGS
+        },
+        5,
+        HOUR_US,
+    );
+    for user in 0..2_000 {
+        assert!(
+            crowd.decide(&user.to_string(), 1).admitted,
+            "a full store still admits"
+        );
+    }
+    let kept = (0..2_000)
+        .filter(|user| crowd.used_units(&user.to_string()) > 0)
+        .count();
+    assert!(
+        (50..=100).contains(&kept),
+        "{kept} keys are kept where 100 are allowed"
+    );
+}
+
+#[test]
+fn trap_26_keys_are_bounded_by_bytes() {
+    let max_bytes = 256 << 10;
+    let crowd = ManyKeysFixture::new(
+        MemorySettings {
+            max_bytes,
+            ..LARGE_SETTINGS
+        },
+        1_000,
+        HOUR_US,
+    );
+    for user in 0..100 {
+        for _ in 0..400 {
+            crowd.manual_clock.advance_us(1);
+            crowd.decide(&user.to_string(), 1);
+        }
+    }
+    // A sliding log keeps at least a time for each charge, 8 bytes.
+    let entries: u64 = (0..100)
+        .map(|user| crowd.used_units(&user.to_string()))
+        .sum();
+    assert!(
+        entries * 8 <= max_bytes as u64,
+        "{entries} log entries do not fit in {max_bytes} bytes"
+    );
+    assert!(entries > 1_000, "but some must be kept, not {entries}");
+}
+
+#[test]
+fn new_keys_do_not_evict_an_exhausted_key() {
+    let crowd = ManyKeysFixture::new(
+        MemorySettings {
+            max_keys: 64,
+            ..LARGE_SETTINGS
+        },
+        5,
+        HOUR_US,
+    );
+    crowd.decide("attacker", 5);
+    for user in 0..5_000 {
+        crowd.decide(&format!("invented-{user}"), 1);
+        if user % 500 == 0 {
+            assert!(
+                !crowd.decide("attacker", 1).admitted,
+                "free again after {user} invented keys"
+            );
+        }
+    }
+    assert_eq!(crowd.used_units("attacker"), 5);
+}
+
+#[test]
+fn new_keys_do_not_evict_a_long_log() {
+    let crowd = ManyKeysFixture::new(
+        MemorySettings {
+            max_bytes: 128 << 10,
+            ..LARGE_SETTINGS
+        },
+        1_000,
+        HOUR_US,
+    );
+    for _ in 0..1_000 {
+        crowd.manual_clock.advance_us(1);
+        crowd.decide("attacker", 1);
+    }
+    for user in 0..5_000 {
+        crowd.decide(&format!("invented-{user}"), 1);
+    }
+    assert!(!crowd.decide("attacker", 1).admitted);
+}
+
+#[test]
+fn expired_keys_are_evicted_before_live_ones() {
+    let mut crowd = ManyKeysFixture::new(
+        MemorySettings {
+            max_keys: 64,
+            ..LARGE_SETTINGS
+        },
+        5,
+        1_000_000,
+    );
+    for user in 0..32 {
+        crowd.decide(&format!("old-{user}"), 5);
+    }
+    crowd.limit.per_us = HOUR_US;
+    for user in 0..32 {
+        crowd.decide(&format!("live-{user}"), 1);
+    }
+    crowd.manual_clock.advance_us(2_000_000);
+    for user in 0..32 {
+        crowd.decide(&format!("new-{user}"), 2);
+    }
+    let live = (0..32)
+        .filter(|user| crowd.used_units(&format!("live-{user}")) == 1)
+        .count();
+    assert_eq!(
+        live, 32,
+        "live keys had to go while 32 expired ones were there"
+    );
+}
+
+#[test]
+fn trap_4_and_11_concurrent_decisions_charge_all_limits_or_none() {
+    let (clock, _hands) = Clock::manual(START_US);
+    let store = Arc::new(MemoryStore::new(LARGE_SETTINGS, clock));
+    let (wide, narrow) = (
+        make_limit(100, HOUR_US, SLIDING_LOG),
+        make_limit(60, HOUR_US, SLIDING_LOG),
+    );
+    let threads: Vec<_> = (0..8)
+        .map(|thread| {
+            let (store, wide, narrow) = (Arc::clone(&store), wide, narrow);
+            thread::spawn(move || {
+                let (a, b) = (make_key("wide", "a"), make_key("narrow", "b"));
+                let charge = |limit, key, group| Charge {
+                    group,
+                    ..Charge::new(limit, key, 1)
+                };
+                let mut charges = [charge(&wide, &a, 0), charge(&narrow, &b, 1)];
+                // Half of the threads ask in the other order: locks taken in order of asking would deadlock.
+                if thread % 2 == 1 {
+                    charges.reverse();
+                }
+                (0..500).filter(|_| store.decide(&charges).admitted).count()
+            })
+        })
+        .collect();
+    let admitted: usize = threads
+        .into_iter()
+        .map(|thread| thread.join().unwrap())
+        .sum();
+    assert_eq!(admitted, 60, "exactly the narrow limit");
+    let key = make_key("wide", "a");
+    let look = Charge::new(&wide, &key, 0);
+    assert_eq!(
+        store.decide(&[look]).statuses[0].unwrap().remaining,
+        40,
+        "refused requests drained the wide limit"
+    );
+}
+
+#[test]
+fn trap_1_all_charges_in_the_same_microsecond_are_counted() {
+    let crowd = ManyKeysFixture::new(LARGE_SETTINGS, 5, 1_000);
+    let admitted = (0..50).filter(|_| crowd.decide("one", 1).admitted).count();
+    assert_eq!(admitted, 5);
+}
+
+#[test]
+fn trap_12_cost_is_checked_before_it_is_added() {
+    let crowd = ManyKeysFixture::new(LARGE_SETTINGS, 100, 1_000);
+    assert!(crowd.decide("one", 99).admitted);
+    assert!(!crowd.decide("one", 100).admitted);
+    assert_eq!(crowd.used_units("one"), 99);
+}
+
+#[test]
+fn trap_2_retries_do_not_prolong_a_block_and_a_reload_does_not_end_it() {
+    let (clock, hands) = Clock::manual(START_US);
+    let store = MemoryStore::new(LARGE_SETTINGS, clock);
+    let (key, log, mut block) = (
+        make_key("p", "ann"),
+        make_limit(2, 1_000, SLIDING_LOG),
+        make_limit(1, 5_000, Algorithm::Block),
+    );
+    let ask = |block: &Limit| {
+        let charge = |limit, cost| Charge::new(limit, &key, cost);
+        store.decide(&[charge(block, 1), charge(&log, 1)]).admitted
+    };
+    assert_eq!([ask(&block), ask(&block), ask(&block)], [true, true, false]);
+    for after_us in [1, 1_000, 2_500, 4_999] {
+        hands.set_us(START_US + after_us);
+        block.per_us = 10_000 - after_us;
+        assert!(!ask(&block), "after {after_us} µs");
+    }
+    hands.set_us(START_US + 5_000);
+    assert_eq!(
+        [ask(&block), ask(&block)],
+        [true, true],
+        "nothing was charged meanwhile"
+    );
+}
+
+#[test]
+fn trap_21_values_cannot_be_shifted_between_key_parts() {
+    let build = |parts: [&str; 2]| {
+        let mut key = KeyBuilder::new("pair");
+        parts
+            .iter()
+            .for_each(|part| key.push_part(Some(part.as_bytes())));
+        key.finish()
+    };
+    let (clock, _hands) = Clock::manual(START_US);
+    let store = MemoryStore::new(LARGE_SETTINGS, clock);
+    let limit = make_limit(1, HOUR_US, SLIDING_LOG);
+    let admitted = |key: &Key| store.decide(&[Charge::new(&limit, key, 1)]).admitted;
+    assert!(admitted(&build(["a:b", "c"])));
+    assert!(admitted(&build(["a", "b:c"])), "another client's key");
+    assert!(!admitted(&build(["a:b", "c"])));
+}

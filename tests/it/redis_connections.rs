@@ -1,0 +1,526 @@
+//! The ways to one server: TLS, users, databases, sockets. Whoever can't get in is told why.
+
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::ClientRequest;
+use crate::support::cluster::RedisCluster;
+use crate::support::process::{run_command, tidegate_command};
+use crate::support::proxy::Proxy;
+use crate::support::redis::{RedisServer, connect_redis};
+use crate::support::sentinel::{MASTER_NAME, SentinelDeployment};
+use crate::support::tls::CertificateAuthority;
+use crate::support::upstream::Upstream;
+use redis::Value;
+use std::collections::HashMap;
+use std::fs;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
+use tidegate::store::redis::{RedisCredentials, RedisPassword, RedisSettings, RedisTopology};
+use tidegate::store::{Store, StoreUnavailable};
+use tokio::time::sleep;
+
+/// Sentinels that vote at once elect nobody, and try again after a while.
+const ELECTION_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Counters all over the slots.
+const PER_USER_POLICY: &str =
+    "[[policy]]\nname = 'p'\nkey = 'header:x-user-id'\nlimit = { requests = 2, per = '1h' }\n";
+
+const POLICY: &str = "[[policy]]\nname = 'p'\nlimit = { requests = 2, per = '1h' }\n";
+
+/// A proxy with these lines in `[store.redis]`.
+async fn start_proxy(settings: &str, policies: &str) -> (Proxy, Upstream) {
+    let upstream = Upstream::echo().await;
+    let text = redis_config(settings, policies);
+    (
+        Proxy::builder()
+            .config(&text)
+            .upstream(upstream.address)
+            .start()
+            .await,
+        upstream,
+    )
+}
+
+fn redis_config(settings: &str, policies: &str) -> String {
+    format!(
+        "listen = {{ threads = 1 }}\n[store]\nkind = 'redis'\n[store.redis]\nkey_prefix = 'orders'\n\
+         timeout = '1s'\nconnect_timeout = '2s'\n{settings}\n{policies}"
+    )
+}
+
+/// Whether Redis decides: the third request is one too many.
+async fn assert_redis_decides(settings: &str) {
+    let (proxy, _upstream) = start_proxy(settings, POLICY).await;
+    assert_eq!(
+        proxy.get_statuses("/", 3).await,
+        [200, 200, 429],
+        "{settings}\n{}",
+        proxy.log_text()
+    );
+}
+
+/// Whether the proxy says so if it can't get in, and why.
+async fn assert_connection_rejected(settings: &str, kind: &str, reason: &str) {
+    let (proxy, _upstream) = start_proxy(settings, POLICY).await;
+    let down = proxy
+        .wait_for_log("a word about it", 0, TEST_TIMEOUT, |line| {
+            line.message_starts_with("Redis is down")
+        })
+        .await;
+    assert_eq!(down.field("kind"), kind, "{settings}\n{}", proxy.log_text());
+    assert!(
+        down.field("reason").contains(reason),
+        "{settings}: {}",
+        down.field("reason")
+    );
+    assert_eq!(
+        proxy.get_statuses("/", 3).await,
+        [200; 3],
+        "{settings}: the policy is open"
+    );
+    let metrics = ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
+        .header("Host", "localhost")
+        .send()
+        .await
+        .text();
+    let counted = |line: &str| {
+        line.strip_prefix(&format!("tidegate_store_errors_total{{kind=\"{kind}\"}} "))
+            .is_some_and(|n| n != "0")
+    };
+    assert!(metrics.lines().any(counted), "{settings}\n{metrics}");
+}
+
+/// A server that speaks TLS on a second port.
+fn start_tls_server(authority: &CertificateAuthority, clients: &str) -> (RedisServer, u16) {
+    authority.sign("server", "127.0.0.1");
+    let server = RedisServer::start_with_tls(authority, &["--tls-auth-clients", clients]);
+    let port = server.tls_port();
+    (server, port)
+}
+
+/// The lines of one who trusts an authority and shows a certificate of a second one's.
+fn client_certificate_settings(
+    trusted: &CertificateAuthority,
+    own: &CertificateAuthority,
+) -> String {
+    own.sign("client", "sidecar");
+    let [ca, cert, key] = [
+        trusted.path_string("ca.pem"),
+        own.path_string("client.pem"),
+        own.path_string("client.key"),
+    ];
+    format!("ca = '{ca}'\ncert = '{cert}'\nkey = '{key}'\n")
+}
+
+/// Nodes ask each other and their clients for certificates.
+#[tokio::test]
+async fn a_cluster_is_reached_over_tls() {
+    let authority = CertificateAuthority::new();
+    let cluster = RedisCluster::with_tls(&authority).await;
+    let settings = |lines: &str| format!("{}\n{lines}", cluster.config_lines());
+    let own = client_certificate_settings(&authority, &authority);
+    let (proxy, _upstream) = start_proxy(&settings(&own), PER_USER_POLICY).await;
+    for user in 0..20 {
+        let ask = async || {
+            proxy
+                .request("GET", "/")
+                .header("x-user-id", &user.to_string())
+                .send_for_status()
+                .await
+        };
+        assert_eq!(
+            [ask().await, ask().await, ask().await],
+            [200, 200, 429],
+            "{}",
+            proxy.log_text()
+        );
+    }
+    let used = cluster.command_on_each_node::<u64>("DBSIZE").await;
+    assert!(
+        used.iter().all(|keys| *keys > 0),
+        "all nodes are used: {used:?}"
+    );
+    assert_eq!(proxy.read_metric("tidegate_store_up").await, 1.0);
+
+    assert_connection_rejected(
+        &settings(&format!("ca = '{}'", authority.path_string("ca.pem"))),
+        "tls",
+        "ertificate",
+    )
+    .await;
+    let stranger = CertificateAuthority::new();
+    assert_connection_rejected(
+        &settings(&client_certificate_settings(&stranger, &authority)),
+        "tls",
+        "invalid peer certificate",
+    )
+    .await;
+    assert_connection_rejected(
+        &settings(&client_certificate_settings(&authority, &stranger)),
+        "tls",
+        "",
+    )
+    .await;
+}
+
+/// Sentinels, master and replica among each other and to us.
+#[tokio::test]
+async fn sentinels_and_their_master_are_reached_over_tls() {
+    let authority = CertificateAuthority::new();
+    let mut watched = SentinelDeployment::with_tls(&authority, 1).await;
+    let lines = watched.config_lines();
+    let own = client_certificate_settings(&authority, &authority);
+    let (proxy, _upstream) = start_proxy(&format!("{lines}\n{own}"), POLICY).await;
+    assert_eq!(
+        proxy.get_statuses("/", 1).await,
+        [200],
+        "{}",
+        proxy.log_text()
+    );
+    assert_eq!(
+        proxy
+            .read_metric("tidegate_decision_seconds_count{source=\"redis\"}")
+            .await,
+        1.0
+    );
+
+    let old = watched.master_port().await;
+    watched.server_by_port(old).kill();
+    let deadline = Instant::now() + ELECTION_TIMEOUT;
+    // The next but one is too many: by then somebody counts again.
+    while proxy.get("/").await.status != 429 {
+        assert!(
+            Instant::now() < deadline,
+            "nobody follows: {}",
+            proxy.log_text()
+        );
+        sleep(Duration::from_millis(20)).await;
+    }
+    assert_ne!(watched.master_port().await, old);
+
+    assert_connection_rejected(
+        &format!("{lines}\nca = '{}'", authority.path_string("ca.pem")),
+        "tls",
+        "ertificate",
+    )
+    .await;
+    let stranger = CertificateAuthority::new();
+    assert_connection_rejected(
+        &format!(
+            "{lines}\n{}",
+            client_certificate_settings(&stranger, &authority)
+        ),
+        "tls",
+        "sentinel",
+    )
+    .await;
+}
+
+#[tokio::test]
+async fn a_custom_ca_is_trusted() {
+    let authority = CertificateAuthority::new();
+    let (server, port) = start_tls_server(&authority, "no");
+    let ca = authority.path_string("ca.pem");
+    assert_redis_decides(&format!("url = 'rediss://127.0.0.1:{port}/3'\nca = '{ca}'")).await;
+    let keyspace: String = server.command("INFO keyspace").await;
+    assert!(keyspace.contains("db3:"), "{keyspace}");
+
+    let stranger = CertificateAuthority::new();
+    let wrong = format!(
+        "url = 'rediss://127.0.0.1:{port}'\nca = '{}'",
+        stranger.path_string("ca.pem")
+    );
+    assert_connection_rejected(&wrong, "tls", "invalid peer certificate").await;
+    let other_name = format!("url = 'rediss://localhost:{port}'\nca = '{ca}'");
+    assert_connection_rejected(&other_name, "tls", "not valid for name").await;
+    // In database 0, where nothing is yet.
+    assert_redis_decides(&format!("{other_name}\nserver_name = '127.0.0.1'")).await;
+    let plain = format!("url = 'rediss://127.0.0.1:{}'\nca = '{ca}'", server.port());
+    assert_connection_rejected(&plain, "timeout", "TLS").await;
+}
+
+#[tokio::test]
+async fn a_client_certificate_is_presented() {
+    let authority = CertificateAuthority::new();
+    let (_server, port) = start_tls_server(&authority, "yes");
+    authority.sign("client", "sidecar");
+    let url = format!(
+        "url = 'rediss://127.0.0.1:{port}'\nca = '{}'",
+        authority.path_string("ca.pem")
+    );
+    let with = |cert: String, key: String| format!("{url}\ncert = '{cert}'\nkey = '{key}'");
+    assert_redis_decides(&with(
+        authority.path_string("client.pem"),
+        authority.path_string("client.key"),
+    ))
+    .await;
+    assert_connection_rejected(&url, "tls", "ertificate").await;
+    let stranger = CertificateAuthority::new();
+    stranger.sign("client", "sidecar");
+    assert_connection_rejected(
+        &with(
+            stranger.path_string("client.pem"),
+            stranger.path_string("client.key"),
+        ),
+        "tls",
+        "",
+    )
+    .await;
+}
+
+#[tokio::test]
+async fn a_unix_socket_and_a_database_number_are_supported() {
+    let folder = TempDir::new().unwrap();
+    let socket = folder.path().join("redis.sock");
+    let server = RedisServer::start_with(&["--unixsocket", socket.to_str().unwrap()]);
+    assert_redis_decides(&format!("url = 'unix://{}?db=2'", socket.display())).await;
+    let keyspace: String = server.command("INFO keyspace").await;
+    assert!(
+        keyspace.contains("db2:") && !keyspace.contains("db0:"),
+        "{keyspace}"
+    );
+    assert_connection_rejected(
+        &format!("url = 'unix://{}/none.sock'", folder.path().display()),
+        "refused",
+        "",
+    )
+    .await;
+    assert_connection_rejected(
+        &format!("url = 'redis://127.0.0.1:{}/99'", server.port()),
+        "other",
+        "DB index",
+    )
+    .await;
+}
+
+/// All kinds of counters, and all that is done to them.
+const ALL_ALGORITHM_POLICIES: &str = r#"
+[[policy]]
+name = "many"
+block_for = "1m"
+limits = [
+  { requests = 2, per = "1m" },
+  { requests = 9, per = "1h", algorithm = "sliding_window" },
+  { requests = 9, per = "1d", algorithm = "fixed_window" },
+  { requests = 9, per = "1s", algorithm = "token_bucket" },
+  { requests = 9, per = "1s", algorithm = "leaky_bucket" },
+]
+[[policy]]
+name = "slots"
+limit = { requests = 5, algorithm = "concurrency" }
+"#;
+
+/// The rule as the page gives it for a user.
+fn documented_acl_rule(user: &str) -> String {
+    let page =
+        fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/OPERATIONS.md")).unwrap();
+    let line = page
+        .lines()
+        .find(|line| line.starts_with(&format!("ACL SETUSER {user} ")))
+        .unwrap();
+    line.replace("PASSWORD", "s3cret")
+}
+
+fn make_login(user: &str) -> RedisCredentials {
+    RedisCredentials {
+        username: Some(user.to_owned()),
+        password: Some(RedisPassword::new("s3cret".to_owned())),
+    }
+}
+
+/// One decision by a handle with these settings.
+async fn decide_once(settings: RedisSettings) -> Result<bool, StoreUnavailable> {
+    let settings = RedisSettings {
+        key_prefix: "orders".to_owned(),
+        ..settings
+    };
+    let (_shared, redis) = connect_redis(settings).await;
+    let limit = Limit {
+        requests: 10,
+        per_us: 60_000_000,
+        algorithm: Algorithm::SlidingLog,
+    };
+    let keys: Vec<_> = (0..16)
+        .map(|number| KeyBuilder::new(&format!("p{number}")).finish())
+        .collect();
+    let charges: Vec<_> = keys.iter().map(|key| Charge::new(&limit, key, 1)).collect();
+    Store::redis(redis)
+        .decide(&charges)
+        .await
+        .map(|decision| decision.admitted)
+}
+
+#[tokio::test]
+async fn the_documented_acl_rules_suffice_for_cluster_and_sentinels() {
+    let cluster = RedisCluster::start().await;
+    let with = |settings: RedisSettings| RedisSettings {
+        credentials: make_login("tidegate"),
+        ..settings
+    };
+    assert_eq!(
+        decide_once(with(cluster.settings()))
+            .await
+            .unwrap_err()
+            .kind,
+        "clusterdown"
+    );
+    let _: Vec<()> = cluster
+        .command_on_each_node(&documented_acl_rule("tidegate"))
+        .await;
+    assert_eq!(decide_once(with(cluster.settings())).await, Ok(true));
+
+    let watched = SentinelDeployment::start(0).await;
+    let with = |settings: RedisSettings| RedisSettings {
+        topology: RedisTopology::Sentinel {
+            master: MASTER_NAME.to_owned(),
+            credentials: make_login("tidegate-watch"),
+        },
+        credentials: make_login("tidegate"),
+        ..settings
+    };
+    assert_eq!(
+        decide_once(with(watched.settings()))
+            .await
+            .unwrap_err()
+            .kind,
+        "noauth"
+    );
+    for sentinel in &watched.sentinels {
+        let _: () = sentinel
+            .command(&documented_acl_rule("tidegate-watch"))
+            .await;
+    }
+    assert_eq!(
+        decide_once(with(watched.settings()))
+            .await
+            .unwrap_err()
+            .kind,
+        "noauth",
+        "the master's is missing"
+    );
+    let _: () = watched.servers[0]
+        .command(&documented_acl_rule("tidegate"))
+        .await;
+    assert_eq!(decide_once(with(watched.settings())).await, Ok(true));
+}
+
+#[tokio::test]
+async fn the_documented_acl_rule_grants_what_is_needed_and_no_more() {
+    let server = RedisServer::start();
+    let mut admin = server.connection().await;
+    let _: () = server.command(&documented_acl_rule("tidegate")).await;
+    let folder = TempDir::new().unwrap();
+    let password = folder.path().join("password");
+    fs::write(&password, "s3cret\n").unwrap();
+    let login = format!(
+        "url = 'redis://127.0.0.1:{}'\nusername = 'tidegate'\npassword_file = '{}'",
+        server.port(),
+        password.display()
+    );
+    let (proxy, _upstream) = start_proxy(&login, ALL_ALGORITHM_POLICIES).await;
+    assert_eq!(
+        proxy.get_statuses("/", 4).await,
+        [200, 200, 429, 429],
+        "{}",
+        proxy.log_text()
+    );
+    let file = folder.path().join("config.toml");
+    fs::write(&file, redis_config(&login, ALL_ALGORITHM_POLICIES)).unwrap();
+    for words in [&["list"][..], &["show", "many"], &["reset", "many"]] {
+        let mut command = tidegate_command();
+        command
+            .args(["keys", words[0], "--config"])
+            .arg(&file)
+            .args(&words[1..]);
+        let ended = run_command(&mut command).await;
+        assert!(
+            ended.status.success() && ended.stdout.contains("many"),
+            "{words:?}: {ended:?}"
+        );
+    }
+    let denied: Vec<HashMap<String, Value>> = redis::cmd("ACL")
+        .arg("LOG")
+        .query_async(&mut admin)
+        .await
+        .unwrap();
+    assert!(denied.is_empty(), "{denied:?}");
+    assert!(proxy.read_metric("tidegate_redis_memory_bytes").await > 100_000.0);
+
+    for forbidden in [
+        "FLUSHALL",
+        "KEYS *",
+        "GET other",
+        "CONFIG SET maxmemory 1",
+        "SHUTDOWN",
+        "ACL LIST",
+    ] {
+        let user: redis::RedisResult<Value> = run_as_restricted_user(&server, forbidden).await;
+        assert_eq!(user.unwrap_err().code(), Some("NOPERM"), "{forbidden}");
+    }
+
+    fs::write(&password, "wrong").unwrap();
+    assert_connection_rejected(&login, "noauth", "Password authentication failed").await;
+    assert_connection_rejected(
+        &format!("url = 'redis://tidegate@127.0.0.1:{}'", server.port()),
+        "noauth",
+        "",
+    )
+    .await;
+    let _: () = server.command("ACL SETUSER tidegate -evalsha").await;
+    fs::write(&password, "s3cret").unwrap();
+    assert_connection_rejected(&login, "noauth", "no permissions").await;
+}
+
+#[tokio::test]
+async fn without_info_permission_only_the_memory_metrics_are_missing() {
+    let server = RedisServer::start_with(&["--maxmemory-policy", "allkeys-lru"]);
+    let login = |user: &str| format!("url = 'redis://{user}127.0.0.1:{}'", server.port());
+    let (proxy, _upstream) = start_proxy(&login(""), ALL_ALGORITHM_POLICIES).await;
+    let warns = proxy
+        .wait_for_log("the warning", 0, TEST_TIMEOUT, |line| {
+            line.message_starts_with("Redis may evict counters")
+        })
+        .await;
+    assert_eq!(warns.field("maxmemory_policy"), "allkeys-lru");
+    assert_eq!(proxy.read_metric("tidegate_redis_may_evict").await, 1.0);
+    let _: () = server
+        .command("ACL SETUSER blind on >s3cret allkeys +@all -info")
+        .await;
+    let (blind, _upstream) =
+        self::start_proxy(&login("blind:s3cret@"), ALL_ALGORITHM_POLICIES).await;
+    let page = ClientRequest::new(blind.admin_address(), "GET", "/metrics")
+        .header("Host", "localhost")
+        .send();
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while blind.read_metric("tidegate_redis_clock_skew_seconds").await == 0.0 {
+        assert!(Instant::now() < deadline, "{}", blind.log_text());
+        sleep(Duration::from_millis(20)).await;
+    }
+    let page = page.await.text();
+    assert!(
+        !page.contains("tidegate_redis_memory") && !page.contains("tidegate_redis_may_evict"),
+        "{page}"
+    );
+    assert_eq!(blind.read_metric("tidegate_store_up").await, 1.0);
+    assert_eq!(
+        blind
+            .read_metric("tidegate_store_errors_total{kind=\"noauth\"}")
+            .await,
+        0.0
+    );
+}
+
+async fn run_as_restricted_user(server: &RedisServer, words: &str) -> redis::RedisResult<Value> {
+    let client = redis::Client::open(format!(
+        "redis://tidegate:s3cret@127.0.0.1:{}",
+        server.port()
+    ))
+    .unwrap();
+    let mut words = words.split(' ');
+    let mut command = redis::cmd(words.next().unwrap());
+    command.arg(words.collect::<Vec<_>>());
+    command
+        .query_async(&mut client.get_multiplexed_async_connection().await.unwrap())
+        .await
+}

@@ -1,0 +1,949 @@
+//! Redis is away, and clients are there: what they meet, how long they wait, what the log says, and when it is over.
+//!
+//! A steady load asks through a policy that is `open`, one that is `closed`, and past all policies. The last
+//! tells how slow the machine is at the moment: waits are judged against it.
+
+use crate::support::client::{RawClient, RawResponse};
+use crate::support::fake_redis::{TcpRelay, start_fixed_reply_server};
+use crate::support::proxy::{LogLine, Proxy, ProxyBuilder};
+use crate::support::redis::{RedisServer, list_counter_keys};
+use crate::support::upstream::Upstream;
+use crate::support::{TEST_TIMEOUT, eventually};
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tokio::task::{JoinHandle, JoinSet};
+
+/// `store.redis.timeout`: long enough that what waits for it stands out on a busy machine.
+pub(crate) const TIMEOUT: Duration = Duration::from_millis(200);
+
+/// What a busy machine may add to a deadline.
+pub(crate) const TIMEOUT_SLACK: Duration = Duration::from_millis(100);
+
+/// How long faults last that last.
+const OUTAGE_LENGTH: Duration = Duration::from_secs(1);
+
+const MAX_RECOVERY: Duration = Duration::from_secs(2);
+
+/// Connections through each of the two policies, and past them.
+const CONNECTIONS_PER_POLICY: usize = 8;
+const CONTROL_CONNECTIONS: usize = 2;
+
+/// Between two requests of one connection.
+const REQUEST_INTERVAL: Duration = Duration::from_millis(20);
+
+pub(crate) const POLICIES: &str = r#"
+[[policy]]
+name = "open"
+match = { path = "/open" }
+limit = { requests = 100000, per = "1h" }
+
+[[policy]]
+name = "closed"
+match = { path = "/closed" }
+limit = { requests = 100000, per = "1h" }
+on_store_failure = "closed"
+"#;
+
+/// A proxy with two workers in front of an upstream.
+pub(crate) struct OutageFixture {
+    pub(crate) proxy: Proxy,
+    pub(crate) upstream: Upstream,
+}
+
+/// Clients that ask all the time.
+pub(crate) struct ClientLoad {
+    samples: Arc<Mutex<Vec<RequestSample>>>,
+    stop: Arc<AtomicBool>,
+    clients: Vec<JoinHandle<()>>,
+    /// What the proxy had logged before.
+    log_mark: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PolicyRoute {
+    Open,
+    Closed,
+    /// No policy applies.
+    Unlimited,
+}
+
+/// One request and its answer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RequestSample {
+    pub(crate) route: PolicyRoute,
+    pub(crate) sent: Instant,
+    pub(crate) latency: Duration,
+    pub(crate) status: u16,
+    /// It carries rate-limit fields, so it was decided.
+    pub(crate) decided: bool,
+}
+
+impl OutageFixture {
+    async fn new(redis_port: u16, policies: &str) -> Self {
+        Self::with_redis(
+            &format!("url = \"redis://127.0.0.1:{redis_port}/0\""),
+            policies,
+        )
+        .await
+    }
+
+    /// With lines that say where Redis is.
+    pub(crate) async fn with_redis(redis: &str, policies: &str) -> Self {
+        let upstream = Upstream::echo().await;
+        let proxy = build_proxy_with_redis(redis, "1s", policies)
+            .upstream(upstream.address)
+            .start()
+            .await;
+        Self { proxy, upstream }
+    }
+
+    /// Starts the load and waits until all of it is decided by Redis.
+    pub(crate) async fn start_load(&self) -> ClientLoad {
+        let load = ClientLoad {
+            samples: Arc::default(),
+            stop: Arc::default(),
+            clients: Vec::new(),
+            log_mark: self.proxy.log_mark(),
+        };
+        let ways = [
+            (PolicyRoute::Open, CONNECTIONS_PER_POLICY),
+            (PolicyRoute::Closed, CONNECTIONS_PER_POLICY),
+            (PolicyRoute::Unlimited, CONTROL_CONNECTIONS),
+        ];
+        let ways = ways
+            .into_iter()
+            .flat_map(|(way, count)| std::iter::repeat_n(way, count));
+        let client = |way| {
+            let (asked, stop) = (Arc::clone(&load.samples), Arc::clone(&load.stop));
+            tokio::spawn(send_until_stopped(self.proxy.address, way, asked, stop))
+        };
+        let clients = ways.map(client).collect();
+        let load = ClientLoad { clients, ..load };
+        load.wait_until_decided_since(Instant::now()).await;
+        load
+    }
+
+    /// The lines about the store since the load began, once it is up again. There is one more line for each
+    /// answer of 503, and none for anything else.
+    async fn wait_for_store_log(&self, load: &ClientLoad, refused: usize) -> Vec<LogLine> {
+        let (access, store) = eventually("the log to be complete", TEST_TIMEOUT, || {
+            let lines = self.proxy.log_since(load.log_mark).into_iter();
+            let (access, store): (Vec<_>, Vec<_>) =
+                lines.partition(|line| line.field("target") == "access");
+            let up = store
+                .last()
+                .is_some_and(|line| line.message_starts_with("Redis is up again"));
+            (up && access.len() >= refused).then_some((access, store))
+        })
+        .await;
+        assert!(
+            access.iter().all(|line| line.field("status") == "503"),
+            "{}",
+            self.proxy.log_text()
+        );
+        assert_eq!(access.len(), refused, "{}", self.proxy.log_text());
+        store
+    }
+
+    /// Judges an outage that was total from `fault` until `healed`.
+    async fn check_outage(&self, what: &str, load: ClientLoad, fault: Instant, healed: Instant) {
+        load.wait_until_decided_since(healed).await;
+        let asked = load.finish().await;
+        let slowest = |asked: &[RequestSample]| {
+            asked
+                .iter()
+                .map(|asked| asked.latency)
+                .max()
+                .unwrap_or_default()
+        };
+        let (past, limited): (Vec<_>, Vec<_>) = asked
+            .iter()
+            .partition(|asked| asked.route == PolicyRoute::Unlimited);
+        let machine = slowest(&past);
+
+        assert!(
+            slowest(&limited) <= TIMEOUT + TIMEOUT_SLACK + machine,
+            "{:?}, past: {machine:?}",
+            slowest(&limited)
+        );
+        let waited = limited
+            .iter()
+            .filter(|asked| asked.latency >= TIMEOUT + machine)
+            .count();
+        assert!(
+            waited <= 2 * CONNECTIONS_PER_POLICY,
+            "{waited} waited for Redis, more than were in flight"
+        );
+
+        // By now everybody in flight has failed, and the breaker is open.
+        let open = fault + TIMEOUT + TIMEOUT_SLACK + machine;
+        let in_outage = |asked: &&RequestSample| (open..healed).contains(&asked.sent);
+        let outage: Vec<RequestSample> = limited
+            .iter()
+            .copied()
+            .filter(|asked| in_outage(&asked))
+            .collect();
+        assert!(
+            outage.len() > 4 * CONNECTIONS_PER_POLICY,
+            "only {} requests in the outage",
+            outage.len()
+        );
+        assert!(
+            outage.iter().all(|asked| !asked.decided),
+            "Redis was not away"
+        );
+        assert!(
+            slowest(&outage) <= TIMEOUT / 2 + machine,
+            "{:?}, past: {machine:?}",
+            slowest(&outage)
+        );
+        let calm: Vec<RequestSample> = past
+            .iter()
+            .copied()
+            .filter(|asked| in_outage(&asked))
+            .collect();
+        let (with, without) = (median_latency(&outage), median_latency(&calm));
+        assert!(
+            with <= without + Duration::from_millis(10),
+            "{with:?}, past: {without:?}"
+        );
+
+        let recovery = measure_recovery(&asked, healed);
+        let refused = asked.iter().filter(|asked| asked.status == 503).count();
+        let store = self.wait_for_store_log(&load, refused).await;
+        assert_eq!(store.len(), 2, "{}", self.proxy.log_text());
+        assert!(
+            store[0].message_starts_with("Redis is down")
+                && store[1].message_starts_with("Redis is up again"),
+            "{}",
+            self.proxy.log_text()
+        );
+        assert_eq!(
+            self.upstream.requests().len(),
+            asked.len() - refused,
+            "every request had one answer"
+        );
+        println!(
+            "{what}: {} requests, {refused} refused; added at most {:?}, with the breaker open {:?} (median {:?}); \
+             back after {recovery:?} (down: {})",
+            asked.len(),
+            slowest(&limited).saturating_sub(median_latency(&past)),
+            slowest(&outage).saturating_sub(median_latency(&calm)),
+            with.saturating_sub(without),
+            store[0].field("kind"),
+        );
+    }
+}
+
+impl ClientLoad {
+    /// Waits until requests sent from `since` on have been decided by Redis for a while, on all connections.
+    pub(crate) async fn wait_until_decided_since(&self, since: Instant) {
+        let wanted = 4 * CONNECTIONS_PER_POLICY;
+        self.wait_until("requests to be decided by Redis", |asked| {
+            let mut newest = asked
+                .iter()
+                .rev()
+                .filter(|asked| asked.route != PolicyRoute::Unlimited)
+                .take(wanted);
+            asked.len() > wanted && newest.all(|asked| asked.decided && asked.sent >= since)
+        })
+        .await;
+    }
+
+    /// Lets a fault last.
+    async fn wait_for_outage_length(&self, since: Instant) {
+        self.wait_until("time to pass", |asked| {
+            asked
+                .last()
+                .is_some_and(|asked| asked.sent >= since + OUTAGE_LENGTH)
+        })
+        .await;
+    }
+
+    async fn wait_until(&self, what: &str, found: impl Fn(&[RequestSample]) -> bool) {
+        eventually(what, TEST_TIMEOUT, || {
+            if let Some(client) = self.clients.iter().find(|client| client.is_finished()) {
+                panic!("a client gave up: {client:?}");
+            }
+            found(&self.samples.lock().unwrap()).then_some(())
+        })
+        .await;
+    }
+
+    /// All that was asked. Fails if a client met what it should not.
+    pub(crate) async fn finish(&self) -> Vec<RequestSample> {
+        self.stop.store(true, Ordering::Relaxed);
+        eventually("the clients to end", TEST_TIMEOUT, || {
+            self.clients
+                .iter()
+                .all(JoinHandle::is_finished)
+                .then_some(())
+        })
+        .await;
+        self.samples.lock().unwrap().clone()
+    }
+}
+
+impl RequestSample {
+    /// Checks an answer as far as it can be done alone.
+    fn from_reply(way: PolicyRoute, sent: Instant, reply: &RawResponse) -> Self {
+        let decided = reply.header("ratelimit").is_some();
+        let refused = reply.status == 503 && is_fail_closed_reply(reply);
+        match way {
+            PolicyRoute::Open => assert_eq!(reply.status, 200, "open: {}", reply.text()),
+            PolicyRoute::Closed => assert!(
+                refused || (reply.status == 200 && decided),
+                "closed: {reply:?}"
+            ),
+            PolicyRoute::Unlimited => assert!(
+                reply.status == 200 && !decided,
+                "past all policies: {reply:?}"
+            ),
+        }
+        assert!(reply.complete);
+        Self {
+            route: way,
+            sent,
+            latency: sent.elapsed(),
+            status: reply.status,
+            decided,
+        }
+    }
+}
+
+/// Whether this is how a `closed` policy refuses.
+fn is_fail_closed_reply(reply: &RawResponse) -> bool {
+    let problem = reply.json();
+    let kind = problem["type"].as_str().unwrap_or_default();
+    reply.status == 503
+        && kind.ends_with("#temporary-reduced-capacity")
+        && reply.header("retry-after") == Some("1")
+        && reply.header("cache-control") == Some("no-store")
+}
+
+async fn send_until_stopped(
+    address: SocketAddr,
+    way: PolicyRoute,
+    all: Arc<Mutex<Vec<RequestSample>>>,
+    stop: Arc<AtomicBool>,
+) {
+    let path = match way {
+        PolicyRoute::Open => "/open",
+        PolicyRoute::Closed => "/closed",
+        PolicyRoute::Unlimited => "/past",
+    };
+    let mut client = RawClient::connect(address).await;
+    while !stop.load(Ordering::Relaxed) {
+        let sent = Instant::now();
+        let request = format!("GET {path} HTTP/1.1\r\nHost: shop.example\r\n\r\n");
+        let reply = client.send(request).await.read_response().await;
+        let asked = RequestSample::from_reply(way, sent, &reply);
+        all.lock().unwrap().push(asked);
+        tokio::time::sleep(REQUEST_INTERVAL).await;
+    }
+}
+
+/// How long after `healed` the last request was sent that Redis did not decide.
+fn measure_recovery(asked: &[RequestSample], healed: Instant) -> Duration {
+    let undecided = asked
+        .iter()
+        .filter(|asked| asked.route != PolicyRoute::Unlimited && !asked.decided);
+    let last = undecided.map(|asked| asked.sent).max();
+    let recovery = last.unwrap_or(healed).saturating_duration_since(healed);
+    assert!(recovery < MAX_RECOVERY, "{recovery:?}");
+    recovery
+}
+
+fn median_latency(asked: &[RequestSample]) -> Duration {
+    let mut took: Vec<Duration> = asked.iter().map(|asked| asked.latency).collect();
+    took.sort_unstable();
+    took[took.len() / 2]
+}
+
+fn build_proxy(redis_port: u16, connect_timeout: &str, policies: &str) -> ProxyBuilder {
+    build_proxy_with_redis(
+        &format!("url = \"redis://127.0.0.1:{redis_port}/0\""),
+        connect_timeout,
+        policies,
+    )
+}
+
+/// With lines that say where Redis is.
+fn build_proxy_with_redis(redis: &str, connect_timeout: &str, policies: &str) -> ProxyBuilder {
+    let config = format!(
+        r#"
+listen = {{ threads = 2 }}
+[store]
+kind = "redis"
+[store.redis]
+{redis}
+key_prefix = "shop"
+timeout = "{}ms"
+connect_timeout = "{connect_timeout}"
+breaker = {{ failures = 5, probe_interval = "100ms" }}
+{policies}"#,
+        TIMEOUT.as_millis()
+    );
+    Proxy::builder().config(&config)
+}
+
+#[tokio::test]
+async fn redis_is_killed_and_restarted() {
+    let mut server = RedisServer::start();
+    let rig = OutageFixture::new(server.port(), POLICIES).await;
+    let load = rig.start_load().await;
+    server.kill();
+    let fault = Instant::now();
+    load.wait_for_outage_length(fault).await;
+    server.restart_async().await;
+    rig.check_outage("kill -9", load, fault, Instant::now())
+        .await;
+}
+
+#[tokio::test]
+async fn redis_restarts_empty_at_once() {
+    let mut server = RedisServer::start();
+    let rig = OutageFixture::new(server.port(), POLICIES).await;
+    let load = rig.start_load().await;
+    let used: u64 = 100_000
+        - rig
+            .proxy
+            .get("/closed")
+            .await
+            .list_parameter("ratelimit", "closed", "r")
+            .unwrap();
+    server.kill();
+    server.restart_async().await;
+    let healed = Instant::now();
+    load.wait_until_decided_since(healed).await;
+    let asked = load.finish().await;
+    let recovery = measure_recovery(&asked, healed);
+    println!("restarted empty: back after {recovery:?}");
+    let since = asked
+        .iter()
+        .filter(|asked| asked.route == PolicyRoute::Closed && asked.status == 200)
+        .count() as u64;
+    let left = rig
+        .proxy
+        .get("/closed")
+        .await
+        .list_parameter("ratelimit", "closed", "r")
+        .unwrap();
+    assert!(
+        100_000 - left < since,
+        "{used} were used before, {since} in all, and {left} are left"
+    );
+    let refused = asked.iter().filter(|asked| asked.status == 503).count();
+    assert_eq!(
+        rig.wait_for_store_log(&load, refused).await.len(),
+        2,
+        "{}",
+        rig.proxy.log_text()
+    );
+}
+
+#[tokio::test]
+async fn redis_hangs_and_resumes() {
+    let server = RedisServer::start();
+    let rig = OutageFixture::new(server.port(), POLICIES).await;
+    let load = rig.start_load().await;
+    server.pause();
+    let fault = Instant::now();
+    load.wait_for_outage_length(fault).await;
+    server.resume();
+    rig.check_outage("SIGSTOP", load, fault, Instant::now())
+        .await;
+}
+
+#[tokio::test]
+async fn redis_is_out_of_memory() {
+    let server = RedisServer::start();
+    let rig = OutageFixture::new(server.port(), POLICIES).await;
+    let load = rig.start_load().await;
+    let _: () = server.command("CONFIG SET maxmemory 100kb").await;
+    let fault = Instant::now();
+    load.wait_for_outage_length(fault).await;
+    let _: () = server.command("CONFIG SET maxmemory 0").await;
+    rig.check_outage("OOM", load, fault, Instant::now()).await;
+}
+
+#[tokio::test]
+async fn the_redis_password_changes() {
+    let server = RedisServer::start();
+    let rig = OutageFixture::new(server.port(), POLICIES).await;
+    let load = rig.start_load().await;
+    let mut admin = server.connection().await;
+    let requirepass = |password: &str| {
+        redis::cmd("CONFIG")
+            .arg("SET")
+            .arg("requirepass")
+            .arg(password)
+            .to_owned()
+    };
+    let _: () = requirepass("new").query_async(&mut admin).await.unwrap();
+    let kill = ["KILL", "TYPE", "normal", "SKIPME", "yes"];
+    let _: u64 = redis::cmd("CLIENT")
+        .arg(&kill)
+        .query_async(&mut admin)
+        .await
+        .unwrap();
+    let fault = Instant::now();
+    load.wait_for_outage_length(fault).await;
+    let _: () = requirepass("").query_async(&mut admin).await.unwrap();
+    rig.check_outage("requirepass", load, fault, Instant::now())
+        .await;
+}
+
+/// Faults of the network between: answers are lost, late, or the connection is closed by half.
+#[tokio::test]
+async fn the_network_to_redis_fails() {
+    let server = RedisServer::start();
+    for what in ["answers lost", "answers late", "half-closed"] {
+        let relay = TcpRelay::start(server.port()).await;
+        let rig = OutageFixture::new(relay.port, POLICIES).await;
+        let load = rig.start_load().await;
+        match what {
+            "answers lost" => relay.drop_replies(),
+            "answers late" => relay.delay_replies(2 * TIMEOUT),
+            _ => relay.close_server_side(),
+        }
+        let fault = Instant::now();
+        load.wait_for_outage_length(fault).await;
+        relay.forward_at_once();
+        rig.check_outage(what, load, fault, Instant::now()).await;
+    }
+}
+
+#[tokio::test]
+async fn killed_redis_connections_are_reestablished() {
+    let server = RedisServer::start();
+    let rig = OutageFixture::new(server.port(), POLICIES).await;
+    let load = rig.start_load().await;
+    let killed = Instant::now();
+    let _: u64 = server.command("CLIENT KILL TYPE normal SKIPME yes").await;
+    load.wait_until_decided_since(killed).await;
+    let asked = load.finish().await;
+    let recovery = measure_recovery(&asked, killed);
+    println!("CLIENT KILL: back after {recovery:?}");
+    let refused = asked.iter().filter(|asked| asked.status == 503).count();
+    let store = rig.wait_for_store_log(&load, refused).await;
+    // Each of the two workers has a connection, and the first may be back before the second is seen to be lost.
+    let changes: Vec<bool> = store
+        .iter()
+        .map(|line| line.message_starts_with("Redis is down"))
+        .collect();
+    assert!(
+        [vec![true, false], [true, false].repeat(2)].contains(&changes),
+        "{}",
+        rig.proxy.log_text()
+    );
+}
+
+#[tokio::test]
+async fn flushed_scripts_are_reloaded_without_a_log_line() {
+    let server = RedisServer::start();
+    let rig = OutageFixture::new(server.port(), POLICIES).await;
+    let load = rig.start_load().await;
+    for _ in 0..5 {
+        let _: () = server.command("SCRIPT FLUSH").await;
+        load.wait_until_decided_since(Instant::now()).await;
+    }
+    let asked = load.finish().await;
+    assert!(
+        asked
+            .iter()
+            .all(|asked| asked.decided || asked.route == PolicyRoute::Unlimited)
+    );
+    assert_eq!(
+        rig.proxy.log_since(load.log_mark).len(),
+        0,
+        "{}",
+        rig.proxy.log_text()
+    );
+}
+
+/// Only the requests of that key notice, and each policy decides for itself.
+#[tokio::test]
+async fn a_foreign_value_degrades_only_its_key() {
+    const BY_USER: &str = r#"
+[log]
+access = "all"
+[[policy]]
+name = "open"
+match = { path = "/open" }
+key = ["header:x-user"]
+limit = { requests = 100, per = "1h" }
+[[policy]]
+name = "closed"
+match = { path = "/closed" }
+key = ["header:x-user"]
+limit = { requests = 100, per = "1h" }
+on_store_failure = "closed"
+"#;
+    let server = RedisServer::start();
+    let rig = OutageFixture::new(server.port(), BY_USER).await;
+    let ask = async |path, user| {
+        rig.proxy
+            .request("GET", path)
+            .header("x-user", user)
+            .send()
+            .await
+    };
+    for path in ["/open", "/closed"] {
+        assert!(ask(path, "ann").await.header("ratelimit").is_some());
+    }
+    let ours: Vec<String> = list_counter_keys(&server)
+        .await
+        .into_iter()
+        .filter(|key| key.ends_with("/ann"))
+        .collect();
+    assert_eq!(ours.len(), 2, "{ours:?}");
+    for key in &ours {
+        let _: () = server.command(&format!("SET {key} foreign")).await;
+    }
+    for _ in 0..10 {
+        let open = ask("/open", "ann").await;
+        assert!(
+            open.status == 200 && open.header("ratelimit").is_none(),
+            "{open:?}"
+        );
+        assert!(is_fail_closed_reply(&ask("/closed", "ann").await));
+        for path in ["/open", "/closed"] {
+            assert!(ask(path, "bob").await.header("ratelimit").is_some());
+        }
+    }
+    for key in &ours {
+        let _: u64 = server.command(&format!("DEL {key}")).await;
+    }
+    assert!(ask("/closed", "ann").await.header("ratelimit").is_some());
+    let all = eventually("the access log", TEST_TIMEOUT, || {
+        let all = rig.proxy.log_since(0);
+        (all.iter()
+            .filter(|line| line.field("target") == "access")
+            .count()
+            == 43)
+            .then_some(all)
+    });
+    let (access, others): (Vec<_>, Vec<_>) = all
+        .await
+        .into_iter()
+        .partition(|line| line.field("target") == "access");
+    assert_eq!(
+        access
+            .iter()
+            .filter(|line| line.field("decision") == "degraded")
+            .count(),
+        20
+    );
+    let store: Vec<_> = others
+        .iter()
+        .filter(|line| line.field("target").starts_with("tidegate::store"))
+        .collect();
+    let named = store
+        .iter()
+        .all(|line| line.field("kind") == "wrongtype" && !line.contains("ann"));
+    assert!(store.len() == 1 && named, "{}", rig.proxy.log_text());
+}
+
+const SMALL_POLICIES: &str = r#"
+[[policy]]
+name = "open"
+match = { path = ["/open", "/both"] }
+limit = { requests = 2, per = "1h" }
+[[policy]]
+name = "closed"
+match = { path = ["/closed", "/both", "/shadowed"] }
+key = ["path"]
+limit = { requests = 2, per = "1h" }
+on_store_failure = "closed"
+[[policy]]
+name = "dark"
+mode = "shadow"
+match = { path = "/open" }
+limit = { requests = 2, per = "1h" }
+on_store_failure = "closed"
+"#;
+
+/// A key that was just seen exhausted is refused with 429 whatever the mode, for a second at most.
+#[tokio::test]
+async fn exhausted_keys_stay_refused_until_the_refusal_cache_expires() {
+    for (path, later) in [("/open", 200), ("/closed", 503)] {
+        let mut server = RedisServer::start();
+        let upstream = Upstream::echo().await;
+        let builder =
+            build_proxy(server.port(), "1s", SMALL_POLICIES).env("TIDEGATE_LISTEN__THREADS", "1");
+        let proxy = builder.upstream(upstream.address).start().await;
+        assert_eq!(proxy.get_statuses(path, 2).await, [200, 200]);
+        let refused = Instant::now();
+        assert_eq!(proxy.get(path).await.status, 429);
+        server.kill();
+        let known = proxy.get(path).await;
+        // Unless the machine was so busy that the moment is over.
+        assert!(
+            known.status == 429 || refused.elapsed() >= Duration::from_secs(1),
+            "{known:?}"
+        );
+        loop {
+            let status = proxy.get(path).await.status;
+            if status == later {
+                break;
+            }
+            assert_eq!(status, 429);
+            assert!(
+                refused.elapsed() < Duration::from_secs(1) + TIMEOUT_SLACK,
+                "{path}: still 429"
+            );
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        assert!(
+            proxy
+                .get_statuses(path, 10)
+                .await
+                .iter()
+                .all(|status| *status == later),
+            "{path}"
+        );
+    }
+}
+
+/// One request, policies of several modes: one `closed` is enough to refuse, whatever their order.
+#[tokio::test]
+async fn one_closed_policy_is_enough_to_refuse() {
+    const MODES: &str = r#"
+[[policy]]
+name = "open"
+match = { path = "/**" }
+limit = { requests = 100, per = "1h" }
+[[policy]]
+name = "closed-last"
+match = { path = "/last/**" }
+limit = { requests = 100, per = "1h" }
+on_store_failure = "closed"
+[[policy]]
+name = "closed-first"
+priority = 5
+match = { path = "/first" }
+limit = { requests = 100, per = "1h" }
+on_store_failure = "closed"
+[[policy]]
+name = "dark"
+mode = "shadow"
+match = { path = "/dark" }
+limit = { requests = 100, per = "1h" }
+on_store_failure = "closed"
+[[policy]]
+name = "exempt"
+priority = 9
+action = "allow"
+match = { path = "/last/exempt" }
+[[policy]]
+name = "forbidden"
+action = "deny"
+match = { path = "/last/forbidden" }
+"#;
+    let mut server = RedisServer::start();
+    let rig = OutageFixture::new(server.port(), MODES).await;
+    for path in ["/", "/first", "/last/x", "/dark", "/last/exempt"] {
+        assert_eq!(rig.proxy.get(path).await.status, 200, "{path}");
+    }
+    server.kill();
+    for _ in 0..10 {
+        for path in ["/", "/dark", "/last/exempt"] {
+            assert_eq!(rig.proxy.get(path).await.status, 200, "{path}");
+        }
+        for (path, policy) in [("/first", "closed-first"), ("/last/x", "closed-last")] {
+            let reply = rig.proxy.get(path).await;
+            assert!(
+                is_fail_closed_reply(&reply) && reply.text().contains(policy),
+                "{path}: {reply:?}"
+            );
+        }
+        assert_eq!(rig.proxy.get("/last/forbidden").await.status, 403);
+    }
+}
+
+/// A policy that is known to refuse does so though another, `closed` one cannot be decided.
+#[tokio::test]
+async fn an_exhausted_policy_is_reported_before_a_closed_one() {
+    let mut server = RedisServer::start();
+    let rig = OutageFixture::new(server.port(), SMALL_POLICIES).await;
+    assert_eq!(rig.proxy.get_statuses("/both", 2).await, [200, 200]);
+    let mut client = RawClient::connect(rig.proxy.address).await;
+    let mut ask = async || {
+        client
+            .send("GET /both HTTP/1.1\r\nHost: shop.example\r\n\r\n")
+            .await
+            .read_response()
+            .await
+            .status
+    };
+    let refused = Instant::now();
+    assert_eq!(ask().await, 429);
+    server.kill();
+    let status = ask().await;
+    assert!(
+        status == 429 || refused.elapsed() >= Duration::from_secs(1),
+        "{status}"
+    );
+}
+
+/// The listener opens with the first connection to the store, or after `connect_timeout` without.
+#[tokio::test]
+async fn the_listener_waits_for_redis_at_most_connect_timeout() {
+    let upstream = Upstream::echo().await;
+    let mut server = RedisServer::start();
+    let port = server.port();
+    let start = async |connect_timeout| {
+        let started = Instant::now();
+        let proxy = build_proxy(port, connect_timeout, POLICIES)
+            .upstream(upstream.address)
+            .start()
+            .await;
+        (proxy, started.elapsed())
+    };
+    let (proxy, took) = start("8s").await;
+    assert!(
+        took < Duration::from_secs(4),
+        "Redis is there, and it waited {took:?}"
+    );
+    assert!(proxy.get("/open").await.header("ratelimit").is_some());
+
+    // It hangs, and then it doesn't: the first request is decided.
+    server.pause();
+    let (late, ()) = tokio::join!(start("9s"), async {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        server.resume();
+    });
+    assert!(
+        (Duration::from_millis(500)..Duration::from_secs(4)).contains(&late.1),
+        "{:?}",
+        late.1
+    );
+    assert!(late.0.get("/open").await.header("ratelimit").is_some());
+
+    // It is not there at all.
+    server.kill();
+    let (proxy, took) = start("400ms").await;
+    assert!(
+        (Duration::from_millis(400)..Duration::from_secs(3)).contains(&took),
+        "{took:?}"
+    );
+    assert_eq!(proxy.get("/open").await.status, 200);
+    assert!(is_fail_closed_reply(&proxy.get("/closed").await));
+    server.restart_async().await;
+    let back = Instant::now();
+    proxy
+        .wait_for_log("it to heal", 0, MAX_RECOVERY, |line| {
+            line.message_starts_with("Redis is up again")
+        })
+        .await;
+    assert!(proxy.get("/closed").await.header("ratelimit").is_some());
+    println!("started without Redis: back after {:?}", back.elapsed());
+    let store = proxy
+        .log_since(0)
+        .into_iter()
+        .filter(|line| line.message_starts_with("Redis"));
+    assert_eq!(store.count(), 2, "{}", proxy.log_text());
+}
+
+#[tokio::test]
+async fn a_rejected_password_is_logged_without_its_value() {
+    let server = RedisServer::start_with(&["--requirepass", "right"]);
+    let upstream = Upstream::echo().await;
+    let secret = "wrong-and-never-logged";
+    let builder = build_proxy(server.port(), "300ms", POLICIES).env(
+        "TIDEGATE_STORE__REDIS__URL",
+        &format!("redis://:{secret}@127.0.0.1:{}/0", server.port()),
+    );
+    let proxy = builder.upstream(upstream.address).start().await;
+    let said = proxy
+        .wait_for_log("why", 0, TEST_TIMEOUT, |line| {
+            line.message_starts_with("Redis is down")
+        })
+        .await;
+    assert_eq!(said.field("kind"), "noauth");
+    assert_eq!(proxy.get("/open").await.status, 200);
+    assert!(is_fail_closed_reply(&proxy.get("/closed").await));
+    assert!(!proxy.log_text().contains(secret), "{}", proxy.log_text());
+    let client =
+        redis::Client::open(format!("redis://:right@127.0.0.1:{}", server.port())).unwrap();
+    let mut admin = client.get_multiplexed_async_connection().await.unwrap();
+    let _: () = redis::cmd("CONFIG")
+        .arg(&["SET", "requirepass", secret])
+        .query_async(&mut admin)
+        .await
+        .unwrap();
+    proxy
+        .wait_for_log("it to heal", 0, MAX_RECOVERY, |line| {
+            line.message_starts_with("Redis is up again")
+        })
+        .await;
+    assert!(proxy.get("/closed").await.header("ratelimit").is_some());
+}
+
+/// Whatever answers in Redis' place: one line that says so, degraded decisions, and the proxy lives.
+#[tokio::test]
+async fn a_server_that_is_not_redis_is_logged_once() {
+    let cases: [(&'static [u8], &'static [&'static str]); 14] = [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", &["reply"]),
+        (b"+OK\r\n", &["reply"]),
+        (b":1\r\n", &["reply"]),
+        (b"*0\r\n", &["reply"]),
+        (b"%1\r\n+a\r\n:1\r\n", &["reply"]),
+        (b"$5\r\n1 2 3\r\n", &["reply"]),
+        (b"$-2\r\n", &["reply"]),
+        (b"*1000000000\r\n", &["timeout"]),
+        (b"$536870912\r\nx", &["timeout", "reply"]),
+        (b"-ERR unknown command\r\n", &["other"]),
+        (b"-NOSCRIPT gone\r\n", &["noscript"]),
+        (
+            b"-DENIED Redis is running in protected mode\r\n",
+            &["other"],
+        ),
+        (b"\x00\xff\xfe\x16\x03\x01", &["reply"]),
+        (b"", &["connection"]),
+    ];
+    let upstream = Upstream::echo().await;
+    let mut tests = JoinSet::new();
+    for (answer, kinds) in cases {
+        tests.spawn(check_non_redis_server(answer, kinds, upstream.address));
+    }
+    tests.join_all().await;
+}
+
+async fn check_non_redis_server(
+    answer: &'static [u8],
+    kinds: &'static [&'static str],
+    upstream: SocketAddr,
+) {
+    let text = String::from_utf8_lossy(answer);
+    let mut proxy = build_proxy(start_fixed_reply_server(answer).await, "300ms", POLICIES)
+        .upstream(upstream)
+        .start()
+        .await;
+    for _ in 0..10 {
+        assert_eq!(proxy.get("/open").await.status, 200, "{text:?}");
+        assert!(
+            is_fail_closed_reply(&proxy.get("/closed").await),
+            "{text:?}"
+        );
+    }
+    let said = proxy
+        .wait_for_log("why", 0, TEST_TIMEOUT, |line| {
+            line.message_starts_with("Redis is down")
+        })
+        .await;
+    assert!(kinds.contains(&&*said.field("kind")), "{text:?}: {said:?}");
+    let store = proxy
+        .log_since(0)
+        .into_iter()
+        .filter(|line| line.message_starts_with("Redis"))
+        .count();
+    assert!(
+        store == 1 && proxy.is_running() && !proxy.log_text().contains("panicked"),
+        "{text:?}: {}",
+        proxy.log_text()
+    );
+}

@@ -1,0 +1,135 @@
+//! What the practice of limiting with Redis asks for, where no other test is about it. The table is in
+//! `docs/CONTRIBUTING.md`.
+
+use crate::support::fake_redis::TcpRelay;
+use crate::support::redis::{RedisServer, connect_redis, redis_settings};
+use crate::support::store_harness::{EVERY_ALGORITHM, test_seed};
+use fastrand::Rng;
+use std::time::{Duration, Instant};
+use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
+use tidegate::store::redis::{RedisStore, ScriptLibrary};
+use tokio::task::JoinSet;
+
+const LIMIT: Limit = Limit {
+    requests: 1000,
+    per_us: 60_000_000,
+    algorithm: Algorithm::SlidingLog,
+};
+
+/// So many questions at once, each about a key of its own.
+async fn decide_concurrently(redis: &RedisStore, questions: usize) {
+    let mut asked = JoinSet::new();
+    for n in 0..questions {
+        let redis = redis.clone();
+        asked.spawn(async move {
+            let key = KeyBuilder::new(&n.to_string()).finish();
+            let charge = Charge::new(&LIMIT, &key, 1);
+            redis
+                .decide(&[charge], tokio::time::Instant::now())
+                .await
+                .unwrap();
+        });
+    }
+    asked.join_all().await;
+}
+
+#[tokio::test]
+async fn concurrent_decisions_are_pipelined_on_one_connection() {
+    const DECISION_COUNT: usize = 200;
+    let far = Duration::from_millis(40);
+    let server = RedisServer::start();
+    let relay = TcpRelay::start(server.port()).await;
+    let patient = tidegate::store::redis::RedisSettings {
+        timeout: Duration::from_secs(10),
+        ..redis_settings(relay.port)
+    };
+    let (_shared, redis) = connect_redis(patient).await;
+    let before = server
+        .read_info_number("stats", "total_connections_received")
+        .await;
+    relay.delay_replies(far);
+    let asked = Instant::now();
+    decide_concurrently(&redis, DECISION_COUNT).await;
+    let took = asked.elapsed();
+    assert!(
+        took < far * 20,
+        "{DECISION_COUNT} questions took {took:?}, one after the other {:?}",
+        far * 200
+    );
+    let opened = server
+        .read_info_number("stats", "total_connections_received")
+        .await
+        - before;
+    // That of the test, which asks.
+    assert_eq!(opened, 1);
+}
+
+#[tokio::test]
+async fn a_script_is_loaded_once_and_then_called_by_hash() {
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
+    decide_concurrently(&redis, 100).await;
+    let loads = server
+        .read_info_number("commandstats", "cmdstat_script|load")
+        .await;
+    // One to prove the connection, and what was wanted since.
+    assert!(loads < 10, "{loads}");
+    let named = server
+        .read_info_number("commandstats", "cmdstat_evalsha")
+        .await;
+    decide_concurrently(&redis, 100).await;
+    assert_eq!(
+        server
+            .read_info_number("commandstats", "cmdstat_script|load")
+            .await,
+        loads
+    );
+    // Those who ask at the same time share calls.
+    assert!(
+        server
+            .read_info_number("commandstats", "cmdstat_evalsha")
+            .await
+            > named
+    );
+    assert_eq!(
+        server
+            .read_info_number("commandstats", "cmdstat_eval")
+            .await,
+        0
+    );
+}
+
+/// Asked of Redis itself, and whatever a client or an owner writes into names.
+#[tokio::test]
+async fn all_redis_keys_of_one_policy_key_share_a_hash_slot() {
+    let server = RedisServer::start_with(&["--cluster-enabled", "yes"]);
+    let mut rng = Rng::with_seed(test_seed());
+    let mut slots = Vec::new();
+    for (prefix, value) in [
+        ("shop", "ann"),
+        ("shop", "bob"),
+        ("{shop}", "{}"),
+        ("a{b", "}{x}"),
+        ("", "{ann}"),
+    ] {
+        let (script, mut key) = (ScriptLibrary::new(prefix), KeyBuilder::new("p"));
+        key.push_part(Some(value.as_bytes()));
+        let key = key.finish();
+        let mut own = Vec::new();
+        for (_, draw) in EVERY_ALGORITHM {
+            let limit = draw(&mut rng);
+            let name = script.counter_key(&Charge::new(&limit, &key, 1));
+            own.push(
+                server
+                    .command::<u64>(&format!("CLUSTER KEYSLOT {name}"))
+                    .await,
+            );
+        }
+        own.dedup();
+        assert_eq!(own.len(), 1, "{prefix:?}, {value:?}");
+        slots.extend(own);
+    }
+    slots.sort_unstable();
+    slots.dedup();
+    assert!(slots.len() > 3, "but others elsewhere: {slots:?}");
+}

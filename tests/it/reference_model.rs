@@ -1,0 +1,801 @@
+//! The naive model: SEMANTICS as plain Rust, slow and obviously right.
+//!
+//! It never forgets and never trims: per counter it keeps every unit that was ever charged, with its
+//! time, and answers each question by looking at all of them. The stores are judged against it.
+
+use std::collections::HashMap;
+use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Limit, LimitStatus, Refusal};
+
+#[derive(Debug, Default)]
+pub struct NaiveModel {
+    counters: HashMap<CounterId, Vec<SpentUnits>>,
+}
+
+/// What makes two charges use the same counter: the key, the algorithm with its offset, and the period.
+/// Never the amount: a changed limit keeps the usage so far.
+type CounterId = (u128, Algorithm, u64);
+
+#[derive(Clone, Copy, Debug)]
+struct SpentUnits {
+    at_us: u64,
+    units: u64,
+    /// What the limit paid back per period when this was spent.
+    units_per_period: u64,
+    per_us: u64,
+    warm_up_us: u64,
+}
+
+impl NaiveModel {
+    /// Decides one request at the store's clock, all or nothing.
+    pub fn decide(&mut self, clock_us: u64, charges: &[Charge<'_>]) -> Decision {
+        let refusals: Vec<_> = charges
+            .iter()
+            .map(|charge| self.find_refusal(clock_us, charge))
+            .collect();
+        let admits = |wanted: &dyn Fn(&Charge<'_>) -> bool| {
+            charges
+                .iter()
+                .zip(&refusals)
+                .all(|(charge, refusal)| !wanted(charge) || refusal.is_none())
+        };
+        let admitted = admits(&|charge| !charge.shadow);
+        let mut delay_us = 0;
+        // The limits of its policy, not its own refusal, begin a block; what never fits begins none.
+        let is_over = |block: &Charge<'_>| {
+            charges.iter().zip(&refusals).any(|(charge, refusal)| {
+                charge.group == block.group
+                    && charge.limit.algorithm != Algorithm::Block
+                    && matches!(refusal, Some(Refusal::Until(_)))
+            })
+        };
+        let mut told = refusals.clone();
+        let settles = charges.iter().any(|charge| charge.settles);
+        let mut stands_us: Vec<_> = charges.iter().filter(|_| settles).map(|_| None).collect();
+        for (n, (charge, refusal)) in charges.iter().zip(&refusals).enumerate() {
+            let charged = match charge.limit.algorithm {
+                Algorithm::Block => refusal.is_none() && is_over(charge),
+                _ => admitted && admits(&|other| other.group == charge.group),
+            };
+            if charge.settles && charged && charge.cost > 0 {
+                stands_us[n] = Some(self.now_us(clock_us, charge));
+            }
+            if charged {
+                self.charge(clock_us, charge);
+                if !charge.shadow && charge.cost > 0 {
+                    delay_us = delay_us.max(self.delay_us(clock_us, charge));
+                }
+            } else if charge.counts_rejected
+                && (admitted || !charge.shadow)
+                && !admits(&|other| other.is_same_policy(charge))
+            {
+                // A knock is in the way of the next.
+                self.charge_rejected(clock_us, charge);
+                told[n] = self.find_refusal(clock_us, charge);
+            }
+        }
+        let standings = charges
+            .iter()
+            .zip(told)
+            .map(|(charge, refusal)| LimitStatus {
+                remaining: self.remaining_at(charge, self.now_us(clock_us, charge)),
+                next_growth_us: self.next_growth_us(clock_us, charge),
+                refusal,
+            });
+        Decision {
+            now_us: clock_us,
+            admitted,
+            statuses: standings.map(Some).collect(),
+            delay_us,
+            grants: <_>::default(),
+            charged_at_us: stands_us.into(),
+        }
+    }
+
+    /// Puts right what was charged before. What is given back is taken off what was charged at that time, or in its
+    /// sub-window or window, as far as that still counts; of buckets there is no such thing.
+    pub fn apply_amendment(&mut self, clock_us: u64, charge: &Charge<'_>, amendment: Amendment) {
+        let (units, charged_us) = match amendment {
+            Amendment::Charge(units) => {
+                return self.charge(
+                    clock_us,
+                    &Charge {
+                        cost: units,
+                        ..*charge
+                    },
+                );
+            }
+            Amendment::BackdatedCharge { units, age_us } => {
+                return self.charge(
+                    clock_us - age_us,
+                    &Charge {
+                        cost: units,
+                        ..*charge
+                    },
+                );
+            }
+            Amendment::Credit { units, at_us } => (units, at_us),
+            Amendment::Renew { .. } | Amendment::Release { .. } => {
+                unreachable!("slots are no units")
+            }
+        };
+        let (
+            Limit {
+                per_us, algorithm, ..
+            },
+            now_us,
+        ) = (*charge.limit, self.now_us(clock_us, charge));
+        let stands_at = |at_us: u64| match algorithm {
+            Algorithm::SlidingLog => i128::from(at_us),
+            Algorithm::SlidingWindow { buckets } => {
+                i128::from(sub_window_end_us(per_us, buckets, at_us))
+            }
+            Algorithm::FixedWindow { offset_us } => window_number(per_us, offset_us, at_us),
+            _ => unreachable!("from a debt nothing can be told apart"),
+        };
+        let there = |spent: &SpentUnits| stands_at(spent.at_us) == stands_at(charged_us);
+        self.remove_units(charge, units, |spent| {
+            there(spent) && is_counted(charge.limit, spent, now_us)
+        });
+    }
+
+    /// Units that a further request would still get.
+    pub fn remaining(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
+        self.remaining_at(charge, self.now_us(clock_us, charge))
+    }
+
+    /// Every moment at which something comes back: where an off-by-one would show.
+    pub fn boundary_times_us(&self) -> Vec<u64> {
+        let mut edges: Vec<_> = self
+            .counters
+            .iter()
+            .flat_map(|((_, algorithm, per_us), spent)| {
+                spent.iter().map(|spent| match algorithm {
+                    _ if spent.warm_up_us > 0 => spent.at_us + spent.warm_up_us,
+                    Algorithm::Block | Algorithm::Concurrency { .. } => spent.at_us + spent.per_us,
+                    _ => expires_at_us(*algorithm, *per_us, spent.at_us),
+                })
+            })
+            .collect();
+        edges.sort_unstable();
+        edges.dedup();
+        edges
+    }
+
+    fn find_refusal(&self, clock_us: u64, charge: &Charge<'_>) -> Option<Refusal> {
+        let limit = charge.limit;
+        if limit.requests == 0 || charge.cost > limit.capacity() {
+            return Some(Refusal::Never);
+        }
+        let now_us = self.now_us(clock_us, charge);
+        let fits_at = |at_us: u64| self.used_at(charge, at_us) + charge.cost <= limit.capacity();
+        if fits_at(now_us) {
+            return None;
+        }
+        if let Algorithm::Concurrency { .. } = limit.algorithm {
+            return Some(Refusal::Unknown);
+        }
+        let until = self
+            .times_after(now_us, charge)
+            .into_iter()
+            .find(|at_us| fits_at(*at_us));
+        Some(Refusal::Until(
+            until.expect("all that was spent comes back"),
+        ))
+    }
+
+    fn next_growth_us(&self, clock_us: u64, charge: &Charge<'_>) -> Option<u64> {
+        if let Algorithm::Concurrency { .. } = charge.limit.algorithm {
+            return None;
+        }
+        let now_us = self.now_us(clock_us, charge);
+        let remaining = self.remaining_at(charge, now_us);
+        self.times_after(now_us, charge)
+            .into_iter()
+            .find(|at_us| self.remaining_at(charge, *at_us) > remaining)
+    }
+
+    /// How long the request that was charged last waits: until the line before its last unit is gone.
+    fn delay_us(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
+        let Limit {
+            requests,
+            per_us,
+            algorithm,
+        } = *charge.limit;
+        let Algorithm::LeakyBucket { .. } = algorithm else {
+            return 0;
+        };
+        let debt = debt_at(
+            self.spent_units(charge),
+            self.now_us(clock_us, charge),
+            requests,
+            per_us,
+        );
+        debt.saturating_sub(u128::from(per_us))
+            .div_ceil(u128::from(requests)) as u64
+    }
+
+    fn remaining_at(&self, charge: &Charge<'_>, at_us: u64) -> u64 {
+        charge
+            .limit
+            .capacity()
+            .saturating_sub(self.used_at(charge, at_us))
+    }
+
+    /// The units that count at a time not before the newest of them.
+    fn used_at(&self, charge: &Charge<'_>, at_us: u64) -> u64 {
+        let Limit {
+            requests,
+            per_us,
+            algorithm,
+        } = *charge.limit;
+        if let Algorithm::TokenBucket {
+            warm_up_us: 1.., ..
+        } = algorithm
+        {
+            let owed = debt_while_warming_up(self.spent_units(charge), at_us, charge.limit);
+            return owed.div_ceil(u128::from(per_us)) as u64;
+        }
+        if let Algorithm::TokenBucket { .. } = algorithm {
+            return debt_at(self.spent_units(charge), at_us, requests, per_us)
+                .div_ceil(u128::from(per_us)) as u64;
+        }
+        if let Algorithm::LeakyBucket { .. } = algorithm {
+            let debt = debt_at(self.spent_units(charge), at_us, requests, per_us);
+            // What does not leave room for one unit fewer: the line holds one and what may wait.
+            let most = u128::from(per_us) + max_delay_debt(charge.limit);
+            let free = |used: &u64| {
+                debt + u128::from(charge.limit.capacity().saturating_sub(*used) * per_us) <= most
+            };
+            return (0..=charge.limit.capacity())
+                .find(free)
+                .unwrap_or(charge.limit.capacity() + 1);
+        }
+        let spent = self
+            .spent_units(charge)
+            .iter()
+            .filter(|spent| is_counted(charge.limit, spent, at_us));
+        spent.map(|spent| spent.units).sum()
+    }
+
+    fn times_after(&self, now_us: u64, charge: &Charge<'_>) -> Vec<u64> {
+        let Limit {
+            requests,
+            per_us,
+            algorithm,
+        } = *charge.limit;
+        if let Algorithm::TokenBucket {
+            warm_up_us: 1.., ..
+        } = algorithm
+        {
+            return self.return_times_while_warming_up(now_us, charge);
+        }
+        if let Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } = algorithm {
+            // A unit is back whenever the debt is a whole number of units above what can be owed for nothing.
+            let slack = max_delay_debt(charge.limit) % u128::from(per_us);
+            let debt =
+                debt_at(self.spent_units(charge), now_us, requests, per_us).saturating_sub(slack);
+            let units = (0..debt.div_ceil(u128::from(per_us))).rev();
+            let rate = self
+                .spent_units(charge)
+                .last()
+                .map_or(requests, |last| last.units_per_period.max(requests))
+                .max(1);
+            let paid =
+                units.map(|left| (debt - left * u128::from(per_us)).div_ceil(u128::from(rate)));
+            return paid.map(|after_us| now_us + after_us as u64).collect();
+        }
+        let mut moments: Vec<_> = self
+            .spent_units(charge)
+            .iter()
+            .map(|spent| match algorithm {
+                Algorithm::Block | Algorithm::Concurrency { .. } => spent.at_us + spent.per_us,
+                _ => expires_at_us(algorithm, per_us, spent.at_us),
+            })
+            .filter(|at_us| *at_us > now_us)
+            .collect();
+        moments.sort_unstable();
+        moments
+    }
+
+    /// Units only come back until the bucket turns cold, and again from then on.
+    fn return_times_while_warming_up(&self, now_us: u64, charge: &Charge<'_>) -> Vec<u64> {
+        let drained_us = now_us + charge.limit.capacity() * charge.limit.per_us + 1_000;
+        let cold_us = self
+            .spent_units(charge)
+            .last()
+            .map_or(now_us, |last| last.at_us + last.warm_up_us);
+        let cold_us = cold_us.clamp(now_us, drained_us);
+        let mut moments = Vec::new();
+        for units in 0..self.used_at(charge, now_us) {
+            for (from_us, to_us) in [(now_us, cold_us), (cold_us, drained_us)] {
+                let is_back = |at_us: u64| self.used_at(charge, at_us) <= units;
+                let (mut low_us, mut high_us) = (from_us, to_us);
+                while low_us < high_us {
+                    let middle_us = (low_us + high_us) / 2;
+                    if is_back(middle_us) {
+                        high_us = middle_us
+                    } else {
+                        low_us = middle_us + 1
+                    }
+                }
+                if low_us < to_us {
+                    moments.push(low_us);
+                }
+            }
+        }
+        moments.sort_unstable();
+        moments
+    }
+
+    /// A clock that steps back never loosens: time stands at the newest that this key's state has seen,
+    /// which for a fixed window is its start.
+    fn now_us(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
+        let Limit {
+            per_us, algorithm, ..
+        } = *charge.limit;
+        let newest = self
+            .spent_units(charge)
+            .iter()
+            .map(|spent| match algorithm {
+                Algorithm::SlidingLog
+                | Algorithm::TokenBucket { .. }
+                | Algorithm::LeakyBucket { .. } => spent.at_us,
+                // It holds until its end, wherever the clock goes.
+                Algorithm::Block | Algorithm::Concurrency { .. } => 0,
+                Algorithm::SlidingWindow { buckets } => {
+                    sub_window_end_us(per_us, buckets, spent.at_us) + 1 - per_us.div_ceil(buckets)
+                }
+                Algorithm::FixedWindow { offset_us } => window_start_us(
+                    per_us,
+                    offset_us,
+                    window_number(per_us, offset_us, spent.at_us),
+                ),
+            });
+        newest
+            .max()
+            .map_or(clock_us, |newest_us| newest_us.max(clock_us))
+    }
+
+    fn charge(&mut self, clock_us: u64, charge: &Charge<'_>) {
+        let at_us = self.now_us(clock_us, charge);
+        if charge.cost > 0 {
+            self.counters
+                .entry(counter_id(charge))
+                .or_default()
+                .push(SpentUnits {
+                    at_us,
+                    units: charge.cost,
+                    units_per_period: charge.limit.requests,
+                    per_us: charge.limit.per_us,
+                    warm_up_us: match charge.limit.algorithm {
+                        Algorithm::TokenBucket { warm_up_us, .. } => warm_up_us,
+                        _ => 0,
+                    },
+                });
+        }
+    }
+
+    /// Takes what was refused, as far as the capacity goes: in a window of the clock what there is; otherwise all of it,
+    /// in place of the oldest units that count.
+    fn charge_rejected(&mut self, clock_us: u64, charge: &Charge<'_>) {
+        let now_us = self.now_us(clock_us, charge);
+        let (before, capacity) = (self.used_at(charge, now_us), charge.limit.capacity());
+        let cost = charge.cost.min(capacity);
+        let most = before.max(capacity.min(before + cost));
+        match charge.limit.algorithm {
+            Algorithm::FixedWindow { .. } => self.charge(
+                clock_us,
+                &Charge {
+                    cost: most - before,
+                    ..*charge
+                },
+            ),
+            Algorithm::SlidingLog | Algorithm::SlidingWindow { .. } => {
+                self.charge(clock_us, &Charge { cost, ..*charge });
+                let beyond = self.used_at(charge, now_us) - most;
+                self.remove_units(charge, beyond, |spent| {
+                    is_counted(charge.limit, spent, now_us)
+                });
+            }
+            Algorithm::Block => {}
+            _ => unreachable!("parts of a unit are not kept here"),
+        }
+    }
+
+    /// Takes units off the oldest of those that are wanted.
+    fn remove_units(
+        &mut self,
+        charge: &Charge<'_>,
+        units: u64,
+        wanted: impl Fn(&SpentUnits) -> bool,
+    ) {
+        let spent = self.counters.entry(counter_id(charge)).or_default();
+        for _ in 0..units {
+            if let Some(oldest) = spent
+                .iter_mut()
+                .find(|spent| spent.units > 0 && wanted(spent))
+            {
+                oldest.units -= 1;
+            }
+        }
+    }
+
+    fn spent_units(&self, charge: &Charge<'_>) -> &[SpentUnits] {
+        self.counters
+            .get(&counter_id(charge))
+            .map_or(&[], Vec::as_slice)
+    }
+}
+
+fn counter_id(charge: &Charge<'_>) -> CounterId {
+    let (algorithm, per_us) = charge.limit.counter_identity();
+    (charge.key.id(), algorithm, per_us)
+}
+
+/// Whether what was spent still counts, where it does so as a whole.
+fn is_counted(limit: &Limit, spent: &SpentUnits, at_us: u64) -> bool {
+    let per_us = limit.per_us;
+    match limit.algorithm {
+        // The window is (now − per, now]: an entry exactly one period old is out.
+        Algorithm::SlidingLog => spent.at_us + per_us > at_us,
+        Algorithm::FixedWindow { offset_us } => {
+            window_number(per_us, offset_us, spent.at_us) == window_number(per_us, offset_us, at_us)
+        }
+        // A sub-window counts whole while its last instant is in the window.
+        Algorithm::SlidingWindow { buckets } => {
+            sub_window_end_us(per_us, buckets, spent.at_us) + per_us > at_us
+        }
+        Algorithm::Block | Algorithm::Concurrency { .. } => spent.at_us + spent.per_us > at_us,
+        Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => {
+            unreachable!("reckoned from its debt")
+        }
+    }
+}
+
+fn expires_at_us(algorithm: Algorithm, per_us: u64, at_us: u64) -> u64 {
+    match algorithm {
+        // For a bucket only a moment worth looking at.
+        Algorithm::SlidingLog
+        | Algorithm::TokenBucket { .. }
+        | Algorithm::LeakyBucket { .. }
+        | Algorithm::Concurrency { .. }
+        | Algorithm::Block => at_us + per_us,
+        Algorithm::SlidingWindow { buckets } => sub_window_end_us(per_us, buckets, at_us) + per_us,
+        Algorithm::FixedWindow { offset_us } => window_start_us(
+            per_us,
+            offset_us,
+            window_number(per_us, offset_us, at_us) + 1,
+        ),
+    }
+}
+
+/// The last instant of the sub-window that holds `at_us`.
+fn sub_window_end_us(per_us: u64, buckets: u64, at_us: u64) -> u64 {
+    let width_us = per_us.div_ceil(buckets);
+    (at_us / width_us + 1) * width_us - 1
+}
+
+/// What may be owed beside a unit that goes at once, in units of 1 / per; for all but a leaky bucket nothing.
+fn max_delay_debt(limit: &Limit) -> u128 {
+    match limit.algorithm {
+        Algorithm::LeakyBucket { max_delay_us } => {
+            u128::from(max_delay_us) * u128::from(limit.requests)
+        }
+        _ => 0,
+    }
+}
+
+/// What is owed at a time, in units of 1 / per: all that was spent, less what was paid back since.
+fn debt_at(spent: &[SpentUnits], at_us: u64, rate: u64, per_us: u64) -> u128 {
+    let (mut debt, mut since_us, mut last_rate) = (0_u128, 0, rate);
+    for one in spent.iter().chain([&SpentUnits {
+        at_us,
+        units: 0,
+        units_per_period: rate,
+        per_us,
+        warm_up_us: 0,
+    }]) {
+        // What was taken at a faster rate is paid back at that.
+        let paid = u128::from(one.at_us.saturating_sub(since_us))
+            * u128::from(last_rate.max(one.units_per_period));
+        debt = debt.saturating_sub(paid) + u128::from(one.units) * u128::from(per_us);
+        (since_us, last_rate) = (one.at_us, one.units_per_period);
+    }
+    debt
+}
+
+/// The same for a bucket that warms up, or what its capacity lacks if that is more.
+fn debt_while_warming_up(spent: &[SpentUnits], at_us: u64, limit: &Limit) -> u128 {
+    let Algorithm::TokenBucket { burst, warm_up_us } = limit.algorithm else {
+        return 0;
+    };
+    let width_us = warm_up_us.div_ceil(100);
+    let lacks = burst - (burst / 3).max(1);
+    // What flowed in from the start of a warm-up on: the n-th step at (100 + 2n) / 300 of the rate.
+    let worth_us = |since_us: u64| {
+        let step_us = |n: u64| since_us.saturating_sub(n * width_us).min(width_us) * (100 + 2 * n);
+        // Once it is over, a third of it is lost, less what the steps are short of a line.
+        let steps = if since_us < 100 * width_us {
+            (0..100).map(step_us).sum()
+        } else {
+            19_900 * width_us
+        };
+        steps / 300 + since_us.saturating_sub(100 * width_us)
+    };
+    let (mut debt, mut start_us, mut last): (u128, u64, Option<&SpentUnits>) = (0, 0, None);
+    for one in spent.iter().chain([&SpentUnits {
+        at_us,
+        units: 0,
+        units_per_period: limit.requests,
+        per_us: 0,
+        warm_up_us,
+    }]) {
+        if let Some(last) = last {
+            let worth_us = worth_us(one.at_us - start_us) - worth_us(last.at_us - start_us);
+            debt = debt.saturating_sub(u128::from(
+                worth_us * last.units_per_period.max(one.units_per_period),
+            ));
+        }
+        if last.is_none_or(|last| one.at_us >= last.at_us + warm_up_us) {
+            start_us = one.at_us;
+        }
+        let lacking = lacks - lacks * ((one.at_us - start_us) / width_us).min(100) / 100;
+        debt = debt.max(u128::from(lacking * limit.per_us)) + u128::from(one.units * limit.per_us);
+        last = Some(one);
+    }
+    debt
+}
+
+/// The number of the window that holds `at_us`: floor((at − offset) / per).
+fn window_number(per_us: u64, offset_us: u64, at_us: u64) -> i128 {
+    (i128::from(at_us) - i128::from(offset_us)).div_euclid(i128::from(per_us))
+}
+
+fn window_start_us(per_us: u64, offset_us: u64, window: i128) -> u64 {
+    let start = window * i128::from(per_us) + i128::from(offset_us);
+    u64::try_from(start.max(0)).expect("tests stay below the year 500000")
+}
+
+/// The model itself, on sequences small enough to work out by hand.
+mod hand_computed {
+    use super::*;
+    use tidegate::limiter::{Key, KeyBuilder};
+
+    const BASE_US: u64 = 1_800_000_000_000_000;
+
+    struct ModelFixture {
+        model: NaiveModel,
+        key: Key,
+        limit: Limit,
+    }
+
+    impl ModelFixture {
+        fn new(requests: u64, per_us: u64, algorithm: Algorithm) -> Self {
+            let key = KeyBuilder::new("p").finish();
+            Self {
+                model: NaiveModel::default(),
+                key,
+                limit: Limit {
+                    requests,
+                    per_us,
+                    algorithm,
+                },
+            }
+        }
+
+        fn decide(&mut self, at_us: u64, cost: u64) -> LimitStatus {
+            let charge = Charge::new(&self.limit, &self.key, cost);
+            self.model.decide(at_us, &[charge]).statuses[0].unwrap()
+        }
+    }
+
+    #[test]
+    fn a_sliding_log_frees_units_when_the_oldest_needed_charge_expires() {
+        let mut bench = ModelFixture::new(3, 100, Algorithm::SlidingLog);
+        assert_eq!(
+            bench.decide(BASE_US, 1),
+            LimitStatus {
+                remaining: 2,
+                next_growth_us: Some(BASE_US + 100),
+                refusal: None
+            }
+        );
+        assert_eq!(bench.decide(BASE_US + 10, 2).remaining, 0);
+        assert_eq!(
+            bench.decide(BASE_US + 20, 1).refusal,
+            Some(Refusal::Until(BASE_US + 100))
+        );
+        assert_eq!(
+            bench.decide(BASE_US + 20, 2).refusal,
+            Some(Refusal::Until(BASE_US + 110))
+        );
+        assert_eq!(bench.decide(BASE_US + 20, 4).refusal, Some(Refusal::Never));
+        assert_eq!(
+            bench.decide(BASE_US + 99, 1).refusal,
+            Some(Refusal::Until(BASE_US + 100))
+        );
+        assert_eq!(bench.decide(BASE_US + 100, 1).refusal, None);
+    }
+
+    #[test]
+    fn a_fixed_window_resets_at_its_end() {
+        let mut bench = ModelFixture::new(2, 100, Algorithm::FixedWindow { offset_us: 30 });
+        assert_eq!(bench.decide(BASE_US + 129, 2).refusal, None);
+        assert_eq!(
+            bench.decide(BASE_US + 129, 1).refusal,
+            Some(Refusal::Until(BASE_US + 130))
+        );
+        assert_eq!(bench.decide(BASE_US + 130, 2).refusal, None);
+        assert_eq!(
+            bench.decide(BASE_US + 229, 1).refusal,
+            Some(Refusal::Until(BASE_US + 230))
+        );
+    }
+
+    #[test]
+    fn a_leaky_bucket_reports_the_delay_of_each_request() {
+        // A place every 10, and none waits for more than 25.
+        let mut bench = ModelFixture::new(10, 100, Algorithm::LeakyBucket { max_delay_us: 25 });
+        let mut ask = |at_us: u64, cost| {
+            let charge = Charge::new(&bench.limit, &bench.key, cost);
+            let decision = bench.model.decide(at_us, &[charge]);
+            let standing = decision.statuses[0].unwrap();
+            (
+                standing.refusal.ok_or(decision.delay_us),
+                standing.remaining,
+            )
+        };
+        assert_eq!(ask(BASE_US, 1), (Err(0), 2));
+        assert_eq!(ask(BASE_US, 1), (Err(10), 1));
+        assert_eq!(ask(BASE_US, 1), (Err(20), 0));
+        assert_eq!(ask(BASE_US, 1), (Ok(Refusal::Until(BASE_US + 5)), 0));
+        assert_eq!(ask(BASE_US + 4, 1), (Ok(Refusal::Until(BASE_US + 5)), 0));
+        assert_eq!(ask(BASE_US + 5, 1), (Err(25), 0));
+        assert_eq!(ask(BASE_US + 40, 4), (Ok(Refusal::Never), 3));
+        // The line is empty at T + 40: this one has the places at 40, 50 and 60, and goes at the last.
+        assert_eq!(ask(BASE_US + 40, 3), (Err(20), 0));
+    }
+
+    #[test]
+    fn a_clock_that_steps_back_frees_no_units() {
+        let mut log = ModelFixture::new(1, 100, Algorithm::SlidingLog);
+        assert_eq!(log.decide(BASE_US, 1).refusal, None);
+        assert_eq!(
+            log.decide(BASE_US - 1_000, 1).refusal,
+            Some(Refusal::Until(BASE_US + 100))
+        );
+        let mut window = ModelFixture::new(1, 100, Algorithm::FixedWindow { offset_us: 0 });
+        assert_eq!(window.decide(BASE_US + 50, 1).refusal, None);
+        assert_eq!(
+            window.decide(BASE_US - 1, 1).refusal,
+            Some(Refusal::Until(BASE_US + 100))
+        );
+    }
+
+    #[test]
+    fn a_lowered_limit_refuses_and_a_raised_one_admits_at_once() {
+        let mut bench = ModelFixture::new(4, 100, Algorithm::SlidingLog);
+        for at_us in [BASE_US, BASE_US + 1, BASE_US + 2, BASE_US + 3] {
+            bench.decide(at_us, 1);
+        }
+        bench.limit.requests = 2;
+        let standing = bench.decide(BASE_US + 4, 1);
+        assert_eq!(standing.refusal, Some(Refusal::Until(BASE_US + 102)));
+        assert_eq!(
+            (standing.remaining, standing.next_growth_us),
+            (0, Some(BASE_US + 102))
+        );
+        bench.limit.requests = 5;
+        assert_eq!(bench.decide(BASE_US + 4, 1).refusal, None);
+    }
+
+    #[test]
+    fn a_block_begins_with_a_refusal_and_is_not_prolonged() {
+        let key = KeyBuilder::new("p").finish();
+        let limits = [(1, 500, Algorithm::Block), (2, 100, Algorithm::SlidingLog)];
+        let limits = limits.map(|(requests, per_us, algorithm)| Limit {
+            requests,
+            per_us,
+            algorithm,
+        });
+        let mut model = NaiveModel::default();
+        let mut ask = |at_us, cost| {
+            let charge = |limit, cost| Charge::new(limit, &key, cost);
+            model.decide(at_us, &[charge(&limits[0], 1), charge(&limits[1], cost)])
+        };
+        assert!(ask(BASE_US, 2).admitted);
+        assert_eq!(
+            ask(BASE_US, 3).statuses[0].unwrap().next_growth_us,
+            None,
+            "never is no reason"
+        );
+        let begins = ask(BASE_US + 10, 1);
+        let closed = |refusal| LimitStatus {
+            remaining: 0,
+            next_growth_us: Some(BASE_US + 510),
+            refusal,
+        };
+        assert_eq!(begins.statuses[0], Some(closed(None)));
+        let until = Some(Refusal::Until(BASE_US + 510));
+        for at_us in [BASE_US + 11, BASE_US + 200, BASE_US + 509] {
+            let knock = ask(at_us, 1);
+            assert_eq!(
+                (knock.admitted, knock.statuses[0]),
+                (false, Some(closed(until)))
+            );
+        }
+        assert!(ask(BASE_US + 510, 1).admitted);
+    }
+
+    #[test]
+    fn a_counted_refusal_replaces_the_oldest_units() {
+        let key = KeyBuilder::new("p").finish();
+        let mut model = NaiveModel::default();
+        let limit = |algorithm| Limit {
+            requests: 3,
+            per_us: 100,
+            algorithm,
+        };
+        let mut knock = |limit: &Limit, at_us, cost| {
+            let charge = Charge {
+                counts_rejected: true,
+                ..Charge::new(limit, &key, cost)
+            };
+            let standing = model.decide(at_us, &[charge]).statuses[0].unwrap();
+            (standing.remaining, standing.refusal)
+        };
+        let log = limit(Algorithm::SlidingLog);
+        assert_eq!(knock(&log, BASE_US, 1), (2, None));
+        assert_eq!(knock(&log, BASE_US + 10, 1), (1, None));
+        // Now one of T, one of T + 10 and two of T + 20 would be in use: that of T is not any more.
+        assert_eq!(
+            knock(&log, BASE_US + 20, 2),
+            (0, Some(Refusal::Until(BASE_US + 120)))
+        );
+        assert_eq!(knock(&log, BASE_US + 30, 9), (0, Some(Refusal::Never)));
+        assert_eq!(
+            knock(&log, BASE_US + 129, 1),
+            (0, Some(Refusal::Until(BASE_US + 130)))
+        );
+        let window = limit(Algorithm::FixedWindow { offset_us: 0 });
+        assert_eq!(knock(&window, BASE_US, 2), (1, None));
+        assert_eq!(
+            knock(&window, BASE_US, 2),
+            (0, Some(Refusal::Until(BASE_US + 100)))
+        );
+    }
+
+    #[test]
+    fn a_credit_is_taken_from_units_charged_at_that_time() {
+        let mut bench = ModelFixture::new(9, 100, Algorithm::SlidingWindow { buckets: 10 });
+        bench.decide(BASE_US + 1, 3);
+        bench.decide(BASE_US + 2, 2);
+        bench.decide(BASE_US + 11, 4);
+        let charge = Charge::new(&bench.limit, &bench.key, 0);
+        let mut back = |units, at_us, now_us| {
+            bench
+                .model
+                .apply_amendment(now_us, &charge, Amendment::Credit { units, at_us });
+            bench.model.remaining(now_us, &charge)
+        };
+        assert_eq!(
+            back(4, BASE_US + 9, BASE_US + 20),
+            4,
+            "those of its sub-window"
+        );
+        assert_eq!(back(4, BASE_US + 9, BASE_US + 20), 5, "and no others");
+        assert_eq!(back(1, BASE_US + 11, BASE_US + 119), 9, "it has left");
+    }
+
+    #[test]
+    fn a_limit_of_zero_admits_nothing() {
+        let mut bench = ModelFixture::new(0, 100, Algorithm::SlidingLog);
+        let never = LimitStatus {
+            remaining: 0,
+            next_growth_us: None,
+            refusal: Some(Refusal::Never),
+        };
+        assert_eq!(bench.decide(BASE_US, 1), never);
+        assert_eq!(bench.decide(BASE_US, 0), never);
+    }
+}

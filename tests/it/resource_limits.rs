@@ -1,0 +1,245 @@
+//! What a stranger could make grow, and where it ends.
+
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::{RawClient, await_response, open_http2_connection};
+use crate::support::proxy::Proxy;
+use crate::support::upstream::{RawUpstream, Upstream};
+use http_body_util::{BodyExt, Full};
+use hyper::Request;
+use std::time::{Duration, Instant};
+
+#[tokio::test]
+async fn connections_beyond_the_limit_wait_until_one_closes() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("[listen]\nmax_connections = 2", upstream.address).await;
+    let request = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
+    let mut first = RawClient::connect(proxy.address).await;
+    let mut second = RawClient::connect(proxy.address).await;
+    assert_eq!(first.send(request).await.read_response().await.status, 200);
+    assert_eq!(second.send(request).await.read_response().await.status, 200);
+    let mut third = RawClient::connect(proxy.address).await;
+    third.send(request).await;
+    assert!(
+        !third.closes_within(Duration::from_millis(300)).await,
+        "it waits, and is not turned away"
+    );
+    assert_eq!(upstream.requests().len(), 2, "it is not served yet");
+    drop(first);
+    assert_eq!(third.read_response().await.status, 200);
+}
+
+#[tokio::test]
+async fn a_body_above_the_limit_is_a_413() {
+    let upstream = RawUpstream::with_response("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
+    let proxy = Proxy::start("[listen.http]\nmax_body_bytes = '1KiB'", upstream.address).await;
+    assert_eq!(
+        proxy
+            .request("POST", "/")
+            .body(vec![b'x'; 1_024])
+            .send_for_status()
+            .await,
+        200
+    );
+    let before = upstream.received_bytes().len();
+    let reply = proxy
+        .request("POST", "/")
+        .body(vec![b'x'; 1_025])
+        .send()
+        .await;
+    assert_eq!(
+        (reply.status, reply.header("content-type")),
+        (413, Some("application/problem+json"))
+    );
+    assert_eq!(
+        upstream.received_bytes().len(),
+        before,
+        "its length said it all"
+    );
+    let mut client = RawClient::connect(proxy.address).await;
+    client
+        .send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+        .await;
+    client
+        .send(format!(
+            "400\r\n{}\r\n1\r\nx\r\n0\r\n\r\n",
+            "x".repeat(1_024)
+        ))
+        .await;
+    assert_eq!(
+        client.read_response().await.status,
+        413,
+        "without a length, once it is seen"
+    );
+    assert!(
+        !upstream.received_bytes()[before..].ends_with(b"0\r\n\r\n"),
+        "the upstream saw no whole request"
+    );
+    let mut h2 = open_http2_connection(proxy.address).await;
+    let body = Full::from(vec![b'x'; 2_000]).boxed();
+    let request = Request::post("http://a/").body(body).unwrap();
+    assert_eq!(await_response(h2.send_request(request)).await.status(), 413);
+}
+
+#[tokio::test]
+async fn headers_above_the_limit_are_a_431() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("[listen.http]\nmax_headers = 10", upstream.address).await;
+    let request = |name: &'static str, count| {
+        let mut request = Request::get("http://a/")
+            .body(Full::default().boxed())
+            .unwrap();
+        for _ in 0..count {
+            request.headers_mut().append(name, "y=1".parse().unwrap());
+        }
+        request
+    };
+    let mut h2 = open_http2_connection(proxy.address).await;
+    for (name, count, status) in [("x", 10, 200), ("x", 11, 431), ("cookie", 30, 200)] {
+        assert_eq!(
+            await_response(h2.send_request(request(name, count)))
+                .await
+                .status(),
+            status,
+            "{count} {name}"
+        );
+    }
+    let lines = "x: y\r\n".repeat(10);
+    let mut client = RawClient::connect(proxy.address).await;
+    client
+        .send(format!("GET / HTTP/1.1\r\nHost: a\r\n{lines}\r\n"))
+        .await;
+    assert_eq!(client.read_response().await.status, 431);
+}
+
+#[tokio::test]
+async fn a_stalled_body_times_out() {
+    let upstream =
+        RawUpstream::with_script(|_, mut socket| async move { socket.read_to_close().await }).await;
+    let proxy = Proxy::start(
+        "[listen.http]\nbody_idle_timeout = '300ms'",
+        upstream.address,
+    )
+    .await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client
+        .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nshort")
+        .await;
+    let start = Instant::now();
+    let reply = client.read_response_or_close().await;
+    assert!(start.elapsed() < TEST_TIMEOUT / 2, "{:?}", start.elapsed());
+    assert!(
+        reply.is_none_or(|reply| matches!(reply.status, 400 | 408)),
+        "the client's fault"
+    );
+    client.read_to_close().await;
+}
+
+#[tokio::test]
+async fn a_slow_but_steady_body_is_accepted() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("[listen.http]\nbody_idle_timeout = '1s'", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client
+        .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 8\r\n\r\n")
+        .await;
+    for _ in 0..8 {
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        client.send("x").await;
+    }
+    assert_eq!(client.read_response().await.json()["body_len"], 8);
+}
+
+#[tokio::test]
+async fn an_idle_connection_is_closed_after_its_timeout() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("[listen.http]\nidle_timeout = '300ms'", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    assert_eq!(client.read_response().await.status, 200);
+    assert!(client.closes_within(TEST_TIMEOUT).await);
+}
+
+/// The first ones take what resting connections have given back, so that only the others are counted.
+#[tokio::test]
+async fn an_idle_connection_uses_little_memory() {
+    const CONNECTIONS_PER_ROUND: u64 = 100;
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("[listen]\nthreads = 1", upstream.address).await;
+    let mut clients = Vec::new();
+    let mut after_first = None;
+    for _ in 0..6 {
+        for _ in 0..CONNECTIONS_PER_ROUND {
+            let mut client = RawClient::connect(proxy.address).await;
+            client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+            assert_eq!(client.read_response().await.status, 200);
+            clients.push(client);
+        }
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        after_first.get_or_insert_with(|| proxy.rss_kib());
+    }
+    let each_kib =
+        proxy.rss_kib().saturating_sub(after_first.unwrap()) / (5 * CONNECTIONS_PER_ROUND);
+    assert!(each_kib < 12, "{each_kib} KiB per idle connection");
+}
+
+#[tokio::test]
+async fn memory_is_released_after_a_burst_of_connections() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("[listen]\nthreads = 1", upstream.address).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+    let before = proxy.anonymous_kib();
+    let mut clients = Vec::new();
+    for _ in 0..1_000 {
+        let mut client = RawClient::connect(proxy.address).await;
+        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        assert_eq!(client.read_response().await.status, 200);
+        clients.push(client);
+    }
+    let burst = proxy.anonymous_kib() - before;
+    drop(clients);
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while proxy.anonymous_kib() > before + 2_500 {
+        let kept = proxy.anonymous_kib() - before;
+        assert!(Instant::now() < deadline, "{kept} KiB of {burst} are kept");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_short_head_timeout_does_not_cut_idle_connections() {
+    let upstream = Upstream::echo().await;
+    let config = "[listen.http]\nheader_timeout = '200ms'\nidle_timeout = '30s'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    for _ in 0..2 {
+        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        assert_eq!(client.read_response().await.status, 200);
+        tokio::time::sleep(Duration::from_millis(600)).await;
+    }
+}
+
+#[tokio::test]
+async fn upstream_connections_and_the_wait_for_one_are_bounded() {
+    let upstream = Upstream::with_handler(|_| std::future::pending()).await;
+    let config = "[listen]\nthreads = 1\n[upstream]\nmax_connections = 2\nqueue_timeout = '200ms'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let mut held = Vec::new();
+    for n in 1..=2 {
+        let mut client = RawClient::connect(proxy.address).await;
+        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        crate::support::eventually("the request to arrive", TEST_TIMEOUT, || {
+            (upstream.requests().len() == n).then_some(())
+        })
+        .await;
+        held.push(client);
+    }
+    let reply = proxy.get("/").await;
+    assert_eq!(reply.status, 503, "{reply:?}");
+    assert!(
+        reply
+            .header("proxy-status")
+            .unwrap()
+            .contains("error=connection_limit_reached")
+    );
+    assert_eq!(upstream.connection_count(), 2);
+}

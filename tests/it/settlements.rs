@@ -1,0 +1,230 @@
+//! Refusals that count and costs that are settled later, in both stores: as the naive model has them where it is short,
+//! and never laxer than had all been known from the start.
+
+use crate::reference_model::NaiveModel;
+use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
+use fastrand::Rng;
+use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
+
+/// Sequences for the memory store and for Redis.
+const SEQUENCE_COUNTS: [usize; 2] = [400, 100];
+const STEPS_PER_SEQUENCE: usize = 60;
+
+/// Runs a test in both stores with drawn values, and says how to draw them again.
+fn run_random_sequences(sequences: [usize; 2], test: impl Fn(&mut StoreUnderTest, &mut Rng)) {
+    let seed = test_seed();
+    for (mut judge, sequences) in StoreUnderTest::both_stores().into_iter().zip(sequences) {
+        let mut rng = Rng::with_seed(seed);
+        for number in 0..sequences {
+            judge.reset();
+            let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                test(&mut judge, &mut rng)
+            }));
+            assert!(
+                run.is_ok(),
+                "TIDEGATE_TEST_SEED={seed}, sequence {number} in {judge:?}"
+            );
+        }
+    }
+}
+
+fn test_key() -> Key {
+    KeyBuilder::new("p").finish()
+}
+
+/// Three policies, one of them a shadow, with limits that differ.
+fn random_policies(rng: &mut Rng) -> Vec<(u32, Limit)> {
+    let mut limits = Vec::<(u32, Limit)>::new();
+    for group in [0, 0, 1, 2, 2] {
+        let algorithm = match rng.u8(..3) {
+            0 => Algorithm::SlidingLog,
+            1 => Algorithm::SlidingWindow {
+                buckets: rng.u64(2..6),
+            },
+            _ => Algorithm::FixedWindow {
+                offset_us: rng.u64(..100),
+            },
+        };
+        let limit = Limit {
+            requests: rng.u64(1..12),
+            per_us: rng.u64(100..1_000),
+            algorithm,
+        };
+        if limits
+            .iter()
+            .all(|(_, other)| other.counter_identity() != limit.counter_identity())
+        {
+            limits.push((group, limit));
+        }
+    }
+    limits
+}
+
+#[test]
+fn counted_rejections_and_settlements_match_the_reference_model() {
+    run_random_sequences(SEQUENCE_COUNTS, |judge, rng| {
+        let (mut model, key, policies) = (NaiveModel::default(), test_key(), random_policies(rng));
+        let (counting, mut now_us, mut times) = (rng.u8(..8), START_US, vec![START_US]);
+        for step in 0..STEPS_PER_SEQUENCE {
+            now_us = match (
+                rng.u8(..4),
+                model
+                    .boundary_times_us()
+                    .into_iter()
+                    .find(|at_us| *at_us > now_us),
+            ) {
+                (0, Some(edge_us)) => now_us.max(edge_us + rng.u64(..3) - 1),
+                (1, _) => now_us + rng.u64(..1_000),
+                (2, _) => now_us + rng.u64(..50),
+                _ => now_us,
+            };
+            if rng.bool() {
+                let (_, limit) = &policies[rng.usize(..policies.len())];
+                let amendment = match rng.u8(..3) {
+                    0 => Amendment::Charge(rng.u64(1..9)),
+                    _ => Amendment::Credit {
+                        units: rng.u64(1..6),
+                        at_us: times[rng.usize(..times.len())],
+                    },
+                };
+                judge.apply_amendment(limit, &key, amendment, now_us);
+                model.apply_amendment(now_us, &Charge::new(limit, &key, 0), amendment);
+            }
+            let cost = if rng.u8(..6) == 0 {
+                rng.u64(..15)
+            } else {
+                rng.u64(1..4)
+            };
+            let charges = policies.iter().map(|(group, limit)| Charge {
+                group: *group,
+                shadow: *group == 2,
+                counts_rejected: counting >> group & 1 == 1,
+                settles: true,
+                ..Charge::new(limit, &key, cost)
+            });
+            let charges: Vec<_> = charges.collect();
+            let (ours, expected) = (
+                judge.decide(&charges, now_us),
+                model.decide(now_us, &charges),
+            );
+            assert_eq!(ours, expected, "step {step} at {now_us} of {charges:?}");
+            times.push(now_us);
+        }
+    });
+}
+
+/// What was admitted, and what each of it is known to have taken.
+struct AdmittedCharges {
+    limit: Limit,
+    key: Key,
+    /// When, and how many units.
+    charged_units: Vec<(u64, u64)>,
+}
+
+impl AdmittedCharges {
+    /// What would be left had each taken from the start what is known now.
+    fn remaining_if_known(&self, now_us: u64) -> u64 {
+        let (mut model, charge) = (
+            NaiveModel::default(),
+            Charge::new(&self.limit, &self.key, 0),
+        );
+        for (at_us, units) in self.charged_units.iter().filter(|(_, units)| *units > 0) {
+            model.apply_amendment(*at_us, &charge, Amendment::Charge(*units));
+        }
+        model.remaining(now_us, &charge)
+    }
+
+    /// How much less may be left than that, if nothing took more than its estimate.
+    fn allowed_shortfall(&self) -> u64 {
+        match self.limit.algorithm {
+            // What a part of a 64th pays back, and what is rounded.
+            Algorithm::TokenBucket { warm_up_us: 0, .. } | Algorithm::LeakyBucket { .. } => {
+                (self.limit.requests * self.limit.per_us.div_ceil(64)).div_ceil(self.limit.per_us)
+                    + 1
+            }
+            Algorithm::TokenBucket { .. } => u64::MAX,
+            _ => 0,
+        }
+    }
+}
+
+#[test]
+fn settled_costs_are_never_laxer_than_costs_known_upfront_and_barely_stricter() {
+    run_random_sequences([100, 25], |judge, rng| {
+        for (name, draw) in EVERY_ALGORITHM {
+            judge.reset();
+            let drawn = draw(rng);
+            let limit = Limit {
+                requests: drawn.requests.min(60),
+                ..drawn
+            };
+            // Near the largest limits a debt passes 2^53, and the rest is forgotten.
+            let is_large = limit.capacity() > MAX_UNITS / 2 / limit.per_us;
+            let (most, only_down) = (
+                limit.cold_capacity(),
+                is_large || name == "warm_up" || rng.bool(),
+            );
+            let mut ledger = AdmittedCharges {
+                limit,
+                key: test_key(),
+                charged_units: Vec::new(),
+            };
+            let (mut in_flight, mut now_us) = (
+                Vec::<(usize, u64)>::new(),
+                START_US + rng.u64(..limit.per_us),
+            );
+            for step in 0..STEPS_PER_SEQUENCE {
+                now_us += match rng.u8(..6) {
+                    0 => rng.u64(..limit.per_us),
+                    1..4 => rng.u64(..=limit.per_us / limit.requests),
+                    _ => 0,
+                };
+                let estimate = rng.u64(1..=most.div_ceil(4));
+                let charge = Charge {
+                    settles: true,
+                    ..Charge::new(&ledger.limit, &ledger.key, estimate)
+                };
+                if judge.decide(&[charge], now_us).admitted {
+                    in_flight.push((ledger.charged_units.len(), estimate));
+                    ledger.charged_units.push((now_us, estimate));
+                }
+                for _ in 0..rng.usize(..3).min(in_flight.len()) {
+                    let (nth, estimate) = in_flight.swap_remove(rng.usize(..in_flight.len()));
+                    let at_us = ledger.charged_units[nth].0;
+                    // What took nothing would not have warmed the bucket up.
+                    let least = u64::from(name == "warm_up");
+                    let actual = if only_down {
+                        rng.u64(least..=estimate)
+                    } else {
+                        rng.u64(..=2 * estimate)
+                    };
+                    let amendment = match actual.checked_sub(estimate) {
+                        Some(0) => continue,
+                        Some(more) => Amendment::Charge(more),
+                        None => Amendment::Credit {
+                            units: estimate - actual,
+                            at_us,
+                        },
+                    };
+                    // Later than that a bucket gives back less.
+                    let late = at_us + limit.per_us.div_ceil(64) * 62 < now_us;
+                    if !(late && only_down) {
+                        judge.apply_amendment(&limit, &ledger.key, amendment, now_us);
+                        ledger.charged_units[nth].1 = actual;
+                    }
+                }
+                let look = Charge::new(&ledger.limit, &ledger.key, 0);
+                let left = judge.decide(&[look], now_us).statuses[0].unwrap().remaining;
+                let known = ledger.remaining_if_known(now_us);
+                let what = format!(
+                    "{name}, step {step} at {now_us} of {limit:?}: {left} are left, {known} should be"
+                );
+                assert!(left <= known, "laxer: {what}");
+                assert!(
+                    !only_down || left.saturating_add(ledger.allowed_shortfall()) >= known,
+                    "stricter: {what}"
+                );
+            }
+        }
+    });
+}

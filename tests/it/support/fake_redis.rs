@@ -1,0 +1,151 @@
+//! Things that stand where a Redis should: a relay that misbehaves, and a server that lies.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpStream};
+
+/// Carries bytes between clients and a server, as long as the test's runtime lives.
+pub(crate) struct TcpRelay {
+    pub(crate) port: u16,
+    mode: Arc<AtomicU64>,
+}
+
+const DROP_REPLIES: u64 = u64::MAX;
+const CLOSE_SERVER_SIDE: u64 = u64::MAX - 1;
+
+impl TcpRelay {
+    pub(crate) async fn start(port: u16) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let relay = Self {
+            port: listener.local_addr().unwrap().port(),
+            mode: Arc::default(),
+        };
+        let mode = Arc::clone(&relay.mode);
+        tokio::spawn(async move {
+            loop {
+                let (client, _) = listener.accept().await.unwrap();
+                let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else {
+                    continue;
+                };
+                let ((from_client, to_client), (from_server, to_server)) =
+                    (client.into_split(), server.into_split());
+                tokio::spawn(relay_bytes(from_client, to_server, Arc::default()));
+                tokio::spawn(relay_bytes(from_server, to_client, Arc::clone(&mode)));
+            }
+        });
+        relay
+    }
+
+    pub(crate) fn forward_at_once(&self) {
+        self.mode.store(0, Ordering::Relaxed);
+    }
+
+    /// Answers arrive later by this much.
+    pub(crate) fn delay_replies(&self, by: Duration) {
+        self.mode
+            .store(u64::try_from(by.as_millis()).unwrap(), Ordering::Relaxed);
+    }
+
+    /// Answers never arrive.
+    pub(crate) fn drop_replies(&self) {
+        self.mode.store(DROP_REPLIES, Ordering::Relaxed);
+    }
+
+    /// In place of the next answer the server's side is closed; the client's stays open.
+    pub(crate) fn close_server_side(&self) {
+        self.mode.store(CLOSE_SERVER_SIDE, Ordering::Relaxed);
+    }
+}
+
+async fn relay_bytes(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mode: Arc<AtomicU64>) {
+    let mut bytes = vec![0; 65_536];
+    while let Ok(count @ 1..) = from.read(&mut bytes).await {
+        match mode.load(Ordering::Relaxed) {
+            DROP_REPLIES => continue,
+            CLOSE_SERVER_SIDE => {
+                drop(to.shutdown().await);
+                // The other direction must not end by the drop of this one.
+                std::future::pending::<()>().await;
+            }
+            late_ms => tokio::time::sleep(Duration::from_millis(late_ms)).await,
+        }
+        if to.write_all(&bytes[..count]).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Starts a server that passes for a Redis until a connection has been proven; what it
+/// answers to the next is `answer`. Returns its port.
+pub(crate) async fn start_faulty_redis(answer: &'static [u8]) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        loop {
+            let (client, _) = listener.accept().await.unwrap();
+            tokio::spawn(serve_faulty_redis(client, answer));
+        }
+    });
+    port
+}
+
+/// Starts a server that answers each command with the same bytes, or by closing if there are none. Returns its port.
+pub(crate) async fn start_fixed_reply_server(answer: &'static [u8]) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        loop {
+            let (client, _) = listener.accept().await.unwrap();
+            tokio::spawn(async move {
+                let (from, mut to) = client.into_split();
+                let mut from = BufReader::new(from);
+                while read_command(&mut from).await.is_some() {
+                    if answer.is_empty() || to.write_all(answer).await.is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    port
+}
+
+async fn serve_faulty_redis(client: TcpStream, answer: &'static [u8]) {
+    const VALID_REPLY: &[u8] = b"$52\r\n1700000000000000 0 9007199254740991 1700000000001000\r\n";
+    let (from, mut to) = client.into_split();
+    let mut from = BufReader::new(from);
+    let mut decisions = 0;
+    while let Some(command) = read_command(&mut from).await {
+        let reply = match command.as_str() {
+            "EVALSHA" => {
+                decisions += 1;
+                // The question about nothing, and the proof.
+                if decisions <= 2 { VALID_REPLY } else { answer }
+            }
+            _ => b"+OK\r\n",
+        };
+        if reply.is_empty() || to.write_all(reply).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Reads one command and returns its first word.
+async fn read_command(from: &mut BufReader<OwnedReadHalf>) -> Option<String> {
+    let mut line = String::new();
+    from.read_line(&mut line).await.ok()?;
+    let count: usize = line.trim_end().strip_prefix('*')?.parse().ok()?;
+    let mut first = None;
+    for _ in 0..count {
+        line.clear();
+        from.read_line(&mut line).await.ok()?;
+        let length: usize = line.trim_end().strip_prefix('$')?.parse().ok()?;
+        let mut word = vec![0; length + 2];
+        from.read_exact(&mut word).await.ok()?;
+        first.get_or_insert_with(|| String::from_utf8_lossy(&word[..length]).into_owned());
+    }
+    first
+}

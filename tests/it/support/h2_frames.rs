@@ -1,0 +1,260 @@
+//! HTTP/2 by hand: exactly the frames that a test wants, right or wrong (RFC 9113, RFC 7541).
+
+use super::TEST_TIMEOUT;
+use std::net::SocketAddr;
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+pub const DATA: u8 = 0;
+pub const HEADERS: u8 = 1;
+pub const PRIORITY: u8 = 2;
+pub const RST_STREAM: u8 = 3;
+pub const SETTINGS: u8 = 4;
+pub const PUSH_PROMISE: u8 = 5;
+pub const PING: u8 = 6;
+pub const GOAWAY: u8 = 7;
+pub const WINDOW_UPDATE: u8 = 8;
+pub const CONTINUATION: u8 = 9;
+
+pub const ACK: u8 = 1;
+pub const END_STREAM: u8 = 1;
+pub const END_HEADERS: u8 = 4;
+pub const PADDED: u8 = 8;
+
+pub const PROTOCOL_ERROR: u32 = 1;
+pub const FLOW_CONTROL_ERROR: u32 = 3;
+pub const FRAME_SIZE_ERROR: u32 = 6;
+pub const ENHANCE_YOUR_CALM: u32 = 11;
+
+/// A request that wants nothing special.
+pub const GET_FIELDS: [(&str, &str); 4] = [
+    (":method", "GET"),
+    (":scheme", "http"),
+    (":authority", "a"),
+    (":path", "/"),
+];
+
+/// A frame's bytes, its length as it is.
+pub fn encode_frame(kind: u8, flags: u8, stream: u32, payload: impl AsRef<[u8]>) -> Vec<u8> {
+    let payload = payload.as_ref();
+    let [_, a, b, c] = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    [&[a, b, c, kind, flags], &stream.to_be_bytes()[..], payload].concat()
+}
+
+/// A whole request without a body.
+pub fn request_frame(stream: u32, fields: &[(&str, &str)]) -> Vec<u8> {
+    encode_frame(
+        HEADERS,
+        END_STREAM | END_HEADERS,
+        stream,
+        encode_header_block(fields),
+    )
+}
+
+/// A request's head, whose body is to follow.
+pub fn request_head_frame(stream: u32, fields: &[(&str, &str)]) -> Vec<u8> {
+    encode_frame(HEADERS, END_HEADERS, stream, encode_header_block(fields))
+}
+
+/// A GET of this path.
+pub fn get_frame(stream: u32, path: &str) -> Vec<u8> {
+    request_frame(stream, &get_fields_with(":path", path))
+}
+
+/// [`GET`] with one field replaced, or added at the end.
+pub fn get_fields_with<'a>(name: &'a str, value: &'a str) -> Vec<(&'a str, &'a str)> {
+    let mut fields: Vec<(&str, &str)> = GET_FIELDS.to_vec();
+    match fields.iter_mut().find(|(given, _)| *given == name) {
+        Some(field) => field.1 = value,
+        None => fields.push((name, value)),
+    }
+    fields
+}
+
+/// Fields as HPACK literals, neither indexed nor compressed.
+pub fn encode_header_block(fields: &[(&str, &str)]) -> Vec<u8> {
+    let literal = |(name, value): &(&str, &str)| {
+        [vec![0], encode_string(name), encode_string(value)].concat()
+    };
+    fields.iter().flat_map(literal).collect()
+}
+
+/// A field that the receiver has to remember in its table.
+pub fn encode_indexed_literal(name: &str, value: &str) -> Vec<u8> {
+    [vec![0x40], encode_string(name), encode_string(value)].concat()
+}
+
+fn encode_string(text: &str) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    match text.len() {
+        len @ ..127 => bytes.push(len as u8),
+        mut len => {
+            bytes.push(127);
+            len -= 127;
+            while len >= 128 {
+                bytes.push((len % 128 + 128) as u8);
+                len /= 128;
+            }
+            bytes.push(len as u8);
+        }
+    }
+    [&bytes, text.as_bytes()].concat()
+}
+
+pub fn encode_setting(id: u16, value: u32) -> Vec<u8> {
+    [&id.to_be_bytes()[..], &value.to_be_bytes()].concat()
+}
+
+pub fn rst_stream_frame(stream: u32) -> Vec<u8> {
+    encode_frame(RST_STREAM, 0, stream, 8_u32.to_be_bytes())
+}
+
+pub fn window_update_frame(stream: u32, by: u32) -> Vec<u8> {
+    encode_frame(WINDOW_UPDATE, 0, stream, by.to_be_bytes())
+}
+
+/// A frame as it came.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RawFrame {
+    pub kind: u8,
+    pub flags: u8,
+    pub stream: u32,
+    pub payload: Vec<u8>,
+}
+
+impl RawFrame {
+    /// Of RST_STREAM and GOAWAY.
+    pub fn error_code(&self) -> Option<u32> {
+        let at = match self.kind {
+            RST_STREAM => 0,
+            GOAWAY => 4,
+            _ => return None,
+        };
+        Some(u32::from_be_bytes(
+            self.payload.get(at..at + 4)?.try_into().unwrap(),
+        ))
+    }
+
+    /// `:status`, of a response by this project's proxy: an indexed field, or a literal with an indexed name.
+    pub fn status(&self) -> Option<u16> {
+        // Table 7541, Appendix A; a literal's digits are Huffman codes of 5 bits for 0 to 2, 6 for the others.
+        const INDEXED: [u16; 7] = [200, 204, 206, 304, 400, 404, 500];
+        let first = *self.payload.iter().find(|byte| **byte & 0xe0 != 0x20)?;
+        match first {
+            0x88..=0x8e => Some(INDEXED[usize::from(first - 0x88)]),
+            _ => None,
+        }
+    }
+}
+
+/// A client whose answers are read all the time, so that it never stands in its own way.
+#[derive(Debug)]
+pub struct FrameClient {
+    writer: OwnedWriteHalf,
+    frames: tokio::sync::mpsc::Receiver<RawFrame>,
+    reader: JoinHandle<()>,
+}
+
+impl FrameClient {
+    /// Preface and settings; nothing that comes back is acknowledged unless the test does it.
+    pub async fn connect(address: SocketAddr, settings: &[u8]) -> Self {
+        let stream = timeout(TEST_TIMEOUT, TcpStream::connect(address))
+            .await
+            .unwrap()
+            .unwrap();
+        stream.set_nodelay(true).unwrap();
+        let (reader, writer) = stream.into_split();
+        let (to, frames) = tokio::sync::mpsc::channel(1 << 20);
+        let mut client = Self {
+            writer,
+            frames,
+            reader: tokio::spawn(read_frames(reader, to)),
+        };
+        client
+            .send([PREFACE, &encode_frame(SETTINGS, 0, 0, settings)].concat())
+            .await;
+        client
+    }
+
+    /// Whether the bytes could be sent: a peer that has had enough closes.
+    pub async fn send(&mut self, bytes: impl AsRef<[u8]>) -> bool {
+        timeout(TEST_TIMEOUT, self.writer.write_all(bytes.as_ref()))
+            .await
+            .expect("the proxy does not read")
+            .is_ok()
+    }
+
+    /// The first frame that `wanted` accepts.
+    pub async fn wait_for_frame(
+        &mut self,
+        what: &str,
+        wanted: impl Fn(&RawFrame) -> bool,
+    ) -> RawFrame {
+        let found = timeout(TEST_TIMEOUT, async {
+            loop {
+                let frame = self
+                    .frames
+                    .recv()
+                    .await
+                    .unwrap_or_else(|| panic!("closed before {what}"));
+                if wanted(&frame) {
+                    return frame;
+                }
+            }
+        });
+        found
+            .await
+            .unwrap_or_else(|_| panic!("waited in vain for {what}"))
+    }
+
+    /// Whether the peer closes within this time, and the code of its last GOAWAY.
+    pub async fn wait_for_close(&mut self, within: Duration) -> (bool, Option<u32>) {
+        let mut code = None;
+        let closed = timeout(within, async {
+            while let Some(frame) = self.frames.recv().await {
+                if frame.kind == GOAWAY {
+                    code = frame.error_code();
+                }
+            }
+        });
+        (closed.await.is_ok(), code)
+    }
+
+    /// Whether the peer has closed.
+    pub fn is_closed(&self) -> bool {
+        self.reader.is_finished()
+    }
+}
+
+impl Drop for FrameClient {
+    fn drop(&mut self) {
+        self.reader.abort();
+    }
+}
+
+async fn read_frames(mut from: OwnedReadHalf, to: tokio::sync::mpsc::Sender<RawFrame>) {
+    loop {
+        let mut head = [0; 9];
+        if from.read_exact(&mut head).await.is_err() {
+            return;
+        }
+        let [a, b, c, kind, flags, s, t, r, e] = head;
+        let mut payload = vec![0; u32::from_be_bytes([0, a, b, c]) as usize];
+        if from.read_exact(&mut payload).await.is_err() {
+            return;
+        }
+        // A test that does not look at them is not kept from flooding.
+        drop(to.try_send(RawFrame {
+            kind,
+            flags,
+            stream: u32::from_be_bytes([s, t, r, e]),
+            payload,
+        }));
+    }
+}

@@ -1,0 +1,296 @@
+//! Either store, at a time that the test says, and limits drawn by lot.
+
+use super::redis::RedisServer;
+use fastrand::Rng;
+use redis::aio::MultiplexedConnection;
+use redis::{Cmd, Value};
+use std::fmt;
+use tidegate::clock::{Clock, ManualClock};
+use tidegate::limiter::{
+    Algorithm, Amendment, Charge, Decision, Key, Limit, MAX_UNITS, MAX_WARM_UP_US, Refusal,
+};
+use tidegate::store::redis::ScriptLibrary;
+use tidegate::store::{MemorySettings, MemoryStore, Settlement};
+use tokio::runtime::{Builder, Runtime};
+
+/// In the year 2100: far enough ahead that no key of Redis expires while a test steps through time.
+pub const START_US: u64 = 4_102_444_800_000_000;
+
+pub const DAY_US: u64 = 86_400_000_000;
+/// The longest period that `check` lets through.
+pub const MAX_PER_US: u64 = 400 * DAY_US;
+
+const MEMORY_SETTINGS: MemorySettings = MemorySettings {
+    max_keys: 10_000,
+    max_bytes: 256 << 20,
+};
+
+/// A store that decides when it is told to.
+pub enum StoreUnderTest {
+    Memory {
+        store: MemoryStore,
+        hands: ManualClock,
+    },
+    Redis(Box<RedisUnderTest>),
+}
+
+/// Fields are dropped in order: the connection before its runtime.
+pub struct RedisUnderTest {
+    connection: MultiplexedConnection,
+    runtime: Runtime,
+    script: ScriptLibrary,
+    _server: RedisServer,
+}
+
+impl StoreUnderTest {
+    pub fn memory() -> Self {
+        let (clock, hands) = Clock::manual(START_US);
+        Self::Memory {
+            store: MemoryStore::new(MEMORY_SETTINGS, clock),
+            hands,
+        }
+    }
+
+    /// A server of its own, ended when this is dropped.
+    pub fn redis() -> Self {
+        let server = RedisServer::start();
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        let connection = runtime.block_on(server.connection_without_timeout());
+        Self::Redis(Box::new(RedisUnderTest {
+            connection,
+            runtime,
+            script: ScriptLibrary::new("t"),
+            _server: server,
+        }))
+    }
+
+    pub fn both_stores() -> [Self; 2] {
+        [Self::memory(), Self::redis()]
+    }
+
+    /// Forgets all counters, and that any time has passed.
+    pub fn reset(&mut self) {
+        match self {
+            Self::Memory { .. } => *self = Self::memory(),
+            Self::Redis(_) => self.command::<()>(redis::cmd("FLUSHALL")),
+        }
+    }
+
+    /// All that stands in the charges, decided at a time.
+    pub fn decide(&mut self, charges: &[Charge<'_>], at_us: u64) -> Decision {
+        match self {
+            Self::Memory { store, hands } => {
+                hands.set_us(at_us);
+                store.decide(charges)
+            }
+            Self::Redis(there) => {
+                let reply = there.run_script(|script| script.decide_command(charges, Some(at_us)));
+                ScriptLibrary::parse_decision_reply(&reply, charges)
+                    .unwrap_or_else(|| panic!("{reply:?} for {charges:?}"))
+            }
+        }
+    }
+
+    /// Puts one counter right, at a time.
+    pub fn apply_amendment(&mut self, limit: &Limit, key: &Key, amendment: Amendment, at_us: u64) {
+        let late = [Settlement {
+            limit,
+            key,
+            amendment,
+        }];
+        match self {
+            Self::Memory { store, hands } => {
+                hands.set_us(at_us);
+                store.apply_settlements(&late);
+            }
+            Self::Redis(there) => {
+                let reply = there.run_script(|script| script.amend_command(&late, Some(at_us)));
+                assert_eq!(reply, Value::Int(1), "{late:?}");
+            }
+        }
+    }
+
+    /// Bytes that the one counter takes that is kept, its share of the table included.
+    pub fn counter_bytes(&mut self, charge: &Charge<'_>) -> u64 {
+        match self {
+            Self::Memory { store, .. } => store.byte_count() as u64,
+            Self::Redis(there) => {
+                let key = there.script.counter_key(charge);
+                self.command(
+                    redis::cmd("MEMORY")
+                        .arg("USAGE")
+                        .arg(key)
+                        .arg("SAMPLES")
+                        .arg(0)
+                        .clone(),
+                )
+            }
+        }
+    }
+
+    /// When Redis forgets a charge's counter, in ms since the epoch.
+    pub fn expires_at_ms(&mut self, charge: &Charge<'_>) -> u64 {
+        let Self::Redis(there) = self else {
+            panic!("memory keeps no such time")
+        };
+        let key = there.script.counter_key(charge);
+        self.command(redis::cmd("PEXPIRETIME").arg(key).clone())
+    }
+
+    fn command<T: redis::FromRedisValue>(&mut self, command: Cmd) -> T {
+        let Self::Redis(there) = self else {
+            panic!("only Redis takes commands")
+        };
+        there
+            .runtime
+            .block_on(command.query_async(&mut there.connection))
+            .unwrap()
+    }
+}
+
+impl RedisUnderTest {
+    /// Runs a program, loaded if need be.
+    fn run_script(&mut self, ask: impl Fn(&ScriptLibrary) -> Cmd) -> Value {
+        let (connection, command) = (&mut self.connection, ask(&self.script));
+        self.runtime.block_on(async {
+            match connection.send_packed_command(&command).await {
+                Ok(Value::ServerError(error)) if error.code() == "NOSCRIPT" => {}
+                reply => return reply.unwrap(),
+            }
+            let loads = self.script.load_pipeline();
+            connection
+                .send_packed_commands(&loads, 0, loads.len())
+                .await
+                .unwrap();
+            connection.send_packed_command(&command).await.unwrap()
+        })
+    }
+}
+
+impl fmt::Debug for StoreUnderTest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Memory { .. } => "memory",
+            Self::Redis(_) => "Redis",
+        })
+    }
+}
+
+/// When the whole question would be admitted, if it was refused and not for ever: what a client is told.
+pub fn admissible_at_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
+    if decision.admitted {
+        return None;
+    }
+    let mut latest_us = None;
+    for (charge, standing) in charges.iter().zip(decision.statuses.iter().flatten()) {
+        if charge.shadow {
+            continue;
+        }
+        match standing.refusal {
+            Some(Refusal::Never | Refusal::Unknown) => return None,
+            Some(Refusal::Until(at_us)) => latest_us = latest_us.max(Some(at_us)),
+            None => {}
+        }
+        if charge.is_block() {
+            // It may have begun with this refusal.
+            latest_us = latest_us.max(standing.next_growth_us);
+        }
+    }
+    latest_us
+}
+
+/// Draws a limit.
+pub type LimitGenerator = fn(&mut Rng) -> Limit;
+
+/// Every algorithm whose units come back with time, with any values that `check` lets through; one that begins cold
+/// is an algorithm of its own here. A new one is a line.
+pub const EVERY_ALGORITHM: [(&str, LimitGenerator); 6] = [
+    ("sliding_log", |rng| draw_limit(rng, Algorithm::SlidingLog)),
+    ("sliding_window", |rng| {
+        let buckets = rng.u64(2..=100);
+        draw_limit(rng, Algorithm::SlidingWindow { buckets })
+    }),
+    ("fixed_window", |rng| {
+        let limit = draw_limit(rng, Algorithm::SlidingLog);
+        let offset_us = if rng.bool() {
+            0
+        } else {
+            rng.u64(..limit.per_us)
+        };
+        Limit {
+            algorithm: Algorithm::FixedWindow { offset_us },
+            ..limit
+        }
+    }),
+    ("token_bucket", |rng| draw_token_bucket(rng, 0)),
+    ("warm_up", |rng| {
+        let warm_up_us = if rng.u8(..8) == 0 {
+            MAX_WARM_UP_US
+        } else {
+            draw_duration_us(rng).min(MAX_WARM_UP_US)
+        };
+        draw_token_bucket(rng, warm_up_us)
+    }),
+    ("leaky_bucket", |rng| {
+        let limit = draw_limit(rng, Algorithm::SlidingLog);
+        let longest_us = (3 * limit.per_us)
+            .min(DAY_US)
+            .min((MAX_UNITS - limit.per_us) / limit.requests);
+        let max_delay_us = if rng.u8(..4) == 0 {
+            0
+        } else {
+            rng.u64(..=longest_us)
+        };
+        Limit {
+            algorithm: Algorithm::LeakyBucket { max_delay_us },
+            ..limit
+        }
+    }),
+];
+
+/// The limit of one of [`EVERY_ALGORITHM`], by its name.
+pub fn draw_limit_for(name: &str, rng: &mut Rng) -> Limit {
+    EVERY_ALGORITHM
+        .iter()
+        .find(|(of, _)| *of == name)
+        .expect("an algorithm")
+        .1(rng)
+}
+
+fn draw_token_bucket(rng: &mut Rng, warm_up_us: u64) -> Limit {
+    let limit = draw_limit(rng, Algorithm::SlidingLog);
+    let most = MAX_UNITS / limit.per_us;
+    let burst = rng.u64(1..=3 * limit.requests).min(most);
+    let algorithm = Algorithm::TokenBucket { burst, warm_up_us };
+    Limit {
+        requests: limit.requests.min(most),
+        algorithm,
+        ..limit
+    }
+}
+
+fn draw_limit(rng: &mut Rng, algorithm: Algorithm) -> Limit {
+    let per_us = match rng.u8(..8) {
+        0 => 1_000,
+        1 => MAX_PER_US,
+        _ => draw_duration_us(rng),
+    };
+    let magnitude = rng.u32(0..=4);
+    Limit {
+        requests: rng.u64(1..=10_u64.pow(magnitude)),
+        per_us,
+        algorithm,
+    }
+}
+
+/// From a millisecond to some months, of any order of magnitude.
+pub fn draw_duration_us(rng: &mut Rng) -> u64 {
+    let magnitude = rng.u32(4..=13);
+    rng.u64(1_000..10_u64.pow(magnitude))
+}
+
+/// A seed for a test that draws, or the one of a run that failed: `TIDEGATE_TEST_SEED=n`.
+pub fn test_seed() -> u64 {
+    std::env::var("TIDEGATE_TEST_SEED")
+        .map_or_else(|_| fastrand::u64(..), |seed| seed.parse().unwrap())
+}
