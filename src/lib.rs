@@ -17,4 +17,3 @@ pub mod replay;
 pub mod store;
 pub mod telemetry;
 pub mod tls;
-pub mod trace;

@@ -22,7 +22,6 @@ const MODULE_LAYERS: [&str; 17] = [
     "listen",
     "telemetry",
     "tls",
-    "trace",
     "limiter",
     "policy",
     "store",

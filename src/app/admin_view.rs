@@ -17,7 +17,7 @@ use crate::reload;
 use crate::store::redis;
 use crate::telemetry::history::TrafficHistory;
 use crate::telemetry::metrics::{MemoryStoreUsage, Metrics, ProcessPhase, ProcessStatus};
-use crate::trace::Tracer;
+use crate::telemetry::trace::Tracer;
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use serde_json::{Map, Value, json};

@@ -43,8 +43,8 @@ use crate::proxy::{
 use crate::store::MemorySettings;
 use crate::store::redis::RedisSettings;
 use crate::telemetry::LogSettings;
+use crate::telemetry::trace::TraceSettings;
 use crate::tls::ServerTls;
-use crate::trace::TraceSettings;
 use figment::Provider;
 use figment::value::{Dict, Value};
 use http::StatusCode;

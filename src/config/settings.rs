@@ -22,9 +22,9 @@ use crate::proxy::{
 };
 use crate::store::MemorySettings;
 use crate::store::redis::RedisTopology;
+use crate::telemetry::trace::{CollectorUrl, TraceSettings};
 use crate::telemetry::{self, AccessLogFilter, LogFormat, LogSettings};
 use crate::tls::{ClientTls, ServerTls};
-use crate::trace::{CollectorUrl, TraceSettings};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use ipnet::IpNet;
 use std::net::SocketAddr;

@@ -4,12 +4,12 @@
 //! Each tells it in its own way, and passes on what clients send in the others' ways: so the path that is asked says who
 //! asks, and nothing is guessed.
 
-use super::body::{RequestBody, ResponseBody};
-use super::local_replies::{self, ProxyErrorType, ReplyStyle};
-use super::rate_limit_headers;
-use super::request_validation::RequestValidationError;
 use super::server::ConnectionPeer;
 use super::service::{ProxyService, classify_verdict};
+use crate::proxy::http::body::{RequestBody, ResponseBody};
+use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
+use crate::proxy::http::rate_limit_headers;
+use crate::proxy::http::request_validation::RequestValidationError;
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{

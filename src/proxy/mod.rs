@@ -1,46 +1,29 @@
 //! The data path: everything between the client's socket and the upstream's.
 
-mod accept;
-mod access_log;
-mod allocator_trim;
-mod body;
-mod connection;
-mod connection_timeouts;
 mod ext_authz;
-mod frame_limits;
-mod grpc;
-mod headers;
-mod inbound_request;
-mod informational_responses;
-mod lazy_timer;
-mod listener;
-mod local_replies;
+mod http;
 #[cfg(any(test, fuzzing))]
 pub mod properties;
-mod rate_limit_headers;
 mod rate_limit_service;
-mod request_validation;
-mod response_cost;
 mod server;
 mod service;
 #[cfg(test)]
 mod tests;
-mod transport;
-mod tunnel;
-mod upgrade;
 mod upstream;
 
-pub use accept::{HandshakeError, ProxyHeaderError, TlsHandshakeError};
-pub use body::{BodyError, RequestBody, ResponseBody, UpstreamBody};
-pub use inbound_request::{InboundRequest, InboundRequestError};
-pub use informational_responses::InformationalForwarder;
+pub use http::body::{BodyError, RequestBody, ResponseBody, UpstreamBody};
+pub use http::inbound_request::{InboundRequest, InboundRequestError};
+pub use http::informational_responses::InformationalForwarder;
+pub use http::request_validation::{
+    RequestValidationError, is_stripped_before_policies, normalize_host,
+};
+pub use http::tunnel::Tunnel;
 pub use rate_limit_service::MAX_MESSAGE_BYTES;
-pub use request_validation::{RequestValidationError, is_stripped_before_policies, normalize_host};
+pub use server::accept::{HandshakeError, ProxyHeaderError, TlsHandshakeError};
 pub use server::{
     ConnectionPeer, ListenerKind, ProxyServer, RequestHandler, ServerLoad, ShutdownSignal,
 };
 pub use service::ProxyService;
-pub use tunnel::Tunnel;
 pub use upstream::{
     UpstreamClient, UpstreamError, UpstreamErrorKind, UpstreamErrorOrigin, UpstreamSharedState,
     UpstreamUrlError,

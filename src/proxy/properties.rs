@@ -1,12 +1,12 @@
 //! What holds for any bytes at all. The suite draws some at random, `fuzz/` looks for the others.
 
-use super::accept::proxy_header::properties as proxy_header;
-use super::frame_limits::FrameScanner;
-use super::headers::{self, AddressText, ForwardingContext};
-use super::inbound_request::InboundRequest;
-use super::request_validation;
-use super::response_cost::JsonPointerScanner;
 use crate::policy::{JsonPointer, PolicyTable};
+use crate::proxy::http::headers::{self, AddressText, ForwardingContext};
+use crate::proxy::http::inbound_request::InboundRequest;
+use crate::proxy::http::request_validation;
+use crate::proxy::http::response_cost::JsonPointerScanner;
+use crate::proxy::server::accept::proxy_header::properties as proxy_header;
+use crate::proxy::server::frame_limits::FrameScanner;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version, header};
 use std::net::IpAddr;
 

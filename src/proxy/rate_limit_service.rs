@@ -3,6 +3,7 @@
 //! A call brings descriptors instead of a request. All of them are decided in one question; what the store can't tell
 //! is UNAVAILABLE, and then Envoy does what its own `failure_mode_deny` says.
 
+pub(in crate::proxy) mod grpc;
 #[allow(
     dead_code,
     unreachable_pub,
@@ -11,16 +12,16 @@
 )]
 mod messages;
 
-use super::access_log::AccessLogEntry;
-use super::body::{RequestBody, ResponseBody};
-use super::grpc::{self, GrpcError, GrpcStatusCode};
-use super::rate_limit_headers;
 use super::server::ConnectionPeer;
 use super::service::{ProxyService, classify_verdict};
 use crate::enforcer::{CallVerdict, DescriptorVerdict, ReportedLimit, RequestOutcome, Verdict};
 use crate::policy::{Descriptor, RateLimitHeaderSettings, RejectResponse};
+use crate::proxy::http::access_log::AccessLogEntry;
+use crate::proxy::http::body::{RequestBody, ResponseBody};
+use crate::proxy::http::rate_limit_headers;
+use crate::proxy::rate_limit_service::grpc::{GrpcError, GrpcStatusCode};
 use crate::telemetry::metrics::{RlsCallResult, WorkerMetrics};
-use crate::trace::{TraceContext, TraceId};
+use crate::telemetry::trace::{TraceContext, TraceId};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header};
 use messages::rate_limit_response::{self as response, rate_limit::Unit};

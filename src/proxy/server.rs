@@ -5,6 +5,14 @@
 //! is unfair to the few, long-lived connections of an ingress: so one acceptor gives each connection
 //! to the worker that has the fewest.
 
+pub(in crate::proxy) mod accept;
+pub(in crate::proxy) mod allocator_trim;
+pub(in crate::proxy) mod connection;
+pub(in crate::proxy) mod connection_timeouts;
+pub(in crate::proxy) mod frame_limits;
+pub(in crate::proxy) mod lazy_timer;
+pub(in crate::proxy) mod listener;
+pub(in crate::proxy) mod transport;
 use futures_util::future::{join_all, select_all};
 use http::{Request, Response, StatusCode};
 use std::cell::RefCell;
@@ -22,17 +30,17 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::accept::{HandshakeAcceptor, HandshakeError};
-use super::allocator_trim::AllocatorTrim;
-use super::body::{RequestBody, ResponseBody};
-use super::connection::{HttpProtocols, serve_connection};
-use super::connection_timeouts::ConnectionMonitor;
-use super::headers::AddressText;
-use super::informational_responses::InformationalForwarder;
-use super::listener::{self, AcceptedSocket};
-use super::transport::RawSocket;
 use super::{ListenSettings, ShutdownSettings};
 use crate::listen::{BoundSocket, ListenAddress, SocketListener};
+use crate::proxy::http::body::{RequestBody, ResponseBody};
+use crate::proxy::http::headers::AddressText;
+use crate::proxy::http::informational_responses::InformationalForwarder;
+use crate::proxy::server::accept::{HandshakeAcceptor, HandshakeError};
+use crate::proxy::server::allocator_trim::AllocatorTrim;
+use crate::proxy::server::connection::{HttpProtocols, serve_connection};
+use crate::proxy::server::connection_timeouts::ConnectionMonitor;
+use crate::proxy::server::listener::AcceptedSocket;
+use crate::proxy::server::transport::RawSocket;
 use crate::telemetry::metrics::WorkerMetrics;
 use crate::tls::{self, CertificateSubject};
 

@@ -1,25 +1,26 @@
 //! One request, top to bottom. The order is the documentation.
 
-use super::accept::HandshakeError;
-use super::access_log::{AccessLog, AccessLogEntry};
-use super::headers::{self, ForwardingContext};
-use super::inbound_request::InboundRequest;
-use super::informational_responses::InformationalForwarder;
-use super::local_replies::{self, ProxyErrorType, ReplyStyle};
-use super::request_validation::RequestTarget;
-use super::response_cost::CostMeter;
 use super::server::{ConnectionPeer, ListenerKind, RequestHandler, ShutdownSignal};
-use super::upgrade::UpgradeRequest;
 use super::upstream::{UpstreamClient, UpstreamError, UpstreamErrorKind};
-use super::{ListenSettings, RequestBody, ResponseBody, rate_limit_headers};
+use super::{ListenSettings, RequestBody, ResponseBody};
 use crate::enforcer::{
     ConcurrencySlotGuard, Enforcer, EstimatedCharge, ReportedLimit, RequestOutcome, Verdict,
 };
 use crate::policy::PolicyTable;
 use crate::policy::client::ClientIdentity;
+use crate::proxy::http::access_log::{AccessLog, AccessLogEntry};
+use crate::proxy::http::headers::{self, ForwardingContext};
+use crate::proxy::http::inbound_request::InboundRequest;
+use crate::proxy::http::informational_responses::InformationalForwarder;
+use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
+use crate::proxy::http::rate_limit_headers;
+use crate::proxy::http::request_validation::RequestTarget;
+use crate::proxy::http::response_cost::CostMeter;
+use crate::proxy::http::upgrade::UpgradeRequest;
+use crate::proxy::server::accept::HandshakeError;
 use crate::telemetry::LogSettings;
 use crate::telemetry::metrics::{DecisionSource, RequestDecision, WorkerMetrics};
-use crate::trace::{self, RequestRecording, TraceContext, TraceId, Tracer};
+use crate::telemetry::trace::{self, RequestRecording, TraceContext, TraceId, Tracer};
 use bytes::Bytes;
 use http::{HeaderMap, Method, Request, Response, StatusCode, header, request};
 use ipnet::IpNet;

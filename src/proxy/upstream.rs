@@ -28,13 +28,13 @@ use tokio::task::yield_now;
 use tokio::time::Instant;
 
 use super::UpstreamSettings;
-use super::body::{
+use crate::proxy::http::body::{
     RequestBody, RequestBodyProgress, RequestBodyState, ResponseBody, UpstreamBody,
     UpstreamBodySource,
 };
-use super::informational_responses::InformationalForwarder;
-use super::tunnel::{Tunnel, TunnelUpstream};
-use super::upgrade;
+use crate::proxy::http::informational_responses::InformationalForwarder;
+use crate::proxy::http::tunnel::{Tunnel, TunnelUpstream};
+use crate::proxy::http::upgrade;
 use http2_stream::BodyUpload;
 use pool::{ConnectionProtocol, UpstreamConnection, UpstreamPool};
 use retry::RetryRequest;

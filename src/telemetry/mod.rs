@@ -5,6 +5,7 @@ mod log;
 pub mod metrics;
 mod throttle;
 pub mod top_refusals;
+pub mod trace;
 
 pub use log::{
     AccessLogFilter, LogFormat, LogLevel, LogSettings, init_logging, log_level, set_log_level,

@@ -2,8 +2,8 @@
 
 use super::support::*;
 use crate::proxy::*;
+use ::http::{Request, StatusCode};
 use bytes::Bytes;
-use http::{Request, StatusCode};
 use http_body_util::{BodyExt, Empty, Full};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use std::sync::Arc;

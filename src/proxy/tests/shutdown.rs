@@ -2,8 +2,8 @@
 
 use super::support::*;
 use crate::proxy::*;
+use ::http::{Request, StatusCode};
 use bytes::Bytes;
-use http::{Request, StatusCode};
 use http_body_util::{BodyExt, Empty};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use std::rc::Rc;
@@ -23,7 +23,7 @@ fn start_gated_server(
             _: Request<RequestBody>,
             _: Arc<ConnectionPeer>,
             _: InformationalForwarder,
-        ) -> http::Response<ResponseBody> {
+        ) -> ::http::Response<ResponseBody> {
             self.0.acquire().await.unwrap().forget();
             text_response(StatusCode::OK, "done")
         }
@@ -148,7 +148,7 @@ async fn a_stop_before_the_handlers_are_ready_takes_effect() {
             _: Request<RequestBody>,
             _: Arc<ConnectionPeer>,
             _: InformationalForwarder,
-        ) -> http::Response<ResponseBody> {
+        ) -> ::http::Response<ResponseBody> {
             std::future::pending().await
         }
     }
@@ -337,7 +337,7 @@ impl RequestHandler for BlockingHandler {
         _: Request<RequestBody>,
         _: Arc<ConnectionPeer>,
         _: InformationalForwarder,
-    ) -> http::Response<ResponseBody> {
+    ) -> ::http::Response<ResponseBody> {
         let busy = self.0.lock().unwrap().take();
         if let Some(busy) = busy {
             busy.recv().unwrap();

@@ -1,8 +1,8 @@
 //! Servers, clients and upstreams that do as told.
 
 use crate::proxy::*;
+use ::http::{Request, Response, StatusCode};
 use bytes::Bytes;
-use http::{Request, Response, StatusCode};
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;

@@ -418,7 +418,7 @@ async fn a_refused_upgrade_is_handled_as_a_plain_request() {
 async fn a_rejected_upload_with_an_upgrade_header_receives_its_response() {
     let server = RunningServer::start_with_fn(&listen_settings(), |request, _| async move {
         request.into_body().discard();
-        let mut response = text_response(http::StatusCode::TOO_MANY_REQUESTS, "no");
+        let mut response = text_response(::http::StatusCode::TOO_MANY_REQUESTS, "no");
         response
             .headers_mut()
             .insert("connection", "close".parse().unwrap());

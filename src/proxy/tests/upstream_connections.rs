@@ -45,10 +45,10 @@ struct StallingHandler(
 impl RequestHandler for StallingHandler {
     async fn handle(
         self: Rc<Self>,
-        request: http::Request<RequestBody>,
+        request: ::http::Request<RequestBody>,
         _: Arc<ConnectionPeer>,
         mut interim: InformationalForwarder,
-    ) -> http::Response<ResponseBody> {
+    ) -> ::http::Response<ResponseBody> {
         let stall = self.1.lock().unwrap().take();
         if let Some(stall) = stall {
             stall.recv().unwrap();
@@ -59,7 +59,7 @@ impl RequestHandler for StallingHandler {
             .await
         {
             Ok(response) => response,
-            Err(error) => text_response(http::StatusCode::BAD_GATEWAY, error.kind.name()),
+            Err(error) => text_response(::http::StatusCode::BAD_GATEWAY, error.kind.name()),
         }
     }
 }

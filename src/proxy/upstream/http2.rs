@@ -25,7 +25,7 @@ use super::pool::UpstreamPool;
 use super::{
     ExchangeFailure, MAX_RESPONSE_HEAD_BYTES, UpstreamError, UpstreamErrorKind, format_error_chain,
 };
-use crate::proxy::lazy_timer::LazyTimer;
+use crate::proxy::server::lazy_timer::LazyTimer;
 
 /// Requests at a time on one connection, if the upstream allows as many.
 pub(super) const MAX_CONCURRENT_STREAMS: usize = 100;

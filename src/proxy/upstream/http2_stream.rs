@@ -15,8 +15,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::task::AbortHandle;
 
 use super::pool::UpstreamConnection;
-use crate::proxy::body::RequestBody;
-use crate::proxy::{request_validation, upgrade};
+use crate::proxy::http::body::RequestBody;
+use crate::proxy::http::{request_validation, upgrade};
 
 /// The most that is handed to a tunnel's stream at once.
 const MAX_TUNNEL_CHUNK_BYTES: usize = 16 * 1024;

@@ -6,7 +6,9 @@ use parking_lot::Mutex;
 use std::sync::Arc;
 use std::task::Waker;
 
-use crate::proxy::informational_responses::{InformationalForwarder, MAX_INFORMATIONAL_RESPONSES};
+use crate::proxy::http::informational_responses::{
+    InformationalForwarder, MAX_INFORMATIONAL_RESPONSES,
+};
 
 /// One connection's; behind a lock, which nobody contends for, only because hyper asks for it.
 #[derive(Debug, Default)]

@@ -30,8 +30,8 @@ use super::http2::{self, Http2Connection};
 use super::informational_responses::InformationalResponseQueue;
 use super::shared_state::{DelaySlotGuard, UpstreamSharedState};
 use super::{MAX_RESPONSE_HEAD_BYTES, UpstreamError, UpstreamErrorKind};
-use crate::proxy::body::RequestBody;
-use crate::proxy::lazy_timer::LazyTimer;
+use crate::proxy::http::body::RequestBody;
+use crate::proxy::server::lazy_timer::LazyTimer;
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
 use crate::telemetry::LogThrottle;
 

@@ -2,7 +2,7 @@
 
 use http::{HeaderName, HeaderValue, Method, Request, Uri};
 
-use crate::proxy::body::RequestBody;
+use crate::proxy::http::body::RequestBody;
 
 /// What it takes to send a request once more. Its fields are copied as text, which no name or value needs to be shared
 /// for: that costs a third of copying the map, and hardly any request is ever read back.

@@ -1,7 +1,7 @@
 //! Calls of gRPC that are one message each way: a POST, five bytes before each message, and a status behind the answer
 //! (<https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>).
 
-use super::body::{BodyError, RequestBody, ResponseBody};
+use crate::proxy::http::body::{BodyError, RequestBody, ResponseBody};
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use http::{
     HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header, request,
@@ -20,11 +20,14 @@ const PREFIX_BYTES: usize = 5;
 
 /// Why a call fails. The text is public, and ASCII without percent signs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct GrpcError(pub(super) GrpcStatusCode, pub(super) &'static str);
+pub(in crate::proxy) struct GrpcError(
+    pub(in crate::proxy) GrpcStatusCode,
+    pub(in crate::proxy) &'static str,
+);
 
 /// Those that are used here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum GrpcStatusCode {
+pub(in crate::proxy) enum GrpcStatusCode {
     Cancelled = 1,
     InvalidArgument = 3,
     NotFound = 5,
@@ -34,7 +37,7 @@ pub(super) enum GrpcStatusCode {
 }
 
 /// What to answer to a request that is no call at all.
-pub(super) fn reject_non_grpc(parts: &request::Parts) -> Option<Response<ResponseBody>> {
+pub(in crate::proxy) fn reject_non_grpc(parts: &request::Parts) -> Option<Response<ResponseBody>> {
     let content_type = parts
         .headers
         .get(header::CONTENT_TYPE)
@@ -67,7 +70,9 @@ fn is_grpc_content_type(content_type: &[u8]) -> bool {
 }
 
 /// The message of a call.
-pub(super) async fn read_message<M: Message + Default>(body: RequestBody) -> Result<M, GrpcError> {
+pub(in crate::proxy) async fn read_message<M: Message + Default>(
+    body: RequestBody,
+) -> Result<M, GrpcError> {
     let mut bytes = match body.collect().await {
         Ok(body) => body.to_bytes(),
         Err(BodyError::TooLarge) => {
@@ -110,7 +115,7 @@ pub(super) async fn read_message<M: Message + Default>(body: RequestBody) -> Res
 }
 
 /// A message as it is sent.
-pub(super) fn frame_message(message: &impl Message) -> Bytes {
+pub(in crate::proxy) fn frame_message(message: &impl Message) -> Bytes {
     let length = message.encoded_len();
     let mut bytes = BytesMut::with_capacity(PREFIX_BYTES + length);
     bytes.put_u8(0);
@@ -120,7 +125,7 @@ pub(super) fn frame_message(message: &impl Message) -> Bytes {
 }
 
 /// The answer to a call.
-pub(super) fn build_reply(result: Result<Bytes, GrpcError>) -> Response<ResponseBody> {
+pub(in crate::proxy) fn build_reply(result: Result<Bytes, GrpcError>) -> Response<ResponseBody> {
     let mut response = Response::new(ResponseBody::Empty);
     response.headers_mut().insert(
         header::CONTENT_TYPE,

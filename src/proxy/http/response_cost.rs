@@ -8,20 +8,20 @@ mod json_scanner;
 use crate::enforcer::EstimatedCharge;
 use crate::limiter::MAX_UNITS;
 use crate::policy::{ActualCostSource, EstimateCost, JsonPointer, parse_whole_number};
+pub(in crate::proxy) use crate::proxy::http::response_cost::json_scanner::JsonPointerScanner;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, StatusCode, header, response};
 use http_body::Frame;
-pub(super) use json_scanner::JsonPointerScanner;
 use std::sync::Arc;
 
 /// What is still to be settled when the response has said it. Dropped before, the estimates stand, unless it has been
 /// said already that they were too small: leaving early saves nothing.
 #[derive(Debug)]
-pub(super) struct CostMeter(Vec<(ResponseCostReader, EstimatedCharge)>);
+pub(in crate::proxy) struct CostMeter(Vec<(ResponseCostReader, EstimatedCharge)>);
 
 impl CostMeter {
     /// Settles at once what the head of the response tells; `None` if its body and trailers can't add to that.
-    pub(super) fn from_response_head(
+    pub(in crate::proxy) fn from_response_head(
         estimates: Vec<EstimatedCharge>,
         response: &response::Parts,
     ) -> Option<Box<Self>> {
@@ -40,7 +40,7 @@ impl CostMeter {
     }
 
     /// The next part of the body.
-    pub(super) fn read_frame(&mut self, frame: &Frame<Bytes>) {
+    pub(in crate::proxy) fn read_frame(&mut self, frame: &Frame<Bytes>) {
         for (meter, _) in &mut self.0 {
             if let Some(bytes) = frame.data_ref() {
                 meter.read_body(bytes);
@@ -51,7 +51,7 @@ impl CostMeter {
     }
 
     /// The body has come to its proper end.
-    pub(super) fn settle(mut self) {
+    pub(in crate::proxy) fn settle(mut self) {
         for (meter, estimate) in self.0.drain(..) {
             if let Some(units) = meter.finish() {
                 estimate.settle(units);

@@ -7,11 +7,11 @@
 use http::{HeaderMap, StatusCode, Version, response};
 use std::rc::Rc;
 
-use super::connection_timeouts::ConnectionMonitor;
 use super::headers;
+use crate::proxy::server::connection_timeouts::ConnectionMonitor;
 
 /// Of all that an upstream says before one answer, so much is passed on, and no more.
-pub(super) const MAX_INFORMATIONAL_RESPONSES: usize = 16;
+pub(in crate::proxy) const MAX_INFORMATIONAL_RESPONSES: usize = 16;
 const MAX_INFORMATIONAL_BYTES: usize = 16 * 1024;
 
 /// The way for what comes before the answer to one request.
@@ -24,7 +24,7 @@ pub struct InformationalForwarder {
 
 impl InformationalForwarder {
     /// To a client who can read it: one of HTTP/1.0 would take it for the answer (RFC 9110, 15.2).
-    pub(super) fn new(request_version: Version, client: &Rc<ConnectionMonitor>) -> Self {
+    pub(in crate::proxy) fn new(request_version: Version, client: &Rc<ConnectionMonitor>) -> Self {
         let client = (request_version == Version::HTTP_11).then(|| Rc::clone(client));
         Self {
             client,
@@ -37,7 +37,12 @@ impl InformationalForwarder {
     ///
     /// Not all are: `100 Continue` is an answer to an expectation that the upstream knows nothing of, ours; and what has
     /// no room, or would have to wait until the client has read earlier answers, is of no use to him any more.
-    pub(super) fn forward(&mut self, status: StatusCode, fields: &HeaderMap, version: Version) {
+    pub(in crate::proxy) fn forward(
+        &mut self,
+        status: StatusCode,
+        fields: &HeaderMap,
+        version: Version,
+    ) {
         let Some(client) = &self.client else { return };
         let is_hop_by_hop = matches!(
             status,

@@ -25,7 +25,7 @@ const EARLY_RESET_WINDOW: Duration = Duration::from_secs(1);
 
 /// What a client may still waste.
 #[derive(Debug)]
-pub(super) struct FrameBudget {
+pub(in crate::proxy) struct FrameBudget {
     remaining: Cell<u32>,
     /// When something last came back by itself.
     refilled_at: Cell<Instant>,
@@ -33,7 +33,7 @@ pub(super) struct FrameBudget {
 }
 
 impl FrameBudget {
-    pub(super) fn new(now: Instant) -> Self {
+    pub(in crate::proxy) fn new(now: Instant) -> Self {
         Self {
             remaining: Cell::new(MAX_BUDGET),
             refilled_at: Cell::new(now),
@@ -42,20 +42,20 @@ impl FrameBudget {
     }
 
     /// A part of a response is on its way.
-    pub(super) fn credit_response(&self) {
+    pub(in crate::proxy) fn credit_response(&self) {
         self.remaining
             .set((self.remaining.get() + RESPONSE_CREDIT).min(MAX_BUDGET));
     }
 
     /// The client gave a request up, so long after it had come, before it was answered.
-    pub(super) fn charge_reset(&self, age: Duration) {
+    pub(in crate::proxy) fn charge_reset(&self, age: Duration) {
         if age < EARLY_RESET_WINDOW {
             self.charge_frames(EARLY_RESET_COST);
         }
     }
 
     /// So many frames got nobody anywhere.
-    pub(super) fn charge_frames(&self, frames: u32) {
+    pub(in crate::proxy) fn charge_frames(&self, frames: u32) {
         if self.remaining.get() < frames {
             // The clock is looked at only by those who waste much.
             let now = Instant::now();
@@ -76,7 +76,7 @@ impl FrameBudget {
     }
 
     /// Whether the client has to go.
-    pub(super) fn is_exhausted(&self) -> bool {
+    pub(in crate::proxy) fn is_exhausted(&self) -> bool {
         self.is_exhausted.get()
     }
 }
@@ -89,7 +89,7 @@ const PREFACE_REST_BYTES: usize = 24 - FRAME_HEAD_BYTES;
 
 /// Finds the frames in what a client sends, without keeping any of it.
 #[derive(Debug, Default)]
-pub(super) struct FrameScanner {
+pub(in crate::proxy) struct FrameScanner {
     head: [u8; FRAME_HEAD_BYTES],
     /// Bytes of `head` that have come.
     head_len: usize,
@@ -99,7 +99,7 @@ pub(super) struct FrameScanner {
 
 impl FrameScanner {
     /// Reads on. Returns how many frames began that a [`FrameBudget`] has to pay for.
-    pub(super) fn count_costly_frames(&mut self, mut bytes: &[u8]) -> u32 {
+    pub(in crate::proxy) fn count_costly_frames(&mut self, mut bytes: &[u8]) -> u32 {
         let mut costly_frames = 0;
         loop {
             let skipped = self.remaining_payload.min(bytes.len());

@@ -13,8 +13,8 @@ use std::net::IpAddr;
 /// What is known of a request before it is decided. Owns its texts, so that the head may go on changing.
 #[derive(Debug)]
 pub struct InboundRequest {
-    pub(super) target: RequestTarget,
-    pub(super) client: ClientIdentity,
+    pub(in crate::proxy) target: RequestTarget,
+    pub(in crate::proxy) client: ClientIdentity,
     paths: PathInterpretations,
     token: RequestToken,
 }
@@ -79,7 +79,7 @@ impl InboundRequest {
     }
 
     /// What is still of use when it is decided. The rest may be large: a hostile path has many readings.
-    pub(super) fn into_target_and_client(self) -> (RequestTarget, ClientIdentity) {
+    pub(in crate::proxy) fn into_target_and_client(self) -> (RequestTarget, ClientIdentity) {
         (self.target, self.client)
     }
 

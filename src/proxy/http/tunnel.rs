@@ -15,10 +15,10 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
-use super::lazy_timer::LazyTimer;
-use super::upstream::Http2TunnelIo;
 use crate::enforcer::ConcurrencySlotGuard;
-use crate::trace::RequestRecording;
+use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::upstream::Http2TunnelIo;
+use crate::telemetry::trace::RequestRecording;
 
 /// The most that waits in each direction.
 const CHUNK_BYTES: usize = 16 * 1024;
@@ -44,7 +44,7 @@ pub struct Tunnel {
 
 /// The upstream's end.
 #[derive(Debug)]
-pub(super) enum TunnelUpstream {
+pub(in crate::proxy) enum TunnelUpstream {
     /// A whole connection.
     Http1(TokioIo<Upgraded>),
     /// A stream of one.
@@ -53,7 +53,7 @@ pub(super) enum TunnelUpstream {
 
 /// How a tunnel ended.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum TunnelEndReason {
+pub(in crate::proxy) enum TunnelEndReason {
     /// Both sides have said all they had to say.
     #[error("both sides are done")]
     Completed,
@@ -78,7 +78,7 @@ pub(super) enum TunnelEndReason {
 }
 
 impl Tunnel {
-    pub(super) fn new(upstream: TunnelUpstream, idle_timeout: Option<Duration>) -> Self {
+    pub(in crate::proxy) fn new(upstream: TunnelUpstream, idle_timeout: Option<Duration>) -> Self {
         Self {
             upstream,
             idle_timeout,
@@ -94,12 +94,12 @@ impl Tunnel {
     }
 
     /// Keeps what the request holds until the end of the tunnel, and ends the tunnel when that has to end.
-    pub(super) fn attach_slot_guard(&mut self, slot_guard: Option<ConcurrencySlotGuard>) {
+    pub(in crate::proxy) fn attach_slot_guard(&mut self, slot_guard: Option<ConcurrencySlotGuard>) {
         self.slot_guard = slot_guard;
     }
 
     /// The request's recording ends with the tunnel.
-    pub(super) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
+    pub(in crate::proxy) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
         self._recording = recording;
     }
 
@@ -108,7 +108,7 @@ impl Tunnel {
     /// `patience`: how long a client may leave what is there for it, and, once the upstream has ended, how
     /// long it may pause. If the client's other streams share their window with this one, it is also how long the
     /// upstream may leave alone what is there: unread bytes hold that window.
-    pub(super) async fn run<C>(
+    pub(in crate::proxy) async fn run<C>(
         &mut self,
         client: &mut C,
         stall_timeout: Duration,

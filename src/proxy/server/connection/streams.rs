@@ -6,9 +6,9 @@ use std::task::Poll;
 use tokio::time::Instant;
 
 use super::upgrade_handover::UpgradeHandover;
-use crate::proxy::connection_timeouts::ConnectionMonitor;
-use crate::proxy::lazy_timer::LazyTimer;
 use crate::proxy::server::ServerLoad;
+use crate::proxy::server::connection_timeouts::ConnectionMonitor;
+use crate::proxy::server::lazy_timer::LazyTimer;
 use crate::telemetry::metrics::ConnectionCloseReason;
 
 /// Runs the streams of an HTTP/2 connection, each in its own task, and resets those whose client

@@ -24,7 +24,7 @@ const SECOND_US: u64 = 1_000_000;
 const MAX_STRUCTURED_INTEGER: u64 = 999_999_999_999_999;
 
 /// Writes the fields that `fields` asks for into the head of an answer; nothing if no limit applied.
-pub(super) fn write_headers(
+pub(in crate::proxy) fn write_headers(
     verdict: &Verdict<'_>,
     fields: RateLimitHeaderSettings,
     headers: &mut HeaderMap,
@@ -64,7 +64,7 @@ fn retry_after_from_us(retry_after_us: u64) -> u64 {
 
 impl RetryHint {
     /// What `Retry-After` says: of what nobody knows, that it may be soon.
-    pub(super) fn retry_after_s(self) -> Option<u64> {
+    pub(in crate::proxy) fn retry_after_s(self) -> Option<u64> {
         match self {
             Self::After(us) => Some(retry_after_from_us(us)),
             Self::Unknown => Some(1),
@@ -200,7 +200,7 @@ fn write_legacy_headers(
 }
 
 /// When more is left of a limit, or, if it refuses, enough.
-pub(super) fn reset_at_us(reported: &ReportedLimit<'_>, now_us: u64) -> u64 {
+pub(in crate::proxy) fn reset_at_us(reported: &ReportedLimit<'_>, now_us: u64) -> u64 {
     match reported.standing.refusal {
         Some(Refusal::Until(at_us)) => at_us,
         // As Retry-After says.

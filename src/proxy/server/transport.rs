@@ -12,7 +12,7 @@ use super::connection_timeouts::ConnectionMonitor;
 
 /// A client's connection to this machine.
 #[derive(Debug)]
-pub(super) enum ClientStream {
+pub(in crate::proxy) enum ClientStream {
     Tcp(TcpStream),
     Unix(UnixStream),
 }
@@ -22,7 +22,7 @@ pub(super) enum ClientStream {
 /// That is seen here and not above TLS, which takes some bytes in any case, and then tells of none until all of them
 /// are gone.
 #[derive(Debug)]
-pub(super) struct RawSocket {
+pub(in crate::proxy) struct RawSocket {
     stream: ClientStream,
     monitor: Rc<ConnectionMonitor>,
     /// Read ahead, and not ours: to be read again first.
@@ -33,7 +33,7 @@ pub(super) struct RawSocket {
 
 /// A client's bytes, as HTTP has them.
 #[derive(Debug)]
-pub(super) enum ClientTransport {
+pub(in crate::proxy) enum ClientTransport {
     Plain(RawSocket),
     // Several times as large.
     Tls(Box<TlsStream<RawSocket>>),
@@ -63,7 +63,7 @@ impl ClientStream {
 }
 
 impl RawSocket {
-    pub(super) fn new(stream: ClientStream, monitor: Rc<ConnectionMonitor>) -> Self {
+    pub(in crate::proxy) fn new(stream: ClientStream, monitor: Rc<ConnectionMonitor>) -> Self {
         Self {
             stream,
             monitor,
@@ -73,22 +73,22 @@ impl RawSocket {
     }
 
     /// Puts bytes back that stand behind what was for us. It is the client's turn now.
-    pub(super) fn put_back(&mut self, bytes: &[u8]) {
+    pub(in crate::proxy) fn put_back(&mut self, bytes: &[u8]) {
         self.has_received = !bytes.is_empty();
         self.read_ahead = bytes.to_vec();
     }
 
     /// Whether the client has sent a byte.
-    pub(super) fn has_received(&self) -> bool {
+    pub(in crate::proxy) fn has_received(&self) -> bool {
         self.has_received
     }
 
-    pub(super) fn monitor(&self) -> Rc<ConnectionMonitor> {
+    pub(in crate::proxy) fn monitor(&self) -> Rc<ConnectionMonitor> {
         Rc::clone(&self.monitor)
     }
 
     /// Makes the end of the socket a reset. Unix sockets know none: their client sees an end.
-    pub(super) fn set_reset_on_close(&self) -> io::Result<()> {
+    pub(in crate::proxy) fn set_reset_on_close(&self) -> io::Result<()> {
         match &self.stream {
             ClientStream::Tcp(socket) => socket.set_zero_linger(),
             ClientStream::Unix(_) => Ok(()),
@@ -98,7 +98,7 @@ impl RawSocket {
 
 impl ClientTransport {
     /// What is below TLS.
-    pub(super) fn raw_socket(&mut self) -> &mut RawSocket {
+    pub(in crate::proxy) fn raw_socket(&mut self) -> &mut RawSocket {
         match self {
             Self::Plain(socket) => socket,
             Self::Tls(stream) => stream.get_mut().0,
@@ -121,7 +121,7 @@ impl ClientTransport {
 }
 
 /// Moves as many bytes as there is room for, and lets go of the memory with the last.
-pub(super) fn move_buffered(bytes: &mut Vec<u8>, into: &mut ReadBuf<'_>) {
+pub(in crate::proxy) fn move_buffered(bytes: &mut Vec<u8>, into: &mut ReadBuf<'_>) {
     let n = bytes.len().min(into.remaining());
     into.put_slice(bytes.drain(..n).as_slice());
     if bytes.is_empty() {

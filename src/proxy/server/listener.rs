@@ -10,7 +10,7 @@ use super::transport::ClientStream;
 use crate::listen::{BoundSocket, ListenAddress, SocketListener};
 
 /// Connections that the kernel completes before we accept them.
-pub(super) const BACKLOG: i32 = 4096;
+pub(in crate::proxy) const BACKLOG: i32 = 4096;
 /// A client that vanished is found after half as long again, also in the middle of a quiet response: it may hold a slot.
 const KEEPALIVE_TIME: Duration = Duration::from_secs(60);
 /// Everybody on this machine may connect, as to a port: who should not is kept out by the folder's permissions.
@@ -20,13 +20,13 @@ const UNIX_PEER_ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4A
 
 /// An accepted connection that no runtime watches yet.
 #[derive(Debug)]
-pub(super) enum AcceptedSocket {
+pub(in crate::proxy) enum AcceptedSocket {
     Tcp(std::net::TcpStream),
     Unix(UnixStream),
 }
 
 /// Takes the address; nobody can connect yet.
-pub(super) fn bind(address: &ListenAddress) -> io::Result<BoundSocket> {
+pub(in crate::proxy) fn bind(address: &ListenAddress) -> io::Result<BoundSocket> {
     let bound = BoundSocket::bind(address, SOCKET_MODE)?;
     if matches!(address, ListenAddress::Ip(_)) {
         // Accepted sockets inherit it.
@@ -45,7 +45,7 @@ pub(super) fn bind(address: &ListenAddress) -> io::Result<BoundSocket> {
 
 impl SocketListener {
     /// The next connection, and who has opened it.
-    pub(super) async fn accept(&self) -> io::Result<(AcceptedSocket, SocketAddr)> {
+    pub(in crate::proxy) async fn accept(&self) -> io::Result<(AcceptedSocket, SocketAddr)> {
         // The worker's runtime will watch over it, not this one.
         match self {
             Self::Tcp(listener) => {
@@ -60,7 +60,7 @@ impl SocketListener {
     }
 
     /// Hands over those that the kernel has completed by now, until `take` wants no more; then nobody can connect.
-    pub(super) fn drain_backlog(
+    pub(in crate::proxy) fn drain_backlog(
         self,
         mut on_connection: impl FnMut(AcceptedSocket, SocketAddr) -> bool,
     ) {
@@ -90,7 +90,7 @@ impl SocketListener {
 
 impl AcceptedSocket {
     /// For the runtime that this is called in.
-    pub(super) fn into_client_stream(self) -> io::Result<ClientStream> {
+    pub(in crate::proxy) fn into_client_stream(self) -> io::Result<ClientStream> {
         Ok(match self {
             Self::Tcp(socket) => {
                 let socket = tokio::net::TcpStream::from_std(socket)?;

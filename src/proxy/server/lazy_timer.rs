@@ -8,13 +8,13 @@ use tokio::time::{Instant, Sleep, sleep_until};
 /// timer is left where it is as long as it rings early enough, and is set again when it rings too
 /// early: thousands of requests cost a handful of timer operations.
 #[derive(Debug, Default)]
-pub(super) struct LazyTimer {
+pub(in crate::proxy) struct LazyTimer {
     sleep: Option<Pin<Box<Sleep>>>,
 }
 
 impl LazyTimer {
     /// Ready once `due` has passed; otherwise the task is woken by then, perhaps before.
-    pub(super) fn poll(&mut self, deadline: Instant, cx: &mut Context<'_>) -> Poll<()> {
+    pub(in crate::proxy) fn poll(&mut self, deadline: Instant, cx: &mut Context<'_>) -> Poll<()> {
         let sleep = self
             .sleep
             .get_or_insert_with(|| Box::pin(sleep_until(deadline)));

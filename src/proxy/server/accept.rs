@@ -1,6 +1,6 @@
 //! What comes before HTTP on a new connection: a PROXY header and TLS, if these are wanted.
 
-pub(super) mod proxy_header;
+pub(in crate::proxy) mod proxy_header;
 
 use ipnet::IpNet;
 use std::io;
@@ -12,13 +12,13 @@ use tokio::time::{Instant, timeout, timeout_at};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::{Error as TlsError, HandshakeKind, ServerConnection};
 
-use super::ListenSettings;
 use super::connection_timeouts::MonitoredSocket;
-use super::server::ConnectionPeer;
 use super::transport::{ClientTransport, RawSocket};
 use crate::clock;
+use crate::proxy::ListenSettings;
+use crate::proxy::server::ConnectionPeer;
+use crate::proxy::server::accept::proxy_header::ProxyHeaderParseError;
 use crate::tls::{self, CertificateSubject, ParsedCertificate, ServerTls};
-use proxy_header::ProxyHeaderParseError;
 
 /// What most PROXY headers fit into.
 const TYPICAL_HEADER_BYTES: usize = 256;
@@ -27,7 +27,7 @@ const ALERT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// How connections are let in; one per worker.
 #[derive(Clone, Debug)]
-pub(super) struct HandshakeAcceptor {
+pub(in crate::proxy) struct HandshakeAcceptor {
     proxy_protocol_from: Option<Arc<[IpNet]>>,
     tls: tls::ReloadableServerTls,
     /// For all that comes before HTTP.
@@ -35,17 +35,17 @@ pub(super) struct HandshakeAcceptor {
 }
 
 /// A connection that has come in.
-pub(super) struct AcceptedConnection {
-    pub(super) socket: ClientTransport,
-    pub(super) peer: ConnectionPeer,
+pub(in crate::proxy) struct AcceptedConnection {
+    pub(in crate::proxy) socket: ClientTransport,
+    pub(in crate::proxy) peer: ConnectionPeer,
     /// Whether client and server have agreed on HTTP/2, or on HTTP/1.1. `None`: on nothing.
-    pub(super) negotiated_http2: Option<bool>,
+    pub(in crate::proxy) negotiated_http2: Option<bool>,
 }
 
 /// A connection that has not come in.
-pub(super) struct FailedHandshake {
+pub(in crate::proxy) struct FailedHandshake {
     /// `None`: there is nothing to say of it.
-    pub(super) fault: Option<HandshakeError>,
+    pub(in crate::proxy) fault: Option<HandshakeError>,
     /// A client that is being told why.
     alert_socket: Option<RawSocket>,
 }
@@ -191,7 +191,7 @@ impl TlsHandshakeError {
 
 impl HandshakeAcceptor {
     /// `tls` may change while it is used.
-    pub(super) fn new(settings: &ListenSettings, tls: &tls::ReloadableServerTls) -> Self {
+    pub(in crate::proxy) fn new(settings: &ListenSettings, tls: &tls::ReloadableServerTls) -> Self {
         let from = settings.proxy_protocol_from.as_deref();
         Self {
             proxy_protocol_from: from.map(Arc::from),
@@ -204,7 +204,7 @@ impl HandshakeAcceptor {
     ///
     /// # Errors
     /// Why it ends here.
-    pub(super) async fn accept(
+    pub(in crate::proxy) async fn accept(
         &self,
         mut socket: RawSocket,
         addr: SocketAddr,
@@ -330,7 +330,7 @@ fn client_certificate_subject(
 impl FailedHandshake {
     /// Ends the connection. Unread bytes would make a reset of the end, which destroys an alert on its way: the client
     /// would not learn what was wrong.
-    pub(super) async fn close(self) {
+    pub(in crate::proxy) async fn close(self) {
         let Some(socket) = self.alert_socket else {
             return;
         };

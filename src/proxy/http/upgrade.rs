@@ -17,7 +17,7 @@ const WEBSOCKET_GUID: &[u8] = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
 
 /// What a request asks for beside an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum UpgradeRequest {
+pub(in crate::proxy) enum UpgradeRequest {
     /// The protocols of its `Upgrade` fields (RFC 9110, 7.8); the key, if one of them may be a WebSocket's.
     Http1Upgrade { websocket_key: Option<HeaderValue> },
     /// A WebSocket on an HTTP/2 stream (RFC 8441). Upstreams get an HTTP/1.1 handshake with this key.
@@ -25,14 +25,17 @@ pub(super) enum UpgradeRequest {
 }
 
 /// Whether an `Upgrade` list is one that we pass on: all of it well-formed, and none of it HTTP.
-pub(super) fn is_forwardable_upgrade(list: &[HeaderValue]) -> bool {
+pub(in crate::proxy) fn is_forwardable_upgrade(list: &[HeaderValue]) -> bool {
     let mut protocols = list.iter().flat_map(list_elements).peekable();
     protocols.peek().is_some()
         && protocols.all(|protocol| is_protocol_token(protocol) && !is_http_protocol(protocol))
 }
 
 /// Whether a `101` switches to nothing but what was offered.
-pub(super) fn selects_offered_protocol(offered: &[HeaderValue], response: &HeaderMap) -> bool {
+pub(in crate::proxy) fn selects_offered_protocol(
+    offered: &[HeaderValue],
+    response: &HeaderMap,
+) -> bool {
     let mut chosen = response
         .get_all(header::UPGRADE)
         .iter()
@@ -52,7 +55,7 @@ pub(super) fn selects_offered_protocol(offered: &[HeaderValue], response: &Heade
 ///
 /// # Errors
 /// [`RequestValidationError::Connect`] for a plain CONNECT, [`RequestValidationError::ConnectProtocol`] for other protocols.
-pub(super) fn convert_connect_to_get(
+pub(in crate::proxy) fn convert_connect_to_get(
     parts: &mut request::Parts,
 ) -> Result<HeaderValue, RequestValidationError> {
     let protocol = parts
@@ -69,13 +72,16 @@ pub(super) fn convert_connect_to_get(
 }
 
 /// Whether a request wants a WebSocket, or a response switches to one.
-pub(super) fn is_websocket(head: &HeaderMap) -> bool {
+pub(in crate::proxy) fn is_websocket(head: &HeaderMap) -> bool {
     let mut chosen = head.get_all(header::UPGRADE).iter().flat_map(list_elements);
     chosen.any(|protocol| protocol.eq_ignore_ascii_case(b"websocket"))
 }
 
 /// Whether a response proves that a WebSocket was opened for `key`.
-pub(super) fn has_valid_websocket_accept(key: &HeaderValue, response: &HeaderMap) -> bool {
+pub(in crate::proxy) fn has_valid_websocket_accept(
+    key: &HeaderValue,
+    response: &HeaderMap,
+) -> bool {
     let mut proofs = response.get_all(header::SEC_WEBSOCKET_ACCEPT).iter();
     let expected = compute_websocket_accept(key.as_bytes());
     proofs
@@ -85,7 +91,7 @@ pub(super) fn has_valid_websocket_accept(key: &HeaderValue, response: &HeaderMap
 }
 
 /// The proof that a server knows what a client with `key` wants (RFC 6455, 4.2.2).
-pub(super) fn websocket_accept_value(key: &HeaderValue) -> HeaderValue {
+pub(in crate::proxy) fn websocket_accept_value(key: &HeaderValue) -> HeaderValue {
     HeaderValue::try_from(compute_websocket_accept(key.as_bytes()))
         .expect("base64 is made of visible signs")
 }

@@ -19,14 +19,14 @@ use std::ops::Range;
 
 /// Where a request wants to go. Owns what it says, so that the request's head may change meanwhile.
 #[derive(Clone, Debug)]
-pub(super) struct RequestTarget {
+pub(in crate::proxy) struct RequestTarget {
     authority: Option<HeaderValue>,
     host: NormalizedHost,
     path_and_query: PathAndQuery,
     /// The body's length in bytes as declared; `None` if it is chunked, framed by HTTP/2, or absent.
-    pub(super) content_length: Option<u64>,
+    pub(in crate::proxy) content_length: Option<u64>,
     /// What the upstream may answer with a `101`.
-    pub(super) upgrade_request: Option<UpgradeRequest>,
+    pub(in crate::proxy) upgrade_request: Option<UpgradeRequest>,
 }
 
 /// Why a request is refused before anybody looks at it. The text is public.
@@ -71,7 +71,7 @@ pub enum RequestValidationError {
 ///
 /// # Errors
 /// A [`RequestValidationError`]: answer it with its status and close the connection.
-pub(super) fn validate_request(
+pub(in crate::proxy) fn validate_request(
     parts: &mut request::Parts,
     reads_header: &dyn Fn(&HeaderName) -> bool,
 ) -> Result<RequestTarget, RequestValidationError> {
@@ -128,7 +128,7 @@ pub(super) fn validate_request(
 impl RequestTarget {
     /// The host for policies: lower case, without port and trailing dot; IPv6 in its shortest form, in
     /// brackets. Empty for an HTTP/1.0 request that names none.
-    pub(super) fn host(&self) -> &str {
+    pub(in crate::proxy) fn host(&self) -> &str {
         match (&self.host, &self.authority) {
             (NormalizedHost::AuthorityRange(range), Some(authority)) => authority
                 .to_str()
@@ -141,12 +141,12 @@ impl RequestTarget {
     }
 
     /// Host and port as they came.
-    pub(super) fn authority(&self) -> Option<&HeaderValue> {
+    pub(in crate::proxy) fn authority(&self) -> Option<&HeaderValue> {
         self.authority.as_ref()
     }
 
     /// The path for policies, as it came. `*` (the whole server) is `/`.
-    pub(super) fn path(&self) -> &str {
+    pub(in crate::proxy) fn path(&self) -> &str {
         match self.path_and_query.path() {
             "*" => "/",
             path => path,
@@ -154,13 +154,13 @@ impl RequestTarget {
     }
 
     /// Without the question mark.
-    pub(super) fn query(&self) -> Option<&str> {
+    pub(in crate::proxy) fn query(&self) -> Option<&str> {
         self.path_and_query.query()
     }
 }
 
 impl RequestValidationError {
-    pub(super) fn status(self) -> StatusCode {
+    pub(in crate::proxy) fn status(self) -> StatusCode {
         match self {
             Self::Connect => StatusCode::METHOD_NOT_ALLOWED,
             Self::TransferEncoding | Self::ConnectProtocol => StatusCode::NOT_IMPLEMENTED,
@@ -171,7 +171,9 @@ impl RequestValidationError {
 }
 
 /// The fields of a `Connection` header's list, lower case, without `close` and `keep-alive`.
-pub(super) fn connection_options(value: &HeaderValue) -> impl Iterator<Item = HeaderName> + '_ {
+pub(in crate::proxy) fn connection_options(
+    value: &HeaderValue,
+) -> impl Iterator<Item = HeaderName> + '_ {
     list_elements(value)
         .filter(|name| {
             !name.eq_ignore_ascii_case(b"keep-alive") && !name.eq_ignore_ascii_case(b"close")
@@ -180,7 +182,7 @@ pub(super) fn connection_options(value: &HeaderValue) -> impl Iterator<Item = He
 }
 
 /// The non-empty elements of a comma-separated list without quoted strings.
-pub(super) fn list_elements(value: &HeaderValue) -> impl Iterator<Item = &[u8]> {
+pub(in crate::proxy) fn list_elements(value: &HeaderValue) -> impl Iterator<Item = &[u8]> {
     value
         .as_bytes()
         .split(|byte| *byte == b',')
@@ -197,7 +199,7 @@ pub fn normalize_host(field: &str) -> Option<Cow<'_, str>> {
 }
 
 /// Fields that speak about one connection only; `Connection` may name more.
-pub(super) fn is_hop_by_hop(name: &HeaderName) -> bool {
+pub(in crate::proxy) fn is_hop_by_hop(name: &HeaderName) -> bool {
     matches!(
         *name,
         header::CONNECTION

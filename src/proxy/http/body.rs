@@ -17,15 +17,15 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
-use super::connection_timeouts::ActiveRequest;
-use super::lazy_timer::LazyTimer;
 use super::response_cost::CostMeter;
 use super::tunnel::Tunnel;
-use super::upstream::{Http2ResponseBody, PooledConnection, format_error_chain};
 use crate::enforcer::ConcurrencySlotGuard;
+use crate::proxy::http::body::replay_buffer::ReplayBuffer;
+use crate::proxy::server::connection_timeouts::ActiveRequest;
+use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::upstream::{Http2ResponseBody, PooledConnection, format_error_chain};
 use crate::telemetry::metrics::ConnectionCloseReason;
-use crate::trace::RequestRecording;
-use replay_buffer::ReplayBuffer;
+use crate::telemetry::trace::RequestRecording;
 
 /// An unwanted request body is read up to here so that its connection can be used again.
 const MAX_DISCARD_BYTES: u64 = 256 * 1024;
@@ -69,11 +69,11 @@ impl BodyError {
 
 /// What a client may send as a request body.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct BodyLimits {
+pub(in crate::proxy) struct BodyLimits {
     /// No progress for this long is an error.
-    pub(super) idle_timeout: Duration,
+    pub(in crate::proxy) idle_timeout: Duration,
     /// `None`: any size.
-    pub(super) max_bytes: Option<u64>,
+    pub(in crate::proxy) max_bytes: Option<u64>,
 }
 
 /// The body of a request as it comes from the client. Dropping it unread makes an HTTP/1 connection
@@ -100,13 +100,13 @@ struct RequestBodyStream {
 
 /// How far a request body has come, for those who wait for what follows it.
 #[derive(Debug)]
-pub(super) struct RequestBodyProgress {
+pub(in crate::proxy) struct RequestBodyProgress {
     state: Cell<RequestBodyState>,
     last_progress_at: Cell<Instant>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum RequestBodyState {
+pub(in crate::proxy) enum RequestBodyState {
     /// The upstream could have more, the client does not send.
     AwaitingClient,
     /// The next part is for the upstream to take.
@@ -119,7 +119,7 @@ pub(super) enum RequestBodyState {
 }
 
 impl RequestBody {
-    pub(super) fn new(
+    pub(in crate::proxy) fn new(
         request: &http::request::Parts,
         incoming: Incoming,
         limits: BodyLimits,
@@ -174,14 +174,14 @@ impl RequestBody {
 
     /// The answer is there. If the body is not over yet, nobody may read its rest: an upstream that has answered may
     /// want no more of it.
-    pub(super) fn mark_rest_unread(&self) {
+    pub(in crate::proxy) fn mark_rest_unread(&self) {
         if let Some(body) = &self.0 {
             body.borrow().mark_rest_unread();
         }
     }
 
     /// Where the transfer stands; `None` for no body.
-    pub(super) fn progress(&self) -> Option<Rc<RequestBodyProgress>> {
+    pub(in crate::proxy) fn progress(&self) -> Option<Rc<RequestBodyProgress>> {
         self.0
             .as_ref()
             .map(|body| Rc::clone(&body.borrow().progress))
@@ -189,26 +189,26 @@ impl RequestBody {
 
     /// Another handle on the same body, for whoever may have to send it elsewhere. The body is dropped with the
     /// last one.
-    pub(super) fn clone_handle(&self) -> Self {
+    pub(in crate::proxy) fn clone_handle(&self) -> Self {
         Self(self.0.clone())
     }
 
     /// From here on what is read is kept, as far as there is room, so that it can be sent once more.
-    pub(super) fn enable_replay(&self) {
+    pub(in crate::proxy) fn enable_replay(&self) {
         if let Some(body) = &self.0 {
             body.borrow_mut().replay_buffer.enable();
         }
     }
 
     /// It will not have to be sent once more.
-    pub(super) fn disable_replay(&self) {
+    pub(in crate::proxy) fn disable_replay(&self) {
         if let Some(body) = &self.0 {
             body.borrow_mut().replay_buffer.disable();
         }
     }
 
     /// Goes back to the beginning. `false`: that can't be had again, or the client is at fault.
-    pub(super) fn rewind(&self) -> bool {
+    pub(in crate::proxy) fn rewind(&self) -> bool {
         self.0
             .as_ref()
             .is_none_or(|body| body.borrow_mut().rewind())
@@ -216,12 +216,12 @@ impl RequestBody {
 }
 
 impl RequestBodyProgress {
-    pub(super) fn state(&self) -> RequestBodyState {
+    pub(in crate::proxy) fn state(&self) -> RequestBodyState {
         self.state.get()
     }
 
     /// When the last part was handed over.
-    pub(super) fn last_progress_at(&self) -> Instant {
+    pub(in crate::proxy) fn last_progress_at(&self) -> Instant {
         self.last_progress_at.get()
     }
 }
@@ -395,7 +395,7 @@ pub enum ResponseBody {
 
 /// Where a response body comes from.
 #[derive(Debug)]
-pub(super) enum UpstreamBodySource {
+pub(in crate::proxy) enum UpstreamBodySource {
     Http1(Incoming),
     Http2(Http2ResponseBody),
 }
@@ -412,7 +412,7 @@ impl UpstreamBodySource {
         }
     }
 
-    pub(super) fn is_end_stream(&self) -> bool {
+    pub(in crate::proxy) fn is_end_stream(&self) -> bool {
         match self {
             Self::Http1(incoming) => incoming.is_end_stream(),
             Self::Http2(receiving) => receiving.is_end_stream(),
@@ -441,7 +441,7 @@ pub struct UpstreamBody {
 }
 
 impl UpstreamBody {
-    pub(super) fn new(
+    pub(in crate::proxy) fn new(
         source: UpstreamBodySource,
         lease: PooledConnection,
         idle_timeout: Option<Duration>,
@@ -459,12 +459,12 @@ impl UpstreamBody {
     }
 
     /// Keeps what the request holds until the end of the body, and ends the body when that has to end.
-    pub(super) fn attach_slot_guard(&mut self, slot_guard: Option<ConcurrencySlotGuard>) {
+    pub(in crate::proxy) fn attach_slot_guard(&mut self, slot_guard: Option<ConcurrencySlotGuard>) {
         self.slot_guard = slot_guard.map(Box::new);
     }
 
     /// The request's recording ends with the body.
-    pub(super) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
+    pub(in crate::proxy) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
         self.recording = recording
             .filter(|_| !self.is_fully_received())
             .map(RequestRecording::mark_streaming);
@@ -477,7 +477,7 @@ impl UpstreamBody {
     }
 
     /// Reads the body for what is to be settled by its end. Broken off or dropped, it settles nothing.
-    pub(super) fn attach_cost_meter(&mut self, cost_meter: Option<Box<CostMeter>>) {
+    pub(in crate::proxy) fn attach_cost_meter(&mut self, cost_meter: Option<Box<CostMeter>>) {
         self.cost_meter = cost_meter;
     }
 
@@ -569,7 +569,7 @@ impl UpstreamBody {
 
 impl ResponseBody {
     /// Takes out what follows a head that switches protocols.
-    pub(super) fn take_tunnel(&mut self) -> Option<Box<Tunnel>> {
+    pub(in crate::proxy) fn take_tunnel(&mut self) -> Option<Box<Tunnel>> {
         let Self::Tunnel(_) = self else { return None };
         match std::mem::take(self) {
             Self::Tunnel(tunnel) => Some(tunnel),

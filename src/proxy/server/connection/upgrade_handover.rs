@@ -13,8 +13,10 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::close_gracefully;
-use crate::proxy::connection_timeouts::{ActiveRequest, ConnectionMonitor, MonitoredSocket};
-use crate::proxy::tunnel::{Tunnel, TunnelEndReason};
+use crate::proxy::http::tunnel::{Tunnel, TunnelEndReason};
+use crate::proxy::server::connection_timeouts::{
+    ActiveRequest, ConnectionMonitor, MonitoredSocket,
+};
 use crate::telemetry::metrics::ConnectionCloseReason;
 
 /// Where a request leaves a tunnel for whoever gets the client's bytes from hyper.

@@ -29,7 +29,7 @@ const REDUCED_CAPACITY: &str =
 
 /// How a client wants to be answered. Read it before the request is given away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ReplyStyle<'t> {
+pub(in crate::proxy) struct ReplyStyle<'t> {
     format: ReplyFormat,
     is_head_request: bool,
     version: Version,
@@ -54,7 +54,7 @@ enum ReplyFormat {
 
 /// What went wrong between us and the upstream, or with a body, as the client may know it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ProxyErrorType {
+pub(in crate::proxy) enum ProxyErrorType {
     ConnectRefused,
     ConnectTimeout,
     DnsError,
@@ -82,7 +82,7 @@ pub(super) enum ProxyErrorType {
 
 impl<'t> ReplyStyle<'t> {
     /// Reads a request's head as it came, before the gate.
-    pub(super) fn from_request(parts: &request::Parts, cors: &'t CorsOrigins) -> Self {
+    pub(in crate::proxy) fn from_request(parts: &request::Parts, cors: &'t CorsOrigins) -> Self {
         let grpc = parts
             .headers
             .get(header::CONTENT_TYPE)
@@ -108,7 +108,7 @@ impl<'t> ReplyStyle<'t> {
     }
 
     /// For who goes by the status: gRPC says no with a 200.
-    pub(super) fn without_grpc(self) -> Self {
+    pub(in crate::proxy) fn without_grpc(self) -> Self {
         match self.format {
             ReplyFormat::Grpc => Self {
                 format: ReplyFormat::Json,
@@ -120,7 +120,7 @@ impl<'t> ReplyStyle<'t> {
 }
 
 /// The answer to a request that a verdict refuses, rate-limit fields included; `None` if it is to be forwarded.
-pub(super) fn build_rejection(
+pub(in crate::proxy) fn build_rejection(
     verdict: &Verdict<'_>,
     fields: RateLimitHeaderSettings,
     style: ReplyStyle<'_>,
@@ -173,7 +173,7 @@ pub(super) fn build_rejection(
 }
 
 /// The answer to a request that is refused before any policy sees it. The connection closes after it.
-pub(super) fn build_inbound_error(
+pub(in crate::proxy) fn build_inbound_error(
     fault: InboundRequestError,
     style: ReplyStyle<'_>,
 ) -> Response<Bytes> {
@@ -199,7 +199,7 @@ pub(super) fn build_inbound_error(
 }
 
 /// The answer when forwarding failed.
-pub(super) fn build_proxy_error(
+pub(in crate::proxy) fn build_proxy_error(
     error_type: ProxyErrorType,
     style: ReplyStyle<'_>,
 ) -> Response<Bytes> {

@@ -22,7 +22,7 @@ const SLOW_PATH_BYTES: usize = 2048;
 
 /// One worker's.
 #[derive(Debug, Default)]
-pub(super) struct AllocatorTrim {
+pub(in crate::proxy) struct AllocatorTrim {
     /// Since the last look.
     released_connections: Cell<usize>,
     is_scheduled: Cell<bool>,
@@ -30,7 +30,7 @@ pub(super) struct AllocatorTrim {
 
 impl AllocatorTrim {
     /// A connection needs its memory no more, or no more than a little.
-    pub(super) fn record_release(self: &Rc<Self>) {
+    pub(in crate::proxy) fn record_release(self: &Rc<Self>) {
         self.released_connections
             .set(self.released_connections.get() + 1);
         if self.released_connections.get() >= TRIM_THRESHOLD && !self.is_scheduled.replace(true) {

@@ -32,18 +32,18 @@ const BUFFER_RELEASE_DELAY: Duration = Duration::from_millis(100);
 
 /// How long a client may take.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct ConnectionTimeouts {
+pub(in crate::proxy) struct ConnectionTimeouts {
     /// Without a request.
-    pub(super) idle: Duration,
+    pub(in crate::proxy) idle: Duration,
     /// From the first byte of a request to the end of its head.
-    pub(super) request_head: Duration,
+    pub(in crate::proxy) request_head: Duration,
     /// Without reading a byte of what we have to write.
-    pub(super) write_stall: Duration,
+    pub(in crate::proxy) write_stall: Duration,
 }
 
 /// Why a connection has to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum TimeoutKind {
+pub(in crate::proxy) enum TimeoutKind {
     /// No request for a while: nothing has to end, but what requests need is not needed.
     IdleBuffers,
     /// No request for too long: close in good order.
@@ -55,7 +55,7 @@ pub(super) enum TimeoutKind {
 }
 
 #[derive(Debug)]
-pub(super) struct ConnectionMonitor {
+pub(in crate::proxy) struct ConnectionMonitor {
     timeouts: ConnectionTimeouts,
     phase: Cell<ConnectionPhase>,
     /// Requests whose handling, request body or response body is not over.
@@ -92,7 +92,7 @@ enum ConnectionPhase {
 
 impl ConnectionMonitor {
     /// `counts`: where it is counted what had to end.
-    pub(super) fn new(
+    pub(in crate::proxy) fn new(
         timeouts: ConnectionTimeouts,
         metrics: Option<Arc<WorkerMetrics>>,
     ) -> Rc<Self> {
@@ -119,7 +119,7 @@ impl ConnectionMonitor {
     }
 
     /// A request has arrived; it is active until all clones of the answer are gone.
-    pub(super) fn begin_request(self: &Rc<Self>) -> ActiveRequest {
+    pub(in crate::proxy) fn begin_request(self: &Rc<Self>) -> ActiveRequest {
         if self.active_requests.get() == 0 {
             self.has_unread_input.set(false);
         }
@@ -128,96 +128,96 @@ impl ConnectionMonitor {
     }
 
     /// Whether any request is active.
-    pub(super) fn has_active_requests(&self) -> bool {
+    pub(in crate::proxy) fn has_active_requests(&self) -> bool {
         self.active_requests.get() > 0
     }
 
     /// From here on the client may send a request.
-    pub(super) fn set_accepted(&self) {
+    pub(in crate::proxy) fn set_accepted(&self) {
         self.phase.set(ConnectionPhase::Idle(Instant::now()));
     }
 
     /// From here on bytes are frames: reading some does not mean that a request began.
-    pub(super) fn set_http2(&self) {
+    pub(in crate::proxy) fn set_http2(&self) {
         self.is_http2.set(true);
         self.phase.set(ConnectionPhase::Idle(Instant::now()));
     }
 
     /// Whether the connection has what only requests need, and wants to know when it can do without.
-    pub(super) fn set_has_buffers(&self, has_buffers: bool) {
+    pub(in crate::proxy) fn set_has_buffers(&self, has_buffers: bool) {
         self.has_buffers.set(has_buffers);
     }
 
     /// The client has sent, or is sending, what nobody will read.
-    pub(super) fn set_unread_input(&self) {
+    pub(in crate::proxy) fn set_unread_input(&self) {
         self.has_unread_input.set(true);
     }
 
-    pub(super) fn has_unread_input(&self) -> bool {
+    pub(in crate::proxy) fn has_unread_input(&self) -> bool {
         self.has_unread_input.get()
     }
 
     /// The client speaks HTTP/1.0, where a response may end with the connection.
-    pub(super) fn set_close_delimited(&self) {
+    pub(in crate::proxy) fn set_close_delimited(&self) {
         self.is_close_delimited.set(true);
     }
 
-    pub(super) fn is_close_delimited(&self) -> bool {
+    pub(in crate::proxy) fn is_close_delimited(&self) -> bool {
         self.is_close_delimited.get()
     }
 
     /// It is not the client that keeps its answer from going on: the next part is not there yet, or
     /// the last one has just been taken.
-    pub(super) fn mark_progress(&self) {
+    pub(in crate::proxy) fn mark_progress(&self) {
         self.has_progressed.set(true);
     }
 
     /// Whether [`ConnectionMonitor::mark_progress`] was called since the last look.
-    pub(super) fn take_progress(&self) -> bool {
+    pub(in crate::proxy) fn take_progress(&self) -> bool {
         self.has_progressed.take()
     }
 
     /// What an HTTP/2 client may still waste.
-    pub(super) fn frame_budget(&self) -> &FrameBudget {
+    pub(in crate::proxy) fn frame_budget(&self) -> &FrameBudget {
         &self.frame_budget
     }
 
     /// Counts the end of the connection, or of a stream, that the client did not choose.
-    pub(super) fn record_close(&self, reason: ConnectionCloseReason) {
+    pub(in crate::proxy) fn record_close(&self, reason: ConnectionCloseReason) {
         if let Some(counts) = &self.metrics {
             counts.record_connection_closed(reason);
         }
     }
 
     /// Asks the connection to end as soon as what it is doing is done.
-    pub(super) fn start_drain(&self) {
+    pub(in crate::proxy) fn start_drain(&self) {
         self.drain_requested.set(true);
         self.is_draining.set(true);
         self.wake_driver();
     }
 
     /// Whether [`ConnectionMonitor::drain`] was called: the next answer is the last one.
-    pub(super) fn is_draining(&self) -> bool {
+    pub(in crate::proxy) fn is_draining(&self) -> bool {
         self.is_draining.get()
     }
 
     /// Whether [`ConnectionMonitor::drain`] was called, and nobody has taken notice of it.
-    pub(super) fn is_drain_pending(&self) -> bool {
+    pub(in crate::proxy) fn is_drain_pending(&self) -> bool {
         self.drain_requested.get()
     }
 
     /// True once after [`ConnectionMonitor::drain`].
-    pub(super) fn take_drain_request(&self) -> bool {
+    pub(in crate::proxy) fn take_drain_request(&self) -> bool {
         self.drain_requested.take()
     }
 
     /// The connection has been told to close.
-    pub(super) fn set_closing(&self) {
+    pub(in crate::proxy) fn set_closing(&self) {
         self.closing_since
             .set(Some(self.closing_since.get().unwrap_or_else(Instant::now)));
     }
 
-    pub(super) fn set_driver_waker(&self, waker: &Waker) {
+    pub(in crate::proxy) fn set_driver_waker(&self, waker: &Waker) {
         let mut driver = self.driver_waker.borrow_mut();
         match &mut *driver {
             Some(known) => known.clone_from(waker),
@@ -232,7 +232,7 @@ impl ConnectionMonitor {
     }
 
     /// Whether all that was written has been taken.
-    pub(super) fn has_no_blocked_write(&self) -> bool {
+    pub(in crate::proxy) fn has_no_blocked_write(&self) -> bool {
         self.write_blocked_since.get().is_none()
     }
 
@@ -240,7 +240,7 @@ impl ConnectionMonitor {
     /// dropped if something of earlier answers has still to be written.
     ///
     /// hyper flushes the socket when, and only when, it has written all that it had.
-    pub(super) fn queue_informational_head(&self, head: &[u8]) {
+    pub(in crate::proxy) fn queue_informational_head(&self, head: &[u8]) {
         if self.is_flushed.get() {
             self.informational_heads
                 .borrow_mut()
@@ -250,12 +250,12 @@ impl ConnectionMonitor {
     }
 
     /// How long a client may leave a write alone.
-    pub(super) fn stall_timeout(&self) -> Duration {
+    pub(in crate::proxy) fn stall_timeout(&self) -> Duration {
         self.timeouts.write_stall
     }
 
     /// What is due next, if nothing happens before.
-    pub(super) fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
+    pub(in crate::proxy) fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
         // While there is something to write, the connection is not idle, whatever its requests do.
         if let Some(since) = self.write_blocked_since.get() {
             return Some((since + self.timeouts.write_stall, TimeoutKind::Stalled));
@@ -294,7 +294,7 @@ impl ConnectionMonitor {
         }
     }
 
-    pub(super) fn record_write<T>(&self, result: &Poll<io::Result<T>>) {
+    pub(in crate::proxy) fn record_write<T>(&self, result: &Poll<io::Result<T>>) {
         match result {
             Poll::Pending if self.write_blocked_since.get().is_none() => {
                 self.write_blocked_since.set(Some(Instant::now()))
@@ -307,10 +307,10 @@ impl ConnectionMonitor {
 
 /// Keeps a request counted as active.
 #[derive(Debug)]
-pub(super) struct ActiveRequest(Rc<ConnectionMonitor>);
+pub(in crate::proxy) struct ActiveRequest(Rc<ConnectionMonitor>);
 
 impl ActiveRequest {
-    pub(super) fn monitor(&self) -> &ConnectionMonitor {
+    pub(in crate::proxy) fn monitor(&self) -> &ConnectionMonitor {
         &self.0
     }
 }
@@ -340,7 +340,7 @@ impl Drop for ActiveRequest {
 /// A client's socket, or what TLS makes of it, that leaves its marks in a [`ConnectionMonitor`], gives back bytes that were
 /// looked at before the protocol was known, and lingers when it is shut down.
 #[derive(Debug)]
-pub(super) struct MonitoredSocket {
+pub(in crate::proxy) struct MonitoredSocket {
     transport: ClientTransport,
     monitor: Rc<ConnectionMonitor>,
     read_ahead: Vec<u8>,
@@ -361,7 +361,10 @@ struct LingerState {
 }
 
 impl MonitoredSocket {
-    pub(super) fn new(transport: ClientTransport, monitor: Rc<ConnectionMonitor>) -> Self {
+    pub(in crate::proxy) fn new(
+        transport: ClientTransport,
+        monitor: Rc<ConnectionMonitor>,
+    ) -> Self {
         Self {
             transport,
             monitor,
@@ -374,12 +377,12 @@ impl MonitoredSocket {
     }
 
     /// Puts bytes back that will be read again first.
-    pub(super) fn put_back(&mut self, bytes: &[u8]) {
+    pub(in crate::proxy) fn put_back(&mut self, bytes: &[u8]) {
         self.read_ahead.splice(0..0, bytes.iter().copied());
     }
 
     /// Waits until the client goes on; what it sends stays to be read. `false`: it has left.
-    pub(super) fn poll_next_request(&mut self, cx: &mut Context<'_>) -> Poll<bool> {
+    pub(in crate::proxy) fn poll_next_request(&mut self, cx: &mut Context<'_>) -> Poll<bool> {
         let mut bytes = [0; 512];
         let mut into = ReadBuf::new(&mut bytes);
         let is_open = ready!(Pin::new(&mut *self).poll_read(cx, &mut into)).is_ok();
@@ -393,19 +396,19 @@ impl MonitoredSocket {
 
     /// Closes with a reset: what was sent so far cannot be taken for the whole, and what the client
     /// has not fetched holds no memory.
-    pub(super) fn abort(mut self) {
+    pub(in crate::proxy) fn abort(mut self) {
         if let Err(error) = self.transport.raw_socket().set_reset_on_close() {
             tracing::debug!(%error, "a connection could not be reset");
         }
     }
 
     /// Whether a shutdown ends writing only, and lets the client go on.
-    pub(super) fn set_half_close(&mut self, is_half_close: bool) {
+    pub(in crate::proxy) fn set_half_close(&mut self, is_half_close: bool) {
         self.is_half_close = is_half_close;
     }
 
     /// What the client still sends will not be read.
-    pub(super) fn ignore_remaining_input(&self) {
+    pub(in crate::proxy) fn ignore_remaining_input(&self) {
         self.monitor.set_unread_input();
     }
 
@@ -533,7 +536,7 @@ mod tests {
     use super::{
         BUFFER_RELEASE_DELAY, ConnectionMonitor, ConnectionTimeouts, MonitoredSocket, TimeoutKind,
     };
-    use crate::proxy::transport::{ClientStream, ClientTransport, RawSocket};
+    use crate::proxy::server::transport::{ClientStream, ClientTransport, RawSocket};
     use std::future::poll_fn;
     use std::pin::Pin;
     use std::rc::Rc;

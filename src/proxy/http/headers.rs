@@ -1,5 +1,5 @@
 //! What a proxy changes in heads on their way: fields that say who sent a request, over what and through
-//! whom. Connection-bound fields of requests are gone by then (see [`super::gate`]).
+//! whom. Connection-bound fields of requests are gone by then (see [`crate::proxy::gate`]).
 
 use super::request_validation::{self, RequestTarget};
 use super::upgrade::{self, UpgradeRequest};
@@ -12,25 +12,25 @@ use std::net::IpAddr;
 
 /// The way that a request came, and where it goes on.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct ForwardingContext<'a> {
-    pub(super) peer: &'a AddressText,
+pub(in crate::proxy) struct ForwardingContext<'a> {
+    pub(in crate::proxy) peer: &'a AddressText,
     /// Who is behind it.
-    pub(super) client: ClientIdentity,
+    pub(in crate::proxy) client: ClientIdentity,
     /// Whether the request came over TLS.
-    pub(super) is_https: bool,
+    pub(in crate::proxy) is_https: bool,
     /// As it came.
-    pub(super) version_in: Version,
+    pub(in crate::proxy) version_in: Version,
     /// The header that the client's address was read from.
-    pub(super) ip_header: &'a HeaderName,
+    pub(in crate::proxy) ip_header: &'a HeaderName,
     /// Whether the body has anything left to read. HTTP/2 tells so by no header.
-    pub(super) has_body: bool,
-    pub(super) preserve_host: bool,
-    pub(super) upstream_authority: &'a HeaderValue,
+    pub(in crate::proxy) has_body: bool,
+    pub(in crate::proxy) preserve_host: bool,
+    pub(in crate::proxy) upstream_authority: &'a HeaderValue,
 }
 
 /// An address as it stands in forwarding fields; made once per connection.
 #[derive(Clone, Debug)]
-pub(super) struct AddressText {
+pub(in crate::proxy) struct AddressText {
     ip: IpAddr,
     header_value: HeaderValue,
     /// As an element of `Forwarded`.
@@ -39,7 +39,7 @@ pub(super) struct AddressText {
 
 /// Why an upstream's response head cannot be passed on: it is no valid answer to what was asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum ResponseValidationError {
+pub(in crate::proxy) enum ResponseValidationError {
     #[error("the upstream used a transfer coding other than \"chunked\"")]
     TransferEncoding,
     #[error("the upstream switched protocols unasked")]
@@ -52,7 +52,7 @@ pub(super) enum ResponseValidationError {
 
 impl AddressText {
     /// An IPv4 address in IPv6 clothes (a dual-stack socket) is the IPv4 address.
-    pub(super) fn new(ip: IpAddr) -> Self {
+    pub(in crate::proxy) fn new(ip: IpAddr) -> Self {
         let ip = ip.to_canonical();
         Self {
             ip,
@@ -71,7 +71,7 @@ static X_REAL_IP: HeaderName = HeaderName::from_static("x-real-ip");
 ///
 /// A peer that isn't trusted tells nothing about others: its forwarding fields are replaced. A trusted
 /// one's are continued.
-pub(super) fn forward_request(
+pub(in crate::proxy) fn forward_request(
     parts: &mut request::Parts,
     target: &RequestTarget,
     hop: &ForwardingContext<'_>,
@@ -112,7 +112,7 @@ pub(super) fn forward_request(
 
 /// Asks for a body that can be read on its way, and for all of it: a client that could choose otherwise would choose
 /// whether its cost is settled.
-pub(super) fn request_full_identity_body(headers: &mut HeaderMap) {
+pub(in crate::proxy) fn request_full_identity_body(headers: &mut HeaderMap) {
     headers.insert(
         header::ACCEPT_ENCODING,
         HeaderValue::from_static("identity"),
@@ -129,7 +129,7 @@ pub(super) fn request_full_identity_body(headers: &mut HeaderMap) {
 ///
 /// # Errors
 /// A [`ResponseValidationError`] if the response cannot be passed on safely.
-pub(super) fn forward_response(
+pub(in crate::proxy) fn forward_response(
     parts: &mut response::Parts,
     version_in: Version,
     upgrade_request: Option<&UpgradeRequest>,
@@ -191,7 +191,7 @@ pub(super) fn forward_response(
 
 /// Makes what an upstream says before its answer into what a client may be told before it: nothing about connections, and
 /// no framing, since there is no body.
-pub(super) fn forward_informational_response(parts: &mut response::Parts) {
+pub(in crate::proxy) fn forward_informational_response(parts: &mut response::Parts) {
     let headers = &mut parts.headers;
     let connection_options = headers
         .get_all(header::CONNECTION)
@@ -277,7 +277,11 @@ fn upgrade_values_for_client(
 }
 
 /// Adds `item` to a field that is a comma-separated list, in one line.
-pub(super) fn append_to_list(headers: &mut HeaderMap, name: &HeaderName, item: HeaderValue) {
+pub(in crate::proxy) fn append_to_list(
+    headers: &mut HeaderMap,
+    name: &HeaderName,
+    item: HeaderValue,
+) {
     match headers.entry(name) {
         Entry::Vacant(vacant) => {
             vacant.insert(item);
@@ -290,7 +294,7 @@ pub(super) fn append_to_list(headers: &mut HeaderMap, name: &HeaderName, item: H
 }
 
 /// In decimal, with one allocation; the conversion that `http` has makes two.
-pub(super) fn integer_header_value(value: impl itoa::Integer) -> HeaderValue {
+pub(in crate::proxy) fn integer_header_value(value: impl itoa::Integer) -> HeaderValue {
     HeaderValue::from_str(itoa::Buffer::new().format(value)).expect("digits are visible signs")
 }
 

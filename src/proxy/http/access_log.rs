@@ -4,15 +4,15 @@
 
 use crate::enforcer::ReportedLimit;
 use crate::telemetry::metrics::{DecisionSource, RequestDecision};
+use crate::telemetry::trace::TraceId;
 use crate::telemetry::{AccessLogFilter, LogSettings};
-use crate::trace::TraceId;
 use http::StatusCode;
 use std::net::IpAddr;
 use std::time::Duration;
 
 /// Writes what was decided about requests, as far as the owner wants to read it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct AccessLog {
+pub(in crate::proxy) struct AccessLog {
     mode: AccessLogFilter,
     /// Share of the lines that is written, 0.0..=1.0.
     sample_rate: f64,
@@ -20,32 +20,32 @@ pub(super) struct AccessLog {
 
 /// One request, once its response head is known.
 #[derive(Debug)]
-pub(super) struct AccessLogEntry<'a> {
+pub(in crate::proxy) struct AccessLogEntry<'a> {
     /// Empty, as host and path, if the head could not be read.
-    pub(super) method: &'a str,
-    pub(super) host: &'a str,
+    pub(in crate::proxy) method: &'a str,
+    pub(in crate::proxy) host: &'a str,
     /// As it came, without the query, which may hold secrets.
-    pub(super) path: &'a str,
-    pub(super) client_ip: IpAddr,
-    pub(super) status: StatusCode,
+    pub(in crate::proxy) path: &'a str,
+    pub(in crate::proxy) client_ip: IpAddr,
+    pub(in crate::proxy) status: StatusCode,
     /// From the request's arrival to the head of the response.
-    pub(super) time_to_head: Duration,
+    pub(in crate::proxy) time_to_head: Duration,
     /// allowed, rejected, blocked, denied, degraded, malformed
-    pub(super) decision: &'static str,
+    pub(in crate::proxy) decision: &'static str,
     /// The policy that refused, if one did.
-    pub(super) policy: Option<&'a str>,
-    pub(super) shadow_rejected: &'a [&'a str],
+    pub(in crate::proxy) policy: Option<&'a str>,
+    pub(in crate::proxy) shadow_rejected: &'a [&'a str],
     /// Those that were decided.
-    pub(super) limits: &'a [ReportedLimit<'a>],
+    pub(in crate::proxy) limits: &'a [ReportedLimit<'a>],
     /// Who decided them, and how long after the request's arrival.
-    pub(super) source: Option<DecisionSource>,
-    pub(super) time_to_decision: Option<Duration>,
-    pub(super) trace_id: Option<TraceId>,
+    pub(in crate::proxy) source: Option<DecisionSource>,
+    pub(in crate::proxy) time_to_decision: Option<Duration>,
+    pub(in crate::proxy) trace_id: Option<TraceId>,
 }
 
 impl AccessLogEntry<'_> {
     /// Of what could not be read as a request.
-    pub(super) fn for_unreadable_request(client_ip: IpAddr, status: StatusCode) -> Self {
+    pub(in crate::proxy) fn for_unreadable_request(client_ip: IpAddr, status: StatusCode) -> Self {
         Self {
             method: "",
             host: "",
@@ -65,7 +65,7 @@ impl AccessLogEntry<'_> {
 }
 
 impl AccessLog {
-    pub(super) fn new(settings: &LogSettings) -> Self {
+    pub(in crate::proxy) fn new(settings: &LogSettings) -> Self {
         Self {
             mode: settings.access,
             sample_rate: settings.access_sample,
@@ -73,7 +73,7 @@ impl AccessLog {
     }
 
     /// Whether a line may be written about a request that was rejected, or one that was not.
-    pub(super) fn is_enabled_for(&self, is_rejected: bool) -> bool {
+    pub(in crate::proxy) fn is_enabled_for(&self, is_rejected: bool) -> bool {
         match self.mode {
             AccessLogFilter::Off => false,
             AccessLogFilter::Rejected => is_rejected,
@@ -81,7 +81,7 @@ impl AccessLog {
         }
     }
 
-    pub(super) fn write(&self, entry: &AccessLogEntry<'_>) {
+    pub(in crate::proxy) fn write(&self, entry: &AccessLogEntry<'_>) {
         // By who refused, not by the decision: an outage must not write a line per request that it let through.
         let is_refused = entry.policy.is_some() || entry.decision == "malformed";
         let is_rejected = is_refused || !entry.shadow_rejected.is_empty();

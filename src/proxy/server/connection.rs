@@ -23,19 +23,19 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::time::{Instant, timeout};
 
-use super::ListenSettings;
 use super::accept::AcceptedConnection;
 use super::allocator_trim::AllocatorTrim;
-use super::body::{BodyError, BodyLimits, RequestBody, ResponseBody};
 use super::connection_timeouts::{
     ActiveRequest, ConnectionMonitor, ConnectionTimeouts, MonitoredSocket, TimeoutKind,
 };
-use super::informational_responses::InformationalForwarder;
 use super::lazy_timer::LazyTimer;
-use super::server::{ConnectionPeer, ListenerKind, RequestHandler, ServerLoad};
+use crate::proxy::ListenSettings;
+use crate::proxy::http::body::{BodyError, BodyLimits, RequestBody, ResponseBody};
+use crate::proxy::http::informational_responses::InformationalForwarder;
+use crate::proxy::server::connection::streams::StreamTasks;
+use crate::proxy::server::connection::upgrade_handover::{UpgradeHandover, UpgradedRequest};
+use crate::proxy::server::{ConnectionPeer, ListenerKind, RequestHandler, ServerLoad};
 use crate::telemetry::metrics::ConnectionCloseReason;
-use streams::StreamTasks;
-use upgrade_handover::{UpgradeHandover, UpgradedRequest};
 
 /// What an HTTP/2 client sends first.
 const HTTP2_PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -72,7 +72,7 @@ const H2_PING_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How connections are served; one per worker.
 #[derive(Clone, Debug)]
-pub(super) struct HttpProtocols {
+pub(in crate::proxy) struct HttpProtocols {
     http1: http1::Builder,
     settings: ListenSettings,
     listener_kind: ListenerKind,
@@ -82,7 +82,7 @@ pub(super) struct HttpProtocols {
 
 impl HttpProtocols {
     /// `load`: where panics are counted.
-    pub(super) fn new(
+    pub(in crate::proxy) fn new(
         settings: &ListenSettings,
         listener_kind: ListenerKind,
         load: ServerLoad,
@@ -110,7 +110,7 @@ impl HttpProtocols {
         }
     }
 
-    pub(super) fn timeouts(&self) -> ConnectionTimeouts {
+    pub(in crate::proxy) fn timeouts(&self) -> ConnectionTimeouts {
         ConnectionTimeouts {
             idle: self.settings.idle_timeout,
             request_head: self.settings.header_timeout,
@@ -157,7 +157,7 @@ impl HttpProtocols {
 }
 
 /// Serves one connection to its end.
-pub(super) async fn serve_connection<H: RequestHandler>(
+pub(in crate::proxy) async fn serve_connection<H: RequestHandler>(
     connection: AcceptedConnection,
     handler: Rc<H>,
     protocols: Rc<HttpProtocols>,

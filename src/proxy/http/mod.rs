@@ -1,0 +1,13 @@
+//! HTTP semantics of the proxy, without sockets: what is accepted, rewritten, added and answered locally.
+
+pub(in crate::proxy) mod access_log;
+pub(in crate::proxy) mod body;
+pub(in crate::proxy) mod headers;
+pub(in crate::proxy) mod inbound_request;
+pub(in crate::proxy) mod informational_responses;
+pub(in crate::proxy) mod local_replies;
+pub(in crate::proxy) mod rate_limit_headers;
+pub(in crate::proxy) mod request_validation;
+pub(in crate::proxy) mod response_cost;
+pub(in crate::proxy) mod tunnel;
+pub(in crate::proxy) mod upgrade;
