@@ -187,7 +187,7 @@ scale: ## What docs/SCALE.md says of leases and local shares, beside a simulated
 	TIDEGATE_SCALE=1000 cargo test --locked --release --lib leases::scale_simulation -- --nocapture --test-threads 1
 
 .PHONY: lint
-lint: fmt clippy deny architecture ## Formatting, clippy, dependencies, and who may import whom
+lint: fmt clippy deny architecture spelling ## Formatting, clippy, dependencies, and who may import whom
 
 .PHONY: fmt
 fmt:
@@ -198,6 +198,11 @@ clippy:
 	cargo clippy --locked --all-targets -- -D warnings
 
 # Advisories need a database that is fetched: they are checked wherever it can be reached.
+.PHONY: spelling
+spelling: ## The spelling of every file, by typos
+	$(call need,python3,on Debian: apt-get install python3-venv)
+	tests/spelling.sh
+
 .PHONY: deny
 deny:
 	$(call need,cargo-deny,cargo install --locked cargo-deny)
