@@ -1,7 +1,7 @@
-//! Every answer that we make ourselves, and its public text.
+//! Local replies: every response that the proxy generates itself, with its public text.
 //!
-//! Problem details (RFC 9457) as JSON, or plain text for clients that rather have it; for gRPC a status
-//! without a body. Nothing that a client sent gets into an answer.
+//! The body is JSON problem details (RFC 9457), or plain text if the client prefers it. gRPC
+//! clients get a status without a body. A local reply never echoes request data.
 
 use super::headers::integer_header_value;
 use super::inbound_request::InboundRequestError;
@@ -18,16 +18,17 @@ static PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
 static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 static GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 
-/// What gRPC's media types begin with.
+/// Prefix of all media types of gRPC.
 const GRPC_MEDIA_TYPE: &[u8] = b"application/grpc";
-/// As many as a refusal has; room that is made piece by piece costs more than all of them.
+/// Header count of a typical rejection. Reserving it once is cheaper than growing the map.
 const TYPICAL_HEADER_COUNT: usize = 10;
 const ABOUT_BLANK: &str = "about:blank";
 const QUOTA_EXCEEDED: &str = "https://iana.org/assignments/http-problem-types#quota-exceeded";
 const REDUCED_CAPACITY: &str =
     "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
 
-/// How a client wants to be answered. Read it before the request is given away.
+/// Properties of a request that determine the format of a local reply. Must be read before the
+/// request is forwarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::proxy) struct ReplyStyle<'t> {
     format: ReplyFormat,
@@ -36,10 +37,10 @@ pub(in crate::proxy) struct ReplyStyle<'t> {
     cors: CorsDecision<'t>,
 }
 
-/// The script in a browser that may want to read an answer.
+/// Access of a browser script from the request's origin to a local reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CorsDecision<'t> {
-    /// Nobody set up which may: no answer speaks of it.
+    /// No origins are configured; local replies have no CORS headers.
     NotConfigured,
     Refused,
     Allowed(&'t HeaderValue),
@@ -52,7 +53,7 @@ enum ReplyFormat {
     Grpc,
 }
 
-/// What went wrong between us and the upstream, or with a body, as the client may know it.
+/// Public kind of a failure of the upstream, of a body or of the request's deadline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::proxy) enum ProxyErrorType {
     ConnectRefused,
@@ -61,27 +62,27 @@ pub(in crate::proxy) enum ProxyErrorType {
     TlsError,
     /// The connection ended before a response.
     ConnectionTerminated,
-    /// The upstream's response made no sense.
+    /// The upstream's response is not valid.
     ProtocolError,
-    /// The upstream opens no WebSockets by the protocol that it speaks.
+    /// The upstream's HTTP version or settings do not allow WebSockets.
     UpgradeFailed,
     ResponseTimeout,
-    /// A limit's `max_duration` is over.
+    /// The `max_duration` of a limit has elapsed.
     MaxDurationExceeded,
-    /// No upstream connection became free in time, or too many requests wait for one.
+    /// No upstream connection became free in time, or too many requests are waiting for one.
     QueueFull,
-    /// The request's body is larger than allowed.
+    /// The request body is larger than allowed.
     BodyTooLarge,
-    /// The request's body stopped coming.
+    /// The request body did not arrive in time.
     BodyTimeout,
-    /// The request's body is not framed as it should be.
+    /// The request body has invalid framing or is incomplete.
     BodyInvalid,
     /// The request has more headers than allowed.
     TooManyHeaders,
 }
 
 impl<'t> ReplyStyle<'t> {
-    /// Reads a request's head as it came, before the gate.
+    /// Reads the head of a request before validation changes it.
     pub(in crate::proxy) fn from_request(parts: &request::Parts, cors: &'t CorsOrigins) -> Self {
         let grpc = parts
             .headers
@@ -107,7 +108,8 @@ impl<'t> ReplyStyle<'t> {
         }
     }
 
-    /// For who goes by the status: gRPC says no with a 200.
+    /// Replaces the gRPC format with JSON, for callers that read the HTTP status: gRPC errors have
+    /// status 200.
     pub(in crate::proxy) fn without_grpc(self) -> Self {
         match self.format {
             ReplyFormat::Grpc => Self {
@@ -119,10 +121,11 @@ impl<'t> ReplyStyle<'t> {
     }
 }
 
-/// The answer to a request that a verdict refuses, rate-limit fields included; `None` if it is to be forwarded.
+/// Builds the reply to a request that the verdict rejects, with rate-limit headers. Returns `None`
+/// if the request is to be forwarded.
 pub(in crate::proxy) fn build_rejection(
     verdict: &Verdict<'_>,
-    fields: RateLimitHeaderSettings,
+    header_settings: RateLimitHeaderSettings,
     style: ReplyStyle<'_>,
 ) -> Option<Response<Bytes>> {
     let mut response = match &verdict.outcome {
@@ -142,7 +145,7 @@ pub(in crate::proxy) fn build_rejection(
         }
         RequestOutcome::InvalidKey { policy, fault } => {
             let detail =
-                format!("Policy \"{policy}\" cannot tell whose quota this request uses: {fault}.");
+                format!("Policy \"{policy}\" cannot determine the quota of this request: {fault}.");
             let problem = ProblemReply::new(StatusCode::BAD_REQUEST, "http_request_error", detail);
             ProblemReply {
                 policy: Some(policy),
@@ -154,7 +157,7 @@ pub(in crate::proxy) fn build_rejection(
             policy,
             retry_after_us,
         } => {
-            let detail = format!("Policy \"{policy}\" cannot be decided at the moment.");
+            let detail = format!("Policy \"{policy}\" cannot be evaluated at the moment.");
             ProblemReply {
                 type_uri: REDUCED_CAPACITY,
                 policy: Some(policy),
@@ -168,11 +171,11 @@ pub(in crate::proxy) fn build_rejection(
             .to_response(style)
         }
     };
-    rate_limit_headers::write_headers(verdict, fields, response.headers_mut());
+    rate_limit_headers::write_headers(verdict, header_settings, response.headers_mut());
     Some(response)
 }
 
-/// The answer to a request that is refused before any policy sees it. The connection closes after it.
+/// Builds the reply to a request that failed validation. An HTTP/1 connection closes after it.
 pub(in crate::proxy) fn build_inbound_error(
     fault: InboundRequestError,
     style: ReplyStyle<'_>,
@@ -198,7 +201,7 @@ pub(in crate::proxy) fn build_inbound_error(
     response
 }
 
-/// The answer when forwarding failed.
+/// Builds the reply to a request that could not be forwarded or completed.
 pub(in crate::proxy) fn build_proxy_error(
     error_type: ProxyErrorType,
     style: ReplyStyle<'_>,
@@ -214,14 +217,14 @@ pub(in crate::proxy) fn build_proxy_error(
         error_type,
         ProxyErrorType::BodyTooLarge | ProxyErrorType::BodyTimeout | ProxyErrorType::BodyInvalid
     ) {
-        // The rest of the body stands between us and the next request.
+        // The unread rest of the body precedes the next request on the connection.
         set_connection_close(&mut response, style);
     }
     response
 }
 
 impl ProxyErrorType {
-    /// Status, error of `Proxy-Status` (RFC 9209, 2.3), and text.
+    /// Returns the status, the `Proxy-Status` error type (RFC 9209, 2.3) and the detail text.
     fn reply_parts(self) -> (StatusCode, &'static str, &'static str) {
         use StatusCode as S;
         match self {
@@ -258,7 +261,7 @@ impl ProxyErrorType {
             Self::UpgradeFailed => (
                 S::BAD_GATEWAY,
                 "http_upgrade_failed",
-                "The upstream does not open WebSockets by HTTP/2.",
+                "The upstream does not support WebSockets over HTTP/2.",
             ),
             Self::ResponseTimeout => (
                 S::GATEWAY_TIMEOUT,
@@ -273,22 +276,22 @@ impl ProxyErrorType {
             Self::QueueFull => (
                 S::SERVICE_UNAVAILABLE,
                 "connection_limit_reached",
-                "Too many requests wait, or no connection to the upstream became free in time.",
+                "Too many requests are waiting, or no connection to the upstream became free in time.",
             ),
             Self::BodyTooLarge => (
                 S::PAYLOAD_TOO_LARGE,
                 "http_request_error",
-                "The request's body is larger than allowed.",
+                "The request body is larger than allowed.",
             ),
             Self::BodyTimeout => (
                 S::REQUEST_TIMEOUT,
                 "http_request_error",
-                "The request's body did not arrive in time.",
+                "The request body did not arrive in time.",
             ),
             Self::BodyInvalid => (
                 S::BAD_REQUEST,
                 "http_request_error",
-                "The request's body is not valid HTTP, or broke off.",
+                "The request body is not valid HTTP or is incomplete.",
             ),
             Self::TooManyHeaders => (
                 S::REQUEST_HEADER_FIELDS_TOO_LARGE,
@@ -304,7 +307,7 @@ fn build_limit_rejection(limited: &LimitRejection<'_>, style: ReplyStyle<'_>) ->
     let detail = match (limited.retry, limited.retry.retry_after_s()) {
         (RetryHint::Unknown, _) => {
             format!(
-                "Policy \"{policy}\" has no room for this request now, and nobody can tell when it will."
+                "Policy \"{policy}\" has no free slot for this request. It is not known when one becomes free."
             )
         }
         (_, Some(seconds)) => {
@@ -319,7 +322,7 @@ fn build_limit_rejection(limited: &LimitRejection<'_>, style: ReplyStyle<'_>) ->
             .concat()
         }
         (_, None) => format!(
-            "Policy \"{policy}\" never allows this request: it asks for more than the limit. Trying again will not help."
+            "Policy \"{policy}\" never allows this request: its cost is more than the limit. Retrying will not help."
         ),
     };
     let mut response = ProblemReply {
@@ -333,7 +336,7 @@ fn build_limit_rejection(limited: &LimitRejection<'_>, style: ReplyStyle<'_>) ->
     }
     .to_custom_response(limited.reject, style);
     if limited.retry == RetryHint::Never {
-        // Not even the owner's: there is no time at which this request would be admitted.
+        // Removes a `Retry-After` from the policy's custom headers too: no retry can succeed.
         response.headers_mut().remove(header::RETRY_AFTER);
     }
     response
@@ -345,7 +348,7 @@ impl CorsDecision<'_> {
             "Retry-After, RateLimit, RateLimit-Policy, X-RateLimit-Limit, X-RateLimit-Remaining, X-RateLimit-Reset, \
              Proxy-Status, Grpc-Status, Grpc-Message",
         );
-        // An owner who says it in a policy's own headers knows better.
+        // A policy's custom headers take precedence.
         if self == Self::NotConfigured || headers.contains_key(header::ACCESS_CONTROL_ALLOW_ORIGIN)
         {
             return;
@@ -355,7 +358,7 @@ impl CorsDecision<'_> {
         headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin.clone());
         headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, EXPOSED);
         if origin != "*" {
-            // Scripts that send cookies could not read the answer otherwise; with "*" browsers forbid it.
+            // Requests with credentials need this; browsers do not accept it together with "*".
             headers.insert(
                 header::ACCESS_CONTROL_ALLOW_CREDENTIALS,
                 HeaderValue::from_static("true"),
@@ -369,7 +372,7 @@ struct ProblemReply<'a> {
     type_uri: &'static str,
     title: &'static str,
     detail: String,
-    /// Of `Proxy-Status`.
+    /// Error type in `Proxy-Status` (RFC 9209, 2.3).
     error: &'static str,
     grpc_status: u8,
     policy: Option<&'a str>,
@@ -396,7 +399,7 @@ impl<'a> ProblemReply<'a> {
         self.to_custom_response(None, style)
     }
 
-    /// Makes the response, in the policy owner's words if there are any.
+    /// Builds the response from the policy's custom rejection, or from the problem if it is `None`.
     fn to_custom_response(
         &self,
         reject: Option<&RejectResponse>,
@@ -437,7 +440,7 @@ impl<'a> ProblemReply<'a> {
         response
     }
 
-    /// A response of headers only, which is how gRPC says no.
+    /// Builds a gRPC Trailers-Only response: the status is in the headers and there is no body.
     fn to_grpc_response(&self) -> Response<Bytes> {
         let mut response = Response::new(Bytes::new());
         let headers = response.headers_mut();
@@ -454,7 +457,7 @@ impl<'a> ProblemReply<'a> {
 
     fn to_json(&self) -> String {
         let mut out = String::with_capacity(320);
-        // Type and title are words of ours, in which nothing needs an escape.
+        // Type and title are constants without characters to escape.
         for piece in [
             "{\"type\":\"",
             self.type_uri,
@@ -504,7 +507,7 @@ fn response_with_body(
     if may_have_body {
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, content_type);
-        // Said here because a response to HEAD has it without the body.
+        // Set explicitly because a response to HEAD has the length but no body.
         headers.insert(header::CONTENT_LENGTH, integer_header_value(body.len()));
         if !style.is_head_request {
             *response.body_mut() = body;
@@ -513,7 +516,7 @@ fn response_with_body(
     response
 }
 
-/// HTTP/2 has no `Connection`; there the stream ends and the connection may live.
+/// Sets `Connection: close`, except for HTTP/2, where only the stream ends.
 fn set_connection_close(response: &mut Response<Bytes>, style: ReplyStyle<'_>) {
     if style.version != Version::HTTP_2 {
         response
@@ -522,7 +525,7 @@ fn set_connection_close(response: &mut Response<Bytes>, style: ReplyStyle<'_>) {
     }
 }
 
-/// The code that gRPC knows for a status.
+/// Maps an HTTP status to a gRPC status code.
 fn grpc_status_from_http(status: StatusCode) -> u8 {
     const INVALID_ARGUMENT: u8 = 3;
     const DEADLINE_EXCEEDED: u8 = 4;
@@ -538,7 +541,7 @@ fn grpc_status_from_http(status: StatusCode) -> u8 {
     }
 }
 
-/// Decimal seconds with all six places: a number in JSON, exact where a float would round.
+/// Appends decimal seconds with six places, exact where a float would round.
 fn push_seconds(out: &mut String, us: u64) {
     let mut buffer = itoa::Buffer::new();
     out.push_str(buffer.format(us / 1_000_000));
@@ -554,23 +557,23 @@ fn push_json_string(out: &mut String, text: &str) {
     let is_special = |byte| matches!(byte, b'"' | b'\\' | ..b' ');
     let mut rest = text;
     out.push('"');
-    // What needs no escape, mostly all of it, goes as a whole.
+    // Copies runs without special characters, usually the whole text, at once.
     while let Some((plain, special)) = rest
         .bytes()
         .position(is_special)
         .map(|at| rest.split_at(at))
     {
         out.push_str(plain);
-        let mut signs = special.chars();
-        match signs.next() {
-            Some(sign @ ('"' | '\\')) => out.extend(['\\', sign]),
+        let mut chars = special.chars();
+        match chars.next() {
+            Some(quoted @ ('"' | '\\')) => out.extend(['\\', quoted]),
             control => {
                 let code = control.map_or(0, u32::from);
                 out.push_str("\\u00");
                 out.extend([code >> 4, code & 15].map(hex_digit));
             }
         }
-        rest = signs.as_str();
+        rest = chars.as_str();
     }
     out.push_str(rest);
     out.push('"');
@@ -580,7 +583,7 @@ fn hex_digit(nibble: u32) -> char {
     char::from_digit(nibble, 16).map_or('0', |digit| digit.to_ascii_uppercase())
 }
 
-/// As `grpc-message` wants it: all but visible ASCII and the space, and the percent sign itself.
+/// Percent-encodes a `grpc-message`: every byte except space and visible ASCII other than `%`.
 fn percent_encode(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for byte in text.bytes() {
@@ -595,19 +598,19 @@ fn percent_encode(text: &str) -> String {
     out
 }
 
-/// A fault's text with a capital and a full stop.
+/// Capitalizes an error text and adds a full stop.
 fn to_sentence(text: &str) -> String {
-    let mut signs = text.chars();
-    signs
+    let mut chars = text.chars();
+    chars
         .next()
         .into_iter()
         .flat_map(char::to_uppercase)
-        .chain(signs)
+        .chain(chars)
         .chain(['.'])
         .collect()
 }
 
-/// Whether `Accept` ranks plain text above JSON. Absent, unreadable, or no preference: JSON.
+/// Whether `Accept` prefers plain text to JSON. `false` if it is absent, malformed or neutral.
 fn prefers_text(headers: &HeaderMap) -> bool {
     let mut text = AcceptWeight::default();
     let mut json = AcceptWeight::default();
@@ -644,7 +647,7 @@ fn prefers_text(headers: &HeaderMap) -> bool {
     text.weight > json.weight
 }
 
-/// How much a type is wanted: the most specific range that covers it says so (RFC 9110, 12.5.1).
+/// Weight of a media type, taken from the most specific matching range (RFC 9110, 12.5.1).
 #[derive(Default)]
 struct AcceptWeight {
     specificity: u8,
@@ -662,7 +665,7 @@ impl AcceptWeight {
     }
 }
 
-/// A weight from 0 to 1 with at most three places, times a thousand.
+/// Parses a weight from 0 to 1 with at most three places, in thousandths.
 fn parse_qvalue(text: &str) -> Option<u16> {
     let (whole, places) = text.split_once('.').unwrap_or((text, ""));
     if !matches!(whole, "0" | "1")

@@ -1,4 +1,5 @@
-//! HTTP semantics of the proxy, without sockets: what is accepted, rewritten, added and answered locally.
+//! HTTP semantics of the proxy, independent of sockets: request validation, header rewriting,
+//! rate-limit headers, bodies and local replies.
 
 pub(in crate::proxy) mod access_log;
 pub(in crate::proxy) mod body;

@@ -1,8 +1,7 @@
-//! Rate-limit fields: what every answer tells the client about its quota.
+//! Rate-limit headers, which report quota and usage to the client on every response.
 //!
-//! Standard: `RateLimit-Policy` and `RateLimit` as of draft-ietf-httpapi-ratelimit-headers-11, Lists of
-//! Strings with parameters (RFC 9651), all limits in one line each. Legacy: the `X-RateLimit-*` trio, for
-//! the tightest limit. An upstream's own fields are never loosened or removed.
+//! Standard headers are `RateLimit-Policy` and `RateLimit`; legacy headers are `X-RateLimit-*`.
+//! The upstream's own rate-limit headers are never removed or made less strict.
 
 use super::headers::{append_to_list, integer_header_value};
 use crate::enforcer::{ReportedLimit, RequestOutcome, RetryHint, Verdict};
@@ -20,26 +19,26 @@ static LEGACY_RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
 
 const SECOND_US: u64 = 1_000_000;
 
-/// The largest Integer of a structured field (RFC 9651, 3.3.1).
+/// Largest Integer of a structured field (RFC 9651, 3.3.1).
 const MAX_STRUCTURED_INTEGER: u64 = 999_999_999_999_999;
 
-/// Writes the fields that `fields` asks for into the head of an answer; nothing if no limit applied.
+/// Adds the configured rate-limit headers to a response head, if any limit applied.
 pub(in crate::proxy) fn write_headers(
     verdict: &Verdict<'_>,
-    fields: RateLimitHeaderSettings,
+    settings: RateLimitHeaderSettings,
     headers: &mut HeaderMap,
 ) {
     if verdict.limits.is_empty() {
         return;
     }
-    // Mostly it has none, and one look at all names costs less than one for each of ours.
+    // Upstreams rarely send such headers. One scan of all names is cheaper than five lookups.
     let has_upstream_headers = headers.keys().any(|name| {
         let name = name.as_str();
         name.strip_prefix("x-")
             .unwrap_or(name)
             .starts_with("ratelimit")
     });
-    if fields.standard
+    if settings.standard
         && !(has_upstream_headers
             && headers
                 .get(&RATELIMIT)
@@ -47,23 +46,23 @@ pub(in crate::proxy) fn write_headers(
     {
         write_standard_headers(verdict, headers);
     }
-    if fields.legacy {
+    if settings.legacy {
         write_legacy_headers(
             verdict,
-            fields.legacy_reset_epoch,
+            settings.legacy_reset_epoch,
             has_upstream_headers,
             headers,
         );
     }
 }
 
-/// What `Retry-After` says for a wait of so many microseconds.
+/// Converts a wait in microseconds to `Retry-After` seconds: rounded up, at least 1.
 fn retry_after_from_us(retry_after_us: u64) -> u64 {
     retry_after_us.div_ceil(SECOND_US).max(1)
 }
 
 impl RetryHint {
-    /// What `Retry-After` says: of what nobody knows, that it may be soon.
+    /// Returns the `Retry-After` seconds: 1 if the wait is unknown, `None` if no retry can succeed.
     pub(in crate::proxy) fn retry_after_s(self) -> Option<u64> {
         match self {
             Self::After(us) => Some(retry_after_from_us(us)),
@@ -74,12 +73,12 @@ impl RetryHint {
 }
 
 fn write_standard_headers(verdict: &Verdict<'_>, headers: &mut HeaderMap) {
-    // No later than Retry-After: a client that waits that long is admitted.
+    // At most Retry-After: a client that waits that long is admitted.
     let max_reset_s = match &verdict.outcome {
         RequestOutcome::Limited(limited) => limited.retry.retry_after_s(),
         _ => None,
     };
-    // Both in one buffer, which is two allocations instead of four.
+    // One buffer for both headers saves two of four allocations.
     let mut text = Vec::with_capacity(96 * verdict.limits.len());
     for (nth, reported) in verdict.limits.iter().enumerate() {
         push_policy_item(&mut text, nth, reported);
@@ -98,8 +97,9 @@ fn write_standard_headers(verdict: &Verdict<'_>, headers: &mut HeaderMap) {
     }
 }
 
-/// Whether an upstream's field is of the draft's versions up to 07, `limit=10, remaining=5, reset=3`: a
-/// Dictionary, which together with a List would be neither, so that clients would lose both.
+/// Whether an upstream's header is a Dictionary such as `limit=10, remaining=5, reset=3`.
+///
+/// Drafts up to 07 use this format. Appending a List item to it would make the header invalid.
 fn is_structured_dictionary(value: &HeaderValue) -> bool {
     let first = value
         .as_bytes()
@@ -108,12 +108,13 @@ fn is_structured_dictionary(value: &HeaderValue) -> bool {
     first.is_some_and(|member| member.contains(&b'='))
 }
 
-/// `"login";q=5;w=60`
+/// Appends an item such as `"login";q=5;w=60`.
 fn push_policy_item(out: &mut Vec<u8>, index: usize, reported: &ReportedLimit<'_>) {
     let named_limit = reported.limit;
     push_list_item(out, index, &named_limit.name);
     push_parameter(out, b";q=", named_limit.limit.capacity());
-    // Whole seconds only, so a window below one has no `w`; others are rounded up to promise no more.
+    // `w` is in whole seconds. A window below one second has none; others are rounded up, so that
+    // the header never promises more quota.
     let has_window = !matches!(named_limit.limit.algorithm, Algorithm::Concurrency { .. });
     if has_window && named_limit.limit.per_us >= SECOND_US {
         push_parameter(out, b";w=", named_limit.limit.per_us.div_ceil(SECOND_US));
@@ -124,7 +125,7 @@ fn push_policy_item(out: &mut Vec<u8>, index: usize, reported: &ReportedLimit<'_
     }
 }
 
-/// `"login";r=0;t=42`
+/// Appends an item such as `"login";r=0;t=42`.
 fn push_limit_status(
     out: &mut Vec<u8>,
     index: usize,
@@ -139,7 +140,7 @@ fn push_limit_status(
         push_parameter(
             out,
             b";t=",
-            max_reset_s.map_or(wait_s, |latest_s| wait_s.min(latest_s)),
+            max_reset_s.map_or(wait_s, |max_s| wait_s.min(max_s)),
         );
     }
 }
@@ -160,11 +161,11 @@ fn push_parameter(out: &mut Vec<u8>, key: &[u8], value: u64) {
     );
 }
 
-/// A String (RFC 9651, 3.3.3), which knows ASCII only.
+/// Appends a String (RFC 9651, 3.3.3). Characters other than printable ASCII become `?`.
 fn push_structured_string(out: &mut Vec<u8>, text: &str) {
     out.push(b'"');
-    for sign in text.chars() {
-        match u8::try_from(sign) {
+    for character in text.chars() {
+        match u8::try_from(character) {
             Ok(byte @ (b'"' | b'\\')) => out.extend_from_slice(&[b'\\', byte]),
             Ok(byte @ b' '..=b'~') => out.push(byte),
             _ => out.push(b'?'),
@@ -199,18 +200,18 @@ fn write_legacy_headers(
     headers.insert(&LEGACY_RESET, integer_header_value(reset_s));
 }
 
-/// When more is left of a limit, or, if it refuses, enough.
+/// Time (µs) at which the limit's remaining units next grow or, if it refuses, suffice.
 pub(in crate::proxy) fn reset_at_us(reported: &ReportedLimit<'_>, now_us: u64) -> u64 {
     match reported.standing.refusal {
         Some(Refusal::Until(at_us)) => at_us,
-        // As Retry-After says.
+        // Consistent with `Retry-After: 1`.
         Some(Refusal::Unknown) => now_us.saturating_add(SECOND_US),
         _ => reported.standing.next_growth_us.unwrap_or(now_us),
     }
 }
 
-/// Of the limits that refuse, the one that does so longest; if none does, the one with the least left for
-/// its size. The first of equals.
+/// Returns the refusing limit with the longest wait. If none refuses, returns the limit with the
+/// lowest remaining share of its capacity. Ties go to the first.
 fn find_tightest_limit<'a, 't>(limits: &'a [ReportedLimit<'t>]) -> Option<&'a ReportedLimit<'t>> {
     limits.iter().reduce(|best, next| {
         if compare_tightness(next, best) == Ordering::Greater {
@@ -223,20 +224,20 @@ fn find_tightest_limit<'a, 't>(limits: &'a [ReportedLimit<'t>]) -> Option<&'a Re
 
 fn compare_tightness(one: &ReportedLimit<'_>, two: &ReportedLimit<'_>) -> Ordering {
     let refusal_of = |reported: &ReportedLimit<'_>| reported.standing.refusal;
-    let scaled_remaining = |of: &ReportedLimit<'_>, other: &ReportedLimit<'_>| {
-        u128::from(of.standing.remaining) * u128::from(other.limit.limit.capacity().max(1))
+    let scaled_remaining = |limit: &ReportedLimit<'_>, other: &ReportedLimit<'_>| {
+        u128::from(limit.standing.remaining) * u128::from(other.limit.limit.capacity().max(1))
     };
     refusal_of(one)
         .cmp(&refusal_of(two))
         .then_with(|| match refusal_of(one) {
-            // r1/q1 against r2/q2 without a division; less left is tighter.
+            // Compares r1/q1 with r2/q2 without a division; the lower share is tighter.
             None => scaled_remaining(two, one).cmp(&scaled_remaining(one, two)),
             Some(_) => Ordering::Equal,
         })
 }
 
-/// Whether the upstream sent a trio of its own that leaves the client no more than ours, or that we can't
-/// read and so can't say is looser.
+/// Whether the upstream sent its own `X-RateLimit-*` headers that are at least as strict, or that
+/// cannot be compared.
 fn is_upstream_as_tight(headers: &HeaderMap, remaining: u64) -> bool {
     match headers.get(&LEGACY_REMAINING) {
         None => headers.contains_key(&LEGACY_LIMIT) || headers.contains_key(&LEGACY_RESET),
@@ -245,7 +246,7 @@ fn is_upstream_as_tight(headers: &HeaderMap, remaining: u64) -> bool {
                 .to_str()
                 .ok()
                 .and_then(|text| text.trim().parse::<u64>().ok());
-            upstream_remaining.is_none_or(|theirs| theirs <= remaining)
+            upstream_remaining.is_none_or(|upstream_remaining| upstream_remaining <= remaining)
         }
     }
 }

@@ -1,13 +1,15 @@
-//! The gate: refuses what front and back could read differently, and makes a request out of the rest
-//! that an HTTP/1.1 upstream can read in one way only.
+//! Validation of request heads: rejects requests that the proxy and the upstream could interpret
+//! differently, and rewrites the others for an HTTP/1.1 upstream.
 //!
-//! hyper's parser has already refused broken framing, obsolete folding and control bytes. What it lets
-//! through and we must not: methods in small letters, a missing, repeated or malformed Host, targets of odd forms,
-//! transfer codings other than one `chunked`, header names that a CGI-like upstream reads as another name, and `Connection`
-//! lists that make us drop a field which somebody trusts.
+//! hyper's parser has already rejected broken framing, obsolete line folding and control bytes. It
+//! accepts lowercase methods, a missing, repeated or malformed Host, unusual target forms and
+//! transfer codings other than one `chunked`. It also accepts header names that a CGI-like upstream
+//! maps to another name, and `Connection` lists that name trusted headers. All of these are
+//! rejected here.
 //!
-//! Framing on the way out is hyper's: it keeps the `Content-Length` or `Transfer-Encoding: chunked` that
-//! stays in the map. With both in a request it has dropped the length and closes the connection after.
+//! hyper writes the framing of the forwarded request from the `Content-Length` or
+//! `Transfer-Encoding: chunked` left in the map. If a request has both, hyper drops the length and
+//! closes the connection afterwards.
 
 use super::upgrade::{self, UpgradeRequest};
 use http::uri::PathAndQuery;
@@ -17,66 +19,68 @@ use std::borrow::Cow;
 use std::net::Ipv6Addr;
 use std::ops::Range;
 
-/// Where a request wants to go. Owns what it says, so that the request's head may change meanwhile.
+/// Validated target of a request. Owns its data, so that the request head can still change.
 #[derive(Clone, Debug)]
 pub(in crate::proxy) struct RequestTarget {
     authority: Option<HeaderValue>,
     host: NormalizedHost,
     path_and_query: PathAndQuery,
-    /// The body's length in bytes as declared; `None` if it is chunked, framed by HTTP/2, or absent.
+    /// Declared length of the body in bytes; `None` without `Content-Length` (chunked, HTTP/2 or no
+    /// body).
     pub(in crate::proxy) content_length: Option<u64>,
-    /// What the upstream may answer with a `101`.
+    /// The upgrade that the upstream may accept with a `101`.
     pub(in crate::proxy) upgrade_request: Option<UpgradeRequest>,
 }
 
-/// Why a request is refused before anybody looks at it. The text is public.
+/// Reason why a request head is rejected. Clients see the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestValidationError {
-    #[error("a method in small letters could be taken for another")]
+    #[error("the method contains lowercase letters; methods are case-sensitive")]
     LowercaseMethod,
     #[error("CONNECT is not supported")]
     Connect,
     #[error("the only protocol supported with CONNECT is \"websocket\"")]
     ConnectProtocol,
-    #[error("a request needs a Host")]
+    #[error("the Host header is missing")]
     HostMissing,
-    #[error("a request must have one Host only")]
+    #[error("the request has more than one Host header")]
     HostRepeated,
-    #[error("the Host is not a valid name or address with an optional port")]
+    #[error("the Host header is not a valid name or address with an optional port")]
     HostInvalid,
-    #[error("the Host differs from the authority of the request target")]
+    #[error("the Host header differs from the authority of the request target")]
     HostMismatch,
     #[error("the request target must be a path, or an http or https URL")]
     Target,
     #[error("the only transfer coding supported is a single \"chunked\"")]
     TransferEncoding,
-    #[error("the Content-Length must be one whole number and without Transfer-Encoding")]
+    #[error("the Content-Length must be a single whole number, without Transfer-Encoding")]
     ContentLength,
     #[error("the only expectation supported is \"100-continue\"")]
     Expect,
-    #[error("the Trailer field names a field that is not allowed in trailers")]
+    #[error("the Trailer header names a field that is not allowed in trailers")]
     Trailer,
-    #[error("a header name could be taken for that of another, protected header")]
+    #[error("a header name resembles the name of a protected header")]
     AmbiguousHeaderName,
-    #[error("the Connection header names a field that may not be removed")]
+    #[error("the Connection header names a protected header")]
     ProtectedConnectionOption,
     #[error("a TRACE request must not have a body")]
     TraceBody,
 }
 
-/// Checks a request's head, removes what concerns only the connection that it came on, and rewrites the
-/// rest for an HTTP/1.1 upstream: target in origin-form (bytes of path and query as they came), one `Host`.
+/// Validates a request head, removes hop-by-hop headers and rewrites the rest for an HTTP/1.1
+/// upstream: target in origin-form (path and query unchanged) and one `Host`.
 ///
-/// `reads_header` tells which headers decide something beside the well-known ones.
+/// `reads_header` returns whether a policy reads a header. Such headers are protected, in addition
+/// to the well-known ones.
 ///
 /// # Errors
-/// A [`RequestValidationError`]: answer it with its status and close the connection.
+/// A [`RequestValidationError`]. The caller replies with its status and closes the connection.
 pub(in crate::proxy) fn validate_request(
     parts: &mut request::Parts,
     reads_header: &dyn Fn(&HeaderName) -> bool,
 ) -> Result<RequestTarget, RequestValidationError> {
-    // Methods are case-sensitive (RFC 9110, 9.1), and some frameworks don't know: a `post` that is no POST to policies
-    // would be one to them.
+    // Methods are case-sensitive (RFC 9110, 9.1), but some frameworks treat `post` as POST, which
+    // policies do not.
     if parts
         .method
         .as_str()
@@ -98,7 +102,7 @@ pub(in crate::proxy) fn validate_request(
     }
     let path_and_query = to_origin_form(&parts.method, &parts.uri)?;
     let (authority, host) = determine_host(parts, scan.host.as_ref())?;
-    // HTTP/1.0 knows no expectations (RFC 9110, 10.1.1).
+    // HTTP/1.0 has no expectations; `Expect` is ignored there (RFC 9110, 10.1.1).
     let http10 = parts.version == Version::HTTP_10;
     if scan.has_unknown_expectation && !http10 {
         return Err(RequestValidationError::Expect);
@@ -126,8 +130,8 @@ pub(in crate::proxy) fn validate_request(
 }
 
 impl RequestTarget {
-    /// The host for policies: lower case, without port and trailing dot; IPv6 in its shortest form, in
-    /// brackets. Empty for an HTTP/1.0 request that names none.
+    /// The host for policies: lowercase, without port and trailing dot; IPv6 in its shortest form,
+    /// in brackets. Empty for an HTTP/1.0 request without a host.
     pub(in crate::proxy) fn host(&self) -> &str {
         match (&self.host, &self.authority) {
             (NormalizedHost::AuthorityRange(range), Some(authority)) => authority
@@ -140,12 +144,12 @@ impl RequestTarget {
         }
     }
 
-    /// Host and port as they came.
+    /// Host and port as the client sent them.
     pub(in crate::proxy) fn authority(&self) -> Option<&HeaderValue> {
         self.authority.as_ref()
     }
 
-    /// The path for policies, as it came. `*` (the whole server) is `/`.
+    /// The path for policies, as the client sent it. `*` (`OPTIONS *`) becomes `/`.
     pub(in crate::proxy) fn path(&self) -> &str {
         match self.path_and_query.path() {
             "*" => "/",
@@ -153,7 +157,7 @@ impl RequestTarget {
         }
     }
 
-    /// Without the question mark.
+    /// The query without the question mark.
     pub(in crate::proxy) fn query(&self) -> Option<&str> {
         self.path_and_query.query()
     }
@@ -170,7 +174,7 @@ impl RequestValidationError {
     }
 }
 
-/// The fields of a `Connection` header's list, lower case, without `close` and `keep-alive`.
+/// Header names in a `Connection` value, without `close` and `keep-alive`.
 pub(in crate::proxy) fn connection_options(
     value: &HeaderValue,
 ) -> impl Iterator<Item = HeaderName> + '_ {
@@ -181,7 +185,7 @@ pub(in crate::proxy) fn connection_options(
         .filter_map(|name| HeaderName::from_bytes(name).ok())
 }
 
-/// The non-empty elements of a comma-separated list without quoted strings.
+/// Non-empty elements of a comma-separated list without quoted strings.
 pub(in crate::proxy) fn list_elements(value: &HeaderValue) -> impl Iterator<Item = &[u8]> {
     value
         .as_bytes()
@@ -190,15 +194,15 @@ pub(in crate::proxy) fn list_elements(value: &HeaderValue) -> impl Iterator<Item
         .filter(|item| !item.is_empty())
 }
 
-/// The host that policies see of a `Host` field. `None`: a request with that would be refused.
-pub fn normalize_host(field: &str) -> Option<Cow<'_, str>> {
-    match AuthorityParts::parse(field)?.normalize_host() {
-        NormalizedHost::AuthorityRange(range) => field.get(range).map(Cow::Borrowed),
+/// Returns the host that policies see for a `Host` value, or `None` if the value is rejected.
+pub fn normalize_host(value: &str) -> Option<Cow<'_, str>> {
+    match AuthorityParts::parse(value)?.normalize_host() {
+        NormalizedHost::AuthorityRange(range) => value.get(range).map(Cow::Borrowed),
         NormalizedHost::OwnedText(text) => Some(Cow::Owned(text.into())),
     }
 }
 
-/// Fields that speak about one connection only; `Connection` may name more.
+/// Whether a header applies to a single connection only; `Connection` can name further ones.
 pub(in crate::proxy) fn is_hop_by_hop(name: &HeaderName) -> bool {
     matches!(
         *name,
@@ -213,7 +217,8 @@ pub(in crate::proxy) fn is_hop_by_hop(name: &HeaderName) -> bool {
     )
 }
 
-/// Whether a field never gets as far as the policies. (`Connection`, `TE` and `Upgrade` are said anew.)
+/// Whether validation removes a header, so that policies never see it. `Connection`, `TE` and
+/// `Upgrade` are rebuilt.
 pub fn is_stripped_before_policies(name: &HeaderName) -> bool {
     let is_rebuilt = matches!(*name, header::CONNECTION | header::TE | header::UPGRADE);
     *name == header::EXPECT || (is_hop_by_hop(name) && !is_rebuilt)
@@ -221,12 +226,12 @@ pub fn is_stripped_before_policies(name: &HeaderName) -> bool {
 
 #[derive(Clone, Debug)]
 enum NormalizedHost {
-    /// Where it stands in the authority.
+    /// Byte range of the host in the authority.
     AuthorityRange(Range<usize>),
     OwnedText(Box<str>),
 }
 
-/// What one walk over the headers finds.
+/// Result of one pass over the request headers.
 #[derive(Default)]
 struct RequestHeaderScan {
     host: Option<HeaderValue>,
@@ -234,7 +239,7 @@ struct RequestHeaderScan {
     content_length: Option<u64>,
     accepts_trailers: bool,
     has_unknown_expectation: bool,
-    /// `Upgrade`, as it came; it holds only if `Connection` names it.
+    /// `Upgrade` as the client sent it; valid only if `Connection` names it.
     upgrade_values: SmallVec<[HeaderValue; 1]>,
     connection_names_upgrade: bool,
     headers_to_remove: SmallVec<[HeaderName; 6]>,
@@ -267,7 +272,7 @@ impl RequestHeaderScan {
                 }
                 header::CONNECTION => {
                     for field in connection_options(value) {
-                        // These two are said anew, so that naming them takes nothing away.
+                        // Both headers are rebuilt, so that naming them removes nothing.
                         let is_rebuilt = matches!(field, header::UPGRADE | header::TE);
                         if !is_rebuilt && is_protected(&field, reads_header) {
                             return Err(RequestValidationError::ProtectedConnectionOption);
@@ -300,11 +305,11 @@ impl RequestHeaderScan {
     }
 }
 
-/// Says for our own connection what a request wants from it: that takes being named in `Connection`
-/// (RFC 9110, 7.8 and 10.1.4).
+/// Rebuilds `Connection`, `TE` and `Upgrade` for the upstream connection (RFC 9110, 7.8 and
+/// 10.1.4), and returns the forwarded upgrade.
 ///
-/// A request with a body is not upgraded: the new protocol begins where the body ends, and not everybody
-/// agrees on where that is. Nor is one by HTTP/1.0, which knows no upgrades.
+/// A request with a body is not upgraded: the new protocol begins after the body, and
+/// implementations can disagree on its end. HTTP/1.0 requests are not upgraded either.
 fn rebuild_connection_headers(
     parts: &mut request::Parts,
     scan: RequestHeaderScan,
@@ -347,7 +352,7 @@ fn rebuild_connection_headers(
     upgrade_request
 }
 
-/// Fields that decide who a request is from, where it goes or how long it is.
+/// Whether a header determines the client, the destination or the length of a request.
 fn is_protected(name: &HeaderName, reads_header: &dyn Fn(&HeaderName) -> bool) -> bool {
     matches!(
         *name,
@@ -363,7 +368,8 @@ fn is_protected(name: &HeaderName, reads_header: &dyn Fn(&HeaderName) -> bool) -
         || reads_header(name)
 }
 
-/// CGI-like upstreams turn `-` into `_`, some any other sign too, and so read two names as one.
+/// Rejects a name that a CGI-like upstream maps to a protected one. Such upstreams replace `-`, and
+/// some replace other characters, with `_`.
 fn check_ambiguous_name(
     name: &HeaderName,
     reads_header: &dyn Fn(&HeaderName) -> bool,
@@ -385,7 +391,7 @@ fn check_ambiguous_name(
     }
 }
 
-/// Trailers come after every decision was made, so nothing that a decision rests on may come in them
+/// Rejects trailer names that a decision depends on: trailers arrive after all decisions
 /// (RFC 9110, 6.5.1).
 fn check_trailer_names(
     value: &HeaderValue,
@@ -417,52 +423,51 @@ fn check_trailer_names(
     Ok(())
 }
 
-/// The one host that a request names, by its Host field, its target, or both alike.
+/// Returns the authority and host of a request, from its Host header, its target or both.
 fn determine_host(
     parts: &request::Parts,
-    field: Option<&HeaderValue>,
+    host_header: Option<&HeaderValue>,
 ) -> Result<(Option<HeaderValue>, NormalizedHost), RequestValidationError> {
     let target_authority = parts.uri.authority().map(|authority| authority.as_str());
-    let (value, authority) = match (field, target_authority) {
+    let (value, authority) = match (host_header, target_authority) {
         (None, None) if parts.version == Version::HTTP_10 => {
             return Ok((None, NormalizedHost::AuthorityRange(0..0)));
         }
         (None, None) => return Err(RequestValidationError::HostMissing),
-        // HTTP/1.1 asks for the field even beside a whole URL.
+        // HTTP/1.1 requires the header even with an absolute target (RFC 9112, 3.2).
         (None, Some(_)) if parts.version == Version::HTTP_11 => {
             return Err(RequestValidationError::HostMissing);
         }
-        (None, Some(named)) => {
-            let place = AuthorityParts::parse(named).ok_or(RequestValidationError::HostInvalid)?;
-            (
-                HeaderValue::from_str(named)
-                    .map_err(|_invalid| RequestValidationError::HostInvalid)?,
-                place,
-            )
+        (None, Some(target)) => {
+            let authority =
+                AuthorityParts::parse(target).ok_or(RequestValidationError::HostInvalid)?;
+            let value = HeaderValue::from_str(target)
+                .map_err(|_invalid| RequestValidationError::HostInvalid)?;
+            (value, authority)
         }
-        (Some(value), named) => {
-            let place = value
+        (Some(value), target) => {
+            let authority = value
                 .to_str()
                 .ok()
                 .and_then(AuthorityParts::parse)
                 .ok_or(RequestValidationError::HostInvalid)?;
-            if let Some(named) = named {
-                let named =
-                    AuthorityParts::parse(named).ok_or(RequestValidationError::HostInvalid)?;
-                if !place.is_equivalent_to(&named, parts.uri.scheme_str()) {
+            if let Some(target) = target {
+                let target =
+                    AuthorityParts::parse(target).ok_or(RequestValidationError::HostInvalid)?;
+                if !authority.is_equivalent_to(&target, parts.uri.scheme_str()) {
                     return Err(RequestValidationError::HostMismatch);
                 }
             }
-            (value.clone(), place)
+            (value.clone(), authority)
         }
     };
     let host = authority.normalize_host();
     Ok((Some(value), host))
 }
 
-/// An authority without user information.
+/// Host and port of an authority; user information is not allowed.
 struct AuthorityParts<'a> {
-    /// With brackets if it is IPv6.
+    /// In brackets for an IPv6 address.
     host: &'a str,
     port: Option<u16>,
     ipv6: Option<Ipv6Addr>,
@@ -525,20 +530,22 @@ impl<'a> AuthorityParts<'a> {
     }
 }
 
-/// Dot-separated labels, none empty, with or without the root's dot. Narrower than a URL's `reg-name`:
-/// signs such as `,` or `%` in a host are read in several ways and used by nobody.
+/// Whether the text is dot-separated, non-empty labels with an optional trailing dot.
+///
+/// Stricter than `reg-name` of a URL: implementations interpret characters such as `,` and `%` in a
+/// host differently.
 fn is_host_name(host: &str) -> bool {
     let host = host.strip_suffix('.').unwrap_or(host);
     let is_label_byte =
         |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'~');
-    // By bytes: of so short a text, looking for a sign as `str` does costs five times as much.
+    // Splits bytes: for such short texts, the search of `str::split` takes five times as long.
     host.as_bytes()
         .split(|byte| *byte == b'.')
         .all(|label| !label.is_empty() && label.iter().all(is_label_byte))
 }
 
 fn to_origin_form(method: &Method, uri: &Uri) -> Result<PathAndQuery, RequestValidationError> {
-    // `foo` alone is parsed as an authority; a scheme comes with one.
+    // `http` parses a bare `foo` as an authority without a scheme.
     let is_known_form = match uri.scheme_str() {
         None => uri.authority().is_none(),
         Some(scheme) => matches!(scheme, "http" | "https"),
@@ -549,18 +556,18 @@ fn to_origin_form(method: &Method, uri: &Uri) -> Result<PathAndQuery, RequestVal
         .ok_or(RequestValidationError::Target)?;
     let text = path_and_query.as_str();
     match text.as_bytes().first() {
-        // Of `http://host#x` this one says "/" and is written as nothing at all.
+        // For `http://host#x`, `as_str` returns "/", but the URI would serialize without a path.
         Some(b'/') if text == "/" => Ok(PathAndQuery::from_static("/")),
         Some(b'/') => Ok(path_and_query.clone()),
         Some(b'*') if text == "*" && *method == Method::OPTIONS => Ok(path_and_query.clone()),
-        // http://host?query
+        // A target such as `http://host?query`.
         Some(b'?') if uri.scheme().is_some() => PathAndQuery::try_from(format!("/{text}"))
             .map_err(|_invalid| RequestValidationError::Target),
         _ => Err(RequestValidationError::Target),
     }
 }
 
-/// ASCII digits only: no sign, no spaces, no list.
+/// Parses ASCII digits only: no sign, no spaces, no list.
 fn parse_decimal(digits: &[u8]) -> Option<u64> {
     if digits.is_empty() {
         return None;

@@ -259,7 +259,10 @@ fn an_invalid_request_closes_the_connection() {
         (response.status(), header_text(&response, "connection")),
         (StatusCode::BAD_REQUEST, "close")
     );
-    assert_eq!(json_body(&response)["detail"], "A request needs a Host.");
+    assert_eq!(
+        json_body(&response)["detail"],
+        "The Host header is missing."
+    );
     assert_eq!(json_body(&response)["type"], "about:blank");
     assert!(
         header_text(
@@ -292,7 +295,7 @@ fn an_invalid_request_closes_the_connection() {
 
 #[test]
 fn proxy_errors_have_their_status_and_error_type() {
-    for (what, status, error, grpc) in [
+    for (error_type, status, error, grpc) in [
         (
             ProxyErrorType::ConnectRefused,
             502,
@@ -341,8 +344,8 @@ fn proxy_errors_have_their_status_and_error_type() {
             "3",
         ),
     ] {
-        let response = build_proxy_error(what, JSON);
-        assert_eq!(response.status().as_u16(), status, "{what:?}");
+        let response = build_proxy_error(error_type, JSON);
+        assert_eq!(response.status().as_u16(), status, "{error_type:?}");
         assert_eq!(
             header_text(&response, "proxy-status"),
             format!("tidegate; error={error}")
@@ -357,9 +360,9 @@ fn proxy_errors_have_their_status_and_error_type() {
             }
         );
         assert_eq!(
-            header_text(&build_proxy_error(what, GRPC), "grpc-status"),
+            header_text(&build_proxy_error(error_type, GRPC), "grpc-status"),
             grpc,
-            "{what:?}"
+            "{error_type:?}"
         );
     }
     assert_eq!(
