@@ -1,6 +1,6 @@
 //! Settings for cross-origin access to local replies (Fetch standard, "CORS protocol").
 
-use http::{HeaderMap, HeaderValue, header};
+use http::HeaderValue;
 
 /// Origins with access to the proxy's local replies. Upstreams set their own CORS headers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -69,13 +69,11 @@ impl CorsOrigins {
         self.0.is_empty()
     }
 
-    /// Returns the `Access-Control-Allow-Origin` value for a request, or `None` if its origin has
-    /// no access.
-    pub fn allowed_origin(&self, headers: &HeaderMap) -> Option<&HeaderValue> {
-        let request_origin = headers.get(header::ORIGIN)?;
+    /// Returns the configured entry that covers `origin`: the same origin, or `*`.
+    pub fn match_origin(&self, origin: &HeaderValue) -> Option<&HeaderValue> {
         self.0
             .iter()
-            .find(|origin| *origin == request_origin || *origin == "*")
+            .find(|entry| *entry == origin || *entry == "*")
     }
 }
 

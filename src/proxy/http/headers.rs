@@ -1,8 +1,9 @@
 //! Header changes on forwarded requests and responses: forwarding headers, `Via` and framing.
 //!
-//! [`request_validation`] has already removed hop-by-hop headers from requests.
+//! [`super::request_validation`] has already removed hop-by-hop headers from requests.
 
-use super::request_validation::{self, RequestTarget};
+use super::hop_by_hop;
+use super::request_validation::RequestTarget;
 use super::upgrade::{self, UpgradeRequest};
 use crate::policy::client::ClientIdentity;
 use bytes::Bytes;
@@ -143,8 +144,7 @@ pub(in crate::proxy) fn forward_response(
     for (name, value) in &*headers {
         match *name {
             header::CONNECTION => headers_to_remove.extend(
-                request_validation::connection_options(value)
-                    .filter(|name| !is_kept_in_response(name)),
+                hop_by_hop::connection_options(value).filter(|name| !is_kept_in_response(name)),
             ),
             header::CONTENT_LENGTH => lengths += 1,
             header::TRANSFER_ENCODING => {
@@ -158,7 +158,7 @@ pub(in crate::proxy) fn forward_response(
             }
             _ => {}
         }
-        if request_validation::is_hop_by_hop(name) {
+        if hop_by_hop::is_hop_by_hop(name) {
             headers_to_remove.push(name.clone());
         }
     }
@@ -195,10 +195,10 @@ pub(in crate::proxy) fn forward_informational_response(parts: &mut response::Par
     let connection_options = headers
         .get_all(header::CONNECTION)
         .iter()
-        .flat_map(request_validation::connection_options);
+        .flat_map(hop_by_hop::connection_options);
     let hop_by_hop = headers
         .keys()
-        .filter(|name| request_validation::is_hop_by_hop(name))
+        .filter(|name| hop_by_hop::is_hop_by_hop(name))
         .cloned();
     let framing = [
         header::CONTENT_LENGTH,
@@ -439,7 +439,7 @@ fn collapse_content_length(headers: &mut HeaderMap, lines: usize) {
     if lines == 1 && !first.as_bytes().contains(&b',') {
         return;
     }
-    let number = request_validation::list_elements(first)
+    let number = hop_by_hop::list_elements(first)
         .next()
         .and_then(|digits| HeaderValue::from_bytes(digits).ok());
     if let Some(number) = number {

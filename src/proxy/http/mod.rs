@@ -4,6 +4,7 @@
 pub(in crate::proxy) mod access_log;
 pub(in crate::proxy) mod body;
 pub(in crate::proxy) mod headers;
+pub(in crate::proxy) mod hop_by_hop;
 pub(in crate::proxy) mod inbound_request;
 pub(in crate::proxy) mod informational_responses;
 pub(in crate::proxy) mod local_replies;

@@ -3,9 +3,8 @@
 //! After an upgrade, no policy sees the bytes of the connection. Upgrades to a protocol that can
 //! carry HTTP requests are not forwarded, since a client could bypass every limit with them.
 
-use super::request_validation::{RequestValidationError, list_elements};
-use http::{HeaderMap, HeaderValue, Method, Version, header, request};
-use hyper::ext::Protocol;
+use super::hop_by_hop::list_elements;
+use http::{HeaderMap, HeaderValue, header};
 use sha1_smol::Sha1;
 
 /// `Upgrade` protocol names that continue with HTTP, in cleartext or over TLS.
@@ -52,26 +51,10 @@ pub(in crate::proxy) fn selects_offered_protocol(
     chosen.peek().is_some() && chosen.all(is_offered)
 }
 
-/// Converts an extended CONNECT for a WebSocket into the GET of HTTP/1.1, and returns the key for
-/// the handshake.
-///
-/// # Errors
-/// [`RequestValidationError::Connect`] for a plain CONNECT,
-/// [`RequestValidationError::ConnectProtocol`] for other protocols.
-pub(in crate::proxy) fn convert_connect_to_get(
-    parts: &mut request::Parts,
-) -> Result<HeaderValue, RequestValidationError> {
-    let protocol = parts
-        .extensions
-        .remove::<Protocol>()
-        .filter(|_| parts.version == Version::HTTP_2);
-    let protocol = protocol.ok_or(RequestValidationError::Connect)?;
-    if !protocol.as_str().eq_ignore_ascii_case("websocket") {
-        return Err(RequestValidationError::ConnectProtocol);
-    }
-    parts.method = Method::GET;
+/// Generates a random `Sec-WebSocket-Key`: 16 bytes in base64 (RFC 6455, 4.1).
+pub(in crate::proxy) fn generate_websocket_key() -> HeaderValue {
     let nonce = fastrand::u128(..).to_be_bytes();
-    Ok(HeaderValue::try_from(encode_base64(&nonce)).expect("base64 is visible ASCII"))
+    HeaderValue::try_from(encode_base64(&nonce)).expect("base64 is visible ASCII")
 }
 
 /// Whether the `Upgrade` header of a request or response names `websocket`.

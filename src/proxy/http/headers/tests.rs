@@ -1,4 +1,5 @@
 use super::*;
+use crate::proxy::http::request_validation;
 use http_body::Frame;
 use proptest::prelude::*;
 use std::collections::BTreeMap;

@@ -1,4 +1,5 @@
 use super::*;
+use http::StatusCode;
 use proptest::prelude::*;
 
 fn request_head(

@@ -83,10 +83,10 @@ fn reads_a_header_that_is_one_whole_number() {
 fn reads_trailers_if_the_head_lacks_the_header() {
     let trailers = HeaderMap::from_iter([("x-units".parse().unwrap(), "23".parse().unwrap())]);
     let units_after_trailers = |fields: &[(&str, &str)]| {
-        let mut meter = cost_reader("response_header:x-units", fields);
-        meter.read_body(b"17");
-        meter.read_trailers(&trailers);
-        meter.finish()
+        let mut reader = cost_reader("response_header:x-units", fields);
+        reader.read_body(b"17");
+        reader.read_trailers(&trailers);
+        reader.finish()
     };
     assert_eq!(units_after_trailers(&[]), Some(23));
     assert_eq!(units_after_trailers(&[("x-units", "17")]), Some(17));
@@ -391,19 +391,19 @@ fn hostile_bodies_take_bounded_memory_and_linear_time() {
         ("text/event-stream", "\r\r\n".repeat(SIZE / 3)),
         ("application/x-ndjson", "{\n".repeat(SIZE / 2)),
     ] {
-        let mut meter = cost_reader_for_type(TOKENS, media_type);
+        let mut reader = cost_reader_for_type(TOKENS, media_type);
         for part in body.as_bytes().chunks(16 << 10) {
-            meter.read_body(part);
-            let ResponseCostState::ReadingBody(reader) = &meter.state else {
+            reader.read_body(part);
+            let ResponseCostState::ReadingBody(body_reader) = &reader.state else {
                 panic!("the reader stopped before the end of the body")
             };
             assert!(
-                reader.scanner.buffered_bytes() <= 1024,
+                body_reader.scanner.buffered_bytes() <= 1024,
                 "{media_type} {:.40}",
                 body
             );
         }
-        assert_eq!(meter.finish(), None);
+        assert_eq!(reader.finish(), None);
     }
     assert!(
         began.elapsed() < Duration::from_secs(30),
