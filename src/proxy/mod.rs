@@ -12,11 +12,10 @@ mod tests;
 mod upstream;
 
 pub use http::body::{BodyError, RequestBody, ResponseBody, UpstreamBody};
+pub use http::hop_by_hop::is_stripped_before_policies;
 pub use http::inbound_request::{InboundRequest, InboundRequestError};
 pub use http::informational_responses::InformationalForwarder;
-pub use http::request_validation::{
-    RequestValidationError, is_stripped_before_policies, normalize_host,
-};
+pub use http::request_validation::{RequestValidationError, normalize_host};
 pub use http::tunnel::Tunnel;
 pub use rate_limit_service::MAX_MESSAGE_BYTES;
 pub use server::accept::{HandshakeError, ProxyHeaderError, TlsHandshakeError};

@@ -2,8 +2,8 @@
 
 use crate::policy::{JsonPointer, PolicyTable};
 use crate::proxy::http::headers::{self, AddressText, ForwardingContext};
+use crate::proxy::http::hop_by_hop;
 use crate::proxy::http::inbound_request::InboundRequest;
-use crate::proxy::http::request_validation;
 use crate::proxy::http::response_cost::JsonPointerScanner;
 use crate::proxy::server::accept::proxy_header::properties as proxy_header;
 use crate::proxy::server::frame_limits::FrameScanner;
@@ -106,7 +106,7 @@ pub fn check_forwarded_request(bytes: &[u8], table: &PolicyTable) {
     for option in before
         .get_all(header::CONNECTION)
         .iter()
-        .flat_map(request_validation::connection_options)
+        .flat_map(hop_by_hop::connection_options)
     {
         let is_replaced = fields
             .get_all(&option)
