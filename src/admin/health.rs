@@ -1,8 +1,7 @@
 //! Whether it lives, serves, and what it has counted: what gives nothing away.
 
 use super::AdminBackend;
-use super::queries::run_blocking;
-use super::responses::JsonResponse;
+use super::responses::{JsonResponse, run_blocking};
 use crate::telemetry::metrics::{ExpositionFormat, ProcessPhase, ProcessStatus};
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};

@@ -5,7 +5,7 @@
 
 use super::health::{collect_hints, phase_label};
 use super::parameters::QueryParameters;
-use super::responses::{JsonResponse, ProblemDetails, escape_json};
+use super::responses::{JsonResponse, ProblemDetails, escape_json, run_blocking};
 use super::{AdminBackend, PolicySelection};
 use crate::telemetry::history::{
     DurationHistograms, PolicyTimeline, SECONDS_KEPT, STATUS_CLASSES, SecondCounts, TimelineAxis,
@@ -34,18 +34,6 @@ const MAX_RANKS: usize = 500;
 const DEFAULT_SECONDS: usize = 120;
 
 pub(super) const OPENAPI_JSON: &str = include_str!("openapi.json");
-
-/// Runs what takes long on a thread of its own.
-pub(super) async fn run_blocking<T: Send + 'static>(
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, ProblemDetails> {
-    tokio::task::spawn_blocking(work).await.map_err(|error| {
-        ProblemDetails::new(
-            StatusCode::INTERNAL_SERVER_ERROR,
-            format!("this is a bug: {error}"),
-        )
-    })
-}
 
 pub(super) async fn get_config(
     State(view): State<AdminBackend>,

@@ -67,6 +67,18 @@ impl IntoResponse for ProblemDetails {
     }
 }
 
+/// Runs `work` on another thread, so that connections are accepted meanwhile.
+pub(super) async fn run_blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ProblemDetails> {
+    tokio::task::spawn_blocking(work).await.map_err(|error| {
+        ProblemDetails::new(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            format!("this is a bug: {error}"),
+        )
+    })
+}
+
 /// JSON with nothing in it that a terminal or a browser could take for its own: control and directional characters
 /// that JSON allows as they are, and the letters of HTML. All of them stand in texts only, where an escape means the same.
 pub(crate) fn escape_json(json: &str) -> String {

@@ -3,7 +3,9 @@
 use super::explanation::{self, ExplainError};
 use super::key_status::{self, KeyLookupError, ResolvedKey};
 use super::limit_json;
-use super::{ListenerSet, ShutdownHandle, StoreBackend};
+use super::listener_set::ListenerSet;
+use super::shutdown::ShutdownHandle;
+use super::store_backend::StoreBackend;
 use crate::admin::{
     AdminBackend, AdminError, AdminFuture, DrainSchedule, ExplainRequest, InstanceDescription,
     KeyQuery, PolicyPage, PolicySelection, PolicySummary,

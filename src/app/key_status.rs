@@ -1,7 +1,8 @@
 //! One key of a policy, named by hand: where it stands in the store, and how it is forgotten. For `tidegate keys` and
 //! the admin port.
 
-use super::{StoreBackend, limit_json};
+use super::limit_json;
+use super::store_backend::StoreBackend;
 use crate::limiter::{Charge, Key, LimitStatus};
 use crate::policy::{NamedLimit, Policy, PolicyAction, PolicyTable, Quota};
 use crate::store::redis::{CounterInspector, InspectError};
