@@ -1,4 +1,4 @@
-//! The data path: everything between the client's socket and the upstream's.
+//! Data path between the client's socket and the upstream's.
 
 mod ext_authz;
 mod http;
@@ -37,79 +37,82 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Where and how to listen.
+/// Settings of a listener.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ListenSettings {
     pub address: ListenAddress,
-    /// Who has to begin every connection with a PROXY header; nobody else may connect. `None`: connections begin
-    /// without.
+    /// Networks of the load balancers that may connect. Each connection must start with a PROXY
+    /// header. `None` if connections start without one.
     pub proxy_protocol_from: Option<Vec<IpNet>>,
-    /// Connections served at a time; further ones wait in the kernel's backlog.
+    /// Maximum concurrent connections. Further ones wait in the kernel's backlog.
     pub max_connections: usize,
     /// Worker threads, at least 1.
     pub threads: usize,
-    /// From the first byte of a request to the end of its head.
+    /// Limit from the first byte of a request to the end of its head. It also limits the PROXY
+    /// header and the TLS handshake together.
     pub header_timeout: Duration,
-    /// A connection without a request.
+    /// Limit for a connection without a request.
     pub idle_timeout: Duration,
-    /// No progress on a request body, or on writing to a client that does not read; in a tunnel that the upstream has
-    /// ended, a client that pauses.
+    /// Limit without progress on a request body, or on writing to a client that does not read. In a
+    /// tunnel that the upstream has closed, limit for a client that pauses.
     pub body_idle_timeout: Duration,
     pub max_header_bytes: usize,
     pub max_headers: usize,
-    /// `None`: no limit.
+    /// `None` for no limit.
     pub max_body_bytes: Option<u64>,
-    /// Per HTTP/2 connection.
+    /// Maximum concurrent streams per HTTP/2 connection.
     pub max_concurrent_streams: u32,
 }
 
-/// What is served beside the proxy, or instead of it, by the same workers.
+/// Settings of a listener besides the proxy's, or instead of it, served by the same workers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExtraListenerSettings {
     pub kind: ListenerKind,
     pub listen: ListenSettings,
-    /// `None`: cleartext.
+    /// `None` for cleartext.
     pub tls: Option<Arc<ServerTls>>,
 }
 
-/// What to forward to, and how long to wait for it.
+/// Settings of the upstream and its connections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UpstreamSettings {
     pub url: UpstreamUrl,
     pub connect_timeout: Duration,
-    /// Until the response head, counted from the last byte sent. `None`: no limit.
+    /// Limit for the response head, counted from the last request byte sent. `None` for no limit.
     pub response_timeout: Option<Duration>,
-    /// No progress on a response body, or in a tunnel either way. `None`: no limit.
+    /// Limit without progress on a response body, or in a tunnel in either direction. `None` for no
+    /// limit.
     pub body_idle_timeout: Option<Duration>,
     pub pool_idle_timeout: Duration,
-    /// Idle connections kept, over all workers.
+    /// Maximum idle connections kept, over all workers.
     pub pool_max_idle: usize,
-    /// Forward the client's Host; otherwise the upstream's authority.
+    /// Whether to forward the client's Host. Otherwise the upstream's authority is sent.
     pub preserve_host: bool,
-    /// Connections at a time, over all workers.
+    /// Maximum concurrent connections, over all workers.
     pub max_connections: usize,
-    /// Requests waiting for one of them, over all workers; further ones are refused at once.
+    /// Maximum requests waiting for a connection, over all workers. Further ones are rejected at
+    /// once.
     pub max_requests_waiting: usize,
-    /// Waiting for one of them.
+    /// Limit for waiting for a connection.
     pub queue_timeout: Duration,
-    /// Further tries to connect when no byte of a request was sent.
+    /// Additional connection attempts while no byte of the request was sent.
     pub retry_connect: u32,
-    /// Once more for a bodiless idempotent request on a reused connection that died.
+    /// Whether to retry a bodiless idempotent request once when its reused connection died.
     pub retry_idempotent: bool,
-    /// For https; there if and only if the URL says so.
+    /// TLS settings. Present if and only if the scheme is https.
     pub tls: Option<ClientTls>,
 }
 
-/// Where an upstream is, and how it is spoken to: no path.
+/// Location and protocol of an upstream, without a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum UpstreamUrl {
     Net {
         scheme: UpstreamScheme,
-        /// A name or an address, without brackets.
+        /// Host name or IP address, without brackets.
         host: String,
         port: u16,
     },
-    /// `unix:/path`: HTTP/1.1 by a socket of this machine.
+    /// `unix:/path`: HTTP/1.1 over a Unix socket of this machine.
     Unix(PathBuf),
 }
 
@@ -117,15 +120,15 @@ pub enum UpstreamUrl {
 pub enum UpstreamScheme {
     /// HTTP/1.1.
     Http,
-    /// HTTP/2 or HTTP/1.1, as the server prefers.
+    /// HTTP/2 or HTTP/1.1, as ALPN negotiates.
     Https,
-    /// HTTP/2 in the clear, by prior knowledge (RFC 9113, 3.3).
+    /// Cleartext HTTP/2 with prior knowledge (RFC 9113, 3.3).
     H2c,
 }
 
 impl UpstreamUrl {
-    /// Host and port as they stand in a `Host` field: the scheme's own port is left out. A socket has no name; what
-    /// listens there is on this machine.
+    /// Host and port as in a `Host` header, without the scheme's default port. A Unix socket has no
+    /// name, so its authority is `localhost`.
     pub fn authority(&self) -> String {
         let Self::Net { scheme, host, port } = self else {
             return "localhost".to_owned();
@@ -169,11 +172,11 @@ impl fmt::Display for UpstreamUrl {
     }
 }
 
-/// How the end goes.
+/// Settings of a graceful shutdown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShutdownSettings {
-    /// Keep serving this long after SIGTERM.
+    /// Time to keep serving after SIGTERM.
     pub delay: Duration,
-    /// Then let requests in flight finish this long.
+    /// Time for active requests to finish after `delay`.
     pub grace: Duration,
 }

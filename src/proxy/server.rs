@@ -1,9 +1,9 @@
-//! The front door: accepts connections and spreads them over the workers, until told to stop.
+//! Accepts client connections and distributes them over the worker threads until shutdown.
 //!
-//! Each worker is a thread with a runtime of its own; a connection and all its requests stay on the
-//! thread that got it. The kernel's own spreading (`SO_REUSEPORT`) goes by a hash of addresses, which
-//! is unfair to the few, long-lived connections of an ingress: so one acceptor gives each connection
-//! to the worker that has the fewest.
+//! Each worker is a thread with its own runtime. A connection and all its requests stay on one
+//! worker. One acceptor per listener assigns each connection to the worker with the fewest
+//! connections. `SO_REUSEPORT` was rejected: the kernel distributes by address hash, which is
+//! uneven for the few long-lived connections of an ingress.
 
 pub(in crate::proxy) mod accept;
 pub(in crate::proxy) mod allocator_trim;
@@ -44,16 +44,17 @@ use crate::proxy::server::transport::RawSocket;
 use crate::telemetry::metrics::WorkerMetrics;
 use crate::tls::{self, CertificateSubject};
 
-/// Accepted connections that a worker has not yet taken.
+/// Capacity of a worker's queue of accepted connections.
 const WORKER_QUEUE_CAPACITY: usize = 256;
-/// When the process has no file descriptors left, others have to close some first.
+/// Delay before accepting again after an error such as running out of file descriptors.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
-/// Threads per worker for looking up names; a lookup may hang for long after we gave it up.
+/// DNS lookup threads per worker. A lookup can block its thread long after its request timed out.
 const DNS_LOOKUP_THREADS: usize = 16;
 
-/// Answers requests.
+/// Handles the requests of one worker.
 pub trait RequestHandler: 'static {
-    /// Answers one request. The future is dropped when the client leaves. `interim` takes what comes before the answer.
+    /// Handles one request. If the client disconnects, the future is dropped. `interim` sends
+    /// informational (1xx) responses before the final one.
     fn handle(
         self: Rc<Self>,
         request: Request<RequestBody>,
@@ -61,53 +62,54 @@ pub trait RequestHandler: 'static {
         interim: InformationalForwarder,
     ) -> impl Future<Output = Response<ResponseBody>> + 'static;
 
-    /// A connection ended before its first request.
+    /// Records a connection that failed before its first request.
     fn record_handshake_error(&self, _fault: HandshakeError) {}
 
-    /// A head that could not be read to its end was answered with this.
+    /// Records that the server answered an unreadable request head with `status`.
     fn record_unreadable_request(&self, _status: StatusCode, _peer: &ConnectionPeer) {}
 
-    /// Where this worker counts.
+    /// Metrics shard of this worker.
     fn metrics_shard(&self) -> Option<Arc<WorkerMetrics>> {
         None
     }
 
-    /// What has to be said when no request is left. The worker ends after it.
+    /// Finishes outstanding work after the worker's last request. The worker thread ends
+    /// afterwards.
     fn finish(&self) -> impl Future<Output = ()> {
         std::future::ready(())
     }
 }
 
-/// What is asked on an address.
+/// Protocol that a listener serves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ListenerKind {
-    /// Requests to be forwarded.
+    /// Requests that are forwarded to the upstream.
     #[default]
     Proxy,
-    /// Calls of Envoy's rate-limit service.
+    /// Calls of Envoy's rate limit service (RLS).
     RateLimitService,
-    /// Whether a request that somebody else forwards may pass.
+    /// Authorization checks for requests that another proxy forwards.
     ExtAuthz,
 }
 
 impl ListenerKind {
-    /// Whether anybody may come, and not only proxies of our own.
+    /// Whether untrusted clients connect here. The other kinds serve the operator's own proxies.
     pub(super) fn is_public(self) -> bool {
         self == Self::Proxy
     }
 }
 
-/// The other end of a connection.
+/// Client end of a connection.
 #[derive(Debug)]
 pub struct ConnectionPeer {
     pub listener_kind: ListenerKind,
-    /// An IPv4 client of an IPv6 socket appears as IPv4, one of a Unix socket as 127.0.0.1. What a PROXY header says
-    /// takes the place of the socket's own.
+    /// Client address. A PROXY header overrides the socket's address. IPv4-mapped IPv6 addresses
+    /// appear as IPv4, and Unix socket clients as 127.0.0.1.
     pub addr: SocketAddr,
     pub is_tls: bool,
-    /// Whom the certificate is about that the client has shown.
+    /// Subject of the client certificate, if the client presented one.
     pub certificate_subject: Option<CertificateSubject>,
-    /// The address as forwarding fields have it, printed once.
+    /// Client IP formatted for forwarding headers, once per connection.
     pub(super) address_text: AddressText,
 }
 
@@ -124,26 +126,26 @@ impl ConnectionPeer {
     }
 }
 
-/// What the server is asked to do; it only ever goes forward.
+/// Requested run state of the server. The state only moves forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ShutdownSignal {
     Run,
-    /// Finish what is in flight, as [`ShutdownSettings`] say.
+    /// Finish active requests within the limits of [`ShutdownSettings`].
     Drain,
-    /// End at once.
+    /// Stop immediately and cut all connections.
     Immediate,
 }
 
-/// Addresses that are ours; nobody can connect until [`Server::run`].
+/// Bound listeners. Clients cannot connect before [`ProxyServer::run`].
 #[derive(Debug)]
 pub struct ProxyServer {
-    /// At least one.
+    /// Workers refer to a listener by its index here.
     listeners: Vec<ServerListener>,
     threads: usize,
     load: ServerLoad,
 }
 
-/// One of the addresses.
+/// Bound address with its settings.
 #[derive(Debug)]
 struct ServerListener {
     kind: ListenerKind,
@@ -152,7 +154,7 @@ struct ServerListener {
     tls: tls::ReloadableServerTls,
 }
 
-/// How busy the server is.
+/// Live counters of the server, shared with metrics.
 #[derive(Clone, Debug)]
 pub struct ServerLoad(Arc<LoadCounters>);
 
@@ -164,17 +166,17 @@ struct LoadCounters {
 }
 
 impl ProxyServer {
-    /// Takes the proxy's address. `tls` may change while it runs.
+    /// Binds the proxy listener. `tls` may be replaced while the server runs.
     ///
     /// # Errors
-    /// When the address is taken, not ours, or not allowed.
+    /// Fails if the address is in use, not local, or not permitted.
     pub fn bind(settings: &ListenSettings, tls: tls::ReloadableServerTls) -> io::Result<Self> {
         let mut server = Self::with_threads(settings.threads);
         server.add_listener(ListenerKind::Proxy, settings, tls)?;
         Ok(server)
     }
 
-    /// With so many workers, at least 1, and no address yet.
+    /// Creates a server with `threads` workers, at least 1, and no listener.
     pub fn with_threads(threads: usize) -> Self {
         let threads = threads.max(1);
         let open_connections = (0..threads).map(|_| AtomicUsize::new(0)).collect();
@@ -190,11 +192,11 @@ impl ProxyServer {
         }
     }
 
-    /// Takes one more address, for the same workers. Returns where it listens: the port that the system chose if none
-    /// was asked for.
+    /// Binds one more listener for the same workers. Returns its address, with the port that the
+    /// system chose for port 0.
     ///
     /// # Errors
-    /// As [`Server::bind`].
+    /// Fails as [`ProxyServer::bind`] does.
     pub fn add_listener(
         &mut self,
         kind: ListenerKind,
@@ -212,37 +214,40 @@ impl ProxyServer {
         Ok(address)
     }
 
-    /// Where the first address is: the port that the system chose if none was asked for.
+    /// Address of the first listener, with the port that the system chose for port 0.
     ///
     /// # Errors
-    /// When the socket has none, which no system is known to say of a bound socket.
+    /// Fails if the server has no listener, or if the system cannot report the socket's address.
     pub fn address(&self) -> io::Result<ListenAddress> {
         let first = self
             .listeners
             .first()
-            .ok_or_else(|| io::Error::other("no address"))?;
+            .ok_or_else(|| io::Error::other("the server has no listener"))?;
         first.socket.address()
     }
 
-    /// Lets clients connect; they wait in the kernel until they are accepted.
+    /// Starts listening. Connections wait in the kernel's backlog until they are accepted.
     pub(super) fn listen(&self) -> io::Result<()> {
         self.listeners
             .iter()
             .try_for_each(|listener| listener.socket.listen(listener::BACKLOG))
     }
 
-    /// The live counts of connections, for metrics.
+    /// Live counters, for metrics.
     pub fn load(&self) -> ServerLoad {
         self.load.clone()
     }
 
-    /// Serves until `stop` says otherwise, or its sender is gone, which counts as [`ShutdownSignal::Drain`].
-    /// `make_handler` runs once in each worker's runtime with the worker's index; when all handlers are
-    /// there clients can connect, and `on_listening` is called. Returns how many connections were cut
-    /// at the end.
+    /// Serves until `shutdown_signal` requests shutdown. A dropped sender counts as
+    /// [`ShutdownSignal::Drain`].
+    ///
+    /// `make_handler` runs once in each worker's runtime, with the worker's index. When all
+    /// handlers are ready, the server starts listening and calls `on_listening`.
+    ///
+    /// Returns the number of connections that were cut at the end.
     ///
     /// # Errors
-    /// When a worker cannot be started or dies.
+    /// Fails if a worker cannot start or dies.
     pub async fn run<H, M, F>(
         self,
         make_handler: M,
@@ -292,18 +297,18 @@ impl ProxyServer {
             .into_iter()
             .map(ListenerAcceptor::into_pending_connections)
             .collect();
-        // The listener is closed. A worker may be busy, but nobody waits for it longer than for the rest of the end.
+        // The listeners are closed. Waiting for a busy worker counts against the grace period.
         let drain_started = Instant::now();
         tokio::select! {
             biased;
             () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => {}
             dispatched = timeout(shutdown.grace, join_all(pending.into_iter().map(|rest| rest.dispatch_all(&self.load)))) => {
                 if dispatched.is_err() {
-                    tracing::warn!("no worker took the last connections in time");
+                    tracing::warn!("accepted connections dropped at shutdown; no worker took them within the grace period");
                 }
             }
         }
-        // Workers see the end of their queues, and finish what they have.
+        // The queues are closed: each worker finishes its connections and ends.
         let threads: Vec<_> = workers.into_iter().map(|worker| worker.thread).collect();
         let mut joined_workers = tokio::task::spawn_blocking(|| {
             threads
@@ -333,9 +338,9 @@ impl ProxyServer {
     }
 }
 
-/// Waits until the server is asked for `what`, or more.
+/// Waits for the state `at_least` or a later one.
 async fn wait_for_signal(signal: &mut watch::Receiver<ShutdownSignal>, at_least: ShutdownSignal) {
-    // Nobody left to say more: drain, but do not hurry.
+    // The sender is gone: drain, but never escalate to an immediate stop.
     if signal
         .wait_for(|current| *current >= at_least)
         .await
@@ -347,11 +352,11 @@ async fn wait_for_signal(signal: &mut watch::Receiver<ShutdownSignal>, at_least:
 }
 
 fn worker_died_error() -> io::Error {
-    io::Error::other("a worker thread died")
+    io::Error::other("a worker thread ended unexpectedly")
 }
 
 impl ServerLoad {
-    /// Connections that are open now.
+    /// Number of open connections.
     pub fn open_connections(&self) -> usize {
         self.0
             .open_connections
@@ -360,12 +365,12 @@ impl ServerLoad {
             .sum()
     }
 
-    /// Connections, and requests by HTTP/2, that ended in a panic; each is a bug.
+    /// Number of connection tasks and HTTP/2 stream tasks that panicked. Each panic is a bug.
     pub fn panics(&self) -> u64 {
         self.0.panics.load(Ordering::Relaxed)
     }
 
-    /// How often `max_connections` were open, and new ones had to wait.
+    /// Number of times that accepting paused because `max_connections` were open.
     pub fn connection_limit_hits(&self) -> u64 {
         self.0.connection_limit_hits.load(Ordering::Relaxed)
     }
@@ -382,9 +387,9 @@ impl ServerLoad {
     }
 }
 
-/// A connection on its way to a worker, and counted until its end.
+/// Accepted connection on its way to a worker.
 struct QueuedConnection {
-    /// The place of the address among the server's.
+    /// Index of the listener in the server.
     listener_index: usize,
     socket: AcceptedSocket,
     addr: SocketAddr,
@@ -424,13 +429,13 @@ struct ListenerAcceptor {
     connection_slots: Arc<Semaphore>,
     worker_queues: Vec<mpsc::Sender<QueuedConnection>>,
     is_failing: bool,
-    /// Accepted, and no worker has taken it yet.
+    /// Accepted connection that no worker has taken yet.
     unassigned: Option<UnassignedConnection>,
 }
 
 type UnassignedConnection = (AcceptedSocket, SocketAddr, OwnedSemaphorePermit);
 
-/// What was accepted before the listener was closed, and no worker has yet.
+/// Connections accepted before the listener closed that no worker has taken yet.
 struct PendingConnections {
     listener_index: usize,
     connections: Vec<UnassignedConnection>,
@@ -458,14 +463,15 @@ impl ListenerAcceptor {
         })
     }
 
-    /// Returns when a worker is gone.
+    /// Accepts and dispatches connections. Returns only if a worker died.
     async fn run(&mut self, load: &ServerLoad) -> io::Error {
         loop {
             let Some(permit) = self.acquire_slot(load).await else {
                 return worker_died_error();
             };
             let (socket, addr) = self.accept().await;
-            // Who is told to end while a worker's queue is full still has it.
+            // Stored in `self`: if shutdown drops this future while the worker's queue is full, the
+            // connection is still dispatched during the drain.
             self.unassigned = Some((socket, addr, permit));
             if !dispatch_connection(
                 &self.worker_queues,
@@ -480,8 +486,9 @@ impl ListenerAcceptor {
         }
     }
 
-    /// Takes what the kernel has completed by now, as far as there is room, and closes the listener. These clients
-    /// may have sent a request, and closing would answer it with a reset.
+    /// Accepts the connections in the kernel's backlog, up to the connection limit, and closes the
+    /// listener. These clients may have sent a request already. Closing without accepting would
+    /// reset their connections.
     fn into_pending_connections(self) -> PendingConnections {
         let Self {
             listener_index,
@@ -506,7 +513,7 @@ impl ListenerAcceptor {
         }
     }
 
-    /// Without room for it, a connection is better off in the kernel's backlog.
+    /// Waits for a free connection slot. Connections above the limit stay in the kernel's backlog.
     async fn acquire_slot(&self, load: &ServerLoad) -> Option<OwnedSemaphorePermit> {
         if let Ok(permit) = Arc::clone(&self.connection_slots).try_acquire_owned() {
             return Some(permit);
@@ -518,20 +525,21 @@ impl ListenerAcceptor {
             .ok()
     }
 
-    /// The next connection. Errors never end it: they are a lack of resources, or a client's haste.
+    /// Accepts the next connection. Errors are never fatal: either resources are exhausted or the
+    /// client disconnected early.
     async fn accept(&mut self) -> (AcceptedSocket, SocketAddr) {
         loop {
             match self.listener.accept().await {
                 Ok(accepted) => {
                     if std::mem::take(&mut self.is_failing) {
-                        tracing::info!("connections can be accepted again");
+                        tracing::info!("accepting connections resumed");
                     }
                     return accepted;
                 }
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
                     if !std::mem::replace(&mut self.is_failing, true) {
-                        tracing::error!(%error, "connections cannot be accepted");
+                        tracing::error!(%error, "failed to accept connections; retrying");
                     }
                     sleep(ACCEPT_RETRY_DELAY).await;
                 }
@@ -557,7 +565,8 @@ impl PendingConnections {
     }
 }
 
-/// Gives a connection to the worker with the fewest, which takes it out of `in_hand`. `false`: that worker is gone.
+/// Sends a connection to the least loaded worker and takes it out of `unassigned`. Returns `false`
+/// if that worker is gone.
 async fn dispatch_connection(
     worker_queues: &[mpsc::Sender<QueuedConnection>],
     load: &ServerLoad,
@@ -581,7 +590,7 @@ async fn dispatch_connection(
     true
 }
 
-/// The worker with the fewest connections.
+/// Finds the worker with the fewest connections.
 fn select_least_loaded_worker<'q>(
     worker_queues: &'q [mpsc::Sender<QueuedConnection>],
     load: &ServerLoad,
@@ -592,7 +601,7 @@ fn select_least_loaded_worker<'q>(
         .min_by_key(|(worker, _)| load.worker_connections(*worker))
 }
 
-/// A thread that serves connections.
+/// Handle of a worker thread.
 struct WorkerThread {
     thread: JoinHandle<usize>,
     queue: mpsc::Sender<QueuedConnection>,
@@ -668,12 +677,13 @@ impl WorkerThread {
                         &load,
                     )
                     .await;
-                    // Connections that were cut let go of their requests.
+                    // Lets the runtime drop the aborted connection tasks, which releases their
+                    // requests.
                     tokio::task::yield_now().await;
                     handler.finish().await;
                     cut
                 });
-                // Dropping it would wait for lookups that nobody needs any more.
+                // Dropping the runtime would wait for pending DNS lookups.
                 runtime.shutdown_background();
                 cut
             })?;
@@ -694,14 +704,15 @@ async fn wait_until_ready(workers: &mut [WorkerThread]) -> io::Result<()> {
     Ok(())
 }
 
-/// How connections of one address come in and are served, on one worker.
+/// Handshake and HTTP settings of one listener, on one worker.
 struct WorkerListener {
     kind: ListenerKind,
     acceptor: Rc<HandshakeAcceptor>,
     protocols: Rc<HttpProtocols>,
 }
 
-/// A worker's life. Returns how many connections were cut.
+/// Serves the worker's connections until its queue closes and they end. Returns the number of
+/// connections that were cut.
 async fn run_worker<H: RequestHandler>(
     handler: Rc<H>,
     listeners: Vec<WorkerListener>,
@@ -728,7 +739,7 @@ async fn run_worker<H: RequestHandler>(
                     let QueuedConnection { socket, addr, count_guard: _counted, .. } = next;
                     let socket = match socket.into_client_stream() {
                         Ok(socket) => RawSocket::new(socket, Rc::clone(&monitor)),
-                        Err(error) => return tracing::debug!(%error, "a connection ended before it began"),
+                        Err(error) => return tracing::debug!(%error, "failed to register an accepted socket"),
                     };
                     match acceptor.accept(socket, addr).await {
                         Ok(mut connection) => {
@@ -768,15 +779,15 @@ fn count_unfinished(mut connections: JoinSet<()>) -> usize {
     connections.len()
 }
 
-/// A panic ends its own connection only, but must not pass unseen.
+/// Counts and logs a panic, which ends only its own connection.
 fn record_connection_end(ended: Result<(), JoinError>, load: &ServerLoad) {
     if let Err(error) = ended {
         load.record_panic();
-        tracing::error!(%error, "a connection ended in a panic");
+        tracing::error!(%error, "connection task panicked");
     }
 }
 
-/// Takes a connection off the list of those to be told of the end.
+/// Removes the monitor of a connection from the drain list when the connection ends.
 struct MonitorRegistration {
     monitors: Rc<RefCell<HashMap<u64, Rc<ConnectionMonitor>>>>,
     id: u64,

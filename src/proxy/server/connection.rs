@@ -1,4 +1,4 @@
-//! One client's connection: which protocol, which requests, and when it has to end.
+//! Serves one client connection: protocol detection, HTTP/1, HTTP/2, timeouts and drain.
 
 mod streams;
 mod upgrade_handover;
@@ -37,40 +37,41 @@ use crate::proxy::server::connection::upgrade_handover::{UpgradeHandover, Upgrad
 use crate::proxy::server::{ConnectionPeer, ListenerKind, RequestHandler, ServerLoad};
 use crate::telemetry::metrics::ConnectionCloseReason;
 
-/// What an HTTP/2 client sends first.
+/// HTTP/2 client connection preface (RFC 9113, 3.4).
 const HTTP2_PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const REQUEST_TIMEOUT_RESPONSE: &[u8] =
     b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
-/// The last words to a client must not wait for it.
+/// Limit for writing a final response and closing the connection.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Before an idle connection is closed in a shutdown: a request may have arrived that the runtime has
-/// not yet heard of.
+/// Delay before a drain closes an idle connection. A request may have arrived that the runtime has
+/// not read yet.
 const DRAIN_IDLE_DELAY: Duration = Duration::from_millis(5);
-/// The same, if the shutdown began while the client was still on its way in: its request may be a round trip away.
+/// The same delay for a connection that is in its handshake when the drain begins. Its first
+/// request may be a round trip away.
 const DRAIN_HANDSHAKE_DELAY: Duration = Duration::from_secs(1);
 
-/// hyper's parser takes this many fields from the stack; any other number costs an allocation.
+/// hyper's parser keeps this many headers on the stack. Any other limit costs an allocation.
 const HYPER_STACK_MAX_HEADERS: usize = 100;
-/// Least room for an HTTP/1 connection's buffers, each way.
+/// Minimum limit of an HTTP/1 connection's buffers, per direction.
 const MIN_BUFFER_BYTES: usize = 64 * 1024;
-/// A stream's part of the answer that waits for the client's window.
+/// Response bytes buffered per stream while the client's flow-control window is exhausted.
 const H2_SEND_BUFFER_BYTES: usize = 64 * 1024;
-/// An answer is handed to HTTP/2 in parts of this size: that the next one is asked for shows that
-/// the client reads, even if it does so slowly.
+/// Maximum size of a response chunk passed to HTTP/2. A request for the next chunk shows that the
+/// client reads, even if slowly.
 const H2_CHUNK_BYTES: usize = 16 * 1024;
-/// What a client may send before we read: per stream, and per connection.
+/// Flow-control windows granted to the client, per stream and per connection.
 const H2_STREAM_WINDOW_BYTES: u32 = 256 * 1024;
 const H2_CONNECTION_WINDOW_BYTES: u32 = 1024 * 1024;
-/// Streams that a client opened and reset at once ("rapid reset").
+/// Limit of streams that a client resets before the server accepts them ("rapid reset").
 const H2_MAX_PENDING_RESETS: usize = 20;
-/// Streams that we reset because of the client's errors, before the connection ends.
+/// Limit of streams that the server resets for client errors before it closes the connection.
 const H2_MAX_LOCAL_RESETS: usize = 256;
-/// A peer that vanished without a word is found by PINGs.
+/// PINGs detect a peer that disappeared without closing the connection.
 const H2_PING_INTERVAL: Duration = Duration::from_secs(20);
 const H2_PING_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How connections are served; one per worker.
+/// HTTP settings of one listener, on one worker.
 #[derive(Clone, Debug)]
 pub(in crate::proxy) struct HttpProtocols {
     http1: http1::Builder,
@@ -81,7 +82,7 @@ pub(in crate::proxy) struct HttpProtocols {
 }
 
 impl HttpProtocols {
-    /// `load`: where panics are counted.
+    /// Panics of HTTP/2 stream tasks are counted in `load`.
     pub(in crate::proxy) fn new(
         settings: &ListenSettings,
         listener_kind: ListenerKind,
@@ -125,7 +126,8 @@ impl HttpProtocols {
         }
     }
 
-    /// A proxy that waits some milliseconds only gives up all that it has asked when we come late.
+    /// Limit of pending stream resets. The operator's own proxies have timeouts of milliseconds and
+    /// reset all their streams when a reply is late, so they may reset every stream.
     fn max_pending_resets(&self) -> usize {
         match self.listener_kind.is_public() {
             true => H2_MAX_PENDING_RESETS,
@@ -156,7 +158,7 @@ impl HttpProtocols {
     }
 }
 
-/// Serves one connection to its end.
+/// Serves one connection until it ends.
 pub(in crate::proxy) async fn serve_connection<H: RequestHandler>(
     connection: AcceptedConnection,
     handler: Rc<H>,
@@ -179,7 +181,7 @@ pub(in crate::proxy) async fn serve_connection<H: RequestHandler>(
     socket.put_back(&first_bytes);
     let limits = protocols.body_limits();
     let handover = Rc::<UpgradeHandover>::default();
-    // Of a request's future, 4 KiB, nothing is copied: it is made in the box, after that is there.
+    // A request future takes about 4 KiB. Constructing it in its box avoids a copy.
     let requests = service_fn(|request| {
         let allocation = Box::new_uninit();
         let handling = handle_request(
@@ -193,7 +195,7 @@ pub(in crate::proxy) async fn serve_connection<H: RequestHandler>(
         Box::into_pin(Box::write(allocation, handling))
     });
     let detected = detected.map(|sniffed| match (sniffed, http2) {
-        // What was agreed on holds, whatever the client goes on with.
+        // The protocol negotiated by ALPN wins over the client's first bytes.
         (DetectedProtocol::Http2, Some(false)) => DetectedProtocol::Http1,
         (DetectedProtocol::Http1, Some(true)) => DetectedProtocol::Http2,
         (sniffed, _) => sniffed,
@@ -213,20 +215,20 @@ pub(in crate::proxy) async fn serve_connection<H: RequestHandler>(
         }
         Ok(DetectedProtocol::Http2) => {
             monitor.set_http2();
-            // Boxed, or every connection would have room for it.
+            // Boxed, so that the connection's future does not reserve space for it.
             Box::pin(serve_http2(socket, &protocols, driver, requests, &handover)).await;
         }
-        // To a TLS client, an end that nobody announced is a broken connection.
+        // A TLS client treats a close without close_notify as a truncated connection.
         Ok(DetectedProtocol::Disconnected) => close_gracefully(&mut socket).await,
         Err(overdue) => close_timed_out(socket, overdue, &monitor, record_unreadable).await,
     }
     protocols.allocator_trim.record_release();
 }
 
-/// Serves HTTP/1 to the end of the connection. hyper and its buffers, some 20 KiB, are there only while the client has
-/// something to ask: most of its life a connection waits.
+/// Serves HTTP/1 until the connection ends. hyper and its buffers, about 20 KiB, exist only while
+/// the client sends requests: connections are idle most of the time.
 ///
-/// `unread` is told the status when what came could not be read as a request.
+/// `record_unreadable` receives the status sent for input that is not a valid request.
 async fn serve_http1<S, F>(
     mut socket: MonitoredSocket,
     protocols: &HttpProtocols,
@@ -276,7 +278,8 @@ async fn serve_http1<S, F>(
     }
 }
 
-/// Serves HTTP/1 until the connection ends, or is given back because it can rest.
+/// Serves HTTP/1 until the connection ends or becomes idle. Returns the socket and the service of
+/// an idle connection.
 async fn serve_http1_until_idle<S, F>(
     socket: MonitoredSocket,
     protocols: &HttpProtocols,
@@ -310,21 +313,22 @@ where
             socket.put_back(&read_buf);
             drop(read_buf);
             match handover.take() {
-                // Without its head, a tunnel's bytes would be taken for an answer.
+                // If the 101 head is still blocked, the client would read tunnel bytes as a
+                // response.
                 Some(switched) if driver.monitor.has_no_blocked_write() => {
-                    // Boxed, or every connection would have room for it.
+                    // Boxed, so that the connection's future does not reserve space for it.
                     Box::pin(
                         switched.serve_http1_tunnel(socket, protocols.settings.body_idle_timeout),
                     )
                     .await;
                 }
-                // hyper leaves the end to us once a client has spoken of an upgrade.
+                // hyper does not close the socket after a request that could have been upgraded.
                 None if handover.was_upgrade_requested() => close_gracefully(&mut socket).await,
                 _ => {}
             }
         }
         Ok(Err(error)) => {
-            tracing::debug!(%error, "a client's connection ended");
+            tracing::debug!(%error, "client connection failed");
             if let Some(status) = parse_error_status(&error) {
                 driver.monitor.record_close(ConnectionCloseReason::Protocol);
                 record_unreadable(status);
@@ -357,12 +361,13 @@ where
     None
 }
 
-/// What hyper has answered to something that is no HTTP/1 request; `None`: nothing.
+/// Status that hyper sent for input that is not a valid HTTP/1 request. `None` if it sent no
+/// response.
 fn parse_error_status(error: &hyper::Error) -> Option<StatusCode> {
     match () {
         () if !error.is_parse() || error.is_parse_version_h2() => None,
         () if !error.is_parse_too_large() => Some(StatusCode::BAD_REQUEST),
-        // The two kinds of it differ in nothing but words.
+        // hyper distinguishes the two errors only by their message.
         () if error.to_string().starts_with("URI") => Some(StatusCode::URI_TOO_LONG),
         () => Some(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE),
     }
@@ -394,19 +399,19 @@ async fn serve_http2<S, F>(
     match end.await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => {
-            tracing::debug!(%error, "a client's connection ended");
+            tracing::debug!(%error, "client connection failed");
             if let Some(reason) = close_reason(&error, &driver.monitor) {
                 driver.monitor.record_close(reason);
             }
         }
         Err(overdue) => {
-            tracing::debug!(?overdue, "cutting a client's connection");
+            tracing::debug!(?overdue, "client connection timed out");
             driver.monitor.record_close(ConnectionCloseReason::SlowRead);
         }
     }
 }
 
-/// Why an HTTP/2 connection had to end; `None`: it is not what the client did.
+/// Classifies the error of an HTTP/2 connection. Returns `None` if the client did not cause it.
 fn close_reason(
     error: &hyper::Error,
     monitor: &ConnectionMonitor,
@@ -425,9 +430,9 @@ fn close_reason(
     }
 }
 
-/// Hands one request to the handler, counted as active until its last body is gone.
+/// Passes one request to the handler. The request stays active until its last body is dropped.
 ///
-/// Inlined, or its future would be made elsewhere and copied to where it stays.
+/// Inlined so that the future is constructed in place instead of being copied.
 #[inline(always)]
 fn handle_request<H: RequestHandler>(
     request: Request<Incoming>,
@@ -459,8 +464,9 @@ fn handle_request<H: RequestHandler>(
     let handler = Rc::clone(handler);
     let interim = InformationalForwarder::new(head.version, monitor);
     async move {
-        // Made where it stays. It has room for everything that a request may come to need, and made before it would be
-        // here twice, in every connection, and be copied twice with every request.
+        // Constructed in place: the handler's future reserves space for everything that a request
+        // may need. Constructed earlier, it would be stored twice per connection and copied for
+        // each request.
         let mut handling = pin!(handler.handle(Request::from_parts(head, body), peer, interim));
         let response = poll_fn(|cx| {
             let polled = handling.as_mut().poll(cx);
@@ -476,8 +482,9 @@ fn handle_request<H: RequestHandler>(
             && (monitor.is_draining() || monitor.has_unread_input())
             && response.status() != StatusCode::SWITCHING_PROTOCOLS
         {
-            // Before hyper knows: it is told only when there is surely nothing more to come, and of a body that nobody
-            // reads it learns later. What a client sends after an answer that doesn't say so is lost.
+            // Set before hyper knows of the close. hyper is asked to close only when no more input
+            // is expected, and notices an unread body later. A request sent after a response
+            // without this header is lost.
             response
                 .headers_mut()
                 .insert(header::CONNECTION, HeaderValue::from_static("close"));
@@ -497,21 +504,22 @@ fn handle_request<H: RequestHandler>(
     }
 }
 
-/// The end of a connection that took too long.
+/// Closes a connection that exceeded a timeout.
 async fn close_timed_out(
     mut socket: MonitoredSocket,
     overdue: TimeoutKind,
     monitor: &ConnectionMonitor,
     record_unreadable: impl Fn(StatusCode),
 ) {
-    tracing::debug!(?overdue, "cutting a client's connection");
+    tracing::debug!(?overdue, "client connection timed out");
     match overdue {
         TimeoutKind::SlowHead => monitor.record_close(ConnectionCloseReason::HeaderTimeout),
         TimeoutKind::Stalled => {
             monitor.record_close(ConnectionCloseReason::SlowRead);
             return socket.abort();
         }
-        // Who rests is not parted from.
+        // Idle connections do not end here: they are closed gracefully or only release their
+        // buffers.
         TimeoutKind::Idle | TimeoutKind::IdleBuffers => return socket.abort(),
     }
     record_unreadable(StatusCode::REQUEST_TIMEOUT);
@@ -521,22 +529,22 @@ async fn close_timed_out(
         socket.shutdown().await
     });
     if !matches!(response_sent.await, Ok(Ok(()))) {
-        tracing::debug!("the client was not there to be told");
+        tracing::debug!("408 response not delivered");
     }
 }
 
-/// Ends a connection in good order.
+/// Shuts a connection down within [`CLOSE_TIMEOUT`].
 async fn close_gracefully(socket: &mut (impl AsyncWrite + Unpin)) {
     if !matches!(timeout(CLOSE_TIMEOUT, socket.shutdown()).await, Ok(Ok(()))) {
-        tracing::debug!("the client was not there to be told");
+        tracing::debug!("client did not close within the limit");
     }
 }
 
-/// Polls a connection's work and ends it when its [`ConnectionMonitor`] says so.
+/// Polls the work of a connection and ends it at the deadlines of its [`ConnectionMonitor`].
 struct ConnectionDriver {
     monitor: Rc<ConnectionMonitor>,
     timer: LazyTimer,
-    /// When to tell the work that it should end.
+    /// Time at which the work is asked to close.
     close_at: Option<Instant>,
     is_closing: bool,
     drain_delay: Duration,
@@ -558,12 +566,13 @@ impl ConnectionDriver {
         }
     }
 
-    /// `work` is called with `true` once, when it should come to an end in good order.
+    /// Polls `work` until it is ready or a timeout expires. `work` is called with `true` once, when
+    /// it should close gracefully.
     async fn drive<T>(
         &mut self,
         mut work: impl FnMut(&mut Context<'_>, bool) -> Poll<T>,
     ) -> Result<T, TimeoutKind> {
-        // Earlier work was told already: so must this be.
+        // Earlier work was already asked to close, so this work is asked as well.
         if std::mem::take(&mut self.is_closing) {
             self.close_at = Some(Instant::now());
         }
@@ -572,7 +581,7 @@ impl ConnectionDriver {
             if self.monitor.take_drain_request() && !self.is_closing {
                 self.close_at = Some(Instant::now() + self.drain_delay);
             }
-            // An answer that is under way can still say that it is the last one.
+            // A response in progress can still announce that the connection closes.
             if let Poll::Ready(end) = self.close_if_active(cx, &mut work) {
                 return Poll::Ready(Ok(end));
             }
@@ -634,11 +643,12 @@ impl ConnectionDriver {
 enum DetectedProtocol {
     Http1,
     Http2,
-    /// The client left, or was asked to, before it said anything.
+    /// The client disconnected, or the connection was asked to close, before any byte arrived.
     Disconnected,
 }
 
-/// Reads until the first bytes cannot be, or are, the preface of HTTP/2; `close`: do not wait.
+/// Reads until the first bytes are, or cannot be, the HTTP/2 preface. With `close`, does not wait
+/// for the first byte.
 fn poll_detect_protocol(
     socket: &mut MonitoredSocket,
     first_bytes: &mut Vec<u8>,
@@ -647,8 +657,8 @@ fn poll_detect_protocol(
 ) -> Poll<DetectedProtocol> {
     loop {
         let mut bytes = [0; HTTP2_PREFACE.len()];
-        let room = bytes.get_mut(first_bytes.len()..).unwrap_or_default();
-        let mut into = ReadBuf::new(room);
+        let unfilled = bytes.get_mut(first_bytes.len()..).unwrap_or_default();
+        let mut into = ReadBuf::new(unfilled);
         match Pin::new(&mut *socket).poll_read(cx, &mut into) {
             Poll::Pending if close && first_bytes.is_empty() => {
                 return Poll::Ready(DetectedProtocol::Disconnected);
@@ -658,7 +668,7 @@ fn poll_detect_protocol(
             Poll::Ready(Ok(())) if into.filled().is_empty() && first_bytes.is_empty() => {
                 return Poll::Ready(DetectedProtocol::Disconnected);
             }
-            // hyper knows what to do with half a request.
+            // hyper handles a truncated request.
             Poll::Ready(Ok(())) if into.filled().is_empty() => {
                 return Poll::Ready(DetectedProtocol::Http1);
             }
@@ -673,11 +683,12 @@ fn poll_detect_protocol(
     }
 }
 
-/// A request's turn, from its arrival to the end of its answer.
+/// Guard of a request, from its arrival to the end of its response. An HTTP/2 request that ends
+/// incomplete is charged to the frame budget.
 struct RequestGuard {
     request: ActiveRequest,
-    /// Of HTTP/2 only, where a client can give up one request and go on with others, and not of our own proxies, who do so
-    /// when their time is up.
+    /// Set only for HTTP/2 clients of a public listener, which can cancel one request and continue
+    /// with others. The operator's own proxies cancel requests when their timeouts expire.
     arrived_at: Option<Instant>,
     is_complete: bool,
 }
@@ -693,13 +704,13 @@ impl Drop for RequestGuard {
     }
 }
 
-/// A response body that keeps its request active and tells whose turn it is.
+/// Response body that keeps its request active and marks the progress of the connection.
 struct TrackedResponseBody {
     body: ResponseBody,
     guard: RequestGuard,
-    /// The most bytes in a frame.
+    /// Maximum bytes per frame.
     max_frame_bytes: usize,
-    /// Of the last frame, what is to follow.
+    /// Rest of the last frame that was split.
     remainder: Bytes,
 }
 
@@ -711,7 +722,7 @@ impl Body for TrackedResponseBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        // hyper asks for more only when the client has room for it.
+        // hyper polls for more only when it can send more to the client.
         self.guard.request.monitor().mark_progress();
         if self.remainder.is_empty() {
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
