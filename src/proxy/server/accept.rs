@@ -12,12 +12,13 @@ use tokio::time::{Instant, timeout, timeout_at};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::{Error as TlsError, HandshakeKind, ServerConnection};
 
-use super::connection_timeouts::MonitoredSocket;
+use super::handshake_error::{HandshakeError, ProxyHeaderError, TlsHandshakeError};
+use super::monitored_socket::MonitoredSocket;
+use super::peer::ConnectionPeer;
 use super::transport::{ClientTransport, RawSocket};
 use crate::clock;
-use crate::proxy::ListenSettings;
-use crate::proxy::server::ConnectionPeer;
 use crate::proxy::server::accept::proxy_header::ProxyHeaderParseError;
+use crate::proxy::settings::ListenSettings;
 use crate::tls::{self, CertificateSubject, ParsedCertificate, ServerTls};
 
 /// Initial buffer size. Most PROXY headers fit.
@@ -50,79 +51,6 @@ pub(in crate::proxy) struct FailedHandshake {
     alert_socket: Option<RawSocket>,
 }
 
-/// Reason why a connection failed before its first request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HandshakeError {
-    ProxyHeader(ProxyHeaderError),
-    Tls(TlsHandshakeError),
-}
-
-/// Reason why a connection was closed because of its PROXY header.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ProxyHeaderError {
-    /// The peer is not in the configured networks.
-    NotAllowed,
-    /// The header did not arrive in time.
-    Timeout,
-    /// The peer disconnected within the header.
-    Closed,
-    /// The connection starts with other bytes.
-    Absent,
-    Malformed,
-    TooLong,
-    /// The CRC-32C checksum does not match.
-    Checksum,
-}
-
-/// Reason why a TLS handshake failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TlsHandshakeError {
-    /// The handshake did not complete in time.
-    Timeout,
-    /// The client disconnected after it had sent bytes. A port probe that sends nothing is no
-    /// error.
-    Closed,
-    /// The bytes are not TLS, or are malformed.
-    Invalid,
-    /// Client and server share no version, cipher or key type.
-    Incompatible,
-    /// Client and server share no ALPN protocol.
-    NoProtocol,
-    /// The client's certificate is missing.
-    NoCertificate,
-    /// The client's certificate is untrusted, expired or revoked.
-    BadCertificate,
-    /// The client sent an alert, for instance because it does not trust the server.
-    Refused,
-    Other,
-}
-
-impl ProxyHeaderError {
-    /// Every [`ProxyHeaderError::name`], in the order of declaration.
-    pub const NAMES: &[&str] = &[
-        Self::NotAllowed.name(),
-        Self::Timeout.name(),
-        Self::Closed.name(),
-        Self::Absent.name(),
-        Self::Malformed.name(),
-        Self::TooLong.name(),
-        Self::Checksum.name(),
-    ];
-
-    /// Name in metric labels.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::NotAllowed => "not_allowed",
-            Self::Timeout => "timeout",
-            Self::Closed => "closed",
-            Self::Absent => "absent",
-            Self::Malformed => "malformed",
-            Self::TooLong => "too_long",
-            Self::Checksum => "checksum",
-        }
-    }
-}
-
 impl From<ProxyHeaderParseError> for ProxyHeaderError {
     fn from(fault: ProxyHeaderParseError) -> Self {
         match fault {
@@ -131,62 +59,6 @@ impl From<ProxyHeaderParseError> for ProxyHeaderError {
             ProxyHeaderParseError::TooLong => Self::TooLong,
             ProxyHeaderParseError::Checksum => Self::Checksum,
         }
-    }
-}
-
-impl TlsHandshakeError {
-    /// Every [`TlsHandshakeError::name`], in the order of declaration.
-    pub const NAMES: &[&str] = &[
-        Self::Timeout.name(),
-        Self::Closed.name(),
-        Self::Invalid.name(),
-        Self::Incompatible.name(),
-        Self::NoProtocol.name(),
-        Self::NoCertificate.name(),
-        Self::BadCertificate.name(),
-        Self::Refused.name(),
-        Self::Other.name(),
-    ];
-
-    /// Name in metric labels.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Timeout => "timeout",
-            Self::Closed => "closed",
-            Self::Invalid => "invalid",
-            Self::Incompatible => "incompatible",
-            Self::NoProtocol => "no_protocol",
-            Self::NoCertificate => "no_certificate",
-            Self::BadCertificate => "bad_certificate",
-            Self::Refused => "refused",
-            Self::Other => "other",
-        }
-    }
-
-    /// Returns `None` if the client sent nothing, as a port probe does.
-    fn from_io_error(error: &io::Error, socket: &RawSocket) -> Option<Self> {
-        let Some(error) = error
-            .get_ref()
-            .and_then(|error| error.downcast_ref::<TlsError>())
-        else {
-            return socket.has_received().then_some(Self::Closed);
-        };
-        Some(match error {
-            TlsError::InvalidMessage(_)
-            | TlsError::InappropriateMessage { .. }
-            | TlsError::InappropriateHandshakeMessage { .. }
-            | TlsError::PeerMisbehaved(_)
-            | TlsError::DecryptError
-            | TlsError::PeerSentOversizedRecord => Self::Invalid,
-            TlsError::PeerIncompatible(_) => Self::Incompatible,
-            TlsError::NoApplicationProtocol => Self::NoProtocol,
-            TlsError::NoCertificatesPresented => Self::NoCertificate,
-            TlsError::InvalidCertificate(_) | TlsError::InvalidCertRevocationList(_) => {
-                Self::BadCertificate
-            }
-            TlsError::AlertReceived(_) => Self::Refused,
-            _ => Self::Other,
-        })
     }
 }
 
@@ -280,7 +152,7 @@ async fn accept_tls(
         Ok(Ok(stream)) => stream,
         Ok(Err((error, socket))) => {
             tracing::debug!(%error, peer = %client, "TLS handshake failed");
-            let fault = TlsHandshakeError::from_io_error(&error, &socket).map(HandshakeError::Tls);
+            let fault = classify_tls_error(&error, &socket).map(HandshakeError::Tls);
             return Err(FailedHandshake {
                 fault,
                 alert_socket: Some(socket),
@@ -309,6 +181,32 @@ async fn accept_tls(
         socket: ClientTransport::Tls(Box::new(stream)),
         peer,
         negotiated_http2: http2,
+    })
+}
+
+/// Classifies a handshake error. Returns `None` if the client sent nothing, as a port probe does.
+fn classify_tls_error(error: &io::Error, socket: &RawSocket) -> Option<TlsHandshakeError> {
+    let Some(error) = error
+        .get_ref()
+        .and_then(|error| error.downcast_ref::<TlsError>())
+    else {
+        return socket.has_received().then_some(TlsHandshakeError::Closed);
+    };
+    Some(match error {
+        TlsError::InvalidMessage(_)
+        | TlsError::InappropriateMessage { .. }
+        | TlsError::InappropriateHandshakeMessage { .. }
+        | TlsError::PeerMisbehaved(_)
+        | TlsError::DecryptError
+        | TlsError::PeerSentOversizedRecord => TlsHandshakeError::Invalid,
+        TlsError::PeerIncompatible(_) => TlsHandshakeError::Incompatible,
+        TlsError::NoApplicationProtocol => TlsHandshakeError::NoProtocol,
+        TlsError::NoCertificatesPresented => TlsHandshakeError::NoCertificate,
+        TlsError::InvalidCertificate(_) | TlsError::InvalidCertRevocationList(_) => {
+            TlsHandshakeError::BadCertificate
+        }
+        TlsError::AlertReceived(_) => TlsHandshakeError::Refused,
+        _ => TlsHandshakeError::Other,
     })
 }
 
@@ -341,37 +239,6 @@ impl FailedHandshake {
         let mut socket = MonitoredSocket::new(ClientTransport::Plain(socket), monitor);
         if !matches!(timeout(ALERT_TIMEOUT, socket.shutdown()).await, Ok(Ok(()))) {
             tracing::debug!("TLS alert not delivered before the connection closed");
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn error_names_match_their_discriminants() {
-        assert_eq!(
-            TlsHandshakeError::NAMES.len(),
-            TlsHandshakeError::Other as usize + 1
-        );
-        for fault in [
-            TlsHandshakeError::Timeout,
-            TlsHandshakeError::NoCertificate,
-            TlsHandshakeError::Other,
-        ] {
-            assert_eq!(TlsHandshakeError::NAMES[fault as usize], fault.name());
-        }
-        assert_eq!(
-            ProxyHeaderError::NAMES.len(),
-            ProxyHeaderError::Checksum as usize + 1
-        );
-        for fault in [
-            ProxyHeaderError::NotAllowed,
-            ProxyHeaderError::Absent,
-            ProxyHeaderError::Checksum,
-        ] {
-            assert_eq!(ProxyHeaderError::NAMES[fault as usize], fault.name());
         }
     }
 }

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use super::transport::ClientStream;
 use crate::listen::{BoundSocket, ListenAddress, SocketListener};
+use crate::proxy::settings::{ListenSettings, ListenerKind};
+use crate::tls::ReloadableServerTls;
 
 /// Length of the kernel's backlog of completed connections.
 pub(in crate::proxy) const BACKLOG: i32 = 4096;
@@ -18,6 +20,15 @@ const KEEPALIVE_TIME: Duration = Duration::from_secs(60);
 const SOCKET_MODE: u32 = 0o666;
 /// Address attributed to clients of a Unix socket.
 const UNIX_PEER_ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
+
+/// Bound address with its settings.
+#[derive(Debug)]
+pub(super) struct ServerListener {
+    pub(super) kind: ListenerKind,
+    pub(super) socket: BoundSocket,
+    pub(super) settings: ListenSettings,
+    pub(super) tls: ReloadableServerTls,
+}
 
 /// Accepted socket that is not registered with a runtime yet.
 #[derive(Debug)]

@@ -1,6 +1,7 @@
 //! Client-side behaviour: protocols, timeouts, limits and workers.
 
 use super::support::*;
+use crate::listen::ListenAddress;
 use crate::proxy::*;
 use ::http::{Request, StatusCode};
 use bytes::Bytes;

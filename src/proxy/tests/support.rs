@@ -1,5 +1,6 @@
 //! Servers, clients and upstreams with scripted behaviour.
 
+use crate::listen::ListenAddress;
 use crate::proxy::*;
 use ::http::{Request, Response, StatusCode};
 use bytes::Bytes;

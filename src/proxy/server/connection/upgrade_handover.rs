@@ -12,11 +12,10 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::close_gracefully;
+use super::close::close_gracefully;
 use crate::proxy::http::tunnel::{Tunnel, TunnelEndReason};
-use crate::proxy::server::connection_timeouts::{
-    ActiveRequest, ConnectionMonitor, MonitoredSocket,
-};
+use crate::proxy::server::connection_timeouts::{ActiveRequest, ConnectionMonitor};
+use crate::proxy::server::monitored_socket::MonitoredSocket;
 use crate::telemetry::metrics::ConnectionCloseReason;
 
 /// Slot in which a request leaves its tunnel for the connection driver or the stream task.
