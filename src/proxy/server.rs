@@ -164,11 +164,15 @@ impl ProxyServer {
             wait_for_signal(&mut drain_signal, ShutdownSignal::Drain).await;
             sleep(shutdown.delay).await;
         };
+        let running = acceptors
+            .iter_mut()
+            .map(|acceptor| Box::pin(acceptor.run(&self.load)));
+        let first_failure = select_all(running);
         let accept_error = tokio::select! {
             biased;
             () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => None,
             () = drain_delay_over => None,
-            (error, ..) = select_all(acceptors.iter_mut().map(|one| Box::pin(one.run(&self.load)))) => Some(error),
+            (error, ..) = first_failure => Some(error),
         };
         let pending: Vec<PendingConnections> = acceptors
             .into_iter()

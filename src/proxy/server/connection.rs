@@ -65,11 +65,11 @@ pub(in crate::proxy) async fn serve_connection<H: RequestHandler>(
         );
         Box::into_pin(Box::write(allocation, handling))
     });
-    let detected = detected.map(|sniffed| match (sniffed, http2) {
+    let detected = detected.map(|by_preface| match (by_preface, http2) {
         // The protocol negotiated by ALPN wins over the client's first bytes.
         (DetectedProtocol::Http2, Some(false)) => DetectedProtocol::Http1,
         (DetectedProtocol::Http1, Some(true)) => DetectedProtocol::Http2,
-        (sniffed, _) => sniffed,
+        (by_preface, _) => by_preface,
     });
     let record_unreadable = |status| handler.record_unreadable_request(status, &peer);
     match detected {

@@ -31,7 +31,7 @@ impl ServerLoad {
         self.0
             .open_connections
             .iter()
-            .map(|live| live.load(Ordering::Relaxed))
+            .map(|counter| counter.load(Ordering::Relaxed))
             .sum()
     }
 
@@ -58,7 +58,7 @@ impl ServerLoad {
         self.0
             .open_connections
             .get(worker)
-            .map_or(usize::MAX, |live| live.load(Ordering::Relaxed))
+            .map_or(usize::MAX, |counter| counter.load(Ordering::Relaxed))
     }
 }
 
@@ -71,8 +71,8 @@ pub(super) struct ConnectionCountGuard {
 
 impl ConnectionCountGuard {
     pub(super) fn new(load: &ServerLoad, worker: usize, permit: OwnedSemaphorePermit) -> Self {
-        if let Some(live) = load.0.open_connections.get(worker) {
-            live.fetch_add(1, Ordering::Relaxed);
+        if let Some(counter) = load.0.open_connections.get(worker) {
+            counter.fetch_add(1, Ordering::Relaxed);
         }
         Self {
             load: load.clone(),
@@ -84,8 +84,8 @@ impl ConnectionCountGuard {
 
 impl Drop for ConnectionCountGuard {
     fn drop(&mut self) {
-        if let Some(live) = self.load.0.open_connections.get(self.worker) {
-            live.fetch_sub(1, Ordering::Relaxed);
+        if let Some(counter) = self.load.0.open_connections.get(self.worker) {
+            counter.fetch_sub(1, Ordering::Relaxed);
         }
     }
 }

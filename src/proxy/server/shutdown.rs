@@ -52,7 +52,11 @@ pub(super) async fn drain(
 ) -> io::Result<usize> {
     // The listeners are closed. Waiting for a busy worker counts against the grace period.
     let drain_started = Instant::now();
-    let dispatch_pending = join_all(pending.into_iter().map(|rest| rest.dispatch_all(load)));
+    let dispatch_pending = join_all(
+        pending
+            .into_iter()
+            .map(|connections| connections.dispatch_all(load)),
+    );
     tokio::select! {
         biased;
         () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => {}

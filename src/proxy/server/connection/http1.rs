@@ -60,7 +60,7 @@ pub(super) async fn serve_http1<S, F>(
         }
         let next_request = driver.drive(|cx, close| match socket.poll_next_request(cx) {
             Poll::Pending if close => Poll::Ready(false),
-            begun => begun,
+            next => next,
         });
         match next_request.await {
             Ok(true) => {}
@@ -109,10 +109,10 @@ where
             match handover.take() {
                 // If the 101 head is still blocked, the client would read tunnel bytes as a
                 // response.
-                Some(switched) if driver.monitor.has_no_blocked_write() => {
+                Some(upgraded) if driver.monitor.has_no_blocked_write() => {
                     // Boxed, so that the connection's future does not reserve space for it.
                     Box::pin(
-                        switched.serve_http1_tunnel(socket, protocols.settings.body_idle_timeout),
+                        upgraded.serve_http1_tunnel(socket, protocols.settings.body_idle_timeout),
                     )
                     .await;
                 }

@@ -70,9 +70,9 @@ impl UpgradedRequest {
         stall_timeout: Duration,
     ) {
         socket.set_half_close(true);
-        let over = self.tunnel.run(&mut socket, stall_timeout, false).await;
-        record_tunnel_end(&over, self.active.monitor());
-        match over {
+        let end_reason = self.tunnel.run(&mut socket, stall_timeout, false).await;
+        record_tunnel_end(&end_reason, self.active.monitor());
+        match end_reason {
             TunnelEndReason::Completed | TunnelEndReason::ClientDisconnected(_) => {}
             TunnelEndReason::ClientStalled | TunnelEndReason::UpstreamStalled => socket.abort(),
             TunnelEndReason::UpstreamDisconnected(_)
@@ -102,10 +102,10 @@ impl UpgradedRequest {
             sending: Some(Box::pin(sending)),
             active: self.active,
         };
-        let over = self.tunnel.run(&mut stream, stall_timeout, true).await;
-        record_tunnel_end(&over, stream.active.monitor());
+        let end_reason = self.tunnel.run(&mut stream, stall_timeout, true).await;
+        record_tunnel_end(&end_reason, stream.active.monitor());
         if matches!(
-            over,
+            end_reason,
             TunnelEndReason::UpstreamDisconnected(_)
                 | TunnelEndReason::IdleTimeout
                 | TunnelEndReason::MaxDurationExceeded
@@ -115,9 +115,9 @@ impl UpgradedRequest {
     }
 }
 
-fn record_tunnel_end(over: &TunnelEndReason, monitor: &ConnectionMonitor) {
-    tracing::debug!(%over, "tunnel ended");
-    match over {
+fn record_tunnel_end(end_reason: &TunnelEndReason, monitor: &ConnectionMonitor) {
+    tracing::debug!(over = %end_reason, "tunnel ended");
+    match end_reason {
         TunnelEndReason::ClientStalled => monitor.record_close(ConnectionCloseReason::SlowRead),
         TunnelEndReason::IdleTimeout | TunnelEndReason::UpstreamStalled => {
             monitor.record_close(ConnectionCloseReason::TunnelIdle)
