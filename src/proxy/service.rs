@@ -1,4 +1,4 @@
-//! One request, top to bottom. The order is the documentation.
+//! The proxy service: handles each request from its head to its response.
 
 use super::server::{ConnectionPeer, ListenerKind, RequestHandler, ShutdownSignal};
 use super::upstream::{UpstreamClient, UpstreamError, UpstreamErrorKind};
@@ -31,7 +31,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 
-/// Answers requests: asks the enforcer, then forwards or refuses. One per worker, with its counts.
+/// Handles the requests of one worker: asks the enforcer, then forwards or rejects.
 #[derive(Debug)]
 pub struct ProxyService {
     pub(super) enforcer: Enforcer,
@@ -41,9 +41,9 @@ pub struct ProxyService {
     pub(super) access_log: AccessLog,
     pub(super) metrics: Arc<WorkerMetrics>,
     tracer: Option<Tracer>,
-    /// Of all refusals by [`Service::check`]; `None`: their own.
+    /// Status code of denials sent by the ext_authz listener; `None` keeps each denial's own.
     pub(super) denied_status: Option<StatusCode>,
-    /// `None`: it runs for ever.
+    /// State of the process shutdown; `None` if the service never shuts down.
     shutdown_signal: Option<watch::Receiver<ShutdownSignal>>,
 }
 
@@ -68,7 +68,7 @@ impl ProxyService {
         }
     }
 
-    /// The same, and who only asks whether a request may pass is told so by this status if not.
+    /// Sets the status code of denials sent by the ext_authz listener.
     pub fn with_denied_status(self, status: Option<StatusCode>) -> Self {
         Self {
             denied_status: status,
@@ -76,7 +76,7 @@ impl ProxyService {
         }
     }
 
-    /// The same, and who asks for its health is told that it is about to end.
+    /// Sets the signal that makes health checks report the coming shutdown.
     pub fn with_shutdown_signal(self, shutdown_signal: watch::Receiver<ShutdownSignal>) -> Self {
         Self {
             shutdown_signal: Some(shutdown_signal),
@@ -84,14 +84,14 @@ impl ProxyService {
         }
     }
 
-    /// Whether it was asked to end, and so serves for a little while only.
+    /// Whether the process was asked to shut down.
     pub(super) fn is_shutting_down(&self) -> bool {
         self.shutdown_signal
             .as_ref()
             .is_some_and(|stop| *stop.borrow() > ShutdownSignal::Run)
     }
 
-    /// The same, and some requests are recorded.
+    /// Enables trace recording of sampled requests.
     pub fn with_tracer(self, tracer: Option<Tracer>) -> Self {
         Self { tracer, ..self }
     }
@@ -109,7 +109,7 @@ impl ProxyService {
         let table = &*rules.table;
         let style = ReplyStyle::from_request(&parts, &table.cors);
 
-        // 1. Only what front and back read alike gets further.
+        // 1. Read and validate: only requests with one possible reading are accepted.
         let inbound = match self.read_request(&mut parts, peer, table, style) {
             Ok(inbound) => inbound,
             Err(reply) => return self.reject_unreadable(&parts, body, peer, *reply, arrived_at),
@@ -118,7 +118,7 @@ impl ProxyService {
         let incoming_trace = TraceContext::from_headers(&parts.headers);
         let recording = self.start_recording(incoming_trace, &parts, &inbound, peer, arrived_at);
 
-        // 2. One question, one verdict.
+        // 2. Decide.
         let mut verdict = self
             .enforcer
             .decide(
@@ -132,7 +132,7 @@ impl ProxyService {
             .record_request_decision(classify_verdict(&verdict));
         if let Some(fault) = inbound.token_error() {
             self.metrics.record_rejected_token();
-            tracing::debug!(%fault, peer = %peer.addr, "a request's token is not believed");
+            tracing::debug!(%fault, peer = %peer.addr, "request token rejected");
         }
         let trace_id = recording
             .as_ref()
@@ -155,12 +155,13 @@ impl ProxyService {
             return self.respond_without_upstream(body, reply, decided_at - arrived_at);
         }
 
-        // What it holds is given back when its response has ended, or this future is dropped.
+        // The slot guard is released when the response ends or this future is dropped.
         let hold = verdict.slot_guard.take();
         let estimates = std::mem::take(&mut verdict.estimated_charges);
         let ends_at = hold.as_ref().and_then(ConcurrencySlotGuard::ends_at);
 
-        // 3. Its turn comes; a client that leaves before ends this future, and his place in the line stays taken.
+        // 3. Wait. If the client disconnects, the request is dropped but its queue slot stays
+        // consumed.
         let queue_turn = pin!(self.upstream.delay_request(verdict.delay, decided_at));
         let ready = match complete_before(ends_at, queue_turn).await {
             Some(Ok(ready)) => ready,
@@ -177,7 +178,7 @@ impl ProxyService {
             }
         };
 
-        // 4. Forward, and say how much is left.
+        // 4. Forward.
         let hop = ForwardingContext {
             peer: &peer.address_text,
             client: summary.client,
@@ -245,7 +246,7 @@ impl ProxyService {
         response
     }
 
-    /// Lets a request through the gate, or says what to answer.
+    /// Validates the request head, or returns the error response.
     pub(super) fn read_request(
         &self,
         parts: &mut request::Parts,
@@ -260,7 +261,7 @@ impl ProxyService {
         }
         let inbound =
             InboundRequest::from_parts(parts, peer.addr.ip(), table).map_err(|fault| {
-                tracing::debug!(%fault, peer = %peer.addr, "request refused at the gate");
+                tracing::debug!(%fault, peer = %peer.addr, "request failed validation");
                 local_replies::build_inbound_error(fault, style)
             })?;
         if self
@@ -295,7 +296,7 @@ impl ProxyService {
         build_upstream_error_response(error, style)
     }
 
-    /// Says how much is left, and writes down what became of an admitted request.
+    /// Adds the rate-limit headers, and logs and counts an admitted request.
     fn complete_response(
         &self,
         mut response: Response<ResponseBody>,
@@ -337,14 +338,14 @@ impl ProxyService {
             Err(fault) => {
                 self.metrics
                     .record_upstream_error(UpstreamErrorKind::Protocol as usize);
-                tracing::warn!(%fault, "upstream response refused");
+                tracing::warn!(%fault, "upstream response rejected");
                 local_replies::build_proxy_error(ProxyErrorType::ProtocolError, style)
                     .map(ResponseBody::Full)
             }
         }
     }
 
-    /// Answers a request that no policy gets to see.
+    /// Responds to a request that failed validation, before any policy applied.
     pub(super) fn reject_unreadable(
         &self,
         parts: &request::Parts,
@@ -371,7 +372,7 @@ impl ProxyService {
         self.respond_without_upstream(body, reply, elapsed)
     }
 
-    /// Answers without the upstream; what the client still sends of its body is nobody's business.
+    /// Responds without the upstream. The rest of the request body is discarded.
     fn respond_without_upstream(
         &self,
         body: RequestBody,
@@ -433,7 +434,7 @@ impl ProxyService {
         }
     }
 
-    /// A request of which no more is wanted.
+    /// Summarizes a request that is not forwarded.
     pub(super) fn summarize_request(
         &self,
         parts: &request::Parts,
@@ -452,7 +453,7 @@ impl ProxyService {
         }
     }
 
-    /// A recording of the request, if there is to be one.
+    /// Starts a trace recording if the request is sampled.
     fn start_recording(
         &self,
         incoming_trace: Option<TraceContext>,
@@ -485,7 +486,7 @@ impl RequestHandler for ProxyService {
                 self.handle_proxy_request(request, &peer, &mut interim)
                     .await
             }
-            // Boxed, or every request would have room for them.
+            // Boxed because they are rare: unboxed they would enlarge the future of every request.
             ListenerKind::RateLimitService => {
                 Box::pin(self.answer_rate_limit_call(request, &peer)).await
             }
@@ -522,22 +523,22 @@ impl RequestHandler for ProxyService {
     }
 }
 
-/// What comes of `future` if it comes before `ends_at`.
+/// Awaits `future`; returns `None` if `ends_at` passes first.
 ///
-/// Taken where it stays: as a value it would take its room three times, once per way through here.
+/// The future is pinned by the caller. By value it would be stored three times, once per branch.
 async fn complete_before<F: Future>(
     ends_at: Option<Instant>,
     future: Pin<&mut F>,
 ) -> Option<F::Output> {
     match ends_at {
         None => Some(future.await),
-        // What is late already is not even begun.
+        // A request that is already late is not started.
         Some(ends_at) if ends_at <= Instant::now() => None,
         Some(ends_at) => timeout_at(ends_at, future).await.ok(),
     }
 }
 
-/// What became of a request, in one word.
+/// Maps a verdict to the decision reported in logs and metrics.
 pub(super) fn classify_verdict(verdict: &Verdict<'_>) -> RequestDecision {
     match &verdict.outcome {
         RequestOutcome::Forward if verdict.is_degraded => RequestDecision::Degraded,
@@ -551,7 +552,8 @@ pub(super) fn classify_verdict(verdict: &Verdict<'_>) -> RequestDecision {
     }
 }
 
-/// hyper counts for HTTP/1 only. HTTP/2 clients may send a line per cookie; together these count as one.
+/// Whether there are too many header lines. hyper checks this for HTTP/1 only. HTTP/2 clients may
+/// send one line per cookie; these count as one.
 fn exceeds_header_count(headers: &HeaderMap, max: usize) -> bool {
     let cookies = || {
         headers
@@ -563,7 +565,7 @@ fn exceeds_header_count(headers: &HeaderMap, max: usize) -> bool {
     headers.len() > max && headers.len() - cookies() > max
 }
 
-/// Once is enough: after that it would only fill the log.
+/// Warns once per process; more would only fill the log.
 fn warn_about_untrusted_proxy(peer: &ConnectionPeer, table: &PolicyTable) {
     static WARNED: std::sync::Once = std::sync::Once::new();
     WARNED.call_once(|| {
@@ -572,13 +574,13 @@ fn warn_about_untrusted_proxy(peer: &ConnectionPeer, table: &PolicyTable) {
             peer = %ip,
             header = %table.client.ip_header,
             write = format!("[\"{}\"]", IpNet::from(ip)),
-            "a peer that isn't in client.trusted_proxies names a client; the client's address is taken to be \
-             the peer's. If the peer is your ingress, list it there, or its network, or everybody shares one quota",
+            "forwarding header ignored because the peer is not in client.trusted_proxies; the peer's address is \
+             used. If the peer is your ingress, list its address or network there, or all its clients share one quota",
         );
     });
 }
 
-/// What is still wanted of a request that is given away.
+/// The parts of a request that logs and traces need after the request was forwarded.
 pub(super) struct RequestSummary {
     method: Method,
     target: RequestTarget,
@@ -588,7 +590,7 @@ pub(super) struct RequestSummary {
     recording: Option<Box<RequestRecording>>,
 }
 
-/// The answer when the upstream gave none.
+/// Builds the response to a request that failed at the upstream.
 fn build_upstream_error_response(
     error: &UpstreamError,
     style: ReplyStyle<'_>,
@@ -606,7 +608,7 @@ fn build_upstream_error_response(
         Kind::Protocol => ProxyErrorType::ProtocolError,
         Kind::RequestBodyTooLarge => ProxyErrorType::BodyTooLarge,
         Kind::RequestBodyTimeout => ProxyErrorType::BodyTimeout,
-        // A client that left reads no answer; one that sent nonsense does.
+        // A client that disconnected does not read this; one that sent an invalid body does.
         Kind::ClientDisconnected => ProxyErrorType::BodyInvalid,
     };
     local_replies::build_proxy_error(reply, style).map(ResponseBody::Full)
@@ -616,7 +618,7 @@ fn build_upstream_error_response(
 mod tests {
     use super::{ProxyService, RequestHandler};
 
-    /// Each connection keeps room for a request, and each request moves through it.
+    /// Every connection stores a request future, and every request is moved through it.
     #[test]
     fn request_future_stays_below_its_size_limit() {
         fn future_size<A, B, C, D, F>(_handle: impl FnOnce(A, B, C, D) -> F) -> usize {
@@ -625,7 +627,7 @@ mod tests {
         let bytes = future_size(<ProxyService as RequestHandler>::handle);
         assert!(
             bytes <= 4_608,
-            "{bytes}: is something rare awaited without a box?"
+            "{bytes} bytes: is a rare future awaited without a box?"
         );
     }
 }

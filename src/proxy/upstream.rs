@@ -1,7 +1,7 @@
-//! The upstream: one request in, one response out, whatever connections that takes.
+//! Sends requests to the upstream and returns the response heads.
 //!
-//! Every worker has an [`Upstream`] with connections of its own, so that a request never changes
-//! threads; what all workers may do together is counted in [`Shared`].
+//! Each worker has one [`UpstreamClient`] with its own connections, so a request never changes
+//! threads. [`UpstreamSharedState`] holds the limits and counters that all workers share.
 
 mod addresses;
 mod connector;
@@ -44,9 +44,10 @@ pub(super) use http2_stream::{Http2ResponseBody, Http2TunnelIo};
 pub(super) use pool::PooledConnection;
 pub use shared_state::UpstreamSharedState;
 
-/// A busy connection that its upstream closes leaves many requests behind, and they may meet the next one just as late.
+/// A connection closed under load fails many requests at once, and each retry may meet another
+/// closing connection.
 const MAX_GOAWAY_RETRIES: u32 = 5;
-/// The head of a response; more is no answer.
+/// Limit for a response head. A larger head is a protocol error.
 const MAX_RESPONSE_HEAD_BYTES: u32 = 256 * 1024;
 
 /// Sends requests to the upstream over one worker's connections. Cheap to clone.
@@ -55,62 +56,62 @@ pub struct UpstreamClient {
     pool: Rc<UpstreamPool>,
 }
 
-/// A request that got no response, and whose fault it is.
+/// A request that received no response, with the cause.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{kind}: {detail}")]
 pub struct UpstreamError {
     pub kind: UpstreamErrorKind,
-    /// For logs; never for clients.
+    /// For logs only; never sent to clients.
     pub detail: String,
 }
 
-/// What went wrong. The upstream's fault unless said otherwise.
+/// Cause of an [`UpstreamError`]. The upstream is at fault unless the variant says otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum UpstreamErrorKind {
-    /// Nobody listens there.
+    /// The upstream refused the TCP connection.
     ConnectRefused,
-    /// Connecting failed in another way.
+    /// Connecting failed for any other reason.
     ConnectFailed,
-    /// No connection within `connect_timeout`.
+    /// No connection was established within `connect_timeout`.
     ConnectTimeout,
-    /// The name could not be resolved.
+    /// The upstream's host name did not resolve.
     Dns,
-    /// No agreement on TLS, or a certificate that is not trusted.
+    /// The TLS handshake failed, or the certificate is not trusted.
     Tls,
-    /// Ours: more than `max_requests_waiting` wait for a connection.
+    /// Proxy limit: `max_requests_waiting` requests already wait for a connection.
     QueueFull,
-    /// Ours: no connection became free within `queue_timeout`.
+    /// Proxy limit: no connection became free within `queue_timeout`.
     QueueTimeout,
-    /// No response head within `response_timeout`.
+    /// No response head arrived within `response_timeout`.
     ResponseTimeout,
     /// The connection ended before the response head.
     ConnectionTerminated,
-    /// The answer is not HTTP.
+    /// The response is not valid HTTP.
     Protocol,
-    /// It reset the request's stream: an HTTP/2 upstream's way to say no.
+    /// The upstream reset the HTTP/2 stream of the request.
     StreamReset,
-    /// It speaks HTTP/2, and opens no WebSockets by that.
+    /// The upstream speaks HTTP/2 and does not support WebSockets over it (RFC 8441).
     UpgradeUnsupported,
-    /// The client's: it stopped sending the request body.
+    /// Client error: the client stopped sending the request body.
     RequestBodyTimeout,
-    /// The client's: the request body is larger than allowed.
+    /// Client error: the request body exceeds `max_body_bytes`.
     RequestBodyTooLarge,
-    /// The client's: it left in the middle of the request body.
+    /// Client error: the client disconnected during the request body.
     ClientDisconnected,
 }
 
-/// Who is to blame for an [`UpstreamError`].
+/// The party responsible for an [`UpstreamError`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UpstreamErrorOrigin {
     Client,
     Upstream,
-    /// A limit of ours.
+    /// A limit of the proxy was reached.
     Proxy,
 }
 
 impl UpstreamClient {
-    /// One worker's connections; to be called inside the worker's runtime, where a task sweeps out
-    /// idle connections for as long as the upstream is in use.
+    /// Creates the client of one worker. Must run inside the worker's runtime: it spawns a task
+    /// that closes idle connections for as long as the client exists.
     pub fn new(shared: Arc<UpstreamSharedState>) -> Self {
         Self {
             pool: UpstreamPool::new(shared),
@@ -121,13 +122,13 @@ impl UpstreamClient {
         self.pool.settings()
     }
 
-    /// The upstream's name in a `Host` field.
+    /// The upstream's authority, as used in a `Host` header.
     pub(super) fn authority(&self) -> &HeaderValue {
         self.pool.authority()
     }
 
-    /// Logs why a request was not forwarded: what clients do wrong in detail only, trouble of ours or of the
-    /// upstream now and then.
+    /// Logs why a request was not forwarded. Client errors go to the debug log; upstream and proxy
+    /// errors produce a throttled warning.
     pub(super) fn log_error(&self, error: &UpstreamError) {
         let occurrences = match error.kind.origin() {
             UpstreamErrorOrigin::Client => None,
@@ -142,10 +143,12 @@ impl UpstreamClient {
         }
     }
 
-    /// Waits for a `delay` after `since`, as one of all that wait for anything, and returns when that was over.
+    /// Waits until `delay` has passed since `since`, and returns the time at which the wait ended.
+    ///
+    /// The request counts against `max_requests_waiting` meanwhile.
     ///
     /// # Errors
-    /// At once, when more than `max_requests_waiting` wait.
+    /// Immediately, if `max_requests_waiting` requests already wait.
     pub(super) async fn delay_request(
         &self,
         delay: Duration,
@@ -158,14 +161,14 @@ impl UpstreamClient {
         Ok(Instant::now())
     }
 
-    /// Sends a request and waits for the head of its response; the body is still to come.
+    /// Sends a request and waits for the response head. The body follows in the response.
     ///
-    /// The request has its URI in origin form and its final headers, `Host` included. `now` is when the
-    /// caller looked at the clock last; `interim` gets what comes before the answer. Dropping the future, or the response's body before its end, closes
-    /// the connection.
+    /// The request must have its URI in origin form and its final headers, `Host` included. `now`
+    /// is the caller's latest clock reading. `interim` receives informational (1xx) responses.
+    /// Dropping the future, or the response body before its end, closes the connection.
     ///
     /// # Errors
-    /// When no response head came, see [`UpstreamErrorKind`].
+    /// If no response head arrived; see [`UpstreamErrorKind`].
     pub async fn send(
         &self,
         mut request: Request<RequestBody>,
@@ -192,7 +195,8 @@ impl UpstreamClient {
             let retry = (is_http2 || reused && may_retry_idempotent)
                 .then(|| RetryRequest::from_request(&request));
             match is_http2 {
-                // It may say that it has not looked at the request, also when the body has been sent.
+                // The upstream may refuse the request unprocessed, even after the whole body was
+                // sent.
                 true => request.body().enable_replay(),
                 false => request.body().disable_replay(),
             }
@@ -224,7 +228,7 @@ impl UpstreamClient {
                 (ExchangeFailure::RefusedStream, Some(copy))
                     if may_retry_refused && copy.body.rewind() =>
                 {
-                    tracing::debug!(%error, "sending again what the upstream did not look at");
+                    tracing::debug!(%error, "retrying request that the upstream refused unprocessed");
                     may_retry_refused = false;
                     let next = self.pool.acquire_new(&mut connects_left).await;
                     (copy.into_request(), next.map_err(|_other| error)?)
@@ -232,7 +236,7 @@ impl UpstreamClient {
                 (ExchangeFailure::GoAway, Some(copy))
                     if goaway_retries_left > 0 && copy.body.rewind() =>
                 {
-                    tracing::debug!(%error, "sending on another connection what came too late for this one");
+                    tracing::debug!(%error, "retrying request on a new connection after GOAWAY");
                     goaway_retries_left -= 1;
                     let next = self.pool.acquire_new(&mut connects_left).await;
                     (copy.into_request(), next.map_err(|_other| error)?)
@@ -242,9 +246,10 @@ impl UpstreamClient {
                         && reused
                         && error.kind == UpstreamErrorKind::ConnectionTerminated =>
                 {
-                    tracing::debug!(%error, "asking once more on a new connection");
+                    tracing::debug!(%error, "retrying idempotent request on a new connection");
                     may_retry_idempotent = false;
-                    // The first connection may have taken it to the upstream: that tells more than why there is no other.
+                    // The first connection may have delivered the request, so its error says more
+                    // than a failure to reconnect.
                     let next = self.pool.acquire_new(&mut connects_left).await;
                     (copy.into_request(), next.map_err(|_other| error)?)
                 }
@@ -254,8 +259,10 @@ impl UpstreamClient {
         }
     }
 
-    /// A connection on which what a request asks for is possible, if there can be one. By HTTP/2 that is a WebSocket,
-    /// and an upstream must have said that it knows how; anything else stays a plain request.
+    /// Returns a connection that supports the upgrade that the request asks for, if possible.
+    ///
+    /// HTTP/2 supports only WebSockets, and only if the upstream announced it (RFC 8441). Any other
+    /// upgrade over cleartext HTTP/2 is forwarded as a plain request.
     async fn ensure_upgrade_support(
         &self,
         connection: Box<UpstreamConnection>,
@@ -274,8 +281,8 @@ impl UpstreamClient {
             return self.pool.acquire_http1(retries).await;
         }
         if is_websocket {
-            let detail = "the upstream has not said that it opens WebSockets by HTTP/2 (RFC 8441)"
-                .to_owned();
+            let detail =
+                "the upstream did not announce WebSockets over HTTP/2 (RFC 8441)".to_owned();
             return Err(UpstreamError {
                 kind: UpstreamErrorKind::UpgradeUnsupported,
                 detail,
@@ -284,8 +291,10 @@ impl UpstreamClient {
         Ok(connection)
     }
 
-    /// `looks_first`: what is sent to somebody who has left is lost. The kernel may know of that, and the runtime asks
-    /// it before this goes on.
+    /// Sends the request once, on `connection`.
+    ///
+    /// `yield_first` lets the runtime poll the socket first. A request that cannot be retried is
+    /// then not written to a connection that the upstream has already closed.
     async fn exchange(
         &self,
         mut connection: Box<UpstreamConnection>,
@@ -345,7 +354,7 @@ impl UpstreamClient {
         }))
     }
 
-    /// The same on a stream of a shared connection.
+    /// Sends the request as one stream of a shared HTTP/2 connection.
     async fn exchange_http2(
         &self,
         mut connection: Box<UpstreamConnection>,
@@ -365,7 +374,7 @@ impl UpstreamClient {
             )
         };
         let ConnectionProtocol::Http2(slot) = &mut connection.protocol else {
-            return Err(invalid("no HTTP/2"));
+            return Err(invalid("the connection does not speak HTTP/2"));
         };
         let websocket_key = match upgrade::is_websocket(&head.headers) && slot.allows_tunnels() {
             true => http2_stream::convert_to_extended_connect(&mut head),
@@ -374,7 +383,7 @@ impl UpstreamClient {
         if http2_stream::convert_head_to_http2(&mut head, self.pool.settings().tls.is_some())
             .is_none()
         {
-            return Err(invalid("the request's Host is no authority"));
+            return Err(invalid("the request's Host is not a valid authority"));
         }
         let declared_trailers = head
             .headers
@@ -473,8 +482,8 @@ impl UpstreamClient {
         ))
     }
 
-    /// Takes a connection out of the pool for the protocol that the upstream switched to. It counts as open until it
-    /// is closed.
+    /// Turns the connection into a tunnel for the protocol that the upstream switched to. The
+    /// connection keeps its `max_connections` permit until it is closed.
     async fn switch_protocols(
         &self,
         mut response: Response<Incoming>,
@@ -482,7 +491,8 @@ impl UpstreamClient {
         requested_protocols: &[HeaderValue],
     ) -> Result<Response<ResponseBody>, UpstreamError> {
         if !upgrade::selects_offered_protocol(requested_protocols, response.headers()) {
-            let detail = "switched to a protocol that was not asked for".to_owned();
+            let detail =
+                "the upstream switched to a protocol that the client did not offer".to_owned();
             return Err(UpstreamError {
                 kind: UpstreamErrorKind::Protocol,
                 detail,
@@ -494,7 +504,7 @@ impl UpstreamClient {
                 kind: UpstreamErrorKind::ConnectionTerminated,
                 detail: format_error_chain(&error),
             })?;
-        // Only now: dropping it would end the task that gives the socket away.
+        // Dropping the connection earlier would abort the task that hands over the socket.
         drop(connection);
         let tunnel = Tunnel::new(
             TunnelUpstream::Http1(TokioIo::new(upgraded)),
@@ -503,9 +513,10 @@ impl UpstreamClient {
         Ok(response.map(|_empty| ResponseBody::Tunnel(Box::new(tunnel))))
     }
 
-    /// Waits for `answer`, at most `response_timeout` after the last part of the request was handed
-    /// over, a bodiless one at `sent`; `None` then. While the client is the one who keeps the upstream waiting, its own
-    /// deadline is in force.
+    /// Waits for `response_future`, at most `response_timeout`; returns `None` after that.
+    ///
+    /// The timeout counts from the last body chunk handed over, or from `sent_at` without a body.
+    /// It does not run while the upstream waits for the client's body, which has its own timeout.
     async fn await_within_response_timeout<T>(
         &self,
         connection: &mut UpstreamConnection,
@@ -533,13 +544,14 @@ impl UpstreamClient {
     }
 }
 
-/// What became of a request that got no response.
+/// State of a request that received no response; decides whether it may be retried.
 enum ExchangeFailure {
-    /// No byte of it was written: it may go elsewhere. Here it is, unless there is a copy.
+    /// Nothing was written, so a retry is safe. Holds the request unless a [`RetryRequest`] has a
+    /// copy.
     NotSent(Option<Box<Request<RequestBody>>>),
-    /// The upstream says that it has not looked at it, and doesn't want to.
+    /// The upstream refused the stream without processing it (REFUSED_STREAM).
     RefusedStream,
-    /// The connection was on its way out, and the upstream has not looked at it.
+    /// The upstream sent GOAWAY and did not process the request.
     GoAway,
     MaybeProcessed,
 }
@@ -578,7 +590,7 @@ fn upstream_error_from_h2(
     }
 }
 
-/// Why a request broke off, if it was the client's doing.
+/// Returns the error kind if the client caused the request to fail.
 fn client_error_kind(progress: Option<&RequestBodyProgress>) -> Option<UpstreamErrorKind> {
     match progress?.state() {
         RequestBodyState::ClientTimeout => Some(UpstreamErrorKind::RequestBodyTimeout),
@@ -590,15 +602,15 @@ fn client_error_kind(progress: Option<&RequestBodyProgress>) -> Option<UpstreamE
     }
 }
 
-/// Sent twice it does what it does sent once (RFC 9110, 9.2.2), and there is no body that would be
-/// gone after the first time.
+/// Whether a request may be sent twice: its method is idempotent (RFC 9110, 9.2.2) and it has no
+/// body.
 fn is_retryable(request: &Request<RequestBody>) -> bool {
     let method = request.method();
     request.body().is_empty()
         && (method.is_safe() || [Method::PUT, Method::DELETE].contains(method))
 }
 
-/// An error and what led to it, in one line.
+/// Formats an error and its sources on one line.
 pub(super) fn format_error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
@@ -621,7 +633,8 @@ impl UpstreamErrorKind {
         }
     }
 
-    /// Whether the upstream got nothing of the request: there was no connection for it.
+    /// Whether the upstream received nothing of the request, because there was no connection for
+    /// it.
     pub fn is_unsent(self) -> bool {
         match self {
             Self::ConnectRefused
@@ -641,7 +654,7 @@ impl UpstreamErrorKind {
         }
     }
 
-    /// Every [`UpstreamErrorKind::name`], in the order of declaration.
+    /// Every [`UpstreamErrorKind::name`], in declaration order.
     pub const NAMES: &[&str] = &[
         Self::ConnectRefused.name(),
         Self::ConnectFailed.name(),
@@ -660,7 +673,7 @@ impl UpstreamErrorKind {
         Self::ClientDisconnected.name(),
     ];
 
-    /// The name in metrics and logs.
+    /// The name used in metrics and logs.
     pub const fn name(self) -> &'static str {
         match self {
             Self::ConnectRefused => "connect_refused",
@@ -690,7 +703,7 @@ impl fmt::Display for UpstreamErrorKind {
 
 impl UpstreamError {
     fn response_timeout() -> Self {
-        let detail = "no response head in time".to_owned();
+        let detail = "no response head within the response timeout".to_owned();
         Self {
             kind: UpstreamErrorKind::ResponseTimeout,
             detail,

@@ -1,7 +1,7 @@
-//! What flows: request bodies toward the upstream, response bodies toward the client.
+//! Streaming request and response bodies.
 //!
-//! Both stream frame by frame without a buffer of their own. Both make sure that what was cut off
-//! never looks complete on the other side: an error in a body closes the connection that carries it.
+//! Both stream frame by frame without a buffer. A truncated body never looks complete to the
+//! receiver: an error in a body closes the connection that carries it.
 
 mod replay_buffer;
 
@@ -27,34 +27,34 @@ use crate::proxy::upstream::{Http2ResponseBody, PooledConnection, format_error_c
 use crate::telemetry::metrics::ConnectionCloseReason;
 use crate::telemetry::trace::RequestRecording;
 
-/// An unwanted request body is read up to here so that its connection can be used again.
+/// Rest of an unwanted request body that is read so that the connection can be reused.
 const MAX_DISCARD_BYTES: u64 = 256 * 1024;
 const DISCARD_TIMEOUT: Duration = Duration::from_secs(1);
-/// Why a body broke off.
+/// Why a body ended early.
 #[derive(Debug, thiserror::Error)]
 pub enum BodyError {
     /// The client sent nothing for `body_idle_timeout`.
     #[error("the client stopped sending the request body")]
     ClientTimeout,
-    /// More than `max_body_bytes`.
+    /// The request body exceeds `max_body_bytes`.
     #[error("the request body is larger than allowed")]
     TooLarge,
-    /// The client went away, or sent something that is no body.
-    #[error("the client broke off the request body: {0}")]
+    /// The client disconnected, or sent an invalid body.
+    #[error("the client aborted the request body: {0}")]
     ClientAborted(String),
     /// The upstream sent nothing for `body_idle_timeout`.
     #[error("the upstream stopped sending the response body")]
     UpstreamTimeout,
-    /// The request took longer than a limit allows.
+    /// The request exceeded the `max_duration` of a concurrency limit.
     #[error("the request took longer than allowed")]
     MaxDurationExceeded,
-    /// The upstream closed before the end, or broke the protocol.
-    #[error("the upstream broke off the response body: {0}")]
+    /// The upstream closed the connection early, or violated the protocol.
+    #[error("the upstream aborted the response body: {0}")]
     UpstreamAborted(String),
 }
 
 impl BodyError {
-    /// A stable word, for spans.
+    /// A stable name for trace spans.
     fn name(&self) -> &'static str {
         match self {
             Self::ClientTimeout => "client_timeout",
@@ -67,17 +67,19 @@ impl BodyError {
     }
 }
 
-/// What a client may send as a request body.
+/// Limits of request bodies.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::proxy) struct BodyLimits {
-    /// No progress for this long is an error.
+    /// Maximum time without progress.
     pub(in crate::proxy) idle_timeout: Duration,
-    /// `None`: any size.
+    /// Maximum size; `None` for no limit.
     pub(in crate::proxy) max_bytes: Option<u64>,
 }
 
-/// The body of a request as it comes from the client. Dropping it unread makes an HTTP/1 connection
-/// end with its response, which says so; see [`RequestBody::discard`].
+/// A request body, received from the client.
+///
+/// If it is dropped unread, an HTTP/1 connection closes after the response, which carries
+/// `Connection: close`. See [`RequestBody::discard`].
 #[derive(Debug, Default)]
 pub struct RequestBody(Option<Rc<RefCell<RequestBodyStream>>>);
 
@@ -86,11 +88,11 @@ struct RequestBodyStream {
     incoming: Incoming,
     limits: BodyLimits,
     received: u64,
-    /// Reading anything makes hyper ask the client for the body with `100 Continue`.
+    /// Reading makes hyper send `100 Continue` to the client.
     expects_continue: bool,
     multiplexed: bool,
     replay_buffer: ReplayBuffer,
-    /// The client has sent all of it.
+    /// The client has sent the whole body.
     is_complete: bool,
     pending_since: Option<Instant>,
     idle_timer: LazyTimer,
@@ -98,7 +100,7 @@ struct RequestBodyStream {
     active: ActiveRequest,
 }
 
-/// How far a request body has come, for those who wait for what follows it.
+/// Progress of a request body, for timeouts that depend on it.
 #[derive(Debug)]
 pub(in crate::proxy) struct RequestBodyProgress {
     state: Cell<RequestBodyState>,
@@ -107,11 +109,11 @@ pub(in crate::proxy) struct RequestBodyProgress {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::proxy) enum RequestBodyState {
-    /// The upstream could have more, the client does not send.
+    /// The upstream could take more, but the client sends nothing.
     AwaitingClient,
-    /// The next part is for the upstream to take.
+    /// The upstream has to take the next chunk.
     Transferring,
-    /// All of it has been handed over, or nobody wants the rest.
+    /// The whole body was handed over, or the rest is not wanted.
     Finished,
     ClientTimeout,
     TooLarge,
@@ -147,14 +149,15 @@ impl RequestBody {
         }))))
     }
 
-    /// No body at all: the only kind of request that can be sent twice.
+    /// Whether there is no body. Only such requests can be sent twice.
     pub fn is_empty(&self) -> bool {
         self.0.is_none()
     }
 
-    /// For a request that is answered without its body: reads and forgets a rest that is known to be small in the
-    /// background, so that the connection can be used again. A client that waits for `100 Continue` is not asked to
-    /// send; an HTTP/2 stream simply ends.
+    /// Discards the body of a request that is answered without it.
+    ///
+    /// A small rest of known length is read in the background, so that the connection can be
+    /// reused. Nothing is read if the client waits for `100 Continue`. An HTTP/2 stream just ends.
     pub fn discard(self) {
         let Some(body) = self.0 else { return };
         {
@@ -172,42 +175,42 @@ impl RequestBody {
         }));
     }
 
-    /// The answer is there. If the body is not over yet, nobody may read its rest: an upstream that has answered may
-    /// want no more of it.
+    /// Marks the rest of the body as unread after the response head arrived. The upstream may not
+    /// want the rest, so the client connection closes after the response.
     pub(in crate::proxy) fn mark_rest_unread(&self) {
         if let Some(body) = &self.0 {
             body.borrow().mark_rest_unread();
         }
     }
 
-    /// Where the transfer stands; `None` for no body.
+    /// The progress of the transfer; `None` without a body.
     pub(in crate::proxy) fn progress(&self) -> Option<Rc<RequestBodyProgress>> {
         self.0
             .as_ref()
             .map(|body| Rc::clone(&body.borrow().progress))
     }
 
-    /// Another handle on the same body, for whoever may have to send it elsewhere. The body is dropped with the
-    /// last one.
+    /// Another handle to the same body, for a retry. The body is dropped with its last handle.
     pub(in crate::proxy) fn clone_handle(&self) -> Self {
         Self(self.0.clone())
     }
 
-    /// From here on what is read is kept, as far as there is room, so that it can be sent once more.
+    /// Keeps what is read from now on, within limits, for a retry.
     pub(in crate::proxy) fn enable_replay(&self) {
         if let Some(body) = &self.0 {
             body.borrow_mut().replay_buffer.enable();
         }
     }
 
-    /// It will not have to be sent once more.
+    /// Ends the recording for a retry.
     pub(in crate::proxy) fn disable_replay(&self) {
         if let Some(body) = &self.0 {
             body.borrow_mut().replay_buffer.disable();
         }
     }
 
-    /// Goes back to the beginning. `false`: that can't be had again, or the client is at fault.
+    /// Rewinds to the start. Returns `false` if the start is no longer available or the client
+    /// failed.
     pub(in crate::proxy) fn rewind(&self) -> bool {
         self.0
             .as_ref()
@@ -220,7 +223,7 @@ impl RequestBodyProgress {
         self.state.get()
     }
 
-    /// When the last part was handed over.
+    /// Time at which the last chunk was handed over.
     pub(in crate::proxy) fn last_progress_at(&self) -> Instant {
         self.last_progress_at.get()
     }
@@ -259,7 +262,7 @@ impl RequestBodyStream {
         Poll::Ready(match frame {
             Some(Ok(frame)) => Some(self.account_frame(frame)),
             Some(Err(error)) => Some(Err(self.record_client_abort(error.to_string()))),
-            // hyper takes a stream that was reset with NO_ERROR for one that ended.
+            // hyper treats a stream that was reset with NO_ERROR as ended.
             None if self.multiplexed && !self.incoming.is_end_stream() => {
                 Some(Err(self.record_client_abort("stream reset".to_owned())))
             }
@@ -277,20 +280,20 @@ impl RequestBodyStream {
     }
 
     fn size_hint(&self) -> SizeHint {
-        let (mut hint, kept) = (
+        let (mut hint, recorded) = (
             self.incoming.size_hint(),
             self.replay_buffer.pending_bytes(),
         );
         if let Some(upper) = hint.upper() {
-            hint.set_upper(upper.saturating_add(kept));
+            hint.set_upper(upper.saturating_add(recorded));
         }
-        hint.set_lower(hint.lower().saturating_add(kept));
+        hint.set_lower(hint.lower().saturating_add(recorded));
         hint
     }
 
     fn rewind(&mut self) -> bool {
         match self.progress.state() {
-            // What the client broke off must not look complete the second time.
+            // A body that the client aborted must not look complete on a retry.
             RequestBodyState::ClientTimeout
             | RequestBodyState::TooLarge
             | RequestBodyState::ClientAborted => return false,
@@ -324,7 +327,7 @@ impl RequestBodyStream {
     }
 
     fn mark_rest_unread(&self) {
-        // The rest of an HTTP/2 stream is in nobody's way.
+        // The rest of an HTTP/2 stream blocks no other request.
         if !self.multiplexed && self.progress.state() != RequestBodyState::Finished {
             self.active.monitor().set_unread_input();
         }
@@ -378,22 +381,22 @@ impl Body for RequestBody {
     }
 }
 
-/// The body of a response.
+/// A response body, sent to the client.
 #[derive(Debug, Default)]
 pub enum ResponseBody {
     #[default]
     Empty,
-    /// Made here.
+    /// A locally generated body.
     Full(Bytes),
-    /// The same, and what follows it.
+    /// A locally generated body with trailers.
     FullWithTrailers(Bytes, Option<HeaderMap>),
-    /// Passed on from the upstream.
+    /// A body streamed from the upstream.
     Upstream(UpstreamBody),
-    /// None: what follows the head is another protocol.
+    /// No body: another protocol follows the head.
     Tunnel(Box<Tunnel>),
 }
 
-/// Where a response body comes from.
+/// Origin of a streamed response body.
 #[derive(Debug)]
 pub(in crate::proxy) enum UpstreamBodySource {
     Http1(Incoming),
@@ -406,7 +409,7 @@ impl UpstreamBodySource {
             Self::Http1(incoming) => Pin::new(incoming)
                 .poll_frame(cx)
                 .map_err(|error| format_error_chain(&error)),
-            Self::Http2(receiving) => receiving
+            Self::Http2(body) => body
                 .poll_frame(cx)
                 .map_err(|error| format_error_chain(&error)),
         }
@@ -415,20 +418,20 @@ impl UpstreamBodySource {
     pub(in crate::proxy) fn is_end_stream(&self) -> bool {
         match self {
             Self::Http1(incoming) => incoming.is_end_stream(),
-            Self::Http2(receiving) => receiving.is_end_stream(),
+            Self::Http2(body) => body.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match self {
             Self::Http1(incoming) => incoming.size_hint(),
-            Self::Http2(receiving) => receiving.size_hint(),
+            Self::Http2(body) => body.size_hint(),
         }
     }
 }
 
-/// A response body as it comes from the upstream. At its end the connection goes back to the pool;
-/// dropped before, it closes the connection, and the upstream learns that nobody listens.
+/// A response body, streamed from the upstream. At its end the connection returns to the pool.
+/// Dropping it earlier closes the connection or cancels the stream.
 #[derive(Debug)]
 pub struct UpstreamBody {
     source: UpstreamBodySource,
@@ -458,25 +461,25 @@ impl UpstreamBody {
         }
     }
 
-    /// Keeps what the request holds until the end of the body, and ends the body when that has to end.
+    /// Keeps the concurrency slot until the body ends, and ends the body at the slot's `ends_at`.
     pub(in crate::proxy) fn attach_slot_guard(&mut self, slot_guard: Option<ConcurrencySlotGuard>) {
         self.slot_guard = slot_guard.map(Box::new);
     }
 
-    /// The request's recording ends with the body.
+    /// Ends the trace recording with the body.
     pub(in crate::proxy) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
         self.recording = recording
             .filter(|_| !self.is_fully_received())
             .map(RequestRecording::mark_streaming);
     }
 
-    /// hyper asks for no end of what has none, nor of what has come in full: an HTTP/2 stream may say later that it has
-    /// ended.
+    /// hyper does not poll for the end of an empty body or one of known length that was received in
+    /// full. An HTTP/2 stream may still signal its end later.
     fn is_fully_received(&self) -> bool {
         self.source.is_end_stream() || self.source.size_hint().exact() == Some(0)
     }
 
-    /// Reads the body for what is to be settled by its end. Broken off or dropped, it settles nothing.
+    /// Settles the response cost from the body. A body that is cut off or dropped settles nothing.
     pub(in crate::proxy) fn attach_cost_meter(&mut self, cost_meter: Option<Box<CostMeter>>) {
         self.cost_meter = cost_meter;
     }
@@ -485,7 +488,7 @@ impl UpstreamBody {
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let ends_at = self.slot_guard.as_ref().and_then(|hold| hold.ends_at());
+        let ends_at = self.slot_guard.as_ref().and_then(|guard| guard.ends_at());
         if ends_at.is_some_and(|ends_at| ends_at <= Instant::now()) {
             return Poll::Ready(Some(Err(self.fail(BodyError::MaxDurationExceeded))));
         }
@@ -497,10 +500,10 @@ impl UpstreamBody {
         self.pending_since = None;
         Poll::Ready(match frame {
             Some(Ok(frame)) => {
-                if let Some(bill) = &mut self.cost_meter {
-                    bill.read_frame(&frame);
+                if let Some(meter) = &mut self.cost_meter {
+                    meter.read_frame(&frame);
                 }
-                // hyper asks no further then.
+                // hyper does not poll again after these.
                 if frame.is_trailers() || self.source.is_end_stream() {
                     self.finish();
                 } else if self.recording.is_some() && self.is_fully_received() {
@@ -516,7 +519,7 @@ impl UpstreamBody {
         })
     }
 
-    /// Ready when the upstream is silent for too long, or the request has to end.
+    /// Ready when the upstream exceeds `body_idle_timeout`, or at `ends_at`.
     fn poll_deadlines(
         &mut self,
         ends_at: Option<Instant>,
@@ -556,8 +559,8 @@ impl UpstreamBody {
     }
 
     fn finish(&mut self) {
-        if let Some(bill) = self.cost_meter.take() {
-            bill.settle();
+        if let Some(meter) = self.cost_meter.take() {
+            meter.settle();
         }
         self.slot_guard = None;
         self.finish_recording(Ok(()));
@@ -568,7 +571,7 @@ impl UpstreamBody {
 }
 
 impl ResponseBody {
-    /// Takes out what follows a head that switches protocols.
+    /// Takes the tunnel of a response that switches protocols.
     pub(in crate::proxy) fn take_tunnel(&mut self) -> Option<Box<Tunnel>> {
         let Self::Tunnel(_) = self else { return None };
         match std::mem::take(self) {

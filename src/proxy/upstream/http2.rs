@@ -1,7 +1,8 @@
-//! HTTP/2 towards the upstream: one connection that carries many requests.
+//! HTTP/2 connections to the upstream. One connection carries many requests.
 //!
-//! h2 is used directly, not through hyper's client: that would run two tasks per request, and could not
-//! take back an upload whose answer has been read, nor tell a request that the upstream refused unseen.
+//! h2 is used directly instead of hyper's client. hyper would run two tasks per request. It also
+//! cannot cancel an upload after the response was read, nor report that the upstream refused a
+//! request unprocessed.
 
 use bytes::Bytes;
 use h2::client::{Builder, ResponseFuture, SendRequest};
@@ -27,27 +28,31 @@ use super::{
 };
 use crate::proxy::server::lazy_timer::LazyTimer;
 
-/// Requests at a time on one connection, if the upstream allows as many.
+/// Maximum streams per connection, even if the upstream allows more.
 pub(super) const MAX_CONCURRENT_STREAMS: usize = 100;
-/// What an upstream may send before the client has taken it: per request, and per connection. The second is so
-/// large that clients who don't read hold up nobody but themselves.
+/// Receive windows per stream and per connection. The connection window holds as many full stream
+/// windows as there can be streams, so a slow client delays only its own response.
 const STREAM_WINDOW_BYTES: u32 = 256 * 1024;
 const CONNECTION_WINDOW_BYTES: u32 = 100 * STREAM_WINDOW_BYTES;
-/// A request's part that waits for the upstream's window.
+/// Size of the send buffer for data that exceeds the upstream's window.
 const SEND_BUFFER_BYTES: usize = 64 * 1024;
-/// Requests that were given up lately: what the upstream had already sent for them is not its fault.
+/// Cancelled requests to remember. Frames that the upstream already sent for them are not protocol
+/// errors.
 const MAX_REMEMBERED_RESETS: usize = 1000;
 
-/// How many requests may be given up before the upstream has answered as many others, until a connection gets no more
-/// of them. Servers take a peer who sends requests and takes them back for an attacker and end the connection with all
-/// that is on it (CVE-2023-44487; h2 and hyper allow 20 that nobody has looked at yet): no client's doing may end the
-/// requests of others.
+/// Requests that may be cancelled before the upstream responds to others. At zero the connection is
+/// retired.
+///
+/// Servers treat frequent cancellation as an attack (CVE-2023-44487) and close the connection with
+/// all its requests; h2 and hyper tolerate 20 unprocessed ones. So one client's disconnects cannot
+/// end the requests of other clients.
 const CANCELLATION_BUDGET: u32 = 10;
-/// What is given up beyond that is so after this long only: by then the upstream has looked at it.
+/// Cancellations beyond the budget are delayed this long, so that the upstream has processed the
+/// requests by then.
 const DEFERRED_CANCEL_DELAY: Duration = Duration::from_secs(1);
 
-/// A silent upstream is asked for a sign of life. gRPC servers take more than two PINGs in a row for abuse if
-/// they come within five minutes of each other.
+/// Quiet time before each successive PING to a silent upstream. gRPC servers treat more than two
+/// PINGs within five minutes as abuse.
 const PING_INTERVALS: [Duration; 3] = [
     Duration::from_secs(20),
     Duration::from_secs(60),
@@ -55,19 +60,19 @@ const PING_INTERVALS: [Duration; 3] = [
 ];
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A connection. Dropping it closes it.
+/// An open connection. Dropping it closes it.
 pub(super) struct Http2Connection {
     sender: SendRequest<Bytes>,
-    /// The address at the other end.
+    /// IP address of the upstream.
     pub(super) peer: Option<IpAddr>,
-    /// Requests on it.
+    /// Requests in progress.
     active_streams: Cell<usize>,
-    /// It is over, or is to be when its last request is.
+    /// Takes no new requests, and closes after the last one ends.
     closing: Cell<bool>,
-    /// It was slow to answer, and hasn't been heard of since.
+    /// A response timed out, and nothing was received since.
     is_suspect: Cell<bool>,
     was_used: Cell<bool>,
-    /// Requests that may still be given up, see [`PATIENCE`].
+    /// Remaining cancellations; see [`CANCELLATION_BUDGET`].
     cancellation_budget: Cell<u32>,
     deferred_cancels: RefCell<DeferredCancels>,
     idle_since: Cell<Instant>,
@@ -75,7 +80,7 @@ pub(super) struct Http2Connection {
     task: Cell<Option<AbortHandle>>,
 }
 
-/// Room for one request on a [`Link`]; dropping it ends the request.
+/// A reserved stream on an [`Http2Connection`]. Dropping it ends the request.
 #[derive(Debug)]
 pub(super) struct StreamSlot {
     connection: Rc<Http2Connection>,
@@ -84,31 +89,33 @@ pub(super) struct StreamSlot {
     upload: Option<BodyUpload>,
 }
 
-/// What the upstream says to a request. Dropped before that, the request is given up.
+/// Future of the response head. Dropping it before completion cancels the request.
 pub(super) struct Http2ResponseFuture {
     response: Option<ResponseFuture>,
     connection: Rc<Http2Connection>,
 }
 
-/// Requests that nobody waits for any more and that are not taken back yet.
+/// Abandoned requests that have not been cancelled yet.
 #[derive(Default)]
 struct DeferredCancels {
     requests: Vec<ResponseFuture>,
     since: Option<Instant>,
 }
 
-/// A request of which nothing was sent.
+/// A request that could not be sent; nothing of it was written.
 pub(super) struct StreamOpenError {
     /// The connection takes no more requests.
     pub(super) is_connection_closed: bool,
     pub(super) error: h2::Error,
 }
 
-/// Speaks HTTP/2 on a new connection. It is open when the upstream has said what it allows: who doesn't speak HTTP/2
-/// is found out before there is a request that it could have seen.
+/// Performs the HTTP/2 handshake on a new connection.
+///
+/// It completes when the upstream's SETTINGS have arrived. So a peer without HTTP/2 is detected
+/// before it sees a request.
 ///
 /// # Errors
-/// When the upstream says anything else, or nothing within `limit`.
+/// If the upstream sends anything else, or nothing within `limit`.
 pub(super) async fn handshake(
     stream: UpstreamSocket,
     limit: Duration,
@@ -117,18 +124,18 @@ pub(super) async fn handshake(
     let mut builder = Builder::new();
     builder
         .enable_push(false)
-        // None until it says how many.
+        // No streams until the upstream's SETTINGS say how many.
         .initial_max_send_streams(0)
         .initial_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .max_header_list_size(MAX_RESPONSE_HEAD_BYTES)
         .max_send_buffer_size(SEND_BUFFER_BYTES)
         .max_concurrent_reset_streams(MAX_REMEMBERED_RESETS)
-        // Counted over the connection's life, which may be long.
+        // h2 counts these over the whole life of a connection, which may be long.
         .max_local_error_reset_streams(None);
     let failed = |error: h2::Error| UpstreamError {
         kind: error_kind(&error),
-        detail: format!("no HTTP/2: {}", format_error_chain(&error)),
+        detail: format!("HTTP/2 handshake failed: {}", format_error_chain(&error)),
     };
     let handshake_future = async {
         let (sender, mut connection) = builder.handshake(stream).await.map_err(failed)?;
@@ -136,7 +143,7 @@ pub(super) async fn handshake(
             Poll::Ready(Err(error)) => Poll::Ready(Err(failed(error))),
             Poll::Ready(Ok(())) => Poll::Ready(Err(UpstreamError {
                 kind: UpstreamErrorKind::ConnectionTerminated,
-                detail: "closed before it spoke HTTP/2".to_owned(),
+                detail: "the upstream closed the connection before its HTTP/2 SETTINGS".to_owned(),
             })),
             Poll::Pending if sender.current_max_send_streams() > 0 => Poll::Ready(Ok(())),
             Poll::Pending => Poll::Pending,
@@ -147,7 +154,7 @@ pub(super) async fn handshake(
     let (sender, mut connection) = tokio::time::timeout(limit, handshake_future)
         .await
         .unwrap_or_else(|_elapsed| {
-            let detail = format!("it did not begin to speak HTTP/2 within {limit:?}");
+            let detail = format!("no HTTP/2 SETTINGS from the upstream within {limit:?}");
             Err(UpstreamError {
                 kind: UpstreamErrorKind::ConnectTimeout,
                 detail,
@@ -179,13 +186,13 @@ pub(super) async fn handshake(
 }
 
 impl Http2Connection {
-    /// Lets `driver` run the connection until its end, which the pool is told of.
+    /// Spawns the task that runs the connection until it closes.
     pub(super) fn spawn_driver(&self, driver: Http2Driver, pool: Weak<UpstreamPool>) {
         let task = tokio::task::spawn_local(driver.run(pool));
         self.task.set(Some(task.abort_handle()));
     }
 
-    /// Room for one more request, if there is.
+    /// Reserves a stream, if the connection has capacity.
     pub(super) fn try_reserve_stream(
         self: &Rc<Self>,
         pool: &Rc<UpstreamPool>,
@@ -210,14 +217,14 @@ impl Http2Connection {
         })
     }
 
-    /// How many requests the upstream allows on one connection, and we do.
+    /// Streams that both the upstream and the proxy allow on this connection.
     pub(super) fn capacity(&self) -> usize {
         self.sender
             .current_max_send_streams()
             .clamp(1, MAX_CONCURRENT_STREAMS)
     }
 
-    /// No request will be added; the connection ends with its last one.
+    /// Stops adding requests. The connection closes after its last one.
     pub(super) fn retire(&self) {
         self.closing.set(true);
     }
@@ -226,7 +233,7 @@ impl Http2Connection {
         self.closing.get()
     }
 
-    /// Takes a request back, or leaves that for later if there were many of late.
+    /// Cancels a request, or defers that once the cancellation budget is used up.
     fn cancel_request(&self, request: ResponseFuture) {
         match self.cancellation_budget.get() {
             0 => {
@@ -241,7 +248,7 @@ impl Http2Connection {
                 self.cancellation_budget.set(remaining - 1);
                 if remaining == 1 {
                     tracing::debug!(
-                        "an upstream connection gets no more requests: too many were given up"
+                        "upstream connection retired after too many cancelled requests"
                     );
                     self.retire();
                 }
@@ -249,7 +256,7 @@ impl Http2Connection {
         }
     }
 
-    /// Takes back what was left for later, when it is time.
+    /// Cancels the deferred requests once [`DEFERRED_CANCEL_DELAY`] has passed.
     fn flush_deferred_cancels(&self, timer: &mut LazyTimer, cx: &mut Context<'_>) {
         let Some(since) = self.deferred_cancels.borrow().since else {
             return;
@@ -265,14 +272,14 @@ impl Http2Connection {
         }
     }
 
-    /// Since when it has had no request, if it has none.
+    /// Time since which the connection has had no requests; `None` while it has some.
     pub(super) fn idle_since(&self) -> Option<Instant> {
         (self.active_streams.get() == 0).then(|| self.idle_since.get())
     }
 }
 
 impl StreamSlot {
-    /// Whether earlier requests were sent on the connection.
+    /// Whether the connection carried earlier requests.
     pub(super) fn is_reused(&self) -> bool {
         !self.is_first
     }
@@ -281,23 +288,24 @@ impl StreamSlot {
         &self.connection
     }
 
-    /// Whether a stream may become a tunnel (RFC 8441, 3).
+    /// Whether the upstream supports extended CONNECT (RFC 8441, 3).
     pub(super) fn allows_tunnels(&self) -> bool {
         self.connection
             .sender
             .is_extended_connect_protocol_enabled()
     }
 
-    /// Sends a request's head. Its body, if it has one, is to follow.
+    /// Sends a request head. With `has_body`, the stream stays open for the body.
     ///
     /// # Errors
-    /// When the connection takes no more, or the request is one that can't be sent; nothing of it was.
+    /// If the connection takes no more requests, or the head is invalid; nothing was sent then.
     pub(super) fn send_request_head(
         &self,
         request: Request<()>,
         has_body: bool,
     ) -> Result<(Http2ResponseFuture, SendStream<Bytes>), StreamOpenError> {
-        // A clone of its own: of those that wait for their turn, none stands in the way of the next.
+        // Each request uses its own clone, so requests that wait for capacity do not block each
+        // other.
         let mut sender = self.connection.sender.clone();
         match sender.poll_ready(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(Err(error)) => {
@@ -323,13 +331,13 @@ impl StreamSlot {
         }
     }
 
-    /// Keeps the sending of the request's body, which is given up when this is dropped.
+    /// Attaches the upload of the request body. Dropping the slot aborts it.
     pub(super) fn attach_upload(&mut self, upload: BodyUpload) {
         self.upload = Some(upload);
     }
 
-    /// The answer did not come in time. Perhaps nobody is there any more: until there is a sign of life,
-    /// no further request is sent.
+    /// Records that a response timed out. The connection takes no new requests until the upstream
+    /// answers a PING.
     pub(super) fn mark_suspect(&self) {
         self.connection.is_suspect.set(true);
         self.connection.wake_driver();
@@ -337,7 +345,7 @@ impl StreamSlot {
 }
 
 impl Http2ResponseFuture {
-    /// Heads that come before the answer's.
+    /// Polls for informational (1xx) response heads.
     pub(super) fn poll_informational(
         &mut self,
         cx: &mut Context<'_>,
@@ -396,24 +404,24 @@ impl Drop for Http2Connection {
 
 impl std::fmt::Debug for Http2Connection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Link")
+        f.debug_struct("Http2Connection")
             .field("streams", &self.active_streams)
             .finish_non_exhaustive()
     }
 }
 
-/// What an error means for the request that met it.
+/// Returns the error kind for an h2 error.
 pub(super) fn error_kind(error: &h2::Error) -> UpstreamErrorKind {
     match error.is_remote() {
         true if error.is_reset() => UpstreamErrorKind::StreamReset,
-        // h2 tells a request of a GOAWAY only if the upstream says that it never saw the request.
+        // h2 reports GOAWAY only for requests that the upstream did not process.
         true => UpstreamErrorKind::ConnectionTerminated,
         false if error.is_library() => UpstreamErrorKind::Protocol,
         false => UpstreamErrorKind::ConnectionTerminated,
     }
 }
 
-/// Whether the upstream says that it did nothing about a request (RFC 9113, 8.7).
+/// Whether the upstream states that it did not process the request (RFC 9113, 8.7).
 pub(super) fn classify_failure(error: &h2::Error) -> ExchangeFailure {
     match error.is_remote() {
         true if error.is_go_away() => ExchangeFailure::GoAway,
@@ -424,7 +432,7 @@ pub(super) fn classify_failure(error: &h2::Error) -> ExchangeFailure {
     }
 }
 
-/// What reads and writes for all requests of a connection.
+/// The task that reads and writes for all requests of a connection.
 pub(super) struct Http2Driver {
     connection: h2::client::Connection<UpstreamSocket, Bytes>,
     ping_monitor: Option<PingMonitor>,
@@ -450,13 +458,13 @@ impl Http2Driver {
             };
             ping_monitor
                 .poll(&http2_connection.is_suspect, cx)
-                .map(|()| Err("it does not answer a PING".to_owned()))
+                .map(|()| Err("the upstream did not answer a PING".to_owned()))
         });
         match end.await {
-            Ok(()) => tracing::debug!("an upstream connection ended"),
-            Err(error) => tracing::debug!(error, "an upstream connection ended"),
+            Ok(()) => tracing::debug!("upstream connection closed"),
+            Err(error) => tracing::debug!(error, "upstream connection closed"),
         }
-        // Its requests learn of it.
+        // Completes the connection's requests with an error.
         drop(self.connection);
         if let (Some(http2_connection), Some(pool)) =
             (self.http2_connection.upgrade(), pool.upgrade())
@@ -467,15 +475,15 @@ impl Http2Driver {
     }
 }
 
-/// Finds out whether a silent upstream is still there.
+/// Detects an unresponsive upstream by sending PINGs.
 struct PingMonitor {
     ping_pong: PingPong,
     read_activity: Arc<AtomicBool>,
-    /// PINGs since anything else was heard.
+    /// PINGs sent since other data was received.
     pings_since_read: usize,
-    /// When the last one was answered, or something else was last heard of.
+    /// Start of the current quiet period: the last PONG or the last other data.
     quiet_since: Instant,
-    /// Until when the PING under way has to be answered.
+    /// Deadline for the PONG of the current PING.
     pong_deadline: Option<Instant>,
     timer: LazyTimer,
 }
@@ -492,7 +500,7 @@ impl PingMonitor {
         }
     }
 
-    /// Ready when the upstream is gone. Whoever is `suspect` is asked at once.
+    /// Ready when the upstream is unresponsive. A `suspect` connection is sent a PING immediately.
     fn poll(&mut self, suspect: &Cell<bool>, cx: &mut Context<'_>) -> Poll<()> {
         loop {
             let deadline = match self.pong_deadline {
@@ -504,7 +512,7 @@ impl PingMonitor {
                             suspect.set(false);
                             continue;
                         }
-                        // The connection says so, too.
+                        // The connection future reports the same error.
                         Poll::Ready(Err(_)) => return Poll::Pending,
                         Poll::Pending => due,
                     }
@@ -525,7 +533,7 @@ impl PingMonitor {
             }
             let has_read = self.read_activity.load(Ordering::Relaxed);
             match self.pong_deadline {
-                // Busy with much to say, and the answer stands behind all that.
+                // The upstream is sending a lot of data, and the PONG is queued behind it.
                 Some(_) if has_read => {
                     self.restart_quiet_period(0);
                     self.pong_deadline = Some(self.quiet_since + PING_TIMEOUT);
@@ -545,7 +553,7 @@ impl PingMonitor {
         self.pong_deadline = Some(Instant::now() + PING_TIMEOUT);
     }
 
-    /// Silence begins anew.
+    /// Starts a new quiet period.
     fn restart_quiet_period(&mut self, pings_since_read: usize) {
         self.read_activity.store(false, Ordering::Relaxed);
         self.quiet_since = Instant::now();

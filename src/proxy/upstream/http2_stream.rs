@@ -1,5 +1,5 @@
-//! One request on an HTTP/2 connection: its head, its body on the way up, its answer on the way down, and what
-//! becomes of it as a tunnel.
+//! One HTTP/2 stream: conversion of the head, upload of the request body, the response body, and
+//! the stream as a tunnel.
 
 use bytes::{Buf, Bytes};
 use h2::{Reason, RecvStream, SendStream};
@@ -18,13 +18,14 @@ use super::pool::UpstreamConnection;
 use crate::proxy::http::body::RequestBody;
 use crate::proxy::http::{request_validation, upgrade};
 
-/// The most that is handed to a tunnel's stream at once.
+/// Maximum chunk written to the stream of a tunnel.
 const MAX_TUNNEL_CHUNK_BYTES: usize = 16 * 1024;
 
-/// Makes an HTTP/1.1 head into one for HTTP/2 (RFC 9113, 8.2.2 and 8.3.1): the target is a whole URL, and there is
-/// nothing about the connection but `te: trailers`.
+/// Converts an HTTP/1.1 request head to HTTP/2 (RFC 9113, 8.2.2 and 8.3.1). The target becomes an
+/// absolute URI, and the connection-specific headers except `te: trailers` are removed.
 ///
-/// Returns `None`, with the head half changed, for a `Host` that is no authority; the gate lets none pass.
+/// Returns `None`, with a partly changed head, if `Host` is missing or not an authority. Request
+/// validation rejects such requests.
 pub(super) fn convert_head_to_http2(head: &mut request::Parts, is_secure: bool) -> Option<()> {
     let host = head.headers.remove(header::HOST)?;
     let mut parts = Parts::default();
@@ -47,8 +48,8 @@ pub(super) fn convert_head_to_http2(head: &mut request::Parts, is_secure: bool) 
     Some(())
 }
 
-/// Makes the GET that opens a WebSocket into an extended CONNECT (RFC 8441, 5). Returns the key that the client
-/// wants a proof for.
+/// Converts a WebSocket GET to an extended CONNECT (RFC 8441, 5). Returns the client's
+/// `Sec-WebSocket-Key`, which the response must prove.
 pub(super) fn convert_to_extended_connect(head: &mut request::Parts) -> Option<HeaderValue> {
     head.method = Method::CONNECT;
     head.extensions
@@ -57,7 +58,7 @@ pub(super) fn convert_to_extended_connect(head: &mut request::Parts) -> Option<H
     head.headers.remove(header::SEC_WEBSOCKET_KEY)
 }
 
-/// Makes the answer to an extended CONNECT into what an HTTP/1.1 upstream would have said.
+/// Converts the response of an extended CONNECT to the `101 Switching Protocols` of HTTP/1.1.
 pub(super) fn convert_to_switching_protocols<B>(response: &mut Response<B>, key: &HeaderValue) {
     *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
     let headers = response.headers_mut();
@@ -69,13 +70,14 @@ pub(super) fn convert_to_switching_protocols<B>(response: &mut Response<B>, key:
     );
 }
 
-/// A request's body on its way. Dropped, it is given up.
+/// Handle of a request body upload. Dropping it aborts the upload.
 #[derive(Debug)]
 pub(super) struct BodyUpload(AbortHandle);
 
 impl BodyUpload {
-    /// Sends `body`, as far as it goes at once; then in the background. `declared`: the request's `Trailer` fields,
-    /// which the gate has seen: only what they name may follow the body.
+    /// Sends as much of `body` as the window allows, then spawns a task for the rest. Returns
+    /// `None` if the body is complete. `declared_trailers` are the validated `Trailer` values;
+    /// trailers that they do not name are removed.
     pub(super) async fn start(
         body: RequestBody,
         stream: SendStream<Bytes>,
@@ -108,9 +110,9 @@ struct BodyUploadFuture {
     body: RequestBody,
     stream: SendStream<Bytes>,
     declared_trailers: SmallVec<[HeaderValue; 1]>,
-    /// Of the last part, what the upstream has no room for yet.
+    /// The unsent rest of the last chunk, which exceeds the upstream's window.
     pending_chunk: Bytes,
-    /// Nothing comes after the part.
+    /// The pending chunk is the last one.
     is_last: bool,
 }
 
@@ -119,7 +121,7 @@ impl Future for BodyUploadFuture {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         let this = self.get_mut();
-        // What went wrong with the stream is told to whoever waits for the answer.
+        // Stream errors are reported by the response future.
         this.poll_upload(cx).map(|_sent| ())
     }
 }
@@ -127,7 +129,7 @@ impl Future for BodyUploadFuture {
 impl BodyUploadFuture {
     fn poll_upload(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), h2::Error>> {
         loop {
-            // The upstream may have heard enough.
+            // The upstream may stop reading the body before its end.
             if self.stream.poll_reset(cx).is_ready() {
                 return Poll::Ready(Ok(()));
             }
@@ -158,8 +160,8 @@ impl BodyUploadFuture {
                     Err(frame) => return Poll::Ready(self.finish_with_trailers(frame)),
                 },
                 None => return Poll::Ready(self.stream.send_data(Bytes::new(), true)),
-                // What was cut off must not look complete.
-                Some(Err(_told_by_progress)) => {
+                // A truncated body must not look complete.
+                Some(Err(_reported_by_progress)) => {
                     self.stream.send_reset(Reason::CANCEL);
                     return Poll::Ready(Ok(()));
                 }
@@ -191,7 +193,7 @@ impl BodyUploadFuture {
     }
 }
 
-/// Waits until the stream has room for some of `wanted` bytes.
+/// Waits until the window allows some of `requested_bytes`.
 fn poll_send_capacity(
     stream: &mut SendStream<Bytes>,
     requested_bytes: usize,
@@ -209,11 +211,11 @@ fn poll_send_capacity(
     }
 }
 
-/// A response's body as it comes.
+/// A response body, received from an HTTP/2 stream.
 #[derive(Debug)]
 pub(crate) struct Http2ResponseBody {
     stream: RecvStream,
-    /// As declared.
+    /// Rest of the declared `Content-Length`.
     remaining_bytes: Option<u64>,
     data_ended: bool,
 }
@@ -230,7 +232,8 @@ impl Http2ResponseBody {
         }
     }
 
-    /// The next part. A stream that was reset is an error, whatever the reason: an end is said by END_STREAM only.
+    /// Polls for the next frame. A reset stream is an error whatever its reason: only END_STREAM
+    /// ends a body.
     pub(crate) fn poll_frame(
         &mut self,
         cx: &mut Context<'_>,
@@ -264,7 +267,8 @@ impl Http2ResponseBody {
     }
 }
 
-/// A stream as bytes both ways. Dropped before both ends, it is reset.
+/// An HTTP/2 stream as a bidirectional byte stream. Dropping it before both directions ended resets
+/// the stream.
 #[derive(Debug)]
 pub(crate) struct Http2TunnelIo {
     send_stream: SendStream<Bytes>,
@@ -307,7 +311,7 @@ impl AsyncRead for Http2TunnelIo {
             .read_buffer
             .split_to(this.read_buffer.len().min(into.remaining()));
         into.put_slice(&chunk);
-        // Only what has gone on makes room for more.
+        // Window capacity is released only for data that was passed on.
         this.recv_stream
             .flow_control()
             .release_capacity(chunk.len())

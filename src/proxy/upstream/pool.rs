@@ -1,13 +1,12 @@
-//! One worker's upstream connections, and what all workers share.
+//! Pool of one worker's connections to the upstream.
 //!
-//! By HTTP/1.1 a connection carries one request at a time. The last used one is used first, so that the others grow
-//! old and are closed. A connection counts against `max_connections` until its socket is closed, idle ones too; so a
-//! request that has to wait makes every worker close idle connections. A connection that becomes free goes straight
-//! to a request waiting in its own worker, except that every few times it is closed for the one that waits longest
-//! anywhere: a worker without connections must not starve beside a busy one.
+//! HTTP/1.1 connections carry one request at a time. The pool reuses the most recently used one, so
+//! that surplus connections become idle and are closed. HTTP/2 connections carry many requests; the
+//! first one with capacity is used, and more are opened in the background.
 //!
-//! By HTTP/2 a connection carries many requests. The first with room is used. When none has, as many are opened as
-//! those who wait need, in the background: who leaves meanwhile spoils it for nobody.
+//! Every open connection counts against `max_connections`, which all workers share.
+//! [`HANDOVERS_PER_CLOSE`] keeps a busy worker from starving the others. See
+//! `docs/decisions/upstream-connection-pool.md`.
 
 use futures_util::future::LocalBoxFuture;
 use http::HeaderValue;
@@ -35,29 +34,28 @@ use crate::proxy::server::lazy_timer::LazyTimer;
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
 use crate::telemetry::LogThrottle;
 
-/// Of the connections that become free, one in this many is closed for other workers' requests
-/// if some wait.
+/// One in this many freed connections is closed if other workers' requests wait for a permit.
 const HANDOVERS_PER_CLOSE: u32 = 8;
-/// Idle connections are looked through this often at most.
+/// Bounds of the interval between sweeps of idle connections.
 const SWEEP_INTERVAL_RANGE: (Duration, Duration) =
     (Duration::from_millis(50), Duration::from_secs(5));
-/// Fields in the head of a response: some frameworks send a line per cookie or preload. hyper's own limit is 100; each
-/// more costs some bytes per response.
+/// Maximum header lines of a response. hyper's default is 100, but some frameworks send one line
+/// per cookie or preload. Each further line costs a few bytes per response.
 const MAX_RESPONSE_HEADERS: usize = 256;
 
 #[derive(Debug)]
 pub(super) struct UpstreamPool {
     shared: Arc<UpstreamSharedState>,
-    /// By HTTP/1.1; the longest idle one in front.
+    /// Idle HTTP/1.1 connections; the longest idle one is in front.
     idle_http1: RefCell<VecDeque<Box<UpstreamConnection>>>,
-    /// By HTTP/2.
+    /// Open HTTP/2 connections.
     http2_connections: RefCell<Vec<Rc<Http2Connection>>>,
-    /// Whether the upstream chose HTTP/2 when it was last asked.
+    /// Whether the upstream chose HTTP/2 in the last handshake; `None` before the first.
     negotiated_http2: Cell<Option<bool>>,
-    /// Links on their way, and how many requests each is expected to carry.
+    /// HTTP/2 connections being opened, and the streams expected on each.
     opening_http2_connections: Cell<usize>,
     streams_per_connection: Cell<usize>,
-    /// This worker's waiting requests.
+    /// Waiting requests of this worker, oldest first.
     waiters: RefCell<VecDeque<ConnectionWaiter>>,
     handover_count: Cell<u32>,
     addresses: RefCell<ResolvedAddresses>,
@@ -65,22 +63,23 @@ pub(super) struct UpstreamPool {
 
 type ConnectionWaiter = oneshot::Sender<Result<Box<UpstreamConnection>, WaiterRejection>>;
 
-/// What a waiting request may be told instead.
+/// Sent to a waiting request instead of a connection.
 #[derive(Clone, Debug)]
 enum WaiterRejection {
-    /// There are no connections to be had.
+    /// No connection could be opened.
     Failed(UpstreamError),
-    /// What it waited for will not come; there may be other ways.
+    /// The expected connection does not come; the request tries again.
     Retry,
 }
 
-/// A connection, or room on one, that no request is using, or one alone. Dropping it ends that request.
+/// An HTTP/1.1 connection or a stream of an HTTP/2 connection, for one request at a time. Dropping
+/// it ends the request.
 #[derive(Debug)]
 pub(super) struct UpstreamConnection {
     pub(super) protocol: ConnectionProtocol,
-    /// For the one request that uses the connection.
+    /// Response and idle timeouts of the current request.
     pub(super) timer: LazyTimer,
-    /// When it was last given back; `None`: it is new.
+    /// Time of the last return to the pool; `None` for a new connection.
     idle_since: Option<Instant>,
 }
 
@@ -90,7 +89,7 @@ pub(super) enum ConnectionProtocol {
     Http2(http2::StreamSlot),
 }
 
-/// Dropping it closes the connection.
+/// An HTTP/1.1 connection. Dropping it closes the connection.
 #[derive(Debug)]
 pub(super) struct Http1Connection {
     pub(super) sender: SendRequest<RequestBody>,
@@ -99,7 +98,7 @@ pub(super) struct Http1Connection {
     task: AbortHandle,
 }
 
-/// A connection whose response is being read.
+/// A connection with its response body still being read.
 #[derive(Debug)]
 pub(crate) struct PooledConnection {
     pool: Rc<UpstreamPool>,
@@ -152,9 +151,11 @@ impl UpstreamPool {
         &self.shared.error_log_throttle
     }
 
-    /// A connection, used before if there is one. `retries`: how often connecting may be tried again.
+    /// Returns a connection, preferably a used one. `retries` is the number of further connection
+    /// attempts allowed.
     ///
-    /// Boxed, as are its sisters: few requests connect, and all would have room for it.
+    /// This future and those of the other `acquire` methods are boxed. Few requests open a
+    /// connection, and the unboxed future would enlarge the future of every request.
     pub(super) fn acquire<'p>(self: &'p Rc<Self>, retries: &'p mut u32) -> AcquireFuture<'p> {
         Box::pin(async move {
             let mut queued_since = None;
@@ -179,7 +180,8 @@ impl UpstreamPool {
         })
     }
 
-    /// A connection that was never used, or, by HTTP/2, another one.
+    /// Returns a connection that has never been used; for HTTP/2, a stream of a suitable
+    /// connection.
     pub(super) fn acquire_new<'p>(self: &'p Rc<Self>, retries: &'p mut u32) -> AcquireFuture<'p> {
         if self.negotiated_http2.get() != Some(false) {
             return self.acquire(retries);
@@ -191,7 +193,7 @@ impl UpstreamPool {
         })
     }
 
-    /// A connection by HTTP/1.1, of an upstream that prefers HTTP/2.
+    /// Returns an HTTP/1.1 connection to an upstream that prefers HTTP/2.
     pub(super) fn acquire_http1<'p>(self: &'p Rc<Self>, retries: &'p mut u32) -> AcquireFuture<'p> {
         Box::pin(async move {
             if let Some(connection) = self.take_idle_http1(Instant::now()) {
@@ -203,14 +205,14 @@ impl UpstreamPool {
         })
     }
 
-    /// Waits until a request's turn has come. Ended early, it leaves nothing behind.
+    /// Waits until `due`, counted as a delayed request. Dropping the future releases the slot.
     pub(super) async fn delay_until(&self, due: Instant) -> Result<(), UpstreamError> {
         let _slot = DelaySlotGuard::acquire(&self.shared)?;
         sleep_until(due).await;
         Ok(())
     }
 
-    /// A connection that is there, or room on one; `now` is when the caller looked at the clock last.
+    /// Returns an idle connection or a free stream. `now` is the caller's latest clock reading.
     pub(super) fn take_idle(self: &Rc<Self>, now: Instant) -> Option<Box<UpstreamConnection>> {
         let max_age = self.settings().pool_idle_timeout;
         let is_young = |http2_connection: &&Rc<Http2Connection>| {
@@ -234,7 +236,7 @@ impl UpstreamPool {
         std::iter::from_fn(|| idle.pop_back()).find(|connection| connection.is_usable(max_age, now))
     }
 
-    /// Room for one more connection, or one that became free.
+    /// Acquires a permit for a new connection, or a connection that becomes free first.
     async fn acquire_permit_or_connection(&self) -> Result<AcquireOutcome, UpstreamError> {
         if let Ok(permit) = Arc::clone(&self.shared.connection_permits).try_acquire_owned() {
             return Ok(AcquireOutcome::Permit(permit));
@@ -252,20 +254,21 @@ impl UpstreamPool {
         }
     }
 
-    /// Room for a new connection, which nothing that becomes free could replace.
+    /// Acquires a permit for a new connection, which no freed connection could replace.
     async fn acquire_permit(&self) -> Result<OwnedSemaphorePermit, UpstreamError> {
         match Arc::clone(&self.shared.connection_permits).try_acquire_owned() {
             Ok(permit) => Ok(permit),
             Err(_none_left) => {
-                // Swapping one of our idle connections for a new one needs nobody else's.
+                // Closing one idle connection of this worker frees the permit that the new
+                // connection needs.
                 drop(self.idle_http1.borrow_mut().pop_front());
                 self.wait_for_permit(None).await
             }
         }
     }
 
-    /// Waits for a permit, in one line with all workers' requests; `waiter` is known to this
-    /// worker's connections meanwhile.
+    /// Waits for a permit, in one queue with the requests of all workers. Meanwhile `waiter` can
+    /// receive a freed connection of this worker.
     async fn wait_for_permit(
         &self,
         waiter: Option<ConnectionWaiter>,
@@ -283,10 +286,11 @@ impl UpstreamPool {
         }
     }
 
-    /// Waits for room on a connection by HTTP/2, and sees to it that there will be some. `None`: look again.
+    /// Waits for a stream of an HTTP/2 connection, and opens connections if needed. Returns `None`
+    /// if the caller should try again.
     ///
-    /// Who waits for the first connection waits as long as that takes to succeed or to fail. After that it is a wait
-    /// for one's turn, `queued_since` then.
+    /// The wait for the first connection lasts until that connects or fails. With connections open,
+    /// the wait is limited by `queue_timeout`, counted from `queued_since`.
     async fn wait_for_http2_stream(
         self: &Rc<Self>,
         queued_since: &mut Option<Instant>,
@@ -346,9 +350,9 @@ impl UpstreamPool {
                 .set(pool.opening_http2_connections.get() - 1);
             match opened {
                 Ok(connection) => pool.distribute_connection(connection),
-                // Others may become free.
+                // A stream of the other connections may become free.
                 Err(error) if !pool.http2_connections.borrow().is_empty() => {
-                    tracing::debug!(%error, "no further connection to the upstream");
+                    tracing::debug!(%error, "failed to open another upstream connection");
                 }
                 Err(error) => pool.reject_waiters(&WaiterRejection::Failed(error)),
             }
@@ -372,24 +376,26 @@ impl UpstreamPool {
                 Err(error) => Err(error),
             };
             match opened {
-                Ok(wire) => {
+                Ok(protocol) => {
                     if offer == AlpnOffer::Http2AndHttp1 {
                         self.negotiated_http2
-                            .set(Some(matches!(wire, ConnectionProtocol::Http2(_))));
+                            .set(Some(matches!(protocol, ConnectionProtocol::Http2(_))));
                     }
-                    return Ok(Box::new(UpstreamConnection::new(wire)));
+                    return Ok(Box::new(UpstreamConnection::new(protocol)));
                 }
                 Err(error) if *retries > 0 => {
                     *retries -= 1;
-                    tracing::debug!(%error, "connecting to the upstream once more");
+                    tracing::debug!(%error, "upstream connection attempt failed; retrying");
                 }
                 Err(error) => return Err(error),
             }
         }
     }
 
-    /// Speaks what was agreed upon. The connection holds the permit from now on; without one, it has got lost with a
-    /// connection that failed, and there is another to be had.
+    /// Performs the handshake of the negotiated protocol.
+    ///
+    /// The connection takes over `permit`. A retry finds it empty, as the failed connection
+    /// released it, and acquires another.
     async fn perform_handshake(
         self: &Rc<Self>,
         stream: UpstreamSocket,
@@ -417,7 +423,7 @@ impl UpstreamPool {
                 .map(ConnectionProtocol::Http2)
                 .ok_or_else(|| UpstreamError {
                     kind: UpstreamErrorKind::Protocol,
-                    detail: "it allows no requests".to_owned(),
+                    detail: "the upstream allows no concurrent streams".to_owned(),
                 });
         }
         let peer = stream.peer();
@@ -432,7 +438,7 @@ impl UpstreamPool {
         })?;
         let task = tokio::task::spawn_local(async move {
             if let Err(error) = connection.with_upgrades().await {
-                tracing::debug!(%error, "an upstream connection ended");
+                tracing::debug!(%error, "upstream connection closed");
             }
         });
         Ok(ConnectionProtocol::Http1(Http1Connection {
@@ -443,7 +449,7 @@ impl UpstreamPool {
         }))
     }
 
-    /// Gives a new connection to those who wait for it.
+    /// Gives a new connection to waiting requests.
     fn distribute_connection(self: &Rc<Self>, connection: Box<UpstreamConnection>) {
         let http2_connection = match &connection.protocol {
             ConnectionProtocol::Http2(slot) => Some(Rc::clone(slot.connection())),
@@ -457,7 +463,7 @@ impl UpstreamPool {
         if let Some(http2_connection) = http2_connection {
             self.serve_waiters(&http2_connection);
         }
-        // Whoever is left has to wait for something else.
+        // The remaining requests must wait for another connection.
         self.reject_waiters(&WaiterRejection::Retry);
     }
 
@@ -472,7 +478,7 @@ impl UpstreamPool {
         }
     }
 
-    /// The one that waits longest, of those that still do.
+    /// Removes the longest waiting request, skipping abandoned ones.
     fn pop_waiter(&self) -> Option<ConnectionWaiter> {
         let mut waiters = self.waiters.borrow_mut();
         std::iter::from_fn(|| waiters.pop_front()).find(|waiter| !waiter.is_closed())
@@ -484,7 +490,7 @@ impl UpstreamPool {
         }
     }
 
-    /// A request on `link` is over, or the whole connection.
+    /// Handles the end of a request on `http2_connection`, or of the connection.
     pub(super) fn handle_stream_end(self: &Rc<Self>, http2_connection: &Rc<Http2Connection>) {
         if self.shared.queued_requests.load(Ordering::SeqCst) > 0 {
             let is_unneeded =
@@ -515,21 +521,21 @@ impl UpstreamPool {
     }
 
     fn idle_count(&self) -> usize {
-        let links = self
+        let http2_idle = self
             .http2_connections
             .borrow()
             .iter()
             .filter(|http2_connection| http2_connection.idle_since().is_some())
             .count();
-        links + self.idle_http1.borrow().len()
+        http2_idle + self.idle_http1.borrow().len()
     }
 
     fn return_connection(&self, mut connection: Box<UpstreamConnection>) {
         let ConnectionProtocol::Http1(http1) = &connection.protocol else {
             return;
         };
-        // Not ready: the upstream closes, or a request body is still on its way and nobody is
-        // left to read the answer's end. Dropping closes.
+        // Not ready: the upstream is closing, or the request body is still being sent and the
+        // response is not read to its end. Dropping the connection closes it.
         if !http1.sender.is_ready() || self.addresses.borrow().is_stale(http1.peer) {
             return;
         }
@@ -558,7 +564,7 @@ impl UpstreamPool {
         }
     }
 
-    /// Whether what became free should go to another worker.
+    /// Whether the freed connection should go to another worker.
     fn should_yield_to_other_workers(&self) -> bool {
         self.handover_count
             .set(self.handover_count.get().wrapping_add(1));
@@ -571,7 +577,7 @@ impl UpstreamPool {
                 .is_multiple_of(HANDOVERS_PER_CLOSE)
     }
 
-    /// Connections to addresses that the upstream's name has lost are used no more, even if somebody still listens there.
+    /// Stops using connections to addresses that were removed from DNS, even if they still work.
     fn apply_resolved_addresses(&self, found: Vec<IpAddr>) {
         self.addresses.borrow_mut().update(found);
         let addresses = self.addresses.borrow();
@@ -592,7 +598,7 @@ impl UpstreamPool {
             });
     }
 
-    /// Closes idle connections that are dead, old, or needed elsewhere.
+    /// Closes idle connections that are dead, too old, or needed by waiting requests.
     fn sweep_idle(&self) {
         let (max_age, now) = (self.settings().pool_idle_timeout, Instant::now());
         let mut idle = self.idle_http1.borrow_mut();
@@ -613,17 +619,17 @@ impl UpstreamPool {
     }
 }
 
-/// A connection that is being waited for or opened.
+/// Future of an `acquire` method.
 type AcquireFuture<'p> = LocalBoxFuture<'p, Result<Box<UpstreamConnection>, UpstreamError>>;
 
 enum AcquireOutcome {
     Connection(Box<UpstreamConnection>),
     Permit(OwnedSemaphorePermit),
-    /// Look again.
+    /// The request tries again.
     Retry,
 }
 
-/// A place in the queue for connections.
+/// Counts a request that waits for a connection.
 struct QueueSlotGuard<'p>(&'p UpstreamPool);
 
 impl<'p> QueueSlotGuard<'p> {
@@ -662,7 +668,7 @@ async fn run_idle_sweeper(pool: Weak<UpstreamPool>, mut queue_signal: watch::Rec
     }
 }
 
-/// Looks the upstream's name up now and then, for as long as it has one and the pool is in use.
+/// Resolves the upstream's name periodically for as long as the pool exists.
 async fn watch_dns_addresses(pool: Weak<UpstreamPool>) {
     loop {
         sleep(addresses::LOOKUP_INTERVAL).await;
@@ -677,9 +683,9 @@ async fn watch_dns_addresses(pool: Weak<UpstreamPool>) {
 }
 
 impl UpstreamConnection {
-    fn new(wire: ConnectionProtocol) -> Self {
+    fn new(protocol: ConnectionProtocol) -> Self {
         Self {
-            protocol: wire,
+            protocol: protocol,
             timer: LazyTimer::default(),
             idle_since: None,
         }
@@ -692,7 +698,7 @@ impl UpstreamConnection {
         }
     }
 
-    /// As an idle one.
+    /// Whether the connection can be reused from the pool.
     fn is_usable(&self, max_idle: Duration, now: Instant) -> bool {
         let ConnectionProtocol::Http1(http1) = &self.protocol else {
             return false;
@@ -706,7 +712,7 @@ impl UpstreamConnection {
 
 impl Drop for Http1Connection {
     fn drop(&mut self) {
-        // hyper would wait for the rest of a request or a response that nobody needs any more.
+        // hyper would wait for the rest of a request or response that is no longer needed.
         self.task.abort();
     }
 }
@@ -720,7 +726,7 @@ impl PooledConnection {
         &mut self.connection.timer
     }
 
-    /// The response has been read to its end.
+    /// Returns the connection to the pool after the response was read to its end.
     pub(crate) fn return_to_pool(self) {
         self.pool.return_connection(self.connection);
     }

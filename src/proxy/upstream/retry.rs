@@ -1,17 +1,17 @@
-//! A request that may have to be sent once more.
+//! Copy of a request, for a retry.
 
 use http::{HeaderName, HeaderValue, Method, Request, Uri};
 
 use crate::proxy::http::body::RequestBody;
 
-/// What it takes to send a request once more. Its fields are copied as text, which no name or value needs to be shared
-/// for: that costs a third of copying the map, and hardly any request is ever read back.
+/// What a retry needs of a request. The headers are copied as text: that costs a third of cloning
+/// the map, and few copies are ever converted back.
 pub(super) struct RetryRequest {
     method: Method,
     uri: Uri,
-    /// `name:value\n` of each; a name has no colon, and neither has a line's end.
+    /// `name:value\n` for each header. Names contain no colon, and values no line feed.
     header_lines: Vec<u8>,
-    /// Another handle on the same body.
+    /// Another handle to the same body.
     pub(super) body: RequestBody,
 }
 
