@@ -11,7 +11,7 @@ mod service;
 mod tests;
 mod upstream;
 
-pub use http::body::{BodyError, RequestBody, ResponseBody, UpstreamBody};
+pub use http::body::{BodyError, RequestBody, ResponseBody};
 pub use http::inbound_request::{InboundRequest, InboundRequestError};
 pub use http::informational_responses::InformationalForwarder;
 pub use http::request_validation::{
@@ -24,6 +24,7 @@ pub use server::{
     ConnectionPeer, ListenerKind, ProxyServer, RequestHandler, ServerLoad, ShutdownSignal,
 };
 pub use service::ProxyService;
+pub use upstream::response_body::UpstreamBody;
 pub use upstream::{
     UpstreamClient, UpstreamError, UpstreamErrorKind, UpstreamErrorOrigin, UpstreamSharedState,
     UpstreamUrlError,

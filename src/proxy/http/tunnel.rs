@@ -4,8 +4,6 @@
 //! without traffic holds no buffer.
 
 use bytes::{Buf, Bytes};
-use hyper::upgrade::Upgraded;
-use hyper_util::rt::TokioIo;
 use std::future::poll_fn;
 use std::io;
 use std::mem::MaybeUninit;
@@ -17,7 +15,7 @@ use tokio::time::Instant;
 
 use crate::enforcer::ConcurrencySlotGuard;
 use crate::proxy::server::lazy_timer::LazyTimer;
-use crate::proxy::upstream::Http2TunnelIo;
+use crate::proxy::upstream::tunnel_io::TunnelUpstream;
 use crate::telemetry::trace::RequestRecording;
 
 /// Maximum buffered bytes per direction.
@@ -40,15 +38,6 @@ pub struct Tunnel {
     /// Since when the upstream has not read what the client sent.
     upstream_stalled_since: Option<Instant>,
     timer: LazyTimer,
-}
-
-/// The upstream's end of a tunnel.
-#[derive(Debug)]
-pub(in crate::proxy) enum TunnelUpstream {
-    /// A whole HTTP/1.1 connection.
-    Http1(TokioIo<Upgraded>),
-    /// A stream of an HTTP/2 connection.
-    Http2(Http2TunnelIo),
 }
 
 /// Why a tunnel ended.
@@ -203,46 +192,6 @@ impl Tunnel {
             Some((due, over)) => self.timer.poll(due, cx).map(|()| over),
             None => Poll::Pending,
         }
-    }
-}
-
-impl TunnelUpstream {
-    fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Unpin)> {
-        match self {
-            Self::Http1(io) => Pin::new(io),
-            Self::Http2(stream) => Pin::new(stream),
-        }
-    }
-}
-
-impl AsyncRead for TunnelUpstream {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        into: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Http1(io) => Pin::new(io).poll_read(cx, into),
-            Self::Http2(stream) => Pin::new(stream).poll_read(cx, into),
-        }
-    }
-}
-
-impl AsyncWrite for TunnelUpstream {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        self.get_mut().writer().poll_write(cx, bytes)
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.get_mut().writer().poll_flush(cx)
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.get_mut().writer().poll_shutdown(cx)
     }
 }
 

@@ -19,7 +19,7 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::rustls::ClientConfig;
 
-use super::{UpstreamError, UpstreamErrorKind, format_error_chain};
+use super::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
 use crate::tls::ClientTls;
 

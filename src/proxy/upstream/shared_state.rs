@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::sync::{Semaphore, watch};
 
-use super::UpstreamError;
 use super::connector::{UpstreamConnector, UpstreamUrlError};
+use super::error::UpstreamError;
 use crate::proxy::UpstreamSettings;
 use crate::telemetry::LogThrottle;
 use crate::tls::ClientTls;
