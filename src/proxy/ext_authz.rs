@@ -6,11 +6,13 @@
 //! others use. So the path of the authorization request selects the proxy, and nothing is guessed.
 
 use super::server::ConnectionPeer;
-use super::service::{ProxyService, classify_verdict};
+use super::service::ProxyService;
+use super::service::request_summary::{RequestSummary, classify_verdict};
 use crate::proxy::http::body::{RequestBody, ResponseBody};
 use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
 use crate::proxy::http::rate_limit_headers;
 use crate::proxy::http::request_validation::RequestValidationError;
+use crate::telemetry::trace::TraceContext;
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{
@@ -111,7 +113,6 @@ impl ProxyService {
         if inbound.token_error().is_some() {
             self.metrics.record_rejected_token();
         }
-        let (target, client) = inbound.into_target_and_client();
         let denial = match local_replies::build_rejection(&verdict, table.rate_limit_headers, style)
         {
             Some(denial) => Some(denial),
@@ -124,8 +125,10 @@ impl ProxyService {
             }
         };
         let status = denial.as_ref().map_or(StatusCode::OK, Response::status);
-        let mut request_summary = self.summarize_request(&parts, target, client, arrived_at);
-        self.log_request(&mut request_summary, &verdict, status, Instant::now());
+        let trace = TraceContext::from_headers(&parts.headers);
+        let mut summary =
+            RequestSummary::new(&parts, parts.version, inbound, arrived_at, trace, None);
+        self.log_request(&mut summary, &verdict, status, Instant::now());
         self.metrics
             .record_response(status.as_u16(), arrived_at.elapsed());
         match denial {

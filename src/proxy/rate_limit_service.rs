@@ -13,7 +13,8 @@ pub(in crate::proxy) mod grpc;
 mod messages;
 
 use super::server::ConnectionPeer;
-use super::service::{ProxyService, classify_verdict};
+use super::service::ProxyService;
+use super::service::request_summary::classify_verdict;
 use crate::enforcer::{CallVerdict, DescriptorVerdict, ReportedLimit, RequestOutcome, Verdict};
 use crate::policy::{Descriptor, RateLimitHeaderSettings, RejectResponse};
 use crate::proxy::http::access_log::AccessLogEntry;

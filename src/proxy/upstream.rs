@@ -199,8 +199,8 @@ impl UpstreamClient {
             }
             _ => return Err(error),
         };
-        // The first connection may have delivered the request, so its error says more than a failure
-        // to reconnect.
+        // The first connection may have delivered the request, so its error says more than a
+        // failure to reconnect.
         let next = self.pool.acquire_new(&mut budget.connects).await;
         Ok((copy.into_request(), next.map_err(|_other| error)?))
     }

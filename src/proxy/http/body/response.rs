@@ -28,9 +28,9 @@ pub enum ResponseBody {
 }
 
 impl ResponseBody {
-    /// Hands over what must last until the end of the body: the concurrency slot and the trace
-    /// recording. A local body is complete, so both end here.
-    pub(in crate::proxy) fn attach_request_state(
+    /// Keeps the concurrency slot and the trace recording until the end of the body. A local body
+    /// is complete already, so both end here.
+    pub(in crate::proxy) fn hold_until_end(
         &mut self,
         slot_guard: Option<ConcurrencySlotGuard>,
         recording: Option<Box<RequestRecording>>,

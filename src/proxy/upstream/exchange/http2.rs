@@ -87,8 +87,8 @@ impl UpstreamClient {
         Ok(self.receive_response(response, websocket_key.zip(started.tunnel), connection))
     }
 
-    /// Converts the request head to HTTP/2. Returns the key of a WebSocket request, which becomes an
-    /// extended CONNECT.
+    /// Converts the request head to HTTP/2. Returns the key of a WebSocket request, which becomes
+    /// an extended CONNECT.
     fn convert_head(
         &self,
         head: &mut request::Parts,

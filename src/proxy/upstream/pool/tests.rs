@@ -1,7 +1,8 @@
 //! Tests of connections to addresses that were removed from DNS.
 
 use super::*;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::task::{LocalSet, yield_now};
 
