@@ -50,7 +50,7 @@ pub(in crate::proxy::upstream) struct PooledConnection {
 impl UpstreamConnection {
     pub(super) fn new(protocol: ConnectionProtocol) -> Self {
         Self {
-            protocol: protocol,
+            protocol,
             timer: LazyTimer::default(),
             idle_since: None,
         }
