@@ -1,15 +1,18 @@
-//! Whether a request may pass that somebody else forwards: nginx (`auth_request`), Traefik (`forwardAuth`), Envoy
-//! (`ext_authz` by HTTP). The request is made again of what they tell, and then read and decided as if it had come here.
+//! External authorization for nginx (`auth_request`), Traefik (`forwardAuth`) and Envoy
+//! (`ext_authz` over HTTP).
 //!
-//! Each tells it in its own way, and passes on what clients send in the others' ways: so the path that is asked says who
-//! asks, and nothing is guessed.
+//! The original request is restored from the authorization request, then validated and decided like
+//! a proxied one. Each proxy describes it with other headers, and passes on client headers that the
+//! others use. So the path of the authorization request selects the proxy, and nothing is guessed.
 
 use super::server::peer::ConnectionPeer;
-use super::service::{ProxyService, classify_verdict};
+use super::service::ProxyService;
+use super::service::request_summary::{RequestSummary, classify_verdict};
 use crate::proxy::http::body::{RequestBody, ResponseBody};
 use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
 use crate::proxy::http::rate_limit_headers;
 use crate::proxy::http::request_validation::RequestValidationError;
+use crate::telemetry::trace::TraceContext;
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{
@@ -18,15 +21,15 @@ use http::{
 };
 use tokio::time::Instant;
 
-/// The status that a refusal would have from the proxy itself.
+/// Carries the status that the proxy itself would have sent.
 static ORIGINAL_STATUS: HeaderName = HeaderName::from_static("x-tidegate-status");
 
 const NGINX_PATH: &str = "/check/nginx";
 const TRAEFIK_PATH: &str = "/check/traefik";
-/// The path of the request stands behind it.
+/// Prefix of the original path.
 const ENVOY_PATH_PREFIX: &str = "/check/envoy";
 
-/// They are about the question, not about the request that it is about.
+/// These headers describe the authorization request, not the original one.
 static AUTH_REQUEST_HEADERS: [HeaderName; 8] = [
     header::CONNECTION,
     header::CONTENT_LENGTH,
@@ -38,7 +41,7 @@ static AUTH_REQUEST_HEADERS: [HeaderName; 8] = [
     HeaderName::from_static("keep-alive"),
 ];
 
-/// Who asks.
+/// The proxy that sends the authorization request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AuthProxyKind {
     Nginx,
@@ -46,38 +49,38 @@ enum AuthProxyKind {
     Envoy,
 }
 
-/// Why a question can't be understood: whoever set up the proxy that asks has to know.
+/// An authorization request that cannot be processed because the proxy in front is misconfigured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 enum AuthRequestError {
-    #[error("ask /check/nginx, /check/traefik or /check/envoy/PATH")]
+    #[error("unknown path: expected /check/nginx, /check/traefik or /check/envoy/PATH")]
     UnknownPath,
-    #[error("the header {0} must be there, once")]
+    #[error("the header {0} must be present exactly once")]
     HeaderMissing(&'static str),
-    #[error("the header {0} can't be read")]
+    #[error("the header {0} is not valid")]
     HeaderInvalid(&'static str),
-    #[error("the header host differs from the host that is asked")]
+    #[error("the header host differs from the host of the request target")]
     HostMismatch,
-    /// What the client has sent, and the proxy let through.
-    #[error("the target can't be read")]
+    /// The client sent an invalid target, and the proxy passed it on.
+    #[error("the request target is not valid")]
     TargetInvalid,
 }
 
 impl ProxyService {
-    /// Answers 200 if the request may pass, else what the proxy itself would answer.
+    /// Responds with 200 if the request may pass, otherwise with the response of the proxy itself.
     pub(super) async fn check_authorization(
         &self,
         request: Request<RequestBody>,
         peer: &ConnectionPeer,
     ) -> Response<ResponseBody> {
-        let arrived = Instant::now();
+        let arrived_at = Instant::now();
         let (mut parts, body) = request.into_parts();
         body.discard();
-        let rules = self.enforcer.policy_snapshot();
-        let table = &*rules.table;
+        let snapshot = self.enforcer.policy_snapshot();
+        let table = &*snapshot.table;
         let style = ReplyStyle::from_request(&parts, &table.cors).without_grpc();
         let proxy_kind = match AuthProxyKind::from_path(parts.uri.path()) {
-            Ok(asker) => asker,
-            Err(unclear) => return reject_auth_request(unclear, peer),
+            Ok(kind) => kind,
+            Err(error) => return reject_auth_request(error, peer),
         };
         let inbound = match restore_original_request(&mut parts, proxy_kind) {
             Ok(()) => self.read_request(&mut parts, peer, table, style),
@@ -86,44 +89,50 @@ impl ProxyService {
                 style,
             )
             .into()),
-            Err(unclear) => return reject_auth_request(unclear, peer),
+            Err(error) => return reject_auth_request(error, peer),
         };
         let inbound = match inbound {
             Ok(inbound) => inbound,
             Err(reply) => {
-                let reply =
-                    self.reject_unreadable(&parts, RequestBody::default(), peer, *reply, arrived);
+                let reply = self.reject_unreadable(
+                    &parts,
+                    RequestBody::default(),
+                    peer,
+                    *reply,
+                    arrived_at,
+                );
                 return self.translate_denial(reply, proxy_kind);
             }
         };
-        // The peer's certificate is that of the proxy that asks.
+        // The peer's certificate identifies the proxy in front, not the client.
         let facts = inbound.facts(&parts, None);
-        let verdict = self.enforcer.decide(&rules, &facts, arrived).await;
-        let decided_at = verdict.decided_at.unwrap_or(arrived);
+        let verdict = self.enforcer.decide(&snapshot, &facts, arrived_at).await;
+        let decided_at = verdict.decided_at.unwrap_or(arrived_at);
         self.metrics
             .record_request_decision(classify_verdict(&verdict));
         if inbound.token_error().is_some() {
             self.metrics.record_rejected_token();
         }
-        let (target, client) = inbound.into_target_and_client();
-        let refusal =
-            match local_replies::build_rejection(&verdict, table.rate_limit_headers, style) {
-                Some(refusal) => Some(refusal),
-                // Its turn comes as it does in the proxy.
-                None => {
-                    let admission = self.upstream.delay_request(verdict.delay, decided_at).await;
-                    admission.err().map(|_full| {
-                        local_replies::build_proxy_error(ProxyErrorType::QueueFull, style)
-                    })
-                }
-            };
-        let status = refusal.as_ref().map_or(StatusCode::OK, Response::status);
-        let mut request_summary = self.summarize_request(&parts, target, client, arrived);
-        self.log_request(&mut request_summary, &verdict, status, Instant::now());
+        let denial = match local_replies::build_rejection(&verdict, table.rate_limit_headers, style)
+        {
+            Some(denial) => Some(denial),
+            // A delayed request waits here as it does in the proxy.
+            None => {
+                let admission = self.upstream.delay_request(verdict.delay, decided_at).await;
+                admission
+                    .err()
+                    .map(|_full| local_replies::build_proxy_error(ProxyErrorType::QueueFull, style))
+            }
+        };
+        let status = denial.as_ref().map_or(StatusCode::OK, Response::status);
+        let trace = TraceContext::from_headers(&parts.headers);
+        let mut summary =
+            RequestSummary::new(&parts, parts.version, inbound, arrived_at, trace, None);
+        self.log_request(&mut summary, &verdict, status, Instant::now());
         self.metrics
-            .record_response(status.as_u16(), arrived.elapsed());
-        match refusal {
-            Some(refusal) => self.translate_denial(refusal.map(ResponseBody::Full), proxy_kind),
+            .record_response(status.as_u16(), arrived_at.elapsed());
+        match denial {
+            Some(denial) => self.translate_denial(denial.map(ResponseBody::Full), proxy_kind),
             None => {
                 let mut allowed = Response::new(ResponseBody::Empty);
                 rate_limit_headers::write_headers(
@@ -136,7 +145,7 @@ impl ProxyService {
         }
     }
 
-    /// A refusal with the status that whoever asks understands.
+    /// Sets the status code that the proxy in front expects for a denial.
     fn translate_denial(
         &self,
         mut denial: Response<ResponseBody>,
@@ -147,8 +156,8 @@ impl ProxyService {
             .headers_mut()
             .insert(&ORIGINAL_STATUS, HeaderValue::from(status.as_u16()));
         let client_status = self.denied_status.or(match proxy_kind {
-            // To Envoy, these mean that it wasn't told: `failure_mode_allow` would let pass what is refused. Both say
-            // that it may be tried again.
+            // Envoy treats 5xx as a failed check, so `failure_mode_allow` would let the request
+            // pass. 429 also permits a retry.
             AuthProxyKind::Envoy if status.is_server_error() => Some(StatusCode::TOO_MANY_REQUESTS),
             AuthProxyKind::Nginx | AuthProxyKind::Traefik | AuthProxyKind::Envoy => None,
         });
@@ -157,14 +166,14 @@ impl ProxyService {
     }
 }
 
-fn reject_auth_request(unclear: AuthRequestError, peer: &ConnectionPeer) -> Response<ResponseBody> {
-    /// Once is enough: it is all of them, or none.
+fn reject_auth_request(error: AuthRequestError, peer: &ConnectionPeer) -> Response<ResponseBody> {
+    /// Once per process: a misconfigured proxy sends only such requests.
     static WARNED: std::sync::Once = std::sync::Once::new();
     WARNED.call_once(|| {
-        tracing::warn!(%unclear, peer = %peer.addr, "a question can't be understood: is the proxy in front set up as docs/ENVOY.md says?");
+        tracing::warn!(unclear = %error, peer = %peer.addr, "authorization request rejected; configure the proxy in front as docs/ENVOY.md describes");
     });
-    let mut response = Response::new(ResponseBody::Full(Bytes::from(format!("{unclear}\n"))));
-    *response.status_mut() = if unclear == AuthRequestError::UnknownPath {
+    let mut response = Response::new(ResponseBody::Full(Bytes::from(format!("{error}\n"))));
+    *response.status_mut() = if error == AuthRequestError::UnknownPath {
         StatusCode::NOT_FOUND
     } else {
         StatusCode::BAD_REQUEST
@@ -188,7 +197,7 @@ impl AuthProxyKind {
     }
 }
 
-/// Makes of the head of a question that of the request which it is about.
+/// Replaces the head of an authorization request with that of the original request.
 fn restore_original_request(
     parts: &mut request::Parts,
     proxy_kind: AuthProxyKind,
@@ -205,7 +214,7 @@ fn restore_original_request(
             Some(_) => {}
             None => {
                 let host = HeaderValue::from_str(authority.as_str())
-                    .map_err(|_odd| AuthRequestError::HostMismatch)?;
+                    .map_err(|_invalid| AuthRequestError::HostMismatch)?;
                 parts.headers.insert(header::HOST, host);
             }
         }
@@ -235,15 +244,16 @@ fn restore_original_request(
                 .strip_prefix(ENVOY_PATH_PREFIX)
                 .unwrap_or_default();
             let target = HeaderValue::from_bytes(target.as_bytes())
-                .map_err(|_odd| AuthRequestError::TargetInvalid)?;
+                .map_err(|_invalid| AuthRequestError::TargetInvalid)?;
             (target, parts.method.clone())
         }
     };
-    // Its begin would be the path here, and all of it to an app that knows no fragments.
+    // This service would drop the fragment, while an application without fragment support would use
+    // it as part of the path.
     if target.as_bytes().contains(&b'#') {
         return Err(AuthRequestError::TargetInvalid);
     }
-    // Like a request line: a path, or a URL.
+    // A path or an absolute URL, as in a request line.
     parts.uri = Uri::from_maybe_shared(Bytes::copy_from_slice(target.as_bytes()))
         .map_err(|_invalid| AuthRequestError::TargetInvalid)?;
     parts.method = method;

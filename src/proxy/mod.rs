@@ -12,7 +12,7 @@ mod settings;
 mod tests;
 mod upstream;
 
-pub use http::body::{BodyError, RequestBody, ResponseBody, UpstreamBody};
+pub use http::body::{BodyError, RequestBody, ResponseBody};
 pub use http::hop_by_hop::is_stripped_before_policies;
 pub use http::inbound_request::{InboundRequest, InboundRequestError};
 pub use http::informational_responses::InformationalForwarder;
@@ -30,6 +30,7 @@ pub use settings::{
     ExtraListenerSettings, ListenSettings, ListenerKind, ShutdownSettings, UpstreamScheme,
     UpstreamSettings, UpstreamUrl,
 };
+pub use upstream::response_body::UpstreamBody;
 pub use upstream::{
     UpstreamClient, UpstreamError, UpstreamErrorKind, UpstreamErrorOrigin, UpstreamSharedState,
     UpstreamUrlError,

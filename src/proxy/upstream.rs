@@ -1,52 +1,43 @@
-//! The upstream: one request in, one response out, whatever connections that takes.
+//! Sends requests to the upstream and returns the response heads.
 //!
-//! Every worker has an [`Upstream`] with connections of its own, so that a request never changes
-//! threads; what all workers may do together is counted in [`Shared`].
+//! Each worker has one [`UpstreamClient`] with its own connections, so a request never changes
+//! threads. [`UpstreamSharedState`] holds the limits and counters that all workers share.
 
 mod addresses;
 mod connector;
+pub(in crate::proxy) mod error;
+mod exchange;
 mod http2;
-mod http2_stream;
 mod informational_responses;
 mod pool;
+pub(in crate::proxy) mod response_body;
 mod retry;
 mod shared_state;
+pub(in crate::proxy) mod tunnel_io;
 
-use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header};
-use hyper::body::Incoming;
-use hyper::client::conn::TrySendError;
-use hyper_util::rt::TokioIo;
-use smallvec::SmallVec;
-use std::fmt;
-use std::future::{Future, poll_fn};
-use std::pin::{Pin, pin};
+use http::{HeaderValue, Request, Response, Version, header};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
-use tokio::task::yield_now;
 use tokio::time::Instant;
 
 use super::UpstreamSettings;
-use crate::proxy::http::body::{
-    RequestBody, RequestBodyProgress, RequestBodyState, ResponseBody, UpstreamBody,
-    UpstreamBodySource,
-};
+use crate::proxy::http::body::request::RequestBody;
+use crate::proxy::http::body::response::ResponseBody;
 use crate::proxy::http::informational_responses::InformationalForwarder;
-use crate::proxy::http::tunnel::{Tunnel, TunnelUpstream};
 use crate::proxy::http::upgrade;
-use http2_stream::BodyUpload;
+use exchange::ExchangeFailure;
 use pool::{ConnectionProtocol, UpstreamConnection, UpstreamPool};
 use retry::RetryRequest;
 
 pub use connector::UpstreamUrlError;
-pub(super) use http2_stream::{Http2ResponseBody, Http2TunnelIo};
-pub(super) use pool::PooledConnection;
+pub use error::{UpstreamError, UpstreamErrorKind, UpstreamErrorOrigin};
 pub use shared_state::UpstreamSharedState;
 
-/// A busy connection that its upstream closes leaves many requests behind, and they may meet the next one just as late.
+/// A connection closed under load fails many requests at once, and each retry may meet another
+/// closing connection.
 const MAX_GOAWAY_RETRIES: u32 = 5;
-/// The head of a response; more is no answer.
+/// Limit for a response head. A larger head is a protocol error.
 const MAX_RESPONSE_HEAD_BYTES: u32 = 256 * 1024;
 
 /// Sends requests to the upstream over one worker's connections. Cheap to clone.
@@ -55,62 +46,9 @@ pub struct UpstreamClient {
     pool: Rc<UpstreamPool>,
 }
 
-/// A request that got no response, and whose fault it is.
-#[derive(Clone, Debug, thiserror::Error)]
-#[error("{kind}: {detail}")]
-pub struct UpstreamError {
-    pub kind: UpstreamErrorKind,
-    /// For logs; never for clients.
-    pub detail: String,
-}
-
-/// What went wrong. The upstream's fault unless said otherwise.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum UpstreamErrorKind {
-    /// Nobody listens there.
-    ConnectRefused,
-    /// Connecting failed in another way.
-    ConnectFailed,
-    /// No connection within `connect_timeout`.
-    ConnectTimeout,
-    /// The name could not be resolved.
-    Dns,
-    /// No agreement on TLS, or a certificate that is not trusted.
-    Tls,
-    /// Ours: more than `max_requests_waiting` wait for a connection.
-    QueueFull,
-    /// Ours: no connection became free within `queue_timeout`.
-    QueueTimeout,
-    /// No response head within `response_timeout`.
-    ResponseTimeout,
-    /// The connection ended before the response head.
-    ConnectionTerminated,
-    /// The answer is not HTTP.
-    Protocol,
-    /// It reset the request's stream: an HTTP/2 upstream's way to say no.
-    StreamReset,
-    /// It speaks HTTP/2, and opens no WebSockets by that.
-    UpgradeUnsupported,
-    /// The client's: it stopped sending the request body.
-    RequestBodyTimeout,
-    /// The client's: the request body is larger than allowed.
-    RequestBodyTooLarge,
-    /// The client's: it left in the middle of the request body.
-    ClientDisconnected,
-}
-
-/// Who is to blame for an [`UpstreamError`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum UpstreamErrorOrigin {
-    Client,
-    Upstream,
-    /// A limit of ours.
-    Proxy,
-}
-
 impl UpstreamClient {
-    /// One worker's connections; to be called inside the worker's runtime, where a task sweeps out
-    /// idle connections for as long as the upstream is in use.
+    /// Creates the client of one worker. Must run inside the worker's runtime: it spawns a task
+    /// that closes idle connections for as long as the client exists.
     pub fn new(shared: Arc<UpstreamSharedState>) -> Self {
         Self {
             pool: UpstreamPool::new(shared),
@@ -121,13 +59,13 @@ impl UpstreamClient {
         self.pool.settings()
     }
 
-    /// The upstream's name in a `Host` field.
+    /// The upstream's authority, as used in a `Host` header.
     pub(super) fn authority(&self) -> &HeaderValue {
         self.pool.authority()
     }
 
-    /// Logs why a request was not forwarded: what clients do wrong in detail only, trouble of ours or of the
-    /// upstream now and then.
+    /// Logs why a request was not forwarded. Client errors go to the debug log; upstream and proxy
+    /// errors produce a throttled warning.
     pub(super) fn log_error(&self, error: &UpstreamError) {
         let occurrences = match error.kind.origin() {
             UpstreamErrorOrigin::Client => None,
@@ -142,10 +80,12 @@ impl UpstreamClient {
         }
     }
 
-    /// Waits for a `delay` after `since`, as one of all that wait for anything, and returns when that was over.
+    /// Waits until `delay` has passed since `since`, and returns the time at which the wait ended.
+    ///
+    /// The request counts against `max_requests_waiting` meanwhile.
     ///
     /// # Errors
-    /// At once, when more than `max_requests_waiting` wait.
+    /// Immediately, if `max_requests_waiting` requests already wait.
     pub(super) async fn delay_request(
         &self,
         delay: Duration,
@@ -158,104 +98,117 @@ impl UpstreamClient {
         Ok(Instant::now())
     }
 
-    /// Sends a request and waits for the head of its response; the body is still to come.
+    /// Sends a request and waits for the response head. The body follows in the response.
     ///
-    /// The request has its URI in origin form and its final headers, `Host` included. `now` is when the
-    /// caller looked at the clock last; `interim` gets what comes before the answer. Dropping the future, or the response's body before its end, closes
-    /// the connection.
+    /// The request must have its URI in origin form and its final headers, `Host` included. `now`
+    /// is the caller's latest clock reading. `interim` receives informational (1xx) responses.
+    /// Dropping the future, or the response body before its end, closes the connection.
     ///
     /// # Errors
-    /// When no response head came, see [`UpstreamErrorKind`].
+    /// If no response head arrived; see [`UpstreamErrorKind`].
     pub async fn send(
         &self,
         mut request: Request<RequestBody>,
         now: Instant,
         interim: &mut InformationalForwarder,
     ) -> Result<Response<ResponseBody>, UpstreamError> {
-        let settings = self.pool.settings();
         *request.version_mut() = Version::HTTP_11;
-        let mut may_retry_idempotent = settings.retry_idempotent && is_retryable(&request);
-        let (mut may_retry_refused, mut goaway_retries_left) = (true, MAX_GOAWAY_RETRIES);
-        let mut connects_left = settings.retry_connect;
+        let mut budget = RetryBudget::new(self.settings(), &request);
         let (mut connection, mut sent_at) = match self.pool.take_idle(now) {
             Some(connection) => (connection, now),
-            None => (self.pool.acquire(&mut connects_left).await?, Instant::now()),
+            None => (
+                self.pool.acquire(&mut budget.connects).await?,
+                Instant::now(),
+            ),
         };
         loop {
             if request.headers().contains_key(header::UPGRADE) {
                 connection = self
-                    .ensure_upgrade_support(connection, &request, &mut connects_left)
+                    .ensure_upgrade_support(connection, &request, &mut budget.connects)
                     .await?;
             }
-            let reused = connection.is_reused();
+            let is_reused = connection.is_reused();
             let is_http2 = matches!(connection.protocol, ConnectionProtocol::Http2(_));
-            let retry = (is_http2 || reused && may_retry_idempotent)
+            let retry = (is_http2 || is_reused && budget.may_retry_idempotent)
                 .then(|| RetryRequest::from_request(&request));
             match is_http2 {
-                // It may say that it has not looked at the request, also when the body has been sent.
+                // The upstream may refuse the request unprocessed, even after the whole body was
+                // sent.
                 true => request.body().enable_replay(),
                 false => request.body().disable_replay(),
             }
-            let (failure, error) = match self
-                .exchange(
-                    connection,
-                    request,
-                    sent_at,
-                    interim,
-                    reused && !may_retry_idempotent,
-                )
+            let yield_first = is_reused && !budget.may_retry_idempotent;
+            match self
+                .exchange(connection, request, sent_at, interim, yield_first)
                 .await
             {
                 Ok(response) => {
                     retry.inspect(|copy| copy.body.disable_replay());
                     return Ok(response);
                 }
-                Err(failed) => failed,
-            };
-            (request, connection) = match (failure, retry) {
-                (ExchangeFailure::NotSent(unsent), copy) if reused || connects_left > 0 => {
-                    connects_left -= u32::from(!reused);
-                    let rebuild = || copy.map(RetryRequest::into_request);
-                    let Some(request) = unsent.map(|unsent| *unsent).or_else(rebuild) else {
-                        return Err(error);
-                    };
-                    (request, self.pool.acquire(&mut connects_left).await?)
+                // Boxed because failures are rare: unboxed it would enlarge every request's future.
+                Err(failed) => {
+                    (request, connection) =
+                        Box::pin(self.prepare_retry(failed, retry, is_reused, &mut budget)).await?;
                 }
-                (ExchangeFailure::RefusedStream, Some(copy))
-                    if may_retry_refused && copy.body.rewind() =>
-                {
-                    tracing::debug!(%error, "sending again what the upstream did not look at");
-                    may_retry_refused = false;
-                    let next = self.pool.acquire_new(&mut connects_left).await;
-                    (copy.into_request(), next.map_err(|_other| error)?)
-                }
-                (ExchangeFailure::GoAway, Some(copy))
-                    if goaway_retries_left > 0 && copy.body.rewind() =>
-                {
-                    tracing::debug!(%error, "sending on another connection what came too late for this one");
-                    goaway_retries_left -= 1;
-                    let next = self.pool.acquire_new(&mut connects_left).await;
-                    (copy.into_request(), next.map_err(|_other| error)?)
-                }
-                (_, Some(copy))
-                    if may_retry_idempotent
-                        && reused
-                        && error.kind == UpstreamErrorKind::ConnectionTerminated =>
-                {
-                    tracing::debug!(%error, "asking once more on a new connection");
-                    may_retry_idempotent = false;
-                    // The first connection may have taken it to the upstream: that tells more than why there is no other.
-                    let next = self.pool.acquire_new(&mut connects_left).await;
-                    (copy.into_request(), next.map_err(|_other| error)?)
-                }
-                _ => return Err(error),
-            };
+            }
             sent_at = Instant::now();
         }
     }
 
-    /// A connection on which what a request asks for is possible, if there can be one. By HTTP/2 that is a WebSocket,
-    /// and an upstream must have said that it knows how; anything else stays a plain request.
+    /// Returns the request and another connection for a retry.
+    ///
+    /// # Errors
+    /// With the failure, if the request must not be sent again; or if there is no connection.
+    async fn prepare_retry(
+        &self,
+        (failure, error): (ExchangeFailure, UpstreamError),
+        copy: Option<RetryRequest>,
+        is_reused: bool,
+        budget: &mut RetryBudget,
+    ) -> Result<(Request<RequestBody>, Box<UpstreamConnection>), UpstreamError> {
+        let copy = match (failure, copy) {
+            (ExchangeFailure::NotSent(unsent), copy) if is_reused || budget.connects > 0 => {
+                budget.connects -= u32::from(!is_reused);
+                let rebuild = || copy.map(RetryRequest::into_request);
+                let Some(request) = unsent.map(|unsent| *unsent).or_else(rebuild) else {
+                    return Err(error);
+                };
+                return Ok((request, self.pool.acquire(&mut budget.connects).await?));
+            }
+            (ExchangeFailure::RefusedStream, Some(copy))
+                if budget.may_retry_refused && copy.body.rewind() =>
+            {
+                tracing::debug!(%error, "retrying request that the upstream refused unprocessed");
+                budget.may_retry_refused = false;
+                copy
+            }
+            (ExchangeFailure::GoAway, Some(copy)) if budget.goaways > 0 && copy.body.rewind() => {
+                tracing::debug!(%error, "retrying request on a new connection after GOAWAY");
+                budget.goaways -= 1;
+                copy
+            }
+            (_, Some(copy))
+                if budget.may_retry_idempotent
+                    && is_reused
+                    && error.kind == UpstreamErrorKind::ConnectionTerminated =>
+            {
+                tracing::debug!(%error, "retrying idempotent request on a new connection");
+                budget.may_retry_idempotent = false;
+                copy
+            }
+            _ => return Err(error),
+        };
+        // The first connection may have delivered the request, so its error says more than a
+        // failure to reconnect.
+        let next = self.pool.acquire_new(&mut budget.connects).await;
+        Ok((copy.into_request(), next.map_err(|_other| error)?))
+    }
+
+    /// Returns a connection that supports the upgrade that the request asks for, if possible.
+    ///
+    /// HTTP/2 supports only WebSockets, and only if the upstream announced it (RFC 8441). Any other
+    /// upgrade over cleartext HTTP/2 is forwarded as a plain request.
     async fn ensure_upgrade_support(
         &self,
         connection: Box<UpstreamConnection>,
@@ -266,7 +219,7 @@ impl UpstreamClient {
             return Ok(connection);
         };
         let is_websocket = upgrade::is_websocket(request.headers());
-        if is_websocket && slot.allows_tunnels() {
+        if is_websocket && slot.connection().allows_tunnels() {
             return Ok(connection);
         }
         if self.pool.settings().tls.is_some() {
@@ -274,8 +227,8 @@ impl UpstreamClient {
             return self.pool.acquire_http1(retries).await;
         }
         if is_websocket {
-            let detail = "the upstream has not said that it opens WebSockets by HTTP/2 (RFC 8441)"
-                .to_owned();
+            let detail =
+                "the upstream did not announce WebSockets over HTTP/2 (RFC 8441)".to_owned();
             return Err(UpstreamError {
                 kind: UpstreamErrorKind::UpgradeUnsupported,
                 detail,
@@ -283,469 +236,25 @@ impl UpstreamClient {
         }
         Ok(connection)
     }
-
-    /// `looks_first`: what is sent to somebody who has left is lost. The kernel may know of that, and the runtime asks
-    /// it before this goes on.
-    async fn exchange(
-        &self,
-        mut connection: Box<UpstreamConnection>,
-        mut request: Request<RequestBody>,
-        sent_at: Instant,
-        interim: &mut InformationalForwarder,
-        yield_first: bool,
-    ) -> Result<Response<ResponseBody>, (ExchangeFailure, UpstreamError)> {
-        let ConnectionProtocol::Http1(http1) = &mut connection.protocol else {
-            return Box::pin(self.exchange_http2(connection, request, sent_at, interim)).await;
-        };
-        if yield_first {
-            yield_now().await;
-        }
-        let informational = Arc::clone(&http1.informational);
-        informational.attach_to_request(&mut request);
-        let progress = request.body().progress();
-        let requested_protocols: SmallVec<[_; 1]> = request
-            .headers()
-            .get_all(header::UPGRADE)
-            .iter()
-            .cloned()
-            .collect();
-        let mut response_future = pin!(http1.sender.try_send_request(request));
-        let response_future = poll_fn(|cx| {
-            let answer = response_future.as_mut().poll(cx);
-            informational.forward_responses(interim, answer.is_pending().then(|| cx.waker()));
-            answer
-        });
-        let response = match self
-            .await_within_response_timeout(
-                &mut connection,
-                response_future,
-                progress.as_deref(),
-                sent_at,
-            )
-            .await
-        {
-            Some(Ok(response)) => response,
-            Some(Err(failed)) => {
-                return Err(exchange_failure_from_hyper(failed, progress.as_deref()));
-            }
-            None => {
-                return Err((
-                    ExchangeFailure::MaybeProcessed,
-                    UpstreamError::response_timeout(),
-                ));
-            }
-        };
-        if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-            let switched =
-                Box::pin(self.switch_protocols(response, connection, &requested_protocols)).await;
-            return switched.map_err(|error| (ExchangeFailure::MaybeProcessed, error));
-        }
-        Ok(response.map(|incoming| {
-            self.build_response_body(UpstreamBodySource::Http1(incoming), connection)
-        }))
-    }
-
-    /// The same on a stream of a shared connection.
-    async fn exchange_http2(
-        &self,
-        mut connection: Box<UpstreamConnection>,
-        request: Request<RequestBody>,
-        sent_at: Instant,
-        interim: &mut InformationalForwarder,
-    ) -> Result<Response<ResponseBody>, (ExchangeFailure, UpstreamError)> {
-        let (mut head, body) = request.into_parts();
-        let invalid = |what: &str| {
-            let detail = what.to_owned();
-            (
-                ExchangeFailure::MaybeProcessed,
-                UpstreamError {
-                    kind: UpstreamErrorKind::Protocol,
-                    detail,
-                },
-            )
-        };
-        let ConnectionProtocol::Http2(slot) = &mut connection.protocol else {
-            return Err(invalid("no HTTP/2"));
-        };
-        let websocket_key = match upgrade::is_websocket(&head.headers) && slot.allows_tunnels() {
-            true => http2_stream::convert_to_extended_connect(&mut head),
-            false => None,
-        };
-        if http2_stream::convert_head_to_http2(&mut head, self.pool.settings().tls.is_some())
-            .is_none()
-        {
-            return Err(invalid("the request's Host is no authority"));
-        }
-        let declared_trailers = head
-            .headers
-            .get_all(header::TRAILER)
-            .iter()
-            .cloned()
-            .collect();
-        let keeps_stream_open = websocket_key.is_some() || !body.is_empty();
-        let (mut response_future, send_stream) =
-            match slot.send_request_head(Request::from_parts(head, ()), keeps_stream_open) {
-                Ok(begun) => begun,
-                Err(error) => {
-                    let failure = if error.is_connection_closed {
-                        ExchangeFailure::NotSent(None)
-                    } else {
-                        ExchangeFailure::MaybeProcessed
-                    };
-                    return Err((failure, upstream_error_from_h2(&error.error, None)));
-                }
-            };
-        let progress = body.progress();
-        let mut tunnel = None;
-        if websocket_key.is_some() {
-            tunnel = Some(send_stream);
-        } else if keeps_stream_open
-            && let Some(upload) = BodyUpload::start(body, send_stream, declared_trailers).await
-        {
-            slot.attach_upload(upload);
-        }
-        let response_future = poll_fn(|cx| {
-            while let Poll::Ready(Some(Ok(informational))) = response_future.poll_informational(cx)
-            {
-                interim.forward(
-                    informational.status(),
-                    informational.headers(),
-                    Version::HTTP_2,
-                );
-            }
-            Pin::new(&mut response_future).poll(cx)
-        });
-        let response = match self
-            .await_within_response_timeout(
-                &mut connection,
-                response_future,
-                progress.as_deref(),
-                sent_at,
-            )
-            .await
-        {
-            Some(Ok(response)) => response,
-            Some(Err(error)) => {
-                let failure = http2::classify_failure(&error);
-                return Err((failure, upstream_error_from_h2(&error, progress.as_deref())));
-            }
-            None => {
-                if let ConnectionProtocol::Http2(slot) = &connection.protocol {
-                    slot.mark_suspect();
-                }
-                return Err((
-                    ExchangeFailure::MaybeProcessed,
-                    UpstreamError::response_timeout(),
-                ));
-            }
-        };
-        let (head, recv_stream) = response.into_parts();
-        let mut response = Response::from_parts(head, ResponseBody::Empty);
-        if let (Some(key), Some(sending), true) =
-            (websocket_key, tunnel, response.status().is_success())
-        {
-            http2_stream::convert_to_switching_protocols(&mut response, &key);
-            let far = TunnelUpstream::Http2(Http2TunnelIo::new(sending, recv_stream, connection));
-            let tunnel = Tunnel::new(far, self.pool.settings().body_idle_timeout);
-            *response.body_mut() = ResponseBody::Tunnel(Box::new(tunnel));
-            return Ok(response);
-        }
-        let incoming_body = Http2ResponseBody::new(recv_stream, response.headers());
-        *response.body_mut() =
-            self.build_response_body(UpstreamBodySource::Http2(incoming_body), connection);
-        Ok(response)
-    }
-
-    fn build_response_body(
-        &self,
-        source: UpstreamBodySource,
-        connection: Box<UpstreamConnection>,
-    ) -> ResponseBody {
-        let lease = PooledConnection::new(Rc::clone(&self.pool), connection);
-        if source.is_end_stream() {
-            lease.return_to_pool();
-            return ResponseBody::Empty;
-        }
-        ResponseBody::Upstream(UpstreamBody::new(
-            source,
-            lease,
-            self.pool.settings().body_idle_timeout,
-        ))
-    }
-
-    /// Takes a connection out of the pool for the protocol that the upstream switched to. It counts as open until it
-    /// is closed.
-    async fn switch_protocols(
-        &self,
-        mut response: Response<Incoming>,
-        connection: Box<UpstreamConnection>,
-        requested_protocols: &[HeaderValue],
-    ) -> Result<Response<ResponseBody>, UpstreamError> {
-        if !upgrade::selects_offered_protocol(requested_protocols, response.headers()) {
-            let detail = "switched to a protocol that was not asked for".to_owned();
-            return Err(UpstreamError {
-                kind: UpstreamErrorKind::Protocol,
-                detail,
-            });
-        }
-        let upgraded = hyper::upgrade::on(&mut response)
-            .await
-            .map_err(|error| UpstreamError {
-                kind: UpstreamErrorKind::ConnectionTerminated,
-                detail: format_error_chain(&error),
-            })?;
-        // Only now: dropping it would end the task that gives the socket away.
-        drop(connection);
-        let tunnel = Tunnel::new(
-            TunnelUpstream::Http1(TokioIo::new(upgraded)),
-            self.pool.settings().body_idle_timeout,
-        );
-        Ok(response.map(|_empty| ResponseBody::Tunnel(Box::new(tunnel))))
-    }
-
-    /// Waits for `answer`, at most `response_timeout` after the last part of the request was handed
-    /// over, a bodiless one at `sent`; `None` then. While the client is the one who keeps the upstream waiting, its own
-    /// deadline is in force.
-    async fn await_within_response_timeout<T>(
-        &self,
-        connection: &mut UpstreamConnection,
-        response_future: impl Future<Output = T>,
-        progress: Option<&RequestBodyProgress>,
-        sent_at: Instant,
-    ) -> Option<T> {
-        let mut answer = pin!(response_future);
-        let Some(limit) = self.pool.settings().response_timeout else {
-            return Some(answer.await);
-        };
-        poll_fn(|cx| {
-            if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
-                return Poll::Ready(Some(answer));
-            }
-            let since =
-                match progress.map(|progress| (progress.state(), progress.last_progress_at())) {
-                    Some((RequestBodyState::AwaitingClient, _)) => Instant::now(),
-                    Some((_, moved)) => moved,
-                    None => sent_at,
-                };
-            connection.timer.poll(since + limit, cx).map(|()| None)
-        })
-        .await
-    }
 }
 
-/// What became of a request that got no response.
-enum ExchangeFailure {
-    /// No byte of it was written: it may go elsewhere. Here it is, unless there is a copy.
-    NotSent(Option<Box<Request<RequestBody>>>),
-    /// The upstream says that it has not looked at it, and doesn't want to.
-    RefusedStream,
-    /// The connection was on its way out, and the upstream has not looked at it.
-    GoAway,
-    MaybeProcessed,
+/// The retries that remain for one request.
+struct RetryBudget {
+    /// Further connection attempts.
+    connects: u32,
+    /// Retries after a GOAWAY.
+    goaways: u32,
+    may_retry_refused: bool,
+    may_retry_idempotent: bool,
 }
 
-fn exchange_failure_from_hyper(
-    mut failed: TrySendError<Request<RequestBody>>,
-    progress: Option<&RequestBodyProgress>,
-) -> (ExchangeFailure, UpstreamError) {
-    let unsent = failed.take_message();
-    let error = failed.into_error();
-    let kind = if error.is_parse() {
-        UpstreamErrorKind::Protocol
-    } else {
-        UpstreamErrorKind::ConnectionTerminated
-    };
-    let error = UpstreamError {
-        kind: client_error_kind(progress).unwrap_or(kind),
-        detail: format_error_chain(&error),
-    };
-    (
-        unsent.map_or(ExchangeFailure::MaybeProcessed, |request| {
-            ExchangeFailure::NotSent(Some(Box::new(request)))
-        }),
-        error,
-    )
-}
-
-fn upstream_error_from_h2(
-    error: &h2::Error,
-    progress: Option<&RequestBodyProgress>,
-) -> UpstreamError {
-    let kind = client_error_kind(progress).unwrap_or_else(|| http2::error_kind(error));
-    UpstreamError {
-        kind,
-        detail: format_error_chain(error),
-    }
-}
-
-/// Why a request broke off, if it was the client's doing.
-fn client_error_kind(progress: Option<&RequestBodyProgress>) -> Option<UpstreamErrorKind> {
-    match progress?.state() {
-        RequestBodyState::ClientTimeout => Some(UpstreamErrorKind::RequestBodyTimeout),
-        RequestBodyState::TooLarge => Some(UpstreamErrorKind::RequestBodyTooLarge),
-        RequestBodyState::ClientAborted => Some(UpstreamErrorKind::ClientDisconnected),
-        RequestBodyState::AwaitingClient
-        | RequestBodyState::Transferring
-        | RequestBodyState::Finished => None,
-    }
-}
-
-/// Sent twice it does what it does sent once (RFC 9110, 9.2.2), and there is no body that would be
-/// gone after the first time.
-fn is_retryable(request: &Request<RequestBody>) -> bool {
-    let method = request.method();
-    request.body().is_empty()
-        && (method.is_safe() || [Method::PUT, Method::DELETE].contains(method))
-}
-
-/// An error and what led to it, in one line.
-pub(super) fn format_error_chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        next = cause.source();
-    }
-    text
-}
-
-impl UpstreamErrorKind {
-    pub fn origin(self) -> UpstreamErrorOrigin {
-        match self {
-            Self::QueueFull | Self::QueueTimeout => UpstreamErrorOrigin::Proxy,
-            Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientDisconnected => {
-                UpstreamErrorOrigin::Client
-            }
-            _ => UpstreamErrorOrigin::Upstream,
-        }
-    }
-
-    /// Whether the upstream got nothing of the request: there was no connection for it.
-    pub fn is_unsent(self) -> bool {
-        match self {
-            Self::ConnectRefused
-            | Self::ConnectFailed
-            | Self::ConnectTimeout
-            | Self::Dns
-            | Self::Tls => true,
-            Self::QueueFull | Self::QueueTimeout => true,
-            Self::UpgradeUnsupported => true,
-            Self::ResponseTimeout
-            | Self::ConnectionTerminated
-            | Self::Protocol
-            | Self::StreamReset => false,
-            Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientDisconnected => {
-                false
-            }
-        }
-    }
-
-    /// Every [`UpstreamErrorKind::name`], in the order of declaration.
-    pub const NAMES: &[&str] = &[
-        Self::ConnectRefused.name(),
-        Self::ConnectFailed.name(),
-        Self::ConnectTimeout.name(),
-        Self::Dns.name(),
-        Self::Tls.name(),
-        Self::QueueFull.name(),
-        Self::QueueTimeout.name(),
-        Self::ResponseTimeout.name(),
-        Self::ConnectionTerminated.name(),
-        Self::Protocol.name(),
-        Self::StreamReset.name(),
-        Self::UpgradeUnsupported.name(),
-        Self::RequestBodyTimeout.name(),
-        Self::RequestBodyTooLarge.name(),
-        Self::ClientDisconnected.name(),
-    ];
-
-    /// The name in metrics and logs.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::ConnectRefused => "connect_refused",
-            Self::ConnectFailed => "connect_failed",
-            Self::ConnectTimeout => "connect_timeout",
-            Self::Dns => "dns",
-            Self::Tls => "tls",
-            Self::QueueFull => "queue_full",
-            Self::QueueTimeout => "queue_timeout",
-            Self::ResponseTimeout => "response_timeout",
-            Self::ConnectionTerminated => "terminated",
-            Self::Protocol => "protocol",
-            Self::StreamReset => "reset",
-            Self::UpgradeUnsupported => "upgrade",
-            Self::RequestBodyTimeout => "request_body_timeout",
-            Self::RequestBodyTooLarge => "request_body_too_large",
-            Self::ClientDisconnected => "client_gone",
-        }
-    }
-}
-
-impl fmt::Display for UpstreamErrorKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl UpstreamError {
-    fn response_timeout() -> Self {
-        let detail = "no response head in time".to_owned();
+impl RetryBudget {
+    fn new(settings: &UpstreamSettings, request: &Request<RequestBody>) -> Self {
         Self {
-            kind: UpstreamErrorKind::ResponseTimeout,
-            detail,
-        }
-    }
-
-    fn queue_timeout(limit: Duration) -> Self {
-        let detail = format!("no upstream connection became free within {limit:?}");
-        Self {
-            kind: UpstreamErrorKind::QueueTimeout,
-            detail,
-        }
-    }
-
-    fn queue_full(limit: usize) -> Self {
-        let detail = format!("{limit} requests already wait for an upstream connection");
-        Self {
-            kind: UpstreamErrorKind::QueueFull,
-            detail,
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{RequestBody, UpstreamErrorKind, is_retryable};
-    use http::Request;
-
-    #[test]
-    fn error_kind_names_are_in_declaration_order() {
-        let last = UpstreamErrorKind::ClientDisconnected;
-        assert_eq!(UpstreamErrorKind::NAMES.len(), last as usize + 1);
-        for kind in [
-            UpstreamErrorKind::ConnectRefused,
-            UpstreamErrorKind::ResponseTimeout,
-            last,
-        ] {
-            assert_eq!(UpstreamErrorKind::NAMES[kind as usize], kind.name());
-        }
-    }
-
-    #[test]
-    fn only_idempotent_requests_are_retryable() {
-        let repeatable = |method| {
-            let request = Request::builder()
-                .method(method)
-                .body(RequestBody::default())
-                .unwrap();
-            is_retryable(&request)
-        };
-        for method in ["GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"] {
-            assert!(repeatable(method), "{method}");
-        }
-        for method in ["POST", "PATCH", "CONNECT", "PURGE", "get"] {
-            assert!(!repeatable(method), "{method}");
+            connects: settings.retry_connect,
+            goaways: MAX_GOAWAY_RETRIES,
+            may_retry_refused: true,
+            may_retry_idempotent: settings.retry_idempotent && retry::is_retryable(request),
         }
     }
 }

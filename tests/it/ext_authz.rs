@@ -165,7 +165,10 @@ async fn an_incomplete_check_request_is_rejected() {
     let bare = ask("/check/nginx").send().await;
     assert_eq!(
         (bare.status, bare.text().as_str()),
-        (400, "the header x-original-uri must be there, once\n")
+        (
+            400,
+            "the header x-original-uri must be present exactly once\n"
+        )
     );
     assert_eq!(
         ask("/check/nginx")
@@ -188,12 +191,12 @@ async fn an_incomplete_check_request_is_rejected() {
         assert_eq!(ask(path).send().await.status, 404, "{path}");
     }
     let hints = |line: &LogLine| {
-        line.is_level("WARN") && line.message_starts_with("a question can't be understood")
+        line.is_level("WARN") && line.message_starts_with("authorization request rejected")
     };
     let hint = proxy.wait_for_log("the hint", 0, TEST_TIMEOUT, hints).await;
     assert_eq!(
         hint.field("unclear"),
-        "the header x-original-uri must be there, once"
+        "the header x-original-uri must be present exactly once"
     );
     assert_eq!(
         proxy.log_since(0).iter().filter(|line| hints(line)).count(),
@@ -305,7 +308,10 @@ async fn a_check_request_has_exactly_one_host() {
         .await;
     assert_eq!(
         (other.status, other.text().as_str()),
-        (400, "the header host differs from the host that is asked\n")
+        (
+            400,
+            "the header host differs from the host of the request target\n"
+        )
     );
     let same = ask("http://shop.example/check/envoy/api/x", "Shop.Example")
         .send()

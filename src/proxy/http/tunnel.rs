@@ -1,11 +1,9 @@
-//! After an upgrade: bytes both ways until both sides are done, or one is gone.
+//! Copies bytes in both directions after an upgrade, until both sides close or one fails.
 //!
-//! A part that was read is written before the next one is read, so the slower side sets the pace, and a
-//! tunnel in which nothing moves holds no buffer.
+//! Each chunk is written before the next is read, so the slower side sets the pace. A tunnel
+//! without traffic holds no buffer.
 
 use bytes::{Buf, Bytes};
-use hyper::upgrade::Upgraded;
-use hyper_util::rt::TokioIo;
 use std::future::poll_fn;
 use std::io;
 use std::mem::MaybeUninit;
@@ -17,63 +15,54 @@ use tokio::time::Instant;
 
 use crate::enforcer::ConcurrencySlotGuard;
 use crate::proxy::server::lazy_timer::LazyTimer;
-use crate::proxy::upstream::Http2TunnelIo;
+use crate::proxy::upstream::tunnel_io::TunnelUpstream;
 use crate::telemetry::trace::RequestRecording;
 
-/// The most that waits in each direction.
+/// Maximum buffered bytes per direction.
 const CHUNK_BYTES: usize = 16 * 1024;
 
-/// An upstream's connection that no longer speaks HTTP. Dropping it closes it.
+/// An upstream connection or stream after a protocol switch. Dropping it closes it.
 #[derive(Debug)]
 pub struct Tunnel {
     upstream: TunnelUpstream,
-    /// Nothing moves in either direction for this long: the end. `None`: no limit.
+    /// Maximum time without traffic in either direction; `None` for no limit.
     idle_timeout: Option<Duration>,
     slot_guard: Option<ConcurrencySlotGuard>,
-    /// Dropped with the tunnel, it ends.
+    /// The recording ends when the tunnel is dropped.
     _recording: Option<Box<RequestRecording>>,
     client_to_upstream: TunnelDirection,
     upstream_to_client: TunnelDirection,
     last_activity_at: Instant,
-    /// Since when it is the client's turn.
+    /// Since when the client is expected to read or to close.
     client_stalled_since: Option<Instant>,
-    /// Since when the upstream has left alone what the client sent.
+    /// Since when the upstream has not read what the client sent.
     upstream_stalled_since: Option<Instant>,
     timer: LazyTimer,
 }
 
-/// The upstream's end.
-#[derive(Debug)]
-pub(in crate::proxy) enum TunnelUpstream {
-    /// A whole connection.
-    Http1(TokioIo<Upgraded>),
-    /// A stream of one.
-    Http2(Http2TunnelIo),
-}
-
-/// How a tunnel ended.
+/// Why a tunnel ended.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::proxy) enum TunnelEndReason {
-    /// Both sides have said all they had to say.
-    #[error("both sides are done")]
+    /// Both sides closed their direction.
+    #[error("both sides closed the tunnel")]
     Completed,
-    /// The client's connection broke.
-    #[error("the client's connection broke: {0}")]
+    /// The client connection failed.
+    #[error("the client connection failed: {0}")]
     ClientDisconnected(io::Error),
-    /// The upstream's connection broke. The client has all that came before.
-    #[error("the upstream's connection broke: {0}")]
+    /// The upstream connection failed. The client received all earlier data.
+    #[error("the upstream connection failed: {0}")]
     UpstreamDisconnected(io::Error),
-    /// Nothing moved for too long.
-    #[error("nothing moved")]
+    /// No traffic for `body_idle_timeout`.
+    #[error("no traffic within the idle timeout")]
     IdleTimeout,
-    /// The request took longer than a limit allows.
-    #[error("it took longer than allowed")]
+    /// The request exceeded the `max_duration` of a concurrency limit.
+    #[error("the tunnel took longer than allowed")]
     MaxDurationExceeded,
-    /// The client does not read, or does not come to an end after the upstream has.
-    #[error("the client does not read, or does not end")]
+    /// The client does not read, or does not close after the upstream did.
+    #[error("the client does not read, or does not close its side")]
     ClientStalled,
-    /// The upstream does not read, at the expense of others.
-    #[error("the upstream does not read, and holds up what else the client sends")]
+    /// The upstream does not read, which blocks other streams of the client.
+    #[error("the upstream does not read, which blocks other streams of the client")]
     UpstreamStalled,
 }
 
@@ -93,21 +82,23 @@ impl Tunnel {
         }
     }
 
-    /// Keeps what the request holds until the end of the tunnel, and ends the tunnel when that has to end.
+    /// Keeps the concurrency slot until the tunnel ends, and ends the tunnel at the slot's
+    /// `ends_at`.
     pub(in crate::proxy) fn attach_slot_guard(&mut self, slot_guard: Option<ConcurrencySlotGuard>) {
         self.slot_guard = slot_guard;
     }
 
-    /// The request's recording ends with the tunnel.
+    /// Ends the trace recording with the tunnel.
     pub(in crate::proxy) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
         self._recording = recording;
     }
 
-    /// Passes bytes on. A side that ends its own direction is still sent the other.
+    /// Copies bytes until the tunnel ends. A side that closes its own direction still receives the
+    /// other.
     ///
-    /// `patience`: how long a client may leave what is there for it, and, once the upstream has ended, how
-    /// long it may pause. If the client's other streams share their window with this one, it is also how long the
-    /// upstream may leave alone what is there: unread bytes hold that window.
+    /// `stall_timeout` limits how long the client may leave data unread, or stay open after the
+    /// upstream closed. With `shares_window`, the client's streams share one flow-control window,
+    /// which unread bytes occupy; the limit then also applies to an upstream that does not read.
     pub(in crate::proxy) async fn run<C>(
         &mut self,
         client: &mut C,
@@ -118,7 +109,8 @@ impl Tunnel {
         C: AsyncRead + AsyncWrite + Unpin,
     {
         poll_fn(|cx| {
-            // Down first: what the upstream said last arrives before it is found to be gone.
+            // Downstream first: the upstream's last data must reach the client before its failure
+            // is noticed.
             let is_down_closed =
                 match self
                     .upstream_to_client
@@ -203,55 +195,15 @@ impl Tunnel {
     }
 }
 
-impl TunnelUpstream {
-    fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Unpin)> {
-        match self {
-            Self::Http1(io) => Pin::new(io),
-            Self::Http2(stream) => Pin::new(stream),
-        }
-    }
-}
-
-impl AsyncRead for TunnelUpstream {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        into: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Http1(io) => Pin::new(io).poll_read(cx, into),
-            Self::Http2(stream) => Pin::new(stream).poll_read(cx, into),
-        }
-    }
-}
-
-impl AsyncWrite for TunnelUpstream {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        self.get_mut().writer().poll_write(cx, bytes)
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.get_mut().writer().poll_flush(cx)
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.get_mut().writer().poll_shutdown(cx)
-    }
-}
-
-/// One direction.
+/// State of one direction.
 #[derive(Debug, Default)]
 struct TunnelDirection {
-    /// Read, and not yet written.
+    /// Data that was read but not written yet.
     unsent: Bytes,
     state: TunnelDirectionState,
-    /// It waits for the receiver, not for the sender.
+    /// The sink is blocked, not the source.
     is_sink_blocked: bool,
-    /// Something has happened since the last look.
+    /// Data moved or the state changed since the last `take_progressed`.
     has_progressed: bool,
 }
 
@@ -259,19 +211,19 @@ struct TunnelDirection {
 enum TunnelDirectionState {
     #[default]
     Open,
-    /// The sender has ended; the receiver is to be told.
+    /// The source closed; the sink is still to be closed.
     Closing,
     Closed,
 }
 
-/// Which end of a direction failed.
+/// The end of a direction that failed.
 enum TunnelCopyError {
     Source(io::Error),
     Sink(io::Error),
 }
 
 impl TunnelDirection {
-    /// Ready when the sender's end has reached the receiver.
+    /// Ready when the source has closed and the sink was shut down.
     fn poll_copy<S, T>(
         &mut self,
         source: &mut S,
@@ -305,7 +257,7 @@ impl TunnelDirection {
             if self.state == TunnelDirectionState::Open
                 && self.poll_copy_chunk(source, sink, cx)?.is_pending()
             {
-                // Also how a receiver that is gone can be noticed while there is nothing for it.
+                // Flushing also detects a failed sink while there is nothing to write.
                 ready!(Pin::new(&mut *sink).poll_flush(cx)).map_err(TunnelCopyError::Sink)?;
                 self.is_sink_blocked = false;
                 return Poll::Pending;
@@ -313,7 +265,7 @@ impl TunnelDirection {
         }
     }
 
-    /// Reads a part and writes what of it is taken at once.
+    /// Reads a chunk and writes as much of it as the sink takes at once.
     fn poll_copy_chunk<S, T>(
         &mut self,
         source: &mut S,

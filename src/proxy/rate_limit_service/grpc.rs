@@ -1,4 +1,4 @@
-//! Calls of gRPC that are one message each way: a POST, five bytes before each message, and a status behind the answer
+//! Unary gRPC calls: a POST, a five-byte prefix before each message, and the status in the trailers
 //! (<https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>).
 
 use crate::proxy::http::body::{BodyError, RequestBody, ResponseBody};
@@ -12,20 +12,20 @@ use prost::Message;
 static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 static GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 const MEDIA_TYPE: &[u8] = b"application/grpc";
-/// The only way to write messages that is read here; gRPC knows others, and is served to browsers as `grpc-web`.
+/// The only supported message encoding. Others, such as JSON and `grpc-web`, are rejected.
 const PROTO_SUFFIX: &[u8] = b"+proto";
 
-/// Whether it is compressed, and its length.
+/// Length of the message prefix: a compression flag and the message length.
 const PREFIX_BYTES: usize = 5;
 
-/// Why a call fails. The text is public, and ASCII without percent signs.
+/// Error of a gRPC call. The text is public, and must be ASCII without percent signs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::proxy) struct GrpcError(
     pub(in crate::proxy) GrpcStatusCode,
     pub(in crate::proxy) &'static str,
 );
 
-/// Those that are used here.
+/// The gRPC status codes in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::proxy) enum GrpcStatusCode {
     Cancelled = 1,
@@ -36,7 +36,7 @@ pub(in crate::proxy) enum GrpcStatusCode {
     Unavailable = 14,
 }
 
-/// What to answer to a request that is no call at all.
+/// Returns the response to a request that is not a gRPC call; `None` if it is one.
 pub(in crate::proxy) fn reject_non_grpc(parts: &request::Parts) -> Option<Response<ResponseBody>> {
     let content_type = parts
         .headers
@@ -69,7 +69,7 @@ fn is_grpc_content_type(content_type: &[u8]) -> bool {
     })
 }
 
-/// The message of a call.
+/// Reads the message of a call.
 pub(in crate::proxy) async fn read_message<M: Message + Default>(
     body: RequestBody,
 ) -> Result<M, GrpcError> {
@@ -84,14 +84,14 @@ pub(in crate::proxy) async fn read_message<M: Message + Default>(
         Err(_) => {
             return Err(GrpcError(
                 GrpcStatusCode::Cancelled,
-                "the message broke off",
+                "the message was cut off",
             ));
         }
     };
     if bytes.len() < PREFIX_BYTES {
         return Err(GrpcError(
             GrpcStatusCode::InvalidArgument,
-            "there is no message",
+            "the call has no message",
         ));
     }
     if bytes.get_u8() != 0 {
@@ -103,18 +103,18 @@ pub(in crate::proxy) async fn read_message<M: Message + Default>(
     if usize::try_from(bytes.get_u32()) != Ok(bytes.len()) {
         return Err(GrpcError(
             GrpcStatusCode::InvalidArgument,
-            "a call has one message, whose length stands before it",
+            "expected exactly one message after its length prefix",
         ));
     }
     M::decode(bytes).map_err(|_undecodable| {
         GrpcError(
             GrpcStatusCode::InvalidArgument,
-            "the message cannot be read",
+            "the message cannot be decoded",
         )
     })
 }
 
-/// A message as it is sent.
+/// Encodes a message with its prefix.
 pub(in crate::proxy) fn frame_message(message: &impl Message) -> Bytes {
     let length = message.encoded_len();
     let mut bytes = BytesMut::with_capacity(PREFIX_BYTES + length);
@@ -124,7 +124,7 @@ pub(in crate::proxy) fn frame_message(message: &impl Message) -> Bytes {
     bytes.freeze()
 }
 
-/// The answer to a call.
+/// Builds the response to a call.
 pub(in crate::proxy) fn build_reply(result: Result<Bytes, GrpcError>) -> Response<ResponseBody> {
     let mut response = Response::new(ResponseBody::Empty);
     response.headers_mut().insert(
@@ -137,7 +137,7 @@ pub(in crate::proxy) fn build_reply(result: Result<Bytes, GrpcError>) -> Respons
                 HeaderMap::from_iter([(GRPC_STATUS.clone(), HeaderValue::from_static("0"))]);
             *response.body_mut() = ResponseBody::FullWithTrailers(message, Some(trailers));
         }
-        // Without a message, what follows it stands in the head.
+        // Without a message, the trailers are sent in the response head.
         Err(GrpcError(code, why)) => {
             let headers = response.headers_mut();
             headers.insert(&GRPC_STATUS, HeaderValue::from(code as u16));

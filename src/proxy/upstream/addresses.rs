@@ -1,4 +1,4 @@
-//! The addresses of the upstream's name, which may change while connections to the old ones are still good.
+//! DNS addresses of the upstream, and detection of connections to removed addresses.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -6,10 +6,11 @@ use tokio::net::lookup_host;
 
 use crate::proxy::UpstreamUrl;
 
-/// How often the name is looked up beside new connections.
+/// Interval of DNS lookups that are independent of new connections.
 pub(super) const LOOKUP_INTERVAL: Duration = Duration::from_secs(10);
 
-/// What was found the last time and the time before: some name servers tell some of many addresses at a time.
+/// Results of the last two lookups. Two are kept because some name servers return only a subset of
+/// the addresses each time.
 #[derive(Debug, Default)]
 pub(super) struct ResolvedAddresses {
     previous: Vec<IpAddr>,
@@ -21,7 +22,7 @@ impl ResolvedAddresses {
         self.previous = std::mem::replace(&mut self.latest, resolved);
     }
 
-    /// Whether the name has not had the address twice running.
+    /// Whether both of the last two lookups lack the address.
     pub(super) fn is_stale(&self, address: Option<IpAddr>) -> bool {
         let Some(address) = address else { return false };
         [&self.previous, &self.latest]
@@ -30,12 +31,12 @@ impl ResolvedAddresses {
     }
 }
 
-/// Whether the upstream has a name, whose addresses may change.
+/// Whether the upstream is configured by host name, so that its addresses may change.
 pub(super) fn has_dns_name(url: &UpstreamUrl) -> bool {
     matches!(url, UpstreamUrl::Net { host, .. } if host.parse::<IpAddr>().is_err())
 }
 
-/// The addresses that the upstream's name has now, if they can be found out.
+/// Resolves the upstream's host name. Returns `None` if the lookup fails or finds nothing.
 pub(super) async fn resolve_addresses(url: &UpstreamUrl) -> Option<Vec<IpAddr>> {
     let UpstreamUrl::Net { host, port, .. } = url else {
         return None;

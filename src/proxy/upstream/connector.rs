@@ -1,4 +1,4 @@
-//! New connections: name, address, socket, TLS.
+//! Establishes connections to the upstream: DNS lookup, TCP or Unix socket, TLS handshake.
 
 use arc_swap::ArcSwap;
 use futures_util::StreamExt;
@@ -19,32 +19,33 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::rustls::ClientConfig;
 
-use super::{UpstreamError, UpstreamErrorKind, format_error_chain};
+use super::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
 use crate::tls::ClientTls;
 
-/// Of a name's addresses, the next one is tried when the last one has not answered for so long (RFC 8305, 5).
+/// Time after which the next address is tried while earlier attempts are pending (RFC 8305, 5).
 const HAPPY_EYEBALLS_DELAY: Duration = Duration::from_millis(250);
-/// A machine that vanished is found after half as long again, also in the middle of a quiet response.
+/// Idle time before TCP keep-alive probes start. Three probes, ten seconds apart, detect a vanished
+/// host even during a quiet response.
 const TCP_KEEPALIVE_TIME: Duration = Duration::from_secs(60);
 
-/// A URL whose host can't be spoken of.
+/// The upstream URL has a host that is not valid in a `Host` header.
 #[derive(Debug, thiserror::Error)]
-#[error("upstream.url: {0:?} cannot stand in a Host header")]
+#[error("upstream.url: {0:?} is not valid in a Host header")]
 pub struct UpstreamUrlError(pub(super) String);
 
-/// Makes connections to the one upstream there is.
+/// Opens connections to the upstream.
 pub(super) struct UpstreamConnector {
-    /// What holds for new connections; a reload changes it.
+    /// TLS settings of new connections; a reload replaces them. `None` for cleartext.
     tls: Option<ArcSwap<UpstreamTls>>,
 }
 
-/// Which protocols a server may choose from, where it has a choice.
+/// The protocols offered to a TLS server by ALPN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AlpnOffer {
-    /// HTTP/2 and HTTP/1.1.
+    /// HTTP/2 and HTTP/1.1; the server chooses.
     Http2AndHttp1,
-    /// HTTP/1.1, in which an upgrade is possible.
+    /// HTTP/1.1 only, because the request needs an upgrade.
     Http1Only,
 }
 
@@ -64,17 +65,17 @@ impl UpstreamConnector {
         }
     }
 
-    /// Uses other certificates from now on. An upstream that is not spoken to by TLS stays so.
+    /// Uses other certificates for new connections. A cleartext upstream stays cleartext.
     pub(super) fn update_tls(&self, client: &ClientTls) {
         if let Some(tls) = &self.tls
             && tls.load().client_tls != *client
         {
             tls.store(Arc::new(UpstreamTls::new(client.clone())));
-            tracing::info!("new connections to the upstream use the new certificates");
+            tracing::info!("upstream certificates reloaded; new connections use them");
         }
     }
 
-    /// One try, all in, within `connect_timeout`.
+    /// Makes one attempt, DNS lookup and TLS handshake included, within `connect_timeout`.
     pub(super) async fn connect(
         &self,
         settings: &UpstreamSettings,
@@ -151,7 +152,7 @@ async fn perform_tls_handshake(
     };
     let name = tls.client_tls.server_name_for(host);
     let name =
-        name.map_err(|_invalid| failed(format!("{host:?} can't be the name in a certificate")))?;
+        name.map_err(|_invalid| failed(format!("{host:?} is not a valid TLS server name")))?;
     let connector = if offer == AlpnOffer::Http2AndHttp1 {
         &tls.http2_connector
     } else {
@@ -168,8 +169,10 @@ async fn perform_tls_handshake(
     ))
 }
 
-/// The name is looked up each time: in a cluster addresses change. Its addresses are tried in their order, the two
-/// families by turns, each for a moment alone.
+/// Resolves the name and connects.
+///
+/// The lookup is repeated for each connection because addresses change in a cluster. The addresses
+/// are tried in order, alternating the address families (RFC 8305).
 async fn connect_tcp(host: &str, port: u16) -> Result<TcpStream, UpstreamError> {
     let dns = |why: String| UpstreamError {
         kind: UpstreamErrorKind::Dns,
@@ -199,8 +202,8 @@ async fn connect_tcp(host: &str, port: u16) -> Result<TcpStream, UpstreamError> 
     }
 }
 
-/// The families by turns, beginning with the first one's (RFC 8305, 4): a family that leads nowhere must not use up all
-/// the time.
+/// Alternates the address families, starting with the family of the first address (RFC 8305, 4). An
+/// unreachable family must not use up the connect timeout.
 fn interleave_address_families(addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
     let ipv6_first = addresses.first().is_some_and(SocketAddr::is_ipv6);
     let (first, second): (Vec<_>, Vec<_>) = addresses
@@ -214,7 +217,7 @@ fn interleave_address_families(addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
 }
 
 fn set_socket_options(socket: &TcpStream) -> io::Result<()> {
-    // Without it, small requests may wait for the acknowledgement of the last ones.
+    // With Nagle's algorithm, small requests may wait for the acknowledgement of earlier ones.
     socket.set_nodelay(true)?;
     let keepalive = socket2::TcpKeepalive::new()
         .with_time(TCP_KEEPALIVE_TIME)
@@ -237,28 +240,29 @@ fn map_connect_error(error: io::Error) -> UpstreamError {
 
 impl fmt::Debug for UpstreamConnector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Connector")
+        f.debug_struct("UpstreamConnector")
             .field("tls", &self.tls.is_some())
             .finish()
     }
 }
 
-/// A connection's bytes, in the clear or not.
+/// A connected socket, with or without TLS.
 ///
-/// An upstream may answer an upload early, e.g. with 413, and close: writing then fails while the answer
-/// waits to be read. So a broken write is passed over, and the reading side tells how it ended,
-/// unless it has said so before: in a tunnel, writing may go on after that.
+/// An upstream may respond to an upload early, e.g. with 413, and close. Writing then fails while
+/// the response can still be read. So a failed write is reported as successful, and the reading
+/// side reports the failure after it has returned the data received. A write that fails after a
+/// clean end of the reading side is reported directly, as a tunnel may still write then.
 #[derive(Debug)]
 pub(super) struct UpstreamSocket {
     transport: SocketTransport,
     is_http2: bool,
-    /// Something has been read since somebody asked.
+    /// Set by every read; reset by the PING monitor.
     read_activity: Arc<AtomicBool>,
-    /// Writing has failed.
+    /// A write failed, and the error was not reported.
     write_failed: bool,
-    /// Reading has come to an end in good order.
+    /// The reading side reached a clean end.
     read_ended: bool,
-    /// Free when the socket is closed, not when somebody wants it closed.
+    /// Released when the socket is closed, not when its closing is requested.
     _permit: Option<OwnedSemaphorePermit>,
 }
 
@@ -281,17 +285,17 @@ impl UpstreamSocket {
         }
     }
 
-    /// What was agreed upon.
+    /// Whether HTTP/2 was negotiated.
     pub(super) fn is_http2(&self) -> bool {
         self.is_http2
     }
 
-    /// Set whenever something has been read.
+    /// A flag that every read sets.
     pub(super) fn read_activity(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.read_activity)
     }
 
-    /// Holds `permit` as long as the connection is open.
+    /// Keeps `permit` until the socket is closed.
     pub(super) fn with_permit(self, permit: OwnedSemaphorePermit) -> Self {
         Self {
             _permit: Some(permit),
@@ -299,7 +303,7 @@ impl UpstreamSocket {
         }
     }
 
-    /// The address that was connected to.
+    /// The IP address of the peer; `None` for a Unix socket.
     pub(super) fn peer(&self) -> Option<IpAddr> {
         let socket = match &self.transport {
             SocketTransport::Plain(socket) => socket,
@@ -317,7 +321,7 @@ impl UpstreamSocket {
         }
     }
 
-    /// What a write came to; `unheard` if it broke.
+    /// Replaces a broken-connection error of a write with `value_if_broken`.
     fn mask_write_failure<T>(
         &mut self,
         result: Poll<io::Result<T>>,
@@ -353,7 +357,8 @@ impl AsyncRead for UpstreamSocket {
             SocketTransport::Tls(stream) => Pin::new(stream).poll_read(cx, into),
         })?;
         if this.write_failed && into.filled().len() == before {
-            // No end in good order: the failed write has used up the error that reading would have had.
+            // Not a clean end: the failed write consumed the error that the read would have
+            // returned.
             return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
         }
         this.read_activity.store(true, Ordering::Relaxed);
@@ -448,7 +453,7 @@ mod tests {
         stream.write_all(b"never read").await.unwrap();
         theirs.readable().await.unwrap();
         theirs.write_all(b"no").await.unwrap();
-        // With bytes unread, the kernel resets.
+        // The kernel sends a reset because bytes are unread.
         drop(theirs);
         while !stream.write_failed {
             stream.write_all(b"more").await.unwrap();

@@ -1,5 +1,5 @@
-//! What an HTTP/1.1 upstream says before its answer (1xx): from the task that reads a connection to the request that
-//! waits for its answer there.
+//! Transfers informational (1xx) responses of an HTTP/1.1 upstream from the task that reads the
+//! connection to the request that waits for its response.
 
 use http::{HeaderMap, Request, StatusCode, Version};
 use parking_lot::Mutex;
@@ -10,7 +10,8 @@ use crate::proxy::http::informational_responses::{
     InformationalForwarder, MAX_INFORMATIONAL_RESPONSES,
 };
 
-/// One connection's; behind a lock, which nobody contends for, only because hyper asks for it.
+/// The queue of one connection. hyper requires the callback to be `Sync`, hence the lock; it is
+/// never contended.
 #[derive(Debug, Default)]
 pub(super) struct InformationalResponseQueue(Mutex<InformationalQueueState>);
 
@@ -21,7 +22,7 @@ struct InformationalQueueState {
 }
 
 impl InformationalResponseQueue {
-    /// Has hyper tell of what comes before the answer to `request`.
+    /// Registers the queue as hyper's callback for 1xx responses to `request`.
     pub(super) fn attach_to_request<B>(self: &Arc<Self>, request: &mut Request<B>) {
         let queue = Arc::clone(self);
         hyper::ext::on_informational(request, move |head| {
@@ -35,7 +36,7 @@ impl InformationalResponseQueue {
         });
     }
 
-    /// Passes on what has come, and wakes the reader when there is more.
+    /// Forwards the queued responses and stores `waker` for further ones.
     pub(super) fn forward_responses(
         &self,
         interim: &mut InformationalForwarder,
@@ -45,7 +46,7 @@ impl InformationalResponseQueue {
         for (status, fields) in state.heads.drain(..) {
             interim.forward(status, &fields, Version::HTTP_11);
         }
-        // A waker keeps its task: none stays here longer than the request.
+        // A stored waker keeps its task alive, so it must not outlive the request.
         state.waker = waker.cloned();
     }
 }

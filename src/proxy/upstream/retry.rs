@@ -1,17 +1,17 @@
-//! A request that may have to be sent once more.
+//! Copy of a request, for a retry.
 
 use http::{HeaderName, HeaderValue, Method, Request, Uri};
 
-use crate::proxy::http::body::RequestBody;
+use crate::proxy::http::body::request::RequestBody;
 
-/// What it takes to send a request once more. Its fields are copied as text, which no name or value needs to be shared
-/// for: that costs a third of copying the map, and hardly any request is ever read back.
+/// What a retry needs of a request. The headers are copied as text: that costs a third of cloning
+/// the map, and few copies are ever converted back.
 pub(super) struct RetryRequest {
     method: Method,
     uri: Uri,
-    /// `name:value\n` of each; a name has no colon, and neither has a line's end.
+    /// `name:value\n` for each header. Names contain no colon, and values no line feed.
     header_lines: Vec<u8>,
-    /// Another handle on the same body.
+    /// Another handle to the same body.
     pub(super) body: RequestBody,
 }
 
@@ -58,9 +58,17 @@ impl RetryRequest {
     }
 }
 
+/// Whether a request may be sent twice: its method is idempotent (RFC 9110, 9.2.2) and it has no
+/// body.
+pub(super) fn is_retryable(request: &Request<RequestBody>) -> bool {
+    let method = request.method();
+    request.body().is_empty()
+        && (method.is_safe() || [Method::PUT, Method::DELETE].contains(method))
+}
+
 #[cfg(test)]
 mod tests {
-    use super::{RequestBody, RetryRequest};
+    use super::{RequestBody, RetryRequest, is_retryable};
     use http::Request;
 
     #[test]
@@ -87,5 +95,22 @@ mod tests {
         );
         assert_eq!(retried.headers(), first.headers());
         assert_eq!(retried.headers().iter().count(), 4);
+    }
+
+    #[test]
+    fn only_idempotent_requests_are_retryable() {
+        let repeatable = |method| {
+            let request = Request::builder()
+                .method(method)
+                .body(RequestBody::default())
+                .unwrap();
+            is_retryable(&request)
+        };
+        for method in ["GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"] {
+            assert!(repeatable(method), "{method}");
+        }
+        for method in ["POST", "PATCH", "CONNECT", "PURGE", "get"] {
+            assert!(!repeatable(method), "{method}");
+        }
     }
 }

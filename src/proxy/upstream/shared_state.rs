@@ -1,4 +1,4 @@
-//! What all workers' connections to the upstream have in common.
+//! State that all workers' connections to the upstream share.
 
 use http::HeaderValue;
 use std::sync::Arc;
@@ -6,40 +6,40 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::sync::{Semaphore, watch};
 
-use super::UpstreamError;
 use super::connector::{UpstreamConnector, UpstreamUrlError};
+use super::error::UpstreamError;
 use crate::proxy::UpstreamSettings;
 use crate::telemetry::LogThrottle;
 use crate::tls::ClientTls;
 
-/// While the upstream is away, the log says so this often.
+/// Minimum interval between warnings while requests fail.
 const ERROR_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// What all workers may do together, and how to reach the upstream.
+/// Limits, counters and the connector, shared by all workers.
 #[derive(Debug)]
 pub struct UpstreamSharedState {
     pub(super) settings: UpstreamSettings,
-    /// The upstream's name in a `Host` field.
+    /// The upstream's authority, as used in a `Host` header.
     pub(super) authority: HeaderValue,
     pub(super) connector: UpstreamConnector,
     pub(super) max_idle_per_worker: usize,
-    /// A permit per open connection.
+    /// One permit per open connection.
     pub(super) connection_permits: Arc<Semaphore>,
-    /// Requests that wait for one.
+    /// Requests waiting for a connection.
     pub(super) queued_requests: AtomicUsize,
-    /// Requests that wait for their turn first.
+    /// Requests delayed by a `leaky_bucket` limit.
     pub(super) delayed_requests: AtomicUsize,
-    /// Changes whenever a request begins to wait.
+    /// Notifies all workers when a request starts to wait for a connection.
     pub(super) queue_signal: watch::Sender<()>,
-    /// For the log, when no request gets through.
+    /// Throttles the warnings about failed requests.
     pub(super) error_log_throttle: LogThrottle,
 }
 
 impl UpstreamSharedState {
-    /// `workers`: how many will share.
+    /// Creates the state for `workers` workers.
     ///
     /// # Errors
-    /// When the URL names no valid host.
+    /// If the host of the URL is not valid in a `Host` header.
     pub fn new(settings: UpstreamSettings, workers: usize) -> Result<Arc<Self>, UpstreamUrlError> {
         let connector = UpstreamConnector::new(&settings);
         let authority = settings.url.authority();
@@ -60,7 +60,7 @@ impl UpstreamSharedState {
         }))
     }
 
-    /// What a reload brings: new connections show and trust these certificates.
+    /// Applies a reload: new connections present and trust these certificates.
     pub fn update_tls(&self, tls: Option<&ClientTls>) {
         if let Some(tls) = tls {
             self.connector.update_tls(tls);
@@ -69,7 +69,7 @@ impl UpstreamSharedState {
 }
 
 impl UpstreamSharedState {
-    /// Counts one more in a queue, unless all queues together are full.
+    /// Adds a request to `queue`, unless all queues together are full.
     pub(super) fn reserve_queue_slot(&self, queue: &AtomicUsize) -> Result<(), UpstreamError> {
         let limit = self.settings.max_requests_waiting;
         queue.fetch_add(1, Ordering::SeqCst);
@@ -83,7 +83,7 @@ impl UpstreamSharedState {
     }
 }
 
-/// A place among the held.
+/// Counts a delayed request.
 pub(super) struct DelaySlotGuard<'s>(&'s UpstreamSharedState);
 
 impl<'s> DelaySlotGuard<'s> {

@@ -1,21 +1,21 @@
-//! The begin of a request body, for upstreams that may say that they have not looked at it.
+//! Replay buffer of a request body, for upstreams that may refuse a request unprocessed.
 
 use bytes::Bytes;
 use http::HeaderMap;
 use http_body::Frame;
 use smallvec::SmallVec;
 
-/// The begin of a request body is kept up to here while it may have to be sent once more. Parts are kept as they came,
-/// so each may hold the buffer that it came in: they are counted, too.
+/// Limits of the buffer. Chunks are kept as received, and each may hold a larger allocation, so
+/// their number is limited too.
 const MAX_REPLAY_BYTES: usize = 64 * 1024;
 const MAX_REPLAY_PARTS: usize = 16;
 
-/// The begin of a request body, for the case that it has to be sent once more.
+/// The start of a request body, kept for a retry.
 #[derive(Debug, Default)]
 pub(super) struct ReplayBuffer {
     parts: SmallVec<[BodyReplayPart; 2]>,
     bytes: usize,
-    /// How many of the parts have been handed over, this time.
+    /// Parts handed over since the last rewind.
     position: usize,
     state: BodyReplayState,
 }
@@ -28,24 +28,24 @@ enum BodyReplayPart {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum BodyReplayState {
-    /// Nothing has been read.
+    /// Nothing was read yet.
     #[default]
     Idle,
-    /// All that was read is there.
+    /// Everything that was read is in the buffer.
     Complete,
-    /// Some of it isn't any more.
+    /// Some of what was read is not in the buffer.
     Incomplete,
 }
 
 impl ReplayBuffer {
-    /// From here on what is read is kept.
+    /// Starts recording.
     pub(super) fn enable(&mut self) {
         if self.state == BodyReplayState::Idle {
             self.state = BodyReplayState::Complete;
         }
     }
 
-    /// It need not come again, but for what is still to be told.
+    /// Stops recording. Parts that were rewound but not handed over yet remain.
     pub(super) fn disable(&mut self) {
         if self.state == BodyReplayState::Complete {
             self.state = BodyReplayState::Incomplete;
@@ -53,7 +53,7 @@ impl ReplayBuffer {
         self.release_replayed();
     }
 
-    /// Something was read, and handed over.
+    /// Records a frame that was read and handed over.
     pub(super) fn record_frame(&mut self, frame: &Frame<Bytes>) {
         let length = frame.data_ref().map_or(0, Bytes::len);
         if self.state != BodyReplayState::Complete {
@@ -79,7 +79,7 @@ impl ReplayBuffer {
         self.position = self.parts.len();
     }
 
-    /// What stands before that which is still to come.
+    /// Returns the next recorded frame after a rewind.
     pub(super) fn next_frame(&mut self) -> Option<Frame<Bytes>> {
         let part = self.parts.get(self.position)?;
         let frame = match part {
@@ -99,12 +99,12 @@ impl ReplayBuffer {
         }
     }
 
-    /// Whether what comes next has to be read.
+    /// Whether the next frame must be read from the client.
     pub(super) fn is_fully_replayed(&self) -> bool {
         self.position == self.parts.len()
     }
 
-    /// Of data, before anything has to be read.
+    /// Recorded data bytes that were not handed over again yet.
     pub(super) fn pending_bytes(&self) -> u64 {
         let pending = self.parts.iter().skip(self.position);
         pending
@@ -118,7 +118,7 @@ impl ReplayBuffer {
             .sum()
     }
 
-    /// Tells all from the beginning. `false`: some of it is not there any more.
+    /// Rewinds to the start. Returns `false` if the buffer is incomplete.
     pub(super) fn rewind(&mut self) -> bool {
         self.position = if self.state == BodyReplayState::Incomplete {
             self.position
@@ -140,36 +140,36 @@ mod tests {
         Frame::data(vec![b'x'; length].into())
     }
 
-    fn record_frames(kept: &mut ReplayBuffer, frames: impl IntoIterator<Item = Frame<Bytes>>) {
+    fn record_frames(buffer: &mut ReplayBuffer, frames: impl IntoIterator<Item = Frame<Bytes>>) {
         frames
             .into_iter()
-            .for_each(|frame| kept.record_frame(&frame));
+            .for_each(|frame| buffer.record_frame(&frame));
     }
 
-    /// The lengths of what is told again; trailers are 0.
-    fn replayed_lengths(kept: &mut ReplayBuffer) -> Vec<usize> {
-        std::iter::from_fn(|| kept.next_frame())
+    /// Lengths of the replayed frames; 0 for trailers.
+    fn replayed_lengths(buffer: &mut ReplayBuffer) -> Vec<usize> {
+        std::iter::from_fn(|| buffer.next_frame())
             .map(|frame| frame.data_ref().map_or(0, Bytes::len))
             .collect()
     }
 
     #[test]
     fn recorded_frames_can_be_replayed_repeatedly() {
-        let mut kept = ReplayBuffer::default();
-        assert!(kept.rewind(), "nothing was read");
-        kept.enable();
-        record_frames(&mut kept, [data_frame(3), data_frame(4)]);
+        let mut buffer = ReplayBuffer::default();
+        assert!(buffer.rewind(), "nothing was read");
+        buffer.enable();
+        record_frames(&mut buffer, [data_frame(3), data_frame(4)]);
         for _ in 0..2 {
-            assert!(kept.rewind());
-            assert_eq!(kept.pending_bytes(), 7);
-            assert_eq!(replayed_lengths(&mut kept), [3, 4]);
+            assert!(buffer.rewind());
+            assert_eq!(buffer.pending_bytes(), 7);
+            assert_eq!(replayed_lengths(&mut buffer), [3, 4]);
         }
-        record_frames(&mut kept, [Frame::trailers(HeaderMap::new())]);
-        assert!(kept.rewind());
-        // Nobody will ask for it again, but for what is not told yet.
-        kept.disable();
-        assert_eq!(replayed_lengths(&mut kept), [3, 4, 0]);
-        assert!(!kept.rewind() && kept.parts.is_empty());
+        record_frames(&mut buffer, [Frame::trailers(HeaderMap::new())]);
+        assert!(buffer.rewind());
+        // Frames that were not replayed yet must survive.
+        buffer.disable();
+        assert_eq!(replayed_lengths(&mut buffer), [3, 4, 0]);
+        assert!(!buffer.rewind() && buffer.parts.is_empty());
     }
 
     #[test]
@@ -183,24 +183,24 @@ mod tests {
                 false,
             ),
         ] {
-            let mut kept = ReplayBuffer::default();
-            kept.enable();
-            record_frames(&mut kept, frames);
-            assert_eq!(kept.rewind(), can_replay);
+            let mut buffer = ReplayBuffer::default();
+            buffer.enable();
+            record_frames(&mut buffer, frames);
+            assert_eq!(buffer.rewind(), can_replay);
             assert_eq!(
-                kept.parts.is_empty(),
+                buffer.parts.is_empty(),
                 !can_replay,
-                "what is no use is let go"
+                "an incomplete buffer releases its parts"
             );
         }
     }
 
     #[test]
     fn records_nothing_before_replay_is_enabled() {
-        let mut kept = ReplayBuffer::default();
-        record_frames(&mut kept, [data_frame(3)]);
-        kept.enable();
-        record_frames(&mut kept, [data_frame(3)]);
-        assert!(!kept.rewind() && kept.parts.is_empty());
+        let mut buffer = ReplayBuffer::default();
+        record_frames(&mut buffer, [data_frame(3)]);
+        buffer.enable();
+        record_frames(&mut buffer, [data_frame(3)]);
+        assert!(!buffer.rewind() && buffer.parts.is_empty());
     }
 }

@@ -1,7 +1,8 @@
-//! Connections to addresses that the upstream's name has lost.
+//! Tests of connections to addresses that were removed from DNS.
 
 use super::*;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::task::{LocalSet, yield_now};
 
@@ -29,7 +30,7 @@ fn new_pool(scheme: UpstreamScheme, address: SocketAddr) -> Rc<UpstreamPool> {
     UpstreamPool::new(UpstreamSharedState::new(settings, 1).unwrap())
 }
 
-/// A connection whose request is over.
+/// Opens a connection that is ready for a request.
 async fn open_ready_connection(pool: &Rc<UpstreamPool>) -> Box<UpstreamConnection> {
     let connection = pool.acquire_new(&mut 0).await.unwrap();
     while let ConnectionProtocol::Http1(http1) = &connection.protocol
@@ -52,7 +53,11 @@ async fn drops_connections_to_addresses_removed_from_dns() {
         );
         pool.return_connection(idle);
         pool.apply_resolved_addresses(other_address());
-        assert_eq!(pool.idle_count(), 1, "told once, it may be of many");
+        assert_eq!(
+            pool.idle_count(),
+            1,
+            "one lookup may return a subset of the addresses"
+        );
         pool.apply_resolved_addresses(other_address());
         assert_eq!(pool.idle_count(), 0);
         pool.return_connection(busy);
@@ -76,7 +81,7 @@ async fn http2_requests_finish_before_a_stale_connection_closes() {
         });
         let busy = pool.acquire(&mut 0).await.unwrap();
         let ConnectionProtocol::Http2(slot) = &busy.protocol else {
-            panic!("it speaks HTTP/2")
+            panic!("the connection is not HTTP/2")
         };
         let http2_connection = Rc::clone(slot.connection());
         for _ in 0..2 {
@@ -84,7 +89,7 @@ async fn http2_requests_finish_before_a_stale_connection_closes() {
             pool.apply_resolved_addresses(vec![IpAddr::from([127, 0, 0, 2])]);
         }
         assert!(pool.take_idle(Instant::now()).is_none() && http2_connection.is_closing());
-        assert_eq!(http2_connection.idle_since(), None, "its request goes on");
+        assert_eq!(http2_connection.idle_since(), None, "its request continues");
     };
     LocalSet::new().run_until(scenario).await;
 }

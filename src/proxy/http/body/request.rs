@@ -1,0 +1,337 @@
+//! Request bodies, received from the client.
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+use tokio::time::{Instant, timeout};
+
+use super::error::BodyError;
+use super::replay_buffer::ReplayBuffer;
+use crate::proxy::server::connection_timeouts::ActiveRequest;
+use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::telemetry::metrics::ConnectionCloseReason;
+
+/// Rest of an unwanted request body that is read so that the connection can be reused.
+const MAX_DISCARD_BYTES: u64 = 256 * 1024;
+
+const DISCARD_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Limits of request bodies.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::proxy) struct BodyLimits {
+    /// Maximum time without progress.
+    pub(in crate::proxy) idle_timeout: Duration,
+    /// Maximum size; `None` for no limit.
+    pub(in crate::proxy) max_bytes: Option<u64>,
+}
+
+/// A request body, received from the client.
+///
+/// If it is dropped unread, an HTTP/1 connection closes after the response, which carries
+/// `Connection: close`. See [`RequestBody::discard`].
+#[derive(Debug, Default)]
+pub struct RequestBody(Option<Rc<RefCell<RequestBodyStream>>>);
+
+#[derive(Debug)]
+struct RequestBodyStream {
+    incoming: Incoming,
+    limits: BodyLimits,
+    received: u64,
+    /// Reading makes hyper send `100 Continue` to the client.
+    expects_continue: bool,
+    multiplexed: bool,
+    replay_buffer: ReplayBuffer,
+    /// The client has sent the whole body.
+    is_complete: bool,
+    pending_since: Option<Instant>,
+    idle_timer: LazyTimer,
+    progress: Rc<RequestBodyProgress>,
+    active: ActiveRequest,
+}
+
+/// Progress of a request body, for timeouts that depend on it.
+#[derive(Debug)]
+pub(in crate::proxy) struct RequestBodyProgress {
+    state: Cell<RequestBodyState>,
+    last_progress_at: Cell<Instant>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::proxy) enum RequestBodyState {
+    /// The upstream could take more, but the client sends nothing.
+    AwaitingClient,
+    /// The upstream has to take the next chunk.
+    Transferring,
+    /// The whole body was handed over, or the rest is not wanted.
+    Finished,
+    ClientTimeout,
+    TooLarge,
+    ClientAborted,
+}
+
+impl RequestBody {
+    pub(in crate::proxy) fn new(
+        request: &http::request::Parts,
+        incoming: Incoming,
+        limits: BodyLimits,
+        active: &ActiveRequest,
+    ) -> Self {
+        if incoming.is_end_stream() {
+            return Self(None);
+        }
+        let progress = RequestBodyProgress {
+            state: Cell::new(RequestBodyState::Transferring),
+            last_progress_at: Cell::new(Instant::now()),
+        };
+        Self(Some(Rc::new(RefCell::new(RequestBodyStream {
+            incoming,
+            limits,
+            received: 0,
+            expects_continue: request.headers.contains_key(http::header::EXPECT),
+            multiplexed: request.version == http::Version::HTTP_2,
+            replay_buffer: ReplayBuffer::default(),
+            is_complete: false,
+            pending_since: None,
+            idle_timer: LazyTimer::default(),
+            progress: Rc::new(progress),
+            active: active.clone(),
+        }))))
+    }
+
+    /// Whether there is no body. Only such requests can be sent twice.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// Discards the body of a request that is answered without it.
+    ///
+    /// A small rest of known length is read in the background, so that the connection can be
+    /// reused. Nothing is read if the client waits for `100 Continue`. An HTTP/2 stream just ends.
+    pub fn discard(self) {
+        let Some(body) = self.0 else { return };
+        {
+            let body = body.borrow();
+            let is_small = body
+                .size_hint()
+                .upper()
+                .is_some_and(|rest| rest <= MAX_DISCARD_BYTES);
+            if body.expects_continue || body.multiplexed || !is_small {
+                return;
+            }
+        }
+        tokio::task::spawn_local(timeout(DISCARD_TIMEOUT, async move {
+            while let Some(Ok(_)) = poll_fn(|cx| body.borrow_mut().poll_frame(cx)).await {}
+        }));
+    }
+
+    /// Marks the rest of the body as unread after the response head arrived. The upstream may not
+    /// want the rest, so the client connection closes after the response.
+    pub(in crate::proxy) fn mark_rest_unread(&self) {
+        if let Some(body) = &self.0 {
+            body.borrow().mark_rest_unread();
+        }
+    }
+
+    /// The progress of the transfer; `None` without a body.
+    pub(in crate::proxy) fn progress(&self) -> Option<Rc<RequestBodyProgress>> {
+        self.0
+            .as_ref()
+            .map(|body| Rc::clone(&body.borrow().progress))
+    }
+
+    /// Another handle to the same body, for a retry. The body is dropped with its last handle.
+    pub(in crate::proxy) fn clone_handle(&self) -> Self {
+        Self(self.0.clone())
+    }
+
+    /// Keeps what is read from now on, within limits, for a retry.
+    pub(in crate::proxy) fn enable_replay(&self) {
+        if let Some(body) = &self.0 {
+            body.borrow_mut().replay_buffer.enable();
+        }
+    }
+
+    /// Ends the recording for a retry.
+    pub(in crate::proxy) fn disable_replay(&self) {
+        if let Some(body) = &self.0 {
+            body.borrow_mut().replay_buffer.disable();
+        }
+    }
+
+    /// Rewinds to the start. Returns `false` if the start is no longer available or the client
+    /// failed.
+    pub(in crate::proxy) fn rewind(&self) -> bool {
+        self.0
+            .as_ref()
+            .is_none_or(|body| body.borrow_mut().rewind())
+    }
+}
+
+impl RequestBodyProgress {
+    pub(in crate::proxy) fn state(&self) -> RequestBodyState {
+        self.state.get()
+    }
+
+    /// Time at which the last chunk was handed over.
+    pub(in crate::proxy) fn last_progress_at(&self) -> Instant {
+        self.last_progress_at.get()
+    }
+}
+
+impl RequestBodyStream {
+    fn poll_frame(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        if let Some(part) = self.replay_buffer.next_frame() {
+            self.progress.last_progress_at.set(Instant::now());
+            if self.is_end_stream() {
+                self.progress.state.set(RequestBodyState::Finished);
+            }
+            return Poll::Ready(Some(Ok(part)));
+        }
+        if self.is_complete {
+            return Poll::Ready(None);
+        }
+        let Poll::Ready(frame) = Pin::new(&mut self.incoming).poll_frame(cx) else {
+            self.progress.state.set(RequestBodyState::AwaitingClient);
+            let deadline =
+                *self.pending_since.get_or_insert_with(Instant::now) + self.limits.idle_timeout;
+            return self.idle_timer.poll(deadline, cx).map(|()| {
+                self.progress.state.set(RequestBodyState::ClientTimeout);
+                self.active
+                    .monitor()
+                    .record_close(ConnectionCloseReason::BodyTimeout);
+                Some(Err(BodyError::ClientTimeout))
+            });
+        };
+        self.pending_since = None;
+        self.progress.last_progress_at.set(Instant::now());
+        self.progress.state.set(RequestBodyState::Transferring);
+        Poll::Ready(match frame {
+            Some(Ok(frame)) => Some(self.account_frame(frame)),
+            Some(Err(error)) => Some(Err(self.record_client_abort(error.to_string()))),
+            // hyper treats a stream that was reset with NO_ERROR as ended.
+            None if self.multiplexed && !self.incoming.is_end_stream() => {
+                Some(Err(self.record_client_abort("stream reset".to_owned())))
+            }
+            None => {
+                self.is_complete = true;
+                self.progress.state.set(RequestBodyState::Finished);
+                None
+            }
+        })
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.replay_buffer.is_fully_replayed()
+            && (self.is_complete || self.incoming.is_end_stream())
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let (mut hint, recorded) = (
+            self.incoming.size_hint(),
+            self.replay_buffer.pending_bytes(),
+        );
+        if let Some(upper) = hint.upper() {
+            hint.set_upper(upper.saturating_add(recorded));
+        }
+        hint.set_lower(hint.lower().saturating_add(recorded));
+        hint
+    }
+
+    fn rewind(&mut self) -> bool {
+        match self.progress.state() {
+            // A body that the client aborted must not look complete on a retry.
+            RequestBodyState::ClientTimeout
+            | RequestBodyState::TooLarge
+            | RequestBodyState::ClientAborted => return false,
+            RequestBodyState::AwaitingClient
+            | RequestBodyState::Transferring
+            | RequestBodyState::Finished => {}
+        }
+        let can_replay = self.replay_buffer.rewind();
+        if can_replay {
+            self.progress.state.set(RequestBodyState::Transferring);
+            self.progress.last_progress_at.set(Instant::now());
+        }
+        can_replay
+    }
+
+    fn account_frame(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, BodyError> {
+        let bytes = frame.data_ref().map_or(0, Bytes::len);
+        self.received = self
+            .received
+            .saturating_add(u64::try_from(bytes).unwrap_or(u64::MAX));
+        if self.limits.max_bytes.is_some_and(|max| self.received > max) {
+            self.progress.state.set(RequestBodyState::TooLarge);
+            return Err(BodyError::TooLarge);
+        }
+        self.is_complete |= frame.is_trailers();
+        if self.is_complete || self.incoming.is_end_stream() {
+            self.progress.state.set(RequestBodyState::Finished);
+        }
+        self.replay_buffer.record_frame(&frame);
+        Ok(frame)
+    }
+
+    fn mark_rest_unread(&self) {
+        // The rest of an HTTP/2 stream blocks no other request.
+        if !self.multiplexed && self.progress.state() != RequestBodyState::Finished {
+            self.active.monitor().set_unread_input();
+        }
+    }
+
+    fn record_client_abort(&self, reason: String) -> BodyError {
+        self.progress.state.set(RequestBodyState::ClientAborted);
+        BodyError::ClientAborted(reason)
+    }
+}
+
+impl Drop for RequestBodyStream {
+    fn drop(&mut self) {
+        self.mark_rest_unread();
+        match self.progress.state() {
+            RequestBodyState::AwaitingClient | RequestBodyState::Transferring => {
+                self.progress.state.set(RequestBodyState::Finished)
+            }
+            RequestBodyState::Finished
+            | RequestBodyState::ClientTimeout
+            | RequestBodyState::TooLarge
+            | RequestBodyState::ClientAborted => {}
+        }
+    }
+}
+
+impl Body for RequestBody {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        match &self.0 {
+            Some(body) => body.borrow_mut().poll_frame(cx),
+            None => Poll::Ready(None),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0
+            .as_ref()
+            .is_none_or(|body| body.borrow().is_end_stream())
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.0
+            .as_ref()
+            .map_or_else(|| SizeHint::with_exact(0), |body| body.borrow().size_hint())
+    }
+}

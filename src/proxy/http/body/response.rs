@@ -1,0 +1,103 @@
+//! Response bodies: local replies, bodies streamed from the upstream, and tunnels.
+
+use bytes::Bytes;
+use http::HeaderMap;
+use http_body::{Body, Frame, SizeHint};
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use super::error::BodyError;
+use crate::enforcer::ConcurrencySlotGuard;
+use crate::proxy::http::tunnel::Tunnel;
+use crate::proxy::upstream::response_body::UpstreamBody;
+use crate::telemetry::trace::RequestRecording;
+
+/// A response body, sent to the client.
+#[derive(Debug, Default)]
+pub enum ResponseBody {
+    #[default]
+    Empty,
+    /// A locally generated body.
+    Full(Bytes),
+    /// A locally generated body with trailers.
+    FullWithTrailers(Bytes, Option<HeaderMap>),
+    /// A body streamed from the upstream.
+    Upstream(UpstreamBody),
+    /// No body: another protocol follows the head.
+    Tunnel(Box<Tunnel>),
+}
+
+impl ResponseBody {
+    /// Keeps the concurrency slot and the trace recording until the end of the body. A local body
+    /// is complete already, so both end here.
+    pub(in crate::proxy) fn hold_until_end(
+        &mut self,
+        slot_guard: Option<ConcurrencySlotGuard>,
+        recording: Option<Box<RequestRecording>>,
+    ) {
+        match self {
+            Self::Upstream(body) => {
+                body.attach_slot_guard(slot_guard);
+                body.attach_recording(recording);
+            }
+            Self::Tunnel(tunnel) => {
+                tunnel.attach_slot_guard(slot_guard);
+                tunnel.attach_recording(recording);
+            }
+            Self::Empty | Self::Full(_) | Self::FullWithTrailers(..) => {}
+        }
+    }
+
+    /// Takes the tunnel of a response that switches protocols.
+    pub(in crate::proxy) fn take_tunnel(&mut self) -> Option<Box<Tunnel>> {
+        let Self::Tunnel(_) = self else { return None };
+        match std::mem::take(self) {
+            Self::Tunnel(tunnel) => Some(tunnel),
+            _ => None,
+        }
+    }
+}
+
+impl Body for ResponseBody {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        match self.get_mut() {
+            Self::Empty | Self::Tunnel(_) => Poll::Ready(None),
+            Self::Full(bytes) if bytes.is_empty() => Poll::Ready(None),
+            Self::Full(bytes) => Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes))))),
+            Self::FullWithTrailers(bytes, trailers) if bytes.is_empty() => Poll::Ready(
+                trailers
+                    .take()
+                    .map(|trailers| Ok(Frame::trailers(trailers))),
+            ),
+            Self::FullWithTrailers(bytes, _) => {
+                Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes)))))
+            }
+            Self::Upstream(body) => body.poll_frame(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Empty | Self::Tunnel(_) => true,
+            Self::Full(bytes) => bytes.is_empty(),
+            Self::FullWithTrailers(bytes, trailers) => bytes.is_empty() && trailers.is_none(),
+            Self::Upstream(body) => body.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Empty | Self::Tunnel(_) => SizeHint::with_exact(0),
+            Self::Full(bytes) | Self::FullWithTrailers(bytes, _) => {
+                SizeHint::with_exact(u64::try_from(bytes.len()).unwrap_or(u64::MAX))
+            }
+            Self::Upstream(body) => body.size_hint(),
+        }
+    }
+}

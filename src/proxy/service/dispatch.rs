@@ -1,0 +1,81 @@
+//! Dispatch of requests to the handler of their listener.
+
+use super::ProxyService;
+use crate::proxy::http::access_log::AccessLogEntry;
+use crate::proxy::http::informational_responses::InformationalForwarder;
+use crate::proxy::server::handler::RequestHandler;
+use crate::proxy::server::handshake_error::HandshakeError;
+use crate::proxy::server::peer::ConnectionPeer;
+use crate::proxy::settings::ListenerKind;
+use crate::proxy::{RequestBody, ResponseBody};
+use crate::telemetry::metrics::{RequestDecision, WorkerMetrics};
+use http::{Request, Response, StatusCode};
+use std::rc::Rc;
+use std::sync::Arc;
+
+impl RequestHandler for ProxyService {
+    async fn handle(
+        self: Rc<Self>,
+        request: Request<RequestBody>,
+        peer: Arc<ConnectionPeer>,
+        mut interim: InformationalForwarder,
+    ) -> Response<ResponseBody> {
+        match peer.listener_kind {
+            ListenerKind::Proxy => {
+                self.handle_proxy_request(request, &peer, &mut interim)
+                    .await
+            }
+            // Boxed because they are rare: unboxed they would enlarge the future of every request.
+            ListenerKind::RateLimitService => {
+                Box::pin(self.answer_rate_limit_call(request, &peer)).await
+            }
+            ListenerKind::ExtAuthz => Box::pin(self.check_authorization(request, &peer)).await,
+        }
+    }
+
+    fn record_handshake_error(&self, fault: HandshakeError) {
+        match fault {
+            HandshakeError::ProxyHeader(fault) => {
+                self.metrics.record_proxy_header_error(fault as usize)
+            }
+            HandshakeError::Tls(fault) => self.metrics.record_tls_error(fault as usize),
+        }
+    }
+
+    fn record_unreadable_request(&self, status: StatusCode, peer: &ConnectionPeer) {
+        self.metrics.record_status(status.as_u16());
+        self.metrics
+            .record_request_decision(RequestDecision::Malformed);
+        self.access_log
+            .write(&AccessLogEntry::for_unreadable_request(
+                peer.addr.ip(),
+                status,
+            ));
+    }
+
+    fn metrics_shard(&self) -> Option<Arc<WorkerMetrics>> {
+        Some(Arc::clone(&self.metrics))
+    }
+
+    async fn finish(&self) {
+        self.enforcer.shut_down().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{ProxyService, RequestHandler};
+
+    /// Every connection stores a request future, and every request is moved through it.
+    #[test]
+    fn request_future_stays_below_its_size_limit() {
+        fn future_size<A, B, C, D, F>(_handle: impl FnOnce(A, B, C, D) -> F) -> usize {
+            size_of::<F>()
+        }
+        let bytes = future_size(<ProxyService as RequestHandler>::handle);
+        assert!(
+            bytes <= 4_608,
+            "{bytes} bytes: is a rare future awaited without a box?"
+        );
+    }
+}

@@ -1,0 +1,305 @@
+//! One proxied request, top to bottom. The order is the documentation.
+
+use super::ProxyService;
+use super::request_summary::RequestSummary;
+use crate::enforcer::{ConcurrencySlotGuard, EstimatedCharge, Verdict};
+use crate::policy::PolicyTable;
+use crate::proxy::http::headers::{self, ForwardingContext};
+use crate::proxy::http::informational_responses::InformationalForwarder;
+use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
+use crate::proxy::http::rate_limit_headers;
+use crate::proxy::http::response_cost::CostMeter;
+use crate::proxy::server::peer::ConnectionPeer;
+use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
+use crate::telemetry::trace::TraceContext;
+use bytes::Bytes;
+use http::{Request, Response, request};
+use std::pin::{Pin, pin};
+use tokio::time::{Instant, timeout_at};
+
+/// Why an admitted request got no response from the upstream.
+enum ForwardError {
+    Upstream(UpstreamError),
+    /// The request exceeded the `max_duration` of a concurrency limit.
+    MaxDurationExceeded,
+}
+
+impl ProxyService {
+    pub(super) async fn handle_proxy_request(
+        &self,
+        request: Request<RequestBody>,
+        peer: &ConnectionPeer,
+        interim: &mut InformationalForwarder,
+    ) -> Response<ResponseBody> {
+        let arrived_at = Instant::now();
+        let (mut parts, body) = request.into_parts();
+        let version = parts.version;
+        let policies = self.enforcer.policy_snapshot();
+        let table = &*policies.table;
+        let style = ReplyStyle::from_request(&parts, &table.cors);
+
+        // 1. Read and validate: only requests with one possible reading are accepted.
+        let inbound = match self.read_request(&mut parts, peer, table, style) {
+            Ok(inbound) => inbound,
+            Err(reply) => return self.reject_unreadable(&parts, body, peer, *reply, arrived_at),
+        };
+        let trace = TraceContext::from_headers(&parts.headers);
+        let recording = self.start_recording(trace, &parts, &inbound, peer, arrived_at);
+
+        // 2. Decide.
+        let certificate = peer.certificate_subject.as_ref();
+        let mut verdict = self
+            .enforcer
+            .decide(&policies, &inbound.facts(&parts, certificate), arrived_at)
+            .await;
+        self.record_decision(&verdict, &inbound, peer);
+        let mut summary =
+            RequestSummary::new(&parts, version, inbound, arrived_at, trace, recording);
+        if let Some(reply) =
+            local_replies::build_rejection(&verdict, table.rate_limit_headers, style)
+        {
+            return self.reject(body, reply, &mut summary, &verdict);
+        }
+        // The slot is released when the response ends or this future is dropped.
+        let slot_guard = verdict.slot_guard.take();
+        let estimates = std::mem::take(&mut verdict.estimated_charges);
+        let deadline = slot_guard.as_ref().and_then(ConcurrencySlotGuard::ends_at);
+
+        // 3. Wait.
+        let ready_at = match self.wait_for_turn(&verdict, arrived_at, deadline).await {
+            Ok(ready_at) => ready_at,
+            Err(error) => {
+                body.discard();
+                let response = self.respond_to_failure(&error, estimates, style);
+                return self.complete_response(response, &mut summary, &verdict, table);
+            }
+        };
+
+        // 4. Forward.
+        self.rewrite_request(&mut parts, &mut summary, peer, table, &estimates, &body);
+        let body_handle = body.clone_handle();
+        let upstream_request = Request::from_parts(parts, body);
+        let send = pin!(self.upstream.send(upstream_request, ready_at, interim));
+        let result = complete_before(deadline, send).await;
+
+        // 5. Finish.
+        finish_upstream_span(&mut summary, &result);
+        release_request_body(body_handle, result.as_ref().err());
+        let response = match result {
+            Ok(response) => self.forward_response(response, estimates, &summary, style),
+            Err(error) => self.respond_to_failure(&error, estimates, style),
+        };
+        let mut response = self.complete_response(response, &mut summary, &verdict, table);
+        let recording = summary.recording.take();
+        response.body_mut().hold_until_end(slot_guard, recording);
+        response
+    }
+
+    /// Responds to a request that a policy rejected.
+    fn reject(
+        &self,
+        body: RequestBody,
+        reply: Response<Bytes>,
+        summary: &mut RequestSummary,
+        verdict: &Verdict<'_>,
+    ) -> Response<ResponseBody> {
+        let decided_at = verdict.decided_at.unwrap_or(summary.arrived_at);
+        self.log_request(summary, verdict, reply.status(), decided_at);
+        self.respond_without_upstream(body, reply, decided_at - summary.arrived_at)
+    }
+
+    /// Waits as long as a `leaky_bucket` limit delays the request, at most until `deadline`. If the
+    /// client disconnects, the request is dropped but its queue slot stays consumed.
+    async fn wait_for_turn(
+        &self,
+        verdict: &Verdict<'_>,
+        arrived_at: Instant,
+        deadline: Option<Instant>,
+    ) -> Result<Instant, ForwardError> {
+        let decided_at = verdict.decided_at.unwrap_or(arrived_at);
+        let turn = pin!(self.upstream.delay_request(verdict.delay, decided_at));
+        complete_before(deadline, turn).await
+    }
+
+    /// Rewrites the request head for the upstream, and starts the trace span of the exchange.
+    fn rewrite_request(
+        &self,
+        parts: &mut request::Parts,
+        summary: &mut RequestSummary,
+        peer: &ConnectionPeer,
+        table: &PolicyTable,
+        estimates: &[EstimatedCharge],
+        body: &RequestBody,
+    ) {
+        let context = ForwardingContext {
+            peer: &peer.address_text,
+            client: summary.client,
+            is_https: peer.is_tls,
+            version_in: summary.version,
+            ip_header: &table.client.ip_header,
+            has_body: !body.is_empty(),
+            preserve_host: self.upstream.settings().preserve_host,
+            upstream_authority: self.upstream.authority(),
+        };
+        headers::forward_request(parts, &summary.target, &context);
+        if estimates.iter().any(EstimatedCharge::reads_body) {
+            headers::request_full_identity_body(&mut parts.headers);
+        }
+        if let Some(recording) = &mut summary.recording {
+            recording.start_upstream_span(
+                &mut parts.headers,
+                self.upstream.authority().to_str().unwrap_or_default(),
+            );
+        }
+    }
+
+    /// Rewrites the response head for the client, and attaches the meter of the response cost.
+    fn forward_response(
+        &self,
+        response: Response<ResponseBody>,
+        estimates: Vec<EstimatedCharge>,
+        summary: &RequestSummary,
+        style: ReplyStyle<'_>,
+    ) -> Response<ResponseBody> {
+        let (mut parts, mut body) = response.into_parts();
+        let upgrade = summary.target.upgrade_request.as_ref();
+        match headers::forward_response(&mut parts, summary.version, upgrade) {
+            Ok(()) => {
+                let cost_meter = CostMeter::from_response_head(estimates, &parts);
+                if let ResponseBody::Upstream(body) = &mut body {
+                    body.attach_cost_meter(cost_meter);
+                }
+                Response::from_parts(parts, body)
+            }
+            Err(fault) => {
+                self.metrics
+                    .record_upstream_error(UpstreamErrorKind::Protocol as usize);
+                tracing::warn!(%fault, "upstream response rejected");
+                local_replies::build_proxy_error(ProxyErrorType::ProtocolError, style)
+                    .map(ResponseBody::Full)
+            }
+        }
+    }
+
+    fn respond_to_failure(
+        &self,
+        error: &ForwardError,
+        estimates: Vec<EstimatedCharge>,
+        style: ReplyStyle<'_>,
+    ) -> Response<ResponseBody> {
+        match error {
+            ForwardError::Upstream(error) => {
+                self.respond_to_upstream_error(error, estimates, style)
+            }
+            ForwardError::MaxDurationExceeded => {
+                local_replies::build_proxy_error(ProxyErrorType::MaxDurationExceeded, style)
+                    .map(ResponseBody::Full)
+            }
+        }
+    }
+
+    /// Responds to a request that failed at the upstream. Nothing is charged for a request that was
+    /// not sent.
+    fn respond_to_upstream_error(
+        &self,
+        error: &UpstreamError,
+        estimates: Vec<EstimatedCharge>,
+        style: ReplyStyle<'_>,
+    ) -> Response<ResponseBody> {
+        if error.kind.is_unsent() {
+            estimates
+                .into_iter()
+                .for_each(|estimate| estimate.settle(0));
+        }
+        self.metrics.record_upstream_error(error.kind as usize);
+        self.upstream.log_error(error);
+        build_upstream_error_response(error, style)
+    }
+
+    /// Adds the rate-limit headers, and logs and counts an admitted request.
+    fn complete_response(
+        &self,
+        mut response: Response<ResponseBody>,
+        summary: &mut RequestSummary,
+        verdict: &Verdict<'_>,
+        table: &PolicyTable,
+    ) -> Response<ResponseBody> {
+        rate_limit_headers::write_headers(
+            verdict,
+            table.rate_limit_headers,
+            response.headers_mut(),
+        );
+        let responded_at = Instant::now();
+        self.log_request(summary, verdict, response.status(), responded_at);
+        self.metrics.record_response(
+            response.status().as_u16(),
+            responded_at - summary.arrived_at,
+        );
+        response
+    }
+}
+
+/// Awaits `future` until `deadline` at most.
+///
+/// The future is pinned by the caller. By value it would be stored three times, once per branch.
+async fn complete_before<T>(
+    deadline: Option<Instant>,
+    future: Pin<&mut impl Future<Output = Result<T, UpstreamError>>>,
+) -> Result<T, ForwardError> {
+    let result = match deadline {
+        None => future.await,
+        // A request that is already late is not started.
+        Some(at) if at <= Instant::now() => return Err(ForwardError::MaxDurationExceeded),
+        Some(at) => match timeout_at(at, future).await {
+            Ok(result) => result,
+            Err(_elapsed) => return Err(ForwardError::MaxDurationExceeded),
+        },
+    };
+    result.map_err(ForwardError::Upstream)
+}
+
+fn finish_upstream_span(
+    summary: &mut RequestSummary,
+    result: &Result<Response<ResponseBody>, ForwardError>,
+) {
+    if let Some(recording) = &mut summary.recording {
+        recording.finish_upstream_span(match result {
+            Ok(response) => Ok(response.status().as_u16()),
+            Err(ForwardError::Upstream(error)) => Err(error.kind.name()),
+            Err(ForwardError::MaxDurationExceeded) => Err("overlong"),
+        });
+    }
+}
+
+/// Discards the body of a request that was not sent. Otherwise the upstream may have read some of
+/// it, and its rest stays unread.
+fn release_request_body(body: RequestBody, error: Option<&ForwardError>) {
+    match error {
+        Some(ForwardError::Upstream(error)) if error.kind.is_unsent() => body.discard(),
+        _ => body.mark_rest_unread(),
+    }
+}
+
+/// Builds the response to a request that failed at the upstream.
+fn build_upstream_error_response(
+    error: &UpstreamError,
+    style: ReplyStyle<'_>,
+) -> Response<ResponseBody> {
+    use UpstreamErrorKind as Kind;
+    let reply = match error.kind {
+        Kind::ConnectRefused | Kind::ConnectFailed => ProxyErrorType::ConnectRefused,
+        Kind::ConnectTimeout => ProxyErrorType::ConnectTimeout,
+        Kind::Dns => ProxyErrorType::DnsError,
+        Kind::Tls => ProxyErrorType::TlsError,
+        Kind::QueueFull | Kind::QueueTimeout => ProxyErrorType::QueueFull,
+        Kind::ResponseTimeout => ProxyErrorType::ResponseTimeout,
+        Kind::ConnectionTerminated | Kind::StreamReset => ProxyErrorType::ConnectionTerminated,
+        Kind::UpgradeUnsupported => ProxyErrorType::UpgradeFailed,
+        Kind::Protocol => ProxyErrorType::ProtocolError,
+        Kind::RequestBodyTooLarge => ProxyErrorType::BodyTooLarge,
+        Kind::RequestBodyTimeout => ProxyErrorType::BodyTimeout,
+        // A client that disconnected does not read this; one that sent an invalid body does.
+        Kind::ClientDisconnected => ProxyErrorType::BodyInvalid,
+    };
+    local_replies::build_proxy_error(reply, style).map(ResponseBody::Full)
+}

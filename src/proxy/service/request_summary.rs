@@ -1,0 +1,154 @@
+//! What logs, metrics and traces record about a request.
+
+use super::ProxyService;
+use crate::enforcer::{ReportedLimit, RequestOutcome, Verdict};
+use crate::policy::client::ClientIdentity;
+use crate::proxy::http::access_log::AccessLogEntry;
+use crate::proxy::http::inbound_request::InboundRequest;
+use crate::proxy::http::request_validation::RequestTarget;
+use crate::proxy::server::peer::ConnectionPeer;
+use crate::telemetry::metrics::{DecisionSource, RequestDecision};
+use crate::telemetry::trace::{self, RequestRecording, TraceContext, TraceId};
+use http::{Method, StatusCode, Version, request};
+use tokio::time::Instant;
+
+/// The parts of a request that its log entry and trace need after it was forwarded.
+pub(in crate::proxy) struct RequestSummary {
+    pub(super) target: RequestTarget,
+    pub(super) client: ClientIdentity,
+    /// The client's HTTP version; validation replaces that of the request head.
+    pub(super) version: Version,
+    pub(super) arrived_at: Instant,
+    pub(super) recording: Option<Box<RequestRecording>>,
+    method: Method,
+    trace_id: Option<TraceId>,
+}
+
+impl RequestSummary {
+    /// `trace` is the client's trace context; that of a `recording` takes precedence.
+    pub(in crate::proxy) fn new(
+        parts: &request::Parts,
+        version: Version,
+        inbound: InboundRequest,
+        arrived_at: Instant,
+        trace: Option<TraceContext>,
+        recording: Option<Box<RequestRecording>>,
+    ) -> Self {
+        let trace_id = recording
+            .as_ref()
+            .and_then(|recording| recording.context())
+            .or(trace)
+            .map(|context| context.trace);
+        let (target, client) = inbound.into_target_and_client();
+        Self {
+            target,
+            client,
+            version,
+            arrived_at,
+            recording,
+            method: parts.method.clone(),
+            trace_id,
+        }
+    }
+}
+
+impl ProxyService {
+    /// Starts a trace recording if the request is sampled.
+    pub(super) fn start_recording(
+        &self,
+        incoming_trace: Option<TraceContext>,
+        parts: &request::Parts,
+        inbound: &InboundRequest,
+        peer: &ConnectionPeer,
+        arrived_at: Instant,
+    ) -> Option<Box<RequestRecording>> {
+        let tracer = self.tracer.as_ref()?;
+        let traced_request = trace::TracedRequest {
+            method: &parts.method,
+            host: inbound.target.host(),
+            path: inbound.target.path(),
+            client: inbound.client.ip,
+            is_tls: peer.is_tls,
+        };
+        tracer.start_recording(incoming_trace, &parts.headers, &traced_request, arrived_at)
+    }
+
+    /// Counts the decision about a proxied request, and a token that was rejected.
+    pub(super) fn record_decision(
+        &self,
+        verdict: &Verdict<'_>,
+        inbound: &InboundRequest,
+        peer: &ConnectionPeer,
+    ) {
+        self.metrics
+            .record_request_decision(classify_verdict(verdict));
+        if let Some(fault) = inbound.token_error() {
+            self.metrics.record_rejected_token();
+            tracing::debug!(%fault, peer = %peer.addr, "request token rejected");
+        }
+    }
+
+    /// Writes the access log entry and completes the recording of the response head.
+    pub(in crate::proxy) fn log_request(
+        &self,
+        summary: &mut RequestSummary,
+        verdict: &Verdict<'_>,
+        status: StatusCode,
+        responded_at: Instant,
+    ) {
+        let policy = match &verdict.outcome {
+            RequestOutcome::Forward => None,
+            RequestOutcome::Limited(limited) => Some(limited.policy),
+            RequestOutcome::Denied { policy, .. }
+            | RequestOutcome::InvalidKey { policy, .. }
+            | RequestOutcome::Unavailable { policy, .. } => Some(*policy),
+        };
+        let is_rejected = policy.is_some() || !verdict.shadow_rejected.is_empty();
+        if summary.recording.is_none() && !self.access_log.is_enabled_for(is_rejected) {
+            return;
+        }
+        let entry = AccessLogEntry {
+            method: summary.method.as_str(),
+            host: summary.target.host(),
+            path: summary.target.path(),
+            client_ip: summary.client.ip,
+            status,
+            time_to_head: responded_at - summary.arrived_at,
+            decision: classify_verdict(verdict).label(),
+            policy,
+            shadow_rejected: &verdict.shadow_rejected,
+            limits: &verdict.limits,
+            source: verdict.source,
+            time_to_decision: verdict.decided_at.map(|at| at - summary.arrived_at),
+            trace_id: summary.trace_id,
+        };
+        self.access_log.write(&entry);
+        if let Some(recording) = &mut summary.recording {
+            let tightest = ReportedLimit::find_tightest(&verdict.limits);
+            recording.set_response(&trace::TracedResponse {
+                status: status.as_u16(),
+                decision: entry.decision,
+                policy,
+                limit: tightest.map(|one| (&*one.limit.name, one.key_id, one.standing.remaining)),
+                source: verdict
+                    .source
+                    .map(DecisionSource::label)
+                    .zip(verdict.decided_at),
+            });
+        }
+    }
+}
+
+/// Maps a verdict to the decision reported in logs and metrics.
+pub(in crate::proxy) fn classify_verdict(verdict: &Verdict<'_>) -> RequestDecision {
+    match &verdict.outcome {
+        RequestOutcome::Forward if verdict.is_degraded => RequestDecision::Degraded,
+        RequestOutcome::Forward if !verdict.delay.is_zero() => RequestDecision::Delayed,
+        RequestOutcome::Forward => RequestDecision::Allowed,
+        RequestOutcome::Limited(limited) if limited.is_blocked => RequestDecision::Blocked,
+        RequestOutcome::Limited(_) => RequestDecision::Rejected,
+        RequestOutcome::Denied { .. } => RequestDecision::Denied,
+        RequestOutcome::InvalidKey { .. } => RequestDecision::Malformed,
+        RequestOutcome::Unavailable { .. } => RequestDecision::Unavailable,
+    }
+}

@@ -1,0 +1,120 @@
+//! Validation of request heads, and the responses to requests that fail it.
+
+use super::ProxyService;
+use crate::policy::PolicyTable;
+use crate::proxy::http::access_log::AccessLogEntry;
+use crate::proxy::http::inbound_request::InboundRequest;
+use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
+use crate::proxy::server::peer::ConnectionPeer;
+use crate::proxy::{RequestBody, ResponseBody};
+use crate::telemetry::metrics::RequestDecision;
+use crate::telemetry::trace::TraceContext;
+use bytes::Bytes;
+use http::{HeaderMap, Response, header, request};
+use ipnet::IpNet;
+use std::time::Duration;
+use tokio::time::Instant;
+
+impl ProxyService {
+    /// Validates the request head, or returns the error response.
+    pub(in crate::proxy) fn read_request(
+        &self,
+        parts: &mut request::Parts,
+        peer: &ConnectionPeer,
+        table: &PolicyTable,
+        style: ReplyStyle<'_>,
+    ) -> Result<InboundRequest, Box<Response<Bytes>>> {
+        if exceeds_header_count(&parts.headers, self.max_headers) {
+            return Err(
+                local_replies::build_proxy_error(ProxyErrorType::TooManyHeaders, style).into(),
+            );
+        }
+        let inbound =
+            InboundRequest::from_parts(parts, peer.addr.ip(), table).map_err(|fault| {
+                tracing::debug!(%fault, peer = %peer.addr, "request failed validation");
+                local_replies::build_inbound_error(fault, style)
+            })?;
+        if self
+            .max_body_bytes
+            .is_some_and(|most| inbound.target.content_length > Some(most))
+        {
+            return Err(
+                local_replies::build_proxy_error(ProxyErrorType::BodyTooLarge, style).into(),
+            );
+        }
+        if table.ignores_forwarding_headers(&inbound.client, &parts.headers) {
+            self.metrics
+                .record_untrusted_forwarding(peer.addr.ip().to_canonical());
+            warn_about_untrusted_proxy(peer, table);
+        }
+        Ok(inbound)
+    }
+
+    /// Responds to a request that failed validation, before any policy applied.
+    pub(in crate::proxy) fn reject_unreadable(
+        &self,
+        parts: &request::Parts,
+        body: RequestBody,
+        peer: &ConnectionPeer,
+        reply: Response<Bytes>,
+        arrived_at: Instant,
+    ) -> Response<ResponseBody> {
+        let elapsed = arrived_at.elapsed();
+        self.metrics
+            .record_request_decision(RequestDecision::Malformed);
+        self.access_log.write(&AccessLogEntry {
+            method: parts.method.as_str(),
+            host: parts
+                .headers
+                .get(header::HOST)
+                .and_then(|host| host.to_str().ok())
+                .unwrap_or_default(),
+            path: parts.uri.path(),
+            time_to_head: elapsed,
+            trace_id: TraceContext::from_headers(&parts.headers).map(|context| context.trace),
+            ..AccessLogEntry::for_unreadable_request(peer.addr.ip(), reply.status())
+        });
+        self.respond_without_upstream(body, reply, elapsed)
+    }
+
+    /// Responds without the upstream. The rest of the request body is discarded.
+    pub(super) fn respond_without_upstream(
+        &self,
+        body: RequestBody,
+        reply: Response<Bytes>,
+        elapsed: Duration,
+    ) -> Response<ResponseBody> {
+        body.discard();
+        self.metrics
+            .record_response(reply.status().as_u16(), elapsed);
+        reply.map(ResponseBody::Full)
+    }
+}
+
+/// Whether there are too many header lines. hyper checks this for HTTP/1 only. HTTP/2 clients may
+/// send one line per cookie; these count as one.
+fn exceeds_header_count(headers: &HeaderMap, max: usize) -> bool {
+    let cookies = || {
+        headers
+            .get_all(header::COOKIE)
+            .iter()
+            .count()
+            .saturating_sub(1)
+    };
+    headers.len() > max && headers.len() - cookies() > max
+}
+
+/// Warns once per process; more would only fill the log.
+fn warn_about_untrusted_proxy(peer: &ConnectionPeer, table: &PolicyTable) {
+    static WARNED: std::sync::Once = std::sync::Once::new();
+    WARNED.call_once(|| {
+        let ip = peer.addr.ip().to_canonical();
+        tracing::warn!(
+            peer = %ip,
+            header = %table.client.ip_header,
+            write = format!("[\"{}\"]", IpNet::from(ip)),
+            "forwarding header ignored because the peer is not in client.trusted_proxies; the peer's address is \
+             used. If the peer is your ingress, list its address or network there, or all its clients share one quota",
+        );
+    });
+}

@@ -1,0 +1,203 @@
+//! Errors of requests that received no response from the upstream.
+
+use std::fmt;
+use std::time::Duration;
+
+/// A request that received no response, with the cause.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{kind}: {detail}")]
+pub struct UpstreamError {
+    pub kind: UpstreamErrorKind,
+    /// For logs only; never sent to clients.
+    pub detail: String,
+}
+
+/// Cause of an [`UpstreamError`]. The upstream is at fault unless the variant says otherwise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum UpstreamErrorKind {
+    /// The upstream refused the TCP connection.
+    ConnectRefused,
+    /// Connecting failed for any other reason.
+    ConnectFailed,
+    /// No connection was established within `connect_timeout`.
+    ConnectTimeout,
+    /// The upstream's host name did not resolve.
+    Dns,
+    /// The TLS handshake failed, or the certificate is not trusted.
+    Tls,
+    /// Proxy limit: `max_requests_waiting` requests already wait for a connection.
+    QueueFull,
+    /// Proxy limit: no connection became free within `queue_timeout`.
+    QueueTimeout,
+    /// No response head arrived within `response_timeout`.
+    ResponseTimeout,
+    /// The connection ended before the response head.
+    ConnectionTerminated,
+    /// The response is not valid HTTP.
+    Protocol,
+    /// The upstream reset the HTTP/2 stream of the request.
+    StreamReset,
+    /// The upstream speaks HTTP/2 and does not support WebSockets over it (RFC 8441).
+    UpgradeUnsupported,
+    /// Client error: the client stopped sending the request body.
+    RequestBodyTimeout,
+    /// Client error: the request body exceeds `max_body_bytes`.
+    RequestBodyTooLarge,
+    /// Client error: the client disconnected during the request body.
+    ClientDisconnected,
+}
+
+/// The party responsible for an [`UpstreamError`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum UpstreamErrorOrigin {
+    Client,
+    Upstream,
+    /// A limit of the proxy was reached.
+    Proxy,
+}
+
+impl UpstreamErrorKind {
+    pub fn origin(self) -> UpstreamErrorOrigin {
+        match self {
+            Self::QueueFull | Self::QueueTimeout => UpstreamErrorOrigin::Proxy,
+            Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientDisconnected => {
+                UpstreamErrorOrigin::Client
+            }
+            _ => UpstreamErrorOrigin::Upstream,
+        }
+    }
+
+    /// Whether the upstream received nothing of the request, because there was no connection for
+    /// it.
+    pub fn is_unsent(self) -> bool {
+        match self {
+            Self::ConnectRefused
+            | Self::ConnectFailed
+            | Self::ConnectTimeout
+            | Self::Dns
+            | Self::Tls => true,
+            Self::QueueFull | Self::QueueTimeout => true,
+            Self::UpgradeUnsupported => true,
+            Self::ResponseTimeout
+            | Self::ConnectionTerminated
+            | Self::Protocol
+            | Self::StreamReset => false,
+            Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientDisconnected => {
+                false
+            }
+        }
+    }
+
+    /// Classifies an h2 error.
+    pub(super) fn from_h2(error: &h2::Error) -> Self {
+        match error.is_remote() {
+            true if error.is_reset() => Self::StreamReset,
+            // h2 reports GOAWAY only for requests that the upstream did not process.
+            true => Self::ConnectionTerminated,
+            false if error.is_library() => Self::Protocol,
+            false => Self::ConnectionTerminated,
+        }
+    }
+
+    /// Every [`UpstreamErrorKind::name`], in declaration order.
+    pub const NAMES: &[&str] = &[
+        Self::ConnectRefused.name(),
+        Self::ConnectFailed.name(),
+        Self::ConnectTimeout.name(),
+        Self::Dns.name(),
+        Self::Tls.name(),
+        Self::QueueFull.name(),
+        Self::QueueTimeout.name(),
+        Self::ResponseTimeout.name(),
+        Self::ConnectionTerminated.name(),
+        Self::Protocol.name(),
+        Self::StreamReset.name(),
+        Self::UpgradeUnsupported.name(),
+        Self::RequestBodyTimeout.name(),
+        Self::RequestBodyTooLarge.name(),
+        Self::ClientDisconnected.name(),
+    ];
+
+    /// The name used in metrics and logs.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::ConnectRefused => "connect_refused",
+            Self::ConnectFailed => "connect_failed",
+            Self::ConnectTimeout => "connect_timeout",
+            Self::Dns => "dns",
+            Self::Tls => "tls",
+            Self::QueueFull => "queue_full",
+            Self::QueueTimeout => "queue_timeout",
+            Self::ResponseTimeout => "response_timeout",
+            Self::ConnectionTerminated => "terminated",
+            Self::Protocol => "protocol",
+            Self::StreamReset => "reset",
+            Self::UpgradeUnsupported => "upgrade",
+            Self::RequestBodyTimeout => "request_body_timeout",
+            Self::RequestBodyTooLarge => "request_body_too_large",
+            Self::ClientDisconnected => "client_gone",
+        }
+    }
+}
+
+impl fmt::Display for UpstreamErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl UpstreamError {
+    pub(super) fn response_timeout() -> Self {
+        let detail = "no response head within the response timeout".to_owned();
+        Self {
+            kind: UpstreamErrorKind::ResponseTimeout,
+            detail,
+        }
+    }
+
+    pub(super) fn queue_timeout(limit: Duration) -> Self {
+        let detail = format!("no upstream connection became free within {limit:?}");
+        Self {
+            kind: UpstreamErrorKind::QueueTimeout,
+            detail,
+        }
+    }
+
+    pub(super) fn queue_full(limit: usize) -> Self {
+        let detail = format!("{limit} requests already wait for an upstream connection");
+        Self {
+            kind: UpstreamErrorKind::QueueFull,
+            detail,
+        }
+    }
+}
+
+/// Formats an error and its sources on one line.
+pub(in crate::proxy) fn format_error_chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        next = cause.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::UpstreamErrorKind;
+
+    #[test]
+    fn error_kind_names_are_in_declaration_order() {
+        let last = UpstreamErrorKind::ClientDisconnected;
+        assert_eq!(UpstreamErrorKind::NAMES.len(), last as usize + 1);
+        for kind in [
+            UpstreamErrorKind::ConnectRefused,
+            UpstreamErrorKind::ResponseTimeout,
+            last,
+        ] {
+            assert_eq!(UpstreamErrorKind::NAMES[kind as usize], kind.name());
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! Sends a request on an HTTP/1.1 connection.
+
+use http::{HeaderValue, Request, Response, StatusCode, header};
+use hyper::body::Incoming;
+use hyper::client::conn::TrySendError;
+use hyper_util::rt::TokioIo;
+use smallvec::SmallVec;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::sync::Arc;
+use tokio::task::yield_now;
+use tokio::time::Instant;
+
+use super::{ExchangeFailure, client_error_kind};
+use crate::proxy::http::body::request::{RequestBody, RequestBodyProgress};
+use crate::proxy::http::body::response::ResponseBody;
+use crate::proxy::http::informational_responses::InformationalForwarder;
+use crate::proxy::http::tunnel::Tunnel;
+use crate::proxy::http::upgrade;
+use crate::proxy::upstream::UpstreamClient;
+use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
+use crate::proxy::upstream::pool::{ConnectionProtocol, UpstreamConnection};
+use crate::proxy::upstream::response_body::UpstreamBodySource;
+use crate::proxy::upstream::tunnel_io::TunnelUpstream;
+
+impl UpstreamClient {
+    /// Sends the request once, on `connection`.
+    ///
+    /// `yield_first` lets the runtime poll the socket first. A request that cannot be retried is
+    /// then not written to a connection that the upstream has already closed.
+    pub(in crate::proxy::upstream) async fn exchange(
+        &self,
+        mut connection: Box<UpstreamConnection>,
+        mut request: Request<RequestBody>,
+        sent_at: Instant,
+        interim: &mut InformationalForwarder,
+        yield_first: bool,
+    ) -> Result<Response<ResponseBody>, (ExchangeFailure, UpstreamError)> {
+        let ConnectionProtocol::Http1(http1) = &mut connection.protocol else {
+            return Box::pin(self.exchange_http2(connection, request, sent_at, interim)).await;
+        };
+        if yield_first {
+            yield_now().await;
+        }
+        let informational = Arc::clone(&http1.informational);
+        informational.attach_to_request(&mut request);
+        let progress = request.body().progress();
+        let requested_protocols: SmallVec<[_; 1]> = request
+            .headers()
+            .get_all(header::UPGRADE)
+            .iter()
+            .cloned()
+            .collect();
+        let mut response_future = pin!(http1.sender.try_send_request(request));
+        let response_future = poll_fn(|cx| {
+            let answer = response_future.as_mut().poll(cx);
+            informational.forward_responses(interim, answer.is_pending().then(|| cx.waker()));
+            answer
+        });
+        let response = match self
+            .await_within_response_timeout(
+                &mut connection,
+                response_future,
+                progress.as_deref(),
+                sent_at,
+            )
+            .await
+        {
+            Some(Ok(response)) => response,
+            Some(Err(failed)) => {
+                return Err(exchange_failure_from_hyper(failed, progress.as_deref()));
+            }
+            None => {
+                return Err((
+                    ExchangeFailure::MaybeProcessed,
+                    UpstreamError::response_timeout(),
+                ));
+            }
+        };
+        if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+            let switched =
+                Box::pin(self.switch_protocols(response, connection, &requested_protocols)).await;
+            return switched.map_err(|error| (ExchangeFailure::MaybeProcessed, error));
+        }
+        Ok(response.map(|incoming| {
+            self.build_response_body(UpstreamBodySource::Http1(incoming), connection)
+        }))
+    }
+
+    /// Turns the connection into a tunnel for the protocol that the upstream switched to. The
+    /// connection keeps its `max_connections` permit until it is closed.
+    async fn switch_protocols(
+        &self,
+        mut response: Response<Incoming>,
+        connection: Box<UpstreamConnection>,
+        requested_protocols: &[HeaderValue],
+    ) -> Result<Response<ResponseBody>, UpstreamError> {
+        if !upgrade::selects_offered_protocol(requested_protocols, response.headers()) {
+            let detail =
+                "the upstream switched to a protocol that the client did not offer".to_owned();
+            return Err(UpstreamError {
+                kind: UpstreamErrorKind::Protocol,
+                detail,
+            });
+        }
+        let upgraded = hyper::upgrade::on(&mut response)
+            .await
+            .map_err(|error| UpstreamError {
+                kind: UpstreamErrorKind::ConnectionTerminated,
+                detail: format_error_chain(&error),
+            })?;
+        // Dropping the connection earlier would abort the task that hands over the socket.
+        drop(connection);
+        let tunnel = Tunnel::new(
+            TunnelUpstream::Http1(TokioIo::new(upgraded)),
+            self.pool.settings().body_idle_timeout,
+        );
+        Ok(response.map(|_empty| ResponseBody::Tunnel(Box::new(tunnel))))
+    }
+}
+
+fn exchange_failure_from_hyper(
+    mut failed: TrySendError<Request<RequestBody>>,
+    progress: Option<&RequestBodyProgress>,
+) -> (ExchangeFailure, UpstreamError) {
+    let unsent = failed.take_message();
+    let error = failed.into_error();
+    let kind = if error.is_parse() {
+        UpstreamErrorKind::Protocol
+    } else {
+        UpstreamErrorKind::ConnectionTerminated
+    };
+    let error = UpstreamError {
+        kind: client_error_kind(progress).unwrap_or(kind),
+        detail: format_error_chain(&error),
+    };
+    (
+        unsent.map_or(ExchangeFailure::MaybeProcessed, |request| {
+            ExchangeFailure::NotSent(Some(Box::new(request)))
+        }),
+        error,
+    )
+}

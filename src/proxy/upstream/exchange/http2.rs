@@ -1,0 +1,205 @@
+//! Sends a request as a stream of an HTTP/2 connection.
+
+use bytes::Bytes;
+use h2::SendStream;
+use http::{HeaderValue, Request, Response, Version, header, request};
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::task::Poll;
+use tokio::time::Instant;
+
+use super::{ExchangeFailure, client_error_kind};
+use crate::proxy::http::body::request::{RequestBody, RequestBodyProgress};
+use crate::proxy::http::body::response::ResponseBody;
+use crate::proxy::http::informational_responses::InformationalForwarder;
+use crate::proxy::http::tunnel::Tunnel;
+use crate::proxy::http::upgrade;
+use crate::proxy::upstream::UpstreamClient;
+use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
+use crate::proxy::upstream::http2::body_upload::BodyUpload;
+use crate::proxy::upstream::http2::head_conversion;
+use crate::proxy::upstream::http2::response_body::Http2ResponseBody;
+use crate::proxy::upstream::http2::{Http2ResponseFuture, StreamOpenError};
+use crate::proxy::upstream::pool::{ConnectionProtocol, StreamSlot, UpstreamConnection};
+use crate::proxy::upstream::response_body::UpstreamBodySource;
+use crate::proxy::upstream::tunnel_io::{Http2TunnelIo, TunnelUpstream};
+
+type ExchangeError = (ExchangeFailure, UpstreamError);
+
+/// A request with its head sent and its body on the way.
+struct StartedRequest {
+    response: Http2ResponseFuture,
+    /// The open stream of a WebSocket request, which has no body.
+    tunnel: Option<SendStream<Bytes>>,
+}
+
+impl UpstreamClient {
+    /// Sends the request as one stream of a shared HTTP/2 connection.
+    pub(super) async fn exchange_http2(
+        &self,
+        mut connection: Box<UpstreamConnection>,
+        request: Request<RequestBody>,
+        sent_at: Instant,
+        interim: &mut InformationalForwarder,
+    ) -> Result<Response<ResponseBody>, ExchangeError> {
+        let (mut head, body) = request.into_parts();
+        let progress = body.progress();
+        let ConnectionProtocol::Http2(slot) = &mut connection.protocol else {
+            return Err(invalid_request("the connection does not speak HTTP/2"));
+        };
+        let websocket_key = self.convert_head(&mut head, slot)?;
+        let mut started = start_request(slot, head, body, websocket_key.is_some()).await?;
+        let response_future = poll_fn(|cx| {
+            while let Poll::Ready(Some(Ok(informational))) = started.response.poll_informational(cx)
+            {
+                interim.forward(
+                    informational.status(),
+                    informational.headers(),
+                    Version::HTTP_2,
+                );
+            }
+            Pin::new(&mut started.response).poll(cx)
+        });
+        let response = match self
+            .await_within_response_timeout(
+                &mut connection,
+                response_future,
+                progress.as_deref(),
+                sent_at,
+            )
+            .await
+        {
+            Some(Ok(response)) => response,
+            Some(Err(error)) => {
+                let failure = classify_failure(&error);
+                return Err((failure, upstream_error_from_h2(&error, progress.as_deref())));
+            }
+            None => {
+                if let ConnectionProtocol::Http2(slot) = &connection.protocol {
+                    slot.connection().mark_suspect();
+                }
+                return Err((
+                    ExchangeFailure::MaybeProcessed,
+                    UpstreamError::response_timeout(),
+                ));
+            }
+        };
+        Ok(self.receive_response(response, websocket_key.zip(started.tunnel), connection))
+    }
+
+    /// Converts the request head to HTTP/2. Returns the key of a WebSocket request, which becomes
+    /// an extended CONNECT.
+    fn convert_head(
+        &self,
+        head: &mut request::Parts,
+        slot: &StreamSlot,
+    ) -> Result<Option<HeaderValue>, ExchangeError> {
+        let is_websocket =
+            upgrade::is_websocket(&head.headers) && slot.connection().allows_tunnels();
+        let websocket_key = match is_websocket {
+            true => head_conversion::convert_to_extended_connect(head),
+            false => None,
+        };
+        let is_secure = self.pool.settings().tls.is_some();
+        match head_conversion::convert_head_to_http2(head, is_secure) {
+            Some(()) => Ok(websocket_key),
+            None => Err(invalid_request(
+                "the request's Host is not a valid authority",
+            )),
+        }
+    }
+
+    /// Converts the response to HTTP/1.1. `websocket` is the key and the stream of a WebSocket
+    /// request, which becomes a tunnel if the upstream accepted it.
+    fn receive_response(
+        &self,
+        response: Response<h2::RecvStream>,
+        websocket: Option<(HeaderValue, SendStream<Bytes>)>,
+        connection: Box<UpstreamConnection>,
+    ) -> Response<ResponseBody> {
+        let (head, recv_stream) = response.into_parts();
+        let mut response = Response::from_parts(head, ResponseBody::Empty);
+        if let (Some((key, send_stream)), true) = (websocket, response.status().is_success()) {
+            head_conversion::convert_to_switching_protocols(&mut response, &key);
+            let io = Http2TunnelIo::new(send_stream, recv_stream, connection);
+            let tunnel = Tunnel::new(
+                TunnelUpstream::Http2(io),
+                self.pool.settings().body_idle_timeout,
+            );
+            *response.body_mut() = ResponseBody::Tunnel(Box::new(tunnel));
+            return response;
+        }
+        let body = Http2ResponseBody::new(recv_stream, response.headers());
+        *response.body_mut() =
+            self.build_response_body(UpstreamBodySource::Http2(body), connection);
+        response
+    }
+}
+
+/// Sends the head, and as much of the body as the upstream's window allows.
+async fn start_request(
+    slot: &mut StreamSlot,
+    head: request::Parts,
+    body: RequestBody,
+    is_websocket: bool,
+) -> Result<StartedRequest, ExchangeError> {
+    let declared_trailers = head
+        .headers
+        .get_all(header::TRAILER)
+        .iter()
+        .cloned()
+        .collect();
+    let keeps_stream_open = is_websocket || !body.is_empty();
+    let (response, send_stream) = slot
+        .connection()
+        .send_request_head(Request::from_parts(head, ()), keeps_stream_open)
+        .map_err(exchange_error_from_open)?;
+    let mut tunnel = None;
+    if is_websocket {
+        tunnel = Some(send_stream);
+    } else if keeps_stream_open
+        && let Some(upload) = BodyUpload::start(body, send_stream, declared_trailers).await
+    {
+        slot.attach_upload(upload);
+    }
+    Ok(StartedRequest { response, tunnel })
+}
+
+fn invalid_request(detail: &str) -> ExchangeError {
+    let error = UpstreamError {
+        kind: UpstreamErrorKind::Protocol,
+        detail: detail.to_owned(),
+    };
+    (ExchangeFailure::MaybeProcessed, error)
+}
+
+fn exchange_error_from_open(error: StreamOpenError) -> ExchangeError {
+    let failure = if error.is_connection_closed {
+        ExchangeFailure::NotSent(None)
+    } else {
+        ExchangeFailure::MaybeProcessed
+    };
+    (failure, upstream_error_from_h2(&error.error, None))
+}
+
+fn upstream_error_from_h2(
+    error: &h2::Error,
+    progress: Option<&RequestBodyProgress>,
+) -> UpstreamError {
+    let kind = client_error_kind(progress).unwrap_or_else(|| UpstreamErrorKind::from_h2(error));
+    UpstreamError {
+        kind,
+        detail: format_error_chain(error),
+    }
+}
+
+/// Whether the upstream states that it did not process the request (RFC 9113, 8.7).
+fn classify_failure(error: &h2::Error) -> ExchangeFailure {
+    match error.is_remote() {
+        true if error.is_go_away() => ExchangeFailure::GoAway,
+        true if error.reason() == Some(h2::Reason::REFUSED_STREAM) => {
+            ExchangeFailure::RefusedStream
+        }
+        _ => ExchangeFailure::MaybeProcessed,
+    }
+}

@@ -1,0 +1,155 @@
+//! Upload of a request body over an HTTP/2 stream.
+
+use bytes::Bytes;
+use h2::{Reason, SendStream};
+use http::HeaderValue;
+use http_body::{Body, Frame};
+use smallvec::SmallVec;
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use tokio::task::AbortHandle;
+
+use crate::proxy::http::body::request::RequestBody;
+use crate::proxy::http::hop_by_hop;
+
+/// Handle of a request body upload. Dropping it aborts the upload.
+#[derive(Debug)]
+pub(in crate::proxy::upstream) struct BodyUpload(AbortHandle);
+
+impl BodyUpload {
+    /// Sends as much of `body` as the window allows, then spawns a task for the rest. Returns
+    /// `None` if the body is complete. `declared_trailers` are the validated `Trailer` values;
+    /// trailers that they do not name are removed.
+    pub(in crate::proxy::upstream) async fn start(
+        body: RequestBody,
+        stream: SendStream<Bytes>,
+        declared_trailers: SmallVec<[HeaderValue; 1]>,
+    ) -> Option<Self> {
+        let mut upload = BodyUploadFuture {
+            body,
+            stream,
+            declared_trailers,
+            pending_chunk: Bytes::new(),
+            is_last: false,
+        };
+        if poll_fn(|cx| Poll::Ready(Pin::new(&mut upload).poll(cx)))
+            .await
+            .is_ready()
+        {
+            return None;
+        }
+        Some(Self(tokio::task::spawn_local(upload).abort_handle()))
+    }
+}
+
+impl Drop for BodyUpload {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+struct BodyUploadFuture {
+    body: RequestBody,
+    stream: SendStream<Bytes>,
+    declared_trailers: SmallVec<[HeaderValue; 1]>,
+    /// The unsent rest of the last chunk, which exceeds the upstream's window.
+    pending_chunk: Bytes,
+    /// The pending chunk is the last one.
+    is_last: bool,
+}
+
+impl Future for BodyUploadFuture {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let this = self.get_mut();
+        // Stream errors are reported by the response future.
+        this.poll_upload(cx).map(|_sent| ())
+    }
+}
+
+impl BodyUploadFuture {
+    fn poll_upload(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), h2::Error>> {
+        loop {
+            // The upstream may stop reading the body before its end.
+            if self.stream.poll_reset(cx).is_ready() {
+                return Poll::Ready(Ok(()));
+            }
+            while !self.pending_chunk.is_empty() {
+                let capacity = ready!(poll_send_capacity(
+                    &mut self.stream,
+                    self.pending_chunk.len(),
+                    cx
+                ))?;
+                let chunk = self
+                    .pending_chunk
+                    .split_to(capacity.min(self.pending_chunk.len()));
+                let ends_stream = self.is_last && self.pending_chunk.is_empty();
+                self.stream.send_data(chunk, ends_stream)?;
+                if ends_stream {
+                    return Poll::Ready(Ok(()));
+                }
+            }
+            match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(chunk) => {
+                        self.is_last = self.body.is_end_stream();
+                        if chunk.is_empty() && self.is_last {
+                            return Poll::Ready(self.stream.send_data(chunk, true));
+                        }
+                        self.pending_chunk = chunk;
+                    }
+                    Err(frame) => return Poll::Ready(self.finish_with_trailers(frame)),
+                },
+                None => return Poll::Ready(self.stream.send_data(Bytes::new(), true)),
+                // A truncated body must not look complete.
+                Some(Err(_reported_by_progress)) => {
+                    self.stream.send_reset(Reason::CANCEL);
+                    return Poll::Ready(Ok(()));
+                }
+            }
+        }
+    }
+
+    fn finish_with_trailers(&mut self, frame: Frame<Bytes>) -> Result<(), h2::Error> {
+        let mut trailers = frame.into_trailers().unwrap_or_default();
+        let undeclared: SmallVec<[_; 4]> = trailers
+            .keys()
+            .filter(|name| {
+                let mut declared_names = self
+                    .declared_trailers
+                    .iter()
+                    .flat_map(hop_by_hop::list_elements);
+                !declared_names.any(|item| item.eq_ignore_ascii_case(name.as_str().as_bytes()))
+            })
+            .cloned()
+            .collect();
+        for name in undeclared {
+            trailers.remove(name);
+        }
+        if trailers.is_empty() {
+            self.stream.send_data(Bytes::new(), true)
+        } else {
+            self.stream.send_trailers(trailers)
+        }
+    }
+}
+
+/// Waits until the window allows some of `requested_bytes`.
+pub(in crate::proxy::upstream) fn poll_send_capacity(
+    stream: &mut SendStream<Bytes>,
+    requested_bytes: usize,
+    cx: &mut Context<'_>,
+) -> Poll<Result<usize, h2::Error>> {
+    stream.reserve_capacity(requested_bytes);
+    loop {
+        match stream.capacity() {
+            0 => match ready!(stream.poll_capacity(cx)) {
+                Some(capacity) => drop(capacity?),
+                None => return Poll::Ready(Err(Reason::STREAM_CLOSED.into())),
+            },
+            capacity => return Poll::Ready(Ok(capacity)),
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! State of one HTTP/2 connection: its streams and the cancellation of requests.
+
+use bytes::Bytes;
+use h2::client::{ResponseFuture, SendRequest};
+use h2::{RecvStream, SendStream};
+use http::{Request, Response};
+use std::cell::{Cell, RefCell};
+use std::future::Future;
+use std::net::IpAddr;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker, ready};
+use std::time::Duration;
+use tokio::task::AbortHandle;
+use tokio::time::Instant;
+
+use crate::proxy::server::lazy_timer::LazyTimer;
+
+/// Maximum streams per connection, even if the upstream allows more.
+pub(in crate::proxy::upstream) const MAX_CONCURRENT_STREAMS: usize = 100;
+/// Requests that may be cancelled before the upstream responds to others. At zero the connection is
+/// retired.
+///
+/// Servers treat frequent cancellation as an attack (CVE-2023-44487) and close the connection with
+/// all its requests; h2 and hyper tolerate 20 unprocessed ones. So one client's disconnects cannot
+/// end the requests of other clients.
+const CANCELLATION_BUDGET: u32 = 10;
+/// Cancellations beyond the budget are delayed this long, so that the upstream has processed the
+/// requests by then.
+const DEFERRED_CANCEL_DELAY: Duration = Duration::from_secs(1);
+
+/// An open connection. Dropping it closes it.
+pub(in crate::proxy::upstream) struct Http2Connection {
+    sender: SendRequest<Bytes>,
+    /// IP address of the upstream.
+    pub(in crate::proxy::upstream) peer: Option<IpAddr>,
+    /// Requests in progress.
+    active_streams: Cell<usize>,
+    /// Takes no new requests, and closes after the last one ends.
+    closing: Cell<bool>,
+    /// A response timed out, and nothing was received since.
+    is_suspect: Cell<bool>,
+    was_used: Cell<bool>,
+    /// Remaining cancellations; see [`CANCELLATION_BUDGET`].
+    cancellation_budget: Cell<u32>,
+    deferred_cancels: RefCell<DeferredCancels>,
+    idle_since: Cell<Instant>,
+    driver_waker: RefCell<Option<Waker>>,
+    task: Cell<Option<AbortHandle>>,
+}
+
+/// Future of the response head. Dropping it before completion cancels the request.
+pub(in crate::proxy::upstream) struct Http2ResponseFuture {
+    response: Option<ResponseFuture>,
+    connection: Rc<Http2Connection>,
+}
+
+/// Abandoned requests that have not been cancelled yet.
+#[derive(Default)]
+struct DeferredCancels {
+    requests: Vec<ResponseFuture>,
+    since: Option<Instant>,
+}
+
+/// A request that could not be sent; nothing of it was written.
+pub(in crate::proxy::upstream) struct StreamOpenError {
+    /// The connection takes no more requests.
+    pub(in crate::proxy::upstream) is_connection_closed: bool,
+    pub(in crate::proxy::upstream) error: h2::Error,
+}
+
+impl Http2Connection {
+    pub(super) fn new(sender: SendRequest<Bytes>, peer: Option<IpAddr>) -> Self {
+        Self {
+            sender,
+            peer,
+            active_streams: Cell::new(0),
+            closing: Cell::new(false),
+            is_suspect: Cell::new(false),
+            was_used: Cell::new(false),
+            cancellation_budget: Cell::new(CANCELLATION_BUDGET),
+            deferred_cancels: RefCell::default(),
+            idle_since: Cell::new(Instant::now()),
+            driver_waker: RefCell::default(),
+            task: Cell::default(),
+        }
+    }
+
+    /// Sets the task that runs the connection. It is aborted when the connection is dropped.
+    pub(in crate::proxy::upstream) fn set_task(&self, task: AbortHandle) {
+        self.task.set(Some(task));
+    }
+
+    /// Reserves a stream if the connection has capacity. Returns whether it did.
+    pub(in crate::proxy::upstream) fn try_reserve_stream(&self) -> bool {
+        let is_available = !self.closing.get()
+            && !self.is_suspect.get()
+            && self.active_streams.get()
+                < self
+                    .sender
+                    .current_max_send_streams()
+                    .min(MAX_CONCURRENT_STREAMS);
+        if is_available {
+            self.active_streams.set(self.active_streams.get() + 1);
+        }
+        is_available
+    }
+
+    /// Releases a stream that [`Http2Connection::try_reserve_stream`] reserved.
+    pub(in crate::proxy::upstream) fn release_stream(&self) {
+        self.active_streams.set(self.active_streams.get() - 1);
+        if self.active_streams.get() == 0 {
+            self.idle_since.set(Instant::now());
+        }
+    }
+
+    /// Marks the connection as used, and returns whether it was before.
+    pub(in crate::proxy::upstream) fn mark_used(&self) -> bool {
+        self.was_used.replace(true)
+    }
+
+    /// Whether the upstream supports extended CONNECT (RFC 8441, 3).
+    pub(in crate::proxy::upstream) fn allows_tunnels(&self) -> bool {
+        self.sender.is_extended_connect_protocol_enabled()
+    }
+
+    /// Sends a request head. With `has_body`, the stream stays open for the body.
+    ///
+    /// # Errors
+    /// If the connection takes no more requests, or the head is invalid; nothing was sent then.
+    pub(in crate::proxy::upstream) fn send_request_head(
+        self: &Rc<Self>,
+        request: Request<()>,
+        has_body: bool,
+    ) -> Result<(Http2ResponseFuture, SendStream<Bytes>), StreamOpenError> {
+        // Each request uses its own clone, so requests that wait for capacity do not block each
+        // other.
+        let mut sender = self.sender.clone();
+        match sender.poll_ready(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(Err(error)) => {
+                self.retire();
+                Err(StreamOpenError {
+                    is_connection_closed: true,
+                    error,
+                })
+            }
+            _ => match sender.send_request(request, !has_body) {
+                Ok((response, send_stream)) => Ok((
+                    Http2ResponseFuture {
+                        response: Some(response),
+                        connection: Rc::clone(self),
+                    },
+                    send_stream,
+                )),
+                Err(error) => Err(StreamOpenError {
+                    is_connection_closed: false,
+                    error,
+                }),
+            },
+        }
+    }
+
+    /// Records that a response timed out. The connection takes no new requests until the upstream
+    /// answers a PING.
+    pub(in crate::proxy::upstream) fn mark_suspect(&self) {
+        self.is_suspect.set(true);
+        self.wake_driver();
+    }
+
+    /// Streams that both the upstream and the proxy allow on this connection.
+    pub(in crate::proxy::upstream) fn capacity(&self) -> usize {
+        self.sender
+            .current_max_send_streams()
+            .clamp(1, MAX_CONCURRENT_STREAMS)
+    }
+
+    /// Stops adding requests. The connection closes after its last one.
+    pub(in crate::proxy::upstream) fn retire(&self) {
+        self.closing.set(true);
+    }
+
+    pub(in crate::proxy::upstream) fn is_closing(&self) -> bool {
+        self.closing.get()
+    }
+
+    /// Cancels a request, or defers that once the cancellation budget is used up.
+    fn cancel_request(&self, request: ResponseFuture) {
+        match self.cancellation_budget.get() {
+            0 => {
+                let mut deferred = self.deferred_cancels.borrow_mut();
+                deferred.requests.push(request);
+                if deferred.since.is_none() {
+                    deferred.since = Some(Instant::now());
+                    self.wake_driver();
+                }
+            }
+            remaining => {
+                self.cancellation_budget.set(remaining - 1);
+                if remaining == 1 {
+                    tracing::debug!(
+                        "upstream connection retired after too many cancelled requests"
+                    );
+                    self.retire();
+                }
+            }
+        }
+    }
+
+    /// Cancels the deferred requests once [`DEFERRED_CANCEL_DELAY`] has passed.
+    pub(super) fn flush_deferred_cancels(&self, timer: &mut LazyTimer, cx: &mut Context<'_>) {
+        let Some(since) = self.deferred_cancels.borrow().since else {
+            return;
+        };
+        if timer.poll(since + DEFERRED_CANCEL_DELAY, cx).is_ready() {
+            drop(self.deferred_cancels.take());
+        }
+    }
+
+    /// Sets the waker of the task that runs the connection.
+    pub(super) fn set_driver_waker(&self, waker: &Waker) {
+        self.driver_waker.replace(Some(waker.clone()));
+    }
+
+    /// Set when a response timed out; cleared by the next PONG.
+    pub(super) fn suspect_flag(&self) -> &Cell<bool> {
+        &self.is_suspect
+    }
+
+    fn wake_driver(&self) {
+        if let Some(driver) = &*self.driver_waker.borrow() {
+            driver.wake_by_ref();
+        }
+    }
+
+    /// Time since which the connection has had no requests; `None` while it has some.
+    pub(in crate::proxy::upstream) fn idle_since(&self) -> Option<Instant> {
+        (self.active_streams.get() == 0).then(|| self.idle_since.get())
+    }
+}
+
+impl Http2ResponseFuture {
+    /// Polls for informational (1xx) response heads.
+    pub(in crate::proxy::upstream) fn poll_informational(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Response<()>, h2::Error>>> {
+        match &mut self.response {
+            Some(response) => response.poll_informational(cx),
+            None => Poll::Ready(None),
+        }
+    }
+}
+
+impl Future for Http2ResponseFuture {
+    type Output = Result<Response<RecvStream>, h2::Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(response) = &mut self.response else {
+            return Poll::Pending;
+        };
+        let answer = ready!(Pin::new(response).poll(cx));
+        self.response = None;
+        let budget = &self.connection.cancellation_budget;
+        budget.set((budget.get() + 1).min(CANCELLATION_BUDGET));
+        Poll::Ready(answer)
+    }
+}
+
+impl Drop for Http2ResponseFuture {
+    fn drop(&mut self) {
+        if let Some(response) = self.response.take() {
+            self.connection.cancel_request(response);
+        }
+    }
+}
+
+impl Drop for Http2Connection {
+    fn drop(&mut self) {
+        if let Some(task) = self.task.take() {
+            task.abort();
+        }
+    }
+}
+
+impl std::fmt::Debug for Http2Connection {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Http2Connection")
+            .field("streams", &self.active_streams)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,60 @@
+//! The task of an HTTP/2 connection.
+
+use bytes::Bytes;
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::rc::Weak;
+use std::task::Poll;
+
+use super::connection::Http2Connection;
+use super::ping_monitor::PingMonitor;
+use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::upstream::connector::UpstreamSocket;
+use crate::proxy::upstream::error::format_error_chain;
+
+/// The task that reads and writes for all requests of a connection.
+pub(in crate::proxy::upstream) struct Http2Driver {
+    connection: h2::client::Connection<UpstreamSocket, Bytes>,
+    ping_monitor: Option<PingMonitor>,
+    http2_connection: Weak<Http2Connection>,
+    deferred_cancel_timer: LazyTimer,
+}
+
+impl Http2Driver {
+    pub(super) fn new(
+        connection: h2::client::Connection<UpstreamSocket, Bytes>,
+        ping_monitor: Option<PingMonitor>,
+        http2_connection: Weak<Http2Connection>,
+    ) -> Self {
+        Self {
+            connection,
+            ping_monitor,
+            http2_connection,
+            deferred_cancel_timer: LazyTimer::default(),
+        }
+    }
+
+    /// Runs the connection until it closes. Its remaining requests then fail.
+    pub(in crate::proxy::upstream) async fn run(mut self) {
+        let end = poll_fn(|cx| {
+            if let Poll::Ready(end) = Pin::new(&mut self.connection).poll(cx) {
+                return Poll::Ready(end.map_err(|error| format_error_chain(&error)));
+            }
+            let Some(http2_connection) = self.http2_connection.upgrade() else {
+                return Poll::Pending;
+            };
+            http2_connection.set_driver_waker(cx.waker());
+            http2_connection.flush_deferred_cancels(&mut self.deferred_cancel_timer, cx);
+            let Some(ping_monitor) = &mut self.ping_monitor else {
+                return Poll::Pending;
+            };
+            ping_monitor
+                .poll(http2_connection.suspect_flag(), cx)
+                .map(|()| Err("the upstream did not answer a PING".to_owned()))
+        });
+        match end.await {
+            Ok(()) => tracing::debug!("upstream connection closed"),
+            Err(error) => tracing::debug!(error, "upstream connection closed"),
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! HTTP/2 handshake with the upstream.
+
+use h2::client::Builder;
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::Poll;
+use std::time::Duration;
+
+use super::connection::Http2Connection;
+use super::driver::Http2Driver;
+use super::ping_monitor::PingMonitor;
+use crate::proxy::upstream::MAX_RESPONSE_HEAD_BYTES;
+use crate::proxy::upstream::connector::UpstreamSocket;
+use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
+
+/// Receive windows per stream and per connection. The connection window holds as many full stream
+/// windows as there can be streams, so a slow client delays only its own response.
+const STREAM_WINDOW_BYTES: u32 = 256 * 1024;
+const CONNECTION_WINDOW_BYTES: u32 = 100 * STREAM_WINDOW_BYTES;
+/// Size of the send buffer for data that exceeds the upstream's window.
+const SEND_BUFFER_BYTES: usize = 64 * 1024;
+/// Cancelled requests to remember. Frames that the upstream already sent for them are not protocol
+/// errors.
+const MAX_REMEMBERED_RESETS: usize = 1000;
+
+/// Performs the HTTP/2 handshake on a new connection.
+///
+/// It completes when the upstream's SETTINGS have arrived. So a peer without HTTP/2 is detected
+/// before it sees a request.
+///
+/// # Errors
+/// If the upstream sends anything else, or nothing within `limit`.
+pub(in crate::proxy::upstream) async fn handshake(
+    stream: UpstreamSocket,
+    limit: Duration,
+) -> Result<(Rc<Http2Connection>, Http2Driver), UpstreamError> {
+    let (read_activity, peer) = (stream.read_activity(), stream.peer());
+    let mut builder = Builder::new();
+    builder
+        .enable_push(false)
+        // No streams until the upstream's SETTINGS say how many.
+        .initial_max_send_streams(0)
+        .initial_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .max_header_list_size(MAX_RESPONSE_HEAD_BYTES)
+        .max_send_buffer_size(SEND_BUFFER_BYTES)
+        .max_concurrent_reset_streams(MAX_REMEMBERED_RESETS)
+        // h2 counts these over the whole life of a connection, which may be long.
+        .max_local_error_reset_streams(None);
+    let failed = |error: h2::Error| UpstreamError {
+        kind: UpstreamErrorKind::from_h2(&error),
+        detail: format!("HTTP/2 handshake failed: {}", format_error_chain(&error)),
+    };
+    let handshake_future = async {
+        let (sender, mut connection) = builder.handshake(stream).await.map_err(failed)?;
+        poll_fn(|cx| match Pin::new(&mut connection).poll(cx) {
+            Poll::Ready(Err(error)) => Poll::Ready(Err(failed(error))),
+            Poll::Ready(Ok(())) => Poll::Ready(Err(UpstreamError {
+                kind: UpstreamErrorKind::ConnectionTerminated,
+                detail: "the upstream closed the connection before its HTTP/2 SETTINGS".to_owned(),
+            })),
+            Poll::Pending if sender.current_max_send_streams() > 0 => Poll::Ready(Ok(())),
+            Poll::Pending => Poll::Pending,
+        })
+        .await?;
+        Ok((sender, connection))
+    };
+    let (sender, mut connection) = tokio::time::timeout(limit, handshake_future)
+        .await
+        .unwrap_or_else(|_elapsed| {
+            let detail = format!("no HTTP/2 SETTINGS from the upstream within {limit:?}");
+            Err(UpstreamError {
+                kind: UpstreamErrorKind::ConnectTimeout,
+                detail,
+            })
+        })?;
+    let http2_connection = Rc::new(Http2Connection::new(sender, peer));
+    let ping_monitor = connection
+        .ping_pong()
+        .map(|pings| PingMonitor::new(pings, read_activity));
+    let driver = Http2Driver::new(connection, ping_monitor, Rc::downgrade(&http2_connection));
+    Ok((http2_connection, driver))
+}

@@ -1,0 +1,101 @@
+//! Connections as the pool hands them out.
+
+use hyper::client::conn::http1::SendRequest;
+use std::net::IpAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::task::AbortHandle;
+use tokio::time::Instant;
+
+use super::UpstreamPool;
+use super::stream_slot::StreamSlot;
+use crate::proxy::http::body::request::RequestBody;
+use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::upstream::informational_responses::InformationalResponseQueue;
+
+/// An HTTP/1.1 connection or a stream of an HTTP/2 connection, for one request at a time. Dropping
+/// it ends the request.
+#[derive(Debug)]
+pub(in crate::proxy::upstream) struct UpstreamConnection {
+    pub(in crate::proxy::upstream) protocol: ConnectionProtocol,
+    /// Response and idle timeouts of the current request.
+    pub(in crate::proxy::upstream) timer: LazyTimer,
+    /// Time of the last return to the pool; `None` for a new connection.
+    pub(super) idle_since: Option<Instant>,
+}
+
+#[derive(Debug)]
+pub(in crate::proxy::upstream) enum ConnectionProtocol {
+    Http1(Http1Connection),
+    Http2(StreamSlot),
+}
+
+/// An HTTP/1.1 connection. Dropping it closes the connection.
+#[derive(Debug)]
+pub(in crate::proxy::upstream) struct Http1Connection {
+    pub(in crate::proxy::upstream) sender: SendRequest<RequestBody>,
+    pub(in crate::proxy::upstream) informational: Arc<InformationalResponseQueue>,
+    pub(super) peer: Option<IpAddr>,
+    pub(super) task: AbortHandle,
+}
+
+/// A connection with its response body still being read.
+#[derive(Debug)]
+pub(in crate::proxy::upstream) struct PooledConnection {
+    pool: Rc<UpstreamPool>,
+    connection: Box<UpstreamConnection>,
+}
+
+impl UpstreamConnection {
+    pub(super) fn new(protocol: ConnectionProtocol) -> Self {
+        Self {
+            protocol,
+            timer: LazyTimer::default(),
+            idle_since: None,
+        }
+    }
+
+    pub(in crate::proxy::upstream) fn is_reused(&self) -> bool {
+        match &self.protocol {
+            ConnectionProtocol::Http1(_) => self.idle_since.is_some(),
+            ConnectionProtocol::Http2(slot) => slot.is_reused(),
+        }
+    }
+
+    /// Whether the connection can be reused from the pool.
+    pub(super) fn is_usable(&self, max_idle: Duration, now: Instant) -> bool {
+        let ConnectionProtocol::Http1(http1) = &self.protocol else {
+            return false;
+        };
+        http1.sender.is_ready()
+            && self
+                .idle_since
+                .is_none_or(|since| now.duration_since(since) < max_idle)
+    }
+}
+
+impl Drop for Http1Connection {
+    fn drop(&mut self) {
+        // hyper would wait for the rest of a request or response that is no longer needed.
+        self.task.abort();
+    }
+}
+
+impl PooledConnection {
+    pub(in crate::proxy::upstream) fn new(
+        pool: Rc<UpstreamPool>,
+        connection: Box<UpstreamConnection>,
+    ) -> Self {
+        Self { pool, connection }
+    }
+
+    pub(in crate::proxy::upstream) fn timer(&mut self) -> &mut LazyTimer {
+        &mut self.connection.timer
+    }
+
+    /// Returns the connection to the pool after the response was read to its end.
+    pub(in crate::proxy::upstream) fn return_to_pool(self) {
+        self.pool.return_connection(self.connection);
+    }
+}

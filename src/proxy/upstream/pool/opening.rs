@@ -1,0 +1,182 @@
+//! Opening of new connections.
+
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use std::rc::Rc;
+use std::sync::Arc;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Instant;
+
+use super::UpstreamPool;
+use super::connection::{ConnectionProtocol, Http1Connection, UpstreamConnection};
+use super::stream_slot::StreamSlot;
+use super::waiting::WaiterRejection;
+use crate::proxy::upstream::MAX_RESPONSE_HEAD_BYTES;
+use crate::proxy::upstream::connector::{AlpnOffer, UpstreamSocket};
+use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind};
+use crate::proxy::upstream::http2::{self, Http2Connection, Http2Driver};
+
+/// Maximum header lines of a response. hyper's default is 100, but some frameworks send one line
+/// per cookie or preload. Each further line costs a few bytes per response.
+const MAX_RESPONSE_HEADERS: usize = 256;
+
+impl UpstreamPool {
+    pub(super) fn open_http2_if_needed(self: &Rc<Self>) {
+        let waiter_count = {
+            let mut waiters = self.waiters.borrow_mut();
+            waiters.retain(|waiter| !waiter.is_closed());
+            waiters.len()
+        };
+        if self
+            .opening_http2_connections
+            .get()
+            .saturating_mul(self.streams_per_connection.get())
+            >= waiter_count
+        {
+            return;
+        }
+        self.opening_http2_connections
+            .set(self.opening_http2_connections.get() + 1);
+        let pool = Rc::clone(self);
+        tokio::task::spawn_local(async move {
+            let mut retries = pool.settings().retry_connect;
+            let opened = match pool.acquire_permit().await {
+                Ok(permit) => {
+                    pool.open_connection(permit, &mut retries, AlpnOffer::Http2AndHttp1)
+                        .await
+                }
+                Err(error) => Err(error),
+            };
+            pool.opening_http2_connections
+                .set(pool.opening_http2_connections.get() - 1);
+            match opened {
+                Ok(connection) => pool.distribute_connection(connection),
+                // A stream of the other connections may become free.
+                Err(error) if !pool.http2_connections.borrow().is_empty() => {
+                    tracing::debug!(%error, "failed to open another upstream connection");
+                }
+                Err(error) => pool.reject_waiters(&WaiterRejection::Failed(error)),
+            }
+        });
+    }
+
+    pub(super) async fn open_connection(
+        self: &Rc<Self>,
+        permit: OwnedSemaphorePermit,
+        retries: &mut u32,
+        offer: AlpnOffer,
+    ) -> Result<Box<UpstreamConnection>, UpstreamError> {
+        let mut permit = Some(permit);
+        loop {
+            let started_at = Instant::now();
+            let opened = match self.shared.connector.connect(self.settings(), offer).await {
+                Ok(stream) => {
+                    self.perform_handshake(stream, &mut permit, started_at)
+                        .await
+                }
+                Err(error) => Err(error),
+            };
+            match opened {
+                Ok(protocol) => {
+                    if offer == AlpnOffer::Http2AndHttp1 {
+                        self.negotiated_http2
+                            .set(Some(matches!(protocol, ConnectionProtocol::Http2(_))));
+                    }
+                    return Ok(Box::new(UpstreamConnection::new(protocol)));
+                }
+                Err(error) if *retries > 0 => {
+                    *retries -= 1;
+                    tracing::debug!(%error, "upstream connection attempt failed; retrying");
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Performs the handshake of the negotiated protocol.
+    ///
+    /// The connection takes over `permit`. A retry finds it empty, as the failed connection
+    /// released it, and acquires another.
+    pub(super) async fn perform_handshake(
+        self: &Rc<Self>,
+        stream: UpstreamSocket,
+        permit: &mut Option<OwnedSemaphorePermit>,
+        started_at: Instant,
+    ) -> Result<ConnectionProtocol, UpstreamError> {
+        let connection_permit = match permit.take() {
+            Some(permit) => permit,
+            None => self.acquire_permit().await?,
+        };
+        let stream = stream.with_permit(connection_permit);
+        if stream.is_http2() {
+            let limit = self
+                .settings()
+                .connect_timeout
+                .saturating_sub(started_at.elapsed());
+            let (http2_connection, driver) = http2::handshake(stream, limit).await?;
+            self.spawn_driver(&http2_connection, driver);
+            self.streams_per_connection.set(http2_connection.capacity());
+            self.http2_connections
+                .borrow_mut()
+                .push(Rc::clone(&http2_connection));
+            return StreamSlot::reserve(&http2_connection, self)
+                .map(ConnectionProtocol::Http2)
+                .ok_or_else(|| UpstreamError {
+                    kind: UpstreamErrorKind::Protocol,
+                    detail: "the upstream allows no concurrent streams".to_owned(),
+                });
+        }
+        let peer = stream.peer();
+        let handshake = http1::Builder::new()
+            .max_buf_size(MAX_RESPONSE_HEAD_BYTES as usize)
+            .max_headers(MAX_RESPONSE_HEADERS)
+            .handshake(TokioIo::new(stream))
+            .await;
+        let (sender, connection) = handshake.map_err(|error| UpstreamError {
+            kind: UpstreamErrorKind::ConnectionTerminated,
+            detail: error.to_string(),
+        })?;
+        let task = tokio::task::spawn_local(async move {
+            if let Err(error) = connection.with_upgrades().await {
+                tracing::debug!(%error, "upstream connection closed");
+            }
+        });
+        Ok(ConnectionProtocol::Http1(Http1Connection {
+            sender,
+            informational: Arc::default(),
+            peer,
+            task: task.abort_handle(),
+        }))
+    }
+
+    /// Gives a new connection to waiting requests.
+    pub(super) fn distribute_connection(self: &Rc<Self>, connection: Box<UpstreamConnection>) {
+        let http2_connection = match &connection.protocol {
+            ConnectionProtocol::Http2(slot) => Some(Rc::clone(slot.connection())),
+            ConnectionProtocol::Http1(_) => None,
+        };
+        match self.pop_waiter() {
+            Some(waiter) => drop(waiter.send(Ok(connection))),
+            None if http2_connection.is_none() => self.keep_idle(connection),
+            None => {}
+        }
+        if let Some(http2_connection) = http2_connection {
+            self.serve_waiters(&http2_connection);
+        }
+        // The remaining requests must wait for another connection.
+        self.reject_waiters(&WaiterRejection::Retry);
+    }
+
+    /// Spawns the task that runs the connection until it closes.
+    fn spawn_driver(self: &Rc<Self>, connection: &Rc<Http2Connection>, driver: Http2Driver) {
+        let (pool, weak_connection) = (Rc::downgrade(self), Rc::downgrade(connection));
+        let task = tokio::task::spawn_local(async move {
+            driver.run().await;
+            if let (Some(connection), Some(pool)) = (weak_connection.upgrade(), pool.upgrade()) {
+                connection.retire();
+                pool.handle_stream_end(&connection);
+            }
+        });
+        connection.set_task(task.abort_handle());
+    }
+}

@@ -1,0 +1,189 @@
+//! Requests that wait for a connection: permits, the queue, and handing over freed connections.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::UpstreamPool;
+use super::connection::{ConnectionProtocol, UpstreamConnection};
+use super::stream_slot::StreamSlot;
+use crate::proxy::upstream::error::UpstreamError;
+use crate::proxy::upstream::http2::Http2Connection;
+
+/// One in this many freed connections is closed if other workers' requests wait for a permit.
+const HANDOVERS_PER_CLOSE: u32 = 8;
+
+pub(super) type ConnectionWaiter =
+    oneshot::Sender<Result<Box<UpstreamConnection>, WaiterRejection>>;
+
+/// Sent to a waiting request instead of a connection.
+#[derive(Clone, Debug)]
+pub(super) enum WaiterRejection {
+    /// No connection could be opened.
+    Failed(UpstreamError),
+    /// The expected connection does not come; the request tries again.
+    Retry,
+}
+
+pub(super) enum AcquireOutcome {
+    Connection(Box<UpstreamConnection>),
+    Permit(OwnedSemaphorePermit),
+    /// The request tries again.
+    Retry,
+}
+
+impl UpstreamPool {
+    /// Acquires a permit for a new connection, or a connection that becomes free first.
+    pub(super) async fn acquire_permit_or_connection(
+        &self,
+    ) -> Result<AcquireOutcome, UpstreamError> {
+        if let Ok(permit) = Arc::clone(&self.shared.connection_permits).try_acquire_owned() {
+            return Ok(AcquireOutcome::Permit(permit));
+        }
+        let (sender, mut receiver) = oneshot::channel();
+        let queued = self.wait_for_permit(Some(sender));
+        tokio::select! {
+            biased;
+            Ok(offered) = &mut receiver => match offered {
+                Ok(connection) => Ok(AcquireOutcome::Connection(connection)),
+                Err(WaiterRejection::Failed(error)) => Err(error),
+                Err(WaiterRejection::Retry) => Ok(AcquireOutcome::Retry),
+            },
+            permit = queued => permit.map(AcquireOutcome::Permit),
+        }
+    }
+
+    /// Acquires a permit for a new connection, which no freed connection could replace.
+    pub(super) async fn acquire_permit(&self) -> Result<OwnedSemaphorePermit, UpstreamError> {
+        match Arc::clone(&self.shared.connection_permits).try_acquire_owned() {
+            Ok(permit) => Ok(permit),
+            Err(_none_left) => {
+                // Closing one idle connection of this worker frees the permit that the new
+                // connection needs.
+                drop(self.idle_http1.borrow_mut().pop_front());
+                self.wait_for_permit(None).await
+            }
+        }
+    }
+
+    /// Waits for a permit, in one queue with the requests of all workers. Meanwhile `waiter` can
+    /// receive a freed connection of this worker.
+    pub(super) async fn wait_for_permit(
+        &self,
+        waiter: Option<ConnectionWaiter>,
+    ) -> Result<OwnedSemaphorePermit, UpstreamError> {
+        let settings = self.settings();
+        let _slot = QueueSlotGuard::acquire(self)?;
+        if let Some(waiter) = waiter {
+            self.waiters.borrow_mut().push_back(waiter);
+        }
+        self.shared.queue_signal.send_replace(());
+        let permit = Arc::clone(&self.shared.connection_permits).acquire_owned();
+        match timeout(settings.queue_timeout, permit).await {
+            Ok(Ok(permit)) => Ok(permit),
+            _ => Err(UpstreamError::queue_timeout(settings.queue_timeout)),
+        }
+    }
+
+    /// Waits for a stream of an HTTP/2 connection, and opens connections if needed. Returns `None`
+    /// if the caller should try again.
+    ///
+    /// The wait for the first connection lasts until that connects or fails. With connections open,
+    /// the wait is limited by `queue_timeout`, counted from `queued_since`.
+    pub(super) async fn wait_for_http2_stream(
+        self: &Rc<Self>,
+        queued_since: &mut Option<Instant>,
+    ) -> Result<Option<Box<UpstreamConnection>>, UpstreamError> {
+        let (waiter, offered) = oneshot::channel();
+        let is_full = !self.http2_connections.borrow().is_empty();
+        let _slot = if is_full {
+            Some(QueueSlotGuard::acquire(self)?)
+        } else {
+            None
+        };
+        self.waiters.borrow_mut().push_back(waiter);
+        self.open_http2_if_needed();
+        let offered = if is_full {
+            let limit = self.settings().queue_timeout;
+            let until = *queued_since.get_or_insert_with(Instant::now) + limit;
+            timeout_at(until, offered)
+                .await
+                .map_err(|_elapsed| UpstreamError::queue_timeout(limit))?
+        } else {
+            offered.await
+        };
+        match offered {
+            Ok(Ok(connection)) => Ok(Some(connection)),
+            Ok(Err(WaiterRejection::Failed(error))) => Err(error),
+            Ok(Err(WaiterRejection::Retry)) | Err(_) => Ok(None),
+        }
+    }
+
+    pub(super) fn serve_waiters(self: &Rc<Self>, http2_connection: &Rc<Http2Connection>) {
+        while let Some(waiter) = self.pop_waiter() {
+            match StreamSlot::reserve(http2_connection, self) {
+                Some(slot) => drop(waiter.send(Ok(Box::new(UpstreamConnection::new(
+                    ConnectionProtocol::Http2(slot),
+                ))))),
+                None => return self.waiters.borrow_mut().push_front(waiter),
+            }
+        }
+    }
+
+    /// Removes the longest waiting request, skipping abandoned ones.
+    pub(super) fn pop_waiter(&self) -> Option<ConnectionWaiter> {
+        let mut waiters = self.waiters.borrow_mut();
+        std::iter::from_fn(|| waiters.pop_front()).find(|waiter| !waiter.is_closed())
+    }
+
+    pub(super) fn reject_waiters(&self, rejection: &WaiterRejection) {
+        while let Some(waiter) = self.pop_waiter() {
+            drop(waiter.send(Err(rejection.clone())));
+        }
+    }
+
+    pub(super) fn hand_to_waiter(&self, connection: Box<UpstreamConnection>) {
+        if self.should_yield_to_other_workers() {
+            return;
+        }
+        if let Some(waiter) = self.pop_waiter() {
+            drop(waiter.send(Ok(connection)));
+        }
+    }
+
+    /// Whether the freed connection should go to another worker.
+    pub(super) fn should_yield_to_other_workers(&self) -> bool {
+        self.handover_count
+            .set(self.handover_count.get().wrapping_add(1));
+        let others_wait =
+            self.shared.queued_requests.load(Ordering::SeqCst) > self.waiters.borrow().len();
+        others_wait
+            && self
+                .handover_count
+                .get()
+                .is_multiple_of(HANDOVERS_PER_CLOSE)
+    }
+}
+
+/// Counts a request that waits for a connection.
+struct QueueSlotGuard<'p>(&'p UpstreamPool);
+
+impl<'p> QueueSlotGuard<'p> {
+    fn acquire(pool: &'p UpstreamPool) -> Result<Self, UpstreamError> {
+        pool.shared
+            .reserve_queue_slot(&pool.shared.queued_requests)?;
+        Ok(Self(pool))
+    }
+}
+
+impl Drop for QueueSlotGuard<'_> {
+    fn drop(&mut self) {
+        self.0.shared.queued_requests.fetch_sub(1, Ordering::SeqCst);
+        self.0
+            .waiters
+            .borrow_mut()
+            .retain(|waiter| !waiter.is_closed());
+    }
+}

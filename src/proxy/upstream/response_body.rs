@@ -1,0 +1,199 @@
+//! Response bodies that are streamed from the upstream.
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+use tokio::time::Instant;
+
+use super::error::format_error_chain;
+use super::http2::response_body::Http2ResponseBody;
+use super::pool::PooledConnection;
+use crate::enforcer::ConcurrencySlotGuard;
+use crate::proxy::http::body::error::BodyError;
+use crate::proxy::http::response_cost::CostMeter;
+use crate::telemetry::trace::RequestRecording;
+
+/// Origin of a streamed response body.
+#[derive(Debug)]
+pub(super) enum UpstreamBodySource {
+    Http1(Incoming),
+    Http2(Http2ResponseBody),
+}
+
+impl UpstreamBodySource {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, String>>> {
+        match self {
+            Self::Http1(incoming) => Pin::new(incoming)
+                .poll_frame(cx)
+                .map_err(|error| format_error_chain(&error)),
+            Self::Http2(body) => body
+                .poll_frame(cx)
+                .map_err(|error| format_error_chain(&error)),
+        }
+    }
+
+    pub(super) fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Http1(incoming) => incoming.is_end_stream(),
+            Self::Http2(body) => body.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Http1(incoming) => incoming.size_hint(),
+            Self::Http2(body) => body.size_hint(),
+        }
+    }
+}
+
+/// A response body, streamed from the upstream. At its end the connection returns to the pool.
+/// Dropping it earlier closes the connection or cancels the stream.
+#[derive(Debug)]
+pub struct UpstreamBody {
+    source: UpstreamBodySource,
+    lease: Option<PooledConnection>,
+    idle_timeout: Option<Duration>,
+    pending_since: Option<Instant>,
+    slot_guard: Option<Box<ConcurrencySlotGuard>>,
+    recording: Option<Box<RequestRecording>>,
+    cost_meter: Option<Box<CostMeter>>,
+}
+
+impl UpstreamBody {
+    pub(in crate::proxy) fn is_end_stream(&self) -> bool {
+        self.source.is_end_stream()
+    }
+
+    pub(in crate::proxy) fn size_hint(&self) -> SizeHint {
+        self.source.size_hint()
+    }
+
+    pub(super) fn new(
+        source: UpstreamBodySource,
+        lease: PooledConnection,
+        idle_timeout: Option<Duration>,
+    ) -> Self {
+        let pending_since = None;
+        Self {
+            source,
+            lease: Some(lease),
+            idle_timeout,
+            pending_since,
+            slot_guard: None,
+            recording: None,
+            cost_meter: None,
+        }
+    }
+
+    /// Keeps the concurrency slot until the body ends, and ends the body at the slot's `ends_at`.
+    pub(in crate::proxy) fn attach_slot_guard(&mut self, slot_guard: Option<ConcurrencySlotGuard>) {
+        self.slot_guard = slot_guard.map(Box::new);
+    }
+
+    /// Ends the trace recording with the body.
+    pub(in crate::proxy) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
+        self.recording = recording
+            .filter(|_| !self.is_fully_received())
+            .map(RequestRecording::mark_streaming);
+    }
+
+    /// hyper does not poll for the end of an empty body or one of known length that was received in
+    /// full. An HTTP/2 stream may still signal its end later.
+    fn is_fully_received(&self) -> bool {
+        self.source.is_end_stream() || self.source.size_hint().exact() == Some(0)
+    }
+
+    /// Settles the response cost from the body. A body that is cut off or dropped settles nothing.
+    pub(in crate::proxy) fn attach_cost_meter(&mut self, cost_meter: Option<Box<CostMeter>>) {
+        self.cost_meter = cost_meter;
+    }
+
+    pub(in crate::proxy) fn poll_frame(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let ends_at = self.slot_guard.as_ref().and_then(|guard| guard.ends_at());
+        if ends_at.is_some_and(|ends_at| ends_at <= Instant::now()) {
+            return Poll::Ready(Some(Err(self.fail(BodyError::MaxDurationExceeded))));
+        }
+        let Poll::Ready(frame) = self.source.poll_frame(cx) else {
+            return self
+                .poll_deadlines(ends_at, cx)
+                .map(|error| Some(Err(self.fail(error))));
+        };
+        self.pending_since = None;
+        Poll::Ready(match frame {
+            Some(Ok(frame)) => {
+                if let Some(meter) = &mut self.cost_meter {
+                    meter.read_frame(&frame);
+                }
+                // hyper does not poll again after these.
+                if frame.is_trailers() || self.source.is_end_stream() {
+                    self.finish();
+                } else if self.recording.is_some() && self.is_fully_received() {
+                    self.finish_recording(Ok(()));
+                }
+                Some(Ok(frame))
+            }
+            Some(Err(error)) => Some(Err(self.fail(BodyError::UpstreamAborted(error)))),
+            None => {
+                self.finish();
+                None
+            }
+        })
+    }
+
+    /// Ready when the upstream exceeds `body_idle_timeout`, or at `ends_at`.
+    fn poll_deadlines(
+        &mut self,
+        ends_at: Option<Instant>,
+        cx: &mut Context<'_>,
+    ) -> Poll<BodyError> {
+        let idle_at = match self.idle_timeout {
+            Some(idle) => Some(*self.pending_since.get_or_insert_with(Instant::now) + idle),
+            None => None,
+        };
+        let Some(due) = idle_at.into_iter().chain(ends_at).min() else {
+            return Poll::Pending;
+        };
+        let Some(lease) = &mut self.lease else {
+            return Poll::Pending;
+        };
+        lease
+            .timer()
+            .poll(due, cx)
+            .map(|()| match ends_at == Some(due) {
+                true => BodyError::MaxDurationExceeded,
+                false => BodyError::UpstreamTimeout,
+            })
+    }
+
+    fn fail(&mut self, error: BodyError) -> BodyError {
+        self.lease = None;
+        self.slot_guard = None;
+        self.cost_meter = None;
+        self.finish_recording(Err(error.name()));
+        error
+    }
+
+    fn finish_recording(&mut self, result: Result<(), &'static str>) {
+        if let Some(recording) = self.recording.take() {
+            recording.finish_body(result);
+        }
+    }
+
+    fn finish(&mut self) {
+        if let Some(meter) = self.cost_meter.take() {
+            meter.settle();
+        }
+        self.slot_guard = None;
+        self.finish_recording(Ok(()));
+        if let Some(lease) = self.lease.take() {
+            lease.return_to_pool();
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! The upstream's end of a tunnel: an HTTP/1.1 connection or an HTTP/2 stream as a byte stream.
+
+use bytes::{Buf, Bytes};
+use h2::{RecvStream, SendStream};
+use hyper::upgrade::Upgraded;
+use hyper_util::rt::TokioIo;
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use super::http2::body_upload::poll_send_capacity;
+use super::pool::UpstreamConnection;
+
+/// Maximum chunk written to the stream of a tunnel.
+const MAX_TUNNEL_CHUNK_BYTES: usize = 16 * 1024;
+
+/// The upstream's end of a tunnel.
+#[derive(Debug)]
+pub(in crate::proxy) enum TunnelUpstream {
+    /// A whole HTTP/1.1 connection.
+    Http1(TokioIo<Upgraded>),
+    /// A stream of an HTTP/2 connection.
+    Http2(Http2TunnelIo),
+}
+
+impl TunnelUpstream {
+    fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Unpin)> {
+        match self {
+            Self::Http1(io) => Pin::new(io),
+            Self::Http2(stream) => Pin::new(stream),
+        }
+    }
+}
+
+impl AsyncRead for TunnelUpstream {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Http1(io) => Pin::new(io).poll_read(cx, into),
+            Self::Http2(stream) => Pin::new(stream).poll_read(cx, into),
+        }
+    }
+}
+
+impl AsyncWrite for TunnelUpstream {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.get_mut().writer().poll_write(cx, bytes)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.get_mut().writer().poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.get_mut().writer().poll_shutdown(cx)
+    }
+}
+
+/// An HTTP/2 stream as a bidirectional byte stream. Dropping it before both directions ended resets
+/// the stream.
+#[derive(Debug)]
+pub(in crate::proxy) struct Http2TunnelIo {
+    send_stream: SendStream<Bytes>,
+    recv_stream: RecvStream,
+    read_buffer: Bytes,
+    write_closed: bool,
+    _connection: Box<UpstreamConnection>,
+}
+
+impl Http2TunnelIo {
+    pub(super) fn new(
+        send_stream: SendStream<Bytes>,
+        recv_stream: RecvStream,
+        connection: Box<UpstreamConnection>,
+    ) -> Self {
+        Self {
+            send_stream,
+            recv_stream,
+            read_buffer: Bytes::new(),
+            write_closed: false,
+            _connection: connection,
+        }
+    }
+}
+
+impl AsyncRead for Http2TunnelIo {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        while this.read_buffer.is_empty() {
+            match ready!(this.recv_stream.poll_data(cx)) {
+                Some(data) => this.read_buffer = data.map_err(io::Error::other)?,
+                None => return Poll::Ready(Ok(())),
+            }
+        }
+        let chunk = this
+            .read_buffer
+            .split_to(this.read_buffer.len().min(into.remaining()));
+        into.put_slice(&chunk);
+        // Window capacity is released only for data that was passed on.
+        this.recv_stream
+            .flow_control()
+            .release_capacity(chunk.len())
+            .map_err(io::Error::other)?;
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for Http2TunnelIo {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        mut bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let requested_bytes = bytes.len().min(MAX_TUNNEL_CHUNK_BYTES);
+        let capacity = ready!(poll_send_capacity(
+            &mut this.send_stream,
+            requested_bytes,
+            cx
+        ))
+        .map_err(io::Error::other)?;
+        let chunk = bytes.copy_to_bytes(capacity.min(requested_bytes));
+        let taken = chunk.len();
+        this.send_stream
+            .send_data(chunk, false)
+            .map_err(io::Error::other)?;
+        Poll::Ready(Ok(taken))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if std::mem::replace(&mut this.write_closed, true) {
+            return Poll::Ready(Ok(()));
+        }
+        Poll::Ready(
+            this.send_stream
+                .send_data(Bytes::new(), true)
+                .map_err(io::Error::other),
+        )
+    }
+}
