@@ -1,7 +1,7 @@
-//! The centre: one question about a request, one verdict.
+//! Rate limiting of one request: facts in, one verdict out.
 //!
-//! Facts go in, the table says which limits apply, the store decides them, and what comes out says
-//! whether to forward, what to answer if not, and which limits to tell the client about.
+//! The policy table selects the limits, the store decides them. The verdict says whether to forward
+//! the request, how to reject it, and which limits to report to the client.
 
 mod active_policies;
 mod dry_run;
@@ -34,7 +34,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Decides requests by the policies that hold now, and counts what they did; one per worker.
+/// Decides requests by the active policies and counts the decisions. Each worker has one.
 #[derive(Clone, Debug)]
 pub struct Enforcer {
     active_policies: ActivePolicies,
@@ -43,86 +43,86 @@ pub struct Enforcer {
     settlements: SettlementQueue,
 }
 
-/// What is to become of a request. Borrows the table that decided it.
+/// The decision about a request. Borrows the policy table that it was decided by.
 #[derive(Debug)]
 pub struct Verdict<'t> {
     pub outcome: RequestOutcome<'t>,
     /// Every enforced limit that applied, in the order of the policies; empty if none was decided.
     pub limits: SmallVec<[ReportedLimit<'t>; 4]>,
-    /// The store's clock when it decided (µs since the epoch).
+    /// The store's clock at the decision (µs since the epoch).
     pub now_us: u64,
-    /// When the store answered, or was found not to; `None`: it was not asked.
+    /// Time of the decision; `None` if the store was not charge_of_policy.
     pub decided_at: Option<Instant>,
-    /// Who answered.
+    /// Source of the decision.
     pub source: Option<DecisionSource>,
-    /// How long the request is to be held before it is forwarded.
+    /// Time to hold the request before it is forwarded.
     pub delay: Duration,
-    /// An enforced limit applied, and was decided without the store.
+    /// Whether an enforced limit applied and was decided without the store.
     pub is_degraded: bool,
-    /// What the request keeps until it has ended wholly.
+    /// Slots to hold until the request has ended completely.
     pub slot_guard: Option<ConcurrencySlotGuard>,
-    /// What its response is to settle.
+    /// Estimated charges to settle from the response.
     pub estimated_charges: Vec<EstimatedCharge>,
-    /// Shadow policies that would have refused.
+    /// Shadow policies that would have rejected the request.
     pub shadow_rejected: SmallVec<[&'t str; 1]>,
 }
 
 #[derive(Debug)]
 pub enum RequestOutcome<'t> {
     Forward,
-    /// Over a limit: 429.
+    /// A limit is exceeded: 429.
     Limited(LimitRejection<'t>),
-    /// A policy with `action = "deny"`: 403.
+    /// A policy with `action = "deny"` matched: 403.
     Denied {
         policy: &'t str,
         reject: Option<&'t RejectResponse>,
     },
-    /// The request cannot be keyed: 400.
+    /// A policy cannot form its key: 400.
     InvalidKey {
         policy: &'t str,
         fault: KeyFault,
     },
-    /// The store is away and a policy is `closed`: 503.
+    /// The store is unavailable and a policy is `closed`: 503.
     Unavailable {
         policy: &'t str,
         retry_after_us: u64,
     },
 }
 
-/// A refusal by one or more limits.
+/// A rejection by one or more limits.
 #[derive(Debug)]
 pub struct LimitRejection<'t> {
-    /// The policy of the limit that stays closed longest.
+    /// The policy of the limit with the longest wait.
     pub policy: &'t str,
-    /// The field names of all limits that refused.
+    /// The names of all limits that refused, as in the rate-limit headers.
     pub violated_limits: SmallVec<[&'t str; 2]>,
     pub retry: RetryHint,
-    /// A block that began earlier was met.
+    /// Whether a block was already in effect.
     pub is_blocked: bool,
     pub reject: Option<&'t RejectResponse>,
 }
 
-/// When the same request would be admitted.
+/// Time after which the same request would be admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RetryHint {
-    /// After so many microseconds.
+    /// After this number of microseconds.
     After(u64),
     Never,
-    /// When others have ended, and nobody knows when that is.
+    /// After other requests have ended, at an unknown time.
     Unknown,
 }
 
-/// One limit as it goes into the rate-limit fields.
+/// One limit as reported in the rate-limit headers.
 #[derive(Clone, Copy, Debug)]
 pub struct ReportedLimit<'t> {
     pub limit: &'t NamedLimit,
     pub standing: LimitStatus,
-    /// Whose quota it is: [`Key::id`].
+    /// Key of the quota: [`Key::id`](crate::limiter::Key::id).
     pub key_id: u128,
 }
 
 impl ReportedLimit<'_> {
-    /// The one that refused, or that is nearest to refusing.
+    /// The limit that refused, or the one with the fewest remaining units.
     pub fn find_tightest(limits: &[Self]) -> Option<&Self> {
         limits
             .iter()
@@ -131,7 +131,7 @@ impl ReportedLimit<'_> {
 }
 
 impl Enforcer {
-    /// Counts with a worker's own shard.
+    /// Counts in the worker's own `shard`.
     pub fn new(active_policies: ActivePolicies, store: Store, shard: Arc<WorkerMetrics>) -> Self {
         Self {
             active_policies,
@@ -141,20 +141,20 @@ impl Enforcer {
         }
     }
 
-    /// The policies that hold now. A request keeps those that it started with.
+    /// The active policies. A request keeps the snapshot that it started with.
     pub fn policy_snapshot(&self) -> Arc<PolicySnapshot> {
         self.active_policies.load_snapshot()
     }
 
-    /// Decides one request, which arrived just now, by `rules`.
+    /// Decides one request by `policies`. `arrived` is its arrival time.
     pub async fn decide<'t>(
         &self,
         policies: &'t PolicySnapshot,
         facts: &Facts<'_>,
         arrived: Instant,
     ) -> Verdict<'t> {
-        let record_decision = |at, key: Option<&Key>, did: PolicyDecision| {
-            policies.record_decision(at, &self.shard, did, (key, facts.target()))
+        let record_decision = |at, key: Option<&Key>, decision: PolicyDecision| {
+            policies.record_decision(at, &self.shard, decision, (key, facts.target()))
         };
         let mut plan = match ChargePlan::from_facts(&policies.table, facts, record_decision) {
             Ok(plan) => plan,
@@ -163,7 +163,8 @@ impl Enforcer {
         self.decide_plan(&mut plan, record_decision, arrived).await
     }
 
-    /// Has the store decide what a plan asks, and leaves nothing of it: by value it would take its room twice.
+    /// Decides a plan and leaves it empty. Takes `&mut` so that the plan is not stored twice in the
+    /// future.
     async fn decide_plan<'t>(
         &self,
         plan: &mut ChargePlan<'t>,
@@ -177,7 +178,8 @@ impl Enforcer {
                 ..Verdict::from_outcome(RequestOutcome::Forward)
             };
         }
-        // Before the store is asked: who leaves meanwhile gives back what he may have got.
+        // Reserved before the store is asked: if the request is cancelled, the guard releases slots
+        // that the store may have taken.
         let slot_guard = plan.reserve_slots(&self.settlements);
         let charges = plan.build_charges(
             1,
@@ -185,7 +187,7 @@ impl Enforcer {
         );
         let answer = self.store.decide_with_source(&charges, arrived).await;
         let (mut verdict, source) = match answer {
-            // Refused beside the store: it does not know all yet.
+            // Refused by the local share while an outage ends.
             Ok((decision, DecisionSource::Degraded)) => {
                 drop(charges);
                 plan.record_degraded_decisions(Some(&decision), record_decision);
@@ -198,8 +200,9 @@ impl Enforcer {
                 )
             }
             Ok((decision, source)) => {
-                let slot_guard =
-                    slot_guard.and_then(|hold| plan.retain_taken_slots(hold, &charges, &decision));
+                let slot_guard = slot_guard.and_then(|slot_guard| {
+                    plan.retain_taken_slots(slot_guard, &charges, &decision)
+                });
                 drop(charges);
                 plan.record_decisions(&decision, record_decision);
                 let estimated_charges = plan.estimated_charges(&decision, &self.settlements);
@@ -217,12 +220,14 @@ impl Enforcer {
                     .allows_fallback()
                     .then(|| self.store.decide_by_fallback(&charges))
                     .flatten();
-                let slot_guard = slot_guard.and_then(|hold| {
-                    plan.retain_taken_slots(hold, &charges, fallback_decision.as_ref()?)
+                let slot_guard = slot_guard.and_then(|slot_guard| {
+                    plan.retain_taken_slots(slot_guard, &charges, fallback_decision.as_ref()?)
                 });
                 drop(charges);
                 plan.record_degraded_decisions(fallback_decision.as_ref(), record_decision);
-                let to_estimated_charges = |alone| plan.estimated_charges(alone, &self.settlements);
+                let to_estimated_charges = |fallback_decision| {
+                    plan.estimated_charges(fallback_decision, &self.settlements)
+                };
                 let estimated_charges = fallback_decision
                     .as_ref()
                     .map(to_estimated_charges)
@@ -245,7 +250,8 @@ impl Enforcer {
         verdict
     }
 
-    /// Waits, but not for long, until the store knows of all requests that have ended, and that this process ends.
+    /// Waits, for a bounded time, until settlements and slot releases are sent, leases are
+    /// returned, and the instance has left the membership.
     pub async fn shut_down(&self) {
         self.settlements.flush().await;
         self.store.shut_down().await;
@@ -253,7 +259,7 @@ impl Enforcer {
 }
 
 impl<'t> Verdict<'t> {
-    /// A verdict for which no limit was asked.
+    /// A verdict without limits.
     fn from_outcome(outcome: RequestOutcome<'t>) -> Self {
         Self {
             outcome,
@@ -270,26 +276,27 @@ impl<'t> Verdict<'t> {
     }
 }
 
-/// What one request asks of the store.
+/// The charges of one request.
 #[derive(Default)]
 struct ChargePlan<'t> {
-    /// With room for few: it is moved with every request, and a claim is large.
+    /// The inline capacity is small: the plan is moved with every request, and a policy charge is
+    /// large.
     policy_charges: SmallVec<[PolicyCharge<'t>; 2]>,
-    /// Shadow policies that would have denied it.
+    /// Shadow policies that would have denied the request.
     shadow_denials: SmallVec<[&'t str; 1]>,
 }
 
-/// The limits of one matching policy, for the key that the request has there.
+/// The limits of one matching policy, for the request's key.
 struct PolicyCharge<'t> {
-    /// The policy's place in the table.
+    /// Index of the policy in the table.
     policy_index: usize,
     policy: &'t Policy,
     key: Key,
     limits: &'t [NamedLimit],
-    /// Asked before the limits. A shadow policy has none: it blocks nobody.
+    /// Charged before the limits. A shadow policy has none, because it never blocks a request.
     block: Option<&'t Limit>,
     cost: u64,
-    /// The cost is one until the response has told it.
+    /// The cost is an estimate until the response reports the actual one.
     estimate: Option<&'t Arc<EstimateCost>>,
     counts_rejected: bool,
     shards: u16,
@@ -298,8 +305,8 @@ struct PolicyCharge<'t> {
 
 impl<'t> PolicyCharge<'t> {
     fn shares_counters_with(&self, other: &Self) -> bool {
-        let identities = |claim: &Self| {
-            claim
+        let identities = |policy_charge: &Self| {
+            policy_charge
                 .limits
                 .iter()
                 .map(|named| named.limit.counter_identity())
@@ -309,18 +316,23 @@ impl<'t> PolicyCharge<'t> {
             && identities(self).eq(identities(other))
     }
 
-    /// Takes over what another asks of the same counters. Limits differ only if descriptors that are the same bring
-    /// different ones along: the tighter one holds.
+    /// Adds another charge of the same counters. The limits differ only if equal descriptors carry
+    /// different ones; the tighter limits apply.
     fn merge(&mut self, other: &PolicyCharge<'t>) {
         self.cost = self.cost.saturating_add(other.cost).min(MAX_UNITS);
-        let min_requests =
-            |claim: &PolicyCharge<'t>| claim.limits.iter().map(|named| named.limit.requests).min();
+        let min_requests = |policy_charge: &PolicyCharge<'t>| {
+            policy_charge
+                .limits
+                .iter()
+                .map(|named| named.limit.requests)
+                .min()
+        };
         if min_requests(other) < min_requests(self) {
             self.limits = other.limits;
         }
     }
 
-    /// Whether the policy is one of those for which requests are held.
+    /// Whether the policy may delay requests.
     fn delays_requests(&self) -> bool {
         let is_leaky_bucket =
             |named: &NamedLimit| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. });
@@ -329,9 +341,9 @@ impl<'t> PolicyCharge<'t> {
 }
 
 impl<'t> ChargePlan<'t> {
-    /// Walks the matching policies in order until one exempts or denies; limits met before it apply,
-    /// but a denied request charges nothing. A shadow policy stops nothing. `count` hears what the policies
-    /// without limits did.
+    /// Evaluates the matching policies in order until one allows or denies the request. Limits
+    /// before an allowing policy apply; a denied request charges nothing. A shadow policy ends
+    /// nothing. Decisions of policies without limits are passed to `record_decision`.
     fn from_facts(
         table: &'t PolicyTable,
         facts: &Facts<'_>,
@@ -342,8 +354,8 @@ impl<'t> ChargePlan<'t> {
         Ok(plan)
     }
 
-    /// The same beside what is planned already. `descriptor` is that of `facts`, if they are about one. Says whether any
-    /// policy applies.
+    /// Adds the matching policies of `facts` to the plan. `descriptor` is that of `facts`, if any.
+    /// Returns whether any policy matches.
     fn add_matching_policies(
         &mut self,
         table: &'t PolicyTable,
@@ -418,34 +430,36 @@ impl<'t> ChargePlan<'t> {
         Ok(is_matched)
     }
 
-    /// Asks for one more. Several descriptors of a call may use one counter, of which only one charge may be asked.
-    fn add_policy_charge(&mut self, claim: PolicyCharge<'t>) {
+    /// Adds a policy charge. Several descriptors of a call may use one counter, which must be
+    /// charged only once.
+    fn add_policy_charge(&mut self, policy_charge: PolicyCharge<'t>) {
         let existing = self
             .policy_charges
             .iter_mut()
-            .find(|other| other.shares_counters_with(&claim));
+            .find(|other| other.shares_counters_with(&policy_charge));
         match existing {
-            Some(same) => same.merge(&claim),
-            None => self.policy_charges.push(claim),
+            Some(same) => same.merge(&policy_charge),
+            None => self.policy_charges.push(policy_charge),
         }
     }
 
-    /// `knock` is what a block or a slot is asked for: 1, also by a request that costs nothing, or 0 to look only. `slot` is the
-    /// one that the request takes.
+    /// Builds the charges in the order of the policies. `fixed_cost` is the cost at blocks and
+    /// slots: 1, even for a request of cost 0, or 0 to only read them. `slot` is the id of the
+    /// request's slot.
     fn build_charges(&self, fixed_cost: u64, slot: u128) -> SmallVec<[Charge<'_>; 4]> {
         (0..)
             .zip(&self.policy_charges)
-            .flat_map(|(group, claim)| {
-                let block = claim.block.map(|block| (block, fixed_cost));
-                // A request takes one slot, whatever it costs.
+            .flat_map(|(group, policy_charge)| {
+                let block = policy_charge.block.map(|block| (block, fixed_cost));
+                // A request takes one slot, whatever its cost.
                 let cost = |limit| {
                     if is_concurrency(limit) {
                         fixed_cost
                     } else {
-                        claim.cost
+                        policy_charge.cost
                     }
                 };
-                let limits = claim
+                let limits = policy_charge
                     .limits
                     .iter()
                     .map(move |named| (&named.limit, cost(&named.limit)));
@@ -454,33 +468,34 @@ impl<'t> ChargePlan<'t> {
                     .chain(limits)
                     .map(move |(limit, cost)| Charge {
                         group,
-                        shadow: claim.policy.shadow,
-                        counts_rejected: claim.counts_rejected,
-                        settles: claim.estimate.is_some(),
+                        shadow: policy_charge.policy.shadow,
+                        counts_rejected: policy_charge.counts_rejected,
+                        settles: policy_charge.estimate.is_some(),
                         slot_id: slot,
-                        has_fallback: claim.policy.on_store_failure == OnStoreFailure::Local,
-                        shard_count: claim.shards,
-                        lease: claim.lease,
-                        ..Charge::new(limit, &claim.key, cost)
+                        has_fallback: policy_charge.policy.on_store_failure
+                            == OnStoreFailure::Local,
+                        shard_count: policy_charge.shards,
+                        lease: policy_charge.lease,
+                        ..Charge::new(limit, &policy_charge.key, cost)
                     })
             })
             .collect()
     }
 
-    /// Holds a slot for each limit that wants one.
+    /// Reserves a slot for each concurrency limit.
     fn reserve_slots(&self, settlements: &SettlementQueue) -> Option<ConcurrencySlotGuard> {
-        let counters = self.policy_charges.iter().flat_map(|claim| {
-            let limits = claim
+        let counters = self.policy_charges.iter().flat_map(|policy_charge| {
+            let limits = policy_charge
                 .limits
                 .iter()
                 .filter(|named| is_concurrency(&named.limit));
-            limits.map(|named| (named.limit, claim.key.clone()))
+            limits.map(|named| (named.limit, policy_charge.key.clone()))
         });
         let counters: SmallVec<[CounterRef; 1]> = counters.collect();
         (!counters.is_empty()).then(|| settlements.reserve_slots(counters))
     }
 
-    /// What is left of a hold once the store has decided.
+    /// Keeps the slots that the store has granted, and sets the maximum duration of the request.
     fn retain_taken_slots(
         &self,
         slot_guard: ConcurrencySlotGuard,
@@ -488,25 +503,25 @@ impl<'t> ChargePlan<'t> {
         decision: &Decision,
     ) -> Option<ConcurrencySlotGuard> {
         let (taken, max_duration_us) = taken_slots(charges, decision);
-        let mut hold = slot_guard.retain_taken(|(limit, key)| {
+        let mut slot_guard = slot_guard.retain_taken(|(limit, key)| {
             taken
                 .iter()
                 .any(|charge| *charge.limit == *limit && charge.key.id() == key.id())
         })?;
-        hold.set_end(max_duration_us.map(|us| Instant::now() + Duration::from_micros(us)));
-        Some(hold)
+        slot_guard.set_end(max_duration_us.map(|us| Instant::now() + Duration::from_micros(us)));
+        Some(slot_guard)
     }
 
-    /// What was charged by estimate. A shadow policy that refused has charged nothing.
+    /// The charges made by estimate. A shadow policy that refused has charged nothing.
     fn estimated_charges(
         &self,
         decision: &Decision,
         settlements: &SettlementQueue,
     ) -> Vec<EstimatedCharge> {
         let (mut estimates, mut next) = (Vec::new(), 0);
-        for claim in self.policy_charges.iter().filter(|_| decision.admitted) {
-            let first = next + usize::from(claim.block.is_some());
-            let own = next..first + claim.limits.len();
+        for policy_charge in self.policy_charges.iter().filter(|_| decision.admitted) {
+            let first = next + usize::from(policy_charge.block.is_some());
+            let own = next..first + policy_charge.limits.len();
             next = own.end;
             let passes = |standing: &Option<LimitStatus>| {
                 standing.is_some_and(|standing| standing.refusal.is_none())
@@ -515,8 +530,8 @@ impl<'t> ChargePlan<'t> {
                 .statuses
                 .get(own)
                 .is_some_and(|own| own.iter().all(passes));
-            if let Some(cost) = claim.estimate.filter(|_| is_charged) {
-                // Of what is not told nothing is given back.
+            if let Some(cost) = policy_charge.estimate.filter(|_| is_charged) {
+                // Without a time no units are credited.
                 let at_us = |at: usize| {
                     decision
                         .charged_at_us
@@ -525,14 +540,14 @@ impl<'t> ChargePlan<'t> {
                         .flatten()
                         .unwrap_or_default()
                 };
-                let limits = (first..).zip(claim.limits.iter());
-                let places = limits
+                let limits = (first..).zip(policy_charge.limits.iter());
+                let counters = limits
                     .filter(|(_, named)| !is_concurrency(&named.limit))
-                    .map(|(at, named)| ((named.limit, claim.key.clone()), at_us(at)))
+                    .map(|(at, named)| ((named.limit, policy_charge.key.clone()), at_us(at)))
                     .collect();
                 estimates.push(EstimatedCharge::new(
                     Arc::clone(cost),
-                    places,
+                    counters,
                     settlements.clone(),
                 ));
             }
@@ -540,7 +555,7 @@ impl<'t> ChargePlan<'t> {
         estimates
     }
 
-    /// Puts the answer, one standing per charge, back beside the policies that asked.
+    /// Builds the verdict from a decision with one status per charge.
     fn into_verdict(self, decision: &Decision) -> Verdict<'t> {
         let mut verdict = Verdict::from_outcome(RequestOutcome::Forward);
         verdict.now_us = decision.now_us;
@@ -548,13 +563,13 @@ impl<'t> ChargePlan<'t> {
         verdict.shadow_rejected = self.shadow_denials;
         let mut refusals = RefusalSummary::default();
         let mut standings = decision.statuses.iter();
-        for claim in &self.policy_charges {
-            let block = claim.block.and_then(|_| *standings.next()?);
+        for policy_charge in &self.policy_charges {
+            let block = policy_charge.block.and_then(|_| *standings.next()?);
             refusals.is_blocked |= block.is_some_and(|block| block.refusal.is_some());
             let blocked_until_us = block.and_then(|block| block.next_growth_us);
-            for (limit, standing) in claim.limits.iter().zip(&mut standings) {
-                if claim.policy.shadow {
-                    let name = &*claim.policy.name;
+            for (limit, standing) in policy_charge.limits.iter().zip(&mut standings) {
+                if policy_charge.policy.shadow {
+                    let name = &*policy_charge.policy.name;
                     let refused = standing.is_some_and(|standing| standing.refusal.is_some());
                     if refused && verdict.shadow_rejected.last() != Some(&name) {
                         verdict.shadow_rejected.push(name);
@@ -569,10 +584,10 @@ impl<'t> ChargePlan<'t> {
                 verdict.limits.push(ReportedLimit {
                     limit,
                     standing,
-                    key_id: claim.key.id(),
+                    key_id: policy_charge.key.id(),
                 });
                 if let Some(refusal) = standing.refusal {
-                    refusals.add_refusal(claim.policy, limit, refusal);
+                    refusals.add_refusal(policy_charge.policy, limit, refusal);
                 }
             }
         }
@@ -586,105 +601,110 @@ impl<'t> ChargePlan<'t> {
     fn enforced_policies(&self) -> impl Iterator<Item = &'t Policy> {
         self.policy_charges
             .iter()
-            .map(|claim| claim.policy)
+            .map(|policy_charge| policy_charge.policy)
             .filter(|policy| !policy.shadow)
     }
 
-    /// The first that refuses whatever it limits while the store is away.
+    /// The first enforced policy with `on_store_failure = "closed"`.
     fn first_closed_policy(&self) -> Option<&'t Policy> {
         self.enforced_policies()
             .find(|policy| policy.on_store_failure == OnStoreFailure::Closed)
     }
 
-    /// Whether it is worth deciding without the store.
+    /// Whether a decision without the store has an effect.
     fn allows_fallback(&self) -> bool {
         let mut enforced = self.enforced_policies();
         self.first_closed_policy().is_none()
             && enforced.any(|policy| policy.on_store_failure == OnStoreFailure::Local)
     }
 
-    /// The store gave no answer: one `closed` policy is enough to refuse, else those that go on without it have
-    /// decided `alone`.
+    /// Builds the verdict when the store is unavailable. One `closed` policy rejects the request;
+    /// otherwise the decision of the `local` policies applies, if any.
     fn into_degraded(
         self,
         unavailable: &StoreUnavailable,
         fallback_decision: Option<&Decision>,
     ) -> Verdict<'t> {
-        let degraded = self.enforced_policies().next().is_some();
+        let is_degraded = self.enforced_policies().next().is_some();
         if let Some(policy) = self.first_closed_policy() {
             let outcome = RequestOutcome::Unavailable {
                 policy: &policy.name,
                 retry_after_us: unavailable.retry_after_us,
             };
             return Verdict {
-                is_degraded: degraded,
+                is_degraded,
                 shadow_rejected: self.shadow_denials,
                 ..Verdict::from_outcome(outcome)
             };
         }
         match fallback_decision {
             Some(decision) => Verdict {
-                is_degraded: degraded,
+                is_degraded,
                 ..self.into_verdict(decision)
             },
             None => Verdict {
-                is_degraded: degraded,
+                is_degraded,
                 shadow_rejected: self.shadow_denials,
                 ..Verdict::from_outcome(RequestOutcome::Forward)
             },
         }
     }
 
-    /// Counts what each policy did with a request that was decided; of one about whose limits the deny cache
-    /// knows nothing, that is nothing.
+    /// Records the decision of each policy. A policy without a known status, as in an answer of the
+    /// deny cache, is not recorded.
     fn record_decisions(
         &self,
         decision: &Decision,
         mut count: impl FnMut(usize, Option<&Key>, PolicyDecision),
     ) {
         let mut standings = decision.statuses.iter();
-        for claim in &self.policy_charges {
-            let block = claim.block.and_then(|_| *standings.next()?);
+        for policy_charge in &self.policy_charges {
+            let block = policy_charge.block.and_then(|_| *standings.next()?);
             let blocked = block.is_some_and(|block| block.refusal.is_some());
             let (mut refused, mut known) = (false, true);
-            for standing in standings.by_ref().take(claim.limits.len()) {
+            for standing in standings.by_ref().take(policy_charge.limits.len()) {
                 refused |= standing.is_some_and(|standing| standing.refusal.is_some());
                 known &= standing.is_some();
             }
-            let decision_label = match (refused, claim.policy.shadow) {
+            let decision_label = match (refused, policy_charge.policy.shadow) {
                 _ if blocked => PolicyDecision::Blocked,
                 (true, true) => PolicyDecision::ShadowRejected,
                 (true, false) => PolicyDecision::Rejected,
-                (false, false) if decision.delay_us > 0 && claim.delays_requests() => {
+                (false, false) if decision.delay_us > 0 && policy_charge.delays_requests() => {
                     PolicyDecision::Delayed
                 }
                 (false, _) if known => PolicyDecision::Allowed,
                 (false, _) => continue,
             };
-            count(claim.policy_index, Some(&claim.key), decision_label);
+            count(
+                policy_charge.policy_index,
+                Some(&policy_charge.key),
+                decision_label,
+            );
         }
     }
 
-    /// The same without an answer; `alone` is what was decided without it.
+    /// Records the decision of each policy when the store is unavailable; `fallback_decision` is
+    /// the one made without it.
     fn record_degraded_decisions(
         &self,
         fallback_decision: Option<&Decision>,
         record_decision: impl Fn(usize, Option<&Key>, PolicyDecision),
     ) {
         let mut standings = fallback_decision.map(|decision| decision.statuses.iter());
-        for claim in &self.policy_charges {
-            let charges = claim.limits.len() + usize::from(claim.block.is_some());
+        for policy_charge in &self.policy_charges {
+            let charges = policy_charge.limits.len() + usize::from(policy_charge.block.is_some());
             let own = standings
                 .iter_mut()
                 .flat_map(|standings| standings.by_ref().take(charges));
-            // All of them are to be passed by.
+            // Counted, not searched: the iterator has to pass all statuses of this policy.
             let refused = own
                 .flatten()
                 .filter(|standing| standing.refusal.is_some())
                 .count()
                 > 0;
-            let decision_label = match claim.policy.on_store_failure {
-                _ if claim.policy.shadow => PolicyDecision::Degraded,
+            let decision_label = match policy_charge.policy.on_store_failure {
+                _ if policy_charge.policy.shadow => PolicyDecision::Degraded,
                 OnStoreFailure::Open => PolicyDecision::DegradedOpen,
                 OnStoreFailure::Closed => PolicyDecision::DegradedClosed,
                 // Another policy is closed: nothing was decided.
@@ -692,24 +712,28 @@ impl<'t> ChargePlan<'t> {
                 OnStoreFailure::Local if refused => PolicyDecision::DegradedLocalRejected,
                 OnStoreFailure::Local => PolicyDecision::DegradedLocalAllowed,
             };
-            record_decision(claim.policy_index, Some(&claim.key), decision_label);
+            record_decision(
+                policy_charge.policy_index,
+                Some(&policy_charge.key),
+                decision_label,
+            );
         }
     }
 }
 
-/// The charges by which a request took slots, and how long it may keep them (µs), if that is bounded.
+/// The charges that took slots, and the maximum duration of the request (µs), if it is bounded.
 fn taken_slots<'c, 'k>(
     charges: &'c [Charge<'k>],
     decision: &Decision,
 ) -> (SmallVec<[&'c Charge<'k>; 1]>, Option<u64>) {
     let is_refused =
         |standing: &Option<LimitStatus>| standing.is_none_or(|standing| standing.refusal.is_some());
-    let is_policy_refused = |asked: &Charge<'_>| {
-        let mut of_policy = charges
+    let is_policy_refused = |charge_of_policy: &Charge<'_>| {
+        let mut policy_statuses = charges
             .iter()
             .zip(&decision.statuses)
-            .filter(|(charge, _)| asked.is_same_policy(charge));
-        of_policy.any(|(_, standing)| is_refused(standing))
+            .filter(|(charge, _)| charge_of_policy.is_same_policy(charge));
+        policy_statuses.any(|(_, standing)| is_refused(standing))
     };
     let mut max_duration_us = None;
     let taken = charges
@@ -733,7 +757,7 @@ fn is_concurrency(limit: &Limit) -> bool {
     matches!(limit.algorithm, Algorithm::Concurrency { .. })
 }
 
-/// How a limit stands towards clients while a block holds: it gives nothing before its end.
+/// The reported status of a limit while a block holds: no units before the block ends.
 fn blocked_standing(standing: Option<LimitStatus>, until_us: u64) -> LimitStatus {
     let grows_at_us = standing
         .and_then(|standing| standing.next_growth_us)
@@ -750,7 +774,7 @@ fn blocked_standing(standing: Option<LimitStatus>, until_us: u64) -> LimitStatus
     }
 }
 
-/// Gathers refusals; the one that lasts longest speaks for all.
+/// Collects refusals; the longest one determines the retry time.
 #[derive(Default)]
 struct RefusalSummary<'t> {
     longest_refusal: Option<(&'t Policy, Refusal)>,

@@ -166,11 +166,9 @@ impl ConcurrencySlotGuard {
     /// Forgets the places where the slot was certainly not taken. `None` if that is everywhere.
     pub(super) fn retain_taken(self, is_taken: impl Fn(&CounterRef) -> bool) -> Option<Self> {
         let mut slots = self.settlements.0.state.lock();
-        let HeldSlot {
-            counters: places, ..
-        } = slots.held_slots.get_mut(&self.slot_id)?;
-        places.retain(|place| is_taken(place));
-        let is_held = !places.is_empty();
+        let HeldSlot { counters, .. } = slots.held_slots.get_mut(&self.slot_id)?;
+        counters.retain(|place| is_taken(place));
+        let is_held = !counters.is_empty();
         drop(slots);
         is_held.then_some(self)
     }
@@ -187,12 +185,12 @@ impl ConcurrencySlotGuard {
 
 impl Drop for ConcurrencySlotGuard {
     fn drop(&mut self) {
-        let Some(places) = self.settlements.0.state.lock().remove_slot(self.slot_id) else {
+        let Some(counters) = self.settlements.0.state.lock().remove_slot(self.slot_id) else {
             return;
         };
         let amendment = Amendment::Release { slot: self.slot_id };
         self.settlements
-            .enqueue(places.into_iter().map(|place| (place, amendment)));
+            .enqueue(counters.into_iter().map(|place| (place, amendment)));
     }
 }
 
@@ -278,11 +276,11 @@ impl SettlementQueueState {
 
     fn remove_slot(&mut self, slot: u128) -> Option<SmallVec<[CounterRef; 1]>> {
         let HeldSlot {
-            counters: places,
+            counters,
             renew_at: due,
         } = self.held_slots.remove(&slot)?;
         self.renewals.remove(&(due, slot));
-        Some(places)
+        Some(counters)
     }
 
     /// Has the store told, if there is room. Returns how many settlements are lost: one or none.

@@ -1,12 +1,12 @@
 //! Counters in this process, bounded by number and by bytes.
 //!
-//! Keys are spread over shards by their id, which is a cryptographic hash: a shard is a random sample of
-//! all keys, and nobody can aim at one. A question locks the shards of all its keys, in ascending order,
-//! so that it is one atomic step.
+//! Keys are spread over shards by their id, a cryptographic hash. A shard is therefore a random
+//! sample of all keys, and no client can target one. A call locks the shards of all its keys in
+//! ascending order, so that it is one atomic step.
 //!
-//! When a bound is passed, expired keys go first, then those with the least of their quota used, so that
-//! nobody flushes his own exhausted key by inventing fresh ones. Within a shard that order is exact; with
-//! few keys there is only one shard.
+//! Above a bound, expired keys are evicted first, then the keys with the least of their quota used.
+//! A client therefore cannot evict its own exhausted key by inventing fresh keys. The order is
+//! exact within a shard; with few keys there is only one shard.
 
 use super::Settlement;
 use crate::clock::Clock;
@@ -24,9 +24,9 @@ use std::time::Instant;
 /// Bounds of the memory store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemorySettings {
-    /// Counters kept, at least 1.
+    /// Maximum number of counters, at least 1.
     pub max_keys: usize,
-    /// Bytes that they may take together, the map's own share included (estimated).
+    /// Maximum estimated size of all counters in bytes, including the map.
     pub max_bytes: usize,
 }
 
@@ -41,25 +41,26 @@ pub struct MemoryStore {
     evictions: AtomicU64,
 }
 
-/// Below this many keys the order of eviction is exact over the whole store.
+/// Below this number of keys there is one shard, and the eviction order is exact.
 const KEYS_PER_SHARD: usize = 1 << 14;
 const MAX_SHARDS: usize = 64;
 
-/// Expired keys looked for with every question, so that memory comes back without pressure.
+/// Counters checked for expiry by each call, so that memory is freed without pressure.
 const MAX_SWEPT_PER_CALL: usize = 2;
 
-/// Under pressure one part in so many of a shard goes at once, so that a flood pays for few scans.
+/// Under pressure this fraction of a shard is evicted at once, so that a flood of keys causes few
+/// scans.
 const EVICTION_DIVISOR: usize = 64;
 
-/// What names a counter: its key, and [`Limit::identity`].
+/// Identity of a counter: the id of its key, and [`Limit::counter_identity`].
 pub(super) type CounterId = (u128, Algorithm, u64);
 
 #[derive(Debug, Default)]
 struct CounterShard {
     counters: IndexMap<CounterId, StoredCounter, RandomState>,
-    /// Where [`Shard::sweep`] goes on.
+    /// Position at which [`CounterShard::sweep`] continues.
     sweep_index: usize,
-    /// The latest time that it decided at.
+    /// Latest time of a decision in this shard (µs).
     newest_us: u64,
 }
 
@@ -67,7 +68,7 @@ struct CounterShard {
 struct StoredCounter {
     state: CounterState,
     expires_at_us: u64,
-    /// Share of the quota in use when it was last charged, in 1/65536.
+    /// Used part of the quota at the last charge, in 1/65536.
     fullness: u32,
     bytes: usize,
 }
@@ -87,12 +88,12 @@ impl MemoryStore {
         }
     }
 
-    /// Decides all charges together, as [`super::Store::decide`] says.
+    /// Decides all charges together, as [`super::Store::decide`] describes.
     pub fn decide(&self, charges: &[Charge<'_>]) -> Decision {
         self.decide_at(charges, Instant::now())
     }
 
-    /// The same for who has just looked at the clock.
+    /// Like [`MemoryStore::decide`], for a caller that has just read the clock.
     pub fn decide_at(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
         let mut locked = self.lock_shards(charges);
         let now_us = locked.advance_clock(requested_at);
@@ -107,8 +108,8 @@ impl MemoryStore {
             .all(|(charge, refusal)| charge.shadow || refusal.is_none());
 
         let settles = charges.iter().any(|charge| charge.settles);
-        let (mut delay_us, mut stands_us) = (0, SmallVec::new());
-        let standings = charges
+        let (mut delay_us, mut charged_at_us) = (0, SmallVec::new());
+        let statuses = charges
             .iter()
             .zip(&refusals)
             .enumerate()
@@ -120,9 +121,9 @@ impl MemoryStore {
                     }
                     if settles {
                         let reports_entry_time = charge.settles && effect == ChargeEffect::Charge;
-                        stands_us.push(reports_entry_time.then(|| view.charged_at_us()));
+                        charged_at_us.push(reports_entry_time.then(|| view.charged_at_us()));
                     }
-                    // Its own knock is in the way of the next.
+                    // This rejected charge itself counts against the next request.
                     let refusal = if effect == ChargeEffect::ChargeRejected {
                         view.refusal(charge.cost)
                     } else {
@@ -159,14 +160,15 @@ impl MemoryStore {
         Decision {
             now_us,
             admitted,
-            statuses: standings,
+            statuses,
             delay_us,
             grants,
-            charged_at_us: stands_us,
+            charged_at_us,
         }
     }
 
-    /// Takes a charge's units, whether they fit or not, and tells how many are in use then. Of 0 units nothing is kept.
+    /// Charges a counter even above its limit, and returns the units in use afterwards. A charge of
+    /// 0 units creates no counter.
     pub fn charge_unconditionally_at(&self, charge: &Charge<'_>, requested_at: Instant) -> u64 {
         let shard_index = self.shard_index(charge);
         let Some(shard) = self.shards.get(shard_index) else {
@@ -192,39 +194,39 @@ impl MemoryStore {
         used
     }
 
-    /// Puts charges right, as [`super::Store::amend`] says.
+    /// Applies settlements, as [`super::Store::apply_settlements`] describes.
     pub fn apply_settlements(&self, settlements: &[Settlement<'_>]) {
         for settlement in settlements {
             self.apply_settlement(settlement, |_, _| true);
         }
     }
 
-    /// The same of one counter, if that is here.
+    /// Applies a settlement if its counter exists. Returns whether it does.
     pub(super) fn apply_if_present(&self, settlement: &Settlement<'_>) -> bool {
-        self.apply_settlement(settlement, |held, charge| held.contains_counter(charge))
+        self.apply_settlement(settlement, |locked, charge| locked.contains_counter(charge))
     }
 
-    /// Whether a counter is here.
+    /// Whether a counter exists.
     pub(super) fn contains_counter(&self, limit: &Limit, key: &Key) -> bool {
         let charge = Charge::new(limit, key, 0);
         self.lock_shards(&[charge]).contains_counter(&charge)
     }
 
-    /// Forgets the counters of charges. Returns how many there were.
+    /// Removes the counters of charges. Returns the number of counters that existed.
     pub fn remove_counters(&self, charges: &[Charge<'_>]) -> u64 {
         let mut locked = self.lock_shards(charges);
         let removed = charges.iter().filter(|charge| {
-            let keeps = locked.contains_counter(charge);
+            let exists = locked.contains_counter(charge);
             locked.remove_counter(charge);
-            keeps
+            exists
         });
         removed.count() as u64
     }
 
-    /// Forgets a counter, and begins it anew with an amendment.
+    /// Replaces a counter by a new one with an amendment.
     pub(super) fn replace_counter(&self, settlement: &Settlement<'_>) {
-        self.apply_settlement(settlement, |held, charge| {
-            held.remove_counter(charge);
+        self.apply_settlement(settlement, |locked, charge| {
+            locked.remove_counter(charge);
             true
         });
     }
@@ -248,29 +250,29 @@ impl MemoryStore {
         is_applied
     }
 
-    /// Lets go of shards that may have grown.
+    /// Unlocks shards that may have grown.
     fn unlock_shards(&self, locked: LockedShards<'_>, now_us: u64) {
         let first_shard_index = locked.shards.first().map_or(0, |(place, _)| *place);
         drop(locked);
         self.enforce_bounds(first_shard_index, now_us);
     }
 
-    /// Counters held.
+    /// Number of counters.
     pub fn key_count(&self) -> usize {
         self.key_count.load(Ordering::Relaxed)
     }
 
-    /// Bytes held, estimated.
+    /// Estimated size of all counters in bytes.
     pub fn byte_count(&self) -> usize {
         self.byte_count.load(Ordering::Relaxed)
     }
 
-    /// Counters that were dropped while they still mattered.
+    /// Number of counters evicted before they expired.
     pub fn evictions(&self) -> u64 {
         self.evictions.load(Ordering::Relaxed)
     }
 
-    /// In ascending order, so that two questions never wait for each other.
+    /// Locks shards in ascending order, so that two calls never deadlock.
     fn lock_shards(&self, charges: &[Charge<'_>]) -> LockedShards<'_> {
         let mut shard_indices: SmallVec<[usize; 4]> = charges
             .iter()
@@ -288,12 +290,13 @@ impl MemoryStore {
         }
     }
 
-    /// By the low bits of a cryptographic hash; the number of shards is a power of two.
+    /// Selects a shard by the low bits of a cryptographic hash; the number of shards is a power of
+    /// two.
     fn shard_index(&self, charge: &Charge<'_>) -> usize {
         usize::try_from(charge.key.id() & 0xffff).unwrap_or(0) & (self.shards.len() - 1)
     }
 
-    /// Makes room until both bounds hold, beginning with the shard that grew.
+    /// Evicts until both bounds hold, starting with the shard that grew.
     fn enforce_bounds(&self, first_shard_index: usize, now_us: u64) {
         for step in 0..self.shards.len() {
             if !self.exceeds_bounds() {
@@ -325,14 +328,14 @@ pub(super) fn counter_id(limit: &Limit, key: &Key) -> CounterId {
     (key.id(), algorithm, per_us)
 }
 
-/// The shards of one question, locked together, each with its place.
+/// The shards of one call, locked together, each with its index.
 struct LockedShards<'a> {
     memory: &'a MemoryStore,
     shards: SmallVec<[(usize, MutexGuard<'a, CounterShard>); 4]>,
 }
 
 impl LockedShards<'_> {
-    /// Time never goes back: what expired once was perhaps forgotten, and may not come to matter again.
+    /// Keeps the time of a shard monotonic: a counter that expired once may already be removed.
     fn advance_clock(&mut self, requested_at: Instant) -> u64 {
         let newest_us = self.shards.iter().map(|(_, shard)| shard.newest_us);
         let now_us = newest_us.fold(self.memory.clock.time_at_us(requested_at), u64::max);
@@ -342,7 +345,7 @@ impl LockedShards<'_> {
         now_us
     }
 
-    /// What `say` says of a charge's counter.
+    /// Reads a charge's counter; a missing counter reads as a fresh one.
     fn view_counter<T>(
         &self,
         charge: &Charge<'_>,
@@ -357,7 +360,7 @@ impl LockedShards<'_> {
         }
     }
 
-    /// Lends what is wanted beside, as far as it is free.
+    /// Grants the requested leases as far as units are available.
     fn make_grants(&mut self, charges: &[Charge<'_>], now_us: u64) -> SmallVec<[GrantedUnits; 1]> {
         let available_units = |charge: &Charge<'_>, until_us| {
             self.view_counter(charge, now_us, |view| {
@@ -370,16 +373,16 @@ impl LockedShards<'_> {
                 let GrantedUnits {
                     units, until_us, ..
                 } = *grant;
-                let lend = |state: &mut CounterState| {
+                let grant_units = |state: &mut CounterState| {
                     state.grant_lease(charge.limit, units, now_us, until_us)
                 };
-                self.change_counter(charge, now_us, lend, |_| ());
+                self.change_counter(charge, now_us, grant_units, |_| ());
             }
         }
         grants
     }
 
-    /// Changes a charge's counter, and what `say` says of it then.
+    /// Changes a charge's counter, and reads it afterwards.
     fn change_counter<T>(
         &mut self,
         charge: &Charge<'_>,
@@ -415,7 +418,7 @@ impl LockedShards<'_> {
     }
 }
 
-/// One counter in the map: its slot and its share of the hash index.
+/// Estimated bytes of one counter in the map: its slot and its part of the hash index.
 const COUNTER_BYTES: usize =
     size_of::<CounterId>() + size_of::<StoredCounter>() + 3 * size_of::<usize>();
 
@@ -425,7 +428,7 @@ fn fullness(used: u64, limit: &Limit) -> u32 {
 }
 
 impl CounterShard {
-    /// Returns what the counter says afterwards.
+    /// Changes a counter and returns its state afterwards.
     fn change_counter<'a>(
         &'a mut self,
         memory: &MemoryStore,
@@ -464,7 +467,7 @@ impl CounterShard {
         view
     }
 
-    /// Looks at the next `most` counters and drops the expired ones.
+    /// Removes the expired counters among the next `max_counters`.
     fn sweep(&mut self, memory: &MemoryStore, now_us: u64, max_counters: usize) {
         for _ in 0..max_counters.min(self.counters.len()) {
             if self.sweep_index >= self.counters.len() {
@@ -479,8 +482,8 @@ impl CounterShard {
         }
     }
 
-    /// Drops the counters with the least of their quota used; of equals those that expire first.
-    /// `false` if there is none left.
+    /// Evicts the counters with the least of their quota used; of equals, those that expire first.
+    /// Returns `false` if the shard is empty.
     fn evict_least_used(&mut self, memory: &MemoryStore) -> bool {
         let count = (self.counters.len() / EVICTION_DIVISOR).max(1);
         let mut order: Vec<(u32, u64, CounterId)> = self
@@ -586,12 +589,12 @@ mod tests {
                 let (key, cost) = (key_named(random.usize(..5)), random.u64(..4));
                 let charge = Charge::new(&limit, &key, cost);
                 let used = charging_store.charge_unconditionally_at(&charge, Instant::now());
-                let standing = deciding_store.decide(&[charge]).statuses[0].unwrap();
-                assert_eq!(used, limit.requests - standing.remaining);
+                let status = deciding_store.decide(&[charge]).statuses[0].unwrap();
+                assert_eq!(used, limit.requests - status.remaining);
             }
         }
         assert_eq!(charging_store.key_count(), deciding_store.key_count());
-        // What a limit would refuse is counted all the same.
+        // Units above the limit are counted too.
         let key = key_named(9);
         let used = [3, 4].map(|units| {
             charging_store

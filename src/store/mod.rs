@@ -134,7 +134,7 @@ impl Store {
     }
 
     /// Decides what is `local` of charges that the store gave no answer about, by this instance's share. The others
-    /// have no standing and stop nothing. `None`: the store is always there.
+    /// have no status and stop nothing. `None`: the store is always there.
     pub fn decide_by_fallback(&self, charges: &[Charge<'_>]) -> Option<Decision> {
         let Self::Redis { redis, .. } = self else {
             return None;
@@ -250,7 +250,7 @@ impl RedisDecider<'_> {
         match answer {
             Ok(decision) => {
                 let (local, sent_at) = (redis.fallback(), requested_at.into_std());
-                local.cache_standings(
+                local.cache_statuses(
                     charges,
                     &exclude_leased_units(charges, &decision, local.share()),
                     sent_at,
@@ -282,11 +282,11 @@ fn exclude_leased_units<'d>(
 ) -> Cow<'d, Decision> {
     let mut decision = Cow::Borrowed(decision);
     for grant in decision.grants.clone() {
-        let standings = charges.iter().zip(&mut decision.to_mut().statuses);
-        for (_, standing) in standings.filter(|(charge, _)| charge.group == grant.group) {
-            if let Some(standing) = standing {
+        let statuses = charges.iter().zip(&mut decision.to_mut().statuses);
+        for (_, status) in statuses.filter(|(charge, _)| charge.group == grant.group) {
+            if let Some(status) = status {
                 let units = grant.units.saturating_mul(share.instances().into());
-                standing.remaining = standing.remaining.saturating_sub(units);
+                status.remaining = status.remaining.saturating_sub(units);
             }
         }
     }

@@ -1,9 +1,9 @@
-//! Leases: Redis out of the hot path (see ALGORITHMS.md). Units are taken in advance beside an ordinary decision, and
-//! handed out here until they end.
+//! Leases remove Redis from the hot path (see docs/ALGORITHMS.md). Units are charged in advance in
+//! Redis, and issued here until the lease expires.
 //!
-//! When little is left, more is asked for in the background. When nothing is left, one asks for himself and for more, and
-//! the others wait for that; if it is nothing, all others ask, each for himself: near the limit everybody is decided
-//! exactly.
+//! A lease that runs low is renewed in the background. When it is exhausted, one caller renews it
+//! and the others wait. If the grant is empty, each caller asks Redis directly, so that decisions
+//! near the limit are exact.
 
 #[cfg(test)]
 mod fault_simulation;
@@ -23,31 +23,32 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 
-/// How often at most the book is looked through for what has ended.
+/// Minimum interval between two searches for expired leases.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The longest that an ending process waits until Redis knows what was not used.
+/// Maximum time that shutdown waits until unused units are returned.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What the workers of one process have been lent.
+/// The leases shared by the workers of one process.
 #[derive(Debug, Default)]
 pub struct LeasePool {
     table: LeaseTable,
-    /// Whether a task gives back what has ended.
+    /// Whether the return task runs.
     is_return_task_running: Mutex<bool>,
 }
 
-/// What a request has taken; dropped before it was admitted, that goes back.
+/// Units issued to a request. They are taken back if this is dropped before the request is
+/// admitted.
 #[derive(Debug)]
 struct LeasePermitGuard<'l> {
     leases: &'l Arc<LeasePool>,
     redis: &'l RedisStore,
-    /// Each with the place of its policy's first charge.
+    /// Each with the index of its policy's first charge.
     permits: SmallVec<[(usize, LeasePermit); 1]>,
     renewals: SmallVec<[LeaseRenewalGuard; 1]>,
 }
 
-/// One asks for a key; dropped, he is done.
+/// A renewal of one key; dropping it ends the renewal.
 #[derive(Debug)]
 struct LeaseRenewalGuard {
     leases: Arc<LeasePool>,
@@ -55,8 +56,8 @@ struct LeaseRenewalGuard {
 }
 
 impl LeasePool {
-    /// Decides charges of which some come with a lease, as [`super::Store::answer`]; `ask` is asked for what isn't in
-    /// hand.
+    /// Decides charges of which some have a lease, as [`super::Store::decide_with_source`]. Charges
+    /// without leased units are decided by `decider`.
     pub(super) async fn decide(
         self: &Arc<Self>,
         decider: RedisDecider<'_>,
@@ -64,9 +65,10 @@ impl LeasePool {
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), StoreUnavailable> {
         let deadline = requested_at + decider.redis.timeout();
-        // Then there is still time to ask.
+        // Leaves time to ask Redis after waiting.
         let wait_deadline = requested_at + decider.redis.timeout() / 2;
-        // While an outage ends Redis would lend what others have admitted without it and not yet written back.
+        // While an outage ends, Redis lacks the charges that other instances have not written back.
+        // It would grant too much.
         let may_renew =
             !decider.redis.is_breaker_open() && !decider.redis.fallback().is_in_outage_for(charges);
         let mut on_exhausted = if may_renew {
@@ -118,17 +120,17 @@ impl LeasePool {
         }
     }
 
-    /// Gives everything back, but doesn't take long for it, and lends nothing any more.
+    /// Returns all unused units, for at most [`FLUSH_TIMEOUT`]. Issues no units afterwards.
     pub(super) async fn shut_down(&self, redis: &RedisStore) {
         drop(timeout(FLUSH_TIMEOUT, self.send_returns(redis, self.table.close())).await);
     }
 
-    /// Units that were lent and not used, and of which the store was not told, as far as is known.
+    /// Units that were leased, not used, and could not be returned.
     pub fn lost_units(&self) -> u64 {
         self.table.lost_units()
     }
 
-    /// What fails is not tried again: it counts until it has left.
+    /// A failed return is not retried: its units stay charged until they expire.
     async fn send_returns(&self, redis: &RedisStore, returns: Vec<LeaseReturn>) {
         let (returned, settlements): (Vec<&LeaseReturn>, Vec<Settlement<'_>>) = returns
             .iter()
@@ -150,14 +152,14 @@ impl LeasePool {
             .iter()
             .filter_map(|place| returned.get(*place).copied())
             .collect();
-        // One that several limits were not told of.
+        // A return may have failed for several limits.
         lost.dedup_by(|one, other| std::ptr::eq(*one, *other));
         self.table
             .record_lost_units(lost.iter().map(|one| one.units()).sum());
     }
 
-    /// As [`LeaseTable::due`]; `None` if nothing is lent and nobody attends any more. Who is lent something after that finds
-    /// nobody attending.
+    /// As [`LeaseTable::take_due_returns`]. `None` if nothing is leased and the return task ends; a
+    /// later lease starts a new task.
     fn take_due_returns(&self) -> Option<(Vec<LeaseReturn>, Option<Instant>)> {
         let mut is_running = self.is_return_task_running.lock();
         let (returns, next) = self.table.take_due_returns(Instant::now());
@@ -172,7 +174,7 @@ impl LeasePool {
         }
     }
 
-    /// Asks for more while the rest is handed out.
+    /// Requests units in the background while the rest is issued.
     fn spawn_renewal(
         guard: LeaseRenewalGuard,
         redis: &RedisStore,
@@ -201,7 +203,7 @@ impl LeasePool {
             let (charges, sent_at): (SmallVec<[_; 2]>, _) = (charges.collect(), Instant::now());
             if let Ok(decision) = redis.decide(&charges, sent_at).await {
                 let local = redis.fallback();
-                local.cache_standings(
+                local.cache_statuses(
                     &charges,
                     &exclude_leased_units(&charges, &decision, local.share()),
                     sent_at.into_std(),
@@ -225,7 +227,7 @@ impl LeasePool {
     }
 }
 
-/// Gives back what has ended, until nothing is lent.
+/// Returns the unused units of expired leases until nothing is leased.
 async fn run_return_task(leases: Arc<LeasePool>, redis: RedisStore) {
     while let Some((returns, next)) = leases.take_due_returns() {
         leases.send_returns(&redis, returns).await;
@@ -239,10 +241,12 @@ async fn run_return_task(leases: Arc<LeasePool>, redis: RedisStore) {
 }
 
 impl LeasePermitGuard<'_> {
-    /// Takes what is in hand for each policy with a lease. What is left has to be asked of the store.
+    /// Issues leased units for each policy with a lease. Returns the charges that the store has to
+    /// decide, with their indices.
     ///
     /// # Errors
-    /// What to wait for, if somebody is just asking.
+    ///
+    /// A notification of the renewal to wait for.
     fn take_permits<'c>(
         &mut self,
         charges: &[Charge<'c>],
@@ -301,7 +305,7 @@ impl LeasePermitGuard<'_> {
             }));
         }
         if !remaining.is_empty() {
-            // The store decides when the request is admitted: by then a lease must not have ended.
+            // The store decides within the deadline: permits that expire before it are not used.
             let (valid, expiring): (SmallVec<[_; 1]>, SmallVec<[_; 1]>) = self
                 .permits
                 .drain(..)
@@ -323,8 +327,9 @@ impl LeasePermitGuard<'_> {
         Ok(remaining)
     }
 
-    /// Asks for leases apart: who asks first may leave, or be refused by another policy or server, and what is lent is
-    /// for all. On one connection both questions go in one call.
+    /// Requests leases separately from the charges. The caller may disconnect, or another policy
+    /// may refuse the request, but the lease serves all callers. On one connection both requests
+    /// share a batch.
     fn start_renewals(&mut self, charges: &mut [Charge<'_>]) {
         for policy in charges.chunk_by_mut(Charge::is_same_policy) {
             let units_to_request = policy
@@ -349,17 +354,17 @@ impl LeasePermitGuard<'_> {
         }
     }
 
-    /// Puts what the store has decided beside what was in hand.
+    /// Combines the statuses of leased policies with the decision of the store.
     fn into_decision(
         mut self,
         charges: &[Charge<'_>],
         store_decision: Option<(&[(usize, Charge<'_>)], Decision)>,
     ) -> Decision {
-        let mut standings: SmallVec<[Option<LimitStatus>; 4]> =
+        let mut statuses: SmallVec<[Option<LimitStatus>; 4]> =
             SmallVec::from_elem(None, charges.len());
         for (first, permit) in &self.permits {
-            for (place, standing) in standings.iter_mut().skip(*first).zip(&permit.standings) {
-                *place = Some(*standing);
+            for (place, status) in statuses.iter_mut().skip(*first).zip(&permit.statuses) {
+                *place = Some(*status);
             }
         }
         let Some((rest, decision)) = store_decision else {
@@ -371,15 +376,15 @@ impl LeasePermitGuard<'_> {
             return Decision {
                 now_us,
                 admitted: true,
-                statuses: standings,
+                statuses,
                 delay_us: 0,
                 grants: SmallVec::new(),
                 charged_at_us: SmallVec::new(),
             };
         };
-        for ((at, _), standing) in rest.iter().zip(decision.statuses) {
-            if let Some(place) = standings.get_mut(*at) {
-                *place = standing;
+        for ((at, _), status) in rest.iter().zip(decision.statuses) {
+            if let Some(place) = statuses.get_mut(*at) {
+                *place = status;
             }
         }
         let mut entry_times_us = SmallVec::from_elem(None, charges.len());
@@ -392,7 +397,7 @@ impl LeasePermitGuard<'_> {
             self.permits.clear();
         }
         Decision {
-            statuses: standings,
+            statuses,
             charged_at_us: entry_times_us,
             ..decision
         }
