@@ -1,10 +1,12 @@
 //! Decides recorded requests by the same policies, charges and algorithms, with counters in memory
 //! and no waiting.
 
-use super::{ChargePlan, PolicyDecision, RequestOutcome, taken_slots};
+use super::RequestOutcome;
+use super::charge_plan::{ChargePlan, taken_slots};
 use crate::limiter::{Key, Limit};
 use crate::policy::{Facts, NamedLimit, PolicyTable};
 use crate::store::MemoryStore;
+use crate::telemetry::metrics::PolicyDecision;
 use smallvec::SmallVec;
 use std::time::Instant;
 

@@ -1,8 +1,8 @@
 //! Settles charges that were made by an estimate of the cost.
 
-use super::settlements::{CounterRef, SettlementQueue};
 use crate::limiter::Amendment;
 use crate::policy::{ActualCostSource, EstimateCost};
+use crate::store::{CounterRef, SettlementQueue};
 use smallvec::SmallVec;
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
 //! Explains the decision about a request, policy by policy, without charging anything.
 
-use super::{ChargePlan, PolicyCharge};
+use super::charge_plan::{ChargePlan, PolicyCharge};
 use crate::limiter::{Key, Limit, LimitStatus};
 use crate::policy::{
     Facts, KeyFault, NamedLimit, Policy, PolicyAction, PolicyTable, UnmetCondition,

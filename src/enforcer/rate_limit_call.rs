@@ -1,12 +1,11 @@
 //! A call of the rate-limit service: several descriptors, decided together, each with its own
 //! status.
 
-use super::{
-    ChargePlan, Enforcer, PolicyDecision, PolicySnapshot, ReportedLimit, RequestOutcome, Verdict,
-};
+use super::charge_plan::ChargePlan;
+use super::{Enforcer, PolicySnapshot, ReportedLimit, Verdict};
 use crate::limiter::{Decision, Key, Refusal};
 use crate::policy::{Descriptor, Facts};
-use crate::telemetry::metrics::DecisionSource;
+use crate::telemetry::metrics::{DecisionSource, PolicyDecision};
 use smallvec::SmallVec;
 use std::mem::take;
 use tokio::time::Instant;
@@ -147,15 +146,11 @@ impl Enforcer {
             true => plan.record_degraded_decisions(Some(&decision), record_decision),
             false => plan.record_decisions(&decision, record_decision),
         }
-        let at = Instant::now();
-        self.shard
-            .record_decision_time(source, at.saturating_duration_since(arrived));
-        Verdict {
-            decided_at: Some(at),
-            source: Some(source),
+        let verdict = Verdict {
             is_degraded,
             ..take(plan).into_verdict(&decision)
-        }
+        };
+        self.record_decision_time(verdict, source, arrived)
     }
 }
 
@@ -163,45 +158,28 @@ impl ChargePlan<'_> {
     /// Turns a read of all counters into a refusal if a quota of cost 0 is exhausted.
     fn refuse_exhausted(&self, decision: &mut Decision) -> bool {
         let mut is_refused = false;
-        let mut standings = decision.statuses.iter_mut();
+        let mut statuses = decision.statuses.iter_mut();
         for policy_charge in &self.policy_charges {
             // A charge of cost 0 is never refused by a block. A block that has an end time is in
             // effect.
             let mut is_exhausted = false;
             if policy_charge.block.is_some()
-                && let Some(Some(block)) = standings.next()
+                && let Some(Some(block)) = statuses.next()
                 && let Some(until_us) = block.next_growth_us
             {
                 block.refusal = Some(Refusal::Until(until_us));
                 is_exhausted = true;
             }
-            for standing in standings
-                .by_ref()
-                .take(policy_charge.limits.len())
-                .flatten()
-            {
-                if standing.refusal.is_none() && standing.remaining < policy_charge.cost.max(1) {
-                    standing.refusal = Some(
-                        standing
-                            .next_growth_us
-                            .map_or(Refusal::Never, Refusal::Until),
-                    );
+            for status in statuses.by_ref().take(policy_charge.limits.len()).flatten() {
+                if status.refusal.is_none() && status.remaining < policy_charge.cost.max(1) {
+                    status.refusal =
+                        Some(status.next_growth_us.map_or(Refusal::Never, Refusal::Until));
                 }
-                is_exhausted |= standing.refusal.is_some();
+                is_exhausted |= status.refusal.is_some();
             }
             is_refused |= is_exhausted && policy_charge.cost == 0 && !policy_charge.policy.shadow;
         }
         decision.admitted &= !is_refused;
         is_refused
-    }
-}
-
-impl RequestOutcome<'_> {
-    /// Whether the client is rejected, as opposed to an unavailable store.
-    pub fn is_over_limit(&self) -> bool {
-        matches!(
-            self,
-            Self::Limited(_) | Self::Denied { .. } | Self::InvalidKey { .. }
-        )
     }
 }

@@ -1,17 +1,21 @@
+use super::charge_plan::PolicyCharge;
 use super::*;
 use crate::clock::{Clock, ManualClock};
-use crate::limiter::{KeyBuilder, Limit};
+use crate::limiter::{Algorithm, KeyBuilder, Limit};
 use crate::policy::path::{PathInterpretations, Settings};
 use crate::policy::{
-    ActualCostSource, CostSource, EstimateCost, KeyPart, KeyTemplate, LimitOverride,
-    LimitOverrides, Matcher, MissingKeyAction, Quota, RateLimitHeaderSettings, client,
+    ActualCostSource, CostSource, EstimateCost, KeyFault, KeyPart, KeyTemplate, LimitOverride,
+    LimitOverrides, Matcher, MissingKeyAction, NamedLimit, OnStoreFailure, Policy, PolicyAction,
+    PolicyTable, Quota, RateLimitHeaderSettings, client,
 };
 use crate::store::redis::{
     RedisCredentials, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
 };
-use crate::store::{MemorySettings, MemoryStore};
+use crate::store::{MemorySettings, MemoryStore, StoreUnavailable};
 use crate::telemetry::metrics::{ErrorKindLabels, Metrics};
 use http::{HeaderMap, Method};
+use smallvec::SmallVec;
+use std::time::Duration;
 
 const PATH: Settings = Settings::DEFAULT;
 

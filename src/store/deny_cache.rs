@@ -34,7 +34,8 @@ pub struct DenyCache(Mutex<DenyGenerations>);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DenyMatchScope {
     /// Every enforced limit needs a fresh entry of the same cost, so the answer equals that of
-    /// Redis. An uncached limthe unknown limit might refuse for longer, and the client would retry too early.
+    /// Redis. An uncached limit might refuse for longer, and the client would retry
+    /// too early.
     AllLimits,
     /// One refusal of the same or a smaller cost is enough. The request is certainly refused,
     /// perhaps for longer than the answer states.

@@ -28,6 +28,7 @@ use parking_lot::Mutex;
 use partition_set::PartitionSet;
 use smallvec::SmallVec;
 use status_cache::StatusCache;
+use std::borrow::Cow;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
@@ -167,7 +168,8 @@ impl FallbackStore {
         decision: &Decision,
         received_at: Instant,
     ) {
-        for (charge, status) in charges.iter().zip(&decision.statuses) {
+        let statuses = exclude_leased_units(charges, decision, self.share());
+        for (charge, status) in charges.iter().zip(statuses.iter()) {
             let Some(status) = status.filter(|_| uses_fallback(charge)) else {
                 continue;
             };
@@ -392,6 +394,27 @@ impl FallbackStore {
             .flat_map(|pending| pending.amendments(now_us, units_in_use))
             .collect()
     }
+}
+
+/// The statuses of a decision without the units that this instance has just leased. Each instance
+/// uses only its share of the remaining units, so the grant counts once per instance.
+fn exclude_leased_units<'d>(
+    charges: &[Charge<'_>],
+    decision: &'d Decision,
+    share: Share,
+) -> Cow<'d, [Option<LimitStatus>]> {
+    let mut statuses = Cow::Borrowed(decision.statuses.as_slice());
+    for grant in &decision.grants {
+        let units = grant.units.saturating_mul(share.instances().into());
+        for (charge, status) in charges.iter().zip(statuses.to_mut()) {
+            if let Some(status) = status
+                && charge.group == grant.group
+            {
+                status.remaining = status.remaining.saturating_sub(units);
+            }
+        }
+    }
+    statuses
 }
 
 /// Whether this process decides the charge in an outage.

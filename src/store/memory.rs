@@ -8,17 +8,20 @@
 //! A client therefore cannot evict its own exhausted key by inventing fresh keys. The order is
 //! exact within a shard; with few keys there is only one shard.
 
+mod counter_shard;
+
+pub(super) use counter_shard::{CounterId, counter_id};
+
 use super::Settlement;
 use crate::clock::Clock;
 use crate::limiter::{
-    Algorithm, Charge, ChargeEffect, CounterState, CounterView, Decision, GrantedUnits, Key, Limit,
-    Refusal, compute_grants, determine_effect,
+    Charge, ChargeEffect, CounterState, CounterView, Decision, GrantedUnits, Key, Limit, Refusal,
+    compute_grants, determine_effect,
 };
-use foldhash::fast::RandomState;
-use indexmap::IndexMap;
+use counter_shard::{CounterShard, MemoryUsage, charge_counter_id};
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 /// Bounds of the memory store.
@@ -36,9 +39,7 @@ pub struct MemoryStore {
     clock: Clock,
     settings: MemorySettings,
     shards: Box<[Mutex<CounterShard>]>,
-    key_count: AtomicUsize,
-    byte_count: AtomicUsize,
-    evictions: AtomicU64,
+    usage: MemoryUsage,
 }
 
 /// Below this number of keys there is one shard, and the eviction order is exact.
@@ -47,31 +48,6 @@ const MAX_SHARDS: usize = 64;
 
 /// Counters checked for expiry by each call, so that memory is freed without pressure.
 const MAX_SWEPT_PER_CALL: usize = 2;
-
-/// Under pressure this fraction of a shard is evicted at once, so that a flood of keys causes few
-/// scans.
-const EVICTION_DIVISOR: usize = 64;
-
-/// Identity of a counter: the id of its key, and [`Limit::counter_identity`].
-pub(super) type CounterId = (u128, Algorithm, u64);
-
-#[derive(Debug, Default)]
-struct CounterShard {
-    counters: IndexMap<CounterId, StoredCounter, RandomState>,
-    /// Position at which [`CounterShard::sweep`] continues.
-    sweep_index: usize,
-    /// Latest time of a decision in this shard (µs).
-    newest_us: u64,
-}
-
-#[derive(Debug)]
-struct StoredCounter {
-    state: CounterState,
-    expires_at_us: u64,
-    /// Used part of the quota at the last charge, in 1/65536.
-    fullness: u32,
-    bytes: usize,
-}
 
 impl MemoryStore {
     pub fn new(settings: MemorySettings, clock: Clock) -> Self {
@@ -82,9 +58,7 @@ impl MemoryStore {
             clock,
             settings,
             shards: (0..shards).map(|_| Mutex::default()).collect(),
-            key_count: AtomicUsize::new(0),
-            byte_count: AtomicUsize::new(0),
-            evictions: AtomicU64::new(0),
+            usage: MemoryUsage::default(),
         }
     }
 
@@ -154,7 +128,7 @@ impl MemoryStore {
             SmallVec::new()
         };
         for (_, shard) in &mut locked.shards {
-            shard.sweep(self, now_us, MAX_SWEPT_PER_CALL);
+            shard.sweep(&self.usage, now_us, MAX_SWEPT_PER_CALL);
         }
         self.unlock_shards(locked, now_us);
         Decision {
@@ -185,10 +159,12 @@ impl MemoryStore {
                     counter.state.view_at(charge.limit, now_us).used()
                 }),
             _ => shard
-                .change_counter(self, charge, now_us, |state| state.charge(charge, now_us))
+                .change_counter(&self.usage, charge, now_us, |state| {
+                    state.charge(charge, now_us)
+                })
                 .used(),
         };
-        shard.sweep(self, now_us, MAX_SWEPT_PER_CALL);
+        shard.sweep(&self.usage, now_us, MAX_SWEPT_PER_CALL);
         drop(shard);
         self.enforce_bounds(shard_index, now_us);
         used
@@ -259,17 +235,17 @@ impl MemoryStore {
 
     /// Number of counters.
     pub fn key_count(&self) -> usize {
-        self.key_count.load(Ordering::Relaxed)
+        self.usage.key_count.load(Ordering::Relaxed)
     }
 
     /// Estimated size of all counters in bytes.
     pub fn byte_count(&self) -> usize {
-        self.byte_count.load(Ordering::Relaxed)
+        self.usage.byte_count.load(Ordering::Relaxed)
     }
 
     /// Number of counters evicted before they expired.
     pub fn evictions(&self) -> u64 {
-        self.evictions.load(Ordering::Relaxed)
+        self.usage.evictions.load(Ordering::Relaxed)
     }
 
     /// Locks shards in ascending order, so that two calls never deadlock.
@@ -309,23 +285,14 @@ impl MemoryStore {
                 return;
             };
             let mut shard = shard.lock();
-            shard.sweep(self, now_us, usize::MAX);
-            while self.exceeds_bounds() && shard.evict_least_used(self) {}
+            shard.sweep(&self.usage, now_us, usize::MAX);
+            while self.exceeds_bounds() && shard.evict_least_used(&self.usage) {}
         }
     }
 
     fn exceeds_bounds(&self) -> bool {
         self.key_count() > self.settings.max_keys || self.byte_count() > self.settings.max_bytes
     }
-}
-
-fn charge_counter_id(charge: &Charge<'_>) -> CounterId {
-    counter_id(charge.limit, charge.key)
-}
-
-pub(super) fn counter_id(limit: &Limit, key: &Key) -> CounterId {
-    let (algorithm, per_us) = limit.counter_identity();
-    (key.id(), algorithm, per_us)
 }
 
 /// The shards of one call, locked together, each with its index.
@@ -392,7 +359,7 @@ impl LockedShards<'_> {
     ) -> Option<T> {
         let memory = self.memory;
         self.shard_mut(charge)
-            .map(|shard| read_view(shard.change_counter(memory, charge, now_us, change)))
+            .map(|shard| read_view(shard.change_counter(&memory.usage, charge, now_us, change)))
     }
 
     fn contains_counter(&mut self, charge: &Charge<'_>) -> bool {
@@ -405,7 +372,7 @@ impl LockedShards<'_> {
         if let Some(shard) = self.shard_mut(charge)
             && let Some(at) = shard.counters.get_index_of(&charge_counter_id(charge))
         {
-            shard.remove(memory, at);
+            shard.remove(&memory.usage, at);
         }
     }
 
@@ -418,109 +385,11 @@ impl LockedShards<'_> {
     }
 }
 
-/// Estimated bytes of one counter in the map: its slot and its part of the hash index.
-const COUNTER_BYTES: usize =
-    size_of::<CounterId>() + size_of::<StoredCounter>() + 3 * size_of::<usize>();
-
-fn fullness(used: u64, limit: &Limit) -> u32 {
-    let share = u128::from(used) * 65_536 / u128::from(limit.capacity().max(1));
-    u32::try_from(share).unwrap_or(u32::MAX)
-}
-
-impl CounterShard {
-    /// Changes a counter and returns its state afterwards.
-    fn change_counter<'a>(
-        &'a mut self,
-        memory: &MemoryStore,
-        charge: &Charge<'a>,
-        now_us: u64,
-        change: impl FnOnce(&mut CounterState),
-    ) -> CounterView<'a> {
-        let limit = charge.limit;
-        let counter = self
-            .counters
-            .entry(charge_counter_id(charge))
-            .or_insert_with(|| {
-                memory.key_count.fetch_add(1, Ordering::Relaxed);
-                memory
-                    .byte_count
-                    .fetch_add(COUNTER_BYTES, Ordering::Relaxed);
-                StoredCounter {
-                    state: limit.initial_state(),
-                    expires_at_us: 0,
-                    fullness: 0,
-                    bytes: COUNTER_BYTES,
-                }
-            });
-        change(&mut counter.state);
-        counter.expires_at_us = counter.state.expires_at_us(limit);
-        let bytes = COUNTER_BYTES + counter.state.heap_bytes();
-        if bytes != counter.bytes {
-            memory.byte_count.fetch_add(bytes, Ordering::Relaxed);
-            memory.byte_count.fetch_sub(
-                std::mem::replace(&mut counter.bytes, bytes),
-                Ordering::Relaxed,
-            );
-        }
-        let view = counter.state.view_at(limit, now_us);
-        counter.fullness = fullness(view.used(), limit);
-        view
-    }
-
-    /// Removes the expired counters among the next `max_counters`.
-    fn sweep(&mut self, memory: &MemoryStore, now_us: u64, max_counters: usize) {
-        for _ in 0..max_counters.min(self.counters.len()) {
-            if self.sweep_index >= self.counters.len() {
-                self.sweep_index = 0;
-            }
-            match self.counters.get_index(self.sweep_index) {
-                Some((_, counter)) if counter.expires_at_us <= now_us => {
-                    self.remove(memory, self.sweep_index)
-                }
-                _ => self.sweep_index += 1,
-            }
-        }
-    }
-
-    /// Evicts the counters with the least of their quota used; of equals, those that expire first.
-    /// Returns `false` if the shard is empty.
-    fn evict_least_used(&mut self, memory: &MemoryStore) -> bool {
-        let count = (self.counters.len() / EVICTION_DIVISOR).max(1);
-        let mut order: Vec<(u32, u64, CounterId)> = self
-            .counters
-            .iter()
-            .map(|(id, counter)| (counter.fullness, counter.expires_at_us, *id))
-            .collect();
-        if order.is_empty() {
-            return false;
-        }
-        let count = count.min(order.len());
-        order.select_nth_unstable_by_key(count - 1, |(fullness, expires_at_us, _)| {
-            (*fullness, *expires_at_us)
-        });
-        for (_, _, id) in order.iter().take(count) {
-            if let Some(at) = self.counters.get_index_of(id) {
-                self.remove(memory, at);
-                memory.evictions.fetch_add(1, Ordering::Relaxed);
-            }
-        }
-        true
-    }
-
-    fn remove(&mut self, memory: &MemoryStore, at: usize) {
-        if let Some((_, counter)) = self.counters.swap_remove_index(at) {
-            memory.key_count.fetch_sub(1, Ordering::Relaxed);
-            memory
-                .byte_count
-                .fetch_sub(counter.bytes, Ordering::Relaxed);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::counter_shard::COUNTER_BYTES;
     use super::*;
-    use crate::limiter::KeyBuilder;
+    use crate::limiter::{Algorithm, KeyBuilder};
 
     const LIMIT: Limit = Limit {
         requests: 5,

@@ -3,13 +3,12 @@
 //! No unit is issued after the end of its lease. The TTL counts from sending the request, so the
 //! lease ends here before it ends in the store. Unused units are returned to the store.
 
-use crate::limiter::{Amendment, Charge, Decision, Key, Lease, Limit, LimitStatus};
-use crate::store::Settlement;
+use super::lease_entry::{LastStoreAnswer, LeaseEntry, LeasePermit, LeasedUnits};
+use super::lease_return::{LeaseOwner, LeaseReturn, LeaseReturnQueue};
+use crate::limiter::{Charge, Decision, LimitStatus};
 use parking_lot::{Mutex, MutexGuard};
-use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
@@ -21,29 +20,17 @@ const SHARD_COUNT: usize = 16;
 /// Keys per shard: about 4 MiB in all. Charges of further keys ask the store one by one.
 const MAX_KEYS_PER_SHARD: usize = 512;
 
-/// Maximum number of queued returns: a few megabytes. The units of further returns stay charged
-/// until they expire.
-const MAX_RETURNS: usize = 1 << 14;
-
 /// The local clock may run slower than the store's by this fraction.
 const CLOCK_DRIFT_DIVISOR: u32 = 256;
-
-/// Maximum units of a lease, if the size is automatic.
-const MAX_AUTO_UNITS: u64 = 1000;
-
-/// Minimum demand per lease TTL before a key is leased, if the size is automatic.
-const MIN_DEMAND_UNITS: u64 = 4;
 
 /// The leases of one process.
 #[derive(Debug, Default)]
 pub(super) struct LeaseTable {
     shards: [Mutex<LeaseShard>; SHARD_COUNT],
     /// Unused units to be returned to the store.
-    returns: Mutex<Vec<LeaseReturn>>,
+    returns: LeaseReturnQueue,
     /// Wakes the return task when a return may be due earlier than it expects.
     changed: Notify,
-    /// Units that could not be returned.
-    lost_units: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -51,77 +38,6 @@ struct LeaseShard {
     keys: HashMap<u128, LeaseEntry, foldhash::fast::RandomState>,
     /// Set at shutdown: no further units are issued.
     is_closed: bool,
-}
-
-/// The leases of a policy for one key.
-#[derive(Debug)]
-struct LeaseEntry {
-    owner: Arc<LeaseOwner>,
-    /// Ordered by expiry.
-    grants: SmallVec<[LeasedUnits; 2]>,
-    /// The renewal in progress, if any; callers may wait for it.
-    renewal: Option<Arc<Notify>>,
-    /// Whether the last renewal got no units.
-    is_last_grant_empty: bool,
-    last_answer: Option<LastStoreAnswer>,
-    demand: LeaseDemand,
-}
-
-/// The key and limits that a lease was granted for. A lease for other limits belongs to another
-/// policy or configuration.
-#[derive(Debug)]
-struct LeaseOwner {
-    key: Key,
-    limits: SmallVec<[Limit; 2]>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct LeasedUnits {
-    remaining_units: u64,
-    /// End of the lease by the store's clock (µs).
-    until_us: u64,
-    expires_at: Instant,
-}
-
-/// The store's last answer for a key.
-#[derive(Debug)]
-struct LastStoreAnswer {
-    store_now_us: u64,
-    received_at: Instant,
-    /// One per limit.
-    statuses: SmallVec<[LimitStatus; 2]>,
-    /// Units issued since the answer.
-    issued_units: u64,
-}
-
-/// Units requested in the current and in the previous interval of one lease TTL.
-#[derive(Clone, Copy, Debug)]
-struct LeaseDemand {
-    interval_start: Instant,
-    current_units: u64,
-    previous_units: u64,
-}
-
-/// Unused units of a lease.
-#[derive(Clone, Debug)]
-pub(super) struct LeaseReturn {
-    owner: Arc<LeaseOwner>,
-    units: u64,
-    until_us: u64,
-}
-
-/// Units issued to one request.
-#[derive(Debug)]
-pub(super) struct LeasePermit {
-    owner: Arc<LeaseOwner>,
-    pub units: u64,
-    until_us: u64,
-    /// The request has to be decided before this time.
-    pub expires_at: Instant,
-    /// Lower bound of the store's clock at the issue (µs).
-    pub store_now_us: u64,
-    /// Status of each limit; `remaining` is a lower bound.
-    pub statuses: SmallVec<[LimitStatus; 2]>,
 }
 
 /// How the caller proceeds with a request.
@@ -178,7 +94,7 @@ impl LeaseTable {
             };
         };
         entry.demand.record_units(charge.cost, now, &lease);
-        entry.expire_grants(now, self);
+        entry.expire_grants(now, &self.returns);
         let available_units = entry
             .grants
             .iter()
@@ -244,9 +160,8 @@ impl LeaseTable {
             .filter(|entry| entry.matches_limits(charges) && !is_closed);
         let Some(entry) = entry else {
             if let Some(leased) = lease_grant {
-                self.queue_return(
-                    leased.into_return(&LeaseOwner::from_charges(charges, charge.key)),
-                );
+                self.returns
+                    .push(leased.into_return(&LeaseOwner::from_charges(charges, charge.key)));
             }
             return self.changed.notify_one();
         };
@@ -303,7 +218,7 @@ impl LeaseTable {
                     expires_at,
                     ..
                 } = *permit;
-                self.queue_return(
+                self.returns.push(
                     LeasedUnits {
                         remaining_units: units,
                         until_us,
@@ -323,20 +238,12 @@ impl LeaseTable {
 
     /// Counts units that could not be returned.
     pub(super) fn record_lost_units(&self, units: u64) {
-        self.lost_units.fetch_add(units, Ordering::Relaxed);
+        self.returns.record_lost_units(units);
     }
 
     /// Units that could not be returned since the start.
     pub(super) fn lost_units(&self) -> u64 {
-        self.lost_units.load(Ordering::Relaxed)
-    }
-
-    fn queue_return(&self, lease_return: LeaseReturn) {
-        let mut returns = self.returns.lock();
-        match returns.len() < MAX_RETURNS {
-            true => returns.push(lease_return),
-            false => self.record_lost_units(lease_return.units),
-        }
+        self.returns.lost_units()
     }
 
     /// Returns the unused units of leases that have expired, and the time of the next expiry, if
@@ -350,12 +257,12 @@ impl LeaseTable {
                 .values_mut()
                 .filter(|entry| !entry.grants.is_empty())
             {
-                entry.expire_grants(now, self);
+                entry.expire_grants(now, &self.returns);
                 let ends = entry.grants.first().map(|leased| leased.expires_at);
                 next = next.into_iter().chain(ends).min();
             }
         }
-        (std::mem::take(&mut *self.returns.lock()), next)
+        (self.returns.take_all(), next)
     }
 
     /// Ends all leases and returns their unused units. Issues no units afterwards.
@@ -364,10 +271,10 @@ impl LeaseTable {
             let mut shard = shard.lock();
             shard.is_closed = true;
             for entry in shard.keys.values_mut() {
-                entry.revoke_all_grants(self);
+                entry.revoke_all_grants(&self.returns);
             }
         }
-        std::mem::take(&mut *self.returns.lock())
+        self.returns.take_all()
     }
 
     /// Selects a shard by the low bits of a cryptographic hash.
@@ -401,7 +308,7 @@ impl LeaseTable {
             .entry(id)
             .or_insert_with(|| LeaseEntry::new(charges, charge.key, now));
         if !entry.matches_limits(charges) {
-            entry.revoke_all_grants(self);
+            entry.revoke_all_grants(&self.returns);
             self.changed.notify_one();
             // The renewal for the previous limits still wakes the waiting callers.
             let renewal = entry.renewal.take();
@@ -417,167 +324,13 @@ impl LeaseTable {
 /// An entry without requests for this long is removed when its shard is full.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
 
-impl LeaseEntry {
-    fn new(charges: &[Charge<'_>], key: &Key, now: Instant) -> Self {
-        Self {
-            owner: LeaseOwner::from_charges(charges, key),
-            grants: SmallVec::new(),
-            renewal: None,
-            is_last_grant_empty: false,
-            last_answer: None,
-            demand: LeaseDemand {
-                interval_start: now,
-                current_units: 0,
-                previous_units: 0,
-            },
-        }
-    }
-
-    fn matches_limits(&self, charges: &[Charge<'_>]) -> bool {
-        self.owner
-            .limits
-            .iter()
-            .eq(charges.iter().map(|charge| charge.limit))
-    }
-
-    fn is_in_use(&self) -> bool {
-        !self.grants.is_empty() || self.renewal.is_some()
-    }
-
-    /// Units to request when `available_units` are left. Requested early, since more requests arrive
-    /// meanwhile.
-    fn units_to_request(&self, lease: &Lease, available_units: u64) -> u64 {
-        let size = lease.size.unwrap_or_else(|| {
-            match self.demand.current_units.max(self.demand.previous_units) {
-                0..MIN_DEMAND_UNITS => 0,
-                units => units.min(MAX_AUTO_UNITS),
-            }
-        });
-        // After an empty grant, the units in hand are used up first.
-        if available_units <= size / 4 && !(self.is_last_grant_empty && available_units > 0) {
-            size - available_units
-        } else {
-            0
-        }
-    }
-
-    fn issue_permit(&mut self, charge: &Charge<'_>, now: Instant) -> Option<LeasePermit> {
-        let units = charge.cost;
-        let grant = self
-            .grants
-            .iter_mut()
-            .find(|leased| leased.remaining_units >= units)?;
-        let answer = self.last_answer.as_mut()?;
-        grant.remaining_units -= units;
-        answer.issued_units = answer.issued_units.saturating_add(units);
-        let now_us = answer
-            .store_now_us
-            .saturating_add(micros(now.saturating_duration_since(answer.received_at)));
-        let status = |status: &LimitStatus| LimitStatus {
-            remaining: status.remaining.saturating_sub(answer.issued_units),
-            next_growth_us: status.next_growth_us.map(|at_us| at_us.max(now_us)),
-            refusal: None,
-        };
-        Some(LeasePermit {
-            owner: Arc::clone(&self.owner),
-            units,
-            until_us: grant.until_us,
-            expires_at: grant.expires_at,
-            store_now_us: now_us,
-            statuses: answer.statuses.iter().map(status).collect(),
-        })
-    }
-
-    /// Removes expired leases and queues their unused units for return.
-    fn expire_grants(&mut self, now: Instant, table: &LeaseTable) {
-        while let Some(leased) = self
-            .grants
-            .first()
-            .copied()
-            .filter(|leased| leased.expires_at <= now)
-        {
-            self.grants.remove(0);
-            if leased.remaining_units > 0 {
-                table.queue_return(leased.into_return(&self.owner));
-            }
-        }
-    }
-
-    fn revoke_all_grants(&mut self, table: &LeaseTable) {
-        let unused = self
-            .grants
-            .drain(..)
-            .filter(|leased| leased.remaining_units > 0);
-        unused.for_each(|leased| table.queue_return(leased.into_return(&self.owner)));
-    }
-}
-
-impl LeaseOwner {
-    fn from_charges(charges: &[Charge<'_>], key: &Key) -> Arc<Self> {
-        let limits = charges.iter().map(|charge| *charge.limit).collect();
-        Arc::new(Self {
-            key: key.clone(),
-            limits,
-        })
-    }
-}
-
-impl LeasedUnits {
-    fn into_return(self, owner: &Arc<LeaseOwner>) -> LeaseReturn {
-        LeaseReturn {
-            owner: Arc::clone(owner),
-            units: self.remaining_units,
-            until_us: self.until_us,
-        }
-    }
-}
-
-impl LeaseDemand {
-    fn record_units(&mut self, units: u64, now: Instant, lease: &Lease) {
-        let ttl = Duration::from_micros(lease.ttl_us);
-        let since = now.saturating_duration_since(self.interval_start);
-        if since >= ttl {
-            let previous_units = if since < 2 * ttl {
-                self.current_units
-            } else {
-                0
-            };
-            *self = Self {
-                interval_start: now,
-                current_units: 0,
-                previous_units,
-            };
-        }
-        self.current_units = self.current_units.saturating_add(units);
-    }
-}
-
-impl LeaseReturn {
-    pub(super) fn settlements(&self) -> impl Iterator<Item = Settlement<'_>> {
-        let amendment = Amendment::Credit {
-            units: self.units,
-            at_us: self.until_us,
-        };
-        self.owner.limits.iter().map(move |limit| Settlement {
-            limit,
-            key: &self.owner.key,
-            amendment,
-        })
-    }
-
-    pub(super) fn units(&self) -> u64 {
-        self.units
-    }
-}
-
-fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::lease_entry::MIN_DEMAND_UNITS;
+    use super::super::lease_return::MAX_RETURNS;
     use super::*;
-    use crate::limiter::{Algorithm, GrantedUnits, KeyBuilder};
+    use crate::limiter::{Algorithm, Amendment, GrantedUnits, Key, KeyBuilder, Lease, Limit};
+    use smallvec::SmallVec;
 
     const LIMIT: Limit = Limit {
         requests: 1000,

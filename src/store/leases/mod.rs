@@ -5,18 +5,16 @@
 //! and the others wait. If the grant is empty, each caller asks Redis directly, so that decisions
 //! near the limit are exact.
 
-#[cfg(test)]
-mod fault_simulation;
+mod lease_entry;
+mod lease_return;
 mod lease_table;
-#[cfg(test)]
-mod scale_simulation;
 
 use super::redis::RedisStore;
-use super::{RedisDecider, Settlement, exclude_leased_units};
+use super::{FLUSH_TIMEOUT, Settlement};
 use crate::limiter::{Charge, Decision, Limit, LimitStatus};
-use crate::store::StoreUnavailable;
-use crate::telemetry::metrics::DecisionSource;
-use lease_table::{LeaseAction, LeasePermit, LeaseReturn, LeaseTable, OnLeaseExhausted};
+use lease_entry::LeasePermit;
+use lease_return::LeaseReturn;
+use lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -25,9 +23,6 @@ use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 
 /// Minimum interval between two searches for expired leases.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(10);
-
-/// Maximum time that shutdown waits until unused units are returned.
-const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The leases shared by the workers of one process.
 #[derive(Debug, Default)]
@@ -40,13 +35,16 @@ pub struct LeasePool {
 /// Units issued to a request. They are taken back if this is dropped before the request is
 /// admitted.
 #[derive(Debug)]
-struct LeasePermitGuard<'l> {
+pub(super) struct LeasePermitGuard<'l> {
     leases: &'l Arc<LeasePool>,
     redis: &'l RedisStore,
     /// Each with the index of its policy's first charge.
     permits: SmallVec<[(usize, LeasePermit); 1]>,
     renewals: SmallVec<[LeaseRenewalGuard; 1]>,
 }
+
+/// Charges that the store has to decide, with their indices in the request.
+type UnleasedCharges<'c> = SmallVec<[(usize, Charge<'c>); 4]>;
 
 /// A renewal of one key; dropping it ends the renewal.
 #[derive(Debug)]
@@ -56,21 +54,20 @@ struct LeaseRenewalGuard {
 }
 
 impl LeasePool {
-    /// Decides charges of which some have a lease, as [`super::Store::decide_with_source`]. Charges
-    /// without leased units are decided by `decider`.
-    pub(super) async fn decide(
-        self: &Arc<Self>,
-        decider: RedisDecider<'_>,
-        charges: &[Charge<'_>],
+    /// Issues leased units for charges of which some have a lease. Waits for a renewal if that may
+    /// help. Returns the charges that are not covered, with their indices.
+    pub(super) async fn take_permits<'l, 'c>(
+        self: &'l Arc<Self>,
+        redis: &'l RedisStore,
+        charges: &[Charge<'c>],
         requested_at: Instant,
-    ) -> Result<(Decision, DecisionSource), StoreUnavailable> {
-        let deadline = requested_at + decider.redis.timeout();
+    ) -> (LeasePermitGuard<'l>, UnleasedCharges<'c>) {
+        let deadline = requested_at + redis.timeout();
         // Leaves time to ask Redis after waiting.
-        let wait_deadline = requested_at + decider.redis.timeout() / 2;
+        let wait_deadline = requested_at + redis.timeout() / 2;
         // While an outage ends, Redis lacks the charges that other instances have not written back.
         // It would grant too much.
-        let may_renew =
-            !decider.redis.is_breaker_open() && !decider.redis.fallback().is_in_outage_for(charges);
+        let may_renew = !redis.is_breaker_open() && !redis.fallback().is_in_outage_for(charges);
         let mut on_exhausted = if may_renew {
             OnLeaseExhausted::WaitForRenewal
         } else {
@@ -80,12 +77,12 @@ impl LeasePool {
         loop {
             let mut guard = LeasePermitGuard {
                 leases: self,
-                redis: decider.redis,
+                redis,
                 permits: SmallVec::new(),
                 renewals: SmallVec::new(),
             };
-            let remaining = match guard.take_permits(charges, now, deadline, on_exhausted) {
-                Ok(rest) => rest,
+            match guard.take_permits(charges, now, deadline, on_exhausted) {
+                Ok(unleased) => return (guard, unleased),
                 Err(renewal_done) => {
                     drop(guard);
                     drop(timeout_at(wait_deadline, renewal_done).await);
@@ -95,28 +92,8 @@ impl LeasePool {
                     } else {
                         OnLeaseExhausted::QueryStore
                     };
-                    continue;
                 }
-            };
-            if remaining.is_empty() {
-                return Ok((guard.into_decision(charges, None), DecisionSource::Lease));
             }
-            let mut remaining_charges: SmallVec<[Charge<'_>; 4]> =
-                remaining.iter().map(|(_, charge)| *charge).collect();
-            let (decision, source) =
-                match decider.find_local_refusal(&remaining_charges, requested_at) {
-                    Some(refusal) => refusal,
-                    None => {
-                        guard.start_renewals(&mut remaining_charges);
-                        decider
-                            .decide_in_redis(&remaining_charges, requested_at)
-                            .await?
-                    }
-                };
-            return Ok((
-                guard.into_decision(charges, Some((&remaining, decision))),
-                source,
-            ));
         }
     }
 
@@ -134,7 +111,11 @@ impl LeasePool {
     async fn send_returns(&self, redis: &RedisStore, returns: Vec<LeaseReturn>) {
         let (returned, settlements): (Vec<&LeaseReturn>, Vec<Settlement<'_>>) = returns
             .iter()
-            .flat_map(|one| one.settlements().map(move |late| (one, late)))
+            .flat_map(|unused| {
+                unused
+                    .settlements()
+                    .map(move |settlement| (unused, settlement))
+            })
             .unzip();
         if settlements.is_empty() {
             return;
@@ -145,17 +126,17 @@ impl LeasePool {
                 .amend(&settlements)
                 .await
                 .err()
-                .map(|untold| untold.unsent_indices)
+                .map(|error| error.unsent_indices)
                 .unwrap_or_default(),
         };
         let mut lost: Vec<&LeaseReturn> = unsent_indices
             .iter()
-            .filter_map(|place| returned.get(*place).copied())
+            .filter_map(|index| returned.get(*index).copied())
             .collect();
         // A return may have failed for several limits.
-        lost.dedup_by(|one, other| std::ptr::eq(*one, *other));
+        lost.dedup_by(|first, second| std::ptr::eq(*first, *second));
         self.table
-            .record_lost_units(lost.iter().map(|one| one.units()).sum());
+            .record_lost_units(lost.iter().map(|unused| unused.units()).sum());
     }
 
     /// As [`LeaseTable::take_due_returns`]. `None` if nothing is leased and the return task ends; a
@@ -184,30 +165,27 @@ impl LeasePool {
         let Some(Charge {
             key,
             lease,
-            has_fallback: local,
+            has_fallback,
             ..
         }) = policy.first()
         else {
             return;
         };
         let (key, redis) = ((*key).clone(), redis.clone());
-        let (lease, local) = (*lease, *local);
+        let (lease, has_fallback) = (*lease, *has_fallback);
         let limits: SmallVec<[Limit; 2]> = policy.iter().map(|charge| *charge.limit).collect();
         tokio::spawn(async move {
             let charges = limits.iter().map(|limit| Charge {
                 lease,
                 requested_lease_units: units,
-                has_fallback: local,
+                has_fallback,
                 ..Charge::new(limit, &key, 0)
             });
             let (charges, sent_at): (SmallVec<[_; 2]>, _) = (charges.collect(), Instant::now());
             if let Ok(decision) = redis.decide(&charges, sent_at).await {
-                let local = redis.fallback();
-                local.cache_statuses(
-                    &charges,
-                    &exclude_leased_units(&charges, &decision, local.share()),
-                    sent_at.into_std(),
-                );
+                redis
+                    .fallback()
+                    .cache_statuses(&charges, &decision, sent_at.into_std());
                 let leases = &guard.leases;
                 leases.table.record_grant(
                     &charges,
@@ -272,15 +250,15 @@ impl LeasePermitGuard<'_> {
                 match self.leases.table.take_permit(policy, now, on_exhausted) {
                     LeaseAction::Permit {
                         permit,
-                        units_to_request: wanted,
+                        units_to_request,
                     } => {
                         self.permits.push((first, permit));
-                        if wanted > 0 {
+                        if units_to_request > 0 {
                             LeasePool::spawn_renewal(
                                 self.leases.renewal_guard(key.id()),
                                 self.redis,
                                 policy,
-                                wanted,
+                                units_to_request,
                             );
                         }
                         continue;
@@ -330,7 +308,7 @@ impl LeasePermitGuard<'_> {
     /// Requests leases separately from the charges. The caller may disconnect, or another policy
     /// may refuse the request, but the lease serves all callers. On one connection both requests
     /// share a batch.
-    fn start_renewals(&mut self, charges: &mut [Charge<'_>]) {
+    pub(super) fn start_renewals(&mut self, charges: &mut [Charge<'_>]) {
         for policy in charges.chunk_by_mut(Charge::is_same_policy) {
             let units_to_request = policy
                 .first()
@@ -355,7 +333,7 @@ impl LeasePermitGuard<'_> {
     }
 
     /// Combines the statuses of leased policies with the decision of the store.
-    fn into_decision(
+    pub(super) fn into_decision(
         mut self,
         charges: &[Charge<'_>],
         store_decision: Option<(&[(usize, Charge<'_>)], Decision)>,
@@ -363,8 +341,8 @@ impl LeasePermitGuard<'_> {
         let mut statuses: SmallVec<[Option<LimitStatus>; 4]> =
             SmallVec::from_elem(None, charges.len());
         for (first, permit) in &self.permits {
-            for (place, status) in statuses.iter_mut().skip(*first).zip(&permit.statuses) {
-                *place = Some(*status);
+            for (slot, status) in statuses.iter_mut().skip(*first).zip(&permit.statuses) {
+                *slot = Some(*status);
             }
         }
         let Some((rest, decision)) = store_decision else {
@@ -383,14 +361,14 @@ impl LeasePermitGuard<'_> {
             };
         };
         for ((at, _), status) in rest.iter().zip(decision.statuses) {
-            if let Some(place) = statuses.get_mut(*at) {
-                *place = status;
+            if let Some(slot) = statuses.get_mut(*at) {
+                *slot = status;
             }
         }
         let mut entry_times_us = SmallVec::from_elem(None, charges.len());
         for ((at, _), at_us) in rest.iter().zip(&decision.charged_at_us) {
-            if let Some(place) = entry_times_us.get_mut(*at) {
-                *place = *at_us;
+            if let Some(slot) = entry_times_us.get_mut(*at) {
+                *slot = *at_us;
             }
         }
         if decision.admitted {
@@ -417,3 +395,6 @@ impl Drop for LeaseRenewalGuard {
         self.leases.table.finish_renewal(self.key);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -12,7 +12,8 @@
     reason = "numbers of a simulation, far below any edge, and a table of them"
 )]
 
-use super::lease_table::{LeaseAction, LeaseReturn, LeaseTable, OnLeaseExhausted};
+use super::super::lease_return::LeaseReturn;
+use super::super::lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Lease, Limit};
 use crate::store::deny_cache::{DenyCache, DenyMatchScope};
@@ -491,7 +492,7 @@ impl ScaleSimulation {
         }
     }
 
-    /// Decides a request of one policy as [`super::LeasePool`] does.
+    /// Decides a request of one policy as [`LeasePool`](super::super::LeasePool) does.
     fn decide_request(&mut self, sidecar_index: usize) {
         let now = self.current_instant();
         let charges = [self.charge(1, 0)];
@@ -608,7 +609,7 @@ impl ScaleSimulation {
             );
         }
         if self.sidecars[sidecar_index].is_return_task_running {
-            let sweep_interval_us = super::SWEEP_INTERVAL.as_micros() as u64;
+            let sweep_interval_us = super::super::SWEEP_INTERVAL.as_micros() as u64;
             let wait = next.map_or(Duration::ZERO, |next| next.saturating_duration_since(now));
             self.schedule(
                 sweep_interval_us.max(wait.as_micros() as u64 + 1),
