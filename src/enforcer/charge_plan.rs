@@ -320,11 +320,11 @@ pub(super) fn taken_slots<'c, 'k>(
 ) -> (SmallVec<[&'c Charge<'k>; 1]>, Option<u64>) {
     let is_refused =
         |status: &Option<LimitStatus>| status.is_none_or(|status| status.refusal.is_some());
-    let is_policy_refused = |charge_of_policy: &Charge<'_>| {
+    let is_policy_refused = |taken_charge: &Charge<'_>| {
         let mut policy_statuses = charges
             .iter()
             .zip(&decision.statuses)
-            .filter(|(charge, _)| charge_of_policy.is_same_policy(charge));
+            .filter(|(charge, _)| taken_charge.is_same_policy(charge));
         policy_statuses.any(|(_, status)| is_refused(status))
     };
     let mut max_duration_us = None;

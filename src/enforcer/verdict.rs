@@ -17,7 +17,7 @@ pub struct Verdict<'t> {
     pub limits: SmallVec<[ReportedLimit<'t>; 4]>,
     /// The store's clock at the decision (µs since the epoch).
     pub now_us: u64,
-    /// Time of the decision; `None` if the store was not charge_of_policy.
+    /// Time of the decision; `None` if the store was not asked.
     pub decided_at: Option<Instant>,
     /// Source of the decision.
     pub source: Option<DecisionSource>,

@@ -108,7 +108,7 @@ impl FallbackStore {
         (self.partition_of)(key)
     }
 
-    /// This instance's partition of every limit.
+    /// This instance's part of every limit.
     pub fn share(&self) -> Share {
         Share::from_bits(self.packed_share.load(Ordering::Relaxed))
     }

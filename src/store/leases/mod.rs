@@ -341,8 +341,8 @@ impl LeasePermitGuard<'_> {
         let mut statuses: SmallVec<[Option<LimitStatus>; 4]> =
             SmallVec::from_elem(None, charges.len());
         for (first, permit) in &self.permits {
-            for (slot, status) in statuses.iter_mut().skip(*first).zip(&permit.statuses) {
-                *slot = Some(*status);
+            for (target, status) in statuses.iter_mut().skip(*first).zip(&permit.statuses) {
+                *target = Some(*status);
             }
         }
         let Some((rest, decision)) = store_decision else {
@@ -361,14 +361,14 @@ impl LeasePermitGuard<'_> {
             };
         };
         for ((at, _), status) in rest.iter().zip(decision.statuses) {
-            if let Some(slot) = statuses.get_mut(*at) {
-                *slot = status;
+            if let Some(target) = statuses.get_mut(*at) {
+                *target = status;
             }
         }
         let mut entry_times_us = SmallVec::from_elem(None, charges.len());
         for ((at, _), at_us) in rest.iter().zip(&decision.charged_at_us) {
-            if let Some(slot) = entry_times_us.get_mut(*at) {
-                *slot = *at_us;
+            if let Some(target) = entry_times_us.get_mut(*at) {
+                *target = *at_us;
             }
         }
         if decision.admitted {
