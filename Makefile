@@ -184,7 +184,7 @@ fleet: ## Six nodes and three Redis masters in namespaces, restarted, killed, cu
 # A debug build takes ten minutes for it.
 .PHONY: scale
 scale: ## What docs/SCALE.md says of leases and local shares, beside a simulated fleet of 1,000 sidecars
-	TIDEGATE_SCALE=1000 cargo test --locked --release --lib leases::scale_simulation -- --nocapture --test-threads 1
+	TIDEGATE_SCALE=1000 cargo test --locked --release --lib leases::tests::scale_simulation -- --nocapture --test-threads 1
 
 .PHONY: lint
 lint: fmt clippy deny architecture spelling ## Formatting, clippy, dependencies, and who may import whom

@@ -1,13 +1,13 @@
 //! The only source of time for decisions.
 //!
-//! Decisions are made in microseconds since the Unix epoch: an integer that fits a double exactly
-//! (2^53 µs is the year 2255), so that Rust and Lua compute with the same numbers.
+//! Decisions use microseconds since the Unix epoch. Such an integer fits a double exactly (2^53 µs
+//! is the year 2255), so Rust and Lua compute with the same numbers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Tells the time, or what a test says is the time.
+/// Source of the current time: the system clock, or a time set by a test.
 #[derive(Clone, Debug)]
 pub struct Clock(ClockSource);
 
@@ -17,13 +17,13 @@ enum ClockSource {
     Manual(Arc<AtomicU64>),
 }
 
-/// Moves a manual [`Clock`]. It may go backwards: a limiter has to live with that.
+/// Moves a manual [`Clock`]. The time may go backwards, and a limiter has to tolerate that.
 #[derive(Clone, Debug)]
 pub struct ManualClock(Arc<AtomicU64>);
 
 impl Clock {
-    /// The wall clock as it stood at this call, going on without steps: who sets the machine's clock
-    /// neither refills nor freezes anybody's quota.
+    /// The wall clock as read at this call, advanced monotonically afterwards. A later change of
+    /// the machine's clock neither refills nor freezes a quota.
     #[allow(
         clippy::disallowed_methods,
         reason = "this is the one place that reads the system's clock"
@@ -38,7 +38,7 @@ impl Clock {
         })
     }
 
-    /// A clock that stands still until its hands are moved.
+    /// A clock that stands still until its [`ManualClock`] moves it.
     pub fn manual(start_us: u64) -> (Self, ManualClock) {
         let time = Arc::new(AtomicU64::new(start_us));
         (
@@ -52,7 +52,8 @@ impl Clock {
         self.time_at_us(Instant::now())
     }
 
-    /// The time at a moment that was looked up before: who needs the time twice asks the system once.
+    /// The time at `instant`, in microseconds since the Unix epoch. A caller that needs the time
+    /// twice reads the system clock once.
     pub fn time_at_us(&self, instant: Instant) -> u64 {
         match &self.0 {
             ClockSource::System { start, start_us } => start_us
@@ -62,8 +63,8 @@ impl Clock {
     }
 }
 
-/// Seconds since the Unix epoch by the wall clock as it stands now, steps and all: for dates that others have set, such
-/// as a token's end. Never for quotas.
+/// Seconds since the Unix epoch by the current wall clock, including its steps. For dates set by
+/// other parties, such as the expiry of a token. Never for quotas.
 #[allow(
     clippy::disallowed_methods,
     reason = "this is the one place that reads the system's clock"

@@ -1,160 +1,72 @@
-//! The centre: one question about a request, one verdict.
+//! Rate limiting of one request: facts in, one verdict out.
 //!
-//! Facts go in, the table says which limits apply, the store decides them, and what comes out says
-//! whether to forward, what to answer if not, and which limits to tell the client about.
+//! The policy table selects the limits, the store decides them. The verdict says whether to forward
+//! the request, how to reject it, and which limits to report to the client.
 
 mod active_policies;
+mod charge_plan;
+pub mod decisions;
 mod dry_run;
 mod estimated_charge;
 mod explain;
+mod plan_verdict;
 mod rate_limit_call;
-mod settlements;
+mod verdict;
 
+pub use crate::store::ConcurrencySlotGuard;
 pub use active_policies::{ActivePolicies, PolicySnapshot};
 pub use dry_run::{DryRunOutcome, DryRunResult, PolicyOutcome, QuotaUsage, dry_run_request};
 pub use estimated_charge::EstimatedCharge;
 pub use explain::{PolicyExplanation, PolicyLimits, PolicyStep, explain_request};
 pub use rate_limit_call::{CallVerdict, DescriptorVerdict};
-pub use settlements::ConcurrencySlotGuard;
+pub use verdict::{LimitRejection, ReportedLimit, RequestOutcome, RetryHint, Verdict};
 
-use settlements::{CounterRef, SettlementQueue};
+use charge_plan::ChargePlan;
 
-use crate::limiter::{
-    Algorithm, Charge, Decision, Key, Lease, Limit, LimitStatus, MAX_UNITS, Refusal,
-};
-use crate::policy::{
-    Descriptor, EstimateCost, Facts, KeyFault, NamedLimit, OnStoreFailure, Policy, PolicyAction,
-    PolicyTable, RejectResponse,
-};
-use crate::store::{Store, StoreUnavailable};
+use crate::limiter::Key;
+use crate::policy::Facts;
+use crate::store::{ConcurrencySlots, SettlementQueue, Store};
 use crate::telemetry::metrics::{DecisionSource, PolicyDecision, WorkerMetrics};
-use smallvec::SmallVec;
 use std::mem::take;
 use std::sync::Arc;
-use std::time::Duration;
 use tokio::time::Instant;
 
-/// Decides requests by the policies that hold now, and counts what they did; one per worker.
+/// Decides requests by the active policies and counts the decisions. Each worker has one.
 #[derive(Clone, Debug)]
 pub struct Enforcer {
     active_policies: ActivePolicies,
     store: Store,
     shard: Arc<WorkerMetrics>,
     settlements: SettlementQueue,
-}
-
-/// What is to become of a request. Borrows the table that decided it.
-#[derive(Debug)]
-pub struct Verdict<'t> {
-    pub outcome: RequestOutcome<'t>,
-    /// Every enforced limit that applied, in the order of the policies; empty if none was decided.
-    pub limits: SmallVec<[ReportedLimit<'t>; 4]>,
-    /// The store's clock when it decided (µs since the epoch).
-    pub now_us: u64,
-    /// When the store answered, or was found not to; `None`: it was not asked.
-    pub decided_at: Option<Instant>,
-    /// Who answered.
-    pub source: Option<DecisionSource>,
-    /// How long the request is to be held before it is forwarded.
-    pub delay: Duration,
-    /// An enforced limit applied, and was decided without the store.
-    pub is_degraded: bool,
-    /// What the request keeps until it has ended wholly.
-    pub slot_guard: Option<ConcurrencySlotGuard>,
-    /// What its response is to settle.
-    pub estimated_charges: Vec<EstimatedCharge>,
-    /// Shadow policies that would have refused.
-    pub shadow_rejected: SmallVec<[&'t str; 1]>,
-}
-
-#[derive(Debug)]
-pub enum RequestOutcome<'t> {
-    Forward,
-    /// Over a limit: 429.
-    Limited(LimitRejection<'t>),
-    /// A policy with `action = "deny"`: 403.
-    Denied {
-        policy: &'t str,
-        reject: Option<&'t RejectResponse>,
-    },
-    /// The request cannot be keyed: 400.
-    InvalidKey {
-        policy: &'t str,
-        fault: KeyFault,
-    },
-    /// The store is away and a policy is `closed`: 503.
-    Unavailable {
-        policy: &'t str,
-        retry_after_us: u64,
-    },
-}
-
-/// A refusal by one or more limits.
-#[derive(Debug)]
-pub struct LimitRejection<'t> {
-    /// The policy of the limit that stays closed longest.
-    pub policy: &'t str,
-    /// The field names of all limits that refused.
-    pub violated_limits: SmallVec<[&'t str; 2]>,
-    pub retry: RetryHint,
-    /// A block that began earlier was met.
-    pub is_blocked: bool,
-    pub reject: Option<&'t RejectResponse>,
-}
-
-/// When the same request would be admitted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RetryHint {
-    /// After so many microseconds.
-    After(u64),
-    Never,
-    /// When others have ended, and nobody knows when that is.
-    Unknown,
-}
-
-/// One limit as it goes into the rate-limit fields.
-#[derive(Clone, Copy, Debug)]
-pub struct ReportedLimit<'t> {
-    pub limit: &'t NamedLimit,
-    pub standing: LimitStatus,
-    /// Whose quota it is: [`Key::id`].
-    pub key_id: u128,
-}
-
-impl ReportedLimit<'_> {
-    /// The one that refused, or that is nearest to refusing.
-    pub fn find_tightest(limits: &[Self]) -> Option<&Self> {
-        limits
-            .iter()
-            .min_by_key(|one| (one.standing.refusal.is_none(), one.standing.remaining))
-    }
+    slots: ConcurrencySlots,
 }
 
 impl Enforcer {
-    /// Counts with a worker's own shard.
+    /// Counts in the worker's own `shard`.
     pub fn new(active_policies: ActivePolicies, store: Store, shard: Arc<WorkerMetrics>) -> Self {
         Self {
             active_policies,
             settlements: SettlementQueue::new(store.clone(), Arc::clone(&shard)),
+            slots: ConcurrencySlots::new(store.clone()),
             store,
             shard,
         }
     }
 
-    /// The policies that hold now. A request keeps those that it started with.
+    /// The active policies. A request keeps the snapshot that it started with.
     pub fn policy_snapshot(&self) -> Arc<PolicySnapshot> {
         self.active_policies.load_snapshot()
     }
 
-    /// Decides one request, which arrived just now, by `rules`.
+    /// Decides one request by `policies`. `arrived` is its arrival time.
     pub async fn decide<'t>(
         &self,
         policies: &'t PolicySnapshot,
         facts: &Facts<'_>,
         arrived: Instant,
     ) -> Verdict<'t> {
-        let record_decision = |at, key: Option<&Key>, did: PolicyDecision| {
-            policies.record_decision(at, &self.shard, did, (key, facts.target()))
+        let record_decision = |at, key: Option<&Key>, decision: PolicyDecision| {
+            policies.record_decision(at, &self.shard, decision, (key, facts.target()))
         };
         let mut plan = match ChargePlan::from_facts(&policies.table, facts, record_decision) {
             Ok(plan) => plan,
@@ -163,7 +75,8 @@ impl Enforcer {
         self.decide_plan(&mut plan, record_decision, arrived).await
     }
 
-    /// Has the store decide what a plan asks, and leaves nothing of it: by value it would take its room twice.
+    /// Decides a plan and leaves it empty. Takes `&mut` so that the plan is not stored twice in the
+    /// future.
     async fn decide_plan<'t>(
         &self,
         plan: &mut ChargePlan<'t>,
@@ -177,612 +90,82 @@ impl Enforcer {
                 ..Verdict::from_outcome(RequestOutcome::Forward)
             };
         }
-        // Before the store is asked: who leaves meanwhile gives back what he may have got.
-        let slot_guard = plan.reserve_slots(&self.settlements);
+        // Reserved before the store is asked: if the request is cancelled, the guard releases slots
+        // that the store may have taken.
+        let slot_guard = plan.reserve_slots(&self.slots);
         let charges = plan.build_charges(
             1,
             slot_guard.as_ref().map_or(0, ConcurrencySlotGuard::slot_id),
         );
-        let answer = self.store.decide_with_source(&charges, arrived).await;
-        let (mut verdict, source) = match answer {
-            // Refused beside the store: it does not know all yet.
-            Ok((decision, DecisionSource::Degraded)) => {
+        let (verdict, source) = match self.store.decide_with_source(&charges, arrived).await {
+            // Refused by the local share while an outage ends.
+            Ok((decision, source @ DecisionSource::Degraded)) => {
                 drop(charges);
                 plan.record_degraded_decisions(Some(&decision), record_decision);
-                (
-                    Verdict {
-                        is_degraded: true,
-                        ..take(plan).into_verdict(&decision)
-                    },
-                    DecisionSource::Degraded,
-                )
+                let verdict = Verdict {
+                    is_degraded: true,
+                    ..take(plan).into_verdict(&decision)
+                };
+                (verdict, source)
             }
             Ok((decision, source)) => {
-                let slot_guard =
-                    slot_guard.and_then(|hold| plan.retain_taken_slots(hold, &charges, &decision));
+                let slot_guard = slot_guard
+                    .and_then(|guard| plan.retain_taken_slots(guard, &charges, &decision));
                 drop(charges);
                 plan.record_decisions(&decision, record_decision);
-                let estimated_charges = plan.estimated_charges(&decision, &self.settlements);
-                (
-                    Verdict {
-                        slot_guard,
-                        estimated_charges,
-                        ..take(plan).into_verdict(&decision)
-                    },
-                    source,
-                )
+                let verdict = Verdict {
+                    slot_guard,
+                    estimated_charges: plan.estimated_charges(&decision, &self.settlements),
+                    ..take(plan).into_verdict(&decision)
+                };
+                (verdict, source)
             }
             Err(unavailable) => {
-                let fallback_decision = plan
+                let decision = plan
                     .allows_fallback()
                     .then(|| self.store.decide_by_fallback(&charges))
                     .flatten();
-                let slot_guard = slot_guard.and_then(|hold| {
-                    plan.retain_taken_slots(hold, &charges, fallback_decision.as_ref()?)
-                });
+                let slot_guard = slot_guard
+                    .and_then(|guard| plan.retain_taken_slots(guard, &charges, decision.as_ref()?));
                 drop(charges);
-                plan.record_degraded_decisions(fallback_decision.as_ref(), record_decision);
-                let to_estimated_charges = |alone| plan.estimated_charges(alone, &self.settlements);
-                let estimated_charges = fallback_decision
+                plan.record_degraded_decisions(decision.as_ref(), record_decision);
+                let estimated_charges = decision
                     .as_ref()
-                    .map(to_estimated_charges)
+                    .map(|decision| plan.estimated_charges(decision, &self.settlements))
                     .unwrap_or_default();
-                let verdict = take(plan).into_degraded(&unavailable, fallback_decision.as_ref());
-                (
-                    Verdict {
-                        slot_guard,
-                        estimated_charges,
-                        ..verdict
-                    },
-                    DecisionSource::Degraded,
-                )
+                let verdict = Verdict {
+                    slot_guard,
+                    estimated_charges,
+                    ..take(plan).into_degraded(&unavailable, decision.as_ref())
+                };
+                (verdict, DecisionSource::Degraded)
             }
         };
-        let at = Instant::now();
-        self.shard
-            .record_decision_time(source, at.saturating_duration_since(arrived));
-        (verdict.decided_at, verdict.source) = (Some(at), Some(source));
-        verdict
+        self.record_decision_time(verdict, source, arrived)
     }
 
-    /// Waits, but not for long, until the store knows of all requests that have ended, and that this process ends.
-    pub async fn shut_down(&self) {
-        self.settlements.flush().await;
-        self.store.shut_down().await;
-    }
-}
-
-impl<'t> Verdict<'t> {
-    /// A verdict for which no limit was asked.
-    fn from_outcome(outcome: RequestOutcome<'t>) -> Self {
-        Self {
-            outcome,
-            limits: SmallVec::new(),
-            now_us: 0,
-            decided_at: None,
-            source: None,
-            delay: Duration::ZERO,
-            is_degraded: false,
-            slot_guard: None,
-            estimated_charges: Vec::new(),
-            shadow_rejected: SmallVec::new(),
-        }
-    }
-}
-
-/// What one request asks of the store.
-#[derive(Default)]
-struct ChargePlan<'t> {
-    /// With room for few: it is moved with every request, and a claim is large.
-    policy_charges: SmallVec<[PolicyCharge<'t>; 2]>,
-    /// Shadow policies that would have denied it.
-    shadow_denials: SmallVec<[&'t str; 1]>,
-}
-
-/// The limits of one matching policy, for the key that the request has there.
-struct PolicyCharge<'t> {
-    /// The policy's place in the table.
-    policy_index: usize,
-    policy: &'t Policy,
-    key: Key,
-    limits: &'t [NamedLimit],
-    /// Asked before the limits. A shadow policy has none: it blocks nobody.
-    block: Option<&'t Limit>,
-    cost: u64,
-    /// The cost is one until the response has told it.
-    estimate: Option<&'t Arc<EstimateCost>>,
-    counts_rejected: bool,
-    shards: u16,
-    lease: Option<Lease>,
-}
-
-impl<'t> PolicyCharge<'t> {
-    fn shares_counters_with(&self, other: &Self) -> bool {
-        let identities = |claim: &Self| {
-            claim
-                .limits
-                .iter()
-                .map(|named| named.limit.counter_identity())
-        };
-        self.policy_index == other.policy_index
-            && self.key.id() == other.key.id()
-            && identities(self).eq(identities(other))
-    }
-
-    /// Takes over what another asks of the same counters. Limits differ only if descriptors that are the same bring
-    /// different ones along: the tighter one holds.
-    fn merge(&mut self, other: &PolicyCharge<'t>) {
-        self.cost = self.cost.saturating_add(other.cost).min(MAX_UNITS);
-        let min_requests =
-            |claim: &PolicyCharge<'t>| claim.limits.iter().map(|named| named.limit.requests).min();
-        if min_requests(other) < min_requests(self) {
-            self.limits = other.limits;
-        }
-    }
-
-    /// Whether the policy is one of those for which requests are held.
-    fn delays_requests(&self) -> bool {
-        let is_leaky_bucket =
-            |named: &NamedLimit| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. });
-        self.limits.iter().any(is_leaky_bucket)
-    }
-}
-
-impl<'t> ChargePlan<'t> {
-    /// Walks the matching policies in order until one exempts or denies; limits met before it apply,
-    /// but a denied request charges nothing. A shadow policy stops nothing. `count` hears what the policies
-    /// without limits did.
-    fn from_facts(
-        table: &'t PolicyTable,
-        facts: &Facts<'_>,
-        record_decision: impl FnMut(usize, Option<&Key>, PolicyDecision),
-    ) -> Result<Self, RequestOutcome<'t>> {
-        let mut plan = Self::default();
-        plan.add_matching_policies(table, facts, None, record_decision)?;
-        Ok(plan)
-    }
-
-    /// The same beside what is planned already. `descriptor` is that of `facts`, if they are about one. Says whether any
-    /// policy applies.
-    fn add_matching_policies(
-        &mut self,
-        table: &'t PolicyTable,
-        facts: &Facts<'_>,
-        descriptor: Option<&'t Descriptor<'t>>,
-        mut record_decision: impl FnMut(usize, Option<&Key>, PolicyDecision),
-    ) -> Result<bool, RequestOutcome<'t>> {
-        let matching = table.matching_policies(facts);
-        let is_matched = !matching.is_empty();
-        for (at, policy) in matching {
-            let quota = match &policy.action {
-                PolicyAction::Limit(quota) => quota,
-                PolicyAction::Allow => {
-                    record_decision(at, None, PolicyDecision::Exempt);
-                    if policy.shadow {
-                        continue;
-                    }
-                    break;
-                }
-                PolicyAction::Deny if policy.shadow => {
-                    record_decision(at, None, PolicyDecision::ShadowRejected);
-                    self.shadow_denials.push(&*policy.name);
-                    continue;
-                }
-                PolicyAction::Deny => {
-                    record_decision(at, None, PolicyDecision::Denied);
-                    return Err(RequestOutcome::Denied {
-                        policy: &policy.name,
-                        reject: policy.reject_response.as_ref(),
-                    });
-                }
-            };
-            let selected = match descriptor {
-                Some(descriptor) => {
-                    quota.select_for_descriptor(&policy.name, descriptor, &table.client)
-                }
-                None => quota.select_for_request(&policy.name, facts, &table.client),
-            };
-            match selected {
-                Ok(Some((key, limits))) => {
-                    let block = quota.block.as_ref().filter(|_| !policy.shadow);
-                    let (cost, estimate) =
-                        (quota.cost.compute_units(facts), quota.cost.as_estimate());
-                    let (counts_rejected, shards) = (quota.count_rejected, quota.shards);
-                    let lease = quota.lease;
-                    self.add_policy_charge(PolicyCharge {
-                        policy_index: at,
-                        policy,
-                        key,
-                        limits,
-                        block,
-                        cost,
-                        estimate,
-                        counts_rejected,
-                        shards,
-                        lease,
-                    });
-                }
-                Ok(None) => {}
-                Err(_) if policy.shadow => {
-                    record_decision(at, None, PolicyDecision::ShadowRejected)
-                }
-                Err(fault) => {
-                    record_decision(at, None, PolicyDecision::Denied);
-                    return Err(RequestOutcome::InvalidKey {
-                        policy: &policy.name,
-                        fault,
-                    });
-                }
-            }
-        }
-        Ok(is_matched)
-    }
-
-    /// Asks for one more. Several descriptors of a call may use one counter, of which only one charge may be asked.
-    fn add_policy_charge(&mut self, claim: PolicyCharge<'t>) {
-        let existing = self
-            .policy_charges
-            .iter_mut()
-            .find(|other| other.shares_counters_with(&claim));
-        match existing {
-            Some(same) => same.merge(&claim),
-            None => self.policy_charges.push(claim),
-        }
-    }
-
-    /// `knock` is what a block or a slot is asked for: 1, also by a request that costs nothing, or 0 to look only. `slot` is the
-    /// one that the request takes.
-    fn build_charges(&self, fixed_cost: u64, slot: u128) -> SmallVec<[Charge<'_>; 4]> {
-        (0..)
-            .zip(&self.policy_charges)
-            .flat_map(|(group, claim)| {
-                let block = claim.block.map(|block| (block, fixed_cost));
-                // A request takes one slot, whatever it costs.
-                let cost = |limit| {
-                    if is_concurrency(limit) {
-                        fixed_cost
-                    } else {
-                        claim.cost
-                    }
-                };
-                let limits = claim
-                    .limits
-                    .iter()
-                    .map(move |named| (&named.limit, cost(&named.limit)));
-                block
-                    .into_iter()
-                    .chain(limits)
-                    .map(move |(limit, cost)| Charge {
-                        group,
-                        shadow: claim.policy.shadow,
-                        counts_rejected: claim.counts_rejected,
-                        settles: claim.estimate.is_some(),
-                        slot_id: slot,
-                        has_fallback: claim.policy.on_store_failure == OnStoreFailure::Local,
-                        shard_count: claim.shards,
-                        lease: claim.lease,
-                        ..Charge::new(limit, &claim.key, cost)
-                    })
-            })
-            .collect()
-    }
-
-    /// Holds a slot for each limit that wants one.
-    fn reserve_slots(&self, settlements: &SettlementQueue) -> Option<ConcurrencySlotGuard> {
-        let counters = self.policy_charges.iter().flat_map(|claim| {
-            let limits = claim
-                .limits
-                .iter()
-                .filter(|named| is_concurrency(&named.limit));
-            limits.map(|named| (named.limit, claim.key.clone()))
-        });
-        let counters: SmallVec<[CounterRef; 1]> = counters.collect();
-        (!counters.is_empty()).then(|| settlements.reserve_slots(counters))
-    }
-
-    /// What is left of a hold once the store has decided.
-    fn retain_taken_slots(
+    /// Completes a verdict that the store has decided just now.
+    fn record_decision_time<'t>(
         &self,
-        slot_guard: ConcurrencySlotGuard,
-        charges: &[Charge<'_>],
-        decision: &Decision,
-    ) -> Option<ConcurrencySlotGuard> {
-        let (taken, max_duration_us) = taken_slots(charges, decision);
-        let mut hold = slot_guard.retain_taken(|(limit, key)| {
-            taken
-                .iter()
-                .any(|charge| *charge.limit == *limit && charge.key.id() == key.id())
-        })?;
-        hold.set_end(max_duration_us.map(|us| Instant::now() + Duration::from_micros(us)));
-        Some(hold)
-    }
-
-    /// What was charged by estimate. A shadow policy that refused has charged nothing.
-    fn estimated_charges(
-        &self,
-        decision: &Decision,
-        settlements: &SettlementQueue,
-    ) -> Vec<EstimatedCharge> {
-        let (mut estimates, mut next) = (Vec::new(), 0);
-        for claim in self.policy_charges.iter().filter(|_| decision.admitted) {
-            let first = next + usize::from(claim.block.is_some());
-            let own = next..first + claim.limits.len();
-            next = own.end;
-            let passes = |standing: &Option<LimitStatus>| {
-                standing.is_some_and(|standing| standing.refusal.is_none())
-            };
-            let is_charged = decision
-                .statuses
-                .get(own)
-                .is_some_and(|own| own.iter().all(passes));
-            if let Some(cost) = claim.estimate.filter(|_| is_charged) {
-                // Of what is not told nothing is given back.
-                let at_us = |at: usize| {
-                    decision
-                        .charged_at_us
-                        .get(at)
-                        .copied()
-                        .flatten()
-                        .unwrap_or_default()
-                };
-                let limits = (first..).zip(claim.limits.iter());
-                let places = limits
-                    .filter(|(_, named)| !is_concurrency(&named.limit))
-                    .map(|(at, named)| ((named.limit, claim.key.clone()), at_us(at)))
-                    .collect();
-                estimates.push(EstimatedCharge::new(
-                    Arc::clone(cost),
-                    places,
-                    settlements.clone(),
-                ));
-            }
-        }
-        estimates
-    }
-
-    /// Puts the answer, one standing per charge, back beside the policies that asked.
-    fn into_verdict(self, decision: &Decision) -> Verdict<'t> {
-        let mut verdict = Verdict::from_outcome(RequestOutcome::Forward);
-        verdict.now_us = decision.now_us;
-        verdict.delay = Duration::from_micros(decision.delay_us);
-        verdict.shadow_rejected = self.shadow_denials;
-        let mut refusals = RefusalSummary::default();
-        let mut standings = decision.statuses.iter();
-        for claim in &self.policy_charges {
-            let block = claim.block.and_then(|_| *standings.next()?);
-            refusals.is_blocked |= block.is_some_and(|block| block.refusal.is_some());
-            let blocked_until_us = block.and_then(|block| block.next_growth_us);
-            for (limit, standing) in claim.limits.iter().zip(&mut standings) {
-                if claim.policy.shadow {
-                    let name = &*claim.policy.name;
-                    let refused = standing.is_some_and(|standing| standing.refusal.is_some());
-                    if refused && verdict.shadow_rejected.last() != Some(&name) {
-                        verdict.shadow_rejected.push(name);
-                    }
-                    continue;
-                }
-                let standing = match blocked_until_us {
-                    Some(until_us) => Some(blocked_standing(*standing, until_us)),
-                    None => *standing,
-                };
-                let Some(standing) = standing else { continue };
-                verdict.limits.push(ReportedLimit {
-                    limit,
-                    standing,
-                    key_id: claim.key.id(),
-                });
-                if let Some(refusal) = standing.refusal {
-                    refusals.add_refusal(claim.policy, limit, refusal);
-                }
-            }
-        }
-        if let Some(limited) = refusals.into_rejection(decision.now_us) {
-            verdict.outcome = RequestOutcome::Limited(limited);
-        }
-        verdict
-    }
-
-    /// The enforced policies, in order.
-    fn enforced_policies(&self) -> impl Iterator<Item = &'t Policy> {
-        self.policy_charges
-            .iter()
-            .map(|claim| claim.policy)
-            .filter(|policy| !policy.shadow)
-    }
-
-    /// The first that refuses whatever it limits while the store is away.
-    fn first_closed_policy(&self) -> Option<&'t Policy> {
-        self.enforced_policies()
-            .find(|policy| policy.on_store_failure == OnStoreFailure::Closed)
-    }
-
-    /// Whether it is worth deciding without the store.
-    fn allows_fallback(&self) -> bool {
-        let mut enforced = self.enforced_policies();
-        self.first_closed_policy().is_none()
-            && enforced.any(|policy| policy.on_store_failure == OnStoreFailure::Local)
-    }
-
-    /// The store gave no answer: one `closed` policy is enough to refuse, else those that go on without it have
-    /// decided `alone`.
-    fn into_degraded(
-        self,
-        unavailable: &StoreUnavailable,
-        fallback_decision: Option<&Decision>,
+        verdict: Verdict<'t>,
+        source: DecisionSource,
+        arrived: Instant,
     ) -> Verdict<'t> {
-        let degraded = self.enforced_policies().next().is_some();
-        if let Some(policy) = self.first_closed_policy() {
-            let outcome = RequestOutcome::Unavailable {
-                policy: &policy.name,
-                retry_after_us: unavailable.retry_after_us,
-            };
-            return Verdict {
-                is_degraded: degraded,
-                shadow_rejected: self.shadow_denials,
-                ..Verdict::from_outcome(outcome)
-            };
-        }
-        match fallback_decision {
-            Some(decision) => Verdict {
-                is_degraded: degraded,
-                ..self.into_verdict(decision)
-            },
-            None => Verdict {
-                is_degraded: degraded,
-                shadow_rejected: self.shadow_denials,
-                ..Verdict::from_outcome(RequestOutcome::Forward)
-            },
+        let decided_at = Instant::now();
+        self.shard
+            .record_decision_time(source, decided_at.saturating_duration_since(arrived));
+        Verdict {
+            decided_at: Some(decided_at),
+            source: Some(source),
+            ..verdict
         }
     }
 
-    /// Counts what each policy did with a request that was decided; of one about whose limits the deny cache
-    /// knows nothing, that is nothing.
-    fn record_decisions(
-        &self,
-        decision: &Decision,
-        mut count: impl FnMut(usize, Option<&Key>, PolicyDecision),
-    ) {
-        let mut standings = decision.statuses.iter();
-        for claim in &self.policy_charges {
-            let block = claim.block.and_then(|_| *standings.next()?);
-            let blocked = block.is_some_and(|block| block.refusal.is_some());
-            let (mut refused, mut known) = (false, true);
-            for standing in standings.by_ref().take(claim.limits.len()) {
-                refused |= standing.is_some_and(|standing| standing.refusal.is_some());
-                known &= standing.is_some();
-            }
-            let decision_label = match (refused, claim.policy.shadow) {
-                _ if blocked => PolicyDecision::Blocked,
-                (true, true) => PolicyDecision::ShadowRejected,
-                (true, false) => PolicyDecision::Rejected,
-                (false, false) if decision.delay_us > 0 && claim.delays_requests() => {
-                    PolicyDecision::Delayed
-                }
-                (false, _) if known => PolicyDecision::Allowed,
-                (false, _) => continue,
-            };
-            count(claim.policy_index, Some(&claim.key), decision_label);
-        }
-    }
-
-    /// The same without an answer; `alone` is what was decided without it.
-    fn record_degraded_decisions(
-        &self,
-        fallback_decision: Option<&Decision>,
-        record_decision: impl Fn(usize, Option<&Key>, PolicyDecision),
-    ) {
-        let mut standings = fallback_decision.map(|decision| decision.statuses.iter());
-        for claim in &self.policy_charges {
-            let charges = claim.limits.len() + usize::from(claim.block.is_some());
-            let own = standings
-                .iter_mut()
-                .flat_map(|standings| standings.by_ref().take(charges));
-            // All of them are to be passed by.
-            let refused = own
-                .flatten()
-                .filter(|standing| standing.refusal.is_some())
-                .count()
-                > 0;
-            let decision_label = match claim.policy.on_store_failure {
-                _ if claim.policy.shadow => PolicyDecision::Degraded,
-                OnStoreFailure::Open => PolicyDecision::DegradedOpen,
-                OnStoreFailure::Closed => PolicyDecision::DegradedClosed,
-                // Another policy is closed: nothing was decided.
-                OnStoreFailure::Local if fallback_decision.is_none() => PolicyDecision::Degraded,
-                OnStoreFailure::Local if refused => PolicyDecision::DegradedLocalRejected,
-                OnStoreFailure::Local => PolicyDecision::DegradedLocalAllowed,
-            };
-            record_decision(claim.policy_index, Some(&claim.key), decision_label);
-        }
-    }
-}
-
-/// The charges by which a request took slots, and how long it may keep them (µs), if that is bounded.
-fn taken_slots<'c, 'k>(
-    charges: &'c [Charge<'k>],
-    decision: &Decision,
-) -> (SmallVec<[&'c Charge<'k>; 1]>, Option<u64>) {
-    let is_refused =
-        |standing: &Option<LimitStatus>| standing.is_none_or(|standing| standing.refusal.is_some());
-    let is_policy_refused = |asked: &Charge<'_>| {
-        let mut of_policy = charges
-            .iter()
-            .zip(&decision.statuses)
-            .filter(|(charge, _)| asked.is_same_policy(charge));
-        of_policy.any(|(_, standing)| is_refused(standing))
-    };
-    let mut max_duration_us = None;
-    let taken = charges
-        .iter()
-        .filter(|charge| decision.admitted && is_concurrency(charge.limit));
-    let taken: SmallVec<[&Charge<'_>; 1]> =
-        taken.filter(|charge| !is_policy_refused(charge)).collect();
-    for charge in taken.iter().filter(|charge| !charge.shadow) {
-        if let Algorithm::Concurrency {
-            max_duration_us: most_us @ 1..,
-        } = charge.limit.algorithm
-        {
-            max_duration_us =
-                Some(max_duration_us.map_or(most_us, |longest_us: u64| longest_us.min(most_us)));
-        }
-    }
-    (taken, max_duration_us)
-}
-
-fn is_concurrency(limit: &Limit) -> bool {
-    matches!(limit.algorithm, Algorithm::Concurrency { .. })
-}
-
-/// How a limit stands towards clients while a block holds: it gives nothing before its end.
-fn blocked_standing(standing: Option<LimitStatus>, until_us: u64) -> LimitStatus {
-    let grows_at_us = standing
-        .and_then(|standing| standing.next_growth_us)
-        .unwrap_or(0);
-    let refusal = match standing.and_then(|standing| standing.refusal) {
-        Some(Refusal::Never) => Refusal::Never,
-        Some(Refusal::Until(at_us)) => Refusal::Until(at_us.max(until_us)),
-        Some(Refusal::Unknown) | None => Refusal::Until(until_us),
-    };
-    LimitStatus {
-        remaining: 0,
-        next_growth_us: Some(grows_at_us.max(until_us)),
-        refusal: Some(refusal),
-    }
-}
-
-/// Gathers refusals; the one that lasts longest speaks for all.
-#[derive(Default)]
-struct RefusalSummary<'t> {
-    longest_refusal: Option<(&'t Policy, Refusal)>,
-    violated_limits: SmallVec<[&'t str; 2]>,
-    is_blocked: bool,
-}
-
-impl<'t> RefusalSummary<'t> {
-    fn add_refusal(&mut self, policy: &'t Policy, limit: &'t NamedLimit, refusal: Refusal) {
-        self.violated_limits.push(&limit.name);
-        if self
-            .longest_refusal
-            .is_none_or(|(_, longest)| refusal > longest)
-        {
-            self.longest_refusal = Some((policy, refusal));
-        }
-    }
-
-    fn into_rejection(self, now_us: u64) -> Option<LimitRejection<'t>> {
-        let (policy, refusal) = self.longest_refusal?;
-        let retry = match refusal {
-            Refusal::Until(at_us) => RetryHint::After(at_us.saturating_sub(now_us)),
-            Refusal::Never => RetryHint::Never,
-            Refusal::Unknown => RetryHint::Unknown,
-        };
-        Some(LimitRejection {
-            policy: &policy.name,
-            violated_limits: self.violated_limits,
-            retry,
-            is_blocked: self.is_blocked,
-            reject: policy.reject_response.as_ref(),
-        })
+    /// Waits, for a bounded time, until settlements and slot releases are sent, leases are
+    /// returned, and the instance has left the membership.
+    pub async fn shut_down(&self) {
+        tokio::join!(self.settlements.flush(), self.slots.flush());
+        self.store.shut_down().await;
     }
 }
 

@@ -1,4 +1,4 @@
-//! The policies that hold now, and where each of them is counted.
+//! The active policies and their counters.
 
 use crate::limiter::Key;
 use crate::policy::PolicyTable;
@@ -6,18 +6,18 @@ use crate::telemetry::metrics::{Metrics, PolicyCounters, PolicyDecision, WorkerM
 use arc_swap::ArcSwap;
 use std::sync::Arc;
 
-/// Where new policies are put in effect and requests find them. Cheap to clone.
+/// Publishes policy tables to requests. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct ActivePolicies {
     snapshot: Arc<ArcSwap<PolicySnapshot>>,
     metrics: Arc<Metrics>,
 }
 
-/// A policy table and the counts of its policies.
+/// A policy table and the counters of its policies.
 ///
-/// They are swapped together: names are looked up once per table, under a lock, and a request that has found
-/// its policies has their places in the table and needs no name to count them. The table itself knows nothing
-/// of this: what a policy means and how it is watched are two things.
+/// Both are replaced together. Counters are looked up by name once per table, under a lock; a
+/// request finds them by the policy's index. The table itself has no counters, because matching and
+/// metrics are separate concerns.
 #[derive(Debug)]
 pub struct PolicySnapshot {
     pub table: Arc<PolicyTable>,
@@ -33,7 +33,7 @@ impl ActivePolicies {
         }
     }
 
-    /// Puts a table in effect. Requests in flight keep theirs.
+    /// Activates a table. Requests in flight keep the previous one.
     pub fn publish(&self, table: Arc<PolicyTable>) {
         self.snapshot
             .store(Arc::new(PolicySnapshot::new(table, &self.metrics)));
@@ -50,13 +50,13 @@ impl PolicySnapshot {
         Self { table, tallies }
     }
 
-    /// Where the policies are counted, in the order of the table.
+    /// The counters of the policies, in the order of the table.
     pub fn tallies(&self) -> &[Arc<PolicyCounters>] {
         &self.tallies
     }
 
-    /// Counts what the policy at a place did with a request, and whom it refused: the request's key there, if it
-    /// has one, and what it asked for.
+    /// Counts the decision of one policy. For a refusal, also records `place` (the path or domain
+    /// of the request) and the key, if the request has one.
     pub(super) fn record_decision(
         &self,
         policy_index: usize,

@@ -1,24 +1,26 @@
-//! Decides requests of the past: the same walk, the same charges, the same rules, with counters in memory and nobody
-//! who waits for an answer.
+//! Decides recorded requests by the same policies, charges and algorithms, with counters in memory
+//! and no waiting.
 
-use super::{ChargePlan, PolicyDecision, RequestOutcome, taken_slots};
+use super::RequestOutcome;
+use super::charge_plan::{ChargePlan, taken_slots};
 use crate::limiter::{Key, Limit};
 use crate::policy::{Facts, NamedLimit, PolicyTable};
 use crate::store::MemoryStore;
+use crate::telemetry::metrics::PolicyDecision;
 use smallvec::SmallVec;
 use std::time::Instant;
 
-/// What one policy did with a request.
+/// The decision of one policy about a request.
 #[derive(Debug)]
 pub struct PolicyOutcome<'a, 't> {
-    /// The policy's place in the table.
+    /// Index of the policy in the table.
     pub policy_index: usize,
     pub decision: PolicyDecision,
-    /// `None` for a policy without limits, and for a request that it cannot key.
+    /// `None` for a policy without limits, and for a request without a valid key.
     pub quota_usage: Option<QuotaUsage<'a, 't>>,
 }
 
-/// The quota that a request used at one policy, or would have.
+/// The quota that a request used, or would have used, at one policy.
 #[derive(Debug)]
 pub struct QuotaUsage<'a, 't> {
     pub key: &'a Key,
@@ -26,32 +28,33 @@ pub struct QuotaUsage<'a, 't> {
     pub cost: u64,
 }
 
-/// What would have become of a request.
+/// The outcome of a dry run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DryRunOutcome {
     Forwarded,
-    /// 429
+    /// Status 429.
     Limited,
-    /// 403
+    /// Status 403.
     Denied,
-    /// 400: it cannot be keyed.
+    /// Status 400: a policy cannot form its key.
     InvalidKey,
 }
 
-/// A request that was rehearsed.
+/// The result of a dry run.
 #[derive(Debug)]
 pub struct DryRunResult {
     pub outcome: DryRunOutcome,
-    /// How long it would have been held (µs).
+    /// Time that the request would have been held (µs).
     pub delay_us: u64,
-    /// The slots that it took, to be renewed and given back by who knows how long it lasted.
+    /// The slots taken; the caller renews and releases them.
     pub slot_counters: SmallVec<[(Limit, Key); 1]>,
-    /// After what time it would have been ended (µs), if ever.
+    /// Maximum duration of the request (µs), if bounded.
     pub max_duration_us: Option<u64>,
 }
 
-/// Decides a request at the time that `memory`'s clock tells. `slot` is unique among those of this memory; `asked` is any
-/// moment, as that clock is moved by hand. `tell` hears what each policy that matches did.
+/// Decides a request at the time of `memory`'s clock. `slot` is unique among the slots of this
+/// memory. `requested_at` is any moment, because that clock is a manual one. The decision of each
+/// matching policy is passed to `report`.
 pub fn dry_run_request<'t>(
     memory: &MemoryStore,
     table: &'t PolicyTable,
@@ -59,16 +62,16 @@ pub fn dry_run_request<'t>(
     (slot, requested_at): (u128, Instant),
     mut report: impl FnMut(PolicyOutcome<'_, 't>),
 ) -> DryRunResult {
-    let result_without_charges = |past| DryRunResult {
-        outcome: past,
+    let result_without_charges = |outcome| DryRunResult {
+        outcome,
         delay_us: 0,
         slot_counters: SmallVec::new(),
         max_duration_us: None,
     };
-    let plan = match ChargePlan::from_facts(table, facts, |at, _, did| {
+    let plan = match ChargePlan::from_facts(table, facts, |at, _, decision| {
         report(PolicyOutcome {
             policy_index: at,
-            decision: did,
+            decision,
             quota_usage: None,
         })
     }) {
@@ -83,20 +86,20 @@ pub fn dry_run_request<'t>(
     };
     let charges = plan.build_charges(1, slot);
     let decision = memory.decide_at(&charges, requested_at);
-    plan.record_decisions(&decision, |at, _, did| {
-        let claim = plan
+    plan.record_decisions(&decision, |at, _, decision| {
+        let policy_charge = plan
             .policy_charges
             .iter()
-            .find(|claim| claim.policy_index == at);
-        let claim = claim.map(|claim| QuotaUsage {
-            key: &claim.key,
-            limits: claim.limits,
-            cost: claim.cost,
+            .find(|policy_charge| policy_charge.policy_index == at);
+        let policy_charge = policy_charge.map(|policy_charge| QuotaUsage {
+            key: &policy_charge.key,
+            limits: policy_charge.limits,
+            cost: policy_charge.cost,
         });
         report(PolicyOutcome {
             policy_index: at,
-            decision: did,
-            quota_usage: claim,
+            decision,
+            quota_usage: policy_charge,
         });
     });
     let (taken, max_duration_us) = taken_slots(&charges, &decision);

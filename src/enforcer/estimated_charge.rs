@@ -1,16 +1,16 @@
-//! Puts right what was charged before anybody knew the cost.
+//! Settles charges that were made by an estimate of the cost.
 
-use super::settlements::{CounterRef, SettlementQueue};
 use crate::limiter::Amendment;
 use crate::policy::{ActualCostSource, EstimateCost};
+use crate::store::{CounterRef, SettlementQueue};
 use smallvec::SmallVec;
 use std::sync::Arc;
 
-/// What one policy has charged by estimate. Dropped, the estimate stands.
+/// The estimated charge of one policy. If dropped, the estimate stands.
 #[derive(Debug)]
 pub struct EstimatedCharge {
     cost: Arc<EstimateCost>,
-    /// Where it was charged, and at which time that stands there (µs, store's clock).
+    /// The charged counters, each with the time at which the charge counts (µs, store's clock).
     counters: SmallVec<[(CounterRef, u64); 1]>,
     settlements: SettlementQueue,
 }
@@ -28,23 +28,23 @@ impl EstimatedCharge {
         }
     }
 
-    /// Where the actual cost is said.
+    /// The source of the actual cost.
     pub fn cost(&self) -> &Arc<EstimateCost> {
         &self.cost
     }
 
-    /// Whether the response's body says it.
+    /// Whether the actual cost is in the response body.
     pub fn reads_body(&self) -> bool {
         matches!(self.cost.actual_source, ActualCostSource::Json(_))
     }
 
-    /// The estimate, which stands until it is settled.
+    /// The estimated units, which stand until the charge is settled.
     pub fn estimated_units(&self) -> u64 {
         self.cost.estimate
     }
 
-    /// The request took so many units: charges what is missing, or gives back what was too much. The store hears of
-    /// it soon.
+    /// Settles the charge by the actual units: charges the missing ones or credits the excess. The
+    /// settlement is queued, and not yet sent to Redis when this returns.
     pub fn settle(self, actual_units: u64) {
         let estimate = self.cost.estimate;
         if actual_units == estimate {

@@ -1,6 +1,6 @@
-//! Why a request gets what it gets: the walk of [`super::ChargePlan`], told policy by policy, with nothing charged.
+//! Explains the decision about a request, policy by policy, without charging anything.
 
-use super::{ChargePlan, PolicyCharge};
+use super::charge_plan::{ChargePlan, PolicyCharge};
 use crate::limiter::{Key, Limit, LimitStatus};
 use crate::policy::{
     Facts, KeyFault, NamedLimit, Policy, PolicyAction, PolicyTable, UnmetCondition,
@@ -8,51 +8,51 @@ use crate::policy::{
 use crate::store::{Store, StoreUnavailable};
 use smallvec::SmallVec;
 
-/// What one policy does with a request.
+/// The effect of one policy on a request.
 #[derive(Debug)]
 pub enum PolicyStep<'t> {
-    /// It does not apply.
+    /// The policy does not match.
     NotMatched(UnmetCondition<'t>),
-    /// A policy before it has ended the walk.
+    /// An earlier policy has ended the evaluation.
     NotReached,
     Exempts,
     Denies,
-    /// A part of its key is missing, and so it does not apply.
+    /// A part of the key is missing, so the policy does not apply.
     Skipped,
-    /// The request is refused: it cannot be keyed.
+    /// The request is rejected because the policy cannot form its key.
     InvalidKey(KeyFault),
     Limits(PolicyLimits<'t>),
 }
 
-/// The limits that a request uses at one policy.
+/// The limits of one policy for a request.
 #[derive(Debug)]
 pub struct PolicyLimits<'t> {
     pub key: Key,
     pub cost: u64,
     pub limits: &'t [NamedLimit],
     pub block: Option<&'t Limit>,
-    /// The end of the block that holds (µs, store's clock), if one does.
+    /// End of the current block (µs, store's clock), if any.
     pub blocked_until_us: Option<u64>,
-    /// Where each limit stands now; empty if the store does not tell.
+    /// Current status of each limit; empty if the store is unavailable.
     pub standings: Vec<LimitStatus>,
 }
 
-/// What every policy does with a request, in the order in which they apply.
+/// The effect of every policy on a request, in order of evaluation.
 #[derive(Debug)]
 pub struct PolicyExplanation<'t> {
     pub steps: Vec<(&'t Policy, PolicyStep<'t>)>,
-    /// The store's clock (µs since the epoch), or why it does not tell where the limits stand.
+    /// The store's clock (µs since the epoch), or the error if the store is unavailable.
     pub store: Result<u64, StoreUnavailable>,
 }
 
-/// Explains what `table` does with a request. Reads the counters and changes none.
+/// Explains how `table` decides a request. Reads the counters and changes none.
 pub async fn explain_request<'t>(
     store: &Store,
     table: &'t PolicyTable,
     facts: &Facts<'_>,
 ) -> PolicyExplanation<'t> {
     let mut steps = walk_policies(table, facts);
-    let claims = steps
+    let policy_charges = steps
         .iter()
         .enumerate()
         .filter_map(|(at, (policy, step))| match step {
@@ -80,7 +80,7 @@ pub async fn explain_request<'t>(
             _ => None,
         });
     let plan = ChargePlan {
-        policy_charges: claims.collect(),
+        policy_charges: policy_charges.collect(),
         shadow_denials: SmallVec::new(),
     };
     let decision = match store.decide(&plan.build_charges(0, 0)).await {

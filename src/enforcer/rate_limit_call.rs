@@ -1,16 +1,16 @@
-//! A call of the rate-limit service: several descriptors, decided together, each with a status of its own.
+//! A call of the rate-limit service: several descriptors, decided together, each with its own
+//! status.
 
-use super::{
-    ChargePlan, Enforcer, PolicyDecision, PolicySnapshot, ReportedLimit, RequestOutcome, Verdict,
-};
+use super::charge_plan::ChargePlan;
+use super::{Enforcer, PolicySnapshot, ReportedLimit, Verdict};
 use crate::limiter::{Decision, Key, Refusal};
 use crate::policy::{Descriptor, Facts};
-use crate::telemetry::metrics::DecisionSource;
+use crate::telemetry::metrics::{DecisionSource, PolicyDecision};
 use smallvec::SmallVec;
 use std::mem::take;
 use tokio::time::Instant;
 
-/// What is to become of a call.
+/// The decision about a call.
 #[derive(Debug)]
 pub struct CallVerdict<'t> {
     pub verdict: Verdict<'t>,
@@ -18,18 +18,19 @@ pub struct CallVerdict<'t> {
     pub statuses: Vec<DescriptorVerdict<'t>>,
 }
 
-/// How one descriptor stands.
+/// The decision about one descriptor.
 #[derive(Debug, Default)]
 pub struct DescriptorVerdict<'t> {
-    /// Any policy is about it.
+    /// Whether any policy matches the descriptor.
     pub is_matched: bool,
     pub is_over_limit: bool,
-    /// Of its limits the one that refused, or that is nearest to refusing.
+    /// The limit that refused, or the one with the fewest remaining units.
     pub tightest_limit: Option<ReportedLimit<'t>>,
 }
 
 impl Enforcer {
-    /// Decides a call, which arrived just now, by `rules`: all descriptors are charged, or none is.
+    /// Decides a call by `policies`: all descriptors are charged, or none. `arrived` is its arrival
+    /// time.
     pub async fn decide_call<'t>(
         &self,
         policies: &'t PolicySnapshot,
@@ -38,13 +39,13 @@ impl Enforcer {
     ) -> CallVerdict<'t> {
         let mut plan = ChargePlan::default();
         let mut statuses: Vec<DescriptorVerdict<'t>> = Vec::with_capacity(descriptors.len());
-        // Whose quotas each uses.
+        // The keys used by each descriptor.
         let mut key_ids_by_descriptor: SmallVec<[SmallVec<[u128; 2]>; 4]> = SmallVec::new();
         let domain = descriptors
             .first()
             .map_or("", |descriptor| descriptor.domain);
-        let record_decision = |at, key: Option<&Key>, did: PolicyDecision| {
-            policies.record_decision(at, &self.shard, did, (key, domain))
+        let record_decision = |at, key: Option<&Key>, decision: PolicyDecision| {
+            policies.record_decision(at, &self.shard, decision, (key, domain))
         };
         for descriptor in descriptors {
             let mut descriptor_plan = ChargePlan::default();
@@ -54,8 +55,8 @@ impl Enforcer {
                 Some(descriptor),
                 record_decision,
             ) {
-                Ok(is_met) => statuses.push(DescriptorVerdict {
-                    is_matched: is_met,
+                Ok(is_matched) => statuses.push(DescriptorVerdict {
+                    is_matched,
                     ..DescriptorVerdict::default()
                 }),
                 Err(outcome) => {
@@ -78,16 +79,19 @@ impl Enforcer {
                 descriptor_plan
                     .policy_charges
                     .iter()
-                    .map(|claim| claim.key.id())
+                    .map(|policy_charge| policy_charge.key.id())
                     .collect(),
             );
             plan.shadow_denials.extend(descriptor_plan.shadow_denials);
             descriptor_plan
                 .policy_charges
                 .into_iter()
-                .for_each(|claim| plan.add_policy_charge(claim));
+                .for_each(|policy_charge| plan.add_policy_charge(policy_charge));
         }
-        let has_zero_cost = plan.policy_charges.iter().any(|claim| claim.cost == 0);
+        let has_zero_cost = plan
+            .policy_charges
+            .iter()
+            .any(|policy_charge| policy_charge.cost == 0);
         let verdict = match has_zero_cost {
             true => {
                 self.decide_zero_cost_plan(&mut plan, record_decision, arrived)
@@ -106,8 +110,8 @@ impl Enforcer {
         CallVerdict { verdict, statuses }
     }
 
-    /// Decides a plan that asks of some counters only whether anything is left. If nothing is, nobody is charged; else
-    /// the others are charged at a second question.
+    /// Decides a plan with charges of cost 0, which only check whether units are left. If such a
+    /// quota is exhausted, nothing is charged. Otherwise a second call makes the charges.
     async fn decide_zero_cost_plan<'t>(
         &self,
         plan: &mut ChargePlan<'t>,
@@ -123,72 +127,59 @@ impl Enforcer {
             Err(_) if plan.allows_fallback() => self
                 .store
                 .decide_by_fallback(&charges)
-                .map(|alone| (alone, DecisionSource::Degraded)),
+                .map(|fallback_decision| (fallback_decision, DecisionSource::Degraded)),
             Err(_) => None,
         };
         drop(charges);
-        let is_all_zero_cost = plan.policy_charges.iter().all(|claim| claim.cost == 0);
+        let is_all_zero_cost = plan
+            .policy_charges
+            .iter()
+            .all(|policy_charge| policy_charge.cost == 0);
         let Some((mut decision, source)) = answer else {
             return self.decide_plan(plan, record_decision, arrived).await;
         };
-        let degraded = source == DecisionSource::Degraded;
-        if !plan.refuse_exhausted(&mut decision) && (degraded || !is_all_zero_cost) {
+        let is_degraded = source == DecisionSource::Degraded;
+        if !plan.refuse_exhausted(&mut decision) && (is_degraded || !is_all_zero_cost) {
             return self.decide_plan(plan, record_decision, arrived).await;
         }
-        match degraded {
+        match is_degraded {
             true => plan.record_degraded_decisions(Some(&decision), record_decision),
             false => plan.record_decisions(&decision, record_decision),
         }
-        let at = Instant::now();
-        self.shard
-            .record_decision_time(source, at.saturating_duration_since(arrived));
-        Verdict {
-            decided_at: Some(at),
-            source: Some(source),
-            is_degraded: degraded,
+        let verdict = Verdict {
+            is_degraded,
             ..take(plan).into_verdict(&decision)
-        }
+        };
+        self.record_decision_time(verdict, source, arrived)
     }
 }
 
 impl ChargePlan<'_> {
-    /// Turns a look at all counters into the refusal that it would be, if one that is only looked at has nothing left.
+    /// Turns a read of all counters into a refusal if a quota of cost 0 is exhausted.
     fn refuse_exhausted(&self, decision: &mut Decision) -> bool {
         let mut is_refused = false;
-        let mut standings = decision.statuses.iter_mut();
-        for claim in &self.policy_charges {
-            // A block is asked nothing by who only looks; that it ends tells that it holds.
+        let mut statuses = decision.statuses.iter_mut();
+        for policy_charge in &self.policy_charges {
+            // A charge of cost 0 is never refused by a block. A block that has an end time is in
+            // effect.
             let mut is_exhausted = false;
-            if claim.block.is_some()
-                && let Some(Some(block)) = standings.next()
+            if policy_charge.block.is_some()
+                && let Some(Some(block)) = statuses.next()
                 && let Some(until_us) = block.next_growth_us
             {
                 block.refusal = Some(Refusal::Until(until_us));
                 is_exhausted = true;
             }
-            for standing in standings.by_ref().take(claim.limits.len()).flatten() {
-                if standing.refusal.is_none() && standing.remaining < claim.cost.max(1) {
-                    standing.refusal = Some(
-                        standing
-                            .next_growth_us
-                            .map_or(Refusal::Never, Refusal::Until),
-                    );
+            for status in statuses.by_ref().take(policy_charge.limits.len()).flatten() {
+                if status.refusal.is_none() && status.remaining < policy_charge.cost.max(1) {
+                    status.refusal =
+                        Some(status.next_growth_us.map_or(Refusal::Never, Refusal::Until));
                 }
-                is_exhausted |= standing.refusal.is_some();
+                is_exhausted |= status.refusal.is_some();
             }
-            is_refused |= is_exhausted && claim.cost == 0 && !claim.policy.shadow;
+            is_refused |= is_exhausted && policy_charge.cost == 0 && !policy_charge.policy.shadow;
         }
         decision.admitted &= !is_refused;
         is_refused
-    }
-}
-
-impl RequestOutcome<'_> {
-    /// Whether it is the client who is refused, and not we who can't tell.
-    pub fn is_over_limit(&self) -> bool {
-        matches!(
-            self,
-            Self::Limited(_) | Self::Denied { .. } | Self::InvalidKey { .. }
-        )
     }
 }

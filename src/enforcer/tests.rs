@@ -1,21 +1,25 @@
+use super::charge_plan::PolicyCharge;
 use super::*;
 use crate::clock::{Clock, ManualClock};
-use crate::limiter::{KeyBuilder, Limit};
+use crate::limiter::{Algorithm, KeyBuilder, Limit};
 use crate::policy::path::{PathInterpretations, Settings};
 use crate::policy::{
-    ActualCostSource, CostSource, EstimateCost, KeyPart, KeyTemplate, LimitOverride,
-    LimitOverrides, Matcher, MissingKeyAction, Quota, RateLimitHeaderSettings, client,
+    ActualCostSource, CostSource, EstimateCost, KeyFault, KeyPart, KeyTemplate, LimitOverride,
+    LimitOverrides, Matcher, MissingKeyAction, NamedLimit, OnStoreFailure, Policy, PolicyAction,
+    PolicyTable, Quota, RateLimitHeaderSettings, client,
 };
 use crate::store::redis::{
     RedisCredentials, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
 };
-use crate::store::{MemorySettings, MemoryStore};
+use crate::store::{MemorySettings, MemoryStore, StoreUnavailable};
 use crate::telemetry::metrics::{ErrorKindLabels, Metrics};
 use http::{HeaderMap, Method};
+use smallvec::SmallVec;
+use std::time::Duration;
 
 const PATH: Settings = Settings::DEFAULT;
 
-/// Nobody is asked before a connection is there.
+/// Every call fails at once, because no connection exists yet.
 const UNREACHABLE_REDIS: RedisSettings = RedisSettings {
     topology: RedisTopology::Standalone,
     servers: Vec::new(),
@@ -78,8 +82,8 @@ fn quota_mut(policy: &mut Policy) -> &mut Quota {
 struct EnforcerFixture {
     enforcer: Enforcer,
     manual_clock: ManualClock,
-    /// Decide by a Redis that is not there instead.
-    is_store_away: bool,
+    /// Decides with an unreachable Redis instead of the memory store.
+    is_store_unreachable: bool,
 }
 
 impl EnforcerFixture {
@@ -96,7 +100,7 @@ impl EnforcerFixture {
             legacy_reset_epoch: false,
         };
         let table = PolicyTable::new(policies, PATH, client, fields);
-        let (clock, hands) = Clock::manual(1_700_000_000_000_000);
+        let (clock, manual_clock) = Clock::manual(1_700_000_000_000_000);
         let memory = MemoryStore::new(
             MemorySettings {
                 max_keys: 1000,
@@ -113,8 +117,8 @@ impl EnforcerFixture {
         );
         Self {
             enforcer,
-            manual_clock: hands,
-            is_store_away: false,
+            manual_clock,
+            is_store_unreachable: false,
         }
     }
 
@@ -135,18 +139,18 @@ impl EnforcerFixture {
             client_cert: None,
             descriptor: None,
         };
-        let rules = self.enforcer.policy_snapshot();
+        let policies = self.enforcer.policy_snapshot();
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .unwrap();
         let verdict = runtime.block_on(async {
             let mut enforcer = self.enforcer.clone();
-            if self.is_store_away {
+            if self.is_store_unreachable {
                 enforcer.store =
                     Store::redis(RedisStore::start(&SharedRedisState::new(UNREACHABLE_REDIS)));
             }
-            enforcer.decide(&rules, &facts, Instant::now()).await
+            enforcer.decide(&policies, &facts, Instant::now()).await
         });
         inspect(verdict)
     }
@@ -160,13 +164,13 @@ impl EnforcerFixture {
 
 #[test]
 fn trap_11_a_refused_request_charges_no_policy() {
-    let bench = EnforcerFixture::new(vec![
+    let fixture = EnforcerFixture::new(vec![
         policy_by_user("wide", 10),
         policy_by_user("narrow", 2),
     ]);
-    let passed = (0..5).filter(|_| bench.is_forwarded("ann")).count();
+    let passed = (0..5).filter(|_| fixture.is_forwarded("ann")).count();
     assert_eq!(passed, 2);
-    bench.decide_for_users(&["ann"], |verdict| {
+    fixture.decide_for_users(&["ann"], |verdict| {
         let remaining: Vec<u64> = verdict
             .limits
             .iter()
@@ -182,8 +186,8 @@ fn trap_11_a_refused_request_charges_no_policy() {
         );
         assert_eq!(limited.retry, RetryHint::After(10_000_000));
     });
-    bench.manual_clock.advance_us(10_000_000);
-    assert!(bench.is_forwarded("ann"));
+    fixture.manual_clock.advance_us(10_000_000);
+    assert!(fixture.is_forwarded("ann"));
 }
 
 #[test]
@@ -195,10 +199,10 @@ fn a_block_rejects_requests_of_its_own_policy_until_it_ends() {
         algorithm: Algorithm::Block,
     };
     quota_mut(&mut narrow).block = Some(block);
-    let bench = EnforcerFixture::new(vec![policy_by_user("wide", 10), narrow.clone()]);
-    assert!(bench.is_forwarded("ann"));
+    let fixture = EnforcerFixture::new(vec![policy_by_user("wide", 10), narrow.clone()]);
+    assert!(fixture.is_forwarded("ann"));
     for (blocked, waits_us) in [(false, 60_000_000), (true, 20_000_000)] {
-        bench.decide_for_users(&["ann"], |verdict| {
+        fixture.decide_for_users(&["ann"], |verdict| {
             let RequestOutcome::Limited(limited) = verdict.outcome else {
                 panic!("{:?}", verdict.outcome)
             };
@@ -212,10 +216,10 @@ fn a_block_rejects_requests_of_its_own_policy_until_it_ends() {
                 .collect();
             assert_eq!(remaining, if blocked { [10, 0] } else { [9, 0] });
         });
-        assert!(bench.is_forwarded(&format!("other {blocked}")));
-        bench.manual_clock.advance_us(40_000_000);
+        assert!(fixture.is_forwarded(&format!("other {blocked}")));
+        fixture.manual_clock.advance_us(40_000_000);
     }
-    assert!(bench.is_forwarded("ann"));
+    assert!(fixture.is_forwarded("ann"));
 
     let shadow = EnforcerFixture::new(vec![Policy {
         shadow: true,
@@ -224,7 +228,10 @@ fn a_block_rejects_requests_of_its_own_policy_until_it_ends() {
     assert!(shadow.is_forwarded("ann") && shadow.is_forwarded("ann"));
     shadow.manual_clock.advance_us(10_000_000);
     shadow.decide_for_users(&["ann"], |verdict| {
-        assert!(verdict.shadow_rejected.is_empty(), "it blocks nobody")
+        assert!(
+            verdict.shadow_rejected.is_empty(),
+            "a shadow policy has no block"
+        )
     });
 }
 
@@ -232,7 +239,7 @@ fn a_block_rejects_requests_of_its_own_policy_until_it_ends() {
 fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
     let outcome = |policies: &[Policy]| {
         let key = KeyBuilder::new("p").finish();
-        let claim = |policy| PolicyCharge {
+        let policy_charge = |policy| PolicyCharge {
             policy_index: 0,
             policy,
             key: key.clone(),
@@ -245,7 +252,7 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
             lease: None,
         };
         let plan = ChargePlan {
-            policy_charges: policies.iter().map(claim).collect(),
+            policy_charges: policies.iter().map(policy_charge).collect(),
             shadow_denials: SmallVec::new(),
         };
         let verdict = plan.into_degraded(
@@ -329,8 +336,8 @@ fn the_first_matching_override_replaces_all_limits() {
         "p",
         vec![entry(Some("ann"), 3), entry(None, 2), entry(Some("bob"), 9)],
     );
-    let bench = EnforcerFixture::new(vec![policy]);
-    let passed = |user: &str| (0..12).filter(|_| bench.is_forwarded(user)).count();
+    let fixture = EnforcerFixture::new(vec![policy]);
+    let passed = |user: &str| (0..12).filter(|_| fixture.is_forwarded(user)).count();
     assert_eq!((passed("ann"), passed("bob"), passed("eve")), (3, 2, 2));
 }
 
@@ -338,19 +345,19 @@ fn the_first_matching_override_replaces_all_limits() {
 fn shadow_policies_are_counted_and_never_reject() {
     let mut shadow = policy_by_user("shadow", 1);
     shadow.shadow = true;
-    let bench = EnforcerFixture::new(vec![shadow, policy_by_user("live", 3)]);
-    assert!(bench.is_forwarded("ann"));
-    bench.decide_for_users(&["ann"], |verdict| {
+    let fixture = EnforcerFixture::new(vec![shadow, policy_by_user("live", 3)]);
+    assert!(fixture.is_forwarded("ann"));
+    fixture.decide_for_users(&["ann"], |verdict| {
         assert!(matches!(verdict.outcome, RequestOutcome::Forward));
         assert_eq!(verdict.shadow_rejected.as_slice(), ["shadow"]);
         assert_eq!(
             verdict.limits.len(),
             1,
-            "shadow limits are not told to clients"
+            "shadow limits are not reported to clients"
         );
     });
-    assert!(bench.is_forwarded("ann"));
-    assert!(!bench.is_forwarded("ann"));
+    assert!(fixture.is_forwarded("ann"));
+    assert!(!fixture.is_forwarded("ann"));
 }
 
 #[test]
@@ -361,15 +368,15 @@ fn shadow_policies_that_would_deny_are_reported() {
         ..policy_by_user("shadow", 0)
     };
     for others in [vec![], vec![policy_by_user("live", 9)]] {
-        let bench = EnforcerFixture::new([vec![shadow.clone()], others].concat());
-        bench.decide_for_users(&["ann"], |verdict| {
+        let fixture = EnforcerFixture::new([vec![shadow.clone()], others].concat());
+        fixture.decide_for_users(&["ann"], |verdict| {
             assert!(matches!(verdict.outcome, RequestOutcome::Forward));
             assert_eq!(verdict.shadow_rejected.as_slice(), ["shadow"]);
         });
     }
 }
 
-/// Nothing was ever connected when the question comes.
+/// The store is asked before any connection exists.
 #[test]
 fn verdicts_without_the_store_are_marked_degraded() {
     let modes = |modes: &[(OnStoreFailure, bool)]| {
@@ -381,9 +388,9 @@ fn verdicts_without_the_store_are_marked_degraded() {
                 shadow: *shadow,
                 ..policy_by_user(&n.to_string(), 1)
             });
-        let mut bench = EnforcerFixture::new(policies.collect());
-        bench.is_store_away = true;
-        bench.decide_for_users(&["ann"], |verdict| {
+        let mut fixture = EnforcerFixture::new(policies.collect());
+        fixture.is_store_unreachable = true;
+        fixture.decide_for_users(&["ann"], |verdict| {
             let passes = matches!(verdict.outcome, RequestOutcome::Forward);
             assert!(passes || matches!(verdict.outcome, RequestOutcome::Unavailable { .. }));
             (passes, verdict.is_degraded)
@@ -396,13 +403,13 @@ fn verdicts_without_the_store_are_marked_degraded() {
     assert_eq!(
         modes(&[(Closed, true)]),
         (true, false),
-        "no limit was to be enforced"
+        "no enforced limit applies"
     );
 }
 
 #[test]
 fn local_policies_reject_by_share_and_a_closed_policy_overrides_them() {
-    let ask = |policies: &[(OnStoreFailure, u64, bool)]| {
+    let decide = |policies: &[(OnStoreFailure, u64, bool)]| {
         let policies =
             policies
                 .iter()
@@ -412,11 +419,11 @@ fn local_policies_reject_by_share_and_a_closed_policy_overrides_them() {
                     shadow: *shadow,
                     ..policy_by_user(&n.to_string(), *requests)
                 });
-        let bench = EnforcerFixture {
-            is_store_away: true,
+        let fixture = EnforcerFixture {
+            is_store_unreachable: true,
             ..EnforcerFixture::new(policies.collect())
         };
-        bench.decide_for_users(&["ann"], |verdict| {
+        fixture.decide_for_users(&["ann"], |verdict| {
             assert!(verdict.is_degraded);
             let status = match verdict.outcome {
                 RequestOutcome::Forward => 200,
@@ -437,19 +444,19 @@ fn local_policies_reject_by_share_and_a_closed_policy_overrides_them() {
     use OnStoreFailure::{Closed, Local, Open};
     let response = |status, names: &str| (status, names.to_owned());
     assert_eq!(
-        ask(&[(Open, 0, false), (Local, 1, false), (Local, 0, true)]),
+        decide(&[(Open, 0, false), (Local, 1, false), (Local, 0, true)]),
         response(200, "1")
     );
     assert_eq!(
-        ask(&[(Local, 1, false), (Local, 0, false), (Open, 1, false)]),
+        decide(&[(Local, 1, false), (Local, 0, false), (Open, 1, false)]),
         response(429, "01")
     );
     assert_eq!(
-        ask(&[(Local, 1, false), (Local, 0, false), (Closed, 1, true)]),
+        decide(&[(Local, 1, false), (Local, 0, false), (Closed, 1, true)]),
         response(429, "01")
     );
     assert_eq!(
-        ask(&[(Local, 1, false), (Local, 0, false), (Closed, 1, false)]),
+        decide(&[(Local, 1, false), (Local, 0, false), (Closed, 1, false)]),
         response(503, "")
     );
 }
@@ -482,7 +489,7 @@ fn allow_ends_policy_evaluation_and_deny_charges_nothing() {
     }
 }
 
-/// Reserves 4.
+/// A policy with an estimate of 4 units.
 fn policy_by_estimate(name: &str, requests: u64) -> Policy {
     let mut policy = policy_by_user(name, requests);
     let actual = ActualCostSource::parse("response_header:x-units").unwrap();
@@ -496,9 +503,9 @@ fn policy_by_estimate(name: &str, requests: u64) -> Policy {
 
 #[test]
 fn an_estimate_is_settled_up_and_down_or_stands() {
-    let bench = EnforcerFixture::new(vec![policy_by_estimate("p", 20)]);
+    let fixture = EnforcerFixture::new(vec![policy_by_estimate("p", 20)]);
     let remaining_after = |settle: &dyn Fn(EstimatedCharge)| {
-        bench.decide_for_users(&["ann"], |mut verdict| {
+        fixture.decide_for_users(&["ann"], |mut verdict| {
             verdict.estimated_charges.drain(..).for_each(settle);
             verdict.limits[0].standing.remaining
         })
@@ -511,10 +518,10 @@ fn an_estimate_is_settled_up_and_down_or_stands() {
         remaining_after(&|estimate| estimate.settle(1 << 53)),
         20 - 16 - 4
     );
-    assert!(!bench.is_forwarded("ann"));
-    assert!(bench.is_forwarded("bob"));
-    bench.manual_clock.advance_us(10_000_000);
-    assert!(bench.is_forwarded("ann"));
+    assert!(!fixture.is_forwarded("ann"));
+    assert!(fixture.is_forwarded("bob"));
+    fixture.manual_clock.advance_us(10_000_000);
+    assert!(fixture.is_forwarded("ann"));
 }
 
 #[test]
@@ -524,11 +531,11 @@ fn only_estimates_that_were_charged_are_settled() {
         ..policy_by_estimate("shadow", requests)
     };
     let estimates = |policies: Vec<Policy>, away| {
-        let bench = EnforcerFixture {
-            is_store_away: away,
+        let fixture = EnforcerFixture {
+            is_store_unreachable: away,
             ..EnforcerFixture::new(policies)
         };
-        bench.decide_for_users(&["ann"], |verdict| verdict.estimated_charges.len())
+        fixture.decide_for_users(&["ann"], |verdict| verdict.estimated_charges.len())
     };
     assert_eq!(
         estimates(
@@ -568,12 +575,12 @@ fn only_estimates_that_were_charged_are_settled() {
 
 #[test]
 fn a_shadow_policy_settles_its_own_counter() {
-    let bench = EnforcerFixture::new(vec![Policy {
+    let fixture = EnforcerFixture::new(vec![Policy {
         shadow: true,
         ..policy_by_estimate("p", 8)
     }]);
-    let ask = |actual| {
-        bench.decide_for_users(&["ann"], |mut verdict| {
+    let decide = |actual| {
+        fixture.decide_for_users(&["ann"], |mut verdict| {
             verdict
                 .estimated_charges
                 .drain(..)
@@ -581,5 +588,8 @@ fn a_shadow_policy_settles_its_own_counter() {
             verdict.shadow_rejected.len()
         })
     };
-    assert_eq!([ask(0), ask(0), ask(0), ask(5), ask(0)], [0, 0, 0, 0, 1]);
+    assert_eq!(
+        [decide(0), decide(0), decide(0), decide(5), decide(0)],
+        [0, 0, 0, 0, 1]
+    );
 }

@@ -1,13 +1,12 @@
-//! Refusals that are still true, so that an exhausted key costs no round trip.
+//! Refusals that still hold, so that an exhausted key costs no round trip.
 //!
-//! While a sliding log or a window is full, room can only shrink until the time of the refusal has come. So a
-//! refusal is the answer to any ask of at least that cost until then, counted from the moment of *sending*:
-//! never longer than Redis would say. All or nothing does the rest: if one enforced limit refuses, none is
-//! charged. At most [`LOOK`] each, so that what people reset by hand is felt soon; with leases [`LEASED_MAX_AGE`].
+//! Until a refusal ends, a full sliding log or window only loses capacity. The refusal therefore
+//! answers every request of at least that cost, for at most as long as Redis would refuse it. One
+//! refusal is enough, because charges are all or nothing. [`MAX_AGE`] and [`LEASED_MAX_AGE`] bound
+//! the delay until a manual reset takes effect.
 //!
-//! One per worker, not per process: a lock that nobody else wants costs nothing, and a second worker that asks
-//! once per second and key is cheap. The counter's identity and the limit's amount are in the key, so a reload
-//! that changes either forgets by itself.
+//! Each worker has its own cache: its lock is uncontended. An entry's key includes the counter and
+//! the limit, so a reload that changes either needs no invalidation.
 
 use crate::limiter::{Algorithm, Charge, Decision, Limit, LimitStatus, Refusal};
 use parking_lot::Mutex;
@@ -16,32 +15,35 @@ use std::collections::HashMap;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// The longest that a refusal is believed.
+/// Maximum age of an entry, measured from sending the request to Redis.
 const MAX_AGE: Duration = Duration::from_secs(1);
 
-/// The same of a policy with leases, or `ttl` if that is shorter: what others give back unused may come at any time, and
-/// is told up to `ttl` late. Long enough to keep an exhausted key from asking Redis with every request.
+/// Maximum age for a policy with leases, unless the lease TTL is shorter. Other instances return
+/// unused units at any time, up to one TTL late. Long enough that an exhausted key does not ask
+/// Redis on every request.
 const LEASED_MAX_AGE: Duration = Duration::from_millis(20);
 
-/// Counters remembered in each half; about 1 MiB per half. When they are full, Redis is asked.
+/// Entries per generation, about 1 MiB each. Further refusals are not cached.
 const MAX_GENERATION_ENTRIES: usize = 8192;
 
 /// Recent refusals of one worker.
 #[derive(Debug)]
 pub struct DenyCache(Mutex<DenyGenerations>);
 
-/// How much of an ask must be known.
+/// Number of limits that must be cached for a refusal to apply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DenyMatchScope {
-    /// Every enforced limit was seen within a [`LOOK`], at the same cost: refusal and time are Redis' own. A limit
-    /// that was never seen might refuse for longer than the others, and the client would be told to come too early.
+    /// Every enforced limit needs a fresh entry of the same cost, so the answer equals that of
+    /// Redis. An uncached limit might refuse for longer, and the client would retry
+    /// too early.
     AllLimits,
-    /// One refusal of the same or a smaller cost: certainly refused, perhaps for longer than can be said.
+    /// One refusal of the same or a smaller cost is enough. The request is certainly refused,
+    /// perhaps for longer than the answer states.
     AnyLimit,
 }
 
-/// Nothing is believed for longer than a second, so dropping the older half every second loses nothing
-/// and needs no sweep.
+/// Two generations of entries. No entry outlives [`MAX_AGE`], so dropping the older generation at
+/// that interval loses nothing and needs no sweep.
 #[derive(Debug)]
 struct DenyGenerations {
     current: DenyGeneration,
@@ -57,12 +59,12 @@ struct DenyCacheKey {
     limit: Limit,
 }
 
-/// What a refused request learnt about one of its limits.
+/// Status of one limit as reported by a refusal.
 #[derive(Clone, Copy, Debug)]
 struct DenyCacheEntry {
     cost: u64,
-    standing: LimitStatus,
-    /// The store's clock when it decided, and ours before and after.
+    status: LimitStatus,
+    /// The store's clock at the decision.
     store_now_us: u64,
     sent_at: Instant,
     received_at: Instant,
@@ -80,7 +82,8 @@ impl Default for DenyCache {
 }
 
 impl DenyCache {
-    /// The refusal of `charges`, if one is known at `now`. Limits about which nothing certain is known are `None`.
+    /// Returns the refusal of `charges` if it is cached at `now`. Limits without a valid entry have
+    /// no status.
     pub fn find_refusal(
         &self,
         charges: &[Charge<'_>],
@@ -96,38 +99,38 @@ impl DenyCache {
             .map(|charge| generations.get_entry(charge))
             .collect();
         drop(generations);
-        let mut both = charges.iter().zip(&entries);
-        let is_fresh = |seen: &Option<DenyCacheEntry>, charge| {
-            seen.is_some_and(|seen| seen.is_fresh_for(charge, now))
+        let mut pairs = charges.iter().zip(&entries);
+        let is_fresh = |entry: &Option<DenyCacheEntry>, charge| {
+            entry.is_some_and(|entry| entry.is_fresh_for(charge, now))
         };
         if scope == DenyMatchScope::AllLimits
-            && both.any(|(charge, seen)| must_be_cached(charge) && !is_fresh(seen, charge))
+            && pairs.any(|(charge, entry)| must_be_cached(charge) && !is_fresh(entry, charge))
         {
             return None;
         }
-        let both = charges.iter().zip(entries);
-        let valid_entries: SmallVec<[Option<DenyCacheEntry>; 4]> = both
-            .map(|(charge, seen)| seen.filter(|seen| seen.is_valid_for(charge, now, scope)))
+        let pairs = charges.iter().zip(entries);
+        let valid_entries: SmallVec<[Option<DenyCacheEntry>; 4]> = pairs
+            .map(|(charge, entry)| entry.filter(|entry| entry.is_valid_for(charge, now, scope)))
             .collect();
         let refused_entry = valid_entries
             .iter()
             .flatten()
-            .find(|seen| seen.standing.refusal.is_some())?;
-        let standings = valid_entries
+            .find(|entry| entry.status.refusal.is_some())?;
+        let statuses = valid_entries
             .iter()
-            .map(|seen| seen.map(|seen| seen.standing))
+            .map(|entry| entry.map(|entry| entry.status))
             .collect();
         Some(Decision {
             now_us: refused_entry.earliest_store_time_us(now),
             admitted: false,
-            statuses: standings,
+            statuses,
             delay_us: 0,
             grants: SmallVec::new(),
             charged_at_us: SmallVec::new(),
         })
     }
 
-    /// Remembers what a refusal says; anything else says nothing for later.
+    /// Caches the statuses of a refused request. Admitted requests are ignored.
     pub fn record_refusal(
         &self,
         charges: &[Charge<'_>],
@@ -140,26 +143,26 @@ impl DenyCache {
         }
         let mut generations = self.0.lock();
         generations.rotate(received_at);
-        for (charge, standing) in charges.iter().zip(&decision.statuses) {
-            let Some(mut standing) = *standing else {
+        for (charge, status) in charges.iter().zip(&decision.statuses) {
+            let Some(mut status) = *status else {
                 continue;
             };
             if charge.shadow || !is_cacheable(charge) {
                 continue;
             }
             if charge.is_block() {
-                // One that has just begun refuses from now on.
-                standing.refusal = standing.next_growth_us.map(Refusal::Until);
+                // A block that has just begun refuses from now on.
+                status.refusal = status.next_growth_us.map(Refusal::Until);
             }
-            let has_smaller_cost = generations.get_entry(charge).is_some_and(|seen| {
-                seen.standing.refusal.is_some()
-                    && seen.cost < charge.cost
-                    && seen.is_valid_for(charge, received_at, DenyMatchScope::AnyLimit)
+            let has_smaller_cost = generations.get_entry(charge).is_some_and(|entry| {
+                entry.status.refusal.is_some()
+                    && entry.cost < charge.cost
+                    && entry.is_valid_for(charge, received_at, DenyMatchScope::AnyLimit)
             });
             if !has_smaller_cost {
                 let entry = DenyCacheEntry {
                     cost: charge.cost,
-                    standing,
+                    status,
                     store_now_us: decision.now_us,
                     sent_at,
                     received_at,
@@ -170,21 +173,22 @@ impl DenyCache {
     }
 }
 
-/// Whether a refusal of this lasts as long as it was said: slots and estimates are given back early, and where a refusal
-/// is counted Redis has to be told of every one.
+/// Whether a refusal of this charge holds until its end time. Slots and estimates may be returned
+/// early, and `count_rejected` requires that Redis sees every rejected request.
 fn is_cacheable(charge: &Charge<'_>) -> bool {
     let is_counted = matches!(charge.limit.algorithm, Algorithm::Concurrency { .. });
     !(is_counted || charge.counts_rejected || charge.settles)
 }
 
-/// How long an answer about a charge is believed.
+/// Maximum age of an entry for this charge.
 fn max_age(charge: &Charge<'_>) -> Duration {
     charge.lease.map_or(MAX_AGE, |lease| {
         LEASED_MAX_AGE.min(Duration::from_micros(lease.ttl_us))
     })
 }
 
-/// Whether an answer from memory needs this to be known. A limit of slots says nothing about when to come back.
+/// Whether a refusal from the cache requires an entry of this charge. A concurrency limit has no
+/// retry time, so its entry is not needed.
 fn must_be_cached(charge: &Charge<'_>) -> bool {
     let is_counted = matches!(charge.limit.algorithm, Algorithm::Concurrency { .. });
     !charge.shadow && (!is_counted || charge.counts_rejected)
@@ -212,7 +216,7 @@ impl DenyGenerations {
     fn rotate(&mut self, now: Instant) {
         if self
             .rotated_at
-            .is_none_or(|turned| now.saturating_duration_since(turned) >= MAX_AGE)
+            .is_none_or(|rotated_at| now.saturating_duration_since(rotated_at) >= MAX_AGE)
         {
             std::mem::swap(&mut self.current, &mut self.previous);
             self.current.clear();
@@ -231,31 +235,31 @@ impl DenyCacheKey {
 }
 
 impl DenyCacheEntry {
-    /// Whether the charge was asked for within a look.
+    /// Whether the entry has the same cost and has not reached its maximum age.
     fn is_fresh_for(&self, charge: &Charge<'_>, now: Instant) -> bool {
         charge.cost == self.cost && now.saturating_duration_since(self.sent_at) < max_age(charge)
     }
 
-    /// Whether this is still worth saying about a charge.
+    /// Whether the entry still holds for this charge.
     fn is_valid_for(&self, charge: &Charge<'_>, now: Instant, scope: DenyMatchScope) -> bool {
         let age = now.saturating_duration_since(self.sent_at);
         let matches_cost = match scope {
-            DenyMatchScope::AnyLimit if self.standing.refusal.is_some() => charge.cost >= self.cost,
+            DenyMatchScope::AnyLimit if self.status.refusal.is_some() => charge.cost >= self.cost,
             _ => charge.cost == self.cost,
         };
-        let changes_at_us = match self.standing.refusal {
+        let changes_at_us = match self.status.refusal {
             Some(Refusal::Never | Refusal::Unknown) => None,
             Some(Refusal::Until(until_us)) => Some(until_us),
-            None => self.standing.next_growth_us,
+            None => self.status.next_growth_us,
         };
-        // Measured from sending: by then the store's clock had not passed `now_us`.
+        // Measured from sending: at that moment the store's clock had not passed `store_now_us`.
         let changed = changes_at_us.is_some_and(|at_us| {
             age >= Duration::from_micros(at_us.saturating_sub(self.store_now_us))
         });
         matches_cost && age < max_age(charge) && !changed
     }
 
-    /// The store's clock at `now`, at the earliest: whoever waits by it waits long enough.
+    /// Lower bound of the store's clock at `now`. A retry time computed from it is never too early.
     fn earliest_store_time_us(&self, now: Instant) -> u64 {
         let elapsed = now.saturating_duration_since(self.received_at);
         self.store_now_us
@@ -292,12 +296,12 @@ mod tests {
         }
     }
 
-    fn decision(standings: &[LimitStatus]) -> Decision {
-        let standings = standings.iter().copied().map(Some).collect();
+    fn decision(statuses: &[LimitStatus]) -> Decision {
+        let statuses = statuses.iter().copied().map(Some).collect();
         Decision {
             now_us: NOW_US,
             admitted: false,
-            statuses: standings,
+            statuses,
             delay_us: 0,
             grants: SmallVec::new(),
             charged_at_us: SmallVec::new(),
@@ -325,7 +329,7 @@ mod tests {
         assert_eq!(
             answer.now_us,
             NOW_US + 459_000,
-            "what is left to wait is counted from the answer"
+            "the remaining wait is counted from the receipt"
         );
         assert_eq!(answer.statuses.as_slice(), [Some(refused(500_000))]);
         assert_eq!(
@@ -380,7 +384,7 @@ mod tests {
         assert_eq!(
             cached_ms(100_000, 3_000),
             Some(3),
-            "who waits as long as he was told gets in"
+            "a client that waits for Retry-After is not refused"
         );
     }
 
@@ -430,7 +434,7 @@ mod tests {
         };
         assert!(
             !is_refused(larger, DenyMatchScope::AllLimits),
-            "its time is not known"
+            "the time for a larger cost is unknown"
         );
         assert!(is_refused(larger, DenyMatchScope::AnyLimit));
     }
@@ -465,14 +469,14 @@ mod tests {
         assert_eq!(
             cache.find_refusal(&charges[1..], sent, DenyMatchScope::AllLimits),
             None,
-            "a free limit refuses nobody"
+            "a limit with capacity refuses no request"
         );
 
         let with_unknown = [charges[0], charge(&LIMIT, &c)];
         assert_eq!(
             cache.find_refusal(&with_unknown, sent, DenyMatchScope::AllLimits),
             None,
-            "it might refuse for longer"
+            "the unknown limit might refuse for longer"
         );
         let answer = cache
             .find_refusal(&with_unknown, sent, DenyMatchScope::AnyLimit)
@@ -489,7 +493,7 @@ mod tests {
             cache
                 .find_refusal(&shadow, sent, DenyMatchScope::AllLimits)
                 .is_some(),
-            "shadows are not asked"
+            "shadow limits need no entry"
         );
     }
 

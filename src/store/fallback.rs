@@ -1,20 +1,21 @@
-//! Limiting goes on in this process while Redis is away: `on_store_failure = "local"`.
+//! Rate limiting in this process while Redis is unavailable: `on_store_failure = "local"`.
 //!
-//! Each instance allows its *share* of every limit ([`Share`]). A key starts from the last answer that Redis gave
-//! about it ([`answers`]), and what is admitted is noted ([`write_back`]) and written back when Redis is there again.
+//! Each instance enforces its [`Share`] of every limit. A key starts from the last status that
+//! Redis reported ([`status_cache`]). Admitted charges are recorded ([`write_back`]) and written
+//! back when Redis is available again.
 //!
-//! An outage ends in two steps, because instances find Redis again one after the other: who is first would be
-//! given what others have admitted and not yet written back. So from the first failure until all instances have
-//! written back ([`super::redis`] finds that out) a request has to pass its share *and* Redis, if that answers.
+//! An outage ends in two steps, because instances reconnect one after the other. Redis lacks the
+//! charges of the instances that have not written back yet. Until all have ([`super::redis`] tracks
+//! that), a request has to pass both the share and Redis.
 //!
-//! Of a cluster some slots may be away while others are not: all this is by parts of the store, and the others go on
-//! as if nothing had happened.
+//! In a cluster some slots may be unavailable while others are not. The state is kept per partition
+//! of the store, and available partitions are not affected.
 //!
-//! One per process, shared by its workers.
+//! Each process has one fallback store, shared by its workers.
 
 mod partition_set;
 mod share;
-mod standing_cache;
+mod status_cache;
 mod write_back;
 
 pub use share::Share;
@@ -26,45 +27,46 @@ use crate::limiter::{Algorithm, Amendment, Charge, Decision, Key, Limit, LimitSt
 use parking_lot::Mutex;
 use partition_set::PartitionSet;
 use smallvec::SmallVec;
-use standing_cache::StandingCache;
+use status_cache::StatusCache;
+use std::borrow::Cow;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 use tokio::sync::Notify;
 use write_back::WriteBackTable;
 
-/// Counters that an outage may make; the least used go first.
+/// Bounds of the counters of an outage; the least used counters are evicted first.
 const COUNTER_BOUNDS: MemorySettings = MemorySettings {
     max_keys: 1 << 17,
     max_bytes: 64 << 20,
 };
 
-/// The part of a store that is in one piece.
+/// The only partition of a store without slots.
 pub(super) const SINGLE_PARTITION: u16 = 0;
 
-/// What this process decides by while Redis is away.
+/// Decides charges in this process while Redis is unavailable.
 #[derive(Debug)]
 pub struct FallbackStore {
     clock: Clock,
     memory: MemoryStore,
     packed_share: AtomicU64,
-    standing_cache: StandingCache,
+    status_cache: StatusCache,
     write_back: Mutex<WriteBackTable>,
-    /// There are debts, or some are just being written back: what Redis answers may lack them.
+    /// Charges wait for write-back or are being written back. Answers of Redis may lack them.
     has_pending_write_back: AtomicBool,
-    /// From the first failure until everybody has written back.
+    /// Set from the first failure until all instances have written back.
     is_in_outage: AtomicBool,
-    /// About what is kept there Redis may not know all.
+    /// Partitions for which Redis may lack charges.
     stale_partitions: PartitionSet,
-    /// Which part keeps a key.
+    /// Partition that holds a key.
     partition_of: fn(&Key) -> u16,
-    /// A failure since somebody last asked.
+    /// Set by a failure, cleared by [`FallbackStore::take_failure`].
     has_new_failure: AtomicBool,
-    /// There is something for the background to do.
+    /// Wakes the background task.
     changed: Notify,
 }
 
-/// Some debts on their way to Redis; see [`Local::owed`].
+/// Charges that are being written to Redis; see [`FallbackStore::take_write_back`].
 #[derive(Debug)]
 pub struct WriteBackBatch(Vec<write_back::CounterWriteBack>);
 
@@ -75,13 +77,13 @@ impl WriteBackBatch {
 }
 
 impl FallbackStore {
-    /// For a fleet of so many instances, until more is known.
+    /// Assumes `instances` instances until they are counted.
     pub fn new(instances: u32, clock: Clock) -> Self {
         Self {
             memory: MemoryStore::new(COUNTER_BOUNDS, clock.clone()),
             clock,
             packed_share: AtomicU64::new(Share::with_unknown_rank(instances).to_bits()),
-            standing_cache: StandingCache::default(),
+            status_cache: StatusCache::default(),
             write_back: Mutex::default(),
             has_pending_write_back: AtomicBool::new(false),
             is_in_outage: AtomicBool::new(false),
@@ -92,7 +94,8 @@ impl FallbackStore {
         }
     }
 
-    /// The same over a store in several parts, of which each may be away.
+    /// Sets the partition function for a store in several partitions, each of which may be
+    /// unavailable.
     pub fn with_partitions(self, partition_of: fn(&Key) -> u16) -> Self {
         Self {
             partition_of,
@@ -100,7 +103,7 @@ impl FallbackStore {
         }
     }
 
-    /// Which part keeps a key.
+    /// Partition that holds a key.
     pub fn partition(&self, key: &Key) -> u16 {
         (self.partition_of)(key)
     }
@@ -114,12 +117,12 @@ impl FallbackStore {
         self.packed_share.store(share.to_bits(), Ordering::Relaxed);
     }
 
-    /// Whether an outage is not wholly over, of any part.
+    /// Whether the outage of any partition has not ended.
     pub fn is_in_outage(&self) -> bool {
         self.is_in_outage.load(Ordering::Relaxed)
     }
 
-    /// The same, of a part that keeps any of these counters.
+    /// Whether the outage of a partition with any of these counters has not ended.
     pub fn is_in_outage_for(&self, charges: &[Charge<'_>]) -> bool {
         self.is_in_outage()
             && charges
@@ -127,14 +130,14 @@ impl FallbackStore {
                 .any(|charge| self.stale_partitions.contains(self.partition(charge.key)))
     }
 
-    /// These parts can't be reached, if any.
+    /// Marks these partitions as unreachable. An empty iterator changes nothing.
     pub fn mark_unreachable(&self, partitions: impl IntoIterator<Item = u16>) {
-        let mut parts = partitions.into_iter().peekable();
-        if parts.peek().is_none() {
+        let mut partitions = partitions.into_iter().peekable();
+        if partitions.peek().is_none() {
             return;
         }
-        parts.for_each(|part| self.stale_partitions.insert(part));
-        // Read first: in an outage every request comes by.
+        partitions.for_each(|partition| self.stale_partitions.insert(partition));
+        // Read first: in an outage every request calls this, and a write would contend.
         if !self.has_new_failure.load(Ordering::Relaxed) || !self.is_in_outage() {
             self.has_new_failure.store(true, Ordering::Relaxed);
             self.is_in_outage.store(true, Ordering::Relaxed);
@@ -142,35 +145,37 @@ impl FallbackStore {
         }
     }
 
-    /// Whether Redis could not be reached since this was last asked.
+    /// Whether Redis was unreachable since the last call.
     pub fn take_failure(&self) -> bool {
         self.has_new_failure.swap(false, Ordering::Relaxed)
     }
 
-    /// Redis knows all: from now on it decides alone.
+    /// Ends the outage: all charges are written back, and Redis decides alone.
     pub fn end_outage(&self) {
         self.is_in_outage.store(false, Ordering::Relaxed);
         self.finish_write_back();
     }
 
-    /// Ends when there is something new to do.
+    /// Waits until the background task has work.
     pub async fn wait_for_change(&self) {
         self.changed.notified().await;
     }
 
-    /// Remembers what Redis said, for the case that it is away next time.
-    pub fn cache_standings(
+    /// Caches the statuses reported by Redis as the start of a possible outage.
+    pub fn cache_statuses(
         &self,
         charges: &[Charge<'_>],
         decision: &Decision,
         received_at: Instant,
     ) {
-        for (charge, standing) in charges.iter().zip(&decision.statuses) {
-            let Some(standing) = standing.filter(|_| uses_fallback(charge)) else {
+        let statuses = exclude_leased_units(charges, decision, self.share());
+        for (charge, status) in charges.iter().zip(statuses.iter()) {
+            let Some(status) = status.filter(|_| uses_fallback(charge)) else {
                 continue;
             };
             match charge.limit.algorithm {
-                // In flight is what this process says, not what Redis said last.
+                // The slots in use are counted in this process; the number reported by Redis is not
+                // needed.
                 Algorithm::Concurrency { .. } if decision.admitted => {
                     let amendment = Amendment::Renew {
                         slot: charge.slot_id,
@@ -182,9 +187,9 @@ impl FallbackStore {
                     }]);
                 }
                 Algorithm::Concurrency { .. } => {}
-                _ if !self.may_be_stale(charge) => self.standing_cache.insert(
+                _ if !self.may_be_stale(charge) => self.status_cache.insert(
                     charge,
-                    standing,
+                    status,
                     decision.now_us,
                     self.clock.time_at_us(received_at),
                 ),
@@ -193,12 +198,12 @@ impl FallbackStore {
         }
     }
 
-    /// Decides the charges of `local` policies without Redis, all or nothing; the others have no standing. What is
-    /// admitted will be written back.
+    /// Decides the charges of `local` policies without Redis, all or nothing; other charges have no
+    /// status. Admitted charges will be written back.
     pub fn decide(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
         let share = self.share();
         for charge in charges.iter().filter(|charge| uses_fallback(charge)) {
-            self.standing_cache.take_with(charge, |answer| {
+            self.status_cache.take_with(charge, |answer| {
                 let limit = share.scale_limit(charge.limit);
                 let amendment =
                     answer.to_amendment(share, &limit, self.clock.time_at_us(requested_at));
@@ -216,9 +221,9 @@ impl FallbackStore {
                 .iter()
                 .filter(|charge| uses_fallback(charge) && charge.cost > 0)
             {
-                let part = self.partition(charge.key);
-                self.stale_partitions.insert(part);
-                write_back.record_charge(charge, part, decision.now_us);
+                let partition = self.partition(charge.key);
+                self.stale_partitions.insert(partition);
+                write_back.record_charge(charge, partition, decision.now_us);
             }
             if !write_back.is_empty() && !self.has_pending_write_back.swap(true, Ordering::Relaxed)
             {
@@ -228,8 +233,8 @@ impl FallbackStore {
         decision
     }
 
-    /// Decides them beside Redis, which has still to be asked: for the end of an outage. `None`: there are none that were
-    /// in it.
+    /// Checks the share in addition to Redis while an outage ends. Returns `None` if no charge is
+    /// affected by the outage.
     pub fn check_share(&self, charges: &[Charge<'_>], requested_at: Instant) -> Option<Decision> {
         let is_in_outage_charge =
             |charge: &Charge<'_>| uses_fallback(charge) && self.may_be_stale(charge);
@@ -239,7 +244,7 @@ impl FallbackStore {
             .then(|| self.decide_share(charges, self.share(), requested_at, is_in_outage_charge))
     }
 
-    /// Whether what Redis says about a charge may lack what is still to be written back.
+    /// Whether the answer of Redis for a charge may lack charges that are not written back yet.
     fn may_be_stale(&self, charge: &Charge<'_>) -> bool {
         let is_up_to_date = !self.is_in_outage() && !self.has_pending_write_back();
         !is_up_to_date && self.stale_partitions.contains(self.partition(charge.key))
@@ -262,24 +267,25 @@ impl FallbackStore {
             .map(|(charge, limit)| Charge { limit, ..**charge })
             .collect();
         let mut decision = self.memory.decide_at(&share_charges, requested_at);
-        // Where it is written back it stands elsewhere: further units are charged, and none given back.
+        // Times of the local counter do not apply to Redis: settlements can charge further units,
+        // and credit none.
         decision.charged_at_us.clear();
-        let mut remaining_standings = std::mem::take(&mut decision.statuses).into_iter();
-        let mut standing = |charge: &Charge<'_>| {
+        let mut remaining_statuses = std::mem::take(&mut decision.statuses).into_iter();
+        let mut status = |charge: &Charge<'_>| {
             if is_included(charge) {
-                remaining_standings.next()?
+                remaining_statuses.next()?
             } else {
                 None
             }
         };
         decision.statuses = charges
             .iter()
-            .map(|charge| standing(charge).map(|standing| correct_share_refusal(charge, standing)))
+            .map(|charge| status(charge).map(|status| correct_share_refusal(charge, status)))
             .collect();
         decision
     }
 
-    /// Follows what becomes known of charges that were decided here, or whose slots are counted here.
+    /// Applies settlements of charges that were decided here, and of slots that are counted here.
     pub fn apply_settlements(&self, settlements: &[Settlement<'_>]) {
         for settlement in settlements {
             match settlement.amendment {
@@ -295,7 +301,7 @@ impl FallbackStore {
                 Amendment::Charge(_) if self.is_in_outage() => {
                     self.memory.apply_if_present(settlement);
                 }
-                // What is given back is not worth a search: it is too strict, and not for long.
+                // Credits are ignored: too strict, but only for a short time.
                 Amendment::Charge(_)
                 | Amendment::Credit { .. }
                 | Amendment::BackdatedCharge { .. } => {}
@@ -303,7 +309,8 @@ impl FallbackStore {
         }
     }
 
-    /// Notes what Redis could not be told, if it is further units for what was admitted here. Whether it is.
+    /// Records a settlement that could not be sent to Redis, for write-back. Applies only to
+    /// further units of a counter that this process has; returns whether it was recorded.
     pub fn defer_settlement(&self, settlement: &Settlement<'_>) -> bool {
         let Amendment::Charge(units) = settlement.amendment else {
             return false;
@@ -312,12 +319,12 @@ impl FallbackStore {
             .memory
             .contains_counter(settlement.limit, settlement.key);
         if is_counted_here {
-            let part = self.partition(settlement.key);
+            let partition = self.partition(settlement.key);
             let mut write_back = self.write_back.lock();
-            self.stale_partitions.insert(part);
+            self.stale_partitions.insert(partition);
             write_back.record_charge(
                 &Charge::new(settlement.limit, settlement.key, units),
-                part,
+                partition,
                 self.clock.now_us(),
             );
             self.has_pending_write_back.store(true, Ordering::Relaxed);
@@ -325,26 +332,26 @@ impl FallbackStore {
         is_counted_here
     }
 
-    /// Whether something is still to be written back.
+    /// Whether charges wait for write-back or are being written back.
     pub fn has_pending_write_back(&self) -> bool {
         self.has_pending_write_back.load(Ordering::Relaxed)
     }
 
-    /// Some of what is to be written back, but nothing to these parts. It is owed until [`Local::paid`] or
-    /// [`Local::requeue_unsent`] hears of it.
+    /// Takes a batch of charges to write back, without those of `unreachable` partitions. They stay
+    /// pending until [`FallbackStore::finish_write_back`] or [`FallbackStore::requeue_unsent`].
     pub fn take_write_back(&self, unreachable: impl IntoIterator<Item = u16>) -> WriteBackBatch {
         let unreachable_set = PartitionSet::default();
         unreachable
             .into_iter()
-            .for_each(|part| unreachable_set.insert(part));
+            .for_each(|partition| unreachable_set.insert(partition));
         WriteBackBatch(
             self.write_back
                 .lock()
-                .take_batch(|part| !unreachable_set.contains(part)),
+                .take_batch(|partition| !unreachable_set.contains(partition)),
         )
     }
 
-    /// It was written back.
+    /// Marks a batch as written back.
     pub fn finish_write_back(&self) {
         let write_back = self.write_back.lock();
         self.has_pending_write_back
@@ -354,57 +361,79 @@ impl FallbackStore {
         }
     }
 
-    /// These counters were not told, as far as is known; the others were.
+    /// Puts back the counters of unsent settlements; all others count as written back.
     pub fn requeue_unsent<'l>(
         &self,
         batch: WriteBackBatch,
         unsent: impl Iterator<Item = &'l Settlement<'l>>,
     ) {
         let unsent_ids: HashSet<CounterId> = unsent
-            .map(|late| counter_id(late.limit, late.key))
+            .map(|settlement| counter_id(settlement.limit, settlement.key))
             .collect();
         let unsent_entries = batch
             .0
             .into_iter()
-            .filter(|debt| unsent_ids.contains(&debt.counter_id()));
+            .filter(|pending| unsent_ids.contains(&pending.counter_id()));
         self.write_back.lock().merge_batch(unsent_entries);
     }
 
-    /// What Redis has to be told of these debts now: how long ago they were made.
+    /// The amendments of a batch, with the ages of its charges at this moment.
     pub fn write_back_amendments(&self, batch: &WriteBackBatch) -> Vec<(Limit, Key, Amendment)> {
         let now_us = self.clock.now_us();
         let units_in_use = |limit: &Limit, key: &Key| {
             let limit = self.share().scale_limit(limit);
             let look = self.memory.decide(&[Charge::new(&limit, key, 0)]);
-            let standing = look.statuses.first().copied().flatten();
-            standing.map_or(0, |standing| {
-                limit.capacity().saturating_sub(standing.remaining)
+            let status = look.statuses.first().copied().flatten();
+            status.map_or(0, |status| {
+                limit.capacity().saturating_sub(status.remaining)
             })
         };
         batch
             .0
             .iter()
-            .flat_map(|debt| debt.amendments(now_us, units_in_use))
+            .flat_map(|pending| pending.amendments(now_us, units_in_use))
             .collect()
     }
 }
 
-/// What this process may have to decide.
+/// The statuses of a decision without the units that this instance has just leased. Each instance
+/// uses only its share of the remaining units, so the grant counts once per instance.
+fn exclude_leased_units<'d>(
+    charges: &[Charge<'_>],
+    decision: &'d Decision,
+    share: Share,
+) -> Cow<'d, [Option<LimitStatus>]> {
+    let mut statuses = Cow::Borrowed(decision.statuses.as_slice());
+    for grant in &decision.grants {
+        let units = grant.units.saturating_mul(share.instances().into());
+        for (charge, status) in charges.iter().zip(statuses.to_mut()) {
+            if let Some(status) = status
+                && charge.group == grant.group
+            {
+                status.remaining = status.remaining.saturating_sub(units);
+            }
+        }
+    }
+    statuses
+}
+
+/// Whether this process decides the charge in an outage.
 fn uses_fallback(charge: &Charge<'_>) -> bool {
     charge.has_fallback && !charge.shadow
 }
 
-/// What is above the share only is refused for as long as the outage lasts, and nobody knows how long.
-fn correct_share_refusal(charge: &Charge<'_>, standing: LimitStatus) -> LimitStatus {
-    let is_never = standing.refusal == Some(Refusal::Never);
+/// A request that fits the limit but exceeds the share is refused while the outage lasts. The end
+/// of the outage is unknown.
+fn correct_share_refusal(charge: &Charge<'_>, status: LimitStatus) -> LimitStatus {
+    let is_never = status.refusal == Some(Refusal::Never);
     let fits = charge.limit.capacity() > 0 && charge.cost <= charge.limit.capacity();
     if is_never && fits {
         LimitStatus {
             refusal: Some(Refusal::Unknown),
-            ..standing
+            ..status
         }
     } else {
-        standing
+        status
     }
 }
 

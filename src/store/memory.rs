@@ -1,32 +1,35 @@
 //! Counters in this process, bounded by number and by bytes.
 //!
-//! Keys are spread over shards by their id, which is a cryptographic hash: a shard is a random sample of
-//! all keys, and nobody can aim at one. A question locks the shards of all its keys, in ascending order,
-//! so that it is one atomic step.
+//! Keys are spread over shards by their id, a cryptographic hash. A shard is therefore a random
+//! sample of all keys, and no client can target one. A call locks the shards of all its keys in
+//! ascending order, so that it is one atomic step.
 //!
-//! When a bound is passed, expired keys go first, then those with the least of their quota used, so that
-//! nobody flushes his own exhausted key by inventing fresh ones. Within a shard that order is exact; with
-//! few keys there is only one shard.
+//! Above a bound, expired keys are evicted first, then the keys with the least of their quota used.
+//! A client therefore cannot evict its own exhausted key by inventing fresh keys. The order is
+//! exact within a shard; with few keys there is only one shard.
+
+mod counter_shard;
+
+pub(super) use counter_shard::{CounterId, counter_id};
 
 use super::Settlement;
 use crate::clock::Clock;
 use crate::limiter::{
-    Algorithm, Charge, ChargeEffect, CounterState, CounterView, Decision, GrantedUnits, Key, Limit,
-    Refusal, compute_grants, determine_effect,
+    Charge, ChargeEffect, CounterState, CounterView, Decision, GrantedUnits, Key, Limit, Refusal,
+    compute_grants, determine_effect,
 };
-use foldhash::fast::RandomState;
-use indexmap::IndexMap;
+use counter_shard::{CounterShard, MemoryUsage, charge_counter_id};
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 /// Bounds of the memory store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemorySettings {
-    /// Counters kept, at least 1.
+    /// Maximum number of counters, at least 1.
     pub max_keys: usize,
-    /// Bytes that they may take together, the map's own share included (estimated).
+    /// Maximum estimated size of all counters in bytes, including the map.
     pub max_bytes: usize,
 }
 
@@ -36,41 +39,15 @@ pub struct MemoryStore {
     clock: Clock,
     settings: MemorySettings,
     shards: Box<[Mutex<CounterShard>]>,
-    key_count: AtomicUsize,
-    byte_count: AtomicUsize,
-    evictions: AtomicU64,
+    usage: MemoryUsage,
 }
 
-/// Below this many keys the order of eviction is exact over the whole store.
+/// Below this number of keys there is one shard, and the eviction order is exact.
 const KEYS_PER_SHARD: usize = 1 << 14;
 const MAX_SHARDS: usize = 64;
 
-/// Expired keys looked for with every question, so that memory comes back without pressure.
+/// Counters checked for expiry by each call, so that memory is freed without pressure.
 const MAX_SWEPT_PER_CALL: usize = 2;
-
-/// Under pressure one part in so many of a shard goes at once, so that a flood pays for few scans.
-const EVICTION_DIVISOR: usize = 64;
-
-/// What names a counter: its key, and [`Limit::identity`].
-pub(super) type CounterId = (u128, Algorithm, u64);
-
-#[derive(Debug, Default)]
-struct CounterShard {
-    counters: IndexMap<CounterId, StoredCounter, RandomState>,
-    /// Where [`Shard::sweep`] goes on.
-    sweep_index: usize,
-    /// The latest time that it decided at.
-    newest_us: u64,
-}
-
-#[derive(Debug)]
-struct StoredCounter {
-    state: CounterState,
-    expires_at_us: u64,
-    /// Share of the quota in use when it was last charged, in 1/65536.
-    fullness: u32,
-    bytes: usize,
-}
 
 impl MemoryStore {
     pub fn new(settings: MemorySettings, clock: Clock) -> Self {
@@ -81,18 +58,16 @@ impl MemoryStore {
             clock,
             settings,
             shards: (0..shards).map(|_| Mutex::default()).collect(),
-            key_count: AtomicUsize::new(0),
-            byte_count: AtomicUsize::new(0),
-            evictions: AtomicU64::new(0),
+            usage: MemoryUsage::default(),
         }
     }
 
-    /// Decides all charges together, as [`super::Store::decide`] says.
+    /// Decides all charges together, as [`super::Store::decide`] describes.
     pub fn decide(&self, charges: &[Charge<'_>]) -> Decision {
         self.decide_at(charges, Instant::now())
     }
 
-    /// The same for who has just looked at the clock.
+    /// Like [`MemoryStore::decide`], for a caller that has just read the clock.
     pub fn decide_at(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
         let mut locked = self.lock_shards(charges);
         let now_us = locked.advance_clock(requested_at);
@@ -107,8 +82,8 @@ impl MemoryStore {
             .all(|(charge, refusal)| charge.shadow || refusal.is_none());
 
         let settles = charges.iter().any(|charge| charge.settles);
-        let (mut delay_us, mut stands_us) = (0, SmallVec::new());
-        let standings = charges
+        let (mut delay_us, mut charged_at_us) = (0, SmallVec::new());
+        let statuses = charges
             .iter()
             .zip(&refusals)
             .enumerate()
@@ -120,9 +95,9 @@ impl MemoryStore {
                     }
                     if settles {
                         let reports_entry_time = charge.settles && effect == ChargeEffect::Charge;
-                        stands_us.push(reports_entry_time.then(|| view.charged_at_us()));
+                        charged_at_us.push(reports_entry_time.then(|| view.charged_at_us()));
                     }
-                    // Its own knock is in the way of the next.
+                    // This rejected charge itself counts against the next request.
                     let refusal = if effect == ChargeEffect::ChargeRejected {
                         view.refusal(charge.cost)
                     } else {
@@ -153,20 +128,21 @@ impl MemoryStore {
             SmallVec::new()
         };
         for (_, shard) in &mut locked.shards {
-            shard.sweep(self, now_us, MAX_SWEPT_PER_CALL);
+            shard.sweep(&self.usage, now_us, MAX_SWEPT_PER_CALL);
         }
         self.unlock_shards(locked, now_us);
         Decision {
             now_us,
             admitted,
-            statuses: standings,
+            statuses,
             delay_us,
             grants,
-            charged_at_us: stands_us,
+            charged_at_us,
         }
     }
 
-    /// Takes a charge's units, whether they fit or not, and tells how many are in use then. Of 0 units nothing is kept.
+    /// Charges a counter even above its limit, and returns the units in use afterwards. A charge of
+    /// 0 units creates no counter.
     pub fn charge_unconditionally_at(&self, charge: &Charge<'_>, requested_at: Instant) -> u64 {
         let shard_index = self.shard_index(charge);
         let Some(shard) = self.shards.get(shard_index) else {
@@ -183,48 +159,50 @@ impl MemoryStore {
                     counter.state.view_at(charge.limit, now_us).used()
                 }),
             _ => shard
-                .change_counter(self, charge, now_us, |state| state.charge(charge, now_us))
+                .change_counter(&self.usage, charge, now_us, |state| {
+                    state.charge(charge, now_us)
+                })
                 .used(),
         };
-        shard.sweep(self, now_us, MAX_SWEPT_PER_CALL);
+        shard.sweep(&self.usage, now_us, MAX_SWEPT_PER_CALL);
         drop(shard);
         self.enforce_bounds(shard_index, now_us);
         used
     }
 
-    /// Puts charges right, as [`super::Store::amend`] says.
+    /// Applies settlements, as [`super::Store::apply_settlements`] describes.
     pub fn apply_settlements(&self, settlements: &[Settlement<'_>]) {
         for settlement in settlements {
             self.apply_settlement(settlement, |_, _| true);
         }
     }
 
-    /// The same of one counter, if that is here.
+    /// Applies a settlement if its counter exists. Returns whether it does.
     pub(super) fn apply_if_present(&self, settlement: &Settlement<'_>) -> bool {
-        self.apply_settlement(settlement, |held, charge| held.contains_counter(charge))
+        self.apply_settlement(settlement, |locked, charge| locked.contains_counter(charge))
     }
 
-    /// Whether a counter is here.
+    /// Whether a counter exists.
     pub(super) fn contains_counter(&self, limit: &Limit, key: &Key) -> bool {
         let charge = Charge::new(limit, key, 0);
         self.lock_shards(&[charge]).contains_counter(&charge)
     }
 
-    /// Forgets the counters of charges. Returns how many there were.
+    /// Removes the counters of charges. Returns the number of counters that existed.
     pub fn remove_counters(&self, charges: &[Charge<'_>]) -> u64 {
         let mut locked = self.lock_shards(charges);
         let removed = charges.iter().filter(|charge| {
-            let keeps = locked.contains_counter(charge);
+            let exists = locked.contains_counter(charge);
             locked.remove_counter(charge);
-            keeps
+            exists
         });
         removed.count() as u64
     }
 
-    /// Forgets a counter, and begins it anew with an amendment.
+    /// Replaces a counter by a new one with an amendment.
     pub(super) fn replace_counter(&self, settlement: &Settlement<'_>) {
-        self.apply_settlement(settlement, |held, charge| {
-            held.remove_counter(charge);
+        self.apply_settlement(settlement, |locked, charge| {
+            locked.remove_counter(charge);
             true
         });
     }
@@ -248,29 +226,29 @@ impl MemoryStore {
         is_applied
     }
 
-    /// Lets go of shards that may have grown.
+    /// Unlocks shards that may have grown.
     fn unlock_shards(&self, locked: LockedShards<'_>, now_us: u64) {
         let first_shard_index = locked.shards.first().map_or(0, |(place, _)| *place);
         drop(locked);
         self.enforce_bounds(first_shard_index, now_us);
     }
 
-    /// Counters held.
+    /// Number of counters.
     pub fn key_count(&self) -> usize {
-        self.key_count.load(Ordering::Relaxed)
+        self.usage.key_count.load(Ordering::Relaxed)
     }
 
-    /// Bytes held, estimated.
+    /// Estimated size of all counters in bytes.
     pub fn byte_count(&self) -> usize {
-        self.byte_count.load(Ordering::Relaxed)
+        self.usage.byte_count.load(Ordering::Relaxed)
     }
 
-    /// Counters that were dropped while they still mattered.
+    /// Number of counters evicted before they expired.
     pub fn evictions(&self) -> u64 {
-        self.evictions.load(Ordering::Relaxed)
+        self.usage.evictions.load(Ordering::Relaxed)
     }
 
-    /// In ascending order, so that two questions never wait for each other.
+    /// Locks shards in ascending order, so that two calls never deadlock.
     fn lock_shards(&self, charges: &[Charge<'_>]) -> LockedShards<'_> {
         let mut shard_indices: SmallVec<[usize; 4]> = charges
             .iter()
@@ -288,12 +266,13 @@ impl MemoryStore {
         }
     }
 
-    /// By the low bits of a cryptographic hash; the number of shards is a power of two.
+    /// Selects a shard by the low bits of a cryptographic hash; the number of shards is a power of
+    /// two.
     fn shard_index(&self, charge: &Charge<'_>) -> usize {
         usize::try_from(charge.key.id() & 0xffff).unwrap_or(0) & (self.shards.len() - 1)
     }
 
-    /// Makes room until both bounds hold, beginning with the shard that grew.
+    /// Evicts until both bounds hold, starting with the shard that grew.
     fn enforce_bounds(&self, first_shard_index: usize, now_us: u64) {
         for step in 0..self.shards.len() {
             if !self.exceeds_bounds() {
@@ -306,8 +285,8 @@ impl MemoryStore {
                 return;
             };
             let mut shard = shard.lock();
-            shard.sweep(self, now_us, usize::MAX);
-            while self.exceeds_bounds() && shard.evict_least_used(self) {}
+            shard.sweep(&self.usage, now_us, usize::MAX);
+            while self.exceeds_bounds() && shard.evict_least_used(&self.usage) {}
         }
     }
 
@@ -316,23 +295,14 @@ impl MemoryStore {
     }
 }
 
-fn charge_counter_id(charge: &Charge<'_>) -> CounterId {
-    counter_id(charge.limit, charge.key)
-}
-
-pub(super) fn counter_id(limit: &Limit, key: &Key) -> CounterId {
-    let (algorithm, per_us) = limit.counter_identity();
-    (key.id(), algorithm, per_us)
-}
-
-/// The shards of one question, locked together, each with its place.
+/// The shards of one call, locked together, each with its index.
 struct LockedShards<'a> {
     memory: &'a MemoryStore,
     shards: SmallVec<[(usize, MutexGuard<'a, CounterShard>); 4]>,
 }
 
 impl LockedShards<'_> {
-    /// Time never goes back: what expired once was perhaps forgotten, and may not come to matter again.
+    /// Keeps the time of a shard monotonic: a counter that expired once may already be removed.
     fn advance_clock(&mut self, requested_at: Instant) -> u64 {
         let newest_us = self.shards.iter().map(|(_, shard)| shard.newest_us);
         let now_us = newest_us.fold(self.memory.clock.time_at_us(requested_at), u64::max);
@@ -342,7 +312,7 @@ impl LockedShards<'_> {
         now_us
     }
 
-    /// What `say` says of a charge's counter.
+    /// Reads a charge's counter; a missing counter reads as a fresh one.
     fn view_counter<T>(
         &self,
         charge: &Charge<'_>,
@@ -357,7 +327,7 @@ impl LockedShards<'_> {
         }
     }
 
-    /// Lends what is wanted beside, as far as it is free.
+    /// Grants the requested leases as far as units are available.
     fn make_grants(&mut self, charges: &[Charge<'_>], now_us: u64) -> SmallVec<[GrantedUnits; 1]> {
         let available_units = |charge: &Charge<'_>, until_us| {
             self.view_counter(charge, now_us, |view| {
@@ -370,16 +340,16 @@ impl LockedShards<'_> {
                 let GrantedUnits {
                     units, until_us, ..
                 } = *grant;
-                let lend = |state: &mut CounterState| {
+                let grant_units = |state: &mut CounterState| {
                     state.grant_lease(charge.limit, units, now_us, until_us)
                 };
-                self.change_counter(charge, now_us, lend, |_| ());
+                self.change_counter(charge, now_us, grant_units, |_| ());
             }
         }
         grants
     }
 
-    /// Changes a charge's counter, and what `say` says of it then.
+    /// Changes a charge's counter, and reads it afterwards.
     fn change_counter<T>(
         &mut self,
         charge: &Charge<'_>,
@@ -389,7 +359,7 @@ impl LockedShards<'_> {
     ) -> Option<T> {
         let memory = self.memory;
         self.shard_mut(charge)
-            .map(|shard| read_view(shard.change_counter(memory, charge, now_us, change)))
+            .map(|shard| read_view(shard.change_counter(&memory.usage, charge, now_us, change)))
     }
 
     fn contains_counter(&mut self, charge: &Charge<'_>) -> bool {
@@ -402,7 +372,7 @@ impl LockedShards<'_> {
         if let Some(shard) = self.shard_mut(charge)
             && let Some(at) = shard.counters.get_index_of(&charge_counter_id(charge))
         {
-            shard.remove(memory, at);
+            shard.remove(&memory.usage, at);
         }
     }
 
@@ -415,109 +385,11 @@ impl LockedShards<'_> {
     }
 }
 
-/// One counter in the map: its slot and its share of the hash index.
-const COUNTER_BYTES: usize =
-    size_of::<CounterId>() + size_of::<StoredCounter>() + 3 * size_of::<usize>();
-
-fn fullness(used: u64, limit: &Limit) -> u32 {
-    let share = u128::from(used) * 65_536 / u128::from(limit.capacity().max(1));
-    u32::try_from(share).unwrap_or(u32::MAX)
-}
-
-impl CounterShard {
-    /// Returns what the counter says afterwards.
-    fn change_counter<'a>(
-        &'a mut self,
-        memory: &MemoryStore,
-        charge: &Charge<'a>,
-        now_us: u64,
-        change: impl FnOnce(&mut CounterState),
-    ) -> CounterView<'a> {
-        let limit = charge.limit;
-        let counter = self
-            .counters
-            .entry(charge_counter_id(charge))
-            .or_insert_with(|| {
-                memory.key_count.fetch_add(1, Ordering::Relaxed);
-                memory
-                    .byte_count
-                    .fetch_add(COUNTER_BYTES, Ordering::Relaxed);
-                StoredCounter {
-                    state: limit.initial_state(),
-                    expires_at_us: 0,
-                    fullness: 0,
-                    bytes: COUNTER_BYTES,
-                }
-            });
-        change(&mut counter.state);
-        counter.expires_at_us = counter.state.expires_at_us(limit);
-        let bytes = COUNTER_BYTES + counter.state.heap_bytes();
-        if bytes != counter.bytes {
-            memory.byte_count.fetch_add(bytes, Ordering::Relaxed);
-            memory.byte_count.fetch_sub(
-                std::mem::replace(&mut counter.bytes, bytes),
-                Ordering::Relaxed,
-            );
-        }
-        let view = counter.state.view_at(limit, now_us);
-        counter.fullness = fullness(view.used(), limit);
-        view
-    }
-
-    /// Looks at the next `most` counters and drops the expired ones.
-    fn sweep(&mut self, memory: &MemoryStore, now_us: u64, max_counters: usize) {
-        for _ in 0..max_counters.min(self.counters.len()) {
-            if self.sweep_index >= self.counters.len() {
-                self.sweep_index = 0;
-            }
-            match self.counters.get_index(self.sweep_index) {
-                Some((_, counter)) if counter.expires_at_us <= now_us => {
-                    self.remove(memory, self.sweep_index)
-                }
-                _ => self.sweep_index += 1,
-            }
-        }
-    }
-
-    /// Drops the counters with the least of their quota used; of equals those that expire first.
-    /// `false` if there is none left.
-    fn evict_least_used(&mut self, memory: &MemoryStore) -> bool {
-        let count = (self.counters.len() / EVICTION_DIVISOR).max(1);
-        let mut order: Vec<(u32, u64, CounterId)> = self
-            .counters
-            .iter()
-            .map(|(id, counter)| (counter.fullness, counter.expires_at_us, *id))
-            .collect();
-        if order.is_empty() {
-            return false;
-        }
-        let count = count.min(order.len());
-        order.select_nth_unstable_by_key(count - 1, |(fullness, expires_at_us, _)| {
-            (*fullness, *expires_at_us)
-        });
-        for (_, _, id) in order.iter().take(count) {
-            if let Some(at) = self.counters.get_index_of(id) {
-                self.remove(memory, at);
-                memory.evictions.fetch_add(1, Ordering::Relaxed);
-            }
-        }
-        true
-    }
-
-    fn remove(&mut self, memory: &MemoryStore, at: usize) {
-        if let Some((_, counter)) = self.counters.swap_remove_index(at) {
-            memory.key_count.fetch_sub(1, Ordering::Relaxed);
-            memory
-                .byte_count
-                .fetch_sub(counter.bytes, Ordering::Relaxed);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::counter_shard::COUNTER_BYTES;
     use super::*;
-    use crate::limiter::KeyBuilder;
+    use crate::limiter::{Algorithm, KeyBuilder};
 
     const LIMIT: Limit = Limit {
         requests: 5,
@@ -586,12 +458,12 @@ mod tests {
                 let (key, cost) = (key_named(random.usize(..5)), random.u64(..4));
                 let charge = Charge::new(&limit, &key, cost);
                 let used = charging_store.charge_unconditionally_at(&charge, Instant::now());
-                let standing = deciding_store.decide(&[charge]).statuses[0].unwrap();
-                assert_eq!(used, limit.requests - standing.remaining);
+                let status = deciding_store.decide(&[charge]).statuses[0].unwrap();
+                assert_eq!(used, limit.requests - status.remaining);
             }
         }
         assert_eq!(charging_store.key_count(), deciding_store.key_count());
-        // What a limit would refuse is counted all the same.
+        // Units above the limit are counted too.
         let key = key_named(9);
         let used = [3, 4].map(|units| {
             charging_store

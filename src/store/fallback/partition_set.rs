@@ -1,8 +1,8 @@
-//! Which parts of the store something is true of: one, or each of the slots of a cluster.
+//! A set of store partitions: the only one, or the slots of a cluster.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// For 16,384 slots.
+/// 64 partitions per word: 16,384 slots.
 const WORD_COUNT: usize = 256;
 
 #[derive(Debug)]
@@ -16,7 +16,7 @@ impl Default for PartitionSet {
 
 impl PartitionSet {
     pub(super) fn insert(&self, partition: u16) {
-        // Read first: in an outage every request comes by.
+        // Read first: in an outage every request calls this, and a write would contend.
         if let Some(word) = self.word(partition)
             && !self.contains(partition)
         {

@@ -1,12 +1,13 @@
-//! An instance's part of every limit while each counts for itself.
+//! The part of every limit that an instance enforces while Redis is unavailable.
 
 use crate::limiter::{Algorithm, Limit};
 
-/// How many instances share the limits, and which of them this is.
+/// The number of instances that share the limits, and the rank of this one.
 ///
-/// Of `units` each gets floor(units / live), and those with the lowest places one of what remains: together exactly
-/// `units`, if all know the same number. With more instances than units those behind get nothing. Who doesn't know
-/// his place is behind all others: too strict, never lax.
+/// Each instance gets floor(units / instances); those with the lowest ranks get one unit of the
+/// remainder. The shares sum to exactly `units` if all instances use the same number. With more
+/// instances than units, the highest ranks get nothing. An instance of unknown rank gets no
+/// remainder: too strict, never too lax.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     instances: u32,
@@ -14,7 +15,7 @@ pub struct Share {
 }
 
 impl Share {
-    /// Before the fleet was ever seen.
+    /// The share before the instances were counted.
     pub fn with_unknown_rank(instances: u32) -> Self {
         Self {
             instances: instances.max(1),
@@ -22,7 +23,7 @@ impl Share {
         }
     }
 
-    /// As it was seen: the instance with the `place`-th lowest id, from 0.
+    /// The share of the instance with the `rank`-th lowest id, counted from 0.
     pub fn with_rank(instances: u32, rank: u32) -> Self {
         Self {
             instances: instances.max(1),
@@ -30,30 +31,30 @@ impl Share {
         }
     }
 
-    /// Instances that share, at least 1.
+    /// Number of instances that share the limits, at least 1.
     pub fn instances(self) -> u32 {
         self.instances
     }
 
-    /// This instance's part of so many units.
+    /// This instance's part of `units`.
     pub fn scale_units(self, units: u64) -> u64 {
         let instances = u64::from(self.instances);
         let gets_remainder = self
             .rank
-            .is_some_and(|place| u64::from(place) < units % instances);
+            .is_some_and(|rank| u64::from(rank) < units % instances);
         units / instances + u64::from(gets_remainder)
     }
 
-    /// This instance's part of a limit. It uses the same counter: only amounts differ.
+    /// This instance's part of a limit. The counter is the same: only the amounts differ.
     pub fn scale_limit(self, limit: &Limit) -> Limit {
         let algorithm = match limit.algorithm {
-            // Everybody blocks whom he refuses himself.
+            // Each instance blocks the clients that it rejected itself.
             Algorithm::Block => return *limit,
             Algorithm::TokenBucket { burst, warm_up_us } => Algorithm::TokenBucket {
                 burst: self.scale_units(burst),
                 warm_up_us,
             },
-            // The line gets shorter with the rate.
+            // The queue of a leaky bucket shrinks with its rate.
             algorithm => algorithm,
         };
         Limit {
@@ -71,7 +72,7 @@ impl Share {
         let half = |bits: u64| u32::try_from(bits & u64::from(u32::MAX)).unwrap_or(u32::MAX);
         Self {
             instances: half(bits >> 32).max(1),
-            rank: Some(half(bits)).filter(|place| *place != u32::MAX),
+            rank: Some(half(bits)).filter(|rank| *rank != u32::MAX),
         }
     }
 }

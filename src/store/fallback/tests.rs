@@ -9,7 +9,7 @@ const START_US: u64 = 1_700_000_000_000_000;
 const PER_US: u64 = 10_000_000;
 const LIMIT_UNITS: u64 = 20;
 
-/// A fleet before a Redis that is a memory store here, all by one clock.
+/// A fleet and its Redis, which is a memory store here, all on one clock.
 struct SimulatedFleet {
     manual_clock: ManualClock,
     redis: MemoryStore,
@@ -17,18 +17,18 @@ struct SimulatedFleet {
     limit: Limit,
     key: Key,
     now_us: u64,
-    /// When units were admitted, by whomever.
+    /// Times of all admissions by any instance.
     admitted_at_us: Vec<u64>,
 }
 
 impl SimulatedFleet {
     fn new(instances: u32, algorithm: Algorithm) -> Self {
-        let (clock, hands) = Clock::manual(START_US);
+        let (clock, manual_clock) = Clock::manual(START_US);
         let redis = MemoryStore::new(COUNTER_BOUNDS, clock.clone());
-        let instances = (0..instances).map(|place| {
-            let local = FallbackStore::new(1, clock.clone());
-            local.set_share(Share::with_rank(instances, place));
-            local
+        let instances = (0..instances).map(|rank| {
+            let fallback = FallbackStore::new(1, clock.clone());
+            fallback.set_share(Share::with_rank(instances, rank));
+            fallback
         });
         let limit = Limit {
             requests: LIMIT_UNITS,
@@ -38,7 +38,7 @@ impl SimulatedFleet {
         let key = KeyBuilder::new("p").finish();
         Self {
             instances: instances.collect(),
-            manual_clock: hands,
+            manual_clock,
             redis,
             limit,
             key,
@@ -62,7 +62,7 @@ impl SimulatedFleet {
     fn decide_in_redis(&mut self, instance: usize) -> bool {
         let charges = [self.charge()];
         let decision = self.redis.decide(&charges);
-        self.instances[instance].cache_standings(&charges, &decision, Instant::now());
+        self.instances[instance].cache_statuses(&charges, &decision, Instant::now());
         self.record_admission(decision.admitted)
     }
 
@@ -76,7 +76,7 @@ impl SimulatedFleet {
         admitted
     }
 
-    /// Asks all alone until nobody admits any more.
+    /// Sends requests to all instances without Redis until none admits more.
     fn exhaust_shares(&mut self) -> usize {
         (0..self.instances.len())
             .map(|n| (0..100).filter(|_| self.decide_by_share(n)).count())
@@ -86,8 +86,8 @@ impl SimulatedFleet {
     fn write_back(&mut self) {
         for fallback in &self.instances {
             while fallback.has_pending_write_back() {
-                let owed = fallback.take_write_back([]);
-                for (limit, key, amendment) in &fallback.write_back_amendments(&owed) {
+                let batch = fallback.take_write_back([]);
+                for (limit, key, amendment) in &fallback.write_back_amendments(&batch) {
                     self.redis.apply_settlements(&[Settlement {
                         limit,
                         key,
@@ -100,7 +100,7 @@ impl SimulatedFleet {
         }
     }
 
-    /// The most that was admitted from a time on in any window of the limit's period.
+    /// The largest number of units admitted since `from_us` in any window of the limit's period.
     fn fullest_window_since(&self, from_us: u64) -> usize {
         let within = |start: u64| {
             self.admitted_at_us
@@ -119,27 +119,27 @@ impl SimulatedFleet {
 
 #[test]
 fn shares_sum_to_the_limit_whatever_it_is() {
-    for live in 1..60_u32 {
+    for instances in 1..60_u32 {
         for units in (0..130).chain([crate::limiter::MAX_UNITS]) {
-            let parts: Vec<u64> = (0..live)
-                .map(|place| Share::with_rank(live, place).scale_units(units))
+            let shares: Vec<u64> = (0..instances)
+                .map(|rank| Share::with_rank(instances, rank).scale_units(units))
                 .collect();
-            assert_eq!(parts.iter().sum::<u64>(), units, "{live} of {units}");
+            assert_eq!(shares.iter().sum::<u64>(), units, "{instances} of {units}");
             assert!(
-                parts.is_sorted_by(|low, high| low >= high),
-                "the lowest have the remainder: {parts:?}"
+                shares.is_sorted_by(|low, high| low >= high),
+                "the lowest ranks get the remainder: {shares:?}"
             );
-            assert!(parts[0] - parts[parts.len() - 1] <= 1);
+            assert!(shares[0] - shares[shares.len() - 1] <= 1);
             let unranked_total =
-                Share::with_unknown_rank(live).scale_units(units) * u64::from(live);
+                Share::with_unknown_rank(instances).scale_units(units) * u64::from(instances);
             assert!(
                 unranked_total <= units,
-                "who doesn't know his place takes no more than any: {live} of {units}"
+                "an unknown rank gets no more than any other: {instances} of {units}"
             );
         }
         for share in [
-            Share::with_rank(live, live - 1),
-            Share::with_unknown_rank(live),
+            Share::with_rank(instances, instances - 1),
+            Share::with_unknown_rank(instances),
         ] {
             assert_eq!(Share::from_bits(share.to_bits()), share);
         }
@@ -175,7 +175,7 @@ fn both_amounts_of_a_bucket_are_shared_and_the_counter_stays_the_same() {
         per_us: PER_US,
         algorithm: bucket,
     };
-    let bursts = [0, 1, 2].map(|place| Share::with_rank(3, place).scale_limit(&limit).capacity());
+    let bursts = [0, 1, 2].map(|rank| Share::with_rank(3, rank).scale_limit(&limit).capacity());
     assert_eq!(bursts, [3, 3, 2]);
     let block = Limit {
         requests: 1,
@@ -190,13 +190,13 @@ fn a_fleet_admits_the_remaining_units_and_an_exhausted_key_stays_exhausted() {
     for used in 0..=20 {
         let mut fleet = SimulatedFleet::new(3, Algorithm::SlidingLog);
         assert_eq!((0..used).filter(|_| fleet.decide_in_redis(0)).count(), used);
-        // All have just heard how it stands.
-        for local in &fleet.instances {
+        // All instances have just received the current status.
+        for fallback in &fleet.instances {
             let zero_cost = [Charge {
                 cost: 0,
                 ..fleet.charge()
             }];
-            local.cache_standings(&zero_cost, &fleet.redis.decide(&zero_cost), Instant::now());
+            fallback.cache_statuses(&zero_cost, &fleet.redis.decide(&zero_cost), Instant::now());
         }
         fleet.advance_us(1_000_000);
         assert_eq!(fleet.exhaust_shares(), 20 - used, "{used} were used");
@@ -204,7 +204,7 @@ fn a_fleet_admits_the_remaining_units_and_an_exhausted_key_stays_exhausted() {
         assert_eq!(
             fleet.exhaust_shares(),
             used,
-            "what was used before comes back after a period"
+            "used units are available again after a period"
         );
     }
 }
@@ -219,19 +219,19 @@ fn an_unknown_key_starts_with_the_whole_share_of_its_instance() {
 #[test]
 fn a_refusal_above_the_share_is_not_permanent() {
     let fleet = SimulatedFleet::new(30, Algorithm::SlidingLog);
-    let refusal = |local: &FallbackStore, cost| {
+    let refusal = |fallback: &FallbackStore, cost| {
         let charges = [Charge {
             cost,
             ..fleet.charge()
         }];
-        local.decide(&charges, Instant::now()).statuses[0]
+        fallback.decide(&charges, Instant::now()).statuses[0]
             .unwrap()
             .refusal
     };
     assert_eq!(
         refusal(&fleet.instances[19], 1),
         None,
-        "the lowest have one each"
+        "the lowest ranks have one unit each"
     );
     assert_eq!(refusal(&fleet.instances[20], 1), Some(Refusal::Unknown));
     assert_eq!(refusal(&fleet.instances[0], 20), Some(Refusal::Unknown));
@@ -241,7 +241,7 @@ fn a_refusal_above_the_share_is_not_permanent() {
 #[test]
 fn charges_are_all_or_nothing_and_only_local_policies_are_decided() {
     let (clock, _) = Clock::manual(START_US);
-    let local = FallbackStore::new(1, clock);
+    let fallback = FallbackStore::new(1, clock);
     let keys = ["a", "b", "c", "d"].map(|name| KeyBuilder::new(name).finish());
     let [wide, narrow] = [9, 2].map(|requests| Limit {
         requests,
@@ -270,14 +270,14 @@ fn charges_are_all_or_nothing_and_only_local_policies_are_decided() {
         },
     ];
     let admitted = (0..5)
-        .filter(|_| local.decide(&charges, Instant::now()).admitted)
+        .filter(|_| fallback.decide(&charges, Instant::now()).admitted)
         .count();
     assert_eq!(admitted, 2);
-    let last = local.decide(&charges, Instant::now());
+    let last = fallback.decide(&charges, Instant::now());
     assert_eq!(
         last.statuses[0].unwrap().remaining,
         7,
-        "the refused were not charged"
+        "refused requests are not charged"
     );
     assert_eq!((last.statuses[1], last.statuses[2]), (None, None));
     assert!(last.statuses[3].unwrap().refusal.is_some());
@@ -286,7 +286,7 @@ fn charges_are_all_or_nothing_and_only_local_policies_are_decided() {
 #[test]
 fn a_block_known_from_redis_continues_and_a_new_block_begins() {
     let (clock, manual_clock) = Clock::manual(START_US);
-    let (redis, local) = (
+    let (redis, fallback) = (
         MemoryStore::new(COUNTER_BOUNDS, clock.clone()),
         FallbackStore::new(1, clock),
     );
@@ -307,7 +307,7 @@ fn a_block_known_from_redis_continues_and_a_new_block_begins() {
     });
     for at_us in [0, 1, 20_000_000] {
         manual_clock.set_us(START_US + at_us);
-        local.cache_standings(&charges, &redis.decide(&charges), Instant::now());
+        fallback.cache_statuses(&charges, &redis.decide(&charges), Instant::now());
     }
     let ends_us = START_US + 60_000_001;
     for (at_us, admitted) in [
@@ -318,20 +318,20 @@ fn a_block_known_from_redis_continues_and_a_new_block_begins() {
     ] {
         manual_clock.set_us(at_us);
         assert_eq!(
-            local.decide(&charges, Instant::now()).admitted,
+            fallback.decide(&charges, Instant::now()).admitted,
             admitted,
             "at {}",
             at_us - START_US
         );
     }
     manual_clock.set_us(ends_us + 1 + 60_000_000);
-    assert!(local.decide(&charges, Instant::now()).admitted);
+    assert!(fallback.decide(&charges, Instant::now()).admitted);
 }
 
 #[test]
 fn slots_in_flight_are_counted_and_written_back_only_while_held() {
     let (clock, _) = Clock::manual(START_US);
-    let local = FallbackStore::new(1, clock);
+    let fallback = FallbackStore::new(1, clock);
     let key = KeyBuilder::new("p").finish();
     let limit = Limit {
         requests: 3,
@@ -345,7 +345,7 @@ fn slots_in_flight_are_counted_and_written_back_only_while_held() {
             ..Charge::new(&limit, &key, 1)
         }]
     };
-    let standing = LimitStatus {
+    let status = LimitStatus {
         remaining: 2,
         next_growth_us: None,
         refusal: None,
@@ -353,20 +353,20 @@ fn slots_in_flight_are_counted_and_written_back_only_while_held() {
     let admitted = Decision {
         now_us: START_US,
         admitted: true,
-        statuses: [Some(standing)].into_iter().collect(),
+        statuses: [Some(status)].into_iter().collect(),
         delay_us: 0,
         grants: SmallVec::new(),
         charged_at_us: SmallVec::new(),
     };
-    local.cache_standings(&charge(1), &admitted, Instant::now());
-    let decide_slot = |slot| local.decide(&charge(slot), Instant::now()).admitted;
+    fallback.cache_statuses(&charge(1), &admitted, Instant::now());
+    let decide_slot = |slot| fallback.decide(&charge(slot), Instant::now()).admitted;
     assert_eq!(
         [decide_slot(2), decide_slot(3), decide_slot(4)],
         [true, true, false],
-        "one was in flight before"
+        "one slot was in use before"
     );
     let release = |slot| {
-        local.apply_settlements(&[Settlement {
+        fallback.apply_settlements(&[Settlement {
             limit: &limit,
             key: &key,
             amendment: Amendment::Release { slot },
@@ -375,8 +375,8 @@ fn slots_in_flight_are_counted_and_written_back_only_while_held() {
     release(1);
     assert!(decide_slot(5));
     release(2);
-    let written_back_slots: BTreeSet<_> = local
-        .write_back_amendments(&local.take_write_back([]))
+    let written_back_slots: BTreeSet<_> = fallback
+        .write_back_amendments(&fallback.take_write_back([]))
         .into_iter()
         .map(|(.., amendment)| match amendment {
             Amendment::Renew { slot } => slot,
@@ -386,7 +386,8 @@ fn slots_in_flight_are_counted_and_written_back_only_while_held() {
     assert_eq!(written_back_slots, BTreeSet::from([3, 5]));
 }
 
-/// Calm, an outage, and calm again, with asks of everybody at random times.
+/// Simulates normal operation, an outage, and normal operation again, with requests at random times
+/// and instances.
 fn simulate_outage(algorithm: Algorithm, seed: u64) -> (SimulatedFleet, u64) {
     let mut random = fastrand::Rng::with_seed(seed);
     let mut fleet = SimulatedFleet::new(random.u32(1..6), algorithm);
@@ -416,16 +417,16 @@ fn no_window_after_the_outage_begins_exceeds_the_limit() {
         Algorithm::SlidingWindow { buckets: 10 },
     ];
     for (seed, algorithm) in (0..400).flat_map(|seed| sliding.map(|algorithm| (seed, algorithm))) {
-        let (fleet, fault_us) = simulate_outage(algorithm, seed);
+        let (fleet, outage_start_us) = simulate_outage(algorithm, seed);
         let limit = usize::try_from(LIMIT_UNITS).unwrap();
-        let fullest = fleet.fullest_window_since(fault_us);
+        let fullest = fleet.fullest_window_since(outage_start_us);
         assert!(
             fullest <= limit,
             "{fullest} in a window: seed {seed}, {algorithm:?}"
         );
         assert!(
             fleet.fullest_window_since(0) <= 2 * limit,
-            "across the fault: seed {seed}, {algorithm:?}"
+            "across the start of the outage: seed {seed}, {algorithm:?}"
         );
     }
 }
@@ -433,8 +434,9 @@ fn no_window_after_the_outage_begins_exceeds_the_limit() {
 #[test]
 fn no_fixed_window_after_the_outage_begins_exceeds_the_limit() {
     for seed in 0..400 {
-        let (fleet, fault_us) = simulate_outage(Algorithm::FixedWindow { offset_us: 0 }, seed);
-        let first = fault_us.div_ceil(PER_US);
+        let (fleet, outage_start_us) =
+            simulate_outage(Algorithm::FixedWindow { offset_us: 0 }, seed);
+        let first = outage_start_us.div_ceil(PER_US);
         for window in first..=fleet.now_us / PER_US {
             let count = fleet
                 .admitted_at_us
@@ -456,12 +458,12 @@ fn a_token_bucket_stays_within_burst_and_rate_after_the_outage_begins() {
             burst: 12,
             warm_up_us: 0,
         };
-        let (fleet, fault_us) = simulate_outage(algorithm, seed);
+        let (fleet, outage_start_us) = simulate_outage(algorithm, seed);
         let times: Vec<u64> = fleet
             .admitted_at_us
             .iter()
             .copied()
-            .filter(|at| *at >= fault_us)
+            .filter(|at| *at >= outage_start_us)
             .collect();
         for (nth, from_us) in times.iter().enumerate() {
             for (count, to_us) in (1..).zip(&times[nth..]) {
@@ -502,7 +504,7 @@ fn usage_written_back_after_a_long_outage_expires_within_a_period() {
 #[test]
 fn write_back_entries_are_bounded_and_lose_no_units_of_known_keys() {
     let (clock, manual_clock) = Clock::manual(START_US);
-    let local = FallbackStore::new(1, clock);
+    let fallback = FallbackStore::new(1, clock);
     let limit = Limit {
         requests: 1_000_000,
         per_us: PER_US,
@@ -515,10 +517,10 @@ fn write_back_entries_are_bounded_and_lose_no_units_of_known_keys() {
     }];
     for n in 0..20_000 {
         manual_clock.set_us(START_US + n * 499);
-        assert!(local.decide(&charges, Instant::now()).admitted);
+        assert!(fallback.decide(&charges, Instant::now()).admitted);
     }
-    let batch = local.take_write_back([]);
-    let amendments = local.write_back_amendments(&batch);
+    let batch = fallback.take_write_back([]);
+    let amendments = fallback.write_back_amendments(&batch);
     let units: u64 = amendments
         .iter()
         .map(|(.., amendment)| match amendment {
@@ -532,7 +534,10 @@ fn write_back_entries_are_bounded_and_lose_no_units_of_known_keys() {
         "{} entries for one period",
         amendments.len()
     );
-    assert!(local.has_pending_write_back(), "until it is paid");
+    assert!(
+        fallback.has_pending_write_back(),
+        "until the batch is finished"
+    );
     let settlements: Vec<_> = amendments
         .iter()
         .map(|(limit, key, amendment)| Settlement {
@@ -541,14 +546,14 @@ fn write_back_entries_are_bounded_and_lose_no_units_of_known_keys() {
             amendment: *amendment,
         })
         .collect();
-    local.requeue_unsent(batch, settlements.iter());
+    fallback.requeue_unsent(batch, settlements.iter());
     assert_eq!(
-        local.write_back_amendments(&local.take_write_back([])),
+        fallback.write_back_amendments(&fallback.take_write_back([])),
         amendments,
-        "what was not paid is owed again"
+        "unsent charges are pending again"
     );
-    local.finish_write_back();
-    assert!(!local.has_pending_write_back());
+    fallback.finish_write_back();
+    assert!(!fallback.has_pending_write_back());
 }
 
 #[test]
@@ -558,13 +563,17 @@ fn redis_answers_without_pending_write_back_are_not_cached() {
     assert_eq!(
         fleet.exhaust_shares(),
         18,
-        "Redis' answer lacks two: it is not where it starts"
+        "the answer of Redis lacks two charges and is not cached"
     );
     fleet.write_back();
     assert!(!fleet.decide_in_redis(0));
     fleet.advance_us(PER_US);
     assert!(fleet.decide_in_redis(0));
-    assert_eq!(fleet.exhaust_shares(), 19, "and now it is");
+    assert_eq!(
+        fleet.exhaust_shares(),
+        19,
+        "now the answer of Redis is cached"
+    );
 }
 
 #[test]
@@ -580,7 +589,7 @@ fn workers_that_enter_an_outage_at_once_never_exceed_the_share() {
         has_fallback: true,
         ..Charge::new(&limit, &key, 1)
     };
-    let standing = LimitStatus {
+    let status = LimitStatus {
         remaining: 2,
         next_growth_us: Some(START_US + PER_US),
         refusal: None,
@@ -588,19 +597,19 @@ fn workers_that_enter_an_outage_at_once_never_exceed_the_share() {
     let answer = Decision {
         now_us: START_US,
         admitted: true,
-        statuses: SmallVec::from_elem(Some(standing), 1),
+        statuses: SmallVec::from_elem(Some(status), 1),
         delay_us: 0,
         grants: SmallVec::new(),
         charged_at_us: SmallVec::new(),
     };
     for round in 0..10_000 {
-        let local = FallbackStore::new(1, Clock::manual(START_US).0);
-        local.cache_standings(&[charge], &answer, Instant::now());
+        let fallback = FallbackStore::new(1, Clock::manual(START_US).0);
+        fallback.cache_statuses(&[charge], &answer, Instant::now());
         let barrier = Barrier::new(2);
         let count_admitted = || {
             barrier.wait();
             (0..4)
-                .filter(|_| local.decide(&[charge], Instant::now()).admitted)
+                .filter(|_| fallback.decide(&[charge], Instant::now()).admitted)
                 .count()
         };
         let admitted = thread::scope(|scope| {

@@ -1,23 +1,23 @@
-//! What was admitted without Redis, until that knows.
+//! Charges admitted without Redis, until they are written back.
 
 use crate::limiter::{Algorithm, Amendment, Charge, Key, Limit};
 use crate::store::memory::{CounterId, counter_id};
 use indexmap::IndexMap;
 use std::collections::VecDeque;
 
-/// Keys that are noted at a time, about 300 bytes each. Who comes with more of them is not written back: each has a
-/// quota of its own.
+/// Maximum number of counters, about 300 bytes each. Further counters are not written back.
 const MAX_KEYS: usize = 1 << 16;
 
-/// Entries of all keys together, 16 bytes each. When there are so many, no key gets another: what it takes joins
-/// its newest, as of now.
+/// Maximum number of usage entries of all counters, 16 bytes each. Above it, units are added to the
+/// newest entry of their counter, with the current time.
 const MAX_USAGE_ENTRIES: usize = 1 << 18;
 
-/// A period is noted in so many parts: what falls into one is written back as of the latest of it, a little too late
-/// and never too early. Parts that count no more are dropped.
+/// Resolution of usage entries: a period is divided into this many parts. Units of one part are
+/// written back with its latest time: slightly too late, never too early. Expired parts are
+/// dropped.
 const SUBPERIODS: u64 = 64;
 
-/// Amendments that are wanted at a time, at least.
+/// Minimum number of amendments per batch, if there are that many.
 const MIN_BATCH_AMENDMENTS: usize = 64;
 
 #[derive(Debug, Default)]
@@ -26,22 +26,22 @@ pub(super) struct WriteBackTable {
     usage_entry_count: usize,
 }
 
-/// What one counter has to be told.
+/// Pending write-back of one counter.
 #[derive(Clone, Debug)]
 pub(super) struct CounterWriteBack {
     limit: Limit,
     key: Key,
-    /// Which part of the store keeps it.
+    /// Partition of the store that holds the counter.
     partition: u16,
-    /// Oldest first. Of buckets, whose debt has no age, one.
+    /// Oldest first. A bucket has one entry, because its debt has no age.
     usage: VecDeque<UsageEntry>,
-    /// Taken and not given back; of `concurrency` only.
+    /// Ids of slots in use; for `concurrency` only.
     held_slots: Vec<u128>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct UsageEntry {
-    /// When the last of them was taken, by the local clock.
+    /// Time of the last charge in this entry, by the local clock (µs).
     at_us: u64,
     units: u64,
 }
@@ -51,9 +51,9 @@ impl WriteBackTable {
         self.by_counter.is_empty()
     }
 
-    /// Notes what was admitted at `now_us`, of a counter in a part of the store.
+    /// Records a charge that was admitted at `now_us`.
     pub(super) fn record_charge(&mut self, charge: &Charge<'_>, partition: u16, now_us: u64) {
-        // Who was refused, and for how long, is each instance's own affair.
+        // Blocks are not shared: each instance blocks the clients that it rejected itself.
         if charge.is_block() {
             return;
         }
@@ -86,14 +86,14 @@ impl WriteBackTable {
         self.usage_entry_count += pending.usage.len();
     }
 
-    /// A slot was given back: nothing is owed for it.
+    /// Removes a released slot, which no longer needs to be written back.
     pub(super) fn release_slot(&mut self, limit: &Limit, key: &Key, slot: u128) {
-        if let Some(debt) = self.by_counter.get_mut(&counter_id(limit, key)) {
-            debt.held_slots.retain(|held| *held != slot);
+        if let Some(pending) = self.by_counter.get_mut(&counter_id(limit, key)) {
+            pending.held_slots.retain(|held| *held != slot);
         }
     }
 
-    /// Takes out whole debts of the parts that are there, until there is enough for a call.
+    /// Removes whole counters of reachable partitions until the batch is large enough.
     pub(super) fn take_batch(
         &mut self,
         is_reachable: impl Fn(u16) -> bool,
@@ -106,32 +106,32 @@ impl WriteBackTable {
             let is_wanted = self
                 .by_counter
                 .get_index(at)
-                .is_some_and(|(_, debt)| is_reachable(debt.partition));
-            // The last takes its place, which was looked at before.
-            if is_wanted && let Some((_, debt)) = self.by_counter.swap_remove_index(at) {
-                amendment_count += debt.usage.len() + debt.held_slots.len();
-                self.usage_entry_count -= debt.usage.len();
-                batch.push(debt);
+                .is_some_and(|(_, pending)| is_reachable(pending.partition));
+            // `swap_remove` moves the last entry to this index; that entry was already visited.
+            if is_wanted && let Some((_, pending)) = self.by_counter.swap_remove_index(at) {
+                amendment_count += pending.usage.len() + pending.held_slots.len();
+                self.usage_entry_count -= pending.usage.len();
+                batch.push(pending);
             }
         }
         batch
     }
 
-    /// Notes again what was taken out.
+    /// Puts back counters that were not written.
     pub(super) fn merge_batch(&mut self, batch: impl Iterator<Item = CounterWriteBack>) {
-        for mut debt in batch {
-            let id = debt.counter_id();
+        for mut pending in batch {
+            let id = pending.counter_id();
             if let Some(newer) = self.by_counter.swap_remove(&id) {
                 self.usage_entry_count -= newer.usage.len();
-                debt.limit = newer.limit;
-                debt.held_slots.extend(newer.held_slots);
+                pending.limit = newer.limit;
+                pending.held_slots.extend(newer.held_slots);
                 newer
                     .usage
                     .into_iter()
-                    .for_each(|spent| debt.add_usage(spent, true));
+                    .for_each(|entry| pending.add_usage(entry, true));
             }
-            self.usage_entry_count += debt.usage.len();
-            self.by_counter.insert(id, debt);
+            self.usage_entry_count += pending.usage.len();
+            self.by_counter.insert(id, pending);
         }
     }
 }
@@ -141,8 +141,9 @@ impl CounterWriteBack {
         counter_id(&self.limit, &self.key)
     }
 
-    /// What Redis has to be told at `now_us`, if the key uses so many units of its share now. Where units have no age
-    /// of their own, what is paid back already need not be told.
+    /// The amendments to send to Redis at `now_us`. `units_in_use` returns the used units of this
+    /// instance's share. Buckets have no ages: their units are capped by it, since the rest has
+    /// already drained.
     pub(super) fn amendments(
         &self,
         now_us: u64,
@@ -153,10 +154,10 @@ impl CounterWriteBack {
         } else {
             u64::MAX
         };
-        let to_amendment = move |spent: &UsageEntry| Amendment::BackdatedCharge {
-            units: spent.units.min(max_units),
+        let to_amendment = move |entry: &UsageEntry| Amendment::BackdatedCharge {
+            units: entry.units.min(max_units),
             age_us: if max_units == u64::MAX {
-                now_us.saturating_sub(spent.at_us)
+                now_us.saturating_sub(entry.at_us)
             } else {
                 0
             },
@@ -164,7 +165,7 @@ impl CounterWriteBack {
         let in_use = self
             .usage
             .iter()
-            .filter(move |spent| may_be_in_use(&self.limit, spent.at_us, now_us));
+            .filter(move |entry| may_be_in_use(&self.limit, entry.at_us, now_us));
         let slots = self
             .held_slots
             .iter()
@@ -210,7 +211,7 @@ fn is_bucket(limit: &Limit) -> bool {
     )
 }
 
-/// Whether units that were taken at a time may still be in use.
+/// Whether units charged at `at_us` may still be in use at `now_us`.
 fn may_be_in_use(limit: &Limit, at_us: u64, now_us: u64) -> bool {
     let per_us = limit.per_us.max(1);
     match limit.algorithm {

@@ -1,154 +1,73 @@
-//! What is in hand: units that the store has lent, by policy and key. Pure: whoever asks brings the time.
+//! Leased units by policy and key. The caller passes the time.
 //!
-//! Nothing is handed out after the end of its lease, which counts from the moment at which the question was sent: then
-//! the store's own end can't come earlier. What is left over goes back.
+//! No unit is issued after the end of its lease. The TTL counts from sending the request, so the
+//! lease ends here before it ends in the store. Unused units are returned to the store.
 
-use crate::limiter::{Amendment, Charge, Decision, Key, Lease, Limit, LimitStatus};
-use crate::store::Settlement;
+use super::lease_entry::{LastStoreAnswer, LeaseEntry, LeasePermit, LeasedUnits};
+use super::lease_return::{LeaseOwner, LeaseReturn, LeaseReturnQueue};
+use crate::limiter::{Charge, Decision, LimitStatus};
 use parking_lot::{Mutex, MutexGuard};
-use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
 use tokio::time::Instant;
 
-/// Parts of the book, each with a lock.
+/// Number of shards, each with a lock.
 const SHARD_COUNT: usize = 16;
 
-/// Keys in one part: about 4 MiB in all. What strangers make up beyond them is asked of the store one by one.
+/// Keys per shard: about 4 MiB in all. Charges of further keys ask the store one by one.
 const MAX_KEYS_PER_SHARD: usize = 512;
 
-/// Returns that wait for their way back at most: a few megabytes. Others count until they have left.
-const MAX_RETURNS: usize = 1 << 14;
-
-/// Our clock may run slower than the store's by one part in so many.
+/// The local clock may run slower than the store's by this fraction.
 const CLOCK_DRIFT_DIVISOR: u32 = 256;
 
-/// Units in hand at most, if the size is our own choice.
-const MAX_AUTO_UNITS: u64 = 1000;
-
-/// So many units in the time of a lease make a key worth one.
-const MIN_DEMAND_UNITS: u64 = 4;
-
-/// What one process has been lent.
+/// The leases of one process.
 #[derive(Debug, Default)]
 pub(super) struct LeaseTable {
     shards: [Mutex<LeaseShard>; SHARD_COUNT],
-    /// What was not used, on its way back.
-    returns: Mutex<Vec<LeaseReturn>>,
-    /// There may be something to give back earlier than was known.
+    /// Unused units to be returned to the store.
+    returns: LeaseReturnQueue,
+    /// Wakes the return task when a return may be due earlier than it expects.
     changed: Notify,
-    /// Units that were lent, not used and not given back.
-    lost_units: AtomicU64,
 }
 
 #[derive(Debug, Default)]
 struct LeaseShard {
     keys: HashMap<u128, LeaseEntry, foldhash::fast::RandomState>,
-    /// Nothing is lent any more.
+    /// Set at shutdown: no further units are issued.
     is_closed: bool,
 }
 
-/// What a policy has for one key.
-#[derive(Debug)]
-struct LeaseEntry {
-    owner: Arc<LeaseOwner>,
-    /// In the order of their ends.
-    grants: SmallVec<[LeasedUnits; 2]>,
-    /// One is asking for more; he tells those who wait.
-    renewal: Option<Arc<Notify>>,
-    /// Who asked last got nothing.
-    is_last_grant_empty: bool,
-    last_answer: Option<LastStoreAnswer>,
-    demand: LeaseDemand,
-}
-
-/// For whom and for what it was lent: other limits are another policy's, or another configuration's.
-#[derive(Debug)]
-struct LeaseOwner {
-    key: Key,
-    limits: SmallVec<[Limit; 2]>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct LeasedUnits {
-    /// Units.
-    remaining_units: u64,
-    /// The end by the store's clock (µs), and by ours.
-    until_us: u64,
-    expires_at: Instant,
-}
-
-/// The store's last answer for the key.
-#[derive(Debug)]
-struct LastStoreAnswer {
-    store_now_us: u64,
-    received_at: Instant,
-    /// One per limit.
-    standings: SmallVec<[LimitStatus; 2]>,
-    /// Units handed out since.
-    issued_units: u64,
-}
-
-/// How many units are asked for, in this and in the last stretch as long as a lease.
-#[derive(Clone, Copy, Debug)]
-struct LeaseDemand {
-    interval_start: Instant,
-    current_units: u64,
-    previous_units: u64,
-}
-
-/// What was lent and not used.
-#[derive(Clone, Debug)]
-pub(super) struct LeaseReturn {
-    owner: Arc<LeaseOwner>,
-    units: u64,
-    until_us: u64,
-}
-
-/// Units handed out to one request.
-#[derive(Debug)]
-pub(super) struct LeasePermit {
-    owner: Arc<LeaseOwner>,
-    pub units: u64,
-    until_us: u64,
-    /// The request has to be decided by then.
-    pub expires_at: Instant,
-    /// The store's clock now, at the earliest.
-    pub store_now_us: u64,
-    /// How the limits stand, at the least.
-    pub standings: SmallVec<[LimitStatus; 2]>,
-}
-
-/// What to do for a request.
+/// How the caller proceeds with a request.
 #[derive(Debug)]
 pub(super) enum LeaseAction {
-    /// Go on, and if units are wanted, ask the store for so many meanwhile.
+    /// Admit the request. If `units_to_request` is not 0, also request that many units in the
+    /// background.
     Permit {
         permit: LeasePermit,
         units_to_request: u64,
     },
-    /// Ask the store, and if units are wanted, for so many in advance.
+    /// Ask the store. If `units_to_request` is not 0, also request a lease of that many units.
     QueryStore { units_to_request: u64 },
-    /// Somebody asks just now: look again when he has got something.
+    /// Wait for the renewal in progress, then try again.
     WaitForRenewal(OwnedNotified),
 }
 
-/// What whoever looks can do if there is nothing.
+/// What a caller may do when no units are left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OnLeaseExhausted {
     WaitForRenewal,
     QueryStore,
-    /// The store is not to be asked for more.
+    /// Decide without requesting a lease.
     SkipRenewal,
 }
 
 impl LeaseTable {
-    /// Hands out what the charges of one policy take, all with a lease and of the same cost. Who is told to ask for units
-    /// says when he is done: [`LeaseTable::asked`].
+    /// Issues units for the charges of one policy, which all have a lease and the same cost. A
+    /// caller that gets `units_to_request` has to call [`LeaseTable::finish_renewal`] when that
+    /// request has ended.
     pub(super) fn take_permit(
         &self,
         charges: &[Charge<'_>],
@@ -175,13 +94,17 @@ impl LeaseTable {
             };
         };
         entry.demand.record_units(charge.cost, now, &lease);
-        entry.expire_grants(now, self);
-        let in_hand = entry.grants.iter().map(|lot| lot.remaining_units).sum();
+        entry.expire_grants(now, &self.returns);
+        let available_units = entry
+            .grants
+            .iter()
+            .map(|leased| leased.remaining_units)
+            .sum();
         let units_to_request =
             if entry.renewal.is_some() || on_exhausted == OnLeaseExhausted::SkipRenewal {
                 0
             } else {
-                entry.units_to_request(&lease, in_hand)
+                entry.units_to_request(&lease, available_units)
             };
         let is_renewal_pending = entry.renewal.is_some();
         if units_to_request > 0 {
@@ -194,22 +117,22 @@ impl LeaseTable {
             };
         }
         match &entry.renewal {
-            Some(asking)
+            Some(renewal)
                 if is_renewal_pending
                     && on_exhausted == OnLeaseExhausted::WaitForRenewal
                     && !entry.is_last_grant_empty =>
             {
-                LeaseAction::WaitForRenewal(Arc::clone(asking).notified_owned())
+                LeaseAction::WaitForRenewal(Arc::clone(renewal).notified_owned())
             }
             _ => LeaseAction::QueryStore { units_to_request },
         }
     }
 
-    /// The store has answered the question of one policy, sent at `sent`, that wanted units.
+    /// Records the store's answer to a lease request for one policy, sent at `sent_at`.
     pub(super) fn record_grant(
         &self,
         charges: &[Charge<'_>],
-        standings: &[Option<LimitStatus>],
+        statuses: &[Option<LimitStatus>],
         decision: &Decision,
         (sent_at, received_at): (Instant, Instant),
     ) {
@@ -236,69 +159,70 @@ impl LeaseTable {
             .get_mut(&charge.key.id())
             .filter(|entry| entry.matches_limits(charges) && !is_closed);
         let Some(entry) = entry else {
-            if let Some(lot) = lease_grant {
-                self.queue_return(lot.into_return(&LeaseOwner::from_charges(charges, charge.key)));
+            if let Some(leased) = lease_grant {
+                self.returns
+                    .push(leased.into_return(&LeaseOwner::from_charges(charges, charge.key)));
             }
             return self.changed.notify_one();
         };
         entry.is_last_grant_empty = lease_grant.is_none();
-        if let Some(lot) = lease_grant {
+        if let Some(leased) = lease_grant {
             let at = entry
                 .grants
-                .partition_point(|other| other.expires_at <= lot.expires_at);
-            entry.grants.insert(at, lot);
+                .partition_point(|other| other.expires_at <= leased.expires_at);
+            entry.grants.insert(at, leased);
             self.changed.notify_one();
-            let standings = standings.iter().copied().flatten().collect();
+            let statuses = statuses.iter().copied().flatten().collect();
             entry.last_answer = Some(LastStoreAnswer {
                 store_now_us: decision.now_us,
                 received_at,
-                standings,
+                statuses,
                 issued_units: 0,
             });
         }
     }
 
-    /// Whoever asked for a key is done, whatever came of it.
+    /// Ends a renewal, whatever its result, and wakes the callers that wait for it.
     pub(super) fn finish_renewal(&self, key: u128) {
         let renewal = self
             .lock_shard(key)
             .keys
             .get_mut(&key)
             .and_then(|entry| entry.renewal.take());
-        if let Some(asking) = renewal {
-            asking.notify_waiters();
+        if let Some(renewal) = renewal {
+            renewal.notify_waiters();
         }
     }
 
-    /// The request that got it was not admitted.
+    /// Takes back the units of a request that was not admitted.
     pub(super) fn return_permit(&self, permit: &LeasePermit) {
         let mut shard = self.lock_shard(permit.owner.key.id());
-        // Another configuration's entry has nothing to do with it.
+        // An entry of another configuration does not own this permit.
         let entry = shard.keys.get_mut(&permit.owner.key.id());
         let mut entry = entry.filter(|entry| Arc::ptr_eq(&entry.owner, &permit.owner));
-        if let Some(seen) = entry.as_mut().and_then(|entry| entry.last_answer.as_mut()) {
-            seen.issued_units = seen.issued_units.saturating_sub(permit.units);
+        if let Some(answer) = entry.as_mut().and_then(|entry| entry.last_answer.as_mut()) {
+            answer.issued_units = answer.issued_units.saturating_sub(permit.units);
         }
         let matching_grant = entry.and_then(|entry| {
             entry
                 .grants
                 .iter_mut()
-                .find(|lot| lot.until_us == permit.until_us)
+                .find(|leased| leased.until_us == permit.until_us)
         });
         match matching_grant {
-            Some(lot) => lot.remaining_units += permit.units,
+            Some(leased) => leased.remaining_units += permit.units,
             None => {
                 let LeasePermit {
                     units,
                     until_us,
-                    expires_at: ends,
+                    expires_at,
                     ..
                 } = *permit;
-                self.queue_return(
+                self.returns.push(
                     LeasedUnits {
                         remaining_units: units,
                         until_us,
-                        expires_at: ends,
+                        expires_at,
                     }
                     .into_return(&permit.owner),
                 );
@@ -307,30 +231,23 @@ impl LeaseTable {
         }
     }
 
-    /// Ends when [`LeaseTable::due`] may say something new.
+    /// Waits until [`LeaseTable::take_due_returns`] may have new results.
     pub(super) async fn wait_for_change(&self) {
         self.changed.notified().await;
     }
 
-    /// So many units could not be given back.
+    /// Counts units that could not be returned.
     pub(super) fn record_lost_units(&self, units: u64) {
-        self.lost_units.fetch_add(units, Ordering::Relaxed);
+        self.returns.record_lost_units(units);
     }
 
-    /// How many that were since the start.
+    /// Units that could not be returned since the start.
     pub(super) fn lost_units(&self) -> u64 {
-        self.lost_units.load(Ordering::Relaxed)
+        self.returns.lost_units()
     }
 
-    fn queue_return(&self, lease_return: LeaseReturn) {
-        let mut returns = self.returns.lock();
-        match returns.len() < MAX_RETURNS {
-            true => returns.push(lease_return),
-            false => self.record_lost_units(lease_return.units),
-        }
-    }
-
-    /// What has to go back to the store at `now`, and when there will be more, if ever.
+    /// Returns the unused units of leases that have expired, and the time of the next expiry, if
+    /// any.
     pub(super) fn take_due_returns(&self, now: Instant) -> (Vec<LeaseReturn>, Option<Instant>) {
         let mut next: Option<Instant> = None;
         for shard in &self.shards {
@@ -340,34 +257,34 @@ impl LeaseTable {
                 .values_mut()
                 .filter(|entry| !entry.grants.is_empty())
             {
-                entry.expire_grants(now, self);
-                let ends = entry.grants.first().map(|lot| lot.expires_at);
+                entry.expire_grants(now, &self.returns);
+                let ends = entry.grants.first().map(|leased| leased.expires_at);
                 next = next.into_iter().chain(ends).min();
             }
         }
-        (std::mem::take(&mut *self.returns.lock()), next)
+        (self.returns.take_all(), next)
     }
 
-    /// Ends all leases: everything goes back, and nothing is lent any more.
+    /// Ends all leases and returns their unused units. Issues no units afterwards.
     pub(super) fn close(&self) -> Vec<LeaseReturn> {
         for shard in &self.shards {
             let mut shard = shard.lock();
             shard.is_closed = true;
             for entry in shard.keys.values_mut() {
-                entry.revoke_all_grants(self);
+                entry.revoke_all_grants(&self.returns);
             }
         }
-        std::mem::take(&mut *self.returns.lock())
+        self.returns.take_all()
     }
 
-    /// By the low bits of a cryptographic hash.
+    /// Selects a shard by the low bits of a cryptographic hash.
     fn lock_shard(&self, key: u128) -> MutexGuard<'_, LeaseShard> {
         let [first, ..] = &self.shards;
         let at = usize::try_from(key & 0xffff).unwrap_or(0) % SHARD_COUNT;
         self.shards.get(at).unwrap_or(first).lock()
     }
 
-    /// The entry of a policy and key as it is now configured; `None`: there is no room for another.
+    /// The entry of a policy and key for the present limits. `None` if the shard is full.
     fn get_or_insert_entry<'s>(
         &self,
         shard: &'s mut LeaseShard,
@@ -391,12 +308,12 @@ impl LeaseTable {
             .entry(id)
             .or_insert_with(|| LeaseEntry::new(charges, charge.key, now));
         if !entry.matches_limits(charges) {
-            entry.revoke_all_grants(self);
+            entry.revoke_all_grants(&self.returns);
             self.changed.notify_one();
-            // Who is asking for the old one tells those who wait.
-            let asking = entry.renewal.take();
+            // The renewal for the previous limits still wakes the waiting callers.
+            let renewal = entry.renewal.take();
             *entry = LeaseEntry {
-                renewal: asking,
+                renewal,
                 ..LeaseEntry::new(charges, charge.key, now)
             };
         }
@@ -404,166 +321,16 @@ impl LeaseTable {
     }
 }
 
-/// A key that was not asked for so long makes room for another.
+/// An entry without requests for this long is removed when its shard is full.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
-
-impl LeaseEntry {
-    fn new(charges: &[Charge<'_>], key: &Key, now: Instant) -> Self {
-        Self {
-            owner: LeaseOwner::from_charges(charges, key),
-            grants: SmallVec::new(),
-            renewal: None,
-            is_last_grant_empty: false,
-            last_answer: None,
-            demand: LeaseDemand {
-                interval_start: now,
-                current_units: 0,
-                previous_units: 0,
-            },
-        }
-    }
-
-    fn matches_limits(&self, charges: &[Charge<'_>]) -> bool {
-        self.owner
-            .limits
-            .iter()
-            .eq(charges.iter().map(|charge| charge.limit))
-    }
-
-    fn is_in_use(&self) -> bool {
-        !self.grants.is_empty() || self.renewal.is_some()
-    }
-
-    /// How many units to ask for, with so many in hand: early, since requests go on meanwhile.
-    fn units_to_request(&self, lease: &Lease, in_hand: u64) -> u64 {
-        let size = lease.size.unwrap_or_else(|| {
-            match self.demand.current_units.max(self.demand.previous_units) {
-                0..MIN_DEMAND_UNITS => 0,
-                units => units.min(MAX_AUTO_UNITS),
-            }
-        });
-        // When the store has nothing to lend, what is in hand is used up first.
-        if in_hand <= size / 4 && !(self.is_last_grant_empty && in_hand > 0) {
-            size - in_hand
-        } else {
-            0
-        }
-    }
-
-    fn issue_permit(&mut self, charge: &Charge<'_>, now: Instant) -> Option<LeasePermit> {
-        let units = charge.cost;
-        let grant = self
-            .grants
-            .iter_mut()
-            .find(|lot| lot.remaining_units >= units)?;
-        let seen = self.last_answer.as_mut()?;
-        grant.remaining_units -= units;
-        seen.issued_units = seen.issued_units.saturating_add(units);
-        let now_us = seen
-            .store_now_us
-            .saturating_add(micros(now.saturating_duration_since(seen.received_at)));
-        let standing = |standing: &LimitStatus| LimitStatus {
-            remaining: standing.remaining.saturating_sub(seen.issued_units),
-            next_growth_us: standing.next_growth_us.map(|at_us| at_us.max(now_us)),
-            refusal: None,
-        };
-        Some(LeasePermit {
-            owner: Arc::clone(&self.owner),
-            units,
-            until_us: grant.until_us,
-            expires_at: grant.expires_at,
-            store_now_us: now_us,
-            standings: seen.standings.iter().map(standing).collect(),
-        })
-    }
-
-    /// Ends the leases whose time has come.
-    fn expire_grants(&mut self, now: Instant, book: &LeaseTable) {
-        while let Some(lot) = self
-            .grants
-            .first()
-            .copied()
-            .filter(|lot| lot.expires_at <= now)
-        {
-            self.grants.remove(0);
-            if lot.remaining_units > 0 {
-                book.queue_return(lot.into_return(&self.owner));
-            }
-        }
-    }
-
-    fn revoke_all_grants(&mut self, book: &LeaseTable) {
-        let unused = self.grants.drain(..).filter(|lot| lot.remaining_units > 0);
-        unused.for_each(|lot| book.queue_return(lot.into_return(&self.owner)));
-    }
-}
-
-impl LeaseOwner {
-    fn from_charges(charges: &[Charge<'_>], key: &Key) -> Arc<Self> {
-        let limits = charges.iter().map(|charge| *charge.limit).collect();
-        Arc::new(Self {
-            key: key.clone(),
-            limits,
-        })
-    }
-}
-
-impl LeasedUnits {
-    fn into_return(self, owner: &Arc<LeaseOwner>) -> LeaseReturn {
-        LeaseReturn {
-            owner: Arc::clone(owner),
-            units: self.remaining_units,
-            until_us: self.until_us,
-        }
-    }
-}
-
-impl LeaseDemand {
-    fn record_units(&mut self, units: u64, now: Instant, lease: &Lease) {
-        let ttl = Duration::from_micros(lease.ttl_us);
-        let since = now.saturating_duration_since(self.interval_start);
-        if since >= ttl {
-            let before = if since < 2 * ttl {
-                self.current_units
-            } else {
-                0
-            };
-            *self = Self {
-                interval_start: now,
-                current_units: 0,
-                previous_units: before,
-            };
-        }
-        self.current_units = self.current_units.saturating_add(units);
-    }
-}
-
-impl LeaseReturn {
-    pub(super) fn settlements(&self) -> impl Iterator<Item = Settlement<'_>> {
-        let amendment = Amendment::Credit {
-            units: self.units,
-            at_us: self.until_us,
-        };
-        self.owner.limits.iter().map(move |limit| Settlement {
-            limit,
-            key: &self.owner.key,
-            amendment,
-        })
-    }
-
-    pub(super) fn units(&self) -> u64 {
-        self.units
-    }
-}
-
-fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
-}
 
 #[cfg(test)]
 mod tests {
+    use super::super::lease_entry::MIN_DEMAND_UNITS;
+    use super::super::lease_return::MAX_RETURNS;
     use super::*;
-    use crate::limiter::{Algorithm, GrantedUnits, KeyBuilder};
+    use crate::limiter::{Algorithm, Amendment, GrantedUnits, Key, KeyBuilder, Lease, Limit};
+    use smallvec::SmallVec;
 
     const LIMIT: Limit = Limit {
         requests: 1000,
@@ -587,9 +354,9 @@ mod tests {
         }
     }
 
-    /// As the store answers who asks for a lease.
+    /// The store's answer to a lease request.
     fn store_answer(units: u64) -> Decision {
-        let standing = LimitStatus {
+        let status = LimitStatus {
             remaining: 999,
             next_growth_us: None,
             refusal: None,
@@ -602,31 +369,32 @@ mod tests {
         Decision {
             now_us: 5_000_000,
             admitted: true,
-            statuses: SmallVec::from_elem(Some(standing), 1),
+            statuses: SmallVec::from_elem(Some(status), 1),
             delay_us: 0,
             grants: SmallVec::from_elem(grant, usize::from(units > 0)),
             charged_at_us: SmallVec::new(),
         }
     }
 
-    fn renew_lease(book: &LeaseTable, charge: Charge<'_>, units: u64, now: Instant) {
+    fn renew_lease(table: &LeaseTable, charge: Charge<'_>, units: u64, now: Instant) {
         let answer = store_answer(units);
-        book.record_grant(&[charge], &answer.statuses, &answer, (now, now));
-        book.finish_renewal(charge.key.id());
+        table.record_grant(&[charge], &answer.statuses, &answer, (now, now));
+        table.finish_renewal(charge.key.id());
     }
 
     #[test]
     fn trap_26_keys_are_bounded_and_idle_keys_are_evicted() {
-        let (book, start) = (LeaseTable::default(), Instant::now());
+        let (table, start) = (LeaseTable::default(), Instant::now());
         let max_keys = SHARD_COUNT * MAX_KEYS_PER_SHARD;
         let key_count = || {
-            book.shards
+            table
+                .shards
                 .iter()
                 .map(|shard| shard.lock().keys.len())
                 .sum::<usize>()
         };
         for name in 0..2 * max_keys {
-            book.take_permit(
+            table.take_permit(
                 &[charge(&LIMIT, &key(name), None)],
                 start,
                 OnLeaseExhausted::WaitForRenewal,
@@ -634,7 +402,7 @@ mod tests {
         }
         assert_eq!(key_count(), max_keys);
         let new_key = key(2 * max_keys);
-        book.take_permit(
+        table.take_permit(
             &[charge(&LIMIT, &new_key, None)],
             start + IDLE_TIMEOUT,
             OnLeaseExhausted::WaitForRenewal,
@@ -644,33 +412,30 @@ mod tests {
 
     #[test]
     fn a_cold_key_requests_no_lease_and_a_hot_key_requests_its_demand() {
-        let (book, key, start) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, start) = (LeaseTable::default(), key(0), Instant::now());
         for nth in 1..=10 {
-            let action = book.take_permit(
+            let action = table.take_permit(
                 &[charge(&LIMIT, &key, None)],
                 start,
                 OnLeaseExhausted::QueryStore,
             );
-            let LeaseAction::QueryStore {
-                units_to_request: wanted,
-            } = action
-            else {
+            let LeaseAction::QueryStore { units_to_request } = action else {
                 panic!("{action:?}")
             };
             assert_eq!(
-                wanted,
+                units_to_request,
                 if nth < MIN_DEMAND_UNITS { 0 } else { nth },
                 "{nth}"
             );
-            book.finish_renewal(key.id());
+            table.finish_renewal(key.id());
         }
     }
 
     #[test]
     fn callers_wait_for_a_renewal_unless_the_last_grant_was_empty() {
-        let (book, key, now) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
         let leased_charge = charge(&LIMIT, &key, Some(8));
-        let take = || book.take_permit(&[leased_charge], now, OnLeaseExhausted::WaitForRenewal);
+        let take = || table.take_permit(&[leased_charge], now, OnLeaseExhausted::WaitForRenewal);
         assert!(matches!(
             take(),
             LeaseAction::QueryStore {
@@ -678,7 +443,7 @@ mod tests {
             }
         ));
         assert!(matches!(take(), LeaseAction::WaitForRenewal(_)));
-        renew_lease(&book, leased_charge, 3, now);
+        renew_lease(&table, leased_charge, 3, now);
         assert!(matches!(
             take(),
             LeaseAction::Permit {
@@ -694,7 +459,7 @@ mod tests {
                     ..
                 }
             ),
-            "a quarter is left"
+            "a quarter of the lease remains"
         );
         assert!(
             matches!(
@@ -704,10 +469,10 @@ mod tests {
                     ..
                 }
             ),
-            "somebody asks already"
+            "a renewal is in progress"
         );
         assert!(matches!(take(), LeaseAction::WaitForRenewal(_)));
-        renew_lease(&book, leased_charge, 0, now);
+        renew_lease(&table, leased_charge, 0, now);
         assert!(matches!(
             take(),
             LeaseAction::QueryStore {
@@ -721,13 +486,13 @@ mod tests {
                     units_to_request: 0
                 }
             ),
-            "near the limit each asks for himself"
+            "after an empty grant each caller asks the store"
         );
     }
 
     #[test]
     fn nothing_is_issued_after_expiry_or_for_changed_limits_and_unused_units_are_returned() {
-        let (book, key, now) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
         let leased_charge = charge(&LIMIT, &key, Some(8));
         let units_and_ends = |returns: Vec<LeaseReturn>| {
             returns
@@ -735,22 +500,22 @@ mod tests {
                 .map(|one| (one.units, one.until_us))
                 .collect::<Vec<_>>()
         };
-        renew_lease(&book, leased_charge, 8, now);
+        renew_lease(&table, leased_charge, 8, now);
         assert_eq!(
-            units_and_ends(book.take_due_returns(now).0),
+            units_and_ends(table.take_due_returns(now).0),
             [(8, 5_100_000)],
-            "it did not ask"
+            "the table has no entry for this key"
         );
 
-        book.take_permit(&[leased_charge], now, OnLeaseExhausted::QueryStore);
-        renew_lease(&book, leased_charge, 8, now);
+        table.take_permit(&[leased_charge], now, OnLeaseExhausted::QueryStore);
+        renew_lease(&table, leased_charge, 8, now);
         assert!(matches!(
-            book.take_permit(&[leased_charge], now, OnLeaseExhausted::QueryStore),
+            table.take_permit(&[leased_charge], now, OnLeaseExhausted::QueryStore),
             LeaseAction::Permit { .. }
         ));
         let end = now + Duration::from_micros(100_001);
         assert!(matches!(
-            book.take_permit(
+            table.take_permit(
                 &[leased_charge],
                 end - Duration::from_micros(390),
                 OnLeaseExhausted::QueryStore
@@ -758,17 +523,17 @@ mod tests {
             LeaseAction::QueryStore { .. }
         ));
         assert_eq!(
-            units_and_ends(book.take_due_returns(now).0),
+            units_and_ends(table.take_due_returns(now).0),
             [(7, 5_100_000)]
         );
 
-        renew_lease(&book, leased_charge, 8, now);
+        renew_lease(&table, leased_charge, 8, now);
         let raised = Limit {
             requests: 2000,
             ..LIMIT
         };
         assert!(matches!(
-            book.take_permit(
+            table.take_permit(
                 &[charge(&raised, &key, Some(8))],
                 now,
                 OnLeaseExhausted::QueryStore
@@ -776,39 +541,40 @@ mod tests {
             LeaseAction::QueryStore { .. }
         ));
         assert_eq!(
-            units_and_ends(book.take_due_returns(now).0),
+            units_and_ends(table.take_due_returns(now).0),
             [(8, 5_100_000)]
         );
-        assert_eq!(book.take_due_returns(now).1, None);
+        assert_eq!(table.take_due_returns(now).1, None);
     }
 
     #[test]
     fn a_returned_permit_is_credited_to_the_limits_it_was_taken_from() {
-        let (book, key, now) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
         let leased_charge = charge(&LIMIT, &key, Some(8));
-        book.take_permit(&[leased_charge], now, OnLeaseExhausted::QueryStore);
-        renew_lease(&book, leased_charge, 8, now);
+        table.take_permit(&[leased_charge], now, OnLeaseExhausted::QueryStore);
+        renew_lease(&table, leased_charge, 8, now);
         let LeaseAction::Permit { permit, .. } =
-            book.take_permit(&[leased_charge], now, OnLeaseExhausted::QueryStore)
+            table.take_permit(&[leased_charge], now, OnLeaseExhausted::QueryStore)
         else {
-            panic!("it is there")
+            panic!("the lease has units")
         };
-        // The configuration is replaced while the request is decided: a second limit was charged nothing.
+        // A reload adds a second limit while the request is decided. That limit was charged
+        // nothing.
         let window = Limit {
             algorithm: Algorithm::FixedWindow { offset_us: 0 },
             ..LIMIT
         };
         let both = [leased_charge, charge(&window, &key, Some(8))];
-        book.take_permit(&both, now, OnLeaseExhausted::QueryStore);
+        table.take_permit(&both, now, OnLeaseExhausted::QueryStore);
         let answer = store_answer(8);
-        book.record_grant(&both, &answer.statuses, &answer, (now, now));
-        book.return_permit(&permit);
-        let (returns, _) = book.take_due_returns(now);
+        table.record_grant(&both, &answer.statuses, &answer, (now, now));
+        table.return_permit(&permit);
+        let (returns, _) = table.take_due_returns(now);
         let limits = returns
             .iter()
             .flat_map(LeaseReturn::settlements)
-            .map(|late| (*late.limit, late.amendment));
-        let credit_of = |units| {
+            .map(|settlement| (*settlement.limit, settlement.amendment));
+        let credit = |units| {
             (
                 LIMIT,
                 Amendment::Credit {
@@ -817,17 +583,17 @@ mod tests {
                 },
             )
         };
-        assert_eq!(limits.collect::<Vec<_>>(), [credit_of(7), credit_of(1)]);
+        assert_eq!(limits.collect::<Vec<_>>(), [credit(7), credit(1)]);
     }
 
     #[test]
     fn queued_returns_are_bounded_and_dropped_units_are_counted() {
-        let (book, key, now) = (LeaseTable::default(), key(0), Instant::now());
+        let (table, key, now) = (LeaseTable::default(), key(0), Instant::now());
         let leased_charge = charge(&LIMIT, &key, Some(8));
         for _ in 0..MAX_RETURNS + 3 {
-            renew_lease(&book, leased_charge, 8, now);
+            renew_lease(&table, leased_charge, 8, now);
         }
-        assert_eq!(book.take_due_returns(now).0.len(), MAX_RETURNS);
-        assert_eq!(book.lost_units(), 3 * 8);
+        assert_eq!(table.take_due_returns(now).0.len(), MAX_RETURNS);
+        assert_eq!(table.lost_units(), 3 * 8);
     }
 }

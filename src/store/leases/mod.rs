@@ -1,53 +1,52 @@
-//! Leases: Redis out of the hot path (see ALGORITHMS.md). Units are taken in advance beside an ordinary decision, and
-//! handed out here until they end.
+//! Leases remove Redis from the hot path (see docs/ALGORITHMS.md). Units are charged in advance in
+//! Redis, and issued here until the lease expires.
 //!
-//! When little is left, more is asked for in the background. When nothing is left, one asks for himself and for more, and
-//! the others wait for that; if it is nothing, all others ask, each for himself: near the limit everybody is decided
-//! exactly.
+//! A lease that runs low is renewed in the background. When it is exhausted, one caller renews it
+//! and the others wait. If the grant is empty, each caller asks Redis directly, so that decisions
+//! near the limit are exact.
 
-#[cfg(test)]
-mod fault_simulation;
+mod lease_entry;
+mod lease_return;
 mod lease_table;
-#[cfg(test)]
-mod scale_simulation;
 
 use super::redis::RedisStore;
-use super::{RedisDecider, Settlement, exclude_leased_units};
+use super::{FLUSH_TIMEOUT, Settlement};
 use crate::limiter::{Charge, Decision, Limit, LimitStatus};
-use crate::store::StoreUnavailable;
-use crate::telemetry::metrics::DecisionSource;
-use lease_table::{LeaseAction, LeasePermit, LeaseReturn, LeaseTable, OnLeaseExhausted};
+use lease_entry::LeasePermit;
+use lease_return::LeaseReturn;
+use lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 
-/// How often at most the book is looked through for what has ended.
+/// Minimum interval between two searches for expired leases.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The longest that an ending process waits until Redis knows what was not used.
-const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// What the workers of one process have been lent.
+/// The leases shared by the workers of one process.
 #[derive(Debug, Default)]
 pub struct LeasePool {
     table: LeaseTable,
-    /// Whether a task gives back what has ended.
+    /// Whether the return task runs.
     is_return_task_running: Mutex<bool>,
 }
 
-/// What a request has taken; dropped before it was admitted, that goes back.
+/// Units issued to a request. They are taken back if this is dropped before the request is
+/// admitted.
 #[derive(Debug)]
-struct LeasePermitGuard<'l> {
+pub(super) struct LeasePermitGuard<'l> {
     leases: &'l Arc<LeasePool>,
     redis: &'l RedisStore,
-    /// Each with the place of its policy's first charge.
+    /// Each with the index of its policy's first charge.
     permits: SmallVec<[(usize, LeasePermit); 1]>,
     renewals: SmallVec<[LeaseRenewalGuard; 1]>,
 }
 
-/// One asks for a key; dropped, he is done.
+/// Charges that the store has to decide, with their indices in the request.
+type UnleasedCharges<'c> = SmallVec<[(usize, Charge<'c>); 4]>;
+
+/// A renewal of one key; dropping it ends the renewal.
 #[derive(Debug)]
 struct LeaseRenewalGuard {
     leases: Arc<LeasePool>,
@@ -55,20 +54,20 @@ struct LeaseRenewalGuard {
 }
 
 impl LeasePool {
-    /// Decides charges of which some come with a lease, as [`super::Store::answer`]; `ask` is asked for what isn't in
-    /// hand.
-    pub(super) async fn decide(
-        self: &Arc<Self>,
-        decider: RedisDecider<'_>,
-        charges: &[Charge<'_>],
+    /// Issues leased units for charges of which some have a lease. Waits for a renewal if that may
+    /// help. Returns the charges that are not covered, with their indices.
+    pub(super) async fn take_permits<'l, 'c>(
+        self: &'l Arc<Self>,
+        redis: &'l RedisStore,
+        charges: &[Charge<'c>],
         requested_at: Instant,
-    ) -> Result<(Decision, DecisionSource), StoreUnavailable> {
-        let deadline = requested_at + decider.redis.timeout();
-        // Then there is still time to ask.
-        let wait_deadline = requested_at + decider.redis.timeout() / 2;
-        // While an outage ends Redis would lend what others have admitted without it and not yet written back.
-        let may_renew =
-            !decider.redis.is_breaker_open() && !decider.redis.fallback().is_in_outage_for(charges);
+    ) -> (LeasePermitGuard<'l>, UnleasedCharges<'c>) {
+        let deadline = requested_at + redis.timeout();
+        // Leaves time to ask Redis after waiting.
+        let wait_deadline = requested_at + redis.timeout() / 2;
+        // While an outage ends, Redis lacks the charges that other instances have not written back.
+        // It would grant too much.
+        let may_renew = !redis.is_breaker_open() && !redis.fallback().is_in_outage_for(charges);
         let mut on_exhausted = if may_renew {
             OnLeaseExhausted::WaitForRenewal
         } else {
@@ -78,12 +77,12 @@ impl LeasePool {
         loop {
             let mut guard = LeasePermitGuard {
                 leases: self,
-                redis: decider.redis,
+                redis,
                 permits: SmallVec::new(),
                 renewals: SmallVec::new(),
             };
-            let remaining = match guard.take_permits(charges, now, deadline, on_exhausted) {
-                Ok(rest) => rest,
+            match guard.take_permits(charges, now, deadline, on_exhausted) {
+                Ok(unleased) => return (guard, unleased),
                 Err(renewal_done) => {
                     drop(guard);
                     drop(timeout_at(wait_deadline, renewal_done).await);
@@ -93,46 +92,30 @@ impl LeasePool {
                     } else {
                         OnLeaseExhausted::QueryStore
                     };
-                    continue;
                 }
-            };
-            if remaining.is_empty() {
-                return Ok((guard.into_decision(charges, None), DecisionSource::Lease));
             }
-            let mut remaining_charges: SmallVec<[Charge<'_>; 4]> =
-                remaining.iter().map(|(_, charge)| *charge).collect();
-            let (decision, source) =
-                match decider.find_local_refusal(&remaining_charges, requested_at) {
-                    Some(refusal) => refusal,
-                    None => {
-                        guard.start_renewals(&mut remaining_charges);
-                        decider
-                            .decide_in_redis(&remaining_charges, requested_at)
-                            .await?
-                    }
-                };
-            return Ok((
-                guard.into_decision(charges, Some((&remaining, decision))),
-                source,
-            ));
         }
     }
 
-    /// Gives everything back, but doesn't take long for it, and lends nothing any more.
+    /// Returns all unused units, for at most [`FLUSH_TIMEOUT`]. Issues no units afterwards.
     pub(super) async fn shut_down(&self, redis: &RedisStore) {
         drop(timeout(FLUSH_TIMEOUT, self.send_returns(redis, self.table.close())).await);
     }
 
-    /// Units that were lent and not used, and of which the store was not told, as far as is known.
+    /// Units that were leased, not used, and could not be returned.
     pub fn lost_units(&self) -> u64 {
         self.table.lost_units()
     }
 
-    /// What fails is not tried again: it counts until it has left.
+    /// A failed return is not retried: its units stay charged until they expire.
     async fn send_returns(&self, redis: &RedisStore, returns: Vec<LeaseReturn>) {
         let (returned, settlements): (Vec<&LeaseReturn>, Vec<Settlement<'_>>) = returns
             .iter()
-            .flat_map(|one| one.settlements().map(move |late| (one, late)))
+            .flat_map(|unused| {
+                unused
+                    .settlements()
+                    .map(move |settlement| (unused, settlement))
+            })
             .unzip();
         if settlements.is_empty() {
             return;
@@ -143,21 +126,21 @@ impl LeasePool {
                 .amend(&settlements)
                 .await
                 .err()
-                .map(|untold| untold.unsent_indices)
+                .map(|error| error.unsent_indices)
                 .unwrap_or_default(),
         };
         let mut lost: Vec<&LeaseReturn> = unsent_indices
             .iter()
-            .filter_map(|place| returned.get(*place).copied())
+            .filter_map(|index| returned.get(*index).copied())
             .collect();
-        // One that several limits were not told of.
-        lost.dedup_by(|one, other| std::ptr::eq(*one, *other));
+        // A return may have failed for several limits.
+        lost.dedup_by(|first, second| std::ptr::eq(*first, *second));
         self.table
-            .record_lost_units(lost.iter().map(|one| one.units()).sum());
+            .record_lost_units(lost.iter().map(|unused| unused.units()).sum());
     }
 
-    /// As [`LeaseTable::due`]; `None` if nothing is lent and nobody attends any more. Who is lent something after that finds
-    /// nobody attending.
+    /// As [`LeaseTable::take_due_returns`]. `None` if nothing is leased and the return task ends; a
+    /// later lease starts a new task.
     fn take_due_returns(&self) -> Option<(Vec<LeaseReturn>, Option<Instant>)> {
         let mut is_running = self.is_return_task_running.lock();
         let (returns, next) = self.table.take_due_returns(Instant::now());
@@ -172,7 +155,7 @@ impl LeasePool {
         }
     }
 
-    /// Asks for more while the rest is handed out.
+    /// Requests units in the background while the rest is issued.
     fn spawn_renewal(
         guard: LeaseRenewalGuard,
         redis: &RedisStore,
@@ -182,30 +165,27 @@ impl LeasePool {
         let Some(Charge {
             key,
             lease,
-            has_fallback: local,
+            has_fallback,
             ..
         }) = policy.first()
         else {
             return;
         };
         let (key, redis) = ((*key).clone(), redis.clone());
-        let (lease, local) = (*lease, *local);
+        let (lease, has_fallback) = (*lease, *has_fallback);
         let limits: SmallVec<[Limit; 2]> = policy.iter().map(|charge| *charge.limit).collect();
         tokio::spawn(async move {
             let charges = limits.iter().map(|limit| Charge {
                 lease,
                 requested_lease_units: units,
-                has_fallback: local,
+                has_fallback,
                 ..Charge::new(limit, &key, 0)
             });
             let (charges, sent_at): (SmallVec<[_; 2]>, _) = (charges.collect(), Instant::now());
             if let Ok(decision) = redis.decide(&charges, sent_at).await {
-                let local = redis.fallback();
-                local.cache_standings(
-                    &charges,
-                    &exclude_leased_units(&charges, &decision, local.share()),
-                    sent_at.into_std(),
-                );
+                redis
+                    .fallback()
+                    .cache_statuses(&charges, &decision, sent_at.into_std());
                 let leases = &guard.leases;
                 leases.table.record_grant(
                     &charges,
@@ -225,7 +205,7 @@ impl LeasePool {
     }
 }
 
-/// Gives back what has ended, until nothing is lent.
+/// Returns the unused units of expired leases until nothing is leased.
 async fn run_return_task(leases: Arc<LeasePool>, redis: RedisStore) {
     while let Some((returns, next)) = leases.take_due_returns() {
         leases.send_returns(&redis, returns).await;
@@ -239,10 +219,12 @@ async fn run_return_task(leases: Arc<LeasePool>, redis: RedisStore) {
 }
 
 impl LeasePermitGuard<'_> {
-    /// Takes what is in hand for each policy with a lease. What is left has to be asked of the store.
+    /// Issues leased units for each policy with a lease. Returns the charges that the store has to
+    /// decide, with their indices.
     ///
     /// # Errors
-    /// What to wait for, if somebody is just asking.
+    ///
+    /// A notification of the renewal to wait for.
     fn take_permits<'c>(
         &mut self,
         charges: &[Charge<'c>],
@@ -268,15 +250,15 @@ impl LeasePermitGuard<'_> {
                 match self.leases.table.take_permit(policy, now, on_exhausted) {
                     LeaseAction::Permit {
                         permit,
-                        units_to_request: wanted,
+                        units_to_request,
                     } => {
                         self.permits.push((first, permit));
-                        if wanted > 0 {
+                        if units_to_request > 0 {
                             LeasePool::spawn_renewal(
                                 self.leases.renewal_guard(key.id()),
                                 self.redis,
                                 policy,
-                                wanted,
+                                units_to_request,
                             );
                         }
                         continue;
@@ -301,7 +283,7 @@ impl LeasePermitGuard<'_> {
             }));
         }
         if !remaining.is_empty() {
-            // The store decides when the request is admitted: by then a lease must not have ended.
+            // The store decides within the deadline: permits that expire before it are not used.
             let (valid, expiring): (SmallVec<[_; 1]>, SmallVec<[_; 1]>) = self
                 .permits
                 .drain(..)
@@ -323,9 +305,10 @@ impl LeasePermitGuard<'_> {
         Ok(remaining)
     }
 
-    /// Asks for leases apart: who asks first may leave, or be refused by another policy or server, and what is lent is
-    /// for all. On one connection both questions go in one call.
-    fn start_renewals(&mut self, charges: &mut [Charge<'_>]) {
+    /// Requests leases separately from the charges. The caller may disconnect, or another policy
+    /// may refuse the request, but the lease serves all callers. On one connection both requests
+    /// share a batch.
+    pub(super) fn start_renewals(&mut self, charges: &mut [Charge<'_>]) {
         for policy in charges.chunk_by_mut(Charge::is_same_policy) {
             let units_to_request = policy
                 .first()
@@ -349,17 +332,17 @@ impl LeasePermitGuard<'_> {
         }
     }
 
-    /// Puts what the store has decided beside what was in hand.
-    fn into_decision(
+    /// Combines the statuses of leased policies with the decision of the store.
+    pub(super) fn into_decision(
         mut self,
         charges: &[Charge<'_>],
         store_decision: Option<(&[(usize, Charge<'_>)], Decision)>,
     ) -> Decision {
-        let mut standings: SmallVec<[Option<LimitStatus>; 4]> =
+        let mut statuses: SmallVec<[Option<LimitStatus>; 4]> =
             SmallVec::from_elem(None, charges.len());
         for (first, permit) in &self.permits {
-            for (place, standing) in standings.iter_mut().skip(*first).zip(&permit.standings) {
-                *place = Some(*standing);
+            for (target, status) in statuses.iter_mut().skip(*first).zip(&permit.statuses) {
+                *target = Some(*status);
             }
         }
         let Some((rest, decision)) = store_decision else {
@@ -371,28 +354,28 @@ impl LeasePermitGuard<'_> {
             return Decision {
                 now_us,
                 admitted: true,
-                statuses: standings,
+                statuses,
                 delay_us: 0,
                 grants: SmallVec::new(),
                 charged_at_us: SmallVec::new(),
             };
         };
-        for ((at, _), standing) in rest.iter().zip(decision.statuses) {
-            if let Some(place) = standings.get_mut(*at) {
-                *place = standing;
+        for ((at, _), status) in rest.iter().zip(decision.statuses) {
+            if let Some(target) = statuses.get_mut(*at) {
+                *target = status;
             }
         }
         let mut entry_times_us = SmallVec::from_elem(None, charges.len());
         for ((at, _), at_us) in rest.iter().zip(&decision.charged_at_us) {
-            if let Some(place) = entry_times_us.get_mut(*at) {
-                *place = *at_us;
+            if let Some(target) = entry_times_us.get_mut(*at) {
+                *target = *at_us;
             }
         }
         if decision.admitted {
             self.permits.clear();
         }
         Decision {
-            statuses: standings,
+            statuses,
             charged_at_us: entry_times_us,
             ..decision
         }
@@ -412,3 +395,6 @@ impl Drop for LeaseRenewalGuard {
         self.leases.table.finish_renewal(self.key);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,9 +1,9 @@
-//! A large fleet in virtual time: do the formulas of docs/SCALE.md say what comes of leases and of local shares?
+//! A large fleet in virtual time: checks the formulas of docs/SCALE.md for leases and local shares.
 //!
-//! The sidecars run the real book, the real memory of refusals and the real shares, the store the real rules. Nothing
-//! goes wrong here; what may go wrong is [`super::fleet`]'s.
+//! The sidecars run the real lease table, deny cache and shares, the store the real algorithms. No
+//! faults occur here; [`super::fault_simulation`] covers them.
 //!
-//! `TIDEGATE_SCALE` says how many sidecars (`make scale`: 1,000), `TIDEGATE_TEST_SEED` what is drawn.
+//! `TIDEGATE_SCALE` is the number of sidecars (`make scale`: 1,000), `TIDEGATE_TEST_SEED` the seed.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -12,7 +12,8 @@
     reason = "numbers of a simulation, far below any edge, and a table of them"
 )]
 
-use super::lease_table::{LeaseAction, LeaseReturn, LeaseTable, OnLeaseExhausted};
+use super::super::lease_return::LeaseReturn;
+use super::super::lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Lease, Limit};
 use crate::store::deny_cache::{DenyCache, DenyMatchScope};
@@ -22,21 +23,21 @@ use std::collections::{BinaryHeap, VecDeque};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// A whole second of the clock, so that windows begin at it.
+/// A whole second of the clock, so that windows start there.
 const START_US: u64 = 4_102_444_800_000_000;
 const SECOND_US: u64 = 1_000_000;
 const PER_US: u64 = SECOND_US / 2;
 const TTL_US: u64 = PER_US / 10;
-/// The first periods are for warming up.
+/// Requests of the first periods are not counted.
 const WARM_UP_US: u64 = 2 * PER_US;
 const DURATION_US: u64 = WARM_UP_US + 8 * PER_US;
-/// One way between sidecar and store.
+/// Latency between sidecar and store, in one direction.
 const ONE_WAY_LATENCY_US: std::ops::Range<u64> = 100..400;
-/// Requests of a sidecar per second.
+/// Requests of one sidecar per second.
 const REQUESTS_PER_SECOND: u64 = 1_000;
 const DEFAULT_SIDECARS: u64 = 10;
-/// A `sliding_log` takes nothing back of a lease that more charges came after: with more sidecars than this it is
-/// [`Algorithm::SlidingWindow`], in so many parts.
+/// A `sliding_log` takes back no lease that was followed by other charges. With more sidecars the
+/// limit is [`Algorithm::SlidingWindow`] with [`BUCKETS`] buckets.
 const MAX_SIDECARS_WITH_LOG: u64 = 200;
 const BUCKETS: u64 = 50;
 
@@ -44,10 +45,10 @@ fn env_setting(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |number| number.parse().unwrap())
 }
 
-/// What comes of a formula and of the simulation, side by side.
+/// Prints the results of a formula and of the simulation side by side.
 fn print_row(measure: &str, expected: Option<f64>, simulated: f64) {
-    let says = expected.map_or(String::new(), |says| format!("{says:.4}"));
-    println!("| {measure} | {says} | {simulated:.4} |");
+    let expected = expected.map_or(String::new(), |expected| format!("{expected:.4}"));
+    println!("| {measure} | {expected} | {simulated:.4} |");
 }
 
 fn assert_near(measure: &str, expected: f64, simulated: f64, tolerance: f64) {
@@ -86,23 +87,23 @@ fn lease_calls_and_unused_units_match_the_formulas() {
     );
     println!("| | formula | simulated |\n|---|---|---|");
 
-    // Far more than is asked for.
+    // Far more than the demand.
     let ample_limit = sidecars * REQUESTS_PER_SECOND * 4;
     let units_per_renewal = |size: u64| (size - size / 4) as f64;
-    for (name, size, says) in [
-        // A lease is spent long before its end.
+    for (name, size, expected) in [
+        // A lease is exhausted long before it expires.
         (
             "calls per request, size = 20",
             Some(20),
             1.0 / units_per_renewal(20),
         ),
-        // What was asked for in the time of one.
+        // The size of a lease is the demand of one TTL.
         (
             "calls per request, auto",
             None,
             1.0 / units_per_renewal(REQUESTS_PER_SECOND * TTL_US / SECOND_US),
         ),
-        // It ends before it is spent: one at a time, and the next when somebody asks.
+        // A lease expires before it is exhausted; the next request renews it.
         (
             "calls per request, size = 1000",
             Some(1000),
@@ -110,22 +111,27 @@ fn lease_calls_and_unused_units_match_the_formulas() {
         ),
     ] {
         let sums = ScaleSimulation::new(sidecars, ample_limit, size, seed).run();
-        assert_near(name, says, sums.calls as f64 / sums.requests as f64, 0.2);
+        assert_near(
+            name,
+            expected,
+            sums.calls as f64 / sums.requests as f64,
+            0.2,
+        );
         assert_at_most("  refused", 0.0, sums.rejected as f64);
         if let Some(size) = size {
             assert_at_most(
-                "  units in hand, of all",
+                "  leased units of all sidecars",
                 (size * sidecars) as f64,
                 sums.max_leased_units as f64,
             );
         }
     }
 
-    // Two thirds of what is asked for.
+    // Two thirds of the demand.
     let short_limit = sidecars * REQUESTS_PER_SECOND * 2 / 3;
     let requests = short_limit * PER_US / SECOND_US;
-    // What is lent stands until a period after its end, so a key that is always spent comes round once in this time;
-    // what was counted may have begun and ended in the middle.
+    // Leased units stay charged until one period after their lease ends, so an exhausted key
+    // completes one cycle in this time. The measurement may start and end within a cycle.
     let cycle_us = PER_US
         + TTL_US
         + if sidecars > MAX_SIDECARS_WITH_LOG {
@@ -138,11 +144,11 @@ fn lease_calls_and_unused_units_match_the_formulas() {
     for size in [Some(4), Some(20), None] {
         let sums = ScaleSimulation::new(sidecars, short_limit, size, seed).run();
         let name = size.map_or("auto".to_owned(), |size| format!("size = {size}"));
-        // "auto": what is asked for in the time of a lease.
-        let in_hand = size.unwrap_or(REQUESTS_PER_SECOND * TTL_US / SECOND_US) * sidecars;
-        let idle_part = in_hand as f64 / requests as f64;
+        // The automatic size is the demand of one TTL.
+        let leased_units = size.unwrap_or(REQUESTS_PER_SECOND * TTL_US / SECOND_US) * sidecars;
+        let idle_part = leased_units as f64 / requests as f64;
         assert_at_least(
-            &format!("used of a limit that is short, {name}"),
+            &format!("used of a limit below the demand, {name}"),
             (1.0 - idle_part) * usable_part,
             sums.used_part(short_limit),
         );
@@ -175,7 +181,7 @@ fn share_admissions_match_the_formulas() {
             requests as f64,
             fullest_window(&admitted) as f64,
         );
-        // Of requests that come at random, as many as there are units, a share loses what comes above it.
+        // With random requests, as many as there are units, a share loses the requests above it.
         let rejected = (0..sidecars).map(|place| {
             let share = requests / sidecars + u64::from(place < requests % sidecars);
             share as f64 * poisson_probability(share)
@@ -184,13 +190,13 @@ fn share_admissions_match_the_formulas() {
         let (total_admitted, total_requested) =
             (admitted.iter().sum::<u64>(), requested.iter().sum::<u64>());
         assert_near(
-            "  admitted of what was asked for",
+            "  admitted of the demand",
             expected,
             total_admitted as f64 / total_requested as f64,
             0.03,
         );
     }
-    // Fewer units than instances: some have one, the others none.
+    // Fewer units than instances: some have one unit, the others none.
     let (admitted, _) = simulate_shares(sidecars, sidecars / 4, seed);
     assert_at_most(
         "in a window, of a quarter of a unit each",
@@ -203,10 +209,11 @@ fn fullest_window(admitted: &[u64]) -> u64 {
     admitted.iter().copied().max().unwrap_or(0)
 }
 
-/// Admitted and asked in each aligned window, with as many requests as there are units, at random moments and sidecars.
+/// Admitted and requested units per aligned window. As many requests as there are units arrive at
+/// random times and sidecars.
 fn simulate_shares(sidecars: u64, requests: u64, seed: u64) -> (Vec<u64>, Vec<u64>) {
     let windows = (20_000 / requests).max(4);
-    let (clock, hands) = Clock::manual(START_US);
+    let (clock, manual_clock) = Clock::manual(START_US);
     let count = u32::try_from(sidecars).unwrap();
     let new_fallback = |place| {
         let fallback = FallbackStore::new(1, clock.clone());
@@ -216,9 +223,9 @@ fn simulate_shares(sidecars: u64, requests: u64, seed: u64) -> (Vec<u64>, Vec<u6
     let fallback_stores: Vec<FallbackStore> = (0..count).map(new_fallback).collect();
     let total_share: u64 = fallback_stores
         .iter()
-        .map(|local| local.share().scale_units(requests))
+        .map(|fallback| fallback.share().scale_units(requests))
         .sum();
-    assert_eq!(total_share, requests, "the shares are the limit");
+    assert_eq!(total_share, requests, "the shares sum to the limit");
     let limit = Limit {
         requests,
         per_us: PER_US,
@@ -231,10 +238,10 @@ fn simulate_shares(sidecars: u64, requests: u64, seed: u64) -> (Vec<u64>, Vec<u6
     }];
     let mut random = fastrand::Rng::with_seed(seed);
     let (mut admitted, mut requested) = (vec![0; windows as usize], vec![0; windows as usize]);
-    // Those with one unit more are asked by so much more.
+    // Instances with one unit more get correspondingly more requests.
     let weights: Vec<u64> = fallback_stores
         .iter()
-        .map(|local| local.share().scale_units(requests))
+        .map(|fallback| fallback.share().scale_units(requests))
         .collect();
     let instances_by_share: Vec<usize> = weights
         .iter()
@@ -249,7 +256,7 @@ fn simulate_shares(sidecars: u64, requests: u64, seed: u64) -> (Vec<u64>, Vec<u6
             if at_us >= end_us {
                 break;
             }
-            hands.set_us(at_us);
+            manual_clock.set_us(at_us);
             requested[window as usize] += 1;
             let at = instances_by_share[random.usize(..instances_by_share.len())];
             let decision = fallback_stores[at].decide(&charge, std::time::Instant::now());
@@ -259,7 +266,8 @@ fn simulate_shares(sidecars: u64, requests: u64, seed: u64) -> (Vec<u64>, Vec<u6
     (admitted, requested)
 }
 
-/// That of so many expected events exactly so many come (Poisson): what comes above `mean` is on average `mean` times this.
+/// Probability of exactly `mean` events when `mean` are expected (Poisson). The expected excess
+/// above `mean` is `mean` times this.
 fn poisson_probability(mean: u64) -> f64 {
     let mean_f = mean as f64;
     (1..=mean).fold((-mean_f).exp(), |product, nth| {
@@ -267,7 +275,7 @@ fn poisson_probability(mean: u64) -> f64 {
     })
 }
 
-/// Until the next of so many per microsecond that come at random.
+/// Time until the next of random events with `rate` per microsecond.
 fn draw_gap_us(random: &mut fastrand::Rng, rate: f64) -> u64 {
     (-(1.0 - random.f64()).ln() / rate).round() as u64
 }
@@ -277,7 +285,7 @@ struct ScaleSimulationTotals {
     requests: u64,
     admitted: u64,
     rejected: u64,
-    /// Questions to the store: who asks for himself and for more asks once.
+    /// Calls to the store. A charge and a lease request sent together are one call.
     calls: u64,
     fullest_window: u64,
     max_leased_units: u64,
@@ -301,7 +309,7 @@ struct ScaleSimulation {
     key: Key,
     limit: Limit,
     lease: Lease,
-    /// When the units of the last period were admitted.
+    /// Admission times within the last period.
     admitted_at_us: VecDeque<u64>,
     leased_units: u64,
     totals: ScaleSimulationTotals,
@@ -311,7 +319,7 @@ struct ScaleSimulation {
 struct SimulatedSidecar {
     table: LeaseTable,
     deny_cache: DenyCache,
-    /// Requests that wait for who asks just now.
+    /// Requests that wait for a renewal.
     waiting_requests: usize,
     is_return_task_running: bool,
 }
@@ -348,9 +356,9 @@ enum ScaleSimulationEvent {
 }
 
 impl ScaleSimulation {
-    /// With `rate` units per second for all.
+    /// Creates a fleet that shares `rate` units per second.
     fn new(sidecars: u64, rate: u64, size: Option<u64>, seed: u64) -> Self {
-        let (clock, hands) = Clock::manual(START_US);
+        let (clock, manual_clock) = Clock::manual(START_US);
         let mut simulation = Self {
             random: fastrand::Rng::with_seed(seed),
             now_us: START_US,
@@ -365,7 +373,7 @@ impl ScaleSimulation {
                 },
                 clock,
             ),
-            manual_clock: hands,
+            manual_clock,
             key: KeyBuilder::new("p").finish(),
             limit: Limit {
                 requests: rate * PER_US / SECOND_US,
@@ -411,26 +419,26 @@ impl ScaleSimulation {
     }
 
     fn schedule_next_request(&mut self, sidecar: usize) {
-        let in_us = draw_gap_us(
+        let delay_us = draw_gap_us(
             &mut self.random,
             REQUESTS_PER_SECOND as f64 / SECOND_US as f64,
         );
-        self.schedule(in_us, ScaleSimulationEvent::Request { sidecar });
+        self.schedule(delay_us, ScaleSimulationEvent::Request { sidecar });
     }
 
     fn current_instant(&self) -> Instant {
         self.start + Duration::from_micros(self.now_us - START_US)
     }
 
-    /// Whether it counts.
+    /// Whether the warm-up has ended.
     fn is_warmed_up(&self) -> bool {
         self.now_us >= START_US + WARM_UP_US
     }
 
-    fn charge(&self, cost: u64, wanted: u64) -> Charge<'_> {
+    fn charge(&self, cost: u64, units_to_request: u64) -> Charge<'_> {
         Charge {
             lease: Some(self.lease),
-            requested_lease_units: wanted,
+            requested_lease_units: units_to_request,
             ..Charge::new(&self.limit, &self.key, cost)
         }
     }
@@ -445,22 +453,22 @@ impl ScaleSimulation {
             ScaleSimulationEvent::StoreReceivesQuery {
                 sidecar,
                 cost,
-                units_to_request: wanted,
-                sent_at: sent,
+                units_to_request,
+                sent_at,
             } => {
                 self.manual_clock.set_us(self.now_us);
-                let decision = Box::new(self.memory.decide(&[self.charge(cost, wanted)]));
+                let decision = Box::new(self.memory.decide(&[self.charge(cost, units_to_request)]));
                 if cost > 0 && decision.admitted {
                     self.record_admission();
                 }
-                let in_us = self.random.u64(ONE_WAY_LATENCY_US);
+                let delay_us = self.random.u64(ONE_WAY_LATENCY_US);
                 self.schedule(
-                    in_us,
+                    delay_us,
                     ScaleSimulationEvent::SidecarReceivesAnswer {
                         sidecar,
                         cost,
-                        units_to_request: wanted,
-                        sent_at: sent,
+                        units_to_request,
+                        sent_at,
                         decision,
                     },
                 );
@@ -468,56 +476,51 @@ impl ScaleSimulation {
             ScaleSimulationEvent::SidecarReceivesAnswer {
                 sidecar,
                 cost,
-                units_to_request: wanted,
-                sent_at: sent,
+                units_to_request,
+                sent_at,
                 decision,
             } => {
-                self.handle_answer(sidecar, cost, wanted, sent, &decision);
+                self.handle_answer(sidecar, cost, units_to_request, sent_at, &decision);
             }
             ScaleSimulationEvent::SidecarSweepsLeases { sidecar } => self.sweep_leases(sidecar),
             ScaleSimulationEvent::StoreReceivesReturns { returns } => {
                 self.manual_clock.set_us(self.now_us);
-                for late in returns.iter().flat_map(LeaseReturn::settlements) {
-                    self.memory.apply_settlements(&[late]);
+                for settlement in returns.iter().flat_map(LeaseReturn::settlements) {
+                    self.memory.apply_settlements(&[settlement]);
                 }
             }
         }
     }
 
-    /// As [`super::LeasePool::answer`] does, over one policy.
+    /// Decides a request of one policy as [`LeasePool`](super::super::LeasePool) does.
     fn decide_request(&mut self, sidecar_index: usize) {
         let now = self.current_instant();
         let charges = [self.charge(1, 0)];
         let SimulatedSidecar {
-            table: book,
-            deny_cache: refusals,
-            ..
+            table, deny_cache, ..
         } = &self.sidecars[sidecar_index];
-        match book.take_permit(&charges, now, OnLeaseExhausted::WaitForRenewal) {
+        match table.take_permit(&charges, now, OnLeaseExhausted::WaitForRenewal) {
             LeaseAction::Permit {
-                units_to_request: wanted,
-                ..
+                units_to_request, ..
             } => {
                 self.leased_units -= 1;
                 self.record_admission();
-                if wanted > 0 {
-                    self.send_queries(sidecar_index, [(0, wanted)]);
+                if units_to_request > 0 {
+                    self.send_queries(sidecar_index, [(0, units_to_request)]);
                 }
             }
             LeaseAction::WaitForRenewal(_) => self.sidecars[sidecar_index].waiting_requests += 1,
-            LeaseAction::QueryStore {
-                units_to_request: wanted,
-            } => {
-                if refusals
+            LeaseAction::QueryStore { units_to_request } => {
+                if deny_cache
                     .find_refusal(&charges, now, DenyMatchScope::AllLimits)
                     .is_some()
                 {
-                    if wanted > 0 {
-                        book.finish_renewal(self.key.id());
+                    if units_to_request > 0 {
+                        table.finish_renewal(self.key.id());
                     }
                     self.record_rejection();
-                } else if wanted > 0 {
-                    self.send_queries(sidecar_index, [(1, 0), (0, wanted)]);
+                } else if units_to_request > 0 {
+                    self.send_queries(sidecar_index, [(1, 0), (0, units_to_request)]);
                 } else {
                     self.send_queries(sidecar_index, [(1, 0)]);
                 }
@@ -525,18 +528,18 @@ impl ScaleSimulation {
         }
     }
 
-    /// Questions of some cost, for some units, in one call.
+    /// Sends queries of (cost, units to request) in one call.
     fn send_queries(&mut self, sidecar: usize, queries: impl IntoIterator<Item = (u64, u64)>) {
-        let (sent, in_us) = (self.current_instant(), self.random.u64(ONE_WAY_LATENCY_US));
+        let (sent_at, delay_us) = (self.current_instant(), self.random.u64(ONE_WAY_LATENCY_US));
         self.totals.calls += u64::from(self.is_warmed_up());
-        for (cost, wanted) in queries {
+        for (cost, units_to_request) in queries {
             self.schedule(
-                in_us,
+                delay_us,
                 ScaleSimulationEvent::StoreReceivesQuery {
                     sidecar,
                     cost,
-                    units_to_request: wanted,
-                    sent_at: sent,
+                    units_to_request,
+                    sent_at,
                 },
             );
         }
@@ -566,14 +569,14 @@ impl ScaleSimulation {
             }
             return;
         }
-        let book = &self.sidecars[sidecar_index].table;
-        book.record_grant(
+        let table = &self.sidecars[sidecar_index].table;
+        table.record_grant(
             &charges,
             &decision.statuses,
             decision,
             (sent_at, received_at),
         );
-        book.finish_renewal(self.key.id());
+        table.finish_renewal(self.key.id());
         self.leased_units += decision.grants.iter().map(|grant| grant.units).sum::<u64>();
         self.totals.max_leased_units = self.totals.max_leased_units.max(self.leased_units);
         if !std::mem::replace(
@@ -592,24 +595,24 @@ impl ScaleSimulation {
         }
     }
 
-    /// As the task that attends to the leases does.
+    /// Simulates the return task.
     fn sweep_leases(&mut self, sidecar_index: usize) {
         let now = self.current_instant();
         let (returns, next) = self.sidecars[sidecar_index].table.take_due_returns(now);
         self.leased_units -= returns.iter().map(LeaseReturn::units).sum::<u64>();
         self.sidecars[sidecar_index].is_return_task_running = next.is_some() || !returns.is_empty();
         if !returns.is_empty() {
-            let in_us = self.random.u64(ONE_WAY_LATENCY_US);
+            let delay_us = self.random.u64(ONE_WAY_LATENCY_US);
             self.schedule(
-                in_us,
+                delay_us,
                 ScaleSimulationEvent::StoreReceivesReturns { returns },
             );
         }
         if self.sidecars[sidecar_index].is_return_task_running {
-            let look_us = super::SWEEP_INTERVAL.as_micros() as u64;
+            let sweep_interval_us = super::super::SWEEP_INTERVAL.as_micros() as u64;
             let wait = next.map_or(Duration::ZERO, |next| next.saturating_duration_since(now));
             self.schedule(
-                look_us.max(wait.as_micros() as u64 + 1),
+                sweep_interval_us.max(wait.as_micros() as u64 + 1),
                 ScaleSimulationEvent::SidecarSweepsLeases {
                     sidecar: sidecar_index,
                 },
@@ -617,7 +620,7 @@ impl ScaleSimulation {
         }
     }
 
-    /// One unit, now.
+    /// Records the admission of one unit at the current time.
     fn record_admission(&mut self) {
         while self
             .admitted_at_us
@@ -653,7 +656,7 @@ impl PartialOrd for ScheduledEvent {
     }
 }
 
-/// The earliest is the greatest: a heap gives that first.
+/// The earliest event is the greatest, because a heap returns the greatest first.
 impl Ord for ScheduledEvent {
     fn cmp(&self, other: &Self) -> Ordering {
         Reverse((self.at_us, self.sequence)).cmp(&Reverse((other.at_us, other.sequence)))

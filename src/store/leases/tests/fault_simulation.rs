@@ -1,9 +1,11 @@
-//! A fleet in virtual time: some proxies, one store, and everything that can go wrong between them, by a seed.
+//! A fleet in virtual time: instances, one store and random faults between them, all from one seed.
 //!
-//! The proxies run the real book, the store the real rules. What is admitted is judged on the store's clock, at the
-//! moment of the decision, or at which a unit was handed out.
+//! The instances run the real lease table and the store the real algorithms. Admissions are judged
+//! on the store's clock, at the moment of the decision or of issuing a leased unit.
 
-use super::lease_table::{LeaseAction, LeasePermit, LeaseReturn, LeaseTable, OnLeaseExhausted};
+use super::super::lease_entry::LeasePermit;
+use super::super::lease_return::LeaseReturn;
+use super::super::lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Lease, Limit};
 use crate::store::{MemorySettings, MemoryStore};
@@ -31,13 +33,13 @@ fn no_limit_is_exceeded_under_random_faults() {
             let mut simulation = FaultSimulation::new(seed, true);
             drop(simulation.run());
             panic!(
-                "{violation}\n{}\nTIDEGATE_FLEET_SEED={seed} shows it again",
+                "{violation}\n{}\nTIDEGATE_FLEET_SEED={seed} reproduces it",
                 simulation.event_log.unwrap_or_default().join("\n")
             );
         }
         total.add(&simulation.totals);
     }
-    // Else nothing was tried.
+    // Otherwise the simulation covered too little.
     assert!(
         total.admitted_by_lease > total.admitted_by_store / 3,
         "{total:?}"
@@ -81,16 +83,16 @@ struct FaultSimulation {
     limits: Vec<Limit>,
     memory: MemoryStore,
     manual_clock: ManualClock,
-    /// What was admitted: when, and how many units.
+    /// Time and units of each admission.
     admitted_units: Vec<(u64, u64)>,
-    /// When the store lost its data.
+    /// Times at which the store lost its data.
     data_losses_us: Vec<u64>,
     fault_rates: FaultRates,
     totals: FaultSimulationTotals,
     event_log: Option<Vec<String>>,
 }
 
-/// What may go wrong, in percent.
+/// Probabilities of the faults of one simulation.
 struct FaultRates {
     message_loss_percent: u64,
     has_crashes: bool,
@@ -101,10 +103,10 @@ struct FaultRates {
 struct SimulatedInstance {
     table: LeaseTable,
     lease: Option<Lease>,
-    /// Its clock: where it began, and how fast it goes, in millionths.
+    /// Local clock: its start, and its rate in millionths.
     start: Instant,
     clock_rate_millionths: u64,
-    /// Grows with every crash: what was meant for the one before is for nobody.
+    /// Incremented by every crash. Events of an earlier generation are ignored.
     generation: u64,
     cost: u64,
 }
@@ -167,7 +169,7 @@ impl FaultSimulation {
                 algorithm: draw_algorithm(&mut random, per_us),
             });
         }
-        let (clock, hands) = Clock::manual(START_US);
+        let (clock, manual_clock) = Clock::manual(START_US);
         let memory = MemoryStore::new(
             MemorySettings {
                 max_keys: 10,
@@ -193,7 +195,7 @@ impl FaultSimulation {
             key: KeyBuilder::new("p").finish(),
             limits,
             memory,
-            manual_clock: hands,
+            manual_clock,
             admitted_units: Vec::new(),
             data_losses_us: Vec::new(),
             fault_rates: faults,
@@ -204,9 +206,9 @@ impl FaultSimulation {
         simulation
     }
 
-    /// Puts on the agenda what comes from outside: requests, crashes, losses.
+    /// Schedules the events that come from outside: requests, crashes and data losses.
     fn schedule_external_events(&mut self) {
-        // Bursts and pauses; from a third of what is allowed to four times as much.
+        // Bursts and pauses, between a third and four times the limit.
         let mean_gap_us =
             self.limits[0].per_us * 3 / self.limits[0].requests / self.random.u64(1..12);
         let mut at_us = START_US;
@@ -239,13 +241,13 @@ impl FaultSimulation {
 
     fn schedule(&mut self, at_us: u64, event: FaultSimulationEvent) {
         let event_index = self.events.len();
-        // Events of one moment come in any order.
+        // Events at the same time run in random order.
         self.event_queue
             .push(Reverse((at_us, self.random.u64(..), event_index)));
         self.events.push(Some(event));
     }
 
-    /// A message on its way; `None`: it is lost.
+    /// Arrival time of a message; `None` if it is lost.
     fn draw_arrival_us(&mut self) -> Option<u64> {
         let is_lost = self.random.u64(..100) < self.fault_rates.message_loss_percent;
         let slowest_us = if self.random.u8(..10) == 0 {
@@ -286,13 +288,13 @@ impl FaultSimulation {
             FaultSimulationEvent::Request { instance } => self.handle_request(instance),
             FaultSimulationEvent::StoreReceivesQuery {
                 instance,
-                generation: life,
+                generation,
                 cost,
-                units_to_request: wanted,
-                sent_at: asked,
+                units_to_request,
+                sent_at,
                 sent_us,
             } => {
-                let decision = self.decide_in_store(instance, cost, wanted);
+                let decision = self.decide_in_store(instance, cost, units_to_request);
                 self.log_event(|| {
                     format!(
                         "store to {instance}, sent {}: {decision:?}",
@@ -303,7 +305,7 @@ impl FaultSimulation {
                 let answer = self.draw_arrival_us().filter(in_time);
                 if answer.is_some()
                     && decision.admitted
-                    && self.instances[instance].generation == life
+                    && self.instances[instance].generation == generation
                 {
                     self.admitted_units.push((self.now_us, cost));
                     self.totals.admitted_by_store += u64::from(cost > 0);
@@ -318,31 +320,38 @@ impl FaultSimulation {
                     at_us,
                     FaultSimulationEvent::InstanceReceivesAnswer {
                         instance,
-                        generation: life,
+                        generation,
                         cost,
-                        units_to_request: wanted,
-                        sent_at: asked,
+                        units_to_request,
+                        sent_at,
                         answer,
                     },
                 );
             }
             FaultSimulationEvent::InstanceReceivesAnswer {
                 instance,
-                generation: life,
+                generation,
                 cost,
-                units_to_request: wanted,
-                sent_at: asked,
+                units_to_request,
+                sent_at,
                 answer,
             } => {
-                self.handle_answer(instance, life, cost, wanted, asked, answer);
+                self.handle_answer(
+                    instance,
+                    generation,
+                    cost,
+                    units_to_request,
+                    sent_at,
+                    answer,
+                );
             }
             FaultSimulationEvent::PermitIsResolved {
                 instance,
-                generation: life,
+                generation,
                 permit,
                 admitted,
             } => {
-                if self.instances[instance].generation != life {
+                if self.instances[instance].generation != generation {
                 } else if admitted {
                     self.record_lease_use(instance, permit);
                 } else {
@@ -351,30 +360,30 @@ impl FaultSimulation {
             }
             FaultSimulationEvent::InstanceSweepsLeases {
                 instance,
-                generation: life,
-            } if self.instances[instance].generation == life => self.sweep_leases(instance),
+                generation,
+            } if self.instances[instance].generation == generation => self.sweep_leases(instance),
             FaultSimulationEvent::InstanceSweepsLeases { .. } => {}
             FaultSimulationEvent::StoreReceivesReturns { returns } => {
                 self.manual_clock.set_us(self.now_us);
-                for late in returns.iter().flat_map(LeaseReturn::settlements) {
-                    self.log_event(|| format!("store gets back {:?}", late.amendment));
-                    self.memory.apply_settlements(&[late]);
+                for settlement in returns.iter().flat_map(LeaseReturn::settlements) {
+                    self.log_event(|| format!("store receives return {:?}", settlement.amendment));
+                    self.memory.apply_settlements(&[settlement]);
                 }
                 self.totals.return_calls += 1;
             }
             FaultSimulationEvent::InstanceCrashes { instance } => {
                 self.log_event(|| format!("{instance} crashes"));
                 let per_us = self.limits[0].per_us;
-                let life = self.instances[instance].generation + 1;
+                let generation = self.instances[instance].generation + 1;
                 self.instances[instance] = SimulatedInstance {
-                    generation: life,
+                    generation,
                     ..SimulatedInstance::new(&mut self.random, per_us)
                 };
                 self.totals.crashes += 1;
             }
             FaultSimulationEvent::StoreLosesData => {
                 self.log_event(|| "store loses its data".to_owned());
-                let (clock, hands) = Clock::manual(self.now_us);
+                let (clock, manual_clock) = Clock::manual(self.now_us);
                 self.memory = MemoryStore::new(
                     MemorySettings {
                         max_keys: 10,
@@ -382,7 +391,7 @@ impl FaultSimulation {
                     },
                     clock,
                 );
-                self.manual_clock = hands;
+                self.manual_clock = manual_clock;
                 self.data_losses_us.push(self.now_us);
                 self.totals.data_losses += 1;
             }
@@ -391,7 +400,7 @@ impl FaultSimulation {
 
     fn handle_request(&mut self, instance_index: usize) {
         let instance = &self.instances[instance_index];
-        let (life, cost, now) = (
+        let (generation, cost, now) = (
             instance.generation,
             instance.cost,
             instance.local_clock(self.now_us),
@@ -407,53 +416,55 @@ impl FaultSimulation {
             instance.table.take_permit(&charges, now, on_exhausted)
         };
         if let LeaseAction::Permit {
-            units_to_request: wanted @ 1..,
+            units_to_request: units_to_request @ 1..,
             ..
         } = action
         {
-            self.send_query(instance_index, 0, wanted, now);
+            self.send_query(instance_index, 0, units_to_request, now);
         }
         match action {
             LeaseAction::Permit { permit, .. } if self.random.u8(..4) > 0 => {
                 self.record_lease_use(instance_index, permit)
             }
             LeaseAction::Permit { permit, .. } => {
-                // Another policy has to be asked: that takes time, and it may refuse.
+                // Another policy is decided by the store: that takes time, and it may refuse.
                 let deadline = now + Duration::from_micros(TIMEOUT_US);
                 if permit.expires_at <= deadline {
                     self.instances[instance_index].table.return_permit(&permit);
                     return self.send_query(instance_index, cost, 0, now);
                 }
-                let slow = self.random.u64(..TIMEOUT_US * 999 / 1_000);
+                let delay_us = self.random.u64(..TIMEOUT_US * 999 / 1_000);
                 let admitted = self.random.bool();
                 self.schedule(
-                    self.now_us + slow,
+                    self.now_us + delay_us,
                     FaultSimulationEvent::PermitIsResolved {
                         instance: instance_index,
-                        generation: life,
+                        generation,
                         permit,
                         admitted,
                     },
                 );
             }
             LeaseAction::QueryStore { .. } if is_breaker_open => self.totals.unanswered += 1,
-            LeaseAction::QueryStore {
-                units_to_request: wanted,
-            } => self.send_query(instance_index, cost, wanted, now),
-            LeaseAction::WaitForRenewal(_) => unreachable!("nobody was told to wait"),
+            LeaseAction::QueryStore { units_to_request } => {
+                self.send_query(instance_index, cost, units_to_request, now)
+            }
+            LeaseAction::WaitForRenewal(_) => {
+                unreachable!("the instance never waits for a renewal")
+            }
         }
     }
 
-    fn send_query(&mut self, instance: usize, cost: u64, wanted: u64, sent_at: Instant) {
-        let (life, sent_us) = (self.instances[instance].generation, self.now_us);
+    fn send_query(&mut self, instance: usize, cost: u64, units_to_request: u64, sent_at: Instant) {
+        let (generation, sent_us) = (self.instances[instance].generation, self.now_us);
         match self.draw_arrival_us() {
             Some(at_us) => self.schedule(
                 at_us,
                 FaultSimulationEvent::StoreReceivesQuery {
                     instance,
-                    generation: life,
+                    generation,
                     cost,
-                    units_to_request: wanted,
+                    units_to_request,
                     sent_at,
                     sent_us,
                 },
@@ -461,9 +472,9 @@ impl FaultSimulation {
             None => {
                 let timeout_event = FaultSimulationEvent::InstanceReceivesAnswer {
                     instance,
-                    generation: life,
+                    generation,
                     cost,
-                    units_to_request: wanted,
+                    units_to_request,
                     sent_at,
                     answer: None,
                 };
@@ -472,14 +483,14 @@ impl FaultSimulation {
         }
     }
 
-    fn decide_in_store(&mut self, instance: usize, cost: u64, wanted: u64) -> Decision {
+    fn decide_in_store(&mut self, instance: usize, cost: u64, units_to_request: u64) -> Decision {
         self.manual_clock.set_us(self.now_us);
         let charges = charges_for(
             &self.limits,
             &self.key,
             cost,
             self.instances[instance].lease,
-            wanted,
+            units_to_request,
         );
         self.memory.decide(&charges)
     }
@@ -538,15 +549,15 @@ impl FaultSimulation {
 
     fn record_lease_use(&mut self, instance: usize, permit: LeasePermit) {
         let units = permit.units;
-        self.log_event(|| format!("{instance} hands out {units}"));
+        self.log_event(|| format!("{instance} manual_clock out {units}"));
         self.admitted_units.push((self.now_us, units));
         self.totals.admitted_by_lease += 1;
     }
 
-    /// As the task that attends to the leases does.
+    /// Simulates the return task.
     fn sweep_leases(&mut self, instance_index: usize) {
         let instance = &self.instances[instance_index];
-        let (life, now) = (instance.generation, instance.local_clock(self.now_us));
+        let (generation, now) = (instance.generation, instance.local_clock(self.now_us));
         let (returns, next) = instance.table.take_due_returns(now);
         if !returns.is_empty()
             && let Some(at_us) = self.draw_arrival_us()
@@ -563,13 +574,13 @@ impl FaultSimulation {
                 at_us,
                 FaultSimulationEvent::InstanceSweepsLeases {
                     instance: instance_index,
-                    generation: life,
+                    generation,
                 },
             );
         }
     }
 
-    /// The promise of each limit, and one further limit for each loss of data.
+    /// Checks the guarantee of each limit, with one further limit per data loss.
     fn check_limits(&mut self) -> Result<(), String> {
         self.admitted_units.sort_unstable();
         self.data_losses_us.sort_unstable();
@@ -590,7 +601,7 @@ impl FaultSimulation {
                     sum -= self.admitted_units[first].1;
                     first += 1;
                 }
-                // What was lost may have been charged one period, or a lease, before.
+                // Lost units may have been charged one period, or one lease, earlier.
                 let is_relevant_loss =
                     |lost_us: &&u64| **lost_us <= *at_us && **lost_us + 2 * per_us >= *at_us;
                 let losses =
@@ -607,7 +618,8 @@ impl FaultSimulation {
         self.check_returned_units()
     }
 
-    /// In any time t no more than burst + rate · t: a debt that is never above burst.
+    /// Checks that no interval t admits more than burst + rate · t: the debt never exceeds the
+    /// burst.
     fn check_token_bucket(&self, limit: &Limit, burst: u64) -> Result<(), String> {
         let (mut debt, mut last_us, mut losses) =
             (0_u64, START_US, self.data_losses_us.iter().peekable());
@@ -625,7 +637,7 @@ impl FaultSimulation {
         Ok(())
     }
 
-    /// Where nothing went wrong, what was lent and not used is free again.
+    /// Checks that all unused units were returned if no fault occurred.
     fn check_returned_units(&mut self) -> Result<(), String> {
         if self.fault_rates.message_loss_percent > 0
             || self.fault_rates.has_crashes
@@ -637,15 +649,15 @@ impl FaultSimulation {
         self.manual_clock.set_us(self.now_us);
         let charges = charges_for(&self.limits, &self.key, 0, None, 0);
         let decision = self.memory.decide(&charges);
-        for (limit, standing) in self.limits.iter().zip(decision.statuses) {
-            // Counted at the lease's end at the latest, and up to a sub-window longer.
+        for (limit, status) in self.limits.iter().zip(decision.statuses) {
+            // Charged at the lease's end at the latest, and up to one sub-window longer.
             let longest_us = limit.per_us + self.limits[0].per_us / 2 + limit.sub_window_us();
             let recent = self
                 .admitted_units
                 .iter()
                 .filter(|(at_us, _)| at_us + longest_us > self.now_us);
             let recent_units = recent.map(|(_, units)| units).sum::<u64>();
-            let used = limit.capacity() - standing.unwrap().remaining;
+            let used = limit.capacity() - status.unwrap().remaining;
             if used > recent_units {
                 return Err(format!(
                     "{used} units in use of {recent_units} admitted lately, of {limit:?}"
@@ -690,7 +702,7 @@ fn charges_for<'c>(
 }
 
 impl SimulatedInstance {
-    /// Some lend, some don't, as during a roll-out; each for its own time.
+    /// Some instances use leases and others do not, as during a roll-out, each with its own TTL.
     fn new(random: &mut fastrand::Rng, per_us: u64) -> Self {
         let ttl_us = random.u64(1_000..=per_us / 2);
         let size = random.bool().then(|| random.u64(1..60));

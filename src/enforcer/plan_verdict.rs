@@ -1,0 +1,207 @@
+//! From the store's decision about a plan to a verdict, and to the decision of each policy.
+
+use super::charge_plan::ChargePlan;
+use super::{LimitRejection, ReportedLimit, RequestOutcome, RetryHint, Verdict};
+use crate::limiter::{Decision, Key, LimitStatus, Refusal};
+use crate::policy::{NamedLimit, OnStoreFailure, Policy};
+use crate::store::StoreUnavailable;
+use crate::telemetry::metrics::PolicyDecision;
+use smallvec::SmallVec;
+use std::time::Duration;
+
+impl<'t> ChargePlan<'t> {
+    /// Builds the verdict from a decision with one status per charge.
+    pub(super) fn into_verdict(self, decision: &Decision) -> Verdict<'t> {
+        let mut verdict = Verdict::from_outcome(RequestOutcome::Forward);
+        verdict.now_us = decision.now_us;
+        verdict.delay = Duration::from_micros(decision.delay_us);
+        verdict.shadow_rejected = self.shadow_denials;
+        let mut refusals = RefusalSummary::default();
+        let mut statuses = decision.statuses.iter();
+        for policy_charge in &self.policy_charges {
+            let block = policy_charge.block.and_then(|_| *statuses.next()?);
+            refusals.is_blocked |= block.is_some_and(|block| block.refusal.is_some());
+            let blocked_until_us = block.and_then(|block| block.next_growth_us);
+            for (limit, status) in policy_charge.limits.iter().zip(&mut statuses) {
+                if policy_charge.policy.shadow {
+                    let name = &*policy_charge.policy.name;
+                    let refused = status.is_some_and(|status| status.refusal.is_some());
+                    if refused && verdict.shadow_rejected.last() != Some(&name) {
+                        verdict.shadow_rejected.push(name);
+                    }
+                    continue;
+                }
+                let status = match blocked_until_us {
+                    Some(until_us) => Some(blocked_status(*status, until_us)),
+                    None => *status,
+                };
+                let Some(status) = status else { continue };
+                verdict.limits.push(ReportedLimit {
+                    limit,
+                    standing: status,
+                    key_id: policy_charge.key.id(),
+                });
+                if let Some(refusal) = status.refusal {
+                    refusals.add_refusal(policy_charge.policy, limit, refusal);
+                }
+            }
+        }
+        if let Some(limited) = refusals.into_rejection(decision.now_us) {
+            verdict.outcome = RequestOutcome::Limited(limited);
+        }
+        verdict
+    }
+
+    /// Builds the verdict when the store is unavailable. One `closed` policy rejects the request;
+    /// otherwise the decision of the `local` policies applies, if any.
+    pub(super) fn into_degraded(
+        self,
+        unavailable: &StoreUnavailable,
+        fallback_decision: Option<&Decision>,
+    ) -> Verdict<'t> {
+        let is_degraded = self.enforced_policies().next().is_some();
+        if let Some(policy) = self.first_closed_policy() {
+            let outcome = RequestOutcome::Unavailable {
+                policy: &policy.name,
+                retry_after_us: unavailable.retry_after_us,
+            };
+            return Verdict {
+                is_degraded,
+                shadow_rejected: self.shadow_denials,
+                ..Verdict::from_outcome(outcome)
+            };
+        }
+        match fallback_decision {
+            Some(decision) => Verdict {
+                is_degraded,
+                ..self.into_verdict(decision)
+            },
+            None => Verdict {
+                is_degraded,
+                shadow_rejected: self.shadow_denials,
+                ..Verdict::from_outcome(RequestOutcome::Forward)
+            },
+        }
+    }
+
+    /// Records the decision of each policy. A policy without a known status, as in an answer of the
+    /// deny cache, is not recorded.
+    pub(super) fn record_decisions(
+        &self,
+        decision: &Decision,
+        mut count: impl FnMut(usize, Option<&Key>, PolicyDecision),
+    ) {
+        let mut statuses = decision.statuses.iter();
+        for policy_charge in &self.policy_charges {
+            let block = policy_charge.block.and_then(|_| *statuses.next()?);
+            let blocked = block.is_some_and(|block| block.refusal.is_some());
+            let (mut refused, mut known) = (false, true);
+            for status in statuses.by_ref().take(policy_charge.limits.len()) {
+                refused |= status.is_some_and(|status| status.refusal.is_some());
+                known &= status.is_some();
+            }
+            let decision_label = match (refused, policy_charge.policy.shadow) {
+                _ if blocked => PolicyDecision::Blocked,
+                (true, true) => PolicyDecision::ShadowRejected,
+                (true, false) => PolicyDecision::Rejected,
+                (false, false) if decision.delay_us > 0 && policy_charge.delays_requests() => {
+                    PolicyDecision::Delayed
+                }
+                (false, _) if known => PolicyDecision::Allowed,
+                (false, _) => continue,
+            };
+            count(
+                policy_charge.policy_index,
+                Some(&policy_charge.key),
+                decision_label,
+            );
+        }
+    }
+
+    /// Records the decision of each policy when the store is unavailable; `fallback_decision` is
+    /// the one made without it.
+    pub(super) fn record_degraded_decisions(
+        &self,
+        fallback_decision: Option<&Decision>,
+        record_decision: impl Fn(usize, Option<&Key>, PolicyDecision),
+    ) {
+        let mut statuses = fallback_decision.map(|decision| decision.statuses.iter());
+        for policy_charge in &self.policy_charges {
+            let charges = policy_charge.limits.len() + usize::from(policy_charge.block.is_some());
+            let own = statuses
+                .iter_mut()
+                .flat_map(|statuses| statuses.by_ref().take(charges));
+            // Counted, not searched: the iterator has to pass all statuses of this policy.
+            let refused = own
+                .flatten()
+                .filter(|status| status.refusal.is_some())
+                .count()
+                > 0;
+            let decision_label = match policy_charge.policy.on_store_failure {
+                _ if policy_charge.policy.shadow => PolicyDecision::Degraded,
+                OnStoreFailure::Open => PolicyDecision::DegradedOpen,
+                OnStoreFailure::Closed => PolicyDecision::DegradedClosed,
+                // Another policy is closed: nothing was decided.
+                OnStoreFailure::Local if fallback_decision.is_none() => PolicyDecision::Degraded,
+                OnStoreFailure::Local if refused => PolicyDecision::DegradedLocalRejected,
+                OnStoreFailure::Local => PolicyDecision::DegradedLocalAllowed,
+            };
+            record_decision(
+                policy_charge.policy_index,
+                Some(&policy_charge.key),
+                decision_label,
+            );
+        }
+    }
+}
+
+/// The reported status of a limit while a block holds: no units before the block ends.
+fn blocked_status(status: Option<LimitStatus>, until_us: u64) -> LimitStatus {
+    let grows_at_us = status.and_then(|status| status.next_growth_us).unwrap_or(0);
+    let refusal = match status.and_then(|status| status.refusal) {
+        Some(Refusal::Never) => Refusal::Never,
+        Some(Refusal::Until(at_us)) => Refusal::Until(at_us.max(until_us)),
+        Some(Refusal::Unknown) | None => Refusal::Until(until_us),
+    };
+    LimitStatus {
+        remaining: 0,
+        next_growth_us: Some(grows_at_us.max(until_us)),
+        refusal: Some(refusal),
+    }
+}
+
+/// Collects refusals; the longest one determines the retry time.
+#[derive(Default)]
+struct RefusalSummary<'t> {
+    longest_refusal: Option<(&'t Policy, Refusal)>,
+    violated_limits: SmallVec<[&'t str; 2]>,
+    is_blocked: bool,
+}
+
+impl<'t> RefusalSummary<'t> {
+    fn add_refusal(&mut self, policy: &'t Policy, limit: &'t NamedLimit, refusal: Refusal) {
+        self.violated_limits.push(&limit.name);
+        if self
+            .longest_refusal
+            .is_none_or(|(_, longest)| refusal > longest)
+        {
+            self.longest_refusal = Some((policy, refusal));
+        }
+    }
+
+    fn into_rejection(self, now_us: u64) -> Option<LimitRejection<'t>> {
+        let (policy, refusal) = self.longest_refusal?;
+        let retry = match refusal {
+            Refusal::Until(at_us) => RetryHint::After(at_us.saturating_sub(now_us)),
+            Refusal::Never => RetryHint::Never,
+            Refusal::Unknown => RetryHint::Unknown,
+        };
+        Some(LimitRejection {
+            policy: &policy.name,
+            violated_limits: self.violated_limits,
+            retry,
+            is_blocked: self.is_blocked,
+            reject: policy.reject_response.as_ref(),
+        })
+    }
+}

@@ -1,0 +1,181 @@
+//! The steps from the charges of one request to a decision, in order:
+//!
+//! 1. Lease ([`LeasePool::take_permits`]): units charged in advance need no call.
+//! 2. Deny cache ([`DenyCache::find_refusal`]): a refusal that still holds needs no call.
+//! 3. Local share ([`super::FallbackStore::check_share`]): while an outage ends, it may refuse.
+//! 4. Circuit breaker ([`RedisStore::is_breaker_open`]): while it is open, the call fails at once.
+//! 5. Batcher ([`RedisStore::decide`]): charges of concurrent requests share a round trip.
+//! 6. Redis script (`redis/decide.lua`): decides and charges in one atomic step.
+//! 7. Deny cache, if the call failed: one refusal of a limit is enough.
+//! 8. Fallback ([`Store::decide_by_fallback`]): the enforcer calls it if the policies allow it.
+//!
+//! The memory store replaces all of these steps.
+
+use super::deny_cache::{DenyCache, DenyMatchScope};
+use super::leases::LeasePool;
+use super::redis::RedisStore;
+use super::{Store, StoreUnavailable};
+use crate::limiter::{Charge, Decision};
+use crate::telemetry::metrics::DecisionSource;
+use smallvec::SmallVec;
+use std::sync::Arc;
+use tokio::time::Instant;
+
+/// The parts that decide when the counters are in Redis.
+#[derive(Clone, Copy, Debug)]
+struct RedisDecisionPath<'s> {
+    leases: &'s Arc<LeasePool>,
+    deny_cache: &'s DenyCache,
+    redis: &'s RedisStore,
+}
+
+impl Store {
+    /// Decides all charges of one request together: all enforced ones are made, or none.
+    /// No two charges may share key, algorithm and period.
+    ///
+    /// # Errors
+    /// [`StoreUnavailable`] if the store is unavailable. Whether the charges were made is then
+    /// unknown.
+    pub async fn decide(&self, charges: &[Charge<'_>]) -> Result<Decision, StoreUnavailable> {
+        self.decide_with_source(charges, Instant::now())
+            .await
+            .map(|(decision, _)| decision)
+    }
+
+    /// Like [`Store::decide`], for a caller that has just read the clock. Also returns the source
+    /// of the decision.
+    ///
+    /// # Errors
+    /// As [`Store::decide`]. [`Store::decide_by_fallback`] decides without the store.
+    pub async fn decide_with_source(
+        &self,
+        charges: &[Charge<'_>],
+        requested_at: Instant,
+    ) -> Result<(Decision, DecisionSource), StoreUnavailable> {
+        let path = match self {
+            Self::Memory(memory) => {
+                let decision = memory.decide_at(charges, requested_at.into_std());
+                return Ok((decision, DecisionSource::Memory));
+            }
+            Self::Redis {
+                redis,
+                deny_cache,
+                leases,
+            } => RedisDecisionPath {
+                leases,
+                deny_cache,
+                redis,
+            },
+        };
+        if charges.iter().any(|charge| charge.lease.is_some()) {
+            // Boxed so that requests without leases need no space for this future.
+            return Box::pin(path.decide_with_leases(charges, requested_at)).await;
+        }
+        match path.find_local_refusal(charges, requested_at) {
+            Some(refusal) => Ok(refusal),
+            None => path.decide_in_redis(charges, requested_at).await,
+        }
+    }
+
+    /// Decides the charges of `local` policies by this instance's share, after the store was
+    /// unavailable. Other charges have no status and refuse nothing. `None` for the memory store,
+    /// which is always available.
+    pub fn decide_by_fallback(&self, charges: &[Charge<'_>]) -> Option<Decision> {
+        let Self::Redis { redis, .. } = self else {
+            return None;
+        };
+        let fallback = redis.fallback();
+        let unreachable_charges = charges
+            .iter()
+            .filter(|charge| !redis.is_reachable_for(std::slice::from_ref(*charge)));
+        fallback.mark_unreachable(unreachable_charges.map(|charge| fallback.partition(charge.key)));
+        Some(fallback.decide(charges, std::time::Instant::now()))
+    }
+}
+
+impl RedisDecisionPath<'_> {
+    /// Step 1: issues leased units. The remaining charges take the further steps.
+    async fn decide_with_leases(
+        self,
+        charges: &[Charge<'_>],
+        requested_at: Instant,
+    ) -> Result<(Decision, DecisionSource), StoreUnavailable> {
+        let (mut permits, unleased) = self
+            .leases
+            .take_permits(self.redis, charges, requested_at)
+            .await;
+        if unleased.is_empty() {
+            return Ok((permits.into_decision(charges, None), DecisionSource::Lease));
+        }
+        let mut unleased_charges: SmallVec<[Charge<'_>; 4]> =
+            unleased.iter().map(|(_, charge)| *charge).collect();
+        let (decision, source) = match self.find_local_refusal(&unleased_charges, requested_at) {
+            Some(refusal) => refusal,
+            None => {
+                permits.start_renewals(&mut unleased_charges);
+                self.decide_in_redis(&unleased_charges, requested_at)
+                    .await?
+            }
+        };
+        let decision = permits.into_decision(charges, Some((&unleased, decision)));
+        Ok((decision, source))
+    }
+
+    /// Steps 2 and 3: a refusal by the deny cache, or by the local share while an outage ends.
+    fn find_local_refusal(
+        self,
+        charges: &[Charge<'_>],
+        requested_at: Instant,
+    ) -> Option<(Decision, DecisionSource)> {
+        if let Some(refusal) =
+            self.deny_cache
+                .find_refusal(charges, requested_at, DenyMatchScope::AllLimits)
+        {
+            return Some((refusal, DecisionSource::DenyCache));
+        }
+        let fallback = self.redis.fallback();
+        if !fallback.is_in_outage() || !self.redis.is_reachable_for(charges) {
+            return None;
+        }
+        let share_decision = fallback
+            .check_share(charges, requested_at.into_std())
+            .filter(|decision| !decision.admitted)?;
+        Some((share_decision, DecisionSource::Degraded))
+    }
+
+    /// Steps 4 to 7: Redis decides, unless its circuit breaker is open.
+    async fn decide_in_redis(
+        self,
+        charges: &[Charge<'_>],
+        requested_at: Instant,
+    ) -> Result<(Decision, DecisionSource), StoreUnavailable> {
+        let result = if self.redis.is_breaker_open() {
+            Err(self.redis.unavailable_error("breaker_open"))
+        } else {
+            self.redis.decide(charges, requested_at).await
+        };
+        match result {
+            Ok(decision) => {
+                let fallback = self.redis.fallback();
+                fallback.cache_statuses(charges, &decision, requested_at.into_std());
+                // A refusal by another slot cancels the reservation of this one. Caching such a
+                // decision would refuse for longer than Redis does.
+                if !decision.admitted && !self.redis.is_split(charges) {
+                    self.deny_cache.record_refusal(
+                        charges,
+                        &decision,
+                        requested_at,
+                        Instant::now(),
+                    );
+                }
+                Ok((decision, DecisionSource::Redis))
+            }
+            // A refusal without an exact retry time is better than no decision.
+            Err(unavailable) => self
+                .deny_cache
+                .find_refusal(charges, Instant::now(), DenyMatchScope::AnyLimit)
+                .map(|refusal| (refusal, DecisionSource::DenyCache))
+                .ok_or(unavailable),
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! The last status that Redis reported for each key of a policy with `on_store_failure = "local"`.
+//! An outage starts from it.
+
+use super::Share;
+use crate::limiter::{Algorithm, Amendment, Charge, Limit, LimitStatus};
+use crate::store::memory::{CounterId, counter_id};
+use parking_lot::Mutex;
+use std::collections::HashMap;
+
+/// Entries in each generation of a shard, about 100 bytes each: 16 MiB in all. The oldest entries
+/// are dropped first.
+const MAX_GENERATION_ENTRIES: usize = 1 << 12;
+const SHARD_COUNT: usize = 16;
+
+#[derive(Debug, Default)]
+pub(super) struct StatusCache([Mutex<StatusGenerations>; SHARD_COUNT]);
+
+/// Two generations of entries. When the current one is full it replaces the previous one, which is
+/// dropped.
+#[derive(Debug, Default)]
+struct StatusGenerations {
+    current: StatusGeneration,
+    previous: StatusGeneration,
+}
+
+type StatusGeneration = HashMap<CounterId, CachedStatus, foldhash::fast::RandomState>;
+
+/// The remaining units of a counter, by the local clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct CachedStatus {
+    remaining: u64,
+    received_at_us: u64,
+    /// End of the block, by the local clock (µs).
+    block_ends_us: Option<u64>,
+}
+
+impl StatusCache {
+    /// Stores the status received at `received_at_us`, when the clock of Redis showed `now_us`.
+    pub(super) fn insert(
+        &self,
+        charge: &Charge<'_>,
+        status: LimitStatus,
+        now_us: u64,
+        received_at_us: u64,
+    ) {
+        let is_block = charge.limit.algorithm == Algorithm::Block;
+        let ends = status.next_growth_us.filter(|_| is_block);
+        if is_block && ends.is_none() {
+            return;
+        }
+        let ends_us =
+            ends.map(|ends_us| received_at_us.saturating_add(ends_us.saturating_sub(now_us)));
+        let cached = CachedStatus {
+            remaining: status.remaining,
+            received_at_us,
+            block_ends_us: ends_us,
+        };
+        if let Some(shard) = self.shard(charge) {
+            let mut generations = shard.lock();
+            if generations.current.len() >= MAX_GENERATION_ENTRIES {
+                generations.previous = std::mem::take(&mut generations.current);
+            }
+            generations
+                .current
+                .insert(counter_id(charge.limit, charge.key), cached);
+        }
+    }
+
+    /// Removes the entry of a charge and passes it to `apply`. The shard stays locked meanwhile: a
+    /// concurrent charge must not be overwritten by the counter that `apply` creates.
+    pub(super) fn take_with(&self, charge: &Charge<'_>, apply: impl FnOnce(CachedStatus)) {
+        let id = counter_id(charge.limit, charge.key);
+        let Some(shard) = self.shard(charge) else {
+            return;
+        };
+        let mut generations = shard.lock();
+        let previous = generations.previous.remove(&id);
+        if let Some(cached) = generations.current.remove(&id).or(previous) {
+            apply(cached);
+        }
+    }
+
+    fn shard(&self, charge: &Charge<'_>) -> Option<&Mutex<StatusGenerations>> {
+        self.0
+            .get(usize::try_from(charge.key.id() % SHARD_COUNT as u128).ok()?)
+    }
+}
+
+impl CachedStatus {
+    /// The amendment after which this instance may use its share of the units that remained, where
+    /// `limit` is its share of the limit.
+    ///
+    /// The age of the used units is unknown: they count as charged when the answer arrived. That is
+    /// too strict for a sliding window, and exact for all other algorithms.
+    pub(super) fn to_amendment(self, share: Share, limit: &Limit, now_us: u64) -> Amendment {
+        let age_us = now_us.saturating_sub(self.received_at_us);
+        if let Some(ends_us) = self.block_ends_us {
+            // A block lasts for `per_us` from its start.
+            let block_start_us = ends_us.saturating_sub(limit.per_us);
+            return Amendment::BackdatedCharge {
+                units: 1,
+                age_us: now_us.saturating_sub(block_start_us),
+            };
+        }
+        let capacity = limit.capacity();
+        Amendment::BackdatedCharge {
+            units: capacity - share.scale_units(self.remaining).min(capacity),
+            age_us,
+        }
+    }
+}

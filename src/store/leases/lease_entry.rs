@@ -1,0 +1,203 @@
+//! The leases of one policy for one key.
+
+use super::lease_return::{LeaseOwner, LeaseReturn, LeaseReturnQueue};
+use crate::limiter::{Charge, Key, Lease, LimitStatus};
+use smallvec::SmallVec;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+/// Maximum units of a lease, if the size is automatic.
+const MAX_AUTO_UNITS: u64 = 1000;
+
+/// Minimum demand per lease TTL before a key is leased, if the size is automatic.
+pub(super) const MIN_DEMAND_UNITS: u64 = 4;
+
+/// The leases of a policy for one key.
+#[derive(Debug)]
+pub(super) struct LeaseEntry {
+    pub owner: Arc<LeaseOwner>,
+    /// Ordered by expiry.
+    pub grants: SmallVec<[LeasedUnits; 2]>,
+    /// The renewal in progress, if any; callers may wait for it.
+    pub renewal: Option<Arc<Notify>>,
+    /// Whether the last renewal got no units.
+    pub is_last_grant_empty: bool,
+    pub last_answer: Option<LastStoreAnswer>,
+    pub demand: LeaseDemand,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LeasedUnits {
+    pub remaining_units: u64,
+    /// End of the lease by the store's clock (µs).
+    pub until_us: u64,
+    pub expires_at: Instant,
+}
+
+/// The store's last answer for a key.
+#[derive(Debug)]
+pub(super) struct LastStoreAnswer {
+    pub store_now_us: u64,
+    pub received_at: Instant,
+    /// One per limit.
+    pub statuses: SmallVec<[LimitStatus; 2]>,
+    /// Units issued since the answer.
+    pub issued_units: u64,
+}
+
+/// Units requested in the current and in the previous interval of one lease TTL.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LeaseDemand {
+    pub interval_start: Instant,
+    pub current_units: u64,
+    pub previous_units: u64,
+}
+
+/// Units issued to one request.
+#[derive(Debug)]
+pub(super) struct LeasePermit {
+    pub owner: Arc<LeaseOwner>,
+    pub units: u64,
+    pub until_us: u64,
+    /// The request has to be decided before this time.
+    pub expires_at: Instant,
+    /// Lower bound of the store's clock at the issue (µs).
+    pub store_now_us: u64,
+    /// Status of each limit; `remaining` is a lower bound.
+    pub statuses: SmallVec<[LimitStatus; 2]>,
+}
+
+impl LeaseEntry {
+    pub(super) fn new(charges: &[Charge<'_>], key: &Key, now: Instant) -> Self {
+        Self {
+            owner: LeaseOwner::from_charges(charges, key),
+            grants: SmallVec::new(),
+            renewal: None,
+            is_last_grant_empty: false,
+            last_answer: None,
+            demand: LeaseDemand {
+                interval_start: now,
+                current_units: 0,
+                previous_units: 0,
+            },
+        }
+    }
+
+    pub(super) fn matches_limits(&self, charges: &[Charge<'_>]) -> bool {
+        self.owner
+            .limits
+            .iter()
+            .eq(charges.iter().map(|charge| charge.limit))
+    }
+
+    pub(super) fn is_in_use(&self) -> bool {
+        !self.grants.is_empty() || self.renewal.is_some()
+    }
+
+    /// Units to request when `available_units` are left. Requested early, since more requests
+    /// arrive meanwhile.
+    pub(super) fn units_to_request(&self, lease: &Lease, available_units: u64) -> u64 {
+        let size = lease.size.unwrap_or_else(|| {
+            match self.demand.current_units.max(self.demand.previous_units) {
+                0..MIN_DEMAND_UNITS => 0,
+                units => units.min(MAX_AUTO_UNITS),
+            }
+        });
+        // After an empty grant, the units in hand are used up first.
+        if available_units <= size / 4 && !(self.is_last_grant_empty && available_units > 0) {
+            size - available_units
+        } else {
+            0
+        }
+    }
+
+    pub(super) fn issue_permit(
+        &mut self,
+        charge: &Charge<'_>,
+        now: Instant,
+    ) -> Option<LeasePermit> {
+        let units = charge.cost;
+        let grant = self
+            .grants
+            .iter_mut()
+            .find(|leased| leased.remaining_units >= units)?;
+        let answer = self.last_answer.as_mut()?;
+        grant.remaining_units -= units;
+        answer.issued_units = answer.issued_units.saturating_add(units);
+        let now_us = answer
+            .store_now_us
+            .saturating_add(micros(now.saturating_duration_since(answer.received_at)));
+        let status = |status: &LimitStatus| LimitStatus {
+            remaining: status.remaining.saturating_sub(answer.issued_units),
+            next_growth_us: status.next_growth_us.map(|at_us| at_us.max(now_us)),
+            refusal: None,
+        };
+        Some(LeasePermit {
+            owner: Arc::clone(&self.owner),
+            units,
+            until_us: grant.until_us,
+            expires_at: grant.expires_at,
+            store_now_us: now_us,
+            statuses: answer.statuses.iter().map(status).collect(),
+        })
+    }
+
+    /// Removes expired leases and queues their unused units for return.
+    pub(super) fn expire_grants(&mut self, now: Instant, returns: &LeaseReturnQueue) {
+        while let Some(leased) = self
+            .grants
+            .first()
+            .copied()
+            .filter(|leased| leased.expires_at <= now)
+        {
+            self.grants.remove(0);
+            if leased.remaining_units > 0 {
+                returns.push(leased.into_return(&self.owner));
+            }
+        }
+    }
+
+    pub(super) fn revoke_all_grants(&mut self, returns: &LeaseReturnQueue) {
+        let unused = self
+            .grants
+            .drain(..)
+            .filter(|leased| leased.remaining_units > 0);
+        unused.for_each(|leased| returns.push(leased.into_return(&self.owner)));
+    }
+}
+
+impl LeasedUnits {
+    pub(super) fn into_return(self, owner: &Arc<LeaseOwner>) -> LeaseReturn {
+        LeaseReturn {
+            owner: Arc::clone(owner),
+            units: self.remaining_units,
+            until_us: self.until_us,
+        }
+    }
+}
+
+impl LeaseDemand {
+    pub(super) fn record_units(&mut self, units: u64, now: Instant, lease: &Lease) {
+        let ttl = Duration::from_micros(lease.ttl_us);
+        let since = now.saturating_duration_since(self.interval_start);
+        if since >= ttl {
+            let previous_units = if since < 2 * ttl {
+                self.current_units
+            } else {
+                0
+            };
+            *self = Self {
+                interval_start: now,
+                current_units: 0,
+                previous_units,
+            };
+        }
+        self.current_units = self.current_units.saturating_add(units);
+    }
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,152 @@
+//! Settlements of costs that become known after the decision, on their way to the store.
+//!
+//! The memory store is settled at once. For Redis, settlements are queued and sent in the
+//! background. A failed settlement is not retried; it is counted.
+
+use super::{CounterRef, FLUSH_TIMEOUT, Settlement, Store};
+use crate::limiter::Amendment;
+use crate::telemetry::metrics::WorkerMetrics;
+use parking_lot::Mutex;
+use std::sync::Arc;
+use tokio::sync::Notify;
+use tokio::time::timeout;
+
+/// Maximum number of queued settlements of one worker: about 4 MiB. Redis takes some thousands per
+/// second even at a distance of 5 ms. Credits may use only half of the queue: a lost credit is too
+/// strict, but a lost charge is too lax.
+const MAX_PENDING: usize = 1 << 14;
+
+/// Settlements of one worker. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct SettlementQueue(Arc<SettlementQueueInner>);
+
+#[derive(Debug)]
+struct SettlementQueueInner {
+    store: Store,
+    metrics_shard: Arc<WorkerMetrics>,
+    state: Mutex<SettlementQueueState>,
+    /// Notified when the queue is empty and everything is sent.
+    drained: Notify,
+}
+
+#[derive(Debug, Default)]
+struct SettlementQueueState {
+    pending: Vec<(CounterRef, Amendment)>,
+    /// Whether a task sends settlements. It ends when the queue is empty.
+    is_task_running: bool,
+}
+
+impl SettlementQueue {
+    /// Counts lost settlements in the worker's own `metrics_shard`.
+    pub fn new(store: Store, metrics_shard: Arc<WorkerMetrics>) -> Self {
+        Self(Arc::new(SettlementQueueInner {
+            store,
+            metrics_shard,
+            state: Mutex::default(),
+            drained: Notify::new(),
+        }))
+    }
+
+    /// Settles the memory store at once, and Redis soon.
+    pub fn enqueue(&self, settlements: impl IntoIterator<Item = (CounterRef, Amendment)>) {
+        if let Store::Memory(memory) = &self.0.store {
+            for settlement in settlements {
+                memory.apply_settlements(&[Settlement::from_pending(&settlement)]);
+            }
+            return;
+        }
+        let mut state = self.0.state.lock();
+        let lost_count = settlements
+            .into_iter()
+            .map(|(counter, amendment)| state.push(counter, amendment))
+            .filter(|is_queued| !is_queued)
+            .count();
+        self.0.metrics_shard.record_lost_settlements(lost_count);
+        if !state.pending.is_empty() && !std::mem::replace(&mut state.is_task_running, true) {
+            tokio::spawn(send_settlements(Arc::clone(&self.0)));
+        }
+    }
+
+    /// Waits until all queued settlements are sent, for at most [`FLUSH_TIMEOUT`].
+    pub async fn flush(&self) {
+        let all_sent = async {
+            loop {
+                let drained = self.0.drained.notified();
+                if !self.0.state.lock().is_task_running {
+                    return;
+                }
+                drained.await;
+            }
+        };
+        drop(timeout(FLUSH_TIMEOUT, all_sent).await);
+    }
+}
+
+impl SettlementQueueState {
+    /// Returns whether the settlement was queued.
+    fn push(&mut self, counter: CounterRef, amendment: Amendment) -> bool {
+        let max_pending = match amendment {
+            Amendment::Credit { .. } => MAX_PENDING / 2,
+            _ => MAX_PENDING,
+        };
+        let is_queued = self.pending.len() < max_pending;
+        if is_queued {
+            self.pending.push((counter, amendment));
+        }
+        is_queued
+    }
+}
+
+/// Sends settlements until the queue is empty.
+async fn send_settlements(queue: Arc<SettlementQueueInner>) {
+    loop {
+        let batch = {
+            let mut state = queue.state.lock();
+            state.is_task_running = !state.pending.is_empty();
+            std::mem::take(&mut state.pending)
+        };
+        if batch.is_empty() {
+            return queue.drained.notify_waiters();
+        }
+        let settlements: Vec<_> = batch.iter().map(Settlement::from_pending).collect();
+        if let Err(error) = queue.store.apply_settlements(&settlements).await {
+            tracing::debug!(why = %error, "failed to send settlements to the store");
+            let lost_count = error.unsent_indices.len();
+            queue.metrics_shard.record_lost_settlements(lost_count);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::{Algorithm, KeyBuilder, Limit};
+
+    #[test]
+    fn a_full_queue_drops_credits_before_further_charges() {
+        let limit = Limit {
+            requests: 9,
+            per_us: 1_000_000,
+            algorithm: Algorithm::SlidingLog,
+        };
+        let mut state = SettlementQueueState::default();
+        let mut push_many = |amendment: Amendment, times: usize| -> usize {
+            let counter = || (limit, KeyBuilder::new("p").finish());
+            (0..times)
+                .filter(|_| state.push(counter(), amendment))
+                .count()
+        };
+        let credit = Amendment::Credit { units: 1, at_us: 1 };
+        assert_eq!(push_many(credit, MAX_PENDING), MAX_PENDING / 2);
+        assert_eq!(
+            push_many(Amendment::Charge(1), MAX_PENDING),
+            MAX_PENDING / 2
+        );
+        assert_eq!(state.pending.len(), MAX_PENDING);
+        state.pending.clear();
+        assert!(
+            state.push((limit, KeyBuilder::new("p").finish()), credit),
+            "an empty queue takes credits again"
+        );
+    }
+}
