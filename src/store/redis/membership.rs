@@ -34,7 +34,7 @@ const MEMBERSHIP_GRACE_PERIOD: Duration = Duration::from_secs(3);
 /// What an ending process has left to write back in.
 const SHUTDOWN_WRITE_BACK_TIMEOUT: Duration = Duration::from_secs(1);
 
-const MEMBERSHIP_SCRIPT: &str = include_str!("fleet.lua");
+const MEMBERSHIP_SCRIPT: &str = include_str!("membership.lua");
 
 /// This process among all others.
 static INSTANCE_ID: LazyLock<String> = LazyLock::new(|| {
@@ -262,9 +262,9 @@ async fn query_membership(
         .arg(&keys)
         .arg(&*INSTANCE_ID);
     command.arg(match operation {
-        MembershipOperation::Heartbeat => "beat",
-        MembershipOperation::HeartbeatPending => "owe",
-        MembershipOperation::Read => "look",
+        MembershipOperation::Heartbeat => "heartbeat",
+        MembershipOperation::HeartbeatPending => "pending",
+        MembershipOperation::Read => "read",
     });
     command.arg(u64::try_from(MEMBER_TTL.as_micros()).unwrap_or(u64::MAX));
     for time_us in [since_us, deadline_us] {

@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 /// Readable tails longer than this many bytes are left out of keys.
 const MAX_READABLE_BYTES: usize = 64;
 
-/// Arguments per charge at most (see `decide.lua` and `amend.lua`).
+/// Arguments per charge at most (see `decide.lua` and `settle.lua`).
 const MAX_ARGS_PER_CHARGE: usize = 6;
 
 /// Times above this are not exact in a double, so they can't come from the script.
@@ -50,8 +50,8 @@ const ALGORITHM_SOURCES: [&str; 7] = [
 
 /// Stand beside the bits of the algorithms: the program puts charges right; a refusal may be counted; units are wanted
 /// in advance.
-const AMEND_FLAG: usize = 1 << ALGORITHM_SOURCES.len();
-const COUNT_REJECTED_FLAG: usize = AMEND_FLAG << 1;
+const SETTLE_FLAG: usize = 1 << ALGORITHM_SOURCES.len();
+const COUNT_REJECTED_FLAG: usize = SETTLE_FLAG << 1;
 const LEASE_FLAG: usize = COUNT_REJECTED_FLAG << 1;
 const PROGRAM_COUNT: usize = LEASE_FLAG << 1;
 
@@ -74,12 +74,12 @@ impl LuaProgram {
             .enumerate()
             .filter(|(bit, _)| flags >> bit & 1 == 1)
             .map(|(_, text)| *text);
-        let last = if flags & AMEND_FLAG == 0 {
+        let last = if flags & SETTLE_FLAG == 0 {
             include_str!("decide.lua")
         } else {
-            include_str!("amend.lua")
+            include_str!("settle.lua")
         };
-        let files = [include_str!("start.lua")]
+        let files = [include_str!("prelude.lua")]
             .into_iter()
             .chain(algorithms)
             .chain([last]);
@@ -136,7 +136,7 @@ impl ScriptLibrary {
 
     /// What puts charges right.
     pub fn amend_command(&self, settlements: &[Settlement<'_>], time_us: Option<u64>) -> Cmd {
-        let algorithms = settlements.iter().fold(AMEND_FLAG, |bits_of, late| {
+        let algorithms = settlements.iter().fold(SETTLE_FLAG, |bits_of, late| {
             bits_of | algorithm_flags(late.limit.algorithm)
         });
         let mut command = self.start_evalsha(algorithms, settlements.len());
@@ -391,10 +391,10 @@ fn strip_source(source: &str, flags: usize) -> String {
     let (mut text, mut is_included) = (String::with_capacity(source.len()), true);
     for line in source.lines().map(str::trim_start) {
         match line {
-            "-- only for amending" => is_included = flags & AMEND_FLAG != 0,
-            "-- only for counting" => is_included = flags & COUNT_REJECTED_FLAG != 0,
-            "-- only for lending" => is_included = flags & LEASE_FLAG != 0,
-            "-- end" => is_included = true,
+            "-- section: settlements" => is_included = flags & SETTLE_FLAG != 0,
+            "-- section: rejected charges" => is_included = flags & COUNT_REJECTED_FLAG != 0,
+            "-- section: leases" => is_included = flags & LEASE_FLAG != 0,
+            "-- end section" => is_included = true,
             line if is_included && !line.is_empty() && !line.starts_with("--") => {
                 text.push_str(line);
                 text.push('\n');
@@ -761,7 +761,7 @@ mod tests {
     fn the_first_script_fits_the_limits_of_an_unauthenticated_connection() {
         let first = LuaProgram::new(charges_flags(&[])).text;
         assert!(first.len() < 16 * 1024, "{}", first.len());
-        for bits in [AMEND_FLAG - 1, PROGRAM_COUNT - 1] {
+        for bits in [SETTLE_FLAG - 1, PROGRAM_COUNT - 1] {
             assert!(
                 !LuaProgram::new(bits).text.contains("--"),
                 "a comment is left"
