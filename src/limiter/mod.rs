@@ -1,11 +1,11 @@
-//! What a limit *is*: pure rules over (state, limit, cost, now).
+//! The rate limit algorithms: pure functions of (state, limit, cost, now).
 //!
-//! Nothing here knows a clock, a network, HTTP or a file format. Each algorithm is one file with its
-//! formula, worst case and memory per key in the top comment. A store (see [`crate::store`]) keeps the
-//! states, brings the time, and makes the decision over several limits atomic.
+//! This module uses no clock, network, HTTP or file format. The top comment of each algorithm's
+//! file has its formula, worst case and memory per key. A store (see [`crate::store`]) keeps the
+//! states, supplies the time, and makes the decision over several limits atomic.
 //!
-//! Times are microseconds since the Unix epoch, on the store's clock. Everything that a rule says about
-//! the future is an absolute time, so that whoever asked can subtract *his* reading of that clock.
+//! Times are microseconds since the Unix epoch, on the store's clock. Future times are absolute, so
+//! that the caller can subtract its own reading of that clock.
 
 mod block;
 mod concurrency;
@@ -20,26 +20,29 @@ mod token_bucket;
 pub use key::{Key, KeyBuilder};
 use smallvec::SmallVec;
 
-/// The largest `requests` and cost: integers up to here are exact in a double, which Lua computes with.
+/// The largest `requests` and cost. Integers up to here are exact in a double, the number type of
+/// Lua.
 pub const MAX_UNITS: u64 = 1 << 53;
 
-/// The last time that a rule tells, for the same reason: in the year 2255.
+/// The latest time that an algorithm returns, for the same reason: in the year 2255.
 const MAX_TIME_US: u64 = 1 << 53;
 
-/// The longest warm-up, a day: it is reckoned exactly up to some weeks.
+/// The longest warm-up: a day. The arithmetic is exact up to some weeks.
 pub const MAX_WARM_UP_US: u64 = 86_400_000_000;
 
-/// An amount per period, by an algorithm.
+/// An amount per period, with the algorithm that enforces it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Limit {
-    /// Units that may be used in one period, 0..=[`MAX_UNITS`]. 0 refuses everything, for ever.
+    /// Units that may be used in one period, 0..=[`MAX_UNITS`]. 0 refuses everything.
     pub requests: u64,
-    /// The period, in microseconds, at least 1; of [`Algorithm::Concurrency`] how long a slot is kept unless renewed.
+    /// The period, in microseconds, at least 1. For [`Algorithm::Concurrency`]: how long a slot is
+    /// kept unless it is renewed.
     pub per_us: u64,
     pub algorithm: Algorithm,
 }
 
-/// How the units of a [`Limit`] come back. The files of this room say what each promises.
+/// How the units of a [`Limit`] become free again. Each algorithm's module documents its
+/// guarantees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Algorithm {
     SlidingLog,
@@ -51,92 +54,99 @@ pub enum Algorithm {
     FixedWindow {
         offset_us: u64,
     },
-    /// Up to `burst` units at once, at least 1; max(burst, requests) × per_us is at most [`MAX_UNITS`].
-    /// It is cold when it was not charged for `warm_up_us`, at most [`MAX_WARM_UP_US`]; 0: never.
+    /// Up to `burst` units at once, at least 1; max(burst, requests) × per_us is at most
+    /// [`MAX_UNITS`]. The bucket is cold if it was not charged for `warm_up_us`, at most
+    /// [`MAX_WARM_UP_US`]; 0: never cold.
     TokenBucket {
         burst: u64,
         warm_up_us: u64,
     },
-    /// Holds a request for up to `max_delay_us`; max_delay_us × requests + per_us is at most [`MAX_UNITS`].
+    /// Delays a request by up to `max_delay_us`; max_delay_us × requests + per_us is at most
+    /// [`MAX_UNITS`].
     LeakyBucket {
         max_delay_us: u64,
     },
-    /// At most `requests` at a time. A request is ended after `max_duration_us`; 0: never.
+    /// At most `requests` requests at a time. A request is aborted after `max_duration_us`; 0:
+    /// never.
     Concurrency {
         max_duration_us: u64,
     },
-    /// No limit: the policy stays closed for `per_us` once one of its limits has refused. `requests` is 1.
+    /// Not a limit: the policy stays closed for `per_us` after one of its limits refused.
+    /// `requests` is 1.
     Block,
 }
 
-/// One limit asked for one key at one cost.
+/// A request's cost against one limit and one key.
 #[derive(Clone, Copy, Debug)]
 pub struct Charge<'a> {
     pub limit: &'a Limit,
     pub key: &'a Key,
-    /// Units wanted, 0..=[`MAX_UNITS`].
+    /// Requested units, 0..=[`MAX_UNITS`].
     pub cost: u64,
-    /// Charges of one policy share a number; within one question they stand side by side.
+    /// The number of the policy. Charges of one policy are adjacent within a request.
     pub group: u32,
-    /// A shadow group is charged only if every enforced charge and its whole group admit,
-    /// and never changes what the others get.
+    /// A shadow policy is charged only if every enforced charge and all its own charges are
+    /// admitted. It never affects other policies.
     pub shadow: bool,
-    /// Its policy counts what it refuses: [`ChargeEffect::ChargeRejected`].
+    /// The policy counts rejected requests: [`ChargeEffect::ChargeRejected`].
     pub counts_rejected: bool,
-    /// What it really costs will be said later: [`Amendment::Credit`].
+    /// The final cost is settled later: [`Amendment::Credit`].
     pub settles: bool,
     /// The slot that a charge of [`Algorithm::Concurrency`] takes: unique among all replicas.
     pub slot_id: u128,
-    /// Its policy goes on in this process while the store is away.
+    /// While the store is unreachable, the policy is decided by this process.
     pub has_fallback: bool,
-    /// How many counters of a cluster share the limit ([`Limit::shard`]); elsewhere it is one whatever this says.
+    /// How many counters of a cluster share the limit ([`Limit::shard_limit`]). Other topologies
+    /// use one counter and ignore it.
     pub shard_count: u16,
-    /// How its policy takes units in advance, if it does; the same for all charges of a group.
+    /// How the policy leases units, if it does; the same for all charges of a policy.
     pub lease: Option<Lease>,
-    /// So many units are wanted in advance, if the request is admitted; 0: none. The same for all charges of a group.
+    /// Units to lease if the request is admitted; 0: none. The same for all charges of a policy.
     pub requested_lease_units: u64,
 }
 
-/// How units are taken in advance, to be handed out without asking the store.
+/// How an instance takes units in advance, to admit requests without a call to the store.
 ///
-/// Units that are lent count from the moment of the grant on, and as if used at the last moment at which they may be:
-/// whenever they are handed out in between, no limit is passed.
+/// Granted units count from the moment of the grant, and as if used at the last moment of the
+/// lease. No limit is exceeded, whenever they are used in between.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Lease {
-    /// Units in hand at most, at least 1; `None`: as the rate of requests suggests, and never more than one in
-    /// [`AUTO_LEASE_DIVISOR`] of those that are free.
+    /// Maximum unused units, at least 1. `None`: by the rate of requests, and at most one in
+    /// [`AUTO_LEASE_DIVISOR`] of the free units.
     pub size: Option<u64>,
-    /// How long they may be handed out, in microseconds, at least 1 and at most half of the policy's shortest period.
+    /// How long the units may be used, in microseconds: at least 1 and at most half of the policy's
+    /// shortest period.
     pub ttl_us: u64,
 }
 
-/// What one process takes of the free units at a time, if its size is its own choice: near the limit nothing is lent,
-/// and who asks is decided exactly.
+/// The divisor of the free units for one grant of automatic size. Near the limit no units are
+/// granted, and the store decides each request exactly.
 pub const AUTO_LEASE_DIVISOR: u64 = 4;
 
-/// Units lent of all limits of a group.
+/// Units granted on all limits of a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GrantedUnits {
     pub group: u32,
     /// At least 1.
     pub units: u64,
-    /// The last microsecond (store's clock) at which they may be handed out, and at which they count.
+    /// The last microsecond (store's clock) at which the units may be used, and at which they
+    /// count.
     pub until_us: u64,
 }
 
-/// What a decision does to a charge's counter.
+/// The effect of a decision on the counter of a charge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChargeEffect {
     NoChange,
-    /// The units are taken.
+    /// The units are charged.
     Charge,
-    /// The units are taken as far as the capacity goes, though they were refused: what is in use ends at
-    /// max(before, min(capacity, before + cost)), the newest units kept.
+    /// The units of a rejected request are charged up to the capacity: the used units become
+    /// max(before, min(capacity, before + cost)), with the newest units kept.
     ChargeRejected,
 }
 
-/// What the decision does to the counter of the charge at `at`; `refusals` are those of all charges, found before
-/// anything was changed.
+/// Determines the effect on the counter of the charge at index `at`. `refusals` has the refusals of
+/// all charges, read before any counter changed.
 pub fn determine_effect(
     charges: &[Charge<'_>],
     refusals: &[Option<Refusal>],
@@ -152,7 +162,7 @@ pub fn determine_effect(
             .any(|(other, refusal)| refusal.is_some() && other.shadow_group() == group)
     };
     if charge.is_block() {
-        // It begins when a limit of its own policy is full, and doesn't hold already.
+        // A block starts when a limit of its policy is full and the block is not active.
         let is_inactive = refusals.get(at).is_some_and(Option::is_none);
         let is_full = charges.iter().zip(refusals).any(|(other, refusal)| {
             let is_limit = charge.is_same_policy(other) && !other.is_block();
@@ -180,8 +190,8 @@ pub fn determine_effect(
     }
 }
 
-/// What is lent beside a request that was admitted, once its own units were taken. `lends` is [`View::lends`] for a
-/// charge's counter.
+/// Computes the grants for an admitted request, after its own units were charged. `grantable_units`
+/// is [`CounterView::grantable_units`] for a charge's counter.
 pub fn compute_grants(
     charges: &[Charge<'_>],
     now_us: u64,
@@ -215,7 +225,7 @@ pub fn compute_grants(
 }
 
 impl<'a> Charge<'a> {
-    /// An enforced charge of the first policy.
+    /// Returns an enforced charge of the first policy.
     pub fn new(limit: &'a Limit, key: &'a Key, cost: u64) -> Self {
         Self {
             limit,
@@ -233,7 +243,7 @@ impl<'a> Charge<'a> {
         }
     }
 
-    /// How units are taken in advance with this charge, if any are wanted.
+    /// The lease terms, if this charge requests units in advance.
     pub fn requested_lease(&self) -> Option<Lease> {
         self.lease.filter(|_| self.requested_lease_units > 0)
     }
@@ -242,59 +252,59 @@ impl<'a> Charge<'a> {
         self.limit.algorithm == Algorithm::Block
     }
 
-    /// Whether both belong to one policy.
+    /// Whether both charges belong to the same policy.
     pub fn is_same_policy(&self, other: &Self) -> bool {
         (self.group, self.shadow) == (other.group, other.shadow)
     }
 
-    /// Shadow groups have numbers; what is enforced stands together.
+    /// The policy's number if it is shadow. All enforced charges share `None`.
     fn shadow_group(&self) -> Option<u32> {
         self.shadow.then_some(self.group)
     }
 }
 
-/// What becomes known of a request after it was decided.
+/// A correction of an earlier charge, known only after the decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Amendment {
-    /// It took so many units more: they are charged now, whether they fit or not.
+    /// The request cost more: charges further units now, even beyond the capacity.
     Charge(u64),
-    /// So many units were taken `age_us` ago, and nobody has told yet. They are charged at that age, but not before
-    /// the newest charge: a state has no room in between.
+    /// Charges units that were used `age_us` ago without the store. They are charged at that age,
+    /// but not before the newest charge, because a state can't insert earlier charges.
     BackdatedCharge { units: u64, age_us: u64 },
-    /// It took fewer than the charge that stands at `at_us` ([`Decision::stands_us`]): so many units go back, as far as they
-    /// still count.
+    /// The request cost less than the charge at `at_us` ([`Decision::charged_at_us`]): returns
+    /// those of the units that still count.
     Credit { units: u64, at_us: u64 },
-    /// It is still in flight: its slot is kept for another lease, or taken again.
+    /// The request is in flight: renews its slot, or takes an expired slot again.
     Renew { slot: u128 },
-    /// It has ended.
+    /// The request has ended: releases its slot.
     Release { slot: u128 },
 }
 
-/// Why, and until when, a limit refuses.
-/// In the order of how long it is sure to last.
+/// Why a limit refuses, and until when. Ordered by how long the refusal certainly lasts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Refusal {
-    /// Until a request in flight ends, and nobody knows when.
+    /// Until a request in flight ends, which is unknown.
     Unknown,
-    /// From this time on (µs, store's clock) the same cost fits, if nobody else takes it.
+    /// From this time on (µs, store's clock) the same cost fits, if no other request takes the
+    /// units.
     Until(u64),
-    /// The cost is above what the limit ever allows.
+    /// The cost exceeds the capacity of the limit.
     Never,
 }
 
-/// Where one limit stands once the decision is made.
+/// The status of one limit after the decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LimitStatus {
-    /// Units that a further request would still get now.
+    /// Units that a further request could take now.
     pub remaining: u64,
-    /// When `remaining` next grows (µs, store's clock); `None` if it is as large as it ever gets.
+    /// When `remaining` next grows (µs, store's clock); `None` if it is at its maximum.
     pub next_growth_us: Option<u64>,
-    /// `None`: this limit admits the charge (which says nothing about the others').
+    /// `None` if this limit admits the charge, regardless of other limits.
     pub refusal: Option<Refusal>,
 }
 
 impl LimitStatus {
-    /// The same, told by another clock: the one that said `to_us` when this one said `from_us`.
+    /// Converts the times to another clock, which showed `to_us` when this one showed `from_us`.
     pub fn convert_clock(self, from_us: u64, to_us: u64) -> Self {
         let convert = |at_us: u64| to_us.saturating_add(at_us.saturating_sub(from_us));
         let refusal = match self.refusal {
@@ -309,29 +319,31 @@ impl LimitStatus {
     }
 }
 
-/// The answer to one question: all enforced charges were made, or none was.
+/// The decision about one request. Either all enforced charges were made, or none.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Decision {
-    /// The store's clock as read for this decision.
+    /// The store's clock at the decision.
     pub now_us: u64,
-    /// Whether every enforced charge was admitted (and so was made).
+    /// Whether all enforced charges were admitted, and so made.
     pub admitted: bool,
-    /// One per charge, in the order asked. `None`: not known, because a refusal that the store gave
-    /// before was answered from memory. At least one enforced standing then says why.
+    /// One per charge, in order. `None` if unknown because a cached refusal answered the request.
+    /// Then at least one enforced charge has a status with the refusal.
     pub statuses: SmallVec<[Option<LimitStatus>; 4]>,
-    /// How long an admitted request has to be held: the longest that an enforced limit wants, for most 0.
+    /// How long an admitted request must be delayed: the longest delay of its enforced limits,
+    /// usually 0.
     pub delay_us: u64,
-    /// What was lent beside.
+    /// Leased units granted with this decision.
     pub grants: SmallVec<[GrantedUnits; 1]>,
-    /// Where the charges that will be settled stand (µs), on the clock of the server that keeps them: what a later
-    /// [`Amendment::Credit`] names. Mostly that is `now_us`, but beside a lease it is that one's end. One per charge, `None`
-    /// where it was not made; empty if none settles.
+    /// The times (µs) under which charges that will be settled are recorded, on the clock of their
+    /// server. A later [`Amendment::Credit`] names them. Usually `now_us`; if the newest charge is
+    /// a lease, the lease's end. One per charge, `None` where it was not made; empty if none will
+    /// be settled.
     pub charged_at_us: SmallVec<[Option<u64>; 1]>,
 }
 
 impl Limit {
-    /// Everything that names a counter beside its key: a changed amount keeps the usage so far,
-    /// a changed algorithm or period starts a new counter.
+    /// The part of a limit that identifies a counter beside its key. A changed amount keeps the
+    /// usage; a changed algorithm or period starts a new counter.
     pub fn counter_identity(&self) -> (Algorithm, u64) {
         let algorithm = match self.algorithm {
             // A changed `block_for` ends no block.
@@ -341,7 +353,7 @@ impl Limit {
                 warm_up_us: 0,
             },
             Algorithm::LeakyBucket { .. } => Algorithm::LeakyBucket { max_delay_us: 0 },
-            // Nor does a changed `lease_ttl` forget who is in flight.
+            // A changed `lease_ttl` keeps the slots of requests in flight.
             Algorithm::Concurrency { .. } => {
                 return (Algorithm::Concurrency { max_duration_us: 0 }, 0);
             }
@@ -350,7 +362,7 @@ impl Limit {
         (algorithm, self.per_us)
     }
 
-    /// Units that can be in use at once, and so the largest cost that is ever admitted.
+    /// Units that can be in use at once: the largest cost that is ever admitted.
     pub fn capacity(&self) -> u64 {
         match self.algorithm {
             _ if self.requests == 0 => 0,
@@ -366,8 +378,8 @@ impl Limit {
         }
     }
 
-    /// The largest cost that is sure to be admitted once nothing is in use: the capacity, unless that is still to
-    /// warm up.
+    /// The largest cost that is admitted when no units are in use: the capacity, or less for a
+    /// bucket with a warm-up.
     pub fn cold_capacity(&self) -> u64 {
         match self.algorithm {
             Algorithm::TokenBucket { burst, warm_up_us } if warm_up_us > 0 => {
@@ -377,8 +389,8 @@ impl Limit {
         }
     }
 
-    /// What the longest delay of [`Algorithm::LeakyBucket`] is worth beyond whole units, in units of 1 / per_us;
-    /// else 0.
+    /// The part of the longest delay of [`Algorithm::LeakyBucket`] beyond whole units, in units of
+    /// 1 / per_us; else 0.
     pub fn delay_remainder(&self) -> u64 {
         match self.algorithm {
             Algorithm::LeakyBucket { max_delay_us } => {
@@ -390,7 +402,8 @@ impl Limit {
         }
     }
 
-    /// The width of the sub-windows of [`Algorithm::SlidingWindow`], in microseconds; else the period.
+    /// The width of the sub-windows of [`Algorithm::SlidingWindow`], in microseconds; else the
+    /// period.
     pub fn sub_window_us(&self) -> u64 {
         match self.algorithm {
             Algorithm::SlidingWindow { buckets } => self.per_us.div_ceil(buckets.max(1)).max(1),
@@ -398,7 +411,7 @@ impl Limit {
         }
     }
 
-    /// The state of a key that was never seen.
+    /// The state of a key without charges.
     pub fn initial_state(&self) -> CounterState {
         CounterState(match self.algorithm {
             Algorithm::SlidingLog => AlgorithmState::SlidingLog(sliding_log::ChargeLog::default()),
@@ -422,7 +435,7 @@ impl Limit {
     }
 }
 
-/// What a store keeps for one key of one limit.
+/// The state of one key of one limit, as a store keeps it.
 #[derive(Clone, Debug)]
 pub struct CounterState(AlgorithmState);
 
@@ -438,16 +451,16 @@ enum AlgorithmState {
 }
 
 impl CounterState {
-    /// The state as it stands at `now_us`, or at the newest charge it has seen: a clock that steps back
-    /// never loosens. Looking changes nothing, so that a look at a time that the clock then takes back
-    /// forgets no charge.
+    /// Returns a view of the state at `now_us`, or at its newest charge if that is later: a clock
+    /// that steps back never loosens a limit. The view does not change the state, so a read at a
+    /// time that the clock then takes back loses no charge.
     pub fn view_at<'a>(&'a self, limit: &'a Limit, now_us: u64) -> CounterView<'a> {
         let now_us = now_us.max(self.latest_proven_us());
         let used = match &self.0 {
             AlgorithmState::SlidingLog(log) => log.used(limit, now_us),
             AlgorithmState::SlidingWindow(buckets) => buckets.used(limit, now_us),
             AlgorithmState::TokenBucket(bucket) => bucket.used(limit, now_us),
-            AlgorithmState::LeakyBucket(line) => line.used(limit, now_us),
+            AlgorithmState::LeakyBucket(queue) => queue.used(limit, now_us),
             AlgorithmState::FixedWindow(window) => window.used(limit, now_us),
             AlgorithmState::Concurrency(slots) => slots.used(now_us),
             AlgorithmState::Block(block) => block.used(now_us),
@@ -460,7 +473,7 @@ impl CounterState {
         }
     }
 
-    /// Takes the units of a charge, at least 1, at the time that [`State::at`] would look at.
+    /// Takes the units of a charge, at least 1, at the time of [`Self::view_at`].
     pub fn charge(&mut self, charge: &Charge<'_>, now_us: u64) {
         if let AlgorithmState::Concurrency(slots) = &mut self.0 {
             return slots.hold_slot(
@@ -472,7 +485,7 @@ impl CounterState {
         self.take_units(charge.limit, charge.cost, now_us, charge.settles);
     }
 
-    /// Takes units, at least 1, that will be used until `until_us`, as [`grants`] says.
+    /// Takes units, at least 1, for a lease until `until_us`, as [`compute_grants`] determined.
     pub fn grant_lease(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
         match &mut self.0 {
             AlgorithmState::SlidingLog(log) => {
@@ -485,14 +498,14 @@ impl CounterState {
             AlgorithmState::TokenBucket(bucket) => {
                 bucket.grant_lease(limit, units, now_us, until_us)
             }
-            // These lend nothing.
+            // These algorithms grant no leases.
             AlgorithmState::LeakyBucket(_)
             | AlgorithmState::Concurrency(_)
             | AlgorithmState::Block(_) => {}
         }
     }
 
-    /// Takes as much of a refused charge as [`ChargeEffect::ChargeRejected`] says.
+    /// Takes the units of a rejected charge as [`ChargeEffect::ChargeRejected`] defines.
     pub fn charge_rejected(&mut self, charge: &Charge<'_>, now_us: u64) {
         let now_us = now_us.max(self.latest_proven_us());
         let Charge {
@@ -508,13 +521,15 @@ impl CounterState {
             AlgorithmState::TokenBucket(bucket) => {
                 bucket.charge_rejected(limit, cost, now_us, settles)
             }
-            AlgorithmState::LeakyBucket(line) => line.charge_rejected(limit, cost, now_us, settles),
-            // Slots are not spent, and a block counts nothing.
+            AlgorithmState::LeakyBucket(queue) => {
+                queue.charge_rejected(limit, cost, now_us, settles)
+            }
+            // Slots are only held by requests in flight, and a block counts nothing.
             AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => {}
         }
     }
 
-    /// Puts right what was charged before.
+    /// Applies a correction of an earlier charge.
     pub fn amend(&mut self, limit: &Limit, amendment: Amendment, now_us: u64) {
         match amendment {
             Amendment::Charge(units) => self.take_units(limit, units, now_us, true),
@@ -542,33 +557,33 @@ impl CounterState {
             AlgorithmState::SlidingLog(log) => log.credit(limit, units, at_us, now_us),
             AlgorithmState::SlidingWindow(buckets) => buckets.credit(limit, units, at_us, now_us),
             AlgorithmState::TokenBucket(bucket) => bucket.credit(limit, units, at_us, now_us),
-            AlgorithmState::LeakyBucket(line) => line.credit(limit, units, at_us, now_us),
+            AlgorithmState::LeakyBucket(queue) => queue.credit(limit, units, at_us, now_us),
             AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => {}
         }
     }
 
-    /// `settles`: some of it may be given back.
+    /// `settles`: some of the units may be credited later.
     fn take_units(&mut self, limit: &Limit, cost: u64, now_us: u64, settles: bool) {
         let now_us = now_us.max(self.latest_proven_us());
         match &mut self.0 {
             AlgorithmState::SlidingLog(log) => log.charge(limit, cost, now_us),
             AlgorithmState::SlidingWindow(buckets) => buckets.charge(limit, cost, now_us),
             AlgorithmState::TokenBucket(bucket) => bucket.charge(limit, cost, now_us, settles),
-            AlgorithmState::LeakyBucket(line) => line.charge(limit, cost, now_us, settles),
+            AlgorithmState::LeakyBucket(queue) => queue.charge(limit, cost, now_us, settles),
             AlgorithmState::FixedWindow(window) => window.charge(limit, cost, now_us),
             AlgorithmState::Block(block) => block.until_us = now_us.saturating_add(limit.per_us),
-            // Taken by their ids.
+            // Slots are taken by their ids.
             AlgorithmState::Concurrency(_) => {}
         }
     }
 
-    /// When the state becomes indistinguishable from a fresh one.
+    /// When the state becomes indistinguishable from an initial one.
     pub fn expires_at_us(&self, limit: &Limit) -> u64 {
         match &self.0 {
             AlgorithmState::SlidingLog(log) => log.newest_entry_us().saturating_add(limit.per_us),
             AlgorithmState::SlidingWindow(buckets) => buckets.expires_at_us(limit),
             AlgorithmState::TokenBucket(bucket) => bucket.expires_at_us(limit),
-            AlgorithmState::LeakyBucket(line) => line.expires_at_us(limit),
+            AlgorithmState::LeakyBucket(queue) => queue.expires_at_us(limit),
             AlgorithmState::FixedWindow(window) => {
                 window.window_end_us(limit, window.latest_proven_us())
             }
@@ -577,14 +592,14 @@ impl CounterState {
         }
     }
 
-    /// Bytes held outside of the state itself.
+    /// Heap bytes of the state.
     pub fn heap_bytes(&self) -> usize {
         match &self.0 {
             AlgorithmState::SlidingLog(log) => log.heap_bytes(),
             AlgorithmState::SlidingWindow(buckets) => buckets.heap_bytes(),
             AlgorithmState::Concurrency(slots) => slots.heap_bytes(),
             AlgorithmState::TokenBucket(bucket) => bucket.heap_bytes(),
-            AlgorithmState::LeakyBucket(line) => line.heap_bytes(),
+            AlgorithmState::LeakyBucket(queue) => queue.heap_bytes(),
             AlgorithmState::FixedWindow(_) | AlgorithmState::Block(_) => 0,
         }
     }
@@ -594,14 +609,14 @@ impl CounterState {
             AlgorithmState::SlidingLog(log) => log.latest_proven_us(),
             AlgorithmState::SlidingWindow(buckets) => buckets.latest_proven_us(),
             AlgorithmState::TokenBucket(bucket) => bucket.newest_us(),
-            AlgorithmState::LeakyBucket(line) => line.latest_proven_us(),
+            AlgorithmState::LeakyBucket(queue) => queue.latest_proven_us(),
             AlgorithmState::FixedWindow(window) => window.latest_proven_us(),
             AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => 0,
         }
     }
 }
 
-/// A [`State`] under one limit at one time.
+/// A [`CounterState`] under one limit at one time.
 #[derive(Clone, Copy, Debug)]
 pub struct CounterView<'a> {
     state: &'a CounterState,
@@ -611,12 +626,12 @@ pub struct CounterView<'a> {
 }
 
 impl CounterView<'_> {
-    /// Units in use. More than `requests` after a limit was lowered.
+    /// Units in use. May exceed the capacity after a limit was lowered.
     pub fn used(&self) -> u64 {
         self.used
     }
 
-    /// Whether `cost` units fit, and if not, until when they don't.
+    /// Returns `None` if `cost` units fit, else the refusal.
     pub fn refusal(&self, cost: u64) -> Option<Refusal> {
         let capacity = self.limit.capacity();
         if cost > capacity || capacity == 0 {
@@ -629,8 +644,9 @@ impl CounterView<'_> {
         })
     }
 
-    /// How many units can be lent until a time, and until when at most; `None`: none can. `now_us` is the store's clock:
-    /// while it stands behind the state, because it stepped back, nobody knows how long it is until then.
+    /// How many units can be leased until `until_us`, and until when at most; `None` if none.
+    /// `now_us` is the store's clock. If it stepped back behind the state, the time until then is
+    /// unknown and nothing is granted.
     pub fn grantable_units(&self, now_us: u64, until_us: u64) -> Option<(u64, u64)> {
         let until_us = match &self.state.0 {
             AlgorithmState::FixedWindow(window) => {
@@ -651,10 +667,10 @@ impl CounterView<'_> {
             .then_some((self.limit.capacity().saturating_sub(self.used), until_us))
     }
 
-    /// How the limit looks from here, with the refusal that was found before anything was charged.
+    /// The status of the limit, with the refusal that was found before any counter changed.
     pub fn limit_status(&self, refusal: Option<Refusal>) -> LimitStatus {
         let capacity = self.limit.capacity();
-        let grows_at_us = match (capacity.checked_sub(1), self.used.checked_sub(1)) {
+        let next_growth_us = match (capacity.checked_sub(1), self.used.checked_sub(1)) {
             (Some(below_limit), Some(below_now)) => {
                 self.usage_drop_time_us(below_limit.min(below_now))
             }
@@ -662,12 +678,12 @@ impl CounterView<'_> {
         };
         LimitStatus {
             remaining: capacity.saturating_sub(self.used),
-            next_growth_us: grows_at_us,
+            next_growth_us,
             refusal,
         }
     }
 
-    /// Where what was charged last stands, or would if it were charged now.
+    /// The time under which the last charge is recorded, or a charge now would be.
     pub fn charged_at_us(&self) -> u64 {
         let newest_entry_us = match &self.state.0 {
             AlgorithmState::SlidingLog(log) => log.newest_entry_us(),
@@ -677,16 +693,17 @@ impl CounterView<'_> {
         newest_entry_us.max(self.now_us)
     }
 
-    /// How long the request that was charged last has to be held. A clock that stepped back makes nobody wait
-    /// for longer than the limit says: it is counted from the time that the state looks at.
+    /// How long the request that was charged last must be delayed. The delay is counted from the
+    /// time of the view, so a clock that stepped back never delays a request longer than the limit
+    /// allows.
     pub fn delay_us(&self) -> u64 {
         match &self.state.0 {
-            AlgorithmState::LeakyBucket(line) => line.delay_us(self.limit, self.now_us),
+            AlgorithmState::LeakyBucket(queue) => queue.delay_us(self.limit, self.now_us),
             _ => 0,
         }
     }
 
-    /// When, with nothing further charged, at most `units` of those in use still are; `None`: nobody knows.
+    /// When at most `units` are in use if nothing more is charged; `None` if unknown.
     fn usage_drop_time_us(&self, units: u64) -> Option<u64> {
         Some(match &self.state.0 {
             AlgorithmState::SlidingLog(log) => {
@@ -698,8 +715,8 @@ impl CounterView<'_> {
             AlgorithmState::TokenBucket(bucket) => {
                 return bucket.usage_drop_time_us(self.limit, self.now_us, units);
             }
-            AlgorithmState::LeakyBucket(line) => {
-                line.usage_drop_time_us(self.limit, self.now_us, units)
+            AlgorithmState::LeakyBucket(queue) => {
+                queue.usage_drop_time_us(self.limit, self.now_us, units)
             }
             AlgorithmState::FixedWindow(window) => window.window_end_us(self.limit, self.now_us),
             AlgorithmState::Block(block) => block.until_us,

@@ -515,7 +515,11 @@ async fn an_instance_with_pending_write_back_or_a_late_heartbeat_is_not_settled(
     assert_eq!(beat("b", "pending", "").await, (3, 1, 2));
     sleep(Duration::from_millis(20)).await;
     let silent = "expired instances have no rank, pending or not";
-    assert_eq!(tell("d", "heartbeat", "", 10_000).await, (1, 0, 1), "{silent}");
+    assert_eq!(
+        tell("d", "heartbeat", "", 10_000).await,
+        (1, 0, 1),
+        "{silent}"
+    );
 }
 
 #[tokio::test]
