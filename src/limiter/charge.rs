@@ -7,14 +7,14 @@ use super::{Algorithm, Key, Limit};
 pub struct Charge<'a> {
     pub limit: &'a Limit,
     pub key: &'a Key,
-    /// Requested units, 0..=[`MAX_UNITS`](super::MAX_UNITS).
+    /// Requested units, 0..=[`super::MAX_UNITS`].
     pub cost: u64,
     /// The number of the policy. Charges of one policy are adjacent within a request.
     pub group: u32,
     /// A shadow policy is charged only if every enforced charge and all its own charges are
     /// admitted. It never affects other policies.
     pub shadow: bool,
-    /// The policy counts rejected requests: [`ChargeEffect::ChargeRejected`](super::ChargeEffect::ChargeRejected).
+    /// The policy counts rejected requests: [`super::ChargeEffect::ChargeRejected`].
     pub counts_rejected: bool,
     /// The final cost is settled later: [`Amendment::Credit`].
     pub settles: bool,
@@ -57,8 +57,8 @@ pub enum Amendment {
     /// Charges units that were used `age_us` ago without the store. They are charged at that age,
     /// but not before the newest charge, because a state can't insert earlier charges.
     BackdatedCharge { units: u64, age_us: u64 },
-    /// The request cost less than the charge at `at_us` ([`Decision::charged_at_us`](super::Decision::charged_at_us)): returns
-    /// those of the units that still count.
+    /// The request cost less than the charge at `at_us` ([`super::Decision::charged_at_us`]):
+    /// returns those of the units that still count.
     Credit { units: u64, at_us: u64 },
     /// The request is in flight: renews its slot, or takes an expired slot again.
     Renew { slot: u128 },

@@ -1,5 +1,5 @@
--- concurrency: the rule of concurrency.rs over one ZSET. Each member is a slot; its score is the time
--- in us at which the slot expires.
+-- concurrency: the rule of concurrency.rs over one ZSET. Each member is a slot; its score is the
+-- time in us at which the slot expires.
 
 -- Returns the state of a key at `time`; nil and perhaps an error if the value is foreign.
 local function slots_read(key, time, per, slot)
@@ -13,8 +13,8 @@ local function slots_release_time()
   return 0
 end
 
--- Holds the slot for another `per`, also one that has expired. Returns an error if Redis rejects the
--- write; then nothing was written.
+-- Holds the slot for another `per`, also one that has expired. Returns an error if Redis rejects
+-- the write; then nothing was written.
 local function slots_renew(slots, slot)
   local reply = try('ZADD', slots.key, integer(slots.now + slots.per), slot)
   if type(reply) == 'table' then return reply end

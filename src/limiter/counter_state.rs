@@ -84,7 +84,8 @@ impl CounterState {
         self.take_units(charge.limit, charge.cost, now_us, charge.settles);
     }
 
-    /// Takes units, at least 1, for a lease until `until_us`, as [`compute_grants`](super::compute_grants) determined.
+    /// Takes units, at least 1, for a lease until `until_us`, as [`super::compute_grants`]
+    /// determined.
     pub fn grant_lease(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
         match &mut self.0 {
             AlgorithmState::SlidingLog(log) => {
@@ -104,7 +105,7 @@ impl CounterState {
         }
     }
 
-    /// Takes the units of a rejected charge as [`ChargeEffect::ChargeRejected`](super::ChargeEffect::ChargeRejected) defines.
+    /// Takes the units of a rejected charge as [`super::ChargeEffect::ChargeRejected`] defines.
     pub fn charge_rejected(&mut self, charge: &Charge<'_>, now_us: u64) {
         let now_us = now_us.max(self.latest_proven_us());
         let Charge {

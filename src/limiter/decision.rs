@@ -18,9 +18,9 @@ pub struct Decision {
     /// Leased units granted with this decision.
     pub grants: SmallVec<[GrantedUnits; 1]>,
     /// The times (µs) under which charges that will be settled are recorded, on the clock of their
-    /// server. A later [`Amendment::Credit`](super::Amendment::Credit) names them. Usually `now_us`; if the newest charge is
-    /// a lease, the lease's end. One per charge, `None` where it was not made; empty if none will
-    /// be settled.
+    /// server. A later [`super::Amendment::Credit`] names them. Usually `now_us`; if the newest
+    /// charge is a lease, the lease's end. One per charge, `None` where it was not made; empty if
+    /// none will be settled.
     pub charged_at_us: SmallVec<[Option<u64>; 1]>,
 }
 

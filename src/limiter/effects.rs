@@ -60,7 +60,7 @@ pub fn determine_effect(
 }
 
 /// Computes the grants for an admitted request, after its own units were charged. `grantable_units`
-/// is [`CounterView::grantable_units`](super::CounterView::grantable_units) for a charge's counter.
+/// is [`super::CounterView::grantable_units`] for a charge's counter.
 pub fn compute_grants(
     charges: &[Charge<'_>],
     now_us: u64,

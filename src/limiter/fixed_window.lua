@@ -1,7 +1,7 @@
 -- fixed_window: the rule of fixed_window.rs over one string, `start:used`.
 --
--- The value contains the start of the window because the expiry of the key is not exact: Redis keeps
--- a key through the whole millisecond of its deadline.
+-- The value contains the start of the window because the expiry of the key is not exact: Redis
+-- keeps a key through the whole millisecond of its deadline.
 
 -- Returns the state of a key at `time`, or at the start of its window if that is later. Returns nil
 -- and perhaps an error if the value is foreign.

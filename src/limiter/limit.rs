@@ -3,7 +3,7 @@
 /// An amount per period, with the algorithm that enforces it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Limit {
-    /// Units that may be used in one period, 0..=[`MAX_UNITS`](super::MAX_UNITS). 0 refuses everything.
+    /// Units that may be used in one period, 0..=[`super::MAX_UNITS`]. 0 refuses everything.
     pub requests: u64,
     /// The period, in microseconds, at least 1. For [`Algorithm::Concurrency`]: how long a slot is
     /// kept unless it is renewed.
@@ -25,14 +25,14 @@ pub enum Algorithm {
         offset_us: u64,
     },
     /// Up to `burst` units at once, at least 1; max(burst, requests) × per_us is at most
-    /// [`MAX_UNITS`](super::MAX_UNITS). The bucket is cold if it was not charged for `warm_up_us`, at most
-    /// [`MAX_WARM_UP_US`](super::MAX_WARM_UP_US); 0: never cold.
+    /// [`super::MAX_UNITS`]. The bucket is cold if it was not charged for `warm_up_us`, at most
+    /// [`super::MAX_WARM_UP_US`]; 0: never cold.
     TokenBucket {
         burst: u64,
         warm_up_us: u64,
     },
     /// Delays a request by up to `max_delay_us`; max_delay_us × requests + per_us is at most
-    /// [`MAX_UNITS`](super::MAX_UNITS).
+    /// [`super::MAX_UNITS`].
     LeakyBucket {
         max_delay_us: u64,
     },

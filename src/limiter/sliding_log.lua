@@ -1,27 +1,27 @@
 -- sliding_log: the rule of sliding_log.rs over one ZSET.
 --
--- The score of an element is its time in us. Its member is one charge, in text, or a bundle of older
--- charges:
+-- The score of an element is its time in us. Its member is one charge, in text, or a bundle of
+-- older charges:
 --   * `sum` or `sum:units` is a charge of 1 or of `units` units. `sum` is the running total of all
 --     units ever charged to this log, modulo 2^53, this charge included.
---     Used units = newest sum - oldest counted sum + oldest counted units. Expired elements may stay
---     in the set, because nothing is counted and no separate total needs an update. The sum makes
---     members unique and is exact for any mix of costs. At most 2^53 units count at a time, so the
---     wrap-around is never ambiguous.
---   * `sum:units:kept`, only in the newest element: only the newest `kept` units count, however young
---     the others are. Those stay until they are trimmed. (They could make the wrap-around ambiguous
---     only for a limit of about 2^53 units.)
+--     Used units = newest sum - oldest counted sum + oldest counted units. Expired elements may
+--     stay in the set, because nothing is counted and no separate total needs an update. The sum
+--     makes members unique and is exact for any mix of costs. At most 2^53 units count at a time,
+--     so the wrap-around is never ambiguous.
+--   * `sum:units:kept`, only in the newest element: only the newest `kept` units count, however
+--     young the others are. Those stay until they are trimmed. (They could make the wrap-around
+--     ambiguous only for a limit of about 2^53 units.)
 --   * `sum:units:kept:lead`, only in the newest element, with `kept` empty if all units count: the
 --     element belongs to a lease. Its time is `lead` us ahead of the time that is proven to have
 --     passed. Until then, charges are recorded at its time.
 --   * Charges in the same microsecond share one element, so the order of scores is the order of
 --     charges.
---   * Above LOG_SMALL elements, each LOG_BUNDLE charges become one element of 5 to 8 bytes per charge
---     instead of 100. It has the form `>IaIb`, then the sum after its last charge and the units of
---     all its charges (7 bytes each), then per charge: its age in us at the time of the last charge,
---     which is the score (`a` bytes), and the units of the bundle up to it (`b` bytes), big-endian.
--- A decision reads two or three elements. A charge adds one and removes at most LOG_TRIM. Each is
--- O(log n).
+--   * Above LOG_SMALL elements, each LOG_BUNDLE charges become one element of 5 to 8 bytes per
+--     charge instead of 100. It has the form `>IaIb`, then the sum after its last charge and the
+--     units of all its charges (7 bytes each), then per charge: its age in us at the time of the
+--     last charge, which is the score (`a` bytes), and the units of the bundle up to it (`b`
+-- bytes), big-endian. A decision reads two or three elements. A charge adds one and removes at most
+-- LOG_TRIM. Each is O(log n).
 
 local LOG_WRAP = 9007199254740992
 local LOG_TRIM = 64
@@ -70,8 +70,8 @@ local function log_units_up_to(log, element)
   return log.used_units - (log.newest.sum - element.sum) % LOG_WRAP
 end
 
--- Finds the first charge of an element that is later than `time` and ends beyond the element's first
--- `units` units; the last charge if there is none. Returns its time and the units before it.
+-- Finds the first charge of an element that is later than `time` and ends beyond the element's
+-- first `units` units; the last charge if there is none. Returns its time and the units before it.
 local function log_first_charge(element, time, units)
   local low, high, found, before = 1, element.count or 1, element.time, 0
   while low < high do
@@ -86,8 +86,8 @@ local function log_first_charge(element, time, units)
   return found, before
 end
 
--- Finds the element with the `need`-th of the used units, 1 <= need <= used_units. Returns it and how
--- many of its units come before that one; nil if an element is foreign.
+-- Finds the element with the `need`-th of the used units, 1 <= need <= used_units. Returns it and
+-- how many of its units come before that one; nil if an element is foreign.
 local function log_find_unit(log, need)
   local oldest, newest = log.oldest, log.newest
   local total = log_units_up_to(log, oldest)
@@ -162,8 +162,8 @@ local function log_read(key, time, per)
   return log
 end
 
--- When the oldest `need` of the used units, 1 <= need <= used_units, have expired; nil if an element
--- is foreign.
+-- When the oldest `need` of the used units, 1 <= need <= used_units, have expired; nil if an
+-- element is foreign.
 local function log_release_time(log, need)
   if need == 1 then return log.oldest_time + log.per end
   local element, before = log_find_unit(log, need)
@@ -177,8 +177,8 @@ local function log_format_member(sum, units, kept, lead)
   return format('%d:%d', sum, units)
 end
 
--- Formats a bundle of the charges made at `times`. `totals[n]` are their units up to the n-th charge;
--- `sum` is the sum after the last one.
+-- Formats a bundle of the charges made at `times`. `totals[n]` are their units up to the n-th
+-- charge; `sum` is the sum after the last one.
 local function log_format_bundle(sum, times, totals)
   local last, bytes, parts = times[#times], {}, {}
   for n, number in ipairs({ last - times[1], totals[#totals] }) do
@@ -268,7 +268,8 @@ end
 rules.l = { is_additive = true, read = log_read, release_time = log_release_time, charge = log_charge }
 
 -- section: rejected charges
--- Takes `cost` units of a rejected request. They replace the oldest units if they exceed the capacity.
+-- Takes `cost` units of a rejected request. They replace the oldest units if they exceed the
+-- capacity.
 local function log_charge_rejected(log, cost, capacity)
   cost = min(cost, capacity)
   if cost > 0 then return log_add_units(log, cost, max(log.used_units, min(capacity, log.used_units + cost))) end

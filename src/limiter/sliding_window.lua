@@ -1,10 +1,10 @@
 -- sliding_window: the rule of sliding_window.rs over one string, `first:u,u,...` or
 -- `first:u,u,...;lead`.
 --
--- `first` is the number of the oldest stored sub-window: its start divided by the width. The units of
--- this and of each later sub-window follow, up to the newest charged one. `lead` is set if the newest
--- one belongs to a lease: by so many sub-windows it is ahead of the newest sub-window that is proven
--- to have begun. Until it has begun, charges are recorded in it.
+-- `first` is the number of the oldest stored sub-window: its start divided by the width. The units
+-- of this and of each later sub-window follow, up to the newest charged one. `lead` is set if the
+-- newest one belongs to a lease: by so many sub-windows it is ahead of the newest sub-window that
+-- is proven to have begun. Until it has begun, charges are recorded in it.
 
 -- Returns the state of a key at `time`, or at the start of its newest sub-window if that is later.
 -- Returns nil and perhaps an error if the value is foreign.
@@ -91,7 +91,8 @@ rules.s = {
 }
 
 -- section: rejected charges
--- Takes `cost` units of a rejected request. They replace the oldest units if they exceed the capacity.
+-- Takes `cost` units of a rejected request. They replace the oldest units if they exceed the
+-- capacity.
 local function sub_windows_charge_rejected(state, cost, capacity)
   cost = min(cost, capacity)
   if cost > 0 then

@@ -142,8 +142,8 @@ end
 -- Returns the state of a key at `time`, or at its last charge if that is later. Returns nil and
 -- perhaps an error if the value is foreign.
 -- The limit pays back `rate` units per `per`. A bucket pays back at the rate of its last charge if
--- that is higher. `parameters` is the rate, or with a warm-up `rate+warm_up+units that a cold bucket
--- is missing`.
+-- that is higher. `parameters` is the rate, or with a warm-up `rate+warm_up+units that a cold
+-- bucket is missing`.
 local function bucket_read(key, time, per, parameters)
   local value = try('GET', key)
   if not value then return bucket_at(key, time, per, parameters, 0, 0, 0, '') end

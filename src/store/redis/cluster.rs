@@ -1,11 +1,11 @@
-//! One worker's way to a Redis Cluster: a link to each master, and the map that says which slot is whose.
+//! One worker's client of a Redis Cluster: a connection to each master, and the slot map.
 //!
-//! redis-rs' own `ClusterConnection` was not taken: it repeats and waits by rules of its own while a request has a
-//! deadline, keeps no connection that has proven itself, and speaks TLS its own way. What is needed beside
-//! [`Link`] is little: the map, two redirections, and one task that renews the map.
+//! redis-rs' own `ClusterConnection` is not used: it retries and waits by its own rules although a
+//! request has a deadline, it does not probe connections, and it has its own TLS setup. Only the
+//! slot map, two redirections and one refresh task are needed beside [`SupervisedConnection`].
 //!
-//! Charges of several slots are asked at once, one call per slot. If any enforced one is refused, what the other slots
-//! have charged is given back: too strict for a moment, never too lax.
+//! Charges of several slots are decided at once, one call per slot. If an enforced charge is
+//! refused, the charges of the other slots are credited: too strict for a moment, never too lax.
 
 mod shard_search;
 mod slot_charges;
@@ -36,13 +36,14 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 pub(super) use slot_map::{slot_for_key, slot_for_name};
 
-/// Redirections followed for one question: more mean that the nodes don't agree.
+/// Maximum redirections of one call. More mean that the nodes disagree.
 const MAX_REDIRECTIONS: u32 = 8;
 
-/// So long a node that has not been connected to yet is waited for, as far as a deadline allows; then it is away.
+/// How long a call waits for a node that is still connecting, as far as its deadline allows. Later
+/// the node counts as unreachable.
 const NEW_NODE_WAIT: Duration = Duration::from_secs(1);
 
-/// Pause before a question is repeated whose keys are just being moved.
+/// Pause before a call is repeated because its keys are being migrated.
 const TRY_AGAIN_DELAY: Duration = Duration::from_millis(2);
 
 #[derive(Debug)]
@@ -51,16 +52,16 @@ pub(super) struct ClusterClient {
     _refresh_task: AbortOnDropTask,
 }
 
-/// How a node is found and asked.
+/// Finds the node of a slot and sends calls to it.
 #[derive(Clone, Debug)]
 struct ClusterRouter {
     context: Arc<RedisContext>,
     slot_map: watch::Receiver<Arc<ClusterSlotMap>>,
-    /// Somebody has met what the map doesn't say.
+    /// Requests a refresh of the slot map after a call contradicted it.
     refresh_requested: Arc<Notify>,
 }
 
-/// A call without a useful answer, and which node failed to give it, in which state, if one was asked.
+/// A call without a useful reply, and the node that failed with its state, if it was sent.
 struct FailedClusterCall {
     kind: RedisErrorKind,
     node_state: Option<(Arc<ClusterNode>, Arc<RedisConnectionState>)>,
@@ -75,7 +76,7 @@ impl From<RedisErrorKind> for FailedClusterCall {
     }
 }
 
-/// Whether one counter does not know all: charges are in several slots, or spread over shards.
+/// Whether charges are in several slots, or spread over shards.
 pub(super) fn is_split(charges: &[Charge<'_>]) -> bool {
     is_sharded(charges) || spans_several_slots(charges)
 }
@@ -93,7 +94,8 @@ fn spans_several_slots(charges: &[Charge<'_>]) -> bool {
 }
 
 impl ClusterClient {
-    /// Learns who is there, connects to all masters, and stays connected as long as the value lives.
+    /// Fetches the slot map, connects to all masters, and stays connected as long as the value
+    /// lives.
     pub(super) fn start(context: Arc<RedisContext>) -> Self {
         let (map_sender, slot_map) = watch::channel(Arc::default());
         let refresh_requested = Arc::new(Notify::new());
@@ -112,22 +114,23 @@ impl ClusterClient {
         }
     }
 
-    /// Waits for the first proven connection to every master.
+    /// Waits for the first probed connection to every master.
     pub(super) async fn wait_until_ready(&self) {
         let mut slot_map = self.router.slot_map.clone();
         let nodes = match slot_map.wait_for(|map| !map.nodes.is_empty()).await {
             Ok(map) => map.nodes.clone(),
-            // The keeper is gone, and with it the runtime: nothing to wait for.
+            // The refresh task ended with the runtime: nothing to wait for.
             Err(_) => return,
         };
         join_all(nodes.iter().map(|node| node.connection.wait_until_ready())).await;
     }
 
-    /// Decides charges, in whatever slots they are.
+    /// Decides charges in any slots.
     ///
     /// # Errors
-    /// When a slot gave no answer, and none that answered refuses. What the others have charged stands then: the
-    /// request is decided without the store, and policies that were reached shall not be passed by for that.
+    /// When a slot gave no reply, and no other slot refuses. The charges of the other slots then
+    /// remain: the request is decided without the store, and policies that were reached must still
+    /// count it.
     pub(super) async fn decide(
         &self,
         charges: &[Charge<'_>],
@@ -142,7 +145,8 @@ impl ClusterClient {
         }
     }
 
-    /// Decides charges as they stand, each on the counter of its key. When the task ends what was refused is given back.
+    /// Decides charges, each on the counter of its key. If they are refused, the returned task ends
+    /// when all are credited.
     async fn decide_by_slot(
         &self,
         charges: &[Charge<'_>],
@@ -158,7 +162,8 @@ impl ClusterClient {
             ));
         }
         let (decision_sender, decision_receiver) = oneshot::channel();
-        // By itself: who leaves meanwhile would leave behind what one slot has charged and another refuses.
+        // A separate task, so that a disconnected client does not leave charges of one slot that
+        // another refuses.
         let task = self.router.clone().decide_across_slots(
             group_by_slot(charges),
             charges.len(),
@@ -166,7 +171,7 @@ impl ClusterClient {
             decision_sender,
         );
         let task = tokio::spawn(task);
-        // It is always told, but when the runtime ends.
+        // The sender is dropped only when the runtime shuts down.
         Ok((
             decision_receiver
                 .await
@@ -175,8 +180,8 @@ impl ClusterClient {
         ))
     }
 
-    /// Puts charges right. Those of one counter stay in order. Returns the places that each call that failed had in the
-    /// list; the others were made.
+    /// Settles charges. Settlements of one counter stay in order. Returns the indexes of the
+    /// settlements in each failed call; the others were made.
     pub(super) async fn amend(
         &self,
         settlements: &[Settlement<'_>],
@@ -189,10 +194,10 @@ impl ClusterClient {
                 None => slots.push((slot, vec![position])),
             }
         }
-        let slots = slots.iter().map(|(slot, places)| async move {
-            let slot_settlements: Vec<Settlement<'_>> = places
+        let slots = slots.iter().map(|(slot, positions)| async move {
+            let slot_settlements: Vec<Settlement<'_>> = positions
                 .iter()
-                .filter_map(|place| settlements.get(*place))
+                .filter_map(|position| settlements.get(*position))
                 .copied()
                 .collect();
             let (calls, mut results) = (split_into_calls(&slot_settlements), Vec::new());
@@ -200,11 +205,11 @@ impl ClusterClient {
                 let script = &self.router.context.scripts;
                 let commands: Vec<Cmd> = calls
                     .iter()
-                    .map(|late| script.amend_command(late, None))
+                    .map(|call| script.amend_command(call, None))
                     .collect();
                 results.extend(self.router.send_amendments(*slot, &commands).await);
             }
-            let original_position = |nth: &usize| places.get(*nth).copied();
+            let original_position = |nth: &usize| positions.get(*nth).copied();
             let failed = collect_failed_calls(&calls, results).into_iter();
             failed
                 .map(|(nth, failure)| (nth.iter().filter_map(original_position).collect(), failure))
@@ -213,10 +218,10 @@ impl ClusterClient {
         join_all(slots).await.into_iter().flatten().collect()
     }
 
-    /// Runs one program on whichever node holds a slot.
+    /// Runs one command on the node of a slot.
     ///
     /// # Errors
-    /// As [`Cluster::decide`]; it is counted.
+    /// As [`Self::decide`]. The failure is counted.
     pub(super) async fn run_on_slot(
         &self,
         slot: u16,
@@ -226,14 +231,14 @@ impl ClusterClient {
         self.router.run_on_slot(slot, command, deadline).await
     }
 
-    /// Whether any master would be asked.
+    /// Whether calls would be sent to any master.
     pub(super) fn is_any_master_reachable(&self) -> bool {
         self.master_connections()
             .iter()
             .any(|master| matches!(&*master.state(), RedisConnectionState::Up(_)))
     }
 
-    /// Whether all nodes that keep these charges would be asked; of a key that is spread, all nodes.
+    /// Whether calls would be sent to all nodes of these charges; for a sharded key, to all nodes.
     pub(super) fn is_reachable_for(&self, charges: &[Charge<'_>]) -> bool {
         let map = self.router.slot_map.borrow();
         let is_available = |charge: &Charge<'_>| match charge.shard_count {
@@ -245,7 +250,7 @@ impl ClusterClient {
         charges.iter().all(is_available)
     }
 
-    /// The slots that nobody would be asked about.
+    /// The slots that no call would be sent for.
     pub(super) fn unreachable_slots(&self) -> Vec<u16> {
         self.router
             .slot_map
@@ -253,7 +258,8 @@ impl ClusterClient {
             .slots_not_served_by(|node| node.is_available())
     }
 
-    /// The slots of masters that seem to be there and don't answer: a node that hangs is missed only by those who ask it.
+    /// The slots of masters that are connected and don't answer. Without this check, only calls to
+    /// a hung node detect it.
     pub(super) async fn find_unresponsive_slots(&self) -> Vec<u16> {
         let nodes = self.router.slot_map.borrow().nodes.clone();
         let call_timeout = self.router.context.settings.connect_timeout;
@@ -267,8 +273,8 @@ impl ClusterClient {
                 live.send_with_script_reload(&redis::cmd("PING"), false),
             )
             .await;
-            let late = answer.err()?;
-            live.request_replacement(self.router.count_failure(late.into()));
+            let elapsed = answer.err()?;
+            live.request_replacement(self.router.count_failure(elapsed.into()));
             Some(Arc::clone(node))
         };
         let unresponsive: Vec<_> = join_all(nodes.iter().map(find_unresponsive))
@@ -292,7 +298,7 @@ impl ClusterClient {
         }
     }
 
-    /// The links to all masters that are known.
+    /// The connections to all masters in the slot map.
     pub(super) fn master_connections(&self) -> Vec<Arc<SupervisedConnection>> {
         self.router
             .slot_map
@@ -305,10 +311,10 @@ impl ClusterClient {
 }
 
 impl ClusterRouter {
-    /// Runs one program on whichever node holds a slot.
+    /// Runs one command on the node of a slot.
     ///
     /// # Errors
-    /// At once if that node is away; else within the deadline. It is counted.
+    /// At once if that node is disconnected, else within the deadline. The failure is counted.
     async fn run_on_slot(
         &self,
         slot: u16,
@@ -317,10 +323,10 @@ impl ClusterRouter {
     ) -> Result<Value, RedisErrorKind> {
         self.try_on_slot(slot, command, deadline)
             .await
-            .map_err(|lost| self.record_failure(&lost))
+            .map_err(|failed_call| self.record_failure(&failed_call))
     }
 
-    /// Runs some programs that put charges of a slot right, in order. Those that fail together are counted once.
+    /// Runs settlement calls of one slot in order. Calls that fail together count as one failure.
     async fn send_amendments(
         &self,
         slot: u16,
@@ -331,16 +337,16 @@ impl ClusterRouter {
             .zip(commands)
             .map(|(turn, command)| self.try_on_slot(slot, command, start + call_timeout * turn));
         let results = join_all(answers).await;
-        if let Some(lost) = results.iter().find_map(|told| told.as_ref().err()) {
-            self.record_failure(lost);
+        if let Some(failed_call) = results.iter().find_map(|result| result.as_ref().err()) {
+            self.record_failure(failed_call);
         }
         results
             .into_iter()
-            .map(|told| told.map(drop).map_err(|lost| lost.kind))
+            .map(|result| result.map(drop).map_err(|failed_call| failed_call.kind))
             .collect()
     }
 
-    /// As [`ClusterRouter::call`], but what fails has still to be noted.
+    /// [`Self::run_on_slot`] without counting the failure.
     async fn try_on_slot(
         &self,
         slot: u16,
@@ -412,7 +418,8 @@ impl ClusterRouter {
         Err(RedisErrorKind::ClusterDown.into())
     }
 
-    /// Asks all slots at once, and tells what that comes to. If one refuses, the others are given back what they took.
+    /// Decides all slots at once, and sends the merged decision. If a slot refuses, the charges of
+    /// the others are credited.
     async fn decide_across_slots(
         self,
         slots: SmallVec<[SlotCharges; 4]>,
@@ -427,7 +434,7 @@ impl ClusterRouter {
         let answers = join_all(slots.iter().map(decide_slot)).await;
         let decision = merge_slot_decisions(charge_count, &slots, &answers);
         let is_refused = decision.as_ref().is_ok_and(|decision| !decision.admitted);
-        // Perhaps nobody is there any more.
+        // The caller may have disconnected.
         drop(decision_sender.send(decision));
         if is_refused {
             let made = slots
@@ -438,16 +445,16 @@ impl ClusterRouter {
         }
     }
 
-    /// Gives back what one slot has charged. If that fails, it stands.
+    /// Credits the charges of one slot. If that fails, they remain.
     async fn credit_slot(&self, part: &SlotCharges, decision: &Decision) {
         let refusals: SmallVec<[_; 4]> = decision
             .statuses
             .iter()
-            .map(|standing| standing.and_then(|standing| standing.refusal))
+            .map(|status| status.and_then(|status| status.refusal))
             .collect();
         let charges = part.borrow_charges();
         let made_charges = charges.iter().enumerate().filter(|(at, charge)| {
-            // A block begins because its own policy refuses.
+            // A block stays, because its own policy refused.
             !charge.is_block() && determine_effect(&charges, &refusals, *at) == ChargeEffect::Charge
         });
         let settlements = made_charges.filter_map(|(at, charge)| {
@@ -498,8 +505,8 @@ impl ClusterRouter {
         }
     }
 
-    /// The node at an address that another has named. One that isn't known yet is waited for: it is the map that is
-    /// late.
+    /// Returns the node at an address from a redirection. Waits for a node that is not in the slot
+    /// map yet.
     async fn wait_for_node(
         &self,
         address: &RedisAddress,
@@ -526,7 +533,7 @@ impl ClusterRouter {
         }
     }
 
-    /// Notes that there was no useful answer.
+    /// Records a failed call.
     fn record_failure(&self, call: &FailedClusterCall) -> RedisErrorKind {
         match &call.node_state {
             Some((node, state)) => match &**state {
@@ -537,7 +544,7 @@ impl ClusterRouter {
         }
     }
 
-    /// The same of a node that was asked.
+    /// Records a failed call of a node.
     fn record_node_failure(
         &self,
         node: &ClusterNode,
@@ -545,7 +552,7 @@ impl ClusterRouter {
         failure: RedisErrorKind,
     ) -> RedisErrorKind {
         if matches!(failure, RedisErrorKind::WrongType(_)) {
-            // One key's fault; it is counted where it is told.
+            // Only one key is affected. The caller counts it.
             return failure;
         }
         if failure == RedisErrorKind::ClusterDown || failure.requires_reconnect() {
@@ -570,12 +577,13 @@ impl ClusterRouter {
 }
 
 impl ClusterNode {
-    /// Whether it was heard of just now. Slots that move to it shall cost nobody an answer.
+    /// Whether the node is new and not connected yet. Calls wait for it, so that a slot migration
+    /// fails none.
     fn is_connecting(&self) -> bool {
         !self.connection.was_ready() && self.discovered_at.elapsed() < NEW_NODE_WAIT
     }
 
-    /// Whether it would be asked, or waited for.
+    /// Whether calls would be sent to the node, or wait for it.
     fn is_available(&self) -> bool {
         matches!(&*self.connection.state(), RedisConnectionState::Up(_)) || self.is_connecting()
     }
@@ -588,9 +596,9 @@ impl ClusterNode {
 }
 
 enum ClusterRedirection {
-    /// Another node has the slot; `true`: is just getting it.
+    /// Another node holds the slot; `true`: is importing it.
     ToNode(RedisAddress, bool),
-    /// The keys are partly here and partly there.
+    /// The keys are being migrated, and are on two nodes.
     TryAgain,
 }
 

@@ -1,5 +1,5 @@
--- Decides requests one after the other, each as if it had come alone. Either all enforced charges of
--- a request are made, or none. Follows the files of the algorithms of its charges.
+-- Decides requests one after the other, each as if it had come alone. Either all enforced charges
+-- of a request are made, or none. Follows the files of the algorithms of its charges.
 --
 -- KEYS     one per charge, all different within a request
 -- ARGV[1]  the time in us, for tests; empty: the server's TIME
@@ -8,8 +8,8 @@
 --            16 x the number of the policy, plus options: 1 the policy is shadow, 2 it counts
 --            rejected requests, 4 the charge will be settled, 8 the charge belongs to the same
 --            request as the charge before
---            cost; with a lease `cost+requested units+ttl in us+divisor`, the same for all charges of
---            a policy: at most 1/divisor of the free units is granted
+--            cost; with a lease `cost+requested units+ttl in us+divisor`, the same for all charges
+--            of a policy: at most 1/divisor of the free units is granted
 --            capacity
 --            the period in us
 --            the parameters of the algorithm
@@ -95,7 +95,7 @@ local function decide_mergeable(n, charge)
 end
 
 -- section: leases
--- Grants the lease of the policy whose charges start at the n-th. Returns the units, and the last
+-- Grants the lease of the policy with charges from the n-th on. Returns the units, and the last
 -- moment at which they may be used.
 local function grant_lease(entries, n, admitted)
   local first, next_n = entries[n].charge, n

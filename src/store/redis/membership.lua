@@ -1,6 +1,7 @@
 -- Counts the instances that share the limits. One ZSET has the ids of the instances, each with the
--- time in us of its last heartbeat as the score. A second ZSET has the same ids, all with score 0, for
--- their rank. No step reads a whole set: the cost grows with the logarithm of the instance count.
+-- time in us of its last heartbeat as the score. A second ZSET has the same ids, all with score 0,
+-- for their rank. No step reads a whole set: the cost grows with the logarithm of the instance
+-- count.
 --
 -- KEYS     the two sets
 -- ARGV[1]  the id of the instance
@@ -8,10 +9,10 @@
 --          usage to write back: its score is 2^52 higher) or `read`
 -- ARGV[3]  how long an instance stays in the sets after its last heartbeat, in us
 -- ARGV[4]  the reply counts recovered instances heard from since this time (us); empty: now
--- ARGV[5]  when the caller stops waiting for the reply (us); empty: unknown. A server that hung runs
---          the command later, when it may no longer be true: then a heartbeat counts as pending
--- Reply    the time in us, the live instances, the live instances with a lower id, the recovered
---          instances: heard from since ARGV[4], with nothing left to write back
+-- ARGV[5]  when the caller stops waiting for the reply (us); empty: unknown. A server that hung
+--          runs the command later, when it may no longer be true: then a heartbeat counts as
+-- pending Reply    the time in us, the live instances, the live instances with a lower id, the
+--          recovered instances: heard from since ARGV[4], with nothing left to write back
 
 local id, operation, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local pending_offset = 2 ^ 52

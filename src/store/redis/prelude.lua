@@ -8,19 +8,19 @@
 --   charge(state, cost)                    takes units, at least 1
 --   charge_rejected(state, cost, capacity) takes units of a rejected request, up to the capacity
 --   credit(state, units, charged_at)       returns some of the units charged at `charged_at`
---   grantable_until(state, last)           the last moment at which leased units may be used, `last`
---                                          or earlier; nil or false: no lease is possible
+--   grantable_until(state, last)           the last moment at which leased units may be used,
+--                                          `last` or earlier; nil or false: no lease is possible
 --   grant(state, units, last)              takes units, at least 1, for a lease that ends at `last`
 --   renew, release(state, slot)            for concurrency slots
 --   is_additive                            true if several charges at one time have the effect of
 --                                          one charge of their sum
 --   is_block                               true for the rule `block`
 -- A function that changes a state keeps state.used_units correct. It returns an error if Redis
--- rejects its write; then nothing was written. A charge sets state.charged_at (us) to the time under
--- which it is recorded, if that differs from state.now.
--- Redis creates every function again on each call, so a program contains only the sections it needs.
--- strip_source leaves out a part between `-- section: <purpose>` and `-- end section` if the program
--- does not serve that purpose.
+-- rejects its write; then nothing was written. A charge sets state.charged_at (us) to the time
+-- under which it is recorded, if that differs from state.now.
+-- Redis creates every function again on each call, so a program contains only the sections it
+-- needs. strip_source leaves out a part between `-- section: <purpose>` and `-- end section` if the
+-- program does not serve that purpose.
 
 local rules = {}
 local call, try = redis.call, redis.pcall

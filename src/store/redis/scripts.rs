@@ -1,4 +1,4 @@
-//! The programs in Redis, what is sent to them and what their answers mean.
+//! The Lua programs: their texts, the commands that run them, and the parsers of their replies.
 
 use super::batch::CallerPosition;
 use crate::limiter::{
@@ -10,34 +10,35 @@ use redis::{Cmd, RedisWrite, Value};
 use smallvec::SmallVec;
 use std::sync::OnceLock;
 
-/// Readable tails longer than this many bytes are left out of keys.
+/// A readable part of a key longer than this many bytes is left out.
 const MAX_READABLE_BYTES: usize = 64;
 
-/// Arguments per charge at most (see `decide.lua` and `settle.lua`).
+/// Maximum arguments per charge (see `decide.lua` and `settle.lua`).
 const MAX_ARGS_PER_CHARGE: usize = 6;
 
-/// Times above this are not exact in a double, so they can't come from the script.
+/// Later times are not exact in a double, so the scripts can't return them.
 const MAX_TIME_US: u64 = 1 << 53;
 
-/// The programs for Redis, with the names under which they keep state.
+/// The programs for Redis, and the names of the keys that hold their state.
 ///
-/// There is one per set of algorithms and purpose, made when it is first wanted: what is not asked for costs nothing
-/// there. Their texts depend on nothing else; what varies goes into the arguments, so Redis caches few.
+/// There is one program per set of algorithms and purposes, built on first use: Redis creates every
+/// function again on each call, so a program contains only the needed ones. The texts depend on
+/// nothing else, and variable values are arguments, so Redis caches few scripts.
 #[derive(Debug)]
 pub struct ScriptLibrary {
     programs: [OnceLock<LuaProgram>; PROGRAM_COUNT],
-    /// What all keys start with, up to and including the brace that opens the hash tag.
+    /// The start of all keys, up to and including the brace that opens the hash tag.
     counter_key_prefix: String,
 }
 
-/// A text, and the hash by which Redis calls it.
+/// A script and its SHA-1 digest for EVALSHA.
 #[derive(Debug)]
 struct LuaProgram {
     text: String,
     sha: String,
 }
 
-/// Each algorithm's file, by the bit that stands for it. A leaky bucket is made of a token bucket.
+/// The file of each algorithm, by its flag bit. A leaky bucket also needs the token bucket.
 const ALGORITHM_SOURCES: [&str; 7] = [
     include_str!("../../limiter/sliding_log.lua"),
     include_str!("../../limiter/sliding_window.lua"),
@@ -48,8 +49,8 @@ const ALGORITHM_SOURCES: [&str; 7] = [
     include_str!("../../limiter/block.lua"),
 ];
 
-/// Stand beside the bits of the algorithms: the program puts charges right; a refusal may be counted; units are wanted
-/// in advance.
+/// Purposes of a program, beside the bits of its algorithms: it settles charges; it may count
+/// rejected requests; it grants leases.
 const SETTLE_FLAG: usize = 1 << ALGORITHM_SOURCES.len();
 const COUNT_REJECTED_FLAG: usize = SETTLE_FLAG << 1;
 const LEASE_FLAG: usize = COUNT_REJECTED_FLAG << 1;
@@ -101,13 +102,13 @@ impl ScriptLibrary {
         }
     }
 
-    /// What Redis is given to decide these charges.
+    /// The text of the program that decides these charges.
     pub fn script_text(&self, charges: &[Charge<'_>]) -> &str {
         self.program(charges_flags(charges))
             .map_or("", |program| &program.text)
     }
 
-    /// What loads all programs that were wanted so far.
+    /// The commands that load all programs used so far.
     pub fn load_pipeline(&self) -> redis::Pipeline {
         let mut pipeline = redis::pipe();
         for program in self.programs.iter().filter_map(OnceLock::get) {
@@ -116,7 +117,7 @@ impl ScriptLibrary {
         pipeline
     }
 
-    /// What asks for a decision. `time_us` stands in for the server's clock in tests.
+    /// Builds the command that decides charges. `time_us` replaces the server's clock in tests.
     pub fn decide_command(&self, charges: &[Charge<'_>], time_us: Option<u64>) -> Cmd {
         let mut command = self.start_evalsha(charges_flags(charges), charges.len());
         let mut key = String::with_capacity(192);
@@ -134,26 +135,26 @@ impl ScriptLibrary {
         command
     }
 
-    /// What puts charges right.
+    /// Builds the command that settles charges.
     pub fn amend_command(&self, settlements: &[Settlement<'_>], time_us: Option<u64>) -> Cmd {
-        let algorithms = settlements.iter().fold(SETTLE_FLAG, |bits_of, late| {
-            bits_of | algorithm_flags(late.limit.algorithm)
+        let algorithms = settlements.iter().fold(SETTLE_FLAG, |flags, settlement| {
+            flags | algorithm_flags(settlement.limit.algorithm)
         });
         let mut command = self.start_evalsha(algorithms, settlements.len());
         let mut key = String::with_capacity(192);
-        for late in settlements {
+        for settlement in settlements {
             key.clear();
-            self.push_counter_key(&mut key, &Charge::new(late.limit, late.key, 0));
+            self.push_counter_key(&mut key, &Charge::new(settlement.limit, settlement.key, 0));
             command.write_arg(key.as_bytes());
         }
         push_time_argument(&mut command, time_us);
-        for late in settlements {
-            push_settlement_arguments(&mut command, late);
+        for settlement in settlements {
+            push_settlement_arguments(&mut command, settlement);
         }
         command
     }
 
-    /// What asks how counters stand, by their names in Redis, and changes nothing.
+    /// Builds the command that reads counters by their keys, without any change.
     pub(super) fn read_command(&self, counters: &[(&str, &Limit)]) -> Cmd {
         let placeholder_key = KeyBuilder::new("").finish();
         let charges: Vec<_> = counters
@@ -168,7 +169,7 @@ impl ScriptLibrary {
         let mut argument = String::with_capacity(64);
         for (nth, charge) in charges.iter().enumerate() {
             argument.clear();
-            // A debt is paid back as it was when it was charged.
+            // With rate 0, a debt is paid back at the rate of its last charge.
             push_charge_argument(&mut argument, charge, 0, nth > 0);
             command.write_arg(argument.as_bytes());
         }
@@ -191,7 +192,8 @@ impl ScriptLibrary {
         command
     }
 
-    /// Reads the answer to [`ScriptLibrary::look`]: the time, and how each counter stands. `None`: it isn't one.
+    /// Parses the reply to [`ScriptLibrary::read_command`]: the time and the status of each
+    /// counter. Returns `None` if the reply is invalid.
     pub(super) fn parse_read_reply(
         reply: &Value,
         counters: &[(&str, &Limit)],
@@ -208,36 +210,36 @@ impl ScriptLibrary {
         Some((now_us, statuses?)).filter(|_| numbers.0.next().is_none())
     }
 
-    /// The Redis key of a charge's counter:
-    /// `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset or buckets>][:<key, for people>]`.
+    /// The Redis key of a charge's counter: `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset
+    /// or buckets>][:<readable key>]`.
     pub fn counter_key(&self, charge: &Charge<'_>) -> String {
         let mut key = String::new();
         self.push_counter_key(&mut key, charge);
         key
     }
 
-    /// The sets in which instances make themselves known, in the slot of the first one.
+    /// The keys of the two membership sets. The second is in the slot of the first.
     pub(super) fn membership_keys(&self) -> [String; 2] {
         let instances = format!("{}instances", self.counter_key_prefix.trim_end_matches('{'));
         let ids = format!("{instances}:{{{instances}}}");
         [instances, ids]
     }
 
-    /// What `SCAN` matches all our counters by, or those of a policy whose names are readable.
+    /// The `SCAN` pattern for all counters, or for those of one policy with a readable key.
     pub(super) fn scan_pattern(&self, policy: Option<&str>) -> String {
-        // A policy's name holds nothing that a glob would take for more than itself; the prefix may.
+        // A policy's name contains no glob characters, but the prefix may.
         let start = self
             .counter_key_prefix
             .replace(['\\', '*', '?', '[', ']'], "?");
         match policy {
             None => format!("{start}*"),
-            // After the name comes a value, or nothing.
+            // A value or nothing follows the name.
             Some(policy) => format!("{start}*}}:*:{policy}*"),
         }
     }
 
-    /// Reads a counter's name back: its algorithm, period, and what is readable of its key. `None`: it is
-    /// not a counter of ours.
+    /// Parses the key of a counter: algorithm, period and readable part. Returns `None` if it is
+    /// not the key of a counter.
     pub(super) fn parse_counter_key(&self, key: &str) -> Option<(Algorithm, u64, Option<String>)> {
         let rest = key
             .strip_prefix(&self.counter_key_prefix)?
@@ -255,7 +257,7 @@ impl ScriptLibrary {
                 burst: MAX_UNITS,
                 warm_up_us: 0,
             },
-            // So much that its capacity is all units there are.
+            // This delay is so long that the capacity includes all units in use.
             "leaky_bucket" => Algorithm::LeakyBucket {
                 max_delay_us: per_us.parse().ok()?,
             },
@@ -266,7 +268,7 @@ impl ScriptLibrary {
         Some((algorithm, per_us.parse().ok()?, readable.map(str::to_owned)))
     }
 
-    /// Reads the answer to [`ScriptLibrary::decide`]. `None`: it isn't one.
+    /// Parses the reply to [`ScriptLibrary::decide_command`]. Returns `None` if it is invalid.
     pub fn parse_decision_reply(reply: &Value, charges: &[Charge<'_>]) -> Option<Decision> {
         let Value::BulkString(text) = reply else {
             return None;
@@ -281,7 +283,7 @@ impl ScriptLibrary {
         )
     }
 
-    /// Reads the answer to one question among others. `None`: it isn't one.
+    /// Parses the part of a reply that belongs to one request. Returns `None` if it is invalid.
     pub(super) fn parse_request_decision(
         now_us: u64,
         text: &str,
@@ -349,7 +351,8 @@ impl ScriptLibrary {
         }
     }
 
-    /// The key at a position, as the script counts them, without what would name its owner.
+    /// The name of the counter at a position, counted from 1 as in the script, without its readable
+    /// part.
     pub(super) fn counter_name_at(&self, charges: &[Charge<'_>], position: usize) -> String {
         let mut name = String::new();
         if let Some(charge) = position
@@ -361,7 +364,8 @@ impl ScriptLibrary {
         name
     }
 
-    /// The key without its readable tail: names the counter and shows nothing of its owner.
+    /// Appends the key without its readable part: it names the counter and contains no value of a
+    /// client.
     fn push_counter_name(&self, key: &mut String, charge: &Charge<'_>) {
         key.push_str(&self.counter_key_prefix);
         push_hex_id(key, charge.key.id());
@@ -385,8 +389,9 @@ impl ScriptLibrary {
     }
 }
 
-/// Comments are for us. And a server that has not let us in takes no argument above 16 KiB: it would break the
-/// connection instead of saying so. What stands there for other purposes than the program's is left out too.
+/// Removes comments, indentation, and the sections that the program does not need. Redis accepts
+/// arguments up to 16 KiB from an unauthenticated connection. Above that it closes the connection
+/// instead of reporting the missing login.
 fn strip_source(source: &str, flags: usize) -> String {
     let (mut text, mut is_included) = (String::with_capacity(source.len()), true);
     for line in source.lines().map(str::trim_start) {
@@ -411,7 +416,7 @@ fn charges_flags(charges: &[Charge<'_>]) -> usize {
         .fold(0, |bits, charge| bits | charge_flags(charge))
 }
 
-/// What a program needs for a charge.
+/// The flags of the program that decides a charge.
 pub(super) fn charge_flags(charge: &Charge<'_>) -> usize {
     let options = [
         (charge.counts_rejected, COUNT_REJECTED_FLAG),
@@ -419,7 +424,7 @@ pub(super) fn charge_flags(charge: &Charge<'_>) -> usize {
     ];
     options
         .iter()
-        .filter(|(is_wanted, _)| *is_wanted)
+        .filter(|(is_set, _)| *is_set)
         .fold(algorithm_flags(charge.limit.algorithm), |bits, (_, bit)| {
             bits | bit
         })
@@ -434,7 +439,8 @@ pub(super) fn push_time_argument(command: &mut Cmd, time_us: Option<u64>) {
     );
 }
 
-/// What is asked of a key. `follows`: in the same question as the charge before.
+/// Appends the argument of a charge. `follows`: it belongs to the same request as the charge
+/// before.
 pub(super) fn push_charge_argument(
     text: &mut String,
     charge: &Charge<'_>,
@@ -449,7 +455,7 @@ pub(super) fn push_charge_argument(
     ];
     let options: u64 = options
         .iter()
-        .filter(|(is_wanted, _)| *is_wanted)
+        .filter(|(is_set, _)| *is_set)
         .map(|(_, bit)| bit)
         .sum();
     text.push_str(algorithm_letter(charge.limit));
@@ -528,7 +534,7 @@ fn algorithm_letter(limit: &Limit) -> &'static str {
     }
 }
 
-/// `rate`: units that a bucket pays back per period, unless it was charged at a higher rate.
+/// `rate`: units that a bucket pays back per period, unless its last charge used a higher rate.
 fn push_algorithm_parameters(text: &mut String, limit: &Limit, rate: u64, slot: u128) {
     let mut number = itoa::Buffer::new();
     let parameter = match limit.algorithm {
@@ -553,7 +559,7 @@ fn push_algorithm_parameters(text: &mut String, limit: &Limit, rate: u64, slot: 
     text.push_str(number.format(parameter));
 }
 
-/// With a sign that no number has.
+/// The colon distinguishes the id from a number.
 fn push_slot_id(text: &mut String, slot: u128) {
     push_hex_id(text, slot);
     text.push(':');
@@ -571,7 +577,7 @@ impl<'a> ReplyNumbers<'a> {
         Self(words)
     }
 
-    /// The last one, said only if it isn't 0.
+    /// The last number of a reply. It is left out if it is 0.
     fn read_delay_us(&mut self) -> Option<u64> {
         let Some(text) = self.0.next() else {
             return Some(0);
@@ -593,7 +599,7 @@ impl<'a> ReplyNumbers<'a> {
     }
 }
 
-/// The store's clock, as a reply says it.
+/// Parses the server's time in a reply.
 pub(super) fn parse_now_us(text: &str) -> Option<u64> {
     to_time_us(text.parse().ok()?).filter(|now_us| *now_us > 0)
 }
@@ -610,12 +616,13 @@ pub(super) fn push_hex_id(text: &mut String, id: u128) {
     text.push_str(std::str::from_utf8(&digits).unwrap_or_default());
 }
 
-/// One charge's part of the reply. What can't be true is no answer: it must not be acted upon.
+/// Parses the numbers of one charge. Returns `None` for impossible values, which must not take
+/// effect.
 fn parse_limit_status(
     limit: &Limit,
     cost: u64,
     now_us: u64,
-    [until, remaining, grows_at]: [i64; 3],
+    [until, remaining, next_growth]: [i64; 3],
 ) -> Option<LimitStatus> {
     let to_future_us = |number| to_time_us(number).filter(|time_us| *time_us > now_us);
     let refusal = match until {
@@ -630,9 +637,9 @@ fn parse_limit_status(
         0 => None,
         until => Some(Refusal::Until(to_future_us(until)?)),
     };
-    let grows_at_us = match grows_at {
+    let next_growth_us = match next_growth {
         0 => None,
-        grows_at => Some(to_future_us(grows_at)?),
+        next_growth => Some(to_future_us(next_growth)?),
     };
     let remaining = u64::try_from(remaining)
         .ok()
@@ -640,12 +647,13 @@ fn parse_limit_status(
     let is_never_admitted = cost > limit.capacity() || limit.capacity() == 0;
     (is_never_admitted == (refusal == Some(Refusal::Never))).then_some(LimitStatus {
         remaining,
-        next_growth_us: grows_at_us,
+        next_growth_us,
         refusal,
     })
 }
 
-/// Where a charge stands, if it was made; `None`: that can't be true.
+/// Parses the time of a charge; `Some(None)` if it was not made. Returns `None` for an impossible
+/// value.
 fn parse_charged_at_us(now_us: u64, number: i64) -> Option<Option<u64>> {
     if number == 0 {
         return Some(None);
@@ -655,7 +663,8 @@ fn parse_charged_at_us(now_us: u64, number: i64) -> Option<Option<u64>> {
         .map(Some)
 }
 
-/// How the counter stands for one of those who asked the same, when `admitted` of them were and the last found it so.
+/// Derives the status for one of several callers with the same request. `admitted` of them were
+/// admitted, and `last_status` is that of the last one.
 fn derive_caller_status(
     position: CallerPosition,
     last_status: LimitStatus,
@@ -682,7 +691,7 @@ fn derive_caller_status(
     })
 }
 
-/// What was lent, if anything; `None`: that can't be true.
+/// Parses a grant; `Some(None)` without one. Returns `None` for an impossible value.
 fn parse_grant(
     charge: &Charge<'_>,
     lease: Lease,
@@ -747,13 +756,13 @@ mod tests {
         assert_eq!(
             (keys.as_slice(), time.as_slice()),
             (&b"1"[..], &b""[..]),
-            "Redis is to ask its own clock"
+            "no time is sent, so Redis reads its own clock"
         );
         let rest: Vec<&str> = rest
             .iter()
             .map(|arg| std::str::from_utf8(arg).unwrap())
             .collect();
-        assert_eq!(rest, ["l 0 1 5 1000000 0"], "nothing here tells a time");
+        assert_eq!(rest, ["l 0 1 5 1000000 0"], "no argument is a time");
         assert!(script.script_text(&[]).contains("call('TIME')"));
     }
 
@@ -764,7 +773,7 @@ mod tests {
         for bits in [SETTLE_FLAG - 1, PROGRAM_COUNT - 1] {
             assert!(
                 !LuaProgram::new(bits).text.contains("--"),
-                "a comment is left"
+                "the program contains a comment"
             );
         }
     }
@@ -857,7 +866,7 @@ mod tests {
         assert_eq!(
             read("1000 0 2 2000 5", &[shadow]),
             None,
-            "a shadow holds nobody"
+            "a shadow policy delays no request"
         );
     }
 

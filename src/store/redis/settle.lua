@@ -1,4 +1,4 @@
--- Settles earlier charges. Follows the files of the algorithms whose counters it changes.
+-- Settles earlier charges. Follows the files of their algorithms.
 --
 -- KEYS     one per settlement; a key may occur several times
 -- ARGV[1]  the time in us, for tests; empty: the server's TIME
