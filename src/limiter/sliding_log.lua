@@ -20,8 +20,9 @@
 --     charge instead of 100. It has the form `>IaIb`, then the sum after its last charge and the
 --     units of all its charges (7 bytes each), then per charge: its age in us at the time of the
 --     last charge, which is the score (`a` bytes), and the units of the bundle up to it (`b`
--- bytes), big-endian. A decision reads two or three elements. A charge adds one and removes at most
--- LOG_TRIM. Each is O(log n).
+--     bytes), big-endian.
+-- A decision reads two or three elements. A charge adds one and removes at most LOG_TRIM. Each is
+-- O(log n).
 
 local LOG_WRAP = 9007199254740992
 local LOG_TRIM = 64

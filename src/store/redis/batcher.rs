@@ -5,9 +5,10 @@
 //! are sent together ([`DecisionBatch`]). No timer delays a request to fill a batch. A slow call
 //! stops counting as in flight, so a slow network delays no request twice.
 
-use super::batch::{BatchReply, CallerReply, DecisionBatch};
-use super::connection::{RedisConnectionState, RedisContext, SupervisedConnection};
+use super::connection::{RedisConnectionState, SupervisedConnection};
+use super::context::RedisContext;
 use super::error::RedisErrorKind;
+use super::script_batch::{BatchReply, CallerReply, DecisionBatch};
 use crate::limiter::{Charge, Decision};
 use parking_lot::Mutex;
 use std::collections::VecDeque;

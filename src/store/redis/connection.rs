@@ -4,20 +4,18 @@
 //! none. redis-rs' own `ConnectionManager` is not used: it makes callers wait through its retries,
 //! and it keeps connections to a hung server or a demoted master.
 
-use super::circuit_breaker::RedisCircuitBreaker;
-use super::connector::{self, AbortOnDropTask, RedisAddress};
+use super::connection_target::RedisConnectionTarget;
+use super::connector::{self, AbortOnDropTask};
+use super::context::RedisContext;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::scripts::ScriptLibrary;
-use super::sentinel::SentinelGroup;
-use super::server_info::ServerInfoCache;
-use super::{RedisSettings, RedisTopology};
-use crate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
-use crate::store::FallbackStore;
+use super::settings::{RedisAddress, RedisTopology};
+use crate::limiter::{Algorithm, Charge, Limit, MAX_UNITS};
 use crate::store::fallback::SINGLE_PARTITION;
 use arc_swap::ArcSwap;
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
@@ -34,24 +32,6 @@ const STABLE_CONNECTION_AGE: Duration = Duration::from_secs(1);
 /// may lead to another server.
 const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 
-/// The policy name of the counter that proves that Redis accepts writes. No policy can have this
-/// name.
-pub(super) const PROBE_POLICY: &str = "-probe";
-
-/// State that all connections of the process share.
-#[derive(Debug)]
-pub(super) struct RedisContext {
-    pub(super) settings: RedisSettings,
-    pub(super) scripts: ScriptLibrary,
-    pub(super) breaker: RedisCircuitBreaker,
-    /// Calls to Redis so far.
-    pub(super) call_count: Arc<AtomicU64>,
-    pub(super) server_info: ServerInfoCache,
-    pub(super) fallback: FallbackStore,
-    /// Whether a worker maintains the membership of the process.
-    pub(super) has_joined_membership: AtomicBool,
-}
-
 /// A connection that is reopened when it is lost.
 #[derive(Debug)]
 pub(super) struct SupervisedConnection {
@@ -61,17 +41,6 @@ pub(super) struct SupervisedConnection {
     /// Whether the circuit breaker counts this connection as lost.
     is_lost: Arc<AtomicBool>,
     supervisor: AbortOnDropTask,
-}
-
-/// The server that a connection leads to.
-#[derive(Debug)]
-pub(super) struct RedisConnectionTarget {
-    /// `None`: the master that the sentinels name.
-    address: Option<RedisAddress>,
-    /// The counter that proves that the server accepts writes.
-    probe_key: Key,
-    /// Each attempt starts with another sentinel.
-    next_sentinel: AtomicUsize,
 }
 
 #[derive(Debug)]
@@ -92,78 +61,6 @@ pub(super) struct LiveConnection {
     /// The number of script loads so far, and the number that callers wait for.
     load_count: watch::Sender<u64>,
     requested_load: watch::Sender<u64>,
-}
-
-impl RedisConnectionTarget {
-    /// The single server, or the master that the sentinels name.
-    pub(super) fn from_settings(settings: &RedisSettings) -> Self {
-        let is_known = settings.topology == RedisTopology::Standalone;
-        let address = settings.servers.first().filter(|_| is_known).cloned();
-        Self {
-            address,
-            probe_key: KeyBuilder::new(PROBE_POLICY).finish(),
-            next_sentinel: AtomicUsize::new(fastrand::usize(..1024)),
-        }
-    }
-
-    /// A node of a cluster, with a probe key in one of its slots.
-    pub(super) fn from_node(address: RedisAddress, probe: Key) -> Self {
-        Self {
-            address: Some(address),
-            probe_key: probe,
-            next_sentinel: AtomicUsize::new(0),
-        }
-    }
-
-    /// The address to connect to now.
-    async fn resolve_address(
-        &self,
-        settings: &RedisSettings,
-    ) -> Result<RedisAddress, RedisConnectionError> {
-        match (&self.address, &settings.topology) {
-            (Some(address), _) => Ok(address.clone()),
-            (
-                None,
-                RedisTopology::Sentinel {
-                    master,
-                    credentials,
-                },
-            ) => {
-                let first_sentinel = self.next_sentinel.fetch_add(1, Ordering::Relaxed);
-                SentinelGroup {
-                    settings,
-                    master_name: master,
-                    credentials,
-                }
-                .resolve_master(first_sentinel)
-                .await
-            }
-            (None, _) => Err(RedisConnectionError::new(
-                RedisErrorKind::Dns,
-                "no address is known",
-            )),
-        }
-    }
-
-    /// Returns when the server at an address is no longer the master.
-    async fn wait_until_moved(&self, settings: &RedisSettings, current_address: &RedisAddress) {
-        match &settings.topology {
-            RedisTopology::Sentinel {
-                master,
-                credentials,
-            } => {
-                let first_sentinel = self.next_sentinel.load(Ordering::Relaxed);
-                SentinelGroup {
-                    settings,
-                    master_name: master,
-                    credentials,
-                }
-                .wait_for_master_change(current_address, first_sentinel)
-                .await;
-            }
-            _ => std::future::pending().await,
-        }
-    }
 }
 
 impl SupervisedConnection {

@@ -1,12 +1,10 @@
 //! Opens one connection to one server: name resolution, socket, TLS, login.
 
-use super::RedisPassword;
 use super::error::{RedisConnectionError, RedisErrorKind};
+use super::settings::{RedisAddress, RedisCredentials, RedisSettings};
 use crate::tls::ClientTls;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, RedisConnectionInfo};
-use std::fmt;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -25,24 +23,6 @@ const KEEPALIVE_IDLE: Duration = Duration::from_secs(15);
 /// this long.
 const MIN_TCP_USER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The address of a server.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum RedisAddress {
-    /// A host name, or an IP address without brackets.
-    Tcp {
-        host: String,
-        port: u16,
-    },
-    Unix(PathBuf),
-}
-
-/// An ACL user. Without a name: the default user.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RedisCredentials {
-    pub username: Option<String>,
-    pub password: Option<RedisPassword>,
-}
-
 /// Connection options for all servers of a deployment.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RedisConnectOptions<'a> {
@@ -56,6 +36,25 @@ pub(super) struct RedisConnectOptions<'a> {
 /// A task that is aborted when its owner is dropped.
 #[derive(Debug)]
 pub(super) struct AbortOnDropTask(pub(super) JoinHandle<()>);
+
+impl RedisSettings {
+    /// The connection options for the servers that hold counters.
+    pub(super) fn connect_options(&self) -> RedisConnectOptions<'_> {
+        let Self {
+            credentials,
+            database,
+            tls,
+            connect_timeout,
+            ..
+        } = self;
+        RedisConnectOptions {
+            credentials,
+            database: *database,
+            tls: tls.as_ref(),
+            connect_timeout: *connect_timeout,
+        }
+    }
+}
 
 /// Opens a connection, logs in and selects the database. Returns it with the task that drives it.
 pub(super) async fn open_connection(
@@ -137,31 +136,6 @@ fn set_socket_options(socket: &TcpStream, connect_timeout: Duration) -> std::io:
     #[cfg(target_os = "linux")]
     socket.set_tcp_user_timeout(Some(connect_timeout.max(MIN_TCP_USER_TIMEOUT)))?;
     Ok(())
-}
-
-impl RedisAddress {
-    /// Parses an address as another server writes it: `host:port`, IPv6 with or without brackets.
-    pub(super) fn parse(text: &str) -> Option<Self> {
-        let (host, port) = text.rsplit_once(':')?;
-        let host = host
-            .strip_prefix('[')
-            .and_then(|host| host.strip_suffix(']'))
-            .unwrap_or(host);
-        Some(Self::Tcp {
-            host: host.to_owned(),
-            port: port.parse().ok()?,
-        })
-    }
-}
-
-impl fmt::Display for RedisAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
-            Self::Tcp { host, port } => write!(f, "{host}:{port}"),
-            Self::Unix(path) => path.display().fmt(f),
-        }
-    }
 }
 
 impl Drop for AbortOnDropTask {

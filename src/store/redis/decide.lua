@@ -15,7 +15,7 @@
 --            the parameters of the algorithm
 --            optional, for a request with one mergeable charge: how often it is repeated, above 1
 -- Reply    integers in one string, which costs half as much as an array: the time in us, then the
---          requests, on one line each from the second on. Per charge:
+--          first request on the same line, and each other request on its own line. Per charge:
 --            refused until (us; 0: admitted, -1: never admitted, -2: unknown)
 --            remaining units
 --            when they next grow (us; 0: never or unknown)

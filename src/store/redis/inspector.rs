@@ -1,10 +1,10 @@
 //! Reads and resets counters for operators, outside of the request path.
 
 use super::cluster::{self, ClusterClient};
-use super::connection::{
-    self, LiveConnection, RedisConnectionState, RedisConnectionTarget, RedisContext,
-};
+use super::connection::{self, LiveConnection, RedisConnectionState};
+use super::connection_target::{PROBE_POLICY, RedisConnectionTarget};
 use super::connector;
+use super::context::RedisContext;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::scripts::ScriptLibrary;
 use super::{RedisSettings, RedisTopology, SharedRedisState};
@@ -163,8 +163,7 @@ impl CounterInspector {
                 let readable_key = readable_key.unwrap_or_default();
                 let policy_name = readable_key.split('/').next().unwrap_or_default();
                 // The pattern also matches policies with a longer name.
-                policy_name != connection::PROBE_POLICY
-                    && policy.is_none_or(|policy| policy_name == policy)
+                policy_name != PROBE_POLICY && policy.is_none_or(|policy| policy_name == policy)
             }));
             if cursor == 0 || keys.len() > max_counters {
                 return Ok(cursor != 0);

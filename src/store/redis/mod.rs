@@ -7,117 +7,50 @@
 //! belongs to the process (`circuit_breaker`). One worker counts the instances, and writes back
 //! usage that was admitted while Redis was unreachable (`membership`).
 
-mod batch;
 mod batcher;
 mod circuit_breaker;
 mod cluster;
 mod connection;
+mod connection_target;
 mod connector;
+mod context;
 mod error;
 mod inspector;
 mod membership;
+mod script_batch;
 mod scripts;
 mod sentinel;
 mod server_info;
+mod settings;
+mod settlement_calls;
 
-pub use batch::{BatchReply, CallerReply, DecisionBatch};
-pub use connector::{RedisAddress, RedisCredentials};
 pub use error::RedisErrorKind;
 pub use inspector::{CounterInspector, InspectError, RedisCounter};
 pub use membership::instance_id;
+pub use script_batch::{BatchReply, CallerReply, DecisionBatch};
 pub use scripts::ScriptLibrary;
+pub use settings::{RedisAddress, RedisCredentials, RedisPassword, RedisSettings, RedisTopology};
 
 use super::fallback::SINGLE_PARTITION;
 use super::{FallbackStore, Settlement, SettlementError, StoreUnavailable};
 use crate::clock::Clock;
-use crate::limiter::{Algorithm, Amendment, Charge, Decision, Key};
+use crate::limiter::{Charge, Decision, Key};
 use crate::telemetry::metrics::RedisServerMetrics;
-use crate::tls::ClientTls;
 use ::redis::Cmd;
 use batcher::DecisionBatcher;
 use circuit_breaker::RedisCircuitBreaker;
 use cluster::ClusterClient;
-use connection::{RedisConnectionState, RedisConnectionTarget, RedisContext, SupervisedConnection};
-use connector::{AbortOnDropTask, RedisConnectOptions};
+use connection::{RedisConnectionState, SupervisedConnection};
+use connection_target::RedisConnectionTarget;
+use connector::AbortOnDropTask;
+use context::RedisContext;
 use futures_util::future::join_all;
-use server_info::ServerInfoCache;
-use std::fmt;
+use parking_lot::Mutex;
+use settlement_calls::{MAX_PIPELINED_CALLS, collect_failed_calls, split_into_calls};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
-
-/// Settlements per call: a few hundred microseconds of the server's time.
-const MAX_SETTLEMENTS_PER_CALL: usize = 64;
-
-/// Whether a settlement takes Redis as long as a dozen others: it changes many entries of a log.
-fn is_expensive(settlement: &Settlement<'_>) -> bool {
-    settlement.limit.algorithm == Algorithm::SlidingLog
-        && matches!(settlement.amendment, Amendment::Credit { .. })
-}
-
-/// Maximum settlement calls in flight on one connection, which keeps their order. One call per
-/// round trip would be slower than new settlements arrive. Decisions of the same worker wait behind
-/// these calls, for some milliseconds at most.
-const MAX_PIPELINED_CALLS: usize = 16;
-
-/// Splits settlements into calls, in order.
-fn split_into_calls<'l, 'a>(settlements: &'l [Settlement<'a>]) -> Vec<&'l [Settlement<'a>]> {
-    let runs = settlements.chunk_by(|one, next| !is_expensive(one) && !is_expensive(next));
-    runs.flat_map(|run| run.chunks(MAX_SETTLEMENTS_PER_CALL))
-        .collect()
-}
-
-/// The indexes of the settlements in each failed call.
-fn collect_failed_calls(
-    calls: &[&[Settlement<'_>]],
-    results: Vec<Result<(), RedisErrorKind>>,
-) -> Vec<(Vec<usize>, RedisErrorKind)> {
-    let (mut failed, mut next_position) = (Vec::new(), 0);
-    for (call, result) in calls.iter().zip(results) {
-        let positions = next_position..next_position + call.len();
-        next_position = positions.end;
-        failed.extend(result.err().map(|failure| (positions.collect(), failure)));
-    }
-    failed
-}
-
-/// Which Redis to use, and how long to wait for it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RedisSettings {
-    pub topology: RedisTopology,
-    /// The server, the sentinels, or some nodes of the cluster.
-    pub servers: Vec<RedisAddress>,
-    pub database: i64,
-    /// Login for the servers that hold counters.
-    pub credentials: RedisCredentials,
-    /// `None`: without TLS.
-    pub tls: Option<ClientTls>,
-    /// Separates the counters of services that share a Redis.
-    pub key_prefix: String,
-    /// How many instances share the limits, at least 1, until they are counted.
-    pub initial_instances: u32,
-    /// Deadline of one decision.
-    pub timeout: Duration,
-    pub connect_timeout: Duration,
-    /// Consecutive failures after which the circuit breaker opens.
-    pub breaker_failures: u32,
-    /// How often a background probe then tries again.
-    pub probe_interval: Duration,
-}
-
-/// The kind of deployment at the addresses.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RedisTopology {
-    /// One server, or any deployment behind one address.
-    Standalone,
-    /// Sentinels that monitor the master of this name.
-    Sentinel {
-        master: String,
-        credentials: RedisCredentials,
-    },
-    Cluster,
-}
 
 /// State that the workers of one process share: settings, circuit breaker, counters.
 #[derive(Clone, Debug)]
@@ -141,35 +74,13 @@ enum RedisBackend {
     Cluster(Arc<ClusterClient>),
 }
 
-impl RedisSettings {
-    fn connect_options(&self) -> RedisConnectOptions<'_> {
-        let Self {
-            credentials,
-            database,
-            tls,
-            connect_timeout,
-            ..
-        } = self;
-        RedisConnectOptions {
-            credentials,
-            database: *database,
-            tls: tls.as_ref(),
-            connect_timeout: *connect_timeout,
-        }
-    }
-}
-
-/// A secret that is never shown in logs.
-#[derive(Clone, PartialEq, Eq)]
-pub struct RedisPassword(String);
-
 impl SharedRedisState {
     pub fn new(settings: RedisSettings) -> Self {
         Self(Arc::new(RedisContext {
             scripts: ScriptLibrary::new(&settings.key_prefix),
             breaker: RedisCircuitBreaker::new(settings.breaker_failures),
             call_count: Arc::default(),
-            server_info: ServerInfoCache::default(),
+            server_info: Mutex::default(),
             fallback: FallbackStore::new(settings.initial_instances, Clock::system())
                 .with_partitions(match settings.topology {
                     RedisTopology::Cluster => cluster::slot_for_key,
@@ -215,7 +126,7 @@ impl SharedRedisState {
     pub fn server_info(&self) -> RedisServerMetrics {
         RedisServerMetrics {
             calls: self.0.call_count.load(Ordering::Relaxed),
-            ..self.0.server_info.latest()
+            ..*self.0.server_info.lock()
         }
     }
 
@@ -485,34 +396,5 @@ impl RedisStore {
             kind,
             retry_after_us: u64::try_from(probe_us).unwrap_or(u64::MAX),
         }
-    }
-}
-
-/// The addresses as readable text, with the topology if it is not one server.
-impl fmt::Display for RedisSettings {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.topology {
-            RedisTopology::Standalone => {}
-            RedisTopology::Sentinel { master, .. } => write!(f, "{master} by sentinels ")?,
-            RedisTopology::Cluster => f.write_str("cluster ")?,
-        }
-        let addresses: Vec<String> = self.servers.iter().map(ToString::to_string).collect();
-        f.write_str(&addresses.join(", "))
-    }
-}
-
-impl RedisPassword {
-    pub fn new(text: String) -> Self {
-        Self(text)
-    }
-
-    pub fn expose(&self) -> &str {
-        &self.0
-    }
-}
-
-impl fmt::Debug for RedisPassword {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("***")
     }
 }

@@ -1,8 +1,8 @@
 //! Finds the present master by asking the sentinels.
 
-use super::RedisSettings;
-use super::connector::{self, RedisAddress, RedisConnectOptions, RedisCredentials};
+use super::connector::{self, RedisConnectOptions};
 use super::error::{RedisConnectionError, RedisErrorKind};
+use super::settings::{RedisAddress, RedisCredentials, RedisSettings};
 use redis::aio::MultiplexedConnection;
 use redis::cmd;
 use std::time::Duration;

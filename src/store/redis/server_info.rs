@@ -4,17 +4,12 @@ use super::RedisStore;
 use super::connection::{LiveConnection, RedisConnectionState};
 use crate::clock::Clock;
 use crate::telemetry::metrics::RedisServerMetrics;
-use parking_lot::Mutex;
 use redis::{Value, cmd, from_redis_value};
 use std::time::Duration;
 use tokio::time::{sleep, timeout};
 
 /// Approximate poll interval: `INFO memory` and `TIME` take a server some microseconds.
 const POLL_INTERVAL: Duration = Duration::from_secs(10);
-
-/// The last values. Empty while no server answers.
-#[derive(Debug, Default)]
-pub(super) struct ServerInfoCache(Mutex<RedisServerMetrics>);
 
 /// The values of one server; `None` where an ACL forbids the command or no reply came.
 #[derive(Debug, Default, PartialEq)]
@@ -29,12 +24,6 @@ struct ServerMemoryInfo {
     /// 0: no limit.
     max_bytes: u64,
     eviction_policy: String,
-}
-
-impl ServerInfoCache {
-    pub(super) fn latest(&self) -> RedisServerMetrics {
-        *self.0.lock()
-    }
 }
 
 /// Polls all masters for as long as it is polled itself.
@@ -52,7 +41,7 @@ pub(super) async fn run_server_info_poller(redis: RedisStore) {
             });
         }
         warn_about_eviction(&server_infos, &mut warned_policy);
-        *redis.context.server_info.0.lock() = aggregate_server_info(&server_infos);
+        *redis.context.server_info.lock() = aggregate_server_info(&server_infos);
         sleep(POLL_INTERVAL.mul_f64(0.75 + fastrand::f64() / 2.0)).await;
     }
 }

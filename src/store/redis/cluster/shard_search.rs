@@ -1,9 +1,10 @@
 //! Decides policies that are spread over shards: tries one shard after the other until one admits.
 
-use super::{Charge, ClusterClient, Decision, Instant, LimitStatus, RedisErrorKind};
-use crate::limiter::{Key, Limit, Refusal};
+use super::ClusterClient;
+use crate::limiter::{Charge, Decision, Key, Limit, LimitStatus, Refusal};
+use crate::store::redis::error::RedisErrorKind;
 use smallvec::SmallVec;
-use tokio::time::timeout_at;
+use tokio::time::{Instant, timeout_at};
 
 /// The statuses of the shards tried before, and the clock of the last one.
 #[derive(Default)]

@@ -1,12 +1,14 @@
 //! The slot map: which node of a cluster holds which slot.
 
-use super::super::connection::{PROBE_POLICY, SupervisedConnection};
-use super::super::connector::RedisAddress;
 use crate::limiter::{Key, KeyBuilder};
+use crate::store::redis::connection::{RedisConnectionState, SupervisedConnection};
+use crate::store::redis::connection_target::PROBE_POLICY;
 use crate::store::redis::scripts::push_hex_id;
+use crate::store::redis::settings::RedisAddress;
 use redis::Value;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 use tokio::time::Instant;
 
 /// Slots of every cluster.
@@ -18,6 +20,10 @@ const MAX_PROBE_NAMES: u32 = 200_000;
 
 /// Names tried before yielding to other tasks. Each name takes about a microsecond.
 const PROBE_NAMES_PER_YIELD: usize = 100;
+
+/// How long a call waits for a node that is still connecting, as far as its deadline allows. Later
+/// the node counts as unreachable.
+const NEW_NODE_WAIT: Duration = Duration::from_secs(1);
 
 /// A master, with this worker's connection to it.
 #[derive(Debug)]
@@ -40,6 +46,25 @@ pub(super) struct ClusterSlotMap {
 
 /// First and last slot, both included, and the address of their node.
 pub(super) type SlotRange = (u16, u16, RedisAddress);
+
+impl ClusterNode {
+    /// Whether the node is new and not connected yet. Calls wait for it, so that a slot migration
+    /// fails none.
+    pub(super) fn is_connecting(&self) -> bool {
+        !self.connection.was_ready() && self.discovered_at.elapsed() < NEW_NODE_WAIT
+    }
+
+    /// Whether calls would be sent to the node, or wait for it.
+    pub(super) fn is_available(&self) -> bool {
+        matches!(&*self.connection.state(), RedisConnectionState::Up(_)) || self.is_connecting()
+    }
+
+    pub(super) fn record_success(&self) {
+        if self.consecutive_failures.load(Ordering::Relaxed) != 0 {
+            self.consecutive_failures.store(0, Ordering::Relaxed);
+        }
+    }
+}
 
 impl ClusterSlotMap {
     pub(super) fn new(nodes: Vec<Arc<ClusterNode>>, ranges: &[SlotRange]) -> Self {

@@ -1,11 +1,12 @@
 //! The task that refreshes the slot map: periodically, and when a call contradicted it.
 
 use super::slot_map::{self, ClusterNode, ClusterSlotMap, SlotRange};
-use crate::store::redis::connection::{
-    RedisConnectionState, RedisConnectionTarget, RedisContext, SupervisedConnection,
-};
-use crate::store::redis::connector::{self, RedisAddress};
+use crate::store::redis::connection::{RedisConnectionState, SupervisedConnection};
+use crate::store::redis::connection_target::RedisConnectionTarget;
+use crate::store::redis::connector;
+use crate::store::redis::context::RedisContext;
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
+use crate::store::redis::settings::RedisAddress;
 use redis::{Cmd, RedisError, Value};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;

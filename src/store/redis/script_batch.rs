@@ -5,7 +5,7 @@
 //! because no other request for the counter is between them.
 
 use super::error::RedisErrorKind;
-use super::scripts::{self, ScriptLibrary};
+use super::scripts::{self, CallerPosition, ScriptLibrary};
 use crate::limiter::{Algorithm, Charge, Decision, Limit};
 use redis::{Cmd, RedisWrite, Value};
 use std::ops::Range;
@@ -57,13 +57,6 @@ pub struct CallerReply {
     raw_reply: Arc<RawBatchReply>,
     text_range: Range<usize>,
     position: CallerPosition,
-}
-
-/// The position of a caller among those with the same request, from 0 in the order of arrival.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct CallerPosition {
-    pub(super) index: u32,
-    pub(super) total: u32,
 }
 
 #[derive(Debug)]
