@@ -844,7 +844,7 @@ async fn the_listener_waits_for_redis_at_most_connect_timeout() {
     let store = proxy
         .log_since(0)
         .into_iter()
-        .filter(|line| line.message_starts_with("Redis"));
+        .filter(|line| line.message_starts_with("redis "));
     assert_eq!(store.count(), 2, "{}", proxy.log_text());
 }
 
@@ -939,7 +939,7 @@ async fn check_non_redis_server(
     let store = proxy
         .log_since(0)
         .into_iter()
-        .filter(|line| line.message_starts_with("Redis"))
+        .filter(|line| line.message_starts_with("redis "))
         .count();
     assert!(
         store == 1 && proxy.is_running() && !proxy.log_text().contains("panicked"),
